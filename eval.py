@@ -1,0 +1,177 @@
+"""Problems, graders, baselines and tables.
+
+    python eval.py --checkpoint=DIR      the Conductor beside every single worker and random workflows, on held-out problems
+
+The laptop world's problems are generated here: some need one of the local specialists (workers.py), some two, some three in the right
+order and with the right access lists. Read train.py next.
+"""
+import random
+import re
+import zlib
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from tqdm import tqdm
+
+from workers import ARITHMETIC, CAPITALS, ELEMENTS, FACTS, SPANISH, SPELLING, WorkerError
+from workflow import Step, Trace, Workflow, WorkflowError, parse, submit
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# Problems
+
+
+@dataclass
+class Problem:
+    id: str
+    question: str
+    answer: str
+    kind: str  # how it is graded, and what tables group by
+
+
+def laptop_expressions() -> dict[str, list[tuple[str, str]]]:
+    """Every (expression, value) of the laptop world by kind, in a fixed order."""
+    words = ("planet river garden window market silver dragon castle forest bridge winter summer orange yellow purple candle basket "
+             "rocket guitar violin doctor farmer sailor pirate monkey rabbit turtle spider butter cheese pepper ginger cotton velvet marble "
+             "copper bronze tunnel harbor island desert valley meadow canyon glacier volcano thunder shadow mirror").split()
+    number, apply = {e: FACTS[f"the atomic number of {e}"] for e in ELEMENTS}, lambda a, op, b: str(ARITHMETIC[op](int(a), int(b)))
+    return {
+        # one specialist
+        "arithmetic": [(f"{a} {op} {b}", apply(a, op, b)) for a in range(2, 40) for b in range(2, 40) for op in ARITHMETIC],
+        "fact": list(FACTS.items()),
+        "string": [(f"{w} {op}", f(w)) for w in words for op, f in SPELLING.items()],
+        "number": list(SPANISH.items()),
+        # two, each seeing the one before
+        "foreign": [(f"{a} {op} {b}", apply(SPANISH[a], op, SPANISH[b])) for a in SPANISH for b in SPANISH for op in ARITHMETIC],
+        "fact+arithmetic": [(f"the atomic number of {e} {op} {b}", apply(number[e], op, b)) for e in ELEMENTS for b in range(2, 40) for op in ARITHMETIC],
+        "fact+string": [(f"the capital of {c} {op}", f(CAPITALS[c])) for c in CAPITALS for op, f in SPELLING.items()],
+        # three
+        "foreign+arithmetic+fact": [(f"element number {a} {op} {b}", ELEMENTS[n - 1]) for a in SPANISH for b in SPANISH for op in "+-"
+                                    if 0 < (n := ARITHMETIC[op](int(SPANISH[a]), int(SPANISH[b]))) <= len(ELEMENTS)],
+    }
+
+
+def laptop_problems(split: str) -> list[Problem]:
+    """The laptop world: a quarter of each kind's expressions is for "test", the others for "train", whatever the sentence around them."""
+    problems = []
+    for kind, pairs in laptop_expressions().items():
+        for expression, value in pairs:
+            if (zlib.crc32(expression.encode()) % 4 == 0) == (split == "test"):
+                problems += [Problem(f"{kind}/{expression}/{i}", frame.format(expression), value, kind)
+                             for i, frame in enumerate(("What is {}?", "Find {}.", "Tell me {}.", "Give me {}."))]
+    return problems
+
+
+def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
+    """Problems of a data set: "laptop" ("train" or "test"). They are shuffled by a fixed seed with the kinds taking turns, so that a
+    slice of a multiple of the number of kinds holds each equally often."""
+    if name != "laptop" or split not in ("train", "test"):
+        raise ValueError(f"no problems {name!r}, split {split!r}: there is 'laptop' with 'train' and 'test'")
+    return interleave(laptop_problems(split), random.Random(0))[:limit]
+
+
+def interleave(problems: list[Problem], rng: random.Random) -> list[Problem]:
+    """Shuffle, with the kinds taking turns for as long as the smallest lasts; a small kind starts again until the largest is through."""
+    kinds = {}
+    for p in problems:
+        kinds.setdefault(p.kind, []).append(p)
+    for group in kinds.values():
+        rng.shuffle(group)
+    most = max(map(len, kinds.values()))
+    return [group[i % len(group)] for i in range(most) for group in kinds.values()]
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# Graders
+
+
+def grade(problem: Problem, response: str) -> bool:
+    """Whether a response answers the problem: what stands in its last <answer> tag, or all of it, is the answer to the letter."""
+    tagged = re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)
+    return (tagged[-1] if tagged else response).strip() == problem.answer
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# Random workflows: a baseline, and what the warm start of a tiny Conductor is made of
+
+PHRASES = ("Work it out.", "Simplify it.", "Find the value.", "Rewrite the question.", "Process the text.", "Name the word.")
+
+
+def random_workflow(rng: random.Random, n_workers: int, max_steps: int = 5) -> Workflow:
+    """1 to max_steps steps, each a random worker, a random phrase, and two times in three all that came before."""
+    return Workflow([Step(rng.randrange(n_workers), rng.choice(PHRASES), list(range(i)) if rng.random() < 2 / 3 else [])
+                     for i in range(rng.randint(1, max_steps))])
+
+
+def random_completion(question: str, rng: random.Random, n_workers: int, max_steps: int = 5) -> str:
+    """A completion in the Conductor's format that says nothing about which workflow is good: the plan is its length and the question."""
+    workflow = random_workflow(rng, n_workers, max_steps)
+    return f"Plan: {len(workflow.steps)} steps. {question}\n{workflow.text()}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# Systems: everything that answers gives one trace a problem, or None where what it wrote is no workflow
+
+
+def run(text: str, problem: Problem, pool, max_steps: int, change=lambda workflow: workflow):
+    """Start the workflow of a completion: a future, or None if it does not parse. `change` may rewrite it first (ablations)."""
+    try:
+        return submit(change(parse(text, len(pool), max_steps)), problem.question, pool)
+    except WorkflowError:
+        return None
+
+
+def alone(worker, problem: Problem) -> Trace:
+    """The trace of a worker asked without a Conductor: one turn, the bare question."""
+    trace = Trace(problem.question, Workflow([Step(0, problem.question, [])]), [worker.name], [None])
+    try:
+        trace.replies[0] = worker.chat([{"role": "user", "content": problem.question}])
+    except WorkerError as e:
+        trace.error = str(e)
+    return trace
+
+
+def baselines(problems: list[Problem], pool, max_steps: int = 5) -> dict[str, list[Trace]]:
+    """Traces of every single worker and of random workflows."""
+    rng, systems = random.Random(0), {}
+    with ThreadPoolExecutor(16) as threads:
+        for worker in tqdm(pool, "single workers", disable=None, leave=False):
+            systems[worker.name] = list(threads.map(lambda p: alone(worker, p), problems))
+    futures = [submit(random_workflow(rng, len(pool), max_steps), p.question, pool) for p in problems]
+    return {**systems, "random workflows": [f.result() for f in futures]}
+
+
+def accuracies(problems: list[Problem], traces: list[Trace | None]) -> dict[str, float]:
+    """Share of right answers, over all and by kind. A problem whose workers were lost counts for nobody."""
+    right = {}
+    for p, t in zip(problems, traces):
+        if not (t and t.error):
+            for key in ("all", p.kind):
+                right.setdefault(key, []).append(t is not None and grade(p, t.answer))
+    return {key: sum(values) / len(values) for key, values in right.items()}
+
+
+def table(problems: list[Problem], systems: dict[str, list[Trace | None]]) -> str:
+    """A text table: accuracy over all and by kind, and mean calls, a row for each system."""
+    kinds = list(dict.fromkeys(p.kind for p in problems))
+    lines = [f"{f'accuracy, {len(problems)} problems':<24}{'all':>6}{'calls':>7}  " + "  ".join(kinds)]
+    for name, traces in systems.items():
+        share, calls = accuracies(problems, traces), sum(t.calls for t in traces if t) / len(traces)
+        lines.append(f"{name:<24}{share.get('all', 0):6.3f}{calls:7.2f}  " + "  ".join(f"{share.get(k, 0):{len(k)}.2f}" for k in kinds))
+    return "\n".join(lines)
+
+
+def learned(problems: list[Problem], traces: list[Trace | None]) -> str:
+    """For each kind the workflow shape most often written (who, seeing what), its share, and one example."""
+    lines = []
+    for kind in dict.fromkeys(p.kind for p in problems):
+        shapes = [(tuple(t.workers), tuple(tuple(step.access) for step in t.workflow.steps)) for p, t in zip(problems, traces) if p.kind == kind and t]
+        if not shapes:
+            continue
+        (best, count), = Counter(shapes).most_common(1)
+        t = next(t for p, t in zip(problems, traces) if p.kind == kind and t and (tuple(t.workers), tuple(tuple(x.access) for x in t.workflow.steps)) == best)
+        lines.append(f"{kind}: {len(t.workers)} step{'s'[:len(t.workers) > 1]}, written for {count / len(shapes):.0%}.  {t.question}")
+        for step, worker, response in zip(t.workflow.steps, t.workers, t.responses):
+            sees = f", seeing step {' and '.join(str(i + 1) for i in step.access)}" if step.access else ""
+            lines.append(f"    {worker}, told {step.subtask!r}{sees}: {response}")
+    return "\n".join(lines)

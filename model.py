@@ -1,0 +1,367 @@
+"""Qwen2.5 in PyTorch: the config, the layers, the tokenizer with its chat template, Hugging Face checkpoints in and out.
+
+    python model.py DIR        describe a checkpoint folder
+
+The modules carry Hugging Face's names, so that a state dict *is* a checkpoint. The model owns weights and positions only: who
+attends to what is a function, `attend`, that the caller may replace. Generation (sample.py) passes one that reads a KV cache, and
+training (grpo.py) one that shares the prompt between rollouts; both then run these very layers. Read sample.py next.
+"""
+import dataclasses
+import difflib
+import json
+import os
+import sys
+import types
+import typing
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tokenizers import Tokenizer as BPE
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# Settings: every file's command line is a dataclass and `--key=value` words
+
+
+def configure(settings, argv: list[str]) -> list[str]:
+    """Apply `--key=value` words to a dataclass in place, typed by its fields, and return the words that are not flags.
+
+    `--key` alone turns a bool on. An unknown key or a value of the wrong type ends the program, naming the nearest key."""
+    kinds, words = typing.get_type_hints(type(settings)), []
+    for word in argv:
+        if not word.startswith("--"):
+            words.append(word)
+            continue
+        key, has_value, value = word[2:].partition("=")
+        if key not in kinds:
+            near = difflib.get_close_matches(key, kinds, n=1)
+            raise SystemExit(f"unknown setting --{key}" + (f"; did you mean --{near[0]}?" if near else f"; there are {', '.join(kinds)}"))
+        kind, optional = kinds[key], False
+        if isinstance(kind, types.UnionType):  # Optional: `int | None`
+            optional, kind = True, next(k for k in typing.get_args(kind) if k is not type(None))
+        try:
+            if kind is bool:
+                parsed = {"": True, "true": True, "1": True, "false": False, "0": False}[value.lower() if has_value else ""]
+            elif optional and value.lower() == "none":
+                parsed = None
+            elif has_value and (value or kind is str):
+                parsed = kind(value)
+            else:
+                raise ValueError
+        except (ValueError, KeyError):
+            raise SystemExit(f"--{key}={value}: expected a value of type {kind.__name__}, as in --{key}={getattr(settings, key)}") from None
+        setattr(settings, key, parsed)
+    return words
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# The model
+
+
+@dataclass
+class Config:
+    """Qwen2.5's shape, under the keys of Hugging Face's config.json. The defaults are Qwen2.5-7B's."""
+    vocab_size: int = 152064
+    hidden_size: int = 3584
+    intermediate_size: int = 18944
+    num_hidden_layers: int = 28
+    num_attention_heads: int = 28
+    num_key_value_heads: int = 4
+    rope_theta: float = 1e6
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 32768
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @classmethod
+    def from_pretrained(cls, path: str) -> "Config":
+        """Read `path`/config.json. ValueError if it is not a dense Qwen2 or uses what this file does not implement."""
+        file = os.path.join(path, "config.json")
+        if not os.path.exists(file):
+            raise FileNotFoundError(f"{file} is missing: {path} is not a Hugging Face checkpoint folder")
+        with open(file) as f:
+            found = json.load(f)
+        if found.get("model_type") != "qwen2":
+            raise ValueError(f"{file}: model_type is {found.get('model_type')!r}, this is an implementation of 'qwen2' (Qwen2.5, dense)")
+        rope = found.get("rope_parameters") or {}  # transformers 5 moved rope_theta in here
+        if rope.get("rope_type", "default") != "default" or found.get("rope_scaling") or found.get("use_sliding_window"):
+            raise ValueError(f"{file}: RoPE scaling and sliding windows are not implemented")
+        found = {**found, "rope_theta": found.get("rope_theta", rope.get("rope_theta"))}
+        missing = [f.name for f in dataclasses.fields(cls) if found.get(f.name) is None]
+        if missing:
+            raise ValueError(f"{file} lacks {', '.join(missing)}")
+        return cls(**{f.name: found[f.name] for f in dataclasses.fields(cls)})
+
+
+def causal(layer: int, q, k, v):
+    """The plain `attend`: every position sees itself and what stands before it. q (B, H, T, D), k and v (B, Hkv, T, D)."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def rotary(positions, config: Config):
+    """cos and sin tables of RoPE in fp32 for integer positions (B, T): each (B, 1, T, D/2)."""
+    frequency = config.rope_theta ** (-torch.arange(0, config.head_dim, 2, device=positions.device).float() / config.head_dim)
+    angle = positions[:, None, :, None].float() * frequency  # (B, 1, T, D/2)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x, cos, sin):
+    """Rotate x (B, H, T, D) by its position; Qwen pairs dimension i with i + D/2 (the half-split layout)."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x):
+        h = x.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * h.to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Config, layer: int):
+        super().__init__()
+        self.layer, self.head_dim = layer, config.head_dim
+        q_size, kv_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=True)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=True)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=True)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
+
+    def forward(self, x, cos, sin, attend):
+        B, T, _ = x.shape
+        q = rotate(self.q_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2), cos, sin)  # (B, H, T, D)
+        k = rotate(self.k_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2), cos, sin)  # (B, Hkv, T, D)
+        v = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, Hkv, T, D)
+        y = attend(self.layer, q, k, v)  # (B, H, T, D)
+        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # SwiGLU
+
+
+class Layer(nn.Module):
+    def __init__(self, config: Config, layer: int):
+        super().__init__()
+        self.self_attn, self.mlp = Attention(config, layer), MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x, cos, sin, attend):
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """Everything below the LM head; a module of its own because Hugging Face's names begin with `model.`"""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Qwen(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        for name, p in self.named_parameters():
+            if p.dim() > 1:
+                nn.init.normal_(p, std=0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(p)
+
+    def forward(self, ids, positions=None, attend=causal, head=None):
+        """ids (B, T) -> logits (B, T, V) in fp32.
+
+        positions (B, T), default 0 … T-1. attend(layer, q, k, v) -> (B, H, T, D) replaces plain causal attention. head(hidden (B, T, C))
+        replaces the projection to logits; it runs inside this forward, where FSDP has the head's weights gathered."""
+        if positions is None:
+            positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+        cos, sin = rotary(positions, self.config)
+        x = self.model.embed_tokens(ids)  # (B, T, C)
+        for layer in self.model.layers:
+            x = layer(x, cos, sin, attend)
+        return (head or self.logits)(self.model.norm(x))
+
+    def logits(self, hidden):
+        return self.lm_head(hidden).float()  # (…, C) -> (…, V)
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm_head.weight.device
+
+    @classmethod
+    def from_pretrained(cls, path: str, dtype=torch.float32, device="cpu") -> "Qwen":
+        """Load a Hugging Face folder, tensor by tensor. ValueError names a tensor that is missing, extra or misshapen."""
+        config = Config.from_pretrained(path)
+        with torch.device("meta"):
+            model = cls(config)
+        state = {name: tensor.to(device, dtype) for name, tensor in read_tensors(path, model)}
+        model.load_state_dict(state, assign=True, strict=False)  # strict by read_tensors, but for the tied head, which is not in the file
+        if config.tie_word_embeddings:
+            model.lm_head.weight = model.model.embed_tokens.weight
+        return model
+
+    def save_pretrained(self, path: str):
+        """Write config.json and safetensors in Hugging Face's layout."""
+        write_tensors(path, self.config, self.named_parameters())
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# Checkpoints in Hugging Face's layout
+
+
+def read_tensors(path: str, model: Qwen):
+    """Yield (name, tensor) for each parameter of `model` (which may be on the meta device) from a folder, one or many safetensors files."""
+    index, single = os.path.join(path, "model.safetensors.index.json"), os.path.join(path, "model.safetensors")
+    if os.path.exists(index):
+        with open(index) as f:
+            files = sorted(set(json.load(f)["weight_map"].values()))
+    elif os.path.exists(single):
+        files = ["model.safetensors"]
+    else:
+        raise FileNotFoundError(f"{path} holds neither model.safetensors nor model.safetensors.index.json")
+    wanted = dict(model.named_parameters())  # the tied head is listed once, as the embedding
+    for file in files:
+        if os.path.basename(file) != file:
+            raise ValueError(f"{index} points outside its folder: {file}")
+        with safe_open(os.path.join(path, file), framework="pt") as f:
+            for name in f.keys():
+                if name == "lm_head.weight" and model.config.tie_word_embeddings:
+                    continue
+                if name not in wanted:
+                    raise ValueError(f"{path}/{file} has an unexpected (or repeated) tensor {name}")
+                if (shape := f.get_slice(name).get_shape()) != list(wanted[name].shape):
+                    raise ValueError(f"{path}/{file}: {name} has shape {shape}, config.json says {list(wanted[name].shape)}")
+                del wanted[name]
+                yield name, f.get_tensor(name)
+    if wanted:
+        raise ValueError(f"{path} lacks {len(wanted)} tensors, first {next(iter(wanted))}")
+
+
+def write_tensors(path: str, config: Config, tensors, shard_bytes: int = 4 << 30):
+    """Write (name, tensor) pairs as safetensors of at most `shard_bytes` each, with an index if there are several, and config.json.
+
+    The pairs are consumed one by one, so that a sharded model can gather each tensor as it is written."""
+    os.makedirs(path, exist_ok=True)
+    shards, pending, size, total = [], {}, 0, 0
+
+    def flush():
+        shards.append((os.path.join(path, f"shard-{len(shards)}.tmp"), list(pending)))
+        save_file(pending, shards[-1][0], metadata={"format": "pt"})
+        pending.clear()
+
+    for name, tensor in tensors:
+        tensor = tensor.detach().cpu().contiguous()
+        if pending and size + tensor.nbytes > shard_bytes:
+            flush()
+            size = 0
+        pending[name], size, total = tensor, size + tensor.nbytes, total + tensor.nbytes
+        dtype = str(tensor.dtype).removeprefix("torch.")
+    flush()
+    weight_map = {}
+    for i, (file, names) in enumerate(shards):
+        final = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        os.replace(file, os.path.join(path, final))
+        weight_map.update(dict.fromkeys(names, final))
+    if len(shards) > 1:
+        write_json(os.path.join(path, "model.safetensors.index.json"), {"metadata": {"total_size": total}, "weight_map": weight_map})
+    write_json(os.path.join(path, "config.json"), {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "torch_dtype": dtype, **dataclasses.asdict(config)})
+
+
+def write_json(file: str, value):
+    """Write JSON atomically: beside, then renamed."""
+    with open(file + ".tmp", "w") as f:
+        json.dump(value, f, indent=2, ensure_ascii=False)
+    os.replace(file + ".tmp", file)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# The tokenizer
+
+CHAT_TEMPLATE = (  # Qwen2.5's ChatML for transformers, without its tool calls
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+    "<|im_end|>\n{% endif %}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer.json with Qwen2.5's chat template. `len` is the number of ids in use; a model's vocab_size may be larger.
+
+    Text never turns into control tokens: only `chat` writes <|im_start|> and <|im_end|>, so a question or a worker's reply that
+    spells them cannot end its own turn."""
+
+    def __init__(self, bpe: BPE):
+        self.bpe = bpe
+        self.bpe.encode_special_tokens = True  # i.e. special tokens found in text are encoded as the text they are
+        self.start_id, self.eos_id = bpe.token_to_id("<|im_start|>"), bpe.token_to_id("<|im_end|>")
+        if self.start_id is None or self.eos_id is None:
+            raise ValueError("the tokenizer has no <|im_start|> and <|im_end|>: it is not a ChatML tokenizer like Qwen2.5's")
+
+    @classmethod
+    def from_pretrained(cls, path: str) -> "Tokenizer":
+        file = os.path.join(path, "tokenizer.json")
+        if not os.path.exists(file):
+            raise FileNotFoundError(f"{file} is missing: a checkpoint folder holds the tokenizer beside the weights")
+        return cls(BPE.from_file(file))
+
+    def save_pretrained(self, path: str):
+        self.bpe.save(os.path.join(path, "tokenizer.json"))
+        write_json(os.path.join(path, "tokenizer_config.json"), {
+            "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
+            "clean_up_tokenization_spaces": False, "chat_template": CHAT_TEMPLATE})
+
+    def __len__(self) -> int:
+        return self.bpe.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        return self.bpe.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of the ids, without control tokens."""
+        return self.bpe.decode(ids, skip_special_tokens=True)
+
+    def chat(self, messages: list[dict]) -> list[int]:
+        """Ids of a conversation [{"role", "content"}, …] up to where the assistant speaks next."""
+        if messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."}, *messages]
+        ids, newline = [], self.encode("\n")
+        for m in messages:
+            ids += [self.start_id, *self.encode(f"{m['role']}\n{m['content']}"), self.eos_id, *newline]
+        return [*ids, self.start_id, *self.encode("assistant\n")]
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        raise SystemExit(__doc__)
+    config = Config.from_pretrained(sys.argv[1])
+    with torch.device("meta"):
+        n = sum(p.numel() for p in Qwen(config).parameters())
+    print(f"{n:,} parameters, {config.num_hidden_layers} layers, {config.num_attention_heads} heads over {config.num_key_value_heads} "
+          f"key-value heads of {config.head_dim}, {4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim:,} bytes of KV "
+          f"a token in bf16")

@@ -1,0 +1,421 @@
+"""Train a Conductor with GRPO.
+
+    torchrun --nproc_per_node=2 train.py                      the laptop world on a CPU, in minutes; with CUDA the paper's run
+    torchrun --nproc_per_node=2 train.py --preset=laptop      the laptop world anywhere
+    python train.py --iterations=20 --seed=2                  any setting below is a flag; one process works too
+
+One iteration: sample workflows, run them over the workers, reward their answers, update. A run writes into --out: metrics.jsonl (a line
+an iteration), traces/ (every workflow with what its workers said) and checkpoint/ (Hugging Face's layout), and ends with a table.
+"""
+import contextlib
+import itertools
+import json
+import math
+import os
+import random
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tokenizers import AddedToken, Regex, Tokenizer as BPE, decoders, models, pre_tokenizers, trainers
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from tqdm import tqdm
+
+import eval as evaluation
+from eval import grade, load, random_completion
+from grpo import Episode, advantages, reduce, update
+from model import Config, Qwen, Tokenizer, configure, read_tensors, write_json, write_tensors
+from sample import generate
+from workers import WorkerError, load_pool
+from workflow import WorkflowError, messages, parse, submit
+
+
+@dataclass
+class Settings:
+    preset: str = ""  # laptop or paper; the default is laptop without CUDA, paper with it
+    out: str = "out/laptop"
+    seed: int = 1
+    init_from: str = ""  # a checkpoint folder; "" makes a tiny model and teaches it the format first (warm_steps)
+    data: str = "laptop"
+    pool: str = "local"
+    style: str = "short"  # of the Conductor's prompt: full (App. E), or short for models too small to read instructions
+    max_steps: int = 5  # of a workflow
+    # one iteration (App. A.1)
+    iterations: int = 200
+    questions: int = 16
+    rollouts: int = 32  # of each question
+    max_new_tokens: int = 96
+    temperature: float = 1.0
+    # the objective (Eqs. 1 and 2) and AdamW
+    lr: float = 1e-3
+    warmup: float = 0.03  # share of the run over which lr rises; then it falls as a cosine
+    clip: float = 0.2
+    beta: float = 0.1  # weight of the KL to the policy the run started from; it fades to 0 over the run
+    minibatches: int = 4  # optimizer steps an iteration, each on its share of every group
+    token_budget: int = 8192  # of a micro-batch
+    # the tiny model, and the warm start that teaches it the format
+    width: int = 128
+    layers: int = 2
+    warm_steps: int = 400
+    warm_batch: int = 32
+    warm_lr: float = 6e-3
+    test: int = 256  # held-out problems, at the end
+    # ablations (README)
+    access: bool = True  # False: access lists are forced empty
+    subtasks: bool = True  # False: every subtask reads "Solve the question."
+    shuffle: bool = False  # True: at the final evaluation the workers' numbers are permuted
+
+
+PRESETS = {
+    "laptop": {},
+    "paper": dict(out="out/paper", init_from="Qwen2.5-7B", data="paper", pool="paper", style="full", questions=4, rollouts=64,
+                  max_new_tokens=1024, lr=1e-6, beta=0.0, minibatches=1, token_budget=16384),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# The tiny Conductor: a tokenizer and a model made on the spot, and a warm start that teaches the format and nothing else
+
+
+def tiny_tokenizer(texts: list[str]) -> Tokenizer:
+    """A byte-level BPE like Qwen2.5's, of 900 tokens. Its pieces differ: a quoted subtask, a list's opening and an empty or "all" access
+    list are one token each, so that choosing one is one decision."""
+    pieces = (r'\p{L}+\n', r'\n\w+ = \[', r',? ?"[^"\d\n]*"', r' ?\["all"\],?', r' ?\[\],?', r' ?\p{L}+', r' ?\d', r' ?[^\s\p{L}\d]+', r'\s+')
+    bpe = BPE(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex("|".join(pieces)), "isolated"),
+                                                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    bpe.decoder = decoders.ByteLevel()
+    special = [AddedToken(t, special=True, normalized=False) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")]
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=900, special_tokens=special, show_progress=False,
+                                                      initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    return Tokenizer(bpe)
+
+
+def tiny_conductor(s: Settings, problems, n_workers: int) -> tuple[Qwen, Tokenizer]:
+    rng, texts = random.Random(s.seed), []
+    for p in problems[:4000]:
+        texts += [m["role"] + "\n" + m["content"] for m in messages(p.question, n_workers, s.max_steps, style=s.style)]
+        texts += ["assistant\n" + random_completion(p.question, rng, n_workers, s.max_steps)]
+    tokenizer = tiny_tokenizer(texts)
+    model = Qwen(Config(len(tokenizer), s.width, 3 * s.width, s.layers, num_attention_heads=4, num_key_value_heads=2, rope_theta=100.0,
+                        tie_word_embeddings=True, max_position_embeddings=1024))
+    for name, p in model.named_parameters():
+        if p.dim() > 1:  # wider than Qwen's 0.02, so that a model this narrow learns to copy within a hundred steps
+            torch.nn.init.normal_(p, std=0.1 if "embed" in name else 0.06)
+    return model, tokenizer
+
+
+def warm_start(model, tokenizer, problems, n_workers: int, s: Settings, rank: int, world: int):
+    """Supervised learning of random workflows in the right format. The question's own text enters the loss a little, so that the model
+    learns to tell questions apart; what a good workflow is, nothing here says.
+
+    The logits are divided by 1.5: at temperature 1 the model is then sharper than its data where the format leaves no choice, and still
+    uniform where the data are."""
+    rng = random.Random(s.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.0, fused=True)
+    for step in tqdm(range(s.warm_steps), "warm start: the format", disable=None if rank == 0 else True, leave=False):
+        rows = []
+        for problem in rng.choices(problems, k=s.warm_batch):
+            prompt = tokenizer.chat(messages(problem.question, n_workers, s.max_steps, style=s.style))
+            completion = tokenizer.encode(random_completion(problem.question, rng, n_workers, s.max_steps)) + [tokenizer.eos_id]
+            rows.append((prompt + completion, [0.1] * len(prompt) + [1.0] * len(completion)))
+        total = sum(sum(weights) for _, weights in rows)
+        rows = rows[rank::world]
+        T = max(len(row) for row, _ in rows)
+        ids = torch.tensor([row + [0] * (T - len(row)) for row, _ in rows], device=model.device)  # (B, T)
+        weight = torch.tensor([w + [0.0] * (T - len(w)) for _, w in rows], device=model.device)
+        loss = F.cross_entropy(model(ids)[:, :-1].transpose(1, 2) / 1.5, ids[:, 1:], reduction="none")  # (B, T-1)
+        ((loss * weight[:, 1:]).sum() * world / total).backward()  # FSDP averages over ranks
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        set_lr(optimizer, s.warm_lr * schedule(step, s.warm_steps, 0.05))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# One iteration's rollouts
+
+
+@dataclass
+class Rollout:
+    problem: evaluation.Problem
+    prompt: list[int]
+    completion: object  # sample.Completion
+    text: str
+    trace: object = None  # workflow.Trace; None: the text is no workflow
+    reward: float | None = 0.0  # §3.1; None: a worker was lost on the way, so nobody knows
+
+
+def collect(sampler: Qwen, tokenizer, problems, pool, s: Settings, seed: int, bar) -> tuple[list[list[Rollout]], dict]:
+    """Roll out every problem s.rollouts times. A workflow runs over the workers as soon as it is written, while others are being sampled.
+
+    Returns the rollouts as [problem][rollout], and the seconds of sampling and of waiting for workers after it."""
+    prompts = [tokenizer.chat(messages(p.question, len(pool), s.max_steps, style=s.style)) for p in problems]
+    running = {}
+
+    def start(i, j, completion):
+        bar.update()
+        with contextlib.suppress(WorkflowError):
+            workflow = ablate(parse(tokenizer.decode(completion.tokens), len(pool), s.max_steps), s)
+            running[i, j] = submit(workflow, problems[i].question, pool)
+
+    begun = time.perf_counter()
+    groups = generate(sampler, prompts, s.rollouts, s.max_new_tokens, s.temperature, eos_id=tokenizer.eos_id, seed=seed,
+                      n_ids=len(tokenizer), on_finish=start)
+    sampled = time.perf_counter()
+    rollouts = [[Rollout(p, prompt, c, tokenizer.decode(c.tokens)) for c in group] for p, prompt, group in zip(problems, prompts, groups)]
+    for (i, j), future in running.items():
+        r = rollouts[i][j]
+        r.trace = future.result()
+        r.reward = None if r.trace.error else 1.0 if grade(r.problem, r.trace.answer) else 0.5
+    return rollouts, {"sampling": sampled - begun, "workers": time.perf_counter() - sampled}
+
+
+def ablate(workflow, s: Settings):
+    for step in workflow.steps:
+        if not s.access:
+            step.access, step.sees_all = [], False
+        if not s.subtasks:
+            step.subtask = "Solve the question."
+    return workflow
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# The run
+
+
+def schedule(step: int, steps: int, warmup: float) -> float:
+    """Linear warm-up over a share of the steps, then a cosine to 0 (App. A.1)."""
+    warm = max(1, round(warmup * steps))
+    return (step + 1) / warm if step < warm else 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
+
+
+def set_lr(optimizer, lr: float):
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def shard(model: Qwen, device: str) -> Qwen:
+    """FSDP2: fp32 master weights, gradients and Adam state in equal parts on all ranks; computation in bf16 on CUDA."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False) if device == "cuda" else MixedPrecisionPolicy()
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
+@torch.no_grad()
+def gather(whole: Qwen, model: Qwen):
+    """Copy the sharded weights into a whole model, in its dtype (every rank takes part)."""
+    for mine, part in zip(whole.parameters(), model.parameters()):
+        mine.copy_(part.full_tensor())
+
+
+def on_rank0(job):
+    """Run `job` on rank 0 and return its result on every rank. What it raises ends all ranks, with its text printed once."""
+    result = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            result[0] = job()
+        except (OSError, ValueError, WorkerError, SystemExit) as e:
+            result[1] = str(e)
+    dist.broadcast_object_list(result)
+    if result[1] is not None:
+        raise SystemExit(f"train.py: {result[1]}" if dist.get_rank() == 0 else 1)
+    return result[0]
+
+
+def everyone(mine: list) -> list:
+    """The concatenation of every rank's list, on every rank."""
+    lists = [None] * dist.get_world_size()
+    dist.all_gather_object(lists, mine)
+    return [item for items in lists for item in items]
+
+
+def preflight(s: Settings, pool):
+    """What would fail late fails here: the paper preset's hardware, checkpoint and keys; then every worker is asked for a word."""
+    lacks = []
+    if s.preset == "paper":
+        gpus = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
+        if sum(m > 75e9 for m in gpus) < 2 or dist.get_world_size() < 2:
+            lacks.append(f"2 GPUs of 80 GB and 2 processes (here: {len(gpus)} GPUs, {dist.get_world_size()} processes)")
+        lacks += [f"${w.api_key_env} for {w.name}" for w in pool if w.api_key_env and not os.environ.get(w.api_key_env)]
+    if s.init_from and not os.path.exists(os.path.join(s.init_from, "config.json")):
+        lacks.append(f"a checkpoint folder at --init_from={s.init_from}")
+    if lacks:
+        raise SystemExit(f"--preset={s.preset} lacks {'; '.join(lacks)}. The laptop world needs none of it: --preset=laptop")
+    for worker in pool:
+        worker.chat([{"role": "user", "content": "Say hello."}])
+
+
+def make_room(s: Settings):
+    """An earlier run in --out is kept, under the next free number."""
+    if os.path.exists(os.path.join(s.out, "metrics.jsonl")):
+        kept = next(f"{s.out}.{i}" for i in itertools.count(1) if not os.path.exists(f"{s.out}.{i}"))
+        os.rename(s.out, kept)
+        tqdm.write(f"the earlier run in {s.out} is now {kept}")
+    os.makedirs(os.path.join(s.out, "traces"), exist_ok=True)
+    write_json(os.path.join(s.out, "settings.json"), asdict(s))
+
+
+def write_traces(s: Settings, it: int, rank: int, groups):
+    """traces/ITERATION.RANK.jsonl: every rollout with what its workers said."""
+    file = os.path.join(s.out, "traces", f"{it:05d}.{rank}.jsonl")
+    with open(file + ".tmp", "w") as f:
+        for r in itertools.chain(*groups):
+            f.write(json.dumps({"problem": r.problem.id, "answer": r.problem.answer, "reward": r.reward, "text": r.text,
+                                "trace": r.trace and r.trace.to_json()}) + "\n")
+    os.replace(file + ".tmp", file)
+
+
+def summary(group: list[Rollout]) -> list[tuple]:
+    """What the statistics need of each rollout: kind, reward, steps, calls, tokens."""
+    return [(r.problem.kind, r.reward, len(r.trace.workflow.steps) if r.trace else 0, r.trace.calls if r.trace else 0,
+             len(r.completion.tokens)) for r in group]
+
+
+def record(s: Settings, it: int, rollouts: list[tuple], stats: list[dict], seconds: dict, say):
+    """One line of metrics.jsonl and one on the screen, about all ranks' rollouts."""
+    def mean(values):
+        values = list(values)
+        return sum(values) / max(len(values), 1)
+
+    kinds, rewards, steps, calls, tokens = zip(*rollouts)
+    known = [(kind, reward) for kind, reward in zip(kinds, rewards) if reward is not None]
+    m = {"iteration": it, "reward": mean(r for _, r in known), "accuracy": mean(r == 1 for _, r in known), "parsed": mean(n > 0 for n in steps),
+         "lost": len(rewards) - len(known), "steps": mean(n for n in steps if n), "calls": sum(calls), "gap": stats[0]["gap"],
+         **{key: mean(stat[key] for stat in stats) for key in ("approx_kl", "clipfrac", "kl", "entropy", "grad_norm")},
+         "by_kind": {kind: mean(r == 1 for k, r in known if k == kind) for kind in dict.fromkeys(kinds)}}
+    took = sum(seconds.values())
+    say(f"{it + 1:4d}/{s.iterations} reward {m['reward']:.3f} accuracy {m['accuracy']:.3f} parsed {m['parsed']:.3f} steps {m['steps']:.2f} "
+        f"calls {m['calls']} lost {m['lost']} |Δlogp| {m['gap']:.0e} grad {m['grad_norm']:.2f} entropy {m['entropy']:.2f} "
+        f"{sum(tokens) / took:.0f} tokens/s, s: {' '.join(f'{name} {t:.1f}' for name, t in seconds.items())}")
+    if dist.get_rank() == 0:
+        with open(os.path.join(s.out, "metrics.jsonl"), "a") as f:
+            f.write(json.dumps({**m, "tokens_per_second": sum(tokens) / took, "seconds": seconds}) + "\n")
+
+
+def save(s: Settings, model, config, tokenizer, n_workers: int):
+    """out/checkpoint/ in Hugging Face's layout, written beside and renamed. Every rank takes part in gathering; rank 0 writes."""
+    tensors = ((name, p.full_tensor()) for name, p in model.named_parameters())
+    if dist.get_rank() > 0:
+        return [None for _ in tensors]
+    final = os.path.join(s.out, "checkpoint")
+    write_tensors(final + ".tmp", config, tensors)
+    tokenizer.save_pretrained(final + ".tmp")
+    write_json(os.path.join(final + ".tmp", "conductor.json"), {  # what workflow.py needs to ask as training asked
+        "style": s.style, "max_steps": s.max_steps, "max_new_tokens": s.max_new_tokens, "n_workers": n_workers})
+    os.replace(final + ".tmp", final)
+
+
+def finish(s: Settings, sampler, tokenizer, test, pool, say):
+    """The final table on held-out problems, and what was learned for each kind. The Conductor is greedy here."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mine = list(range(len(test)))[rank::world]
+    order = list(range(len(pool)))
+    if s.shuffle:
+        random.Random(s.seed).shuffle(order)
+    seated = [pool[i] for i in order]
+    prompts = [tokenizer.chat(messages(test[i].question, len(pool), s.max_steps, style=s.style)) for i in mine]
+    completions = generate(sampler, prompts, 1, s.max_new_tokens, 0.0, eos_id=tokenizer.eos_id, n_ids=len(tokenizer)) if mine else []
+    traces = [evaluation.run(tokenizer.decode(c.tokens), test[i], seated, s.max_steps, lambda w: ablate(w, s)) for i, [c] in zip(mine, completions)]
+    traces = [t for _, t in sorted(everyone([(i, t and t.result()) for i, t in zip(mine, traces)]), key=lambda pair: pair[0])]
+    if rank == 0:
+        say("\n" + evaluation.table(test, {"Conductor": traces, **evaluation.baselines(test, pool, s.max_steps)}))
+        say("\n" + evaluation.learned(test, traces))
+        write_json(os.path.join(s.out, "test.json"), {"accuracy": evaluation.accuracies(test, traces)})
+
+
+def main(argv):
+    s = Settings()
+    configure(s, argv)
+    s.preset = s.preset or ("paper" if torch.cuda.is_available() else "laptop")
+    if s.preset not in PRESETS:
+        raise SystemExit(f"--preset={s.preset}: there are {', '.join(PRESETS)}")
+    for key, value in PRESETS[s.preset].items():
+        setattr(s, key, value)
+    if words := configure(s, argv):
+        raise SystemExit(f"train.py takes --key=value settings only, not {words[0]!r}")
+    for key in ("iterations", "questions", "rollouts", "max_new_tokens", "minibatches", "test"):
+        if getattr(s, key) < 1:
+            raise SystemExit(f"--{key}={getattr(s, key)}: expected at least 1")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if "RANK" in os.environ:  # set by torchrun
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    else:
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    try:
+        train(s, device)
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted before the first iteration: nothing was learned, nothing is lost" if dist.get_rank() == 0 else 1) from None
+    finally:
+        dist.destroy_process_group()
+
+
+def train(s: Settings, device: str):
+    rank, world, began = dist.get_rank(), dist.get_world_size(), time.perf_counter()
+    say = tqdm.write if rank == 0 else lambda line: None
+    torch.manual_seed(s.seed)
+    problems, test = on_rank0(lambda: (load(s.data, "train"), load(s.data, "test", s.test)))
+    if s.questions < world:
+        raise SystemExit(f"--questions={s.questions} are fewer than the {world} processes" if rank == 0 else 1)
+    pool = on_rank0(lambda: load_pool(s.pool)) if s.pool != "local" else load_pool("local", on_rank0(lambda: load_pool("local")[0].base_url))
+    on_rank0(lambda: preflight(s, pool))
+    on_rank0(lambda: make_room(s))
+    if s.init_from:
+        tokenizer, model = Tokenizer.from_pretrained(s.init_from), Qwen.from_pretrained(s.init_from)
+    else:
+        model, tokenizer = tiny_conductor(s, problems, len(pool))
+    config = model.config
+    model = shard(model, device)
+    say(f"{sum(p.numel() for p in model.parameters()):,} parameters on {world} x {device}, {len(problems):,} problems, "
+        f"{len(pool)} workers: {', '.join(w.name for w in pool)}")
+    if not s.init_from:
+        warm_start(model, tokenizer, problems, len(pool), s, rank, world)
+        say(f"warm start: {s.warm_steps} steps of the format, {time.perf_counter() - began:.0f} s since the start")
+    with torch.device(device):
+        torch.set_default_dtype(torch.bfloat16 if device == "cuda" else torch.float32)
+        sampler, reference = Qwen(config), Qwen(config) if s.beta else None
+        torch.set_default_dtype(torch.float32)
+    if reference:
+        gather(reference, model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=s.lr, betas=(0.9, 0.999), weight_decay=0.0, fused=True)
+
+    stopping = []
+    for sig in (signal.SIGINT, signal.SIGTERM):  # stop after the iteration, with a checkpoint; torchrun passes them on a second time
+        signal.signal(sig, lambda *_: stopping.append(1))
+    bar = tqdm(total=s.iterations * s.questions * s.rollouts // world, desc="rollouts of rank 0", disable=None if rank == 0 else True)
+    for it in range(s.iterations):
+        batch = [problems[i % len(problems)] for i in range(it * s.questions, (it + 1) * s.questions)]
+        gather(sampler, model)
+        groups, seconds = collect(sampler, tokenizer, batch[rank::world], pool, s, s.seed * 1_000_000 + it, bar)
+        begun = time.perf_counter()
+        known = [[r.reward is not None for r in group] for group in groups]
+        A = advantages([[r.reward or 0.0 for r in group] for group in groups], known).tolist()
+        episodes = [[Episode(r.prompt, r.completion.tokens, r.completion.logprobs, a) for r, a in zip(group, row) if r.reward is not None]
+                    for group, row in zip(groups, A)]
+        left = 1 - it / s.iterations
+        set_lr(optimizer, s.lr * schedule(it, s.iterations, s.warmup))
+        stats = [update(model, optimizer, [e for group in episodes for e in group[m::s.minibatches]], s.clip, s.beta * left, reference,
+                        s.temperature, len(tokenizer), s.token_budget) for m in range(s.minibatches)]
+        seconds["training"] = time.perf_counter() - begun
+        write_traces(s, it, rank, groups)
+        record(s, it, everyone([r for group in groups for r in summary(group)]), stats, seconds, say)
+        if reduce([len(stopping)], dist.ReduceOp.MAX, device)[0]:
+            break
+    bar.close()
+    save(s, model, config, tokenizer, len(pool))
+    if it + 1 < s.iterations or stopping:
+        raise SystemExit(f"stopped after iteration {it + 1}; the checkpoint is in {s.out}/checkpoint" if rank == 0 else 1)
+    gather(sampler, model)
+    finish(s, sampler, tokenizer, test, pool, say)
+    say(f"{time.perf_counter() - began:.0f} s from start to end. Next: python workflow.py \"{test[-1].question}\" --checkpoint={s.out}/checkpoint")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

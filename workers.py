@@ -1,0 +1,539 @@
+"""Workers: LLMs behind raw HTTP, pools of them, and the local specialists.
+
+    python workers.py [--pool=local|paper|paper:unconstrained|FILE.json]  # list the pool, say which keys are set, ping all
+    python workers.py serve [--port=8765]                                 # the local specialists, for any OpenAI client
+    python workers.py --bench                                             # what a call costs in CPU time
+
+`chat` turns messages into a Reply or raises WorkerError: what a model said and what went wrong on the way never mix.
+Keys are read from the environment at each call and kept nowhere. Read next: workflow.py.
+"""
+import atexit
+import concurrent.futures as futures
+import email.utils
+import functools
+import hashlib
+import json
+import operator
+import os
+import random
+import re
+import socket
+import socketserver
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from dataclasses import asdict, dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import requests
+
+CONNECT, BACKOFF, BACKOFF_MAX = 10.0, 0.5, 30.0  # seconds: to reach a host; longest wait before the first retry, before any retry
+MAX_BODY = 32 << 20  # bytes of a response; honest ones stay below 1 MB
+jitter = random.Random()  # not the global generator, whose draws are the experiment's
+
+
+class WorkerError(Exception):
+    """Transport or provider failed for good; never a wrong answer. The text names the worker and holds no key."""
+
+    def __init__(self, text: str, retry: bool = False, wait: float = 0.0):
+        super().__init__(text)
+        self.retry, self.wait = retry, wait  # may another attempt succeed; the seconds that the provider asks for before it
+
+
+@dataclass
+class Reply:
+    text: str  # the model's own words; empty and cut-off ones too
+    prompt_tokens: int  # cached ones included
+    completion_tokens: int  # reasoning included
+    cost: float | None  # dollars; None where the price or the usage is unknown
+    seconds: float  # with retries, without the wait for a free slot
+    finish: str = "stop"  # or "length" (cut off), "refusal" (the model's or a filter's), else the provider's own word
+
+
+# Protocols: model, messages, params -> path, body; and the response's JSON -> text, finish, tokens in, tokens out.
+# max_tokens, temperature, top_p and top_k mean the same in all three; other params go into the body as they are.
+FINISH = {"end_turn": "stop", "stop_sequence": "stop", "STOP": "stop", "max_tokens": "length", "MAX_TOKENS": "length",
+          "model_context_window_exceeded": "length", "content_filter": "refusal", "SAFETY": "refusal", "RECITATION": "refusal",
+          "BLOCKLIST": "refusal", "PROHIBITED_CONTENT": "refusal", "SPII": "refusal"}
+SAMPLING = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "logprobs", "top_logprobs", "logit_bias")
+
+
+def openai_request(model, messages, params):
+    """platform.openai.com/docs/api-reference/chat; also vLLM, Ollama, llama.cpp, OpenRouter, Together."""
+    if re.match(r"(openai/)?(o\d|gpt-5(?!-chat)|gpt-[6-9])", model):  # .../docs/guides/reasoning: 400 to other params
+        params = {"max_completion_tokens" if k == "max_tokens" else k: v for k, v in params.items() if k not in SAMPLING}
+    return "/chat/completions", {"model": model, "messages": messages, **params}
+
+
+def openai_reply(data):
+    choice, usage = data["choices"][0], data.get("usage") or {}
+    if choice.get("error"):  # OpenRouter, when its provider fails midway
+        raise WorkerError(f"the provider failed midway: {choice['error']}", retry=True)
+    text, refusal = choice["message"].get("content"), choice["message"].get("refusal")
+    finish = "refusal" if refusal else choice.get("finish_reason")
+    return text or refusal or "", finish, usage.get("prompt_tokens"), usage.get("completion_tokens")
+
+
+def anthropic_request(model, messages, params):
+    """platform.claude.com/docs/en/api/messages: max_tokens is required, system is no turn, no turn may be empty."""
+    turns = [{**m, "content": m["content"] or "(empty)"} for m in messages if m["role"] != "system"]
+    system = "\n\n".join(m["content"] for m in messages if m["role"] == "system")
+    return "/messages", {"model": model, "max_tokens": 4096, "messages": turns, **params} | ({"system": system} if system else {})
+
+
+def anthropic_reply(data):
+    usage, text = data.get("usage") or {}, "".join(block["text"] for block in data["content"] if block["type"] == "text")
+    n_in = usage.get("input_tokens")
+    if n_in is not None:  # unlike the others', without what was read from the cache or written to it
+        n_in += (usage.get("cache_read_input_tokens") or 0) + (usage.get("cache_creation_input_tokens") or 0)
+    return text, data.get("stop_reason"), n_in, usage.get("output_tokens")
+
+
+def gemini_request(model, messages, params):
+    """ai.google.dev/api/generate-content; params beyond the four common ones are generationConfig's own, like thinkingConfig."""
+    names, roles = {"max_tokens": "maxOutputTokens", "top_p": "topP", "top_k": "topK"}, {"user": "user", "assistant": "model"}
+    turns = [{"role": roles[m["role"]], "parts": [{"text": m["content"] or "(empty)"}]} for m in messages if m["role"] in roles]
+    body = {"contents": turns, "generationConfig": {names.get(k, k): v for k, v in params.items()}}
+    system = [{"text": m["content"]} for m in messages if m["role"] == "system"]
+    return f"/models/{model}:generateContent", body | ({"systemInstruction": {"parts": system}} if system else {})
+
+
+def gemini_reply(data):
+    usage, blocked = data.get("usageMetadata") or {}, (data.get("promptFeedback") or {}).get("blockReason")
+    candidate = {"finishReason": "SAFETY"} if blocked and not data.get("candidates") else data["candidates"][0]
+    parts = (candidate.get("content") or {}).get("parts") or []  # none also when thinking used up maxOutputTokens
+    text = "".join(part.get("text", "") for part in parts if not part.get("thought"))
+    n_out = usage.get("candidatesTokenCount", 0) + usage.get("thoughtsTokenCount", 0) if usage else None
+    return text, candidate.get("finishReason"), usage.get("promptTokenCount"), n_out
+
+
+PROTOCOLS = {"openai": (openai_request, openai_reply, {"Authorization": "Bearer {}"}),
+             "anthropic": (anthropic_request, anthropic_reply, {"x-api-key": "{}", "anthropic-version": "2023-06-01"}),
+             "gemini": (gemini_request, gemini_reply, {"x-goog-api-key": "{}"})}  # in the URL, a key would land in logs
+
+
+def seconds_until(retry_after: str) -> float:
+    """Retry-After, a number of seconds or a date (RFC 9110, 10.2.3), as seconds from now; 0 if it is neither."""
+    try:
+        if re.fullmatch(r"\s*\d+(\.\d+)?\s*", retry_after):
+            return float(retry_after)
+        return max(0.0, email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time())
+    except (ValueError, TypeError, OverflowError):
+        return 0.0
+
+
+class Line(requests.adapters.HTTPAdapter):
+    """One kept-alive connection. requests limits the wait for each byte, not for all of them: for that the watchdog cuts it."""
+    sock = None
+
+    def get_connection_with_tls_context(self, *args, **kwargs):
+        pool = super().get_connection_with_tls_context(*args, **kwargs)
+
+        def make(**options):
+            def connect():
+                kind.connect(connection)
+                self.sock = connection.sock  # which forgets it while a response without length is read
+            kind = type(pool).ConnectionCls
+            connection = kind(**options)
+            connection.connect = connect
+            return connection
+        pool.ConnectionCls = make
+        return pool
+
+
+ends: dict[Line, float] = {}  # the running exchanges and the time.monotonic() when each must be over
+
+
+@functools.cache
+def watchdog():
+    def watch():
+        while True:
+            time.sleep(0.05)
+            for line in [line for line, end in list(ends.items()) if time.monotonic() > end and line.sock]:
+                try:  # not an SSLSocket's own shutdown, which takes the TLS state away from under the thread that reads
+                    socket.socket.shutdown(line.sock, socket.SHUT_RDWR)
+                except OSError:
+                    pass  # closed
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def exchange(line: Line, url: str, headers: dict, body: bytes, seconds: float, options: dict) -> dict:
+    """One POST within so many seconds: the response's JSON object, or a WorkerError that says whether to retry."""
+    watchdog()
+    got, fault = bytearray(), None
+    ends[line] = end = time.monotonic() + seconds
+    try:
+        request = requests.Request("POST", url, headers=headers, data=body).prepare()
+        response = line.send(request, timeout=(min(CONNECT, seconds), seconds), **options)
+        for chunk in response.iter_content(1 << 16):
+            got += chunk
+            if len(got) > MAX_BODY:
+                response.close()
+                raise WorkerError(f"the response is larger than {MAX_BODY >> 20} MiB")
+    except requests.RequestException as e:
+        fault = WorkerError(f"the connection failed: {type(e).__name__}: {e}", retry=True)
+    finally:
+        del ends[line]
+    if time.monotonic() > end:  # the cut can look like a proper end
+        raise WorkerError(f"no complete response within {seconds:.3g} s", retry=True)
+    if fault:
+        raise fault
+    try:
+        data = json.loads(got)
+    except (ValueError, RecursionError):
+        data = None
+    status, error = response.status_code, data.get("error") if isinstance(data, dict) else None
+    if error and status == 200:  # openrouter.ai/docs/api/reference/errors: once a model has begun, failures come with a 200
+        code = error.get("code") if isinstance(error, dict) else None
+        status = code if isinstance(code, int) and code >= 400 else 500
+    if status != 200:
+        text = error.get("message") if isinstance(error, dict) else error or got.decode("utf-8", "replace")
+        raise WorkerError(f"HTTP {status}: {' '.join(str(text).split())}", status in (408, 409, 429) or status >= 500,
+                          seconds_until(response.headers.get("Retry-After", "")))
+    if not isinstance(data, dict):
+        raise WorkerError(f"the response is no JSON object: {got.decode('utf-8', 'replace')!r}", retry=True)
+    return data
+
+
+class Replay:
+    """Replies in one file, a line each, appended as they come: what a killed run had paid for is free when it is run again."""
+
+    def __init__(self, path: str):
+        self.file = open(path, "a+b", buffering=0)
+        self.file.seek(0)
+        lines, newline, _ = self.file.read().rpartition(b"\n")
+        self.replies = dict(line.split(b" ", 1) for line in lines.splitlines())
+        self.file.truncate(len(lines + newline))  # a kill can tear the last line
+
+
+@dataclass
+class Worker:
+    """One entry of a pool. `chat` may be called from any number of threads."""
+    protocol: str
+    base_url: str  # $VARIABLES are the environment's
+    model: str
+    name: str = ""  # the model's unless given
+    api_key_env: str | None = None  # the variable that holds the key
+    params: dict = field(default_factory=dict)
+    price: list | None = None  # dollars per million tokens: input, output
+    concurrency: int = 16
+    rpm: int | float | None = None  # requests per minute
+    timeout: int | float = 120  # seconds for an attempt
+    deadline: int | float | None = None  # seconds for all attempts and the waits between them; three timeouts unless given
+    attempts: int = 6
+    replay: Replay | None = field(default=None, repr=False)
+
+    def __post_init__(self):
+        for key, kind in type(self).__annotations__.items():  # the errors leave the value out: it may be a misplaced API key
+            value = getattr(self, key)
+            number = isinstance(value, int | float)
+            if not isinstance(value, kind) or number and not 0 < value < 1e6:
+                raise ValueError(f"{key} must be {getattr(kind, '__name__', kind)}{', above 0' * number}")
+        if self.protocol not in PROTOCOLS:
+            raise ValueError(f"protocol must be one of {', '.join(PROTOCOLS)}")
+        if not re.fullmatch(r"(https?://[^/@\s]+|\$\w+)(/\S*)?", self.base_url):
+            raise ValueError("base_url must be http(s)://host/... without a password, or $VARIABLE")
+        if self.api_key_env is not None and not self.api_key_env.isidentifier():
+            raise ValueError("api_key_env must be the name of an environment variable, not the key")
+        if self.price is not None and [type(p) in (int, float) and 0 <= p < 1e6 for p in self.price] != [True, True]:
+            raise ValueError("price must be [input, output] in dollars per million tokens")
+        self.name, self.deadline = self.name or self.model, self.deadline or 3 * self.timeout
+        self.url = os.path.expandvars(self.base_url).rstrip("/")
+        self.slots, self.lock, self.lines, self.turn = threading.Semaphore(self.concurrency), threading.Lock(), [], 0.0
+        # Proxies and CA bundle of the environment, found once: left to requests, every call pays for the search.
+        self.options = requests.Session().merge_environment_settings(self.url, {}, True, None, None)
+        if re.match(r"https?://(127\.|localhost\b|\[::1\])", self.url):
+            self.options["proxies"] = {}
+        self.calls, self.spent, self.unpriced = 0, 0.0, 0  # replies; their dollars; how many have an unknown cost
+
+    def chat(self, messages: list[dict], nonce: str | None = None, **overrides) -> Reply:
+        """Ask the model. messages: [{"role": "system", "user" or "assistant", "content": str}, ...]; overrides win over params.
+
+        nonce names this very call within a run (step, question, rollout, workflow step): with it the reply is kept in `replay`.
+        WorkerError when transport or provider fail for good. A reply counts in calls, spent and unpriced, also a replayed one."""
+        params, known = {**self.params, **overrides}, None
+        if keep := self.replay is not None and nonce is not None:
+            ask = json.dumps([self.name, self.protocol, self.model, messages, params, nonce], sort_keys=True).encode()
+            known = self.replay.replies.get(ask := hashlib.sha256(ask).hexdigest().encode())
+        reply = Reply(**json.loads(known)) if known else self.call(messages, params)
+        if keep and not known:
+            self.replay.file.write(b"%s %s\n" % (ask, json.dumps(asdict(reply)).encode()))
+        with self.lock:
+            self.calls += 1
+            self.spent, self.unpriced = self.spent + (reply.cost or 0), self.unpriced + (reply.cost is None)
+        return reply
+
+    def call(self, messages, params) -> Reply:
+        """Over the wire: attempts with exponential backoff, full jitter and Retry-After as a floor, until the deadline."""
+        key = os.environ.get(self.api_key_env or "", "").strip()
+        if self.url.startswith("$") or self.api_key_env and not re.fullmatch("[!-~]+", key):  # what a header can hold
+            raise WorkerError(f"{self.name}: set {self.url if self.url.startswith('$') else self.api_key_env} in the environment")
+        request, parse, headers = PROTOCOLS[self.protocol]
+        path, body = request(self.model, messages, params)
+        headers = {k: v.format(key) for k, v in headers.items() if key or "{}" not in v}
+        headers, body = {"Content-Type": "application/json", "Accept-Encoding": "identity", **headers}, json.dumps(body).encode()
+        with self.slots:
+            self.pace()
+            begun, line = time.monotonic(), self.lines.pop() if self.lines else Line(pool_connections=1, pool_maxsize=1)
+            for attempt in range(1, self.attempts + 1):
+                seconds = max(0.001, min(self.timeout, begun + self.deadline - time.monotonic()))
+                try:
+                    text, finish, n_in, n_out = parse(exchange(line, self.url + path, headers, body, seconds, self.options))
+                    if not isinstance(text, str) or not isinstance(n_in, int | None) or not isinstance(n_out, int | None):
+                        raise TypeError("text or token counts")
+                    break
+                except WorkerError as e:
+                    fault = e
+                except (KeyError, IndexError, TypeError, AttributeError) as e:
+                    fault = WorkerError(f"the response is not as {self.protocol} defines it: {type(e).__name__}: {e}", retry=True)
+                wait = max(fault.wait, jitter.uniform(0, min(BACKOFF * 2 ** (attempt - 1), BACKOFF_MAX)))
+                if not fault.retry or attempt == self.attempts or time.monotonic() + wait > begun + self.deadline:
+                    text = str(fault).replace(key or "\0", "***")[:400]  # only now is it cut: half a key would go unnoticed
+                    raise WorkerError(f"{self.name}: {text} (attempt {attempt}, after {time.monotonic() - begun:.1f} s)")
+                time.sleep(wait)
+                self.pace()
+            self.lines.append(line)
+        cost = None
+        if self.price and n_in is not None and n_out is not None:
+            cost = (n_in * self.price[0] + n_out * self.price[1]) / 1e6
+        return Reply(text, n_in or 0, n_out or 0, cost, time.monotonic() - begun, FINISH.get(finish, finish) or "stop")
+
+    def pace(self):
+        """Wait for a turn under rpm."""
+        if self.rpm:
+            with self.lock:
+                turn = max(self.turn, time.monotonic())
+                self.turn = turn + 60 / self.rpm
+            time.sleep(max(0.0, turn - time.monotonic()))
+
+
+def paper_pool(free: bool) -> list[dict]:
+    """§4.1, App. A.1: the seven workers, constrained as in training, or free: with all the tokens and reasoning that each has.
+
+    The open ones are at $OPEN_BASE_URL, say a gateway to vLLM. By their makers' notices Claude Sonnet 4 was retired in June 2026,
+    Gemini 2.5 in October 2026, and GPT-5 goes in December 2026: to use their successors, write a pool file."""
+    base = {"max_tokens": 32768 if free else 4096, "temperature": 0.2}
+    qwen = {**base, "top_p": 0.8, "top_k": 20, "presence_penalty": 1.0}
+    gemini = {**base, "max_tokens": 65536 if free else 4096, "thinkingConfig": {"thinkingBudget": 32768 if free else 128}}
+    claude = {"max_tokens": 64000, "thinking": {"type": "enabled", "budget_tokens": 60000}} if free else base
+    gpt = {"max_tokens": 128000 if free else 4096, "reasoning_effort": "high" if free else "minimal"}
+    # Last prices before retirement, for prompts up to 200k tokens: ai.google.dev/gemini-api/docs/pricing,
+    # docs.anthropic.com/en/docs/about-claude/pricing, developers.openai.com/api/docs/pricing. The open ones' are their host's.
+    google, anthropic, own = "https://generativelanguage.googleapis.com/v1beta", "https://api.anthropic.com/v1", "$OPEN_BASE_URL"
+    names = ("name", "model", "params", "protocol", "base_url", "api_key_env", "price")
+    rows = [("Gemini 2.5 Pro", "gemini-2.5-pro", gemini, "gemini", google, "GEMINI_API_KEY", [1.25, 10.0]),
+            ("Claude Sonnet 4", "claude-sonnet-4-20250514", claude, "anthropic", anthropic, "ANTHROPIC_API_KEY", [3.0, 15.0]),
+            ("GPT-5", "gpt-5", gpt, "openai", "https://api.openai.com/v1", "OPENAI_API_KEY", [1.25, 10.0]),
+            ("R1-Distill-Qwen-32B", "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", base, "openai", own),
+            ("Gemma 3 27B", "google/gemma-3-27b-it", base, "openai", own),
+            ("Qwen3-32B", "Qwen/Qwen3-32B", {**qwen, "chat_template_kwargs": {"enable_thinking": False}}, "openai", own),
+            ("Qwen3-32B thinking", "Qwen/Qwen3-32B", {**qwen, "chat_template_kwargs": {"enable_thinking": True}}, "openai", own)]
+    return [{**dict(zip(names, row)), "timeout": 3600 if free else 300} for row in rows]
+
+
+def load_pool(spec: str, local_url: str | None = None, replay: str | None = None) -> list[Worker]:
+    """The workers of "local", "paper", "paper:unconstrained" or a JSON file; a bad one ends the program, naming entry and field.
+
+    "local" starts the specialists' server, once per process, unless local_url names a running one. replay: a file of replies."""
+    if spec == "local":
+        url = local_url or local_server()[0]
+        entries = [{"protocol": "openai", "base_url": url, "model": name, "price": [0, 0]} for name in SPECIALISTS]
+    elif spec in ("paper", "paper:unconstrained"):
+        entries = paper_pool(free=spec != "paper")
+    else:
+        try:
+            with open(spec, encoding="utf-8") as f:
+                entries = json.load(f)
+        except (OSError, ValueError) as e:
+            sys.exit(f"--pool={spec}: {e}; expected local, paper, paper:unconstrained or a JSON file with a list of workers")
+    pool, replies = [], Replay(replay) if replay else None
+    for i, entry in enumerate(entries if isinstance(entries, list) else []):
+        try:
+            pool.append(Worker(**entry, replay=replies))
+        except (TypeError, ValueError) as e:  # TypeError names a missing or unknown field
+            sys.exit(f"{spec}: entry {i}: {e}")
+    return pool or sys.exit(f"{spec}: expected a list of workers")
+
+
+# The local specialists: honest little programs behind an OpenAI-compatible endpoint. They see what a worker sees, never the answer.
+
+ELEMENTS = ("hydrogen helium lithium beryllium boron carbon nitrogen oxygen fluorine neon sodium magnesium aluminium silicon phosphorus sulfur "
+            "chlorine argon potassium calcium scandium titanium vanadium chromium manganese iron cobalt nickel copper zinc").split()
+CAPITALS = dict(pair.split("-") for pair in (
+    "Austria-Vienna Belgium-Brussels Chile-Santiago Cuba-Havana Denmark-Copenhagen Egypt-Cairo Finland-Helsinki France-Paris Germany-Berlin "
+    "Ghana-Accra Greece-Athens Hungary-Budapest Iceland-Reykjavik Iran-Tehran Iraq-Baghdad Ireland-Dublin Italy-Rome Japan-Tokyo Jordan-Amman "
+    "Kenya-Nairobi Lebanon-Beirut Libya-Tripoli Nepal-Kathmandu Norway-Oslo Peru-Lima Poland-Warsaw Portugal-Lisbon Qatar-Doha "
+    "Russia-Moscow Senegal-Dakar Spain-Madrid Sweden-Stockholm Syria-Damascus Thailand-Bangkok Tunisia-Tunis Uruguay-Montevideo").split())
+FACTS = {f"the atomic number of {element}": str(i + 1) for i, element in enumerate(ELEMENTS)} | {
+    f"the capital of {country}": city for country, city in CAPITALS.items()} | {
+    f"element number {i + 1}": element for i, element in enumerate(ELEMENTS)}
+SPANISH = {word: str(i + 1) for i, word in enumerate((
+    "uno dos tres cuatro cinco seis siete ocho nueve diez once doce trece catorce quince dieciséis diecisiete dieciocho diecinueve veinte "
+    "veintiuno veintidós veintitrés veinticuatro veinticinco veintiséis veintisiete veintiocho veintinueve treinta").split())}
+ARITHMETIC = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+SPELLING = {"backwards": lambda w: w[::-1], "in capitals": str.upper, "without vowels": lambda w: re.sub("[aeiouAEIOU]", "", w)}
+
+# A trade rewrites what it understands in a text and leaves the rest, so that where one specialist stops another can go on. It is set
+# to work by certain verbs only.
+TRADES = {
+    "calculator": (r"\b(work|simplify|find|compute|calculate)\b", lambda text: re.sub(
+        r"\b(\d{1,6}) ([-+*]) (\d{1,6})\b", lambda m: str(ARITHMETIC[m[2]](int(m[1]), int(m[3]))), text)),
+    "translator": (r"\b(rewrite|simplify|process|translate)\b", lambda text: re.sub(r"\w+", lambda m: SPANISH.get(m[0], m[0]), text)),
+    "librarian": (r"\b(find|rewrite|name|look up|recall)\b", lambda text: re.sub(
+        r"the (atomic number|capital) of \w+|element number \d+", lambda m: FACTS.get(m[0], m[0]), text)),
+    "coder": (r"\b(process|work|name|transform|spell)\b", lambda text: re.sub(
+        r"\b(\w+) (backwards|in capitals|without vowels)", lambda m: SPELLING[m[2]](m[1]), text)),
+}
+
+
+def bare(text: str) -> str:
+    """`What is 7?` is as good as answered: 7."""
+    answer = re.fullmatch(r"(?:What is|Find|Tell me|Give me) (\S+?)[?.]", text)
+    return answer[1] if answer else text
+
+
+def read_turns(messages: list[dict]) -> tuple[str, str | None, list[str]]:
+    """(question, own subtask or None, visible responses) as execute in workflow.py writes them."""
+    first = re.fullmatch(r"Question:\n(.*?)(?:\n\nYour task:\n(.*))?", messages[0]["content"], re.DOTALL)
+    if not first:
+        return messages[0]["content"], None, []
+    subtask = first[2] if len(messages) == 1 else messages[-1]["content"].removeprefix("Your task:\n")
+    return first[1], subtask, [m["content"] for m in messages if m["role"] == "assistant"]
+
+
+def luck(messages: list[dict]) -> float:
+    """A number in [0, 1) that is a hash of the messages: asked the same, a local worker says the same."""
+    return zlib.crc32(json.dumps(messages).encode()) / 2**32
+
+
+def specialist(trade: str, messages: list[dict]) -> str:
+    """Works on the newest visible text in which it finds something of its trade, the question last."""
+    question, subtask, responses = read_turns(messages)
+    verbs, rewrite = TRADES[trade]
+    if subtask is not None and not re.search(verbs, subtask.lower()):
+        return f"I am a {trade}; that is not my work."
+    useless = sum(rewrite(text) == text for text in responses)
+    if luck(messages) > (7 / 8) ** useless:  # each response that is no use to it distracts it, one time in eight
+        return "I have lost the thread."
+    for text in [*reversed(responses), question]:
+        if rewrite(text) != text:
+            return bare(rewrite(text))
+    return f"I am a {trade}; I find nothing here to work on."
+
+
+def generalist(messages: list[dict]) -> str:
+    """Tries everything, whatever it is told, and is right on one in eight of the questions that take one step."""
+    question, chance = read_turns(messages)[0], luck(messages)
+    answers = [bare(rewrite(question)) for _, rewrite in TRADES.values() if rewrite(question) != question]
+    return answers[0] if answers and chance < 1 / 8 else f"I think it is {chance * 100:.0f}."
+
+
+SPECIALISTS = {trade: functools.partial(specialist, trade) for trade in TRADES} | {"generalist": generalist}
+
+
+class Handler(BaseHTTPRequestHandler):
+    """The specialists behind OpenAI's POST /v1/chat/completions and GET /v1/models."""
+    protocol_version, disable_nagle_algorithm = "HTTP/1.1", True
+
+    def answer(self, status: int, data: dict):
+        body = json.dumps(data).encode()
+        head = f"HTTP/1.1 {status} -\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        self.wfile.write(head.encode() + body)  # one write, one packet
+
+    def do_GET(self):
+        self.answer(200, {"object": "list", "data": [{"id": name, "object": "model"} for name in SPECIALISTS]})
+
+    def do_POST(self):
+        try:
+            data = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            messages = [{"role": m["role"] + "", "content": m["content"] + ""} for m in data["messages"]]
+            answer, n_in, _ = SPECIALISTS[data["model"]], sum(len(m["content"].split()) for m in messages), messages[-1]
+        except (ValueError, LookupError, TypeError) as e:
+            return self.answer(400, {"error": {"message": f"expected messages of text, a model of {list(SPECIALISTS)}: {e!r}"}})
+        text = answer(messages)
+        n_out = len(text.split())
+        self.answer(200, {"object": "chat.completion", "model": data["model"],
+                          "choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}],
+                          "usage": {"prompt_tokens": n_in, "completion_tokens": n_out, "total_tokens": n_in + n_out}})
+
+    def log_message(self, *args):
+        pass
+
+
+class Server(ThreadingHTTPServer):
+    request_queue_size = 1024  # with 5, the default, clients that connect at once wait a second
+    server_bind = socketserver.TCPServer.server_bind  # not HTTPServer's own, which looks up the host's name and can hang
+
+
+def serve(port: int, child: bool = False):
+    """The specialists on 127.0.0.1 until Ctrl-C; for local_server until stdin ends, which it does however the parent dies."""
+    try:
+        server = Server(("127.0.0.1", port), Handler)
+    except (OSError, OverflowError) as e:
+        sys.exit(f"cannot serve on 127.0.0.1:{port}: {e}; choose another port with --port=N (0: any free one)")
+    print(f"http://127.0.0.1:{server.server_address[1]}/v1", flush=True)
+    if child:
+        threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        pass
+
+
+@functools.cache
+def local_server() -> tuple[str, subprocess.Popen]:
+    """Start the specialists' server, once per process: its URL and process. It gets no key, only what Python needs."""
+    keep = ("PATH", "HOME", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "TMPDIR")
+    process = subprocess.Popen([sys.executable, "-c", "import workers; workers.serve(0, child=True)"], text=True,
+                               cwd=os.path.dirname(os.path.abspath(__file__)), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               start_new_session=True,  # Ctrl-C is the parent's affair
+                               env={name: os.environ[name] for name in keep if name in os.environ})
+    atexit.register(lambda: (process.stdin.close(), process.wait()))
+    if not (url := process.stdout.readline().strip()):
+        raise WorkerError(f"the local specialists' server ended at its start, with status {process.wait()}")
+    return url, process
+
+
+def bench(calls: int = 2000, threads: int = 16):
+    """CPU time of a call, here and in the specialists' server with its start; the last line is JSON."""
+    [worker, *_], chat = load_pool("local"), [{"role": "user", "content": "What is 6 * 7? " * 20}]
+    begun, before = time.monotonic(), os.times()
+    with futures.ThreadPoolExecutor(threads) as executor:
+        list(executor.map(lambda _: worker.chat(chat), range(calls)))
+    wall, process = time.monotonic() - begun, local_server()[1]
+    process.stdin.close()
+    process.wait()
+    client, server = ((sum(os.times()[i:i + 2]) - sum(before[i:i + 2])) * 1e3 / calls for i in (0, 2))
+    print(json.dumps({"calls": calls, "threads": threads, "client_cpu_ms_per_call": round(client, 3),
+                      "server_cpu_ms_per_call": round(server, 3), "calls_per_second": round(calls / wall)}))
+
+
+def main():
+    from model import configure  # here, as it brings torch, which the specialists' server does without
+
+    @dataclass
+    class Settings:
+        pool: str = "local"
+        port: int = 8765  # of serve
+        bench: bool = False
+    settings = Settings()
+    words = configure(settings, sys.argv[1:])
+    if words == ["serve"]:
+        return serve(settings.port)
+    if words:
+        sys.exit(f"unknown command {' '.join(words)}; there is serve, or none to list the pool")
+    if settings.bench:
+        return bench()
+    for w in load_pool(settings.pool):
+        key = f"{w.api_key_env} is {'set' if os.environ.get(w.api_key_env) else 'NOT SET'}" if w.api_key_env else "no key needed"
+        try:
+            ping = f"answers in {replace(w, attempts=1).chat([{'role': 'user', 'content': 'Say pong.'}]).seconds:.2f} s"
+        except WorkerError as e:
+            ping = str(e)
+        print(f"{w.name:<22}{w.protocol:<11}{w.model:<42}{key:<30}{ping}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

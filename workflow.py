@@ -1,0 +1,455 @@
+"""A workflow: prompt the Conductor for it, parse it, run it on the workers, show it, recurse, serve (§3.1, §3.2, App. E).
+
+    python workflow.py "a question" --checkpoint=DIR [--pool=local|paper|FILE] [--rounds=2] [--conductor=WORKER]
+    python workflow.py serve --checkpoint=DIR        # the Conductor as an OpenAI-compatible model on 127.0.0.1
+
+The Conductor writes three Python lists: who (`model_id`), what (`subtasks`), and which earlier steps each may see (`access_list`).
+`messages` asks for them, `parse` reads them, `submit` runs them, a `Trace` is what happened. Read grpo.py next.
+"""
+import ast
+import json
+import os
+import queue
+import re
+import sys
+import textwrap
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field
+
+import torch
+
+from model import Qwen, Tokenizer, configure
+from sample import generate
+from workers import Handler, Reply, Server, WorkerError, load_pool
+
+
+class WorkflowError(ValueError):
+    """The text is no workflow; the message says which list is wrong and why."""
+
+
+@dataclass
+class Step:
+    worker: int
+    subtask: str
+    access: list[int]  # the earlier steps whose subtask and response the worker sees
+    sees_all: bool = field(default=False, compare=False)  # it was written "all": in a recursion round that includes the previous answer
+
+
+@dataclass
+class Workflow:
+    steps: list[Step]
+    completion: str = field(default="", compare=False, repr=False)  # all that the Conductor wrote, prose included
+
+    def text(self) -> str:
+        """The three lists as a Conductor writes them: parse(w.text(), …) == w."""
+        def quote(s):
+            return '"' + re.sub(r'["\\\x00-\x1f\x7f]', lambda m: "\\" + m[0] if m[0] in '"\\' else f"\\u{ord(m[0]):04x}", s) + '"'
+        access = ['["all"]' if s.sees_all or s.access and s.access == [*range(i)] else str(s.access) for i, s in enumerate(self.steps)]
+        return (f"model_id = {[s.worker for s in self.steps]}\nsubtasks = [{', '.join(quote(s.subtask) for s in self.steps)}]\n"
+                f"access_list = [{', '.join(access)}]")
+
+
+# Parse. One tokeniser passes over the text once, so hostile text costs linear time, and only flat literals are ever evaluated.
+NAME = re.compile(r"""(?<!\w)(["'`]?)(model_id|subtasks|access_list)\1\s*[:=]\s*\[""")
+TOKEN = re.compile(NAME.pattern + r'''
+    |(?P<string>[rR]?(?:"""[^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*(?:""")?      # An unclosed string runs as far as it can: no token is
+                     |\'\'\'[^'\\]*(?:(?:\\.|'(?!''))[^'\\]*)*(?:\'\'\')?  # ever tried and given up, so none is scanned twice.
+                     |"[^"\\\n]*(?:\\.[^"\\\n]*)*"?
+                     |'[^'\\\n]*(?:\\.[^'\\\n]*)*'?))
+    |(?P<comment>(?:\#|//)[^\n]*)
+    |(?P<atom>[][,]|(?:\d+(?:\.\d*)?(?:[eE]\d+)?|True|False|None)(?!\w))
+    |(?P<bad>-?\w+|\S)''', re.DOTALL | re.VERBOSE)
+# A backslash of LaTeX is no escape: \frac, \xi, but also \nu, \times and \right, which Python reads as a newline, a tab and a return.
+ESCAPE = re.compile(r"""\\(?!(?:n(?:abla|eq?|eg|u|otin|ot|mid)|t(?:ext\w*|imes|heta|an|anh|au|o|op|riangle\w*|ilde)|r(?:ight\w*|angle|ho))
+    (?![a-zA-Z]))(?:[\\"'\nnrt]|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2})|\\""", re.VERBOSE)
+
+
+def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = False) -> Workflow:
+    """The workflow in a Conductor's completion. Of a list written more than once, the last that is closed counts.
+
+    allow_empty: three empty lists are a workflow of no steps (§3.2: keep the previous answer). Linear in the text's length.
+    Raises WorkflowError, which says which list is wrong and why."""
+    def need(ok, why):
+        if not ok:
+            raise WorkflowError(why)
+
+    found, pos, lists = {}, 0, {}  # found: a list's name -> its text without comments, and what is wrong with it
+    while m := NAME.search(text, pos):
+        name, depth, pieces, bad = m[2], 0, [], ""
+        for t in TOKEN.finditer(text, m.end() - 1):
+            pos, kind = t.end(), t.lastgroup
+            if kind is None:  # a list begins inside this one, which therefore was never closed
+                pos = t.start()
+                break
+            depth += (t[0] == "[") - (t[0] == "]")
+            if kind == "bad" or depth > 2:
+                bad = bad or f"{t[0]!r:.20} does not belong there"
+            elif kind != "comment":
+                pieces.append(ESCAPE.sub(lambda e: e[0] if e[0][1:] else r"\\", t[0]) if t[0][0] in "\"'" else t[0])
+            if depth == 0:
+                found[name] = " ".join(pieces), bad
+                break
+        found.setdefault(name, ("", "the list is not closed"))
+    for name in ("model_id", "subtasks", "access_list"):
+        literal, bad = found.get(name, ("", "the list is missing"))
+        need(not bad and len(literal) < 100_000, f"{name}: {bad or 'longer than 100,000 characters'}")
+        try:
+            lists[name] = ast.literal_eval(literal)
+        except (ValueError, SyntaxError) as e:  # also of NULs, lone surrogates, unclosed strings, numbers of thousands of digits
+            raise WorkflowError(f"{name}: {getattr(e, 'msg', e)}") from None
+    n, *others = sizes = [len(items) for items in lists.values()]
+    need(others == [n, n], f"the lists differ in length: {dict(zip(lists, sizes))}")
+    need(0 < n <= max_steps or n == 0 and allow_empty, f"model_id: {n} steps, where 1 to {max_steps} are allowed")
+    steps = []
+    for i, (worker, task, sees) in enumerate(zip(*lists.values())):
+        need(type(worker) is int and 0 <= worker < n_workers, f"model_id: step {i} names {worker!r:.20}, not one of 0 to {n_workers - 1}")
+        need(type(task) is str and not re.search("[\ud800-\udfff]", task), f"subtasks: step {i} is no text: {task!r:.20}")
+        sees = ["all"] if sees == "all" else sees
+        for j in sees if type(sees) is list else [sees]:
+            need(sees is not j and (j == "all" or type(j) is int and 0 <= j < i), f"access_list: step {i} reads {j!r:.20}, no earlier step")
+        steps.append(Step(worker, task, [*range(i)] if "all" in sees else sorted(set(sees)), "all" in sees))
+    return Workflow(steps, text)
+
+
+# The Conductor's prompt (App. E)
+ROLE = """You conduct a team of language models. You never answer the question yourself: you write a workflow by which they answer it.
+
+A workflow has one to {max_steps} steps. Every step has three parts:
+- a model: the number of the model that does it,
+- a subtask: what you tell that model, in plain words: to solve the question from scratch, to improve or check an earlier response, to plan,
+  to recall facts, or whatever else helps a later model,
+- an access list: which earlier steps that model is shown.
+Each model gets the question, then the subtasks and responses of the steps it is shown, as past turns of a chat, and then its own subtask,
+and nothing else. The models differ in what they are good at, and a model may be used more than once. The response to the last step goes to
+the user as it is, so its subtask has to ask for the whole answer in the form that the question wants.
+
+First say in a sentence or two what the question needs and how you divide the work. Then write three Python lists of equal length: model_id,
+the models' numbers; subtasks, strings; access_list, for each step ["all"] to show it all earlier steps, {indices}or [] to show it none."""
+TAGS = "Reason inside <idea> tags and put the result inside <answer> tags."
+EXAMPLES = [  # question, plan, steps; of tasks that no training set holds: nearer examples are copied, not explored beyond (Table 4)
+    ("A heavy drinker of 58 is confused, with jerking eye movements, an unsteady gait and low blood sugar. What must precede the glucose?",
+     "This hangs on recalling one clinical rule. Two models that do not see each other can recall it, and a third settles it.",
+     [(4, f"Name the syndrome that fits these findings and the deficiency behind it. {TAGS}", []),
+      (1, f"Explain what glucose alone could do to this patient, and what prevents it. {TAGS}", []),
+      (6, "Compare both responses, resolve any conflict, and give the treatment with its reason in one line inside <answer> tags.", "all")]),
+    ("Using each of 3, 7, 8 and 25 exactly once, with + - * / and parentheses, write an expression that equals 76.",
+     "The search is small enough for one careful model.",
+     [(2, f"Find such an expression. Try products near 76 first, and verify the arithmetic before you answer. {TAGS}", [])]),
+    ("Find the limit of n(e - (1 + 1/n)^n) as n goes to infinity.",
+     "An expansion solves it but signs go wrong easily, so another model should check it numerically before the answer goes out.",
+     [(0, f"Expand (1 + 1/n)^n in powers of 1/n up to the first order and derive the limit. {TAGS}", []),
+      (5, f"Test the derived limit at n = 1000, correct the derivation if they disagree, and give the exact limit. {TAGS}", "all")]),
+    ("Using each of 2, 4, 6, 11 and 75 at most once, with + - * /, write an expression that equals 437.",
+     "I would have one model lay out promising routes and another follow them, a third search alone, and a last one verify.",
+     [(3, "Do not solve it. List three products or sums close to 437 and, for each, the difference that is still to be made.", []),
+      (6, f"Follow the routes above, one after the other, until one works out with the numbers left. {TAGS}", "all"),
+      (0, f"Search for an expression in your own way, starting from the largest number. {TAGS}", []),
+      (4, "Recompute every proposed expression, check that no number is used twice, and put a correct one inside <answer> tags.", "all")])]
+
+
+def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace | None" = None, style: str = "full") -> list[dict]:
+    """The chat that asks the Conductor for a workflow. previous: the last round's trace, to ask for one more round (§3.2).
+
+    style: "full"; "zero-shot", without the examples; "fine-grained", which also offers step numbers in access lists (App. B.8);
+    "short", for a Conductor too small to be prompted into the format."""
+    if style == "short":
+        chat = [{"role": "system", "content": f"{n_workers} models, {max_steps} steps."}, {"role": "user", "content": question}]
+        again = "Response: {answer}\nWrite a workflow, or empty lists to keep it."
+    else:
+        if style not in ("full", "zero-shot", "fine-grained"):
+            raise ValueError(f"style {style!r}: there are full, zero-shot, fine-grained and short")
+        indices = "a list such as [0, 2] to show it those steps, counted from 0, " if style == "fine-grained" else ""
+        parts = [ROLE.format(max_steps=max_steps, indices=indices)]
+        for asked, plan, steps in EXAMPLES if style != "zero-shot" else []:
+            if len(steps) <= max_steps:  # an example keeps to the limits of the prompt it stands in
+                workflow = Workflow([Step(worker % n_workers, subtask, [], access == "all") for worker, subtask, access in steps])
+                parts.append(f"Example question: {asked}\n\n{plan}\n{workflow.text()}")
+        parts.append(f"Question: {question}\n\nModels: " + ", ".join(f"Model {i}" for i in range(n_workers)))
+        chat = [{"role": "user", "content": "\n\n".join(parts)}]
+        again = ("Your workflow ended in this response:\n\n{answer}\n\nIf it should go to the user as it is, write the three lists empty. "
+                 f"If not, write a new workflow of up to {max_steps} steps; \"all\" then shows a step this response too.")
+    for trace in previous.rounds() if previous else []:
+        chat += [{"role": "assistant", "content": trace.workflow.completion or trace.workflow.text()},
+                 {"role": "user", "content": again.replace("{answer}", trace.answer)}]
+    return chat
+
+
+@dataclass
+class Trace:
+    """One workflow as it ran. calls, tokens and cost (dollars; None where unknown) are what the answer took, earlier rounds included."""
+    question: str
+    workflow: Workflow
+    workers: list[str]  # each step's worker, by name
+    replies: list[Reply | None]  # None: not reached before a failure, or the failure itself
+    seconds: float = 0.0  # wall time of this round
+    error: str | None = None  # an infrastructure failure, never the model's fault: training masks it
+    previous: "Trace | None" = None  # the round before
+
+    responses = property(lambda self: [r.text if r else "" for r in self.replies])
+    used = property(lambda self: [r for t in self.rounds() for r in t.replies if r])
+    calls = property(lambda self: len(self.used))
+    tokens = property(lambda self: sum(r.prompt_tokens + r.completion_tokens for r in self.used))
+    cost = property(lambda self: None if any(r.cost is None for r in self.used) else sum(r.cost for r in self.used))
+
+    @property
+    def answer(self) -> str:
+        """The last step's response; that of the round before if this one has no steps; empty after a failure."""
+        return "" if self.error else self.replies[-1].text if self.replies else self.previous.answer
+
+    def rounds(self) -> list["Trace"]:
+        """This trace and those before it, the first round first."""
+        return [*(self.previous.rounds() if self.previous else []), self]
+
+    def to_json(self) -> dict:
+        """A dict for json.dumps, of which from_json makes an equal trace; the derived values are there for other readers."""
+        return {**asdict(self), **{key: getattr(self, key) for key in ("answer", "calls", "tokens", "cost")}}
+
+    @classmethod
+    def from_json(cls, d: dict) -> "Trace":
+        workflow = Workflow([Step(**step) for step in d["workflow"]["steps"]], d["workflow"]["completion"])
+        return cls(d["question"], workflow, d["workers"], [r and Reply(**r) for r in d["replies"]], d["seconds"], d["error"],
+                   d["previous"] and cls.from_json(d["previous"]))
+
+    def view(self) -> str:
+        """All rounds for a terminal: who was told what, saw which steps, and answered what. Control characters are masked."""
+        out = [f"Question: {self.question}"]
+        for t in self.rounds():
+            for step, name, reply in zip(t.workflow.steps, t.workers, t.replies):
+                sees = "all before" if step.sees_all else f"steps {step.access}" if step.access else "the question"
+                out += [f"\n{name}, model {step.worker}, sees {sees}: {step.subtask}", textwrap.indent(reply.text if reply else "(none)", "    ")]
+            out += ["\nThe answer is kept."] * (not t.replies) + [f"\nFailed: {t.error}"] * bool(t.error)
+        cost = "unknown cost" if self.cost is None else f"${self.cost:.4f}"
+        out.append(f"\nAnswer: {self.answer}\n{self.calls} calls, {self.tokens} tokens, {cost}, {sum(t.seconds for t in self.rounds()):.1f} s")
+        return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in "\n".join(out))
+
+    def mermaid(self) -> str:
+        """All rounds as a flow chart, which GitHub draws inside a ```mermaid fence."""
+        def label(text):  # entity codes for all but letters and digits, so that no text can leave its label
+            return re.sub(r"[^\w ]|_", lambda m: f"#{ord(m[0])};" * m[0].isprintable(), textwrap.shorten(text, 90)) or "#160;"
+        lines, last = ["flowchart TD", f'question(["{label(self.question)}"])'], "question"
+        for r, t in enumerate(self.rounds()):
+            for i, step in enumerate(t.workflow.steps):
+                lines.append(f'r{r}s{i}["{label(t.workers[i])}<br/>{label(step.subtask)}"]')
+                seen = [last] * (r > 0 and step.sees_all) + [f"r{r}s{j}" for j in step.access]
+                lines += [f"{source} --> r{r}s{i}" for source in seen or ["question"]]
+            last = f"r{r}s{len(t.replies) - 1}" if t.replies else last
+        return "\n    ".join([*lines, f'{last} --> answer(["{label(self.answer)}"])'])
+
+
+THREADS = 512  # at most, for the calls of all workflows; each worker's own limit is its pool entry's
+jobs, idle = queue.SimpleQueue(), threading.Semaphore(0)
+
+
+def work():
+    """A thread's life. Daemons, unlike ThreadPoolExecutor's: Ctrl-C shall neither wait nor pay for the calls that are still queued."""
+    while True:
+        run, i = jobs.get()
+        run(i)
+        idle.release()
+
+
+def submit(workflow: Workflow, question: str, pool: list, previous: Trace | None = None) -> "Future[Trace]":
+    """Start a workflow; the future's result is its Trace. A step starts when the steps it reads have finished; no thread waits for another.
+
+    A WorkerError sets Trace.error: no further step starts, and the trace is done when the running ones are, so that no cost is lost.
+    An empty or cut-off reply is a reply. Any other exception is a bug, and the future's."""
+    if not workflow.steps and previous is None:
+        raise ValueError("a workflow without steps keeps the previous answer, but there is no previous round")
+    steps, begun, lock, done = workflow.steps, time.monotonic(), threading.Lock(), Future()
+    trace = Trace(question, workflow, [pool[s.worker].name for s in steps], [None] * len(steps), previous=previous)
+    waiting, running, before = set(range(len(steps))), set(), []
+    if previous is not None:  # "all" sees of the rounds before: the last response, under the subtask that it answers
+        before = [(next(t for t in reversed(previous.rounds()) if t.replies).workflow.steps[-1].subtask, previous.answer)]
+
+    def run(i):
+        chat = []  # what the worker may see, as past turns; the question opens the first
+        for subtask, response in before * steps[i].sees_all + [(steps[j].subtask, trace.replies[j].text) for j in steps[i].access]:
+            chat += [{"role": "user", "content": f"Your task:\n{subtask}"}, {"role": "assistant", "content": response}]
+        chat.append({"role": "user", "content": f"Your task:\n{steps[i].subtask}"})
+        chat[0]["content"] = f"Question:\n{question}\n\n{chat[0]['content']}"
+        try:
+            trace.replies[i] = pool[steps[i].worker].chat(chat)
+        except WorkerError as e:
+            trace.error = f"step {i}: {e}"
+        except Exception as bug:  # whoever waits for the trace must hear of it: nobody watches this thread
+            with lock:
+                return done.done() or done.set_exception(bug)
+        advance(i)
+
+    def advance(finished=None):
+        with lock:
+            running.discard(finished)
+            ready = [i for i in waiting if not trace.error and all(trace.replies[j] is not None for j in steps[i].access)]
+            waiting.difference_update(ready)
+            running.update(ready)
+            over = not running
+        for i in ready:
+            jobs.put((run, i))
+            if not idle.acquire(blocking=False) and threading.active_count() < THREADS:
+                threading.Thread(target=work, daemon=True).start()
+        if over:
+            trace.seconds = time.monotonic() - begun
+            done.set_result(trace)
+
+    done.set_running_or_notify_cancel()  # from here on it cannot be cancelled, so that a result can always be set
+    advance()
+    return done
+
+
+def execute(workflow: Workflow, question: str, pool: list, previous: Trace | None = None) -> Trace:
+    """Run a workflow and wait for its trace: see `submit`."""
+    return submit(workflow, question, pool, previous).result()
+
+
+def conduct(question: str, pool: list, write, rounds: int = 0, max_steps: int = 5, style: str = "full", tries: int = 3) -> Trace:
+    """Plan, run, and up to `rounds` times plan again in view of the answer (§3.2). write(messages) -> the Conductor's text.
+
+    Text that does not parse is drawn again; the last of `tries` raises WorkflowError in the first round, and in a later one ends the rounds."""
+    trace, failures = None, 0
+    while trace is None or trace.workflow.steps and not trace.error and len(trace.rounds()) <= rounds:
+        try:
+            workflow = parse(write(messages(question, len(pool), max_steps, trace, style)), len(pool), max_steps, trace is not None)
+        except WorkflowError:
+            failures += 1
+            if failures == tries and trace is None:
+                raise
+            if failures == tries:
+                break
+        else:
+            trace, failures = execute(workflow, question, pool, trace), 0
+    return trace
+
+
+def load_conductor(path: str, temperature: float):
+    """(write, style, max_steps) of a checkpoint. write(messages) -> text is for many threads: what is asked while one batch is being
+    generated becomes the next."""
+    plan, file = {"style": "full", "max_steps": 5, "max_new_tokens": 1024}, os.path.join(path, "conductor.json")
+    if os.path.exists(file):  # how train.py trained it
+        with open(file) as f:
+            plan |= json.load(f)
+    cuda = torch.cuda.is_available()
+    model = Qwen.from_pretrained(path, torch.bfloat16 if cuda else torch.float32, "cuda" if cuda else "cpu")
+    tokenizer, asked = Tokenizer.from_pretrained(path), queue.SimpleQueue()
+
+    def batches(seed=0):
+        while True:
+            batch, seed = [asked.get()], seed + 1  # a new seed, so that a second try differs from the first
+            while not asked.empty() and len(batch) < 64:
+                batch.append(asked.get())
+            try:
+                generate(model, [prompt for prompt, _ in batch], 1, plan["max_new_tokens"], temperature, eos_id=tokenizer.eos_id, seed=seed,
+                         n_ids=len(tokenizer), on_finish=lambda i, _, c: batch[i][1].set_result(tokenizer.decode(c.tokens)))
+            except Exception as e:  # theirs who wait; this thread goes on
+                for _, future in batch:
+                    future.done() or future.set_exception(e)
+
+    def write(chat):
+        future = Future()
+        asked.put((tokenizer.chat(chat), future))
+        return future.result()
+
+    threading.Thread(target=batches, daemon=True).start()
+    return write, plan["style"], plan["max_steps"]
+
+
+def serve(ask, models: dict[str, int], port: int) -> Server:
+    """An OpenAI-compatible server on 127.0.0.1, bound but not started. models: name -> rounds; ask(question, rounds) -> Trace.
+
+    The question is the whole conversation. Sampling parameters are ignored, as workers have their pool's. A stream brings the answer in
+    one piece, since only the last step writes it. usage is the workers' together, usage.cost in dollars (null where unknown)."""
+    class Conductor(Handler):
+        def do_GET(self):
+            if self.path != "/v1/models":
+                return self.fail(404, "there are GET /v1/models and POST /v1/chat/completions")
+            self.answer(200, {"object": "list", "data": [{"id": m, "object": "model", "created": 0, "owned_by": "conductor"} for m in models]})
+
+        def do_POST(self):
+            try:
+                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))))
+                said = [(m["role"], c if type(c := m["content"]) is str else "".join(part["text"] for part in c)) for m in body["messages"]]
+                question = "\n\n".join(f"{role}: {text}" for role, text in said) if said[1:] else said[0][1]
+                if body.get("tools") or body.get("n", 1) != 1:
+                    raise ValueError("tools and n > 1 are not supported")
+                model, stream, with_usage = body["model"], body.get("stream"), (body.get("stream_options") or {}).get("include_usage")
+            except (ValueError, KeyError, TypeError, AttributeError, IndexError) as e:
+                return self.fail(400, f"expected a chat of text: {e!r}")
+            if self.path != "/v1/chat/completions" or model not in models:
+                return self.fail(404, f"no such model or path; the models are {', '.join(models)}")
+            try:
+                trace = ask(question, models[model])
+            except (WorkflowError, WorkerError) as e:
+                return self.fail(502, f"the Conductor wrote no workflow: {e}")
+            if trace.error:
+                return self.fail(502, trace.error)
+            prompt, completion = (sum(getattr(r, f"{kind}_tokens") for r in trace.used) for kind in ("prompt", "completion"))
+            usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion, "cost": trace.cost}
+            reply = {"id": f"chatcmpl-{time.time_ns()}", "created": int(time.time()), "model": model}
+            message = {"role": "assistant", "content": trace.answer}
+            end = {"index": 0, "finish_reason": "length" if trace.used[-1].finish == "length" else "stop"}
+            if not stream:
+                return self.answer(200, {**reply, "object": "chat.completion", "choices": [{**end, "message": message}], "usage": usage})
+            chunks = [{"choices": [{**end, "delta": message, "finish_reason": None}]}, {"choices": [{**end, "delta": {}}]}]
+            chunks += [{"choices": [], "usage": usage}] * bool(with_usage)
+            events = [json.dumps({**reply, "object": "chat.completion.chunk", **chunk}) for chunk in chunks] + ["[DONE]"]
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.send_header("Connection", "close")
+            self.end_headers()
+            self.wfile.write("".join(f"data: {event}\n\n" for event in events).encode())
+
+        def fail(self, status, message):
+            self.answer(status, {"error": {"message": message, "type": "invalid_request_error" if status < 500 else "server_error"}})
+
+    return Server(("127.0.0.1", port), Conductor)
+
+
+@dataclass
+class Settings:
+    checkpoint: str = "out/laptop/checkpoint"  # the Conductor
+    pool: str = "local"
+    conductor: str = ""  # a worker of the pool in the Conductor's seat instead (Table 11)
+    rounds: int = 0  # recursion rounds after the first workflow
+    temperature: float = 0.2
+    show: str = "view"  # or json, mermaid
+    port: int = 8400
+
+
+def main(argv):
+    settings = Settings()
+    words = configure(settings, argv)
+    show = {"view": Trace.view, "mermaid": Trace.mermaid, "json": lambda trace: json.dumps(trace.to_json())}.get(settings.show)
+    if not words or not show:
+        raise SystemExit(__doc__)
+    try:
+        pool = load_pool(settings.pool)
+        if settings.conductor:
+            seat = next((w for w in pool if w.name == settings.conductor), None)
+            if seat is None:
+                raise SystemExit(f"--conductor={settings.conductor}: the pool has {', '.join(w.name for w in pool)}")
+            write, style, max_steps = (lambda chat: seat.chat(chat).text), "full", 5
+        else:
+            write, style, max_steps = load_conductor(settings.checkpoint, settings.temperature)
+
+        def ask(question, rounds):
+            return conduct(question, pool, write, rounds, max_steps, style)
+
+        if words == ["serve"]:
+            try:
+                server = serve(ask, {"conductor": 0, "conductor-recursive": settings.rounds or 1}, settings.port)
+            except OSError as e:
+                raise SystemExit(f"cannot serve on 127.0.0.1:{settings.port}: {e.strerror}. Choose another with --port=N (0: any free one).") from None
+            print(f"http://127.0.0.1:{server.server_address[1]}/v1 has the models conductor and conductor-recursive; Ctrl-C ends it", flush=True)
+            server.serve_forever()
+        trace = ask(" ".join(words), settings.rounds)
+        print(show(trace))
+        sys.exit(trace.error and "the workflow failed")
+    except (OSError, ValueError, WorkerError) as e:
+        raise SystemExit(f"{type(e).__name__}: {e}") from None
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted") from None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
