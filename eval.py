@@ -46,8 +46,8 @@ def laptop_expressions() -> dict[str, list[tuple[str, str]]]:
         "fact+arithmetic": [(f"the atomic number of {e} {op} {b}", apply(number[e], op, b)) for e in ELEMENTS for b in range(2, 40) for op in ARITHMETIC],
         "fact+string": [(f"the capital of {c} {op}", f(CAPITALS[c])) for c in CAPITALS for op, f in SPELLING.items()],
         # three
-        "foreign+arithmetic+fact": [(f"element number {a} {op} {b}", ELEMENTS[n - 1]) for a in SPANISH for b in SPANISH for op in "+-"
-                                    if 0 < (n := ARITHMETIC[op](int(SPANISH[a]), int(SPANISH[b]))) <= len(ELEMENTS)],
+        "foreign+fact+arithmetic": [(f"the atomic number of {e} {op} {b}", apply(number[e], op, SPANISH[b]))
+                                    for e in ELEMENTS for b in SPANISH for op in ARITHMETIC],
     }
 
 

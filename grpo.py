@@ -81,7 +81,7 @@ def surrogate(logprobs, old, advantage: float, clip: float, beta: float = 0.0, r
     ratio = (logprobs - old).exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
     if beta:
-        log_r = reference - logprobs
+        log_r = (reference - logprobs).clamp(max=5)  # of a token that the policy gave up: r itself would drown the batch
         gain = gain - beta * (log_r.exp() - log_r - 1)
     return gain
 

@@ -52,6 +52,7 @@ class Settings:
     temperature: float = 1.0
     # the objective (Eqs. 1 and 2) and AdamW
     lr: float = 1e-3
+    beta2: float = 0.99  # of AdamW
     warmup: float = 0.03  # share of the run over which lr rises; then it falls as a cosine
     clip: float = 0.2
     beta: float = 0.1  # weight of the KL to the policy the run started from; it fades to 0 over the run
@@ -73,7 +74,7 @@ class Settings:
 PRESETS = {
     "laptop": {},
     "paper": dict(out="out/paper", init_from="Qwen2.5-7B", data="paper", pool="paper", style="full", questions=4, rollouts=64,
-                  max_new_tokens=1024, lr=1e-6, beta=0.0, minibatches=1, token_budget=16384),
+                  max_new_tokens=1024, lr=1e-6, beta2=0.999, beta=0.0, minibatches=1, token_budget=16384),
 }
 
 
@@ -384,7 +385,7 @@ def train(s: Settings, device: str):
         torch.set_default_dtype(torch.float32)
     if reference:
         gather(reference, model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=s.lr, betas=(0.9, 0.999), weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=s.lr, betas=(0.9, s.beta2), weight_decay=0.0, fused=True)
 
     stopping = []
     for sig in (signal.SIGINT, signal.SIGTERM):  # stop after the iteration, with a checkpoint; torchrun passes them on a second time
