@@ -236,20 +236,28 @@ def everyone(mine: list) -> list:
     return [item for items in lists for item in items]
 
 
-def preflight(s: Settings, pool):
-    """What would fail late fails here: the paper preset's hardware, checkpoint and keys; then every worker is asked for a word."""
+def preflight(s: Settings):
+    """What would fail late fails here, all of it at once, and every worker is asked for a word. Returns the pool's address."""
     lacks = []
     if s.preset == "paper":
         gpus = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
-        if sum(m > 75e9 for m in gpus) < 2 or dist.get_world_size() < 2:
+        if sum(memory > 75e9 for memory in gpus) < 2 or dist.get_world_size() < 2:
             lacks.append(f"2 GPUs of 80 GB and 2 processes (here: {len(gpus)} GPUs, {dist.get_world_size()} processes)")
-        lacks += [f"${w.api_key_env} for {w.name}" for w in pool if w.api_key_env and not os.environ.get(w.api_key_env)]
     if s.init_from and not os.path.exists(os.path.join(s.init_from, "config.json")):
         lacks.append(f"a checkpoint folder at --init_from={s.init_from}")
+    try:
+        load(s.data, "train")
+    except ValueError as e:
+        lacks.append(f"problems ({e})")
+    pool = load_pool(s.pool)
+    lacks += [f"${w.api_key_env} for {w.name}" for w in pool if w.api_key_env and not os.environ.get(w.api_key_env)]
     if lacks:
-        raise SystemExit(f"--preset={s.preset} lacks {'; '.join(lacks)}. The laptop world needs none of it: --preset=laptop")
+        raise SystemExit(f"the run lacks {'; '.join(lacks)}. The laptop world needs nothing: --preset=laptop")
+    if s.questions < dist.get_world_size():
+        raise SystemExit(f"--questions={s.questions} are fewer than the {dist.get_world_size()} processes")
     for worker in pool:
         worker.chat([{"role": "user", "content": "Say hello."}])
+    return pool[0].base_url
 
 
 def make_room(s: Settings):
@@ -362,11 +370,9 @@ def train(s: Settings, device: str):
     rank, world, began = dist.get_rank(), dist.get_world_size(), time.perf_counter()
     say = tqdm.write if rank == 0 else lambda line: None
     torch.manual_seed(s.seed)
-    problems, test = on_rank0(lambda: (load(s.data, "train"), load(s.data, "test", s.test)))
-    if s.questions < world:
-        raise SystemExit(f"--questions={s.questions} are fewer than the {world} processes" if rank == 0 else 1)
-    pool = on_rank0(lambda: load_pool(s.pool)) if s.pool != "local" else load_pool("local", on_rank0(lambda: load_pool("local")[0].base_url))
-    on_rank0(lambda: preflight(s, pool))
+    url = on_rank0(lambda: preflight(s))
+    pool = load_pool(s.pool, local_url=url)  # one server of local specialists for all ranks
+    problems, test = load(s.data, "train"), load(s.data, "test", s.test)
     on_rank0(lambda: make_room(s))
     if s.init_from:
         tokenizer, model = Tokenizer.from_pretrained(s.init_from), Qwen.from_pretrained(s.init_from)

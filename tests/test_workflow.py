@@ -195,8 +195,8 @@ def test_the_examples_are_workflows(n_workers, max_steps):
 
 
 def test_styles():
-    assert messages("Why?", 3, 4, style="short") == [{"role": "system", "content": "Write a workflow."},
-                                                     {"role": "user", "content": "Why?\nModels: 0 to 2. Steps: up to 4."}]
+    assert messages("Why?", 3, 4, style="short") == [{"role": "system", "content": "3 models, 4 steps."},
+                                                     {"role": "user", "content": "Why?"}]
     full, zero, fine = (messages("Why?", 3, style=s)[0]["content"] for s in ("full", "zero-shot", "fine-grained"))
     assert "Example question" not in zero and zero.split("\n\n")[0] == full.split("\n\n")[0] and "such as [0, 2]" in fine and "such as" not in full
     with pytest.raises(ValueError, match="style 'shrot'"):
