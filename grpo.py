@@ -3,6 +3,7 @@
 A group is the n rollouts of one question. Its prompt and completions go through the model as one packed row, so that the prompt is
 computed once per group and not once per rollout; the gradient is the same. Read eval.py next.
 """
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -43,39 +44,53 @@ def token_logprobs(model: Qwen, prompt: list[int], completions: list[list[int]],
     """Log-probability of every token of each completion given the prompt: a list of 1-D tensors, with gradient, the prompt computed once.
 
     temperature and n_ids (ids at or above it have no probability) as in sampling, or the two would not be the same policy."""
-    device, P, lengths = model.device, len(prompt), [len(c) for c in completions]
-    n, L = len(completions), max(lengths)
-    length = torch.tensor(lengths, device=device)
-    ids = torch.tensor([prompt + [t for c in completions for t in c]], device=device)  # (1, T): prompt, completion 0, completion 1, …
-    starts = P + F.pad(length.cumsum(0), (1, 0))[:-1]  # (n) where each completion begins in the row
-    step = torch.arange(L, device=device)
-    real = step < length[:, None]  # (n, L) the completions as a padded grid
-    where = (starts[:, None] + step).masked_fill(~real, P)  # (n, L) a grid cell's place in the row; padding points anywhere
-    positions = torch.cat((torch.arange(P, device=device), (P + step).expand(n, L)[real]))[None]  # (1, T)
-    # Queries of a completion see the whole prompt and their own past; padding lies in nobody's past.
-    mask = torch.ones(L, P + L, dtype=torch.bool, device=device).tril(P)
+    return packed_logprobs(model, [(prompt, completions)], temperature, n_ids)
+
+
+def packed_logprobs(model: Qwen, groups: list[tuple[list[int], list[list[int]]]], temperature: float = 1.0, n_ids: int | None = None):
+    """token_logprobs of several (prompt, completions) at once, in one list. All go through the model as one row:
+
+        prompt A | completion A0 | completion A1 | … | prompt B | completion B0 | …"""
+    device, lengths, sizes, layout, positions, predictors = model.device, [], [], [], [], []
+    for prompt, completions in groups:
+        P, length = len(prompt), torch.tensor([len(c) for c in completions], device=device)
+        step = torch.arange(int(length.max()), device=device)  # (L)
+        real = step < length[:, None]  # (n, L) the completions as a padded grid
+        begin = P + F.pad(length.cumsum(0), (1, 0))[:-1]  # (n) where each completion begins, counted from its group's begin
+        where = (begin[:, None] + step).masked_fill(~real, P)  # (n, L) a grid cell's place in the row; padding points anywhere
+        # Queries of a completion see the whole prompt and their own past; padding lies in nobody's past.
+        layout.append((P, where, real, torch.ones(len(step), P + len(step), dtype=torch.bool, device=device).tril(P)))
+        positions += [torch.arange(P, device=device), (P + step).expand_as(where)[real]]
+        # The token at step 0 is predicted by the prompt's last position, the others by the position before them.
+        predictors.append(sum(sizes) + torch.where(step == 0, P - 1, where - 1)[real])
+        lengths += length.tolist()
+        sizes.append(P + sum(map(len, completions)))
+    ids = torch.tensor([t for prompt, completions in groups for part in (prompt, *completions) for t in part], device=device)  # (T)
+    targets = torch.tensor([t for _, completions in groups for c in completions for t in c], device=device)
 
     def attend(layer, q, k, v):  # q (1, H, T, D), k and v (1, Hkv, T, D)
-        on_prompt = F.scaled_dot_product_attention(q[:, :, :P], k[:, :, :P], v[:, :, :P], is_causal=True, enable_gqa=True)
-        k, v = (torch.cat((x[:, :, :P].expand(n, -1, -1, -1), x[0][:, where].transpose(0, 1)), 2) for x in (k, v))  # (n, Hkv, P+L, D)
-        own = F.scaled_dot_product_attention(q[0][:, where].transpose(0, 1), k, v, attn_mask=mask, enable_gqa=True)  # (n, H, L, D)
-        return torch.cat((on_prompt, own.transpose(0, 1)[None, :, real]), 2)  # (1, H, T, D)
-
-    # The token at step 0 is predicted by the prompt's last position, the others by the position before them.
-    predictor = torch.where(step == 0, P - 1, where - 1)[real]  # (T - P)
+        y = []
+        for (P, where, real, mask), q, k, v in zip(layout, q.split(sizes, 2), k.split(sizes, 2), v.split(sizes, 2)):
+            n = len(where)
+            y.append(F.scaled_dot_product_attention(q[:, :, :P], k[:, :, :P], v[:, :, :P], is_causal=True, enable_gqa=True))
+            k, v = (torch.cat((x[:, :, :P].expand(n, -1, -1, -1), x[0][:, where].transpose(0, 1)), 2) for x in (k, v))  # (n, Hkv, P+L, D)
+            own = F.scaled_dot_product_attention(q[0][:, where].transpose(0, 1), k, v, attn_mask=mask, enable_gqa=True)  # (n, H, L, D)
+            y.append(own.transpose(0, 1)[None, :, real])
+        return torch.cat(y, 2)  # (1, H, T, D)
 
     def score(hidden, targets):  # (chunk, C), (chunk) -> (chunk)
         return -F.cross_entropy(model.logits(hidden)[:, :n_ids] / temperature, targets, reduction="none")
 
     def head(hidden):
-        chunks = zip(hidden[0, predictor].split(HEAD_CHUNK), ids[0, P:].split(HEAD_CHUNK))
+        chunks = zip(hidden[0, torch.cat(predictors)].split(HEAD_CHUNK), targets.split(HEAD_CHUNK))
         return torch.cat([checkpoint(score, h, t, use_reentrant=False) for h, t in chunks])
 
-    return list(model(ids, positions, attend, head).split(lengths))
+    return list(model(ids[None], torch.cat(positions)[None], attend, head).split(lengths))
 
 
-def surrogate(logprobs, old, advantage: float, clip: float, beta: float = 0.0, reference=None):
-    """Eq. 1 for the tokens of one rollout, to be maximised: min(ρA, clip(ρ, 1-ε, 1+ε)A) - β·KL(π‖π_ref), each a 1-D tensor over tokens.
+def surrogate(logprobs, old, advantage, clip: float, beta: float = 0.0, reference=None):
+    """Eq. 1 token by token, to be maximised: min(ρA, clip(ρ, 1-ε, 1+ε)A) - β·KL(π‖π_ref). Log-probabilities are 1-D tensors over tokens,
+    and so is `advantage`, unless it is one number for all.
 
     The KL term is the unbiased, never negative estimator of GRPO: r - log r - 1 with r = π_ref / π."""
     ratio = (logprobs - old).exp()
@@ -86,21 +101,18 @@ def surrogate(logprobs, old, advantage: float, clip: float, beta: float = 0.0, r
     return gain
 
 
-def micro_batches(episodes: list[Episode], token_budget: int) -> list[list[Episode]]:
-    """Split episodes into lists of one prompt each, of at most `token_budget` tokens with the prompt counted once, alike in length."""
-    groups = {}
-    for e in episodes:
-        groups.setdefault(tuple(e.prompt), []).append(e)
-    batches = []
-    for prompt, group in groups.items():
-        size = float("inf")
-        for e in sorted(group, key=lambda e: len(e.tokens)):
-            if size + len(e.tokens) > token_budget:
-                batches.append([])
-                size = len(prompt)
-            batches[-1].append(e)
-            size += len(e.tokens)
-    return batches
+def micro_batches(episodes: list[Episode], token_budget: int) -> list[dict[tuple, list[Episode]]]:
+    """Split episodes into {prompt: its episodes} of at most `token_budget` tokens each, a prompt counted once; alike in length."""
+    batches, size = [{}], 0
+    for e in sorted(episodes, key=lambda e: (e.prompt, len(e.tokens))):
+        prompt = tuple(e.prompt)
+        cost = len(e.tokens) + (0 if prompt in batches[-1] else len(prompt))
+        if batches[-1] and size + cost > token_budget:
+            batches.append({})
+            size, cost = 0, len(prompt) + len(e.tokens)
+        batches[-1].setdefault(prompt, []).append(e)
+        size += cost
+    return batches if episodes else []
 
 
 def reduce(values: list[float], op=dist.ReduceOp.SUM, device="cpu") -> list[float]:
@@ -124,21 +136,22 @@ def update(model: Qwen, optimizer, episodes: list[Episode], clip: float = 0.2, b
     sums = torch.zeros(6, dtype=torch.float64)
     for i in range(int(forwards)):
         # Every rank runs the same number of forward and backward passes, or FSDP's collectives would wait for ever.
-        batch = batches[i] if i < len(batches) else [Episode([0], [0], [0.0])]
-        args = batch[0].prompt, [e.tokens for e in batch], temperature, n_ids
+        real = i < len(batches)
+        batch = batches[i] if real else {(0,): [Episode([0], [0], [0.0])]}
+        args = [(list(prompt), [e.tokens for e in group]) for prompt, group in batch.items()], temperature, n_ids
+        batch = list(itertools.chain(*batch.values()))
         with torch.no_grad():
-            references = token_logprobs(reference, *args) if beta else [None] * len(batch)
-        loss = 0.0
-        for e, logprobs, ref in zip(batch, token_logprobs(model, *args), references):
-            old = torch.tensor(e.logprobs, device=device)
-            gain = surrogate(logprobs, old, e.advantage, clip, beta, ref).mean()
-            loss = loss - gain * (world / rollouts if i < len(batches) else 0.0)  # FSDP averages gradients over ranks
-            if i < len(batches):
-                new, log_ratio = logprobs.detach(), logprobs.detach() - old
-                ratio = log_ratio.exp()
-                sums += torch.stack([log_ratio.abs().sum(), (ratio - 1 - log_ratio).sum(), ((ratio - 1).abs() > clip).sum(), -new.sum(),
-                                     (ref - new).exp().sub(ref - new + 1).sum() if beta else new.new_zeros(()), new.new_tensor(len(old))]).cpu()
-        loss.backward()
+            ref = torch.cat(packed_logprobs(reference, *args)) if beta else None  # (T), as are the next four
+        new, old = torch.cat(packed_logprobs(model, *args)), torch.tensor([x for e in batch for x in e.logprobs], device=device)
+        advantage = torch.tensor([e.advantage for e in batch for _ in e.tokens], device=device)
+        share = torch.tensor([1 / len(e.tokens) / rollouts for e in batch for _ in e.tokens], device=device)
+        gain = (surrogate(new, old, advantage, clip, beta, ref) * share).sum()
+        (-gain * world * real).backward()  # FSDP averages gradients over ranks
+        with torch.no_grad():
+            log_ratio, log_r = new - old, ref - new if beta else torch.zeros_like(new)
+            clipped = ((log_ratio.exp() - 1).abs() > clip).float()
+            sums += real * torch.stack([log_ratio.abs(), log_ratio.exp() - 1 - log_ratio, clipped, -new, log_r.exp() - 1 - log_r,
+                                        torch.ones_like(new)]).sum(1).cpu()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

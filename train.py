@@ -45,7 +45,7 @@ class Settings:
     style: str = "short"  # of the Conductor's prompt: full (App. E), or short for models too small to read instructions
     max_steps: int = 5  # of a workflow
     # one iteration (App. A.1)
-    iterations: int = 200
+    iterations: int = 260
     questions: int = 16
     rollouts: int = 32  # of each question
     max_new_tokens: int = 96
@@ -73,7 +73,7 @@ class Settings:
 
 PRESETS = {
     "laptop": {},
-    "paper": dict(out="out/paper", init_from="Qwen2.5-7B", data="paper", pool="paper", style="full", questions=4, rollouts=64,
+    "paper": dict(out="out/paper", init_from="Qwen2.5-7B", data="paper", pool="paper", style="full", iterations=200, questions=4, rollouts=64,
                   max_new_tokens=1024, lr=1e-6, beta2=0.999, beta=0.0, minibatches=1, token_budget=16384),
 }
 

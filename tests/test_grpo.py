@@ -1,0 +1,373 @@
+"""GRPO against hand-worked numbers, a loop without packing, and itself on 1, 2 and 3 ranks.
+
+Run as a program, this file is one rank of the last of these."""
+import copy
+import datetime
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import grpo
+from grpo import Episode, advantages, micro_batches, surrogate, token_logprobs, update
+from model import Config, Qwen
+
+torch.set_num_threads(1)
+END = 2
+
+
+def tiny(seed=0, **changes):
+    """A random model whose predictions are neither flat nor certain and in which every parameter counts."""
+    torch.manual_seed(seed)
+    model = Qwen(Config(**{**dict(
+        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        rope_theta=100.0, rms_norm_eps=1e-6, tie_word_embeddings=True, max_position_embeddings=128), **changes}))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.uniform_(0.5, 1.5) if "norm" in name else p.normal_(std=0.25)
+    return model
+
+
+def ids(n, seed):
+    return torch.randint(36, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def naive(model, prompt, tokens, temperature=1.0, n_ids=None):
+    """Log-probabilities of one completion by a forward of its own."""
+    logits = model(torch.tensor([prompt + tokens]))[0, len(prompt) - 1 : -1, :n_ids]
+    return (logits / temperature).log_softmax(-1)[torch.arange(len(tokens)), tokens]
+
+
+def same(a, b, tolerance=1e-5):
+    """Two lists of tensors agree, each relative to its own size."""
+    a, b = list(a), list(b)
+    assert len(a) == len(b)
+    for i, (x, y) in enumerate(zip(a, b)):
+        assert (x - y).norm() <= tolerance * y.norm() + 1e-9, (i, float((x - y).norm()), float(y.norm()))
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# Advantages and the surrogate, by hand
+
+
+def test_advantages_by_hand():
+    """(r - mean) / std with the group's own std; a group without spread gets zeros; groups do not touch each other."""
+    rewards = [[0.0, 0.0, 1.0, 1.0], [0.5, 0.5, 0.5, 0.5], [0.0, 0.5, 0.5, 1.0], [0.1, 0.1, 0.1, 0.1]]
+    r = math.sqrt(2)  # of [0, .5, .5, 1]: mean .5, variance 1/8, so ±.5 is ±√2
+    torch.testing.assert_close(advantages(rewards), torch.tensor([[-1.0, -1, 1, 1], [0, 0, 0, 0], [-r, 0, 0, r], [0, 0, 0, 0]]))
+    assert advantages(rewards)[[1, 3]].count_nonzero() == 0  # exactly, also where 0.1 has no exact mean
+
+
+def test_advantages_without_std_are_only_centred():
+    """std=False: r - mean, as it is."""
+    torch.testing.assert_close(advantages([[0.0, 0.5, 1.0, 0.5, 0.0, 1.0, 1.0, 0.0]], std=False),
+                               torch.tensor([[-0.5, 0, 0.5, 0, -0.5, 0.5, 0.5, -0.5]]))
+    torch.testing.assert_close(advantages(torch.tensor([[1.0, 0, 0, 0]]), std=False), torch.tensor([[0.75, -0.25, -0.25, -0.25]]))
+
+
+@pytest.mark.parametrize("std", [True, False])
+def test_masked_rollouts_are_in_no_statistic(std):
+    """What is masked gets 0 and changes nothing for the others, whatever reward stands there; a fully masked group is all zeros."""
+    mask = [[True, True, False, True], [False] * 4, [False, True, False, False]]
+    got = [advantages([[0.0, 0.0, junk, 1.5], [junk, 1, 0, 1], [0, 1.0, 0, junk]], mask, std) for junk in (0.0, 100.0)]
+    scale = math.sqrt(0.5) if std else 1  # of [0, 0, 1.5]: mean .5, variance .5
+    for a in got:
+        torch.testing.assert_close(a, torch.tensor([[-0.5, -0.5, 0, 1.0], [0, 0, 0, 0], [0, 0, 0, 0]]) / scale)
+
+
+def test_surrogate_by_hand():
+    """Eq. 1 at ε = 0.2: the lesser of clipped and unclipped, on both sides, for both signs of the advantage."""
+    ratio, old = torch.tensor([1.5, 0.5, 1.1, 1.0]), torch.tensor([-1.0, -2.0, -0.3, 0.0])
+    new = old + ratio.log()
+    torch.testing.assert_close(surrogate(new, old, 2.0, 0.2), torch.tensor([2.4, 1.0, 2.2, 2.0]))
+    torch.testing.assert_close(surrogate(new, old, -2.0, 0.2), torch.tensor([-3.0, -1.6, -2.2, -2.0]))
+
+
+def test_surrogate_gradient_by_hand():
+    """d/d log π is ρA, and 0 where the clip holds: above 1 + ε for a good rollout, below 1 - ε for a bad one."""
+    for advantage, expected in ((2.0, [0.0, 1.0, 2.2]), (-2.0, [-3.0, 0.0, -2.2])):
+        new = torch.tensor([1.5, 0.5, 1.1]).log().requires_grad_()
+        surrogate(new, torch.zeros(3), advantage, 0.2).sum().backward()
+        torch.testing.assert_close(new.grad, torch.tensor(expected))
+
+
+def test_kl_term_by_hand():
+    """β·(r - ln r - 1), r = π_ref / π, is taken off each token: 0 where they agree, and pulling towards the reference elsewhere."""
+    new = torch.tensor([-1.0, -1.0, -1.0]).requires_grad_()
+    reference = torch.tensor([-1.0, -1.0 + math.log(2), -1.0 - math.log(2)])
+    gain = surrogate(new, torch.tensor([-1.0, -1.0, -1.0]), 0.0, 0.2, 0.5, reference)
+    torch.testing.assert_close(gain, torch.tensor([0.0, -0.5 * (1 - math.log(2)), -0.5 * (math.log(2) - 0.5)]))
+    gain.sum().backward()  # -β·d(r - ln r - 1)/d log π = β(r - 1)
+    torch.testing.assert_close(new.grad, torch.tensor([0.0, 0.5, -0.25]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# Token log-probabilities: a packed row against one forward per rollout
+
+CASES = {
+    "odd-lengths": (7, [3, 11, 1, 6], {}, {}),
+    "one-token-each": (5, [1, 1, 1], {}, {}),
+    "one-token-prompt": (1, [4, 1, 9], {}, {}),
+    "one-rollout": (9, [5], {}, {}),
+    "temperature-and-ids": (6, [2, 8, 5], dict(temperature=0.7, n_ids=37), {}),
+    "untied-every-head": (6, [2, 8, 5], {}, dict(tie_word_embeddings=False, num_key_value_heads=4)),
+    "one-kv-head": (6, [2, 8, 5], dict(temperature=1.5), dict(num_key_value_heads=1)),
+}
+
+
+@pytest.mark.parametrize("chunk", [2048, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_packed_equals_one_forward_per_rollout(case, chunk, monkeypatch):
+    """Values, and the gradient of every parameter, equal the naive forward's to 1e-5, whatever the head's chunk."""
+    monkeypatch.setattr(grpo, "HEAD_CHUNK", chunk)
+    P, lengths, how, shape = CASES[case]
+    model, prompt, completions = tiny(**shape), ids(P, 1), [ids(n, 10 + i) for i, n in enumerate(lengths)]
+    weights = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in lengths]
+
+    def run(logprobs):
+        gradients = torch.autograd.grad(sum((w * x).sum() for w, x in zip(weights, logprobs)), list(model.parameters()))
+        return [x.detach() for x in logprobs], gradients
+
+    values, gradients = run(token_logprobs(model, prompt, completions, **how))
+    expected, reference = run([naive(model, prompt, c, **how) for c in completions])
+    assert [len(v) for v in values] == lengths
+    same(values, expected)
+    same(gradients, reference)
+
+
+def test_the_prompt_is_computed_once():
+    """One forward over a row that holds the prompt once and each completion once, without padding."""
+    model, shapes = tiny(), []
+    model.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
+    token_logprobs(model, ids(7, 0), [ids(n, n) for n in (3, 11, 1, 6)])
+    assert shapes == [(1, 7 + 3 + 11 + 1 + 6)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# The update: packed against a written-out loop
+
+
+def group(model, prompt_length, lengths, advantages, seed):
+    """Episodes of one prompt; the sampler's log-probabilities are off by enough that some tokens are clipped. They end with END."""
+    prompt, g = ids(prompt_length, seed), torch.Generator().manual_seed(seed)
+    out = []
+    for i, (n, a) in enumerate(zip(lengths, advantages, strict=True)):
+        tokens = ids(n - 1, 100 * seed + i) + [END]
+        with torch.no_grad():
+            old = naive(model, prompt, tokens) + 0.3 * torch.randn(n, generator=g)
+        out.append(Episode(prompt, tokens, old.tolist(), a))
+    return out
+
+
+def groups(model):
+    """Four groups of different sizes and lengths, one of them without spread."""
+    return [group(model, 7, [3, 11, 1, 6, 8], [1.0, -0.5, 0.7, -1.2, 0.0], 1), group(model, 1, [5, 2, 9], [0.4, 1.1, -1.5], 2),
+            group(model, 12, [4, 4], [0.0, 0.0], 3), group(model, 4, [13, 1, 2, 7], [-0.3, 0.9, -0.9, 0.3], 4)]
+
+
+def flat(lists):
+    return [e for x in lists for e in x]
+
+
+def loop(model, episodes, clip=0.2, beta=0.0, reference=None, temperature=1.0, n_ids=None, **_):
+    """The objective without packing, batches or ranks: the gradient of the loss for every parameter, and the statistics."""
+    total, tokens, stats = 0.0, 0, dict(gap=0.0, approx_kl=0.0, clipfrac=0.0, entropy=0.0, kl=0.0)
+    for e in episodes:
+        new = naive(model, e.prompt, e.tokens, temperature, n_ids)
+        kl = [0.0] * len(new)
+        if beta:
+            with torch.no_grad():
+                ref = naive(reference, e.prompt, e.tokens, temperature, n_ids)
+            kl = [torch.exp(r - p) - (r - p) - 1 for r, p in zip(ref, new)]
+        gain = 0.0
+        for p, old, k in zip(new, e.logprobs, kl):
+            ratio = torch.exp(p - old)
+            gain = gain + min(ratio * e.advantage, ratio.clamp(1 - clip, 1 + clip) * e.advantage) - beta * k
+        total = total - gain / len(e.tokens) / len(episodes)
+        if e.advantage or beta:  # the others are not computed
+            for p, old, k in zip(new.tolist(), e.logprobs, kl):
+                tokens += 1
+                for name, x in dict(gap=abs(p - old), approx_kl=math.exp(p - old) - 1 - (p - old), entropy=-p, kl=float(k),
+                                    clipfrac=float(abs(math.exp(p - old) - 1) > clip)).items():
+                    stats[name] += x
+    gradients = torch.autograd.grad(total, list(model.parameters()))
+    norm = math.sqrt(sum(float(g.norm()) ** 2 for g in gradients))
+    return gradients, {**{k: v / tokens for k, v in stats.items()}, "grad_norm": norm}
+
+
+def step(model, episodes, **how):
+    """update with SGD at lr 1, and the gradient of each parameter read off its change; the model itself stays as it was."""
+    moved = copy.deepcopy(model)
+    stats = update(moved, torch.optim.SGD(moved.parameters(), lr=1.0), episodes, **{"max_grad_norm": 1e9, **how})
+    return [old.detach() - new.detach() for old, new in zip(model.parameters(), moved.parameters())], stats
+
+
+@pytest.mark.parametrize("budget", [1, 20, 10_000])
+@pytest.mark.parametrize("how", [{}, dict(clip=0.1), dict(temperature=0.8, n_ids=36), dict(beta=0.3)], ids=str)
+def test_update_equals_a_written_out_loop(how, budget):
+    """Gradient and statistics equal the loop's over all rollouts, those without spread in the mean too, however groups are split."""
+    model = tiny()
+    if "beta" in how:
+        how = {**how, "reference": tiny(seed=9)}
+    episodes = flat(groups(model))
+    gradients, stats = step(model, episodes, token_budget=budget, **how)
+    expected, expected_stats = loop(model, episodes, **how)
+    same(gradients, expected, 2e-5)
+    assert expected_stats["clipfrac"] > 0.2  # the clip is at work
+    assert stats == pytest.approx(expected_stats, rel=1e-4, abs=1e-7)
+
+
+def test_untied_update_equals_a_written_out_loop():
+    """The same where embedding and head are two tensors."""
+    model = tiny(tie_word_embeddings=False, num_key_value_heads=1)
+    episodes = flat(groups(model))
+    same(step(model, episodes, token_budget=20)[0], loop(model, episodes)[0], 2e-5)
+
+
+def test_the_gradient_is_clipped_to_its_norm():
+    """max_grad_norm scales the whole gradient; the norm that is reported is that before clipping."""
+    model = tiny()
+    episodes = flat(groups(model))
+    whole, stats = step(model, episodes)
+    clipped, clipped_stats = step(model, episodes, max_grad_norm=stats["grad_norm"] / 4)
+    same([4 * x for x in clipped], whole, 1e-4)
+    assert clipped_stats["grad_norm"] == pytest.approx(stats["grad_norm"])
+
+
+def test_rollouts_without_spread_move_nothing_but_count():
+    """All advantages zero: no forward, no change. Beside others they halve the step, since they are part of the mean."""
+    model = tiny()
+    lone, still = group(model, 7, [3, 6], [1.0, -1.0], 1), group(model, 5, [4, 2], [0.0, 0.0], 3)
+    moved, stats = step(model, still)
+    assert all(not x.any() for x in moved) and set(stats.values()) == {0.0}
+    same([2 * x for x in step(model, lone + still)[0]], step(model, lone)[0], 1e-4)
+
+
+def test_gradients_do_not_outlive_their_update():
+    """Two updates in a row are two steps: the second one's gradient is its own."""
+    model = tiny()
+    first, second = groups(model)[0], groups(model)[1]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    update(model, optimizer, first, max_grad_norm=0.1)
+    before = copy.deepcopy(model)
+    update(model, optimizer, second, max_grad_norm=0.1)
+    same([a - b for a, b in zip(before.parameters(), model.parameters())], step(before, second, max_grad_norm=0.1)[0], 1e-4)
+
+
+def test_the_end_token_is_trained():
+    """With every other token clipped away, the end token alone moves the weights, towards itself."""
+    model, prompt, tokens = tiny(), ids(6, 1), [5, 9, END]
+    with torch.no_grad():
+        old = naive(model, prompt, tokens)
+    acted = (old - torch.tensor([1.0, 1.0, 0.0])).tolist()  # ratios e, e, 1: a good rollout's first two gain nothing more
+    update(model, torch.optim.SGD(model.parameters(), lr=1e-3), [Episode(prompt, tokens, acted, 1.0)], max_grad_norm=1e9)
+    assert naive(model, prompt, tokens)[-1] > old[-1] + 1e-4
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# Micro-batches
+
+
+@pytest.mark.parametrize("budget", [1, 15, 20, 33, 10_000])
+def test_micro_batches_lose_and_repeat_nothing(budget):
+    """Each episode comes once, each batch has one prompt, and only an episode that is alone may exceed the budget."""
+    episodes = flat(groups(tiny()))
+    order = torch.randperm(len(episodes), generator=torch.Generator().manual_seed(0)).tolist()
+    batches = micro_batches([episodes[i] for i in order], budget)
+    assert sorted(map(id, flat(batches))) == sorted(map(id, episodes)) and all(batches)
+    for batch in batches:
+        assert len({tuple(e.prompt) for e in batch}) == 1
+        assert len(batch) == 1 or len(batch[0].prompt) + sum(len(e.tokens) for e in batch) <= budget
+    assert len(batches) == {1: 14, 10_000: 4}.get(budget, len(batches))
+
+
+def test_micro_batches_fill_the_budget_with_alike_lengths():
+    """The prompt counts once; a batch takes what fits to the last token; lengths are grouped."""
+    episodes = [Episode([1] * 10, [3] * n, [0.0] * n) for n in (8, 2, 6, 4)]
+    assert [[len(e.tokens) for e in b] for b in micro_batches(episodes, 22)] == [[2, 4, 6], [8]]
+    assert [[len(e.tokens) for e in b] for b in micro_batches(episodes, 21)] == [[2, 4], [6], [8]]
+    assert micro_batches([], 100) == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# Ranks: real processes, gloo, fully_shard
+
+SHARES = {1: [[0, 1, 2, 3]], 2: [[1], [3, 0, 2]], 3: [[0, 1, 2], [], [3]]}  # the groups of each rank: uneven, one of them empty
+RUNS = {  # what is updated, and how
+    "plain": dict(token_budget=20, max_grad_norm=1e9),
+    "clipped-with-kl": dict(token_budget=10_000, max_grad_norm=0.05, beta=0.3, temperature=0.9, n_ids=36),
+    "no-spread": dict(token_budget=20),
+}
+
+
+def outcome(run, share, shard=lambda model: model):
+    """Two updates in a row on these groups: weights by name, and statistics."""
+    model, how = tiny(tie_word_embeddings=run != "plain"), dict(RUNS[run])
+    if "beta" in how:
+        how["reference"] = shard(tiny(seed=9, tie_word_embeddings=True))
+    all_groups = groups(model)
+    optimizer = torch.optim.SGD(shard(model).parameters(), lr=0.1, momentum=0.9)
+    for seed in (0, 1):
+        episodes = flat(all_groups[i] for i in share)
+        for e in episodes:
+            e.advantage = 0.0 if run == "no-spread" else e.advantage * (1 - 0.5 * seed)
+        stats = update(model, optimizer, episodes, **how)
+    weights = {k: p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for k, p in model.named_parameters()}
+    return weights, stats
+
+
+def shard(model):
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def one_rank(rank, folder):
+    """Every run in worlds of 3, 2 and 1; the ranks in each write what they saw."""
+    for world in (3, 2, 1):
+        if rank < world:
+            dist.init_process_group("gloo", f"file://{folder}/store{world}", datetime.timedelta(seconds=30), world, rank)
+            torch.save({run: outcome(run, SHARES[world][rank], shard) for run in RUNS}, f"{folder}/{world}-{rank}.pt")
+            dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """{(world, rank): {run: (weights, statistics)}} of real processes; a hang ends the test, not the session."""
+    folder = tmp_path_factory.mktemp("ranks")
+    processes = [subprocess.Popen([sys.executable, __file__, str(rank), str(folder)], env={**os.environ, "OMP_NUM_THREADS": "1"},
+                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank in range(3)]
+    try:
+        said = [p.communicate(timeout=120)[0] for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+    assert [p.returncode for p in processes] == [0, 0, 0], "\n".join(said)
+    return {(world, rank): torch.load(folder / f"{world}-{rank}.pt") for world in SHARES for rank in range(world)}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("world", SHARES)
+def test_any_number_of_ranks_gives_the_same_update(world, run, ranks):
+    """Weights and statistics after two updates equal those of one unsharded process, with uneven groups and an empty rank."""
+    weights, stats = outcome(run, [0, 1, 2, 3])
+    start = dict(tiny(tie_word_embeddings=run != "plain").named_parameters())
+    assert all(torch.equal(weights[k], start[k]) == (run == "no-spread") for k in weights)
+    for rank in range(world):
+        got, got_stats = ranks[world, rank][run]
+        assert got.keys() == weights.keys()
+        for k in weights:
+            torch.testing.assert_close(got[k], weights[k], rtol=0, atol=1e-6)
+        assert got_stats == pytest.approx(stats, rel=1e-4, abs=1e-7)
+
+
+if __name__ == "__main__":
+    one_rank(int(sys.argv[1]), sys.argv[2])
