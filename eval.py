@@ -1,21 +1,28 @@
 """Problems, graders, baselines and tables.
 
     python eval.py --checkpoint=DIR      the Conductor beside every single worker and random workflows, on held-out problems
+    python eval.py plot RUN              draw a run's learning curve into RUN/curve.png (needs matplotlib)
 
 The laptop world's problems are generated here: some need one of the local specialists (workers.py), some two, some three in the right
 order and with the right access lists. Read train.py next.
 """
+import json
+import os
 import random
 import re
+import sys
 import zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import torch
 from tqdm import tqdm
 
-from workers import ARITHMETIC, CAPITALS, ELEMENTS, FACTS, SPANISH, SPELLING, WorkerError
-from workflow import Step, Trace, Workflow, WorkflowError, parse, submit
+from model import Qwen, Tokenizer, configure
+from sample import generate
+from workers import ARITHMETIC, CAPITALS, ELEMENTS, FACTS, SPANISH, SPELLING, WorkerError, load_pool
+from workflow import Step, Trace, Workflow, WorkflowError, conductor_settings, messages, parse, submit
 
 # ---------------------------------------------------------------------------------------------------------------------------------
 # Problems
@@ -113,12 +120,21 @@ def random_completion(question: str, rng: random.Random, n_workers: int, max_ste
 # Systems: everything that answers gives one trace a problem, or None where what it wrote is no workflow
 
 
-def run(text: str, problem: Problem, pool, max_steps: int, change=lambda workflow: workflow):
-    """Start the workflow of a completion: a future, or None if it does not parse. `change` may rewrite it first (ablations)."""
-    try:
-        return submit(change(parse(text, len(pool), max_steps)), problem.question, pool)
-    except WorkflowError:
-        return None
+def conduct(model: Qwen, tokenizer: Tokenizer, problems: list[Problem], pool, style: str, max_steps: int, max_new_tokens: int,
+            change=lambda workflow: workflow) -> list[Trace | None]:
+    """The Conductor's greedy workflow for each problem, run. `change` may rewrite a workflow before it runs (ablations)."""
+    prompts, running = [tokenizer.chat(messages(p.question, len(pool), max_steps, style=style)) for p in problems], {}
+
+    def start(i, _, completion):
+        try:
+            running[i] = submit(change(parse(tokenizer.decode(completion.tokens), len(pool), max_steps)), problems[i].question, pool)
+        except WorkflowError:
+            running[i] = None
+
+    for first in tqdm(range(0, len(problems), 64), "the Conductor", disable=None, leave=False):
+        generate(model, prompts[first:first + 64], 1, max_new_tokens, 0.0, eos_id=tokenizer.eos_id, n_ids=len(tokenizer),
+                 on_finish=lambda i, *rest: start(first + i, *rest))
+    return [running[i] and running[i].result() for i in range(len(problems))]
 
 
 def alone(worker, problem: Problem) -> Trace:
@@ -172,6 +188,61 @@ def learned(problems: list[Problem], traces: list[Trace | None]) -> str:
         t = next(t for p, t in zip(problems, traces) if p.kind == kind and t and (tuple(t.workers), tuple(tuple(x.access) for x in t.workflow.steps)) == best)
         lines.append(f"{kind}: {len(t.workers)} step{'s'[:len(t.workers) > 1]}, written for {count / len(shapes):.0%}.  {t.question}")
         for step, worker, response in zip(t.workflow.steps, t.workers, t.responses):
-            sees = f", seeing step {' and '.join(str(i + 1) for i in step.access)}" if step.access else ""
+            sees = f", seeing step{'s'[:len(step.access) > 1]} {' and '.join(str(i + 1) for i in step.access)}" if step.access else ""
             lines.append(f"    {worker}, told {step.subtask!r}{sees}: {response}")
     return "\n".join(lines)
+
+
+def plot(folder: str):
+    """Accuracy over a run's iterations, over all and by kind, into folder/curve.png."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    with open(os.path.join(folder, "metrics.jsonl")) as f:
+        lines = [json.loads(line) for line in f]
+
+    def smooth(values, span=10):  # mean of the last `span`
+        return [sum(values[max(0, i - span + 1):i + 1]) / len(values[max(0, i - span + 1):i + 1]) for i in range(len(values))]
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for kind in lines[0]["by_kind"]:
+        axes.plot(smooth([line["by_kind"].get(kind, 0.0) for line in lines]), linewidth=1.2, label=kind)
+    axes.plot(smooth([line["accuracy"] for line in lines]), color="black", linewidth=2.4, label="all")
+    axes.set(xlabel="iteration", ylabel="accuracy of sampled workflows (mean of 10 iterations)", ylim=(0, 1))
+    axes.legend(fontsize=8)
+    figure.savefig(os.path.join(folder, "curve.png"), dpi=120)
+    print(os.path.join(folder, "curve.png"))
+
+
+@dataclass
+class Settings:
+    checkpoint: str = "out/laptop/checkpoint"
+    data: str = "laptop"
+    test: int = 256  # problems
+    pool: str = "local"
+    shuffle: bool = False  # every worker has another's number: what a Conductor knows of its workers is gone
+
+
+def main(argv):
+    s = Settings()
+    words = configure(s, argv)
+    try:
+        if words[:1] == ["plot"] and len(words) == 2:
+            return plot(words[1])
+        if words:
+            raise SystemExit(__doc__)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        problems, plan = load(s.data, "test", s.test), conductor_settings(s.checkpoint)
+        tokenizer = Tokenizer.from_pretrained(s.checkpoint)
+        model = Qwen.from_pretrained(s.checkpoint, torch.bfloat16 if device == "cuda" else torch.float32, device)
+        pool = load_pool(s.pool)
+        traces = conduct(model, tokenizer, problems, pool[1:] + pool[:1] if s.shuffle else pool, plan["style"], plan["max_steps"], plan["max_new_tokens"])
+        print(table(problems, {"Conductor": traces, **baselines(problems, pool, plan["max_steps"])}) + "\n\n" + learned(problems, traces))
+    except (OSError, ValueError, ImportError) as e:
+        raise SystemExit(f"{type(e).__name__}: {e}") from None
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted") from None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -8,11 +8,10 @@ training (grpo.py) one that shares the prompt between rollouts; both then run th
 """
 import dataclasses
 import difflib
+import glob
 import json
 import os
 import sys
-import types
-import typing
 from dataclasses import dataclass
 
 import torch
@@ -27,33 +26,28 @@ from tokenizers import Tokenizer as BPE
 
 
 def configure(settings, argv: list[str]) -> list[str]:
-    """Apply `--key=value` words to a dataclass in place, typed by its fields, and return the words that are not flags.
+    """Apply `--key=value` words to a dataclass in place, typed by its present values, and return the words that are not flags.
 
     `--key` alone turns a bool on. An unknown key or a value of the wrong type ends the program, naming the nearest key."""
-    kinds, words = typing.get_type_hints(type(settings)), []
+    words = []
     for word in argv:
         if not word.startswith("--"):
             words.append(word)
             continue
         key, has_value, value = word[2:].partition("=")
-        if key not in kinds:
-            near = difflib.get_close_matches(key, kinds, n=1)
-            raise SystemExit(f"unknown setting --{key}" + (f"; did you mean --{near[0]}?" if near else f"; there are {', '.join(kinds)}"))
-        kind, optional = kinds[key], False
-        if isinstance(kind, types.UnionType):  # Optional: `int | None`
-            optional, kind = True, next(k for k in typing.get_args(kind) if k is not type(None))
+        known = [field.name for field in dataclasses.fields(settings)]
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            raise SystemExit(f"unknown setting --{key}" + (f"; did you mean --{near[0]}?" if near else f"; there are {', '.join(known)}"))
+        kind = type(getattr(settings, key))
         try:
             if kind is bool:
-                parsed = {"": True, "true": True, "1": True, "false": False, "0": False}[value.lower() if has_value else ""]
-            elif optional and value.lower() == "none":
-                parsed = None
-            elif has_value and (value or kind is str):
-                parsed = kind(value)
-            else:
+                value = {"": True, "true": True, "1": True, "false": False, "0": False}[value.lower() if has_value else ""]
+            elif not has_value:
                 raise ValueError
+            setattr(settings, key, kind(value))
         except (ValueError, KeyError):
             raise SystemExit(f"--{key}={value}: expected a value of type {kind.__name__}, as in --{key}={getattr(settings, key)}") from None
-        setattr(settings, key, parsed)
     return words
 
 
@@ -170,21 +164,14 @@ class Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Decoder(nn.Module):
-    """Everything below the LM head; a module of its own because Hugging Face's names begin with `model.`"""
-
-    def __init__(self, config: Config):
-        super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-
 class Qwen(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        self.model = Decoder(config)
+        self.model = nn.ModuleDict({  # Hugging Face's names begin with `model.`, all but the head's
+            "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
+            "layers": nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers)),
+            "norm": RMSNorm(config.hidden_size, config.rms_norm_eps)})
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -268,25 +255,27 @@ def write_tensors(path: str, config: Config, tensors, shard_bytes: int = 4 << 30
 
     The pairs are consumed one by one, so that a sharded model can gather each tensor as it is written."""
     os.makedirs(path, exist_ok=True)
-    shards, pending, size, total = [], {}, 0, 0
+    shards, size, total = [{}], 0, 0  # the last shard holds tensors, those before it, already written, only their names
 
     def flush():
-        shards.append((os.path.join(path, f"shard-{len(shards)}.tmp"), list(pending)))
-        save_file(pending, shards[-1][0], metadata={"format": "pt"})
-        pending.clear()
+        save_file(shards[-1], os.path.join(path, f"shard-{len(shards)}.tmp"), metadata={"format": "pt"})
+        shards[-1] = list(shards[-1])
 
     for name, tensor in tensors:
         tensor = tensor.detach().cpu().contiguous()
-        if pending and size + tensor.nbytes > shard_bytes:
+        if shards[-1] and size + tensor.nbytes > shard_bytes:
             flush()
+            shards.append({})
             size = 0
-        pending[name], size, total = tensor, size + tensor.nbytes, total + tensor.nbytes
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        shards[-1][name], size, total = tensor, size + tensor.nbytes, total + tensor.nbytes
+    dtype = str(tensor.dtype).removeprefix("torch.")
     flush()
+    for stale in glob.glob(os.path.join(glob.escape(path), "model*.safetensors*")):  # of a checkpoint that was here before
+        os.remove(stale)
     weight_map = {}
-    for i, (file, names) in enumerate(shards):
+    for i, names in enumerate(shards):
         final = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        os.replace(file, os.path.join(path, final))
+        os.replace(os.path.join(path, f"shard-{i + 1}.tmp"), os.path.join(path, final))
         weight_map.update(dict.fromkeys(names, final))
     if len(shards) > 1:
         write_json(os.path.join(path, "model.safetensors.index.json"), {"metadata": {"total_size": total}, "weight_map": weight_map})

@@ -64,6 +64,8 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
     on_finish(prompt index, rollout index, Completion) is called as rollouts finish."""
     if not prompts or not all(prompts) or n < 1 or max_new_tokens < 1:
         raise ValueError("generate needs at least one prompt, no empty prompt, n >= 1 and max_new_tokens >= 1")
+    if temperature < 0 or not 0 < top_p <= 1 or top_k < 0:
+        raise ValueError(f"generate needs temperature >= 0, 0 < top_p <= 1 and top_k >= 0, not {temperature}, {top_p}, {top_k}")
     device, config = model.device, model.config
     eos = torch.tensor([eos_id] if isinstance(eos_id, int) else list(eos_id), dtype=torch.long, device=device)
     Q, R, Hkv, D = len(prompts), n, config.num_key_value_heads, config.head_dim

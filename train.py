@@ -68,7 +68,7 @@ class Settings:
     # ablations (README)
     access: bool = True  # False: access lists are forced empty
     subtasks: bool = True  # False: every subtask reads "Solve the question."
-    shuffle: bool = False  # True: at the final evaluation the workers' numbers are permuted
+    shuffle: bool = False  # True: at the final evaluation every worker has another's number
 
 
 PRESETS = {
@@ -323,15 +323,10 @@ def save(s: Settings, model, config, tokenizer, n_workers: int):
 def finish(s: Settings, sampler, tokenizer, test, pool, say):
     """The final table on held-out problems, and what was learned for each kind. The Conductor is greedy here."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    mine = list(range(len(test)))[rank::world]
-    order = list(range(len(pool)))
-    if s.shuffle:
-        random.Random(s.seed).shuffle(order)
-    seated = [pool[i] for i in order]
-    prompts = [tokenizer.chat(messages(test[i].question, len(pool), s.max_steps, style=s.style)) for i in mine]
-    completions = generate(sampler, prompts, 1, s.max_new_tokens, 0.0, eos_id=tokenizer.eos_id, n_ids=len(tokenizer)) if mine else []
-    traces = [evaluation.run(tokenizer.decode(c.tokens), test[i], seated, s.max_steps, lambda w: ablate(w, s)) for i, [c] in zip(mine, completions)]
-    traces = [t for _, t in sorted(everyone([(i, t and t.result()) for i, t in zip(mine, traces)]), key=lambda pair: pair[0])]
+    traces = evaluation.conduct(sampler, tokenizer, test[rank::world], pool[1:] + pool[:1] if s.shuffle else pool, s.style, s.max_steps,
+                                s.max_new_tokens, lambda workflow: ablate(workflow, s))
+    shares = everyone([traces])  # share r holds the problems r, r + world, …
+    traces = [shares[i % world][i // world] for i in range(len(test))]
     if rank == 0:
         say("\n" + evaluation.table(test, {"Conductor": traces, **evaluation.baselines(test, pool, s.max_steps)}))
         say("\n" + evaluation.learned(test, traces))

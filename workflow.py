@@ -322,13 +322,19 @@ def conduct(question: str, pool: list, write, rounds: int = 0, max_steps: int = 
     return trace
 
 
+def conductor_settings(path: str) -> dict:
+    """How train.py asked the Conductor of a checkpoint, or the paper's settings for any other model: style, max_steps, max_new_tokens."""
+    plan, file = {"style": "full", "max_steps": 5, "max_new_tokens": 1024}, os.path.join(path, "conductor.json")
+    if os.path.exists(file):
+        with open(file) as f:
+            plan |= json.load(f)
+    return plan
+
+
 def load_conductor(path: str, temperature: float):
     """(write, style, max_steps) of a checkpoint. write(messages) -> text is for many threads: what is asked while one batch is being
     generated becomes the next."""
-    plan, file = {"style": "full", "max_steps": 5, "max_new_tokens": 1024}, os.path.join(path, "conductor.json")
-    if os.path.exists(file):  # how train.py trained it
-        with open(file) as f:
-            plan |= json.load(f)
+    plan = conductor_settings(path)
     cuda = torch.cuda.is_available()
     model = Qwen.from_pretrained(path, torch.bfloat16 if cuda else torch.float32, "cuda" if cuda else "cpu")
     tokenizer, asked = Tokenizer.from_pretrained(path), queue.SimpleQueue()

@@ -17,7 +17,7 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import grpo
-from grpo import Episode, advantages, micro_batches, surrogate, token_logprobs, update
+from grpo import Episode, advantages, micro_batches, packed_logprobs, surrogate, token_logprobs, update
 from model import Config, Qwen
 
 torch.set_num_threads(1)
@@ -34,6 +34,15 @@ def tiny(seed=0, **changes):
         for name, p in model.named_parameters():
             p.uniform_(0.5, 1.5) if "norm" in name else p.normal_(std=0.25)
     return model
+
+
+@torch.no_grad()
+def near(model):
+    """A model that differs a little: a reference policy."""
+    other, g = copy.deepcopy(model), torch.Generator().manual_seed(0)
+    for p in other.parameters():
+        p.add_(0.03 * torch.randn(p.shape, generator=g))
+    return other
 
 
 def ids(n, seed):
@@ -54,7 +63,7 @@ def same(a, b, tolerance=1e-5):
         assert (x - y).norm() <= tolerance * y.norm() + 1e-9, (i, float((x - y).norm()), float(y.norm()))
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------------------------------
 # Advantages and the surrogate, by hand
 
 
@@ -75,7 +84,7 @@ def test_advantages_without_std_are_only_centred():
 
 @pytest.mark.parametrize("std", [True, False])
 def test_masked_rollouts_are_in_no_statistic(std):
-    """What is masked gets 0 and changes nothing for the others, whatever reward stands there; a fully masked group is all zeros."""
+    """What is masked gets 0 and changes nothing for the others, whatever reward stands there; a group all masked is zeros."""
     mask = [[True, True, False, True], [False] * 4, [False, True, False, False]]
     got = [advantages([[0.0, 0.0, junk, 1.5], [junk, 1, 0, 1], [0, 1.0, 0, junk]], mask, std) for junk in (0.0, 100.0)]
     scale = math.sqrt(0.5) if std else 1  # of [0, 0, 1.5]: mean .5, variance .5
@@ -84,11 +93,12 @@ def test_masked_rollouts_are_in_no_statistic(std):
 
 
 def test_surrogate_by_hand():
-    """Eq. 1 at ε = 0.2: the lesser of clipped and unclipped, on both sides, for both signs of the advantage."""
+    """Eq. 1 at ε = 0.2: the lesser of clipped and unclipped, on both sides, for both signs; one advantage or one a token."""
     ratio, old = torch.tensor([1.5, 0.5, 1.1, 1.0]), torch.tensor([-1.0, -2.0, -0.3, 0.0])
     new = old + ratio.log()
     torch.testing.assert_close(surrogate(new, old, 2.0, 0.2), torch.tensor([2.4, 1.0, 2.2, 2.0]))
     torch.testing.assert_close(surrogate(new, old, -2.0, 0.2), torch.tensor([-3.0, -1.6, -2.2, -2.0]))
+    torch.testing.assert_close(surrogate(new, old, torch.tensor([2.0, -2.0, 0.0, 1.0]), 0.2), torch.tensor([2.4, -1.6, 0.0, 1.0]))
 
 
 def test_surrogate_gradient_by_hand():
@@ -100,26 +110,32 @@ def test_surrogate_gradient_by_hand():
 
 
 def test_kl_term_by_hand():
-    """β·(r - ln r - 1), r = π_ref / π, is taken off each token: 0 where they agree, and pulling towards the reference elsewhere."""
-    new = torch.tensor([-1.0, -1.0, -1.0]).requires_grad_()
-    reference = torch.tensor([-1.0, -1.0 + math.log(2), -1.0 - math.log(2)])
-    gain = surrogate(new, torch.tensor([-1.0, -1.0, -1.0]), 0.0, 0.2, 0.5, reference)
-    torch.testing.assert_close(gain, torch.tensor([0.0, -0.5 * (1 - math.log(2)), -0.5 * (math.log(2) - 0.5)]))
+    """β·(r - ln r - 1), r = π_ref / π, is taken off each token: 0 where they agree, elsewhere a pull towards the reference."""
+    new, two = torch.tensor([-1.0, -1.0, -1.0]).requires_grad_(), math.log(2)
+    gain = surrogate(new, new.detach(), 0.0, 0.2, 0.5, torch.tensor([-1.0, -1.0 + two, -1.0 - two]))  # r = 1, 2, 1/2
+    torch.testing.assert_close(gain, torch.tensor([0.0, -0.5 * (1 - two), -0.5 * (two - 0.5)]))
     gain.sum().backward()  # -β·d(r - ln r - 1)/d log π = β(r - 1)
     torch.testing.assert_close(new.grad, torch.tensor([0.0, 0.5, -0.25]))
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------
+def test_one_token_cannot_drown_the_kl_term():
+    """A token that the policy has given up costs no more than β(e⁵ - 6), however improbable it became."""
+    gain = surrogate(torch.tensor([-6.0, -90.0]), torch.tensor([-6.0, -90.0]), 0.0, 0.2, 0.1, torch.tensor([-0.5, -0.5]))
+    torch.testing.assert_close(gain, torch.full((2,), -0.1 * (math.exp(5) - 6)))
+
+
+# --------------------------------------------------------------------------------------------------------------------------------
 # Token log-probabilities: a packed row against one forward per rollout
 
-CASES = {
-    "odd-lengths": (7, [3, 11, 1, 6], {}, {}),
-    "one-token-each": (5, [1, 1, 1], {}, {}),
-    "one-token-prompt": (1, [4, 1, 9], {}, {}),
-    "one-rollout": (9, [5], {}, {}),
-    "temperature-and-ids": (6, [2, 8, 5], dict(temperature=0.7, n_ids=37), {}),
-    "untied-every-head": (6, [2, 8, 5], {}, dict(tie_word_embeddings=False, num_key_value_heads=4)),
-    "one-kv-head": (6, [2, 8, 5], dict(temperature=1.5), dict(num_key_value_heads=1)),
+CASES = {  # the lengths of each group's prompt and completions; how; the model's shape
+    "odd-lengths": ([(7, [3, 11, 1, 6])], {}, {}),
+    "one-token-each": ([(5, [1, 1, 1])], {}, {}),
+    "one-token-prompt": ([(1, [4, 1, 9])], {}, {}),
+    "one-rollout": ([(9, [5])], {}, {}),
+    "temperature-and-ids": ([(6, [2, 8, 5])], dict(temperature=0.7, n_ids=37), {}),
+    "untied-every-head": ([(6, [2, 8, 5])], {}, dict(tie_word_embeddings=False, num_key_value_heads=4)),
+    "one-kv-head": ([(6, [2, 8, 5])], dict(temperature=1.5), dict(num_key_value_heads=1)),
+    "several-groups": ([(7, [3, 11, 1]), (1, [4]), (12, [1, 1, 2, 5])], dict(temperature=0.7, n_ids=37), {}),
 }
 
 
@@ -128,35 +144,37 @@ CASES = {
 def test_packed_equals_one_forward_per_rollout(case, chunk, monkeypatch):
     """Values, and the gradient of every parameter, equal the naive forward's to 1e-5, whatever the head's chunk."""
     monkeypatch.setattr(grpo, "HEAD_CHUNK", chunk)
-    P, lengths, how, shape = CASES[case]
-    model, prompt, completions = tiny(**shape), ids(P, 1), [ids(n, 10 + i) for i, n in enumerate(lengths)]
-    weights = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in lengths]
+    sizes, how, shape = CASES[case]
+    model = tiny(**shape)
+    groups = [(ids(P, i), [ids(n, 50 * i + j) for j, n in enumerate(lengths, 10)]) for i, (P, lengths) in enumerate(sizes)]
+    weights = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for _, lengths in sizes for n in lengths]
 
     def run(logprobs):
         gradients = torch.autograd.grad(sum((w * x).sum() for w, x in zip(weights, logprobs)), list(model.parameters()))
         return [x.detach() for x in logprobs], gradients
 
-    values, gradients = run(token_logprobs(model, prompt, completions, **how))
-    expected, reference = run([naive(model, prompt, c, **how) for c in completions])
-    assert [len(v) for v in values] == lengths
+    packed = token_logprobs(model, *groups[0], **how) if len(groups) == 1 else packed_logprobs(model, groups, **how)
+    values, gradients = run(packed)
+    expected, reference = run([naive(model, prompt, c, **how) for prompt, completions in groups for c in completions])
+    assert [len(v) for v in values] == [len(w) for w in weights]
     same(values, expected)
     same(gradients, reference)
 
 
 def test_the_prompt_is_computed_once():
-    """One forward over a row that holds the prompt once and each completion once, without padding."""
+    """One forward over a row that holds each prompt once and each completion once, without padding."""
     model, shapes = tiny(), []
     model.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
-    token_logprobs(model, ids(7, 0), [ids(n, n) for n in (3, 11, 1, 6)])
-    assert shapes == [(1, 7 + 3 + 11 + 1 + 6)]
+    packed_logprobs(model, [(ids(7, 0), [ids(n, n) for n in (3, 11, 1, 6)]), (ids(5, 1), [ids(2, 2)] * 3)])
+    assert shapes == [(1, 7 + 3 + 11 + 1 + 6 + 5 + 3 * 2)]
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------------------------------
 # The update: packed against a written-out loop
 
 
 def group(model, prompt_length, lengths, advantages, seed):
-    """Episodes of one prompt; the sampler's log-probabilities are off by enough that some tokens are clipped. They end with END."""
+    """Episodes of one prompt; the sampler's log-probabilities are off by enough that some tokens are clipped; END is last."""
     prompt, g = ids(prompt_length, seed), torch.Generator().manual_seed(seed)
     out = []
     for i, (n, a) in enumerate(zip(lengths, advantages, strict=True)):
@@ -193,10 +211,10 @@ def loop(model, episodes, clip=0.2, beta=0.0, reference=None, temperature=1.0, n
             gain = gain + min(ratio * e.advantage, ratio.clamp(1 - clip, 1 + clip) * e.advantage) - beta * k
         total = total - gain / len(e.tokens) / len(episodes)
         if e.advantage or beta:  # the others are not computed
+            tokens += len(new)
             for p, old, k in zip(new.tolist(), e.logprobs, kl):
-                tokens += 1
-                for name, x in dict(gap=abs(p - old), approx_kl=math.exp(p - old) - 1 - (p - old), entropy=-p, kl=float(k),
-                                    clipfrac=float(abs(math.exp(p - old) - 1) > clip)).items():
+                for name, x in dict(gap=abs(p - old), approx_kl=math.exp(p - old) - 1 - (p - old), entropy=-p,
+                                    clipfrac=abs(math.exp(p - old) - 1) > clip, kl=k.item() if beta else 0.0).items():
                     stats[name] += x
     gradients = torch.autograd.grad(total, list(model.parameters()))
     norm = math.sqrt(sum(float(g.norm()) ** 2 for g in gradients))
@@ -211,17 +229,17 @@ def step(model, episodes, **how):
 
 
 @pytest.mark.parametrize("budget", [1, 20, 10_000])
-@pytest.mark.parametrize("how", [{}, dict(clip=0.1), dict(temperature=0.8, n_ids=36), dict(beta=0.3)], ids=str)
+@pytest.mark.parametrize("how", [{}, dict(clip=0.1), dict(temperature=0.8, n_ids=37), dict(beta=0.3)], ids=str)
 def test_update_equals_a_written_out_loop(how, budget):
-    """Gradient and statistics equal the loop's over all rollouts, those without spread in the mean too, however groups are split."""
+    """Gradient and statistics equal the loop's over all rollouts (a group without spread is in the mean), whatever the budget."""
     model = tiny()
     if "beta" in how:
-        how = {**how, "reference": tiny(seed=9)}
+        how = {**how, "reference": near(model)}
     episodes = flat(groups(model))
     gradients, stats = step(model, episodes, token_budget=budget, **how)
     expected, expected_stats = loop(model, episodes, **how)
-    same(gradients, expected, 2e-5)
     assert expected_stats["clipfrac"] > 0.2  # the clip is at work
+    same(gradients, expected, 2e-5)
     assert stats == pytest.approx(expected_stats, rel=1e-4, abs=1e-7)
 
 
@@ -272,38 +290,46 @@ def test_the_end_token_is_trained():
     assert naive(model, prompt, tokens)[-1] > old[-1] + 1e-4
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------------------------------
 # Micro-batches
 
 
 @pytest.mark.parametrize("budget", [1, 15, 20, 33, 10_000])
 def test_micro_batches_lose_and_repeat_nothing(budget):
-    """Each episode comes once, each batch has one prompt, and only an episode that is alone may exceed the budget."""
+    """Each episode comes once, under its prompt, and only an episode that is alone may exceed the budget."""
     episodes = flat(groups(tiny()))
     order = torch.randperm(len(episodes), generator=torch.Generator().manual_seed(0)).tolist()
     batches = micro_batches([episodes[i] for i in order], budget)
-    assert sorted(map(id, flat(batches))) == sorted(map(id, episodes)) and all(batches)
+    assert sorted(id(e) for batch in batches for e in flat(batch.values())) == sorted(map(id, episodes))
     for batch in batches:
-        assert len({tuple(e.prompt) for e in batch}) == 1
-        assert len(batch) == 1 or len(batch[0].prompt) + sum(len(e.tokens) for e in batch) <= budget
-    assert len(batches) == {1: 14, 10_000: 4}.get(budget, len(batches))
+        size = 0
+        for prompt, group in batch.items():
+            assert group and all(e.prompt == list(prompt) for e in group)
+            size += len(prompt) + sum(len(e.tokens) for e in group)
+        assert size <= budget or [len(group) for group in batch.values()] == [1]
+    assert len(batches) == {1: len(episodes), 10_000: 1}.get(budget, len(batches))
 
 
 def test_micro_batches_fill_the_budget_with_alike_lengths():
-    """The prompt counts once; a batch takes what fits to the last token; lengths are grouped."""
-    episodes = [Episode([1] * 10, [3] * n, [0.0] * n) for n in (8, 2, 6, 4)]
-    assert [[len(e.tokens) for e in b] for b in micro_batches(episodes, 22)] == [[2, 4, 6], [8]]
-    assert [[len(e.tokens) for e in b] for b in micro_batches(episodes, 21)] == [[2, 4], [6], [8]]
+    """A prompt counts once; a batch takes what fits to the last token, of other groups too; lengths are sorted."""
+    def sizes(budget, *lengths):
+        episodes = [Episode([i] * P, [3] * n, [0.0] * n) for i, (P, group) in enumerate(lengths) for n in group]
+        return [[[len(e.tokens) for e in group] for group in batch.values()] for batch in micro_batches(episodes, budget)]
+
+    assert sizes(22, (10, [8, 2, 6, 4])) == [[[2, 4, 6]], [[8]]]
+    assert sizes(21, (10, [8, 2, 6, 4])) == [[[2, 4]], [[6]], [[8]]]
+    assert sizes(16, (3, [2, 2]), (4, [5])) == [[[2, 2], [5]]]
+    assert sizes(15, (3, [2, 2]), (4, [5])) == [[[2, 2]], [[5]]]
     assert micro_batches([], 100) == []
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------------------------------
 # Ranks: real processes, gloo, fully_shard
 
 SHARES = {1: [[0, 1, 2, 3]], 2: [[1], [3, 0, 2]], 3: [[0, 1, 2], [], [3]]}  # the groups of each rank: uneven, one of them empty
 RUNS = {  # what is updated, and how
     "plain": dict(token_budget=20, max_grad_norm=1e9),
-    "clipped-with-kl": dict(token_budget=10_000, max_grad_norm=0.05, beta=0.3, temperature=0.9, n_ids=36),
+    "clipped-with-kl": dict(token_budget=10_000, max_grad_norm=0.05, beta=0.3, temperature=0.9, n_ids=37),
     "no-spread": dict(token_budget=20),
 }
 
@@ -312,7 +338,7 @@ def outcome(run, share, shard=lambda model: model):
     """Two updates in a row on these groups: weights by name, and statistics."""
     model, how = tiny(tie_word_embeddings=run != "plain"), dict(RUNS[run])
     if "beta" in how:
-        how["reference"] = shard(tiny(seed=9, tie_word_embeddings=True))
+        how["reference"] = shard(near(model))
     all_groups = groups(model)
     optimizer = torch.optim.SGD(shard(model).parameters(), lr=0.1, momentum=0.9)
     for seed in (0, 1):

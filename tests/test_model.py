@@ -347,17 +347,6 @@ def test_configure_types_values_by_their_fields():
     assert settings == Settings(-4, 2.0, "", False, False, None) and type(settings.lr) is float
 
 
-def test_configure_knows_both_spellings_of_optional():
-    """typing.Optional[int] is int | None: two spellings of one type (Python 3.14 made them one class)."""
-    @dataclass
-    class Spelled:
-        limit: Optional[int] = 1
-
-    settings = Spelled()
-    assert configure(settings, ["--limit=5"]) == [] and settings.limit == 5
-    assert configure(settings, ["--limit=none"]) == [] and settings.limit is None
-
-
 @pytest.mark.parametrize("word, said", [
     ("--step=1", "--step.*--steps"), ("--Resume", "--resume"), ("--zzzzzz=1", "zzzzzz.*steps.*lr.*out"),  # an unknown key
     ("--steps=1.5", "--steps=1.5.*int"), ("--steps=", "--steps"), ("--steps", "--steps"), ("--steps=none", "--steps=none.*int"),

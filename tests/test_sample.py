@@ -1,4 +1,4 @@
-"""Generation against transformers, a loop without cache and a plain reference sampler; what seeds, end tokens and callbacks promise."""
+"""Generation against transformers, a loop without cache and a plain reference sampler; seeds, end tokens, callbacks."""
 import math
 from collections import Counter
 
@@ -108,7 +108,7 @@ def test_greedy_equals_transformers(heads, kv, tied, tmp_path):
 
 
 def test_greedy_equals_a_loop_without_cache(model):
-    """Each token is the argmax of a full forward over all before it; its log-probability is at temperature 1; n rollouts are equal."""
+    """Each token is the argmax of a full forward over all before it; log-probabilities are at temperature 1; rollouts agree."""
     for prompt, rollouts in zip(PROMPTS, generate(model, PROMPTS, n=2, max_new_tokens=LONG, temperature=0)):
         ids = list(prompt)
         for _ in range(LONG):
@@ -124,7 +124,7 @@ def test_greedy_equals_a_loop_without_cache(model):
 @pytest.mark.parametrize("how", [dict(), dict(temperature=0.7), dict(temperature=1.3, top_k=5), dict(temperature=0.8, top_p=0.7),
                                  dict(top_p=0.8, top_k=7), dict(n_ids=30, top_p=0.9)], ids=str)
 def test_logprobs_are_those_of_a_full_forward(how, model):
-    """Log-probabilities hold under the distribution that was sampled from, also after others left and the cache grew and shrank."""
+    """Log-probabilities hold under the distribution that was sampled from, also after others left and the cache grew."""
     out = generate(model, PROMPTS, n=6, max_new_tokens=LONG, eos_id=[3, 4], seed=1, **how)
     lengths = [len(c.tokens) for rollouts in out for c in rollouts]
     assert min(lengths) < CHECK and sum(x > CHECK for x in lengths) > 4
@@ -143,8 +143,9 @@ def test_rollouts_that_outlive_the_others(model):
             check_logprobs(model, prompt, c)
 
 
-@pytest.mark.parametrize("how", [dict(), dict(temperature=2.0), dict(top_k=4), dict(top_p=0.6), dict(temperature=0.5, top_p=0.9, top_k=6),
-                                 dict(top_k=1), dict(top_p=1e-6), dict(top_k=100, top_p=0.999)], ids=str)
+@pytest.mark.parametrize("how", [
+    dict(), dict(temperature=2.0), dict(top_k=4), dict(top_p=0.6), dict(temperature=0.5, top_p=0.9, top_k=6), dict(top_k=1),
+    dict(top_p=1e-6), dict(top_k=100, top_p=0.999)], ids=str)
 def test_frequencies_fit_a_plain_sampler(how):
     """First and second tokens come with the probabilities of a sampler written out: so steps and rollouts are independent."""
     model, [prompt] = tiny(vocab=9), make(4, vocab=9)
@@ -273,7 +274,7 @@ def test_on_finish_is_called_once_as_each_rollout_finishes(model):
     assert len({seen for *_, seen in calls}) > 2
 
 
-@pytest.mark.parametrize("prompts, how", [([], {}), ([[1], []], {}), ([[1]], dict(n=0)), ([[1]], dict(max_new_tokens=0))], ids=str)
+@pytest.mark.parametrize("prompts, how", [([], {}), ([[1], []], {}), ([[1]], dict(n=0)), ([[1]], dict(max_new_tokens=0))])
 def test_nothing_to_sample_is_an_error(prompts, how, model):
     """No prompts, an empty prompt, no rollouts and no tokens are refused in words."""
     with pytest.raises(ValueError, match="generate needs"):
@@ -292,22 +293,23 @@ def test_a_senseless_distribution_is_an_error(how, model):
 
 
 def test_the_program_answers_from_a_checkpoint(tmp_path, capsys):
-    """`python sample.py --checkpoint=DIR words` prints n answers, with the settings given, from the chat prompt of those words."""
+    """`python sample.py --checkpoint=DIR words` prints n answers to the chat prompt of those words, with these settings."""
     bpe = BPE(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     bpe.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     tokenizer, model = Tokenizer(bpe), tiny(vocab=270)
     tokenizer.save_pretrained(str(tmp_path))
     model.save_pretrained(str(tmp_path))
-    sample.main([f"--checkpoint={tmp_path}", "--n=3", "--max_new_tokens=9", "--temperature=1.5", "--top_p=1", "--top_k=0", "--seed=4",
-                 "two", "words"])
-    [expected] = generate(model, [tokenizer.chat([{"role": "user", "content": "two words"}])], n=3, max_new_tokens=9, temperature=1.5,
-                          seed=4, eos_id=tokenizer.eos_id, n_ids=len(tokenizer))
+    sample.main([f"--checkpoint={tmp_path}", "--n=3", "--max_new_tokens=9", "--temperature=1.5", "--top_p=1", "--top_k=0",
+                 "--seed=4", "two", "words"])
+    prompt = tokenizer.chat([{"role": "user", "content": "two words"}])
+    [expected] = generate(model, [prompt], n=3, max_new_tokens=9, temperature=1.5, seed=4, eos_id=tokenizer.eos_id,
+                          n_ids=len(tokenizer))
     assert capsys.readouterr().out == "".join(tokenizer.decode(c.tokens) + ("\n" if c.finished else " …\n") for c in expected)
 
 
-@pytest.mark.parametrize("argv, said", [([], "usage"), (["--checkpoint=/nowhere"], "usage"), (["--checkpoint=/nowhere", "hi"], "/nowhere"),
-                                        (["--chekpoint=x", "hi"], "--checkpoint")], ids=str)
+@pytest.mark.parametrize("argv, said", [([], "usage"), (["--checkpoint=/nowhere"], "usage"),
+                                        (["--checkpoint=/nowhere", "hi"], "/nowhere"), (["--chekpoint=x", "hi"], "--checkpoint")])
 def test_the_program_says_what_is_wrong(argv, said):
     """No words, a missing checkpoint and a misspelt flag end the program with a message."""
     with pytest.raises(SystemExit, match=said):
