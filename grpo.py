@@ -144,7 +144,7 @@ def update(model: Qwen, optimizer, episodes: list[Episode], clip: float = 0.2, b
             ref = torch.cat(packed_logprobs(reference, *args)) if beta else None  # (T), as are the next four
         new, old = torch.cat(packed_logprobs(model, *args)), torch.tensor([x for e in batch for x in e.logprobs], device=device)
         advantage = torch.tensor([e.advantage for e in batch for _ in e.tokens], device=device)
-        share = torch.tensor([1 / len(e.tokens) / rollouts for e in batch for _ in e.tokens], device=device)
+        share = torch.tensor([1 / len(e.tokens) / max(rollouts, 1) for e in batch for _ in e.tokens], device=device)
         gain = (surrogate(new, old, advantage, clip, beta, ref) * share).sum()
         (-gain * world * real).backward()  # FSDP averages gradients over ranks
         with torch.no_grad():

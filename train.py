@@ -275,8 +275,8 @@ def write_traces(s: Settings, it: int, rank: int, groups):
     file = os.path.join(s.out, "traces", f"{it:05d}.{rank}.jsonl")
     with open(file + ".tmp", "w") as f:
         for r in itertools.chain(*groups):
-            f.write(json.dumps({"problem": r.problem.id, "answer": r.problem.answer, "reward": r.reward, "text": r.text,
-                                "trace": r.trace and r.trace.to_json()}) + "\n")
+            told = {"trace": r.trace.to_json()} if r.trace else {"text": r.text}
+            f.write(json.dumps({"problem": r.problem.id, "answer": r.problem.answer, "reward": r.reward, **told}) + "\n")
     os.replace(file + ".tmp", file)
 
 
