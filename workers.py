@@ -414,12 +414,9 @@ def specialist(trade: str, messages: list[dict]) -> str:
     verbs, rewrite = TRADES[trade]
     if subtask is not None and not re.search(verbs, subtask.lower()):
         return f"I am a {trade}; that is not my work."
-    useless = sum(rewrite(text) == text for text in responses)
-    if luck(messages) > (7 / 8) ** useless:  # each response that is no use to it distracts it, one time in eight
-        return "I have lost the thread."
-    for text in [*reversed(responses), question]:
-        if rewrite(text) != text:
-            return bare(rewrite(text))
+    for skipped, text in enumerate([*reversed(responses), question]):
+        if rewrite(text) != text:  # every newer response in which it found nothing has distracted it, one time in four
+            return bare(rewrite(text)) if luck(messages) < (3 / 4) ** skipped else "I have lost the thread."
     return f"I am a {trade}; I find nothing here to work on."
 
 

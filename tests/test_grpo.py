@@ -19,6 +19,7 @@ if __name__ == "__main__":
 import grpo
 from grpo import Episode, advantages, micro_batches, packed_logprobs, surrogate, token_logprobs, update
 from model import Config, Qwen
+from sample import generate
 
 torch.set_num_threads(1)
 END = 2
@@ -288,6 +289,18 @@ def test_the_end_token_is_trained():
     acted = (old - torch.tensor([1.0, 1.0, 0.0])).tolist()  # ratios e, e, 1: a good rollout's first two gain nothing more
     update(model, torch.optim.SGD(model.parameters(), lr=1e-3), [Episode(prompt, tokens, acted, 1.0)], max_grad_norm=1e9)
     assert naive(model, prompt, tokens)[-1] > old[-1] + 1e-4
+
+
+@pytest.mark.parametrize("how", [{}, dict(temperature=0.7, n_ids=37)], ids=str)
+def test_sampler_and_trainer_are_one_policy(how):
+    """Rollouts as they were sampled have no gap to the training forward, and no token is clipped in the first update."""
+    model, prompts = tiny(), [ids(9, 1), ids(4, 2)]
+    episodes = [Episode(prompt, c.tokens, c.logprobs, a) for prompt, rollouts in zip(
+        prompts, generate(model, prompts, n=6, max_new_tokens=70, eos_id=END, **how)) for c, a in zip(rollouts, [1.0, -1.0] * 3)]
+    assert {len(e.tokens) == 70 for e in episodes} == {True, False}
+    stats = update(model, torch.optim.SGD(model.parameters(), lr=0.1), episodes, **how)
+    assert stats["gap"] < 1e-5 and abs(stats["approx_kl"]) < 1e-5 and stats["clipfrac"] == 0
+    assert stats["entropy"] == pytest.approx(-sum(flat(e.logprobs for e in episodes)) / sum(len(e.tokens) for e in episodes), rel=1e-4)
 
 
 # --------------------------------------------------------------------------------------------------------------------------------
