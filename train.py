@@ -46,8 +46,8 @@ class Settings:
     max_steps: int = 5  # of a workflow
     # one iteration (App. A.1)
     iterations: int = 260
-    questions: int = 16
-    rollouts: int = 32  # of each question
+    questions: int = 8
+    rollouts: int = 64  # of each question
     max_new_tokens: int = 96
     temperature: float = 1.0
     # the objective (Eqs. 1 and 2) and AdamW
@@ -55,7 +55,7 @@ class Settings:
     beta2: float = 0.99  # of AdamW
     warmup: float = 0.03  # share of the run over which lr rises; then it falls as a cosine
     clip: float = 0.2
-    beta: float = 0.1  # weight of the KL to the policy the run started from; it fades to 0 over the run
+    beta: float = 0.12  # weight of the KL to the policy the run started from; it fades to 0 over the run
     minibatches: int = 4  # optimizer steps an iteration, each on its share of every group
     token_budget: int = 8192  # of a micro-batch
     # the tiny model, and the warm start that teaches it the format

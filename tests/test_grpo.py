@@ -70,10 +70,16 @@ def same(a, b, tolerance=1e-5):
 
 def test_advantages_by_hand():
     """(r - mean) / std with the group's own std; a group without spread gets zeros; groups do not touch each other."""
-    rewards = [[0.0, 0.0, 1.0, 1.0], [0.5, 0.5, 0.5, 0.5], [0.0, 0.5, 0.5, 1.0], [0.1, 0.1, 0.1, 0.1]]
+    rewards = [[0.0, 0.0, 1.0, 1.0], [0.5, 0.5, 0.5, 0.5], [0.0, 0.5, 0.5, 1.0]]
     r = math.sqrt(2)  # of [0, .5, .5, 1]: mean .5, variance 1/8, so ±.5 is ±√2
-    torch.testing.assert_close(advantages(rewards), torch.tensor([[-1.0, -1, 1, 1], [0, 0, 0, 0], [-r, 0, 0, r], [0, 0, 0, 0]]))
-    assert advantages(rewards)[[1, 3]].count_nonzero() == 0  # exactly, also where 0.1 has no exact mean
+    torch.testing.assert_close(advantages(rewards), torch.tensor([[-1.0, -1, 1, 1], [0, 0, 0, 0], [-r, 0, 0, r]]))
+
+
+@pytest.mark.parametrize("std", [True, False])
+def test_rounding_is_no_spread(std):
+    """Eleven equal rewards whose mean is not quite theirs in fp32 still get exactly zero, so that the group is left out."""
+    assert torch.full((11,), 0.7).sum() / 11 != torch.tensor(0.7)
+    assert not advantages([[0.7] * 11], std=std).any()
 
 
 def test_advantages_without_std_are_only_centred():
@@ -349,19 +355,20 @@ RUNS = {  # what is updated, and how
 
 
 def outcome(run, share, shard=lambda model: model):
-    """Two updates in a row on these groups: weights by name, and statistics."""
+    """Two updates in a row on these groups: weights by name, statistics, and the number of forwards."""
     model, how = tiny(tie_word_embeddings=run != "plain"), dict(RUNS[run])
     if "beta" in how:
         how["reference"] = shard(near(model))
     all_groups = groups(model)
-    optimizer = torch.optim.SGD(shard(model).parameters(), lr=0.1, momentum=0.9)
+    optimizer, forwards = torch.optim.SGD(shard(model).parameters(), lr=0.1, momentum=0.9), []
+    model.register_forward_pre_hook(lambda *_: forwards.append(1))
     for seed in (0, 1):
         episodes = flat(all_groups[i] for i in share)
         for e in episodes:
             e.advantage = 0.0 if run == "no-spread" else e.advantage * (1 - 0.5 * seed)
         stats = update(model, optimizer, episodes, **how)
     weights = {k: p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for k, p in model.named_parameters()}
-    return weights, stats
+    return weights, stats, len(forwards)
 
 
 def shard(model):
@@ -381,7 +388,7 @@ def one_rank(rank, folder):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """{(world, rank): {run: (weights, statistics)}} of real processes; a hang ends the test, not the session."""
+    """{(world, rank): {run: outcome}} of real processes; a hang ends the test, not the session."""
     folder = tmp_path_factory.mktemp("ranks")
     processes = [subprocess.Popen([sys.executable, __file__, str(rank), str(folder)], env={**os.environ, "OMP_NUM_THREADS": "1"},
                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank in range(3)]
@@ -398,15 +405,24 @@ def ranks(tmp_path_factory):
 @pytest.mark.parametrize("world", SHARES)
 def test_any_number_of_ranks_gives_the_same_update(world, run, ranks):
     """Weights and statistics after two updates equal those of one unsharded process, with uneven groups and an empty rank."""
-    weights, stats = outcome(run, [0, 1, 2, 3])
+    weights, stats, _ = outcome(run, [0, 1, 2, 3])
     start = dict(tiny(tie_word_embeddings=run != "plain").named_parameters())
     assert all(torch.equal(weights[k], start[k]) == (run == "no-spread") for k in weights)
     for rank in range(world):
-        got, got_stats = ranks[world, rank][run]
+        got, got_stats, _ = ranks[world, rank][run]
         assert got.keys() == weights.keys()
         for k in weights:
             torch.testing.assert_close(got[k], weights[k], rtol=0, atol=1e-6)
         assert got_stats == pytest.approx(stats, rel=1e-4, abs=1e-7)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("world", SHARES)
+def test_every_rank_runs_as_many_forwards_as_the_fullest_needs(world, run, ranks):
+    """The empty rank keeps the others company, and none does more than that."""
+    most = max(outcome(run, share)[2] for share in SHARES[world])
+    assert [ranks[world, rank][run][2] for rank in range(world)] == [most] * world
+    assert most > 2 if run == "plain" else most == {"clipped-with-kl": 2, "no-spread": 0}[run]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,509 @@
+"""Training as a user meets it: real runs of train.py in processes of their own, from the warm start to the table; and what may go wrong."""
+import contextlib
+import json
+import math
+import os
+import random
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import train
+import workers
+from eval import Problem, grade, load, random_completion
+from model import Qwen, Tokenizer
+from train import PRESETS, Settings, ablate, schedule, tiny_tokenizer
+from workflow import Step, Workflow, WorkflowError, messages, parse
+
+ROOT = os.path.dirname(os.path.abspath(train.__file__))
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
+SHORT = ["--warm_steps=80", "--warm_batch=16", "--width=64", "--iterations=6", "--questions=8", "--rollouts=16", "--test=8", "--max_new_tokens=64"]
+
+
+def launch(*argv):
+    """`python ARGV` at the repository's root, in a session of its own, with both outputs in pipes."""
+    return subprocess.Popen([sys.executable, *argv], cwd=ROOT, env=ENV, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            start_new_session=True)
+
+
+class Ended:
+    """A process that has ended, and whatever it started too: its children hold the other ends of these pipes."""
+
+    def __init__(self, process, timeout=200):
+        try:
+            self.out, self.err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            self.out, self.err = process.communicate(timeout=20)
+            pytest.fail(f"{process.args} did not end:\n{self.out}\n{self.err}")
+        self.status = process.returncode
+
+
+def runs(*commands):
+    """The ends of all commands, two at a time; each must succeed."""
+    with ThreadPoolExecutor(2) as threads:
+        ends = list(threads.map(lambda argv: Ended(launch(*argv)), commands))
+    for end in ends:
+        assert end.status == 0 and "Traceback" not in end.err, f"{end.out}\n{end.err}"
+    return ends
+
+
+def metrics(out):
+    with open(f"{out}/metrics.jsonl") as f:
+        return [json.loads(line) for line in f]
+
+
+def rollouts(out, iteration, rank=0):
+    """Traces as dicts; of each, "text" is all that the Conductor wrote, and "trace" is None where that is no workflow."""
+    with open(f"{out}/traces/{iteration:05d}.{rank}.jsonl") as f:
+        rows = [{"trace": None, **json.loads(line)} for line in f]
+    return [{"text": row["trace"] and row["trace"]["workflow"]["completion"], **row} for row in rows]
+
+
+def timeless(line):
+    return {key: value for key, value in line.items() if key not in ("seconds", "tokens_per_second")}
+
+
+def weights(out):
+    with open(f"{out}/checkpoint/model.safetensors", "rb") as f:
+        return f.read()
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# Parts
+
+
+def test_schedule_by_hand():
+    """Linear up to 1 in the warm-up's steps, then half a cosine that ends one step short of 0."""
+    assert [schedule(i, 100, 0.03) for i in range(4)] == [1 / 3, 2 / 3, 1.0, 1.0]
+    assert [schedule(i, 10, 0.2) for i in (0, 1, 2, 4, 6, 8)] == pytest.approx(
+        [0.5, 1.0, 1.0, (1 + 0.5 ** 0.5) / 2, 0.5, (1 - 0.5 ** 0.5) / 2])
+    assert 0 < schedule(99, 100, 0.03) < 0.001 and [schedule(i, 200, 0.03) for i in (0, 5, 6)] == [1 / 6, 1.0, 1.0]
+    assert schedule(0, 1, 0.03) == schedule(0, 50, 0.0) == 1.0
+
+
+def test_the_papers_preset_has_the_papers_numbers():
+    """App. A.1, as far as the settings name it."""
+    s = Settings(**PRESETS["paper"])
+    assert (s.iterations, s.questions, s.rollouts, s.max_new_tokens, s.temperature, s.max_steps) == (200, 4, 64, 1024, 1.0, 5)
+    assert (s.lr, s.beta2, s.warmup, s.clip, s.beta, s.minibatches, s.style) == (1e-6, 0.999, 0.03, 0.2, 0.0, 1, "full")
+    assert s.access and s.subtasks and not s.shuffle
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    rng, texts = random.Random(3), []
+    for p in load("laptop", "train", 1600):
+        texts += [m["role"] + "\n" + m["content"] for m in messages(p.question, 5, style="short")]
+        texts += ["assistant\n" + random_completion(p.question, rng, 5)]
+    return tiny_tokenizer(texts)
+
+
+@pytest.mark.parametrize("text", [
+    "", " ", "\n\n", "What is veintitrés * 39?", "  two  spaces\tand a tab\r\n", "naïve café 東京 🙂 \u0000\u200b", 'a "quoted [\'x\'] \\"one\\" \\frac{1}{2}',
+    'model_id = [0, 12]\nsubtasks = ["Work it out.", "New words, 3 \\" of them"]\naccess_list = [[], ["all"], [0, 1]]', "<|im_end|> <|endoftext|>"])
+def test_tiny_tokenizer_round_trip(text, tokenizer):
+    """Any text comes back as it was, also such as it was not trained on, and text never becomes a control token."""
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text and not {tokenizer.start_id, tokenizer.eos_id} & set(ids)
+
+
+def test_tiny_tokenizer_makes_one_decision_one_token(tokenizer):
+    """Completions come back as they were; a worker, a phrase and an access list are one token each."""
+    rng = random.Random(4)
+    assert len(tokenizer) == 900
+    for p in load("laptop", "test", 200):
+        text = random_completion(p.question, rng, 5)
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        steps, pieces = len(parse(text, 5).steps), [tokenizer.decode([i]) for i in ids]
+        assert sum("." in piece and '"' in piece for piece in pieces) == steps  # a phrase, with its quotes
+        assert sum(bool(re.fullmatch(r' ?\[("all")?\],?', piece)) for piece in pieces) == steps
+        assert len(ids) < 24 + 4 * steps + len(tokenizer.encode(p.question))
+
+
+def test_ablations_rewrite_workflows():
+    """--access=False empties every access list, --subtasks=False makes every subtask the general one; else nothing changes."""
+    def made():
+        return parse('model_id = [3, 1]\nsubtasks = ["A.", "B."]\naccess_list = [[], ["all"]]', 5)
+
+    assert ablate(made(), Settings()) == made() and ablate(made(), Settings()).steps[1].sees_all
+    blind = ablate(made(), Settings(access=False))
+    assert blind.steps == [Step(3, "A.", []), Step(1, "B.", [])] and not blind.steps[1].sees_all
+    assert ablate(made(), Settings(subtasks=False)).steps == [Step(3, "Solve the question.", []), Step(1, "Solve the question.", [0])]
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# A run from nothing, twice
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """(folder, end) of a short run, and of the same run once more."""
+    folders = [str(tmp_path_factory.mktemp("run") / "out") for _ in range(2)]
+    return list(zip(folders, runs(*[["train.py", "--preset=laptop", f"--out={out}", *SHORT] for out in folders])))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(trained):
+    return f"{trained[0][0]}/checkpoint"
+
+
+def test_the_reward_rises(trained):
+    """Six iterations after a short warm start: more of what is written can be run, so that the mean reward is higher."""
+    rewards, parsed = ([line[key] for line in metrics(trained[0][0])] for key in ("reward", "parsed"))
+    assert len(rewards) == 6
+    assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.05, rewards
+    assert sum(parsed[-2:]) / 2 > sum(parsed[:2]) / 2 + 0.1, parsed
+
+
+def recount(out, iteration, ranks=1):
+    """Assert that an iteration's metrics are what its traces say, and that the rewards are §3.1's. Returns the traces."""
+    rows, line = [row for rank in range(ranks) for row in rollouts(out, iteration, rank)], metrics(out)[iteration]
+    for row in rows:
+        trace = row["trace"]
+        if trace is None:
+            assert row["reward"] == 0
+            with pytest.raises(WorkflowError):
+                parse(row["text"], 5)
+        elif trace["error"]:
+            assert row["reward"] is None
+        else:
+            assert row["reward"] == (1 if grade(Problem("", "", row["answer"], ""), trace["answer"]) else 0.5)
+            assert trace["calls"] == len(trace["workflow"]["steps"]) == len(parse(row["text"], 5).steps)
+    known, ran = [row for row in rows if row["reward"] is not None], [row["trace"] for row in rows if row["trace"]]
+
+    def mean(values):
+        return pytest.approx(sum(values) / max(len(values), 1))
+
+    assert line["iteration"] == iteration and line["lost"] == len(rows) - len(known) and line["calls"] == sum(t["calls"] for t in ran)
+    assert line["reward"] == mean([row["reward"] for row in known]) and line["accuracy"] == mean([row["reward"] == 1 for row in known])
+    assert line["parsed"] == mean([row["trace"] is not None for row in rows])
+    assert line["steps"] == mean([len(t["workflow"]["steps"]) for t in ran])
+    for kind, accuracy in line["by_kind"].items():
+        assert accuracy == mean([row["reward"] == 1 for row in known if row["problem"].startswith(f"{kind}/")])
+    assert set(line["by_kind"]) == {row["problem"].split("/")[0] for row in rows}
+    return rows
+
+
+def test_metrics_are_what_the_traces_say(trained):
+    """Every iteration holds every kind and 128 rollouts of 8 questions; sampler and trainer agree; all numbers are finite."""
+    out = trained[0][0]
+    for i, line in enumerate(metrics(out)):
+        rows = recount(out, i)
+        assert len(rows) == 128 and len({row["problem"] for row in rows}) == len(line["by_kind"]) == 8 and line["lost"] == 0
+        assert line["gap"] < 1e-4 and all(math.isfinite(line[key]) for key in ("approx_kl", "clipfrac", "kl", "entropy", "grad_norm"))
+        assert line["tokens_per_second"] > 0 and set(line["seconds"]) == {"sampling", "workers", "training"}
+    assert sum(line["calls"] for line in metrics(out)) > 300  # over real HTTP
+    seen = [{row["problem"] for row in rollouts(out, i)} for i in range(6)]
+    assert len(set.union(*seen)) == 48  # new problems in each
+    held_out = {p.id for p in load("laptop", "test")}
+    assert not set.union(*seen) & held_out
+
+
+def test_what_a_run_prints(trained):
+    """A line an iteration, the table with every system, what was learned, the time, and a command that works."""
+    out = trained[0][1].out
+    assert re.search(r"[\d,]+ parameters .* 5 workers: calculator, translator, librarian, coder, generalist\n", out)
+    assert "warm start: 80 steps" in out and len(re.findall(r"^ +\d/6 reward 0\.\d+ accuracy", out, re.MULTILINE)) == 6
+    for system in ("Conductor", "calculator", "translator", "librarian", "coder", "generalist", "random workflows"):
+        assert re.search(rf"^{system} +[01]\.\d", out, re.MULTILINE), system
+    assert "of 100%" not in out and re.search(r"^arithmetic: \d steps?, ", out, re.MULTILINE) and "s from start to end" in out
+
+
+def test_the_same_seed_gives_the_same_run(trained):
+    """Two runs with one process: equal metrics but for the times, equal texts and rewards, bit-identical weights, equal test results."""
+    (a, end_a), (b, end_b) = trained
+    assert [timeless(line) for line in metrics(a)] == [timeless(line) for line in metrics(b)]
+    for i in range(6):
+        assert [(r["text"], r["reward"]) for r in rollouts(a, i)] == [(r["text"], r["reward"]) for r in rollouts(b, i)]
+    assert weights(a) == weights(b)
+    for file in ("checkpoint/tokenizer.json", "checkpoint/config.json", "test.json"):
+        with open(f"{a}/{file}") as in_a, open(f"{b}/{file}") as in_b:
+            assert in_a.read() == in_b.read()
+    assert table_of(end_a.out) == table_of(end_b.out)
+
+
+def table_of(text):
+    return re.search(r"^accuracy, .*?^random workflows[^\n]*", text, re.MULTILINE | re.DOTALL)[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# Its checkpoint
+
+
+def test_the_checkpoint_loads_in_transformers(checkpoint):
+    """Qwen2ForCausalLM gives our logits, PreTrainedTokenizerFast our ids, the chat template our prompt. (AutoTokenizer gives a Qwen2 model
+    Qwen2's own way of splitting text, whatever tokenizer.json says: of a tiny tokenizer it can only decode.)"""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+    theirs, ids_of = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), PreTrainedTokenizerFast.from_pretrained(checkpoint)
+    assert type(theirs).__name__ == "Qwen2ForCausalLM"
+    model, tokenizer = Qwen.from_pretrained(checkpoint), Tokenizer.from_pretrained(checkpoint)
+    chat = messages("What is veintitrés * 39?", 5, style="short")
+    ids = tokenizer.chat(chat)
+    assert ids_of.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) == ids
+    text = random_completion("What is veintitrés * 39?", random.Random(0), 5)
+    assert ids_of.encode(text) == tokenizer.encode(text) and ids_of.eos_token_id == tokenizer.eos_id
+    auto = AutoTokenizer.from_pretrained(checkpoint)
+    assert auto.decode(tokenizer.encode(text)) == text and auto.eos_token_id == tokenizer.eos_id
+    with torch.no_grad():
+        ours, logits = model(torch.tensor([ids])), theirs(torch.tensor([ids])).logits
+    assert (ours - logits).abs().max() < 1e-4 * logits.abs().max()
+
+
+def test_the_programs_take_the_checkpoint(trained, checkpoint):
+    """The command that the run ends with shows a workflow; sample.py speaks; eval.py prints the run's own table again."""
+    hint = shlex.split(re.search(r"python (workflow\.py .*)", trained[0][1].out)[1])
+    assert hint[2] == f"--checkpoint={checkpoint}"
+    conducted, sampled, evaluated = runs(hint, ["sample.py", f"--checkpoint={checkpoint}", "What is 3 + 4?", "--max_new_tokens=16"],
+                                         ["eval.py", f"--checkpoint={checkpoint}", "--test=8"])
+    assert conducted.out.startswith(f"Question: {hint[1]}\n") and "\nAnswer: " in conducted.out and " calls, " in conducted.out
+    assert re.search(r"^(calculator|translator|librarian|coder|generalist), model [0-4], sees .*: .+", conducted.out, re.MULTILINE)
+    assert sampled.out.strip()
+    assert table_of(evaluated.out) == table_of(trained[0][1].out)
+
+
+def test_shuffled_workers_at_the_end(checkpoint, tmp_path):
+    """--shuffle seats the workers in another order for the last evaluation: each step goes to who sits there now."""
+    model, tokenizer, pool, said = Qwen.from_pretrained(checkpoint), Tokenizer.from_pretrained(checkpoint), workers.load_pool("local"), {}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for shuffle in (False, True):
+            lines, s = [], Settings(out=str(tmp_path), shuffle=shuffle, seed=3, max_new_tokens=64)
+            train.finish(s, model, tokenizer, load("laptop", "test", 8), pool, lines.append)
+            said[shuffle] = re.findall(r"^    (\w+), told", "\n".join(lines), re.MULTILINE)
+    finally:
+        dist.destroy_process_group()
+    assert said[False] and len(said[True]) == len(said[False])
+    moved = dict(zip(said[False], said[True]))
+    assert [moved[name] for name in said[False]] == said[True] and all(a != b for a, b in moved.items())
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# From that checkpoint: two ranks, Ctrl-C
+
+
+def until(condition, process, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None and time.monotonic() < end, process.communicate(timeout=20) if process.poll() is not None else "too late"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def continued(checkpoint, tmp_path_factory):
+    """(one, its end, two, its end): one process that is interrupted after its first iteration, and one iteration on two ranks, both
+    from the checkpoint above; before the first, another run stood in its folder."""
+    one, two = (str(tmp_path_factory.mktemp("more") / "out") for _ in range(2))
+    os.makedirs(one)
+    with open(f"{one}/metrics.jsonl", "w") as f:
+        f.write("earlier\n")
+    how = ["--preset=laptop", f"--init_from={checkpoint}", "--questions=8", "--rollouts=8", "--test=8", "--max_new_tokens=64",
+           "--minibatches=1", "--warmup=0", "--seed=5"]
+    both = launch("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", *how, "--iterations=1", f"--out={two}")
+    process = launch("train.py", *how, "--iterations=4000", f"--out={one}")
+    until(lambda: os.path.exists(f"{one}.1") and os.path.exists(f"{one}/metrics.jsonl") and metrics(one), process)
+    process.send_signal(signal.SIGINT)
+    return one, Ended(process), two, Ended(both)
+
+
+def test_ctrl_c_saves_and_says_so(continued):
+    """The run stops after its iteration with a checkpoint, one message and no traceback; the server of its specialists is gone, or
+    its end of stderr would still be open."""
+    out, end, *_ = continued
+    lines = metrics(out)
+    assert end.status == 1 and 1 <= len(lines) < 4000
+    assert end.err.strip().splitlines()[-1] == f"stopped after iteration {len(lines)}; the checkpoint is in {out}/checkpoint"
+    assert "Traceback" not in end.err + end.out and sum(line["calls"] for line in lines) > 0
+    for i in range(len(lines)):
+        recount(out, i)
+    before, after = Qwen.from_pretrained(json.load(open(f"{out}/settings.json"))["init_from"]), Qwen.from_pretrained(f"{out}/checkpoint")
+    change = max((a - b).abs().max().item() for a, b in zip(before.parameters(), after.parameters()))
+    assert 0 < change < 0.1
+
+
+def test_an_earlier_run_is_kept_under_a_number(continued):
+    """What stood in --out is beside it now, as it was, and the run says where."""
+    out, end, *_ = continued
+    with open(f"{out}.1/metrics.jsonl") as f:
+        assert f.read() == "earlier\n"
+    assert f"the earlier run in {out} is now {out}.1" in end.out
+    assert metrics(out)[0]["iteration"] == 0
+
+
+def test_two_ranks_do_what_one_does(continued):
+    """From the same weights the first iteration's rollouts are the same, question by question, and so are loss and gradient."""
+    one, _, two, end = continued
+    assert end.status == 0 and "Traceback" not in end.err, end.err
+    assert [row["problem"] for rank in (0, 1) for row in recount(two, 0, ranks=2)[32 * rank:32 * rank + 32:8]] == [
+        row["problem"] for rank in (0, 1) for row in rollouts(one, 0)[8 * rank::16]]
+
+    def texts(rows):
+        return sorted((row["problem"], row["text"], row["reward"]) for row in rows)
+
+    alone, together = texts(rollouts(one, 0)), texts(rollouts(two, 0) + rollouts(two, 1))
+    # Sampling does not depend on what shares a batch but for rounding, which may turn one token in a million.
+    assert len(alone) == len(together) == 64 and sum(a == b for a, b in zip(alone, together)) >= 56
+    a, b = metrics(one)[0], metrics(two)[0]
+    loosely = alone != together
+    for key in ("reward", "accuracy", "parsed", "steps", "entropy", "grad_norm"):
+        assert b[key] == pytest.approx(a[key], rel=0.2 if loosely else 1e-3), key
+    assert max(a["gap"], b["gap"]) < 1e-4
+    assert end.out.count("random workflows") == 1 and os.path.exists(f"{two}/checkpoint/model.safetensors")  # rank 0 alone speaks
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# Workers that fail
+
+
+class Moody(workers.Handler):
+    """The specialists, who answer 400 to a share of what they are asked: /30/v1 to 30 %, always the same; /100/v1 to all but the hello."""
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        data, per_cent = json.loads(body), int(self.path.split("/")[1])
+        self.server.asked.append((per_cent, data["messages"]))
+        if data["messages"][-1]["content"] != "Say hello." and zlib.crc32(body) % 100 < per_cent:
+            return self.answer(400, {"error": {"message": "not in the mood"}})
+        text = workers.SPECIALISTS[data["model"]](data["messages"])
+        self.answer(200, {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}], "usage": {}})
+
+
+@pytest.fixture(scope="module")
+def moody(checkpoint, tmp_path_factory):
+    """(out at 30 %, out at 100 %, what was asked): runs from the checkpoint above over workers that fail. The second has no KL term, and
+    the ablations."""
+    folder = tmp_path_factory.mktemp("moody")
+    server = workers.Server(("127.0.0.1", 0), Moody)
+    server.asked = []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    how = ["train.py", "--preset=laptop", f"--init_from={checkpoint}", "--questions=8", "--rollouts=8", "--test=8", "--max_new_tokens=64"]
+    for per_cent in (30, 100):
+        with open(folder / f"{per_cent}.json", "w") as f:
+            json.dump([{"name": name, "protocol": "openai", "model": name, "base_url": f"http://127.0.0.1:{server.server_address[1]}/{per_cent}/v1"}
+                       for name in workers.SPECIALISTS], f)
+    ends = runs([*how, f"--pool={folder}/30.json", f"--out={folder}/30", "--iterations=3"],
+                [*how, f"--pool={folder}/100.json", f"--out={folder}/100", "--iterations=2", "--beta=0", "--access=false", "--subtasks=false"])
+    server.shutdown()
+    server.server_close()
+    return f"{folder}/30", f"{folder}/100", server.asked, ends
+
+
+def test_lost_rollouts_are_counted_and_training_goes_on(moody):
+    """With 30 % of calls failing, rollouts are lost and counted, have no reward, and are in no mean; the weights are trained."""
+    out, _, _, [end, _] = moody
+    for i, line in enumerate(metrics(out)):
+        lost = [row for row in recount(out, i) if row["reward"] is None]
+        assert 0 < len(lost) == line["lost"] < 64 and line["grad_norm"] > 0 and math.isfinite(line["grad_norm"])
+        assert all("not in the mood" in row["trace"]["error"] and "(attempt 1," in row["trace"]["error"] for row in lost)
+        assert f"lost {line['lost']} " in end.out
+    assert len(metrics(out)) == 3
+    start = json.load(open(f"{out}/settings.json"))["init_from"]
+    assert weights(out) != weights(os.path.dirname(start))
+
+
+def test_what_is_lost_teaches_nothing(moody):
+    """With every call failing, what parses is lost and what does not is all alike: not one bit of the weights moves."""
+    _, out, _, _ = moody
+    for i, line in enumerate(metrics(out)):
+        recount(out, i)
+        assert line["lost"] == round(line["parsed"] * 64) > 0 and line["reward"] == line["accuracy"] == line["calls"] == 0
+    start = json.load(open(f"{out}/settings.json"))["init_from"]
+    assert weights(out) == weights(os.path.dirname(start))
+
+
+def test_ablations_reach_the_workers(moody):
+    """With --access=false --subtasks=false a worker gets one turn with the question and the general subtask, in training and at the end."""
+    _, out, asked, _ = moody
+    chats = [chat for per_cent, chat in asked if per_cent == 100 and chat[-1]["content"].startswith("Question:")]
+    steps = sum(len(row["trace"]["workflow"]["steps"]) for i in range(2) for row in rollouts(out, i) if row["trace"])
+    told = [chat[-1]["content"].endswith("\n\nYour task:\nSolve the question.") for chat in chats]
+    assert all(len(chat) == 1 for chat in chats[:steps]) and all(told[:steps]) and steps > 30
+    assert any(len(chat) > 1 for per_cent, chat in asked if per_cent == 30)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# Bad input
+
+
+REFUSED = {
+    "unknown flag": (["--iteration=3"], ["--iteration", "--iterations"]),
+    "bad value": (["--questions=many"], ["--questions=many", "int"]),
+    "paper without GPUs": (["--preset=paper"], ["--preset=laptop", "GPU"]),
+    "no checkpoint, no problems": (["--init_from={tmp}/none", "--data=lapdog"], ["--init_from={tmp}/none", "lapdog"]),
+    "half a checkpoint": (["--init_from={tmp}/half"], ["{tmp}/half"]),
+    "unknown style": (["--style=shrt"], ["shrt"]),
+    "odd width": (["--width=30"], ["--width=30"]),
+    "no steps": (["--max_steps=0"], ["--max_steps=0"]),
+    "greedy": (["--temperature=0"], ["--temperature"]),
+    "worker down": (["--pool={tmp}/down.json"], ["carpenter"]),
+    "no room": (["--out={tmp}/file/out"], ["{tmp}/file"]),
+}
+TINY = ["--warm_steps=1", "--warm_batch=2", "--width=16", "--layers=1", "--iterations=1", "--questions=2", "--rollouts=2", "--test=1"]
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory):
+    """{case: its end} of train.py called wrongly, two at a time; and the folder for {tmp}."""
+    tmp = tmp_path_factory.mktemp("wrong")
+    (tmp / "half").mkdir()
+    (tmp / "half" / "config.json").write_text('{"model_type": "qwen2"}')
+    (tmp / "file").write_text("in the way")
+    (tmp / "down.json").write_text(json.dumps([{"name": "carpenter", "protocol": "openai", "model": "m", "base_url": "http://127.0.0.1:9/v1",
+                                                "attempts": 1}]))
+
+    def call(case):
+        argv = ["--preset=laptop", f"--out={tmp}/{case}", *TINY, *REFUSED[case][0]]
+        return Ended(launch("train.py", *[word.format(tmp=tmp) for word in argv]))
+
+    with ThreadPoolExecutor(2) as threads:
+        return dict(zip(REFUSED, threads.map(call, REFUSED))), str(tmp)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_train_refuses(case, refused):
+    """Each ends the program with a status, one line that names what is wrong, and no traceback; nothing was trained."""
+    ends, tmp = refused
+    end, names = ends[case], REFUSED[case][1]
+    assert end.status not in (0, None) and "Traceback" not in end.err and "reward" not in end.out, end.err
+    assert len(end.err.strip().splitlines()) == 1, end.err
+    assert all(name.format(tmp=tmp) in end.err for name in names), end.err
+
+
+@pytest.mark.parametrize("word, names", [("--preset=lapdog", "laptop, paper"), ("laptop", "'laptop'"), ("--rollouts=0", "--rollouts=0"),
+                                         ("--iterations=-1", "--iterations=-1")])
+def test_main_refuses(word, names):
+    """As above, but cheaper: what ends before any process group begins."""
+    with pytest.raises(SystemExit, match=names):
+        train.main(["--preset=laptop", word])
+
+
+def test_ctrl_c_in_the_warm_start(tmp_path):
+    """Before the first iteration there is nothing to save: a message says so, without a traceback, and the server is gone."""
+    process = launch("train.py", "--preset=laptop", f"--out={tmp_path}/out", "--warm_steps=100000")
+    until(lambda: "parameters" in process.stdout.readline(), process)
+    process.send_signal(signal.SIGINT)
+    end = Ended(process)
+    assert end.status == 1 and "interrupted" in end.err and "Traceback" not in end.err
+    assert not os.path.exists(tmp_path / "out" / "metrics.jsonl")
+
+
+def test_a_run_may_start_from_the_checkpoint_in_its_own_folder(trained, tmp_path):
+    """`--init_from=OUT/checkpoint --out=OUT/`: the earlier run moves aside, and its checkpoint is what is loaded."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "metrics.jsonl").write_text("earlier\n")
+    os.symlink(f"{trained[1][0]}/checkpoint", out / "checkpoint")
+    [end] = runs(["train.py", "--preset=laptop", f"--out={out}/", f"--init_from={out}/checkpoint", *TINY, "--max_new_tokens=48"])
+    assert (tmp_path / "out.1" / "metrics.jsonl").read_text() == "earlier\n" and len(metrics(out)) == 1
