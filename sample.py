@@ -154,6 +154,7 @@ def row_seeds(prompts, n: int, seed: int) -> list[int]:
 @dataclass
 class Settings:
     checkpoint: str = ""  # a Hugging Face folder with tokenizer.json
+    system: str = ""  # the system prompt; "" is Qwen's own
     n: int = 1
     max_new_tokens: int = 512
     temperature: float = 0.7
@@ -173,7 +174,8 @@ def main(argv):
         model = Qwen.from_pretrained(settings.checkpoint, torch.bfloat16 if device == "cuda" else torch.float32, device)
     except (FileNotFoundError, ValueError) as e:
         raise SystemExit(str(e)) from None
-    prompt = tokenizer.chat([{"role": "user", "content": " ".join(words)}])
+    system = [{"role": "system", "content": settings.system}] if settings.system else []
+    prompt = tokenizer.chat([*system, {"role": "user", "content": " ".join(words)}])
     [completions] = generate(model, [prompt], settings.n, settings.max_new_tokens, settings.temperature, settings.top_p, settings.top_k,
                              tokenizer.eos_id, settings.seed, len(tokenizer))
     for c in completions:

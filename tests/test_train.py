@@ -219,7 +219,7 @@ def test_what_a_run_prints(trained):
     assert "warm start: 80 steps" in out and len(re.findall(r"^ +\d/6 reward 0\.\d+ accuracy", out, re.MULTILINE)) == 6
     for system in ("Conductor", "calculator", "translator", "librarian", "coder", "generalist", "random workflows"):
         assert re.search(rf"^{system} +[01]\.\d", out, re.MULTILINE), system
-    assert "of 100%" not in out and re.search(r"^arithmetic: \d steps?, ", out, re.MULTILINE) and "s from start to end" in out
+    assert re.search(r"^[a-z+]+: \d steps?, written for \d+%", out, re.MULTILINE) and re.search(r"^\d+ s from start to end", out, re.MULTILINE)
 
 
 def test_the_same_seed_gives_the_same_run(trained):
@@ -297,7 +297,8 @@ def test_shuffled_workers_at_the_end(checkpoint, tmp_path):
 def until(condition, process, seconds=120):
     end = time.monotonic() + seconds
     while not condition():
-        assert process.poll() is None and time.monotonic() < end, process.communicate(timeout=20) if process.poll() is not None else "too late"
+        assert process.poll() is None, process.communicate(timeout=20)
+        assert time.monotonic() < end
         time.sleep(0.02)
 
 
@@ -346,19 +347,21 @@ def test_two_ranks_do_what_one_does(continued):
     """From the same weights the first iteration's rollouts are the same, question by question, and so are loss and gradient."""
     one, _, two, end = continued
     assert end.status == 0 and "Traceback" not in end.err, end.err
-    assert [row["problem"] for rank in (0, 1) for row in recount(two, 0, ranks=2)[32 * rank:32 * rank + 32:8]] == [
-        row["problem"] for rank in (0, 1) for row in rollouts(one, 0)[8 * rank::16]]
+    recount(two, 0, ranks=2)
 
     def texts(rows):
-        return sorted((row["problem"], row["text"], row["reward"]) for row in rows)
+        return [(row["problem"], row["text"], row["reward"]) for row in rows]
 
-    alone, together = texts(rollouts(one, 0)), texts(rollouts(two, 0) + rollouts(two, 1))
-    # Sampling does not depend on what shares a batch but for rounding, which may turn one token in a million.
-    assert len(alone) == len(together) == 64 and sum(a == b for a, b in zip(alone, together)) >= 56
+    alone, shares = texts(rollouts(one, 0)), [texts(rollouts(two, 0, rank)) for rank in (0, 1)]
+    groups = [shares[i % 2][8 * (i // 2):8 * (i // 2) + 8] for i in range(8)]  # the ranks take turns at the questions
+    together = [rollout for group in groups for rollout in group]
+    assert [rollout[0] for rollout in together] == [rollout[0] for rollout in alone] and len(alone) == 64
+    # What shares its batch changes a rollout by rounding only, which may turn one token in a million.
+    same = sum(a == b for a, b in zip(alone, together))
+    assert same >= 60
     a, b = metrics(one)[0], metrics(two)[0]
-    loosely = alone != together
     for key in ("reward", "accuracy", "parsed", "steps", "entropy", "grad_norm"):
-        assert b[key] == pytest.approx(a[key], rel=0.2 if loosely else 1e-3), key
+        assert b[key] == pytest.approx(a[key], rel=1e-3 if same == 64 else 0.2), key
     assert max(a["gap"], b["gap"]) < 1e-4
     assert end.out.count("random workflows") == 1 and os.path.exists(f"{two}/checkpoint/model.safetensors")  # rank 0 alone speaks
 
@@ -497,6 +500,16 @@ def test_ctrl_c_in_the_warm_start(tmp_path):
     end = Ended(process)
     assert end.status == 1 and "interrupted" in end.err and "Traceback" not in end.err
     assert not os.path.exists(tmp_path / "out" / "metrics.jsonl")
+
+
+def test_ctrl_c_in_the_last_evaluation(checkpoint, tmp_path):
+    """Training is over and its checkpoint is there; the evaluation ends at once, and no table is made of half of it."""
+    process = launch("train.py", "--preset=laptop", f"--out={tmp_path}/out", f"--init_from={checkpoint}", *TINY, "--test=2000")
+    until(lambda: os.path.exists(tmp_path / "out" / "checkpoint"), process)
+    process.send_signal(signal.SIGINT)
+    end = Ended(process)
+    assert end.status == 1 and f"{tmp_path}/out/checkpoint" in end.err and "Traceback" not in end.err and "Conductor  " not in end.out
+    assert weights(tmp_path / "out") and len(metrics(tmp_path / "out")) == 1
 
 
 def test_a_run_may_start_from_the_checkpoint_in_its_own_folder(trained, tmp_path):
