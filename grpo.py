@@ -92,12 +92,13 @@ def surrogate(logprobs, old, advantage, clip: float, beta: float = 0.0, referenc
     """Eq. 1 token by token, to be maximised: min(ρA, clip(ρ, 1-ε, 1+ε)A) - β·KL(π‖π_ref). Log-probabilities are 1-D tensors over tokens,
     and so is `advantage`, unless it is one number for all.
 
-    The KL term is the unbiased, never negative estimator of GRPO: r - log r - 1 with r = π_ref / π."""
+    The KL term is GRPO's unbiased, never negative estimator, r - log r - 1 with r = π_ref / π, except where r is above e⁵."""
     ratio = (logprobs - old).exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
     if beta:
-        log_r = (reference - logprobs).clamp(max=5)  # of a token that the policy gave up: r itself would drown the batch
-        gain = gain - beta * (log_r.exp() - log_r - 1)
+        log_r = reference - logprobs
+        r = log_r.clamp(max=5).exp() * (1 + (log_r - 5).clamp(min=0))  # from e⁵ on a line: a token given up is pulled back, not catapulted
+        gain = gain - beta * (r - log_r - 1)
     return gain
 
 

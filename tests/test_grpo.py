@@ -126,9 +126,12 @@ def test_kl_term_by_hand():
 
 
 def test_one_token_cannot_drown_the_kl_term():
-    """A token that the policy has given up costs no more than β(e⁵ - 6), however improbable it became."""
-    gain = surrogate(torch.tensor([-6.0, -90.0]), torch.tensor([-6.0, -90.0]), 0.0, 0.2, 0.1, torch.tensor([-0.5, -0.5]))
-    torch.testing.assert_close(gain, torch.full((2,), -0.1 * (math.exp(5) - 6)))
+    """A token that the policy has given up is pulled back with β(e⁵ - 1), however improbable it became, and never less."""
+    given_up = torch.tensor([-6.0, -90.0], requires_grad=True)
+    gain = surrogate(given_up, given_up.detach(), 0.0, 0.2, 0.1, torch.tensor([-0.5, -0.5]))
+    torch.testing.assert_close(gain.detach(), -0.1 * (math.exp(5) * torch.tensor([1.5, 85.5]) - torch.tensor([6.5, 90.5])))
+    gain.sum().backward()
+    torch.testing.assert_close(given_up.grad, torch.full((2,), 0.1 * (math.exp(5) - 1)))
 
 
 # --------------------------------------------------------------------------------------------------------------------------------
@@ -390,8 +393,9 @@ def one_rank(rank, folder):
 def ranks(tmp_path_factory):
     """{(world, rank): {run: outcome}} of real processes; a hang ends the test, not the session."""
     folder = tmp_path_factory.mktemp("ranks")
-    processes = [subprocess.Popen([sys.executable, __file__, str(rank), str(folder)], env={**os.environ, "OMP_NUM_THREADS": "1"},
-                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank in range(3)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # fully_shard would take a GPU where there is one
+    processes = [subprocess.Popen([sys.executable, __file__, str(rank), str(folder)], env=env, stdout=subprocess.PIPE,
+                                  stderr=subprocess.STDOUT, text=True) for rank in range(3)]
     try:
         said = [p.communicate(timeout=120)[0] for p in processes]
     finally:

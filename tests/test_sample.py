@@ -292,17 +292,20 @@ def test_a_senseless_distribution_is_an_error(how, model):
 # The program
 
 
-def test_the_program_answers_from_a_checkpoint(tmp_path, capsys):
+@pytest.mark.parametrize("system", ["", "Be brief."])
+def test_the_program_answers_from_a_checkpoint(system, tmp_path, capsys, monkeypatch):
     """`python sample.py --checkpoint=DIR words` prints n answers to the chat prompt of those words, with these settings."""
     bpe = BPE(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     bpe.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # what is compared below is computed in fp32 on the CPU
     tokenizer, model = Tokenizer(bpe), tiny(vocab=270)
     tokenizer.save_pretrained(str(tmp_path))
     model.save_pretrained(str(tmp_path))
     sample.main([f"--checkpoint={tmp_path}", "--n=3", "--max_new_tokens=9", "--temperature=1.5", "--top_p=1", "--top_k=0",
-                 "--seed=4", "two", "words"])
-    prompt = tokenizer.chat([{"role": "user", "content": "two words"}])
+                 "--seed=4", "two", *([f"--system={system}"] if system else []), "words"])
+    turns = [{"role": "system", "content": system}] if system else []
+    prompt = tokenizer.chat([*turns, {"role": "user", "content": "two words"}])
     [expected] = generate(model, [prompt], n=3, max_new_tokens=9, temperature=1.5, seed=4, eos_id=tokenizer.eos_id,
                           n_ids=len(tokenizer))
     assert capsys.readouterr().out == "".join(tokenizer.decode(c.tokens) + ("\n" if c.finished else " …\n") for c in expected)

@@ -27,7 +27,8 @@ from workflow import Step, Workflow, WorkflowError, messages, parse
 
 ROOT = os.path.dirname(os.path.abspath(train.__file__))
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
-SHORT = ["--warm_steps=80", "--warm_batch=16", "--width=64", "--iterations=6", "--questions=8", "--rollouts=16", "--test=8", "--max_new_tokens=64"]
+SHORT = ["--warm_steps=80", "--warm_batch=16", "--warm_lr=6e-3", "--width=64", "--layers=2", "--iterations=6", "--questions=8", "--rollouts=16",
+         "--max_new_tokens=64", "--lr=1e-3", "--minibatches=4", "--beta=0.1", "--test=8"]
 
 
 def launch(*argv):
@@ -384,28 +385,33 @@ class Moody(workers.Handler):
 
 
 @pytest.fixture(scope="module")
-def moody(checkpoint, tmp_path_factory):
-    """(out at 30 %, out at 100 %, what was asked): runs from the checkpoint above over workers that fail. The second has no KL term, and
-    the ablations."""
-    folder = tmp_path_factory.mktemp("moody")
-    server = workers.Server(("127.0.0.1", 0), Moody)
+def moody(tmp_path_factory):
+    """(folder with 30.json and 100.json, pools of workers that fail so often; what they were asked, as it grows)."""
+    folder, server = tmp_path_factory.mktemp("moody"), workers.Server(("127.0.0.1", 0), Moody)
     server.asked = []
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    how = ["train.py", "--preset=laptop", f"--init_from={checkpoint}", "--questions=8", "--rollouts=8", "--test=8", "--max_new_tokens=64"]
     for per_cent in (30, 100):
-        with open(folder / f"{per_cent}.json", "w") as f:
-            json.dump([{"name": name, "protocol": "openai", "model": name, "base_url": f"http://127.0.0.1:{server.server_address[1]}/{per_cent}/v1"}
-                       for name in workers.SPECIALISTS], f)
-    ends = runs([*how, f"--pool={folder}/30.json", f"--out={folder}/30", "--iterations=3"],
-                [*how, f"--pool={folder}/100.json", f"--out={folder}/100", "--iterations=2", "--beta=0", "--access=false", "--subtasks=false"])
+        url = f"http://127.0.0.1:{server.server_address[1]}/{per_cent}/v1"
+        entries = [{"name": name, "protocol": "openai", "model": name, "base_url": url} for name in workers.SPECIALISTS]
+        (folder / f"{per_cent}.json").write_text(json.dumps(entries))
+    yield folder, server.asked
     server.shutdown()
     server.server_close()
-    return f"{folder}/30", f"{folder}/100", server.asked, ends
 
 
-def test_lost_rollouts_are_counted_and_training_goes_on(moody):
+@pytest.fixture(scope="module")
+def faulty(checkpoint, moody):
+    """(out at 30 %, out at 100 %, ends): runs from the checkpoint above. The second has no KL term, and the ablations."""
+    folder, _ = moody
+    how = ["train.py", "--preset=laptop", f"--init_from={checkpoint}", "--questions=8", "--rollouts=8", "--test=8", "--max_new_tokens=64"]
+    ends = runs([*how, f"--pool={folder}/30.json", f"--out={folder}/30", "--iterations=3"],
+                [*how, f"--pool={folder}/100.json", f"--out={folder}/100", "--iterations=2", "--beta=0", "--access=false", "--subtasks=false"])
+    return f"{folder}/30", f"{folder}/100", ends
+
+
+def test_lost_rollouts_are_counted_and_training_goes_on(faulty):
     """With 30 % of calls failing, rollouts are lost and counted, have no reward, and are in no mean; the weights are trained."""
-    out, _, _, [end, _] = moody
+    out, _, [end, _] = faulty
     for i, line in enumerate(metrics(out)):
         lost = [row for row in recount(out, i) if row["reward"] is None]
         assert 0 < len(lost) == line["lost"] < 64 and line["grad_norm"] > 0 and math.isfinite(line["grad_norm"])
@@ -416,9 +422,9 @@ def test_lost_rollouts_are_counted_and_training_goes_on(moody):
     assert weights(out) != weights(os.path.dirname(start))
 
 
-def test_what_is_lost_teaches_nothing(moody):
+def test_what_is_lost_teaches_nothing(faulty):
     """With every call failing, what parses is lost and what does not is all alike: not one bit of the weights moves."""
-    _, out, _, _ = moody
+    _, out, _ = faulty
     for i, line in enumerate(metrics(out)):
         recount(out, i)
         assert line["lost"] == round(line["parsed"] * 64) > 0 and line["reward"] == line["accuracy"] == line["calls"] == 0
@@ -426,9 +432,36 @@ def test_what_is_lost_teaches_nothing(moody):
     assert weights(out) == weights(os.path.dirname(start))
 
 
-def test_ablations_reach_the_workers(moody):
+def test_what_is_trained_on(checkpoint, moody, monkeypatch):
+    """Every rollout that was not lost is trained on once, with the sampled tokens and the advantage of its group without the lost ones."""
+    folder, seen = moody[0], []
+
+    def spy(model, optimizer, episodes, *how):
+        seen.extend(episodes)
+        return update(model, optimizer, episodes, *how)
+
+    update, handlers = train.update, {sig: signal.getsignal(sig) for sig in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setattr(train, "update", spy)
+    try:
+        train.main(["--preset=laptop", f"--init_from={checkpoint}", f"--pool={folder}/30.json", f"--out={folder}/spied", "--iterations=1",
+                    "--questions=8", "--rollouts=10", "--minibatches=3", "--test=1", "--max_new_tokens=64"])
+    finally:
+        for sig, handler in handlers.items():
+            signal.signal(sig, handler)
+    tokenizer, rows, expected = Tokenizer.from_pretrained(checkpoint), recount(f"{folder}/spied", 0), []
+    for group in (rows[i:i + 10] for i in range(0, 80, 10)):
+        rewards = [row["reward"] for row in group if row["reward"] is not None]
+        mean = sum(rewards) / max(len(rewards), 1)
+        std = (sum((r - mean) ** 2 for r in rewards) / max(len(rewards), 1)) ** 0.5
+        expected += [(row["text"], (row["reward"] - mean) / std if std else 0.0) for row in group if row["reward"] is not None]
+    (got_texts, got), (texts, wanted) = zip(*sorted((tokenizer.decode(e.tokens), e.advantage) for e in seen)), zip(*sorted(expected))
+    assert 0 < len(seen) < 80 and got_texts == texts and got == pytest.approx(wanted, abs=1e-5)
+    assert sum(e.tokens[-1] == tokenizer.eos_id for e in seen) > 40 and all(len(e.tokens) == len(e.logprobs) for e in seen)
+
+
+def test_ablations_reach_the_workers(faulty, moody):
     """With --access=false --subtasks=false a worker gets one turn with the question and the general subtask, in training and at the end."""
-    _, out, asked, _ = moody
+    (_, out, _), (_, asked) = faulty, moody
     chats = [chat for per_cent, chat in asked if per_cent == 100 and chat[-1]["content"].startswith("Question:")]
     steps = sum(len(row["trace"]["workflow"]["steps"]) for i in range(2) for row in rollouts(out, i) if row["trace"])
     told = [chat[-1]["content"].endswith("\n\nYour task:\nSolve the question.") for chat in chats]
