@@ -12,7 +12,6 @@ import random
 import re
 import sys
 import zlib
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -41,7 +40,11 @@ def laptop_expressions() -> dict[str, list[tuple[str, str]]]:
     words = ("planet river garden window market silver dragon castle forest bridge winter summer orange yellow purple candle basket "
              "rocket guitar violin doctor farmer sailor pirate monkey rabbit turtle spider butter cheese pepper ginger cotton velvet marble "
              "copper bronze tunnel harbor island desert valley meadow canyon glacier volcano thunder shadow mirror").split()
-    number, apply = {e: FACTS[f"the atomic number of {e}"] for e in ELEMENTS}, lambda a, op, b: str(ARITHMETIC[op](int(a), int(b)))
+    number = {e: FACTS[f"the atomic number of {e}"] for e in ELEMENTS}
+
+    def apply(a, op, b):
+        return str(ARITHMETIC[op](int(a), int(b)))
+
     return {
         # one specialist
         "arithmetic": [(f"{a} {op} {b}", apply(a, op, b)) for a in range(2, 40) for b in range(2, 40) for op in ARITHMETIC],
@@ -50,7 +53,8 @@ def laptop_expressions() -> dict[str, list[tuple[str, str]]]:
         "number": list(SPANISH.items()),
         # two, each seeing the one before
         "foreign": [(f"{a} {op} {b}", apply(SPANISH[a], op, SPANISH[b])) for a in SPANISH for b in SPANISH for op in ARITHMETIC],
-        "fact+arithmetic": [(f"the atomic number of {e} {op} {b}", apply(number[e], op, b)) for e in ELEMENTS for b in range(2, 40) for op in ARITHMETIC],
+        "fact+arithmetic": [(f"the atomic number of {e} {op} {b}", apply(number[e], op, b))
+                            for e in ELEMENTS for b in range(2, 40) for op in ARITHMETIC],
         "fact+string": [(f"the capital of {c} {op}", f(CAPITALS[c])) for c in CAPITALS for op, f in SPELLING.items()],
         # three
         "foreign+fact+arithmetic": [(f"the atomic number of {e} {op} {b}", apply(number[e], op, SPANISH[b]))
@@ -179,14 +183,15 @@ def table(problems: list[Problem], systems: dict[str, list[Trace | None]]) -> st
 
 def learned(problems: list[Problem], traces: list[Trace | None]) -> str:
     """For each kind the workflow shape most often written (who, seeing what), its share, and one example."""
-    lines = []
-    for kind in dict.fromkeys(p.kind for p in problems):
-        shapes = [(tuple(t.workers), tuple(tuple(step.access) for step in t.workflow.steps)) for p, t in zip(problems, traces) if p.kind == kind and t]
-        if not shapes:
-            continue
-        (best, count), = Counter(shapes).most_common(1)
-        t = next(t for p, t in zip(problems, traces) if p.kind == kind and t and (tuple(t.workers), tuple(tuple(x.access) for x in t.workflow.steps)) == best)
-        lines.append(f"{kind}: {len(t.workers)} step{'s'[:len(t.workers) > 1]}, written for {count / len(shapes):.0%}.  {t.question}")
+    lines, shapes = [], {}
+    for p, t in zip(problems, traces):
+        if t:
+            shape = tuple(t.workers), tuple(tuple(step.access) for step in t.workflow.steps)
+            shapes.setdefault(p.kind, {}).setdefault(shape, []).append(t)
+    for kind, found in shapes.items():
+        t, *others = max(found.values(), key=len)
+        share = (1 + len(others)) / sum(map(len, found.values()))
+        lines.append(f"{kind}: {len(t.workers)} step{'s'[:len(t.workers) > 1]}, written for {share:.0%}.  {t.question}")
         for step, worker, response in zip(t.workflow.steps, t.workers, t.responses):
             sees = f", seeing step{'s'[:len(step.access) > 1]} {' and '.join(str(i + 1) for i in step.access)}" if step.access else ""
             lines.append(f"    {worker}, told {step.subtask!r}{sees}: {response}")
@@ -236,7 +241,8 @@ def main(argv):
         tokenizer = Tokenizer.from_pretrained(s.checkpoint)
         model = Qwen.from_pretrained(s.checkpoint, torch.bfloat16 if device == "cuda" else torch.float32, device)
         pool = load_pool(s.pool)
-        traces = conduct(model, tokenizer, problems, pool[1:] + pool[:1] if s.shuffle else pool, plan["style"], plan["max_steps"], plan["max_new_tokens"])
+        seated = pool[1:] + pool[:1] if s.shuffle else pool
+        traces = conduct(model, tokenizer, problems, seated, plan["style"], plan["max_steps"], plan["max_new_tokens"])
         print(table(problems, {"Conductor": traces, **baselines(problems, pool, plan["max_steps"])}) + "\n\n" + learned(problems, traces))
     except (OSError, ValueError, ImportError) as e:
         raise SystemExit(f"{type(e).__name__}: {e}") from None

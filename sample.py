@@ -26,7 +26,7 @@ class Completion:
 
 
 def uniform(seeds, step: int):
-    """One number in [0, 1) for each row's seed (int64) and step: splitmix64, so that a rollout's luck is its own, whatever shares its batch."""
+    """One number in [0, 1) per row from its seed (int64) and the step: splitmix64. A rollout's luck is its own, whatever shares its batch."""
     z = seeds + torch.full_like(seeds, step + 1) * -0x61C8864680B583EB  # int64 wraps around, so splitmix64's constants stand here as signed
     z = (z ^ (z >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
     z = (z ^ (z >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
@@ -55,8 +55,9 @@ def draw(logits, u, temperature=1.0, top_p=1.0, top_k=0):
 
 
 @torch.inference_mode()
-def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: int = 1024, temperature: float = 1.0, top_p: float = 1.0,
-             top_k: int = 0, eos_id: int | list[int] = (), seed: int = 0, n_ids: int | None = None, on_finish=None) -> list[list[Completion]]:
+def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: int = 1024, temperature: float = 1.0,
+             top_p: float = 1.0, top_k: int = 0, eos_id: int | list[int] = (), seed: int = 0, n_ids: int | None = None,
+             on_finish=None) -> list[list[Completion]]:
     """n rollouts of each prompt, as [prompt][rollout].
 
     eos_id: the token or tokens that end a rollout. n_ids: only ids below it are sampled (Qwen2.5 pads its vocabulary beyond the
@@ -167,7 +168,7 @@ def main(argv):
     settings = Settings()
     words = configure(settings, argv)
     if not settings.checkpoint or not words:
-        raise SystemExit('usage: python sample.py --checkpoint=DIR "a prompt"   (train.py writes its checkpoint to out/laptop/checkpoint)')
+        raise SystemExit('usage: python sample.py --checkpoint=DIR "a prompt"   (train.py writes its checkpoint to OUT/checkpoint)')
     try:
         tokenizer = Tokenizer.from_pretrained(settings.checkpoint)
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -73,8 +73,8 @@ class Settings:
 
 PRESETS = {
     "laptop": {},
-    "paper": dict(out="out/paper", init_from="Qwen2.5-7B", data="paper", pool="paper", style="full", iterations=200, questions=4, rollouts=64,
-                  max_new_tokens=1024, lr=1e-6, beta2=0.999, beta=0.0, minibatches=1, token_budget=16384),
+    "paper": dict(out="out/paper", init_from="Qwen2.5-7B", data="paper", pool="paper", style="full", iterations=200, questions=4,
+                  rollouts=64, max_new_tokens=1024, lr=1e-6, beta2=0.999, beta=0.0, minibatches=1, token_budget=16384),
 }
 
 
@@ -85,7 +85,8 @@ PRESETS = {
 def tiny_tokenizer(texts: list[str]) -> Tokenizer:
     """A byte-level BPE like Qwen2.5's, of 900 tokens. Its pieces differ: a quoted subtask, a list's opening and an empty or "all" access
     list are one token each, so that choosing one is one decision."""
-    pieces = (r'\p{L}+\n', r'\n\w+ = \[', r',? ?"[^"\d\n]*"', r' ?\["all"\],?', r' ?\[\],?', r' ?\p{L}+', r' ?\d', r' ?[^\s\p{L}\d]+', r'\s+')
+    pieces = (r'\p{L}+\n', r'\n\w+ = \[', r',? ?"[^"\d\n]*"', r' ?\["all"\],?', r' ?\[\],?', r' ?\p{L}+', r' ?\d', r' ?[^\s\p{L}\d]+',
+              r'\s+')
     bpe = BPE(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex("|".join(pieces)), "isolated"),
                                                  pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -294,8 +295,9 @@ def record(s: Settings, it: int, rollouts: list[tuple], stats: list[dict], secon
 
     kinds, rewards, steps, calls, tokens = zip(*rollouts)
     known = [(kind, reward) for kind, reward in zip(kinds, rewards) if reward is not None]
-    m = {"iteration": it, "reward": mean(r for _, r in known), "accuracy": mean(r == 1 for _, r in known), "parsed": mean(n > 0 for n in steps),
-         "lost": len(rewards) - len(known), "steps": mean(n for n in steps if n), "calls": sum(calls), "gap": stats[0]["gap"],
+    m = {"iteration": it, "reward": mean(r for _, r in known), "accuracy": mean(r == 1 for _, r in known),
+         "parsed": mean(n > 0 for n in steps), "lost": len(rewards) - len(known), "steps": mean(n for n in steps if n), "calls": sum(calls),
+         "gap": stats[0]["gap"],
          **{key: mean(stat[key] for stat in stats) for key in ("approx_kl", "clipfrac", "kl", "entropy", "grad_norm")},
          "by_kind": {kind: mean(r == 1 for k, r in known if k == kind) for kind in dict.fromkeys(kinds)}}
     took = sum(seconds.values())
@@ -356,7 +358,7 @@ def main(argv):
     try:
         train(s, device)
     except KeyboardInterrupt:
-        raise SystemExit("interrupted before the first iteration: nothing was learned, nothing is lost" if dist.get_rank() == 0 else 1) from None
+        raise SystemExit("interrupted before the first iteration: nothing is lost" if dist.get_rank() == 0 else 1) from None
     finally:
         dist.destroy_process_group()
 
@@ -416,7 +418,8 @@ def train(s: Settings, device: str):
         raise SystemExit(f"stopped after iteration {it + 1}; the checkpoint is in {s.out}/checkpoint" if rank == 0 else 1)
     gather(sampler, model)
     finish(s, sampler, tokenizer, test, pool, say)
-    say(f"{time.perf_counter() - began:.0f} s from start to end. Next: python workflow.py \"{test[-1].question}\" --checkpoint={s.out}/checkpoint")
+    say(f"{time.perf_counter() - began:.0f} s from start to end. "
+        f"Next: python workflow.py \"{test[-1].question}\" --checkpoint={s.out}/checkpoint")
 
 
 if __name__ == "__main__":

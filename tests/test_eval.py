@@ -1,4 +1,4 @@
-"""The laptop world: its problems, who can solve them, the grader, and the tables made of traces. The specialists are real, over real HTTP."""
+"""The laptop world: its problems, who can solve them, the grader, the tables. The specialists are the real ones, over real HTTP."""
 import io
 import itertools
 import json
@@ -23,8 +23,8 @@ SIMPLE = ("arithmetic", "fact", "string", "number")
 TWO, THREE = ("foreign", "fact+arithmetic", "fact+string"), ("foreign+fact+arithmetic",)
 KINDS = SIMPLE + TWO + THREE
 TELL = {CALCULATOR: "Compute it.", TRANSLATOR: "Translate it.", LIBRARIAN: "Look up the fact.", CODER: "Transform the word."}
-INTENDED = {"arithmetic": [CALCULATOR], "fact": [LIBRARIAN], "string": [CODER], "number": [TRANSLATOR], "foreign": [TRANSLATOR, CALCULATOR],
-            "fact+arithmetic": [LIBRARIAN, CALCULATOR], "fact+string": [LIBRARIAN, CODER],
+INTENDED = {"arithmetic": [CALCULATOR], "fact": [LIBRARIAN], "string": [CODER], "number": [TRANSLATOR],
+            "foreign": [TRANSLATOR, CALCULATOR], "fact+arithmetic": [LIBRARIAN, CALCULATOR], "fact+string": [LIBRARIAN, CODER],
             "foreign+fact+arithmetic": [TRANSLATOR, LIBRARIAN, CALCULATOR]}
 
 
@@ -45,8 +45,10 @@ def share(problems, pool, workflow_of):
     futures = [submit(workflow_of(p), p.question, pool) for p in problems]
     traces = [f.result() for f in futures]
     assert not any(t.error for t in traces)
-    return {kind: sum(grade(p, t.answer) for p, t in zip(problems, traces) if p.kind == kind) / sum(p.kind == kind for p in problems)
-            for kind in dict.fromkeys(p.kind for p in problems)}
+    right = {}
+    for p, t in zip(problems, traces):
+        right.setdefault(p.kind, []).append(grade(p, t.answer))
+    return {kind: sum(values) / len(values) for kind, values in right.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------
@@ -68,7 +70,7 @@ def world():
 
 
 def test_train_and_test_share_no_expression():
-    """Whatever the sentence around it, an expression is in one split only; every kind is in both, three quarters of it in train."""
+    """Whatever the sentence around it, an expression is in one split only; of every kind about three quarters are in train."""
     train, test = ({(p.kind, expression(p)) for p in load("laptop", split)} for split in ("train", "test"))
     assert {e for _, e in train}.isdisjoint(e for _, e in test)
     for kind in KINDS:
@@ -79,12 +81,12 @@ def test_train_and_test_share_no_expression():
 
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_kinds_take_turns(split):
-    """Any slice of a multiple of the number of kinds, from wherever, holds each kind equally often; the order is always the same."""
+    """Any slice of a multiple of the number of kinds holds each kind equally often; the order is shuffled, and always the same."""
     problems = load("laptop", split, 4000)
     for begin, rounds in [(0, 1), (3, 2), (129, 4), (3000, 100)]:
         counts = Counter(p.kind for p in problems[begin:begin + rounds * len(KINDS)])
         assert counts == dict.fromkeys(KINDS, rounds)
-    assert problems == load("laptop", split)[:4000] and [p.question for p in problems[:80:8]] != sorted(p.question for p in problems[:80:8])
+    assert problems == load("laptop", split)[:4000] and [p.id for p in problems[:80:8]] != sorted(p.id for p in problems[:80:8])
 
 
 def test_no_such_problems():
@@ -97,7 +99,8 @@ def test_no_such_problems():
 @pytest.mark.parametrize("kind, asked, answer", [
     ("arithmetic", "7 * 8", "56"), ("arithmetic", "3 - 9", "-6"), ("arithmetic", "39 + 26", "65"),
     ("fact", "the atomic number of oxygen", "8"), ("fact", "the capital of Peru", "Lima"), ("fact", "element number 26", "iron"),
-    ("string", "silver backwards", "revlis"), ("string", "silver without vowels", "slvr"), ("string", "castle in capitals", "CASTLE"),
+    ("string", "silver backwards", "revlis"), ("string", "silver without vowels", "slvr"),
+    ("string", "castle in capitals", "CASTLE"),
     ("number", "veintitrés", "23"), ("number", "quince", "15"),
     ("foreign", "doce * tres", "36"), ("foreign", "cinco - treinta", "-25"),
     ("fact+arithmetic", "the atomic number of carbon - 10", "-4"), ("fact+arithmetic", "the atomic number of zinc * 2", "60"),
@@ -127,7 +130,7 @@ def test_access_lists_matter(pool):
 
 
 def test_subtasks_matter(pool):
-    """The same workflows with every subtask replaced by a general one solve nothing, and neither do workers told another's trade."""
+    """The same workflows with a general subtask in every step solve nothing, and neither do workers told another's trade."""
     problems = load("laptop", "test", 12 * len(KINDS))
     none = dict.fromkeys(KINDS, 0.0)
     assert share(problems, pool, lambda p: chain(INTENDED[p.kind], lambda w: "Solve the question.")) == none
@@ -168,7 +171,7 @@ def measured(pool):
 
 
 def test_no_worker_alone_and_no_luck_solve_the_world(measured):
-    """Single workers stay at or below 0.35 and random workflows at or below 0.15, over all problems; each specialist knows its trade."""
+    """Over all problems single workers stay at or below 0.35, random workflows at or below 0.15; a specialist knows its trade."""
     problems, systems = measured
     assert list(systems) == ["calculator", "translator", "librarian", "coder", "generalist", "random workflows"]
     scores = {name: accuracies(problems, traces) for name, traces in systems.items()}
@@ -301,7 +304,7 @@ def test_random_workflows_prefer_nothing():
 
 
 def test_the_conductors_workflows_are_run_in_order(pool, monkeypatch):
-    """More problems than fit one batch: each trace stands in its problem's place, text that is no workflow is None, `change` is applied."""
+    """More problems than a batch holds: every trace in its problem's place, None for text that is no workflow, `change` applied."""
     problems = load("laptop", "test", 72)
     kind = {p.question: p.kind for p in problems}
 
@@ -354,8 +357,8 @@ def rows(text):
 def test_table():
     """A row for each system: accuracy over all, mean calls, accuracy by kind, under the right heads."""
     problems = [Problem("", "Q?", "1", kind) for kind in ("arithmetic", "arithmetic", "fact", "fact")]
-    two = trace("1", who=("a", "b"), access=((), (0,)))
-    kinds, lines = rows(table(problems, {"Conductor": [two, two, two, None], "some worker": [trace("2"), trace("1"), trace("2"), trace("2")]}))
+    two, wrong = trace("1", who=("a", "b"), access=((), (0,))), trace("2")
+    kinds, lines = rows(table(problems, {"Conductor": [two, two, two, None], "some worker": [wrong, trace("1"), wrong, wrong]}))
     assert kinds == ["arithmetic", "fact"]
     assert lines == {"Conductor": ["0.750", "1.50", "1.00", "0.50"], "some worker": ["0.250", "1.00", "0.50", "0.00"]}
 
@@ -375,7 +378,8 @@ def test_learned():
     pair = trace("1", who=("librarian", "coder", "coder"), access=((), (0,), (0, 1)), question="Which?", said="hm")
     text = learned(problems, [trace("1"), trace("2"), trace("3", who=("coder",)), pair, None, None])
     first, second = text.split("\ntwo: ")
-    assert first.startswith("one: 1 step, ") and "67%" in first and "calculator, told 'Task 0.': 1" in first and "coder" not in first
+    assert first.startswith("one: 1 step, ") and "67%" in first and "coder" not in first
+    assert "calculator, told 'Task 0.': 1" in first
     head, *steps = second.splitlines()
     assert head.startswith("3 steps") and "Which?" in head
     assert [s.strip() for s in steps] == ["librarian, told 'Task 0.': hm", "coder, told 'Task 1.', seeing step 1: hm",
@@ -389,7 +393,8 @@ def test_learned():
 
 @pytest.mark.parametrize("words, reason", [
     (["--chekpoint=x"], "--checkpoint"), (["--test=many"], "--test=many"), (["--checkpoint={dir}/none"], "{dir}/none"),
-    (["--data=laptot"], "laptop"), (["plot", "{dir}/none"], "{dir}/none"), (["draw"], r"python eval\.py"), (["plot"], r"python eval\.py")])
+    (["--data=laptot"], "laptop"), (["plot", "{dir}/none"], "{dir}/none"),
+    (["draw"], r"python eval\.py"), (["plot"], r"python eval\.py")])
 def test_command_line_refuses(words, reason, tmp_path):
     """A wrong flag, value, word or folder ends the program with one message that names it."""
     with pytest.raises(SystemExit, match=reason.format(dir=tmp_path)):
@@ -398,9 +403,8 @@ def test_command_line_refuses(words, reason, tmp_path):
 
 def test_plot(tmp_path, monkeypatch):
     """A picture of a run if matplotlib is there, else a message that names it."""
-    with open(tmp_path / "metrics.jsonl", "w") as f:
-        f.writelines(json.dumps({"iteration": i, "accuracy": i / 30, "by_kind": {"a": i / 30} | ({"b": 0.5} if i % 2 else {})}) + "\n"
-                     for i in range(30))
+    lines = [{"iteration": i, "accuracy": i / 30, "by_kind": {"a": i / 30} | ({"b": 0.5} if i % 2 else {})} for i in range(30)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     with monkeypatch.context() as m:
         m.setitem(sys.modules, "matplotlib", None)
         with pytest.raises(SystemExit, match="matplotlib"):

@@ -1,4 +1,4 @@
-"""Training as a user meets it: real runs of train.py in processes of their own, from the warm start to the table; and what may go wrong."""
+"""Training as a user meets it: real runs of train.py, from the warm start to the table, in processes of their own; and bad input."""
 import contextlib
 import json
 import math
@@ -27,8 +27,8 @@ from workflow import Step, Workflow, WorkflowError, messages, parse
 
 ROOT = os.path.dirname(os.path.abspath(train.__file__))
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
-SHORT = ["--warm_steps=80", "--warm_batch=16", "--warm_lr=6e-3", "--width=64", "--layers=2", "--iterations=6", "--questions=8", "--rollouts=16",
-         "--max_new_tokens=64", "--lr=1e-3", "--minibatches=4", "--beta=0.1", "--test=8"]
+SHORT = ["--warm_steps=80", "--warm_batch=16", "--warm_lr=6e-3", "--width=64", "--layers=2", "--iterations=6", "--questions=8",
+         "--rollouts=16", "--max_new_tokens=64", "--lr=1e-3", "--minibatches=4", "--beta=0.1", "--test=8"]
 
 
 def launch(*argv):
@@ -112,8 +112,9 @@ def tokenizer():
 
 
 @pytest.mark.parametrize("text", [
-    "", " ", "\n\n", "What is veintitrés * 39?", "  two  spaces\tand a tab\r\n", "naïve café 東京 🙂 \u0000\u200b", 'a "quoted [\'x\'] \\"one\\" \\frac{1}{2}',
-    'model_id = [0, 12]\nsubtasks = ["Work it out.", "New words, 3 \\" of them"]\naccess_list = [[], ["all"], [0, 1]]', "<|im_end|> <|endoftext|>"])
+    "", " ", "\n\n", "What is veintitrés * 39?", "  two  spaces\tand a tab\r\n", "naïve café 東京 🙂 \u0000\u200b",
+    'a "quoted [\'x\'] \\"one\\" \\frac{1}{2}', "<|im_end|> <|endoftext|>",
+    'model_id = [0, 12]\nsubtasks = ["Work it out.", "New words, 3 \\" of them"]\naccess_list = [[], ["all"], [0, 1]]'])
 def test_tiny_tokenizer_round_trip(text, tokenizer):
     """Any text comes back as it was, also such as it was not trained on, and text never becomes a control token."""
     ids = tokenizer.encode(text)
@@ -142,7 +143,8 @@ def test_ablations_rewrite_workflows():
     assert ablate(made(), Settings()) == made() and ablate(made(), Settings()).steps[1].sees_all
     blind = ablate(made(), Settings(access=False))
     assert blind.steps == [Step(3, "A.", []), Step(1, "B.", [])] and not blind.steps[1].sees_all
-    assert ablate(made(), Settings(subtasks=False)).steps == [Step(3, "Solve the question.", []), Step(1, "Solve the question.", [0])]
+    general = ablate(made(), Settings(subtasks=False))
+    assert general.steps == [Step(3, "Solve the question.", []), Step(1, "Solve the question.", [0])]
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------
@@ -188,8 +190,9 @@ def recount(out, iteration, ranks=1):
     def mean(values):
         return pytest.approx(sum(values) / max(len(values), 1))
 
-    assert line["iteration"] == iteration and line["lost"] == len(rows) - len(known) and line["calls"] == sum(t["calls"] for t in ran)
-    assert line["reward"] == mean([row["reward"] for row in known]) and line["accuracy"] == mean([row["reward"] == 1 for row in known])
+    assert (line["iteration"], line["lost"], line["calls"]) == (iteration, len(rows) - len(known), sum(t["calls"] for t in ran))
+    assert line["reward"] == mean([row["reward"] for row in known])
+    assert line["accuracy"] == mean([row["reward"] == 1 for row in known])
     assert line["parsed"] == mean([row["trace"] is not None for row in rows])
     assert line["steps"] == mean([len(t["workflow"]["steps"]) for t in ran])
     for kind, accuracy in line["by_kind"].items():
@@ -204,7 +207,8 @@ def test_metrics_are_what_the_traces_say(trained):
     for i, line in enumerate(metrics(out)):
         rows = recount(out, i)
         assert len(rows) == 128 and len({row["problem"] for row in rows}) == len(line["by_kind"]) == 8 and line["lost"] == 0
-        assert line["gap"] < 1e-4 and all(math.isfinite(line[key]) for key in ("approx_kl", "clipfrac", "kl", "entropy", "grad_norm"))
+        assert line["gap"] < 1e-4
+        assert all(math.isfinite(line[key]) for key in ("approx_kl", "clipfrac", "kl", "entropy", "grad_norm"))
         assert line["tokens_per_second"] > 0 and set(line["seconds"]) == {"sampling", "workers", "training"}
     assert sum(line["calls"] for line in metrics(out)) > 300  # over real HTTP
     seen = [{row["problem"] for row in rollouts(out, i)} for i in range(6)]
@@ -220,11 +224,12 @@ def test_what_a_run_prints(trained):
     assert "warm start: 80 steps" in out and len(re.findall(r"^ +\d/6 reward 0\.\d+ accuracy", out, re.MULTILINE)) == 6
     for system in ("Conductor", "calculator", "translator", "librarian", "coder", "generalist", "random workflows"):
         assert re.search(rf"^{system} +[01]\.\d", out, re.MULTILINE), system
-    assert re.search(r"^[a-z+]+: \d steps?, written for \d+%", out, re.MULTILINE) and re.search(r"^\d+ s from start to end", out, re.MULTILINE)
+    assert re.search(r"^[a-z+]+: \d steps?, written for \d+%", out, re.MULTILINE)
+    assert re.search(r"^\d+ s from start to end", out, re.MULTILINE)
 
 
 def test_the_same_seed_gives_the_same_run(trained):
-    """Two runs with one process: equal metrics but for the times, equal texts and rewards, bit-identical weights, equal test results."""
+    """Two runs with one process: equal metrics but for the times, equal texts, bit-identical weights, equal test results."""
     (a, end_a), (b, end_b) = trained
     assert [timeless(line) for line in metrics(a)] == [timeless(line) for line in metrics(b)]
     for i in range(6):
@@ -245,10 +250,11 @@ def table_of(text):
 
 
 def test_the_checkpoint_loads_in_transformers(checkpoint):
-    """Qwen2ForCausalLM gives our logits, PreTrainedTokenizerFast our ids, the chat template our prompt. (AutoTokenizer gives a Qwen2 model
-    Qwen2's own way of splitting text, whatever tokenizer.json says: of a tiny tokenizer it can only decode.)"""
+    """Qwen2ForCausalLM gives our logits, PreTrainedTokenizerFast our ids, the chat template our prompt. (AutoTokenizer splits the text
+    for a Qwen2 model in Qwen2's own way, whatever tokenizer.json says: with a tiny tokenizer it can only decode.)"""
     from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
-    theirs, ids_of = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), PreTrainedTokenizerFast.from_pretrained(checkpoint)
+    theirs = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    ids_of = PreTrainedTokenizerFast.from_pretrained(checkpoint)
     assert type(theirs).__name__ == "Qwen2ForCausalLM"
     model, tokenizer = Qwen.from_pretrained(checkpoint), Tokenizer.from_pretrained(checkpoint)
     chat = messages("What is veintitrés * 39?", 5, style="short")
@@ -267,17 +273,19 @@ def test_the_programs_take_the_checkpoint(trained, checkpoint):
     """The command that the run ends with shows a workflow; sample.py speaks; eval.py prints the run's own table again."""
     hint = shlex.split(re.search(r"python (workflow\.py .*)", trained[0][1].out)[1])
     assert hint[2] == f"--checkpoint={checkpoint}"
-    conducted, sampled, evaluated = runs(hint, ["sample.py", f"--checkpoint={checkpoint}", "What is 3 + 4?", "--max_new_tokens=16"],
-                                         ["eval.py", f"--checkpoint={checkpoint}", "--test=8"])
+    conducted, sampled, evaluated = runs(
+        hint, ["sample.py", f"--checkpoint={checkpoint}", "What is 3 + 4?", "--max_new_tokens=16"],
+        ["eval.py", f"--checkpoint={checkpoint}", "--test=8"])
     assert conducted.out.startswith(f"Question: {hint[1]}\n") and "\nAnswer: " in conducted.out and " calls, " in conducted.out
-    assert re.search(r"^(calculator|translator|librarian|coder|generalist), model [0-4], sees .*: .+", conducted.out, re.MULTILINE)
+    assert re.search(r"^\w+, model [0-4], sees .*: .+", conducted.out, re.MULTILINE)
     assert sampled.out.strip()
     assert table_of(evaluated.out) == table_of(trained[0][1].out)
 
 
 def test_shuffled_workers_at_the_end(checkpoint, tmp_path):
     """--shuffle seats the workers in another order for the last evaluation: each step goes to who sits there now."""
-    model, tokenizer, pool, said = Qwen.from_pretrained(checkpoint), Tokenizer.from_pretrained(checkpoint), workers.load_pool("local"), {}
+    model, tokenizer = Qwen.from_pretrained(checkpoint), Tokenizer.from_pretrained(checkpoint)
+    pool, said = workers.load_pool("local"), {}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         for shuffle in (False, True):
@@ -305,24 +313,25 @@ def until(condition, process, seconds=120):
 
 @pytest.fixture(scope="module")
 def continued(checkpoint, tmp_path_factory):
-    """(one, its end, two, its end): one process that is interrupted after its first iteration, and one iteration on two ranks, both
-    from the checkpoint above; before the first, another run stood in its folder."""
+    """(one, its end, two, its end): one process that is interrupted after its first iteration, in whose folder another run stood, and
+    one iteration on two ranks; both from the checkpoint above."""
     one, two = (str(tmp_path_factory.mktemp("more") / "out") for _ in range(2))
     os.makedirs(one)
     with open(f"{one}/metrics.jsonl", "w") as f:
         f.write("earlier\n")
     how = ["--preset=laptop", f"--init_from={checkpoint}", "--questions=8", "--rollouts=8", "--test=8", "--max_new_tokens=64",
            "--minibatches=1", "--warmup=0", "--seed=5"]
-    both = launch("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", *how, "--iterations=1", f"--out={two}")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    both = launch(*torchrun, "train.py", *how, "--iterations=1", f"--out={two}")
     process = launch("train.py", *how, "--iterations=4000", f"--out={one}")
     until(lambda: os.path.exists(f"{one}.1") and os.path.exists(f"{one}/metrics.jsonl") and metrics(one), process)
     process.send_signal(signal.SIGINT)
     return one, Ended(process), two, Ended(both)
 
 
-def test_ctrl_c_saves_and_says_so(continued):
-    """The run stops after its iteration with a checkpoint, one message and no traceback; the server of its specialists is gone, or
-    its end of stderr would still be open."""
+def test_ctrl_c_saves_and_says_so(continued, checkpoint):
+    """The run stops after its iteration with a checkpoint, one message and no traceback; the specialists' server is gone, or its end
+    of stderr would still be open."""
     out, end, *_ = continued
     lines = metrics(out)
     assert end.status == 1 and 1 <= len(lines) < 4000
@@ -330,9 +339,8 @@ def test_ctrl_c_saves_and_says_so(continued):
     assert "Traceback" not in end.err + end.out and sum(line["calls"] for line in lines) > 0
     for i in range(len(lines)):
         recount(out, i)
-    before, after = Qwen.from_pretrained(json.load(open(f"{out}/settings.json"))["init_from"]), Qwen.from_pretrained(f"{out}/checkpoint")
-    change = max((a - b).abs().max().item() for a, b in zip(before.parameters(), after.parameters()))
-    assert 0 < change < 0.1
+    before, after = Qwen.from_pretrained(checkpoint), Qwen.from_pretrained(f"{out}/checkpoint")
+    assert 0 < max((a - b).abs().max().item() for a, b in zip(before.parameters(), after.parameters())) < 0.1
 
 
 def test_an_earlier_run_is_kept_under_a_number(continued):
@@ -372,7 +380,7 @@ def test_two_ranks_do_what_one_does(continued):
 
 
 class Moody(workers.Handler):
-    """The specialists, who answer 400 to a share of what they are asked: /30/v1 to 30 %, always the same; /100/v1 to all but the hello."""
+    """The specialists, who answer 400 to a share of what they are asked: at /30/v1 to 30 %, at /100/v1 to all, but to a hello."""
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -403,13 +411,14 @@ def moody(tmp_path_factory):
 def faulty(checkpoint, moody):
     """(out at 30 %, out at 100 %, ends): runs from the checkpoint above. The second has no KL term, and the ablations."""
     folder, _ = moody
-    how = ["train.py", "--preset=laptop", f"--init_from={checkpoint}", "--questions=8", "--rollouts=8", "--test=8", "--max_new_tokens=64"]
-    ends = runs([*how, f"--pool={folder}/30.json", f"--out={folder}/30", "--iterations=3"],
-                [*how, f"--pool={folder}/100.json", f"--out={folder}/100", "--iterations=2", "--beta=0", "--access=false", "--subtasks=false"])
+    def command(per_cent, *more):
+        return ["train.py", "--preset=laptop", f"--init_from={checkpoint}", f"--pool={folder}/{per_cent}.json", f"--out={folder}/{per_cent}",
+                "--questions=8", "--rollouts=8", "--test=8", "--max_new_tokens=64", *more]
+    ends = runs(command(30, "--iterations=3"), command(100, "--iterations=2", "--beta=0", "--access=false", "--subtasks=false"))
     return f"{folder}/30", f"{folder}/100", ends
 
 
-def test_lost_rollouts_are_counted_and_training_goes_on(faulty):
+def test_lost_rollouts_are_counted_and_training_goes_on(faulty, checkpoint):
     """With 30 % of calls failing, rollouts are lost and counted, have no reward, and are in no mean; the weights are trained."""
     out, _, [end, _] = faulty
     for i, line in enumerate(metrics(out)):
@@ -417,23 +426,20 @@ def test_lost_rollouts_are_counted_and_training_goes_on(faulty):
         assert 0 < len(lost) == line["lost"] < 64 and line["grad_norm"] > 0 and math.isfinite(line["grad_norm"])
         assert all("not in the mood" in row["trace"]["error"] and "(attempt 1," in row["trace"]["error"] for row in lost)
         assert f"lost {line['lost']} " in end.out
-    assert len(metrics(out)) == 3
-    start = json.load(open(f"{out}/settings.json"))["init_from"]
-    assert weights(out) != weights(os.path.dirname(start))
+    assert len(metrics(out)) == 3 and weights(out) != weights(os.path.dirname(checkpoint))
 
 
-def test_what_is_lost_teaches_nothing(faulty):
+def test_what_is_lost_teaches_nothing(faulty, checkpoint):
     """With every call failing, what parses is lost and what does not is all alike: not one bit of the weights moves."""
     _, out, _ = faulty
     for i, line in enumerate(metrics(out)):
         recount(out, i)
         assert line["lost"] == round(line["parsed"] * 64) > 0 and line["reward"] == line["accuracy"] == line["calls"] == 0
-    start = json.load(open(f"{out}/settings.json"))["init_from"]
-    assert weights(out) == weights(os.path.dirname(start))
+    assert weights(out) == weights(os.path.dirname(checkpoint))
 
 
 def test_what_is_trained_on(checkpoint, moody, monkeypatch):
-    """Every rollout that was not lost is trained on once, with the sampled tokens and the advantage of its group without the lost ones."""
+    """Every rollout that was not lost is trained on once, as sampled, with its advantage in the group of those that were not lost."""
     folder, seen = moody[0], []
 
     def spy(model, optimizer, episodes, *how):
@@ -443,8 +449,8 @@ def test_what_is_trained_on(checkpoint, moody, monkeypatch):
     update, handlers = train.update, {sig: signal.getsignal(sig) for sig in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.setattr(train, "update", spy)
     try:
-        train.main(["--preset=laptop", f"--init_from={checkpoint}", f"--pool={folder}/30.json", f"--out={folder}/spied", "--iterations=1",
-                    "--questions=8", "--rollouts=10", "--minibatches=3", "--test=1", "--max_new_tokens=64"])
+        train.main(["--preset=laptop", f"--init_from={checkpoint}", f"--pool={folder}/30.json", f"--out={folder}/spied",
+                    "--iterations=1", "--questions=8", "--rollouts=10", "--minibatches=3", "--test=1", "--max_new_tokens=64"])
     finally:
         for sig, handler in handlers.items():
             signal.signal(sig, handler)
@@ -454,13 +460,14 @@ def test_what_is_trained_on(checkpoint, moody, monkeypatch):
         mean = sum(rewards) / max(len(rewards), 1)
         std = (sum((r - mean) ** 2 for r in rewards) / max(len(rewards), 1)) ** 0.5
         expected += [(row["text"], (row["reward"] - mean) / std if std else 0.0) for row in group if row["reward"] is not None]
-    (got_texts, got), (texts, wanted) = zip(*sorted((tokenizer.decode(e.tokens), e.advantage) for e in seen)), zip(*sorted(expected))
-    assert 0 < len(seen) < 80 and got_texts == texts and got == pytest.approx(wanted, abs=1e-5)
+    texts, got = zip(*sorted((tokenizer.decode(e.tokens), e.advantage) for e in seen))
+    written, wanted = zip(*sorted(expected))
+    assert 0 < len(seen) < 80 and texts == written and got == pytest.approx(wanted, abs=1e-5)
     assert sum(e.tokens[-1] == tokenizer.eos_id for e in seen) > 40 and all(len(e.tokens) == len(e.logprobs) for e in seen)
 
 
 def test_ablations_reach_the_workers(faulty, moody):
-    """With --access=false --subtasks=false a worker gets one turn with the question and the general subtask, in training and at the end."""
+    """With --access=false --subtasks=false every worker gets one turn, with the question and the general subtask."""
     (_, out, _), (_, asked) = faulty, moody
     chats = [chat for per_cent, chat in asked if per_cent == 100 and chat[-1]["content"].startswith("Question:")]
     steps = sum(len(row["trace"]["workflow"]["steps"]) for i in range(2) for row in rollouts(out, i) if row["trace"])
@@ -486,7 +493,8 @@ REFUSED = {
     "worker down": (["--pool={tmp}/down.json"], ["carpenter"]),
     "no room": (["--out={tmp}/file/out"], ["{tmp}/file"]),
 }
-TINY = ["--warm_steps=1", "--warm_batch=2", "--width=16", "--layers=1", "--iterations=1", "--questions=2", "--rollouts=2", "--test=1"]
+TINY = ["--warm_steps=1", "--warm_batch=2", "--width=16", "--layers=1", "--iterations=1", "--questions=2", "--rollouts=2",
+        "--test=1"]
 
 
 @pytest.fixture(scope="module")
@@ -496,8 +504,8 @@ def refused(tmp_path_factory):
     (tmp / "half").mkdir()
     (tmp / "half" / "config.json").write_text('{"model_type": "qwen2"}')
     (tmp / "file").write_text("in the way")
-    (tmp / "down.json").write_text(json.dumps([{"name": "carpenter", "protocol": "openai", "model": "m", "base_url": "http://127.0.0.1:9/v1",
-                                                "attempts": 1}]))
+    down = {"name": "carpenter", "protocol": "openai", "model": "m", "base_url": "http://127.0.0.1:9/v1", "attempts": 1}
+    (tmp / "down.json").write_text(json.dumps([down]))
 
     def call(case):
         argv = ["--preset=laptop", f"--out={tmp}/{case}", *TINY, *REFUSED[case][0]]
@@ -517,8 +525,8 @@ def test_train_refuses(case, refused):
     assert all(name.format(tmp=tmp) in end.err for name in names), end.err
 
 
-@pytest.mark.parametrize("word, names", [("--preset=lapdog", "laptop, paper"), ("laptop", "'laptop'"), ("--rollouts=0", "--rollouts=0"),
-                                         ("--iterations=-1", "--iterations=-1")])
+@pytest.mark.parametrize("word, names", [("--preset=lapdog", "laptop, paper"), ("laptop", "'laptop'"),
+                                         ("--rollouts=0", "--rollouts=0"), ("--iterations=-1", "--iterations=-1")])
 def test_main_refuses(word, names):
     """As above, but cheaper: what ends before any process group begins."""
     with pytest.raises(SystemExit, match=names):
@@ -541,7 +549,8 @@ def test_ctrl_c_in_the_last_evaluation(checkpoint, tmp_path):
     until(lambda: os.path.exists(tmp_path / "out" / "checkpoint"), process)
     process.send_signal(signal.SIGINT)
     end = Ended(process)
-    assert end.status == 1 and f"{tmp_path}/out/checkpoint" in end.err and "Traceback" not in end.err and "Conductor  " not in end.out
+    assert end.status == 1 and f"{tmp_path}/out/checkpoint" in end.err and "Traceback" not in end.err
+    assert "Conductor  " not in end.out
     assert weights(tmp_path / "out") and len(metrics(tmp_path / "out")) == 1
 
 
