@@ -7,6 +7,7 @@ The laptop world's problems are generated here: some need one of the local speci
 order and with the right access lists. Read train.py next.
 """
 import json
+import math
 import os
 import random
 import re
@@ -177,7 +178,8 @@ def table(problems: list[Problem], systems: dict[str, list[Trace | None]]) -> st
     lines = [f"{f'accuracy, {len(problems)} problems':<24}{'all':>6}{'calls':>7}  " + "  ".join(kinds)]
     for name, traces in systems.items():
         share, calls = accuracies(problems, traces), sum(t.calls for t in traces if t) / len(traces)
-        lines.append(f"{name:<24}{share.get('all', 0):6.3f}{calls:7.2f}  " + "  ".join(f"{share.get(k, 0):{len(k)}.2f}" for k in kinds))
+        cells = [f"{share[k]:{len(k)}.2f}" if k in share else f"{'?':>{len(k)}}" for k in kinds]  # ?: all its calls were lost
+        lines.append(f"{name:<24}{share['all'] if share else math.nan:6.3f}{calls:7.2f}  " + "  ".join(cells))
     return "\n".join(lines)
 
 
@@ -190,7 +192,7 @@ def learned(problems: list[Problem], traces: list[Trace | None]) -> str:
             shapes.setdefault(p.kind, {}).setdefault(shape, []).append(t)
     for kind, found in shapes.items():
         t, *others = max(found.values(), key=len)
-        share = (1 + len(others)) / sum(map(len, found.values()))
+        share = (1 + len(others)) / sum(p.kind == kind for p in problems)
         lines.append(f"{kind}: {len(t.workers)} step{'s'[:len(t.workers) > 1]}, written for {share:.0%}.  {t.question}")
         for step, worker, response in zip(t.workflow.steps, t.workers, t.responses):
             sees = f", seeing step{'s'[:len(step.access) > 1]} {' and '.join(str(i + 1) for i in step.access)}" if step.access else ""
@@ -205,6 +207,8 @@ def plot(folder: str):
     import matplotlib.pyplot as plt
     with open(os.path.join(folder, "metrics.jsonl")) as f:
         lines = [json.loads(line) for line in f]
+    if not lines:
+        raise ValueError(f"{folder}/metrics.jsonl is empty: the run has not finished an iteration")
 
     def smooth(values, span=10):  # mean of the last `span`
         return [sum(values[max(0, i - span + 1):i + 1]) / len(values[max(0, i - span + 1):i + 1]) for i in range(len(values))]
@@ -223,7 +227,7 @@ def plot(folder: str):
 class Settings:
     checkpoint: str = "out/laptop/checkpoint"
     data: str = "laptop"
-    test: int = 256  # problems
+    test: int = 224  # problems
     pool: str = "local"
     shuffle: bool = False  # every worker has another's number: what a Conductor knows of its workers is gone
 
@@ -244,7 +248,7 @@ def main(argv):
         seated = pool[1:] + pool[:1] if s.shuffle else pool
         traces = conduct(model, tokenizer, problems, seated, plan["style"], plan["max_steps"], plan["max_new_tokens"])
         print(table(problems, {"Conductor": traces, **baselines(problems, pool, plan["max_steps"])}) + "\n\n" + learned(problems, traces))
-    except (OSError, ValueError, ImportError) as e:
+    except (OSError, ValueError, ImportError, WorkerError) as e:
         raise SystemExit(f"{type(e).__name__}: {e}") from None
     except KeyboardInterrupt:
         raise SystemExit("interrupted") from None

@@ -64,7 +64,7 @@ class Settings:
     warm_steps: int = 400
     warm_batch: int = 32
     warm_lr: float = 6e-3
-    test: int = 256  # held-out problems, at the end
+    test: int = 224  # held-out problems, at the end
     # ablations (README)
     access: bool = True  # False: access lists are forced empty
     subtasks: bool = True  # False: every subtask reads "Solve the question."
@@ -240,6 +240,7 @@ def everyone(mine: list) -> list:
 def preflight(s: Settings):
     """What would fail late fails here, all of it at once, and every worker is asked for a word. Returns the pool's address."""
     lacks = []
+    messages("", 1, s.max_steps, style=s.style)  # knows the styles
     if s.preset == "paper":
         gpus = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
         if sum(memory > 75e9 for memory in gpus) < 2 or dist.get_world_size() < 2:
@@ -254,8 +255,11 @@ def preflight(s: Settings):
     lacks += [f"${w.api_key_env} for {w.name}" for w in pool if w.api_key_env and not os.environ.get(w.api_key_env)]
     if lacks:
         raise SystemExit(f"the run lacks {'; '.join(lacks)}. The laptop world needs nothing: --preset=laptop")
-    if s.questions < dist.get_world_size():
-        raise SystemExit(f"--questions={s.questions} are fewer than the {dist.get_world_size()} processes")
+    for key in ("questions", "warm_batch"):
+        if getattr(s, key) < dist.get_world_size():
+            raise SystemExit(f"--{key}={getattr(s, key)}: expected at least one for each of the {dist.get_world_size()} processes")
+    if s.width % 8:
+        raise SystemExit(f"--width={s.width}: expected a multiple of 8, for 4 heads of an even size")
     for worker in pool:
         worker.chat([{"role": "user", "content": "Say hello."}])
     return pool[0].base_url
@@ -263,6 +267,7 @@ def preflight(s: Settings):
 
 def make_room(s: Settings):
     """An earlier run in --out is kept, under the next free number."""
+    s.out = os.path.normpath(s.out)
     if os.path.exists(os.path.join(s.out, "metrics.jsonl")):
         kept = next(f"{s.out}.{i}" for i in itertools.count(1) if not os.path.exists(f"{s.out}.{i}"))
         os.rename(s.out, kept)
@@ -345,9 +350,9 @@ def main(argv):
         setattr(s, key, value)
     if words := configure(s, argv):
         raise SystemExit(f"train.py takes --key=value settings only, not {words[0]!r}")
-    for key in ("iterations", "questions", "rollouts", "max_new_tokens", "minibatches", "test"):
-        if getattr(s, key) < 1:
-            raise SystemExit(f"--{key}={getattr(s, key)}: expected at least 1")
+    for key, value in asdict(s).items():
+        if type(value) in (int, float) and not (0 < value < math.inf or value == 0 and key in ("seed", "beta", "warmup", "warm_steps")):
+            raise SystemExit(f"--{key}={value}: expected a number above 0")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if "RANK" in os.environ:  # set by torchrun
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
@@ -358,7 +363,9 @@ def main(argv):
     try:
         train(s, device)
     except KeyboardInterrupt:
-        raise SystemExit("interrupted before the first iteration: nothing is lost" if dist.get_rank() == 0 else 1) from None
+        saved = os.path.join(s.out, "checkpoint")
+        kept = f"the checkpoint is in {saved}" if os.path.exists(saved) else "nothing had been learned"
+        raise SystemExit(f"interrupted; {kept}" if dist.get_rank() == 0 else 1) from None
     finally:
         dist.destroy_process_group()
 
@@ -370,11 +377,12 @@ def train(s: Settings, device: str):
     url = on_rank0(lambda: preflight(s))
     pool = load_pool(s.pool, local_url=url)  # one server of local specialists for all ranks
     problems, test = load(s.data, "train"), load(s.data, "test", s.test)
-    on_rank0(lambda: make_room(s))
-    if s.init_from:
-        tokenizer, model = Tokenizer.from_pretrained(s.init_from), Qwen.from_pretrained(s.init_from)
-    else:
-        model, tokenizer = tiny_conductor(s, problems, len(pool))
+    try:
+        model, tokenizer = ((Qwen.from_pretrained(s.init_from), Tokenizer.from_pretrained(s.init_from)) if s.init_from else
+                            tiny_conductor(s, problems, len(pool)))
+    except (OSError, ValueError) as e:
+        raise SystemExit(f"train.py: {e}" if rank == 0 else 1) from None
+    on_rank0(lambda: make_room(s))  # only now: init_from may be an earlier run in the same place
     config = model.config
     model = shard(model, device)
     say(f"{sum(p.numel() for p in model.parameters()):,} parameters on {world} x {device}, {len(problems):,} problems, "
@@ -391,8 +399,13 @@ def train(s: Settings, device: str):
     optimizer = torch.optim.AdamW(model.parameters(), lr=s.lr, betas=(0.9, s.beta2), weight_decay=0.0, fused=True)
 
     stopping = []
-    for sig in (signal.SIGINT, signal.SIGTERM):  # stop after the iteration, with a checkpoint; torchrun passes them on a second time
-        signal.signal(sig, lambda *_: stopping.append(1))
+
+    def stop(*_):  # after the iteration, with a checkpoint; torchrun sends the signal a second time
+        if not stopping:
+            say("stopping after this iteration …")
+        stopping.append(1)
+
+    handlers = {sig: signal.signal(sig, stop) for sig in (signal.SIGINT, signal.SIGTERM)}
     bar = tqdm(total=s.iterations * s.questions * s.rollouts // world, desc="rollouts of rank 0", disable=None if rank == 0 else True)
     for it in range(s.iterations):
         batch = [problems[i % len(problems)] for i in range(it * s.questions, (it + 1) * s.questions)]
@@ -410,11 +423,14 @@ def train(s: Settings, device: str):
         seconds["training"] = time.perf_counter() - begun
         write_traces(s, it, rank, groups)
         record(s, it, everyone([r for group in groups for r in summary(group)]), stats, seconds, say)
-        if reduce([len(stopping)], dist.ReduceOp.MAX, device)[0]:
+        [stopped] = reduce([len(stopping)], dist.ReduceOp.MAX, device)  # on any rank: they leave together
+        if stopped:
             break
     bar.close()
     save(s, model, config, tokenizer, len(pool))
-    if it + 1 < s.iterations or stopping:
+    for sig, handler in handlers.items():
+        signal.signal(sig, handler)
+    if stopped:
         raise SystemExit(f"stopped after iteration {it + 1}; the checkpoint is in {s.out}/checkpoint" if rank == 0 else 1)
     gather(sampler, model)
     finish(s, sampler, tokenizer, test, pool, say)

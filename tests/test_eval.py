@@ -1,4 +1,4 @@
-"""The laptop world: its problems, who can solve them, the grader, the tables. The specialists are the real ones, over real HTTP."""
+"""The laptop world: its problems, who can solve them, the grader, the tables. The specialists are real, over real HTTP."""
 import io
 import itertools
 import json
@@ -81,7 +81,7 @@ def test_train_and_test_share_no_expression():
 
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_kinds_take_turns(split):
-    """Any slice of a multiple of the number of kinds holds each kind equally often; the order is shuffled, and always the same."""
+    """Any slice of a multiple of the number of kinds holds each kind equally often; the order is shuffled, always alike."""
     problems = load("laptop", split, 4000)
     for begin, rounds in [(0, 1), (3, 2), (129, 4), (3000, 100)]:
         counts = Counter(p.kind for p in problems[begin:begin + rounds * len(KINDS)])
@@ -304,7 +304,7 @@ def test_random_workflows_prefer_nothing():
 
 
 def test_the_conductors_workflows_are_run_in_order(pool, monkeypatch):
-    """More problems than a batch holds: every trace in its problem's place, None for text that is no workflow, `change` applied."""
+    """More problems than a batch holds: each trace in its problem's place, None for what is no workflow, `change` applied."""
     problems = load("laptop", "test", 72)
     kind = {p.question: p.kind for p in problems}
 

@@ -1,4 +1,4 @@
-"""Training as a user meets it: real runs of train.py, from the warm start to the table, in processes of their own; and bad input."""
+"""Training as a user meets it: real runs of train.py in processes of their own, from the warm start to the table; bad input."""
 import contextlib
 import json
 import math
@@ -250,7 +250,7 @@ def table_of(text):
 
 
 def test_the_checkpoint_loads_in_transformers(checkpoint):
-    """Qwen2ForCausalLM gives our logits, PreTrainedTokenizerFast our ids, the chat template our prompt. (AutoTokenizer splits the text
+    """Qwen2ForCausalLM gives our logits, PreTrainedTokenizerFast our ids, the chat template our prompt. (AutoTokenizer splits text
     for a Qwen2 model in Qwen2's own way, whatever tokenizer.json says: with a tiny tokenizer it can only decode.)"""
     from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
     theirs = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
@@ -313,8 +313,8 @@ def until(condition, process, seconds=120):
 
 @pytest.fixture(scope="module")
 def continued(checkpoint, tmp_path_factory):
-    """(one, its end, two, its end): one process that is interrupted after its first iteration, in whose folder another run stood, and
-    one iteration on two ranks; both from the checkpoint above."""
+    """(one, its end, two, its end): one process that is interrupted after its first iteration, in whose folder another run stood,
+    and one iteration on two ranks; both from the checkpoint above."""
     one, two = (str(tmp_path_factory.mktemp("more") / "out") for _ in range(2))
     os.makedirs(one)
     with open(f"{one}/metrics.jsonl", "w") as f:
@@ -330,8 +330,8 @@ def continued(checkpoint, tmp_path_factory):
 
 
 def test_ctrl_c_saves_and_says_so(continued, checkpoint):
-    """The run stops after its iteration with a checkpoint, one message and no traceback; the specialists' server is gone, or its end
-    of stderr would still be open."""
+    """The run stops after its iteration with a checkpoint, one message and no traceback; the specialists' server is gone, or its
+    end of stderr would still be open."""
     out, end, *_ = continued
     lines = metrics(out)
     assert end.status == 1 and 1 <= len(lines) < 4000
@@ -350,6 +350,17 @@ def test_an_earlier_run_is_kept_under_a_number(continued):
         assert f.read() == "earlier\n"
     assert f"the earlier run in {out} is now {out}.1" in end.out
     assert metrics(out)[0]["iteration"] == 0
+
+
+def test_earlier_runs_are_numbered_on(tmp_path):
+    """The next free number is taken, also where --out ends in a slash; a folder without a run in it is used as it is."""
+    (tmp_path / "out.1").mkdir()
+    for name, kept in [("out", None), ("out", "out.2"), ("out/", "out.3")]:
+        train.make_room(Settings(out=f"{tmp_path}/{name}"))
+        assert sorted(os.listdir(tmp_path / "out")) == ["settings.json", "traces"]
+        assert kept is None or (tmp_path / kept / "metrics.jsonl").exists()
+        (tmp_path / "out" / "metrics.jsonl").touch()
+    assert sorted(os.listdir(tmp_path)) == ["out", "out.1", "out.2", "out.3"]
 
 
 def test_two_ranks_do_what_one_does(continued):
@@ -412,8 +423,8 @@ def faulty(checkpoint, moody):
     """(out at 30 %, out at 100 %, ends): runs from the checkpoint above. The second has no KL term, and the ablations."""
     folder, _ = moody
     def command(per_cent, *more):
-        return ["train.py", "--preset=laptop", f"--init_from={checkpoint}", f"--pool={folder}/{per_cent}.json", f"--out={folder}/{per_cent}",
-                "--questions=8", "--rollouts=8", "--test=8", "--max_new_tokens=64", *more]
+        return ["train.py", "--preset=laptop", f"--init_from={checkpoint}", f"--pool={folder}/{per_cent}.json",
+                f"--out={folder}/{per_cent}", "--questions=8", "--rollouts=8", "--test=8", "--max_new_tokens=64", *more]
     ends = runs(command(30, "--iterations=3"), command(100, "--iterations=2", "--beta=0", "--access=false", "--subtasks=false"))
     return f"{folder}/30", f"{folder}/100", ends
 
@@ -438,22 +449,28 @@ def test_what_is_lost_teaches_nothing(faulty, checkpoint):
     assert weights(out) == weights(os.path.dirname(checkpoint))
 
 
-def test_what_is_trained_on(checkpoint, moody, monkeypatch):
-    """Every rollout that was not lost is trained on once, as sampled, with its advantage in the group of those that were not lost."""
+@pytest.fixture
+def in_process(monkeypatch):
+    """train.main may be called here: it finds no GPU, and the signal handlers that it sets are taken back."""
+    handlers = {sig: signal.getsignal(sig) for sig in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    yield
+    for sig, handler in handlers.items():
+        signal.signal(sig, handler)
+
+
+def test_what_is_trained_on(checkpoint, moody, monkeypatch, in_process):
+    """Every rollout that was not lost is trained on once, as sampled, with its advantage among those of its group not lost."""
     folder, seen = moody[0], []
 
-    def spy(model, optimizer, episodes, *how):
+    def spy(model, optimizer, episodes, *how, **more):
         seen.extend(episodes)
-        return update(model, optimizer, episodes, *how)
+        return update(model, optimizer, episodes, *how, **more)
 
-    update, handlers = train.update, {sig: signal.getsignal(sig) for sig in (signal.SIGINT, signal.SIGTERM)}
+    update = train.update
     monkeypatch.setattr(train, "update", spy)
-    try:
-        train.main(["--preset=laptop", f"--init_from={checkpoint}", f"--pool={folder}/30.json", f"--out={folder}/spied",
-                    "--iterations=1", "--questions=8", "--rollouts=10", "--minibatches=3", "--test=1", "--max_new_tokens=64"])
-    finally:
-        for sig, handler in handlers.items():
-            signal.signal(sig, handler)
+    train.main(["--preset=laptop", f"--init_from={checkpoint}", f"--pool={folder}/30.json", f"--out={folder}/spied",
+                "--iterations=1", "--questions=8", "--rollouts=10", "--minibatches=3", "--test=1", "--max_new_tokens=64"])
     tokenizer, rows, expected = Tokenizer.from_pretrained(checkpoint), recount(f"{folder}/spied", 0), []
     for group in (rows[i:i + 10] for i in range(0, 80, 10)):
         rewards = [row["reward"] for row in group if row["reward"] is not None]
@@ -486,10 +503,6 @@ REFUSED = {
     "paper without GPUs": (["--preset=paper"], ["--preset=laptop", "GPU"]),
     "no checkpoint, no problems": (["--init_from={tmp}/none", "--data=lapdog"], ["--init_from={tmp}/none", "lapdog"]),
     "half a checkpoint": (["--init_from={tmp}/half"], ["{tmp}/half"]),
-    "unknown style": (["--style=shrt"], ["shrt"]),
-    "odd width": (["--width=30"], ["--width=30"]),
-    "no steps": (["--max_steps=0"], ["--max_steps=0"]),
-    "greedy": (["--temperature=0"], ["--temperature"]),
     "worker down": (["--pool={tmp}/down.json"], ["carpenter"]),
     "no room": (["--out={tmp}/file/out"], ["{tmp}/file"]),
 }
@@ -525,12 +538,14 @@ def test_train_refuses(case, refused):
     assert all(name.format(tmp=tmp) in end.err for name in names), end.err
 
 
-@pytest.mark.parametrize("word, names", [("--preset=lapdog", "laptop, paper"), ("laptop", "'laptop'"),
-                                         ("--rollouts=0", "--rollouts=0"), ("--iterations=-1", "--iterations=-1")])
-def test_main_refuses(word, names):
-    """As above, but cheaper: what ends before any process group begins."""
+@pytest.mark.parametrize("word, names", [
+    ("--preset=lapdog", "laptop, paper"), ("laptop", "'laptop'"), ("--rollouts=0", "--rollouts=0"),
+    ("--iterations=-1", "--iterations=-1"), ("--style=shrt", "shrt"), ("--width=30", "--width=30"),
+    ("--max_steps=0", "--max_steps=0"), ("--temperature=0", "--temperature=0"), ("--warm_batch=0", "--warm_batch=0")])
+def test_main_refuses(word, names, tmp_path, in_process):
+    """As above, without a process of its own."""
     with pytest.raises(SystemExit, match=names):
-        train.main(["--preset=laptop", word])
+        train.main(["--preset=laptop", f"--out={tmp_path}/out", *TINY, word])
 
 
 def test_ctrl_c_in_the_warm_start(tmp_path):
@@ -555,10 +570,10 @@ def test_ctrl_c_in_the_last_evaluation(checkpoint, tmp_path):
 
 
 def test_a_run_may_start_from_the_checkpoint_in_its_own_folder(trained, tmp_path):
-    """`--init_from=OUT/checkpoint --out=OUT/`: the earlier run moves aside, and its checkpoint is what is loaded."""
+    """`--init_from=OUT/checkpoint --out=OUT`: the earlier run moves aside, and its checkpoint is what is loaded."""
     out = tmp_path / "out"
     out.mkdir()
     (out / "metrics.jsonl").write_text("earlier\n")
     os.symlink(f"{trained[1][0]}/checkpoint", out / "checkpoint")
-    [end] = runs(["train.py", "--preset=laptop", f"--out={out}/", f"--init_from={out}/checkpoint", *TINY, "--max_new_tokens=48"])
+    [end] = runs(["train.py", "--preset=laptop", f"--out={out}", f"--init_from={out}/checkpoint", *TINY, "--max_new_tokens=48"])
     assert (tmp_path / "out.1" / "metrics.jsonl").read_text() == "earlier\n" and len(metrics(out)) == 1
