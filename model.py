@@ -1,6 +1,6 @@
 """Qwen2.5 in PyTorch: the config, the layers, the tokenizer with its chat template, Hugging Face checkpoints in and out.
 
-    python model.py DIR        describe a checkpoint folder
+    python model.py Qwen/Qwen2.5-7B-Instruct      fetch a checkpoint into models/ and describe it; a folder is only described
 
 The modules carry Hugging Face's names, so that a state dict *is* a checkpoint. The model owns weights and positions only: who
 attends to what is a function, `attend`, that the caller may replace. Generation (sample.py) passes one that reads a KV cache, and
@@ -8,18 +8,27 @@ training (grpo.py) one that shares the prompt between rollouts; both then run th
 """
 import dataclasses
 import difflib
+import errno
+import functools
 import glob
+import hashlib
 import json
 import os
+import re
+import shutil
 import sys
+import time
 from dataclasses import dataclass
+from urllib.parse import quote
 
+import requests
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer as BPE
+from tqdm import tqdm
 
 # ---------------------------------------------------------------------------------------------------------------------------------
 # Settings: every file's command line is a dataclass and `--key=value` words
@@ -222,20 +231,24 @@ class Qwen(nn.Module):
 # Checkpoints in Hugging Face's layout
 
 
-def read_tensors(path: str, model: Qwen):
-    """Yield (name, tensor) for each parameter of `model` (which may be on the meta device) from a folder, one or many safetensors files."""
-    index, single = os.path.join(path, "model.safetensors.index.json"), os.path.join(path, "model.safetensors")
+def weight_files(path: str) -> list[str]:
+    """Names of the safetensors files of a folder: those its index lists, or the only one."""
+    index = os.path.join(path, "model.safetensors.index.json")
     if os.path.exists(index):
         with open(index) as f:
             files = sorted(set(json.load(f)["weight_map"].values()))
-    elif os.path.exists(single):
-        files = ["model.safetensors"]
-    else:
-        raise FileNotFoundError(f"{path} holds neither model.safetensors nor model.safetensors.index.json")
+        if wandering := [file for file in files if os.path.basename(file) != file]:
+            raise ValueError(f"{index} points outside its folder: {wandering[0]}")
+        return files
+    if os.path.exists(os.path.join(path, "model.safetensors")):
+        return ["model.safetensors"]
+    raise FileNotFoundError(f"{path} holds neither model.safetensors nor model.safetensors.index.json")
+
+
+def read_tensors(path: str, model: Qwen):
+    """Yield (name, tensor) for each parameter of `model` (which may be on the meta device) from a folder, one or many safetensors files."""
     wanted = dict(model.named_parameters())  # the tied head is listed once, as the embedding
-    for file in files:
-        if os.path.basename(file) != file:
-            raise ValueError(f"{index} points outside its folder: {file}")
+    for file in weight_files(path):
         with safe_open(os.path.join(path, file), framework="pt") as f:
             for name in f.keys():
                 if name == "lm_head.weight" and model.config.tie_word_embeddings:
@@ -288,6 +301,93 @@ def write_json(file: str, value):
     with open(file + ".tmp", "w") as f:
         json.dump(value, f, indent=2, ensure_ascii=False)
     os.replace(file + ".tmp", file)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# Checkpoints from the Hugging Face hub
+
+
+def fetch(name: str) -> str:
+    """The folder of a checkpoint, fit for --checkpoint and --init_from: `name` itself if it is a folder, otherwise models/NAME under the
+    current directory, downloaded from $HF_ENDPOINT (default https://huggingface.co) unless it is there.
+
+    Files arrive in models/NAME.part, renamed once all are there: models/NAME is whole. After a failure call again, and it resumes.
+    $HF_TOKEN goes to the hub alone. OSError says what failed and what to do, ValueError what in config.json is not Qwen2."""
+    if os.path.isdir(name):
+        return name
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+        raise FileNotFoundError(f"{name} is neither a folder here nor a repository's name, like Qwen/Qwen2.5-7B-Instruct")
+    folder = os.path.join("models", name)
+    if os.path.isdir(folder):
+        return folder
+    with requests.Session() as hub:
+        hub.headers["Accept-Encoding"] = "identity"  # compressed, a body has another size than its file
+        if token := os.environ.get("HF_TOKEN", "").strip():
+            hub.headers["Authorization"] = f"Bearer {token}"  # requests drops it where a redirect leaves the host or port
+        get = functools.partial(download, hub, name, folder + ".part")
+        get("config.json")
+        Config.from_pretrained(folder + ".part")  # another architecture is refused before its gigabytes come
+        get("tokenizer.json")
+        for file in ("tokenizer_config.json", "vocab.json", "merges.txt", "generation_config.json"):  # for transformers and vLLM
+            get(file, optional=True)
+        get("model.safetensors.index.json", optional=True) or get("model.safetensors")
+        for file in weight_files(folder + ".part"):
+            get(file)
+    os.replace(folder + ".part", folder)
+    return folder
+
+
+def download(hub: requests.Session, repository: str, folder: str, file: str, optional: bool = False) -> bool:
+    """Bring `file` into `folder` if it is not there, growing FILE.part over retries and runs. False if it is optional and does not exist.
+
+    The hub redirects a large file to a CDN and says in that redirect its size and sha256: X-Linked-Size and X-Linked-Etag, as read by
+    get_hf_file_metadata in huggingface_hub's file_download.py. Five failures in a row without a new byte are final."""
+    endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    final, part, most, failures = os.path.join(folder, file), os.path.join(folder, file + ".part"), 0, 0
+    while not os.path.exists(final):
+        have = os.path.getsize(part) if os.path.exists(part) else 0
+        most, start = max(most, have), max(have - 1, 0)  # the last byte again: beyond the end of a whole part there is nothing to ask for
+        try:
+            with hub.get(f"{endpoint}/{repository}/resolve/main/{quote(file)}", headers={"Range": f"bytes={start}-"} if start else None,
+                         stream=True, timeout=30) as r:
+                if r.status_code == 404 and optional:
+                    return False
+                if r.status_code in (401, 403, 404) and r.url.startswith(endpoint + "/"):  # from a CDN: a link that expired, so ask again
+                    code = r.headers.get("X-Error-Code", r.reason)
+                    why = {"GatedRepo": "it is gated; accept its terms there and set HF_TOKEN to your token", "EntryNotFound": "no such file"}
+                    raise FileNotFoundError(f"{endpoint}/{repository} gives no {file} (HTTP {r.status_code} {code}): "
+                                            + why.get(code, "no such repository, or a private one that HF_TOKEN does not open"))
+                if r.status_code == 416:  # the part is longer than the file, so it is not of this file
+                    os.remove(part)
+                r.raise_for_status()
+                start = start if r.status_code == 206 else 0  # 200: a server that ignores Range
+                told = (r.history or [r])[-1].headers  # by the hub: a CDN's own ETag is no sha256, nor is that of a small file (git's sha1)
+                sha256 = re.fullmatch('(?:W/)?"?([0-9a-f]{64})"?', told.get("X-Linked-Etag", told.get("ETag", "")))
+                size = int(told.get("X-Linked-Size", start + int(r.headers.get("Content-Length", -start))))  # 0: unknown
+                os.makedirs(folder, exist_ok=True)
+                if size - have > (free := shutil.disk_usage(folder).free):
+                    raise OSError(errno.ENOSPC, f"{part} lacks {(size - have) / 1e9:.1f} GB, free are {free / 1e9:.1f}: make room, run again")
+                with open(part, "ab") as f, tqdm(total=size or None, initial=start, desc=file, unit="B", unit_scale=True) as bar:
+                    f.truncate(start)
+                    for chunk in r.iter_content(1 << 16):
+                        bar.update(f.write(chunk))
+            have, digest = os.path.getsize(part), hashlib.sha256()
+            if have < size:
+                raise requests.ConnectionError(f"the transfer ended after {have:,} of {size:,} bytes")
+            with open(part, "rb") as f:
+                while chunk := f.read(1 << 20):
+                    digest.update(chunk)
+            if have != (size or have) or sha256 and sha256[1] != digest.hexdigest():
+                os.remove(part)
+                raise OSError(f"{part} had another size or sha256 than {endpoint} says, and was removed: run again")
+            os.replace(part, final)
+        except requests.RequestException as e:
+            failures = 1 if os.path.exists(part) and os.path.getsize(part) > most else failures + 1
+            if failures == 5:
+                raise ConnectionError(f"{file} of {repository} did not come from {endpoint}: check the network and HF_ENDPOINT, "
+                                      f"and run again to resume. The last failure: {e}") from e
+            time.sleep(2 ** failures)
+    return True
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------
@@ -348,9 +448,18 @@ class Tokenizer:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         raise SystemExit(__doc__)
-    config = Config.from_pretrained(sys.argv[1])
+    try:
+        path = fetch(sys.argv[1])
+        config = Config.from_pretrained(path)
+    except (OSError, ValueError) as e:
+        raise SystemExit(str(e)) from None
     with torch.device("meta"):
         n = sum(p.numel() for p in Qwen(config).parameters())
-    print(f"{n:,} parameters, {config.num_hidden_layers} layers, {config.num_attention_heads} heads over {config.num_key_value_heads} "
-          f"key-value heads of {config.head_dim}, {4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim:,} bytes of KV "
-          f"a token in bf16")
+    layers, kv_heads, d = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+    print(f"{path}: {n:,} parameters, {layers} layers, {config.num_attention_heads} heads over {kv_heads} key-value heads of {d}\n"
+          f"KV in bf16: 2 x {layers} layers x {kv_heads} heads x {d} x 2 bytes = {4 * layers * kv_heads * d:,} bytes a token\n"
+          "training, before activations and KV: 16 bytes a parameter (fp32 weight, gradient, two moments of Adam) over the ranks, and 2 in\n"
+          "each rank's bf16 copy for sampling")
+    for ranks in (1, 2, 4, 8):
+        print(f"  {ranks} rank{'s'[:ranks > 1]}: 16 x {n:,} / {ranks} + 2 x {n:,} = {16 * n / ranks / 1e9:.1f} + {2 * n / 1e9:.1f} = "
+              f"{(16 / ranks + 2) * n / 1e9:.1f} GB a rank")

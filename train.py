@@ -73,7 +73,7 @@ class Settings:
 
 PRESETS = {
     "laptop": {},
-    "paper": dict(out="out/paper", init_from="Qwen2.5-7B", data="paper", pool="paper", style="full", iterations=200, questions=4,
+    "paper": dict(out="out/paper", init_from="models/Qwen/Qwen2.5-7B", data="paper", pool="paper", style="full", iterations=200, questions=4,
                   rollouts=64, max_new_tokens=1024, lr=1e-6, beta2=0.999, beta=0.0, minibatches=1, token_budget=16384),
 }
 

@@ -415,8 +415,8 @@ def specialist(trade: str, messages: list[dict]) -> str:
     if subtask is not None and not re.search(verbs, subtask.lower()):
         return f"I am a {trade}; that is not my work."
     for skipped, text in enumerate([*reversed(responses), question]):
-        if rewrite(text) != text:  # every newer response in which it found nothing has distracted it, one time in four
-            return bare(rewrite(text)) if luck(messages) < (3 / 4) ** skipped else "I have lost the thread."
+        if rewrite(text) != text:  # every newer response in which it found nothing has distracted it, one time in six
+            return bare(rewrite(text)) if luck(messages) < (5 / 6) ** skipped else "I have lost the thread."
     return f"I am a {trade}; I find nothing here to work on."
 
 
