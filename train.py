@@ -246,7 +246,7 @@ def preflight(s: Settings):
         if sum(memory > 75e9 for memory in gpus) < 2 or dist.get_world_size() < 2:
             lacks.append(f"2 GPUs of 80 GB and 2 processes (here: {len(gpus)} GPUs, {dist.get_world_size()} processes)")
     if s.init_from and not os.path.exists(os.path.join(s.init_from, "config.json")):
-        lacks.append(f"a checkpoint folder at --init_from={s.init_from}")
+        lacks.append(f"a checkpoint folder at --init_from={s.init_from} (python model.py NAME fetches one)")
     try:
         load(s.data, "train")
     except ValueError as e:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -384,7 +385,7 @@ def hub(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(here)
     monkeypatch.setenv("HF_ENDPOINT", hub.url(0) + "/")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    monkeypatch.setattr(model_file.time, "sleep", hub.waits.append)
+    monkeypatch.setattr(model_file, "time", SimpleNamespace(sleep=hub.waits.append))  # not the module's, which other threads use
     yield hub
     for server in hub.servers:
         server.shutdown()
@@ -423,7 +424,7 @@ def test_fetch_resumes_what_a_dropped_connection_left(hub, ranges, monkeypatch):
     size = len(hub.files[SHARD])
     hub.cut, hub.ranges = 3 * size // 4, ranges
     if not ranges:  # it would never get past the cut
-        monkeypatch.setattr(model_file.time, "sleep", lambda seconds: setattr(hub, "cut", None))
+        monkeypatch.setattr(model_file, "time", SimpleNamespace(sleep=lambda seconds: setattr(hub, "cut", None)))
     fetch(NAME)
     assert whole(hub)
     first, second = hub.asked(SHARD)
