@@ -202,13 +202,15 @@ def learned(problems: list[Problem], traces: list[Trace | None]) -> str:
 
 def plot(folder: str):
     """Accuracy over a run's iterations, over all and by kind, into folder/curve.png."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
     with open(os.path.join(folder, "metrics.jsonl")) as f:
         lines = [json.loads(line) for line in f]
     if not lines:
         raise ValueError(f"{folder}/metrics.jsonl is empty: the run has not finished an iteration")
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError:
+        raise SystemExit("drawing needs matplotlib: pip install matplotlib") from None
+    plt.switch_backend("Agg")
 
     def smooth(values, span=10):  # mean of the last `span`
         return [sum(values[max(0, i - span + 1):i + 1]) / len(values[max(0, i - span + 1):i + 1]) for i in range(len(values))]
@@ -248,7 +250,7 @@ def main(argv):
         seated = pool[1:] + pool[:1] if s.shuffle else pool
         traces = conduct(model, tokenizer, problems, seated, plan["style"], plan["max_steps"], plan["max_new_tokens"])
         print(table(problems, {"Conductor": traces, **baselines(problems, pool, plan["max_steps"])}) + "\n\n" + learned(problems, traces))
-    except (OSError, ValueError, ImportError, WorkerError) as e:
+    except (OSError, ValueError, WorkerError) as e:
         raise SystemExit(f"{type(e).__name__}: {e}") from None
     except KeyboardInterrupt:
         raise SystemExit("interrupted") from None
