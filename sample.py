@@ -1,21 +1,27 @@
 """Batched generation with a KV cache: one prefill per prompt, many rollouts.
 
     python sample.py --checkpoint=DIR "a prompt"        chat with a checkpoint
+    python sample.py --bench --random=small --vs=transformers        tokens/s and the share of the roofline; --random=7b on a GPU
 
 GRPO asks the same prompt n times, so the prompt's keys and values are computed and stored once, and each rollout stores only its
 own. A decode step attends to [shared prompt | own tokens] under one softmax. Rollouts live in a grid of Q prompts × R rows; all have
-the same age, so no mask over own tokens is needed, and rows that finished are compacted away. Read workers.py next.
+the same age, so one mask over own tokens serves all, and rows that finished are compacted away. On CUDA the decode step is captured as
+a graph, anew whenever the grid shrinks or the cache grows. Read workers.py next.
 """
 import hashlib
+import json
+import resource
 import sys
-from dataclasses import dataclass
+import time
+from dataclasses import asdict, dataclass
 
 import torch
 
-from model import Qwen, Tokenizer, configure
+from model import Config, Qwen, Tokenizer, configure
 
 BLOCK = 64  # own tokens by which the KV cache grows
 CHECK = 8  # decode steps between looks at who has finished
+COMPACT = 0.9  # the share of the grid's cells that may stay when it is made smaller
 
 
 @dataclass
@@ -25,9 +31,10 @@ class Completion:
     finished: bool  # False: cut off at max_new_tokens
 
 
-def uniform(seeds, step: int):
-    """One number in [0, 1) per row from its seed (int64) and the step: splitmix64. A rollout's luck is its own, whatever shares its batch."""
-    z = seeds + torch.full_like(seeds, step + 1) * -0x61C8864680B583EB  # int64 wraps around, so splitmix64's constants stand here as signed
+def uniform(seeds, step):
+    """One number in [0, 1) per row from its seed (int64) and the step (an int64 tensor): splitmix64. A rollout's luck is its own, whatever
+    shares its batch."""
+    z = seeds + (step + 1) * -0x61C8864680B583EB  # int64 wraps around, so splitmix64's constants stand here as signed
     z = (z ^ (z >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
     z = (z ^ (z >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
     return (z >> 41 & (1 << 23) - 1).float() / (1 << 23)
@@ -47,7 +54,7 @@ def draw(logits, u, temperature=1.0, top_p=1.0, top_k=0):
         if top_k:
             ranked[:, top_k:] = -torch.inf
         ranked = ranked.log_softmax(-1)
-        ranked[ranked.exp().cumsum(-1) - ranked.exp() >= top_p] = -torch.inf  # the mass before a token already reaches top_p
+        ranked.masked_fill_(ranked.exp().cumsum(-1) - ranked.exp() >= top_p, -torch.inf)  # the mass before a token already reaches top_p
         logp = torch.empty_like(logp).scatter_(-1, order, ranked.log_softmax(-1))
     mass = logp.exp().cumsum(-1)
     tokens = torch.searchsorted(mass, (u * mass[:, -1])[:, None], right=True)  # (N, 1); right: never a token of probability 0
@@ -79,66 +86,88 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
     shared = []  # per layer: the prompts' keys and values, each (Q, Hkv, P, D)
 
     def prefill(layer, q, k, v):
-        shared.append((k, v))
+        shared.append((k.contiguous(), v.contiguous()))
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     logits = model(ids, attend=prefill, head=lambda h: model.logits(h[torch.arange(Q, device=device), length - 1]))  # (Q, V)
-    logits = logits.repeat_interleave(R, 0)  # (Q*R, V)
     padding = torch.where(torch.arange(P, device=device) < length[:, None], 0.0, -torch.inf)[:, None, None, None]  # (Q, 1, 1, 1, P)
 
-    # The grid. row[q, r] says which rollout (an index into the outputs) the cell holds; a finished one stays until it is compacted away.
-    row, seeds = torch.arange(Q * R, device=device).view(Q, R), torch.tensor(row_seeds(prompts, n, seed), device=device).view(Q, R)
-    done = torch.zeros(Q, R, dtype=torch.bool, device=device)
-    own = [torch.empty(2, Q, Hkv, R, 0, D, device=device, dtype=k.dtype) for k, _ in shared]  # per layer: keys and values of own tokens
-    tokens = torch.zeros(Q * R, max_new_tokens, dtype=torch.long, device=device)
-    logprobs = torch.zeros(Q * R, max_new_tokens, device=device)
-    ends = torch.zeros(Q * R, dtype=torch.long, device=device)  # a rollout's length, 0 while it goes on
+    # The outputs, a line for each of the Q*n rollouts.
+    tokens = torch.zeros(Q * n, max_new_tokens, dtype=torch.long, device=device)
+    logprobs = torch.zeros(Q * n, max_new_tokens, device=device)
+    ends = torch.zeros(Q * n, dtype=torch.long, device=device)  # a rollout's length, 0 while it goes on
     completions = [[None] * n for _ in prompts]
 
-    def decode(layer, q, k, v):  # q (Q*R, H, 1, D), k and v (Q*R, Hkv, 1, D), at own position t
-        (kp, vp), kv = shared[layer], own[layer]
-        Q, R = row.shape
-        kv[0, :, :, :, t] = k.view(Q, R, Hkv, D).transpose(1, 2)
-        kv[1, :, :, :, t] = v.view(Q, R, Hkv, D).transpose(1, 2)
-        ko, vo = kv[..., : t + 1, :]  # (Q, Hkv, R, t+1, D)
-        q = q.view(Q, R, Hkv, G, D).transpose(1, 2) * scale  # (Q, Hkv, R, G, D)
-        on_prompt = (q.reshape(Q, Hkv, R * G, D) @ kp.mT).view(Q, Hkv, R, G, P) + padding  # all rows of a prompt against its one KV
-        on_own = q @ ko.mT  # (Q, Hkv, R, G, t+1)
-        weight = torch.cat((on_prompt, on_own), -1).softmax(-1, dtype=torch.float32).to(q.dtype)
-        y = (weight[..., :P].reshape(Q, Hkv, R * G, P) @ vp).view(Q, Hkv, R, G, D) + weight[..., P:] @ vo
-        return y.transpose(1, 2).reshape(Q * R, Hkv * G, 1, D)
+    # The grid, flat. row says which rollout a cell holds; a finished one stays until it is compacted away. t is how many tokens all have.
+    row, seeds = torch.arange(Q * R, device=device), torch.tensor(row_seeds(prompts, n, seed), device=device)  # (Q*R)
+    newest, t = torch.zeros_like(row), torch.zeros(1, dtype=torch.long, device=device)
+    own = [k.new_zeros(2, Q, Hkv, R, 0, D) for k, _ in shared]  # per layer: keys and values of own tokens
 
-    for t in range(max_new_tokens):
-        token, logprob = draw(logits[:, :n_ids], uniform(seeds.flatten(), t), temperature, top_p, top_k)
-        tokens[row.flatten(), t], logprobs[row.flatten(), t] = token, logprob
-        ended = torch.isin(token, eos).view(row.shape) & ~done
-        ends[row[ended]] = t + 1
-        done |= ended
-        last = t + 1 == max_new_tokens
-        if last or t % CHECK == CHECK - 1:
-            finished = [i for i in row.flatten().tolist() if completions[i // n][i % n] is None and (last or ends[i] > 0)]
-            if finished:
-                pick = torch.tensor(finished, device=device)
-                for i, ids, lps, end in zip(finished, tokens[pick].tolist(), logprobs[pick].tolist(), ends[pick].tolist()):
-                    completions[i // n][i % n] = c = Completion(ids[: end or None], lps[: end or None], end > 0)
-                    if on_finish:
-                        on_finish(i // n, i % n, c)
-            alive = (~done).sum(1)  # (Q)
-            q, r = (alive > 0).nonzero()[:, 0], int(alive.max())
+    def choose(logits):
+        """Token number t of every cell."""
+        token, logprob = draw(logits[:, :n_ids], uniform(seeds, t), temperature, top_p, top_k)
+        tokens[row, t], logprobs[row, t] = token, logprob
+        ends[row] = torch.where((token[:, None] == eos).any(-1) & (ends[row] == 0), t + 1, ends[row])
+        newest.copy_(token)
+        t.add_(1)
+
+    def step():
+        """Feed every cell's newest token and choose the next. Nothing here waits for the device, and nothing but the shapes depends on
+        the past: this is what a CUDA graph captures."""
+        T = own[0].shape[4]
+        future = torch.where(torch.arange(T, device=device) < t, 0.0, -torch.inf)  # (T), over own tokens
+
+        def attend(layer, q, k, v):  # q (Q*R, H, 1, D), k and v (Q*R, Hkv, 1, D)
+            (kp, vp), kv = shared[layer], own[layer]
+            kv.index_copy_(4, t - 1, torch.stack((k, v)).view(2, Q, R, Hkv, 1, D).transpose(2, 3))
+            q = q.view(Q, R, Hkv, G, D).transpose(1, 2) * scale  # (Q, Hkv, R, G, D)
+            on_prompt = (q.reshape(Q, Hkv, R * G, D) @ kp.mT).view(Q, Hkv, R, G, P) + padding  # all rows of a prompt on its one KV
+            on_own = q @ kv[0].mT + future  # (Q, Hkv, R, G, T)
+            weight = torch.cat((on_prompt, on_own), -1).softmax(-1, dtype=torch.float32).to(v.dtype)
+            y = (weight[..., :P].reshape(Q, Hkv, R * G, P) @ vp).view(Q, Hkv, R, G, D) + weight[..., P:] @ kv[1]
+            return y.transpose(1, 2).reshape(Q * R, Hkv * G, 1, D)
+
+        positions = (length + t - 1)[:, None].expand(Q, R).reshape(-1, 1)  # (Q*R, 1)
+        choose(model(newest[:, None], positions, attend)[:, 0])
+
+    choose(logits.repeat_interleave(R, 0))  # (Q*R, V)
+    play = None  # how a step is taken: as it is after a change of shapes, from the next one on by a graph
+    for count in range(1, max_new_tokens + 1):  # how many tokens all have
+        last = count == max_new_tokens
+        if last or count % CHECK == 0:
+            lengths = ends.tolist()
+            finished = [i for i in row.tolist() if completions[i // n][i % n] is None and (last or lengths[i])]
+            for i, ids, lps in zip(finished, tokens[finished].tolist(), logprobs[finished].tolist()):
+                completions[i // n][i % n] = c = Completion(ids[: lengths[i] or None], lps[: lengths[i] or None], lengths[i] > 0)
+                if on_finish:
+                    on_finish(i // n, i % n, c)
+            live = (ends[row] == 0).view(Q, R)
+            left, r = live.any(1).nonzero()[:, 0], int(live.sum(1).max())  # the prompts that go on, and the most rows of one that do
             if last or r == 0:
                 break
-            if len(q) * r <= 0.9 * row.numel():  # compact: drop finished prompts, and move each prompt's live rows to the front
-                order = done[q].int().sort(dim=1, stable=True).indices[:, :r]  # (Q', R')
-                row, seeds, done = (x[q].gather(1, order) for x in (row, seeds, done))
-                token = token.view(Q, R)[q].gather(1, order).flatten()
-                own = [kv[:, q[:, None], :, order].permute(2, 0, 3, 1, 4, 5).contiguous() for kv in own]  # (2, Q', Hkv, R', T, D)
-                shared, padding, length = [(k[q], v[q]) for k, v in shared], padding[q], length[q]
-                Q, R = row.shape
-        if t % BLOCK == 0:
-            own = [torch.cat((kv, kv.new_empty(*kv.shape[:4], BLOCK, D)), 4) for kv in own]
-        positions = (length + t)[:, None].expand(Q, R).reshape(-1, 1)  # (Q*R, 1)
-        logits = model(token[:, None], positions, decode)[:, 0]  # (Q*R, V)
+            if len(left) * r <= COMPACT * Q * R:  # drop finished prompts, and move each prompt's live rows to the front
+                order = (~live[left]).int().sort(dim=1, stable=True).indices[:, :r]  # (Q', R')
+                cells = (left[:, None] * R + order).flatten()
+                row, seeds, newest = row[cells], seeds[cells], newest[cells]
+                own = [kv[:, left[:, None], :, order].permute(2, 0, 3, 1, 4, 5).contiguous() for kv in own]  # (2, Q', Hkv, R', T, D)
+                shared, padding, length = [(k[left], v[left]) for k, v in shared], padding[left], length[left]
+                Q, R, play = len(left), r, None
+        if count % BLOCK == 1:
+            own = [torch.cat((kv, kv.new_zeros(*kv.shape[:4], BLOCK, D)), 4) for kv in own]
+            play = None
+        play = step if play is None else capture(step, device) if play is step else play
+        play()
     return completions
+
+
+def capture(step, device):
+    """On CUDA a step as one graph: all of its kernels in one launch."""
+    if device.type != "cuda":
+        return step
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
 
 
 def row_seeds(prompts, n: int, seed: int) -> list[int]:
@@ -152,6 +181,81 @@ def row_seeds(prompts, n: int, seed: int) -> list[int]:
     return seeds
 
 
+# ---------------------------------------------------------------------------------------------------------------------------------
+# How fast
+
+RANDOM = {  # shapes to time with random weights
+    "small": Config(4096, 256, 768, 6, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True),
+    "0.5b": Config(151936, 896, 4864, 24, num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True),
+    "1.5b": Config(151936, 1536, 8960, 28, num_attention_heads=12, num_key_value_heads=2, tie_word_embeddings=True),
+    "7b": Config(),
+}
+
+
+def seconds(job, device) -> float:
+    began = time.perf_counter()
+    job()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def copy_bandwidth(device) -> float:
+    """Bytes read and written per second by the fastest of ten copies: what a decode step, which reads all weights and KV, is measured by."""
+    a = torch.ones(2 ** (32 if device.type == "cuda" else 28), dtype=torch.uint8, device=device)
+    b = torch.zeros_like(a)
+    return 2 * a.numel() / min(seconds(lambda: b.copy_(a), device) for _ in range(10))
+
+
+def transformers_generate(model: Qwen, prompts, n: int, max_new_tokens: int):
+    """The same weights in Hugging Face's implementation, sampling as many rollouts of the same length."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    with torch.device(model.device):
+        theirs = Qwen2ForCausalLM(Qwen2Config(**asdict(model.config), rope_parameters={
+            "rope_type": "default", "rope_theta": model.config.rope_theta}))
+    theirs.load_state_dict(model.state_dict(), assign=True)
+    ids = torch.tensor(prompts, device=model.device)
+    return lambda: theirs.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+                                   num_return_sequences=n, max_new_tokens=max_new_tokens, eos_token_id=None, pad_token_id=0)
+
+
+def bench(model: Qwen, s):
+    """Time --questions prompts of --prompt random ids, --n rollouts each, all of --max_new_tokens; the last line is one JSON object."""
+    device, config, Q, N, new = model.device, model.config, s.questions, s.questions * s.n, s.max_new_tokens
+    prompts = torch.randint(config.vocab_size, (Q, s.prompt), generator=torch.Generator().manual_seed(s.seed)).tolist()
+    size = torch.finfo(model.lm_head.weight.dtype).bits // 8
+    weights = size * (sum(p.numel() for p in model.parameters()) - (0 if config.tie_word_embeddings else model.lm_head.weight.numel()))
+    kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * size  # bytes a token
+    generate(model, prompts, s.n, min(new, 3))  # warm up
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    prefill = seconds(lambda: generate(model, prompts, s.n, 1), device)
+    total = seconds(lambda: generate(model, prompts, s.n, new, seed=s.seed), device)
+    step = (total - prefill) / (new - 1)
+    rate, copies = (weights + kv * (Q * s.prompt + N * new / 2)) / step, copy_bandwidth(device)
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    result = {"device": torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
+              "parameters": sum(p.numel() for p in model.parameters()), "dtype": str(model.lm_head.weight.dtype).removeprefix("torch."),
+              "questions": Q, "n": s.n, "prompt": s.prompt, "new": new, "prefill_tokens_per_second": Q * s.prompt / prefill,
+              "decode_tokens_per_second": N / step, "ms_per_step": 1000 * step, "gigabytes_per_second": rate / 1e9,
+              "copy_gigabytes_per_second": copies / 1e9, "share_of_copy_bandwidth": rate / copies, "peak_gigabytes": peak / 1e9,
+              "tokens_per_second": N * new / total}
+    print(f"{result['parameters']:,} parameters, {result['dtype']}, {result['device']}: {Q} prompts of {s.prompt} tokens, {s.n} rollouts "
+          f"each, {new} new tokens\n"
+          f"prefill  {Q * s.prompt / prefill:,.0f} tokens/s\n"
+          f"decode   {N / step:,.0f} tokens/s, {1000 * step:.2f} ms a step; weights and live KV pass at {rate / 1e9:.1f} GB/s, "
+          f"{rate / copies:.0%} of what a copy reaches ({copies / 1e9:.1f} GB/s)\n"
+          f"memory   {peak / 1e9:.2f} GB at the peak\n"
+          f"in all   {N * new / total:,.0f} tokens/s, {total:.2f} s")
+    if s.vs:
+        other = {"transformers": lambda: transformers_generate(model, prompts, s.n, new),
+                 "unshared": lambda: lambda: generate(model, [p for p in prompts for _ in range(s.n)], 1, new, seed=s.seed)}[s.vs]()
+        took = seconds(other, device)
+        print(f"{s.vs}: {N * new / took:,.0f} tokens/s, {took:.2f} s; the above is {took / total:.2f} times as fast")
+        result |= {"vs": s.vs, "vs_tokens_per_second": N * new / took, "times_as_fast": took / total}
+    print(json.dumps({key: round(x, 4) if isinstance(x, float) else x for key, x in result.items()}))
+
+
 @dataclass
 class Settings:
     checkpoint: str = ""  # a Hugging Face folder with tokenizer.json
@@ -162,23 +266,42 @@ class Settings:
     top_p: float = 0.8
     top_k: int = 20
     seed: int = 0
+    # --bench: time --questions prompts of --prompt tokens
+    bench: bool = False
+    random: str = ""  # a shape of random weights in place of a checkpoint
+    questions: int = 4
+    prompt: int = 1000
+    vs: str = ""  # transformers, or unshared: every rollout with a prompt of its own
 
 
 def main(argv):
-    settings = Settings()
-    words = configure(settings, argv)
-    if not settings.checkpoint or not words:
-        raise SystemExit('usage: python sample.py --checkpoint=DIR "a prompt"   (train.py writes its checkpoint to OUT/checkpoint)')
+    s = Settings()
+    if "--bench" in argv:
+        s.n, s.max_new_tokens = 64, 256
+    words = configure(s, argv)
+    if s.random not in ("", *RANDOM) or s.vs not in ("", "transformers", "unshared"):
+        raise SystemExit(f"--random is one of {', '.join(RANDOM)}, and --vs transformers or unshared")
+    if bool(s.checkpoint) == bool(s.random) or s.bench == bool(words) or s.random and not s.bench or min(s.n, s.questions, s.prompt) < 1:
+        raise SystemExit('usage: python sample.py --checkpoint=DIR "a prompt"   (train.py writes its checkpoint to OUT/checkpoint)\n'
+                         '       python sample.py --bench --checkpoint=DIR, or --random=small   (see Settings for its other flags)')
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     try:
-        tokenizer = Tokenizer.from_pretrained(settings.checkpoint)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = Qwen.from_pretrained(settings.checkpoint, torch.bfloat16 if device == "cuda" else torch.float32, device)
+        if s.random:
+            torch.manual_seed(s.seed)
+            torch.set_default_dtype(dtype)
+            with torch.device(device):
+                return bench(Qwen(RANDOM[s.random]), s)
+        model = Qwen.from_pretrained(s.checkpoint, dtype, device)
+        if s.bench:
+            return bench(model, s)
+        tokenizer = Tokenizer.from_pretrained(s.checkpoint)
     except (FileNotFoundError, ValueError) as e:
         raise SystemExit(str(e)) from None
-    system = [{"role": "system", "content": settings.system}] if settings.system else []
+    system = [{"role": "system", "content": s.system}] if s.system else []
     prompt = tokenizer.chat([*system, {"role": "user", "content": " ".join(words)}])
-    [completions] = generate(model, [prompt], settings.n, settings.max_new_tokens, settings.temperature, settings.top_p, settings.top_k,
-                             tokenizer.eos_id, settings.seed, len(tokenizer))
+    [completions] = generate(model, [prompt], s.n, s.max_new_tokens, s.temperature, s.top_p, s.top_k, tokenizer.eos_id, s.seed,
+                             len(tokenizer))
     for c in completions:
         print(tokenizer.decode(c.tokens) + ("" if c.finished else " …"))
 

@@ -1,10 +1,12 @@
 """Generation against transformers, a loop without cache and a plain reference sampler; seeds, end tokens, callbacks."""
+import json
 import math
 from collections import Counter
 
 import pytest
 import torch
 from tokenizers import Tokenizer as BPE, decoders, models, pre_tokenizers
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2ForCausalLM
 
 import sample
@@ -274,6 +276,45 @@ def test_on_finish_is_called_once_as_each_rollout_finishes(model):
     assert len({seen for *_, seen in calls}) > 2
 
 
+class NothingWaits(TorchDispatchMode):
+    """Fails where an operation's result has to reach the host: a CUDA graph cannot hold one."""
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket not in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select), func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("how", [dict(), dict(temperature=0.0), dict(top_p=0.9, top_k=7)], ids=str)
+def test_a_step_can_be_captured(how, model, monkeypatch):
+    """From the second step after a change of shapes on, steps neither wait for the device nor make tensors that a later one reads: each
+    runs over the memory that the first left, as a replayed graph does."""
+    plain, captured, addresses = generate(model, PROMPTS, 6, LONG, eos_id=3, **how), [], set()
+
+    def capture(step, device):
+        captured.append(step)
+
+        def replay():
+            cells = dict(zip(step.__code__.co_freevars, step.__closure__))
+            addresses.add(tuple(x.data_ptr() for name in ("newest", "t", "length") for x in [cells[name].cell_contents]))
+            with NothingWaits():
+                step()
+        return replay
+
+    monkeypatch.setattr(sample, "capture", capture)
+    assert generate(model, PROMPTS, 6, LONG, eos_id=3, **how) == plain
+    assert len(addresses) <= len(captured) < LONG / 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("how", [dict(temperature=0.0), dict(), dict(top_p=0.9, top_k=7)], ids=str)
+def test_graphs_equal_plain_steps(how, monkeypatch):
+    """On CUDA: the same rollouts with captured graphs as without."""
+    model = tiny().cuda()
+    graphs = generate(model, PROMPTS, 6, 3 * LONG, eos_id=3, **how)
+    monkeypatch.setattr(sample, "capture", lambda step, device: step)
+    assert [[c.tokens for c in group] for group in graphs] == [
+        [c.tokens for c in group] for group in generate(model, PROMPTS, 6, 3 * LONG, eos_id=3, **how)]
+
+
 @pytest.mark.parametrize("prompts, how", [([], {}), ([[1], []], {}), ([[1]], dict(n=0)), ([[1]], dict(max_new_tokens=0))])
 def test_nothing_to_sample_is_an_error(prompts, how, model):
     """No prompts, an empty prompt, no rollouts and no tokens are refused in words."""
@@ -311,8 +352,31 @@ def test_the_program_answers_from_a_checkpoint(system, tmp_path, capsys, monkeyp
     assert capsys.readouterr().out == "".join(tokenizer.decode(c.tokens) + ("\n" if c.finished else " …\n") for c in expected)
 
 
+@pytest.mark.parametrize("vs", ["", "transformers", "unshared"])
+def test_the_bench_ends_in_one_json_line(vs, capsys, monkeypatch):
+    """--bench times as many tokens as it says, beside whom it says."""
+    monkeypatch.setitem(sample.RANDOM, "small", tiny().config)
+    drawn = []
+    monkeypatch.setattr(sample, "generate", lambda *args, **how: drawn.append(generate(*args, **how)) or drawn[-1])
+    sample.main(["--bench", "--random=small", "--prompt=20", "--questions=2", "--n=3", "--max_new_tokens=9", "--vs=" + vs])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (result["questions"], result["n"], result["prompt"], result["new"]) == (2, 3, 20, 9)
+    assert [len(c.tokens) for c in sum(drawn[2], [])] == [9] * 6
+    assert min(value for value in result.values() if type(value) is float) > 0 and result.get("vs", "") == vs
+
+
+def test_the_bench_compares_with_the_same_weights(model):
+    """transformers_generate samples from our weights: six rollouts of nine tokens, and equal logits."""
+    job = sample.transformers_generate(model, make(20, 20), 3, 9)
+    assert job().shape == (6, 29)
+    theirs = dict(zip(job.__code__.co_freevars, job.__closure__))["theirs"].cell_contents
+    ids = torch.tensor(make(20, 20))
+    torch.testing.assert_close(theirs(ids).logits, model(ids), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("argv, said", [([], "usage"), (["--checkpoint=/nowhere"], "usage"),
-                                        (["--checkpoint=/nowhere", "hi"], "/nowhere"), (["--chekpoint=x", "hi"], "--checkpoint")])
+                                        (["--checkpoint=/nowhere", "hi"], "/nowhere"), (["--chekpoint=x", "hi"], "--checkpoint"),
+                                        (["--bench"], "usage"), (["--bench", "--random=8b"], "7b"), (["--random=small", "hi"], "usage")])
 def test_the_program_says_what_is_wrong(argv, said):
     """No words, a missing checkpoint and a misspelt flag end the program with a message."""
     with pytest.raises(SystemExit, match=said):
