@@ -44,13 +44,18 @@ def token_logprobs(model: Qwen, prompt: list[int], completions: list[list[int]],
     """Log-probability of every token of each completion given the prompt: a list of 1-D tensors, with gradient, the prompt computed once.
 
     temperature and n_ids (ids at or above it have no probability) as in sampling, or the two would not be the same policy."""
-    return packed_logprobs(model, [(prompt, completions)], temperature, n_ids)
+    return packed_logprobs(model, [(prompt, completions)], temperature, n_ids)[0]
 
 
-def packed_logprobs(model: Qwen, groups: list[tuple[list[int], list[list[int]]]], temperature: float = 1.0, n_ids: int | None = None):
+def packed_logprobs(model: Qwen, groups: list[tuple[list[int], list[list[int]]]], temperature: float = 1.0, n_ids: int | None = None,
+                    reference: Qwen | None = None):
     """token_logprobs of several (prompt, completions) at once, in one list. All go through the model as one row:
 
-        prompt A | completion A0 | completion A1 | … | prompt B | completion B0 | …"""
+        prompt A | completion A0 | completion A1 | … | prompt B | completion B0 | …
+
+    Beside it a 1-D tensor over all these tokens: KL(π_ref ‖ π) of the distributions that they were drawn from, with gradient; zeros
+    without a reference. GRPO's estimator of the KL, r - log r - 1 with r = π_ref/π of the sampled token, has the same gradient on
+    average, but where the policy has all but given a token up, the one sample in a thousand that holds it has an r of hundreds."""
     device, lengths, sizes, layout, positions, predictors = model.device, [], [], [], [], []
     for prompt, completions in groups:
         P, length = len(prompt), torch.tensor([len(c) for c in completions], device=device)
@@ -78,28 +83,34 @@ def packed_logprobs(model: Qwen, groups: list[tuple[list[int], list[list[int]]]]
             y.append(own.transpose(0, 1)[None, :, real])
         return torch.cat(y, 2)  # (1, H, T, D)
 
-    def score(hidden, targets):  # (chunk, C), (chunk) -> (chunk)
-        return -F.cross_entropy(model.logits(hidden)[:, :n_ids] / temperature, targets, reduction="none")
+    def logps(model, hidden):
+        return (model.logits(hidden)[:, :n_ids] / temperature).log_softmax(-1)
+
+    def score(hidden, ref_hidden, targets):  # (chunk, C), (chunk, C), (chunk) -> (2, chunk)
+        logp, kl = logps(model, hidden), torch.zeros(len(hidden), device=device)
+        if reference:
+            ref = logps(reference, ref_hidden).detach()
+            kl = (ref.exp() * (ref - logp)).sum(-1)
+        return torch.stack((logp.gather(1, targets[:, None])[:, 0], kl))
+
+    ids, positions, predictors = ids[None], torch.cat(positions)[None], torch.cat(predictors)
+    with torch.no_grad():
+        ref_hidden = reference(ids, positions, attend, lambda hidden: hidden[0, predictors]) if reference else None
 
     def head(hidden):
-        chunks = zip(hidden[0, torch.cat(predictors)].split(HEAD_CHUNK), targets.split(HEAD_CHUNK))
-        return torch.cat([checkpoint(score, h, t, use_reentrant=False) for h, t in chunks])
+        hidden = hidden[0, predictors]
+        chunks = zip(*(x.split(HEAD_CHUNK) for x in (hidden, hidden if ref_hidden is None else ref_hidden, targets)))
+        return torch.cat([checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks], 1)
 
-    return list(model(ids[None], torch.cat(positions)[None], attend, head).split(lengths))
+    logprobs, kl = model(ids, positions, attend, head)
+    return list(logprobs.split(lengths)), kl
 
 
-def surrogate(logprobs, old, advantage, clip: float, beta: float = 0.0, reference=None):
-    """Eq. 1 token by token, to be maximised: min(ρA, clip(ρ, 1-ε, 1+ε)A) - β·KL(π‖π_ref). Log-probabilities are 1-D tensors over tokens,
-    and so is `advantage`, unless it is one number for all.
-
-    The KL term is GRPO's unbiased, never negative estimator, r - log r - 1 with r = π_ref / π, except where r is above e⁵."""
+def surrogate(logprobs, old, advantage, clip: float):
+    """Eq. 1 token by token, without the KL, to be maximised: min(ρA, clip(ρ, 1-ε, 1+ε)A). Log-probabilities are 1-D tensors over tokens,
+    and so is `advantage`, unless it is one number for all."""
     ratio = (logprobs - old).exp()
-    gain = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
-    if beta:
-        log_r = reference - logprobs
-        r = log_r.clamp(max=5).exp() * (1 + (log_r - 5).clamp(min=0))  # from e⁵ on a line: a token given up is pulled back, not catapulted
-        gain = gain - beta * (r - log_r - 1)
-    return gain
+    return torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
 
 
 def micro_batches(episodes: list[Episode], token_budget: int) -> list[dict[tuple, list[Episode]]]:
@@ -139,19 +150,18 @@ def update(model: Qwen, optimizer, episodes: list[Episode], clip: float = 0.2, b
         # Every rank runs the same number of forward and backward passes, or FSDP's collectives would wait for ever.
         real = i < len(batches)
         batch = batches[i] if real else {(0,): [Episode([0], [0], [0.0])]}
-        args = [(list(prompt), [e.tokens for e in group]) for prompt, group in batch.items()], temperature, n_ids
+        groups = [(list(prompt), [e.tokens for e in group]) for prompt, group in batch.items()]
         batch = list(itertools.chain(*batch.values()))
-        with torch.no_grad():
-            ref = torch.cat(packed_logprobs(reference, *args)) if beta else None  # (T), as are the next four
-        new, old = torch.cat(packed_logprobs(model, *args)), torch.tensor([x for e in batch for x in e.logprobs], device=device)
+        new, kl = packed_logprobs(model, groups, temperature, n_ids, reference if beta else None)
+        new, old = torch.cat(new), torch.tensor([x for e in batch for x in e.logprobs], device=device)  # (T), as are kl and the next two
         advantage = torch.tensor([e.advantage for e in batch for _ in e.tokens], device=device)
         share = torch.tensor([1 / len(e.tokens) / max(rollouts, 1) for e in batch for _ in e.tokens], device=device)
-        gain = (surrogate(new, old, advantage, clip, beta, ref) * share).sum()
+        gain = ((surrogate(new, old, advantage, clip) - beta * kl) * share).sum()
         (-gain * world * real).backward()  # FSDP averages gradients over ranks
         with torch.no_grad():
-            log_ratio, log_r = new - old, ref - new if beta else torch.zeros_like(new)
+            log_ratio = new - old
             clipped = ((log_ratio.exp() - 1).abs() > clip).float()
-            sums += real * torch.stack([log_ratio.abs(), log_ratio.exp() - 1 - log_ratio, clipped, -new, log_r.exp() - 1 - log_r,
+            sums += real * torch.stack([log_ratio.abs(), log_ratio.exp() - 1 - log_ratio, clipped, -new, kl,
                                         torch.ones_like(new)]).sum(1).cpu()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
     optimizer.step()

@@ -50,10 +50,14 @@ def ids(n, seed):
     return torch.randint(36, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+def every_logprob(model, prompt, tokens, temperature=1.0, n_ids=None):
+    """Log-probabilities (T, V) of all ids at each position of one completion, by a forward of its own."""
+    return (model(torch.tensor([prompt + tokens]))[0, len(prompt) - 1 : -1, :n_ids] / temperature).log_softmax(-1)
+
+
 def naive(model, prompt, tokens, temperature=1.0, n_ids=None):
-    """Log-probabilities of one completion by a forward of its own."""
-    logits = model(torch.tensor([prompt + tokens]))[0, len(prompt) - 1 : -1, :n_ids]
-    return (logits / temperature).log_softmax(-1)[torch.arange(len(tokens)), tokens]
+    """Log-probabilities (T) of one completion."""
+    return every_logprob(model, prompt, tokens, temperature, n_ids)[torch.arange(len(tokens)), tokens]
 
 
 def same(a, b, tolerance=1e-5):
@@ -117,21 +121,27 @@ def test_surrogate_gradient_by_hand():
 
 
 def test_kl_term_by_hand():
-    """β·(r - ln r - 1), r = π_ref / π, is taken off each token: 0 where they agree, elsewhere a pull towards the reference."""
-    new, two = torch.tensor([-1.0, -1.0, -1.0]).requires_grad_(), math.log(2)
-    gain = surrogate(new, new.detach(), 0.0, 0.2, 0.5, torch.tensor([-1.0, -1.0 + two, -1.0 - two]))  # r = 1, 2, 1/2
-    torch.testing.assert_close(gain, torch.tensor([0.0, -0.5 * (1 - two), -0.5 * (two - 0.5)]))
-    gain.sum().backward()  # -β·d(r - ln r - 1)/d log π = β(r - 1)
-    torch.testing.assert_close(new.grad, torch.tensor([0.0, 0.5, -0.25]))
+    """KL(π_ref ‖ π) over the ids that can be sampled: here the policy is even over three, the reference is 1/2, 1/4, 1/4."""
+    model, shift = tiny(vocab_size=4, tie_word_embeddings=False), torch.tensor([math.log(2), 0.0, 0.0, 7.0])
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    reference = copy.deepcopy(model)
+    reference.logits = lambda hidden: shift.expand(len(hidden), 4)
+    (logprobs,), kl = packed_logprobs(model, [([0, 1], [[2, 0, 1]])], n_ids=3, reference=reference)
+    torch.testing.assert_close(logprobs, torch.full((3,), -math.log(3)))
+    torch.testing.assert_close(kl, torch.full((3,), 0.5 * math.log(3 / 2) + 0.5 * math.log(3 / 4)))
 
 
-def test_one_token_cannot_drown_the_kl_term():
-    """A token that the policy has given up is pulled back with β(e⁵ - 1), however improbable it became, and never less."""
-    given_up = torch.tensor([-6.0, -90.0], requires_grad=True)
-    gain = surrogate(given_up, given_up.detach(), 0.0, 0.2, 0.1, torch.tensor([-0.5, -0.5]))
-    torch.testing.assert_close(gain.detach(), -0.1 * (math.exp(5) * torch.tensor([1.5, 85.5]) - torch.tensor([6.5, 90.5])))
-    gain.sum().backward()
-    torch.testing.assert_close(given_up.grad, torch.full((2,), 0.1 * (math.exp(5) - 1)))
+def test_kl_term_has_the_estimators_gradient_on_average():
+    """The gradient of KL(π_ref ‖ π) is that of GRPO's r - log r - 1, averaged over every token the policy can draw."""
+    model, prompt = tiny(), ids(5, 0)
+    reference, weights = near(model), list(model.parameters())
+    _, kl = packed_logprobs(model, [(prompt, [[0]])], reference=reference)
+    with torch.no_grad():
+        ref = reference(torch.tensor([prompt]))[0, -1].log_softmax(-1)
+    logp = model(torch.tensor([prompt]))[0, -1].log_softmax(-1)
+    estimate = (logp.exp().detach() * ((ref - logp).exp() - (ref - logp) - 1)).sum()
+    same(torch.autograd.grad(kl.sum(), weights), torch.autograd.grad(estimate, weights))
 
 
 # --------------------------------------------------------------------------------------------------------------------------------
@@ -163,7 +173,7 @@ def test_packed_equals_one_forward_per_rollout(case, chunk, monkeypatch):
         gradients = torch.autograd.grad(sum((w * x).sum() for w, x in zip(weights, logprobs)), list(model.parameters()))
         return [x.detach() for x in logprobs], gradients
 
-    packed = token_logprobs(model, *groups[0], **how) if len(groups) == 1 else packed_logprobs(model, groups, **how)
+    packed = token_logprobs(model, *groups[0], **how) if len(groups) == 1 else packed_logprobs(model, groups, **how)[0]
     values, gradients = run(packed)
     expected, reference = run([naive(model, prompt, c, **how) for prompt, completions in groups for c in completions])
     assert [len(v) for v in values] == [len(w) for w in weights]
@@ -213,8 +223,8 @@ def loop(model, episodes, clip=0.2, beta=0.0, reference=None, temperature=1.0, n
         kl = [0.0] * len(new)
         if beta:
             with torch.no_grad():
-                ref = naive(reference, e.prompt, e.tokens, temperature, n_ids)
-            kl = [torch.exp(r - p) - (r - p) - 1 for r, p in zip(ref, new)]
+                ref = every_logprob(reference, e.prompt, e.tokens, temperature, n_ids)
+            kl = [(r.exp() * (r - p)).sum() for r, p in zip(ref, every_logprob(model, e.prompt, e.tokens, temperature, n_ids))]
         gain = 0.0
         for p, old, k in zip(new, e.logprobs, kl):
             ratio = torch.exp(p - old)
