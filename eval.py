@@ -110,15 +110,20 @@ PHRASES = ("Work it out.", "Simplify it.", "Find the value.", "Rewrite the quest
 
 
 def random_workflow(rng: random.Random, n_workers: int, max_steps: int = 5) -> Workflow:
-    """1 to max_steps steps, each a random worker, a random phrase, and two times in three all that came before."""
-    return Workflow([Step(rng.randrange(n_workers), rng.choice(PHRASES), list(range(i)) if rng.random() < 2 / 3 else [])
-                     for i in range(rng.randint(1, max_steps))])
+    """1 to max_steps steps, short ones more often; each a random worker, a random phrase, and four times in five all that came before."""
+    steps = min(rng.randint(1, max_steps), rng.randint(1, max_steps))
+    return Workflow([Step(rng.randrange(n_workers), rng.choice(PHRASES), list(range(i)) if rng.random() < 0.8 else [])
+                     for i in range(steps)])
 
 
 def random_completion(question: str, rng: random.Random, n_workers: int, max_steps: int = 5) -> str:
-    """A completion in the Conductor's format that says nothing about which workflow is good: the plan is its length and the question."""
+    """A completion in the Conductor's format that says nothing about which workflow is good: its plan is to answer the question.
+
+    The number of steps stands behind the workers, where it follows from them and helps to write two more lists of that length. Whether
+    another step is needed is thus decided worker by worker."""
     workflow = random_workflow(rng, n_workers, max_steps)
-    return f"Plan: {len(workflow.steps)} steps. {question}\n{workflow.text()}"
+    workers, others = workflow.text().split("\n", 1)
+    return f"Plan: {question}\n{workers} # {len(workflow.steps)} steps\n{others}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------

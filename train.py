@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 import eval as evaluation
 from eval import grade, load, random_completion
-from grpo import Episode, advantages, reduce, update
+from grpo import Episode, advantages, update
 from model import Config, Qwen, Tokenizer, configure, read_tensors, write_json, write_tensors
 from sample import generate
 from workers import WorkerError, load_pool
@@ -42,6 +42,8 @@ class Settings:
     init_from: str = ""  # a checkpoint folder; "" makes a tiny model and teaches it the format first (warm_steps)
     data: str = "laptop"
     pool: str = "local"
+    budget: float = 0.0  # dollars that the workers may cost; before it is passed the run stops, with a checkpoint. 0: no limit
+    replay: str = ""  # a file that keeps the workers' replies, so that a run started again does not pay for them again
     style: str = "short"  # of the Conductor's prompt: full (App. E), or short for models too small to read instructions
     max_steps: int = 5  # of a workflow
     # one iteration (App. A.1)
@@ -163,7 +165,7 @@ def collect(sampler: Qwen, tokenizer, problems, pool, s: Settings, seed: int, ba
         bar.update()
         with contextlib.suppress(WorkflowError):
             workflow = ablate(parse(tokenizer.decode(completion.tokens), len(pool), s.max_steps), s)
-            running[i, j] = submit(workflow, problems[i].question, pool)
+            running[i, j] = submit(workflow, problems[i].question, pool, nonce=f"{seed}/{problems[i].id}/{j}")
 
     begun = time.perf_counter()
     groups = generate(sampler, prompts, s.rollouts, s.max_new_tokens, s.temperature, eos_id=tokenizer.eos_id, seed=seed,
@@ -251,7 +253,7 @@ def preflight(s: Settings):
         load(s.data, "train")
     except ValueError as e:
         lacks.append(f"problems ({e})")
-    pool = load_pool(s.pool)
+    pool = load_pool(s.pool, budget=s.budget)
     lacks += [f"${w.api_key_env} for {w.name}" for w in pool if w.api_key_env and not os.environ.get(w.api_key_env)]
     if lacks:
         raise SystemExit(f"the run lacks {'; '.join(lacks)}. The laptop world needs nothing: --preset=laptop")
@@ -287,8 +289,8 @@ def write_traces(s: Settings, it: int, rank: int, groups):
 
 
 def summary(group: list[Rollout]) -> list[tuple]:
-    """What the statistics need of each rollout: kind, reward, steps, calls, tokens."""
-    return [(r.problem.kind, r.reward, len(r.trace.workflow.steps) if r.trace else 0, r.trace.calls if r.trace else 0,
+    """What the statistics need of each rollout: kind, reward, steps, calls, dollars, tokens."""
+    return [(r.problem.kind, r.reward, *((len(r.trace.workflow.steps), r.trace.calls, r.trace.cost) if r.trace else (0, 0, 0.0)),
              len(r.completion.tokens)) for r in group]
 
 
@@ -298,13 +300,15 @@ def record(s: Settings, it: int, rollouts: list[tuple], stats: list[dict], secon
         values = list(values)
         return sum(values) / max(len(values), 1)
 
-    kinds, rewards, steps, calls, tokens = zip(*rollouts)
+    kinds, rewards, steps, calls, costs, tokens = zip(*rollouts)
     known = [(kind, reward) for kind, reward in zip(kinds, rewards) if reward is not None]
     m = {"iteration": it, "reward": mean(r for _, r in known), "accuracy": mean(r == 1 for _, r in known),
          "parsed": mean(n > 0 for n in steps), "lost": len(rewards) - len(known), "steps": mean(n for n in steps if n), "calls": sum(calls),
+         "cost": None if None in costs else sum(costs),  # dollars; None: unknown
          "gap": stats[0]["gap"],
          **{key: mean(stat[key] for stat in stats) for key in ("approx_kl", "clipfrac", "kl", "entropy", "grad_norm")},
-         "by_kind": {kind: mean(r == 1 for k, r in known if k == kind) for kind in dict.fromkeys(kinds)}}
+         "by_kind": {kind: mean(r == 1 for k, r in known if k == kind) for kind in dict.fromkeys(kinds)},
+         "steps_by_kind": {kind: mean(n for k, n in zip(kinds, steps) if k == kind and n) for kind in dict.fromkeys(kinds)}}
     took = sum(seconds.values())
     say(f"{it + 1:4d}/{s.iterations} reward {m['reward']:.3f} accuracy {m['accuracy']:.3f} parsed {m['parsed']:.3f} steps {m['steps']:.2f} "
         f"calls {m['calls']} lost {m['lost']} |Δlogp| {m['gap']:.0e} grad {m['grad_norm']:.2f} entropy {m['entropy']:.2f} "
@@ -351,7 +355,7 @@ def main(argv):
     if words := configure(s, argv):
         raise SystemExit(f"train.py takes --key=value settings only, not {words[0]!r}")
     for key, value in asdict(s).items():
-        if type(value) in (int, float) and not (0 < value < math.inf or value == 0 and key in ("seed", "beta", "warmup", "warm_steps")):
+        if type(value) in (int, float) and not (0 < value < math.inf or value == 0 and key in ("seed", "budget", "beta", "warmup", "warm_steps")):
             raise SystemExit(f"--{key}={value}: expected a number above 0")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if "RANK" in os.environ:  # set by torchrun
@@ -375,7 +379,7 @@ def train(s: Settings, device: str):
     say = tqdm.write if rank == 0 else lambda line: None
     torch.manual_seed(s.seed)
     url = on_rank0(lambda: preflight(s))
-    pool = load_pool(s.pool, local_url=url)  # one server of local specialists for all ranks
+    pool = load_pool(s.pool, url, s.replay, s.budget / world)  # one server of local specialists for all ranks
     problems, test = load(s.data, "train"), load(s.data, "test", s.test)
     try:
         model, tokenizer = ((Qwen.from_pretrained(s.init_from), Tokenizer.from_pretrained(s.init_from)) if s.init_from else
@@ -403,7 +407,7 @@ def train(s: Settings, device: str):
     def stop(*_):  # after the iteration, with a checkpoint; torchrun sends the signal a second time
         if not stopping:
             say("stopping after this iteration …")
-        stopping.append(1)
+        stopping.append("interrupted")
 
     handlers = {sig: signal.signal(sig, stop) for sig in (signal.SIGINT, signal.SIGTERM)}
     bar = tqdm(total=s.iterations * s.questions * s.rollouts // world, desc="rollouts of rank 0", disable=None if rank == 0 else True)
@@ -423,15 +427,16 @@ def train(s: Settings, device: str):
         seconds["training"] = time.perf_counter() - begun
         write_traces(s, it, rank, groups)
         record(s, it, everyone([r for group in groups for r in summary(group)]), stats, seconds, say)
-        [stopped] = reduce([len(stopping)], dist.ReduceOp.MAX, device)  # on any rank: they leave together
-        if stopped:
+        if pool[0].budget and pool[0].budget.refused:
+            stopping.append("the budget is spent")
+        if stopped := everyone(stopping[:1]):  # on any rank: they leave together
             break
     bar.close()
     save(s, model, config, tokenizer, len(pool))
     for sig, handler in handlers.items():
         signal.signal(sig, handler)
     if stopped:
-        raise SystemExit(f"stopped after iteration {it + 1}; the checkpoint is in {s.out}/checkpoint" if rank == 0 else 1)
+        raise SystemExit(f"{stopped[0]}: stopped after iteration {it + 1}; the checkpoint is in {s.out}/checkpoint" if rank == 0 else 1)
     gather(sampler, model)
     finish(s, sampler, tokenizer, test, pool, say)
     say(f"{time.perf_counter() - began:.0f} s from start to end. "

@@ -13,6 +13,7 @@ import email.utils
 import functools
 import hashlib
 import json
+import math
 import operator
 import os
 import random
@@ -208,6 +209,22 @@ class Replay:
         self.file.truncate(len(lines + newline))  # a kill can tear the last line
 
 
+class Budget:
+    """Dollars that a pool may spend. A call first takes what it can cost at most and gives back what it did not: the sum is never passed.
+
+    What a failed call took stays taken, for nobody knows what a provider charges for it."""
+    def __init__(self, dollars: float):
+        self.dollars = self.left = dollars
+        self.lock, self.refused = threading.Lock(), False  # whether a call has been refused
+
+    def take(self, dollars: float):
+        with self.lock:
+            if dollars > self.left:
+                self.refused = True
+                raise WorkerError(f"the budget of ${self.dollars:g} is spent, but for ${self.left:.4f}")
+            self.left -= dollars
+
+
 @dataclass
 class Worker:
     """One entry of a pool. `chat` may be called from any number of threads."""
@@ -224,6 +241,7 @@ class Worker:
     deadline: int | float | None = None  # seconds for all attempts and the waits between them; three timeouts unless given
     attempts: int = 6
     replay: Replay | None = field(default=None, repr=False)
+    budget: Budget | None = field(default=None, repr=False)
 
     def __post_init__(self):
         for key, kind in type(self).__annotations__.items():  # the errors leave the value out: it may be a misplaced API key
@@ -257,13 +275,26 @@ class Worker:
         if keep := self.replay is not None and nonce is not None:
             ask = json.dumps([self.name, self.protocol, self.model, messages, params, nonce], sort_keys=True).encode()
             known = self.replay.replies.get(ask := hashlib.sha256(ask).hexdigest().encode())
-        reply = Reply(**json.loads(known)) if known else self.call(messages, params)
+        if known:
+            reply = Reply(**json.loads(known))
+        else:
+            most = self.most(messages, params) if self.budget else 0.0
+            if self.budget:
+                self.budget.take(most)
+            reply = self.call(messages, params)
+            if self.budget:
+                self.budget.take((most if reply.cost is None else reply.cost) - most)
         if keep and not known:
             self.replay.file.write(b"%s %s\n" % (ask, json.dumps(asdict(reply)).encode()))
         with self.lock:
             self.calls += 1
             self.spent, self.unpriced = self.spent + (reply.cost or 0), self.unpriced + (reply.cost is None)
         return reply
+
+    def most(self, messages, params) -> float:
+        """Dollars that a call can cost: a token is at least a byte, and the answer has an end."""
+        tokens = [sum(len(m["content"].encode(errors="replace")) + 16 for m in messages), params.get("max_tokens", params.get("max_completion_tokens", math.inf))]
+        return sum(price * n for price, n in zip(self.price, tokens) if price) / 1e6
 
     def call(self, messages, params) -> Reply:
         """Over the wire: attempts with exponential backoff, full jitter and Retry-After as a floor, until the deadline."""
@@ -333,10 +364,11 @@ def paper_pool(free: bool) -> list[dict]:
     return [{**dict(zip(names, row)), "timeout": 3600 if free else 300} for row in rows]
 
 
-def load_pool(spec: str, local_url: str | None = None, replay: str | None = None) -> list[Worker]:
+def load_pool(spec: str, local_url: str | None = None, replay: str = "", budget: float = 0.0) -> list[Worker]:
     """The workers of "local", "paper", "paper:unconstrained" or a JSON file; a bad one ends the program, naming entry and field.
 
-    "local" starts the specialists' server, once per process, unless local_url names a running one. replay: a file of replies."""
+    "local" starts the specialists' server, once per process, unless local_url names a running one. replay: a file of replies. budget:
+    dollars that the workers may spend together, 0 for no limit; every worker then needs a price, and an end to its answers."""
     if spec == "local":
         url = local_url or local_server()[0]
         entries = [{"protocol": "openai", "base_url": url, "model": name, "price": [0, 0]} for name in SPECIALISTS]
@@ -348,10 +380,12 @@ def load_pool(spec: str, local_url: str | None = None, replay: str | None = None
                 entries = json.load(f)
         except (OSError, ValueError) as e:
             sys.exit(f"--pool={spec}: {e}; expected local, paper, paper:unconstrained or a JSON file with a list of workers")
-    pool, replies = [], Replay(replay) if replay else None
+    pool, replies, limit = [], Replay(replay) if replay else None, Budget(budget) if budget else None
     for i, entry in enumerate(entries if isinstance(entries, list) else []):
         try:
-            pool.append(Worker(**entry, replay=replies))
+            pool.append(worker := Worker(**entry, replay=replies, budget=limit))
+            if budget and (worker.price is None or worker.most([], worker.params) == math.inf):
+                raise ValueError("a budget needs price, and max_tokens in params")
         except (TypeError, ValueError) as e:  # TypeError names a missing or unknown field
             sys.exit(f"{spec}: entry {i}: {e}")
     return pool or sys.exit(f"{spec}: expected a list of workers")
@@ -415,8 +449,8 @@ def specialist(trade: str, messages: list[dict]) -> str:
     if subtask is not None and not re.search(verbs, subtask.lower()):
         return f"I am a {trade}; that is not my work."
     for skipped, text in enumerate([*reversed(responses), question]):
-        if rewrite(text) != text:  # every newer response in which it found nothing has distracted it, one time in six
-            return bare(rewrite(text)) if luck(messages) < (5 / 6) ** skipped else "I have lost the thread."
+        if rewrite(text) != text:  # every newer response in which it found nothing has distracted it, one time in five
+            return bare(rewrite(text)) if luck(messages) < (4 / 5) ** skipped else "I have lost the thread."
     return f"I am a {trade}; I find nothing here to work on."
 
 
@@ -450,6 +484,7 @@ class Handler(BaseHTTPRequestHandler):
         except (ValueError, LookupError, TypeError) as e:
             return self.answer(400, {"error": {"message": f"expected messages of text, a model of {list(SPECIALISTS)}: {e!r}"}})
         text = answer(messages)
+        time.sleep(self.server.latency)
         n_out = len(text.split())
         self.answer(200, {"object": "chat.completion", "model": data["model"],
                           "choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}],
@@ -464,12 +499,14 @@ class Server(ThreadingHTTPServer):
     server_bind = socketserver.TCPServer.server_bind  # not HTTPServer's own, which looks up the host's name and can hang
 
 
-def serve(port: int, child: bool = False):
-    """The specialists on 127.0.0.1 until Ctrl-C; for local_server until stdin ends, which it does however the parent dies."""
+def serve(port: int, child: bool = False, latency: float = 0.0):
+    """The specialists on 127.0.0.1 until Ctrl-C; for local_server until stdin ends, which it does however the parent dies. latency:
+    seconds that each takes to answer."""
     try:
         server = Server(("127.0.0.1", port), Handler)
     except (OSError, OverflowError) as e:
         sys.exit(f"cannot serve on 127.0.0.1:{port}: {e}; choose another port with --port=N (0: any free one)")
+    server.latency = latency
     print(f"http://127.0.0.1:{server.server_address[1]}/v1", flush=True)
     if child:
         threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
@@ -480,10 +517,10 @@ def serve(port: int, child: bool = False):
 
 
 @functools.cache
-def local_server() -> tuple[str, subprocess.Popen]:
+def local_server(latency: float = 0.0) -> tuple[str, subprocess.Popen]:
     """Start the specialists' server, once per process: its URL and process. It gets no key, only what Python needs."""
     keep = ("PATH", "HOME", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "TMPDIR")
-    process = subprocess.Popen([sys.executable, "-c", "import workers; workers.serve(0, child=True)"], text=True,
+    process = subprocess.Popen([sys.executable, "-c", f"import workers; workers.serve(0, True, {latency})"], text=True,
                                cwd=os.path.dirname(os.path.abspath(__file__)), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                start_new_session=True,  # Ctrl-C is the parent's affair
                                env={name: os.environ[name] for name in keep if name in os.environ})
@@ -493,18 +530,30 @@ def local_server() -> tuple[str, subprocess.Popen]:
     return url, process
 
 
-def bench(calls: int = 2000, threads: int = 16):
-    """CPU time of a call, here and in the specialists' server with its start; the last line is JSON."""
-    [worker, *_], chat = load_pool("local"), [{"role": "user", "content": "What is 6 * 7? " * 20}]
+def bench(workflows: int = 256, steps: int = 3, latency: float = 0.05):
+    """Workflows of steps that wait for each other, all at once, over workers that take 50 ms: wall time beside the least possible, and CPU
+    time of a call, here and in the server. The last line is JSON."""
+    from workflow import Step, Workflow, submit  # here, as it imports this file
+    url, process = local_server(latency)
+    pool = load_pool("local", url)
+
+    def run(n):
+        plans = [Workflow([Step((k + i) % len(pool), "Work it out.", [*range(i)]) for i in range(steps)]) for k in range(n)]
+        for future in [submit(plan, "What is 6 * 7?", pool) for plan in plans]:
+            assert not future.result().error, future.result().error
+
+    run(len(pool) * pool[0].concurrency)  # opens the connections
     begun, before = time.monotonic(), os.times()
-    with futures.ThreadPoolExecutor(threads) as executor:
-        list(executor.map(lambda _: worker.chat(chat), range(calls)))
-    wall, process = time.monotonic() - begun, local_server()[1]
+    run(workflows)
+    wall, client = time.monotonic() - begun, sum(os.times()[:2]) - sum(before[:2])
     process.stdin.close()
     process.wait()
-    client, server = ((sum(os.times()[i:i + 2]) - sum(before[i:i + 2])) * 1e3 / calls for i in (0, 2))
-    print(json.dumps({"calls": calls, "threads": threads, "client_cpu_ms_per_call": round(client, 3),
-                      "server_cpu_ms_per_call": round(server, 3), "calls_per_second": round(calls / wall)}))
+    calls, slots = workflows * steps, sum(w.concurrency for w in pool)
+    least = math.ceil(calls / slots) * latency
+    print(f"{workflows} workflows of {steps} calls of {1000 * latency:g} ms, {slots} at a time: {wall:.3f} s, {wall / least:.2f} times the "
+          f"least possible; {1000 * client / calls:.2f} ms of CPU a call")
+    print(json.dumps({"calls": calls, "wall_seconds": round(wall, 4), "times_the_least": round(wall / least, 3),
+                      "client_cpu_ms_per_call": round(1000 * client / calls, 3)}))
 
 
 def main():
@@ -514,11 +563,12 @@ def main():
     class Settings:
         pool: str = "local"
         port: int = 8765  # of serve
+        latency: float = 0.0  # of serve: seconds that a specialist takes
         bench: bool = False
     settings = Settings()
     words = configure(settings, sys.argv[1:])
     if words == ["serve"]:
-        return serve(settings.port)
+        return serve(settings.port, latency=settings.latency)
     if words:
         sys.exit(f"unknown command {' '.join(words)}; there is serve, or none to list the pool")
     if settings.bench:

@@ -250,10 +250,10 @@ def work():
         idle.release()
 
 
-def submit(workflow: Workflow, question: str, pool: list, previous: Trace | None = None) -> "Future[Trace]":
+def submit(workflow: Workflow, question: str, pool: list, previous: Trace | None = None, nonce: str | None = None) -> "Future[Trace]":
     """Start a workflow; the future's result is its Trace. A step starts when the steps it reads have finished; no thread waits for another.
 
-    A WorkerError sets Trace.error: no further step starts, and the trace is done when the running ones are, so that no cost is lost.
+    nonce names this run of it, for the pool's replay file. A WorkerError sets Trace.error: no further step starts, and the trace is done when the running ones are, so that no cost is lost.
     An empty or cut-off reply is a reply. Any other exception is a bug, and the future's."""
     if not workflow.steps and previous is None:
         raise ValueError("a workflow without steps keeps the previous answer, but there is no previous round")
@@ -270,7 +270,7 @@ def submit(workflow: Workflow, question: str, pool: list, previous: Trace | None
         chat.append({"role": "user", "content": f"Your task:\n{steps[i].subtask}"})
         chat[0]["content"] = f"Question:\n{question}\n\n{chat[0]['content']}"
         try:
-            trace.replies[i] = pool[steps[i].worker].chat(chat)
+            trace.replies[i] = pool[steps[i].worker].chat(chat, **({"nonce": f"{nonce}/{i}"} if nonce else {}))
         except WorkerError as e:
             trace.error = f"step {i}: {e}"
         except Exception as bug:  # whoever waits for the trace must hear of it: nobody watches this thread
@@ -416,6 +416,7 @@ class Settings:
     checkpoint: str = "out/laptop/checkpoint"  # the Conductor
     pool: str = "local"
     conductor: str = ""  # a worker of the pool in the Conductor's seat instead (Table 11)
+    budget: float = 0.0  # dollars that the workers may cost together; 0: no limit
     rounds: int = 0  # recursion rounds after the first workflow
     temperature: float = 0.2
     show: str = "view"  # or json, mermaid
@@ -429,7 +430,7 @@ def main(argv):
     if not words or not show:
         raise SystemExit(__doc__)
     try:
-        pool = load_pool(settings.pool)
+        pool = load_pool(settings.pool, budget=settings.budget)
         if settings.conductor:
             seat = next((w for w in pool if w.name == settings.conductor), None)
             if seat is None:

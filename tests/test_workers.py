@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
@@ -671,11 +672,50 @@ def test_serve_ends_quietly_and_a_port_in_use_is_said():
     assert server.communicate(timeout=30) == ("", "") and server.returncode == 0
 
 
+def test_a_budget_is_never_passed(tmp_path):
+    """Calls of $0.0012 at the most and $0.001 in fact: of twenty at once under $0.005 some are refused, and what was spent stays below."""
+    gate = threading.Semaphore(0)
+    with Rogue(lambda n, c: gate.acquire() and http({**GOOD, "usage": {"prompt_tokens": 0, "completion_tokens": 100}})) as server:
+        entry = {"protocol": "openai", "base_url": server.url, "model": "m", "params": {"max_tokens": 120}, "price": [0, 10]}
+        [worker] = pool = load_pool(pool_file(tmp_path, [entry]), budget=0.005)
+        assert worker.budget is pool[0].budget and not worker.budget.refused
+
+        def ask(_):
+            try:
+                return worker.chat([{"role": "user", "content": "Hi."}]).cost
+            except WorkerError as e:
+                assert "the budget of $0.005 is spent" in str(e)
+
+        with ThreadPoolExecutor(20) as threads:
+            costs = threads.map(ask, range(20))
+            gate.release(20)
+            paid = [cost for cost in costs if cost is not None]
+    assert paid == [pytest.approx(0.001)] * len(paid) and len(paid) == 4 and worker.budget.refused
+    assert worker.spent == pytest.approx(sum(paid)) and worker.budget.left == pytest.approx(0.005 - sum(paid))
+
+
+def test_what_a_failed_call_may_have_cost_counts(tmp_path):
+    with Rogue(lambda n, c: http({}, 400)) as server:
+        entry = {"protocol": "openai", "base_url": server.url, "model": "m", "params": {"max_completion_tokens": 100}, "price": [1, 10]}
+        [worker] = load_pool(pool_file(tmp_path, [entry]), budget=1.0)
+        with pytest.raises(WorkerError):
+            worker.chat([{"role": "user", "content": "Hi."}])
+    assert worker.budget.left == pytest.approx(1 - (19 * 1 + 100 * 10) / 1e6)
+
+
+@pytest.mark.parametrize("entry", [{"params": {"max_tokens": 9}}, {"price": [1, 2]}])
+def test_a_budget_needs_what_a_call_can_cost(entry, tmp_path):
+    spec = pool_file(tmp_path, [{"protocol": "openai", "base_url": "http://127.0.0.1:9/v1", "model": "m", **entry}])
+    with pytest.raises(SystemExit, match="entry 0: a budget needs price"):
+        load_pool(spec, budget=1.0)
+    assert load_pool(spec)
+
+
 def test_bench_ends_in_a_json_line():
-    code = "import workers; workers.bench(100, 4)"
+    code = "import workers; workers.bench(20, 2, 0.001)"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     line = json.loads(run.stdout.splitlines()[-1])
-    assert line["calls"] == 100 and line["client_cpu_ms_per_call"] > 0 and line["server_cpu_ms_per_call"] > 0
+    assert line["calls"] == 40 and line["client_cpu_ms_per_call"] > 0 and line["times_the_least"] > 1
 
 
 def test_the_pool_is_listed_and_pinged(monkeypatch, capsys, tmp_path):

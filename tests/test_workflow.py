@@ -22,7 +22,7 @@ from tokenizers import models, pre_tokenizers, decoders
 
 import workflow as wf
 from model import Config, Qwen, Tokenizer
-from workers import Reply, WorkerError, load_pool
+from workers import SPECIALISTS, Reply, WorkerError, load_pool
 from workflow import Step, Trace, Workflow, WorkflowError, conduct, execute, messages, parse, serve, submit
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -429,6 +429,47 @@ def test_the_five_modes(steps, answer, shown, tmp_path):
         [chat] = [chat for m, chat in wire.seen if m == model and heard(chat)[2] == task]
         assert heard(chat) == (Q, [(steps[j][1], trace.responses[j]) for j in shown[i]], task)
         assert [m["role"] for m in chat] == ["user", "assistant"] * len(shown[i]) + ["user"]
+
+
+CATORCE, IRON, PERU = "Find catorce + quince.", "What is the atomic number of iron * tres?", "Find the capital of Peru backwards."
+
+
+@pytest.mark.parametrize("question, steps, responses", [
+    pytest.param(IRON, [("translator", "Rewrite the question.", []), ("librarian", "Look up what it takes.", [0]), ("calculator", "Work it out.", [1]),
+                        ("calculator", "Compute it again, to check.", [1])],
+                 ["What is the atomic number of iron * 3?", "What is 26 * 3?", "78", "78"], id="planner, executor, checker"),
+    pytest.param(CATORCE, [("calculator", "Work it out.", []), ("translator", "Translate it.", []), ("calculator", "Calculate from both.", "all")],
+                 ["I am a calculator; I find nothing here to work on.", "Find 14 + 15.", "29"], id="independent attempts, aggregated"),
+    pytest.param("Find the atomic number of iron + the atomic number of zinc.", [
+        ("librarian", "Recall the first.", []), ("librarian", "Recall the second.", []), ("calculator", "Find the sum.", "all")],
+        ["Find 26 + 30."] * 2 + ["56"], id="independent recall of facts"),
+    pytest.param(IRON, [("librarian", "Name the number.", []), ("translator", "Translate the rest.", [0]), ("calculator", "Work it out.", [1])],
+                 ["What is 26 * tres?", "What is 26 * 3?", "78"], id="a chain, step by step"),
+    pytest.param(PERU, [("librarian", "Tell the others what to do.", []), ("librarian", "Recall the city.", [0]), ("coder", "Spell it.", [1])],
+                 ["I am a librarian; that is not my work.", "Find Lima backwards.", "amiL"], id="abdication, to one who will not plan")])
+def test_the_five_modes_of_the_local_specialists(question, steps, responses, tmp_path):
+    names = list(SPECIALISTS)
+    workflow = Workflow([Step(names.index(m), task, [*range(i)] if sees == "all" else sees, sees == "all") for i, (m, task, sees) in enumerate(steps)])
+    with Wire(lambda model, chat: SPECIALISTS[model](chat)) as wire:
+        trace = execute(parse(workflow.text(), len(names)), question, pool_of(tmp_path, wire.url, names))
+    assert trace.error is None and trace.responses == responses and len(wire.seen) == len(steps)
+    for (model, task, _), step in zip(steps, workflow.steps):
+        [chat] = [chat for m, chat in wire.seen if m == model and heard(chat)[2] == task]
+        assert heard(chat) == (question, [(steps[j][1], responses[j]) for j in step.access], task)
+
+
+def test_a_run_again_is_replayed(tmp_path):
+    """With a nonce and a replay file a second run of the same workflow asks nobody; another nonce or no file asks again."""
+    with Wire(lambda model, chat: f"{model}{len(wire.seen)}") as wire:
+        pool_of(tmp_path, wire.url, "ab")
+
+        def run(nonce, replay=str(tmp_path / "replies")):
+            trace = submit(parse(GOOD, 2), "Why?", load_pool(str(tmp_path / "pool.json"), replay=replay), nonce=nonce).result()
+            return trace.responses, len(wire.seen)
+
+        first = run("1/q/0")
+        assert run("1/q/0") == first and first[1] == 2
+        assert run("1/q/1")[1] == 4 and run("1/q/0", "")[1] == 6 and run("1/q/1")[1] == 6
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------
