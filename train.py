@@ -47,7 +47,7 @@ class Settings:
     style: str = "short"  # of the Conductor's prompt: full (App. E), or short for models too small to read instructions
     max_steps: int = 5  # of a workflow
     # one iteration (App. A.1)
-    iterations: int = 260
+    iterations: int = 320
     questions: int = 8
     rollouts: int = 64  # of each question
     max_new_tokens: int = 96

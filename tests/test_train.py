@@ -27,7 +27,7 @@ from workflow import Step, Workflow, WorkflowError, messages, parse
 
 ROOT = os.path.dirname(os.path.abspath(train.__file__))
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
-SHORT = ["--warm_steps=80", "--warm_batch=16", "--warm_lr=6e-3", "--width=64", "--layers=2", "--iterations=6", "--questions=8",
+SHORT = ["--warm_steps=65", "--warm_batch=16", "--warm_lr=6e-3", "--width=64", "--layers=2", "--iterations=6", "--questions=8",
          "--rollouts=16", "--max_new_tokens=64", "--lr=1e-3", "--minibatches=4", "--beta=0.1", "--test=8"]
 
 
