@@ -439,6 +439,8 @@ def train(s: Settings, device: str):
         raise SystemExit(f"{stopped[0]}: stopped after iteration {it + 1}; the checkpoint is in {s.out}/checkpoint" if rank == 0 else 1)
     gather(sampler, model)
     finish(s, sampler, tokenizer, test, pool, say)
+    calls, dollars, unknown = map(sum, zip(*everyone([(w.calls, w.spent, w.unpriced) for w in pool])))
+    say(f"{calls:,} calls for ${dollars:.2f}{f', and {unknown:,} of them at an unknown price' if unknown else ''}")
     say(f"{time.perf_counter() - began:.0f} s from start to end. "
         f"Next: python workflow.py \"{test[-1].question}\" --checkpoint={s.out}/checkpoint")
 

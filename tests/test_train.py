@@ -221,7 +221,7 @@ def test_what_a_run_prints(trained):
     """A line an iteration, the table with every system, what was learned, the time, and a command that works."""
     out = trained[0][1].out
     assert re.search(r"[\d,]+ parameters .* 5 workers: calculator, translator, librarian, coder, generalist\n", out)
-    assert "warm start: 80 steps" in out and len(re.findall(r"^ +\d/6 reward 0\.\d+ accuracy", out, re.MULTILINE)) == 6
+    assert "warm start: 65 steps" in out and len(re.findall(r"^ +\d/6 reward 0\.\d+ accuracy", out, re.MULTILINE)) == 6
     for system in ("Conductor", "calculator", "translator", "librarian", "coder", "generalist", "random workflows"):
         assert re.search(rf"^{system} +[01]\.\d", out, re.MULTILINE), system
     assert re.search(r"^[a-z+]+: \d steps?, written for \d+%", out, re.MULTILINE)
@@ -335,7 +335,7 @@ def test_ctrl_c_saves_and_says_so(continued, checkpoint):
     out, end, *_ = continued
     lines = metrics(out)
     assert end.status == 1 and 1 <= len(lines) < 4000
-    assert end.err.strip().splitlines()[-1] == f"stopped after iteration {len(lines)}; the checkpoint is in {out}/checkpoint"
+    assert end.err.strip().splitlines()[-1] == f"interrupted: stopped after iteration {len(lines)}; the checkpoint is in {out}/checkpoint"
     assert "Traceback" not in end.err + end.out and sum(line["calls"] for line in lines) > 0
     for i in range(len(lines)):
         recount(out, i)
@@ -567,6 +567,26 @@ def test_ctrl_c_in_the_last_evaluation(checkpoint, tmp_path):
     assert end.status == 1 and f"{tmp_path}/out/checkpoint" in end.err and "Traceback" not in end.err
     assert "Conductor  " not in end.out
     assert weights(tmp_path / "out") and len(metrics(tmp_path / "out")) == 1
+
+
+def test_a_budget_ends_the_run_before_it_is_passed(checkpoint, tmp_path):
+    """With priced workers and $0.03: the run stops with a checkpoint, what was refused is lost and not punished, and the bill is below.
+    Started again with the same replies on file, it asks only for what the first run could not pay."""
+    (tmp_path / "pool.json").write_text(json.dumps([
+        {"name": name, "protocol": "openai", "base_url": workers.local_server()[0], "model": name, "price": [0, 10],
+         "params": {"max_tokens": 20}} for name in workers.SPECIALISTS]))
+    argv = ["train.py", "--preset=laptop", f"--init_from={checkpoint}", *SHORT, "--iterations=40", f"--pool={tmp_path}/pool.json",
+            f"--replay={tmp_path}/replies"]
+    out = f"{tmp_path}/out"
+    end = Ended(launch(*argv, "--budget=0.03", f"--out={out}"))
+    lines = metrics(out)
+    assert end.status == 1 and 1 <= len(lines) < 40 and lines[-1]["lost"] > 0 and os.path.exists(f"{out}/checkpoint/model.safetensors")
+    assert end.err.strip().splitlines()[-1].startswith(f"the budget is spent: stopped after iteration {len(lines)}")
+    assert 0.01 < sum(line["cost"] for line in lines) <= 0.03
+    paid = len((tmp_path / "replies").read_bytes().splitlines())
+    assert paid == sum(line["calls"] for line in lines)
+    again = Ended(launch(*argv, "--budget=0.03", f"--out={out}2"))
+    assert again.status == 1 and len(metrics(f"{out}2")) > len(lines)
 
 
 def test_a_run_may_start_from_the_checkpoint_in_its_own_folder(trained, tmp_path):
