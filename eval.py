@@ -110,9 +110,9 @@ PHRASES = ("Work it out.", "Simplify it.", "Find the value.", "Rewrite the quest
 
 
 def random_workflow(rng: random.Random, n_workers: int, max_steps: int = 5) -> Workflow:
-    """1 to max_steps steps, short ones more often; each a random worker, a random phrase, and four times in five all that came before."""
+    """1 to max_steps steps, short ones more often; each a random worker, a random phrase, and nine times in ten all that came before."""
     steps = min(rng.randint(1, max_steps), rng.randint(1, max_steps))
-    return Workflow([Step(rng.randrange(n_workers), rng.choice(PHRASES), list(range(i)) if rng.random() < 0.8 else [])
+    return Workflow([Step(rng.randrange(n_workers), rng.choice(PHRASES), list(range(i)) if rng.random() < 0.9 else [])
                      for i in range(steps)])
 
 
