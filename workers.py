@@ -495,6 +495,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
+    latency = 0.0  # seconds that a local specialist takes
     request_queue_size = 1024  # with 5, the default, clients that connect at once wait a second
     server_bind = socketserver.TCPServer.server_bind  # not HTTPServer's own, which looks up the host's name and can hang
 
