@@ -210,9 +210,8 @@ class Replay:
 
 
 class Budget:
-    """Dollars that a pool may spend. A call first takes what it can cost at most and gives back what it did not: the sum is never passed.
-
-    What a failed call took stays taken, for nobody knows what a provider charges for it."""
+    """Dollars that a pool may spend. A call first takes what it can cost at most, and gives back what it did not: the sum of what the
+    providers report never passes the budget. What a failed call took stays taken, for nobody knows what it cost."""
     def __init__(self, dollars: float):
         self.dollars = self.left = dollars
         self.lock, self.refused = threading.Lock(), False  # whether a call has been refused
@@ -293,8 +292,9 @@ class Worker:
 
     def most(self, messages, params) -> float:
         """Dollars that a call can cost: a token is at least a byte, and the answer has an end."""
-        tokens = [sum(len(m["content"].encode(errors="replace")) + 16 for m in messages), params.get("max_tokens", params.get("max_completion_tokens", math.inf))]
-        return sum(price * n for price, n in zip(self.price, tokens) if price) / 1e6
+        n_in = sum(len(m["content"].encode(errors="replace")) + 16 for m in messages)
+        n_out = params.get("max_tokens", params.get("max_completion_tokens", math.inf))
+        return sum(price * n for price, n in zip(self.price, (n_in, n_out)) if price) / 1e6
 
     def call(self, messages, params) -> Reply:
         """Over the wire: attempts with exponential backoff, full jitter and Retry-After as a floor, until the deadline."""
