@@ -246,8 +246,15 @@ def work():
     """A thread's life. Daemons, unlike ThreadPoolExecutor's: Ctrl-C shall neither wait nor pay for the calls that are still queued."""
     while True:
         run, i = jobs.get()
-        run(i)
+        while i is not None:
+            i = run(i)
         idle.release()
+
+
+def start(run, i):
+    jobs.put((run, i))
+    if not idle.acquire(blocking=False) and threading.active_count() < THREADS:
+        threading.Thread(target=work, daemon=True).start()
 
 
 def submit(workflow: Workflow, question: str, pool: list, previous: Trace | None = None, nonce: str | None = None) -> "Future[Trace]":
@@ -264,6 +271,7 @@ def submit(workflow: Workflow, question: str, pool: list, previous: Trace | None
         before = [(next(t for t in reversed(previous.rounds()) if t.replies).workflow.steps[-1].subtask, previous.answer)]
 
     def run(i):
+        """Step i. Returns a step that can be taken next, for this very thread, or None."""
         chat = []  # what the worker may see, as past turns; the question opens the first
         for subtask, response in before * steps[i].sees_all + [(steps[j].subtask, trace.replies[j].text) for j in steps[i].access]:
             chat += [{"role": "user", "content": f"Your task:\n{subtask}"}, {"role": "assistant", "content": response}]
@@ -275,8 +283,8 @@ def submit(workflow: Workflow, question: str, pool: list, previous: Trace | None
             trace.error = f"step {i}: {e}"
         except Exception as bug:  # whoever waits for the trace must hear of it: nobody watches this thread
             with lock:
-                return done.done() or done.set_exception(bug)
-        advance(i)
+                return None if done.done() else done.set_exception(bug)
+        return advance(i)
 
     def advance(finished=None):
         with lock:
@@ -285,16 +293,15 @@ def submit(workflow: Workflow, question: str, pool: list, previous: Trace | None
             waiting.difference_update(ready)
             running.update(ready)
             over = not running
-        for i in ready:
-            jobs.put((run, i))
-            if not idle.acquire(blocking=False) and threading.active_count() < THREADS:
-                threading.Thread(target=work, daemon=True).start()
+        for i in ready[1:]:
+            start(run, i)
         if over:
             trace.seconds = time.monotonic() - begun
             done.set_result(trace)
+        return ready[0] if ready else None
 
     done.set_running_or_notify_cancel()  # from here on it cannot be cancelled, so that a result can always be set
-    advance()
+    start(run, advance())
     return done
 
 

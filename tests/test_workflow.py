@@ -445,7 +445,7 @@ CATORCE, IRON, PERU = "Find catorce + quince.", "What is the atomic number of ir
         ["Find 26 + 30."] * 2 + ["56"], id="independent recall of facts"),
     pytest.param(IRON, [("librarian", "Name the number.", []), ("translator", "Translate the rest.", [0]), ("calculator", "Work it out.", [1])],
                  ["What is 26 * tres?", "What is 26 * 3?", "78"], id="a chain, step by step"),
-    pytest.param(PERU, [("librarian", "Tell the others what to do.", []), ("librarian", "Recall the city.", [0]), ("coder", "Spell it.", [1])],
+    pytest.param(PERU, [("librarian", "Tell the others what to do.", []), ("librarian", "Look up the city.", [0]), ("coder", "Spell it.", [1])],
                  ["I am a librarian; that is not my work.", "Find Lima backwards.", "amiL"], id="abdication, to one who will not plan")])
 def test_the_five_modes_of_the_local_specialists(question, steps, responses, tmp_path):
     names = list(SPECIALISTS)
