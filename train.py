@@ -47,7 +47,7 @@ class Settings:
     style: str = "short"  # of the Conductor's prompt: full (App. E), or short for models too small to read instructions
     max_steps: int = 5  # of a workflow
     # one iteration (App. A.1)
-    iterations: int = 320
+    iterations: int = 360
     questions: int = 8
     rollouts: int = 64  # of each question
     max_new_tokens: int = 96
@@ -57,7 +57,7 @@ class Settings:
     beta2: float = 0.99  # of AdamW
     warmup: float = 0.03  # share of the run over which lr rises; then it falls as a cosine
     clip: float = 0.2
-    beta: float = 0.12  # weight of the KL to the policy the run started from; it fades to 0 over the run
+    beta: float = 0.2  # weight of the KL to the policy the run started from; it fades to 0 over the run
     minibatches: int = 4  # optimizer steps an iteration, each on its share of every group
     token_budget: int = 8192  # of a micro-batch
     # the tiny model, and the warm start that teaches it the format

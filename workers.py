@@ -449,8 +449,8 @@ def specialist(trade: str, messages: list[dict]) -> str:
     if subtask is not None and not re.search(verbs, subtask.lower()):
         return f"I am a {trade}; that is not my work."
     for skipped, text in enumerate([*reversed(responses), question]):
-        if rewrite(text) != text:  # every newer response in which it found nothing has distracted it, three times in four
-            return bare(rewrite(text)) if luck(messages) < 0.25 ** skipped else "I have lost the thread."
+        if rewrite(text) != text:  # every newer response in which it found nothing has distracted it, half of the time
+            return bare(rewrite(text)) if luck(messages) < 0.5 ** skipped else "I have lost the thread."
     return f"I am a {trade}; I find nothing here to work on."
 
 
