@@ -27,6 +27,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.distributed.tensor import distribute_tensor
 from tokenizers import Tokenizer as BPE
 from tqdm import tqdm
 
@@ -211,12 +212,18 @@ class Qwen(nn.Module):
         return self.lm_head.weight.device
 
     @classmethod
-    def from_pretrained(cls, path: str, dtype=torch.float32, device="cpu") -> "Qwen":
-        """Load a Hugging Face folder, tensor by tensor. ValueError names a tensor that is missing, extra or misshapen."""
+    def from_pretrained(cls, path: str, dtype=torch.float32, device="cpu", shard=None) -> "Qwen":
+        """Load a Hugging Face folder, tensor by tensor. ValueError names a tensor that is missing, extra or misshapen.
+
+        shard(model) may apply FSDP to the model while it is still without memory: each rank then keeps its part of every tensor only."""
         config = Config.from_pretrained(path)
         with torch.device("meta"):
             model = cls(config)
-        state = {name: tensor.to(device, dtype) for name, tensor in read_tensors(path, model)}
+        state, parameters = {}, dict((shard(model) if shard else model).named_parameters())
+        for name, tensor in read_tensors(path, model):
+            state[name], p = tensor.to(device, dtype), parameters[name]
+            if shard:  # cloned, because a part would keep the whole alive
+                state[name] = distribute_tensor(state[name], p.device_mesh, p.placements, src_data_rank=None).clone()
         model.load_state_dict(state, assign=True, strict=False)  # strict by read_tensors, but for the tied head, which is not in the file
         if config.tie_word_embeddings:
             model.lm_head.weight = model.model.embed_tokens.weight

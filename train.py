@@ -382,13 +382,16 @@ def train(s: Settings, device: str):
     pool = load_pool(s.pool, url, s.replay, s.budget / world)  # one server of local specialists for all ranks
     problems, test = load(s.data, "train"), load(s.data, "test", s.test)
     try:
-        model, tokenizer = ((Qwen.from_pretrained(s.init_from), Tokenizer.from_pretrained(s.init_from)) if s.init_from else
-                            tiny_conductor(s, problems, len(pool)))
+        if s.init_from:
+            tokenizer = Tokenizer.from_pretrained(s.init_from)
+            model = Qwen.from_pretrained(s.init_from, device=device, shard=lambda model: shard(model, device))
+        else:
+            model, tokenizer = tiny_conductor(s, problems, len(pool))
+            shard(model, device)
     except (OSError, ValueError) as e:
         raise SystemExit(f"train.py: {e}" if rank == 0 else 1) from None
     on_rank0(lambda: make_room(s))  # only now: init_from may be an earlier run in the same place
     config = model.config
-    model = shard(model, device)
     say(f"{sum(p.numel() for p in model.parameters()):,} parameters on {world} x {device}, {len(problems):,} problems, "
         f"{len(pool)} workers: {', '.join(w.name for w in pool)}")
     if not s.init_from:

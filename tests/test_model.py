@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from types import SimpleNamespace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -304,6 +304,48 @@ for dtype in (torch.bfloat16, torch.float32):
     half, full = map(int, run.stdout.split())
     print(f"bf16 {half / 1e6:.1f} MB, fp32 {full / 1e6:.1f} MB, parameters {n / 1e6:.1f} M, shard {largest / 1e6:.1f} MB")
     assert 1.8 * n < half < 2 * n + largest + 15e6 and 3.8 * n < full < 4 * n + largest + 15e6
+
+
+def test_loading_onto_ranks(tmp_path):
+    """Each of two FSDP ranks holds its half of the model, at the peak one shard more, and what the allocator wastes, but never the whole;
+    together they hold the checkpoint. Tied and untied."""
+    config = Config(**{**REST, "vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 14,
+                       "num_attention_heads": 8, "num_key_value_heads": 2})
+    sizes = {}
+    Qwen(Config(64, 16, 16, 1, 2, 1)).save_pretrained(str(tmp_path / "small"))
+    for tied in (True, False):
+        torch.manual_seed(0)
+        model = Qwen(replace(config, tie_word_embeddings=tied))
+        write_tensors(str(tmp_path / str(tied)), model.config, model.named_parameters(), 34_000_000)
+        sizes[tied] = 4 * sum(p.numel() for p in model.parameters())
+    code = f"""import torch, torch.distributed as dist, model
+from train import shard
+peak = lambda: int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
+dist.init_process_group("gloo")
+model.Qwen.from_pretrained({str(tmp_path / "small")!r}, shard=lambda m: shard(m, "cpu"))  # brings what Python itself needs for it
+for tied in (False, True):
+    path = {str(tmp_path)!r} + f"/{{tied}}"
+    before = peak()
+    qwen = model.Qwen.from_pretrained(path, shard=lambda m: shard(m, "cpu"))
+    grown = peak() - before
+    assert (qwen.lm_head.weight is qwen.model.embed_tokens.weight) == tied
+    whole = model.Qwen.from_pretrained(path)
+    for (name, a), b in zip(qwen.named_parameters(), whole.parameters()):
+        assert a.full_tensor().equal(b), name
+    ids = torch.arange(20)[None]
+    assert (qwen(ids) - whole(ids)).abs().max() < 1e-4
+    if not tied:  # the first, before anything else has been in memory
+        print("grown", grown, flush=True)
+dist.destroy_process_group()"""
+    (tmp_path / "ranks.py").write_text(code)
+    root = os.path.dirname(os.path.abspath(model_file.__file__))
+    run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(tmp_path / "ranks.py")],
+                         capture_output=True, text=True, timeout=200, cwd=root,
+                         env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+    assert run.returncode == 0, run.stderr[-3000:]
+    grown = [int(line.split()[1]) for line in run.stdout.splitlines()]
+    print(f"{sizes[False] / 1e6:.0f} MB: {[round(g / 1e6) for g in grown]}")
+    assert len(grown) == 2 and all(0.45 * sizes[False] < g < 0.9 * sizes[False] for g in grown)
 
 
 # --------------------------------------------------------------------------------------------------------------------------------
