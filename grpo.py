@@ -55,7 +55,7 @@ def packed_logprobs(model: Qwen, groups: list[tuple[list[int], list[list[int]]]]
 
     Beside it a 1-D tensor over all these tokens: KL(π_ref ‖ π) of the distributions that they were drawn from, with gradient; zeros
     without a reference. GRPO's estimator of the KL, r - log r - 1 with r = π_ref/π of the sampled token, has the same gradient on
-    average, but where the policy has all but given a token up, the one sample in a thousand that holds it has an r of hundreds."""
+    average over the policy's own samples, but where the policy has all but given a token up, the one sample in a thousand that holds it has an r of hundreds."""
     device, lengths, sizes, layout, positions, predictors = model.device, [], [], [], [], []
     for prompt, completions in groups:
         P, length = len(prompt), torch.tensor([len(c) for c in completions], device=device)
@@ -140,7 +140,7 @@ def update(model: Qwen, optimizer, episodes: list[Episode], clip: float = 0.2, b
     """One optimizer step on this rank's episodes: the mean of Eq. 1 over all ranks' rollouts, each rollout the mean over its tokens.
 
     `reference` is needed where beta > 0. Returns means over all tokens of all ranks: gap (|trainer's - sampler's log-probability|, as
-    if before the update), approx_kl, clipfrac, kl to the reference, entropy (estimated as -log π of what was sampled), and grad_norm."""
+    if before the update), approx_kl, clipfrac, kl (KL(π_ref ‖ π)), entropy (estimated as -log π of what was sampled), and grad_norm."""
     device, world = model.device, dist.get_world_size() if dist.is_initialized() else 1
     batches = micro_batches([e for e in episodes if e.advantage or beta], token_budget)
     [rollouts] = reduce([len(episodes)], device=device)  # groups without spread count too: they are part of the mean

@@ -27,7 +27,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.distributed.tensor import distribute_tensor
 from tokenizers import Tokenizer as BPE
 from tqdm import tqdm
 
@@ -219,11 +218,14 @@ class Qwen(nn.Module):
         config = Config.from_pretrained(path)
         with torch.device("meta"):
             model = cls(config)
-        state, parameters = {}, dict((shard(model) if shard else model).named_parameters())
+        state = {}
+        if shard:
+            from torch.distributed.tensor import distribute_tensor  # here, for it takes half a second
+            parts = dict(shard(model).named_parameters())
         for name, tensor in read_tensors(path, model):
-            state[name], p = tensor.to(device, dtype), parameters[name]
+            state[name] = tensor.to(device, dtype)
             if shard:  # cloned, because a part would keep the whole alive
-                state[name] = distribute_tensor(state[name], p.device_mesh, p.placements, src_data_rank=None).clone()
+                state[name] = distribute_tensor(state[name], parts[name].device_mesh, parts[name].placements, src_data_rank=None).clone()
         model.load_state_dict(state, assign=True, strict=False)  # strict by read_tensors, but for the tied head, which is not in the file
         if config.tie_word_embeddings:
             model.lm_head.weight = model.model.embed_tokens.weight

@@ -10,7 +10,6 @@ a graph, anew whenever the grid shrinks or the cache grows. Read workers.py next
 """
 import hashlib
 import json
-import resource
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -52,7 +51,7 @@ def draw(logits, u, temperature=1.0, top_p=1.0, top_k=0):
     if top_k or top_p < 1:
         ranked, order = logp.sort(-1, descending=True)
         if top_k:
-            ranked[:, top_k:] = -torch.inf
+            ranked[:, top_k:].fill_(-torch.inf)
         ranked = ranked.log_softmax(-1)
         ranked.masked_fill_(ranked.exp().cumsum(-1) - ranked.exp() >= top_p, -torch.inf)  # the mass before a token already reaches top_p
         logp = torch.empty_like(logp).scatter_(-1, order, ranked.log_softmax(-1))
@@ -94,7 +93,7 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
 
     # The outputs, a line for each of the Q*n rollouts.
     tokens = torch.zeros(Q * n, max_new_tokens, dtype=torch.long, device=device)
-    logprobs = torch.zeros(Q * n, max_new_tokens, device=device)
+    logprobs = torch.zeros(Q * n, max_new_tokens, dtype=torch.float32, device=device)
     ends = torch.zeros(Q * n, dtype=torch.long, device=device)  # a rollout's length, 0 while it goes on
     completions = [[None] * n for _ in prompts]
 
@@ -232,8 +231,12 @@ def bench(model: Qwen, s):
     prefill = seconds(lambda: generate(model, prompts, s.n, 1), device)
     total = seconds(lambda: generate(model, prompts, s.n, new, seed=s.seed), device)
     step = (total - prefill) / (new - 1)
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated()
+    else:
+        import resource  # not on Windows
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     rate, copies = (weights + kv * (Q * s.prompt + N * new / 2)) / step, copy_bandwidth(device)
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     result = {"device": torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
               "parameters": sum(p.numel() for p in model.parameters()), "dtype": str(model.lm_head.weight.dtype).removeprefix("torch."),
               "questions": Q, "n": s.n, "prompt": s.prompt, "new": new, "prefill_tokens_per_second": Q * s.prompt / prefill,
@@ -281,7 +284,8 @@ def main(argv):
     words = configure(s, argv)
     if s.random not in ("", *RANDOM) or s.vs not in ("", "transformers", "unshared"):
         raise SystemExit(f"--random is one of {', '.join(RANDOM)}, and --vs transformers or unshared")
-    if bool(s.checkpoint) == bool(s.random) or s.bench == bool(words) or s.random and not s.bench or min(s.n, s.questions, s.prompt) < 1:
+    if bool(s.checkpoint) == bool(s.random) or s.bench == bool(words) or s.random and not s.bench or min(s.n, s.questions, s.prompt) < 1 or \
+            s.max_new_tokens < 1 + s.bench:
         raise SystemExit('usage: python sample.py --checkpoint=DIR "a prompt"   (train.py writes its checkpoint to OUT/checkpoint)\n'
                          '       python sample.py --bench --checkpoint=DIR, or --random=small   (see Settings for its other flags)')
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -291,7 +295,9 @@ def main(argv):
             torch.manual_seed(s.seed)
             torch.set_default_dtype(dtype)
             with torch.device(device):
-                return bench(Qwen(RANDOM[s.random]), s)
+                model = Qwen(RANDOM[s.random])
+            torch.set_default_dtype(torch.float32)
+            return bench(model, s)
         model = Qwen.from_pretrained(s.checkpoint, dtype, device)
         if s.bench:
             return bench(model, s)

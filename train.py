@@ -28,7 +28,7 @@ from tqdm import tqdm
 import eval as evaluation
 from eval import grade, load, random_completion
 from grpo import Episode, advantages, update
-from model import Config, Qwen, Tokenizer, configure, read_tensors, write_json, write_tensors
+from model import Config, Qwen, Tokenizer, configure, write_json, write_tensors
 from sample import generate
 from workers import WorkerError, load_pool
 from workflow import WorkflowError, messages, parse, submit
@@ -43,7 +43,7 @@ class Settings:
     data: str = "laptop"
     pool: str = "local"
     budget: float = 0.0  # dollars that the workers may cost; before it is passed the run stops, with a checkpoint. 0: no limit
-    replay: str = ""  # a file that keeps the workers' replies, so that a run started again does not pay for them again
+    replay: str = ""  # a file that keeps the replies to rollouts, so that a run started again does not pay for them again
     style: str = "short"  # of the Conductor's prompt: full (App. E), or short for models too small to read instructions
     max_steps: int = 5  # of a workflow
     # one iteration (App. A.1)
@@ -240,7 +240,8 @@ def everyone(mine: list) -> list:
 
 
 def preflight(s: Settings):
-    """What would fail late fails here, all of it at once, and every worker is asked for a word. Returns the pool's address."""
+    """What would fail late fails here, all of it at once, and every worker is asked for a word. Returns the pool's address, and the
+    dollars that this has left of the budget."""
     lacks = []
     messages("", 1, s.max_steps, style=s.style)  # knows the styles
     if s.preset == "paper":
@@ -253,7 +254,9 @@ def preflight(s: Settings):
         load(s.data, "train")
     except ValueError as e:
         lacks.append(f"problems ({e})")
-    pool = load_pool(s.pool, budget=s.budget)
+    if s.replay and os.path.commonpath([os.path.abspath(s.replay), os.path.abspath(s.out)]) == os.path.abspath(s.out):
+        raise SystemExit(f"--replay={s.replay}: a place outside of --out, please, which the next run moves")
+    pool = load_pool(s.pool, replay=s.replay, budget=s.budget)
     lacks += [f"${w.api_key_env} for {w.name}" for w in pool if w.api_key_env and not os.environ.get(w.api_key_env)]
     if lacks:
         raise SystemExit(f"the run lacks {'; '.join(lacks)}. The laptop world needs nothing: --preset=laptop")
@@ -264,7 +267,7 @@ def preflight(s: Settings):
         raise SystemExit(f"--width={s.width}: expected a multiple of 8, for 4 heads of an even size")
     for worker in pool:
         worker.chat([{"role": "user", "content": "Say hello."}])
-    return pool[0].base_url
+    return pool[0].base_url, s.budget and max(pool[0].budget.left, 1e-9)
 
 
 def make_room(s: Settings):
@@ -341,6 +344,8 @@ def finish(s: Settings, sampler, tokenizer, test, pool, say):
     if rank == 0:
         say("\n" + evaluation.table(test, {"Conductor": traces, **evaluation.baselines(test, pool, s.max_steps)}))
         say("\n" + evaluation.learned(test, traces))
+        if lost := sum(t is not None and t.error is not None for t in traces):
+            say(f"{lost} of the {len(test)} problems are left out of the Conductor's row: {next(t.error for t in traces if t and t.error)}")
         write_json(os.path.join(s.out, "test.json"), {"accuracy": evaluation.accuracies(test, traces)})
 
 
@@ -378,8 +383,8 @@ def train(s: Settings, device: str):
     rank, world, began = dist.get_rank(), dist.get_world_size(), time.perf_counter()
     say = tqdm.write if rank == 0 else lambda line: None
     torch.manual_seed(s.seed)
-    url = on_rank0(lambda: preflight(s))
-    pool = load_pool(s.pool, url, s.replay, s.budget / world)  # one server of local specialists for all ranks
+    url, budget = on_rank0(lambda: preflight(s))
+    pool = load_pool(s.pool, url, s.replay, budget / world)  # one server of local specialists for all ranks
     problems, test = load(s.data, "train"), load(s.data, "test", s.test)
     try:
         if s.init_from:
@@ -412,6 +417,10 @@ def train(s: Settings, device: str):
             say("stopping after this iteration …")
         stopping.append("interrupted")
 
+    def bill():
+        calls, dollars, unknown = map(sum, zip(*everyone([(w.calls, w.spent, w.unpriced) for w in pool])))
+        say(f"{calls:,} calls for ${dollars:.2f}{f', and {unknown:,} of them at an unknown price' if unknown else ''}")
+
     handlers = {sig: signal.signal(sig, stop) for sig in (signal.SIGINT, signal.SIGTERM)}
     bar = tqdm(total=s.iterations * s.questions * s.rollouts // world, desc="rollouts of rank 0", disable=None if rank == 0 else True)
     for it in range(s.iterations):
@@ -439,11 +448,11 @@ def train(s: Settings, device: str):
     for sig, handler in handlers.items():
         signal.signal(sig, handler)
     if stopped:
+        bill()
         raise SystemExit(f"{stopped[0]}: stopped after iteration {it + 1}; the checkpoint is in {s.out}/checkpoint" if rank == 0 else 1)
     gather(sampler, model)
     finish(s, sampler, tokenizer, test, pool, say)
-    calls, dollars, unknown = map(sum, zip(*everyone([(w.calls, w.spent, w.unpriced) for w in pool])))
-    say(f"{calls:,} calls for ${dollars:.2f}{f', and {unknown:,} of them at an unknown price' if unknown else ''}")
+    bill()
     say(f"{time.perf_counter() - began:.0f} s from start to end. "
         f"Next: python workflow.py \"{test[-1].question}\" --checkpoint={s.out}/checkpoint")
 

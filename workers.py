@@ -2,13 +2,12 @@
 
     python workers.py [--pool=local|paper|paper:unconstrained|FILE.json]  # list the pool, say which keys are set, ping all
     python workers.py serve [--port=8765]                                 # the local specialists, for any OpenAI client
-    python workers.py --bench                                             # what a call costs in CPU time
+    python workers.py --bench                                             # 256 workflows at once: wall time, CPU time of a call
 
 `chat` turns messages into a Reply or raises WorkerError: what a model said and what went wrong on the way never mix.
 Keys are read from the environment at each call and kept nowhere. Read next: workflow.py.
 """
 import atexit
-import concurrent.futures as futures
 import email.utils
 import functools
 import hashlib
@@ -38,9 +37,10 @@ jitter = random.Random()  # not the global generator, whose draws are the experi
 class WorkerError(Exception):
     """Transport or provider failed for good; never a wrong answer. The text names the worker and holds no key."""
 
-    def __init__(self, text: str, retry: bool = False, wait: float = 0.0):
+    def __init__(self, text: str, retry: bool = False, wait: float = 0.0, billed: bool = True):
         super().__init__(text)
         self.retry, self.wait = retry, wait  # may another attempt succeed; the seconds that the provider asks for before it
+        self.billed = billed  # may the attempt cost something
 
 
 @dataclass
@@ -174,7 +174,7 @@ def exchange(line: Line, url: str, headers: dict, body: bytes, seconds: float, o
                 response.close()
                 raise WorkerError(f"the response is larger than {MAX_BODY >> 20} MiB")
     except requests.RequestException as e:
-        fault = WorkerError(f"the connection failed: {type(e).__name__}: {e}", retry=True)
+        fault = WorkerError(f"the connection failed: {type(e).__name__}: {e}", True, billed=not isinstance(e, requests.ConnectionError))
     finally:
         del ends[line]
     if time.monotonic() > end:  # the cut can look like a proper end
@@ -192,7 +192,7 @@ def exchange(line: Line, url: str, headers: dict, body: bytes, seconds: float, o
     if status != 200:
         text = error.get("message") if isinstance(error, dict) else error or got.decode("utf-8", "replace")
         raise WorkerError(f"HTTP {status}: {' '.join(str(text).split())}", status in (408, 409, 429) or status >= 500,
-                          seconds_until(response.headers.get("Retry-After", "")))
+                          seconds_until(response.headers.get("Retry-After", "")), billed=status >= 500)
     if not isinstance(data, dict):
         raise WorkerError(f"the response is no JSON object: {got.decode('utf-8', 'replace')!r}", retry=True)
     return data
@@ -210,18 +210,25 @@ class Replay:
 
 
 class Budget:
-    """Dollars that a pool may spend. A call first takes what it can cost at most, and gives back what it did not: the sum of what the
-    providers report never passes the budget. What a failed call took stays taken, for nobody knows what it cost."""
+    """Dollars that a pool may spend. An attempt first takes what it can cost at most, and then gives back what it did not: what the
+    providers report never passes the budget. What a broken attempt took stays taken, unless the provider said that it refused it."""
+
     def __init__(self, dollars: float):
         self.dollars = self.left = dollars
-        self.lock, self.refused = threading.Lock(), False  # whether a call has been refused
+        self.room, self.running, self.refused = threading.Condition(), 0, False  # refused: whether a call has been
 
-    def take(self, dollars: float):
-        with self.lock:
-            if dollars > self.left:
+    def take(self, most: float, name: str):
+        with self.room:
+            self.room.wait_for(lambda: most <= self.left or not self.running)  # those that run will give something back
+            if most > self.left:
                 self.refused = True
-                raise WorkerError(f"the budget of ${self.dollars:g} is spent, but for ${self.left:.4f}")
-            self.left -= dollars
+                raise WorkerError(f"{name}: the budget of ${self.dollars:g} is spent, but for ${self.left:.4f}")
+            self.left, self.running = self.left - most, self.running + 1
+
+    def settle(self, back: float):
+        with self.room:
+            self.left, self.running = self.left + back, self.running - 1
+            self.room.notify_all()
 
 
 @dataclass
@@ -274,15 +281,7 @@ class Worker:
         if keep := self.replay is not None and nonce is not None:
             ask = json.dumps([self.name, self.protocol, self.model, messages, params, nonce], sort_keys=True).encode()
             known = self.replay.replies.get(ask := hashlib.sha256(ask).hexdigest().encode())
-        if known:
-            reply = Reply(**json.loads(known))
-        else:
-            most = self.most(messages, params) if self.budget else 0.0
-            if self.budget:
-                self.budget.take(most)
-            reply = self.call(messages, params)
-            if self.budget:
-                self.budget.take((most if reply.cost is None else reply.cost) - most)
+        reply = Reply(**json.loads(known)) if known else self.call(messages, params)
         if keep and not known:
             self.replay.file.write(b"%s %s\n" % (ask, json.dumps(asdict(reply)).encode()))
         with self.lock:
@@ -305,20 +304,29 @@ class Worker:
         path, body = request(self.model, messages, params)
         headers = {k: v.format(key) for k, v in headers.items() if key or "{}" not in v}
         headers, body = {"Content-Type": "application/json", "Accept-Encoding": "identity", **headers}, json.dumps(body).encode()
+        most = self.most(messages, params) if self.budget else 0.0
         with self.slots:
             self.pace()
             begun, line = time.monotonic(), self.lines.pop() if self.lines else Line(pool_connections=1, pool_maxsize=1)
             for attempt in range(1, self.attempts + 1):
-                seconds = max(0.001, min(self.timeout, begun + self.deadline - time.monotonic()))
+                if self.budget:
+                    self.budget.take(most, self.name)
+                seconds, spent = max(0.001, min(self.timeout, begun + self.deadline - time.monotonic())), most
                 try:
                     text, finish, n_in, n_out = parse(exchange(line, self.url + path, headers, body, seconds, self.options))
                     if not isinstance(text, str) or not isinstance(n_in, int | None) or not isinstance(n_out, int | None):
                         raise TypeError("text or token counts")
+                    cost = None
+                    if self.price and n_in is not None and n_out is not None:
+                        cost = spent = (n_in * self.price[0] + n_out * self.price[1]) / 1e6
                     break
                 except WorkerError as e:
-                    fault = e
+                    fault, spent = e, most if e.billed else 0.0
                 except (KeyError, IndexError, TypeError, AttributeError) as e:
                     fault = WorkerError(f"the response is not as {self.protocol} defines it: {type(e).__name__}: {e}", retry=True)
+                finally:
+                    if self.budget:
+                        self.budget.settle(most - spent)
                 wait = max(fault.wait, jitter.uniform(0, min(BACKOFF * 2 ** (attempt - 1), BACKOFF_MAX)))
                 if not fault.retry or attempt == self.attempts or time.monotonic() + wait > begun + self.deadline:
                     text = str(fault).replace(key or "\0", "***")[:400]  # only now is it cut: half a key would go unnoticed
@@ -326,9 +334,6 @@ class Worker:
                 time.sleep(wait)
                 self.pace()
             self.lines.append(line)
-        cost = None
-        if self.price and n_in is not None and n_out is not None:
-            cost = (n_in * self.price[0] + n_out * self.price[1]) / 1e6
         return Reply(text, n_in or 0, n_out or 0, cost, time.monotonic() - begun, FINISH.get(finish, finish) or "stop")
 
     def pace(self):
@@ -380,12 +385,15 @@ def load_pool(spec: str, local_url: str | None = None, replay: str = "", budget:
                 entries = json.load(f)
         except (OSError, ValueError) as e:
             sys.exit(f"--pool={spec}: {e}; expected local, paper, paper:unconstrained or a JSON file with a list of workers")
-    pool, replies, limit = [], Replay(replay) if replay else None, Budget(budget) if budget else None
+    try:
+        pool, replies, limit = [], Replay(replay) if replay else None, Budget(budget) if budget else None
+    except OSError as e:
+        sys.exit(f"--replay={replay}: {e}")
     for i, entry in enumerate(entries if isinstance(entries, list) else []):
         try:
             pool.append(worker := Worker(**entry, replay=replies, budget=limit))
             if budget and (worker.price is None or worker.most([], worker.params) == math.inf):
-                raise ValueError("a budget needs price, and max_tokens in params")
+                raise ValueError("a budget needs price ([0, 0] for a model of your own), and max_tokens in params: write a pool file")
         except (TypeError, ValueError) as e:  # TypeError names a missing or unknown field
             sys.exit(f"{spec}: entry {i}: {e}")
     return pool or sys.exit(f"{spec}: expected a list of workers")
@@ -519,7 +527,7 @@ def serve(port: int, child: bool = False, latency: float = 0.0):
 
 @functools.cache
 def local_server(latency: float = 0.0) -> tuple[str, subprocess.Popen]:
-    """Start the specialists' server, once per process: its URL and process. It gets no key, only what Python needs."""
+    """Start the specialists' server, once per process and latency: its URL and process. It gets no key, only what Python needs."""
     keep = ("PATH", "HOME", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "TMPDIR")
     process = subprocess.Popen([sys.executable, "-c", f"import workers; workers.serve(0, True, {latency})"], text=True,
                                cwd=os.path.dirname(os.path.abspath(__file__)), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -532,11 +540,10 @@ def local_server(latency: float = 0.0) -> tuple[str, subprocess.Popen]:
 
 
 def bench(workflows: int = 256, steps: int = 3, latency: float = 0.05):
-    """Workflows of steps that wait for each other, all at once, over workers that take 50 ms: wall time beside the least possible, and CPU
-    time of a call, here and in the server. The last line is JSON."""
+    """Workflows of steps that wait for each other, all at once, over workers that take so many seconds: wall time beside the least
+    possible, and this process's CPU time of a call. The last line is JSON."""
     from workflow import Step, Workflow, submit  # here, as it imports this file
-    url, process = local_server(latency)
-    pool = load_pool("local", url)
+    pool = load_pool("local", local_server(latency)[0])
 
     def run(n):
         plans = [Workflow([Step((k + i) % len(pool), "Work it out.", [*range(i)]) for i in range(steps)]) for k in range(n)]
@@ -547,8 +554,6 @@ def bench(workflows: int = 256, steps: int = 3, latency: float = 0.05):
     begun, before = time.monotonic(), os.times()
     run(workflows)
     wall, client = time.monotonic() - begun, sum(os.times()[:2]) - sum(before[:2])
-    process.stdin.close()
-    process.wait()
     calls, slots = workflows * steps, sum(w.concurrency for w in pool)
     least = math.ceil(calls / slots) * latency
     print(f"{workflows} workflows of {steps} calls of {1000 * latency:g} ms, {slots} at a time: {wall:.3f} s, {wall / least:.2f} times the "

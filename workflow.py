@@ -260,8 +260,9 @@ def start(run, i):
 def submit(workflow: Workflow, question: str, pool: list, previous: Trace | None = None, nonce: str | None = None) -> "Future[Trace]":
     """Start a workflow; the future's result is its Trace. A step starts when the steps it reads have finished; no thread waits for another.
 
-    nonce names this run of it, for the pool's replay file. A WorkerError sets Trace.error: no further step starts, and the trace is done when the running ones are, so that no cost is lost.
-    An empty or cut-off reply is a reply. Any other exception is a bug, and the future's."""
+    A WorkerError sets Trace.error: no further step starts, and the trace is done when the running ones are, so that no cost is lost.
+    An empty or cut-off reply is a reply. Any other exception is a bug, and the future's. nonce names this very run of the workflow, for
+    the pool's replay file."""
     if not workflow.steps and previous is None:
         raise ValueError("a workflow without steps keeps the previous answer, but there is no previous round")
     steps, begun, lock, done = workflow.steps, time.monotonic(), threading.Lock(), Future()
@@ -278,7 +279,7 @@ def submit(workflow: Workflow, question: str, pool: list, previous: Trace | None
         chat.append({"role": "user", "content": f"Your task:\n{steps[i].subtask}"})
         chat[0]["content"] = f"Question:\n{question}\n\n{chat[0]['content']}"
         try:
-            trace.replies[i] = pool[steps[i].worker].chat(chat, **({"nonce": f"{nonce}/{i}"} if nonce else {}))
+            trace.replies[i] = pool[steps[i].worker].chat(chat, nonce=nonce and f"{nonce}/{i}")
         except WorkerError as e:
             trace.error = f"step {i}: {e}"
         except Exception as bug:  # whoever waits for the trace must hear of it: nobody watches this thread

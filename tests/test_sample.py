@@ -7,6 +7,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer as BPE, decoders, models, pre_tokenizers
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import Qwen2ForCausalLM
 
 import sample
@@ -277,31 +278,55 @@ def test_on_finish_is_called_once_as_each_rollout_finishes(model):
 
 
 class NothingWaits(TorchDispatchMode):
-    """Fails where an operation's result has to reach the host: a CUDA graph cannot hold one."""
+    """Fails where a result has to reach the host or comes from it: a CUDA graph cannot hold that."""
+    aten = torch.ops.aten
+    waits = {aten.item, aten._local_scalar_dense, aten.is_nonzero, aten.nonzero, aten.masked_select, aten.lift_fresh, aten._to_copy}
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func.overloadpacket not in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select), func
+        assert func.overloadpacket not in self.waits or func.overloadpacket is self.aten._to_copy and "device" not in (kwargs or {}), func
+        if func.overloadpacket in (self.aten.index, self.aten.index_put, self.aten.index_put_):
+            assert not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]), func  # counts what it finds
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("wait", [lambda x: x.item(), lambda x: bool(x > 0), lambda x: x[None][x[None] > 0], lambda x: torch.tensor([1]),
+                                  lambda x: x[None].nonzero(), lambda x: x[None].clone().__setitem__(x[None] > 0, x)])
+def test_nothing_waits_notices(wait):
+    with torch.inference_mode(), pytest.raises(AssertionError), NothingWaits():
+        wait(torch.tensor(1.0))
 
 
 @pytest.mark.parametrize("how", [dict(), dict(temperature=0.0), dict(top_p=0.9, top_k=7)], ids=str)
 def test_a_step_can_be_captured(how, model, monkeypatch):
-    """From the second step after a change of shapes on, steps neither wait for the device nor make tensors that a later one reads: each
-    runs over the memory that the first left, as a replayed graph does."""
-    plain, captured, addresses = generate(model, PROMPTS, 6, LONG, eos_id=3, **how), [], set()
+    """From the second step after a change of shapes on, steps neither wait for the device nor move what they read and write to another
+    place: each runs over the memory that the one before left, as a replayed graph does."""
+    plain, replays = generate(model, PROMPTS, 6, LONG, eos_id=3, **how), []
 
     def capture(step, device):
-        captured.append(step)
+        cells, model_cells = dict(zip(step.__code__.co_freevars, step.__closure__)), {}
+        for inner in ("choose", "step"):
+            function = cells[inner].cell_contents if inner in cells else step
+            model_cells |= dict(zip(function.__code__.co_freevars, function.__closure__))
+
+        def places():
+            tensors = [x for cell in model_cells.values() for x in tree_leaves(cell.cell_contents) if isinstance(x, torch.Tensor)]
+            return [x.data_ptr() for x in tensors]
+
+        before = places()
+        assert len(before) > 10
 
         def replay():
-            cells = dict(zip(step.__code__.co_freevars, step.__closure__))
-            addresses.add(tuple(x.data_ptr() for name in ("newest", "t", "length") for x in [cells[name].cell_contents]))
-            with NothingWaits():
+            assert places() == before
+            with NothingWaits(), monkeypatch.context() as patch:
+                patch.setattr(torch.Tensor, "tolist", None)
                 step()
+            assert places() == before
+            replays.append(step)
         return replay
 
     monkeypatch.setattr(sample, "capture", capture)
     assert generate(model, PROMPTS, 6, LONG, eos_id=3, **how) == plain
-    assert len(addresses) <= len(captured) < LONG / 2
+    assert len(replays) > 20
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -350,6 +375,17 @@ def test_the_program_answers_from_a_checkpoint(system, tmp_path, capsys, monkeyp
     [expected] = generate(model, [prompt], n=3, max_new_tokens=9, temperature=1.5, seed=4, eos_id=tokenizer.eos_id,
                           n_ids=len(tokenizer))
     assert capsys.readouterr().out == "".join(tokenizer.decode(c.tokens) + ("\n" if c.finished else " …\n") for c in expected)
+
+
+def test_log_probabilities_are_fp32_whatever_the_model(model):
+    """In bf16, as on CUDA, log-probabilities stay fp32, and the default dtype does not matter."""
+    half = tiny().bfloat16()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        [[c]] = generate(half, make(9), 1, 5)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [float(torch.tensor(x).bfloat16()) for x in c.logprobs] != c.logprobs
 
 
 @pytest.mark.parametrize("vs", ["", "transformers", "unshared"])

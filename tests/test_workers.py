@@ -677,30 +677,54 @@ def test_a_budget_is_never_passed(tmp_path):
     gate = threading.Semaphore(0)
     with Rogue(lambda n, c: gate.acquire() and http({**GOOD, "usage": {"prompt_tokens": 0, "completion_tokens": 100}})) as server:
         entry = {"protocol": "openai", "base_url": server.url, "model": "m", "params": {"max_tokens": 120}, "price": [0, 10]}
-        [worker] = pool = load_pool(pool_file(tmp_path, [entry]), budget=0.005)
-        assert worker.budget is pool[0].budget and not worker.budget.refused
+        pool = load_pool(pool_file(tmp_path, [entry, {**entry, "name": "n"}]), budget=0.005)
+        budget = pool[0].budget
 
-        def ask(_):
+        def ask(i):
             try:
-                return worker.chat([{"role": "user", "content": "Hi."}]).cost
+                return pool[i % 2].chat([{"role": "user", "content": "Hi."}]).cost
             except WorkerError as e:
-                assert "the budget of $0.005 is spent" in str(e)
+                assert f"{pool[i % 2].name}: the budget of $0.005 is spent" in str(e)
 
         with ThreadPoolExecutor(20) as threads:
             costs = threads.map(ask, range(20))
             gate.release(20)
             paid = [cost for cost in costs if cost is not None]
-    assert paid == [pytest.approx(0.001)] * len(paid) and len(paid) == 4 and worker.budget.refused
-    assert worker.spent == pytest.approx(sum(paid)) and worker.budget.left == pytest.approx(0.005 - sum(paid))
+    assert paid == [pytest.approx(0.001)] * 4 and budget.refused and budget.running == 0
+    assert sum(w.spent for w in pool) == pytest.approx(0.004) and budget.left == pytest.approx(0.001)
 
 
-def test_what_a_failed_call_may_have_cost_counts(tmp_path):
-    with Rogue(lambda n, c: http({}, 400)) as server:
+def test_calls_wait_for_what_others_give_back(tmp_path):
+    """Many calls at once under a budget that all of them together stay below: none is refused, although what they could cost is above."""
+    with Rogue(lambda n, c: http({**GOOD, "usage": {"prompt_tokens": 0, "completion_tokens": 1}})) as server:
+        entry = {"protocol": "openai", "base_url": server.url, "model": "m", "params": {"max_tokens": 1000}, "price": [0, 10]}
+        [worker] = load_pool(pool_file(tmp_path, [entry]), budget=0.025)
+        with ThreadPoolExecutor(20) as threads:
+            replies = list(threads.map(lambda _: worker.chat([{"role": "user", "content": "Hi."}]), range(60)))
+    assert len(replies) == 60 and not worker.budget.refused and worker.budget.left == pytest.approx(0.025 - 60 * 1e-5)
+
+
+@pytest.mark.parametrize("answers, attempts_paid", [([400], 0), ([500, 400], 1), ([None, 200], 0), ([429, 200], 0), ([b"{", 200], 1)], ids=str)
+def test_what_a_broken_attempt_may_have_cost_counts(answers, attempts_paid, tmp_path, monkeypatch):
+    """What a refused attempt could have cost is given back; what one that broke later could have cost is not."""
+    monkeypatch.setattr(workers, "BACKOFF", 0.001)
+
+    def play(n, conn):
+        answer = answers[n]
+        if type(answer) is int:
+            return http({**GOOD, "usage": {"prompt_tokens": 7, "completion_tokens": 3}} if answer == 200 else {}, answer)
+        return answer and http(answer)
+
+    with Rogue(play) as server:
         entry = {"protocol": "openai", "base_url": server.url, "model": "m", "params": {"max_completion_tokens": 100}, "price": [1, 10]}
         [worker] = load_pool(pool_file(tmp_path, [entry]), budget=1.0)
-        with pytest.raises(WorkerError):
+        if answers[-1] == 200:
             worker.chat([{"role": "user", "content": "Hi."}])
-    assert worker.budget.left == pytest.approx(1 - (19 * 1 + 100 * 10) / 1e6)
+        else:
+            with pytest.raises(WorkerError):
+                worker.chat([{"role": "user", "content": "Hi."}])
+    most, known = (19 * 1 + 100 * 10) / 1e6, (7 * 1 + 3 * 10) / 1e6 * (answers[-1] == 200)
+    assert worker.budget.left == pytest.approx(1 - attempts_paid * most - known) and worker.budget.running == 0
 
 
 @pytest.mark.parametrize("entry", [{"params": {"max_tokens": 9}}, {"price": [1, 2]}])
