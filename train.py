@@ -5,14 +5,18 @@
     python train.py --iterations=20 --seed=2                  any setting below is a flag; one process works too
 
 One iteration: sample workflows, run them over the workers, reward their answers, update. A run writes into --out: metrics.jsonl (a line
-an iteration), traces/ (every workflow with what its workers said) and checkpoint/ (Hugging Face's layout), and ends with a table.
+an iteration), traces/ (every workflow with what its workers said), checkpoints/ (Hugging Face's layout; checkpoint is the newest), and ends
+with a table. Killed at any moment, it goes on with --resume as if nothing had happened.
 """
+import collections
 import contextlib
+import glob
 import itertools
 import json
 import math
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -23,6 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tokenizers import AddedToken, Regex, Tokenizer as BPE, decoders, models, pre_tokenizers, trainers
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
 from tqdm import tqdm
 
 import eval as evaluation
@@ -67,6 +72,10 @@ class Settings:
     warm_batch: int = 32
     warm_lr: float = 6e-3
     test: int = 224  # held-out problems, at the end
+    # checkpoints
+    save_every: int = 40  # iterations
+    keep: int = 2  # of the newest; the best is kept too
+    resume: bool = False  # go on from the newest checkpoint in out, if there is one
     # ablations (README)
     access: bool = True  # False: access lists are forced empty
     subtasks: bool = True  # False: every subtask reads "Solve the question."
@@ -319,19 +328,76 @@ def record(s: Settings, it: int, rollouts: list[tuple], stats: list[dict], secon
     if dist.get_rank() == 0:
         with open(os.path.join(s.out, "metrics.jsonl"), "a") as f:
             f.write(json.dumps({**m, "tokens_per_second": sum(tokens) / took, "seconds": seconds}) + "\n")
+    return m["reward"]
 
 
-def save(s: Settings, model, config, tokenizer, n_workers: int):
-    """out/checkpoint/ in Hugging Face's layout, written beside and renamed. Every rank takes part in gathering; rank 0 writes."""
-    tensors = ((name, p.full_tensor()) for name, p in model.named_parameters())
-    if dist.get_rank() > 0:
-        return [None for _ in tensors]
-    final = os.path.join(s.out, "checkpoint")
-    write_tensors(final + ".tmp", config, tensors)
-    tokenizer.save_pretrained(final + ".tmp")
-    write_json(os.path.join(final + ".tmp", "conductor.json"), {  # what workflow.py needs to ask as training asked
-        "style": s.style, "max_steps": s.max_steps, "max_new_tokens": s.max_new_tokens, "n_workers": n_workers})
-    os.replace(final + ".tmp", final)
+# ---------------------------------------------------------------------------------------------------------------------------------
+# Checkpoints. Weights and Adam's moments are all there is to save: whatever is random follows from the seed and the iteration.
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def save(s: Settings, folder: str, model, tokenizer, n_workers: int, optimizer=None, reward: float = 0.0):
+    """Weights, and with an optimizer its moments, in Hugging Face's layout, written beside and renamed. Every rank takes part in gathering;
+    rank 0 writes."""
+    new = folder + ".tmp"
+    for key in ("", *MOMENTS) if optimizer else ("",):
+        tensors = ((name, (optimizer.state[p][key] if key else p).full_tensor()) for name, p in model.named_parameters())
+        if dist.get_rank() == 0:
+            write_tensors(os.path.join(new, key), model.config, tensors)
+        else:
+            collections.deque(tensors, maxlen=0)
+    if dist.get_rank() == 0:
+        tokenizer.save_pretrained(new)
+        write_json(os.path.join(new, "conductor.json"), {  # what workflow.py needs to ask as training asked
+            "style": s.style, "max_steps": s.max_steps, "max_new_tokens": s.max_new_tokens, "n_workers": n_workers, "reward": reward})
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(new, folder)
+
+
+def checkpoints(out: str) -> list[str]:
+    """The whole checkpoints of a run, oldest first: those being written have another name."""
+    return sorted(folder for folder in glob.glob(os.path.join(glob.escape(out), "checkpoints", "*")) if os.path.basename(folder).isdigit())
+
+
+def tidy(s: Settings):
+    """Point out/checkpoint at the newest, and drop all but the newest few and the best."""
+    def reward(folder):
+        with open(os.path.join(folder, "conductor.json")) as f:
+            return json.load(f)["reward"]
+
+    link, folders = os.path.join(s.out, "checkpoint"), checkpoints(s.out)
+    os.symlink(os.path.join("checkpoints", os.path.basename(folders[-1])), link + ".tmp")
+    os.replace(link + ".tmp", link)
+    for folder in set(folders) - {*folders[-s.keep:], max(folders, key=reward)}:
+        shutil.rmtree(folder)
+
+
+def restore(optimizer, model, folder: str, steps: int):
+    """Adam's moments as `save` left them after so many optimizer steps, each rank its part."""
+    for name, p in model.named_parameters():
+        optimizer.state[p]["step"] = torch.tensor(float(steps), device=p.device)
+    parameters = dict(model.named_parameters())
+    for key in MOMENTS:
+        for name, tensor in read_tensors(os.path.join(folder, key), model):
+            p = parameters[name]
+            optimizer.state[p][key] = distribute_tensor(tensor.to(p.device), p.device_mesh, p.placements, src_data_rank=None).clone()
+
+
+def rewind(s: Settings, iteration: int):
+    """Make the run's files what they were after so many iterations, and say which settings are new."""
+    with open(os.path.join(s.out, "settings.json")) as f:
+        old = json.load(f)
+    changed = [f"{key} {old.get(key)} -> {value}" for key, value in asdict(s).items() if value != old.get(key) and key != "resume"]
+    tqdm.write(f"going on in {s.out} after iteration {iteration}" + (f", with changed settings: {', '.join(changed)}" if changed else ""))
+    file = os.path.join(s.out, "metrics.jsonl")
+    with open(file) as f, open(file + ".tmp", "w") as new:
+        new.writelines(itertools.islice(f, iteration))
+    os.replace(file + ".tmp", file)
+    for trace in glob.glob(os.path.join(glob.escape(s.out), "traces", "*")):
+        if int(os.path.basename(trace)[:5]) >= iteration:
+            os.remove(trace)
+    write_json(os.path.join(s.out, "settings.json"), asdict(s))
 
 
 def finish(s: Settings, sampler, tokenizer, test, pool, say):
@@ -386,31 +452,39 @@ def train(s: Settings, device: str):
     url, budget = on_rank0(lambda: preflight(s))
     pool = load_pool(s.pool, url, s.replay, budget / world)  # one server of local specialists for all ranks
     problems, test = load(s.data, "train"), load(s.data, "test", s.test)
+    done = on_rank0(lambda: checkpoints(s.out)[-1:]) if s.resume else []
+    start = int(os.path.basename(done[0])) if done else 0
+    source = done[0] if done else s.init_from
     try:
-        if s.init_from:
-            tokenizer = Tokenizer.from_pretrained(s.init_from)
-            model = Qwen.from_pretrained(s.init_from, device=device, shard=lambda model: shard(model, device))
+        if source:
+            tokenizer = Tokenizer.from_pretrained(source)
+            model = Qwen.from_pretrained(source, device=device, shard=lambda model: shard(model, device))
         else:
             model, tokenizer = tiny_conductor(s, problems, len(pool))
             shard(model, device)
     except (OSError, ValueError) as e:
         raise SystemExit(f"train.py: {e}" if rank == 0 else 1) from None
-    on_rank0(lambda: make_room(s))  # only now: init_from may be an earlier run in the same place
+    on_rank0(lambda: rewind(s, start) if done else make_room(s))  # only now: init_from may be an earlier run in the same place
     config = model.config
     say(f"{sum(p.numel() for p in model.parameters()):,} parameters on {world} x {device}, {len(problems):,} problems, "
         f"{len(pool)} workers: {', '.join(w.name for w in pool)}")
-    if not s.init_from:
+    if not source:
         warm_start(model, tokenizer, problems, len(pool), s, rank, world)
         say(f"warm start: {s.warm_steps} steps of the format, {time.perf_counter() - began:.0f} s since the start")
     with torch.device(device):
         torch.set_default_dtype(torch.bfloat16 if device == "cuda" else torch.float32)
         sampler, reference = Qwen(config), Qwen(config) if s.beta else None
         torch.set_default_dtype(torch.float32)
+    start_policy = os.path.join(s.out, "reference")
+    if reference and not done:
+        save(s, start_policy, model, tokenizer, len(pool))
     if reference:
-        gather(reference, model)
+        reference.load_state_dict(Qwen.from_pretrained(start_policy, reference.lm_head.weight.dtype, device).state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=s.lr, betas=(0.9, s.beta2), weight_decay=0.0, fused=True)
 
-    stopping = []
+    if done:
+        restore(optimizer, model, done[0], start * s.minibatches)
+    stopping, stopped = [], []
 
     def stop(*_):  # after the iteration, with a checkpoint; torchrun sends the signal a second time
         if not stopping:
@@ -422,8 +496,9 @@ def train(s: Settings, device: str):
         say(f"{calls:,} calls for ${dollars:.2f}{f', and {unknown:,} of them at an unknown price' if unknown else ''}")
 
     handlers = {sig: signal.signal(sig, stop) for sig in (signal.SIGINT, signal.SIGTERM)}
-    bar = tqdm(total=s.iterations * s.questions * s.rollouts // world, desc="rollouts of rank 0", disable=None if rank == 0 else True)
-    for it in range(s.iterations):
+    share = s.questions * s.rollouts // world
+    bar = tqdm(total=s.iterations * share, initial=start * share, desc="rollouts of rank 0", disable=None if rank == 0 else True)
+    for it in range(start, s.iterations):
         batch = [problems[i % len(problems)] for i in range(it * s.questions, (it + 1) * s.questions)]
         gather(sampler, model)
         groups, seconds = collect(sampler, tokenizer, batch[rank::world], pool, s, s.seed * 1_000_000 + it, bar)
@@ -438,13 +513,16 @@ def train(s: Settings, device: str):
                         s.temperature, len(tokenizer), s.token_budget) for m in range(s.minibatches)]
         seconds["training"] = time.perf_counter() - begun
         write_traces(s, it, rank, groups)
-        record(s, it, everyone([r for group in groups for r in summary(group)]), stats, seconds, say)
+        reward = record(s, it, everyone([r for group in groups for r in summary(group)]), stats, seconds, say)
         if pool[0].budget and pool[0].budget.refused:
             stopping.append("the budget is spent")
-        if stopped := everyone(stopping[:1]):  # on any rank: they leave together
+        stopped = everyone(stopping[:1])  # on any rank: they leave together
+        if stopped or (it + 1) % s.save_every == 0 or it + 1 == s.iterations:
+            save(s, os.path.join(s.out, "checkpoints", f"{it + 1:05d}"), model, tokenizer, len(pool), optimizer, reward)
+            on_rank0(lambda: tidy(s))
+        if stopped:
             break
     bar.close()
-    save(s, model, config, tokenizer, len(pool))
     for sig, handler in handlers.items():
         signal.signal(sig, handler)
     if stopped:
