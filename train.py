@@ -33,7 +33,7 @@ from tqdm import tqdm
 import eval as evaluation
 from eval import grade, load, random_completion
 from grpo import Episode, advantages, update
-from model import Config, Qwen, Tokenizer, configure, write_json, write_tensors
+from model import Config, Qwen, Tokenizer, configure, read_tensors, write_json, write_tensors
 from sample import generate
 from workers import WorkerError, load_pool
 from workflow import WorkflowError, messages, parse, submit
@@ -475,11 +475,11 @@ def train(s: Settings, device: str):
         torch.set_default_dtype(torch.bfloat16 if device == "cuda" else torch.float32)
         sampler, reference = Qwen(config), Qwen(config) if s.beta else None
         torch.set_default_dtype(torch.float32)
-    start_policy = os.path.join(s.out, "reference")
-    if reference and not done:
-        save(s, start_policy, model, tokenizer, len(pool))
-    if reference:
-        reference.load_state_dict(Qwen.from_pretrained(start_policy, reference.lm_head.weight.dtype, device).state_dict())
+    if reference and done:
+        reference.load_state_dict(Qwen.from_pretrained(os.path.join(s.out, "reference"), sampler.lm_head.weight.dtype, device).state_dict())
+    elif reference:
+        gather(reference, model)
+        save(s, os.path.join(s.out, "reference"), model, tokenizer, len(pool))
     optimizer = torch.optim.AdamW(model.parameters(), lr=s.lr, betas=(0.9, s.beta2), weight_decay=0.0, fused=True)
 
     if done:

@@ -569,6 +569,47 @@ def test_ctrl_c_in_the_last_evaluation(checkpoint, tmp_path):
     assert weights(tmp_path / "out") and len(metrics(tmp_path / "out")) == 1
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(ranks, checkpoint, tmp_path):
+    """Killed with SIGKILL between two checkpoints, with a torn line of metrics and a half-written checkpoint, and resumed: the weights and
+    metrics are those of a run that was left alone, to the bit. Then it goes on on another number of ranks, and what is new is named."""
+    how = ["train.py", "--preset=laptop", f"--init_from={checkpoint}", "--questions=8", "--rollouts=16", "--test=8", "--max_new_tokens=64",
+           "--save_every=2", "--seed=5"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    how, other = (torchrun + how, how) if ranks == 2 else (how, torchrun + how)
+    whole, broken = (str(tmp_path / name) for name in ("whole", "broken"))
+    process = launch(*how, "--iterations=12", f"--out={broken}")
+    until(lambda: os.path.exists(f"{broken}/metrics.jsonl") and len(metrics(broken)) >= 5, process)
+    for pid in subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split() if ranks > 1 else []:
+        os.kill(int(pid), signal.SIGKILL)  # torchrun's ranks have process groups of their own
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    reached = len(metrics(broken))
+    assert reached < 12
+    with open(f"{broken}/metrics.jsonl", "a") as f:
+        f.write('{"iteration": ')
+    os.makedirs(f"{broken}/checkpoints/00012.tmp")
+    again, _ = runs([*how, "--iterations=12", f"--out={broken}", "--resume"], [*how, "--iterations=12", f"--out={whole}"])
+    assert re.search(rf"going on in {broken} after iteration [{reached - 2}-{reached}]$", again.out, re.MULTILINE)
+
+    def state(out):
+        with open(f"{out}/checkpoint/model.safetensors", "rb") as f:
+            return f.read(), [{k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second")} for line in metrics(out)]
+
+    assert state(broken) == state(whole)
+    assert sorted(os.listdir(f"{broken}/traces")) == sorted(os.listdir(f"{whole}/traces"))
+    kept = sorted(os.listdir(f"{whole}/checkpoints"))
+    assert kept[-2:] == ["00010", "00012"] and len(kept) <= 3
+    [end] = runs([*other, "--iterations=13", f"--out={broken}", "--resume"])
+    assert f"going on in {broken} after iteration 12, with changed settings: iterations 12 -> 13" in end.out
+    assert len(metrics(broken)) == 13 and metrics(broken)[:12] != [] and math.isfinite(metrics(broken)[12]["grad_norm"])
+
+
+def test_nothing_to_resume_is_a_run_from_the_beginning(checkpoint, tmp_path):
+    [end] = runs(["train.py", "--preset=laptop", f"--init_from={checkpoint}", *SHORT, "--iterations=1", f"--out={tmp_path}/out", "--resume"])
+    assert "going on" not in end.out and len(metrics(f"{tmp_path}/out")) == 1
+
+
 def test_a_budget_ends_the_run_before_it_is_passed(checkpoint, tmp_path):
     """With priced workers and $0.03: the run stops with a checkpoint, what was refused is lost and not punished, and the bill is below.
     Started again with the same replies on file, it asks only for what the first run could not pay."""
