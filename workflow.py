@@ -319,10 +319,10 @@ def conduct(question: str, pool: list, write, rounds: int = 0, max_steps: int = 
     while trace is None or trace.workflow.steps and not trace.error and len(trace.rounds()) <= rounds:
         try:
             workflow = parse(write(messages(question, len(pool), max_steps, trace, style)), len(pool), max_steps, trace is not None)
-        except WorkflowError:
+        except WorkflowError as e:
             failures += 1
             if failures == tries and trace is None:
-                raise
+                raise WorkflowError(f"{e}, in the last of {tries} tries") from None
             if failures == tries:
                 break
         else:
@@ -443,7 +443,8 @@ def main(argv):
             seat = next((w for w in pool if w.name == settings.conductor), None)
             if seat is None:
                 raise SystemExit(f"--conductor={settings.conductor}: the pool has {', '.join(w.name for w in pool)}")
-            write, style, max_steps = (lambda chat: seat.chat(chat).text), "full", 5
+            limits = {key: 2 * seat.params[key] for key in ("max_tokens", "max_completion_tokens") if key in seat.params}
+            write, style, max_steps = (lambda chat: seat.chat(chat, **limits).text), "full", 5  # twice the output, as in the paper
         else:
             write, style, max_steps = load_conductor(settings.checkpoint, settings.temperature)
 

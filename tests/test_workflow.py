@@ -211,7 +211,7 @@ class Wire:
     """An OpenAI-compatible server whose answers are answer(model, chat) -> text or HTTP status; it keeps every (model, chat)."""
 
     def __init__(self, answer):
-        self.seen, wire = [], self
+        self.seen, self.limits, wire = [], set(), self
 
         class Handler(BaseHTTPRequestHandler):
             def log_message(self, *_):
@@ -220,6 +220,7 @@ class Wire:
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 wire.seen.append((body["model"], body["messages"]))
+                wire.limits.add((body["model"], body.get("max_tokens")))
                 text = answer(body["model"], body["messages"])
                 self.send_response(text if type(text) is int else 200)
                 self.send_header("Content-Type", "application/json")
@@ -518,7 +519,7 @@ def test_conduct_rounds_and_tries():
     assert trace.answer == "first" and len(write.asked) == 2 and trace.calls == 1  # three empty lists end it
     write = writer("gibberish", one_step("first"), "gibberish", "gibberish", "gibberish")
     assert conduct("Why?", pool, write, rounds=3).answer == "first" and len(write.asked) == 5
-    with pytest.raises(WorkflowError, match="missing"):
+    with pytest.raises(WorkflowError, match="missing, in the last of 3 tries"):
         conduct("Why?", pool, writer("gibberish", lists("[]", "[]", "[]"), "gibberish"), rounds=3)
 
     def down(chat):
@@ -612,13 +613,14 @@ def test_command_line(checkpoint, tmp_path):
     with Wire(lambda model, chat: workflow if "You conduct" in chat[0]["content"] else f"{model} says so") as wire:
         pool_of(tmp_path, wire.url, "a")
         (tmp_path / "pool.json").rename(tmp_path / "a.json")
-        pool_of(tmp_path, wire.url, "ab")
+        pool_of(tmp_path, wire.url, "ab", params={"max_tokens": 100})
         pool_a, pool = f"--pool={tmp_path}/a.json", f"--pool={tmp_path}/pool.json"
         shown = run_cli("Why?", f"--checkpoint={checkpoint}", "--temperature=0", pool_a)
         seated = run_cli("Why?", "--conductor=worker-a", pool, "--rounds=1", "--show=json")
     assert shown.returncode == 0 and "a says so" in shown.stdout and "Go." in shown.stdout, shown.stderr
     trace = Trace.from_json(json.loads(seated.stdout))
     assert trace.answer == "b says so" and len(trace.rounds()) == 2
+    assert wire.limits == {("a", None), ("a", 200), ("b", 100)}  # in the Conductor's seat twice the output
 
 
 def test_ctrl_c_ends_it_at_once(tmp_path):
