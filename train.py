@@ -340,8 +340,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def save(s: Settings, folder: str, model, tokenizer, n_workers: int, optimizer=None, reward: float = 0.0):
     """Weights, and with an optimizer its moments, in Hugging Face's layout, written beside and renamed. Every rank takes part in gathering;
     rank 0 writes."""
-    new = folder + ".tmp"
-    for key in ("", *MOMENTS) if optimizer else ("",):
+    new, steps = folder + ".tmp", next((int(state["step"]) for state in optimizer.state.values()), 0) if optimizer else 0
+    for key in ("", *MOMENTS) if steps else ("",):
         tensors = ((name, (optimizer.state[p][key] if key else p).full_tensor()) for name, p in model.named_parameters())
         if dist.get_rank() == 0:
             write_tensors(os.path.join(new, key), model.config, tensors)
@@ -350,7 +350,8 @@ def save(s: Settings, folder: str, model, tokenizer, n_workers: int, optimizer=N
     if dist.get_rank() == 0:
         tokenizer.save_pretrained(new)
         write_json(os.path.join(new, "conductor.json"), {  # what workflow.py needs to ask as training asked
-            "style": s.style, "max_steps": s.max_steps, "max_new_tokens": s.max_new_tokens, "n_workers": n_workers, "reward": reward})
+            "style": s.style, "max_steps": s.max_steps, "max_new_tokens": s.max_new_tokens, "n_workers": n_workers})
+        write_json(os.path.join(new, "training.json"), {"reward": reward, "optimizer_steps": steps})
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(new, folder)
 
@@ -363,7 +364,7 @@ def checkpoints(out: str) -> list[str]:
 def tidy(s: Settings):
     """Point out/checkpoint at the newest, and drop all but the newest few and the best."""
     def reward(folder):
-        with open(os.path.join(folder, "conductor.json")) as f:
+        with open(os.path.join(folder, "training.json")) as f:
             return json.load(f)["reward"]
 
     link, folders = os.path.join(s.out, "checkpoint"), checkpoints(s.out)
@@ -373,12 +374,14 @@ def tidy(s: Settings):
         shutil.rmtree(folder)
 
 
-def restore(optimizer, model, folder: str, steps: int):
-    """Adam's moments as `save` left them after so many optimizer steps, each rank its part."""
-    for name, p in model.named_parameters():
-        optimizer.state[p]["step"] = torch.tensor(float(steps), device=p.device)
+def restore(optimizer, model, folder: str):
+    """Adam's moments as `save` left them, each rank its part."""
+    with open(os.path.join(folder, "training.json")) as f:
+        steps = json.load(f)["optimizer_steps"]
     parameters = dict(model.named_parameters())
-    for key in MOMENTS:
+    for p in parameters.values() if steps else ():
+        optimizer.state[p]["step"] = torch.tensor(float(steps), device=p.device)
+    for key in MOMENTS if steps else ():
         for name, tensor in read_tensors(os.path.join(folder, key), model):
             p = parameters[name]
             optimizer.state[p][key] = distribute_tensor(tensor.to(p.device), p.device_mesh, p.placements, src_data_rank=None).clone()
@@ -483,7 +486,7 @@ def train(s: Settings, device: str):
     optimizer = torch.optim.AdamW(model.parameters(), lr=s.lr, betas=(0.9, s.beta2), weight_decay=0.0, fused=True)
 
     if done:
-        restore(optimizer, model, done[0], start * s.minibatches)
+        restore(optimizer, model, done[0])
     stopping, stopped = [], []
 
     def stop(*_):  # after the iteration, with a checkpoint; torchrun sends the signal a second time
