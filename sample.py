@@ -185,8 +185,6 @@ def row_seeds(prompts, n: int, seed: int) -> list[int]:
 
 RANDOM = {  # shapes to time with random weights
     "small": Config(4096, 256, 768, 6, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True),
-    "0.5b": Config(151936, 896, 4864, 24, num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True),
-    "1.5b": Config(151936, 1536, 8960, 28, num_attention_heads=12, num_key_value_heads=2, tie_word_embeddings=True),
     "7b": Config(),
 }
 
@@ -208,7 +206,10 @@ def copy_bandwidth(device) -> float:
 
 def transformers_generate(model: Qwen, prompts, n: int, max_new_tokens: int):
     """The same weights in Hugging Face's implementation, sampling as many rollouts of the same length."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    try:
+        from transformers import Qwen2Config, Qwen2ForCausalLM
+    except ImportError:
+        raise SystemExit("--vs=transformers needs what the tests need: pip install -r tests/requirements.txt") from None
     with torch.device(model.device):
         theirs = Qwen2ForCausalLM(Qwen2Config(**asdict(model.config), rope_parameters={
             "rope_type": "default", "rope_theta": model.config.rope_theta}))
@@ -236,27 +237,21 @@ def bench(model: Qwen, s):
     else:
         import resource  # not on Windows
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    rate, copies = (weights + kv * (Q * s.prompt + N * new / 2)) / step, copy_bandwidth(device)
-    result = {"device": torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
-              "parameters": sum(p.numel() for p in model.parameters()), "dtype": str(model.lm_head.weight.dtype).removeprefix("torch."),
-              "questions": Q, "n": s.n, "prompt": s.prompt, "new": new, "prefill_tokens_per_second": Q * s.prompt / prefill,
-              "decode_tokens_per_second": N / step, "ms_per_step": 1000 * step, "gigabytes_per_second": rate / 1e9,
-              "copy_gigabytes_per_second": copies / 1e9, "share_of_copy_bandwidth": rate / copies, "peak_gigabytes": peak / 1e9,
-              "tokens_per_second": N * new / total}
-    print(f"{result['parameters']:,} parameters, {result['dtype']}, {result['device']}: {Q} prompts of {s.prompt} tokens, {s.n} rollouts "
-          f"each, {new} new tokens\n"
-          f"prefill  {Q * s.prompt / prefill:,.0f} tokens/s\n"
-          f"decode   {N / step:,.0f} tokens/s, {1000 * step:.2f} ms a step; weights and live KV pass at {rate / 1e9:.1f} GB/s, "
-          f"{rate / copies:.0%} of what a copy reaches ({copies / 1e9:.1f} GB/s)\n"
-          f"memory   {peak / 1e9:.2f} GB at the peak\n"
-          f"in all   {N * new / total:,.0f} tokens/s, {total:.2f} s")
+    result = {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
+        "parameters": sum(p.numel() for p in model.parameters()), "dtype": str(model.lm_head.weight.dtype).removeprefix("torch."),
+        "questions": Q, "n": s.n, "prompt": s.prompt, "new": new, "prefill_tokens_per_second": Q * s.prompt / prefill,
+        "decode_tokens_per_second": N / step, "ms_per_step": 1000 * step, "peak_gigabytes": peak / 1e9,
+        "gigabytes_per_second": (weights + kv * (Q * s.prompt + N * new / 2)) / step / 1e9,  # weights and live KV pass once a step
+        "copy_gigabytes_per_second": copy_bandwidth(device) / 1e9, "tokens_per_second": N * new / total}
+    result["share_of_copy_bandwidth"] = result["gigabytes_per_second"] / result["copy_gigabytes_per_second"]
     if s.vs:
         other = {"transformers": lambda: transformers_generate(model, prompts, s.n, new),
                  "unshared": lambda: lambda: generate(model, [p for p in prompts for _ in range(s.n)], 1, new, seed=s.seed)}[s.vs]()
         took = seconds(other, device)
-        print(f"{s.vs}: {N * new / took:,.0f} tokens/s, {took:.2f} s; the above is {took / total:.2f} times as fast")
         result |= {"vs": s.vs, "vs_tokens_per_second": N * new / took, "times_as_fast": took / total}
-    print(json.dumps({key: round(x, 4) if isinstance(x, float) else x for key, x in result.items()}))
+    result = {key: float(f"{x:.4g}") if isinstance(x, float) else x for key, x in result.items()}
+    print("\n".join(f"{key:<28}{x:>16}" for key, x in result.items()) + f"\n{json.dumps(result)}")
 
 
 @dataclass
