@@ -1057,17 +1057,20 @@ def calls(traces: list[Trace | None]) -> float:
 def costs(problems: list[Problem], runs: dict[str, list[list[Trace | None]]]) -> tuple[str, dict]:
     """A row for each system, as text and as numbers: accuracy in % with its standard error over repeats, and means a question of calls, steps
     of the last round, tokens, cents (None: unknown), and points of accuracy a cent ("cost-adjusted performance", Tables 5 and 6)."""
-    lines, numbers = [f"{'':<30}{'accuracy':>9}{'±':>7}{'calls':>8}{'steps':>8}{'tokens':>8}{'cents':>9}{'points/cent':>13}"], {}
+    wide, numbers = max(30, *map(len, runs)), {}
+    lines = [f"{'':<{wide}}{'accuracy':>9}{'±':>7}{'calls':>8}{'steps':>8}{'tokens':>8}{'cents':>9}{'points/cent':>13}"]
     for name, repeats in runs.items():
         shares, traces = [accuracies(problems, traces) for traces in repeats], [t for traces in repeats for t in traces if t]
         values, asked = [100 * share["all"] for share in shares if share], len(repeats) * len(problems)
         mean, lost = sum(values) / len(values) if values else None, sum(t.error is not None for t in traces)
         cents = None if any(t.cost is None for t in traces) else 100 * sum(t.cost for t in traces) / asked
         error = math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1) / len(values)) if values[1:] else None
-        row = {"accuracy": mean, "error": error, "calls": sum(t.calls for t in traces) / asked, "steps": sum(len(t.workflow.steps) for t in traces) / asked,
-               "tokens": sum(t.tokens for t in traces) / asked, "cents": cents, "points_per_cent": mean / cents if cents and values else None}
+        row = {"accuracy": mean, "error": error, "calls": sum(t.calls for t in traces) / asked,
+               "steps": sum(len(t.workflow.steps) for t in traces) / asked,
+               "tokens": sum(t.tokens for t in traces) / asked, "cents": cents,
+               "points_per_cent": mean / cents if cents and values else None}
         cells = zip(row.values(), (9, 7, 8, 8, 8, 9, 13), (2, 2, 2, 2, 0, 4, 1))
-        lines.append(f"{name:<30}" + "".join(f"{'?':>{width}}" if x is None else f"{x:{width}.{digits}f}" for x, width, digits in cells)
+        lines.append(f"{name:<{wide}}" + "".join(f"{'?':>{width}}" if x is None else f"{x:{width}.{digits}f}" for x, width, digits in cells)
                      + f"   {lost} lost to their workers, not counted" * (lost > 0))
         for kind in dict.fromkeys(kind for share in shares for kind in share if kind != "all"):
             known = [100 * share[kind] for share in shares if kind in share]
@@ -1078,12 +1081,12 @@ def costs(problems: list[Problem], runs: dict[str, list[list[Trace | None]]]) ->
 
 def table(problems: list[Problem], systems: dict[str, list[Trace | None]]) -> str:
     """A text table: accuracy over all and by kind, and mean calls, a row for each system."""
-    kinds = list(dict.fromkeys(p.kind for p in problems))
-    lines = [f"{f'accuracy, {len(problems)} problems':<24}{'all':>6}{'calls':>7}  " + "  ".join(kinds)]
+    kinds, wide = list(dict.fromkeys(p.kind for p in problems)), max(24, *map(len, systems))
+    lines = [f"{f'accuracy, {len(problems)} problems':<{wide}}{'all':>6}{'calls':>7}  " + "  ".join(kinds)]
     for name, traces in systems.items():
         share = accuracies(problems, traces)
         cells = [f"{share[k]:{len(k)}.2f}" if k in share else f"{'?':>{len(k)}}" for k in kinds]  # ?: all its calls were lost
-        lines.append(f"{name:<24}{share['all'] if share else math.nan:6.3f}{calls(traces):7.2f}  " + "  ".join(cells))
+        lines.append(f"{name:<{wide}}{share['all'] if share else math.nan:6.3f}{calls(traces):7.2f}  " + "  ".join(cells))
     return "\n".join(lines)
 
 

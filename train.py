@@ -298,7 +298,8 @@ def set_lr(optimizer, lr: float):
 def shard(model: Qwen, s: Settings, device: str) -> Qwen:
     """FSDP2: fp32 master weights, gradients and Adam state in equal parts on all ranks; computation in bf16 on CUDA."""
     mixed = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False) if device == "cuda" else {}
-    how = dict(mp_policy=MixedPrecisionPolicy(**mixed), offload_policy=CPUOffloadPolicy(pin_memory=device == "cuda") if s.offload else OffloadPolicy())
+    offload = CPUOffloadPolicy(pin_memory=device == "cuda") if s.offload else OffloadPolicy()
+    how = dict(mp_policy=MixedPrecisionPolicy(**mixed), offload_policy=offload)
     model.recompute = s.recompute
     model.compute = torch.device(device) if s.offload else None
     for layer in model.model.layers:
