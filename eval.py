@@ -892,7 +892,7 @@ def conduct(model: Qwen, tokenizer: Tokenizer, problems: list[Problem], pools: l
         for first in tqdm(range(0, len(open_), 64), "the Conductor", disable=None, leave=False):
             part = open_[first:first + 64]
             prompts = [tokenizer.chat(ask(problems[i].question, pools[i], plan, traces[i])) for i in part]
-            generate(model, prompts, 1, plan["max_new_tokens"], 0.0, eos_id=tokenizer.eos_id, n_ids=len(tokenizer),
+            generate(model, prompts, 1, plan["max_new_tokens"], 0.0, eos_id=tokenizer.end_ids, n_ids=len(tokenizer),
                      on_finish=lambda k, _, completion: start(part[k], completion))
         for i, future in running.items():
             traces[i] = future.result()

@@ -1,7 +1,7 @@
 """GRPO: rewards → advantages → token log-probabilities → loss → update (Eqs. 1 and 2 of the paper).
 
 A group is the n rollouts of one question. Its prompt and completions go through the model as one packed row, so that the prompt is
-computed once per group and not once per rollout; the gradient is the same. Read eval.py next.
+computed once for all (once in each micro-batch) and not once per rollout; the gradient is the same. Read eval.py next.
 """
 import itertools
 from dataclasses import dataclass
@@ -77,7 +77,7 @@ def packed_logprobs(model: Qwen, groups: list[tuple[list[int], list[list[int]]]]
         begin = P + F.pad(length.cumsum(0), (1, 0))[:-1]  # (n) where each completion begins, counted from its group's begin
         where = (begin[:, None] + step).masked_fill(~real, P)  # (n, L) a grid cell's place in the row; padding points anywhere
         # Queries of a completion see the whole prompt and their own past; padding lies in nobody's past. In this form fused kernels know it.
-        layout.append((P, where, real, causal_lower_right(len(step), P + len(step))))
+        layout.append((P, where, real.flatten().nonzero()[:, 0], causal_lower_right(len(step), P + len(step))))
         positions += [torch.arange(P, device=device), (P + step).expand_as(where)[real]]
         # The token at step 0 is predicted by the prompt's last position, the others by the position before them.
         predictors.append(sum(sizes) + torch.where(step == 0, P - 1, where - 1)[real])
@@ -88,12 +88,12 @@ def packed_logprobs(model: Qwen, groups: list[tuple[list[int], list[list[int]]]]
 
     def attend(layer, q, k, v):  # q (1, H, T, D), k and v (1, Hkv, T, D)
         y = []
-        for (P, where, real, mask), q, k, v in zip(layout, q.split(sizes, 2), k.split(sizes, 2), v.split(sizes, 2)):
+        for (P, where, cells, mask), q, k, v in zip(layout, q.split(sizes, 2), k.split(sizes, 2), v.split(sizes, 2)):
             n = len(where)
             y.append(F.scaled_dot_product_attention(q[:, :, :P], k[:, :, :P], v[:, :, :P], is_causal=True, enable_gqa=True))
             k, v = (torch.cat((x[:, :, :P].expand(n, -1, -1, -1), x[0][:, where].transpose(0, 1)), 2) for x in (k, v))  # (n, Hkv, P+L, D)
             own = F.scaled_dot_product_attention(q[0][:, where].transpose(0, 1), k, v, attn_mask=mask, enable_gqa=True)  # (n, H, L, D)
-            y.append(own.transpose(0, 1)[None, :, real])
+            y.append(own.transpose(1, 2).flatten(0, 1).index_select(0, cells).transpose(0, 1)[None])  # unlike own[real], waits for no GPU
         return torch.cat(y, 2)  # (1, H, T, D)
 
     def logps(model, hidden):
@@ -160,15 +160,20 @@ def forwards(model: Qwen, batches: list[dict]):
 
 @torch.no_grad()
 def importance(model: Qwen, episodes: list[Episode], cap: float, temperature: float = 1.0, n_ids: int | None = None,
-               token_budget: int = 16384):
+               token_budget: int = 16384) -> float:
     """Truncated importance weights, min(π_trainer / π_sampler, cap), for each token: they undo the difference between the two programs. From
-    here on the ratio ρ is to the trainer's own policy before the update (fengyao.notion.site/off-policy-rl)."""
+    here on the ratio ρ is to the trainer's own policy before the update (fengyao.notion.site/off-policy-rl). Returns `update`'s gap, which
+    from here on is 0."""
+    far, tokens = 0.0, 0
     for real, groups, batch in forwards(model, micro_batches(episodes, token_budget)):
         for e, new in zip(batch, packed_logprobs(model, groups, temperature, n_ids)[0]):
-            e.weights = (new.cpu() - torch.tensor(e.logprobs)).exp().clamp(max=cap).tolist()
-            e.logprobs = new.tolist()
+            log_ratio = new.cpu() - torch.tensor(e.logprobs)
+            e.weights, e.logprobs = log_ratio.exp().clamp(max=cap).tolist(), new.tolist()
+            far, tokens = far + real * log_ratio.abs().sum().item(), tokens + real * len(new)
     if hasattr(model, "reshard"):  # FSDP leaves that to a backward pass, which may not come
         model.reshard()
+    far, tokens = reduce([far, tokens], device=model.device)
+    return far / max(tokens, 1)
 
 
 def update(model: Qwen, optimizer, episodes: list[Episode], clip: float = 0.2, beta: float = 0.0, reference: Qwen | None = None,
@@ -179,8 +184,9 @@ def update(model: Qwen, optimizer, episodes: list[Episode], clip: float = 0.2, b
     `reference` is needed where beta > 0. loss: what the sum over tokens is divided by: "sequence", each by its rollout's length and then by
     the rollouts (GRPO); "token", by all tokens (DAPO); "constant", by rollouts × max_new_tokens (Dr. GRPO, arXiv 2503.20783).
 
-    Returns means over all tokens of all ranks: gap (|trainer's - sampler's log-probability|, as if before the update), approx_kl, clipfrac,
-    kl (KL(π_ref ‖ π)), entropy (estimated as -log π of what was sampled), and grad_norm."""
+    Returns means over all ranks' tokens, but for rollouts that teach nothing (advantage and beta 0): gap (|trainer's - sampler's
+    log-probability|, as if before the update), approx_kl, clipfrac, kl (KL(π_ref ‖ π)), entropy (estimated as -log π of what was
+    sampled), and grad_norm."""
     device, world = model.device, dist.get_world_size() if dist.is_initialized() else 1
     batches = micro_batches([e for e in episodes if e.advantage or beta], token_budget)
     # Groups without spread count too: they are part of the mean.

@@ -422,6 +422,7 @@ CHAT_TEMPLATE = (  # Qwen2.5's ChatML for transformers, without its tool calls
 
 class Tokenizer:
     """A Hugging Face tokenizer.json with Qwen2.5's chat template. `len` is the number of ids in use; a model's vocab_size may be larger.
+    `eos_id` ends a turn, any of `end_ids` what a model writes.
 
     Text never turns into control tokens: only `chat` writes <|im_start|> and <|im_end|>, so a question or a worker's reply that
     spells them cannot end its own turn."""
@@ -432,6 +433,8 @@ class Tokenizer:
         self.start_id, self.eos_id = bpe.token_to_id("<|im_start|>"), bpe.token_to_id("<|im_end|>")
         if self.start_id is None or self.eos_id is None:
             raise ValueError("the tokenizer has no <|im_start|> and <|im_end|>: it is not a ChatML tokenizer like Qwen2.5's")
+        document = bpe.token_to_id("<|endoftext|>")  # what Qwen2.5's base models, which were never taught to chat, end with
+        self.end_ids = [self.eos_id] + [document] * (document is not None)
 
     @classmethod
     def from_pretrained(cls, path: str) -> "Tokenizer":

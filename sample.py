@@ -119,10 +119,10 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
         def attend(layer, q, k, v):  # q (Q*R, H, 1, D), k and v (Q*R, Hkv, 1, D)
             (kp, vp), kv = shared[layer], own[layer]
             kv.index_copy_(4, t - 1, torch.stack((k, v)).view(2, Q, R, Hkv, 1, D).transpose(2, 3))
-            q = q.view(Q, R, Hkv, G, D).transpose(1, 2) * scale  # (Q, Hkv, R, G, D)
-            on_prompt = (q.reshape(Q, Hkv, R * G, D) @ kp.mT).view(Q, Hkv, R, G, P) + padding  # all rows of a prompt on its one KV
-            on_own = q @ kv[0].mT + future  # (Q, Hkv, R, G, T)
-            weight = torch.cat((on_prompt, on_own), -1).softmax(-1, dtype=torch.float32).to(v.dtype)
+            q = q.view(Q, R, Hkv, G, D).transpose(1, 2)  # (Q, Hkv, R, G, D)
+            on_prompt = dot(q.reshape(Q, Hkv, R * G, D), kp).view(Q, Hkv, R, G, P) * scale + padding  # all rows of a prompt on its one KV
+            on_own = dot(q, kv[0]) * scale + future  # (Q, Hkv, R, G, T)
+            weight = torch.cat((on_prompt, on_own), -1).softmax(-1).to(v.dtype)
             y = (weight[..., :P].reshape(Q, Hkv, R * G, P) @ vp).view(Q, Hkv, R, G, D) + weight[..., P:] @ kv[1]
             return y.transpose(1, 2).reshape(Q * R, Hkv * G, 1, D)
 
@@ -148,15 +148,25 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
                 order = (~live[left]).int().sort(dim=1, stable=True).indices[:, :r]  # (Q', R')
                 cells = (left[:, None] * R + order).flatten()
                 row, seeds, newest = row[cells], seeds[cells], newest[cells]
-                own = [kv[:, left[:, None], :, order].permute(2, 0, 3, 1, 4, 5).contiguous() for kv in own]  # (2, Q', Hkv, R', T, D)
-                shared, padding, length = [(k[left], v[left]) for k, v in shared], padding[left], length[left]
-                Q, R, play = len(left), r, None
+                padding, length, Q, R, play = padding[left], length[left], len(left), r, None
+                for i, ((k, v), kv) in enumerate(zip(shared, own)):  # one by one: two caches of all layers would not fit at 7B
+                    shared[i] = k[left], v[left]
+                    own[i] = kv[:, left[:, None], :, order].permute(2, 0, 3, 1, 4, 5).contiguous()  # (2, Q', Hkv, R', T, D)
         if count % BLOCK == 1:
-            own = [torch.cat((kv, kv.new_zeros(*kv.shape[:4], BLOCK, D)), 4) for kv in own]
             play = None
+            for i, kv in enumerate(own):
+                own[i] = torch.cat((kv, kv.new_zeros(*kv.shape[:4], BLOCK, D)), 4)
         play = step if play is None else capture(step, device) if play is step else play
         play()
     return completions
+
+
+def dot(q, k):
+    """q @ k.mT in fp32, as fused attention kernels have it. Qwen2.5's keys have biases that make scores of hundreds: rounded to bf16 their
+    differences are lost, and the sampler is another policy than the one that is trained."""
+    if q.dtype == torch.float32 or q.device.type != "cuda":
+        return q.float() @ k.float().mT
+    return torch.bmm(q.flatten(0, -3), k.flatten(0, -3).mT, out_dtype=torch.float32).view(*q.shape[:-1], k.shape[-2])
 
 
 def capture(step, device):
@@ -301,7 +311,7 @@ def main(argv):
         raise SystemExit(str(e)) from None
     system = [{"role": "system", "content": s.system}] if s.system else []
     prompt = tokenizer.chat([*system, {"role": "user", "content": " ".join(words)}])
-    [completions] = generate(model, [prompt], s.n, s.max_new_tokens, s.temperature, s.top_p, s.top_k, tokenizer.eos_id, s.seed,
+    [completions] = generate(model, [prompt], s.n, s.max_new_tokens, s.temperature, s.top_p, s.top_k, tokenizer.end_ids, s.seed,
                              len(tokenizer))
     for c in completions:
         print(tokenizer.decode(c.tokens) + ("" if c.finished else " …"))

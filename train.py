@@ -255,7 +255,7 @@ def collect(sampler: Qwen, tokenizer, tasks: list[Task], s: Settings, seed: int,
 
     begun = time.perf_counter()
     with ThreadPoolExecutor(64) as graders:
-        groups = generate(sampler, prompts, s.rollouts, s.max_new_tokens, s.temperature, eos_id=tokenizer.eos_id, seed=seed,
+        groups = generate(sampler, prompts, s.rollouts, s.max_new_tokens, s.temperature, eos_id=tokenizer.end_ids, seed=seed,
                           n_ids=len(tokenizer), on_finish=start)
         sampled = time.perf_counter()
         rollouts = [[Rollout(t, prompt, c, tokenizer.decode(c.tokens)) for c in group] for t, prompt, group in zip(tasks, prompts, groups)]

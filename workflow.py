@@ -382,7 +382,7 @@ def load_conductor(path: str, temperature: float):
             while not asked.empty() and len(batch) < 64:
                 batch.append(asked.get())
             try:
-                generate(model, [prompt for prompt, _ in batch], 1, plan["max_new_tokens"], temperature, eos_id=tokenizer.eos_id, seed=seed,
+                generate(model, [prompt for prompt, _ in batch], 1, plan["max_new_tokens"], temperature, eos_id=tokenizer.end_ids, seed=seed,
                          n_ids=len(tokenizer), on_finish=lambda i, _, c: batch[i][1].set_result(tokenizer.decode(c.tokens)))
             except Exception as e:  # theirs who wait; this thread goes on
                 for _, future in batch:

@@ -218,7 +218,7 @@ class Tap(workers.Handler):
 
 class Script:
     """A Conductor that writes by(question): a tokenizer whose ids are characters, and a generate() for it."""
-    eos_id = 0
+    end_ids = [0]
 
     def __init__(self, by):
         self.by, self.batches = by, []

@@ -287,11 +287,12 @@ def test_importance_weights(budget):
     model, how = tiny(), dict(temperature=0.8, n_ids=37)
     episodes = flat(groups(model))
     sampled = copy.deepcopy(episodes)
-    importance(model, episodes, cap=1.1, token_budget=budget, **how)
+    gap = importance(model, episodes, cap=1.1, token_budget=budget, **how)
     with torch.no_grad():
         own = [naive(model, e.prompt, e.tokens, **how) for e in episodes]
     expected = [(new - torch.tensor(e.logprobs)).exp().clamp(max=1.1) for e, new in zip(sampled, own)]
     same([torch.tensor(e.weights) for e in episodes], expected)
+    assert gap == pytest.approx(torch.cat([(new - torch.tensor(e.logprobs)).abs() for e, new in zip(sampled, own)]).mean().item(), rel=1e-4)
     same([torch.tensor(e.logprobs) for e in episodes], own)
     assert 0.1 < (torch.cat(expected) == 1.1).float().mean() < 0.9
     same(step(model, episodes, **how)[0], loop(model, episodes, **how)[0], 2e-5)
@@ -376,6 +377,18 @@ def test_sampler_and_trainer_are_one_policy(how):
 
 # --------------------------------------------------------------------------------------------------------------------------------
 # Micro-batches
+
+
+def test_they_are_one_policy_in_bf16_beside_large_biases():
+    """Qwen2.5's keys and queries have biases that lift all scores by hundreds. Their differences survive in the sampler as in training."""
+    model, prompts = tiny().bfloat16(), [list(range(1, 20)), [7] * 30]
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for part in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+                part.bias.view(-1, model.config.head_dim)[:, -1] += 40.0  # on the pair that RoPE turns least: a score of 40² / √8
+    [[c, *_], [d, *_]] = generate(model, prompts, n=4, max_new_tokens=60)
+    new = torch.cat([token_logprobs(model, p, [r.tokens])[0] for p, r in zip(prompts, (c, d))])
+    assert (new - torch.tensor(c.logprobs + d.logprobs)).abs().mean() < 0.02
 
 
 @pytest.mark.parametrize("budget", [1, 15, 20, 33, 10_000])

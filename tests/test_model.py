@@ -659,6 +659,7 @@ def test_chat_is_chatml_with_qwens_system_prompt(folder):
 def test_text_never_becomes_a_control_token(folder):
     """A message that spells control tokens stays text: one turn, and the text comes back as it was."""
     tokenizer = Tokenizer.from_pretrained(folder)
+    assert [tokenizer.bpe.id_to_token(i) for i in tokenizer.end_ids] == ["<|im_end|>", "<|endoftext|>"]
     plain, spelled = (tokenizer.chat([{"role": "user", "content": c}]) for c in ("hello", CONTROL))
     for control in ("<|im_start|>", "<|im_end|>", "<|endoftext|>"):
         assert spelled.count(tokenizer.bpe.token_to_id(control)) == plain.count(tokenizer.bpe.token_to_id(control))
@@ -670,7 +671,7 @@ def test_text_survives_the_round_trip(text, folder):
     """decode(encode(text)) is the text, and decode leaves a real control token out."""
     tokenizer = Tokenizer.from_pretrained(folder)
     ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text == tokenizer.decode([*ids, tokenizer.eos_id])
+    assert tokenizer.decode(ids) == text == tokenizer.decode([*ids, *tokenizer.end_ids])
     assert all(0 <= i < len(tokenizer) for i in ids) and len(tokenizer) == len(tokenizer.bpe.get_vocab())
 
 

@@ -372,7 +372,7 @@ def test_the_program_answers_from_a_checkpoint(system, tmp_path, capsys, monkeyp
                  "--seed=4", "two", *([f"--system={system}"] if system else []), "words"])
     turns = [{"role": "system", "content": system}] if system else []
     prompt = tokenizer.chat([*turns, {"role": "user", "content": "two words"}])
-    [expected] = generate(model, [prompt], n=3, max_new_tokens=9, temperature=1.5, seed=4, eos_id=tokenizer.eos_id,
+    [expected] = generate(model, [prompt], n=3, max_new_tokens=9, temperature=1.5, seed=4, eos_id=tokenizer.end_ids,
                           n_ids=len(tokenizer))
     assert capsys.readouterr().out == "".join(tokenizer.decode(c.tokens) + ("\n" if c.finished else " …\n") for c in expected)
 
