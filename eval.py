@@ -46,7 +46,7 @@ from model import Qwen, Tokenizer, configure, download, hub_session, write_json
 from sample import generate
 from workers import ARITHMETIC, CAPITALS, ELEMENTS, FACTS, LOCAL, SKILL, SPANISH, SPELLING, WorkerError, load_pool
 import workflow
-from workflow import Step, Trace, Workflow, WorkflowError, ask, conductor_settings, parse, submit, subset
+from workflow import Step, Trace, Workflow, WorkflowError, ask, parse, submit, subset
 
 # ---------------------------------------------------------------------------------------------------------------------------------
 # Problems
@@ -877,7 +877,7 @@ def random_completion(question: str, rng: random.Random, n_workers: int, max_ste
 def conduct(model: Qwen, tokenizer: Tokenizer, problems: list[Problem], pools: list[list], plan: dict, rounds: int = 0,
             change=lambda workflow: workflow, nonce: str | None = None) -> list[Trace | None]:
     """The Conductor's greedy workflow for each problem, run over the problem's own pool, and up to `rounds` times planned again in view of
-    the answer (§3.2). plan: see conductor_settings. `change` may rewrite a workflow before it runs (ablations)."""
+    the answer (§3.2). plan: see load_conductor. `change` may rewrite a workflow before it runs (ablations)."""
     traces = [None] * len(problems)
     for turn in range(rounds + 1):  # whoever kept its answer is through, and so is whose workers were lost
         open_ = [i for i, t in enumerate(traces) if turn == 0 or t and t.workflow.steps and not t.error and len(t.rounds()) == turn]
@@ -966,11 +966,7 @@ WORKERS = ("workers", "reflect", "consensus", "context", "seat")  # played by on
 SYSTEMS = (*CONDUCTORS, *WORKERS, "best-single", "random", "moa", "smoothie", "router")
 
 
-@functools.lru_cache(1)
-def conductor(folder: str) -> tuple[Qwen, Tokenizer, dict]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = Qwen.from_pretrained(folder, torch.bfloat16 if device == "cuda" else torch.float32, device)
-    return model, Tokenizer.from_pretrained(folder), conductor_settings(folder)
+conductor = functools.lru_cache(1)(workflow.load_conductor)
 
 
 def run(name: str, who: str, problems: list[Problem], pools: list[list], s, repeat: int) -> list[Trace | None]:

@@ -1,12 +1,12 @@
 """Train a Conductor with GRPO.
 
-    torchrun --nproc_per_node=2 train.py                      the laptop world on a CPU, in minutes; with CUDA the paper's run
+    torchrun --nproc_per_node=2 train.py                      the laptop world on a CPU, in minutes; with two GPUs the paper's run
     torchrun --nproc_per_node=2 train.py --preset=laptop      the laptop world anywhere
     python train.py --iterations=20 --seed=2                  any setting below is a flag; one process works too
 
 One iteration: sample workflows, run them over the workers, reward their answers, update. A run writes into --out: metrics.jsonl (a line
 an iteration), traces/ (every workflow with what its workers said), checkpoints/ (Hugging Face's layout; checkpoint is the newest), and ends
-with a table. Killed at any moment, it goes on with --resume as if nothing had happened.
+with a table. Killed at any moment, it goes on with --resume; on a CPU and with workers who say the same again, as if nothing had happened.
 """
 import collections
 import contextlib
@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from tokenizers import AddedToken, Regex, Tokenizer as BPE, decoders, models, pre_tokenizers, trainers
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from tqdm import tqdm
@@ -43,7 +44,7 @@ from workflow import PLAN, Trace, Workflow, WorkflowError, ask, messages, parse,
 
 @dataclass
 class Settings:
-    preset: str = ""  # laptop, paper, pairs, pools, recursive (PRESETS below); the default is laptop without CUDA, paper with it
+    preset: str = ""  # laptop, paper, pairs, pools, recursive (PRESETS below); "": paper where each process has a GPU, else laptop
     out: str = "out/laptop"
     seed: int = 1
     init_from: str = ""  # a checkpoint folder; "" makes a tiny model and teaches it the format first (warm_steps)
@@ -101,7 +102,6 @@ class Settings:
     # ablations (README)
     access: bool = True  # False: access lists are forced empty
     subtasks: bool = True  # False: every subtask reads "Solve the question."
-    shuffle: bool = False  # True: at the final evaluation every worker has another's number
 
 
 # The two finetuning extensions (§3.2) live in a laptop world with two workers for each trade; "pairs" trains what they start from. They are
@@ -114,7 +114,7 @@ PRESETS = {
     "pools": dict(TUNE, out="out/pools", subset=4),
     "recursive": dict(TUNE, out="out/recursive", pool="local:tired", recursion=True),
     "paper": dict(out="out/paper", init_from="models/Qwen/Qwen2.5-7B", data="paper", pool="paper", style="full", iterations=200, questions=4,
-                  rollouts=64, max_new_tokens=1024, lr=1e-6, beta2=0.999, beta=0.0, minibatches=1, token_budget=8192, recompute=True),
+                  rollouts=64, max_new_tokens=1024, lr=1e-6, beta2=0.999, beta=0.0, minibatches=1, token_budget=8192, recompute=True, save_every=10),
 }
 ZERO = ("seed", "budget", "beta", "clip_high", "importance", "warmup", "warm_steps", "warm_second", "subset")  # numbers that may be 0
 REWARD = ("no_workflow", "wrong", "right")  # that may be any
@@ -299,7 +299,8 @@ def shard(model: Qwen, s: Settings, device: str) -> Qwen:
     """FSDP2: fp32 master weights, gradients and Adam state in equal parts on all ranks; computation in bf16 on CUDA."""
     mixed = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False) if device == "cuda" else {}
     offload = CPUOffloadPolicy(pin_memory=device == "cuda") if s.offload else OffloadPolicy()
-    how = dict(mp_policy=MixedPrecisionPolicy(**mixed), offload_policy=offload)
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    how = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(**mixed), offload_policy=offload)
     model.recompute = s.recompute
     model.compute = torch.device(device) if s.offload else None
     for layer in model.model.layers:
@@ -341,9 +342,11 @@ def everyone(mine: list) -> list:
     return [item for items in lists for item in items]
 
 
-def plan(s: Settings, pool) -> str:
-    """What a run takes: memory of a rank, work of an iteration, calls and dollars of the whole. Estimates; the assumptions are printed."""
-    world, big = dist.get_world_size(), torch.cuda.is_available() or s.preset == "paper"
+def plan(s: Settings, pool) -> tuple[str, int]:
+    """What a run takes: memory of a rank, work of an iteration, calls and dollars of the whole, as text, and the bytes of a checkpoint.
+    Estimates; the assumptions are printed."""
+    world = dist.get_world_size()
+    big = torch.cuda.device_count() >= world or s.preset == "paper"
     here = os.path.exists(os.path.join(s.init_from, "config.json"))
     config = Config.from_pretrained(s.init_from) if here else Config() if s.init_from else Config(
         900, s.width, 3 * s.width, s.layers, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
@@ -360,7 +363,7 @@ def plan(s: Settings, pool) -> str:
     sampling = {"copy to sample with": width * N,
                 "keys and values": kv * math.ceil(s.questions / world) * (prompt + s.rollouts * s.max_new_tokens)}
     training = {"gradients, fp32": 4 * N / world, "layers' inputs" if s.recompute else "activations": kept,
-                "a layer at work": T * (10 * C + 5 * I) * width, "gathered weights and their gradients": (width + 4) * (root + 2 * layer),
+                "a layer at work": T * (10 * C + 5 * I) * width, "gathered weights and their gradients": (2 * width + 4) * (root + 2 * layer),
                 "logits": 4 * 4 * min(T * V, HEAD_LOGITS["cuda" if big else "cpu"])}
     if s.beta:
         always["reference policy"] = width * N
@@ -388,10 +391,11 @@ def plan(s: Settings, pool) -> str:
         lines += [f"            {name + ':':<16}" + ", ".join(f"{k} {v / 2**30:.1f}" for k, v in part.items())]
     return "\n".join(lines + [
         f"            peak while sampling {total(always, sampling):.1f}, while training {total(always, training):.1f}",
+        f"disk      {12 * N / 2**30:.1f} GiB for a checkpoint with Adam's state; at most {s.keep + 2} at a time: the best, --keep={s.keep}, one being written",
         f"work      of an iteration, with prompts of {prompt} tokens and completions of {tokens}: {rollouts * tokens:,.0f} tokens sampled, "
         f"{sample / 1e12:.3g} TFLOP to sample, {train / 1e12:.3g} to train",
         f"workers   {workflows:,.0f} workflows of {steps} steps, evenly over the pool: {workflows * steps:,.0f} calls; "
-        f"at {n_in} tokens in and {n_out} out about ${dollars:,.0f}{unknown}"])
+        f"at {n_in} tokens in and {n_out} out about ${dollars:,.0f}{unknown}"]), 12 * N
 
 
 def preflight(s: Settings):
@@ -413,8 +417,15 @@ def preflight(s: Settings):
     pool = load_pool(s.pool, replay=s.replay, budget=s.budget)
     if s.subset > len(pool):
         raise SystemExit(f"--subset={s.subset}: the pool has {len(pool)} workers")
+    text, size = plan(s, pool)
     if s.dry_run or s.preset == "paper":
-        tqdm.write(plan(s, pool))
+        tqdm.write(text)
+    there = os.path.abspath(s.out)
+    while not os.path.exists(there):
+        there = os.path.dirname(there)
+    free, room = shutil.disk_usage(there).free, size * (s.keep + 2 - len(checkpoints(s.out)) * s.resume)
+    if free < room:
+        lacks.append(f"{room / 2**30:.0f} GiB of disk for checkpoints in {s.out} (free are {free / 2**30:.1f}; a smaller --keep takes less)")
     if s.preset == "paper":
         gpus = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
         if sum(memory > 75e9 for memory in gpus) < 2 or dist.get_world_size() < 2:
@@ -594,8 +605,8 @@ def rewind(s: Settings, iteration: int):
 def finish(s: Settings, sampler, tokenizer, test, pool, say):
     """The final table on held-out problems, and what was learned for each kind. The Conductor is greedy here."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    mine, seated = test[rank::world], pool[1:] + pool[:1] if s.shuffle else pool
-    traces = evaluation.conduct(sampler, tokenizer, mine, [seated] * len(mine), vars(s), int(s.recursion), lambda workflow: ablate(workflow, s))
+    mine = test[rank::world]
+    traces = evaluation.conduct(sampler, tokenizer, mine, [pool] * len(mine), vars(s), int(s.recursion), lambda workflow: ablate(workflow, s))
     shares = everyone([traces])  # share r holds the problems r, r + world, …
     traces = [shares[i % world][i // world] for i in range(len(test))]
     if rank == 0:
@@ -663,7 +674,9 @@ def bench(width: int = 512, layers: int = 4, vocabulary: int = 4096, prompt: int
 def main(argv):
     s = Settings()
     configure(s, argv)
-    s.preset = s.preset or ("paper" if torch.cuda.is_available() else "laptop")
+    gpus, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # here, as torchrun says
+    device = "cuda" if gpus >= processes else "cpu"
+    s.preset = s.preset or ("paper" if device == "cuda" else "laptop")
     if s.preset not in PRESETS:
         raise SystemExit(f"--preset={s.preset}: there are {', '.join(PRESETS)}")
     for key, value in PRESETS[s.preset].items():
@@ -675,7 +688,6 @@ def main(argv):
     for key, value in asdict(s).items():
         if type(value) in (int, float) and not (0 < value < math.inf or value == 0 and key in ZERO or key in REWARD and math.isfinite(value)):
             raise SystemExit(f"--{key}={value}: expected a number above 0")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     # A rank may wait for another's slow workers much longer than the ten minutes that NCCL allows. Offloaded weights meet over gloo.
     backend, patience = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", datetime.timedelta(days=1)
     if "RANK" in os.environ:  # set by torchrun
@@ -684,14 +696,18 @@ def main(argv):
         dist.init_process_group(backend, timeout=patience, store=dist.HashStore(), rank=0, world_size=1)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    code = None
     try:
         train(s, device)
+    except SystemExit as e:  # on all ranks
+        code = e.code
     except KeyboardInterrupt:
         saved = os.path.join(s.out, "checkpoint")
         kept = f"the checkpoint is in {saved}" if os.path.exists(saved) else "nothing had been learned"
-        raise SystemExit(f"interrupted; {kept}" if dist.get_rank() == 0 else 1) from None
-    finally:
-        dist.destroy_process_group()
+        code = f"interrupted; {kept}" if dist.get_rank() == 0 else 1
+    dist.destroy_process_group()  # not after an error of one rank: NCCL's would wait for the others, and torchrun never hear of it
+    if code is not None:
+        raise SystemExit(code)
 
 
 def train(s: Settings, device: str):
@@ -713,19 +729,18 @@ def train(s: Settings, device: str):
         else:
             model, tokenizer = tiny_conductor(s, problems, pool)
             shard(model, s, device)
+        kept, reference = s.reference or os.path.join(s.out, "reference") if done else s.reference, None
+        if s.beta and kept:
+            reference = Qwen.from_pretrained(kept, torch.bfloat16 if device == "cuda" else torch.float32, device)
     except (OSError, ValueError) as e:
         raise SystemExit(f"train.py: {e}" if rank == 0 else 1) from None
-    on_rank0(lambda: rewind(s, start) if done else make_room(s))  # only now: init_from may be an earlier run in the same place
+    on_rank0(lambda: rewind(s, start) if done else make_room(s))  # only now: what was read may be of an earlier run in the same place
     say(f"{sum(p.numel() for p in model.parameters()):,} parameters on {world} x {device}, {len(problems):,} problems, "
         f"{len(pool)} workers: {', '.join(w.name for w in pool)}")
     if not source:
         warm_start(model, tokenizer, problems, pool, s, rank, world)
         say(f"warm start: {s.warm_steps} steps of the format, {time.perf_counter() - began:.0f} s since the start")
-    reference = None
-    if s.beta and (s.reference or done):
-        kept = s.reference or os.path.join(s.out, "reference")
-        reference = Qwen.from_pretrained(kept, torch.bfloat16 if device == "cuda" else torch.float32, device)
-    elif s.beta:
+    if s.beta and not kept:
         reference = gather(model, device)
         save(s, os.path.join(s.out, "reference"), model, tokenizer, len(pool))
     optimizer = torch.optim.AdamW(model.parameters(), lr=s.lr, betas=(0.9, s.beta2), weight_decay=0.0, fused=True)
@@ -765,10 +780,12 @@ def train(s: Settings, device: str):
         set_lr(optimizer, s.lr * schedule(it, s.iterations, s.warmup))
         how = dict(temperature=s.temperature, n_ids=len(tokenizer), token_budget=s.token_budget)
         if s.importance:
-            importance(model, [e for group in episodes for e in group], s.importance, **how)
+            gap = importance(model, [e for group in episodes for e in group], s.importance, **how)
         stats = [update(model, optimizer, [e for group in episodes for e in group[m::s.minibatches]], s.clip, s.beta * left, reference,
                         clip_high=s.clip_high, loss=s.loss, max_new_tokens=s.max_new_tokens, **how)
                  for _ in range(s.epochs) for m in range(s.minibatches)]
+        if s.importance:
+            stats[0]["gap"] = gap
         seconds["training"] = time.perf_counter() - begun
         write_traces(s, it, rank, groups)
         reward = record(s, it, everyone([r for group in groups for r in summary(s, group)]), stats, seconds, say)

@@ -80,8 +80,8 @@ def openai_reply(data):
 
 
 def anthropic_request(model, messages, params):
-    """platform.claude.com/docs/en/api/messages: max_tokens is required, system is no turn, no turn may be empty."""
-    turns = [{**m, "content": m["content"] or "(empty)"} for m in messages if m["role"] != "system"]
+    """platform.claude.com/docs/en/api/messages: max_tokens is required, system is no turn, no turn may be blank."""
+    turns = [{**m, "content": m["content"] if m["content"].strip() else "(empty)"} for m in messages if m["role"] != "system"]
     system = "\n\n".join(m["content"] for m in messages if m["role"] == "system")
     return "/messages", {"model": model, "max_tokens": 4096, "messages": turns, **params} | ({"system": system} if system else {})
 
@@ -228,13 +228,16 @@ class Budget:
         self.dollars = self.left = dollars
         self.room, self.running, self.refused = threading.Condition(), 0, False  # refused: whether a call has been
 
-    def take(self, most: float, name: str):
+    def take(self, most: float, name: str) -> float:
+        """Set it apart, once it is there. Returns the seconds that this took."""
+        begun = time.monotonic()
         with self.room:
             self.room.wait_for(lambda: most <= self.left or not self.running)  # those that run will give something back
             if most > self.left:
                 self.refused = True
                 raise WorkerError(f"{name}: the budget of ${self.dollars:g} is spent, but for ${self.left:.4f}")
             self.left, self.running = self.left - most, self.running + 1
+        return time.monotonic() - begun
 
     def settle(self, back: float):
         with self.room:
@@ -322,7 +325,7 @@ class Worker:
             begun, line = time.monotonic(), self.lines.pop() if self.lines else Line(pool_connections=1, pool_maxsize=1)
             for attempt in range(1, self.attempts + 1):
                 if self.budget:
-                    self.budget.take(most, self.name)
+                    begun += self.budget.take(most, self.name)
                 seconds, spent = max(0.001, min(self.timeout, begun + self.deadline - time.monotonic())), most
                 try:
                     text, finish, n_in, n_out = parse(exchange(line, self.url + path, headers, body, seconds, self.options))
@@ -345,17 +348,21 @@ class Worker:
                     text = str(fault).replace(key or "\0", "***")[:400]  # only now is it cut: half a key would go unnoticed
                     raise WorkerError(f"{self.name}: {text} (attempt {attempt}, after {time.monotonic() - begun:.1f} s)")
                 time.sleep(wait)
-                self.pace()
+                begun += self.pace()  # a turn or a budget that is waited for takes nothing from the deadline
             self.lines.append(line)
+        text = text.encode(errors="replace").decode()  # half of an emoji, as JSON can spell it, is no text
         return Reply(text, n_in or 0, n_out or 0, cost, time.monotonic() - begun, FINISH.get(finish, finish) or "stop")
 
-    def pace(self):
-        """Wait for a turn under rpm."""
-        if self.rpm:
-            with self.lock:
-                turn = max(self.turn, time.monotonic())
-                self.turn = turn + 60 / self.rpm
-            time.sleep(max(0.0, turn - time.monotonic()))
+    def pace(self) -> float:
+        """Wait for a turn under rpm. Returns the seconds that this took."""
+        if not self.rpm:
+            return 0.0
+        begun = time.monotonic()
+        with self.lock:
+            turn = max(self.turn, begun)
+            self.turn = turn + 60 / self.rpm
+        time.sleep(max(0.0, turn - time.monotonic()))
+        return time.monotonic() - begun
 
 
 def paper_pool(free: bool) -> list[dict]:
@@ -405,6 +412,8 @@ def load_pool(spec: str, local_url: str | None = None, replay: str = "", budget:
     for i, entry in enumerate(entries if isinstance(entries, list) else []):
         try:
             pool.append(worker := Worker(**entry, replay=replies, budget=limit))
+            if worker.name in [w.name for w in pool[:-1]]:
+                raise ValueError(f"another worker has the name {worker.name!r} already: give each a name of its own")
             worker.letter = chr(ord("A") + i)
             if budget and (worker.price is None or worker.most([], worker.params) == math.inf):
                 raise ValueError("a budget needs price ([0, 0] for a model of your own), and max_tokens in params: write a pool file")

@@ -243,8 +243,8 @@ class Trace:
         return "\n    ".join([*lines, f'{last} --> answer(["{label(self.answer)}"])'])
 
 
-THREADS = 512  # at most, for the calls of all workflows; each worker's own limit is its pool entry's
-jobs, idle = queue.SimpleQueue(), threading.Semaphore(0)
+# At most 512 threads make the calls of all workflows; each worker's own limit is its pool entry's.
+jobs, idle, spare = queue.SimpleQueue(), threading.Semaphore(0), threading.Semaphore(512)
 
 
 def work():
@@ -258,7 +258,7 @@ def work():
 
 def start(run, i):
     jobs.put((run, i))
-    if not idle.acquire(blocking=False) and threading.active_count() < THREADS:
+    if not idle.acquire(blocking=False) and spare.acquire(blocking=False):
         threading.Thread(target=work, daemon=True).start()
 
 
@@ -329,7 +329,7 @@ def conduct(question: str, pool: list, write, rounds: int = 0, plan: dict = PLAN
     """Plan, run, and up to `rounds` times plan again in view of the answer (§3.2). write(messages) -> the Conductor's text.
 
     Text that does not parse is drawn again; the last of `tries` raises WorkflowError in the first round, and in a later one ends the rounds."""
-    trace, failures = None, 0
+    trace, failures, question = None, 0, question.encode(errors="replace").decode()  # a lone surrogate is no text
     while trace is None or trace.workflow.steps and not trace.error and len(trace.rounds()) <= rounds:
         try:
             workflow = parse(write(ask(question, pool, plan, trace)), len(pool), plan["max_steps"], allow_empty=trace is not None)
@@ -359,22 +359,21 @@ def subset(pool: list, only: str) -> list:
     return [w for w in pool if w.name in wanted or not wanted]
 
 
-def conductor_settings(path: str) -> dict:
-    """How train.py asked the Conductor of a checkpoint; PLAN for any other model."""
+def load_conductor(path: str) -> tuple[Qwen, Tokenizer, dict]:
+    """A checkpoint's model, tokenizer and plan: how train.py asked it, which is in its conductor.json; PLAN for any other model."""
     file, plan = os.path.join(path, "conductor.json"), {}
     if os.path.exists(file):
         with open(file) as f:
             plan = json.load(f)
-    return PLAN | plan
-
-
-def load_conductor(path: str, temperature: float):
-    """(write, plan) of a checkpoint: its conductor_settings, and write(messages) -> text, which is for many threads: what is asked while
-    one batch is being generated becomes the next."""
-    plan = conductor_settings(path)
     cuda = torch.cuda.is_available()
     model = Qwen.from_pretrained(path, torch.bfloat16 if cuda else torch.float32, "cuda" if cuda else "cpu")
-    tokenizer, asked = Tokenizer.from_pretrained(path), queue.SimpleQueue()
+    return model, Tokenizer.from_pretrained(path), PLAN | plan
+
+
+def writer(model: Qwen, tokenizer: Tokenizer, plan: dict, temperature: float):
+    """write(messages) -> text, for `conduct`, which many threads may call: what is asked while one batch is being generated becomes the next.
+    It raises ValueError where there is more to read than the model can."""
+    asked = queue.SimpleQueue()
 
     def batches(seed=0):
         while True:
@@ -389,12 +388,14 @@ def load_conductor(path: str, temperature: float):
                     future.done() or future.set_exception(e)
 
     def write(chat):
-        future = Future()
-        asked.put((tokenizer.chat(chat), future))
+        prompt, most, future = tokenizer.chat(chat), model.config.max_position_embeddings, Future()
+        if len(prompt) + plan["max_new_tokens"] > most:
+            raise ValueError(f"{len(prompt)} tokens to read and {plan['max_new_tokens']} to write are more than the Conductor's {most}")
+        asked.put((prompt, future))
         return future.result()
 
     threading.Thread(target=batches, daemon=True).start()
-    return write, plan
+    return write
 
 
 def serve(answer, models: dict[str, int], port: int) -> Server:
@@ -413,8 +414,8 @@ def serve(answer, models: dict[str, int], port: int) -> Server:
                 body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))))
                 said = [(m["role"], c if type(c := m["content"]) is str else "".join(part["text"] for part in c)) for m in body["messages"]]
                 question = "\n\n".join(f"{role}: {text}" for role, text in said) if said[1:] else said[0][1]
-                if body.get("tools") or body.get("n", 1) != 1:
-                    raise ValueError("tools and n > 1 are not supported")
+                if body.get("tools") or body.get("n") not in (None, 1) or type(body["model"]) is not str:
+                    raise ValueError("tools and n > 1 are not supported, and model is a name")
                 model, stream, with_usage = body["model"], body.get("stream"), (body.get("stream_options") or {}).get("include_usage")
             except (ValueError, KeyError, TypeError, AttributeError, IndexError) as e:
                 return self.fail(400, f"expected a chat of text: {e!r}")
@@ -424,6 +425,10 @@ def serve(answer, models: dict[str, int], port: int) -> Server:
                 trace = answer(question, models[model])
             except (WorkflowError, WorkerError) as e:
                 return self.fail(502, f"the Conductor wrote no workflow: {e}")
+            except ValueError as e:  # a conversation too long
+                return self.fail(400, str(e))
+            except Exception as e:  # say, no memory left
+                return self.fail(500, f"{type(e).__name__}: {e}")
             if trace.error:
                 return self.fail(502, trace.error)
             prompt, completion = (sum(getattr(r, f"{kind}_tokens") for r in trace.used) for kind in ("prompt", "completion"))
@@ -465,7 +470,9 @@ def main(argv):
     settings = Settings()
     words = configure(settings, argv)
     show = {"view": Trace.view, "mermaid": Trace.mermaid, "json": lambda trace: json.dumps(trace.to_json())}.get(settings.show)
-    if not words or not show:
+    if not show:
+        raise SystemExit(f"--show={settings.show}: there are view, mermaid, json")
+    if not words:
         raise SystemExit(__doc__)
     try:
         pool = subset(load_pool(settings.pool, budget=settings.budget), settings.only)
@@ -475,7 +482,8 @@ def main(argv):
                 raise SystemExit(f"--conductor={settings.conductor}: the pool has {', '.join(w.name for w in pool)}")
             write, plan = seat(seated), PLAN
         else:
-            write, plan = load_conductor(settings.checkpoint, settings.temperature)
+            model, tokenizer, plan = load_conductor(settings.checkpoint)
+            write = writer(model, tokenizer, plan, settings.temperature)
 
         def answer(question, rounds):
             return conduct(question, pool, write, rounds, plan)
@@ -483,8 +491,8 @@ def main(argv):
         if words == ["serve"]:
             try:
                 server = serve(answer, {"conductor": 0, "conductor-recursive": settings.rounds or 1}, settings.port)
-            except OSError as e:
-                raise SystemExit(f"cannot serve on 127.0.0.1:{settings.port}: {e.strerror}. Choose another with --port=N (0: any free one).") from None
+            except (OSError, OverflowError) as e:
+                raise SystemExit(f"cannot serve on 127.0.0.1:{settings.port}: {e}. Choose another with --port=N (0: any free one).") from None
             print(f"http://127.0.0.1:{server.server_address[1]}/v1 has the models conductor and conductor-recursive; Ctrl-C ends it", flush=True)
             server.serve_forever()
         trace = answer(" ".join(words), settings.rounds)

@@ -269,6 +269,19 @@ def test_requests_per_minute_count_retries():
     assert len(times) == 5 and times[-1] - times[0] > 0.2  # 0.4 but for the jitter of the machine
 
 
+def test_waiting_for_a_turn_takes_nothing_from_the_deadline():
+    """Four calls are refused once; the turns of their second attempts come up to two seconds later, beyond the deadline of one."""
+    with Rogue(lambda n, conn: http({}, 503) if n < 4 else http(GOOD)) as server, ThreadPoolExecutor(4) as threads:
+        w = worker(server, rpm=150, deadline=1)
+        assert [f.text for f in threads.map(lambda _: w.chat(CHAT), range(4))] == ["Because."] * 4
+
+
+def test_half_an_emoji_is_no_text():
+    """JSON can spell a lone surrogate, which nothing can encode: a question mark takes its place."""
+    with Rogue(lambda n, conn: http(json.dumps(GOOD).replace("Because.", r"\ud83d!").encode())) as server:
+        assert worker(server).chat(CHAT).text == "?!"
+
+
 # Protocols: what goes over the wire, and what comes back
 
 TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi."}, {"role": "assistant", "content": ""},
@@ -342,7 +355,8 @@ def test_anthropic_on_the_wire(monkeypatch):
         TALK[1], {"role": "assistant", "content": "(empty)"}, TALK[3]]}  # the API refuses empty turns
     assert (reply.text, reply.prompt_tokens, reply.completion_tokens, reply.finish) == ("Because.", 1110, 7, "stop")
     assert reply.cost == pytest.approx((1110 * 3 + 7 * 15) / 1e6)
-    _, body, _ = wire("anthropic", response, CHAT, params={"max_tokens": 64000})
+    _, body, _ = wire("anthropic", response, [*CHAT, {"role": "assistant", "content": " \n"}], params={"max_tokens": 64000})
+    assert body["messages"][1]["content"] == "(empty)"  # nor blank ones
     assert "system" not in body and body["max_tokens"] == 64000
 
 
@@ -572,6 +586,12 @@ def test_a_file_that_is_no_pool(tmp_path, text):
         load_pool(str(tmp_path / "pool.json"))
     with pytest.raises(SystemExit, match="missing.json.*expected local, local:pairs, local:tired, paper"):
         load_pool(str(tmp_path / "missing.json"))
+
+
+def test_two_workers_of_one_name(tmp_path):
+    """Tables, --only and replay files know a worker by its name."""
+    with pytest.raises(SystemExit, match="entry 1: .*another worker has the name"):
+        load_pool(pool_file(tmp_path, [RIGHT, {**RIGHT, "base_url": "http://127.0.0.1:1/v1"}]))
 
 
 def test_defaults_of_an_entry(tmp_path):

@@ -310,7 +310,7 @@ def test_hundreds_of_workflows_share_a_few_threads(monkeypatch):
     """No thread waits for another: with four of them, 300 chains and diamonds all get through."""
     monkeypatch.setattr(wf, "jobs", queue.SimpleQueue())
     monkeypatch.setattr(wf, "idle", threading.Semaphore(0))
-    monkeypatch.setattr(wf, "THREADS", threading.active_count() + 4)
+    monkeypatch.setattr(wf, "spare", threading.Semaphore(4))
     pool = [Local(str(i), lambda chat, i=i: f"{i}:{len(chat)}") for i in range(3)]
     diamond = Workflow([Step(0, "A", []), Step(1, "B", [0]), Step(2, "C", [0]), Step(0, "D", [1, 2]), Step(1, "E", [0, 3])])
     futures = [submit(diamond, f"Question {i}", pool) for i in range(300)]
@@ -536,6 +536,8 @@ def test_conduct_rounds_and_tries():
     with pytest.raises(WorkflowError, match="missing, in the last of 3 tries"):
         conduct("Why?", pool, writer("gibberish", lists("[]", "[]", "[]"), "gibberish"), rounds=3)
 
+    assert conduct("Why \ud83d?", pool, writer(one_step("first"))).question == "Why ??"  # half an emoji, which nothing can encode
+
     def down(chat):
         raise WorkerError("down")
     trace = conduct("Why?", [Local("down", down)], writer(one_step("first"), one_step("second")), rounds=1)
@@ -594,7 +596,8 @@ def test_batches_of_a_checkpoint(checkpoint, monkeypatch):
 
     monkeypatch.setattr(wf, "generate", watched)
     monkeypatch.setattr(wf, "Future", lambda: asked.append(Future()) or asked[-1])
-    write, plan = wf.load_conductor(checkpoint, temperature=0.0)
+    model, tokenizer, plan = wf.load_conductor(checkpoint)
+    write = wf.writer(model, tokenizer, plan, 0.0)
     assert (plan["style"], plan["max_steps"]) == ("short", 5)
     with ThreadPoolExecutor(8) as threads:
         futures = [threads.submit(write, messages("Why?", 1, style="short"))]
@@ -609,12 +612,19 @@ def test_batches_of_a_checkpoint(checkpoint, monkeypatch):
 
 
 def test_one_bad_prompt_fails_only_its_batch(checkpoint, monkeypatch):
-    write, *_ = wf.load_conductor(checkpoint, temperature=0.0)
+    write = wf.writer(*wf.load_conductor(checkpoint), 0.0)
     monkeypatch.setattr(wf, "generate", lambda *args, **kwargs: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         write(messages("Why?", 1, style="short"))
     monkeypatch.undo()
     assert write(messages("Why?", 1, style="short")) == LEARNED
+
+
+def test_more_than_the_conductor_can_read(checkpoint):
+    """A model of 512 positions is not asked for answers to 2,000 bytes."""
+    write = wf.writer(*wf.load_conductor(checkpoint), 0.0)
+    with pytest.raises(ValueError, match="80 to write are more than the Conductor's 512"):
+        write(messages("Why? " * 400, 1, style="short"))
 
 
 def run_cli(*words, env=()):
@@ -657,7 +667,8 @@ def test_ctrl_c_ends_it_at_once(tmp_path):
 
 @pytest.mark.parametrize("words, reason", [
     (["Why?", "--conductor=nobody", "--pool={pool}"], "worker-a"), (["Why?", "--checkpoint={dir}/none", "--pool={pool}"], "none"),
-    ([], "python workflow.py"), (["Why?", "--chekpoint=x"], "--checkpoint"), (["Why?", "--show=png"], "python workflow.py")])
+    ([], "python workflow.py"), (["Why?", "--chekpoint=x"], "--checkpoint"), (["Why?", "--show=png"], "--show=png: there are view"),
+    (["serve", "--conductor=worker-a", "--pool={pool}", "--port=99999"], "--port=N")])
 def test_command_line_refuses(words, reason, tmp_path):
     pool_of(tmp_path, "http://127.0.0.1:9/v1", "a")
     with pytest.raises(SystemExit, match=reason):
@@ -725,6 +736,10 @@ def test_serve_refuses():
             raise WorkflowError("model_id: the list is missing")
         if question == "No worker":
             return Trace(question, Workflow([Step(0, "", [])]), ["w"], [None], error="step 0: w: down")
+        if question == "Too long":
+            raise ValueError("more than the Conductor's 512")
+        if question == "No memory":
+            raise MemoryError("no memory left")
         return echo(question, rounds)
     with Serving(ask) as s:
         for status, response in [
@@ -733,10 +748,11 @@ def test_serve_refuses():
                 (400, s.post("Why?", n=2)), (400, s.post("Why?", tools=[{}])), (400, s.post([])), (400, s.post([user(None)])), (400, s.post([{}])),
                 (400, s.post([user([{"type": "image_url", "image_url": {}}])])), (400, requests.post(s.url + "/chat/completions", b"{", timeout=60)),
                 (400, requests.post(s.url + "/chat/completions", json=[1], timeout=60)),
+                (400, s.post("Why?", model=[])), (400, s.post("Too long")), (500, s.post("No memory")),
                 (502, s.post("No workflow")), (502, s.post("No worker"))]:
             assert response.status_code == status and len(response.json()["error"]["message"]) > 10, response.text
         assert s.post("No worker", stream=True).status_code == 502
-        assert s.post("Why?").status_code == 200
+        assert s.post("Why?").status_code == s.post("Why?", n=None).status_code == 200
 
 
 def test_serve_on_a_port_in_use(tmp_path):
@@ -761,7 +777,8 @@ def test_a_conductor_is_a_worker_of_another(checkpoint, tmp_path):
     """A checkpoint behind serve, as a worker of a pool that a workflow runs over: usage and cost come up through both."""
     with Wire(lambda model, chat: f"{model} heard {chat[0]['content']!r}") as wire:
         inner = pool_of(tmp_path, wire.url, "i")
-        write, plan = wf.load_conductor(checkpoint, temperature=0.0)
+        *conductor, plan = wf.load_conductor(checkpoint)
+        write = wf.writer(*conductor, plan, 0.0)
         with Serving(lambda question, rounds: conduct(question, inner, write, 0, plan)) as s:
             outer = pool_of(tmp_path, s.url, ["conductor"])
             trace = execute(Workflow([Step(0, "A.", []), Step(0, "B.", [])]), "Why?", outer)
