@@ -60,7 +60,7 @@ class Problem:
     kind: str  # what tables group by
     grader: str = "exact"  # a key of ASK
     level: int = 0  # the larger, the harder; 0: unknown
-    extra: dict = field(default_factory=dict)  # "letter": choices; "code": function, tests; "unittest": test, entry_point, code_prompt
+    extra: dict = field(default_factory=dict)  # what its grader needs besides: EXTRA
 
 
 def laptop_expressions() -> dict[str, list[tuple[str, str]]]:
@@ -156,6 +156,7 @@ ASK = {  # what is asked for, by grader; files already in DATA keep the words th
     "exact": "", "math": "Put the final answer in \\boxed{}.", "letter": "Put the letter of the right option in <answer> tags.",
     "short": "Put the final answer, as short as possible, in <answer> tags.", "unittest": f"Complete the code above. {BLOCK}",
     "code": f"Write a Python program that reads from standard input and writes to standard output. {BLOCK}"}
+EXTRA = {"letter": ("choices",), "code": ("function", "tests"), "unittest": ("test", "entry_point", "code_prompt")}  # that a grader needs
 TESTS_MAX = 1 << 29  # bytes of one problem's hidden tests, unpacked
 
 
@@ -197,10 +198,14 @@ def read_problems(file: str) -> list[Problem]:
             if wrong := [key for key in ("id", "question", "answer", "kind") if not isinstance(row.get(key), str)]:
                 raise ValueError(f"{', '.join(wrong)} missing or not a string")
             problems.append(Problem(**{"grader": row["kind"] if row["kind"] in ASK else "exact", **row}))
-            if problems[-1].grader not in list(ASK):
-                raise ValueError(f"no grader {row['grader']!r}, there are {', '.join(ASK)}")
+            if (grader := problems[-1].grader) not in list(ASK):
+                raise ValueError(f"no grader {grader!r}, there are {', '.join(ASK)}")
+            if lacks := [key for key in EXTRA.get(grader, ()) if key not in problems[-1].extra]:
+                raise ValueError(f"the grader {grader} needs {', '.join(lacks)} in extra")
         except (ValueError, TypeError, RecursionError) as e:
             raise ValueError(f"{file}, line {n}: {e}") from None
+    if not problems:
+        raise ValueError(f"{file} is empty")
     return problems
 
 
@@ -361,8 +366,8 @@ def grade(problem: Problem, response: str) -> bool:
         return pick_letter(response, extra["choices"]) == gold
     if problem.grader in ("math", "short"):
         return {"math": same_math, "short": same_short}[problem.grader](final_answer(response), gold)
-    tagged = re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)
-    return (tagged[-1] if tagged else response).strip() == gold
+    head, end, _ = response.rpartition("</answer>")
+    return (head.rpartition("<answer>")[2] if end and "<answer>" in head else response).strip() == gold
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------
@@ -946,8 +951,8 @@ def router(pool: list, problems: list[Problem], asked: list[list[Trace]]):
     """question -> worker: who is likeliest right alone, by a logistic regression on traces [worker][problem] of train problems. Like RouterDC
     (NeurIPS 2024) it learns from each worker's success, but with these features instead of a fine-tuned encoder and contrastive losses."""
     x = torch.stack([spelling(p.question) for p in problems])  # (P, 4096)
-    y = torch.tensor([[float(not t.error and grade(p, t.answer)) for t in traces] for p, traces in zip(problems, zip(*asked))])  # (P, W)
-    known = torch.tensor([[float(not t.error) for t in traces] for traces in zip(*asked)])
+    right = [grades(problems, traces) for traces in asked]
+    y, known = (torch.tensor([[float(true(r)) for r in row] for row in right]).T for true in (bool, lambda r: r is not None))  # (P, W)
     weights = torch.zeros(4096, len(pool), requires_grad=True)
     optimizer = torch.optim.Adam([weights], lr=0.1, weight_decay=1e-4)
     for _ in range(300):
@@ -975,8 +980,6 @@ def run(name: str, who: str, problems: list[Problem], pools: list[list], s, repe
     Five calls a question: reflect (five turns of self-reflection), consensus (majority of five); context is one call of five times the
     tokens; moa asks every worker and lets a random one aggregate. The calls by which a seated worker plans are in no trace."""
     pool, tag = pools[0], f"{name}:{who}/{repeat}"
-    if name == "router" and s.benchmarks.endswith(".jsonl"):
-        raise ValueError("router learns from a train split, which a file does not have")
     if name in CONDUCTORS:
         model, tokenizer, plan = conductor(who or s.checkpoint)
 
@@ -1035,14 +1038,24 @@ def baselines(problems: list[Problem], pool) -> dict[str, list[Trace]]:
         "random workflows": run("random", "", problems, [pool], None, 0)}
 
 
+def grades(problems: list[Problem], traces: list[Trace | None]) -> list[bool | None]:
+    """Whether each trace is right; None where its workers were lost. As programs take minutes to grade, there are as many at a time as
+    cores, and a trace is graded once, however many tables ask."""
+    def graded(p, t):
+        if t and not t.error and t.right is None:
+            t.right = grade(p, t.answer)
+        return t.right if t else False
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        return list(threads.map(graded, problems, traces))
+
+
 def accuracies(problems: list[Problem], traces: list[Trace | None]) -> dict[str, float]:
     """Share of right answers, over all and by kind. A problem whose workers were lost counts for nobody."""
-    right = {}
-    for p, t in zip(problems, traces):
-        if not (t and t.error):
-            for key in ("all", p.kind):
-                right.setdefault(key, []).append(t is not None and grade(p, t.answer))
-    return {key: sum(values) / len(values) for key, values in right.items()}
+    found = {}
+    for p, right in zip(problems, grades(problems, traces)):
+        for key in ("all", p.kind) if right is not None else ():
+            found.setdefault(key, []).append(right)
+    return {key: sum(values) / len(values) for key, values in found.items()}
 
 
 def calls(traces: list[Trace | None]) -> float:
@@ -1052,22 +1065,23 @@ def calls(traces: list[Trace | None]) -> float:
 
 def costs(problems: list[Problem], runs: dict[str, list[list[Trace | None]]]) -> tuple[str, dict]:
     """A row for each system, as text and as numbers: accuracy in % with its standard error over repeats, and means a question of calls, steps
-    of the last round, tokens, cents (None: unknown), and points of accuracy a cent ("cost-adjusted performance", Tables 5 and 6)."""
+    of the last round, tokens, cents (None: unknown), and points of accuracy a cent ("cost-adjusted performance", Tables 5 and 6). Questions
+    that were lost to their workers are in none of them."""
     wide, numbers = max(30, *map(len, runs)), {}
     lines = [f"{'':<{wide}}{'accuracy':>9}{'±':>7}{'calls':>8}{'steps':>8}{'tokens':>8}{'cents':>9}{'points/cent':>13}"]
     for name, repeats in runs.items():
-        shares, traces = [accuracies(problems, traces) for traces in repeats], [t for traces in repeats for t in traces if t]
-        values, asked = [100 * share["all"] for share in shares if share], len(repeats) * len(problems)
-        mean, lost = sum(values) / len(values) if values else None, sum(t.error is not None for t in traces)
+        shares, traces = [accuracies(problems, traces) for traces in repeats], [t for traces in repeats for t in traces if t and not t.error]
+        lost = [t.error for traces in repeats for t in traces if t and t.error]
+        values, asked = [100 * share["all"] for share in shares if share], max(len(repeats) * len(problems) - len(lost), 1)
+        mean = sum(values) / len(values) if values else None
         cents = None if any(t.cost is None for t in traces) else 100 * sum(t.cost for t in traces) / asked
         error = math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1) / len(values)) if values[1:] else None
         row = {"accuracy": mean, "error": error, "calls": sum(t.calls for t in traces) / asked,
-               "steps": sum(len(t.workflow.steps) for t in traces) / asked,
-               "tokens": sum(t.tokens for t in traces) / asked, "cents": cents,
-               "points_per_cent": mean / cents if cents and values else None}
+               "steps": sum(len(t.workflow.steps) for t in traces) / asked, "tokens": sum(t.tokens for t in traces) / asked, "cents": cents,
+               "points_per_cent": mean / cents if cents and values else None, "lost": len(lost)}
         cells = zip(row.values(), (9, 7, 8, 8, 8, 9, 13), (2, 2, 2, 2, 0, 4, 1))
         lines.append(f"{name:<{wide}}" + "".join(f"{'?':>{width}}" if x is None else f"{x:{width}.{digits}f}" for x, width, digits in cells)
-                     + f"   {lost} lost to their workers, not counted" * (lost > 0))
+                     + (f"   {len(lost)} not counted: {lost[0]}" if lost else ""))
         for kind in dict.fromkeys(kind for share in shares for kind in share if kind != "all"):
             known = [100 * share[kind] for share in shares if kind in share]
             row[kind] = sum(known) / len(known)
@@ -1088,18 +1102,25 @@ def table(problems: list[Problem], systems: dict[str, list[Trace | None]]) -> st
 
 def kept(problems: list[Problem], traces: list[Trace | None]) -> dict[str, float]:
     """How often a second round wrote three empty lists, where the answer so far was right and where it was wrong (None: it never was)."""
-    second = [(grade(p, t.rounds()[0].answer), not t.rounds()[1].workflow.steps) for p, t in zip(problems, traces) if t and t.previous]
+    firsts = grades(problems, [t and t.rounds()[0] for t in traces])
+    second = [(right, not t.rounds()[1].workflow.steps) for right, t in zip(firsts, traces) if t and t.previous]
     shares = {name: [empty for right, empty in second if right == value] for name, value in (("kept_right", True), ("kept_wrong", False))}
     return {name: sum(values) / len(values) if values else None for name, values in shares.items()}
+
+
+def read_numbers(file: str) -> dict[str, dict]:
+    """What an evaluation wrote with --out: name -> numbers."""
+    with open(file) as f:
+        numbers = json.load(f)
+    if not isinstance(numbers, dict) or not all(isinstance(row, dict) for row in numbers.values()):
+        raise ValueError(f"{file} is not what eval.py writes with --out")
+    return numbers
 
 
 def average(files: list[str]) -> str:
     """The numbers of several --out files, line by line: mean and 95 % interval (Student's t) over the files."""
     t = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}.get(len(files), 2.262)
-    runs, lines = [], []
-    for file in files:
-        with open(file) as f:
-            runs.append(json.load(f))
+    runs, lines = [read_numbers(file) for file in files], []
     for system in runs[0]:
         for key in runs[0][system]:
             values = [run.get(system, {}).get(key) for run in runs]
@@ -1131,8 +1152,11 @@ def learned(problems: list[Problem], traces: list[Trace | None]) -> str:
 def plot(path: str):
     """Of a training run: accuracy by kind with the level of the best worker alone (Fig. 3), the workers' shares of the steps (Fig. 7) and the
     steps by kind (Fig. 8) over iterations, into RUN/curve.png. Of the numbers of an evaluation: cost against accuracy (Fig. 5), beside it."""
-    with open(path if path.endswith(".json") else os.path.join(path, "metrics.jsonl")) as f:
-        text = f.read()
+    if path.endswith(".json"):
+        rows = {name: row for name, row in read_numbers(path).items() if row.get("accuracy") is not None and "tokens" in row}
+    else:
+        with open(os.path.join(path, "metrics.jsonl")) as f:
+            lines = [json.loads(line) for line in f]
     try:
         import matplotlib.pyplot as plt
     except ImportError:
@@ -1143,7 +1167,6 @@ def plot(path: str):
         return [sum(values[max(0, i - span + 1):i + 1]) / len(values[max(0, i - span + 1):i + 1]) for i in range(len(values))]
 
     if path.endswith(".json"):
-        rows = {name: row for name, row in json.loads(text).items() if "tokens" in row}
         priced, file = all(row["cents"] for row in rows.values()), path.removesuffix(".json") + ".png"
         figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
         for name, row in rows.items():
@@ -1152,7 +1175,6 @@ def plot(path: str):
             axes.annotate(name, (x, row["accuracy"]), xytext=(4, 4), textcoords="offset points", fontsize=8)
         axes.set(xlabel="cents a question" if priced else "workers' tokens a question", ylabel="accuracy, %")
     else:
-        lines = [json.loads(line) for line in text.splitlines()]
         if not lines:
             raise ValueError(f"{path}/metrics.jsonl is empty: the run has not finished an iteration")
         figure, (top, shares, steps) = plt.subplots(3, figsize=(8, 11), layout="constrained", sharex=True)
@@ -1206,10 +1228,10 @@ def main(argv):
             return print(average(words[1:]))
         if words:
             raise SystemExit(__doc__)
-        if min(s.test, s.repeats) < 1:
-            raise ValueError("--test and --repeats are numbers from 1 on")
-        pool, numbers = subset(load_pool(s.pool, replay=s.replay, budget=s.budget), s.only), {}
-        wanted = []
+        if min(s.test, s.repeats) < 1 or min(s.rounds, s.subset, s.budget) < 0:
+            raise ValueError("--test and --repeats are numbers from 1 on, --rounds, --subset and --budget from 0 on")
+        pool = subset(load_pool(s.pool, replay=s.replay, budget=s.budget), s.only)
+        numbers, wanted = {}, []
         for word in s.systems.split(","):
             name, _, who = word.strip().partition(":")
             if name not in SYSTEMS:
@@ -1224,8 +1246,16 @@ def main(argv):
             raise ValueError("best-single is the best of workers, which must have answered before: --systems=workers,best-single")
         if s.subset and s.benchmarks != "laptop":
             raise ValueError("--subset knows for --benchmarks=laptop only who can solve a problem")
-        for data in s.benchmarks.split(","):
-            problems, rng, runs = load(data, "test", s.test), random.Random(0), {}
+        tests = {data: load(data, "test", s.test) for data in s.benchmarks.split(",")}
+        for name, who in wanted:
+            if name in CONDUCTORS and not os.path.exists(os.path.join(who or s.checkpoint, "config.json")):
+                raise FileNotFoundError(f"no checkpoint in {who or s.checkpoint}: train.py makes one, --checkpoint=DIR names another")
+            if name == "router" and (files := [data for data in tests if data not in ("laptop", *MIXES) and (data, "train") not in SOURCES]):
+                raise ValueError(f"router learns from a train split, which {files[0]} does not have")
+        if any(p.grader in ("code", "unittest") for problems in tests.values() for p in problems):
+            run_code("pass", None, [""], 60)  # says what the sandbox lacks
+        for data, problems in tests.items():
+            rng, runs = random.Random(0), {}
             pools = [draw_pool(p, pool, s.subset, rng) if s.subset else pool for p in problems]
             for name, who in wanted:
                 if name == "best-single":  # in hindsight, of those that have answered
@@ -1250,6 +1280,8 @@ def main(argv):
                 print("\n" + learned(problems, runs["conductor"][0]))
             if s.out:
                 write_json(s.out, numbers)
+        if pool[0].budget and pool[0].budget.refused:
+            raise SystemExit(f"the budget of ${s.budget:g} is spent: what came after is not counted above")
     except (OSError, ValueError, WorkerError) as e:
         raise SystemExit(f"{type(e).__name__}: {e}") from None
     except KeyboardInterrupt:

@@ -222,14 +222,11 @@ class Qwen(nn.Module):
         with torch.device("meta"):
             model = cls(config)
         state = {}
-        if shard:
-            from torch.distributed.tensor import distribute_tensor  # here, for it takes half a second
-            parts = dict(shard(model).named_parameters())
+        parts = dict(shard(model).named_parameters()) if shard else {}
         for name, tensor in read_tensors(path, model):
             state[name] = tensor.to(device, dtype)
-            if shard:  # cloned, because a part would keep the whole alive
-                part = distribute_tensor(state[name], parts[name].device_mesh, parts[name].placements, src_data_rank=None)
-                state[name] = part.clone().to(device)  # it comes on the mesh's device
+            if shard:
+                state[name] = local_part(state[name], parts[name], device)
         model.load_state_dict(state, assign=True, strict=False)  # strict by read_tensors, but for the tied head, which is not in the file
         if config.tie_word_embeddings:
             model.lm_head.weight = model.model.embed_tokens.weight
@@ -256,6 +253,12 @@ def weight_files(path: str) -> list[str]:
     if os.path.exists(os.path.join(path, "model.safetensors")):
         return ["model.safetensors"]
     raise FileNotFoundError(f"{path} holds neither model.safetensors nor model.safetensors.index.json")
+
+
+def local_part(tensor, like, device):
+    """This rank's part of a tensor, distributed like the DTensor `like`. A clone, lest it keep the whole alive."""
+    from torch.distributed.tensor import distribute_tensor  # here, for it takes half a second
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None).clone().to(device)  # it comes on the mesh's device
 
 
 def read_tensors(path: str, model: Qwen):

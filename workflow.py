@@ -191,6 +191,7 @@ class Trace:
     seconds: float = 0.0  # wall time of this round
     error: str | None = None  # an infrastructure failure, never the model's fault: training masks it
     previous: "Trace | None" = None  # the round before
+    right: bool | None = None  # what a grader said of the answer (eval.py); None: it was not asked
 
     responses = property(lambda self: [r.text if r else "" for r in self.replies])
     used = property(lambda self: [r for t in self.rounds() for r in t.replies if r])
@@ -215,7 +216,7 @@ class Trace:
     def from_json(cls, d: dict) -> "Trace":
         workflow = Workflow([Step(**step) for step in d["workflow"]["steps"]], d["workflow"]["completion"])
         return cls(d["question"], workflow, d["workers"], [r and Reply(**r) for r in d["replies"]], d["seconds"], d["error"],
-                   d["previous"] and cls.from_json(d["previous"]))
+                   d["previous"] and cls.from_json(d["previous"]), d["right"])
 
     def view(self) -> str:
         """All rounds for a terminal: who was told what, saw which steps, and answered what. Control characters are masked."""

@@ -447,6 +447,18 @@ def test_every_call_of_a_conductor_has_its_own_name(monkeypatch):
     assert len({nonce for *_, nonce, _ in Sees.asked}) == len(Sees.asked) == 3 * 2 * 2
 
 
+def test_a_trace_is_graded_once(monkeypatch):
+    """However many tables ask; as programs take minutes, side by side."""
+    together, asked = threading.Barrier(2), []
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(evaluation, "grade", lambda p, answer: asked.append(answer) or together.wait(60) >= 0 and answer == p.answer)
+    problems = [Problem(str(i), "?", "yes", "k") for i in range(3)]
+    traces = [Trace("?", Workflow([Step(0, "", [])]), ["w"], [Reply(text, 1, 1, 0.0, 0.0)]) for text in ("yes", "no")] + [None]
+    table(problems, {"some": traces})
+    assert costs(problems, {"some": [traces]})[1]["some"]["accuracy"] == pytest.approx(100 / 3)
+    assert sorted(asked) == ["no", "yes"]
+
+
 def test_costs_by_hand():
     """Two repeats of two problems: standard error, calls, tokens, cents, points a cent; unknown stays unknown."""
     problems = [Problem("1", "?", "yes", "k"), Problem("2", "?", "no", "k")]
@@ -456,11 +468,12 @@ def test_costs_by_hand():
 
     text, numbers = costs(problems, {"some": [[one("yes"), one("no")], [one("yes", n=3), None]], "free": [[one("yes", None), one("yes", 0.0)]]})
     assert numbers["some"] == {"accuracy": 75.0, "error": 25.0, "calls": 5 / 4, "steps": 5 / 4, "tokens": 50.0, "cents": 1.25,
-                               "points_per_cent": 60.0, "k": 75.0}
+                               "points_per_cent": 60.0, "lost": 0, "k": 75.0}
     assert (numbers["free"]["cents"], numbers["free"]["points_per_cent"], numbers["free"]["error"]) == (None, None, None)
     text2, lost = costs(problems, {"down": [[Trace("?", Workflow([]), [], [], error="down")] * 2], "half": [[one("yes"), one("x")], [Trace(
         "?", Workflow([]), [], [], error="down")] * 2]})
-    assert lost["down"]["accuracy"] is None and lost["half"]["accuracy"] == 50.0 and text2.count("2 lost to their workers") == 2
+    assert lost["down"]["accuracy"] is None and lost["half"]["accuracy"] == 50.0 and text2.count("   2 not counted: down") == 2
+    assert lost["half"]["lost"] == 2 and lost["half"]["tokens"] == 40 and lost["half"]["cents"] == 1.0  # of the two that were answered
     assert [line.split() for line in text.splitlines()][1:] == [["some", "75.00", "25.00", "1.25", "1.25", "50", "1.2500", "60.0"],
                                                                ["free", "50.00", "?", "1.00", "1.00", "40", "?", "?"]]
 
@@ -556,11 +569,13 @@ def test_learned():
     (["--chekpoint=x"], "--checkpoint"), (["--test=many"], "--test=many"), (["--systems=oracle"], "there are conductor"),
     (["--systems=best-single,workers"], "workers,best-single"),
     (["--systems=seat:poet"], "the pool has calculator"), (["--one_worker=poet"], "the pool has calculator"), (["--repeats=0"], "from 1 on"),
+    (["--rounds=-1"], "from 0 on"), (["average", __file__, __file__], "JSON|Expecting"), (["--systems=router", "--benchmarks={dir}/one.jsonl"], "train split"),
     (["--subset=3"], "--systems=conductor"), (["--systems=conductor", "--subset=3", "--benchmarks=mmlu"], "--benchmarks=laptop"), (["--checkpoint={dir}/none"], "{dir}/none"),
     (["--benchmarks=laptot"], "laptop"), (["plot", "{dir}/none"], "{dir}/none"),
     (["draw"], r"python eval\.py"), (["plot"], r"python eval\.py")])
 def test_command_line_refuses(words, reason, tmp_path):
     """A wrong flag, value, word or folder ends the program with one message that names it."""
+    (tmp_path / "one.jsonl").write_text('{"question": "1+1?", "answer": "2", "kind": "sums"}')
     with pytest.raises(SystemExit, match=reason.format(dir=tmp_path)):
         evaluation.main([w.format(dir=tmp_path) for w in words])
 
@@ -1018,9 +1033,9 @@ def test_what_is_written_is_read(tmp_path):
 def test_a_users_file_needs_three_fields(tmp_path):
     file = tmp_path / "mine.jsonl"
     file.write_text('{"question": "1+1?", "answer": "2", "kind": "sums"}\n{"question": "2*2?", "answer": "4", "kind": "math", "id": "x"}\n'
-                    '{"question": "3?", "answer": "B", "kind": "math", "grader": "letter", "level": 2}')
+                    '{"question": "3?", "answer": "B", "kind": "math", "grader": "letter", "level": 2, "extra": {"choices": ["3", "4"]}}')
     assert load(str(file), "test") == [Problem("mine.jsonl/1", "1+1?", "2", "sums"), Problem("x", "2*2?", "4", "math", "math"),
-                                       Problem("mine.jsonl/3", "3?", "B", "math", "letter", 2)]
+                                       Problem("mine.jsonl/3", "3?", "B", "math", "letter", 2, {"choices": ["3", "4"]})]
 
 
 GOOD = {"question": "1+1?", "answer": "2", "kind": "sums"}
@@ -1030,6 +1045,7 @@ GOOD = {"question": "1+1?", "answer": "2", "kind": "sums"}
     *((json.dumps({k: v for k, v in GOOD.items() if k != key}), f"{key} missing or not a string") for key in GOOD),
     *((json.dumps({**GOOD, key: wrong}), f"{key} missing or not a string") for key in ("answer", "id", "kind") for wrong in (2, None)),
     ('{"answer": "2"}', "question, kind missing"), (json.dumps({**GOOD, "choises": []}), "choises"),
+    (json.dumps({**GOOD, "kind": "letter"}), "letter needs choices in extra"), (json.dumps({**GOOD, "grader": "code"}), "needs function, tests"),
     (json.dumps({**GOOD, "grader": "maths"}), "no grader 'maths'"), (json.dumps({**GOOD, "grader": ["math"]}), "no grader"),
     ("", "Expecting value"), ("[1]", ""), ("7", ""), ("{", ""), ("[" * 100_000, ""), ('{"question": "\xff', "")])
 def test_a_users_file_with_a_fault_names_line_and_field(tmp_path, line, told):

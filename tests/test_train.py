@@ -23,7 +23,7 @@ import workers
 from eval import Problem, grade, load, random_completion
 from model import Qwen, Tokenizer
 from train import PRESETS, Settings, ablate, schedule, tiny_tokenizer
-from workflow import Step, Workflow, WorkflowError, messages, parse
+from workflow import Step, WorkflowError, messages, parse
 
 ROOT = os.path.dirname(os.path.abspath(train.__file__))
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
