@@ -216,7 +216,7 @@ class Trace:
     def from_json(cls, d: dict) -> "Trace":
         workflow = Workflow([Step(**step) for step in d["workflow"]["steps"]], d["workflow"]["completion"])
         return cls(d["question"], workflow, d["workers"], [r and Reply(**r) for r in d["replies"]], d["seconds"], d["error"],
-                   d["previous"] and cls.from_json(d["previous"]), d["right"])
+                   d["previous"] and cls.from_json(d["previous"]), d.get("right"))
 
     def view(self) -> str:
         """All rounds for a terminal: who was told what, saw which steps, and answered what. Control characters are masked."""
