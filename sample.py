@@ -1,7 +1,7 @@
 """Batched generation with a KV cache: one prefill per prompt, many rollouts.
 
     python sample.py --checkpoint=DIR "a prompt"        chat with a checkpoint
-    python sample.py --bench --random=small --vs=transformers        tokens/s and the share of the roofline; --random=7b on a GPU
+    python sample.py --bench --random=small             tokens/s and the share of the roofline; --random=7b on a GPU
 
 GRPO asks the same prompt n times, so the prompt's keys and values are computed and stored once, and each rollout stores only its
 own. A decode step attends to [shared prompt | own tokens] under one softmax. Rollouts live in a grid of Q prompts × R rows; all have
@@ -12,7 +12,7 @@ import hashlib
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -214,19 +214,8 @@ def copy_bandwidth(device) -> float:
     return 2 * a.numel() / min(seconds(lambda: b.copy_(a), device) for _ in range(10))
 
 
-def transformers_generate(model: Qwen, prompts, n: int, max_new_tokens: int):
-    """The same weights in Hugging Face's implementation, sampling as many rollouts of the same length."""
-    try:
-        from transformers import Qwen2Config, Qwen2ForCausalLM
-    except ImportError:
-        raise SystemExit("--vs=transformers needs what the tests need: pip install -r tests/requirements.txt") from None
-    with torch.device(model.device):
-        theirs = Qwen2ForCausalLM(Qwen2Config(**asdict(model.config), rope_parameters={
-            "rope_type": "default", "rope_theta": model.config.rope_theta}))
-    theirs.load_state_dict(model.state_dict(), assign=True)
-    ids = torch.tensor(prompts, device=model.device)
-    return lambda: theirs.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-                                   num_return_sequences=n, max_new_tokens=max_new_tokens, eos_token_id=None, pad_token_id=0)
+# What --vs compares with: name -> job(model, prompts, n, max_new_tokens). tests/test_sample.py adds transformers.
+OTHERS = {"unshared": lambda model, prompts, n, new: lambda: generate(model, [p for p in prompts for _ in range(n)], 1, new)}
 
 
 def bench(model: Qwen, s):
@@ -256,9 +245,7 @@ def bench(model: Qwen, s):
         "copy_gigabytes_per_second": copy_bandwidth(device) / 1e9, "tokens_per_second": N * new / total}
     result["share_of_copy_bandwidth"] = result["gigabytes_per_second"] / result["copy_gigabytes_per_second"]
     if s.vs:
-        other = {"transformers": lambda: transformers_generate(model, prompts, s.n, new),
-                 "unshared": lambda: lambda: generate(model, [p for p in prompts for _ in range(s.n)], 1, new, seed=s.seed)}[s.vs]()
-        took = seconds(other, device)
+        took = seconds(OTHERS[s.vs](model, prompts, s.n, new), device)
         result |= {"vs": s.vs, "vs_tokens_per_second": N * new / took, "times_as_fast": took / total}
     result = {key: float(f"{x:.4g}") if isinstance(x, float) else x for key, x in result.items()}
     print("\n".join(f"{key:<28}{x:>16}" for key, x in result.items()) + f"\n{json.dumps(result)}")
@@ -279,7 +266,7 @@ class Settings:
     random: str = ""  # a shape of random weights in place of a checkpoint
     questions: int = 4
     prompt: int = 1000
-    vs: str = ""  # transformers, or unshared: every rollout with a prompt of its own
+    vs: str = ""  # unshared: beside the same with a prompt for every rollout; or transformers, by python tests/test_sample.py --bench
 
 
 def main(argv):
@@ -287,8 +274,8 @@ def main(argv):
     if "--bench" in argv:
         s.n, s.max_new_tokens = 64, 256
     words = configure(s, argv)
-    if s.random not in ("", *RANDOM) or s.vs not in ("", "transformers", "unshared"):
-        raise SystemExit(f"--random is one of {', '.join(RANDOM)}, and --vs transformers or unshared")
+    if s.random not in ("", *RANDOM) or s.vs not in ("", *OTHERS):
+        raise SystemExit(f"--random is one of {', '.join(RANDOM)}, and --vs {' or '.join(OTHERS)} (transformers: python tests/test_sample.py --bench)")
     if bool(s.checkpoint) == bool(s.random) or s.bench == bool(words) or s.random and not s.bench or min(s.n, s.questions, s.prompt) < 1 or \
             s.max_new_tokens < 1 + s.bench:
         raise SystemExit('usage: python sample.py --checkpoint=DIR "a prompt"   (train.py writes its checkpoint to OUT/checkpoint)\n'

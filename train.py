@@ -751,7 +751,7 @@ def train(s: Settings, device: str):
 
     if done:
         restore(optimizer, model, done[0])
-    stopping, stopped = [], []
+    stopping, it = [], start - 1
 
     def stop(*_):  # after the iteration, with a checkpoint; torchrun sends the signal a second time
         if not stopping:
@@ -804,7 +804,7 @@ def train(s: Settings, device: str):
     bar.close()
     for sig, handler in handlers.items():
         signal.signal(sig, handler)
-    if stopped:
+    if stopped := everyone(stopping[:1]):  # a signal may also have come during the last save
         bill()
         raise SystemExit(f"{stopped[0]}: stopped after iteration {it + 1}; the checkpoint is in {s.out}/checkpoint" if rank == 0 else 1)
     finish(s, gather(model, device), tokenizer, test, pool, say)

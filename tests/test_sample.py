@@ -1,21 +1,41 @@
-"""Generation against transformers, a loop without cache and a plain reference sampler; seeds, end tokens, callbacks."""
+"""Generation against transformers, a loop without cache and a plain reference sampler; seeds, end tokens, callbacks.
+
+    python tests/test_sample.py --bench --random=small --vs=transformers        sample.py's bench, beside transformers' generate
+"""
 import json
 import math
+import os
+import sys
 from collections import Counter
+from dataclasses import asdict
 
 import pytest
 import torch
 from tokenizers import Tokenizer as BPE, decoders, models, pre_tokenizers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # for the bench
 import sample
 from model import Config, Qwen, Tokenizer
 from sample import BLOCK, CHECK, Completion, generate
 
-torch.set_num_threads(1)
 LONG = BLOCK + 16  # more own tokens than one block of the cache
+
+
+def transformers_generate(model, prompts, n, max_new_tokens):
+    """The same weights in Hugging Face's implementation, sampling as many rollouts of the same length."""
+    with torch.device(model.device):
+        theirs = Qwen2ForCausalLM(Qwen2Config(**asdict(model.config), rope_parameters={
+            "rope_type": "default", "rope_theta": model.config.rope_theta}))
+    theirs.load_state_dict(model.state_dict(), assign=True)
+    ids = torch.tensor(prompts, device=model.device)
+    return lambda: theirs.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+                                   num_return_sequences=n, max_new_tokens=max_new_tokens, eos_token_id=None, pad_token_id=0)
+
+
+sample.OTHERS["transformers"] = transformers_generate
 
 
 def tiny(vocab=40, seed=0, **changes):
@@ -403,7 +423,7 @@ def test_the_bench_ends_in_one_json_line(vs, capsys, monkeypatch):
 
 def test_the_bench_compares_with_the_same_weights(model):
     """transformers_generate samples from our weights: six rollouts of nine tokens, and equal logits."""
-    job = sample.transformers_generate(model, make(20, 20), 3, 9)
+    job = transformers_generate(model, make(20, 20), 3, 9)
     assert job().shape == (6, 29)
     theirs = dict(zip(job.__code__.co_freevars, job.__closure__))["theirs"].cell_contents
     ids = torch.tensor(make(20, 20))
@@ -417,3 +437,9 @@ def test_the_program_says_what_is_wrong(argv, said):
     """No words, a missing checkpoint and a misspelt flag end the program with a message."""
     with pytest.raises(SystemExit, match=said):
         sample.main(argv)
+
+
+if __name__ == "__main__":
+    sample.main(sys.argv[1:])
+else:
+    torch.set_num_threads(1)

@@ -673,6 +673,15 @@ def test_ctrl_c_in_the_last_evaluation(checkpoint, tmp_path):
     assert weights(tmp_path / "out") and len(metrics(tmp_path / "out")) == 1
 
 
+def test_ctrl_c_in_the_last_save(checkpoint, tmp_path, monkeypatch, in_process):
+    """As above, where the signal comes after the last iteration's look for one, and before the evaluation's own handler."""
+    tidy = train.tidy
+    monkeypatch.setattr(train, "tidy", lambda s: (tidy(s), os.kill(os.getpid(), signal.SIGINT)))
+    with pytest.raises(SystemExit, match=f"interrupted.*{tmp_path}/out/checkpoint"):
+        train.main(["--preset=laptop", f"--out={tmp_path}/out", f"--init_from={checkpoint}", *TINY])
+    assert weights(tmp_path / "out") and not os.path.exists(tmp_path / "out" / "test.json")
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(ranks, checkpoint, tmp_path):
     """Killed with SIGKILL between two checkpoints, with a torn line of metrics and a half-written checkpoint, and resumed: the weights and
