@@ -868,10 +868,11 @@ def random_completion(question: str, rng: random.Random, n_workers: int, max_ste
     workers have names, the plan names those of the workflow.
 
     The number of steps stands behind the workers, where it follows from them and helps to write two more lists of that length. Whether
-    another step is needed is thus decided worker by worker."""
+    another step is needed is thus decided worker by worker. In the plan a comma says so: if the next name did, sharpening the policy
+    (train.warm_start) would favour the end, which is one token, over the names, which are many."""
     workflow = random_workflow(rng, n_workers, max_steps)
     workers, others = workflow.text().split("\n", 1)
-    plan = " ".join([question, *(f"{names[step.worker]} {step.worker}" for step in workflow.steps if names)])
+    plan = f"{question} " + ", ".join(f"{names[step.worker]} {step.worker}" for step in workflow.steps) if names else question
     return f"Plan: {plan}\n{workers} # {len(workflow.steps)} steps\n{others}"
 
 

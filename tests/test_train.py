@@ -23,7 +23,7 @@ import workers
 from eval import Problem, grade, load, random_completion
 from model import Qwen, Tokenizer
 from train import PRESETS, Settings, ablate, schedule, tiny_tokenizer
-from workflow import Step, WorkflowError, messages, parse
+from workflow import Step, Workflow, WorkflowError, messages, parse
 
 ROOT = os.path.dirname(os.path.abspath(train.__file__))
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
@@ -460,9 +460,10 @@ def test_what_a_kill_leaves_of_tidying_up(tmp_path):
 
 
 def test_lessons_of_the_warm_start():
-    """With letters: subsets numbered anew, plans that name worker and number; second turns that keep the answer or not, by chance."""
+    """With letters: subsets numbered anew, plans that name worker and number; second turns that keep the answer or not, by chance. Whether
+    another worker comes, and whether the answer is kept, are one token each."""
     s, rng, pool = Settings(named=True, warm_second=0.5), random.Random(0), workers.load_pool("local:pairs", "http://127.0.0.1:9/v1")
-    problem, empty, second = load("laptop", "train", 1)[0], 0, 0
+    problem, empty, second, texts = load("laptop", "train", 1)[0], 0, 0, []
     for _ in range(300):
         chat, completion = train.random_lesson(problem, rng, pool, s)
         system, question, *turns = [m["content"] for m in chat]
@@ -472,9 +473,13 @@ def test_lessons_of_the_warm_start():
         workflow, second = parse(completion, len(letters), allow_empty=bool(turns)), second + bool(turns)
         empty += not workflow.steps
         if workflow.steps:
-            named = completion.split("\n")[0].removeprefix(f"Plan: {problem.question} ").split()
-            assert named == [word for step in workflow.steps for word in (letters[step.worker], str(step.worker))]
+            named = completion.split("\n")[0].removeprefix(f"Plan: {problem.question} ").split(", ")
+            assert named == [f"{letters[step.worker]} {step.worker}" for step in workflow.steps]
+        texts.append("assistant\n" + completion)
     assert 110 < second < 190 and 0.3 < empty / second < 0.7
+    tokenizer = tiny_tokenizer(texts)
+    assert [tokenizer.decode([i]) for i in tokenizer.encode(" A 1, B 2")] == [" A", " 1", ",", " B", " 2"]
+    assert len(tokenizer.encode(Workflow([]).text())) == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------
