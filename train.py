@@ -125,8 +125,8 @@ REWARD = ("no_workflow", "wrong", "right")  # that may be any
 def tiny_tokenizer(texts: list[str]) -> Tokenizer:
     """A byte-level BPE like Qwen2.5's, of 900 tokens. Its pieces differ: a quoted subtask, a list's opening, an empty or "all" access list
     and three empty lists are one token each, so that choosing one is one decision."""
-    pieces = (r'(?:\w+ = \[\]\n?){3}', r'\p{L}+\n', r'\n\w+ = \[', r',? ?"[^"\d\n]*"', r' ?\["all"\],?', r' ?\[\],?', r' ?\p{L}+', r' ?\d', r' ?[^\s\p{L}\d]+',
-              r'\s+')
+    pieces = (r'(?:\w+ = \[\]\n?){3}', r'\p{L}+\n', r'\n\w+ = \[', r',? ?"[^"\d\n]*"', r' ?\["all"\],?', r' ?\[\],?', r' ?\p{L}+', r' ?\d',
+              r' ?[^\s\p{L}\d]+', r'\s+')
     bpe = BPE(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex("|".join(pieces)), "isolated"),
                                                  pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
