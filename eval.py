@@ -24,6 +24,7 @@ import os
 import pickletools
 import random
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -115,11 +116,10 @@ def possible(problem: Problem, pool: list) -> float:
 
 def draw_pool(problem: Problem, pool: list, k: int, rng: random.Random) -> list:
     """k of the local specialists by chance, in the pool's order, among which are some who can solve the problem."""
-    for _ in range(1000):
-        drawn = [pool[i] for i in sorted(rng.sample(range(len(pool)), min(k, len(pool))))]
-        if possible(problem, drawn):
-            return drawn
-    raise ValueError(f"no {k} of {', '.join(w.name for w in pool)} can solve {problem.question!r}")
+    able = [team for team in itertools.combinations(pool, min(k, len(pool))) if possible(problem, team)]
+    if not able:
+        raise ValueError(f"no {k} of {', '.join(w.name for w in pool)} can solve {problem.question!r}")
+    return [*rng.choice(able)]
 
 
 def interleave(problems: list[Problem], rng: random.Random) -> list[Problem]:
@@ -359,7 +359,7 @@ def grade(problem: Problem, response: str) -> bool:
     gold, extra = problem.answer, problem.extra
     if problem.grader == "code":
         tests = extra["tests"] if isinstance(extra["tests"], list) else stored_tests(problem.id, **extra["tests"])
-        return passes_livecodebench(extract_code(response), [{"input": i, "output": o} for i, o in tests], extra["function"])
+        return passes_livecodebench(extract_code(response), tests, extra["function"])
     if problem.grader == "unittest":
         return passes_bigcodebench(extract_code(response), extra["test"], extra["entry_point"], extra["code_prompt"])
     if problem.grader == "letter":
@@ -723,7 +723,7 @@ if job["name"]:
 '''
 
 
-def run_code(program: str, name: str | None, tests: list[str], seconds: float, memory: int = 4, python: str = sys.executable) -> list:
+def run_code(program: str, name: str | None, tests: list[str], seconds: float, memory: int = 4) -> list:
     """Run a program that nobody has read in a sandbox. Without a name it is __main__ and reads a test from its standard input; else its
     function (or Solution's method) of that name gets a test's lines as JSON arguments. Returns what each test printed or, as JSON, returned
     (bytes); None from the first test on that crashed, took over `seconds` of wall time or with which all wrote MAX_OUTPUT.
@@ -740,7 +740,7 @@ def run_code(program: str, name: str | None, tests: list[str], seconds: float, m
             asked.seek(0)
             with contextlib.suppress(subprocess.TimeoutExpired):  # only where a test can stop its supervisor
                 child = subprocess.run(
-                    [python, "-I", "-X", "utf8", "-X", "int_max_str_digits=50000", "-c", SUPERVISOR], cwd=folder, start_new_session=True,
+                    [sys.executable, "-I", "-X", "utf8", "-X", "int_max_str_digits=50000", "-c", SUPERVISOR], cwd=folder, start_new_session=True,
                     env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "TZ": "UTC", "OMP_NUM_THREADS": "1"},
                     stdin=asked, stdout=told, stderr=subprocess.PIPE, timeout=(seconds + 1) * len(tests) + 30)
             told.seek(0)
@@ -751,7 +751,7 @@ def run_code(program: str, name: str | None, tests: list[str], seconds: float, m
         subprocess.run(["rm", "-rf", folder])  # trees too deep for shutil
     if not lost:
         why = child.stderr.decode(errors="replace").strip() if child else "it did not start in time"
-        raise OSError(f"no sandbox with {python}: {why}")
+        raise OSError(f"no sandbox with {sys.executable}: {why}")
     if json.loads(lost):
         warnings.warn("the sandbox of generated code holds only in part here; " + "; ".join(json.loads(lost)))
     return outputs + [None] * (len(tests) - len(outputs))
@@ -779,20 +779,20 @@ def same_output(out: bytes | None, expected: str, returned: bool) -> bool:
         return False
 
 
-def passes_livecodebench(code: str, tests: list[dict], fn_name: str | None = None, seconds: float = 6.0) -> bool:
-    """Whether a program passes all tests of a LiveCodeBench problem: dicts with "input" and "output" as its data set has them; fn_name is
-    metadata["func_name"]; seconds are a test's. A returned tuple stands for a list at the top alone."""
+def passes_livecodebench(code: str, tests: list[list[str]], fn_name: str | None = None, seconds: float = 6.0) -> bool:
+    """Whether a program passes all tests of a LiveCodeBench problem, [input, output] as in stored_tests; fn_name is metadata["func_name"];
+    seconds are a test's. A returned tuple stands for a list at the top alone."""
     if not tests:
         raise ValueError("a LiveCodeBench problem without tests: nothing can be graded by it, load it again")
-    outputs = run_code(code, fn_name, [t["input"] for t in tests], seconds)
-    return all(same_output(out, t["output"], fn_name is not None) for out, t in zip(outputs, tests))
+    outputs = run_code(code, fn_name, [given for given, _ in tests], seconds)
+    return all(same_output(out, wanted, fn_name is not None) for out, (_, wanted) in zip(outputs, tests))
 
 
 def bench(n: int = 100):
     """Small solutions a second through the sandbox, with as many at a time as there are cores. The last line is JSON."""
     program = ("def count(words):\n    seen = {}\n    for w in words:\n        seen[w] = seen.get(w, 0) + 1\n"
                "    return [list(pair) for pair in sorted(seen.items())]\n")
-    tests = [{"input": json.dumps(words), "output": json.dumps(sorted(map(list, Counter(words).items())))}
+    tests = [[json.dumps(words), json.dumps(sorted(map(list, Counter(words).items())))]
              for words in ([], ["a"], ["a", "b", "a"], ["x"] * 50, [*"abracadabra"], [*"mississippi"], ["", " "])]
     begun = time.perf_counter()
     with ThreadPoolExecutor(os.cpu_count()) as threads:
@@ -831,11 +831,10 @@ def run(code, tests, name):
 '''
 
 
-def passes_bigcodebench(code: str, test: str, entry_point: str, code_prompt: str, seconds: float = 240.0,
-                        python: str = sys.executable) -> bool:
+def passes_bigcodebench(code: str, test: str, entry_point: str, code_prompt: str, seconds: float = 240.0) -> bool:
     """Whether a solution passes every method of the class TestCases of a BigCodeBench problem's `test`. It is "calibrated" as in
-    bigcodebench/evaluate.py: code_prompt and `pass` stand before it. seconds are the whole class's; python is an interpreter with the
-    libraries of BigCodeBench's Requirements/requirements-eval.txt, without which honest solutions fail.
+    bigcodebench/evaluate.py: code_prompt and `pass` stand before it. seconds are the whole class's. Without the libraries of
+    BigCodeBench's Requirements/requirements-eval.txt honest solutions fail.
 
     Exiting, printing, patching unittest, skipping, results that equal everything, and what frames or gc show do not make a solution pass.
     One written against this very scheme could: it shares a process with the tests and can read them there."""
@@ -846,7 +845,7 @@ def passes_bigcodebench(code: str, test: str, entry_point: str, code_prompt: str
     traps = {f"test_zz_{os.urandom(8).hex()}": f"self.{names[i % len(names)]}(), self.{wrong}" for i, wrong in enumerate(IMPOSSIBLE)}
     test = "\n".join([test, *(f"TestCases.{name} = lambda self: ({body})" for name, body in traps.items())])
     arguments = "\n".join(map(json.dumps, (f"{code_prompt}\n    pass\n{code}", test, entry_point)))
-    out, = run_code(UNITTESTS, "run", [arguments], seconds, 32, python)
+    out, = run_code(UNITTESTS, "run", [arguments], seconds, 32)
     return same_output(out, json.dumps([names, sorted(traps)]), True)
 
 
@@ -992,10 +991,10 @@ def run(name: str, who: str, problems: list[Problem], pools: list[list], s, repe
         pools = [team[1:] + team[:1] for team in pools] if name == "shuffled" else pools
         return conduct(model, tokenizer, problems, pools, plan | ({"style": FORMS[name]} if name in FORMS else {}), s.rounds, change,
                        tag)
-    index = {w.name: i for i, w in enumerate(pool)}
-    k, worker = index.get(who, 0), pool[index.get(who, 0)]
+    k = next((i for i, w in enumerate(pool) if w.name == who), 0)
+    worker = pool[k]
 
-    def answer(p: Problem) -> Trace:
+    def answer(p: Problem) -> Trace | None:
         rng, nonce = random.Random(f"{tag} {p.id}"), f"{tag}/{p.id}"
         if name == "workers":
             return alone(worker, p, nonce)
@@ -1008,6 +1007,13 @@ def run(name: str, who: str, problems: list[Problem], pools: list[list], s, repe
             return poll(pool, p, central, nonce)
         if name == "router":
             return alone(route(p.question), p, nonce)
+        if name == "seat":
+            try:
+                return workflow.conduct(p.question, pool, workflow.seat(worker, f"{nonce}/seat"), s.rounds, nonce=nonce)
+            except WorkflowError:
+                return None
+            except WorkerError as e:
+                return Trace(p.question, Workflow([]), [], [], error=str(e))
         if name == "reflect":
             steps = [Step(k, REFLECT if i else SOLVE, [*range(i)]) for i in range(5)]
         elif name == "moa":
@@ -1016,21 +1022,11 @@ def run(name: str, who: str, problems: list[Problem], pools: list[list], s, repe
             steps = random_workflow(rng, len(pool)).steps
         return submit(Workflow(steps), p.question, pool, nonce=nonce).result()
 
-    def seated(p: Problem) -> Trace | None:
-        try:
-            nonce = f"{tag}/{p.id}"
-            return workflow.conduct(p.question, pool, workflow.seat(worker, f"{nonce}/seat"), s.rounds, nonce=nonce)
-        except WorkflowError:
-            return None
-        except WorkerError as e:
-            return Trace(p.question, Workflow([]), [], [], error=str(e))
-
     with ThreadPoolExecutor(64) as threads:
         if name == "router":
             lessons = load(s.benchmarks, "train", 256)
-            route = router(pool, lessons, [list(threads.map(lambda p: alone(w, p, f"router/{p.id}"), lessons)) for w in pool])
-        todo = threads.map(seated if name == "seat" else answer, problems)
-        return list(tqdm(todo, f"{name} {who}", total=len(problems), disable=None, leave=False))
+            route = router(pool, lessons, [list(threads.map(lambda p: alone(w, p, f"{tag}/{p.id}"), lessons)) for w in pool])
+        return list(tqdm(threads.map(answer, problems), f"{name} {who}", total=len(problems), disable=None, leave=False))
 
 
 def baselines(problems: list[Problem], pool) -> dict[str, list[Trace]]:
@@ -1059,11 +1055,6 @@ def accuracies(problems: list[Problem], traces: list[Trace | None]) -> dict[str,
     return {key: sum(values) / len(values) for key, values in found.items()}
 
 
-def calls(traces: list[Trace | None]) -> float:
-    """Mean calls a problem, all rounds counted."""
-    return sum(t.calls for t in traces if t) / len(traces)
-
-
 def costs(problems: list[Problem], runs: dict[str, list[list[Trace | None]]]) -> tuple[str, dict]:
     """A row for each system, as text and as numbers: accuracy in % with its standard error over repeats, and means a question of calls, steps
     of the last round, tokens, cents (None: unknown), and points of accuracy a cent ("cost-adjusted performance", Tables 5 and 6). Questions
@@ -1074,9 +1065,9 @@ def costs(problems: list[Problem], runs: dict[str, list[list[Trace | None]]]) ->
         shares, traces = [accuracies(problems, traces) for traces in repeats], [t for traces in repeats for t in traces if t and not t.error]
         lost = [t.error for traces in repeats for t in traces if t and t.error]
         values, asked = [100 * share["all"] for share in shares if share], max(len(repeats) * len(problems) - len(lost), 1)
-        mean = sum(values) / len(values) if values else None
+        mean = statistics.fmean(values) if values else None
         cents = None if any(t.cost is None for t in traces) else 100 * sum(t.cost for t in traces) / asked
-        error = math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1) / len(values)) if values[1:] else None
+        error = statistics.stdev(values) / math.sqrt(len(values)) if values[1:] else None
         row = {"accuracy": mean, "error": error, "calls": sum(t.calls for t in traces) / asked,
                "steps": sum(len(t.workflow.steps) for t in traces) / asked, "tokens": sum(t.tokens for t in traces) / asked, "cents": cents,
                "points_per_cent": mean / cents if cents and values else None, "lost": len(lost)}
@@ -1095,9 +1086,9 @@ def table(problems: list[Problem], systems: dict[str, list[Trace | None]]) -> st
     kinds, wide = list(dict.fromkeys(p.kind for p in problems)), max(24, *map(len, systems))
     lines = [f"{f'accuracy, {len(problems)} problems':<{wide}}{'all':>6}{'calls':>7}  " + "  ".join(kinds)]
     for name, traces in systems.items():
-        share = accuracies(problems, traces)
+        share, counted = accuracies(problems, traces), [t.calls if t else 0 for t in traces if not t or not t.error]
         cells = [f"{share[k]:{len(k)}.2f}" if k in share else f"{'?':>{len(k)}}" for k in kinds]  # ?: all its calls were lost
-        lines.append(f"{name:<{wide}}{share['all'] if share else math.nan:6.3f}{calls(traces):7.2f}  " + "  ".join(cells))
+        lines.append(f"{name:<{wide}}{share['all'] if share else math.nan:6.3f}{sum(counted) / max(len(counted), 1):7.2f}  " + "  ".join(cells))
     return "\n".join(lines)
 
 
@@ -1127,9 +1118,8 @@ def average(files: list[str]) -> str:
             values = [run.get(system, {}).get(key) for run in runs]
             if None in values:  # unknown, or not in every file
                 continue
-            mean = sum(values) / len(values)
-            error = t * math.sqrt(sum((v - mean) ** 2 for v in values) / max(len(values) - 1, 1) / len(values))
-            lines.append(f"{system:<40}{key:<26}{mean:6.3f} ± {error:.3f}   {'  '.join(f'{v:.3f}' for v in values)}")
+            error = t * statistics.stdev(values) / math.sqrt(len(values))
+            lines.append(f"{system:<40}{key:<26}{statistics.fmean(values):6.3f} ± {error:.3f}   {'  '.join(f'{v:.3f}' for v in values)}")
     return "\n".join(lines)
 
 
@@ -1256,7 +1246,7 @@ def main(argv):
         if any(p.grader in ("code", "unittest") for problems in tests.values() for p in problems):
             run_code("pass", None, [""], 60)  # says what the sandbox lacks
         for data, problems in tests.items():
-            rng, runs = random.Random(0), {}
+            rng, runs, notes = random.Random(0), {}, {}
             pools = [draw_pool(p, pool, s.subset, rng) if s.subset else pool for p in problems]
             for name, who in wanted:
                 if name == "best-single":  # in hindsight, of those that have answered
@@ -1268,15 +1258,14 @@ def main(argv):
                 for r in range(s.rounds + 1) if name in (*CONDUCTORS, "seat") else [0]:
                     runs[f"{label}{f', {r} more' * (r > 0)}"] = [[t and t.rounds()[:r + 1][-1] for t in ts] for ts in repeats]
                 if s.rounds and name in CONDUCTORS:
-                    numbers[f"{data}, {label}, second rounds"] = kept(problems, repeats[0])
+                    notes[f"{data}, {label}, second rounds"] = kept(problems, repeats[0])
             text, rows = costs(problems, runs)
-            numbers |= {f"{data}, {name}": row for name, row in rows.items()}
             if data == "laptop" and s.pool in LOCAL:
-                numbers["laptop, best workflows"] = {"accuracy": 100 * sum(map(possible, problems, pools)) / len(problems)}
+                notes["laptop, best workflows"] = {"accuracy": 100 * sum(map(possible, problems, pools)) / len(problems)}
             print(f"{table(problems, {name: repeats[0] for name, repeats in runs.items()})}\n\n{text}\n")
-            for name, row in numbers.items():
-                if name.startswith(data) and len(row) < 3:
-                    print(f"{name}: " + ", ".join(f"{key} {value if value is None else round(value, 3)}" for key, value in row.items()))
+            for name, row in notes.items():
+                print(f"{name}: " + ", ".join(f"{key} {value if value is None else round(value, 3)}" for key, value in row.items()))
+            numbers |= {f"{data}, {name}": row for name, row in rows.items()} | notes
             if "conductor" in runs:
                 print("\n" + learned(problems, runs["conductor"][0]))
             if s.out:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
-from model import Qwen
+from model import Qwen, causal
 
 # Logits that are alive at a time: they are recomputed in the backward pass. Few on a CPU, where malloc hands what is larger than 32 MB back to
 # the system at once, and to touch new pages takes longer than to compute them.
@@ -90,7 +90,7 @@ def packed_logprobs(model: Qwen, groups: list[tuple[list[int], list[list[int]]]]
         y = []
         for (P, where, cells, mask), q, k, v in zip(layout, q.split(sizes, 2), k.split(sizes, 2), v.split(sizes, 2)):
             n = len(where)
-            y.append(F.scaled_dot_product_attention(q[:, :, :P], k[:, :, :P], v[:, :, :P], is_causal=True, enable_gqa=True))
+            y.append(causal(layer, q[:, :, :P], k[:, :, :P], v[:, :, :P]))
             k, v = (torch.cat((x[:, :, :P].expand(n, -1, -1, -1), x[0][:, where].transpose(0, 1)), 2) for x in (k, v))  # (n, Hkv, P+L, D)
             own = F.scaled_dot_product_attention(q[0][:, where].transpose(0, 1), k, v, attn_mask=mask, enable_gqa=True)  # (n, H, L, D)
             y.append(own.transpose(1, 2).flatten(0, 1).index_select(0, cells).transpose(0, 1)[None])  # unlike own[real], waits for no GPU
@@ -154,7 +154,7 @@ def forwards(model: Qwen, batches: list[dict]):
     of them, the last ones not real where others have more: FSDP's collectives would wait for ever for a rank that leaves early."""
     [most] = reduce([len(batches)], dist.ReduceOp.MAX, model.device)
     for i in range(int(most)):
-        batch = batches[i] if i < len(batches) else {(0,): [Episode([0], [0], [0.0], weights=[1.0])]}
+        batch = batches[i] if i < len(batches) else {(0,): [Episode([0], [0], [0.0])]}
         yield i < len(batches), [(list(p), [e.tokens for e in group]) for p, group in batch.items()], [*itertools.chain(*batch.values())]
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from model import Config, Qwen, Tokenizer, configure
+from model import Config, Qwen, Tokenizer, causal, configure
 
 BLOCK = 64  # own tokens by which the KV cache grows
 CHECK = 8  # decode steps between looks at who has finished
@@ -86,7 +86,7 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
 
     def prefill(layer, q, k, v):
         shared.append((k.contiguous(), v.contiguous()))
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return causal(layer, q, k, v)
 
     logits = model(ids, attend=prefill, head=lambda h: model.logits(h[torch.arange(Q, device=device), length - 1]))  # (Q, V)
     padding = torch.where(torch.arange(P, device=device) < length[:, None], 0.0, -torch.inf)[:, None, None, None]  # (Q, 1, 1, 1, P)

@@ -36,7 +36,7 @@ import eval as evaluation
 from eval import grade, load, random_completion
 from grpo import HEAD_LOGITS, LOSSES, Episode, advantages, importance, packed_logprobs, update
 from model import Config, Qwen, Tokenizer, configure, local_part, read_tensors, write_json, write_tensors
-from sample import generate
+from sample import generate, seconds
 from workers import Reply, WorkerError, load_pool
 from workflow import PLAN, Trace, Workflow, WorkflowError, ask, messages, parse, submit
 
@@ -141,7 +141,7 @@ def random_lesson(problem, rng: random.Random, pool, s: Settings) -> tuple[list[
     """A prompt and a completion in the right format. Where workers have letters, the pool is a random subset; and where second turns will be
     asked for, some are: the response to see is any, and is kept or not by chance."""
     if s.named:
-        pool = [pool[i] for i in sorted(rng.sample(range(len(pool)), rng.randint(2, len(pool))))]
+        pool = [pool[i] for i in sorted(rng.sample(range(len(pool)), rng.randint(min(2, len(pool)), len(pool))))]
     names, previous = "".join(w.letter for w in pool) if s.named else "", None
     completion = random_completion(problem.question, rng, len(pool), s.max_steps, names)
     if rng.random() < s.warm_second:
@@ -204,7 +204,6 @@ class Task:
     pool: list  # the workers that it may use
     index: int  # of this question in the run: the same problem can come again
     previous: Trace | None = None  # the round before, if this is a second one
-    before: bool | None = None  # whether that was right
 
 
 def assign(problem, pool, s: Settings, index: int) -> Task:
@@ -269,7 +268,7 @@ def again(groups: list[list[Rollout]], seed: int) -> list[Task]:
     """Second rounds (§3.2): of each group one workflow, drawn by chance, whose answer the Conductor is shown."""
     ran = [[r for r in group if r.trace and r.right is not None] for group in groups]
     drawn = [random.Random(f"{seed} {group[0].task.index}").choice(group) for group in ran if group]
-    return [replace(r.task, previous=r.trace, before=r.right) for r in drawn]
+    return [replace(r.task, previous=r.trace) for r in drawn]
 
 
 def ablate(workflow, s: Settings):
@@ -486,7 +485,7 @@ def summary(s: Settings, group: list[Rollout]) -> list[dict]:
     return [{"kind": r.task.problem.kind, "flat": flat, "right": r.right, "reward": r.reward(s), "parsed": r.trace is not None,
              "tokens": len(r.completion.tokens),
              "steps": len(r.trace.workflow.steps) if r.trace else 0, "workers": r.trace.workers if r.trace else [], **costs(r),
-             "before": r.task.before} for r in group]
+             "before": r.task.previous and r.task.previous.right} for r in group]
 
 
 def record(s: Settings, it: int, rollouts: list[dict], stats: list[dict], seconds: dict, say):
@@ -532,7 +531,7 @@ def record(s: Settings, it: int, rollouts: list[dict], stats: list[dict], second
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def save(s: Settings, folder: str, model, tokenizer, n_workers: int, optimizer=None, reward: float = 0.0):
+def save(s: Settings, folder: str, model, tokenizer, optimizer=None, reward: float = 0.0):
     """Weights, and with an optimizer its moments, in Hugging Face's layout, written beside and renamed. Every rank takes part in gathering;
     rank 0 writes."""
     new, steps = folder + ".tmp", next((int(state["step"]) for state in optimizer.state.values()), 0) if optimizer else 0
@@ -544,8 +543,7 @@ def save(s: Settings, folder: str, model, tokenizer, n_workers: int, optimizer=N
             collections.deque(tensors, maxlen=0)
     if dist.get_rank() == 0:
         tokenizer.save_pretrained(new)
-        write_json(os.path.join(new, "conductor.json"), {  # what workflow.py needs to ask as training asked
-            **{key: getattr(s, key) for key in PLAN}, "n_workers": n_workers})
+        write_json(os.path.join(new, "conductor.json"), {key: getattr(s, key) for key in PLAN})  # so that workflow.py asks as training asked
         write_json(os.path.join(new, "training.json"), {"reward": reward, "optimizer_steps": steps})
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(new, folder)
@@ -570,7 +568,8 @@ def tidy(s: Settings):
     for folder in set(folders) - {*folders[-s.keep:], max(folders, key=reward)}:
         shutil.rmtree(folder + ".old", ignore_errors=True)
         os.replace(folder, folder + ".old")  # what a kill leaves half removed has no number for a name
-        shutil.rmtree(folder + ".old")
+    for left in glob.glob(os.path.join(glob.escape(s.out), "checkpoints", "*.*")):  # by this or by a kill
+        shutil.rmtree(left)
 
 
 def restore(optimizer, model, folder: str):
@@ -629,12 +628,8 @@ def bench(width: int = 512, layers: int = 4, vocabulary: int = 4096, prompt: int
     asked, written = torch.randint(vocabulary, (prompt,)).tolist(), torch.randint(vocabulary, (n, length)).tolist()
     ways = {"shared": lambda completions: [(asked, completions)], "naive": lambda completions: [(asked, [c]) for c in completions]}
 
-    def seconds(groups):
-        begun = time.perf_counter()
-        torch.cat(packed_logprobs(model, groups)[0]).sum().backward()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - begun
+    def step(groups):
+        return seconds(lambda: torch.cat(packed_logprobs(model, groups)[0]).sum().backward(), model.device)
 
     def kept(groups):  # bytes
         sizes = {}
@@ -649,13 +644,13 @@ def bench(width: int = 512, layers: int = 4, vocabulary: int = 4096, prompt: int
 
     numbers = {f"kept_gigabytes_{name}": kept(way(written[:16])) / 1e9 for name, way in ways.items()}
     for name, way in ways.items():
-        seconds(way(written[:2]))  # warms up
+        step(way(written[:2]))  # warms up
         numbers[f"seconds_{name}"] = 0.0
     at_once = {"naive": budget // (prompt + length), "shared": (budget - prompt) // length}
     turns = [(name, half[i:i + at_once[name]]) for half in (written[:n // 2], written[n // 2:]) for name in ways
              for i in range(0, n // 2, at_once[name])]  # they take turns, as a machine is not equally fast all the time
     for name, completions in tqdm(turns, leave=False, disable=None):
-        numbers[f"seconds_{name}"] += seconds(ways[name](completions))
+        numbers[f"seconds_{name}"] += step(ways[name](completions))
     numbers["times_as_fast"] = numbers["seconds_naive"] / numbers["seconds_shared"]
     numbers["times_less_kept"] = numbers["kept_gigabytes_naive"] / numbers["kept_gigabytes_shared"]
 
@@ -694,10 +689,8 @@ def main(argv):
             raise SystemExit(f"--{key}={value}: expected a number above 0")
     # A rank may wait for another's slow workers much longer than the ten minutes that NCCL allows. Offloaded weights meet over gloo.
     backend, patience = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", datetime.timedelta(days=1)
-    if "RANK" in os.environ:  # set by torchrun
-        dist.init_process_group(backend, timeout=patience)
-    else:
-        dist.init_process_group(backend, timeout=patience, store=dist.HashStore(), rank=0, world_size=1)
+    alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)  # torchrun sets RANK
+    dist.init_process_group(backend, timeout=patience, **alone)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     code = None
@@ -746,7 +739,7 @@ def train(s: Settings, device: str):
         say(f"warm start: {s.warm_steps} steps of the format, {time.perf_counter() - began:.0f} s since the start")
     if s.beta and not kept:
         reference = gather(model, device)
-        save(s, os.path.join(s.out, "reference"), model, tokenizer, len(pool))
+        save(s, os.path.join(s.out, "reference"), model, tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=s.lr, betas=(0.9, s.beta2), weight_decay=0.0, fused=True)
 
     if done:
@@ -797,7 +790,7 @@ def train(s: Settings, device: str):
             stopping.append("the budget is spent")
         stopped = everyone(stopping[:1])  # on any rank: they leave together
         if stopped or (it + 1) % s.save_every == 0 or it + 1 == s.iterations:
-            save(s, os.path.join(s.out, "checkpoints", f"{it + 1:05d}"), model, tokenizer, len(pool), optimizer, reward)
+            save(s, os.path.join(s.out, "checkpoints", f"{it + 1:05d}"), model, tokenizer, optimizer, reward)
             on_rank0(lambda: tidy(s))
         if stopped:
             break

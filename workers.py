@@ -8,6 +8,7 @@
 Keys are read from the environment at each call and kept nowhere. Read next: workflow.py.
 """
 import atexit
+import contextlib
 import email.utils
 import functools
 import hashlib
@@ -158,10 +159,8 @@ def watchdog():
         while True:
             time.sleep(0.05)
             for line in [line for line, end in list(ends.items()) if time.monotonic() > end and line.sock]:
-                try:  # not an SSLSocket's own shutdown, which takes the TLS state away from under the thread that reads
+                with contextlib.suppress(OSError):  # closed. Not an SSLSocket's own: it takes the TLS state away from who reads
                     socket.socket.shutdown(line.sock, socket.SHUT_RDWR)
-                except OSError:
-                    pass  # closed
     threading.Thread(target=watch, daemon=True).start()
 
 
@@ -473,8 +472,15 @@ def luck(messages: list[dict]) -> float:
     return zlib.crc32(json.dumps(messages).encode()) / 2**32
 
 
-def specialist(trade: str, messages: list[dict]) -> str:
-    """Works on the newest visible text in which it finds something of its trade, the question last."""
+SKILL = {"": 1.0, "junior": 0.6, "tired": 0.7}  # on how many days a specialist of that kind does not simply give up
+
+
+def specialist(kind: str, trade: str, messages: list[dict]) -> str:
+    """Works on the newest visible text in which it finds something of its trade, the question last. What day it has is a hash of its kind and
+    the messages."""
+    day = int.from_bytes(hashlib.sha256(json.dumps([kind, messages]).encode()).digest()[:4], "big") / 2**32
+    if day >= SKILL[kind]:
+        return "I have lost the thread."
     question, subtask, responses = read_turns(messages)
     verbs, rewrite = TRADES[trade]
     if subtask is not None and not re.search(verbs, subtask.lower()):
@@ -492,17 +498,8 @@ def generalist(messages: list[dict]) -> str:
     return answers[0] if answers and chance < 1 / 8 else f"I think it is {chance * 100:.0f}."
 
 
-SKILL = {"": 1.0, "junior": 0.6, "tired": 0.7}  # how often a specialist of that kind does not simply give up
-
-
-def unreliable(kind: str, trade: str, messages: list[dict]) -> str:
-    """A specialist with good and bad days: which it is, is a hash of the kind and the messages."""
-    day = int.from_bytes(hashlib.sha256(json.dumps([kind, messages]).encode()).digest()[:4], "big") / 2**32
-    return specialist(trade, messages) if day < SKILL[kind] else "I have lost the thread."
-
-
-SPECIALISTS = {trade: functools.partial(specialist, trade) for trade in TRADES} | {"generalist": generalist} | {
-    f"{kind} {trade}": functools.partial(unreliable, kind, trade) for kind in ("junior", "tired") for trade in TRADES}
+SPECIALISTS = {f"{kind} {trade}".strip(): functools.partial(specialist, kind, trade) for kind in SKILL for trade in TRADES} | {
+    "generalist": generalist}
 LOCAL = {"local": [*TRADES, "generalist"],
          "local:pairs": [f"{kind}{trade}" for trade in TRADES for kind in ("", "junior ")],  # two for each trade, one weaker
          "local:tired": [f"{kind} {trade}" for trade in TRADES for kind in ("tired", "junior")]}  # the same two on a bad day
@@ -555,10 +552,8 @@ def serve(port: int, child: bool = False, latency: float = 0.0):
     print(f"http://127.0.0.1:{server.server_address[1]}/v1", flush=True)
     if child:
         threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         server.serve_forever()
-    except KeyboardInterrupt:
-        pass
 
 
 @functools.cache
@@ -602,12 +597,11 @@ def main():
     class Settings:
         pool: str = "local"
         port: int = 8765  # of serve
-        latency: float = 0.0  # of serve: seconds that a specialist takes
         bench: bool = False
     settings = Settings()
     words = configure(settings, sys.argv[1:])
     if words == ["serve"]:
-        return serve(settings.port, latency=settings.latency)
+        return serve(settings.port)
     if words:
         sys.exit(f"unknown command {' '.join(words)}; there is serve, or none to list the pool")
     if settings.bench:

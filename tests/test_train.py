@@ -448,14 +448,15 @@ def test_nobody_may_have_a_second_round():
 
 
 def test_what_a_kill_leaves_of_tidying_up(tmp_path):
-    """A link that was not renamed, a checkpoint half removed: the next time goes through, with the newest two and the best."""
+    """A link that was not renamed, checkpoints half removed or half written: the next time goes through, with the newest two and the best."""
     for i, reward in enumerate((0.9, 0.1, 0.2, 0.3)):
         os.makedirs(tmp_path / "checkpoints" / f"{i:05d}")
         (tmp_path / "checkpoints" / f"{i:05d}" / "training.json").write_text(json.dumps({"reward": reward}))
     os.symlink("checkpoints/00001", tmp_path / "checkpoint.tmp")
-    os.makedirs(tmp_path / "checkpoints" / "00001.old" / "exp_avg")
+    for left in ("00001.old", "00077.old", "00002.tmp"):
+        os.makedirs(tmp_path / "checkpoints" / left / "exp_avg")
     train.tidy(Settings(out=str(tmp_path)))
-    assert [os.path.basename(f) for f in train.checkpoints(str(tmp_path))] == ["00000", "00002", "00003"]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["00000", "00002", "00003"]
     assert os.readlink(tmp_path / "checkpoint") == "checkpoints/00003" and sorted(os.listdir(tmp_path)) == ["checkpoint", "checkpoints"]
 
 
@@ -477,6 +478,7 @@ def test_lessons_of_the_warm_start():
             assert named == [f"{letters[step.worker]} {step.worker}" for step in workflow.steps]
         texts.append("assistant\n" + completion)
     assert 110 < second < 190 and 0.3 < empty / second < 0.7
+    assert re.search(r" A 0\nmodel_id = \[0\]", train.random_lesson(problem, random.Random(1), pool[:1], Settings(named=True, max_steps=1))[1])
     tokenizer = tiny_tokenizer(texts)
     assert [tokenizer.decode([i]) for i in tokenizer.encode(" A 1, B 2")] == [" A", " 1", ",", " B", " 2"]
     assert len(tokenizer.encode(Workflow([]).text())) == 1
