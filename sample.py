@@ -199,7 +199,7 @@ RANDOM = {  # shapes to time with random weights
 }
 
 
-def seconds(job, device) -> float:
+def timed(job, device) -> float:
     began = time.perf_counter()
     job()
     if device.type == "cuda":
@@ -211,7 +211,7 @@ def copy_bandwidth(device) -> float:
     """Bytes read and written per second by the fastest of ten copies: what a decode step, which reads all weights and KV, is measured by."""
     a = torch.ones(2 ** (32 if device.type == "cuda" else 28), dtype=torch.uint8, device=device)
     b = torch.zeros_like(a)
-    return 2 * a.numel() / min(seconds(lambda: b.copy_(a), device) for _ in range(10))
+    return 2 * a.numel() / min(timed(lambda: b.copy_(a), device) for _ in range(10))
 
 
 # What --vs compares with: name -> job(model, prompts, n, max_new_tokens). tests/test_sample.py adds transformers.
@@ -228,8 +228,8 @@ def bench(model: Qwen, s):
     generate(model, prompts, s.n, min(new, 3))  # warm up
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    prefill = seconds(lambda: generate(model, prompts, s.n, 1), device)
-    total = seconds(lambda: generate(model, prompts, s.n, new, seed=s.seed), device)
+    prefill = timed(lambda: generate(model, prompts, s.n, 1), device)
+    total = timed(lambda: generate(model, prompts, s.n, new, seed=s.seed), device)
     step = (total - prefill) / (new - 1)
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated()
@@ -245,7 +245,7 @@ def bench(model: Qwen, s):
         "copy_gigabytes_per_second": copy_bandwidth(device) / 1e9, "tokens_per_second": N * new / total}
     result["share_of_copy_bandwidth"] = result["gigabytes_per_second"] / result["copy_gigabytes_per_second"]
     if s.vs:
-        took = seconds(OTHERS[s.vs](model, prompts, s.n, new), device)
+        took = timed(OTHERS[s.vs](model, prompts, s.n, new), device)
         result |= {"vs": s.vs, "vs_tokens_per_second": N * new / took, "times_as_fast": took / total}
     result = {key: float(f"{x:.4g}") if isinstance(x, float) else x for key, x in result.items()}
     print("\n".join(f"{key:<28}{x:>16}" for key, x in result.items()) + f"\n{json.dumps(result)}")

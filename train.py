@@ -36,7 +36,7 @@ import eval as evaluation
 from eval import grade, load, random_completion
 from grpo import HEAD_LOGITS, LOSSES, Episode, advantages, importance, packed_logprobs, update
 from model import Config, Qwen, Tokenizer, configure, local_part, read_tensors, write_json, write_tensors
-from sample import generate, seconds
+from sample import generate, timed
 from workers import Reply, WorkerError, load_pool
 from workflow import PLAN, Trace, Workflow, WorkflowError, ask, messages, parse, submit
 
@@ -629,7 +629,7 @@ def bench(width: int = 512, layers: int = 4, vocabulary: int = 4096, prompt: int
     ways = {"shared": lambda completions: [(asked, completions)], "naive": lambda completions: [(asked, [c]) for c in completions]}
 
     def step(groups):
-        return seconds(lambda: torch.cat(packed_logprobs(model, groups)[0]).sum().backward(), model.device)
+        return timed(lambda: torch.cat(packed_logprobs(model, groups)[0]).sum().backward(), model.device)
 
     def kept(groups):  # bytes
         sizes = {}
