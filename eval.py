@@ -38,6 +38,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
+from multiprocessing.pool import ThreadPool
 
 import torch
 from requests.adapters import HTTPAdapter, Retry
@@ -181,6 +182,10 @@ def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
     return interleave(problems, random.Random(0))[:limit]
 
 
+def texts(value) -> bool:
+    return isinstance(value, list) and all(isinstance(x, str) for x in value)
+
+
 def read_problems(file: str) -> list[Problem]:
     """A line is a JSON object with the strings question, answer, kind, and if wanted Problem's other fields; a kind named like a grader is
     graded by it. FILE.sha256, if there is one, must agree."""
@@ -200,8 +205,17 @@ def read_problems(file: str) -> list[Problem]:
             problems.append(Problem(**{"grader": row["kind"] if row["kind"] in ASK else "exact", **row}))
             if (grader := problems[-1].grader) not in list(ASK):
                 raise ValueError(f"no grader {grader!r}, there are {', '.join(ASK)}")
-            if lacks := [key for key in EXTRA.get(grader, ()) if key not in problems[-1].extra]:
+            answer, extra = problems[-1].answer, problems[-1].extra
+            if lacks := [key for key in EXTRA.get(grader, ()) if key not in extra]:
                 raise ValueError(f"the grader {grader} needs {', '.join(lacks)} in extra")
+            if grader == "letter":
+                if not texts(extra["choices"]) or not 2 <= len(extra["choices"]) <= len(LETTERS):
+                    raise ValueError(f"choices are 2 to {len(LETTERS)} texts")
+                if len(answer) != 1 or answer not in LETTERS[:len(extra["choices"])]:
+                    raise ValueError(f"the answer {answer!r} is none of the letters A to {LETTERS[len(extra['choices']) - 1]}")
+            if grader == "code" and not isinstance(tests := extra["tests"], dict) and not (
+                    tests and isinstance(tests, list) and all(texts(test) and len(test) == 2 for test in tests)):
+                raise ValueError("tests are a list of pairs of texts, [input, output]")
         except (ValueError, TypeError, RecursionError) as e:
             raise ValueError(f"{file}, line {n}: {e}") from None
     if not problems:
@@ -373,11 +387,14 @@ def grade(problem: Problem, response: str) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------------------
 # Graders of text: mathematics, letters, short answers. What they read was written by a model, and none of it is run.
 
+LETTERS = "ABCDEFGHIJ"  # of the choices
 LONGEST, BITS = 1000, 1000  # characters of an answer, bits of a number: beyond, only text is compared (sympy hangs at 5^{5^{5^5}})
 LEVELS = {",": 0, "∪": 1, "=": 2, **dict.fromkeys("+-±∓", 3), "*": 4, "/": 4, "^": 5}  # of precedence
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 TOKEN = re.compile(r"(?:\d+(?:\.\d+)?|\.\d+)(?:_\w+)?|\\[A-Za-z]+|#[^#]*#|[A-Za-z]{4,}|[A-Za-z](?:_\w+)?'*|\S")  # 11_2 is a symbol
-FUNCTIONS = {"\\" + f.__name__: f for f in (cmath.sin, cmath.cos, cmath.tan, cmath.exp, abs)} | {r"\ln": cmath.log, r"\log": cmath.log10}
+FUNCTIONS = {"\\" + f.__name__: f for f in (cmath.sin, cmath.cos, cmath.tan, cmath.sinh, cmath.cosh, cmath.tanh, cmath.exp, abs)} | {
+    r"\ln": cmath.log, r"\log": cmath.log10, r"\arcsin": cmath.asin, r"\arccos": cmath.acos, r"\arctan": cmath.atan,
+    r"\cot": lambda z: 1 / cmath.tan(z), r"\sec": lambda z: 1 / cmath.cos(z), r"\csc": lambda z: 1 / cmath.sin(z)}
 CONSTANTS = {"e": math.e, "i": 1j, "π": math.pi, "∞": math.inf}
 UNICODE = str.maketrans(dict(zip("×·÷−–²³√&~$#", ["*", "*", "/", "-", "-", "^2", "^3", r"\sqrt ", ",", " ", "", ""])))
 SIGNS = {**dict.fromkeys("left right big Big displaystyle overline angle triangle ! ( ) [ ]".split(), ""),
@@ -385,12 +402,16 @@ SIGNS = {**dict.fromkeys("left right big Big displaystyle overline angle triangl
          **dict(zip("\\ cdot times div pi infty infinity cup pm mp le leq ge geq lt gt in % { } emptyset varnothing".split(),
                     "),( * * / π ∞ ∞ ∪ ± ∓ ≤ ≤ ≥ ≥ < > ∈ % { } {} {}".split()))}
 UNITS = dict(pair.split("=") for pair in (
-    "foot=ft feet=ft inche=in inch=in mile=mi meter=m metre=m centimeter=cm millimeter=mm kilometer=km gram=g kilogram=kg second=s sec=s "
-    "minute=min hour=h hr=h liter=L newton=N joule=J watt=W volt=V mole=mol percent=% dollar=$ cent=¢ square=2 sq=2 cubic=3 per=").split())
+    "foot=ft feet=ft inche=in inch=in mile=mi meter=m metre=m gram=g pound=lb lbs=lb second=s sec=s minute=min hour=h hr=h year=yr yrs=yr liter=L "
+    "litre=L newton=N joule=J watt=W volt=V ampere=A amp=A ohm=Ω hertz=Hz pascal=Pa kelvin=K celsiu=C fahrenheit=F mole=mol percent=% dollar=$ "
+    "cent=¢ square=2 sq=2 cubic=3 per= unit= degree= way= outcome= different= total=").split())  # without plural; what counts is no unit
+PREFIXES = dict(kilo="k", centi="c", milli="m", micro="μ", nano="n", mega="M", giga="G")
+COUNTS = {"dozen": 12, "hundred": 100, "thousand": 10 ** 3, "million": 10 ** 6, "billion": 10 ** 9, "trillion": 10 ** 12}
 
 
 def committed(response: str) -> str | None:
     """What stands in the last \\boxed{} (as in MATH) or <answer>, whichever opens later; "" if it does not close, None without either."""
+    response = re.sub(r"\\boxed\s+(\d+)", r"\\boxed{\1}", response)  # as two solutions of MATH have it
     tag, box = response.rfind("<answer>"), max((m.end() for m in re.finditer(r"\\(?:boxed|fbox)\s*\{", response)), default=-1)
     if tag >= box:
         found, end, _ = response[tag + 8:].partition("</answer>")
@@ -419,25 +440,33 @@ def same_math(answer: str, gold: str, tolerance: float = 0.0) -> bool:
     a, b = tidy(a), tidy(b)
     if ("=" in a) != ("=" in b):
         a = a if "," in a or re.search(r"=\s*0$", a) else a.rpartition("=")[2]  # m + n = 10 + 7 = 17
-        a, b = (re.sub(r"(^|,)\s*\\?[A-Za-z]+(_\w+)?(\^\{-1\})?(\([A-Za-z]\))?\s*=", r"\1", text) for text in (a, b))
+        name = r"\\?[A-Za-z]+(?:_\w+)?"
+        a, b = (re.sub(rf"(^|,)\s*(?:{name}(?:\^\{{-1\}}|'+)?(?:\([^()=]*\))?|\(\s*{name}(?:\s*,\s*{name})+\s*\))\s*=", r"\1", text)
+                for text in (a, b))
     x, y = (re.sub(r"#|(?<!\d)\s+|\s+(?!\d)", "", text) for text in (a, b))
     if x == y or re.search(r"#|(?<![\\A-Za-z])[A-Za-z]{3}", a + b) and x.casefold() == y.casefold():
         return x != ""
-    (a, u), (b, v) = quantity(a), quantity(b)
+    (a, u, more), (b, v, others) = quantity(a), quantity(b)
     pairs = [(a, b)]
     if not re.search(r"[(\[{]", a + b):  # commas between thousands, not in a list
         pairs.append([re.sub(r"(?<![\d.,])\d{1,3}(,\d{3})+(?!\d|,\d)", lambda m: m[0].replace(",", ""), text) for text in (a, b)])
     if ["%"] in (u, v) and u != v:  # 20% is 0.2, but the answer to "what percentage?" may be 20
         pairs += [(f"({x})/100", y) if u else (x, f"({y})/100") for x, y in pairs]
-    return (u == v or not u or not v) and any(agree(read(x), read(y), tolerance) for x, y in pairs)
+    alike = u == v and (more <= others or others <= more) or not (u or more) or not (v or others)
+    return alike and any(agree(read(x), read(y), tolerance) for x, y in pairs)
 
 
-def quantity(text: str) -> tuple[str, list[str]]:
-    """A tidy text without the unit at its end, and that: "5 square miles" is "5" and ["2", "mi"]; "ways" is no unit."""
+def quantity(text: str) -> tuple[str, list[str], set[str]]:
+    """A tidy text without what it counts, the unit of that, and its other words: "5 square miles north" is "5", ["2", "mi"] and {"north"}."""
+    def symbol(word):
+        prefix, base = re.fullmatch(rf"({'|'.join(PREFIXES)})?(.*)", word).groups()
+        return PREFIXES[prefix] + UNITS[base] if prefix and base in UNITS else UNITS.get(word, word)
+
     word = r"(?:#[^#]*#|%|(?<![A-Za-z])(?:[A-Za-z]{4,}|mm|cm|km|in|ft|mi|kg|mg|sec|min|hr|mph|per)(?![A-Za-z]))"
     m = re.search(rf"(?<=[\w)}}\]])(?:\s*(?:[*/]\s*)?{word}(?:\^\{{?-?\d\}}?)?)+$", text)
     words = [w if len(w) < 4 else w.lower().rstrip("s") for w in re.findall(r"[^\W\d_]+|[%23]", m[0])] if m else []
-    return text[:m.start()] if m else text, sorted(filter(None, (UNITS.get(w, w if len(w) < 4 else "") for w in words)))
+    words = [*filter(None, map(symbol, words))]
+    return text[:m.start()] if m else text, sorted(w for w in words if len(w) < 4), {w for w in words if len(w) > 3}
 
 
 def tidy(text: str) -> str:
@@ -449,7 +478,9 @@ def tidy(text: str) -> str:
             (r"\\(?:text\w*|mbox|math(?:rm|bf|it))\s*\{([^{}]*)\}",
              lambda m: m[1] if m[1] in ("e", "i") or not re.search("[A-Za-z]", m[1]) else f"#{m[1].strip()}#"),
             (r"\\([A-Za-z]+|.)", lambda m: SIGNS.get(m[1], m[0])),
-            (r"(?<![\\A-Za-z])(sqrt|pi|infinity|sin|cos|tan|ln|log)(?![A-Za-z])", lambda m: SIGNS.get(m[1], "\\" + m[1])),
+            (r"(?<![\\A-Za-z])(sqrt|pi|infinity|(?:arc)?(?:sin|cos|tan)|(?:sin|cos|tan)h|exp|ln|log)(?![A-Za-z])",
+             lambda m: SIGNS.get(m[1], "\\" + m[1])),
+            (rf"(?<=[\d}}])\s*(#?)\s*({'|'.join(COUNTS)})\b\s*", lambda m: f"*{COUNTS[m[2]]}{m[1]}"), ("##", ""),
             (r",?\s*(?:#(?:and|or)#|\b(?:and|or)\b)|;", ","), (r"_\{(\w*)\}", r"_\1"), (r"^#?\(([A-Z])\)#?$", r"\1"),
             (r"^\s*\\?\w+\s*∈", ""), (r"\|([^|]*)\|", r"\\abs{\1}"), (r"(?<=\d) (?=\d{3}(?!\d))", ""),
             (r"(?<=\d)\s+(\d+)/(\d+)", r"\\frac{\1}{\2}"), (r"\\frac\s*(\d)", r"\\frac{\1}"), (r"(\\frac\{[^{}]*\})\s*(\d)", r"\1{\2}"),
@@ -464,12 +495,12 @@ def read(text: str) -> Fraction | float | complex | list | None:
     "∪" (in any order) "()" "[)" ... None if it is no mathematics, has no value, or is too large. By precedence climbing."""
     tokens = TOKEN.findall(text)[::-1]
 
-    def expression(level=0):
+    def expression(level=0, ends=()):
         sign = tokens.pop() if tokens[-1] in ("+", "-", "±", "∓") else ""
         node = infix(sign, Fraction(0), expression(max(level, 4))) if sign else atom()
         while tokens and tokens[-1] not in (")", "]", "}"):
             op = tokens[-1] if tokens[-1] in LEVELS else "*"
-            if LEVELS[op] < level:
+            if LEVELS[op] < level or tokens[-1 - (op == tokens[-1])] in ends:
                 break
             if op == tokens[-1]:
                 tokens.pop()
@@ -488,8 +519,11 @@ def read(text: str) -> Fraction | float | complex | list | None:
         if token == r"\sqrt":
             n = atom() if tokens[-1] == "[" else 2
             return infix("^", atom(), 1 / Fraction(n))
-        if token in FUNCTIONS:  # \sin 2x is \sin(2x)
-            return FUNCTIONS[token](complex(atom() if tokens[-1] in ("(", "{") else expression(4)))
+        if token in FUNCTIONS:  # \sin 2x is \sin(2x), \sin^2 x is (\sin x)^2, \sin^{-1} x is \arcsin x
+            power = atom() if tokens[-1] == "^" and tokens.pop() else None
+            function = FUNCTIONS[token.replace("\\", r"\arc") if power == -1 else token]
+            value = function(complex(atom() if tokens[-1] in ("(", "{") else expression(4, FUNCTIONS)))
+            return value if power in (None, -1) else infix("^", value, power)
         if token[0] in ".0123456789" and "_" not in token:
             return infix("+", Fraction(0), Fraction(token))
         if token in CONSTANTS:
@@ -502,7 +536,7 @@ def read(text: str) -> Fraction | float | complex | list | None:
     try:
         node = expression() if text.count("±") + text.count("∓") < 5 else None
         return None if tokens else node
-    except (ValueError, TypeError, ArithmeticError, IndexError, RecursionError):
+    except (ValueError, TypeError, ArithmeticError, LookupError, RecursionError):
         return None
 
 
@@ -548,19 +582,25 @@ def pick_letter(response: str, choices: list[str]) -> str | None:
     """The letter that a response commits to: in its last \\boxed{} or <answer>, else wherever it says "answer is" or "Answer:", else in its
     last line or sentence; as the letter, as the text of exactly one choice, or both. None if there is none, or more than one."""
     def normal(text):
-        text = " ".join(re.sub(r"\\(?:text|math)\w*|\\[()]|[*_`${}]", " ", text).split()).rstrip(".")
+        text = " ".join(re.sub(r"\\(?:text|math)\w*|\\[()]|[*_`${}\"'“”;]|\[|\]", " ", text).split()).rstrip(".")
         return re.sub(r"(?i)^(?:(?:the|correct|final|best|answer|option|choice|is|so|therefore)\b[\s:,]*)+", "", text)
 
-    letters, texts, found = "ABCDEFGHIJ"[:len(choices)], [normal(choice).casefold() for choice in choices], committed(response)
+    def bare(text):
+        return normal(text.strip("() ")).casefold()
+
+    letters, texts, found = LETTERS[:len(choices)], [normal(choice).casefold() for choice in choices], committed(response)
     response, picked = response[-10 * LONGEST:].strip(), set()
     said = re.findall(r"(?i)\b(?:answer|option|choice)\b[^\n.:]{0,40}?(?:\bis\b|:)[\s:*]*(?=([^\n]{0,300}))", response)
     last = re.split(r"\n|[.!?]\s", response)[-1], response.rpartition("\n")[2]
     for i, text in enumerate(map(normal, [found[:LONGEST]] if found is not None else [*last, *said])):
         text, loose = text.upper() if len(text) < 4 else text, found is not None or i > 1
+        both = re.match(rf"(?i)\(?([{letters}])\b(?:[\s):,.]|[-–—](?=\s))*(.*)", text)
         m = re.match(rf"\(?([{letters}])\b(\s*[):,]|\s+[-–—](?=\s)|\.(?!\w)|)\s*(.*)", text)
         if texts.count(text.casefold()) == 1 and not (m and len(text) == 1):
             picked.add(letters[texts.index(text.casefold())])
-        elif m and (not m[3] or normal(m[3]).casefold() == texts[letters.index(m[1])]):
+        elif both and bare(both[2]) == bare(texts[letters.index(both[1].upper())]):
+            picked.add(both[1].upper())
+        elif m and not m[3]:
             picked.add(m[1])
         elif m and (loose and m[2] or re.match(r"because|since|as\b|is (?:the )?(?:correct|right|best|answer)", m[3])):
             rest = re.split(r"(?i)\b(?:because|since|as)\b|[.;]", m[3])[0].strip()
@@ -759,7 +799,7 @@ def run_code(program: str, name: str | None, tests: list[str], seconds: float, m
 
 def extract_code(response: str) -> str:
     """The last fenced block of a response, though its end is missing; else what stands in its last <answer> tag; else nothing."""
-    blocks = re.findall(r"```[\w+#.-]*[ \t]*\r?\n(.*?)(?:```[ \t]*\r?$|\Z)", response, re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"```[\w+#.-]*[ \t]*\r?\n(.*?)(?:^[ \t]*```(?!\w)|```[ \t]*(?:</answer>|\r?$)|\Z)", response, re.DOTALL | re.MULTILINE)
     tagged = response.rpartition("</answer>")[0].rpartition("<answer>")
     return textwrap.dedent(blocks[-1] if blocks else tagged[2] if tagged[1] else "").strip("\n")
 
@@ -1022,11 +1062,11 @@ def run(name: str, who: str, problems: list[Problem], pools: list[list], s, repe
             steps = random_workflow(rng, len(pool)).steps
         return submit(Workflow(steps), p.question, pool, nonce=nonce).result()
 
-    with ThreadPoolExecutor(64) as threads:
+    with ThreadPool(64) as threads:  # of daemons: Ctrl-C shall neither wait nor pay for what they are at
         if name == "router":
             lessons = load(s.benchmarks, "train", 256)
-            route = router(pool, lessons, [list(threads.map(lambda p: alone(w, p, f"{tag}/{p.id}"), lessons)) for w in pool])
-        return list(tqdm(threads.map(answer, problems), f"{name} {who}", total=len(problems), disable=None, leave=False))
+            route = router(pool, lessons, [threads.map(lambda p: alone(w, p, f"{tag}/{p.id}"), lessons) for w in pool])
+        return list(tqdm(threads.imap(answer, problems), f"{name} {who}", total=len(problems), disable=None, leave=False))
 
 
 def baselines(problems: list[Problem], pool) -> dict[str, list[Trace]]:
@@ -1221,6 +1261,9 @@ def main(argv):
             raise SystemExit(__doc__)
         if min(s.test, s.repeats) < 1 or min(s.rounds, s.subset, s.budget) < 0:
             raise ValueError("--test and --repeats are numbers from 1 on, --rounds, --subset and --budget from 0 on")
+        if os.path.isdir(s.out):
+            raise ValueError(f"--out={s.out}: a folder, where a file's name is wanted")
+        os.makedirs(os.path.dirname(os.path.abspath(s.out)), exist_ok=True)
         pool = subset(load_pool(s.pool, replay=s.replay, budget=s.budget), s.only)
         numbers, wanted = {}, []
         for word in s.systems.split(","):
@@ -1228,6 +1271,8 @@ def main(argv):
             if name not in SYSTEMS:
                 raise ValueError(f"--systems={word}: there are {', '.join(SYSTEMS)}")
             names = [w.name for w in pool]
+            if taken := {*names} & {*SYSTEMS, "random workflows"}:
+                raise ValueError(f"a worker of the pool has a system's name, {taken.pop()}: rename it")
             if name not in (*CONDUCTORS, *WORKERS) and who or name in WORKERS and who and who not in names or s.one_worker not in ("", *names):
                 raise ValueError(f"{word}, --one_worker={s.one_worker}: the pool has {', '.join(names)}, and {', '.join(WORKERS)} take one of them")
             if s.subset and (name not in CONDUCTORS or name == "one-worker"):

@@ -159,8 +159,9 @@ def watchdog():
         while True:
             time.sleep(0.05)
             for line in [line for line, end in list(ends.items()) if time.monotonic() > end and line.sock]:
-                with contextlib.suppress(OSError):  # closed. Not an SSLSocket's own: it takes the TLS state away from who reads
-                    socket.socket.shutdown(line.sock, socket.SHUT_RDWR)
+                sock = getattr(line.sock, "socket", line.sock)  # TLS within a TLS proxy's is around one
+                with contextlib.suppress(OSError, TypeError):  # closed, or no socket. Not an SSLSocket's own: it takes the TLS state from who reads
+                    socket.socket.shutdown(sock, socket.SHUT_RDWR)
     threading.Thread(target=watch, daemon=True).start()
 
 
@@ -198,8 +199,9 @@ def exchange(line: Line, url: str, headers: dict, body: bytes, seconds: float, o
         status = code if isinstance(code, int) and code >= 400 else 500
     if status != 200:
         text = error.get("message") if isinstance(error, dict) else error or got.decode("utf-8", "replace")
+        refused = status < 500 or response.status in (503, 529)  # overloaded
         raise WorkerError(f"HTTP {status}: {' '.join(str(text).split())}", status in (408, 409, 429) or status >= 500,
-                          seconds_until(response.headers.get("Retry-After", "")), billed=status >= 500)
+                          seconds_until(response.headers.get("Retry-After", "")), billed=not refused)
     if not isinstance(data, dict):
         raise WorkerError(f"the response is no JSON object: {got.decode('utf-8', 'replace')!r}", retry=True)
     return data

@@ -412,7 +412,10 @@ def serve(answer, models: dict[str, int], port: int) -> Server:
 
         def do_POST(self):
             try:
-                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))))
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                if self.headers.get_content_type() != "application/json":  # what any page in the user's browser can send here unasked
+                    return self.fail(415, "expected Content-Type: application/json")
+                body = json.loads(body)
                 said = [(m["role"], c if type(c := m["content"]) is str else "".join(part["text"] for part in c)) for m in body["messages"]]
                 question = "\n\n".join(f"{role}: {text}" for role, text in said) if said[1:] else said[0][1]
                 if body.get("tools") or body.get("n") not in (None, 1) or type(body["model"]) is not str:

@@ -1,5 +1,6 @@
 """The laptop world: its problems, who can solve them, the grader, the tables. The specialists are real, over real HTTP."""
 import base64
+import contextlib
 import hashlib
 import io
 import itertools
@@ -8,6 +9,8 @@ import os
 import pickle
 import random
 import re
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -580,12 +583,44 @@ def test_learned():
     (["--rounds=-1"], "from 0 on"), (["average", __file__, __file__], "JSON|Expecting"), (["--systems=router", "--benchmarks={dir}/one.jsonl"], "train split"),
     (["--subset=3"], "--systems=conductor"), (["--systems=conductor", "--subset=3", "--benchmarks=mmlu"], "--benchmarks=laptop"), (["--checkpoint={dir}/none"], "{dir}/none"),
     (["--benchmarks=laptot"], "laptop"), (["plot", "{dir}/none"], "{dir}/none"),
+    (["--out={dir}"], "{dir}: a folder"), (["--out={dir}/one.jsonl/x.json"], "one.jsonl"), (["--pool={dir}/pool.json"], "random"),
     (["draw"], r"python eval\.py"), (["plot"], r"python eval\.py")])
 def test_command_line_refuses(words, reason, tmp_path):
     """A wrong flag, value, word or folder ends the program with one message that names it."""
     (tmp_path / "one.jsonl").write_text('{"question": "1+1?", "answer": "2", "kind": "sums"}')
+    (tmp_path / "pool.json").write_text('[{"protocol": "openai", "base_url": "http://127.0.0.1:9", "model": "m", "name": "random"}]')
     with pytest.raises(SystemExit, match=reason.format(dir=tmp_path)):
         evaluation.main([w.format(dir=tmp_path) for w in words])
+
+
+@pytest.mark.parametrize("system", ["workers", "reflect"])
+def test_ctrl_c_ends_it_at_once(tmp_path, system):
+    """Neither what is asked nor what is queued is waited for."""
+    asked, go_on = threading.Event(), threading.Event()
+
+    class Slow(workers.Handler):
+        def do_POST(self):
+            asked.set()
+            go_on.wait(60)
+
+    server = workers.Server(("127.0.0.1", 0), Slow)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    (tmp_path / "pool.json").write_text(json.dumps([{"protocol": "openai", "base_url": f"http://127.0.0.1:{server.server_address[1]}", "model": "m"}]))
+    process = subprocess.Popen([sys.executable, "eval.py", f"--pool={tmp_path}/pool.json", f"--systems={system}", "--test=100"],
+                               cwd=os.path.dirname(evaluation.__file__), stderr=subprocess.PIPE, text=True)
+    try:
+        assert asked.wait(60)
+        for _ in range(10):  # Python can miss one that comes just before it waits for a lock
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5)  # the worker's timeout is 120 s
+                break
+        assert process.returncode == 1 and process.stderr.read().strip().endswith("interrupted")
+    finally:
+        process.kill()
+        go_on.set()
+        server.shutdown()
+        server.server_close()
 
 
 def test_plot(tmp_path, monkeypatch):
@@ -1054,6 +1089,11 @@ GOOD = {"question": "1+1?", "answer": "2", "kind": "sums"}
     *((json.dumps({**GOOD, key: wrong}), f"{key} missing or not a string") for key in ("answer", "id", "kind") for wrong in (2, None)),
     ('{"answer": "2"}', "question, kind missing"), (json.dumps({**GOOD, "choises": []}), "choises"),
     (json.dumps({**GOOD, "kind": "letter"}), "letter needs choices in extra"), (json.dumps({**GOOD, "grader": "code"}), "needs function, tests"),
+    *((json.dumps({**GOOD, "kind": "letter", "answer": answer, "extra": {"choices": choices}}), told) for answer, choices, told in (
+        ("B", [1, 2], "choices .* texts"), ("B", "xyz", "choices .* texts"), ("(b)", ["x", "y"], "'\\(b\\)' is none of the letters A to B"),
+        ("C", ["x", "y"], "'C' is none"), ("L", ["x"] * 12, "choices .* texts"), ("AB", ["x", "y"], "'AB' is none"))),
+    *((json.dumps({**GOOD, "kind": "code", "extra": {"function": None, "tests": tests}}), "tests .* pairs") for tests in (
+        [], [["1"]], [[1, 2]], [{"input": "1", "output": "2"}], "12", 7)),
     (json.dumps({**GOOD, "grader": "maths"}), "no grader 'maths'"), (json.dumps({**GOOD, "grader": ["math"]}), "no grader"),
     ("", "Expecting value"), ("[1]", ""), ("7", ""), ("{", ""), ("[" * 100_000, ""), ('{"question": "\xff', "")])
 def test_a_users_file_with_a_fault_names_line_and_field(tmp_path, line, told):

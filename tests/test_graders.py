@@ -26,6 +26,8 @@ EQUAL = [  # answer, gold
     (r"5\text{ cm}", "5"), ("5 cm", r"5\text{ cm}"), (r"5\mbox{ inches}", "5"), ("5 inches", r"5\text{ in}"), (r"5~\mathrm{cm}^2", "5"),
     (r"135\text{ square feet}", "135"), ("135 ft^2", r"135\text{ square feet}"), (r"135\text{ ft}^2", r"135\text{ square feet}"),
     (r"10\pi\text{ cm}", r"10\pi"), (r"\frac{3}{4}\text{ hours}", "0.75"), ("12 ways", "12"), ("12 ways", "12 outcomes"),
+    ("12 different ways", "12"), ("10% increase", r"10\%"), ("3 large apples", r"3\text{ apples}"), ("5 miles", "5 miles north"),
+    (r"\$1.5\text{ million}", "1,500,000"), (r"2\text{ thousand dollars}", r"\$2000"), ("3 dozen", "36"), ("3/4 million", "750,000 people"),
     (r"5\text{ m}/\text{s}", "5"), (r"5\text{ m/s}", "5"), ("60 miles per hour", r"60\text{ mi/h}"), (r"\$0.50", "0.5"),
     (r"\$6", "6 dollars"), (r"\text{5}", "5"), (r"x = 5\text{ cm}", "5"),
     # spelling
@@ -44,10 +46,16 @@ EQUAL = [  # answer, gold
     (r"x\cdot y", "yx"), (r"30x\sqrt{7x}", r"30\sqrt{7x^3}"), (r"\sqrt{x}\sqrt{y}", r"\sqrt{xy}"), (r"2\tan(x)", r"2 \tan x"),
     (r"\sin 2x", r"2\sin(x)\cos(x)"), (r"\frac{2a+b}{2}", r"a + \frac{b}{2}"), (r"x_1+x_2", "x_{2}+x_{1}"), (r"2\theta", r"\theta\cdot 2"),
     (r"\frac{n(n+1)}{2}", r"\frac{n^2+n}{2}"),
+    # functions
+    (r"\sin x\cos x", r"\cos x \sin x"), (r"\sin x \cos x", r"\frac12\sin 2x"), (r"\sin^2 x", r"\sin(x)^2"), (r"\sin^2\theta", r"1-\cos^{2}\theta"),
+    (r"\sin^{-1}(0.5)", r"\pi/6"), (r"\tan^{-1} 2", r"\arctan(2)"), (r"\cot x", r"\frac{\cos x}{\sin x}"),
+    (r"\cot x", r"\cos x/\sin x"), (r"\sin x\cdot\cos y", r"\cos y\cdot\sin x"), (r"\sec x", r"1/\cos x"),
+    (r"\sinh x", r"\frac{e^x-e^{-x}}{2}"), ("exp(-2t)", "e^{-2t}"), (r"x\ln x - x", r"x(\ln x -1)"), (r"\ln 2 \ln 3", r"\ln 3\cdot\ln 2"),
     # names on one side, equations
     ("x = 5", "5"), ("5", "x=5"), ("y = 2x+3", "2x+3"), ("f(x) = x^2", "x^2"), (r"h^{-1}(x)=\frac{x+2}{7}", r"\frac{x+2}{7}"),
     ("m+n=10+7=17", "17"), (r"\theta = 60^\circ", "60"), ("x^2+y^2=25", "25"), ("x+y-1=0", "y+x-1=0"), ("0=x+y-1", "x+y-1=0"),
     (r"\frac{x+2}{7}", r"h^{-1}(x)=\frac{x+2}{7}"), ("x^2", "f(x) = x^2"), ("y=2x+3", "2x+3=y"), ("y-3=2x", "y=2x+3"),
+    ("(x, y) = (1,2)", "(1,2)"), ("(3,-3,1)", "(a,b,c)=(3,-3,1)"), ("0.3", "P(A|B) = 0.3"), ("P(X>2)=0.3", "0.3"), ("2x", "y'=2x"), ("7", "f(2)=7"),
     ("x=1, y=2", "y=2, x=1"), (r"x \in [-2,7]", "[-2,7]"), ("x=0", "0"),
     # lists and sets in any order
     ("-3, 1", "1,-3"), ("1 and -3", "1,-3"), ("x=1 or x=-3", "1,-3"), (r"\{1,-3\}", "-3, 1"), (r"1\text{ and }-3", "1,-3"),
@@ -77,6 +85,8 @@ DIFFERENT = [
     ("0", r"2^{-200}"), ("11", "11_2"), ("11_2", "11"), ("11_3", "11_2"), ("3", "11_2"), ("112", "11_2"), ("2516", "2516_8"),
     ("x_1", "x_2"), ("x", "x_1"), ("20", "0.2"), (r"0.2\%", r"20\%"), (r"20\%", "2"), (r"5\text{ cm}", r"5\text{ m}"),
     ("5 miles", r"5\text{ km}"), (r"5\text{ cm}", r"5\text{ cm}^2"), ("50 cents", "50 dollars"), ("3 hours", "3 minutes"),
+    ("5 million", "5"), ("1.5 million", "1.5 billion"), ("3 days", "3 weeks"), ("5 nanometers", "5 meters"), (r"5\text{ kilojoules}", "5 joules"),
+    ("20,000 gain", "20,000 loss"), ("10% increase", "10% decrease"), ("5 miles north", "5 miles south"), ("2 dozen", "2"), ("3 weeks", "3 hours"), ("3 apples", "3 pears"), (r"5\text{ m}^2/\text{s}^2", r"5\text{ m}^2/\text{s}"),
     ("6 cm", r"5\text{ cm}"), ("(1,2)", "(2,1)"), ("(1,2)", "[1,2]"), ("[1,2)", "(1,2]"), ("[1,2)", "[1,2]"), ("[2,1)", "[1,2)"),
     ("1,2", "(1,2)"), ("(1,2)", "1,2"), ("(1,2,3)", "(1,2)"), ("1", "(1,2)"), (r"\{1,2\}", "(1,2)"), ("[-36,104]", "[-36104]"),
     ("-36,104", "[-36,104]"), ("(-36,104)", "[-36,104]"), ("((1,2),3)", "(1,(2,3))"), (r"(-\infty,-8)", r"(-\infty,-8)\cup(8,\infty)"),
@@ -89,7 +99,8 @@ DIFFERENT = [
     ("y=2x+4", "y=2x+3"), ("y=2x+3", "y=3x+2"), ("x+y=5", "x-y=5"), ("x+y-69=0", "0"), ("0", "x+y-69=0"), ("x=5, 6", "5"),
     ("3x+4y+14=0", "3*x-1*y+13=0"), ("n=1,2,3", "n=2,3,4"), ("2", "2b"), ("2b", "2"), ("2B", "2b"), ("2b", "2c"), ("x", "|x|"),
     (r"\sqrt{x^2}+1", "|x|"), ("x^2", "x^3"), ("x+1", "x-1"), (r"\frac{x}{7}+2", r"\frac{x+2}{7}"), (r"x^{12}", "x^1 2"),
-    (r"\sin x", r"\cos x"), (r"\sin 2x", r"2\sin x"), (r"\sin x", "x"), (r"1+\frac{1}{\mathrm{e}}", r"1-\frac{1}{\mathrm{e}}"),
+    (r"2\arctan(1)", r"\arctan(2)"), (r"\sinh(2x)", r"2\sinh x"), (r"\cot(2x)", r"2\cot x"), (r"\sin^2 x", r"\sin x^2"), (r"\sin^{-1} x", r"1/\sin x"),
+    ("(x,y)=(1,2)", "(2,1)"), ("(1,2)=(1,2)", "(1,2)"), (r"\sin x", r"\cos x"), (r"\sin 2x", r"2\sin x"), (r"\sin x", "x"), (r"1+\frac{1}{\mathrm{e}}", r"1-\frac{1}{\mathrm{e}}"),
     (r"\frac{1}{2004!}", r"\frac{1}{2006!}"), (r"\binom{5}{2}", r"\binom{2}{5}"), (r"\sqrt{2}", r"\sqrt{3}"), (r"\sqrt[3]{2}", r"\sqrt{2}"),
     ("-15-8i", "-15+8i"), ("7z^{97}(4z+1)", "7z^{96}(4z+1)"), (r"\frac{2^{905}+1}{3\cdot2^{906}}", r"\frac{1}{3\cdot2^{906}}"),
     (r"2^{9000}", r"2^{9001}"), ("east", "seat"), ("Navin", r"\text{Devon}"), ("man bites dog", "dog bites man"),
@@ -147,7 +158,7 @@ def test_tolerance_is_for_real_numbers_only():
 # A response to what it commits to; None: neither a box nor a tag
 COMMITTED = [
     (r"so \boxed{5}", "5"), (r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-    (r"\boxed{\left\{ 1 \right.}", r"\left\{ 1 \right."), (r"\fbox{7}", "7"), (r"\boxed {7}", "7"), (r"\boxed{\boxed{3}}", "3"),
+    (r"\boxed{\left\{ 1 \right.}", r"\left\{ 1 \right."), (r"\fbox{7}", "7"), (r"\boxed {7}", "7"), (r"our answer is $\boxed 2$.", "2"), (r"\boxed{\boxed{3}}", "3"),
     ("<answer> 5 </answer>", "5"), ("<answer>1</answer> no, <answer>2</answer>", "2"), (r"<answer>\boxed{5}</answer>", "5"),
     (r"<answer>It is \boxed{5}.</answer>", "5"), (r"\boxed{6} <answer>5</answer>", "5"), (r"<answer>5</answer> \boxed{6}", "6"),
     ("<answer>5", ""), (r"\boxed{5} and then \boxed{6", ""), (r"\boxed{5} <answer>6", ""), (r"\boxed{}", ""), ("<answer></answer>", ""),
@@ -192,7 +203,9 @@ LETTERS = [
     ("The answer is A. No, the answer is B.", None), ("<answer>(A) the nucleus</answer>", None), ("Answer: A and C", None),
     ("Option A is correct and option B is correct.", None), ("The answer is A. <answer>B</answer>", "B"),
     ("<answer>A</answer> Wait. <answer>C</answer>", "C"), (r"The answer is A. No: \boxed{D}", "D"),
-    ("The answer is B. Yes, the answer is B.", "B"), ("Answer: The answer is C", "C"),
+    ('<answer>"B"</answer>', "B"), ("<answer>'B'</answer>", "B"), ("<answer>[B]</answer>", "B"), ("<answer>B;</answer>", "B"),
+    ("<answer>B (the nucleus)</answer>", "B"), ("<answer>b. the nucleus</answer>", "B"), ("<answer>B.The nucleus.</answer>", "B"),
+    ("<answer>B (mitochondria)</answer>", None), ("<answer>a. nucleus</answer>", None), ("The answer is B. Yes, the answer is B.", "B"), ("Answer: The answer is C", "C"),
 ]
 
 
@@ -202,6 +215,10 @@ def test_letters(response, letter):
 
 
 def test_letters_of_odd_choices():
+    odd = ["15x + 15", "–15x + 18", "( 'a', 2 )", "isupper()"]
+    for letter, text in zip("ABCD", odd):
+        for form in (f"{letter}. {text}", f"{letter}\n{text}", f"{letter} ({text})", f"({letter}) {text}.", f"{letter} - {text}"):
+            assert pick_letter(f"<answer>{form}</answer>", odd) == letter, form
     assert pick_letter("<answer>B</answer>", ["B", "A"]) == "B"  # a letter is a letter first
     assert pick_letter("<answer>7</answer>", ["7", "7", "8"]) is None and pick_letter("<answer>8</answer>", ["7", "7", "8"]) == "C"
     assert pick_letter("<answer>C. elegans</answer>", ["E. coli", "C. elegans", "yeast"]) == "B"
@@ -218,14 +235,16 @@ SHORT_EQUAL = [  # answer, gold
     ("3e8 m/s", "299792458 m/s"), ("3 x 10^8 m/s", r"3.0 \times 10^8 m/s"), ("1.5e-3 mol", "0.0015 mol"), ("5 meters", "5 m"),
     ("60 miles per hour", "60 mi/h"), ("0.333", "1/3"), ("2x", "x*2"), ("$1,200", "1200 dollars"), ("46.3", "46"), ("1,945", "1945"),
     ("-3.0", "-3"), (r"\frac{\pi}{2}", "1.57"), ("12.5 kJ", "12.6 kJ"), ("{1, 2}", "2, 1"), ("x = 4", "4"), ("25 °C", "25"),
-    ("7.0 N", "7 N"), ("1200 J", "1200.4 J"),
+    ("7.0 N", "7 N"), ("1200 J", "1200.4 J"), ("$1.5 million", "$1,500,000"), ("5 million people", "5,000,000"),
+    ("5 nanometers", "5 nm"), ("5 kilojoules", "5 kJ"), ("3 Days", "3 days"), ("10% increase", "10%"), ("25 degrees Celsius", "25 °C"),
 ]
 SHORT_DIFFERENT = [
     ("London", "Paris"), ("", "Paris"), ("", ""), ("no", "on"), ("dog bites man", "man bites dog"),
     ("mitochondria and nuclei", "mitochondria"), ("not mitochondria", "mitochondria"), ("9.8 m/s", "9.81 m/s^2"), ("5 cm", "5 m"),
     ("5 kJ", "5 J"), ("5 mol", "5 g"), ("9.6", "9.81"), ("0.25%", "25%"), ("2.5", "25%"), ("1939", "1945"), ("1944", "1945"), ("-5", "5"),
     ("3e7 m/s", "3e8 m/s"), ("x+1", "x-1"), ("2.001x", "2x"), ("0.001", "0"), ("5", "Paris"), ("Paris", "5"), ("1, 2", "1"),
-    ("6 or 7", "6"), ("C++", "C"), ("35", "3.5"), ("101", "100"), ("100 J", "102 J"), ("true", "false"), ("46.6", "46"),
+    ("6 or 7", "6"), ("C++", "C"), ("35", "3.5"), ("101", "100"), ("100 J", "102 J"), ("true", "false"), ("46.6", "46"), ("$20,000 gain", "$20,000 loss"),
+    ("10% increase", "10% decrease"), ("$1.5 million", "$1.5 billion"), ("5", "5 million"), ("3 years", "3 days"), ("25 degrees Celsius", "25 °F"),
 ]
 
 

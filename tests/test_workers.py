@@ -177,6 +177,18 @@ def test_slow_servers_end_at_the_timeout_and_the_deadline(name):
         assert 2 <= len(server.requests) <= 5  # one, and as many as begin within 0.8 s
 
 
+def test_a_connection_that_cannot_be_cut_is_no_other_ones_trouble():
+    """What urllib3 lays over a TLS proxy is no socket; one of which nothing is known has to be left to its own timeout."""
+    odd = workers.Line()
+    odd.sock = object()
+    workers.ends[odd] = 0.0
+    try:
+        with Rogue(SLOW["drip of the body"]) as server, pytest.raises(WorkerError, match="no complete response within 0.3 s"):
+            worker(server, timeout=0.3, attempts=1).chat(CHAT)
+    finally:
+        del workers.ends[odd]
+
+
 def test_a_worker_that_is_down():
     with socket.create_server(("127.0.0.1", 0)) as s:
         url = f"http://127.0.0.1:{s.getsockname()[1]}/v1"
@@ -724,7 +736,8 @@ def test_calls_wait_for_what_others_give_back(tmp_path):
     assert len(replies) == 60 and not worker.budget.refused and worker.budget.left == pytest.approx(0.025 - 60 * 1e-5)
 
 
-@pytest.mark.parametrize("answers, attempts_paid", [([400], 0), ([500, 400], 1), ([None, 200], 0), ([429, 200], 0), ([b"{", 200], 1)], ids=str)
+@pytest.mark.parametrize("answers, attempts_paid", [([400], 0), ([500, 400], 1), ([None, 200], 0), ([429, 200], 0), ([b"{", 200], 1), ([503, 200], 0),
+                                                    ([529, 200], 0), ([json.dumps({"error": {"message": "x", "code": 503}}).encode(), 200], 1)], ids=str)
 def test_what_a_broken_attempt_may_have_cost_counts(answers, attempts_paid, tmp_path, monkeypatch):
     """What a refused attempt could have cost is given back; what one that broke later could have cost is not."""
     monkeypatch.setattr(workers, "BACKOFF", 0.001)

@@ -679,6 +679,9 @@ def test_command_line_refuses(words, reason, tmp_path):
 # Serve
 
 
+JSON = {"Content-Type": "application/json"}
+
+
 class Serving:
     """workflow.serve on a free port, with this `ask`."""
 
@@ -746,13 +749,24 @@ def test_serve_refuses():
                 (404, requests.get(s.url + "/nothing", timeout=60)), (404, s.post("Why?", model="gpt")),
                 (404, requests.post(s.url + "/completions", json={"model": "conductor", "messages": [user("x")]}, timeout=60)),
                 (400, s.post("Why?", n=2)), (400, s.post("Why?", tools=[{}])), (400, s.post([])), (400, s.post([user(None)])), (400, s.post([{}])),
-                (400, s.post([user([{"type": "image_url", "image_url": {}}])])), (400, requests.post(s.url + "/chat/completions", b"{", timeout=60)),
+                (400, s.post([user([{"type": "image_url", "image_url": {}}])])), (400, requests.post(s.url + "/chat/completions", b"{", headers=JSON, timeout=60)),
                 (400, requests.post(s.url + "/chat/completions", json=[1], timeout=60)),
                 (400, s.post("Why?", model=[])), (400, s.post("Too long")), (500, s.post("No memory")),
                 (502, s.post("No workflow")), (502, s.post("No worker"))]:
             assert response.status_code == status and len(response.json()["error"]["message"]) > 10, response.text
         assert s.post("No worker", stream=True).status_code == 502
         assert s.post("Why?").status_code == s.post("Why?", n=None).status_code == 200
+
+
+def test_serve_is_not_for_other_sites():
+    """A page in the user's browser can send text/plain to 127.0.0.1 unasked; for JSON the browser would ask first, and gets no."""
+    with Serving(echo) as s:
+        for kind in ("text/plain", "application/x-www-form-urlencoded", None):
+            answer = requests.post(f"{s.url}/chat/completions", json.dumps({"model": "conductor", "messages": []}), headers={"Content-Type": kind})
+            assert answer.status_code == 415 and "application/json" in answer.json()["error"]["message"]
+        assert requests.options(f"{s.url}/chat/completions").status_code == 501
+        chat = {"model": "conductor", "messages": [user("Why?")]}
+        assert requests.post(f"{s.url}/chat/completions", json=chat, headers={"Content-Type": "Application/JSON; charset=utf-8"}).status_code == 200
 
 
 def test_serve_on_a_port_in_use(tmp_path):
