@@ -44,7 +44,7 @@ import torch
 from requests.adapters import HTTPAdapter, Retry
 from tqdm import tqdm
 
-from model import Qwen, Tokenizer, configure, download, hub_session, write_json
+from model import Qwen, Tokenizer, configure, download, hub_session, read_json, write_json
 from sample import generate
 from workers import ARITHMETIC, CAPITALS, ELEMENTS, FACTS, LOCAL, SKILL, SPANISH, SPELLING, WorkerError, load_pool
 import workflow
@@ -1142,9 +1142,8 @@ def kept(problems: list[Problem], traces: list[Trace | None]) -> dict[str, float
 
 def read_numbers(file: str) -> dict[str, dict]:
     """What an evaluation wrote with --out: name -> numbers."""
-    with open(file) as f:
-        numbers = json.load(f)
-    if not isinstance(numbers, dict) or not all(isinstance(row, dict) for row in numbers.values()):
+    numbers = read_json(file)
+    if not all(isinstance(row, dict) for row in numbers.values()):
         raise ValueError(f"{file} is not what eval.py writes with --out")
     return numbers
 
@@ -1214,8 +1213,7 @@ def plot(path: str):
                 axes.plot(smooth([line[key].get(name, 0.0) for line in lines]), linewidth=1.2, label=name)
         top.plot(smooth([line["accuracy"] for line in lines]), color="black", linewidth=2.4, label="all")
         if os.path.exists(test := os.path.join(path, "test.json")):
-            with open(test) as f:
-                best, level = max(((name, row["all"]) for name, row in json.load(f).items() if name != "Conductor"), key=lambda item: item[1])
+            best, level = max(((name, row["all"]) for name, row in read_json(test).items() if name != "Conductor"), key=lambda item: item[1])
             top.axhline(level, color="grey", linestyle="--", label=f"{best} alone")
         top.set(ylabel="accuracy of sampled workflows", ylim=(0, 1))
         shares.set(ylabel="share of the steps")

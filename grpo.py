@@ -76,7 +76,7 @@ def packed_logprobs(model: Qwen, groups: list[tuple[list[int], list[list[int]]]]
         real = step < length[:, None]  # (n, L) the completions as a padded grid
         begin = P + F.pad(length.cumsum(0), (1, 0))[:-1]  # (n) where each completion begins, counted from its group's begin
         where = (begin[:, None] + step).masked_fill(~real, P)  # (n, L) a grid cell's place in the row; padding points anywhere
-        # Queries of a completion see the whole prompt and their own past; padding lies in nobody's past. In this form fused kernels know it.
+        # Queries of a completion see the whole prompt and their own past; padding lies in nobody's past. Fused kernels know this mask.
         layout.append((P, where, real.flatten().nonzero()[:, 0], causal_lower_right(len(step), P + len(step))))
         positions += [torch.arange(P, device=device), (P + step).expand_as(where)[real]]
         # The token at step 0 is predicted by the prompt's last position, the others by the position before them.
@@ -128,7 +128,8 @@ def surrogate(logprobs, old, advantage, clip: float, clip_high: float = 0.0):
 
 
 def micro_batches(episodes: list[Episode], token_budget: int) -> list[dict[tuple, list[Episode]]]:
-    """Split episodes into {prompt: its episodes} of at most `token_budget` tokens each, a prompt counted once; alike in length."""
+    """Split episodes into {prompt: its episodes}, each of at most `token_budget` tokens with every prompt counted once, or of one episode that is
+    longer. Those of a prompt are sorted by length, so that little is padded."""
     batches, size = [{}], 0
     for e in sorted(episodes, key=lambda e: (e.prompt, len(e.tokens))):
         prompt = tuple(e.prompt)
@@ -179,14 +180,14 @@ def importance(model: Qwen, episodes: list[Episode], cap: float, temperature: fl
 def update(model: Qwen, optimizer, episodes: list[Episode], clip: float = 0.2, beta: float = 0.0, reference: Qwen | None = None,
            temperature: float = 1.0, n_ids: int | None = None, token_budget: int = 16384, max_grad_norm: float = 1.0,
            clip_high: float = 0.0, loss: str = "sequence", max_new_tokens: int = 0) -> dict:
-    """One optimizer step on this rank's episodes: the mean of Eq. 1 over all ranks' rollouts, each rollout the mean over its tokens.
+    """One optimizer step on Eq. 1 over all ranks' episodes, of which these are this rank's.
 
     `reference` is needed where beta > 0. loss: what the sum over tokens is divided by: "sequence", each by its rollout's length and then by
     the rollouts (GRPO); "token", by all tokens (DAPO); "constant", by rollouts × max_new_tokens (Dr. GRPO, arXiv 2503.20783).
 
-    Returns means over all ranks' tokens, but for rollouts that teach nothing (advantage and beta 0): gap (|trainer's - sampler's
-    log-probability|, as if before the update), approx_kl, clipfrac, kl (KL(π_ref ‖ π)), entropy (estimated as -log π of what was
-    sampled), and grad_norm."""
+    Returns means over all ranks' tokens, without rollouts that teach nothing (advantage and beta 0): gap (|trainer's - sampler's
+    log-probability|, which is the two programs' difference in the first update after sampling only), approx_kl (KL(π_old ‖ π) as
+    ρ - 1 - log ρ), clipfrac, kl (KL(π_ref ‖ π)), entropy (-log π of what was sampled), and grad_norm."""
     device, world = model.device, dist.get_world_size() if dist.is_initialized() else 1
     batches = micro_batches([e for e in episodes if e.advantage or beta], token_budget)
     # Groups without spread count too: they are part of the mean.

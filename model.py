@@ -25,7 +25,7 @@ import requests
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer as BPE
 from torch.utils.checkpoint import checkpoint
@@ -54,7 +54,7 @@ def configure(settings, argv: list[str]) -> list[str]:
             if kind is bool:
                 value = {"": True, "true": True, "1": True, "false": False, "0": False}[value.lower() if has_value else ""]
             elif not has_value:
-                raise ValueError
+                raise SystemExit(f"--{key} needs a value: --{key}=VALUE, with = and no blank")
             setattr(settings, key, kind(value))
         except (ValueError, KeyError):
             raise SystemExit(f"--{key}={value}: expected a value of type {kind.__name__}, as in --{key}={getattr(settings, key)}") from None
@@ -89,15 +89,14 @@ class Config:
         file = os.path.join(path, "config.json")
         if not os.path.exists(file):
             raise FileNotFoundError(f"{file} is missing: {path} is not a Hugging Face checkpoint folder")
-        with open(file) as f:
-            found = json.load(f)
+        found = read_json(file)
         if found.get("model_type") != "qwen2":
             raise ValueError(f"{file}: model_type is {found.get('model_type')!r}, this is an implementation of 'qwen2' (Qwen2.5, dense)")
         rope = found.get("rope_parameters") or {}  # transformers 5 moved rope_theta in here
         if rope.get("rope_type", "default") != "default" or found.get("rope_scaling") or found.get("use_sliding_window"):
             raise ValueError(f"{file}: RoPE scaling and sliding windows are not implemented")
         found = {**found, "rope_theta": found.get("rope_theta", rope.get("rope_theta"))}
-        missing = [f.name for f in dataclasses.fields(cls) if found.get(f.name) is None]
+        missing = [f.name for f in dataclasses.fields(cls) if not isinstance(found.get(f.name), int | float)]
         if missing:
             raise ValueError(f"{file} lacks {', '.join(missing)}")
         return cls(**{f.name: found[f.name] for f in dataclasses.fields(cls)})
@@ -245,8 +244,7 @@ def weight_files(path: str) -> list[str]:
     """Names of the safetensors files of a folder: those its index lists, or the only one."""
     index = os.path.join(path, "model.safetensors.index.json")
     if os.path.exists(index):
-        with open(index) as f:
-            files = sorted(set(json.load(f)["weight_map"].values()))
+        files = sorted(set(read_json(index).get("weight_map", {}).values()))
         if wandering := [file for file in files if os.path.basename(file) != file]:
             raise ValueError(f"{index} points outside its folder: {wandering[0]}")
         return files
@@ -258,14 +256,18 @@ def weight_files(path: str) -> list[str]:
 def local_part(tensor, like, device):
     """This rank's part of a tensor, distributed like the DTensor `like`. A clone, lest it keep the whole alive."""
     from torch.distributed.tensor import distribute_tensor  # here, for it takes half a second
-    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None).clone().to(device)  # it comes on the mesh's device
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None).clone().to(device)  # comes on the mesh's device
 
 
 def read_tensors(path: str, model: Qwen):
     """Yield (name, tensor) for each parameter of `model` (which may be on the meta device) from a folder, one or many safetensors files."""
     wanted = dict(model.named_parameters())  # the tied head is listed once, as the embedding
     for file in weight_files(path):
-        with safe_open(os.path.join(path, file), framework="pt") as f:
+        try:
+            opened = safe_open(os.path.join(path, file), framework="pt")
+        except SafetensorError as e:
+            raise ValueError(f"{path}/{file} is damaged: {e}") from None
+        with opened as f:
             for name in f.keys():
                 if name == "lm_head.weight" and model.config.tie_word_embeddings:
                     continue
@@ -301,20 +303,33 @@ def write_tensors(path: str, config: Config, tensors, shard_bytes: int = 4 << 30
     flush()
     for stale in glob.glob(os.path.join(glob.escape(path), "model*.safetensors*")):  # of a checkpoint that was here before
         os.remove(stale)
+    write_json(file := os.path.join(path, "config.json"), {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "torch_dtype": dtype, **dataclasses.asdict(config)})
     weight_map = {}
     for i, names in enumerate(shards):
         final = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        os.replace(os.path.join(path, f"shard-{i + 1}.tmp"), os.path.join(path, final))
+        shutil.copymode(file, part := os.path.join(path, f"shard-{i + 1}.tmp"))  # safetensors lets nobody but the owner read it
+        os.replace(part, os.path.join(path, final))
         weight_map.update(dict.fromkeys(names, final))
     if len(shards) > 1:
         write_json(os.path.join(path, "model.safetensors.index.json"), {"metadata": {"total_size": total}, "weight_map": weight_map})
-    write_json(os.path.join(path, "config.json"), {
-        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "torch_dtype": dtype, **dataclasses.asdict(config)})
+
+
+def read_json(file: str) -> dict:
+    """The object in a JSON file. ValueError names the file if that is something else."""
+    with open(file, encoding="utf-8") as f:
+        try:
+            value = json.load(f)
+        except (ValueError, RecursionError) as e:
+            raise ValueError(f"{file} is no JSON: {e}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} is not a JSON object")
+    return value
 
 
 def write_json(file: str, value):
     """Write JSON atomically: beside, then renamed."""
-    with open(file + ".tmp", "w") as f:
+    with open(file + ".tmp", "w", encoding="utf-8") as f:
         json.dump(value, f, indent=2, ensure_ascii=False)
     os.replace(file + ".tmp", file)
 
@@ -444,13 +459,18 @@ class Tokenizer:
         file = os.path.join(path, "tokenizer.json")
         if not os.path.exists(file):
             raise FileNotFoundError(f"{file} is missing: a checkpoint folder holds the tokenizer beside the weights")
-        return cls(BPE.from_file(file))
+        try:
+            bpe = BPE.from_file(file)
+        except Exception as e:  # what tokenizers raises is of no other class
+            raise ValueError(f"{file} is damaged: {e}") from None
+        return cls(bpe)
 
     def save_pretrained(self, path: str):
         self.bpe.save(os.path.join(path, "tokenizer.json"))
         write_json(os.path.join(path, "tokenizer_config.json"), {
             "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
             "clean_up_tokenization_spaces": False, "chat_template": CHAT_TEMPLATE})
+        write_json(os.path.join(path, "generation_config.json"), {"eos_token_id": self.end_ids})
 
     def __len__(self) -> int:
         return self.bpe.get_vocab_size(with_added_tokens=True)

@@ -10,6 +10,7 @@ a graph, anew whenever the grid shrinks or the cache grows. Read workers.py next
 """
 import hashlib
 import json
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from model import Config, Qwen, Tokenizer, causal, configure
 
 BLOCK = 64  # own tokens by which the KV cache grows
 CHECK = 8  # decode steps between looks at who has finished
-COMPACT = 0.9  # the share of the grid's cells that may stay when it is made smaller
+COMPACT = 0.9  # the grid is made smaller once at most this share of its cells would stay
 
 
 @dataclass
@@ -67,11 +68,11 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
     """n rollouts of each prompt, as [prompt][rollout].
 
     eos_id: the token or tokens that end a rollout. n_ids: only ids below it are sampled (Qwen2.5 pads its vocabulary beyond the
-    tokenizer's). The same seed and prompt give the same rollouts in any batch; a prompt listed twice continues with fresh ones.
+    tokenizer's). The same seed and prompt give the same rollouts in any batch, up to rounding; a prompt listed twice continues with fresh ones.
     on_finish(prompt index, rollout index, Completion) is called as rollouts finish."""
     if not prompts or not all(prompts) or n < 1 or max_new_tokens < 1:
         raise ValueError("generate needs at least one prompt, no empty prompt, n >= 1 and max_new_tokens >= 1")
-    if temperature < 0 or not 0 < top_p <= 1 or top_k < 0:
+    if not 0 <= temperature < math.inf or not 0 < top_p <= 1 or top_k < 0:
         raise ValueError(f"generate needs temperature >= 0, 0 < top_p <= 1 and top_k >= 0, not {temperature}, {top_p}, {top_k}")
     device, config = model.device, model.config
     eos = torch.tensor([eos_id] if isinstance(eos_id, int) else list(eos_id), dtype=torch.long, device=device)
@@ -111,8 +112,8 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
         t.add_(1)
 
     def step():
-        """Feed every cell's newest token and choose the next. Nothing here waits for the device, and nothing but the shapes depends on
-        the past: this is what a CUDA graph captures."""
+        """Feed every cell's newest token and choose the next. Nothing here waits for the device, and until a shape changes every step launches
+        the same kernels: a CUDA graph can replay it."""
         T = own[0].shape[4]
         future = torch.where(torch.arange(T, device=device) < t, 0.0, -torch.inf)  # (T), over own tokens
 
@@ -294,12 +295,14 @@ def main(argv):
         if s.bench:
             return bench(model, s)
         tokenizer = Tokenizer.from_pretrained(s.checkpoint)
-    except (FileNotFoundError, ValueError) as e:
+        system = [{"role": "system", "content": s.system}] if s.system else []
+        prompt = tokenizer.chat([*system, {"role": "user", "content": " ".join(words)}])
+        [completions] = generate(model, [prompt], s.n, s.max_new_tokens, s.temperature, s.top_p, s.top_k, tokenizer.end_ids, s.seed,
+                                 len(tokenizer))
+    except (OSError, ValueError) as e:
         raise SystemExit(str(e)) from None
-    system = [{"role": "system", "content": s.system}] if s.system else []
-    prompt = tokenizer.chat([*system, {"role": "user", "content": " ".join(words)}])
-    [completions] = generate(model, [prompt], s.n, s.max_new_tokens, s.temperature, s.top_p, s.top_k, tokenizer.end_ids, s.seed,
-                             len(tokenizer))
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted") from None
     for c in completions:
         print(tokenizer.decode(c.tokens) + ("" if c.finished else " …"))
 

@@ -35,7 +35,7 @@ from tqdm import tqdm
 import eval as evaluation
 from eval import grade, load, random_completion
 from grpo import HEAD_LOGITS, LOSSES, Episode, advantages, importance, packed_logprobs, update
-from model import Config, Qwen, Tokenizer, configure, local_part, read_tensors, write_json, write_tensors
+from model import Config, Qwen, Tokenizer, configure, local_part, read_json, read_tensors, write_json, write_tensors
 from sample import generate, timed
 from workers import Reply, WorkerError, load_pool
 from workflow import PLAN, Trace, Workflow, WorkflowError, ask, messages, parse, submit
@@ -89,7 +89,7 @@ class Settings:
     warm_steps: int = 400
     warm_batch: int = 32
     warm_lr: float = 6e-3
-    warm_second: float = 0.0  # share of its examples that are second turns (recursion)
+    warm_second: float = 0.0  # share of its examples that are second rounds (recursion)
     test: int = 224  # held-out problems, at the end
     test_data: str = ""  # where they are from; "": the test split of data
     # checkpoints
@@ -103,8 +103,8 @@ class Settings:
     subtasks: bool = True  # False: every subtask reads "Solve the question."
 
 
-# The two finetuning extensions (§3.2) live in a laptop world with two workers for each trade; "pairs" trains what they start from. They are
-# held to the policy that this started from, which had given up nothing, and not to what it has become: else there is nothing to explore.
+# The two finetuning extensions (§3.2) live in a laptop world with two workers for each trade; "pairs" trains what they start from. Their KL is to
+# the policy that "pairs" itself started from, its warm start: that still tries every worker and length, where the trained one hardly explores.
 PAIRS = dict(pool="local:pairs", named=True, warm_steps=1000, warm_second=0.2)
 TUNE = dict(PAIRS, init_from="out/pairs/checkpoint", reference="out/pairs/reference", iterations=160, lr=3e-4, beta=0.05)
 PRESETS = {
@@ -138,8 +138,8 @@ def tiny_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 def random_lesson(problem, rng: random.Random, pool, s: Settings) -> tuple[list[dict], str]:
-    """A prompt and a completion in the right format. Where workers have letters, the pool is a random subset; and where second turns will be
-    asked for, some are: the response to see is any, and is kept or not by chance."""
+    """A prompt and a completion in the right format. Where workers are named, the pool is a random subset. A share `warm_second` are second rounds:
+    the prompt holds an earlier workflow and some response, the completion is by chance a new workflow or three empty lists."""
     if s.named:
         pool = [pool[i] for i in sorted(rng.sample(range(len(pool)), rng.randint(min(2, len(pool)), len(pool))))]
     names, previous = "".join(w.letter for w in pool) if s.named else "", None
@@ -424,7 +424,8 @@ def preflight(s: Settings):
     while not os.path.exists(there):
         there = os.path.dirname(there)
     free, room = shutil.disk_usage(there).free, size * (s.keep + 2 - len(checkpoints(s.out)) * s.resume)
-    if free < room:
+    known = s.preset == "paper" or not s.init_from or os.path.exists(os.path.join(s.init_from, "config.json"))
+    if known and free < room:
         lacks.append(f"{room / 2**30:.0f} GiB of disk for checkpoints in {s.out} (free are {free / 2**30:.1f}; a smaller --keep takes less)")
     if s.preset == "paper":
         gpus = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
@@ -432,7 +433,7 @@ def preflight(s: Settings):
             lacks.append(f"2 GPUs of 80 GB and 2 processes (here: {len(gpus)} GPUs, {dist.get_world_size()} processes)")
     for key, folder in (("init_from", s.init_from), ("reference", s.reference)):
         if folder and not os.path.exists(os.path.join(folder, "config.json")):
-            lacks.append(f"a checkpoint folder at --{key}={folder} (python model.py NAME fetches one)")
+            lacks.append(f"a checkpoint folder at --{key}={folder} (train it first, or fetch one: python model.py NAME)")
     if s.resume and s.beta and not s.reference and checkpoints(s.out) and not os.path.exists(os.path.join(s.out, "reference", "config.json")):
         lacks.append(f"the policy that {s.out} started from, for --beta={s.beta}: that run began without; name one with --reference=DIR")
     try:
@@ -557,8 +558,7 @@ def checkpoints(out: str) -> list[str]:
 def tidy(s: Settings):
     """Point out/checkpoint at the newest, and drop all but the newest few and the best."""
     def reward(folder):
-        with open(os.path.join(folder, "training.json")) as f:
-            return json.load(f)["reward"]
+        return read_json(os.path.join(folder, "training.json"))["reward"]
 
     link, folders = os.path.join(s.out, "checkpoint"), checkpoints(s.out)
     with contextlib.suppress(FileNotFoundError):  # a kill can leave one
@@ -574,8 +574,7 @@ def tidy(s: Settings):
 
 def restore(optimizer, model, folder: str):
     """Adam's moments as `save` left them, each rank its part."""
-    with open(os.path.join(folder, "training.json")) as f:
-        steps = json.load(f)["optimizer_steps"]
+    steps = read_json(os.path.join(folder, "training.json"))["optimizer_steps"]
     parameters = dict(model.named_parameters())
     for p in parameters.values() if steps else ():
         optimizer.state[p]["step"] = torch.tensor(float(steps), device=p.device)
@@ -587,8 +586,7 @@ def restore(optimizer, model, folder: str):
 
 def rewind(s: Settings, iteration: int):
     """Make the run's files what they were after so many iterations, and say which settings are new."""
-    with open(os.path.join(s.out, "settings.json")) as f:
-        old = json.load(f)
+    old = read_json(os.path.join(s.out, "settings.json"))
     changed = [f"{key} {old.get(key)} -> {value}" for key, value in asdict(s).items() if value != old.get(key) and key != "resume"]
     tqdm.write(f"going on in {s.out} after iteration {iteration}" + (f", with changed settings: {', '.join(changed)}" if changed else ""))
     file = os.path.join(s.out, "metrics.jsonl")
@@ -702,7 +700,7 @@ def main(argv):
         saved = os.path.join(s.out, "checkpoint")
         kept = f"the checkpoint is in {saved}" if os.path.exists(saved) else "nothing had been learned"
         code = f"interrupted; {kept}" if dist.get_rank() == 0 else 1
-    dist.destroy_process_group()  # not after an error of one rank: NCCL's would wait for the others, and torchrun never hear of it
+    dist.destroy_process_group()  # not in a `finally`: after one rank's error NCCL would wait for the others, and torchrun never hear of it
     if code is not None:
         raise SystemExit(code)
 
@@ -714,7 +712,7 @@ def train(s: Settings, device: str):
     url, budget = on_rank0(lambda: preflight(s))
     if s.dry_run:
         return say("the run lacks nothing; without --dry_run it begins")
-    pool = load_pool(s.pool, url, s.replay, budget / world)  # one server of local specialists for all ranks
+    pool = load_pool(s.pool, url, s.replay, budget, world)  # one server of local specialists for all ranks
     problems, test = load(s.data, "train"), load(s.test_data or s.data, "test", s.test)
     done = on_rank0(lambda: checkpoints(s.out)[-1:]) if s.resume else []
     start = int(os.path.basename(done[0])) if done else 0
@@ -803,7 +801,7 @@ def train(s: Settings, device: str):
     finish(s, gather(model, device), tokenizer, test, pool, say)
     bill()
     say(f"{time.perf_counter() - began:.0f} s from start to end. "
-        f"Next: python workflow.py \"{test[-1].question}\" --checkpoint={s.out}/checkpoint")
+        f"Next: python workflow.py \"{test[-1].question}\" --checkpoint={s.out}/checkpoint" + f" --pool={s.pool}" * (s.pool != "local"))
 
 
 if __name__ == "__main__":

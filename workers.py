@@ -256,7 +256,7 @@ class Worker:
     api_key_env: str | None = None  # the variable that holds the key
     params: dict = field(default_factory=dict)
     price: list | None = None  # dollars per million tokens: input, output
-    concurrency: int = 16
+    concurrency: int = 16  # calls at a time
     rpm: int | float | None = None  # requests per minute
     timeout: int | float = 120  # seconds for an attempt
     deadline: int | float | None = None  # seconds for all attempts and the waits between them; three timeouts unless given
@@ -390,11 +390,12 @@ def paper_pool(free: bool) -> list[dict]:
     return [{**dict(zip(names, row)), "timeout": 3600 if free else 300} for row in rows]
 
 
-def load_pool(spec: str, local_url: str | None = None, replay: str = "", budget: float = 0.0) -> list[Worker]:
+def load_pool(spec: str, local_url: str | None = None, replay: str = "", budget: float = 0.0, ranks: int = 1) -> list[Worker]:
     """The workers of a local pool, "paper", "paper:unconstrained" or a JSON file; a bad one ends the program, naming entry and field.
 
     A local pool starts the specialists' server, once per process, unless local_url names a running one. replay: a file of replies. budget:
-    dollars that the workers may spend together, 0 for no limit; every worker then needs a price, and an end to its answers."""
+    dollars that the workers may spend together, 0 for no limit; every worker then needs a price, and an end to its answers. ranks: how many
+    processes share budget, rpm and concurrency."""
     if spec in LOCAL:
         url = local_url or local_server()[0]
         entries = [{"protocol": "openai", "base_url": url, "model": name, "price": [0, 0]} for name in LOCAL[spec]]
@@ -407,18 +408,27 @@ def load_pool(spec: str, local_url: str | None = None, replay: str = "", budget:
         except (OSError, ValueError) as e:
             sys.exit(f"--pool={spec}: {e}; expected {', '.join(LOCAL)}, paper, paper:unconstrained or a JSON file with a list of workers")
     try:
-        pool, replies, limit = [], Replay(replay) if replay else None, Budget(budget) if budget else None
+        pool, replies, limit = [], Replay(replay) if replay else None, Budget(budget / ranks) if budget else None
     except OSError as e:
         sys.exit(f"--replay={replay}: {e}")
     for i, entry in enumerate(entries if isinstance(entries, list) else []):
         try:
-            pool.append(worker := Worker(**entry, replay=replies, budget=limit))
+            fields = [key for key in Worker.__annotations__ if key not in ("replay", "budget")]
+            if not isinstance(entry, dict):
+                raise ValueError("expected an object with protocol, base_url and model")
+            if unknown := [key for key in entry if key not in fields]:
+                raise ValueError(f"unknown field {unknown[0]}, there are {', '.join(fields)}")
+            if missing := [key for key in fields[:3] if key not in entry]:
+                raise ValueError(f"no {missing[0]}")
+            worker = Worker(**entry, replay=replies, budget=limit)
+            worker = replace(worker, rpm=worker.rpm and worker.rpm / ranks, concurrency=max(1, worker.concurrency // ranks))
+            pool.append(worker)
             if worker.name in [w.name for w in pool[:-1]]:
                 raise ValueError(f"another worker has the name {worker.name!r} already: give each a name of its own")
             worker.letter = chr(ord("A") + i)
             if budget and (worker.price is None or worker.most([], worker.params) == math.inf):
                 raise ValueError("a budget needs price ([0, 0] for a model of your own), and max_tokens in params: write a pool file")
-        except (TypeError, ValueError) as e:  # TypeError names a missing or unknown field
+        except ValueError as e:
             sys.exit(f"{spec}: entry {i}: {e}")
     return pool or sys.exit(f"{spec}: expected a list of workers")
 

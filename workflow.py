@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from model import Qwen, Tokenizer, configure
+from model import Qwen, Tokenizer, configure, read_json
 from sample import generate
 from workers import Handler, Reply, Server, WorkerError, load_pool
 
@@ -364,8 +364,7 @@ def load_conductor(path: str) -> tuple[Qwen, Tokenizer, dict]:
     """A checkpoint's model, tokenizer and plan: how train.py asked it, which is in its conductor.json; PLAN for any other model."""
     file, plan = os.path.join(path, "conductor.json"), {}
     if os.path.exists(file):
-        with open(file) as f:
-            plan = json.load(f)
+        plan = read_json(file)
     cuda = torch.cuda.is_available()
     model = Qwen.from_pretrained(path, torch.bfloat16 if cuda else torch.float32, "cuda" if cuda else "cpu")
     return model, Tokenizer.from_pretrained(path), PLAN | plan

@@ -14,11 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as BPE, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 import model as model_file
 from model import Config, Qwen, RMSNorm, Tokenizer, causal, configure, fetch, rotary, rotate, write_tensors
+from train import tiny_tokenizer
+from workflow import load_conductor
 
 torch.set_num_threads(1)
 CLOSE = dict(rtol=1e-5, atol=2e-5)  # of logits whose spread is above 1
@@ -245,7 +247,7 @@ def test_a_folder_without_weights_or_with_a_wandering_index(saved):
 @pytest.mark.parametrize("changes, words", [
     ({"model_type": "llama"}, "model_type is 'llama'"),
     ({"model_type": None}, "model_type is None"),
-    ({"hidden_size": None}, "lacks hidden_size"),
+    ({"hidden_size": None}, "lacks hidden_size"), ({"hidden_size": "64"}, "lacks hidden_size"),
     ({"rope_theta": None}, "lacks rope_theta"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "RoPE scaling"),
     ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "RoPE scaling"),
@@ -255,6 +257,28 @@ def test_a_config_that_is_not_ours_is_refused(changes, words, saved):
     edit(saved / "config.json", **changes)
     with pytest.raises(ValueError, match=words):
         Qwen.from_pretrained(str(saved))
+
+
+@pytest.mark.parametrize("file, text", [("config.json", "{"), ("config.json", "[1]"), ("model.safetensors", None), ("tokenizer.json", "{}"),
+                                        ("conductor.json", "{"), ("conductor.json", "3"), ("model.safetensors.index.json", "[]")])
+def test_a_damaged_checkpoint_names_its_file(file, text, saved):
+    """Cut off, or not what its name says."""
+    tiny_tokenizer(["a b"]).save_pretrained(str(saved))
+    load_conductor(str(saved))
+    if text is None:
+        os.truncate(saved / file, 5000)
+    else:
+        (saved / file).write_text(text)
+    with pytest.raises(ValueError, match=file):
+        load_conductor(str(saved))
+
+
+def test_transformers_stops_where_a_turn_ends(saved):
+    """generation_config.json holds both tokens that end a completion; and all files of a checkpoint can be read by the same users."""
+    tokenizer = tiny_tokenizer(["a b"])
+    tokenizer.save_pretrained(str(saved))
+    assert GenerationConfig.from_pretrained(saved).eos_token_id == tokenizer.end_ids and len(tokenizer.end_ids) == 2
+    assert len({os.stat(saved / name).st_mode for name in os.listdir(saved)}) == 1
 
 
 def test_a_folder_that_is_no_checkpoint(tmp_path):
@@ -709,7 +733,7 @@ def test_configure_types_values_by_their_fields():
 @pytest.mark.parametrize("word, said", [
     ("--step=1", "--step.*--steps"), ("--Resume", "--resume"), ("--zzzzzz=1", "zzzzzz.*steps.*lr.*out"),  # an unknown key
     ("--steps=1.5", "--steps=1.5.*int"), ("--steps=", "--steps"), ("--steps", "--steps"), ("--steps=none", "--steps=none.*int"),
-    ("--lr=fast", "--lr=fast.*float"), ("--resume=maybe", "--resume=maybe.*bool"), ("--out", "--out")])
+    ("--lr=fast", "--lr=fast.*float"), ("--resume=maybe", "--resume=maybe.*bool"), ("--out", "--out=VALUE, with = and no blank")])
 def test_configure_refuses_what_it_does_not_know(word, said):
     """An unknown key names the nearest one, a bad value its key and type; the program ends, with nothing changed."""
     settings = Settings()

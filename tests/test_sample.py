@@ -20,6 +20,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) 
 import sample
 from model import Config, Qwen, Tokenizer
 from sample import BLOCK, CHECK, Completion, generate
+from train import tiny_tokenizer
 
 LONG = BLOCK + 16  # more own tokens than one block of the cache
 
@@ -432,11 +433,15 @@ def test_the_bench_compares_with_the_same_weights(model):
 
 @pytest.mark.parametrize("argv, said", [([], "usage"), (["--checkpoint=/nowhere"], "usage"),
                                         (["--checkpoint=/nowhere", "hi"], "/nowhere"), (["--chekpoint=x", "hi"], "--checkpoint"),
-                                        (["--bench"], "usage"), (["--bench", "--random=8b"], "7b"), (["--random=small", "hi"], "usage")])
-def test_the_program_says_what_is_wrong(argv, said):
+                                        (["--bench"], "usage"), (["--bench", "--random=8b"], "7b"), (["--random=small", "hi"], "usage"),
+                                        (["--checkpoint={dir}", "hi", "--temperature=-1"], "temperature >= 0"), (["--checkpoint={dir}", "hi", "--top_p=0"], "top_p"),
+                                        (["--checkpoint={dir}", "hi", "--temperature=nan"], "temperature >= 0")])
+def test_the_program_says_what_is_wrong(argv, said, model, tmp_path):
     """No words, a missing checkpoint and a misspelt flag end the program with a message."""
+    model.save_pretrained(str(tmp_path))
+    tiny_tokenizer(["a b"]).save_pretrained(str(tmp_path))
     with pytest.raises(SystemExit, match=said):
-        sample.main(argv)
+        sample.main([word.format(dir=tmp_path) for word in argv])
 
 
 if __name__ == "__main__":

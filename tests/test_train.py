@@ -648,7 +648,7 @@ def test_train_refuses(case, refused):
 
 @pytest.mark.parametrize("word, names", [
     ("--preset=lapdog", "laptop, pairs, pools"), ("--data=mine.jsonl", "--test_data"), ("--subset=6", "5 workers"),
-    ("--keep=1000000000", "GiB of disk"), ("--loss=mean", "sequence, token"), ("--test_data=lapdog", "lapdog"), ("--reference={tmp}/none", "--reference=.*none"),
+    ("--keep=1000000000", "GiB of disk"), ("--init_from={tmp}/none", "lacks a checkpoint folder at --init_from=\\S*none .train it first"), ("--loss=mean", "sequence, token"), ("--test_data=lapdog", "lapdog"), ("--reference={tmp}/none", "--reference=.*none"),
     ("--resume", "began without"), ("laptop", "'laptop'"), ("--rollouts=0", "--rollouts=0"),
     ("--iterations=-1", "--iterations=-1"), ("--style=shrt", "shrt"), ("--width=30", "--width=30"),
     ("--max_steps=0", "--max_steps=0"), ("--temperature=0", "--temperature=0"), ("--warm_batch=0", "--warm_batch=0")])

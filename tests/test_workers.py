@@ -584,7 +584,9 @@ RIGHT = {"protocol": "openai", "base_url": "http://h/v1", "model": "m"}
     ({**RIGHT, "params": [1]}, "params"), ({**RIGHT, "price": 3}, "price"), ({**RIGHT, "price": [1]}, "price"),
     ({**RIGHT, "price": [1, -1]}, "price"), ({**RIGHT, "price": [1, "2"]}, "price"), ({**RIGHT, "concurrency": 0}, "concurrency"),
     ({**RIGHT, "concurrency": 1.5}, "concurrency"), ({**RIGHT, "rpm": -1}, "rpm"), ({**RIGHT, "timeout": "1"}, "timeout"),
-    ({**RIGHT, "timeout": float("nan")}, "timeout"), ({**RIGHT, "deadline": float("inf")}, "deadline"), ("m", "mapping")])
+    ({**RIGHT, "timeout": float("nan")}, "timeout"), ({**RIGHT, "deadline": float("inf")}, "deadline"), ("m", "an object"), (3, "an object"),
+    ({**RIGHT, "prices": [1, 2]}, "unknown field prices, there are protocol, base_url, model, name"),
+    ({"model": "m", "protocol": "openai"}, "no base_url")])
 def test_a_bad_entry_is_named_with_its_field(tmp_path, entry, field):
     with pytest.raises(SystemExit, match=f"pool.json: entry 1: .*{field}") as caught:
         load_pool(pool_file(tmp_path, [RIGHT, entry]))
@@ -604,6 +606,15 @@ def test_two_workers_of_one_name(tmp_path):
     """Tables, --only and replay files know a worker by its name."""
     with pytest.raises(SystemExit, match="entry 1: .*another worker has the name"):
         load_pool(pool_file(tmp_path, [RIGHT, {**RIGHT, "base_url": "http://127.0.0.1:1/v1"}]))
+
+
+def test_ranks_share_the_limits(tmp_path):
+    """Each process of a run has its own pool; the provider counts all of them together."""
+    entry = {**RIGHT, "rpm": 60, "concurrency": 5, "price": [1, 1], "params": {"max_tokens": 9}}
+    [w] = load_pool(pool_file(tmp_path, [entry]), budget=3.0, ranks=2)
+    assert w.rpm == 30 and w.concurrency == 2 and w.slots._value == 2 and w.budget.left == 1.5
+    [w] = load_pool(pool_file(tmp_path, [{**RIGHT, "concurrency": 1}]), ranks=2)
+    assert w.rpm is None and w.concurrency == 1 and w.budget is None
 
 
 def test_defaults_of_an_entry(tmp_path):
