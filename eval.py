@@ -182,10 +182,6 @@ def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
     return interleave(problems, random.Random(0))[:limit]
 
 
-def texts(value) -> bool:
-    return isinstance(value, list) and all(isinstance(x, str) for x in value)
-
-
 def read_problems(file: str) -> list[Problem]:
     """A line is a JSON object with the strings question, answer, kind, and if wanted Problem's other fields; a kind named like a grader is
     graded by it. FILE.sha256, if there is one, must agree."""
@@ -206,15 +202,18 @@ def read_problems(file: str) -> list[Problem]:
             if (grader := problems[-1].grader) not in list(ASK):
                 raise ValueError(f"no grader {grader!r}, there are {', '.join(ASK)}")
             answer, extra = problems[-1].answer, problems[-1].extra
+            if not isinstance(extra, dict):
+                raise ValueError("extra is not an object")
             if lacks := [key for key in EXTRA.get(grader, ()) if key not in extra]:
                 raise ValueError(f"the grader {grader} needs {', '.join(lacks)} in extra")
+            choices, tests = extra.get("choices"), extra.get("tests")
             if grader == "letter":
-                if not texts(extra["choices"]) or not 2 <= len(extra["choices"]) <= len(LETTERS):
+                if not isinstance(choices, list) or {*map(type, choices)} != {str} or not 2 <= len(choices) <= len(LETTERS):
                     raise ValueError(f"choices are 2 to {len(LETTERS)} texts")
-                if len(answer) != 1 or answer not in LETTERS[:len(extra["choices"])]:
-                    raise ValueError(f"the answer {answer!r} is none of the letters A to {LETTERS[len(extra['choices']) - 1]}")
-            if grader == "code" and not isinstance(tests := extra["tests"], dict) and not (
-                    tests and isinstance(tests, list) and all(texts(test) and len(test) == 2 for test in tests)):
+                if answer not in [*LETTERS[:len(choices)]]:
+                    raise ValueError(f"the answer {answer!r} is none of the letters A to {LETTERS[len(choices) - 1]}")
+            if grader == "code" and not isinstance(tests, dict) and not (
+                    tests and isinstance(tests, list) and all(isinstance(test, list) and [*map(type, test)] == [str, str] for test in tests)):
                 raise ValueError("tests are a list of pairs of texts, [input, output]")
         except (ValueError, TypeError, RecursionError) as e:
             raise ValueError(f"{file}, line {n}: {e}") from None
@@ -1261,16 +1260,15 @@ def main(argv):
             raise ValueError("--test and --repeats are numbers from 1 on, --rounds, --subset and --budget from 0 on")
         if os.path.isdir(s.out):
             raise ValueError(f"--out={s.out}: a folder, where a file's name is wanted")
-        os.makedirs(os.path.dirname(os.path.abspath(s.out)), exist_ok=True)
+        os.makedirs(os.path.dirname(s.out) or ".", exist_ok=True)
         pool = subset(load_pool(s.pool, replay=s.replay, budget=s.budget), s.only)
-        numbers, wanted = {}, []
+        names, numbers, wanted = [w.name for w in pool], {}, []
+        if taken := {*names} & {*SYSTEMS, "random workflows"}:
+            raise ValueError(f"a worker of the pool has a system's name, {taken.pop()}: rename it")
         for word in s.systems.split(","):
             name, _, who = word.strip().partition(":")
             if name not in SYSTEMS:
                 raise ValueError(f"--systems={word}: there are {', '.join(SYSTEMS)}")
-            names = [w.name for w in pool]
-            if taken := {*names} & {*SYSTEMS, "random workflows"}:
-                raise ValueError(f"a worker of the pool has a system's name, {taken.pop()}: rename it")
             if name not in (*CONDUCTORS, *WORKERS) and who or name in WORKERS and who and who not in names or s.one_worker not in ("", *names):
                 raise ValueError(f"{word}, --one_worker={s.one_worker}: the pool has {', '.join(names)}, and {', '.join(WORKERS)} take one of them")
             if s.subset and (name not in CONDUCTORS or name == "one-worker"):

@@ -159,7 +159,7 @@ def watchdog():
         while True:
             time.sleep(0.05)
             for line in [line for line, end in list(ends.items()) if time.monotonic() > end and line.sock]:
-                sock = getattr(line.sock, "socket", line.sock)  # TLS within a TLS proxy's is around one
+                sock = getattr(line.sock, "socket", line.sock)  # urllib3 wraps one for TLS through a TLS proxy
                 with contextlib.suppress(OSError, TypeError):  # closed, or no socket. Not an SSLSocket's own: it takes the TLS state from who reads
                     socket.socket.shutdown(sock, socket.SHUT_RDWR)
     threading.Thread(target=watch, daemon=True).start()
