@@ -665,8 +665,8 @@ abi = libc.syscall(444, None, 0, 1) if linux else 0
 if abi > 0:  # Landlock, for the tests: Python and the system's libraries to read, the folder to write, no signal to the outside
     rights = (1 << (16 if abi > 4 else min(12 + abi, 15))) - 1
     rules = libc.syscall(444, struct.pack("QQQ", rights, 3 * (abi > 3 and not spaces), 3 * (abi > 5)), 24, 0)
-    read = {sys.prefix, sys.base_prefix, *"/usr /lib /lib64 /bin /proc /dev/zero /dev/random /dev/urandom /sys/devices/system/cpu "
-            "/etc/ld.so.cache /etc/localtime /etc/passwd".split()}
+    read = {sys.prefix, sys.base_prefix, *"/lib /lib64 /bin /proc /dev/zero /dev/random /dev/urandom /sys/devices/system/cpu /etc/ld.so.cache "
+            "/etc/localtime /etc/passwd /usr/bin /usr/lib /usr/lib64 /usr/libexec /usr/local /usr/share".split()} - {"/usr"}  # /usr/src/app is a project
     for path, access in [(folder, rights), ("/dev/null", 6), *((p, 13) for p in read if os.path.exists(p))]:
         beneath = struct.pack("=Qi", access if os.path.isdir(path) else access & 7, os.open(path, os.O_PATH))
         libc.syscall(445, rules, 1, beneath, 0)

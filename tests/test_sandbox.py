@@ -386,6 +386,16 @@ attempt(lambda: os.truncate(path, 0))
 """
 
 
+def test_folders_outside(lacks):
+    """A project may stand anywhere, also in /usr/src/app, and its data hold the answers."""
+    if "Landlock" in lacks:
+        pytest.skip(lacks)
+    there = [p for p in ("/usr/src", "/usr/include", "/opt", "/srv", "/var", "/mnt", "/etc") if os.path.isdir(p) and not sys.base_prefix.startswith(p)]
+    told = output("import os\nfor path in input().split():\n    try:\n        print(os.listdir(path))\n    except PermissionError:\n        print('no')",
+                  " ".join(there))
+    assert there and told.split("\n") == [*["no"] * len(there), ""]
+
+
 def test_files_outside(tmp_path, lacks):
     """Neither what stands elsewhere (the answers, the project) is read nor anything written; what links lead to stays."""
     if "Landlock" in lacks:
