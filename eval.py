@@ -593,6 +593,7 @@ def pick_letter(response: str, choices: list[str]) -> str | None:
     last = re.split(r"\n|[.!?]\s", response)[-1], response.rpartition("\n")[2]
     for i, text in enumerate(map(normal, [found[:LONGEST]] if found is not None else [*last, *said])):
         text, loose = text.upper() if len(text) < 4 else text, found is not None or i > 1
+        # both: a letter, then perhaps its choice's text; m, stricter, since "A" may be a word: a capital, what sets it apart, the rest
         both = re.match(rf"(?i)\(?([{letters}])\b(?:[\s):,.]|[-–—](?=\s))*(.*)", text)
         m = re.match(rf"\(?([{letters}])\b(\s*[):,]|\s+[-–—](?=\s)|\.(?!\w)|)\s*(.*)", text)
         if texts.count(text.casefold()) == 1 and not (m and len(text) == 1):
