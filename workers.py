@@ -174,7 +174,8 @@ def exchange(line: Line, url: str, headers: dict, body: bytes, seconds: float, o
         if line.pool is None:
             line.open(url, options)
         response = line.pool.urlopen("POST", line.path, body, headers, retries=False, redirect=False, assert_same_host=False,
-                                     timeout=urllib3.Timeout(min(CONNECT, seconds), seconds), preload_content=False, decode_content=False)
+                                     timeout=urllib3.Timeout(connect=min(CONNECT, seconds), read=seconds),
+                                     preload_content=False, decode_content=False)
         for chunk in response.stream(1 << 16):
             got += chunk
             if len(got) > MAX_BODY:

@@ -177,6 +177,22 @@ def test_slow_servers_end_at_the_timeout_and_the_deadline(name):
         assert 2 <= len(server.requests) <= 5  # one, and as many as begin within 0.8 s
 
 
+@pytest.mark.parametrize("silent_in", ["head", "body"])
+def test_a_slow_answer_is_one_reply_for_one_request(silent_in, monkeypatch):
+    monkeypatch.setattr(workers, "CONNECT", 0.1)  # the limit of the connect, never of the answer
+    answer = http(GOOD)
+
+    def slow(n, conn):
+        if silent_in == "body":
+            conn.sendall(answer[:-10])
+        time.sleep(0.4)
+        return answer[-10:] if silent_in == "body" else answer
+
+    with Rogue(slow) as server:
+        assert worker(server).chat(CHAT).text == "Because."
+        assert len(server.requests) == 1
+
+
 def test_a_connection_that_cannot_be_cut_is_no_other_ones_trouble():
     """What urllib3 lays over a TLS proxy is no socket; one of which nothing is known has to be left to its own timeout."""
     odd = workers.Line()
