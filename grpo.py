@@ -1,11 +1,10 @@
 """GRPO: rewards → advantages → token log-probabilities → loss → update (Eqs. 1 and 2 of the paper).
 
-A group is the n rollouts of one question. Its prompt and completions go through the model as one packed row, so that the prompt is
-computed once for all (once in each micro-batch) and not once per rollout; the gradient is the same. Read eval.py next.
-"""
+The rollouts of one question are a group. A group goes through the model as one packed row, its prompt and
+then its completions, so that the prompt is computed once for all. Read eval.py next. """
 import itertools
-from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -13,204 +12,296 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 from model import Qwen, causal
+from workflow import Rollout
 
-# Logits that are alive at a time: they are recomputed in the backward pass. Few on a CPU, where malloc hands what is larger than 32 MB back to
-# the system at once, and to touch new pages takes longer than to compute them.
+# So many logits are alive at a time; the backward pass computes them again. They are few on a CPU, where
+# malloc hands what is larger than 32 MB back to the system, and touching new pages takes longer than the
+# arithmetic.
 HEAD_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 22}
+LOSSES = ("sequence", "token", "constant")  # what `update` divides the sum over tokens by
 
 
-LOSSES = ("sequence", "token", "constant")  # what `update` divides by
+def advantages(rewards, mask=None, std=True, question=None):
+    """Eq. 2 for rewards (Q, G): (r - mean) / std in each group, or r - mean with std=False. Returns (Q, G).
 
-
-@dataclass
-class Episode:
-    """One rollout, ready to be trained on. The ids are the sampled ones: sampled text is never encoded again."""
-    prompt: list[int]
-    tokens: list[int]  # the end token included
-    logprobs: list[float]  # of the sampler, i.e. of the policy that acted
-    advantage: float = 0.0
-    weights: list[float] | None = None  # of the tokens, from `importance`
-
-
-def advantages(rewards, mask=None, std: bool = True, of: list | None = None):
-    """Eq. 2 on rewards (Q, G): (r - mean) / std within each group; with std=False only centred. Returns (Q, G).
-
-    mask (Q, G) is False for rollouts that do not count (their worker calls were lost): they are left out of mean and std and get
-    advantage 0, as does a group without spread. std is that of the group itself, sqrt(mean((r - mean)²)).
-
-    of: what each group is a round of. Rounds of the same are divided by one std (§3.2), so that a smaller reward weighs less; each keeps
-    its own mean, the best baseline for its own prompt."""
+    mask (Q, G) is False for rollouts whose worker calls were lost. They are in no mean and no std, and get 0,
+    as does a group without spread. question (Q) numbers the groups: those of one number are rounds of one
+    question (§3.2). Each round keeps its own mean, the best baseline for its prompt; one std over all divides
+    them."""
     rewards = torch.as_tensor(rewards, dtype=torch.float32)
     mask = torch.ones_like(rewards) if mask is None else torch.as_tensor(mask).float()
-    count = mask.sum(1, keepdim=True).clamp(min=1)
-    centred = (rewards - (rewards * mask).sum(1, keepdim=True) / count) * mask
-    centred = torch.where(centred.abs() < 1e-6, 0.0, centred)
+    mean = (rewards * mask).sum(1) / mask.sum(1).clamp(min=1)  # (Q)
+    centred = (rewards - mean[:, None]) * mask                 # (Q, G)
+    centred[centred.abs() < 1e-6] = 0.0                        # equal rewards, whose mean is rounded
     if not std:
         return centred
-    of = list(range(len(rewards))) if of is None else of
-    same = torch.tensor([[a == b for b in of] for a in of]).float()  # (Q, Q)
-    return centred / (same @ (centred ** 2).sum(1, keepdim=True) / (same @ mask.sum(1, keepdim=True)).clamp(min=1)).sqrt().clamp(min=1e-6)
+    question = torch.arange(len(rewards)) if question is None else torch.as_tensor(question)
+    same_question = (question[:, None] == question).float()    # (Q, Q)
+    squares = same_question @ (centred ** 2).sum(1)            # (Q), over all rounds of the question
+    counts = same_question @ mask.sum(1)                       # (Q)
+    deviation = (squares / counts.clamp(min=1)).sqrt()
+    return centred / deviation.clamp(min=1e-6)[:, None]
 
 
-def token_logprobs(model: Qwen, prompt: list[int], completions: list[list[int]], temperature: float = 1.0, n_ids: int | None = None):
-    """Log-probability of every token of each completion given the prompt: a list of 1-D tensors, with gradient, the prompt computed once.
+def set_advantages(groups: list[list[Rollout]], std=True):
+    """Write every rollout's advantage from its group's rewards, of which None is masked. The groups are of
+    one size. Those whose tasks have the same name and question are rounds of one question."""
+    asked = [(group[0].task.name, group[0].task.question) for group in groups]
+    question = [asked.index(pair) for pair in asked]
+    rewards = [[r.reward or 0.0 for r in group] for group in groups]
+    mask = [[r.reward is not None for r in group] for group in groups]
+    for group, row in zip(groups, advantages(rewards, mask, std, question).tolist()):
+        for rollout, advantage in zip(group, row):
+            rollout.advantage = advantage
 
-    temperature and n_ids (ids at or above it have no probability) as in sampling, or the two would not be the same policy."""
-    return packed_logprobs(model, [(prompt, completions)], temperature, n_ids)[0]
+
+# ------------------------------------------------------------------------------------------------------------
+# Token log-probabilities
 
 
-def packed_logprobs(model: Qwen, groups: list[tuple[list[int], list[list[int]]]], temperature: float = 1.0, n_ids: int | None = None,
-                    reference: Qwen | None = None):
-    """token_logprobs of several (prompt, completions) at once, in one list. All go through the model as one row:
+def pack(groups, device):
+    """Lay out groups [(prompt, completions)] as one row. The prompt 5 6 with the completions 7 and 8 9
+    becomes
 
-        prompt A | completion A0 | completion A1 | … | prompt B | completion B0 | …
+        ids         5  6 | 7 | 8  9      (T)
+        positions   0  1 | 2 | 2  3      (T)  each completion goes on where its prompt ends
+        targets            7   8  9      (N)  the tokens whose log-probabilities are wanted
+        predictors         1   1  3      (N)  the places of the row whose output predicts them
+        grid        2  2 | 3  4          (n * L)  the completions' places in their group, padded with any
+        cells       0      2  3          the cells of the grid that are no padding
 
-    Beside it a 1-D tensor over all these tokens: KL(π_ref ‖ π) of the distributions that they were drawn from, with gradient; zeros
-    without a reference. GRPO's estimator of the KL, r - log r - 1 with r = π_ref/π of the sampled token, has the same gradient on
-    average over the policy's own samples, but where the policy has all but given a token up, the one sample in a thousand that
-    holds it has an r of hundreds."""
-    device, lengths, sizes, layout, positions, predictors = model.device, [], [], [], [], []
+    Returns the first four as tensors, and for each group (tokens S, prompt tokens P, n, grid, cells). The
+    lists are made on the CPU and moved in one copy, so nothing waits for the device."""
+    ids, positions, targets, predictors = [], [], [], []
+    shapes, grids = [], []
     for prompt, completions in groups:
-        P, length = len(prompt), torch.tensor([len(c) for c in completions], device=device)
-        step = torch.arange(int(length.max()), device=device)  # (L)
-        real = step < length[:, None]  # (n, L) the completions as a padded grid
-        begin = P + F.pad(length.cumsum(0), (1, 0))[:-1]  # (n) where each completion begins, counted from its group's begin
-        where = (begin[:, None] + step).masked_fill(~real, P)  # (n, L) a grid cell's place in the row; padding points anywhere
-        # Queries of a completion see the whole prompt and their own past; padding lies in nobody's past. Fused kernels know this mask.
-        layout.append((P, where, real.flatten().nonzero()[:, 0], causal_lower_right(len(step), P + len(step))))
-        positions += [torch.arange(P, device=device), (P + step).expand_as(where)[real]]
-        # The token at step 0 is predicted by the prompt's last position, the others by the position before them.
-        predictors.append(sum(sizes) + torch.where(step == 0, P - 1, where - 1)[real])
-        lengths += length.tolist()
-        sizes.append(P + sum(map(len, completions)))
-    ids = torch.tensor([t for prompt, completions in groups for part in (prompt, *completions) for t in part], device=device)  # (T)
-    targets = torch.tensor([t for _, completions in groups for c in completions for t in c], device=device)
+        first, P = len(ids), len(prompt)
+        L = max(len(completion) for completion in completions)
+        grid, cells = [], []
+        ids += prompt
+        positions += range(P)
+        for completion in completions:
+            begin, n = len(ids), len(completion)
+            predictors += [first + P - 1, *range(begin, begin + n - 1)]
+            positions += range(P, P + n)
+            cells += range(len(grid), len(grid) + n)
+            grid += [*range(begin - first, begin - first + n), *[P] * (L - n)]
+            targets += completion
+            ids += completion
+        shapes.append((len(ids) - first, P, len(completions)))
+        grids += [grid, cells]
+    lists = [ids, positions, targets, predictors, *grids]
+    flat = to_device(np.array([*itertools.chain(*lists)]), device)
+    parts = flat.split([len(x) for x in lists])
+    layout = [(*shape, grid, cells) for shape, grid, cells in zip(shapes, parts[4::2], parts[5::2])]
+    return *parts[:4], layout
+
+
+def to_device(array, device):
+    """A numpy array as a tensor on the device. The copy does not wait for what the device is doing."""
+    if device.type == "cuda":
+        return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)
+    return torch.from_numpy(array)
+
+
+def attend_group(layer, q, k, v, P, n, grid, cells):
+    """Attention in one group: its completions see the prompt and their own past, not each other.
+    q (1, H, S, D), k and v (1, Hkv, S, D) -> (1, H, S, D)."""
+    prompt = causal(layer, q[:, :, :P], k[:, :, :P], v[:, :, :P])
+    grid = grid.view(n, -1)                                     # (n, L)
+    rows = []
+    for x in (k, v):
+        before = x[:, :, :P].expand(n, -1, -1, -1)              # (n, Hkv, P, D)
+        own = x[0][:, grid].transpose(0, 1)                     # (n, Hkv, L, D)
+        rows.append(torch.cat((before, own), 2))
+    own = q[0][:, grid].transpose(0, 1)                         # (n, H, L, D)
+    mask = causal_lower_right(own.shape[2], rows[0].shape[2])   # padding comes last, in nobody's past
+    y = F.scaled_dot_product_attention(own, *rows, attn_mask=mask, enable_gqa=True)
+    y = y.transpose(1, 2).flatten(0, 1)                         # (n*L, H, D)
+    y = y.index_select(0, cells).transpose(0, 1)[None]          # (1, H, S-P, D)
+    return torch.cat((prompt, y), 2)
+
+
+def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference: Qwen | None = None):
+    """The log-probability of every token of every completion of groups [(prompt, completions)], with
+    gradient: a list of 1-D tensors, one a completion. temperature and n_ids (ids at or above it have no
+    probability) are as in sampling, or it would be another policy.
+
+    Beside it, 1-D over all these tokens, KL(π_ref ‖ π) of the distributions they were drawn from, with
+    gradient; zeros without a reference. GRPO's estimate of it from the sampled token, r - log r - 1 with r =
+    π_ref/π, has the same gradient on average, but an r of hundreds for a token that the policy has all but
+    given up."""
+    device = model.device
+    ids, positions, targets, predictors, layout = pack(groups, device)
+    sizes = [S for S, *_ in layout]
 
     def attend(layer, q, k, v):  # q (1, H, T, D), k and v (1, Hkv, T, D)
-        y = []
-        for (P, where, cells, mask), q, k, v in zip(layout, q.split(sizes, 2), k.split(sizes, 2), v.split(sizes, 2)):
-            n = len(where)
-            y.append(causal(layer, q[:, :, :P], k[:, :, :P], v[:, :, :P]))
-            k, v = (torch.cat((x[:, :, :P].expand(n, -1, -1, -1), x[0][:, where].transpose(0, 1)), 2) for x in (k, v))  # (n, Hkv, P+L, D)
-            own = F.scaled_dot_product_attention(q[0][:, where].transpose(0, 1), k, v, attn_mask=mask, enable_gqa=True)  # (n, H, L, D)
-            y.append(own.transpose(1, 2).flatten(0, 1).index_select(0, cells).transpose(0, 1)[None])  # unlike own[real], waits for no GPU
-        return torch.cat(y, 2)  # (1, H, T, D)
+        dtype, y = q.dtype, []
+        if device.type == "cpu":  # the fused kernel's backward pass in bf16 is slow there
+            q, k, v = q.float(), k.float(), v.float()
+        for q, k, v, group in zip(q.split(sizes, 2), k.split(sizes, 2), v.split(sizes, 2), layout):
+            y.append(attend_group(layer, q, k, v, *group[1:]))
+        return torch.cat(y, 2).to(dtype)
 
-    def logps(model, hidden):
+    def distribution(model, hidden):  # (chunk, C) -> (chunk, V)
         logits = model.logits(hidden)[:, :n_ids]
         return (logits if temperature == 1 else logits / temperature).log_softmax(-1)
 
     def score(hidden, ref_hidden, targets):  # (chunk, C), (chunk, C), (chunk) -> (2, chunk)
-        logp, kl = logps(model, hidden), torch.zeros(len(hidden), device=device)
+        logp = distribution(model, hidden)
+        kl = torch.zeros(len(hidden), device=device)
         if reference:
-            ref = logps(reference, ref_hidden).detach()
+            ref = distribution(reference, ref_hidden).detach()
             kl = (ref.exp() * (ref - logp)).sum(-1)
         return torch.stack((logp.gather(1, targets[:, None])[:, 0], kl))
 
-    ids, positions, predictors = ids[None], torch.cat(positions)[None], torch.cat(predictors)
-    with torch.no_grad():
-        ref_hidden = reference(ids, positions, attend, lambda hidden: hidden[0, predictors]) if reference else None
+    def head(hidden):  # (1, T, C) -> (2, N)
+        hidden = hidden[0, predictors]
+        ref = hidden if ref_hidden is None else ref_hidden
+        chunk = max(1, HEAD_LOGITS[device.type] // model.config.vocab_size)
+        parts = zip(hidden.split(chunk), ref.split(chunk), targets.split(chunk))
+        return torch.cat([checkpoint(score, *part, use_reentrant=False) for part in parts], 1)
 
-    def head(hidden):
-        hidden, rows = hidden[0, predictors], max(1, HEAD_LOGITS[device.type] // model.config.vocab_size)
-        chunks = zip(*(x.split(rows) for x in (hidden, hidden if ref_hidden is None else ref_hidden, targets)))
-        return torch.cat([checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks], 1)
+    ref_hidden = None
+    if reference:
+        with torch.no_grad():
+            ref_hidden = reference(ids[None], positions[None], attend, lambda hidden: hidden[0, predictors])
+    logprobs, kl = model(ids[None], positions[None], attend, head)
+    return list(logprobs.split([len(c) for _, completions in groups for c in completions])), kl
 
-    logprobs, kl = model(ids, positions, attend, head)
-    return list(logprobs.split(lengths)), kl
+
+def token_logprobs(model: Qwen, prompt: list[int], completions: list[list[int]], temperature=1.0, n_ids=None):
+    """packed_logprobs of one group, without a reference."""
+    return packed_logprobs(model, [(prompt, completions)], temperature, n_ids)[0]
 
 
-def surrogate(logprobs, old, advantage, clip: float, clip_high: float = 0.0):
-    """Eq. 1 token by token, without the KL, to be maximised: min(ρA, clip(ρ, 1-ε, 1+ε)A). Log-probabilities are 1-D tensors over tokens,
-    and so is `advantage`, unless it is one number for all. clip_high: another ε above 1 (DAPO, arXiv 2503.14476), 0 for the same."""
+# ------------------------------------------------------------------------------------------------------------
+# The loss (Eq. 1) and the update
+
+
+def surrogate(logprobs, old, advantage, clip, clip_high=0.0):
+    """Eq. 1 token by token without the KL, to be maximised: min(ρA, clip(ρ, 1-ε, 1+ε)A), with ρ = π/π_old.
+    All are 1-D over tokens; advantage may be a number. clip_high: another ε above 1 (DAPO, arXiv
+    2503.14476)."""
     ratio = (logprobs - old).exp()
-    return torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + (clip_high or clip)) * advantage)
+    clipped = ratio.clamp(1 - clip, 1 + (clip_high or clip))
+    return torch.minimum(ratio * advantage, clipped * advantage)
 
 
-def micro_batches(episodes: list[Episode], token_budget: int) -> list[dict[tuple, list[Episode]]]:
-    """Split episodes into {prompt: its episodes}, each of at most `token_budget` tokens with every prompt counted once, or of one episode that is
-    longer. Those of a prompt are sorted by length, so that little is padded."""
-    batches, size = [{}], 0
-    for e in sorted(episodes, key=lambda e: (e.prompt, len(e.tokens))):
-        prompt = tuple(e.prompt)
-        cost = len(e.tokens) + (0 if prompt in batches[-1] else len(prompt))
-        if batches[-1] and size + cost > token_budget:
-            batches.append({})
-            size, cost = 0, len(prompt) + len(e.tokens)
-        batches[-1].setdefault(prompt, []).append(e)
+def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, reference: Qwen | None = None,
+           temperature=1.0, n_ids=None, token_budget=16384, max_grad_norm=1.0, clip_high=0.0, loss="sequence",
+           max_new_tokens=0) -> dict:
+    """One optimizer step on Eq. 1 over all ranks' rollouts, of which these are this rank's. All ranks skip a
+    step whose gradient is not finite. reference is needed where beta > 0. loss says what the sum over tokens
+    is divided by: "sequence", each by its rollout's length and then by the rollouts (GRPO); "token", by all
+    tokens (DAPO); "constant", by rollouts times max_new_tokens (Dr. GRPO, arXiv 2503.20783).
+
+    Returns means over all ranks' tokens, without rollouts that teach nothing (advantage and beta 0): gap (how
+    far the trainer's log-probability is from the sampler's: in the first update, how far the two programs
+    differ), approx_kl (KL(π_old ‖ π) as ρ - 1 - log ρ), clipfrac, entropy (-log π of what was sampled), kl
+    (KL(π_ref ‖ π)); and grad_norm before clipping, and skipped (0 or 1)."""
+    device = model.device
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    # Groups without spread are not computed, but they are part of the mean.
+    n_rollouts, n_tokens = over_ranks([len(rollouts), sum(n_written(r) for r in rollouts)], device)
+    sums = torch.zeros(6, dtype=torch.float64, device=device)
+    for batch in in_step(micro_batches([r for r in rollouts if r.advantage or beta], token_budget), device):
+        old, gain, share = [], [], []
+        for r in batch:
+            divisor = n_rollouts * n_written(r)
+            if loss == "token":
+                divisor = n_tokens
+            elif loss == "constant":
+                divisor = n_rollouts * max_new_tokens
+            old += r.completion.logprobs
+            gain += [r.advantage * weight for weight in r.weights or [1.0] * n_written(r)]
+            share += [1 / divisor] * n_written(r)
+        old, gain, share = to_device(np.array([old, gain, share], dtype=np.float32), device)  # each (N)
+        new, kl = packed_logprobs(model, by_prompt(batch), temperature, n_ids, reference if beta else None)
+        new, kl = torch.cat(new)[:len(old)], kl[:len(old)]  # an empty batch only keeps step: it has no tokens
+        objective = ((surrogate(new, old, gain, clip, clip_high) - beta * kl) * share).sum()
+        (-objective * world).backward()  # FSDP averages gradients over ranks
+        with torch.no_grad():
+            ratio = (new - old).exp()
+            clipped = (ratio < 1 - clip) | (ratio > 1 + (clip_high or clip))
+            per_token = ((new - old).abs(), ratio - 1 - (new - old), clipped, -new, kl, torch.ones_like(new))
+            sums += torch.stack([x.sum() for x in per_token])
+
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # the same on all ranks
+    if np.isfinite(norm):
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    *totals, tokens = over_ranks(sums.tolist(), device)
+    names = ("gap", "approx_kl", "clipfrac", "entropy", "kl")
+    means = {name: total / max(tokens, 1) for name, total in zip(names, totals)}
+    return {**means, "grad_norm": norm, "skipped": int(not np.isfinite(norm))}
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Appendix: importance weights, micro-batches, ranks
+
+
+@torch.no_grad()
+def importance(model: Qwen, rollouts, cap, temperature=1.0, n_ids=None, token_budget=16384) -> float:
+    """Set each token's truncated importance weight, min(π_trainer / π_sampler, cap), which undoes the
+    difference between the two programs (fengyao.notion.site/off-policy-rl). The log-probabilities become the
+    trainer's: from then on ρ is to its own policy before the update. Returns what the gap was."""
+    far, tokens = 0.0, 0
+    for batch in in_step(micro_batches(rollouts, token_budget), model.device):
+        for r, new in zip(batch, packed_logprobs(model, by_prompt(batch), temperature, n_ids)[0]):
+            log_ratio = new.cpu() - torch.tensor(r.completion.logprobs)
+            r.weights = log_ratio.exp().clamp(max=cap).tolist()
+            r.completion.logprobs = new.tolist()
+            far += log_ratio.abs().sum().item()
+            tokens += len(new)
+    if hasattr(model, "reshard"):  # FSDP leaves that to a backward pass, which may not come
+        model.reshard()
+    far, tokens = over_ranks([far, tokens], model.device)
+    return far / max(tokens, 1)
+
+
+def n_written(rollout: Rollout) -> int:
+    return len(rollout.completion.tokens)
+
+
+def micro_batches(rollouts: list[Rollout], token_budget: int) -> list[list[Rollout]]:
+    """Split rollouts into lists of at most `token_budget` tokens, or of one rollout that is longer. Rollouts
+    of a prompt stand together and by length, so that little is padded. A prompt counts once, and a list's
+    first prompt does not count: a long one shall not be computed again for every few tokens."""
+    batches, size = [], 0
+    for r in sorted(rollouts, key=lambda r: (r.prompt, n_written(r))):
+        cost = n_written(r)
+        if batches and r.prompt != batches[-1][-1].prompt:
+            cost += len(r.prompt)
+        if not batches or size + cost > token_budget:
+            batches.append([])
+            size, cost = 0, n_written(r)
+        batches[-1].append(r)
         size += cost
-    return batches if episodes else []
+    return batches
 
 
-def reduce(values: list[float], op=dist.ReduceOp.SUM, device="cpu") -> list[float]:
-    """Sum (or max) of numbers over ranks."""
+def by_prompt(batch: list[Rollout]):
+    """A micro-batch as groups for packed_logprobs; an empty one as any token, so that it takes part."""
+    groups = []
+    for prompt, rollouts in itertools.groupby(batch, lambda r: r.prompt):
+        groups.append((prompt, [r.completion.tokens for r in rollouts]))
+    return groups or [([0], [[0]])]
+
+
+def in_step(batches: list, device):
+    """Yield this rank's micro-batches, then empty ones until every rank has had as many: FSDP's collectives
+    would wait for ever for a rank that leaves early."""
+    [most] = over_ranks([len(batches)], device, dist.ReduceOp.MAX)
+    yield from batches
+    for _ in range(int(most) - len(batches)):
+        yield []
+
+
+def over_ranks(values: list[float], device, op=dist.ReduceOp.SUM) -> list[float]:
+    """The sum of each number over ranks, or what else op says."""
     total = torch.tensor(values, dtype=torch.float64, device=device)
     if dist.is_initialized():
         dist.all_reduce(total, op)
     return total.tolist()
-
-
-def forwards(model: Qwen, batches: list[dict]):
-    """Yield every rank's micro-batches as (is it real, groups for packed_logprobs, episodes in their order). All ranks get the same number
-    of them, the last ones not real where others have more: FSDP's collectives would wait for ever for a rank that leaves early."""
-    [most] = reduce([len(batches)], dist.ReduceOp.MAX, model.device)
-    for i in range(int(most)):
-        batch = batches[i] if i < len(batches) else {(0,): [Episode([0], [0], [0.0])]}
-        yield i < len(batches), [(list(p), [e.tokens for e in group]) for p, group in batch.items()], [*itertools.chain(*batch.values())]
-
-
-@torch.no_grad()
-def importance(model: Qwen, episodes: list[Episode], cap: float, temperature: float = 1.0, n_ids: int | None = None,
-               token_budget: int = 16384) -> float:
-    """Truncated importance weights, min(π_trainer / π_sampler, cap), for each token: they undo the difference between the two programs. From
-    here on the ratio ρ is to the trainer's own policy before the update (fengyao.notion.site/off-policy-rl). Returns `update`'s gap, which
-    from here on is 0."""
-    far, tokens = 0.0, 0
-    for real, groups, batch in forwards(model, micro_batches(episodes, token_budget)):
-        for e, new in zip(batch, packed_logprobs(model, groups, temperature, n_ids)[0]):
-            log_ratio = new.cpu() - torch.tensor(e.logprobs)
-            e.weights, e.logprobs = log_ratio.exp().clamp(max=cap).tolist(), new.tolist()
-            far, tokens = far + real * log_ratio.abs().sum().item(), tokens + real * len(new)
-    if hasattr(model, "reshard"):  # FSDP leaves that to a backward pass, which may not come
-        model.reshard()
-    far, tokens = reduce([far, tokens], device=model.device)
-    return far / max(tokens, 1)
-
-
-def update(model: Qwen, optimizer, episodes: list[Episode], clip: float = 0.2, beta: float = 0.0, reference: Qwen | None = None,
-           temperature: float = 1.0, n_ids: int | None = None, token_budget: int = 16384, max_grad_norm: float = 1.0,
-           clip_high: float = 0.0, loss: str = "sequence", max_new_tokens: int = 0) -> dict:
-    """One optimizer step on Eq. 1 over all ranks' episodes, of which these are this rank's.
-
-    `reference` is needed where beta > 0. loss: what the sum over tokens is divided by: "sequence", each by its rollout's length and then by
-    the rollouts (GRPO); "token", by all tokens (DAPO); "constant", by rollouts × max_new_tokens (Dr. GRPO, arXiv 2503.20783).
-
-    Returns means over all ranks' tokens, without rollouts that teach nothing (advantage and beta 0): gap (|trainer's - sampler's
-    log-probability|, which is the two programs' difference in the first update after sampling only), approx_kl (KL(π_old ‖ π) as
-    ρ - 1 - log ρ), clipfrac, kl (KL(π_ref ‖ π)), entropy (-log π of what was sampled), and grad_norm."""
-    device, world = model.device, dist.get_world_size() if dist.is_initialized() else 1
-    batches = micro_batches([e for e in episodes if e.advantage or beta], token_budget)
-    # Groups without spread count too: they are part of the mean.
-    rollouts, n_tokens = reduce([len(episodes), sum(len(e.tokens) for e in episodes)], device=device)
-    scale = {"sequence": lambda e: 1 / len(e.tokens) / max(rollouts, 1), "token": lambda e: 1 / max(n_tokens, 1),
-             "constant": lambda e: 1 / max(rollouts * max_new_tokens, 1)}[loss]
-    sums = torch.zeros(6, dtype=torch.float64)
-    for real, groups, batch in forwards(model, batches):
-        new, kl = packed_logprobs(model, groups, temperature, n_ids, reference if beta else None)
-        new, old = torch.cat(new), torch.tensor([x for e in batch for x in e.logprobs], device=device)  # (T), as are kl and the next two
-        advantage = torch.tensor([e.advantage * w for e in batch for w in e.weights or [1.0] * len(e.tokens)], device=device)
-        share = torch.tensor([scale(e) for e in batch for _ in e.tokens], device=device)
-        gain = ((surrogate(new, old, advantage, clip, clip_high) - beta * kl) * share).sum()
-        (-gain * world * real).backward()  # FSDP averages gradients over ranks
-        with torch.no_grad():
-            log_ratio = new - old
-            ratio = log_ratio.exp()
-            clipped = ((ratio < 1 - clip) | (ratio > 1 + (clip_high or clip))).float()
-            sums += real * torch.stack([log_ratio.abs(), ratio - 1 - log_ratio, clipped, -new, kl, torch.ones_like(new)]).sum(1).cpu()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    *means, tokens = reduce(sums.tolist(), device=device)
-    names = "gap", "approx_kl", "clipfrac", "entropy", "kl"
-    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    return {**{name: x / max(tokens, 1) for name, x in zip(names, means)}, "grad_norm": norm.item()}
