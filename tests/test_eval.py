@@ -210,7 +210,7 @@ def test_random_workflows_are_the_same_each_time(pool, measured):
 # What the specialists are sent
 
 
-class Tap(workers.Handler):
+class Tap(workers.SpecialistHandler):
     """The local specialists, with what came over the wire kept in server.bodies."""
 
     def do_POST(self):
