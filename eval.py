@@ -45,10 +45,9 @@ from requests.adapters import HTTPAdapter, Retry
 from tqdm import tqdm
 
 from model import Qwen, Tokenizer, configure, download, hub_session, read_json, write_json
-from sample import generate
 from workers import ARITHMETIC, CAPITALS, ELEMENTS, FACTS, LOCAL, SKILL, SPANISH, SPELLING, WorkerError, load_pool
 import workflow
-from workflow import Step, Trace, Workflow, WorkflowError, ask, parse, submit, subset
+from workflow import Prompting, Step, Task, Trace, Workflow, execute, subset
 
 # ---------------------------------------------------------------------------------------------------------------------------------
 # Problems
@@ -919,29 +918,13 @@ def random_completion(question: str, rng: random.Random, n_workers: int, max_ste
 # Systems: everything that answers gives one trace a problem, or None where what it wrote is no workflow
 
 
-def conduct(model: Qwen, tokenizer: Tokenizer, problems: list[Problem], pools: list[list], plan: dict, rounds: int = 0,
-            change=lambda workflow: workflow, nonce: str | None = None) -> list[Trace | None]:
+def conduct(model: Qwen, tokenizer: Tokenizer, problems: list[Problem], pools: list[list], prompting: Prompting, rounds: int = 0,
+            change=None, nonce: str | None = None) -> list[Trace | None]:
     """The Conductor's greedy workflow for each problem, run over the problem's own pool, and up to `rounds` times planned again in view of
-    the answer (§3.2). plan: see load_conductor. `change` may rewrite a workflow before it runs (ablations)."""
-    traces = [None] * len(problems)
-    for turn in range(rounds + 1):  # whoever kept its answer is through, and so is whose workers were lost
-        open_ = [i for i, t in enumerate(traces) if turn == 0 or t and t.workflow.steps and not t.error and len(t.rounds()) == turn]
-        running = {}
-
-        def start(i, completion):
-            with contextlib.suppress(WorkflowError):
-                workflow = parse(tokenizer.decode(completion.tokens), len(pools[i]), plan["max_steps"], allow_empty=turn > 0)
-                name = nonce and f"{nonce}/{problems[i].id}/{turn}"
-                running[i] = submit(change(workflow), problems[i].question, pools[i], traces[i], name)
-
-        for first in tqdm(range(0, len(open_), 64), "the Conductor", disable=None, leave=False):
-            part = open_[first:first + 64]
-            prompts = [tokenizer.chat(ask(problems[i].question, pools[i], plan, traces[i])) for i in part]
-            generate(model, prompts, 1, plan["max_new_tokens"], 0.0, eos_id=tokenizer.end_ids, n_ids=len(tokenizer),
-                     on_finish=lambda k, _, completion: start(part[k], completion))
-        for i, future in running.items():
-            traces[i] = future.result()
-    return traces
+    the answer (§3.2). `change` may rewrite a workflow before it runs (ablations)."""
+    tasks = [Task(p.question, pool, name=f"{nonce}/{p.id}" if nonce else "") for p, pool in zip(problems, pools)]
+    write = workflow.sampled(model, tokenizer, prompting, 0.0)
+    return [rollout.trace for rollout in workflow.conduct(write, tasks, rounds, prompting, tries=1, edit=change)]
 
 
 def alone(worker, problem: Problem, nonce: str | None = None, **overrides) -> Trace:
@@ -1029,7 +1012,7 @@ def run(name: str, who: str, problems: list[Problem], pools: list[list], s, repe
                 step.worker = [w.name for w in pool].index(s.one_worker or pool[0].name) if name == "one-worker" else step.worker
             return workflow
         pools = [team[1:] + team[:1] for team in pools] if name == "shuffled" else pools
-        return conduct(model, tokenizer, problems, pools, plan | ({"style": FORMS[name]} if name in FORMS else {}), s.rounds, change,
+        return conduct(model, tokenizer, problems, pools, replace(plan, style=FORMS.get(name, plan.style)), s.rounds, change,
                        tag)
     k = next((i for i, w in enumerate(pool) if w.name == who), 0)
     worker = pool[k]
@@ -1048,19 +1031,15 @@ def run(name: str, who: str, problems: list[Problem], pools: list[list], s, repe
         if name == "router":
             return alone(route(p.question), p, nonce)
         if name == "seat":
-            try:
-                return workflow.conduct(p.question, pool, workflow.seat(worker, f"{nonce}/seat"), s.rounds, nonce=nonce)
-            except WorkflowError:
-                return None
-            except WorkerError as e:
-                return Trace(p.question, Workflow([]), [], [], error=str(e))
+            task = Task(p.question, pool, name=nonce)
+            return workflow.conduct(workflow.seated(worker, f"{nonce}/seat"), [task], s.rounds)[0].trace
         if name == "reflect":
             steps = [Step(k, REFLECT if i else SOLVE, [*range(i)]) for i in range(5)]
         elif name == "moa":
             steps = [*(Step(i, SOLVE, []) for i in range(len(pool))), Step(rng.randrange(len(pool)), AGGREGATE, [*range(len(pool))])]
         else:
             steps = random_workflow(rng, len(pool)).steps
-        return submit(Workflow(steps), p.question, pool, nonce=nonce).result()
+        return execute(Workflow(steps), p.question, pool, name=nonce)
 
     with ThreadPool(64) as threads:  # of daemons: Ctrl-C shall neither wait nor pay for what they are at
         if name == "router":

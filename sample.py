@@ -64,11 +64,12 @@ def draw(logits, u, temperature=1.0, top_p=1.0, top_k=0):
 @torch.inference_mode()
 def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: int = 1024, temperature: float = 1.0,
              top_p: float = 1.0, top_k: int = 0, eos_id: int | list[int] = (), seed: int = 0, n_ids: int | None = None,
-             on_finish=None) -> list[list[Completion]]:
+             on_finish=None, first: int = 0) -> list[list[Completion]]:
     """n rollouts of each prompt, as [prompt][rollout].
 
     eos_id: the token or tokens that end a rollout. n_ids: only ids below it are sampled (Qwen2.5 pads its vocabulary beyond the
     tokenizer's). The same seed and prompt give the same rollouts in any batch, up to rounding; a prompt listed twice continues with fresh ones.
+    first: the number of each prompt's first rollout; in whatever call, the rollout of one number draws the same random numbers.
     on_finish(prompt index, rollout index, Completion) is called as rollouts finish."""
     if not prompts or not all(prompts) or n < 1 or max_new_tokens < 1:
         raise ValueError("generate needs at least one prompt, no empty prompt, n >= 1 and max_new_tokens >= 1")
@@ -99,7 +100,7 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
     completions = [[None] * n for _ in prompts]
 
     # The grid, flat. row says which rollout a cell holds; a finished one stays until it is compacted away. t is how many tokens all have.
-    row, seeds = torch.arange(Q * R, device=device), torch.tensor(row_seeds(prompts, n, seed), device=device)  # (Q*R)
+    row, seeds = torch.arange(Q * R, device=device), torch.tensor(row_seeds(prompts, n, seed, first), device=device)  # (Q*R)
     newest, t = torch.zeros_like(row), torch.zeros(1, dtype=torch.long, device=device)
     own = [k.new_zeros(2, Q, Hkv, R, 0, D) for k, _ in shared]  # per layer: keys and values of own tokens
 
@@ -180,11 +181,11 @@ def capture(step, device):
     return graph.replay
 
 
-def row_seeds(prompts, n: int, seed: int) -> list[int]:
+def row_seeds(prompts, n: int, seed: int, start: int = 0) -> list[int]:
     """A 64-bit seed for each rollout, from the seed, the prompt's ids and the rollout's number."""
     seen, seeds = {}, []
     for prompt in map(tuple, prompts):
-        first = seen.get(prompt, 0)
+        first = seen.get(prompt, start)
         seen[prompt] = first + n
         key = hashlib.blake2b(repr((seed, prompt)).encode()).digest()
         seeds += [int.from_bytes(hashlib.blake2b(b"%d" % i, key=key, digest_size=8).digest(), "big", signed=True) for i in range(first, first + n)]

@@ -21,7 +21,6 @@ import shutil
 import signal
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -38,7 +37,7 @@ from grpo import HEAD_LOGITS, LOSSES, Episode, advantages, importance, packed_lo
 from model import Config, Qwen, Tokenizer, configure, local_part, read_json, read_tensors, write_json, write_tensors
 from sample import generate, timed
 from workers import Reply, WorkerError, load_pool
-from workflow import PLAN, Trace, Workflow, WorkflowError, ask, messages, parse, submit
+from workflow import Prompting, Rollout, Task, Trace, Workflow, ask, messages, parse, roll_out, sampled, submit
 
 
 @dataclass
@@ -149,7 +148,7 @@ def random_lesson(problem, rng: random.Random, pool, s: Settings) -> tuple[list[
         previous = Trace(problem.question, parse(completion, len(pool), s.max_steps), [], [Reply(response, 0, 0, 0.0, 0.0)])
         completion = random_completion(problem.question, rng, len(pool), s.max_steps, names)
         completion = rng.choice((completion, Workflow([]).text()))
-    return ask(problem.question, pool, vars(s), previous), completion
+    return ask(Task(problem.question, pool, previous), prompting_of(s)), completion
 
 
 def tiny_conductor(s: Settings, problems, pool) -> tuple[Qwen, Tokenizer]:
@@ -197,77 +196,45 @@ def warm_start(model, tokenizer, problems, pool, s: Settings, rank: int, world: 
 # One iteration's rollouts
 
 
-@dataclass
-class Task:
-    """What the Conductor is asked."""
-    problem: evaluation.Problem
-    pool: list  # the workers that it may use
-    index: int  # of this question in the run: the same problem can come again
-    previous: Trace | None = None  # the round before, if this is a second one
-
-
 def assign(problem, pool, s: Settings, index: int) -> Task:
     """Problem number `index` of the run, with the whole pool or a random subset of it (§3.2), of a random size."""
     rng = random.Random(f"{s.seed} {index}")
     chosen = rng.sample(range(len(pool)), rng.randint(s.subset or len(pool), len(pool)))
-    return Task(problem, [pool[i] for i in sorted(chosen)], index)
+    return Task(problem.question, [pool[i] for i in sorted(chosen)], problem=problem, name=f"{s.seed}/{index}")
 
 
-@dataclass
-class Rollout:
-    task: Task
-    prompt: list[int]
-    completion: object  # sample.Completion
-    text: str
-    trace: Trace | None = None  # None: the text is no workflow
+def prompting_of(s: Settings) -> Prompting:
+    return Prompting(s.style, max_steps=s.max_steps, max_new_tokens=s.max_new_tokens, named=s.named)
 
-    right = property(lambda self: self.trace.right if self.trace else False)  # None: a worker was lost on the way, so nobody knows
 
-    def reward(self, s: Settings) -> float | None:
-        """§3.1; a first round, where there are second ones, counts a quarter (§3.2)."""
-        if self.right is None:
-            return None
-        value = s.no_workflow if self.trace is None else s.right if self.right else s.wrong
-        return 0.25 * value if s.recursion and self.task.previous is None else value
+def reward_of(r: Rollout, s: Settings) -> float | None:
+    """§3.1; a first round, where there are second ones, counts a quarter (§3.2)."""
+    if r.right is None:
+        return None
+    value = s.no_workflow if r.trace is None else s.right if r.right else s.wrong
+    return 0.25 * value if s.recursion and r.task.previous is None else value
 
 
 def collect(sampler: Qwen, tokenizer, tasks: list[Task], s: Settings, seed: int, bar) -> tuple[list[list[Rollout]], dict]:
-    """Roll out every task s.rollouts times. A workflow runs over the workers as soon as it is written, and is graded as soon as it has
-    run, while others are being sampled.
-
-    Returns the rollouts as [task][rollout], and the seconds of sampling and of waiting for workers and graders after it."""
+    """Roll out every task s.rollouts times. Returns the rollouts as [task][rollout], and the seconds of sampling and of waiting for workers
+    and graders after it."""
     if not tasks:
         return [], {"sampling": 0.0, "workers": 0.0}
-    prompts = [tokenizer.chat(ask(t.problem.question, t.pool, vars(s), t.previous)) for t in tasks]
-    running = {}
+    sample, sampled_at = sampled(sampler, tokenizer, prompting_of(s), s.temperature, seed), []
 
-    def start(i, j, completion):
-        bar.update()
-        t, nonce = tasks[i], f"{seed}/{tasks[i].index}/{j}"
-        with contextlib.suppress(WorkflowError):
-            workflow = ablate(parse(tokenizer.decode(completion.tokens), len(t.pool), s.max_steps, allow_empty=bool(t.previous)), s)
-            running[i, j] = graders.submit(judge, t.problem, submit(workflow, t.problem.question, t.pool, t.previous, nonce))
-
-    def judge(problem, future):
-        trace = future.result()
-        trace.right = None if trace.error else grade(problem, trace.answer)
-        return trace
+    def write(*how):
+        sample(*how)
+        sampled_at.append(time.perf_counter())
 
     begun = time.perf_counter()
-    with ThreadPoolExecutor(64) as graders:
-        groups = generate(sampler, prompts, s.rollouts, s.max_new_tokens, s.temperature, eos_id=tokenizer.end_ids, seed=seed,
-                          n_ids=len(tokenizer), on_finish=start)
-        sampled = time.perf_counter()
-        rollouts = [[Rollout(t, prompt, c, tokenizer.decode(c.tokens)) for c in group] for t, prompt, group in zip(tasks, prompts, groups)]
-        for (i, j), graded in running.items():
-            rollouts[i][j].trace = graded.result()
-    return rollouts, {"sampling": sampled - begun, "workers": time.perf_counter() - sampled}
+    groups = roll_out(write, tasks, s.rollouts, prompting_of(s), grade, lambda workflow: ablate(workflow, s), on_finish=lambda _: bar.update())
+    return groups, {"sampling": sampled_at[0] - begun, "workers": time.perf_counter() - sampled_at[0]}
 
 
 def again(groups: list[list[Rollout]], seed: int) -> list[Task]:
     """Second rounds (§3.2): of each group one workflow, drawn by chance, whose answer the Conductor is shown."""
     ran = [[r for r in group if r.trace and r.right is not None] for group in groups]
-    drawn = [random.Random(f"{seed} {group[0].task.index}").choice(group) for group in ran if group]
+    drawn = [random.Random(f"{seed} {group[0].task.name}").choice(group) for group in ran if group]
     return [replace(r.task, previous=r.trace) for r in drawn]
 
 
@@ -472,7 +439,7 @@ def write_traces(s: Settings, it: int, rank: int, groups):
         for r in itertools.chain(*groups):
             told = {"trace": r.trace.to_json()} if r.trace else {"text": r.text}
             problem = r.task.problem
-            f.write(json.dumps({"problem": problem.id, "answer": problem.answer, "reward": r.reward(s), **told}) + "\n")
+            f.write(json.dumps({"problem": problem.id, "answer": problem.answer, "reward": reward_of(r, s), **told}) + "\n")
     os.replace(file + ".tmp", file)
 
 
@@ -482,8 +449,8 @@ def summary(s: Settings, group: list[Rollout]) -> list[dict]:
         replies = [reply for reply in r.trace.replies if reply] if r.trace else []
         return {"calls": len(replies), "cost": None if any(x.cost is None for x in replies) else sum(x.cost for x in replies)}
 
-    flat = len({r.reward(s) for r in group if r.right is not None}) < 2  # nothing to learn from: every advantage is 0
-    return [{"kind": r.task.problem.kind, "flat": flat, "right": r.right, "reward": r.reward(s), "parsed": r.trace is not None,
+    flat = len({reward_of(r, s) for r in group if r.right is not None}) < 2  # nothing to learn from: every advantage is 0
+    return [{"kind": r.task.problem.kind, "flat": flat, "right": r.right, "reward": reward_of(r, s), "parsed": r.trace is not None,
              "tokens": len(r.completion.tokens),
              "steps": len(r.trace.workflow.steps) if r.trace else 0, "workers": r.trace.workers if r.trace else [], **costs(r),
              "before": r.task.previous and r.task.previous.right} for r in group]
@@ -544,7 +511,7 @@ def save(s: Settings, folder: str, model, tokenizer, optimizer=None, reward: flo
             collections.deque(tensors, maxlen=0)
     if dist.get_rank() == 0:
         tokenizer.save_pretrained(new)
-        write_json(os.path.join(new, "conductor.json"), {key: getattr(s, key) for key in PLAN})  # so that workflow.py asks as training asked
+        write_json(os.path.join(new, "conductor.json"), asdict(prompting_of(s)))  # so that workflow.py asks as training asked
         write_json(os.path.join(new, "training.json"), {"reward": reward, "optimizer_steps": steps})
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(new, folder)
@@ -603,7 +570,7 @@ def finish(s: Settings, sampler, tokenizer, test, pool, say):
     """The final table on held-out problems, and what was learned for each kind. The Conductor is greedy here."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = test[rank::world]
-    traces = evaluation.conduct(sampler, tokenizer, mine, [pool] * len(mine), vars(s), int(s.recursion), lambda workflow: ablate(workflow, s))
+    traces = evaluation.conduct(sampler, tokenizer, mine, [pool] * len(mine), prompting_of(s), int(s.recursion), lambda workflow: ablate(workflow, s))
     shares = everyone([traces])  # share r holds the problems r, r + world, …
     traces = [shares[i % world][i // world] for i in range(len(test))]
     if rank == 0:
@@ -655,7 +622,7 @@ def bench(width: int = 512, layers: int = 4, vocabulary: int = 4096, prompt: int
     pool, rng, begun = load_pool("local"), random.Random(0), time.perf_counter()
     [completions] = generate(model, [asked], n, length, seed=0)
     sampled = time.perf_counter()
-    for future in [submit(evaluation.random_workflow(rng, len(pool)), "What is 6 * 7?", pool) for _ in range(n)]:
+    for future in [submit(evaluation.random_workflow(rng, len(pool)), Task("What is 6 * 7?", pool)) for _ in range(n)]:
         future.result()
     answered = time.perf_counter()
     update(model, torch.optim.AdamW(model.parameters(), fused=True), [Episode(asked, c.tokens, c.logprobs, rng.gauss(0, 1)) for c in completions],
@@ -766,9 +733,9 @@ def train(s: Settings, device: str):
             groups, seconds = groups + more, {key: seconds[key] + longer[key] for key in seconds}
         del sampler
         begun = time.perf_counter()
-        rewards = [[r.reward(s) for r in group] for group in groups]
+        rewards = [[reward_of(r, s) for r in group] for group in groups]
         A = advantages([[x or 0.0 for x in row] for row in rewards], [[x is not None for x in row] for row in rewards], s.std,
-                       of=[group[0].task.index for group in groups]).tolist()
+                       of=[group[0].task.name for group in groups]).tolist()
         episodes = [[Episode(r.prompt, r.completion.tokens, r.completion.logprobs, a) for r, a in zip(group, row) if r.right is not None]
                     for group, row in zip(groups, A)]
         left = 1 - it / s.iterations

@@ -24,6 +24,8 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
+import urllib.parse
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -289,8 +291,10 @@ class Worker:
             self.options["proxies"] = {}
         self.calls, self.spent, self.unpriced = 0, 0.0, 0  # replies; their dollars; how many have an unknown cost
 
-    def chat(self, messages: list[dict], nonce: str | None = None, **overrides) -> Reply:
+    def chat(self, messages: list[dict], nonce: str | None = None, on_text=None, **overrides) -> Reply:
         """Ask the model. messages: [{"role": "system", "user" or "assistant", "content": str}, ...]; overrides win over params.
+
+        on_text(piece) is called with the text as it comes where the protocol is OpenAI's, else once with all of it.
 
         nonce names this very call within a run (step, question, rollout, workflow step): with it the reply is kept in `replay`.
         WorkerError when transport or provider fail for good. A reply counts in calls, spent and unpriced, also a replayed one."""
@@ -301,6 +305,8 @@ class Worker:
         reply = Reply(**json.loads(known)) if known else self.call(messages, params)
         if keep and not known:
             self.replay.file.write(b"%s %s\n" % (ask, json.dumps(asdict(reply)).encode()))
+        if on_text:
+            on_text(reply.text)
         with self.lock:
             self.calls += 1
             self.spent, self.unpriced = self.spent + (reply.cost or 0), self.unpriced + (reply.cost is None)
@@ -518,34 +524,216 @@ LOCAL = {"local": [*TRADES, "generalist"],
          "local:tired": [f"{kind} {trade}" for trade in TRADES for kind in ("tired", "junior")]}  # the same two on a bad day
 
 
-class Handler(BaseHTTPRequestHandler):
-    """The specialists behind OpenAI's POST /v1/chat/completions and GET /v1/models."""
-    protocol_version, disable_nagle_algorithm = "HTTP/1.1", True
+MAX_DEPTH = 64  # of a request's JSON
+PATHS = "there are GET /health, GET /v1/models, GET /v1/models/NAME and POST /v1/chat/completions"
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+UNSUPPORTED = ("tools", "functions", "logprobs", "audio", "prediction", "web_search_options")  # of a chat request
 
-    def answer(self, status: int, data: dict):
+
+def nested(value, depth: int = 0) -> bool:
+    """Whether a JSON value is nested more deeply than an honest request ever is."""
+    if depth > MAX_DEPTH:
+        return True
+    inner = value if isinstance(value, list) else []
+    if isinstance(value, dict):
+        inner = value.values()
+    return any(nested(item, depth + 1) for item in inner)
+
+
+def plain_message(message) -> dict:
+    """A chat message with its content as one string; ValueError where it is not of text."""
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        raise ValueError(f"expected messages whose role is one of {', '.join(ROLES)}")
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError("expected messages whose content is text: nothing else is supported")
+    return {"role": ROLES[message["role"]], "content": "".join(part["text"] for part in parts)}
+
+
+def checked_chat(body) -> dict:
+    """A chat request as `Handler.complete` gets it; ValueError says what is wrong with it or not supported."""
+    if not isinstance(body, dict) or not isinstance(body.get("model"), str):
+        raise ValueError("expected an object with model, a name, and messages")
+    if nested(body):
+        raise ValueError(f"expected JSON that is nested at most {MAX_DEPTH} deep")
+    for key in UNSUPPORTED:
+        if body.get(key):
+            raise ValueError(f"{key} is not supported")
+    if body.get("n") not in (None, 1):
+        raise ValueError("n above 1 is not supported: ask once for each answer")
+    if not isinstance(body.get("stream"), bool | None) or not isinstance(body.get("stream_options"), dict | None):
+        raise ValueError("expected stream to be true or false, and stream_options an object")
+    if not isinstance(body.get("messages"), list) or not body["messages"]:
+        raise ValueError("expected messages, a list of at least one")
+    return {**body, "messages": [plain_message(message) for message in body["messages"]]}
+
+
+class Handler(BaseHTTPRequestHandler):
+    """OpenAI's chat completions on a loopback address. A subclass has `models`, a list of names, and `complete`.
+
+    complete(body) gets a checked request: body["model"] is one of `models`, and body["messages"] a list of
+    {"role": "system", "user" or "assistant", "content": str}. It calls `reply` once, or `send_chunk` for each
+    piece of a stream and then `end_stream`, or `fail`."""
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    models: list[str] = []
+    streaming = False  # whether the head of a stream has been sent
+
+    def complete(self, body: dict):
+        raise NotImplementedError
+
+    def answer(self, status: int, data: dict, **headers):
+        """Send a whole response, in one packet where it fits. headers: x_name="value"."""
         body = json.dumps(data).encode()
-        head = f"HTTP/1.1 {status} -\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        self.wfile.write(head.encode() + body)  # one write, one packet
+        head = [f"HTTP/1.1 {status} {self.responses.get(status, ('Unknown',))[0]}",
+                "Content-Type: application/json", f"Content-Length: {len(body)}"]
+        head += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+        if self.close_connection:
+            head.append("Connection: close")
+        self.wfile.write("\r\n".join([*head, "", ""]).encode() + body)
+
+    def fail(self, status: int, message: str, retry: bool = True):
+        """Answer with an error as OpenAI writes it; within a stream it ends the stream.
+
+        retry=False asks the clients that read x-should-retry (OpenAI's own do) not to ask, and pay, again."""
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        error = {"error": {"message": message, "type": kind, "param": None, "code": None}}
+        if self.streaming:
+            self.send_event(error)
+        elif retry:
+            self.answer(status, error)
+        else:
+            self.answer(status, error, x_should_retry="false")
+
+    def reply(self, text: str, finish: str = "stop", usage: dict | None = None):
+        """Send a whole completion, as a stream of one piece where the request asks for a stream."""
+        if self.chat.get("stream"):
+            self.send_chunk({"content": text})
+            self.send_chunk({}, finish, usage)
+            return self.end_stream()
+        message = {"role": "assistant", "content": text}
+        choice = {"index": 0, "message": message, "finish_reason": finish}
+        self.answer(200, {**self.card, "object": "chat.completion", "choices": [choice], "usage": usage})
+
+    def send_chunk(self, delta: dict, finish: str | None = None, usage: dict | None = None):
+        """Send a piece of a stream: delta is {"content": str} or {}. usage is sent where the request asks for it."""
+        if not self.streaming:
+            self.streaming = self.close_connection = True  # the stream's end is the connection's
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+                             b"Cache-Control: no-cache\r\nConnection: close\r\n\r\n")
+            delta = {"role": "assistant", **delta}
+        card = {**self.card, "object": "chat.completion.chunk"}
+        self.send_event({**card, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]})
+        if usage and (self.chat.get("stream_options") or {}).get("include_usage"):
+            self.send_event({**card, "choices": [], "usage": usage})
+
+    def end_stream(self):
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def send_event(self, data: dict):
+        self.wfile.write(f"data: {json.dumps(data)}\n\n".encode())
+
+    def hung_up(self) -> bool:
+        """Whether the client has closed the connection: nobody waits for the answer any more."""
+        try:
+            return self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:  # nothing to read: it waits
+            return False
+        except OSError:
+            return True
+
+    def handle(self):
+        with contextlib.suppress(ConnectionError):  # a client that has gone is no fault of the server
+            super().handle()
 
     def do_GET(self):
-        self.answer(200, {"object": "list", "data": [{"id": name, "object": "model"} for name in SPECIALISTS]})
+        if self.read_body() is None:
+            return
+        path = self.path.partition("?")[0]
+        cards = {name: {"id": name, "object": "model", "created": 0, "owned_by": "local"} for name in self.models}
+        name = urllib.parse.unquote(path.removeprefix("/v1/models/"))
+        if path == "/health":
+            self.answer(200, {"status": "ok"})
+        elif path == "/v1/models":
+            self.answer(200, {"object": "list", "data": list(cards.values())})
+        elif path.startswith("/v1/models/") and name in cards:
+            self.answer(200, cards[name])
+        else:
+            self.fail(404, f"there is nothing at {path}; {PATHS}, and the models are {', '.join(cards)}")
 
     def do_POST(self):
+        data = self.read_body()
+        if data is None:
+            return
+        if self.path.partition("?")[0] != "/v1/chat/completions":
+            return self.fail(404, f"there is nothing to post to at {self.path}; {PATHS}")
+        if self.headers.get_content_type() != "application/json":  # any web page can send the other types here
+            return self.fail(415, "expected Content-Type: application/json")
         try:
-            data = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            messages = [{"role": m["role"] + "", "content": m["content"] + ""} for m in data["messages"]]
-            answer, n_in, _ = SPECIALISTS[data["model"]], sum(len(m["content"].split()) for m in messages), messages[-1]
-        except (ValueError, LookupError, TypeError) as e:
-            return self.answer(400, {"error": {"message": f"expected messages of text, a model of {list(SPECIALISTS)}: {e!r}"}})
-        text = answer(messages)
-        time.sleep(self.server.latency)
-        n_out = len(text.split())
-        self.answer(200, {"object": "chat.completion", "model": data["model"],
-                          "choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}],
-                          "usage": {"prompt_tokens": n_in, "completion_tokens": n_out, "total_tokens": n_in + n_out}})
+            self.chat = checked_chat(json.loads(data))
+        except (ValueError, RecursionError) as e:
+            return self.fail(400, f"expected a chat in JSON: {e}")
+        model = self.chat["model"]
+        if model not in self.models:
+            return self.fail(404, f"there is no model {model!r}; there are {', '.join(self.models)}")
+        self.card = {"id": f"chatcmpl-{time.time_ns()}", "created": int(time.time()), "model": model}
+        try:
+            self.complete(self.chat)
+        except ConnectionError:
+            raise
+        except Exception as bug:  # the client must hear of it, and not ask for the same again
+            traceback.print_exc()
+            self.fail(500, f"{type(bug).__name__}: {bug}", retry=False)
+
+    def read_body(self) -> bytes | None:
+        """The request's body; None where the request was refused without reading it."""
+        length = self.headers.get("Content-Length", "0")
+        if not re.fullmatch(r"(localhost|127\.[\d.]+|\[::1\])(:\d+)?", self.headers.get("Host", "")):
+            # A page whose host's name is made to mean 127.0.0.1 could otherwise use the server from a browser.
+            return self.refuse(403, "expected a loopback address as Host")
+        if "Transfer-Encoding" in self.headers:
+            return self.refuse(411, "expected a Content-Length: an upload in chunks is not supported")
+        if not re.fullmatch("[0-9]+", length):
+            return self.refuse(400, "expected a number as Content-Length")
+        if len(length) > 9 or int(length) > MAX_BODY:
+            return self.refuse(413, f"expected a body of at most {MAX_BODY >> 20} MiB")
+        return self.rfile.read(int(length))
+
+    def refuse(self, status: int, message: str):
+        """Answer without reading the body, and end the connection once the client can have read why."""
+        self.close_connection = True
+        self.fail(status, message)
+        self.connection.shutdown(socket.SHUT_WR)
+        self.connection.settimeout(1)
+        with contextlib.suppress(OSError):
+            for _ in range(MAX_BODY >> 16):  # what is left unread at the end would reset the connection
+                if not self.connection.recv(1 << 16):
+                    break
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None):
+        """The base class's own errors (an unknown method, a bad request line), in JSON too."""
+        self.close_connection = True
+        self.fail(code, message or "a bad request")
 
     def log_message(self, *args):
         pass
+
+
+class SpecialistHandler(Handler):
+    """The local specialists. A token is a word; sampling parameters mean nothing to them."""
+    models = list(SPECIALISTS)
+
+    def complete(self, body: dict):
+        if (body.get("response_format") or {"type": "text"}) != {"type": "text"}:
+            return self.fail(400, "response_format is not supported: the specialists write plain text")
+        time.sleep(self.server.latency)
+        text = SPECIALISTS[body["model"]](body["messages"])
+        n_in = sum(len(message["content"].split()) for message in body["messages"])
+        n_out = len(text.split())
+        usage = {"prompt_tokens": n_in, "completion_tokens": n_out, "total_tokens": n_in + n_out}
+        self.reply(text, usage=usage)
 
 
 class Server(ThreadingHTTPServer):
@@ -558,7 +746,7 @@ def serve(port: int, child: bool = False, latency: float = 0.0):
     """The specialists on 127.0.0.1 until Ctrl-C; for local_server until stdin ends, which it does however the parent dies. latency:
     seconds that each takes to answer."""
     try:
-        server = Server(("127.0.0.1", port), Handler)
+        server = Server(("127.0.0.1", port), SpecialistHandler)
     except (OSError, OverflowError) as e:
         sys.exit(f"cannot serve on 127.0.0.1:{port}: {e}; choose another port with --port=N (0: any free one)")
     server.latency = latency

@@ -7,7 +7,6 @@ The Conductor writes three Python lists: who (`model_id`), what (`subtasks`), an
 `messages` asks for them, `parse` reads them, `submit` runs them, a `Trace` is what happened. Read grpo.py next.
 """
 import ast
-import itertools
 import json
 import os
 import queue
@@ -16,13 +15,13 @@ import sys
 import textwrap
 import threading
 import time
-from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import asdict, dataclass, field, fields, replace
 
 import torch
 
 from model import Qwen, Tokenizer, configure, read_json
-from sample import generate
+from sample import Completion, generate
 from workers import Handler, Reply, Server, WorkerError, load_pool
 
 
@@ -244,112 +243,283 @@ class Trace:
         return "\n    ".join([*lines, f'{last} --> answer(["{label(self.answer)}"])'])
 
 
-# At most 512 threads make the calls of all workflows; each worker's own limit is its pool entry's.
-jobs, idle, spare = queue.SimpleQueue(), threading.Semaphore(0), threading.Semaphore(512)
+@dataclass
+class Prompting:
+    """How a Conductor is asked for a workflow. conductor.json beside a checkpoint remembers how it was trained to be asked."""
+    style: str = "full"  # full (App. E), zero-shot, fine-grained (App. B.8), short
+    examples: str = "ood"  # the few-shot examples: ood, in, mixed (Table 4)
+    subtasks: bool = True  # False: the prompt asks for none, and every worker is told to solve the question (App. B.7)
+    max_steps: int = 5
+    max_new_tokens: int = 1024
+    named: bool = False  # each worker has a letter beside its number, which stays its own in any subset of the pool (§3.2)
+
+
+@dataclass
+class Task:
+    """What the Conductor is asked, and how the answer is wanted."""
+    question: str
+    pool: list  # the workers it may use
+    previous: Trace | None = None  # the round before
+    problem: object = None  # eval.py's Problem, which the grader gets
+    name: str = ""  # names the task within a run, for the replay file; "": nothing is replayed
+    overrides: dict = field(default_factory=dict)  # of the last step's call, named as in OpenAI's API: max_tokens, stop, ...
+    on_text: object = None  # on_text(piece) is called with the last step's text as it comes
+    hung_up: object = lambda: False  # hung_up() is true once nobody waits for the answer: no further step starts then
+
+    def __post_init__(self):
+        self.question = self.question.encode(errors="replace").decode()  # half an emoji, as JSON can spell it, is no text
+
+
+@dataclass
+class Rollout:
+    """One completion and all that becomes of it, from its tokens to its advantage."""
+    task: Task
+    text: str  # what the Conductor wrote
+    prompt: list[int] = field(default_factory=list)  # empty where a worker sits in the Conductor's seat
+    completion: Completion | None = None
+    trace: Trace | None = None  # None: the text is no workflow
+    invalid: str = ""  # and why it is none
+    right: bool | None = False  # set by roll_out alone; None: nobody knows, as a worker was lost or nobody grades
+    reward: float | None = None  # set in train.py (§3.1); None: masked
+    advantage: float = 0.0  # set in grpo.py (Eq. 2)
+    weights: list[float] | None = None  # of the tokens, against the gap between sampler and trainer (grpo.py)
+
+
+# The calls of all workflows are made by up to 512 threads; how many a worker gets at a time is its pool entry's `concurrency`.
+jobs = queue.SimpleQueue()  # of (future, function, arguments)
+idle, unborn = threading.Semaphore(0), threading.Semaphore(512)  # how many threads wait for a job, how many more may be started
+
+
+def in_thread(function, *arguments) -> Future:
+    """Run a function in one of the threads. What it returns or raises is the future's."""
+    future = Future()
+    jobs.put((future, function, arguments))
+    if not idle.acquire(blocking=False) and unborn.acquire(blocking=False):
+        threading.Thread(target=work, daemon=True).start()
+    return future
 
 
 def work():
-    """A thread's life. Daemons, unlike ThreadPoolExecutor's: Ctrl-C shall neither wait nor pay for the calls that are still queued."""
+    """A thread's life. It is a daemon, unlike a ThreadPoolExecutor's: a program that ends, by Ctrl-C or an error, shall neither wait
+    nor pay for the calls that are still queued."""
     while True:
-        run, i = jobs.get()
-        while i is not None:
-            i = run(i)
+        future, function, arguments = jobs.get()
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as e:
+            future.set_exception(e)
         idle.release()
 
 
-def start(run, i):
-    jobs.put((run, i))
-    if not idle.acquire(blocking=False) and spare.acquire(blocking=False):
-        threading.Thread(target=work, daemon=True).start()
+def worker_chat(question: str, turns: list[tuple[str, str]], subtask: str) -> list[dict]:
+    """What a worker sees: the question, the (subtask, response) pairs that it may see as past turns, and its own subtask."""
+    chat = []
+    for earlier, response in turns:
+        chat.append({"role": "user", "content": f"Your task:\n{earlier}"})
+        chat.append({"role": "assistant", "content": response})
+    chat.append({"role": "user", "content": f"Your task:\n{subtask}"})
+    chat[0]["content"] = f"Question:\n{question}\n\n{chat[0]['content']}"
+    return chat
 
 
-def submit(workflow: Workflow, question: str, pool: list, previous: Trace | None = None, nonce: str | None = None) -> "Future[Trace]":
-    """Start a workflow; the future's result is its Trace. A step starts when the steps it reads have finished; no thread waits for another.
+def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: False, then=lambda trace: trace) -> Future:
+    """Start a workflow for a task. The future's result is then(trace), which runs in the thread of the step that ended last.
 
-    A WorkerError sets Trace.error: no further step starts, and the trace is done when the running ones are, so that no cost is lost.
-    An empty or cut-off reply is a reply. Any other exception is a bug, and the future's. nonce names this very run of the workflow, for
-    the pool's replay file."""
-    if not workflow.steps and previous is None:
+    A step starts when the steps that it reads have ended; no thread waits for another. A WorkerError sets Trace.error: no further
+    step starts, and the trace is done when the running steps are, so that no cost is lost. The same happens once stopped() or
+    task.hung_up() is true. An empty or cut-off reply is a reply. Any other exception is a bug, and the future's.
+    number: the rollout's, by which, with task.name, the pool's replay file knows this run of the workflow."""
+    steps, previous = workflow.steps, task.previous
+    if not steps and previous is None:
         raise ValueError("a workflow without steps keeps the previous answer, but there is no previous round")
-    steps, begun, lock, done = workflow.steps, time.monotonic(), threading.Lock(), Future()
-    trace = Trace(question, workflow, [pool[s.worker].name for s in steps], [None] * len(steps), previous=previous)
-    waiting, running, before = set(range(len(steps))), set(), []
-    if previous is not None:  # "all" sees of the rounds before: the last response, under the subtask that it answers
-        before = [(next(t for t in reversed(previous.rounds()) if t.replies).workflow.steps[-1].subtask, previous.answer)]
+    trace = Trace(task.question, workflow, [task.pool[s.worker].name for s in steps], [None] * len(steps), previous=previous)
+    nonce = f"{task.name}/{number}/{len(trace.rounds()) - 1}" if task.name else None
+    waiting, running = set(range(len(steps))), set()
+    done, lock, begun = Future(), threading.Lock(), time.monotonic()
+    earlier_rounds = []
+    if previous is not None:  # of these "all" sees the answer, under the subtask that it answers
+        answered = [t for t in previous.rounds() if t.replies][-1]
+        earlier_rounds = [(answered.workflow.steps[-1].subtask, previous.answer)]
 
-    def run(i):
-        """Step i. Returns a step that can be taken next, for this very thread, or None."""
-        chat = []  # what the worker may see, as past turns; the question opens the first
-        for subtask, response in before * steps[i].sees_all + [(steps[j].subtask, trace.replies[j].text) for j in steps[i].access]:
-            chat += [{"role": "user", "content": f"Your task:\n{subtask}"}, {"role": "assistant", "content": response}]
-        chat.append({"role": "user", "content": f"Your task:\n{steps[i].subtask}"})
-        chat[0]["content"] = f"Question:\n{question}\n\n{chat[0]['content']}"
+    def take(i):
+        """A thread's work: step i if there is one, and then to start what can follow."""
         try:
-            trace.replies[i] = pool[steps[i].worker].chat(chat, nonce=nonce and f"{nonce}/{i}")
+            if i is not None and not trace.error:
+                if stopped() or task.hung_up():
+                    trace.error = "stopped, as nobody waits for the answer"
+                else:
+                    call(i)
+            start_next(i)
+        except Exception as bug:  # Step i stays in `running`, so that no other thread takes the trace for done.
+            with lock:
+                trace.error = f"step {i}: {bug!r}"
+                if not done.done():
+                    done.set_exception(bug)
+
+    def call(i):
+        step = steps[i]
+        turns = [(steps[j].subtask, trace.replies[j].text) for j in step.access]
+        if step.sees_all:
+            turns = earlier_rounds + turns
+        wishes = {}
+        if i == len(steps) - 1:
+            wishes = {"on_text": task.on_text, **task.overrides}
+        try:
+            chat = worker_chat(task.question, turns, step.subtask)
+            trace.replies[i] = task.pool[step.worker].chat(chat, nonce=nonce and f"{nonce}/{i}", **wishes)
         except WorkerError as e:
             trace.error = f"step {i}: {e}"
-        except Exception as bug:  # whoever waits for the trace must hear of it: nobody watches this thread
-            with lock:
-                return None if done.done() else done.set_exception(bug)
-        return advance(i)
 
-    def advance(finished=None):
+    def start_next(ended):
         with lock:
-            running.discard(finished)
-            ready = [i for i in waiting if not trace.error and all(trace.replies[j] is not None for j in steps[i].access)]
+            running.discard(ended)
+            ready = []
+            if not trace.error:
+                ready = [i for i in sorted(waiting) if all(trace.replies[j] is not None for j in steps[i].access)]
             waiting.difference_update(ready)
             running.update(ready)
             over = not running
-        for i in ready[1:]:
-            start(run, i)
+        for i in ready:
+            in_thread(take, i)
         if over:
             trace.seconds = time.monotonic() - begun
-            done.set_result(trace)
-        return ready[0] if ready else None
+            done.set_result(then(trace))
 
-    done.set_running_or_notify_cancel()  # from here on it cannot be cancelled, so that a result can always be set
-    start(run, advance())
+    done.set_running_or_notify_cancel()  # From here on it cannot be cancelled, so that a result can always be set.
+    in_thread(take, None)
     return done
 
 
-def execute(workflow: Workflow, question: str, pool: list, previous: Trace | None = None) -> Trace:
+def execute(workflow: Workflow, question: str, pool: list, previous: Trace | None = None, name: str = "") -> Trace:
     """Run a workflow and wait for its trace: see `submit`."""
-    return submit(workflow, question, pool, previous).result()
+    return submit(workflow, Task(question, pool, previous, name=name)).result()
 
 
-PLAN = {"style": "full", "max_steps": 5, "max_new_tokens": 1024, "named": False}  # how a Conductor is asked: the paper's way
+def ask(task: Task, prompting: Prompting) -> list[dict]:
+    """The chat that asks a Conductor, in the way it knows, for a workflow."""
+    names = "".join(w.letter for w in task.pool) if prompting.named else ""
+    return messages(task.question, len(task.pool), prompting.max_steps, task.previous, prompting.style, names)
 
 
-def ask(question: str, pool: list, plan: dict = PLAN, previous: Trace | None = None) -> list[dict]:
-    """The chat that asks a Conductor in its own way for a workflow over this pool."""
-    names = "".join(w.letter for w in pool) if plan["named"] else ""
-    return messages(question, len(pool), plan["max_steps"], previous, plan["style"], names)
+def roll_out(write, tasks: list[Task], n: int = 1, prompting: Prompting = Prompting(), grade=None, edit=None, first: int = 0,
+             on_finish=None) -> list[list[Rollout]]:
+    """n rollouts of each task, as [task][rollout]. A workflow runs over the workers as soon as it is written, and is graded as
+    soon as it has run, while others are being written.
 
+    write: see `sampled` and `seated`. grade(task.problem, answer) -> bool; without it every `right` is None. edit(workflow) ->
+    workflow changes what was written before it runs, for ablations. first: the number of each task's first rollout, so that calls
+    which share a task's rollouts can take different numbers. on_finish(rollout) is called, from any thread, as each is complete.
 
-def conduct(question: str, pool: list, write, rounds: int = 0, plan: dict = PLAN, tries: int = 3, nonce: str | None = None) -> Trace:
-    """Plan, run, and up to `rounds` times plan again in view of the answer (§3.2). write(messages) -> the Conductor's text.
+    What write, grade, edit or on_finish raise is raised here: no further step starts then, and no running call is waited for."""
+    groups, running, failed = [[None] * n for _ in tasks], [], threading.Event()
 
-    Text that does not parse is drawn again; the last of `tries` raises WorkflowError in the first round, and in a later one ends the rounds."""
-    trace, failures, question = None, 0, question.encode(errors="replace").decode()  # a lone surrogate is no text
-    while trace is None or trace.workflow.steps and not trace.error and len(trace.rounds()) <= rounds:
+    def written(i, j, text, prompt=(), completion=None, error=None):
+        for future in running:  # A bug in a worker or a grader ends the writing, too.
+            if future.done():
+                future.result()
+        task = tasks[i]
+        rollout = groups[i][j] = Rollout(task, text, list(prompt), completion)
+        if error is not None:  # the Conductor's own call was lost
+            return complete(rollout, Trace(task.question, Workflow([]), [], [], error=error, previous=task.previous))
         try:
-            workflow = parse(write(ask(question, pool, plan, trace)), len(pool), plan["max_steps"], allow_empty=trace is not None)
+            workflow = parse(text, len(task.pool), prompting.max_steps, allow_empty=task.previous is not None)
         except WorkflowError as e:
-            failures += 1
-            if failures == tries and trace is None:
-                raise WorkflowError(f"{e}, in the last of {tries} tries") from None
-            if failures == tries:
-                break
-        else:
-            trace, failures = submit(workflow, question, pool, trace, nonce and f"{nonce}/{len(trace.rounds()) if trace else 0}").result(), 0
-    return trace
+            rollout.invalid = str(e)
+            return complete(rollout, None)
+        if edit:
+            workflow = edit(workflow)
+        running.append(submit(workflow, task, first + j, failed.is_set, lambda trace: complete(rollout, trace)))
+
+    def complete(rollout, trace):
+        rollout.trace = trace
+        if trace:
+            rollout.right = None
+            if grade and not trace.error:
+                rollout.right = trace.right = grade(rollout.task.problem, trace.answer)
+        if on_finish:
+            on_finish(rollout)
+
+    try:
+        if tasks:
+            write([ask(task, prompting) for task in tasks], n, first, written)
+        done, _ = wait(running, return_when=FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+    except BaseException:
+        failed.set()
+        raise
+    return groups
 
 
-def seat(worker, nonce: str | None = None):
-    """write(messages) for `conduct`: a worker in the Conductor's seat (Table 11), with twice its output, as in the paper."""
+def conduct(write, tasks: list[Task], rounds: int = 0, prompting: Prompting = Prompting(), tries: int = 3, grade=None,
+            edit=None) -> list[Rollout]:
+    """One rollout a task, and up to `rounds` further ones in view of the answer (§3.2), until three empty lists keep it.
+
+    Text that does not parse is drawn again, `tries` times in all, each time under the next rollout number. A task whose last try
+    does not parse ends without a trace in the first round, and with the round before it in a later one."""
+    latest, going_on = [None] * len(tasks), range(len(tasks))
+    for turn in range(rounds + 1):
+        asked = {}
+        for i in going_on:
+            on_text = tasks[i].on_text if turn == rounds else None  # Before the last round nobody knows whether this is the answer.
+            previous = latest[i].trace if turn else tasks[i].previous
+            asked[i] = replace(tasks[i], previous=previous, on_text=on_text)
+        for number in range(tries):
+            groups = roll_out(write, list(asked.values()), 1, prompting, grade, edit, number)
+            drawn = dict(zip(asked, [rollout for [rollout] in groups]))
+            for i, rollout in drawn.items():
+                if rollout.trace or not turn:
+                    latest[i] = rollout
+            asked = {i: asked[i] for i, rollout in drawn.items() if rollout.trace is None and not tasks[i].hung_up()}
+        going_on = [i for i in going_on if i not in asked and latest[i].trace]
+        going_on = [i for i in going_on if latest[i].trace.workflow.steps and not latest[i].trace.error]
+    return latest
+
+
+READ_AT_ONCE = 1 << 15  # tokens of prompts that a model reads at a time: a batch of long ones needs gigabytes
+
+
+def sampled(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature: float = 1.0, seed: int = 0):
+    """A model in the Conductor's seat, as a function write(chats, n, first, on_text) for `roll_out` and `conduct`.
+
+    It writes n completions of each chat, numbered from `first` on, and calls on_text(chat's index, completion's index, text,
+    prompt's ids, Completion) as each is finished. ValueError where there is more to read than the model can."""
+    def write(chats, n, first, on_text):
+        prompts = [tokenizer.chat(chat) for chat in chats]
+        longest, most = max(map(len, prompts)), model.config.max_position_embeddings
+        if longest + prompting.max_new_tokens > most:
+            raise ValueError(f"{longest} tokens to read and {prompting.max_new_tokens} to write are more than the Conductor's {most}")
+        size = max(1, READ_AT_ONCE // longest)
+        for start in range(0, len(prompts), size):
+            batch = prompts[start:start + size]
+
+            def finished(i, j, completion):
+                on_text(start + i, j, tokenizer.decode(completion.tokens), batch[i], completion)
+
+            generate(model, batch, n, prompting.max_new_tokens, temperature, eos_id=tokenizer.end_ids, seed=seed,
+                     n_ids=len(tokenizer), on_finish=finished, first=first)
+    return write
+
+
+def seated(worker, nonce: str | None = None):
+    """A worker in the Conductor's seat (Table 11), as a function like that of `sampled`: with twice its output, as in the paper.
+
+    on_text gets no ids, and where the worker was lost an error. nonce names the run for the pool's replay file."""
     limits = {key: 2 * worker.params[key] for key in ("max_tokens", "max_completion_tokens") if key in worker.params}
-    asked = itertools.count()
-    return lambda chat: worker.chat(chat, nonce and f"{nonce}/{next(asked)}", **limits).text
+
+    def write(chats, n, first, on_text):
+        def call(i, j):
+            try:
+                reply = worker.chat(chats[i], nonce=nonce and f"{nonce}/{first + j}", **limits)
+            except WorkerError as e:
+                return on_text(i, j, "", error=str(e))
+            on_text(i, j, reply.text)
+
+        calls = [in_thread(call, i, j) for i in range(len(chats)) for j in range(n)]
+        done, _ = wait(calls, return_when=FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+    return write
 
 
 def subset(pool: list, only: str) -> list:
@@ -360,42 +530,43 @@ def subset(pool: list, only: str) -> list:
     return [w for w in pool if w.name in wanted or not wanted]
 
 
-def load_conductor(path: str) -> tuple[Qwen, Tokenizer, dict]:
-    """A checkpoint's model, tokenizer and plan: how train.py asked it, which is in its conductor.json; PLAN for any other model."""
-    file, plan = os.path.join(path, "conductor.json"), {}
+def load_conductor(path: str) -> tuple[Qwen, Tokenizer, Prompting]:
+    """A checkpoint's model, tokenizer and Prompting: what train.py wrote into its conductor.json, the defaults for any other model."""
+    file, known = os.path.join(path, "conductor.json"), {}
     if os.path.exists(file):
-        plan = read_json(file)
+        known = read_json(file)
     cuda = torch.cuda.is_available()
     model = Qwen.from_pretrained(path, torch.bfloat16 if cuda else torch.float32, "cuda" if cuda else "cpu")
-    return model, Tokenizer.from_pretrained(path), PLAN | plan
+    return model, Tokenizer.from_pretrained(path), Prompting(
+        **{f.name: known[f.name] for f in fields(Prompting) if f.name in known})
 
 
-def writer(model: Qwen, tokenizer: Tokenizer, plan: dict, temperature: float):
-    """write(messages) -> text, for `conduct`, which many threads may call: what is asked while one batch is being generated becomes the next.
-    It raises ValueError where there is more to read than the model can."""
+def one_at_a_time(write):
+    """A write() that many threads may call: what is asked while one batch is being written becomes the next."""
     asked = queue.SimpleQueue()
 
-    def batches(seed=0):
+    def batches():
         while True:
-            batch, seed = [asked.get()], seed + 1  # a new seed, so that a second try differs from the first
+            batch = [asked.get()]
             while not asked.empty() and len(batch) < 64:
                 batch.append(asked.get())
-            try:
-                generate(model, [prompt for prompt, _ in batch], 1, plan["max_new_tokens"], temperature, eos_id=tokenizer.end_ids, seed=seed,
-                         n_ids=len(tokenizer), on_finish=lambda i, _, c: batch[i][1].set_result(tokenizer.decode(c.tokens)))
-            except Exception as e:  # theirs who wait; this thread goes on
-                for _, future in batch:
-                    future.done() or future.set_exception(e)
+            for number in {number for _, number, _, _ in batch}:
+                same = [(chat, on_text, future) for chat, k, on_text, future in batch if k == number]
+                try:
+                    write([chat for chat, _, _ in same], 1, number, lambda i, j, *text: same[i][1](0, j, *text))
+                    for _, _, future in same:
+                        future.set_result(None)
+                except Exception as e:
+                    for _, _, future in same:
+                        future.set_exception(e)
 
-    def write(chat):
-        prompt, most, future = tokenizer.chat(chat), model.config.max_position_embeddings, Future()
-        if len(prompt) + plan["max_new_tokens"] > most:
-            raise ValueError(f"{len(prompt)} tokens to read and {plan['max_new_tokens']} to write are more than the Conductor's {most}")
-        asked.put((prompt, future))
-        return future.result()
+    def ask_for(chats, n, first, on_text):
+        [chat], future = chats, Future()
+        asked.put((chat, first, on_text, future))
+        future.result()
 
     threading.Thread(target=batches, daemon=True).start()
-    return write
+    return ask_for
 
 
 def serve(answer, models: dict[str, int], port: int) -> Server:
@@ -480,16 +651,19 @@ def main(argv):
     try:
         pool = subset(load_pool(settings.pool, budget=settings.budget), settings.only)
         if settings.conductor:
-            seated = next((w for w in pool if w.name == settings.conductor), None)
-            if seated is None:
+            worker = next((w for w in pool if w.name == settings.conductor), None)
+            if worker is None:
                 raise SystemExit(f"--conductor={settings.conductor}: the pool has {', '.join(w.name for w in pool)}")
-            write, plan = seat(seated), PLAN
+            write, prompting = seated(worker), Prompting()
         else:
-            model, tokenizer, plan = load_conductor(settings.checkpoint)
-            write = writer(model, tokenizer, plan, settings.temperature)
+            model, tokenizer, prompting = load_conductor(settings.checkpoint)
+            write = one_at_a_time(sampled(model, tokenizer, prompting, settings.temperature))
 
         def answer(question, rounds):
-            return conduct(question, pool, write, rounds, plan)
+            [rollout] = conduct(write, [Task(question, pool)], rounds, prompting)
+            if rollout.trace is None:
+                raise WorkflowError(f"{rollout.invalid}, in the last of 3 tries")
+            return rollout.trace
 
         if words == ["serve"]:
             try:

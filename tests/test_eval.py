@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import zlib
+import types
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
@@ -31,7 +32,8 @@ from eval import (accuracies, alone, ASK, average, baselines, central, costs, dr
                   write_problems)
 from sample import Completion
 from workers import load_pool, Reply, Worker, WorkerError
-from workflow import execute, parse, PLAN, Step, submit, Trace, Workflow
+import workflow as workflow_py
+from workflow import execute, parse, Prompting, Step, submit, Task, Trace, Workflow
 
 CALCULATOR, TRANSLATOR, LIBRARIAN, CODER, GENERALIST = range(5)
 SIMPLE = ("arithmetic", "fact", "string", "number")
@@ -57,7 +59,7 @@ def chain(who, tell=TELL.get, linked=True):
 
 def share(problems, pool, workflow_of):
     """Accuracy by kind of the workflow that workflow_of(problem) makes."""
-    futures = [submit(workflow_of(p), p.question, pool) for p in problems]
+    futures = [submit(workflow_of(p), Task(p.question, pool)) for p in problems]
     traces = [f.result() for f in futures]
     assert not any(t.error for t in traces)
     right = {}
@@ -208,7 +210,7 @@ def test_random_workflows_are_the_same_each_time(pool, measured):
 # What the specialists are sent
 
 
-class Tap(workers.Handler):
+class Tap(workers.SpecialistHandler):
     """The local specialists, with what came over the wire kept in server.bodies."""
 
     def do_POST(self):
@@ -222,6 +224,7 @@ class Tap(workers.Handler):
 class Script:
     """A Conductor that writes by(question): a tokenizer whose ids are characters, and a generate() for it."""
     end_ids = [0]
+    model = types.SimpleNamespace(config=types.SimpleNamespace(max_position_embeddings=10 ** 6))
 
     def __init__(self, by):
         self.by, self.batches = by, []
@@ -244,8 +247,8 @@ class Script:
 
 def conduct(monkeypatch, by, problems, pool, **how):
     script = Script(by)
-    monkeypatch.setattr(evaluation, "generate", script.generate)
-    return evaluation.conduct(None, script, problems, [pool] * len(problems), {**PLAN, "style": "short"}, **how), script
+    monkeypatch.setattr(workflow_py, "generate", script.generate)
+    return evaluation.conduct(script.model, script, problems, [pool] * len(problems), Prompting(style="short"), **how), script
 
 
 def test_the_gold_answer_never_leaves(monkeypatch):

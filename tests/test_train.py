@@ -391,10 +391,10 @@ def extended(checkpoint, tmp_path_factory):
 def test_each_question_has_its_own_workers(extended):
     """§3.2: at least three of five, numbered anew in the pool's order, the same for every rollout and round of a question."""
     pool = workers.load_pool("local")
-    teams = [tuple(w.letter for w in train.assign(None, pool, Settings(subset=3), i).pool) for i in range(300)]
+    teams = [tuple(w.letter for w in train.assign(Problem("", "", "", ""), pool, Settings(subset=3), i).pool) for i in range(300)]
     assert all(list(team) == sorted(set(team)) for team in teams) and len(set(teams)) == 10 + 5 + 1
     assert all(70 < sum(len(team) == k for team in teams) < 130 for k in (3, 4, 5))
-    assert len(train.assign(None, pool, Settings(), 7).pool) == 5
+    assert len(train.assign(Problem("", "", "", ""), pool, Settings(), 7).pool) == 5
     for iteration in (0, 1):
         seen = {}
         for row in rollouts(extended[0], iteration):
@@ -403,7 +403,7 @@ def test_each_question_has_its_own_workers(extended):
                 seen.setdefault(row["problem"], {}).update({s["worker"]: w for s, w in zip(trace["workflow"]["steps"], trace["workers"])})
                 trace = trace["previous"]
         for i, question in enumerate(dict.fromkeys(row["problem"] for row in rollouts(extended[0], iteration))):
-            team = train.assign(None, pool, Settings(subset=3), 4 * iteration + i).pool
+            team = train.assign(Problem("", "", "", ""), pool, Settings(subset=3), 4 * iteration + i).pool
             assert all(team[number].name == name for number, name in seen.get(question, {}).items())
 
 
@@ -443,7 +443,7 @@ def test_two_ranks_ask_the_same_second_rounds(extended):
 
 def test_nobody_may_have_a_second_round():
     """Of a rank's few questions: nothing is asked then."""
-    assert train.again([[train.Rollout(None, [], None, "no workflow")]], 1) == []
+    assert train.again([[train.Rollout(train.Task("", []), "no workflow")]], 1) == []
     assert train.collect(None, None, [], Settings(), 1, None) == ([], {"sampling": 0.0, "workers": 0.0})
 
 

@@ -683,7 +683,7 @@ def test_local_pool():
 def test_bad_requests_to_the_specialists(body):
     url = load_pool("local")[0].url + "/chat/completions"
     with requests.Session() as session:
-        answer = session.post(url, data=body, timeout=20)
+        answer = session.post(url, data=body, headers={"Content-Type": "application/json"}, timeout=20)
         assert answer.status_code == 400 and "expected" in answer.json()["error"]["message"]
         good = {"model": next(iter(workers.SPECIALISTS)), "messages": CHAT}
         assert session.post(url, json=good, timeout=20).status_code == 200  # on the same connection

@@ -23,7 +23,7 @@ from tokenizers import models, pre_tokenizers, decoders
 import workflow as wf
 from model import Config, Qwen, Tokenizer
 from workers import SPECIALISTS, Reply, WorkerError, load_pool
-from workflow import Step, Trace, Workflow, WorkflowError, conduct, execute, messages, parse, serve, submit
+from workflow import Prompting, Step, Task, Trace, Workflow, WorkflowError, conduct, execute, messages, parse, serve, submit
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 GOOD = 'I would ask two.\nmodel_id = [1, 0]\nsubtasks = ["Solve it.", "Check it."]\naccess_list = [[], ["all"]]'
@@ -310,10 +310,10 @@ def test_hundreds_of_workflows_share_a_few_threads(monkeypatch):
     """No thread waits for another: with four of them, 300 chains and diamonds all get through."""
     monkeypatch.setattr(wf, "jobs", queue.SimpleQueue())
     monkeypatch.setattr(wf, "idle", threading.Semaphore(0))
-    monkeypatch.setattr(wf, "spare", threading.Semaphore(4))
+    monkeypatch.setattr(wf, "unborn", threading.Semaphore(4))
     pool = [Local(str(i), lambda chat, i=i: f"{i}:{len(chat)}") for i in range(3)]
     diamond = Workflow([Step(0, "A", []), Step(1, "B", [0]), Step(2, "C", [0]), Step(0, "D", [1, 2]), Step(1, "E", [0, 3])])
-    futures = [submit(diamond, f"Question {i}", pool) for i in range(300)]
+    futures = [submit(diamond, Task(f"Question {i}", pool)) for i in range(300)]
     assert [f.result(timeout=60).responses for f in futures] == [["0:1", "1:3", "2:3", "0:5", "1:5"]] * 300
 
 
@@ -443,8 +443,8 @@ def test_some_of_a_pool():
     pool = load_pool("local", "http://127.0.0.1:9/v1")
     some = wf.subset(pool, "coder, translator")
     assert [w.name for w in some] == ["translator", "coder"] and wf.subset(pool, "") == pool
-    [system, _] = wf.ask("Why?", some, {**wf.PLAN, "style": "short", "named": True})
-    assert system["content"] == "Models B 0 D 1, 5 steps." and wf.ask("Why?", some) == messages("Why?", 2)
+    [system, _] = wf.ask(Task("Why?", some), Prompting(style="short", named=True))
+    assert system["content"] == "Models B 0 D 1, 5 steps." and wf.ask(Task("Why?", some), Prompting()) == messages("Why?", 2)
     with pytest.raises(ValueError, match="no worker 'poet'; the pool has calculator, translator"):
         wf.subset(pool, "coder,poet")
 
@@ -479,7 +479,7 @@ def test_a_run_again_is_replayed(tmp_path):
         pool_of(tmp_path, wire.url, "ab")
 
         def run(nonce, replay=str(tmp_path / "replies")):
-            trace = submit(parse(GOOD, 2), "Why?", load_pool(str(tmp_path / "pool.json"), replay=replay), nonce=nonce).result()
+            trace = execute(parse(GOOD, 2), "Why?", load_pool(str(tmp_path / "pool.json"), replay=replay), name=nonce)
             return trace.responses, len(wire.seen)
 
         first = run("1/q/0")
@@ -520,11 +520,14 @@ def test_conduct_rounds_and_tries():
     def writer(*texts):
         texts, asked = list(texts), []
 
-        def write(chat):
-            asked.append(chat)
-            return texts.pop(0)
+        def write(chats, n, first, on_text):
+            asked.append(chats[0])
+            on_text(0, 0, texts.pop(0))
         write.asked = asked
         return write
+
+    def conduct(question, pool, write, rounds=0):
+        return wf.conduct(write, [Task(question, pool)], rounds)[0].trace
 
     write = writer(one_step("first"), one_step("second"), one_step("third"))
     assert conduct("Why?", pool, write, rounds=1).answer == "second" and len(write.asked) == 2  # the depth is capped
@@ -533,10 +536,10 @@ def test_conduct_rounds_and_tries():
     assert trace.answer == "first" and len(write.asked) == 2 and trace.calls == 1  # three empty lists end it
     write = writer("gibberish", one_step("first"), "gibberish", "gibberish", "gibberish")
     assert conduct("Why?", pool, write, rounds=3).answer == "first" and len(write.asked) == 5
-    with pytest.raises(WorkflowError, match="missing, in the last of 3 tries"):
-        conduct("Why?", pool, writer("gibberish", lists("[]", "[]", "[]"), "gibberish"), rounds=3)
+    [lost] = wf.conduct(writer("gibberish", lists("[]", "[]", "[]"), "gibberish"), [Task("Why?", pool)], 3)
+    assert lost.trace is None and "missing" in lost.invalid
 
-    assert conduct("Why \ud83d?", pool, writer(one_step("first"))).question == "Why ??"  # half an emoji, which nothing can encode
+    assert wf.conduct(writer(one_step("first")), [Task("Why \ud83d?", pool)])[0].task.question == "Why ??"  # half an emoji, which nothing can encode
 
     def down(chat):
         raise WorkerError("down")
@@ -583,48 +586,20 @@ def checkpoint(tmp_path_factory):
     return path
 
 
-def test_batches_of_a_checkpoint(checkpoint, monkeypatch):
-    """What is asked while a batch is being generated becomes the next batch, and everyone gets the answer to their own question."""
-    batches, asked, first_runs, go_on, generate = [], [], threading.Event(), threading.Event(), wf.generate
-
-    def watched(model, prompts, *args, **kwargs):
-        batches.append(len(prompts))
-        if len(batches) == 1:
-            first_runs.set()
-            assert go_on.wait(60)
-        return generate(model, prompts, *args, **kwargs)
-
-    monkeypatch.setattr(wf, "generate", watched)
-    monkeypatch.setattr(wf, "Future", lambda: asked.append(Future()) or asked[-1])
-    model, tokenizer, plan = wf.load_conductor(checkpoint)
-    write = wf.writer(model, tokenizer, plan, 0.0)
-    assert (plan["style"], plan["max_steps"]) == ("short", 5)
-    with ThreadPoolExecutor(8) as threads:
-        futures = [threads.submit(write, messages("Why?", 1, style="short"))]
-        assert first_runs.wait(60)
-        futures += [threads.submit(write, messages(q, 1, style="short")) for q in ["What is 6 * 7?"] * 6]
-        deadline = time.monotonic() + 60
-        while len(asked) < 7 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        go_on.set()
-        assert [f.result(60) for f in futures] == [LEARNED] * 7
-    assert batches[0] == 1 and len(batches) <= 4 and sum(batches) == 7
+def write_all(write, chats, n=1, first=0):
+    texts = {}
+    write(chats, n, first, lambda i, j, text, prompt, completion: texts.update({(i, j): text}))
+    return texts
 
 
-def test_one_bad_prompt_fails_only_its_batch(checkpoint, monkeypatch):
-    write = wf.writer(*wf.load_conductor(checkpoint), 0.0)
-    monkeypatch.setattr(wf, "generate", lambda *args, **kwargs: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        write(messages("Why?", 1, style="short"))
-    monkeypatch.undo()
-    assert write(messages("Why?", 1, style="short")) == LEARNED
-
-
-def test_more_than_the_conductor_can_read(checkpoint):
-    """A model of 512 positions is not asked for answers to 2,000 bytes."""
-    write = wf.writer(*wf.load_conductor(checkpoint), 0.0)
-    with pytest.raises(ValueError, match="80 to write are more than the Conductor's 512"):
-        write(messages("Why? " * 400, 1, style="short"))
+def test_a_checkpoint_writes(checkpoint):
+    model, tokenizer, prompting = wf.load_conductor(checkpoint)
+    assert prompting == Prompting("short", max_new_tokens=80)
+    write = wf.sampled(model, tokenizer, prompting, 0.0)
+    assert write_all(write, [messages(q, 1, style="short") for q in ("Why?", "What is 6 * 7?")], 2) == dict.fromkeys(
+        [(0, 0), (0, 1), (1, 0), (1, 1)], LEARNED)
+    with pytest.raises(ValueError, match="80 to write are more than the Conductor's 512"):  # a model of 512 positions
+        write_all(write, [messages("Why? " * 400, 1, style="short")])
 
 
 def run_cli(*words, env=()):
@@ -791,9 +766,9 @@ def test_a_conductor_is_a_worker_of_another(checkpoint, tmp_path):
     """A checkpoint behind serve, as a worker of a pool that a workflow runs over: usage and cost come up through both."""
     with Wire(lambda model, chat: f"{model} heard {chat[0]['content']!r}") as wire:
         inner = pool_of(tmp_path, wire.url, "i")
-        *conductor, plan = wf.load_conductor(checkpoint)
-        write = wf.writer(*conductor, plan, 0.0)
-        with Serving(lambda question, rounds: conduct(question, inner, write, 0, plan)) as s:
+        *conductor, prompting = wf.load_conductor(checkpoint)
+        write = wf.one_at_a_time(wf.sampled(*conductor, prompting, 0.0))
+        with Serving(lambda question, rounds: conduct(write, [Task(question, inner)], 0, prompting)[0].trace) as s:
             outer = pool_of(tmp_path, s.url, ["conductor"])
             trace = execute(Workflow([Step(0, "A.", []), Step(0, "B.", [])]), "Why?", outer)
     assert trace.error is None and trace.calls == 2 and trace.tokens == 24
