@@ -139,8 +139,8 @@ def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference:
         dtype, y = q.dtype, []
         if device.type == "cpu":  # the fused kernel's backward pass in bf16 is slow there
             q, k, v = q.float(), k.float(), v.float()
-        for q, k, v, group in zip(q.split(sizes, 2), k.split(sizes, 2), v.split(sizes, 2), layout):
-            y.append(attend_group(layer, q, k, v, *group[1:]))
+        for *qkv, group in zip(q.split(sizes, 2), k.split(sizes, 2), v.split(sizes, 2), layout):
+            y.append(attend_group(layer, *qkv, *group[1:]))
         return torch.cat(y, 2).to(dtype)
 
     def distribution(model, hidden):  # (chunk, C) -> (chunk, V)
