@@ -41,7 +41,7 @@ import eval as evaluation
 from eval import grade, load, random_completion
 from grpo import HEAD_LOGITS, LOSSES, importance, set_advantages, update
 from model import Config, Qwen, Tokenizer, compute_dtype, configure, fetch, read_json, write_json, write_tensors
-from sample import Completion
+from sample import PREFILL_TOKENS, Completion
 from workers import Reply, WorkerError, load_pool
 from workflow import READ_AT_ONCE, Prompting, Rollout, Task, Trace, Workflow, ask, conduct, parse, roll_out, sampled
 
@@ -211,8 +211,7 @@ def reward(rollout: Rollout, s: Settings) -> float | None:
 def learn(model, optimizer, reference, groups: list[list[Rollout]], s: Settings, iteration: int, n_ids: int) -> list[dict]:
     """Eq. 1 in s.minibatches steps, each on its share of every group. Returns what `update` says of each step."""
     lr = s.lr * schedule(iteration, s.iterations, s.warmup)
-    for parameters in optimizer.param_groups:
-        parameters["lr"] = lr
+    set_lr(optimizer, lr)
     beta = s.beta * (1 - iteration / s.iterations)
     how = dict(temperature=s.temperature, n_ids=n_ids, token_budget=s.token_budget)
     known = [[r for r in group if r.reward is not None] for group in groups]  # the others are lost, not bad
@@ -265,6 +264,8 @@ def train(s: Settings, device: str):
     pool = load_pool(s.pool, url, s.replay, budget, dist.get_world_size())  # one server of specialists for all ranks
     problems, test = load(s.data, "train"), load(s.test_data or s.data, "test", s.test)
     model, tokenizer, reference = load_models(s, start, problems, pool, device, dtype)
+    # What was read may be of an earlier run in this very place.
+    on_rank0(lambda: rewind(s, first) if done else make_room(s))
     say(f"{count(config):,} parameters on {dist.get_world_size()} x {device} in {str(dtype)[6:]}, lr {s.lr:g}, "
         f"{len(problems):,} problems, {len(pool)} workers: {', '.join(w.name for w in pool)}")
     if not start:
@@ -324,7 +325,8 @@ def train(s: Settings, device: str):
     bar.close()
     bill(pool)
     say(f"trained for {time.perf_counter() - began:.0f} s; {newest(s)}")
-    off_signals()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sampler = gather(model, device, dtype)
     del model, optimizer, reference  # the evaluation shall have their memory
     finish(s, answer(sampler, tokenizer, test, pool, s), test, pool)
@@ -363,19 +365,7 @@ def answer(sampler: Qwen, tokenizer, problems, pool, s: Settings) -> list[Trace 
     problems, and all return all traces."""
     rank, world = dist.get_rank(), dist.get_world_size()
     tasks = [Task(p.question, pool, problem=p, name=f"test/{p.id}") for p in problems[rank::world]]
-    sample = sampled(sampler, tokenizer, prompting(s), 0.0)
-
-    def write(*chats):
-        """Ctrl-C is heard between batches: in the midst of a graph's capture it would abort the process."""
-        heard = []
-        handler = signal.signal(signal.SIGINT, lambda *_: heard.append(1))
-        try:
-            sample(*chats)
-        finally:
-            signal.signal(signal.SIGINT, handler)
-        if heard:
-            handler(signal.SIGINT, None)
-
+    write = sampled(sampler, tokenizer, prompting(s), 0.0)
     rollouts = conduct(write, tasks, int(s.recursion), prompting(s), tries=1, grade=grade, edit=ablation(s))
     shares = everyone([[r.trace for r in rollouts]])
     return [shares[i % world][i // world] for i in range(len(problems))]
@@ -399,71 +389,54 @@ def metrics(iteration: int, groups, steps: list[dict], seconds: dict, held_out, 
     """A line of metrics.jsonl. Means are over first rounds; `again` is about second ones. None is unknown."""
     rollouts = [r for group in groups for r in group]
     first = [r for r in rollouts if r.task.previous is None]
-    second = [r for r in rollouts if r.task.previous is not None]
     known = [r for r in first if r.right is not None]
     ran = [r for r in first if r.trace]
-    calls = [reply for r in rollouts if r.trace for reply in r.trace.replies if reply]
-    costs = [reply.cost for reply in calls]
+    second = [r for r in rollouts if r.task.previous is not None and r.right is not None]
+    replies = [reply for r in rollouts if r.trace for reply in r.trace.replies if reply]
+    costs = [reply.cost for reply in replies]
     names = collections.Counter(name for r in ran for name in r.trace.workers)
     lengths = [len(r.completion.tokens) for r in rollouts]
-    kinds = dict.fromkeys(r.task.problem.kind for r in first)
+    flat = [len({r.reward for r in group if r.reward is not None}) < 2 for group in groups]
+
+    def steps_of(rollouts):
+        return mean(len(r.trace.workflow.steps) for r in rollouts)
+
     m = {
         "iteration": iteration,
         "reward": mean(r.reward for r in known),
         "accuracy": mean(r.right for r in known),
         "held_out": held_out,  # accuracy on problems that are not trained on
         "parsed": mean(r.trace is not None for r in first),
-        "flat": mean(is_flat(group) for group in groups),  # groups without spread, which teach nothing
+        "flat": mean(flat),  # groups without spread, which teach nothing
         "lost": sum(r.right is None for r in rollouts),
-        "steps": mean(n_steps(r) for r in ran),
-        "calls": len(calls),
+        "steps": steps_of(ran),
+        "calls": len(replies),
         "cost": None if None in costs else sum(costs),  # dollars
         "tokens": mean(lengths),
         "longest": max(lengths),
         "cut": mean(not r.completion.finished for r in rollouts),  # share that reached max_new_tokens
-        "gap": steps[0]["gap"],
         "lr": steps[0]["lr"],
+        "gap": steps[0]["gap"],
         "skipped": sum(step["skipped"] for step in steps),
     }
     for key in ("approx_kl", "clipfrac", "kl", "entropy", "grad_norm"):
         m[key] = mean(step[key] for step in steps)
-    m["by_kind"] = {kind: mean(r.right for r in known if r.task.problem.kind == kind) for kind in kinds}
-    m["steps_by_kind"] = {kind: mean(n_steps(r) for r in ran if r.task.problem.kind == kind) for kind in kinds}
+    m["by_kind"], m["steps_by_kind"] = {}, {}
+    for kind in dict.fromkeys(r.task.problem.kind for r in first):
+        m["by_kind"][kind] = mean(r.right for r in known if r.task.problem.kind == kind)
+        m["steps_by_kind"][kind] = steps_of(r for r in ran if r.task.problem.kind == kind)
     m["workers"] = {name: names[name] / names.total() for name in sorted(names)}  # shares of the steps
     if second:
-        graded = [r for r in second if r.right is not None]
-        m["again"] = {
-            "before": mean(r.task.previous.right for r in graded),
-            "accuracy": mean(r.right for r in graded),
-            "parsed": mean(r.trace is not None for r in second),
-            "kept_right": mean(is_kept(r) for r in graded if r.task.previous.right),
-            "kept_wrong": mean(is_kept(r) for r in graded if not r.task.previous.right),
-        }
+        right = [is_kept(r) for r in second if r.task.previous.right]
+        wrong = [is_kept(r) for r in second if not r.task.previous.right]
+        m["again"] = {"before": len(right) / len(second), "accuracy": mean(r.right for r in second),
+                      "parsed": mean(r.trace is not None for r in second),
+                      "kept_right": mean(right), "kept_wrong": mean(wrong)}
     m["seconds"] = seconds
     m["tokens_per_second"] = sum(lengths) / sum(seconds.values())
     m["mfu"] = utilisation(groups, seconds["training"], config, device)
-    m["memory"] = peak_memory(device) / 2**30
+    m["memory"] = peak_memory(device) / 2**30  # GiB of rank 0
     return m
-
-
-def log(s: Settings, m: dict, report):
-    """Write a line of metrics to the screen, metrics.jsonl and whoever else gets them."""
-    if dist.get_rank():
-        return
-    mfu = "?" if m["mfu"] is None else f"{m['mfu']:.2f}"
-    held_out = "" if m["held_out"] is None else f" held-out {m['held_out']:.3f}"
-    say(f"{m['iteration'] + 1:4d}/{s.iterations} reward {m['reward']:.3f} accuracy {m['accuracy']:.3f}{held_out} "
-        f"parsed {m['parsed']:.3f} steps {m['steps']:.2f} calls {m['calls']} lost {m['lost']} "
-        f"tokens {m['tokens']:.0f}, longest {m['longest']}, cut {m['cut']:.2f}, "
-        f"lr {m['lr']:.1e} |Δlogp| {m['gap']:.0e} grad {m['grad_norm']:.2f} entropy {m['entropy']:.2f} "
-        f"skipped {m['skipped']} MFU {mfu} {m['memory']:.1f} GiB {m['tokens_per_second']:.0f} tokens/s, s: "
-        + " ".join(f"{name} {t:.1f}" for name, t in m["seconds"].items()))
-    if "again" in m:
-        say(f"{'':9}second rounds: " + " ".join(f"{key} {value:.3f}" for key, value in m["again"].items()))
-    written = {key: value for key, value in m.items() if value == value}  # JSON knows no NaN
-    with open(os.path.join(s.out, "metrics.jsonl"), "a") as f:
-        f.write(json.dumps(written) + "\n")
-    report(written)
 
 
 def mean(values) -> float:
@@ -471,17 +444,31 @@ def mean(values) -> float:
     return sum(values) / max(len(values), 1)
 
 
-def n_steps(rollout: Rollout) -> int:
-    return len(rollout.trace.workflow.steps)
-
-
-def is_flat(group: list[Rollout]) -> bool:
-    return len({r.reward for r in group if r.reward is not None}) < 2
-
-
 def is_kept(rollout: Rollout) -> bool:
-    """Three empty lists: the answer of the round before is kept."""
+    """The second round is three empty lists, so that the answer of the first is kept."""
     return rollout.trace is not None and not rollout.trace.workflow.steps
+
+
+def log(s: Settings, m: dict, report):
+    """Write a line of metrics to the screen, to metrics.jsonl and to whoever else gets them."""
+    if dist.get_rank():
+        return
+    held_out = "" if m["held_out"] is None else f" held-out {m['held_out']:.3f}"
+    mfu = "" if m["mfu"] is None else f" MFU {m['mfu']:.2f}"
+    say(f"{m['iteration'] + 1:4d}/{s.iterations} reward {m['reward']:.3f} accuracy {m['accuracy']:.3f}{held_out} "
+        f"parsed {m['parsed']:.3f} steps {m['steps']:.2f} calls {m['calls']} lost {m['lost']} tokens "
+        f"{m['tokens']:.0f}/{m['longest']} cut {m['cut']:.2f} lr {m['lr']:.0e} |Δlogp| {m['gap']:.0e} "
+        f"grad {m['grad_norm']:.2f} skipped {m['skipped']} entropy {m['entropy']:.2f} {m['memory']:.1f} GiB{mfu} "
+        f"{m['tokens_per_second']:.0f} tokens/s, s: "
+        + " ".join(f"{part} {seconds:.1f}" for part, seconds in m["seconds"].items()))
+    if "again" in m:
+        say(f"{'':9}second rounds: " + " ".join(f"{key} {value:.3f}" for key, value in m["again"].items()))
+    for key, value in m.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            m[key] = None  # JSON knows no NaN
+    with open(os.path.join(s.out, "metrics.jsonl"), "a") as f:
+        f.write(json.dumps(m) + "\n")
+    report({key: value for key, value in m.items() if isinstance(value, int | float)})
 
 
 # -------------------------------------------------------------------------------------------------------------
@@ -629,11 +616,6 @@ def on_signals() -> list:
     return stopping
 
 
-def off_signals():
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
 class Clock:
     """The seconds of an iteration, by part."""
 
@@ -680,24 +662,20 @@ def peak_memory(device: str) -> int:
 
 
 def reporter(s: Settings):
-    """A function that is given each line of metrics, for --report=tensorboard or wandb."""
-    def numbers(m):
-        return {key: value for key, value in m.items() if isinstance(value, int | float)}
-
+    """The function that gets the numbers of each line of metrics: TensorBoard's or wandb's, if --report names it."""
     if s.report == "tensorboard" and dist.get_rank() == 0:
         from torch.utils.tensorboard import SummaryWriter
         writer = SummaryWriter(os.path.join(s.out, "tensorboard"))
 
-        def report(m):
-            for key, value in numbers(m).items():
-                writer.add_scalar(key, value, m["iteration"])
+        def report(numbers):
+            for key, value in numbers.items():
+                writer.add_scalar(key, value, numbers["iteration"])
             writer.flush()
         return report
     if s.report == "wandb" and dist.get_rank() == 0:
         import wandb
-        run = wandb.init(project="conductor", config=asdict(s), dir=s.out)
-        return lambda m: run.log(numbers(m), step=m["iteration"])
-    return lambda m: None
+        return wandb.init(project="conductor", config=asdict(s), dir=s.out).log
+    return lambda numbers: None
 
 
 def bill(pool):
@@ -718,12 +696,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def load_models(s: Settings, start: str, problems, pool, device: str, dtype):
-    """The model in its shards, its tokenizer, and the reference policy if one is named. Once they are read, --out is
-    made ready: they may be of an earlier run in the same place."""
-    named = s.reference
-    if s.resume and start != s.init_from:
-        named = named or os.path.join(s.out, "reference")
-    reference = None
+    """The model in its shards, its tokenizer, and the reference policy if one is named."""
+    reference, named = None, reference_folder(s, start)
     try:
         if start:
             on_rank0(lambda: fetch(start, "*.json", "*.safetensors"))  # one rank downloads
@@ -737,11 +711,13 @@ def load_models(s: Settings, start: str, problems, pool, device: str, dtype):
             reference = Qwen.from_pretrained(named, dtype, device)
     except (OSError, ValueError) as e:
         leave(f"train.py: {e}")
-    if s.resume and start != s.init_from:
-        on_rank0(lambda: rewind(s, int(os.path.basename(start))))
-    else:
-        on_rank0(lambda: make_room(s))
     return model, tokenizer, reference
+
+
+def reference_folder(s: Settings, start: str) -> str:
+    """Where the reference policy is read from: what is named, or what the run to go on with wrote; "" if neither."""
+    resumed = os.path.dirname(start) == os.path.join(s.out, "checkpoints")
+    return s.reference or (os.path.join(s.out, "reference") if resumed else "")
 
 
 def save(s: Settings, iteration: int, model, tokenizer, optimizer, dtype):
@@ -888,26 +864,27 @@ def write_traces(s: Settings, iteration: int, groups):
 
 
 # -------------------------------------------------------------------------------------------------------------
-# Appendix: what a run takes, and what it lacks
+# Appendix: what a run takes
 
 # Dense bf16 TFLOP/s and GB/s of memory, from the vendors' data sheets. What another device can do is unknown.
 PEAKS = {"H200": (989, 4800), "H100 PCIe": (756, 2000), "H100": (989, 3350), "A100": (312, 1555), "L40S": (362, 864),
          "RTX 4090": (165, 1008), "RTX 3090": (71, 936)}
-RESERVE = {"cuda": 3 << 30, "cpu": 1 << 29}  # bytes beside what is estimated: context, graphs, fragments
+GiB = 1 << 30
+RESERVE = {"cuda": 3 * GiB, "cpu": GiB // 2}  # beside what is estimated: context, graphs, fragments
 
 
-def devices() -> tuple[str, list[int], str]:
-    """The kind of device, the bytes of memory of each (of the machine's, a process's share), and its name."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # here, as torchrun says
+def devices() -> tuple[str, int, str]:
+    """The kind of device that this process and its neighbours compute on, the bytes that one has for each (of a
+    CPU's memory a share), and its name."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # here, as torchrun says
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     if found and len(found) >= processes:
-        return "cuda", [device.total_memory for device in found], found[0].name
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return "cpu", [machine // processes], "cpu"
+        return "cuda", min(gpu.total_memory for gpu in found[:processes]), found[0].name
+    return "cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes, "cpu"
 
 
 def peaks() -> tuple[float, float] | None:
-    """FLOP/s and bytes/s of a device, None if they are unknown."""
+    """FLOP/s and bytes/s of the device; None if they are unknown."""
     name = devices()[2]
     for known, (tflops, gigabytes) in PEAKS.items():
         if known in name:
@@ -915,189 +892,174 @@ def peaks() -> tuple[float, float] | None:
     return None
 
 
+def sizes(config: Config) -> tuple[int, int]:
+    """The parameters of a layer, and of all that is no layer."""
+    C, kv = config.hidden_size, config.num_key_value_heads * config.head_dim
+    attention = 2 * C * C + C + 2 * (C * kv + kv)
+    layer = attention + 3 * C * config.intermediate_size + 2 * C
+    tables = 1 if config.tie_word_embeddings else 2
+    return layer, tables * config.vocab_size * C + C
+
+
 def count(config: Config) -> int:
-    """Parameters of a model."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in Qwen(config).parameters())
+    """All parameters."""
+    layer, others = sizes(config)
+    return config.num_hidden_layers * layer + others
 
 
 def flops_a_token(config: Config, context: float) -> tuple[float, float]:
-    """Of a forward pass: in the layers, attending to so many tokens, and in the head."""
-    layers = count(config) - count(replace(config, num_hidden_layers=0))
-    attention = 4 * config.hidden_size * config.num_hidden_layers * context
-    return 2 * layers + attention, 2 * config.hidden_size * config.vocab_size
+    """FLOPs of a forward pass for one token: of the layers, where it attends to `context` tokens, and of the head."""
+    layer = 2 * sizes(config)[0] + 4 * config.hidden_size * context
+    return config.num_hidden_layers * layer, 2 * config.hidden_size * config.vocab_size
 
 
 def utilisation(groups, seconds: float, config: Config, device: str) -> float | None:
-    """MFU of the update: the FLOPs of forward and backward pass, each prompt once, over what the devices could do."""
-    known = peaks()
-    if known is None:
+    """MFU of an update: the FLOPs of forward and backward pass, each prompt once, over the most that the devices
+    can do. What was computed twice to save memory does not count."""
+    if peaks() is None:
         return None
     total = 0.0
     for group in groups:
-        prompt = len(group[0].prompt)
-        written = sum(len(r.completion.tokens) for r in group)
+        prompt, written = len(group[0].prompt), sum(len(r.completion.tokens) for r in group)
         layers, head = flops_a_token(config, prompt + written / len(group) / 2)
         total += 3 * ((prompt + written) * layers + written * head)
-    return total / seconds / known[0] / dist.get_world_size()
+    return total / seconds / peaks()[0] / dist.get_world_size()
 
 
 def memory(s: Settings, config: Config, world: int, prompt: int, device: str) -> dict[str, dict[str, float]]:
-    """Bytes of a rank by phase and part, estimated. Parts ending in "(CPU)" are in the CPU's memory."""
-    N, L, C, V, I = count(config), config.num_hidden_layers, config.hidden_size, config.vocab_size, config.intermediate_size
-    layer = (N - count(replace(config, num_hidden_layers=0))) / L
-    root = N - L * layer
-    width = torch.finfo(compute_dtype(device, s.dtype)).bits // 8  # bytes of a number in computation
-    kv = 2 * config.num_key_value_heads * config.head_dim * L * width  # of a token
-    there = " (CPU)" if s.offload else ""
-    always = {f"weights{there}": 4 * N / world, f"Adam's state{there}": 8 * N / world}
+    """Estimated bytes of a rank, by phase and part. Parts that end in (CPU) are not in the device's memory."""
+    C, L, V = config.hidden_size, config.num_hidden_layers, config.vocab_size
+    N, (layer, others) = count(config), sizes(config)
+    width = 2 if compute_dtype(device, s.dtype) == torch.bfloat16 else 4  # bytes of a number in computation
+    place = " (CPU)" if s.offload else ""
+    resident = {f"weights{place}": 4 * N / world, f"Adam's state{place}": 8 * N / world}
     if s.beta:
-        always["reference policy"] = width * N
+        resident["reference policy"] = width * N
 
-    def generating(prompts, rows):
+    def generation(prompts, rows):
+        a_token = 2 * config.num_key_value_heads * config.head_dim * L * width
+        at_once = max(prompt, min(prompts * prompt, PREFILL_TOKENS))
         return {"copy to sample with": width * N,
-                "keys and values": kv * (prompts * prompt + rows * 256 * math.ceil(s.max_new_tokens / 256)),
-                "prompts at work": min(prompts * prompt, READ_AT_ONCE) * (4 * C + 3 * I) * width,
+                "keys and values": a_token * (prompts * prompt + rows * s.max_new_tokens),
+                "prompts at work": at_once * (6 * C + 3 * config.intermediate_size) * width,
                 "probabilities": 16 * rows * V}
 
-    T = s.token_budget + prompt
-    layer_at_work = T * (10 * C + 5 * I) * width
-    kept = {"layers' inputs": L * T * C * width, "a layer at work": layer_at_work}
-    if not s.recompute:
-        kept = {"activations": L * layer_at_work}
-    problems = min(READ_AT_ONCE // prompt, math.ceil(s.test / world))
-    return {
-        "sampling": {**always, **generating(s.questions, s.questions * math.ceil(s.rollouts / world))},
-        "training": {**always, f"gradients{there}": 4 * N / world, **kept,
-                     "gathered weights and gradients": (2 * width + 4) * (root + 2 * layer),
-                     "logits": 16 * min(T * V, HEAD_LOGITS[device])},
-        "evaluation": {**(always if s.eval_every else {}), **generating(problems, problems)},
-    }
+    T = s.token_budget + prompt  # of a packed row
+    a_layer = T * (10 * C + 5 * config.intermediate_size) * width
+    training = {f"gradients{place}": 4 * N / world, "gathered weights": (2 * width + 4) * (others + 2 * layer),
+                "logits": 16 * min(T * V, HEAD_LOGITS[device])}
+    if s.recompute:
+        training |= {"layers' inputs": L * T * C * width, "a layer at work": a_layer}
+    else:
+        training["activations"] = L * a_layer
+    questions = math.ceil(min(s.test / world, max(1, READ_AT_ONCE // prompt)))
+    return {"sampling": resident | generation(s.questions, s.questions * math.ceil(s.rollouts / world)),
+            "training": resident | training,
+            "evaluation": (resident if s.eval_every else {}) | generation(questions, questions)}
 
 
 def peak(phases: dict) -> float:
-    """The most bytes of the device's memory that a phase takes."""
-    return max(sum(v for part, v in parts.items() if not part.endswith("(CPU)")) for parts in phases.values())
+    """The most bytes of the device's memory that any phase takes."""
+    return max(sum(size for part, size in parts.items() if "(CPU)" not in part) for parts in phases.values())
 
 
 def what_would_fit(s: Settings, config: Config, world: int, prompt: int, device: str, room: float) -> str:
-    """The changes, one by one and then together, by which a run would fit."""
-    tries = [(f"--{key}", replace(s, **{key: True}), world) for key in ("recompute", "offload") if not getattr(s, key)]
-    tries += [(f"--token_budget={s.token_budget // 4}", replace(s, token_budget=s.token_budget // 4), world),
-              (f"--max_new_tokens={s.max_new_tokens // 2}", replace(s, max_new_tokens=s.max_new_tokens // 2), world)]
-    tries += [(f"{n} processes", s, n) for n in (2, 4, 8) if n > world]
-    both = replace(s, recompute=True, offload=True)
-    tries.append(("--recompute --offload together", both, world))
-    smaller = replace(both, token_budget=s.token_budget // 4, max_new_tokens=s.max_new_tokens // 2)
-    tries.append((f"--recompute --offload --token_budget={smaller.token_budget} --max_new_tokens={smaller.max_new_tokens}",
-                  smaller, world))
-    fitting = [text for text, changed, n in tries if peak(memory(changed, config, n, prompt, device)) <= room]
-    return "; it would fit with " + ", or ".join(fitting[:3]) if fitting else "; no setting makes it fit"
+    """Up to three changes by which the run would fit, the least first."""
+    flags = [dict(recompute=True), dict(token_budget=s.token_budget // 4), dict(max_new_tokens=s.max_new_tokens // 2),
+             dict(offload=True), dict(recompute=True, offload=True),
+             dict(recompute=True, offload=True, token_budget=s.token_budget // 4)]
+    tries = [(" ".join(f"--{key}={value}" for key, value in changes.items()), changes, world) for changes in flags]
+    tries += [(f"{ranks} processes", {}, ranks) for ranks in (2, 4, 8) if ranks > world]
+    fits = []
+    for text, changes, ranks in tries:
+        if peak(memory(replace(s, **changes), config, ranks, prompt, device)) <= room:
+            fits.append(text)
+    return "it would fit with " + ", or with ".join(fits[:3]) if fits else "a smaller model is what would fit"
 
 
 def estimate(s: Settings, config: Config, pool, device: str) -> tuple[str, str]:
-    """What a run takes, as text, and what of the device's memory it lacks ("": nothing). The assumptions are printed."""
+    """What a run takes, as text with its assumptions, and what it lacks of the device's memory, "" if nothing."""
     world = dist.get_world_size()
-    chat = ask(Task("x" * (40 if s.style == "short" else 400), pool), prompting(s))
-    prompt = sum(len(turn["content"]) for turn in chat) // 4
-    written = min(250, s.max_new_tokens // 2)
-    longest = prompt
+    local = s.pool.startswith("local")
+    chat = ask(Task("x" * (40 if local else 400), pool), prompting(s))
+    prompt = longest = sum(len(turn["content"]) for turn in chat) // 4
     if s.recursion:
-        longest += s.max_new_tokens + (100 if s.pool.startswith("local") else 4096)  # the first round, and its answer
+        longest += s.max_new_tokens + (100 if local else 4096)  # the first round and its answer
+    written = min(250, s.max_new_tokens // 2)
     phases = memory(s, config, world, longest, device)
-    room = min(devices()[1]) - RESERVE[device]
+    there = devices()[1]
     lack = ""
-    if peak(phases) > room:
-        lack = (f"{(peak(phases) + RESERVE[device]) / 2**30:.1f} GiB of memory a process (here: {min(devices()[1]) / 2**30:.1f})"
-                + what_would_fit(s, config, world, longest, device, room))
+    if peak(phases) + RESERVE[device] > there:
+        lack = (f"memory: {(peak(phases) + RESERVE[device]) / GiB:.1f} GiB for each process, where {there / GiB:.1f} are; "
+                + what_would_fit(s, config, world, longest, device, there - RESERVE[device]))
 
     rounds = 1.5 if s.recursion else 1.0
-    workflows = s.questions * s.rollouts * rounds
+    workflows = s.questions * s.rollouts * rounds  # of an iteration
     layers, head = flops_a_token(config, prompt + written / 2)
-    sampling = s.questions * rounds * prompt * layers + workflows * written * (layers + head)
-    training = (4 if s.recompute else 3) * (s.questions * rounds * prompt + workflows * written) * layers
-    training += 4 * workflows * written * head
-    steps, n_in, n_out = 3, 1000, 700
-    latency = 0.01 if s.pool.startswith("local") else 20.0
-    busy = max(workflows * steps / len(pool) / w.concurrency for w in pool) * latency
-    waiting = max(busy, steps * latency)
-    evaluations = s.test + (s.iterations // s.eval_every * s.eval_problems if s.eval_every else 0)
-    calls = steps * (s.iterations * workflows + evaluations)
-    prices = [(w.price[0] * n_in + w.price[1] * n_out) / 1e6 for w in pool if w.price]
-    unpriced = [w.name for w in pool if not w.price]
-    dollars = f"about ${calls / len(pool) * sum(prices):,.0f}"
-    if unpriced:
-        dollars += f", and {len(unpriced)} workers of unknown price ({', '.join(unpriced)})"
-    seconds = f"{waiting:.1f} of workers at {latency:g} s a call, {min(w.concurrency for w in pool)} at a time each"
+    forward = (s.questions * rounds * prompt + workflows * written) * layers
+    sampling = forward + workflows * written * head
+    training = (4 if s.recompute else 3) * forward + 4 * workflows * written * head
+    slots = min(w.concurrency for w in pool) * len(pool)
+    latency = 0.01 if local else 20.0
+    calls = STEPS * workflows
+    seconds = f"workers {max(calls / slots, STEPS) * latency:.1f} ({calls:.0f} calls over {slots} slots, {latency:g} s each)"
     if peaks():
         flops, bandwidth = peaks()
-        decoding = s.max_new_tokens * 2 * count(config) / bandwidth / 0.65
-        seconds = (f"{decoding * rounds:.0f} of sampling (65 % of the memory's bandwidth), {training / flops / world / 0.5:.0f} "
-                   f"of training (half of the peak), {seconds}")
+        decoding = rounds * s.max_new_tokens * 2 * count(config) / bandwidth / 0.65
+        seconds = (f"sampling {decoding:.0f} (at 65 % of the memory's bandwidth), training "
+                   f"{training / flops / world / 0.5:.0f} (at half of the peak), {seconds}")
     else:
-        seconds += "; how fast this device computes is not known"
-    lines = [
-        f"model     {count(config) / 1e9:.3f} billion parameters, computed in {str(compute_dtype(device, s.dtype))[6:]}",
-        f"a run     {s.iterations} iterations x {s.questions} questions x {s.rollouts} rollouts on {world} processes, "
-        f"problems of {s.data!r}, {len(pool)} workers of {s.pool!r}",
-        "memory    GiB of a process, estimated:"]
+        seconds += "; how fast this device computes is unknown"
+    evaluated = s.test
+    if s.eval_every:
+        evaluated += s.iterations // s.eval_every * s.eval_problems
+    calls = STEPS * (s.iterations * workflows + evaluated)
+    dollars = sum((w.price[0] * TOKENS_IN + w.price[1] * TOKENS_OUT) / 1e6 for w in pool if w.price) / len(pool) * calls
+    unpriced = [w.name for w in pool if not w.price]
+    unknown = f", and {len(unpriced)} workers of unknown price ({', '.join(unpriced)})" if unpriced else ""
+
+    lines = [f"model     {count(config) / 1e9:.3f} billion parameters, computed in {compute_dtype(device, s.dtype)}",
+             f"run       {s.iterations} iterations x {s.questions} questions x {s.rollouts} rollouts on {world} processes,"
+             f" problems of {s.data!r}, {len(pool)} workers of {s.pool!r}",
+             f"memory    at most {peak(phases) / GiB:.1f} GiB a process, and {RESERVE[device] / GiB:.1f} for what is not counted:"]
     for phase, parts in phases.items():
-        told = ", ".join(f"{part} {size / 2**30:.1f}" for part, size in parts.items())
-        lines.append(f"            {phase + ':':<12}{told}")
+        told = ", ".join(f"{part} {size / GiB:.1f}" for part, size in parts.items())
+        lines.append(f"            {phase}: {told}")
     return "\n".join(lines + [
-        f"            peak {peak(phases) / 2**30:.1f}, and {RESERVE[device] / 2**30:.1f} for what is not counted",
-        f"disk      {disk(s, config) / 2**30:.1f} GiB for a checkpoint; at most {s.keep + 2} at a time",
-        f"work      of an iteration, with prompts of {prompt} tokens and completions of {written}: "
-        f"{sampling / 1e12:.3g} TFLOP to sample, {training / 1e12:.3g} to train",
-        f"seconds   of an iteration: {seconds}",
-        f"workers   workflows of {steps} steps, evenly over the pool: {calls:,.0f} calls with the evaluations; "
-        f"at {n_in} tokens in and {n_out} out {dollars}"]), lack
+        f"disk      {disk(config) / GiB:.1f} GiB a checkpoint, at most {s.keep + 2} of them at a time",
+        f"work      an iteration: {sampling / 1e12:.3g} TFLOP to sample, {training / 1e12:.3g} to train, with prompts of "
+        f"{prompt} tokens and completions of {written}",
+        f"seconds   an iteration: {seconds}",
+        f"calls     {calls:,.0f} with the evaluations, {STEPS} a workflow; with {TOKENS_IN} tokens in and {TOKENS_OUT} "
+        f"out each, evenly over the pool, about ${dollars:,.0f}{unknown}"]), lack
 
 
-def disk(s: Settings, config: Config) -> float:
-    """Bytes of a checkpoint: fp32 weights and two moments, and the weights for use."""
-    return (12 + 4) * count(config)
+STEPS, TOKENS_IN, TOKENS_OUT = 3, 1000, 700  # what a workflow and a call are assumed to be
+
+
+def disk(config: Config) -> int:
+    """Bytes of a checkpoint: the fp32 weights with two moments, and the weights for use."""
+    return 16 * count(config)
+
+
+# -------------------------------------------------------------------------------------------------------------
+# Appendix: what a run lacks, and the command line
 
 
 def choose_by_size(s: Settings, config: Config):
-    """Settings that depend on whether the model is a tiny one or was pretrained."""
+    """Set what depends on whether the model is a tiny one or was pretrained."""
     tiny = count(config) < TINY
     s.lr = s.lr or (1e-3 if tiny else 1e-6)
     s.dtype = s.dtype or ("fp32" if tiny else "")
 
 
-def check_settings(s: Settings, start: str):
-    """ValueError for values that no run can have."""
-    may_be_0 = ("seed", "budget", "beta", "clip_high", "importance", "warmup", "warm_steps", "warm_second", "subset", "lr",
-                "eval_every")
-    for key, value in asdict(s).items():
-        if type(value) in (int, float) and key not in ("no_workflow", "wrong", "right"):
-            if not (0 < value < math.inf or value == 0 and key in may_be_0):
-                raise ValueError(f"--{key}={value}: expected a number above 0")
-    if not all(math.isfinite(x) for x in (s.no_workflow, s.wrong, s.right)):
-        raise ValueError("--no_workflow, --wrong and --right: expected finite numbers")
-    if s.loss not in LOSSES:
-        raise ValueError(f"--loss={s.loss}: there are {', '.join(LOSSES)}")
-    if s.report not in ("", "tensorboard", "wandb"):
-        raise ValueError(f"--report={s.report}: there are tensorboard and wandb")
-    if s.width % 8:
-        raise ValueError(f"--width={s.width}: expected a multiple of 8, for 4 heads of an even size")
-    if not start and s.warm_batch < dist.get_world_size():
-        raise ValueError(f"--warm_batch={s.warm_batch}: expected at least one for each of the processes")
-    if s.data.endswith(".jsonl") and not s.test_data:
-        raise ValueError(f"--data={s.data} is one file without a test split: name problems for the end with --test_data=FILE")
-    if s.replay and os.path.abspath(s.replay).startswith(os.path.abspath(s.out) + os.sep):
-        raise ValueError(f"--replay={s.replay}: a place outside of --out, please, which the next run moves")
-
-
 def preflight(s: Settings, start: str, device: str):
-    """What would fail late fails here, all of it at once; with --dry_run every worker is asked for a word in any
-    case. Returns the pool's address, the dollars that this has left of the budget, and the model's shape."""
+    """What would fail late fails here, all of it at once. With --dry_run the estimate is said in any case, and every
+    worker asked for a word. Returns the pool's address, the dollars left of the budget, and the model's shape."""
     check_settings(s, start)
     pool = load_pool(s.pool, replay=s.replay, budget=s.budget)
     if s.subset > len(pool):
         raise ValueError(f"--subset={s.subset}: the pool has {len(pool)} workers")
-    ask(Task("", pool), prompting(s))  # knows the styles
     lacks = []
     config = tiny_config(s)
     if start:
@@ -1110,9 +1072,9 @@ def preflight(s: Settings, start: str, device: str):
     text, lack = estimate(s, config, pool, device)
     if s.dry_run or count(config) > TINY:
         say(text)
-    checks = [[lack] if lack else [], lacking_disk(s, config), lacking_policies(s, start), lacking_problems(s),
-              lacking_keys(pool), lacking_reports(s)]
-    lacks += itertools.chain(*checks)
+    lacks += [lack] if lack else []
+    for check in (lacking_disk, lacking_reference, lacking_problems, lacking_keys, lacking_report):
+        lacks += check(s, start, config, pool)
     if s.dry_run or not lacks:
         lacks += lacking_workers(pool)
     if lacks:
@@ -1120,28 +1082,48 @@ def preflight(s: Settings, start: str, device: str):
     return pool[0].base_url, s.budget and max(pool[0].budget.left, 1e-9), config
 
 
-def lacking_disk(s: Settings, config: Config):
+def check_settings(s: Settings, start: str):
+    """ValueError for values with which nothing can run."""
+    may_be_0 = {"seed", "budget", "lr", "beta", "clip_high", "importance", "warmup", "warm_steps", "warm_second", "subset",
+                "eval_every"}
+    may_be_any = {"no_workflow", "wrong", "right"}
+    for key, value in asdict(s).items():
+        if type(value) in (int, float):
+            good = 0 < value < math.inf or value == 0 and key in may_be_0
+            if not good and not (key in may_be_any and math.isfinite(value)):
+                raise ValueError(f"--{key}={value}: expected a number above 0")
+    for key, known in (("loss", LOSSES), ("report", ("", "tensorboard", "wandb"))):
+        if getattr(s, key) not in known:
+            raise ValueError(f"--{key}={getattr(s, key)}: there are {', '.join(filter(None, known))}")
+    if s.width % 8:
+        raise ValueError(f"--width={s.width}: expected a multiple of 8, for 4 heads of an even size")
+    if not start and s.warm_batch < dist.get_world_size():
+        raise ValueError(f"--warm_batch={s.warm_batch}: expected at least one for each process")
+    if s.data.endswith(".jsonl") and not s.test_data:
+        raise ValueError(f"--data={s.data} has no test split: name other problems for the end with --test_data=FILE")
+    if s.replay and os.path.abspath(s.replay).startswith(os.path.abspath(s.out) + os.sep):
+        raise ValueError(f"--replay={s.replay}: a place outside of --out, please, which the next run moves")
+
+
+def lacking_disk(s: Settings, start, config: Config, pool):
     there = os.path.abspath(s.out)
     while not os.path.exists(there):
         there = os.path.dirname(there)
     free = shutil.disk_usage(there).free
-    present = len(checkpoints(s.out)) if s.resume else 0
-    room = disk(s, config) * (s.keep + 2 - present)
-    if free < room:
-        yield (f"{room / 2**30:.0f} GiB of disk for checkpoints in {s.out} (free are {free / 2**30:.1f}; "
-               "a smaller --keep takes less)")
+    needed = disk(config) * (s.keep + 2 - len(checkpoints(s.out) if s.resume else []))
+    if free < needed:
+        yield (f"{needed / GiB:.0f} GiB of disk for checkpoints in {s.out} (free are {free / GiB:.1f}; a smaller --keep "
+               "takes less)")
 
 
-def lacking_policies(s: Settings, start: str):
-    reference = s.reference
-    if s.beta and s.resume and start != s.init_from and not reference:
-        reference = os.path.join(s.out, "reference")
-    if s.beta and reference and not os.path.exists(os.path.join(reference, "config.json")):
-        yield (f"the reference policy for --beta={s.beta} in {reference}: a folder like one that an earlier run wrote; "
+def lacking_reference(s: Settings, start, config, pool):
+    folder = reference_folder(s, start)
+    if s.beta and folder and not os.path.exists(os.path.join(folder, "config.json")):
+        yield (f"the policy that --beta={s.beta} keeps near to, in {folder}: a run that began without --beta wrote none; "
                "name one with --reference=DIR")
 
 
-def lacking_problems(s: Settings):
+def lacking_problems(s: Settings, start, config, pool):
     try:
         problems = load(s.data, "train") + load(s.test_data or s.data, "test", s.test)
         if any(p.grader in ("code", "unittest") for p in problems):
@@ -1150,10 +1132,15 @@ def lacking_problems(s: Settings):
         yield f"problems ({e})"
 
 
-def lacking_keys(pool):
+def lacking_keys(s: Settings, start, config, pool):
     for worker in pool:
         if worker.api_key_env and not os.environ.get(worker.api_key_env):
             yield f"${worker.api_key_env} for {worker.name}"
+
+
+def lacking_report(s: Settings, start, config, pool):
+    if s.report and not importlib.util.find_spec(s.report):
+        yield f"{s.report} (pip install {s.report})"
 
 
 def lacking_workers(pool):
@@ -1165,19 +1152,15 @@ def lacking_workers(pool):
                 yield f"a worker ({e})"
 
 
-def lacking_reports(s: Settings):
-    if s.report and not importlib.util.find_spec(s.report):
-        yield f"{s.report} for --report (pip install {s.report})"
-
-
-def main(argv):
-    device, sizes, _ = devices()
-    processes = int(os.environ.get("WORLD_SIZE", 1))
+def settings_of(argv: list[str]) -> tuple[Settings, str]:
+    """The settings of a command line and the kind of device. Without --preset it is the paper's on two GPUs of 80 GB
+    with a process each, else the laptop's."""
+    device, size, _ = devices()
     s = Settings()
-    configure(s, argv)
+    configure(s, argv)  # to know the preset
     if not s.preset:
-        large = sum(size > 75e9 for size in sizes)
-        s.preset = "paper" if device == "cuda" and min(large, processes) >= 2 else "laptop"
+        large = device == "cuda" and size > 75e9 and int(os.environ.get("WORLD_SIZE", "1")) > 1
+        s.preset = "paper" if large else "laptop"
     if s.preset not in PRESETS:
         raise SystemExit(f"--preset={s.preset}: there are {', '.join(PRESETS)}")
     for key, value in PRESETS[s.preset].items():
@@ -1186,12 +1169,17 @@ def main(argv):
     if words:
         raise SystemExit(f"train.py takes --key=value settings only, not {words[0]!r}")
     s.out = os.path.normpath(s.out)
-    # A rank may wait for another's slow workers much longer than the ten minutes that NCCL allows.
+    return s, device
+
+
+def main(argv):
+    s, device = settings_of(argv)
     alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)  # torchrun sets RANK
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"  # offloaded weights meet over gloo
+    # A rank may wait for another's slow workers much longer than the ten minutes that NCCL allows.
     dist.init_process_group(backend, timeout=datetime.timedelta(days=1), **alone)
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     code = None
     try:
         train(s, device)
