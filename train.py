@@ -570,7 +570,9 @@ def finish(s: Settings, sampler, tokenizer, test, pool, say):
     """The final table on held-out problems, and what was learned for each kind. The Conductor is greedy here."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = test[rank::world]
-    traces = evaluation.conduct(sampler, tokenizer, mine, [pool] * len(mine), prompting_of(s), int(s.recursion), lambda workflow: ablate(workflow, s))
+    prompting = prompting_of(s)
+    write = sampled(sampler, tokenizer, prompting, 0.0)
+    traces = evaluation.run_conductor(write, mine, [pool] * len(mine), "test", int(s.recursion), prompting, edit=lambda w: ablate(w, s))
     shares = everyone([traces])  # share r holds the problems r, r + world, …
     traces = [shares[i % world][i // world] for i in range(len(test))]
     if rank == 0:
