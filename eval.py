@@ -1347,7 +1347,7 @@ def fetch_file(url: str, file: str):
                         break
                     if answer.status_code != 206:
                         raise OSError(f"{url}: HTTP {answer.status_code} {answer.reason}")
-                    for chunk in answer.iter_content(1 << 20):
+                    for chunk in answer.iter_content(1 << 16):
                         bar.update(f.write(chunk))
             except requests.RequestException as e:
                 failures = 1 if f.tell() > have else failures + 1
@@ -1736,6 +1736,7 @@ def main(argv):
         if words not in ([], ["prepare"]):
             raise SystemExit(__doc__)
         if words == ["prepare"] and s.pool:
+            os.makedirs(DATA, exist_ok=True)
             s.replay = s.replay or os.path.join(DATA, "replies")
         pool = []
         if s.pool or not words:
