@@ -163,29 +163,34 @@ def interleave(problems: list[Problem], rng: random.Random) -> list[Problem]:
     return [group[i % len(group)] for i in range(most) for group in kinds.values()]
 
 
+def has_split(name: str, split: str) -> bool:
+    """Whether `load` knows these problems; they need not have been fetched."""
+    anywhere = name == "laptop" or name in MIXES or name.endswith(".jsonl")
+    return split in ("train", "test") and (anywhere or (name, split) in SOURCES)
+
+
 def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
     """Problems of "laptop", a benchmark in SOURCES, a mix in MIXES or a JSONL file (see read_problems).
 
-    split is "train" or "test". limit: so many at most, and no more is fetched than they take. Problems are
-    shuffled by a fixed seed with the kinds taking turns, so that a slice of a multiple of the number of kinds
-    holds each equally often; but a JSONL file keeps its order and has one split. A mix is what `prepare`
-    wrote, and is tested by its parts' tests. OSError tells what was not fetched and how to bring it by hand,
-    ValueError what is wrong where."""
+    split is "train" or "test". limit: so many at most, and no more is fetched than they take. Their order is random
+    but fixed, with the kinds taking turns, so that a slice of a multiple of the number of kinds holds each equally
+    often; but a JSONL file keeps its order and has one split. A mix is what `prepare` wrote, and is tested by its
+    parts' tests. OSError tells what was not fetched and how to bring it, ValueError what is wrong where."""
+    if not has_split(name, split):
+        known = ["laptop", *MIXES, *(f"{n} ({s})" for n, s in SOURCES), "files *.jsonl"]
+        raise ValueError(f"no problems {name!r}, split {split!r}: there are {', '.join(known)}")
     if name.endswith(".jsonl"):
         return read_problems(name)[:limit]
     if name in MIXES and split == "train":
         return read_problems(os.path.join(DATA, name + ".jsonl"))[:limit]
-    if name == "laptop" and split in ("train", "test"):
+    if (name, split) in SOURCES:
+        return benchmark(name, split, limit)
+    if name == "laptop":
         problems = laptop_problems(split)
-    elif name in MIXES and split == "test":
+    else:
         problems = []
         for part in MIXES[name]:
             problems += load(part, split, limit)
-    elif (name, split) in SOURCES:
-        return benchmark(name, split, limit)
-    else:
-        known = ["laptop", *MIXES, *(f"{n} ({s})" for n, s in SOURCES), "files *.jsonl"]
-        raise ValueError(f"no problems {name!r}, split {split!r}: there are {', '.join(known)}")
     return interleave(problems, random.Random(0))[:limit]
 
 
@@ -1585,6 +1590,9 @@ def read_numbers(file: str) -> dict[str, dict]:
     return numbers
 
 
+LESSONS = 256  # train problems that the system router learns from
+
+
 @dataclass
 class Settings:
     checkpoint: str = "out/laptop/checkpoint"
@@ -1618,7 +1626,7 @@ def play(s: Settings, data: str, name: str, who: str, problems: list, pools: lis
         write, prompting = seated(pool[k], f"{tag}/seat"), Prompting(**examples)
         return run_conductor(write, problems, pools, tag, s.rounds, prompting, tries=10)
     if name == "router":
-        lessons = load(s.lessons or data, "train", 256)
+        lessons = load(s.lessons or data, "train", LESSONS)
         asked = everyone_alone(pool, lessons, tag)
         return run_system(train_router(pool, lessons, asked), problems, pool, 0, tag)
     if name not in CONDUCTORS:
@@ -1654,6 +1662,9 @@ def check(s: Settings, names: list[str]) -> list[tuple[str, str]]:
     taken = {*names} & {*SYSTEMS, "random workflows"}
     if taken:
         raise ValueError(f"a worker of the pool has a system's name, {taken.pop()}: rename it")
+    for data in s.benchmarks.split(","):
+        if not has_split(data, "test"):
+            load(data, "test")  # which says what there is
     wanted = []
     for word in s.systems.split(","):
         name, _, who = word.strip().partition(":")
@@ -1664,20 +1675,25 @@ def check(s: Settings, names: list[str]) -> list[tuple[str, str]]:
             raise ValueError(f"--systems={word}: the pool has {', '.join(names)}")
         if s.subset and (name not in CONDUCTORS or name == "one-worker"):
             raise ValueError(f"--subset is for the Conductor (--systems=conductor), not for {name}")
-        if name in CONDUCTORS and not os.path.exists(os.path.join(who or s.checkpoint, "config.json")):
-            raise FileNotFoundError(f"no checkpoint in {who or s.checkpoint}: train.py makes one, "
-                                    "--checkpoint=DIR names another")
         if name == "best-single" and not {("workers", w) for w in names} <= {*wanted}:
             raise ValueError("best-single is the best of workers, which must have answered before: "
                              "--systems=workers,best-single")
         if name == "router":
-            for data in [s.lessons] if s.lessons else s.benchmarks.split(","):
-                here = data in ("laptop", *MIXES) or (data, "train") in SOURCES
-                if not here and not s.lessons.endswith(".jsonl"):
-                    raise ValueError(f"router learns from train problems, and {data} has none: "
-                                     "name others, say --lessons=mmlu or --lessons=FILE.jsonl")
+            learns_from = [s.lessons] if s.lessons else s.benchmarks.split(",")
+            for data in learns_from:
+                if not has_split(data, "train") or data.endswith(".jsonl") and not s.lessons:
+                    raise ValueError(f"router learns from train problems, and {data} has none: name others, say "
+                                     "--lessons=mmlu or --lessons=FILE.jsonl")
         wanted += [(name, w) for w in names] if by_one and not who else [(name, who)]
+    for name, who in wanted:
+        if name in CONDUCTORS and not os.path.exists(os.path.join(who or s.checkpoint, "config.json")):
+            raise FileNotFoundError(f"no checkpoint in {who or s.checkpoint}: train.py makes one, "
+                                    "--checkpoint=DIR names another")
     return wanted
+
+
+def show(share: float | None) -> str:
+    return "?" if share is None else f"{share:.0%}"
 
 
 def after(traces: list[Trace | None], rounds: int) -> list[Trace | None]:
@@ -1685,13 +1701,48 @@ def after(traces: list[Trace | None], rounds: int) -> list[Trace | None]:
     return [t and t.rounds()[:rounds + 1][-1] for t in traces]
 
 
+def run_wanted(s: Settings, data: str, problems: list[Problem], pools: list, wanted: list) -> dict[str, list]:
+    """Traces [repeat][problem] of every wanted system, under the names that tables show."""
+    runs = {}
+    for name, who in wanted:
+        if name == "best-single":  # in hindsight
+            best = max(pools[0], key=lambda w: measure(problems, runs[w.name])["accuracy"] or 0.0).name
+            runs[f"best-single {best}"] = runs[best]
+            continue
+        repeats = [play(s, data, name, who, problems, pools, i) for i in range(s.repeats)]
+        label = {"workers": who, "random": "random workflows"}.get(name, f"{name} {who}".strip())
+        recursive = name in CONDUCTORS or name == "seat"
+        for r in range(s.rounds + 1 if recursive else 1):
+            runs[f"{label}, {r} more" if r else label] = [after(traces, r) for traces in repeats]
+    return runs
+
+
+def report(data: str, problems: list[Problem], runs: dict[str, list], beside: dict[str, dict]) -> dict[str, dict]:
+    """Print what a benchmark's runs come to, above the rows that are to stand beside them. Returns name -> numbers."""
+    rows = {name: measure(problems, repeats) for name, repeats in runs.items()}
+    print(table(problems, {name: repeats[0] for name, repeats in runs.items()}) + "\n")
+    print(columns(rows | beside, MEASURED, data) + "\n")
+    for name, repeats in runs.items():
+        lost = [t.error for traces in repeats for t in traces if t and t.error]
+        if lost:
+            print(f"{name}: {len(lost)} not counted, as their workers were lost: {lost[0]}")
+        if name.replace(",", " ").split()[0] in (*CONDUCTORS, "seat"):
+            found = habits(repeats[0])
+            rows[name] |= found
+            for key, shares in found.items():
+                print(f"{name}, {key}: " + ", ".join(f"{x} {show(share)}" for x, share in shares.items()))
+    if "conductor" in runs:
+        print("\n" + learned(problems, runs["conductor"][0]) + "\n")
+    return rows
+
+
 def evaluate(s: Settings, pool: list):
     """Measure every wanted system on every benchmark, and print the tables."""
     wanted = check(s, [w.name for w in pool])
     tests = {data: load(data, "test", s.test) for data in s.benchmarks.split(",")}
-    if "router" in dict(wanted):
-        load(s.lessons or s.benchmarks.split(",")[0], "train", 256)
     for data, problems in tests.items():
+        if ("router", "") in wanted:
+            load(s.lessons or data, "train", LESSONS)
         if len(problems) < s.test:
             print(f"{data}: {len(problems)} problems are all there are (--test={s.test})")
     if any(p.grader in ("code", "unittest") for problems in tests.values() for p in problems):
@@ -1700,31 +1751,25 @@ def evaluate(s: Settings, pool: list):
     for data, problems in tests.items():
         rng = random.Random(0)
         pools = [draw_pool(p, pool, s.subset, rng) if s.subset else pool for p in problems]
-        runs = {}  # name -> traces [repeat][problem]
-        for name, who in wanted:
-            if name == "best-single":  # in hindsight
-                best = max(pool, key=lambda w: measure(problems, runs[w.name])["accuracy"] or 0.0).name
-                runs[f"best-single {best}"] = runs[best]
-                continue
-            repeats = [play(s, data, name, who, problems, pools, i) for i in range(s.repeats)]
-            label = {"workers": who, "random": "random workflows"}.get(name, f"{name} {who}".strip())
-            runs[label] = [after(traces, 0) for traces in repeats]
-            for r in range(1, s.rounds + 1 if name in (*CONDUCTORS, "seat") else 1):
-                runs[f"{label}, {r} more"] = [after(traces, r) for traces in repeats]
-        rows = {name: measure(problems, repeats) for name, repeats in runs.items()}
-        print(table(problems, {name: repeats[0] for name, repeats in runs.items()}))
-        print(f"\n{columns({**rows, **in_the_paper(data)}, MEASURED, f'{s.repeats} repeats')}\n")
-        for name, repeats in runs.items():
-            lost = [t.error for traces in repeats for t in traces if t and t.error]
-            if lost:
-                print(f"{name}: {len(lost)} not counted, as their workers were lost: {lost[0]}")
-            if name.split()[0].strip(",") in (*CONDUCTORS, "seat"):
-                rows[name] |= habits(repeats[0])
-        if "conductor" in runs:
-            print("\n" + learned(problems, runs["conductor"][0]))
-        numbers |= {f"{data}, {name}": row for name, row in rows.items()}
-        if s.out:
+        beside = in_the_paper(data)
+        if data == "laptop" and (s.pool or "local") in LOCAL:
+            best = statistics.fmean(map(possible, problems, pools))
+            beside = {"best workflows": {"accuracy": 100 * best}}
+        rows = report(data, problems, run_wanted(s, data, problems, pools, wanted), beside)
+        numbers |= {f"{data}, {name}": row for name, row in {**rows, **beside}.items()}
+        if s.out:  # here and at the end
             write_json(s.out, numbers)
+    four = list(MIXES["paper"])
+    means = {}
+    for name in rows:  # Table 7
+        found = [numbers.get(f"{data}, {name}", {}).get("accuracy") for data in four]
+        if None not in found:
+            means[name] = {"accuracy": statistics.fmean(found)}
+    if means:
+        numbers |= {f"average, {name}": row for name, row in means.items()}
+        print(columns(means | in_the_paper("average"), {"accuracy": 2}, f"average of {', '.join(four)}"))
+    if s.out:
+        write_json(s.out, numbers)
 
 
 def main(argv):

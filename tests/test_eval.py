@@ -18,11 +18,8 @@ from eval import (PHRASES, Problem, accuracies, alone, baselines, central, draw_
                   possible, random_completion, random_workflow, run_conductor, train_router)
 from sample import Completion
 from workers import Reply, Worker, WorkerError, load_pool
-from workflow import Prompting, Step, Task, Trace, Workflow, execute, parse, sampled, seated, submit
+from workflow import Prompting, Step, Task, Workflow, execute, parse, sampled, submit
 
-SIMPLE = ("arithmetic", "fact", "string", "number")
-TWO, THREE = ("foreign", "fact+arithmetic", "fact+string"), ("foreign+fact+arithmetic",)
-KINDS = SIMPLE + TWO + THREE
 CALCULATOR, TRANSLATOR, LIBRARIAN, CODER, GENERALIST = range(5)
 SIMPLE = ("arithmetic", "fact", "string", "number")
 TWO, THREE = ("foreign", "fact+arithmetic", "fact+string"), ("foreign+fact+arithmetic",)

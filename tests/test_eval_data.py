@@ -18,7 +18,7 @@ import urllib3.util.retry
 
 import eval as evaluation
 import workers
-from eval import ASK, Problem, in_split, load, prepare, read_problems, stored_tests, unpack, write_problems
+from eval import ASK, Problem, load, prepare, read_problems, stored_tests, unpack, write_problems
 
 
 class Hub:
