@@ -1,21 +1,19 @@
-"""Problems, graders, baselines and tables.
+"""Problems, graders, systems and tables (§4).
 
-    python eval.py --checkpoint=DIR      the Conductor beside every single worker and random workflows, on held-out problems
-    python eval.py --benchmarks=A --systems=B     other problems, other systems (README)
-    python eval.py prepare               fetch the training data (1.6 GB), write data/paper.jsonl and data/recursion.jsonl
-    python eval.py plot RUN              draw a run's learning into RUN/curve.png, of FILE.json cost and accuracy (needs matplotlib)
-    python eval.py --bench               how many solutions a second the sandbox takes
-    python eval.py average FILE …        mean and 95 % interval of the numbers that several evaluations wrote with --out
+    python eval.py --checkpoint=DIR     the Conductor beside every single worker and random workflows
+    python eval.py --benchmarks=A,B --systems=C,D        other problems, other systems (README)
+    python eval.py prepare [--pool=P]   fetch the training data, write the mixes data/{paper,recursion}.jsonl
+    python eval.py average FILE FILE …  means and 95 % intervals of what several evaluations wrote with --out
 
-The laptop world's problems are generated here: some need one of the local specialists (workers.py), some two, some three in the right
-order and with the right access lists. Read train.py next.
-"""
+The laptop world's problems are generated here: some need one of the local specialists (workers.py), some two,
+some three in the right order and with the right access lists. Public benchmarks, their graders and the
+sandbox stand in the appendix. `systems` is the list of what can be compared, `measure` says how well each
+does. assets/plot.py draws what is written here. Read train.py next. """
 import ast
 import base64
 import cmath
 import contextlib
 import functools
-import hashlib
 import itertools
 import json
 import math
@@ -40,17 +38,20 @@ from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from multiprocessing.pool import ThreadPool
 
+import numpy as np
+import requests
 import torch
 from requests.adapters import HTTPAdapter, Retry
 from tqdm import tqdm
 
-from model import Qwen, Tokenizer, configure, download, hub_session, read_json, write_json
-from workers import ARITHMETIC, CAPITALS, ELEMENTS, FACTS, LOCAL, SKILL, SPANISH, SPELLING, WorkerError, load_pool
-import workflow
-from workflow import Prompting, Step, Task, Trace, Workflow, execute, subset
+from model import configure, read_json, write_json
+from workers import (ARITHMETIC, CAPITALS, ELEMENTS, FACTS, LOCAL, SKILL, SPANISH, SPELLING, WorkerError,
+                     load_pool)
+from workflow import (Prompting, Step, Task, Trace, Workflow, conduct, execute, load_conductor, sampled,
+                      seated, subset)
 
-# ---------------------------------------------------------------------------------------------------------------------------------
-# Problems
+# -----------------------------------------------------------------------------------------------------------
+# Problems, and the laptop world's
 
 
 @dataclass
@@ -64,66 +65,95 @@ class Problem:
     extra: dict = field(default_factory=dict)  # what its grader needs besides: EXTRA
 
 
+WORDS = (
+    "planet river garden window market silver dragon castle forest bridge winter summer orange yellow purple "
+    "candle basket rocket guitar violin doctor farmer sailor pirate monkey rabbit turtle spider butter "
+    "cheese pepper ginger cotton velvet marble copper bronze tunnel harbor island desert valley meadow canyon "
+    "glacier volcano thunder shadow mirror").split()
+FRAMES = ("What is {}?", "Find {}.", "Tell me {}.", "Give me {}.")
+NEEDS = {  # whom a kind of problem needs
+    "arithmetic": ["calculator"],
+    "fact": ["librarian"],
+    "string": ["coder"],
+    "number": ["translator"],
+    "foreign": ["translator", "calculator"],
+    "fact+arithmetic": ["librarian", "calculator"],
+    "fact+string": ["librarian", "coder"],
+    "foreign+fact+arithmetic": ["librarian", "translator", "calculator"],
+}
+
+
 def laptop_expressions() -> dict[str, list[tuple[str, str]]]:
     """Every (expression, value) of the laptop world by kind, in a fixed order."""
-    words = ("planet river garden window market silver dragon castle forest bridge winter summer orange yellow purple candle basket "
-             "rocket guitar violin doctor farmer sailor pirate monkey rabbit turtle spider butter cheese pepper ginger cotton velvet marble "
-             "copper bronze tunnel harbor island desert valley meadow canyon glacier volcano thunder shadow mirror").split()
-    number = {e: FACTS[f"the atomic number of {e}"] for e in ELEMENTS}
+    number = {element: FACTS[f"the atomic number of {element}"] for element in ELEMENTS}
+    atomic = {element: f"the atomic number of {element}" for element in ELEMENTS}
+    capital = {f"the capital of {country}": city for country, city in CAPITALS.items()}
+    digits = {str(n): str(n) for n in range(2, 40)}
 
-    def apply(a, op, b):
-        return str(ARITHMETIC[op](int(a), int(b)))
+    def sums(names, values, b_values):
+        """{the name of a} op {the name of b}, for all a and b."""
+        found = []
+        for a in values:
+            for b, op in itertools.product(b_values, ARITHMETIC):
+                value = ARITHMETIC[op](int(values[a]), int(b_values[b]))
+                found.append((f"{names[a]} {op} {b}", str(value)))
+        return found
+
+    def spelled(values):
+        pairs = itertools.product(values.items(), SPELLING.items())
+        return [(f"{name} {op}", spell(value)) for (name, value), (op, spell) in pairs]
 
     return {
         # one specialist
-        "arithmetic": [(f"{a} {op} {b}", apply(a, op, b)) for a in range(2, 40) for b in range(2, 40) for op in ARITHMETIC],
+        "arithmetic": sums(digits, digits, digits),
         "fact": list(FACTS.items()),
-        "string": [(f"{w} {op}", f(w)) for w in words for op, f in SPELLING.items()],
+        "string": spelled({word: word for word in WORDS}),
         "number": list(SPANISH.items()),
         # two, each seeing the one before
-        "foreign": [(f"{a} {op} {b}", apply(SPANISH[a], op, SPANISH[b])) for a in SPANISH for b in SPANISH for op in ARITHMETIC],
-        "fact+arithmetic": [(f"the atomic number of {e} {op} {b}", apply(number[e], op, b))
-                            for e in ELEMENTS for b in range(2, 40) for op in ARITHMETIC],
-        "fact+string": [(f"the capital of {c} {op}", f(CAPITALS[c])) for c in CAPITALS for op, f in SPELLING.items()],
+        "foreign": sums({word: word for word in SPANISH}, SPANISH, SPANISH),
+        "fact+arithmetic": sums(atomic, number, digits),
+        "fact+string": spelled(capital),
         # three
-        "foreign+fact+arithmetic": [(f"the atomic number of {e} {op} {b}", apply(number[e], op, SPANISH[b]))
-                                    for e in ELEMENTS for b in SPANISH for op in ARITHMETIC],
+        "foreign+fact+arithmetic": sums(atomic, number, SPANISH),
     }
 
 
 def laptop_problems(split: str) -> list[Problem]:
-    """The laptop world: a quarter of each kind's expressions is for "test", the others for "train", whatever the sentence around them."""
+    """A quarter of each kind's expressions is for "test", the others for "train", whatever the sentence
+    around them."""
     problems = []
     for kind, pairs in laptop_expressions().items():
         for expression, value in pairs:
-            if (zlib.crc32(expression.encode()) % 4 == 0) == (split == "test"):
-                problems += [Problem(f"{kind}/{expression}/{i}", frame.format(expression), value, kind)
-                             for i, frame in enumerate(("What is {}?", "Find {}.", "Tell me {}.", "Give me {}."))]
+            held_out = zlib.crc32(expression.encode()) % 4 == 0
+            if held_out == (split == "test"):
+                for i, frame in enumerate(FRAMES):
+                    question = frame.format(expression)
+                    problems.append(Problem(f"{kind}/{expression}/{i}", question, value, kind))
     return problems
 
 
-NEEDS = {"arithmetic": ["calculator"], "fact": ["librarian"], "string": ["coder"], "number": ["translator"],
-         "foreign": ["translator", "calculator"], "fact+arithmetic": ["librarian", "calculator"], "fact+string": ["librarian", "coder"],
-         "foreign+fact+arithmetic": ["librarian", "translator", "calculator"]}
-
-
 def possible(problem: Problem, pool: list) -> float:
-    """How often the best workflow over these local specialists answers a laptop problem right: where an apt one is there, always."""
-    skill = {trade: max((SKILL[kind] for kind, _, name in (w.name.rpartition(" ") for w in pool) if name == trade), default=0.0)
-             for trade in NEEDS[problem.kind]}
-    return math.prod(skill.values())
+    """How often the best workflow over these local specialists answers a laptop problem right: always, where
+    each trade that it needs has one who never gives up."""
+    chance = 1.0
+    for trade in NEEDS[problem.kind]:
+        able = [w.name.removesuffix(trade).strip() for w in pool if w.name.endswith(trade)]
+        chance *= max((SKILL[kind] for kind in able), default=0.0)
+    return chance
 
 
 def draw_pool(problem: Problem, pool: list, k: int, rng: random.Random) -> list:
-    """k of the local specialists by chance, in the pool's order, among which are some who can solve the problem."""
+    """k of the local specialists by chance, in the pool's order, among which are some who can solve the
+    problem."""
     able = [team for team in itertools.combinations(pool, min(k, len(pool))) if possible(problem, team)]
     if not able:
         raise ValueError(f"no {k} of {', '.join(w.name for w in pool)} can solve {problem.question!r}")
-    return [*rng.choice(able)]
+    return list(rng.choice(able))
 
 
 def interleave(problems: list[Problem], rng: random.Random) -> list[Problem]:
-    """Shuffle, with the kinds taking turns for as long as the smallest lasts; a small kind starts again until the largest is through."""
+    """Shuffle, with the kinds taking turns for as long as the smallest lasts; a small kind starts again until
+    the largest is through."""
     kinds = {}
     for p in problems:
         kinds.setdefault(p.kind, []).append(p)
@@ -133,253 +163,64 @@ def interleave(problems: list[Problem], rng: random.Random) -> list[Problem]:
     return [group[i % len(group)] for i in range(most) for group in kinds.values()]
 
 
-# Benchmarks: rows of public data sets, fetched once
-
-DATA = "data"  # in the current directory: what is fetched, and what `prepare` writes. Not to be passed on: RLPR's licence is CC BY-NC 4.0
-SOURCES = {  # (name, split): data set on the Hugging Face hub; config/split or a JSONL file of it; rows; MB to fetch
-    ("math500", "train"): ("DigitalLearningGmbH/MATH-lighteval", "default/train", 7500, 8),  # MATH (Hendrycks et al. 2021)
-    ("math500", "test"): ("HuggingFaceH4/MATH-500", "default/test", 500, 0.6),  # from MATH's test split
-    ("mmlu", "train"): ("cais/mmlu", "all/validation", 1531, 1),  # the same 57 subjects; its auxiliary_train is other benchmarks'
-    ("mmlu", "test"): ("cais/mmlu", "all/test", 14042, 9),
-    ("rlpr", "train"): ("openbmb/RLPR-Train-Dataset", "default/train", 77687, 200),
-    ("rlpr", "test"): ("openbmb/RLPR-Train-Dataset", "default/train", 77687, 200),
-    ("livecodebench", "train"): ("livecodebench/code_generation_lite", "test.jsonl", 400, 1253),  # V1: May 2023 to March 2024
-    ("livecodebench", "test"): ("livecodebench/code_generation_lite", "test6.jsonl", 175, 134),  # what V6 added, up to April 2025
-    ("aime25", "test"): ("yentinglin/aime_2025", "default/train", 30, 0.1),  # as in Lighteval
-    ("bigcodebench", "test"): ("bigcode/bigcodebench-hard", "default/v0.1.4", 148, 1.4),
-    ("gpqa", "test"): ("Idavidrein/gpqa", "gpqa_diamond/train", 198, 1.4),  # as in Lighteval; gated
-}
-RLPR_TEST = 15540  # rows (App. A.2), a fifth; the paper does not tell which
-MIXES = {"paper": {"math500": 240, "mmlu": 240, "rlpr": 240, "livecodebench": 240}, "recursion": {"livecodebench": 175, "rlpr": 175}}
-BLOCK = "Put all of it, imports included, in one ```python block."
-ASK = {  # what is asked for, by grader; files already in DATA keep the words they were made with
-    "exact": "", "math": "Put the final answer in \\boxed{}.", "letter": "Put the letter of the right option in <answer> tags.",
-    "short": "Put the final answer, as short as possible, in <answer> tags.", "unittest": f"Complete the code above. {BLOCK}",
-    "code": f"Write a Python program that reads from standard input and writes to standard output. {BLOCK}"}
-EXTRA = {"letter": ("choices",), "code": ("function", "tests"), "unittest": ("test", "entry_point", "code_prompt")}  # that a grader needs
-TESTS_MAX = 1 << 29  # bytes of one problem's hidden tests, unpacked
+def has_split(name: str, split: str) -> bool:
+    """Whether `load` knows these problems; they need not have been fetched."""
+    anywhere = name == "laptop" or name in MIXES or name.endswith(".jsonl")
+    return split in ("train", "test") and (anywhere or (name, split) in SOURCES)
 
 
 def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
-    """Problems of "laptop", a benchmark in SOURCES, a mix in MIXES or a JSONL file (see read_problems); split is "train" or "test".
+    """Problems of "laptop", a benchmark in SOURCES, a mix in MIXES or a JSONL file (see read_problems).
 
-    They are shuffled by a fixed seed with the kinds taking turns, so that a slice of a multiple of the number of kinds holds each equally
-    often; but a JSONL file keeps its order and has one split. A mix is what `prepare` wrote and is tested by its parts' tests.
-    OSError tells what was not fetched and how to bring it by hand, ValueError what is wrong where."""
-    if name.endswith(".jsonl") or name in MIXES and split == "train":
-        return read_problems(os.path.join(DATA, name + ".jsonl") if name in MIXES else name)[:limit]
-    if name == "laptop" and split in ("train", "test"):
-        problems = laptop_problems(split)
-    elif name in MIXES and split == "test":
-        problems = [p for part in MIXES[name] for p in load(part, split)]
-    elif (name, split) in SOURCES:
-        file = os.path.join(DATA, f"{name}-{split}.jsonl")
-        problems = read_problems(file) if os.path.exists(file) else write_problems(file, benchmark(name, split))
-    else:
-        known = "laptop", *MIXES, *(f"{n} ({s})" for n, s in SOURCES), "files *.jsonl"
+    split is "train" or "test". limit: so many at most, and no more is fetched than they take. Their order is random
+    but fixed, with the kinds taking turns, so that a slice of a multiple of the number of kinds holds each equally
+    often; but a JSONL file keeps its order and has one split. A mix is what `prepare` wrote, and is tested by its
+    parts' tests. OSError tells what was not fetched and how to bring it, ValueError what is wrong where."""
+    if not has_split(name, split):
+        known = ["laptop", *MIXES, *(f"{n} ({s})" for n, s in SOURCES), "files *.jsonl"]
         raise ValueError(f"no problems {name!r}, split {split!r}: there are {', '.join(known)}")
+    if name.endswith(".jsonl"):
+        return read_problems(name)[:limit]
+    if name in MIXES and split == "train":
+        return read_problems(os.path.join(DATA, name + ".jsonl"))[:limit]
+    if (name, split) in SOURCES:
+        return benchmark(name, split, limit)
+    if name == "laptop":
+        problems = laptop_problems(split)
+    else:
+        problems = []
+        for part in MIXES[name]:
+            problems += load(part, split, limit)
     return interleave(problems, random.Random(0))[:limit]
 
 
-def read_problems(file: str) -> list[Problem]:
-    """A line is a JSON object with the strings question, answer, kind, and if wanted Problem's other fields; a kind named like a grader is
-    graded by it. FILE.sha256, if there is one, must agree."""
-    if not os.path.exists(file):
-        raise FileNotFoundError(f"{file} is missing" + "; python eval.py prepare writes it" * file.startswith(DATA + os.sep))
-    with open(file, "rb") as f:
-        data, problems = f.read(), []
-    if os.path.exists(file + ".sha256"):
-        with open(file + ".sha256") as f:
-            if f.read(64) != hashlib.sha256(data).hexdigest():
-                raise ValueError(f"{file} was damaged or edited, it is not what {file}.sha256 says: remove both, and it can be made again")
-    for n, line in enumerate(data.splitlines(), 1):
-        try:
-            row = {"id": f"{os.path.basename(file)}/{n}", **json.loads(line)}
-            if wrong := [key for key in ("id", "question", "answer", "kind") if not isinstance(row.get(key), str)]:
-                raise ValueError(f"{', '.join(wrong)} missing or not a string")
-            problems.append(Problem(**{"grader": row["kind"] if row["kind"] in ASK else "exact", **row}))
-            if (grader := problems[-1].grader) not in list(ASK):
-                raise ValueError(f"no grader {grader!r}, there are {', '.join(ASK)}")
-            answer, extra = problems[-1].answer, problems[-1].extra
-            if not isinstance(extra, dict):
-                raise ValueError("extra is not an object")
-            if lacks := [key for key in EXTRA.get(grader, ()) if key not in extra]:
-                raise ValueError(f"the grader {grader} needs {', '.join(lacks)} in extra")
-            choices, tests = extra.get("choices"), extra.get("tests")
-            if grader == "letter":
-                if not isinstance(choices, list) or {*map(type, choices)} != {str} or not 2 <= len(choices) <= len(LETTERS):
-                    raise ValueError(f"choices are 2 to {len(LETTERS)} texts")
-                if answer not in [*LETTERS[:len(choices)]]:
-                    raise ValueError(f"the answer {answer!r} is none of the letters A to {LETTERS[len(choices) - 1]}")
-            if grader == "code" and not isinstance(tests, dict) and not (
-                    tests and isinstance(tests, list) and all(isinstance(test, list) and [*map(type, test)] == [str, str] for test in tests)):
-                raise ValueError("tests are a list of pairs of texts, [input, output]")
-        except (ValueError, TypeError, RecursionError) as e:
-            raise ValueError(f"{file}, line {n}: {e}") from None
-    if not problems:
-        raise ValueError(f"{file} is empty")
-    return problems
-
-
-def write_problems(file: str, problems: list[Problem]) -> list[Problem]:
-    """Write what read_problems reads, whole or not at all, and its sha256 beside it as sha256sum does."""
-    data = "".join(json.dumps(asdict(p)) + "\n" for p in problems).encode()
-    for path, content in ((file + ".sha256", f"{hashlib.sha256(data).hexdigest()}  {os.path.basename(file)}\n".encode()), (file, data)):
-        with open(path + ".tmp", "wb") as f:
-            f.write(content)
-        os.replace(path + ".tmp", path)
-    return problems
-
-
-def benchmark(name: str, split: str) -> list[Problem]:
-    """A benchmark from its data set's rows, which are fetched unless they are there."""
-    repository, what, count, megabytes = SOURCES[name, split]
-    file, page = os.path.join(DATA, repository, what.replace("/", "-")), f"https://huggingface.co/datasets/{repository}"
-    file += ".jsonl" * ("/" in what)
-    try:
-        fetch_rows(repository, what, count, file)
-    except (OSError, KeyError, TypeError, ValueError) as e:
-        hand = f"the rows of its config/split {what} as lines of JSON" if "/" in what else f"{page}/resolve/main/{what}"
-        raise OSError(f"{file} lacks rows of {page} ({count:,}, {megabytes} MB): {type(e).__name__}: {e}\nTry again to go on where it "
-                      f"stopped, or put there {hand}. If the page asks to accept terms, do that and set HF_TOKEN.") from e
-    try:
-        with open(file, "rb") as f:
-            problems = [problem(name, n, json.loads(line), {"file": file, "at": f.tell() - len(line)}) for n, line in enumerate(f)]
-        if len(problems) != count:
-            raise ValueError(f"{len(problems):,} rows")
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as e:
-        raise ValueError(f"{file} has not the {count:,} rows that {page} had ({type(e).__name__}: {e}): remove it, try again") from e
-    if name == "rlpr":
-        problems.sort(key=lambda p: zlib.crc32(p.question.encode()))  # whatever the order of the rows; equal questions stay together
-        problems = problems[:RLPR_TEST] if split == "test" else problems[RLPR_TEST:]
-    return problems
-
-
-def fetch_rows(repository: str, what: str, count: int, file: str):
-    """Bring a data set's rows into a JSONL file that grows over retries and runs: from its own JSONL file, or page by page.
-
-    GET /rows?dataset=&config=&split=&offset=&length= gives at most 100 rows: {"features", "rows": [{"row_idx", "row", "truncated_cells"}],
-    "num_rows_total", "num_rows_per_page", "partial"}, or {"error"} with a status (huggingface.co/docs/dataset-viewer/rows). A rate limit
-    is over in five minutes (huggingface.co/docs/hub/rate-limits); so long it is tried."""
-    server = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/").replace("https://", "https://datasets-server.")
-    with hub_session() as hub:
-        if "/" not in what:
-            return download(hub, "datasets/" + repository, os.path.dirname(file), what)
-        hub.mount(server, HTTPAdapter(max_retries=Retry(8, connect=2, backoff_factor=2, status_forcelist=(429, 500, 502, 503, 504))))
-        os.makedirs(os.path.dirname(file), exist_ok=True)
-        with open(file, "a+b") as f, tqdm(total=count, desc=file, unit=" rows") as bar:
-            f.seek(0)
-            lines, newline, _ = f.read().rpartition(b"\n")
-            f.truncate(len(lines + newline))  # a kill can tear the last line
-            done = lines.count(b"\n") + len(newline)
-            bar.update(done)
-            while done < count:
-                n = min(100, count - done)
-                wanted = dict(zip(("dataset", "config", "split"), (repository, *what.split("/"))), offset=done, length=n)
-                answer = hub.get(f"{server}/rows", params=wanted, timeout=60)
-                if not answer.ok:
-                    raise OSError(f"{answer.url}: HTTP {answer.status_code} {answer.text[:300]}")
-                page = answer.json()
-                if [page["num_rows_total"], *((row["row_idx"], row["truncated_cells"]) for row in page["rows"])] != [
-                        count, *((done + i, []) for i in range(n))]:
-                    raise ValueError(f"{answer.url} gives other rows than asked for, or not of {count:,}")
-                f.write(b"".join(json.dumps(row["row"]).encode() + b"\n" for row in page["rows"]))
-                done += n
-                bar.update(n)
-
-
-def problem(name: str, n: int, row: dict, place: dict) -> Problem:
-    """The n-th row as a problem. Columns as told by the data sets' cards, for RLPR by that of CohleM/rlpr_exp, which keeps them."""
-    key, answer, level, extra, code = n, "", 0, {}, ""
-    if name in ("math500", "aime25"):
-        grader, question, answer = "math", row["problem"], str(row["answer"] if "answer" in row else committed(row["solution"]) or "")
-        if not answer:
-            raise ValueError("a solution without \\boxed{}")
-        level = int(str(row.get("level", 0)).removeprefix("Level ").replace("?", "0"))
-    elif name == "rlpr":
-        grader, question, answer = "short", row["prompt"][1]["content"], row["reward_model"]["ground_truth"]
-        level = row["extra_info"]["reasoning_score"] or 0
-    elif name == "mmlu":
-        grader, question, answer, extra = "letter", row["question"], "ABCD"[row["answer"]], {"choices": row["choices"]}
-    elif name == "gpqa":
-        order, options = random.Random(n).sample(range(4), 4), [row["Correct Answer"], *(row[f"Incorrect Answer {i}"] for i in (1, 2, 3))]
-        grader, question, answer = "letter", row["Question"], "ABCD"[order.index(0)]
-        extra = {"choices": [options[i].strip() for i in order]}
-    elif name == "bigcodebench":
-        grader, key, question, code = "unittest", row["task_id"], "", row["complete_prompt"]
-        extra = {column: row[column] for column in ("test", "entry_point", "code_prompt")}
-    else:
-        grader, key, question, code = "code", row["question_id"], row["question_content"], row["starter_code"]
-        level = ["easy", "medium", "hard"].index(row["difficulty"]) + 1
-        extra = {"function": json.loads(row["metadata"]).get("func_name"), "tests": place}
-    options = "\n".join(f"{letter}. {choice}" for letter, choice in zip("ABCD", extra.get("choices", "")))
-    code, ask = (f"```python\n{code.strip()}\n```", ASK["unittest"]) if code.strip() else ("", ASK[grader])
-    return Problem(f"{name}/{key}", "\n\n".join(filter(None, (question.strip(), options, code, ask))), answer, name, grader, level, extra)
-
-
-@functools.lru_cache(2)
-def stored_tests(id: str, file: str, at: int) -> list[list[str]]:
-    """[input, output] of each test of a LiveCodeBench problem, from its row in the file as it is needed: those of one can take hundreds of
-    MB. Where the problem has a function, input is its arguments, each a line of JSON, and output its result."""
-    try:
-        with open(file, "rb") as f:
-            f.seek(at)
-            row = json.loads(f.readline())
-        if id != f"livecodebench/{row['question_id']}":
-            raise ValueError(f"there stands {row['question_id']}")
-        hidden = row["private_test_cases"]
-        tests = json.loads(row["public_test_cases"]) + json.loads(hidden if hidden.startswith("[") else unpack(hidden))
-        return [[test["input"], test["output"]] for test in tests]
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, zlib.error) as e:
-        raise ValueError(f"{file}, byte {at}: no tests of {id} ({type(e).__name__}: {e}); remove {DATA}/ and fetch it again") from e
-
-
-def unpack(text: str) -> str:
-    """The string in base64 of zlib of pickle (lcb_runner/benchmarks/code_generation.py of LiveCodeBench). The pickle is not run but taken
-    apart: besides one string and the marks around it nothing is admitted."""
-    unzip = zlib.decompressobj()
-    data = unzip.decompress(base64.b64decode(text, validate=True), TESTS_MAX)
-    if not unzip.eof:
-        raise ValueError(f"cut off, or more than {TESTS_MAX:,} bytes")
-    marks = {op.name: value for op, value, _ in itertools.islice(pickletools.genops(data), 8)}
-    found = marks.keys() - {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "STOP"}
-    if len(found) != 1 or not found < {"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"} or "STOP" not in marks:
-        raise ValueError(f"a pickle of {', '.join(marks)}, not of one string")
-    return marks[found.pop()]
-
-
-def prepare():
-    """Write the mixes: of each part's train problems those whose question no test has, the hardest first where levels are known, by a fixed
-    seed among equals."""
-    for mix, shares in MIXES.items():
-        rng, chosen = random.Random(mix), []
-        for name, n in shares.items():
-            tested = {p.question for p in load(name, "test")}
-            pool = [p for p in load(name, "train") if p.question not in tested]
-            chosen += sorted(rng.sample(pool, len(pool)), key=lambda p: -p.level)[:n]
-        write_problems(os.path.join(DATA, mix + ".jsonl"), interleave(chosen, rng))
-        levels = Counter(f"{p.kind}, level {p.level or 'unknown'}" for p in chosen)
-        print(f"{DATA}/{mix}.jsonl: {len(chosen)} problems", *(f"{n:7} {level}" for level, n in sorted(levels.items())), sep="\n")
-
-
-# ---------------------------------------------------------------------------------------------------------------------------------
-# Grading
-
-
 def grade(problem: Problem, response: str) -> bool:
-    """Whether a response answers the problem, by the problem's grader."""
-    gold, extra = problem.answer, problem.extra
+    """Whether a response answers the problem, by the problem's grader. What it cannot read is wrong."""
+    gold = problem.answer
+    extra = problem.extra
     if problem.grader == "code":
-        tests = extra["tests"] if isinstance(extra["tests"], list) else stored_tests(problem.id, **extra["tests"])
+        tests = extra["tests"]
+        if isinstance(tests, dict):  # the place in a file where they stand
+            tests = stored_tests(problem.id, **tests)
         return passes_livecodebench(extract_code(response), tests, extra["function"])
     if problem.grader == "unittest":
-        return passes_bigcodebench(extract_code(response), extra["test"], extra["entry_point"], extra["code_prompt"])
+        code = extract_code(response)
+        return passes_bigcodebench(code, extra["test"], extra["entry_point"], extra["code_prompt"])
     if problem.grader == "letter":
         return pick_letter(response, extra["choices"]) == gold
-    if problem.grader in ("math", "short"):
-        return {"math": same_math, "short": same_short}[problem.grader](final_answer(response), gold)
+    if problem.grader == "math":
+        return same_math(final_answer(response), gold)
+    if problem.grader == "short":
+        return same_short(final_answer(response), gold)
+    return tagged(response) == gold
+
+
+def tagged(response: str) -> str:
+    """What stands in the last <answer> tag, or else the whole response, without blanks around it."""
     head, end, _ = response.rpartition("</answer>")
-    return (head.rpartition("<answer>")[2] if end and "<answer>" in head else response).strip() == gold
+    if end and "<answer>" in head:
+        response = head.rpartition("<answer>")[2]
+    return response.strip()
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------
@@ -888,81 +729,152 @@ def passes_bigcodebench(code: str, test: str, entry_point: str, code_prompt: str
     return same_output(out, json.dumps([names, sorted(traps)]), True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # Random workflows: a baseline, and what the warm start of a tiny Conductor is made of
 
-PHRASES = ("Work it out.", "Simplify it.", "Find the value.", "Rewrite the question.", "Process the text.", "Name the word.")
+PHRASES = ("Work it out.", "Simplify it.", "Find the value.", "Rewrite the question.", "Process the text.",
+           "Name the word.")
 
 
 def random_workflow(rng: random.Random, n_workers: int, max_steps: int = 5) -> Workflow:
-    """1 to max_steps steps, short ones more often; each a random worker, a random phrase, and nine times in ten all that came before."""
-    steps = min(rng.randint(1, max_steps), rng.randint(1, max_steps))
-    return Workflow([Step(rng.randrange(n_workers), rng.choice(PHRASES), list(range(i)) if rng.random() < 0.9 else [])
-                     for i in range(steps)])
+    """1 to max_steps steps, short workflows more often; each a random worker, a random phrase, and nine times
+    in ten all that came before."""
+    n_steps = min(rng.randint(1, max_steps), rng.randint(1, max_steps))
+    steps = []
+    for i in range(n_steps):
+        worker, phrase = rng.randrange(n_workers), rng.choice(PHRASES)
+        sees_all = rng.random() < 0.9
+        steps.append(Step(worker, phrase, list(range(i)) if sees_all else []))
+    return Workflow(steps)
 
 
-def random_completion(question: str, rng: random.Random, n_workers: int, max_steps: int = 5, names: str = "") -> str:
-    """A completion in the Conductor's format that says nothing about which workflow is good: its plan is to answer the question. Where the
-    workers have names, the plan names those of the workflow.
+def random_completion(question: str, rng: random.Random, n_workers: int, max_steps: int = 5, names: str = "",
+                      subtasks: bool = True) -> str:
+    """A completion in the Conductor's format that says nothing about which workflow is good: its plan is the
+    question. Where the workers have names, the plan names those of the workflow. subtasks=False leaves that
+    list out (App. B.7).
 
-    The number of steps stands behind the workers, where it follows from them and helps to write two more lists of that length. Whether
-    another step is needed is thus decided worker by worker. In the plan a comma says so: if the next name did, sharpening the policy
-    (train.warm_start) would favour the end, which is one token, over the names, which are many."""
+    The number of steps stands behind the workers, where it follows from them and helps to write two more
+    lists of that length. Whether another step is needed is thus decided worker by worker. In the plan a comma
+    says so: if the next name did, sharpening the policy (train.warm_start) would favour the end, which is one
+    token, over the names, which are many."""
     workflow = random_workflow(rng, n_workers, max_steps)
-    workers, others = workflow.text().split("\n", 1)
-    plan = f"{question} " + ", ".join(f"{names[step.worker]} {step.worker}" for step in workflow.steps) if names else question
-    return f"Plan: {plan}\n{workers} # {len(workflow.steps)} steps\n{others}"
+    workers, told, seen = workflow.text().split("\n")
+    plan = question
+    if names:
+        plan += " " + ", ".join(f"{names[step.worker]} {step.worker}" for step in workflow.steps)
+    lines = [f"Plan: {plan}", f"{workers} # {len(workflow.steps)} steps", told, seen]
+    if not subtasks:
+        lines.remove(told)
+    return "\n".join(lines)
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------
-# Systems: everything that answers gives one trace a problem, or None where what it wrote is no workflow
+# -----------------------------------------------------------------------------------------------------------
+# Systems (§4, App. A.3): each turns a problem into a trace. `k` is the worker of the pool that plays the
+# part, where one does; `name` names the calls for the replay file and seeds whatever is random.
+
+SOLVE = "Solve the question."
+REFLECT = "Check the last response for mistakes, correct them, and give the whole answer in its final form."
+AGGREGATE = "Compare the responses, decide which is right, and give the whole answer in its final form."
+# The local specialists act on certain verbs only, each on others: these hold one for each.
+LAPTOP = {
+    SOLVE: "Find the answer: work it out, simplify, rewrite or process whatever that takes.",
+    REFLECT: "Find what may be wrong with the last response, work it out again, and process it all.",
+    AGGREGATE: "Find out which response is right, work it out again where they differ, and process it.",
+}
 
 
-def conduct(model: Qwen, tokenizer: Tokenizer, problems: list[Problem], pools: list[list], prompting: Prompting, rounds: int = 0,
-            change=None, nonce: str | None = None) -> list[Trace | None]:
-    """The Conductor's greedy workflow for each problem, run over the problem's own pool, and up to `rounds` times planned again in view of
-    the answer (§3.2). `change` may rewrite a workflow before it runs (ablations)."""
-    tasks = [Task(p.question, pool, name=f"{nonce}/{p.id}" if nonce else "") for p, pool in zip(problems, pools)]
-    write = workflow.sampled(model, tokenizer, prompting, 0.0)
-    return [rollout.trace for rollout in workflow.conduct(write, tasks, rounds, prompting, tries=1, edit=change)]
+def worded(problem: Problem, subtask: str) -> str:
+    return LAPTOP[subtask] if problem.kind in NEEDS else subtask
 
 
-def alone(worker, problem: Problem, nonce: str | None = None, **overrides) -> Trace:
-    """The trace of a worker asked without a Conductor: one turn, the bare question."""
+def alone(worker, problem: Problem, name: str | None = None, **overrides) -> Trace:
+    """A worker asked without a Conductor: one turn, the bare question."""
     trace = Trace(problem.question, Workflow([Step(0, problem.question, [])]), [worker.name], [None])
     try:
-        trace.replies[0] = worker.chat([{"role": "user", "content": problem.question}], nonce, **overrides)
+        trace.replies[0] = worker.chat([{"role": "user", "content": problem.question}], name, **overrides)
         trace.seconds = trace.replies[0].seconds
     except WorkerError as e:
         trace.error = str(e)
     return trace
 
 
-def poll(workers: list, problem: Problem, choose, nonce: str | None = None) -> Trace:
-    """Every worker asked alone; the response at choose(responses) is the answer, and stands last in the trace."""
-    asked = [alone(w, problem, nonce and f"{nonce}/{i}") for i, w in enumerate(workers)]
-    error = next((t.error for t in asked if t.error), None)
-    asked.append(asked.pop(0 if error else choose([t.answer for t in asked])))
+def poll(workers: list, problem: Problem, choose, name: str | None = None) -> Trace:
+    """Every worker asked alone. The response at choose(problem, responses) is the answer, and stands last in
+    the trace."""
+    asked = [alone(worker, problem, name and f"{name}/{i}") for i, worker in enumerate(workers)]
+    errors = [t.error for t in asked if t.error]
+    chosen = 0 if errors else choose(problem, [t.answer for t in asked])
+    asked.append(asked.pop(chosen))
     steps = [Step(i, problem.question, []) for i in range(len(asked))]
-    names, replies, seconds = zip(*((t.workers[0], t.replies[0], t.seconds) for t in asked))
-    return Trace(problem.question, Workflow(steps), [*names], [*replies], sum(seconds), error)
+    names = [t.workers[0] for t in asked]
+    replies = [t.replies[0] for t in asked]
+    return Trace(problem.question, Workflow(steps), names, replies, error=errors[0] if errors else None)
 
 
-def majority(responses: list[str]) -> int:
-    """Where an answer stands that is given most often."""
-    answers = [final_answer(r).casefold() for r in responses]
-    return max(range(len(answers)), key=lambda i: answers.count(answers[i]))
+def majority(problem: Problem, responses: list[str]) -> int:
+    """Where the first answer stands with which most responses agree, as the problem's grader sees it."""
+    votes = [sum(same_meaning(problem, answer, other) for other in responses) for answer in responses]
+    return votes.index(max(votes))
 
 
-def central(responses: list[str]) -> int:
-    """Where the response stands that is most like the others: Smoothie (arXiv 2412.04692) judges likeness by sentence embeddings and
-    over neighbouring questions too, this by the words that two responses share."""
-    words = [set(re.findall(r"\w+", r.casefold())) for r in responses]
+def same_meaning(problem: Problem, answer: str, other: str) -> bool:
+    if problem.grader == "letter":
+        choices = problem.extra["choices"]
+        return pick_letter(answer, choices) == pick_letter(other, choices)
+    if problem.grader in ("code", "unittest"):
+        return extract_code(answer) == extract_code(other)
+    gold = tagged(answer) if problem.grader == "exact" else final_answer(answer)
+    return grade(replace(problem, answer=gold), other)
+
+
+def central(problem: Problem, responses: list[str]) -> int:
+    """Where the response stands that is most like the others: Smoothie (arXiv 2412.04692) judges likeness by
+    sentence embeddings and over neighbouring questions too, this by the words that two responses share."""
+    words = [set(re.findall(r"\w+", response.casefold())) for response in responses]
     likeness = [sum(len(a & b) / max(len(a | b), 1) for b in words) for a in words]
     return likeness.index(max(likeness))
 
 
-def spelling(question: str):
+def single(problem: Problem, pool: list, k: int, name: str) -> Trace:
+    return alone(pool[k], problem, name)
+
+
+def context(problem: Problem, pool: list, k: int, name: str) -> Trace:
+    """One call with five times the tokens."""
+    limits = ("max_tokens", "max_completion_tokens")
+    longer = {key: 5 * value for key, value in pool[k].params.items() if key in limits}
+    return alone(pool[k], problem, name, **longer)
+
+
+def consensus(problem: Problem, pool: list, k: int, name: str) -> Trace:
+    return poll([pool[k]] * 5, problem, majority, name)
+
+
+def reflect(problem: Problem, pool: list, k: int, name: str) -> Trace:
+    """Five turns of self-reflection."""
+    steps = [Step(k, worded(problem, SOLVE), [])]
+    steps += [Step(k, worded(problem, REFLECT), list(range(i))) for i in range(1, 5)]
+    return execute(Workflow(steps), problem.question, pool, name=name)
+
+
+def moa(problem: Problem, pool: list, k: int, name: str) -> Trace:
+    """A Mixture of Agents of one layer: every worker proposes, and a random one aggregates."""
+    steps = [Step(i, worded(problem, SOLVE), []) for i in range(len(pool))]
+    aggregator = random.Random(name).randrange(len(pool))
+    steps.append(Step(aggregator, worded(problem, AGGREGATE), list(range(len(pool)))))
+    return execute(Workflow(steps), problem.question, pool, name=name)
+
+
+def smoothie(problem: Problem, pool: list, k: int, name: str) -> Trace:
+    return poll(pool, problem, central, name)
+
+
+def at_random(problem: Problem, pool: list, k: int, name: str) -> Trace:
+    return execute(random_workflow(random.Random(name), len(pool)), problem.question, pool, name=name)
+
+
+def trigrams(question: str) -> torch.Tensor:
     """How often each trigram stands in a question, hashed: (4096)."""
     counts = torch.zeros(4096)
     for i in range(len(question) - 2):
@@ -970,98 +882,85 @@ def spelling(question: str):
     return counts / counts.norm().clamp(min=1)
 
 
-def router(pool: list, problems: list[Problem], asked: list[list[Trace]]):
-    """question -> worker: who is likeliest right alone, by a logistic regression on traces [worker][problem] of train problems. Like RouterDC
-    (NeurIPS 2024) it learns from each worker's success, but with these features instead of a fine-tuned encoder and contrastive losses."""
-    x = torch.stack([spelling(p.question) for p in problems])  # (P, 4096)
-    right = [grades(problems, traces) for traces in asked]
-    y, known = (torch.tensor([[float(true(r)) for r in row] for row in right]).T for true in (bool, lambda r: r is not None))  # (P, W)
+def train_router(pool: list, lessons: list[Problem], asked: list[list[Trace]]):
+    """A system: the worker who is likeliest right alone, by a logistic regression on traces [worker][lesson].
+    Like RouterDC (NeurIPS 2024) it learns from each worker's success, but with trigrams instead of a
+    fine-tuned encoder and contrastive losses."""
+    x = torch.stack([trigrams(p.question) for p in lessons])  # (P, 4096)
+    right = [grades(lessons, traces) for traces in asked]
+    y = torch.tensor([[float(bool(r)) for r in row] for row in right]).T  # (P, W)
+    known = torch.tensor([[float(r is not None) for r in row] for row in right]).T  # (P, W)
     weights = torch.zeros(4096, len(pool), requires_grad=True)
     optimizer = torch.optim.Adam([weights], lr=0.1, weight_decay=1e-4)
     for _ in range(300):
         optimizer.zero_grad()
         torch.nn.functional.binary_cross_entropy_with_logits(x @ weights, y, known).backward()
         optimizer.step()
-    return lambda question: pool[int((spelling(question) @ weights).argmax())]
+
+    def router(problem: Problem, pool: list, k: int, name: str) -> Trace:
+        return alone(pool[int((trigrams(problem.question) @ weights).argmax())], problem, name)
+    return router
 
 
-SOLVE = "Find the answer: work it out, simplify, rewrite or process whatever that takes."
-REFLECT = "Find what may be wrong with the last response, work it out again, and give the whole answer in its final form."
-AGGREGATE = "Find out which of the responses is right, work it out again where they differ, and give the whole answer in its final form."
-FORMS = {"no-few-shot": "zero-shot", "fine-grained": "fine-grained"}  # ablations that ask the Conductor in another style (Tables 9, 10)
-CONDUCTORS = ("conductor", "shuffled", "no-subtasks", "one-worker", *FORMS)
-WORKERS = ("workers", "reflect", "consensus", "context", "seat")  # played by one worker, each in turn
-SYSTEMS = (*CONDUCTORS, *WORKERS, "best-single", "random", "moa", "smoothie", "router")
+BY_ONE = {"workers": single, "context": context, "consensus": consensus, "reflect": reflect}
+BY_ALL = {"random": at_random, "moa": moa, "smoothie": smoothie}
+CONDUCTORS = {  # how a Conductor is asked otherwise than it was in training
+    "conductor": {},
+    "no-few-shot": {"style": "zero-shot"},  # Table 10
+    "fine-grained": {"style": "fine-grained"},  # Table 9
+    "no-subtasks": {"subtasks": False},  # App. B.7
+    "one-worker": {},  # one worker does every step
+    "shuffled": {},  # every worker has another's number
+}
+SYSTEMS = [*CONDUCTORS, "seat", *BY_ONE, *BY_ALL, "router", "best-single"]
 
 
-conductor = functools.lru_cache(1)(workflow.load_conductor)
+def run_system(system, problems: list[Problem], pool: list, k: int, name: str) -> list[Trace]:
+    """A system's trace of every problem, 64 at a time. Its threads are daemons: Ctrl-C shall neither wait nor
+    pay."""
+    with ThreadPool(64) as threads:
+        traces = threads.imap(lambda p: system(p, pool, k, f"{name}/{p.id}"), problems)
+        return list(tqdm(traces, name, total=len(problems), disable=None, leave=False))
 
 
-def run(name: str, who: str, problems: list[Problem], pools: list[list], s, repeat: int) -> list[Trace | None]:
-    """A system's traces. who: the checkpoint of a Conductor, else the worker that plays the part. A repeat is another draw of whatever is random.
-
-    Five calls a question: reflect (five turns of self-reflection), consensus (majority of five); context is one call of five times the
-    tokens; moa asks every worker and lets a random one aggregate. The calls by which a seated worker plans are in no trace."""
-    pool, tag = pools[0], f"{name}:{who}/{repeat}"
-    if name in CONDUCTORS:
-        model, tokenizer, plan = conductor(who or s.checkpoint)
-
-        def change(workflow):
-            for step in workflow.steps:
-                step.subtask = "Solve the question." if name == "no-subtasks" else step.subtask
-                step.worker = [w.name for w in pool].index(s.one_worker or pool[0].name) if name == "one-worker" else step.worker
-            return workflow
-        pools = [team[1:] + team[:1] for team in pools] if name == "shuffled" else pools
-        return conduct(model, tokenizer, problems, pools, replace(plan, style=FORMS.get(name, plan.style)), s.rounds, change,
-                       tag)
-    k = next((i for i, w in enumerate(pool) if w.name == who), 0)
-    worker = pool[k]
-
-    def answer(p: Problem) -> Trace | None:
-        rng, nonce = random.Random(f"{tag} {p.id}"), f"{tag}/{p.id}"
-        if name == "workers":
-            return alone(worker, p, nonce)
-        if name == "context":
-            limits = {key: 5 * worker.params[key] for key in ("max_tokens", "max_completion_tokens") if key in worker.params}
-            return alone(worker, p, nonce, **limits)
-        if name == "consensus":
-            return poll([worker] * 5, p, majority, nonce)
-        if name == "smoothie":
-            return poll(pool, p, central, nonce)
-        if name == "router":
-            return alone(route(p.question), p, nonce)
-        if name == "seat":
-            task = Task(p.question, pool, name=nonce)
-            return workflow.conduct(workflow.seated(worker, f"{nonce}/seat"), [task], s.rounds)[0].trace
-        if name == "reflect":
-            steps = [Step(k, REFLECT if i else SOLVE, [*range(i)]) for i in range(5)]
-        elif name == "moa":
-            steps = [*(Step(i, SOLVE, []) for i in range(len(pool))), Step(rng.randrange(len(pool)), AGGREGATE, [*range(len(pool))])]
-        else:
-            steps = random_workflow(rng, len(pool)).steps
-        return execute(Workflow(steps), p.question, pool, name=nonce)
-
-    with ThreadPool(64) as threads:  # of daemons: Ctrl-C shall neither wait nor pay for what they are at
-        if name == "router":
-            lessons = load(s.benchmarks, "train", 256)
-            route = router(pool, lessons, [threads.map(lambda p: alone(w, p, f"{tag}/{p.id}"), lessons) for w in pool])
-        return list(tqdm(threads.imap(answer, problems), f"{name} {who}", total=len(problems), disable=None, leave=False))
+def run_conductor(write, problems: list[Problem], pools: list[list], name: str, rounds: int = 0,
+                  prompting: Prompting = Prompting(), tries: int = 1, edit=None) -> list[Trace | None]:
+    """The trace of every problem, None where what was written is no workflow. Problem i has the workers
+    pools[i]."""
+    tasks = [Task(p.question, pool, problem=p, name=f"{name}/{p.id}") for p, pool in zip(problems, pools)]
+    return [rollout.trace for rollout in conduct(write, tasks, rounds, prompting, tries, grade, edit)]
 
 
-def baselines(problems: list[Problem], pool) -> dict[str, list[Trace]]:
+def everyone_alone(pool: list, problems: list[Problem], name: str) -> list[list[Trace]]:
+    """Traces [worker][problem] of every single worker, all at a time."""
+    def ask(k):
+        return run_system(single, problems, pool, k, f"{name}:{pool[k].name}")
+
+    with ThreadPool(len(pool)) as threads:
+        return threads.map(ask, range(len(pool)))
+
+
+def baselines(problems: list[Problem], pool: list) -> dict[str, list[Trace]]:
     """Traces of every single worker and of random workflows."""
-    return {w.name: run("workers", w.name, problems, [pool], None, 0) for w in pool} | {
-        "random workflows": run("random", "", problems, [pool], None, 0)}
+    traces = dict(zip([worker.name for worker in pool], everyone_alone(pool, problems, "workers")))
+    return {**traces, "random workflows": run_system(at_random, problems, pool, 0, "random")}
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Measurement and tables
 
 
 def grades(problems: list[Problem], traces: list[Trace | None]) -> list[bool | None]:
-    """Whether each trace is right; None where its workers were lost. As programs take minutes to grade, there are as many at a time as
-    cores, and a trace is graded once, however many tables ask."""
+    """Whether each trace is right; None where its workers were lost. A trace is graded once, however many
+    tables ask."""
     def graded(p, t):
-        if t and not t.error and t.right is None:
+        if t is None:
+            return False
+        if t.right is None and not t.error:
             t.right = grade(p, t.answer)
-        return t.right if t else False
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        return t.right
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:  # as programs take minutes to grade
         return list(threads.map(graded, problems, traces))
 
 
@@ -1069,54 +968,618 @@ def accuracies(problems: list[Problem], traces: list[Trace | None]) -> dict[str,
     """Share of right answers, over all and by kind. A problem whose workers were lost counts for nobody."""
     found = {}
     for p, right in zip(problems, grades(problems, traces)):
-        for key in ("all", p.kind) if right is not None else ():
-            found.setdefault(key, []).append(right)
-    return {key: sum(values) / len(values) for key, values in found.items()}
+        if right is not None:
+            found.setdefault("all", []).append(right)
+            found.setdefault(p.kind, []).append(right)
+    return {key: statistics.fmean(values) for key, values in found.items()}
 
 
-def costs(problems: list[Problem], runs: dict[str, list[list[Trace | None]]]) -> tuple[str, dict]:
-    """A row for each system, as text and as numbers: accuracy in % with its standard error over repeats, and means a question of calls, steps
-    of the last round, tokens, cents (None: unknown), and points of accuracy a cent ("cost-adjusted performance", Tables 5 and 6). Questions
-    that were lost to their workers are in none of them."""
-    wide, numbers = max(30, *map(len, runs)), {}
-    lines = [f"{'':<{wide}}{'accuracy':>9}{'±':>7}{'calls':>8}{'steps':>8}{'tokens':>8}{'cents':>9}{'points/cent':>13}"]
-    for name, repeats in runs.items():
-        shares, traces = [accuracies(problems, traces) for traces in repeats], [t for traces in repeats for t in traces if t and not t.error]
-        lost = [t.error for traces in repeats for t in traces if t and t.error]
-        values, asked = [100 * share["all"] for share in shares if share], max(len(repeats) * len(problems) - len(lost), 1)
-        mean = statistics.fmean(values) if values else None
-        cents = None if any(t.cost is None for t in traces) else 100 * sum(t.cost for t in traces) / asked
-        error = statistics.stdev(values) / math.sqrt(len(values)) if values[1:] else None
-        row = {"accuracy": mean, "error": error, "calls": sum(t.calls for t in traces) / asked,
-               "steps": sum(len(t.workflow.steps) for t in traces) / asked, "tokens": sum(t.tokens for t in traces) / asked, "cents": cents,
-               "points_per_cent": mean / cents if cents and values else None, "lost": len(lost)}
-        cells = zip(row.values(), (9, 7, 8, 8, 8, 9, 13), (2, 2, 2, 2, 0, 4, 1))
-        lines.append(f"{name:<{wide}}" + "".join(f"{'?':>{width}}" if x is None else f"{x:{width}.{digits}f}" for x, width, digits in cells)
-                     + (f"   {len(lost)} not counted: {lost[0]}" if lost else ""))
-        for kind in dict.fromkeys(kind for share in shares for kind in share if kind != "all"):
-            known = [100 * share[kind] for share in shares if kind in share]
-            row[kind] = sum(known) / len(known)
-        numbers[name] = row
-    return "\n".join(lines), numbers
+def spread(values: list[float]) -> dict:
+    """Of repeats or seeds: standard deviation, standard error of the mean, and the mean's 95 % interval, as ±
+    around it, by Student's t. None where there are fewer than two."""
+    if len(values) < 2:
+        return {"std. dev.": None, "std. error": None, "95 % ±": None}
+    deviation = statistics.stdev(values)
+    error = deviation / math.sqrt(len(values))
+    return {"std. dev.": deviation, "std. error": error, "95 % ±": students_t(len(values) - 1) * error}
+
+
+def students_t(freedom: int) -> float:
+    """95 % of Student's t distribution lie within ± this. Where t = sqrt(freedom) tan(angle), the angle's
+    density is cos(angle) ^ (freedom - 1), which is summed here."""
+    width = math.pi / 2 / 200_000
+    angles = (np.arange(200_000) + 0.5) * width
+    mass = np.cumsum(np.cos(angles) ** (freedom - 1))
+    angle = np.interp(0.95, mass / mass[-1], angles + width / 2)
+    return math.sqrt(freedom) * math.tan(angle)
+
+
+def measure(problems: list[Problem], repeats: list[list[Trace | None]]) -> dict:
+    """What a system's traces [repeat][problem] come to: accuracy in %, over repeats; and means a question of
+    calls, steps of the last round, tokens, cents (None: unknown) and accuracy divided by cents
+    ("cost-adjusted performance", Tables 5 and 6). Questions whose workers were lost are in none of them, and
+    counted."""
+    shares = [accuracies(problems, traces) for traces in repeats]
+    values = [100 * share["all"] for share in shares if share]
+    everything = [t for traces in repeats for t in traces]
+    lost = [t for t in everything if t and t.error]
+    ran = [t for t in everything if t and not t.error]
+    asked = max(len(everything) - len(lost), 1)
+    row = {"accuracy": statistics.fmean(values) if values else None, **spread(values)}
+    row["calls"] = sum(t.calls for t in ran) / asked
+    row["steps"] = sum(len(t.workflow.steps) for t in ran) / asked
+    row["tokens"] = sum(t.tokens for t in ran) / asked
+    row["cents"] = None
+    if all(t.cost is not None for t in ran):
+        row["cents"] = 100 * sum(t.cost for t in ran) / asked
+    row["points/cent"] = row["accuracy"] / row["cents"] if row["cents"] and values else None
+    row["lost"] = len(lost)
+    row["by kind"] = {}
+    for kind in dict.fromkeys(p.kind for p in problems):
+        known = [100 * share[kind] for share in shares if kind in share]
+        row["by kind"][kind] = statistics.fmean(known) if known else None
+    return row
+
+
+MEASURED = {"accuracy": 2, "std. dev.": 2, "std. error": 2, "95 % ±": 2, "calls": 2, "steps": 2, "tokens": 0,
+            "cents": 4, "points/cent": 1}  # columns, and how many digits each has behind the point
+
+
+def columns(rows: dict[str, dict], heads: dict[str, int], title: str = "") -> str:
+    """Rows of numbers under their heads, each with so many digits behind the point; "?" for None."""
+    wide = max(30, len(title), *map(len, rows))
+    lines = [f"{title:<{wide}}"]
+    lines += [f"{name:<{wide}}" for name in rows]
+    for head, digits in heads.items():
+        cells = [head]
+        for row in rows.values():
+            number = row.get(head, "")
+            cells.append("?" if number is None else number if number == "" else f"{number:.{digits}f}")
+        width = 2 + max(map(len, cells))
+        lines = [line + f"{cell:>{width}}" for line, cell in zip(lines, cells)]
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def table(problems: list[Problem], systems: dict[str, list[Trace | None]]) -> str:
-    """A text table: accuracy over all and by kind, and mean calls, a row for each system."""
-    kinds, wide = list(dict.fromkeys(p.kind for p in problems)), max(24, *map(len, systems))
-    lines = [f"{f'accuracy, {len(problems)} problems':<{wide}}{'all':>6}{'calls':>7}  " + "  ".join(kinds)]
+    """A row for each system: the share of right answers over all and by kind, and mean calls."""
+    rows = {}
     for name, traces in systems.items():
-        share, counted = accuracies(problems, traces), [t.calls if t else 0 for t in traces if not t or not t.error]
-        cells = [f"{share[k]:{len(k)}.2f}" if k in share else f"{'?':>{len(k)}}" for k in kinds]  # ?: all its calls were lost
-        lines.append(f"{name:<{wide}}{share['all'] if share else math.nan:6.3f}{sum(counted) / max(len(counted), 1):7.2f}  " + "  ".join(cells))
+        counted = [t.calls if t else 0 for t in traces if not t or not t.error]
+        calls = statistics.fmean(counted) if counted else None
+        unknown = dict.fromkeys(["all", *(p.kind for p in problems)])
+        rows[name] = {**unknown, **accuracies(problems, traces), "calls": calls}
+    heads = {"all": 3, "calls": 2} | {p.kind: 2 for p in problems}
+    return columns(rows, heads, f"accuracy, {len(problems)} problems")
+
+
+def learned(problems: list[Problem], traces: list[Trace | None]) -> str:
+    """For each kind the workflow most often written (who, seeing what), its share, and one example."""
+    lines = []
+    for kind in dict.fromkeys(p.kind for p in problems):
+        asked = [t for p, t in zip(problems, traces) if p.kind == kind]
+        found = {}
+        for t in asked:
+            if t:
+                same = str((t.workers, [step.access for step in t.workflow.steps]))
+                found.setdefault(same, []).append(t)
+        if not found:
+            continue
+        commonest = max(found.values(), key=len)
+        t = commonest[0]
+        lines.append(f"{kind}: {len(t.workers)} step{'s' if len(t.workers) > 1 else ''}, written for "
+                     f"{len(commonest) / len(asked):.0%}.  {t.question}")
+        for step, worker, response in zip(t.workflow.steps, t.workers, t.responses):
+            seen = " and ".join(str(i + 1) for i in step.access)
+            sees = f", seeing step{'s' if len(step.access) > 1 else ''} {seen}" if seen else ""
+            lines.append(f"    {worker}, told {step.subtask!r}{sees}: {response}")
     return "\n".join(lines)
 
 
-def kept(problems: list[Problem], traces: list[Trace | None]) -> dict[str, float]:
-    """How often a second round wrote three empty lists, where the answer so far was right and where it was wrong (None: it never was)."""
-    firsts = grades(problems, [t and t.rounds()[0] for t in traces])
-    second = [(right, not t.rounds()[1].workflow.steps) for right, t in zip(firsts, traces) if t and t.previous]
-    shares = {name: [empty for right, empty in second if right == value] for name, value in (("kept_right", True), ("kept_wrong", False))}
-    return {name: sum(values) / len(values) if values else None for name, values in shares.items()}
+def shape(workflow):
+    return str([step.access for step in workflow.steps])
+
+
+def habits(traces: list[Trace | None]) -> dict:
+    """Of a Conductor's workflows: the shares of their lengths and shapes in the first round (Fig. 8), and
+    each worker's share of the steps by round (Figs. 7 and 10)."""
+    rounds = [t.rounds() for t in traces if t]
+    firsts = [found[0].workflow for found in rounds]
+    numbers = {"lengths": shares_of(f"{len(w.steps)} step{'s' if len(w.steps) > 1 else ''}" for w in firsts),
+               "shapes": shares_of(shape(w) for w in firsts)}
+    for r in range(max(map(len, rounds), default=0)):
+        played = [found[r] for found in rounds if len(found) > r]
+        numbers[f"workers, round {r + 1}"] = shares_of(itertools.chain(*(t.workers for t in played)))
+        if r == 1:  # how often three empty lists kept an answer
+            numbers["kept"] = {}
+            for was in (True, False):
+                kept = [not t.replies for t in played if t.previous.right is was]
+                numbers["kept"]["right" if was else "wrong"] = statistics.fmean(kept) if kept else None
+    return numbers
+
+
+def shares_of(items) -> dict:
+    counts = Counter(items)
+    return {item: n / counts.total() for item, n in sorted(counts.items())}
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Benchmarks: rows of public data sets on the Hugging Face hub, of which only those that are needed are
+# fetched
+#
+# What is taken, with the numbers of App. A.2 in brackets. Where the paper does not say, the choice is ours.
+#
+#   math500        train: 300 of MATH-500 [300]; test: 100 others [100]; by a hash of the question
+#   mmlu           train: auxiliary_train, 99,842 [99,842], from other exams; test: 14,042 [14,042]
+#   rlpr           train: three fifths of 77,687 [46,620 of 77,700]; test: one fifth [15,540]; by such a hash
+#   livecodebench  train: V1, 400 problems up to March 2024 [V1]; test: the 175 of 2025 that V6 added [V6]
+#   aime25, bigcodebench (hard, complete), gpqa (diamond): all 30 [30], 148 [148], 198 [198] are for testing
+#   paper          240 of each of the first four [960 together, by "difficulty and diversity"]: the hardest of
+#                  the candidates where levels are known, else the first; `prepare --pool=…` leaves out what
+#                  all workers solve, or none. Candidates: 600 random rows of mmlu and rlpr, of others all.
+#   recursion      175 problems of livecodebench and 175 of rlpr, by chance from "paper" [the same]
+
+
+@dataclass
+class Source:
+    repository: str  # a data set on the hub
+    what: str  # config/split, fetched in slices, or a JSONL file of it
+    rows: int
+    megabytes: float
+    drawn: bool = False  # True: its slices come in a random order, and no more of them than are needed
+
+
+DATA = "data"  # in the current directory. Not to be passed on: RLPR's licence is CC BY-NC 4.0
+MATH = Source("HuggingFaceH4/MATH-500", "default/test", 500, 0.6)
+RLPR = Source("openbmb/RLPR-Train-Dataset", "default/train", 77687, 200, drawn=True)
+SOURCES = {
+    ("math500", "train"): MATH,
+    ("math500", "test"): MATH,
+    ("mmlu", "train"): Source("cais/mmlu", "all/auxiliary_train", 99842, 161, drawn=True),
+    ("mmlu", "test"): Source("cais/mmlu", "all/test", 14042, 9),
+    ("rlpr", "train"): RLPR,
+    ("rlpr", "test"): RLPR,
+    ("livecodebench", "train"): Source("livecodebench/code_generation_lite", "test.jsonl", 400, 1253),
+    ("livecodebench", "test"): Source("livecodebench/code_generation_lite", "test6.jsonl", 175, 134),
+    ("aime25", "test"): Source("yentinglin/aime_2025", "default/train", 30, 0.1),  # as in Lighteval
+    ("bigcodebench", "test"): Source("bigcode/bigcodebench-hard", "default/v0.1.4", 148, 1.4),
+    ("gpqa", "test"): Source("Idavidrein/gpqa", "gpqa_diamond/train", 198, 1.4),  # as in Lighteval; gated
+}
+MIXES = {
+    "paper": {"math500": 240, "mmlu": 240, "rlpr": 240, "livecodebench": 240},
+    "recursion": {"livecodebench": 175, "rlpr": 175},
+}
+CANDIDATES = 600  # rows of a drawn data set among which `prepare` chooses
+SLICE = 50  # rows of a drawn data set that are fetched together; of others 100, the most there is
+GRADERS = {"math500": "math", "aime25": "math", "rlpr": "short", "mmlu": "letter", "gpqa": "letter",
+           "livecodebench": "code", "bigcodebench": "unittest"}
+BLOCK = "Put all of it, imports included, in one ```python block."
+ASK = {  # what a question asks for, by grader
+    "exact": "",
+    "math": "Put the final answer in \\boxed{}.",
+    "letter": "Put the letter of the right option in <answer> tags.",
+    "short": "Put the final answer, as short as possible, in <answer> tags.",
+    "code": f"Write a Python program that reads from standard input and writes to standard output. {BLOCK}",
+    "unittest": f"Complete the code above. {BLOCK}",
+}
+EXTRA = {  # what a grader needs in Problem.extra
+    "letter": ["choices"],
+    "code": ["function", "tests"],
+    "unittest": ["test", "entry_point", "code_prompt"],
+}
+TESTS_MAX = 1 << 29  # bytes of one problem's hidden tests, unpacked
+
+
+def benchmark(name: str, split: str, limit: int | None = None) -> list[Problem]:
+    """The first `limit` problems of a benchmark in a fixed random order; rows that are not here are
+    fetched."""
+    source = SOURCES[name, split]
+    page = f"https://huggingface.co/datasets/{source.repository}"
+    file = os.path.join(DATA, source.repository, source.what.replace("/", "-"))
+    rows, by_hand = rows_of_file, f", or put {page}/resolve/main/{source.what} there"
+    if "/" in source.what:
+        rows, by_hand, file = rows_in_slices, "", file + ".jsonl"
+    problems = []
+    try:
+        for n, at, row in rows(source, file):
+            problem = problem_from(name, n, row, {"file": file, "at": at})
+            if name != "rlpr" or in_split(problem, split):
+                problems.append(problem)
+            if source.drawn and len(problems) == limit:
+                break
+    except OSError as e:
+        raise OSError(f"{file} lacks rows of {page} ({source.rows:,}, {source.megabytes} MB): {e}\nTry again "
+                      f"to go on where it stopped{by_hand}. If the page asks to accept terms, do that and set "
+                      "HF_TOKEN.") from e
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as e:
+        raise ValueError(f"{file} has not the {source.rows:,} rows that {page} had ({type(e).__name__}: "
+                         f"{e}): remove it, try again") from e
+    if name == "math500":
+        problems.sort(key=hashed)
+        problems = problems[:300] if split == "train" else problems[-100:]
+    if not source.drawn:
+        random.Random(0).shuffle(problems)
+    return problems[:limit]
+
+
+def hashed(problem: Problem) -> int:
+    """A number that is equal for equal questions, whatever the order of the rows."""
+    return zlib.crc32(problem.question.encode())
+
+
+def in_split(problem: Problem, split: str) -> bool:
+    """RLPR has one split for all. Here a fifth of it is for "test", three for "train", one for nobody (App.
+    A.2)."""
+    fifth = hashed(problem) % 5
+    return fifth == 0 if split == "test" else fifth > 1
+
+
+def problem_from(name: str, n: int, row: dict, place: dict) -> Problem:
+    """The n-th row, which stands at `place`, as a problem. Columns are as the data sets' cards tell, for RLPR
+    as the card of CohleM/rlpr_exp, which keeps them."""
+    problem = Problem(f"{name}/{n}", "", "", name, GRADERS[name])
+    code = ""
+    if problem.grader == "math":
+        problem.question = row["problem"]
+        problem.answer = str(row["answer"])
+        problem.level = row.get("level", 0)
+    elif name == "rlpr":
+        problem.question = row["prompt"][1]["content"]
+        problem.answer = row["reward_model"]["ground_truth"]
+        problem.level = row["extra_info"]["reasoning_score"] or 0
+    elif name == "mmlu":
+        problem.question = row["question"]
+        problem.answer = "ABCD"[row["answer"]]
+        problem.extra = {"choices": row["choices"]}
+    elif name == "gpqa":  # its right answer is the first of four, which are shuffled by a fixed seed
+        options = [row["Correct Answer"], *(row[f"Incorrect Answer {i}"] for i in (1, 2, 3))]
+        order = random.Random(n).sample(range(4), 4)
+        problem.question = row["Question"]
+        problem.answer = "ABCD"[order.index(0)]
+        problem.extra = {"choices": [options[i].strip() for i in order]}
+    elif name == "bigcodebench":
+        problem.id = f"{name}/{row['task_id']}"
+        problem.extra = {column: row[column] for column in EXTRA["unittest"]}
+        code = row["complete_prompt"].strip()
+    else:
+        problem.id = f"{name}/{row['question_id']}"
+        problem.question = row["question_content"]
+        problem.level = ["easy", "medium", "hard"].index(row["difficulty"]) + 1
+        problem.extra = {"function": json.loads(row["metadata"]).get("func_name"), "tests": place}
+        code = row["starter_code"].strip()
+    parts = [problem.question.strip()]
+    parts.append("\n".join(f"{x}. {choice}" for x, choice in zip("ABCD", problem.extra.get("choices", []))))
+    if code:
+        parts += [f"```python\n{code}\n```", ASK["unittest"]]
+    else:
+        parts.append(ASK[problem.grader])
+    problem.question = "\n\n".join(filter(None, parts))
+    return problem
+
+
+def session() -> requests.Session:
+    """It bears $HF_TOKEN, which requests drops where a redirect leaves the host, and it has patience: a rate
+    limit of the hub is over in five minutes (huggingface.co/docs/hub/rate-limits), and so long it is
+    tried."""
+    hub = requests.Session()
+    token = os.environ.get("HF_TOKEN", "").strip()
+    if not re.fullmatch("[!-~]*", token):  # what a header can hold; requests would print it
+        raise OSError("HF_TOKEN is no token: it has blanks or characters beyond ASCII")
+    if token:
+        hub.headers["Authorization"] = f"Bearer {token}"
+    hub.headers["Accept-Encoding"] = "identity"  # a part of a compressed body is of no use
+    patience = Retry(8, connect=2, backoff_factor=2, status_forcelist=(429, 500, 502, 503, 504))
+    for scheme in ("https://", "http://"):
+        hub.mount(scheme, HTTPAdapter(max_retries=patience))
+    return hub
+
+
+def endpoint() -> str:
+    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+
+def rows_in_slices(source: Source, file: str):
+    """Yield (number, place in the file, row) of a data set's rows. A slice that is not in the file is fetched
+    when its turn comes; the file grows over retries and runs."""
+    size = SLICE if source.drawn else 100
+    starts = list(range(0, source.rows, size))
+    if source.drawn:
+        random.Random(0).shuffle(starts)
+    os.makedirs(os.path.dirname(file), exist_ok=True)
+    open(file, "ab").close()
+    with open(file, "r+b") as f, session() as hub, tqdm(desc=file, unit=" rows", disable=None) as bar:
+        for start in starts:
+            at = f.tell()
+            lines = [f.readline() for _ in range(start, min(start + size, source.rows))]
+            if not lines[-1].endswith(b"\n"):  # it is not there, or torn by a kill
+                rows = fetch_slice(hub, source, start, len(lines))
+                lines = [json.dumps(row).encode() + b"\n" for row in rows]
+                f.seek(at)
+                f.truncate()
+                f.writelines(lines)
+                f.flush()
+                bar.update(len(lines))
+            for n, line in enumerate(lines, start):
+                yield n, at, json.loads(line)
+                at += len(line)
+
+
+def fetch_slice(hub: requests.Session, source: Source, start: int, n: int) -> list[dict]:
+    """GET /rows?dataset=&config=&split=&offset=&length= (huggingface.co/docs/dataset-viewer/rows) gives
+    {"rows": [{"row_idx", "row", "truncated_cells"}], "num_rows_total", "features", …}, or {"error"} with a
+    status."""
+    config, split = source.what.split("/")
+    viewer = endpoint().replace("https://", "https://datasets-server.")
+    asked = {"dataset": source.repository, "config": config, "split": split, "offset": start, "length": n}
+    answer = hub.get(f"{viewer}/rows", params=asked, timeout=60)
+    if not answer.ok:
+        raise OSError(f"{answer.url}: HTTP {answer.status_code} {answer.text[:300]}")
+    try:
+        page = answer.json()
+        numbers = [row["row_idx"] for row in page["rows"]]
+        cut_off = any(row["truncated_cells"] for row in page["rows"])
+        if page["num_rows_total"] != source.rows or numbers != list(range(start, start + n)) or cut_off:
+            raise ValueError(f"other rows than asked for, or not of {source.rows:,}")
+        return [row["row"] for row in page["rows"]]
+    except (KeyError, TypeError, ValueError) as e:
+        raise OSError(f"{answer.url}: {type(e).__name__}: {e}") from e
+
+
+def rows_of_file(source: Source, file: str):
+    """Yield (number, place in the file, row) of a data set that is one JSONL file, which is fetched first."""
+    if not os.path.exists(file):
+        fetch_file(f"{endpoint()}/datasets/{source.repository}/resolve/main/{source.what}", file)
+    n = at = 0
+    with open(file, "rb") as f:
+        for line in f:
+            yield n, at, json.loads(line)
+            n += 1
+            at += len(line)
+    if n != source.rows:
+        raise ValueError(f"{n:,} rows")
+
+
+def fetch_file(url: str, file: str):
+    """Bring a large file of the hub. FILE.part grows over retries and runs, until there is nothing left to
+    ask for: status 416. Five failures in a row without a new byte are final."""
+    os.makedirs(os.path.dirname(file), exist_ok=True)
+    failures = 0
+    with open(file + ".part", "ab") as f, session() as hub, tqdm(desc=file, unit="B", unit_scale=True) as bar:
+        while failures < 5:
+            have = f.tell()
+            try:
+                with hub.get(url, headers={"Range": f"bytes={have}-"}, stream=True, timeout=60) as answer:
+                    if answer.status_code == 416:
+                        break
+                    if answer.status_code != 206:
+                        raise OSError(f"{url}: HTTP {answer.status_code} {answer.reason}")
+                    for chunk in answer.iter_content(1 << 16):
+                        bar.update(f.write(chunk))
+            except requests.RequestException as e:
+                failures = 1 if f.tell() > have else failures + 1
+                if failures == 5:
+                    raise
+                tqdm.write(f"{file}: {e}; trying again")
+                time.sleep(2 ** failures)
+    os.replace(file + ".part", file)
+
+
+@functools.lru_cache(2)
+def stored_tests(id: str, file: str, at: int) -> list[list[str]]:
+    """[input, output] of each test of a LiveCodeBench problem, read from its row when they are needed: those
+    of one problem can take hundreds of MB. Where the problem has a function, input is its arguments, each a
+    line of JSON, and output its result."""
+    try:
+        with open(file, "rb") as f:
+            f.seek(at)
+            row = json.loads(f.readline())
+        if id != f"livecodebench/{row['question_id']}":
+            raise ValueError(f"there stands {row['question_id']}")
+        hidden = row["private_test_cases"]
+        if not hidden.startswith("["):
+            hidden = unpack(hidden)
+        tests = json.loads(row["public_test_cases"]) + json.loads(hidden)
+        return [[test["input"], test["output"]] for test in tests]
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, zlib.error) as e:
+        raise ValueError(f"{file}, byte {at}: no tests of {id} ({type(e).__name__}: {e}); remove {DATA}/ and "
+                         "fetch it again") from e
+
+
+def unpack(text: str) -> str:
+    """The string in base64 of zlib of pickle (lcb_runner/benchmarks/code_generation.py of LiveCodeBench). The
+    pickle is not run but taken apart: besides one string and the marks around it nothing is admitted."""
+    unzip = zlib.decompressobj()
+    data = unzip.decompress(base64.b64decode(text, validate=True), TESTS_MAX)
+    if not unzip.eof:
+        raise ValueError(f"cut off, or more than {TESTS_MAX:,} bytes")
+    marks = {op.name: value for op, value, _ in itertools.islice(pickletools.genops(data), 8)}
+    strings = marks.keys() - {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "STOP"}
+    known = strings < {"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
+    if len(strings) != 1 or not known or "STOP" not in marks:
+        raise ValueError(f"a pickle of {', '.join(marks)}, not of one string")
+    return marks[strings.pop()]
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Problems in files, and the training mixes
+
+
+def read_problems(file: str) -> list[Problem]:
+    """A line is a JSON object with the strings question, answer, kind, and if wanted Problem's other fields;
+    a kind named like a grader is graded by it."""
+    if not os.path.exists(file):
+        made = "; python eval.py prepare writes it" if file.startswith(DATA + os.sep) else ""
+        raise FileNotFoundError(f"{file} is missing{made}")
+    problems = []
+    with open(file, "rb") as f:
+        for n, line in enumerate(f, 1):
+            try:
+                problems.append(checked({"id": f"{os.path.basename(file)}/{n}", **json.loads(line)}))
+            except (ValueError, TypeError, RecursionError) as e:
+                raise ValueError(f"{file}, line {n}: {e}") from None
+    if not problems:
+        raise ValueError(f"{file} is empty")
+    return problems
+
+
+def checked(row: dict) -> Problem:
+    """The problem that a line describes. ValueError or TypeError says what is wrong with it."""
+    wrong = [key for key in ("id", "question", "answer", "kind") if not isinstance(row.get(key), str)]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)} missing or not a string")
+    if row["kind"] in ASK:
+        row.setdefault("grader", row["kind"])
+    problem = Problem(**row)
+    grader, extra = problem.grader, problem.extra
+    if grader not in list(ASK):  # a list, as what stands there may not be hashable
+        raise ValueError(f"no grader {grader!r}, there are {', '.join(ASK)}")
+    if not isinstance(extra, dict):
+        raise ValueError("extra is not an object")
+    lacks = [key for key in EXTRA.get(grader, []) if key not in extra]
+    if lacks:
+        raise ValueError(f"the grader {grader} needs {', '.join(lacks)} in extra")
+    if grader == "letter":
+        if not texts(extra["choices"]) or not 2 <= len(extra["choices"]) <= len(LETTERS):
+            raise ValueError(f"choices are 2 to {len(LETTERS)} texts")
+        letters = list(LETTERS[:len(extra["choices"])])
+        if problem.answer not in letters:
+            raise ValueError(f"the answer {problem.answer!r} is none of the letters A to {letters[-1]}")
+    if grader == "code" and not isinstance(extra["tests"], dict):
+        tests = extra["tests"]
+        pairs = isinstance(tests, list) and all(texts(test) and len(test) == 2 for test in tests)
+        if not tests or not pairs:
+            raise ValueError("tests are a list of pairs of texts, [input, output]")
+    return problem
+
+
+def texts(value) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def write_problems(file: str, problems: list[Problem]):
+    """Write what read_problems reads, whole or not at all."""
+    os.makedirs(os.path.dirname(file) or ".", exist_ok=True)
+    with open(file + ".tmp", "w") as f:
+        f.writelines(json.dumps(asdict(problem)) + "\n" for problem in problems)
+    os.replace(file + ".tmp", file)
+
+
+def prepare(pool: list):
+    """Write the mixes (see the table above). With a pool, what gives no gradient is left out. No split has
+    what another has."""
+    candidates = {name: load(name, "train", CANDIDATES) for name in MIXES["paper"]}
+    mix = []
+    for name, n in MIXES["paper"].items():
+        found = with_spread(name, candidates[name], pool) if pool else candidates[name]
+        found = sorted(found, key=lambda problem: -problem.level)  # equals keep their order
+        print(f"{name}: {min(n, len(found))} problems taken of {len(found)}, {n} wanted")
+        mix += found[:n]
+    rng = random.Random(0)
+    second = []
+    for name, n in MIXES["recursion"].items():
+        ours = [problem for problem in mix if problem.kind == name]
+        second += rng.sample(ours, min(n, len(ours)))
+    for name, problems in (("paper", mix), ("recursion", second)):
+        file = os.path.join(DATA, name + ".jsonl")
+        write_problems(file, interleave(problems, rng))
+        print(f"{file}: {len(problems)} problems")
+        levels = Counter(f"{p.kind}, level {p.level or 'unknown'}" for p in problems)
+        for level, count in sorted(levels.items()):
+            print(f"{count:7} {level}")
+
+
+def with_spread(name: str, candidates: list[Problem], pool: list) -> list[Problem]:
+    """The candidates that some of the workers solve alone and others do not: where all agree, no workflow's
+    reward differs from another's by whom it asks. What a worker was lost on is left out too. ValueError once
+    the budget is spent: nothing is written then, and what was answered is in the replay file."""
+    calls, spent = sum(w.calls for w in pool), sum(w.spent for w in pool)
+    asked = everyone_alone(pool, candidates, "prepare")
+    right = [grades(candidates, traces) for traces in asked]  # [worker][problem]
+    if pool[0].budget and pool[0].budget.refused:
+        raise ValueError("the budget is spent; with more of it, prepare goes on where it stopped")
+    for worker, answers in zip(pool, right):
+        print(f"{name}: {worker.name} solves {answers.count(True)} of {len(candidates)} candidates")
+    kept, left_out = [], Counter()
+    for problem, answers in zip(candidates, zip(*right)):
+        if None in answers:
+            left_out["a worker was lost"] += 1
+        elif all(answers):
+            left_out["all solve it"] += 1
+        elif not any(answers):
+            left_out["none solves it"] += 1
+        else:
+            kept.append(problem)
+    why = ", ".join(f"{n} as {reason}" for reason, n in left_out.items())
+    calls, spent = sum(w.calls for w in pool) - calls, sum(w.spent for w in pool) - spent
+    unpriced = sum(w.unpriced for w in pool)
+    print(f"{name}: left out {why or 'none'}; {calls:,} calls for ${spent:.2f}"
+          f"{f', and {unpriced:,} so far at an unknown price' if unpriced else ''}")
+    return kept
+
+
+# -----------------------------------------------------------------------------------------------------------
+# The paper's numbers, and the command line
+
+# Accuracy in %. Table 1: workers without limits; 2 and 7: workers of 4,096 tokens and least reasoning.
+# average: of the first four.
+PAPER = """
+                               math500  mmlu   rlpr  livecodebench  aime25  bigcodebench  gpqa  average
+Table 1: gemma-3-27b-it           39.8   81.3  16.67         13.14    20.7         14.86  38.4        -
+Table 1: Qwen3-32B                73.5   83.5  31.00         21.21    20.0         30.41  64.1        -
+Table 1: Qwen3-32B thinking       80.7   84.1  37.25         25.86    72.9         28.38  66.8        -
+Table 1: R1-Distill-Qwen-32B      82.5   84.4  33.50         26.86    63.0         33.07  58.1        -
+Table 1: Claude Sonnet 4          96.0   91.4  36.70         46.54    74.3         37.16  77.7        -
+Table 1: Gemini 2.5 Pro           96.0   92.4  40.55         67.24    78.3         37.51  84.8        -
+Table 1: GPT-5                    99.0   93.5  42.20         82.90    90.8         32.75  82.3        -
+Table 1: Conductor                99.4   94.1  44.75         83.93    93.3         37.86  87.5        -
+Table 2: best single worker          -      -      -             -   46.67         35.8  75.25        -
+Table 2: Conductor                   -      -      -             -   66.67         37.8  81.31        -
+Table 2: Conductor, recursive        -      -      -             -   66.67         40.0  82.32        -
+Table 7: RouterDC                    -      -      -             -       -            -      -    52.41
+Table 7: Smoothie                    -      -      -             -       -            -      -    56.48
+Table 7: MASRouter                   -      -      -             -       -            -      -    56.89
+Table 7: MoA                         -      -      -             -       -            -      -    62.13
+Table 7: Gemini 2.5 Pro              -      -      -             -       -            -      -    64.14
+Table 7: GPT-5, 5 reflections        -      -      -             -       -            -      -    64.52
+Table 7: Conductor               89.33  93.14  42.63         64.29       -            -      -    72.35
+"""
+
+
+def in_the_paper(benchmark: str) -> dict[str, dict]:
+    """The paper's rows about a benchmark, for `columns`."""
+    head, *lines = PAPER.strip("\n").splitlines()
+    names = head.split()
+    rows = {}
+    for line in lines:
+        *words, cells = line[:30], line[30:].split()
+        found = dict(zip(names, cells)).get(benchmark, "-")
+        if found != "-":
+            rows[words[0].strip()] = {"accuracy": float(found)}
+    return rows
+
+
+def average(files: list[str]) -> str:
+    """The numbers that several evaluations wrote with --out, line by line: mean ± 95 % interval over the
+    files."""
+    runs = [read_numbers(file) for file in files]
+    lines = [f"{'':<66}{'mean':>9} ± 95 % interval of the mean over {len(files)} files, by Student's t"]
+    for system in runs[0]:
+        found = [dict(flat(run.get(system, {}))) for run in runs]
+        for key in found[0]:
+            values = [numbers.get(key) for numbers in found]
+            if None not in values:  # else it is unknown, or not in every file
+                mean, interval = statistics.fmean(values), spread(values)["95 % ±"]
+                told = "  ".join(f"{v:.3f}" for v in values)
+                lines.append(f"{system:<40}{key:<26}{mean:9.3f} ± {interval:.3f}   {told}")
+    return "\n".join(lines)
+
+
+def flat(numbers: dict, before: str = ""):
+    """Yield (path, number or None) of all that a dict of dicts holds."""
+    for key, value in numbers.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{before}{key}: ")
+        else:
+            yield before + key, value
 
 
 def read_numbers(file: str) -> dict[str, dict]:
@@ -1127,171 +1590,204 @@ def read_numbers(file: str) -> dict[str, dict]:
     return numbers
 
 
-def average(files: list[str]) -> str:
-    """The numbers of several --out files, line by line: mean and 95 % interval (Student's t) over the files."""
-    t = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}.get(len(files), 2.262)
-    runs, lines = [read_numbers(file) for file in files], []
-    for system in runs[0]:
-        for key in runs[0][system]:
-            values = [run.get(system, {}).get(key) for run in runs]
-            if None in values:  # unknown, or not in every file
-                continue
-            error = t * statistics.stdev(values) / math.sqrt(len(values))
-            lines.append(f"{system:<40}{key:<26}{statistics.fmean(values):6.3f} ± {error:.3f}   {'  '.join(f'{v:.3f}' for v in values)}")
-    return "\n".join(lines)
-
-
-def learned(problems: list[Problem], traces: list[Trace | None]) -> str:
-    """For each kind the workflow shape most often written (who, seeing what), its share, and one example."""
-    lines, shapes = [], {}
-    for p, t in zip(problems, traces):
-        if t:
-            shape = tuple(t.workers), tuple(tuple(step.access) for step in t.workflow.steps)
-            shapes.setdefault(p.kind, {}).setdefault(shape, []).append(t)
-    for kind, found in shapes.items():
-        t, *others = max(found.values(), key=len)
-        share = (1 + len(others)) / sum(p.kind == kind for p in problems)
-        lines.append(f"{kind}: {len(t.workers)} step{'s'[:len(t.workers) > 1]}, written for {share:.0%}.  {t.question}")
-        for step, worker, response in zip(t.workflow.steps, t.workers, t.responses):
-            sees = f", seeing step{'s'[:len(step.access) > 1]} {' and '.join(str(i + 1) for i in step.access)}" if step.access else ""
-            lines.append(f"    {worker}, told {step.subtask!r}{sees}: {response}")
-    return "\n".join(lines)
-
-
-def plot(path: str):
-    """Of a training run: accuracy by kind with the level of the best worker alone (Fig. 3), the workers' shares of the steps (Fig. 7) and the
-    steps by kind (Fig. 8) over iterations, into RUN/curve.png. Of the numbers of an evaluation: cost against accuracy (Fig. 5), beside it."""
-    if path.endswith(".json"):
-        rows = {name: row for name, row in read_numbers(path).items() if row.get("accuracy") is not None and "tokens" in row}
-    else:
-        with open(os.path.join(path, "metrics.jsonl")) as f:
-            lines = [json.loads(line) for line in f]
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError:
-        raise SystemExit("drawing needs matplotlib: pip install matplotlib") from None
-    plt.switch_backend("Agg")
-
-    def smooth(values, span=10):  # mean of the last `span`
-        return [sum(values[max(0, i - span + 1):i + 1]) / len(values[max(0, i - span + 1):i + 1]) for i in range(len(values))]
-
-    if path.endswith(".json"):
-        priced, file = all(row["cents"] for row in rows.values()), path.removesuffix(".json") + ".png"
-        figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-        for name, row in rows.items():
-            x = row["cents" if priced else "tokens"]
-            axes.errorbar(x, row["accuracy"], row["error"], fmt="o")
-            axes.annotate(name, (x, row["accuracy"]), xytext=(4, 4), textcoords="offset points", fontsize=8)
-        axes.set(xlabel="cents a question" if priced else "workers' tokens a question", ylabel="accuracy, %")
-    else:
-        if not lines:
-            raise ValueError(f"{path}/metrics.jsonl is empty: the run has not finished an iteration")
-        figure, (top, shares, steps) = plt.subplots(3, figsize=(8, 11), layout="constrained", sharex=True)
-        for axes, key in ((top, "by_kind"), (shares, "workers"), (steps, "steps_by_kind")):
-            for name in dict.fromkeys(name for line in lines for name in line[key]):
-                axes.plot(smooth([line[key].get(name, 0.0) for line in lines]), linewidth=1.2, label=name)
-        top.plot(smooth([line["accuracy"] for line in lines]), color="black", linewidth=2.4, label="all")
-        if os.path.exists(test := os.path.join(path, "test.json")):
-            best, level = max(((name, row["all"]) for name, row in read_json(test).items() if name != "Conductor"), key=lambda item: item[1])
-            top.axhline(level, color="grey", linestyle="--", label=f"{best} alone")
-        top.set(ylabel="accuracy of sampled workflows", ylim=(0, 1))
-        shares.set(ylabel="share of the steps")
-        steps.set(ylabel="steps of a workflow", xlabel="iteration (mean of the last 10)")
-        for axes in (top, shares, steps):
-            axes.legend(fontsize=8)
-        file = os.path.join(path, "curve.png")
-    figure.savefig(file, dpi=120)
-    print(file)
+LESSONS = 256  # train problems that the system router learns from
 
 
 @dataclass
 class Settings:
     checkpoint: str = "out/laptop/checkpoint"
     benchmarks: str = "laptop"  # or files, with commas between
-    test: int = 224  # problems of each
+    test: int = 224  # problems of each, or all that there are
     systems: str = "conductor,workers,random"  # of SYSTEMS; NAME:WORKER or conductor:DIR for one only
     repeats: int = 1
-    pool: str = "local"
+    pool: str = ""  # "": local; and `prepare` asks nobody
     only: str = ""  # some of its workers, by name, with commas between
-    subset: int = 0  # each problem has its own workers: this many, drawn among those subsets that can solve it (laptop world)
+    subset: int = 0  # each problem has its own workers, so many who can solve it (laptop world)
     one_worker: str = ""  # who does every step in the system one-worker; "" is the first
+    examples: str = ""  # few-shot examples: ood, in, mixed (Table 4); "": as the Conductor was trained
+    lessons: str = ""  # whose train problems the system router learns from; "": those of the benchmark itself
     rounds: int = 0  # of recursion, after the first workflow
     budget: float = 0.0  # dollars that the workers may cost; 0: no limit
-    replay: str = ""  # a file that keeps the workers' replies, so that an evaluation started again does not pay for them again
+    replay: str = ""  # a file that keeps the replies, so that nobody pays twice for what is started again
     out: str = ""  # a file for the numbers, as JSON
-    bench: bool = False  # time the sandbox instead
+
+
+cached_conductor = functools.lru_cache(1)(load_conductor)
+
+
+def play(s: Settings, data: str, name: str, who: str, problems: list, pools: list[list], repeat: int) -> list:
+    """One repeat of a system on a benchmark: its trace of every problem. who: the checkpoint of a Conductor,
+    else the worker who plays."""
+    pool = pools[0]
+    k = next((i for i, w in enumerate(pool) if w.name == who), 0)
+    tag = f"{name}:{who}/{repeat}"
+    examples = {"examples": s.examples} if s.examples else {}
+    if name == "seat":  # where the format is wrong, the paper tries again without end
+        write, prompting = seated(pool[k], f"{tag}/seat"), Prompting(**examples)
+        return run_conductor(write, problems, pools, tag, s.rounds, prompting, tries=10)
+    if name == "router":
+        lessons = load(s.lessons or data, "train", LESSONS)
+        asked = everyone_alone(pool, lessons, tag)
+        return run_system(train_router(pool, lessons, asked), problems, pool, 0, tag)
+    if name not in CONDUCTORS:
+        return run_system((BY_ONE | BY_ALL)[name], problems, pool, k, tag)
+    model, tokenizer, prompting = cached_conductor(who or s.checkpoint)
+    prompting = replace(prompting, **examples, **CONDUCTORS[name])
+    if name == "shuffled":
+        pools = [team[1:] + team[:1] for team in pools]
+    only = next((i for i, w in enumerate(pool) if w.name == s.one_worker), 0)
+
+    def by_one_worker(workflow):
+        return Workflow([replace(step, worker=only) for step in workflow.steps], workflow.completion)
+
+    write = sampled(model, tokenizer, prompting, 0.0)
+    edit = by_one_worker if name == "one-worker" else None
+    return run_conductor(write, problems, pools, tag, s.rounds, prompting, edit=edit)
+
+
+def check(s: Settings, names: list[str]) -> list[tuple[str, str]]:
+    """What would fail late fails here, before any worker is asked. Returns the systems that are wanted, as
+    (name, who)."""
+    if min(s.test, s.repeats) < 1 or min(s.rounds, s.subset, s.budget) < 0:
+        raise ValueError("--test and --repeats are from 1 on, --rounds, --subset and --budget from 0 on")
+    if os.path.isdir(s.out):
+        raise ValueError(f"--out={s.out}: a folder, where a file's name is wanted")
+    os.makedirs(os.path.dirname(s.out) or ".", exist_ok=True)
+    if s.one_worker not in ("", *names):
+        raise ValueError(f"--one_worker={s.one_worker}: the pool has {', '.join(names)}")
+    if s.examples not in ("", "ood", "in", "mixed"):
+        raise ValueError(f"--examples={s.examples}: there are ood, in, mixed")
+    if s.subset and (s.benchmarks != "laptop" or (s.pool or "local") not in LOCAL):
+        raise ValueError("--subset is for --benchmarks=laptop and local pools, whose skills are known")
+    taken = {*names} & {*SYSTEMS, "random workflows"}
+    if taken:
+        raise ValueError(f"a worker of the pool has a system's name, {taken.pop()}: rename it")
+    for data in s.benchmarks.split(","):
+        if not has_split(data, "test"):
+            load(data, "test")  # which says what there is
+    wanted = []
+    for word in s.systems.split(","):
+        name, _, who = word.strip().partition(":")
+        by_one = name in BY_ONE or name == "seat"
+        if name not in SYSTEMS:
+            raise ValueError(f"--systems={word}: there are {', '.join(SYSTEMS)}")
+        if who and name not in CONDUCTORS and not (by_one and who in names):
+            raise ValueError(f"--systems={word}: the pool has {', '.join(names)}")
+        if s.subset and (name not in CONDUCTORS or name == "one-worker"):
+            raise ValueError(f"--subset is for the Conductor (--systems=conductor), not for {name}")
+        if name == "best-single" and not {("workers", w) for w in names} <= {*wanted}:
+            raise ValueError("best-single is the best of workers, which must have answered before: "
+                             "--systems=workers,best-single")
+        if name == "router":
+            learns_from = [s.lessons] if s.lessons else s.benchmarks.split(",")
+            for data in learns_from:
+                if not has_split(data, "train") or data.endswith(".jsonl") and not s.lessons:
+                    raise ValueError(f"router learns from train problems, and {data} has none: name others, say "
+                                     "--lessons=mmlu or --lessons=FILE.jsonl")
+        wanted += [(name, w) for w in names] if by_one and not who else [(name, who)]
+    for name, who in wanted:
+        if name in CONDUCTORS and not os.path.exists(os.path.join(who or s.checkpoint, "config.json")):
+            raise FileNotFoundError(f"no checkpoint in {who or s.checkpoint}: train.py makes one, "
+                                    "--checkpoint=DIR names another")
+    return wanted
+
+
+def show(share: float | None) -> str:
+    return "?" if share is None else f"{share:.0%}"
+
+
+def after(traces: list[Trace | None], rounds: int) -> list[Trace | None]:
+    """What the traces were after so many further rounds, or as many as there were."""
+    return [t and t.rounds()[:rounds + 1][-1] for t in traces]
+
+
+def run_wanted(s: Settings, data: str, problems: list[Problem], pools: list, wanted: list) -> dict[str, list]:
+    """Traces [repeat][problem] of every wanted system, under the names that tables show."""
+    runs = {}
+    for name, who in wanted:
+        if name == "best-single":  # in hindsight
+            best = max(pools[0], key=lambda w: measure(problems, runs[w.name])["accuracy"] or 0.0).name
+            runs[f"best-single {best}"] = runs[best]
+            continue
+        repeats = [play(s, data, name, who, problems, pools, i) for i in range(s.repeats)]
+        label = {"workers": who, "random": "random workflows"}.get(name, f"{name} {who}".strip())
+        recursive = name in CONDUCTORS or name == "seat"
+        for r in range(s.rounds + 1 if recursive else 1):
+            runs[f"{label}, {r} more" if r else label] = [after(traces, r) for traces in repeats]
+    return runs
+
+
+def report(data: str, problems: list[Problem], runs: dict[str, list], beside: dict[str, dict]) -> dict[str, dict]:
+    """Print what a benchmark's runs come to, above the rows that are to stand beside them. Returns name -> numbers."""
+    rows = {name: measure(problems, repeats) for name, repeats in runs.items()}
+    print(table(problems, {name: repeats[0] for name, repeats in runs.items()}) + "\n")
+    print(columns(rows | beside, MEASURED, data) + "\n")
+    for name, repeats in runs.items():
+        lost = [t.error for traces in repeats for t in traces if t and t.error]
+        if lost:
+            print(f"{name}: {len(lost)} not counted, as their workers were lost: {lost[0]}")
+        if name.replace(",", " ").split()[0] in (*CONDUCTORS, "seat"):
+            found = habits(repeats[0])
+            rows[name] |= found
+            for key, shares in found.items():
+                print(f"{name}, {key}: " + ", ".join(f"{x} {show(share)}" for x, share in shares.items()))
+    if "conductor" in runs:
+        print("\n" + learned(problems, runs["conductor"][0]) + "\n")
+    return rows
+
+
+def evaluate(s: Settings, pool: list):
+    """Measure every wanted system on every benchmark, and print the tables."""
+    wanted = check(s, [w.name for w in pool])
+    tests = {data: load(data, "test", s.test) for data in s.benchmarks.split(",")}
+    for data, problems in tests.items():
+        if ("router", "") in wanted:
+            load(s.lessons or data, "train", LESSONS)
+        if len(problems) < s.test:
+            print(f"{data}: {len(problems)} problems are all there are (--test={s.test})")
+    if any(p.grader in ("code", "unittest") for problems in tests.values() for p in problems):
+        run_code("pass", None, [""], 60)  # says what the sandbox lacks
+    numbers = {}
+    for data, problems in tests.items():
+        rng = random.Random(0)
+        pools = [draw_pool(p, pool, s.subset, rng) if s.subset else pool for p in problems]
+        beside = in_the_paper(data)
+        if data == "laptop" and (s.pool or "local") in LOCAL:
+            best = statistics.fmean(map(possible, problems, pools))
+            beside = {"best workflows": {"accuracy": 100 * best}}
+        rows = report(data, problems, run_wanted(s, data, problems, pools, wanted), beside)
+        numbers |= {f"{data}, {name}": row for name, row in {**rows, **beside}.items()}
+        if s.out:  # here and at the end
+            write_json(s.out, numbers)
+    four = list(MIXES["paper"])
+    means = {}
+    for name in rows:  # Table 7
+        found = [numbers.get(f"{data}, {name}", {}).get("accuracy") for data in four]
+        if None not in found:
+            means[name] = {"accuracy": statistics.fmean(found)}
+    if means:
+        numbers |= {f"average, {name}": row for name, row in means.items()}
+        print(columns(means | in_the_paper("average"), {"accuracy": 2}, f"average of {', '.join(four)}"))
+    if s.out:
+        write_json(s.out, numbers)
 
 
 def main(argv):
     s = Settings()
     words = configure(s, argv)
     try:
-        if words[:1] == ["plot"] and len(words) == 2:
-            return plot(words[1])
-        if s.bench:
-            return bench()
-        if words == ["prepare"]:
-            return prepare()
         if words[:1] == ["average"] and len(words) > 2:
             return print(average(words[1:]))
-        if words:
+        if words not in ([], ["prepare"]):
             raise SystemExit(__doc__)
-        if min(s.test, s.repeats) < 1 or min(s.rounds, s.subset, s.budget) < 0:
-            raise ValueError("--test and --repeats are numbers from 1 on, --rounds, --subset and --budget from 0 on")
-        if os.path.isdir(s.out):
-            raise ValueError(f"--out={s.out}: a folder, where a file's name is wanted")
-        os.makedirs(os.path.dirname(s.out) or ".", exist_ok=True)
-        pool = subset(load_pool(s.pool, replay=s.replay, budget=s.budget), s.only)
-        names, numbers, wanted = [w.name for w in pool], {}, []
-        if taken := {*names} & {*SYSTEMS, "random workflows"}:
-            raise ValueError(f"a worker of the pool has a system's name, {taken.pop()}: rename it")
-        for word in s.systems.split(","):
-            name, _, who = word.strip().partition(":")
-            if name not in SYSTEMS:
-                raise ValueError(f"--systems={word}: there are {', '.join(SYSTEMS)}")
-            if name not in (*CONDUCTORS, *WORKERS) and who or name in WORKERS and who and who not in names or s.one_worker not in ("", *names):
-                raise ValueError(f"{word}, --one_worker={s.one_worker}: the pool has {', '.join(names)}, and {', '.join(WORKERS)} take one of them")
-            if s.subset and (name not in CONDUCTORS or name == "one-worker"):
-                raise ValueError(f"--subset is for the Conductor (--systems=conductor), not for {name}")
-            wanted += [(name, n) for n in names] if name in WORKERS and not who else [(name, who)]
-        if ("best-single", "") in wanted and not {("workers", w.name) for w in pool} <= {*wanted[:wanted.index(("best-single", ""))]}:
-            raise ValueError("best-single is the best of workers, which must have answered before: --systems=workers,best-single")
-        if s.subset and s.benchmarks != "laptop":
-            raise ValueError("--subset knows for --benchmarks=laptop only who can solve a problem")
-        tests = {data: load(data, "test", s.test) for data in s.benchmarks.split(",")}
-        for name, who in wanted:
-            if name in CONDUCTORS and not os.path.exists(os.path.join(who or s.checkpoint, "config.json")):
-                raise FileNotFoundError(f"no checkpoint in {who or s.checkpoint}: train.py makes one, --checkpoint=DIR names another")
-            if name == "router" and (files := [data for data in tests if data not in ("laptop", *MIXES) and (data, "train") not in SOURCES]):
-                raise ValueError(f"router learns from a train split, which {files[0]} does not have")
-        if any(p.grader in ("code", "unittest") for problems in tests.values() for p in problems):
-            run_code("pass", None, [""], 60)  # says what the sandbox lacks
-        for data, problems in tests.items():
-            rng, runs, notes = random.Random(0), {}, {}
-            pools = [draw_pool(p, pool, s.subset, rng) if s.subset else pool for p in problems]
-            for name, who in wanted:
-                if name == "best-single":  # in hindsight, of those that have answered
-                    best = max((w.name for w in pool), key=lambda n: sum(accuracies(problems, traces).get("all", 0.0) for traces in runs[n]))
-                    runs[f"best-single {best}"] = runs[best]
-                    continue
-                repeats = [run(name, who, problems, pools, replace(s, benchmarks=data), i) for i in range(s.repeats)]
-                label = who if name == "workers" else {"random": "random workflows"}.get(name, f"{name} {who}".strip())
-                for r in range(s.rounds + 1) if name in (*CONDUCTORS, "seat") else [0]:
-                    runs[f"{label}{f', {r} more' * (r > 0)}"] = [[t and t.rounds()[:r + 1][-1] for t in ts] for ts in repeats]
-                if s.rounds and name in CONDUCTORS:
-                    notes[f"{data}, {label}, second rounds"] = kept(problems, repeats[0])
-            text, rows = costs(problems, runs)
-            if data == "laptop" and s.pool in LOCAL:
-                notes["laptop, best workflows"] = {"accuracy": 100 * sum(map(possible, problems, pools)) / len(problems)}
-            print(f"{table(problems, {name: repeats[0] for name, repeats in runs.items()})}\n\n{text}\n")
-            for name, row in notes.items():
-                print(f"{name}: " + ", ".join(f"{key} {value if value is None else round(value, 3)}" for key, value in row.items()))
-            numbers |= {f"{data}, {name}": row for name, row in rows.items()} | notes
-            if "conductor" in runs:
-                print("\n" + learned(problems, runs["conductor"][0]))
-            if s.out:
-                write_json(s.out, numbers)
-        if pool[0].budget and pool[0].budget.refused:
+        if words == ["prepare"] and s.pool:
+            os.makedirs(DATA, exist_ok=True)
+            s.replay = s.replay or os.path.join(DATA, "replies")
+        pool = []
+        if s.pool or not words:
+            pool = subset(load_pool(s.pool or "local", replay=s.replay, budget=s.budget), s.only)
+        prepare(pool) if words else evaluate(s, pool)
+        if pool and pool[0].budget and pool[0].budget.refused:
             raise SystemExit(f"the budget of ${s.budget:g} is spent: what came after is not counted above")
     except (OSError, ValueError, WorkerError) as e:
         raise SystemExit(f"{type(e).__name__}: {e}") from None

@@ -500,14 +500,14 @@ def random_lesson(problem, rng: random.Random, pool, s: Settings) -> tuple[list[
         size = rng.randint(min(2, len(pool)), len(pool))
         pool = [pool[i] for i in sorted(rng.sample(range(len(pool)), size))]
     names = "".join(w.letter for w in pool) if s.named else ""
-    completion = random_completion(problem.question, rng, len(pool), s.max_steps, names)
+    completion = random_completion(problem.question, rng, len(pool), s.max_steps, names, s.subtasks)
     previous = None
     if rng.random() < s.warm_second:
         answers = (problem.answer, problem.question, "I have lost the thread.", "I find nothing here to work on.")
         reply = Reply(rng.choice(answers), 0, 0, 0.0, 0.0)
         workflow = parse(completion, len(pool), s.max_steps)
         previous = Trace(problem.question, workflow, [], [reply])
-        completion = random_completion(problem.question, rng, len(pool), s.max_steps, names)
+        completion = random_completion(problem.question, rng, len(pool), s.max_steps, names, s.subtasks)
         completion = rng.choice((completion, Workflow([]).text()))
     return ask(Task(problem.question, pool, previous), prompting(s)), completion
 

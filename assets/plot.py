@@ -1,0 +1,114 @@
+"""Draw what train.py and eval.py have written (needs matplotlib: pip install matplotlib).
+
+    python assets/plot.py RUN         of a training run, into RUN/curve.png: accuracy by kind of problem beside the
+                                      best worker alone (Fig. 3), workers' shares of the steps (Fig. 7), steps (Fig. 8)
+    python assets/plot.py FILE.json   of what eval.py wrote with --out, into FILE.png: cost and accuracy (Fig. 5),
+                                      lengths of workflows (Fig. 8), workers' shares by round (Fig. 10)
+"""
+import json
+import os
+import sys
+
+
+def smooth(values: list, span: int = 10) -> list:
+    """Means of the last `span` values that are known; None where none is."""
+    means = []
+    for i in range(len(values)):
+        window = [v for v in values[max(0, i - span + 1):i + 1] if v is not None]
+        means.append(sum(window) / len(window) if window else None)
+    return means
+
+
+def best_single(run: str) -> tuple[str, float] | None:
+    """Name and accuracy of the best worker alone on the held-out problems, once the run has ended."""
+    file = os.path.join(run, "test.json")
+    if not os.path.exists(file):
+        return None
+    with open(file) as f:
+        rows = json.load(f)
+    alone = {name: row["all"] for name, row in rows.items() if name not in ("Conductor", "random workflows")}
+    return max(alone.items(), key=lambda item: item[1])
+
+
+def draw_run(plt, run: str) -> str:
+    with open(os.path.join(run, "metrics.jsonl")) as f:
+        lines = [json.loads(line) for line in f]
+    if not lines:
+        raise ValueError(f"{run}/metrics.jsonl is empty: the run has not finished an iteration")
+    figure, (top, workers, steps) = plt.subplots(3, figsize=(8, 11), layout="constrained", sharex=True)
+    for axes, key in ((top, "by_kind"), (workers, "workers"), (steps, "steps_by_kind")):
+        missing = 0.0 if key == "workers" else None  # a worker who was not asked has no share
+        for name in dict.fromkeys(name for line in lines for name in line[key]):
+            axes.plot(smooth([line[key].get(name, missing) for line in lines]), linewidth=1.2, label=name)
+    top.plot(smooth([line["accuracy"] for line in lines]), color="black", linewidth=2.4, label="all")
+    best = best_single(run)
+    if best:
+        top.axhline(best[1], color="grey", linestyle="--", label=f"{best[0]} alone, on held-out problems")
+    top.set(ylabel="accuracy of sampled workflows", ylim=(0, 1))
+    workers.set(ylabel="share of the steps", ylim=(0, 1))
+    steps.set(ylabel="steps of a workflow", xlabel="iteration (mean of the last 10)")
+    for axes in (top, workers, steps):
+        axes.legend(fontsize=8)
+    file = os.path.join(run, "curve.png")
+    figure.savefig(file, dpi=120)
+    return file
+
+
+def bars(axes, groups: dict[str, dict[str, float]], title: str):
+    """Bars side by side: a group for each name, and in it the shares by key."""
+    keys = sorted({key for shares in groups.values() for key in shares})
+    width = 0.8 / max(len(groups), 1)
+    for i, (name, shares) in enumerate(groups.items()):
+        axes.bar([k + i * width for k in range(len(keys))], [shares.get(key, 0.0) for key in keys], width, label=name)
+    axes.set_xticks([k + 0.4 - width / 2 for k in range(len(keys))], keys, rotation=20)
+    axes.set(ylabel=title, ylim=(0, 1))
+    axes.legend(fontsize=8)
+
+
+def draw_evaluation(plt, path: str) -> str:
+    with open(path) as f:
+        rows = json.load(f)
+    measured = {name: row for name, row in rows.items() if row.get("accuracy") is not None and "tokens" in row}
+    if not measured:
+        raise ValueError(f"{path} is not what eval.py writes with --out")
+    lengths = {name: row["lengths"] for name, row in rows.items() if "lengths" in row and " more" not in name}
+    by_round = {}
+    for name, row in rows.items():
+        for key, shares in row.items():
+            if key.startswith("workers, round"):
+                by_round[f"{name}{key.removeprefix('workers')}"] = shares
+    figure, panels = plt.subplots(1 + bool(lengths) + bool(by_round), figsize=(8, 11 if lengths else 4.5),
+                                  layout="constrained", squeeze=False)
+    scatter, *others = panels[:, 0]
+    priced = all(row["cents"] for row in measured.values())
+    for name, row in measured.items():
+        x = row["cents" if priced else "tokens"]
+        scatter.errorbar(x, row["accuracy"], row["95 % ±"], fmt="o")
+        scatter.annotate(name, (x, row["accuracy"]), xytext=(4, 4), textcoords="offset points", fontsize=8)
+    scatter.set(xlabel="cents a question" if priced else "workers' tokens a question",
+                ylabel="accuracy, %, with its 95 % interval")
+    if lengths:
+        bars(others.pop(0), lengths, "share of the workflows")
+    if by_round:
+        bars(others.pop(0), by_round, "share of the steps")
+    file = path.removesuffix(".json") + ".png"
+    figure.savefig(file, dpi=120)
+    return file
+
+
+def main(argv):
+    if len(argv) != 1 or argv[0].startswith("-"):
+        raise SystemExit(__doc__)
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError:
+        raise SystemExit("drawing needs matplotlib: pip install matplotlib") from None
+    plt.switch_backend("Agg")
+    try:
+        print(draw_evaluation(plt, argv[0]) if argv[0].endswith(".json") else draw_run(plt, argv[0]))
+    except (OSError, ValueError, KeyError, AttributeError) as e:
+        raise SystemExit(f"{argv[0]}: {type(e).__name__}: {e}") from None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
