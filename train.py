@@ -990,7 +990,7 @@ def estimate(s: Settings, config: Config, pool, device: str) -> tuple[str, str]:
     there = devices()[1]
     lack = ""
     if peak(phases) + RESERVE[device] > there:
-        lack = (f"memory: {(peak(phases) + RESERVE[device]) / GiB:.1f} GiB for each process, where {there / GiB:.1f} are; "
+        lack = (f"memory: {(peak(phases) + RESERVE[device]) / GiB:.1f} GiB for each process, of which {there / GiB:.1f} are here; "
                 + what_would_fit(s, config, world, longest, device, there - RESERVE[device]))
 
     rounds = 1.5 if s.recursion else 1.0
@@ -1066,8 +1066,9 @@ def preflight(s: Settings, start: str, device: str):
         try:
             config = Config.from_pretrained(start)
         except (OSError, ValueError) as e:
-            lacks.append(f"a model to start from ({e})")
-            config = Config()
+            lacks.append(f"a model to start from ({' '.join(str(e).split())})")
+            if start == PRESETS["paper"]["init_from"]:
+                config = Config()  # which has its shape
     choose_by_size(s, config)
     text, lack = estimate(s, config, pool, device)
     if s.dry_run or count(config) > TINY:
@@ -1119,8 +1120,8 @@ def lacking_disk(s: Settings, start, config: Config, pool):
 def lacking_reference(s: Settings, start, config, pool):
     folder = reference_folder(s, start)
     if s.beta and folder and not os.path.exists(os.path.join(folder, "config.json")):
-        yield (f"the policy that --beta={s.beta} keeps near to, in {folder}: a run that began without --beta wrote none; "
-               "name one with --reference=DIR")
+        yield (f"the reference policy for --beta={s.beta} in {folder} (a run without --beta writes none; name one with "
+               "--reference=DIR)")
 
 
 def lacking_problems(s: Settings, start, config, pool):

@@ -1,85 +1,28 @@
 """Training as a user meets it: real runs of train.py in processes of their own, from the warm start to the table; bad input."""
-import contextlib
 import json
 import math
 import os
 import random
 import re
 import shlex
-import signal
-import subprocess
 import sys
 import threading
-import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import train
 import workers
 from eval import Problem, grade, load, random_completion
 from model import Qwen, Tokenizer
-from train import PRESETS, Settings, ablate, schedule, tiny_tokenizer
-from workflow import Step, Workflow, WorkflowError, messages, parse
-
-ROOT = os.path.dirname(os.path.abspath(train.__file__))
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
-SHORT = ["--warm_steps=65", "--warm_batch=16", "--warm_lr=6e-3", "--width=64", "--layers=2", "--iterations=6", "--questions=8",
-         "--rollouts=16", "--max_new_tokens=64", "--lr=1e-3", "--minibatches=4", "--beta=0.1", "--test=8"]
-
-
-def launch(*argv):
-    """`python ARGV` at the repository's root, in a session of its own, with both outputs in pipes."""
-    return subprocess.Popen([sys.executable, *argv], cwd=ROOT, env=ENV, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            start_new_session=True)
-
-
-class Ended:
-    """A process that has ended, and whatever it started too: its children hold the other ends of these pipes."""
-
-    def __init__(self, process, timeout=200):
-        try:
-            self.out, self.err = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            self.out, self.err = process.communicate(timeout=20)
-            pytest.fail(f"{process.args} did not end:\n{self.out}\n{self.err}")
-        self.status = process.returncode
-
-
-def runs(*commands):
-    """The ends of all commands, two at a time; each must succeed."""
-    with ThreadPoolExecutor(2) as threads:
-        ends = list(threads.map(lambda argv: Ended(launch(*argv)), commands))
-    for end in ends:
-        assert end.status == 0 and "Traceback" not in end.err, f"{end.out}\n{end.err}"
-    return ends
-
-
-def metrics(out):
-    with open(f"{out}/metrics.jsonl") as f:
-        return [json.loads(line) for line in f]
-
-
-def rollouts(out, iteration, rank=0):
-    """Traces as dicts; of each, "text" is all that the Conductor wrote, and "trace" is None where that is no workflow."""
-    with open(f"{out}/traces/{iteration:05d}.{rank}.jsonl") as f:
-        rows = [{"trace": None, **json.loads(line)} for line in f]
-    return [{"text": row["trace"] and row["trace"]["workflow"]["completion"], **row} for row in rows]
-
-
-def timeless(line):
-    return {key: value for key, value in line.items() if key not in ("seconds", "tokens_per_second")}
-
-
-def weights(out):
-    with open(f"{out}/checkpoint/model.safetensors", "rb") as f:
-        return f.read()
-
+from sample import Completion
+from train import PRESETS, Settings, ablation, prompting, schedule, tiny_tokenizer
+from train_runs import SHORT, Ended, checkpoint, in_process, launch, metrics, rollouts, runs, timeless, trained, weights  # noqa: F401
+from workflow import Rollout, Step, Task, Trace, Workflow, WorkflowError, messages, parse
 
 # ---------------------------------------------------------------------------------------------------------------------------------
 # Parts
@@ -99,7 +42,8 @@ def test_the_papers_preset_has_the_papers_numbers():
     s = Settings(**PRESETS["paper"])
     assert (s.iterations, s.questions, s.rollouts, s.max_new_tokens, s.temperature, s.max_steps) == (200, 4, 64, 1024, 1.0, 5)
     assert (s.lr, s.beta2, s.warmup, s.clip, s.beta, s.minibatches, s.style) == (1e-6, 0.999, 0.03, 0.2, 0.0, 1, "full")
-    assert s.access and s.subtasks
+    assert s.access and s.subtasks and not s.named and s.examples == "ood" and s.init_from == "Qwen/Qwen2.5-7B"
+    assert prompting(s).max_new_tokens == 1024 and prompting(s).style == "full"
 
 
 @pytest.fixture(scope="module")
@@ -136,31 +80,45 @@ def test_tiny_tokenizer_makes_one_decision_one_token(tokenizer):
 
 
 def test_ablations_rewrite_workflows():
-    """--access=False empties every access list, --subtasks=False makes every subtask the general one; else nothing changes."""
-    def made():
-        return parse('model_id = [3, 1]\nsubtasks = ["A.", "B."]\naccess_list = [[], ["all"]]', 5)
-
-    assert ablate(made(), Settings()) == made() and ablate(made(), Settings()).steps[1].sees_all
-    blind = ablate(made(), Settings(access=False))
+    """--access=False empties every access list; else nothing changes. --subtasks=False is the prompt's matter."""
+    made = parse('model_id = [3, 1]\nsubtasks = ["A.", "B."]\naccess_list = [[], ["all"]]', 5)
+    assert ablation(Settings()) is None
+    blind = ablation(Settings(access=False))(made)
     assert blind.steps == [Step(3, "A.", []), Step(1, "B.", [])] and not blind.steps[1].sees_all
-    general = ablate(made(), Settings(subtasks=False))
-    assert general.steps == [Step(3, "Solve the question.", []), Step(1, "Solve the question.", [0])]
+    assert blind.completion == made.completion and made.steps[1].sees_all
+    assert not prompting(Settings(subtasks=False)).subtasks
+
+
+def test_every_rank_trains_its_share(monkeypatch):
+    """On any number of ranks each rollout is one rank's, in order, with about as many tokens on each; few rollouts leave ranks idle."""
+    rng = random.Random(0)
+    made = [Rollout(None, str(i), [1], Completion([1] * rng.randint(1, 99), [], True)) for i in range(200)]
+    tokens = sum(len(r.completion.tokens) for r in made)
+    for world in (1, 2, 3, 8):
+        monkeypatch.setattr(train.dist, "get_world_size", lambda world=world: world)
+        shares = []
+        for rank in range(world):
+            monkeypatch.setattr(train.dist, "get_rank", lambda rank=rank: rank)
+            shares.append(train.my_share(iter(made)))
+            assert train.my_share([]) == []
+            assert len(train.my_share(made[:1])) == (rank == 0) or world > 1
+        assert [r for share in shares for r in share] == made
+        assert all(abs(sum(len(r.completion.tokens) for r in share) - tokens / world) < 100 for share in shares)
+
+
+def test_the_best_checkpoint_is_the_best_on_held_out_problems(tmp_path):
+    """The score is the last held-out accuracy, or without any the mean accuracy since the last save: never one iteration's luck."""
+    s = Settings(out=str(tmp_path), save_every=4, eval_every=8)
+    lines = [{"accuracy": i / 10, "held_out": None} for i in range(9)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert train.score(s) == pytest.approx(0.65)
+    lines[3]["held_out"], lines[7]["held_out"] = 0.1, 0.9
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert train.score(s) == 0.9
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------
 # A run from nothing, twice
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """(folder, end) of a short run, and of the same run once more."""
-    folders = [str(tmp_path_factory.mktemp("run") / "out") for _ in range(2)]
-    return list(zip(folders, runs(*[["train.py", "--preset=laptop", f"--out={out}", *SHORT] for out in folders])))
-
-
-@pytest.fixture(scope="module")
-def checkpoint(trained):
-    return f"{trained[0][0]}/checkpoint"
 
 
 def test_the_reward_rises(trained):
@@ -171,9 +129,9 @@ def test_the_reward_rises(trained):
     assert sum(parsed[-2:]) / 2 > sum(parsed[:2]) / 2 + 0.1, parsed
 
 
-def recount(out, iteration, ranks=1):
+def recount(out, iteration):
     """Assert that an iteration's metrics are what its traces say, and that the rewards are §3.1's. Returns the traces."""
-    rows, line = [row for rank in range(ranks) for row in rollouts(out, iteration, rank)], metrics(out)[iteration]
+    rows, line = rollouts(out, iteration), metrics(out)[iteration]
     for row in rows:
         trace = row["trace"]
         if trace is None:
@@ -213,7 +171,9 @@ def test_metrics_are_what_the_traces_say(trained):
         assert len(rows) == 128 and len({row["problem"] for row in rows}) == len(line["by_kind"]) == 8 and line["lost"] == 0
         assert line["gap"] < 1e-4
         assert all(math.isfinite(line[key]) for key in ("approx_kl", "clipfrac", "kl", "entropy", "grad_norm"))
-        assert line["tokens_per_second"] > 0 and set(line["seconds"]) == {"sampling", "workers", "training"}
+        assert line["tokens_per_second"] > 0 and list(line["seconds"]) == ["sampling", "workers", "training"]
+        assert line["skipped"] == 0 and line["mfu"] is None and line["memory"] > 0.1 and line["held_out"] is None
+        assert line["lr"] == pytest.approx(1e-3 * schedule(i, 6, 0.03)) and 5 < line["tokens"] < line["longest"] <= 64 and 0 <= line["cut"] < 1
     assert sum(line["calls"] for line in metrics(out)) > 300  # over real HTTP
     seen = [{row["problem"] for row in rollouts(out, i)} for i in range(6)]
     assert len(set.union(*seen)) == 48  # new problems in each
@@ -225,7 +185,7 @@ def test_what_a_run_prints(trained):
     """A line an iteration, the table with every system, what was learned, the time, and a command that works."""
     out = trained[0][1].out
     assert re.search(r"[\d,]+ parameters .* 5 workers: calculator, translator, librarian, coder, generalist\n", out)
-    assert "warm start: 65 steps" in out and len(re.findall(r"^ +\d/6 reward 0\.\d+ accuracy", out, re.MULTILINE)) == 6
+    assert "warm start: 65 steps" in out and len(re.findall(r"^ +\d/6 reward 0\.\d+ accuracy .* lr \d", out, re.MULTILINE)) == 6
     for system in ("Conductor", "calculator", "translator", "librarian", "coder", "generalist", "random workflows"):
         assert re.search(rf"^{system} +[01]\.\d", out, re.MULTILINE), system
     assert re.search(r"^[a-z+]+: \d steps?, written for \d+%", out, re.MULTILINE)
@@ -283,94 +243,8 @@ def test_the_programs_take_the_checkpoint(trained, checkpoint):
     assert conducted.out.startswith(f"Question: {hint[1]}\n") and "\nAnswer: " in conducted.out and " calls, " in conducted.out
     assert re.search(r"^\w+, model [0-4], sees .*: .+", conducted.out, re.MULTILINE)
     assert sampled.out.strip()
-    assert table_of(evaluated.out).replace("conductor", "Conductor", 1) == table_of(trained[0][1].out)
-
-
-# ---------------------------------------------------------------------------------------------------------------------------------
-# From that checkpoint: two ranks, Ctrl-C
-
-
-def until(condition, process, seconds=120):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.communicate(timeout=20)
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
-@pytest.fixture(scope="module")
-def continued(checkpoint, tmp_path_factory):
-    """(one, its end, two, its end): one process that is interrupted after its first iteration, in whose folder another run stood,
-    and one iteration on two ranks; both from the checkpoint above."""
-    one, two = (str(tmp_path_factory.mktemp("more") / "out") for _ in range(2))
-    os.makedirs(one)
-    with open(f"{one}/metrics.jsonl", "w") as f:
-        f.write("earlier\n")
-    how = ["--preset=laptop", f"--init_from={checkpoint}", "--questions=8", "--rollouts=8", "--test=8", "--max_new_tokens=64",
-           "--minibatches=1", "--warmup=0", "--seed=5"]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    both = launch(*torchrun, "train.py", *how, "--iterations=1", f"--out={two}")
-    process = launch("train.py", *how, "--iterations=4000", f"--out={one}")
-    until(lambda: os.path.exists(f"{one}.1") and os.path.exists(f"{one}/metrics.jsonl") and metrics(one), process)
-    process.send_signal(signal.SIGINT)
-    return one, Ended(process), two, Ended(both)
-
-
-def test_ctrl_c_saves_and_says_so(continued, checkpoint):
-    """The run stops after its iteration with a checkpoint, one message and no traceback; the specialists' server is gone, or its
-    end of stderr would still be open."""
-    out, end, *_ = continued
-    lines = metrics(out)
-    assert end.status == 1 and 1 <= len(lines) < 4000
-    assert end.err.strip().splitlines()[-1] == f"interrupted: stopped after iteration {len(lines)}; the checkpoint is in {out}/checkpoint"
-    assert "Traceback" not in end.err + end.out and sum(line["calls"] for line in lines) > 0
-    for i in range(len(lines)):
-        recount(out, i)
-    before, after = Qwen.from_pretrained(checkpoint), Qwen.from_pretrained(f"{out}/checkpoint")
-    assert 0 < max((a - b).abs().max().item() for a, b in zip(before.parameters(), after.parameters())) < 0.1
-
-
-def test_an_earlier_run_is_kept_under_a_number(continued):
-    """What stood in --out is beside it now, as it was, and the run says where."""
-    out, end, *_ = continued
-    with open(f"{out}.1/metrics.jsonl") as f:
-        assert f.read() == "earlier\n"
-    assert f"the earlier run in {out} is now {out}.1" in end.out
-    assert metrics(out)[0]["iteration"] == 0
-
-
-def test_earlier_runs_are_numbered_on(tmp_path):
-    """The next free number is taken, also where --out ends in a slash; a folder without a run in it is used as it is."""
-    (tmp_path / "out.1").mkdir()
-    for name, kept in [("out", None), ("out", "out.2"), ("out/", "out.3")]:
-        train.make_room(Settings(out=f"{tmp_path}/{name}"))
-        assert sorted(os.listdir(tmp_path / "out")) == ["settings.json", "traces"]
-        assert kept is None or (tmp_path / kept / "metrics.jsonl").exists()
-        (tmp_path / "out" / "metrics.jsonl").touch()
-    assert sorted(os.listdir(tmp_path)) == ["out", "out.1", "out.2", "out.3"]
-
-
-def test_two_ranks_do_what_one_does(continued):
-    """From the same weights the first iteration's rollouts are the same, question by question, and so are loss and gradient."""
-    one, _, two, end = continued
-    assert end.status == 0 and "Traceback" not in end.err, end.err
-    recount(two, 0, ranks=2)
-
-    def texts(rows):
-        return [(row["problem"], row["text"], row["reward"]) for row in rows]
-
-    alone, shares = texts(rollouts(one, 0)), [texts(rollouts(two, 0, rank)) for rank in (0, 1)]
-    groups = [shares[i % 2][8 * (i // 2):8 * (i // 2) + 8] for i in range(8)]  # the ranks take turns at the questions
-    together = [rollout for group in groups for rollout in group]
-    assert [rollout[0] for rollout in together] == [rollout[0] for rollout in alone] and len(alone) == 64
-    # What shares its batch changes a rollout by rounding only, which may turn one token in a million.
-    same = sum(a == b for a, b in zip(alone, together))
-    assert same >= 60
-    a, b = metrics(one)[0], metrics(two)[0]
-    for key in ("reward", "accuracy", "parsed", "steps", "entropy", "grad_norm"):
-        assert b[key] == pytest.approx(a[key], rel=1e-3 if same == 64 else 0.2), key
-    assert max(a["gap"], b["gap"]) < 1e-4
-    assert end.out.count("random workflows") == 1 and os.path.exists(f"{two}/checkpoint/model.safetensors")  # rank 0 alone speaks
+    *again, _ = table_of(evaluated.out).replace("conductor", "Conductor", 1).splitlines()  # the last row, random workflows, is another draw
+    assert again == table_of(trained[0][1].out).splitlines()[:-1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------
@@ -390,11 +264,12 @@ def extended(checkpoint, tmp_path_factory):
 
 def test_each_question_has_its_own_workers(extended):
     """§3.2: at least three of five, numbered anew in the pool's order, the same for every rollout and round of a question."""
-    pool = workers.load_pool("local")
-    teams = [tuple(w.letter for w in train.assign(Problem("", "", "", ""), pool, Settings(subset=3), i).pool) for i in range(300)]
+    pool, problems = workers.load_pool("local"), load("laptop", "train", 300)
+    s = Settings(subset=3, questions=300)
+    teams = [tuple(w.letter for w in task.pool) for task in train.first_rounds(s, problems, pool, 0)]
     assert all(list(team) == sorted(set(team)) for team in teams) and len(set(teams)) == 10 + 5 + 1
     assert all(70 < sum(len(team) == k for team in teams) < 130 for k in (3, 4, 5))
-    assert len(train.assign(Problem("", "", "", ""), pool, Settings(), 7).pool) == 5
+    assert all(len(task.pool) == 5 for task in train.first_rounds(Settings(), problems, pool, 7))
     for iteration in (0, 1):
         seen = {}
         for row in rollouts(extended[0], iteration):
@@ -402,9 +277,10 @@ def test_each_question_has_its_own_workers(extended):
             while trace:
                 seen.setdefault(row["problem"], {}).update({s["worker"]: w for s, w in zip(trace["workflow"]["steps"], trace["workers"])})
                 trace = trace["previous"]
-        for i, question in enumerate(dict.fromkeys(row["problem"] for row in rollouts(extended[0], iteration))):
-            team = train.assign(Problem("", "", "", ""), pool, Settings(subset=3), 4 * iteration + i).pool
-            assert all(team[number].name == name for number, name in seen.get(question, {}).items())
+        tasks = train.first_rounds(Settings(subset=3, questions=4), load("laptop", "train"), pool, iteration)
+        assert [task.problem.id for task in tasks] == list(dict.fromkeys(row["problem"] for row in rollouts(extended[0], iteration)))
+        for task in tasks:
+            assert all(task.pool[number].name == name for number, name in seen.get(task.problem.id, {}).items())
 
 
 def test_half_of_the_questions_get_a_second_round(extended):
@@ -434,24 +310,28 @@ def test_half_of_the_questions_get_a_second_round(extended):
 
 
 def test_two_ranks_ask_the_same_second_rounds(extended):
-    one, two = extended
-    shares = rollouts(two, 0, 0) + rollouts(two, 0, 1)
-    for key in ("problem", "answer"):
-        assert sorted(row[key] for row in shares) == sorted(row[key] for row in rollouts(one, 0))
-    assert metrics(two)[0]["calls"] > 0 and len(metrics(two)) == 2
+    """The first round that is shown is drawn from the whole group, so that both ranks know it. One token in a million may differ."""
+    one, two = (rollouts(out, 0) for out in extended)
+    assert [(row["problem"], row["trace"] and row["trace"]["previous"] is None) for row in one[:32]] == [
+        (row["problem"], row["trace"] and row["trace"]["previous"] is None) for row in two[:32]]
+    shown = [{row["problem"]: row["trace"]["previous"]["workflow"]["completion"] for row in rows[32:] if row["trace"]} for rows in (one, two)]
+    assert shown[0].keys() == shown[1].keys() and shown[0]
+    assert [row["text"] for row in one] == [row["text"] for row in two] or one[:32] != two[:32]
+    assert metrics(extended[1])[0]["calls"] > 0 and len(metrics(extended[1])) == 2
 
 
 def test_nobody_may_have_a_second_round():
-    """Of a rank's few questions: nothing is asked then."""
-    assert train.again([[train.Rollout(train.Task("", []), "no workflow")]], 1) == []
-    assert train.collect(None, None, [], Settings(), 1, None) == ([], {"sampling": 0.0, "workers": 0.0})
+    """Where nothing could be run, nothing is asked then."""
+    groups = [[Rollout(Task("", []), "no workflow")], [Rollout(Task("", []), "lost", trace=Trace("", Workflow([]), [], []), right=None)]]
+    assert train.second_rounds(Settings(), groups, 0) == train.second_rounds(Settings(), groups, 1) == []
+    assert train.second_rounds(Settings(), [[replace(groups[1][0], right=True)]], 0)[0].previous is groups[1][0].trace
 
 
 def test_what_a_kill_leaves_of_tidying_up(tmp_path):
     """A link that was not renamed, checkpoints half removed or half written: the next time goes through, with the newest two and the best."""
-    for i, reward in enumerate((0.9, 0.1, 0.2, 0.3)):
+    for i, score in enumerate((0.9, 0.1, 0.2, 0.3)):
         os.makedirs(tmp_path / "checkpoints" / f"{i:05d}")
-        (tmp_path / "checkpoints" / f"{i:05d}" / "training.json").write_text(json.dumps({"reward": reward}))
+        (tmp_path / "checkpoints" / f"{i:05d}" / "training.json").write_text(json.dumps({"score": score}))
     os.symlink("checkpoints/00001", tmp_path / "checkpoint.tmp")
     for left in ("00001.old", "00077.old", "00002.tmp"):
         os.makedirs(tmp_path / "checkpoints" / left / "exp_avg")
@@ -479,6 +359,8 @@ def test_lessons_of_the_warm_start():
         texts.append("assistant\n" + completion)
     assert 110 < second < 190 and 0.3 < empty / second < 0.7
     assert re.search(r" A 0\nmodel_id = \[0\]", train.random_lesson(problem, random.Random(1), pool[:1], Settings(named=True, max_steps=1))[1])
+    without = [train.random_lesson(problem, random.Random(i), pool, Settings(subtasks=False, warm_second=0.5))[1] for i in range(20)]
+    assert not any("subtasks" in text for text in without) and {text.count("\n") for text in without} == {1, 2}
     tokenizer = tiny_tokenizer(texts)
     assert [tokenizer.decode([i]) for i in tokenizer.encode(" A 1, B 2")] == [" A", " 1", ",", " B", " 2"]
     assert len(tokenizer.encode(Workflow([]).text())) == 1
@@ -557,23 +439,13 @@ def test_what_is_lost_teaches_nothing(faulty, checkpoint):
     assert weights(out) == weights(os.path.dirname(checkpoint))
 
 
-@pytest.fixture
-def in_process(monkeypatch):
-    """train.main may be called here: it finds no GPU, and the signal handlers that it sets are taken back."""
-    handlers = {sig: signal.getsignal(sig) for sig in (signal.SIGINT, signal.SIGTERM)}
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    yield
-    for sig, handler in handlers.items():
-        signal.signal(sig, handler)
-
-
 def test_what_is_trained_on(checkpoint, moody, monkeypatch, in_process):
     """Every rollout that was not lost is trained on once, as sampled, with its advantage among those of its group not lost."""
     folder, seen = moody[0], []
 
-    def spy(model, optimizer, episodes, *how, **more):
-        seen.extend(episodes)
-        return update(model, optimizer, episodes, *how, **more)
+    def spy(model, optimizer, rollouts, *how, **more):
+        seen.extend(r for r in rollouts if r.task)  # without the dry step's
+        return update(model, optimizer, rollouts, *how, **more)
 
     update = train.update
     monkeypatch.setattr(train, "update", spy)
@@ -585,10 +457,11 @@ def test_what_is_trained_on(checkpoint, moody, monkeypatch, in_process):
         mean = sum(rewards) / max(len(rewards), 1)
         std = (sum((r - mean) ** 2 for r in rewards) / max(len(rewards), 1)) ** 0.5
         expected += [(row["text"], (row["reward"] - mean) / std if std else 0.0) for row in group if row["reward"] is not None]
-    texts, got = zip(*sorted((tokenizer.decode(e.tokens), e.advantage) for e in seen))
+    texts, got = zip(*sorted((tokenizer.decode(r.completion.tokens), r.advantage) for r in seen))
     written, wanted = zip(*sorted(expected))
     assert 0 < len(seen) < 80 and texts == written and got == pytest.approx(wanted, abs=1e-5)
-    assert sum(e.tokens[-1] == tokenizer.eos_id for e in seen) > 40 and all(len(e.tokens) == len(e.logprobs) for e in seen)
+    assert sum(r.completion.tokens[-1] == tokenizer.eos_id for r in seen) > 40
+    assert all(len(r.completion.tokens) == len(r.completion.logprobs) and r.text == tokenizer.decode(r.completion.tokens) for r in seen)
 
 
 def test_ablations_reach_the_workers(faulty, moody):
@@ -608,8 +481,8 @@ def test_ablations_reach_the_workers(faulty, moody):
 REFUSED = {
     "unknown flag": (["--iteration=3"], ["--iteration", "--iterations"]),
     "bad value": (["--questions=many"], ["--questions=many", "int"]),
-    "paper without GPUs": (["--preset=paper"], ["--preset=laptop", "GPU"]),
-    "no checkpoint, no problems": (["--init_from={tmp}/none", "--data=lapdog"], ["--init_from={tmp}/none", "lapdog"]),
+    "paper without GPUs": (["--preset=paper"], ["--preset=laptop", "GiB for each process", "$OPENAI_API_KEY"]),
+    "no checkpoint, no problems": (["--init_from={tmp}/none", "--data=lapdog"], ["{tmp}/none", "lapdog"]),
     "half a checkpoint": (["--init_from={tmp}/half"], ["{tmp}/half"]),
     "worker down": (["--pool={tmp}/down.json"], ["carpenter"]),
     "no room": (["--out={tmp}/file/out"], ["{tmp}/file"]),
@@ -647,181 +520,16 @@ def test_train_refuses(case, refused):
 
 
 @pytest.mark.parametrize("word, names", [
-    ("--preset=lapdog", "laptop, pairs, pools"), ("--data=mine.jsonl", "--test_data"), ("--subset=6", "5 workers"),
-    ("--keep=1000000000", "GiB of disk"), ("--init_from={tmp}/none", "lacks a checkpoint folder at --init_from=\\S*none .train it first"), ("--loss=mean", "sequence, token"), ("--test_data=lapdog", "lapdog"), ("--reference={tmp}/none", "--reference=.*none"),
-    ("--resume", "began without"), ("laptop", "'laptop'"), ("--rollouts=0", "--rollouts=0"),
+    ("--preset=lapdog", "laptop, small, paper, pairs"), ("--data=mine.jsonl", "--test_data"), ("--subset=6", "5 workers"),
+    ("--keep=1000000000", "GiB of disk"), ("--init_from={tmp}/none", "lacks a model to start from .\\S*none"), ("--loss=mean", "sequence, token"), ("--test_data=lapdog", "lapdog"), ("--reference={tmp}/none", "reference policy .*none"),
+    ("--resume", "without --beta"), ("laptop", "'laptop'"), ("--report=paper", "tensorboard, wandb"), ("--dtype=fp8", "fp8"), ("--eval_every=-1", "--eval_every=-1"),
+    ("--replay={tmp_path}/out/replies", "outside of --out"), ("--rollouts=0", "--rollouts=0"),
     ("--iterations=-1", "--iterations=-1"), ("--style=shrt", "shrt"), ("--width=30", "--width=30"),
     ("--max_steps=0", "--max_steps=0"), ("--temperature=0", "--temperature=0"), ("--warm_batch=0", "--warm_batch=0")])
 def test_main_refuses(word, names, tmp_path, in_process):
     """As above, without a process of its own. --resume finds a run that began without a KL term."""
     os.makedirs(tmp_path / "out" / "checkpoints" / "00001")
     with pytest.raises(SystemExit, match=names):
-        train.main(["--preset=laptop", f"--out={tmp_path}/out", *TINY, word.format(tmp=tmp_path)])
+        train.main(["--preset=laptop", f"--out={tmp_path}/out", *TINY, word.format(tmp=tmp_path, tmp_path=tmp_path)])
 
 
-def test_ctrl_c_in_the_warm_start(tmp_path):
-    """Before the first iteration there is nothing to save: a message says so, without a traceback, and the server is gone."""
-    process = launch("train.py", "--preset=laptop", f"--out={tmp_path}/out", "--warm_steps=100000")
-    until(lambda: "parameters" in process.stdout.readline(), process)
-    process.send_signal(signal.SIGINT)
-    end = Ended(process)
-    assert end.status == 1 and "interrupted" in end.err and "Traceback" not in end.err
-    assert not os.path.exists(tmp_path / "out" / "metrics.jsonl")
-
-
-def test_ctrl_c_in_the_last_evaluation(checkpoint, tmp_path):
-    """Training is over and its checkpoint is there; the evaluation ends at once, and no table is made of half of it."""
-    process = launch("train.py", "--preset=laptop", f"--out={tmp_path}/out", f"--init_from={checkpoint}", *TINY, "--test=2000")
-    until(lambda: os.path.exists(tmp_path / "out" / "checkpoint"), process)
-    process.send_signal(signal.SIGINT)
-    end = Ended(process)
-    assert end.status == 1 and f"{tmp_path}/out/checkpoint" in end.err and "Traceback" not in end.err
-    assert "Conductor  " not in end.out
-    assert weights(tmp_path / "out") and len(metrics(tmp_path / "out")) == 1
-
-
-def test_ctrl_c_in_the_last_save(checkpoint, tmp_path, monkeypatch, in_process):
-    """As above, where the signal comes after the last iteration's look for one, and before the evaluation's own handler."""
-    tidy = train.tidy
-    monkeypatch.setattr(train, "tidy", lambda s: (tidy(s), os.kill(os.getpid(), signal.SIGINT)))
-    with pytest.raises(SystemExit, match=f"interrupted.*{tmp_path}/out/checkpoint"):
-        train.main(["--preset=laptop", f"--out={tmp_path}/out", f"--init_from={checkpoint}", *TINY])
-    assert weights(tmp_path / "out") and not os.path.exists(tmp_path / "out" / "test.json")
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(ranks, checkpoint, tmp_path):
-    """Killed with SIGKILL between two checkpoints, with a torn line of metrics and a half-written checkpoint, and resumed: the weights and
-    metrics are those of a run that was left alone, to the bit. Then it goes on on another number of ranks, and what is new is named."""
-    how = ["train.py", "--preset=laptop", f"--init_from={checkpoint}", "--questions=8", "--rollouts=16", "--test=8", "--max_new_tokens=64",
-           "--save_every=2", "--seed=5"]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    how, other = (torchrun + how, how) if ranks == 2 else (how, torchrun + how)
-    whole, broken = (str(tmp_path / name) for name in ("whole", "broken"))
-    process = launch(*how, "--iterations=12", f"--out={broken}")
-    until(lambda: os.path.exists(f"{broken}/metrics.jsonl") and len(metrics(broken)) >= 5, process)
-    for pid in subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split() if ranks > 1 else []:
-        os.kill(int(pid), signal.SIGKILL)  # torchrun's ranks have process groups of their own
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    reached = len(metrics(broken))
-    assert reached < 12
-    with open(f"{broken}/metrics.jsonl", "a") as f:
-        f.write('{"iteration": ')
-    os.makedirs(f"{broken}/checkpoints/00012.tmp")
-    again, _ = runs([*how, "--iterations=12", f"--out={broken}", "--resume"], [*how, "--iterations=12", f"--out={whole}"])
-    assert re.search(rf"going on in {broken} after iteration [{reached - 2}-{reached}]$", again.out, re.MULTILINE)
-
-    def state(out):
-        with open(f"{out}/checkpoint/model.safetensors", "rb") as f:
-            return f.read(), [{k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second")} for line in metrics(out)]
-
-    assert state(broken) == state(whole)
-    assert sorted(os.listdir(f"{broken}/traces")) == sorted(os.listdir(f"{whole}/traces"))
-    kept = sorted(os.listdir(f"{whole}/checkpoints"))
-    assert kept[-2:] == ["00010", "00012"] and len(kept) <= 3
-    [end] = runs([*other, "--iterations=13", f"--out={broken}", "--resume"])
-    assert f"going on in {broken} after iteration 12, with changed settings: iterations 12 -> 13" in end.out
-    assert state(broken)[1][:12] == state(whole)[1] and [line["iteration"] for line in metrics(broken)] == [*range(13)]
-
-
-def test_nothing_to_resume_is_a_run_from_the_beginning(checkpoint, tmp_path):
-    [end] = runs(["train.py", "--preset=laptop", f"--init_from={checkpoint}", *SHORT, "--iterations=1", f"--out={tmp_path}/out", "--resume"])
-    assert "going on" not in end.out and len(metrics(f"{tmp_path}/out")) == 1
-
-
-def test_a_budget_ends_the_run_before_it_is_passed(checkpoint, tmp_path):
-    """With priced workers and $0.03: the run stops with a checkpoint, what was refused is lost and not punished, and the bill is below.
-    Started again with the same replies on file, it asks only for what the first run could not pay."""
-    (tmp_path / "pool.json").write_text(json.dumps([
-        {"name": name, "protocol": "openai", "base_url": workers.local_server()[0], "model": name, "price": [0, 10],
-         "params": {"max_tokens": 20}} for name in workers.LOCAL["local"]]))
-    argv = ["train.py", "--preset=laptop", f"--init_from={checkpoint}", *SHORT, "--iterations=40", f"--pool={tmp_path}/pool.json",
-            f"--replay={tmp_path}/replies"]
-    out = f"{tmp_path}/out"
-    end = Ended(launch(*argv, "--budget=0.03", f"--out={out}"))
-    lines = metrics(out)
-    assert end.status == 1 and 1 <= len(lines) < 40 and lines[-1]["lost"] > 0 and os.path.exists(f"{out}/checkpoint/model.safetensors")
-    assert end.err.strip().splitlines()[-1].startswith(f"the budget is spent: stopped after iteration {len(lines)}")
-    assert 0.01 < sum(line["cost"] for line in lines) <= 0.03
-    paid = len((tmp_path / "replies").read_bytes().splitlines())
-    assert paid == sum(line["calls"] for line in lines)
-    again = Ended(launch(*argv, "--budget=0.03", f"--out={out}2"))
-    assert again.status == 1 and len(metrics(f"{out}2")) > len(lines)
-
-
-def test_a_run_may_start_from_the_checkpoint_in_its_own_folder(trained, tmp_path):
-    """`--init_from=OUT/checkpoint --out=OUT`: the earlier run moves aside, and its checkpoint is what is loaded, also as the reference."""
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "metrics.jsonl").write_text("earlier\n")
-    os.symlink(f"{trained[1][0]}/checkpoint", out / "checkpoint")
-    [end] = runs(["train.py", "--preset=laptop", f"--out={out}", f"--init_from={out}/checkpoint", f"--reference={out}/checkpoint", *TINY,
-                  "--max_new_tokens=48"])
-    assert (tmp_path / "out.1" / "metrics.jsonl").read_text() == "earlier\n" and len(metrics(out)) == 1
-
-
-# ---------------------------------------------------------------------------------------------------------------------------------
-# What a run will take
-
-
-def test_the_papers_plan_by_hand(tmp_path, monkeypatch):
-    """Qwen2.5-7B on two ranks: 12 bytes a parameter and 4 of gradients in halves, a bf16 copy, keys and values of two questions' rollouts."""
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    text, disk = train.plan(Settings(preset="paper", **PRESETS["paper"]), workers.load_pool("paper"))
-    N = 7_615_616_512  # of the model card: 7.61 B, 6.53 B without embeddings
-    for name, size in (("weights, fp32", 2 * N), ("Adam's state, fp32", 4 * N), ("copy to sample with", 2 * N), ("gradients, fp32", 2 * N),
-                       ("layers' inputs", 28 * 8192 * 3584 * 2)):
-        assert f"{name} {size / 2**30:.1f}" in text, name
-    prompt = int(re.search(r"prompts of (\d+) tokens", text)[1])
-    assert f"keys and values {2 * (prompt + 64 * 1024) * 2 * 28 * 4 * 128 * 2 / 2**30:.1f}" in text and 800 < prompt < 1500
-    assert max(map(float, re.search(r"peak while sampling ([\d.]+), while training ([\d.]+)", text).groups())) < 75
-    assert "153,600 calls" in text and "4 workers of unknown price (R1-Distill-Qwen-32B," in text
-    dollars = 153_600 / 7 * (2 * 0.00825 + 0.0135)  # 1,000 tokens in and 700 out, of $1.25 and $10, and of $3 and $15, a million
-    assert f"about ${dollars:,.0f}," in text
-    assert disk == 12 * N and "disk      85.1 GiB" in text
-    offloaded, _ = train.plan(Settings(preset="paper", **PRESETS["paper"], offload=True), workers.load_pool("paper"))
-    assert "weights, fp32 (CPU) 14.2" in offloaded and float(re.search(r"training ([\d.]+)\n", offloaded)[1]) < 20
-
-
-def test_dry_runs(tmp_path):
-    """The plan, and either what is lacking, all of it, or that nothing is; no folder is made."""
-    papers, laptops = (Ended(launch("train.py", f"--preset={preset}", "--dry_run", f"--out={tmp_path}/out")) for preset in ("paper", "laptop"))
-    assert papers.status == 1 and "Traceback" not in papers.err and "expected at least" not in papers.err
-    for lack in ("2 GPUs of 80 GB", "models/Qwen/Qwen2.5-7B", "eval.py prepare", "$OPENAI_API_KEY for GPT-5", "set $OPEN_BASE_URL"):
-        assert lack in papers.err, lack
-    assert laptops.status == 0 and "memory    GiB of a rank" in laptops.out and "the run lacks nothing" in laptops.out
-    assert not os.path.exists(tmp_path / "out")
-
-
-def test_bench_says_what_it_measured(capsys, monkeypatch):
-    """At a small size: naive keeps more for its backward pass, every time is one, and the last line is JSON."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    train.bench(width=64, layers=1, vocabulary=128, prompt=60, n=16, length=9, budget=150)
-    lines = capsys.readouterr().out.splitlines()
-    numbers = json.loads(lines[-1])
-    assert numbers["times_less_kept"] == pytest.approx(numbers["kept_gigabytes_naive"] / numbers["kept_gigabytes_shared"]) and "16 rollouts of 9" in lines[0]
-    assert 2 < numbers["times_less_kept"] < 16 * 69 / (60 + 16 * 9) and all(x > 0 for x in numbers.values())
-
-
-@pytest.mark.parametrize("more", [["--offload"], ["--recompute", "--loss=token", "--clip_high=0.3", "--std=False", "--epochs=2", "--importance=2"]],
-                         ids=lambda more: more[0])
-def test_options_of_the_trainer(more, checkpoint, tmp_path):
-    """Two ranks. Where the trainer's state is changes nothing; the others run, and learn something else."""
-    argv = ["-m", "torch.distributed.run", "--nproc_per_node=2", "train.py", "--preset=laptop", f"--init_from={checkpoint}", "--iterations=2",
-            "--questions=4", "--rollouts=8", "--max_new_tokens=64", "--test=8"]
-    runs([*argv, f"--out={tmp_path}/plain"], [*argv, *more, f"--out={tmp_path}/more"])
-    plain, other = (timeless(metrics(tmp_path / name)[1]) for name in ("plain", "more"))
-    assert (plain == other) == (more == ["--offload"]) and math.isfinite(other["grad_norm"])
-    assert (weights(tmp_path / "plain") == weights(tmp_path / "more")) == (more == ["--offload"])
-
-
-def test_the_reward_is_a_setting(checkpoint, tmp_path):
-    """no_workflow, wrong and right: in the traces and in the metrics."""
-    runs(["train.py", "--preset=laptop", f"--init_from={checkpoint}", "--iterations=1", "--questions=4", "--rollouts=8", "--max_new_tokens=64",
-          "--test=8", "--no_workflow=-1", "--wrong=-0.5", f"--out={tmp_path}/out"])
-    rows = rollouts(tmp_path / "out", 0)
-    for row in rows:
-        gold = Problem("", "", row["answer"], "")
-        assert row["reward"] == (-1 if row["trace"] is None else 1 if grade(gold, row["trace"]["answer"]) else -0.5)
-    assert metrics(tmp_path / "out")[0]["reward"] == pytest.approx(sum(row["reward"] for row in rows) / 32)

@@ -1,0 +1,194 @@
+"""Runs that are interrupted, killed, resumed, or cut into another number of ranks go on as if nothing had happened."""
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import train
+import workers
+from model import Qwen
+from test_train import TINY, recount
+from train import Settings
+from train_runs import SHORT, Ended, checkpoint, in_process, launch, metrics, rollouts, runs, timeless, trained, until, weights  # noqa: F401
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# From that checkpoint: two ranks, Ctrl-C
+
+
+@pytest.fixture(scope="module")
+def continued(checkpoint, tmp_path_factory):
+    """(one, its end, two, its end): one process that is interrupted after its first iteration, in whose folder another run stood,
+    and one iteration on two ranks; both from the checkpoint above."""
+    one, two = (str(tmp_path_factory.mktemp("more") / "out") for _ in range(2))
+    os.makedirs(one)
+    with open(f"{one}/metrics.jsonl", "w") as f:
+        f.write("earlier\n")
+    how = ["--preset=laptop", f"--init_from={checkpoint}", "--questions=8", "--rollouts=8", "--test=8", "--max_new_tokens=64",
+           "--minibatches=1", "--warmup=0", "--seed=5", "--eval_every=0"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    both = launch(*torchrun, "train.py", *how, "--iterations=1", f"--out={two}")
+    process = launch("train.py", *how, "--iterations=4000", f"--out={one}")
+    until(lambda: os.path.exists(f"{one}.1") and os.path.exists(f"{one}/metrics.jsonl") and metrics(one), process)
+    process.send_signal(signal.SIGINT)
+    return one, Ended(process), two, Ended(both)
+
+
+def test_ctrl_c_saves_and_says_so(continued, checkpoint):
+    """The run stops after its iteration with a checkpoint, one message and no traceback; the specialists' server is gone, or its
+    end of stderr would still be open."""
+    out, end, *_ = continued
+    lines = metrics(out)
+    assert end.status == 1 and 1 <= len(lines) < 4000
+    assert end.err.strip().splitlines()[-1] == f"interrupted: stopped after iteration {len(lines)}; the checkpoint is in {out}/checkpoint"
+    assert "Traceback" not in end.err + end.out and sum(line["calls"] for line in lines) > 0
+    for i in range(len(lines)):
+        recount(out, i)
+    before, after = Qwen.from_pretrained(checkpoint), Qwen.from_pretrained(f"{out}/checkpoint")
+    assert 0 < max((a - b).abs().max().item() for a, b in zip(before.parameters(), after.parameters())) < 0.1
+
+
+def test_an_earlier_run_is_kept_under_a_number(continued):
+    """What stood in --out is beside it now, as it was, and the run says where."""
+    out, end, *_ = continued
+    with open(f"{out}.1/metrics.jsonl") as f:
+        assert f.read() == "earlier\n"
+    assert f"the earlier run in {out} is now {out}.1" in end.out
+    assert metrics(out)[0]["iteration"] == 0
+
+
+def test_earlier_runs_are_numbered_on(tmp_path):
+    """The next free number is taken, also where --out ends in a slash; a folder without a run in it is used as it is."""
+    (tmp_path / "out.1").mkdir()
+    for name, kept in [("out", None), ("out", "out.2"), ("out/", "out.3")]:
+        train.make_room(Settings(out=f"{tmp_path}/{name}"))
+        assert sorted(os.listdir(tmp_path / "out")) == ["settings.json", "traces"]
+        assert kept is None or (tmp_path / kept / "metrics.jsonl").exists()
+        (tmp_path / "out" / "metrics.jsonl").touch()
+    assert sorted(os.listdir(tmp_path)) == ["out", "out.1", "out.2", "out.3"]
+
+
+def test_two_ranks_do_what_one_does(continued):
+    """From the same weights the first iteration's rollouts are the same, rollout by rollout, and so are loss and gradient."""
+    one, _, two, end = continued
+    assert end.status == 0 and "Traceback" not in end.err, end.err
+    recount(two, 0)
+    alone, together = ([(row["problem"], row["text"], row["reward"]) for row in rollouts(out, 0)] for out in (one, two))
+    assert [rollout[0] for rollout in together] == [rollout[0] for rollout in alone] and len(alone) == 64
+    # What shares its batch changes a rollout by rounding only, which may turn one token in a million.
+    same = sum(a == b for a, b in zip(alone, together))
+    assert same >= 60
+    a, b = metrics(one)[0], metrics(two)[0]
+    for key in ("reward", "accuracy", "parsed", "steps", "entropy", "grad_norm"):
+        assert b[key] == pytest.approx(a[key], rel=1e-3 if same == 64 else 0.2), key
+    assert max(a["gap"], b["gap"]) < 1e-4
+    assert end.out.count("random workflows") == 1 and os.path.exists(f"{two}/checkpoint/model.safetensors")  # rank 0 alone speaks
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+def test_ctrl_c_in_the_warm_start(tmp_path):
+    """Before the first iteration there is nothing to save: a message says so, without a traceback, and the server is gone."""
+    process = launch("train.py", "--preset=laptop", f"--out={tmp_path}/out", "--warm_steps=100000")
+    until(lambda: "parameters" in process.stdout.readline(), process)
+    process.send_signal(signal.SIGINT)
+    end = Ended(process)
+    assert end.status == 1 and "interrupted" in end.err and "Traceback" not in end.err
+    assert not os.path.exists(tmp_path / "out" / "metrics.jsonl")
+
+
+def test_ctrl_c_in_the_last_evaluation(checkpoint, tmp_path):
+    """Training is over and its checkpoint is there; the evaluation ends at once, and no table is made of half of it."""
+    process = launch("train.py", "--preset=laptop", f"--out={tmp_path}/out", f"--init_from={checkpoint}", *TINY, "--test=2000")
+    until(lambda: os.path.exists(tmp_path / "out" / "checkpoint"), process)
+    process.send_signal(signal.SIGINT)
+    end = Ended(process)
+    assert end.status == 1 and f"{tmp_path}/out/checkpoint" in end.err and "Traceback" not in end.err
+    assert "Conductor  " not in end.out
+    assert weights(tmp_path / "out") and len(metrics(tmp_path / "out")) == 1
+
+
+def test_ctrl_c_in_the_last_save(checkpoint, tmp_path, monkeypatch, in_process):
+    """As above, where the signal comes after the last iteration's look for one, and before the evaluation's own handler."""
+    tidy = train.tidy
+    monkeypatch.setattr(train, "tidy", lambda s: (tidy(s), os.kill(os.getpid(), signal.SIGINT)))
+    with pytest.raises(SystemExit, match=f"interrupted.*{tmp_path}/out/checkpoint"):
+        train.main(["--preset=laptop", f"--out={tmp_path}/out", f"--init_from={checkpoint}", *TINY])
+    assert weights(tmp_path / "out") and not os.path.exists(tmp_path / "out" / "test.json")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(ranks, checkpoint, tmp_path):
+    """Killed with SIGKILL between two checkpoints, with a torn line of metrics and a half-written checkpoint, and resumed: the weights and
+    metrics are those of a run that was left alone, to the bit. Then it goes on on another number of ranks, and what is new is named."""
+    how = ["train.py", "--preset=laptop", f"--init_from={checkpoint}", "--questions=8", "--rollouts=16", "--test=8", "--max_new_tokens=64",
+           "--save_every=2", "--seed=5"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    how, other = (torchrun + how, how) if ranks == 2 else (how, torchrun + how)
+    whole, broken = (str(tmp_path / name) for name in ("whole", "broken"))
+    process = launch(*how, "--iterations=12", f"--out={broken}")
+    until(lambda: os.path.exists(f"{broken}/metrics.jsonl") and len(metrics(broken)) >= 5, process)
+    for pid in subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split() if ranks > 1 else []:
+        os.kill(int(pid), signal.SIGKILL)  # torchrun's ranks have process groups of their own
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    reached = len(metrics(broken))
+    assert reached < 12
+    with open(f"{broken}/metrics.jsonl", "a") as f:
+        f.write('{"iteration": ')
+    os.makedirs(f"{broken}/checkpoints/00012.tmp")
+    again, _ = runs([*how, "--iterations=12", f"--out={broken}", "--resume"], [*how, "--iterations=12", f"--out={whole}"])
+    assert re.search(rf"going on in {broken} after iteration [{reached - 2}-{reached}]$", again.out, re.MULTILINE)
+
+    def state(out):
+        with open(f"{out}/checkpoint/model.safetensors", "rb") as f:
+            return f.read(), [{k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second")} for line in metrics(out)]
+
+    assert state(broken) == state(whole)
+    assert sorted(os.listdir(f"{broken}/traces")) == sorted(os.listdir(f"{whole}/traces"))
+    kept = sorted(os.listdir(f"{whole}/checkpoints"))
+    assert kept[-2:] == ["00010", "00012"] and len(kept) <= 3
+    [end] = runs([*other, "--iterations=13", f"--out={broken}", "--resume"])
+    assert f"going on in {broken} after iteration 12, with changed settings: iterations 12 -> 13" in end.out
+    assert state(broken)[1][:12] == state(whole)[1] and [line["iteration"] for line in metrics(broken)] == [*range(13)]
+
+
+def test_nothing_to_resume_is_a_run_from_the_beginning(checkpoint, tmp_path):
+    [end] = runs(["train.py", "--preset=laptop", f"--init_from={checkpoint}", *SHORT, "--iterations=1", f"--out={tmp_path}/out", "--resume"])
+    assert "going on" not in end.out and len(metrics(f"{tmp_path}/out")) == 1
+
+
+def test_a_budget_ends_the_run_before_it_is_passed(checkpoint, tmp_path):
+    """With priced workers and $0.03: the run stops with a checkpoint, what was refused is lost and not punished, and the bill is below.
+    Started again with the same replies on file, it asks only for what the first run could not pay."""
+    (tmp_path / "pool.json").write_text(json.dumps([
+        {"name": name, "protocol": "openai", "base_url": workers.local_server()[0], "model": name, "price": [0, 10],
+         "params": {"max_tokens": 20}} for name in workers.LOCAL["local"]]))
+    argv = ["train.py", "--preset=laptop", f"--init_from={checkpoint}", *SHORT, "--iterations=40", f"--pool={tmp_path}/pool.json",
+            f"--replay={tmp_path}/replies"]
+    out = f"{tmp_path}/out"
+    end = Ended(launch(*argv, "--budget=0.03", f"--out={out}"))
+    lines = metrics(out)
+    assert end.status == 1 and 1 <= len(lines) < 40 and lines[-1]["lost"] > 0 and os.path.exists(f"{out}/checkpoint/model.safetensors")
+    assert end.err.strip().splitlines()[-1].startswith(f"the budget is spent: stopped after iteration {len(lines)}")
+    assert 0.01 < sum(line["cost"] for line in lines) <= 0.03
+    paid = len((tmp_path / "replies").read_bytes().splitlines())
+    assert paid == sum(line["calls"] for line in lines)
+    again = Ended(launch(*argv, "--budget=0.03", f"--out={out}2"))
+    assert again.status == 1 and len(metrics(f"{out}2")) > len(lines)
+
+
+def test_a_run_may_start_from_the_checkpoint_in_its_own_folder(trained, tmp_path):
+    """`--init_from=OUT/checkpoint --out=OUT`: the earlier run moves aside, and its checkpoint is what is loaded, also as the reference."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "metrics.jsonl").write_text("earlier\n")
+    os.symlink(f"{trained[1][0]}/checkpoint", out / "checkpoint")
+    [end] = runs(["train.py", "--preset=laptop", f"--out={out}", f"--init_from={out}/checkpoint", f"--reference={out}/checkpoint", *TINY,
+                  "--max_new_tokens=48"])
+    assert (tmp_path / "out.1" / "metrics.jsonl").read_text() == "earlier\n" and len(metrics(out)) == 1
+
+

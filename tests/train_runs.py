@@ -1,0 +1,99 @@
+"""Runs of train.py in processes of their own, for the tests of training; and two of them that several files look at."""
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import train
+
+ROOT = os.path.dirname(os.path.abspath(train.__file__))
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
+SHORT = ["--warm_steps=65", "--warm_batch=16", "--warm_lr=6e-3", "--width=64", "--layers=2", "--iterations=6", "--questions=8",
+         "--rollouts=16", "--max_new_tokens=64", "--lr=1e-3", "--minibatches=4", "--beta=0.1", "--test=8"]
+
+
+def launch(*argv):
+    """`python ARGV` at the repository's root, in a session of its own, with both outputs in pipes."""
+    return subprocess.Popen([sys.executable, *argv], cwd=ROOT, env=ENV, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            start_new_session=True)
+
+
+class Ended:
+    """A process that has ended, and whatever it started too: its children hold the other ends of these pipes."""
+
+    def __init__(self, process, timeout=200):
+        try:
+            self.out, self.err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            self.out, self.err = process.communicate(timeout=20)
+            pytest.fail(f"{process.args} did not end:\n{self.out}\n{self.err}")
+        self.status = process.returncode
+
+
+def runs(*commands):
+    """The ends of all commands, two at a time; each must succeed."""
+    with ThreadPoolExecutor(2) as threads:
+        ends = list(threads.map(lambda argv: Ended(launch(*argv)), commands))
+    for end in ends:
+        assert end.status == 0 and "Traceback" not in end.err, f"{end.out}\n{end.err}"
+    return ends
+
+
+def metrics(out):
+    with open(f"{out}/metrics.jsonl") as f:
+        return [json.loads(line) for line in f]
+
+
+def rollouts(out, iteration):
+    """Traces as dicts; of each, "text" is all that the Conductor wrote, and "trace" is None where that is no workflow."""
+    with open(f"{out}/traces/{iteration:05d}.jsonl") as f:
+        rows = [{"trace": None, **json.loads(line)} for line in f]
+    return [{"text": row["trace"] and row["trace"]["workflow"]["completion"], **row} for row in rows]
+
+
+def timeless(line):
+    return {key: value for key, value in line.items() if key not in ("seconds", "tokens_per_second", "memory")}
+
+
+def weights(out):
+    with open(f"{out}/checkpoint/model.safetensors", "rb") as f:
+        return f.read()
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """(folder, end) of a short run, and of the same run once more."""
+    folders = [str(tmp_path_factory.mktemp("run") / "out") for _ in range(2)]
+    return list(zip(folders, runs(*[["train.py", "--preset=laptop", f"--out={out}", *SHORT] for out in folders])))
+
+
+@pytest.fixture(scope="session")
+def checkpoint(trained):
+    return f"{trained[0][0]}/checkpoint"
+
+
+def until(condition, process, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate(timeout=20)
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """train.main may be called here: it finds no GPU, and the signal handlers that it sets are taken back."""
+    handlers = {sig: signal.getsignal(sig) for sig in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    yield
+    for sig, handler in handlers.items():
+        signal.signal(sig, handler)
