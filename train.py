@@ -964,17 +964,19 @@ def peak(phases: dict) -> float:
 
 
 def what_would_fit(s: Settings, config: Config, world: int, prompt: int, device: str, room: float) -> str:
-    """Up to three changes by which the run would fit, the least first."""
-    flags = [dict(recompute=True), dict(token_budget=s.token_budget // 4), dict(max_new_tokens=s.max_new_tokens // 2),
-             dict(offload=True), dict(recompute=True, offload=True),
-             dict(recompute=True, offload=True, token_budget=s.token_budget // 4)]
-    tries = [(" ".join(f"--{key}={value}" for key, value in changes.items()), changes, world) for changes in flags]
-    tries += [(f"{ranks} processes", {}, ranks) for ranks in (2, 4, 8) if ranks > world]
+    """Up to three ways in which the run would fit, the mildest first."""
+    less = {"token_budget": s.token_budget // 4, "max_new_tokens": s.max_new_tokens // 2}
+    ways = [({"recompute": True}, world), ({"token_budget": less["token_budget"]}, world), ({"offload": True}, world),
+            ({}, 2 * world), ({}, 4 * world), ({"recompute": True, "offload": True}, world),
+            ({"recompute": True, "offload": True, **less}, world)]
     fits = []
-    for text, changes, ranks in tries:
-        if peak(memory(replace(s, **changes), config, ranks, prompt, device)) <= room:
-            fits.append(text)
-    return "it would fit with " + ", or with ".join(fits[:3]) if fits else "a smaller model is what would fit"
+    for changes, ranks in ways:
+        changed = replace(s, **changes)
+        if (changed != s or ranks > world) and peak(memory(changed, config, ranks, prompt, device)) <= room:
+            flags = [f"--{key}={value}" for key, value in changes.items() if value != getattr(s, key)]
+            fits.append(" ".join(flags) or f"{ranks} processes")
+    fits = list(dict.fromkeys(fits))[:3]
+    return "it would fit with " + ", or with ".join(fits) if fits else "a smaller model is what would fit"
 
 
 def estimate(s: Settings, config: Config, pool, device: str) -> tuple[str, str]:
