@@ -23,22 +23,10 @@ from model import Qwen, Tokenizer, causal, compute_dtype, configure, matmul_fp32
 
 CHECK = 8  # decode steps between looks at who has finished
 PREFILL_TOKENS = 8192  # prompt tokens that are computed at once
-
-
-@dataclass
-class Shapes:
-    """How often the shapes of a decode step change."""
-    pad: int  # prompts are padded to a multiple of this many tokens
-    bucket: int  # own tokens by which the attended cache grows
-    compact: float  # the grid is compacted once at most this share of its cells would stay
-    small: int  # a grid of so few cells stays as it is: its steps take as long as the weights take to be read
-    graph: bool  # a step is captured as a CUDA graph, anew for every change of shapes
-
-
-SHAPES = {
-    "cuda": Shapes(pad=64, bucket=256, compact=0.5, small=16, graph=True),  # few captures, and matrices that tensor cores like
-    "cpu": Shapes(pad=1, bucket=64, compact=0.9, small=1, graph=False),  # little that is computed in vain
-}
+# A change of shapes costs a capture on CUDA, so there are few. On a CPU it is cheap, and less is computed in vain.
+BUCKET = {"cuda": 128, "cpu": 32}  # tokens after which the grid is compacted and its cache grows
+PAD = {"cuda": 64, "cpu": 1}  # prompts are padded to a multiple of so many tokens; tensor cores like round numbers
+GRAPH = {"cuda": True, "cpu": False}  # a decode step is captured
 
 
 @dataclass
@@ -79,62 +67,55 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
                 if on_finish:
                     on_finish(i, j, completion)
             if last or not grid.live.any():
-                break
-            full = count + CHECK > grid.T
-            grid.compact(anyway=full)
-            if full:
-                grid.grow()
+                return completions
+        if count % BUCKET[model.device.type] == 0:
+            grid.compact()
+            grid.grow()
         grid.step()
-    return completions
-
-
-def round_up(number: int, multiple: int) -> int:
-    return math.ceil(number / multiple) * multiple
 
 
 class Grid:
     """The rollouts that are being sampled: Q prompts × R rows, N = Q*R cells, all with t tokens of their own.
 
-    Below, P is the padded length of the prompts, T that of the attended own tokens, Hkv the key-value heads, G the
-    query heads on each, D a head's channels."""
+    Below, P is the padded length of the prompts, T the room for own tokens, Hkv the key-value heads, G the query
+    heads on each, D a head's channels, V the ids."""
 
     def __init__(self, model, prompts, n, max_new_tokens, seeds, ends, n_ids, distribution):
         config, device = model.config, model.device
         self.model = model
         self.n_ids = n_ids
         self.distribution = distribution  # temperature, top_p, top_k
-        self.shapes = SHAPES[device.type]
+        self.device = device
         self.Q, self.R, self.T = len(prompts), n, 0
-        self.P = round_up(max(map(len, prompts)), self.shapes.pad)
-        self.longest = round_up(max_new_tokens, self.shapes.pad)
+        self.P = self.padded(max(map(len, prompts)))
         self.Hkv, self.D = config.num_key_value_heads, config.head_dim
         self.G = config.num_attention_heads // self.Hkv
-        self.eos = torch.tensor(ends, dtype=torch.long, device=device)
         # What was sampled, a line for each of the Q*n rollouts.
-        N = self.Q * self.R
+        N = self.Q * n
         self.tokens = torch.zeros(N, max_new_tokens, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(N, max_new_tokens, dtype=torch.float32, device=device)
         self.lengths = torch.zeros(N, dtype=torch.long, device=device)  # 0 while a rollout goes on
         self.harvested = set()
         # The grid, flat. A finished rollout stays in its cell until it is compacted away.
-        self.rollout = torch.arange(N, device=device)  # (N) which rollout a cell holds
+        self.rollout = torch.arange(N, device=device)  # (N) which one a cell holds
         self.seeds = torch.tensor(seeds, device=device)  # (N)
         self.newest = torch.zeros_like(self.rollout)  # (N)
         self.t = torch.zeros(1, dtype=torch.long, device=device)
-        self.live = torch.ones(self.Q, self.R, dtype=torch.bool, device=device)
-        # Keys and values. On a CPU attention is computed in fp32, see `causal`.
-        layers = range(config.num_hidden_layers)
+        self.eos = torch.tensor(ends, dtype=torch.long, device=device)
+        # Keys and values of each layer. A CPU attends in fp32, as `causal` does.
         how = dict(dtype=torch.float32 if device.type == "cpu" else model.lm_head.weight.dtype, device=device)
+        layers = range(config.num_hidden_layers)
         self.prompt_kv = [torch.zeros(2, self.Q, self.Hkv, self.P, self.D, **how) for _ in layers]
         self.own_kv = [torch.zeros(2, self.Q, self.Hkv, self.R, 0, self.D, **how) for _ in layers]
         self.prompt_length = torch.tensor([len(p) for p in prompts], device=device)  # (Q)
-        real = torch.arange(self.P, device=device) < self.prompt_length[:, None]
-        self.prompt_mask = torch.where(real, 0.0, -torch.inf)[:, None, None, None]  # (Q, 1, 1, 1, P)
-        self.own_mask = torch.zeros(0, device=device)  # (T)
-        self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self.graph = None
-        self.steps = 0  # since the shapes changed
+        hidden = torch.arange(self.P, device=device) >= self.prompt_length[:, None]
+        self.mask = torch.zeros(self.Q, self.P, device=device).masked_fill(hidden, -torch.inf)  # (Q, P + T)
+        self.graph = None  # the captured step
         self.grow()
+
+    def padded(self, length: int) -> int:
+        pad = PAD[self.device.type]
+        return math.ceil(length / pad) * pad
 
     def prefill(self, prompts):
         """Compute the prompts, not too many at once, and choose every rollout's first token."""
@@ -143,39 +124,37 @@ class Grid:
         self.choose(torch.cat(logits).repeat_interleave(self.R, 0))
 
     def prefill_some(self, begin, prompts):
-        """Keep the keys and values of some prompts, of which the first is prompt number `begin`: last logits (q, V)."""
-        width = round_up(max(map(len, prompts)), self.shapes.pad)
+        """Keep the keys and values of q prompts, the first of which is number `begin`, and return their logits (q, V)."""
+        width = self.padded(max(map(len, prompts)))
         rows = slice(begin, begin + len(prompts))
+        last = self.prompt_length[rows, None, None] - 1  # (q, 1, 1)
         # Padding stands on the right, where causal attention never looks.
-        ids = torch.tensor([p + [0] * (width - len(p)) for p in prompts], device=self.t.device)  # (q, width)
-        last = self.prompt_length[rows, None] - 1  # (q, 1)
+        ids = torch.tensor([p + [0] * (width - len(p)) for p in prompts], device=self.device)  # (q, width)
 
         def attend(layer, q, k, v):
-            self.prompt_kv[layer][0, rows, :, :width] = k
-            self.prompt_kv[layer][1, rows, :, :width] = v
+            self.prompt_kv[layer][:, rows, :, :width] = torch.stack((k, v))
             return causal(layer, q, k, v)
 
-        def head(hidden):  # (q, width, C)
-            index = last[:, :, None].expand(-1, 1, hidden.shape[2])
-            return self.model.logits(hidden.gather(1, index)[:, 0])
+        def head(hidden):  # (q, width, C) -> (q, V), of the last tokens only
+            return self.model.logits(hidden.take_along_dim(last, dim=1)[:, 0])
 
         return self.model(ids, attend=attend, head=head)
 
     def step(self):
         """Choose every cell's next token. On CUDA the first step at new shapes runs as it is, which readies the
         libraries, the second is captured, and from then on the graph is replayed."""
-        if self.steps == 0 or not self.shapes.graph:
-            self.decode()
-        else:
-            if self.steps == 1:
-                self.graph = capture(self.decode, self.pool)  # only now the old one goes, with which it shares the pool
+        if GRAPH[self.device.type] and self.steps == 1:
+            self.graph = capture(self.decode, self.graph)
+        if GRAPH[self.device.type] and self.steps > 0:
             self.graph.replay()
+        else:
+            self.decode()
         self.steps += 1
 
     def decode(self):
         """Feed every cell's newest token and choose the next. Nothing here waits for the device or moves a tensor
         that the next step reads, so a graph can replay it."""
-        self.own_mask.index_fill_(0, self.t - 1, 0.0)
+        self.mask.index_fill_(1, self.P + self.t - 1, 0.0)  # the newest token becomes visible
         position = self.prompt_length + self.t - 1  # (Q)
         positions = position[:, None].expand(self.Q, self.R).reshape(-1, 1)  # (N, 1)
         logits = self.model(self.newest[:, None], positions, self.attend)  # (N, 1, V)
@@ -183,19 +162,20 @@ class Grid:
 
     def attend(self, layer, q, k, v):
         """Attention of the newest tokens, q (N, H, 1, D), k and v (N, Hkv, 1, D), to prompts and own tokens."""
-        Q, R, P, T, Hkv, G, D = self.Q, self.R, self.P, self.T, self.Hkv, self.G, self.D
+        Q, R, P, Hkv, G, D = self.Q, self.R, self.P, self.Hkv, self.G, self.D
+        prompt_kv, own_kv = self.prompt_kv[layer], self.own_kv[layer]
         new = torch.stack((k, v)).view(2, Q, R, Hkv, 1, D).transpose(2, 3)  # (2, Q, Hkv, R, 1, D)
-        self.own_kv[layer].index_copy_(4, self.t - 1, new.to(self.own_kv[layer].dtype))
-        prompt_k, prompt_v = self.prompt_kv[layer]  # (Q, Hkv, P, D)
-        own_k, own_v = self.own_kv[layer][..., :T, :]  # (Q, Hkv, R, T, D)
-        rows = q.view(Q, R, Hkv, G, D).transpose(1, 2)  # (Q, Hkv, R, G, D)
-        together = rows.reshape(Q, Hkv, R * G, D)  # all rows of a prompt look at its one set of keys
-        on_prompt = matmul_fp32(together, prompt_k.mT).view(Q, Hkv, R, G, P) * D ** -0.5 + self.prompt_mask
-        on_own = matmul_fp32(rows, own_k.mT) * D ** -0.5 + self.own_mask  # (Q, Hkv, R, G, T)
-        weights = torch.cat((on_prompt, on_own), -1).softmax(-1).to(own_v.dtype)
-        y = matmul_fp32(weights[..., :P].reshape(Q, Hkv, R * G, P), prompt_v).view(Q, Hkv, R, G, D)
-        y = y + matmul_fp32(weights[..., P:], own_v)  # (Q, Hkv, R, G, D)
-        return y.to(q.dtype).transpose(1, 2).reshape(Q * R, Hkv * G, 1, D)
+        own_kv.index_copy_(4, self.t - 1, new.to(own_kv.dtype))
+        q = q.view(Q, R, Hkv, G, D).transpose(1, 2)  # (Q, Hkv, R, G, D)
+        own_scores = matmul_fp32(q, own_kv[0].mT)  # (Q, Hkv, R, G, T)
+        all_rows = q.reshape(Q, Hkv, R * G, D)  # of a prompt look at its one set of keys
+        prompt_scores = matmul_fp32(all_rows, prompt_kv[0].mT).view(Q, Hkv, R, G, P)
+        scores = torch.cat((prompt_scores, own_scores), -1) * D ** -0.5 + self.mask[:, None, None, None]
+        weights = scores.softmax(-1).to(own_kv.dtype)  # (Q, Hkv, R, G, P + T)
+        y = matmul_fp32(weights[..., P:], own_kv[1])  # (Q, Hkv, R, G, D)
+        prompt_weights = weights[..., :P].reshape(Q, Hkv, R * G, P)
+        y = y + matmul_fp32(prompt_weights, prompt_kv[1]).view(Q, Hkv, R, G, D)
+        return y.to(k.dtype).transpose(1, 2).reshape(Q * R, Hkv * G, 1, D)
 
     def choose(self, logits):
         """Draw token number t of every cell from logits (N, V)."""
@@ -220,48 +200,33 @@ class Grid:
             completions.append((i, Completion(tokens[:length], logprobs[:length], lengths[i] > 0)))
         return completions
 
-    def compact(self, anyway):
-        """Drop finished prompts, and move each prompt's live rows to the front, if that saves enough. `anyway`: if it
-        saves anything, as the shapes change anyway."""
+    def compact(self):
+        """Drop prompts all of whose rollouts have finished, and move the live rows of the others to the front."""
         prompts = self.live.any(1).nonzero()[:, 0]  # (Q') those that go on
         R = int(self.live.sum(1).max())  # the most live rows of a prompt
-        N, left = self.Q * self.R, len(prompts) * R
-        saves_enough = N > self.shapes.small and left <= self.shapes.compact * N
-        if left == N or not (saves_enough or anyway):
+        if len(prompts) * R == self.Q * self.R:
             return
         order = self.live[prompts].int().sort(dim=1, descending=True, stable=True).indices[:, :R]  # (Q', R)
-        kept = (prompts[:, None] * self.R + order).flatten()
-        self.rollout = self.rollout[kept]
-        self.seeds = self.seeds[kept]
-        self.newest = self.newest[kept]
+        cells = (prompts[:, None] * self.R + order).flatten()
+        self.rollout = self.rollout[cells]
+        self.seeds = self.seeds[cells]
+        self.newest = self.newest[cells]
         self.prompt_length = self.prompt_length[prompts]
-        self.prompt_mask = self.prompt_mask[prompts]
+        self.mask = self.mask[prompts]
         for i in range(len(self.own_kv)):  # one by one: two caches of all layers would not fit at 7B
             self.prompt_kv[i] = self.prompt_kv[i][:, prompts]
             own = self.own_kv[i][:, prompts[:, None], :, order]  # (Q', R, 2, Hkv, T, D)
             self.own_kv[i] = own.permute(2, 0, 3, 1, 4, 5).contiguous()  # (2, Q', Hkv, R, T, D)
         self.Q, self.R = len(prompts), R
-        self.steps = 0
 
     def grow(self):
-        """Attend to another bucket of own tokens. Memory for all that may come is allocated at once, where it fits."""
-        self.T = min(self.T + self.shapes.bucket, self.longest)
-        allocated = self.own_kv[0].shape[4]
-        if self.T > allocated:
-            room = self.longest if self.fits(self.longest) else self.T
-            for i, kv in enumerate(self.own_kv):
-                self.own_kv[i] = F.pad(kv, (0, 0, 0, room - allocated))  # zeros, as NaN times a weight of 0 is NaN
-        self.own_mask = F.pad(self.own_mask, (0, self.T - len(self.own_mask)), value=-torch.inf)
-        self.steps = 0
-
-    def fits(self, tokens) -> bool:
-        """Do keys and values of so many own tokens a cell take less than half of a GPU's free memory?"""
-        if self.t.device.type != "cuda":
-            return False
-        free, _ = torch.cuda.mem_get_info()
-        free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        numbers = 2 * len(self.own_kv) * self.Q * self.R * self.Hkv * self.D * tokens
-        return numbers * self.own_kv[0].element_size() < free / 2
+        """Make room for another bucket of own tokens. Keys are zero there, as NaN times a weight of 0 is NaN."""
+        more = min(BUCKET[self.device.type], self.padded(self.tokens.shape[1]) - self.T)
+        for i, kv in enumerate(self.own_kv):
+            self.own_kv[i] = F.pad(kv, (0, 0, 0, more))
+        self.mask = F.pad(self.mask, (0, more), value=-torch.inf)
+        self.T += more
+        self.steps = 0  # taken since the shapes changed
 
 
 def draw(logits, u, temperature=1.0, top_p=1.0, top_k=0):
@@ -314,9 +279,11 @@ def row_seeds(prompts, n: int, seed: int, first: int) -> list[int]:
 # Appendix: CUDA graphs, the command line
 
 
-def capture(decode, pool):
-    """All kernels of decode() as one CUDA graph. Threads that call CUDA meanwhile, and signals, cannot break it."""
+def capture(decode, before):
+    """All kernels of decode() as one CUDA graph, in the memory pool of the graph before it, which must still be there.
+    Threads that call CUDA meanwhile cannot break it, nor can signals."""
     graph = torch.cuda.CUDAGraph()
+    pool = before.pool() if before else None
     with signals_wait(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         decode()
     return graph
@@ -325,13 +292,10 @@ def capture(decode, pool):
 @contextlib.contextmanager
 def signals_wait():
     """Ctrl-C and SIGTERM take effect after this block: an exception in the midst of a capture aborts the process."""
-    if threading.current_thread() is not threading.main_thread():  # no other thread gets Python's signals
-        yield
-        return
-    came = []
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in handlers:
-        signal.signal(number, lambda number, frame: came.append(number))
+    came, handlers = [], {}
+    if threading.current_thread() is threading.main_thread():  # no other thread gets signals
+        for number in (signal.SIGINT, signal.SIGTERM):
+            handlers[number] = signal.signal(number, lambda number, frame: came.append(number))
     try:
         yield
     finally:

@@ -6,7 +6,7 @@ import torch
 
 import sample
 from model import Config, Qwen
-from sample import SHAPES, generate
+from sample import generate
 from test_sample import PROMPTS, make, tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -32,8 +32,8 @@ def captures(monkeypatch):
     """The graphs that are captured."""
     graphs, capture = [], sample.capture
 
-    def counting(decode, pool):
-        graphs.append(capture(decode, pool))
+    def counting(decode, before):
+        graphs.append(capture(decode, before))
         return graphs[-1]
 
     monkeypatch.setattr(sample, "capture", counting)
@@ -77,8 +77,7 @@ def test_graphs_equal_plain_steps(how, dtype, captures, monkeypatch):
     model = tiny().to("cuda", dtype)
     graphs = generate(model, PROMPTS, 6, 600, eos_id=3, **how)
     assert captures
-    plain = SHAPES["cuda"]
-    monkeypatch.setitem(SHAPES, "cuda", sample.Shapes(plain.pad, plain.bucket, plain.compact, plain.small, graph=False))
+    monkeypatch.setitem(sample.GRAPH, "cuda", False)
     same(graphs, generate(model, PROMPTS, 6, 600, eos_id=3, **how))
 
 

@@ -17,12 +17,12 @@ from transformers import Qwen2ForCausalLM
 
 import sample
 from model import Config, Qwen, Tokenizer
-from sample import CHECK, SHAPES, Completion, generate
+from sample import BUCKET, CHECK, Completion, generate
 from train import tiny_tokenizer
 
 torch.set_num_threads(1)
-BLOCK = SHAPES["cpu"].bucket
-LONG = BLOCK + 16  # more own tokens than one bucket of the cache
+BLOCK = 2 * BUCKET["cpu"]
+LONG = BLOCK + 16  # more own tokens than two buckets of the cache
 
 
 def tiny(vocab=40, seed=0, **changes):
@@ -333,7 +333,7 @@ class Graph:
     """What `capture` returns on CUDA, on a CPU: a replay is a step over the memory that the capture saw."""
     replays = 0
 
-    def __init__(self, decode, pool):
+    def __init__(self, decode):
         self.decode = decode
         self.seen = self.places()
         assert len(self.seen) > 10
@@ -356,23 +356,26 @@ def graphs(monkeypatch):
     """Sampling as on CUDA, with faked graphs: the list of them."""
     made = []
 
-    def capture(decode, pool):
-        made.append(Graph(decode, pool))
+    def capture(decode, before):
+        assert before is (made[-1] if made else None)
+        made.append(Graph(decode))
         return made[-1]
 
     monkeypatch.setattr(Graph, "replays", 0)
     monkeypatch.setattr(sample, "capture", capture)
-    monkeypatch.setitem(SHAPES, "cpu", SHAPES["cuda"])
+    for table in (sample.BUCKET, sample.PAD, sample.GRAPH):
+        monkeypatch.setitem(table, "cpu", table["cuda"])
     return made
 
 
 @pytest.mark.parametrize("how", [dict(), dict(temperature=0.0), dict(top_p=0.9, top_k=7)], ids=str)
-def test_a_step_can_be_captured(how, model, graphs):
+def test_a_step_can_be_captured(how, model, graphs, monkeypatch):
     """From the second step after a change of shapes on, steps neither wait for the device nor move what they read and write
     to another place: each runs over the memory that the one before left, as a replayed graph does."""
-    out = generate(model, PROMPTS, 6, 300, eos_id=3, **how)
-    steps = max(len(c.tokens) for rollouts in out for c in rollouts) - 1
-    assert 1 < len(graphs) < 10 and steps - 10 <= Graph.replays <= steps + CHECK
+    monkeypatch.setitem(sample.BUCKET, "cpu", 16)
+    out = generate(model, PROMPTS, 6, 60, eos_id=3, **how)
+    assert max(len(c.tokens) for rollouts in out for c in rollouts) == 60
+    assert len(graphs) == 4 and Graph.replays == 59 - 4
     for prompt, rollouts in zip(PROMPTS, out):
         check_logprobs(model, prompt, rollouts[0], **({} if "temperature" in how else how))
 
