@@ -1,14 +1,25 @@
 """On a GPU: graphs against plain steps, the bf16 sampler against a full forward, fp32 logits against double precision."""
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
 import threading
 
 import pytest
 import torch
 
 import sample
-from model import Config, Qwen
+import train
+from eval import load
+from grpo import packed_logprobs
+from model import Config, Qwen, write_tensors
 from sample import generate
+from workers import load_pool
 from test_sample import PROMPTS, make, tiny
 
+ROOT = os.path.dirname(os.path.abspath(train.__file__))
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 WIDE = dict(vocab_size=152064, num_hidden_layers=2)  # Qwen2.5-7B's widths, two layers of it: 1.6 B parameters
 
@@ -139,3 +150,70 @@ def test_ctrl_c_in_the_midst(captures):
     captures.clear()
     assert torch.cuda.memory_allocated() <= before
     same(generate(model, PROMPTS, 6, 600, eos_id=3), expected)
+
+
+# -------------------------------------------------------------------------------------------------------------
+# grpo.py and train.py
+
+
+def run_train(*argv):
+    """train.py on every GPU that is here, two at most: its output."""
+    ranks = min(2, torch.cuda.device_count())
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "train.py", *argv]
+    end = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert end.returncode == 0, end.stdout + end.stderr
+    return end.stdout
+
+
+def lines(out):
+    with open(out / "metrics.jsonl") as f:
+        return [json.loads(line) for line in f]
+
+
+@pytest.fixture(scope="module")
+def wide_checkpoint(tmp_path_factory):
+    """Qwen2.5-7B's widths with two layers, a fifth of its vocabulary (three checkpoints shall fit on a disk) and the laptop world's
+    tokenizer, in Hugging Face's layout."""
+    folder = tmp_path_factory.mktemp("wide")
+    torch.manual_seed(0)
+    model = Qwen(Config(vocab_size=32_000, num_hidden_layers=2)).bfloat16()
+    write_tensors(str(folder), model.config, model.named_parameters())
+    problems, pool, s = load("laptop", "train", 200), load_pool("local", "http://127.0.0.1:9/v1"), train.Settings()
+    train.tiny_conductor(s, problems, pool)[1].save_pretrained(str(folder))
+    return folder
+
+
+def test_seven_billions_widths_are_trained_saved_and_resumed(wide_checkpoint, tmp_path):
+    """Two iterations with FSDP, bf16 computation and recomputed layers; two more after resuming: the sampler and the trainer agree,
+    nothing is skipped, and the measured peak is what was estimated, or less, within a fifth."""
+    out = tmp_path / "out"
+    how = ["--preset=small", f"--init_from={wide_checkpoint}", "--style=short", f"--out={out}", "--questions=2", "--rollouts=32",
+           "--max_new_tokens=256", "--save_every=2", "--eval_every=0", "--test=8", "--keep=1"]
+    said = run_train(*how, "--iterations=2")
+    estimated = float(re.search(r"at most ([\d.]+) GiB a process", said)[1])
+    run_train(*how, "--iterations=4", "--resume")
+    for line in lines(out):
+        assert line["gap"] < 0.05 and line["skipped"] == 0 and line["parsed"] == 0  # random weights write no workflow
+    assert [line["iteration"] for line in lines(out)] == [0, 1, 2, 3]
+    assert 0.5 * estimated < lines(out)[1]["memory"] < 1.2 * estimated
+
+
+def test_the_laptop_run_learns_on_a_gpu(tmp_path):
+    """Twenty iterations, in fp32 as on a CPU: the reward rises."""
+    run_train("--preset=laptop", "--iterations=20", "--test=8", "--eval_every=0", f"--out={tmp_path}/out")
+    rewards = [line["reward"] for line in lines(tmp_path / "out")]
+    assert sum(rewards[-5:]) > sum(rewards[:5]) + 0.05 * 5, rewards
+    assert max(line["gap"] for line in lines(tmp_path / "out")) < 1e-3
+
+
+def test_a_packed_row_on_a_gpu_is_that_of_a_cpu():
+    """fp32: log-probabilities and gradients agree with the CPU's."""
+    model, groups = tiny(), [([1, 2, 3], [[4, 5], [6]]), ([7], [[8, 9, 3]])]
+    here = torch.cat(packed_logprobs(model, groups)[0])
+    there_model = copy.deepcopy(model).cuda()
+    there = torch.cat(packed_logprobs(there_model, groups)[0])
+    torch.testing.assert_close(there.cpu(), here, rtol=0, atol=1e-4)
+    (here.sum() + 0).backward()
+    there.sum().backward()
+    for a, b in zip(model.parameters(), there_model.parameters()):
+        torch.testing.assert_close(b.grad.cpu(), a.grad, rtol=1e-3, atol=1e-4)
