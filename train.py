@@ -1,14 +1,15 @@
 """Train a Conductor with GRPO.
 
-    torchrun --nproc_per_node=2 train.py                   the laptop world on a CPU, in minutes; on two 80 GB GPUs the paper's run
-    torchrun --nproc_per_node=2 train.py --preset=laptop   the laptop world anywhere
-    python train.py --preset=small                         Qwen2.5-0.5B-Instruct in the laptop world, on one GPU of 16 GB
-    python train.py --preset=paper --dry_run               what a run takes on this machine, and what it lacks
+    torchrun --nproc_per_node=2 train.py                   the laptop world on a CPU, in minutes; on two 80 GB
+    GPUs the paper's run torchrun --nproc_per_node=2 train.py --preset=laptop   the laptop world anywhere
+    python train.py --preset=small                         Qwen2.5-0.5B-Instruct in the laptop world, on one
+    GPU of 16 GB python train.py --preset=paper --dry_run               what a run takes on this machine, and
+    what it lacks
 
-Every setting below is a flag, --key=value. A run writes into --out: metrics.jsonl (a line an iteration), traces/ (every
-workflow with what its workers said) and checkpoints/ (checkpoint is the newest). Killed at any moment, it goes on with
---resume; on a CPU and with workers who say the same again, as if nothing had happened.
-"""
+Every setting below is a flag, --key=value. A run writes into --out: metrics.jsonl (a line an iteration),
+traces/ (every workflow with what its workers said) and checkpoints/ (checkpoint is the newest). Killed at any
+moment, it goes on with --resume; on a CPU and with workers who say the same again, as if nothing had
+happened. """
 import collections
 import contextlib
 import datetime
@@ -35,38 +36,41 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer as BPE, decoders, models, pre_tokenizers, trainers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import eval as evaluation
 from eval import grade, load, random_completion
 from grpo import HEAD_LOGITS, LOSSES, importance, set_advantages, update
-from model import Config, Qwen, Tokenizer, compute_dtype, configure, fetch, read_json, write_json, write_tensors
+from model import Config, Qwen, Tokenizer, compute_dtype, configure, fetch
+from model import read_json, write_json, write_tensors
 from sample import PREFILL_TOKENS, Completion
 from workers import Reply, WorkerError, load_pool
-from workflow import READ_AT_ONCE, Prompting, Rollout, Task, Trace, Workflow, ask, conduct, parse, roll_out, sampled
+from workflow import READ_AT_ONCE, Prompting, Rollout, Task, Trace, Workflow
+from workflow import ask, conduct, parse, roll_out, sampled
 
 
 @dataclass
 class Settings:
-    preset: str = ""  # laptop, small, paper, pairs, pools, recursive (PRESETS); "": paper on two 80 GB GPUs, else laptop
+    preset: str = ""  # one of PRESETS; "": paper on two 80 GB GPUs, else laptop
     out: str = "out/laptop"
     seed: int = 1
-    init_from: str = ""  # a checkpoint folder or a model of the Hugging Face hub; "" makes a tiny model (warm_steps)
+    init_from: str = ""  # a checkpoint folder or a name on the Hugging Face hub; "": a tiny model
     data: str = "laptop"
     pool: str = "local"
     budget: float = 0.0  # dollars that the workers may cost; before it is passed the run stops. 0: no limit
-    replay: str = ""  # a file that keeps the replies to rollouts: a run started again does not pay for them again
+    replay: str = ""  # a file that keeps the replies: a run started again does not pay for them again
     # how the Conductor is asked (workflow.Prompting)
     style: str = "short"  # of the prompt: full (App. E), zero-shot, fine-grained, or short for the tiny model
     examples: str = "ood"  # the few-shot examples of a full prompt: ood, in, mixed
-    subtasks: bool = True  # False: the prompt asks for none, and every worker is told to solve the question (App. B.7)
-    named: bool = False  # the prompt gives each worker a letter, which stays its own in any subset of the pool
+    subtasks: bool = True  # False: the prompt asks for none, every worker shall solve the question (App. B.7)
+    named: bool = False  # each worker has a letter in the prompt, its own in any subset of the pool
     max_steps: int = 5  # of a workflow
     max_new_tokens: int = 96
     access: bool = True  # False: access lists are forced empty
     # the two extensions (§3.2)
     subset: int = 0  # each question may use some of the workers, drawn by chance, this many or more; 0: all
-    recursion: bool = False  # half of the questions get a second round; first rounds' rewards then count a quarter
+    recursion: bool = False  # half of the questions get a second round; first rounds then count a quarter
     # the reward (§3.1)
     no_workflow: float = 0.0
     wrong: float = 0.5
@@ -84,15 +88,15 @@ class Settings:
     clip_high: float = 0.0  # another clip above 1; 0: the same
     std: bool = True  # False: advantages are only centred
     loss: str = "sequence"  # mean over tokens and then rollouts; "token", "constant": see grpo.update
-    importance: float = 0.0  # cap of the weights that undo the difference between sampler and trainer; 0: no weights
+    importance: float = 0.0  # cap of the weights that undo how sampler and trainer differ; 0: no weights
     epochs: int = 1  # over an iteration's rollouts
     beta: float = 0.2  # weight of the KL to a reference policy; it fades to 0 over the run
     reference: str = ""  # the checkpoint folder of that policy; "": where the run starts
     minibatches: int = 4  # optimizer steps an iteration, each on its share of every group
     # the device
-    dtype: str = ""  # of computation, bf16 or fp32; "": fp32 below 10 million parameters, else what the device is made for
+    dtype: str = ""  # of computation, bf16 or fp32; "": fp32 for a tiny model, else as the device likes
     token_budget: int = 8192  # of a micro-batch, beside a prompt
-    recompute: bool = False  # layers keep only their inputs for the backward pass: less memory, a third more work
+    recompute: bool = False  # layers keep only their inputs for the backward pass: a third more work
     offload: bool = False  # weights, gradients and Adam's state of the trainer are in the CPU's memory
     # the tiny model, and the warm start that teaches it the format
     width: int = 128
@@ -113,18 +117,20 @@ class Settings:
     dry_run: bool = False  # say what the run would take and what it lacks, and do nothing
 
 
-# The two extensions live in a laptop world with two workers for each trade, and start from "pairs". Their KL is to the
-# policy that "pairs" itself started from: that still tries every worker and length, where the trained one hardly explores.
+# The two extensions live in a laptop world with two workers for each trade, and start from "pairs". Their KL
+# is to the policy that "pairs" itself started from: that still tries every worker and length, where the
+# trained one hardly explores.
 PAIRS = dict(pool="local:pairs", named=True, warm_steps=1000, warm_second=0.2)
-TUNE = dict(PAIRS, init_from="out/pairs/checkpoint", reference="out/pairs/reference", iterations=160, lr=3e-4, beta=0.05)
+TUNE = dict(PAIRS, init_from="out/pairs/checkpoint", reference="out/pairs/reference", iterations=160, lr=3e-4,
+            beta=0.05)
 # What suits a pretrained model: the paper's numbers (App. A.1) as far as they fit.
 PRETRAINED = dict(style="full", iterations=200, beta2=0.999, beta=0.0, minibatches=1, recompute=True)
 PRESETS = {
     "laptop": {},
-    "small": dict(PRETRAINED, out="out/small", init_from="Qwen/Qwen2.5-0.5B-Instruct", questions=8, rollouts=32,
-                  max_new_tokens=384, lr=2e-6, save_every=20, eval_every=20),
-    "paper": dict(PRETRAINED, out="out/paper", init_from="Qwen/Qwen2.5-7B", data="paper", pool="paper", questions=4,
-                  rollouts=64, max_new_tokens=1024, lr=1e-6, save_every=10, eval_every=50),
+    "small": dict(PRETRAINED, out="out/small", init_from="Qwen/Qwen2.5-0.5B-Instruct", questions=8,
+                  rollouts=32, max_new_tokens=384, lr=2e-6, save_every=20, eval_every=20),
+    "paper": dict(PRETRAINED, out="out/paper", init_from="Qwen/Qwen2.5-7B", data="paper", pool="paper",
+                  questions=4, rollouts=64, max_new_tokens=1024, lr=1e-6, save_every=10, eval_every=50),
     "pairs": dict(PAIRS, out="out/pairs", iterations=540),
     "pools": dict(TUNE, out="out/pools", subset=4),
     "recursive": dict(TUNE, out="out/recursive", pool="local:tired", recursion=True),
@@ -132,12 +138,13 @@ PRESETS = {
 TINY = 10_000_000  # parameters below which a model is none that was pretrained
 
 
-# -------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # One iteration: first rounds, second rounds, reward, update
 
 
 def first_rounds(s: Settings, problems, pool, iteration: int) -> list[Task]:
-    """An iteration's questions, each with the whole pool or a random subset of it (§3.2), of a random size."""
+    """An iteration's questions, each with the whole pool or a random subset of it (§3.2), of a random
+    size."""
     tasks = []
     for i in range(iteration * s.questions, (iteration + 1) * s.questions):
         problem = problems[i % len(problems)]
@@ -150,7 +157,8 @@ def first_rounds(s: Settings, problems, pool, iteration: int) -> list[Task]:
 
 
 def second_rounds(s: Settings, groups: list[list[Rollout]], iteration: int) -> list[Task]:
-    """Half of the questions again, in view of the answer of one first round, which is drawn by chance (§3.2)."""
+    """Half of the questions again, in view of the answer of one first round, which is drawn by chance
+    (§3.2)."""
     tasks = []
     for i, group in enumerate(groups):
         answered = [r for r in group if r.trace and r.right is not None]
@@ -173,7 +181,8 @@ def roll_out_on_all_ranks(sampler, tokenizer, tasks: list[Task], s: Settings, se
 
     mine = [[] for _ in tasks]
     if tasks and end > first:
-        mine = roll_out(write, tasks, end - first, prompting(s), grade, ablation(s), first, lambda r: bar.update())
+        n = end - first
+        mine = roll_out(write, tasks, n, prompting(s), grade, ablation(s), first, lambda _: bar.update())
     for rollout in itertools.chain(*mine):
         rollout.task = None  # it holds connections, which cannot be sent
     groups = [[] for _ in tasks]
@@ -208,33 +217,37 @@ def reward(rollout: Rollout, s: Settings) -> float | None:
     return value
 
 
-def learn(model, optimizer, reference, groups: list[list[Rollout]], s: Settings, iteration: int, n_ids: int) -> list[dict]:
-    """Eq. 1 in s.minibatches steps, each on its share of every group. Returns what `update` says of each step."""
+def learn(model, optimizer, reference, groups, s: Settings, iteration: int, n_ids: int) -> list[dict]:
+    """Eq. 1 in s.minibatches steps, each on its share of every group. Returns what `update` says of each
+    step."""
     lr = s.lr * schedule(iteration, s.iterations, s.warmup)
     set_lr(optimizer, lr)
     beta = s.beta * (1 - iteration / s.iterations)
     how = dict(temperature=s.temperature, n_ids=n_ids, token_budget=s.token_budget)
+    objective = dict(clip=s.clip, clip_high=s.clip_high, beta=beta, loss=s.loss,
+                     max_new_tokens=s.max_new_tokens)
     known = [[r for r in group if r.reward is not None] for group in groups]  # the others are lost, not bad
-    gap = None
     if s.importance:
         gap = importance(model, my_share(itertools.chain(*known)), s.importance, **how)
     steps = []
     for _ in range(s.epochs):
         for m in range(s.minibatches):
             minibatch = my_share(itertools.chain(*(group[m::s.minibatches] for group in known)))
-            steps.append(update(model, optimizer, minibatch, s.clip, beta, reference, clip_high=s.clip_high, loss=s.loss,
-                                max_new_tokens=s.max_new_tokens, **how))
+            steps.append(update(model, optimizer, minibatch, reference=reference, **objective, **how))
+            steps[-1]["lr"] = lr
     if s.importance:
         steps[0]["gap"] = gap
-    return [{**step, "lr": lr} for step in steps]
+    return steps
 
 
 def my_share(rollouts) -> list[Rollout]:
-    """This rank's part of some rollouts: neighbours, which share prompts, with about as many tokens as other ranks'."""
+    """This rank's part of some rollouts: neighbours, which share prompts, with about as many tokens as other
+    ranks'."""
     rollouts = list(rollouts)
     ends = np.cumsum([len(r.completion.tokens) for r in rollouts])
     world = dist.get_world_size()
-    return [r for r, end in zip(rollouts, ends) if (end - 1) * world // ends[-1] == dist.get_rank()]
+    owners = [(end - 1) * world // ends[-1] for end in ends]
+    return [rollout for rollout, owner in zip(rollouts, owners) if owner == dist.get_rank()]
 
 
 def schedule(step: int, steps: int, warmup: float) -> float:
@@ -242,10 +255,11 @@ def schedule(step: int, steps: int, warmup: float) -> float:
     warm = max(1, round(warmup * steps))
     if step < warm:
         return (step + 1) / warm
-    return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
+    progress = (step - warm) / max(1, steps - warm)
+    return 0.5 * (1 + math.cos(math.pi * progress))
 
 
-# -------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # The run
 
 
@@ -261,26 +275,31 @@ def train(s: Settings, device: str):
         return say("the run lacks nothing; without --dry_run it begins")
     choose_by_size(s, config)
     dtype = compute_dtype(device, s.dtype)
-    pool = load_pool(s.pool, url, s.replay, budget, dist.get_world_size())  # one server of specialists for all ranks
+    world = dist.get_world_size()
+    pool = load_pool(s.pool, url, s.replay, budget, world)  # one server of local specialists for all ranks
     problems, test = load(s.data, "train"), load(s.test_data or s.data, "test", s.test)
     model, tokenizer, reference = load_models(s, start, problems, pool, device, dtype)
     # What was read may be of an earlier run in this very place.
     on_rank0(lambda: rewind(s, first) if done else make_room(s))
-    say(f"{count(config):,} parameters on {dist.get_world_size()} x {device} in {str(dtype)[6:]}, lr {s.lr:g}, "
-        f"{len(problems):,} problems, {len(pool)} workers: {', '.join(w.name for w in pool)}")
+    names = ", ".join(worker.name for worker in pool)
+    say(f"{count(config):,} parameters on {world} x {device} in {dtype}, lr {s.lr:g}, "
+        f"{len(problems):,} problems, {len(pool)} workers: {names}")
     if not start:
         warm_start(model, tokenizer, problems, pool, s)
-        say(f"warm start: {s.warm_steps} steps of the format, {time.perf_counter() - began:.0f} s since the start")
+        say(f"warm start: {s.warm_steps} steps of the format, {since(began)} since the start")
     if s.beta and reference is None:
         reference = gather(model, device, dtype)
         save_for_use(s, os.path.join(s.out, "reference"), model, tokenizer, dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=s.lr, betas=(0.9, s.beta2), weight_decay=0.0, fused=True)
+    betas = (0.9, s.beta2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=s.lr, betas=betas, weight_decay=0.0, fused=True)
     dry_step(model, optimizer, reference, s, len(tokenizer), device)
     if first:
         restore(model, optimizer, start)
     report = reporter(s)
     stopping = on_signals()
-    share = s.questions * s.rollouts * (3 if s.recursion else 2) // 2 // dist.get_world_size()
+    share = s.questions * s.rollouts // world  # of an iteration's rollouts
+    if s.recursion:
+        share = share * 3 // 2
     bar = tqdm(total=s.iterations * share, initial=first * share, desc="rollouts of rank 0", disable=quiet())
 
     in_a_row = 0  # steps skipped
@@ -315,7 +334,7 @@ def train(s: Settings, device: str):
         if pool[0].budget and pool[0].budget.refused:
             stopping.append("the budget is spent")
         reasons = everyone(stopping)  # of any rank: they leave together
-        if reasons or (iteration + 1) % s.save_every == 0 or iteration + 1 == s.iterations:
+        if reasons or iteration + 1 in (s.iterations, *range(0, s.iterations, s.save_every)):
             save(s, iteration + 1, model, tokenizer, optimizer, dtype)
             reasons = everyone(stopping)  # a signal may have come meanwhile
         if reasons:
@@ -324,18 +343,19 @@ def train(s: Settings, device: str):
 
     bar.close()
     bill(pool)
-    say(f"trained for {time.perf_counter() - began:.0f} s; {newest(s)}")
+    say(f"trained for {since(began)}; {newest(s)}")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sampler = gather(model, device, dtype)
     del model, optimizer, reference  # the evaluation shall have their memory
     finish(s, answer(sampler, tokenizer, test, pool, s), test, pool)
-    say(f"{time.perf_counter() - began:.0f} s from start to end. Next: python workflow.py \"{test[-1].question}\" "
+    say(f"{since(began)} from start to end. Next: python workflow.py \"{test[-1].question}\" "
         f"--checkpoint={s.out}/checkpoint --pool={s.pool}")
 
 
 def shard(model: Qwen, s: Settings, device: str, dtype: torch.dtype) -> Qwen:
-    """FSDP2: fp32 master weights, gradients and Adam's state in equal parts on all ranks; computation in dtype."""
+    """FSDP2: fp32 master weights, gradients and Adam's state in equal parts on all ranks; computation in
+    dtype."""
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=device == "cuda") if s.offload else OffloadPolicy()
     mesh = init_device_mesh(device, (dist.get_world_size(),))
@@ -361,8 +381,8 @@ def gather(model: Qwen, device: str, dtype: torch.dtype) -> Qwen:
 
 
 def answer(sampler: Qwen, tokenizer, problems, pool, s: Settings) -> list[Trace | None]:
-    """The greedy Conductor's trace for each problem, None where it wrote no workflow. The ranks take turns at the
-    problems, and all return all traces."""
+    """The greedy Conductor's trace for each problem, None where it wrote no workflow. The ranks take turns at
+    the problems, and all return all traces."""
     rank, world = dist.get_rank(), dist.get_world_size()
     tasks = [Task(p.question, pool, problem=p, name=f"test/{p.id}") for p in problems[rank::world]]
     write = sampled(sampler, tokenizer, prompting(s), 0.0)
@@ -372,7 +392,8 @@ def answer(sampler: Qwen, tokenizer, problems, pool, s: Settings) -> list[Trace 
 
 
 def finish(s: Settings, traces: list[Trace | None], test, pool):
-    """The final table on held-out problems, beside every worker and random workflows; what was learned for each kind."""
+    """The final table on held-out problems, beside every worker and random workflows; what was learned for
+    each kind."""
     if dist.get_rank():
         return
     systems = {"Conductor": traces, **evaluation.baselines(test, pool)}
@@ -385,7 +406,7 @@ def finish(s: Settings, traces: list[Trace | None], test, pool):
     write_json(os.path.join(s.out, "test.json"), shares)
 
 
-def metrics(iteration: int, groups, steps: list[dict], seconds: dict, held_out, config: Config, device: str) -> dict:
+def metrics(iteration, groups, steps, seconds, held_out, config: Config, device: str) -> dict:
     """A line of metrics.jsonl. Means are over first rounds; `again` is about second ones. None is unknown."""
     rollouts = [r for group in groups for r in group]
     first = [r for r in rollouts if r.task.previous is None]
@@ -429,9 +450,13 @@ def metrics(iteration: int, groups, steps: list[dict], seconds: dict, held_out, 
     if second:
         right = [is_kept(r) for r in second if r.task.previous.right]
         wrong = [is_kept(r) for r in second if not r.task.previous.right]
-        m["again"] = {"before": len(right) / len(second), "accuracy": mean(r.right for r in second),
-                      "parsed": mean(r.trace is not None for r in second),
-                      "kept_right": mean(right), "kept_wrong": mean(wrong)}
+        m["again"] = {
+            "before": len(right) / len(second),
+            "accuracy": mean(r.right for r in second),
+            "parsed": mean(r.trace is not None for r in second),
+            "kept_right": mean(right),
+            "kept_wrong": mean(wrong),
+        }
     m["seconds"] = seconds
     m["tokens_per_second"] = sum(lengths) / sum(seconds.values())
     m["mfu"] = utilisation(groups, seconds["training"], config, device)
@@ -449,20 +474,22 @@ def is_kept(rollout: Rollout) -> bool:
     return rollout.trace is not None and not rollout.trace.workflow.steps
 
 
+SCREEN = {  # of the metrics, and how they are written
+    "reward": ".3f", "accuracy": ".3f", "held_out": ".3f", "parsed": ".3f", "steps": ".2f", "calls": "d",
+    "lost": "d", "tokens": ".0f", "longest": "d", "cut": ".2f", "lr": ".0e", "gap": ".0e", "grad_norm": ".2f",
+    "skipped": "d", "entropy": ".2f", "tokens_per_second": ".0f", "mfu": ".2f", "memory": ".1f"}
+
+
 def log(s: Settings, m: dict, report):
     """Write a line of metrics to the screen, to metrics.jsonl and to whoever else gets them."""
     if dist.get_rank():
         return
-    held_out = "" if m["held_out"] is None else f" held-out {m['held_out']:.3f}"
-    mfu = "" if m["mfu"] is None else f" MFU {m['mfu']:.2f}"
-    say(f"{m['iteration'] + 1:4d}/{s.iterations} reward {m['reward']:.3f} accuracy {m['accuracy']:.3f}{held_out} "
-        f"parsed {m['parsed']:.3f} steps {m['steps']:.2f} calls {m['calls']} lost {m['lost']} tokens "
-        f"{m['tokens']:.0f}/{m['longest']} cut {m['cut']:.2f} lr {m['lr']:.0e} |Δlogp| {m['gap']:.0e} "
-        f"grad {m['grad_norm']:.2f} skipped {m['skipped']} entropy {m['entropy']:.2f} {m['memory']:.1f} GiB{mfu} "
-        f"{m['tokens_per_second']:.0f} tokens/s, s: "
-        + " ".join(f"{part} {seconds:.1f}" for part, seconds in m["seconds"].items()))
+    shown = [f"{key} {m[key]:{form}}" for key, form in SCREEN.items() if m[key] is not None]
+    spent = [f"{part} {seconds:.1f}" for part, seconds in m["seconds"].items()]
+    say(f"{m['iteration'] + 1:4d}/{s.iterations} {' '.join(shown)}, s: {' '.join(spent)}")
     if "again" in m:
-        say(f"{'':9}second rounds: " + " ".join(f"{key} {value:.3f}" for key, value in m["again"].items()))
+        again = [f"{key} {value:.3f}" for key, value in m["again"].items()]
+        say(f"{'':9}second rounds: {' '.join(again)}")
     for key, value in m.items():
         if isinstance(value, float) and not math.isfinite(value):
             m[key] = None  # JSON knows no NaN
@@ -471,15 +498,16 @@ def log(s: Settings, m: dict, report):
     report({key: value for key, value in m.items() if isinstance(value, int | float)})
 
 
-# -------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # The tiny Conductor: a tokenizer and a model made on the spot, and a warm start that teaches the format only
 
 
 def tiny_tokenizer(texts: list[str]) -> Tokenizer:
-    """A byte-level BPE like Qwen2.5's, of 900 tokens. Its pieces differ: a quoted subtask, a list's opening, an
-    empty or "all" access list and three empty lists are one token each, so that choosing one is one decision."""
-    pieces = (r'(?:\w+ = \[\]\n?){3}', r'\p{L}+\n', r'\n\w+ = \[', r',? ?"[^"\d\n]*"', r' ?\["all"\],?', r' ?\[\],?',
-              r' ?\p{L}+', r' ?\d', r' ?[^\s\p{L}\d]+', r'\s+')
+    """A byte-level BPE like Qwen2.5's, of 900 tokens. Its pieces differ: a quoted subtask, a list's opening,
+    an empty or "all" access list and three empty lists are one token each, so that choosing one is one
+    decision."""
+    pieces = (r'(?:\w+ = \[\]\n?){2,3}', r'\p{L}+\n', r'\n\w+ = \[', r',? ?"[^"\d\n]*"', r' ?\["all"\],?',
+              r' ?\[\],?', r' ?\p{L}+', r' ?\d', r' ?[^\s\p{L}\d]+', r'\s+')
     bpe = BPE(models.BPE())
     split = pre_tokenizers.Split(Regex("|".join(pieces)), "isolated")
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -487,28 +515,31 @@ def tiny_tokenizer(texts: list[str]) -> Tokenizer:
     bpe.decoder = decoders.ByteLevel()
     names = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
     special = [AddedToken(name, special=True, normalized=False) for name in names]
-    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=900, special_tokens=special, show_progress=False,
-                                                      initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=900, special_tokens=special,
+                                                      initial_alphabet=alphabet, show_progress=False))
     return Tokenizer(bpe)
 
 
 def random_lesson(problem, rng: random.Random, pool, s: Settings) -> tuple[list[dict], str]:
-    """A chat and a completion in the right format. Where workers are named, the pool is a random subset. A share
-    `warm_second` are second rounds: the chat holds an earlier workflow and some response, and the completion is by
-    chance a new workflow or three empty lists."""
+    """A chat and a completion in the right format. Where workers are named, the pool is a random subset. A
+    share `warm_second` are second rounds: the chat holds an earlier workflow and some response, and the
+    completion is by chance a new workflow or three empty lists."""
     if s.named:
         size = rng.randint(min(2, len(pool)), len(pool))
-        pool = [pool[i] for i in sorted(rng.sample(range(len(pool)), size))]
+        chosen = sorted(rng.sample(range(len(pool)), size))
+        pool = [pool[i] for i in chosen]
     names = "".join(w.letter for w in pool) if s.named else ""
     completion = random_completion(problem.question, rng, len(pool), s.max_steps, names, s.subtasks)
     previous = None
     if rng.random() < s.warm_second:
-        answers = (problem.answer, problem.question, "I have lost the thread.", "I find nothing here to work on.")
-        reply = Reply(rng.choice(answers), 0, 0, 0.0, 0.0)
-        workflow = parse(completion, len(pool), s.max_steps)
+        answer = rng.choice((problem.answer, problem.question, "I have lost the thread.",
+                             "I find nothing here to work on."))
+        reply = Reply(answer, 0, 0, 0.0, 0.0)
+        workflow = parse(completion, len(pool), s.max_steps, subtasks=s.subtasks)
         previous = Trace(problem.question, workflow, [], [reply])
         completion = random_completion(problem.question, rng, len(pool), s.max_steps, names, s.subtasks)
-        completion = rng.choice((completion, Workflow([]).text()))
+        completion = rng.choice((completion, Workflow([]).text(s.subtasks)))
     return ask(Task(problem.question, pool, previous), prompting(s)), completion
 
 
@@ -527,7 +558,7 @@ def tiny_conductor(s: Settings, problems, pool) -> tuple[Qwen, Tokenizer]:
     tokenizer = tiny_tokenizer(texts)
     model = Qwen(tiny_config(s, len(tokenizer)))
     for name, p in model.named_parameters():
-        if p.dim() > 1:  # wider than Qwen's 0.02: a model this narrow then learns to copy within a hundred steps
+        if p.dim() > 1:  # wider than Qwen's 0.02: so narrow a model then learns to copy in a hundred steps
             torch.nn.init.normal_(p, std=0.1 if "embed" in name else 0.06)
     return model, tokenizer
 
@@ -536,8 +567,8 @@ def warm_start(model, tokenizer, problems, pool, s: Settings):
     """Supervised learning of random workflows in the right format. The question's own text enters the loss a
     little, so that the model learns to tell questions apart; what a good workflow is, nothing here says.
 
-    The logits are divided by 1.5: at temperature 1 the model is then sharper than its data where the format leaves
-    no choice, and still uniform where the data are."""
+    The logits are divided by 1.5: at temperature 1 the model is then sharper than its data where the format
+    leaves no choice, and still uniform where the data are."""
     rank, world = dist.get_rank(), dist.get_world_size()
     rng = random.Random(s.seed)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.0, fused=True)
@@ -546,27 +577,28 @@ def warm_start(model, tokenizer, problems, pool, s: Settings):
         for problem in rng.choices(problems, k=s.warm_batch):
             chat, completion = random_lesson(problem, rng, pool, s)
             prompt, written = tokenizer.chat(chat), tokenizer.encode(completion) + [tokenizer.eos_id]
-            rows.append((prompt + written, [0.1] * len(prompt) + [1.0] * len(written)))
-        total = sum(sum(weights) for _, weights in rows)
-        rows = rows[rank::world]
-        T = max(len(row) for row, _ in rows)
-        ids = torch.tensor([row + [0] * (T - len(row)) for row, _ in rows], device=model.device)  # (B, T)
-        weight = torch.tensor([w + [0.0] * (T - len(w)) for _, w in rows], device=model.device)   # (B, T)
-        logits = model(ids)[:, :-1].transpose(1, 2) / 1.5                                         # (B, V, T-1)
-        loss = F.cross_entropy(logits, ids[:, 1:], reduction="none")                              # (B, T-1)
-        ((loss * weight[:, 1:]).sum() * world / total).backward()  # FSDP averages over ranks
+            weights = [0.1] * len(prompt) + [1.0] * len(written)
+            rows.append((torch.tensor(prompt + written), torch.tensor(weights)))
+        total = sum(weights.sum().item() for _, weights in rows)
+        ids, weights = (pad_sequence(column, batch_first=True) for column in zip(*rows[rank::world]))
+        ids, weights = ids.to(model.device), weights.to(model.device)
+        logits = model(ids)[:, :-1].transpose(1, 2) / 1.5                       # (B, V, T-1)
+        loss = F.cross_entropy(logits, ids[:, 1:], reduction="none")            # (B, T-1)
+        loss = (loss * weights[:, 1:]).sum() * world / total  # FSDP averages gradients over ranks
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         set_lr(optimizer, s.warm_lr * schedule(step, s.warm_steps, 0.05))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
 
-# -------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Appendix: ranks, signals, time and memory
 
 
 def on_rank0(job):
-    """Run `job` on rank 0 and return its result on every rank. What it raises ends all ranks, with one message."""
+    """Run `job` on rank 0 and return its result on every rank. What it raises ends all ranks, with one
+    message."""
     result = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -589,6 +621,10 @@ def everyone(mine: list) -> list:
 def leave(why: str):
     """End the program on all ranks, which all call this, with a message on one."""
     raise SystemExit(why if dist.get_rank() == 0 else 1)
+
+
+def since(began: float) -> str:
+    return f"{time.perf_counter() - began:.0f} s"
 
 
 def say(line: str):
@@ -636,8 +672,9 @@ def set_lr(optimizer, lr: float):
 
 
 def dry_step(model, optimizer, reference, s: Settings, n_ids: int, device: str):
-    """A step as large as the largest, with a learning rate of 0: Adam's state and the peak of memory are there before
-    anything is paid. After it weights and state are what they were: the state of no step is zeros."""
+    """A step as large as the largest, with a learning rate of 0: Adam's state and the peak of memory are
+    there before anything is paid. After it weights and state are what they were: the state of no step is
+    zeros."""
     size = s.token_budget if device == "cuda" else 64
     length = min(s.max_new_tokens, size)
     rollouts = []
@@ -645,8 +682,8 @@ def dry_step(model, optimizer, reference, s: Settings, n_ids: int, device: str):
         completion = Completion([i % n_ids] * length, [0.0] * length, True)
         rollouts.append(Rollout(None, "", [0], completion, advantage=1.0))
     set_lr(optimizer, 0.0)
-    stats = update(model, optimizer, rollouts, beta=s.beta, reference=reference, n_ids=n_ids, token_budget=size)
-    if stats["skipped"]:
+    how = dict(beta=s.beta, reference=reference, n_ids=n_ids, token_budget=size)
+    if update(model, optimizer, rollouts, **how)["skipped"]:
         leave("the gradient of a first step is not finite: the weights to start from are damaged")
     for state in optimizer.state.values():
         for tensor in state.values():
@@ -662,7 +699,8 @@ def peak_memory(device: str) -> int:
 
 
 def reporter(s: Settings):
-    """The function that gets the numbers of each line of metrics: TensorBoard's or wandb's, if --report names it."""
+    """The function that gets the numbers of each line of metrics: TensorBoard's or wandb's, if --report names
+    it."""
     if s.report == "tensorboard" and dist.get_rank() == 0:
         from torch.utils.tensorboard import SummaryWriter
         writer = SummaryWriter(os.path.join(s.out, "tensorboard"))
@@ -688,9 +726,9 @@ def bill(pool):
     say(text)
 
 
-# -------------------------------------------------------------------------------------------------------------
-# Appendix: checkpoints. What is random follows from the seed and the iteration: weights and Adam's moments are all
-# that resuming needs.
+# ------------------------------------------------------------------------------------------------------------
+# Appendix: checkpoints. What is random follows from the seed and the iteration, so that weights and Adam's
+# moments are all that resuming needs.
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -702,8 +740,8 @@ def load_models(s: Settings, start: str, problems, pool, device: str, dtype):
         if start:
             on_rank0(lambda: fetch(start, "*.json", "*.safetensors"))  # one rank downloads
             tokenizer = Tokenizer.from_pretrained(start)
-            place = "cpu" if s.offload else device
-            model = Qwen.from_pretrained(start, device=place, shard=lambda model: shard(model, s, device, dtype))
+            how = dict(device="cpu" if s.offload else device)
+            model = Qwen.from_pretrained(start, shard=lambda whole: shard(whole, s, device, dtype), **how)
         else:
             model, tokenizer = tiny_conductor(s, problems, pool)
             shard(model, s, device, dtype)
@@ -715,14 +753,15 @@ def load_models(s: Settings, start: str, problems, pool, device: str, dtype):
 
 
 def reference_folder(s: Settings, start: str) -> str:
-    """Where the reference policy is read from: what is named, or what the run to go on with wrote; "" if neither."""
+    """Where the reference policy is read from: what is named, or what the run to go on with wrote; "" if
+    neither."""
     resumed = os.path.dirname(start) == os.path.join(s.out, "checkpoints")
     return s.reference or (os.path.join(s.out, "reference") if resumed else "")
 
 
 def save(s: Settings, iteration: int, model, tokenizer, optimizer, dtype):
-    """A checkpoint: Hugging Face's folder, for use, and in state/ the fp32 weights and moments, for resuming, of
-    which each rank writes its own part. It is written beside and renamed. Older ones are tidied away."""
+    """A checkpoint: Hugging Face's folder, for use, and in state/ the fp32 weights and moments, for resuming,
+    of which each rank writes its own part. It is written beside and renamed. Older ones are tidied away."""
     rank, world = dist.get_rank(), dist.get_world_size()
     folder = os.path.join(s.out, "checkpoints", f"{iteration:05d}")
     new = folder + ".tmp"
@@ -748,50 +787,60 @@ def save(s: Settings, iteration: int, model, tokenizer, optimizer, dtype):
 
 
 def save_for_use(s: Settings, folder: str, model, tokenizer, dtype):
-    """Weights in the dtype of computation, tokenizer and how to ask, in Hugging Face's layout. Every rank takes part
-    in gathering; rank 0 writes."""
+    """Weights in the dtype of computation, tokenizer and how to ask, in Hugging Face's layout. Every rank
+    takes part in gathering; rank 0 writes."""
     tensors = ((name, p.detach().to(dtype).full_tensor()) for name, p in model.named_parameters())
     if dist.get_rank() == 0:
         write_tensors(folder, model.config, tensors)
         tokenizer.save_pretrained(folder)
-        write_json(os.path.join(folder, "conductor.json"), asdict(prompting(s)))  # for workflow.py and eval.py
+        write_json(os.path.join(folder, "conductor.json"), asdict(prompting(s)))  # how to ask it
     else:
         collections.deque(tensors, maxlen=0)
 
 
 def score(s: Settings) -> float:
-    """By which the best checkpoint is kept: the last held-out accuracy, or without any the mean accuracy in training
-    since the checkpoint before."""
+    """By which the best checkpoint is kept: the last held-out accuracy, or without any the mean accuracy in
+    training since the checkpoint before."""
     with open(os.path.join(s.out, "metrics.jsonl")) as f:
         lines = [json.loads(line) for line in collections.deque(f, maxlen=max(s.save_every, s.eval_every))]
     held_out = [line["held_out"] for line in lines if line["held_out"] is not None]
-    return held_out[-1] if held_out else mean(line["accuracy"] for line in lines[-s.save_every:])
+    if held_out:
+        return held_out[-1]
+    return mean(line["accuracy"] for line in lines[-s.save_every:])
 
 
 @torch.no_grad()
 def restore(model, optimizer, folder: str):
-    """Weights and Adam's moments as `save` left them, also on another number of ranks: FSDP cuts a tensor into rows,
-    and each rank reads its own rows from whatever parts hold them. ValueError if a part is missing."""
+    """Weights and Adam's moments as `save` left them, also on another number of ranks: FSDP cuts a tensor
+    into rows, and each rank reads its own rows from whatever parts hold them. ValueError if a part is
+    missing."""
     files = sorted(glob.glob(os.path.join(glob.escape(folder), "state", "*.safetensors")))
-    if not files or len(files) != int(files[0].removesuffix(".safetensors")[-5:]):
-        raise ValueError(f"{folder}/state is not whole: it holds {len(files)} parts; remove this checkpoint to go on from an older one")
+    if not files or not files[0].endswith(f"-of-{len(files):05d}.safetensors"):
+        raise ValueError(f"{folder}/state lacks a part: remove this checkpoint to go on from an older one")
     parts = [safe_open(file, framework="pt") for file in files]
     steps = read_json(os.path.join(folder, "training.json"))["optimizer_steps"]
     rank, world = dist.get_rank(), dist.get_world_size()
     for name, p in model.named_parameters():
         state = optimizer.state[p]
         state["step"].fill_(steps)
-        rows = -(-p.shape[0] // world)  # of each rank but the last ones, as torch.chunk cuts
-        for key, tensor in ((name, p), *((f"{moment} {name}", state[moment]) for moment in MOMENTS)):
-            mine = tensor.to_local()
-            begin = 0  # of a part, in the whole tensor
-            for part in parts:
-                held = part.get_slice(key)
-                end = begin + held.get_shape()[0]
-                a, b = max(begin, rank * rows), min(end, rank * rows + len(mine))
-                if a < b:
-                    mine[a - rank * rows:b - rank * rows] = held[a - begin:b - begin].to(mine.device)
-                begin = end
+        first = rank * -(-p.shape[0] // world)  # the number of this rank's first row, as torch.chunk cuts
+        read_rows(parts, name, p.to_local(), first)
+        for moment in MOMENTS:
+            read_rows(parts, f"{moment} {name}", state[moment].to_local(), first)
+
+
+def read_rows(parts, key: str, rows, first: int):
+    """Fill `rows`, which are a tensor's rows from number `first` on, from parts that hold it one after
+    another."""
+    begin = 0  # the number of the part's first row
+    for part in parts:
+        held = part.get_slice(key)
+        end = begin + held.get_shape()[0]
+        low, high = max(begin, first), min(end, first + len(rows))
+        if low < high:
+            found = held[low - begin:high - begin]
+            rows[low - first:high - first] = found.to(rows.device)
+        begin = end
 
 
 def checkpoints(out: str) -> list[str]:
@@ -808,9 +857,10 @@ def newest(s: Settings) -> str:
 def tidy(s: Settings):
     """Point out/checkpoint at the newest, and drop all but the newest few and the best."""
     link, folders = os.path.join(s.out, "checkpoint"), checkpoints(s.out)
+    newest_name = os.path.basename(folders[-1])
     with contextlib.suppress(FileNotFoundError):  # a kill can leave one
         os.remove(link + ".tmp")
-    os.symlink(os.path.join("checkpoints", os.path.basename(folders[-1])), link + ".tmp")
+    os.symlink(os.path.join("checkpoints", newest_name), link + ".tmp")
     os.replace(link + ".tmp", link)
     best = max(folders, key=lambda folder: read_json(os.path.join(folder, "training.json"))["score"])
     for folder in set(folders) - {*folders[-s.keep:], best}:
@@ -826,7 +876,7 @@ def make_room(s: Settings):
         names = (f"{s.out}.{i}" for i in itertools.count(1))
         kept = next(name for name in names if not os.path.exists(name))
         os.rename(s.out, kept)
-        say(f"the earlier run in {s.out} is now {kept}")
+        tqdm.write(f"the earlier run in {s.out} is now {kept}")
     os.makedirs(os.path.join(s.out, "traces"), exist_ok=True)
     write_json(os.path.join(s.out, "settings.json"), asdict(s))
 
@@ -839,7 +889,7 @@ def rewind(s: Settings, iteration: int):
         if value != old.get(key) and key != "resume":
             changed.append(f"{key} {old.get(key)} -> {value}")
     said = f"going on in {s.out} after iteration {iteration}"
-    say(f"{said}, with changed settings: {', '.join(changed)}" if changed else said)
+    tqdm.write(f"{said}, with changed settings: {', '.join(changed)}" if changed else said)
     file = os.path.join(s.out, "metrics.jsonl")
     with open(file) as f, open(file + ".tmp", "w") as new:
         new.writelines(itertools.islice(f, iteration))
@@ -859,23 +909,24 @@ def write_traces(s: Settings, iteration: int, groups):
         for r in itertools.chain(*groups):
             problem = r.task.problem
             told = {"trace": r.trace.to_json()} if r.trace else {"text": r.text}
-            f.write(json.dumps({"problem": problem.id, "answer": problem.answer, "reward": r.reward, **told}) + "\n")
+            row = {"problem": problem.id, "answer": problem.answer, "reward": r.reward, **told}
+            f.write(json.dumps(row) + "\n")
     os.replace(file + ".tmp", file)
 
 
-# -------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Appendix: what a run takes
 
 # Dense bf16 TFLOP/s and GB/s of memory, from the vendors' data sheets. What another device can do is unknown.
-PEAKS = {"H200": (989, 4800), "H100 PCIe": (756, 2000), "H100": (989, 3350), "A100": (312, 1555), "L40S": (362, 864),
-         "RTX 4090": (165, 1008), "RTX 3090": (71, 936)}
+PEAKS = {"H200": (989, 4800), "H100 PCIe": (756, 2000), "H100": (989, 3350), "A100": (312, 1555),
+         "L40S": (362, 864), "RTX 4090": (165, 1008), "RTX 3090": (71, 936)}
 GiB = 1 << 30
 RESERVE = {"cuda": 3 * GiB, "cpu": GiB // 2}  # beside what is estimated: context, graphs, fragments
 
 
 def devices() -> tuple[str, int, str]:
-    """The kind of device that this process and its neighbours compute on, the bytes that one has for each (of a
-    CPU's memory a share), and its name."""
+    """The kind of device that this process and its neighbours compute on, the bytes that one has for each (of
+    a CPU's memory a share), and its name."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # here, as torchrun says
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     if found and len(found) >= processes:
@@ -895,7 +946,8 @@ def peaks() -> tuple[float, float] | None:
 def sizes(config: Config) -> tuple[int, int]:
     """The parameters of a layer, and of all that is no layer."""
     C, kv = config.hidden_size, config.num_key_value_heads * config.head_dim
-    attention = 2 * C * C + C + 2 * (C * kv + kv)
+    queries, keys = C * C + C, C * kv + kv  # with their biases
+    attention = queries + 2 * keys + C * C
     layer = attention + 3 * C * config.intermediate_size + 2 * C
     tables = 1 if config.tie_word_embeddings else 2
     return layer, tables * config.vocab_size * C + C
@@ -908,14 +960,16 @@ def count(config: Config) -> int:
 
 
 def flops_a_token(config: Config, context: float) -> tuple[float, float]:
-    """FLOPs of a forward pass for one token: of the layers, where it attends to `context` tokens, and of the head."""
-    layer = 2 * sizes(config)[0] + 4 * config.hidden_size * context
+    """FLOPs of a forward pass for one token: of the layers, where it attends to `context` tokens, and of the
+    head."""
+    parameters, _ = sizes(config)
+    layer = 2 * parameters + 4 * config.hidden_size * context
     return config.num_hidden_layers * layer, 2 * config.hidden_size * config.vocab_size
 
 
 def utilisation(groups, seconds: float, config: Config, device: str) -> float | None:
-    """MFU of an update: the FLOPs of forward and backward pass, each prompt once, over the most that the devices
-    can do. What was computed twice to save memory does not count."""
+    """MFU of an update: the FLOPs of forward and backward pass, each prompt once, over the most that the
+    devices can do. What was computed twice to save memory does not count."""
     if peaks() is None:
         return None
     total = 0.0
@@ -923,16 +977,19 @@ def utilisation(groups, seconds: float, config: Config, device: str) -> float | 
         prompt, written = len(group[0].prompt), sum(len(r.completion.tokens) for r in group)
         layers, head = flops_a_token(config, prompt + written / len(group) / 2)
         total += 3 * ((prompt + written) * layers + written * head)
-    return total / seconds / peaks()[0] / dist.get_world_size()
+    flops, _ = peaks()
+    return total / (seconds * flops * dist.get_world_size())
 
 
 def memory(s: Settings, config: Config, world: int, prompt: int, device: str) -> dict[str, dict[str, float]]:
-    """Estimated bytes of a rank, by phase and part. Parts that end in (CPU) are not in the device's memory."""
+    """Estimated bytes of a rank, by phase and part. Parts that end in (CPU) are not in the device's
+    memory."""
     C, L, V = config.hidden_size, config.num_hidden_layers, config.vocab_size
     N, (layer, others) = count(config), sizes(config)
     width = 2 if compute_dtype(device, s.dtype) == torch.bfloat16 else 4  # bytes of a number in computation
     place = " (CPU)" if s.offload else ""
-    resident = {f"weights{place}": 4 * N / world, f"Adam's state{place}": 8 * N / world}
+    share = N / world
+    resident = {f"weights{place}": 4 * share, f"Adam's state{place}": 8 * share}
     if s.beta:
         resident["reference policy"] = width * N
 
@@ -946,7 +1003,8 @@ def memory(s: Settings, config: Config, world: int, prompt: int, device: str) ->
 
     T = s.token_budget + prompt  # of a packed row
     a_layer = T * (10 * C + 5 * config.intermediate_size) * width
-    training = {f"gradients{place}": 4 * N / world, "gathered weights": (2 * width + 4) * (others + 2 * layer),
+    training = {f"gradients{place}": 4 * share,
+                "gathered weights": (2 * width + 4) * (others + 2 * layer),  # with their gradients
                 "logits": 16 * min(T * V, HEAD_LOGITS[device])}
     if s.recompute:
         training |= {"layers' inputs": L * T * C * width, "a layer at work": a_layer}
@@ -960,80 +1018,99 @@ def memory(s: Settings, config: Config, world: int, prompt: int, device: str) ->
 
 def peak(phases: dict) -> float:
     """The most bytes of the device's memory that any phase takes."""
-    return max(sum(size for part, size in parts.items() if "(CPU)" not in part) for parts in phases.values())
+    totals = []
+    for parts in phases.values():
+        totals.append(sum(size for part, size in parts.items() if "(CPU)" not in part))
+    return max(totals)
 
 
 def what_would_fit(s: Settings, config: Config, world: int, prompt: int, device: str, room: float) -> str:
     """Up to three ways in which the run would fit, the mildest first."""
-    less = {"token_budget": s.token_budget // 4, "max_new_tokens": s.max_new_tokens // 2}
-    ways = [({"recompute": True}, world), ({"token_budget": less["token_budget"]}, world), ({"offload": True}, world),
-            ({}, 2 * world), ({}, 4 * world), ({"recompute": True, "offload": True}, world),
-            ({"recompute": True, "offload": True, **less}, world)]
+    recompute, offload, budget = {"recompute": True}, {"offload": True}, {"token_budget": s.token_budget // 4}
+    everything = recompute | offload | budget | {"max_new_tokens": s.max_new_tokens // 2}
+    ways = [(recompute, world), (budget, world), (offload, world), ({}, 2 * world), ({}, 4 * world),
+            (recompute | offload, world), (everything, world)]
     fits = []
     for changes, ranks in ways:
-        changed = replace(s, **changes)
-        if (changed != s or ranks > world) and peak(memory(changed, config, ranks, prompt, device)) <= room:
-            flags = [f"--{key}={value}" for key, value in changes.items() if value != getattr(s, key)]
-            fits.append(" ".join(flags) or f"{ranks} processes")
+        new = {key: value for key, value in changes.items() if value != getattr(s, key)}
+        needed = peak(memory(replace(s, **new), config, ranks, prompt, device))
+        if needed <= room:
+            fits.append(" ".join(f"--{key}={value}" for key, value in new.items()) or f"{ranks} processes")
     fits = list(dict.fromkeys(fits))[:3]
     return "it would fit with " + ", or with ".join(fits) if fits else "a smaller model is what would fit"
 
 
 def estimate(s: Settings, config: Config, pool, device: str) -> tuple[str, str]:
-    """What a run takes, as text with its assumptions, and what it lacks of the device's memory, "" if nothing."""
+    """What a run takes, as text with its assumptions, and what it lacks of the device's memory, "" if
+    nothing."""
     world = dist.get_world_size()
     local = s.pool.startswith("local")
     chat = ask(Task("x" * (40 if local else 400), pool), prompting(s))
     prompt = longest = sum(len(turn["content"]) for turn in chat) // 4
     if s.recursion:
         longest += s.max_new_tokens + (100 if local else 4096)  # the first round and its answer
-    written = min(250, s.max_new_tokens // 2)
     phases = memory(s, config, world, longest, device)
-    there = devices()[1]
+    reserve, present = RESERVE[device], devices()[1]
+    needed = peak(phases) + reserve
     lack = ""
-    if peak(phases) + RESERVE[device] > there:
-        lack = (f"memory: {(peak(phases) + RESERVE[device]) / GiB:.1f} GiB for each process, of which {there / GiB:.1f} are here; "
-                + what_would_fit(s, config, world, longest, device, there - RESERVE[device]))
+    if needed > present:
+        instead = what_would_fit(s, config, world, longest, device, present - reserve)
+        lack = f"memory: {gib(needed)} GiB for each process, of which {gib(present)} are here; {instead}"
 
+    # The work of an iteration.
     rounds = 1.5 if s.recursion else 1.0
-    workflows = s.questions * s.rollouts * rounds  # of an iteration
+    workflows = s.questions * s.rollouts * rounds
+    written = min(250, s.max_new_tokens // 2)
     layers, head = flops_a_token(config, prompt + written / 2)
     forward = (s.questions * rounds * prompt + workflows * written) * layers
-    sampling = forward + workflows * written * head
-    training = (4 if s.recompute else 3) * forward + 4 * workflows * written * head
-    slots = min(w.concurrency for w in pool) * len(pool)
-    latency = 0.01 if local else 20.0
+    logits = workflows * written * head
+    training = 3 * forward + 4 * logits  # logits are always computed again
+    if s.recompute:
+        training += forward
     calls = STEPS * workflows
-    seconds = f"workers {max(calls / slots, STEPS) * latency:.1f} ({calls:.0f} calls over {slots} slots, {latency:g} s each)"
+    slots = sum(worker.concurrency for worker in pool)
+    latency = 0.01 if local else 20.0
+    waiting = max(calls / slots, STEPS) * latency
+    seconds = f"workers {waiting:.1f} ({calls:.0f} calls over {slots} slots, {latency:g} s each)"
     if peaks():
         flops, bandwidth = peaks()
-        decoding = rounds * s.max_new_tokens * 2 * count(config) / bandwidth / 0.65
-        seconds = (f"sampling {decoding:.0f} (at 65 % of the memory's bandwidth), training "
-                   f"{training / flops / world / 0.5:.0f} (at half of the peak), {seconds}")
+        decoding = rounds * s.max_new_tokens * 2 * count(config) / (0.65 * bandwidth)
+        updating = training / (0.5 * flops * world)
+        seconds = (f"sampling {decoding:.0f} (at 65 % of the memory's bandwidth), "
+                   f"training {updating:.0f} (at half of the peak), {seconds}")
     else:
         seconds += "; how fast this device computes is unknown"
-    evaluated = s.test
-    if s.eval_every:
-        evaluated += s.iterations // s.eval_every * s.eval_problems
-    calls = STEPS * (s.iterations * workflows + evaluated)
-    dollars = sum((w.price[0] * TOKENS_IN + w.price[1] * TOKENS_OUT) / 1e6 for w in pool if w.price) / len(pool) * calls
-    unpriced = [w.name for w in pool if not w.price]
-    unknown = f", and {len(unpriced)} workers of unknown price ({', '.join(unpriced)})" if unpriced else ""
 
-    lines = [f"model     {count(config) / 1e9:.3f} billion parameters, computed in {compute_dtype(device, s.dtype)}",
-             f"run       {s.iterations} iterations x {s.questions} questions x {s.rollouts} rollouts on {world} processes,"
-             f" problems of {s.data!r}, {len(pool)} workers of {s.pool!r}",
-             f"memory    at most {peak(phases) / GiB:.1f} GiB a process, and {RESERVE[device] / GiB:.1f} for what is not counted:"]
+    # The calls of the whole run.
+    graded = s.iterations * workflows + s.test
+    if s.eval_every:
+        graded += s.iterations // s.eval_every * s.eval_problems
+    prices = [worker.price[0] * TOKENS_IN + worker.price[1] * TOKENS_OUT for worker in pool if worker.price]
+    dollars = f"about ${STEPS * graded / len(pool) * sum(prices) / 1e6:,.0f}"
+    unpriced = [worker.name for worker in pool if not worker.price]
+    if unpriced:
+        dollars += f", and {len(unpriced)} workers of unknown price ({', '.join(unpriced)})"
+
+    text = f"""\
+model     {count(config) / 1e9:.3f} billion parameters, computed in {compute_dtype(device, s.dtype)}
+run       {s.iterations} iterations x {s.questions} questions x {s.rollouts} rollouts on {world} processes
+          problems of {s.data!r}, {len(pool)} workers of {s.pool!r}
+memory    at most {gib(peak(phases))} GiB a process, and {gib(reserve)} for what is not counted
+"""
     for phase, parts in phases.items():
-        told = ", ".join(f"{part} {size / GiB:.1f}" for part, size in parts.items())
-        lines.append(f"            {phase}: {told}")
-    return "\n".join(lines + [
-        f"disk      {disk(config) / GiB:.1f} GiB a checkpoint, at most {s.keep + 2} of them at a time",
-        f"work      an iteration: {sampling / 1e12:.3g} TFLOP to sample, {training / 1e12:.3g} to train, with prompts of "
-        f"{prompt} tokens and completions of {written}",
-        f"seconds   an iteration: {seconds}",
-        f"calls     {calls:,.0f} with the evaluations, {STEPS} a workflow; with {TOKENS_IN} tokens in and {TOKENS_OUT} "
-        f"out each, evenly over the pool, about ${dollars:,.0f}{unknown}"]), lack
+        told = [f"{part} {gib(size)}" for part, size in parts.items()]
+        text += f"          {phase}: {', '.join(told)}\n"
+    return text + f"""\
+disk      {gib(disk(config))} GiB a checkpoint, at most {s.keep + 2} of them at a time
+work      of an iteration: {(forward + logits) / 1e12:.3g} TFLOP to sample, {training / 1e12:.3g} to train
+          with prompts of {prompt} tokens and completions of {written}
+seconds   of an iteration: {seconds}
+calls     {STEPS * graded:,.0f} with the evaluations, {STEPS} a workflow, evenly over the pool
+          with {TOKENS_IN} tokens in and {TOKENS_OUT} out each {dollars}""", lack
+
+
+def gib(size: float) -> str:
+    return f"{size / GiB:.1f}"
 
 
 STEPS, TOKENS_IN, TOKENS_OUT = 3, 1000, 700  # what a workflow and a call are assumed to be
@@ -1044,7 +1121,7 @@ def disk(config: Config) -> int:
     return 16 * count(config)
 
 
-# -------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Appendix: what a run lacks, and the command line
 
 
@@ -1056,8 +1133,9 @@ def choose_by_size(s: Settings, config: Config):
 
 
 def preflight(s: Settings, start: str, device: str):
-    """What would fail late fails here, all of it at once. With --dry_run the estimate is said in any case, and every
-    worker asked for a word. Returns the pool's address, the dollars left of the budget, and the model's shape."""
+    """What would fail late fails here, all of it at once. With --dry_run the estimate is said in any case,
+    and every worker asked for a word. Returns the pool's address, the dollars left of the budget, and the
+    model's shape."""
     check_settings(s, start)
     pool = load_pool(s.pool, replay=s.replay, budget=s.budget)
     if s.subset > len(pool):
@@ -1087,8 +1165,8 @@ def preflight(s: Settings, start: str, device: str):
 
 def check_settings(s: Settings, start: str):
     """ValueError for values with which nothing can run."""
-    may_be_0 = {"seed", "budget", "lr", "beta", "clip_high", "importance", "warmup", "warm_steps", "warm_second", "subset",
-                "eval_every"}
+    may_be_0 = {"seed", "budget", "lr", "beta", "clip_high", "importance", "warmup", "warm_steps",
+                "warm_second", "subset", "eval_every"}
     may_be_any = {"no_workflow", "wrong", "right"}
     for key, value in asdict(s).items():
         if type(value) in (int, float):
@@ -1103,7 +1181,7 @@ def check_settings(s: Settings, start: str):
     if not start and s.warm_batch < dist.get_world_size():
         raise ValueError(f"--warm_batch={s.warm_batch}: expected at least one for each process")
     if s.data.endswith(".jsonl") and not s.test_data:
-        raise ValueError(f"--data={s.data} has no test split: name other problems for the end with --test_data=FILE")
+        raise ValueError(f"--data={s.data} has no test split: name other problems with --test_data=FILE")
     if s.replay and os.path.abspath(s.replay).startswith(os.path.abspath(s.out) + os.sep):
         raise ValueError(f"--replay={s.replay}: a place outside of --out, please, which the next run moves")
 
@@ -1113,17 +1191,17 @@ def lacking_disk(s: Settings, start, config: Config, pool):
     while not os.path.exists(there):
         there = os.path.dirname(there)
     free = shutil.disk_usage(there).free
-    needed = disk(config) * (s.keep + 2 - len(checkpoints(s.out) if s.resume else []))
+    present = len(checkpoints(s.out)) if s.resume else 0
+    needed = disk(config) * (s.keep + 2 - present)
     if free < needed:
-        yield (f"{needed / GiB:.0f} GiB of disk for checkpoints in {s.out} (free are {free / GiB:.1f}; a smaller --keep "
-               "takes less)")
+        yield f"{gib(needed)} GiB of disk in {s.out} (free are {gib(free)}; a smaller --keep takes less)"
 
 
 def lacking_reference(s: Settings, start, config, pool):
     folder = reference_folder(s, start)
     if s.beta and folder and not os.path.exists(os.path.join(folder, "config.json")):
-        yield (f"the reference policy for --beta={s.beta} in {folder} (a run without --beta writes none; name one with "
-               "--reference=DIR)")
+        yield (f"the reference policy for --beta={s.beta} in {folder} (a run without --beta writes none; "
+               "name one with --reference=DIR)")
 
 
 def lacking_problems(s: Settings, start, config, pool):
@@ -1156,14 +1234,14 @@ def lacking_workers(pool):
 
 
 def settings_of(argv: list[str]) -> tuple[Settings, str]:
-    """The settings of a command line and the kind of device. Without --preset it is the paper's on two GPUs of 80 GB
-    with a process each, else the laptop's."""
+    """The settings of a command line and the kind of device. Without --preset it is the paper's on two GPUs
+    of 80 GB with a process each, else the laptop's."""
     device, size, _ = devices()
     s = Settings()
     configure(s, argv)  # to know the preset
     if not s.preset:
-        large = device == "cuda" and size > 75e9 and int(os.environ.get("WORLD_SIZE", "1")) > 1
-        s.preset = "paper" if large else "laptop"
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        s.preset = "paper" if device == "cuda" and size > 75e9 and ranks > 1 else "laptop"
     if s.preset not in PRESETS:
         raise SystemExit(f"--preset={s.preset}: there are {', '.join(PRESETS)}")
     for key, value in PRESETS[s.preset].items():
@@ -1177,7 +1255,9 @@ def settings_of(argv: list[str]) -> tuple[Settings, str]:
 
 def main(argv):
     s, device = settings_of(argv)
-    alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)  # torchrun sets RANK
+    alone = {}
+    if "RANK" not in os.environ:  # which torchrun sets
+        alone = dict(store=dist.HashStore(), rank=0, world_size=1)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"  # offloaded weights meet over gloo
     # A rank may wait for another's slow workers much longer than the ten minutes that NCCL allows.
     dist.init_process_group(backend, timeout=datetime.timedelta(days=1), **alone)
