@@ -812,12 +812,8 @@ def score(s: Settings) -> float:
 @torch.no_grad()
 def restore(model, optimizer, folder: str):
     """Weights and Adam's moments as `save` left them, also on another number of ranks: FSDP cuts a tensor
-    into rows, and each rank reads its own rows from whatever parts hold them. ValueError if a part is
-    missing."""
-    files = sorted(glob.glob(os.path.join(glob.escape(folder), "state", "*.safetensors")))
-    if not files or not files[0].endswith(f"-of-{len(files):05d}.safetensors"):
-        raise ValueError(f"{folder}/state lacks a part: remove this checkpoint to go on from an older one")
-    parts = [safe_open(file, framework="pt") for file in files]
+    into rows, and each rank reads its own rows from whatever parts hold them."""
+    parts = [safe_open(file, framework="pt") for file in state_files(folder)]
     steps = read_json(os.path.join(folder, "training.json"))["optimizer_steps"]
     rank, world = dist.get_rank(), dist.get_world_size()
     for name, p in model.named_parameters():
@@ -827,6 +823,14 @@ def restore(model, optimizer, folder: str):
         read_rows(parts, name, p.to_local(), first)
         for moment in MOMENTS:
             read_rows(parts, f"{moment} {name}", state[moment].to_local(), first)
+
+
+def state_files(folder: str) -> list[str]:
+    """The parts that a checkpoint's ranks wrote, in their order. ValueError if one is missing."""
+    files = sorted(glob.glob(os.path.join(glob.escape(folder), "state", "*.safetensors")))
+    if not files or not files[0].endswith(f"-of-{len(files):05d}.safetensors"):
+        raise ValueError(f"{folder}/state lacks a part: remove this checkpoint to go on from an older one")
+    return files
 
 
 def read_rows(parts, key: str, rows, first: int):
@@ -1137,6 +1141,8 @@ def preflight(s: Settings, start: str, device: str):
     and every worker asked for a word. Returns the pool's address, the dollars left of the budget, and the
     model's shape."""
     check_settings(s, start)
+    if start != s.init_from:
+        state_files(start)
     pool = load_pool(s.pool, replay=s.replay, budget=s.budget)
     if s.subset > len(pool):
         raise ValueError(f"--subset={s.subset}: the pool has {len(pool)} workers")

@@ -1,4 +1,5 @@
 """Runs that are interrupted, killed, resumed, or cut into another number of ranks go on as if nothing had happened."""
+import copy
 import json
 import os
 import re
@@ -7,17 +8,23 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import train
 import workers
 from model import Qwen
 from test_train import TINY, recount
-from train import Settings
+from train import Settings, dry_step, reporter
 from train_runs import SHORT, Ended, checkpoint, in_process, launch, metrics, rollouts, runs, timeless, trained, until, weights  # noqa: F401
 
 # ---------------------------------------------------------------------------------------------------------------------------------
 # From that checkpoint: two ranks, Ctrl-C
+
+
+def first_iteration(checkpoint):
+    return ["--preset=laptop", f"--init_from={checkpoint}", "--iterations=1", "--questions=8", "--rollouts=8", "--test=8",
+            "--max_new_tokens=64", "--minibatches=1", "--warmup=0", "--seed=5", "--eval_every=0"]
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +35,9 @@ def continued(checkpoint, tmp_path_factory):
     os.makedirs(one)
     with open(f"{one}/metrics.jsonl", "w") as f:
         f.write("earlier\n")
-    how = ["--preset=laptop", f"--init_from={checkpoint}", "--questions=8", "--rollouts=8", "--test=8", "--max_new_tokens=64",
-           "--minibatches=1", "--warmup=0", "--seed=5", "--eval_every=0"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    both = launch(*torchrun, "train.py", *how, "--iterations=1", f"--out={two}")
-    process = launch("train.py", *how, "--iterations=4000", f"--out={one}")
+    both = launch(*torchrun, "train.py", *first_iteration(checkpoint), f"--out={two}")
+    process = launch("train.py", *first_iteration(checkpoint), "--iterations=4000", f"--out={one}")
     until(lambda: os.path.exists(f"{one}.1") and os.path.exists(f"{one}/metrics.jsonl") and metrics(one), process)
     process.send_signal(signal.SIGINT)
     return one, Ended(process), two, Ended(both)
@@ -72,21 +77,31 @@ def test_earlier_runs_are_numbered_on(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["out", "out.1", "out.2", "out.3"]
 
 
-def test_two_ranks_do_what_one_does(continued):
+@pytest.fixture(scope="module")
+def three(checkpoint, tmp_path_factory):
+    """The end of one iteration on three ranks, of which one rolls out two of eight and the others three."""
+    out = str(tmp_path_factory.mktemp("three") / "out")
+    return out, Ended(launch("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", "train.py", *first_iteration(checkpoint),
+                             f"--out={out}"))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_more_ranks_do_what_one_does(ranks, continued, three):
     """From the same weights the first iteration's rollouts are the same, rollout by rollout, and so are loss and gradient."""
-    one, _, two, end = continued
+    one, _, *two = continued
+    more, end = two if ranks == 2 else three
     assert end.status == 0 and "Traceback" not in end.err, end.err
-    recount(two, 0)
-    alone, together = ([(row["problem"], row["text"], row["reward"]) for row in rollouts(out, 0)] for out in (one, two))
+    recount(more, 0)
+    alone, together = ([(row["problem"], row["text"], row["reward"]) for row in rollouts(out, 0)] for out in (one, more))
     assert [rollout[0] for rollout in together] == [rollout[0] for rollout in alone] and len(alone) == 64
     # What shares its batch changes a rollout by rounding only, which may turn one token in a million.
     same = sum(a == b for a, b in zip(alone, together))
     assert same >= 60
-    a, b = metrics(one)[0], metrics(two)[0]
+    a, b = metrics(one)[0], metrics(more)[0]
     for key in ("reward", "accuracy", "parsed", "steps", "entropy", "grad_norm"):
         assert b[key] == pytest.approx(a[key], rel=1e-3 if same == 64 else 0.2), key
     assert max(a["gap"], b["gap"]) < 1e-4
-    assert end.out.count("random workflows") == 1 and os.path.exists(f"{two}/checkpoint/model.safetensors")  # rank 0 alone speaks
+    assert end.out.count("random workflows") == 1 and os.path.exists(f"{more}/checkpoint/model.safetensors")  # rank 0 alone speaks
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------
@@ -156,6 +171,98 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(ranks, checkpoint, tmp_
     parts = sorted(os.listdir(f"{broken}/checkpoint/state"))
     assert parts == [f"{rank:05d}-of-{3 - ranks:05d}.safetensors" for rank in range(3 - ranks)]
     assert state(broken)[1][:12] == state(whole)[1] and [line["iteration"] for line in metrics(broken)] == [*range(13)]
+
+
+def test_half_a_state_is_refused(checkpoint, tmp_path):
+    """A part that is missing is named, and no rank hangs."""
+    how = ["train.py", "--preset=laptop", f"--init_from={checkpoint}", *TINY, f"--out={tmp_path}/out"]
+    runs(how)
+    [part] = os.listdir(tmp_path / "out/checkpoint/state")
+    os.rename(tmp_path / "out/checkpoint/state" / part, tmp_path / "out/checkpoint/state" / part.replace("-of-00001", "-of-00002"))
+    end = Ended(launch(*how, "--resume", "--iterations=2"))
+    assert end.status == 1 and "state lacks a part" in end.err and "Traceback" not in end.err
+
+
+def test_a_dry_step_leaves_no_trace(in_process):
+    """Adam's state is there, as it is after no step; the weights are what they were, and so is what the next step makes of them."""
+    torch.manual_seed(0)
+    model = Qwen(train.tiny_config(Settings(width=32), 90))
+    other = copy.deepcopy(model)
+    fresh, dry = (torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (other, model))
+    s = Settings(max_new_tokens=16)
+    train.dist.init_process_group("gloo", store=train.dist.HashStore(), rank=0, world_size=1)
+    try:
+        dry_step(model, dry, copy.deepcopy(model), s, 90, "cpu")
+    finally:
+        train.dist.destroy_process_group()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
+    assert len(dry.state) == len(list(model.parameters())) and not any(x.any() for state in dry.state.values() for x in state.values())
+    for m, optimizer in ((model, dry), (other, fresh)):
+        train.set_lr(optimizer, 1e-2)
+        m(torch.arange(8)[None]).pow(2).sum().backward()
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
+
+
+def test_three_steps_that_are_not_finite_end_the_run(checkpoint, tmp_path, monkeypatch, in_process):
+    """After the second iteration, whose two steps are skipped as the first's last is: with the checkpoint that was saved before."""
+    real, steps = train.update, []
+
+    def update(*how, **more):
+        steps.append(1)
+        return real(*how, **more) | {"skipped": int(len(steps) > 2), "grad_norm": float("nan")}  # the first is the dry step
+
+    monkeypatch.setattr(train, "update", update)
+    with pytest.raises(SystemExit, match=f"three steps in a row .*{tmp_path}/out/checkpoint"):
+        train.main(["--preset=laptop", f"--out={tmp_path}/out", f"--init_from={checkpoint}", *TINY, "--iterations=9", "--minibatches=2",
+                    "--save_every=1"])
+    assert [line["skipped"] for line in metrics(tmp_path / "out")] == [1, 2] and os.listdir(tmp_path / "out/checkpoints") == ["00001"]
+    assert metrics(tmp_path / "out")[0]["grad_norm"] is None
+
+
+BROKEN = """
+import sys
+sys.path.insert(0, {root!r})
+import train
+def broken(*_):
+    def write(*_):
+        raise RuntimeError("the sampler is out of order")
+    return write
+if train.os.environ["RANK"] == "1":
+    train.sampled = broken
+train.main(sys.argv[1:])
+"""
+
+
+def test_an_error_while_sampling_ends_all_ranks(checkpoint, tmp_path):
+    """Rank 1 fails while rank 0 waits for its rollouts: nothing hangs, and the error is shown."""
+    (tmp_path / "broken.py").write_text(BROKEN.format(root=train.os.path.dirname(train.__file__)))
+    end = Ended(launch("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(tmp_path / "broken.py"),
+                       *first_iteration(checkpoint), f"--out={tmp_path}/out"))
+    assert end.status != 0 and "the sampler is out of order" in end.err
+
+
+def test_metrics_go_where_they_are_asked_for(tmp_path, monkeypatch):
+    """Nowhere else without --report; to wandb as numbers, if it is installed."""
+    class Wandb:
+        seen = []  # noqa: RUF012
+
+        @classmethod
+        def init(cls, **how):
+            return cls
+
+        @classmethod
+        def log(cls, numbers):
+            cls.seen.append(numbers)
+
+    monkeypatch.setitem(sys.modules, "wandb", Wandb)
+    monkeypatch.setattr(train.dist, "get_rank", lambda: 0)
+    reporter(Settings())({"reward": 1.0})
+    assert Wandb.seen == []
+    reporter(Settings(report="wandb"))({"reward": 1.0})
+    assert Wandb.seen == [{"reward": 1.0}]
+    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
+    assert list(train.lacking_report(Settings(report="tensorboard"), "", None, [])) == ["tensorboard (pip install tensorboard)"]
 
 
 def test_nothing_to_resume_is_a_run_from_the_beginning(checkpoint, tmp_path):
