@@ -2,7 +2,6 @@
 import json
 import multiprocessing
 import os
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -94,7 +93,7 @@ def keep(path, name, n):
 
 
 def test_processes_that_write_at_the_same_time_lose_nothing(tmp_path):
-    path, n = str(tmp_path / "replay"), 200
+    path, n = str(tmp_path / "replay"), 50
     processes = [multiprocessing.Process(target=keep, args=(path, name, n)) for name in "abc"]
     for process in processes:
         process.start()
