@@ -718,8 +718,11 @@ class Replay:
             return None
 
     def keep(self, key: bytes, reply: Reply):
-        """One write: lines of several processes do not mix. The newline before it ends a torn one."""
-        line = b"\n%s %s\n" % (key, json.dumps(asdict(reply)).encode())
+        """One write: lines of several processes do not mix. A line that is torn is ended before."""
+        size = os.fstat(self.file).st_size
+        torn = size > 0 and os.pread(self.file, 1, size - 1) != b"\n"
+        line = b"%s %s\n" % (key, json.dumps(asdict(reply)).encode())
+        line = b"\n" + line if torn else line
         try:
             problem = None if os.write(self.file, line) == len(line) else "no space left"
         except OSError as e:
