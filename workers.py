@@ -146,7 +146,7 @@ class Worker:
                 except WorkerError as e:
                     fault = e
                 failures += not fault.busy
-                pause = min(BACKOFF * 2 ** (attempt - 1), BACKOFF_MAX)
+                pause = min(BACKOFF * 2 ** min(attempt - 1, 9), BACKOFF_MAX)
                 wait = fault.wait + jitter.uniform(pause / 2, pause)  # Those refused together part here.
                 late = time.monotonic() + wait + self.usual > begun + self.deadline
                 if not fault.retry or late or attempt == self.attempts or failures == FAILURES:
@@ -808,6 +808,8 @@ class TimedReader(io.RawIOBase):
 
 
 class TimedResponse(http.client.HTTPResponse):
+    """A response whose head and body are read through a TimedReader."""
+
     def __init__(self, sock, *args, **kwargs):
         super().__init__(sock, *args, **kwargs)
         self.fp = io.BufferedReader(TimedReader(self.fp.detach(), sock))
@@ -846,7 +848,8 @@ def exchange(session, request, seconds: float, on_text=None) -> dict:
         response = session.post(url, data=body, headers=headers, stream=True, timeout=limits)
     except BROKEN as e:
         fault = broken(e, seconds)  # Who is not reached, or hangs up at once, has not begun to work.
-        fault.billed = isinstance(e, requests.ReadTimeout) or time.monotonic() > begun + CONNECT
+        late = time.monotonic() > begun + CONNECT and not isinstance(e, requests.ConnectTimeout)
+        fault.billed = late or isinstance(e, requests.ReadTimeout)
         raise fault from None
     with response:
         pieces = pieces_of(response, seconds)
