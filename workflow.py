@@ -902,6 +902,8 @@ def conductor_server(write, pool: list, prompting: Prompting, rounds: int, port:
                     self.send_chunk({"content": piece})
 
             overrides = {key: body[key] for key in OVERRIDES if body.get(key) is not None}
+            if "max_completion_tokens" in overrides:  # a younger name for the same
+                overrides["max_tokens"] = overrides.pop("max_completion_tokens")
             task = Task(question, pool, overrides=overrides, hung_up=self.hung_up)
             if body.get("stream"):
                 task.on_text = send
