@@ -1,12 +1,14 @@
-"""A workflow: prompt the Conductor for it, parse it, run it on the workers, recurse; show and serve it (§3, App. E).
+"""A workflow: prompt the Conductor for it, parse it, run it on the workers, recurse; show and serve it (§3,
+App. E).
 
-    python workflow.py "a question" --checkpoint=DIR [--pool=local|paper|FILE] [--rounds=2] [--conductor=WORKER]
+    python workflow.py "a question" --checkpoint=DIR [--pool=local|paper|FILE] [--rounds=2]
     python workflow.py serve --checkpoint=DIR   # the Conductor as an OpenAI-compatible model on 127.0.0.1
     python workflow.py show FILE [N]            # the traces in a run's traces/*.jsonl, or number N of them
 
-The Conductor writes three Python lists: who (`model_id`), what (`subtasks`), and which earlier steps each may see
-(`access_list`). `messages` asks for them, `parse` reads them, `submit` runs them, a `Trace` is what happened, and
-`roll_out` does all of it for many questions at once. Steps, models and traces count from 0. Read grpo.py next.
+The Conductor writes three Python lists: who (`model_id`), what (`subtasks`), and which earlier steps each may
+see (`access_list`). `messages` asks for them, `parse` reads them, `submit` runs them, a `Trace` is what
+happened, and `roll_out` does all of it for many questions at once. Steps, models and traces count from 0.
+Read grpo.py next.
 """
 import ast
 import contextlib
@@ -38,13 +40,13 @@ class Step:
     worker: int
     subtask: str
     access: list[int]  # the earlier steps whose subtask and response the worker sees
-    sees_all: bool = field(default=False, compare=False)  # written as "all": in a later round that shows the answer so far
+    sees_all: bool = field(default=False, compare=False)  # written as "all": with the last round's answer
 
 
 @dataclass
 class Workflow:
     steps: list[Step]
-    completion: str = field(default="", compare=False, repr=False)  # all that the Conductor wrote, prose included
+    completion: str = field(default="", compare=False, repr=False)  # all that the Conductor wrote
 
     def text(self, subtasks: bool = True) -> str:
         """The lists as a Conductor writes them: parse(w.text(), …) == w."""
@@ -64,61 +66,52 @@ class Workflow:
 
 @dataclass
 class Prompting:
-    """How a Conductor is asked for a workflow. conductor.json beside a checkpoint remembers how it was trained."""
+    """How a Conductor is asked for a workflow. conductor.json beside a checkpoint remembers how it was
+    trained."""
     style: str = "full"  # full, zero-shot, fine-grained (App. B.8), short
     examples: str = "ood"  # the few-shot examples: ood, in, mixed (Table 4)
-    subtasks: bool = True  # False: the prompt asks for none, and every worker is to solve the question (App. B.7)
+    subtasks: bool = True  # False: it is asked for none, and every worker is to solve the question (App. B.7)
     max_steps: int = 5
     max_new_tokens: int = 1024
     named: bool = False  # each worker has a letter beside its number
 
 
-ROLE = """You conduct a team of language models. You never answer the question yourself: you write a workflow by which they
-answer it.
+ROLE = """You conduct a team of language models. You never answer the question yourself: you write a workflow
+by which they answer it.
 
 A workflow has one to {max_steps} steps. Every step has three parts:
 - a model: the number of the model that does it,
-- a subtask: what you tell that model, in plain words: to solve the question from scratch, to improve or check an
-  earlier response, to plan, to recall facts, or whatever else helps a later model,
+- a subtask: what you tell that model, in plain words: to solve the question from scratch, to improve or check
+  an earlier response, to plan, to recall facts, or whatever else helps a later model,
 - an access list: which earlier steps that model is shown.
-Each model gets the question, then the subtasks and responses of the steps it is shown, as past turns of a chat, and then
-its own subtask, and nothing else. The models differ in what they are good at, and a model may be used more than once. The
-response to the last step goes to the user as it is, so its subtask has to ask for the whole answer in the form that the
-question wants.
+Each model gets the question, then the subtasks and responses of the steps it is shown, as past turns of a
+chat, and then its own subtask, and nothing else. The models differ in what they are good at, and a model may
+be used more than once. The response to the last step goes to the user as it is, so its subtask has to ask for
+the whole answer in the form that the question wants.
 
-First say in a sentence or two what the question needs and how you divide the work. Then write three Python lists of equal
-length: model_id, the models' numbers; subtasks, strings; access_list, for each step ["all"] to show it all earlier steps,
-{indices}or [] to show it none."""
-ROLE_WITHOUT_SUBTASKS = """You conduct a team of language models. You never answer the question yourself: you write a
-workflow by which they answer it.
-
-A workflow has one to {max_steps} steps. Every step has two parts:
-- a model: the number of the model that does it,
-- an access list: which earlier steps that model is shown.
-Each model gets the question, then the responses of the steps it is shown, as past turns of a chat, and is told to solve
-the question, and nothing else. The models differ in what they are good at, and a model may be used more than once. The
-response to the last step goes to the user as it is.
-
-First say in a sentence or two what the question needs and how you divide the work. Then write two Python lists of equal
-length: model_id, the models' numbers; access_list, for each step ["all"] to show it all earlier steps, {indices}or [] to
-show it none."""
+First say in a sentence or two what the question needs and how you divide the work. Then write three Python
+lists of equal length: model_id, the models' numbers; subtasks, strings; access_list, for each step ["all"] to
+show it all earlier steps, {indices}or [] to show it none."""
 AGAIN = """Your workflow ended in this response:
 
 {answer}
 
-If it should go to the user as it is, write all lists empty. If not, write a new workflow of up to {max_steps} steps;
-"all" then shows a step this response too."""
+If it should go to the user as it is, write all lists empty. If not, write a new workflow of up to {max_steps}
+steps; "all" then shows a step this response too."""
 SHORT_AGAIN = "Response: {answer}\nWrite a workflow, or empty lists to keep it."
 SOLVE_IT = "Solve the question."  # every worker's subtask where the Conductor is asked for none
 
 
-def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace | None" = None, style: str = "full",
-             names: str = "", examples: str = "ood", subtasks: bool = True) -> list[dict]:
-    """The chat that asks the Conductor for a workflow. previous: the last round's trace, to ask for one more (§3.2).
+def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace | None" = None,
+             style: str = "full", names: str = "", examples: str = "ood",
+             subtasks: bool = True) -> list[dict]:
+    """The chat that asks the Conductor for a workflow. previous: the last round's trace, to ask for one more
+    (§3.2).
 
-    style: "full"; "zero-shot", without the examples; "fine-grained", which also offers step numbers in access lists;
-    "short", for a Conductor too small to be prompted into the format. names: the models' letters, which unlike their
-    numbers stay their own in any subset of a pool (§3.2); "" leaves them out. examples, subtasks: see Prompting."""
+    style: "full"; "zero-shot", without the examples; "fine-grained", which also offers step numbers in access
+    lists; "short", for a Conductor too small to be prompted into the format. names: the models' letters,
+    which unlike their numbers stay their own in any subset of a pool (§3.2); "" leaves them out. examples,
+    subtasks: see Prompting."""
     if style not in ("full", "zero-shot", "fine-grained", "short"):
         raise ValueError(f"style {style!r}: there are full, zero-shot, fine-grained and short")
     if examples not in EXAMPLES:
@@ -127,11 +120,14 @@ def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace
         models = f"{n_workers} models"
         if names:
             models = "Models " + " ".join(f"{name} {i}" for i, name in enumerate(names))
-        chat = [{"role": "system", "content": f"{models}, {max_steps} steps."}, {"role": "user", "content": question}]
+        chat = [{"role": "system", "content": f"{models}, {max_steps} steps."},
+                {"role": "user", "content": question}]
         again = SHORT_AGAIN
     else:
         role = ROLE if subtasks else ROLE_WITHOUT_SUBTASKS
-        indices = "a list such as [0, 2] to show it those steps, counted from 0, " if style == "fine-grained" else ""
+        indices = ""
+        if style == "fine-grained":
+            indices = "a list such as [0, 2] to show it those steps, counted from 0, "
         parts = [role.format(max_steps=max_steps, indices=indices)]
         if style != "zero-shot":
             parts += shown_examples(examples, n_workers, max_steps, subtasks)
@@ -147,37 +143,19 @@ def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Parse. One tokeniser passes over the text once and never gives a token up, and every repetition in a name is
-# bounded, so hostile text costs linear time. Only flat lists of strings and numbers are evaluated.
+# Parse. How a list is read is in the appendix.
 
 LISTS = ("model_id", "subtasks", "access_list")
-MAX_LIST = 100_000  # characters
-NAME = r"""(?<![A-Za-z0-9_])(?P<name>model\\?_id|subtasks|access\\?_list)[\s*`"'”’]{0,20}  # as JSON and Markdown quote it
-    (?:[:：]\s{0,4}[A-Za-z][\w.]{0,20}\s{0,4}(?:\[[^=\n]{0,60}\])?\s{0,4}(?==))?  # model_id: list[int] = …
-    [:=：＝][\s*`]{0,20}(?=[\[［])"""
-# A string may hold a raw newline, but not one before a list's name: such a string was never closed.
-NEWLINE = r"\n(?![ *`\"'-]{0,8}" + NAME.replace("?P<name>", "?:") + ")"
-TRIPLE = "|".join(rf"{q * 3}(?:[^{q}\\\0]+|\\.|{q}(?!{q * 2}))*" for q in "\"'")
-PLAIN = "|".join(rf"{q}(?:[^{q}\\\n\0]+|\\.|{NEWLINE})*" for q in "\"'")
-SMART = "|".join(rf"[{q}](?:[^{q}\\\n\0]+|\\.|{NEWLINE}|[{q}](?!\s{{0,8}}[],，］]))*" for q in ("“”", "‘’"))
-TOKEN = re.compile(rf"""(?P<atom>[][,［］，]|(?:\d+(?:\.\d*)?(?:[eE]\d+)?|True|False|None)(?!\w))
-    |{NAME}
-    |(?P<string>(?P<raw>[rR]?)(?:(?:{TRIPLE})(?P<end3>\"\"\"|\'\'\')?|(?:{PLAIN}|{SMART})(?P<end>["'“”‘’])?))
-    |(?P<comment>(?:\#|//)[^\n]*)
-    |(?P<bad>-?\w+|\S)""", re.DOTALL | re.VERBOSE)
-LIST_BEGINS = re.compile(NAME, re.VERBOSE)
-MORE = re.compile(r"[ \t]*(?:\*[ \t]*\w|\+|\[|\.\w+\()")  # makes an expression of a list: [0]*6, [0][0], [0].pop()
-# Some models go on to invent a further question, and its workflow is none for this one.
-NEXT_QUESTION = re.compile(r"^[\s>#*]{0,8}(?:\w{1,12} )?[Qq]uestion(?: \d{1,3})?[* ]{0,4}[:：]", re.MULTILINE)
 
 
 def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = False,
           subtasks: bool = True) -> Workflow:
-    """The workflow in a Conductor's completion: the last lists, written one after another, that make one together.
+    """The workflow in a Conductor's completion: the last lists, written one after another, that make one
+    together.
 
-    allow_empty: empty lists are a workflow of no steps (§3.2: keep the previous answer). subtasks=False: there are
-    two lists, and every subtask is to solve the question. Linear in the text's length.
-    Raises WorkflowError, which says which list is wrong and why."""
+    allow_empty: empty lists are a workflow of no steps (§3.2: keep the previous answer). subtasks=False:
+    there are two lists, and every subtask is to solve the question. Linear in the text's length. Raises
+    WorkflowError, which says which list is wrong and why."""
     names = LISTS if subtasks else ("model_id", "access_list")
     error = WorkflowError("model_id: the list is missing")
     workflow, lists, position = None, [], 0
@@ -196,46 +174,10 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
             error = e
             continue
         if [name for name, _, _ in together] == [*names]:
-            lists = []  # In the order that was asked for they are complete: what follows is another workflow's.
+            lists = []  # In the order asked for they are complete: what follows is another workflow's.
     if workflow is None:
         raise error
     return workflow
-
-
-def read_list(text: str, start: int) -> tuple[list | None, str, int]:
-    """The list that opens at text[start] or None, what is wrong with it, and where it ends."""
-    pieces, size, depth, wrong = [], 0, 0, ""
-    for token in TOKEN.finditer(text, start):
-        kind, piece = token.lastgroup, token[0]
-        if kind == "name":  # Another list begins inside this one, which therefore was never closed.
-            return None, "the list is not closed", token.start()
-        if kind == "atom":
-            piece = unicodedata.normalize("NFKC", piece)  # full-width punctuation and digits
-            depth += (piece == "[") - (piece == "]")
-        size += len(piece)
-        if kind == "bad" or depth > 2:
-            wrong = wrong or f"{piece!r:.20} does not belong there"
-        if kind == "string" and not (token["end"] or token["end3"]):
-            wrong = wrong or "a string is not closed"
-        if size > MAX_LIST:
-            wrong = wrong or f"longer than {MAX_LIST:,} characters"
-        if kind == "string" and not wrong:
-            pieces.append(repr(string_value(token)))
-        elif kind == "atom":
-            pieces.append(piece)
-        if depth == 0:
-            break
-    else:
-        return None, "the list is not closed", len(text)
-    end = token.end()
-    if MORE.match(text, end):
-        wrong = wrong or f"{text[end:end + 8].strip()!r} follows the list, which has to be written out"
-    if wrong:
-        return None, wrong, end
-    try:
-        return ast.literal_eval(" ".join(pieces)), "", end
-    except (ValueError, SyntaxError) as e:  # also of numbers of thousands of digits
-        return None, getattr(e, "msg", str(e)), end
 
 
 def steps_of(lists: list, names: tuple, n_workers: int, max_steps: int, allow_empty: bool) -> list[Step]:
@@ -291,7 +233,8 @@ class Trace:
 
     @property
     def answer(self) -> str:
-        """The last step's response; that of the round before if this one has no steps; empty after a failure."""
+        """The last step's response; that of the round before if this one has no steps; empty after a
+        failure."""
         if self.error:
             return ""
         return self.replies[-1].text if self.replies else self.previous.answer
@@ -319,7 +262,8 @@ class Trace:
         return None if None in costs else sum(costs)
 
     def to_json(self) -> dict:
-        """A dict for json.dumps, of which from_json makes an equal trace. What is derived is there for other readers."""
+        """A dict for json.dumps, of which from_json makes an equal trace. What is derived is there for other
+        readers."""
         derived = {"answer": self.answer, "calls": self.calls, "tokens": self.tokens, "cost": self.cost}
         return {**asdict(self), **derived}
 
@@ -328,7 +272,8 @@ class Trace:
         workflow = Workflow([Step(**step) for step in d["workflow"]["steps"]], d["workflow"]["completion"])
         replies = [reply and Reply(**reply) for reply in d["replies"]]
         previous = d["previous"] and cls.from_json(d["previous"])
-        return cls(d["question"], workflow, d["workers"], replies, d["seconds"], d["error"], previous, d.get("right"))
+        return cls(d["question"], workflow, d["workers"], replies, d["seconds"], d["error"], previous,
+                   d.get("right"))
 
 
 @dataclass
@@ -339,16 +284,18 @@ class Task:
     previous: Trace | None = None  # the round before
     problem: object = None  # eval.py's Problem, which the grader gets
     name: str = ""  # names the task within a run, for the pool's replay file; "": nothing is replayed
-    overrides: dict = field(default_factory=dict)  # of the last step's call, as in OpenAI's API: max_tokens, stop, …
+    overrides: dict = field(default_factory=dict)  # of the last step's call: max_tokens, stop, …
     on_text: object = None  # on_text(piece) is called with the last step's text as it comes
-    hung_up: object = lambda: False  # hung_up() is true once nobody waits for the answer: no further step starts
+    hung_up: object = lambda: False  # hung_up() is true once nobody waits for the answer
 
     def __post_init__(self):
-        self.question = self.question.encode(errors="replace").decode()  # Half an emoji, as JSON can spell it, is no text.
+        # Half an emoji, as JSON can spell it, is no text.
+        self.question = self.question.encode(errors="replace").decode()
 
 
 def worker_chat(question: str, turns: list[tuple[str, str]], subtask: str) -> list[dict]:
-    """What a worker sees: the question, (subtask, response) of the steps it may see as past turns, its own subtask."""
+    """What a worker sees: the question, (subtask, response) of the steps it may see as past turns, its own
+    subtask."""
     chat = []
     for earlier, response in turns:
         chat.append({"role": "user", "content": f"Your task:\n{earlier}"})
@@ -358,13 +305,16 @@ def worker_chat(question: str, turns: list[tuple[str, str]], subtask: str) -> li
     return chat
 
 
-def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: False, then=lambda trace: trace) -> Future:
-    """Start a workflow. The future's result is then(trace), which runs in the thread of the step that ended last.
+def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: False,
+           then=lambda trace: trace) -> Future:
+    """Start a workflow. The future's result is then(trace), which runs in the thread of the step that ended
+    last.
 
-    A step starts when the steps that it reads have ended; no thread waits for another. A WorkerError sets Trace.error:
-    no further step starts, and the trace is done when the running steps are, so that no cost is lost. The same happens
-    once stopped() or task.hung_up() is true. An empty or cut-off reply is a reply. Any other exception is a bug, and the
-    future's. number: the rollout's; with task.name it names this run of the workflow in the pool's replay file."""
+    A step starts when the steps that it reads have ended; no thread waits for another. A WorkerError sets
+    Trace.error: no further step starts, and the trace is done when the running steps are, so that no cost is
+    lost. The same happens once stopped() or task.hung_up() is true. An empty or cut-off reply is a reply. Any
+    other exception is a bug, and the future's. number: the rollout's; with task.name it names this run of the
+    workflow in the pool's replay file."""
     steps, previous = workflow.steps, task.previous
     if not steps and previous is None:
         raise ValueError("a workflow without steps keeps the previous answer, but there is no previous round")
@@ -384,7 +334,7 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
             if i is not None and not trace.error:
                 call(i)
             start_next(i)
-        except Exception as bug:  # Step i stays in `running`, so that no other thread takes the trace for done.
+        except Exception as bug:  # Step i stays in `running`: no other thread takes the trace for done.
             with lock:
                 trace.error = f"step {i}: {bug!r}"
                 if not done.done():
@@ -423,18 +373,20 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
             trace.seconds = time.monotonic() - begun
             done.set_result(then(trace))
 
-    done.set_running_or_notify_cancel()  # From here on it cannot be cancelled, so that a result can always be set.
+    done.set_running_or_notify_cancel()  # Now it cannot be cancelled: a result can always be set.
     in_thread(take, None)
     return done
 
 
-def execute(workflow: Workflow, question: str, pool: list, previous: Trace | None = None, name: str = "") -> Trace:
+def execute(workflow: Workflow, question: str, pool: list, previous: Trace | None = None,
+            name: str = "") -> Trace:
     """Run a workflow and wait for its trace: see `submit`. name: as in Task."""
     return submit(workflow, Task(question, pool, previous, name=name)).result()
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Roll out: question → prompt → completion → workflow → answer → right or wrong, and once more in view of the answer
+# Roll out: question → prompt → completion → workflow → answer → right or wrong, and once more in view of the
+# answer
 
 
 @dataclass
@@ -446,7 +398,7 @@ class Rollout:
     completion: Completion | None = None
     trace: Trace | None = None  # None: the text is no workflow
     invalid: str = ""  # and why it is none
-    right: bool | None = False  # set by roll_out alone; None: nobody knows, as a worker was lost or nobody grades
+    right: bool | None = False  # set by roll_out alone; None: unknown, as a worker was lost or nobody grades
     reward: float | None = None  # set in train.py (§3.1); None: masked
     advantage: float = 0.0  # set in grpo.py (Eq. 2)
     weights: list[float] | None = None  # of the tokens, for the gap between sampler and trainer (grpo.py)
@@ -454,15 +406,16 @@ class Rollout:
 
 def roll_out(write, tasks: list[Task], n: int = 1, prompting: Prompting = Prompting(), grade=None, edit=None,
              first: int = 0, on_finish=None) -> list[list[Rollout]]:
-    """n rollouts of each task, as [task][rollout]. A workflow runs over the workers as soon as it is written, and is
-    graded as soon as it has run, while others are being written.
+    """n rollouts of each task, as [task][rollout]. A workflow runs over the workers as soon as it is written,
+    and is graded as soon as it has run, while others are being written.
 
     write: see `sampled` and `seated`. grade(task.problem, answer) -> bool; without it every `right` is None.
-    edit(workflow) -> workflow changes what was written before it runs, for ablations. first: the number of each task's
-    first rollout; calls that share a task's rollouts take different numbers, and draw as one call would.
-    on_finish(rollout) is called, from any thread, as each is complete.
+    edit(workflow) -> workflow changes what was written before it runs, for ablations. first: the number of
+    each task's first rollout; calls that share a task's rollouts take different numbers, and draw as one call
+    would. on_finish(rollout) is called, from any thread, as each is complete.
 
-    What any of these raises is raised here; then no further step starts, and no running call is waited for."""
+    What any of these raises is raised here; then no further step starts, and no running call is waited
+    for."""
     groups, running, failed = [[None] * n for _ in tasks], [], threading.Event()
 
     def written(i, j, text, prompt=(), completion=None, error=None):
@@ -473,15 +426,18 @@ def roll_out(write, tasks: list[Task], n: int = 1, prompting: Prompting = Prompt
         rollout = Rollout(task, text, list(prompt), completion)
         groups[i][j] = rollout
         if error is not None:  # the Conductor's own call was lost
-            return complete(rollout, Trace(task.question, Workflow([]), [], [], error=error, previous=task.previous))
+            lost = Trace(task.question, Workflow([]), [], [], error=error, previous=task.previous)
+            return complete(rollout, lost)
         try:
-            workflow = parse(text, len(task.pool), prompting.max_steps, task.previous is not None, prompting.subtasks)
+            workflow = parse(text, len(task.pool), prompting.max_steps, task.previous is not None,
+                             prompting.subtasks)
         except WorkflowError as e:
             rollout.invalid = str(e)
             return complete(rollout, None)
         if edit:
             workflow = edit(workflow)
-        running.append(submit(workflow, task, first + j, failed.is_set, lambda trace: complete(rollout, trace)))
+        future = submit(workflow, task, first + j, failed.is_set, lambda trace: complete(rollout, trace))
+        running.append(future)
 
     def complete(rollout, trace):
         rollout.trace = trace
@@ -511,18 +467,20 @@ def ask(task: Task, prompting: Prompting) -> list[dict]:
                     prompting.examples, prompting.subtasks)
 
 
-def conduct(write, tasks: list[Task], rounds: int = 0, prompting: Prompting = Prompting(), tries: int = 3, grade=None,
-            edit=None) -> list[Rollout]:
-    """One rollout a task, and up to `rounds` further ones in view of the answer, until empty lists keep it (§3.2).
+def conduct(write, tasks: list[Task], rounds: int = 0, prompting: Prompting = Prompting(), tries: int = 3,
+            grade=None, edit=None) -> list[Rollout]:
+    """One rollout a task, and up to `rounds` further ones in view of the answer, until empty lists keep it
+    (§3.2).
 
-    Text that does not parse is drawn again, `tries` times in all, each time under the next rollout number. A task whose
-    last try does not parse ends without a trace in the first round, and with the round before in a later one."""
+    Text that does not parse is drawn again, `tries` times in all, each time under the next rollout number. A
+    task whose last try does not parse ends without a trace in the first round, and with the round before in a
+    later one."""
     latest, going_on = [None] * len(tasks), range(len(tasks))
     for turn in range(rounds + 1):
         asked = {}  # task's index -> the task of this round
         for i in going_on:
             previous = latest[i].trace if turn else tasks[i].previous
-            on_text = tasks[i].on_text if turn == rounds else None  # Before, nobody knows whether this is the answer.
+            on_text = tasks[i].on_text if turn == rounds else None  # Earlier it may not be the answer.
             asked[i] = replace(tasks[i], previous=previous, on_text=on_text)
         for number in range(tries):
             groups = roll_out(write, [*asked.values()], 1, prompting, grade, edit, number)
@@ -539,39 +497,50 @@ def conduct(write, tasks: list[Task], rounds: int = 0, prompting: Prompting = Pr
 READ_AT_ONCE = 1 << 15  # tokens of prompts that a model reads at a time: a batch of long ones needs gigabytes
 
 
-class TooLong(ValueError):
-    """There is more to read than the Conductor can. Nothing has been written then."""
-
-
 def sampled(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature: float = 1.0, seed: int = 0):
-    """A model in the Conductor's seat, as the function write(chats, n, first, on_text) of `roll_out` and `conduct`.
+    """A model in the Conductor's seat, as the function write(chats, n, first, on_text) of `roll_out` and
+    `conduct`.
 
-    It writes n completions of each chat, numbered from `first` on, and calls on_text(chat's index, completion's index,
-    text, prompt's ids, Completion) as each is finished."""
+    It writes n completions of each chat, numbered from `first` on, and calls on_text(chat's index,
+    completion's index, text, prompt's ids, Completion) as each is finished; with error="why" in place of all
+    but the indices and an empty text where there is more to read than the model can."""
+    room = model.config.max_position_embeddings - prompting.max_new_tokens
+
     def write(chats, n, first, on_text):
-        prompts = [tokenizer.chat(chat) for chat in chats]
-        longest, room = max(map(len, prompts)), model.config.max_position_embeddings - prompting.max_new_tokens
-        if longest > room:
-            raise TooLong(f"the prompt has {longest} tokens; beside the {prompting.max_new_tokens} that it may write "
-                          f"the Conductor can read {room}")
-        size = max(1, READ_AT_ONCE // longest)
-        for start in range(0, len(prompts), size):
-            batch = prompts[start:start + size]
+        prompts = {}
+        for i, chat in enumerate(chats):
+            prompt = tokenizer.chat(chat)
+            if len(prompt) <= room:
+                prompts[i] = prompt
+            else:
+                why = f"the prompt has {len(prompt)} tokens, and the Conductor can read {room}"
+                for j in range(n):
+                    on_text(i, j, "", error=why)
+        while prompts:
+            size = max(1, READ_AT_ONCE // max(map(len, prompts.values())))
+            batch = [*prompts][:size]
 
-            def finished(i, j, completion):
-                on_text(start + i, j, tokenizer.decode(completion.tokens), batch[i], completion)
+            def finished(k, j, completion):
+                on_text(batch[k], j, tokenizer.decode(completion.tokens), prompts[batch[k]], completion)
 
-            generate(model, batch, n, prompting.max_new_tokens, temperature, eos_id=tokenizer.end_ids, seed=seed,
-                     n_ids=len(tokenizer), on_finish=finished, first=first)
+            generate(model, [prompts[i] for i in batch], n, prompting.max_new_tokens, temperature, seed=seed,
+                     eos_id=tokenizer.end_ids, n_ids=len(tokenizer), on_finish=finished, first=first)
+            for i in batch:
+                del prompts[i]
     return write
 
 
-def seated(worker, nonce: str | None = None):
-    """A worker in the Conductor's seat (Table 11), as a function like that of `sampled`. It may write twice as much as
-    in its own place, as in the paper.
+# ------------------------------------------------------------------------------------------------------------
+# Appendix: threads, strings in lists, few-shot examples, views, the server, the command line
 
-    on_text gets no ids, and where the worker was lost an error. nonce names the run for the pool's replay file."""
-    limits = {key: 2 * worker.params[key] for key in ("max_tokens", "max_completion_tokens") if key in worker.params}
+def seated(worker, nonce: str | None = None):
+    """A worker in the Conductor's seat (Table 11), as a function like that of `sampled`. It may write twice
+    as much as in its own place, as in the paper.
+
+    on_text gets no ids, and where the worker was lost an error. nonce names the run for the pool's replay
+    file."""
+    names = ("max_tokens", "max_completion_tokens")
+    limits = {name: 2 * worker.params[name] for name in names if name in worker.params}
 
     def write(chats, n, first, on_text):
         def call(i, j):
@@ -590,12 +559,10 @@ def seated(worker, nonce: str | None = None):
     return write
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Appendix: threads, strings in lists, few-shot examples, views, the server, the command line
-
-# The calls of all workflows are made by up to 512 threads; how many a worker gets at a time is its `concurrency`.
+# The calls of all workflows are made by up to 512 threads; how many a worker gets at a time is its
+# `concurrency`.
 jobs = queue.SimpleQueue()  # of (future, function, arguments)
-idle, unborn = threading.Semaphore(0), threading.Semaphore(512)  # how many threads wait, how many more may start
+idle, unborn = threading.Semaphore(0), threading.Semaphore(512)  # threads that wait; that may still start
 
 
 def in_thread(function, *arguments) -> Future:
@@ -608,8 +575,8 @@ def in_thread(function, *arguments) -> Future:
 
 
 def work():
-    """A thread's life. It is a daemon, unlike a ThreadPoolExecutor's: a program that ends, by Ctrl-C or an error, shall
-    neither wait nor pay for the calls that are still queued."""
+    """A thread's life. It is a daemon, unlike a ThreadPoolExecutor's: a program that ends, by Ctrl-C or an
+    error, shall neither wait nor pay for the calls that are still queued."""
     while True:
         future, function, arguments = jobs.get()
         try:
@@ -619,6 +586,66 @@ def work():
         idle.release()
 
 
+# Reading a list. One tokeniser passes over the text once and never gives a token up, and every repetition in
+# a name is bounded, so hostile text costs linear time. Only flat lists of strings and numbers are evaluated.
+
+MAX_LIST = 100_000  # characters
+NAME = r"""(?<![A-Za-z0-9_])(?P<name>model\\?_id|subtasks|access\\?_list)[\s*`"'”’]{0,20}
+    # JSON and Markdown quote it; some annotate it: model_id: list[int] = …
+    (?:[:：]\s{0,4}[A-Za-z][\w.]{0,20}\s{0,4}(?:\[[^=\n]{0,60}\])?\s{0,4}(?==))?
+    [:=：＝][\s*`]{0,20}(?=[\[［])"""
+# A string may hold a raw newline, but not one before a list's name: such a string was never closed.
+NEWLINE = r"\n(?![ *`\"'-]{0,8}" + NAME.replace("?P<name>", "?:") + ")"
+TRIPLE = "|".join(rf"{q * 3}(?:[^{q}\\\0]+|\\.|{q}(?!{q * 2}))*" for q in "\"'")
+PLAIN = "|".join(rf"{q}(?:[^{q}\\\n\0]+|\\.|{NEWLINE})*" for q in "\"'")
+SMART = "|".join(rf"[{q}](?:[^{q}\\\n\0]+|\\.|{NEWLINE}|[{q}](?!\s{{0,8}}[],，］]))*" for q in ("“”", "‘’"))
+TOKEN = re.compile(rf"""(?P<atom>[][,［］，]|(?:\d+(?:\.\d*)?(?:[eE]\d+)?|True|False|None)(?!\w))
+    |{NAME}
+    |(?P<string>(?P<raw>[rR]?)(?:(?:{TRIPLE})(?P<end3>\"\"\"|\'\'\')?|(?:{PLAIN}|{SMART})(?P<end>["'“”‘’])?))
+    |(?P<comment>(?:\#|//)[^\n]*)
+    |(?P<bad>-?\w+|\S)""", re.DOTALL | re.VERBOSE)
+LIST_BEGINS = re.compile(NAME, re.VERBOSE)
+MORE = re.compile(r"[ \t]*(?:\*[ \t]*\w|\+|\[|\.\w+\()")  # makes an expression of a list: [0]*6, [0].pop()
+# Some models go on to invent a further question, and its workflow is none for this one.
+NEXT_QUESTION = re.compile(r"^[\s>#*]{0,8}(?:\w{1,12} )?[Qq]uestion(?: \d{1,3})?[* ]{0,4}[:：]", re.MULTILINE)
+
+
+def read_list(text: str, start: int) -> tuple[list | None, str, int]:
+    """The list that opens at text[start] or None, what is wrong with it, and where it ends."""
+    pieces, size, depth, wrong = [], 0, 0, ""
+    for token in TOKEN.finditer(text, start):
+        kind, piece = token.lastgroup, token[0]
+        if kind == "name":  # Another list begins inside this one, which therefore was never closed.
+            return None, "the list is not closed", token.start()
+        if kind == "atom":
+            piece = unicodedata.normalize("NFKC", piece)  # full-width punctuation and digits
+            depth += (piece == "[") - (piece == "]")
+        size += len(piece)
+        if kind == "bad" or depth > 2:
+            wrong = wrong or f"{piece!r:.20} does not belong there"
+        if kind == "string" and not (token["end"] or token["end3"]):
+            wrong = wrong or "a string is not closed"
+        if size > MAX_LIST:
+            wrong = wrong or f"longer than {MAX_LIST:,} characters"
+        if kind == "string" and not wrong:
+            pieces.append(repr(string_value(token)))
+        elif kind == "atom":
+            pieces.append(piece)
+        if depth == 0:
+            break
+    else:
+        return None, "the list is not closed", len(text)
+    end = token.end()
+    if MORE.match(text, end):
+        wrong = wrong or f"{text[end:end + 8].strip()!r} follows the list, which has to be written out"
+    if wrong:
+        return None, wrong, end
+    try:
+        return ast.literal_eval(" ".join(pieces)), "", end
+    except (ValueError, SyntaxError) as e:  # also of numbers of thousands of digits
+        return None, getattr(e, "msg", str(e)), end
+
+
 def quoted(text: str) -> str:
     """A string literal that Python, JSON and `string_value` read alike."""
     def escaped(m):
@@ -626,20 +653,23 @@ def quoted(text: str) -> str:
     return '"' + re.sub(r'["\\\x00-\x1f\x7f]', escaped, text) + '"'
 
 
-# In a string that a model wrote, \n, \t and \r are Python's newline, tab and return, or begin a command of LaTeX. After
-# \r a letter follows in LaTeX only. LaTeX's commands with n and t are these; what follows a newline or tab in other text
-# never completes one, but for the few in LIKE_WORDS ("\nless" may be a newline and "less"). They count as LaTeX within
-# $…$ and where a relation or a symbol can stand: at the beginning, and after a word and a space.
+# In a string that a model wrote, \n, \t and \r are Python's newline, tab and return, or begin a command of
+# LaTeX. After \r a letter follows in LaTeX only. LaTeX's commands with n and t are these; what follows a
+# newline or tab in other text never completes one, but for the few in LIKE_WORDS ("\nless" may be a newline
+# and "less"). They count as LaTeX within $…$ and where a relation or a symbol can stand: at the beginning,
+# and after a word and a space.
 COMMAND = re.compile(r"""r[A-Za-z]+
-    |n(?:abla|at(?:ural|nums)|cong|e|earrow|eg|eg(?:med|thick|thin)space|eq|ew(?:command|environment|line|page)
-      |exists|geqq?|geqslant|gtr|i|icefrac|[lL]eft(?:right)?arrow|[rR]ightarrow|leqq?|leqslant|less|mid|obreak(?:space)?
-      |oindent|olimits|onumber|orm|ormalsize|ot|otag|otin|otni|parallel|prec(?:eq)?|short(?:mid|parallel)|sim
-      |su[bp]set(?:eqq?)?|succ(?:eq)?|triangle(?:left|right)(?:eq)?|u|ull|[vV][dD]ash|warrow)
-    |t(?:ag|anh?|au|binom|ext[a-z]*|frac|g|h|herefore|heta|hetasym|hick(?:approx|sim|space)|hinspace|ilde|imes|iny
-      |o|oggle|op|r|riangle[a-z]*|t|wohead(?:left|right)arrow)""", re.VERBOSE)
+    |n(?:abla|at(?:ural|nums)|cong|e|earrow|eg|eg(?:med|thick|thin)space|eq|exists
+      |ew(?:command|environment|line|page)|geqq?|geqslant|gtr|i|icefrac|[lL]eft(?:right)?arrow|[rR]ightarrow|leqq?|leqslant|less|mid
+      |oindent|obreak(?:space)?|olimits|onumber|orm|ormalsize|ot|otag|otin|otni|parallel|prec(?:eq)?
+      |short(?:mid|parallel)|sim|su[bp]set(?:eqq?)?|succ(?:eq)?|triangle(?:left|right)(?:eq)?|u|ull
+      |[vV][dD]ash|warrow)
+    |t(?:ag|anh?|au|binom|ext[a-z]*|frac|g|h|herefore|heta|hetasym|hick(?:approx|sim|space)|hinspace|ilde|imes
+      |iny|o|oggle|op|r|riangle[a-z]*|t|wohead(?:left|right)arrow)""", re.VERBOSE)
 LIKE_WORDS = {"ne", "nexists", "ni", "nless", "nmid", "nparallel", "nsim", "nsubset", "nu"}
 RELATION_FITS = re.compile(r"^$|[\w)}\]$] $|[&({_^=+|]$")
-ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|U000[0-9a-fA-F]{5}|x(?=.?\d)[0-9a-fA-F]{2}|[A-Za-z]+|.)|\$", re.DOTALL)
+HEX = r"u[0-9a-fA-F]{4}|U000[0-9a-fA-F]{5}|x(?=.?\d)[0-9a-fA-F]{2}"
+ESCAPE = re.compile(rf"\\({HEX}|[A-Za-z]+|.)|\$", re.DOTALL)
 CONTROL = {"n": "\n", "t": "\t", "r": "\r"}
 
 
@@ -665,7 +695,7 @@ def unescaped(text: str) -> str:
     if "\\" not in text:
         return text
     commands = [m[1] for m in ESCAPE.finditer(text) if m[1] and m[1].isalpha()]
-    raw = any(c[0] not in "nrt" or COMMAND.fullmatch(c) and c not in LIKE_WORDS for c in commands)  # LaTeX as it is
+    sure = [c for c in commands if c[0] not in CONTROL or COMMAND.fullmatch(c) and c not in LIKE_WORDS]
     in_math = False
 
     def replaced(m):
@@ -674,14 +704,14 @@ def unescaped(text: str) -> str:
             in_math = not in_math
             return "$"
         what = m[1]
-        if len(what) > 2 and re.fullmatch("[uUx][0-9a-fA-F]+", what):
+        if re.fullmatch(HEX, what):
             return chr(int(what[1:], 16))
         if what[0] in CONTROL:
             latex = COMMAND.fullmatch(what)
             if latex and what in LIKE_WORDS:
                 latex = in_math or RELATION_FITS.search(text[max(0, m.start() - 2):m.start()])
             return m[0] if latex else CONTROL[what[0]] + what[1:]
-        if what == "\\" and raw:  # a line break of LaTeX
+        if what == "\\" and sure:  # In LaTeX that is written as it is, this is a line break.
             return m[0]
         if what == "\n":
             return ""
@@ -689,65 +719,82 @@ def unescaped(text: str) -> str:
     return ESCAPE.sub(replaced, text)
 
 
-# Few-shot examples (Table 4): question, plan, steps. Those of tasks that no training set holds ("ood") are the default:
-# nearer ones are copied, not explored beyond.
+# Few-shot examples (Table 4): question, plan, steps. Those of tasks that no training set holds ("ood") are
+# the default: nearer ones are copied, not explored beyond.
 TAGS = "Reason inside <idea> tags and put the result inside <answer> tags."
 MEDICINE = (
-    "A heavy drinker of 58 is confused, with jerking eye movements, an unsteady gait and low blood sugar. What must "
-    "precede the glucose?",
-    "This hangs on recalling one clinical rule. Two models that do not see each other can recall it, and a third "
-    "settles it.",
+    "A heavy drinker of 58 is confused, with jerking eye movements, an unsteady gait and low blood sugar. "
+    "What must precede the glucose?",
+    "This hangs on recalling one clinical rule. Two models that do not see each other can recall it, and a "
+    "third settles it.",
     [(4, f"Name the syndrome that fits these findings and the deficiency behind it. {TAGS}", []),
      (1, f"Explain what glucose alone could do to this patient, and what prevents it. {TAGS}", []),
-     (6, "Compare both responses, resolve any conflict, and give the treatment with its reason in one line inside "
-         "<answer> tags.", "all")])
+     (6, "Compare both responses, resolve any conflict, and give the treatment with its reason in one line "
+         "inside <answer> tags.", "all")])
 COUNTDOWN = (
-    "Using each of 3, 7, 8 and 25 exactly once, with + - * / and parentheses, write an expression that equals 76.",
+    "Using each of 3, 7, 8 and 25 exactly once, with + - * / and parentheses, write an expression that "
+    "equals 76.",
     "The search is small enough for one careful model.",
     [(2, "Find such an expression. Try products near 76 first, and verify the arithmetic before you answer. "
          f"{TAGS}", [])])
 LIMIT = (
     "Find the limit of n(e - (1 + 1/n)^n) as n goes to infinity.",
-    "An expansion solves it but signs go wrong easily, so another model should check it numerically before the answer "
-    "goes out.",
+    "An expansion solves it but signs go wrong easily, so another model should check it numerically before "
+    "the answer goes out.",
     [(0, f"Expand (1 + 1/n)^n in powers of 1/n up to the first order and derive the limit. {TAGS}", []),
-     (5, "Test the derived limit at n = 1000, correct the derivation if they disagree, and give the exact limit. "
-         f"{TAGS}", "all")])
+     (5, "Test the derived limit at n = 1000, correct the derivation if they disagree, and give the exact "
+         f"limit. {TAGS}", "all")])
 LONG_COUNTDOWN = (
     "Using each of 2, 4, 6, 11 and 75 at most once, with + - * /, write an expression that equals 437.",
-    "I would have one model lay out promising routes and another follow them, a third search alone, and a last one "
-    "verify.",
-    [(3, "Do not solve it. List three products or sums close to 437 and, for each, the difference that is still to be "
-         "made.", []),
-     (6, f"Follow the routes above, one after the other, until one works out with the numbers left. {TAGS}", "all"),
+    "I would have one model lay out promising routes and another follow them, a third search alone, and "
+    "a last one verify.",
+    [(3, "Do not solve it. List three products or sums close to 437 and, for each, the difference that is "
+         "still to be made.", []),
+     (6, "Follow the routes above, one after the other, until one works out with the numbers left. "
+         f"{TAGS}", "all"),
      (0, f"Search for an expression in your own way, starting from the largest number. {TAGS}", []),
-     (4, "Recompute every proposed expression, check that no number is used twice, and put a correct one inside "
-         "<answer> tags.", "all")])
+     (4, "Recompute every proposed expression, check that no number is used twice, and put a correct one "
+         "inside <answer> tags.", "all")])
 COMPETITION = (  # like MATH
-    "How many positive divisors of $2^5 \\cdot 3^4 \\cdot 5$ are multiples of 12?",
+    "How many positive divisors of 2^5 * 3^4 * 5 are multiples of 12?",
     "Counting exponents settles it. One model counts, and another confirms the count in a second way.",
     [(2, f"Count the allowed exponents of each prime and multiply. {TAGS}", []),
-     (5, "Count again by dividing each such divisor by 12, correct the first count if they differ, and give the number. "
-         f"{TAGS}", "all")])
+     (5, f"Count again after dividing by 12, settle any difference, and give the number. {TAGS}", "all")])
 CHOICE = (  # like MMLU
     "Which gas makes up most of the atmosphere of Mars?\nA. nitrogen\nB. carbon dioxide\nC. argon\nD. oxygen",
     "This is a single fact that one model recalls.",
     [(1, f"Recall the composition of the atmosphere and give the letter of the right option. {TAGS}", [])])
 SHORT_ANSWER = (  # like RLPR
-    "A firm has fixed costs of 1200 and sells at 20 a unit what costs it 14. How many units must it sell to break even?",
-    "The model is simple, but profit and margin are easily mixed up: two models work alone and a third decides.",
+    "A firm has fixed costs of 1200 and sells at 20 a unit what costs it 14. Where does it break even?",
+    "Profit and margin are easily mixed up: two models work alone and a third decides.",
     [(3, f"Write down revenue and cost as functions of the quantity and set them equal. {TAGS}", []),
      (6, f"Find the contribution of a unit and divide the fixed costs by it. {TAGS}", []),
-     (0, "Compare both results, find the mistake where they differ, and give the quantity inside <answer> tags.", "all")])
+     (0, "Compare both results, correct what is wrong, and give the quantity inside <answer> tags.", "all")])
 PROGRAM = (  # like LiveCodeBench
     "Read n and a list of n integers. Print the length of the longest run of equal neighbours.",
-    "A plan with the edge cases first, then the program, then tests by another model, and a last one hands it in.",
+    "A plan with the edge cases first, then the program, then tests; a last model hands it in.",
     [(4, "Do not write code. Describe a pass over the list in constant memory, and list the edge cases.", []),
      (2, "Write the whole Python program by this plan, reading from standard input.", "all"),
      (5, "Go through the program by hand for the edge cases, and say which line fails, if any.", "all"),
      (6, "Give the corrected program as one block of Python, and nothing else.", "all")])
-EXAMPLES = {"ood": (MEDICINE, COUNTDOWN, LIMIT, LONG_COUNTDOWN), "in": (SHORT_ANSWER, CHOICE, COMPETITION, PROGRAM),
-            "mixed": (MEDICINE, COUNTDOWN, COMPETITION, PROGRAM)}
+EXAMPLES = {
+    "ood": (MEDICINE, COUNTDOWN, LIMIT, LONG_COUNTDOWN),
+    "in": (SHORT_ANSWER, CHOICE, COMPETITION, PROGRAM),
+    "mixed": (MEDICINE, COUNTDOWN, COMPETITION, PROGRAM),
+}
+ROLE_WITHOUT_SUBTASKS = """You conduct a team of language models. You never answer the question yourself: you
+write a workflow by which they answer it.
+
+A workflow has one to {max_steps} steps. Every step has two parts:
+- a model: the number of the model that does it,
+- an access list: which earlier steps that model is shown.
+Each model gets the question, then the responses of the steps it is shown, as past turns of a chat, and is
+told to solve the question, and nothing else. The models differ in what they are good at, and a model may be
+used more than once. The response to the last step goes to the user as it is.
+
+First say in a sentence or two what the question needs and how you divide the work. Then write two Python
+lists of equal length: model_id, the models' numbers; access_list, for each step ["all"] to show it all
+earlier steps, {indices}or [] to show it none."""
 
 
 def shown_examples(which: str, n_workers: int, max_steps: int, subtasks: bool) -> list[str]:
@@ -755,7 +802,7 @@ def shown_examples(which: str, n_workers: int, max_steps: int, subtasks: bool) -
     shown = []
     for question, plan, rows in EXAMPLES[which]:
         if len(rows) <= max_steps:
-            steps = [Step(worker % n_workers, subtask, [], access == "all") for worker, subtask, access in rows]
+            steps = [Step(worker % n_workers, subtask, [], sees == "all") for worker, subtask, sees in rows]
             shown.append(f"Example question: {question}\n\n{plan}\n{Workflow(steps).text(subtasks)}")
     return shown
 
@@ -764,8 +811,8 @@ def shown_examples(which: str, n_workers: int, max_steps: int, subtasks: bool) -
 
 
 def shape(workflow: Workflow) -> str:
-    """One shot; chain: every step sees the one before; fan-out: the last step sees all others, which see nothing; or
-    mixed. "no steps" keeps the answer of the round before."""
+    """One shot; chain: every step sees the one before; fan-out: the last step sees all others, which see
+    nothing; or mixed. "no steps" keeps the answer of the round before."""
     seen = [step.access for step in workflow.steps]
     n = len(seen)
     if n < 2:
@@ -802,7 +849,8 @@ def view(trace: Trace) -> str:
             out.append("\nThe answer is kept.")
     cost = "unknown cost" if trace.cost is None else f"${trace.cost:.4f}"
     seconds = sum(turn.seconds for turn in trace.rounds())
-    out.append(f"\nAnswer: {trace.answer}\n{trace.calls} calls, {trace.tokens} tokens, {cost}, {seconds:.1f} s")
+    out.append(f"\nAnswer: {trace.answer}")
+    out.append(f"{trace.calls} calls, {trace.tokens} tokens, {cost}, {seconds:.1f} s")
     return printable("\n".join(out))
 
 
@@ -835,7 +883,8 @@ VIEWS = {"view": view, "mermaid": mermaid, "json": as_json}
 
 
 def show(file: str, number: int | None, form: str) -> str:
-    """The traces of a run's or an evaluation's JSON lines, a line each, or number `number` of them in a form of VIEWS."""
+    """The traces of a run's or an evaluation's JSON lines, a line each, or number `number` of them in a form
+    of VIEWS."""
     lines = []
     with open(file, encoding="utf-8") as f:
         for i, line in enumerate(f):
@@ -875,12 +924,13 @@ IGNORED = ("model", "messages", "stream", "stream_options", "n", "user", "metada
 
 
 def conductor_server(write, pool: list, prompting: Prompting, rounds: int, port: int) -> Server:
-    """An OpenAI-compatible server on 127.0.0.1, bound but not started, of the models conductor (one round) and
-    conductor-recursive (`rounds` more). write is called from many threads.
+    """An OpenAI-compatible server on 127.0.0.1, bound but not started, of the models conductor (one round)
+    and conductor-recursive (`rounds` more). write is called from many threads.
 
-    The question is the whole conversation. A stream brings the last step's text as it comes where that is the answer
-    for sure; after a kept answer it brings it whole. usage is the workers' together, usage.cost in dollars (null where
-    unknown). A workflow that fails is a 502 that says not to try, and pay, again. A client that hangs up stops it."""
+    The question is the whole conversation. A stream brings the last step's text as it comes where that is the
+    answer for sure; after a kept answer it brings it whole. usage is the workers' together, usage.cost in
+    dollars (null where unknown). A workflow that fails is a 502 that says not to try, and pay, again. A
+    client that hangs up stops it."""
     further = {"conductor": 0, "conductor-recursive": rounds}
 
     class ConductorHandler(Handler):
@@ -898,25 +948,24 @@ def conductor_server(write, pool: list, prompting: Prompting, rounds: int, port:
 
             def send(piece):
                 streamed.append(piece)
-                with contextlib.suppress(ConnectionError):  # The client has gone; the call is paid for all the same.
+                with contextlib.suppress(ConnectionError):  # The client has gone, the call goes on.
                     self.send_chunk({"content": piece})
 
             overrides = {key: body[key] for key in OVERRIDES if body.get(key) is not None}
+            if "max_completion_tokens" in overrides:  # a younger name for the same
+                overrides["max_tokens"] = overrides.pop("max_completion_tokens")
             task = Task(question, pool, overrides=overrides, hung_up=self.hung_up)
             if body.get("stream"):
                 task.on_text = send
-            try:
-                [rollout] = conduct(write, [task], further[body["model"]], prompting)
-            except TooLong as e:
-                return self.fail(400, str(e))
+            [rollout] = conduct(write, [task], further[body["model"]], prompting)
             trace = rollout.trace
             if trace is None:
                 return self.fail(502, f"the Conductor wrote no workflow: {rollout.invalid}", retry=False)
-            if trace.error:
-                return self.fail(502, trace.error, retry=False)
+            if trace.error:  # Without steps the Conductor could not be asked: the question is too long.
+                return self.fail(502 if trace.workflow.steps else 400, trace.error, retry=False)
             n_in = sum(reply.prompt_tokens for reply in trace.used)
-            usage = {"prompt_tokens": n_in, "completion_tokens": trace.tokens - n_in, "total_tokens": trace.tokens,
-                     "cost": trace.cost}
+            usage = {"prompt_tokens": n_in, "completion_tokens": trace.tokens - n_in,
+                     "total_tokens": trace.tokens, "cost": trace.cost}
             finish = "length" if trace.used[-1].finish == "length" else "stop"
             if not streamed:
                 return self.reply(trace.answer, finish, usage)
@@ -926,53 +975,35 @@ def conductor_server(write, pool: list, prompting: Prompting, rounds: int, port:
     return Server(("127.0.0.1", port), ConductorHandler)
 
 
-@dataclass
-class Request:
-    """What a client's thread wants written."""
-    chat: list[dict]
-    number: int  # of the rollout
-    on_text: object
-    done: Future
-
-
 def from_one_thread(write):
-    """(ask, work_on): ask is a write() of one chat for many threads; work_on does it, for ever, in the thread that calls
-    it. What is asked while a batch is being written becomes the next.
+    """(ask_for, work_on): ask_for is a write() of one chat for many threads; work_on does what it is asked,
+    for ever, in the thread that calls it. What is asked while a batch is being written becomes the next.
 
     The main thread is to call work_on: torch aborts a program that ends while a daemon thread is in it."""
-    requests = queue.SimpleQueue()
+    requests = queue.SimpleQueue()  # of (chat, rollout's number, on_text, future)
 
     def ask_for(chats, n, first, on_text):
-        [chat] = chats
-        request = Request(chat, first, on_text, Future())
-        requests.put(request)
-        request.done.result()
-
-    def write_together(batch):
-        def written(i, j, *text):
-            batch[i].on_text(0, j, *text)
-        try:
-            write([request.chat for request in batch], 1, batch[0].number, written)
-        except TooLong as e:
-            if batch[1:]:
-                for request in batch:
-                    write_together([request])
-            else:
-                batch[0].done.set_exception(e)
-        except Exception as e:  # theirs who wait; this thread goes on
-            for request in batch:
-                request.done.set_exception(e)
-        else:
-            for request in batch:
-                request.done.set_result(None)
+        done = Future()
+        requests.put((chats[0], first, on_text, done))
+        done.result()
 
     def work_on():
         while True:
             batch = [requests.get()]
             while len(batch) < 64 and not requests.empty():
                 batch.append(requests.get())
-            for number in sorted({request.number for request in batch}):
-                write_together([request for request in batch if request.number == number])
+            for number in {request[1] for request in batch}:
+                write_together(number, [request for request in batch if request[1] == number])
+
+    def write_together(number, batch):
+        chats, _, told, futures = zip(*batch)
+        try:
+            write(chats, 1, number, lambda i, j, *text, **error: told[i](0, j, *text, **error))
+            for done in futures:
+                done.set_result(None)
+        except Exception as e:  # theirs who wait; this thread goes on
+            for done in futures:
+                done.set_exception(e)
     return ask_for, work_on
 
 
@@ -980,7 +1011,8 @@ def from_one_thread(write):
 
 
 def load_conductor(path: str) -> tuple[Qwen, Tokenizer, Prompting]:
-    """A checkpoint's model, tokenizer and Prompting: what train.py wrote into its conductor.json, or the defaults."""
+    """A checkpoint's model, tokenizer and Prompting: what train.py wrote into its conductor.json, or the
+    defaults."""
     file, known = os.path.join(path, "conductor.json"), {}
     if os.path.exists(file):
         known = read_json(file)
@@ -992,7 +1024,8 @@ def load_conductor(path: str) -> tuple[Qwen, Tokenizer, Prompting]:
 
 def subset(pool: list, only: str) -> list:
     """The workers of a pool whose names stand in `only`, with commas between; all of them for ""."""
-    wanted, known = [name.strip() for name in only.split(",") if name.strip()], [worker.name for worker in pool]
+    wanted = [name.strip() for name in only.split(",") if name.strip()]
+    known = [worker.name for worker in pool]
     for name in wanted:
         if name not in known:
             raise ValueError(f"--only={only}: no worker {name!r}; the pool has {', '.join(known)}")
@@ -1022,7 +1055,7 @@ def main(argv):
     try:
         if words[0] == "show":
             if len(words) not in (2, 3) or not "".join(words[2:]).isdecimal() and words[2:]:
-                raise SystemExit("usage: python workflow.py show FILE [N], where N is a trace's number, from 0")
+                raise SystemExit("usage: python workflow.py show FILE [N], where N counts traces from 0")
             return print(show(words[1], int(words[2]) if words[2:] else None, s.show))
         pool = subset(load_pool(s.pool, budget=s.budget), s.only)
         if s.conductor:
@@ -1037,7 +1070,7 @@ def main(argv):
             return serve_until_interrupted(write, pool, prompting, s)
         [rollout] = conduct(write, [Task(" ".join(words), pool)], s.rounds, prompting)
         if rollout.trace is None:
-            raise SystemExit(f"the Conductor wrote no workflow in three tries; of the last, {rollout.invalid}")
+            raise SystemExit(f"the Conductor wrote no workflow, in the last of 3 tries: {rollout.invalid}")
         print(VIEWS[s.show](rollout.trace))
         sys.exit(rollout.trace.error and "the workflow failed")
     except (OSError, ValueError, WorkerError) as e:
@@ -1057,8 +1090,8 @@ def serve_until_interrupted(write, pool, prompting, s: Settings):
         raise SystemExit(f"cannot serve on 127.0.0.1:{s.port}: {e}; choose another port with --port=N "
                          "(0: any free one)") from None
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    print(f"http://127.0.0.1:{server.server_address[1]}/v1 has the models conductor and conductor-recursive; Ctrl-C "
-          "ends it", flush=True)
+    url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+    print(f"{url} has the models conductor and conductor-recursive; Ctrl-C ends it", flush=True)
     work_on()
 
 

@@ -1,29 +1,17 @@
-"""workflow.py: what parses and what does not, who sees what (read off the wire of a real server), recursion, serving.
-
-"""
+"""workflow.py: the prompt, who sees what (read off the wire of a real server), the modes of App. F, rollouts, recursion."""
 import json
 import os
 import queue
-import random
 import re
-import signal
-import subprocess
-import sys
 import threading
-import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-import requests
-import torch
-from tokenizers import Tokenizer as BPE
-from tokenizers import models, pre_tokenizers, decoders
 
 import workflow as wf
-from model import Config, Qwen, Tokenizer
+from sample import Completion
 from workers import SPECIALISTS, Reply, WorkerError, load_pool
-from workflow import Prompting, Step, Task, Trace, Workflow, WorkflowError, conduct, execute, messages, parse, submit
+from workflow import Prompting, Step, Task, Trace, Workflow, execute, messages, parse, submit
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 GOOD = 'I would ask two.\nmodel_id = [1, 0]\nsubtasks = ["Solve it.", "Check it."]\naccess_list = [[], ["all"]]'
@@ -54,6 +42,33 @@ def test_the_examples_are_workflows(n_workers, max_steps):
         assert {s.worker for w in workflows for s in w.steps} == set(range(7))  # no worker is favoured by being left out
         assert any(s.access == [] for w in workflows for s in w.steps[1:]) and any(len(s.access) > 1 for w in workflows for s in w.steps)
         assert turn["content"].count("<idea>") >= 4 and turn["content"].count("<answer>") >= 4
+
+
+@pytest.mark.parametrize("examples", ["ood", "in", "mixed"])
+def test_few_shot_examples_to_choose(examples):
+    """Four workflows of different lengths that use every model; the mix is half of each (Table 4)."""
+    shown = messages("Why?", 7, examples=examples)[0]["content"].split("Example question: ")[1:]
+    workflows = [parse(text, 7) for text in shown]
+    assert sorted(len(w.steps) for w in workflows) == [1, 2, 3, 4]
+    if examples == "mixed":
+        ood, near = (messages("Why?", 7, examples=which)[0]["content"] for which in ("ood", "in"))
+        assert [sum(text.split("\n")[0] in prompt for text in shown) for prompt in (ood, near)] == [2, 2]
+    else:
+        assert {s.worker for w in workflows for s in w.steps} == set(range(7))
+    with pytest.raises(ValueError, match="examples 'far': there are ood, in, mixed"):
+        messages("Why?", 3, examples="far")
+
+
+def test_a_prompt_without_subtasks():
+    """App. B.7: neither the instructions nor the examples nor an earlier round speak of subtasks, and all else is as before."""
+    pool = [Local("a", lambda chat: chat[-1]["content"])]
+    first = execute(Workflow([Step(0, wf.SOLVE_IT, [])]), "Why?", pool)
+    chat = wf.ask(Task("Why?", pool * 3, first), Prompting(subtasks=False))
+    assert "subtask" not in json.dumps(chat) and "model_id = [0]\naccess_list = [[]]" == chat[1]["content"]
+    examples = chat[0]["content"].split("Example question: ")[1:]
+    assert [len(parse(text, 3, subtasks=False).steps) for text in examples] == [3, 1, 2, 4]
+    [[rollout]] = wf.roll_out(says(lambda i, j: "model_id = [0]\naccess_list = [[]]"), [Task("Why?", pool)], 1, Prompting(subtasks=False))
+    assert rollout.trace.answer == "Question:\nWhy?\n\nYour task:\nSolve the question."
 
 
 def test_styles():
@@ -409,3 +424,131 @@ def test_conduct_rounds_and_tries():
     assert trace.error == "step 0: down" and trace.previous is None
 
 
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# Rollouts
+
+
+def says(text):
+    """A write() that writes text(i, number) as rollout `number` of task i."""
+    def write(chats, n, first, on_text):
+        for i in range(len(chats)):
+            for j in range(n):
+                on_text(i, j, text(i, first + j), [i], Completion([first + j], [0.0], True))
+    return write
+
+
+def test_rollouts_are_run_and_graded_while_others_are_written():
+    """The second is written only once the first has been graded; text that is no workflow is wrong, a lost worker nobody's fault."""
+    graded, finished = threading.Event(), []
+
+    def text(i, number):
+        assert number == 0 or graded.wait(60)
+        return [one_step("right"), one_step("wrong"), "I cannot.", lists("[1]", '["A."]', "[[]]")][number]
+
+    def grade(problem, answer):
+        graded.set()
+        return problem == "P" and answer.endswith("right")
+
+    def down(chat):
+        raise WorkerError("down")
+
+    pool = [Local("echo", lambda chat: chat[-1]["content"]), Local("down", down)]
+    tasks = [Task("Why?", pool, problem="P"), Task("How?", pool, problem="Q")]
+    groups = wf.roll_out(says(text), tasks, 4, grade=grade, on_finish=finished.append)
+    assert [[r.right for r in group] for group in groups] == [[True, False, False, None], [False, False, False, None]]
+    assert [r.trace is None for r in groups[0]] == [False, False, True, False] and "model_id" in groups[0][2].invalid
+    assert [(r.task, r.prompt, r.completion.tokens) for r in groups[1]] == [(tasks[1], [1], [j]) for j in range(4)]
+    assert groups[0][3].trace.error == "step 0: down" and groups[0][0].trace.right is True and len(finished) == 8
+    assert [r.right for r in wf.roll_out(says(text), tasks[:1], 3)[0]] == [None, None, False]  # nobody grades
+    assert wf.roll_out(says(text), [], 3) == []
+
+
+def test_rollout_numbers_name_the_calls(tmp_path):
+    """Two calls that share a task's rollouts ask what one would: with the first one's replies on file nothing is asked again. Rounds are told
+    apart, and a task without a name is never replayed."""
+    with Wire(lambda model, chat: f"{len(wire.seen)}") as wire:
+        pool_of(tmp_path, wire.url, "a")
+        pool = load_pool(str(tmp_path / "pool.json"), replay=str(tmp_path / "replies"))
+        write = says(lambda i, number: one_step("Go."))
+        [whole] = wf.roll_out(write, [Task("Why?", pool, name="1/7")], 4)
+        assert len(wire.seen) == 4
+        pool = load_pool(str(tmp_path / "pool.json"), replay=str(tmp_path / "replies"))
+        [[a, b], [c, d]] = [wf.roll_out(write, [Task("Why?", pool, name="1/7")], 2, first=first)[0] for first in (0, 2)]
+        assert [r.trace.answer for r in (a, b, c, d)] == [r.trace.answer for r in whole] and len(wire.seen) == 4
+        wf.roll_out(write, [Task("Why?", pool, name="1/7", previous=a.trace)], 1)
+        wf.roll_out(write, [Task("Why?", pool)], 1)
+        wf.roll_out(write, [Task("Why?", pool)], 1)
+        assert len(wire.seen) == 7
+
+
+@pytest.mark.parametrize("where", ["write", "grade", "edit", "worker", "on_finish"])
+def test_what_fails_is_raised_at_once(where):
+    """A bug ends the rollouts without waiting for a call that hangs, and no step that had not begun begins."""
+    begun, hang, calls = threading.Event(), threading.Event(), []
+
+    def slow(chat):
+        calls.append(chat[-1]["content"])
+        begun.set()
+        hang.wait(60)
+        return "late"
+
+    def fail_at(place):
+        if place == where:
+            assert begun.wait(60)
+            raise ZeroDivisionError(place)
+
+    def quick(chat):
+        fail_at("worker")
+        return "quick"
+
+    def grade(problem, answer):
+        fail_at("grade")
+        return True
+
+    def edit(workflow):
+        if workflow.steps[0].worker:
+            fail_at("edit")
+        return workflow
+
+    def on_finish(rollout):
+        fail_at("on_finish")
+
+    def write(chats, n, first, on_text):
+        on_text(0, 0, lists("[0, 0]", '["A.", "B."]', "[[], [0]]"))
+        assert begun.wait(60)
+        on_text(0, 1, lists("[1]", '["C."]', "[[]]"))
+        fail_at("write")
+
+    with pytest.raises(ZeroDivisionError, match=where):
+        wf.roll_out(write, [Task("Why?", [Local("slow", slow), Local("quick", quick)])], 2, grade=grade, edit=edit, on_finish=on_finish)
+    hang.set()
+    jobs = [wf.in_thread(int) for _ in range(wf.threading.active_count())]
+    assert [job.result(60) for job in jobs] == [0] * len(jobs) and len(calls) == 1  # B. was not asked for
+
+
+def test_a_task_that_nobody_waits_for_stops():
+    gone = threading.Event()
+
+    def leave(chat):
+        gone.set()
+        return "A"
+    pool = [Local("a", leave), Local("b", lambda chat: 1 / 0)]
+    [rollout] = wf.conduct(says(lambda i, number: lists("[0, 1]", '["A.", "B."]', "[[], [0]]")), [Task("Why?", pool, hung_up=gone.is_set)], 3)
+    assert "stopped" in rollout.trace.error and rollout.trace.calls == 1 and rollout.trace.previous is None
+
+
+def test_a_worker_in_the_seat_that_is_lost(tmp_path):
+    """Its tasks end with an error, neither right nor wrong; the others go on."""
+    with Wire(lambda model, chat: 400 if "Why?" in chat[0]["content"] else one_step("Go.") if "You conduct" in chat[0]["content"] else "gone") as wire:
+        [worker] = pool_of(tmp_path, wire.url, "a")
+        lost, fine = wf.conduct(wf.seated(worker), [Task("Why?", [worker]), Task("How?", [worker])], grade=lambda problem, answer: True)
+    assert lost.right is None and "HTTP 400" in lost.trace.error and (fine.right, fine.trace.answer) == (True, "gone")
+
+
+@pytest.mark.parametrize("access, name", [
+    ([], "no steps"), ([[]], "one shot"), ([[], [0]], "chain"), ([[], [0], [0, 1]], "chain"), ([[], [], [0, 1]], "fan-out"),
+    ([[], [], [], [0, 1, 2]], "fan-out"), ([[], []], "mixed"), ([[], [0], [0]], "mixed"), ([[], [], [1]], "mixed"), ([[], [], [0, 1], [2]], "mixed")])
+def test_shapes(access, name):
+    assert wf.shape(Workflow([Step(0, "", seen) for seen in access])) == name

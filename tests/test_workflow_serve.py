@@ -1,0 +1,396 @@
+"""workflow.py in front: a checkpoint in the Conductor's seat, the command line, the server as its clients see it, over real HTTP."""
+import contextlib
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import requests
+import torch
+from tokenizers import Tokenizer as BPE
+from tokenizers import models, pre_tokenizers, decoders
+
+import workflow as wf
+from model import Config, Qwen, Tokenizer
+from test_workflow import Local, Wire, pool_of, said, user
+from test_workflow_parse import lists
+from workers import Reply, WorkerError
+from workflow import Prompting, Step, Trace, Workflow, execute, messages
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def byte_tokenizer():
+    """One token a byte, and the chat's two."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bpe = BPE(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    bpe.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    return Tokenizer(bpe)
+
+
+LEARNED = 'model_id = [0]\nsubtasks = ["Go."]\naccess_list = [[]]'
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A tiny Conductor that has learned one workflow by heart: in its last layer's eyes the next byte depends on the position alone."""
+    path = str(tmp_path_factory.mktemp("checkpoint"))
+    tokenizer = byte_tokenizer()
+    torch.manual_seed(0)
+    model = Qwen(Config(258, 64, 128, 2, 4, 2, tie_word_embeddings=True, max_position_embeddings=512))
+    prompts = [tokenizer.chat(messages(q, 1, style="short")) for q in ("Why?", "What is 6 * 7?", *(f"Question:\nWhy?\n\nYour task:\n{t}." for t in "AB"))]
+    answer = tokenizer.encode(LEARNED) + [tokenizer.eos_id]
+    optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
+    for _ in range(150):
+        optimizer.zero_grad()
+        for prompt in prompts:
+            logits = model(torch.tensor([prompt + answer]))[0, len(prompt) - 1:-1]
+            torch.nn.functional.cross_entropy(logits, torch.tensor(answer)).backward()
+        optimizer.step()
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    with open(os.path.join(path, "conductor.json"), "w") as f:
+        json.dump({"style": "short", "max_steps": 5, "max_new_tokens": 80, "n_workers": 1}, f)
+    return path
+
+
+def write_all(write, chats, n=1, first=0):
+    texts = {}
+    write(chats, n, first, lambda i, j, text, prompt, completion: texts.update({(i, j): text}))
+    return texts
+
+
+def test_a_checkpoint_writes(checkpoint):
+    model, tokenizer, prompting = wf.load_conductor(checkpoint)
+    assert prompting == Prompting("short", max_new_tokens=80)
+    write = wf.sampled(model, tokenizer, prompting, 0.0)
+    assert write_all(write, [messages(q, 1, style="short") for q in ("Why?", "What is 6 * 7?")], 2) == dict.fromkeys(
+        [(0, 0), (0, 1), (1, 0), (1, 1)], LEARNED)
+    errors = []
+    long, short = messages("Why? " * 400, 1, style="short"), messages("Why?", 1, style="short")
+    write([long, short, long], 1, 0, lambda i, j, text, *_, error=None: errors.append((i, j, text, error)))
+    why = "the prompt has 2047 tokens, and the Conductor can read 432"  # a model of 512 positions, 80 of them to write
+    assert errors == [(0, 0, "", why), (2, 0, "", why), (1, 0, LEARNED, None)]
+
+
+def run_cli(*words, env=()):
+    return subprocess.run([sys.executable, "workflow.py", *words], cwd=ROOT, capture_output=True, text=True, timeout=120,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", **dict(env)})
+
+
+def test_command_line(checkpoint, tmp_path):
+    workflow = lists("[1]", '["Answer."]', "[[]]")
+    with Wire(lambda model, chat: workflow if "You conduct" in chat[0]["content"] else f"{model} says so") as wire:
+        pool_of(tmp_path, wire.url, "a")
+        (tmp_path / "pool.json").rename(tmp_path / "a.json")
+        pool_of(tmp_path, wire.url, "ab", params={"max_tokens": 100})
+        pool_a, pool = f"--pool={tmp_path}/a.json", f"--pool={tmp_path}/pool.json"
+        shown = run_cli("Why?", f"--checkpoint={checkpoint}", "--temperature=0", pool_a)
+        seated = run_cli("Why?", "--conductor=worker-a", pool, "--rounds=1", "--show=json")
+    assert shown.returncode == 0 and "a says so" in shown.stdout and "Go." in shown.stdout, shown.stderr
+    trace = Trace.from_json(json.loads(seated.stdout))
+    assert trace.answer == "b says so" and len(trace.rounds()) == 2
+    assert wire.limits == {("a", None), ("a", 200), ("b", 100)}  # in the Conductor's seat twice the output
+
+
+def test_ctrl_c_ends_it_at_once(tmp_path):
+    asked, go_on = threading.Event(), threading.Event()
+
+    def answer(model, chat):
+        asked.set()
+        go_on.wait(60)
+        return "late"
+
+    with Wire(answer) as wire:
+        pool_of(tmp_path, wire.url, "a")
+        process = subprocess.Popen([sys.executable, "workflow.py", "Why?", "--conductor=worker-a", f"--pool={tmp_path}/pool.json"], cwd=ROOT,
+                                   stderr=subprocess.PIPE, text=True)
+        assert asked.wait(60)
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=25)[1].strip() == "interrupted" and process.returncode == 1  # the worker's timeout is 30 s
+        go_on.set()
+
+
+def test_ctrl_c_while_a_model_writes(checkpoint, tmp_path):
+    """The server's model writes in the main thread: a process that ended with another thread inside torch would abort."""
+    pool_of(tmp_path, "http://127.0.0.1:9/v1", "a")
+    code = """if True:
+        import sys, workflow
+        generate = workflow.generate
+        def for_ever(*args, on_finish, **how):
+            print("writing", flush=True)
+            while True:
+                generate(*args, on_finish=lambda *_: None, **how)
+        workflow.generate = for_ever
+        workflow.main(sys.argv[1:])"""
+    argv = [sys.executable, "-c", code, "serve", f"--checkpoint={checkpoint}", f"--pool={tmp_path}/pool.json", "--port=0"]
+    process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    url = process.stdout.readline().split()[0]
+    client = threading.Thread(target=ask_and_forget, args=(url,), daemon=True)
+    client.start()
+    assert process.stdout.readline() == "writing\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[1].strip() == "interrupted" and process.returncode == 1
+    client.join(60)
+
+
+def ask_and_forget(url):
+    with contextlib.suppress(requests.RequestException):
+        requests.post(f"{url}/chat/completions", json={"model": "conductor", "messages": [user("Why?")]}, timeout=60)
+
+
+def test_show(tmp_path):
+    """The lines of a run's traces/, as train.py writes them, and bare traces."""
+    pool = [Local("w1", lambda chat: "one\x1b[31m"), Local("w2", lambda chat: "two")]
+    trace = execute(Workflow([Step(0, "A.", []), Step(1, "B.", [0])]), "Why?", pool)
+    rows = [{"problem": "p", "answer": "7", "reward": 0.5, "trace": trace.to_json()}, {"problem": "p", "reward": 0, "text": "I would\nrather not."},
+            trace.to_json()]
+    file = tmp_path / "traces.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first, second, third = run_cli("show", str(file)).stdout.splitlines()
+    assert first.split() == ["0", "reward", "0.5", "chain", "Why?", "[w1", ">", "w2]"] and third.split()[:2] == ["2", "chain"]
+    assert second.split() == ["1", "reward", "0", "no", "workflow", "I", "would", "rather", "not."]
+    shown = wf.show(str(file), 0, "view")
+    assert shown == wf.view(trace) and "Step 0: w1 (model 0)" in shown and "Step 1: w2 (model 1), sees steps [0]: B." in shown and "\x1b" not in shown
+    assert wf.show(str(file), 2, "json") == json.dumps(trace.to_json()) and "rather not" in wf.show(str(file), 1, "view")
+    (tmp_path / "other.jsonl").write_text(json.dumps(rows[0]) + "\n[1]\n")
+    for words, reason in [(("show", str(file), "3"), "no line 3"), (("show", str(tmp_path / "other.jsonl")), "line 1, holds no trace"),
+                          (("show",), "usage"), (("show", str(file), "x"), "usage"), (("show", "nowhere.jsonl"), "nowhere.jsonl")]:
+        with pytest.raises(SystemExit, match=reason):
+            wf.main([*words])
+
+
+@pytest.mark.parametrize("words, reason", [
+    (["Why?", "--conductor=nobody", "--pool={pool}"], "worker-a"), (["Why?", "--checkpoint={dir}/none", "--pool={pool}"], "none"),
+    ([], "python workflow.py"), (["Why?", "--chekpoint=x"], "--checkpoint"), (["Why?", "--show=png"], "--show=png: there are view"),
+    (["serve", "--conductor=worker-a", "--pool={pool}", "--port=99999"], "--port=N")])
+def test_command_line_refuses(words, reason, tmp_path):
+    pool_of(tmp_path, "http://127.0.0.1:9/v1", "a")
+    with pytest.raises(SystemExit, match=reason):
+        wf.main([w.format(pool=f"{tmp_path}/pool.json", dir=tmp_path) for w in words])
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# Serve
+
+
+class Serving:
+    """workflow.conductor_server on a free port: over this pool, with this write()."""
+
+    def __init__(self, write, pool, prompting=Prompting(), rounds=2):
+        self.server = wf.conductor_server(write, pool, prompting, rounds, 0)
+        self.address = self.server.server_address
+        self.url = f"http://127.0.0.1:{self.address[1]}/v1"
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def post(self, chat, model="conductor", **more):
+        chat = [user(chat)] if type(chat) is str else chat
+        stream = more.pop("live", False)
+        return requests.post(self.url + "/chat/completions", json={"model": model, "messages": chat, **more}, timeout=60, stream=stream)
+
+    __enter__, __exit__ = Wire.__enter__, Wire.__exit__
+
+
+def writes(*texts):
+    """A write() that writes these, one after the other, and then the last again and again."""
+    texts = list(texts)
+
+    def write(chats, n, first, on_text):
+        on_text(0, 0, texts.pop(0) if texts[1:] else texts[0])
+    return write
+
+
+TWO, KEEP = lists("[0, 0]", '["A.", "B."]', "[[], []]"), Workflow([]).text()
+ECHO = [Local("echo", lambda chat: chat[-1]["content"])]
+
+
+def test_serve_answers_and_sums_the_usage():
+    with Serving(writes(TWO), ECHO) as s:
+        assert [m["id"] for m in requests.get(s.url + "/models", timeout=60).json()["data"]] == ["conductor", "conductor-recursive"]
+        assert requests.get(s.url.replace("/v1", "/health"), timeout=60).status_code == 200
+        body = s.post("Why?").json()
+        assert body["object"] == "chat.completion" and body["model"] == "conductor" and body["choices"][0]["finish_reason"] == "stop"
+        assert body["choices"][0]["message"] == {"role": "assistant", "content": "Question:\nWhy?\n\nYour task:\nB."}
+        assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4, "cost": 0.0}
+        body = s.post("Why?", model="conductor-recursive").json()
+        assert body["usage"]["total_tokens"] == 12  # three rounds of two steps
+        chat = [{"role": "system", "content": "Be brief."}, user("Hi"), said("Hello"), user([{"type": "text", "text": "Why?"}])]
+        assert "system: Be brief.\n\nuser: Hi\n\nassistant: Hello\n\nuser: Why?\n" in s.post(chat).json()["choices"][0]["message"]["content"]
+
+
+def events(response):
+    return [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+
+
+def deltas(response):
+    return [choice["delta"].get("content", "") for event in events(response)[:-1] for choice in json.loads(event)["choices"]]
+
+
+class Slow:
+    """A worker that says "one " and goes on with "two" only once the test says so; it keeps what it was asked."""
+    name = "slow"
+
+    def __init__(self):
+        self.go_on, self.asked = threading.Event(), queue.SimpleQueue()
+
+    def chat(self, chat, on_text=None, **overrides):
+        self.asked.put((chat[-1]["content"], overrides))
+        if on_text:
+            on_text("one ")
+        assert self.go_on.wait(60)
+        if "fail" in chat[0]["content"]:
+            raise WorkerError("slow: down")
+        if on_text:
+            on_text("two")
+        return Reply("one two", 1, 1, 0.0, 0.0)
+
+
+def test_the_last_steps_text_is_streamed_as_it_comes():
+    """Its first piece is read while the worker still writes; the step before it is not heard."""
+    slow = Slow()
+    pool = [Local("quick", lambda chat: "quick"), slow]
+    with Serving(writes(lists("[0, 1]", '["A.", "B."]', '[[], ["all"]]')), pool) as s:
+        response = s.post("Why?", stream=True, stream_options={"include_usage": True}, live=True)
+        lines = (line.removeprefix("data: ") for line in response.iter_lines(1, decode_unicode=True) if line)
+        first = json.loads(next(lines))
+        assert first["choices"][0]["delta"] == {"role": "assistant", "content": "one "}
+        slow.go_on.set()
+        *chunks, end = lines
+        chunks = [json.loads(chunk) for chunk in chunks]
+        assert end == "[DONE]" and response.headers["Content-Type"] == "text/event-stream"
+        assert [c["choices"][0]["delta"] for c in chunks[:-1]] == [{"content": "two"}, {}]
+        assert chunks[-2]["choices"][0]["finish_reason"] == "stop" and chunks[-1]["usage"]["total_tokens"] == 4
+        response = s.post("fail", stream=True)  # after the stream's head no status can say so
+        assert "slow: down" in json.loads(events(response)[-1])["error"]["message"] and "[DONE]" not in response.text
+
+
+def test_a_stream_of_several_rounds_brings_the_answer_once():
+    with Serving(writes(TWO, TWO, TWO), ECHO, rounds=2) as s:  # all rounds are used: the last one's last step is the answer for sure
+        assert "".join(deltas(s.post("Why?", "conductor-recursive", stream=True))) == "Question:\nWhy?\n\nYour task:\nB."
+    with Serving(writes(TWO, KEEP), ECHO, rounds=2) as s:  # it is kept: one piece
+        assert "".join(deltas(s.post("Why?", "conductor-recursive", stream=True))) == "Question:\nWhy?\n\nYour task:\nB."
+
+
+def test_what_a_client_asks_of_the_answer_belongs_to_the_last_step():
+    slow = Slow()
+    slow.go_on.set()
+    wishes = {"temperature": 0.5, "top_p": 0.9, "stop": ["\n"], "seed": 3, "response_format": {"type": "json_object"}}
+    with Serving(writes(lists("[0, 0]", '["A.", "B."]', "[[], [0]]")), [slow]) as s:
+        assert s.post("Why?", **wishes, max_completion_tokens=9, user="me", metadata={}, logit_bias=None, top_k=None).status_code == 200
+    asked = [slow.asked.get(), slow.asked.get()]
+    assert asked[0] == ("Question:\nWhy?\n\nYour task:\nA.", {"nonce": None})
+    assert asked[1] == ("Your task:\nB.", {"nonce": None, **wishes, "max_tokens": 9})
+
+
+def test_serve_refuses():
+    def write(chats, n, first, on_text):
+        question = chats[0][-1]["content"]
+        if "Too long" in question:
+            return on_text(0, 0, "", error="more than the Conductor's 512")
+        if "No memory" in question:
+            raise MemoryError("no memory left")
+        on_text(0, 0, "I cannot." if "No workflow" in question else lists("[1]", '["A."]', "[[]]") if "No worker" in question else TWO)
+
+    def down(chat):
+        raise WorkerError("w: down")
+
+    with Serving(write, [*ECHO, Local("w", down)]) as s:
+        for status, response in [(404, s.post("Why?", model="gpt")), (400, s.post("Why?", n=2)), (400, s.post("Why?", tools=[{}])),
+                                 (400, s.post("Why?", top_k=3)), (400, s.post("Too long")), (500, s.post("No memory")), (502, s.post("No workflow")),
+                                 (502, s.post("No worker")), (502, s.post("No worker", stream=True))]:
+            assert response.status_code == status and len(response.json()["error"]["message"]) > 10, response.text
+            assert (response.headers.get("x-should-retry") == "false") == (status >= 500 or "512" in response.text)  # they would be paid again
+        assert "top_k is not supported" in s.post("Why?", top_k=3).json()["error"]["message"]
+        assert s.post("Why?").status_code == s.post("Why?", n=None).status_code == 200
+
+
+def test_a_client_that_hangs_up_stops_the_workflow():
+    """The running step ends, as it is paid for; the next is never asked."""
+    slow = Slow()
+    with Serving(writes(lists("[0, 0]", '["A.", "B."]', "[[], [0]]")), [slow]) as s:
+        body = json.dumps({"model": "conductor", "messages": [user("Why?")]}).encode()
+        client = socket.create_connection(s.address)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        assert "A." in slow.asked.get(timeout=60)[0]
+        handlers = [t for t in threading.enumerate() if "process_request_thread" in t.name]
+        client.close()
+        slow.go_on.set()
+        for handler in handlers:
+            handler.join(60)
+    assert slow.asked.empty()
+
+
+def test_serve_on_a_port_in_use(tmp_path):
+    pool_of(tmp_path, "http://127.0.0.1:9/v1", "a")
+    with Serving(writes(TWO), ECHO) as s, pytest.raises(SystemExit, match="in use.*--port"):
+        wf.main(["serve", "--conductor=worker-a", f"--pool={tmp_path}/pool.json", f"--port={s.address[1]}"])
+
+
+def test_thirty_two_clients_at_once(checkpoint):
+    """They share the model's batches, everyone gets their own answer, and nothing of them is left: no thread, no socket."""
+    model, tokenizer, prompting = wf.load_conductor(checkpoint)
+    batches, together = [], threading.Barrier(32)
+    sample = wf.sampled(model, tokenizer, prompting, 0.0)
+
+    def write(chats, n, first, on_text):
+        batches.append(len(chats))
+        sample(chats, n, first, on_text)
+
+    class Teller:
+        name = "teller"
+
+        def chat(self, chat, seed, **_):
+            together.wait(60)  # all are in flight at the same time
+            return Reply(f"You sent {seed}.", 1, 1, 0.0, 0.0)
+
+    ask_for, work_on = wf.from_one_thread(write)
+    threading.Thread(target=work_on, daemon=True).start()
+    with Serving(ask_for, [Teller()], prompting) as s, ThreadPoolExecutor(32) as clients:
+        working = []
+        for _ in range(3):
+            answers = clients.map(lambda i: s.post("Why?", seed=i).json()["choices"][0]["message"]["content"], range(32))
+            assert list(answers) == [f"You sent {i}." for i in range(32)]
+            working.append(sum(thread.name.endswith("(work)") for thread in threading.enumerate()))
+        for thread in threading.enumerate():
+            if "process_request_thread" in thread.name:
+                thread.join(60)
+        assert sum(batches) == 96 and len(batches) < 96 and working[-1] < working[0] + 16
+        with open(f"/proc/{os.getpid()}/net/tcp") as f:
+            assert sum(f":{s.address[1]:04X} " in line.split("00000000:0000", 1)[0] and " 01 " in line for line in f) == 0
+
+
+def test_a_bug_fails_only_its_batch():
+    """Whoever comes after it is answered."""
+    def write(chats, n, first, on_text):
+        on_text(0, 0, str(1 // len(chats[0])))
+
+    ask_for, work_on = wf.from_one_thread(write)
+    threading.Thread(target=work_on, daemon=True).start()
+    heard = []
+    with pytest.raises(ZeroDivisionError):
+        ask_for([""], 1, 0, None)
+    ask_for(["x"], 1, 2, lambda *told: heard.append(told))
+    assert heard == [(0, 0, "1")]
+
+
+def test_a_conductor_is_a_worker_of_another(checkpoint, tmp_path):
+    """A checkpoint behind the server, as a worker of a pool that a workflow runs over: usage and cost come up through both."""
+    with Wire(lambda model, chat: f"{model} heard {chat[0]['content']!r}") as wire:
+        inner = pool_of(tmp_path, wire.url, "i")
+        *conductor, prompting = wf.load_conductor(checkpoint)
+        ask_for, work_on = wf.from_one_thread(wf.sampled(*conductor, prompting, 0.0))
+        threading.Thread(target=work_on, daemon=True).start()
+        with Serving(ask_for, inner, prompting) as s:
+            outer = pool_of(tmp_path, s.url, ["conductor"])
+            trace = execute(Workflow([Step(0, "A.", []), Step(0, "B.", [])]), "Why?", outer)
+    assert trace.error is None and trace.calls == 2 and trace.tokens == 24
+    assert sorted(chat[0]["content"] for _, chat in wire.seen) == [
+        f"Question:\nQuestion:\nWhy?\n\nYour task:\n{t}.\n\nYour task:\nGo." for t in "AB"]
