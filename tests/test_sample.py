@@ -373,7 +373,7 @@ def test_a_step_can_be_captured(how, model, graphs, monkeypatch):
     """From the second step after a change of shapes on, steps neither wait for the device nor move what they read and write
     to another place: each runs over the memory that the one before left, as a replayed graph does."""
     monkeypatch.setitem(sample.BUCKET, "cpu", 16)
-    out = generate(model, PROMPTS, 6, 60, eos_id=3, **how)
+    out = generate(model, PROMPTS, 6, 60, eos_id=[] if "temperature" in how else 3, **how)
     assert max(len(c.tokens) for rollouts in out for c in rollouts) == 60
     assert len(graphs) == 4 and Graph.replays == 59 - 4
     for prompt, rollouts in zip(PROMPTS, out):
