@@ -1,10 +1,10 @@
 """Qwen2.5 in PyTorch: config, layers, tokenizer and chat template, Hugging Face checkpoints in and out.
 
-    python model.py Qwen/Qwen2.5-7B-Instruct      fetch a checkpoint and describe it; a folder is only described
+    python model.py Qwen/Qwen2.5-7B      fetch a checkpoint and describe it; a folder is only described
 
-The modules carry Hugging Face's names, so a state dict *is* a checkpoint. The model knows weights and positions
-only. Who attends to what is a function, `attend`, that the caller may replace: sample.py passes one that reads a
-KV cache, and grpo.py one that shares a prompt between its rollouts. Read sample.py next.
+The modules carry Hugging Face's names, so a state dict *is* a checkpoint. The model knows weights and
+positions only. Who attends to what is a function, `attend`, that the caller may replace: sample.py passes one
+that reads a KV cache, and grpo.py one that shares a prompt between its rollouts. Read sample.py next.
 """
 import dataclasses
 import difflib
@@ -45,7 +45,7 @@ class Config:
 
     @classmethod
     def from_pretrained(cls, path: str) -> "Config":
-        """Read config.json of a folder or repository. ValueError if it asks for what is not implemented here."""
+        """Read config.json of a folder or repository. ValueError if it asks for what is not implemented."""
         file = os.path.join(fetch(path, "config.json"), "config.json")
         if not os.path.exists(file):
             raise FileNotFoundError(f"{file} is missing: {path} is not a Hugging Face checkpoint")
@@ -96,7 +96,7 @@ def rotate(x, cos, sin):
 
 
 def causal(layer: int, q, k, v, mask=None):
-    """The plain `attend`: q (B, H, T, D) sees k and v (B, Hkv, S, D) up to its own place, or as a mask says."""
+    """The plain `attend`: q (B, H, T, D) sees k and v (B, Hkv, S, D) up to its own place, or by a mask."""
     dtype = q.dtype
     if q.device.type == "cpu":  # PyTorch's fused kernels for CPUs gain nothing by bf16
         q, k, v = q.float(), k.float(), v.float()
@@ -161,8 +161,8 @@ def matmul_fp32(a, b):
 class HeadFP32(torch.autograd.Function):
     """hidden (N, C) times weight (V, C), both bf16: logits (N, V) in fp32.
 
-    A logit of 20 that is rounded to bf16 is off by up to 0.06, and so is a log-probability. The gradient is rounded
-    to bf16, like every other gradient of the backward pass."""
+    A logit of 20 that is rounded to bf16 is off by up to 0.06, and so is a log-probability. The gradient is
+    rounded to bf16, like every other gradient of the backward pass."""
 
     @staticmethod
     def forward(ctx, hidden, weight):
@@ -184,7 +184,7 @@ class Qwen(nn.Module):
         super().__init__()
         self.config = config
         self.compute = None  # the device of computation where the weights wait elsewhere (train.py --offload)
-        self.recompute = False  # True: a layer keeps its input only; the backward pass computes the rest again
+        self.recompute = False  # True: a layer keeps its input only, and the backward pass computes the rest
         self.model = nn.ModuleDict({  # Hugging Face's names begin with `model.`, all but the head's
             "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
             "layers": nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers)),
@@ -202,8 +202,8 @@ class Qwen(nn.Module):
         """ids (B, T) -> logits (B, T, V) in fp32.
 
         positions (B, T) are 0 … T-1 unless given. attend(layer, q, k, v) -> (B, H, T, D) replaces `causal`.
-        head(hidden (B, T, C)) replaces `logits`, to compute them at some positions only, say. It runs inside this
-        forward, where FSDP has gathered the head's weights."""
+        head(hidden (B, T, C)) replaces `logits`, to compute them at some positions only, say. It runs inside
+        this forward, where FSDP has gathered the head's weights."""
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
         cos, sin = rotary(positions, self.config)
@@ -345,13 +345,13 @@ def fetch(name: str, *patterns: str) -> str:
     if os.path.isdir(name):
         return name
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
-        raise FileNotFoundError(f"{name!r} is neither a folder here nor a repository's name, like Qwen/Qwen2.5-7B")
+        raise FileNotFoundError(f"{name!r} is neither a folder here nor a name like Qwen/Qwen2.5-7B")
     from huggingface_hub import snapshot_download
     try:
         return snapshot_download(name, allow_patterns=list(patterns))
     except Exception as e:  # its errors are of many classes, its transport's among them
-        raise OSError(f"{name} is no folder here, and the Hugging Face hub did not give it. Check the name and the "
-                      f"network; a gated or private repository needs HF_TOKEN.\nWhat the hub said: {e}") from e
+        raise OSError(f"{name} is no folder here, and the Hugging Face hub did not give it. Check the name and "
+                      f"the network; a gated repository needs HF_TOKEN.\nThe hub's client says: {e}") from e
 
 
 def read_tensors(path: str, model: Qwen):
@@ -383,7 +383,7 @@ def read_tensors(path: str, model: Qwen):
 
 
 def local_part(tensor, like, device):
-    """This rank's part of a tensor, distributed as the DTensor `like` is; a clone, lest the whole stay alive."""
+    """This rank's part of a tensor, distributed as the DTensor `like` is. A clone, lest the whole live on."""
     from torch.distributed.tensor import distribute_tensor  # here, as it takes half a second
     part = distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
     return part.clone().to(device)
@@ -416,8 +416,8 @@ def write_tensors(path: str, config: Config, tensors, shard_bytes: int = 4 << 30
     flush()
     dtype = str(tensor.dtype).removeprefix("torch.")
     config_file = os.path.join(path, "config.json")
-    write_json(config_file, {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu",
-                             "torch_dtype": dtype, **dataclasses.asdict(config)})
+    write_json(config_file, {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "torch_dtype": dtype,
+                             "hidden_act": "silu", **dataclasses.asdict(config)})
     for file in set(weight_map.values()):  # safetensors lets nobody but the owner read its files
         shutil.copymode(config_file, os.path.join(path, file))
     if size == total:
@@ -449,7 +449,7 @@ def write_json(file: str, value):
 def configure(settings, argv: list[str]) -> list[str]:
     """Apply `--key=value` words to a dataclass in place, typed by its present values; return the other words.
 
-    `--key` alone turns a bool on. SystemExit says what is wrong, and names the key nearest to an unknown one."""
+    `--key` alone turns a bool on. SystemExit says what is wrong, and names the key nearest to one unknown."""
     known = [field.name for field in dataclasses.fields(settings)]
     words = [word for word in argv if not word.startswith("--")]
     for word in argv:
@@ -465,11 +465,11 @@ def configure(settings, argv: list[str]) -> list[str]:
         if not equals and kind is not bool:
             raise SystemExit(f"--{key} needs a value: --{key}=VALUE, with = and no blank")
         try:
-            if kind is bool:
-                value = {"true": True, "1": True, "false": False, "0": False}[value.lower() if equals else "true"]
-            setattr(settings, key, kind(value))
+            if kind is bool and equals:
+                value = {"true": True, "1": True, "false": False, "0": False}[value.lower()]
+            setattr(settings, key, kind(value) if equals else True)
         except (ValueError, KeyError):
-            raise SystemExit(f"{word}: expected a value of type {kind.__name__}, as in --{key}={default}") from None
+            raise SystemExit(f"{word}: expected {kind.__name__}, as in --{key}={default}") from None
     return words
 
 
@@ -487,9 +487,9 @@ def main(argv):
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Qwen(config).parameters())
     kv_bytes = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    print(f"{folder}: {parameters:,} parameters, {config.num_hidden_layers} layers, {config.num_attention_heads} "
-          f"heads over {config.num_key_value_heads} key-value heads of {config.head_dim}\n"
-          f"keys and values in bf16: {kv_bytes:,} bytes a token")
+    print(f"{folder}: {parameters:,} parameters, {config.num_hidden_layers} layers, "
+          f"{config.num_attention_heads} heads over {config.num_key_value_heads} key-value heads of {config.head_dim}")
+    print(f"keys and values in bf16: {kv_bytes:,} bytes a token")
 
 
 if __name__ == "__main__":
