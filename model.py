@@ -350,8 +350,8 @@ def fetch(name: str, *patterns: str) -> str:
     try:
         return snapshot_download(name, allow_patterns=list(patterns))
     except Exception as e:  # its errors are of many classes, its transport's among them
-        raise OSError(f"{name} is no folder here, and the Hugging Face hub did not give it. Check the name and "
-                      f"the network; a gated repository needs HF_TOKEN.\nThe hub's client says: {e}") from e
+        raise OSError(f"{name} is no folder here, and the Hugging Face hub did not give it. Check name "
+                      f"and network; a gated repository needs HF_TOKEN.\nThe hub's client says: {e}") from e
 
 
 def read_tensors(path: str, model: Qwen):
@@ -416,8 +416,8 @@ def write_tensors(path: str, config: Config, tensors, shard_bytes: int = 4 << 30
     flush()
     dtype = str(tensor.dtype).removeprefix("torch.")
     config_file = os.path.join(path, "config.json")
-    write_json(config_file, {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "torch_dtype": dtype,
-                             "hidden_act": "silu", **dataclasses.asdict(config)})
+    write_json(config_file, {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2",
+                             "hidden_act": "silu", "torch_dtype": dtype, **dataclasses.asdict(config)})
     for file in set(weight_map.values()):  # safetensors lets nobody but the owner read its files
         shutil.copymode(config_file, os.path.join(path, file))
     if size == total:
@@ -486,10 +486,10 @@ def main(argv):
         raise SystemExit(str(e)) from None
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Qwen(config).parameters())
-    kv_bytes = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    print(f"{folder}: {parameters:,} parameters, {config.num_hidden_layers} layers, "
-          f"{config.num_attention_heads} heads over {config.num_key_value_heads} key-value heads of {config.head_dim}")
-    print(f"keys and values in bf16: {kv_bytes:,} bytes a token")
+    layers, kv_heads = config.num_hidden_layers, config.num_key_value_heads
+    print(f"{folder}: {parameters:,} parameters, {layers} layers, {config.num_attention_heads} heads "
+          f"over {kv_heads} key-value heads of {config.head_dim}")
+    print(f"keys and values in bf16: {4 * layers * kv_heads * config.head_dim:,} bytes a token")
 
 
 if __name__ == "__main__":

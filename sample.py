@@ -3,9 +3,9 @@
     python sample.py --checkpoint=Qwen/Qwen2.5-0.5B-Instruct "a prompt"      or a folder
 
 GRPO asks the same prompt n times, so a prompt's keys and values are computed and stored once, and each
-rollout stores only its own. A decode step attends to [shared prompt | own tokens] under one softmax. Rollouts
-form a grid of Q prompts × R rows. All have the same age, so one mask over own tokens serves all, and those that
-finished are compacted away. On CUDA a decode step is captured as a graph. Read workers.py next.
+rollout stores only its own. A decode step attends to [shared prompt | own tokens] under one softmax. The
+rollouts form a grid of Q prompts × R rows. All have the same age, so one mask over own tokens serves all, and
+those that finished are compacted away. On CUDA a decode step is captured as a graph. Read workers.py next.
 """
 import collections
 import contextlib
@@ -39,12 +39,12 @@ class Completion:
 @torch.inference_mode()
 def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: int = 1024,
              temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, eos_id: int | list[int] = (),
-             seed: int = 0, n_ids: int | None = None, on_finish=None, first: int = 0) -> list[list[Completion]]:
+             seed: int = 0, n_ids: int | None = None, on_finish=None,
+             first: int = 0) -> list[list[Completion]]:
     """n rollouts of each prompt, as [prompt][rollout].
 
-    eos_id: the token or tokens that end a rollout. n_ids: only ids below it are sampled (Qwen2.5 pads its
-    vocabulary beyond the tokenizer's). on_finish(prompt index, rollout index, Completion) is called as rollouts
-    finish.
+    eos_id: the token or tokens that end a rollout. n_ids: only ids below it are sampled, as Qwen2.5 pads its
+    vocabulary. on_finish(prompt index, rollout index, Completion) is called as rollouts finish.
 
     first: the number of the first rollout. What rollout number i of a prompt draws follows from the seed, the
     prompt and i, whatever shares its batch and whichever process samples it, up to rounding. A prompt that is
@@ -126,12 +126,13 @@ class Grid:
         self.choose(torch.cat(logits).repeat_interleave(self.R, 0))
 
     def prefill_some(self, begin, prompts):
-        """Keep the keys and values of q prompts, of which the first is number `begin`; return logits (q, V)."""
+        """Keep the keys and values of q prompts, the first of which is number `begin`: logits (q, V)."""
         width = self.padded(max(map(len, prompts)))
         rows = slice(begin, begin + len(prompts))
         last = self.prompt_length[rows, None, None] - 1  # (q, 1, 1)
         # Padding stands on the right, where causal attention never looks.
-        ids = torch.tensor([p + [0] * (width - len(p)) for p in prompts], device=self.device)  # (q, width)
+        ids = [prompt + [0] * (width - len(prompt)) for prompt in prompts]
+        ids = torch.tensor(ids, device=self.device)  # (q, width)
 
         def attend(layer, q, k, v):
             self.prompt_kv[layer][:, rows, :, :width] = torch.stack((k, v))
@@ -172,8 +173,9 @@ class Grid:
         own_scores = matmul_fp32(q, own_kv[0].mT)  # (Q, Hkv, R, G, T)
         all_rows = q.reshape(Q, Hkv, R * G, D)  # of a prompt look at its one set of keys
         prompt_scores = matmul_fp32(all_rows, prompt_kv[0].mT).view(Q, Hkv, R, G, P)
-        scores = torch.cat((prompt_scores, own_scores), -1) * D ** -0.5 + self.mask[:, None, None, None]
-        weights = scores.softmax(-1).to(own_kv.dtype)  # (Q, Hkv, R, G, P + T)
+        scores = torch.cat((prompt_scores, own_scores), -1) * D ** -0.5
+        scores = scores + self.mask[:, None, None, None]  # (Q, Hkv, R, G, P + T)
+        weights = scores.softmax(-1).to(own_kv.dtype)
         y = matmul_fp32(weights[..., P:], own_kv[1])  # (Q, Hkv, R, G, D)
         prompt_weights = weights[..., :P].reshape(Q, Hkv, R * G, P)
         y = y + matmul_fp32(prompt_weights, prompt_kv[1]).view(Q, Hkv, R, G, D)
@@ -185,25 +187,27 @@ class Grid:
         self.tokens[self.rollout, self.t] = token
         self.logprobs[self.rollout, self.t] = logprob
         length = self.lengths[self.rollout]
-        ends_now = (token[:, None] == self.eos).any(-1) & (length == 0)
-        self.lengths[self.rollout] = torch.where(ends_now, self.t + 1, length)
+        is_end = (token[:, None] == self.eos).any(-1)
+        self.lengths[self.rollout] = torch.where(is_end & (length == 0), self.t + 1, length)
         self.newest.copy_(token)
         self.t.add_(1)
 
     def harvest(self, last):
-        """See who goes on. Return (rollout, Completion) of those that ended since the last call, or all left."""
+        """See who goes on, and return (rollout, Completion) of those newly ended, or of all left if last."""
         self.live = (self.lengths[self.rollout] == 0).view(self.Q, self.R)
         lengths = self.lengths.tolist()
-        ended = [i for i in self.rollout.tolist() if (last or lengths[i]) and i not in self.harvested]
+        present = set(self.rollout.tolist()) - self.harvested
+        ended = sorted(i for i in present if last or lengths[i])
         self.harvested.update(ended)
         completions = []
         for i, tokens, logprobs in zip(ended, self.tokens[ended].tolist(), self.logprobs[ended].tolist()):
             length = lengths[i] or len(tokens)
-            completions.append((i, Completion(tokens[:length], logprobs[:length], lengths[i] > 0)))
+            completion = Completion(tokens[:length], logprobs[:length], finished=lengths[i] > 0)
+            completions.append((i, completion))
         return completions
 
     def compact(self):
-        """Drop prompts whose rollouts have all finished, and move the live rows of the others to the front."""
+        """Drop prompts whose rollouts have all finished, and move live rows of the others to the front."""
         prompts = self.live.any(1).nonzero()[:, 0]  # (Q') those that go on
         R = int(self.live.sum(1).max())  # the most live rows of a prompt
         if len(prompts) * R == self.Q * self.R:
@@ -232,10 +236,10 @@ class Grid:
 
 
 def draw(logits, u, temperature=1.0, top_p=1.0, top_k=0):
-    """Sample from logits (N, V) with uniforms u (N): tokens (N), log-probabilities (N) in what was drawn from.
+    """Sample from logits (N, V) with uniforms u (N): tokens and their log-probabilities, (N) each.
 
-    temperature 0 is greedy, with log-probabilities at temperature 1. top_k keeps the k likeliest tokens, top_p
-    then the smallest set of the likeliest that holds that much of what remains. Both renormalise."""
+    temperature 0 is greedy, with log-probabilities at temperature 1. top_k keeps the k likeliest tokens,
+    top_p then the smallest set of the likeliest that holds that much of the rest. Both renormalise."""
     if temperature == 0:
         tokens = logits.argmax(-1)
         return tokens, logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
@@ -264,7 +268,7 @@ def uniform(seeds, step):
 
 
 def row_seeds(prompts, n: int, seed: int, first: int) -> list[int]:
-    """A 64-bit seed for each rollout: of the seed, the prompt's ids, its listings before, the rollout's number."""
+    """A 64-bit seed for each rollout, from the seed, the prompt, its listings before and the number."""
     listed = collections.Counter()
     seeds = []
     for prompt in map(tuple, prompts):
