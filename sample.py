@@ -109,8 +109,8 @@ class Grid:
         self.prompt_kv = [torch.zeros(2, self.Q, self.Hkv, self.P, self.D, **how) for _ in layers]
         self.own_kv = [torch.zeros(2, self.Q, self.Hkv, self.R, 0, self.D, **how) for _ in layers]
         self.prompt_length = torch.tensor([len(p) for p in prompts], device=device)  # (Q)
-        hidden = torch.arange(self.P, device=device) >= self.prompt_length[:, None]
-        self.mask = torch.zeros(self.Q, self.P, device=device).masked_fill(hidden, -torch.inf)  # (Q, P + T)
+        is_padding = torch.arange(self.P, device=device) >= self.prompt_length[:, None]  # (Q, P)
+        self.mask = torch.zeros(is_padding.shape, device=device).masked_fill(is_padding, -torch.inf)
         self.graph = None  # the captured step
         self.grow()
 
@@ -171,7 +171,7 @@ class Grid:
         own_kv.index_copy_(4, self.t - 1, new.to(own_kv.dtype))
         q = q.view(Q, R, Hkv, G, D).transpose(1, 2)  # (Q, Hkv, R, G, D)
         own_scores = matmul_fp32(q, own_kv[0].mT)  # (Q, Hkv, R, G, T)
-        all_rows = q.reshape(Q, Hkv, R * G, D)  # of a prompt look at its one set of keys
+        all_rows = q.reshape(Q, Hkv, R * G, D)  # they look at their prompt's one set of keys together
         prompt_scores = matmul_fp32(all_rows, prompt_kv[0].mT).view(Q, Hkv, R, G, P)
         scores = torch.cat((prompt_scores, own_scores), -1) * D ** -0.5
         scores = scores + self.mask[:, None, None, None]  # (Q, Hkv, R, G, P + T)
@@ -230,7 +230,7 @@ class Grid:
         more = min(BUCKET[self.device.type], self.padded(self.tokens.shape[1]) - self.T)
         for i, kv in enumerate(self.own_kv):
             self.own_kv[i] = F.pad(kv, (0, 0, 0, more))
-        self.mask = F.pad(self.mask, (0, more), value=-torch.inf)
+        self.mask = F.pad(self.mask, (0, more), value=-torch.inf)  # (Q, P + T)
         self.T += more
         self.steps = 0  # taken since the shapes changed
 
