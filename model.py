@@ -1,10 +1,10 @@
 """Qwen2.5 in PyTorch: config, layers, tokenizer and chat template, Hugging Face checkpoints in and out.
 
-    python model.py Qwen/Qwen2.5-7B-Instruct      fetch a checkpoint and describe it; a folder is only described
+    python model.py Qwen/Qwen2.5-7B      fetch a checkpoint and describe it; a folder is only described
 
-The modules carry Hugging Face's names, so a state dict *is* a checkpoint. The model knows weights and positions
-only. Who attends to what is a function, `attend`, that the caller may replace: generation (sample.py) passes one
-that reads a KV cache, and training (grpo.py) one that shares a prompt between its rollouts. Read sample.py next.
+The modules carry Hugging Face's names, so a state dict *is* a checkpoint. The model knows weights and
+positions only. Who attends to what is a function, `attend`, that the caller may replace: sample.py passes one
+that reads a KV cache, and grpo.py one that shares a prompt between its rollouts. Read sample.py next.
 """
 import dataclasses
 import difflib
@@ -45,7 +45,7 @@ class Config:
 
     @classmethod
     def from_pretrained(cls, path: str) -> "Config":
-        """Read config.json of a folder or a repository. ValueError if it asks for what this file does not implement."""
+        """Read config.json of a folder or repository. ValueError if it asks for what is not implemented."""
         file = os.path.join(fetch(path, "config.json"), "config.json")
         if not os.path.exists(file):
             raise FileNotFoundError(f"{file} is missing: {path} is not a Hugging Face checkpoint")
@@ -54,10 +54,9 @@ class Config:
             raise ValueError(f"{file}: model_type is {found.get('model_type')!r}, "
                              "this is an implementation of 'qwen2' (Qwen2.5, dense)")
         rope = found.get("rope_parameters") or {}  # transformers 5 moved rope_theta in here
-        if found.get("rope_scaling") or rope.get("rope_type", "default") != "default":
-            raise ValueError(f"{file}: RoPE scaling is not implemented")
-        if found.get("use_sliding_window"):
-            raise ValueError(f"{file}: sliding windows are not implemented")
+        scaled = found.get("rope_scaling") or rope.get("rope_type", "default") != "default"
+        if scaled or found.get("use_sliding_window"):
+            raise ValueError(f"{file}: RoPE scaling and sliding windows are not implemented")
         found.setdefault("rope_theta", rope.get("rope_theta"))
         values = {field.name: found.get(field.name) for field in dataclasses.fields(cls)}
         missing = [name for name, value in values.items() if not isinstance(value, int | float)]
@@ -66,7 +65,7 @@ class Config:
         return cls(**values)
 
 
-# -------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # Layers. B sequences of T tokens, C channels, H heads over Hkv key-value heads of D channels, V ids
 
 
@@ -97,7 +96,7 @@ def rotate(x, cos, sin):
 
 
 def causal(layer: int, q, k, v, mask=None):
-    """The plain `attend`: q (B, H, T, D) sees k and v (B, Hkv, S, D) up to its own place, or as another mask says."""
+    """The plain `attend`: q (B, H, T, D) sees k and v (B, Hkv, S, D) up to its own place, or by a mask."""
     dtype = q.dtype
     if q.device.type == "cpu":  # PyTorch's fused kernels for CPUs gain nothing by bf16
         q, k, v = q.float(), k.float(), v.float()
@@ -150,7 +149,7 @@ class Layer(nn.Module):
 
 
 def matmul_fp32(a, b):
-    """a (…, N, K) @ b (…, K, M) of bf16 or fp32, accumulated and returned in fp32. It has no gradient for bf16 on CUDA."""
+    """a (…, N, K) @ b (…, K, M), accumulated and returned in fp32. For bf16 on CUDA it has no gradient."""
     if a.device.type != "cuda" or a.dtype == torch.float32:
         return a.float() @ b.float()
     if a.dim() == 2:
@@ -162,8 +161,8 @@ def matmul_fp32(a, b):
 class HeadFP32(torch.autograd.Function):
     """hidden (N, C) times weight (V, C), both bf16: logits (N, V) in fp32.
 
-    Logits of 20 that are rounded to bf16 are off by up to 0.06, and so are log-probabilities. The gradient is
-    rounded to bf16, as every other gradient of the backward pass is."""
+    A logit of 20 that is rounded to bf16 is off by up to 0.06, and so is a log-probability. The gradient is
+    rounded to bf16, like every other gradient of the backward pass."""
 
     @staticmethod
     def forward(ctx, hidden, weight):
@@ -185,7 +184,7 @@ class Qwen(nn.Module):
         super().__init__()
         self.config = config
         self.compute = None  # the device of computation where the weights wait elsewhere (train.py --offload)
-        self.recompute = False  # True: a layer keeps its input only, and the backward pass computes the rest again
+        self.recompute = False  # True: a layer keeps its input only, and the backward pass computes the rest
         self.model = nn.ModuleDict({  # Hugging Face's names begin with `model.`, all but the head's
             "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
             "layers": nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers)),
@@ -202,9 +201,9 @@ class Qwen(nn.Module):
     def forward(self, ids, positions=None, attend=causal, head=None):
         """ids (B, T) -> logits (B, T, V) in fp32.
 
-        positions (B, T) are 0 … T-1 unless given. attend(layer, q, k, v) -> (B, H, T, D) replaces plain causal
-        attention. head(hidden (B, T, C)) replaces `logits`, e.g. to compute them at some positions only; it runs
-        inside this forward, where FSDP has gathered the head's weights."""
+        positions (B, T) are 0 … T-1 unless given. attend(layer, q, k, v) -> (B, H, T, D) replaces `causal`.
+        head(hidden (B, T, C)) replaces `logits`, to compute them at some positions only, say. It runs inside
+        this forward, where FSDP has gathered the head's weights."""
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
         cos, sin = rotary(positions, self.config)
@@ -232,8 +231,8 @@ class Qwen(nn.Module):
     def from_pretrained(cls, path: str, dtype=torch.float32, device="cpu", shard=None) -> "Qwen":
         """Load a folder, or a repository of the Hugging Face hub. ValueError names a wrong config or tensor.
 
-        shard(model) may apply FSDP to the model while it has no memory yet: each rank then keeps only its part of
-        every tensor."""
+        shard(model) may apply FSDP while the model has no memory yet: a rank then keeps only its part of each
+        tensor."""
         config = Config.from_pretrained(path)
         with torch.device("meta"):
             model = cls(config)
@@ -242,7 +241,8 @@ class Qwen(nn.Module):
         for name, tensor in read_tensors(fetch(path, WEIGHTS), model):
             tensor = tensor.to(device, dtype)
             state[name] = local_part(tensor, parts[name], device) if shard else tensor
-        model.load_state_dict(state, assign=True, strict=False)  # read_tensors was strict; a tied head is not in the file
+        # read_tensors was strict. A tied head is not among the tensors.
+        model.load_state_dict(state, assign=True, strict=False)
         if config.tie_word_embeddings:
             model.lm_head.weight = model.model.embed_tokens.weight
         return model
@@ -253,7 +253,7 @@ class Qwen(nn.Module):
 
 
 def compute_dtype(device, name: str = "") -> torch.dtype:
-    """The dtype to compute in: bf16 or fp32 as named, or "": bf16 where the device has units for it, else fp32."""
+    """The dtype of computation: bf16 or fp32 as named, or "": bf16 where the device has units for it."""
     if name not in ("", "bf16", "fp32"):
         raise ValueError(f"--dtype={name}: there are bf16 and fp32")
     if torch.device(device).type == "cuda":
@@ -263,7 +263,7 @@ def compute_dtype(device, name: str = "") -> torch.dtype:
     return torch.bfloat16 if name == "bf16" or has_units and not name else torch.float32
 
 
-# -------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # The tokenizer
 
 SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
@@ -276,20 +276,20 @@ CHAT_TEMPLATE = (  # Qwen2.5's ChatML for transformers, without its tool calls
 class Tokenizer:
     """A Hugging Face tokenizer.json with Qwen2.5's chat template.
 
-    `len` is the number of ids in use; a model's vocab_size may be larger. `eos_id` ends a turn, any of `end_ids`
-    what a model writes. Text never turns into control tokens: only `chat` writes <|im_start|> and <|im_end|>, so
-    a question or a worker's reply that spells them cannot end its own turn."""
+    `len` is the number of ids in use; a model's vocab_size may be larger. `eos_id` ends a turn, any of
+    `end_ids` what a model writes. Text never turns into control tokens: only `chat` writes <|im_start|> and
+    <|im_end|>, so a question or a worker's reply that spells them cannot end its own turn."""
 
     def __init__(self, bpe: BPE):
         self.bpe = bpe
-        self.bpe.encode_special_tokens = True  # special tokens that a text spells are encoded as the text they are
+        self.bpe.encode_special_tokens = True  # if a text spells special tokens, they are encoded as text
         self.start_id = bpe.token_to_id("<|im_start|>")
         self.eos_id = bpe.token_to_id("<|im_end|>")
         if self.start_id is None or self.eos_id is None:
-            raise ValueError("the tokenizer has no <|im_start|> and <|im_end|>: it is not a ChatML tokenizer like Qwen2.5's")
+            raise ValueError("the tokenizer has no <|im_start|> and <|im_end|>: it is not a ChatML tokenizer")
         self.end_ids = [self.eos_id]
-        end_of_document = bpe.token_to_id("<|endoftext|>")
-        if end_of_document is not None:  # what Qwen2.5's base models, which were never taught to chat, end with
+        end_of_document = bpe.token_to_id("<|endoftext|>")  # what base models, never taught to chat, end with
+        if end_of_document is not None:
             self.end_ids.append(end_of_document)
 
     @classmethod
@@ -306,8 +306,8 @@ class Tokenizer:
     def save_pretrained(self, path: str):
         self.bpe.save(os.path.join(path, "tokenizer.json"))
         write_json(os.path.join(path, "tokenizer_config.json"), {
-            "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
-            "clean_up_tokenization_spaces": False, "chat_template": CHAT_TEMPLATE})
+            "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE,
+            "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "clean_up_tokenization_spaces": False})
         write_json(os.path.join(path, "generation_config.json"), {"eos_token_id": self.end_ids})
 
     def __len__(self) -> int:
@@ -331,27 +331,27 @@ class Tokenizer:
         return [*ids, self.start_id, *self.encode("assistant\n")]
 
 
-# -------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # Appendix: checkpoint files, the Hugging Face hub, JSON, command lines
 
 WEIGHTS = "model*.safetensors"  # the files that hold a model, one or many
 
 
 def fetch(name: str, *patterns: str) -> str:
-    """The folder of a checkpoint: `name` itself if it is a folder, else that of the repository `name` of the hub.
+    """The folder of a checkpoint: `name` itself if it is one, else that of the repository `name` of the hub.
 
-    Files of the repository that match one of the patterns are brought into Hugging Face's cache, unless they are
-    there ($HF_HOME and $HF_TOKEN mean what they mean to transformers). OSError says what failed."""
+    The repository's files that match a pattern are brought into Hugging Face's cache, unless they are there.
+    $HF_HOME and $HF_TOKEN mean what they mean to transformers. OSError says what failed."""
     if os.path.isdir(name):
         return name
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
-        raise FileNotFoundError(f"{name!r} is neither a folder here nor a repository's name, like Qwen/Qwen2.5-7B-Instruct")
+        raise FileNotFoundError(f"{name!r} is neither a folder here nor a name like Qwen/Qwen2.5-7B")
     from huggingface_hub import snapshot_download
     try:
         return snapshot_download(name, allow_patterns=list(patterns))
     except Exception as e:  # its errors are of many classes, its transport's among them
-        raise OSError(f"{name} is no folder here, and the Hugging Face hub did not give it: check the name and the "
-                      f"network, and for a gated or private repository set HF_TOKEN.\nThe hub's client said: {e}") from e
+        raise OSError(f"{name} is no folder here, and the Hugging Face hub did not give it. Check name "
+                      f"and network; a gated repository needs HF_TOKEN.\nThe hub's client says: {e}") from e
 
 
 def read_tensors(path: str, model: Qwen):
@@ -383,14 +383,14 @@ def read_tensors(path: str, model: Qwen):
 
 
 def local_part(tensor, like, device):
-    """This rank's part of a tensor, distributed as the DTensor `like` is. It is a clone, lest it keep the whole alive."""
+    """This rank's part of a tensor, distributed as the DTensor `like` is. A clone, lest the whole live on."""
     from torch.distributed.tensor import distribute_tensor  # here, as it takes half a second
     part = distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
     return part.clone().to(device)
 
 
 def write_tensors(path: str, config: Config, tensors, shard_bytes: int = 4 << 30):
-    """Write config.json and (name, tensor) pairs as safetensors of at most `shard_bytes`, with an index if several.
+    """Write config.json, and (name, tensor) pairs as safetensors of at most `shard_bytes`, with their index.
 
     The pairs are consumed one by one, so that a sharded model can gather each tensor as it is written."""
     os.makedirs(path, exist_ok=True)
@@ -398,7 +398,7 @@ def write_tensors(path: str, config: Config, tensors, shard_bytes: int = 4 << 30
         os.remove(stale)
     weight_map = {}  # the file of each tensor
     shard = {}
-    size = total = 0
+    size, total = 0, 0  # bytes, of the shard and of all
 
     def flush():
         file = f"model-{len(set(weight_map.values())) + 1:05d}.safetensors"
@@ -416,15 +416,15 @@ def write_tensors(path: str, config: Config, tensors, shard_bytes: int = 4 << 30
     flush()
     dtype = str(tensor.dtype).removeprefix("torch.")
     config_file = os.path.join(path, "config.json")
-    write_json(config_file, {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu",
-                             "torch_dtype": dtype, **dataclasses.asdict(config)})
-    for file in set(weight_map.values()):
-        shutil.copymode(config_file, os.path.join(path, file))  # safetensors lets nobody but the owner read it
-    if total == size:
+    write_json(config_file, {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2",
+                             "hidden_act": "silu", "torch_dtype": dtype, **dataclasses.asdict(config)})
+    for file in set(weight_map.values()):  # safetensors lets nobody but the owner read its files
+        shutil.copymode(config_file, os.path.join(path, file))
+    if size == total:
         os.replace(os.path.join(path, file), os.path.join(path, "model.safetensors"))
     else:
-        write_json(os.path.join(path, "model.safetensors.index.json"),
-                   {"metadata": {"total_size": total}, "weight_map": weight_map})
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_json(os.path.join(path, "model.safetensors.index.json"), index)
 
 
 def read_json(file: str) -> dict:
@@ -449,12 +449,11 @@ def write_json(file: str, value):
 def configure(settings, argv: list[str]) -> list[str]:
     """Apply `--key=value` words to a dataclass in place, typed by its present values; return the other words.
 
-    `--key` alone turns a bool on. SystemExit says what is wrong, and names the nearest key to an unknown one."""
+    `--key` alone turns a bool on. SystemExit says what is wrong, and names the key nearest to one unknown."""
     known = [field.name for field in dataclasses.fields(settings)]
-    words = []
+    words = [word for word in argv if not word.startswith("--")]
     for word in argv:
-        if not word.startswith("--"):
-            words.append(word)
+        if word in words:
             continue
         key, equals, value = word[2:].partition("=")
         if key not in known:
@@ -463,16 +462,14 @@ def configure(settings, argv: list[str]) -> list[str]:
             raise SystemExit(f"unknown setting --{key}; {hint}")
         default = getattr(settings, key)
         kind = type(default)
-        if kind is bool and not equals:
-            value = "true"
-        elif not equals:
+        if not equals and kind is not bool:
             raise SystemExit(f"--{key} needs a value: --{key}=VALUE, with = and no blank")
         try:
-            if kind is bool:
+            if kind is bool and equals:
                 value = {"true": True, "1": True, "false": False, "0": False}[value.lower()]
-            setattr(settings, key, kind(value))
+            setattr(settings, key, kind(value) if equals else True)
         except (ValueError, KeyError):
-            raise SystemExit(f"--{key}={value}: expected a value of type {kind.__name__}, as in --{key}={default}") from None
+            raise SystemExit(f"{word}: expected {kind.__name__}, as in --{key}={default}") from None
     return words
 
 
@@ -483,17 +480,16 @@ def main(argv):
     if len(argv) != 1:
         raise SystemExit(__doc__)
     try:
-        config = Config.from_pretrained(argv[0])  # first, to refuse another architecture before its gigabytes come
-        folder = fetch(argv[0], *WEIGHTS, "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+        config = Config.from_pretrained(argv[0])  # first, lest the gigabytes of another architecture come
+        folder = fetch(argv[0], WEIGHTS, "tokenizer.json")
     except (OSError, ValueError) as e:
         raise SystemExit(str(e)) from None
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Qwen(config).parameters())
-    layers, kv_heads, head_dim = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
-    print(f"{folder}: {parameters:,} parameters, {layers} layers, "
-          f"{config.num_attention_heads} heads over {kv_heads} key-value heads of {head_dim}")
-    print(f"keys and values in bf16: 2 x {layers} layers x {kv_heads} heads x {head_dim} x 2 bytes = "
-          f"{4 * layers * kv_heads * head_dim:,} bytes a token")
+    layers, kv_heads = config.num_hidden_layers, config.num_key_value_heads
+    print(f"{folder}: {parameters:,} parameters, {layers} layers, {config.num_attention_heads} heads "
+          f"over {kv_heads} key-value heads of {config.head_dim}")
+    print(f"keys and values in bf16: {4 * layers * kv_heads * config.head_dim:,} bytes a token")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Batched generation with a KV cache: one prefill per prompt, many rollouts.
 
-    python sample.py --checkpoint=Qwen/Qwen2.5-0.5B-Instruct "a prompt"      chat with a folder or a repository
+    python sample.py --checkpoint=Qwen/Qwen2.5-0.5B-Instruct "a prompt"      or a folder
 
-GRPO asks the same prompt n times, so a prompt's keys and values are computed and stored once, and each rollout
-stores only its own. A decode step attends to [shared prompt | own tokens] under one softmax. The rollouts form a
-grid of Q prompts × R rows. All have the same age, so one mask over own tokens serves all, and rows that finished
-are compacted away. On CUDA a decode step is captured as a graph. Read workers.py next.
+GRPO asks the same prompt n times, so a prompt's keys and values are computed and stored once, and each
+rollout stores only its own. A decode step attends to [shared prompt | own tokens] under one softmax. The
+rollouts form a grid of Q prompts × R rows. All have the same age, so one mask over own tokens serves all, and
+those that finished are compacted away. On CUDA a decode step is captured as a graph. Read workers.py next.
 """
 import collections
 import contextlib
@@ -23,9 +23,9 @@ from model import Qwen, Tokenizer, causal, compute_dtype, configure, matmul_fp32
 
 CHECK = 8  # decode steps between looks at who has finished
 PREFILL_TOKENS = 8192  # prompt tokens that are computed at once
-# A change of shapes costs a capture on CUDA, so there are few. On a CPU it is cheap, and less is computed in vain.
+# A change of shapes costs a capture on CUDA. On a CPU it is cheap, and many of them save computing.
 BUCKET = {"cuda": 128, "cpu": 32}  # tokens after which the grid is compacted and its cache grows
-PAD = {"cuda": 64, "cpu": 1}  # prompts are padded to a multiple of so many tokens; tensor cores like round numbers
+PAD = {"cuda": 64, "cpu": 1}  # prompts are padded to a multiple of this, which tensor cores like
 GRAPH = {"cuda": True, "cpu": False}  # a decode step is captured
 
 
@@ -37,19 +37,20 @@ class Completion:
 
 
 @torch.inference_mode()
-def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: int = 1024, temperature: float = 1.0,
-             top_p: float = 1.0, top_k: int = 0, eos_id: int | list[int] = (), seed: int = 0,
-             n_ids: int | None = None, on_finish=None, first: int = 0) -> list[list[Completion]]:
+def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: int = 1024,
+             temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, eos_id: int | list[int] = (),
+             seed: int = 0, n_ids: int | None = None, on_finish=None,
+             first: int = 0) -> list[list[Completion]]:
     """n rollouts of each prompt, as [prompt][rollout].
 
-    eos_id: the token or tokens that end a rollout. n_ids: only ids below it are sampled (Qwen2.5 pads its vocabulary
-    beyond the tokenizer's). on_finish(prompt index, rollout index, Completion) is called as rollouts finish.
+    eos_id: the token or tokens that end a rollout. n_ids: only ids below it are sampled, as Qwen2.5 pads its
+    vocabulary. on_finish(prompt index, rollout index, Completion) is called as rollouts finish.
 
-    first: the number of the first rollout. What rollout number i of a prompt draws follows from the seed, the prompt
-    and i, up to rounding: not from what shares its batch, nor from which process samples it. A prompt that is listed
-    twice gets other rollouts the second time."""
+    first: the number of the first rollout. What rollout number i of a prompt draws follows from the seed, the
+    prompt and i, whatever shares its batch and whichever process samples it, up to rounding. A prompt that is
+    listed twice gets other rollouts the second time."""
     if not prompts or not all(prompts) or n < 1 or max_new_tokens < 1:
-        raise ValueError("generate needs at least one prompt, no empty prompt, n >= 1 and max_new_tokens >= 1")
+        raise ValueError("generate needs prompts, none of them empty, n >= 1 and max_new_tokens >= 1")
     if not 0 <= temperature < math.inf or not 0 < top_p <= 1 or top_k < 0:
         raise ValueError("generate needs temperature >= 0, 0 < top_p <= 1 and top_k >= 0, "
                          f"not {temperature}, {top_p}, {top_k}")
@@ -77,8 +78,8 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
 class Grid:
     """The rollouts that are being sampled: Q prompts × R rows, N = Q*R cells, all with t tokens of their own.
 
-    Below, P is the padded length of the prompts, T the room for own tokens, Hkv the key-value heads, G the query
-    heads on each, D a head's channels, V the ids."""
+    Below, P is the padded length of the prompts, T the room for own tokens, Hkv the key-value heads, G the
+    query heads on each, D a head's channels, V the ids."""
 
     def __init__(self, model, prompts, n, max_new_tokens, seeds, ends, n_ids, distribution):
         config, device = model.config, model.device
@@ -108,8 +109,8 @@ class Grid:
         self.prompt_kv = [torch.zeros(2, self.Q, self.Hkv, self.P, self.D, **how) for _ in layers]
         self.own_kv = [torch.zeros(2, self.Q, self.Hkv, self.R, 0, self.D, **how) for _ in layers]
         self.prompt_length = torch.tensor([len(p) for p in prompts], device=device)  # (Q)
-        hidden = torch.arange(self.P, device=device) >= self.prompt_length[:, None]
-        self.mask = torch.zeros(self.Q, self.P, device=device).masked_fill(hidden, -torch.inf)  # (Q, P + T)
+        is_padding = torch.arange(self.P, device=device) >= self.prompt_length[:, None]  # (Q, P)
+        self.mask = torch.zeros(is_padding.shape, device=device).masked_fill(is_padding, -torch.inf)
         self.graph = None  # the captured step
         self.grow()
 
@@ -120,16 +121,18 @@ class Grid:
     def prefill(self, prompts):
         """Compute the prompts, not too many at once, and choose every rollout's first token."""
         at_once = max(1, PREFILL_TOKENS // self.P)
-        logits = [self.prefill_some(begin, prompts[begin:begin + at_once]) for begin in range(0, self.Q, at_once)]
+        pieces = range(0, self.Q, at_once)
+        logits = [self.prefill_some(begin, prompts[begin:begin + at_once]) for begin in pieces]
         self.choose(torch.cat(logits).repeat_interleave(self.R, 0))
 
     def prefill_some(self, begin, prompts):
-        """Keep the keys and values of q prompts, the first of which is number `begin`, and return their logits (q, V)."""
+        """Keep the keys and values of q prompts, the first of which is number `begin`: logits (q, V)."""
         width = self.padded(max(map(len, prompts)))
         rows = slice(begin, begin + len(prompts))
         last = self.prompt_length[rows, None, None] - 1  # (q, 1, 1)
         # Padding stands on the right, where causal attention never looks.
-        ids = torch.tensor([p + [0] * (width - len(p)) for p in prompts], device=self.device)  # (q, width)
+        ids = [prompt + [0] * (width - len(prompt)) for prompt in prompts]
+        ids = torch.tensor(ids, device=self.device)  # (q, width)
 
         def attend(layer, q, k, v):
             self.prompt_kv[layer][:, rows, :, :width] = torch.stack((k, v))
@@ -141,8 +144,8 @@ class Grid:
         return self.model(ids, attend=attend, head=head)
 
     def step(self):
-        """Choose every cell's next token. On CUDA the first step at new shapes runs as it is, which readies the
-        libraries, the second is captured, and from then on the graph is replayed."""
+        """Choose every cell's next token. On CUDA the first step at new shapes runs as it is, which readies
+        the libraries, the second is captured, and from then on the graph is replayed."""
         if GRAPH[self.device.type] and self.steps == 1:
             self.graph = capture(self.decode, self.graph)
         if GRAPH[self.device.type] and self.steps > 0:
@@ -152,8 +155,8 @@ class Grid:
         self.steps += 1
 
     def decode(self):
-        """Feed every cell's newest token and choose the next. Nothing here waits for the device or moves a tensor
-        that the next step reads, so a graph can replay it."""
+        """Feed every cell's newest token and choose the next. Nothing here waits for the device or moves what
+        the next step reads, so a graph can replay it."""
         self.mask.index_fill_(1, self.P + self.t - 1, 0.0)  # the newest token becomes visible
         position = self.prompt_length + self.t - 1  # (Q)
         positions = position[:, None].expand(self.Q, self.R).reshape(-1, 1)  # (N, 1)
@@ -161,17 +164,18 @@ class Grid:
         self.choose(logits[:, 0])
 
     def attend(self, layer, q, k, v):
-        """Attention of the newest tokens, q (N, H, 1, D), k and v (N, Hkv, 1, D), to prompts and own tokens."""
+        """The newest tokens, q (N, H, 1, D), k and v (N, Hkv, 1, D), attend to prompts and own tokens."""
         Q, R, P, Hkv, G, D = self.Q, self.R, self.P, self.Hkv, self.G, self.D
         prompt_kv, own_kv = self.prompt_kv[layer], self.own_kv[layer]
         new = torch.stack((k, v)).view(2, Q, R, Hkv, 1, D).transpose(2, 3)  # (2, Q, Hkv, R, 1, D)
         own_kv.index_copy_(4, self.t - 1, new.to(own_kv.dtype))
         q = q.view(Q, R, Hkv, G, D).transpose(1, 2)  # (Q, Hkv, R, G, D)
         own_scores = matmul_fp32(q, own_kv[0].mT)  # (Q, Hkv, R, G, T)
-        all_rows = q.reshape(Q, Hkv, R * G, D)  # of a prompt look at its one set of keys
+        all_rows = q.reshape(Q, Hkv, R * G, D)  # they look at their prompt's one set of keys together
         prompt_scores = matmul_fp32(all_rows, prompt_kv[0].mT).view(Q, Hkv, R, G, P)
-        scores = torch.cat((prompt_scores, own_scores), -1) * D ** -0.5 + self.mask[:, None, None, None]
-        weights = scores.softmax(-1).to(own_kv.dtype)  # (Q, Hkv, R, G, P + T)
+        scores = torch.cat((prompt_scores, own_scores), -1) * D ** -0.5
+        scores = scores + self.mask[:, None, None, None]  # (Q, Hkv, R, G, P + T)
+        weights = scores.softmax(-1).to(own_kv.dtype)
         y = matmul_fp32(weights[..., P:], own_kv[1])  # (Q, Hkv, R, G, D)
         prompt_weights = weights[..., :P].reshape(Q, Hkv, R * G, P)
         y = y + matmul_fp32(prompt_weights, prompt_kv[1]).view(Q, Hkv, R, G, D)
@@ -183,25 +187,27 @@ class Grid:
         self.tokens[self.rollout, self.t] = token
         self.logprobs[self.rollout, self.t] = logprob
         length = self.lengths[self.rollout]
-        ends_now = (token[:, None] == self.eos).any(-1) & (length == 0)
-        self.lengths[self.rollout] = torch.where(ends_now, self.t + 1, length)
+        is_end = (token[:, None] == self.eos).any(-1)
+        self.lengths[self.rollout] = torch.where(is_end & (length == 0), self.t + 1, length)
         self.newest.copy_(token)
         self.t.add_(1)
 
     def harvest(self, last):
-        """See who goes on, and return (rollout, Completion) of those that ended since the last call, or of all left."""
+        """See who goes on, and return (rollout, Completion) of those newly ended, or of all left if last."""
         self.live = (self.lengths[self.rollout] == 0).view(self.Q, self.R)
         lengths = self.lengths.tolist()
-        ended = [i for i in self.rollout.tolist() if (last or lengths[i]) and i not in self.harvested]
+        present = set(self.rollout.tolist()) - self.harvested
+        ended = sorted(i for i in present if last or lengths[i])
         self.harvested.update(ended)
         completions = []
         for i, tokens, logprobs in zip(ended, self.tokens[ended].tolist(), self.logprobs[ended].tolist()):
             length = lengths[i] or len(tokens)
-            completions.append((i, Completion(tokens[:length], logprobs[:length], lengths[i] > 0)))
+            completion = Completion(tokens[:length], logprobs[:length], finished=lengths[i] > 0)
+            completions.append((i, completion))
         return completions
 
     def compact(self):
-        """Drop prompts all of whose rollouts have finished, and move the live rows of the others to the front."""
+        """Drop prompts whose rollouts have all finished, and move live rows of the others to the front."""
         prompts = self.live.any(1).nonzero()[:, 0]  # (Q') those that go on
         R = int(self.live.sum(1).max())  # the most live rows of a prompt
         if len(prompts) * R == self.Q * self.R:
@@ -220,20 +226,20 @@ class Grid:
         self.Q, self.R = len(prompts), R
 
     def grow(self):
-        """Make room for another bucket of own tokens. Keys are zero there, as NaN times a weight of 0 is NaN."""
+        """Make room for another bucket of own tokens: zeros, as NaN would stay NaN under a weight of 0."""
         more = min(BUCKET[self.device.type], self.padded(self.tokens.shape[1]) - self.T)
         for i, kv in enumerate(self.own_kv):
             self.own_kv[i] = F.pad(kv, (0, 0, 0, more))
-        self.mask = F.pad(self.mask, (0, more), value=-torch.inf)
+        self.mask = F.pad(self.mask, (0, more), value=-torch.inf)  # (Q, P + T)
         self.T += more
         self.steps = 0  # taken since the shapes changed
 
 
 def draw(logits, u, temperature=1.0, top_p=1.0, top_k=0):
-    """Sample from logits (N, V) with uniforms u (N): tokens (N) and their log-probabilities (N) in what was drawn from.
+    """Sample from logits (N, V) with uniforms u (N): tokens and their log-probabilities, (N) each.
 
-    temperature 0 is greedy, with log-probabilities at temperature 1. top_k keeps the k likeliest tokens, top_p then
-    the smallest set of the likeliest that holds that much of what remains. Both renormalise."""
+    temperature 0 is greedy, with log-probabilities at temperature 1. top_k keeps the k likeliest tokens,
+    top_p then the smallest set of the likeliest that holds that much of the rest. Both renormalise."""
     if temperature == 0:
         tokens = logits.argmax(-1)
         return tokens, logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
@@ -249,20 +255,20 @@ def draw(logits, u, temperature=1.0, top_p=1.0, top_k=0):
         logp = torch.empty_like(logp).scatter_(-1, order, ranked.log_softmax(-1))
     mass = logp.exp().cumsum(-1)
     target = u * mass[:, -1]
-    tokens = torch.searchsorted(mass, target[:, None], right=True)  # (N, 1); right: never a token of probability 0
+    tokens = torch.searchsorted(mass, target[:, None], right=True)  # right: never one of probability 0
     return tokens[:, 0], logp.gather(-1, tokens)[:, 0]
 
 
 def uniform(seeds, step):
     """One number in [0, 1) per row from its seed (int64) and the step (an int64 tensor), by splitmix64."""
-    z = seeds + (step + 1) * -0x61C8864680B583EB  # int64 wraps around, so splitmix64's constants stand here as signed
+    z = seeds + (step + 1) * -0x61C8864680B583EB  # int64 wraps around; the constants are splitmix64's, signed
     z = (z ^ (z >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
     z = (z ^ (z >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
     return (z >> 41 & (1 << 23) - 1).float() / (1 << 23)
 
 
 def row_seeds(prompts, n: int, seed: int, first: int) -> list[int]:
-    """A 64-bit seed for each rollout, from the seed, the prompt's ids, how often it was listed before, and its number."""
+    """A 64-bit seed for each rollout, from the seed, the prompt, its listings before and the number."""
     listed = collections.Counter()
     seeds = []
     for prompt in map(tuple, prompts):
@@ -275,13 +281,13 @@ def row_seeds(prompts, n: int, seed: int, first: int) -> list[int]:
     return seeds
 
 
-# -------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # Appendix: CUDA graphs, the command line
 
 
 def capture(decode, before):
-    """All kernels of decode() as one CUDA graph, in the memory pool of the graph before it, which must still be there.
-    Threads that call CUDA meanwhile cannot break it, nor can signals."""
+    """All kernels of decode() as one CUDA graph, in the memory pool of the graph before it, which must still
+    exist. Threads that call CUDA meanwhile cannot break it, nor can signals."""
     graph = torch.cuda.CUDAGraph()
     pool = before.pool() if before else None
     with signals_wait(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -291,7 +297,7 @@ def capture(decode, before):
 
 @contextlib.contextmanager
 def signals_wait():
-    """Ctrl-C and SIGTERM take effect after this block: an exception in the midst of a capture aborts the process."""
+    """Ctrl-C and SIGTERM take effect after this block: an exception amid a capture aborts the process."""
     came, handlers = [], {}
     if threading.current_thread() is threading.main_thread():  # no other thread gets signals
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -334,8 +340,8 @@ def main(argv):
     try:
         tokenizer = Tokenizer.from_pretrained(s.checkpoint)
         model = Qwen.from_pretrained(s.checkpoint, compute_dtype(device, s.dtype), device)
-        [completions] = generate(model, [tokenizer.chat(messages)], s.n, s.max_new_tokens, s.temperature, s.top_p,
-                                 s.top_k, tokenizer.end_ids, s.seed, len(tokenizer))
+        [completions] = generate(model, [tokenizer.chat(messages)], s.n, s.max_new_tokens, s.temperature,
+                                 s.top_p, s.top_k, tokenizer.end_ids, s.seed, len(tokenizer))
     except (OSError, ValueError) as e:
         raise SystemExit(str(e)) from None
     except KeyboardInterrupt:

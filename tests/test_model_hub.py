@@ -119,6 +119,7 @@ def test_the_program_fetches_and_describes(hub):
     run = program(NAME)
     assert run.returncode == 0 and "parameters, 3 layers" in run.stdout, run.stderr
     folder = run.stdout.partition(": ")[0]
+    assert set(brought(hub)) == {file for file in hub.files if file.startswith("model-")} | {"config.json", "tokenizer.json"}
     assert torch.equal(Qwen.from_pretrained(folder)(batch()), hub.model(batch()))
     assert Tokenizer.from_pretrained(folder).encode("a b")
 

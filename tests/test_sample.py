@@ -1,5 +1,6 @@
 """Generation against transformers, a loop without cache and a plain reference sampler; seeds, end tokens, callbacks."""
 import gc
+import json
 import math
 import os
 import signal
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Qwen2ForCausalLM
 
+import bench
 import sample
 from model import Config, Qwen, Tokenizer
 from sample import BUCKET, CHECK, Completion, generate
@@ -373,7 +375,7 @@ def test_a_step_can_be_captured(how, model, graphs, monkeypatch):
     """From the second step after a change of shapes on, steps neither wait for the device nor move what they read and write
     to another place: each runs over the memory that the one before left, as a replayed graph does."""
     monkeypatch.setitem(sample.BUCKET, "cpu", 16)
-    out = generate(model, PROMPTS, 6, 60, eos_id=3, **how)
+    out = generate(model, PROMPTS, 6, 60, eos_id=[] if "temperature" in how else 3, **how)
     assert max(len(c.tokens) for rollouts in out for c in rollouts) == 60
     assert len(graphs) == 4 and Graph.replays == 59 - 4
     for prompt, rollouts in zip(PROMPTS, out):
@@ -542,3 +544,29 @@ def test_the_program_says_what_is_wrong(argv, said, model, tmp_path):
     with pytest.raises(SystemExit, match=said):
         sample.main([word.format(dir=tmp_path) for word in argv])
 
+
+
+# --------------------------------------------------------------------------------------------------------------------------------
+# The benchmark
+
+
+def test_the_bench_compares_with_the_same_weights(model):
+    """transformers_model has our weights, and equal logits."""
+    ids = torch.tensor(make(20, 20))
+    torch.testing.assert_close(bench.transformers_model(model)(ids).logits, model(ids), rtol=1e-4, atol=1e-4)
+
+
+def test_the_bench_ends_in_one_json_line(capsys, monkeypatch):
+    """It times as many tokens as it says, beside whom it says."""
+    monkeypatch.setitem(bench.SHAPES, "small", tiny().config)
+    monkeypatch.setattr(bench, "copy_bandwidth", lambda device: 1e9)
+    drawn = []
+    monkeypatch.setattr(sample, "generate", lambda *args, **how: drawn.append(generate(*args, **how)) or drawn[-1])
+    bench.sampler(rows="6,4", questions="2", prompt="20", new="9", rounds="1", dtype="fp32")
+    results = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert [(r["rows"], r["questions"], r["prompt"], r["new"]) for r in results] == [(6, 2, 20, 9), (4, 2, 20, 9)]
+    assert [[len(rollouts) for rollouts in out] for out in drawn[1:4]] == [[3, 3], [3, 3], [1] * 6]  # ours, its prefill, unshared
+    assert {len(c.tokens) for out in (drawn[1], drawn[3]) for rollouts in out for c in rollouts} == {9}
+    for result in results:
+        assert min(value for value in result.values() if isinstance(value, float)) > 0
+        assert {"times as fast as transformers", "times as fast as unshared"} < result.keys()
