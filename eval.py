@@ -943,7 +943,7 @@ def everyone_alone(pool: list, problems: list[Problem], name: str) -> list[list[
 def baselines(problems: list[Problem], pool: list) -> dict[str, list[Trace]]:
     """Traces of every single worker and of random workflows."""
     traces = dict(zip([worker.name for worker in pool], everyone_alone(pool, problems, "workers")))
-    return {**traces, "random workflows": run_system(at_random, problems, pool, 0, "random")}
+    return {**traces, "random workflows": run_system(at_random, problems, pool, 0, "random:/0")}
 
 
 # -----------------------------------------------------------------------------------------------------------
