@@ -788,25 +788,25 @@ def worded(problem: Problem, subtask: str) -> str:
     return LAPTOP[subtask] if problem.kind in NEEDS else subtask
 
 
-def alone(worker, problem: Problem, name: str | None = None, **overrides) -> Trace:
+def alone(problem: Problem, pool: list, k: int, name: str | None = None, **overrides) -> Trace:
     """A worker asked without a Conductor: one turn, the bare question."""
-    trace = Trace(problem.question, Workflow([Step(0, problem.question, [])]), [worker.name], [None])
+    trace = Trace(problem.question, Workflow([Step(k, problem.question, [])]), [pool[k].name], [None])
     try:
-        trace.replies[0] = worker.chat([{"role": "user", "content": problem.question}], name, **overrides)
+        trace.replies[0] = pool[k].chat([{"role": "user", "content": problem.question}], name, **overrides)
         trace.seconds = trace.replies[0].seconds
     except WorkerError as e:
         trace.error = str(e)
     return trace
 
 
-def poll(workers: list, problem: Problem, choose, name: str | None = None) -> Trace:
-    """Every worker asked alone. The response at choose(problem, responses) is the answer, and stands last in
-    the trace."""
-    asked = [alone(worker, problem, name and f"{name}/{i}") for i, worker in enumerate(workers)]
+def poll(problem: Problem, pool: list, chosen: list[int], name: str | None, choose) -> Trace:
+    """Chosen workers asked alone. The response at choose(problem, responses) is the answer, and stands last."""
+    asked = [alone(problem, pool, k, name and f"{name}/{i}") for i, k in enumerate(chosen)]
     errors = [t.error for t in asked if t.error]
-    chosen = 0 if errors else choose(problem, [t.answer for t in asked])
-    asked.append(asked.pop(chosen))
-    steps = [Step(i, problem.question, []) for i in range(len(asked))]
+    if not errors:
+        best = choose(problem, [t.answer for t in asked])
+        asked.append(asked.pop(best))
+    steps = [t.workflow.steps[0] for t in asked]
     names = [t.workers[0] for t in asked]
     replies = [t.replies[0] for t in asked]
     return Trace(problem.question, Workflow(steps), names, replies, error=errors[0] if errors else None)
@@ -836,19 +836,15 @@ def central(problem: Problem, responses: list[str]) -> int:
     return likeness.index(max(likeness))
 
 
-def single(problem: Problem, pool: list, k: int, name: str) -> Trace:
-    return alone(pool[k], problem, name)
-
-
 def context(problem: Problem, pool: list, k: int, name: str) -> Trace:
     """One call with five times the tokens."""
     limits = ("max_tokens", "max_completion_tokens")
     longer = {key: 5 * value for key, value in pool[k].params.items() if key in limits}
-    return alone(pool[k], problem, name, **longer)
+    return alone(problem, pool, k, name, **longer)
 
 
 def consensus(problem: Problem, pool: list, k: int, name: str) -> Trace:
-    return poll([pool[k]] * 5, problem, majority, name)
+    return poll(problem, pool, [k] * 5, name, majority)
 
 
 def reflect(problem: Problem, pool: list, k: int, name: str) -> Trace:
@@ -867,7 +863,7 @@ def moa(problem: Problem, pool: list, k: int, name: str) -> Trace:
 
 
 def smoothie(problem: Problem, pool: list, k: int, name: str) -> Trace:
-    return poll(pool, problem, central, name)
+    return poll(problem, pool, list(range(len(pool))), name, central)
 
 
 def at_random(problem: Problem, pool: list, k: int, name: str) -> Trace:
@@ -898,11 +894,12 @@ def train_router(pool: list, lessons: list[Problem], asked: list[list[Trace]]):
         optimizer.step()
 
     def router(problem: Problem, pool: list, k: int, name: str) -> Trace:
-        return alone(pool[int((trigrams(problem.question) @ weights).argmax())], problem, name)
+        scores = trigrams(problem.question) @ weights  # (W)
+        return alone(problem, pool, int(scores.argmax()), name)
     return router
 
 
-BY_ONE = {"workers": single, "context": context, "consensus": consensus, "reflect": reflect}
+BY_ONE = {"workers": alone, "context": context, "consensus": consensus, "reflect": reflect}
 BY_ALL = {"random": at_random, "moa": moa, "smoothie": smoothie}
 CONDUCTORS = {  # how a Conductor is asked otherwise than it was in training
     "conductor": {},
@@ -934,7 +931,7 @@ def run_conductor(write, problems: list[Problem], pools: list[list], name: str, 
 def everyone_alone(pool: list, problems: list[Problem], name: str) -> list[list[Trace]]:
     """Traces [worker][problem] of every single worker, all at a time."""
     def ask(k):
-        return run_system(single, problems, pool, k, f"{name}:{pool[k].name}")
+        return run_system(alone, problems, pool, k, f"{name}:{pool[k].name}")
 
     with ThreadPool(len(pool)) as threads:
         return threads.map(ask, range(len(pool)))
@@ -1091,9 +1088,10 @@ def habits(traces: list[Trace | None]) -> dict:
         numbers[f"workers, round {r + 1}"] = shares_of(itertools.chain(*(t.workers for t in played)))
         if r == 1:  # how often three empty lists kept an answer
             numbers["kept"] = {}
-            for was in (True, False):
-                kept = [not t.replies for t in played if t.previous.right is was]
-                numbers["kept"]["right" if was else "wrong"] = statistics.fmean(kept) if kept else None
+            for was, told in ((True, "right"), (False, "wrong")):
+                empty = [not t.replies for t in played if t.previous.right is was]
+                if empty:
+                    numbers["kept"][told] = statistics.fmean(empty)
     return numbers
 
 
@@ -1560,7 +1558,9 @@ def in_the_paper(benchmark: str) -> dict[str, dict]:
 def average(files: list[str]) -> str:
     """The numbers that several evaluations wrote with --out, line by line: mean ± 95 % interval over the
     files."""
-    runs = [read_numbers(file) for file in files]
+    runs = [read_json(file) for file in files]
+    if not all(isinstance(row, dict) for numbers in runs for row in numbers.values()):
+        raise ValueError("these are not what eval.py writes with --out")
     lines = [f"{'':<66}{'mean':>9} ± 95 % interval of the mean over {len(files)} files, by Student's t"]
     for system in runs[0]:
         found = [dict(flat(run.get(system, {}))) for run in runs]
@@ -1580,14 +1580,6 @@ def flat(numbers: dict, before: str = ""):
             yield from flat(value, f"{before}{key}: ")
         else:
             yield before + key, value
-
-
-def read_numbers(file: str) -> dict[str, dict]:
-    """What an evaluation wrote with --out: name -> numbers."""
-    numbers = read_json(file)
-    if not all(isinstance(row, dict) for row in numbers.values()):
-        raise ValueError(f"{file} is not what eval.py writes with --out")
-    return numbers
 
 
 LESSONS = 256  # train problems that the system router learns from
@@ -1692,10 +1684,6 @@ def check(s: Settings, names: list[str]) -> list[tuple[str, str]]:
     return wanted
 
 
-def show(share: float | None) -> str:
-    return "?" if share is None else f"{share:.0%}"
-
-
 def after(traces: list[Trace | None], rounds: int) -> list[Trace | None]:
     """What the traces were after so many further rounds, or as many as there were."""
     return [t and t.rounds()[:rounds + 1][-1] for t in traces]
@@ -1730,7 +1718,7 @@ def report(data: str, problems: list[Problem], runs: dict[str, list], beside: di
             found = habits(repeats[0])
             rows[name] |= found
             for key, shares in found.items():
-                print(f"{name}, {key}: " + ", ".join(f"{x} {show(share)}" for x, share in shares.items()))
+                print(f"{name}, {key}: " + ", ".join(f"{item} {share:.0%}" for item, share in shares.items()))
     if "conductor" in runs:
         print("\n" + learned(problems, runs["conductor"][0]) + "\n")
     return rows

@@ -198,7 +198,7 @@ def test_habits_by_hand():
     told = habits([trace("1"), pair, None, kept])
     assert told["lengths"] == pytest.approx({"1 step": 2 / 3, "2 steps": 1 / 3}) and sum(told["shapes"].values()) == pytest.approx(1)
     assert told["workers, round 1"] == {"calculator": 0.5, "coder": 0.25, "librarian": 0.25} and told["workers, round 2"] == {}
-    assert told["kept"] == {"right": 1.0, "wrong": None}
+    assert told["kept"] == {"right": 1.0}
     assert habits([None]) == {"lengths": {}, "shapes": {}}
 
 
