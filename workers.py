@@ -1,17 +1,21 @@
 """Workers: LLMs behind raw HTTP, pools of them, and the local specialists.
 
-    python workers.py [--pool=local|paper|paper:unconstrained|FILE.json]  # list the pool, say which keys are set, ping all
-    python workers.py serve [--port=8765]                                 # the local specialists, for any OpenAI client
-    python workers.py --bench                                             # 256 workflows at once: wall time, CPU time of a call
+    python workers.py [--pool=NAME]               # list a pool, say which keys are set, ping every worker
+    python workers.py print --pool=NAME > my.json # the pool as a file, to edit: prices, models, limits
+    python workers.py serve [--port=8765]         # the local specialists, for any OpenAI client
 
-`chat` turns messages into a Reply or raises WorkerError: what a model said and what went wrong on the way never mix.
-Keys are read from the environment at each call and kept nowhere. Read next: workflow.py.
+NAME is local, local:pairs, local:tired, paper, today, openrouter (these three also with :unconstrained) or a
+JSON file. `Worker.chat` turns messages into a Reply or raises WorkerError: what a model said and what went wrong
+on the way never mix. Keys are read from the environment at each call and kept nowhere. Read next: workflow.py.
 """
 import atexit
 import contextlib
 import email.utils
 import functools
 import hashlib
+import http.client
+import http.cookiejar
+import io
 import json
 import math
 import operator
@@ -27,226 +31,237 @@ import time
 import traceback
 import urllib.parse
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
+from typing import NamedTuple
 
 import requests
-from requests.packages import urllib3  # which requests is made of
+import urllib3  # which requests is made of
 
-CONNECT, BACKOFF, BACKOFF_MAX = 10.0, 0.5, 30.0  # seconds: to reach a host; longest wait before the first retry, before any retry
-MAX_BODY = 32 << 20  # bytes of a response; honest ones stay below 1 MB
-jitter = random.Random()  # not the global generator, whose draws are the experiment's
+CONNECT = 10.0  # seconds to reach a host
+BACKOFF, BACKOFF_MAX = 2.0, 30.0  # seconds: the longest wait after the first failed attempt, and after any
+FAILURES = 6  # attempts that a call survives failing, but for those that a busy provider refuses
+jitter = random.Random()  # The global generator's draws are the experiment's.
 
 
 class WorkerError(Exception):
-    """Transport or provider failed for good; never a wrong answer. The text names the worker and holds no key."""
+    """Transport or provider failed for good; never a wrong answer. The text names the worker and holds no key.
 
-    def __init__(self, text: str, retry: bool = False, wait: float = 0.0, billed: bool = True):
+    Of one attempt it says whether to retry, whether the provider refused it as it is busy or its rate limit is
+    reached, the seconds to wait that it asks for, and whether the attempt may be billed."""
+
+    def __init__(self, text: str, retry=False, busy=False, wait=0.0, billed=True):
         super().__init__(text)
-        self.retry, self.wait = retry, wait  # may another attempt succeed; the seconds that the provider asks for before it
-        self.billed = billed  # may the attempt cost something
+        self.retry, self.busy, self.wait, self.billed = retry, busy, wait, billed
 
 
 @dataclass
 class Reply:
     text: str  # the model's own words; empty and cut-off ones too
-    prompt_tokens: int  # cached ones included
-    completion_tokens: int  # reasoning included
+    prompt_tokens: int  # with those that a cache held; 0 where unknown
+    completion_tokens: int  # with those of the reasoning; 0 where unknown
     cost: float | None  # dollars; None where the price or the usage is unknown
     seconds: float  # with retries, without the wait for a free slot
-    finish: str = "stop"  # or "length" (cut off), "refusal" (the model's or a filter's), else the provider's own word
+    finish: str = "stop"  # or "length" (cut off), "refusal" (by the model or a filter), else the provider's word
 
 
-# Protocols: model, messages, params -> path, body; and the response's JSON -> text, finish, tokens in, tokens out.
-# max_tokens, temperature, top_p and top_k mean the same in all three; other params go into the body as they are.
-FINISH = {"end_turn": "stop", "stop_sequence": "stop", "STOP": "stop", "max_tokens": "length", "MAX_TOKENS": "length",
-          "model_context_window_exceeded": "length", "content_filter": "refusal", "SAFETY": "refusal", "RECITATION": "refusal",
-          "BLOCKLIST": "refusal", "PROHIBITED_CONTENT": "refusal", "SPII": "refusal"}
-SAMPLING = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "logprobs", "top_logprobs", "logit_bias")
+# ----------------------------------------------------------------------------------------------------------
+# Protocols: what a provider is sent, and what its response means. Parameters are named as in OpenAI's API.
+
+SAMPLING = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "logprobs",
+            "top_logprobs", "logit_bias")
+# A protocol's own name for a parameter of OpenAI's, None where it has none. Others are sent as they are.
+NAMES = {
+    "openai": {},
+    "anthropic": {**dict.fromkeys((*SAMPLING[3:], "seed", "reasoning_effort")),
+                  "max_completion_tokens": "max_tokens", "stop": "stop_sequences"},
+    "gemini": {**dict.fromkeys(("logprobs", "top_logprobs", "logit_bias", "reasoning_effort")),
+               "max_tokens": "maxOutputTokens", "max_completion_tokens": "maxOutputTokens", "top_p": "topP",
+               "top_k": "topK", "presence_penalty": "presencePenalty", "frequency_penalty": "frequencyPenalty",
+               "stop": "stopSequences"},
+}
+GEMINI_FIELDS = ("safetySettings", "tools", "toolConfig", "cachedContent", "labels", "serviceTier")
 
 
-def openai_request(model, messages, params):
+class Generation(NamedTuple):
+    """What models of one generation take. The first row whose pattern fits a model's name holds."""
+    models: str
+    left_out: tuple  # parameters that they refuse or ignore: they are not sent
+    limit: str  # their name for max_tokens
+    least: dict  # as little reasoning as they can, as while training (App. A.1)
+    most: dict  # as much as in the unconstrained evaluation (Table 3)
+
+
+# Read on 2026-11-22: developers.openai.com/api/docs (models/gpt-6.2-sol, guides/deployment-checklist),
+# platform.claude.com/docs/en/models/sonnet-5-5/whats-new-sonnet-5-5, openrouter.ai/docs/use-cases/reasoning-tokens,
+# docs.cloud.google.com/gemini-enterprise-agent-platform/models/thinking.md.txt.
+GENERATIONS = (
+    Generation(r"(openai/)?gpt-[6-9]", SAMPLING, "max_completion_tokens",
+               {"reasoning_effort": "low"}, {"reasoning_effort": "high"}),
+    Generation(r"(openai/)?(o\d|gpt-5(?!-chat))", SAMPLING, "max_completion_tokens",
+               {"reasoning_effort": "minimal"}, {"reasoning_effort": "high"}),
+    Generation(r"anthropic/claude-[a-z]+-[5-9]|google/gemini-[3-9]", SAMPLING, "max_tokens",
+               {"reasoning": {"effort": "low"}}, {"reasoning": {"effort": "high"}}),
+    Generation(r"claude-sonnet-5-5", SAMPLING, "max_tokens",
+               {"thinking": {"type": "between_tools"}, "output_config": {"effort": "low"}},
+               {"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}}),
+    Generation(r"claude-[a-z]+-([5-9]|4-[7-9])\b", SAMPLING, "max_tokens",
+               {"output_config": {"effort": "low"}}, {"output_config": {"effort": "high"}}),
+    Generation(r"claude-", (), "max_tokens", {}, {"thinking": {"type": "enabled", "budget_tokens": 32768}}),
+    Generation(r"gemini-[3-9]", SAMPLING, "max_tokens",
+               {"thinkingConfig": {"thinkingLevel": "low"}}, {"thinkingConfig": {"thinkingLevel": "high"}}),
+    Generation(r"gemini-2", (), "max_tokens",
+               {"thinkingConfig": {"thinkingBudget": 128}}, {"thinkingConfig": {"thinkingBudget": 32768}}),
+    Generation(r"", (), "max_tokens", {}, {}),
+)
+
+
+def generation_of(model: str) -> Generation:
+    return next(row for row in GENERATIONS if re.match(row.models, model))
+
+
+def wire_params(protocol: str, model: str, params: dict) -> dict:
+    """The parameters as this model takes them. WorkerError for what its protocol cannot say."""
+    generation, sent = generation_of(model), {}
+    for name, value in params.items():
+        own_name = NAMES[protocol].get(name, name)
+        if own_name is None:
+            raise WorkerError(f"{name} means nothing to the {protocol} protocol")
+        if name == "stream" or name == "n" and value != 1:
+            raise WorkerError(f"{name}: a call gives one reply, and streams it to on_text")
+        if name == "max_tokens" and protocol == "openai":
+            own_name = generation.limit
+        if name == "stop" and isinstance(value, str):
+            value = [value]
+        if name not in generation.left_out and name != "n":
+            sent[own_name] = value
+    return sent
+
+
+def openai_request(model: str, messages: list[dict], params: dict) -> tuple[str, dict]:
     """platform.openai.com/docs/api-reference/chat; also vLLM, Ollama, llama.cpp, OpenRouter, Together."""
-    if re.match(r"(openai/)?(o\d|gpt-5(?!-chat)|gpt-[6-9])", model):  # .../docs/guides/reasoning: 400 to other params
-        params = {"max_completion_tokens" if k == "max_tokens" else k: v for k, v in params.items() if k not in SAMPLING}
     return "/chat/completions", {"model": model, "messages": messages, **params}
 
 
-def openai_reply(data):
-    choice, usage = data["choices"][0], data.get("usage") or {}
+def openai_reply(data: dict) -> tuple:
+    choice, usage = data["choices"][0], fields_of(data.get("usage"))
     if choice.get("error"):  # OpenRouter, when its provider fails midway
         raise WorkerError(f"the provider failed midway: {choice['error']}", retry=True)
-    text, refusal = choice["message"].get("content"), choice["message"].get("refusal")
+    refusal = choice["message"].get("refusal")
+    text = text_of(choice["message"].get("content")) or text_of(refusal)
     finish = "refusal" if refusal else choice.get("finish_reason")
-    return text or refusal or "", finish, usage.get("prompt_tokens"), usage.get("completion_tokens")
+    n_in, n_out = tokens(usage.get("prompt_tokens")), tokens(usage.get("completion_tokens"))
+    total = tokens(usage.get("total_tokens"))
+    if None not in (n_in, n_out, total):
+        n_out = max(n_out, total - n_in)  # Some count the reasoning in the total only.
+    written = tokens(fields_of(usage.get("prompt_tokens_details")).get("cache_write_tokens")) or 0
+    return text, finish, n_in, n_out, 0.25 * written
 
 
-def anthropic_request(model, messages, params):
+def anthropic_request(model: str, messages: list[dict], params: dict) -> tuple[str, dict]:
     """platform.claude.com/docs/en/api/messages: max_tokens is required, system is no turn, no turn may be blank."""
-    turns = [{**m, "content": m["content"] if m["content"].strip() else "(empty)"} for m in messages if m["role"] != "system"]
-    system = "\n\n".join(m["content"] for m in messages if m["role"] == "system")
-    return "/messages", {"model": model, "max_tokens": 4096, "messages": turns, **params} | ({"system": system} if system else {})
+    system = [m["content"] for m in messages if m["role"] == "system"]
+    turns = [{**m, "content": filled(m["content"])} for m in messages if m["role"] != "system"]
+    body = {"model": model, "max_tokens": 4096, "messages": turns, **params}
+    kind, schema = wanted_format(body.pop("response_format", None))
+    if kind == "json_object":
+        raise WorkerError("response_format: the anthropic protocol needs a json_schema")
+    if schema:
+        form = {"type": kind, "schema": schema}
+        body["output_config"] = {**body.get("output_config", {}), "format": form}
+    if system:
+        body["system"] = "\n\n".join(system)
+    return "/messages", body
 
 
-def anthropic_reply(data):
-    usage, text = data.get("usage") or {}, "".join(block["text"] for block in data["content"] if block["type"] == "text")
-    n_in = usage.get("input_tokens")
-    if n_in is not None:  # unlike the others', without what was read from the cache or written to it
-        n_in += (usage.get("cache_read_input_tokens") or 0) + (usage.get("cache_creation_input_tokens") or 0)
-    return text, data.get("stop_reason"), n_in, usage.get("output_tokens")
+def anthropic_reply(data: dict) -> tuple:
+    usage = fields_of(data.get("usage"))
+    n_in, n_out = tokens(usage.get("input_tokens")), tokens(usage.get("output_tokens"))
+    read = tokens(usage.get("cache_read_input_tokens")) or 0
+    written = tokens(usage.get("cache_creation_input_tokens")) or 0
+    for_an_hour = tokens(fields_of(usage.get("cache_creation")).get("ephemeral_1h_input_tokens")) or 0
+    if n_in is not None:
+        n_in += read + written  # The other protocols count these in.
+    # Input that is written to the cache costs 1.25 times the price for five minutes, twice the price for an hour.
+    return text_of(data["content"]), data.get("stop_reason"), n_in, n_out, 0.25 * written + 0.75 * for_an_hour
 
 
-def gemini_request(model, messages, params):
-    """ai.google.dev/api/generate-content; params beyond the four common ones are generationConfig's own, like thinkingConfig."""
-    names, roles = {"max_tokens": "maxOutputTokens", "top_p": "topP", "top_k": "topK"}, {"user": "user", "assistant": "model"}
-    turns = [{"role": roles[m["role"]], "parts": [{"text": m["content"] or "(empty)"}]} for m in messages if m["role"] in roles]
-    body = {"contents": turns, "generationConfig": {names.get(k, k): v for k, v in params.items()}}
+def gemini_request(model: str, messages: list[dict], params: dict) -> tuple[str, dict]:
+    """ai.google.dev/api/generate-content; params are generationConfig's but for GEMINI_FIELDS."""
+    roles = {"user": "user", "assistant": "model"}
+    config = {name: value for name, value in params.items() if name not in GEMINI_FIELDS}
+    kind, schema = wanted_format(config.pop("response_format", None))
+    if kind != "text":
+        config["responseMimeType"] = "application/json"
+    if schema:
+        config["responseJsonSchema"] = schema
     system = [{"text": m["content"]} for m in messages if m["role"] == "system"]
-    return f"/models/{model}:generateContent", body | ({"systemInstruction": {"parts": system}} if system else {})
+    turns = [{"role": roles[m["role"]], "parts": [{"text": filled(m["content"])}]}
+             for m in messages if m["role"] != "system"]
+    body = {"contents": turns, "generationConfig": config}
+    body |= {name: value for name, value in params.items() if name in GEMINI_FIELDS}
+    if system:
+        body["systemInstruction"] = {"parts": system}
+    return f"/models/{model}:generateContent", body
 
 
-def gemini_reply(data):
-    usage, blocked = data.get("usageMetadata") or {}, (data.get("promptFeedback") or {}).get("blockReason")
-    candidate = {"finishReason": "SAFETY"} if blocked and not data.get("candidates") else data["candidates"][0]
-    parts = (candidate.get("content") or {}).get("parts") or []  # none also when thinking used up maxOutputTokens
+def gemini_reply(data: dict) -> tuple:
+    usage = fields_of(data.get("usageMetadata"))
+    n_in, n_out = tokens(usage.get("promptTokenCount")), tokens(usage.get("candidatesTokenCount", 0))
+    thoughts = tokens(usage.get("thoughtsTokenCount", 0))
+    n_out = None if None in (n_in, n_out, thoughts) else n_out + thoughts
+    if not data.get("candidates") and fields_of(data.get("promptFeedback")).get("blockReason"):
+        return "", "SAFETY", n_in, n_out, 0.0
+    candidate = data["candidates"][0]
+    parts = fields_of(candidate.get("content")).get("parts") or []  # none where thinking used up all tokens
     text = "".join(part.get("text", "") for part in parts if not part.get("thought"))
-    n_out = usage.get("candidatesTokenCount", 0) + usage.get("thoughtsTokenCount", 0) if usage else None
-    return text, candidate.get("finishReason"), usage.get("promptTokenCount"), n_out
+    return text, candidate.get("finishReason"), n_in, n_out, 0.0
 
 
-PROTOCOLS = {"openai": (openai_request, openai_reply, {"Authorization": "Bearer {}"}),
-             "anthropic": (anthropic_request, anthropic_reply, {"x-api-key": "{}", "anthropic-version": "2023-06-01"}),
-             "gemini": (gemini_request, gemini_reply, {"x-goog-api-key": "{}"})}  # in the URL, a key would land in logs
+def fields_of(value) -> dict:
+    return value if isinstance(value, dict) else {}
 
 
-def seconds_until(retry_after: str) -> float:
-    """Retry-After, a number of seconds or a date (RFC 9110, 10.2.3), as seconds from now; 0 if it is neither."""
-    try:
-        if re.fullmatch(r"\s*\d+(\.\d+)?\s*", retry_after):
-            return float(retry_after)
-        return max(0.0, email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time())
-    except (ValueError, TypeError, OverflowError):
-        return 0.0
+def tokens(value) -> int | None:
+    """A count of tokens as a provider reports it; None, unknown, where that is no sensible number."""
+    return value if type(value) is int and 0 <= value < 1e9 else None
 
 
-class Line(requests.adapters.HTTPAdapter):
-    """One kept-alive connection. urllib3 limits the wait for each byte, not for all of them: for that the watchdog cuts it."""
-    pool = sock = None
-
-    def open(self, url: str, options: dict):
-        """Let requests find the way to the host once, proxy and certificates included; its `send` would for every call, which costs a third
-        of it."""
-        request = requests.Request("POST", url).prepare()
-        pool = self.get_connection_with_tls_context(request, options["verify"], options["proxies"], options["cert"])
-        self.cert_verify(pool, request.url, options["verify"], options["cert"])
-        self.pool, self.path, kind = pool, self.request_url(request, options["proxies"]), type(pool).ConnectionCls
-
-        def make(**options):
-            def connect():
-                kind.connect(connection)
-                self.sock = connection.sock  # which forgets it while a response without length is read
-            connection = kind(**options)
-            connection.connect = connect
-            return connection
-        pool.ConnectionCls = make
+def text_of(content) -> str:
+    """A message's text: a string, null, or a list of parts, of which those of another type are left out."""
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content if part["type"] == "text")
+    if not isinstance(content, str | None):
+        raise TypeError("content that is no text")
+    return content or ""
 
 
-ends: dict[Line, float] = {}  # the running exchanges and the time.monotonic() when each must be over
+def filled(content: str) -> str:
+    return content if content.strip() else "(empty)"
 
 
-@functools.cache
-def watchdog():
-    def watch():
-        while True:
-            time.sleep(0.05)
-            for line in [line for line, end in list(ends.items()) if time.monotonic() > end and line.sock]:
-                sock = getattr(line.sock, "socket", line.sock)  # urllib3 wraps one for TLS through a TLS proxy
-                with contextlib.suppress(OSError, TypeError):  # closed, or no socket. Not an SSLSocket's own: it takes the TLS state from who reads
-                    socket.socket.shutdown(sock, socket.SHUT_RDWR)
-    threading.Thread(target=watch, daemon=True).start()
+def wanted_format(wish: dict | None) -> tuple[str, dict | None]:
+    """OpenAI's response_format as its type and its JSON schema, if it has one."""
+    wish = wish or {"type": "text"}
+    return wish["type"], wish.get("json_schema", {}).get("schema")
 
 
-def exchange(line: Line, url: str, headers: dict, body: bytes, seconds: float, options: dict) -> dict:
-    """One POST within so many seconds: the response's JSON object, or a WorkerError that says whether to retry."""
-    watchdog()
-    got, fault, response = bytearray(), None, None
-    ends[line] = end = time.monotonic() + seconds
-    try:
-        if line.pool is None:
-            line.open(url, options)
-        response = line.pool.urlopen("POST", line.path, body, headers, retries=False, redirect=False, assert_same_host=False,
-                                     timeout=urllib3.Timeout(connect=min(CONNECT, seconds), read=seconds),
-                                     preload_content=False, decode_content=False)
-        for chunk in response.stream(1 << 16):
-            got += chunk
-            if len(got) > MAX_BODY:
-                response.close()
-                raise WorkerError(f"the response is larger than {MAX_BODY >> 20} MiB")
-    except (urllib3.exceptions.HTTPError, requests.RequestException, OSError) as e:
-        heard = response is not None or isinstance(e, urllib3.exceptions.ReadTimeoutError)
-        fault = WorkerError(f"the connection failed: {type(e).__name__}: {e}", retry=True, billed=heard)
-    finally:
-        del ends[line]
-    if time.monotonic() > end:  # the cut can look like a proper end
-        raise WorkerError(f"no complete response within {seconds:.3g} s", retry=True)
-    if fault:
-        raise fault
-    try:
-        data = json.loads(got)
-    except (ValueError, RecursionError):
-        data = None
-    status, error = response.status, data.get("error") if isinstance(data, dict) else None
-    if error and status == 200:  # openrouter.ai/docs/api/reference/errors: once a model has begun, failures come with a 200
-        code = error.get("code") if isinstance(error, dict) else None
-        status = code if isinstance(code, int) and code >= 400 else 500
-    if status != 200:
-        text = error.get("message") if isinstance(error, dict) else error or got.decode("utf-8", "replace")
-        refused = status < 500 or response.status in (503, 529)  # overloaded
-        raise WorkerError(f"HTTP {status}: {' '.join(str(text).split())}", status in (408, 409, 429) or status >= 500,
-                          seconds_until(response.headers.get("Retry-After", "")), billed=not refused)
-    if not isinstance(data, dict):
-        raise WorkerError(f"the response is no JSON object: {got.decode('utf-8', 'replace')!r}", retry=True)
-    return data
+# How a request is made: path and body. What a response says: text, stop reason, tokens in and out, and what was
+# written to a cache as further tokens in. The headers: in Gemini's URL a key would land in logs.
+PROTOCOLS = {
+    "openai": (openai_request, openai_reply, {"Authorization": "Bearer {}"}),
+    "anthropic": (anthropic_request, anthropic_reply, {"x-api-key": "{}", "anthropic-version": "2023-06-01"}),
+    "gemini": (gemini_request, gemini_reply, {"x-goog-api-key": "{}"}),
+}
+STOPPED = dict.fromkeys(("end_turn", "stop_sequence", "STOP", None, ""), "stop")
+CUT_OFF = dict.fromkeys(("max_tokens", "MAX_TOKENS", "model_context_window_exceeded"), "length")
+REFUSED = ("content_filter", "SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII")
+FINISH = {**STOPPED, **CUT_OFF, **dict.fromkeys(REFUSED, "refusal")}
 
 
-class Replay:
-    """Replies in one file, a line each, appended as they come: what a killed run had paid for is free when it is run again."""
-
-    def __init__(self, path: str):
-        self.file = open(path, "a+b", buffering=0)
-        self.file.seek(0)
-        lines, newline, torn = self.file.read().rpartition(b"\n")
-        if not all(re.match(rb"[0-9a-f]{64} |[0-9a-f]{0,64}$", line) for line in (*lines.splitlines(), torn)):
-            raise OSError("the file is there, and is no file of replies")
-        self.replies = dict(line.split(b" ", 1) for line in lines.splitlines())
-        self.file.truncate(len(lines + newline))  # a kill can tear the last line
-
-
-class Budget:
-    """Dollars that a pool may spend. An attempt first takes what it can cost at most, and then gives back what it did not: what the
-    providers report never passes the budget. What a broken attempt took stays taken, unless the provider said that it refused it or hung up without
-    a word."""
-
-    def __init__(self, dollars: float):
-        self.dollars = self.left = dollars
-        self.room, self.running, self.refused = threading.Condition(), 0, False  # refused: whether a call has been
-
-    def take(self, most: float, name: str) -> float:
-        """Set it apart, once it is there. Returns the seconds that this took."""
-        begun = time.monotonic()
-        with self.room:
-            self.room.wait_for(lambda: most <= self.left or not self.running)  # those that run will give something back
-            if most > self.left:
-                self.refused = True
-                raise WorkerError(f"{name}: the budget of ${self.dollars:g} is spent, but for ${self.left:.4f}")
-            self.left, self.running = self.left - most, self.running + 1
-        return time.monotonic() - begun
-
-    def settle(self, back: float):
-        with self.room:
-            self.left, self.running = self.left + back, self.running - 1
-            self.room.notify_all()
+# ----------------------------------------------------------------------------------------------------------
+# A worker
 
 
 @dataclass
@@ -262,104 +277,132 @@ class Worker:
     concurrency: int = 16  # calls at a time
     rpm: int | float | None = None  # requests per minute
     timeout: int | float = 120  # seconds for an attempt
-    deadline: int | float | None = None  # seconds for all attempts and the waits between them; three timeouts unless given
-    attempts: int = 6
-    replay: Replay | None = field(default=None, repr=False)
-    budget: Budget | None = field(default=None, repr=False)
+    deadline: int | float | None = None  # seconds for all attempts and the waits between; else three timeouts
+    attempts: int | None = None  # at most; else FAILURES, and any number that a busy provider refuses
+    replay: object = field(default=None, repr=False)  # a Replay
+    budget: object = field(default=None, repr=False)  # a Budget
     letter = ""  # its place in the whole pool: a Conductor that works with subsets knows it by that
 
     def __post_init__(self):
-        for key, kind in type(self).__annotations__.items():  # the errors leave the value out: it may be a misplaced API key
-            value = getattr(self, key)
-            number = isinstance(value, int | float)
-            if not isinstance(value, kind) or number and not 0 < value < 1e6:
-                raise ValueError(f"{key} must be {getattr(kind, '__name__', kind)}{', above 0' * number}")
-        if self.protocol not in PROTOCOLS:
-            raise ValueError(f"protocol must be one of {', '.join(PROTOCOLS)}")
-        if not re.fullmatch(r"(https?://[^/@\s]+|\$\w+)(/\S*)?", self.base_url):
-            raise ValueError("base_url must be http(s)://host/... without a password, or $VARIABLE")
-        if self.api_key_env is not None and not self.api_key_env.isidentifier():
-            raise ValueError("api_key_env must be the name of an environment variable, not the key")
-        if self.price is not None and [type(p) in (int, float) and 0 <= p < 1e6 for p in self.price] != [True, True]:
-            raise ValueError("price must be [input, output] in dollars per million tokens")
-        self.name, self.deadline = self.name or self.model, self.deadline or 3 * self.timeout
+        check_worker(self)
+        self.name = self.name or self.model
+        self.deadline = self.deadline or 3 * self.timeout
         self.url = os.path.expandvars(self.base_url).rstrip("/")
-        self.slots, self.lock, self.lines, self.turn = threading.Semaphore(self.concurrency), threading.Lock(), [], 0.0
-        # Proxies and CA bundle of the environment, found once: left to requests, every call pays for the search.
-        self.options = requests.Session().merge_environment_settings(self.url, {}, True, None, None)
-        if re.match(r"https?://(127\.|localhost\b|\[::1\])", self.url):
-            self.options["proxies"] = {}
-        self.calls, self.spent, self.unpriced = 0, 0.0, 0  # replies; their dollars; how many have an unknown cost
+        self.slots, self.lock = threading.Semaphore(self.concurrency), threading.Lock()
+        self.idle = []  # sessions
+        self.turn = 0.0  # the time.monotonic() of the next request under rpm
+        self.usual = 0.0  # seconds that an answer takes, by those so far
+        self.calls, self.spent, self.unpriced = 0, 0.0, 0  # replies; dollars; replies of unknown cost
 
     def chat(self, messages: list[dict], nonce: str | None = None, on_text=None, **overrides) -> Reply:
-        """Ask the model. messages: [{"role": "system", "user" or "assistant", "content": str}, ...]; overrides win over params.
+        """Ask the model. messages: [{"role": "system", "user" or "assistant", "content": str}, ...].
 
-        on_text(piece) is called with the text as it comes where the protocol is OpenAI's, else once with all of it.
-
-        nonce names this very call within a run (step, question, rollout, workflow step): with it the reply is kept in `replay`.
-        WorkerError when transport or provider fail for good. A reply counts in calls, spent and unpriced, also a replayed one."""
-        params, known = {**self.params, **overrides}, None
-        if keep := self.replay is not None and nonce is not None:
-            ask = json.dumps([self.name, self.protocol, self.model, messages, params, nonce], sort_keys=True).encode()
-            known = self.replay.replies.get(ask := hashlib.sha256(ask).hexdigest().encode())
-        reply = Reply(**json.loads(known)) if known else self.call(messages, params)
-        if keep and not known:
-            self.replay.file.write(b"%s %s\n" % (ask, json.dumps(asdict(reply)).encode()))
-        if on_text:
+        on_text(piece) is called with the text as it comes where the protocol is OpenAI's, else once with all of
+        it. overrides win over params; both are named as in OpenAI's API. nonce names this very call within a run
+        (step, question, rollout, workflow step): with it the reply is kept in `replay`. WorkerError when the
+        transport or the provider fails for good. A reply counts in calls, spent and unpriced, also a kept one."""
+        params, reply, key = {**self.params, **overrides}, None, None
+        if self.replay is not None and nonce is not None:
+            key = self.replay.key([self.name, self.protocol, self.model, messages, params, nonce])
+            reply = self.replay.find(key)
+        if reply is None:
+            reply = self.call(messages, params, on_text)
+            if key is not None:
+                self.replay.keep(key, reply)
+        elif on_text:
             on_text(reply.text)
         with self.lock:
             self.calls += 1
-            self.spent, self.unpriced = self.spent + (reply.cost or 0), self.unpriced + (reply.cost is None)
+            self.spent += reply.cost or 0.0
+            self.unpriced += reply.cost is None
         return reply
 
-    def most(self, messages, params) -> float:
-        """Dollars that a call can cost: a token is at least a byte, and the answer has an end."""
-        n_in = sum(len(m["content"].encode(errors="replace")) + 16 for m in messages)
-        n_out = params.get("max_tokens", params.get("max_completion_tokens", math.inf))
-        return sum(price * n for price, n in zip(self.price, (n_in, n_out)) if price) / 1e6
-
-    def call(self, messages, params) -> Reply:
-        """Over the wire: attempts with exponential backoff, full jitter and Retry-After as a floor, until the deadline."""
+    def call(self, messages: list[dict], params: dict, on_text) -> Reply:
+        """Over the wire: attempts until one succeeds, between them waits that double, with jitter, until the end."""
         key = os.environ.get(self.api_key_env or "", "").strip()
-        if self.url.startswith("$") or self.api_key_env and not re.fullmatch("[!-~]+", key):  # what a header can hold
-            raise WorkerError(f"{self.name}: set {self.url if self.url.startswith('$') else self.api_key_env} in the environment")
-        request, parse, headers = PROTOCOLS[self.protocol]
-        path, body = request(self.model, messages, params)
-        headers = {k: v.format(key) for k, v in headers.items() if key or "{}" not in v}
-        headers, body = {"Content-Type": "application/json", "Accept-Encoding": "identity", **headers}, json.dumps(body).encode()
-        most = self.most(messages, params) if self.budget else 0.0
+        try:
+            request = self.request(messages, params, key, on_text is not None)
+            most = self.reservation(request, params)
+        except WorkerError as e:
+            raise WorkerError(f"{self.name}: {e}") from None
         with self.slots:
             self.pace()
-            begun, line = time.monotonic(), self.lines.pop() if self.lines else Line(pool_connections=1, pool_maxsize=1)
-            for attempt in range(1, self.attempts + 1):
-                if self.budget:
-                    begun += self.budget.take(most, self.name)
-                seconds, spent = max(0.001, min(self.timeout, begun + self.deadline - time.monotonic())), most
+            session = self.idle.pop() if self.idle else new_session(self.url)
+            begun, failures = time.monotonic(), 0
+            for attempt in count(1):
+                begun += self.budget.take(most, self.name) if self.budget else 0.0
+                seconds = max(0.001, min(self.timeout, begun + self.deadline - time.monotonic()))
                 try:
-                    text, finish, n_in, n_out = parse(exchange(line, self.url + path, headers, body, seconds, self.options))
-                    kinds = (text, str), (finish, str | None), (n_in, int | None), (n_out, int | None)
-                    if not all(isinstance(value, kind) for value, kind in kinds):
-                        raise TypeError("text, stop reason or token counts")
-                    cost = None
-                    if self.price and n_in is not None and n_out is not None:
-                        cost = spent = (n_in * self.price[0] + n_out * self.price[1]) / 1e6
+                    reply = self.attempt(session, request, seconds, most, on_text)
                     break
                 except WorkerError as e:
-                    fault, spent = e, most if e.billed else 0.0
-                except (KeyError, IndexError, TypeError, AttributeError) as e:
-                    fault = WorkerError(f"the response is not as {self.protocol} defines it: {type(e).__name__}: {e}", retry=True)
-                finally:
-                    if self.budget:
-                        self.budget.settle(most - spent)
-                wait = max(fault.wait, jitter.uniform(0, min(BACKOFF * 2 ** (attempt - 1), BACKOFF_MAX)))
-                if not fault.retry or attempt == self.attempts or time.monotonic() + wait > begun + self.deadline:
-                    text = str(fault).replace(key or "\0", "***")[:400]  # only now is it cut: half a key would go unnoticed
-                    raise WorkerError(f"{self.name}: {text} (attempt {attempt}, after {time.monotonic() - begun:.1f} s)")
+                    fault = e
+                failures += not fault.busy
+                pause = min(BACKOFF * 2 ** (attempt - 1), BACKOFF_MAX)
+                wait = fault.wait + jitter.uniform(pause / 2, pause)  # Those refused together part here.
+                late = time.monotonic() + wait + self.usual > begun + self.deadline
+                if not fault.retry or late or attempt == self.attempts or failures == FAILURES:
+                    self.idle.append(session)
+                    took = f"attempt {attempt}, after {time.monotonic() - begun:.1f} s"
+                    raise WorkerError(f"{self.name}: {redact(str(fault), key)} ({took})")
                 time.sleep(wait)
-                begun += self.pace()  # a turn or a budget that is waited for takes nothing from the deadline
-            self.lines.append(line)
-        text = text.encode(errors="replace").decode()  # half of an emoji, as JSON can spell it, is no text
-        return Reply(text, n_in or 0, n_out or 0, cost, time.monotonic() - begun, FINISH.get(finish, finish) or "stop")
+                begun += self.pace()  # A turn or a budget that is waited for takes nothing from the deadline.
+            self.idle.append(session)
+        self.usual += (reply.seconds - self.usual) * (0.2 if self.usual else 1.0)
+        reply.seconds = time.monotonic() - begun
+        return reply
+
+    def attempt(self, session, request, seconds: float, most: float, on_text) -> Reply:
+        """One request and its reply. What it does not cost of `most` goes back to the budget."""
+        spent, told, begun = most, [], time.monotonic()
+
+        def tell(piece):
+            told.append(piece)
+            on_text(piece)
+
+        try:
+            data = exchange(session, request, seconds, tell if on_text else None)
+            text, finish, n_in, n_out, surcharge = understood(self.protocol, PROTOCOLS[self.protocol][1], data)
+            cost = None
+            if self.price and n_in is not None and n_out is not None:
+                cost = spent = ((n_in + surcharge) * self.price[0] + n_out * self.price[1]) / 1e6
+        except WorkerError as fault:
+            if not fault.billed:
+                spent = 0.0
+            if told:
+                fault.retry = False  # Another attempt would tell the beginning again.
+            raise
+        finally:
+            if self.budget:
+                self.budget.settle(most - spent)
+        text = text.encode(errors="replace").decode()  # Half of an emoji, as JSON can spell it, is no text.
+        if on_text and text and not told:
+            on_text(text)
+        finish = FINISH.get(finish, finish) if isinstance(finish, str | None) else "stop"
+        return Reply(text, n_in or 0, n_out or 0, cost, time.monotonic() - begun, finish)
+
+    def request(self, messages: list[dict], params: dict, key: str, stream: bool) -> tuple[str, dict, bytes]:
+        """The URL, headers and body of a call; WorkerError where the environment lacks something."""
+        if self.url.startswith("$"):
+            raise WorkerError(f"set {self.url} in the environment")
+        if self.api_key_env and not re.fullmatch("[!-~]+", key):  # what a header can hold
+            raise WorkerError(f"set {self.api_key_env} in the environment")
+        build, _, headers = PROTOCOLS[self.protocol]
+        path, body = build(self.model, messages, wire_params(self.protocol, self.model, params))
+        if stream and self.protocol == "openai":
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        headers = {name: value.format(key) for name, value in headers.items() if key or "{}" not in value}
+        headers |= {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        return self.url + path, headers, json.dumps(body).encode()
+
+    def reservation(self, request: tuple, params: dict) -> float:
+        """Dollars that a call can cost at most, by which a budget is kept; WorkerError where nothing bounds it."""
+        if not self.budget:
+            return 0.0
+        most = most_dollars(self.price, params, len(request[2]))
+        if most == math.inf:
+            raise WorkerError(f"under a budget a call needs {BOUNDED}")
+        return most
 
     def pace(self) -> float:
         """Wait for a turn under rpm. Returns the seconds that this took."""
@@ -373,112 +416,183 @@ class Worker:
         return time.monotonic() - begun
 
 
-def paper_pool(free: bool) -> list[dict]:
-    """§4.1, App. A.1: the seven workers, constrained as in training, or free: with all the tokens and reasoning that each has.
+# ----------------------------------------------------------------------------------------------------------
+# Pools
 
-    The open ones are at $OPEN_BASE_URL, say a gateway to vLLM. By their makers' notices Claude Sonnet 4 was retired in June 2026,
-    Gemini 2.5 in October 2026, and GPT-5 goes in December 2026: to use their successors, write a pool file."""
-    base = {"max_tokens": 32768 if free else 4096, "temperature": 0.2}
-    qwen = {**base, "top_p": 0.8, "top_k": 20, "presence_penalty": 1.0}
-    gemini = {**base, "max_tokens": 65536 if free else 4096, "thinkingConfig": {"thinkingBudget": 32768 if free else 128}}
-    claude = {"max_tokens": 64000, "thinking": {"type": "enabled", "budget_tokens": 60000}} if free else base
-    gpt = {"max_tokens": 128000 if free else 4096, "reasoning_effort": "high" if free else "minimal"}
-    # Last prices before retirement, for prompts up to 200k tokens: ai.google.dev/gemini-api/docs/pricing,
-    # docs.anthropic.com/en/docs/about-claude/pricing, developers.openai.com/api/docs/pricing. The open ones' are their host's.
-    google, anthropic, own = "https://generativelanguage.googleapis.com/v1beta", "https://api.anthropic.com/v1", "$OPEN_BASE_URL"
-    names = ("name", "model", "params", "protocol", "base_url", "api_key_env", "price")
-    rows = [("Gemini 2.5 Pro", "gemini-2.5-pro", gemini, "gemini", google, "GEMINI_API_KEY", [1.25, 10.0]),
-            ("Claude Sonnet 4", "claude-sonnet-4-20250514", claude, "anthropic", anthropic, "ANTHROPIC_API_KEY", [3.0, 15.0]),
-            ("GPT-5", "gpt-5", gpt, "openai", "https://api.openai.com/v1", "OPENAI_API_KEY", [1.25, 10.0]),
-            ("R1-Distill-Qwen-32B", "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", base, "openai", own),
-            ("Gemma 3 27B", "google/gemma-3-27b-it", base, "openai", own),
-            ("Qwen3-32B", "Qwen/Qwen3-32B", {**qwen, "chat_template_kwargs": {"enable_thinking": False}}, "openai", own),
-            ("Qwen3-32B thinking", "Qwen/Qwen3-32B", {**qwen, "chat_template_kwargs": {"enable_thinking": True}}, "openai", own)]
-    return [{**dict(zip(names, row)), "timeout": 3600 if free else 300} for row in rows]
+GOOGLE = ("gemini", "https://generativelanguage.googleapis.com/v1beta", "GEMINI_API_KEY")
+ANTHROPIC = ("anthropic", "https://api.anthropic.com/v1", "ANTHROPIC_API_KEY")
+OPENAI = ("openai", "https://api.openai.com/v1", "OPENAI_API_KEY")
+OPENROUTER = ("openai", "https://openrouter.ai/api/v1", "OPENROUTER_API_KEY")
+OWN = ("openai", "$OPEN_BASE_URL", None)  # say, a gateway to vLLM
+COOL = {"temperature": 0.2}  # App. A.1, as is how Qwen is decoded
+QWEN = {**COOL, "top_p": 0.8, "top_k": 20, "presence_penalty": 1.0}
+THINKS = {"chat_template_kwargs": {"enable_thinking": True}, "reasoning": {"enabled": True}}  # vLLM, OpenRouter
+DIRECT = {"chat_template_kwargs": {"enable_thinking": False}, "reasoning": {"enabled": False}}
 
-
-def load_pool(spec: str, local_url: str | None = None, replay: str = "", budget: float = 0.0, ranks: int = 1) -> list[Worker]:
-    """The workers of a local pool, "paper", "paper:unconstrained" or a JSON file; a bad one ends the program, naming entry and field.
-
-    A local pool starts the specialists' server, once per process, unless local_url names a running one. replay: a file of replies. budget:
-    dollars that the workers may spend together, 0 for no limit; every worker then needs a price, and an end to its answers. ranks: how many
-    processes share budget, rpm and concurrency."""
-    if spec in LOCAL:
-        url = local_url or local_server()[0]
-        entries = [{"protocol": "openai", "base_url": url, "model": name, "price": [0, 0]} for name in LOCAL[spec]]
-    elif spec in ("paper", "paper:unconstrained"):
-        entries = paper_pool(free=spec != "paper")
-    else:
-        try:
-            with open(spec, encoding="utf-8") as f:
-                entries = json.load(f)
-        except (OSError, ValueError) as e:
-            sys.exit(f"--pool={spec}: {e}; expected {', '.join(LOCAL)}, paper, paper:unconstrained or a JSON file with a list of workers")
-    try:
-        pool, replies, limit = [], Replay(replay) if replay else None, Budget(budget / ranks) if budget else None
-    except OSError as e:
-        sys.exit(f"--replay={replay}: {e}")
-    for i, entry in enumerate(entries if isinstance(entries, list) else []):
-        try:
-            fields = [key for key in Worker.__annotations__ if key not in ("replay", "budget")]
-            if not isinstance(entry, dict):
-                raise ValueError("expected an object with protocol, base_url and model")
-            if unknown := [key for key in entry if key not in fields]:
-                raise ValueError(f"unknown field {unknown[0]}, there are {', '.join(fields)}")
-            if missing := [key for key in fields[:3] if key not in entry]:
-                raise ValueError(f"no {missing[0]}")
-            worker = Worker(**entry, replay=replies, budget=limit)
-            worker = replace(worker, rpm=worker.rpm and worker.rpm / ranks, concurrency=max(1, worker.concurrency // ranks))
-            pool.append(worker)
-            if worker.name in [w.name for w in pool[:-1]]:
-                raise ValueError(f"another worker has the name {worker.name!r} already: give each a name of its own")
-            worker.letter = chr(ord("A") + i)
-            if budget and (worker.price is None or worker.most([], worker.params) == math.inf):
-                raise ValueError("a budget needs price ([0, 0] for a model of your own), and max_tokens in params: write a pool file")
-        except ValueError as e:
-            sys.exit(f"{spec}: entry {i}: {e}")
-    return pool or sys.exit(f"{spec}: expected a list of workers")
-
-
-# The local specialists: honest little programs behind an OpenAI-compatible endpoint. They see what a worker sees, never the answer.
-
-ELEMENTS = ("hydrogen helium lithium beryllium boron carbon nitrogen oxygen fluorine neon sodium magnesium aluminium silicon phosphorus sulfur "
-            "chlorine argon potassium calcium scandium titanium vanadium chromium manganese iron cobalt nickel copper zinc").split()
-CAPITALS = dict(pair.split("-") for pair in (
-    "Austria-Vienna Belgium-Brussels Chile-Santiago Cuba-Havana Denmark-Copenhagen Egypt-Cairo Finland-Helsinki France-Paris Germany-Berlin "
-    "Ghana-Accra Greece-Athens Hungary-Budapest Iceland-Reykjavik Iran-Tehran Iraq-Baghdad Ireland-Dublin Italy-Rome Japan-Tokyo Jordan-Amman "
-    "Kenya-Nairobi Lebanon-Beirut Libya-Tripoli Nepal-Kathmandu Norway-Oslo Peru-Lima Poland-Warsaw Portugal-Lisbon Qatar-Doha "
-    "Russia-Moscow Senegal-Dakar Spain-Madrid Sweden-Stockholm Syria-Damascus Thailand-Bangkok Tunisia-Tunis Uruguay-Montevideo").split())
-FACTS = {f"the atomic number of {element}": str(i + 1) for i, element in enumerate(ELEMENTS)} | {
-    f"the capital of {country}": city for country, city in CAPITALS.items()} | {
-    f"element number {i + 1}": element for i, element in enumerate(ELEMENTS)}
-SPANISH = {word: str(i + 1) for i, word in enumerate((
-    "uno dos tres cuatro cinco seis siete ocho nueve diez once doce trece catorce quince dieciséis diecisiete dieciocho diecinueve veinte "
-    "veintiuno veintidós veintitrés veinticuatro veinticinco veintiséis veintisiete veintiocho veintinueve treinta").split())}
-ARITHMETIC = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-SPELLING = {"backwards": lambda w: w[::-1], "in capitals": str.upper, "without vowels": lambda w: re.sub("[aeiouAEIOU]", "", w)}
-
-# A trade rewrites what it understands in a text and leaves the rest, so that where one specialist stops another can go on. It is set
-# to work by certain verbs only.
-TRADES = {
-    "calculator": (r"\b(work|simplify|find|compute|calculate)\b", lambda text: re.sub(
-        r"\b(\d{1,6}) ([-+*]) (\d{1,6})\b", lambda m: str(ARITHMETIC[m[2]](int(m[1]), int(m[3]))), text)),
-    "translator": (r"\b(rewrite|simplify|process|translate)\b", lambda text: re.sub(r"\w+", lambda m: SPANISH.get(m[0], m[0]), text)),
-    "librarian": (r"\b(find|rewrite|name|look up|recall)\b", lambda text: re.sub(
-        r"the (atomic number|capital) of \w+|element number \d+", lambda m: FACTS.get(m[0], m[0]), text)),
-    "coder": (r"\b(process|work|name|transform|spell)\b", lambda text: re.sub(
-        r"\b(\w+) (backwards|in capitals|without vowels)", lambda m: SPELLING[m[2]](m[1]), text)),
+# Provider, name, model, dollars per million tokens for prompts up to 200,000 tokens, most tokens, parameters.
+# paper: §4.1, Table 3. The prices are the last before retirement: by their makers' notices Claude Sonnet 4 was
+# retired in June 2026 and Gemini 2.5 in October 2026, and GPT-5 goes in December 2026.
+# today: read on 2026-11-22 at developers.openai.com/api/docs/models/gpt-6.2-sol and
+# platform.claude.com/docs/en/models/sonnet-5-5; Gemini 4's price, of 12 November, in copies of Google's page;
+# the open models' in OpenRouter's catalogue of 2026-07-02 (github.com/anomalyco/models.dev).
+OPEN_TODAY = [
+    (OPENROUTER, "R1-Distill-Llama-70B", "deepseek/deepseek-r1-distill-llama-70b", [0.8, 0.8], 4096, COOL),
+    (OPENROUTER, "Gemma 4 31B", "google/gemma-4-31b-it", [0.12, 0.35], 20480, {**COOL, **DIRECT}),
+    (OPENROUTER, "Qwen3.6-27B", "qwen/qwen3.6-27b", [0.285, 2.4], 20480, {**QWEN, **DIRECT}),
+    (OPENROUTER, "Qwen3.6-27B thinking", "qwen/qwen3.6-27b", [0.285, 2.4], 20480, {**QWEN, **THINKS}),
+]
+POOLS = {
+    "paper": [
+        (GOOGLE, "Gemini 2.5 Pro", "gemini-2.5-pro", [1.25, 10.0], 65535, COOL),
+        (ANTHROPIC, "Claude Sonnet 4", "claude-sonnet-4-20250514", [3.0, 15.0], 64000, COOL),
+        (OPENAI, "GPT-5", "gpt-5", [1.25, 10.0], 128000, {}),
+        (OWN, "R1-Distill-Qwen-32B", "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", None, 20480, COOL),
+        (OWN, "Gemma 3 27B", "google/gemma-3-27b-it", None, 20480, COOL),
+        (OWN, "Qwen3-32B", "Qwen/Qwen3-32B", None, 20480, {**QWEN, **DIRECT}),
+        (OWN, "Qwen3-32B thinking", "Qwen/Qwen3-32B", None, 20480, {**QWEN, **THINKS})],
+    "today": [
+        (GOOGLE, "Gemini 4 Hydrogen", "gemini-4-hydrogen", [1.5, 7.5], 65536, {}),
+        (ANTHROPIC, "Claude Sonnet 5.5", "claude-sonnet-5-5", [2.0, 10.0], 128000, {}),
+        (OPENAI, "GPT-6.2 Sol", "gpt-6.2-sol", [2.0, 10.0], 128000, {}),
+        *OPEN_TODAY],
+    "openrouter": [
+        (OPENROUTER, "Gemini 4 Hydrogen", "google/gemini-4-hydrogen", [1.5, 7.5], 65536, {}),
+        (OPENROUTER, "Claude Sonnet 5.5", "anthropic/claude-sonnet-5.5", [2.0, 10.0], 128000, {}),
+        (OPENROUTER, "GPT-6.2 Sol", "openai/gpt-6.2-sol", [2.0, 10.0], 128000, {}),
+        *OPEN_TODAY],
 }
 
 
-def bare(text: str) -> str:
+def remote_pool(spec: str) -> list[dict]:
+    """The entries of one of POOLS: 4096 tokens and the least reasoning, as in training, or unconstrained."""
+    name, _, free = spec.partition(":")
+    entries = []
+    for (protocol, base_url, key), title, model, price, limit, own in POOLS[name]:
+        reasoning = generation_of(model).most if free else generation_of(model).least
+        params = {"max_tokens": limit if free else 4096, **own, **reasoning}
+        if "thinking" in reasoning:
+            params.pop("temperature", None)  # which Claude refuses while it thinks
+        if key == "OPENROUTER_API_KEY":  # It goes to no host that is dearer or does not know a parameter.
+            params.pop("chat_template_kwargs", None)
+            most = {"prompt": price[0], "completion": price[1]}
+            params["provider"] = {"max_price": most, "require_parameters": True}
+        else:
+            params.pop("reasoning", None)
+        entries.append({"name": title, "protocol": protocol, "base_url": base_url, "model": model,
+                        "api_key_env": key, "params": params, "price": price, "concurrency": 64,
+                        "timeout": 3600 if free else 300})
+    return entries
+
+
+def load_pool(spec: str, local_url: str | None = None, replay: str = "", budget: float = 0.0,
+              ranks: int = 1) -> list[Worker]:
+    """The workers of a pool, by its name or a JSON file; a bad one ends the program, naming entry and field.
+
+    A local pool starts the specialists' server, once per process, unless local_url names a running one. replay:
+    a file of replies. budget: dollars that the workers may spend together, 0 for no limit. ranks: how many
+    processes share budget, rpm and concurrency."""
+    entries, pool = read_pool(spec, local_url), []
+    try:
+        shared = {"replay": Replay(replay) if replay else None, "budget": Budget(budget / ranks) if budget else None}
+    except OSError as e:
+        sys.exit(f"--replay={replay}: {e}")
+    for i, entry in enumerate(entries):
+        try:
+            worker = Worker(**checked_entry(entry), **shared)
+            if worker.name in [other.name for other in pool]:
+                raise ValueError(f"another worker has the name {worker.name!r} already: give each its own")
+        except ValueError as e:
+            sys.exit(f"{spec}: entry {i}: {e}")
+        rpm = worker.rpm and worker.rpm / ranks
+        pool.append(replace(worker, rpm=rpm, concurrency=max(1, worker.concurrency // ranks)))
+        pool[-1].letter = chr(ord("A") + i)
+    unbounded = [worker.name for worker in pool if most_dollars(worker.price, worker.params, 0) == math.inf]
+    if budget and unbounded:
+        sys.exit(f"{spec}: a budget needs {BOUNDED}; {', '.join(unbounded)} lack this. Write it into a pool file:\n"
+                 f"    python workers.py print --pool={spec} > pool.json\nand use --pool=pool.json")
+    return pool
+
+
+def read_pool(spec: str, local_url: str | None = None) -> list:
+    """The entries of a pool, still unchecked."""
+    remote = [name + free for name in POOLS for free in ("", ":unconstrained")]
+    if spec in LOCAL:
+        url = local_url or local_server()[0]
+        return [{"protocol": "openai", "base_url": url, "model": name, "price": [0, 0]} for name in LOCAL[spec]]
+    if spec in remote:
+        return remote_pool(spec)
+    try:
+        with open(spec, encoding="utf-8") as file:
+            entries = json.load(file)
+    except (OSError, ValueError) as e:
+        known = ", ".join([*LOCAL, *remote])
+        sys.exit(f"--pool={spec}: {e}; expected {known} or a JSON file with a list of workers")
+    if not isinstance(entries, list) or not entries:
+        sys.exit(f"{spec}: expected a list of workers")
+    return entries
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The local specialists: honest little programs behind an OpenAI-compatible endpoint. They see what a worker
+# sees, never the answer.
+
+ELEMENTS = (
+    "hydrogen helium lithium beryllium boron carbon nitrogen oxygen fluorine neon sodium magnesium aluminium silicon "
+    "phosphorus sulfur chlorine argon potassium calcium scandium titanium vanadium chromium manganese iron cobalt "
+    "nickel copper zinc").split()
+CAPITALS = dict(pair.split("-") for pair in (
+    "Austria-Vienna Belgium-Brussels Chile-Santiago Cuba-Havana Denmark-Copenhagen Egypt-Cairo Finland-Helsinki "
+    "France-Paris Germany-Berlin Ghana-Accra Greece-Athens Hungary-Budapest Iceland-Reykjavik Iran-Tehran Iraq-Baghdad "
+    "Ireland-Dublin Italy-Rome Japan-Tokyo Jordan-Amman Kenya-Nairobi Lebanon-Beirut Libya-Tripoli Nepal-Kathmandu "
+    "Norway-Oslo Peru-Lima Poland-Warsaw Portugal-Lisbon Qatar-Doha Russia-Moscow Senegal-Dakar Spain-Madrid "
+    "Sweden-Stockholm Syria-Damascus Thailand-Bangkok Tunisia-Tunis Uruguay-Montevideo").split())
+FACTS = {f"the atomic number of {element}": str(i + 1) for i, element in enumerate(ELEMENTS)}
+FACTS |= {f"the capital of {country}": city for country, city in CAPITALS.items()}
+FACTS |= {f"element number {i + 1}": element for i, element in enumerate(ELEMENTS)}
+NUMBERS = (
+    "uno dos tres cuatro cinco seis siete ocho nueve diez once doce trece catorce quince dieciséis diecisiete "
+    "dieciocho diecinueve veinte veintiuno veintidós veintitrés veinticuatro veinticinco veintiséis veintisiete "
+    "veintiocho veintinueve treinta").split()
+SPANISH = {word: str(i + 1) for i, word in enumerate(NUMBERS)}
+ARITHMETIC = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+SPELLING = {
+    "backwards": lambda word: word[::-1],
+    "in capitals": str.upper,
+    "without vowels": lambda word: re.sub("[aeiouAEIOU]", "", word),
+}
+
+
+class Trade(NamedTuple):
+    """A trade rewrites what it understands in a text and leaves the rest: where one specialist stops, another goes on."""
+    verbs: str  # a subtask sets it to work by one of these
+    pattern: str  # what it understands
+    work: object  # what it makes of a match
+
+    def rewrite(self, text: str) -> str:
+        return re.sub(self.pattern, self.work, text)
+
+
+TRADES = {
+    "calculator": Trade(r"\b(work|simplify|find|compute|calculate)\b", r"\b(\d{1,6}) ([-+*]) (\d{1,6})\b",
+                        lambda m: str(ARITHMETIC[m[2]](int(m[1]), int(m[3])))),
+    "translator": Trade(r"\b(rewrite|simplify|process|translate)\b", r"\w+", lambda m: SPANISH.get(m[0], m[0])),
+    "librarian": Trade(r"\b(find|rewrite|name|look up|recall)\b",
+                       r"the (atomic number|capital) of \w+|element number \d+", lambda m: FACTS.get(m[0], m[0])),
+    "coder": Trade(r"\b(process|work|name|transform|spell)\b", r"\b(\w+) (backwards|in capitals|without vowels)",
+                   lambda m: SPELLING[m[2]](m[1])),
+}
+SKILL = {"": 1.0, "junior": 0.6, "tired": 0.7}  # on how many days a specialist of that kind does not simply give up
+LOST = "I have lost the thread."
+
+
+def answered(text: str) -> str:
     """`What is 7?` is as good as answered: 7."""
     answer = re.fullmatch(r"(?:What is|Find|Tell me|Give me) (\S+?)[?.]", text)
     return answer[1] if answer else text
 
 
 def read_turns(messages: list[dict]) -> tuple[str, str | None, list[str]]:
-    """(question, own subtask or None, visible responses) as execute in workflow.py writes them."""
+    """(question, own subtask or None, visible responses) as workflow.py writes them."""
     first = re.fullmatch(r"Question:\n(.*?)(?:\n\nYour task:\n(.*))?", messages[0]["content"], re.DOTALL)
     if not first:
         return messages[0]["content"], None, []
@@ -491,81 +605,413 @@ def luck(messages: list[dict]) -> float:
     return zlib.crc32(json.dumps(messages).encode()) / 2**32
 
 
-SKILL = {"": 1.0, "junior": 0.6, "tired": 0.7}  # on how many days a specialist of that kind does not simply give up
+def specialist(kind: str, name: str, messages: list[dict]) -> str:
+    """Works on the newest visible text in which it finds something of its trade, the question last.
 
-
-def specialist(kind: str, trade: str, messages: list[dict]) -> str:
-    """Works on the newest visible text in which it finds something of its trade, the question last. What day it has is a hash of its kind and
-    the messages."""
-    day = int.from_bytes(hashlib.sha256(json.dumps([kind, messages]).encode()).digest()[:4], "big") / 2**32
+    What day it has is a hash of its kind and the messages."""
+    digest = hashlib.sha256(json.dumps([kind, messages]).encode()).digest()
+    day = int.from_bytes(digest[:4], "big") / 2**32
     if day >= SKILL[kind]:
-        return "I have lost the thread."
+        return LOST
     question, subtask, responses = read_turns(messages)
-    verbs, rewrite = TRADES[trade]
-    if subtask is not None and not re.search(verbs, subtask.lower()):
-        return f"I am a {trade}; that is not my work."
+    trade = TRADES[name]
+    if subtask is not None and not re.search(trade.verbs, subtask.lower()):
+        return f"I am a {name}; that is not my work."
     for skipped, text in enumerate([*reversed(responses), question]):
-        if rewrite(text) != text:  # every newer response in which it found nothing has distracted it, half of the time
-            return bare(rewrite(text)) if luck(messages) < 0.5 ** skipped else "I have lost the thread."
-    return f"I am a {trade}; I find nothing here to work on."
+        rewritten = trade.rewrite(text)
+        if rewritten != text:  # Every newer response in which it found nothing has distracted it, half of the time.
+            return answered(rewritten) if luck(messages) < 0.5 ** skipped else LOST
+    return f"I am a {name}; I find nothing here to work on."
 
 
 def generalist(messages: list[dict]) -> str:
     """Tries everything, whatever it is told, and is right on one in eight of the questions that take one step."""
-    question, chance = read_turns(messages)[0], luck(messages)
-    answers = [bare(rewrite(question)) for _, rewrite in TRADES.values() if rewrite(question) != question]
-    return answers[0] if answers and chance < 1 / 8 else f"I think it is {chance * 100:.0f}."
+    question, _, _ = read_turns(messages)
+    chance = luck(messages)
+    for trade in TRADES.values():
+        if chance < 1 / 8 and trade.rewrite(question) != question:
+            return answered(trade.rewrite(question))
+    return f"I think it is {chance * 100:.0f}."
 
 
-SPECIALISTS = {f"{kind} {trade}".strip(): functools.partial(specialist, kind, trade) for kind in SKILL for trade in TRADES} | {
-    "generalist": generalist}
-LOCAL = {"local": [*TRADES, "generalist"],
-         "local:pairs": [f"{kind}{trade}" for trade in TRADES for kind in ("", "junior ")],  # two for each trade, one weaker
-         "local:tired": [f"{kind} {trade}" for trade in TRADES for kind in ("tired", "junior")]}  # the same two on a bad day
+SPECIALISTS = {f"{kind} {trade}".strip(): functools.partial(specialist, kind, trade) for kind in SKILL for trade in TRADES}
+SPECIALISTS["generalist"] = generalist
+LOCAL = {
+    "local": [*TRADES, "generalist"],
+    "local:pairs": [f"{kind}{trade}" for trade in TRADES for kind in ("", "junior ")],  # two of each, one weaker
+    "local:tired": [f"{kind} {trade}" for trade in TRADES for kind in ("tired", "junior")],  # the same on a bad day
+}
 
 
-MAX_DEPTH = 64  # of a request's JSON
-PATHS = "there are GET /health, GET /v1/models, GET /v1/models/NAME and POST /v1/chat/completions"
+# ----------------------------------------------------------------------------------------------------------
+# Appendix: checks of a pool file, replies that are kept, the budget, the transport, the servers, the command line
+
+BOUNDED = ('"price": [input, output] in dollars per million tokens ([0, 0] for a model of your own), and in "params" '
+           '"max_tokens", a whole number above 0, and nothing that costs beside tokens')
+LIMITS = ("max_tokens", "max_completion_tokens", "maxOutputTokens")  # of an answer's tokens, by any name
+COSTLY = ("best_of", "candidateCount", "models", "plugins", "prompt_cache_retention", "service_tier", "serviceTier",
+          "speed", "tools", "web_search_options")  # parameters that make a call cost more than its tokens
+TEMPLATE = 512  # tokens that a chat template may add to a prompt
+
+
+def checked_entry(entry) -> dict:
+    """An entry of a pool file; ValueError where a field is missing or unknown."""
+    fields = [key for key in Worker.__annotations__ if key not in ("replay", "budget")]
+    if not isinstance(entry, dict):
+        raise ValueError("expected an object with protocol, base_url and model")
+    for key in entry:
+        if key not in fields:
+            raise ValueError(f"unknown field {key}, there are {', '.join(fields)}")
+    for key in fields[:3]:
+        if key not in entry:
+            raise ValueError(f"no {key}")
+    return entry
+
+
+def check_worker(worker: Worker):
+    """ValueError for a field of a wrong type or value; without the value, which may be a misplaced API key."""
+    for key, kind in Worker.__annotations__.items():
+        value = getattr(worker, key)
+        number = isinstance(value, int | float)
+        if not isinstance(value, kind) or isinstance(value, bool) or number and not 0 < value < 1e6:
+            above = ", above 0" if number else ""
+            raise ValueError(f"{key} must be {getattr(kind, '__name__', kind)}{above}")
+    if worker.protocol not in PROTOCOLS:
+        raise ValueError(f"protocol must be one of {', '.join(PROTOCOLS)}")
+    if not re.fullmatch(r"(https?://[^/@\s]+|\$\w+)(/\S*)?", worker.base_url):
+        raise ValueError("base_url must be http(s)://host/... without a password, or $VARIABLE")
+    if worker.api_key_env is not None and not worker.api_key_env.isidentifier():
+        raise ValueError("api_key_env must be the name of an environment variable, not the key")
+    dollars = worker.price or [0, 0]
+    if len(dollars) != 2 or not all(type(p) in (int, float) and 0 <= p < 1e6 for p in dollars):
+        raise ValueError("price must be [input, output] in dollars per million tokens")
+
+
+class Replay:
+    """Replies in one file, a line each, appended as they come: what a killed run has paid for is free when it is
+    run again. Any number of processes may append; nothing is ever taken out."""
+
+    def __init__(self, path: str):
+        self.path = path
+        self.file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        with open(path, "rb") as file:
+            lines = file.read().split(b"\n")
+        for line in lines:  # whole, or torn by a kill or a full disk
+            if not re.match(rb"[0-9a-f]{64} |[0-9a-f]{0,64}$", line):
+                raise OSError("the file is there, and is no file of replies")
+        self.lines = dict(line.split(b" ", 1) for line in lines if line.endswith(b"}"))
+
+    @staticmethod
+    def key(asked: list) -> bytes:
+        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest().encode()
+
+    def find(self, key: bytes) -> Reply | None:
+        try:
+            return Reply(**json.loads(self.lines[key]))
+        except (KeyError, ValueError, TypeError):  # not there, or torn
+            return None
+
+    def keep(self, key: bytes, reply: Reply):
+        """One write: lines of several processes do not mix. The newline before it closes a line that was torn."""
+        line = b"\n%s %s\n" % (key, json.dumps(asdict(reply)).encode())
+        try:
+            problem = None if os.write(self.file, line) == len(line) else "no space left"
+        except OSError as e:
+            problem = e
+        if problem:  # The reply is paid for, and the run can go on with it.
+            print(f"{self.path}: a reply could not be kept: {problem}", file=sys.stderr)
+
+
+class Budget:
+    """Dollars that a pool may spend. An attempt first takes what it can cost at most, and then gives back what it
+    did not: what the providers report never passes the budget. What a broken attempt took stays taken, unless the
+    provider said that it refused it or hung up at once."""
+
+    def __init__(self, dollars: float):
+        self.dollars = self.left = dollars
+        self.room, self.running = threading.Condition(), 0
+        self.refused = False  # whether a call has been
+
+    def take(self, most: float, name: str) -> float:
+        """Set it apart, once it is there. Returns the seconds that this took."""
+        begun = time.monotonic()
+        with self.room:
+            self.room.wait_for(lambda: most <= self.left or not self.running)  # The running give something back.
+            if most > self.left:
+                self.refused = True
+                raise WorkerError(f"{name}: the budget of ${self.dollars:g} is spent, but for ${self.left:.4f}")
+            self.left -= most
+            self.running += 1
+        return time.monotonic() - begun
+
+    def settle(self, back: float):
+        with self.room:
+            self.left += back
+            self.running -= 1
+            self.room.notify_all()
+
+
+def most_dollars(price: list | None, params: dict, size: int) -> float:
+    """Dollars that a call with a body of so many bytes can cost; infinite where nothing bounds it."""
+    if price == [0, 0]:
+        return 0.0
+    limits = [params[name] for name in LIMITS if name in params]
+    bounded = limits and all(type(n) is int and n > 0 for n in limits)
+    if not price or not bounded or any(name in params for name in COSTLY):
+        return math.inf
+    n_in = 2 * (size + TEMPLATE)  # A token is at least a byte; a cache may write it at twice the price.
+    return (n_in * price[0] + max(limits) * price[1]) / 1e6
+
+
+KEEPALIVE = [(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1), (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
+for option, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 30), ("TCP_KEEPCNT", 4)):  # seconds, seconds, probes
+    if hasattr(socket, option):  # so that a silent hour is not cut off on the way, and a dead host is noticed
+        KEEPALIVE.append((socket.IPPROTO_TCP, getattr(socket, option), value))
+BROKEN = (requests.RequestException, urllib3.exceptions.HTTPError, http.client.HTTPException, OSError, ValueError)
+MAX_BODY = 32 << 20  # bytes of a request or response; honest ones stay below 1 MB
+clock = threading.local()  # .end: the time.monotonic() when this thread's exchange must be over
+
+
+class TimedReader(io.RawIOBase):
+    """A connection's bytes: each read waits until the end of the exchange at most, whatever has come before."""
+
+    def __init__(self, raw, sock):
+        self.raw, self.sock = raw, sock
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        left = clock.end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the time is over")
+        self.sock.settimeout(left)
+        return self.raw.readinto(buffer)
+
+    def close(self):
+        self.raw.close()
+        super().close()
+
+
+class TimedResponse(http.client.HTTPResponse):
+    def __init__(self, sock, *args, **kwargs):
+        super().__init__(sock, *args, **kwargs)
+        self.fp = io.BufferedReader(TimedReader(self.fp.detach(), sock))
+
+
+class Adapter(requests.adapters.HTTPAdapter):
+    """Connections with TCP keep-alive, whose responses end in time: requests limits the wait for each byte only."""
+
+    def init_poolmanager(self, *args, **kwargs):
+        super().init_poolmanager(*args, socket_options=KEEPALIVE, **kwargs)
+
+    def proxy_manager_for(self, proxy, **kwargs):
+        return super().proxy_manager_for(proxy, socket_options=KEEPALIVE, **kwargs)
+
+    def get_connection_with_tls_context(self, *args, **kwargs):
+        pool = super().get_connection_with_tls_context(*args, **kwargs)
+        if pool.ConnectionCls.response_class is not TimedResponse:
+            pool.ConnectionCls = type("Timed", (pool.ConnectionCls,), {"response_class": TimedResponse})
+        return pool
+
+
+def new_session(url: str) -> requests.Session:
+    """A session for the calls of one slot, one after another: it keeps its connection, and nothing else."""
+    session = requests.Session()
+    session.mount("https://", Adapter(pool_connections=1, pool_maxsize=1))
+    session.mount("http://", session.adapters["https://"])
+    session.trust_env = not re.match(r"https?://(127\.|localhost\b|\[::1\])", url)  # no proxy for loopback
+    session.auth = lambda request: request  # Without one, a netrc's password would take the key's place.
+    session.cookies.set_policy(http.cookiejar.DefaultCookiePolicy(allowed_domains=[]))
+    session.get_redirect_target = lambda response: None  # The key must not go elsewhere.
+    return session
+
+
+def exchange(session, request, seconds: float, on_text=None) -> dict:
+    """One POST within so many seconds: the response's JSON object, or a WorkerError that says whether to retry."""
+    url, headers, body = request
+    begun = time.monotonic()
+    clock.end = begun + seconds
+    limits = (min(CONNECT, seconds), seconds)
+    try:
+        response = session.post(url, data=body, headers=headers, stream=True, timeout=limits)
+    except BROKEN as e:
+        fault = broken(e, seconds)
+        at_once = time.monotonic() < begun + CONNECT and not isinstance(e, requests.ReadTimeout)
+        fault.billed = not (at_once or isinstance(e, requests.ConnectTimeout))
+        raise fault from None
+    with response:
+        pieces = pieces_of(response, seconds)
+        streamed = response.headers.get("Content-Type", "").startswith("text/event-stream")
+        if on_text and streamed and response.status_code == 200:
+            data = read_stream(pieces, on_text)
+        else:
+            data = b"".join(pieces)
+    return checked(response, data)
+
+
+def pieces_of(response, seconds: float):
+    """A response's body as it comes."""
+    size = 0
+    while True:
+        try:
+            piece = response.raw.read1(1 << 16, decode_content=True)
+        except BROKEN as e:
+            raise broken(e, seconds) from None
+        if not piece:
+            return
+        size += len(piece)
+        if size > MAX_BODY:
+            raise WorkerError(f"the response is larger than {MAX_BODY >> 20} MiB")
+        yield piece
+
+
+def broken(e: Exception, seconds: float) -> WorkerError:
+    if time.monotonic() >= clock.end - 0.001:
+        return WorkerError(f"no complete response within {seconds:.3g} s", retry=True)
+    return WorkerError(f"the connection failed: {type(e).__name__}: {e}", retry=True)
+
+
+def checked(response, body: bytes | dict) -> dict:
+    """The JSON object of a response, or a WorkerError for what the provider reports or did not write."""
+    try:
+        data = body if isinstance(body, dict) else json.loads(body)
+    except (ValueError, RecursionError):
+        data = None
+    status = response.status_code
+    error = data.get("error") if isinstance(data, dict) else None
+    if error and status == 200:  # openrouter.ai/docs/api/reference/errors: a failure after the model has begun
+        code = fields_of(error).get("code")
+        status = code if type(code) is int and 400 <= code < 600 else 500
+    if status != 200:
+        text = error or body
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", "replace")
+        text = " ".join(str(fields_of(error).get("message") or text).split())
+        refused = response.status_code != 200 and (status < 500 or status in (503, 529))  # The last is "overloaded".
+        again = status in (408, 409, 429) or status >= 500
+        again = again and response.headers.get("x-should-retry") != "false"
+        busy = refused and status in (429, 503, 529)
+        raise WorkerError(f"HTTP {status}: {text}", again, busy, asked_wait(response, error), billed=not refused)
+    if not isinstance(data, dict):  # To ask again would be to pay again, for the same.
+        raise WorkerError(f"the response is no JSON object: {body[:400].decode('utf-8', 'replace')!r}")
+    return data
+
+
+def asked_wait(response, error) -> float:
+    """Seconds that a provider asks to wait, in whatever way; the longest where it says several."""
+    headers = response.raw.headers
+    waits = [seconds_until(value) for value in headers.getlist("Retry-After")]
+    waits += [seconds_until(value) / 1000 for value in headers.getlist("retry-after-ms")]
+    details = fields_of(error).get("details")
+    for detail in details if isinstance(details, list) else []:  # google.rpc.RetryInfo
+        waits.append(seconds_until(str(fields_of(detail).get("retryDelay", "")).removesuffix("s")))
+    return max(waits, default=0.0)
+
+
+def seconds_until(moment: str) -> float:
+    """A number of seconds, or a date (RFC 9110, 10.2.3), as seconds from now; 0 if it is neither."""
+    try:
+        if re.fullmatch(r"\s*\d+(\.\d+)?\s*", moment):
+            return float(moment)
+        return max(0.0, email.utils.parsedate_to_datetime(moment).timestamp() - time.time())
+    except (ValueError, TypeError, OverflowError):
+        return 0.0
+
+
+def understood(protocol: str, parse, data):
+    """What `parse` reads in a response, or a WorkerError where it is not as its protocol defines it."""
+    try:
+        return parse(data)
+    except (LookupError, TypeError, AttributeError) as e:
+        fault = f"{type(e).__name__}: {e}"
+    raise WorkerError(f"the response is not as {protocol} defines it: {fault}")
+
+
+def read_stream(pieces, on_text) -> dict:
+    """An OpenAI stream as the same response without one: on_text gets each piece of its text."""
+    texts, seen, rest = [], {}, b""
+    for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        if len(rest) > 1 << 20:
+            raise WorkerError("the stream has a line of more than 1 MiB")
+        for line in lines:
+            if not line.startswith(b"data:"):  # blank, a comment, or another field
+                continue
+            if line[5:].strip() == b"[DONE]":
+                seen["done"] = True
+                continue
+            text = understood("openai", functools.partial(read_event, seen), line[5:])
+            if "error" in seen:
+                return seen
+            if text:
+                texts.append(text)
+                on_text(text)
+    if not seen.get("done") and not seen.get("finish_reason"):
+        raise WorkerError("the stream ended early", retry=True)
+    message = {"content": "".join(texts)}
+    return {"choices": [{"message": message, "finish_reason": seen.get("finish_reason")}], "usage": seen.get("usage")}
+
+
+def read_event(seen: dict, line: bytes) -> str:
+    """The text of one event. What stands beside it goes into `seen`: error, usage, finish_reason."""
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        raise TypeError("an event that is no JSON") from None
+    for key in ("error", "usage"):
+        if event.get(key):
+            seen[key] = event[key]
+    text = ""
+    for choice in event.get("choices") or []:
+        text += text_of((choice.get("delta") or {}).get("content"))
+        seen["finish_reason"] = choice.get("finish_reason") or seen.get("finish_reason")
+    return text
+
+
+def redact(text: str, key: str) -> str:
+    """The first 400 characters, without the key, also where its characters are URL-encoded. Cut first, half of it would stay."""
+    letters = "".join(f"(?:{re.escape(letter)}|%(?:25)*{ord(letter):02x})" for letter in key)
+    return re.sub(f"(?i){letters}", "***", text)[:400] if key else text[:400]
+
+
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 UNSUPPORTED = ("tools", "functions", "logprobs", "audio", "prediction", "web_search_options")  # of a chat request
+MAX_DEPTH = 64  # of a chat request's JSON
+PATHS = "there are GET /health, GET /v1/models, GET /v1/models/NAME and POST /v1/chat/completions"
 
 
 def nested(value, depth: int = 0) -> bool:
     """Whether a JSON value is nested more deeply than an honest request ever is."""
-    if depth > MAX_DEPTH:
-        return True
-    inner = value if isinstance(value, list) else []
-    if isinstance(value, dict):
-        inner = value.values()
-    return any(nested(item, depth + 1) for item in inner)
+    inner = value if isinstance(value, list) else list(fields_of(value).values())
+    return depth > MAX_DEPTH or any(nested(item, depth + 1) for item in inner)
 
 
 def plain_message(message) -> dict:
     """A chat message with its content as one string; ValueError where it is not of text."""
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
+    role, content = fields_of(message).get("role"), fields_of(message).get("content")
+    if not isinstance(role, str) or role not in ROLES:
         raise ValueError(f"expected messages whose role is one of {', '.join(ROLES)}")
-    content = message.get("content")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
     for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        if fields_of(part).get("type") != "text" or not isinstance(part.get("text"), str):
             raise ValueError("expected messages whose content is text: nothing else is supported")
-    return {"role": ROLES[message["role"]], "content": "".join(part["text"] for part in parts)}
+    return {"role": ROLES[role], "content": text_of(parts)}
 
 
-def checked_chat(body) -> dict:
+def plain_chat(body) -> dict:
     """A chat request as `Handler.complete` gets it; ValueError says what is wrong with it or not supported."""
-    if not isinstance(body, dict) or not isinstance(body.get("model"), str):
-        raise ValueError("expected an object with model, a name, and messages")
-    if nested(body):
-        raise ValueError(f"expected JSON that is nested at most {MAX_DEPTH} deep")
+    if nested(body) or not isinstance(fields_of(body).get("model"), str):
+        raise ValueError(f"expected an object with model, a name, and messages, nested at most {MAX_DEPTH} deep")
+    if body.get("n") not in (None, 1):
+        raise ValueError("n above 1 is not supported: ask once for each answer")
     for key in UNSUPPORTED:
         if body.get(key):
             raise ValueError(f"{key} is not supported")
-    if body.get("n") not in (None, 1):
-        raise ValueError("n above 1 is not supported: ask once for each answer")
-    if not isinstance(body.get("stream"), bool | None) or not isinstance(body.get("stream_options"), dict | None):
-        raise ValueError("expected stream to be true or false, and stream_options an object")
-    if not isinstance(body.get("messages"), list) or not body["messages"]:
+    for key, kind in (("stream", bool), ("stream_options", dict), ("messages", list)):
+        if not isinstance(body.get(key), kind | None):
+            raise ValueError(f"expected {key} to be of type {kind.__name__}")
+    if not body.get("messages"):
         raise ValueError("expected messages, a list of at least one")
     return {**body, "messages": [plain_message(message) for message in body["messages"]]}
 
@@ -587,12 +1033,12 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, status: int, data: dict, **headers):
         """Send a whole response, in one packet where it fits. headers: x_name="value"."""
         body = json.dumps(data).encode()
-        head = [f"HTTP/1.1 {status} {self.responses.get(status, ('Unknown',))[0]}",
-                "Content-Type: application/json", f"Content-Length: {len(body)}"]
-        head += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+        headers |= {"Content_Type": "application/json", "Content_Length": len(body)}
         if self.close_connection:
-            head.append("Connection: close")
-        self.wfile.write("\r\n".join([*head, "", ""]).encode() + body)
+            headers["Connection"] = "close"
+        head = [f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items()]
+        phrase = self.responses.get(status, ["Unknown"])[0]
+        self.wfile.write(f"HTTP/1.1 {status} {phrase}\r\n{''.join(head)}\r\n".encode() + body)
 
     def fail(self, status: int, message: str, retry: bool = True):
         """Answer with an error as OpenAI writes it; within a stream it ends the stream.
@@ -601,11 +1047,9 @@ class Handler(BaseHTTPRequestHandler):
         kind = "invalid_request_error" if status < 500 else "server_error"
         error = {"error": {"message": message, "type": kind, "param": None, "code": None}}
         if self.streaming:
-            self.send_event(error)
-        elif retry:
-            self.answer(status, error)
-        else:
-            self.answer(status, error, x_should_retry="false")
+            return self.send_event(error)
+        headers = {} if retry else {"x_should_retry": "false"}
+        self.answer(status, error, **headers)
 
     def reply(self, text: str, finish: str = "stop", usage: dict | None = None):
         """Send a whole completion, as a stream of one piece where the request asks for a stream."""
@@ -613,20 +1057,19 @@ class Handler(BaseHTTPRequestHandler):
             self.send_chunk({"content": text})
             self.send_chunk({}, finish, usage)
             return self.end_stream()
-        message = {"role": "assistant", "content": text}
-        choice = {"index": 0, "message": message, "finish_reason": finish}
+        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish}
         self.answer(200, {**self.card, "object": "chat.completion", "choices": [choice], "usage": usage})
 
     def send_chunk(self, delta: dict, finish: str | None = None, usage: dict | None = None):
         """Send a piece of a stream: delta is {"content": str} or {}. usage is sent where the request asks for it."""
         if not self.streaming:
-            self.streaming = self.close_connection = True  # the stream's end is the connection's
+            self.streaming = self.close_connection = True  # The stream's end is the connection's.
             self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
                              b"Cache-Control: no-cache\r\nConnection: close\r\n\r\n")
             delta = {"role": "assistant", **delta}
         card = {**self.card, "object": "chat.completion.chunk"}
         self.send_event({**card, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]})
-        if usage and (self.chat.get("stream_options") or {}).get("include_usage"):
+        if usage and fields_of(self.chat.get("stream_options")).get("include_usage"):
             self.send_event({**card, "choices": [], "usage": usage})
 
     def end_stream(self):
@@ -639,29 +1082,25 @@ class Handler(BaseHTTPRequestHandler):
         """Whether the client has closed the connection: nobody waits for the answer any more."""
         try:
             return self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-        except BlockingIOError:  # nothing to read: it waits
+        except BlockingIOError:  # There is nothing to read: it waits.
             return False
         except OSError:
             return True
 
     def handle(self):
-        with contextlib.suppress(ConnectionError):  # a client that has gone is no fault of the server
+        with contextlib.suppress(ConnectionError):  # A client that has gone is no fault of the server.
             super().handle()
 
     def do_GET(self):
         if self.read_body() is None:
             return
-        path = self.path.partition("?")[0]
-        cards = {name: {"id": name, "object": "model", "created": 0, "owned_by": "local"} for name in self.models}
-        name = urllib.parse.unquote(path.removeprefix("/v1/models/"))
-        if path == "/health":
-            self.answer(200, {"status": "ok"})
-        elif path == "/v1/models":
-            self.answer(200, {"object": "list", "data": list(cards.values())})
-        elif path.startswith("/v1/models/") and name in cards:
-            self.answer(200, cards[name])
-        else:
-            self.fail(404, f"there is nothing at {path}; {PATHS}, and the models are {', '.join(cards)}")
+        path = urllib.parse.unquote(self.path.partition("?")[0])
+        cards = [{"id": name, "object": "model", "created": 0, "owned_by": "local"} for name in self.models]
+        answers = {f"/v1/models/{card['id']}": card for card in cards}
+        answers |= {"/health": {"status": "ok"}, "/v1/models": {"object": "list", "data": cards}}
+        if path in answers:
+            return self.answer(200, answers[path])
+        self.fail(404, f"there is nothing at {path}; {PATHS}, and the models are {', '.join(self.models)}")
 
     def do_POST(self):
         data = self.read_body()
@@ -669,10 +1108,10 @@ class Handler(BaseHTTPRequestHandler):
             return
         if self.path.partition("?")[0] != "/v1/chat/completions":
             return self.fail(404, f"there is nothing to post to at {self.path}; {PATHS}")
-        if self.headers.get_content_type() != "application/json":  # any web page can send the other types here
+        if self.headers.get_content_type() != "application/json":  # Any web page can send the other types here.
             return self.fail(415, "expected Content-Type: application/json")
         try:
-            self.chat = checked_chat(json.loads(data))
+            self.chat = plain_chat(json.loads(data))
         except (ValueError, RecursionError) as e:
             return self.fail(400, f"expected a chat in JSON: {e}")
         model = self.chat["model"]
@@ -683,7 +1122,7 @@ class Handler(BaseHTTPRequestHandler):
             self.complete(self.chat)
         except ConnectionError:
             raise
-        except Exception as bug:  # the client must hear of it, and not ask for the same again
+        except Exception as bug:  # The client must hear of it, and not ask for the same again.
             traceback.print_exc()
             self.fail(500, f"{type(bug).__name__}: {bug}", retry=False)
 
@@ -708,7 +1147,7 @@ class Handler(BaseHTTPRequestHandler):
         self.connection.shutdown(socket.SHUT_WR)
         self.connection.settimeout(1)
         with contextlib.suppress(OSError):
-            for _ in range(MAX_BODY >> 16):  # what is left unread at the end would reset the connection
+            for _ in range(MAX_BODY >> 16):  # What is left unread at the end would reset the connection.
                 if not self.connection.recv(1 << 16):
                     break
 
@@ -732,19 +1171,19 @@ class SpecialistHandler(Handler):
         text = SPECIALISTS[body["model"]](body["messages"])
         n_in = sum(len(message["content"].split()) for message in body["messages"])
         n_out = len(text.split())
-        usage = {"prompt_tokens": n_in, "completion_tokens": n_out, "total_tokens": n_in + n_out}
-        self.reply(text, usage=usage)
+        self.reply(text, usage={"prompt_tokens": n_in, "completion_tokens": n_out, "total_tokens": n_in + n_out})
 
 
 class Server(ThreadingHTTPServer):
     latency = 0.0  # seconds that a local specialist takes
-    request_queue_size = 1024  # with 5, the default, clients that connect at once wait a second
-    server_bind = socketserver.TCPServer.server_bind  # not HTTPServer's own, which looks up the host's name and can hang
+    request_queue_size = 1024  # With 5, the default, clients that connect at once wait a second.
+    server_bind = socketserver.TCPServer.server_bind  # HTTPServer's own looks up the host's name, and can hang.
 
 
-def serve(port: int, child: bool = False, latency: float = 0.0):
-    """The specialists on 127.0.0.1 until Ctrl-C; for local_server until stdin ends, which it does however the parent dies. latency:
-    seconds that each takes to answer."""
+def serve_specialists(port: int, child: bool = False, latency: float = 0.0):
+    """The specialists on 127.0.0.1 until Ctrl-C; as local_server's child until stdin ends, however the parent dies.
+
+    latency: seconds that each takes to answer."""
     try:
         server = Server(("127.0.0.1", port), SpecialistHandler)
     except (OSError, OverflowError) as e:
@@ -759,58 +1198,43 @@ def serve(port: int, child: bool = False, latency: float = 0.0):
 
 @functools.cache
 def local_server(latency: float = 0.0) -> tuple[str, subprocess.Popen]:
-    """Start the specialists' server, once per process and latency: its URL and process. It gets no key, only what Python needs."""
+    """Start the specialists' server, once per process and latency: its URL and process. It gets no key."""
     keep = ("PATH", "HOME", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "TMPDIR")
-    process = subprocess.Popen([sys.executable, "-c", f"import workers; workers.serve(0, True, {latency})"], text=True,
-                               cwd=os.path.dirname(os.path.abspath(__file__)), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                               start_new_session=True,  # Ctrl-C is the parent's affair
-                               env={name: os.environ[name] for name in keep if name in os.environ})
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"import workers; workers.serve_specialists(0, True, {latency})"],
+        cwd=os.path.dirname(os.path.abspath(__file__)), text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is the parent's affair.
+        env={name: os.environ[name] for name in keep if name in os.environ})
     atexit.register(lambda: (process.stdin.close(), process.wait()))
-    if not (url := process.stdout.readline().strip()):
+    url = process.stdout.readline().strip()
+    if not url:
         raise WorkerError(f"the local specialists' server ended at its start, with status {process.wait()}")
     return url, process
 
 
-def bench(workflows: int = 256, steps: int = 3, latency: float = 0.05):
-    """Chains of calls, as workflows make them, all at once over workers that take so many seconds: wall time beside the least possible,
-    and this process's CPU time of a call. The last line is JSON."""
-    pool = load_pool("local", local_server(latency)[0])
-
-    def chain(k):
-        for i in range(steps):
-            pool[(k + i) % len(pool)].chat([{"role": "user", "content": "Question:\nWhat is 6 * 7?\n\nYour task:\nWork it out."}])
-
-    with ThreadPoolExecutor(workflows) as threads:
-        list(threads.map(chain, range(workflows)))  # opens the connections and starts the threads
-        begun, before = time.monotonic(), os.times()
-        list(threads.map(chain, range(workflows)))
-        wall, client = time.monotonic() - begun, sum(os.times()[:2]) - sum(before[:2])
-    calls, slots = workflows * steps, sum(w.concurrency for w in pool)
-    print(json.dumps({"calls": calls, "at_a_time": slots, "latency_ms": 1000 * latency, "wall_seconds": round(wall, 4),
-                      "times_the_least": round(wall / (math.ceil(calls / slots) * latency), 3),
-                      "client_cpu_ms_per_call": round(1000 * client / calls, 3)}))
+@dataclass
+class Settings:
+    pool: str = "local"
+    port: int = 8765  # of serve
 
 
 def main():
-    from model import configure  # here, as it brings torch, which the specialists' server does without
-
-    @dataclass
-    class Settings:
-        pool: str = "local"
-        port: int = 8765  # of serve
-        bench: bool = False
+    from model import configure  # It brings torch, which the specialists' server does without.
     settings = Settings()
     words = configure(settings, sys.argv[1:])
     if words == ["serve"]:
-        return serve(settings.port)
+        return serve_specialists(settings.port)
+    if words == ["print"]:
+        return print(json.dumps(read_pool(settings.pool), indent=2))
     if words:
-        sys.exit(f"unknown command {' '.join(words)}; there is serve, or none to list the pool")
-    if settings.bench:
-        return bench()
+        sys.exit(f"unknown command {' '.join(words)}; there are serve, print, and none to list the pool")
     for w in load_pool(settings.pool):
-        key = f"{w.api_key_env} is {'set' if os.environ.get(w.api_key_env) else 'NOT SET'}" if w.api_key_env else "no key needed"
+        key = "no key needed"
+        if w.api_key_env:
+            key = f"{w.api_key_env} is {'set' if os.environ.get(w.api_key_env) else 'NOT SET'}"
         try:
-            ping = f"answers in {replace(w, attempts=1).chat([{'role': 'user', 'content': 'Say pong.'}]).seconds:.2f} s"
+            reply = replace(w, attempts=1).chat([{"role": "user", "content": "Say pong."}])
+            ping = f"answers in {reply.seconds:.2f} s"
         except WorkerError as e:
             ping = str(e)
         print(f"{w.name:<22}{w.protocol:<11}{w.model:<42}{key:<30}{ping}", flush=True)

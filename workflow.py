@@ -1,12 +1,15 @@
-"""A workflow: prompt the Conductor for it, parse it, run it on the workers, show it, recurse, serve (§3.1, §3.2, App. E).
+"""A workflow: prompt the Conductor for it, parse it, run it on the workers, recurse; show and serve it (§3, App. E).
 
     python workflow.py "a question" --checkpoint=DIR [--pool=local|paper|FILE] [--rounds=2] [--conductor=WORKER]
-    python workflow.py serve --checkpoint=DIR        # the Conductor as an OpenAI-compatible model on 127.0.0.1
+    python workflow.py serve --checkpoint=DIR   # the Conductor as an OpenAI-compatible model on 127.0.0.1
+    python workflow.py show FILE [N]            # the traces in a run's traces/*.jsonl, or number N of them
 
-The Conductor writes three Python lists: who (`model_id`), what (`subtasks`), and which earlier steps each may see (`access_list`).
-`messages` asks for them, `parse` reads them, `submit` runs them, a `Trace` is what happened. Read grpo.py next.
+The Conductor writes three Python lists: who (`model_id`), what (`subtasks`), and which earlier steps each may see
+(`access_list`). `messages` asks for them, `parse` reads them, `submit` runs them, a `Trace` is what happened, and
+`roll_out` does all of it for many questions at once. Steps, models and traces count from 0. Read grpo.py next.
 """
 import ast
+import contextlib
 import json
 import os
 import queue
@@ -15,6 +18,7 @@ import sys
 import textwrap
 import threading
 import time
+import unicodedata
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import asdict, dataclass, field, fields, replace
 
@@ -34,7 +38,7 @@ class Step:
     worker: int
     subtask: str
     access: list[int]  # the earlier steps whose subtask and response the worker sees
-    sees_all: bool = field(default=False, compare=False)  # it was written "all": in a recursion round that includes the previous answer
+    sees_all: bool = field(default=False, compare=False)  # written as "all": in a later round that shows the answer so far
 
 
 @dataclass
@@ -42,147 +46,236 @@ class Workflow:
     steps: list[Step]
     completion: str = field(default="", compare=False, repr=False)  # all that the Conductor wrote, prose included
 
-    def text(self) -> str:
-        """The three lists as a Conductor writes them: parse(w.text(), …) == w."""
-        def quote(s):
-            return '"' + re.sub(r'["\\\x00-\x1f\x7f]', lambda m: "\\" + m[0] if m[0] in '"\\' else f"\\u{ord(m[0]):04x}", s) + '"'
-        access = ['["all"]' if s.sees_all or s.access and s.access == [*range(i)] else str(s.access) for i, s in enumerate(self.steps)]
-        return (f"model_id = {[s.worker for s in self.steps]}\nsubtasks = [{', '.join(quote(s.subtask) for s in self.steps)}]\n"
-                f"access_list = [{', '.join(access)}]")
+    def text(self, subtasks: bool = True) -> str:
+        """The lists as a Conductor writes them: parse(w.text(), …) == w."""
+        access = []
+        for i, step in enumerate(self.steps):
+            sees_all = step.sees_all or step.access and step.access == [*range(i)]
+            access.append('["all"]' if sees_all else str(step.access))
+        lines = [f"model_id = {[step.worker for step in self.steps]}"]
+        if subtasks:
+            lines.append(f"subtasks = [{', '.join(quoted(step.subtask) for step in self.steps)}]")
+        return "\n".join([*lines, f"access_list = [{', '.join(access)}]"])
 
 
-# Parse. One tokeniser passes over the text once, so hostile text costs linear time, and only flat literals are ever evaluated.
-NAME = re.compile(r"""(?<!\w)(["'`]?)(model_id|subtasks|access_list)\1\s*[:=]\s*\[""")
-TOKEN = re.compile(NAME.pattern + r'''
-    |(?P<string>[rR]?(?:"""[^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*(?:""")?      # An unclosed string runs as far as it can: no token is
-                     |\'\'\'[^'\\]*(?:(?:\\.|'(?!''))[^'\\]*)*(?:\'\'\')?  # ever tried and given up, so none is scanned twice.
-                     |"[^"\\\n]*(?:\\.[^"\\\n]*)*"?
-                     |'[^'\\\n]*(?:\\.[^'\\\n]*)*'?))
-    |(?P<comment>(?:\#|//)[^\n]*)
-    |(?P<atom>[][,]|(?:\d+(?:\.\d*)?(?:[eE]\d+)?|True|False|None)(?!\w))
-    |(?P<bad>-?\w+|\S)''', re.DOTALL | re.VERBOSE)
-# A backslash of LaTeX is no escape: \frac, \xi, but also \nu, \times and \right, which Python reads as a newline, a tab and a return.
-ESCAPE = re.compile(r"""\\(?!(?:n(?:abla|eq?|eg|u|otin|ot|mid)|t(?:ext\w*|imes|heta|an|anh|au|o|op|riangle\w*|ilde)|r(?:ight\w*|angle|ho))
-    (?![a-zA-Z]))(?:[\\"'\nnrt]|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2})|\\""", re.VERBOSE)
+# ------------------------------------------------------------------------------------------------------------
+# The prompt (App. E). Its few-shot examples are in the appendix.
 
 
-def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = False) -> Workflow:
-    """The workflow in a Conductor's completion. Of a list written more than once, the last that is closed counts.
-
-    allow_empty: three empty lists are a workflow of no steps (§3.2: keep the previous answer). Linear in the text's length.
-    Raises WorkflowError, which says which list is wrong and why."""
-    def need(ok, why):
-        if not ok:
-            raise WorkflowError(why)
-
-    found, pos, lists = {}, 0, {}  # found: a list's name -> its text without comments, and what is wrong with it
-    while m := NAME.search(text, pos):
-        name, depth, pieces, bad = m[2], 0, [], ""
-        for t in TOKEN.finditer(text, m.end() - 1):
-            pos, kind = t.end(), t.lastgroup
-            if kind is None:  # a list begins inside this one, which therefore was never closed
-                pos = t.start()
-                break
-            depth += (t[0] == "[") - (t[0] == "]")
-            if kind == "bad" or depth > 2:
-                bad = bad or f"{t[0]!r:.20} does not belong there"
-            elif kind != "comment":
-                pieces.append(ESCAPE.sub(lambda e: e[0] if e[0][1:] else r"\\", t[0]) if t[0][0] in "\"'" else t[0])
-            if depth == 0:
-                found[name] = " ".join(pieces), bad
-                break
-        found.setdefault(name, ("", "the list is not closed"))
-    for name in ("model_id", "subtasks", "access_list"):
-        literal, bad = found.get(name, ("", "the list is missing"))
-        need(not bad and len(literal) < 100_000, f"{name}: {bad or 'longer than 100,000 characters'}")
-        try:
-            lists[name] = ast.literal_eval(literal)
-        except (ValueError, SyntaxError) as e:  # also of NULs, lone surrogates, unclosed strings, numbers of thousands of digits
-            raise WorkflowError(f"{name}: {getattr(e, 'msg', e)}") from None
-    n, *others = sizes = [len(items) for items in lists.values()]
-    need(others == [n, n], f"the lists differ in length: {dict(zip(lists, sizes))}")
-    need(0 < n <= max_steps or n == 0 and allow_empty, f"model_id: {n} steps, where 1 to {max_steps} are allowed")
-    steps = []
-    for i, (worker, task, sees) in enumerate(zip(*lists.values())):
-        need(type(worker) is int and 0 <= worker < n_workers, f"model_id: step {i} names {worker!r:.20}, not one of 0 to {n_workers - 1}")
-        need(type(task) is str and not re.search("[\ud800-\udfff]", task), f"subtasks: step {i} is no text: {task!r:.20}")
-        sees = ["all"] if sees == "all" else sees
-        for j in sees if type(sees) is list else [sees]:
-            need(sees is not j and (j == "all" or type(j) is int and 0 <= j < i), f"access_list: step {i} reads {j!r:.20}, no earlier step")
-        steps.append(Step(worker, task, [*range(i)] if "all" in sees else sorted(set(sees)), "all" in sees))
-    return Workflow(steps, text)
+@dataclass
+class Prompting:
+    """How a Conductor is asked for a workflow. conductor.json beside a checkpoint remembers how it was trained."""
+    style: str = "full"  # full, zero-shot, fine-grained (App. B.8), short
+    examples: str = "ood"  # the few-shot examples: ood, in, mixed (Table 4)
+    subtasks: bool = True  # False: the prompt asks for none, and every worker is to solve the question (App. B.7)
+    max_steps: int = 5
+    max_new_tokens: int = 1024
+    named: bool = False  # each worker has a letter beside its number
 
 
-# The Conductor's prompt (App. E)
-ROLE = """You conduct a team of language models. You never answer the question yourself: you write a workflow by which they answer it.
+ROLE = """You conduct a team of language models. You never answer the question yourself: you write a workflow by which they
+answer it.
 
 A workflow has one to {max_steps} steps. Every step has three parts:
 - a model: the number of the model that does it,
-- a subtask: what you tell that model, in plain words: to solve the question from scratch, to improve or check an earlier response, to plan,
-  to recall facts, or whatever else helps a later model,
+- a subtask: what you tell that model, in plain words: to solve the question from scratch, to improve or check an
+  earlier response, to plan, to recall facts, or whatever else helps a later model,
 - an access list: which earlier steps that model is shown.
-Each model gets the question, then the subtasks and responses of the steps it is shown, as past turns of a chat, and then its own subtask,
-and nothing else. The models differ in what they are good at, and a model may be used more than once. The response to the last step goes to
-the user as it is, so its subtask has to ask for the whole answer in the form that the question wants.
+Each model gets the question, then the subtasks and responses of the steps it is shown, as past turns of a chat, and then
+its own subtask, and nothing else. The models differ in what they are good at, and a model may be used more than once. The
+response to the last step goes to the user as it is, so its subtask has to ask for the whole answer in the form that the
+question wants.
 
-First say in a sentence or two what the question needs and how you divide the work. Then write three Python lists of equal length: model_id,
-the models' numbers; subtasks, strings; access_list, for each step ["all"] to show it all earlier steps, {indices}or [] to show it none."""
-TAGS = "Reason inside <idea> tags and put the result inside <answer> tags."
-EXAMPLES = [  # question, plan, steps; of tasks that no training set holds: nearer examples are copied, not explored beyond (Table 4)
-    ("A heavy drinker of 58 is confused, with jerking eye movements, an unsteady gait and low blood sugar. What must precede the glucose?",
-     "This hangs on recalling one clinical rule. Two models that do not see each other can recall it, and a third settles it.",
-     [(4, f"Name the syndrome that fits these findings and the deficiency behind it. {TAGS}", []),
-      (1, f"Explain what glucose alone could do to this patient, and what prevents it. {TAGS}", []),
-      (6, "Compare both responses, resolve any conflict, and give the treatment with its reason in one line inside <answer> tags.", "all")]),
-    ("Using each of 3, 7, 8 and 25 exactly once, with + - * / and parentheses, write an expression that equals 76.",
-     "The search is small enough for one careful model.",
-     [(2, f"Find such an expression. Try products near 76 first, and verify the arithmetic before you answer. {TAGS}", [])]),
-    ("Find the limit of n(e - (1 + 1/n)^n) as n goes to infinity.",
-     "An expansion solves it but signs go wrong easily, so another model should check it numerically before the answer goes out.",
-     [(0, f"Expand (1 + 1/n)^n in powers of 1/n up to the first order and derive the limit. {TAGS}", []),
-      (5, f"Test the derived limit at n = 1000, correct the derivation if they disagree, and give the exact limit. {TAGS}", "all")]),
-    ("Using each of 2, 4, 6, 11 and 75 at most once, with + - * /, write an expression that equals 437.",
-     "I would have one model lay out promising routes and another follow them, a third search alone, and a last one verify.",
-     [(3, "Do not solve it. List three products or sums close to 437 and, for each, the difference that is still to be made.", []),
-      (6, f"Follow the routes above, one after the other, until one works out with the numbers left. {TAGS}", "all"),
-      (0, f"Search for an expression in your own way, starting from the largest number. {TAGS}", []),
-      (4, "Recompute every proposed expression, check that no number is used twice, and put a correct one inside <answer> tags.", "all")])]
+First say in a sentence or two what the question needs and how you divide the work. Then write three Python lists of equal
+length: model_id, the models' numbers; subtasks, strings; access_list, for each step ["all"] to show it all earlier steps,
+{indices}or [] to show it none."""
+ROLE_WITHOUT_SUBTASKS = """You conduct a team of language models. You never answer the question yourself: you write a
+workflow by which they answer it.
+
+A workflow has one to {max_steps} steps. Every step has two parts:
+- a model: the number of the model that does it,
+- an access list: which earlier steps that model is shown.
+Each model gets the question, then the responses of the steps it is shown, as past turns of a chat, and is told to solve
+the question, and nothing else. The models differ in what they are good at, and a model may be used more than once. The
+response to the last step goes to the user as it is.
+
+First say in a sentence or two what the question needs and how you divide the work. Then write two Python lists of equal
+length: model_id, the models' numbers; access_list, for each step ["all"] to show it all earlier steps, {indices}or [] to
+show it none."""
+AGAIN = """Your workflow ended in this response:
+
+{answer}
+
+If it should go to the user as it is, write all lists empty. If not, write a new workflow of up to {max_steps} steps;
+"all" then shows a step this response too."""
+SHORT_AGAIN = "Response: {answer}\nWrite a workflow, or empty lists to keep it."
+SOLVE_IT = "Solve the question."  # every worker's subtask where the Conductor is asked for none
 
 
 def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace | None" = None, style: str = "full",
-             names: str = "") -> list[dict]:
-    """The chat that asks the Conductor for a workflow. previous: the last round's trace, to ask for one more round (§3.2).
+             names: str = "", examples: str = "ood", subtasks: bool = True) -> list[dict]:
+    """The chat that asks the Conductor for a workflow. previous: the last round's trace, to ask for one more (§3.2).
 
-    style: "full"; "zero-shot", without the examples; "fine-grained", which also offers step numbers in access lists (App. B.8);
-    "short", for a Conductor too small to be prompted into the format. names: the models' letters, which unlike their numbers stay their
-    own in any subset of the pool (§3.2); "" leaves them out."""
+    style: "full"; "zero-shot", without the examples; "fine-grained", which also offers step numbers in access lists;
+    "short", for a Conductor too small to be prompted into the format. names: the models' letters, which unlike their
+    numbers stay their own in any subset of a pool (§3.2); "" leaves them out. examples, subtasks: see Prompting."""
+    if style not in ("full", "zero-shot", "fine-grained", "short"):
+        raise ValueError(f"style {style!r}: there are full, zero-shot, fine-grained and short")
+    if examples not in EXAMPLES:
+        raise ValueError(f"examples {examples!r}: there are {', '.join(EXAMPLES)}")
     if style == "short":
-        models = "Models " + " ".join(f"{name} {i}" for i, name in enumerate(names)) if names else f"{n_workers} models"
+        models = f"{n_workers} models"
+        if names:
+            models = "Models " + " ".join(f"{name} {i}" for i, name in enumerate(names))
         chat = [{"role": "system", "content": f"{models}, {max_steps} steps."}, {"role": "user", "content": question}]
-        again = "Response: {answer}\nWrite a workflow, or empty lists to keep it."
+        again = SHORT_AGAIN
     else:
-        if style not in ("full", "zero-shot", "fine-grained"):
-            raise ValueError(f"style {style!r}: there are full, zero-shot, fine-grained and short")
+        role = ROLE if subtasks else ROLE_WITHOUT_SUBTASKS
         indices = "a list such as [0, 2] to show it those steps, counted from 0, " if style == "fine-grained" else ""
-        parts = [ROLE.format(max_steps=max_steps, indices=indices)]
-        for asked, plan, steps in EXAMPLES if style != "zero-shot" else []:
-            if len(steps) <= max_steps:  # an example keeps to the limits of the prompt it stands in
-                workflow = Workflow([Step(worker % n_workers, subtask, [], access == "all") for worker, subtask, access in steps])
-                parts.append(f"Example question: {asked}\n\n{plan}\n{workflow.text()}")
-        models = [f"Model {i}" + (f" ({names[i]})" if names else "") for i in range(n_workers)]
+        parts = [role.format(max_steps=max_steps, indices=indices)]
+        if style != "zero-shot":
+            parts += shown_examples(examples, n_workers, max_steps, subtasks)
+        models = [f"Model {i} ({names[i]})" if names else f"Model {i}" for i in range(n_workers)]
         parts.append(f"Question: {question}\n\nModels: {', '.join(models)}")
         chat = [{"role": "user", "content": "\n\n".join(parts)}]
-        again = ("Your workflow ended in this response:\n\n{answer}\n\nIf it should go to the user as it is, write the three lists empty. "
-                 f"If not, write a new workflow of up to {max_steps} steps; \"all\" then shows a step this response too.")
+        again = AGAIN.replace("{max_steps}", str(max_steps))
     for trace in previous.rounds() if previous else []:
-        chat += [{"role": "assistant", "content": trace.workflow.completion or trace.workflow.text()},
-                 {"role": "user", "content": again.replace("{answer}", trace.answer)}]
+        written = trace.workflow.completion or trace.workflow.text(subtasks)
+        chat.append({"role": "assistant", "content": written})
+        chat.append({"role": "user", "content": again.replace("{answer}", trace.answer)})
     return chat
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Parse. One tokeniser passes over the text once and never gives a token up, and every repetition in a name is
+# bounded, so hostile text costs linear time. Only flat lists of strings and numbers are evaluated.
+
+LISTS = ("model_id", "subtasks", "access_list")
+MAX_LIST = 100_000  # characters
+NAME = r"""(?<![A-Za-z0-9_])(?P<name>model\\?_id|subtasks|access\\?_list)[\s*`"'”’]{0,20}  # as JSON and Markdown quote it
+    (?:[:：]\s{0,4}[A-Za-z][\w.]{0,20}\s{0,4}(?:\[[^=\n]{0,60}\])?\s{0,4}(?==))?  # model_id: list[int] = …
+    [:=：＝][\s*`]{0,20}(?=[\[［])"""
+# A string may hold a raw newline, but not one before a list's name: such a string was never closed.
+NEWLINE = r"\n(?![ *`\"'-]{0,8}" + NAME.replace("?P<name>", "?:") + ")"
+TRIPLE = "|".join(rf"{q * 3}(?:[^{q}\\\0]+|\\.|{q}(?!{q * 2}))*" for q in "\"'")
+PLAIN = "|".join(rf"{q}(?:[^{q}\\\n\0]+|\\.|{NEWLINE})*" for q in "\"'")
+SMART = "|".join(rf"[{q}](?:[^{q}\\\n\0]+|\\.|{NEWLINE}|[{q}](?!\s{{0,8}}[],，］]))*" for q in ("“”", "‘’"))
+TOKEN = re.compile(rf"""(?P<atom>[][,［］，]|(?:\d+(?:\.\d*)?(?:[eE]\d+)?|True|False|None)(?!\w))
+    |{NAME}
+    |(?P<string>(?P<raw>[rR]?)(?:(?:{TRIPLE})(?P<end3>\"\"\"|\'\'\')?|(?:{PLAIN}|{SMART})(?P<end>["'“”‘’])?))
+    |(?P<comment>(?:\#|//)[^\n]*)
+    |(?P<bad>-?\w+|\S)""", re.DOTALL | re.VERBOSE)
+LIST_BEGINS = re.compile(NAME, re.VERBOSE)
+MORE = re.compile(r"[ \t]*(?:\*[ \t]*\w|\+|\[|\.\w+\()")  # makes an expression of a list: [0]*6, [0][0], [0].pop()
+# Some models go on to invent a further question, and its workflow is none for this one.
+NEXT_QUESTION = re.compile(r"^[\s>#*]{0,8}(?:\w{1,12} )?[Qq]uestion(?: \d{1,3})?[* ]{0,4}[:：]", re.MULTILINE)
+
+
+def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = False,
+          subtasks: bool = True) -> Workflow:
+    """The workflow in a Conductor's completion: the last lists, written one after another, that make one together.
+
+    allow_empty: empty lists are a workflow of no steps (§3.2: keep the previous answer). subtasks=False: there are
+    two lists, and every subtask is to solve the question. Linear in the text's length.
+    Raises WorkflowError, which says which list is wrong and why."""
+    names = LISTS if subtasks else ("model_id", "access_list")
+    error = WorkflowError("model_id: the list is missing")
+    workflow, lists, position = None, [], 0
+    while begin := LIST_BEGINS.search(text, position):
+        if position and NEXT_QUESTION.search(text, position, begin.start()):
+            break
+        value, wrong, position = read_list(text, begin.end())
+        name = begin["name"].replace("\\", "")
+        if name not in names:
+            continue
+        lists.append((name, value, wrong))
+        together = lists[-len(names):]
+        try:
+            workflow = Workflow(steps_of(together, names, n_workers, max_steps, allow_empty), text)
+        except WorkflowError as e:
+            error = e
+            continue
+        if [name for name, _, _ in together] == [*names]:
+            lists = []  # In the order that was asked for they are complete: what follows is another workflow's.
+    if workflow is None:
+        raise error
+    return workflow
+
+
+def read_list(text: str, start: int) -> tuple[list | None, str, int]:
+    """The list that opens at text[start] or None, what is wrong with it, and where it ends."""
+    pieces, size, depth, wrong = [], 0, 0, ""
+    for token in TOKEN.finditer(text, start):
+        kind, piece = token.lastgroup, token[0]
+        if kind == "name":  # Another list begins inside this one, which therefore was never closed.
+            return None, "the list is not closed", token.start()
+        if kind == "atom":
+            piece = unicodedata.normalize("NFKC", piece)  # full-width punctuation and digits
+            depth += (piece == "[") - (piece == "]")
+        size += len(piece)
+        if kind == "bad" or depth > 2:
+            wrong = wrong or f"{piece!r:.20} does not belong there"
+        if kind == "string" and not (token["end"] or token["end3"]):
+            wrong = wrong or "a string is not closed"
+        if size > MAX_LIST:
+            wrong = wrong or f"longer than {MAX_LIST:,} characters"
+        if kind == "string" and not wrong:
+            pieces.append(repr(string_value(token)))
+        elif kind == "atom":
+            pieces.append(piece)
+        if depth == 0:
+            break
+    else:
+        return None, "the list is not closed", len(text)
+    end = token.end()
+    if MORE.match(text, end):
+        wrong = wrong or f"{text[end:end + 8].strip()!r} follows the list, which has to be written out"
+    if wrong:
+        return None, wrong, end
+    try:
+        return ast.literal_eval(" ".join(pieces)), "", end
+    except (ValueError, SyntaxError) as e:  # also of numbers of thousands of digits
+        return None, getattr(e, "msg", str(e)), end
+
+
+def steps_of(lists: list, names: tuple, n_workers: int, max_steps: int, allow_empty: bool) -> list[Step]:
+    """The steps that lists (name, value, what is wrong with it) make; WorkflowError if they make none."""
+    found = {name: (value, wrong) for name, value, wrong in lists}
+    for name in names:
+        _, wrong = found.get(name, (None, "the list is missing"))
+        if wrong:
+            raise WorkflowError(f"{name}: {wrong}")
+    values = [found[name][0] for name in names]
+    n = len(values[0])
+    if any(len(value) != n for value in values):
+        sizes = {name: len(value) for name, value in zip(names, values)}
+        raise WorkflowError(f"the lists differ in length: {sizes}")
+    if n > max_steps or n == 0 and not allow_empty:
+        raise WorkflowError(f"model_id: {n} steps, where 1 to {max_steps} are allowed")
+    subtasks = values[1] if "subtasks" in names else [SOLVE_IT] * n
+    steps = []
+    for i, (worker, subtask, access) in enumerate(zip(values[0], subtasks, values[-1])):
+        if type(worker) is not int or not 0 <= worker < n_workers:
+            raise WorkflowError(f"model_id: step {i} names {worker!r:.20}, not one of 0 to {n_workers - 1}")
+        if type(subtask) is not str:
+            raise WorkflowError(f"subtasks: step {i} is no text: {subtask!r:.20}")
+        access = ["all"] if access == "all" else access
+        for j in access if type(access) is list else [access]:
+            earlier = type(j) is int and 0 <= j < i
+            if j is access or j != "all" and not earlier:
+                raise WorkflowError(f"access_list: step {i} reads {j!r:.20}, no earlier step")
+        sees_all = "all" in access
+        steps.append(Step(worker, subtask, [*range(i)] if sees_all else sorted(set(access)), sees_all))
+    return steps
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Run
 
 
 @dataclass
 class Trace:
-    """One workflow as it ran. calls, tokens and cost (dollars; None where unknown) are what the answer took, earlier rounds included."""
+    """One workflow as it ran. calls, tokens and cost are what the answer took, earlier rounds included."""
     question: str
     workflow: Workflow
     workers: list[str]  # each step's worker, by name
@@ -190,68 +283,52 @@ class Trace:
     seconds: float = 0.0  # wall time of this round
     error: str | None = None  # an infrastructure failure, never the model's fault: training masks it
     previous: "Trace | None" = None  # the round before
-    right: bool | None = None  # what a grader said of the answer (eval.py); None: it was not asked
+    right: bool | None = None  # what a grader said of the answer; None: it was not asked
 
-    responses = property(lambda self: [r.text if r else "" for r in self.replies])
-    used = property(lambda self: [r for t in self.rounds() for r in t.replies if r])
-    calls = property(lambda self: len(self.used))
-    tokens = property(lambda self: sum(r.prompt_tokens + r.completion_tokens for r in self.used))
-    cost = property(lambda self: None if any(r.cost is None for r in self.used) else sum(r.cost for r in self.used))
+    @property
+    def responses(self) -> list[str]:
+        return [reply.text if reply else "" for reply in self.replies]
 
     @property
     def answer(self) -> str:
         """The last step's response; that of the round before if this one has no steps; empty after a failure."""
-        return "" if self.error else self.replies[-1].text if self.replies else self.previous.answer
+        if self.error:
+            return ""
+        return self.replies[-1].text if self.replies else self.previous.answer
 
     def rounds(self) -> list["Trace"]:
         """This trace and those before it, the first round first."""
         return [*(self.previous.rounds() if self.previous else []), self]
 
+    @property
+    def used(self) -> list[Reply]:
+        return [reply for trace in self.rounds() for reply in trace.replies if reply]
+
+    @property
+    def calls(self) -> int:
+        return len(self.used)
+
+    @property
+    def tokens(self) -> int:
+        return sum(reply.prompt_tokens + reply.completion_tokens for reply in self.used)
+
+    @property
+    def cost(self) -> float | None:
+        """Dollars; None where one of the calls has an unknown cost."""
+        costs = [reply.cost for reply in self.used]
+        return None if None in costs else sum(costs)
+
     def to_json(self) -> dict:
-        """A dict for json.dumps, of which from_json makes an equal trace; the derived values are there for other readers."""
-        return {**asdict(self), **{key: getattr(self, key) for key in ("answer", "calls", "tokens", "cost")}}
+        """A dict for json.dumps, of which from_json makes an equal trace. What is derived is there for other readers."""
+        derived = {"answer": self.answer, "calls": self.calls, "tokens": self.tokens, "cost": self.cost}
+        return {**asdict(self), **derived}
 
     @classmethod
     def from_json(cls, d: dict) -> "Trace":
         workflow = Workflow([Step(**step) for step in d["workflow"]["steps"]], d["workflow"]["completion"])
-        return cls(d["question"], workflow, d["workers"], [r and Reply(**r) for r in d["replies"]], d["seconds"], d["error"],
-                   d["previous"] and cls.from_json(d["previous"]), d.get("right"))
-
-    def view(self) -> str:
-        """All rounds for a terminal: who was told what, saw which steps, and answered what. Control characters are masked."""
-        out = [f"Question: {self.question}"]
-        for t in self.rounds():
-            for step, name, reply in zip(t.workflow.steps, t.workers, t.replies):
-                sees = "all before" if step.sees_all else f"steps {step.access}" if step.access else "the question"
-                out += [f"\n{name}, model {step.worker}, sees {sees}: {step.subtask}", textwrap.indent(reply.text if reply else "(none)", "    ")]
-            out += ["\nThe answer is kept."] * (not t.replies) + [f"\nFailed: {t.error}"] * bool(t.error)
-        cost = "unknown cost" if self.cost is None else f"${self.cost:.4f}"
-        out.append(f"\nAnswer: {self.answer}\n{self.calls} calls, {self.tokens} tokens, {cost}, {sum(t.seconds for t in self.rounds()):.1f} s")
-        return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in "\n".join(out))
-
-    def mermaid(self) -> str:
-        """All rounds as a flow chart, which GitHub draws inside a ```mermaid fence."""
-        def label(text):  # entity codes for all but letters and digits, so that no text can leave its label
-            return re.sub(r"[^\w ]|_", lambda m: f"#{ord(m[0])};" * m[0].isprintable(), textwrap.shorten(text, 90)) or "#160;"
-        lines, last = ["flowchart TD", f'question(["{label(self.question)}"])'], "question"
-        for r, t in enumerate(self.rounds()):
-            for i, step in enumerate(t.workflow.steps):
-                lines.append(f'r{r}s{i}["{label(t.workers[i])}<br/>{label(step.subtask)}"]')
-                seen = [last] * (r > 0 and step.sees_all) + [f"r{r}s{j}" for j in step.access]
-                lines += [f"{source} --> r{r}s{i}" for source in seen or ["question"]]
-            last = f"r{r}s{len(t.replies) - 1}" if t.replies else last
-        return "\n    ".join([*lines, f'{last} --> answer(["{label(self.answer)}"])'])
-
-
-@dataclass
-class Prompting:
-    """How a Conductor is asked for a workflow. conductor.json beside a checkpoint remembers how it was trained to be asked."""
-    style: str = "full"  # full (App. E), zero-shot, fine-grained (App. B.8), short
-    examples: str = "ood"  # the few-shot examples: ood, in, mixed (Table 4)
-    subtasks: bool = True  # False: the prompt asks for none, and every worker is told to solve the question (App. B.7)
-    max_steps: int = 5
-    max_new_tokens: int = 1024
-    named: bool = False  # each worker has a letter beside its number, which stays its own in any subset of the pool (§3.2)
+        replies = [reply and Reply(**reply) for reply in d["replies"]]
+        previous = d["previous"] and cls.from_json(d["previous"])
+        return cls(d["question"], workflow, d["workers"], replies, d["seconds"], d["error"], previous, d.get("right"))
 
 
 @dataclass
@@ -261,58 +338,17 @@ class Task:
     pool: list  # the workers it may use
     previous: Trace | None = None  # the round before
     problem: object = None  # eval.py's Problem, which the grader gets
-    name: str = ""  # names the task within a run, for the replay file; "": nothing is replayed
-    overrides: dict = field(default_factory=dict)  # of the last step's call, named as in OpenAI's API: max_tokens, stop, ...
+    name: str = ""  # names the task within a run, for the pool's replay file; "": nothing is replayed
+    overrides: dict = field(default_factory=dict)  # of the last step's call, as in OpenAI's API: max_tokens, stop, …
     on_text: object = None  # on_text(piece) is called with the last step's text as it comes
-    hung_up: object = lambda: False  # hung_up() is true once nobody waits for the answer: no further step starts then
+    hung_up: object = lambda: False  # hung_up() is true once nobody waits for the answer: no further step starts
 
     def __post_init__(self):
-        self.question = self.question.encode(errors="replace").decode()  # half an emoji, as JSON can spell it, is no text
-
-
-@dataclass
-class Rollout:
-    """One completion and all that becomes of it, from its tokens to its advantage."""
-    task: Task
-    text: str  # what the Conductor wrote
-    prompt: list[int] = field(default_factory=list)  # empty where a worker sits in the Conductor's seat
-    completion: Completion | None = None
-    trace: Trace | None = None  # None: the text is no workflow
-    invalid: str = ""  # and why it is none
-    right: bool | None = False  # set by roll_out alone; None: nobody knows, as a worker was lost or nobody grades
-    reward: float | None = None  # set in train.py (§3.1); None: masked
-    advantage: float = 0.0  # set in grpo.py (Eq. 2)
-    weights: list[float] | None = None  # of the tokens, against the gap between sampler and trainer (grpo.py)
-
-
-# The calls of all workflows are made by up to 512 threads; how many a worker gets at a time is its pool entry's `concurrency`.
-jobs = queue.SimpleQueue()  # of (future, function, arguments)
-idle, unborn = threading.Semaphore(0), threading.Semaphore(512)  # how many threads wait for a job, how many more may be started
-
-
-def in_thread(function, *arguments) -> Future:
-    """Run a function in one of the threads. What it returns or raises is the future's."""
-    future = Future()
-    jobs.put((future, function, arguments))
-    if not idle.acquire(blocking=False) and unborn.acquire(blocking=False):
-        threading.Thread(target=work, daemon=True).start()
-    return future
-
-
-def work():
-    """A thread's life. It is a daemon, unlike a ThreadPoolExecutor's: a program that ends, by Ctrl-C or an error, shall neither wait
-    nor pay for the calls that are still queued."""
-    while True:
-        future, function, arguments = jobs.get()
-        try:
-            future.set_result(function(*arguments))
-        except BaseException as e:
-            future.set_exception(e)
-        idle.release()
+        self.question = self.question.encode(errors="replace").decode()  # Half an emoji, as JSON can spell it, is no text.
 
 
 def worker_chat(question: str, turns: list[tuple[str, str]], subtask: str) -> list[dict]:
-    """What a worker sees: the question, the (subtask, response) pairs that it may see as past turns, and its own subtask."""
+    """What a worker sees: the question, (subtask, response) of the steps it may see as past turns, its own subtask."""
     chat = []
     for earlier, response in turns:
         chat.append({"role": "user", "content": f"Your task:\n{earlier}"})
@@ -323,32 +359,30 @@ def worker_chat(question: str, turns: list[tuple[str, str]], subtask: str) -> li
 
 
 def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: False, then=lambda trace: trace) -> Future:
-    """Start a workflow for a task. The future's result is then(trace), which runs in the thread of the step that ended last.
+    """Start a workflow. The future's result is then(trace), which runs in the thread of the step that ended last.
 
-    A step starts when the steps that it reads have ended; no thread waits for another. A WorkerError sets Trace.error: no further
-    step starts, and the trace is done when the running steps are, so that no cost is lost. The same happens once stopped() or
-    task.hung_up() is true. An empty or cut-off reply is a reply. Any other exception is a bug, and the future's.
-    number: the rollout's, by which, with task.name, the pool's replay file knows this run of the workflow."""
+    A step starts when the steps that it reads have ended; no thread waits for another. A WorkerError sets Trace.error:
+    no further step starts, and the trace is done when the running steps are, so that no cost is lost. The same happens
+    once stopped() or task.hung_up() is true. An empty or cut-off reply is a reply. Any other exception is a bug, and the
+    future's. number: the rollout's; with task.name it names this run of the workflow in the pool's replay file."""
     steps, previous = workflow.steps, task.previous
     if not steps and previous is None:
         raise ValueError("a workflow without steps keeps the previous answer, but there is no previous round")
-    trace = Trace(task.question, workflow, [task.pool[s.worker].name for s in steps], [None] * len(steps), previous=previous)
+    names = [task.pool[step.worker].name for step in steps]
+    trace = Trace(task.question, workflow, names, [None] * len(steps), previous=previous)
     nonce = f"{task.name}/{number}/{len(trace.rounds()) - 1}" if task.name else None
-    waiting, running = set(range(len(steps))), set()
-    done, lock, begun = Future(), threading.Lock(), time.monotonic()
     earlier_rounds = []
     if previous is not None:  # of these "all" sees the answer, under the subtask that it answers
-        answered = [t for t in previous.rounds() if t.replies][-1]
+        answered = [earlier for earlier in previous.rounds() if earlier.replies][-1]
         earlier_rounds = [(answered.workflow.steps[-1].subtask, previous.answer)]
+    begun, done, lock = time.monotonic(), Future(), threading.Lock()
+    waiting, running = set(range(len(steps))), set()
 
     def take(i):
         """A thread's work: step i if there is one, and then to start what can follow."""
         try:
             if i is not None and not trace.error:
-                if stopped() or task.hung_up():
-                    trace.error = "stopped, as nobody waits for the answer"
-                else:
-                    call(i)
+                call(i)
             start_next(i)
         except Exception as bug:  # Step i stays in `running`, so that no other thread takes the trace for done.
             with lock:
@@ -364,6 +398,9 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
         wishes = {}
         if i == len(steps) - 1:
             wishes = {"on_text": task.on_text, **task.overrides}
+        if stopped() or task.hung_up():
+            trace.error = f"step {i}: stopped, as nobody waits for the answer"
+            return
         try:
             chat = worker_chat(task.question, turns, step.subtask)
             trace.replies[i] = task.pool[step.worker].chat(chat, nonce=nonce and f"{nonce}/{i}", **wishes)
@@ -374,8 +411,9 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
         with lock:
             running.discard(ended)
             ready = []
-            if not trace.error:
-                ready = [i for i in sorted(waiting) if all(trace.replies[j] is not None for j in steps[i].access)]
+            for i in sorted(waiting) if not trace.error else []:
+                if all(trace.replies[j] is not None for j in steps[i].access):
+                    ready.append(i)
             waiting.difference_update(ready)
             running.update(ready)
             over = not running
@@ -391,26 +429,40 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
 
 
 def execute(workflow: Workflow, question: str, pool: list, previous: Trace | None = None, name: str = "") -> Trace:
-    """Run a workflow and wait for its trace: see `submit`."""
+    """Run a workflow and wait for its trace: see `submit`. name: as in Task."""
     return submit(workflow, Task(question, pool, previous, name=name)).result()
 
 
-def ask(task: Task, prompting: Prompting) -> list[dict]:
-    """The chat that asks a Conductor, in the way it knows, for a workflow."""
-    names = "".join(w.letter for w in task.pool) if prompting.named else ""
-    return messages(task.question, len(task.pool), prompting.max_steps, task.previous, prompting.style, names)
+# ------------------------------------------------------------------------------------------------------------
+# Roll out: question → prompt → completion → workflow → answer → right or wrong, and once more in view of the answer
 
 
-def roll_out(write, tasks: list[Task], n: int = 1, prompting: Prompting = Prompting(), grade=None, edit=None, first: int = 0,
-             on_finish=None) -> list[list[Rollout]]:
-    """n rollouts of each task, as [task][rollout]. A workflow runs over the workers as soon as it is written, and is graded as
-    soon as it has run, while others are being written.
+@dataclass
+class Rollout:
+    """One completion and all that becomes of it, from its tokens to its advantage."""
+    task: Task
+    text: str  # what the Conductor wrote
+    prompt: list[int] = field(default_factory=list)  # empty where a worker sits in the Conductor's seat
+    completion: Completion | None = None
+    trace: Trace | None = None  # None: the text is no workflow
+    invalid: str = ""  # and why it is none
+    right: bool | None = False  # set by roll_out alone; None: nobody knows, as a worker was lost or nobody grades
+    reward: float | None = None  # set in train.py (§3.1); None: masked
+    advantage: float = 0.0  # set in grpo.py (Eq. 2)
+    weights: list[float] | None = None  # of the tokens, for the gap between sampler and trainer (grpo.py)
 
-    write: see `sampled` and `seated`. grade(task.problem, answer) -> bool; without it every `right` is None. edit(workflow) ->
-    workflow changes what was written before it runs, for ablations. first: the number of each task's first rollout, so that calls
-    which share a task's rollouts can take different numbers. on_finish(rollout) is called, from any thread, as each is complete.
 
-    What write, grade, edit or on_finish raise is raised here: no further step starts then, and no running call is waited for."""
+def roll_out(write, tasks: list[Task], n: int = 1, prompting: Prompting = Prompting(), grade=None, edit=None,
+             first: int = 0, on_finish=None) -> list[list[Rollout]]:
+    """n rollouts of each task, as [task][rollout]. A workflow runs over the workers as soon as it is written, and is
+    graded as soon as it has run, while others are being written.
+
+    write: see `sampled` and `seated`. grade(task.problem, answer) -> bool; without it every `right` is None.
+    edit(workflow) -> workflow changes what was written before it runs, for ablations. first: the number of each task's
+    first rollout; calls that share a task's rollouts take different numbers, and draw as one call would.
+    on_finish(rollout) is called, from any thread, as each is complete.
+
+    What any of these raises is raised here; then no further step starts, and no running call is waited for."""
     groups, running, failed = [[None] * n for _ in tasks], [], threading.Event()
 
     def written(i, j, text, prompt=(), completion=None, error=None):
@@ -418,11 +470,12 @@ def roll_out(write, tasks: list[Task], n: int = 1, prompting: Prompting = Prompt
             if future.done():
                 future.result()
         task = tasks[i]
-        rollout = groups[i][j] = Rollout(task, text, list(prompt), completion)
+        rollout = Rollout(task, text, list(prompt), completion)
+        groups[i][j] = rollout
         if error is not None:  # the Conductor's own call was lost
             return complete(rollout, Trace(task.question, Workflow([]), [], [], error=error, previous=task.previous))
         try:
-            workflow = parse(text, len(task.pool), prompting.max_steps, allow_empty=task.previous is not None)
+            workflow = parse(text, len(task.pool), prompting.max_steps, task.previous is not None, prompting.subtasks)
         except WorkflowError as e:
             rollout.invalid = str(e)
             return complete(rollout, None)
@@ -451,44 +504,56 @@ def roll_out(write, tasks: list[Task], n: int = 1, prompting: Prompting = Prompt
     return groups
 
 
+def ask(task: Task, prompting: Prompting) -> list[dict]:
+    """The chat that asks a Conductor, in the way it knows, for a workflow."""
+    names = "".join(worker.letter for worker in task.pool) if prompting.named else ""
+    return messages(task.question, len(task.pool), prompting.max_steps, task.previous, prompting.style, names,
+                    prompting.examples, prompting.subtasks)
+
+
 def conduct(write, tasks: list[Task], rounds: int = 0, prompting: Prompting = Prompting(), tries: int = 3, grade=None,
             edit=None) -> list[Rollout]:
-    """One rollout a task, and up to `rounds` further ones in view of the answer (§3.2), until three empty lists keep it.
+    """One rollout a task, and up to `rounds` further ones in view of the answer, until empty lists keep it (§3.2).
 
-    Text that does not parse is drawn again, `tries` times in all, each time under the next rollout number. A task whose last try
-    does not parse ends without a trace in the first round, and with the round before it in a later one."""
+    Text that does not parse is drawn again, `tries` times in all, each time under the next rollout number. A task whose
+    last try does not parse ends without a trace in the first round, and with the round before in a later one."""
     latest, going_on = [None] * len(tasks), range(len(tasks))
     for turn in range(rounds + 1):
-        asked = {}
+        asked = {}  # task's index -> the task of this round
         for i in going_on:
-            on_text = tasks[i].on_text if turn == rounds else None  # Before the last round nobody knows whether this is the answer.
             previous = latest[i].trace if turn else tasks[i].previous
+            on_text = tasks[i].on_text if turn == rounds else None  # Before, nobody knows whether this is the answer.
             asked[i] = replace(tasks[i], previous=previous, on_text=on_text)
         for number in range(tries):
-            groups = roll_out(write, list(asked.values()), 1, prompting, grade, edit, number)
-            drawn = dict(zip(asked, [rollout for [rollout] in groups]))
+            groups = roll_out(write, [*asked.values()], 1, prompting, grade, edit, number)
+            drawn = {i: rollout for i, [rollout] in zip(asked, groups)}
             for i, rollout in drawn.items():
                 if rollout.trace or not turn:
                     latest[i] = rollout
-            asked = {i: asked[i] for i, rollout in drawn.items() if rollout.trace is None and not tasks[i].hung_up()}
-        going_on = [i for i in going_on if i not in asked and latest[i].trace]
-        going_on = [i for i in going_on if latest[i].trace.workflow.steps and not latest[i].trace.error]
+            asked = {i: asked[i] for i in asked if drawn[i].trace is None and not tasks[i].hung_up()}
+        answered = [i for i in going_on if i not in asked and latest[i].trace]
+        going_on = [i for i in answered if latest[i].trace.workflow.steps and not latest[i].trace.error]
     return latest
 
 
 READ_AT_ONCE = 1 << 15  # tokens of prompts that a model reads at a time: a batch of long ones needs gigabytes
 
 
-def sampled(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature: float = 1.0, seed: int = 0):
-    """A model in the Conductor's seat, as a function write(chats, n, first, on_text) for `roll_out` and `conduct`.
+class TooLong(ValueError):
+    """There is more to read than the Conductor can. Nothing has been written then."""
 
-    It writes n completions of each chat, numbered from `first` on, and calls on_text(chat's index, completion's index, text,
-    prompt's ids, Completion) as each is finished. ValueError where there is more to read than the model can."""
+
+def sampled(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature: float = 1.0, seed: int = 0):
+    """A model in the Conductor's seat, as the function write(chats, n, first, on_text) of `roll_out` and `conduct`.
+
+    It writes n completions of each chat, numbered from `first` on, and calls on_text(chat's index, completion's index,
+    text, prompt's ids, Completion) as each is finished."""
     def write(chats, n, first, on_text):
         prompts = [tokenizer.chat(chat) for chat in chats]
-        longest, most = max(map(len, prompts)), model.config.max_position_embeddings
-        if longest + prompting.max_new_tokens > most:
-            raise ValueError(f"{longest} tokens to read and {prompting.max_new_tokens} to write are more than the Conductor's {most}")
+        longest, room = max(map(len, prompts)), model.config.max_position_embeddings - prompting.max_new_tokens
+        if longest > room:
+            raise TooLong(f"the prompt has {longest} tokens; beside the {prompting.max_new_tokens} that it may write "
+                          f"the Conductor can read {room}")
         size = max(1, READ_AT_ONCE // longest)
         for start in range(0, len(prompts), size):
             batch = prompts[start:start + size]
@@ -502,7 +567,8 @@ def sampled(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature
 
 
 def seated(worker, nonce: str | None = None):
-    """A worker in the Conductor's seat (Table 11), as a function like that of `sampled`: with twice its output, as in the paper.
+    """A worker in the Conductor's seat (Table 11), as a function like that of `sampled`. It may write twice as much as
+    in its own place, as in the paper.
 
     on_text gets no ids, and where the worker was lost an error. nonce names the run for the pool's replay file."""
     limits = {key: 2 * worker.params[key] for key in ("max_tokens", "max_completion_tokens") if key in worker.params}
@@ -515,116 +581,422 @@ def seated(worker, nonce: str | None = None):
                 return on_text(i, j, "", error=str(e))
             on_text(i, j, reply.text)
 
-        calls = [in_thread(call, i, j) for i in range(len(chats)) for j in range(n)]
+        calls = []
+        for i in range(len(chats)):
+            calls += [in_thread(call, i, j) for j in range(n)]
         done, _ = wait(calls, return_when=FIRST_EXCEPTION)
         for future in done:
             future.result()
     return write
 
 
-def subset(pool: list, only: str) -> list:
-    """The workers of a pool whose names stand in `only`, with commas between; all of them for ""."""
-    wanted, known = [name.strip() for name in only.split(",") if name.strip()], [w.name for w in pool]
-    if unknown := set(wanted) - set(known):
-        raise ValueError(f"--only={only}: no worker {sorted(unknown)[0]!r}; the pool has {', '.join(known)}")
-    return [w for w in pool if w.name in wanted or not wanted]
+# ------------------------------------------------------------------------------------------------------------
+# Appendix: threads, strings in lists, few-shot examples, views, the server, the command line
+
+# The calls of all workflows are made by up to 512 threads; how many a worker gets at a time is its `concurrency`.
+jobs = queue.SimpleQueue()  # of (future, function, arguments)
+idle, unborn = threading.Semaphore(0), threading.Semaphore(512)  # how many threads wait, how many more may start
+
+
+def in_thread(function, *arguments) -> Future:
+    """Run a function in one of the threads. What it returns or raises is the future's."""
+    future = Future()
+    jobs.put((future, function, arguments))
+    if not idle.acquire(blocking=False) and unborn.acquire(blocking=False):
+        threading.Thread(target=work, daemon=True).start()
+    return future
+
+
+def work():
+    """A thread's life. It is a daemon, unlike a ThreadPoolExecutor's: a program that ends, by Ctrl-C or an error, shall
+    neither wait nor pay for the calls that are still queued."""
+    while True:
+        future, function, arguments = jobs.get()
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as e:
+            future.set_exception(e)
+        idle.release()
+
+
+def quoted(text: str) -> str:
+    """A string literal that Python, JSON and `string_value` read alike."""
+    def escaped(m):
+        return "\\" + m[0] if m[0] in '"\\' else f"\\u{ord(m[0]):04x}"
+    return '"' + re.sub(r'["\\\x00-\x1f\x7f]', escaped, text) + '"'
+
+
+# In a string that a model wrote, \n, \t and \r are Python's newline, tab and return, or begin a command of LaTeX. After
+# \r a letter follows in LaTeX only. LaTeX's commands with n and t are these; what follows a newline or tab in other text
+# never completes one, but for the few in LIKE_WORDS ("\nless" may be a newline and "less"). They count as LaTeX within
+# $…$ and where a relation or a symbol can stand: at the beginning, and after a word and a space.
+COMMAND = re.compile(r"""r[A-Za-z]+
+    |n(?:abla|at(?:ural|nums)|cong|e|earrow|eg|eg(?:med|thick|thin)space|eq|ew(?:command|environment|line|page)
+      |exists|geqq?|geqslant|gtr|i|icefrac|[lL]eft(?:right)?arrow|[rR]ightarrow|leqq?|leqslant|less|mid|obreak(?:space)?
+      |oindent|olimits|onumber|orm|ormalsize|ot|otag|otin|otni|parallel|prec(?:eq)?|short(?:mid|parallel)|sim
+      |su[bp]set(?:eqq?)?|succ(?:eq)?|triangle(?:left|right)(?:eq)?|u|ull|[vV][dD]ash|warrow)
+    |t(?:ag|anh?|au|binom|ext[a-z]*|frac|g|h|herefore|heta|hetasym|hick(?:approx|sim|space)|hinspace|ilde|imes|iny
+      |o|oggle|op|r|riangle[a-z]*|t|wohead(?:left|right)arrow)""", re.VERBOSE)
+LIKE_WORDS = {"ne", "nexists", "ni", "nless", "nmid", "nparallel", "nsim", "nsubset", "nu"}
+RELATION_FITS = re.compile(r"^$|[\w)}\]$] $|[&({_^=+|]$")
+ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|U000[0-9a-fA-F]{5}|x(?=.?\d)[0-9a-fA-F]{2}|[A-Za-z]+|.)|\$", re.DOTALL)
+CONTROL = {"n": "\n", "t": "\t", "r": "\r"}
+
+
+def string_value(token) -> str | None:
+    """What a string token of TOKEN says; None where that holds half of a surrogate pair, which is no text."""
+    literal, quotes = token["string"][len(token["raw"]):], 1
+    if literal.startswith(('"""', "\'\'\'")):
+        quotes = 3
+    ending = token["end"] or token["end3"] or ""
+    value = literal[quotes:len(literal) - len(ending)]
+    if not token["raw"]:
+        value = unescaped(value)
+    if value.isascii():
+        return value
+    try:
+        return value.encode("utf-16", "surrogatepass").decode("utf-16")  # joins the pairs that JSON writes
+    except UnicodeDecodeError:
+        return None
+
+
+def unescaped(text: str) -> str:
+    """The inside of a string literal without its escapes, but with its LaTeX."""
+    if "\\" not in text:
+        return text
+    commands = [m[1] for m in ESCAPE.finditer(text) if m[1] and m[1].isalpha()]
+    raw = any(c[0] not in "nrt" or COMMAND.fullmatch(c) and c not in LIKE_WORDS for c in commands)  # LaTeX as it is
+    in_math = False
+
+    def replaced(m):
+        nonlocal in_math
+        if m[0] == "$":
+            in_math = not in_math
+            return "$"
+        what = m[1]
+        if len(what) > 2 and re.fullmatch("[uUx][0-9a-fA-F]+", what):
+            return chr(int(what[1:], 16))
+        if what[0] in CONTROL:
+            latex = COMMAND.fullmatch(what)
+            if latex and what in LIKE_WORDS:
+                latex = in_math or RELATION_FITS.search(text[max(0, m.start() - 2):m.start()])
+            return m[0] if latex else CONTROL[what[0]] + what[1:]
+        if what == "\\" and raw:  # a line break of LaTeX
+            return m[0]
+        if what == "\n":
+            return ""
+        return what if what in "\\\"'/" else m[0]
+    return ESCAPE.sub(replaced, text)
+
+
+# Few-shot examples (Table 4): question, plan, steps. Those of tasks that no training set holds ("ood") are the default:
+# nearer ones are copied, not explored beyond.
+TAGS = "Reason inside <idea> tags and put the result inside <answer> tags."
+MEDICINE = (
+    "A heavy drinker of 58 is confused, with jerking eye movements, an unsteady gait and low blood sugar. What must "
+    "precede the glucose?",
+    "This hangs on recalling one clinical rule. Two models that do not see each other can recall it, and a third "
+    "settles it.",
+    [(4, f"Name the syndrome that fits these findings and the deficiency behind it. {TAGS}", []),
+     (1, f"Explain what glucose alone could do to this patient, and what prevents it. {TAGS}", []),
+     (6, "Compare both responses, resolve any conflict, and give the treatment with its reason in one line inside "
+         "<answer> tags.", "all")])
+COUNTDOWN = (
+    "Using each of 3, 7, 8 and 25 exactly once, with + - * / and parentheses, write an expression that equals 76.",
+    "The search is small enough for one careful model.",
+    [(2, "Find such an expression. Try products near 76 first, and verify the arithmetic before you answer. "
+         f"{TAGS}", [])])
+LIMIT = (
+    "Find the limit of n(e - (1 + 1/n)^n) as n goes to infinity.",
+    "An expansion solves it but signs go wrong easily, so another model should check it numerically before the answer "
+    "goes out.",
+    [(0, f"Expand (1 + 1/n)^n in powers of 1/n up to the first order and derive the limit. {TAGS}", []),
+     (5, "Test the derived limit at n = 1000, correct the derivation if they disagree, and give the exact limit. "
+         f"{TAGS}", "all")])
+LONG_COUNTDOWN = (
+    "Using each of 2, 4, 6, 11 and 75 at most once, with + - * /, write an expression that equals 437.",
+    "I would have one model lay out promising routes and another follow them, a third search alone, and a last one "
+    "verify.",
+    [(3, "Do not solve it. List three products or sums close to 437 and, for each, the difference that is still to be "
+         "made.", []),
+     (6, f"Follow the routes above, one after the other, until one works out with the numbers left. {TAGS}", "all"),
+     (0, f"Search for an expression in your own way, starting from the largest number. {TAGS}", []),
+     (4, "Recompute every proposed expression, check that no number is used twice, and put a correct one inside "
+         "<answer> tags.", "all")])
+COMPETITION = (  # like MATH
+    "How many positive divisors of $2^5 \\cdot 3^4 \\cdot 5$ are multiples of 12?",
+    "Counting exponents settles it. One model counts, and another confirms the count in a second way.",
+    [(2, f"Count the allowed exponents of each prime and multiply. {TAGS}", []),
+     (5, "Count again by dividing each such divisor by 12, correct the first count if they differ, and give the number. "
+         f"{TAGS}", "all")])
+CHOICE = (  # like MMLU
+    "Which gas makes up most of the atmosphere of Mars?\nA. nitrogen\nB. carbon dioxide\nC. argon\nD. oxygen",
+    "This is a single fact that one model recalls.",
+    [(1, f"Recall the composition of the atmosphere and give the letter of the right option. {TAGS}", [])])
+SHORT_ANSWER = (  # like RLPR
+    "A firm has fixed costs of 1200 and sells at 20 a unit what costs it 14. How many units must it sell to break even?",
+    "The model is simple, but profit and margin are easily mixed up: two models work alone and a third decides.",
+    [(3, f"Write down revenue and cost as functions of the quantity and set them equal. {TAGS}", []),
+     (6, f"Find the contribution of a unit and divide the fixed costs by it. {TAGS}", []),
+     (0, "Compare both results, find the mistake where they differ, and give the quantity inside <answer> tags.", "all")])
+PROGRAM = (  # like LiveCodeBench
+    "Read n and a list of n integers. Print the length of the longest run of equal neighbours.",
+    "A plan with the edge cases first, then the program, then tests by another model, and a last one hands it in.",
+    [(4, "Do not write code. Describe a pass over the list in constant memory, and list the edge cases.", []),
+     (2, "Write the whole Python program by this plan, reading from standard input.", "all"),
+     (5, "Go through the program by hand for the edge cases, and say which line fails, if any.", "all"),
+     (6, "Give the corrected program as one block of Python, and nothing else.", "all")])
+EXAMPLES = {"ood": (MEDICINE, COUNTDOWN, LIMIT, LONG_COUNTDOWN), "in": (SHORT_ANSWER, CHOICE, COMPETITION, PROGRAM),
+            "mixed": (MEDICINE, COUNTDOWN, COMPETITION, PROGRAM)}
+
+
+def shown_examples(which: str, n_workers: int, max_steps: int, subtasks: bool) -> list[str]:
+    """The few-shot examples that keep to the limits of the prompt they stand in."""
+    shown = []
+    for question, plan, rows in EXAMPLES[which]:
+        if len(rows) <= max_steps:
+            steps = [Step(worker % n_workers, subtask, [], access == "all") for worker, subtask, access in rows]
+            shown.append(f"Example question: {question}\n\n{plan}\n{Workflow(steps).text(subtasks)}")
+    return shown
+
+
+# Views
+
+
+def shape(workflow: Workflow) -> str:
+    """One shot; chain: every step sees the one before; fan-out: the last step sees all others, which see nothing; or
+    mixed. "no steps" keeps the answer of the round before."""
+    seen = [step.access for step in workflow.steps]
+    n = len(seen)
+    if n < 2:
+        return "one shot" if n else "no steps"
+    if all(i - 1 in seen[i] for i in range(1, n)):
+        return "chain"
+    if seen[-1] == [*range(n - 1)] and not any(seen[:-1]):
+        return "fan-out"
+    return "mixed"
+
+
+def printable(text: str) -> str:
+    """Without the control characters by which a text could command the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def view(trace: Trace) -> str:
+    """All rounds for a terminal: who was told what, saw which steps, and answered what."""
+    out = [f"Question: {trace.question}"]
+    for number, turn in enumerate(trace.rounds()):
+        if number:
+            out.append(f"\nRound {number}")
+        for i, (step, name, reply) in enumerate(zip(turn.workflow.steps, turn.workers, turn.replies)):
+            sees = "the question"
+            if step.sees_all:
+                sees = "all before"
+            elif step.access:
+                sees = f"steps {step.access}"
+            out.append(f"\nStep {i}: {name} (model {step.worker}), sees {sees}: {step.subtask}")
+            out.append(textwrap.indent(reply.text if reply else "(none)", "    "))
+        if turn.error:
+            out.append(f"\nFailed: {turn.error}")
+        elif not turn.replies:
+            out.append("\nThe answer is kept.")
+    cost = "unknown cost" if trace.cost is None else f"${trace.cost:.4f}"
+    seconds = sum(turn.seconds for turn in trace.rounds())
+    out.append(f"\nAnswer: {trace.answer}\n{trace.calls} calls, {trace.tokens} tokens, {cost}, {seconds:.1f} s")
+    return printable("\n".join(out))
+
+
+def mermaid(trace: Trace) -> str:
+    """All rounds as a flow chart, which GitHub draws inside a ```mermaid fence."""
+    def label(text):  # entity codes for all but letters and digits, so that no text can leave its label
+        def code(m):
+            return f"#{ord(m[0])};" if m[0].isprintable() else ""
+        return re.sub(r"[^\w ]|_", code, textwrap.shorten(text, 90)) or "#160;"
+
+    lines, last = ["flowchart TD", f'question(["{label(trace.question)}"])'], "question"
+    for number, turn in enumerate(trace.rounds()):
+        for i, step in enumerate(turn.workflow.steps):
+            node = f"r{number}s{i}"
+            lines.append(f'{node}["{i} {label(turn.workers[i])}<br/>{label(step.subtask)}"]')
+            sources = [f"r{number}s{j}" for j in step.access]
+            if number and step.sees_all:
+                sources.insert(0, last)
+            lines += [f"{source} --> {node}" for source in sources or ["question"]]
+        if turn.replies:
+            last = f"r{number}s{len(turn.replies) - 1}"
+    return "\n    ".join([*lines, f'{last} --> answer(["{label(trace.answer)}"])'])
+
+
+def as_json(trace: Trace) -> str:
+    return json.dumps(trace.to_json())
+
+
+VIEWS = {"view": view, "mermaid": mermaid, "json": as_json}
+
+
+def show(file: str, number: int | None, form: str) -> str:
+    """The traces of a run's or an evaluation's JSON lines, a line each, or number `number` of them in a form of VIEWS."""
+    lines = []
+    with open(file, encoding="utf-8") as f:
+        for i, line in enumerate(f):
+            if number not in (None, i):
+                continue
+            try:
+                row = json.loads(line)
+                found = row if "workflow" in row else row.get("trace")
+                trace = found and Trace.from_json(found)
+                if number is not None:
+                    return VIEWS[form](trace) if trace else printable(f"no workflow:\n{row['text']}")
+                lines.append(summary_line(i, row, trace))
+            except (ValueError, TypeError, KeyError, AttributeError) as e:
+                raise ValueError(f"{file}, line {i}, holds no trace: {e!r}") from None
+    if number is not None:
+        raise ValueError(f"{file} has no line {number}, counted from 0")
+    return "\n".join(lines)
+
+
+def summary_line(i: int, row: dict, trace: Trace | None) -> str:
+    reward = row.get("reward")
+    worth = f"reward {reward:g}" if isinstance(reward, int | float) else ""
+    if trace is None:
+        return printable(f"{i:>5}  {worth:<12}{'no workflow':<14}{' '.join(row['text'].split()):.70}")
+    names = " > ".join(trace.workers)
+    state = "failed" if trace.error else shape(trace.workflow)
+    return printable(f"{i:>5}  {worth:<12}{state:<14}{' '.join(trace.question.split()):.60}  [{names}]")
+
+
+# The server
+
+# What a client may ask of the answer belongs to the last step's call; the rest of these nobody needs.
+OVERRIDES = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "stop", "seed", "response_format",
+             "presence_penalty", "frequency_penalty", "logit_bias", "reasoning_effort", "verbosity")
+IGNORED = ("model", "messages", "stream", "stream_options", "n", "user", "metadata", "store", "service_tier",
+           "safety_identifier", "prompt_cache_key", "tool_choice", "parallel_tool_calls")
+
+
+def conductor_server(write, pool: list, prompting: Prompting, rounds: int, port: int) -> Server:
+    """An OpenAI-compatible server on 127.0.0.1, bound but not started, of the models conductor (one round) and
+    conductor-recursive (`rounds` more). write is called from many threads.
+
+    The question is the whole conversation. A stream brings the last step's text as it comes where that is the answer
+    for sure; after a kept answer it brings it whole. usage is the workers' together, usage.cost in dollars (null where
+    unknown). A workflow that fails is a 502 that says not to try, and pay, again. A client that hangs up stops it."""
+    further = {"conductor": 0, "conductor-recursive": rounds}
+
+    class ConductorHandler(Handler):
+        models = [*further]
+
+        def complete(self, body):
+            for key in body:
+                if key not in OVERRIDES + IGNORED and body[key]:
+                    return self.fail(400, f"{key} is not supported; there are {', '.join(OVERRIDES)}")
+            said = body["messages"]
+            question = said[0]["content"]
+            if len(said) > 1:
+                question = "\n\n".join(f"{message['role']}: {message['content']}" for message in said)
+            streamed = []
+
+            def send(piece):
+                streamed.append(piece)
+                with contextlib.suppress(ConnectionError):  # The client has gone; the call is paid for all the same.
+                    self.send_chunk({"content": piece})
+
+            overrides = {key: body[key] for key in OVERRIDES if body.get(key) is not None}
+            task = Task(question, pool, overrides=overrides, hung_up=self.hung_up)
+            if body.get("stream"):
+                task.on_text = send
+            try:
+                [rollout] = conduct(write, [task], further[body["model"]], prompting)
+            except TooLong as e:
+                return self.fail(400, str(e))
+            trace = rollout.trace
+            if trace is None:
+                return self.fail(502, f"the Conductor wrote no workflow: {rollout.invalid}", retry=False)
+            if trace.error:
+                return self.fail(502, trace.error, retry=False)
+            n_in = sum(reply.prompt_tokens for reply in trace.used)
+            usage = {"prompt_tokens": n_in, "completion_tokens": trace.tokens - n_in, "total_tokens": trace.tokens,
+                     "cost": trace.cost}
+            finish = "length" if trace.used[-1].finish == "length" else "stop"
+            if not streamed:
+                return self.reply(trace.answer, finish, usage)
+            self.send_chunk({}, finish, usage)
+            self.end_stream()
+
+    return Server(("127.0.0.1", port), ConductorHandler)
+
+
+@dataclass
+class Request:
+    """What a client's thread wants written."""
+    chat: list[dict]
+    number: int  # of the rollout
+    on_text: object
+    done: Future
+
+
+def from_one_thread(write):
+    """(ask, work_on): ask is a write() of one chat for many threads; work_on does it, for ever, in the thread that calls
+    it. What is asked while a batch is being written becomes the next.
+
+    The main thread is to call work_on: torch aborts a program that ends while a daemon thread is in it."""
+    requests = queue.SimpleQueue()
+
+    def ask_for(chats, n, first, on_text):
+        [chat] = chats
+        request = Request(chat, first, on_text, Future())
+        requests.put(request)
+        request.done.result()
+
+    def write_together(batch):
+        def written(i, j, *text):
+            batch[i].on_text(0, j, *text)
+        try:
+            write([request.chat for request in batch], 1, batch[0].number, written)
+        except TooLong as e:
+            if batch[1:]:
+                for request in batch:
+                    write_together([request])
+            else:
+                batch[0].done.set_exception(e)
+        except Exception as e:  # theirs who wait; this thread goes on
+            for request in batch:
+                request.done.set_exception(e)
+        else:
+            for request in batch:
+                request.done.set_result(None)
+
+    def work_on():
+        while True:
+            batch = [requests.get()]
+            while len(batch) < 64 and not requests.empty():
+                batch.append(requests.get())
+            for number in sorted({request.number for request in batch}):
+                write_together([request for request in batch if request.number == number])
+    return ask_for, work_on
+
+
+# The command line
 
 
 def load_conductor(path: str) -> tuple[Qwen, Tokenizer, Prompting]:
-    """A checkpoint's model, tokenizer and Prompting: what train.py wrote into its conductor.json, the defaults for any other model."""
+    """A checkpoint's model, tokenizer and Prompting: what train.py wrote into its conductor.json, or the defaults."""
     file, known = os.path.join(path, "conductor.json"), {}
     if os.path.exists(file):
         known = read_json(file)
-    cuda = torch.cuda.is_available()
-    model = Qwen.from_pretrained(path, torch.bfloat16 if cuda else torch.float32, "cuda" if cuda else "cpu")
-    return model, Tokenizer.from_pretrained(path), Prompting(
-        **{f.name: known[f.name] for f in fields(Prompting) if f.name in known})
+    prompting = Prompting(**{f.name: known[f.name] for f in fields(Prompting) if f.name in known})
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = Qwen.from_pretrained(path, torch.bfloat16 if device == "cuda" else torch.float32, device)
+    return model, Tokenizer.from_pretrained(path), prompting
 
 
-def one_at_a_time(write):
-    """A write() that many threads may call: what is asked while one batch is being written becomes the next."""
-    asked = queue.SimpleQueue()
-
-    def batches():
-        while True:
-            batch = [asked.get()]
-            while not asked.empty() and len(batch) < 64:
-                batch.append(asked.get())
-            for number in {number for _, number, _, _ in batch}:
-                same = [(chat, on_text, future) for chat, k, on_text, future in batch if k == number]
-                try:
-                    write([chat for chat, _, _ in same], 1, number, lambda i, j, *text: same[i][1](0, j, *text))
-                    for _, _, future in same:
-                        future.set_result(None)
-                except Exception as e:
-                    for _, _, future in same:
-                        future.set_exception(e)
-
-    def ask_for(chats, n, first, on_text):
-        [chat], future = chats, Future()
-        asked.put((chat, first, on_text, future))
-        future.result()
-
-    threading.Thread(target=batches, daemon=True).start()
-    return ask_for
-
-
-def serve(answer, models: dict[str, int], port: int) -> Server:
-    """An OpenAI-compatible server on 127.0.0.1, bound but not started. models: name -> rounds; answer(question, rounds) -> Trace.
-
-    The question is the whole conversation. Sampling parameters are ignored, as workers have their pool's. A stream brings the answer in
-    one piece, since only the last step writes it. usage is the workers' together, usage.cost in dollars (null where unknown)."""
-    class Conductor(Handler):
-        def do_GET(self):
-            if self.path != "/v1/models":
-                return self.fail(404, "there are GET /v1/models and POST /v1/chat/completions")
-            self.answer(200, {"object": "list", "data": [{"id": m, "object": "model", "created": 0, "owned_by": "conductor"} for m in models]})
-
-        def do_POST(self):
-            try:
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                if self.headers.get_content_type() != "application/json":  # what any page in the user's browser can send here unasked
-                    return self.fail(415, "expected Content-Type: application/json")
-                body = json.loads(body)
-                said = [(m["role"], c if type(c := m["content"]) is str else "".join(part["text"] for part in c)) for m in body["messages"]]
-                question = "\n\n".join(f"{role}: {text}" for role, text in said) if said[1:] else said[0][1]
-                if body.get("tools") or body.get("n") not in (None, 1) or type(body["model"]) is not str:
-                    raise ValueError("tools and n > 1 are not supported, and model is a name")
-                model, stream, with_usage = body["model"], body.get("stream"), (body.get("stream_options") or {}).get("include_usage")
-            except (ValueError, KeyError, TypeError, AttributeError, IndexError) as e:
-                return self.fail(400, f"expected a chat of text: {e!r}")
-            if self.path != "/v1/chat/completions" or model not in models:
-                return self.fail(404, f"no such model or path; the models are {', '.join(models)}")
-            try:
-                trace = answer(question, models[model])
-            except (WorkflowError, WorkerError) as e:
-                return self.fail(502, f"the Conductor wrote no workflow: {e}")
-            except ValueError as e:  # a conversation too long
-                return self.fail(400, str(e))
-            except Exception as e:  # say, no memory left
-                return self.fail(500, f"{type(e).__name__}: {e}")
-            if trace.error:
-                return self.fail(502, trace.error)
-            prompt, completion = (sum(getattr(r, f"{kind}_tokens") for r in trace.used) for kind in ("prompt", "completion"))
-            usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion, "cost": trace.cost}
-            reply = {"id": f"chatcmpl-{time.time_ns()}", "created": int(time.time()), "model": model}
-            message = {"role": "assistant", "content": trace.answer}
-            end = {"index": 0, "finish_reason": "length" if trace.used[-1].finish == "length" else "stop"}
-            if not stream:
-                return self.answer(200, {**reply, "object": "chat.completion", "choices": [{**end, "message": message}], "usage": usage})
-            chunks = [{"choices": [{**end, "delta": message, "finish_reason": None}]}, {"choices": [{**end, "delta": {}}]}]
-            chunks += [{"choices": [], "usage": usage}] * bool(with_usage)
-            events = [json.dumps({**reply, "object": "chat.completion.chunk", **chunk}) for chunk in chunks] + ["[DONE]"]
-            self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream")
-            self.send_header("Connection", "close")
-            self.end_headers()
-            self.wfile.write("".join(f"data: {event}\n\n" for event in events).encode())
-
-        def fail(self, status, message):
-            self.answer(status, {"error": {"message": message, "type": "invalid_request_error" if status < 500 else "server_error"}})
-
-    return Server(("127.0.0.1", port), Conductor)
+def subset(pool: list, only: str) -> list:
+    """The workers of a pool whose names stand in `only`, with commas between; all of them for ""."""
+    wanted, known = [name.strip() for name in only.split(",") if name.strip()], [worker.name for worker in pool]
+    for name in wanted:
+        if name not in known:
+            raise ValueError(f"--only={only}: no worker {name!r}; the pool has {', '.join(known)}")
+    return [worker for worker in pool if worker.name in wanted or not wanted]
 
 
 @dataclass
@@ -641,44 +1013,53 @@ class Settings:
 
 
 def main(argv):
-    settings = Settings()
-    words = configure(settings, argv)
-    show = {"view": Trace.view, "mermaid": Trace.mermaid, "json": lambda trace: json.dumps(trace.to_json())}.get(settings.show)
-    if not show:
-        raise SystemExit(f"--show={settings.show}: there are view, mermaid, json")
+    s = Settings()
+    words = configure(s, argv)
+    if s.show not in VIEWS:
+        raise SystemExit(f"--show={s.show}: there are {', '.join(VIEWS)}")
     if not words:
         raise SystemExit(__doc__)
     try:
-        pool = subset(load_pool(settings.pool, budget=settings.budget), settings.only)
-        if settings.conductor:
-            worker = next((w for w in pool if w.name == settings.conductor), None)
-            if worker is None:
-                raise SystemExit(f"--conductor={settings.conductor}: the pool has {', '.join(w.name for w in pool)}")
-            write, prompting = seated(worker), Prompting()
+        if words[0] == "show":
+            if len(words) not in (2, 3) or not "".join(words[2:]).isdecimal() and words[2:]:
+                raise SystemExit("usage: python workflow.py show FILE [N], where N is a trace's number, from 0")
+            return print(show(words[1], int(words[2]) if words[2:] else None, s.show))
+        pool = subset(load_pool(s.pool, budget=s.budget), s.only)
+        if s.conductor:
+            in_seat = [worker for worker in pool if worker.name == s.conductor]
+            if not in_seat:
+                raise SystemExit(f"--conductor={s.conductor}: the pool has {', '.join(w.name for w in pool)}")
+            write, prompting = seated(in_seat[0]), Prompting()
         else:
-            model, tokenizer, prompting = load_conductor(settings.checkpoint)
-            write = one_at_a_time(sampled(model, tokenizer, prompting, settings.temperature))
-
-        def answer(question, rounds):
-            [rollout] = conduct(write, [Task(question, pool)], rounds, prompting)
-            if rollout.trace is None:
-                raise WorkflowError(f"{rollout.invalid}, in the last of 3 tries")
-            return rollout.trace
-
+            model, tokenizer, prompting = load_conductor(s.checkpoint)
+            write = sampled(model, tokenizer, prompting, s.temperature)
         if words == ["serve"]:
-            try:
-                server = serve(answer, {"conductor": 0, "conductor-recursive": settings.rounds or 1}, settings.port)
-            except (OSError, OverflowError) as e:
-                raise SystemExit(f"cannot serve on 127.0.0.1:{settings.port}: {e}. Choose another with --port=N (0: any free one).") from None
-            print(f"http://127.0.0.1:{server.server_address[1]}/v1 has the models conductor and conductor-recursive; Ctrl-C ends it", flush=True)
-            server.serve_forever()
-        trace = answer(" ".join(words), settings.rounds)
-        print(show(trace))
-        sys.exit(trace.error and "the workflow failed")
+            return serve_until_interrupted(write, pool, prompting, s)
+        [rollout] = conduct(write, [Task(" ".join(words), pool)], s.rounds, prompting)
+        if rollout.trace is None:
+            raise SystemExit(f"the Conductor wrote no workflow in three tries; of the last, {rollout.invalid}")
+        print(VIEWS[s.show](rollout.trace))
+        sys.exit(rollout.trace.error and "the workflow failed")
     except (OSError, ValueError, WorkerError) as e:
         raise SystemExit(f"{type(e).__name__}: {e}") from None
     except KeyboardInterrupt:
         raise SystemExit("interrupted") from None
+
+
+def serve_until_interrupted(write, pool, prompting, s: Settings):
+    """Clients wait in threads of their own; the main thread writes their workflows, unless a worker does."""
+    ask_for, work_on = write, threading.Event().wait
+    if not s.conductor:
+        ask_for, work_on = from_one_thread(write)
+    try:
+        server = conductor_server(ask_for, pool, prompting, s.rounds or 1, s.port)
+    except (OSError, OverflowError) as e:
+        raise SystemExit(f"cannot serve on 127.0.0.1:{s.port}: {e}; choose another port with --port=N "
+                         "(0: any free one)") from None
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    print(f"http://127.0.0.1:{server.server_address[1]}/v1 has the models conductor and conductor-recursive; Ctrl-C "
+          "ends it", flush=True)
+    work_on()
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ def test_models_health_and_paths(url, parrot):
 
 @pytest.mark.parametrize("change, status, says", [
     ({"model": "cat"}, 404, "no model 'cat'"), ({"model": 3}, 400, "model"), ({"messages": []}, 400, "at least one"),
-    ({"messages": "Hi."}, 400, "a list"), ({"messages": ["Hi."]}, 400, "role"), ({"messages": [{"role": "tool"}]}, 400, "role"),
+    ({"messages": "Hi."}, 400, "type list"), ({"messages": ["Hi."]}, 400, "role"), ({"messages": [{"role": "tool"}]}, 400, "role"),
     ({"messages": [{"role": "user", "content": 3}]}, 400, "text"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, "text"),
     ({"tools": [{"type": "function"}]}, 400, "tools is not supported"), ({"n": 2}, 400, "n above 1"),
