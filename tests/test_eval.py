@@ -310,6 +310,8 @@ def test_without_subtasks_the_same_workflow_is_written_without_them():
         assert [line.split(" = ")[0] for line in whole] == ["Plan: Why?", "model_id", "subtasks", "access_list"]
         bare = random_completion("Why?", random.Random(seed), 5, subtasks=False).split("\n")
         assert bare == whole[:2] + whole[3:]
+        steps = parse("\n".join(bare), 5, subtasks=False).steps
+        assert [(s.worker, s.access) for s in steps] == [(s.worker, s.access) for s in parse("\n".join(whole), 5).steps]
 
 
 def test_random_workflows_prefer_nothing():
