@@ -47,8 +47,8 @@ from tqdm import tqdm
 from model import configure, read_json, write_json
 from workers import (ARITHMETIC, CAPITALS, ELEMENTS, FACTS, LOCAL, SKILL, SPANISH, SPELLING, WorkerError,
                      load_pool)
-from workflow import (SOLVE_IT, Prompting, Step, Task, Trace, Workflow, conduct, execute, load_conductor, sampled,
-                      seated, shape, subset)
+from workflow import (SOLVE_IT, Prompting, Step, Task, Trace, Workflow, conduct, execute, load_conductor,
+                      sampled, seated, shape, subset)
 
 # -----------------------------------------------------------------------------------------------------------
 # Problems, and the laptop world's
@@ -68,8 +68,8 @@ class Problem:
 WORDS = (
     "planet river garden window market silver dragon castle forest bridge winter summer orange yellow purple "
     "candle basket rocket guitar violin doctor farmer sailor pirate monkey rabbit turtle spider butter "
-    "cheese pepper ginger cotton velvet marble copper bronze tunnel harbor island desert valley meadow canyon "
-    "glacier volcano thunder shadow mirror").split()
+    "cheese pepper ginger cotton velvet marble copper bronze tunnel harbor island desert valley meadow "
+    "canyon glacier volcano thunder shadow mirror").split()
 FRAMES = ("What is {}?", "Find {}.", "Tell me {}.", "Give me {}.")
 NEEDS = {  # whom a kind of problem needs
     "arithmetic": ["calculator"],
@@ -172,10 +172,11 @@ def has_split(name: str, split: str) -> bool:
 def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
     """Problems of "laptop", a benchmark in SOURCES, a mix in MIXES or a JSONL file (see read_problems).
 
-    split is "train" or "test". limit: so many at most, and no more is fetched than they take. Their order is random
-    but fixed, with the kinds taking turns, so that a slice of a multiple of the number of kinds holds each equally
-    often; but a JSONL file keeps its order and has one split. A mix is what `prepare` wrote, and is tested by its
-    parts' tests. OSError tells what was not fetched and how to bring it, ValueError what is wrong where."""
+    split is "train" or "test". limit: so many at most, and no more is fetched than they take. Their order is
+    random but fixed, with the kinds taking turns, so that a slice of a multiple of the number of kinds holds
+    each equally often; but a JSONL file keeps its order and has one split. A mix is what `prepare` wrote, and
+    is tested by its parts' tests. OSError tells what was not fetched and how to bring it, ValueError what is
+    wrong where."""
     if not has_split(name, split):
         known = ["laptop", *MIXES, *(f"{n} ({s})" for n, s in SOURCES), "files *.jsonl"]
         raise ValueError(f"no problems {name!r}, split {split!r}: there are {', '.join(known)}")
@@ -290,7 +291,8 @@ def alone(problem: Problem, pool: list, k: int, name: str | None = None, **overr
 
 
 def poll(problem: Problem, pool: list, chosen: list[int], name: str | None, choose) -> Trace:
-    """Chosen workers asked alone. The response at choose(problem, responses) is the answer, and stands last."""
+    """Chosen workers asked alone. The response at choose(problem, responses) is the answer, and stands
+    last."""
     asked = [alone(problem, pool, k, name and f"{name}/{i}") for i, k in enumerate(chosen)]
     errors = [t.error for t in asked if t.error]
     if not errors:
@@ -503,22 +505,23 @@ MEASURED = {"accuracy": 2, "std. dev.": 2, "std. error": 2, "95 % ±": 2, "calls
 
 
 def columns(rows: dict[str, dict], heads: dict[str, int], title: str = "") -> str:
-    """Rows of numbers under their heads, each with so many digits behind the point; "?" for None."""
+    """Rows of numbers under their heads, each with so many digits behind the point: "?" for None, and blank
+    where a row does not have it."""
     wide = max(30, len(title), *map(len, rows))
-    lines = [f"{title:<{wide}}"]
-    lines += [f"{name:<{wide}}" for name in rows]
+    lines = [f"{name:<{wide}}" for name in [title, *rows]]
     for head, digits in heads.items():
         cells = [head]
         for row in rows.values():
-            number = row.get(head, "")
-            cells.append("?" if number is None else number if number == "" else f"{number:.{digits}f}")
+            cell = f"{row[head]:.{digits}f}" if row.get(head) is not None else "?"
+            cells.append(cell if head in row else "")
         width = 2 + max(map(len, cells))
         lines = [line + f"{cell:>{width}}" for line, cell in zip(lines, cells)]
     return "\n".join(line.rstrip() for line in lines)
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Appendix: graders of text, the sandbox, public benchmarks and the training mixes, more tables, the command line
+# Appendix: graders of text, the sandbox, public benchmarks and the training mixes, more tables, the command
+# line
 
 # ---------------------------------------------------------------------------------------------------------------------------------
 # Graders of text: mathematics, letters, short answers. What they read was written by a model, and none of it is run.
@@ -1112,8 +1115,8 @@ def benchmark(name: str, split: str, limit: int | None = None) -> list[Problem]:
                 break
     except OSError as e:
         raise OSError(f"{file} lacks rows of {page} ({source.rows:,}, {source.megabytes} MB): {e}\nTry again "
-                      f"to go on where it stopped{by_hand}. If the page asks to accept terms, do that and set "
-                      "HF_TOKEN.") from e
+                      f"to go on where it stopped{by_hand}. If the page asks to accept terms, do that and "
+                      "set HF_TOKEN.") from e
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as e:
         raise ValueError(f"{file} has not the {source.rows:,} rows that {page} had ({type(e).__name__}: "
                          f"{e}): remove it, try again") from e
@@ -1397,6 +1400,8 @@ def prepare(pool: list):
         found = sorted(found, key=lambda problem: -problem.level)  # equals keep their order
         print(f"{name}: {min(n, len(found))} problems taken of {len(found)}, {n} wanted")
         mix += found[:n]
+    if not mix:
+        raise ValueError("no candidate is left: was every worker lost?")
     rng = random.Random(0)
     second = []
     for name, n in MIXES["recursion"].items():
@@ -1415,6 +1420,7 @@ def with_spread(name: str, candidates: list[Problem], pool: list) -> list[Proble
     """The candidates that some of the workers solve alone and others do not: where all agree, no workflow's
     reward differs from another's by whom it asks. What a worker was lost on is left out too. ValueError once
     the budget is spent: nothing is written then, and what was answered is in the replay file."""
+    print(f"{name}: asking {len(pool)} workers {len(candidates)} questions each")
     calls, spent = sum(w.calls for w in pool), sum(w.spent for w in pool)
     asked = everyone_alone(pool, candidates, "prepare")
     right = [grades(candidates, traces) for traces in asked]  # [worker][problem]
@@ -1673,8 +1679,8 @@ def check(s: Settings, names: list[str]) -> list[tuple[str, str]]:
             learns_from = [s.lessons] if s.lessons else s.benchmarks.split(",")
             for data in learns_from:
                 if not has_split(data, "train") or data.endswith(".jsonl") and not s.lessons:
-                    raise ValueError(f"router learns from train problems, and {data} has none: name others, say "
-                                     "--lessons=mmlu or --lessons=FILE.jsonl")
+                    raise ValueError(f"router learns from train problems, and {data} has none: name others, "
+                                     "say --lessons=mmlu or --lessons=FILE.jsonl")
         wanted += [(name, w) for w in names] if by_one and not who else [(name, who)]
     for name, who in wanted:
         if name in CONDUCTORS and not os.path.exists(os.path.join(who or s.checkpoint, "config.json")):
@@ -1704,8 +1710,8 @@ def run_wanted(s: Settings, data: str, problems: list[Problem], pools: list, wan
     return runs
 
 
-def report(data: str, problems: list[Problem], runs: dict[str, list], beside: dict[str, dict]) -> dict[str, dict]:
-    """Print what a benchmark's runs come to, above the rows that are to stand beside them. Returns name -> numbers."""
+def report(data: str, problems: list[Problem], runs: dict[str, list], beside: dict) -> dict[str, dict]:
+    """Print what a benchmark's runs come to, above rows to compare with. Returns name -> numbers."""
     rows = {name: measure(problems, repeats) for name, repeats in runs.items()}
     print(table(problems, {name: repeats[0] for name, repeats in runs.items()}) + "\n")
     print(columns(rows | beside, MEASURED, data) + "\n")
@@ -1767,13 +1773,21 @@ def main(argv):
             return print(average(words[1:]))
         if words not in ([], ["prepare"]):
             raise SystemExit(__doc__)
-        if words == ["prepare"] and s.pool:
+        pool = []
+        if words and s.pool:
             os.makedirs(DATA, exist_ok=True)
             s.replay = s.replay or os.path.join(DATA, "replies")
-        pool = []
-        if s.pool or not words:
+        if not words or s.pool:
             pool = subset(load_pool(s.pool or "local", replay=s.replay, budget=s.budget), s.only)
-        prepare(pool) if words else evaluate(s, pool)
+        lacks = [f"${w.api_key_env} for {w.name}" for w in pool if
+                 w.api_key_env and not os.environ.get(w.api_key_env)]
+        lacks += [f"{w.url} for {w.name}" for w in pool if w.url.startswith("$")]
+        if lacks:
+            raise ValueError(f"--pool={s.pool}: set {', '.join(lacks)} in the environment")
+        if words:
+            prepare(pool)
+        else:
+            evaluate(s, pool)
         if pool and pool[0].budget and pool[0].budget.refused:
             raise SystemExit(f"the budget of ${s.budget:g} is spent: what came after is not counted above")
     except (OSError, ValueError, WorkerError) as e:
