@@ -1719,8 +1719,10 @@ def report(data: str, problems: list[Problem], runs: dict[str, list], beside: di
         lost = [t.error for traces in repeats for t in traces if t and t.error]
         if lost:
             print(f"{name}: {len(lost)} not counted, as their workers were lost: {lost[0]}")
-        if name.replace(",", " ").split()[0] in (*CONDUCTORS, "seat"):
-            found = habits(repeats[0])
+    most_rounds = {re.sub(r", \d+ more$", "", name): repeats[0] for name, repeats in runs.items()}
+    for name, traces in most_rounds.items():
+        if name.split()[0] in (*CONDUCTORS, "seat"):
+            found = habits(traces)
             rows[name] |= found
             for key, shares in found.items():
                 print(f"{name}, {key}: " + ", ".join(f"{item} {share:.0%}" for item, share in shares.items()))

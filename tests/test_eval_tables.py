@@ -218,7 +218,7 @@ def test_habits_by_hand():
     (["--systems=conductor", "--subset=3", "--pool={dir}/good.json"], "local pools"),
     (["--checkpoint={dir}/none"], "{dir}/none"), (["--benchmarks=laptot"], "laptop"), (["--out={dir}"], "{dir}: a folder"),
     (["--out={dir}/one.jsonl/x.json"], "one.jsonl"), (["--pool={dir}/pool.json"], "random"), (["--only=poet"], "poet"),
-    (["--pool=paper", "--budget=5"], "write a pool file"), (["prepare", "--pool={dir}/none.json"], "none.json"),
+    (["--pool=paper", "--budget=5"], "into a pool file"), (["prepare", "--pool={dir}/none.json"], "none.json"),
     (["prepare", "now"], r"python eval\.py"), (["draw"], r"python eval\.py"), (["plot"], r"python eval\.py")])
 def test_command_line_refuses(words, reason, tmp_path, monkeypatch):
     """A wrong flag, value, word or folder ends the program with one message that names it, before any worker is asked or data are fetched."""
