@@ -2,7 +2,7 @@
 
     python eval.py --checkpoint=DIR     the Conductor beside every single worker and random workflows
     python eval.py --benchmarks=A,B --systems=C,D        other problems, other systems (README)
-    python eval.py prepare [--pool=P]   fetch the training data, write the mixes data/{paper,recursion}.jsonl
+    python eval.py prepare [--pool=P]   fetch 1.3 GB of training data, write data/{paper,recursion}.jsonl
     python eval.py average FILE FILE …  means and 95 % intervals of what several evaluations wrote with --out
 
 The laptop world's problems are generated here: some need one of the local specialists (workers.py), some two,
