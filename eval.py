@@ -324,7 +324,11 @@ def central(problem: Problem, responses: list[str]) -> int:
     """Where the response stands that is most like the others: Smoothie (arXiv 2412.04692) judges likeness by
     sentence embeddings and over neighbouring questions too, this by the words that two responses share."""
     words = [set(re.findall(r"\w+", response.casefold())) for response in responses]
-    likeness = [sum(len(a & b) / max(len(a | b), 1) for b in words) for a in words]
+
+    def shared(a, b):
+        return len(a & b) / max(len(a | b), 1)
+
+    likeness = [sum(shared(a, b) for b in words) for a in words]
     return likeness.index(max(likeness))
 
 
@@ -366,7 +370,8 @@ def trigrams(question: str) -> torch.Tensor:
     """How often each trigram stands in a question, hashed: (4096)."""
     counts = torch.zeros(4096)
     for i in range(len(question) - 2):
-        counts[zlib.crc32(question[i:i + 3].casefold().encode()) % 4096] += 1
+        trigram = question[i:i + 3].casefold()
+        counts[zlib.crc32(trigram.encode()) % 4096] += 1
     return counts / counts.norm().clamp(min=1)
 
 
@@ -491,7 +496,9 @@ def measure(problems: list[Problem], repeats: list[list[Trace | None]]) -> dict:
     row["cents"] = None
     if all(t.cost is not None for t in ran):
         row["cents"] = 100 * sum(t.cost for t in ran) / asked
-    row["points/cent"] = row["accuracy"] / row["cents"] if row["cents"] and values else None
+    row["points/cent"] = None
+    if row["cents"] and values:
+        row["points/cent"] = row["accuracy"] / row["cents"]
     row["lost"] = len(lost)
     row["by kind"] = {}
     for kind in dict.fromkeys(p.kind for p in problems):
@@ -1174,7 +1181,8 @@ def problem_from(name: str, n: int, row: dict, place: dict) -> Problem:
         problem.extra = {"function": json.loads(row["metadata"]).get("func_name"), "tests": place}
         code = row["starter_code"].strip()
     parts = [problem.question.strip()]
-    parts.append("\n".join(f"{x}. {choice}" for x, choice in zip("ABCD", problem.extra.get("choices", []))))
+    choices = zip("ABCD", problem.extra.get("choices", []))
+    parts.append("\n".join(f"{letter}. {choice}" for letter, choice in choices))
     if code:
         parts += [f"```python\n{code}\n```", ASK["unittest"]]
     else:
@@ -1244,7 +1252,7 @@ def fetch_slice(hub: requests.Session, source: Source, start: int, n: int) -> li
         page = answer.json()
         numbers = [row["row_idx"] for row in page["rows"]]
         cut_off = any(row["truncated_cells"] for row in page["rows"])
-        if page["num_rows_total"] != source.rows or numbers != list(range(start, start + n)) or cut_off:
+        if page["num_rows_total"] != source.rows or numbers != [*range(start, start + n)] or cut_off:
             raise ValueError(f"other rows than asked for, or not of {source.rows:,}")
         return [row["row"] for row in page["rows"]]
     except (KeyError, TypeError, ValueError) as e:
@@ -1365,9 +1373,10 @@ def checked(row: dict) -> Problem:
     if lacks:
         raise ValueError(f"the grader {grader} needs {', '.join(lacks)} in extra")
     if grader == "letter":
-        if not texts(extra["choices"]) or not 2 <= len(extra["choices"]) <= len(LETTERS):
+        choices = extra["choices"]
+        if not texts(choices) or not 2 <= len(choices) <= len(LETTERS):
             raise ValueError(f"choices are 2 to {len(LETTERS)} texts")
-        letters = list(LETTERS[:len(extra["choices"])])
+        letters = list(LETTERS[:len(choices)])
         if problem.answer not in letters:
             raise ValueError(f"the answer {problem.answer!r} is none of the letters A to {letters[-1]}")
     if grader == "code" and not isinstance(extra["tests"], dict):
@@ -1486,8 +1495,8 @@ def learned(problems: list[Problem], traces: list[Trace | None]) -> str:
             continue
         commonest = max(found.values(), key=len)
         t = commonest[0]
-        lines.append(f"{kind}: {len(t.workers)} step{'s' if len(t.workers) > 1 else ''}, written for "
-                     f"{len(commonest) / len(asked):.0%}.  {t.question}")
+        share = len(commonest) / len(asked)
+        lines.append(f"{kind}: {counted(len(t.workers))}, written for {share:.0%}.  {t.question}")
         for step, worker, response in zip(t.workflow.steps, t.workers, t.responses):
             seen = " and ".join(str(i + 1) for i in step.access)
             sees = f", seeing step{'s' if len(step.access) > 1 else ''} {seen}" if seen else ""
@@ -1500,11 +1509,12 @@ def habits(traces: list[Trace | None]) -> dict:
     each worker's share of the steps by round (Figs. 7 and 10)."""
     rounds = [t.rounds() for t in traces if t]
     firsts = [found[0].workflow for found in rounds]
-    numbers = {"lengths": shares_of(f"{len(w.steps)} step{'s' if len(w.steps) > 1 else ''}" for w in firsts),
-               "shapes": shares_of(shape(w) for w in firsts)}
+    numbers = {"lengths": shares_of([counted(len(workflow.steps)) for workflow in firsts]),
+               "shapes": shares_of([shape(workflow) for workflow in firsts])}
     for r in range(max(map(len, rounds), default=0)):
         played = [found[r] for found in rounds if len(found) > r]
-        numbers[f"workers, round {r + 1}"] = shares_of(itertools.chain(*(t.workers for t in played)))
+        names = itertools.chain(*(t.workers for t in played))
+        numbers[f"workers, round {r + 1}"] = shares_of(names)
         if r == 1:  # how often three empty lists kept an answer
             numbers["kept"] = {}
             for was, told in ((True, "right"), (False, "wrong")):
@@ -1512,6 +1522,10 @@ def habits(traces: list[Trace | None]) -> dict:
                 if empty:
                     numbers["kept"][told] = statistics.fmean(empty)
     return numbers
+
+
+def counted(steps: int) -> str:
+    return "1 step" if steps == 1 else f"{steps} steps"
 
 
 def shares_of(items) -> dict:
@@ -1676,22 +1690,29 @@ def check(s: Settings, names: list[str]) -> list[tuple[str, str]]:
             raise ValueError("best-single is the best of workers, which must have answered before: "
                              "--systems=workers,best-single")
         if name == "router":
-            learns_from = [s.lessons] if s.lessons else s.benchmarks.split(",")
-            for data in learns_from:
-                if not has_split(data, "train") or data.endswith(".jsonl") and not s.lessons:
+            for data in [s.lessons] if s.lessons else s.benchmarks.split(","):
+                is_test = data.endswith(".jsonl") and not s.lessons
+                if is_test or not has_split(data, "train"):
                     raise ValueError(f"router learns from train problems, and {data} has none: name others, "
                                      "say --lessons=mmlu or --lessons=FILE.jsonl")
         wanted += [(name, w) for w in names] if by_one and not who else [(name, who)]
     for name, who in wanted:
-        if name in CONDUCTORS and not os.path.exists(os.path.join(who or s.checkpoint, "config.json")):
-            raise FileNotFoundError(f"no checkpoint in {who or s.checkpoint}: train.py makes one, "
-                                    "--checkpoint=DIR names another")
+        folder = who or s.checkpoint
+        if name in CONDUCTORS and not os.path.exists(os.path.join(folder, "config.json")):
+            raise FileNotFoundError(f"no checkpoint in {folder}: train.py makes one, or name another with "
+                                    "--checkpoint=DIR")
     return wanted
 
 
 def after(traces: list[Trace | None], rounds: int) -> list[Trace | None]:
     """What the traces were after so many further rounds, or as many as there were."""
-    return [t and t.rounds()[:rounds + 1][-1] for t in traces]
+    found = []
+    for trace in traces:
+        if trace:
+            turns = trace.rounds()
+            trace = turns[min(rounds, len(turns) - 1)]
+        found.append(trace)
+    return found
 
 
 def run_wanted(s: Settings, data: str, problems: list[Problem], pools: list, wanted: list) -> dict[str, list]:
@@ -1699,7 +1720,8 @@ def run_wanted(s: Settings, data: str, problems: list[Problem], pools: list, wan
     runs = {}
     for name, who in wanted:
         if name == "best-single":  # in hindsight
-            best = max(pools[0], key=lambda w: measure(problems, runs[w.name])["accuracy"] or 0.0).name
+            scores = {w.name: measure(problems, runs[w.name])["accuracy"] or 0.0 for w in pools[0]}
+            best = max(scores, key=scores.get)
             runs[f"best-single {best}"] = runs[best]
             continue
         repeats = [play(s, data, name, who, problems, pools, i) for i in range(s.repeats)]
@@ -1713,21 +1735,23 @@ def run_wanted(s: Settings, data: str, problems: list[Problem], pools: list, wan
 def report(data: str, problems: list[Problem], runs: dict[str, list], beside: dict) -> dict[str, dict]:
     """Print what a benchmark's runs come to, above rows to compare with. Returns name -> numbers."""
     rows = {name: measure(problems, repeats) for name, repeats in runs.items()}
-    print(table(problems, {name: repeats[0] for name, repeats in runs.items()}) + "\n")
-    print(columns(rows | beside, MEASURED, data) + "\n")
+    first_repeat = {name: repeats[0] for name, repeats in runs.items()}
+    print(table(problems, first_repeat), end="\n\n")
+    print(columns(rows | beside, MEASURED, data), end="\n\n")
     for name, repeats in runs.items():
         lost = [t.error for traces in repeats for t in traces if t and t.error]
         if lost:
             print(f"{name}: {len(lost)} not counted, as their workers were lost: {lost[0]}")
-    most_rounds = {re.sub(r", \d+ more$", "", name): repeats[0] for name, repeats in runs.items()}
+    most_rounds = {re.sub(r", \d+ more$", "", name): traces for name, traces in first_repeat.items()}
     for name, traces in most_rounds.items():
         if name.split()[0] in (*CONDUCTORS, "seat"):
             found = habits(traces)
             rows[name] |= found
             for key, shares in found.items():
-                print(f"{name}, {key}: " + ", ".join(f"{item} {share:.0%}" for item, share in shares.items()))
+                told = [f"{item} {share:.0%}" for item, share in shares.items()]
+                print(f"{name}, {key}: {', '.join(told)}")
     if "conductor" in runs:
-        print("\n" + learned(problems, runs["conductor"][0]) + "\n")
+        print(learned(problems, first_repeat["conductor"]), end="\n\n")
     return rows
 
 
