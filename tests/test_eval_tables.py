@@ -219,12 +219,16 @@ def test_habits_by_hand():
     (["--checkpoint={dir}/none"], "{dir}/none"), (["--benchmarks=laptot"], "laptop"), (["--out={dir}"], "{dir}: a folder"),
     (["--out={dir}/one.jsonl/x.json"], "one.jsonl"), (["--pool={dir}/pool.json"], "random"), (["--only=poet"], "poet"),
     (["--pool=paper", "--budget=5"], "into a pool file"), (["prepare", "--pool={dir}/none.json"], "none.json"),
+    (["prepare", "--pool=paper"], "GEMINI_API_KEY for Gemini 2.5 Pro.*OPEN_BASE_URL for Gemma"),
+    (["--pool=paper", "--systems=random"], "GEMINI_API_KEY"), (["--benchmarks=mmlu,laptot", "--systems=random"], "no problems 'laptot'"),
     (["prepare", "now"], r"python eval\.py"), (["draw"], r"python eval\.py"), (["plot"], r"python eval\.py")])
 def test_command_line_refuses(words, reason, tmp_path, monkeypatch):
     """A wrong flag, value, word or folder ends the program with one message that names it, before any worker is asked or data are fetched."""
     monkeypatch.setattr(evaluation, "play", lambda *args: 1 / 0)
     monkeypatch.setattr(evaluation, "session", lambda: 1 / 0)
     monkeypatch.setattr(evaluation, "DATA", str(tmp_path / "data"))
+    for variable in ("GEMINI_API_KEY", "OPEN_BASE_URL"):
+        monkeypatch.delenv(variable, raising=False)
     (tmp_path / "one.jsonl").write_text('{"question": "1+1?", "answer": "2", "kind": "sums"}')
     entry = {"protocol": "openai", "base_url": "http://127.0.0.1:9", "model": "m"}
     (tmp_path / "pool.json").write_text(json.dumps([{**entry, "name": "random"}]))
