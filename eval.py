@@ -8,7 +8,8 @@
 The laptop world's problems are generated here: some need one of the local specialists (workers.py), some two,
 some three in the right order and with the right access lists. Public benchmarks, their graders and the
 sandbox stand in the appendix. `SYSTEMS` lists what can be compared, `measure` says how well each
-does. assets/plot.py draws what is written here. Read train.py next. """
+does. assets/plot.py draws what is written here. Read train.py next.
+"""
 import ast
 import base64
 import cmath
