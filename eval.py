@@ -2,13 +2,14 @@
 
     python eval.py --checkpoint=DIR     the Conductor beside every single worker and random workflows
     python eval.py --benchmarks=A,B --systems=C,D        other problems, other systems (README)
-    python eval.py prepare [--pool=P]   fetch the training data, write the mixes data/{paper,recursion}.jsonl
+    python eval.py prepare [--pool=P]   fetch 1.3 GB of training data, write data/{paper,recursion}.jsonl
     python eval.py average FILE FILE …  means and 95 % intervals of what several evaluations wrote with --out
 
 The laptop world's problems are generated here: some need one of the local specialists (workers.py), some two,
 some three in the right order and with the right access lists. Public benchmarks, their graders and the
-sandbox stand in the appendix. `systems` is the list of what can be compared, `measure` says how well each
-does. assets/plot.py draws what is written here. Read train.py next. """
+sandbox stand in the appendix. `SYSTEMS` lists what can be compared, `measure` says how well each
+does. assets/plot.py draws what is written here. Read train.py next.
+"""
 import ast
 import base64
 import cmath
@@ -47,8 +48,8 @@ from tqdm import tqdm
 from model import configure, read_json, write_json
 from workers import (ARITHMETIC, CAPITALS, ELEMENTS, FACTS, LOCAL, SKILL, SPANISH, SPELLING, WorkerError,
                      load_pool)
-from workflow import (Prompting, Step, Task, Trace, Workflow, conduct, execute, load_conductor, sampled,
-                      seated, subset)
+from workflow import (SOLVE_IT, Prompting, Step, Task, Trace, Workflow, conduct, execute, load_conductor,
+                      sampled, seated, shape, subset)
 
 # -----------------------------------------------------------------------------------------------------------
 # Problems, and the laptop world's
@@ -68,8 +69,8 @@ class Problem:
 WORDS = (
     "planet river garden window market silver dragon castle forest bridge winter summer orange yellow purple "
     "candle basket rocket guitar violin doctor farmer sailor pirate monkey rabbit turtle spider butter "
-    "cheese pepper ginger cotton velvet marble copper bronze tunnel harbor island desert valley meadow canyon "
-    "glacier volcano thunder shadow mirror").split()
+    "cheese pepper ginger cotton velvet marble copper bronze tunnel harbor island desert valley meadow "
+    "canyon glacier volcano thunder shadow mirror").split()
 FRAMES = ("What is {}?", "Find {}.", "Tell me {}.", "Give me {}.")
 NEEDS = {  # whom a kind of problem needs
     "arithmetic": ["calculator"],
@@ -172,10 +173,11 @@ def has_split(name: str, split: str) -> bool:
 def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
     """Problems of "laptop", a benchmark in SOURCES, a mix in MIXES or a JSONL file (see read_problems).
 
-    split is "train" or "test". limit: so many at most, and no more is fetched than they take. Their order is random
-    but fixed, with the kinds taking turns, so that a slice of a multiple of the number of kinds holds each equally
-    often; but a JSONL file keeps its order and has one split. A mix is what `prepare` wrote, and is tested by its
-    parts' tests. OSError tells what was not fetched and how to bring it, ValueError what is wrong where."""
+    split is "train" or "test". limit: so many at most, and no more is fetched than they take. Their order is
+    random but fixed, with the kinds taking turns, so that a slice of a multiple of the number of kinds holds
+    each equally often; but a JSONL file keeps its order and has one split. A mix is what `prepare` wrote, and
+    is tested by its parts' tests. OSError tells what was not fetched and how to bring it, ValueError what is
+    wrong where."""
     if not has_split(name, split):
         known = ["laptop", *MIXES, *(f"{n} ({s})" for n, s in SOURCES), "files *.jsonl"]
         raise ValueError(f"no problems {name!r}, split {split!r}: there are {', '.join(known)}")
@@ -222,6 +224,312 @@ def tagged(response: str) -> str:
         response = head.rpartition("<answer>")[2]
     return response.strip()
 
+
+# -----------------------------------------------------------------------------------------------------------
+# Random workflows: a baseline, and what the warm start of a tiny Conductor is made of
+
+PHRASES = ("Work it out.", "Simplify it.", "Find the value.", "Rewrite the question.", "Process the text.",
+           "Name the word.")
+
+
+def random_workflow(rng: random.Random, n_workers: int, max_steps: int = 5) -> Workflow:
+    """1 to max_steps steps, short workflows more often; each a random worker, a random phrase, and nine times
+    in ten all that came before."""
+    n_steps = min(rng.randint(1, max_steps), rng.randint(1, max_steps))
+    steps = []
+    for i in range(n_steps):
+        worker, phrase = rng.randrange(n_workers), rng.choice(PHRASES)
+        sees_all = rng.random() < 0.9
+        steps.append(Step(worker, phrase, list(range(i)) if sees_all else []))
+    return Workflow(steps)
+
+
+def random_completion(question: str, rng: random.Random, n_workers: int, max_steps: int = 5, names: str = "",
+                      subtasks: bool = True) -> str:
+    """A completion in the Conductor's format that says nothing about which workflow is good: its plan is the
+    question. Where the workers have names, the plan names those of the workflow. subtasks=False leaves that
+    list out (App. B.7).
+
+    The number of steps stands behind the workers, where it follows from them and helps to write two more
+    lists of that length. Whether another step is needed is thus decided worker by worker. In the plan a comma
+    says so: if the next name did, sharpening the policy (train.warm_start) would favour the end, which is one
+    token, over the names, which are many."""
+    workflow = random_workflow(rng, n_workers, max_steps)
+    workers, others = workflow.text(subtasks).split("\n", 1)
+    plan = question
+    if names:
+        plan += " " + ", ".join(f"{names[step.worker]} {step.worker}" for step in workflow.steps)
+    return f"Plan: {plan}\n{workers} # {len(workflow.steps)} steps\n{others}"
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Systems (§4, App. A.3): each turns a problem into a trace. `k` is the worker of the pool that plays the
+# part, where one does; `name` names the calls for the replay file and seeds whatever is random.
+
+REFLECT = "Check the last response for mistakes, correct them, and give the whole answer in its final form."
+AGGREGATE = "Compare the responses, decide which is right, and give the whole answer in its final form."
+# The local specialists act on certain verbs only, each on others: these hold one for each.
+LAPTOP = {
+    SOLVE_IT: "Find the answer: work it out, simplify, rewrite or process whatever that takes.",
+    REFLECT: "Find what may be wrong with the last response, work it out again, and process it all.",
+    AGGREGATE: "Find out which response is right, work it out again where they differ, and process it.",
+}
+
+
+def worded(problem: Problem, subtask: str) -> str:
+    return LAPTOP[subtask] if problem.kind in NEEDS else subtask
+
+
+def alone(problem: Problem, pool: list, k: int, name: str | None = None, **overrides) -> Trace:
+    """A worker asked without a Conductor: one turn, the bare question."""
+    trace = Trace(problem.question, Workflow([Step(k, problem.question, [])]), [pool[k].name], [None])
+    try:
+        trace.replies[0] = pool[k].chat([{"role": "user", "content": problem.question}], name, **overrides)
+        trace.seconds = trace.replies[0].seconds
+    except WorkerError as e:
+        trace.error = str(e)
+    return trace
+
+
+def poll(problem: Problem, pool: list, chosen: list[int], name: str | None, choose) -> Trace:
+    """Chosen workers asked alone. The response at choose(problem, responses) is the answer, and stands
+    last."""
+    asked = [alone(problem, pool, k, name and f"{name}/{i}") for i, k in enumerate(chosen)]
+    errors = [t.error for t in asked if t.error]
+    if not errors:
+        best = choose(problem, [t.answer for t in asked])
+        asked.append(asked.pop(best))
+    steps = [t.workflow.steps[0] for t in asked]
+    names = [t.workers[0] for t in asked]
+    replies = [t.replies[0] for t in asked]
+    return Trace(problem.question, Workflow(steps), names, replies, error=errors[0] if errors else None)
+
+
+def majority(problem: Problem, responses: list[str]) -> int:
+    """Where the first answer stands with which most responses agree, as the problem's grader sees it."""
+    votes = [sum(same_meaning(problem, answer, other) for other in responses) for answer in responses]
+    return votes.index(max(votes))
+
+
+def same_meaning(problem: Problem, answer: str, other: str) -> bool:
+    if problem.grader == "letter":
+        choices = problem.extra["choices"]
+        return pick_letter(answer, choices) == pick_letter(other, choices)
+    if problem.grader in ("code", "unittest"):
+        return extract_code(answer) == extract_code(other)
+    gold = tagged(answer) if problem.grader == "exact" else final_answer(answer)
+    return grade(replace(problem, answer=gold), other)
+
+
+def central(problem: Problem, responses: list[str]) -> int:
+    """Where the response stands that is most like the others: Smoothie (arXiv 2412.04692) judges likeness by
+    sentence embeddings and over neighbouring questions too, this by the words that two responses share."""
+    words = [set(re.findall(r"\w+", response.casefold())) for response in responses]
+
+    def shared(a, b):
+        return len(a & b) / max(len(a | b), 1)
+
+    likeness = [sum(shared(a, b) for b in words) for a in words]
+    return likeness.index(max(likeness))
+
+
+def context(problem: Problem, pool: list, k: int, name: str) -> Trace:
+    """One call with five times the tokens."""
+    limits = ("max_tokens", "max_completion_tokens")
+    longer = {key: 5 * value for key, value in pool[k].params.items() if key in limits}
+    return alone(problem, pool, k, name, **longer)
+
+
+def consensus(problem: Problem, pool: list, k: int, name: str) -> Trace:
+    return poll(problem, pool, [k] * 5, name, majority)
+
+
+def reflect(problem: Problem, pool: list, k: int, name: str) -> Trace:
+    """Five turns of self-reflection."""
+    steps = [Step(k, worded(problem, SOLVE_IT), [])]
+    steps += [Step(k, worded(problem, REFLECT), list(range(i))) for i in range(1, 5)]
+    return execute(Workflow(steps), problem.question, pool, name=name)
+
+
+def moa(problem: Problem, pool: list, k: int, name: str) -> Trace:
+    """A Mixture of Agents of one layer: every worker proposes, and a random one aggregates."""
+    steps = [Step(i, worded(problem, SOLVE_IT), []) for i in range(len(pool))]
+    aggregator = random.Random(name).randrange(len(pool))
+    steps.append(Step(aggregator, worded(problem, AGGREGATE), list(range(len(pool)))))
+    return execute(Workflow(steps), problem.question, pool, name=name)
+
+
+def smoothie(problem: Problem, pool: list, k: int, name: str) -> Trace:
+    return poll(problem, pool, list(range(len(pool))), name, central)
+
+
+def at_random(problem: Problem, pool: list, k: int, name: str) -> Trace:
+    return execute(random_workflow(random.Random(name), len(pool)), problem.question, pool, name=name)
+
+
+def trigrams(question: str) -> torch.Tensor:
+    """How often each trigram stands in a question, hashed: (4096)."""
+    counts = torch.zeros(4096)
+    for i in range(len(question) - 2):
+        trigram = question[i:i + 3].casefold()
+        counts[zlib.crc32(trigram.encode()) % 4096] += 1
+    return counts / counts.norm().clamp(min=1)
+
+
+def train_router(pool: list, lessons: list[Problem], asked: list[list[Trace]]):
+    """A system: the worker who is likeliest right alone, by a logistic regression on traces [worker][lesson].
+    Like RouterDC (NeurIPS 2024) it learns from each worker's success, but with trigrams instead of a
+    fine-tuned encoder and contrastive losses."""
+    x = torch.stack([trigrams(p.question) for p in lessons])  # (P, 4096)
+    right = [grades(lessons, traces) for traces in asked]
+    y = torch.tensor([[float(bool(r)) for r in row] for row in right]).T  # (P, W)
+    known = torch.tensor([[float(r is not None) for r in row] for row in right]).T  # (P, W)
+    weights = torch.zeros(4096, len(pool), requires_grad=True)
+    optimizer = torch.optim.Adam([weights], lr=0.1, weight_decay=1e-4)
+    for _ in range(300):
+        optimizer.zero_grad()
+        torch.nn.functional.binary_cross_entropy_with_logits(x @ weights, y, known).backward()
+        optimizer.step()
+
+    def router(problem: Problem, pool: list, k: int, name: str) -> Trace:
+        scores = trigrams(problem.question) @ weights  # (W)
+        return alone(problem, pool, int(scores.argmax()), name)
+    return router
+
+
+BY_ONE = {"workers": alone, "context": context, "consensus": consensus, "reflect": reflect}
+BY_ALL = {"random": at_random, "moa": moa, "smoothie": smoothie}
+CONDUCTORS = {  # how a Conductor is asked otherwise than it was in training
+    "conductor": {},
+    "no-few-shot": {"style": "zero-shot"},  # Table 10
+    "fine-grained": {"style": "fine-grained"},  # Table 9
+    "no-subtasks": {"subtasks": False},  # App. B.7
+    "one-worker": {},  # one worker does every step
+    "shuffled": {},  # every worker has another's number
+}
+SYSTEMS = [*CONDUCTORS, "seat", *BY_ONE, *BY_ALL, "router", "best-single"]
+
+
+def run_system(system, problems: list[Problem], pool: list, k: int, name: str) -> list[Trace]:
+    """A system's trace of every problem, 64 at a time. Its threads are daemons: Ctrl-C shall neither wait nor
+    pay."""
+    with ThreadPool(64) as threads:
+        traces = threads.imap(lambda p: system(p, pool, k, f"{name}/{p.id}"), problems)
+        return list(tqdm(traces, name, total=len(problems), disable=None, leave=False))
+
+
+def run_conductor(write, problems: list[Problem], pools: list[list], name: str, rounds: int = 0,
+                  prompting: Prompting = Prompting(), tries: int = 1, edit=None) -> list[Trace | None]:
+    """The trace of every problem, None where what was written is no workflow. Problem i has the workers
+    pools[i]."""
+    tasks = [Task(p.question, pool, problem=p, name=f"{name}/{p.id}") for p, pool in zip(problems, pools)]
+    return [rollout.trace for rollout in conduct(write, tasks, rounds, prompting, tries, grade, edit)]
+
+
+def everyone_alone(pool: list, problems: list[Problem], name: str) -> list[list[Trace]]:
+    """Traces [worker][problem] of every single worker, all at a time."""
+    def ask(k):
+        return run_system(alone, problems, pool, k, f"{name}:{pool[k].name}")
+
+    with ThreadPool(len(pool)) as threads:
+        return threads.map(ask, range(len(pool)))
+
+
+def baselines(problems: list[Problem], pool: list) -> dict[str, list[Trace]]:
+    """Traces of every single worker and of random workflows."""
+    traces = dict(zip([worker.name for worker in pool], everyone_alone(pool, problems, "workers")))
+    return {**traces, "random workflows": run_system(at_random, problems, pool, 0, "random:/0")}
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Measurement and tables
+
+
+def grades(problems: list[Problem], traces: list[Trace | None]) -> list[bool | None]:
+    """Whether each trace is right; None where its workers were lost. A trace is graded once, however many
+    tables ask."""
+    def graded(p, t):
+        if t is None:
+            return False
+        if t.right is None and not t.error:
+            t.right = grade(p, t.answer)
+        return t.right
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:  # as programs take minutes to grade
+        return list(threads.map(graded, problems, traces))
+
+
+def accuracies(problems: list[Problem], traces: list[Trace | None]) -> dict[str, float]:
+    """Share of right answers, over all and by kind. A problem whose workers were lost counts for nobody."""
+    found = {}
+    for p, right in zip(problems, grades(problems, traces)):
+        if right is not None:
+            found.setdefault("all", []).append(right)
+            found.setdefault(p.kind, []).append(right)
+    return {key: statistics.fmean(values) for key, values in found.items()}
+
+
+def spread(values: list[float]) -> dict:
+    """Of repeats or seeds: standard deviation, standard error of the mean, and the mean's 95 % interval, as ±
+    around it, by Student's t. None where there are fewer than two."""
+    if len(values) < 2:
+        return {"std. dev.": None, "std. error": None, "95 % ±": None}
+    deviation = statistics.stdev(values)
+    error = deviation / math.sqrt(len(values))
+    return {"std. dev.": deviation, "std. error": error, "95 % ±": students_t(len(values) - 1) * error}
+
+
+def measure(problems: list[Problem], repeats: list[list[Trace | None]]) -> dict:
+    """What a system's traces [repeat][problem] come to: accuracy in %, over repeats; and means a question of
+    calls, steps of the last round, tokens, cents (None: unknown) and accuracy divided by cents
+    ("cost-adjusted performance", Tables 5 and 6). Questions whose workers were lost are in none of them, and
+    counted."""
+    shares = [accuracies(problems, traces) for traces in repeats]
+    values = [100 * share["all"] for share in shares if share]
+    everything = [t for traces in repeats for t in traces]
+    lost = [t for t in everything if t and t.error]
+    ran = [t for t in everything if t and not t.error]
+    asked = max(len(everything) - len(lost), 1)
+    row = {"accuracy": statistics.fmean(values) if values else None, **spread(values)}
+    row["calls"] = sum(t.calls for t in ran) / asked
+    row["steps"] = sum(len(t.workflow.steps) for t in ran) / asked
+    row["tokens"] = sum(t.tokens for t in ran) / asked
+    row["cents"] = None
+    if all(t.cost is not None for t in ran):
+        row["cents"] = 100 * sum(t.cost for t in ran) / asked
+    row["points/cent"] = None
+    if row["cents"] and values:
+        row["points/cent"] = row["accuracy"] / row["cents"]
+    row["lost"] = len(lost)
+    row["by kind"] = {}
+    for kind in dict.fromkeys(p.kind for p in problems):
+        known = [100 * share[kind] for share in shares if kind in share]
+        row["by kind"][kind] = statistics.fmean(known) if known else None
+    return row
+
+
+MEASURED = {"accuracy": 2, "std. dev.": 2, "std. error": 2, "95 % ±": 2, "calls": 2, "steps": 2, "tokens": 0,
+            "cents": 4, "points/cent": 1}  # columns, and how many digits each has behind the point
+
+
+def columns(rows: dict[str, dict], heads: dict[str, int], title: str = "") -> str:
+    """Rows of numbers under their heads, each with so many digits behind the point: "?" for None, and blank
+    where a row does not have it."""
+    wide = max(30, len(title), *map(len, rows))
+    lines = [f"{name:<{wide}}" for name in [title, *rows]]
+    for head, digits in heads.items():
+        cells = [head]
+        for row in rows.values():
+            cell = f"{row[head]:.{digits}f}" if row.get(head) is not None else "?"
+            cells.append(cell if head in row else "")
+        width = 2 + max(map(len, cells))
+        lines = [line + f"{cell:>{width}}" for line, cell in zip(lines, cells)]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Appendix: graders of text, the sandbox, public benchmarks and the training mixes, more tables, the command
+# line
 
 # ---------------------------------------------------------------------------------------------------------------------------------
 # Graders of text: mathematics, letters, short answers. What they read was written by a model, and none of it is run.
@@ -730,379 +1038,6 @@ def passes_bigcodebench(code: str, test: str, entry_point: str, code_prompt: str
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Random workflows: a baseline, and what the warm start of a tiny Conductor is made of
-
-PHRASES = ("Work it out.", "Simplify it.", "Find the value.", "Rewrite the question.", "Process the text.",
-           "Name the word.")
-
-
-def random_workflow(rng: random.Random, n_workers: int, max_steps: int = 5) -> Workflow:
-    """1 to max_steps steps, short workflows more often; each a random worker, a random phrase, and nine times
-    in ten all that came before."""
-    n_steps = min(rng.randint(1, max_steps), rng.randint(1, max_steps))
-    steps = []
-    for i in range(n_steps):
-        worker, phrase = rng.randrange(n_workers), rng.choice(PHRASES)
-        sees_all = rng.random() < 0.9
-        steps.append(Step(worker, phrase, list(range(i)) if sees_all else []))
-    return Workflow(steps)
-
-
-def random_completion(question: str, rng: random.Random, n_workers: int, max_steps: int = 5, names: str = "",
-                      subtasks: bool = True) -> str:
-    """A completion in the Conductor's format that says nothing about which workflow is good: its plan is the
-    question. Where the workers have names, the plan names those of the workflow. subtasks=False leaves that
-    list out (App. B.7).
-
-    The number of steps stands behind the workers, where it follows from them and helps to write two more
-    lists of that length. Whether another step is needed is thus decided worker by worker. In the plan a comma
-    says so: if the next name did, sharpening the policy (train.warm_start) would favour the end, which is one
-    token, over the names, which are many."""
-    workflow = random_workflow(rng, n_workers, max_steps)
-    workers, told, seen = workflow.text().split("\n")
-    plan = question
-    if names:
-        plan += " " + ", ".join(f"{names[step.worker]} {step.worker}" for step in workflow.steps)
-    lines = [f"Plan: {plan}", f"{workers} # {len(workflow.steps)} steps", told, seen]
-    if not subtasks:
-        lines.remove(told)
-    return "\n".join(lines)
-
-
-# -----------------------------------------------------------------------------------------------------------
-# Systems (§4, App. A.3): each turns a problem into a trace. `k` is the worker of the pool that plays the
-# part, where one does; `name` names the calls for the replay file and seeds whatever is random.
-
-SOLVE = "Solve the question."
-REFLECT = "Check the last response for mistakes, correct them, and give the whole answer in its final form."
-AGGREGATE = "Compare the responses, decide which is right, and give the whole answer in its final form."
-# The local specialists act on certain verbs only, each on others: these hold one for each.
-LAPTOP = {
-    SOLVE: "Find the answer: work it out, simplify, rewrite or process whatever that takes.",
-    REFLECT: "Find what may be wrong with the last response, work it out again, and process it all.",
-    AGGREGATE: "Find out which response is right, work it out again where they differ, and process it.",
-}
-
-
-def worded(problem: Problem, subtask: str) -> str:
-    return LAPTOP[subtask] if problem.kind in NEEDS else subtask
-
-
-def alone(worker, problem: Problem, name: str | None = None, **overrides) -> Trace:
-    """A worker asked without a Conductor: one turn, the bare question."""
-    trace = Trace(problem.question, Workflow([Step(0, problem.question, [])]), [worker.name], [None])
-    try:
-        trace.replies[0] = worker.chat([{"role": "user", "content": problem.question}], name, **overrides)
-        trace.seconds = trace.replies[0].seconds
-    except WorkerError as e:
-        trace.error = str(e)
-    return trace
-
-
-def poll(workers: list, problem: Problem, choose, name: str | None = None) -> Trace:
-    """Every worker asked alone. The response at choose(problem, responses) is the answer, and stands last in
-    the trace."""
-    asked = [alone(worker, problem, name and f"{name}/{i}") for i, worker in enumerate(workers)]
-    errors = [t.error for t in asked if t.error]
-    chosen = 0 if errors else choose(problem, [t.answer for t in asked])
-    asked.append(asked.pop(chosen))
-    steps = [Step(i, problem.question, []) for i in range(len(asked))]
-    names = [t.workers[0] for t in asked]
-    replies = [t.replies[0] for t in asked]
-    return Trace(problem.question, Workflow(steps), names, replies, error=errors[0] if errors else None)
-
-
-def majority(problem: Problem, responses: list[str]) -> int:
-    """Where the first answer stands with which most responses agree, as the problem's grader sees it."""
-    votes = [sum(same_meaning(problem, answer, other) for other in responses) for answer in responses]
-    return votes.index(max(votes))
-
-
-def same_meaning(problem: Problem, answer: str, other: str) -> bool:
-    if problem.grader == "letter":
-        choices = problem.extra["choices"]
-        return pick_letter(answer, choices) == pick_letter(other, choices)
-    if problem.grader in ("code", "unittest"):
-        return extract_code(answer) == extract_code(other)
-    gold = tagged(answer) if problem.grader == "exact" else final_answer(answer)
-    return grade(replace(problem, answer=gold), other)
-
-
-def central(problem: Problem, responses: list[str]) -> int:
-    """Where the response stands that is most like the others: Smoothie (arXiv 2412.04692) judges likeness by
-    sentence embeddings and over neighbouring questions too, this by the words that two responses share."""
-    words = [set(re.findall(r"\w+", response.casefold())) for response in responses]
-    likeness = [sum(len(a & b) / max(len(a | b), 1) for b in words) for a in words]
-    return likeness.index(max(likeness))
-
-
-def single(problem: Problem, pool: list, k: int, name: str) -> Trace:
-    return alone(pool[k], problem, name)
-
-
-def context(problem: Problem, pool: list, k: int, name: str) -> Trace:
-    """One call with five times the tokens."""
-    limits = ("max_tokens", "max_completion_tokens")
-    longer = {key: 5 * value for key, value in pool[k].params.items() if key in limits}
-    return alone(pool[k], problem, name, **longer)
-
-
-def consensus(problem: Problem, pool: list, k: int, name: str) -> Trace:
-    return poll([pool[k]] * 5, problem, majority, name)
-
-
-def reflect(problem: Problem, pool: list, k: int, name: str) -> Trace:
-    """Five turns of self-reflection."""
-    steps = [Step(k, worded(problem, SOLVE), [])]
-    steps += [Step(k, worded(problem, REFLECT), list(range(i))) for i in range(1, 5)]
-    return execute(Workflow(steps), problem.question, pool, name=name)
-
-
-def moa(problem: Problem, pool: list, k: int, name: str) -> Trace:
-    """A Mixture of Agents of one layer: every worker proposes, and a random one aggregates."""
-    steps = [Step(i, worded(problem, SOLVE), []) for i in range(len(pool))]
-    aggregator = random.Random(name).randrange(len(pool))
-    steps.append(Step(aggregator, worded(problem, AGGREGATE), list(range(len(pool)))))
-    return execute(Workflow(steps), problem.question, pool, name=name)
-
-
-def smoothie(problem: Problem, pool: list, k: int, name: str) -> Trace:
-    return poll(pool, problem, central, name)
-
-
-def at_random(problem: Problem, pool: list, k: int, name: str) -> Trace:
-    return execute(random_workflow(random.Random(name), len(pool)), problem.question, pool, name=name)
-
-
-def trigrams(question: str) -> torch.Tensor:
-    """How often each trigram stands in a question, hashed: (4096)."""
-    counts = torch.zeros(4096)
-    for i in range(len(question) - 2):
-        counts[zlib.crc32(question[i:i + 3].casefold().encode()) % 4096] += 1
-    return counts / counts.norm().clamp(min=1)
-
-
-def train_router(pool: list, lessons: list[Problem], asked: list[list[Trace]]):
-    """A system: the worker who is likeliest right alone, by a logistic regression on traces [worker][lesson].
-    Like RouterDC (NeurIPS 2024) it learns from each worker's success, but with trigrams instead of a
-    fine-tuned encoder and contrastive losses."""
-    x = torch.stack([trigrams(p.question) for p in lessons])  # (P, 4096)
-    right = [grades(lessons, traces) for traces in asked]
-    y = torch.tensor([[float(bool(r)) for r in row] for row in right]).T  # (P, W)
-    known = torch.tensor([[float(r is not None) for r in row] for row in right]).T  # (P, W)
-    weights = torch.zeros(4096, len(pool), requires_grad=True)
-    optimizer = torch.optim.Adam([weights], lr=0.1, weight_decay=1e-4)
-    for _ in range(300):
-        optimizer.zero_grad()
-        torch.nn.functional.binary_cross_entropy_with_logits(x @ weights, y, known).backward()
-        optimizer.step()
-
-    def router(problem: Problem, pool: list, k: int, name: str) -> Trace:
-        return alone(pool[int((trigrams(problem.question) @ weights).argmax())], problem, name)
-    return router
-
-
-BY_ONE = {"workers": single, "context": context, "consensus": consensus, "reflect": reflect}
-BY_ALL = {"random": at_random, "moa": moa, "smoothie": smoothie}
-CONDUCTORS = {  # how a Conductor is asked otherwise than it was in training
-    "conductor": {},
-    "no-few-shot": {"style": "zero-shot"},  # Table 10
-    "fine-grained": {"style": "fine-grained"},  # Table 9
-    "no-subtasks": {"subtasks": False},  # App. B.7
-    "one-worker": {},  # one worker does every step
-    "shuffled": {},  # every worker has another's number
-}
-SYSTEMS = [*CONDUCTORS, "seat", *BY_ONE, *BY_ALL, "router", "best-single"]
-
-
-def run_system(system, problems: list[Problem], pool: list, k: int, name: str) -> list[Trace]:
-    """A system's trace of every problem, 64 at a time. Its threads are daemons: Ctrl-C shall neither wait nor
-    pay."""
-    with ThreadPool(64) as threads:
-        traces = threads.imap(lambda p: system(p, pool, k, f"{name}/{p.id}"), problems)
-        return list(tqdm(traces, name, total=len(problems), disable=None, leave=False))
-
-
-def run_conductor(write, problems: list[Problem], pools: list[list], name: str, rounds: int = 0,
-                  prompting: Prompting = Prompting(), tries: int = 1, edit=None) -> list[Trace | None]:
-    """The trace of every problem, None where what was written is no workflow. Problem i has the workers
-    pools[i]."""
-    tasks = [Task(p.question, pool, problem=p, name=f"{name}/{p.id}") for p, pool in zip(problems, pools)]
-    return [rollout.trace for rollout in conduct(write, tasks, rounds, prompting, tries, grade, edit)]
-
-
-def everyone_alone(pool: list, problems: list[Problem], name: str) -> list[list[Trace]]:
-    """Traces [worker][problem] of every single worker, all at a time."""
-    def ask(k):
-        return run_system(single, problems, pool, k, f"{name}:{pool[k].name}")
-
-    with ThreadPool(len(pool)) as threads:
-        return threads.map(ask, range(len(pool)))
-
-
-def baselines(problems: list[Problem], pool: list) -> dict[str, list[Trace]]:
-    """Traces of every single worker and of random workflows."""
-    traces = dict(zip([worker.name for worker in pool], everyone_alone(pool, problems, "workers")))
-    return {**traces, "random workflows": run_system(at_random, problems, pool, 0, "random")}
-
-
-# -----------------------------------------------------------------------------------------------------------
-# Measurement and tables
-
-
-def grades(problems: list[Problem], traces: list[Trace | None]) -> list[bool | None]:
-    """Whether each trace is right; None where its workers were lost. A trace is graded once, however many
-    tables ask."""
-    def graded(p, t):
-        if t is None:
-            return False
-        if t.right is None and not t.error:
-            t.right = grade(p, t.answer)
-        return t.right
-
-    with ThreadPoolExecutor(os.cpu_count()) as threads:  # as programs take minutes to grade
-        return list(threads.map(graded, problems, traces))
-
-
-def accuracies(problems: list[Problem], traces: list[Trace | None]) -> dict[str, float]:
-    """Share of right answers, over all and by kind. A problem whose workers were lost counts for nobody."""
-    found = {}
-    for p, right in zip(problems, grades(problems, traces)):
-        if right is not None:
-            found.setdefault("all", []).append(right)
-            found.setdefault(p.kind, []).append(right)
-    return {key: statistics.fmean(values) for key, values in found.items()}
-
-
-def spread(values: list[float]) -> dict:
-    """Of repeats or seeds: standard deviation, standard error of the mean, and the mean's 95 % interval, as ±
-    around it, by Student's t. None where there are fewer than two."""
-    if len(values) < 2:
-        return {"std. dev.": None, "std. error": None, "95 % ±": None}
-    deviation = statistics.stdev(values)
-    error = deviation / math.sqrt(len(values))
-    return {"std. dev.": deviation, "std. error": error, "95 % ±": students_t(len(values) - 1) * error}
-
-
-def students_t(freedom: int) -> float:
-    """95 % of Student's t distribution lie within ± this. Where t = sqrt(freedom) tan(angle), the angle's
-    density is cos(angle) ^ (freedom - 1), which is summed here."""
-    width = math.pi / 2 / 200_000
-    angles = (np.arange(200_000) + 0.5) * width
-    mass = np.cumsum(np.cos(angles) ** (freedom - 1))
-    angle = np.interp(0.95, mass / mass[-1], angles + width / 2)
-    return math.sqrt(freedom) * math.tan(angle)
-
-
-def measure(problems: list[Problem], repeats: list[list[Trace | None]]) -> dict:
-    """What a system's traces [repeat][problem] come to: accuracy in %, over repeats; and means a question of
-    calls, steps of the last round, tokens, cents (None: unknown) and accuracy divided by cents
-    ("cost-adjusted performance", Tables 5 and 6). Questions whose workers were lost are in none of them, and
-    counted."""
-    shares = [accuracies(problems, traces) for traces in repeats]
-    values = [100 * share["all"] for share in shares if share]
-    everything = [t for traces in repeats for t in traces]
-    lost = [t for t in everything if t and t.error]
-    ran = [t for t in everything if t and not t.error]
-    asked = max(len(everything) - len(lost), 1)
-    row = {"accuracy": statistics.fmean(values) if values else None, **spread(values)}
-    row["calls"] = sum(t.calls for t in ran) / asked
-    row["steps"] = sum(len(t.workflow.steps) for t in ran) / asked
-    row["tokens"] = sum(t.tokens for t in ran) / asked
-    row["cents"] = None
-    if all(t.cost is not None for t in ran):
-        row["cents"] = 100 * sum(t.cost for t in ran) / asked
-    row["points/cent"] = row["accuracy"] / row["cents"] if row["cents"] and values else None
-    row["lost"] = len(lost)
-    row["by kind"] = {}
-    for kind in dict.fromkeys(p.kind for p in problems):
-        known = [100 * share[kind] for share in shares if kind in share]
-        row["by kind"][kind] = statistics.fmean(known) if known else None
-    return row
-
-
-MEASURED = {"accuracy": 2, "std. dev.": 2, "std. error": 2, "95 % ±": 2, "calls": 2, "steps": 2, "tokens": 0,
-            "cents": 4, "points/cent": 1}  # columns, and how many digits each has behind the point
-
-
-def columns(rows: dict[str, dict], heads: dict[str, int], title: str = "") -> str:
-    """Rows of numbers under their heads, each with so many digits behind the point; "?" for None."""
-    wide = max(30, len(title), *map(len, rows))
-    lines = [f"{title:<{wide}}"]
-    lines += [f"{name:<{wide}}" for name in rows]
-    for head, digits in heads.items():
-        cells = [head]
-        for row in rows.values():
-            number = row.get(head, "")
-            cells.append("?" if number is None else number if number == "" else f"{number:.{digits}f}")
-        width = 2 + max(map(len, cells))
-        lines = [line + f"{cell:>{width}}" for line, cell in zip(lines, cells)]
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def table(problems: list[Problem], systems: dict[str, list[Trace | None]]) -> str:
-    """A row for each system: the share of right answers over all and by kind, and mean calls."""
-    rows = {}
-    for name, traces in systems.items():
-        counted = [t.calls if t else 0 for t in traces if not t or not t.error]
-        calls = statistics.fmean(counted) if counted else None
-        unknown = dict.fromkeys(["all", *(p.kind for p in problems)])
-        rows[name] = {**unknown, **accuracies(problems, traces), "calls": calls}
-    heads = {"all": 3, "calls": 2} | {p.kind: 2 for p in problems}
-    return columns(rows, heads, f"accuracy, {len(problems)} problems")
-
-
-def learned(problems: list[Problem], traces: list[Trace | None]) -> str:
-    """For each kind the workflow most often written (who, seeing what), its share, and one example."""
-    lines = []
-    for kind in dict.fromkeys(p.kind for p in problems):
-        asked = [t for p, t in zip(problems, traces) if p.kind == kind]
-        found = {}
-        for t in asked:
-            if t:
-                same = str((t.workers, [step.access for step in t.workflow.steps]))
-                found.setdefault(same, []).append(t)
-        if not found:
-            continue
-        commonest = max(found.values(), key=len)
-        t = commonest[0]
-        lines.append(f"{kind}: {len(t.workers)} step{'s' if len(t.workers) > 1 else ''}, written for "
-                     f"{len(commonest) / len(asked):.0%}.  {t.question}")
-        for step, worker, response in zip(t.workflow.steps, t.workers, t.responses):
-            seen = " and ".join(str(i + 1) for i in step.access)
-            sees = f", seeing step{'s' if len(step.access) > 1 else ''} {seen}" if seen else ""
-            lines.append(f"    {worker}, told {step.subtask!r}{sees}: {response}")
-    return "\n".join(lines)
-
-
-def shape(workflow):
-    return str([step.access for step in workflow.steps])
-
-
-def habits(traces: list[Trace | None]) -> dict:
-    """Of a Conductor's workflows: the shares of their lengths and shapes in the first round (Fig. 8), and
-    each worker's share of the steps by round (Figs. 7 and 10)."""
-    rounds = [t.rounds() for t in traces if t]
-    firsts = [found[0].workflow for found in rounds]
-    numbers = {"lengths": shares_of(f"{len(w.steps)} step{'s' if len(w.steps) > 1 else ''}" for w in firsts),
-               "shapes": shares_of(shape(w) for w in firsts)}
-    for r in range(max(map(len, rounds), default=0)):
-        played = [found[r] for found in rounds if len(found) > r]
-        numbers[f"workers, round {r + 1}"] = shares_of(itertools.chain(*(t.workers for t in played)))
-        if r == 1:  # how often three empty lists kept an answer
-            numbers["kept"] = {}
-            for was in (True, False):
-                kept = [not t.replies for t in played if t.previous.right is was]
-                numbers["kept"]["right" if was else "wrong"] = statistics.fmean(kept) if kept else None
-    return numbers
-
-
-def shares_of(items) -> dict:
-    counts = Counter(items)
-    return {item: n / counts.total() for item, n in sorted(counts.items())}
-
-
-# -----------------------------------------------------------------------------------------------------------
 # Benchmarks: rows of public data sets on the Hugging Face hub, of which only those that are needed are
 # fetched
 #
@@ -1188,8 +1123,8 @@ def benchmark(name: str, split: str, limit: int | None = None) -> list[Problem]:
                 break
     except OSError as e:
         raise OSError(f"{file} lacks rows of {page} ({source.rows:,}, {source.megabytes} MB): {e}\nTry again "
-                      f"to go on where it stopped{by_hand}. If the page asks to accept terms, do that and set "
-                      "HF_TOKEN.") from e
+                      f"to go on where it stopped{by_hand}. If the page asks to accept terms, do that and "
+                      "set HF_TOKEN.") from e
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as e:
         raise ValueError(f"{file} has not the {source.rows:,} rows that {page} had ({type(e).__name__}: "
                          f"{e}): remove it, try again") from e
@@ -1247,7 +1182,8 @@ def problem_from(name: str, n: int, row: dict, place: dict) -> Problem:
         problem.extra = {"function": json.loads(row["metadata"]).get("func_name"), "tests": place}
         code = row["starter_code"].strip()
     parts = [problem.question.strip()]
-    parts.append("\n".join(f"{x}. {choice}" for x, choice in zip("ABCD", problem.extra.get("choices", []))))
+    choices = zip("ABCD", problem.extra.get("choices", []))
+    parts.append("\n".join(f"{letter}. {choice}" for letter, choice in choices))
     if code:
         parts += [f"```python\n{code}\n```", ASK["unittest"]]
     else:
@@ -1317,7 +1253,7 @@ def fetch_slice(hub: requests.Session, source: Source, start: int, n: int) -> li
         page = answer.json()
         numbers = [row["row_idx"] for row in page["rows"]]
         cut_off = any(row["truncated_cells"] for row in page["rows"])
-        if page["num_rows_total"] != source.rows or numbers != list(range(start, start + n)) or cut_off:
+        if page["num_rows_total"] != source.rows or numbers != [*range(start, start + n)] or cut_off:
             raise ValueError(f"other rows than asked for, or not of {source.rows:,}")
         return [row["row"] for row in page["rows"]]
     except (KeyError, TypeError, ValueError) as e:
@@ -1438,9 +1374,10 @@ def checked(row: dict) -> Problem:
     if lacks:
         raise ValueError(f"the grader {grader} needs {', '.join(lacks)} in extra")
     if grader == "letter":
-        if not texts(extra["choices"]) or not 2 <= len(extra["choices"]) <= len(LETTERS):
+        choices = extra["choices"]
+        if not texts(choices) or not 2 <= len(choices) <= len(LETTERS):
             raise ValueError(f"choices are 2 to {len(LETTERS)} texts")
-        letters = list(LETTERS[:len(extra["choices"])])
+        letters = list(LETTERS[:len(choices)])
         if problem.answer not in letters:
             raise ValueError(f"the answer {problem.answer!r} is none of the letters A to {letters[-1]}")
     if grader == "code" and not isinstance(extra["tests"], dict):
@@ -1473,6 +1410,8 @@ def prepare(pool: list):
         found = sorted(found, key=lambda problem: -problem.level)  # equals keep their order
         print(f"{name}: {min(n, len(found))} problems taken of {len(found)}, {n} wanted")
         mix += found[:n]
+    if not mix:
+        raise ValueError("no candidate is left: was every worker lost?")
     rng = random.Random(0)
     second = []
     for name, n in MIXES["recursion"].items():
@@ -1491,6 +1430,7 @@ def with_spread(name: str, candidates: list[Problem], pool: list) -> list[Proble
     """The candidates that some of the workers solve alone and others do not: where all agree, no workflow's
     reward differs from another's by whom it asks. What a worker was lost on is left out too. ValueError once
     the budget is spent: nothing is written then, and what was answered is in the replay file."""
+    print(f"{name}: asking {len(pool)} workers {len(candidates)} questions each")
     calls, spent = sum(w.calls for w in pool), sum(w.spent for w in pool)
     asked = everyone_alone(pool, candidates, "prepare")
     right = [grades(candidates, traces) for traces in asked]  # [worker][problem]
@@ -1514,6 +1454,84 @@ def with_spread(name: str, candidates: list[Problem], pool: list) -> list[Proble
     print(f"{name}: left out {why or 'none'}; {calls:,} calls for ${spent:.2f}"
           f"{f', and {unpriced:,} so far at an unknown price' if unpriced else ''}")
     return kept
+
+
+# -----------------------------------------------------------------------------------------------------------
+# More tables
+
+
+def students_t(freedom: int) -> float:
+    """95 % of Student's t distribution lie within ± this. Where t = sqrt(freedom) tan(angle), the angle's
+    density is cos(angle) ^ (freedom - 1), which is summed here."""
+    width = math.pi / 2 / 200_000
+    angles = (np.arange(200_000) + 0.5) * width
+    mass = np.cumsum(np.cos(angles) ** (freedom - 1))
+    angle = np.interp(0.95, mass / mass[-1], angles + width / 2)
+    return math.sqrt(freedom) * math.tan(angle)
+
+
+def table(problems: list[Problem], systems: dict[str, list[Trace | None]]) -> str:
+    """A row for each system: the share of right answers over all and by kind, and mean calls."""
+    rows = {}
+    for name, traces in systems.items():
+        counted = [t.calls if t else 0 for t in traces if not t or not t.error]
+        calls = statistics.fmean(counted) if counted else None
+        unknown = dict.fromkeys(["all", *(p.kind for p in problems)])
+        rows[name] = {**unknown, **accuracies(problems, traces), "calls": calls}
+    heads = {"all": 3, "calls": 2} | {p.kind: 2 for p in problems}
+    return columns(rows, heads, f"accuracy, {len(problems)} problems")
+
+
+def learned(problems: list[Problem], traces: list[Trace | None]) -> str:
+    """For each kind the workflow most often written (who, seeing what), its share, and one example."""
+    lines = []
+    for kind in dict.fromkeys(p.kind for p in problems):
+        asked = [t for p, t in zip(problems, traces) if p.kind == kind]
+        found = {}
+        for t in asked:
+            if t:
+                same = str((t.workers, [step.access for step in t.workflow.steps]))
+                found.setdefault(same, []).append(t)
+        if not found:
+            continue
+        commonest = max(found.values(), key=len)
+        t = commonest[0]
+        share = len(commonest) / len(asked)
+        lines.append(f"{kind}: {counted(len(t.workers))}, written for {share:.0%}.  {t.question}")
+        for step, worker, response in zip(t.workflow.steps, t.workers, t.responses):
+            seen = " and ".join(str(i + 1) for i in step.access)
+            sees = f", seeing step{'s' if len(step.access) > 1 else ''} {seen}" if seen else ""
+            lines.append(f"    {worker}, told {step.subtask!r}{sees}: {response}")
+    return "\n".join(lines)
+
+
+def habits(traces: list[Trace | None]) -> dict:
+    """Of a Conductor's workflows: the shares of their lengths and shapes in the first round (Fig. 8), and
+    each worker's share of the steps by round (Figs. 7 and 10)."""
+    rounds = [t.rounds() for t in traces if t]
+    firsts = [found[0].workflow for found in rounds]
+    numbers = {"lengths": shares_of([counted(len(workflow.steps)) for workflow in firsts]),
+               "shapes": shares_of([shape(workflow) for workflow in firsts])}
+    for r in range(max(map(len, rounds), default=0)):
+        played = [found[r] for found in rounds if len(found) > r]
+        names = itertools.chain(*(t.workers for t in played))
+        numbers[f"workers, round {r + 1}"] = shares_of(names)
+        if r == 1:  # how often three empty lists kept an answer
+            numbers["kept"] = {}
+            for was, told in ((True, "right"), (False, "wrong")):
+                empty = [not t.replies for t in played if t.previous.right is was]
+                if empty:
+                    numbers["kept"][told] = statistics.fmean(empty)
+    return numbers
+
+
+def counted(steps: int) -> str:
+    return "1 step" if steps == 1 else f"{steps} steps"
+
+
+def shares_of(items) -> dict:
+    counts = Counter(items)
+    return {item: n / counts.total() for item, n in sorted(counts.items())}
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -1560,7 +1578,9 @@ def in_the_paper(benchmark: str) -> dict[str, dict]:
 def average(files: list[str]) -> str:
     """The numbers that several evaluations wrote with --out, line by line: mean ± 95 % interval over the
     files."""
-    runs = [read_numbers(file) for file in files]
+    runs = [read_json(file) for file in files]
+    if not all(isinstance(row, dict) for numbers in runs for row in numbers.values()):
+        raise ValueError("these are not what eval.py writes with --out")
     lines = [f"{'':<66}{'mean':>9} ± 95 % interval of the mean over {len(files)} files, by Student's t"]
     for system in runs[0]:
         found = [dict(flat(run.get(system, {}))) for run in runs]
@@ -1580,14 +1600,6 @@ def flat(numbers: dict, before: str = ""):
             yield from flat(value, f"{before}{key}: ")
         else:
             yield before + key, value
-
-
-def read_numbers(file: str) -> dict[str, dict]:
-    """What an evaluation wrote with --out: name -> numbers."""
-    numbers = read_json(file)
-    if not all(isinstance(row, dict) for row in numbers.values()):
-        raise ValueError(f"{file} is not what eval.py writes with --out")
-    return numbers
 
 
 LESSONS = 256  # train problems that the system router learns from
@@ -1679,26 +1691,29 @@ def check(s: Settings, names: list[str]) -> list[tuple[str, str]]:
             raise ValueError("best-single is the best of workers, which must have answered before: "
                              "--systems=workers,best-single")
         if name == "router":
-            learns_from = [s.lessons] if s.lessons else s.benchmarks.split(",")
-            for data in learns_from:
-                if not has_split(data, "train") or data.endswith(".jsonl") and not s.lessons:
-                    raise ValueError(f"router learns from train problems, and {data} has none: name others, say "
-                                     "--lessons=mmlu or --lessons=FILE.jsonl")
+            for data in [s.lessons] if s.lessons else s.benchmarks.split(","):
+                is_test = data.endswith(".jsonl") and not s.lessons
+                if is_test or not has_split(data, "train"):
+                    raise ValueError(f"router learns from train problems, and {data} has none: name others, "
+                                     "say --lessons=mmlu or --lessons=FILE.jsonl")
         wanted += [(name, w) for w in names] if by_one and not who else [(name, who)]
     for name, who in wanted:
-        if name in CONDUCTORS and not os.path.exists(os.path.join(who or s.checkpoint, "config.json")):
-            raise FileNotFoundError(f"no checkpoint in {who or s.checkpoint}: train.py makes one, "
-                                    "--checkpoint=DIR names another")
+        folder = who or s.checkpoint
+        if name in CONDUCTORS and not os.path.exists(os.path.join(folder, "config.json")):
+            raise FileNotFoundError(f"no checkpoint in {folder}: train.py makes one, or name another with "
+                                    "--checkpoint=DIR")
     return wanted
-
-
-def show(share: float | None) -> str:
-    return "?" if share is None else f"{share:.0%}"
 
 
 def after(traces: list[Trace | None], rounds: int) -> list[Trace | None]:
     """What the traces were after so many further rounds, or as many as there were."""
-    return [t and t.rounds()[:rounds + 1][-1] for t in traces]
+    found = []
+    for trace in traces:
+        if trace:
+            turns = trace.rounds()
+            trace = turns[min(rounds, len(turns) - 1)]
+        found.append(trace)
+    return found
 
 
 def run_wanted(s: Settings, data: str, problems: list[Problem], pools: list, wanted: list) -> dict[str, list]:
@@ -1706,7 +1721,8 @@ def run_wanted(s: Settings, data: str, problems: list[Problem], pools: list, wan
     runs = {}
     for name, who in wanted:
         if name == "best-single":  # in hindsight
-            best = max(pools[0], key=lambda w: measure(problems, runs[w.name])["accuracy"] or 0.0).name
+            scores = {w.name: measure(problems, runs[w.name])["accuracy"] or 0.0 for w in pools[0]}
+            best = max(scores, key=scores.get)
             runs[f"best-single {best}"] = runs[best]
             continue
         repeats = [play(s, data, name, who, problems, pools, i) for i in range(s.repeats)]
@@ -1717,22 +1733,26 @@ def run_wanted(s: Settings, data: str, problems: list[Problem], pools: list, wan
     return runs
 
 
-def report(data: str, problems: list[Problem], runs: dict[str, list], beside: dict[str, dict]) -> dict[str, dict]:
-    """Print what a benchmark's runs come to, above the rows that are to stand beside them. Returns name -> numbers."""
+def report(data: str, problems: list[Problem], runs: dict[str, list], beside: dict) -> dict[str, dict]:
+    """Print what a benchmark's runs come to, above rows to compare with. Returns name -> numbers."""
     rows = {name: measure(problems, repeats) for name, repeats in runs.items()}
-    print(table(problems, {name: repeats[0] for name, repeats in runs.items()}) + "\n")
-    print(columns(rows | beside, MEASURED, data) + "\n")
+    first_repeat = {name: repeats[0] for name, repeats in runs.items()}
+    print(table(problems, first_repeat), end="\n\n")
+    print(columns(rows | beside, MEASURED, data), end="\n\n")
     for name, repeats in runs.items():
         lost = [t.error for traces in repeats for t in traces if t and t.error]
         if lost:
             print(f"{name}: {len(lost)} not counted, as their workers were lost: {lost[0]}")
-        if name.replace(",", " ").split()[0] in (*CONDUCTORS, "seat"):
-            found = habits(repeats[0])
+    most_rounds = {re.sub(r", \d+ more$", "", name): traces for name, traces in first_repeat.items()}
+    for name, traces in most_rounds.items():
+        if name.split()[0] in (*CONDUCTORS, "seat"):
+            found = habits(traces)
             rows[name] |= found
             for key, shares in found.items():
-                print(f"{name}, {key}: " + ", ".join(f"{x} {show(share)}" for x, share in shares.items()))
+                told = [f"{item} {share:.0%}" for item, share in shares.items()]
+                print(f"{name}, {key}: {', '.join(told)}")
     if "conductor" in runs:
-        print("\n" + learned(problems, runs["conductor"][0]) + "\n")
+        print(learned(problems, first_repeat["conductor"]), end="\n\n")
     return rows
 
 
@@ -1780,13 +1800,21 @@ def main(argv):
             return print(average(words[1:]))
         if words not in ([], ["prepare"]):
             raise SystemExit(__doc__)
-        if words == ["prepare"] and s.pool:
+        pool = []
+        if words and s.pool:
             os.makedirs(DATA, exist_ok=True)
             s.replay = s.replay or os.path.join(DATA, "replies")
-        pool = []
-        if s.pool or not words:
+        if not words or s.pool:
             pool = subset(load_pool(s.pool or "local", replay=s.replay, budget=s.budget), s.only)
-        prepare(pool) if words else evaluate(s, pool)
+        lacks = [f"${w.api_key_env} for {w.name}" for w in pool if
+                 w.api_key_env and not os.environ.get(w.api_key_env)]
+        lacks += [f"{w.url} for {w.name}" for w in pool if w.url.startswith("$")]
+        if lacks:
+            raise ValueError(f"--pool={s.pool}: set {', '.join(lacks)} in the environment")
+        if words:
+            prepare(pool)
+        else:
+            evaluate(s, pool)
         if pool and pool[0].budget and pool[0].budget.refused:
             raise SystemExit(f"the budget of ${s.budget:g} is spent: what came after is not counted above")
     except (OSError, ValueError, WorkerError) as e:

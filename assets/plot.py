@@ -1,8 +1,8 @@
 """Draw what train.py and eval.py have written (needs matplotlib: pip install matplotlib).
 
-    python assets/plot.py RUN         of a training run, into RUN/curve.png: accuracy by kind of problem beside the
-                                      best worker alone (Fig. 3), workers' shares of the steps (Fig. 7), steps (Fig. 8)
-    python assets/plot.py FILE.json   of what eval.py wrote with --out, into FILE.png: cost and accuracy (Fig. 5),
+    python assets/plot.py RUN         a training run, as RUN/curve.png: accuracy by kind beside the best worker
+                                      alone (Fig. 3), workers' shares of the steps (Fig. 7), steps (Fig. 8)
+    python assets/plot.py FILE.json   what eval.py wrote with --out, as FILE.png: cost and accuracy (Fig. 5),
                                       lengths of workflows (Fig. 8), workers' shares by round (Fig. 10)
 """
 import json
@@ -14,7 +14,8 @@ def smooth(values: list, span: int = 10) -> list:
     """Means of the last `span` values that are known; None where none is."""
     means = []
     for i in range(len(values)):
-        window = [v for v in values[max(0, i - span + 1):i + 1] if v is not None]
+        first = max(0, i - span + 1)
+        window = [value for value in values[first:i + 1] if value is not None]
         means.append(sum(window) / len(window) if window else None)
     return means
 
@@ -59,8 +60,11 @@ def bars(axes, groups: dict[str, dict[str, float]], title: str):
     keys = sorted({key for shares in groups.values() for key in shares})
     width = 0.8 / max(len(groups), 1)
     for i, (name, shares) in enumerate(groups.items()):
-        axes.bar([k + i * width for k in range(len(keys))], [shares.get(key, 0.0) for key in keys], width, label=name)
-    axes.set_xticks([k + 0.4 - width / 2 for k in range(len(keys))], keys, rotation=20)
+        left = [k + i * width for k in range(len(keys))]
+        heights = [shares.get(key, 0.0) for key in keys]
+        axes.bar(left, heights, width, label=name)
+    middle = (len(groups) - 1) * width / 2
+    axes.set_xticks([k + middle for k in range(len(keys))], keys, rotation=20)
     axes.set(ylabel=title, ylim=(0, 1))
     axes.legend(fontsize=8)
 
@@ -68,18 +72,20 @@ def bars(axes, groups: dict[str, dict[str, float]], title: str):
 def draw_evaluation(plt, path: str) -> str:
     with open(path) as f:
         rows = json.load(f)
-    measured = {name: row for name, row in rows.items() if row.get("accuracy") is not None and "tokens" in row}
-    if not measured:
-        raise ValueError(f"{path} is not what eval.py writes with --out")
-    lengths = {name: row["lengths"] for name, row in rows.items() if "lengths" in row and " more" not in name}
-    by_round = {}
+    measured, lengths, by_round = {}, {}, {}
     for name, row in rows.items():
+        if "tokens" in row and row["accuracy"] is not None:
+            measured[name] = row
+        if "lengths" in row:
+            lengths[name] = row["lengths"]
         for key, shares in row.items():
             if key.startswith("workers, round"):
-                by_round[f"{name}{key.removeprefix('workers')}"] = shares
-    figure, panels = plt.subplots(1 + bool(lengths) + bool(by_round), figsize=(8, 11 if lengths else 4.5),
-                                  layout="constrained", squeeze=False)
-    scatter, *others = panels[:, 0]
+                by_round[name + key.removeprefix("workers")] = shares
+    if not measured:
+        raise ValueError(f"{path} is not what eval.py writes with --out")
+    n = 3 if lengths else 1
+    figure, panels = plt.subplots(n, figsize=(8, 1 + 3.5 * n), layout="constrained", squeeze=False)
+    scatter = panels[0, 0]
     priced = all(row["cents"] for row in measured.values())
     for name, row in measured.items():
         x = row["cents" if priced else "tokens"]
@@ -88,9 +94,8 @@ def draw_evaluation(plt, path: str) -> str:
     scatter.set(xlabel="cents a question" if priced else "workers' tokens a question",
                 ylabel="accuracy, %, with its 95 % interval")
     if lengths:
-        bars(others.pop(0), lengths, "share of the workflows")
-    if by_round:
-        bars(others.pop(0), by_round, "share of the steps")
+        bars(panels[1, 0], lengths, "share of the workflows")
+        bars(panels[2, 0], by_round, "share of the steps")
     file = path.removesuffix(".json") + ".png"
     figure.savefig(file, dpi=120)
     return file
@@ -105,7 +110,8 @@ def main(argv):
         raise SystemExit("drawing needs matplotlib: pip install matplotlib") from None
     plt.switch_backend("Agg")
     try:
-        print(draw_evaluation(plt, argv[0]) if argv[0].endswith(".json") else draw_run(plt, argv[0]))
+        draw = draw_evaluation if argv[0].endswith(".json") else draw_run
+        print(draw(plt, argv[0]))
     except (OSError, ValueError, KeyError, AttributeError) as e:
         raise SystemExit(f"{argv[0]}: {type(e).__name__}: {e}") from None
 

@@ -310,6 +310,8 @@ def test_without_subtasks_the_same_workflow_is_written_without_them():
         assert [line.split(" = ")[0] for line in whole] == ["Plan: Why?", "model_id", "subtasks", "access_list"]
         bare = random_completion("Why?", random.Random(seed), 5, subtasks=False).split("\n")
         assert bare == whole[:2] + whole[3:]
+        steps = parse("\n".join(bare), 5, subtasks=False).steps
+        assert [(s.worker, s.access) for s in steps] == [(s.worker, s.access) for s in parse("\n".join(whole), 5).steps]
 
 
 def test_random_workflows_prefer_nothing():
@@ -404,11 +406,11 @@ def test_central_by_hand():
 
 def test_a_poll_asks_all_and_puts_the_chosen_response_last(pool):
     problem = Problem("", "What is 7 * 8?", "56", "arithmetic")
-    trace = poll(pool[:3], problem, lambda problem, responses: 0)
+    trace = poll(problem, pool, [0, 1, 2], None, lambda problem, responses: 0)
     assert trace.answer == "56" and trace.calls == 3 and trace.workers == ["translator", "librarian", "calculator"] and not trace.error
     assert all(len(r.text) > 10 for r in trace.replies[:2]) and trace.tokens > 10
     down = Worker("openai", "http://127.0.0.1:9/v1", "m", name="gone", attempts=1)
-    lost = poll([pool[0], down], problem, lambda problem, responses: 1 / 0)
+    lost = poll(problem, [pool[0], down], [0, 1], None, lambda problem, responses: 1 / 0)
     assert lost.error.startswith("gone: ") and lost.answer == "" and lost.calls == 1  # what was paid for is counted
 
 
@@ -475,8 +477,8 @@ def test_every_call_of_a_conductor_has_its_own_name(monkeypatch):
 def test_a_worker_alone(pool):
     """One turn, the bare question; a worker that is lost is an error of its trace and no answer."""
     problem = Problem("", "What is 7 * 8?", "56", "arithmetic")
-    trace = alone(pool[CALCULATOR], problem)
+    trace = alone(problem, pool, CALCULATOR)
     assert (trace.answer, trace.calls, trace.error, trace.workers) == ("56", 1, None, ["calculator"])
-    down = alone(Worker("openai", "http://127.0.0.1:9/v1", "m", name="gone", attempts=1), problem)
+    down = alone(problem, [Worker("openai", "http://127.0.0.1:9/v1", "m", name="gone", attempts=1)], 0)
     assert down.error.startswith("gone: ") and (down.answer, down.calls) == ("", 0)
 

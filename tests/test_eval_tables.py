@@ -198,7 +198,7 @@ def test_habits_by_hand():
     told = habits([trace("1"), pair, None, kept])
     assert told["lengths"] == pytest.approx({"1 step": 2 / 3, "2 steps": 1 / 3}) and sum(told["shapes"].values()) == pytest.approx(1)
     assert told["workers, round 1"] == {"calculator": 0.5, "coder": 0.25, "librarian": 0.25} and told["workers, round 2"] == {}
-    assert told["kept"] == {"right": 1.0, "wrong": None}
+    assert told["kept"] == {"right": 1.0}
     assert habits([None]) == {"lengths": {}, "shapes": {}}
 
 
@@ -218,13 +218,17 @@ def test_habits_by_hand():
     (["--systems=conductor", "--subset=3", "--pool={dir}/good.json"], "local pools"),
     (["--checkpoint={dir}/none"], "{dir}/none"), (["--benchmarks=laptot"], "laptop"), (["--out={dir}"], "{dir}: a folder"),
     (["--out={dir}/one.jsonl/x.json"], "one.jsonl"), (["--pool={dir}/pool.json"], "random"), (["--only=poet"], "poet"),
-    (["--pool=paper", "--budget=5"], "write a pool file"), (["prepare", "--pool={dir}/none.json"], "none.json"),
+    (["--pool=paper", "--budget=5"], "into a pool file"), (["prepare", "--pool={dir}/none.json"], "none.json"),
+    (["prepare", "--pool=paper"], "GEMINI_API_KEY for Gemini 2.5 Pro.*OPEN_BASE_URL for Gemma"),
+    (["--pool=paper", "--systems=random"], "GEMINI_API_KEY"), (["--benchmarks=mmlu,laptot", "--systems=random"], "no problems 'laptot'"),
     (["prepare", "now"], r"python eval\.py"), (["draw"], r"python eval\.py"), (["plot"], r"python eval\.py")])
 def test_command_line_refuses(words, reason, tmp_path, monkeypatch):
     """A wrong flag, value, word or folder ends the program with one message that names it, before any worker is asked or data are fetched."""
     monkeypatch.setattr(evaluation, "play", lambda *args: 1 / 0)
     monkeypatch.setattr(evaluation, "session", lambda: 1 / 0)
     monkeypatch.setattr(evaluation, "DATA", str(tmp_path / "data"))
+    for variable in ("GEMINI_API_KEY", "OPEN_BASE_URL"):
+        monkeypatch.delenv(variable, raising=False)
     (tmp_path / "one.jsonl").write_text('{"question": "1+1?", "answer": "2", "kind": "sums"}')
     entry = {"protocol": "openai", "base_url": "http://127.0.0.1:9", "model": "m"}
     (tmp_path / "pool.json").write_text(json.dumps([{**entry, "name": "random"}]))
