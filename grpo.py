@@ -75,7 +75,8 @@ def pack(groups, device):
     ids, positions, targets, predictors = [], [], [], []
     shapes, grids = [], []
     for prompt, completions in groups:
-        first, P = len(ids), len(prompt)
+        first = len(ids)
+        P = len(prompt)
         L = max(len(completion) for completion in completions)
         grid, cells = [], []
         ids += prompt
@@ -136,7 +137,8 @@ def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference:
     sizes = [S for S, *_ in layout]
 
     def attend(layer, q, k, v):  # q (1, H, T, D), k and v (1, Hkv, T, D)
-        dtype, y = q.dtype, []
+        dtype = q.dtype
+        y = []
         if device.type == "cpu":  # the fused kernel's backward pass in bf16 is slow there
             q, k, v = q.float(), k.float(), v.float()
         for *qkv, group in zip(q.split(sizes, 2), k.split(sizes, 2), v.split(sizes, 2), layout):
@@ -180,9 +182,9 @@ def token_logprobs(model: Qwen, prompt: list[int], completions: list[list[int]],
 
 
 def surrogate(logprobs, old, advantage, clip, clip_high=0.0):
-    """Eq. 1 token by token without the KL, to be maximised: min(ρA, clip(ρ, 1-ε, 1+ε)A), with ρ = π/π_old.
-    All are 1-D over tokens; advantage may be a number. clip_high: another ε above 1 (DAPO, arXiv
-    2503.14476)."""
+    """Eq. 1 without the KL, to be maximised: min(ρA, clip(ρ, 1-ε, 1+ε)A) with ρ = π/π_old, token by token
+    (Eq. 1 prints one ρ a completion). All are 1-D over tokens; advantage may be a number. clip_high: another
+    ε above 1 (DAPO, arXiv 2503.14476)."""
     ratio = (logprobs - old).exp()
     clipped = ratio.clamp(1 - clip, 1 + (clip_high or clip))
     return torch.minimum(ratio * advantage, clipped * advantage)
@@ -191,10 +193,12 @@ def surrogate(logprobs, old, advantage, clip, clip_high=0.0):
 def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, reference: Qwen | None = None,
            temperature=1.0, n_ids=None, token_budget=16384, max_grad_norm=1.0, clip_high=0.0, loss="sequence",
            max_new_tokens=0) -> dict:
-    """One optimizer step on Eq. 1 over all ranks' rollouts, of which these are this rank's. All ranks skip a
-    step whose gradient is not finite. reference is needed where beta > 0. loss says what the sum over tokens
-    is divided by: "sequence", each by its rollout's length and then by the rollouts (GRPO); "token", by all
-    tokens (DAPO); "constant", by rollouts times max_new_tokens (Dr. GRPO, arXiv 2503.20783).
+    """One optimizer step on Eq. 1 over all ranks' rollouts, of which these are this rank's. π_old is what the
+    sampler said. The gradient is clipped to max_grad_norm; where it is not finite all ranks skip the step.
+
+    reference is needed where beta > 0. loss says what the sum over tokens is divided by: "sequence", each by
+    its rollout's length and then by the rollouts (GRPO); "token", by all tokens (DAPO); "constant", by
+    rollouts times max_new_tokens (Dr. GRPO, arXiv 2503.20783).
 
     Returns means over all ranks' tokens, without rollouts that teach nothing (advantage and beta 0): gap (how
     far the trainer's log-probability is from the sampler's: in the first update, how far the two programs
@@ -218,7 +222,8 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
             share += [1 / divisor] * n_written(r)
         old, gain, share = to_device(np.array([old, gain, share], dtype=np.float32), device)  # each (N)
         new, kl = packed_logprobs(model, by_prompt(batch), temperature, n_ids, reference if beta else None)
-        new, kl = torch.cat(new)[:len(old)], kl[:len(old)]  # an empty batch only keeps step: it has no tokens
+        new = torch.cat(new)[:len(old)]  # an empty batch only keeps step: it has no tokens
+        kl = kl[:len(old)]
         objective = ((surrogate(new, old, gain, clip, clip_high) - beta * kl) * share).sum()
         (-objective * world).backward()  # FSDP averages gradients over ranks
         with torch.no_grad():
@@ -269,14 +274,16 @@ def micro_batches(rollouts: list[Rollout], token_budget: int) -> list[list[Rollo
     """Split rollouts into lists of at most `token_budget` tokens, or of one rollout that is longer. Rollouts
     of a prompt stand together and by length, so that little is padded. A prompt counts once, and a list's
     first prompt does not count: a long one shall not be computed again for every few tokens."""
-    batches, size = [], 0
+    batches = []
+    size = 0
     for r in sorted(rollouts, key=lambda r: (r.prompt, n_written(r))):
         cost = n_written(r)
         if batches and r.prompt != batches[-1][-1].prompt:
             cost += len(r.prompt)
         if not batches or size + cost > token_budget:
             batches.append([])
-            size, cost = 0, n_written(r)
+            size = 0
+            cost = n_written(r)
         batches[-1].append(r)
         size += cost
     return batches

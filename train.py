@@ -84,7 +84,7 @@ class Settings:
     lr: float = 0.0  # 0: 1e-3 for a model of less than 10 million parameters, else 1e-6
     beta2: float = 0.99
     warmup: float = 0.03  # share of the run over which lr rises; then it falls as a cosine
-    clip: float = 0.2
+    clip: float = 0.2  # the paper's ε
     clip_high: float = 0.0  # another clip above 1; 0: the same
     std: bool = True  # False: advantages are only centred
     loss: str = "sequence"  # mean over tokens and then rollouts; "token", "constant": see grpo.update
@@ -143,8 +143,8 @@ TINY = 10_000_000  # parameters below which a model is none that was pretrained
 
 
 def first_rounds(s: Settings, problems, pool, iteration: int) -> list[Task]:
-    """An iteration's questions, each with the whole pool or a random subset of it (§3.2), of a random
-    size."""
+    """An iteration's questions, in the order of the data, over and over. Each has the whole pool, or s.subset
+    or more of its workers, drawn by chance (§3.2 draws k always)."""
     tasks = []
     for i in range(iteration * s.questions, (iteration + 1) * s.questions):
         problem = problems[i % len(problems)]
@@ -157,8 +157,8 @@ def first_rounds(s: Settings, problems, pool, iteration: int) -> list[Task]:
 
 
 def second_rounds(s: Settings, groups: list[list[Rollout]], iteration: int) -> list[Task]:
-    """Half of the questions again, in view of the answer of one first round, which is drawn by chance
-    (§3.2)."""
+    """Half of the questions again, in view of the answer of one first round, which is drawn by chance (§3.2).
+    These rounds come beside the first ones: 4 questions x 64 rollouts make 384, where App. A.1 says 256."""
     tasks = []
     for i, group in enumerate(groups):
         answered = [r for r in group if r.trace and r.right is not None]
@@ -218,8 +218,7 @@ def reward(rollout: Rollout, s: Settings) -> float | None:
 
 
 def learn(model, optimizer, reference, groups, s: Settings, iteration: int, n_ids: int) -> list[dict]:
-    """Eq. 1 in s.minibatches steps, each on its share of every group. Returns what `update` says of each
-    step."""
+    """Eq. 1 in s.minibatches steps, each on a share of every group. Returns what `update` says of each."""
     lr = s.lr * schedule(iteration, s.iterations, s.warmup)
     set_lr(optimizer, lr)
     beta = s.beta * (1 - iteration / s.iterations)
@@ -241,8 +240,7 @@ def learn(model, optimizer, reference, groups, s: Settings, iteration: int, n_id
 
 
 def my_share(rollouts) -> list[Rollout]:
-    """This rank's part of some rollouts: neighbours, which share prompts, with about as many tokens as other
-    ranks'."""
+    """This rank's part of some rollouts: neighbours, which share prompts, with as many tokens as others'."""
     rollouts = list(rollouts)
     ends = np.cumsum([len(r.completion.tokens) for r in rollouts])
     world = dist.get_world_size()
@@ -277,7 +275,8 @@ def train(s: Settings, device: str):
     dtype = compute_dtype(device, s.dtype)
     world = dist.get_world_size()
     pool = load_pool(s.pool, url, s.replay, budget, world)  # one server of local specialists for all ranks
-    problems, test = load(s.data, "train"), load(s.test_data or s.data, "test", s.test)
+    problems = load(s.data, "train")
+    test = load(s.test_data or s.data, "test", s.test)
     model, tokenizer, reference = load_models(s, start, problems, pool, device, dtype)
     # What was read may be of an earlier run in this very place.
     on_rank0(lambda: rewind(s, first) if done else make_room(s))
@@ -301,7 +300,6 @@ def train(s: Settings, device: str):
     if s.recursion:
         share = share * 3 // 2
     bar = tqdm(total=s.iterations * share, initial=first * share, desc="rollouts of rank 0", disable=quiet())
-
     in_a_row = 0  # steps skipped
 
     for iteration in range(first, s.iterations):
@@ -334,7 +332,8 @@ def train(s: Settings, device: str):
         if pool[0].budget and pool[0].budget.refused:
             stopping.append("the budget is spent")
         reasons = everyone(stopping)  # of any rank: they leave together
-        if reasons or iteration + 1 in (s.iterations, *range(0, s.iterations, s.save_every)):
+        last = iteration + 1 == s.iterations
+        if reasons or last or (iteration + 1) % s.save_every == 0:
             save(s, iteration + 1, model, tokenizer, optimizer, dtype)
             reasons = everyone(stopping)  # a signal may have come meanwhile
         if reasons:
@@ -354,8 +353,7 @@ def train(s: Settings, device: str):
 
 
 def shard(model: Qwen, s: Settings, device: str, dtype: torch.dtype) -> Qwen:
-    """FSDP2: fp32 master weights, gradients and Adam's state in equal parts on all ranks; computation in
-    dtype."""
+    """FSDP2: fp32 weights, gradients and Adam's state in equal parts on all ranks; computation in dtype."""
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=device == "cuda") if s.offload else OffloadPolicy()
     mesh = init_device_mesh(device, (dist.get_world_size(),))
@@ -392,8 +390,7 @@ def answer(sampler: Qwen, tokenizer, problems, pool, s: Settings) -> list[Trace 
 
 
 def finish(s: Settings, traces: list[Trace | None], test, pool):
-    """The final table on held-out problems, beside every worker and random workflows; what was learned for
-    each kind."""
+    """The table on held-out problems, beside every worker and random workflows, and what was learned."""
     if dist.get_rank():
         return
     systems = {"Conductor": traces, **evaluation.baselines(test, pool)}
@@ -442,7 +439,8 @@ def metrics(iteration, groups, steps, seconds, held_out, config: Config, device:
     }
     for key in ("approx_kl", "clipfrac", "kl", "entropy", "grad_norm"):
         m[key] = mean(step[key] for step in steps)
-    m["by_kind"], m["steps_by_kind"] = {}, {}
+    m["by_kind"] = {}
+    m["steps_by_kind"] = {}
     for kind in dict.fromkeys(r.task.problem.kind for r in first):
         m["by_kind"][kind] = mean(r.right for r in known if r.task.problem.kind == kind)
         m["steps_by_kind"][kind] = steps_of(r for r in ran if r.task.problem.kind == kind)
@@ -576,7 +574,8 @@ def warm_start(model, tokenizer, problems, pool, s: Settings):
         rows = []
         for problem in rng.choices(problems, k=s.warm_batch):
             chat, completion = random_lesson(problem, rng, pool, s)
-            prompt, written = tokenizer.chat(chat), tokenizer.encode(completion) + [tokenizer.eos_id]
+            prompt = tokenizer.chat(chat)
+            written = tokenizer.encode(completion) + [tokenizer.eos_id]
             weights = [0.1] * len(prompt) + [1.0] * len(written)
             rows.append((torch.tensor(prompt + written), torch.tensor(weights)))
         total = sum(weights.sum().item() for _, weights in rows)
@@ -735,7 +734,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def load_models(s: Settings, start: str, problems, pool, device: str, dtype):
     """The model in its shards, its tokenizer, and the reference policy if one is named."""
-    reference, named = None, reference_folder(s, start)
+    reference = None
+    named = reference_folder(s, start)
     try:
         if start:
             on_rank0(lambda: fetch(start, "*.json", "*.safetensors"))  # one rank downloads
@@ -860,7 +860,8 @@ def newest(s: Settings) -> str:
 
 def tidy(s: Settings):
     """Point out/checkpoint at the newest, and drop all but the newest few and the best."""
-    link, folders = os.path.join(s.out, "checkpoint"), checkpoints(s.out)
+    link = os.path.join(s.out, "checkpoint")
+    folders = checkpoints(s.out)
     newest_name = os.path.basename(folders[-1])
     with contextlib.suppress(FileNotFoundError):  # a kill can leave one
         os.remove(link + ".tmp")
@@ -949,8 +950,10 @@ def peaks() -> tuple[float, float] | None:
 
 def sizes(config: Config) -> tuple[int, int]:
     """The parameters of a layer, and of all that is no layer."""
-    C, kv = config.hidden_size, config.num_key_value_heads * config.head_dim
-    queries, keys = C * C + C, C * kv + kv  # with their biases
+    C = config.hidden_size
+    kv = config.num_key_value_heads * config.head_dim
+    queries = C * C + C  # with their biases, as are keys and values
+    keys = C * kv + kv
     attention = queries + 2 * keys + C * C
     layer = attention + 3 * C * config.intermediate_size + 2 * C
     tables = 1 if config.tie_word_embeddings else 2
@@ -978,7 +981,8 @@ def utilisation(groups, seconds: float, config: Config, device: str) -> float | 
         return None
     total = 0.0
     for group in groups:
-        prompt, written = len(group[0].prompt), sum(len(r.completion.tokens) for r in group)
+        prompt = len(group[0].prompt)
+        written = sum(len(r.completion.tokens) for r in group)
         layers, head = flops_a_token(config, prompt + written / len(group) / 2)
         total += 3 * ((prompt + written) * layers + written * head)
     flops, _ = peaks()
@@ -989,7 +993,8 @@ def memory(s: Settings, config: Config, world: int, prompt: int, device: str) ->
     """Estimated bytes of a rank, by phase and part. Parts that end in (CPU) are not in the device's
     memory."""
     C, L, V = config.hidden_size, config.num_hidden_layers, config.vocab_size
-    N, (layer, others) = count(config), sizes(config)
+    N = count(config)
+    layer, others = sizes(config)
     width = 2 if compute_dtype(device, s.dtype) == torch.bfloat16 else 4  # bytes of a number in computation
     place = " (CPU)" if s.offload else ""
     share = N / world
@@ -1030,7 +1035,9 @@ def peak(phases: dict) -> float:
 
 def what_would_fit(s: Settings, config: Config, world: int, prompt: int, device: str, room: float) -> str:
     """Up to three ways in which the run would fit, the mildest first."""
-    recompute, offload, budget = {"recompute": True}, {"offload": True}, {"token_budget": s.token_budget // 4}
+    recompute = {"recompute": True}
+    offload = {"offload": True}
+    budget = {"token_budget": s.token_budget // 4}
     everything = recompute | offload | budget | {"max_new_tokens": s.max_new_tokens // 2}
     ways = [(recompute, world), (budget, world), (offload, world), ({}, 2 * world), ({}, 4 * world),
             (recompute | offload, world), (everything, world)]
@@ -1054,7 +1061,8 @@ def estimate(s: Settings, config: Config, pool, device: str) -> tuple[str, str]:
     if s.recursion:
         longest += s.max_new_tokens + (100 if local else 4096)  # the first round and its answer
     phases = memory(s, config, world, longest, device)
-    reserve, present = RESERVE[device], devices()[1]
+    reserve = RESERVE[device]
+    _, present, _ = devices()
     needed = peak(phases) + reserve
     lack = ""
     if needed > present:
@@ -1117,7 +1125,8 @@ def gib(size: float) -> str:
     return f"{size / GiB:.1f}"
 
 
-STEPS, TOKENS_IN, TOKENS_OUT = 3, 1000, 700  # what a workflow and a call are assumed to be
+STEPS = 3  # of a workflow, as the estimate assumes
+TOKENS_IN, TOKENS_OUT = 1000, 700  # of a call
 
 
 def disk(config: Config) -> int:
