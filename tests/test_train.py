@@ -241,7 +241,7 @@ def test_the_programs_take_the_checkpoint(trained, checkpoint):
         hint, ["sample.py", f"--checkpoint={checkpoint}", "What is 3 + 4?", "--max_new_tokens=16"],
         ["eval.py", f"--checkpoint={checkpoint}", "--test=8"])
     assert conducted.out.startswith(f"Question: {hint[1]}\n") and "\nAnswer: " in conducted.out and " calls, " in conducted.out
-    assert re.search(r"^\w+, model [0-4], sees .*: .+", conducted.out, re.MULTILINE)
+    assert re.search(r"^Step 0: \w+ \(model [0-4]\), sees .*: .+", conducted.out, re.MULTILINE)
     assert sampled.out.strip()
     *again, _ = table_of(evaluated.out).replace("conductor", "Conductor", 1).splitlines()  # the last row, random workflows, is another draw
     assert again == table_of(trained[0][1].out).splitlines()[:-1]
@@ -528,7 +528,8 @@ def test_train_refuses(case, refused):
     ("--max_steps=0", "--max_steps=0"), ("--temperature=0", "--temperature=0"), ("--warm_batch=0", "--warm_batch=0")])
 def test_main_refuses(word, names, tmp_path, in_process):
     """As above, without a process of its own. --resume finds a run that began without a KL term."""
-    os.makedirs(tmp_path / "out" / "checkpoints" / "00001")
+    os.makedirs(tmp_path / "out" / "checkpoints" / "00001" / "state")
+    (tmp_path / "out" / "checkpoints" / "00001" / "state" / "00000-of-00001.safetensors").touch()
     with pytest.raises(SystemExit, match=names):
         train.main(["--preset=laptop", f"--out={tmp_path}/out", *TINY, word.format(tmp=tmp_path, tmp_path=tmp_path)])
 
