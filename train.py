@@ -592,7 +592,7 @@ def warm_start(model, tokenizer, problems, pool, s: Settings):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Appendix: ranks, signals, time and memory
+# Appendix: ranks and signals; checkpoints; what a run takes; what it lacks; the command line
 
 
 def on_rank0(job):
@@ -726,7 +726,7 @@ def bill(pool):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Appendix: checkpoints. What is random follows from the seed and the iteration, so that weights and Adam's
+# Checkpoints. What is random follows from the seed and the iteration, so that weights and Adam's
 # moments are all that resuming needs.
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -920,7 +920,7 @@ def write_traces(s: Settings, iteration: int, groups):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Appendix: what a run takes
+# What a run takes
 
 # Dense bf16 TFLOP/s and GB/s of memory, from the vendors' data sheets. What another device can do is unknown.
 PEAKS = {"H200": (989, 4800), "H100 PCIe": (756, 2000), "H100": (989, 3350), "A100": (312, 1555),
@@ -1135,7 +1135,7 @@ def disk(config: Config) -> int:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Appendix: what a run lacks, and the command line
+# What a run lacks, and the command line
 
 
 def choose_by_size(s: Settings, config: Config):
