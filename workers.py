@@ -6,17 +6,12 @@
 
 NAME is local, local:pairs, local:tired, paper, today, openrouter (these three also with :unconstrained) or a
 JSON file. `Worker.chat` turns messages into a Reply or raises WorkerError: what a model said and what went
-wrong on the way never mix. Keys are read from the environment at each call and kept nowhere. Read next:
-workflow.py.
+wrong on the way never mix. Keys are read from the environment at each call. Read next: workflow.py.
 """
-import atexit
 import contextlib
-import email.utils
 import functools
 import hashlib
-import http.client
 import http.cookiejar
-import io
 import json
 import math
 import operator
@@ -33,12 +28,14 @@ import traceback
 import urllib.parse
 import zlib
 from dataclasses import asdict, dataclass, field, replace
+from email.utils import parsedate_to_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from typing import NamedTuple
 
 import requests
 import urllib3  # which requests is made of
+from requests.adapters import HTTPAdapter
 
 CONNECT = 10.0  # seconds to reach a host
 BACKOFF, BACKOFF_MAX = 2.0, 30.0  # seconds: the longest wait after the first failed attempt, and after any
@@ -63,14 +60,14 @@ class Reply:
     prompt_tokens: int  # with those that a cache held; 0 where unknown
     completion_tokens: int  # with those of the reasoning; 0 where unknown
     cost: float | None  # dollars; None where the price or the usage is unknown
-    seconds: float  # with retries, without the wait for a free slot
+    seconds: float  # with retries, without the waits for a free slot, a turn under rpm and the budget
     finish: str = "stop"  # or "length" (cut off), "refusal" (by model or filter), else the provider's word
 
 
 @dataclass
 class Worker:
     """One entry of a pool. `chat` may be called from any number of threads."""
-    protocol: str
+    protocol: str  # one of PROTOCOLS
     base_url: str  # $VARIABLES are the environment's
     model: str
     name: str = ""  # the model's unless given
@@ -91,9 +88,9 @@ class Worker:
         self.name = self.name or self.model
         self.deadline = self.deadline or 3 * self.timeout
         self.url = os.path.expandvars(self.base_url).rstrip("/")
+        self.session = new_session(self.url, self.concurrency)
         self.slots = threading.Semaphore(self.concurrency)
         self.lock = threading.Lock()
-        self.idle = []  # sessions
         self.turn = 0.0  # the time.monotonic() of the next request under rpm
         self.usual = 0.0  # seconds that an answer takes, by those so far
         self.calls, self.spent, self.unpriced = 0, 0.0, 0  # replies; dollars; replies of unknown cost
@@ -102,8 +99,8 @@ class Worker:
         """Ask the model. messages: [{"role": "system", "user" or "assistant", "content": str}, ...].
 
         overrides win over params; both are named as in OpenAI's API. on_text(piece) is called with the text
-        as it comes where the protocol is OpenAI's, else once with all of it. nonce names this very call in
-        a run (step, question, rollout, workflow step): with it the reply is kept in `replay`. WorkerError if
+        as it comes where the protocol is OpenAI's, else once with all of it. nonce names this very call in a
+        run (step, question, rollout, workflow step): with it the reply is kept in `replay`. WorkerError if
         transport or provider fail for good. A reply counts in calls, spent and unpriced, also a kept one."""
         params = {**self.params, **overrides}
         reply = key = None
@@ -111,7 +108,10 @@ class Worker:
             key = self.replay.key([self.name, self.protocol, self.model, messages, params, nonce])
             reply = self.replay.find(key)
         if reply is None:
-            reply = self.call(messages, params, on_text)
+            try:
+                reply = self.call(messages, params, on_text)
+            except WorkerError as e:
+                raise WorkerError(f"{self.name}: {e}") from None
             if key is not None:
                 self.replay.keep(key, reply)
         elif on_text:
@@ -125,45 +125,49 @@ class Worker:
     def call(self, messages: list[dict], params: dict, on_text) -> Reply:
         """Over the wire: attempts until one succeeds, with waits that double, jitter, and a deadline."""
         key = os.environ.get(self.api_key_env or "", "").strip()
-        try:
-            request = self.request(messages, params, key, on_text is not None)
-            most = most_dollars(self.price, params, len(request[2])) if self.budget else 0.0
-            if most == math.inf:
-                raise WorkerError(f"under a budget a call needs {BOUNDED}")
-        except WorkerError as e:
-            raise WorkerError(f"{self.name}: {e}") from None
+        request = build_request(self, messages, params, key, on_text is not None)
+        most = most_dollars(self.price, params, len(request[2])) if self.budget else 0.0
+        if most == math.inf:
+            raise WorkerError(f"under a budget a call needs {BOUNDED}")
         with self.slots:
-            self.pace()
-            session = self.idle.pop() if self.idle else new_session(self.url)
             begun = time.monotonic()
             failures = 0
             for attempt in count(1):
-                begun += self.budget.take(most, self.name) if self.budget else 0.0
+                begun += self.take_turn(most)  # What is waited for here takes nothing from the deadline.
                 seconds = max(0.001, min(self.timeout, begun + self.deadline - time.monotonic()))
                 try:
-                    reply = self.attempt(session, request, seconds, most, on_text)
+                    reply = self.attempt(request, seconds, most, on_text)
                     break
-                except WorkerError as e:
-                    fault = e
-                failures += not fault.busy
-                pause = min(BACKOFF * 2 ** min(attempt - 1, 9), BACKOFF_MAX)
-                wait = fault.wait + jitter.uniform(pause / 2, pause)  # Those refused together part here.
-                late = time.monotonic() + wait + self.usual > begun + self.deadline
-                if not fault.retry or late or attempt == self.attempts or failures == FAILURES:
-                    self.idle.append(session)
-                    took = f"attempt {attempt}, after {time.monotonic() - begun:.1f} s"
-                    raise WorkerError(f"{self.name}: {redact(str(fault), key)} ({took})")
+                except WorkerError as fault:
+                    failures += not fault.busy
+                    pause = min(BACKOFF * 2 ** min(attempt - 1, 9), BACKOFF_MAX)
+                    wait = fault.wait + jitter.uniform(pause / 2, pause)  # Those refused together part here.
+                    late = time.monotonic() + wait + self.usual > begun + self.deadline
+                    if not fault.retry or late or attempt == self.attempts or failures == FAILURES:
+                        took = f"attempt {attempt}, after {time.monotonic() - begun:.1f} s"
+                        raise WorkerError(f"{redact(str(fault), key)} ({took})") from None
                 time.sleep(wait)
-                begun += self.pace()  # A turn or a budget that is waited for takes nothing from the deadline.
-            self.idle.append(session)
         self.usual += (reply.seconds - self.usual) * (0.2 if self.usual else 1.0)
         reply.seconds = time.monotonic() - begun
         return reply
 
-    def attempt(self, session, request, seconds: float, most: float, on_text) -> Reply:
+    def take_turn(self, most: float) -> float:
+        """Wait for a turn under rpm and for `most` dollars of the budget. Returns the seconds it took."""
+        begun = time.monotonic()
+        if self.rpm:
+            with self.lock:
+                turn = max(self.turn, begun)
+                self.turn = turn + 60 / self.rpm
+            time.sleep(max(0.0, turn - time.monotonic()))
+        if self.budget:
+            self.budget.take(most)
+        return time.monotonic() - begun
+
+    def attempt(self, request, seconds: float, most: float, on_text) -> Reply:
         """One request and its reply. What it does not cost of `most` goes back to the budget."""
         begun = time.monotonic()
         spent = most
+        cost = None
         told = []
 
         def tell(piece):
@@ -171,12 +175,14 @@ class Worker:
             on_text(piece)
 
         try:
-            data = exchange(session, request, seconds, tell if on_text else None)
-            _, parse, _ = PROTOCOLS[self.protocol]
-            text, finish, n_in, n_out, surcharge = understood(self.protocol, parse, data)
-            cost = None
+            data = exchange(self.session, request, seconds, tell if on_text else None)
+            with defined_by(self.protocol):
+                _, read, _ = PROTOCOLS[self.protocol]
+                text, finish, n_in, n_out, surcharge = read(data)
+                finish = FINISH.get(finish, str(finish))
             if self.price and n_in is not None and n_out is not None:
-                cost = spent = ((n_in + surcharge) * self.price[0] + n_out * self.price[1]) / 1e6
+                cost = ((n_in + surcharge) * self.price[0] + n_out * self.price[1]) / 1e6
+                spent = cost
         except WorkerError as fault:
             if not fault.billed:
                 spent = 0.0
@@ -189,77 +195,208 @@ class Worker:
         text = text.encode(errors="replace").decode()  # Half of an emoji, as JSON can spell it, is no text.
         if on_text and text and not told:
             on_text(text)
-        finish = FINISH.get(finish, finish) if isinstance(finish, str) else "stop"
         return Reply(text, n_in or 0, n_out or 0, cost, time.monotonic() - begun, finish)
-
-    def request(self, messages: list[dict], params: dict, key: str, stream: bool) -> tuple[str, dict, bytes]:
-        """The URL, headers and body of a call; WorkerError where the environment lacks something."""
-        if self.url.startswith("$"):
-            raise WorkerError(f"set {self.url} in the environment")
-        if self.api_key_env and not re.fullmatch("[!-~]+", key):  # what a header can hold
-            raise WorkerError(f"set {self.api_key_env} in the environment")
-        build, _, headers = PROTOCOLS[self.protocol]
-        path, body = build(self.model, messages, wire_params(self.protocol, self.model, params))
-        if stream and self.protocol == "openai":
-            body |= {"stream": True, "stream_options": {"include_usage": True}}
-        headers = {name: value.format(key) for name, value in headers.items() if key or "{}" not in value}
-        headers |= {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        return self.url + path, headers, json.dumps(body).encode()
-
-    def pace(self) -> float:
-        """Wait for a turn under rpm. Returns the seconds that this took."""
-        if not self.rpm:
-            return 0.0
-        begun = time.monotonic()
-        with self.lock:
-            turn = max(self.turn, begun)
-            self.turn = turn + 60 / self.rpm
-        time.sleep(max(0.0, turn - time.monotonic()))
-        return time.monotonic() - begun
 
 
 # ----------------------------------------------------------------------------------------------------------
+# Pools
+
+def load_pool(spec: str, local_url: str | None = None, replay: str = "", budget: float = 0.0,
+              ranks: int = 1) -> list[Worker]:
+    """The workers of a pool; a bad entry ends the program, naming entry and field.
+
+    A local pool starts the specialists' server, once per process, unless local_url names a running one.
+    replay: a file of replies. budget: dollars that the workers may spend together, 0 for no limit. ranks: how
+    many processes share budget, rpm and concurrency."""
+    try:
+        kept = Replay(replay) if replay else None
+    except OSError as e:
+        sys.exit(f"--replay={replay}: {e}")
+    limit = Budget(budget / ranks) if budget else None
+    pool = []
+    for i, entry in enumerate(read_pool(spec, local_url)):
+        try:
+            worker = Worker(**entry, replay=kept, budget=limit)
+            if worker.name in [other.name for other in pool]:
+                raise ValueError(f"another worker has the name {worker.name!r} already: give each its own")
+        except (TypeError, ValueError) as e:
+            sys.exit(f"{spec}: entry {i}: {e}\nThe fields are {', '.join(Worker.__annotations__)}.")
+        rpm = worker.rpm and worker.rpm / ranks
+        pool.append(replace(worker, rpm=rpm, concurrency=max(1, worker.concurrency // ranks)))
+        pool[-1].letter = chr(ord("A") + i)
+    unbounded = [worker.name for worker in pool if most_dollars(worker.price, worker.params, 0) == math.inf]
+    if budget and unbounded:
+        sys.exit(f"{spec}: a budget needs {BOUNDED}; {', '.join(unbounded)} lack this. Write a pool file:\n"
+                 f"    python workers.py print --pool={spec} > pool.json\nand use --pool=pool.json")
+    return pool
+
+
+def read_pool(spec: str, local_url: str | None = None) -> list[dict]:
+    """The entries of a pool, by its name or a JSON file, still unchecked."""
+    remote = [name + free for name in POOLS for free in ("", ":unconstrained")]
+    if spec in LOCAL:
+        same = {"protocol": "openai", "base_url": local_url or local_server()[0], "price": [0, 0]}
+        return [{**same, "model": name} for name in LOCAL[spec]]
+    if spec in remote:
+        return remote_pool(spec)
+    try:
+        with open(spec, encoding="utf-8") as file:
+            entries = json.load(file)
+    except (OSError, ValueError) as e:
+        known = ", ".join([*LOCAL, *remote])
+        sys.exit(f"--pool={spec}: {e}; expected {known} or a JSON file with a list of workers")
+    if not isinstance(entries, list) or not entries:
+        sys.exit(f"{spec}: expected a list of workers")
+    return entries
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The local specialists: honest little programs behind an OpenAI-compatible endpoint. They see what a worker
+# sees, never the answer.
+
+class Trade(NamedTuple):
+    """It rewrites what it understands in a text and leaves the rest: where one stops, another can go on."""
+    verbs: str  # A subtask sets it to work by one of these.
+    pattern: str  # what it understands
+    work: object  # what it makes of a match of that
+
+    def rewrite(self, text: str) -> str:
+        return re.sub(self.pattern, self.work, text)
+
+
+TRADES = {
+    "calculator": Trade(r"\b(work|simplify|find|compute|calculate)\b", r"\b(\d{1,6}) ([-+*]) (\d{1,6})\b",
+                        lambda m: str(ARITHMETIC[m[2]](int(m[1]), int(m[3])))),
+    "translator": Trade(r"\b(rewrite|simplify|process|translate)\b",
+                        r"\w+", lambda m: SPANISH.get(m[0], m[0])),
+    "librarian": Trade(r"\b(find|rewrite|name|look up|recall)\b",
+                       r"the (atomic number|capital) of \w+|element number \d+",
+                       lambda m: FACTS.get(m[0], m[0])),
+    "coder": Trade(r"\b(process|work|name|transform|spell)\b",
+                   r"\b(\w+) (backwards|in capitals|without vowels)", lambda m: SPELLING[m[2]](m[1])),
+}
+SKILL = {"": 1.0, "junior": 0.6, "tired": 0.7}  # on how many days one of that kind does not simply give up
+LOST = "I have lost the thread."
+
+
+def answered(text: str) -> str:
+    """`What is 7?` is as good as answered: 7."""
+    answer = re.fullmatch(r"(?:What is|Find|Tell me|Give me) (\S+?)[?.]", text)
+    return answer[1] if answer else text
+
+
+def read_turns(messages: list[dict]) -> tuple[str, str | None, list[str]]:
+    """(question, own subtask or None, visible responses) as workflow.py writes them."""
+    first = re.fullmatch(r"Question:\n(.*?)(?:\n\nYour task:\n(.*))?", messages[0]["content"], re.DOTALL)
+    if not first:
+        return messages[0]["content"], None, []
+    subtask = first[2] if len(messages) == 1 else messages[-1]["content"].removeprefix("Your task:\n")
+    return first[1], subtask, [m["content"] for m in messages if m["role"] == "assistant"]
+
+
+def luck(messages: list[dict]) -> float:
+    """A number in [0, 1) that is a hash of the messages: asked the same, a local worker says the same."""
+    return zlib.crc32(json.dumps(messages).encode()) / 2**32
+
+
+def specialist(kind: str, name: str, messages: list[dict]) -> str:
+    """Works on the newest visible text in which it finds something of its trade, the question last."""
+    digest = hashlib.sha256(json.dumps([kind, messages]).encode()).digest()
+    day = int.from_bytes(digest[:4], "big") / 2**32  # What day it has is a hash of its kind and the messages.
+    if day >= SKILL[kind]:
+        return LOST
+    question, subtask, responses = read_turns(messages)
+    trade = TRADES[name]
+    if subtask is not None and not re.search(trade.verbs, subtask.lower()):
+        return f"I am a {name}; that is not my work."
+    for skipped, text in enumerate([*reversed(responses), question]):
+        rewritten = trade.rewrite(text)
+        if rewritten != text:  # Half of the time, a newer response without work for it has distracted it.
+            return answered(rewritten) if luck(messages) < 0.5 ** skipped else LOST
+    return f"I am a {name}; I find nothing here to work on."
+
+
+def generalist(messages: list[dict]) -> str:
+    """Tries everything, whatever it is told, and is right on one in eight of the questions of one step."""
+    question, _, _ = read_turns(messages)
+    chance = luck(messages)
+    for trade in TRADES.values():
+        if chance < 1 / 8 and trade.rewrite(question) != question:
+            return answered(trade.rewrite(question))
+    return f"I think it is {chance * 100:.0f}."
+
+
+SPECIALISTS = {f"{kind} {trade}".strip(): functools.partial(specialist, kind, trade)
+               for kind in SKILL for trade in TRADES}
+SPECIALISTS["generalist"] = generalist
+LOCAL = {
+    "local": [*TRADES, "generalist"],
+    "local:pairs": [f"{kind}{trade}" for trade in TRADES for kind in ("", "junior ")],  # a weaker one too
+    "local:tired": [f"{kind} {trade}" for trade in TRADES for kind in ("tired", "junior")],  # on a bad day
+}
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Appendix: what the specialists know, tables of pools, wire formats, money, transport, servers, command line
+
+# What the specialists know
+
+ELEMENTS = (
+    "hydrogen helium lithium beryllium boron carbon nitrogen oxygen fluorine neon sodium magnesium aluminium "
+    "silicon phosphorus sulfur chlorine argon potassium calcium scandium titanium vanadium chromium "
+    "manganese iron cobalt nickel copper zinc").split()
+CAPITALS = dict(pair.split("-") for pair in (
+    "Austria-Vienna Belgium-Brussels Chile-Santiago Cuba-Havana Denmark-Copenhagen Egypt-Cairo "
+    "Finland-Helsinki France-Paris Germany-Berlin Ghana-Accra Greece-Athens Hungary-Budapest "
+    "Iceland-Reykjavik Iran-Tehran Iraq-Baghdad Ireland-Dublin Italy-Rome Japan-Tokyo Jordan-Amman "
+    "Kenya-Nairobi Lebanon-Beirut Libya-Tripoli Nepal-Kathmandu Norway-Oslo Peru-Lima Poland-Warsaw "
+    "Portugal-Lisbon Qatar-Doha Russia-Moscow Senegal-Dakar Spain-Madrid Sweden-Stockholm Syria-Damascus "
+    "Thailand-Bangkok Tunisia-Tunis Uruguay-Montevideo").split())
+FACTS = {f"the atomic number of {element}": str(i + 1) for i, element in enumerate(ELEMENTS)}
+FACTS |= {f"the capital of {country}": city for country, city in CAPITALS.items()}
+FACTS |= {f"element number {i + 1}": element for i, element in enumerate(ELEMENTS)}
+SPANISH = {word: str(i + 1) for i, word in enumerate((
+    "uno dos tres cuatro cinco seis siete ocho nueve diez once doce trece catorce quince dieciséis "
+    "diecisiete dieciocho diecinueve veinte veintiuno veintidós veintitrés veinticuatro veinticinco "
+    "veintiséis veintisiete veintiocho veintinueve treinta").split())}
+ARITHMETIC = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+SPELLING = {
+    "backwards": lambda word: word[::-1],
+    "in capitals": str.upper,
+    "without vowels": lambda word: re.sub("[aeiouAEIOU]", "", word),
+}
+
 # Pools. Parameters are named as in OpenAI's API; what is a provider's own has the provider's name.
 
 SAMPLING = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "logprobs",
             "top_logprobs", "logit_bias")
 
 
-class Generation(NamedTuple):
-    """What the models of one generation take. The first row whose pattern fits a model's name holds."""
-    models: str
-    left_out: tuple  # parameters that they refuse or ignore: they are not sent
-    limit: str  # OpenAI's name for max_tokens
-    least: dict  # as little reasoning as they can, as while training (App. A.1)
-    most: dict  # as much as in the unconstrained evaluation (Table 3)
-
-
+# What the models of a generation take (the first row whose pattern fits a model's name holds): whether they
+# take sampling parameters, which else are not sent; the least reasoning (App. A.1); the most (Table 3).
 # Read on 2026-11-22: developers.openai.com/api/docs (models/gpt-6.2-sol, guides/deployment-checklist),
 # platform.claude.com/docs/en/models/sonnet-5-5/whats-new-sonnet-5-5, openrouter.ai/docs/use-cases/
 # reasoning-tokens, docs.cloud.google.com/gemini-enterprise-agent-platform/models/thinking.
-GENERATIONS = (
-    Generation(r"(openai/)?gpt-[6-9]", SAMPLING, "max_completion_tokens",
-               {"reasoning_effort": "low"}, {"reasoning_effort": "high"}),
-    Generation(r"(openai/)?(o\d|gpt-5(?!-chat))", SAMPLING, "max_completion_tokens",
-               {"reasoning_effort": "minimal"}, {"reasoning_effort": "high"}),
-    Generation(r"anthropic/claude-[a-z]+-[5-9]|google/gemini-[3-9]", SAMPLING, "max_tokens",
-               {"reasoning": {"effort": "low"}}, {"reasoning": {"effort": "high"}}),
-    Generation(r"claude-sonnet-5-5", SAMPLING, "max_tokens",
-               {"thinking": {"type": "between_tools"}, "output_config": {"effort": "low"}},
-               {"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}}),
-    Generation(r"claude-[a-z]+-([5-9]|4-[7-9])\b", SAMPLING, "max_tokens",
-               {"output_config": {"effort": "low"}}, {"output_config": {"effort": "high"}}),
-    Generation(r"claude-", (), "max_tokens", {}, {"thinking": {"type": "enabled", "budget_tokens": 32768}}),
-    Generation(r"gemini-[3-9]", SAMPLING, "max_tokens",
-               {"thinkingConfig": {"thinkingLevel": "low"}}, {"thinkingConfig": {"thinkingLevel": "high"}}),
-    Generation(r"gemini-2", (), "max_tokens",
-               {"thinkingConfig": {"thinkingBudget": 128}}, {"thinkingConfig": {"thinkingBudget": 32768}}),
-    Generation(r"", (), "max_tokens", {}, {}),
-)
+GENERATIONS = [
+    (r"(openai/)?gpt-[6-9]", False, {"reasoning_effort": "low"}, {"reasoning_effort": "high"}),
+    (r"(openai/)?(o\d|gpt-5(?!-chat))", False, {"reasoning_effort": "minimal"}, {"reasoning_effort": "high"}),
+    (r"anthropic/claude-[a-z]+-[5-9]|google/gemini-[3-9]", False,
+     {"reasoning": {"effort": "low"}}, {"reasoning": {"effort": "high"}}),
+    (r"claude-sonnet-5-5", False, {"thinking": {"type": "between_tools"}, "output_config": {"effort": "low"}},
+     {"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}}),
+    (r"claude-[a-z]+-([5-9]|4-[7-9])\b", False,
+     {"output_config": {"effort": "low"}}, {"output_config": {"effort": "high"}}),
+    (r"claude-", True, {}, {"thinking": {"type": "enabled", "budget_tokens": 32768}}),
+    (r"gemini-[3-9]", False,
+     {"thinkingConfig": {"thinkingLevel": "low"}}, {"thinkingConfig": {"thinkingLevel": "high"}}),
+    (r"gemini-2", True,
+     {"thinkingConfig": {"thinkingBudget": 128}}, {"thinkingConfig": {"thinkingBudget": 32768}}),
+    (r"", True, {}, {}),
+]
 
 
-def generation_of(model: str) -> Generation:
-    return next(row for row in GENERATIONS if re.match(row.models, model))
+def generation_of(model: str) -> tuple[bool, dict, dict]:
+    return next(row[1:] for row in GENERATIONS if re.match(row[0], model))
 
 
 GOOGLE = ("gemini", "https://generativelanguage.googleapis.com/v1beta", "GEMINI_API_KEY")
@@ -298,13 +435,11 @@ POOLS = {
     "today": [
         (GOOGLE, "Gemini 4 Hydrogen", "gemini-4-hydrogen", [1.5, 7.5], 65536, {}),
         (ANTHROPIC, "Claude Sonnet 5.5", "claude-sonnet-5-5", [2.0, 10.0], 128000, {}),
-        (OPENAI, "GPT-6.2 Sol", "gpt-6.2-sol", [2.0, 10.0], 128000, {}),
-        *OPEN_TODAY],
+        (OPENAI, "GPT-6.2 Sol", "gpt-6.2-sol", [2.0, 10.0], 128000, {}), *OPEN_TODAY],
     "openrouter": [
         (OPENROUTER, "Gemini 4 Hydrogen", "google/gemini-4-hydrogen", [1.5, 7.5], 65536, {}),
         (OPENROUTER, "Claude Sonnet 5.5", "anthropic/claude-sonnet-5.5", [2.0, 10.0], 128000, {}),
-        (OPENROUTER, "GPT-6.2 Sol", "openai/gpt-6.2-sol", [2.0, 10.0], 128000, {}),
-        *OPEN_TODAY],
+        (OPENROUTER, "GPT-6.2 Sol", "openai/gpt-6.2-sol", [2.0, 10.0], 128000, {}), *OPEN_TODAY],
 }
 
 
@@ -313,365 +448,18 @@ def remote_pool(spec: str) -> list[dict]:
     name, _, free = spec.partition(":")
     entries = []
     for (protocol, base_url, key), title, model, price, limit, own in POOLS[name]:
-        reasoning = generation_of(model).most if free else generation_of(model).least
+        _, least, most = generation_of(model)
+        reasoning = most if free else least
         params = {"max_tokens": limit if free else 4096, **own, **reasoning}
         if "thinking" in reasoning:
             params.pop("temperature", None)  # which Claude refuses while it thinks
         if base_url == OPENROUTER[1]:  # It is to ask no host that is dearer or does not know a parameter.
-            most = {"prompt": price[0], "completion": price[1]}
-            params["provider"] = {"max_price": most, "require_parameters": True}
+            params["provider"] = {"max_price": {"prompt": price[0], "completion": price[1]},
+                                  "require_parameters": True}
         entries.append({"name": title, "protocol": protocol, "base_url": base_url, "model": model,
                         "api_key_env": key, "params": params, "price": price, "concurrency": 64,
                         "timeout": 3600 if free else 300})
     return entries
-
-
-def read_pool(spec: str, local_url: str | None = None) -> list:
-    """The entries of a pool, by its name or a JSON file, still unchecked."""
-    remote = [name + free for name in POOLS for free in ("", ":unconstrained")]
-    if spec in LOCAL:
-        same = {"protocol": "openai", "base_url": local_url or local_server()[0], "price": [0, 0]}
-        return [{**same, "model": name} for name in LOCAL[spec]]
-    if spec in remote:
-        return remote_pool(spec)
-    try:
-        with open(spec, encoding="utf-8") as file:
-            entries = json.load(file)
-    except (OSError, ValueError) as e:
-        known = ", ".join([*LOCAL, *remote])
-        sys.exit(f"--pool={spec}: {e}; expected {known} or a JSON file with a list of workers")
-    if not isinstance(entries, list) or not entries:
-        sys.exit(f"{spec}: expected a list of workers")
-    return entries
-
-
-def load_pool(spec: str, local_url: str | None = None, replay: str = "", budget: float = 0.0,
-              ranks: int = 1) -> list[Worker]:
-    """The workers of a pool; a bad entry ends the program, naming entry and field.
-
-    A local pool starts the specialists' server, once per process, unless local_url names a running one.
-    replay: a file of replies. budget: dollars that the workers may spend together, 0 for no limit. ranks: how
-    many processes share budget, rpm and concurrency."""
-    entries = read_pool(spec, local_url)
-    try:
-        kept = Replay(replay) if replay else None
-    except OSError as e:
-        sys.exit(f"--replay={replay}: {e}")
-    limit = Budget(budget / ranks) if budget else None
-    pool = []
-    for i, entry in enumerate(entries):
-        try:
-            worker = Worker(**checked_entry(entry), replay=kept, budget=limit)
-            if worker.name in [other.name for other in pool]:
-                raise ValueError(f"another worker has the name {worker.name!r} already: give each its own")
-        except ValueError as e:
-            sys.exit(f"{spec}: entry {i}: {e}")
-        rpm = worker.rpm and worker.rpm / ranks
-        pool.append(replace(worker, rpm=rpm, concurrency=max(1, worker.concurrency // ranks)))
-        pool[-1].letter = chr(ord("A") + i)
-    unbounded = [worker.name for worker in pool if most_dollars(worker.price, worker.params, 0) == math.inf]
-    if budget and unbounded:
-        sys.exit(f"{spec}: a budget needs {BOUNDED}; {', '.join(unbounded)} lack this. Write a pool file:\n"
-                 f"    python workers.py print --pool={spec} > pool.json\nand use --pool=pool.json")
-    return pool
-
-
-# ----------------------------------------------------------------------------------------------------------
-# The local specialists: honest little programs behind an OpenAI-compatible endpoint. They see what a worker
-# sees, never the answer.
-
-ELEMENTS = (
-    "hydrogen helium lithium beryllium boron carbon nitrogen oxygen fluorine neon sodium magnesium "
-    "aluminium silicon phosphorus sulfur chlorine argon potassium calcium scandium titanium vanadium "
-    "chromium manganese iron cobalt nickel copper zinc").split()
-CAPITALS = dict(pair.split("-") for pair in (
-    "Austria-Vienna Belgium-Brussels Chile-Santiago Cuba-Havana Denmark-Copenhagen Egypt-Cairo "
-    "Finland-Helsinki France-Paris Germany-Berlin Ghana-Accra Greece-Athens Hungary-Budapest "
-    "Iceland-Reykjavik Iran-Tehran Iraq-Baghdad Ireland-Dublin Italy-Rome Japan-Tokyo Jordan-Amman "
-    "Kenya-Nairobi Lebanon-Beirut Libya-Tripoli Nepal-Kathmandu Norway-Oslo Peru-Lima Poland-Warsaw "
-    "Portugal-Lisbon Qatar-Doha Russia-Moscow Senegal-Dakar Spain-Madrid Sweden-Stockholm Syria-Damascus "
-    "Thailand-Bangkok Tunisia-Tunis Uruguay-Montevideo").split())
-FACTS = {f"the atomic number of {element}": str(i + 1) for i, element in enumerate(ELEMENTS)}
-FACTS |= {f"the capital of {country}": city for country, city in CAPITALS.items()}
-FACTS |= {f"element number {i + 1}": element for i, element in enumerate(ELEMENTS)}
-SPANISH = {word: str(i + 1) for i, word in enumerate((
-    "uno dos tres cuatro cinco seis siete ocho nueve diez once doce trece catorce quince dieciséis "
-    "diecisiete dieciocho diecinueve veinte veintiuno veintidós veintitrés veinticuatro veinticinco "
-    "veintiséis veintisiete veintiocho veintinueve treinta").split())}
-ARITHMETIC = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-SPELLING = {
-    "backwards": lambda word: word[::-1],
-    "in capitals": str.upper,
-    "without vowels": lambda word: re.sub("[aeiouAEIOU]", "", word),
-}
-
-
-class Trade(NamedTuple):
-    """It rewrites what it understands in a text and leaves the rest: where one specialist stops, another can
-    go on."""
-    verbs: str  # A subtask sets it to work by one of these.
-    pattern: str  # what it understands
-    work: object  # what it makes of a match of that
-
-    def rewrite(self, text: str) -> str:
-        return re.sub(self.pattern, self.work, text)
-
-
-TRADES = {
-    "calculator": Trade(r"\b(work|simplify|find|compute|calculate)\b", r"\b(\d{1,6}) ([-+*]) (\d{1,6})\b",
-                        lambda m: str(ARITHMETIC[m[2]](int(m[1]), int(m[3])))),
-    "translator": Trade(r"\b(rewrite|simplify|process|translate)\b", r"\w+",
-                        lambda m: SPANISH.get(m[0], m[0])),
-    "librarian": Trade(r"\b(find|rewrite|name|look up|recall)\b",
-                       r"the (atomic number|capital) of \w+|element number \d+",
-                       lambda m: FACTS.get(m[0], m[0])),
-    "coder": Trade(r"\b(process|work|name|transform|spell)\b",
-                   r"\b(\w+) (backwards|in capitals|without vowels)", lambda m: SPELLING[m[2]](m[1])),
-}
-SKILL = {"": 1.0, "junior": 0.6, "tired": 0.7}  # on how many days one of that kind does not simply give up
-LOST = "I have lost the thread."
-
-
-def answered(text: str) -> str:
-    """`What is 7?` is as good as answered: 7."""
-    answer = re.fullmatch(r"(?:What is|Find|Tell me|Give me) (\S+?)[?.]", text)
-    return answer[1] if answer else text
-
-
-def read_turns(messages: list[dict]) -> tuple[str, str | None, list[str]]:
-    """(question, own subtask or None, visible responses) as workflow.py writes them."""
-    first = re.fullmatch(r"Question:\n(.*?)(?:\n\nYour task:\n(.*))?", messages[0]["content"], re.DOTALL)
-    if not first:
-        return messages[0]["content"], None, []
-    subtask = first[2] if len(messages) == 1 else messages[-1]["content"].removeprefix("Your task:\n")
-    return first[1], subtask, [m["content"] for m in messages if m["role"] == "assistant"]
-
-
-def luck(messages: list[dict]) -> float:
-    """A number in [0, 1) that is a hash of the messages: asked the same, a local worker says the same."""
-    return zlib.crc32(json.dumps(messages).encode()) / 2**32
-
-
-def specialist(kind: str, name: str, messages: list[dict]) -> str:
-    """Works on the newest visible text in which it finds something of its trade, the question last.
-
-    What day it has is a hash of its kind and the messages."""
-    digest = hashlib.sha256(json.dumps([kind, messages]).encode()).digest()
-    day = int.from_bytes(digest[:4], "big") / 2**32
-    if day >= SKILL[kind]:
-        return LOST
-    question, subtask, responses = read_turns(messages)
-    trade = TRADES[name]
-    if subtask is not None and not re.search(trade.verbs, subtask.lower()):
-        return f"I am a {name}; that is not my work."
-    for skipped, text in enumerate([*reversed(responses), question]):
-        rewritten = trade.rewrite(text)
-        if rewritten != text:  # Half of the time, a newer response without work for it has distracted it.
-            return answered(rewritten) if luck(messages) < 0.5 ** skipped else LOST
-    return f"I am a {name}; I find nothing here to work on."
-
-
-def generalist(messages: list[dict]) -> str:
-    """Tries everything, whatever it is told, and is right on one in eight of the questions of one step."""
-    question, _, _ = read_turns(messages)
-    chance = luck(messages)
-    for trade in TRADES.values():
-        if chance < 1 / 8 and trade.rewrite(question) != question:
-            return answered(trade.rewrite(question))
-    return f"I think it is {chance * 100:.0f}."
-
-
-SPECIALISTS = {f"{kind} {trade}".strip(): functools.partial(specialist, kind, trade)
-               for kind in SKILL for trade in TRADES}
-SPECIALISTS["generalist"] = generalist
-LOCAL = {
-    "local": [*TRADES, "generalist"],
-    "local:pairs": [f"{kind}{trade}" for trade in TRADES for kind in ("", "junior ")],  # a weaker one too
-    "local:tired": [f"{kind} {trade}" for trade in TRADES for kind in ("tired", "junior")],  # on a bad day
-}
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Appendix: wire formats, pool files, replies that are kept, the budget, the transport, servers, command line
-
-# Wire formats
-
-# A protocol's own name for a parameter of OpenAI's, None where it has none. Others are sent as they are.
-NAMES = {
-    "openai": {},
-    "anthropic": {**dict.fromkeys((*SAMPLING[3:], "seed", "reasoning_effort")),
-                  "max_completion_tokens": "max_tokens", "stop": "stop_sequences"},
-    "gemini": {**dict.fromkeys(("logprobs", "top_logprobs", "logit_bias", "reasoning_effort")),
-               "max_tokens": "maxOutputTokens", "max_completion_tokens": "maxOutputTokens",
-               "presence_penalty": "presencePenalty", "frequency_penalty": "frequencyPenalty",
-               "top_p": "topP", "top_k": "topK", "stop": "stopSequences"},
-}
-GEMINI_FIELDS = ("safetySettings", "tools", "toolConfig", "cachedContent", "labels", "serviceTier")
-
-
-def wire_params(protocol: str, model: str, params: dict) -> dict:
-    """The parameters as this model takes them. WorkerError for what its protocol cannot say."""
-    generation = generation_of(model)
-    sent = {}
-    for name, value in params.items():
-        own_name = NAMES[protocol].get(name, name)
-        if own_name is None:
-            raise WorkerError(f"{name} means nothing to the {protocol} protocol")
-        if name == "stream" or name == "n" and value != 1:
-            raise WorkerError(f"{name}: a call gives one reply, and streams it to on_text")
-        if name == "max_tokens" and protocol == "openai":
-            own_name = generation.limit
-        if name == "stop" and isinstance(value, str):
-            value = [value]
-        if name not in generation.left_out and name != "n":
-            sent[own_name] = value
-    return sent
-
-
-def openai_request(model: str, messages: list[dict], params: dict) -> tuple[str, dict]:
-    """platform.openai.com/docs/api-reference/chat; also vLLM, Ollama, llama.cpp, OpenRouter, Together."""
-    return "/chat/completions", {"model": model, "messages": messages, **params}
-
-
-def openai_reply(data: dict) -> tuple:
-    choice = data["choices"][0]
-    usage = fields_of(data.get("usage"))
-    if choice.get("error"):  # OpenRouter, when its provider fails midway
-        raise WorkerError(f"the provider failed midway: {choice['error']}", retry=True)
-    refusal = choice["message"].get("refusal")
-    text = text_of(choice["message"].get("content")) or text_of(refusal)
-    n_in, n_out = tokens(usage.get("prompt_tokens")), tokens(usage.get("completion_tokens"))
-    total = tokens(usage.get("total_tokens"))
-    if None not in (n_in, n_out, total):
-        n_out = max(n_out, total - n_in)  # Some count the reasoning in the total only.
-    written = tokens(fields_of(usage.get("prompt_tokens_details")).get("cache_write_tokens")) or 0
-    finish = "content_filter" if refusal else choice.get("finish_reason")
-    return text, finish, n_in, n_out, 0.25 * written
-
-
-def anthropic_request(model: str, messages: list[dict], params: dict) -> tuple[str, dict]:
-    """platform.claude.com/docs/en/api/messages: it needs max_tokens, system is no turn, no turn is blank."""
-    system = [m["content"] for m in messages if m["role"] == "system"]
-    turns = [{**m, "content": filled(m["content"])} for m in messages if m["role"] != "system"]
-    body = {"model": model, "max_tokens": 4096, "messages": turns, **params}
-    kind, schema = wanted_format(body.pop("response_format", None))
-    if kind == "json_object":
-        raise WorkerError("response_format: the anthropic protocol needs a json_schema")
-    if schema:
-        form = {"type": kind, "schema": schema}
-        body["output_config"] = {**body.get("output_config", {}), "format": form}
-    if system:
-        body["system"] = "\n\n".join(system)
-    return "/messages", body
-
-
-def anthropic_reply(data: dict) -> tuple:
-    usage = fields_of(data.get("usage"))
-    n_in, n_out = tokens(usage.get("input_tokens")), tokens(usage.get("output_tokens"))
-    read = tokens(usage.get("cache_read_input_tokens")) or 0
-    written = tokens(usage.get("cache_creation_input_tokens")) or 0
-    for_an_hour = tokens(fields_of(usage.get("cache_creation")).get("ephemeral_1h_input_tokens")) or 0
-    if n_in is not None:
-        n_in += read + written  # The other protocols count these in.
-    surcharge = 0.25 * written + 0.75 * for_an_hour  # 1.25 times the price, for an hour twice
-    return text_of(data["content"]), data.get("stop_reason"), n_in, n_out, surcharge
-
-
-def gemini_request(model: str, messages: list[dict], params: dict) -> tuple[str, dict]:
-    """ai.google.dev/api/generate-content; params are generationConfig's but for GEMINI_FIELDS."""
-    roles = {"user": "user", "assistant": "model"}
-    config = {name: value for name, value in params.items() if name not in GEMINI_FIELDS}
-    kind, schema = wanted_format(config.pop("response_format", None))
-    if kind != "text":
-        config["responseMimeType"] = "application/json"
-    if schema:
-        config["responseJsonSchema"] = schema
-    system = [{"text": m["content"]} for m in messages if m["role"] == "system"]
-    turns = [{"role": roles[m["role"]], "parts": [{"text": filled(m["content"])}]}
-             for m in messages if m["role"] != "system"]
-    body = {name: value for name, value in params.items() if name in GEMINI_FIELDS}
-    body |= {"contents": turns, "generationConfig": config}
-    if system:
-        body["systemInstruction"] = {"parts": system}
-    return f"/models/{model}:generateContent", body
-
-
-def gemini_reply(data: dict) -> tuple:
-    usage = fields_of(data.get("usageMetadata"))
-    n_in, n_out = tokens(usage.get("promptTokenCount")), tokens(usage.get("candidatesTokenCount", 0))
-    thoughts = tokens(usage.get("thoughtsTokenCount", 0))
-    n_out = None if None in (n_in, n_out, thoughts) else n_out + thoughts
-    if not data.get("candidates") and fields_of(data.get("promptFeedback")).get("blockReason"):
-        return "", "SAFETY", n_in, n_out, 0.0
-    candidate = data["candidates"][0]
-    parts = fields_of(candidate.get("content")).get("parts") or []  # none where thinking used up all tokens
-    text = "".join(part.get("text", "") for part in parts if not part.get("thought"))
-    return text, candidate.get("finishReason"), n_in, n_out, 0.0
-
-
-# A request's path and body; a response's text, stop reason, tokens in and out, and as further tokens in what
-# its cache costs; the headers. In Gemini's URL a key would land in logs.
-PROTOCOLS = {
-    "openai": (openai_request, openai_reply, {"Authorization": "Bearer {}"}),
-    "anthropic": (anthropic_request, anthropic_reply, {"x-api-key": "{}", "anthropic-version": "2023-06-01"}),
-    "gemini": (gemini_request, gemini_reply, {"x-goog-api-key": "{}"}),
-}
-CUT_OFF = ("max_tokens", "MAX_TOKENS", "model_context_window_exceeded")
-REFUSED = ("content_filter", "SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII")
-FINISH = {**dict.fromkeys(("", "end_turn", "stop_sequence", "STOP"), "stop"),
-          **dict.fromkeys(CUT_OFF, "length"), **dict.fromkeys(REFUSED, "refusal")}
-
-
-def fields_of(value) -> dict:
-    return value if isinstance(value, dict) else {}
-
-
-def tokens(value) -> int | None:
-    """A count of tokens as a provider reports it; None, unknown, where that is no sensible number."""
-    return value if type(value) is int and 0 <= value < 1e9 else None
-
-
-def text_of(content) -> str:
-    """A message's text: a string, null, or a list of parts, of which those of another type are left out."""
-    if isinstance(content, list):
-        content = "".join(part["text"] for part in content if part["type"] == "text")
-    if not isinstance(content, str | None):
-        raise TypeError("content that is no text")
-    return content or ""
-
-
-def filled(content: str) -> str:
-    return content if content.strip() else "(empty)"
-
-
-def wanted_format(wish: dict | None) -> tuple[str, dict | None]:
-    """OpenAI's response_format as its type and its JSON schema, if it has one."""
-    wish = wish or {"type": "text"}
-    return wish["type"], wish.get("json_schema", {}).get("schema")
-
-
-# Pool files and money
-
-BOUNDED = ('"price": [input, output] in dollars per million tokens ([0, 0] for a model of your own), and in '
-           '"params" "max_tokens", a whole number above 0, and nothing that costs beside tokens')
-LIMITS = ("max_tokens", "max_completion_tokens", "maxOutputTokens")  # of an answer's tokens, by any name
-COSTLY = ("best_of", "candidateCount", "models", "plugins", "prompt_cache_retention", "service_tier",
-          "serviceTier", "speed", "tools", "web_search_options")  # They cost more than the call's tokens.
-TEMPLATE = 512  # tokens that a chat template may add to a prompt
-
-
-def checked_entry(entry) -> dict:
-    """An entry of a pool file; ValueError where a field is missing or unknown."""
-    fields = [key for key in Worker.__annotations__ if key not in ("replay", "budget")]
-    if not isinstance(entry, dict):
-        raise ValueError("expected an object with protocol, base_url and model")
-    for key in entry:
-        if key not in fields:
-            raise ValueError(f"unknown field {key}, there are {', '.join(fields)}")
-    for key in fields[:3]:
-        if key not in entry:
-            raise ValueError(f"no {key}")
-    return entry
 
 
 def check_worker(worker: Worker):
@@ -692,6 +480,185 @@ def check_worker(worker: Worker):
     if len(dollars) != 2 or not all(type(p) in (int, float) and 0 <= p < 1e6 for p in dollars):
         raise ValueError("price must be [input, output] in dollars per million tokens")
 
+
+# Wire formats
+
+# A protocol's own name for a parameter of OpenAI's, None where it has none. Others are sent as they are.
+NAMES = {
+    "openai": {},
+    "anthropic": {**dict.fromkeys((*SAMPLING[3:], "seed", "reasoning_effort")),
+                  "max_completion_tokens": "max_tokens", "stop": "stop_sequences"},
+    "gemini": {**dict.fromkeys(("logprobs", "top_logprobs", "logit_bias", "reasoning_effort")),
+               "max_tokens": "maxOutputTokens", "max_completion_tokens": "maxOutputTokens",
+               "presence_penalty": "presencePenalty", "frequency_penalty": "frequencyPenalty",
+               "top_p": "topP", "top_k": "topK", "stop": "stopSequences"},
+}
+GEMINI_FIELDS = ("safetySettings", "tools", "toolConfig", "cachedContent", "labels", "serviceTier")
+
+
+def build_request(worker, messages: list[dict], params: dict, key: str, stream: bool) -> tuple:
+    """The URL, headers and body (bytes) of a call; WorkerError where the environment lacks something."""
+    if worker.url.startswith("$"):
+        raise WorkerError(f"set {worker.url} in the environment")
+    if worker.api_key_env and not re.fullmatch("[!-~]+", key):  # what a header can hold
+        raise WorkerError(f"set {worker.api_key_env} in the environment")
+    write, _, headers = PROTOCOLS[worker.protocol]
+    path, body = write(worker.model, messages, wire_params(worker.protocol, worker.model, params))
+    if stream and worker.protocol == "openai":
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    headers = {name: value.format(key) for name, value in headers.items() if key or "{}" not in value}
+    headers |= {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+    return worker.url + path, headers, json.dumps(body).encode()
+
+
+def wire_params(protocol: str, model: str, params: dict) -> dict:
+    """The parameters as this model takes them. WorkerError for what its protocol cannot say."""
+    takes_sampling, reasoning, _ = generation_of(model)
+    sent = {}
+    for name, value in params.items():
+        own_name = NAMES[protocol].get(name, name)
+        if own_name is None:
+            raise WorkerError(f"{name} means nothing to the {protocol} protocol")
+        if name == "stream" or name == "n" and value != 1:
+            raise WorkerError(f"{name}: a call gives one reply, and streams it to on_text")
+        if name == "max_tokens" and "reasoning_effort" in reasoning:  # one of OpenAI's reasoning models
+            own_name = "max_completion_tokens"
+        if name == "stop" and isinstance(value, str):
+            value = [value]
+        if name != "n" and (takes_sampling or name not in SAMPLING):
+            sent[own_name] = value
+    return sent
+
+
+def openai_request(model: str, messages: list[dict], params: dict) -> tuple[str, dict]:
+    """platform.openai.com/docs/api-reference/chat; also vLLM, Ollama, llama.cpp, OpenRouter, Together."""
+    return "/chat/completions", {"model": model, "messages": messages, **params}
+
+
+def openai_reply(data: dict) -> tuple:
+    choice = data["choices"][0]
+    if choice.get("error"):  # OpenRouter, when its provider fails midway
+        raise WorkerError(f"the provider failed midway: {choice['error']}", retry=True)
+    refusal = choice["message"].get("refusal")
+    text = text_of(choice["message"].get("content")) or text_of(refusal)
+    n_in = tokens(data, "usage", "prompt_tokens")
+    n_out = tokens(data, "usage", "completion_tokens")
+    total = tokens(data, "usage", "total_tokens")
+    if None not in (n_in, n_out, total):
+        n_out = max(n_out, total - n_in)  # Some count the reasoning in the total only.
+    written = tokens(data, "usage", "prompt_tokens_details", "cache_write_tokens") or 0
+    return text, "refusal" if refusal else choice.get("finish_reason"), n_in, n_out, 0.25 * written
+
+
+def anthropic_request(model: str, messages: list[dict], params: dict) -> tuple[str, dict]:
+    """platform.claude.com/docs/en/api/messages, which needs max_tokens."""
+    system, turns = system_and_turns(messages)
+    turns = [{"role": role, "content": content} for role, content in turns]
+    body = {"model": model, "max_tokens": 4096, "messages": turns, **params}
+    wish = body.pop("response_format", None)
+    if at(wish, "type") == "json_object":
+        raise WorkerError("response_format: the anthropic protocol needs a json_schema")
+    if at(wish, "type") == "json_schema":
+        form = {"type": "json_schema", "schema": at(wish, "json_schema", "schema")}
+        body["output_config"] = {**body.get("output_config", {}), "format": form}
+    if system:
+        body["system"] = system
+    return "/messages", body
+
+
+def anthropic_reply(data: dict) -> tuple:
+    n_in = tokens(data, "usage", "input_tokens")
+    n_out = tokens(data, "usage", "output_tokens")
+    written = tokens(data, "usage", "cache_creation_input_tokens") or 0
+    for_an_hour = tokens(data, "usage", "cache_creation", "ephemeral_1h_input_tokens") or 0
+    if n_in is not None:  # The other protocols count these in.
+        n_in += written + (tokens(data, "usage", "cache_read_input_tokens") or 0)
+    surcharge = 0.25 * written + 0.75 * for_an_hour  # 1.25 times the price, for an hour twice
+    return text_of(data["content"]), data.get("stop_reason"), n_in, n_out, surcharge
+
+
+def gemini_request(model: str, messages: list[dict], params: dict) -> tuple[str, dict]:
+    """ai.google.dev/api/generate-content; params are generationConfig's but for GEMINI_FIELDS."""
+    roles = {"user": "user", "assistant": "model"}
+    system, turns = system_and_turns(messages)
+    contents = [{"role": roles[role], "parts": [{"text": content}]} for role, content in turns]
+    config = dict(params)
+    body = {"contents": contents, "generationConfig": config}
+    body |= {name: config.pop(name) for name in GEMINI_FIELDS if name in config}
+    wish = config.pop("response_format", None)
+    if at(wish, "type") in ("json_object", "json_schema"):
+        config["responseMimeType"] = "application/json"
+    if at(wish, "type") == "json_schema":
+        config["responseJsonSchema"] = at(wish, "json_schema", "schema")
+    if system:
+        body["systemInstruction"] = {"parts": [{"text": system}]}
+    return f"/models/{model}:generateContent", body
+
+
+def gemini_reply(data: dict) -> tuple:
+    n_in = tokens(data, "usageMetadata", "promptTokenCount")
+    n_out = (tokens(data, "usageMetadata", "candidatesTokenCount") or 0) \
+        + (tokens(data, "usageMetadata", "thoughtsTokenCount") or 0)
+    if not data.get("candidates") and at(data, "promptFeedback", "blockReason"):
+        return "", "SAFETY", n_in, n_out, 0.0
+    candidate = data["candidates"][0]
+    parts = at(candidate, "content", "parts") or []  # none where thinking used up all tokens
+    text = "".join(part.get("text", "") for part in parts if not part.get("thought"))
+    return text, candidate.get("finishReason"), n_in, n_out, 0.0
+
+
+# A request's path and body; a response's text, stop reason, tokens in and out, and as further tokens in what
+# its cache costs; the headers. In Gemini's URL a key would land in logs.
+PROTOCOLS = {
+    "openai": (openai_request, openai_reply, {"Authorization": "Bearer {}"}),
+    "anthropic": (anthropic_request, anthropic_reply, {"x-api-key": "{}", "anthropic-version": "2023-06-01"}),
+    "gemini": (gemini_request, gemini_reply, {"x-goog-api-key": "{}"}),
+}
+CUT_OFF = ("max_tokens", "MAX_TOKENS", "model_context_window_exceeded")
+REFUSED = ("content_filter", "SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII")
+FINISH = {**dict.fromkeys((None, "", "end_turn", "stop_sequence", "STOP"), "stop"),
+          **dict.fromkeys(CUT_OFF, "length"), **dict.fromkeys(REFUSED, "refusal")}
+
+
+@contextlib.contextmanager
+def defined_by(protocol: str):
+    """WorkerError where a response turns out not to be as its protocol defines it."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as e:
+        raise WorkerError(f"the response is not as {protocol} defines it: {type(e).__name__}: {e}") from None
+
+
+def at(data, *path):
+    """What stands at this path of names in nested objects; None where nothing does."""
+    for name in path:
+        data = data.get(name) if isinstance(data, dict) else None
+    return data
+
+
+def tokens(data, *path) -> int | None:
+    """A count of tokens as a provider reports it; None, unknown, where that is no sensible number."""
+    value = at(data, *path)
+    return value if type(value) is int and 0 <= value < 1e9 else None
+
+
+def text_of(content) -> str:
+    """A response's text: a string, null, or a list of parts, of which those of another type are left out."""
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content if part["type"] == "text")
+    if not isinstance(content, str | None):
+        raise TypeError("content that is no text")
+    return content or ""
+
+
+def system_and_turns(messages: list[dict]) -> tuple[str, list[tuple[str, str]]]:
+    """The system's words, and (role, content) of the turns: some want them apart, and no turn blank."""
+    system = [m["content"] for m in messages if m["role"] == "system"]
+    turns = [(m["role"], m["content"]) for m in messages if m["role"] != "system"]
+    return "\n\n".join(system), [(role, content if content.strip() else "(empty)") for role, content in turns]
+
+
+# Money: replies that are kept, and the budget
 
 class Replay:
     """Replies in one file, a line each, appended as they come: what a killed run has paid for is free when it
@@ -721,8 +688,7 @@ class Replay:
         """One write: lines of several processes do not mix. A line that is torn is ended before."""
         size = os.fstat(self.file).st_size
         torn = size > 0 and os.pread(self.file, 1, size - 1) != b"\n"
-        line = b"%s %s\n" % (key, json.dumps(asdict(reply)).encode())
-        line = b"\n" + line if torn else line
+        line = b"%s%s %s\n" % (b"\n" if torn else b"", key, json.dumps(asdict(reply)).encode())
         try:
             problem = None if os.write(self.file, line) == len(line) else "no space left"
         except OSError as e:
@@ -737,29 +703,35 @@ class Budget:
     taken, unless the provider said that it refused it or hung up at once."""
 
     def __init__(self, dollars: float):
-        self.dollars = self.left = dollars
+        self.dollars = dollars
+        self.left = dollars
         self.room = threading.Condition()
         self.running = 0  # attempts
         self.refused = False  # whether a call has been
 
-    def take(self, most: float, name: str) -> float:
-        """Set it apart, once it is there. Returns the seconds that this took."""
-        begun = time.monotonic()
-        with self.room:  # Those that run will give something back.
+    def take(self, most: float):
+        """Set it apart, once it is there: those that run will give something back."""
+        with self.room:
             self.room.wait_for(lambda: most <= self.left or not self.running)
             if most > self.left:
                 self.refused = True
-                left = f"${self.left:.4f}"
-                raise WorkerError(f"{name}: the budget of ${self.dollars:g} is spent, but for {left}")
+                raise WorkerError(f"the budget of ${self.dollars:g} is spent, but for ${self.left:.4f}")
             self.left -= most
             self.running += 1
-        return time.monotonic() - begun
 
     def settle(self, back: float):
         with self.room:
             self.left += back
             self.running -= 1
             self.room.notify_all()
+
+
+BOUNDED = ('"price": [input, output] in dollars per million tokens ([0, 0] for a model of your own), and in '
+           '"params" "max_tokens", a whole number above 0, and nothing that costs beside tokens')
+LIMITS = ("max_tokens", "max_completion_tokens", "maxOutputTokens")  # of an answer's tokens, by any name
+COSTLY = ("best_of", "candidateCount", "models", "plugins", "prompt_cache_retention", "service_tier",
+          "serviceTier", "speed", "tools", "web_search_options")  # They cost more than the call's tokens.
+TEMPLATE = 512  # tokens that a chat template may add to a prompt
 
 
 def most_dollars(price: list | None, params: dict, size: int) -> float:
@@ -777,59 +749,20 @@ def most_dollars(price: list | None, params: dict, size: int) -> float:
 # The transport
 
 KEEPALIVE = [(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1), (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
-for option, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 30), ("TCP_KEEPCNT", 4)):  # seconds, and probes
-    if hasattr(socket, option):  # A silent hour is not cut off on the way, and a dead host is noticed.
-        KEEPALIVE.append((socket.IPPROTO_TCP, getattr(socket, option), value))
-BROKEN = (requests.RequestException, urllib3.exceptions.HTTPError, http.client.HTTPException, OSError,
-          ValueError)  # all that an exchange raises when the other side fails
-MAX_BODY = 32 << 20  # bytes of a request or response; honest ones stay below 1 MB
-clock = threading.local()  # .end: the time.monotonic() when this thread's exchange must be over
+if hasattr(socket, "TCP_KEEPIDLE"):  # seconds; else it is for the system to say
+    KEEPALIVE.append((socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60))
 
 
-class TimedReader(io.RawIOBase):
-    """A connection's bytes. Each read waits for what is left of the exchange's time at most."""
-
-    def __init__(self, raw, sock):
-        self.raw, self.sock = raw, sock
-
-    def readable(self):
-        return True
-
-    def readinto(self, buffer):
-        left = clock.end - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("the time is over")
-        self.sock.settimeout(left)
-        return self.raw.readinto(buffer)
-
-    def close(self):
-        self.raw.close()
-        super().close()
+class Adapter(HTTPAdapter):
+    """With TCP keep-alive a silent hour is not cut off on the way, and a dead host is noticed."""
+    init_poolmanager = functools.partialmethod(HTTPAdapter.init_poolmanager, socket_options=KEEPALIVE)
+    proxy_manager_for = functools.partialmethod(HTTPAdapter.proxy_manager_for, socket_options=KEEPALIVE)
 
 
-class TimedResponse(http.client.HTTPResponse):
-    """A response whose head and body are read through a TimedReader."""
-
-    def __init__(self, sock, *args, **kwargs):
-        super().__init__(sock, *args, **kwargs)
-        self.fp = io.BufferedReader(TimedReader(self.fp.detach(), sock))
-
-
-class Adapter(requests.adapters.HTTPAdapter):
-    """Connections with TCP keep-alive and timed responses; requests itself limits each single read only."""
-
-    def get_connection_with_tls_context(self, *args, **kwargs):
-        pool = super().get_connection_with_tls_context(*args, **kwargs)
-        pool.conn_kw["socket_options"] = KEEPALIVE
-        if pool.ConnectionCls.response_class is not TimedResponse:
-            pool.ConnectionCls = type("Timed", (pool.ConnectionCls,), {"response_class": TimedResponse})
-        return pool
-
-
-def new_session(url: str) -> requests.Session:
-    """A session for the calls of one slot, one after another: it keeps its connection, and nothing else."""
+def new_session(url: str, connections: int) -> requests.Session:
+    """A session for a worker's calls, from many threads: it keeps connections, and nothing else."""
     session = requests.Session()
-    session.mount("https://", Adapter(pool_connections=1, pool_maxsize=1))
+    session.mount("https://", Adapter(pool_maxsize=connections))
     session.mount("http://", session.adapters["https://"])
     session.trust_env = not re.match(r"https?://(127\.|localhost\b|\[::1\])", url)  # no proxy for loopback
     session.auth = lambda request: request  # Without one, a netrc's password would take the key's place.
@@ -840,66 +773,65 @@ def new_session(url: str) -> requests.Session:
 
 def exchange(session, request, seconds: float, on_text=None) -> dict:
     """One POST within so many seconds: the response's JSON object, or WorkerError."""
-    url, headers, body = request
-    begun = time.monotonic()
-    clock.end = begun + seconds
-    try:
-        limits = (min(CONNECT, seconds), seconds)
-        response = session.post(url, data=body, headers=headers, stream=True, timeout=limits)
-    except BROKEN as e:
-        fault = broken(e, seconds)  # Who is not reached, or hangs up at once, has not begun to work.
-        late = time.monotonic() > begun + CONNECT and not isinstance(e, requests.ConnectTimeout)
-        fault.billed = late or isinstance(e, requests.ReadTimeout)
-        raise fault from None
-    with response:
-        pieces = pieces_of(response, seconds)
+    with contextlib.closing(received(session, request, seconds)) as pieces:
+        response = next(pieces)
         streamed = response.headers.get("Content-Type", "").startswith("text/event-stream")
         if on_text and streamed and response.status_code == 200:
-            return checked(response, read_stream(pieces, on_text))
-        return checked(response, b"".join(pieces))
+            return response_data(response, read_stream(pieces, on_text))
+        return response_data(response, b"".join(pieces))
 
 
-def pieces_of(response, seconds: float):
-    """A response's body as it comes."""
-    size = 0
-    while True:
-        try:
+def received(session, request, seconds: float):
+    """The response to one POST when its head is there, and then the pieces of its body as they come."""
+    url, headers, body = request
+    begun = time.monotonic()
+    response = None
+    try:
+        limits = (min(CONNECT, seconds), seconds)  # of the connect, and of each read
+        response = session.post(url, data=body, headers=headers, stream=True, timeout=limits)
+        yield response
+        piece = b"-"
+        while piece:
+            left = begun + seconds - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            sock = getattr(response.raw.connection, "sock", None)
+            if sock:  # None where the connection ends with the response
+                sock.settimeout(left)
             piece = response.raw.read1(1 << 16, decode_content=True)
-        except BROKEN as e:
-            raise broken(e, seconds) from None
-        if not piece:
-            return
-        size += len(piece)
-        if size > MAX_BODY:
-            raise WorkerError(f"the response is larger than {MAX_BODY >> 20} MiB")
-        yield piece
+            yield piece
+    except (urllib3.exceptions.HTTPError, OSError, ValueError) as e:  # all that it raises when they fail
+        took = time.monotonic() - begun
+        text = f"the connection failed: {type(e).__name__}: {e}"
+        if took > seconds - 0.001:
+            text = f"no complete response within {seconds:.3g} s"
+        # Who is not reached, or hangs up at once, has not begun to work.
+        late = took > CONNECT and not isinstance(e, requests.ConnectTimeout)
+        billed = response is not None or late or isinstance(e, requests.ReadTimeout)
+        raise WorkerError(text, retry=True, billed=billed) from None
+    finally:
+        if response is not None:
+            response.close()
 
 
-def broken(e: Exception, seconds: float) -> WorkerError:
-    if time.monotonic() >= clock.end - 0.001:
-        return WorkerError(f"no complete response within {seconds:.3g} s", retry=True)
-    return WorkerError(f"the connection failed: {type(e).__name__}: {e}", retry=True)
-
-
-def checked(response, body: bytes | dict) -> dict:
+def response_data(response, body: bytes | dict) -> dict:
     """The JSON object of a response, or WorkerError for what the provider reports or did not write."""
     try:
         data = body if isinstance(body, dict) else json.loads(body)
     except (ValueError, RecursionError):
         data = None
     status = response.status_code
-    error = fields_of(data).get("error")
+    error = at(data, "error")
     refused = status != 200 and (status < 500 or status in (503, 529))  # 529 is Anthropic's "overloaded".
     if error and status == 200:  # openrouter.ai/docs/api/reference/errors: the model had begun
-        code = fields_of(error).get("code")
-        status = code if type(code) is int and 400 <= code < 600 else 500
+        code = at(error, "code")
+        status = code if code in range(400, 600) else 500
     if status != 200:
-        text = fields_of(error).get("message") or error or body.decode("utf-8", "replace")
-        text = " ".join(str(text).split())
+        text = at(error, "message") or error or body.decode("utf-8", "replace")
         again = status in (408, 409, 429) or status >= 500
-        raise WorkerError(f"HTTP {status}: {text}", billed=not refused, wait=asked_wait(response, error),
+        raise WorkerError(f"HTTP {status}: {' '.join(str(text).split())}", billed=not refused,
                           retry=again and response.headers.get("x-should-retry") != "false",
-                          busy=refused and status in (429, 503, 529))
+                          busy=refused and status in (429, 503, 529), wait=asked_wait(response, error))
     if not isinstance(data, dict):  # To ask again would be to pay again, for the same.
         raise WorkerError(f"the response is no JSON object: {body[:400].decode('utf-8', 'replace')!r}")
     return data
@@ -909,63 +841,51 @@ def asked_wait(response, error) -> float:
     """Seconds that a provider asks to wait, in whatever way; the longest where it says several."""
     waits = [seconds_until(value) for value in response.raw.headers.getlist("Retry-After")]
     waits += [seconds_until(value) / 1000 for value in response.raw.headers.getlist("retry-after-ms")]
-    details = fields_of(error).get("details")
-    for detail in details if isinstance(details, list) else []:  # google.rpc.RetryInfo
-        waits.append(seconds_until(str(fields_of(detail).get("retryDelay")).removesuffix("s")))
-    return max(waits, default=0.0)
+    google = re.findall(r'"retryDelay": "(\d+(?:\.\d+)?)s"', json.dumps(error))  # google.rpc.RetryInfo
+    return max([*waits, *map(float, google)], default=0.0)
 
 
 def seconds_until(moment: str) -> float:
     """A number of seconds, or a date (RFC 9110, 10.2.3), as seconds from now; 0 if it is neither."""
+    if re.fullmatch(r"\s*\d+(\.\d+)?\s*", moment):
+        return float(moment)
     try:
-        if re.fullmatch(r"\s*\d+(\.\d+)?\s*", moment):
-            return float(moment)
-        return max(0.0, email.utils.parsedate_to_datetime(moment).timestamp() - time.time())
+        return max(0.0, parsedate_to_datetime(moment).timestamp() - time.time())
     except (ValueError, TypeError, OverflowError):
         return 0.0
-
-
-def understood(protocol: str, parse, *args):
-    """What `parse` reads in a response, or WorkerError where it is not as its protocol defines it."""
-    try:
-        return parse(*args)
-    except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as e:
-        fault = f"{type(e).__name__}: {e}"
-    raise WorkerError(f"the response is not as {protocol} defines it: {fault}")
 
 
 def read_stream(pieces, on_text) -> dict:
     """An OpenAI stream as the same response without one. on_text gets each piece of its text."""
     texts = []
-    beside = {}  # what stands beside the text
+    ending = {}  # finish_reason, usage, error
     rest = b""
     for piece in pieces:
         *lines, rest = (rest + piece).split(b"\n")
-        if len(rest) > 1 << 20:
-            raise WorkerError("the stream has a line of more than 1 MiB")
         for line in lines:
-            if line.startswith(b"data:"):  # else it is blank, a comment, or another field
-                texts.append(understood("openai", read_event, line[5:].strip(), beside))
-                if texts[-1]:
-                    on_text(texts[-1])
-    if "finish_reason" not in beside and "error" not in beside:
+            event = line.removeprefix(b"data:").strip()
+            if event == b"[DONE]":
+                ending.setdefault("finish_reason")
+            elif event and event != line.strip():  # else it is blank, a comment, or another field
+                with defined_by("openai"):
+                    text = read_event(json.loads(event), ending)
+                if text:
+                    texts.append(text)
+                    on_text(text)
+    if not ending.keys() & {"finish_reason", "error"}:
         raise WorkerError("the stream ended early", retry=True)
-    choice = {"message": {"content": "".join(texts)}, "finish_reason": beside.get("finish_reason")}
-    return {"choices": [choice], **beside}
+    choice = {"message": {"content": "".join(texts)}, "finish_reason": ending.get("finish_reason")}
+    return {"choices": [choice], **ending}
 
 
-def read_event(event: bytes, beside: dict) -> str:
-    """The text of a stream's event. What ends a stream is put into `beside`: finish_reason, usage, error."""
-    if event == b"[DONE]":
-        beside.setdefault("finish_reason")
-        return ""
-    data = json.loads(event)
+def read_event(data: dict, ending: dict) -> str:
+    """The text of a stream's event. What ends a stream is put into `ending`."""
+    ending |= {key: data[key] for key in ("error", "usage") if data.get(key)}
     text = ""
     for choice in data.get("choices") or []:
-        text += text_of((choice.get("delta") or {}).get("content"))
+        text += text_of(at(choice, "delta", "content"))
         if choice.get("finish_reason"):
-            beside["finish_reason"] = choice["finish_reason"]
-    beside |= {key: data[key] for key in ("error", "usage") if data.get(key)}
+            ending["finish_reason"] = choice["finish_reason"]
     return text
 
 
@@ -977,38 +897,35 @@ def redact(text: str, key: str) -> str:
 
 # The servers
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+MAX_BODY = 32 << 20  # bytes of a request; honest ones stay below 1 MB
+ROLES = ("system", "developer", "user", "assistant")
 UNSUPPORTED = ("tools", "functions", "logprobs", "audio", "prediction", "web_search_options")
 PATHS = "there are GET /health, GET /v1/models, GET /v1/models/NAME and POST /v1/chat/completions"
 
 
-def plain_message(message) -> dict:
-    """A chat message with its content as one string; ValueError where it is not of text."""
-    role, content = fields_of(message).get("role"), fields_of(message).get("content")
-    if not isinstance(role, str) or role not in ROLES:
-        raise ValueError(f"expected messages whose role is one of {', '.join(ROLES)}")
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
-    for part in parts:
-        if fields_of(part).get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError("expected messages whose content is text: nothing else is supported")
-    return {"role": ROLES[role], "content": text_of(parts)}
-
-
 def plain_chat(body) -> dict:
     """A chat request as `Handler.complete` gets it; ValueError says what is wrong or not supported."""
-    if not isinstance(fields_of(body).get("model"), str):
-        raise ValueError("expected an object with model, a name, and messages")
+    said = at(body, "messages")
+    if not isinstance(said, list) or not said or not isinstance(body.get("model"), str):
+        raise ValueError("expected an object with model, a name, and messages, a list of at least one")
     if body.get("n") not in (None, 1):
         raise ValueError("n above 1 is not supported: ask once for each answer")
     for key in UNSUPPORTED:
         if body.get(key):
             raise ValueError(f"{key} is not supported")
-    for key, kind in (("stream", bool), ("stream_options", dict), ("messages", list)):
-        if not isinstance(body.get(key), kind | None):
-            raise ValueError(f"expected {key} to be of type {kind.__name__}")
-    if not body.get("messages"):
-        raise ValueError("expected messages, a list of at least one")
-    return {**body, "messages": [plain_message(message) for message in body["messages"]]}
+    return {**body, "messages": [plain_message(message) for message in said]}
+
+
+def plain_message(message) -> dict:
+    """A chat message with its content as one string; ValueError where it is not of text."""
+    role = at(message, "role")
+    if role not in ROLES:
+        raise ValueError(f"expected messages whose role is one of {', '.join(ROLES)}")
+    content = message.get("content") or ""
+    texts = [at(part, "text") for part in content] if isinstance(content, list) else [content]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("expected messages whose content is text: nothing else is supported")
+    return {"role": "system" if role == "developer" else role, "content": "".join(texts)}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -1022,18 +939,19 @@ class Handler(BaseHTTPRequestHandler):
     models: list[str] = []
     streaming = False  # whether the head of a stream has been sent
 
-    def complete(self, body: dict):
-        raise NotImplementedError
-
     def answer(self, status: int, data: dict, **headers):
-        """Send a whole response, in one packet where it fits. headers: x_name="value"."""
+        """Send a whole response. headers: x_name="value"."""
         body = json.dumps(data).encode()
-        headers |= {"Content_Type": "application/json", "Content_Length": len(body)}
+        self.send_head(status, Content_Type="application/json", Content_Length=len(body), **headers)
+        self.wfile.write(body)
+
+    def send_head(self, status: int, **headers):
         if self.close_connection:
             headers["Connection"] = "close"
-        head = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items())
-        phrase = self.responses.get(status, ["Unknown"])[0]
-        self.wfile.write(f"HTTP/1.1 {status} {phrase}\r\n{head}\r\n".encode() + body)
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
 
     def fail(self, status: int, message: str, retry: bool = True):
         """Answer with an error as OpenAI writes it; within a stream it ends the stream.
@@ -1041,10 +959,9 @@ class Handler(BaseHTTPRequestHandler):
         retry=False asks clients that read x-should-retry (OpenAI's own do) not to ask, and pay, again."""
         kind = "invalid_request_error" if status < 500 else "server_error"
         error = {"error": {"message": message, "type": kind, "param": None, "code": None}}
-        headers = {} if retry else {"x_should_retry": "false"}
         if self.streaming:
             return self.send_event(error)
-        self.answer(status, error, **headers)
+        self.answer(status, error, **({} if retry else {"x_should_retry": "false"}))
 
     def reply(self, text: str, finish: str = "stop", usage: dict | None = None):
         """Send a whole completion, as a stream of one piece where the request asks for a stream."""
@@ -1058,13 +975,13 @@ class Handler(BaseHTTPRequestHandler):
     def send_chunk(self, delta: dict, finish: str | None = None, usage: dict | None = None):
         """Send a piece of a stream: delta is {"content": str} or {}. usage is sent where it is asked for."""
         if not self.streaming:
-            self.streaming = self.close_connection = True  # The stream's end is the connection's.
-            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
-                             b"Cache-Control: no-cache\r\nConnection: close\r\n\r\n")
+            self.streaming = True
+            self.close_connection = True  # The stream's end is the connection's.
+            self.send_head(200, Content_Type="text/event-stream", Cache_Control="no-cache")
             delta = {"role": "assistant", **delta}
         card = {**self.card, "object": "chat.completion.chunk"}
         self.send_event({**card, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]})
-        if usage and fields_of(self.chat.get("stream_options")).get("include_usage"):
+        if usage and at(self.chat, "stream_options", "include_usage"):
             self.send_event({**card, "choices": [], "usage": usage})
 
     def end_stream(self):
@@ -1129,10 +1046,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.refuse(403, "expected a loopback address as Host")
         if "Transfer-Encoding" in self.headers:
             return self.refuse(411, "expected a Content-Length: an upload in chunks is not supported")
-        if not re.fullmatch("[0-9]+", length):
-            return self.refuse(400, "expected a number as Content-Length")
-        if len(length) > 9 or int(length) > MAX_BODY:
-            return self.refuse(413, f"expected a body of at most {MAX_BODY >> 20} MiB")
+        if not re.fullmatch("[0-9]{1,9}", length) or int(length) > MAX_BODY:
+            return self.refuse(413, f"expected a Content-Length of at most {MAX_BODY >> 20} MiB")
         return self.rfile.read(int(length))
 
     def refuse(self, status: int, message: str):
@@ -1200,7 +1115,6 @@ def local_server(latency: float = 0.0) -> tuple[str, subprocess.Popen]:
         cwd=os.path.dirname(os.path.abspath(__file__)), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         env={name: os.environ[name] for name in keep if name in os.environ}, text=True,
         start_new_session=True)  # Ctrl-C is the parent's affair.
-    atexit.register(lambda: (process.stdin.close(), process.wait()))
     url = process.stdout.readline().strip()
     if not url:
         raise WorkerError(f"the local specialists' server ended at its start, with status {process.wait()}")
@@ -1224,9 +1138,8 @@ def main():
     if words:
         sys.exit(f"unknown command {' '.join(words)}; there are serve, print, and none to list the pool")
     for worker in load_pool(settings.pool):
-        key = "no key needed"
-        if worker.api_key_env:
-            key = f"{worker.api_key_env} is {'set' if os.environ.get(worker.api_key_env) else 'NOT SET'}"
+        key = "is set" if os.environ.get(worker.api_key_env or "") else "is NOT SET"
+        key = f"{worker.api_key_env} {key}" if worker.api_key_env else "no key needed"
         try:
             reply = replace(worker, attempts=1).chat([{"role": "user", "content": "Say pong."}])
             ping = f"answers in {reply.seconds:.2f} s"

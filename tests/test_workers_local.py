@@ -18,8 +18,14 @@ from workers import load_pool
 ROOT = os.path.dirname(os.path.abspath(workers.__file__))
 
 
-QUESTIONS = ["What is 6 * 7?", "Find diez + 4.", "Tell me the capital of France backwards.", "Give me element number 8 in capitals.",
-             "What is the atomic number of iron - veinte?", "What is the weather?"]
+QUESTIONS = [
+    "What is 6 * 7?",
+    "Find diez + 4.",
+    "Tell me the capital of France backwards.",
+    "Give me element number 8 in capitals.",
+    "What is the atomic number of iron - veinte?",
+    "What is the weather?",
+]
 SUBTASKS = ["Work it out.", "Find and rewrite it.", "Name it, process it.", "Translate it."]
 
 
@@ -30,50 +36,77 @@ def chats():
         for subtask in SUBTASKS:
             yield [{"role": "user", "content": f"Question:\n{question}\n\nYour task:\n{subtask}"}]
             for response in ("10 + 4", "I am a coder; that is not my work."):
-                yield [{"role": "user", "content": f"Question:\n{question}"}, {"role": "user", "content": "Your task:\nDo."},
-                       {"role": "assistant", "content": response}, {"role": "user", "content": f"Your task:\n{subtask}"}]
+                yield [
+                    {"role": "user", "content": f"Question:\n{question}"},
+                    {"role": "user", "content": "Your task:\nDo."},
+                    {"role": "assistant", "content": response},
+                    {"role": "user", "content": f"Your task:\n{subtask}"},
+                ]
 
 
 def test_the_specialists_say_what_they_always_said():
-    """The laptop world is learned with these very replies: they were written down before the file was rewritten."""
+    """The laptop world is learned with these very replies: they were written down at the first edition."""
     replies = [answer(chat) for answer in workers.SPECIALISTS.values() for chat in chats()]
     assert len(replies) == 1014
-    assert hashlib.sha256(json.dumps(replies).encode()).hexdigest() == "e20a4e1e434005a53d58f134b60c0df4e485b293aebcb66a3c3f97b07aa14995"
+    assert (
+        hashlib.sha256(json.dumps(replies).encode()).hexdigest()
+        == "e20a4e1e434005a53d58f134b60c0df4e485b293aebcb66a3c3f97b07aa14995"
+    )
 
 
-@pytest.mark.parametrize("name, question, subtask, reply", [
-    ("calculator", QUESTIONS[0], None, "42"), ("librarian", QUESTIONS[4], SUBTASKS[1], "What is 26 - veinte?"),
-    ("calculator", QUESTIONS[4], SUBTASKS[0], "I am a calculator; I find nothing here to work on."),
-    ("tired translator", QUESTIONS[3], SUBTASKS[0], "I am a translator; that is not my work."),
-    ("junior calculator", QUESTIONS[4], SUBTASKS[2], "I am a calculator; that is not my work."),
-    ("junior librarian", QUESTIONS[4], SUBTASKS[3], "I have lost the thread."), ("tired calculator", QUESTIONS[5], None, "I have lost the thread.")])
+@pytest.mark.parametrize(
+    "name, question, subtask, reply",
+    [
+        ("calculator", QUESTIONS[0], None, "42"),
+        ("librarian", QUESTIONS[4], SUBTASKS[1], "What is 26 - veinte?"),
+        ("calculator", QUESTIONS[4], SUBTASKS[0], "I am a calculator; I find nothing here to work on."),
+        ("tired translator", QUESTIONS[3], SUBTASKS[0], "I am a translator; that is not my work."),
+        ("junior calculator", QUESTIONS[4], SUBTASKS[2], "I am a calculator; that is not my work."),
+        ("junior librarian", QUESTIONS[4], SUBTASKS[3], "I have lost the thread."),
+        ("tired calculator", QUESTIONS[5], None, "I have lost the thread."),
+    ],
+)
 def test_some_replies_by_value(name, question, subtask, reply):
     content = f"Question:\n{question}" + (f"\n\nYour task:\n{subtask}" if subtask else "")
     assert workers.SPECIALISTS[name]([{"role": "user", "content": content}]) == reply
 
 
 def test_two_workers_for_each_trade():
-    """A junior or tired specialist is a specialist on 60 or 70 % of his days, which differ, and on the others says that he is not."""
+    """A junior or tired specialist is a specialist on 60 or 70 % of his days, which differ."""
     assert workers.LOCAL["local:pairs"][:3] == ["calculator", "junior calculator", "translator"]
     assert workers.LOCAL["local:tired"][:2] == ["tired calculator", "junior calculator"]
     assert [w.letter for w in load_pool("local:pairs", "http://127.0.0.1:9/v1")] == [*"ABCDEFGH"]
-    chats = [[{"role": "user", "content": f"Question:\nWhat is {i} + 1?\n\nYour task:\nWork it out."}] for i in range(1000)]
-    days = {kind: [workers.SPECIALISTS[f"{kind} calculator"](chat) for chat in chats] for kind in ("junior", "tired")}
+    chats = [
+        [{"role": "user", "content": f"Question:\nWhat is {i} + 1?\n\nYour task:\nWork it out."}]
+        for i in range(1000)
+    ]
+    days = {
+        kind: [workers.SPECIALISTS[f"{kind} calculator"](chat) for chat in chats]
+        for kind in ("junior", "tired")
+    }
     for kind, share in (("junior", 0.6), ("tired", 0.7)):
         good = [text == str(i + 1) for i, text in enumerate(days[kind])]
-        assert abs(sum(good) / 1000 - share) < 0.05 and {t for t, g in zip(days[kind], good) if not g} == {"I have lost the thread."}
+        assert abs(sum(good) / 1000 - share) < 0.05 and {t for t, g in zip(days[kind], good) if not g} == {
+            "I have lost the thread."
+        }
     both = sum(a == b == "I have lost the thread." for a, b in zip(days["junior"], days["tired"]))
     assert abs(both / 1000 - 0.12) < 0.04  # each for himself
 
 
 def test_local_pool():
     pool = load_pool("local")
-    assert [w.name for w in pool] == workers.LOCAL["local"] and all(w.price == [0, 0] and w.concurrency == 16 for w in pool)
+    assert [w.name for w in pool] == workers.LOCAL["local"] and all(
+        w.price == [0, 0] and w.concurrency == 16 for w in pool
+    )
     reply = pool[0].chat(CHAT)
-    assert reply.text == workers.SPECIALISTS[pool[0].name](CHAT) and reply.cost == 0 and reply.prompt_tokens == 1
+    assert (
+        reply.text == workers.SPECIALISTS[pool[0].name](CHAT) and reply.cost == 0 and reply.prompt_tokens == 1
+    )
     models = requests.get(pool[0].url + "/models", timeout=20).json()
     assert [m["id"] for m in models["data"]] == list(workers.SPECIALISTS)
-    assert [w.url for w in load_pool("local", local_url="http://127.0.0.1:9/v1")] == ["http://127.0.0.1:9/v1"] * len(pool)
+    assert [w.url for w in load_pool("local", local_url="http://127.0.0.1:9/v1")] == [
+        "http://127.0.0.1:9/v1"
+    ] * len(pool)
 
 
 @pytest.mark.parametrize("body", [
@@ -119,9 +152,15 @@ def gone(url, seconds=20):
 
 @pytest.mark.parametrize("death", ["exit", signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_the_server_ends_with_its_parent(death):
-    code = "import sys, time, workers\nprint(workers.load_pool('local')[0].url, flush=True)\nsys.stdin.readline()"
-    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                              stderr=subprocess.DEVNULL)
+    code = "import sys, workers\nprint(workers.load_pool('local')[0].url, flush=True)\nsys.stdin.readline()"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
     url = parent.stdout.readline().strip()
     assert requests.get(url + "/models", timeout=20).ok
     parent.stdin.close() if death == "exit" else parent.send_signal(death)
@@ -132,11 +171,27 @@ def test_the_server_ends_with_its_parent(death):
 def test_serve_ends_quietly_and_a_port_in_use_is_said():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        run = subprocess.run([sys.executable, "workers.py", "serve", f"--port={port}"], cwd=ROOT, capture_output=True, text=True,
-                             timeout=120)
-    assert run.returncode == 1 and f"127.0.0.1:{port}" in run.stderr and "--port" in run.stderr and "Traceback" not in run.stderr
-    server = subprocess.Popen([sys.executable, "workers.py", "serve", "--port=0"], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                              stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)  # as under a service manager: no stdin
+        run = subprocess.run(
+            [sys.executable, "workers.py", "serve", f"--port={port}"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert (
+        run.returncode == 1
+        and f"127.0.0.1:{port}" in run.stderr
+        and "--port" in run.stderr
+        and "Traceback" not in run.stderr
+    )
+    server = subprocess.Popen(
+        [sys.executable, "workers.py", "serve", "--port=0"],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+    )  # as under a service manager: no stdin
     url = server.stdout.readline().strip()
     assert requests.get(url + "/models", timeout=20).ok
     server.send_signal(signal.SIGINT)
@@ -144,6 +199,12 @@ def test_serve_ends_quietly_and_a_port_in_use_is_said():
 
 
 def test_bench_ends_in_a_json_line():
-    run = subprocess.run([sys.executable, "tests/bench.py", "client", "--workflows=20", "--steps=2", "--latency=0.001"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(
+        [sys.executable, "tests/bench.py", "client", "--workflows=20", "--steps=2", "--latency=0.001"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     line = json.loads(run.stdout.splitlines()[-1])
     assert line["calls"] == 40 and line["client_cpu_ms_per_call"] > 0 and line["times_the_least"] > 1

@@ -1,4 +1,4 @@
-"""Pools and money: what a pool file may say, proxies, replies that are kept, and budgets that are never passed."""
+"""Pools and money against their rules: pool files, proxies, kept replies, budgets that are never passed."""
 import json
 import multiprocessing
 import os
@@ -7,7 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from rogue import CHAT, GOOD, KEY, Rogue, always, entry, http, pool_file, quick, worker  # noqa: F401 (quick is a fixture)
+from rogue import CHAT, GOOD, KEY, Rogue, always, entry, http, pool_file, quick, worker  # noqa: F401
 
 import workers
 from workers import Replay, Reply, Worker, WorkerError, load_pool
@@ -39,7 +39,12 @@ def test_spending_is_counted_and_the_unknown_is_not_zero():
 
 def test_replay_makes_a_resumed_run_free(tmp_path):
     def play(n, conn):
-        return http({**GOOD, "choices": [{"message": {"content": f"answer {n} \u2028 \r\n é"}, "finish_reason": "stop"}]})
+        return http(
+            {
+                **GOOD,
+                "choices": [{"message": {"content": f"answer {n} \u2028 \r\n é"}, "finish_reason": "stop"}],
+            }
+        )
 
     def five(a, b):
         return [a.chat(CHAT, nonce="r0"), a.chat(CHAT, nonce="r1"), b.chat(CHAT, nonce="r0"),
@@ -54,7 +59,9 @@ def test_replay_makes_a_resumed_run_free(tmp_path):
         assert len(server.requests) == 6
         a, b = load_pool(spec, replay=replay)  # the run is killed here, and resumed
         assert five(a, b) == first and len(server.requests) == 6
-        assert a.spent == pytest.approx(4 * 30e-6)  # so that the resumed run's books are those of an uninterrupted one
+        assert a.spent == pytest.approx(
+            4 * 30e-6
+        )  # so that the resumed run's books are those of an uninterrupted one
         a.chat(CHAT, nonce="r2")
         assert len(server.requests) == 7
 
@@ -71,7 +78,10 @@ def test_replay_survives_a_kill_in_the_middle_of_a_line(tmp_path):
             w.replay = workers.Replay(str(replay))
             w.chat(CHAT, nonce="0"), w.chat(CHAT, nonce="1")
             assert len(server.requests) == asked
-    assert sum(line.endswith("}") for line in replay.read_text().splitlines()) == 2 and "\n\n" not in replay.read_text()
+    assert (
+        sum(line.endswith("}") for line in replay.read_text().splitlines()) == 2
+        and "\n\n" not in replay.read_text()
+    )
 
 
 def test_a_kept_reply_is_told(tmp_path):
@@ -113,7 +123,9 @@ def test_opening_a_file_takes_nothing_from_it(tmp_path):
     replay = Replay(str(path))
     assert path.read_bytes() == torn and replay.find(b"0" * 64) is None
     with open(path, "ab") as other:
-        other.write(b' it", "prompt_tokens": 1, "completion_tokens": 2, "cost": null, "seconds": 1.0, "finish": "stop"}\n')
+        other.write(
+            b' it", "prompt_tokens": 1, "completion_tokens": 2, "cost": null, "seconds": 1, "finish": "a"}\n'
+        )
     assert Replay(str(path)).find(b"0" * 64).text == "half of it"
 
 
@@ -125,7 +137,9 @@ def test_a_write_that_falls_short_harms_no_other_line(tmp_path, monkeypatch, cap
         w.replay = Replay(path)
         monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:50]))
         assert w.chat(CHAT, nonce="0").prompt_tokens == 0
-        monkeypatch.setattr(os, "write", lambda file, data: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        monkeypatch.setattr(
+            os, "write", lambda file, data: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+        )
         assert w.chat(CHAT, nonce="1").prompt_tokens == 1
         monkeypatch.setattr(os, "write", write)
         assert [w.chat(CHAT, nonce=str(i)).prompt_tokens for i in (2, 3)] == [2, 3]
@@ -161,17 +175,34 @@ def test_replies_are_plain_data():
 RIGHT = {"protocol": "openai", "base_url": "http://h/v1", "model": "m"}
 
 
-@pytest.mark.parametrize("entry, field", [
-    ({k: v for k, v in RIGHT.items() if k != "model"}, "model"), ({**RIGHT, "modle": "m"}, "modle"),
-    ({**RIGHT, "model": 3}, "model"), ({**RIGHT, "base_url": "h/v1"}, "base_url"),
-    ({**RIGHT, "protocol": "smtp"}, "protocol"), ({**RIGHT, "protocol": []}, "protocol"),
-    ({**RIGHT, "base_url": f"https://me:{KEY}@h/v1"}, "base_url"), ({**RIGHT, "api_key_env": KEY}, "api_key_env"),
-    ({**RIGHT, "params": [1]}, "params"), ({**RIGHT, "price": 3}, "price"), ({**RIGHT, "price": [1]}, "price"),
-    ({**RIGHT, "price": [1, -1]}, "price"), ({**RIGHT, "price": [1, "2"]}, "price"), ({**RIGHT, "concurrency": 0}, "concurrency"),
-    ({**RIGHT, "concurrency": 1.5}, "concurrency"), ({**RIGHT, "rpm": -1}, "rpm"), ({**RIGHT, "timeout": "1"}, "timeout"),
-    ({**RIGHT, "timeout": float("nan")}, "timeout"), ({**RIGHT, "deadline": float("inf")}, "deadline"), ("m", "an object"), (3, "an object"),
-    ({**RIGHT, "prices": [1, 2]}, "unknown field prices, there are protocol, base_url, model, name"),
-    ({"model": "m", "protocol": "openai"}, "no base_url")])
+@pytest.mark.parametrize(
+    "entry, field",
+    [
+        ({k: v for k, v in RIGHT.items() if k != "model"}, "model"),
+        ({**RIGHT, "modle": "m"}, "modle"),
+        ({**RIGHT, "model": 3}, "model"),
+        ({**RIGHT, "base_url": "h/v1"}, "base_url"),
+        ({**RIGHT, "protocol": "smtp"}, "protocol"),
+        ({**RIGHT, "protocol": []}, "protocol"),
+        ({**RIGHT, "base_url": f"https://me:{KEY}@h/v1"}, "base_url"),
+        ({**RIGHT, "api_key_env": KEY}, "api_key_env"),
+        ({**RIGHT, "params": [1]}, "params"),
+        ({**RIGHT, "price": 3}, "price"),
+        ({**RIGHT, "price": [1]}, "price"),
+        ({**RIGHT, "price": [1, -1]}, "price"),
+        ({**RIGHT, "price": [1, "2"]}, "price"),
+        ({**RIGHT, "concurrency": 0}, "concurrency"),
+        ({**RIGHT, "concurrency": 1.5}, "concurrency"),
+        ({**RIGHT, "rpm": -1}, "rpm"),
+        ({**RIGHT, "timeout": "1"}, "timeout"),
+        ({**RIGHT, "timeout": float("nan")}, "timeout"),
+        ({**RIGHT, "deadline": float("inf")}, "deadline"),
+        ("m", "a mapping"),
+        (3, "a mapping"),
+        ({**RIGHT, "prices": [1, 2]}, "prices.*\nThe fields are protocol, base_url, model, name"),
+        ({"model": "m", "protocol": "openai"}, "base_url"),
+    ],
+)
 def test_a_bad_entry_is_named_with_its_field(tmp_path, entry, field):
     with pytest.raises(SystemExit, match=f"pool.json: entry 1: .*{field}") as caught:
         load_pool(pool_file(tmp_path, [RIGHT, entry]))
@@ -220,14 +251,22 @@ def test_the_paper_pool(monkeypatch):
     assert [f.timeout for f in free] == [3600] * 7
     google, claude_, gpt, r1, gemma, direct, thinking = pool
     assert all(w.params["temperature"] == 0.2 for w in pool if w is not gpt)
-    assert google.params["thinkingConfig"] == {"thinkingBudget": 128} and gpt.params["reasoning_effort"] == "minimal"
-    assert "thinking" not in claude_.params and free[1].params["thinking"]["budget_tokens"] < free[1].params["max_tokens"]
+    assert (
+        google.params["thinkingConfig"] == {"thinkingBudget": 128}
+        and gpt.params["reasoning_effort"] == "minimal"
+    )
+    assert (
+        "thinking" not in claude_.params
+        and free[1].params["thinking"]["budget_tokens"] < free[1].params["max_tokens"]
+    )
     assert "temperature" not in free[1].params  # which Claude refuses while it thinks
     for w in direct, thinking:
         assert (w.params["top_p"], w.params["top_k"], w.params["presence_penalty"]) == (0.8, 20, 1.0)
     assert [w.params["chat_template_kwargs"]["enable_thinking"] for w in (direct, thinking)] == [False, True]
     assert all(w.price for w in pool[:3]) and not any(w.price for w in pool[3:])
-    for w, name in zip(pool, ["GEMINI_API_KEY", "ANTHROPIC_API_KEY", "OPENAI_API_KEY"] + [r"\$OPEN_BASE_URL"] * 4):
+    for w, name in zip(
+        pool, ["GEMINI_API_KEY", "ANTHROPIC_API_KEY", "OPENAI_API_KEY"] + [r"\$OPEN_BASE_URL"] * 4
+    ):
         with pytest.raises(WorkerError, match=f"set {name} in the environment"):
             w.chat(CHAT)
     with Rogue(lambda n, c: http(GOOD)) as server:
@@ -251,18 +290,42 @@ def test_pools_that_can_be_called_now(spec, monkeypatch):
     urls, bodies = [url for url, _, _ in sent], [json.loads(body) for _, _, body in sent]
     if spec == "today":
         google, claude, gpt = bodies[:3]
-        assert google["generationConfig"] == {"maxOutputTokens": 7, "thinkingConfig": {"thinkingLevel": "low"}}
-        assert claude["thinking"] == {"type": "between_tools"} and claude["output_config"] == {"effort": "low"}
-        assert gpt == {"model": "gpt-6.2-sol", "messages": CHAT, "max_completion_tokens": 7, "reasoning_effort": "low"}
-        assert urls[0].endswith("/v1beta/models/gemini-4-hydrogen:generateContent") and urls[1] == "https://api.anthropic.com/v1/messages"
+        assert google["generationConfig"] == {
+            "maxOutputTokens": 7,
+            "thinkingConfig": {"thinkingLevel": "low"},
+        }
+        assert claude["thinking"] == {"type": "between_tools"} and claude["output_config"] == {
+            "effort": "low"
+        }
+        assert gpt == {
+            "model": "gpt-6.2-sol",
+            "messages": CHAT,
+            "max_completion_tokens": 7,
+            "reasoning_effort": "low",
+        }
+        assert (
+            urls[0].endswith("/v1beta/models/gemini-4-hydrogen:generateContent")
+            and urls[1] == "https://api.anthropic.com/v1/messages"
+        )
     else:
-        assert bodies[0]["reasoning"] == bodies[1]["reasoning"] == {"effort": "low"} and bodies[2]["reasoning_effort"] == "low"
+        assert (
+            bodies[0]["reasoning"] == bodies[1]["reasoning"] == {"effort": "low"}
+            and bodies[2]["reasoning_effort"] == "low"
+        )
         assert all("temperature" not in body for body in bodies[:3])
     assert set(urls[3 * (spec == "today"):]) == {"https://openrouter.ai/api/v1/chat/completions"}
     for w, body in zip(pool[3:], bodies[3:]):
-        assert body["provider"] == {"max_price": dict(zip(("prompt", "completion"), w.price)), "require_parameters": True}
+        assert body["provider"] == {
+            "max_price": dict(zip(("prompt", "completion"), w.price)),
+            "require_parameters": True,
+        }
         assert body["temperature"] == 0.2 and "chat_template_kwargs" not in body
-    assert [body.get("reasoning") for body in bodies[3:]] == [None, {"enabled": False}, {"enabled": False}, {"enabled": True}]
+    assert [body.get("reasoning") for body in bodies[3:]] == [
+        None,
+        {"enabled": False},
+        {"enabled": False},
+        {"enabled": True},
+    ]
 
 
 def test_a_pool_is_printed_as_a_file(monkeypatch, capsys, tmp_path):
@@ -276,11 +339,17 @@ def test_a_pool_is_printed_as_a_file(monkeypatch, capsys, tmp_path):
 
 
 def test_a_budget_is_never_passed(tmp_path):
-    """Calls of $0.0012 at the most and $0.001 in fact: of twenty at once under $0.005 some are refused, and what was spent stays below."""
+    """Calls of $0.0012 at the most, $0.001 in fact: of twenty at once under $0.005 some are refused."""
     gate = threading.Semaphore(0)
-    with Rogue(lambda n, c: gate.acquire() and http({**GOOD, "usage": {"prompt_tokens": 0, "completion_tokens": 100}})) as server:
+    with Rogue(
+        lambda n, c: (
+            gate.acquire() and http({**GOOD, "usage": {"prompt_tokens": 0, "completion_tokens": 100}})
+        )
+    ) as server:
         fields = {"params": {"max_tokens": 120}, "price": [0, 10]}
-        pool = load_pool(pool_file(tmp_path, [entry(server, **fields), entry(server, **fields, name="n")]), budget=0.005)
+        pool = load_pool(
+            pool_file(tmp_path, [entry(server, **fields), entry(server, **fields, name="n")]), budget=0.005
+        )
         budget = pool[0].budget
 
         def ask(i):
@@ -298,30 +367,57 @@ def test_a_budget_is_never_passed(tmp_path):
 
 
 def test_calls_wait_for_what_others_give_back(tmp_path):
-    """Many calls at once under a budget that all of them together stay below: none is refused, although what they could cost is above."""
+    """None of many calls at once is refused that all stay below the budget, though they could cost more."""
     with Rogue(lambda n, c: http({**GOOD, "usage": {"prompt_tokens": 0, "completion_tokens": 1}})) as server:
-        [worker] = load_pool(pool_file(tmp_path, [entry(server, params={"max_tokens": 1000}, price=[0, 10])]), budget=0.025)
+        [worker] = load_pool(
+            pool_file(tmp_path, [entry(server, params={"max_tokens": 1000}, price=[0, 10])]), budget=0.025
+        )
         with ThreadPoolExecutor(20) as threads:
-            replies = list(threads.map(lambda _: worker.chat([{"role": "user", "content": "Hi."}]), range(60)))
-    assert len(replies) == 60 and not worker.budget.refused and worker.budget.left == pytest.approx(0.025 - 60 * 1e-5)
+            replies = list(
+                threads.map(lambda _: worker.chat([{"role": "user", "content": "Hi."}]), range(60))
+            )
+    assert (
+        len(replies) == 60
+        and not worker.budget.refused
+        and worker.budget.left == pytest.approx(0.025 - 60 * 1e-5)
+    )
 
 
-@pytest.mark.parametrize("answers, attempts_paid", [([400], 0), ([500, 400], 1), ([None, 200], 0), ([429, 200], 0), ([b"{"], 1), ([None] * 6, 0), ([503, 200], 0),
-                                                    ([529, 200], 0), ([json.dumps({"error": {"message": "x", "code": 503}}).encode(), 200], 1),
-                                                    ([json.dumps({"error": {"message": "x", "code": 429}}).encode(), 200], 1),
-                                                    ([json.dumps({"error": {"message": "x", "code": 400}}).encode()], 1)], ids=str)
+@pytest.mark.parametrize(
+    "answers, attempts_paid",
+    [
+        ([400], 0),
+        ([500, 400], 1),
+        ([None, 200], 0),
+        ([429, 200], 0),
+        ([b"{"], 1),
+        ([None] * 6, 0),
+        ([503, 200], 0),
+        ([529, 200], 0),
+        ([json.dumps({"error": {"message": "x", "code": 503}}).encode(), 200], 1),
+        ([json.dumps({"error": {"message": "x", "code": 429}}).encode(), 200], 1),
+        ([json.dumps({"error": {"message": "x", "code": 400}}).encode()], 1),
+    ],
+    ids=str,
+)
 def test_what_a_broken_attempt_may_have_cost_counts(answers, attempts_paid, tmp_path, monkeypatch):
-    """What a refused attempt could have cost is given back; what one that broke later could have cost is not."""
+    """What a refused attempt could have cost is given back; not what one that broke later could have."""
     monkeypatch.setattr(workers, "BACKOFF", 0.001)
 
     def play(n, conn):
         answer = answers[n]
         if type(answer) is int:
-            return http({**GOOD, "usage": {"prompt_tokens": 7, "completion_tokens": 3}} if answer == 200 else {}, answer)
+            return http(
+                {**GOOD, "usage": {"prompt_tokens": 7, "completion_tokens": 3}} if answer == 200 else {},
+                answer,
+            )
         return answer and http(answer)
 
     with Rogue(play) as server:
-        [worker] = load_pool(pool_file(tmp_path, [entry(server, params={"max_completion_tokens": 100}, price=[1, 10])]), budget=1.0)
+        [worker] = load_pool(
+            pool_file(tmp_path, [entry(server, params={"max_completion_tokens": 100}, price=[1, 10])]),
+            budget=1.0,
+        )
         if answers[-1] == 200:
             worker.chat([{"role": "user", "content": "Hi."}])
         else:
@@ -329,21 +425,40 @@ def test_what_a_broken_attempt_may_have_cost_counts(answers, attempts_paid, tmp_
                 worker.chat([{"role": "user", "content": "Hi."}])
     size = len(json.dumps(server.requests[0][2])) + workers.TEMPLATE
     most, known = (2 * size * 1 + 100 * 10) / 1e6, (7 * 1 + 3 * 10) / 1e6 * (answers[-1] == 200)
-    assert worker.budget.left == pytest.approx(1 - attempts_paid * most - known) and worker.budget.running == 0
+    assert (
+        worker.budget.left == pytest.approx(1 - attempts_paid * most - known) and worker.budget.running == 0
+    )
 
 
-@pytest.mark.parametrize("params", [
-    {}, {"max_tokens": None}, {"max_tokens": -1}, {"max_tokens": 0}, {"max_tokens": "4096"}, {"max_tokens": 40.5}, {"max_tokens": True},
-    {"max_tokens": 9, "max_completion_tokens": None}, {"max_tokens": 9, "max_completion_tokens": -1}, {"max_tokens": 9, "n": 2},
-    {"max_tokens": 9, "best_of": 4}, {"max_tokens": 9, "service_tier": "priority"}, {"max_tokens": 9, "tools": [{}]},
-    {"max_tokens": 9, "models": ["a"]}], ids=str)
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"max_tokens": None},
+        {"max_tokens": -1},
+        {"max_tokens": 0},
+        {"max_tokens": "4096"},
+        {"max_tokens": 40.5},
+        {"max_tokens": True},
+        {"max_tokens": 9, "max_completion_tokens": None},
+        {"max_tokens": 9, "max_completion_tokens": -1},
+        {"max_tokens": 9, "n": 2},
+        {"max_tokens": 9, "best_of": 4},
+        {"max_tokens": 9, "service_tier": "priority"},
+        {"max_tokens": 9, "tools": [{}]},
+        {"max_tokens": 9, "models": ["a"]},
+    ],
+    ids=str,
+)
 def test_nothing_is_sent_whose_cost_has_no_bound(params, tmp_path):
     """Neither by the pool file nor by what a call adds to it."""
     with always(GOOD) as server:
         if "n" not in params:
             with pytest.raises(SystemExit, match="a budget needs"):
                 load_pool(pool_file(tmp_path, [entry(server, price=[1, 1], params=params)]), budget=1.0)
-        [w] = load_pool(pool_file(tmp_path, [entry(server, price=[1, 1], params={"max_tokens": 9})]), budget=1.0)
+        [w] = load_pool(
+            pool_file(tmp_path, [entry(server, price=[1, 1], params={"max_tokens": 9})]), budget=1.0
+        )
         if params:
             with pytest.raises(WorkerError, match="m: (under a budget|n: )"):
                 w.chat(CHAT, **params)
@@ -354,17 +469,27 @@ def test_the_larger_of_two_limits_counts_and_so_do_templates_and_caches(tmp_path
     """With a prompt of one letter: what a chat template adds and a cache's price at most are set apart."""
     seen = []
     with Rogue(lambda n, c: seen.append(w.budget.left) or http(GOOD)) as server:
-        spec = pool_file(tmp_path, [entry(server, price=[1, 10], params={"max_tokens": 9, "max_completion_tokens": 1000})])
+        spec = pool_file(
+            tmp_path, [entry(server, price=[1, 10], params={"max_tokens": 9, "max_completion_tokens": 1000})]
+        )
         [w] = load_pool(spec, budget=1.0)
         w.chat([{"role": "user", "content": "x"}])
     size = len(json.dumps(server.requests[0][2]))
-    assert seen == [pytest.approx(1 - (2 * (size + 512) + 1000 * 10) / 1e6)] and w.budget.left == pytest.approx(1 - 30e-6)
+    assert seen == [
+        pytest.approx(1 - (2 * (size + 512) + 1000 * 10) / 1e6)
+    ] and w.budget.left == pytest.approx(1 - 30e-6)
 
 
 def test_usage_that_says_nothing_gives_nothing_back(tmp_path):
-    for usage in (None, {"prompt_tokens": -10 ** 6, "completion_tokens": 1}, {"prompt_tokens": 1, "completion_tokens": "1"}):
+    for usage in (
+        None,
+        {"prompt_tokens": -(10**6), "completion_tokens": 1},
+        {"prompt_tokens": 1, "completion_tokens": "1"},
+    ):
         with always({**GOOD, "usage": usage}) as server:
-            [w] = load_pool(pool_file(tmp_path, [entry(server, price=[0, 10], params={"max_tokens": 100})]), budget=1.0)
+            [w] = load_pool(
+                pool_file(tmp_path, [entry(server, price=[0, 10], params={"max_tokens": 100})]), budget=1.0
+            )
             assert w.chat(CHAT).cost is None
         assert w.budget.left == pytest.approx(1 - 0.001) and w.budget.running == 0
 
@@ -393,8 +518,14 @@ def test_the_pool_is_listed_and_pinged(monkeypatch, capsys, tmp_path):
     monkeypatch.delenv("ABSENT", raising=False)
     monkeypatch.setenv("PLANTED", KEY)
     with Rogue(lambda n, c: http(GOOD)) as server:
-        spec = pool_file(tmp_path, [entry(server, name="up", api_key_env="PLANTED"), entry(server, name="keyless", api_key_env="ABSENT"),
-                                    entry(server, name="down", base_url="http://127.0.0.1:9/v1")])
+        spec = pool_file(
+            tmp_path,
+            [
+                entry(server, name="up", api_key_env="PLANTED"),
+                entry(server, name="keyless", api_key_env="ABSENT"),
+                entry(server, name="down", base_url="http://127.0.0.1:9/v1"),
+            ],
+        )
         monkeypatch.setattr(sys, "argv", ["workers.py", f"--pool={spec}"])
         workers.main()
     up, keyless, down = capsys.readouterr().out.splitlines()

@@ -20,15 +20,11 @@ def reset(n, conn):
     conn.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # close() sends RST
 
 
-def flood(n, conn):
-    conn.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000000\r\n\r\n")
-    for _ in range(100):
-        conn.sendall(b"x" * 1_000_000)
-
-
 def chunks(*pieces):
     """A chunked body of these pieces, each as it stands: size line, data and all."""
-    return lambda n, conn: conn.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"".join(pieces))
+    return lambda n, conn: conn.sendall(
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"".join(pieces)
+    )
 
 
 HTML = b"<html><body><h1>Sorry, the model is away</h1></body></html>"
@@ -40,17 +36,41 @@ FAULTS = {  # name: play, attempts of two, what the error says
     "JSON list": (lambda n, c: http([GOOD]), 1, "no JSON object"),
     "100,000 brackets": (lambda n, c: http(b"[" * 100_000), 1, "no JSON object"),
     "not UTF-8": (lambda n, c: http(b'{"choices": "\xff\xfe\xfa"}'), 1, "no JSON object"),
-    "a stream nobody asked for": (lambda n, c: http(b'data: {"choices": []}\n\n', Content_Type="text/event-stream"), 1, "no JSON object"),
-    "200 with an error": (lambda n, c: http({"error": {"message": "upstream died", "code": 502}}), 2, "HTTP 502: upstream died"),
+    "a stream nobody asked for": (
+        lambda n, c: http(b'data: {"choices": []}\n\n', Content_Type="text/event-stream"),
+        1,
+        "no JSON object",
+    ),
+    "200 with an error": (
+        lambda n, c: http({"error": {"message": "upstream died", "code": 502}}),
+        2,
+        "HTTP 502: upstream died",
+    ),
     "200 with an error's text": (lambda n, c: http({"error": "model is loading"}), 2, "model is loading"),
-    "200 with a final error": (lambda n, c: http({"error": {"message": "too long", "code": 400}}), 1, "HTTP 400: too long"),
-    "200 with an odd code": (lambda n, c: http({"error": {"message": "odd", "code": 10 ** 400}}), 2, "HTTP 500: odd"),
-    "an error as choice": (lambda n, c: http({"choices": [{"error": "cut off", "message": {"content": "Bec"}}]}), 2, "cut off"),
+    "200 with a final error": (
+        lambda n, c: http({"error": {"message": "too long", "code": 400}}),
+        1,
+        "HTTP 400: too long",
+    ),
+    "200 with an odd code": (
+        lambda n, c: http({"error": {"message": "odd", "code": 10**400}}),
+        2,
+        "HTTP 500: odd",
+    ),
+    "an error as choice": (
+        lambda n, c: http({"choices": [{"error": "cut off", "message": {"content": "Bec"}}]}),
+        2,
+        "cut off",
+    ),
     "no choices": (lambda n, c: http({"id": 1}), 1, "KeyError"),
     "empty choices": (lambda n, c: http({"choices": []}), 1, "IndexError"),
     "choices of no object": (lambda n, c: http({"choices": ["a"]}), 1, "AttributeError"),
     "content of no text": (lambda n, c: http({"choices": [{"message": {"content": 42}}]}), 1, "TypeError"),
-    "not to be retried": (lambda n, c: http({"error": {"message": "paid"}}, 502, X_Should_Retry="false"), 1, "HTTP 502: paid"),
+    "not to be retried": (
+        lambda n, c: http({"error": {"message": "paid"}}, 502, X_Should_Retry="false"),
+        1,
+        "HTTP 502: paid",
+    ),
     "closed at once": (lambda n, c: None, 2, "connection failed"),
     "closed mid-body": (lambda n, c: c.sendall(http(GOOD)[:-20]), 2, "connection failed"),
     "reset mid-body": (reset, 2, "connection failed"),
@@ -64,8 +84,6 @@ FAULTS = {  # name: play, attempts of two, what the error says
     "a body that is no gzip": (lambda n, c: http(GOOD, Content_Encoding="gzip"), 2, "connection failed"),
     "redirect": (lambda n, c: http(b"", 302, Location="http://127.0.0.1:9/v1"), 1, "HTTP 302"),
     "redirect to nowhere": (lambda n, c: http(b"", 302, Location="http://[::1"), 1, "HTTP 302"),
-    "100 MB": (flood, 1, "larger than 32 MiB"),
-    "a redirect of 100 MB": (lambda n, c: c.sendall(b"HTTP/1.1 302 OK\r\nLocation: /\r\n") or flood(n, c), 1, "larger than 32 MiB"),
 }
 
 
@@ -84,10 +102,12 @@ SLOW = {
     "silence in the body": drip(http(GOOD)[:-20], b""),
     "drip of the body": drip(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"),
     "drip of a chunked body": drip(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
-    "drip of a body that the connection's end ends": drip(b"HTTP/1.1 200 OK\r\n\r\n" + json.dumps(GOOD).encode()),
-    "drip of the headers": drip(b"HTTP/1.1 200 OK\r\nX-Long: ", b"x"),
-    "100 Continue without end": drip(b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
-    "a stream without end": drip(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n", b": wait\n\n"),
+    "drip of a body that the connection's end ends": drip(
+        b"HTTP/1.1 200 OK\r\n\r\n" + json.dumps(GOOD).encode()
+    ),
+    "a stream without end": drip(
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n", b": wait\n\n"
+    ),
 }
 
 
@@ -111,7 +131,10 @@ def test_a_slow_answer_is_one_reply_for_one_request(silent_in, monkeypatch):
     if silent_in == "body without length":
         answer = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + json.dumps(GOOD).encode()
     if silent_in == "stream":
-        answer = http(stream({"delta": {"content": "Because."}, "finish_reason": "stop"}), Content_Type="text/event-stream")
+        answer = http(
+            stream({"delta": {"content": "Because."}, "finish_reason": "stop"}),
+            Content_Type="text/event-stream",
+        )
 
     def slow(n, conn):
         begun = 0 if silent_in == "head" else len(answer) - 30
@@ -137,8 +160,7 @@ def test_connections_stay_alive_through_a_silent_hour():
     with always(GOOD) as server:
         w = worker(server)
         w.chat(CHAT)
-        [session] = w.idle
-        pools = session.adapters["http://"].poolmanager.pools
+        pools = w.session.adapters["http://"].poolmanager.pools
         connection = pools[pools.keys().pop()].pool.get()
     assert connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     if hasattr(socket, "TCP_KEEPIDLE"):
@@ -155,7 +177,11 @@ def test_cookies_are_not_kept_and_redirects_not_followed():
     with always(GOOD, Set_Cookie="a=b") as server:
         w = worker(server)
         w.chat(CHAT), w.chat(CHAT)
-    assert len(server.requests) == 2 and server.connections == 1 and "cookie" not in server.requests[1][1].lower()
+    assert (
+        len(server.requests) == 2
+        and server.connections == 1
+        and "cookie" not in server.requests[1][1].lower()
+    )
 
 
 # Retries
@@ -170,14 +196,17 @@ def test_retried_until_it_works(status):
 
 @pytest.mark.parametrize("status", [400, 401, 402, 403, 404, 413, 422])
 def test_never_retried(status):
-    with always({"error": {"message": "no"}}, status) as server, pytest.raises(WorkerError, match=f"HTTP {status}: no"):
+    with (
+        always({"error": {"message": "no"}}, status) as server,
+        pytest.raises(WorkerError, match=f"HTTP {status}: no"),
+    ):
         worker(server).chat(CHAT)
     assert len(server.requests) == 1
 
 
 @pytest.fixture
 def waits(monkeypatch):
-    """The waits between attempts, none of which is waited; the clock goes on by them. jitter draws the longest."""
+    """The waits between attempts: the clock goes on by them at once. jitter draws the longest."""
     class Clock:
         waits, monotonic, time = [], staticmethod(lambda: time.monotonic() + sum(Clock.waits)), time.time
 
@@ -196,7 +225,9 @@ def test_a_busy_provider_is_asked_while_the_deadline_lasts(status, waits):
     """Rate limits are per minute: the waits grow from two seconds to half a minute, until the deadline."""
     with always({}, status) as server, pytest.raises(WorkerError, match=f"HTTP {status}"):
         worker(server, timeout=120, deadline=300).chat(CHAT)
-    assert waits == [2, 4, 8, 16, *[30] * 8] and len(server.requests) == 13  # 270 s: one more would end at the deadline
+    assert (
+        waits == [2, 4, 8, 16, *[30] * 8] and len(server.requests) == 13
+    )  # 270 s: one more would end at the deadline
 
 
 def test_a_broken_provider_is_asked_six_times(waits):
@@ -221,12 +252,24 @@ def test_no_attempt_starts_with_less_time_left_than_an_answer_takes(waits):
     assert waits == [2, 4, 8, 16, 30, 30]  # 90 s; with the next 30 s less than 200 of the 300 s were left
 
 
-@pytest.mark.parametrize("headers, body, least", [
-    ({"Retry_After": "7"}, {}, 7), ({"Retry_After": " 2.5 "}, {}, 2.5), ({"retry_after_ms": "1500"}, {}, 1.5),
-    ({"Retry_After": ["3", "9"]}, {}, 9), ({"Retry_After": "1", "retry_after_ms": "4000"}, {}, 4),
-    ({}, {"error": {"message": "x", "details": [{"@type": "x"}, {"retryDelay": "36.5s"}]}}, 36.5),
-    ({}, {"error": {"details": [{"retryDelay": "soon"}, 3]}}, 0), ({}, {"error": {"details": 7}}, 0), ({}, {"error": "x"}, 0),
-    ({"Retry_After": "soon"}, {}, 0), ({"Retry_After": "-5"}, {}, 0), ({"Retry_After": "nan"}, {}, 0), ({"Retry_After": "inf"}, {}, 0)])
+@pytest.mark.parametrize(
+    "headers, body, least",
+    [
+        ({"Retry_After": "7"}, {}, 7),
+        ({"Retry_After": " 2.5 "}, {}, 2.5),
+        ({"retry_after_ms": "1500"}, {}, 1.5),
+        ({"Retry_After": ["3", "9"]}, {}, 9),
+        ({"Retry_After": "1", "retry_after_ms": "4000"}, {}, 4),
+        ({}, {"error": {"message": "x", "details": [{"@type": "x"}, {"retryDelay": "36.5s"}]}}, 36.5),
+        ({}, {"error": {"details": [{"retryDelay": "soon"}, 3]}}, 0),
+        ({}, {"error": {"details": 7}}, 0),
+        ({}, {"error": "x"}, 0),
+        ({"Retry_After": "soon"}, {}, 0),
+        ({"Retry_After": "-5"}, {}, 0),
+        ({"Retry_After": "nan"}, {}, 0),
+        ({"Retry_After": "inf"}, {}, 0),
+    ],
+)
 def test_the_wait_that_is_asked_for_is_kept_with_jitter_on_top(headers, body, least, waits):
     with Rogue(lambda n, c: http(body, 429, **headers) if n < 2 else http(GOOD)) as server:
         worker(server, timeout=120).chat(CHAT)
@@ -288,8 +331,11 @@ def test_requests_per_minute_count_retries():
 
 
 def test_waiting_for_a_turn_takes_nothing_from_the_deadline():
-    """Four calls are refused once; the turns of their second attempts come up to two seconds later, beyond the deadline of one."""
-    with Rogue(lambda n, conn: http({}, 503) if n < 4 else http(GOOD)) as server, ThreadPoolExecutor(4) as threads:
+    """Four calls are refused once; their second turns come up to 2 s later, beyond the deadline of 1 s."""
+    with (
+        Rogue(lambda n, conn: http({}, 503) if n < 4 else http(GOOD)) as server,
+        ThreadPoolExecutor(4) as threads,
+    ):
         w = worker(server, rpm=150, deadline=1)
         assert [f.text for f in threads.map(lambda _: w.chat(CHAT), range(4))] == ["Because."] * 4
 
@@ -299,15 +345,24 @@ def test_waiting_for_a_turn_takes_nothing_from_the_deadline():
 
 def stream(*choices, usage=None, done=True, newline="\n"):
     """The events of a stream, one for each choice."""
-    lines = [": OPENROUTER PROCESSING", "", *(f"data: {json.dumps({'choices': [choice]})}{newline}" for choice in choices)]
+    lines = [
+        ": OPENROUTER PROCESSING",
+        "",
+        *(f"data: {json.dumps({'choices': [choice]})}{newline}" for choice in choices),
+    ]
     if usage:
         lines.append(f"data:{json.dumps({'choices': [], 'usage': usage})}{newline}")
     return newline.join([*lines, *["data: [DONE]", "", ""] * done]).encode()
 
 
-PIECES = [{"delta": {"role": "assistant", "content": ""}}, {"delta": {"content": "Be"}}, {"delta": {"content": None}},
-          {"delta": {"content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "cau"}]}},
-          {"delta": {"content": "sé."}}, {"delta": {}, "finish_reason": "length"}]
+PIECES = [
+    {"delta": {"role": "assistant", "content": ""}},
+    {"delta": {"content": "Be"}},
+    {"delta": {"content": None}},
+    {"delta": {"content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "cau"}]}},
+    {"delta": {"content": "sé."}},
+    {"delta": {}, "finish_reason": "length"},
+]
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
@@ -315,15 +370,29 @@ PIECES = [{"delta": {"role": "assistant", "content": ""}}, {"delta": {"content":
 def test_a_stream_is_told_as_it_comes(newline, size):
     body, told = stream(*PIECES, usage=GOOD["usage"], newline=newline), []
     pieces = [body[i:i + size] for i in range(0, len(body), size)]
-    play = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n" + b"".join(
-        b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+    play = (
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n"
+        + b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces)
+        + b"0\r\n\r\n"
+    )
     with Rogue(lambda n, conn: play) as server:
         w = worker(server, price=[1, 10])
         replies = [w.chat(CHAT, on_text=told.append), w.chat(CHAT, on_text=told.append)]
     assert told == ["Be", "cau", "sé."] * 2 and server.connections == 1
     for reply in replies:
-        assert (reply.text, reply.finish, reply.prompt_tokens, reply.cost) == ("Becausé.", "length", 10, pytest.approx(30e-6))
-    assert server.requests[0][2] == {"model": "m", "messages": CHAT, "stream": True, "stream_options": {"include_usage": True}}
+        assert (reply.text, reply.finish, reply.prompt_tokens, reply.cost) == (
+            "Becausé.",
+            "length",
+            10,
+            pytest.approx(30e-6),
+        )
+    assert server.requests[0][2] == {
+        "model": "m",
+        "messages": CHAT,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
 
 
 def test_each_piece_is_told_before_the_next_is_sent():
@@ -340,12 +409,21 @@ def test_each_piece_is_told_before_the_next_is_sent():
         assert worker(server).chat(CHAT, on_text=lambda piece: told.set()).text == "Becausé."
 
 
-@pytest.mark.parametrize("body, attempts, says", [
-    (stream({"delta": {"content": "Be"}}, done=False), 1, "ended early"), (stream(done=False), 2, "ended early"),
-    (b'data: {"error": {"message": "died", "code": 502}}\n\n', 2, "HTTP 502: died"), (b'data: {"error": "x"}\n', 2, "HTTP 500: x"),
-    (b"data: {\n\n", 1, "not as openai defines"), (b"data: []\n\n", 1, "not as openai defines"), (b'data: {"choices": 3}\n\n', 1, "openai"),
-    (b'data: {"choices": [{"delta": {"content": 3}}]}\n\n', 1, "openai"), (b"data: " + b"[" * 9999 + b"\n\n", 1, "openai"),
-    (b"x" * 3_000_000, 1, "1 MiB")], ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    "body, attempts, says",
+    [
+        (stream({"delta": {"content": "Be"}}, done=False), 1, "ended early"),
+        (stream(done=False), 2, "ended early"),
+        (b'data: {"error": {"message": "died", "code": 502}}\n\n', 2, "HTTP 502: died"),
+        (b'data: {"error": "x"}\n', 2, "HTTP 500: x"),
+        (b"data: {\n\n", 1, "not as openai defines"),
+        (b"data: []\n\n", 1, "not as openai defines"),
+        (b'data: {"choices": 3}\n\n', 1, "openai"),
+        (b'data: {"choices": [{"delta": {"content": 3}}]}\n\n', 1, "openai"),
+        (b"data: " + b"[" * 9999 + b"\n\n", 1, "openai"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
 def test_streams_that_break(body, attempts, says):
     """What has been told cannot be taken back: there is no second attempt then."""
     told = []
@@ -355,7 +433,10 @@ def test_streams_that_break(body, attempts, says):
 
 
 def test_a_whole_answer_is_told_once():
-    for protocol, body in (("openai", GOOD), ("anthropic", {"content": [{"type": "text", "text": "Because."}]})):
+    for protocol, body in (
+        ("openai", GOOD),
+        ("anthropic", {"content": [{"type": "text", "text": "Because."}]}),
+    ):
         told = []
         with always(body) as server:
             worker(server, protocol=protocol).chat(CHAT, on_text=told.append)
@@ -388,10 +469,16 @@ def test_usage_that_is_no_sensible_number_is_unknown(field, value):
 
 BODIES = {
     "openai": GOOD,
-    "anthropic": {"content": [{"type": "text", "text": "Hi."}], "stop_reason": "end_turn",
-                  "usage": {"input_tokens": 1, "output_tokens": 2, "cache_creation": {"ephemeral_1h_input_tokens": 1}}},
-    "gemini": {"candidates": [{"content": {"parts": [{"text": "Hi."}]}, "finishReason": "STOP"}], "promptFeedback": {},
-               "usageMetadata": {"promptTokenCount": 1, "candidatesTokenCount": 2}},
+    "anthropic": {
+        "content": [{"type": "text", "text": "Hi."}],
+        "stop_reason": "end_turn",
+        "usage": {"input_tokens": 1, "output_tokens": 2, "cache_creation": {"ephemeral_1h_input_tokens": 1}},
+    },
+    "gemini": {
+        "candidates": [{"content": {"parts": [{"text": "Hi."}]}, "finishReason": "STOP"}],
+        "promptFeedback": {},
+        "usageMetadata": {"promptTokenCount": 1, "candidatesTokenCount": 2},
+    },
 }
 
 
@@ -402,12 +489,14 @@ def mutated(value, rng):
         return {**value, key: mutated(value[key], rng)}
     if isinstance(value, list) and value and rng.random() < 0.8:
         return [mutated(value[0], rng), *value[1:]]
-    return rng.choice([*NUMBERS, "text", ["a"], [{}], [None], {"error": 1}, {"type": 3}, [[]], "\ud83d", {"message": None}])
+    return rng.choice(
+        [*NUMBERS, "text", ["a"], [{}], [None], {"error": 1}, {"type": 3}, [[]], "\ud83d", {"message": None}]
+    )
 
 
 @pytest.mark.parametrize("protocol", BODIES)
 def test_nothing_that_a_server_sends_raises_anything_but_worker_error(protocol):
-    """600 responses: well-formed ones with wrong values, errors, streams, bytes and headers that are changed at random."""
+    """600 responses: well-formed ones with wrong values, errors, streams, bytes changed at random."""
     rng = random.Random(protocol)
     replies = 0
 
@@ -415,10 +504,17 @@ def test_nothing_that_a_server_sends_raises_anything_but_worker_error(protocol):
         body = mutated(BODIES[protocol], rng)
         kind = rng.choice(["value", "value", "error", "bytes", "stream"])
         if kind == "error":
-            return http({"error": mutated({"message": "m", "code": 429, "details": [{"retryDelay": "1s"}]}, rng)}, rng.choice([200, 400, 429]))
+            return http(
+                {"error": mutated({"message": "m", "code": 429, "details": [{"retryDelay": "1s"}]}, rng)},
+                rng.choice([200, 400, 429]),
+            )
         if kind == "stream":
-            event = mutated({"choices": [{"delta": {"content": "a"}, "finish_reason": "stop"}], "usage": {}}, rng)
-            return http(f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n".encode(), Content_Type="text/event-stream")
+            event = mutated(
+                {"choices": [{"delta": {"content": "a"}, "finish_reason": "stop"}], "usage": {}}, rng
+            )
+            return http(
+                f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n".encode(), Content_Type="text/event-stream"
+            )
         answer = bytearray(http(body))
         if kind == "bytes":
             for _ in range(rng.randint(1, 5)):
