@@ -496,9 +496,9 @@ def conduct(write, tasks: list[Task], rounds: int = 0, prompting: Prompting = Pr
 # ------------------------------------------------------------------------------------------------------------
 # Appendix: who writes, threads, reading lists, few-shot examples, views, the server, the command line
 
-# Who writes the workflows: a function write(chats, n, first, on_text) for `roll_out` and `conduct`. It writes n
-# completions of each chat, numbered from `first` on, and calls on_text(chat's index, completion's index, text,
-# prompt's ids, Completion) as each is finished, or on_text(…, "", error="why") where it could not be asked.
+# Who writes the workflows: a function write(chats, n, first, on_text) for `roll_out` and `conduct`. It writes
+# n completions of each chat, numbered from `first` on, and calls on_text(chat's index, completion's index,
+# text, prompt's ids, Completion) as each is finished, or on_text(…, "", error="why") where none could be had.
 
 READ_AT_ONCE = 1 << 15  # tokens of prompts that a model reads at a time: a batch of long ones needs gigabytes
 
@@ -653,8 +653,8 @@ def quoted(text: str) -> str:
 # and after a word and a space.
 COMMAND = re.compile(r"""r[A-Za-z]+
     |n(?:abla|at(?:ural|nums)|cong|e|earrow|eg|eg(?:med|thick|thin)space|eq|exists
-      |ew(?:command|environment|line|page)|geqq?|geqslant|gtr|i|icefrac|[lL]eft(?:right)?arrow|[rR]ightarrow|leqq?|leqslant|less|mid
-      |oindent|obreak(?:space)?|olimits|onumber|orm|ormalsize|ot|otag|otin|otni|parallel|prec(?:eq)?
+      |ew(?:command|environment|line|page)|geqq?|geqslant|gtr|i|icefrac|[lL]eft(?:right)?arrow|[rR]ightarrow
+      |leqq?|leqslant|less|mid|oindent|obreak(?:space)?|olimits|onumber|orm|ormalsize|ot|otag|otin|otni|parallel|prec(?:eq)?
       |short(?:mid|parallel)|sim|su[bp]set(?:eqq?)?|succ(?:eq)?|triangle(?:left|right)(?:eq)?|u|ull
       |[vV][dD]ash|warrow)
     |t(?:ag|anh?|au|binom|ext[a-z]*|frac|g|h|herefore|heta|hetasym|hick(?:approx|sim|space)|hinspace|ilde|imes
