@@ -654,7 +654,8 @@ def quoted(text: str) -> str:
 COMMAND = re.compile(r"""r[A-Za-z]+
     |n(?:abla|at(?:ural|nums)|cong|e|earrow|eg|eg(?:med|thick|thin)space|eq|exists
       |ew(?:command|environment|line|page)|geqq?|geqslant|gtr|i|icefrac|[lL]eft(?:right)?arrow|[rR]ightarrow
-      |leqq?|leqslant|less|mid|oindent|obreak(?:space)?|olimits|onumber|orm|ormalsize|ot|otag|otin|otni|parallel|prec(?:eq)?
+      |leqq?|leqslant|less|mid|oindent
+      |obreak(?:space)?|olimits|onumber|orm|ormalsize|ot|otag|otin|otni|parallel|prec(?:eq)?
       |short(?:mid|parallel)|sim|su[bp]set(?:eqq?)?|succ(?:eq)?|triangle(?:left|right)(?:eq)?|u|ull
       |[vV][dD]ash|warrow)
     |t(?:ag|anh?|au|binom|ext[a-z]*|frac|g|h|herefore|heta|hetasym|hick(?:approx|sim|space)|hinspace|ilde|imes
