@@ -1,42 +1,30 @@
-"""Generation against transformers, a loop without cache and a plain reference sampler; seeds, end tokens, callbacks.
-
-    python tests/test_sample.py --bench --random=small --vs=transformers        sample.py's bench, beside transformers' generate
-"""
+"""Generation against transformers, a loop without cache and a plain reference sampler; seeds, end tokens, callbacks."""
+import gc
 import json
 import math
 import os
+import signal
+import subprocess
 import sys
+import weakref
 from collections import Counter
-from dataclasses import asdict
 
 import pytest
 import torch
 from tokenizers import Tokenizer as BPE, decoders, models, pre_tokenizers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # for the bench
+import bench
 import sample
 from model import Config, Qwen, Tokenizer
-from sample import BLOCK, CHECK, Completion, generate
+from sample import BUCKET, CHECK, Completion, generate
 from train import tiny_tokenizer
 
-LONG = BLOCK + 16  # more own tokens than one block of the cache
-
-
-def transformers_generate(model, prompts, n, max_new_tokens):
-    """The same weights in Hugging Face's implementation, sampling as many rollouts of the same length."""
-    with torch.device(model.device):
-        theirs = Qwen2ForCausalLM(Qwen2Config(**asdict(model.config), rope_parameters={
-            "rope_type": "default", "rope_theta": model.config.rope_theta}))
-    theirs.load_state_dict(model.state_dict(), assign=True)
-    ids = torch.tensor(prompts, device=model.device)
-    return lambda: theirs.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-                                   num_return_sequences=n, max_new_tokens=max_new_tokens, eos_token_id=None, pad_token_id=0)
-
-
-sample.OTHERS["transformers"] = transformers_generate
+torch.set_num_threads(1)
+BLOCK = 2 * BUCKET["cpu"]
+LONG = BLOCK + 16  # more own tokens than two buckets of the cache
 
 
 def tiny(vocab=40, seed=0, **changes):
@@ -231,12 +219,19 @@ def test_a_seed_gives_the_same_whatever_shares_the_batch(model):
     assert not {tuple(x.tokens) for x in alone if len(x.tokens) > 4} & {tuple(x.tokens) for x in other}
 
 
-def test_a_prompt_listed_twice_gets_fresh_rollouts(model):
-    """The second listing goes on where the first stopped."""
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_rollouts_split_over_calls_are_those_of_one_call(ranks, model):
+    """`first` numbers rollouts: whoever samples which of them, together they are the rollouts of one call. So also for a
+    prompt that is listed twice, whose second rollouts are none of its first."""
     a, b = PROMPTS[0], PROMPTS[2]
-    first, _, second = generate(model, [a, b, a], n=4, max_new_tokens=20)
-    assert not {tuple(c.tokens) for c in first} & {tuple(c.tokens) for c in second}
-    close(first + second, generate(model, [a], n=8, max_new_tokens=20)[0])
+    how = dict(max_new_tokens=20, eos_id=[3], seed=9)
+    whole = generate(model, [a, b, a], n=8, **how)
+    shares = torch.arange(8).tensor_split(ranks)
+    parts = [generate(model, [a, b, a], n=len(share), first=int(share[0]), **how) for share in shares]
+    for i in range(3):
+        close(sum((part[i] for part in parts), []), whole[i])
+    first, _, second = ({tuple(c.tokens) for c in rollouts if len(c.tokens) > 4} for rollouts in whole)
+    assert len(first) > 4 < len(second) and not first & second
 
 
 # --------------------------------------------------------------------------------------------------------------------------------
@@ -280,6 +275,25 @@ def test_one_prefill_per_prompt_and_finished_rows_leave(model):
     assert longest - 1 <= len(rows) < longest + CHECK
 
 
+@pytest.mark.parametrize("budget", [1, 70, 150])
+def test_many_prompts_are_computed_in_pieces(budget, model, monkeypatch):
+    """No forward has more prompt tokens than PREFILL_TOKENS, but for a longer prompt, the head sees last positions only,
+    and the rollouts are the same."""
+    prompts = make(30, 3, 70, 17, 64, 5, 41)
+    whole = generate(model, prompts, n=2, max_new_tokens=12)
+    heads = []
+    logits = model.logits
+    monkeypatch.setattr(sample, "PREFILL_TOKENS", budget)
+    monkeypatch.setattr(model, "logits", lambda hidden: heads.append(tuple(hidden.shape)) or logits(hidden))
+    out, shapes = widths(model, prompts, n=2, max_new_tokens=12)
+    pieces = shapes[:-11]
+    assert len(pieces) == math.ceil(7 / max(1, budget // 70)) and sum(q for q, _ in pieces) == 7
+    assert all(q * width <= budget or q == 1 for q, width in pieces)
+    assert heads[:len(pieces)] == [(q, 32) for q, _ in pieces]
+    for mine, theirs in zip(out, whole):
+        close(mine, theirs)
+
+
 def test_all_finished_at_once_stops_the_loop(model):
     """Where every id is an end token, every rollout has one token, and generation does not run on to max_new_tokens."""
     out, shapes = widths(model, PROMPTS, n=3, max_new_tokens=500, eos_id=range(40))
@@ -317,48 +331,150 @@ def test_nothing_waits_notices(wait):
         wait(torch.tensor(1.0))
 
 
-@pytest.mark.parametrize("how", [dict(), dict(temperature=0.0), dict(top_p=0.9, top_k=7)], ids=str)
-def test_a_step_can_be_captured(how, model, monkeypatch):
-    """From the second step after a change of shapes on, steps neither wait for the device nor move what they read and write to another
-    place: each runs over the memory that the one before left, as a replayed graph does."""
-    plain, replays = generate(model, PROMPTS, 6, LONG, eos_id=3, **how), []
+class Graph:
+    """What `capture` returns on CUDA, on a CPU: a replay is a step over the memory that the capture saw."""
+    replays = 0
 
-    def capture(step, device):
-        cells, model_cells = dict(zip(step.__code__.co_freevars, step.__closure__)), {}
-        for inner in ("choose", "step"):
-            function = cells[inner].cell_contents if inner in cells else step
-            model_cells |= dict(zip(function.__code__.co_freevars, function.__closure__))
+    def __init__(self, decode):
+        self.decode = decode
+        self.seen = self.places()
+        assert len(self.seen) > 10
 
-        def places():
-            tensors = [x for cell in model_cells.values() for x in tree_leaves(cell.cell_contents) if isinstance(x, torch.Tensor)]
-            return [x.data_ptr() for x in tensors]
+    def places(self):
+        grid = self.decode.__self__
+        return {name: [x.data_ptr() for x in tree_leaves(value)] for name, value in vars(grid).items()
+                if name != "live" and any(isinstance(x, torch.Tensor) for x in tree_leaves(value))}  # no step reads that
 
-        before = places()
-        assert len(before) > 10
+    def replay(self):
+        assert self.places() == self.seen
+        with NothingWaits():
+            self.decode()
+        assert self.places() == self.seen
+        Graph.replays += 1
 
-        def replay():
-            assert places() == before
-            with NothingWaits(), monkeypatch.context() as patch:
-                patch.setattr(torch.Tensor, "tolist", None)
-                step()
-            assert places() == before
-            replays.append(step)
-        return replay
 
+@pytest.fixture
+def graphs(monkeypatch):
+    """Sampling as on CUDA, with faked graphs: the list of them."""
+    made = []
+
+    def capture(decode, before):
+        assert before is (made[-1] if made else None)
+        made.append(Graph(decode))
+        return made[-1]
+
+    monkeypatch.setattr(Graph, "replays", 0)
     monkeypatch.setattr(sample, "capture", capture)
-    assert generate(model, PROMPTS, 6, LONG, eos_id=3, **how) == plain
-    assert len(replays) > 20
+    for table in (sample.BUCKET, sample.PAD, sample.GRAPH):
+        monkeypatch.setitem(table, "cpu", table["cuda"])
+    return made
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("how", [dict(temperature=0.0), dict(), dict(top_p=0.9, top_k=7)], ids=str)
-def test_graphs_equal_plain_steps(how, monkeypatch):
-    """On CUDA: the same rollouts with captured graphs as without."""
-    model = tiny().cuda()
-    graphs = generate(model, PROMPTS, 6, 3 * LONG, eos_id=3, **how)
-    monkeypatch.setattr(sample, "capture", lambda step, device: step)
-    assert [[c.tokens for c in group] for group in graphs] == [
-        [c.tokens for c in group] for group in generate(model, PROMPTS, 6, 3 * LONG, eos_id=3, **how)]
+@pytest.mark.parametrize("how", [dict(), dict(temperature=0.0), dict(top_p=0.9, top_k=7)], ids=str)
+def test_a_step_can_be_captured(how, model, graphs, monkeypatch):
+    """From the second step after a change of shapes on, steps neither wait for the device nor move what they read and write
+    to another place: each runs over the memory that the one before left, as a replayed graph does."""
+    monkeypatch.setitem(sample.BUCKET, "cpu", 16)
+    out = generate(model, PROMPTS, 6, 60, eos_id=[] if "temperature" in how else 3, **how)
+    assert max(len(c.tokens) for rollouts in out for c in rollouts) == 60
+    assert len(graphs) == 4 and Graph.replays == 59 - 4
+    for prompt, rollouts in zip(PROMPTS, out):
+        check_logprobs(model, prompt, rollouts[0], **({} if "temperature" in how else how))
+
+
+def test_few_captures_an_iteration(graphs, monkeypatch):
+    """The paper's iteration, 4 prompts x 64 rollouts of up to 1,024 tokens, at a spread of lengths like that of a trained
+    Conductor and at worse ones, captures fewer than 10 graphs, and the grid shrinks as rollouts finish."""
+    model, N = tiny(hidden_size=8, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1), 4 * 64
+    monkeypatch.setattr(sample, "matmul_fp32", lambda a, b: a.new_zeros(*a.shape[:-1], b.shape[-1]))  # only shapes count
+    spreads = {"realistic": torch.randn(N).mul(0.6).add(math.log(220)).exp(), "uniform": torch.rand(N) * 1024,
+               "even": torch.linspace(1, 1024, N), "short, one long": torch.cat((torch.rand(N - 1) * 100, torch.tensor([1024.0])))}
+    for name, lengths in spreads.items():
+        wanted, rows = lengths.clamp(1, 1024).long(), []
+        graphs.clear()
+        choose = sample.Grid.choose
+
+        def ends_as_wanted(grid, logits):
+            choose(grid, logits)
+            rows.append(len(grid.rollout))
+            grid.lengths.copy_(torch.where((wanted <= grid.t) & (grid.lengths == 0), grid.t, grid.lengths))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(sample.Grid, "choose", ends_as_wanted)
+            out = generate(model, make(5, 6, 7, 8), 64, 1024)
+        assert [len(c.tokens) for rollouts in out for c in rollouts] == wanted.tolist()
+        wasted = sum(rows) / sum((wanted > t).sum().item() for t in range(1024))
+        print(name, len(graphs), "captures, grid / live rows", round(wasted, 2))
+        assert len(graphs) < 10 and rows[-1] < N / 4 and wasted < 3
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
+@pytest.mark.parametrize("during", ["prefill", "step", "on_finish"])
+def test_an_interrupted_generate_leaves_nothing_behind(error, during, model, monkeypatch):
+    """An exception in the midst of it, as Ctrl-C raises one, comes out as it is. Gradients are recorded again, no tensor of
+    the size of the cache lives on, and the next call samples what it would have."""
+    expected = generate(model, PROMPTS, n=2, max_new_tokens=LONG, eos_id=3)
+    forwards, grids, init = [], [], sample.Grid.__init__
+
+    def init_and_tell(grid, *args):
+        init(grid, *args)
+        grids.append(weakref.ref(grid))
+
+    def stop(*_):
+        forwards.append(1)
+        if len(forwards) == dict(prefill=1, step=20, on_finish=3)[during]:
+            raise error("now")
+
+    monkeypatch.setattr(sample.Grid, "__init__", init_and_tell)
+    hook = model.register_forward_pre_hook(stop if during != "on_finish" else lambda *_: None)
+    gc.disable()
+    try:
+        generate(model, PROMPTS, n=2, max_new_tokens=LONG, eos_id=3, on_finish=stop if during == "on_finish" else None)
+    except error as e:
+        assert str(e) == "now"
+    else:
+        raise AssertionError("nothing was raised")
+    finally:
+        hook.remove()
+        gc.enable()
+    assert grids[0]() is None and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    for mine, theirs in zip(generate(model, PROMPTS, n=2, max_new_tokens=LONG, eos_id=3), expected):
+        close(mine, theirs)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_waits_for_the_end_of_a_capture(number):
+    """Within signals_wait a signal does nothing; right after it the handler that was there gets it, once."""
+    got = []
+    before = signal.signal(number, lambda *_: got.append("handled"))
+    try:
+        with sample.signals_wait():
+            os.kill(os.getpid(), number)
+            sum(range(100_000))
+            got.append("captured")
+        assert got == ["captured", "handled"]
+        os.kill(os.getpid(), number)
+        sum(range(100_000))
+        assert got == ["captured", "handled", "handled"]
+    finally:
+        signal.signal(number, before)
+
+
+@pytest.mark.parametrize("number, code, said", [(signal.SIGINT, 1, "interrupted"), (signal.SIGTERM, -signal.SIGTERM, "")])
+def test_a_signal_ends_the_program(number, code, said, tmp_path):
+    """Ctrl-C and SIGTERM in the midst of generation: it ends at once, without a traceback."""
+    tiny(vocab=270).save_pretrained(str(tmp_path))
+    tiny_tokenizer(["a b"]).save_pretrained(str(tmp_path))
+    program = ("import signal, sys, sample; signal.signal(signal.SIGINT, signal.default_int_handler); step = sample.Grid.step\n"
+               "def told(grid):\n    print('step', flush=True)\n    step(grid)\n"
+               "sample.Grid.step = told; sample.main(sys.argv[1:])")
+    run = subprocess.Popen([sys.executable, "-c", program, f"--checkpoint={tmp_path}", "--max_new_tokens=100000", "--n=4", "--top_k=0",
+                            "--dtype=fp32", "hi"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                           cwd=os.path.dirname(sample.__file__))
+    assert run.stdout.readline() == "step\n"
+    run.send_signal(number)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == code and err.strip() == said
 
 
 @pytest.mark.parametrize("prompts, how", [([], {}), ([[1], []], {}), ([[1]], dict(n=0)), ([[1]], dict(max_new_tokens=0))])
@@ -390,7 +506,7 @@ def test_the_program_answers_from_a_checkpoint(system, tmp_path, capsys, monkeyp
     tokenizer.save_pretrained(str(tmp_path))
     model.save_pretrained(str(tmp_path))
     sample.main([f"--checkpoint={tmp_path}", "--n=3", "--max_new_tokens=9", "--temperature=1.5", "--top_p=1", "--top_k=0",
-                 "--seed=4", "two", *([f"--system={system}"] if system else []), "words"])
+                 "--dtype=fp32", "--seed=4", "two", *([f"--system={system}"] if system else []), "words"])
     turns = [{"role": "system", "content": system}] if system else []
     prompt = tokenizer.chat([*turns, {"role": "user", "content": "two words"}])
     [expected] = generate(model, [prompt], n=3, max_new_tokens=9, temperature=1.5, seed=4, eos_id=tokenizer.end_ids,
@@ -398,44 +514,29 @@ def test_the_program_answers_from_a_checkpoint(system, tmp_path, capsys, monkeyp
     assert capsys.readouterr().out == "".join(tokenizer.decode(c.tokens) + ("\n" if c.finished else " …\n") for c in expected)
 
 
-def test_log_probabilities_are_fp32_whatever_the_model(model):
-    """In bf16, as on CUDA, log-probabilities stay fp32, and the default dtype does not matter."""
+def test_log_probabilities_in_bf16(model):
+    """In bf16 log-probabilities are those of a full forward in bf16, but for the order of its sums: prompts and own tokens,
+    attended to apart, differ by less than bf16 does from fp32. The default dtype does not matter."""
     half = tiny().bfloat16()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        [[c]] = generate(half, make(9), 1, 5)
+        [rollouts] = generate(half, make(9), 8, LONG)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert [float(torch.tensor(x).bfloat16()) for x in c.logprobs] != c.logprobs
+    [prompt], gaps = make(9), {}
+    for name, other in (("bf16", half), ("fp32", model)):
+        full = [other(torch.tensor([prompt + c.tokens]))[0, len(prompt) - 1:-1].log_softmax(-1) for c in rollouts]
+        expected = [logp.gather(1, torch.tensor(c.tokens)[:, None])[:, 0] for logp, c in zip(full, rollouts)]
+        gaps[name] = sum((e - torch.tensor(c.logprobs)).abs().mean().item() for e, c in zip(expected, rollouts)) / 8
+    assert all(float(torch.tensor(c.logprobs[3]).bfloat16()) != c.logprobs[3] for c in rollouts)
+    assert gaps["bf16"] < 0.5 * gaps["fp32"] < 0.1, gaps
 
 
-@pytest.mark.parametrize("vs", ["", "transformers", "unshared"])
-def test_the_bench_ends_in_one_json_line(vs, capsys, monkeypatch):
-    """--bench times as many tokens as it says, beside whom it says."""
-    monkeypatch.setitem(sample.RANDOM, "small", tiny().config)
-    drawn = []
-    monkeypatch.setattr(sample, "generate", lambda *args, **how: drawn.append(generate(*args, **how)) or drawn[-1])
-    sample.main(["--bench", "--random=small", "--prompt=20", "--questions=2", "--n=3", "--max_new_tokens=9", "--vs=" + vs])
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (result["questions"], result["n"], result["prompt"], result["new"]) == (2, 3, 20, 9)
-    assert [len(c.tokens) for c in sum(drawn[2], [])] == [9] * 6
-    assert min(value for value in result.values() if type(value) is float) > 0 and result.get("vs", "") == vs
-
-
-def test_the_bench_compares_with_the_same_weights(model):
-    """transformers_generate samples from our weights: six rollouts of nine tokens, and equal logits."""
-    job = transformers_generate(model, make(20, 20), 3, 9)
-    assert job().shape == (6, 29)
-    theirs = dict(zip(job.__code__.co_freevars, job.__closure__))["theirs"].cell_contents
-    ids = torch.tensor(make(20, 20))
-    torch.testing.assert_close(theirs(ids).logits, model(ids), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("argv, said", [([], "usage"), (["--checkpoint=/nowhere"], "usage"),
-                                        (["--checkpoint=/nowhere", "hi"], "/nowhere"), (["--chekpoint=x", "hi"], "--checkpoint"),
-                                        (["--bench"], "usage"), (["--bench", "--random=8b"], "7b"), (["--random=small", "hi"], "usage"),
-                                        (["--checkpoint={dir}", "hi", "--temperature=-1"], "temperature >= 0"), (["--checkpoint={dir}", "hi", "--top_p=0"], "top_p"),
-                                        (["--checkpoint={dir}", "hi", "--temperature=nan"], "temperature >= 0")])
+@pytest.mark.parametrize("argv, said", [
+    ([], "usage"), (["--checkpoint=/nowhere"], "usage"), (["--checkpoint=/nowhere", "hi"], "/nowhere"),
+    (["--chekpoint=x", "hi"], "--checkpoint"), (["--checkpoint={dir}", "hi", "--temperature=-1"], "temperature >= 0"),
+    (["--checkpoint={dir}", "hi", "--top_p=0"], "top_p"), (["--checkpoint={dir}", "hi", "--dtype=fp8"], "bf16 and fp32"),
+    (["--checkpoint={dir}", "hi", "--temperature=nan"], "temperature >= 0")])
 def test_the_program_says_what_is_wrong(argv, said, model, tmp_path):
     """No words, a missing checkpoint and a misspelt flag end the program with a message."""
     model.save_pretrained(str(tmp_path))
@@ -444,7 +545,28 @@ def test_the_program_says_what_is_wrong(argv, said, model, tmp_path):
         sample.main([word.format(dir=tmp_path) for word in argv])
 
 
-if __name__ == "__main__":
-    sample.main(sys.argv[1:])
-else:
-    torch.set_num_threads(1)
+
+# --------------------------------------------------------------------------------------------------------------------------------
+# The benchmark
+
+
+def test_the_bench_compares_with_the_same_weights(model):
+    """transformers_model has our weights, and equal logits."""
+    ids = torch.tensor(make(20, 20))
+    torch.testing.assert_close(bench.transformers_model(model)(ids).logits, model(ids), rtol=1e-4, atol=1e-4)
+
+
+def test_the_bench_ends_in_one_json_line(capsys, monkeypatch):
+    """It times as many tokens as it says, beside whom it says."""
+    monkeypatch.setitem(bench.SHAPES, "small", tiny().config)
+    monkeypatch.setattr(bench, "copy_bandwidth", lambda device: 1e9)
+    drawn = []
+    monkeypatch.setattr(sample, "generate", lambda *args, **how: drawn.append(generate(*args, **how)) or drawn[-1])
+    bench.sampler(rows="6,4", questions="2", prompt="20", new="9", rounds="1", dtype="fp32")
+    results = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert [(r["rows"], r["questions"], r["prompt"], r["new"]) for r in results] == [(6, 2, 20, 9), (4, 2, 20, 9)]
+    assert [[len(rollouts) for rollouts in out] for out in drawn[1:4]] == [[3, 3], [3, 3], [1] * 6]  # ours, its prefill, unshared
+    assert {len(c.tokens) for out in (drawn[1], drawn[3]) for rollouts in out for c in rollouts} == {9}
+    for result in results:
+        assert min(value for value in result.values() if isinstance(value, float)) > 0
+        assert {"times as fast as transformers", "times as fast as unshared"} < result.keys()
