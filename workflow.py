@@ -1,5 +1,4 @@
-"""A workflow: prompt the Conductor for it, parse it, run it on the workers, recurse; show and serve it (§3,
-App. E).
+"""A workflow: ask the Conductor for it, parse it, run it on the workers, recurse; show and serve it (§3).
 
     python workflow.py "a question" --checkpoint=DIR [--pool=local|paper|FILE] [--rounds=2]
     python workflow.py serve --checkpoint=DIR   # the Conductor as an OpenAI-compatible model on 127.0.0.1
@@ -150,15 +149,15 @@ LISTS = ("model_id", "subtasks", "access_list")
 
 def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = False,
           subtasks: bool = True) -> Workflow:
-    """The workflow in a Conductor's completion: the last lists, written one after another, that make one
-    together.
+    """The workflow in a Conductor's completion: the last lists, one after another, that make one together.
 
     allow_empty: empty lists are a workflow of no steps (§3.2: keep the previous answer). subtasks=False:
     there are two lists, and every subtask is to solve the question. Linear in the text's length. Raises
     WorkflowError, which says which list is wrong and why."""
     names = LISTS if subtasks else ("model_id", "access_list")
     error = WorkflowError("model_id: the list is missing")
-    workflow, lists, position = None, [], 0
+    workflow = None
+    lists, position = [], 0
     while begin := LIST_BEGINS.search(text, position):
         if position and NEXT_QUESTION.search(text, position, begin.start()):
             break
@@ -307,15 +306,15 @@ def worker_chat(question: str, turns: list[tuple[str, str]], subtask: str) -> li
 
 def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: False,
            then=lambda trace: trace) -> Future:
-    """Start a workflow. The future's result is then(trace), which runs in the thread of the step that ended
-    last.
+    """Start a workflow. The future's result is then(trace), called in the thread of the step that ended last.
 
     A step starts when the steps that it reads have ended; no thread waits for another. A WorkerError sets
     Trace.error: no further step starts, and the trace is done when the running steps are, so that no cost is
     lost. The same happens once stopped() or task.hung_up() is true. An empty or cut-off reply is a reply. Any
     other exception is a bug, and the future's. number: the rollout's; with task.name it names this run of the
     workflow in the pool's replay file."""
-    steps, previous = workflow.steps, task.previous
+    steps = workflow.steps
+    previous = task.previous
     if not steps and previous is None:
         raise ValueError("a workflow without steps keeps the previous answer, but there is no previous round")
     names = [task.pool[step.worker].name for step in steps]
@@ -325,7 +324,8 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
     if previous is not None:  # of these "all" sees the answer, under the subtask that it answers
         answered = [earlier for earlier in previous.rounds() if earlier.replies][-1]
         earlier_rounds = [(answered.workflow.steps[-1].subtask, previous.answer)]
-    begun, done, lock = time.monotonic(), Future(), threading.Lock()
+    begun = time.monotonic()
+    done, lock = Future(), threading.Lock()
     waiting, running = set(range(len(steps))), set()
 
     def take(i):
@@ -385,8 +385,7 @@ def execute(workflow: Workflow, question: str, pool: list, previous: Trace | Non
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Roll out: question → prompt → completion → workflow → answer → right or wrong, and once more in view of the
-# answer
+# Roll out: question → prompt → completion → workflow → answer → right or wrong
 
 
 @dataclass
@@ -414,9 +413,9 @@ def roll_out(write, tasks: list[Task], n: int = 1, prompting: Prompting = Prompt
     each task's first rollout; calls that share a task's rollouts take different numbers, and draw as one call
     would. on_finish(rollout) is called, from any thread, as each is complete.
 
-    What any of these raises is raised here; then no further step starts, and no running call is waited
-    for."""
-    groups, running, failed = [[None] * n for _ in tasks], [], threading.Event()
+    What any of these raises is raised here; no further step starts then, no running call is waited for."""
+    groups, running = [[None] * n for _ in tasks], []
+    failed = threading.Event()
 
     def written(i, j, text, prompt=(), completion=None, error=None):
         for future in running:  # A bug in a worker or a grader ends the writing, too.
@@ -469,13 +468,13 @@ def ask(task: Task, prompting: Prompting) -> list[dict]:
 
 def conduct(write, tasks: list[Task], rounds: int = 0, prompting: Prompting = Prompting(), tries: int = 3,
             grade=None, edit=None) -> list[Rollout]:
-    """One rollout a task, and up to `rounds` further ones in view of the answer, until empty lists keep it
-    (§3.2).
+    """One rollout a task, and up to `rounds` more in view of the answer, until empty lists keep it (§3.2).
 
     Text that does not parse is drawn again, `tries` times in all, each time under the next rollout number. A
     task whose last try does not parse ends without a trace in the first round, and with the round before in a
     later one."""
-    latest, going_on = [None] * len(tasks), range(len(tasks))
+    latest = [None] * len(tasks)
+    going_on = range(len(tasks))
     for turn in range(rounds + 1):
         asked = {}  # task's index -> the task of this round
         for i in going_on:
@@ -494,51 +493,43 @@ def conduct(write, tasks: list[Task], rounds: int = 0, prompting: Prompting = Pr
     return latest
 
 
+# ------------------------------------------------------------------------------------------------------------
+# Appendix: who writes, threads, reading lists, few-shot examples, views, the server, the command line
+
+# Who writes the workflows: a function write(chats, n, first, on_text) for `roll_out` and `conduct`. It writes
+# n completions of each chat, numbered from `first` on, and calls on_text(chat's index, completion's index,
+# text, prompt's ids, Completion) as each is finished, or on_text(…, "", error="why") where none could be had.
+
 READ_AT_ONCE = 1 << 15  # tokens of prompts that a model reads at a time: a batch of long ones needs gigabytes
 
 
 def sampled(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature: float = 1.0, seed: int = 0):
-    """A model in the Conductor's seat, as the function write(chats, n, first, on_text) of `roll_out` and
-    `conduct`.
-
-    It writes n completions of each chat, numbered from `first` on, and calls on_text(chat's index,
-    completion's index, text, prompt's ids, Completion) as each is finished; with error="why" in place of all
-    but the indices and an empty text where there is more to read than the model can."""
+    """A model in the Conductor's seat. A prompt longer than it can read is an error of that chat alone."""
     room = model.config.max_position_embeddings - prompting.max_new_tokens
 
     def write(chats, n, first, on_text):
-        prompts = {}
-        for i, chat in enumerate(chats):
-            prompt = tokenizer.chat(chat)
-            if len(prompt) <= room:
-                prompts[i] = prompt
-            else:
-                why = f"the prompt has {len(prompt)} tokens, and the Conductor can read {room}"
+        prompts = [tokenizer.chat(chat) for chat in chats]
+        fitting = [i for i, prompt in enumerate(prompts) if len(prompt) <= room]
+        for i in range(len(prompts)):
+            if i not in fitting:
+                why = f"the prompt has {len(prompts[i])} tokens, and the Conductor can read {room}"
                 for j in range(n):
                     on_text(i, j, "", error=why)
-        while prompts:
-            size = max(1, READ_AT_ONCE // max(map(len, prompts.values())))
-            batch = [*prompts][:size]
+        size = max(1, READ_AT_ONCE // max(map(len, prompts)))
+        for start in range(0, len(fitting), size):
+            batch = fitting[start:start + size]
 
             def finished(k, j, completion):
                 on_text(batch[k], j, tokenizer.decode(completion.tokens), prompts[batch[k]], completion)
 
             generate(model, [prompts[i] for i in batch], n, prompting.max_new_tokens, temperature, seed=seed,
                      eos_id=tokenizer.end_ids, n_ids=len(tokenizer), on_finish=finished, first=first)
-            for i in batch:
-                del prompts[i]
     return write
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Appendix: threads, strings in lists, few-shot examples, views, the server, the command line
-
 def seated(worker, nonce: str | None = None):
-    """A worker in the Conductor's seat (Table 11), as a function like that of `sampled`. It may write twice
-    as much as in its own place, as in the paper.
-
-    on_text gets no ids, and where the worker was lost an error. nonce names the run for the pool's replay
-    file."""
+    """A worker in the Conductor's seat (Table 11); as in the paper it may write twice as much as elsewhere.
+    There are no ids, and a lost call is an error. nonce names the run for the pool's replay file."""
     names = ("max_tokens", "max_completion_tokens")
     limits = {name: 2 * worker.params[name] for name in names if name in worker.params}
 
@@ -612,9 +603,11 @@ NEXT_QUESTION = re.compile(r"^[\s>#*]{0,8}(?:\w{1,12} )?[Qq]uestion(?: \d{1,3})?
 
 def read_list(text: str, start: int) -> tuple[list | None, str, int]:
     """The list that opens at text[start] or None, what is wrong with it, and where it ends."""
-    pieces, size, depth, wrong = [], 0, 0, ""
+    pieces, wrong = [], ""
+    size = depth = 0
     for token in TOKEN.finditer(text, start):
-        kind, piece = token.lastgroup, token[0]
+        kind = token.lastgroup
+        piece = token[0]
         if kind == "name":  # Another list begins inside this one, which therefore was never closed.
             return None, "the list is not closed", token.start()
         if kind == "atom":
@@ -660,8 +653,9 @@ def quoted(text: str) -> str:
 # and after a word and a space.
 COMMAND = re.compile(r"""r[A-Za-z]+
     |n(?:abla|at(?:ural|nums)|cong|e|earrow|eg|eg(?:med|thick|thin)space|eq|exists
-      |ew(?:command|environment|line|page)|geqq?|geqslant|gtr|i|icefrac|[lL]eft(?:right)?arrow|[rR]ightarrow|leqq?|leqslant|less|mid
-      |oindent|obreak(?:space)?|olimits|onumber|orm|ormalsize|ot|otag|otin|otni|parallel|prec(?:eq)?
+      |ew(?:command|environment|line|page)|geqq?|geqslant|gtr|i|icefrac|[lL]eft(?:right)?arrow|[rR]ightarrow
+      |leqq?|leqslant|less|mid|oindent
+      |obreak(?:space)?|olimits|onumber|orm|ormalsize|ot|otag|otin|otni|parallel|prec(?:eq)?
       |short(?:mid|parallel)|sim|su[bp]set(?:eqq?)?|succ(?:eq)?|triangle(?:left|right)(?:eq)?|u|ull
       |[vV][dD]ash|warrow)
     |t(?:ag|anh?|au|binom|ext[a-z]*|frac|g|h|herefore|heta|hetasym|hick(?:approx|sim|space)|hinspace|ilde|imes
@@ -675,7 +669,8 @@ CONTROL = {"n": "\n", "t": "\t", "r": "\r"}
 
 def string_value(token) -> str | None:
     """What a string token of TOKEN says; None where that holds half of a surrogate pair, which is no text."""
-    literal, quotes = token["string"][len(token["raw"]):], 1
+    literal = token["string"][len(token["raw"]):]
+    quotes = 1
     if literal.startswith(('"""', "\'\'\'")):
         quotes = 3
     ending = token["end"] or token["end3"] or ""
@@ -861,7 +856,8 @@ def mermaid(trace: Trace) -> str:
             return f"#{ord(m[0])};" if m[0].isprintable() else ""
         return re.sub(r"[^\w ]|_", code, textwrap.shorten(text, 90)) or "#160;"
 
-    lines, last = ["flowchart TD", f'question(["{label(trace.question)}"])'], "question"
+    lines = ["flowchart TD", f'question(["{label(trace.question)}"])']
+    last = "question"
     for number, turn in enumerate(trace.rounds()):
         for i, step in enumerate(turn.workflow.steps):
             node = f"r{number}s{i}"
@@ -998,7 +994,7 @@ def from_one_thread(write):
     def write_together(number, batch):
         chats, _, told, futures = zip(*batch)
         try:
-            write(chats, 1, number, lambda i, j, *text, **error: told[i](0, j, *text, **error))
+            write(chats, 1, number, lambda i, j, *written, **error: told[i](0, j, *written, **error))
             for done in futures:
                 done.set_result(None)
         except Exception as e:  # theirs who wait; this thread goes on
@@ -1013,9 +1009,8 @@ def from_one_thread(write):
 def load_conductor(path: str) -> tuple[Qwen, Tokenizer, Prompting]:
     """A checkpoint's model, tokenizer and Prompting: what train.py wrote into its conductor.json, or the
     defaults."""
-    file, known = os.path.join(path, "conductor.json"), {}
-    if os.path.exists(file):
-        known = read_json(file)
+    file = os.path.join(path, "conductor.json")
+    known = read_json(file) if os.path.exists(file) else {}
     prompting = Prompting(**{f.name: known[f.name] for f in fields(Prompting) if f.name in known})
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = Qwen.from_pretrained(path, torch.bfloat16 if device == "cuda" else torch.float32, device)
@@ -1081,18 +1076,18 @@ def main(argv):
 
 def serve_until_interrupted(write, pool, prompting, s: Settings):
     """Clients wait in threads of their own; the main thread writes their workflows, unless a worker does."""
-    ask_for, work_on = write, threading.Event().wait
+    wait_for_ever = threading.Event().wait
     if not s.conductor:
-        ask_for, work_on = from_one_thread(write)
+        write, wait_for_ever = from_one_thread(write)
     try:
-        server = conductor_server(ask_for, pool, prompting, s.rounds or 1, s.port)
+        server = conductor_server(write, pool, prompting, s.rounds or 1, s.port)
     except (OSError, OverflowError) as e:
         raise SystemExit(f"cannot serve on 127.0.0.1:{s.port}: {e}; choose another port with --port=N "
                          "(0: any free one)") from None
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_address[1]}/v1"
     print(f"{url} has the models conductor and conductor-recursive; Ctrl-C ends it", flush=True)
-    work_on()
+    wait_for_ever()
 
 
 if __name__ == "__main__":
