@@ -5,8 +5,9 @@
     python workers.py serve [--port=8765]         # the local specialists, for any OpenAI client
 
 NAME is local, local:pairs, local:tired, paper, today, openrouter (these three also with :unconstrained) or a
-JSON file. `Worker.chat` turns messages into a Reply or raises WorkerError: what a model said and what went wrong
-on the way never mix. Keys are read from the environment at each call and kept nowhere. Read next: workflow.py.
+JSON file. `Worker.chat` turns messages into a Reply or raises WorkerError: what a model said and what went
+wrong on the way never mix. Keys are read from the environment at each call and kept nowhere. Read next:
+workflow.py.
 """
 import atexit
 import contextlib
@@ -41,15 +42,15 @@ import urllib3  # which requests is made of
 
 CONNECT = 10.0  # seconds to reach a host
 BACKOFF, BACKOFF_MAX = 2.0, 30.0  # seconds: the longest wait after the first failed attempt, and after any
-FAILURES = 6  # attempts that a call survives failing, but for those that a busy provider refuses
+FAILURES = 6  # failed attempts that end a call; those that a busy provider refuses do not count
 jitter = random.Random()  # The global generator's draws are the experiment's.
 
 
 class WorkerError(Exception):
-    """Transport or provider failed for good; never a wrong answer. The text names the worker and holds no key.
+    """Transport or provider failed for good; never a wrong answer. The text names the worker, and no key.
 
-    Of one attempt it says whether to retry, whether the provider refused it as it is busy or its rate limit is
-    reached, the seconds to wait that it asks for, and whether the attempt may be billed."""
+    Of a single attempt it also says whether to retry, whether the provider was too busy, the seconds that it
+    asks to wait, and whether the attempt may be billed."""
 
     def __init__(self, text: str, retry=False, busy=False, wait=0.0, billed=True):
         super().__init__(text)
@@ -63,205 +64,7 @@ class Reply:
     completion_tokens: int  # with those of the reasoning; 0 where unknown
     cost: float | None  # dollars; None where the price or the usage is unknown
     seconds: float  # with retries, without the wait for a free slot
-    finish: str = "stop"  # or "length" (cut off), "refusal" (by the model or a filter), else the provider's word
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Protocols: what a provider is sent, and what its response means. Parameters are named as in OpenAI's API.
-
-SAMPLING = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "logprobs",
-            "top_logprobs", "logit_bias")
-# A protocol's own name for a parameter of OpenAI's, None where it has none. Others are sent as they are.
-NAMES = {
-    "openai": {},
-    "anthropic": {**dict.fromkeys((*SAMPLING[3:], "seed", "reasoning_effort")),
-                  "max_completion_tokens": "max_tokens", "stop": "stop_sequences"},
-    "gemini": {**dict.fromkeys(("logprobs", "top_logprobs", "logit_bias", "reasoning_effort")),
-               "max_tokens": "maxOutputTokens", "max_completion_tokens": "maxOutputTokens", "top_p": "topP",
-               "top_k": "topK", "presence_penalty": "presencePenalty", "frequency_penalty": "frequencyPenalty",
-               "stop": "stopSequences"},
-}
-GEMINI_FIELDS = ("safetySettings", "tools", "toolConfig", "cachedContent", "labels", "serviceTier")
-
-
-class Generation(NamedTuple):
-    """What models of one generation take. The first row whose pattern fits a model's name holds."""
-    models: str
-    left_out: tuple  # parameters that they refuse or ignore: they are not sent
-    limit: str  # their name for max_tokens
-    least: dict  # as little reasoning as they can, as while training (App. A.1)
-    most: dict  # as much as in the unconstrained evaluation (Table 3)
-
-
-# Read on 2026-11-22: developers.openai.com/api/docs (models/gpt-6.2-sol, guides/deployment-checklist),
-# platform.claude.com/docs/en/models/sonnet-5-5/whats-new-sonnet-5-5, openrouter.ai/docs/use-cases/reasoning-tokens,
-# docs.cloud.google.com/gemini-enterprise-agent-platform/models/thinking.md.txt.
-GENERATIONS = (
-    Generation(r"(openai/)?gpt-[6-9]", SAMPLING, "max_completion_tokens",
-               {"reasoning_effort": "low"}, {"reasoning_effort": "high"}),
-    Generation(r"(openai/)?(o\d|gpt-5(?!-chat))", SAMPLING, "max_completion_tokens",
-               {"reasoning_effort": "minimal"}, {"reasoning_effort": "high"}),
-    Generation(r"anthropic/claude-[a-z]+-[5-9]|google/gemini-[3-9]", SAMPLING, "max_tokens",
-               {"reasoning": {"effort": "low"}}, {"reasoning": {"effort": "high"}}),
-    Generation(r"claude-sonnet-5-5", SAMPLING, "max_tokens",
-               {"thinking": {"type": "between_tools"}, "output_config": {"effort": "low"}},
-               {"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}}),
-    Generation(r"claude-[a-z]+-([5-9]|4-[7-9])\b", SAMPLING, "max_tokens",
-               {"output_config": {"effort": "low"}}, {"output_config": {"effort": "high"}}),
-    Generation(r"claude-", (), "max_tokens", {}, {"thinking": {"type": "enabled", "budget_tokens": 32768}}),
-    Generation(r"gemini-[3-9]", SAMPLING, "max_tokens",
-               {"thinkingConfig": {"thinkingLevel": "low"}}, {"thinkingConfig": {"thinkingLevel": "high"}}),
-    Generation(r"gemini-2", (), "max_tokens",
-               {"thinkingConfig": {"thinkingBudget": 128}}, {"thinkingConfig": {"thinkingBudget": 32768}}),
-    Generation(r"", (), "max_tokens", {}, {}),
-)
-
-
-def generation_of(model: str) -> Generation:
-    return next(row for row in GENERATIONS if re.match(row.models, model))
-
-
-def wire_params(protocol: str, model: str, params: dict) -> dict:
-    """The parameters as this model takes them. WorkerError for what its protocol cannot say."""
-    generation, sent = generation_of(model), {}
-    for name, value in params.items():
-        own_name = NAMES[protocol].get(name, name)
-        if own_name is None:
-            raise WorkerError(f"{name} means nothing to the {protocol} protocol")
-        if name == "stream" or name == "n" and value != 1:
-            raise WorkerError(f"{name}: a call gives one reply, and streams it to on_text")
-        if name == "max_tokens" and protocol == "openai":
-            own_name = generation.limit
-        if name == "stop" and isinstance(value, str):
-            value = [value]
-        if name not in generation.left_out and name != "n":
-            sent[own_name] = value
-    return sent
-
-
-def openai_request(model: str, messages: list[dict], params: dict) -> tuple[str, dict]:
-    """platform.openai.com/docs/api-reference/chat; also vLLM, Ollama, llama.cpp, OpenRouter, Together."""
-    return "/chat/completions", {"model": model, "messages": messages, **params}
-
-
-def openai_reply(data: dict) -> tuple:
-    choice, usage = data["choices"][0], fields_of(data.get("usage"))
-    if choice.get("error"):  # OpenRouter, when its provider fails midway
-        raise WorkerError(f"the provider failed midway: {choice['error']}", retry=True)
-    refusal = choice["message"].get("refusal")
-    text = text_of(choice["message"].get("content")) or text_of(refusal)
-    finish = "refusal" if refusal else choice.get("finish_reason")
-    n_in, n_out = tokens(usage.get("prompt_tokens")), tokens(usage.get("completion_tokens"))
-    total = tokens(usage.get("total_tokens"))
-    if None not in (n_in, n_out, total):
-        n_out = max(n_out, total - n_in)  # Some count the reasoning in the total only.
-    written = tokens(fields_of(usage.get("prompt_tokens_details")).get("cache_write_tokens")) or 0
-    return text, finish, n_in, n_out, 0.25 * written
-
-
-def anthropic_request(model: str, messages: list[dict], params: dict) -> tuple[str, dict]:
-    """platform.claude.com/docs/en/api/messages: max_tokens is required, system is no turn, no turn may be blank."""
-    system = [m["content"] for m in messages if m["role"] == "system"]
-    turns = [{**m, "content": filled(m["content"])} for m in messages if m["role"] != "system"]
-    body = {"model": model, "max_tokens": 4096, "messages": turns, **params}
-    kind, schema = wanted_format(body.pop("response_format", None))
-    if kind == "json_object":
-        raise WorkerError("response_format: the anthropic protocol needs a json_schema")
-    if schema:
-        form = {"type": kind, "schema": schema}
-        body["output_config"] = {**body.get("output_config", {}), "format": form}
-    if system:
-        body["system"] = "\n\n".join(system)
-    return "/messages", body
-
-
-def anthropic_reply(data: dict) -> tuple:
-    usage = fields_of(data.get("usage"))
-    n_in, n_out = tokens(usage.get("input_tokens")), tokens(usage.get("output_tokens"))
-    read = tokens(usage.get("cache_read_input_tokens")) or 0
-    written = tokens(usage.get("cache_creation_input_tokens")) or 0
-    for_an_hour = tokens(fields_of(usage.get("cache_creation")).get("ephemeral_1h_input_tokens")) or 0
-    if n_in is not None:
-        n_in += read + written  # The other protocols count these in.
-    # Input that is written to the cache costs 1.25 times the price for five minutes, twice the price for an hour.
-    return text_of(data["content"]), data.get("stop_reason"), n_in, n_out, 0.25 * written + 0.75 * for_an_hour
-
-
-def gemini_request(model: str, messages: list[dict], params: dict) -> tuple[str, dict]:
-    """ai.google.dev/api/generate-content; params are generationConfig's but for GEMINI_FIELDS."""
-    roles = {"user": "user", "assistant": "model"}
-    config = {name: value for name, value in params.items() if name not in GEMINI_FIELDS}
-    kind, schema = wanted_format(config.pop("response_format", None))
-    if kind != "text":
-        config["responseMimeType"] = "application/json"
-    if schema:
-        config["responseJsonSchema"] = schema
-    system = [{"text": m["content"]} for m in messages if m["role"] == "system"]
-    turns = [{"role": roles[m["role"]], "parts": [{"text": filled(m["content"])}]}
-             for m in messages if m["role"] != "system"]
-    body = {"contents": turns, "generationConfig": config}
-    body |= {name: value for name, value in params.items() if name in GEMINI_FIELDS}
-    if system:
-        body["systemInstruction"] = {"parts": system}
-    return f"/models/{model}:generateContent", body
-
-
-def gemini_reply(data: dict) -> tuple:
-    usage = fields_of(data.get("usageMetadata"))
-    n_in, n_out = tokens(usage.get("promptTokenCount")), tokens(usage.get("candidatesTokenCount", 0))
-    thoughts = tokens(usage.get("thoughtsTokenCount", 0))
-    n_out = None if None in (n_in, n_out, thoughts) else n_out + thoughts
-    if not data.get("candidates") and fields_of(data.get("promptFeedback")).get("blockReason"):
-        return "", "SAFETY", n_in, n_out, 0.0
-    candidate = data["candidates"][0]
-    parts = fields_of(candidate.get("content")).get("parts") or []  # none where thinking used up all tokens
-    text = "".join(part.get("text", "") for part in parts if not part.get("thought"))
-    return text, candidate.get("finishReason"), n_in, n_out, 0.0
-
-
-def fields_of(value) -> dict:
-    return value if isinstance(value, dict) else {}
-
-
-def tokens(value) -> int | None:
-    """A count of tokens as a provider reports it; None, unknown, where that is no sensible number."""
-    return value if type(value) is int and 0 <= value < 1e9 else None
-
-
-def text_of(content) -> str:
-    """A message's text: a string, null, or a list of parts, of which those of another type are left out."""
-    if isinstance(content, list):
-        content = "".join(part["text"] for part in content if part["type"] == "text")
-    if not isinstance(content, str | None):
-        raise TypeError("content that is no text")
-    return content or ""
-
-
-def filled(content: str) -> str:
-    return content if content.strip() else "(empty)"
-
-
-def wanted_format(wish: dict | None) -> tuple[str, dict | None]:
-    """OpenAI's response_format as its type and its JSON schema, if it has one."""
-    wish = wish or {"type": "text"}
-    return wish["type"], wish.get("json_schema", {}).get("schema")
-
-
-# How a request is made: path and body. What a response says: text, stop reason, tokens in and out, and what was
-# written to a cache as further tokens in. The headers: in Gemini's URL a key would land in logs.
-PROTOCOLS = {
-    "openai": (openai_request, openai_reply, {"Authorization": "Bearer {}"}),
-    "anthropic": (anthropic_request, anthropic_reply, {"x-api-key": "{}", "anthropic-version": "2023-06-01"}),
-    "gemini": (gemini_request, gemini_reply, {"x-goog-api-key": "{}"}),
-}
-STOPPED = dict.fromkeys(("end_turn", "stop_sequence", "STOP", None, ""), "stop")
-CUT_OFF = dict.fromkeys(("max_tokens", "MAX_TOKENS", "model_context_window_exceeded"), "length")
-REFUSED = ("content_filter", "SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII")
-FINISH = {**STOPPED, **CUT_OFF, **dict.fromkeys(REFUSED, "refusal")}
-
-
-# ----------------------------------------------------------------------------------------------------------
-# A worker
+    finish: str = "stop"  # or "length" (cut off), "refusal" (by model or filter), else the provider's word
 
 
 @dataclass
@@ -288,7 +91,8 @@ class Worker:
         self.name = self.name or self.model
         self.deadline = self.deadline or 3 * self.timeout
         self.url = os.path.expandvars(self.base_url).rstrip("/")
-        self.slots, self.lock = threading.Semaphore(self.concurrency), threading.Lock()
+        self.slots = threading.Semaphore(self.concurrency)
+        self.lock = threading.Lock()
         self.idle = []  # sessions
         self.turn = 0.0  # the time.monotonic() of the next request under rpm
         self.usual = 0.0  # seconds that an answer takes, by those so far
@@ -297,11 +101,12 @@ class Worker:
     def chat(self, messages: list[dict], nonce: str | None = None, on_text=None, **overrides) -> Reply:
         """Ask the model. messages: [{"role": "system", "user" or "assistant", "content": str}, ...].
 
-        on_text(piece) is called with the text as it comes where the protocol is OpenAI's, else once with all of
-        it. overrides win over params; both are named as in OpenAI's API. nonce names this very call within a run
-        (step, question, rollout, workflow step): with it the reply is kept in `replay`. WorkerError when the
-        transport or the provider fails for good. A reply counts in calls, spent and unpriced, also a kept one."""
-        params, reply, key = {**self.params, **overrides}, None, None
+        overrides win over params; both are named as in OpenAI's API. on_text(piece) is called with the text
+        as it comes where the protocol is OpenAI's, else once with all of it. nonce names this very call in
+        a run (step, question, rollout, workflow step): with it the reply is kept in `replay`. WorkerError if
+        transport or provider fail for good. A reply counts in calls, spent and unpriced, also a kept one."""
+        params = {**self.params, **overrides}
+        reply = key = None
         if self.replay is not None and nonce is not None:
             key = self.replay.key([self.name, self.protocol, self.model, messages, params, nonce])
             reply = self.replay.find(key)
@@ -318,17 +123,20 @@ class Worker:
         return reply
 
     def call(self, messages: list[dict], params: dict, on_text) -> Reply:
-        """Over the wire: attempts until one succeeds, between them waits that double, with jitter, until the end."""
+        """Over the wire: attempts until one succeeds, with waits that double, jitter, and a deadline."""
         key = os.environ.get(self.api_key_env or "", "").strip()
         try:
             request = self.request(messages, params, key, on_text is not None)
-            most = self.reservation(request, params)
+            most = most_dollars(self.price, params, len(request[2])) if self.budget else 0.0
+            if most == math.inf:
+                raise WorkerError(f"under a budget a call needs {BOUNDED}")
         except WorkerError as e:
             raise WorkerError(f"{self.name}: {e}") from None
         with self.slots:
             self.pace()
             session = self.idle.pop() if self.idle else new_session(self.url)
-            begun, failures = time.monotonic(), 0
+            begun = time.monotonic()
+            failures = 0
             for attempt in count(1):
                 begun += self.budget.take(most, self.name) if self.budget else 0.0
                 seconds = max(0.001, min(self.timeout, begun + self.deadline - time.monotonic()))
@@ -338,7 +146,7 @@ class Worker:
                 except WorkerError as e:
                     fault = e
                 failures += not fault.busy
-                pause = min(BACKOFF * 2 ** (attempt - 1), BACKOFF_MAX)
+                pause = min(BACKOFF * 2 ** min(attempt - 1, 9), BACKOFF_MAX)
                 wait = fault.wait + jitter.uniform(pause / 2, pause)  # Those refused together part here.
                 late = time.monotonic() + wait + self.usual > begun + self.deadline
                 if not fault.retry or late or attempt == self.attempts or failures == FAILURES:
@@ -354,7 +162,9 @@ class Worker:
 
     def attempt(self, session, request, seconds: float, most: float, on_text) -> Reply:
         """One request and its reply. What it does not cost of `most` goes back to the budget."""
-        spent, told, begun = most, [], time.monotonic()
+        begun = time.monotonic()
+        spent = most
+        told = []
 
         def tell(piece):
             told.append(piece)
@@ -362,7 +172,8 @@ class Worker:
 
         try:
             data = exchange(session, request, seconds, tell if on_text else None)
-            text, finish, n_in, n_out, surcharge = understood(self.protocol, PROTOCOLS[self.protocol][1], data)
+            _, parse, _ = PROTOCOLS[self.protocol]
+            text, finish, n_in, n_out, surcharge = understood(self.protocol, parse, data)
             cost = None
             if self.price and n_in is not None and n_out is not None:
                 cost = spent = ((n_in + surcharge) * self.price[0] + n_out * self.price[1]) / 1e6
@@ -378,7 +189,7 @@ class Worker:
         text = text.encode(errors="replace").decode()  # Half of an emoji, as JSON can spell it, is no text.
         if on_text and text and not told:
             on_text(text)
-        finish = FINISH.get(finish, finish) if isinstance(finish, str | None) else "stop"
+        finish = FINISH.get(finish, finish) if isinstance(finish, str) else "stop"
         return Reply(text, n_in or 0, n_out or 0, cost, time.monotonic() - begun, finish)
 
     def request(self, messages: list[dict], params: dict, key: str, stream: bool) -> tuple[str, dict, bytes]:
@@ -395,15 +206,6 @@ class Worker:
         headers |= {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         return self.url + path, headers, json.dumps(body).encode()
 
-    def reservation(self, request: tuple, params: dict) -> float:
-        """Dollars that a call can cost at most, by which a budget is kept; WorkerError where nothing bounds it."""
-        if not self.budget:
-            return 0.0
-        most = most_dollars(self.price, params, len(request[2]))
-        if most == math.inf:
-            raise WorkerError(f"under a budget a call needs {BOUNDED}")
-        return most
-
     def pace(self) -> float:
         """Wait for a turn under rpm. Returns the seconds that this took."""
         if not self.rpm:
@@ -417,7 +219,48 @@ class Worker:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Pools
+# Pools. Parameters are named as in OpenAI's API; what is a provider's own has the provider's name.
+
+SAMPLING = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "logprobs",
+            "top_logprobs", "logit_bias")
+
+
+class Generation(NamedTuple):
+    """What the models of one generation take. The first row whose pattern fits a model's name holds."""
+    models: str
+    left_out: tuple  # parameters that they refuse or ignore: they are not sent
+    limit: str  # OpenAI's name for max_tokens
+    least: dict  # as little reasoning as they can, as while training (App. A.1)
+    most: dict  # as much as in the unconstrained evaluation (Table 3)
+
+
+# Read on 2026-11-22: developers.openai.com/api/docs (models/gpt-6.2-sol, guides/deployment-checklist),
+# platform.claude.com/docs/en/models/sonnet-5-5/whats-new-sonnet-5-5, openrouter.ai/docs/use-cases/
+# reasoning-tokens, docs.cloud.google.com/gemini-enterprise-agent-platform/models/thinking.
+GENERATIONS = (
+    Generation(r"(openai/)?gpt-[6-9]", SAMPLING, "max_completion_tokens",
+               {"reasoning_effort": "low"}, {"reasoning_effort": "high"}),
+    Generation(r"(openai/)?(o\d|gpt-5(?!-chat))", SAMPLING, "max_completion_tokens",
+               {"reasoning_effort": "minimal"}, {"reasoning_effort": "high"}),
+    Generation(r"anthropic/claude-[a-z]+-[5-9]|google/gemini-[3-9]", SAMPLING, "max_tokens",
+               {"reasoning": {"effort": "low"}}, {"reasoning": {"effort": "high"}}),
+    Generation(r"claude-sonnet-5-5", SAMPLING, "max_tokens",
+               {"thinking": {"type": "between_tools"}, "output_config": {"effort": "low"}},
+               {"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}}),
+    Generation(r"claude-[a-z]+-([5-9]|4-[7-9])\b", SAMPLING, "max_tokens",
+               {"output_config": {"effort": "low"}}, {"output_config": {"effort": "high"}}),
+    Generation(r"claude-", (), "max_tokens", {}, {"thinking": {"type": "enabled", "budget_tokens": 32768}}),
+    Generation(r"gemini-[3-9]", SAMPLING, "max_tokens",
+               {"thinkingConfig": {"thinkingLevel": "low"}}, {"thinkingConfig": {"thinkingLevel": "high"}}),
+    Generation(r"gemini-2", (), "max_tokens",
+               {"thinkingConfig": {"thinkingBudget": 128}}, {"thinkingConfig": {"thinkingBudget": 32768}}),
+    Generation(r"", (), "max_tokens", {}, {}),
+)
+
+
+def generation_of(model: str) -> Generation:
+    return next(row for row in GENERATIONS if re.match(row.models, model))
+
 
 GOOGLE = ("gemini", "https://generativelanguage.googleapis.com/v1beta", "GEMINI_API_KEY")
 ANTHROPIC = ("anthropic", "https://api.anthropic.com/v1", "ANTHROPIC_API_KEY")
@@ -426,20 +269,22 @@ OPENROUTER = ("openai", "https://openrouter.ai/api/v1", "OPENROUTER_API_KEY")
 OWN = ("openai", "$OPEN_BASE_URL", None)  # say, a gateway to vLLM
 COOL = {"temperature": 0.2}  # App. A.1, as is how Qwen is decoded
 QWEN = {**COOL, "top_p": 0.8, "top_k": 20, "presence_penalty": 1.0}
-THINKS = {"chat_template_kwargs": {"enable_thinking": True}, "reasoning": {"enabled": True}}  # vLLM, OpenRouter
-DIRECT = {"chat_template_kwargs": {"enable_thinking": False}, "reasoning": {"enabled": False}}
+DIRECT = {"chat_template_kwargs": {"enable_thinking": False}}  # in vLLM's words
+THINKS = {"chat_template_kwargs": {"enable_thinking": True}}
+OFF = {"reasoning": {"enabled": False}}  # in OpenRouter's
+ON = {"reasoning": {"enabled": True}}
 
-# Provider, name, model, dollars per million tokens for prompts up to 200,000 tokens, most tokens, parameters.
-# paper: §4.1, Table 3. The prices are the last before retirement: by their makers' notices Claude Sonnet 4 was
-# retired in June 2026 and Gemini 2.5 in October 2026, and GPT-5 goes in December 2026.
+# Provider, name, model, dollars per million tokens of prompts up to 200,000, most tokens, parameters.
+# paper: §4.1, Table 3. The prices are the last before retirement: by their makers' notices Claude Sonnet 4
+# went in June 2026 and Gemini 2.5 in October 2026, and GPT-5 goes in December 2026.
 # today: read on 2026-11-22 at developers.openai.com/api/docs/models/gpt-6.2-sol and
-# platform.claude.com/docs/en/models/sonnet-5-5; Gemini 4's price, of 12 November, in copies of Google's page;
-# the open models' in OpenRouter's catalogue of 2026-07-02 (github.com/anomalyco/models.dev).
+# platform.claude.com/docs/en/models; Gemini 4's price, of 12 November, in copies of Google's page; the open
+# models' in OpenRouter's catalogue of 2026-07-02 (github.com/anomalyco/models.dev).
 OPEN_TODAY = [
     (OPENROUTER, "R1-Distill-Llama-70B", "deepseek/deepseek-r1-distill-llama-70b", [0.8, 0.8], 4096, COOL),
-    (OPENROUTER, "Gemma 4 31B", "google/gemma-4-31b-it", [0.12, 0.35], 20480, {**COOL, **DIRECT}),
-    (OPENROUTER, "Qwen3.6-27B", "qwen/qwen3.6-27b", [0.285, 2.4], 20480, {**QWEN, **DIRECT}),
-    (OPENROUTER, "Qwen3.6-27B thinking", "qwen/qwen3.6-27b", [0.285, 2.4], 20480, {**QWEN, **THINKS}),
+    (OPENROUTER, "Gemma 4 31B", "google/gemma-4-31b-it", [0.12, 0.35], 20480, {**COOL, **OFF}),
+    (OPENROUTER, "Qwen3.6-27B", "qwen/qwen3.6-27b", [0.285, 2.4], 20480, {**QWEN, **OFF}),
+    (OPENROUTER, "Qwen3.6-27B thinking", "qwen/qwen3.6-27b", [0.285, 2.4], 20480, {**QWEN, **ON}),
 ]
 POOLS = {
     "paper": [
@@ -472,53 +317,21 @@ def remote_pool(spec: str) -> list[dict]:
         params = {"max_tokens": limit if free else 4096, **own, **reasoning}
         if "thinking" in reasoning:
             params.pop("temperature", None)  # which Claude refuses while it thinks
-        if key == "OPENROUTER_API_KEY":  # It goes to no host that is dearer or does not know a parameter.
-            params.pop("chat_template_kwargs", None)
+        if base_url == OPENROUTER[1]:  # It is to ask no host that is dearer or does not know a parameter.
             most = {"prompt": price[0], "completion": price[1]}
             params["provider"] = {"max_price": most, "require_parameters": True}
-        else:
-            params.pop("reasoning", None)
         entries.append({"name": title, "protocol": protocol, "base_url": base_url, "model": model,
                         "api_key_env": key, "params": params, "price": price, "concurrency": 64,
                         "timeout": 3600 if free else 300})
     return entries
 
 
-def load_pool(spec: str, local_url: str | None = None, replay: str = "", budget: float = 0.0,
-              ranks: int = 1) -> list[Worker]:
-    """The workers of a pool, by its name or a JSON file; a bad one ends the program, naming entry and field.
-
-    A local pool starts the specialists' server, once per process, unless local_url names a running one. replay:
-    a file of replies. budget: dollars that the workers may spend together, 0 for no limit. ranks: how many
-    processes share budget, rpm and concurrency."""
-    entries, pool = read_pool(spec, local_url), []
-    try:
-        shared = {"replay": Replay(replay) if replay else None, "budget": Budget(budget / ranks) if budget else None}
-    except OSError as e:
-        sys.exit(f"--replay={replay}: {e}")
-    for i, entry in enumerate(entries):
-        try:
-            worker = Worker(**checked_entry(entry), **shared)
-            if worker.name in [other.name for other in pool]:
-                raise ValueError(f"another worker has the name {worker.name!r} already: give each its own")
-        except ValueError as e:
-            sys.exit(f"{spec}: entry {i}: {e}")
-        rpm = worker.rpm and worker.rpm / ranks
-        pool.append(replace(worker, rpm=rpm, concurrency=max(1, worker.concurrency // ranks)))
-        pool[-1].letter = chr(ord("A") + i)
-    unbounded = [worker.name for worker in pool if most_dollars(worker.price, worker.params, 0) == math.inf]
-    if budget and unbounded:
-        sys.exit(f"{spec}: a budget needs {BOUNDED}; {', '.join(unbounded)} lack this. Write it into a pool file:\n"
-                 f"    python workers.py print --pool={spec} > pool.json\nand use --pool=pool.json")
-    return pool
-
-
 def read_pool(spec: str, local_url: str | None = None) -> list:
-    """The entries of a pool, still unchecked."""
+    """The entries of a pool, by its name or a JSON file, still unchecked."""
     remote = [name + free for name in POOLS for free in ("", ":unconstrained")]
     if spec in LOCAL:
-        url = local_url or local_server()[0]
-        return [{"protocol": "openai", "base_url": url, "model": name, "price": [0, 0]} for name in LOCAL[spec]]
+        same = {"protocol": "openai", "base_url": local_url or local_server()[0], "price": [0, 0]}
+        return [{**same, "model": name} for name in LOCAL[spec]]
     if spec in remote:
         return remote_pool(spec)
     try:
@@ -532,28 +345,59 @@ def read_pool(spec: str, local_url: str | None = None) -> list:
     return entries
 
 
+def load_pool(spec: str, local_url: str | None = None, replay: str = "", budget: float = 0.0,
+              ranks: int = 1) -> list[Worker]:
+    """The workers of a pool; a bad entry ends the program, naming entry and field.
+
+    A local pool starts the specialists' server, once per process, unless local_url names a running one.
+    replay: a file of replies. budget: dollars that the workers may spend together, 0 for no limit. ranks: how
+    many processes share budget, rpm and concurrency."""
+    entries = read_pool(spec, local_url)
+    try:
+        kept = Replay(replay) if replay else None
+    except OSError as e:
+        sys.exit(f"--replay={replay}: {e}")
+    limit = Budget(budget / ranks) if budget else None
+    pool = []
+    for i, entry in enumerate(entries):
+        try:
+            worker = Worker(**checked_entry(entry), replay=kept, budget=limit)
+            if worker.name in [other.name for other in pool]:
+                raise ValueError(f"another worker has the name {worker.name!r} already: give each its own")
+        except ValueError as e:
+            sys.exit(f"{spec}: entry {i}: {e}")
+        rpm = worker.rpm and worker.rpm / ranks
+        pool.append(replace(worker, rpm=rpm, concurrency=max(1, worker.concurrency // ranks)))
+        pool[-1].letter = chr(ord("A") + i)
+    unbounded = [worker.name for worker in pool if most_dollars(worker.price, worker.params, 0) == math.inf]
+    if budget and unbounded:
+        sys.exit(f"{spec}: a budget needs {BOUNDED}; {', '.join(unbounded)} lack this. Write a pool file:\n"
+                 f"    python workers.py print --pool={spec} > pool.json\nand use --pool=pool.json")
+    return pool
+
+
 # ----------------------------------------------------------------------------------------------------------
 # The local specialists: honest little programs behind an OpenAI-compatible endpoint. They see what a worker
 # sees, never the answer.
 
 ELEMENTS = (
-    "hydrogen helium lithium beryllium boron carbon nitrogen oxygen fluorine neon sodium magnesium aluminium silicon "
-    "phosphorus sulfur chlorine argon potassium calcium scandium titanium vanadium chromium manganese iron cobalt "
-    "nickel copper zinc").split()
+    "hydrogen helium lithium beryllium boron carbon nitrogen oxygen fluorine neon sodium magnesium "
+    "aluminium silicon phosphorus sulfur chlorine argon potassium calcium scandium titanium vanadium "
+    "chromium manganese iron cobalt nickel copper zinc").split()
 CAPITALS = dict(pair.split("-") for pair in (
-    "Austria-Vienna Belgium-Brussels Chile-Santiago Cuba-Havana Denmark-Copenhagen Egypt-Cairo Finland-Helsinki "
-    "France-Paris Germany-Berlin Ghana-Accra Greece-Athens Hungary-Budapest Iceland-Reykjavik Iran-Tehran Iraq-Baghdad "
-    "Ireland-Dublin Italy-Rome Japan-Tokyo Jordan-Amman Kenya-Nairobi Lebanon-Beirut Libya-Tripoli Nepal-Kathmandu "
-    "Norway-Oslo Peru-Lima Poland-Warsaw Portugal-Lisbon Qatar-Doha Russia-Moscow Senegal-Dakar Spain-Madrid "
-    "Sweden-Stockholm Syria-Damascus Thailand-Bangkok Tunisia-Tunis Uruguay-Montevideo").split())
+    "Austria-Vienna Belgium-Brussels Chile-Santiago Cuba-Havana Denmark-Copenhagen Egypt-Cairo "
+    "Finland-Helsinki France-Paris Germany-Berlin Ghana-Accra Greece-Athens Hungary-Budapest "
+    "Iceland-Reykjavik Iran-Tehran Iraq-Baghdad Ireland-Dublin Italy-Rome Japan-Tokyo Jordan-Amman "
+    "Kenya-Nairobi Lebanon-Beirut Libya-Tripoli Nepal-Kathmandu Norway-Oslo Peru-Lima Poland-Warsaw "
+    "Portugal-Lisbon Qatar-Doha Russia-Moscow Senegal-Dakar Spain-Madrid Sweden-Stockholm Syria-Damascus "
+    "Thailand-Bangkok Tunisia-Tunis Uruguay-Montevideo").split())
 FACTS = {f"the atomic number of {element}": str(i + 1) for i, element in enumerate(ELEMENTS)}
 FACTS |= {f"the capital of {country}": city for country, city in CAPITALS.items()}
 FACTS |= {f"element number {i + 1}": element for i, element in enumerate(ELEMENTS)}
-NUMBERS = (
-    "uno dos tres cuatro cinco seis siete ocho nueve diez once doce trece catorce quince dieciséis diecisiete "
-    "dieciocho diecinueve veinte veintiuno veintidós veintitrés veinticuatro veinticinco veintiséis veintisiete "
-    "veintiocho veintinueve treinta").split()
-SPANISH = {word: str(i + 1) for i, word in enumerate(NUMBERS)}
+SPANISH = {word: str(i + 1) for i, word in enumerate((
+    "uno dos tres cuatro cinco seis siete ocho nueve diez once doce trece catorce quince dieciséis "
+    "diecisiete dieciocho diecinueve veinte veintiuno veintidós veintitrés veinticuatro veinticinco "
+    "veintiséis veintisiete veintiocho veintinueve treinta").split())}
 ARITHMETIC = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 SPELLING = {
     "backwards": lambda word: word[::-1],
@@ -563,10 +407,11 @@ SPELLING = {
 
 
 class Trade(NamedTuple):
-    """A trade rewrites what it understands in a text and leaves the rest: where one specialist stops, another goes on."""
-    verbs: str  # a subtask sets it to work by one of these
+    """It rewrites what it understands in a text and leaves the rest: where one specialist stops, another can
+    go on."""
+    verbs: str  # A subtask sets it to work by one of these.
     pattern: str  # what it understands
-    work: object  # what it makes of a match
+    work: object  # what it makes of a match of that
 
     def rewrite(self, text: str) -> str:
         return re.sub(self.pattern, self.work, text)
@@ -575,13 +420,15 @@ class Trade(NamedTuple):
 TRADES = {
     "calculator": Trade(r"\b(work|simplify|find|compute|calculate)\b", r"\b(\d{1,6}) ([-+*]) (\d{1,6})\b",
                         lambda m: str(ARITHMETIC[m[2]](int(m[1]), int(m[3])))),
-    "translator": Trade(r"\b(rewrite|simplify|process|translate)\b", r"\w+", lambda m: SPANISH.get(m[0], m[0])),
+    "translator": Trade(r"\b(rewrite|simplify|process|translate)\b", r"\w+",
+                        lambda m: SPANISH.get(m[0], m[0])),
     "librarian": Trade(r"\b(find|rewrite|name|look up|recall)\b",
-                       r"the (atomic number|capital) of \w+|element number \d+", lambda m: FACTS.get(m[0], m[0])),
-    "coder": Trade(r"\b(process|work|name|transform|spell)\b", r"\b(\w+) (backwards|in capitals|without vowels)",
-                   lambda m: SPELLING[m[2]](m[1])),
+                       r"the (atomic number|capital) of \w+|element number \d+",
+                       lambda m: FACTS.get(m[0], m[0])),
+    "coder": Trade(r"\b(process|work|name|transform|spell)\b",
+                   r"\b(\w+) (backwards|in capitals|without vowels)", lambda m: SPELLING[m[2]](m[1])),
 }
-SKILL = {"": 1.0, "junior": 0.6, "tired": 0.7}  # on how many days a specialist of that kind does not simply give up
+SKILL = {"": 1.0, "junior": 0.6, "tired": 0.7}  # on how many days one of that kind does not simply give up
 LOST = "I have lost the thread."
 
 
@@ -619,13 +466,13 @@ def specialist(kind: str, name: str, messages: list[dict]) -> str:
         return f"I am a {name}; that is not my work."
     for skipped, text in enumerate([*reversed(responses), question]):
         rewritten = trade.rewrite(text)
-        if rewritten != text:  # Every newer response in which it found nothing has distracted it, half of the time.
+        if rewritten != text:  # Half of the time, a newer response without work for it has distracted it.
             return answered(rewritten) if luck(messages) < 0.5 ** skipped else LOST
     return f"I am a {name}; I find nothing here to work on."
 
 
 def generalist(messages: list[dict]) -> str:
-    """Tries everything, whatever it is told, and is right on one in eight of the questions that take one step."""
+    """Tries everything, whatever it is told, and is right on one in eight of the questions of one step."""
     question, _, _ = read_turns(messages)
     chance = luck(messages)
     for trade in TRADES.values():
@@ -634,23 +481,182 @@ def generalist(messages: list[dict]) -> str:
     return f"I think it is {chance * 100:.0f}."
 
 
-SPECIALISTS = {f"{kind} {trade}".strip(): functools.partial(specialist, kind, trade) for kind in SKILL for trade in TRADES}
+SPECIALISTS = {f"{kind} {trade}".strip(): functools.partial(specialist, kind, trade)
+               for kind in SKILL for trade in TRADES}
 SPECIALISTS["generalist"] = generalist
 LOCAL = {
     "local": [*TRADES, "generalist"],
-    "local:pairs": [f"{kind}{trade}" for trade in TRADES for kind in ("", "junior ")],  # two of each, one weaker
-    "local:tired": [f"{kind} {trade}" for trade in TRADES for kind in ("tired", "junior")],  # the same on a bad day
+    "local:pairs": [f"{kind}{trade}" for trade in TRADES for kind in ("", "junior ")],  # a weaker one too
+    "local:tired": [f"{kind} {trade}" for trade in TRADES for kind in ("tired", "junior")],  # on a bad day
 }
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Appendix: checks of a pool file, replies that are kept, the budget, the transport, the servers, the command line
+# Appendix: wire formats, pool files, replies that are kept, the budget, the transport, servers, command line
 
-BOUNDED = ('"price": [input, output] in dollars per million tokens ([0, 0] for a model of your own), and in "params" '
-           '"max_tokens", a whole number above 0, and nothing that costs beside tokens')
+# Wire formats
+
+# A protocol's own name for a parameter of OpenAI's, None where it has none. Others are sent as they are.
+NAMES = {
+    "openai": {},
+    "anthropic": {**dict.fromkeys((*SAMPLING[3:], "seed", "reasoning_effort")),
+                  "max_completion_tokens": "max_tokens", "stop": "stop_sequences"},
+    "gemini": {**dict.fromkeys(("logprobs", "top_logprobs", "logit_bias", "reasoning_effort")),
+               "max_tokens": "maxOutputTokens", "max_completion_tokens": "maxOutputTokens",
+               "presence_penalty": "presencePenalty", "frequency_penalty": "frequencyPenalty",
+               "top_p": "topP", "top_k": "topK", "stop": "stopSequences"},
+}
+GEMINI_FIELDS = ("safetySettings", "tools", "toolConfig", "cachedContent", "labels", "serviceTier")
+
+
+def wire_params(protocol: str, model: str, params: dict) -> dict:
+    """The parameters as this model takes them. WorkerError for what its protocol cannot say."""
+    generation = generation_of(model)
+    sent = {}
+    for name, value in params.items():
+        own_name = NAMES[protocol].get(name, name)
+        if own_name is None:
+            raise WorkerError(f"{name} means nothing to the {protocol} protocol")
+        if name == "stream" or name == "n" and value != 1:
+            raise WorkerError(f"{name}: a call gives one reply, and streams it to on_text")
+        if name == "max_tokens" and protocol == "openai":
+            own_name = generation.limit
+        if name == "stop" and isinstance(value, str):
+            value = [value]
+        if name not in generation.left_out and name != "n":
+            sent[own_name] = value
+    return sent
+
+
+def openai_request(model: str, messages: list[dict], params: dict) -> tuple[str, dict]:
+    """platform.openai.com/docs/api-reference/chat; also vLLM, Ollama, llama.cpp, OpenRouter, Together."""
+    return "/chat/completions", {"model": model, "messages": messages, **params}
+
+
+def openai_reply(data: dict) -> tuple:
+    choice = data["choices"][0]
+    usage = fields_of(data.get("usage"))
+    if choice.get("error"):  # OpenRouter, when its provider fails midway
+        raise WorkerError(f"the provider failed midway: {choice['error']}", retry=True)
+    refusal = choice["message"].get("refusal")
+    text = text_of(choice["message"].get("content")) or text_of(refusal)
+    n_in, n_out = tokens(usage.get("prompt_tokens")), tokens(usage.get("completion_tokens"))
+    total = tokens(usage.get("total_tokens"))
+    if None not in (n_in, n_out, total):
+        n_out = max(n_out, total - n_in)  # Some count the reasoning in the total only.
+    written = tokens(fields_of(usage.get("prompt_tokens_details")).get("cache_write_tokens")) or 0
+    finish = "content_filter" if refusal else choice.get("finish_reason")
+    return text, finish, n_in, n_out, 0.25 * written
+
+
+def anthropic_request(model: str, messages: list[dict], params: dict) -> tuple[str, dict]:
+    """platform.claude.com/docs/en/api/messages: it needs max_tokens, system is no turn, no turn is blank."""
+    system = [m["content"] for m in messages if m["role"] == "system"]
+    turns = [{**m, "content": filled(m["content"])} for m in messages if m["role"] != "system"]
+    body = {"model": model, "max_tokens": 4096, "messages": turns, **params}
+    kind, schema = wanted_format(body.pop("response_format", None))
+    if kind == "json_object":
+        raise WorkerError("response_format: the anthropic protocol needs a json_schema")
+    if schema:
+        form = {"type": kind, "schema": schema}
+        body["output_config"] = {**body.get("output_config", {}), "format": form}
+    if system:
+        body["system"] = "\n\n".join(system)
+    return "/messages", body
+
+
+def anthropic_reply(data: dict) -> tuple:
+    usage = fields_of(data.get("usage"))
+    n_in, n_out = tokens(usage.get("input_tokens")), tokens(usage.get("output_tokens"))
+    read = tokens(usage.get("cache_read_input_tokens")) or 0
+    written = tokens(usage.get("cache_creation_input_tokens")) or 0
+    for_an_hour = tokens(fields_of(usage.get("cache_creation")).get("ephemeral_1h_input_tokens")) or 0
+    if n_in is not None:
+        n_in += read + written  # The other protocols count these in.
+    surcharge = 0.25 * written + 0.75 * for_an_hour  # 1.25 times the price, for an hour twice
+    return text_of(data["content"]), data.get("stop_reason"), n_in, n_out, surcharge
+
+
+def gemini_request(model: str, messages: list[dict], params: dict) -> tuple[str, dict]:
+    """ai.google.dev/api/generate-content; params are generationConfig's but for GEMINI_FIELDS."""
+    roles = {"user": "user", "assistant": "model"}
+    config = {name: value for name, value in params.items() if name not in GEMINI_FIELDS}
+    kind, schema = wanted_format(config.pop("response_format", None))
+    if kind != "text":
+        config["responseMimeType"] = "application/json"
+    if schema:
+        config["responseJsonSchema"] = schema
+    system = [{"text": m["content"]} for m in messages if m["role"] == "system"]
+    turns = [{"role": roles[m["role"]], "parts": [{"text": filled(m["content"])}]}
+             for m in messages if m["role"] != "system"]
+    body = {name: value for name, value in params.items() if name in GEMINI_FIELDS}
+    body |= {"contents": turns, "generationConfig": config}
+    if system:
+        body["systemInstruction"] = {"parts": system}
+    return f"/models/{model}:generateContent", body
+
+
+def gemini_reply(data: dict) -> tuple:
+    usage = fields_of(data.get("usageMetadata"))
+    n_in, n_out = tokens(usage.get("promptTokenCount")), tokens(usage.get("candidatesTokenCount", 0))
+    thoughts = tokens(usage.get("thoughtsTokenCount", 0))
+    n_out = None if None in (n_in, n_out, thoughts) else n_out + thoughts
+    if not data.get("candidates") and fields_of(data.get("promptFeedback")).get("blockReason"):
+        return "", "SAFETY", n_in, n_out, 0.0
+    candidate = data["candidates"][0]
+    parts = fields_of(candidate.get("content")).get("parts") or []  # none where thinking used up all tokens
+    text = "".join(part.get("text", "") for part in parts if not part.get("thought"))
+    return text, candidate.get("finishReason"), n_in, n_out, 0.0
+
+
+# A request's path and body; a response's text, stop reason, tokens in and out, and as further tokens in what
+# its cache costs; the headers. In Gemini's URL a key would land in logs.
+PROTOCOLS = {
+    "openai": (openai_request, openai_reply, {"Authorization": "Bearer {}"}),
+    "anthropic": (anthropic_request, anthropic_reply, {"x-api-key": "{}", "anthropic-version": "2023-06-01"}),
+    "gemini": (gemini_request, gemini_reply, {"x-goog-api-key": "{}"}),
+}
+CUT_OFF = ("max_tokens", "MAX_TOKENS", "model_context_window_exceeded")
+REFUSED = ("content_filter", "SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII")
+FINISH = {**dict.fromkeys(("", "end_turn", "stop_sequence", "STOP"), "stop"),
+          **dict.fromkeys(CUT_OFF, "length"), **dict.fromkeys(REFUSED, "refusal")}
+
+
+def fields_of(value) -> dict:
+    return value if isinstance(value, dict) else {}
+
+
+def tokens(value) -> int | None:
+    """A count of tokens as a provider reports it; None, unknown, where that is no sensible number."""
+    return value if type(value) is int and 0 <= value < 1e9 else None
+
+
+def text_of(content) -> str:
+    """A message's text: a string, null, or a list of parts, of which those of another type are left out."""
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content if part["type"] == "text")
+    if not isinstance(content, str | None):
+        raise TypeError("content that is no text")
+    return content or ""
+
+
+def filled(content: str) -> str:
+    return content if content.strip() else "(empty)"
+
+
+def wanted_format(wish: dict | None) -> tuple[str, dict | None]:
+    """OpenAI's response_format as its type and its JSON schema, if it has one."""
+    wish = wish or {"type": "text"}
+    return wish["type"], wish.get("json_schema", {}).get("schema")
+
+
+# Pool files and money
+
+BOUNDED = ('"price": [input, output] in dollars per million tokens ([0, 0] for a model of your own), and in '
+           '"params" "max_tokens", a whole number above 0, and nothing that costs beside tokens')
 LIMITS = ("max_tokens", "max_completion_tokens", "maxOutputTokens")  # of an answer's tokens, by any name
-COSTLY = ("best_of", "candidateCount", "models", "plugins", "prompt_cache_retention", "service_tier", "serviceTier",
-          "speed", "tools", "web_search_options")  # parameters that make a call cost more than its tokens
+COSTLY = ("best_of", "candidateCount", "models", "plugins", "prompt_cache_retention", "service_tier",
+          "serviceTier", "speed", "tools", "web_search_options")  # They cost more than the call's tokens.
 TEMPLATE = 512  # tokens that a chat template may add to a prompt
 
 
@@ -669,7 +675,7 @@ def checked_entry(entry) -> dict:
 
 
 def check_worker(worker: Worker):
-    """ValueError for a field of a wrong type or value; without the value, which may be a misplaced API key."""
+    """ValueError for a wrong field; without its value, which may be a misplaced API key."""
     for key, kind in Worker.__annotations__.items():
         value = getattr(worker, key)
         number = isinstance(value, int | float)
@@ -682,14 +688,14 @@ def check_worker(worker: Worker):
         raise ValueError("base_url must be http(s)://host/... without a password, or $VARIABLE")
     if worker.api_key_env is not None and not worker.api_key_env.isidentifier():
         raise ValueError("api_key_env must be the name of an environment variable, not the key")
-    dollars = worker.price or [0, 0]
+    dollars = [0, 0] if worker.price is None else worker.price
     if len(dollars) != 2 or not all(type(p) in (int, float) and 0 <= p < 1e6 for p in dollars):
         raise ValueError("price must be [input, output] in dollars per million tokens")
 
 
 class Replay:
-    """Replies in one file, a line each, appended as they come: what a killed run has paid for is free when it is
-    run again. Any number of processes may append; nothing is ever taken out."""
+    """Replies in one file, a line each, appended as they come: what a killed run has paid for is free when it
+    is run again. Any number of processes may append; nothing is ever taken out."""
 
     def __init__(self, path: str):
         self.path = path
@@ -712,8 +718,11 @@ class Replay:
             return None
 
     def keep(self, key: bytes, reply: Reply):
-        """One write: lines of several processes do not mix. The newline before it closes a line that was torn."""
-        line = b"\n%s %s\n" % (key, json.dumps(asdict(reply)).encode())
+        """One write: lines of several processes do not mix. A line that is torn is ended before."""
+        size = os.fstat(self.file).st_size
+        torn = size > 0 and os.pread(self.file, 1, size - 1) != b"\n"
+        line = b"%s %s\n" % (key, json.dumps(asdict(reply)).encode())
+        line = b"\n" + line if torn else line
         try:
             problem = None if os.write(self.file, line) == len(line) else "no space left"
         except OSError as e:
@@ -723,23 +732,25 @@ class Replay:
 
 
 class Budget:
-    """Dollars that a pool may spend. An attempt first takes what it can cost at most, and then gives back what it
-    did not: what the providers report never passes the budget. What a broken attempt took stays taken, unless the
-    provider said that it refused it or hung up at once."""
+    """Dollars that a pool may spend. An attempt first takes what it can cost at most, and then gives back
+    what it did not: what the providers report never passes the budget. What a broken attempt took stays
+    taken, unless the provider said that it refused it or hung up at once."""
 
     def __init__(self, dollars: float):
         self.dollars = self.left = dollars
-        self.room, self.running = threading.Condition(), 0
+        self.room = threading.Condition()
+        self.running = 0  # attempts
         self.refused = False  # whether a call has been
 
     def take(self, most: float, name: str) -> float:
         """Set it apart, once it is there. Returns the seconds that this took."""
         begun = time.monotonic()
-        with self.room:
-            self.room.wait_for(lambda: most <= self.left or not self.running)  # The running give something back.
+        with self.room:  # Those that run will give something back.
+            self.room.wait_for(lambda: most <= self.left or not self.running)
             if most > self.left:
                 self.refused = True
-                raise WorkerError(f"{name}: the budget of ${self.dollars:g} is spent, but for ${self.left:.4f}")
+                left = f"${self.left:.4f}"
+                raise WorkerError(f"{name}: the budget of ${self.dollars:g} is spent, but for {left}")
             self.left -= most
             self.running += 1
         return time.monotonic() - begun
@@ -763,17 +774,20 @@ def most_dollars(price: list | None, params: dict, size: int) -> float:
     return (n_in * price[0] + max(limits) * price[1]) / 1e6
 
 
+# The transport
+
 KEEPALIVE = [(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1), (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
-for option, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 30), ("TCP_KEEPCNT", 4)):  # seconds, seconds, probes
-    if hasattr(socket, option):  # so that a silent hour is not cut off on the way, and a dead host is noticed
+for option, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 30), ("TCP_KEEPCNT", 4)):  # seconds, and probes
+    if hasattr(socket, option):  # A silent hour is not cut off on the way, and a dead host is noticed.
         KEEPALIVE.append((socket.IPPROTO_TCP, getattr(socket, option), value))
-BROKEN = (requests.RequestException, urllib3.exceptions.HTTPError, http.client.HTTPException, OSError, ValueError)
+BROKEN = (requests.RequestException, urllib3.exceptions.HTTPError, http.client.HTTPException, OSError,
+          ValueError)  # all that an exchange raises when the other side fails
 MAX_BODY = 32 << 20  # bytes of a request or response; honest ones stay below 1 MB
 clock = threading.local()  # .end: the time.monotonic() when this thread's exchange must be over
 
 
 class TimedReader(io.RawIOBase):
-    """A connection's bytes: each read waits until the end of the exchange at most, whatever has come before."""
+    """A connection's bytes. Each read waits for what is left of the exchange's time at most."""
 
     def __init__(self, raw, sock):
         self.raw, self.sock = raw, sock
@@ -794,22 +808,19 @@ class TimedReader(io.RawIOBase):
 
 
 class TimedResponse(http.client.HTTPResponse):
+    """A response whose head and body are read through a TimedReader."""
+
     def __init__(self, sock, *args, **kwargs):
         super().__init__(sock, *args, **kwargs)
         self.fp = io.BufferedReader(TimedReader(self.fp.detach(), sock))
 
 
 class Adapter(requests.adapters.HTTPAdapter):
-    """Connections with TCP keep-alive, whose responses end in time: requests limits the wait for each byte only."""
-
-    def init_poolmanager(self, *args, **kwargs):
-        super().init_poolmanager(*args, socket_options=KEEPALIVE, **kwargs)
-
-    def proxy_manager_for(self, proxy, **kwargs):
-        return super().proxy_manager_for(proxy, socket_options=KEEPALIVE, **kwargs)
+    """Connections with TCP keep-alive and timed responses; requests itself limits each single read only."""
 
     def get_connection_with_tls_context(self, *args, **kwargs):
         pool = super().get_connection_with_tls_context(*args, **kwargs)
+        pool.conn_kw["socket_options"] = KEEPALIVE
         if pool.ConnectionCls.response_class is not TimedResponse:
             pool.ConnectionCls = type("Timed", (pool.ConnectionCls,), {"response_class": TimedResponse})
         return pool
@@ -828,26 +839,24 @@ def new_session(url: str) -> requests.Session:
 
 
 def exchange(session, request, seconds: float, on_text=None) -> dict:
-    """One POST within so many seconds: the response's JSON object, or a WorkerError that says whether to retry."""
+    """One POST within so many seconds: the response's JSON object, or WorkerError."""
     url, headers, body = request
     begun = time.monotonic()
     clock.end = begun + seconds
-    limits = (min(CONNECT, seconds), seconds)
     try:
+        limits = (min(CONNECT, seconds), seconds)
         response = session.post(url, data=body, headers=headers, stream=True, timeout=limits)
     except BROKEN as e:
-        fault = broken(e, seconds)
-        at_once = time.monotonic() < begun + CONNECT and not isinstance(e, requests.ReadTimeout)
-        fault.billed = not (at_once or isinstance(e, requests.ConnectTimeout))
+        fault = broken(e, seconds)  # Who is not reached, or hangs up at once, has not begun to work.
+        late = time.monotonic() > begun + CONNECT and not isinstance(e, requests.ConnectTimeout)
+        fault.billed = late or isinstance(e, requests.ReadTimeout)
         raise fault from None
     with response:
         pieces = pieces_of(response, seconds)
         streamed = response.headers.get("Content-Type", "").startswith("text/event-stream")
         if on_text and streamed and response.status_code == 200:
-            data = read_stream(pieces, on_text)
-        else:
-            data = b"".join(pieces)
-    return checked(response, data)
+            return checked(response, read_stream(pieces, on_text))
+        return checked(response, b"".join(pieces))
 
 
 def pieces_of(response, seconds: float):
@@ -873,26 +882,24 @@ def broken(e: Exception, seconds: float) -> WorkerError:
 
 
 def checked(response, body: bytes | dict) -> dict:
-    """The JSON object of a response, or a WorkerError for what the provider reports or did not write."""
+    """The JSON object of a response, or WorkerError for what the provider reports or did not write."""
     try:
         data = body if isinstance(body, dict) else json.loads(body)
     except (ValueError, RecursionError):
         data = None
     status = response.status_code
-    error = data.get("error") if isinstance(data, dict) else None
-    if error and status == 200:  # openrouter.ai/docs/api/reference/errors: a failure after the model has begun
+    error = fields_of(data).get("error")
+    refused = status != 200 and (status < 500 or status in (503, 529))  # 529 is Anthropic's "overloaded".
+    if error and status == 200:  # openrouter.ai/docs/api/reference/errors: the model had begun
         code = fields_of(error).get("code")
         status = code if type(code) is int and 400 <= code < 600 else 500
     if status != 200:
-        text = error or body
-        if isinstance(text, bytes):
-            text = text.decode("utf-8", "replace")
-        text = " ".join(str(fields_of(error).get("message") or text).split())
-        refused = response.status_code != 200 and (status < 500 or status in (503, 529))  # The last is "overloaded".
+        text = fields_of(error).get("message") or error or body.decode("utf-8", "replace")
+        text = " ".join(str(text).split())
         again = status in (408, 409, 429) or status >= 500
-        again = again and response.headers.get("x-should-retry") != "false"
-        busy = refused and status in (429, 503, 529)
-        raise WorkerError(f"HTTP {status}: {text}", again, busy, asked_wait(response, error), billed=not refused)
+        raise WorkerError(f"HTTP {status}: {text}", billed=not refused, wait=asked_wait(response, error),
+                          retry=again and response.headers.get("x-should-retry") != "false",
+                          busy=refused and status in (429, 503, 529))
     if not isinstance(data, dict):  # To ask again would be to pay again, for the same.
         raise WorkerError(f"the response is no JSON object: {body[:400].decode('utf-8', 'replace')!r}")
     return data
@@ -900,12 +907,11 @@ def checked(response, body: bytes | dict) -> dict:
 
 def asked_wait(response, error) -> float:
     """Seconds that a provider asks to wait, in whatever way; the longest where it says several."""
-    headers = response.raw.headers
-    waits = [seconds_until(value) for value in headers.getlist("Retry-After")]
-    waits += [seconds_until(value) / 1000 for value in headers.getlist("retry-after-ms")]
+    waits = [seconds_until(value) for value in response.raw.headers.getlist("Retry-After")]
+    waits += [seconds_until(value) / 1000 for value in response.raw.headers.getlist("retry-after-ms")]
     details = fields_of(error).get("details")
     for detail in details if isinstance(details, list) else []:  # google.rpc.RetryInfo
-        waits.append(seconds_until(str(fields_of(detail).get("retryDelay", "")).removesuffix("s")))
+        waits.append(seconds_until(str(fields_of(detail).get("retryDelay")).removesuffix("s")))
     return max(waits, default=0.0)
 
 
@@ -919,72 +925,61 @@ def seconds_until(moment: str) -> float:
         return 0.0
 
 
-def understood(protocol: str, parse, data):
-    """What `parse` reads in a response, or a WorkerError where it is not as its protocol defines it."""
+def understood(protocol: str, parse, *args):
+    """What `parse` reads in a response, or WorkerError where it is not as its protocol defines it."""
     try:
-        return parse(data)
-    except (LookupError, TypeError, AttributeError) as e:
+        return parse(*args)
+    except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as e:
         fault = f"{type(e).__name__}: {e}"
     raise WorkerError(f"the response is not as {protocol} defines it: {fault}")
 
 
 def read_stream(pieces, on_text) -> dict:
-    """An OpenAI stream as the same response without one: on_text gets each piece of its text."""
-    texts, seen, rest = [], {}, b""
+    """An OpenAI stream as the same response without one. on_text gets each piece of its text."""
+    texts = []
+    beside = {}  # what stands beside the text
+    rest = b""
     for piece in pieces:
         *lines, rest = (rest + piece).split(b"\n")
         if len(rest) > 1 << 20:
             raise WorkerError("the stream has a line of more than 1 MiB")
         for line in lines:
-            if not line.startswith(b"data:"):  # blank, a comment, or another field
-                continue
-            if line[5:].strip() == b"[DONE]":
-                seen["done"] = True
-                continue
-            text = understood("openai", functools.partial(read_event, seen), line[5:])
-            if "error" in seen:
-                return seen
-            if text:
-                texts.append(text)
-                on_text(text)
-    if not seen.get("done") and not seen.get("finish_reason"):
+            if line.startswith(b"data:"):  # else it is blank, a comment, or another field
+                texts.append(understood("openai", read_event, line[5:].strip(), beside))
+                if texts[-1]:
+                    on_text(texts[-1])
+    if "finish_reason" not in beside and "error" not in beside:
         raise WorkerError("the stream ended early", retry=True)
-    message = {"content": "".join(texts)}
-    return {"choices": [{"message": message, "finish_reason": seen.get("finish_reason")}], "usage": seen.get("usage")}
+    choice = {"message": {"content": "".join(texts)}, "finish_reason": beside.get("finish_reason")}
+    return {"choices": [choice], **beside}
 
 
-def read_event(seen: dict, line: bytes) -> str:
-    """The text of one event. What stands beside it goes into `seen`: error, usage, finish_reason."""
-    try:
-        event = json.loads(line)
-    except (ValueError, RecursionError):
-        raise TypeError("an event that is no JSON") from None
-    for key in ("error", "usage"):
-        if event.get(key):
-            seen[key] = event[key]
+def read_event(event: bytes, beside: dict) -> str:
+    """The text of a stream's event. What ends a stream is put into `beside`: finish_reason, usage, error."""
+    if event == b"[DONE]":
+        beside.setdefault("finish_reason")
+        return ""
+    data = json.loads(event)
     text = ""
-    for choice in event.get("choices") or []:
+    for choice in data.get("choices") or []:
         text += text_of((choice.get("delta") or {}).get("content"))
-        seen["finish_reason"] = choice.get("finish_reason") or seen.get("finish_reason")
+        if choice.get("finish_reason"):
+            beside["finish_reason"] = choice["finish_reason"]
+    beside |= {key: data[key] for key in ("error", "usage") if data.get(key)}
     return text
 
 
 def redact(text: str, key: str) -> str:
-    """The first 400 characters, without the key, also where its characters are URL-encoded. Cut first, half of it would stay."""
+    """The first 400 characters, without the key, URL-encoded or not. Cut first, half of it would stay."""
     letters = "".join(f"(?:{re.escape(letter)}|%(?:25)*{ord(letter):02x})" for letter in key)
     return re.sub(f"(?i){letters}", "***", text)[:400] if key else text[:400]
 
 
+# The servers
+
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-UNSUPPORTED = ("tools", "functions", "logprobs", "audio", "prediction", "web_search_options")  # of a chat request
-MAX_DEPTH = 64  # of a chat request's JSON
+UNSUPPORTED = ("tools", "functions", "logprobs", "audio", "prediction", "web_search_options")
 PATHS = "there are GET /health, GET /v1/models, GET /v1/models/NAME and POST /v1/chat/completions"
-
-
-def nested(value, depth: int = 0) -> bool:
-    """Whether a JSON value is nested more deeply than an honest request ever is."""
-    inner = value if isinstance(value, list) else list(fields_of(value).values())
-    return depth > MAX_DEPTH or any(nested(item, depth + 1) for item in inner)
 
 
 def plain_message(message) -> dict:
@@ -1000,9 +995,9 @@ def plain_message(message) -> dict:
 
 
 def plain_chat(body) -> dict:
-    """A chat request as `Handler.complete` gets it; ValueError says what is wrong with it or not supported."""
-    if nested(body) or not isinstance(fields_of(body).get("model"), str):
-        raise ValueError(f"expected an object with model, a name, and messages, nested at most {MAX_DEPTH} deep")
+    """A chat request as `Handler.complete` gets it; ValueError says what is wrong or not supported."""
+    if not isinstance(fields_of(body).get("model"), str):
+        raise ValueError("expected an object with model, a name, and messages")
     if body.get("n") not in (None, 1):
         raise ValueError("n above 1 is not supported: ask once for each answer")
     for key in UNSUPPORTED:
@@ -1017,7 +1012,7 @@ def plain_chat(body) -> dict:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """OpenAI's chat completions on a loopback address. A subclass has `models`, a list of names, and `complete`.
+    """OpenAI's chat completions on a loopback address. A subclass has `models`, names, and `complete`.
 
     complete(body) gets a checked request: body["model"] is one of `models`, and body["messages"] a list of
     {"role": "system", "user" or "assistant", "content": str}. It calls `reply` once, or `send_chunk` for each
@@ -1036,19 +1031,19 @@ class Handler(BaseHTTPRequestHandler):
         headers |= {"Content_Type": "application/json", "Content_Length": len(body)}
         if self.close_connection:
             headers["Connection"] = "close"
-        head = [f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items()]
+        head = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items())
         phrase = self.responses.get(status, ["Unknown"])[0]
-        self.wfile.write(f"HTTP/1.1 {status} {phrase}\r\n{''.join(head)}\r\n".encode() + body)
+        self.wfile.write(f"HTTP/1.1 {status} {phrase}\r\n{head}\r\n".encode() + body)
 
     def fail(self, status: int, message: str, retry: bool = True):
         """Answer with an error as OpenAI writes it; within a stream it ends the stream.
 
-        retry=False asks the clients that read x-should-retry (OpenAI's own do) not to ask, and pay, again."""
+        retry=False asks clients that read x-should-retry (OpenAI's own do) not to ask, and pay, again."""
         kind = "invalid_request_error" if status < 500 else "server_error"
         error = {"error": {"message": message, "type": kind, "param": None, "code": None}}
+        headers = {} if retry else {"x_should_retry": "false"}
         if self.streaming:
             return self.send_event(error)
-        headers = {} if retry else {"x_should_retry": "false"}
         self.answer(status, error, **headers)
 
     def reply(self, text: str, finish: str = "stop", usage: dict | None = None):
@@ -1061,7 +1056,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(200, {**self.card, "object": "chat.completion", "choices": [choice], "usage": usage})
 
     def send_chunk(self, delta: dict, finish: str | None = None, usage: dict | None = None):
-        """Send a piece of a stream: delta is {"content": str} or {}. usage is sent where the request asks for it."""
+        """Send a piece of a stream: delta is {"content": str} or {}. usage is sent where it is asked for."""
         if not self.streaming:
             self.streaming = self.close_connection = True  # The stream's end is the connection's.
             self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
@@ -1108,7 +1103,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         if self.path.partition("?")[0] != "/v1/chat/completions":
             return self.fail(404, f"there is nothing to post to at {self.path}; {PATHS}")
-        if self.headers.get_content_type() != "application/json":  # Any web page can send the other types here.
+        if self.headers.get_content_type() != "application/json":  # Any web page can send the others here.
             return self.fail(415, "expected Content-Type: application/json")
         try:
             self.chat = plain_chat(json.loads(data))
@@ -1130,7 +1125,7 @@ class Handler(BaseHTTPRequestHandler):
         """The request's body; None where the request was refused without reading it."""
         length = self.headers.get("Content-Length", "0")
         if not re.fullmatch(r"(localhost|127\.[\d.]+|\[::1\])(:\d+)?", self.headers.get("Host", "")):
-            # A page whose host's name is made to mean 127.0.0.1 could otherwise use the server from a browser.
+            # A web page whose host's name comes to mean 127.0.0.1 could otherwise use the server.
             return self.refuse(403, "expected a loopback address as Host")
         if "Transfer-Encoding" in self.headers:
             return self.refuse(411, "expected a Content-Length: an upload in chunks is not supported")
@@ -1146,10 +1141,9 @@ class Handler(BaseHTTPRequestHandler):
         self.fail(status, message)
         self.connection.shutdown(socket.SHUT_WR)
         self.connection.settimeout(1)
-        with contextlib.suppress(OSError):
-            for _ in range(MAX_BODY >> 16):  # What is left unread at the end would reset the connection.
-                if not self.connection.recv(1 << 16):
-                    break
+        with contextlib.suppress(OSError):  # What is left unread at the end would reset the connection.
+            while self.connection.recv(1 << 16):
+                pass
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None):
         """The base class's own errors (an unknown method, a bad request line), in JSON too."""
@@ -1171,23 +1165,24 @@ class SpecialistHandler(Handler):
         text = SPECIALISTS[body["model"]](body["messages"])
         n_in = sum(len(message["content"].split()) for message in body["messages"])
         n_out = len(text.split())
-        self.reply(text, usage={"prompt_tokens": n_in, "completion_tokens": n_out, "total_tokens": n_in + n_out})
+        usage = {"prompt_tokens": n_in, "completion_tokens": n_out, "total_tokens": n_in + n_out}
+        self.reply(text, usage=usage)
 
 
 class Server(ThreadingHTTPServer):
     latency = 0.0  # seconds that a local specialist takes
     request_queue_size = 1024  # With 5, the default, clients that connect at once wait a second.
-    server_bind = socketserver.TCPServer.server_bind  # HTTPServer's own looks up the host's name, and can hang.
+    server_bind = socketserver.TCPServer.server_bind  # HTTPServer's looks up the host's name, and can hang.
 
 
 def serve_specialists(port: int, child: bool = False, latency: float = 0.0):
-    """The specialists on 127.0.0.1 until Ctrl-C; as local_server's child until stdin ends, however the parent dies.
+    """The specialists on 127.0.0.1 until Ctrl-C, or as a child until stdin ends, however the parent dies.
 
     latency: seconds that each takes to answer."""
     try:
         server = Server(("127.0.0.1", port), SpecialistHandler)
     except (OSError, OverflowError) as e:
-        sys.exit(f"cannot serve on 127.0.0.1:{port}: {e}; choose another port with --port=N (0: any free one)")
+        sys.exit(f"cannot serve on 127.0.0.1:{port}: {e}; choose another --port=N (0: any free one)")
     server.latency = latency
     print(f"http://127.0.0.1:{server.server_address[1]}/v1", flush=True)
     if child:
@@ -1202,9 +1197,9 @@ def local_server(latency: float = 0.0) -> tuple[str, subprocess.Popen]:
     keep = ("PATH", "HOME", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "TMPDIR")
     process = subprocess.Popen(
         [sys.executable, "-c", f"import workers; workers.serve_specialists(0, True, {latency})"],
-        cwd=os.path.dirname(os.path.abspath(__file__)), text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C is the parent's affair.
-        env={name: os.environ[name] for name in keep if name in os.environ})
+        cwd=os.path.dirname(os.path.abspath(__file__)), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env={name: os.environ[name] for name in keep if name in os.environ}, text=True,
+        start_new_session=True)  # Ctrl-C is the parent's affair.
     atexit.register(lambda: (process.stdin.close(), process.wait()))
     url = process.stdout.readline().strip()
     if not url:
@@ -1228,16 +1223,16 @@ def main():
         return print(json.dumps(read_pool(settings.pool), indent=2))
     if words:
         sys.exit(f"unknown command {' '.join(words)}; there are serve, print, and none to list the pool")
-    for w in load_pool(settings.pool):
+    for worker in load_pool(settings.pool):
         key = "no key needed"
-        if w.api_key_env:
-            key = f"{w.api_key_env} is {'set' if os.environ.get(w.api_key_env) else 'NOT SET'}"
+        if worker.api_key_env:
+            key = f"{worker.api_key_env} is {'set' if os.environ.get(worker.api_key_env) else 'NOT SET'}"
         try:
-            reply = replace(w, attempts=1).chat([{"role": "user", "content": "Say pong."}])
+            reply = replace(worker, attempts=1).chat([{"role": "user", "content": "Say pong."}])
             ping = f"answers in {reply.seconds:.2f} s"
         except WorkerError as e:
             ping = str(e)
-        print(f"{w.name:<22}{w.protocol:<11}{w.model:<42}{key:<30}{ping}", flush=True)
+        print(f"{worker.name:<22}{worker.protocol:<11}{worker.model:<42}{key:<30}{ping}", flush=True)
 
 
 if __name__ == "__main__":

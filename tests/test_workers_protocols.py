@@ -1,7 +1,6 @@
 """What goes over the wire in three protocols and comes back, against the providers' documentation; and where keys may appear."""
 import json
 import logging
-import os
 import re
 import traceback
 import urllib.parse
@@ -11,7 +10,6 @@ from rogue import CHAT, GOOD, KEY, Rogue, always, http, quick, worker  # noqa: F
 
 import workers
 from workers import WorkerError, wire_params
-
 
 TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi."}, {"role": "assistant", "content": ""},
         {"role": "user", "content": "Why?"}]
