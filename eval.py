@@ -4,33 +4,44 @@
     python eval.py --benchmarks=A --systems=B     other problems, other systems (README)
     python eval.py prepare               fetch the training data (1.6 GB), write data/paper.jsonl and data/recursion.jsonl
     python eval.py plot RUN              draw a run's learning into RUN/curve.png, of FILE.json cost and accuracy (needs matplotlib)
-    python eval.py --bench               how many solutions a second the sandbox takes
     python eval.py average FILE …        mean and 95 % interval of the numbers that several evaluations wrote with --out
 
 The laptop world's problems are generated here: some need one of the local specialists (workers.py), some two, some three in the right
 order and with the right access lists. Read train.py next.
 """
 import ast
+import atexit
 import base64
 import cmath
 import contextlib
+import ctypes
+import errno
+import fcntl
 import functools
+import gc
 import hashlib
+import inspect
 import itertools
 import json
 import math
 import operator
 import os
 import pickletools
+import queue
 import random
 import re
+import resource
+import signal
+import socket
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
 import textwrap
 import threading
 import time
+import types
 import warnings
 import zlib
 from collections import Counter
@@ -630,245 +641,889 @@ def same_short(answer: str, gold: str) -> bool:
 
 # ---------------------------------------------------------------------------------------------------------------------------------
 # Code: a generated program runs in a sandbox; what it prints or returns leaves it as data, and this process compares
+#
+# Nobody has read the program, and a policy in training tries everything that pays. An interpreter of its own, the supervisor, therefore
+# forks one process for each test and takes away, in this order, what a test does not need. Where one layer has a hole, the next stands.
+#   1. namespaces   it sees no other processes, no network, no host name, no shared memory of others; root needs no namespace of users for
+#                   this, everybody else does
+#   2. a new root   a small tree of Python and the system's libraries, read-only, and an empty folder for each test, limited in bytes and
+#                   files; what is not in the tree cannot be opened, listed, changed, watched or connected to
+#   3. descriptors  all but its input and output are closed; neither the other tests nor any expected output ever was in its memory
+#   4. limits       of time, files, processes and memory for each process (setrlimit); of memory for all of a test together, which the
+#                   supervisor adds up (a control group would do the same, but few users may make one); one core
+#   5. user         for root another user, who owns nothing; for everybody no capability and none to be gained
+#   6. Landlock     the same view of files as (2) once more, where there is no (2) the only one; no signal leaves the test
+#   7. seccomp      no system call that reaches other processes, kernel memory that nobody counts, or rarely tested parts of the kernel
+# When a test's first process ends, or its time, all that it started is killed before the next test begins. A system that lacks a layer
+# (Docker as it comes denies 1 and 2) runs the others, and sandbox_lacks says what is open there. Flaws of the kernel itself stay open.
 
 # What LiveCodeBench puts before a program, in its order (import_string in lcb_runner/evaluation/testing_util.py)
 MODULES = "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json".split()
 PRELUDE = "\n".join([*(f"from {m} import *" for m in [*MODULES, "builtins", "typing"]), f"import {', '.join(MODULES)}",
                      "sys.setrecursionlimit(50_000)"])
-SANDBOXES = threading.Semaphore(os.cpu_count() or 1)  # no more at a time than there are cores, as their time is limited
 MAX_OUTPUT = 32 << 20  # bytes that all tests of a program together may print or return
+DIGITS = 50_000        # of an integer that is read or printed; LiveCodeBench's grader sets the same limit
 
-# The supervisor: it builds the prison, forks a process for each test and reports. It is given the tests' inputs, never their outputs.
-# Its numbers are those of linux/{sched,mount,sockios,prctl,capability,landlock}.h and of Landlock's calls, on every architecture the same.
-SUPERVISOR = r'''
-import contextlib, ctypes, gc, json, os, resource, signal, struct, sys, tempfile, types
 
-job, report, folder = json.load(open(0, closefd=False)), os.fdopen(os.dup(1), "wb", 0), os.getcwd()
-linux, libc, gid = sys.platform == "linux", ctypes.CDLL(None), os.getgid()
-root = os.getuid() == 0 and not (linux and int(open("/proc/self/uid_map").read().split()[-1]) < 65536)  # one with other users beside it
-uid = 61184 + os.getpid() % 4336 if root else os.getuid()  # limits do not bind root: one of systemd's users for passing services
-if linux:
-    libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: it ends with who asked
-    open("/proc/self/oom_score_adj", "wb", 0).write(b"1000")  # when memory runs out, the kernel takes this first
-spaces = linux and libc.unshare(0x68020000 | (0x10000000, 0)[root]) == 0  # mounts, IPC, processes, network; users too, without root
-if spaces:
-    for file, text in () if root else (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-        open(f"/proc/self/{file}", "wb", 0).write(text.encode())
-    if os.fork():
-        os.wait()
-        os._exit(0)
-    libc.mount(b"none", b"/", None, 0x44000, None)  # MS_REC | MS_PRIVATE
-    libc.mount(b"proc", b"/proc", b"proc", 14, None)
-    libc.mount(b"tmpfs", folder.encode(), b"tmpfs", 6, b"size=128m,mode=700,uid=%d" % uid)
-    libc.ioctl(libc.socket(2, 1, 0), 0x8914, struct.pack("16sH22x", b"lo", 1))  # a loopback of its own
-os.chdir(folder)
-abi = libc.syscall(444, None, 0, 1) if linux else 0
-if abi > 0:  # Landlock, for the tests: Python and the system's libraries to read, the folder to write, no signal to the outside
-    rights = (1 << (16 if abi > 4 else min(12 + abi, 15))) - 1
-    rules = libc.syscall(444, struct.pack("QQQ", rights, 3 * (abi > 3 and not spaces), 3 * (abi > 5)), 24, 0)
-    read = {sys.prefix, sys.base_prefix, *"/lib /lib64 /bin /proc /dev/zero /dev/random /dev/urandom /sys/devices/system/cpu /etc/ld.so.cache "
-            "/etc/localtime /etc/passwd /usr/bin /usr/lib /usr/lib64 /usr/libexec /usr/local /usr/share".split()} - {"/usr"}  # /usr/src/app is a project
-    for path, access in [(folder, rights), ("/dev/null", 6), *((p, 13) for p in read if os.path.exists(p))]:
-        beneath = struct.pack("=Qi", access if os.path.isdir(path) else access & 7, os.open(path, os.O_PATH))
-        libc.syscall(445, rules, 1, beneath, 0)
-if root:
-    os.chown(folder, uid, uid)
-    linux and libc.prctl(8, 1, 0, 0, 0)  # PR_SET_KEEPCAPS, to read a Python that stands in /root
-    os.setgroups([])
-    os.setgid(uid)
-    os.setuid(uid)
-if linux:
-    keep = (4 * root, 2 * (root and abi > 0), 0)  # CAP_DAC_READ_SEARCH, else CAP_DAC_OVERRIDE, else nothing
-    any(libc.capset(struct.pack("Ii", 0x20080522, 0), struct.pack("6I", k, k, 0, 0, 0, 0)) == 0 for k in keep)
-    # PR_SET_: PDEATHSIG again; DUMPABLE, no test looks into this process; CHILD_SUBREAPER, orphans become its children; NO_NEW_PRIVS
-    for option, value in ((1, signal.SIGKILL), (4, 0), (36, 1), (38, 1)):
-        libc.prctl(option, value, 0, 0, 0)
-others = 0  # processes count by user, since Linux 5.14 apart in each namespace
-for process in filter(str.isdigit, os.listdir("/proc") if linux and not (root or spaces and abi > 1) else ()):
-    with contextlib.suppress(OSError):
-        others += len(os.listdir(f"/proc/{process}/task")) if os.stat(f"/proc/{process}").st_uid == uid else 0
-prelude = compile(job["prelude"], "prelude", "exec")
-exec(prelude, {})  # imports once what every test imports again
-gc.freeze()
-report.write(json.dumps([text for holds, text in (
-    (spaces, "no namespaces: the network is cut for TCP alone" if abi > 3 else "no namespaces: the network is open to it"),
-    (abi > 0, "no Landlock: files are open to it as they are to you"),
-    (spaces or root or abi > 5, "no Landlock of Linux 6.12: it may signal your processes" + " and read their environment" * (abi < 1)),
-    (linux, "not Linux: no limit on memory and processes, and a daemon survives")) if not holds]).encode() + b"\n")
+class Linux:
+    """Numbers of the kernel's interface under the names of the headers that define them. They are the same on every architecture, except
+    the two of a system call in DENIED and its like: x86_64's (asm/unistd_64.h) and aarch64's (asm-generic/unistd.h)."""
+    # linux/prctl.h, linux/capability.h
+    PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
+    CAPABILITY_VERSION_3 = 0x20080522
+    # linux/sched.h
+    CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
+    CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET, CLONE_NEWTIME = 0x10000000, 0x20000000, 0x40000000, 0x80
+    # linux/mount.h
+    MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 0x1000, 0x4000, 0x40000
+    MNT_DETACH, AT_FDCWD, AT_RECURSIVE = 2, -100, 0x8000
+    MOUNT_SETATTR = 442
+    # linux/sockios.h, linux/if.h
+    SIOCSIFFLAGS, IFF_UP = 0x8914, 1
+    # linux/landlock.h
+    LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
+    LANDLOCK_CREATE_RULESET_VERSION, LANDLOCK_RULE_PATH_BENEATH = 1, 1
+    READ_TREE = 1 | 4 | 8       # LANDLOCK_ACCESS_FS_ EXECUTE, READ_FILE, READ_DIR
+    USE_FILE = 1 | 2 | 4        # EXECUTE, WRITE_FILE, READ_FILE: the rights that a rule for a file may have
+    PORTS = 1 | 2               # LANDLOCK_ACCESS_NET_ BIND_TCP, CONNECT_TCP
+    SCOPES = 1 | 2              # LANDLOCK_SCOPE_ ABSTRACT_UNIX_SOCKET, SIGNAL
+    # linux/seccomp.h, linux/filter.h, linux/audit.h
+    SECCOMP_MODE_FILTER = 2
+    RET_ALLOW, RET_ERRNO, RET_KILL_PROCESS = 0x7fff0000, 0x00050000, 0x80000000
+    LOAD, AND, JUMP_EQUAL, JUMP_GREATER, RETURN = 0x20, 0x54, 0x15, 0x25, 0x06
+    AUDIT_ARCH = {"x86_64": 0xc000003e, "aarch64": 0xc00000b7}
+    NEWEST = 462  # mseal: later calls are unknown here, and answered as an older kernel would
 
-def send(pids, number):
-    for p in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(p, number)
+    # System calls that no test may make: what they would reach, then name, x86_64's number, aarch64's ("-" where it has none)
+    DENIED = {
+        "other processes": """
+            ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, process_madvise 440 440, process_mrelease 448 448,
+            kcmp 312 272, pidfd_getfd 438 438, perf_event_open 298 241""",
+        "the scheduling and memory of others": """
+            sched_setaffinity 203 122, sched_setscheduler 144 119, sched_setparam 142 118, sched_setattr 314 274, setpriority 141 140,
+            ioprio_set 251 30, migrate_pages 256 238, move_pages 279 239, mbind 237 235, set_mempolicy 238 237,
+            set_mempolicy_home_node 450 450""",
+        "namespaces and mounts": """
+            unshare 272 97, setns 308 268, mount 165 40, umount2 166 39, pivot_root 155 41, chroot 161 51, open_tree 428 428,
+            move_mount 429 429, fsopen 430 430, fsconfig 431 431, fsmount 432 432, fspick 433 433, mount_setattr 442 442,
+            statmount 457 457, listmount 458 458, name_to_handle_at 303 264, open_by_handle_at 304 265, quotactl 179 60,
+            quotactl_fd 443 443""",
+        "keyrings": "add_key 248 217, request_key 249 218, keyctl 250 219",
+        "memory that belongs to no process, and would outlive a test": """
+            shmget 29 194, shmat 30 196, shmctl 31 195, shmdt 67 197, semget 64 190, semop 65 193, semtimedop 220 192, semctl 66 191,
+            msgget 68 186, msgsnd 69 189, msgrcv 70 188, msgctl 71 187, mq_open 240 180, mq_unlink 241 181, memfd_create 319 279,
+            memfd_secret 447 447""",
+        "parts of the kernel that programs do not need and attacks like": """
+            io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427, userfaultfd 323 282, bpf 321 280,
+            fanotify_init 300 262, fanotify_mark 301 263, inotify_init 253 -, inotify_init1 294 26, inotify_add_watch 254 27,
+            personality 135 92, modify_ldt 154 -, vmsplice 278 75""",
+        "the machine": """
+            reboot 169 142, kexec_load 246 104, kexec_file_load 320 294, init_module 175 105, finit_module 313 273,
+            delete_module 176 106, swapon 167 224, swapoff 168 225, acct 163 89, settimeofday 164 170, clock_settime 227 112,
+            adjtimex 159 171, clock_adjtime 305 266, sethostname 170 161, setdomainname 171 162, syslog 103 116, vhangup 153 58,
+            iopl 172 -, ioperm 173 -""",
+    }
+    # Its flags lie in memory, where a filter cannot look. Told that the call does not exist, libraries use clone instead.
+    MISSING = "clone3 435 435"
+    # Where the system's own tree is in view: Landlock asks nobody before these
+    DENIED_WITHOUT_ROOT = """
+        chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -, fchown 93 55, lchown 94 -, fchownat 260 54,
+        setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7, setxattrat 463 463, removexattr 197 14, lremovexattr 198 15,
+        fremovexattr 199 16, utime 132 -, utimes 235 -, futimesat 261 -, utimensat 280 88"""
+    # Without a namespace of processes a test is its process group, which nothing may leave, and signals itself alone
+    DENIED_WITHOUT_NAMESPACES = "socket 41 198, setsid 112 157, setpgid 109 154"
+    DENIED_WITHOUT_SCOPES = "tkill 200 130, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240, pidfd_send_signal 424 424"
+    # System calls of which one argument decides
+    CHECKED = "socket 41 198, clone 56 220, mmap 9 222, prlimit64 302 261, kill 62 129, tgkill 234 131"
+    MAP_SHARED, MAP_ANONYMOUS = 1, 0x20  # linux/mman.h
 
-signal.signal(signal.SIGALRM, lambda *_: send([pid], signal.SIGKILL))
-for test in job["tests"]:
-    source, out = tempfile.TemporaryFile(), tempfile.TemporaryFile(buffering=0)
-    source.write(b"" if job["name"] else test.encode())
-    source.seek(0)
-    pid = os.fork()
-    if pid == 0:
-        break
-    signal.setitimer(signal.ITIMER_REAL, job["seconds"])
-    status = os.waitpid(pid, 0)[1]
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    data = os.pread(out.fileno(), job["max_output"], 0)
-    job["max_output"] -= len(data)
-    if status or job["max_output"] == 0:
-        break  # all tests must pass: the others do not matter
-    report.write(b"%d\n" % len(data) + data)
-if pid:  # in a namespace all end with this process; elsewhere all are stopped before any is killed, or forks would fill the gaps
-    below, before = [], None
-    while linux and not spaces and below != before:
-        before, below = below, [os.getpid()]
-        for parent in below:  # grows underway
-            with contextlib.suppress(OSError):
-                for thread in os.listdir(f"/proc/{parent}/task"):
-                    below += map(int, open(f"/proc/{parent}/task/{thread}/children").read().split())
-        send(below[1:], signal.SIGSTOP)
-    send(below[1:], signal.SIGKILL)
+
+SUPERVISOR_IMPORTS = """
+import atexit, contextlib, ctypes, errno, fcntl, gc, json, os, resource, signal, socket, struct, sys, threading, time, types
+"""
+UNSUITED = 100  # exit codes from here on: a layer cannot be had, for the reason errno = code - UNSUITED
+
+
+def supervise(job_size: int):
+    """The supervisor. From descriptor 0 it reads a job (JSON of that size, then the tests' inputs one after another); on descriptor 1 it
+    reports what the system lacks (a line of JSON) and then, test by test, the size and the bytes of its output. It ends with the first test
+    that fails. What keeps it from building the sandbox is a traceback."""
+    box = types.SimpleNamespace(**json.loads(os.pread(0, job_size, 0)))
+    box.names = {}
+    exec(compile(box.prelude, "prelude", "exec"), box.names)   # imports once what every test imports again
+    box.lacks = []
+    box.linux = sys.platform == "linux"
+    box.uid, box.gid = os.getuid(), os.getgid()
+    box.switches_user = os.getuid() == 0 and user_count() > 65535
+    if box.switches_user:
+        box.uid = box.gid = 61184 + os.getpid() % 4336         # one of those that systemd keeps for passing services
+    box.namespaces = box.root = box.proc = False
+    box.others = 0                                             # processes that count against a test's limit
+    for folder in ("root", "work"):
+        os.mkdir(folder)
+    for folder in (".", "root", "work"):
+        os.chown(folder, box.uid, box.gid)
+    if box.linux:
+        die_with_parent()
+        os.sched_setaffinity(0, [box.core])                    # many busy processes of a test slow this core alone
+        write_file("/proc/self/oom_score_adj", "1000")         # when memory runs out, the kernel ends this first
+        build_namespaces(box)
+    prepare_tests(box)
+    run_tests(box, job_size)
+    os._exit(0)
+
+
+def user_count() -> int:
+    """How many users this namespace of users has: root alone in one cannot become another."""
+    if sys.platform != "linux":
+        return 1 << 32
+    with open("/proc/self/uid_map") as f:
+        return int(f.read().split()[-1])
+
+
+def kernel(name: str, *arguments) -> int:
+    """Call a function of the C library that must succeed. OSError says which did not."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    result = getattr(libc, name)(*[a.encode() if isinstance(a, str) else a for a in arguments])
+    if result < 0:
+        raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
+    return result
+
+
+def die_with_parent():
+    """End this process with the one that made it. A change of user takes this back."""
+    kernel("prctl", Linux.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def write_file(path: str, text: str):
+    with open(path, "w") as f:
+        f.write(text)
+
+
+def build_namespaces(box):
+    """Go on in new namespaces and a new root; else in the namespaces alone; else in neither. A child tries, so that this process is as it
+    was where the child cannot."""
+    for with_root in (True, False):
+        child = os.fork()
+        if child == 0:
+            try:
+                enter_namespaces(box)
+                if with_root:
+                    enter_root(box, "root")
+                else:
+                    kernel("mount", "proc", "/proc", "proc", Linux.MS_NOSUID | Linux.MS_NODEV | Linux.MS_NOEXEC, None)
+                    box.proc = True
+                return
+            except OSError as e:
+                os._exit(UNSUITED + min(e.errno or 0, 99))
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code < UNSUITED:
+            os._exit(abs(code))
+        missing = "root of its own" if with_root else "namespaces"
+        box.lacks.append(f"no {missing} ({os.strerror(code - UNSUITED)})")
+        if not box.switches_user:
+            box.others = count_tasks(box.uid)
+
+
+def count_tasks(uid: int) -> int:
+    """Processes and threads of a user: the kernel counts them all against a limit of processes, but where they are in a namespace."""
+    found = 0
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if os.stat(f"/proc/{pid}").st_uid == uid:
+                found += len(os.listdir(f"/proc/{pid}/task"))
+    return found
+
+
+def enter_namespaces(box):
+    """Go on as the first process of new namespaces; with it all others in them end. The caller's process waits, and ends as this does."""
+    spaces = Linux.CLONE_NEWNS | Linux.CLONE_NEWPID | Linux.CLONE_NEWNET | Linux.CLONE_NEWIPC | Linux.CLONE_NEWUTS
+    die_with_parent()
+    try:
+        if not box.switches_user:
+            raise PermissionError(errno.EPERM, "others than root need a namespace of users, in which they have root's rights")
+        kernel("unshare", spaces)
+    except PermissionError:
+        switch_user(box)              # root in a container has no right to make namespaces but as others do
+        os.stat(os.__file__)          # and may be the only one who can read its Python
+        box.switches_user = False
+        maps = [("setgroups", "deny"), ("uid_map", f"1000 {box.uid} 1"), ("gid_map", f"1000 {box.gid} 1")]
+        kernel("unshare", spaces | Linux.CLONE_NEWUSER)
+        for name, text in maps:
+            write_file(f"/proc/self/{name}", text)
+        box.uid = box.gid = 1000
+    first = os.fork()
+    if first:
+        os._exit(abs(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])))
+    die_with_parent()
+    box.namespaces = True
+    kernel("mount", None, "/", None, Linux.MS_REC | Linux.MS_PRIVATE, None)
+    with contextlib.suppress(OSError), socket.socket() as s:  # a loopback of its own
+        kernel("ioctl", s.fileno(), Linux.SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", Linux.IFF_UP))
+
+
+def shown_paths() -> list[str]:
+    """What a test sees of the system, parents first: Python, libraries and programs, and none of the folders beside them."""
+    paths = ["/dev/null", "/dev/random", "/dev/urandom", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives"]
+    python = os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))
+    for prefix in ("", "/usr", "/usr/local", sys.prefix, sys.base_prefix, python):
+        paths += [f"{prefix}/{name}" for name in ("bin", "lib", "lib64", "libexec")]
+        if prefix:
+            paths += [f"{prefix}/share", f"{prefix}/pyvenv.cfg"]
+    return sorted(path for path in set(paths) if os.path.exists(path))
+
+
+def enter_root(box, here: str):
+    """Make a tree of what a test may see in the folder `here`, read-only, and go on in it. Nothing else of the system's tree is in reach."""
+    guard = Linux.MS_NOSUID | Linux.MS_NODEV
+    kernel("mount", "tmpfs", here, "tmpfs", guard, "size=1m,nr_inodes=1000,mode=755")
+    for path in shown_paths():
+        target = here + path
+        if os.path.exists(target):
+            continue  # it stands in a folder that is shown
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        if os.path.isdir(path):
+            os.mkdir(target)
+        else:
+            write_file(target, "")
+        kernel("mount", path, target, None, Linux.MS_BIND | Linux.MS_REC, None)
+        flags = Linux.MS_NOSUID if path.startswith("/dev/") else guard
+        lock_mount(target, Linux.MS_RDONLY | flags, Linux.AT_RECURSIVE)
+    write_file(here + "/etc/passwd", f"root:x:0:0::/:/bin/sh\nsolver:x:{box.uid}:{box.gid}::/tmp:/bin/sh\n")
+    write_file(here + "/etc/hosts", "127.0.0.1 localhost\n::1 localhost\n")
+    for name, target in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
+        os.symlink(f"/proc/self/fd{target}", f"{here}/dev/{name}")
+    os.symlink("/tmp", f"{here}/dev/shm")
+    for folder in ("tmp", "proc"):
+        os.mkdir(f"{here}/{folder}")
+    try:
+        kernel("mount", "proc", f"{here}/proc", "proc", Linux.MS_RDONLY | Linux.MS_NOEXEC | guard, None)
+        box.proc = True
+    except PermissionError:  # a container that hides a part of /proc lets nobody show it
+        box.lacks.append("no /proc: programs that open /dev/stdin fail")
+    os.chdir(here)
+    kernel("pivot_root", ".", ".")
+    kernel("umount2", ".", Linux.MNT_DETACH)
+    os.chdir("/")
+    lock_mount("/", Linux.MS_RDONLY | guard, 0)
+    box.root = True
+
+
+def lock_mount(path: str, flags: int, recursive: int):
+    """Set flags of a mount (struct mount_attr in linux/mount.h; its first flags are those of mount); with AT_RECURSIVE of all below it."""
+    attributes = struct.pack("4Q", flags, 0, 0, 0)
+    kernel("syscall", Linux.MOUNT_SETATTR, Linux.AT_FDCWD, path, recursive, attributes, ctypes.c_size_t(len(attributes)))
+
+
+def prepare_tests(box):
+    """Do once what holds for all tests, and report what the system lacks."""
+    gc.freeze()
+    box.landlock = 0     # its version
+    box.filter = box.watched = False
+    box.visible = ["/"] if box.root else shown_paths()
+    if box.linux:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # passes waits for it
+        kernel("prctl", Linux.PR_SET_DUMPABLE, 0, 0, 0, 0)          # no test looks into this process
+        kernel("prctl", Linux.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)   # orphans of a test become its children
+        with contextlib.suppress(OSError):
+            version = Linux.LANDLOCK_CREATE_RULESET_VERSION
+            box.landlock = kernel("syscall", Linux.LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), version)
+        box.filter = filter_works()
+        own_proc = box.proc or not box.namespaces
+        box.watched = own_proc and os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+    box.scoped = box.namespaces or box.landlock >= 6                # it signals no process but a test's own
+    box.lacks += lacking(box)
+    os.write(1, json.dumps(box.lacks).encode() + b"\n")
+
+
+def lacking(box) -> list[str]:
+    """What is open to a test as a layer is missing here."""
+    if not box.linux:
+        return ["not Linux: your files, processes and network are open to it, its memory has no limit, what it starts may live on"]
+    lacks = []
+    if not box.filter:
+        lacks.append(f"no filter of system calls ({os.uname().machine}): all of the kernel is open to it")
+        if not box.namespaces:
+            lacks.append("the network is open to it, and what it starts may live on")
+        if not box.scoped:
+            lacks.append("it may signal your processes")
+    if not box.root and box.landlock:
+        lacks.append("it sees names and sizes of your files, though not what they hold, and may fill the disk")
+    if not box.root and not box.landlock:
+        lacks.append("no Landlock: your files, and the environment of your processes, are open to it as they are to you")
+    if not box.watched:
+        lacks.append("its memory is limited for each process alone")
+    return lacks
+
+
+def filter_works() -> bool:
+    """Whether there are filters of system calls, and their numbers are known here: a null pointer is refused as such, not as a filter."""
+    try:
+        kernel("prctl", Linux.PR_SET_SECCOMP, Linux.SECCOMP_MODE_FILTER, None, 0, 0)
+    except OSError as e:
+        return e.errno == errno.EFAULT and os.uname().machine in Linux.AUDIT_ARCH and sys.maxsize > 1 << 32
+    return False
+
+
+def run_tests(box, job_size: int):
+    """Run the tests one after another and report their outputs."""
+    start = job_size  # of a test's input in descriptor 0
+    left = box.max_output
+    for number, size in enumerate(box.sizes):
+        if box.root:
+            empty_folder(box)
+        output = nameless_file(box)
+        trouble, told = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            enter_test(box, number, start, size, output, told)
+        os.close(told)
+        passed = passes(box, pid)
+        end_processes(box, pid)
+        reason = os.read(trouble, 4096)
+        os.close(trouble)
+        if reason:
+            raise OSError(reason.decode(errors="replace"))
+        written = min(os.fstat(output).st_size, left)
+        left -= written
+        if not passed or left == 0:
+            break  # all tests must pass: the others do not matter
+        os.write(1, b"%d\n" % written)
+        append_bytes(output, 0, written, 1)
+        os.close(output)
+        start += size
+
+
+def empty_folder(box):
+    """Put a new folder in memory in the place of the last test's, with all that stood there."""
+    if os.path.ismount("/tmp"):
+        kernel("umount2", "/tmp", Linux.MNT_DETACH)
+    limits = f"size=128m,nr_inodes=8192,mode=700,uid={box.uid},gid={box.gid}"
+    kernel("mount", "tmpfs", "/tmp", "tmpfs", Linux.MS_NOSUID | Linux.MS_NODEV, limits)
+
+
+def nameless_file(box) -> int:
+    """A descriptor of a new file that has no name."""
+    if box.linux:
+        return os.memfd_create("file")
+    name = f"file-{os.getpid()}"
+    fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    os.remove(name)
+    return fd
+
+
+def append_bytes(source: int, start: int, size: int, target: int):
+    """Append `size` bytes of a file, from `start` on, to another."""
+    while size:
+        piece = os.pread(source, min(size, 1 << 20), start)
+        written = os.write(target, piece)
+        start += written
+        size -= written
+
+
+def passes(box, pid: int) -> bool:
+    """Whether a test's process ends by itself without an error, in time, and with no more memory than all of the test may take."""
+    deadline = time.monotonic() + box.seconds
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return status == 0
+        left = deadline - time.monotonic()
+        if left <= 0 or box.watched and takes_too_much(box.memory):
+            return False
+        pause = min(left, 0.02)  # one process can fill some 50 MB in this time
+        if box.linux:
+            signal.sigtimedwait([signal.SIGCHLD], pause)
+        else:
+            time.sleep(pause)
+
+
+def takes_too_much(limit: int) -> bool:
+    """Whether all that stems from this process takes more than `limit` bytes."""
+    pids = descendants()
+    if sum(memory_of(pid, "statm") for pid in pids) <= limit:
+        return False
+    # Pages that several processes share count several times there. Here each has its part of them, which takes longer to find out.
+    return sum(memory_of(pid, "smaps_rollup") for pid in pids) > limit
+
+
+def memory_of(pid: int, file: str) -> int:
+    """Bytes of a process by /proc/PID/statm or smaps_rollup; 0 if it has ended."""
+    try:
+        with open(f"/proc/{pid}/{file}") as f:
+            words = f.read().split()
+        if file == "statm":
+            return int(words[1]) * resource.getpagesize()
+        return int(words[words.index("Pss:") + 1]) << 10
+    except (OSError, ValueError, IndexError):
+        return memory_of(pid, "statm") if file != "statm" else 0  # a process can forbid the closer look
+
+
+def descendants() -> list[int]:
+    """The processes that stem from this one."""
+    found = [os.getpid()]
+    for pid in found:  # grows underway
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{thread}/children") as f:
+                    found += map(int, f.read().split())
+    return found[1:]
+
+
+def end_processes(box, pid: int):
+    """Kill all that a test has left: everything in the namespace but this process, or the process group, which the filter of system calls
+    lets nothing leave. Both kill at once, so that nothing forks meanwhile."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if box.namespaces:
+            os.kill(-1, signal.SIGKILL)
+        else:
+            os.killpg(pid, signal.SIGKILL)
+    wait = 0 if box.namespaces or box.filter else os.WNOHANG
     with contextlib.suppress(ChildProcessError):
-        while linux and not spaces:
-            os.wait()
-    os._exit(0)
-
-# From here on a test's process
-os.setsid()
-signal.signal(signal.SIGALRM, signal.SIG_DFL)
-report.close()
-null = os.open("/dev/null", os.O_RDWR)
-for fd, to in ((source.fileno(), 0), (null if job["name"] else out.fileno(), 1), (null, 2)):
-    os.dup2(fd, to)
-limits = {"CPU": int(job["seconds"]) + 1, "FSIZE": 32 << 20, "NOFILE": 256, "CORE": 0}
-if linux:
-    limits |= {"NPROC": 64 + others, "AS": job["memory"] << 30, "DATA": 4 << 30, "STACK": 64 << 20}
-    libc.prctl(1, signal.SIGKILL, 0, 0, 0)
-for name, value in limits.items():
-    what, hard = getattr(resource, "RLIMIT_" + name), resource.getrlimit(getattr(resource, "RLIMIT_" + name))[1]
-    resource.setrlimit(what, (value if hard < 0 else min(value, hard),) * 2)
-if abi > 0 and libc.syscall(446, rules, 0):
-    os._exit(1)
-sys.argv, main = ["solution.py"], types.ModuleType("solution" if job["name"] else "__main__")
-sys.modules[main.__name__] = main
-exec(prelude, vars(main))
-with contextlib.suppress(SystemExit):  # whatever its code, as in LiveCodeBench
-    exec(compile(job["program"], "solution.py", "exec"), vars(main))
-if job["name"]:
-    def plain(v):
-        return [*map(plain, v)] if isinstance(v, list) else {"tuple": [*map(plain, v)]} if isinstance(v, tuple) else v
-    value = getattr(main.Solution() if hasattr(main, "Solution") else main, job["name"])(*map(json.loads, test.split("\n")))
-    value = plain(list(value) if isinstance(value, tuple) else value)
-    out.write(json.dumps(value, default=lambda v: v.item()).encode())  # item(): numpy's scalars
-    os._exit(0)
-'''
+        while os.waitpid(-1, wait)[0]:
+            pass
 
 
-def run_code(program: str, name: str | None, tests: list[str], seconds: float, memory: int = 4) -> list:
+# What follows runs in a test's own process
+
+
+def enter_test(box, number: int, start: int, size: int, output: int, told: int):
+    """Become a test, whose input stands in descriptor 0 from `start` on, and run the program. It does not return. `told` is where it says
+    why the sandbox cannot be built."""
+    try:
+        os.setsid()
+        given = arrange_descriptors(box, start, size, output, told)
+        enter_folder(box, number)
+        set_limits(box)
+        switch_user(box)
+        if box.linux:
+            signal.pthread_sigmask(signal.SIG_SETMASK, [])
+            drop_privileges()
+            restrict_files(box)
+            filter_calls(box)
+    except BaseException as e:
+        os.write(4, repr(e).encode())
+        os._exit(1)
+    os.close(4)
+    status = 1
+    try:
+        run_program(box, given)
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def arrange_descriptors(box, start: int, size: int, output: int, told: int) -> bytes:
+    """Leave descriptors 0 to 4 alone: input, what is printed, errors (of which nobody hears), what a function returns, and `told`. The
+    input of a function is no file but is returned."""
+    null = os.open("/dev/null", os.O_RDWR)
+    if box.name:
+        given = os.pread(0, size, start)
+        order = [null, null, null, output, told]
+    else:
+        given = b""
+        source = nameless_file(box)
+        append_bytes(0, start, size, source)
+        os.lseek(source, 0, os.SEEK_SET)
+        order = [source, output, null, null, told]
+    order = [fcntl.fcntl(fd, fcntl.F_DUPFD, 5) for fd in order]  # out of the way of one another
+    for fd, moved in enumerate(order):
+        os.dup2(moved, fd, inheritable=fd < 3)
+    os.closerange(5, 1 << 20)
+    return given
+
+
+def enter_folder(box, number: int):
+    """Each test starts in an empty folder of its own."""
+    folder = "/tmp" if box.root else os.path.abspath(f"work/{number}")
+    if not box.root:
+        os.mkdir(folder, 0o700)
+        os.chown(folder, box.uid, box.gid)
+    os.chdir(folder)
+    os.environ.update(HOME=folder, TMPDIR=folder)
+
+
+def set_limits(box):
+    limits = {"CPU": int(box.seconds) + 1, "FSIZE": 32 << 20, "NOFILE": 256, "CORE": 0}
+    if box.linux:
+        processes = 64 if box.watched else 8
+        limits |= {"NPROC": processes + box.others, "AS": box.addresses, "DATA": box.memory, "STACK": 64 << 20, "SIGPENDING": 256}
+    for name, value in limits.items():
+        what = getattr(resource, f"RLIMIT_{name}")
+        hard = resource.getrlimit(what)[1]
+        if hard != resource.RLIM_INFINITY:
+            value = min(value, hard)
+        resource.setrlimit(what, (value, value))
+
+
+def switch_user(box):
+    """Where this is root: become a user who owns nothing. Without a root of its own a test may still read a Python that is root's, as
+    Landlock lets it read nothing else of what is root's."""
+    if not box.switches_user:
+        return
+    os.setgroups([])
+    os.setgid(box.gid)
+    os.setuid(box.uid)
+    if box.linux:
+        kernel("prctl", Linux.PR_SET_DUMPABLE, 1, 0, 0, 0)  # or its files in /proc would be root's
+        die_with_parent()
+
+
+def drop_privileges():
+    """Give up all capabilities, which one has in one's own namespace of users, and never gain any."""
+    nothing = struct.pack("6I", 0, 0, 0, 0, 0, 0)
+    kernel("prctl", Linux.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    kernel("capset", struct.pack("Ii", Linux.CAPABILITY_VERSION_3, 0), nothing)
+    kernel("prctl", Linux.PR_SET_DUMPABLE, 1, 0, 0, 0)
+    die_with_parent()
+
+
+def restrict_files(box):
+    """Landlock (docs.kernel.org/userspace-api/landlock.html): what is shown is read, the folder is written, and nothing else."""
+    if not box.landlock:
+        return
+    rights = (1 << min(12 + box.landlock, 15)) - 1  # version 1 knows 13 rights, 2 one more, 3 yet one more
+    if box.landlock >= 5:
+        rights = (1 << 16) - 1
+    ports = Linux.PORTS if box.landlock >= 4 and not box.namespaces else 0
+    scopes = Linux.SCOPES if box.landlock >= 6 else 0
+    handled = struct.pack("3Q", rights, ports, scopes)
+    rules = kernel("syscall", Linux.LANDLOCK_CREATE_RULESET, handled, ctypes.c_size_t(len(handled)), 0)
+    allowed = [(path, Linux.READ_TREE) for path in box.visible]
+    for path, access in [*allowed, (os.getcwd(), rights), ("/dev/null", Linux.USE_FILE)]:
+        fd = os.open(path, os.O_PATH)
+        if not os.path.isdir(path):
+            access &= Linux.USE_FILE
+        rule = struct.pack("=Qi", access, fd)
+        kernel("syscall", Linux.LANDLOCK_ADD_RULE, rules, Linux.LANDLOCK_RULE_PATH_BENEATH, rule, 0)
+        os.close(fd)
+    kernel("syscall", Linux.LANDLOCK_RESTRICT_SELF, rules, 0)
+    os.close(rules)
+
+
+def filter_calls(box):
+    """Refuse the system calls that no test may make."""
+    if not box.filter:
+        return
+    code = syscall_filter(box)
+    program = ctypes.create_string_buffer(code, len(code))
+    header = struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(program))  # struct sock_fprog
+    kernel("prctl", Linux.PR_SET_SECCOMP, Linux.SECCOMP_MODE_FILTER, header, 0, 0)
+
+
+def syscall_filter(box) -> bytes:
+    """The filter as a program of struct sock_filter (docs.kernel.org/userspace-api/seccomp_filter.html). It looks at struct seccomp_data:
+    the call's number at byte 0, the architecture at 4, argument i at 16 + 8 i."""
+    allow = (Linux.RETURN, 0, 0, Linux.RET_ALLOW)
+    refuse = (Linux.RETURN, 0, 0, Linux.RET_ERRNO | errno.EPERM)
+    unknown = (Linux.RETURN, 0, 0, Linux.RET_ERRNO | errno.ENOSYS)
+    machine = os.uname().machine
+    code = [(Linux.LOAD, 0, 0, 4), (Linux.JUMP_EQUAL, 1, 0, Linux.AUDIT_ARCH[machine]), (Linux.RETURN, 0, 0, Linux.RET_KILL_PROCESS),
+            (Linux.LOAD, 0, 0, 0), (Linux.JUMP_GREATER, 0, 1, Linux.NEWEST), unknown]
+    for number in call_numbers(Linux.MISSING, machine).values():
+        code += [(Linux.JUMP_EQUAL, 0, 1, number), unknown]
+    denied = list(Linux.DENIED.values())
+    if not box.root:
+        denied.append(Linux.DENIED_WITHOUT_ROOT)
+    if not box.namespaces:
+        denied.append(Linux.DENIED_WITHOUT_NAMESPACES)
+    if not box.scoped:
+        denied.append(Linux.DENIED_WITHOUT_SCOPES)
+    for number in call_numbers(",".join(denied), machine).values():
+        code += [(Linux.JUMP_EQUAL, 0, 1, number), refuse]
+    numbers = call_numbers(Linux.CHECKED, machine)
+    for name, argument, mask, accepted in checked_calls(box):
+        check = [(Linux.LOAD, 0, 0, 16 + 8 * argument), (Linux.AND, 0, 0, mask)]
+        for i, value in enumerate(accepted):
+            check.append((Linux.JUMP_EQUAL, len(accepted) - i, 0, value))  # to `allow`
+        check += [refuse, allow]
+        code += [(Linux.JUMP_EQUAL, 0, len(check), numbers[name]), *check]
+    code.append(allow)
+    return b"".join(struct.pack("HBBI", *line) for line in code)
+
+
+def call_numbers(table: str, machine: str) -> dict[str, int]:
+    """{name: number} of a table's system calls on this machine."""
+    numbers = {}
+    for entry in table.split(","):
+        name, x86_64, aarch64 = entry.split()
+        number = x86_64 if machine == "x86_64" else aarch64
+        if number != "-":
+            numbers[name] = int(number)
+    return numbers
+
+
+def checked_calls(box) -> list[tuple[str, int, int, list[int]]]:
+    """(name, argument, mask, values): a call is allowed if its argument, under the mask, is one of the values."""
+    everything = 0xffffffff
+    spaces = Linux.CLONE_NEWNS | Linux.CLONE_NEWCGROUP | Linux.CLONE_NEWUTS | Linux.CLONE_NEWIPC
+    spaces |= Linux.CLONE_NEWUSER | Linux.CLONE_NEWPID | Linux.CLONE_NEWNET
+    shared = Linux.MAP_SHARED | Linux.MAP_ANONYMOUS  # memory of no process, so that nobody counts it
+    checks = [("clone", 0, spaces, [0]), ("prlimit64", 0, everything, [0, os.getpid()]),
+              ("mmap", 3, shared, [0, Linux.MAP_SHARED, Linux.MAP_ANONYMOUS])]
+    if box.namespaces:
+        checks.append(("socket", 0, everything, [socket.AF_UNIX, socket.AF_INET, socket.AF_INET6]))
+    if not box.scoped:
+        checks += [("kill", 0, everything, [os.getpid()]), ("tgkill", 0, everything, [os.getpid()])]
+    return checks
+
+
+def run_program(box, given: bytes):
+    """Run the program as __main__; or import it and call its function with the input's lines, whose value goes to descriptor 3."""
+    module = types.ModuleType("solution" if box.name else "__main__")
+    sys.modules[module.__name__] = module
+    sys.argv = ["solution.py"]
+    vars(module).update(box.names)
+    with contextlib.suppress(SystemExit):  # whatever its code, as in LiveCodeBench
+        exec(compile(box.program, "solution.py", "exec"), vars(module))
+    if box.name:
+        owner = module.Solution() if hasattr(module, "Solution") else module
+        arguments = [json.loads(line) for line in given.decode().split("\n")]
+        value = getattr(owner, box.name)(*arguments)
+        if isinstance(value, tuple):
+            value = list(value)
+        text = json.dumps(plain_value(value), default=lambda v: v.item())  # item() is that of numpy's scalars
+        with open(3, "wb") as f:
+            f.write(text.encode())
+    else:
+        end_program(module)
+
+
+def plain_value(value):
+    """A value without what JSON would hide: tuples are no lists and 1 is not "1", as in LiveCodeBench's grader. TypeError says so."""
+    if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):
+            raise TypeError("a dictionary whose keys are no strings equals none that JSON can say")
+        return {key: plain_value(v) for key, v in value.items()}
+    if isinstance(value, tuple):
+        raise TypeError("a tuple inside a value equals no list")
+    if isinstance(value, list):
+        return [plain_value(v) for v in value]
+    return value
+
+
+def end_program(module):
+    """What an interpreter does for a program at its end. Most of the rest of it, which takes longer than many a program, is left out."""
+    with contextlib.suppress(BaseException):
+        threading._shutdown()
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()
+    streams = [sys.stdout, sys.__stdout__]
+    vars(module).clear()  # files that are still open are written
+    gc.collect()
+    for stream in streams:
+        if stream is not None and not stream.closed:
+            stream.flush()
+
+
+# The supervisor's parts, which are sent to it as source
+SUPERVISOR = (
+    Linux, supervise, user_count, kernel, die_with_parent, write_file, build_namespaces, count_tasks, enter_namespaces, shown_paths, enter_root,
+    lock_mount, prepare_tests, lacking, filter_works, run_tests, empty_folder, nameless_file, append_bytes, passes, takes_too_much, memory_of,
+    descendants, end_processes, enter_test, arrange_descriptors, enter_folder, set_limits, switch_user, drop_privileges, restrict_files,
+    filter_calls, syscall_filter, call_numbers, checked_calls, run_program, plain_value, end_program)
+
+
+@functools.cache
+def supervisor_source() -> str:
+    return "\n".join([SUPERVISOR_IMPORTS, f"UNSUITED = {UNSUITED}", *map(inspect.getsource, SUPERVISOR), "supervise(int(sys.argv[1]))"])
+
+
+def own_cores() -> list[int]:
+    """The cores on which this process may run solutions, one at a time on each: its share of those that all ranks of this machine have."""
+    cores = list(range(os.cpu_count() or 1))
+    if hasattr(os, "sched_getaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    return cores[rank::ranks] or [cores[rank % len(cores)]]
+
+
+def slots(cores: list[int]) -> queue.SimpleQueue:
+    """A queue of the cores that are free: whoever runs a solution takes one out, and puts it back."""
+    free = queue.SimpleQueue()
+    for core in cores:
+        free.put(core)
+    return free
+
+
+FREE_CORES = slots(own_cores())
+
+
+def run_code(program: str, name: str | None, tests: list[str], seconds: float, memory: int = 4, most: list[int] | None = None) -> list:
     """Run a program that nobody has read in a sandbox. Without a name it is __main__ and reads a test from its standard input; else its
     function (or Solution's method) of that name gets a test's lines as JSON arguments. Returns what each test printed or, as JSON, returned
-    (bytes); None from the first test on that crashed, took over `seconds` of wall time or with which all wrote MAX_OUTPUT.
+    (bytes); None for one of more than most[i] bytes, and from the first test on that crashed, took over `seconds` of wall time, or with
+    which all wrote MAX_OUTPUT. memory: GiB of addresses of each process, and up to 4 GiB of memory of all processes of a test.
 
-    The child has a session, folder and environment of its own, limits on CPU, memory (`memory` GiB of addresses for each of 64 processes),
-    files and cores, and as far as the kernel allows: namespaces (no network; all that it started ends with it) and Landlock
-    (docs.kernel.org/userspace-api/landlock.html: it reads Python's and the system's libraries alone, and writes in its folder alone). For
-    root it is another user. A warning says what the system lacks, OSError that it allows nothing. The kernel's own flaws stay open."""
-    job = dict(program=program, name=name, tests=tests, seconds=seconds, memory=memory, prelude=PRELUDE, max_output=MAX_OUTPUT)
-    folder, child = tempfile.mkdtemp(), None
+    A warning says what the system lacks; OSError, why there is no sandbox at all."""
+    lacks, outputs = in_sandbox(program, name, tests, seconds, memory, most or [MAX_OUTPUT] * len(tests))
+    if lacks:
+        warnings.warn("the sandbox of generated code holds only in part here; " + "; ".join(lacks))
+    return outputs
+
+
+def in_sandbox(program: str, name: str | None, tests: list[str], seconds: float, memory: int, most: list[int]) -> tuple[list[str], list]:
+    """(what the system lacks, outputs) of run_code."""
+    inputs = [test.encode(errors="surrogatepass") for test in tests]
+    job = dict(program=program, name=name, sizes=[len(i) for i in inputs], seconds=seconds, addresses=memory << 30,
+               memory=min(memory, 4) << 30, prelude=PRELUDE, max_output=MAX_OUTPUT)
+    core = FREE_CORES.get()
+    folder = tempfile.mkdtemp()
+    child = None
     try:
-        with SANDBOXES, tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as told:
-            asked.write(json.dumps(job).encode())
-            asked.seek(0)
-            with contextlib.suppress(subprocess.TimeoutExpired):  # only where a test can stop its supervisor
-                child = subprocess.run(
-                    [sys.executable, "-I", "-X", "utf8", "-X", "int_max_str_digits=50000", "-c", SUPERVISOR], cwd=folder, start_new_session=True,
-                    env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "TZ": "UTC", "OMP_NUM_THREADS": "1"},
-                    stdin=asked, stdout=told, stderr=subprocess.PIPE, timeout=(seconds + 1) * len(tests) + 30)
+        with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as told:
+            header = json.dumps(job | {"core": core}).encode()
+            asked.writelines([header, *inputs])
+            asked.flush()
+            command = [sys.executable, "-I", "-X", "utf8", "-X", f"int_max_str_digits={DIGITS}", "-c", supervisor_source(), str(len(header))]
+            environment = {"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "TZ": "UTC", "OMP_NUM_THREADS": "1"}
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a machine too busy to keep any time
+                child = subprocess.run(command, cwd=folder, start_new_session=True, env=environment, stdin=asked, stdout=told,
+                                       stderr=subprocess.PIPE, timeout=(seconds + 1) * len(tests) + 30)
             told.seek(0)
-            lost, outputs = told.readline(), []
-            while size := told.readline():
-                outputs.append(told.read(int(size)))
+            lacks = told.readline()
+            outputs = read_outputs(told, most)
     finally:
-        subprocess.run(["rm", "-rf", folder])  # trees too deep for shutil
-    if not lost:
+        FREE_CORES.put(core)
+        remove_folder(folder)
+    if not lacks or child and child.stderr:
         why = child.stderr.decode(errors="replace").strip() if child else "it did not start in time"
         raise OSError(f"no sandbox with {sys.executable}: {why}")
-    if json.loads(lost):
-        warnings.warn("the sandbox of generated code holds only in part here; " + "; ".join(json.loads(lost)))
-    return outputs + [None] * (len(tests) - len(outputs))
+    return json.loads(lacks), outputs
+
+
+def read_outputs(told, most: list[int]) -> list:
+    """The outputs that the supervisor reported, one for each number of `most`; what is longer than that is not read."""
+    outputs = []
+    while size := told.readline():
+        if int(size) <= most[len(outputs)]:
+            outputs.append(told.read(int(size)))
+        else:
+            outputs.append(None)
+            told.seek(int(size), os.SEEK_CUR)
+    return outputs + [None] * (len(most) - len(outputs))
+
+
+def remove_folder(folder: str):
+    """Remove a sandbox's folder: with a root of its own nothing was written there."""
+    try:
+        for name in os.listdir(folder):
+            os.rmdir(os.path.join(folder, name))
+        os.rmdir(folder)
+    except OSError:  # trees too deep for shutil, and folders that their owner may not list
+        subprocess.run(["chmod", "-R", "u+rwx", folder], stderr=subprocess.DEVNULL)
+        subprocess.run(["rm", "-rf", folder])
+
+
+@functools.cache
+def sandbox_lacks() -> list[str]:
+    """What this system lacks for the whole sandbox, and so what is open to a program in it; nothing if it holds."""
+    return in_sandbox("", None, [""], 60.0, 4, [0])[0]
+
+
+def check_sandbox(partial: bool):
+    """Training on generated code needs all of the sandbox, as a policy learns what it lacks. RuntimeError where something lacks, unless the
+    user has said --sandbox=partial."""
+    lacks = sandbox_lacks()
+    if lacks and not partial:
+        raise RuntimeError(
+            "the sandbox of generated code holds only in part here: " + "; ".join(lacks) + ". A policy in training finds what is open. Train "
+            "where Linux allows namespaces (Docker: --security-opt seccomp=unconfined --security-opt apparmor=unconfined; Ubuntu: sysctl "
+            "kernel.apparmor_restrict_unprivileged_userns=0), leave out problems with code, or accept this with --sandbox=partial")
 
 
 def extract_code(response: str) -> str:
     """The last fenced block of a response, though its end is missing; else what stands in its last <answer> tag; else nothing."""
     blocks = re.findall(r"```[\w+#.-]*[ \t]*\r?\n(.*?)(?:^[ \t]*```(?!\w)|```[ \t]*(?:</answer>|\r?$)|\Z)", response, re.DOTALL | re.MULTILINE)
-    tagged = response.rpartition("</answer>")[0].rpartition("<answer>")
-    return textwrap.dedent(blocks[-1] if blocks else tagged[2] if tagged[1] else "").strip("\n")
+    before, tag, inside = response.rpartition("</answer>")[0].rpartition("<answer>")
+    code = ""
+    if tag:
+        code = inside
+    if blocks:
+        code = blocks[-1]
+    return textwrap.dedent(code).strip("\n")
+
+
+def longest(expected: str) -> int:
+    """Bytes that a right output may have: it may write its numbers with more digits, such as 0.500000000000 for 0.5."""
+    return 1000 + 10 * len(expected.encode(errors="surrogatepass"))
 
 
 def same_output(out: bytes | None, expected: str, returned: bool) -> bool:
     """The rules of LiveCodeBench's lcb_runner/evaluation/testing_util.py: a returned value (JSON) by value; what is printed line by line,
-    stripped, as text or as Decimal tokens. Something a hundred times as long as expected is not read."""
-    if out is None or len(out) > 1000 + 100 * len(expected):
+    stripped, as text or as Decimal tokens. A wrong output costs no more than a right one: lines, tokens and values are counted before any
+    is made an object."""
+    if out is None or len(out) > longest(expected):
         return False
     try:
-        if returned:
-            return json.loads(out) == json.loads(expected)
-        printed, wanted = ([line.strip() for line in text.strip().split("\n")] for text in (out.decode(errors="replace"), expected))
-        return len(printed) == len(wanted) and all(
-            a == b or [*map(Decimal, a.split())] == [*map(Decimal, b.split())] for a, b in zip(printed, wanted))
+        return same_value(out, expected) if returned else same_lines(out.decode(errors="replace"), expected)
     except (ValueError, RecursionError, InvalidOperation):  # no JSON, too deep, no numbers
         return False
 
 
+def same_value(out: bytes, expected: str) -> bool:
+    wanted = json.loads(expected, parse_int=exact_integer)
+    written = json.dumps(wanted, default=str).encode()
+    for mark in b"[{,\"":
+        if out.count(mark) != written.count(mark):
+            return False
+    return json.loads(out, parse_int=exact_integer) == wanted
+
+
+def exact_integer(digits: str) -> int | Decimal:
+    """Python reads no integer of more than 4,300 digits as an int, to save time; a Decimal of it is as exact."""
+    if len(digits) <= 4300:
+        return int(digits)
+    if len(digits) > DIGITS:
+        raise ValueError(f"an integer of {len(digits)} digits")
+    return Decimal(digits)
+
+
+def same_lines(printed: str, wanted: str) -> bool:
+    printed, wanted = printed.strip(), wanted.strip()
+    if printed.count("\n") != wanted.count("\n"):
+        return False
+    for a, b in zip(printed.split("\n"), wanted.split("\n")):
+        if a.strip() != b.strip() and not same_numbers(a, b):
+            return False
+    return True
+
+
+def same_numbers(a: str, b: str) -> bool:
+    """Whether two lines hold the same numbers. InvalidOperation if one holds anything else."""
+    wanted = b.split()
+    given = a.split(None, len(wanted))  # one more, if there are more
+    return len(given) == len(wanted) and [Decimal(x) for x in given] == [Decimal(x) for x in wanted]
+
+
 def passes_livecodebench(code: str, tests: list[list[str]], fn_name: str | None = None, seconds: float = 6.0) -> bool:
     """Whether a program passes all tests of a LiveCodeBench problem, [input, output] as in stored_tests; fn_name is metadata["func_name"];
-    seconds are a test's. A returned tuple stands for a list at the top alone."""
+    seconds are a test's. A returned tuple stands for a list at the top alone. The outputs stay here: the sandbox gets inputs only."""
     if not tests:
         raise ValueError("a LiveCodeBench problem without tests: nothing can be graded by it, load it again")
-    outputs = run_code(code, fn_name, [given for given, _ in tests], seconds)
-    return all(same_output(out, wanted, fn_name is not None) for out, (_, wanted) in zip(outputs, tests))
+    inputs = [given for given, _ in tests]
+    expected = [wanted for _, wanted in tests]
+    outputs = run_code(code, fn_name, inputs, seconds, most=[longest(wanted) for wanted in expected])
+    return all(same_output(out, wanted, fn_name is not None) for out, wanted in zip(outputs, expected))
 
 
-def bench(n: int = 100):
-    """Small solutions a second through the sandbox, with as many at a time as there are cores. The last line is JSON."""
-    program = ("def count(words):\n    seen = {}\n    for w in words:\n        seen[w] = seen.get(w, 0) + 1\n"
-               "    return [list(pair) for pair in sorted(seen.items())]\n")
-    tests = [[json.dumps(words), json.dumps(sorted(map(list, Counter(words).items())))]
-             for words in ([], ["a"], ["a", "b", "a"], ["x"] * 50, [*"abracadabra"], [*"mississippi"], ["", " "])]
-    begun = time.perf_counter()
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        passed = sum(threads.map(lambda _: passes_livecodebench(program, tests, "count"), range(n)))
-    seconds = time.perf_counter() - begun
-    print(json.dumps({"solutions": n, "tests_of_each": len(tests), "passed": passed, "cores": os.cpu_count(),
-                      "per_second": round(n / seconds, 1)}))
+# BigCodeBench's tests patch a solution's module and look into what it returns: they must share its process. So this is for evaluation, where
+# nobody learns from it; a solution that is written to cheat can, by patching unittest while it runs.
+UNITTESTS = """
+import os, sys, types, unittest
 
-
-# BigCodeBench's tests patch a solution's module and look into what it returns: they must share its process. So tests that nothing can pass
-# are mixed in: who switches off the judge passes those too.
-IMPOSSIBLE = ("fail()", "assertEqual(0, 1)", "assertEqual([0], [1])", "assertTrue(0)", "assertFalse(1)", "assertIn(0, ())",
-              "assertIsNone(0)", "assertIsInstance(0, str)", "assertAlmostEqual(0, 1)", "assertGreater(0, 1)", "assertRaises(OSError, int)")
-UNITTESTS = r'''
-import contextlib, functools, os, sys, types, unittest
-
-def run(code, tests, name):
+def unittest_results(code, tests):
     module = sys.modules["__test__"] = types.ModuleType("__test__")
     vars(module).update(sys=sys, os=os, environ=os.environ, __file__="__test__.py")
     exec(compile(code, "__test__.py", "exec"), vars(module))
-    solve = getattr(module, name)
-    @functools.wraps(solve)
-    def honest(*args, **kwargs):
-        value = solve(*args, **kwargs)
-        for v in [value, *(value if isinstance(value, (list, tuple)) else ())]:
-            with contextlib.suppress(TypeError, ValueError):  # numpy and pandas compare by element
-                if v == object():
-                    raise AssertionError("a result that equals everything")
-        return value
-    setattr(module, name, honest)
     exec(compile(tests, "__test__.py", "exec"), vars(module))
-    passed, result = [], unittest.TestResult()
+    passed = []
+    result = unittest.TestResult()
     result.addSuccess = lambda case: passed.append(case.id().split(".")[-1])
     unittest.defaultTestLoader.loadTestsFromTestCase(module.TestCases).run(result)
-    return [sorted(passed), sorted({case.id().split(".")[-1] for case, _ in result.failures + result.errors})]
-'''
+    return sorted(passed)
+"""
 
 
 def passes_bigcodebench(code: str, test: str, entry_point: str, code_prompt: str, seconds: float = 240.0) -> bool:
@@ -876,17 +1531,18 @@ def passes_bigcodebench(code: str, test: str, entry_point: str, code_prompt: str
     bigcodebench/evaluate.py: code_prompt and `pass` stand before it. seconds are the whole class's. Without the libraries of
     BigCodeBench's Requirements/requirements-eval.txt honest solutions fail.
 
-    Exiting, printing, patching unittest, skipping, results that equal everything, and what frames or gc show do not make a solution pass.
-    One written against this very scheme could: it shares a process with the tests and can read them there."""
-    names = sorted({f.name for c in ast.parse(test).body if isinstance(c, ast.ClassDef) and c.name == "TestCases" for f in c.body
-                    if isinstance(f, (ast.FunctionDef, ast.AsyncFunctionDef)) and f.name.startswith("test")})
+    For evaluation, not as a reward: a solution can cheat, as it shares a process with its tests. Exiting, printing and skipping do not
+    pass; patching unittest or a result that equals everything may."""
+    names = []
+    for node in ast.parse(test).body:
+        if isinstance(node, ast.ClassDef) and node.name == "TestCases":
+            functions = [f for f in node.body if isinstance(f, (ast.FunctionDef, ast.AsyncFunctionDef))]
+            names += [f.name for f in functions if f.name.startswith("test")]
     if not names:
         raise ValueError("a BigCodeBench problem whose TestCases has no tests: nothing can be graded by it, load it again")
-    traps = {f"test_zz_{os.urandom(8).hex()}": f"self.{names[i % len(names)]}(), self.{wrong}" for i, wrong in enumerate(IMPOSSIBLE)}
-    test = "\n".join([test, *(f"TestCases.{name} = lambda self: ({body})" for name, body in traps.items())])
-    arguments = "\n".join(map(json.dumps, (f"{code_prompt}\n    pass\n{code}", test, entry_point)))
-    out, = run_code(UNITTESTS, "run", [arguments], seconds, 32)
-    return same_output(out, json.dumps([names, sorted(traps)]), True)
+    arguments = [f"{code_prompt}\n    pass\n{code}", test]
+    out, = run_code(UNITTESTS, "unittest_results", ["\n".join(map(json.dumps, arguments))], seconds, 32)
+    return same_output(out, json.dumps(sorted(set(names))), True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------
@@ -1249,8 +1905,6 @@ def main(argv):
     try:
         if words[:1] == ["plot"] and len(words) == 2:
             return plot(words[1])
-        if s.bench:
-            return bench()
         if words == ["prepare"]:
             return prepare()
         if words[:1] == ["average"] and len(words) > 2:
