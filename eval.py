@@ -21,6 +21,7 @@ import functools
 import gc
 import hashlib
 import inspect
+import io
 import itertools
 import json
 import math
@@ -669,8 +670,9 @@ class Linux:
     """Numbers of the kernel's interface under the names of the headers that define them. They are the same on every architecture, except
     the two of a system call in DENIED and its like: x86_64's (asm/unistd_64.h) and aarch64's (asm-generic/unistd.h)."""
     # linux/prctl.h, linux/capability.h
-    PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
-    CAPABILITY_VERSION_3 = 0x20080522
+    PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_SECCOMP = 1, 4, 8, 22
+    PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
+    CAPABILITY_VERSION_3, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 0x20080522, 1, 2
     # linux/sched.h
     CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
     CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET, CLONE_NEWTIME = 0x10000000, 0x20000000, 0x40000000, 0x80
@@ -739,8 +741,9 @@ class Linux:
 
 
 SUPERVISOR_IMPORTS = """
-import atexit, contextlib, ctypes, errno, fcntl, gc, json, os, resource, signal, socket, struct, sys, threading, time, types
+import atexit, contextlib, ctypes, errno, fcntl, gc, io, json, os, resource, signal, socket, struct, sys, threading, time, types
 """
+LIBC = ctypes.CDLL(None, use_errno=True)
 UNSUITED = 100  # exit codes from here on: a layer cannot be had, for the reason errno = code - UNSUITED
 
 
@@ -749,8 +752,8 @@ def supervise(job_size: int):
     reports what the system lacks (a line of JSON) and then, test by test, the size and the bytes of its output. It ends with the first test
     that fails. What keeps it from building the sandbox is a traceback."""
     box = types.SimpleNamespace(**json.loads(os.pread(0, job_size, 0)))
-    box.names = {}
-    exec(compile(box.prelude, "prelude", "exec"), box.names)   # imports once what every test imports again
+    box.module = types.ModuleType("solution" if box.name else "__main__")
+    exec(compile(box.prelude, "prelude", "exec"), vars(box.module))  # once; each test inherits what this imports
     box.lacks = []
     box.linux = sys.platform == "linux"
     box.uid, box.gid = os.getuid(), os.getgid()
@@ -783,8 +786,7 @@ def user_count() -> int:
 
 def kernel(name: str, *arguments) -> int:
     """Call a function of the C library that must succeed. OSError says which did not."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    result = getattr(libc, name)(*[a.encode() if isinstance(a, str) else a for a in arguments])
+    result = getattr(LIBC, name)(*[a.encode() if isinstance(a, str) else a for a in arguments])
     if result < 0:
         raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
     return result
@@ -811,8 +813,7 @@ def build_namespaces(box):
                 if with_root:
                     enter_root(box, "root")
                 else:
-                    kernel("mount", "proc", "/proc", "proc", Linux.MS_NOSUID | Linux.MS_NODEV | Linux.MS_NOEXEC, None)
-                    box.proc = True
+                    hide_processes(box)
                 return
             except OSError as e:
                 os._exit(UNSUITED + min(e.errno or 0, 99))
@@ -857,7 +858,6 @@ def enter_namespaces(box):
         os._exit(abs(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])))
     die_with_parent()
     box.namespaces = True
-    kernel("mount", None, "/", None, Linux.MS_REC | Linux.MS_PRIVATE, None)
     with contextlib.suppress(OSError), socket.socket() as s:  # a loopback of its own
         kernel("ioctl", s.fileno(), Linux.SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", Linux.IFF_UP))
 
@@ -876,6 +876,7 @@ def shown_paths() -> list[str]:
 def enter_root(box, here: str):
     """Make a tree of what a test may see in the folder `here`, read-only, and go on in it. Nothing else of the system's tree is in reach."""
     guard = Linux.MS_NOSUID | Linux.MS_NODEV
+    kernel("mount", None, "/", None, Linux.MS_REC | Linux.MS_PRIVATE, None)
     kernel("mount", "tmpfs", here, "tmpfs", guard, "size=1m,nr_inodes=1000,mode=755")
     for path in shown_paths():
         target = here + path
@@ -909,6 +910,14 @@ def enter_root(box, here: str):
     box.root = True
 
 
+def hide_processes(box):
+    """Without a new root: show the namespace's processes in /proc, if mounts are allowed at all."""
+    with contextlib.suppress(OSError):
+        kernel("mount", None, "/", None, Linux.MS_REC | Linux.MS_PRIVATE, None)
+        kernel("mount", "proc", "/proc", "proc", Linux.MS_RDONLY | Linux.MS_NOSUID | Linux.MS_NODEV | Linux.MS_NOEXEC, None)
+        box.proc = True
+
+
 def lock_mount(path: str, flags: int, recursive: int):
     """Set flags of a mount (struct mount_attr in linux/mount.h; its first flags are those of mount); with AT_RECURSIVE of all below it."""
     attributes = struct.pack("4Q", flags, 0, 0, 0)
@@ -932,6 +941,9 @@ def prepare_tests(box):
         own_proc = box.proc or not box.namespaces
         box.watched = own_proc and os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
     box.scoped = box.namespaces or box.landlock >= 6                # it signals no process but a test's own
+    box.calls = b""                                                 # the filter; unscoped it is another for each test
+    if box.filter and box.scoped:
+        box.calls = syscall_filter(box)
     box.lacks += lacking(box)
     os.write(1, json.dumps(box.lacks).encode() + b"\n")
 
@@ -1023,28 +1035,36 @@ def append_bytes(source: int, start: int, size: int, target: int):
 
 def passes(box, pid: int) -> bool:
     """Whether a test's process ends by itself without an error, in time, and with no more memory than all of the test may take."""
-    deadline = time.monotonic() + box.seconds
+    pause = 0.02  # seconds, in which one core can fill some 50 MB
+    begun = time.monotonic()
+    next_look = begun + pause
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             return status == 0
-        left = deadline - time.monotonic()
-        if left <= 0 or box.watched and takes_too_much(box.memory):
+        now = time.monotonic()
+        if now >= begun + box.seconds:
             return False
-        pause = min(left, 0.02)  # one process can fill some 50 MB in this time
+        if now >= next_look:
+            next_look = now + pause
+            if box.watched and takes_too_much(box):
+                return False
         if box.linux:
             signal.sigtimedwait([signal.SIGCHLD], pause)
         else:
             time.sleep(pause)
 
 
-def takes_too_much(limit: int) -> bool:
-    """Whether all that stems from this process takes more than `limit` bytes."""
+def takes_too_much(box) -> bool:
+    """Whether all that stems from this process takes more memory than a test may; or there are more of them, as no limit binds the user
+    whom the kernel knows as root."""
     pids = descendants()
-    if sum(memory_of(pid, "statm") for pid in pids) <= limit:
+    if len(pids) > box.processes:
+        return True
+    if sum(memory_of(pid, "statm") for pid in pids) <= box.memory:
         return False
     # Pages that several processes share count several times there. Here each has its part of them, which takes longer to find out.
-    return sum(memory_of(pid, "smaps_rollup") for pid in pids) > limit
+    return sum(memory_of(pid, "smaps_rollup") for pid in pids) > box.memory
 
 
 def memory_of(pid: int, file: str) -> int:
@@ -1098,7 +1118,7 @@ def enter_test(box, number: int, start: int, size: int, output: int, told: int):
         switch_user(box)
         if box.linux:
             signal.pthread_sigmask(signal.SIG_SETMASK, [])
-            drop_privileges()
+            drop_privileges(box)
             restrict_files(box)
             filter_calls(box)
     except BaseException as e:
@@ -1146,7 +1166,7 @@ def enter_folder(box, number: int):
 def set_limits(box):
     limits = {"CPU": int(box.seconds) + 1, "FSIZE": 32 << 20, "NOFILE": 256, "CORE": 0}
     if box.linux:
-        processes = 64 if box.watched else 8
+        processes = box.processes if box.watched else box.processes // 8
         limits |= {"NPROC": processes + box.others, "AS": box.addresses, "DATA": box.memory, "STACK": 64 << 20, "SIGPENDING": 256}
     for name, value in limits.items():
         what = getattr(resource, f"RLIMIT_{name}")
@@ -1157,10 +1177,11 @@ def set_limits(box):
 
 
 def switch_user(box):
-    """Where this is root: become a user who owns nothing. Without a root of its own a test may still read a Python that is root's, as
-    Landlock lets it read nothing else of what is root's."""
+    """Where this is root: become a user who owns nothing."""
     if not box.switches_user:
         return
+    if box.linux:
+        kernel("prctl", Linux.PR_SET_KEEPCAPS, 1, 0, 0, 0)  # drop_privileges decides
     os.setgroups([])
     os.setgid(box.gid)
     os.setuid(box.uid)
@@ -1169,12 +1190,19 @@ def switch_user(box):
         die_with_parent()
 
 
-def drop_privileges():
-    """Give up all capabilities, which one has in one's own namespace of users, and never gain any."""
-    nothing = struct.pack("6I", 0, 0, 0, 0, 0, 0)
+def drop_privileges(box):
+    """Give up all capabilities (one has them in one's own namespace of users) and never gain any. Where Landlock alone guards files, and
+    lets nothing but Python and the system be read, root's test keeps the right to read, as Python may stand in root's home."""
     kernel("prctl", Linux.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    kernel("capset", struct.pack("Ii", Linux.CAPABILITY_VERSION_3, 0), nothing)
-    kernel("prctl", Linux.PR_SET_DUMPABLE, 1, 0, 0, 0)
+    kept = [0]
+    if box.switches_user and box.landlock and not box.root:
+        kept = [1 << Linux.CAP_DAC_READ_SEARCH, 1 << Linux.CAP_DAC_OVERRIDE, 0]  # the best that root has here
+    for capability in kept:
+        with contextlib.suppress(PermissionError):
+            sets = struct.pack("6I", capability, capability, 0, 0, 0, 0)  # effective, permitted, inheritable
+            kernel("capset", struct.pack("Ii", Linux.CAPABILITY_VERSION_3, 0), sets)
+            break
+    kernel("prctl", Linux.PR_SET_DUMPABLE, 1, 0, 0, 0)  # or its files in /proc would be root's
     die_with_parent()
 
 
@@ -1205,7 +1233,7 @@ def filter_calls(box):
     """Refuse the system calls that no test may make."""
     if not box.filter:
         return
-    code = syscall_filter(box)
+    code = box.calls or syscall_filter(box)
     program = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(program))  # struct sock_fprog
     kernel("prctl", Linux.PR_SET_SECCOMP, Linux.SECCOMP_MODE_FILTER, header, 0, 0)
@@ -1259,7 +1287,7 @@ def checked_calls(box) -> list[tuple[str, int, int, list[int]]]:
     spaces = Linux.CLONE_NEWNS | Linux.CLONE_NEWCGROUP | Linux.CLONE_NEWUTS | Linux.CLONE_NEWIPC
     spaces |= Linux.CLONE_NEWUSER | Linux.CLONE_NEWPID | Linux.CLONE_NEWNET
     shared = Linux.MAP_SHARED | Linux.MAP_ANONYMOUS  # memory of no process, so that nobody counts it
-    checks = [("clone", 0, spaces, [0]), ("prlimit64", 0, everything, [0, os.getpid()]),
+    checks = [("clone", 0, spaces, [0]), ("prlimit64", 0, everything, [0]),
               ("mmap", 3, shared, [0, Linux.MAP_SHARED, Linux.MAP_ANONYMOUS])]
     if box.namespaces:
         checks.append(("socket", 0, everything, [socket.AF_UNIX, socket.AF_INET, socket.AF_INET6]))
@@ -1270,10 +1298,9 @@ def checked_calls(box) -> list[tuple[str, int, int, list[int]]]:
 
 def run_program(box, given: bytes):
     """Run the program as __main__; or import it and call its function with the input's lines, whose value goes to descriptor 3."""
-    module = types.ModuleType("solution" if box.name else "__main__")
+    module = box.module
     sys.modules[module.__name__] = module
     sys.argv = ["solution.py"]
-    vars(module).update(box.names)
     with contextlib.suppress(SystemExit):  # whatever its code, as in LiveCodeBench
         exec(compile(box.program, "solution.py", "exec"), vars(module))
     if box.name:
@@ -1286,7 +1313,7 @@ def run_program(box, given: bytes):
         with open(3, "wb") as f:
             f.write(text.encode())
     else:
-        end_program(module)
+        end_program()
 
 
 def plain_value(value):
@@ -1302,16 +1329,18 @@ def plain_value(value):
     return value
 
 
-def end_program(module):
-    """What an interpreter does for a program at its end. Most of the rest of it, which takes longer than many a program, is left out."""
+def end_program():
+    """What an interpreter does for a program at its end: wait for its threads, call what it registered, write what stands in open files.
+    Taking its objects apart is left out, as it takes longer than most programs."""
     with contextlib.suppress(BaseException):
         threading._shutdown()
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
-    streams = [sys.stdout, sys.__stdout__]
-    vars(module).clear()  # files that are still open are written
-    gc.collect()
-    for stream in streams:
+    for thing in gc.get_objects():
+        if isinstance(thing, io.IOBase):
+            with contextlib.suppress(Exception):
+                thing.flush()
+    for stream in (sys.stdout, sys.__stdout__):
         if stream is not None and not stream.closed:
             stream.flush()
 
@@ -1319,14 +1348,14 @@ def end_program(module):
 # The supervisor's parts, which are sent to it as source
 SUPERVISOR = (
     Linux, supervise, user_count, kernel, die_with_parent, write_file, build_namespaces, count_tasks, enter_namespaces, shown_paths, enter_root,
-    lock_mount, prepare_tests, lacking, filter_works, run_tests, empty_folder, nameless_file, append_bytes, passes, takes_too_much, memory_of,
+    hide_processes, lock_mount, prepare_tests, lacking, filter_works, run_tests, empty_folder, nameless_file, append_bytes, passes, takes_too_much, memory_of,
     descendants, end_processes, enter_test, arrange_descriptors, enter_folder, set_limits, switch_user, drop_privileges, restrict_files,
     filter_calls, syscall_filter, call_numbers, checked_calls, run_program, plain_value, end_program)
 
 
 @functools.cache
 def supervisor_source() -> str:
-    return "\n".join([SUPERVISOR_IMPORTS, f"UNSUITED = {UNSUITED}", *map(inspect.getsource, SUPERVISOR), "supervise(int(sys.argv[1]))"])
+    return "\n".join([SUPERVISOR_IMPORTS, f"UNSUITED = {UNSUITED}", "LIBC = ctypes.CDLL(None, use_errno=True)", *map(inspect.getsource, SUPERVISOR), "supervise(int(sys.argv[1]))"])
 
 
 def own_cores() -> list[int]:
@@ -1367,7 +1396,7 @@ def in_sandbox(program: str, name: str | None, tests: list[str], seconds: float,
     """(what the system lacks, outputs) of run_code."""
     inputs = [test.encode(errors="surrogatepass") for test in tests]
     job = dict(program=program, name=name, sizes=[len(i) for i in inputs], seconds=seconds, addresses=memory << 30,
-               memory=min(memory, 4) << 30, prelude=PRELUDE, max_output=MAX_OUTPUT)
+               memory=min(memory, 4) << 30, processes=64, prelude=PRELUDE, max_output=MAX_OUTPUT)
     core = FREE_CORES.get()
     folder = tempfile.mkdtemp()
     child = None
@@ -1896,7 +1925,6 @@ class Settings:
     budget: float = 0.0  # dollars that the workers may cost; 0: no limit
     replay: str = ""  # a file that keeps the workers' replies, so that an evaluation started again does not pay for them again
     out: str = ""  # a file for the numbers, as JSON
-    bench: bool = False  # time the sandbox instead
 
 
 def main(argv):
