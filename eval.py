@@ -643,149 +643,127 @@ def same_short(answer: str, gold: str) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------------------
 # Code: a generated program runs in a sandbox; what it prints or returns leaves it as data, and this process compares
 #
-# Nobody has read the program, and a policy in training tries everything that pays. An interpreter of its own, the supervisor, therefore
-# forks one process for each test and takes away, in this order, what a test does not need. Where one layer has a hole, the next stands.
-#   1. namespaces   it sees no other processes, no network, no host name, no shared memory of others; root needs no namespace of users for
-#                   this, everybody else does
-#   2. a new root   a small tree of Python and the system's libraries, read-only, and an empty folder for each test, limited in bytes and
-#                   files; what is not in the tree cannot be opened, listed, changed, watched or connected to
-#   3. descriptors  all but its input and output are closed; neither the other tests nor any expected output ever was in its memory
-#   4. limits       of time, files, processes and memory for each process (setrlimit); of memory for all of a test together, which the
-#                   supervisor adds up (a control group would do the same, but few users may make one); one core
-#   5. user         for root another user, who owns nothing; for everybody no capability and none to be gained
-#   6. Landlock     the same view of files as (2) once more, where there is no (2) the only one; no signal leaves the test
-#   7. seccomp      no system call that reaches other processes, kernel memory that nobody counts, or rarely tested parts of the kernel
-# When a test's first process ends, or its time, all that it started is killed before the next test begins. A system that lacks a layer
-# (Docker as it comes denies 1 and 2) runs the others, and sandbox_lacks says what is open there. Flaws of the kernel itself stay open.
+# Nobody has read the program, and a policy in training finds whatever pays. So an interpreter of its own, the supervisor, forks a
+# process for each test, and takes from it in this order what a program does not need. Where one layer has a hole, another stands.
+#   1. namespaces   a test sees no other process, no network, no shared memory of others
+#   2. a new root   a tree of Python and the system's libraries alone, read-only, and an empty folder for each test, with limits on
+#                   bytes and files. What is not in the tree cannot be opened, listed, watched, changed or connected to
+#   3. descriptors  input and output alone stay open; no other test and no expected output ever was in the process
+#   4. limits       of time, files, memory and processes; one core. The supervisor adds up the memory of all processes of a test, as
+#                   few users may make a control group, which could do the same
+#   5. user         for root another one, who owns nothing; no capability, and none to be gained
+#   6. Landlock     the same files as in 2 once more, or alone where 2 cannot be had; no signal leaves a test
+#   7. seccomp      no system call that reaches other processes or memory that nobody counts, and few that attacks begin with
+# At the end of a test's first process all its others are killed, before the next test begins. A system that lacks a layer (Docker as
+# it comes denies 1 and 2) runs the rest, and sandbox_lacks says what is open there. The kernel's own flaws stay open.
 
 # What LiveCodeBench puts before a program, in its order (import_string in lcb_runner/evaluation/testing_util.py)
-MODULES = "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json".split()
+MODULES = """string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys
+    json""".split()
 PRELUDE = "\n".join([*(f"from {m} import *" for m in [*MODULES, "builtins", "typing"]), f"import {', '.join(MODULES)}",
                      "sys.setrecursionlimit(50_000)"])
 MAX_OUTPUT = 32 << 20  # bytes that all tests of a program together may print or return
-DIGITS = 50_000        # of an integer that is read or printed; LiveCodeBench's grader sets the same limit
+MAX_DIGITS = 50_000    # of an integer, as in LiveCodeBench's grader
 
 
 class Linux:
-    """Numbers of the kernel's interface under the names of the headers that define them. They are the same on every architecture, except
-    the two of a system call in DENIED and its like: x86_64's (asm/unistd_64.h) and aarch64's (asm-generic/unistd.h)."""
+    """Numbers of the kernel's interface by their names in its headers, and tables of system calls: name,
+    number on x86_64 (asm/unistd_64.h), on aarch64 (asm-generic/unistd.h; "-" where it has none). All others
+    are the same on every architecture."""
     # linux/prctl.h, linux/capability.h
     PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_SECCOMP = 1, 4, 8, 22
     PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
     CAPABILITY_VERSION_3, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 0x20080522, 1, 2
     # linux/sched.h
-    CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
-    CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET, CLONE_NEWTIME = 0x10000000, 0x20000000, 0x40000000, 0x80
-    # linux/mount.h
+    CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER = 0x20000, 0x4000000, 0x8000000, 0x10000000
+    CLONE_NEWPID, CLONE_NEWNET, CLONE_NEWCGROUP = 0x20000000, 0x40000000, 0x2000000
+    # linux/mount.h, linux/fcntl.h
     MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 0x1000, 0x4000, 0x40000
-    MNT_DETACH, AT_FDCWD, AT_RECURSIVE = 2, -100, 0x8000
-    MOUNT_SETATTR = 442
-    # linux/sockios.h, linux/if.h
+    MNT_DETACH, AT_FDCWD, AT_RECURSIVE, MOUNT_SETATTR = 2, -100, 0x8000, 442
+    # linux/sockios.h, linux/if.h, linux/mman.h
     SIOCSIFFLAGS, IFF_UP = 0x8914, 1
+    MAP_SHARED, MAP_ANONYMOUS = 1, 0x20
     # linux/landlock.h
-    LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
-    LANDLOCK_CREATE_RULESET_VERSION, LANDLOCK_RULE_PATH_BENEATH = 1, 1
-    READ_TREE = 1 | 4 | 8       # LANDLOCK_ACCESS_FS_ EXECUTE, READ_FILE, READ_DIR
-    USE_FILE = 1 | 2 | 4        # EXECUTE, WRITE_FILE, READ_FILE: the rights that a rule for a file may have
-    PORTS = 1 | 2               # LANDLOCK_ACCESS_NET_ BIND_TCP, CONNECT_TCP
-    SCOPES = 1 | 2              # LANDLOCK_SCOPE_ ABSTRACT_UNIX_SOCKET, SIGNAL
-    # linux/seccomp.h, linux/filter.h, linux/audit.h
-    SECCOMP_MODE_FILTER = 2
-    RET_ALLOW, RET_ERRNO, RET_KILL_PROCESS = 0x7fff0000, 0x00050000, 0x80000000
-    LOAD, AND, JUMP_EQUAL, JUMP_GREATER, RETURN = 0x20, 0x54, 0x15, 0x25, 0x06
+    CREATE_RULESET, ADD_RULE, RESTRICT_SELF, CREATE_RULESET_VERSION, RULE_PATH_BENEATH = 444, 445, 446, 1, 1
+    READ_TREE = 1 | 4 | 8  # ACCESS_FS_ EXECUTE, READ_FILE, READ_DIR
+    USE_FILE = 1 | 2 | 4   # ACCESS_FS_ EXECUTE, WRITE_FILE, READ_FILE: a file has no other rights
+    PORTS = 1 | 2          # ACCESS_NET_ BIND_TCP, CONNECT_TCP
+    SCOPES = 1 | 2         # SCOPE_ ABSTRACT_UNIX_SOCKET, SIGNAL
+    # linux/seccomp.h, linux/bpf_common.h, linux/audit.h
+    SECCOMP_MODE_FILTER, RET_ALLOW, RET_ERRNO, RET_KILL_PROCESS = 2, 0x7fff0000, 0x50000, 0x80000000
+    LOAD, AND, IF_EQUAL, IF_GREATER, RETURN = 0x20, 0x54, 0x15, 0x25, 0x06
     AUDIT_ARCH = {"x86_64": 0xc000003e, "aarch64": 0xc00000b7}
-    NEWEST = 462  # mseal: later calls are unknown here, and answered as an older kernel would
 
-    # System calls that no test may make: what they would reach, then name, x86_64's number, aarch64's ("-" where it has none)
+    NEWEST = 462  # mseal; of later system calls nothing is known here
+    # What no test may call. What needs a capability is not listed, as a test has none.
     DENIED = {
-        "other processes": """
-            ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, process_madvise 440 440, process_mrelease 448 448,
-            kcmp 312 272, pidfd_getfd 438 438, perf_event_open 298 241""",
-        "the scheduling and memory of others": """
-            sched_setaffinity 203 122, sched_setscheduler 144 119, sched_setparam 142 118, sched_setattr 314 274, setpriority 141 140,
-            ioprio_set 251 30, migrate_pages 256 238, move_pages 279 239, mbind 237 235, set_mempolicy 238 237,
-            set_mempolicy_home_node 450 450""",
-        "namespaces and mounts": """
-            unshare 272 97, setns 308 268, mount 165 40, umount2 166 39, pivot_root 155 41, chroot 161 51, open_tree 428 428,
-            move_mount 429 429, fsopen 430 430, fsconfig 431 431, fsmount 432 432, fspick 433 433, mount_setattr 442 442,
-            statmount 457 457, listmount 458 458, name_to_handle_at 303 264, open_by_handle_at 304 265, quotactl 179 60,
-            quotactl_fd 443 443""",
-        "keyrings": "add_key 248 217, request_key 249 218, keyctl 250 219",
-        "memory that belongs to no process, and would outlive a test": """
-            shmget 29 194, shmat 30 196, shmctl 31 195, shmdt 67 197, semget 64 190, semop 65 193, semtimedop 220 192, semctl 66 191,
-            msgget 68 186, msgsnd 69 189, msgrcv 70 188, msgctl 71 187, mq_open 240 180, mq_unlink 241 181, memfd_create 319 279,
-            memfd_secret 447 447""",
-        "parts of the kernel that programs do not need and attacks like": """
-            io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427, userfaultfd 323 282, bpf 321 280,
-            fanotify_init 300 262, fanotify_mark 301 263, inotify_init 253 -, inotify_init1 294 26, inotify_add_watch 254 27,
-            personality 135 92, modify_ldt 154 -, vmsplice 278 75""",
-        "the machine": """
-            reboot 169 142, kexec_load 246 104, kexec_file_load 320 294, init_module 175 105, finit_module 313 273,
-            delete_module 176 106, swapon 167 224, swapoff 168 225, acct 163 89, settimeofday 164 170, clock_settime 227 112,
-            adjtimex 159 171, clock_adjtime 305 266, sethostname 170 161, setdomainname 171 162, syslog 103 116, vhangup 153 58,
-            iopl 172 -, ioperm 173 -""",
+        "other processes": """ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, kcmp 312 272,
+            pidfd_getfd 438 438, process_madvise 440 440, process_mrelease 448 448, perf_event_open 298 241""",
+        "their processor and memory": """sched_setaffinity 203 122, sched_setscheduler 144 119, sched_setparam 142 118,
+            sched_setattr 314 274, setpriority 141 140, ioprio_set 251 30, migrate_pages 256 238, move_pages 279 239,
+            mbind 237 235, set_mempolicy 238 237, set_mempolicy_home_node 450 450""",
+        "namespaces, in which it would have capabilities": "unshare 272 97, setns 308 268",
+        "files without a path": """name_to_handle_at 303 264, open_by_handle_at 304 265, open_tree 428 428,
+            inotify_init 253 -, inotify_init1 294 26, fanotify_init 300 262""",
+        "memory that belongs to no process": """shmget 29 194, shmat 30 196, shmctl 31 195, semget 64 190, semop 65 193,
+            semtimedop 220 192, semctl 66 191, msgget 68 186, msgsnd 69 189, msgrcv 70 188, msgctl 71 187, mq_open 240 180,
+            mq_unlink 241 181, memfd_create 319 279, memfd_secret 447 447, add_key 248 217, request_key 249 218,
+            keyctl 250 219""",
+        "where attacks on the kernel begin": """io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427,
+            userfaultfd 323 282, bpf 321 280, personality 135 92, modify_ldt 154 -, vmsplice 278 75""",
     }
-    # Its flags lie in memory, where a filter cannot look. Told that the call does not exist, libraries use clone instead.
-    MISSING = "clone3 435 435"
-    # Where the system's own tree is in view: Landlock asks nobody before these
-    DENIED_WITHOUT_ROOT = """
-        chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -, fchown 93 55, lchown 94 -, fchownat 260 54,
-        setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7, setxattrat 463 463, removexattr 197 14, lremovexattr 198 15,
+    UNKNOWN = "clone3 435 435"  # its flags cannot be checked; where it is unknown, libraries call clone
+    # Landlock does not ask about these, so they go where the system's tree is in view
+    DENIED_WITHOUT_ROOT = """chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -, fchown 93 55, lchown 94 -,
+        fchownat 260 54, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7, removexattr 197 14, lremovexattr 198 15,
         fremovexattr 199 16, utime 132 -, utimes 235 -, futimesat 261 -, utimensat 280 88"""
-    # Without a namespace of processes a test is its process group, which nothing may leave, and signals itself alone
-    DENIED_WITHOUT_NAMESPACES = "socket 41 198, setsid 112 157, setpgid 109 154"
+    # There a test is its process group, which nothing leaves
+    DENIED_WITHOUT_NAMESPACES = "setsid 112 157, setpgid 109 154"
     DENIED_WITHOUT_SCOPES = "tkill 200 130, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240, pidfd_send_signal 424 424"
-    # System calls of which one argument decides
-    CHECKED = "socket 41 198, clone 56 220, mmap 9 222, prlimit64 302 261, kill 62 129, tgkill 234 131"
-    MAP_SHARED, MAP_ANONYMOUS = 1, 0x20  # linux/mman.h
+    CHECKED = "socket 41 198, clone 56 220, mmap 9 222, prlimit64 302 261, kill 62 129, tgkill 234 131"  # one argument decides
 
 
 SUPERVISOR_IMPORTS = """
 import atexit, contextlib, ctypes, errno, fcntl, gc, io, json, os, resource, signal, socket, struct, sys, threading, time, types
+LIBC = ctypes.CDLL(None, use_errno=True)
+UNSUITED = 100
 """
 LIBC = ctypes.CDLL(None, use_errno=True)
-UNSUITED = 100  # exit codes from here on: a layer cannot be had, for the reason errno = code - UNSUITED
+UNSUITED = 100  # the first of the exit codes that say: not to be had here, for the reason errno = code - UNSUITED
 
 
 def supervise(job_size: int):
-    """The supervisor. From descriptor 0 it reads a job (JSON of that size, then the tests' inputs one after another); on descriptor 1 it
-    reports what the system lacks (a line of JSON) and then, test by test, the size and the bytes of its output. It ends with the first test
-    that fails. What keeps it from building the sandbox is a traceback."""
+    """The supervisor. From descriptor 0 it reads a job (JSON of that size, then the tests' inputs one after
+    another); on descriptor 1 it reports what the system lacks (a line of JSON) and then, test by test, the
+    size and the bytes of its output. It ends with the first test that fails. Where it cannot build the
+    sandbox it ends with a traceback."""
     box = types.SimpleNamespace(**json.loads(os.pread(0, job_size, 0)))
     box.module = types.ModuleType("solution" if box.name else "__main__")
-    exec(compile(box.prelude, "prelude", "exec"), vars(box.module))  # once; each test inherits what this imports
-    box.lacks = []
-    box.linux = sys.platform == "linux"
+    exec(compile(box.prelude, "prelude", "exec"), vars(box.module))  # each test inherits what this imports
+    box.root = box.namespaces = box.proc = False
     box.uid, box.gid = os.getuid(), os.getgid()
-    box.switches_user = os.getuid() == 0 and user_count() > 65535
+    with open("/proc/self/uid_map") as f:
+        users = int(f.read().split()[-1])
+    box.switches_user = box.uid == 0 and users > 65535  # root, and not one that is alone in its namespace
     if box.switches_user:
-        box.uid = box.gid = 61184 + os.getpid() % 4336         # one of those that systemd keeps for passing services
-    box.namespaces = box.root = box.proc = False
-    box.others = 0                                             # processes that count against a test's limit
+        box.uid = box.gid = 61184 + os.getpid() % 4336  # of the users that systemd keeps for passing services
     for folder in ("root", "work"):
         os.mkdir(folder)
     for folder in (".", "root", "work"):
         os.chown(folder, box.uid, box.gid)
-    if box.linux:
-        die_with_parent()
-        os.sched_setaffinity(0, [box.core])                    # many busy processes of a test slow this core alone
-        write_file("/proc/self/oom_score_adj", "1000")         # when memory runs out, the kernel ends this first
-        build_namespaces(box)
+    with open("/proc/loadavg") as f:  # a user's limit of processes counts the others too, at most all there are
+        box.others = int(f.read().split("/")[1].split()[0])
+    write_file("/proc/self/oom_score_adj", "1000")  # when memory runs out, the kernel ends this first
+    os.sched_setaffinity(0, [box.core])             # many busy processes slow this core alone
+    die_with_parent()
+    box.lacks = build_namespaces(box)
     prepare_tests(box)
     run_tests(box, job_size)
     os._exit(0)
 
 
-def user_count() -> int:
-    """How many users this namespace of users has: root alone in one cannot become another."""
-    if sys.platform != "linux":
-        return 1 << 32
-    with open("/proc/self/uid_map") as f:
-        return int(f.read().split()[-1])
-
-
 def kernel(name: str, *arguments) -> int:
-    """Call a function of the C library that must succeed. OSError says which did not."""
+    """Call a function of the C library that must succeed; OSError says which did not, and why."""
     result = getattr(LIBC, name)(*[a.encode() if isinstance(a, str) else a for a in arguments])
     if result < 0:
         raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
@@ -802,56 +780,41 @@ def write_file(path: str, text: str):
         f.write(text)
 
 
-def build_namespaces(box):
-    """Go on in new namespaces and a new root; else in the namespaces alone; else in neither. A child tries, so that this process is as it
-    was where the child cannot."""
-    for with_root in (True, False):
+def build_namespaces(box) -> list[str]:
+    """Go on in new namespaces with a new root, else in the namespaces alone, else in neither. Returns what is
+    missing. A child tries, so that this process stays as it was where that fails."""
+    missing = []
+    for layer in ("root of its own", "namespaces"):  # the second try is for namespaces alone
         child = os.fork()
         if child == 0:
             try:
                 enter_namespaces(box)
-                if with_root:
+                if layer == "root of its own":
                     enter_root(box, "root")
-                else:
-                    hide_processes(box)
-                return
+                return missing
             except OSError as e:
-                os._exit(UNSUITED + min(e.errno or 0, 99))
+                os._exit(UNSUITED + min(e.errno, 99))
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if code < UNSUITED:
             os._exit(abs(code))
-        missing = "root of its own" if with_root else "namespaces"
-        box.lacks.append(f"no {missing} ({os.strerror(code - UNSUITED)})")
-        if not box.switches_user:
-            box.others = count_tasks(box.uid)
-
-
-def count_tasks(uid: int) -> int:
-    """Processes and threads of a user: the kernel counts them all against a limit of processes, but where they are in a namespace."""
-    found = 0
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            if os.stat(f"/proc/{pid}").st_uid == uid:
-                found += len(os.listdir(f"/proc/{pid}/task"))
-    return found
+        missing.append(f"no {layer} ({os.strerror(code - UNSUITED)})")
+    return missing
 
 
 def enter_namespaces(box):
-    """Go on as the first process of new namespaces; with it all others in them end. The caller's process waits, and ends as this does."""
+    """Go on as the first process of new namespaces, at whose end all others in them end. The process that
+    came here waits for it."""
     spaces = Linux.CLONE_NEWNS | Linux.CLONE_NEWPID | Linux.CLONE_NEWNET | Linux.CLONE_NEWIPC | Linux.CLONE_NEWUTS
     die_with_parent()
-    try:
-        if not box.switches_user:
-            raise PermissionError(errno.EPERM, "others than root need a namespace of users, in which they have root's rights")
-        kernel("unshare", spaces)
-    except PermissionError:
-        switch_user(box)              # root in a container has no right to make namespaces but as others do
-        os.stat(os.__file__)          # and may be the only one who can read its Python
+    if not box.switches_user or LIBC.unshare(spaces) < 0:
+        # Others than root, and root in a container, make them in a namespace of users, where all may do this
+        switch_user(box)
+        os.stat(os.__file__)  # unless root alone can read this Python
         box.switches_user = False
-        maps = [("setgroups", "deny"), ("uid_map", f"1000 {box.uid} 1"), ("gid_map", f"1000 {box.gid} 1")]
+        maps = {"setgroups": "deny", "uid_map": f"1000 {box.uid} 1", "gid_map": f"1000 {box.gid} 1"}
         kernel("unshare", spaces | Linux.CLONE_NEWUSER)
-        for name, text in maps:
-            write_file(f"/proc/self/{name}", text)
+        for file, text in maps.items():
+            write_file(f"/proc/self/{file}", text)
         box.uid = box.gid = 1000
     first = os.fork()
     if first:
@@ -863,18 +826,18 @@ def enter_namespaces(box):
 
 
 def shown_paths() -> list[str]:
-    """What a test sees of the system, parents first: Python, libraries and programs, and none of the folders beside them."""
+    """What a test sees of the system, parents first: Python, libraries and programs, and none of the folders
+    beside them."""
     paths = ["/dev/null", "/dev/random", "/dev/urandom", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives"]
     python = os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))
-    for prefix in ("", "/usr", "/usr/local", sys.prefix, sys.base_prefix, python):
-        paths += [f"{prefix}/{name}" for name in ("bin", "lib", "lib64", "libexec")]
-        if prefix:
-            paths += [f"{prefix}/share", f"{prefix}/pyvenv.cfg"]
-    return sorted(path for path in set(paths) if os.path.exists(path))
+    for prefix in ("/usr", "/usr/local", sys.prefix, sys.base_prefix, python):
+        paths += [f"{prefix}/{name}" for name in ("bin", "lib", "lib64", "libexec", "share", "pyvenv.cfg")]
+    return sorted(path for path in {"/bin", "/lib", "/lib64", *paths} if os.path.exists(path))
 
 
 def enter_root(box, here: str):
-    """Make a tree of what a test may see in the folder `here`, read-only, and go on in it. Nothing else of the system's tree is in reach."""
+    """Make a tree of what a test may see in the folder `here`, read-only, and go on in it, with nothing else
+    in reach."""
     guard = Linux.MS_NOSUID | Linux.MS_NODEV
     kernel("mount", None, "/", None, Linux.MS_REC | Linux.MS_PRIVATE, None)
     kernel("mount", "tmpfs", here, "tmpfs", guard, "size=1m,nr_inodes=1000,mode=755")
@@ -890,18 +853,16 @@ def enter_root(box, here: str):
         kernel("mount", path, target, None, Linux.MS_BIND | Linux.MS_REC, None)
         flags = Linux.MS_NOSUID if path.startswith("/dev/") else guard
         lock_mount(target, Linux.MS_RDONLY | flags, Linux.AT_RECURSIVE)
-    write_file(here + "/etc/passwd", f"root:x:0:0::/:/bin/sh\nsolver:x:{box.uid}:{box.gid}::/tmp:/bin/sh\n")
-    write_file(here + "/etc/hosts", "127.0.0.1 localhost\n::1 localhost\n")
+    write_file(f"{here}/etc/passwd", f"root:x:0:0::/:/bin/sh\nsolver:x:{box.uid}:{box.gid}::/tmp:/bin/sh\n")
+    write_file(f"{here}/etc/hosts", "127.0.0.1 localhost\n::1 localhost\n")
     for name, target in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
         os.symlink(f"/proc/self/fd{target}", f"{here}/dev/{name}")
     os.symlink("/tmp", f"{here}/dev/shm")
-    for folder in ("tmp", "proc"):
-        os.mkdir(f"{here}/{folder}")
-    try:
+    os.mkdir(f"{here}/tmp")
+    os.mkdir(f"{here}/proc")
+    with contextlib.suppress(PermissionError):  # where a container hides a part of /proc, nobody can show it
         kernel("mount", "proc", f"{here}/proc", "proc", Linux.MS_RDONLY | Linux.MS_NOEXEC | guard, None)
         box.proc = True
-    except PermissionError:  # a container that hides a part of /proc lets nobody show it
-        box.lacks.append("no /proc: programs that open /dev/stdin fail")
     os.chdir(here)
     kernel("pivot_root", ".", ".")
     kernel("umount2", ".", Linux.MNT_DETACH)
@@ -910,81 +871,52 @@ def enter_root(box, here: str):
     box.root = True
 
 
-def hide_processes(box):
-    """Without a new root: show the namespace's processes in /proc, if mounts are allowed at all."""
-    with contextlib.suppress(OSError):
-        kernel("mount", None, "/", None, Linux.MS_REC | Linux.MS_PRIVATE, None)
-        kernel("mount", "proc", "/proc", "proc", Linux.MS_RDONLY | Linux.MS_NOSUID | Linux.MS_NODEV | Linux.MS_NOEXEC, None)
-        box.proc = True
-
-
 def lock_mount(path: str, flags: int, recursive: int):
-    """Set flags of a mount (struct mount_attr in linux/mount.h; its first flags are those of mount); with AT_RECURSIVE of all below it."""
+    """Set flags of a mount, with AT_RECURSIVE of all below it (struct mount_attr, whose first flags are those
+    of mount)."""
     attributes = struct.pack("4Q", flags, 0, 0, 0)
-    kernel("syscall", Linux.MOUNT_SETATTR, Linux.AT_FDCWD, path, recursive, attributes, ctypes.c_size_t(len(attributes)))
+    size = ctypes.c_size_t(len(attributes))
+    kernel("syscall", Linux.MOUNT_SETATTR, Linux.AT_FDCWD, path, recursive, attributes, size)
 
 
 def prepare_tests(box):
-    """Do once what holds for all tests, and report what the system lacks."""
+    """Find out which of the other layers there are, and report what lacks."""
     gc.freeze()
-    box.landlock = 0     # its version
-    box.filter = box.watched = False
-    box.visible = ["/"] if box.root else shown_paths()
-    if box.linux:
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # passes waits for it
-        kernel("prctl", Linux.PR_SET_DUMPABLE, 0, 0, 0, 0)          # no test looks into this process
-        kernel("prctl", Linux.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)   # orphans of a test become its children
-        with contextlib.suppress(OSError):
-            version = Linux.LANDLOCK_CREATE_RULESET_VERSION
-            box.landlock = kernel("syscall", Linux.LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), version)
-        box.filter = filter_works()
-        own_proc = box.proc or not box.namespaces
-        box.watched = own_proc and os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
-    box.scoped = box.namespaces or box.landlock >= 6                # it signals no process but a test's own
-    box.calls = b""                                                 # the filter; unscoped it is another for each test
-    if box.filter and box.scoped:
-        box.calls = syscall_filter(box)
-    box.lacks += lacking(box)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # so that `passes` can wait for it
+    kernel("prctl", Linux.PR_SET_DUMPABLE, 0, 0, 0, 0)          # no test looks into this process
+    kernel("prctl", Linux.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)   # orphans of a test become its children
+    box.landlock = max(0, LIBC.syscall(Linux.CREATE_RULESET, None, ctypes.c_size_t(0), Linux.CREATE_RULESET_VERSION))
+    box.scoped = box.namespaces or box.landlock >= 6            # no test signals a process outside
+    # Without a filter to install, a kernel that has filters calls the address bad; one that has none, the request
+    LIBC.prctl(Linux.PR_SET_SECCOMP, Linux.SECCOMP_MODE_FILTER, None, 0, 0)
+    known = os.uname().machine in Linux.AUDIT_ARCH and sys.maxsize > 1 << 32
+    box.filtered = known and ctypes.get_errno() == errno.EFAULT
+    children = f"/proc/{os.getpid()}/task/{os.getpid()}/children"
+    box.watched = (box.proc or not box.namespaces) and os.path.exists(children)
+    lacks = {
+        "no /proc: programs that open /dev/stdin fail": box.root and not box.proc,
+        "it sees names and sizes of your files, and may fill the disk": not box.root,
+        "no Landlock: it reads your files and your processes' environments": not box.root and not box.landlock,
+        "no filter of system calls: all of the kernel is open to it": not box.filtered,
+        "the network is open to it, and what it starts may live on": not box.filtered and not box.namespaces,
+        "it may signal your processes": not box.filtered and not box.scoped,
+        "memory is limited for each of its processes alone": not box.watched,
+    }
+    box.lacks += [text for text, lacking in lacks.items() if lacking]
     os.write(1, json.dumps(box.lacks).encode() + b"\n")
-
-
-def lacking(box) -> list[str]:
-    """What is open to a test as a layer is missing here."""
-    if not box.linux:
-        return ["not Linux: your files, processes and network are open to it, its memory has no limit, what it starts may live on"]
-    lacks = []
-    if not box.filter:
-        lacks.append(f"no filter of system calls ({os.uname().machine}): all of the kernel is open to it")
-        if not box.namespaces:
-            lacks.append("the network is open to it, and what it starts may live on")
-        if not box.scoped:
-            lacks.append("it may signal your processes")
-    if not box.root and box.landlock:
-        lacks.append("it sees names and sizes of your files, though not what they hold, and may fill the disk")
-    if not box.root and not box.landlock:
-        lacks.append("no Landlock: your files, and the environment of your processes, are open to it as they are to you")
-    if not box.watched:
-        lacks.append("its memory is limited for each process alone")
-    return lacks
-
-
-def filter_works() -> bool:
-    """Whether there are filters of system calls, and their numbers are known here: a null pointer is refused as such, not as a filter."""
-    try:
-        kernel("prctl", Linux.PR_SET_SECCOMP, Linux.SECCOMP_MODE_FILTER, None, 0, 0)
-    except OSError as e:
-        return e.errno == errno.EFAULT and os.uname().machine in Linux.AUDIT_ARCH and sys.maxsize > 1 << 32
-    return False
 
 
 def run_tests(box, job_size: int):
     """Run the tests one after another and report their outputs."""
     start = job_size  # of a test's input in descriptor 0
     left = box.max_output
+    folder = f"size=128m,nr_inodes=8192,mode=700,uid={box.uid},gid={box.gid}"
     for number, size in enumerate(box.sizes):
         if box.root:
-            empty_folder(box)
-        output = nameless_file(box)
+            if number > 0:
+                kernel("umount2", "/tmp", Linux.MNT_DETACH)
+            kernel("mount", "tmpfs", "/tmp", "tmpfs", Linux.MS_NOSUID | Linux.MS_NODEV, folder)
+        output = os.memfd_create("output")
         trouble, told = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -1006,36 +938,19 @@ def run_tests(box, job_size: int):
         start += size
 
 
-def empty_folder(box):
-    """Put a new folder in memory in the place of the last test's, with all that stood there."""
-    if os.path.ismount("/tmp"):
-        kernel("umount2", "/tmp", Linux.MNT_DETACH)
-    limits = f"size=128m,nr_inodes=8192,mode=700,uid={box.uid},gid={box.gid}"
-    kernel("mount", "tmpfs", "/tmp", "tmpfs", Linux.MS_NOSUID | Linux.MS_NODEV, limits)
-
-
-def nameless_file(box) -> int:
-    """A descriptor of a new file that has no name."""
-    if box.linux:
-        return os.memfd_create("file")
-    name = f"file-{os.getpid()}"
-    fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    os.remove(name)
-    return fd
-
-
 def append_bytes(source: int, start: int, size: int, target: int):
-    """Append `size` bytes of a file, from `start` on, to another."""
+    """Append `size` bytes of a file, from `start` on, to another; they do not pass through this process's
+    memory."""
     while size:
-        piece = os.pread(source, min(size, 1 << 20), start)
-        written = os.write(target, piece)
-        start += written
-        size -= written
+        sent = os.sendfile(target, source, start, size)
+        start += sent
+        size -= sent
 
 
 def passes(box, pid: int) -> bool:
-    """Whether a test's process ends by itself without an error, in time, and with no more memory than all of the test may take."""
-    pause = 0.02  # seconds, in which one core can fill some 50 MB
+    """Whether a test's process ends by itself without an error, in time, and with no more memory than all of
+    a test may take."""
+    pause = 0.02  # seconds between two looks at its memory; meanwhile one core can fill some 50 MB
     begun = time.monotonic()
     next_look = begun + pause
     while True:
@@ -1049,78 +964,57 @@ def passes(box, pid: int) -> bool:
             next_look = now + pause
             if box.watched and takes_too_much(box):
                 return False
-        if box.linux:
-            signal.sigtimedwait([signal.SIGCHLD], pause)
-        else:
-            time.sleep(pause)
+        signal.sigtimedwait([signal.SIGCHLD], pause)
 
 
 def takes_too_much(box) -> bool:
-    """Whether all that stems from this process takes more memory than a test may; or there are more of them, as no limit binds the user
-    whom the kernel knows as root."""
-    pids = descendants()
-    if len(pids) > box.processes:
-        return True
-    if sum(memory_of(pid, "statm") for pid in pids) <= box.memory:
-        return False
-    # Pages that several processes share count several times there. Here each has its part of them, which takes longer to find out.
-    return sum(memory_of(pid, "smaps_rollup") for pid in pids) > box.memory
-
-
-def memory_of(pid: int, file: str) -> int:
-    """Bytes of a process by /proc/PID/statm or smaps_rollup; 0 if it has ended."""
-    try:
-        with open(f"/proc/{pid}/{file}") as f:
-            words = f.read().split()
-        if file == "statm":
-            return int(words[1]) * resource.getpagesize()
-        return int(words[words.index("Pss:") + 1]) << 10
-    except (OSError, ValueError, IndexError):
-        return memory_of(pid, "statm") if file != "statm" else 0  # a process can forbid the closer look
-
-
-def descendants() -> list[int]:
-    """The processes that stem from this one."""
+    """Whether the processes that stem from this one are too many, as no limit binds whom the kernel takes for
+    root, or take too much memory. What a fork shares with its parent counts for both."""
     found = [os.getpid()]
+    used = 0
     for pid in found:  # grows underway
         with contextlib.suppress(OSError):
             for thread in os.listdir(f"/proc/{pid}/task"):
                 with open(f"/proc/{pid}/task/{thread}/children") as f:
                     found += map(int, f.read().split())
-    return found[1:]
+            with open(f"/proc/{pid}/statm") as f:
+                _, resident, of_files = map(int, f.read().split()[:3])  # pages
+            used += (resident - of_files) * resource.getpagesize()
+    return len(found) > box.processes + 1 or used > box.memory
 
 
 def end_processes(box, pid: int):
-    """Kill all that a test has left: everything in the namespace but this process, or the process group, which the filter of system calls
-    lets nothing leave. Both kill at once, so that nothing forks meanwhile."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
+    """Kill all that a test has left: everything in the namespace but this process, or the process group,
+    which the filter lets nothing leave. Either kills all at once, so that nothing forks meanwhile."""
+    with contextlib.suppress(ProcessLookupError):
         if box.namespaces:
             os.kill(-1, signal.SIGKILL)
         else:
             os.killpg(pid, signal.SIGKILL)
-    wait = 0 if box.namespaces or box.filter else os.WNOHANG
+    flags = 0 if box.namespaces or box.filtered else os.WNOHANG
     with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, wait)[0]:
+        while os.waitpid(-1, flags)[0]:
             pass
 
 
-# What follows runs in a test's own process
-
-
 def enter_test(box, number: int, start: int, size: int, output: int, told: int):
-    """Become a test, whose input stands in descriptor 0 from `start` on, and run the program. It does not return. `told` is where it says
-    why the sandbox cannot be built."""
+    """Become a test, whose input stands in descriptor 0 from `start` on, run the program and end. `told` is
+    where to say why the sandbox cannot be built."""
     try:
         os.setsid()
         given = arrange_descriptors(box, start, size, output, told)
-        enter_folder(box, number)
+        folder = "/tmp" if box.root else os.path.abspath(f"work/{number}")
+        if not box.root:
+            os.mkdir(folder, 0o700)
+            os.chown(folder, box.uid, box.gid)
+        os.chdir(folder)
+        os.environ.update(HOME=folder, TMPDIR=folder)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
         set_limits(box)
         switch_user(box)
-        if box.linux:
-            signal.pthread_sigmask(signal.SIG_SETMASK, [])
-            drop_privileges(box)
-            restrict_files(box)
-            filter_calls(box)
+        drop_privileges(box)
+        restrict_files(box, folder)
+        filter_calls(box)
     except BaseException as e:
         os.write(4, repr(e).encode())
         os._exit(1)
@@ -1134,15 +1028,15 @@ def enter_test(box, number: int, start: int, size: int, output: int, told: int):
 
 
 def arrange_descriptors(box, start: int, size: int, output: int, told: int) -> bytes:
-    """Leave descriptors 0 to 4 alone: input, what is printed, errors (of which nobody hears), what a function returns, and `told`. The
-    input of a function is no file but is returned."""
+    """Leave open alone, as 0 to 4: the input, what is printed, errors (which nobody reads), what a function
+    returns, and `told`. A function's input is no file but is returned."""
+    given = b""
     null = os.open("/dev/null", os.O_RDWR)
     if box.name:
         given = os.pread(0, size, start)
         order = [null, null, null, output, told]
     else:
-        given = b""
-        source = nameless_file(box)
+        source = os.memfd_create("input")
         append_bytes(0, start, size, source)
         os.lseek(source, 0, os.SEEK_SET)
         order = [source, output, null, null, told]
@@ -1153,103 +1047,100 @@ def arrange_descriptors(box, start: int, size: int, output: int, told: int) -> b
     return given
 
 
-def enter_folder(box, number: int):
-    """Each test starts in an empty folder of its own."""
-    folder = "/tmp" if box.root else os.path.abspath(f"work/{number}")
-    if not box.root:
-        os.mkdir(folder, 0o700)
-        os.chown(folder, box.uid, box.gid)
-    os.chdir(folder)
-    os.environ.update(HOME=folder, TMPDIR=folder)
-
-
 def set_limits(box):
-    limits = {"CPU": int(box.seconds) + 1, "FSIZE": 32 << 20, "NOFILE": 256, "CORE": 0}
-    if box.linux:
-        processes = box.processes if box.watched else box.processes // 8
-        limits |= {"NPROC": processes + box.others, "AS": box.addresses, "DATA": box.memory, "STACK": 64 << 20, "SIGPENDING": 256}
+    processes = box.processes if box.watched else box.processes // 8
+    if not box.namespaces and not box.switches_user:
+        processes += box.others
+    limits = {"AS": box.addresses, "DATA": box.memory, "STACK": 64 << 20, "CPU": int(box.seconds) + 1, "NPROC": processes,
+              "FSIZE": 32 << 20, "NOFILE": 256, "SIGPENDING": 256, "CORE": 0}
     for name, value in limits.items():
-        what = getattr(resource, f"RLIMIT_{name}")
-        hard = resource.getrlimit(what)[1]
+        limit = getattr(resource, f"RLIMIT_{name}")
+        hard = resource.getrlimit(limit)[1]
         if hard != resource.RLIM_INFINITY:
             value = min(value, hard)
-        resource.setrlimit(what, (value, value))
+        resource.setrlimit(limit, (value, value))
 
 
 def switch_user(box):
-    """Where this is root: become a user who owns nothing."""
-    if not box.switches_user:
-        return
-    if box.linux:
-        kernel("prctl", Linux.PR_SET_KEEPCAPS, 1, 0, 0, 0)  # drop_privileges decides
-    os.setgroups([])
-    os.setgid(box.gid)
-    os.setuid(box.uid)
-    if box.linux:
-        kernel("prctl", Linux.PR_SET_DUMPABLE, 1, 0, 0, 0)  # or its files in /proc would be root's
+    """Where this is root: become a user who owns nothing, with the capabilities until drop_privileges."""
+    if box.switches_user:
+        kernel("prctl", Linux.PR_SET_KEEPCAPS, 1, 0, 0, 0)
+        os.setgroups([])
+        os.setgid(box.gid)
+        os.setuid(box.uid)
+        kernel("prctl", Linux.PR_SET_DUMPABLE, 1, 0, 0, 0)  # or its files in /proc would stay root's
         die_with_parent()
 
 
 def drop_privileges(box):
-    """Give up all capabilities (one has them in one's own namespace of users) and never gain any. Where Landlock alone guards files, and
-    lets nothing but Python and the system be read, root's test keeps the right to read, as Python may stand in root's home."""
+    """Give up all capabilities, and never gain any. Where files are guarded by Landlock alone, the test of a
+    root keeps the right to read, as its Python may stand in root's home."""
     kernel("prctl", Linux.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    kernel("prctl", Linux.PR_SET_DUMPABLE, 1, 0, 0, 0)
     kept = [0]
     if box.switches_user and box.landlock and not box.root:
-        kept = [1 << Linux.CAP_DAC_READ_SEARCH, 1 << Linux.CAP_DAC_OVERRIDE, 0]  # the best that root has here
+        kept = [1 << Linux.CAP_DAC_READ_SEARCH, 1 << Linux.CAP_DAC_OVERRIDE, 0]  # the first that root has here
     for capability in kept:
         with contextlib.suppress(PermissionError):
             sets = struct.pack("6I", capability, capability, 0, 0, 0, 0)  # effective, permitted, inheritable
             kernel("capset", struct.pack("Ii", Linux.CAPABILITY_VERSION_3, 0), sets)
             break
-    kernel("prctl", Linux.PR_SET_DUMPABLE, 1, 0, 0, 0)  # or its files in /proc would be root's
     die_with_parent()
 
 
-def restrict_files(box):
-    """Landlock (docs.kernel.org/userspace-api/landlock.html): what is shown is read, the folder is written, and nothing else."""
+def restrict_files(box, folder: str):
+    """Landlock (docs.kernel.org/userspace-api/landlock.html): what is shown can be read, the folder written,
+    and nothing else."""
     if not box.landlock:
         return
-    rights = (1 << min(12 + box.landlock, 15)) - 1  # version 1 knows 13 rights, 2 one more, 3 yet one more
+    rights = (1 << min(12 + box.landlock, 15)) - 1  # version 1 knows 13 rights to files, 2 one more, 3 yet one more,
     if box.landlock >= 5:
-        rights = (1 << 16) - 1
+        rights = (1 << 16) - 1                      # and 5 the last
     ports = Linux.PORTS if box.landlock >= 4 and not box.namespaces else 0
     scopes = Linux.SCOPES if box.landlock >= 6 else 0
     handled = struct.pack("3Q", rights, ports, scopes)
-    rules = kernel("syscall", Linux.LANDLOCK_CREATE_RULESET, handled, ctypes.c_size_t(len(handled)), 0)
-    allowed = [(path, Linux.READ_TREE) for path in box.visible]
-    for path, access in [*allowed, (os.getcwd(), rights), ("/dev/null", Linux.USE_FILE)]:
+    rules = kernel("syscall", Linux.CREATE_RULESET, handled, ctypes.c_size_t(len(handled)), 0)
+    shown = ["/"] if box.root else shown_paths()
+    allowed = [(path, Linux.READ_TREE) for path in shown]
+    for path, access in [*allowed, ("/dev/null", Linux.USE_FILE), (folder, rights)]:
         fd = os.open(path, os.O_PATH)
         if not os.path.isdir(path):
             access &= Linux.USE_FILE
-        rule = struct.pack("=Qi", access, fd)
-        kernel("syscall", Linux.LANDLOCK_ADD_RULE, rules, Linux.LANDLOCK_RULE_PATH_BENEATH, rule, 0)
+        kernel("syscall", Linux.ADD_RULE, rules, Linux.RULE_PATH_BENEATH, struct.pack("=Qi", access, fd), 0)
         os.close(fd)
-    kernel("syscall", Linux.LANDLOCK_RESTRICT_SELF, rules, 0)
+    kernel("syscall", Linux.RESTRICT_SELF, rules, 0)
     os.close(rules)
 
 
 def filter_calls(box):
-    """Refuse the system calls that no test may make."""
-    if not box.filter:
+    """Seccomp (docs.kernel.org/userspace-api/seccomp_filter.html): a small program that the kernel runs at
+    each system call."""
+    if not box.filtered:
         return
-    code = box.calls or syscall_filter(box)
-    program = ctypes.create_string_buffer(code, len(code))
-    header = struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(program))  # struct sock_fprog
+    code = [struct.pack("HBBI", *line) for line in filter_program(box)]  # struct sock_filter
+    array = ctypes.create_string_buffer(b"".join(code))
+    header = struct.pack("H6xQ", len(code), ctypes.addressof(array))     # struct sock_fprog
     kernel("prctl", Linux.PR_SET_SECCOMP, Linux.SECCOMP_MODE_FILTER, header, 0, 0)
 
 
-def syscall_filter(box) -> bytes:
-    """The filter as a program of struct sock_filter (docs.kernel.org/userspace-api/seccomp_filter.html). It looks at struct seccomp_data:
-    the call's number at byte 0, the architecture at 4, argument i at 16 + 8 i."""
+def filter_program(box) -> list[tuple[int, int, int, int]]:
+    """Its lines (operation, lines to skip if true, if false, operand). It reads struct seccomp_data: the
+    number of the call at byte 0, the architecture at 4, the low half of argument i at 16 + 8 i."""
     allow = (Linux.RETURN, 0, 0, Linux.RET_ALLOW)
     refuse = (Linux.RETURN, 0, 0, Linux.RET_ERRNO | errno.EPERM)
     unknown = (Linux.RETURN, 0, 0, Linux.RET_ERRNO | errno.ENOSYS)
+    kill = (Linux.RETURN, 0, 0, Linux.RET_KILL_PROCESS)
     machine = os.uname().machine
-    code = [(Linux.LOAD, 0, 0, 4), (Linux.JUMP_EQUAL, 1, 0, Linux.AUDIT_ARCH[machine]), (Linux.RETURN, 0, 0, Linux.RET_KILL_PROCESS),
-            (Linux.LOAD, 0, 0, 0), (Linux.JUMP_GREATER, 0, 1, Linux.NEWEST), unknown]
-    for number in call_numbers(Linux.MISSING, machine).values():
-        code += [(Linux.JUMP_EQUAL, 0, 1, number), unknown]
+
+    def numbers(table: str) -> dict[str, int]:
+        rows = [row.split() for row in table.split(",")]
+        column = 1 if machine == "x86_64" else 2
+        return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
+
+    program = [(Linux.LOAD, 0, 0, 4), (Linux.IF_EQUAL, 1, 0, Linux.AUDIT_ARCH[machine]), kill,
+               (Linux.LOAD, 0, 0, 0), (Linux.IF_GREATER, 0, 1, Linux.NEWEST), unknown]
+    for number in numbers(Linux.UNKNOWN).values():
+        program += [(Linux.IF_EQUAL, 0, 1, number), unknown]
     denied = list(Linux.DENIED.values())
     if not box.root:
         denied.append(Linux.DENIED_WITHOUT_ROOT)
@@ -1257,119 +1148,102 @@ def syscall_filter(box) -> bytes:
         denied.append(Linux.DENIED_WITHOUT_NAMESPACES)
     if not box.scoped:
         denied.append(Linux.DENIED_WITHOUT_SCOPES)
-    for number in call_numbers(",".join(denied), machine).values():
-        code += [(Linux.JUMP_EQUAL, 0, 1, number), refuse]
-    numbers = call_numbers(Linux.CHECKED, machine)
-    for name, argument, mask, accepted in checked_calls(box):
-        check = [(Linux.LOAD, 0, 0, 16 + 8 * argument), (Linux.AND, 0, 0, mask)]
-        for i, value in enumerate(accepted):
-            check.append((Linux.JUMP_EQUAL, len(accepted) - i, 0, value))  # to `allow`
-        check += [refuse, allow]
-        code += [(Linux.JUMP_EQUAL, 0, len(check), numbers[name]), *check]
-    code.append(allow)
-    return b"".join(struct.pack("HBBI", *line) for line in code)
+    for number in numbers(",".join(denied)).values():
+        program += [(Linux.IF_EQUAL, 0, 1, number), refuse]
 
-
-def call_numbers(table: str, machine: str) -> dict[str, int]:
-    """{name: number} of a table's system calls on this machine."""
-    numbers = {}
-    for entry in table.split(","):
-        name, x86_64, aarch64 = entry.split()
-        number = x86_64 if machine == "x86_64" else aarch64
-        if number != "-":
-            numbers[name] = int(number)
-    return numbers
-
-
-def checked_calls(box) -> list[tuple[str, int, int, list[int]]]:
-    """(name, argument, mask, values): a call is allowed if its argument, under the mask, is one of the values."""
-    everything = 0xffffffff
-    spaces = Linux.CLONE_NEWNS | Linux.CLONE_NEWCGROUP | Linux.CLONE_NEWUTS | Linux.CLONE_NEWIPC
-    spaces |= Linux.CLONE_NEWUSER | Linux.CLONE_NEWPID | Linux.CLONE_NEWNET
-    shared = Linux.MAP_SHARED | Linux.MAP_ANONYMOUS  # memory of no process, so that nobody counts it
-    checks = [("clone", 0, spaces, [0]), ("prlimit64", 0, everything, [0]),
-              ("mmap", 3, shared, [0, Linux.MAP_SHARED, Linux.MAP_ANONYMOUS])]
-    if box.namespaces:
-        checks.append(("socket", 0, everything, [socket.AF_UNIX, socket.AF_INET, socket.AF_INET6]))
+    spaces = Linux.CLONE_NEWNS | Linux.CLONE_NEWUTS | Linux.CLONE_NEWIPC | Linux.CLONE_NEWUSER
+    spaces |= Linux.CLONE_NEWPID | Linux.CLONE_NEWNET | Linux.CLONE_NEWCGROUP
+    families = [socket.AF_UNIX, socket.AF_INET, socket.AF_INET6] if box.namespaces else []
+    whole = 0xffffffff
+    checks = [  # name, argument, mask, values of the masked argument that are allowed
+        ("socket", 0, whole, families),
+        ("clone", 0, spaces, [0]),
+        ("prlimit64", 0, whole, [0]),  # of the calling process
+        ("mmap", 3, Linux.MAP_SHARED | Linux.MAP_ANONYMOUS, [0, Linux.MAP_SHARED, Linux.MAP_ANONYMOUS]),  # not both
+    ]
     if not box.scoped:
-        checks += [("kill", 0, everything, [os.getpid()]), ("tgkill", 0, everything, [os.getpid()])]
-    return checks
+        checks += [("kill", 0, whole, [os.getpid()]), ("tgkill", 0, whole, [os.getpid()])]
+    for name, argument, mask, values in checks:
+        check = [(Linux.LOAD, 0, 0, 16 + 8 * argument), (Linux.AND, 0, 0, mask)]
+        check += [(Linux.IF_EQUAL, len(values) - i, 0, value) for i, value in enumerate(values)]  # to `allow`
+        check += [refuse, allow]
+        program += [(Linux.IF_EQUAL, 0, len(check), numbers(Linux.CHECKED)[name]), *check]
+    return [*program, allow]
 
 
 def run_program(box, given: bytes):
-    """Run the program as __main__; or import it and call its function with the input's lines, whose value goes to descriptor 3."""
-    module = box.module
-    sys.modules[module.__name__] = module
+    """Run the program as __main__; or import it and call its function with the input's lines, whose value
+    goes to descriptor 3."""
+    sys.modules[box.module.__name__] = box.module
     sys.argv = ["solution.py"]
     with contextlib.suppress(SystemExit):  # whatever its code, as in LiveCodeBench
-        exec(compile(box.program, "solution.py", "exec"), vars(module))
-    if box.name:
-        owner = module.Solution() if hasattr(module, "Solution") else module
-        arguments = [json.loads(line) for line in given.decode().split("\n")]
-        value = getattr(owner, box.name)(*arguments)
-        if isinstance(value, tuple):
-            value = list(value)
-        text = json.dumps(plain_value(value), default=lambda v: v.item())  # item() is that of numpy's scalars
-        with open(3, "wb") as f:
-            f.write(text.encode())
-    else:
+        exec(compile(box.program, "solution.py", "exec"), vars(box.module))
+    if not box.name:
         end_program()
+        return
+    owner = box.module.Solution() if hasattr(box.module, "Solution") else box.module
+    value = getattr(owner, box.name)(*[json.loads(line) for line in given.decode().split("\n")])
+    if isinstance(value, tuple):
+        value = list(value)
+    text = json.dumps(plain_value(value), default=lambda v: v.item())  # item() is that of numpy's scalars
+    with open(3, "wb") as f:
+        f.write(text.encode())
 
 
 def plain_value(value):
-    """A value without what JSON would hide: tuples are no lists and 1 is not "1", as in LiveCodeBench's grader. TypeError says so."""
+    """A value of which JSON hides nothing: TypeError for a tuple, which is no list, and for keys other than
+    strings, as LiveCodeBench's grader finds neither equal to what was expected."""
     if isinstance(value, dict):
         if not all(isinstance(key, str) for key in value):
-            raise TypeError("a dictionary whose keys are no strings equals none that JSON can say")
+            raise TypeError("keys that are no strings")
         return {key: plain_value(v) for key, v in value.items()}
     if isinstance(value, tuple):
-        raise TypeError("a tuple inside a value equals no list")
+        raise TypeError("a tuple inside a value")
     if isinstance(value, list):
         return [plain_value(v) for v in value]
     return value
 
 
 def end_program():
-    """What an interpreter does for a program at its end: wait for its threads, call what it registered, write what stands in open files.
-    Taking its objects apart is left out, as it takes longer than most programs."""
+    """What an interpreter does for a program at its end: wait for its threads, call what it registered, write
+    what stands in open files. To take all its objects apart, which lasts longer than most programs, is left
+    out."""
     with contextlib.suppress(BaseException):
         threading._shutdown()
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
     for thing in gc.get_objects():
-        if isinstance(thing, io.IOBase):
-            with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):
+            if isinstance(thing, io.IOBase):
                 thing.flush()
     for stream in (sys.stdout, sys.__stdout__):
         if stream is not None and not stream.closed:
             stream.flush()
 
 
-# The supervisor's parts, which are sent to it as source
-SUPERVISOR = (
-    Linux, supervise, user_count, kernel, die_with_parent, write_file, build_namespaces, count_tasks, enter_namespaces, shown_paths, enter_root,
-    hide_processes, lock_mount, prepare_tests, lacking, filter_works, run_tests, empty_folder, nameless_file, append_bytes, passes, takes_too_much, memory_of,
-    descendants, end_processes, enter_test, arrange_descriptors, enter_folder, set_limits, switch_user, drop_privileges, restrict_files,
-    filter_calls, syscall_filter, call_numbers, checked_calls, run_program, plain_value, end_program)
-
-
 @functools.cache
 def supervisor_source() -> str:
-    return "\n".join([SUPERVISOR_IMPORTS, f"UNSUITED = {UNSUITED}", "LIBC = ctypes.CDLL(None, use_errno=True)", *map(inspect.getsource, SUPERVISOR), "supervise(int(sys.argv[1]))"])
+    """The functions above, which run in the supervisor and its tests, as the text of a program."""
+    parts = (Linux, supervise, kernel, die_with_parent, write_file, build_namespaces, enter_namespaces,
+             shown_paths, enter_root, lock_mount, prepare_tests, run_tests, append_bytes, passes, takes_too_much,
+             end_processes, enter_test, arrange_descriptors, set_limits, switch_user, drop_privileges,
+             restrict_files, filter_calls, filter_program, run_program, plain_value, end_program)
+    return "\n".join([SUPERVISOR_IMPORTS, *map(inspect.getsource, parts), "supervise(int(sys.argv[1]))"])
 
 
 def own_cores() -> list[int]:
-    """The cores on which this process may run solutions, one at a time on each: its share of those that all ranks of this machine have."""
-    cores = list(range(os.cpu_count() or 1))
-    if hasattr(os, "sched_getaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    """The cores on which this rank runs solutions, one at a time on each: its share of those that it and the
+    machine's other ranks may use."""
+    if sys.platform != "linux":
+        return [0]
+    cores = sorted(os.sched_getaffinity(0))
     rank = int(os.environ.get("LOCAL_RANK", 0))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return cores[rank::ranks] or [cores[rank % len(cores)]]
 
 
 def slots(cores: list[int]) -> queue.SimpleQueue:
-    """A queue of the cores that are free: whoever runs a solution takes one out, and puts it back."""
+    """The cores that are free: whoever runs a solution takes one and puts it back."""
     free = queue.SimpleQueue()
     for core in cores:
         free.put(core)
@@ -1379,63 +1253,66 @@ def slots(cores: list[int]) -> queue.SimpleQueue:
 FREE_CORES = slots(own_cores())
 
 
-def run_code(program: str, name: str | None, tests: list[str], seconds: float, memory: int = 4, most: list[int] | None = None) -> list:
-    """Run a program that nobody has read in a sandbox. Without a name it is __main__ and reads a test from its standard input; else its
-    function (or Solution's method) of that name gets a test's lines as JSON arguments. Returns what each test printed or, as JSON, returned
-    (bytes); None for one of more than most[i] bytes, and from the first test on that crashed, took over `seconds` of wall time, or with
-    which all wrote MAX_OUTPUT. memory: GiB of addresses of each process, and up to 4 GiB of memory of all processes of a test.
+def run_code(program: str, name: str | None, tests: list[str], seconds: float, memory: int = 4,
+             most: list[int] | None = None) -> list:
+    """Run a program that nobody has read in a sandbox. Without a name it is __main__ and reads a test from
+    its standard input; else its function (or Solution's method) of that name gets a test's lines as JSON
+    arguments. Returns what each test printed or, as JSON, returned (bytes); None for one of more than most[i]
+    bytes, and from the first test on that crashed, took over `seconds` of wall time or too much memory, or
+    with which all wrote MAX_OUTPUT. memory: GiB that each process may address; all processes of a test
+    together may fill as much, and 4 at most.
 
     A warning says what the system lacks; OSError, why there is no sandbox at all."""
     lacks, outputs = in_sandbox(program, name, tests, seconds, memory, most or [MAX_OUTPUT] * len(tests))
     if lacks:
-        warnings.warn("the sandbox of generated code holds only in part here; " + "; ".join(lacks))
+        warnings.warn("the sandbox of generated code holds only in part here: " + "; ".join(lacks))
     return outputs
 
 
-def in_sandbox(program: str, name: str | None, tests: list[str], seconds: float, memory: int, most: list[int]) -> tuple[list[str], list]:
-    """(what the system lacks, outputs) of run_code."""
+def in_sandbox(program: str, name: str | None, tests: list[str], seconds: float, memory: int,
+               most: list[int]) -> tuple[list[str], list]:
+    """What the system lacks, and the outputs of run_code."""
+    if sys.platform != "linux":
+        raise OSError("generated code runs in a sandbox that only Linux can build: use a Linux machine, a container or WSL")
     inputs = [test.encode(errors="surrogatepass") for test in tests]
-    job = dict(program=program, name=name, sizes=[len(i) for i in inputs], seconds=seconds, addresses=memory << 30,
-               memory=min(memory, 4) << 30, processes=64, prelude=PRELUDE, max_output=MAX_OUTPUT)
     core = FREE_CORES.get()
+    job = dict(program=program, name=name, sizes=[len(i) for i in inputs], seconds=seconds, core=core,
+               processes=64, prelude=PRELUDE, addresses=memory << 30, memory=min(memory, 4) << 30,
+               max_output=MAX_OUTPUT)
+    header = json.dumps(job).encode()
+    options = ["-I", "-X", "utf8", "-X", f"int_max_str_digits={MAX_DIGITS}"]
+    command = [sys.executable, *options, "-c", supervisor_source(), str(len(header))]
     folder = tempfile.mkdtemp()
-    child = None
+    environment = {"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "TZ": "UTC", "OMP_NUM_THREADS": "1"}
+    child, trouble = None, "it did not start in time"
+    outputs = []
     try:
         with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as told:
-            header = json.dumps(job | {"core": core}).encode()
             asked.writelines([header, *inputs])
             asked.flush()
-            command = [sys.executable, "-I", "-X", "utf8", "-X", f"int_max_str_digits={DIGITS}", "-c", supervisor_source(), str(len(header))]
-            environment = {"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "TZ": "UTC", "OMP_NUM_THREADS": "1"}
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a machine too busy to keep any time
-                child = subprocess.run(command, cwd=folder, start_new_session=True, env=environment, stdin=asked, stdout=told,
-                                       stderr=subprocess.PIPE, timeout=(seconds + 1) * len(tests) + 30)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # on a machine too busy to keep any time
+                child = subprocess.run(
+                    command, cwd=folder, start_new_session=True, env=environment, stdin=asked, stdout=told,
+                    stderr=subprocess.PIPE, timeout=(seconds + 1) * len(tests) + 30)
+                trouble = child.stderr.decode(errors="replace").strip()
             told.seek(0)
             lacks = told.readline()
-            outputs = read_outputs(told, most)
+            for size in iter(told.readline, b""):
+                if int(size) <= most[len(outputs)]:
+                    outputs.append(told.read(int(size)))
+                else:
+                    outputs.append(None)
+                    told.seek(int(size), os.SEEK_CUR)
     finally:
         FREE_CORES.put(core)
         remove_folder(folder)
-    if not lacks or child and child.stderr:
-        why = child.stderr.decode(errors="replace").strip() if child else "it did not start in time"
-        raise OSError(f"no sandbox with {sys.executable}: {why}")
-    return json.loads(lacks), outputs
-
-
-def read_outputs(told, most: list[int]) -> list:
-    """The outputs that the supervisor reported, one for each number of `most`; what is longer than that is not read."""
-    outputs = []
-    while size := told.readline():
-        if int(size) <= most[len(outputs)]:
-            outputs.append(told.read(int(size)))
-        else:
-            outputs.append(None)
-            told.seek(int(size), os.SEEK_CUR)
-    return outputs + [None] * (len(most) - len(outputs))
+    if not lacks or child and child.returncode and trouble:
+        raise OSError(f"no sandbox with {sys.executable}: {trouble}")
+    return json.loads(lacks), outputs + [None] * (len(tests) - len(outputs))
 
 
 def remove_folder(folder: str):
-    """Remove a sandbox's folder: with a root of its own nothing was written there."""
+    """Remove a sandbox's folder, in which nothing stands if the sandbox had a root of its own."""
     try:
         for name in os.listdir(folder):
             os.rmdir(os.path.join(folder, name))
@@ -1447,24 +1324,29 @@ def remove_folder(folder: str):
 
 @functools.cache
 def sandbox_lacks() -> list[str]:
-    """What this system lacks for the whole sandbox, and so what is open to a program in it; nothing if it holds."""
+    """What this system lacks for the whole sandbox, and so what is open to a program in it. Empty where it
+    holds."""
     return in_sandbox("", None, [""], 60.0, 4, [0])[0]
 
 
 def check_sandbox(partial: bool):
-    """Training on generated code needs all of the sandbox, as a policy learns what it lacks. RuntimeError where something lacks, unless the
-    user has said --sandbox=partial."""
-    lacks = sandbox_lacks()
-    if lacks and not partial:
+    """Before training on generated code: RuntimeError where the sandbox holds only in part and the user has
+    not said that this will do (--sandbox=partial), as a policy learns to use what is open."""
+    if sandbox_lacks() and not partial:
         raise RuntimeError(
-            "the sandbox of generated code holds only in part here: " + "; ".join(lacks) + ". A policy in training finds what is open. Train "
-            "where Linux allows namespaces (Docker: --security-opt seccomp=unconfined --security-opt apparmor=unconfined; Ubuntu: sysctl "
-            "kernel.apparmor_restrict_unprivileged_userns=0), leave out problems with code, or accept this with --sandbox=partial")
+            f"the sandbox of generated code holds only in part here: {'; '.join(sandbox_lacks())}. A policy in "
+            "training finds what is open. Allow namespaces (Docker: --security-opt seccomp=unconfined "
+            "--security-opt apparmor=unconfined --security-opt systempaths=unconfined; Ubuntu: sysctl -w "
+            "kernel.apparmor_restrict_unprivileged_userns=0), train on problems without code, or accept this "
+            "with --sandbox=partial")
 
 
 def extract_code(response: str) -> str:
-    """The last fenced block of a response, though its end is missing; else what stands in its last <answer> tag; else nothing."""
-    blocks = re.findall(r"```[\w+#.-]*[ \t]*\r?\n(.*?)(?:^[ \t]*```(?!\w)|```[ \t]*(?:</answer>|\r?$)|\Z)", response, re.DOTALL | re.MULTILINE)
+    """The last fenced block of a response, though its end is missing; else what stands in its last <answer>
+    tag; else nothing."""
+    begin = r"```[\w+#.-]*[ \t]*\r?\n"
+    end = r"(?:^[ \t]*```(?!\w)|```[ \t]*(?:</answer>|\r?$)|\Z)"
+    blocks = re.findall(begin + "(.*?)" + end, response, re.DOTALL | re.MULTILINE)
     before, tag, inside = response.rpartition("</answer>")[0].rpartition("<answer>")
     code = ""
     if tag:
@@ -1475,18 +1357,21 @@ def extract_code(response: str) -> str:
 
 
 def longest(expected: str) -> int:
-    """Bytes that a right output may have: it may write its numbers with more digits, such as 0.500000000000 for 0.5."""
+    """Bytes that a right output may have: it may write its numbers with more digits, such as 0.500000000000
+    for 0.5."""
     return 1000 + 10 * len(expected.encode(errors="surrogatepass"))
 
 
 def same_output(out: bytes | None, expected: str, returned: bool) -> bool:
-    """The rules of LiveCodeBench's lcb_runner/evaluation/testing_util.py: a returned value (JSON) by value; what is printed line by line,
-    stripped, as text or as Decimal tokens. A wrong output costs no more than a right one: lines, tokens and values are counted before any
-    is made an object."""
+    """The rules of LiveCodeBench's lcb_runner/evaluation/testing_util.py: a returned value (JSON) by value;
+    what is printed line by line, stripped, as text or as Decimal tokens. A wrong output costs no more than a
+    right one: lines, tokens and values are counted before any is made an object."""
     if out is None or len(out) > longest(expected):
         return False
     try:
-        return same_value(out, expected) if returned else same_lines(out.decode(errors="replace"), expected)
+        if returned:
+            return same_value(out, expected)
+        return same_lines(out.decode(errors="replace"), expected)
     except (ValueError, RecursionError, InvalidOperation):  # no JSON, too deep, no numbers
         return False
 
@@ -1501,10 +1386,11 @@ def same_value(out: bytes, expected: str) -> bool:
 
 
 def exact_integer(digits: str) -> int | Decimal:
-    """Python reads no integer of more than 4,300 digits as an int, to save time; a Decimal of it is as exact."""
+    """Python reads no integer of more than 4,300 digits as an int, to save time; a Decimal of it is as
+    exact."""
     if len(digits) <= 4300:
         return int(digits)
-    if len(digits) > DIGITS:
+    if len(digits) > MAX_DIGITS:
         raise ValueError(f"an integer of {len(digits)} digits")
     return Decimal(digits)
 
@@ -1527,8 +1413,9 @@ def same_numbers(a: str, b: str) -> bool:
 
 
 def passes_livecodebench(code: str, tests: list[list[str]], fn_name: str | None = None, seconds: float = 6.0) -> bool:
-    """Whether a program passes all tests of a LiveCodeBench problem, [input, output] as in stored_tests; fn_name is metadata["func_name"];
-    seconds are a test's. A returned tuple stands for a list at the top alone. The outputs stay here: the sandbox gets inputs only."""
+    """Whether a program passes all tests of a LiveCodeBench problem, [input, output] as in stored_tests;
+    fn_name is metadata["func_name"]; seconds are a test's. A returned tuple stands for a list at the top
+    alone. The outputs stay here: the sandbox gets inputs only."""
     if not tests:
         raise ValueError("a LiveCodeBench problem without tests: nothing can be graded by it, load it again")
     inputs = [given for given, _ in tests]
@@ -1556,12 +1443,12 @@ def unittest_results(code, tests):
 
 
 def passes_bigcodebench(code: str, test: str, entry_point: str, code_prompt: str, seconds: float = 240.0) -> bool:
-    """Whether a solution passes every method of the class TestCases of a BigCodeBench problem's `test`. It is "calibrated" as in
-    bigcodebench/evaluate.py: code_prompt and `pass` stand before it. seconds are the whole class's. Without the libraries of
-    BigCodeBench's Requirements/requirements-eval.txt honest solutions fail.
+    """Whether a solution passes every method of the class TestCases of a BigCodeBench problem's `test`. It is
+    "calibrated" as in bigcodebench/evaluate.py: code_prompt and `pass` stand before it. seconds are the whole
+    class's. Without the libraries of BigCodeBench's Requirements/requirements-eval.txt honest solutions fail.
 
-    For evaluation, not as a reward: a solution can cheat, as it shares a process with its tests. Exiting, printing and skipping do not
-    pass; patching unittest or a result that equals everything may."""
+    For evaluation, not as a reward: a solution can cheat, as it shares a process with its tests. Exiting,
+    printing and skipping do not pass; patching unittest or a result that equals everything may."""
     names = []
     for node in ast.parse(test).body:
         if isinstance(node, ast.ClassDef) and node.name == "TestCases":

@@ -302,7 +302,8 @@ BOMBS = {
 
 def test_fork_bomb(monkeypatch):
     marked = "# " + secrets.token_hex(8)  # on the command line of all that stems from the supervisor
-    monkeypatch.setattr(evaluation, "SUPERVISOR", evaluation.SUPERVISOR + marked)
+    source = evaluation.supervisor_source() + marked
+    monkeypatch.setattr(evaluation, "supervisor_source", lambda: source)
     if ALONE:
         pytest.skip("a root alone in its namespace has no other user to become, and its processes may have no limit")
     assert output(FORKS) == "stopped\n"  # mild: one generation that sleeps
