@@ -641,27 +641,32 @@ def same_short(answer: str, gold: str) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------
-# Code: a generated program runs in a sandbox; what it prints or returns leaves it as data, and this process compares
+# Code: a generated program runs in a sandbox; what it prints or returns leaves it as data, and is compared here
 #
-# Nobody has read the program, and a policy in training finds whatever pays. So an interpreter of its own, the supervisor, forks a
-# process for each test, and takes from it in this order what a program does not need. Where one layer has a hole, another stands.
+# Nobody has read the program, and a policy in training finds whatever pays. So an interpreter of its own, the
+# supervisor, forks a process for each test, and takes from it in this order what a program does not need. Where
+# one layer has a hole, another stands.
 #   1. namespaces   a test sees no other process, no network, no shared memory of others
-#   2. a new root   a tree of Python and the system's libraries alone, read-only, and an empty folder for each test, with limits on
-#                   bytes and files. What is not in the tree cannot be opened, listed, watched, changed or connected to
-#   3. descriptors  input and output alone stay open; no other test and no expected output ever was in the process
-#   4. limits       of time, files, memory and processes; one core. The supervisor adds up the memory of all processes of a test, as
-#                   few users may make a control group, which could do the same
+#   2. a new root   a tree of Python and the system's libraries alone, read-only, and an empty folder for each
+#                   test, with limits on bytes and files. What is not in the tree cannot be opened, listed,
+#                   watched, changed or connected to
+#   3. descriptors  input and output alone stay open; no expected output and no other test's input ever was in
+#                   the process
+#   4. limits       of time, files, memory and processes; one core. The supervisor adds up the memory of all
+#                   processes of a test, as few users may make a control group, which could do the same
 #   5. user         for root another one, who owns nothing; no capability, and none to be gained
 #   6. Landlock     the same files as in 2 once more, or alone where 2 cannot be had; no signal leaves a test
-#   7. seccomp      no system call that reaches other processes or memory that nobody counts, and few that attacks begin with
-# At the end of a test's first process all its others are killed, before the next test begins. A system that lacks a layer (Docker as
-# it comes denies 1 and 2) runs the rest, and sandbox_lacks says what is open there. The kernel's own flaws stay open.
+#   7. seccomp      no system call that reaches other processes or memory that nobody counts, and few of those
+#                   that attacks on the kernel begin with
+# At the end of a test's first process all its others are killed, before the next test begins. A system that lacks
+# a layer (Docker as it comes denies 1 and 2) runs the rest, and sandbox_lacks says what is open there. The
+# kernel's own flaws stay open.
 
-# What LiveCodeBench puts before a program, in its order (import_string in lcb_runner/evaluation/testing_util.py)
-MODULES = """string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys
-    json""".split()
-PRELUDE = "\n".join([*(f"from {m} import *" for m in [*MODULES, "builtins", "typing"]), f"import {', '.join(MODULES)}",
-                     "sys.setrecursionlimit(50_000)"])
+# What LiveCodeBench puts before a program, in its order: import_string in lcb_runner/evaluation/testing_util.py
+MODULES = ("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics",
+           "itertools", "functools", "operator", "io", "sys", "json")
+STARS = [f"from {module} import *" for module in (*MODULES, "builtins", "typing")]
+PRELUDE = "\n".join([*STARS, f"import {', '.join(MODULES)}", "sys.setrecursionlimit(50_000)"])
 MAX_OUTPUT = 32 << 20  # bytes that all tests of a program together may print or return
 MAX_DIGITS = 50_000    # of an integer, as in LiveCodeBench's grader
 
@@ -678,7 +683,8 @@ class Linux:
     CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER = 0x20000, 0x4000000, 0x8000000, 0x10000000
     CLONE_NEWPID, CLONE_NEWNET, CLONE_NEWCGROUP = 0x20000000, 0x40000000, 0x2000000
     # linux/mount.h, linux/fcntl.h
-    MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 0x1000, 0x4000, 0x40000
+    MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+    MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
     MNT_DETACH, AT_FDCWD, AT_RECURSIVE, MOUNT_SETATTR = 2, -100, 0x8000, 442
     # linux/sockios.h, linux/if.h, linux/mman.h
     SIOCSIFFLAGS, IFF_UP = 0x8914, 1
@@ -697,39 +703,50 @@ class Linux:
     NEWEST = 462  # mseal; of later system calls nothing is known here
     # What no test may call. What needs a capability is not listed, as a test has none.
     DENIED = {
-        "other processes": """ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, kcmp 312 272,
-            pidfd_getfd 438 438, process_madvise 440 440, process_mrelease 448 448, perf_event_open 298 241""",
-        "their processor and memory": """sched_setaffinity 203 122, sched_setscheduler 144 119, sched_setparam 142 118,
-            sched_setattr 314 274, setpriority 141 140, ioprio_set 251 30, migrate_pages 256 238, move_pages 279 239,
-            mbind 237 235, set_mempolicy 238 237, set_mempolicy_home_node 450 450""",
+        "other processes": """
+            ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, kcmp 312 272,
+            pidfd_getfd 438 438, process_madvise 440 440, process_mrelease 448 448,
+            perf_event_open 298 241""",
+        "their processor and memory": """
+            sched_setaffinity 203 122, sched_setscheduler 144 119, sched_setparam 142 118,
+            sched_setattr 314 274, setpriority 141 140, ioprio_set 251 30, migrate_pages 256 238,
+            move_pages 279 239, mbind 237 235, set_mempolicy 238 237, set_mempolicy_home_node 450 450""",
         "namespaces, in which it would have capabilities": "unshare 272 97, setns 308 268",
-        "files without a path": """name_to_handle_at 303 264, open_by_handle_at 304 265, open_tree 428 428,
-            inotify_init 253 -, inotify_init1 294 26, fanotify_init 300 262""",
-        "memory that belongs to no process": """shmget 29 194, shmat 30 196, shmctl 31 195, semget 64 190, semop 65 193,
-            semtimedop 220 192, semctl 66 191, msgget 68 186, msgsnd 69 189, msgrcv 70 188, msgctl 71 187, mq_open 240 180,
-            mq_unlink 241 181, memfd_create 319 279, memfd_secret 447 447, add_key 248 217, request_key 249 218,
-            keyctl 250 219""",
-        "where attacks on the kernel begin": """io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427,
+        "files without a path": """
+            name_to_handle_at 303 264, open_by_handle_at 304 265, open_tree 428 428, inotify_init 253 -,
+            inotify_init1 294 26, fanotify_init 300 262""",
+        "memory that belongs to no process": """
+            shmget 29 194, shmat 30 196, shmctl 31 195, semget 64 190, semop 65 193, semtimedop 220 192,
+            semctl 66 191, msgget 68 186, msgsnd 69 189, msgrcv 70 188, msgctl 71 187, mq_open 240 180,
+            mq_unlink 241 181, memfd_create 319 279, memfd_secret 447 447, add_key 248 217,
+            request_key 249 218, keyctl 250 219""",
+        "where attacks on the kernel begin": """
+            io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427,
             userfaultfd 323 282, bpf 321 280, personality 135 92, modify_ldt 154 -, vmsplice 278 75""",
     }
     UNKNOWN = "clone3 435 435"  # its flags cannot be checked; where it is unknown, libraries call clone
     # Landlock does not ask about these, so they go where the system's tree is in view
-    DENIED_WITHOUT_ROOT = """chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -, fchown 93 55, lchown 94 -,
-        fchownat 260 54, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7, removexattr 197 14, lremovexattr 198 15,
-        fremovexattr 199 16, utime 132 -, utimes 235 -, futimesat 261 -, utimensat 280 88"""
+    DENIED_WITHOUT_ROOT = """
+        chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -, fchown 93 55,
+        lchown 94 -, fchownat 260 54, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7,
+        removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, utime 132 -, utimes 235 -,
+        futimesat 261 -, utimensat 280 88"""
     # There a test is its process group, which nothing leaves
     DENIED_WITHOUT_NAMESPACES = "setsid 112 157, setpgid 109 154"
-    DENIED_WITHOUT_SCOPES = "tkill 200 130, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240, pidfd_send_signal 424 424"
-    CHECKED = "socket 41 198, clone 56 220, mmap 9 222, prlimit64 302 261, kill 62 129, tgkill 234 131"  # one argument decides
+    DENIED_WITHOUT_SCOPES = """
+        tkill 200 130, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240, pidfd_send_signal 424 424"""
+    # Of these one argument decides
+    CHECKED = "socket 41 198, clone 56 220, mmap 9 222, prlimit64 302 261, kill 62 129, tgkill 234 131"
 
 
 SUPERVISOR_IMPORTS = """
-import atexit, contextlib, ctypes, errno, fcntl, gc, io, json, os, resource, signal, socket, struct, sys, threading, time, types
+import atexit, contextlib, ctypes, errno, fcntl, gc, io, json, os, resource
+import signal, socket, struct, sys, threading, time, types
 LIBC = ctypes.CDLL(None, use_errno=True)
 UNSUITED = 100
 """
 LIBC = ctypes.CDLL(None, use_errno=True)
-UNSUITED = 100  # the first of the exit codes that say: not to be had here, for the reason errno = code - UNSUITED
+UNSUITED = 100  # an exit code of UNSUITED + errno says that a layer is not to be had here
 
 
 def supervise(job_size: int):
@@ -751,7 +768,7 @@ def supervise(job_size: int):
         os.mkdir(folder)
     for folder in (".", "root", "work"):
         os.chown(folder, box.uid, box.gid)
-    with open("/proc/loadavg") as f:  # a user's limit of processes counts the others too, at most all there are
+    with open("/proc/loadavg") as f:  # a user's limit of processes counts the others too: no more than all
         box.others = int(f.read().split("/")[1].split()[0])
     write_file("/proc/self/oom_score_adj", "1000")  # when memory runs out, the kernel ends this first
     os.sched_setaffinity(0, [box.core])             # many busy processes slow this core alone
@@ -804,7 +821,8 @@ def build_namespaces(box) -> list[str]:
 def enter_namespaces(box):
     """Go on as the first process of new namespaces, at whose end all others in them end. The process that
     came here waits for it."""
-    spaces = Linux.CLONE_NEWNS | Linux.CLONE_NEWPID | Linux.CLONE_NEWNET | Linux.CLONE_NEWIPC | Linux.CLONE_NEWUTS
+    spaces = Linux.CLONE_NEWNS | Linux.CLONE_NEWPID | Linux.CLONE_NEWNET
+    spaces |= Linux.CLONE_NEWIPC | Linux.CLONE_NEWUTS
     die_with_parent()
     if not box.switches_user or LIBC.unshare(spaces) < 0:
         # Others than root, and root in a container, make them in a namespace of users, where all may do this
@@ -828,11 +846,12 @@ def enter_namespaces(box):
 def shown_paths() -> list[str]:
     """What a test sees of the system, parents first: Python, libraries and programs, and none of the folders
     beside them."""
-    paths = ["/dev/null", "/dev/random", "/dev/urandom", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives"]
+    paths = ["/dev/null", "/dev/random", "/dev/urandom", "/bin", "/lib", "/lib64",
+             "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives"]
     python = os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))
     for prefix in ("/usr", "/usr/local", sys.prefix, sys.base_prefix, python):
         paths += [f"{prefix}/{name}" for name in ("bin", "lib", "lib64", "libexec", "share", "pyvenv.cfg")]
-    return sorted(path for path in {"/bin", "/lib", "/lib64", *paths} if os.path.exists(path))
+    return sorted(path for path in set(paths) if os.path.exists(path))
 
 
 def enter_root(box, here: str):
@@ -885,9 +904,10 @@ def prepare_tests(box):
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # so that `passes` can wait for it
     kernel("prctl", Linux.PR_SET_DUMPABLE, 0, 0, 0, 0)          # no test looks into this process
     kernel("prctl", Linux.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)   # orphans of a test become its children
-    box.landlock = max(0, LIBC.syscall(Linux.CREATE_RULESET, None, ctypes.c_size_t(0), Linux.CREATE_RULESET_VERSION))
+    version = LIBC.syscall(Linux.CREATE_RULESET, None, ctypes.c_size_t(0), Linux.CREATE_RULESET_VERSION)
+    box.landlock = max(version, 0)
     box.scoped = box.namespaces or box.landlock >= 6            # no test signals a process outside
-    # Without a filter to install, a kernel that has filters calls the address bad; one that has none, the request
+    # Asked to install a filter at no address, a kernel that has filters calls the address bad
     LIBC.prctl(Linux.PR_SET_SECCOMP, Linux.SECCOMP_MODE_FILTER, None, 0, 0)
     known = os.uname().machine in Linux.AUDIT_ARCH and sys.maxsize > 1 << 32
     box.filtered = known and ctypes.get_errno() == errno.EFAULT
@@ -896,7 +916,7 @@ def prepare_tests(box):
     lacks = {
         "no /proc: programs that open /dev/stdin fail": box.root and not box.proc,
         "it sees names and sizes of your files, and may fill the disk": not box.root,
-        "no Landlock: it reads your files and your processes' environments": not box.root and not box.landlock,
+        "no Landlock: it reads your files and your keys": not box.root and not box.landlock,
         "no filter of system calls: all of the kernel is open to it": not box.filtered,
         "the network is open to it, and what it starts may live on": not box.filtered and not box.namespaces,
         "it may signal your processes": not box.filtered and not box.scoped,
@@ -1051,8 +1071,8 @@ def set_limits(box):
     processes = box.processes if box.watched else box.processes // 8
     if not box.namespaces and not box.switches_user:
         processes += box.others
-    limits = {"AS": box.addresses, "DATA": box.memory, "STACK": 64 << 20, "CPU": int(box.seconds) + 1, "NPROC": processes,
-              "FSIZE": 32 << 20, "NOFILE": 256, "SIGPENDING": 256, "CORE": 0}
+    limits = {"AS": box.addresses, "DATA": box.memory, "STACK": 64 << 20, "CPU": int(box.seconds) + 1,
+              "NPROC": processes, "FSIZE": 32 << 20, "NOFILE": 256, "SIGPENDING": 256, "CORE": 0}
     for name, value in limits.items():
         limit = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(limit)[1]
@@ -1079,7 +1099,7 @@ def drop_privileges(box):
     kernel("prctl", Linux.PR_SET_DUMPABLE, 1, 0, 0, 0)
     kept = [0]
     if box.switches_user and box.landlock and not box.root:
-        kept = [1 << Linux.CAP_DAC_READ_SEARCH, 1 << Linux.CAP_DAC_OVERRIDE, 0]  # the first that root has here
+        kept = [1 << Linux.CAP_DAC_READ_SEARCH, 1 << Linux.CAP_DAC_OVERRIDE, 0]  # the first one there is
     for capability in kept:
         with contextlib.suppress(PermissionError):
             sets = struct.pack("6I", capability, capability, 0, 0, 0, 0)  # effective, permitted, inheritable
@@ -1093,9 +1113,8 @@ def restrict_files(box, folder: str):
     and nothing else."""
     if not box.landlock:
         return
-    rights = (1 << min(12 + box.landlock, 15)) - 1  # version 1 knows 13 rights to files, 2 one more, 3 yet one more,
-    if box.landlock >= 5:
-        rights = (1 << 16) - 1                      # and 5 the last
+    known = [0, 13, 14, 15, 15, 16][min(box.landlock, 5)]  # rights to files that a version of Landlock knows
+    rights = (1 << known) - 1
     ports = Linux.PORTS if box.landlock >= 4 and not box.namespaces else 0
     scopes = Linux.SCOPES if box.landlock >= 6 else 0
     handled = struct.pack("3Q", rights, ports, scopes)
@@ -1159,7 +1178,7 @@ def filter_program(box) -> list[tuple[int, int, int, int]]:
         ("socket", 0, whole, families),
         ("clone", 0, spaces, [0]),
         ("prlimit64", 0, whole, [0]),  # of the calling process
-        ("mmap", 3, Linux.MAP_SHARED | Linux.MAP_ANONYMOUS, [0, Linux.MAP_SHARED, Linux.MAP_ANONYMOUS]),  # not both
+        ("mmap", 3, Linux.MAP_SHARED | Linux.MAP_ANONYMOUS, [0, Linux.MAP_SHARED, Linux.MAP_ANONYMOUS]),
     ]
     if not box.scoped:
         checks += [("kill", 0, whole, [os.getpid()]), ("tgkill", 0, whole, [os.getpid()])]
@@ -1225,8 +1244,8 @@ def end_program():
 def supervisor_source() -> str:
     """The functions above, which run in the supervisor and its tests, as the text of a program."""
     parts = (Linux, supervise, kernel, die_with_parent, write_file, build_namespaces, enter_namespaces,
-             shown_paths, enter_root, lock_mount, prepare_tests, run_tests, append_bytes, passes, takes_too_much,
-             end_processes, enter_test, arrange_descriptors, set_limits, switch_user, drop_privileges,
+             shown_paths, enter_root, lock_mount, prepare_tests, run_tests, append_bytes, passes,
+             takes_too_much, end_processes, enter_test, arrange_descriptors, set_limits, switch_user, drop_privileges,
              restrict_files, filter_calls, filter_program, run_program, plain_value, end_program)
     return "\n".join([SUPERVISOR_IMPORTS, *map(inspect.getsource, parts), "supervise(int(sys.argv[1]))"])
 
@@ -1273,7 +1292,7 @@ def in_sandbox(program: str, name: str | None, tests: list[str], seconds: float,
                most: list[int]) -> tuple[list[str], list]:
     """What the system lacks, and the outputs of run_code."""
     if sys.platform != "linux":
-        raise OSError("generated code runs in a sandbox that only Linux can build: use a Linux machine, a container or WSL")
+        raise OSError("generated code runs in a sandbox that only Linux has: use Linux, a container or WSL")
     inputs = [test.encode(errors="surrogatepass") for test in tests]
     core = FREE_CORES.get()
     job = dict(program=program, name=name, sizes=[len(i) for i in inputs], seconds=seconds, core=core,
@@ -1378,7 +1397,7 @@ def same_output(out: bytes | None, expected: str, returned: bool) -> bool:
 
 def same_value(out: bytes, expected: str) -> bool:
     wanted = json.loads(expected, parse_int=exact_integer)
-    written = json.dumps(wanted, default=str).encode()
+    written = json.dumps(wanted, default=lambda integer: 0).encode()
     for mark in b"[{,\"":
         if out.count(mark) != written.count(mark):
             return False
@@ -1412,7 +1431,8 @@ def same_numbers(a: str, b: str) -> bool:
     return len(given) == len(wanted) and [Decimal(x) for x in given] == [Decimal(x) for x in wanted]
 
 
-def passes_livecodebench(code: str, tests: list[list[str]], fn_name: str | None = None, seconds: float = 6.0) -> bool:
+def passes_livecodebench(code: str, tests: list[list[str]], fn_name: str | None = None,
+                         seconds: float = 6.0) -> bool:
     """Whether a program passes all tests of a LiveCodeBench problem, [input, output] as in stored_tests;
     fn_name is metadata["func_name"]; seconds are a test's. A returned tuple stands for a list at the top
     alone. The outputs stay here: the sandbox gets inputs only."""
@@ -1424,8 +1444,9 @@ def passes_livecodebench(code: str, tests: list[list[str]], fn_name: str | None 
     return all(same_output(out, wanted, fn_name is not None) for out, wanted in zip(outputs, expected))
 
 
-# BigCodeBench's tests patch a solution's module and look into what it returns: they must share its process. So this is for evaluation, where
-# nobody learns from it; a solution that is written to cheat can, by patching unittest while it runs.
+# BigCodeBench's tests patch a solution's module and look into what it returns: they must share its process. So
+# this is for evaluation, where nobody learns from it; a solution that is written to cheat can, by patching
+# unittest while it runs.
 UNITTESTS = """
 import os, sys, types, unittest
 
@@ -1442,7 +1463,8 @@ def unittest_results(code, tests):
 """
 
 
-def passes_bigcodebench(code: str, test: str, entry_point: str, code_prompt: str, seconds: float = 240.0) -> bool:
+def passes_bigcodebench(code: str, test: str, entry_point: str, code_prompt: str,
+                        seconds: float = 240.0) -> bool:
     """Whether a solution passes every method of the class TestCases of a BigCodeBench problem's `test`. It is
     "calibrated" as in bigcodebench/evaluate.py: code_prompt and `pass` stand before it. seconds are the whole
     class's. Without the libraries of BigCodeBench's Requirements/requirements-eval.txt honest solutions fail.
@@ -1455,7 +1477,7 @@ def passes_bigcodebench(code: str, test: str, entry_point: str, code_prompt: str
             functions = [f for f in node.body if isinstance(f, (ast.FunctionDef, ast.AsyncFunctionDef))]
             names += [f.name for f in functions if f.name.startswith("test")]
     if not names:
-        raise ValueError("a BigCodeBench problem whose TestCases has no tests: nothing can be graded by it, load it again")
+        raise ValueError("a BigCodeBench problem whose TestCases has no tests: load it again")
     arguments = [f"{code_prompt}\n    pass\n{code}", test]
     out, = run_code(UNITTESTS, "unittest_results", ["\n".join(map(json.dumps, arguments))], seconds, 32)
     return same_output(out, json.dumps(sorted(set(names))), True)

@@ -1,4 +1,4 @@
-"""Generated code: what honest programs need, twenty-odd attacks, and the rules of LiveCodeBench and BigCodeBench."""
+"""Attacks on the sandbox as this system can build it, the mildest first: what they reached for is looked at from outside."""
 import json
 import os
 import secrets
@@ -67,172 +67,7 @@ def running(*words):
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------
-# Extraction
-
-
-@pytest.mark.parametrize("response, code", [
-    ("So:\n```python\nprint(1)\n```\nDone.", "print(1)"),
-    ("```\nfirst\n```\nbetter:\n```py\nsecond\n```", "second"),
-    ("```python\nx = 1\n```\n<answer>B</answer>", "x = 1"),
-    ("<answer>print(2)</answer>", "print(2)"),
-    ("<answer>print(1)</answer> no, <answer>\nprint(2)\n</answer>", "print(2)"),
-    ("<answer>\n```python\nprint(3)\n```\n</answer>", "print(3)"),
-    ("<answer>\n```python\nprint(3)\n```</answer>", "print(3)"),
-    ("```python\nprint(3)\n``` This prints 3.", "print(3)"),
-    ("<answer>```python\nprint(3)```</answer>", "print(3)"),
-    ("cut off:\n```python\nfor x in y:\n    print(x)", "for x in y:\n    print(x)"),
-    ("1. item\n   ```python\n   if x:\n       y()\n   ```", "if x:\n    y()"),
-    ("```python\r\na = 1\r\nb = 2\r\n```\r\n", "a = 1\r\nb = 2\r"),
-    ("```python\nprint('```')\n```", "print('```')"),
-    ("```python\nprint(1)```", "print(1)"),
-    ("`inline` only", ""),
-    ("", ""),
-])
-def test_extract(response, code):
-    assert extract_code(response) == code
-
-
-def test_extraction_is_linear():
-    for hostile in ("```\n" * 200_000, "`" * 1_000_000, "<answer>" * 100_000, "``` " + " " * 1_000_000, "```a" * 200_000):
-        extract_code(hostile)
-
-
-# ---------------------------------------------------------------------------------------------------------------------------------
-# LiveCodeBench
-
-
-@pytest.mark.parametrize("out, expected, same", [
-    (b"1 2\n3\n", "1 2\n3", True),
-    (b"  1 2  \n3", "1 2\n3\n\n", True),
-    (b"1\n\n2", "1\n2", False),  # an empty line in the middle counts
-    (b"1  2", "1 2", True),
-    (b"a  b", "a b", False),  # as text, spaces count
-    (b"1.0 2.50", "1 2.5", True),
-    (b"1e3", "1000", True),
-    (b"50000000000000001", "50000000000000000", False),  # equal as floats
-    (b"0.3333333", "0.33333333", False),
-    (b"yes 1.0", "yes 1", False),  # a line is numbers or text
-    (b"YES", "Yes", False),
-    (b"nan", "nan", True),
-    (b"sNaN", "1", False),
-    (b"NaN 1", "nan 1", False),
-    (b"1e999999999999", "1e999999999998", False),
-    (b"", "", True),
-    (b"1", "", False),
-    (b"\xff", "1", False),
-    (None, "", False),
-    (b"1 " * 100_000, "1", False),
-    (b"\n" * 100_000 + b"1", "1", False),
-])
-def test_printed(out, expected, same):
-    assert same_output(out, expected, False) == same
-
-
-@pytest.mark.parametrize("out, expected, same", [
-    (b"[1, 2]", "[1,2]", True),
-    (b"[2, 1]", "[1, 2]", False),
-    (b"1.0", "1", True),
-    (b"true", "1", True),  # True == 1, as in the official grader
-    (b"0.30000000000000004", "0.3", False),
-    (b'"a"', '"a"', True),
-    (b"null", "null", True),
-    (b"null", "false", False),
-    (b'{"tuple": [1]}', "[1]", False),
-    (b"", "null", False),
-    (b"not JSON", "1", False),
-    (b"[" * 900, "1", False),
-    (b"[" * 100_000, '"' + "x" * 1000 + '"', False),
-    (b"1" * 5000, "1" * 60, False),
-])
-def test_returned(out, expected, same):
-    assert same_output(out, expected, True) == same
-
-
-@pytest.mark.parametrize("program", [
-    "print(sum(int(line) for line in sys.stdin))",
-    "import sys\nprint(sum(map(int, sys.stdin.buffer.read().split())))",
-    "print(sum(map(int, open(0).read().split())))",
-    "print(sum(map(int, open('/dev/stdin'))))",
-    "import os\nprint(sum(map(int, os.read(0, 10**6).split())))",
-    "total = 0\nfor _ in range(3):\n    total += int(input())\nprint(total)\nquit()\nprint('no')",
-    "print(int(input()) + int(input()) + int(input()))\nsys.exit(1)",
-    "print(sum(map(int, sys.stdin.readlines())))\nexit('done')",
-    "global total\ntotal = 0\ndef add(x):\n    global total\n    total += x\nfor line in sys.stdin:\n    add(int(line))\nprint(total)",
-    "def main():\n    print(sum(map(int, stdin)))\nif __name__ == '__main__':\n    main()",
-    "from __future__ import annotations\nprint(sum(map(int, sys.stdin)))",
-    "try:\n    total = 0\n    while True:\n        total += int(input())\nexcept EOFError:\n    print(total)",
-    "import atexit\ntotal = sum(map(int, sys.stdin))\natexit.register(lambda: print(total))",
-    "import threading\nthreading.stack_size(1 << 27)\nthreading.Thread(target=lambda: print(sum(map(int, sys.stdin)))).start()",
-    "sys.stdout.buffer.write(b'%d' % sum(map(int, sys.stdin.buffer)))",
-    "import os\nos.write(1, b'%d' % sum(map(int, sys.stdin)))",
-    "def f(n):\n    return n and 1 + f(n - 1)\nprint(sum(map(int, sys.stdin)) + f(20_000) - 20_000)",
-    "len(str(10 ** 20_000))\nprint(sum(map(int, sys.stdin)))",
-    "class A:\n    pass\nimport pickle\npickle.loads(pickle.dumps(A()))\nprint(sum(map(int, sys.stdin)))",
-    "with open('notes', 'w') as f:\n    f.write('6')\nprint(open('notes').read())",
-    "h: List[int] = []\nheappush(h, gcd(12, 18))\nprint(max(Counter(h)), end='')",
-    "import numpy as np\nprint(np.array(sys.stdin.read().split(), dtype=int).sum())",
-    "import subprocess\nprint(subprocess.run(['expr', '3', '+', '3'], capture_output=True, text=True).stdout)",
-])
-def test_honest_programs(program):
-    assert passes(program, ("1\n2\n3\n", "6\n"), ("1\n2\n3", "6"))
-
-
-@pytest.mark.parametrize("program", ["print(6)\nraise ValueError", "print(6)\n1 / 0", "print(6", "import no_such_module",
-                                     "print(6)\nos._exit(3)", "print(6, flush=True)\nos.kill(os.getpid(), 9)", "print(7)", "", "\0"])
-def test_failing_programs(program):
-    assert not passes("import os\n" + program, ("", "6"))
-
-
-@pytest.mark.parametrize("code", [
-    "class Solution:\n    def add(self, a: List[int], b: int) -> List[int]:\n        return [x + b for x in a]",
-    "class Solution:\n    def add(self, a, b):\n        print('debugging', [9])\n        return tuple(x + b for x in a)",
-    "def add(a, b):\n    return [x + b for x in a]",
-    "import numpy as np\ndef add(a, b):\n    return [np.int64(x + b) for x in a]",
-    "import dataclasses\n@dataclasses.dataclass\nclass P:\n    x: int\ndef add(a, b):\n    return [P(x + b).x for x in a]",
-    "def add(a, b):\n    return [x + b for x in a]\nif __name__ == '__main__':\n    raise SystemExit(1)",
-    "seen = []\ndef add(a, b):\n    seen.append(1)\n    assert len(seen) == 1\n    return [x + b for x in a]",  # each test starts afresh
-])
-def test_calls(code):
-    assert passes(code, ("[1, 2]\n10", "[11, 12]"), ("[]\n1", "[]"), fn_name="add")
-
-
-def test_all_tests_must_pass():
-    add = "def add(a, b):\n    return a + b"
-    assert passes(add, ("1\n2", "3"), ("3\n4", "7"), fn_name="add")
-    assert not passes(add, ("1\n2", "3"), ("3\n4", "8"), fn_name="add")
-    assert not passes(add, ("1\n2", "4"), ("3\n4", "7"), fn_name="add")
-    assert not passes(add, ("1\n2", "3"), ("1\n[2]", "3"), fn_name="add")
-    assert not passes(add, ("1\n2", "3"), fn_name="sub")
-    assert not passes("print(6)", ("1", "6"), ("2", "7"))
-
-
-@pytest.mark.parametrize("value", ["[(1, 2)]", "{1: 2}.keys()", "range(3)", "object()", "lambda: 1", "{1}", "iter([1])", "b'1'", "1j",
-                                   "None"])
-def test_only_data_crosses(value):
-    out, = run_code(f"def f(_):\n    return {value}", "f", ["0"], 60)
-    assert not any(same_output(out, expected, True) for expected in ("[[1, 2]]", "[1]", "[0, 1, 2]", "1", '"1"', "false"))
-
-
-def test_no_tests_is_an_error():
-    with pytest.raises(ValueError, match="without tests"):
-        passes_livecodebench("print(1)", [])
-
-
-def test_many_at_once():
-    with ThreadPoolExecutor(4) as threads:
-        outs = list(threads.map(lambda i: output(f"import os\nopen('x', 'w').write('{i}')\nprint(open('x').read(), os.listdir())"),
-                                range(12)))
-    assert outs == [f"{i} ['x']\n" for i in range(12)]
-
-
-def test_a_python_that_does_not_start(monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(OSError, match="no sandbox with .*false"):
-        run_code("print(1)", None, [""], 5)
-
-
-# ---------------------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # Attacks, the mildest first
 
 LIMITED = {  # each says "stopped" when it is refused more
@@ -391,8 +226,9 @@ def test_folders_outside(lacks):
     """A project may stand anywhere, also in /usr/src/app, and its data hold the answers."""
     if "Landlock" in lacks:
         pytest.skip(lacks)
-    there = [p for p in ("/usr/src", "/usr/include", "/opt", "/srv", "/var", "/mnt", "/etc") if os.path.isdir(p) and not sys.base_prefix.startswith(p)]
-    told = output("import os\nfor path in input().split():\n    try:\n        print(os.listdir(path))\n    except PermissionError:\n        print('no')",
+    folders = ("/usr/src", "/usr/include", "/opt", "/srv", "/var", "/mnt", "/home", "/run")
+    there = [p for p in folders if os.path.isdir(p) and not sys.base_prefix.startswith(p)]
+    told = output("import os\nfor path in input().split():\n    try:\n        print(os.listdir(path))\n    except OSError:\n        print('no')",
                   " ".join(there))
     assert there and told.split("\n") == [*["no"] * len(there), ""]
 
@@ -411,6 +247,208 @@ def test_files_outside(tmp_path, lacks):
     assert len(lines) == 11 and all(line.endswith("Error") for line in lines), lines
     assert os.listdir(tmp_path) == ["answers.json"] and secret.read_text() == "42"
     assert output(f"import os\nprint(open({evaluation.__file__!r}).read())") is None
+
+
+CHANGES = """
+import ctypes, os, socket
+path = input()
+def attempt(what):
+    try:
+        print(what())
+    except OSError as e:
+        print("refused")
+attempt(lambda: os.chmod(path, 0))
+attempt(lambda: os.utime(path, (1, 1)))
+attempt(lambda: os.setxattr(path, "user.x", b"x"))
+attempt(lambda: os.chown(path, os.getuid(), os.getgid()))
+attempt(lambda: os.chmod(os.path.dirname(path), 0))
+attempt(lambda: socket.socket(socket.AF_UNIX).connect(path + ".socket"))
+attempt(lambda: socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b"x", path + ".socket"))
+attempt(lambda: socket.socket(socket.AF_UNIX).bind(path + ".other"))
+libc = ctypes.CDLL(None, use_errno=True)
+watch = libc.inotify_init1(0)
+print("refused" if watch < 0 or libc.inotify_add_watch(watch, path.encode(), 0xfff) < 0 else "watched")
+"""
+
+
+def test_what_landlock_does_not_ask_about(tmp_path, lacks):
+    """Modes, times, attributes, watches and sockets by path, of files that are this very user's."""
+    tmp_path.chmod(0o777)
+    file = tmp_path / "answers.json"
+    file.write_text("42")
+    file.chmod(0o666)
+    before = (file.stat(), tmp_path.stat(), os.listdir(tmp_path))
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"{file}.socket")
+        os.chmod(f"{file}.socket", 0o777)
+        server.listen()
+        server.setblocking(False)
+        before = (file.stat().st_mode, file.stat().st_mtime, file.stat().st_uid, tmp_path.stat().st_mode, os.listdir(tmp_path))
+        assert output(CHANGES, str(file)) == "refused\n" * 9
+        with pytest.raises(BlockingIOError):
+            server.accept()
+        after = (file.stat().st_mode, file.stat().st_mtime, file.stat().st_uid, tmp_path.stat().st_mode, os.listdir(tmp_path))
+    assert after == before
+
+
+def test_the_tree_has_nothing_of_the_host(full, tmp_path):
+    """Not even names: the root holds Python's folders and empty ones, and none can be written but the test's own."""
+    out = output("""
+import os
+print(os.path.exists(input()))
+print(sorted(os.listdir("/tmp")), sorted(os.listdir("/dev")), sorted(os.listdir("/etc")))
+for folder, _, _ in os.walk("/"):
+    if not folder.startswith(("/proc", "/tmp")):
+        for attempt in (lambda: os.mkdir(folder + "/made"), lambda: os.chmod(folder, 0o777), lambda: os.utime(folder)):
+            try:
+                attempt()
+                print("changed", folder)
+            except OSError:
+                pass
+    if folder.count("/") > 3:
+        break
+try:
+    os.open("/proc/self/exe", os.O_RDWR)
+    print("opened")
+except OSError:
+    pass
+print("end")
+""", str(tmp_path))
+    lines = out.split("\n")
+    assert lines[0] == "False" and lines[2:] == ["end", ""], lines
+    devices = ["fd", "null", "random", "shm", "stderr", "stdin", "stdout", "urandom"]
+    assert lines[1].startswith(f"[] {devices} [") and "shadow" not in lines[1]
+
+
+def test_descriptors():
+    """A test has its input, its output and nowhere to write errors; a function's test has no input."""
+    program = """
+import fcntl, os
+def f(*_):
+    found = []
+    for fd in range(1024):
+        try:
+            fcntl.fcntl(fd, fcntl.F_GETFD)
+            found.append([fd, stat.S_IFMT(os.fstat(fd).st_mode) == stat.S_IFREG, os.fstat(fd).st_size])
+        except OSError:
+            pass
+    return found
+import stat
+"""
+    found = json.loads(run_code(program, "f", ["1"], 60)[0])
+    assert found == [[0, False, 0], [1, False, 0], [2, False, 0], [3, True, 0]]
+    found = output(program + "print(f())", "12345")
+    assert found == "[[0, True, 5], [1, True, 0], [2, False, 0], [3, False, 0]]\n"
+
+
+LEFT_BEHIND = """
+import os, socket, subprocess, sys, time
+first = input() == "first"
+if first:
+    open("note", "w").write("x")
+    open(os.path.expanduser("~/.note"), "w").write("x")
+    open("/dev/shm/note" if os.path.isdir("/dev/shm") else "note", "w").write("x")
+    read, write = os.pipe()
+    for i in range(4):
+        if os.fork() == 0:
+            try:
+                os.setsid()
+            except OSError:
+                pass
+            if os.fork() == 0:
+                os.write(write, b"x")
+                time.sleep(60)
+            os._exit(0)
+    for i in range(4):
+        os.read(read, 1)
+    print("left")
+else:
+    print(os.listdir("."), os.path.exists("/dev/shm/note"))
+    if os.path.isdir("/proc/self"):
+        print(len([p for p in os.listdir("/proc") if p.isdigit()]))
+"""
+
+
+def test_nothing_of_a_test_is_there_in_the_next(lacks):
+    """Neither processes nor files."""
+    first, second = run_code(LEFT_BEHIND, None, ["first\n", "second\n"], 30)
+    assert first == b"left\n"
+    assert second in (b"[] False\n2\n", b"[] False\n")
+
+
+def test_no_other_test_is_in_memory(full):
+    """The word of the test before and of the test after are looked for in all of the memory."""
+    words = [f"word{secrets.token_hex(12)}" for _ in range(3)]
+    program = """
+import ctypes, re
+own = input()
+found = set()
+with open("/proc/self/maps") as maps:
+    for line in maps:
+        start, end = (int(x, 16) for x in line.split()[0].split("-"))
+        if " rw" in line and end - start < 1 << 28:
+            found.update(re.findall(b"word[0-9a-f]{24}", ctypes.string_at(start, end - start)))
+print(len(found), own.encode() in found)
+"""
+    assert run_code(program, None, words, 60) == [b"1 True\n"] * 3
+
+
+TOGETHER = """
+import os, time
+read, write = os.pipe()
+for _ in range({processes}):
+    if os.fork() == 0:
+        if {orphans} and os.fork():
+            os._exit(0)
+        block = bytearray({megabytes} << 20)
+        for i in range(0, len(block), 4096):
+            block[i] = 1
+        os.write(write, b"x")
+        time.sleep(60)
+for _ in range({processes}):
+    os.read(read, 1)
+print("filled")
+"""
+
+
+@pytest.mark.parametrize("orphans", [False, True])
+def test_memory_of_all_processes(orphans, lacks):
+    if "memory" in lacks:
+        pytest.skip(lacks)
+    small = TOGETHER.format(processes=3, megabytes=100, orphans=orphans)
+    assert run_code(small, None, [""], 60, memory=1) == [b"filled\n"]
+    large = TOGETHER.format(processes=6, megabytes=400, orphans=orphans)
+    assert run_code(large, None, [""], 60, memory=1) == [None]
+
+
+MEMORY_OF_NOBODY = {
+    "shared mapping": "import mmap\nmmap.mmap(-1, 1 << 20)",
+    "memfd": "os.memfd_create('x')",
+    "/dev/shm": "f = open('/dev/shm/x', 'wb')\nfor _ in range(31):\n    f.write(bytes(1 << 20))\n"
+                "for i in range(8):\n    open(f'/dev/shm/{i}', 'wb').write(bytes(31 << 20))",
+    "many small files": "for i in range(20_000):\n    open(str(i), 'w').close()",
+    "/dev/zero": "import mmap\nmmap.mmap(os.open('/dev/zero', os.O_RDWR), 1 << 20)",
+}
+
+
+@pytest.mark.parametrize("kind", MEMORY_OF_NOBODY)
+def test_memory_of_nobody(kind, full):
+    body = "\n".join(f"    {line}" for line in MEMORY_OF_NOBODY[kind].split("\n"))
+    assert output(f"import os\ntry:\n{body}\n    done = 'done'\nexcept OSError:\n    done = 'refused'\nprint(done)") == "refused\n"
+
+
+def test_one_core():
+    """Busy processes slow the core that their solution has, and cannot leave it."""
+    out = output("""
+import os
+try:
+    os.sched_setaffinity(0, range(64))
+    print("moved")
+except OSError:
+    pass
+print(len(os.sched_getaffinity(0)))
+""")
+    assert out == "1\n"
 
 
 def test_the_folder_is_removed(tmp_path, monkeypatch):
@@ -524,104 +562,3 @@ print(re.findall(half + "[0-9a-f]{16}", text)[:1], len(text) > 10_000, half in t
     assert not passes(program, (word[:16], word))
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------
-# BigCodeBench
-
-PROMPT = "import math\nfrom collections import Counter\ndef task_func(words, n=2):\n"
-RIGHT = PROMPT + "    if n < 1:\n        raise ValueError('n')\n    return [w for w, _ in Counter(words).most_common(n)]"
-TESTS = """
-import os
-import unittest
-from unittest.mock import patch
-class TestCases(unittest.TestCase):
-    def setUp(self):
-        with open("words.txt", "w") as f:
-            f.write("a b a")
-    def tearDown(self):
-        os.remove("words.txt")
-    def test_case_1(self):
-        self.assertEqual(task_func(open("words.txt").read().split()), ["a", "b"])
-    def test_case_2(self):
-        self.assertTrue(isinstance(task_func(["x"]), list))
-        with self.assertRaises(ValueError):
-            task_func([], 0)
-    @patch("collections.Counter.most_common", return_value=[("z", 1)])
-    def test_case_3(self, mock):
-        self.assertEqual(task_func(["x"]), ["z"])
-    def test_case_4(self):
-        for n in (1, 2):
-            with self.subTest(n=n):
-                self.assertEqual(len(task_func("abc", n)), n)
-"""
-
-
-def bigcodebench(code, test=TESTS, prompt=PROMPT):
-    return passes_bigcodebench(code, test, "task_func", prompt, 60)
-
-
-def test_bigcodebench():
-    assert bigcodebench(RIGHT)
-    assert bigcodebench(RIGHT.replace("import math\nfrom collections import Counter\n", ""))  # calibrated: the prompt's imports are there
-    assert bigcodebench(RIGHT + "\nprint(task_func(['a']))\nif __name__ == '__main__':\n    1 / 0")
-    assert not bigcodebench("")  # the prompt's own function, with `pass`
-    assert not bigcodebench(RIGHT.replace("if n < 1", "if n < 0"))
-    assert not bigcodebench(RIGHT.replace("most_common(n)", "items()"))
-    assert not bigcodebench(RIGHT.replace("most_common(n)", "most_common(2)"))  # one subtest of two
-    assert not bigcodebench(RIGHT + "\n)")
-    with pytest.raises(ValueError, match="no tests"):
-        bigcodebench(RIGHT, "import unittest\nclass TestCases(unittest.TestCase):\n    pass")
-
-
-STUB = "def task_func(words, n=2):\n    if n < 1:\n        raise ValueError\n    {}\n    return [0] * n\n"  # passes tests 2 and 4
-FRAMES = ("frame = sys._getframe()\n    while frame:\n        for v in list(frame.f_locals.values()):\n            {}\n"
-          "        frame = frame.f_back")
-FORGED_UNITTESTS = {
-    "exit": "import sys\nsys.exit(0)",
-    "_exit": "import os\nos._exit(0)",
-    "exit inside": "import os\n" + STUB.format("os._exit(0)"),
-    "SystemExit inside": "import sys\n" + STUB.format("sys.exit(0)"),
-    "atexit": "import atexit, os\natexit.register(os._exit, 0)\n" + STUB.format("pass"),
-    "stdout": "print('OK')\nprint('[[\"test_case_1\"], []]')\n" + STUB.format("print('Ran 4 tests in 0.001s')"),
-    "skip": "import unittest\n" + STUB.format("raise unittest.SkipTest"),
-    "failures are skips": "import unittest\nunittest.TestCase.failureException = unittest.SkipTest\n" + STUB.format("pass"),
-    "own unittest": "import sys, types\nu = types.ModuleType('unittest')\nu.TestCase = object\nu.mock = u\n"
-                    "u.patch = lambda *a, **k: lambda f: f\nsys.modules['unittest'] = sys.modules['unittest.mock'] = u\n"
-                    + STUB.format("pass"),
-    "__eq__": "class E(list):\n    __eq__ = lambda *_: True\n" + STUB.format("return E([0] * n)"),
-    "ANY": "from unittest.mock import ANY\n" + STUB.format("return [ANY] * (1 if words == ['x'] else n)"),
-    "assertions": "import unittest\nfor name in dir(unittest.TestCase):\n    if name.startswith('assert') and name != 'assertRaises':\n"
-                  "        setattr(unittest.TestCase, name, lambda *a, **k: None)\n" + STUB.format("pass"),
-    "assertEqual": "import unittest\nunittest.TestCase.assertEqual = lambda *a: None\n" + STUB.format("pass"),
-    "run": "import unittest\nunittest.TestCase.run = lambda self, result: result.addSuccess(self)\n" + STUB.format("pass"),
-    "_callTestMethod": "import unittest\nunittest.TestCase._callTestMethod = lambda *_: None\n" + STUB.format("pass"),
-    "addFailure": "import unittest\nunittest.TestResult.addFailure = lambda self, case, e: self.addSuccess(case)\n" + STUB.format("pass"),
-    "gc": "import gc, unittest\n" + STUB.format("for o in gc.get_objects():\n        if isinstance(o, unittest.TestResult):\n"
-                                                "            o.addFailure = lambda case, e, o=o: o.addSuccess(case)"),
-    "frames": "import sys\n" + STUB.format(FRAMES.format(
-        "if hasattr(v, 'assertEqual'):\n                v.assertEqual.__func__.__code__ = (lambda self, a, b, msg=None: None).__code__")),
-    "result in frames": "import sys\n" + STUB.format(FRAMES.format(
-        "if hasattr(v, 'failures'):\n                v.addFailure = lambda case, e, v=v: v.addSuccess(case)")),
-    "descriptors": "import os\n" + STUB.format(
-        "for fd in range(3, 256):\n        try:\n            os.write(fd, b'[[\"test_case_1\", \"test_case_2\", \"test_case_3\", '\n"
-        "                     b'\"test_case_4\"], []]')\n        except OSError:\n            pass\n    os._exit(0)"),
-}
-
-
-@pytest.mark.parametrize("forgery", FORGED_UNITTESTS)
-def test_forged_unittests(forgery):
-    assert not bigcodebench(FORGED_UNITTESTS[forgery])
-
-
-def test_libraries_compare_by_element():
-    pytest.importorskip("numpy")
-    test = ("import unittest\nimport numpy as np\nclass TestCases(unittest.TestCase):\n    def test_it(self):\n"
-            "        np.testing.assert_array_equal(task_func(3), [0, 1, 2])\n        self.assertEqual(task_func(0).shape, (0,))")
-    assert bigcodebench("import numpy as np\ndef task_func(n):\n    return np.arange(n)", test, "def task_func(n):\n")
-    assert not bigcodebench("import numpy as np\ndef task_func(n):\n    return np.ones(n)", test, "def task_func(n):\n")
-
-
-def test_bench_runs_what_it_times(capsys):
-    """The programs pass, and the last line is JSON."""
-    evaluation.bench(4)
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["passed"] == found["solutions"] == 4 and found["per_second"] > 0
