@@ -641,7 +641,7 @@ def same_short(answer: str, gold: str) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------
-# Code: a generated program runs in a sandbox; what it prints or returns leaves it as data, and is compared here
+# Code: a generated program runs in a sandbox; what it prints or returns leaves it as data, and is graded here
 #
 # Nobody has read the program, and a policy in training finds whatever pays. So an interpreter of its own, the
 # supervisor, forks a process for each test, and takes from it in this order what a program does not need. Where
@@ -671,38 +671,35 @@ MAX_OUTPUT = 32 << 20  # bytes that all tests of a program together may print or
 MAX_DIGITS = 50_000    # of an integer, as in LiveCodeBench's grader
 
 
-class Linux:
-    """Numbers of the kernel's interface by their names in its headers, and tables of system calls: name,
-    number on x86_64 (asm/unistd_64.h), on aarch64 (asm-generic/unistd.h; "-" where it has none). All others
-    are the same on every architecture."""
+# Numbers of the kernel's interface by their names in its headers. They are the same on every architecture, but for
+# those of system calls, of which a table has three columns: name, number on x86_64 (asm/unistd_64.h), number on
+# aarch64 (asm-generic/unistd.h; "-" where there is none).
+Linux = types.SimpleNamespace(
     # linux/prctl.h, linux/capability.h
-    PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_SECCOMP = 1, 4, 8, 22
-    PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
-    CAPABILITY_VERSION_3, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 0x20080522, 1, 2
+    PR_SET_PDEATHSIG=1, PR_SET_DUMPABLE=4, PR_SET_KEEPCAPS=8, PR_SET_SECCOMP=22, PR_SET_CHILD_SUBREAPER=36,
+    PR_SET_NO_NEW_PRIVS=38, CAPABILITY_VERSION_3=0x20080522, CAP_DAC_OVERRIDE=1, CAP_DAC_READ_SEARCH=2,
     # linux/sched.h
-    CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER = 0x20000, 0x4000000, 0x8000000, 0x10000000
-    CLONE_NEWPID, CLONE_NEWNET, CLONE_NEWCGROUP = 0x20000000, 0x40000000, 0x2000000
-    # linux/mount.h, linux/fcntl.h
-    MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
-    MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
-    MNT_DETACH, AT_FDCWD, AT_RECURSIVE, MOUNT_SETATTR = 2, -100, 0x8000, 442
+    CLONE_NEWNS=0x20000, CLONE_NEWCGROUP=0x2000000, CLONE_NEWUTS=0x4000000, CLONE_NEWIPC=0x8000000,
+    CLONE_NEWUSER=0x10000000, CLONE_NEWPID=0x20000000, CLONE_NEWNET=0x40000000,
+    # linux/mount.h, linux/fcntl.h, asm/unistd.h
+    MS_RDONLY=1, MS_NOSUID=2, MS_NODEV=4, MS_NOEXEC=8, MS_BIND=0x1000, MS_REC=0x4000, MS_PRIVATE=0x40000,
+    MNT_DETACH=2, AT_FDCWD=-100, AT_RECURSIVE=0x8000, MOUNT_SETATTR=442,
     # linux/sockios.h, linux/if.h, linux/mman.h
-    SIOCSIFFLAGS, IFF_UP = 0x8914, 1
-    MAP_SHARED, MAP_ANONYMOUS = 1, 0x20
-    # linux/landlock.h
-    CREATE_RULESET, ADD_RULE, RESTRICT_SELF, CREATE_RULESET_VERSION, RULE_PATH_BENEATH = 444, 445, 446, 1, 1
-    READ_TREE = 1 | 4 | 8  # ACCESS_FS_ EXECUTE, READ_FILE, READ_DIR
-    USE_FILE = 1 | 2 | 4   # ACCESS_FS_ EXECUTE, WRITE_FILE, READ_FILE: a file has no other rights
-    PORTS = 1 | 2          # ACCESS_NET_ BIND_TCP, CONNECT_TCP
-    SCOPES = 1 | 2         # SCOPE_ ABSTRACT_UNIX_SOCKET, SIGNAL
+    SIOCSIFFLAGS=0x8914, IFF_UP=1, MAP_SHARED=1, MAP_ANONYMOUS=0x20,
+    # linux/landlock.h, asm/unistd.h
+    CREATE_RULESET=444, ADD_RULE=445, RESTRICT_SELF=446, CREATE_RULESET_VERSION=1, RULE_PATH_BENEATH=1,
+    READ_TREE=1 | 4 | 8,  # ACCESS_FS_ EXECUTE, READ_FILE, READ_DIR
+    USE_FILE=1 | 2 | 4,   # ACCESS_FS_ EXECUTE, WRITE_FILE, READ_FILE: a file has no other rights
+    PORTS=1 | 2,          # ACCESS_NET_ BIND_TCP, CONNECT_TCP
+    SCOPES=1 | 2,         # SCOPE_ ABSTRACT_UNIX_SOCKET, SIGNAL
     # linux/seccomp.h, linux/bpf_common.h, linux/audit.h
-    SECCOMP_MODE_FILTER, RET_ALLOW, RET_ERRNO, RET_KILL_PROCESS = 2, 0x7fff0000, 0x50000, 0x80000000
-    LOAD, AND, IF_EQUAL, IF_GREATER, RETURN = 0x20, 0x54, 0x15, 0x25, 0x06
-    AUDIT_ARCH = {"x86_64": 0xc000003e, "aarch64": 0xc00000b7}
+    SECCOMP_MODE_FILTER=2, RET_ALLOW=0x7fff0000, RET_ERRNO=0x50000, RET_KILL_PROCESS=0x80000000,
+    LOAD=0x20, AND=0x54, IF_EQUAL=0x15, IF_GREATER=0x25, RETURN=0x06,
+    AUDIT_ARCH={"x86_64": 0xc000003e, "aarch64": 0xc00000b7},
 
-    NEWEST = 462  # mseal; of later system calls nothing is known here
+    NEWEST=462,  # mseal; of later system calls nothing is known here
     # What no test may call. What needs a capability is not listed, as a test has none.
-    DENIED = {
+    DENIED={
         "other processes": """
             ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, kcmp 312 272,
             pidfd_getfd 438 438, process_madvise 440 440, process_mrelease 448 448,
@@ -723,21 +720,21 @@ class Linux:
         "where attacks on the kernel begin": """
             io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427,
             userfaultfd 323 282, bpf 321 280, personality 135 92, modify_ldt 154 -, vmsplice 278 75""",
-    }
-    UNKNOWN = "clone3 435 435"  # its flags cannot be checked; where it is unknown, libraries call clone
+    },
+    UNKNOWN="clone3 435 435",  # its flags cannot be checked; where it is unknown, libraries call clone
     # Landlock does not ask about these, so they go where the system's tree is in view
-    DENIED_WITHOUT_ROOT = """
+    DENIED_WITHOUT_ROOT="""
         chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -, fchown 93 55,
         lchown 94 -, fchownat 260 54, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7,
         removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, utime 132 -, utimes 235 -,
-        futimesat 261 -, utimensat 280 88"""
+        futimesat 261 -, utimensat 280 88""",
     # There a test is its process group, which nothing leaves
-    DENIED_WITHOUT_NAMESPACES = "setsid 112 157, setpgid 109 154"
-    DENIED_WITHOUT_SCOPES = """
-        tkill 200 130, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240, pidfd_send_signal 424 424"""
+    DENIED_WITHOUT_NAMESPACES="setsid 112 157, setpgid 109 154",
+    DENIED_WITHOUT_SCOPES="""
+        tkill 200 130, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240, pidfd_send_signal 424 424""",
     # Of these one argument decides
-    CHECKED = "socket 41 198, clone 56 220, mmap 9 222, prlimit64 302 261, kill 62 129, tgkill 234 131"
-
+    CHECKED="socket 41 198, clone 56 220, mmap 9 222, prlimit64 302 261, kill 62 129, tgkill 234 131",
+)
 
 SUPERVISOR_IMPORTS = """
 import atexit, contextlib, ctypes, errno, fcntl, gc, io, json, os, resource
@@ -771,7 +768,8 @@ def supervise(job_size: int):
     with open("/proc/loadavg") as f:  # a user's limit of processes counts the others too: no more than all
         box.others = int(f.read().split("/")[1].split()[0])
     write_file("/proc/self/oom_score_adj", "1000")  # when memory runs out, the kernel ends this first
-    os.sched_setaffinity(0, [box.core])             # many busy processes slow this core alone
+    with contextlib.suppress(OSError):  # unless it was taken from this process meanwhile
+        os.sched_setaffinity(0, [box.core])  # many busy processes slow this core alone
     die_with_parent()
     box.lacks = build_namespaces(box)
     prepare_tests(box)
@@ -1072,7 +1070,8 @@ def set_limits(box):
     if not box.namespaces and not box.switches_user:
         processes += box.others
     limits = {"AS": box.addresses, "DATA": box.memory, "STACK": 64 << 20, "CPU": int(box.seconds) + 1,
-              "NPROC": processes, "FSIZE": 32 << 20, "NOFILE": 256, "SIGPENDING": 256, "CORE": 0}
+              "NPROC": processes, "FSIZE": 32 << 20, "NOFILE": 256, "SIGPENDING": 256,
+              "CORE": 1}  # byte: at 0 the kernel would still hand dumps to a program of the system's
     for name, value in limits.items():
         limit = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(limit)[1]
@@ -1096,7 +1095,6 @@ def drop_privileges(box):
     """Give up all capabilities, and never gain any. Where files are guarded by Landlock alone, the test of a
     root keeps the right to read, as its Python may stand in root's home."""
     kernel("prctl", Linux.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    kernel("prctl", Linux.PR_SET_DUMPABLE, 1, 0, 0, 0)
     kept = [0]
     if box.switches_user and box.landlock and not box.root:
         kept = [1 << Linux.CAP_DAC_READ_SEARCH, 1 << Linux.CAP_DAC_OVERRIDE, 0]  # the first one there is
@@ -1243,11 +1241,12 @@ def end_program():
 @functools.cache
 def supervisor_source() -> str:
     """The functions above, which run in the supervisor and its tests, as the text of a program."""
-    parts = (Linux, supervise, kernel, die_with_parent, write_file, build_namespaces, enter_namespaces,
+    parts = (supervise, kernel, die_with_parent, write_file, build_namespaces, enter_namespaces,
              shown_paths, enter_root, lock_mount, prepare_tests, run_tests, append_bytes, passes,
-             takes_too_much, end_processes, enter_test, arrange_descriptors, set_limits, switch_user, drop_privileges,
-             restrict_files, filter_calls, filter_program, run_program, plain_value, end_program)
-    return "\n".join([SUPERVISOR_IMPORTS, *map(inspect.getsource, parts), "supervise(int(sys.argv[1]))"])
+             takes_too_much, end_processes, enter_test, arrange_descriptors, set_limits, switch_user,
+             drop_privileges, restrict_files, filter_calls, filter_program, run_program, plain_value, end_program)
+    numbers = f"Linux = types.SimpleNamespace(**{vars(Linux)!r})"
+    return "\n".join([SUPERVISOR_IMPORTS, numbers, *map(inspect.getsource, parts), "supervise(int(sys.argv[1]))"])
 
 
 def own_cores() -> list[int]:
