@@ -644,8 +644,8 @@ def same_short(answer: str, gold: str) -> bool:
 # Code: a generated program runs in a sandbox; what it prints or returns leaves it as data, and is graded here
 #
 # Nobody has read the program, and a policy in training finds whatever pays. So an interpreter of its own, the
-# supervisor, forks a process for each test, and takes from it in this order what a program does not need. Where
-# one layer has a hole, another stands.
+# supervisor, forks a process for each test, and takes from it in this order what a program does not need.
+# Where one layer has a hole, another stands.
 #   1. namespaces   a test sees no other process, no network, no shared memory of others
 #   2. a new root   a tree of Python and the system's libraries alone, read-only, and an empty folder for each
 #                   test, with limits on bytes and files. What is not in the tree cannot be opened, listed,
@@ -658,22 +658,22 @@ def same_short(answer: str, gold: str) -> bool:
 #   6. Landlock     the same files as in 2 once more, or alone where 2 cannot be had; no signal leaves a test
 #   7. seccomp      no system call that reaches other processes or memory that nobody counts, and few of those
 #                   that attacks on the kernel begin with
-# At the end of a test's first process all its others are killed, before the next test begins. A system that lacks
-# a layer (Docker as it comes denies 1 and 2) runs the rest, and sandbox_lacks says what is open there. The
-# kernel's own flaws stay open.
+# At the end of a test's first process all its others are killed, before the next test begins. A system that
+# lacks a layer (Docker as it comes denies 1 and 2) runs the rest, and sandbox_lacks says what is open there.
+# The kernel's own flaws stay open.
 
-# What LiveCodeBench puts before a program, in its order: import_string in lcb_runner/evaluation/testing_util.py
-MODULES = ("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics",
-           "itertools", "functools", "operator", "io", "sys", "json")
+# What LiveCodeBench puts before a program: import_string in its lcb_runner/evaluation/testing_util.py
+MODULES = ("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random",
+           "statistics", "itertools", "functools", "operator", "io", "sys", "json")
 STARS = [f"from {module} import *" for module in (*MODULES, "builtins", "typing")]
 PRELUDE = "\n".join([*STARS, f"import {', '.join(MODULES)}", "sys.setrecursionlimit(50_000)"])
 MAX_OUTPUT = 32 << 20  # bytes that all tests of a program together may print or return
 MAX_DIGITS = 50_000    # of an integer, as in LiveCodeBench's grader
 
 
-# Numbers of the kernel's interface by their names in its headers. They are the same on every architecture, but for
-# those of system calls, of which a table has three columns: name, number on x86_64 (asm/unistd_64.h), number on
-# aarch64 (asm-generic/unistd.h; "-" where there is none).
+# Numbers of the kernel's interface by their names in its headers. They are the same on every architecture, but
+# for those of system calls, of which a table has three columns: name, number on x86_64 (asm/unistd_64.h),
+# number on aarch64 (asm-generic/unistd.h; "-" where there is none).
 Linux = types.SimpleNamespace(
     # linux/prctl.h, linux/capability.h
     PR_SET_PDEATHSIG=1, PR_SET_DUMPABLE=4, PR_SET_KEEPCAPS=8, PR_SET_SECCOMP=22, PR_SET_CHILD_SUBREAPER=36,
@@ -1244,9 +1244,11 @@ def supervisor_source() -> str:
     parts = (supervise, kernel, die_with_parent, write_file, build_namespaces, enter_namespaces,
              shown_paths, enter_root, lock_mount, prepare_tests, run_tests, append_bytes, passes,
              takes_too_much, end_processes, enter_test, arrange_descriptors, set_limits, switch_user,
-             drop_privileges, restrict_files, filter_calls, filter_program, run_program, plain_value, end_program)
+             drop_privileges, restrict_files, filter_calls, filter_program, run_program, plain_value,
+             end_program)
     numbers = f"Linux = types.SimpleNamespace(**{vars(Linux)!r})"
-    return "\n".join([SUPERVISOR_IMPORTS, numbers, *map(inspect.getsource, parts), "supervise(int(sys.argv[1]))"])
+    functions = map(inspect.getsource, parts)
+    return "\n".join([SUPERVISOR_IMPORTS, numbers, *functions, "supervise(int(sys.argv[1]))"])
 
 
 def own_cores() -> list[int]:
@@ -1260,15 +1262,9 @@ def own_cores() -> list[int]:
     return cores[rank::ranks] or [cores[rank % len(cores)]]
 
 
-def slots(cores: list[int]) -> queue.SimpleQueue:
-    """The cores that are free: whoever runs a solution takes one and puts it back."""
-    free = queue.SimpleQueue()
-    for core in cores:
-        free.put(core)
-    return free
-
-
-FREE_CORES = slots(own_cores())
+FREE_CORES = queue.SimpleQueue()  # whoever runs a solution takes one and puts it back
+for free_core in own_cores():
+    FREE_CORES.put(free_core)
 
 
 def run_code(program: str, name: str | None, tests: list[str], seconds: float, memory: int = 4,
@@ -1352,8 +1348,8 @@ def check_sandbox(partial: bool):
     not said that this will do (--sandbox=partial), as a policy learns to use what is open."""
     if sandbox_lacks() and not partial:
         raise RuntimeError(
-            f"the sandbox of generated code holds only in part here: {'; '.join(sandbox_lacks())}. A policy in "
-            "training finds what is open. Allow namespaces (Docker: --security-opt seccomp=unconfined "
+            f"the sandbox of generated code holds only in part here: {'; '.join(sandbox_lacks())}. A policy "
+            "in training finds what is open. Allow namespaces (Docker: --security-opt seccomp=unconfined "
             "--security-opt apparmor=unconfined --security-opt systempaths=unconfined; Ubuntu: sysctl -w "
             "kernel.apparmor_restrict_unprivileged_userns=0), train on problems without code, or accept this "
             "with --sandbox=partial")
@@ -1443,8 +1439,8 @@ def passes_livecodebench(code: str, tests: list[list[str]], fn_name: str | None 
     return all(same_output(out, wanted, fn_name is not None) for out, wanted in zip(outputs, expected))
 
 
-# BigCodeBench's tests patch a solution's module and look into what it returns: they must share its process. So
-# this is for evaluation, where nobody learns from it; a solution that is written to cheat can, by patching
+# BigCodeBench's tests patch a solution's module and look into what it returns: they must share its process.
+# So this is for evaluation, where nobody learns from it; a solution that is written to cheat can, by patching
 # unittest while it runs.
 UNITTESTS = """
 import os, sys, types, unittest
