@@ -7,12 +7,11 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import eval as evaluation
-from eval import extract_code, passes_bigcodebench, passes_livecodebench, run_code, same_output
+from eval import passes_livecodebench, run_code
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the attacks and what holds against them are Linux's")
 ALONE = sys.platform == "linux" and os.getuid() == 0 and int(open("/proc/self/uid_map").read().split()[-1]) < 65536
