@@ -24,6 +24,7 @@ import inspect
 import io
 import itertools
 import json
+import marshal
 import math
 import operator
 import os
@@ -746,12 +747,12 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 UNSUITED = 100  # an exit code of UNSUITED + errno says that a layer is not to be had here
 
 
-def supervise(job_size: int):
+def supervise(job_start: int, job_size: int):
     """The supervisor. From descriptor 0 it reads a job (JSON of that size, then the tests' inputs one after
     another); on descriptor 1 it reports what the system lacks (a line of JSON) and then, test by test, the
     size and the bytes of its output. It ends with the first test that fails. Where it cannot build the
     sandbox it ends with a traceback."""
-    box = types.SimpleNamespace(**json.loads(os.pread(0, job_size, 0)))
+    box = types.SimpleNamespace(**json.loads(os.pread(0, job_size, job_start)))
     box.module = types.ModuleType("solution" if box.name else "__main__")
     exec(compile(box.prelude, "prelude", "exec"), vars(box.module))  # each test inherits what this imports
     box.root = box.namespaces = box.proc = False
@@ -773,7 +774,7 @@ def supervise(job_size: int):
     die_with_parent()
     box.lacks = build_namespaces(box)
     prepare_tests(box)
-    run_tests(box, job_size)
+    run_tests(box, job_start + job_size)
     os._exit(0)
 
 
@@ -909,6 +910,7 @@ def prepare_tests(box):
     LIBC.prctl(Linux.PR_SET_SECCOMP, Linux.SECCOMP_MODE_FILTER, None, 0, 0)
     known = os.uname().machine in Linux.AUDIT_ARCH and sys.maxsize > 1 << 32
     box.filtered = known and ctypes.get_errno() == errno.EFAULT
+    box.filter = filter_program(box) if box.filtered else b""  # unscoped, each test needs another
     children = f"/proc/{os.getpid()}/task/{os.getpid()}/children"
     box.watched = (box.proc or not box.namespaces) and os.path.exists(children)
     lacks = {
@@ -924,9 +926,8 @@ def prepare_tests(box):
     os.write(1, json.dumps(box.lacks).encode() + b"\n")
 
 
-def run_tests(box, job_size: int):
-    """Run the tests one after another and report their outputs."""
-    start = job_size  # of a test's input in descriptor 0
+def run_tests(box, start: int):
+    """Run the tests one after another and report their outputs. The first one's input stands at `start`."""
     left = box.max_output
     folder = f"size=128m,nr_inodes=8192,mode=700,uid={box.uid},gid={box.gid}"
     for number, size in enumerate(box.sizes):
@@ -1134,14 +1135,14 @@ def filter_calls(box):
     each system call."""
     if not box.filtered:
         return
-    code = [struct.pack("HBBI", *line) for line in filter_program(box)]  # struct sock_filter
-    array = ctypes.create_string_buffer(b"".join(code))
-    header = struct.pack("H6xQ", len(code), ctypes.addressof(array))     # struct sock_fprog
+    code = box.filter if box.scoped else filter_program(box)
+    array = ctypes.create_string_buffer(code)
+    header = struct.pack("H6xQ", len(code) // 8, ctypes.addressof(array))  # struct sock_fprog
     kernel("prctl", Linux.PR_SET_SECCOMP, Linux.SECCOMP_MODE_FILTER, header, 0, 0)
 
 
-def filter_program(box) -> list[tuple[int, int, int, int]]:
-    """Its lines (operation, lines to skip if true, if false, operand). It reads struct seccomp_data: the
+def filter_program(box) -> bytes:
+    """Its lines (operation, lines to skip if true, if false, operand) as struct sock_filter. It reads struct seccomp_data: the
     number of the call at byte 0, the architecture at 4, the low half of argument i at 16 + 8 i."""
     allow = (Linux.RETURN, 0, 0, Linux.RET_ALLOW)
     refuse = (Linux.RETURN, 0, 0, Linux.RET_ERRNO | errno.EPERM)
@@ -1185,7 +1186,7 @@ def filter_program(box) -> list[tuple[int, int, int, int]]:
         check += [(Linux.IF_EQUAL, len(values) - i, 0, value) for i, value in enumerate(values)]  # to `allow`
         check += [refuse, allow]
         program += [(Linux.IF_EQUAL, 0, len(check), numbers(Linux.CHECKED)[name]), *check]
-    return [*program, allow]
+    return b"".join(struct.pack("HBBI", *line) for line in [*program, allow])
 
 
 def run_program(box, given: bytes):
@@ -1248,7 +1249,16 @@ def supervisor_source() -> str:
              end_program)
     numbers = f"Linux = types.SimpleNamespace(**{vars(Linux)!r})"
     functions = map(inspect.getsource, parts)
-    return "\n".join([SUPERVISOR_IMPORTS, numbers, *functions, "supervise(int(sys.argv[1]))"])
+    return "\n".join([SUPERVISOR_IMPORTS, numbers, *functions, "supervise(int(sys.argv[1]), int(sys.argv[2]))"])
+
+
+@functools.cache
+def compiled(source: str) -> bytes:
+    """A program for START, as to compile the supervisor takes longer than to run a small test."""
+    return marshal.dumps(compile(source, "supervisor", "exec"))
+
+
+START = "import marshal, os, sys; exec(marshal.loads(os.pread(0, int(sys.argv[1]), 0)))"
 
 
 def own_cores() -> list[int]:
@@ -1295,14 +1305,15 @@ def in_sandbox(program: str, name: str | None, tests: list[str], seconds: float,
                max_output=MAX_OUTPUT)
     header = json.dumps(job).encode()
     options = ["-I", "-X", "utf8", "-X", f"int_max_str_digits={MAX_DIGITS}"]
-    command = [sys.executable, *options, "-c", supervisor_source(), str(len(header))]
+    supervisor = compiled(supervisor_source())
+    command = [sys.executable, *options, "-c", START, str(len(supervisor)), str(len(header))]
     folder = tempfile.mkdtemp()
     environment = {"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "TZ": "UTC", "OMP_NUM_THREADS": "1"}
     child, trouble = None, "it did not start in time"
     outputs = []
     try:
         with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as told:
-            asked.writelines([header, *inputs])
+            asked.writelines([supervisor, header, *inputs])
             asked.flush()
             with contextlib.suppress(subprocess.TimeoutExpired):  # on a machine too busy to keep any time
                 child = subprocess.run(
