@@ -11,25 +11,39 @@ sandbox stand in the appendix. `SYSTEMS` lists what can be compared, `measure` s
 does. assets/plot.py draws what is written here. Read train.py next.
 """
 import ast
+import atexit
 import base64
 import cmath
 import contextlib
+import ctypes
+import errno
+import fcntl
 import functools
+import gc
+import inspect
+import io
 import itertools
 import json
+import marshal
 import math
 import operator
 import os
 import pickletools
+import queue
 import random
 import re
+import resource
+import signal
+import socket
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
 import textwrap
 import threading
 import time
+import types
 import warnings
 import zlib
 from collections import Counter
@@ -532,509 +546,1913 @@ def columns(rows: dict[str, dict], heads: dict[str, int], title: str = "") -> st
 # line
 
 # ---------------------------------------------------------------------------------------------------------------------------------
-# Graders of text: mathematics, letters, short answers. What they read was written by a model, and none of it is run.
+# Graders of text: mathematics, letters, short answers. What they read was written by a model that is paid for
+# being judged right. None of it is run; what the reader does not know ends the reading, and then only equal
+# text is equal.
 
 LETTERS = "ABCDEFGHIJ"  # of the choices
-LONGEST, BITS = 1000, 1000  # characters of an answer, bits of a number: beyond, only text is compared (sympy hangs at 5^{5^{5^5}})
-LEVELS = {",": 0, "∪": 1, "=": 2, **dict.fromkeys("+-±∓", 3), "*": 4, "/": 4, "^": 5}  # of precedence
-OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
-TOKEN = re.compile(r"(?:\d+(?:\.\d+)?|\.\d+)(?:_\w+)?|\\[A-Za-z]+|#[^#]*#|[A-Za-z]{4,}|[A-Za-z](?:_\w+)?'*|\S")  # 11_2 is a symbol
-FUNCTIONS = {"\\" + f.__name__: f for f in (cmath.sin, cmath.cos, cmath.tan, cmath.sinh, cmath.cosh, cmath.tanh, cmath.exp, abs)} | {
-    r"\ln": cmath.log, r"\log": cmath.log10, r"\arcsin": cmath.asin, r"\arccos": cmath.acos, r"\arctan": cmath.atan,
-    r"\cot": lambda z: 1 / cmath.tan(z), r"\sec": lambda z: 1 / cmath.cos(z), r"\csc": lambda z: 1 / cmath.sin(z)}
-CONSTANTS = {"e": math.e, "i": 1j, "π": math.pi, "∞": math.inf}
-UNICODE = str.maketrans(dict(zip("×·÷−–²³√&~$#", ["*", "*", "/", "-", "-", "^2", "^3", r"\sqrt ", ",", " ", "", ""])))
-SIGNS = {**dict.fromkeys("left right big Big displaystyle overline angle triangle ! ( ) [ ]".split(), ""),
-         **dict.fromkeys([",", ";", ":", " ", "quad", "qquad"], " "), **dict.fromkeys(["dfrac", "tfrac", "cfrac"], r"\frac"),
-         **dict(zip("\\ cdot times div pi infty infinity cup pm mp le leq ge geq lt gt in % { } emptyset varnothing".split(),
-                    "),( * * / π ∞ ∞ ∪ ± ∓ ≤ ≤ ≥ ≥ < > ∈ % { } {} {}".split()))}
-UNITS = dict(pair.split("=") for pair in (
-    "foot=ft feet=ft inche=in inch=in mile=mi meter=m metre=m gram=g pound=lb lbs=lb second=s sec=s minute=min hour=h hr=h year=yr yrs=yr liter=L "
-    "litre=L newton=N joule=J watt=W volt=V ampere=A amp=A ohm=Ω hertz=Hz pascal=Pa kelvin=K celsiu=C fahrenheit=F mole=mol percent=% dollar=$ "
-    "cent=¢ square=2 sq=2 cubic=3 per= unit= degree= way= outcome= different= total=").split())  # without plural; what counts is no unit
-PREFIXES = dict(kilo="k", centi="c", milli="m", micro="μ", nano="n", mega="M", giga="G")
-COUNTS = {"dozen": 12, "hundred": 100, "thousand": 10 ** 3, "million": 10 ** 6, "billion": 10 ** 9, "trillion": 10 ** 12}
+LONGEST = 1000  # characters of an answer: a longer one is wrong
+MOST = 100      # parts of a list, and roots and powers of an answer
+DEEPEST = 20    # brackets in brackets; sides of an equation
+BITS = 4000     # of a fraction
+POINTS = 16     # where an expression with variables is evaluated
+ENOUGH = 3      # points at which two expressions must both have a value
+
+
+class Unreadable(Exception):
+    """A text is no mathematics that the reader knows, or it has no value, or too large a one."""
+
+
+# What a response commits to
+
+OPENING = re.compile(r"\\(?:boxed|fbox)[^\S\n]{0,9}\{|\\boxed[^\S\n]{1,9}(?=\d)|<answer>")
+BETWEEN = re.compile(r"(?:[\s$,;]|\\[(),; ]|\\q?quad\b|(?:\\text\{\s*)?\b(?:and|or)\b\s*\}?"
+                     r"|\b[A-Za-z](?:_\d)?\s*=)*")
+SAID = re.compile(r"(?i)\banswer\*{0,2}\s*(?:is\b|:)[\s:*]*|\bfinal answer\*{0,2} *\n\s*")
+DENIED = re.compile(r"(?i)(?:\b(?:not|never|if|whether|unless|wrong|false|doubt|unlikely)\b|n't\b)[^.!?\n]*$")
+HEDGED = re.compile(r"(?i)(?:^|[.!?,;\n])[\s*]*(?:but|or|and|however|wait|no|not|actually|alternatively)\b")
+REASON = re.compile(r"(?i)[,;.]?\s(?:because|since)\b")
+
+
+def content(text: str, opening: re.Match) -> tuple[str, int]:
+    """What stands in the box or tag that opens in a text, and where it ends; ("", -1) if it does not
+    close."""
+    start = opening.end()
+    depth = 1
+    if opening[0] == "<answer>":
+        end = text.find("</answer>", start)
+        return (text[start:end].strip(), end + len("</answer>")) if end >= 0 else ("", -1)
+    if not opening[0].endswith("{"):  # \boxed 2, as two solutions of MATH have it
+        number = re.compile(r"\d+").match(text, start)
+        return number[0], number.end()
+    for m in re.compile(r"(?s)\\.|[{}]").finditer(text, start):  # \{ is no brace
+        if m[0] == "{":
+            depth += 1
+        elif m[0] == "}":
+            depth -= 1
+        if depth == 0:
+            return text[start:m.start()].strip(), m.end()
+    return "", -1
 
 
 def committed(response: str) -> str | None:
-    """What stands in the last \\boxed{} (as in MATH) or <answer>, whichever opens later; "" if it does not close, None without either."""
-    response = re.sub(r"\\boxed\s+(\d+)", r"\\boxed{\1}", response)  # as two solutions of MATH have it
-    tag, box = response.rfind("<answer>"), max((m.end() for m in re.finditer(r"\\(?:boxed|fbox)\s*\{", response)), default=-1)
-    if tag >= box:
-        found, end, _ = response[tag + 8:].partition("</answer>")
-        return None if tag < 0 else found.strip() if end else ""
-    depth = 1
-    for m in re.finditer(r"(?s)\\.|[{}]", response[box:]):  # \{ is no brace
-        depth += (m[0] == "{") - (m[0] == "}")
-        if not depth:
-            return response[box:box + m.start()].strip()
-    return ""
+    """What stands in the last \\boxed{} (as in MATH) or <answer>, whichever opens later; None without either.
+    Boxes with nothing but commas, "and", "or" and "x =" between them are one list. "" if it does not close,
+    or if what stands around it takes it back."""
+    response = response[-200 * LONGEST:]
+    openings = list(OPENING.finditer(response))
+    if not openings:
+        return None
+    last = openings.pop()
+    found, end = content(response, last)
+    parts = [found]
+    start = last.start()
+    while openings and end >= 0 and len(parts) < MOST:
+        opening = openings.pop()
+        before, closed = content(response[:start], opening)
+        alike = closed >= 0 and opening[0][0] == last[0][0]
+        between = response[closed:start][:LONGEST]
+        if not alike or not BETWEEN.fullmatch(between):
+            break
+        parts.append(before)
+        start = opening.start()
+    tag = response.rfind("<answer>", 0, start)
+    if tag > response.rfind("</answer>", 0, start):  # a box in a tag
+        before = response[tag + len("<answer>"):start]
+        after = response[end:].partition("</answer>")[0]
+        beside = before[-LONGEST:] + "\n" + after[:LONGEST]
+        if re.search(r"\d", beside) or HEDGED.search(beside) or DENIED.search(beside):
+            return ""
+    if end >= 0 and re.match(r"[\s$]*(?:,|or\b|and\b)\s*\$?\s*[-\\\d]", response[end:end + 50]):
+        return ""  # \boxed{5} or 6
+    return ", ".join(dict.fromkeys(reversed(parts)))
 
 
 def final_answer(response: str) -> str:
-    """What a response commits to: its last \\boxed{} or <answer>, else what follows its last "answer is" or "answer:", else all of it."""
+    """What a response commits to: its last \\boxed{} or <answer>, else what follows its last "answer is" or
+    "answer:", else all of it. Where that is denied or taken back all of it is returned, which is nobody's
+    answer."""
     found = committed(response)
-    said = [response, *re.findall(r"(?i)\banswer\s*(?:is\b|:)[\s:*]*([^\n]*)", response)]
-    return (said[-1] if found is None else found).strip("* \n")
+    response = response if found is None else found
+    said = list(SAID.finditer(response))
+    if not said:
+        return response.strip("* \n")
+    start, end = said[-1].span()
+    line, _, later = response[end:].partition("\n")
+    line = REASON.split(line)[0]
+    sentence = re.match(r"(.*?[^.])\.[*$]*\s+(?=[A-Z])(.*)", line)
+    if sentence:
+        line = sentence[1]
+        later = sentence[2] + "\n" + later
+    sentence = response[max(0, start - 200):start]
+    if DENIED.search(sentence) or HEDGED.search(later[:LONGEST]):
+        return response.strip()
+    return re.sub(r"(?<!\.)\.$", "", line.strip("* ")).strip("* ")
 
 
-def same_math(answer: str, gold: str, tolerance: float = 0.0) -> bool:
-    """Whether two answers in LaTeX or plain text mean the same: lists and sets in any order; tuples, intervals and matrices in theirs;
-    "x =" and a unit may be missing on one side. Numbers are equal, or real ones within a relative tolerance."""
-    a, b = answer.strip(), gold.strip()
-    if a == b or max(len(a), len(b)) > LONGEST:
-        return a == b != ""
-    a, b = tidy(a), tidy(b)
-    if ("=" in a) != ("=" in b):
-        a = a if "," in a or re.search(r"=\s*0$", a) else a.rpartition("=")[2]  # m + n = 10 + 7 = 17
-        name = r"\\?[A-Za-z]+(?:_\w+)?"
-        a, b = (re.sub(rf"(^|,)\s*(?:{name}(?:\^\{{-1\}}|'+)?(?:\([^()=]*\))?|\(\s*{name}(?:\s*,\s*{name})+\s*\))\s*=", r"\1", text)
-                for text in (a, b))
-    x, y = (re.sub(r"#|(?<!\d)\s+|\s+(?!\d)", "", text) for text in (a, b))
-    if x == y or re.search(r"#|(?<![\\A-Za-z])[A-Za-z]{3}", a + b) and x.casefold() == y.casefold():
-        return x != ""
-    (a, u, more), (b, v, others) = quantity(a), quantity(b)
-    pairs = [(a, b)]
-    if not re.search(r"[(\[{]", a + b):  # commas between thousands, not in a list
-        pairs.append([re.sub(r"(?<![\d.,])\d{1,3}(,\d{3})+(?!\d|,\d)", lambda m: m[0].replace(",", ""), text) for text in (a, b)])
-    if ["%"] in (u, v) and u != v:  # 20% is 0.2, but the answer to "what percentage?" may be 20
-        pairs += [(f"({x})/100", y) if u else (x, f"({y})/100") for x, y in pairs]
-    alike = u == v and (more <= others or others <= more) or not (u or more) or not (v or others)
-    return alike and any(agree(read(x), read(y), tolerance) for x, y in pairs)
+# One spelling for LaTeX and plain text
+
+UNICODE = str.maketrans("×·⋅∗−–—÷~\u00a0\u202fµΩ’", "****---/   μΩ'")
+RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉₋", "0123456789-")
+SIGNS = dict(pair.split("=", 1) for pair in (
+    r"cdot=* times=* ast=* div=/ pi=π infty=∞ infinity=∞ cup=∪ pm=± mp=∓ le=≤ leq=≤ leqslant=≤ "
+    r"ge=≥ geq=≥ geqslant=≥ lt=< gt=> in=∈ "
+    r"approx=≈ emptyset=∅ varnothing=∅ langle=⟨ rangle=⟩ degree=° lvert=| rvert=| vert=| "
+    r"dfrac=\frac tfrac=\frac cfrac=\frac "
+    r"dbinom=\binom tbinom=\binom mu=μ Omega=Ω %=% {=⦃ }=⦄ $=＄ != \=⏎").split())
+SIGNS |= dict.fromkeys([*",;: ()[]", "quad", "qquad", "displaystyle", "textstyle", "limits"], " ")
+COUNTS = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 1000000, "billion": 1000000000}
+SHORT = "no of in on to by at is it up we he or an as be do go if me my so us".split()
+SMALL = "zero one two three four five six seven eight nine ten eleven twelve".split()
+TEXT = r"\\(?:text\w*|mbox|math(?:rm|bf|it|sf)|boldsymbol|operatorname)\s*\{([^{}]*)\}"
+ENVIRONMENT = r"\\(?:begin|end)\{(?:[pb]?matrix|array)\}(?:\{[clr|\s]*\})?"
+NAMED = r"(?<![\\A-Za-z«])(sqrt|pi|infinity|(?:arc)?(?:sin|cos|tan)|(?:sin|cos|tan)h|exp|ln|log)(?![A-Za-z])"
 
 
-def quantity(text: str) -> tuple[str, list[str], set[str]]:
-    """A tidy text without what it counts, the unit of that, and its other words: "5 square miles north" is "5", ["2", "mi"] and {"north"}."""
-    def symbol(word):
-        prefix, base = re.fullmatch(rf"({'|'.join(PREFIXES)})?(.*)", word).groups()
-        return PREFIXES[prefix] + UNITS[base] if prefix and base in UNITS else UNITS.get(word, word)
-
-    word = r"(?:#[^#]*#|%|(?<![A-Za-z])(?:[A-Za-z]{4,}|mm|cm|km|in|ft|mi|kg|mg|sec|min|hr|mph|per)(?![A-Za-z]))"
-    m = re.search(rf"(?<=[\w)}}\]])(?:\s*(?:[*/]\s*)?{word}(?:\^\{{?-?\d\}}?)?)+$", text)
-    words = [w if len(w) < 4 else w.lower().rstrip("s") for w in re.findall(r"[^\W\d_]+|[%23]", m[0])] if m else []
-    words = [*filter(None, map(symbol, words))]
-    return text[:m.start()] if m else text, sorted(w for w in words if len(w) < 4), {w for w in words if len(w) > 3}
+def in_words(m: re.Match) -> str:
+    """\\text{...} as «...», but a number word as its number, and what has no letters or is one (no unit) as
+    itself."""
+    inner = m[1].strip()
+    if inner.lower() in SMALL:
+        return str(SMALL.index(inner.lower()))
+    alone = re.fullmatch(r"\(?[A-Za-z]\)?|[^A-Za-zμΩ°]*", inner) and inner not in [*"msghNJWVAKCLF"]
+    return f" {m[1]} " if alone else f"«{inner}»"
 
 
-def tidy(text: str) -> str:
-    """LaTeX and plain text in one spelling: one character a sign, #...# for \\text{...}, a matrix as [(row),(row)]."""
-    text = text.rstrip(". ").replace(r"\$", "").translate(UNICODE)
-    for pattern, new in (
-            (r"\^\s*\{?\s*(?:\\circ|°)\s*\}?|\\degree|°", ""), (r"(?<=\d)(?:\{,\}|,\s*\\!)\s*(?=\d{3})", ""),  # thousands
-            (r"\\begin\{[pb]matrix\}", "[("), (r"(\\\\)?\s*\\end\{[pb]matrix\}", ")]"),
-            (r"\\(?:text\w*|mbox|math(?:rm|bf|it))\s*\{([^{}]*)\}",
-             lambda m: m[1] if m[1] in ("e", "i") or not re.search("[A-Za-z]", m[1]) else f"#{m[1].strip()}#"),
-            (r"\\([A-Za-z]+|.)", lambda m: SIGNS.get(m[1], m[0])),
-            (r"(?<![\\A-Za-z])(sqrt|pi|infinity|(?:arc)?(?:sin|cos|tan)|(?:sin|cos|tan)h|exp|ln|log)(?![A-Za-z])",
-             lambda m: SIGNS.get(m[1], "\\" + m[1])),
-            (rf"(?<=[\d}}])\s*(#?)\s*({'|'.join(COUNTS)})\b\s*", lambda m: f"*{COUNTS[m[2]]}{m[1]}"), ("##", ""),
-            (r",?\s*(?:#(?:and|or)#|\b(?:and|or)\b)|;", ","), (r"_\{(\w*)\}", r"_\1"), (r"^#?\(([A-Z])\)#?$", r"\1"),
-            (r"^\s*\\?\w+\s*∈", ""), (r"\|([^|]*)\|", r"\\abs{\1}"), (r"(?<=\d) (?=\d{3}(?!\d))", ""),
-            (r"(?<=\d)\s+(\d+)/(\d+)", r"\\frac{\1}{\2}"), (r"\\frac\s*(\d)", r"\\frac{\1}"), (r"(\\frac\{[^{}]*\})\s*(\d)", r"\1{\2}"),
-            (r"(?<![\d.^_}])(\d+)\s*\\frac\s*\{(\d+)\}\s*\{(\d+)\}",  # a mixed number
-             lambda m: f"({m[1]}+{m[2]}/{m[3]})" if int(m[2]) < int(m[3]) else m[0])):
+def repeating(m: re.Match) -> str:
+    """0.3\\overline{6} as (36 - 3)/90."""
+    fixed = int(m[1] + m[2] or 0)
+    over = int("9" * len(m[3]) + "0" * len(m[2]))
+    return rf"\frac{{{int(m[1] + m[2] + m[3]) - fixed}}}{{{over}}}"
+
+
+def mixed(m: re.Match) -> str:
+    """2\\frac{1}{3} as (2+1/3); with an improper fraction it stays what it is."""
+    whole, over, under = m.groups()
+    return f"({whole}+{over}/{under})" if int(over) < int(under) else m[0]
+
+
+RULES = (  # a pattern and what becomes of it, in this order
+    (r"(?<=[A-Za-z0-9)])([⁻⁰¹²³⁴-⁹]+)", lambda m: f"^{{{m[1].translate(RAISED)}}}"),  # x²
+    (r"[₀-₉]+", lambda m: f"_{{{m[0].translate(LOWERED)}}}"),  # x₁
+    (r"^\s*\$(?=\d[\d,. ]*[a-z ]*$)", "＄"),  # $5 is money, $5$ is not
+    (r"(?<!\\)\$", " "),  # mathematics' dollars
+    (r"(?<=\d)(?:\{,\}|,\s*\\!|\\,)\s*(?=\d{3}(?!\d))", ""),  # 1{,}000
+    (r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\s*\.?", " "),  # sizes of brackets
+    (r"\^\s*\{?\s*(?:\\circ(?![A-Za-z])|°)\s*\}?", "°"),  # degrees
+    (r"\\overline\s*\{\s*([A-Z]{2})\s*\}", r"\1"),  # a segment
+    (r"(?<![\d.])(\d*)\.(\d*)\\overline\s*\{(\d+)\}", repeating),  # 0.3\overline{6}
+    (ENVIRONMENT, lambda m: "⟦" if "begin" in m[0] else "⟧"),  # a matrix
+    (TEXT, in_words),  # \text{...}
+    (r"√", r"\\sqrt "),
+    (r"\\([A-Za-z]+|.)", lambda m: SIGNS.get(m[1], m[0])),  # \cdot, \le, \,
+    (r"<=|=<", "≤"),  # signs in plain text
+    (r">=", "≥"),
+    (r"==", "="),
+    (r"!=", "≠"),
+    (r"\*\*", "^"),
+    (r"\+/?-", "±"),
+    (r"(?i)«?\s*\bdeg(?:ree)?s?\s+([CF])(?:elsius|ahrenheit)?\b\s*»?", lambda m: f"«°{m[1].upper()}»"),
+    (r"°\s*«?\s*([CF])\b»?", r"«°\1»"),  # temperatures
+    (NAMED, lambda m: SIGNS.get(m[1], "\\" + m[1])),  # sin, pi
+    (rf"(?<=[\d}}])\s*(«?)\s*({'|'.join(COUNTS)})\b\s*", lambda m: f"*{COUNTS[m[2]]}{m[1]}"),  # 5 million
+    (r"«\s*»", ""),
+    (r",?\s*(?:«\s*or\s*»|(?<![A-Za-z\\])or(?![A-Za-z]))\s*", "∨"),  # separators of lists
+    (r",?\s*(?:«\s*and\s*»|(?<![A-Za-z\\])and(?![A-Za-z]))\s*|;", ","),
+    (rf"(?i)^({'|'.join(SMALL)})(?=$| )", lambda m: str(SMALL.index(m[1].lower()))),  # five
+    (r"\|([^|]*)\|", r"\\abs{\1}"),  # |x|
+    (r"(?<![\d._])\d{1,3}(?: \d{3})+(?![\d.])", lambda m: m[0].replace(" ", "")),  # 10 000
+    (r"(?<=\d)\s+(\d+)/(\d+)(?![\d/])", r"\\frac{\1}{\2}"),  # 2 1/3
+    (r"\\frac\s*(\d)", r"\\frac{\1}"),  # \frac12
+    (r"(\\frac\{[^{}]*\})\s*(\d)", r"\1{\2}"),
+    (r"(?<![\d.^_}])(\d+)\s*\\frac\s*\{(\d+)\}\s*\{(\d+)\}", mixed),  # 2\frac13
+    (r"_\{(\w*)\}", r"_\1"),  # x_{12}
+    (r"\s+", " "),
+    (r"(?:(?<!\.)\.|\\) ?$", ""),  # a full stop
+)
+
+
+def one_spelling(text: str) -> str:
+    """A text in one spelling: one character a sign, «...» for \\text{...}, ⟦a&b⏎c&d⟧ for a matrix, ⦃...⦄ for
+    a set, ∨ for "or"."""
+    text = " ".join(text.translate(UNICODE).split())
+    for pattern, new in RULES:
         text = re.sub(pattern, new, text)
     return text.strip()
 
 
-def read(text: str) -> Fraction | float | complex | list | None:
-    """The value of a tidy text, exact while rational, its variables at a fixed complex point; or [kind, part, ...] of kind "," "{}" "±" "="
-    "∪" (in any order) "()" "[)" ... None if it is no mathematics, has no value, or is too large. By precedence climbing."""
-    tokens = TOKEN.findall(text)[::-1]
-
-    def expression(level=0, ends=()):
-        sign = tokens.pop() if tokens[-1] in ("+", "-", "±", "∓") else ""
-        node = infix(sign, Fraction(0), expression(max(level, 4))) if sign else atom()
-        while tokens and tokens[-1] not in (")", "]", "}"):
-            op = tokens[-1] if tokens[-1] in LEVELS else "*"
-            if LEVELS[op] < level or tokens[-1 - (op == tokens[-1])] in ends:
-                break
-            if op == tokens[-1]:
-                tokens.pop()
-            elif re.match(r"\d|#|[A-Za-z]{4}", tokens[-1]):
-                raise ValueError("numbers or words side by side")
-            node = infix(op, node, expression(LEVELS[op] + (op != "^")))
-        return node
-
-    def atom():
-        token = tokens.pop()
-        if token in ("(", "[", "{"):
-            node, kind = expression(), token + tokens.pop()
-            return [kind, *node[1:]] if isinstance(node, list) and node[0] == "," else node
-        if token == r"\frac":
-            return infix("/", atom(), atom())
-        if token == r"\sqrt":
-            n = atom() if tokens[-1] == "[" else 2
-            return infix("^", atom(), 1 / Fraction(n))
-        if token in FUNCTIONS:  # \sin 2x is \sin(2x), \sin^2 x is (\sin x)^2, \sin^{-1} x is \arcsin x
-            power = atom() if tokens[-1] == "^" and tokens.pop() else None
-            function = FUNCTIONS[token.replace("\\", r"\arc") if power == -1 else token]
-            value = function(complex(atom() if tokens[-1] in ("(", "{") else expression(4, FUNCTIONS)))
-            return value if power in (None, -1) else infix("^", value, power)
-        if token[0] in ".0123456789" and "_" not in token:
-            return infix("+", Fraction(0), Fraction(token))
-        if token in CONSTANTS:
-            return CONSTANTS[token]
-        if token[0].isalnum() or token[0] in "#\\" and "binom" not in token:
-            random = zlib.crc32((token.strip("#").casefold() if len(token) > 3 else token).encode()) / 2 ** 32
-            return cmath.rect(2 + random, 0.1 + 0.2 * (random * 997 % 1))  # about a positive number: sqrt(xy) = sqrt(x) sqrt(y)
-        raise ValueError("no mathematics")
-
-    try:
-        node = expression() if text.count("±") + text.count("∓") < 5 else None
-        return None if tokens else node
-    except (ValueError, TypeError, ArithmeticError, LookupError, RecursionError):
-        return None
+def fold(m: re.Match) -> str:
+    """A word in small letters if its case means nothing: not mV and MV, Co and CO, AaBb and aabb."""
+    word = m[0]
+    short = len(word) < 3 and word.lower() not in SHORT
+    usual = word.islower() or word.istitle() or word.isupper() and len(word) > 4
+    return word if short or not usual or re.fullmatch(r"(?i)(?:([a-z])\1)+", word) else word.lower()
 
 
-def infix(op: str, x, y):
-    """What an operator makes of two values or lists. ValueError or TypeError where it makes nothing, or too large a number."""
-    xs, ys = (node[1:] if isinstance(node, list) and node[0] in "±" + op * (op in ",∪") else [node] for node in (x, y))
-    if op in ",∪":
-        return [op, *xs, *ys]
-    if op in "±∓" or len(xs) * len(ys) > 1:
-        return ["±", *(infix(sign, p, q) for sign in ("+-" if op in "±∓" else op) for p in xs for q in ys)]
-    if isinstance(x, list) or isinstance(y, list):
-        raise ValueError("no arithmetic on lists")
-    if op == "=":
-        return [op, infix("-", x, y), infix("-", y, x)]
-    if op == "^" and not (isinstance(x, Fraction) and isinstance(y, Fraction) and y.denominator == 1):
-        return complex(x) ** complex(y)
-    if op == "^" and math.log2(max(abs(x.numerator), x.denominator)) * abs(y) > BITS:
-        raise ValueError("too large")
-    result = x ** int(y) if op == "^" else OPERATORS[op](x, y)
-    if isinstance(result, Fraction) and max(abs(result.numerator), result.denominator) >> BITS:
-        raise ValueError("too large")
-    return result
+def as_text(text: str) -> str:
+    """What is compared where two tidy texts are compared as texts."""
+    text = re.sub("[«»]", "", text)
+    text = re.sub(r"(?<=[A-Z])([a-z]?)_(\d)", r"\1\2", text)  # CO_2
+    text = re.sub(r"^\(([A-Z])\)$", r"\1", text)              # (D)
+    text = re.sub(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])", "", text)
+    return re.sub(r"(?<!\\)\b[A-Za-z]+\b", fold, text)
 
 
-def agree(x, y, tolerance: float) -> bool:
-    """Whether what `read` made of two texts is the same."""
-    if isinstance(x, list) and isinstance(y, list):
-        if len(x) != len(y) or x[0] != y[0] and not {x[0], y[0]} <= {",", "{}", "±"}:
-            return False
-        if x[0] in ("()", "[]", "(]", "[)"):
-            return all(agree(p, q, tolerance) for p, q in zip(x[1:], y[1:]))
-        rest = y[1:]
-        return all(any(agree(p, q, tolerance) and rest.remove(q) is None for q in rest) for p in x[1:])
-    if x is None or y is None or isinstance(x, list) or isinstance(y, list):
-        return False
-    if isinstance(x, Fraction) and isinstance(y, Fraction) and not tolerance:
+# Numbers: a rational one is a Fraction and exact, any other is complex; what floats would hide has no value
+
+FINE = 10 ** 9  # a fraction of larger numbers is not mixed with floats
+OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "^": pow}
+RECIPROCALS = {r"\cot": cmath.tan, r"\sec": cmath.cos, r"\csc": cmath.sin}
+FUNCTIONS = RECIPROCALS | {
+    r"\sin": cmath.sin, r"\cos": cmath.cos, r"\tan": cmath.tan, r"\sinh": cmath.sinh, r"\cosh": cmath.cosh,
+    r"\tanh": cmath.tanh, r"\arcsin": cmath.asin, r"\arccos": cmath.acos, r"\arctan": cmath.atan,
+    r"\exp": cmath.exp, r"\ln": cmath.log, r"\log": cmath.log10, r"\abs": abs}
+RANGES = {r"\sinh": 10, r"\cosh": 10, r"\tanh": 10, r"\exp": 25, r"\ln": FINE, r"\log": FINE}
+
+
+def size(x: Fraction) -> int:
+    return max(abs(x.numerator), x.denominator)
+
+
+def settled(z: complex) -> complex | Fraction:
+    """A float without a part that is only rounding. ArithmeticError if it is too large or too small."""
+    if not 1e-9 < abs(z) < 1e12:
+        raise ArithmeticError("out of range")
+    least = 1e-12 * abs(z)
+    real = z.real if abs(z.real) > least else 0.0
+    imag = z.imag if abs(z.imag) > least else 0.0
+    return complex(real, imag)
+
+
+def arithmetic(sign: str, x, y):
+    """x + y and so on. ArithmeticError where it has no value, and where one part of a sum would drown in the
+    other."""
+    exact = isinstance(x, Fraction) and isinstance(y, Fraction)
+    if exact and sign != "^":
+        return OPERATORS[sign](x, y)
+    if exact and y.denominator == 1:
+        if size(x).bit_length() * abs(y) > 2 * BITS:
+            raise ArithmeticError("too large")
+        return x ** int(y)
+    if x == 0 and sign == "/" or 0 in (x, y) and sign == "*":
+        return Fraction(0)
+    x, y = complex(x), complex(y)
+    result = OPERATORS[sign](x, y)
+    if sign in "+-":
+        low, high = sorted((abs(x), abs(y)))
+        if abs(result) < 1e-12 * high:
+            return Fraction(0)
+        if 0 < low < 1e-7 * high or abs(result) < 1e-6 * high:
+            raise ArithmeticError("one would drown, or too few digits are left")
+    return settled(result)
+
+
+def operate(name: str, *numbers):
+    """What an operator or a function, by its sign or its name in TeX, makes of numbers. ArithmeticError,
+    TypeError or ValueError where it makes nothing."""
+    x, y = numbers[0], numbers[-1]
+    exact = all(isinstance(number, Fraction) for number in numbers)
+    if name in OPERATORS:
+        return arithmetic(name, x, y)
+    if name == "°":
+        return arithmetic("*", x, math.pi / 180)
+    if name in ("!", r"\binom"):
+        whole = exact and x.denominator == y.denominator == 1
+        if not whole or not 0 <= y <= x <= 400:
+            raise ArithmeticError("no small natural numbers")
+        return Fraction(math.factorial(int(x)) if len(numbers) == 1 else math.comb(int(x), int(y)))
+    if name == r"\sqrt":  # of the degree x; that of a negative number is real where the degree is odd
+        if not imaginary(y) and complex(y).real < 0 and x % 2 == 1:
+            return arithmetic("*", Fraction(-1), operate(name, x, arithmetic("*", Fraction(-1), y)))
+        return y if y == 0 else arithmetic("^", y, 1 / x)
+    if len(numbers) == 2:  # the logarithm to base x
+        return arithmetic("/", operate(r"\ln", y), operate(r"\ln", x))
+    if name == r"\abs":
+        return abs(x) if exact else settled(complex(abs(x)))
+    if x != 0 and not 1e-3 < abs(x) < RANGES.get(name, 1000):
+        raise ArithmeticError("out of range")
+    result = FUNCTIONS[name](x)
+    if name in RECIPROCALS:
+        result = 1 / result
+    return Fraction(0) if abs(result) < 1e-13 else settled(result)
+
+
+def at_point(name: str, k: int) -> Fraction:
+    """The value of a variable at the kth point: three small integers, six fractions, seven larger ones of
+    either sign."""
+    random = zlib.crc32(f"{name} {k}".encode())
+    if k < 3:
+        return Fraction(random % 29 + 2)
+    whole = (random >> 8) % 37 + 7
+    if k < 9:
+        return Fraction(whole, 30)
+    return Fraction(-whole if k < 12 or random & 64 else whole, 4)
+
+
+def imaginary(x) -> bool:
+    return isinstance(x, complex) and x.imag != 0
+
+
+def pointwise(name: str, *arguments: list) -> list:
+    """An operation on values at every point; None where it has no value. Constants have one value, which may
+    be complex. With variables roots and logarithms are real or have no value, so that sqrt(xy) is sqrt(x)
+    sqrt(y), and sqrt(x^2) is |x| and not x."""
+    results = []
+    count = max(map(len, arguments))
+    for k in range(count):
+        numbers = [values[k % len(values)] for values in arguments]
+        try:
+            result = operate(name, *numbers)
+        except (ArithmeticError, AttributeError, TypeError, ValueError):  # also of None
+            result = None
+        if isinstance(result, Fraction) and size(result) >> BITS:
+            result = None
+        if isinstance(result, complex):
+            fine = any(size(x) > FINE for x in numbers if isinstance(x, Fraction))
+            unreal = imaginary(result) and not any(map(imaginary, numbers))
+            if count == 1 and fine or count > 1 and unreal:
+                result = None  # 1.4142135623730951 times pi; the root of a variable below zero
+        results.append(result)
+    if results.count(None) == count:
+        raise Unreadable("no value")
+    return results
+
+
+def equal(x, y) -> bool:
+    """Whether two numbers are equal, irrational ones but for rounding."""
+    if isinstance(x, Fraction) and isinstance(y, Fraction):
         return x == y
-    real = complex(x).imag == complex(y).imag == 0
-    return cmath.isclose(x, y, rel_tol=(tolerance or 1e-12) if real else 1e-9, abs_tol=1e-14 * (x == 0 or y == 0))
+    largest = max(abs(complex(x)), abs(complex(y)))
+    return abs(complex(x) - complex(y)) <= 1e-10 * largest
 
 
-def pick_letter(response: str, choices: list[str]) -> str | None:
-    """The letter that a response commits to: in its last \\boxed{} or <answer>, else wherever it says "answer is" or "Answer:", else in its
-    last line or sentence; as the letter, as the text of exactly one choice, or both. None if there is none, or more than one."""
-    def normal(text):
-        text = " ".join(re.sub(r"\\(?:text|math)\w*|\\[()]|[*_`${}\"'“”;]|\[|\]", " ", text).split()).rstrip(".")
-        return re.sub(r"(?i)^(?:(?:the|correct|final|best|answer|option|choice|is|so|therefore)\b[\s:,]*)+", "", text)
+# Expressions: a recursive descent over tokens
 
-    def bare(text):
-        return normal(text.strip("() ")).casefold()
+TOKEN = re.compile(r"\s*((?:\d+(?:\.\d*)?|\.\d+)(?:_\d+)?|\\[A-Za-z]+|(?:[A-Za-z]+|[α-ωΔ])(?:_\w+)?'*|\S)")
+GREEK = {"\\" + name for name in
+         "alpha beta gamma delta epsilon varepsilon zeta eta theta iota kappa lambda nu xi rho sigma tau phi "
+         "varphi chi psi omega Delta Gamma Lambda Sigma Phi Psi Theta".split()}
+CONSTANTS = {"π": complex(math.pi), "e": complex(math.e), "i": 1j}
+CLOSING = {"(": ")", "[": "]", "{": "}"}
 
-    letters, texts, found = LETTERS[:len(choices)], [normal(choice).casefold() for choice in choices], committed(response)
-    response, picked = response[-10 * LONGEST:].strip(), set()
-    said = re.findall(r"(?i)\b(?:answer|option|choice)\b[^\n.:]{0,40}?(?:\bis\b|:)[\s:*]*(?=([^\n]{0,300}))", response)
-    last = re.split(r"\n|[.!?]\s", response)[-1], response.rpartition("\n")[2]
-    for i, text in enumerate(map(normal, [found[:LONGEST]] if found is not None else [*last, *said])):
-        text, loose = text.upper() if len(text) < 4 else text, found is not None or i > 1
-        # both: a letter, then perhaps its choice's text; m, stricter, since "A" may be a word: a capital, what sets it apart, the rest
-        both = re.match(rf"(?i)\(?([{letters}])\b(?:[\s):,.]|[-–—](?=\s))*(.*)", text)
-        m = re.match(rf"\(?([{letters}])\b(\s*[):,]|\s+[-–—](?=\s)|\.(?!\w)|)\s*(.*)", text)
-        if texts.count(text.casefold()) == 1 and not (m and len(text) == 1):
-            picked.add(letters[texts.index(text.casefold())])
-        elif both and bare(both[2]) == bare(texts[letters.index(both[1].upper())]):
-            picked.add(both[1].upper())
-        elif m and not m[3]:
-            picked.add(m[1])
-        elif m and (loose and m[2] or re.match(r"because|since|as\b|is (?:the )?(?:correct|right|best|answer)", m[3])):
-            rest = re.split(r"(?i)\b(?:because|since|as)\b|[.;]", m[3])[0].strip()
-            other = re.search(rf"(?:^|\b(?:or|and)|[&/,])\s*(?:option )?\(?[{letters}]\b", rest) or normal(rest).casefold() in texts
-            picked.add("?" if other else m[1])
-    return picked.pop() if len(picked) == 1 and "?" not in picked else None
+
+def tokenize(text: str) -> list[str]:
+    """The tokens of an expression. Small letters side by side are a product (ab, xyz), capitals a name (AB);
+    a word is neither."""
+    tokens = []
+    for token in TOKEN.findall(text):
+        letters = re.match("[A-Za-z]*", token)[0]
+        ordered = len(letters) == 2 or list(letters) == sorted(set(letters))
+        if len(letters) < 2 or not letters.islower():
+            tokens.append(token)
+        elif ordered and letters[0] != "d":  # not dx
+            tokens += letters[:-1]
+            tokens.append(token[len(letters) - 1:])
+        else:
+            raise Unreadable(f"the word {token}")
+    return tokens
+
+
+class Expression:
+    """Reads an expression. `values` are its values at the points (just one if it is a constant), `names` its
+    variables, `work` the number of its operations. Where two readings are usual (1/2x, a/b/c, sin x/2, 2^3^2)
+    it raises Unreadable."""
+    def __init__(self, text: str):
+        self.names = set()
+        self.work = 0
+        self.tokens = tokenize(text.replace("∸", "-"))[::-1]  # the next one is the last
+        if r"\frac{d" in text or sum(token[0] in "\\^!" for token in self.tokens) > MOST:
+            raise Unreadable("too long")
+        self.values = self.sum()
+        if self.tokens:
+            raise Unreadable(f"what is {self.tokens[-1]}?")
+
+    def apply(self, name: str, *arguments: list) -> list:
+        self.work += 1
+        return pointwise(name, *arguments)
+
+    def next(self) -> str:
+        return self.tokens[-1] if self.tokens else ""
+
+    def take(self) -> str:
+        if not self.tokens:
+            raise Unreadable("it ends too early")
+        return self.tokens.pop()
+
+    def skip(self, token: str) -> bool:
+        """Takes the next token if it is this one."""
+        found = self.next() == token
+        if found:
+            self.take()
+        return found
+
+    def signed(self, read) -> list:
+        """What `read` reads, behind a sign or not."""
+        if self.skip("-"):
+            return pointwise("*", [Fraction(-1)], read())
+        self.skip("+")
+        return read()
+
+    def sum(self) -> list:
+        values = self.signed(self.product)
+        while self.next() in ("+", "-"):
+            values = self.apply(self.take(), values, self.product())
+        return values
+
+    def factor_follows(self) -> bool:
+        first = self.next()[:1]
+        return first.isalpha() or first in (*CLOSING, "\\")
+
+    def product(self) -> list:
+        values = self.power()
+        while self.skip("*") or self.factor_follows():
+            values = self.apply("*", values, self.power())
+        if self.skip("/"):
+            values = self.apply("/", values, self.power())
+            while self.skip("*"):
+                values = self.apply("*", values, self.power())
+        if self.factor_follows() or self.next()[:1] in tuple("/0123456789"):
+            raise Unreadable("a/b/c, 1/2x, or numbers side by side")
+        return values
+
+    def power(self) -> list:
+        name = self.next()
+        values = self.atom()
+        if self.skip("!"):
+            values = self.apply("!", values)
+        if self.skip("°"):
+            values = pointwise("°", values)
+        if self.skip("^"):
+            values = self.apply("^", values, self.signed(self.atom))
+            if name[:2].isalpha() and len(name) > 1:
+                raise Unreadable("AB^2")
+        if self.next() in ("^", "!", "°"):
+            raise Unreadable("2^3^2 or 5!!")
+        return values
+
+    def group(self) -> list:
+        closing = CLOSING.get(self.take())
+        values = self.sum()
+        if not closing or not self.skip(closing):
+            raise Unreadable("a bracket is missing")
+        return values
+
+    def atom(self) -> list:
+        if self.next() in CLOSING:
+            return self.group()
+        token = self.take()
+        if re.fullmatch(r"\d+\.?\d*|\.\d+", token):
+            return [Fraction(token)]
+        if token in CONSTANTS:
+            return [CONSTANTS[token]]
+        if token == r"\frac":
+            return self.apply("/", self.group(), self.group())
+        if token == r"\binom":
+            return self.apply(token, self.group(), self.group())
+        if token == r"\sqrt":
+            degree = self.group() if self.next() == "[" else [Fraction(2)]
+            return self.apply(token, degree, self.atom())
+        if token in FUNCTIONS:
+            return self.function(token)
+        if token[0] in "fg" and self.next() == "(":
+            raise Unreadable("a function that nobody knows")
+        if token[0].isalnum() or token in GREEK:
+            self.names.add(token)
+            return [at_point(token, k) for k in range(POINTS)]
+        raise Unreadable(f"what is {token}?")
+
+    def function(self, name: str) -> list:
+        """\\log_2 x; \\sin^2 x, which is (\\sin x)^2; \\sin^{-1} x, which is \\arcsin x."""
+        base = [self.atom()] if name == r"\log" and self.skip("_") else []
+        exponent = self.signed(self.atom) if self.skip("^") else None
+        if exponent == [Fraction(-1)]:
+            name = name.replace("\\", r"\arc")
+            exponent = None
+            if name not in FUNCTIONS:
+                raise Unreadable("which inverse?")
+        argument = self.group() if self.next() in CLOSING else self.argument()
+        values = self.apply(name, *base, argument)
+        return self.apply("^", values, exponent) if exponent else values
+
+    def argument(self) -> list:
+        """What a function without brackets is of: \\sin 2x is \\sin(2x). As a factor, only another function
+        may follow."""
+        values = self.power()
+        while self.factor_follows() and self.next() not in (*CLOSING, *FUNCTIONS):
+            values = self.apply("*", values, self.power())
+        after = self.tokens[-2] if len(self.tokens) > 1 else ""
+        ambiguous = ("*", "/", *CLOSING) if after not in FUNCTIONS else tuple(CLOSING)
+        if self.next() in ambiguous:
+            raise Unreadable("sin x/2")
+        return values
+
+
+# Units: symbols with their case, names in the singular or plural; a definition without "=" is a base unit
+
+METRIC = """m meter metre; g gram; s second; A ampere; K kelvin; mol mole; rad radian; B byte; bit;
+    L l liter litre = m^3/1000; M molar = mol/L; N newton = 1000 g m/s^2; Pa pascal = N/m^2; bar = 100000 Pa;
+    J joule = N m; cal calorie = 4.184 J; eV electronvolt = 0.0000000000000000001602176634 J; W watt = J/s;
+    Hz hertz = 1/s; C coulomb = A s; V volt = J/C; Ω ohm = V/A; F farad = C/V; T tesla = N/A/m;
+    Wb weber = V s; H henry = V s/A"""
+OTHERS = """＄ dollar; ¢ cent = 0.01 ＄; € euro; £; % percent; ° deg degree; °C; °F; amp = A;
+    sec = s; min minute = 60 s; h hr hour = 60 min; day = 24 h; week = 7 day; yr year; month = yr/12;
+    in inch = 0.0254 m; ft foot feet = 12 in; yd yard = 3 ft; mi mile = 1760 yd; mph = mi/h; kph = km/h;
+    acre = 4840 yd^2; hectare = 10000 m^2; gal gallon; lb lbs pound = 453.59237 g; oz ounce = lb/16; ton;
+    tonne = 1000000 g; kWh = 3600000 J; atm = 101325 Pa; mmHg; revolution rev; rpm = rev/min;
+    people person; student; child children; apple; book; car; unit = 1; way = 1; outcome = 1;
+    possibility possibilities = 1; solution = 1; total = 1; different = 1"""
+PREFIXES = {"k": 3, "c": -2, "m": -3, "μ": -6, "n": -9, "p": -12, "M": 6, "G": 9, "T": 12, "kilo": 3,
+            "centi": -2, "milli": -3, "micro": -6, "nano": -9, "pico": -12, "mega": 6, "giga": 9, "tera": 12}
+SURE = {*"mm cm km in ft mi kg mg ml mL hr".split()}  # of two letters, and not two variables
+UNIT_TOKEN = re.compile(r"\s*(°[CF]?|\^\{?-?\d\}?|[\d.]+|-\d|[^\W\d_]+|[%＄$€£¢*/()])\s*")
+Unit = tuple[Fraction, Counter]  # a factor and the exponents of base units
+
+
+@functools.cache
+def units() -> dict[str, tuple[Fraction, Counter, bool]]:
+    """Symbol or name -> factor, exponents of base units, whether it takes prefixes."""
+    known = {}
+    for table in (METRIC, OTHERS):
+        for definition in table.split(";"):
+            names, _, text = definition.partition("=")
+            names = names.split()
+            factor, bases = unit(text, known) if text else (Fraction(1), Counter(names[:1]))
+            known |= dict.fromkeys(names, (factor, bases, table is METRIC))
+    return known
+
+
+def named_unit(name: str, known: dict) -> Unit | None:
+    """The unit of a symbol or a name, with a prefix or without."""
+    singular = re.sub(r"(?<=[a-z]{2})s$", "", name.lower()) if len(name) > 3 else name
+    for word in (name, singular, singular.removesuffix("e")):
+        if word in known:
+            return known[word][:2]
+        for prefix, exponent in PREFIXES.items():
+            base = word.removeprefix(prefix)
+            factor, bases, metric = known.get(base, (0, None, False))
+            whole_words = len(prefix) > 1 and len(base) > 3 or len(prefix) == 1 and len(base) < 4
+            if base != word and metric and whole_words:
+                return factor * Fraction(10) ** exponent, bases
+    return None
+
+
+def unit(text: str, known: dict | None = None) -> Unit | None:
+    """The meaning of a unit's text, as of "kg m^2/s^2", "miles per hour", "square feet", "J/(kg K)"; None if
+    it is none. With `known`, the units so far, it is a definition and may hold numbers."""
+    tokens = UNIT_TOKEN.findall(text)
+    twice = tokens.count("%") > 1 or tokens.count("°") > 1
+    if not tokens or twice or "".join(tokens) != re.sub(r"\s", "", text):
+        return None
+    tokens.reverse()
+    try:
+        found = unit_product(tokens, known or units(), known is not None)
+    except (IndexError, TypeError):  # it ends too early, or has an unknown name
+        return None
+    return None if tokens else found
+
+
+def unit_product(tokens: list[str], known: dict, numbers: bool) -> Unit:
+    """Takes tokens from the end of a list, up to its beginning or a closing bracket."""
+    total, bases = Fraction(1), Counter()
+    first = True
+    while tokens and tokens[-1] != ")":
+        sign = raised = 1
+        if tokens[-1] in ("*", "/", "per") and not first:
+            sign = 1 if tokens.pop() == "*" else -1
+        if tokens[-1] in ("square", "sq", "cubic"):
+            raised = 3 if tokens.pop() == "cubic" else 2
+        token = tokens.pop()
+        if token == "(":
+            factor, powers = unit_product(tokens, known, numbers)
+            tokens.pop()
+        elif numbers and token[0].isdigit():
+            factor = Fraction(token)
+            powers = {}
+        else:
+            factor, powers = named_unit(token, known)
+        if tokens and re.match(r"\^|-?\d", tokens[-1]):
+            raised *= int(tokens.pop().strip("^{}"))
+        total *= factor ** (sign * raised)
+        for base, exponent in powers.items():
+            bases[base] += exponent * sign * raised
+        first = False
+    return total, Counter({base: exponent for base, exponent in bases.items() if exponent})
+
+
+# Answers: numbers with units, words, lists, tuples and intervals, matrices, equations, inequalities
+
+@dataclass
+class Meaning:
+    """What a text means. kind: number, text, ∞, list (in any order), ∪, matrix, row, "()" "[)" ..., "=", "<"
+    or "≤"."""
+    kind: str
+    parts: list = field(default_factory=list)   # an equation has its right side, an inequality its interval
+    name: str = ""                              # of a text, itself; of an equation, what it says the value of
+    values: list = field(default_factory=list)  # of a number; of a relation, left less right
+    names: set = field(default_factory=set)     # variables
+    unit: Unit | None = None
+    measured: bool = False                      # whether a number is written with a decimal point
+    work: int = 0                               # operations of a number
+
+
+LETTER = r"(?:\\[A-Za-z]+|[α-ω]|[A-Za-z]{1,2}|[A-Z]{3,4})(?:_\w+)?"
+NAME = re.compile(  # x, \angle ABC, f^{-1}(x), P(A|B), \sin^2 x, area
+    rf"(?:m?\\(?:angle|triangle)\s*)?{LETTER}(?:\^\{{?-1\}}?|'+)?(?:\([^()=]*\))?"
+    rf"|\\[a-z]+\s*(?:\^\{{?\d\}}?)?\s*{LETTER}"
+    r"|«?(?i:area|volume|perimeter|probability|total|sum|answer)»?")
+UNIT_START = re.compile(r"(?<=[\d)}\]π!])\s*(?=[%°¢A-Za-zμΩ])|(?<=[A-Za-z])\s+(?=[A-Za-zμΩ])|\s*(?=«)")
+NAMES = re.compile(rf"\(\s*{LETTER}(?:\s*,\s*{LETTER})+\s*\)")
+FLIPPED = {">": "<", "≥": "≤"}
+
+
+def split(text: str, marks: str) -> tuple[list[str], list[str]]:
+    """The parts of a text between marks that stand outside of all brackets, and these marks."""
+    parts, found = [""], []
+    depth = 0
+    for character in text:
+        depth += (character in "([{⦃⟨⟦«") - (character in ")]}⦄⟩⟧»")
+        if depth > DEEPEST:
+            raise Unreadable("too deep")
+        if depth == 0 and character in marks:
+            parts.append("")
+            found.append(character)
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts], found
+
+
+def enclosed(text: str) -> bool:
+    """Whether the bracket that a text begins with closes at its end."""
+    depth = 0
+    for i, character in enumerate(text):
+        depth += (character in "([{⦃⟨⟦") - (character in ")]}⦄⟩⟧")
+        if depth <= 0:
+            return i > 0 and i == len(text) - 1
+    return False
+
+
+def meaning(text: str) -> Meaning:
+    """The meaning of a tidy text. Raises Unreadable."""
+    if re.search(r"\d,0\d", text):
+        raise Unreadable("a comma of thousands")
+    parts, marks = split(text, ",∨")
+    clauses = [one for part in parts for one in signs(part)]
+    if len(clauses) > MOST:
+        raise Unreadable("too long")
+    found = [clause(one) for one in clauses]
+    if len(found) == 1:
+        return found[0]
+    intervals = [m.parts[0] for m in found if m.kind in ("<", "≤") and m.parts]
+    if set(marks) == {"∨"} and len(intervals) == len(found):
+        return Meaning("∪", intervals)  # x < 1 or x > 2
+    return Meaning("list", found, "∨" if "∨" in marks else ",")
+
+
+def signs(text: str) -> list[str]:
+    """A text with ± as two: each ± apart from others, ± and ∓ together. ∸ is a minus that makes no range: 3±1
+    is no 3-1."""
+    if "⦃" in text:
+        return [text]  # the set's parts have their own
+    if "∓" in text:
+        return [text.translate(str.maketrans("±∓", pair)) for pair in ("+∸", "∸+")]
+    if text.count("±") > 3:
+        raise Unreadable("too long")
+    texts = [text]
+    while "±" in texts[0]:
+        texts = [one.replace("±", sign, 1) for one in texts for sign in "+∸"]
+    return texts
+
+
+def clause(text: str) -> Meaning:
+    """One part of a list: an equation, an inequality, or a term."""
+    parts, marks = split(text, "≈")
+    if marks:
+        return rounded(parts)
+    parts, marks = split(text, "∈")
+    if marks:
+        if len(parts) > 2 or not NAME.fullmatch(parts[0]):
+            raise Unreadable("what is in it?")
+        return clause(parts[1])
+    parts, marks = split(text, "=<>≤≥")
+    if not marks:
+        return term(text)
+    return equation(parts) if set(marks) == {"="} else inequality(parts, marks)
+
+
+def rounded(sides: list[str]) -> Meaning:
+    """12/7 ≈ 1.71 is 12/7, if it is about that."""
+    found = clause(sides[0])
+    number = found.parts[0] if found.kind == "=" else found
+    about = sides[1]
+    if len(sides) > 2 or len(number.values) != 1 or not re.fullmatch(r"-?\d*\.?\d+", about):
+        raise Unreadable("what is it about?")
+    last_digit = 0.1 ** len(about.partition(".")[2])
+    if abs(complex(number.values[0]) - float(about)) >= last_digit:
+        raise Unreadable("not even about")
+    return found
+
+
+def equation(sides: list[str]) -> Meaning:
+    """x = 5; f(x) = x^2 - 1 = (x + 1)(x - 1); m + n = 10 + 7 = 17. All sides but the first must agree, and
+    the first if it is a number."""
+    if len(sides) > DEEPEST:
+        raise Unreadable("too long")
+    if not NAME.fullmatch(sides[0]) and NAME.fullmatch(sides[-1]) and len(sides) == 2:
+        sides = sides[::-1]
+    named = NAME.fullmatch(sides[0]) or NAMES.fullmatch(sides[0])
+    rest = [term(side) for side in sides[1:]]
+    right = rest[-1]
+    if not all(same(side, right) for side in rest):
+        raise Unreadable("sides that differ")
+    try:
+        first = quantity(sides[0])
+    except Unreadable:
+        if not named:
+            raise
+        first = Meaning("text")
+    if not named and not first.names:
+        if right.names and len(sides) == 2:
+            return equation(sides[::-1])  # 0 = x + y - 1
+        if not same(first, right):
+            raise Unreadable("it is false")
+        return right
+    found = Meaning("=", [right], names=first.names | right.names)
+    coefficients = re.search(r"\d", re.sub(r"\^\s*\{?\d\}?|_\d", "", sides[0]))
+    if named:
+        found.name = re.sub(r"\s|[«»]", "", sides[0])
+    elif len(first.names) > 1 and not coefficients:
+        found.name = "?"  # x^2 + y^2 = 25 says what x^2 + y^2 is; 2x = 10 does not say what x is
+    if first.values and right.values and not right.unit:
+        found.values = pointwise("-", first.values, right.values)
+    return found
+
+
+def inequality(sides: list[str], marks: list[str]) -> Meaning:
+    """x < 5, 1 < x <= 2 are intervals too; of inequalities in several variables there is the difference of
+    the sides."""
+    if marks[0] in FLIPPED:
+        sides = sides[::-1]
+        marks = [FLIPPED.get(mark, ">") for mark in marks[::-1]]
+    kinds = set(marks) - {"<", "≤"}
+    if kinds or len(marks) > 2:
+        raise Unreadable("relations of several kinds")
+    terms = [term(side) for side in sides]
+    names = set().union(*(m.names for m in terms))
+    found = Meaning(marks[0], names=names)
+    alone = [i for i, side in enumerate(sides) if NAME.fullmatch(side) and terms[i].names]
+    if len(names) > 1 and len(marks) == 1:
+        found.values = pointwise("-", terms[0].values, terms[1].values)
+    elif len(names) != 1 or len(alone) != 1:
+        raise Unreadable("not solved")
+    else:
+        low, high = terms[0], terms[-1]
+        opening = {"<": "(", "≤": "["}[marks[0]]
+        closing = {"<": ")", "≤": "]"}[marks[-1]]
+        if low.names:
+            low, opening = Meaning("∞", name="-"), "("
+        if high.names:
+            high, closing = Meaning("∞", name="+"), ")"
+        found.parts = [Meaning(opening + closing, [low, high])]
+    return found
+
+
+def term(text: str) -> Meaning:
+    """A union, a set, a tuple or an interval, a matrix, a word, or a number."""
+    parts, marks = split(text, "∪")
+    if marks:
+        return Meaning("∪", [term(part) for part in parts])
+    if text in ("∅", "⦃⦄"):
+        return Meaning("list")
+    if re.fullmatch(r"[+-]?\s*∞", text):
+        return Meaning("∞", name="-" if text[0] == "-" else "+")
+    if enclosed(text):
+        brackets = text[0] + text[-1]
+        inner = text[1:-1].strip()
+        parts = split(inner, ",")[0]
+        if brackets == "⟦⟧":
+            return Meaning("matrix", [row(cells) for cells in inner.strip("⏎ ").split("⏎")])
+        if len(parts) > 1 and brackets not in ("⦃⦄", "{}"):
+            return Meaning(brackets, [meaning(part) for part in parts])
+        if brackets in ("⦃⦄", "{}", "()", "[]"):
+            return meaning(inner)
+    if re.fullmatch("«[A-Za-z]»", text):
+        text = text[1]
+    wordlike = re.fullmatch(r"[«»A-Za-z' ]+", text) and re.search("[A-Za-z]{2}", text)
+    if wordlike and (re.search("[aeiou]", text) or not NAME.fullmatch(text)):
+        return Meaning("text", name=as_text(text))
+    return quantity(text)
+
+
+def row(cells: str) -> Meaning:
+    return Meaning("row", [meaning(cell) for cell in cells.split("&")])
+
+
+def quantity(text: str) -> Meaning:
+    """A number or an expression, with its unit."""
+    sign, money = re.match(r"([+-]?)\s*(＄?)", text).groups()
+    found = unit(money)
+    text = sign + text.partition(money)[2] if money else text
+    start = max(1, len(text) - 60)
+    for m in UNIT_START.finditer(text, start):
+        tail = text[m.start():].strip()
+        sure = re.search("[A-Za-z]{3}|[«%°¢]", tail) or SURE.intersection(re.findall("[A-Za-z]+", tail))
+        angle = tail == "°" and re.search(r"\\(?!frac)[a-z]|°.*°", text)  # \sin 30° has no unit
+        behind = unit(re.sub("[«»]", " ", tail)) if sure and not angle else None
+        if behind and money:
+            raise Unreadable("two units")
+        if behind:
+            text = text[:m.start()].strip()
+            found = behind
+            break
+    if re.fullmatch(r"[\d.]+(?:\s*-\s*[\d.]+)+", text):
+        raise Unreadable("a range, a date or a score")
+    read = Expression(text)
+    measured = re.fullmatch(r"[+-]?\d*\.\d+(?:\*10\^(?:\{[+-]?\d+\}|[+-]?\d+)|\*\d+)?", text.replace(" ", ""))
+    return Meaning("number", [], "", read.values, read.names, found, bool(measured), read.work)
+
+
+# Whether two answers mean the same
+
+def same(x: Meaning, y: Meaning, tolerance: float = 0.0) -> bool:
+    """Whether an answer x means what the gold one y means. Numbers that y has measured may differ by the
+    tolerance."""
+    if x.kind == y.kind == "=":
+        named = x.name == y.name not in ("", "?") or {x.name, y.name} in ({"y", "f(x)"}, {"y", "g(x)"})
+        if named and same(x.parts[0], y.parts[0], tolerance):
+            return True
+        return proportional(x, y)
+    if x.kind == "=":
+        names = x.name.strip("()").split(",") if x.name.startswith("(") else []
+        zero = x.name == "?" and x.parts[0].values == [Fraction(0)]  # the equation of a curve
+        asked = x.name != "" and names == sorted(names) and not zero
+        return asked and same(x.parts[0], y, tolerance)
+    if y.kind == "=":
+        return y.name not in ("", "?") and same(x, y.parts[0], tolerance)
+    if "<" in (x.kind, y.kind) or "≤" in (x.kind, y.kind):
+        return same_inequality(x, y)
+    if x.kind != y.kind or len(x.parts) != len(y.parts):
+        return False
+    if x.kind == "number":
+        return same_quantity(x, y, tolerance)
+    if x.kind in ("text", "∞"):
+        return x.name == y.name
+    if x.kind in ("list", "∪"):
+        return same_list(x, y, tolerance)
+    return all(same(p, q, tolerance) for p, q in zip(x.parts, y.parts))
+
+
+def same_inequality(x: Meaning, y: Meaning) -> bool:
+    """Of two inequalities, or one and an interval."""
+    if x.values and y.values:
+        return x.kind == y.kind and proportional(x, y)
+    if not x.parts or not y.parts or x.names != y.names and x.kind in ("<", "≤") and y.kind in ("<", "≤"):
+        return False
+    mine = x.parts[0] if x.kind in ("<", "≤") else x
+    theirs = y.parts[0] if y.kind in ("<", "≤") else y
+    return same(mine, theirs)
+
+
+def same_list(x: Meaning, y: Meaning, tolerance: float) -> bool:
+    """Of two lists, in any order. Words joined by "or" are not those joined by "and"; names of several
+    variables must be on both sides."""
+    mine, theirs = ({part.name for part in m.parts if part.kind == "="} for m in (x, y))
+    several = max(len(mine), len(theirs)) > 1
+    if several and len(mine) != len(theirs):
+        return False
+    if x.name != y.name and any(part.kind == "text" for part in x.parts):
+        return False
+    rest = list(y.parts)
+    for part in x.parts:
+        match = [i for i, other in enumerate(rest) if same(part, other, tolerance)]
+        if not match:
+            return False
+        del rest[match[0]]
+    return True
+
+
+def proportional(x: Meaning, y: Meaning) -> bool:
+    """Whether two equations or inequalities in several variables are the same up to a factor."""
+    several = len(x.names) > 1 and len(y.names) > 1
+    if not several or not x.values or not y.values:
+        return False
+    ratios = [r for r in pointwise("/", x.values, y.values) if r is not None]
+    if len(ratios) < ENOUGH or 0 in ratios or not all(equal(r, ratios[0]) for r in ratios):
+        return False
+    return x.kind == "=" or complex(ratios[0]).real > 0
+
+
+def same_quantity(x: Meaning, y: Meaning, tolerance: float) -> bool:
+    """Of two numbers or expressions. A unit may be missing on one side. 20% is 0.2, or 20 if it was asked
+    what percentage. An answer that is still to be worked out is not equal to a number: the question often
+    holds one (in 37 of 500 of MATH's; with this rule in 15)."""
+    spare = 1 if isinstance(y.values[0], Fraction) else 3
+    worked_out = not x.names and x.work <= max(2, y.work + spare)
+    if not y.names and not worked_out:
+        return False
+    if x.unit and x.names and not y.unit:
+        return False
+    if x.unit and y.unit:
+        scale = x.unit[0] / y.unit[0]
+        return x.unit[1] == y.unit[1] and same_values(x, y, scale, tolerance)
+    if (x.unit or y.unit or (0, {}))[1] != Counter("%"):
+        return same_values(x, y, Fraction(1), tolerance)
+    bare, scale = (y, Fraction(1, 100)) if x.unit else (x, Fraction(100))
+    if same_values(x, y, scale, tolerance):
+        return True
+    literal = bare.work == 0 and isinstance(bare.values[0], Fraction) and not bare.names
+    return literal and abs(bare.values[0]) >= 1 and same_values(x, y, Fraction(1), tolerance)
+
+
+def same_values(x: Meaning, y: Meaning, scale: Fraction, tolerance: float) -> bool:
+    """Whether x times a scale is y, at every point at which both have values."""
+    count = max(len(x.values), len(y.values))
+    scaled = pointwise("*", x.values, [scale])
+    mine = scaled * (count // len(scaled))
+    theirs = y.values * (count // len(y.values))
+    both = [(p, q) for p, q in zip(mine, theirs) if p is not None and q is not None]
+    if count > 1:
+        return len(both) >= ENOUGH and all(equal(p, q) for p, q in both)
+    p, q = both[0]
+    if tolerance and y.measured and not imaginary(p):
+        allowed = tolerance * abs(complex(q))
+        return abs(complex(p) - complex(q)) <= allowed
+    exact = [z for z in both[0] if isinstance(z, Fraction)]
+    if len(exact) == 1 and size(exact[0]) > FINE / 1000:
+        return False  # a long decimal is no irrational number
+    return equal(p, q)
+
+
+def same_math(answer: str, gold: str, tolerance: float = 0.0) -> bool:
+    """Whether two answers in LaTeX or plain text mean the same: lists and sets in any order; tuples,
+    intervals and matrices in theirs; "x =" and a unit may be missing on one side. Numbers are equal, or
+    within the tolerance where the gold one has a decimal point."""
+    if max(len(answer), len(gold)) > LONGEST:
+        return answer.strip() == gold.strip() != ""
+    answer, gold = one_spelling(answer), one_spelling(gold)
+    if as_text(answer) == as_text(gold):
+        return as_text(answer) != ""
+    if tolerance or "«" in answer + gold:
+        answer, gold = marked(answer), marked(gold)
+    for read in (meaning, thousands):
+        try:
+            if same(read(answer), read(gold), tolerance):
+                return True
+        except (Unreadable, RecursionError, ArithmeticError):
+            continue
+    return False
+
+
+def thousands(text: str) -> Meaning:
+    """The meaning of a text whose commas between digits are of thousands."""
+    if re.search(r"[(\[{⦃]", text):
+        raise Unreadable("a tuple or a set")
+    return meaning(re.sub(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)", lambda m: m[0].replace(",", ""), text))
+
+
+def marked(text: str) -> str:
+    """A tidy text with «» about the unit behind a number: where units are likely, "5 m" is five metres and
+    not five times m."""
+    m = re.fullmatch(r"([^«]*[\d)}])\s+([A-Za-zμΩ°][^«»]{0,60})", text)
+    if not m or not unit(m[2]):
+        return text
+    return f"{m[1]}«{m[2]}»"
 
 
 def same_short(answer: str, gold: str) -> bool:
-    """Whether a short free-form answer is the gold one (RLPR, from WebInstruct-verified): the same words but for case, articles and
-    punctuation, or mathematics within 1%; plain integers must be equal. RLPR's own rules (github.com/OpenBMB/RLPR) allow 0.01%, also of
-    100 times or a 100th of it, and ask a judge model besides, as WebInstruct-verified does (arXiv 2505.14652)."""
-    def words(text):
-        return re.sub(r"(?<=\w)-(?=\w)|[\s_*`$\"',.;:!?()]+|\b(?:a|an|the)\s", " ", text.casefold()).split()
+    """Whether a short free-form answer is the gold one (RLPR, from WebInstruct-verified): the same words but
+    for case, articles and punctuation, or the same mathematics; within 1% of a gold number with a decimal
+    point, as that was measured or rounded. RLPR's own rules (github.com/OpenBMB/RLPR) allow 0.01%, and ask a
+    judge model besides, as WebInstruct-verified does (arXiv 2505.14652)."""
+    if len(answer) > LONGEST:
+        return False
+    if re.sub(r"[-\s,.;:'\"“”]", "", gold).isalpha() and re.search(r"[^\W\d_]{2}", gold):
+        return words(answer) == words(gold) != []
+    return same_math(scientific(answer), scientific(gold), 0.01)
 
-    def spelled(text):  # 3 x 10^8 m/s and 3e8 m/s as 3*10^8\text{m/s}
-        text = re.sub(r"(?<=\d)[eE]([-+]?\d+)", r"*10^{\1}", text.strip().rstrip("."))
-        text = re.sub(r"(?<=\d)\s*(?:[xX×]|\\times|\\cdot)\s*(?=10\b)", "*", text)
-        unit = r"((?:[A-Za-zµμΩ°]{2}|[msghNJWVAKCFLTΩ](?![A-Za-z]))(?:[A-Za-zµμΩ°\s/^.·*-]|(?<=\S)\d)*)"
-        return re.sub(rf"^([-+\d.,*^{{}}()\s]*[\d}}])\s*{unit}$", r"\1\\text{\2}", text)
 
-    if len(answer) > LONGEST or not re.search(r"[\d\\=^+*/()<>]", gold):
-        return words(answer[:LONGEST]) == words(gold) != []
-    integers = all(re.fullmatch(r"\s*[-+]?[\d,]+\D*", text) for text in (answer, gold))
-    return same_math(spelled(answer), spelled(gold), 0 if integers else 0.01)
+def words(text: str) -> list[str]:
+    """The words of a text, without articles, punctuation and case."""
+    text = re.sub("[«»*\"“”]|(?<=[a-z]{2})-(?=[a-z]{2})", " ", one_spelling(text))
+    found = [re.sub("[A-Za-z]+", fold, word).strip(".,;:'") for word in text.split()]
+    return [word for word in found if word not in ("a", "A", "an", "the", "")]
+
+
+def scientific(text: str) -> str:
+    """3 x 10^8 and 3e8 as 3*10^{8}."""
+    text = re.sub(r"(?<=\d)[eE]([-+]?\d+)", r"*10^{\1}", text)
+    return re.sub(r"(?<=\d)\s*[xX]\s*(?=10\^)", "*", text)
+
+
+CLAIM = re.compile(r"(?i)\b(?:answer\b[^\n.:]{0,40}?(?:\bis\b|:)[\s:*]*|(?:option|choice)\b[^\n.:]{0,40}?"
+                   r"(?:\bis\b(?! (?:correct|right|best|wrong|incorrect))|:)[ :*]*)(?=([^\n]{0,300}))")
+INTRODUCTION = re.compile(
+    r"(?i)^(?:(?:the|correct|final|best|answer|option|choice|is|so|therefore)\b[\s:,]*)+")
+CORRECT = r"(?i)is (?:the )?(?:correct|right|best)(?: (?:answer|option|choice|one))?"
+
+
+def pick_letter(response: str, choices: list[str]) -> str | None:
+    """The letter that a response commits to: in its last \\boxed{} or <answer>, else wherever it says "answer
+    is" or "Answer:", and in its last line or sentence; as the letter, as the text of exactly one choice, or
+    as both. None if there is none, or more than one."""
+    texts = [plain_choice(choice).casefold() for choice in choices]
+    found = committed(response)
+    if found is not None:
+        picked = {letter_of(found[:LONGEST], texts)}
+    else:
+        response = response[-10 * LONGEST:].strip()
+        line = response.rpartition("\n")[2]
+        last = line if re.match(r"\W*[A-J][.):]", line) else re.split(r"[.!?]\s", line)[-1]
+        picked = {letter_of(text, texts) for text in (line, last) if not CLAIM.search(text)}
+        if len(line) > 5:  # it may be the last of the options, told again
+            picked |= {letter_of(text, texts) for text in response.split("\n")[-12:-1]} & set(LETTERS)
+        if len(picked) > 1:
+            picked -= {"?"}  # the line has other sentences
+        for m in CLAIM.finditer(response):
+            sentence, _, later = m[1].partition(". ")
+            letter = letter_of(m[1], texts)
+            if letter in (None, "?"):
+                letter = letter_of(sentence, texts)
+            before = response[max(0, m.start() - 200):m.start()]
+            if DENIED.search(before) or HEDGED.match(later):
+                letter = "?"
+            picked.add(letter)
+        picked -= {None}
+    letter = picked.pop() if len(picked) == 1 else None
+    return None if letter == "?" else letter
+
+
+def plain_choice(text: str) -> str:
+    """A choice or an answer without markup and without words that only introduce it."""
+    text = re.sub(r"\\(?:text|math)\w*|\\[()]|[*_`${}\"'“”;]|\[|\]", " ", text)
+    text = " ".join(text.split()).rstrip(".")
+    return INTRODUCTION.sub("", text)
+
+
+def letter_of(text: str, texts: list[str]) -> str | None:
+    """The letter that a text is: "B", "(B)", "B. its own text", or the text of just one choice; a reason may
+    follow. "?" if it speaks of a letter in another way, None if it does not."""
+    letters = LETTERS[:len(texts)]
+    for said in (plain_choice(text), REASON.split(plain_choice(text))[0]):
+        if texts.count(said.casefold()) == 1 and not re.fullmatch(f"[{letters}]", said):
+            return letters[texts.index(said.casefold())]
+        m = re.fullmatch(rf"(?i)\(?([{letters}])\b(?:[\s):,.]|[-–—](?=\s))*(.*)", said)
+        if m:
+            letter = m[1].upper()
+            own, rest = (re.sub(r"^(?:an?|the)\s", "", t.strip("() ").casefold())
+                         for t in (texts[letters.index(letter)], m[2]))
+            if rest in ("", own) or re.fullmatch(CORRECT, rest):
+                return letter
+    return "?" if re.search(rf"\b[{letters}]\b", text) else None
+
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------
-# Code: a generated program runs in a sandbox; what it prints or returns leaves it as data, and this process compares
+# Code: a generated program runs in a sandbox; what it prints or returns leaves it as data, and is graded here
+#
+# Nobody has read the program, and a policy in training finds whatever pays. So an interpreter of its own, the
+# supervisor, forks a process for each test, and takes from it in this order what a program does not need.
+# Where one layer has a hole, another stands.
+#   1. namespaces   a test sees no other process, no network, no shared memory of others
+#   2. a new root   a tree of Python and the system's libraries alone, read-only, and an empty folder for each
+#                   test, with limits on bytes and files. What is not in the tree cannot be opened, listed,
+#                   watched, changed or connected to
+#   3. descriptors  input and output alone stay open; no expected output and no other test's input ever was in
+#                   the process
+#   4. limits       of time, files, memory and processes; one core. The supervisor adds up the memory of all
+#                   processes of a test, as few users may make a control group, which could do the same
+#   5. user         for root another one, who owns nothing; no capability, and none to be gained
+#   6. Landlock     the same files as in 2 once more, or alone where 2 cannot be had; no signal leaves a test
+#   7. seccomp      no system call that reaches other processes or memory that nobody counts, and few of those
+#                   that attacks on the kernel begin with
+# At the end of a test's first process all its others are killed, before the next test begins. A system that
+# lacks a layer (Docker as it comes denies 1 and 2) runs the rest, and sandbox_lacks says what is open there.
+# The kernel's own flaws stay open.
 
-# What LiveCodeBench puts before a program, in its order (import_string in lcb_runner/evaluation/testing_util.py)
-MODULES = "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json".split()
-PRELUDE = "\n".join([*(f"from {m} import *" for m in [*MODULES, "builtins", "typing"]), f"import {', '.join(MODULES)}",
-                     "sys.setrecursionlimit(50_000)"])
-SANDBOXES = threading.Semaphore(os.cpu_count() or 1)  # no more at a time than there are cores, as their time is limited
+# What LiveCodeBench puts before a program: import_string in its lcb_runner/evaluation/testing_util.py
+MODULES = ("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random",
+           "statistics", "itertools", "functools", "operator", "io", "sys", "json")
+STARS = [f"from {module} import *" for module in (*MODULES, "builtins", "typing")]
+PRELUDE = "\n".join([*STARS, f"import {', '.join(MODULES)}", "sys.setrecursionlimit(50_000)"])
 MAX_OUTPUT = 32 << 20  # bytes that all tests of a program together may print or return
+MAX_DIGITS = 50_000    # of an integer, as in LiveCodeBench's grader
 
-# The supervisor: it builds the prison, forks a process for each test and reports. It is given the tests' inputs, never their outputs.
-# Its numbers are those of linux/{sched,mount,sockios,prctl,capability,landlock}.h and of Landlock's calls, on every architecture the same.
-SUPERVISOR = r'''
-import contextlib, ctypes, gc, json, os, resource, signal, struct, sys, tempfile, types
 
-job, report, folder = json.load(open(0, closefd=False)), os.fdopen(os.dup(1), "wb", 0), os.getcwd()
-linux, libc, gid = sys.platform == "linux", ctypes.CDLL(None), os.getgid()
-root = os.getuid() == 0 and not (linux and int(open("/proc/self/uid_map").read().split()[-1]) < 65536)  # one with other users beside it
-uid = 61184 + os.getpid() % 4336 if root else os.getuid()  # limits do not bind root: one of systemd's users for passing services
-if linux:
-    libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: it ends with who asked
-    open("/proc/self/oom_score_adj", "wb", 0).write(b"1000")  # when memory runs out, the kernel takes this first
-spaces = linux and libc.unshare(0x68020000 | (0x10000000, 0)[root]) == 0  # mounts, IPC, processes, network; users too, without root
-if spaces:
-    for file, text in () if root else (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-        open(f"/proc/self/{file}", "wb", 0).write(text.encode())
-    if os.fork():
-        os.wait()
-        os._exit(0)
-    libc.mount(b"none", b"/", None, 0x44000, None)  # MS_REC | MS_PRIVATE
-    libc.mount(b"proc", b"/proc", b"proc", 14, None)
-    libc.mount(b"tmpfs", folder.encode(), b"tmpfs", 6, b"size=128m,mode=700,uid=%d" % uid)
-    libc.ioctl(libc.socket(2, 1, 0), 0x8914, struct.pack("16sH22x", b"lo", 1))  # a loopback of its own
-os.chdir(folder)
-abi = libc.syscall(444, None, 0, 1) if linux else 0
-if abi > 0:  # Landlock, for the tests: Python and the system's libraries to read, the folder to write, no signal to the outside
-    rights = (1 << (16 if abi > 4 else min(12 + abi, 15))) - 1
-    rules = libc.syscall(444, struct.pack("QQQ", rights, 3 * (abi > 3 and not spaces), 3 * (abi > 5)), 24, 0)
-    read = {sys.prefix, sys.base_prefix, *"/lib /lib64 /bin /proc /dev/zero /dev/random /dev/urandom /sys/devices/system/cpu /etc/ld.so.cache "
-            "/etc/localtime /etc/passwd /usr/bin /usr/lib /usr/lib64 /usr/libexec /usr/local /usr/share".split()} - {"/usr"}  # /usr/src/app is a project
-    for path, access in [(folder, rights), ("/dev/null", 6), *((p, 13) for p in read if os.path.exists(p))]:
-        beneath = struct.pack("=Qi", access if os.path.isdir(path) else access & 7, os.open(path, os.O_PATH))
-        libc.syscall(445, rules, 1, beneath, 0)
-if root:
-    os.chown(folder, uid, uid)
-    linux and libc.prctl(8, 1, 0, 0, 0)  # PR_SET_KEEPCAPS, to read a Python that stands in /root
-    os.setgroups([])
-    os.setgid(uid)
-    os.setuid(uid)
-if linux:
-    keep = (4 * root, 2 * (root and abi > 0), 0)  # CAP_DAC_READ_SEARCH, else CAP_DAC_OVERRIDE, else nothing
-    any(libc.capset(struct.pack("Ii", 0x20080522, 0), struct.pack("6I", k, k, 0, 0, 0, 0)) == 0 for k in keep)
-    # PR_SET_: PDEATHSIG again; DUMPABLE, no test looks into this process; CHILD_SUBREAPER, orphans become its children; NO_NEW_PRIVS
-    for option, value in ((1, signal.SIGKILL), (4, 0), (36, 1), (38, 1)):
-        libc.prctl(option, value, 0, 0, 0)
-others = 0  # processes count by user, since Linux 5.14 apart in each namespace
-for process in filter(str.isdigit, os.listdir("/proc") if linux and not (root or spaces and abi > 1) else ()):
-    with contextlib.suppress(OSError):
-        others += len(os.listdir(f"/proc/{process}/task")) if os.stat(f"/proc/{process}").st_uid == uid else 0
-prelude = compile(job["prelude"], "prelude", "exec")
-exec(prelude, {})  # imports once what every test imports again
-gc.freeze()
-report.write(json.dumps([text for holds, text in (
-    (spaces, "no namespaces: the network is cut for TCP alone" if abi > 3 else "no namespaces: the network is open to it"),
-    (abi > 0, "no Landlock: files are open to it as they are to you"),
-    (spaces or root or abi > 5, "no Landlock of Linux 6.12: it may signal your processes" + " and read their environment" * (abi < 1)),
-    (linux, "not Linux: no limit on memory and processes, and a daemon survives")) if not holds]).encode() + b"\n")
+# Numbers of the kernel's interface by their names in its headers. They are the same on every architecture, but
+# for those of system calls, of which a table has three columns: name, number on x86_64 (asm/unistd_64.h),
+# number on aarch64 (asm-generic/unistd.h; "-" where there is none).
+Linux = types.SimpleNamespace(
+    # linux/prctl.h, linux/capability.h
+    PR_SET_PDEATHSIG=1, PR_SET_DUMPABLE=4, PR_SET_KEEPCAPS=8, PR_SET_SECCOMP=22, PR_SET_CHILD_SUBREAPER=36,
+    PR_SET_NO_NEW_PRIVS=38, CAPABILITY_VERSION_3=0x20080522, CAP_DAC_OVERRIDE=1, CAP_DAC_READ_SEARCH=2,
+    # linux/sched.h
+    CLONE_NEWNS=0x20000, CLONE_NEWCGROUP=0x2000000, CLONE_NEWUTS=0x4000000, CLONE_NEWIPC=0x8000000,
+    CLONE_NEWUSER=0x10000000, CLONE_NEWPID=0x20000000, CLONE_NEWNET=0x40000000,
+    # linux/mount.h, linux/fcntl.h, asm/unistd.h
+    MS_RDONLY=1, MS_NOSUID=2, MS_NODEV=4, MS_NOEXEC=8, MS_BIND=0x1000, MS_REC=0x4000, MS_PRIVATE=0x40000,
+    MNT_DETACH=2, AT_FDCWD=-100, AT_RECURSIVE=0x8000, MOUNT_SETATTR=442,
+    # linux/sockios.h, linux/if.h, linux/mman.h
+    SIOCSIFFLAGS=0x8914, IFF_UP=1, MAP_SHARED=1, MAP_ANONYMOUS=0x20,
+    # linux/landlock.h, asm/unistd.h
+    CREATE_RULESET=444, ADD_RULE=445, RESTRICT_SELF=446, CREATE_RULESET_VERSION=1, RULE_PATH_BENEATH=1,
+    READ_TREE=1 | 4 | 8,  # ACCESS_FS_ EXECUTE, READ_FILE, READ_DIR
+    USE_FILE=1 | 2 | 4,   # ACCESS_FS_ EXECUTE, WRITE_FILE, READ_FILE: a file has no other rights
+    PORTS=1 | 2,          # ACCESS_NET_ BIND_TCP, CONNECT_TCP
+    SCOPES=1 | 2,         # SCOPE_ ABSTRACT_UNIX_SOCKET, SIGNAL
+    # linux/seccomp.h, linux/bpf_common.h, linux/audit.h
+    SECCOMP_MODE_FILTER=2, RET_ALLOW=0x7fff0000, RET_ERRNO=0x50000, RET_KILL_PROCESS=0x80000000,
+    LOAD=0x20, AND=0x54, IF_EQUAL=0x15, IF_GREATER=0x25, RETURN=0x06,
+    AUDIT_ARCH={"x86_64": 0xc000003e, "aarch64": 0xc00000b7},
 
-def send(pids, number):
-    for p in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(p, number)
+    NEWEST=462,  # mseal; of later system calls nothing is known here
+    # What no test may call. What needs a capability is not listed, as a test has none.
+    DENIED={
+        "other processes": """
+            ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, kcmp 312 272,
+            pidfd_getfd 438 438, process_madvise 440 440, process_mrelease 448 448,
+            perf_event_open 298 241""",
+        "their processor and memory": """
+            sched_setaffinity 203 122, sched_setscheduler 144 119, sched_setparam 142 118,
+            sched_setattr 314 274, setpriority 141 140, ioprio_set 251 30, migrate_pages 256 238,
+            move_pages 279 239, mbind 237 235, set_mempolicy 238 237, set_mempolicy_home_node 450 450""",
+        "namespaces, in which it would have capabilities": "unshare 272 97, setns 308 268",
+        "files without a path": """
+            name_to_handle_at 303 264, open_by_handle_at 304 265, open_tree 428 428, inotify_init 253 -,
+            inotify_init1 294 26, fanotify_init 300 262""",
+        "memory that belongs to no process": """
+            shmget 29 194, shmat 30 196, shmctl 31 195, semget 64 190, semop 65 193, semtimedop 220 192,
+            semctl 66 191, msgget 68 186, msgsnd 69 189, msgrcv 70 188, msgctl 71 187, mq_open 240 180,
+            mq_unlink 241 181, memfd_create 319 279, memfd_secret 447 447, add_key 248 217,
+            request_key 249 218, keyctl 250 219""",
+        "where attacks on the kernel begin": """
+            io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427,
+            userfaultfd 323 282, bpf 321 280, personality 135 92, modify_ldt 154 -, vmsplice 278 75""",
+    },
+    UNKNOWN="clone3 435 435",  # its flags cannot be checked; where it is unknown, libraries call clone
+    # Landlock does not ask about these, so they go where the system's tree is in view
+    DENIED_WITHOUT_ROOT="""
+        chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -, fchown 93 55,
+        lchown 94 -, fchownat 260 54, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7,
+        removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, utime 132 -, utimes 235 -,
+        futimesat 261 -, utimensat 280 88""",
+    # There a test is its process group, which nothing leaves
+    DENIED_WITHOUT_NAMESPACES="setsid 112 157, setpgid 109 154",
+    DENIED_WITHOUT_SCOPES="""
+        tkill 200 130, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240, pidfd_send_signal 424 424""",
+    # Of these one argument decides
+    CHECKED="socket 41 198, clone 56 220, mmap 9 222, prlimit64 302 261, kill 62 129, tgkill 234 131",
+)
 
-signal.signal(signal.SIGALRM, lambda *_: send([pid], signal.SIGKILL))
-for test in job["tests"]:
-    source, out = tempfile.TemporaryFile(), tempfile.TemporaryFile(buffering=0)
-    source.write(b"" if job["name"] else test.encode())
-    source.seek(0)
-    pid = os.fork()
-    if pid == 0:
-        break
-    signal.setitimer(signal.ITIMER_REAL, job["seconds"])
-    status = os.waitpid(pid, 0)[1]
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    data = os.pread(out.fileno(), job["max_output"], 0)
-    job["max_output"] -= len(data)
-    if status or job["max_output"] == 0:
-        break  # all tests must pass: the others do not matter
-    report.write(b"%d\n" % len(data) + data)
-if pid:  # in a namespace all end with this process; elsewhere all are stopped before any is killed, or forks would fill the gaps
-    below, before = [], None
-    while linux and not spaces and below != before:
-        before, below = below, [os.getpid()]
-        for parent in below:  # grows underway
-            with contextlib.suppress(OSError):
-                for thread in os.listdir(f"/proc/{parent}/task"):
-                    below += map(int, open(f"/proc/{parent}/task/{thread}/children").read().split())
-        send(below[1:], signal.SIGSTOP)
-    send(below[1:], signal.SIGKILL)
+SUPERVISOR_IMPORTS = """
+import atexit, contextlib, ctypes, errno, fcntl, gc, io, json, os, resource
+import signal, socket, struct, sys, threading, time, types
+LIBC = ctypes.CDLL(None, use_errno=True)
+UNSUITED = 100
+"""
+LIBC = ctypes.CDLL(None, use_errno=True)
+UNSUITED = 100  # an exit code of UNSUITED + errno says that a layer is not to be had here
+
+
+def supervise(job_start: int, job_size: int):
+    """The supervisor. From descriptor 0 it reads a job (JSON of that size, then the tests' inputs one after
+    another); on descriptor 1 it reports what the system lacks (a line of JSON) and then, test by test, the
+    size and the bytes of its output. It ends with the first test that fails. Where it cannot build the
+    sandbox it ends with a traceback."""
+    box = types.SimpleNamespace(**json.loads(os.pread(0, job_size, job_start)))
+    box.module = types.ModuleType("solution" if box.name else "__main__")
+    exec(compile(box.prelude, "prelude", "exec"), vars(box.module))  # each test inherits what this imports
+    box.root = box.namespaces = box.proc = False
+    box.uid, box.gid = os.getuid(), os.getgid()
+    with open("/proc/self/uid_map") as f:
+        users = int(f.read().split()[-1])
+    box.switches_user = box.uid == 0 and users > 65535  # root, and not one that is alone in its namespace
+    if box.switches_user:
+        box.uid = box.gid = 61184 + os.getpid() % 4336  # of the users that systemd keeps for passing services
+    for folder in ("root", "work"):
+        os.mkdir(folder)
+    for folder in (".", "root", "work"):
+        os.chown(folder, box.uid, box.gid)
+    with open("/proc/loadavg") as f:  # a user's limit of processes counts the others too: no more than all
+        box.others = int(f.read().split("/")[1].split()[0])
+    write_file("/proc/self/oom_score_adj", "1000")  # when memory runs out, the kernel ends this first
+    with contextlib.suppress(OSError):  # unless it was taken from this process meanwhile
+        os.sched_setaffinity(0, [box.core])  # many busy processes slow this core alone
+    die_with_parent()
+    box.lacks = build_namespaces(box)
+    prepare_tests(box)
+    run_tests(box, job_start + job_size)
+    os._exit(0)
+
+
+def kernel(name: str, *arguments) -> int:
+    """Call a function of the C library that must succeed; OSError says which did not, and why."""
+    result = getattr(LIBC, name)(*[a.encode() if isinstance(a, str) else a for a in arguments])
+    if result < 0:
+        raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
+    return result
+
+
+def die_with_parent():
+    """End this process with the one that made it. A change of user takes this back."""
+    kernel("prctl", Linux.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def write_file(path: str, text: str):
+    with open(path, "w") as f:
+        f.write(text)
+
+
+def build_namespaces(box) -> list[str]:
+    """Go on in new namespaces with a new root, else in the namespaces alone, else in neither. Returns what is
+    missing. A child tries, so that this process stays as it was where that fails."""
+    missing = []
+    for layer in ("root of its own", "namespaces"):  # the second try is for namespaces alone
+        child = os.fork()
+        if child == 0:
+            try:
+                enter_namespaces(box)
+                if layer == "root of its own":
+                    enter_root(box, "root")
+                return missing
+            except OSError as e:
+                os._exit(UNSUITED + min(e.errno, 99))
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code < UNSUITED:
+            os._exit(abs(code))
+        missing.append(f"no {layer} ({os.strerror(code - UNSUITED)})")
+    return missing
+
+
+def enter_namespaces(box):
+    """Go on as the first process of new namespaces, at whose end all others in them end. The process that
+    came here waits for it."""
+    spaces = Linux.CLONE_NEWNS | Linux.CLONE_NEWPID | Linux.CLONE_NEWNET
+    spaces |= Linux.CLONE_NEWIPC | Linux.CLONE_NEWUTS
+    die_with_parent()
+    if not box.switches_user or LIBC.unshare(spaces) < 0:
+        # Others than root, and root in a container, make them in a namespace of users, where all may do this
+        switch_user(box)
+        os.stat(os.__file__)  # unless root alone can read this Python
+        box.switches_user = False
+        maps = {"setgroups": "deny", "uid_map": f"1000 {box.uid} 1", "gid_map": f"1000 {box.gid} 1"}
+        kernel("unshare", spaces | Linux.CLONE_NEWUSER)
+        for file, text in maps.items():
+            write_file(f"/proc/self/{file}", text)
+        box.uid = box.gid = 1000
+    first = os.fork()
+    if first:
+        os._exit(abs(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])))
+    die_with_parent()
+    box.namespaces = True
+    with contextlib.suppress(OSError), socket.socket() as s:  # a loopback of its own
+        kernel("ioctl", s.fileno(), Linux.SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", Linux.IFF_UP))
+
+
+def shown_paths() -> list[str]:
+    """What a test sees of the system, parents first: Python, libraries and programs, and none of the folders
+    beside them."""
+    paths = ["/dev/null", "/dev/random", "/dev/urandom", "/bin", "/lib", "/lib64",
+             "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives"]
+    python = os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))
+    for prefix in ("/usr", "/usr/local", sys.prefix, sys.base_prefix, python):
+        paths += [f"{prefix}/{name}" for name in ("bin", "lib", "lib64", "libexec", "share", "pyvenv.cfg")]
+    return sorted(path for path in set(paths) if os.path.exists(path))
+
+
+def enter_root(box, here: str):
+    """Make a tree of what a test may see in the folder `here`, read-only, and go on in it, with nothing else
+    in reach."""
+    guard = Linux.MS_NOSUID | Linux.MS_NODEV
+    kernel("mount", None, "/", None, Linux.MS_REC | Linux.MS_PRIVATE, None)
+    kernel("mount", "tmpfs", here, "tmpfs", guard, "size=1m,nr_inodes=1000,mode=755")
+    for path in shown_paths():
+        target = here + path
+        if os.path.exists(target):
+            continue  # it stands in a folder that is shown
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        if os.path.isdir(path):
+            os.mkdir(target)
+        else:
+            write_file(target, "")
+        kernel("mount", path, target, None, Linux.MS_BIND | Linux.MS_REC, None)
+        flags = Linux.MS_NOSUID if path.startswith("/dev/") else guard
+        lock_mount(target, Linux.MS_RDONLY | flags, Linux.AT_RECURSIVE)
+    write_file(f"{here}/etc/passwd", f"root:x:0:0::/:/bin/sh\nsolver:x:{box.uid}:{box.gid}::/tmp:/bin/sh\n")
+    write_file(f"{here}/etc/hosts", "127.0.0.1 localhost\n::1 localhost\n")
+    for name, target in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
+        os.symlink(f"/proc/self/fd{target}", f"{here}/dev/{name}")
+    os.symlink("/tmp", f"{here}/dev/shm")
+    os.mkdir(f"{here}/tmp")
+    os.mkdir(f"{here}/proc")
+    with contextlib.suppress(PermissionError):  # where a container hides a part of /proc, nobody can show it
+        kernel("mount", "proc", f"{here}/proc", "proc", Linux.MS_RDONLY | Linux.MS_NOEXEC | guard, None)
+        box.proc = True
+    os.chdir(here)
+    kernel("pivot_root", ".", ".")
+    kernel("umount2", ".", Linux.MNT_DETACH)
+    os.chdir("/")
+    lock_mount("/", Linux.MS_RDONLY | guard, 0)
+    box.root = True
+
+
+def lock_mount(path: str, flags: int, recursive: int):
+    """Set flags of a mount, with AT_RECURSIVE of all below it (struct mount_attr, whose first flags are those
+    of mount)."""
+    attributes = struct.pack("4Q", flags, 0, 0, 0)
+    size = ctypes.c_size_t(len(attributes))
+    kernel("syscall", Linux.MOUNT_SETATTR, Linux.AT_FDCWD, path, recursive, attributes, size)
+
+
+def prepare_tests(box):
+    """Find out which of the other layers there are, and report what lacks."""
+    gc.freeze()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # so that `passes` can wait for it
+    kernel("prctl", Linux.PR_SET_DUMPABLE, 0, 0, 0, 0)          # no test looks into this process
+    kernel("prctl", Linux.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)   # orphans of a test become its children
+    version = LIBC.syscall(Linux.CREATE_RULESET, None, ctypes.c_size_t(0), Linux.CREATE_RULESET_VERSION)
+    box.landlock = max(version, 0)
+    box.scoped = box.namespaces or box.landlock >= 6            # no test signals a process outside
+    # Asked to install a filter at no address, a kernel that has filters calls the address bad
+    LIBC.prctl(Linux.PR_SET_SECCOMP, Linux.SECCOMP_MODE_FILTER, None, 0, 0)
+    known = os.uname().machine in Linux.AUDIT_ARCH and sys.maxsize > 1 << 32
+    box.filtered = known and ctypes.get_errno() == errno.EFAULT
+    box.filter = filter_program(box) if box.filtered else b""  # unscoped, each test needs another
+    children = f"/proc/{os.getpid()}/task/{os.getpid()}/children"
+    box.watched = (box.proc or not box.namespaces) and os.path.exists(children)
+    lacks = {
+        "no /proc: programs that open /dev/stdin fail": box.root and not box.proc,
+        "it sees names and sizes of your files, and may fill the disk": not box.root,
+        "no Landlock: it reads your files and your keys": not box.root and not box.landlock,
+        "no filter of system calls: all of the kernel is open to it": not box.filtered,
+        "the network is open to it, and what it starts may live on": not box.filtered and not box.namespaces,
+        "it may signal your processes": not box.filtered and not box.scoped,
+        "memory is limited for each of its processes alone": not box.watched,
+    }
+    box.lacks += [text for text, lacking in lacks.items() if lacking]
+    os.write(1, json.dumps(box.lacks).encode() + b"\n")
+
+
+def run_tests(box, start: int):
+    """Run the tests one after another and report their outputs. The first one's input stands at `start`."""
+    left = box.max_output
+    folder = f"size=128m,nr_inodes=8192,mode=700,uid={box.uid},gid={box.gid}"
+    for number, size in enumerate(box.sizes):
+        if box.root:
+            if number > 0:
+                kernel("umount2", "/tmp", Linux.MNT_DETACH)
+            kernel("mount", "tmpfs", "/tmp", "tmpfs", Linux.MS_NOSUID | Linux.MS_NODEV, folder)
+        output = os.memfd_create("output")
+        trouble, told = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            enter_test(box, number, start, size, output, told)
+        os.close(told)
+        passed = passes(box, pid)
+        end_processes(box, pid)
+        reason = os.read(trouble, 4096)
+        os.close(trouble)
+        if reason:
+            raise OSError(reason.decode(errors="replace"))
+        written = min(os.fstat(output).st_size, left)
+        left -= written
+        if not passed or left == 0:
+            break  # all tests must pass: the others do not matter
+        os.write(1, b"%d\n" % written)
+        append_bytes(output, 0, written, 1)
+        os.close(output)
+        start += size
+
+
+def append_bytes(source: int, start: int, size: int, target: int):
+    """Append `size` bytes of a file, from `start` on, to another; they do not pass through this process's
+    memory."""
+    while size:
+        sent = os.sendfile(target, source, start, size)
+        start += sent
+        size -= sent
+
+
+def passes(box, pid: int) -> bool:
+    """Whether a test's process ends by itself without an error, in time, and with no more memory than all of
+    a test may take."""
+    pause = 0.02  # seconds between two looks at its memory; meanwhile one core can fill some 50 MB
+    begun = time.monotonic()
+    next_look = begun + pause
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return status == 0
+        now = time.monotonic()
+        if now >= begun + box.seconds:
+            return False
+        if now >= next_look:
+            next_look = now + pause
+            if box.watched and takes_too_much(box):
+                return False
+        signal.sigtimedwait([signal.SIGCHLD], pause)
+
+
+def takes_too_much(box) -> bool:
+    """Whether the processes that stem from this one are too many, as no limit binds whom the kernel takes for
+    root, or take too much memory. What a fork shares with its parent counts for both."""
+    found = [os.getpid()]
+    used = 0
+    for pid in found:  # grows underway
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{thread}/children") as f:
+                    found += map(int, f.read().split())
+            with open(f"/proc/{pid}/statm") as f:
+                _, resident, of_files = map(int, f.read().split()[:3])  # pages
+            used += (resident - of_files) * resource.getpagesize()
+    return len(found) > box.processes + 1 or used > box.memory
+
+
+def end_processes(box, pid: int):
+    """Kill all that a test has left: everything in the namespace but this process, or the process group,
+    which the filter lets nothing leave. Either kills all at once, so that nothing forks meanwhile."""
+    with contextlib.suppress(ProcessLookupError):
+        if box.namespaces:
+            os.kill(-1, signal.SIGKILL)
+        else:
+            os.killpg(pid, signal.SIGKILL)
+    flags = 0 if box.namespaces or box.filtered else os.WNOHANG
     with contextlib.suppress(ChildProcessError):
-        while linux and not spaces:
-            os.wait()
-    os._exit(0)
-
-# From here on a test's process
-os.setsid()
-signal.signal(signal.SIGALRM, signal.SIG_DFL)
-report.close()
-null = os.open("/dev/null", os.O_RDWR)
-for fd, to in ((source.fileno(), 0), (null if job["name"] else out.fileno(), 1), (null, 2)):
-    os.dup2(fd, to)
-limits = {"CPU": int(job["seconds"]) + 1, "FSIZE": 32 << 20, "NOFILE": 256, "CORE": 0}
-if linux:
-    limits |= {"NPROC": 64 + others, "AS": job["memory"] << 30, "DATA": 4 << 30, "STACK": 64 << 20}
-    libc.prctl(1, signal.SIGKILL, 0, 0, 0)
-for name, value in limits.items():
-    what, hard = getattr(resource, "RLIMIT_" + name), resource.getrlimit(getattr(resource, "RLIMIT_" + name))[1]
-    resource.setrlimit(what, (value if hard < 0 else min(value, hard),) * 2)
-if abi > 0 and libc.syscall(446, rules, 0):
-    os._exit(1)
-sys.argv, main = ["solution.py"], types.ModuleType("solution" if job["name"] else "__main__")
-sys.modules[main.__name__] = main
-exec(prelude, vars(main))
-with contextlib.suppress(SystemExit):  # whatever its code, as in LiveCodeBench
-    exec(compile(job["program"], "solution.py", "exec"), vars(main))
-if job["name"]:
-    def plain(v):
-        return [*map(plain, v)] if isinstance(v, list) else {"tuple": [*map(plain, v)]} if isinstance(v, tuple) else v
-    value = getattr(main.Solution() if hasattr(main, "Solution") else main, job["name"])(*map(json.loads, test.split("\n")))
-    value = plain(list(value) if isinstance(value, tuple) else value)
-    out.write(json.dumps(value, default=lambda v: v.item()).encode())  # item(): numpy's scalars
-    os._exit(0)
-'''
+        while os.waitpid(-1, flags)[0]:
+            pass
 
 
-def run_code(program: str, name: str | None, tests: list[str], seconds: float, memory: int = 4) -> list:
-    """Run a program that nobody has read in a sandbox. Without a name it is __main__ and reads a test from its standard input; else its
-    function (or Solution's method) of that name gets a test's lines as JSON arguments. Returns what each test printed or, as JSON, returned
-    (bytes); None from the first test on that crashed, took over `seconds` of wall time or with which all wrote MAX_OUTPUT.
-
-    The child has a session, folder and environment of its own, limits on CPU, memory (`memory` GiB of addresses for each of 64 processes),
-    files and cores, and as far as the kernel allows: namespaces (no network; all that it started ends with it) and Landlock
-    (docs.kernel.org/userspace-api/landlock.html: it reads Python's and the system's libraries alone, and writes in its folder alone). For
-    root it is another user. A warning says what the system lacks, OSError that it allows nothing. The kernel's own flaws stay open."""
-    job = dict(program=program, name=name, tests=tests, seconds=seconds, memory=memory, prelude=PRELUDE, max_output=MAX_OUTPUT)
-    folder, child = tempfile.mkdtemp(), None
+def enter_test(box, number: int, start: int, size: int, output: int, told: int):
+    """Become a test, whose input stands in descriptor 0 from `start` on, run the program and end. `told` is
+    where to say why the sandbox cannot be built."""
     try:
-        with SANDBOXES, tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as told:
-            asked.write(json.dumps(job).encode())
-            asked.seek(0)
-            with contextlib.suppress(subprocess.TimeoutExpired):  # only where a test can stop its supervisor
-                child = subprocess.run(
-                    [sys.executable, "-I", "-X", "utf8", "-X", "int_max_str_digits=50000", "-c", SUPERVISOR], cwd=folder, start_new_session=True,
-                    env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "TZ": "UTC", "OMP_NUM_THREADS": "1"},
-                    stdin=asked, stdout=told, stderr=subprocess.PIPE, timeout=(seconds + 1) * len(tests) + 30)
-            told.seek(0)
-            lost, outputs = told.readline(), []
-            while size := told.readline():
-                outputs.append(told.read(int(size)))
+        os.setsid()
+        given = arrange_descriptors(box, start, size, output, told)
+        folder = "/tmp" if box.root else os.path.abspath(f"work/{number}")
+        if not box.root:
+            os.mkdir(folder, 0o700)
+            os.chown(folder, box.uid, box.gid)
+        os.chdir(folder)
+        os.environ.update(HOME=folder, TMPDIR=folder)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        set_limits(box)
+        switch_user(box)
+        drop_privileges(box)
+        restrict_files(box, folder)
+        filter_calls(box)
+    except BaseException as e:
+        os.write(4, repr(e).encode())
+        os._exit(1)
+    os.close(4)
+    status = 1
+    try:
+        run_program(box, given)
+        status = 0
     finally:
-        subprocess.run(["rm", "-rf", folder])  # trees too deep for shutil
-    if not lost:
-        why = child.stderr.decode(errors="replace").strip() if child else "it did not start in time"
-        raise OSError(f"no sandbox with {sys.executable}: {why}")
-    if json.loads(lost):
-        warnings.warn("the sandbox of generated code holds only in part here; " + "; ".join(json.loads(lost)))
-    return outputs + [None] * (len(tests) - len(outputs))
+        os._exit(status)
+
+
+def arrange_descriptors(box, start: int, size: int, output: int, told: int) -> bytes:
+    """Leave open alone, as 0 to 4: the input, what is printed, errors (which nobody reads), what a function
+    returns, and `told`. A function's input is no file but is returned."""
+    given = b""
+    null = os.open("/dev/null", os.O_RDWR)
+    if box.name:
+        given = os.pread(0, size, start)
+        order = [null, null, null, output, told]
+    else:
+        source = os.memfd_create("input")
+        append_bytes(0, start, size, source)
+        os.lseek(source, 0, os.SEEK_SET)
+        order = [source, output, null, null, told]
+    order = [fcntl.fcntl(fd, fcntl.F_DUPFD, 5) for fd in order]  # out of the way of one another
+    for fd, moved in enumerate(order):
+        os.dup2(moved, fd, inheritable=fd < 3)
+    os.closerange(5, 1 << 20)
+    return given
+
+
+def set_limits(box):
+    processes = box.processes if box.watched else box.processes // 8
+    if not box.namespaces and not box.switches_user:
+        processes += box.others
+    limits = {"AS": box.addresses, "DATA": box.memory, "STACK": 64 << 20, "CPU": int(box.seconds) + 1,
+              "NPROC": processes, "FSIZE": 32 << 20, "NOFILE": 256, "SIGPENDING": 256,
+              "CORE": 1}  # byte: at 0 the kernel would still hand dumps to a program of the system's
+    for name, value in limits.items():
+        limit = getattr(resource, f"RLIMIT_{name}")
+        hard = resource.getrlimit(limit)[1]
+        if hard != resource.RLIM_INFINITY:
+            value = min(value, hard)
+        resource.setrlimit(limit, (value, value))
+
+
+def switch_user(box):
+    """Where this is root: become a user who owns nothing, with the capabilities until drop_privileges."""
+    if box.switches_user:
+        kernel("prctl", Linux.PR_SET_KEEPCAPS, 1, 0, 0, 0)
+        os.setgroups([])
+        os.setgid(box.gid)
+        os.setuid(box.uid)
+        kernel("prctl", Linux.PR_SET_DUMPABLE, 1, 0, 0, 0)  # or its files in /proc would stay root's
+        die_with_parent()
+
+
+def drop_privileges(box):
+    """Give up all capabilities, and never gain any. Where files are guarded by Landlock alone, the test of a
+    root keeps the right to read, as its Python may stand in root's home."""
+    kernel("prctl", Linux.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    kept = [0]
+    if box.switches_user and box.landlock and not box.root:
+        kept = [1 << Linux.CAP_DAC_READ_SEARCH, 1 << Linux.CAP_DAC_OVERRIDE, 0]  # the first one there is
+    for capability in kept:
+        with contextlib.suppress(PermissionError):
+            sets = struct.pack("6I", capability, capability, 0, 0, 0, 0)  # effective, permitted, inheritable
+            kernel("capset", struct.pack("Ii", Linux.CAPABILITY_VERSION_3, 0), sets)
+            break
+    die_with_parent()
+
+
+def restrict_files(box, folder: str):
+    """Landlock (docs.kernel.org/userspace-api/landlock.html): what is shown can be read, the folder written,
+    and nothing else."""
+    if not box.landlock:
+        return
+    known = [0, 13, 14, 15, 15, 16][min(box.landlock, 5)]  # rights to files that a version of Landlock knows
+    rights = (1 << known) - 1
+    ports = Linux.PORTS if box.landlock >= 4 and not box.namespaces else 0
+    scopes = Linux.SCOPES if box.landlock >= 6 else 0
+    handled = struct.pack("3Q", rights, ports, scopes)
+    rules = kernel("syscall", Linux.CREATE_RULESET, handled, ctypes.c_size_t(len(handled)), 0)
+    shown = ["/"] if box.root else shown_paths()
+    allowed = [(path, Linux.READ_TREE) for path in shown]
+    for path, access in [*allowed, ("/dev/null", Linux.USE_FILE), (folder, rights)]:
+        fd = os.open(path, os.O_PATH)
+        if not os.path.isdir(path):
+            access &= Linux.USE_FILE
+        kernel("syscall", Linux.ADD_RULE, rules, Linux.RULE_PATH_BENEATH, struct.pack("=Qi", access, fd), 0)
+        os.close(fd)
+    kernel("syscall", Linux.RESTRICT_SELF, rules, 0)
+    os.close(rules)
+
+
+def filter_calls(box):
+    """Seccomp (docs.kernel.org/userspace-api/seccomp_filter.html): a small program that the kernel runs at
+    each system call."""
+    if not box.filtered:
+        return
+    code = box.filter if box.scoped else filter_program(box)
+    array = ctypes.create_string_buffer(code)
+    header = struct.pack("H6xQ", len(code) // 8, ctypes.addressof(array))  # struct sock_fprog
+    kernel("prctl", Linux.PR_SET_SECCOMP, Linux.SECCOMP_MODE_FILTER, header, 0, 0)
+
+
+def filter_program(box) -> bytes:
+    """Its lines (operation, lines to skip if true, if false, operand) as struct sock_filter. It reads struct seccomp_data: the
+    number of the call at byte 0, the architecture at 4, the low half of argument i at 16 + 8 i."""
+    allow = (Linux.RETURN, 0, 0, Linux.RET_ALLOW)
+    refuse = (Linux.RETURN, 0, 0, Linux.RET_ERRNO | errno.EPERM)
+    unknown = (Linux.RETURN, 0, 0, Linux.RET_ERRNO | errno.ENOSYS)
+    kill = (Linux.RETURN, 0, 0, Linux.RET_KILL_PROCESS)
+    machine = os.uname().machine
+
+    def numbers(table: str) -> dict[str, int]:
+        rows = [row.split() for row in table.split(",")]
+        column = 1 if machine == "x86_64" else 2
+        return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
+
+    program = [(Linux.LOAD, 0, 0, 4), (Linux.IF_EQUAL, 1, 0, Linux.AUDIT_ARCH[machine]), kill,
+               (Linux.LOAD, 0, 0, 0), (Linux.IF_GREATER, 0, 1, Linux.NEWEST), unknown]
+    for number in numbers(Linux.UNKNOWN).values():
+        program += [(Linux.IF_EQUAL, 0, 1, number), unknown]
+    denied = list(Linux.DENIED.values())
+    if not box.root:
+        denied.append(Linux.DENIED_WITHOUT_ROOT)
+    if not box.namespaces:
+        denied.append(Linux.DENIED_WITHOUT_NAMESPACES)
+    if not box.scoped:
+        denied.append(Linux.DENIED_WITHOUT_SCOPES)
+    for number in numbers(",".join(denied)).values():
+        program += [(Linux.IF_EQUAL, 0, 1, number), refuse]
+
+    spaces = Linux.CLONE_NEWNS | Linux.CLONE_NEWUTS | Linux.CLONE_NEWIPC | Linux.CLONE_NEWUSER
+    spaces |= Linux.CLONE_NEWPID | Linux.CLONE_NEWNET | Linux.CLONE_NEWCGROUP
+    families = [socket.AF_UNIX, socket.AF_INET, socket.AF_INET6] if box.namespaces else []
+    whole = 0xffffffff
+    checks = [  # name, argument, mask, values of the masked argument that are allowed
+        ("socket", 0, whole, families),
+        ("clone", 0, spaces, [0]),
+        ("prlimit64", 0, whole, [0]),  # of the calling process
+        ("mmap", 3, Linux.MAP_SHARED | Linux.MAP_ANONYMOUS, [0, Linux.MAP_SHARED, Linux.MAP_ANONYMOUS]),
+    ]
+    if not box.scoped:
+        checks += [("kill", 0, whole, [os.getpid()]), ("tgkill", 0, whole, [os.getpid()])]
+    for name, argument, mask, values in checks:
+        check = [(Linux.LOAD, 0, 0, 16 + 8 * argument), (Linux.AND, 0, 0, mask)]
+        check += [(Linux.IF_EQUAL, len(values) - i, 0, value) for i, value in enumerate(values)]  # to `allow`
+        check += [refuse, allow]
+        program += [(Linux.IF_EQUAL, 0, len(check), numbers(Linux.CHECKED)[name]), *check]
+    return b"".join(struct.pack("HBBI", *line) for line in [*program, allow])
+
+
+def run_program(box, given: bytes):
+    """Run the program as __main__; or import it and call its function with the input's lines, whose value
+    goes to descriptor 3."""
+    sys.modules[box.module.__name__] = box.module
+    sys.argv = ["solution.py"]
+    with contextlib.suppress(SystemExit):  # whatever its code, as in LiveCodeBench
+        exec(compile(box.program, "solution.py", "exec"), vars(box.module))
+    if not box.name:
+        end_program()
+        return
+    owner = box.module.Solution() if hasattr(box.module, "Solution") else box.module
+    value = getattr(owner, box.name)(*[json.loads(line) for line in given.decode().split("\n")])
+    if isinstance(value, tuple):
+        value = list(value)
+    text = json.dumps(plain_value(value), default=lambda v: v.item())  # item() is that of numpy's scalars
+    with open(3, "wb") as f:
+        f.write(text.encode())
+
+
+def plain_value(value):
+    """A value of which JSON hides nothing: TypeError for a tuple, which is no list, and for keys other than
+    strings, as LiveCodeBench's grader finds neither equal to what was expected."""
+    if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):
+            raise TypeError("keys that are no strings")
+        return {key: plain_value(v) for key, v in value.items()}
+    if isinstance(value, tuple):
+        raise TypeError("a tuple inside a value")
+    if isinstance(value, list):
+        return [plain_value(v) for v in value]
+    return value
+
+
+def end_program():
+    """What an interpreter does for a program at its end: wait for its threads, call what it registered, write
+    what stands in open files. To take all its objects apart, which lasts longer than most programs, is left
+    out."""
+    with contextlib.suppress(BaseException):
+        threading._shutdown()
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()
+    for thing in gc.get_objects():
+        with contextlib.suppress(Exception):
+            if isinstance(thing, io.IOBase):
+                thing.flush()
+    for stream in (sys.stdout, sys.__stdout__):
+        if stream is not None and not stream.closed:
+            stream.flush()
+
+
+@functools.cache
+def supervisor_source() -> str:
+    """The functions above, which run in the supervisor and its tests, as the text of a program."""
+    parts = (supervise, kernel, die_with_parent, write_file, build_namespaces, enter_namespaces,
+             shown_paths, enter_root, lock_mount, prepare_tests, run_tests, append_bytes, passes,
+             takes_too_much, end_processes, enter_test, arrange_descriptors, set_limits, switch_user,
+             drop_privileges, restrict_files, filter_calls, filter_program, run_program, plain_value,
+             end_program)
+    numbers = f"Linux = types.SimpleNamespace(**{vars(Linux)!r})"
+    functions = map(inspect.getsource, parts)
+    return "\n".join([SUPERVISOR_IMPORTS, numbers, *functions, "supervise(int(sys.argv[1]), int(sys.argv[2]))"])
+
+
+@functools.cache
+def compiled(source: str) -> bytes:
+    """A program for START, as to compile the supervisor takes longer than to run a small test."""
+    return marshal.dumps(compile(source, "supervisor", "exec"))
+
+
+START = "import marshal, os, sys; exec(marshal.loads(os.pread(0, int(sys.argv[1]), 0)))"
+
+
+def own_cores() -> list[int]:
+    """The cores on which this rank runs solutions, one at a time on each: its share of those that it and the
+    machine's other ranks may use."""
+    if sys.platform != "linux":
+        return [0]
+    cores = sorted(os.sched_getaffinity(0))
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return cores[rank::ranks] or [cores[rank % len(cores)]]
+
+
+FREE_CORES = queue.SimpleQueue()  # whoever runs a solution takes one and puts it back
+for free_core in own_cores():
+    FREE_CORES.put(free_core)
+
+
+def run_code(program: str, name: str | None, tests: list[str], seconds: float, memory: int = 4,
+             most: list[int] | None = None) -> list:
+    """Run a program that nobody has read in a sandbox. Without a name it is __main__ and reads a test from
+    its standard input; else its function (or Solution's method) of that name gets a test's lines as JSON
+    arguments. Returns what each test printed or, as JSON, returned (bytes); None for one of more than most[i]
+    bytes, and from the first test on that crashed, took over `seconds` of wall time or too much memory, or
+    with which all wrote MAX_OUTPUT. memory: GiB that each process may address; all processes of a test
+    together may fill as much, and 4 at most.
+
+    A warning says what the system lacks; OSError, why there is no sandbox at all."""
+    lacks, outputs = in_sandbox(program, name, tests, seconds, memory, most or [MAX_OUTPUT] * len(tests))
+    if lacks:
+        warnings.warn("the sandbox of generated code holds only in part here: " + "; ".join(lacks))
+    return outputs
+
+
+def in_sandbox(program: str, name: str | None, tests: list[str], seconds: float, memory: int,
+               most: list[int]) -> tuple[list[str], list]:
+    """What the system lacks, and the outputs of run_code."""
+    if sys.platform != "linux":
+        raise OSError("generated code runs in a sandbox that only Linux has: use Linux, a container or WSL")
+    inputs = [test.encode(errors="surrogatepass") for test in tests]
+    core = FREE_CORES.get()
+    job = dict(program=program, name=name, sizes=[len(i) for i in inputs], seconds=seconds, core=core,
+               processes=64, prelude=PRELUDE, addresses=memory << 30, memory=min(memory, 4) << 30,
+               max_output=MAX_OUTPUT)
+    header = json.dumps(job).encode()
+    options = ["-I", "-X", "utf8", "-X", f"int_max_str_digits={MAX_DIGITS}"]
+    supervisor = compiled(supervisor_source())
+    command = [sys.executable, *options, "-c", START, str(len(supervisor)), str(len(header))]
+    folder = tempfile.mkdtemp()
+    environment = {"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "TZ": "UTC", "OMP_NUM_THREADS": "1"}
+    child, trouble = None, "it did not start in time"
+    outputs = []
+    try:
+        with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as told:
+            asked.writelines([supervisor, header, *inputs])
+            asked.flush()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # on a machine too busy to keep any time
+                child = subprocess.run(
+                    command, cwd=folder, start_new_session=True, env=environment, stdin=asked, stdout=told,
+                    stderr=subprocess.PIPE, timeout=(seconds + 1) * len(tests) + 30)
+                trouble = child.stderr.decode(errors="replace").strip()
+            told.seek(0)
+            lacks = told.readline()
+            for size in iter(told.readline, b""):
+                if int(size) <= most[len(outputs)]:
+                    outputs.append(told.read(int(size)))
+                else:
+                    outputs.append(None)
+                    told.seek(int(size), os.SEEK_CUR)
+    finally:
+        FREE_CORES.put(core)
+        remove_folder(folder)
+    if not lacks or child and child.returncode and trouble:
+        raise OSError(f"no sandbox with {sys.executable}: {trouble}")
+    return json.loads(lacks), outputs + [None] * (len(tests) - len(outputs))
+
+
+def remove_folder(folder: str):
+    """Remove a sandbox's folder, in which nothing stands if the sandbox had a root of its own."""
+    try:
+        for name in os.listdir(folder):
+            os.rmdir(os.path.join(folder, name))
+        os.rmdir(folder)
+    except OSError:  # trees too deep for shutil, and folders that their owner may not list
+        subprocess.run(["chmod", "-R", "u+rwx", folder], stderr=subprocess.DEVNULL)
+        subprocess.run(["rm", "-rf", folder])
+
+
+@functools.cache
+def sandbox_lacks() -> list[str]:
+    """What this system lacks for the whole sandbox, and so what is open to a program in it. Empty where it
+    holds."""
+    return in_sandbox("", None, [""], 60.0, 4, [0])[0]
+
+
+def check_sandbox(partial: bool):
+    """Before training on generated code: RuntimeError where the sandbox holds only in part and the user has
+    not said that this will do (--sandbox=partial), as a policy learns to use what is open."""
+    if sandbox_lacks() and not partial:
+        raise RuntimeError(
+            f"the sandbox of generated code holds only in part here: {'; '.join(sandbox_lacks())}. A policy "
+            "in training finds what is open. Allow namespaces (Docker: --security-opt seccomp=unconfined "
+            "--security-opt apparmor=unconfined --security-opt systempaths=unconfined; Ubuntu: sysctl -w "
+            "kernel.apparmor_restrict_unprivileged_userns=0), train on problems without code, or accept this "
+            "with --sandbox=partial")
 
 
 def extract_code(response: str) -> str:
-    """The last fenced block of a response, though its end is missing; else what stands in its last <answer> tag; else nothing."""
-    blocks = re.findall(r"```[\w+#.-]*[ \t]*\r?\n(.*?)(?:^[ \t]*```(?!\w)|```[ \t]*(?:</answer>|\r?$)|\Z)", response, re.DOTALL | re.MULTILINE)
-    tagged = response.rpartition("</answer>")[0].rpartition("<answer>")
-    return textwrap.dedent(blocks[-1] if blocks else tagged[2] if tagged[1] else "").strip("\n")
+    """The last fenced block of a response, though its end is missing; else what stands in its last <answer>
+    tag; else nothing."""
+    begin = r"```[\w+#.-]*[ \t]*\r?\n"
+    end = r"(?:^[ \t]*```(?!\w)|```[ \t]*(?:</answer>|\r?$)|\Z)"
+    blocks = re.findall(begin + "(.*?)" + end, response, re.DOTALL | re.MULTILINE)
+    before, tag, inside = response.rpartition("</answer>")[0].rpartition("<answer>")
+    code = ""
+    if tag:
+        code = inside
+    if blocks:
+        code = blocks[-1]
+    return textwrap.dedent(code).strip("\n")
+
+
+def longest(expected: str) -> int:
+    """Bytes that a right output may have: it may write its numbers with more digits, such as 0.500000000000
+    for 0.5."""
+    return 1000 + 10 * len(expected.encode(errors="surrogatepass"))
 
 
 def same_output(out: bytes | None, expected: str, returned: bool) -> bool:
-    """The rules of LiveCodeBench's lcb_runner/evaluation/testing_util.py: a returned value (JSON) by value; what is printed line by line,
-    stripped, as text or as Decimal tokens. Something a hundred times as long as expected is not read."""
-    if out is None or len(out) > 1000 + 100 * len(expected):
+    """The rules of LiveCodeBench's lcb_runner/evaluation/testing_util.py: a returned value (JSON) by value;
+    what is printed line by line, stripped, as text or as Decimal tokens. A wrong output costs no more than a
+    right one: lines, tokens and values are counted before any is made an object."""
+    if out is None or len(out) > longest(expected):
         return False
     try:
         if returned:
-            return json.loads(out) == json.loads(expected)
-        printed, wanted = ([line.strip() for line in text.strip().split("\n")] for text in (out.decode(errors="replace"), expected))
-        return len(printed) == len(wanted) and all(
-            a == b or [*map(Decimal, a.split())] == [*map(Decimal, b.split())] for a, b in zip(printed, wanted))
+            return same_value(out, expected)
+        return same_lines(out.decode(errors="replace"), expected)
     except (ValueError, RecursionError, InvalidOperation):  # no JSON, too deep, no numbers
         return False
 
 
-def passes_livecodebench(code: str, tests: list[list[str]], fn_name: str | None = None, seconds: float = 6.0) -> bool:
-    """Whether a program passes all tests of a LiveCodeBench problem, [input, output] as in stored_tests; fn_name is metadata["func_name"];
-    seconds are a test's. A returned tuple stands for a list at the top alone."""
+def same_value(out: bytes, expected: str) -> bool:
+    wanted = json.loads(expected, parse_int=exact_integer)
+    written = json.dumps(wanted, default=lambda integer: 0).encode()
+    for mark in b"[{,\"":
+        if out.count(mark) != written.count(mark):
+            return False
+    return json.loads(out, parse_int=exact_integer) == wanted
+
+
+def exact_integer(digits: str) -> int | Decimal:
+    """Python reads no integer of more than 4,300 digits as an int, to save time; a Decimal of it is as
+    exact."""
+    if len(digits) <= 4300:
+        return int(digits)
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"an integer of {len(digits)} digits")
+    return Decimal(digits)
+
+
+def same_lines(printed: str, wanted: str) -> bool:
+    printed, wanted = printed.strip(), wanted.strip()
+    if printed.count("\n") != wanted.count("\n"):
+        return False
+    for a, b in zip(printed.split("\n"), wanted.split("\n")):
+        if a.strip() != b.strip() and not same_numbers(a, b):
+            return False
+    return True
+
+
+def same_numbers(a: str, b: str) -> bool:
+    """Whether two lines hold the same numbers. InvalidOperation if one holds anything else."""
+    wanted = b.split()
+    given = a.split(None, len(wanted))  # one more, if there are more
+    return len(given) == len(wanted) and [Decimal(x) for x in given] == [Decimal(x) for x in wanted]
+
+
+def passes_livecodebench(code: str, tests: list[list[str]], fn_name: str | None = None,
+                         seconds: float = 6.0) -> bool:
+    """Whether a program passes all tests of a LiveCodeBench problem, [input, output] as in stored_tests;
+    fn_name is metadata["func_name"]; seconds are a test's. A returned tuple stands for a list at the top
+    alone. The outputs stay here: the sandbox gets inputs only."""
     if not tests:
         raise ValueError("a LiveCodeBench problem without tests: nothing can be graded by it, load it again")
-    outputs = run_code(code, fn_name, [given for given, _ in tests], seconds)
-    return all(same_output(out, wanted, fn_name is not None) for out, (_, wanted) in zip(outputs, tests))
+    inputs = [given for given, _ in tests]
+    expected = [wanted for _, wanted in tests]
+    outputs = run_code(code, fn_name, inputs, seconds, most=[longest(wanted) for wanted in expected])
+    return all(same_output(out, wanted, fn_name is not None) for out, wanted in zip(outputs, expected))
 
 
-def bench(n: int = 100):
-    """Small solutions a second through the sandbox, with as many at a time as there are cores. The last line is JSON."""
-    program = ("def count(words):\n    seen = {}\n    for w in words:\n        seen[w] = seen.get(w, 0) + 1\n"
-               "    return [list(pair) for pair in sorted(seen.items())]\n")
-    tests = [[json.dumps(words), json.dumps(sorted(map(list, Counter(words).items())))]
-             for words in ([], ["a"], ["a", "b", "a"], ["x"] * 50, [*"abracadabra"], [*"mississippi"], ["", " "])]
-    begun = time.perf_counter()
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        passed = sum(threads.map(lambda _: passes_livecodebench(program, tests, "count"), range(n)))
-    seconds = time.perf_counter() - begun
-    print(json.dumps({"solutions": n, "tests_of_each": len(tests), "passed": passed, "cores": os.cpu_count(),
-                      "per_second": round(n / seconds, 1)}))
+# BigCodeBench's tests patch a solution's module and look into what it returns: they must share its process.
+# So this is for evaluation, where nobody learns from it; a solution that is written to cheat can, by patching
+# unittest while it runs.
+UNITTESTS = """
+import os, sys, types, unittest
 
-
-# BigCodeBench's tests patch a solution's module and look into what it returns: they must share its process. So tests that nothing can pass
-# are mixed in: who switches off the judge passes those too.
-IMPOSSIBLE = ("fail()", "assertEqual(0, 1)", "assertEqual([0], [1])", "assertTrue(0)", "assertFalse(1)", "assertIn(0, ())",
-              "assertIsNone(0)", "assertIsInstance(0, str)", "assertAlmostEqual(0, 1)", "assertGreater(0, 1)", "assertRaises(OSError, int)")
-UNITTESTS = r'''
-import contextlib, functools, os, sys, types, unittest
-
-def run(code, tests, name):
+def unittest_results(code, tests):
     module = sys.modules["__test__"] = types.ModuleType("__test__")
     vars(module).update(sys=sys, os=os, environ=os.environ, __file__="__test__.py")
     exec(compile(code, "__test__.py", "exec"), vars(module))
-    solve = getattr(module, name)
-    @functools.wraps(solve)
-    def honest(*args, **kwargs):
-        value = solve(*args, **kwargs)
-        for v in [value, *(value if isinstance(value, (list, tuple)) else ())]:
-            with contextlib.suppress(TypeError, ValueError):  # numpy and pandas compare by element
-                if v == object():
-                    raise AssertionError("a result that equals everything")
-        return value
-    setattr(module, name, honest)
     exec(compile(tests, "__test__.py", "exec"), vars(module))
-    passed, result = [], unittest.TestResult()
+    passed = []
+    result = unittest.TestResult()
     result.addSuccess = lambda case: passed.append(case.id().split(".")[-1])
     unittest.defaultTestLoader.loadTestsFromTestCase(module.TestCases).run(result)
-    return [sorted(passed), sorted({case.id().split(".")[-1] for case, _ in result.failures + result.errors})]
-'''
+    return sorted(passed)
+"""
 
 
-def passes_bigcodebench(code: str, test: str, entry_point: str, code_prompt: str, seconds: float = 240.0) -> bool:
-    """Whether a solution passes every method of the class TestCases of a BigCodeBench problem's `test`. It is "calibrated" as in
-    bigcodebench/evaluate.py: code_prompt and `pass` stand before it. seconds are the whole class's. Without the libraries of
-    BigCodeBench's Requirements/requirements-eval.txt honest solutions fail.
+def passes_bigcodebench(code: str, test: str, entry_point: str, code_prompt: str,
+                        seconds: float = 240.0) -> bool:
+    """Whether a solution passes every method of the class TestCases of a BigCodeBench problem's `test`. It is
+    "calibrated" as in bigcodebench/evaluate.py: code_prompt and `pass` stand before it. seconds are the whole
+    class's. Without the libraries of BigCodeBench's Requirements/requirements-eval.txt honest solutions fail.
 
-    Exiting, printing, patching unittest, skipping, results that equal everything, and what frames or gc show do not make a solution pass.
-    One written against this very scheme could: it shares a process with the tests and can read them there."""
-    names = sorted({f.name for c in ast.parse(test).body if isinstance(c, ast.ClassDef) and c.name == "TestCases" for f in c.body
-                    if isinstance(f, (ast.FunctionDef, ast.AsyncFunctionDef)) and f.name.startswith("test")})
+    For evaluation, not as a reward: a solution can cheat, as it shares a process with its tests. Exiting,
+    printing and skipping do not pass; patching unittest or a result that equals everything may."""
+    names = []
+    for node in ast.parse(test).body:
+        if isinstance(node, ast.ClassDef) and node.name == "TestCases":
+            functions = [f for f in node.body if isinstance(f, (ast.FunctionDef, ast.AsyncFunctionDef))]
+            names += [f.name for f in functions if f.name.startswith("test")]
     if not names:
-        raise ValueError("a BigCodeBench problem whose TestCases has no tests: nothing can be graded by it, load it again")
-    traps = {f"test_zz_{os.urandom(8).hex()}": f"self.{names[i % len(names)]}(), self.{wrong}" for i, wrong in enumerate(IMPOSSIBLE)}
-    test = "\n".join([test, *(f"TestCases.{name} = lambda self: ({body})" for name, body in traps.items())])
-    arguments = "\n".join(map(json.dumps, (f"{code_prompt}\n    pass\n{code}", test, entry_point)))
-    out, = run_code(UNITTESTS, "run", [arguments], seconds, 32)
-    return same_output(out, json.dumps([names, sorted(traps)]), True)
+        raise ValueError("a BigCodeBench problem whose TestCases has no tests: load it again")
+    arguments = [f"{code_prompt}\n    pass\n{code}", test]
+    out, = run_code(UNITTESTS, "unittest_results", ["\n".join(map(json.dumps, arguments))], seconds, 32)
+    return same_output(out, json.dumps(sorted(set(names))), True)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -1766,7 +3184,7 @@ def evaluate(s: Settings, pool: list):
         if len(problems) < s.test:
             print(f"{data}: {len(problems)} problems are all there are (--test={s.test})")
     if any(p.grader in ("code", "unittest") for problems in tests.values() for p in problems):
-        run_code("pass", None, [""], 60)  # says what the sandbox lacks
+        check_sandbox(True)  # says what the sandbox lacks
     numbers = {}
     for data, problems in tests.items():
         rng = random.Random(0)

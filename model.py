@@ -473,9 +473,6 @@ def configure(settings, argv: list[str]) -> list[str]:
     return words
 
 
-download = hub_session = None  # eval.py imports these until it fetches its data without them
-
-
 def main(argv):
     if len(argv) != 1:
         raise SystemExit(__doc__)

@@ -311,9 +311,6 @@ def signals_wait():
         signal.raise_signal(number)
 
 
-timed = None  # train.py imports this until its benchmarks have moved to tests/bench.py
-
-
 @dataclass
 class Settings:
     checkpoint: str = ""  # a folder with a Hugging Face checkpoint, or a repository's name
