@@ -1,5 +1,4 @@
-"""Graders of text: tables of answers judged by hand, and texts made to break them."""
-import math
+"""Graders of text: tables of answers judged by hand, and texts made to take long or to break them."""
 import random
 import subprocess
 import sys
@@ -7,7 +6,7 @@ import sys
 import pytest
 
 import eval as graders
-from eval import committed, final_answer, pick_letter, same_math, same_short
+from eval import committed, final_answer, majority, pick_letter, same_math, same_short
 
 EQUAL = [  # answer, gold
     # fractions, decimals, mixed numbers
@@ -26,7 +25,7 @@ EQUAL = [  # answer, gold
     (r"5\text{ cm}", "5"), ("5 cm", r"5\text{ cm}"), (r"5\mbox{ inches}", "5"), ("5 inches", r"5\text{ in}"), (r"5~\mathrm{cm}^2", "5"),
     (r"135\text{ square feet}", "135"), ("135 ft^2", r"135\text{ square feet}"), (r"135\text{ ft}^2", r"135\text{ square feet}"),
     (r"10\pi\text{ cm}", r"10\pi"), (r"\frac{3}{4}\text{ hours}", "0.75"), ("12 ways", "12"), ("12 ways", "12 outcomes"),
-    ("12 different ways", "12"), ("10% increase", r"10\%"), ("3 large apples", r"3\text{ apples}"), ("5 miles", "5 miles north"),
+    ("12 different ways", "12"),
     (r"\$1.5\text{ million}", "1,500,000"), (r"2\text{ thousand dollars}", r"\$2000"), ("3 dozen", "36"), ("3/4 million", "750,000 people"),
     (r"5\text{ m}/\text{s}", "5"), (r"5\text{ m/s}", "5"), ("60 miles per hour", r"60\text{ mi/h}"), (r"\$0.50", "0.5"),
     (r"\$6", "6 dollars"), (r"\text{5}", "5"), (r"x = 5\text{ cm}", "5"),
@@ -80,7 +79,7 @@ DIFFERENT = [
     ("0.333", r"\frac13"), ("0.33333333", r"\frac13"), ("1.414", r"\sqrt2"), ("3.14", r"\pi"), (r"\frac{22}{7}", r"\pi"), ("0.167", "1/6"),
     ("2", "1/2"), (r"\frac21", r"\frac12"), ("-5", "5"), ("5", "-5"), ("6", "5"), ("5.01", "5"), ("50", "5"), ("1000", "100"),
     (r"2\frac13", r"\frac23"), ("", "5"), (" ", "5"), ("", ""), ("5", ""), ("?", "5"), ("$", ""), ("1/0", "5"), (r"\sqrt[i]{2}", "5"),
-    ("5)", "5"), ("(5", "5"), ("the answer", "5"), (r"\text{five}", "5"), ("55", "5 5"), ("5 5", "25"), ("12", "1, 2"),
+    ("5)", "5"), ("(5", "5"), ("the answer", "5"), ("55", "5 5"), ("5 5", "25"), ("12", "1, 2"),
     ("1000000000001", "1000000000000"), (r"10^{20}+1", "10^{20}"), (r"\frac{1}{2^{99}}", r"\frac{1}{2^{98}}"), ("2^{64}", "2^{64}-1"),
     ("0", r"2^{-200}"), ("11", "11_2"), ("11_2", "11"), ("11_3", "11_2"), ("3", "11_2"), ("112", "11_2"), ("2516", "2516_8"),
     ("x_1", "x_2"), ("x", "x_1"), ("20", "0.2"), (r"0.2\%", r"20\%"), (r"20\%", "2"), (r"5\text{ cm}", r"5\text{ m}"),
@@ -108,6 +107,166 @@ DIFFERENT = [
     ("x<5", r"x\le 5"), (r"1, 2, \ldots, n", r"1, 3, 5, \ldots, 2n-1"), ("3:4", "4:3"),
 ]
 
+ACCEPTED = r"""
+x \geq 3 ¦ x >= 3
+x >= 3 ¦ [3,\infty)
+x \geq 3 ¦ 3 \leq x
+1<x<2 ¦ (1,2)
+1 < x \leq 2 ¦ (1,2]
+2>x>1 ¦ (1,2)
+x<-8 \text{ or } x>8 ¦ (-\infty,-8)\cup(8,\infty)
+x<-8 or x>8 ¦ (-\infty,-8)\cup(8,\infty)
+2x + 4y = 6 ¦ x + 2y = 3
+y = 2x+3 ¦ 2x - y + 3 = 0
+x + y \le 5 ¦ 5 \geq x + y
+2x+2y<4 ¦ x+y<2
+\left(\begin{array}{c} 1 \\ 2 \end{array}\right) ¦ \begin{pmatrix}1\\2\end{pmatrix}
+\left[\begin{array}{cc} 1 & 2 \\ 3 & 4 \end{array}\right] ¦ \begin{pmatrix}1&2\\3&4\end{pmatrix}
+x=2,4 ¦ x=3\pm1
+x = 3\pm 1 ¦ 2,4
+3 \pm 1 ¦ 2, 4
+\log_2 8 ¦ 3
+\log_{10} 100 ¦ 2
+\log_2 100 ¦ \frac{\log 100}{\log 2}
+5! ¦ 120
+\sin 30^\circ ¦ \frac12
+\sin(30^\circ) ¦ 0.5
+\cos 60° ¦ 1/2
+\tan 45^{\circ} ¦ 1
+\binom{5}{2} ¦ 10
+\dbinom{10}{3} ¦ 120
+5000\text{ m} ¦ 5\text{ km}
+5\text{ km} ¦ 5000\text{ m}
+100\text{ cm} ¦ 1\text{ m}
+1\text{ hour} ¦ 60\text{ minutes}
+90\text{ min} ¦ 1.5\text{ hours}
+36 \text{ km/h} ¦ 10 \text{ m/s}
+36\text{ in} ¦ 1\text{ yard}
+50\text{ cents} ¦ \$0.50
+5 cm^2 ¦ 5\text{ square centimeters}
+1 m^2 ¦ 10000\text{ cm}^2
+\text{five} ¦ 5
+five ¦ 5
+\frac{12}{7} \approx 1.71 ¦ \frac{12}{7}
+\frac{12}{7} \approx 1.714 ¦ 12/7
+\sqrt{2} \approx 1.414 ¦ \sqrt{2}
+x = \sqrt{2} \approx 1.41 ¦ \sqrt{2}
+\pi \approx 3.14 ¦ \pi
+0.\overline{6} ¦ \frac{2}{3}
+0.\overline{3} ¦ 1/3
+0.1\overline{6} ¦ 1/6
+1.\overline{36} ¦ \frac{15}{11}
+\frac{n!}{(n-1)!} ¦ n
+(-1)^n ¦ (-1)^{n+2}
+2^{n+1} ¦ 2 \cdot 2^n
+\sqrt{x^2-1} ¦ \sqrt{(x-1)(x+1)}
+\sqrt{1-x^2} ¦ \sqrt{(1-x)(1+x)}
+\sqrt{x-5} ¦ \sqrt{-5+x}
+e^{x+1} ¦ e \cdot e^x
+\ln(x^2) ¦ 2\ln x
+\ln(ab) ¦ \ln a+\ln b
+x^{1/2} ¦ \sqrt{x}
+x^{-2} ¦ \frac{1}{x^2}
+\frac{1}{2}gt^2 ¦ \frac{gt^2}{2}
+e^{i\pi/3} ¦ \frac{1}{2}+\frac{\sqrt{3}}{2}i
+\cos\frac{\pi}{3}+i\sin\frac{\pi}{3} ¦ e^{i\pi/3}
+e^{\frac{\pi i}{3}} ¦ \frac{1+i\sqrt{3}}{2}
+\sqrt[3]{-8} ¦ -2
+\sqrt[3]{16} ¦ 2\sqrt[3]{2}
+\sqrt{5+2\sqrt6} ¦ \sqrt2+\sqrt3
+\cos 36^\circ ¦ \frac{1+\sqrt5}{4}
+|x-3| ¦ \left|3-x\right|
+\langle 1,2\rangle ¦ \langle 1, 2 \rangle
+\{1,2,3\} ¦ \{3,2,1\}
+1\text{ and }2 ¦ 2, 1
+(1,2)\text{ and }(3,4) ¦ (3,4),(1,2)
+x\in(1,2) ¦ (1,2)
+(a,b)=(1,2) ¦ (1,2)
+a=1, b=2 ¦ b=2, a=1
+25^\circ C ¦ 25\text{ °C}
+5\text{ kg}\cdot\text{m/s}^2 ¦ 5\text{ N}
+1{,}234{,}567 ¦ 1234567
+$1,234 ¦ \$1234
+\$5 ¦ 5 dollars
+5\% ¦ 0.05
+12 \text{ ways} ¦ 12
+\text{Yes} ¦ yes
+\mathrm{CO_2} ¦ \text{CO}_2
+\angle ABC = 60^\circ ¦ 60
+AB = 5 ¦ 5
+P(A) = \frac13 ¦ \frac13
+f(x)=x^2-1=(x-1)(x+1) ¦ x^2-1
+5 m ¦ 5\text{ m}
+\text{No solution} ¦ no solution
+2x^2+3x+1 ¦ (2x+1)(x+1)
+\frac{3}{x-1}-\frac{1}{x+1} ¦ \frac{2x+4}{x^2-1}
+(x,y)=(2,3) ¦ (2,3)
+x = 2\text{ or }x=3 ¦ 2,3
+\pm\sqrt{2} ¦ \sqrt{2},-\sqrt{2}
+a_1 + a_2 ¦ a_{2}+a_{1}
+3.50 ¦ 3.5
+1.5 \times 10^3 ¦ 1500
+\boldsymbol{5} ¦ 5
+\mathbf{5} ¦ 5
+{5} ¦ 5
+\ 5\  ¦ 5
+-\frac{\sqrt3}{3} ¦ -\frac{1}{\sqrt3}
+\frac{\sqrt{3}}{2} ¦ \sin 60^\circ
+\arctan 1 ¦ \frac{\pi}{4}
+\cos^{-1}(1/2) ¦ \pi/3
+\csc 30^\circ ¦ 2
+\frac{2}{3}\pi ¦ \frac{2\pi}{3}
+2\pi/3 ¦ \frac{2\pi}{3}
+(3\pi)/4 ¦ \frac{3\pi}{4}
+\frac{5\pi}{4}\text{ radians} ¦ \frac{5\pi}{4}
+y=\frac{1}{2}x+3 ¦ y=\frac{x}{2}+3
+y = x/2 + 3 ¦ y=\frac{x}{2}+3"""
+ACCEPTED_SHORT = r"""
+CO2 ¦ CO_2
+CO2 ¦ CO₂
+\text{CO}_2 ¦ CO2
+H_2O ¦ H2O
+5000 m ¦ 5 km
+5 km ¦ 5000 m
+5.0 km ¦ 5.01 km
+5010 m ¦ 5.0 km
+9.8 m/s² ¦ 9.81 m/s^2
+9.8 m s^-2 ¦ 9.81 m/s^2
+9.8 m/s/s ¦ 9.81 m/s^2
+three ¦ 3
+3 ¦ three
+Three ¦ 3
+72 km/h ¦ 20 m/s
+72 km/h ¦ 20.0 m/s
+0.5 L ¦ 500 mL
+25 °C ¦ 25.0 degrees Celsius
+6.02 x 10^23 ¦ 6.02e23
+1.2 MPa ¦ 1200000 Pa
+1,200,000 Pa ¦ 1.2 MPa
+2.5 hours ¦ 150 minutes
+increase in demand ¦ An increase in demand
+Increase In Demand ¦ increase in demand
+$1,234.50 ¦ 1234.5
+The Hague ¦ the hague
+x^2 + 1 ¦ 1 + x^2
+mgh ¦ mgh
+kg·m/s^2 ¦ kg m/s^2
+10 N ¦ 10 kg m/s^2
+0.25 ¦ 25%
+Paris. ¦ Paris
+"Paris" ¦ Paris
+A ¦ A
+2.50 eV ¦ 4.005e-19 J"""
+
+
+def rows(table: str) -> list[tuple]:
+    return [tuple(line.split(" ¦ ")) for line in table.strip().split("\n")]
+
+
+@pytest.mark.parametrize("answer, gold", rows(ACCEPTED))
+def test_accepted(answer, gold):
+    assert same_math(answer, gold) and same_math(gold, answer)
+
 
 @pytest.mark.parametrize("answer, gold", EQUAL)
 def test_equal_mathematics(answer, gold):
@@ -126,7 +285,8 @@ def test_every_gold_equals_itself_alone_and_in_a_list():
         assert same_math(gold, gold) and same_math(final_answer(rf"\boxed{{{gold}}}"), gold)
     values = [g for _, g in EQUAL if g.isdecimal() and len(g) < 3]
     shuffled = random.Random(0).sample(values, len(values))
-    assert same_math(", ".join(shuffled), ",".join(values)) and not same_math(", ".join(shuffled[1:] + ["777"]), ",".join(values))
+    assert same_math(", ".join(shuffled), ",".join(values))
+    assert not same_math(", ".join(shuffled[1:] + ["777"]), ",".join(values))
 
 
 def test_polynomials_and_their_expansions():
@@ -144,15 +304,17 @@ def test_polynomials_and_their_expansions():
         assert not same_math(product, expanded([roots[0], roots[1], roots[2] + 1]))
 
 
-def test_cancellation_in_floats_is_forgiven():
-    terms = [f"{(-1) ** k * math.comb(8, k) * 3 ** k:+d}x^{{{8 - k}}}" for k in range(9)]
-    assert same_math("(x-3)^8", "".join(terms)) and not same_math("(x-3)^8", "".join(terms) + "+1")
+def test_numbers_beyond_the_limit_are_text():
+    assert same_math("2*2^{989}", "2^{990}") and not same_math("2^9000*2^9000", "2^18000") and same_math("9" * 400, "9" * 400)
+    assert same_math("2^{5000}", " 2^{5000}") and not same_math("2^{5000}", "2^{4999}*2")
+    assert same_math("x" * 1001, "x" * 1001 + " ")
 
 
-def test_tolerance_is_for_real_numbers_only():
-    assert same_math("3.14", r"\pi", 0.01) and not same_math("3.14", r"\pi", 1e-4) and not same_math("3.14", r"\pi")
-    assert same_math("(1, 2.01)", "(1, 2)", 0.01) and not same_math("(1, 2.1)", "(1, 2)", 0.01)
-    assert not same_math("2.001x", "2x", 0.01) and not same_math("0.001", "0", 0.01)
+def test_majority_votes_by_meaning():
+    assert majority(["It is 4.", r"\boxed{\frac12}", "<answer>0.5</answer>", "The answer is **1/2**."]) == 1
+    assert majority([r"\boxed{3}", r"\boxed{5\text{ km}}", r"<answer>5000\text{ m}</answer>"]) == 1
+    assert majority(["The answer is Paris.", "The answer is London", "The answer is **London**."]) == 1
+    assert majority(["a"]) == 0 and majority(["a", "b"]) == 0 and majority(["a", "b", "B"]) == 1
 
 
 # A response to what it commits to; None: neither a box nor a tag
@@ -231,12 +393,12 @@ def test_letters_of_odd_choices():
 SHORT_EQUAL = [  # answer, gold
     ("paris", "Paris"), ("The mitochondria.", "mitochondria"), ("free market economy", "Free-market economy"), ("Yes", "yes"),
     ('"Hamlet"', "Hamlet"), ("an increase in demand", "Increase in demand"), ("9.8 m/s^2", "9.81 m/s^2"), ("9.81", "9.81 m/s^2"),
-    ("9.81 m/s^2", "9.81"), ("9.8 \\text{ m/s}^2", "9.81 m/s^2"), ("25%", "0.25"), ("0.25", "25%"), ("25", "25%"), ("25.1%", "25%"),
-    ("3e8 m/s", "299792458 m/s"), ("3 x 10^8 m/s", r"3.0 \times 10^8 m/s"), ("1.5e-3 mol", "0.0015 mol"), ("5 meters", "5 m"),
-    ("60 miles per hour", "60 mi/h"), ("0.333", "1/3"), ("2x", "x*2"), ("$1,200", "1200 dollars"), ("46.3", "46"), ("1,945", "1945"),
+    ("9.81 m/s^2", "9.81"), ("9.8 \\text{ m/s}^2", "9.81 m/s^2"), ("25%", "0.25"), ("0.25", "25%"), ("25", "25%"),
+    ("3 x 10^8 m/s", r"3.0 \times 10^8 m/s"), ("1.5e-3 mol", "0.0015 mol"), ("5 meters", "5 m"),
+    ("60 miles per hour", "60 mi/h"), ("2x", "x*2"), ("$1,200", "1200 dollars"), ("1,945", "1945"),
     ("-3.0", "-3"), (r"\frac{\pi}{2}", "1.57"), ("12.5 kJ", "12.6 kJ"), ("{1, 2}", "2, 1"), ("x = 4", "4"), ("25 °C", "25"),
     ("7.0 N", "7 N"), ("1200 J", "1200.4 J"), ("$1.5 million", "$1,500,000"), ("5 million people", "5,000,000"),
-    ("5 nanometers", "5 nm"), ("5 kilojoules", "5 kJ"), ("3 Days", "3 days"), ("10% increase", "10%"), ("25 degrees Celsius", "25 °C"),
+    ("5 nanometers", "5 nm"), ("5 kilojoules", "5 kJ"), ("3 Days", "3 days"), ("25 degrees Celsius", "25 °C"),
 ]
 SHORT_DIFFERENT = [
     ("London", "Paris"), ("", "Paris"), ("", ""), ("no", "on"), ("dog bites man", "man bites dog"),
@@ -251,6 +413,11 @@ SHORT_DIFFERENT = [
 @pytest.mark.parametrize("answer, gold, right", [(*pair, True) for pair in SHORT_EQUAL] + [(*pair, False) for pair in SHORT_DIFFERENT])
 def test_short_answers(answer, gold, right):
     assert same_short(answer, gold) is right
+
+
+@pytest.mark.parametrize("answer, gold", rows(ACCEPTED_SHORT))
+def test_accepted_short_answers(answer, gold):
+    assert same_short(answer, gold)
 
 
 HOSTILE = r"""
@@ -277,7 +444,8 @@ for text in ({HOSTILE.strip()}):
     answer = final_answer(text)
     final_answer(r'\boxed{{' + text + '}}')
     for gold in ('7', r'\frac{{1}}{{2}}', text[:990] + '7'):
-        assert not same_math(answer, gold) and not same_short(answer, gold), (text[:50], gold[:50])
+        assert not same_math(answer, gold), (text[:50], gold[:50])
+        assert not same_short(answer, gold) or '.1' in gold, (text[:50], gold[:50])  # 0.1117 is about 0.111
     for response in (text, 'The answer is ' + text, '<answer>' + text + '</answer>'):
         pick_letter(response, ['one', 'two'])
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
@@ -286,10 +454,3 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, cwd=folder)
     assert ran.returncode == 0, ran.stderr
     assert int(ran.stdout) < 200  # MiB
-
-
-def test_numbers_beyond_the_limit_are_text():
-    assert graders.read("2^900*2^90") == 2 ** 990 and graders.read("2^900*2^900") is None and graders.read("9" * 400) is None
-    assert same_math("2^{5000}", " 2^{5000}") and not same_math("2^{5000}", "2^{4999}*2")
-    assert same_math("x*y*" * 249 + "x", "y*x*" * 249 + "x") and not same_math("x*y*" * 250 + "x", "y*x*" * 250 + "x")
-    assert same_math("x" * 1001, "x" * 1001 + " ")
