@@ -6,7 +6,8 @@ import sys
 import pytest
 
 import eval as graders
-from eval import committed, final_answer, majority, pick_letter, same_math, same_short
+import eval as evaluation
+from eval import Problem, committed, final_answer, pick_letter, same_math, same_short
 
 EQUAL = [  # answer, gold
     # fractions, decimals, mixed numbers
@@ -311,6 +312,9 @@ def test_numbers_beyond_the_limit_are_text():
 
 
 def test_majority_votes_by_meaning():
+    def majority(responses):
+        return evaluation.majority(Problem("", "", "", "", "math"), responses)
+
     assert majority(["It is 4.", r"\boxed{\frac12}", "<answer>0.5</answer>", "The answer is **1/2**."]) == 1
     assert majority([r"\boxed{3}", r"\boxed{5\text{ km}}", r"<answer>5000\text{ m}</answer>"]) == 1
     assert majority(["The answer is Paris.", "The answer is London", "The answer is **London**."]) == 1
