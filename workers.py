@@ -220,7 +220,7 @@ def load_pool(spec: str, local_url: str | None = None, replay: str = "", budget:
             if worker.name in [other.name for other in pool]:
                 raise ValueError(f"another worker has the name {worker.name!r} already: give each its own")
         except (TypeError, ValueError) as e:
-            sys.exit(f"{spec}: entry {i}: {e}\nThe fields are {', '.join(Worker.__annotations__)}.")
+            sys.exit(f"{spec}: entry {i}: {e}\nThe fields are {', '.join([*Worker.__annotations__][:-2])}.")
         rpm = worker.rpm and worker.rpm / ranks
         pool.append(replace(worker, rpm=rpm, concurrency=max(1, worker.concurrency // ranks)))
         pool[-1].letter = chr(ord("A") + i)
@@ -466,19 +466,19 @@ def check_worker(worker: Worker):
     """ValueError for a wrong field; without its value, which may be a misplaced API key."""
     for key, kind in Worker.__annotations__.items():
         value = getattr(worker, key)
-        number = isinstance(value, int | float)
-        if not isinstance(value, kind) or isinstance(value, bool) or number and not 0 < value < 1e6:
-            above = ", above 0" if number else ""
-            raise ValueError(f"{key} must be {getattr(kind, '__name__', kind)}{above}")
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ValueError(f"{key} must be {getattr(kind, '__name__', kind)}")
+        if isinstance(value, int | float) and not 0 < value < 1e6:
+            raise ValueError(f"{key} must be above 0 and below a million")
     if worker.protocol not in PROTOCOLS:
         raise ValueError(f"protocol must be one of {', '.join(PROTOCOLS)}")
     if not re.fullmatch(r"(https?://[^/@\s]+|\$\w+)(/\S*)?", worker.base_url):
         raise ValueError("base_url must be http(s)://host/... without a password, or $VARIABLE")
     if worker.api_key_env is not None and not worker.api_key_env.isidentifier():
         raise ValueError("api_key_env must be the name of an environment variable, not the key")
-    dollars = [0, 0] if worker.price is None else worker.price
-    if len(dollars) != 2 or not all(type(p) in (int, float) and 0 <= p < 1e6 for p in dollars):
-        raise ValueError("price must be [input, output] in dollars per million tokens")
+    if worker.price is not None:
+        if len(worker.price) != 2 or not all(type(p) in (int, float) and 0 <= p < 1e6 for p in worker.price):
+            raise ValueError("price must be [input, output] in dollars per million tokens")
 
 
 # Wire formats
@@ -519,13 +519,13 @@ def wire_params(protocol: str, model: str, params: dict) -> dict:
         own_name = NAMES[protocol].get(name, name)
         if own_name is None:
             raise WorkerError(f"{name} means nothing to the {protocol} protocol")
-        if name == "stream" or name == "n" and value != 1:
+        if name in ("n", "stream"):
             raise WorkerError(f"{name}: a call gives one reply, and streams it to on_text")
         if name == "max_tokens" and "reasoning_effort" in reasoning:  # one of OpenAI's reasoning models
             own_name = "max_completion_tokens"
         if name == "stop" and isinstance(value, str):
             value = [value]
-        if name != "n" and (takes_sampling or name not in SAMPLING):
+        if takes_sampling or name not in SAMPLING:
             sent[own_name] = value
     return sent
 
@@ -597,12 +597,12 @@ def gemini_request(model: str, messages: list[dict], params: dict) -> tuple[str,
 
 def gemini_reply(data: dict) -> tuple:
     n_in = tokens(data, "usageMetadata", "promptTokenCount")
-    n_out = (tokens(data, "usageMetadata", "candidatesTokenCount") or 0) \
-        + (tokens(data, "usageMetadata", "thoughtsTokenCount") or 0)
+    n_out = tokens(data, "usageMetadata", "candidatesTokenCount") or 0  # none where thinking used up all
+    n_out += tokens(data, "usageMetadata", "thoughtsTokenCount") or 0
     if not data.get("candidates") and at(data, "promptFeedback", "blockReason"):
         return "", "SAFETY", n_in, n_out, 0.0
     candidate = data["candidates"][0]
-    parts = at(candidate, "content", "parts") or []  # none where thinking used up all tokens
+    parts = at(candidate, "content", "parts") or []
     text = "".join(part.get("text", "") for part in parts if not part.get("thought"))
     return text, candidate.get("finishReason"), n_in, n_out, 0.0
 
@@ -644,11 +644,8 @@ def tokens(data, *path) -> int | None:
 
 def text_of(content) -> str:
     """A response's text: a string, null, or a list of parts, of which those of another type are left out."""
-    if isinstance(content, list):
-        content = "".join(part["text"] for part in content if part["type"] == "text")
-    if not isinstance(content, str | None):
-        raise TypeError("content that is no text")
-    return content or ""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    return "".join(part["text"] for part in parts if part["type"] == "text")
 
 
 def system_and_turns(messages: list[dict]) -> tuple[str, list[tuple[str, str]]]:
@@ -690,11 +687,10 @@ class Replay:
         torn = size > 0 and os.pread(self.file, 1, size - 1) != b"\n"
         line = b"%s%s %s\n" % (b"\n" if torn else b"", key, json.dumps(asdict(reply)).encode())
         try:
-            problem = None if os.write(self.file, line) == len(line) else "no space left"
-        except OSError as e:
-            problem = e
-        if problem:  # The reply is paid for, and the run can go on with it.
-            print(f"{self.path}: a reply could not be kept: {problem}", file=sys.stderr)
+            if os.write(self.file, line) < len(line):
+                raise OSError("no space left")
+        except OSError as e:  # The reply is paid for, and the run can go on with it.
+            print(f"{self.path}: a reply could not be kept: {e}", file=sys.stderr)
 
 
 class Budget:
@@ -785,33 +781,30 @@ def received(session, request, seconds: float):
     """The response to one POST when its head is there, and then the pieces of its body as they come."""
     url, headers, body = request
     begun = time.monotonic()
-    response = None
+    billed = False
     try:
         limits = (min(CONNECT, seconds), seconds)  # of the connect, and of each read
         response = session.post(url, data=body, headers=headers, stream=True, timeout=limits)
-        yield response
-        piece = b"-"
-        while piece:
-            left = begun + seconds - time.monotonic()
-            if left <= 0:
-                raise TimeoutError
-            sock = getattr(response.raw.connection, "sock", None)
-            if sock:  # None where the connection ends with the response
-                sock.settimeout(left)
-            piece = response.raw.read1(1 << 16, decode_content=True)
-            yield piece
+        billed = True
+        with response:
+            yield response
+            piece = b"-"
+            while piece:
+                sock = getattr(response.raw.connection, "sock", None)
+                if sock:  # None where the connection ends with the response
+                    sock.settimeout(max(0.001, begun + seconds - time.monotonic()))
+                piece = response.raw.read1(1 << 16, decode_content=True)
+                if time.monotonic() > begun + seconds:
+                    raise TimeoutError
+                yield piece
     except (urllib3.exceptions.HTTPError, OSError, ValueError) as e:  # all that it raises when they fail
         took = time.monotonic() - begun
         text = f"the connection failed: {type(e).__name__}: {e}"
         if took > seconds - 0.001:
             text = f"no complete response within {seconds:.3g} s"
-        # Who is not reached, or hangs up at once, has not begun to work.
-        late = took > CONNECT and not isinstance(e, requests.ConnectTimeout)
-        billed = response is not None or late or isinstance(e, requests.ReadTimeout)
+        if not isinstance(e, requests.ConnectTimeout):  # Who hangs up at once has not begun to work.
+            billed = billed or took > CONNECT or isinstance(e, requests.ReadTimeout)
         raise WorkerError(text, retry=True, billed=billed) from None
-    finally:
-        if response is not None:
-            response.close()
 
 
 def response_data(response, body: bytes | dict) -> dict:
@@ -1091,9 +1084,7 @@ class Server(ThreadingHTTPServer):
 
 
 def serve_specialists(port: int, child: bool = False, latency: float = 0.0):
-    """The specialists on 127.0.0.1 until Ctrl-C, or as a child until stdin ends, however the parent dies.
-
-    latency: seconds that each takes to answer."""
+    """The specialists on 127.0.0.1 until Ctrl-C, or as a child until stdin ends, however the parent dies."""
     try:
         server = Server(("127.0.0.1", port), SpecialistHandler)
     except (OSError, OverflowError) as e:

@@ -165,10 +165,6 @@ def test_a_file_that_holds_no_replies_is_left_alone(tmp_path, text):
     assert (tmp_path / "notes").read_text() == text
 
 
-def test_replies_are_plain_data():
-    assert Reply("a", 1, 2, None, 0.5) == Reply("a", 1, 2, None, 0.5, "stop")
-
-
 # Pools
 
 
