@@ -856,23 +856,23 @@ def read_stream(pieces, on_text) -> dict:
     for piece in pieces:
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:
-            event = line.removeprefix(b"data:").strip()
-            if event == b"[DONE]":
-                ending.setdefault("finish_reason")
-            elif event and event != line.strip():  # else it is blank, a comment, or another field
+            if line.startswith(b"data:"):  # else it is blank, a comment, or another field
                 with defined_by("openai"):
-                    text = read_event(json.loads(event), ending)
-                if text:
-                    texts.append(text)
-                    on_text(text)
+                    texts.append(read_event(line[5:].strip(), ending))
+                if texts[-1]:
+                    on_text(texts[-1])
     if not ending.keys() & {"finish_reason", "error"}:
         raise WorkerError("the stream ended early", retry=True)
     choice = {"message": {"content": "".join(texts)}, "finish_reason": ending.get("finish_reason")}
     return {"choices": [choice], **ending}
 
 
-def read_event(data: dict, ending: dict) -> str:
+def read_event(event: bytes, ending: dict) -> str:
     """The text of a stream's event. What ends a stream is put into `ending`."""
+    if event == b"[DONE]":
+        ending.setdefault("finish_reason")
+        return ""
+    data = json.loads(event)
     ending |= {key: data[key] for key in ("error", "usage") if data.get(key)}
     text = ""
     for choice in data.get("choices") or []:
@@ -954,7 +954,8 @@ class Handler(BaseHTTPRequestHandler):
         error = {"error": {"message": message, "type": kind, "param": None, "code": None}}
         if self.streaming:
             return self.send_event(error)
-        self.answer(status, error, **({} if retry else {"x_should_retry": "false"}))
+        headers = {} if retry else {"x_should_retry": "false"}
+        self.answer(status, error, **headers)
 
     def reply(self, text: str, finish: str = "stop", usage: dict | None = None):
         """Send a whole completion, as a stream of one piece where the request asks for a stream."""

@@ -112,7 +112,8 @@ def test_processes_that_write_at_the_same_time_lose_nothing(tmp_path):
         process.join(60)
     replay = Replay(path)
     assert all(replay.find(Replay.key([name, i])).text == "x" * 3000 for name in "abcd" for i in range(n))
-    assert len((tmp_path / "replay").read_text().splitlines()) == 4 * n
+    lines = (tmp_path / "replay").read_text().splitlines()  # blank where one saw another's line half written
+    assert len([line for line in lines if line]) == 4 * n
 
 
 def test_opening_a_file_takes_nothing_from_it(tmp_path):
