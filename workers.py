@@ -28,7 +28,6 @@ import traceback
 import urllib.parse
 import zlib
 from dataclasses import asdict, dataclass, field, replace
-from email.utils import parsedate_to_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from typing import NamedTuple
@@ -831,21 +830,14 @@ def response_data(response, body: bytes | dict) -> dict:
 
 
 def asked_wait(response, error) -> float:
-    """Seconds that a provider asks to wait, in whatever way; the longest where it says several."""
-    waits = [seconds_until(value) for value in response.raw.headers.getlist("Retry-After")]
-    waits += [seconds_until(value) / 1000 for value in response.raw.headers.getlist("retry-after-ms")]
+    """Seconds that a provider asks to wait; the longest of several. For a date, which is rare, the usual
+    waits do."""
+    number = re.compile(r"\s*\d+(\.\d+)?\s*")
+    headers = response.raw.headers
+    waits = [float(value) for value in headers.getlist("Retry-After") if number.fullmatch(value)]
+    waits += [float(value) / 1000 for value in headers.getlist("retry-after-ms") if number.fullmatch(value)]
     google = re.findall(r'"retryDelay": "(\d+(?:\.\d+)?)s"', json.dumps(error))  # google.rpc.RetryInfo
     return max([*waits, *map(float, google)], default=0.0)
-
-
-def seconds_until(moment: str) -> float:
-    """A number of seconds, or a date (RFC 9110, 10.2.3), as seconds from now; 0 if it is neither."""
-    if re.fullmatch(r"\s*\d+(\.\d+)?\s*", moment):
-        return float(moment)
-    try:
-        return max(0.0, parsedate_to_datetime(moment).timestamp() - time.time())
-    except (ValueError, TypeError, OverflowError):
-        return 0.0
 
 
 def read_stream(pieces, on_text) -> dict:

@@ -1,5 +1,4 @@
 """Workers against servers that misbehave in every way: faults, slowness, limits, streams, and a fuzzer."""
-import email.utils
 import gzip
 import json
 import random
@@ -265,6 +264,7 @@ def test_no_attempt_starts_with_less_time_left_than_an_answer_takes(waits):
         ({}, {"error": {"details": 7}}, 0),
         ({}, {"error": "x"}, 0),
         ({"Retry_After": "soon"}, {}, 0),
+        ({"Retry_After": "Wed, 21 Oct 2099 07:28:00 GMT"}, {}, 0),
         ({"Retry_After": "-5"}, {}, 0),
         ({"Retry_After": "nan"}, {}, 0),
         ({"Retry_After": "inf"}, {}, 0),
@@ -282,12 +282,6 @@ def test_a_wait_beyond_the_deadline_fails_at_once(waits):
             with pytest.raises(WorkerError, match="later"):
                 worker(server).chat(CHAT)
         assert len(server.requests) == 1 and waits == []
-
-
-def test_a_date_as_wait():
-    assert 55 < workers.seconds_until(email.utils.formatdate(time.time() + 60, usegmt=True)) <= 60
-    for past in ("Wed, 99 Foo 2020", email.utils.formatdate(time.time() - 60, usegmt=True)):
-        assert workers.seconds_until(past) == 0
 
 
 def test_waits_differ_between_calls(monkeypatch):
