@@ -27,7 +27,7 @@ def http(body, status=200, **headers):
 
 
 class Rogue:
-    """play(n, conn) gets the number of the request and returns bytes to send, or does worse to conn and returns
+    """play(n, conn) gets the request's number and returns bytes to send, or does worse to conn and gives
     None, which ends the connection. .requests holds what came over the wire: (time, head, body)."""
 
     def __init__(self, play):
