@@ -9,6 +9,7 @@ JSON file. `Worker.chat` turns messages into a Reply or raises WorkerError: what
 wrong on the way never mix. Keys are read from the environment at each call. Read next: workflow.py.
 """
 import contextlib
+import email.utils
 import functools
 import hashlib
 import http.cookiejar
@@ -743,6 +744,7 @@ def most_dollars(price: list | None, params: dict, size: int) -> float:
 
 # The transport
 
+MAX_BODY = 32 << 20  # bytes of a request or a response; honest ones stay below 1 MB
 KEEPALIVE = [(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1), (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
 if hasattr(socket, "TCP_KEEPIDLE"):  # seconds; else it is for the system to say
     KEEPALIVE.append((socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60))
@@ -787,6 +789,7 @@ def received(session, request, seconds: float):
         billed = True
         with response:
             yield response
+            size = 0
             piece = b"-"
             while piece:
                 sock = getattr(response.raw.connection, "sock", None)
@@ -795,6 +798,9 @@ def received(session, request, seconds: float):
                 piece = response.raw.read1(1 << 16, decode_content=True)
                 if time.monotonic() > begun + seconds:
                     raise TimeoutError
+                size += len(piece)
+                if size > MAX_BODY:
+                    raise WorkerError(f"the response is larger than {MAX_BODY >> 20} MiB")
                 yield piece
     except (urllib3.exceptions.HTTPError, OSError, ValueError) as e:  # all that it raises when they fail
         took = time.monotonic() - begun
@@ -830,14 +836,22 @@ def response_data(response, body: bytes | dict) -> dict:
 
 
 def asked_wait(response, error) -> float:
-    """Seconds that a provider asks to wait; the longest of several. For a date, which is rare, the usual
-    waits do."""
-    number = re.compile(r"\s*\d+(\.\d+)?\s*")
+    """Seconds that a provider asks to wait; the longest of several."""
     headers = response.raw.headers
-    waits = [float(value) for value in headers.getlist("Retry-After") if number.fullmatch(value)]
-    waits += [float(value) / 1000 for value in headers.getlist("retry-after-ms") if number.fullmatch(value)]
+    waits = [seconds_until(value) for value in headers.getlist("Retry-After")]
+    waits += [seconds_until(value) / 1000 for value in headers.getlist("retry-after-ms")]
     google = re.findall(r'"retryDelay": "(\d+(?:\.\d+)?)s"', json.dumps(error))  # google.rpc.RetryInfo
     return max([*waits, *map(float, google)], default=0.0)
+
+
+def seconds_until(moment: str) -> float:
+    """A number of seconds or a date (RFC 9110, 10.2.3) as seconds from now; 0 if it is neither."""
+    try:
+        if re.fullmatch(r"\s*\d+(\.\d+)?\s*", moment):
+            return float(moment)
+        return max(0.0, email.utils.parsedate_to_datetime(moment).timestamp() - time.time())
+    except (ValueError, TypeError, OverflowError):
+        return 0.0
 
 
 def read_stream(pieces, on_text) -> dict:
@@ -882,7 +896,6 @@ def redact(text: str, key: str) -> str:
 
 # The servers
 
-MAX_BODY = 32 << 20  # bytes of a request; honest ones stay below 1 MB
 ROLES = ("system", "developer", "user", "assistant")
 UNSUPPORTED = ("tools", "functions", "logprobs", "audio", "prediction", "web_search_options")
 PATHS = "there are GET /health, GET /v1/models, GET /v1/models/NAME and POST /v1/chat/completions"

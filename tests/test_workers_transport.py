@@ -1,4 +1,5 @@
 """Workers against servers that misbehave in every way: faults, slowness, limits, streams, and a fuzzer."""
+import email.utils
 import gzip
 import json
 import random
@@ -24,6 +25,12 @@ def chunks(*pieces):
     return lambda n, conn: conn.sendall(
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"".join(pieces)
     )
+
+
+def flood(n, conn):
+    conn.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000000\r\n\r\n")
+    for _ in range(100):
+        conn.sendall(b"x" * 1_000_000)
 
 
 HTML = b"<html><body><h1>Sorry, the model is away</h1></body></html>"
@@ -70,6 +77,7 @@ FAULTS = {  # name: play, attempts of two, what the error says
         1,
         "HTTP 502: paid",
     ),
+    "100 MB": (flood, 1, "larger than 32 MiB"),
     "closed at once": (lambda n, c: None, 2, "connection failed"),
     "closed mid-body": (lambda n, c: c.sendall(http(GOOD)[:-20]), 2, "connection failed"),
     "reset mid-body": (reset, 2, "connection failed"),
@@ -282,6 +290,13 @@ def test_a_wait_beyond_the_deadline_fails_at_once(waits):
             with pytest.raises(WorkerError, match="later"):
                 worker(server).chat(CHAT)
         assert len(server.requests) == 1 and waits == []
+
+
+def test_a_date_as_wait():
+    soon = email.utils.formatdate(time.time() + 60, usegmt=True)
+    assert 50 < workers.seconds_until(soon) <= 60
+    for past in ("Wed, 99 Foo 2020", email.utils.formatdate(time.time() - 60, usegmt=True)):
+        assert workers.seconds_until(past) == 0
 
 
 def test_waits_differ_between_calls(monkeypatch):
