@@ -9,6 +9,7 @@ JSON file. `Worker.chat` turns messages into a Reply or raises WorkerError: what
 wrong on the way never mix. Keys are read from the environment at each call. Read next: workflow.py.
 """
 import contextlib
+import email.utils
 import functools
 import hashlib
 import http.cookiejar
@@ -28,7 +29,6 @@ import traceback
 import urllib.parse
 import zlib
 from dataclasses import asdict, dataclass, field, replace
-from email.utils import parsedate_to_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from typing import NamedTuple
@@ -220,7 +220,7 @@ def load_pool(spec: str, local_url: str | None = None, replay: str = "", budget:
             if worker.name in [other.name for other in pool]:
                 raise ValueError(f"another worker has the name {worker.name!r} already: give each its own")
         except (TypeError, ValueError) as e:
-            sys.exit(f"{spec}: entry {i}: {e}\nThe fields are {', '.join(Worker.__annotations__)}.")
+            sys.exit(f"{spec}: entry {i}: {e}\nThe fields are {', '.join([*Worker.__annotations__][:-2])}.")
         rpm = worker.rpm and worker.rpm / ranks
         pool.append(replace(worker, rpm=rpm, concurrency=max(1, worker.concurrency // ranks)))
         pool[-1].letter = chr(ord("A") + i)
@@ -466,19 +466,19 @@ def check_worker(worker: Worker):
     """ValueError for a wrong field; without its value, which may be a misplaced API key."""
     for key, kind in Worker.__annotations__.items():
         value = getattr(worker, key)
-        number = isinstance(value, int | float)
-        if not isinstance(value, kind) or isinstance(value, bool) or number and not 0 < value < 1e6:
-            above = ", above 0" if number else ""
-            raise ValueError(f"{key} must be {getattr(kind, '__name__', kind)}{above}")
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ValueError(f"{key} must be {getattr(kind, '__name__', kind)}")
+        if isinstance(value, int | float) and not 0 < value < 1e6:
+            raise ValueError(f"{key} must be above 0 and below a million")
     if worker.protocol not in PROTOCOLS:
         raise ValueError(f"protocol must be one of {', '.join(PROTOCOLS)}")
     if not re.fullmatch(r"(https?://[^/@\s]+|\$\w+)(/\S*)?", worker.base_url):
         raise ValueError("base_url must be http(s)://host/... without a password, or $VARIABLE")
     if worker.api_key_env is not None and not worker.api_key_env.isidentifier():
         raise ValueError("api_key_env must be the name of an environment variable, not the key")
-    dollars = [0, 0] if worker.price is None else worker.price
-    if len(dollars) != 2 or not all(type(p) in (int, float) and 0 <= p < 1e6 for p in dollars):
-        raise ValueError("price must be [input, output] in dollars per million tokens")
+    if worker.price is not None:
+        if len(worker.price) != 2 or not all(type(p) in (int, float) and 0 <= p < 1e6 for p in worker.price):
+            raise ValueError("price must be [input, output] in dollars per million tokens")
 
 
 # Wire formats
@@ -519,13 +519,13 @@ def wire_params(protocol: str, model: str, params: dict) -> dict:
         own_name = NAMES[protocol].get(name, name)
         if own_name is None:
             raise WorkerError(f"{name} means nothing to the {protocol} protocol")
-        if name == "stream" or name == "n" and value != 1:
+        if name in ("n", "stream"):
             raise WorkerError(f"{name}: a call gives one reply, and streams it to on_text")
         if name == "max_tokens" and "reasoning_effort" in reasoning:  # one of OpenAI's reasoning models
             own_name = "max_completion_tokens"
         if name == "stop" and isinstance(value, str):
             value = [value]
-        if name != "n" and (takes_sampling or name not in SAMPLING):
+        if takes_sampling or name not in SAMPLING:
             sent[own_name] = value
     return sent
 
@@ -597,12 +597,12 @@ def gemini_request(model: str, messages: list[dict], params: dict) -> tuple[str,
 
 def gemini_reply(data: dict) -> tuple:
     n_in = tokens(data, "usageMetadata", "promptTokenCount")
-    n_out = (tokens(data, "usageMetadata", "candidatesTokenCount") or 0) \
-        + (tokens(data, "usageMetadata", "thoughtsTokenCount") or 0)
+    n_out = tokens(data, "usageMetadata", "candidatesTokenCount") or 0  # none where thinking used up all
+    n_out += tokens(data, "usageMetadata", "thoughtsTokenCount") or 0
     if not data.get("candidates") and at(data, "promptFeedback", "blockReason"):
         return "", "SAFETY", n_in, n_out, 0.0
     candidate = data["candidates"][0]
-    parts = at(candidate, "content", "parts") or []  # none where thinking used up all tokens
+    parts = at(candidate, "content", "parts") or []
     text = "".join(part.get("text", "") for part in parts if not part.get("thought"))
     return text, candidate.get("finishReason"), n_in, n_out, 0.0
 
@@ -644,11 +644,8 @@ def tokens(data, *path) -> int | None:
 
 def text_of(content) -> str:
     """A response's text: a string, null, or a list of parts, of which those of another type are left out."""
-    if isinstance(content, list):
-        content = "".join(part["text"] for part in content if part["type"] == "text")
-    if not isinstance(content, str | None):
-        raise TypeError("content that is no text")
-    return content or ""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    return "".join(part["text"] for part in parts if part["type"] == "text")
 
 
 def system_and_turns(messages: list[dict]) -> tuple[str, list[tuple[str, str]]]:
@@ -690,11 +687,10 @@ class Replay:
         torn = size > 0 and os.pread(self.file, 1, size - 1) != b"\n"
         line = b"%s%s %s\n" % (b"\n" if torn else b"", key, json.dumps(asdict(reply)).encode())
         try:
-            problem = None if os.write(self.file, line) == len(line) else "no space left"
-        except OSError as e:
-            problem = e
-        if problem:  # The reply is paid for, and the run can go on with it.
-            print(f"{self.path}: a reply could not be kept: {problem}", file=sys.stderr)
+            if os.write(self.file, line) < len(line):
+                raise OSError("no space left")
+        except OSError as e:  # The reply is paid for, and the run can go on with it.
+            print(f"{self.path}: a reply could not be kept: {e}", file=sys.stderr)
 
 
 class Budget:
@@ -748,6 +744,7 @@ def most_dollars(price: list | None, params: dict, size: int) -> float:
 
 # The transport
 
+MAX_BODY = 32 << 20  # bytes of a request or a response; honest ones stay below 1 MB
 KEEPALIVE = [(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1), (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
 if hasattr(socket, "TCP_KEEPIDLE"):  # seconds; else it is for the system to say
     KEEPALIVE.append((socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60))
@@ -785,33 +782,34 @@ def received(session, request, seconds: float):
     """The response to one POST when its head is there, and then the pieces of its body as they come."""
     url, headers, body = request
     begun = time.monotonic()
-    response = None
+    billed = False
     try:
         limits = (min(CONNECT, seconds), seconds)  # of the connect, and of each read
         response = session.post(url, data=body, headers=headers, stream=True, timeout=limits)
-        yield response
-        piece = b"-"
-        while piece:
-            left = begun + seconds - time.monotonic()
-            if left <= 0:
-                raise TimeoutError
-            sock = getattr(response.raw.connection, "sock", None)
-            if sock:  # None where the connection ends with the response
-                sock.settimeout(left)
-            piece = response.raw.read1(1 << 16, decode_content=True)
-            yield piece
+        billed = True
+        with response:
+            yield response
+            size = 0
+            piece = b"-"
+            while piece:
+                sock = getattr(response.raw.connection, "sock", None)
+                if sock:  # None where the connection ends with the response
+                    sock.settimeout(max(0.001, begun + seconds - time.monotonic()))
+                piece = response.raw.read1(1 << 16, decode_content=True)
+                if time.monotonic() > begun + seconds:
+                    raise TimeoutError
+                size += len(piece)
+                if size > MAX_BODY:
+                    raise WorkerError(f"the response is larger than {MAX_BODY >> 20} MiB")
+                yield piece
     except (urllib3.exceptions.HTTPError, OSError, ValueError) as e:  # all that it raises when they fail
         took = time.monotonic() - begun
         text = f"the connection failed: {type(e).__name__}: {e}"
         if took > seconds - 0.001:
             text = f"no complete response within {seconds:.3g} s"
-        # Who is not reached, or hangs up at once, has not begun to work.
-        late = took > CONNECT and not isinstance(e, requests.ConnectTimeout)
-        billed = response is not None or late or isinstance(e, requests.ReadTimeout)
+        if not isinstance(e, requests.ConnectTimeout):  # Who hangs up at once has not begun to work.
+            billed = billed or took > CONNECT or isinstance(e, requests.ReadTimeout)
         raise WorkerError(text, retry=True, billed=billed) from None
-    finally:
-        if response is not None:
-            response.close()
 
 
 def response_data(response, body: bytes | dict) -> dict:
@@ -838,19 +836,20 @@ def response_data(response, body: bytes | dict) -> dict:
 
 
 def asked_wait(response, error) -> float:
-    """Seconds that a provider asks to wait, in whatever way; the longest where it says several."""
-    waits = [seconds_until(value) for value in response.raw.headers.getlist("Retry-After")]
-    waits += [seconds_until(value) / 1000 for value in response.raw.headers.getlist("retry-after-ms")]
+    """Seconds that a provider asks to wait; the longest of several."""
+    headers = response.raw.headers
+    waits = [seconds_until(value) for value in headers.getlist("Retry-After")]
+    waits += [seconds_until(value) / 1000 for value in headers.getlist("retry-after-ms")]
     google = re.findall(r'"retryDelay": "(\d+(?:\.\d+)?)s"', json.dumps(error))  # google.rpc.RetryInfo
     return max([*waits, *map(float, google)], default=0.0)
 
 
 def seconds_until(moment: str) -> float:
-    """A number of seconds, or a date (RFC 9110, 10.2.3), as seconds from now; 0 if it is neither."""
-    if re.fullmatch(r"\s*\d+(\.\d+)?\s*", moment):
-        return float(moment)
+    """A number of seconds or a date (RFC 9110, 10.2.3) as seconds from now; 0 if it is neither."""
     try:
-        return max(0.0, parsedate_to_datetime(moment).timestamp() - time.time())
+        if re.fullmatch(r"\s*\d+(\.\d+)?\s*", moment):
+            return float(moment)
+        return max(0.0, email.utils.parsedate_to_datetime(moment).timestamp() - time.time())
     except (ValueError, TypeError, OverflowError):
         return 0.0
 
@@ -863,23 +862,23 @@ def read_stream(pieces, on_text) -> dict:
     for piece in pieces:
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:
-            event = line.removeprefix(b"data:").strip()
-            if event == b"[DONE]":
-                ending.setdefault("finish_reason")
-            elif event and event != line.strip():  # else it is blank, a comment, or another field
+            if line.startswith(b"data:"):  # else it is blank, a comment, or another field
                 with defined_by("openai"):
-                    text = read_event(json.loads(event), ending)
-                if text:
-                    texts.append(text)
-                    on_text(text)
+                    texts.append(read_event(line[5:].strip(), ending))
+                if texts[-1]:
+                    on_text(texts[-1])
     if not ending.keys() & {"finish_reason", "error"}:
         raise WorkerError("the stream ended early", retry=True)
     choice = {"message": {"content": "".join(texts)}, "finish_reason": ending.get("finish_reason")}
     return {"choices": [choice], **ending}
 
 
-def read_event(data: dict, ending: dict) -> str:
+def read_event(event: bytes, ending: dict) -> str:
     """The text of a stream's event. What ends a stream is put into `ending`."""
+    if event == b"[DONE]":
+        ending.setdefault("finish_reason")
+        return ""
+    data = json.loads(event)
     ending |= {key: data[key] for key in ("error", "usage") if data.get(key)}
     text = ""
     for choice in data.get("choices") or []:
@@ -897,7 +896,6 @@ def redact(text: str, key: str) -> str:
 
 # The servers
 
-MAX_BODY = 32 << 20  # bytes of a request; honest ones stay below 1 MB
 ROLES = ("system", "developer", "user", "assistant")
 UNSUPPORTED = ("tools", "functions", "logprobs", "audio", "prediction", "web_search_options")
 PATHS = "there are GET /health, GET /v1/models, GET /v1/models/NAME and POST /v1/chat/completions"
@@ -961,7 +959,8 @@ class Handler(BaseHTTPRequestHandler):
         error = {"error": {"message": message, "type": kind, "param": None, "code": None}}
         if self.streaming:
             return self.send_event(error)
-        self.answer(status, error, **({} if retry else {"x_should_retry": "false"}))
+        headers = {} if retry else {"x_should_retry": "false"}
+        self.answer(status, error, **headers)
 
     def reply(self, text: str, finish: str = "stop", usage: dict | None = None):
         """Send a whole completion, as a stream of one piece where the request asks for a stream."""
@@ -1091,9 +1090,7 @@ class Server(ThreadingHTTPServer):
 
 
 def serve_specialists(port: int, child: bool = False, latency: float = 0.0):
-    """The specialists on 127.0.0.1 until Ctrl-C, or as a child until stdin ends, however the parent dies.
-
-    latency: seconds that each takes to answer."""
+    """The specialists on 127.0.0.1 until Ctrl-C, or as a child until stdin ends, however the parent dies."""
     try:
         server = Server(("127.0.0.1", port), SpecialistHandler)
     except (OSError, OverflowError) as e:

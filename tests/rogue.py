@@ -17,7 +17,7 @@ KEY = "sk-planted-0123456789"
 
 
 def http(body, status=200, **headers):
-    """A whole HTTP response as bytes; a body that is not bytes is sent as JSON. A header given as a list comes several times."""
+    """A whole HTTP response as bytes; any other body is sent as JSON. A list's header comes several times."""
     body = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = ""
     for name, values in headers.items():
@@ -27,11 +27,14 @@ def http(body, status=200, **headers):
 
 
 class Rogue:
-    """play(n, conn) gets the number of the request and returns bytes to send, or does worse to conn and returns None, which ends
-    the connection. .requests holds what came over the wire: (time, head, body)."""
+    """play(n, conn) gets the request's number and returns bytes to send, or does worse to conn and gives
+    None, which ends the connection. .requests holds what came over the wire: (time, head, body)."""
 
     def __init__(self, play):
-        self.play, self.requests, self.connections, self.open, self.most, self.lock = play, [], 0, 0, 0, threading.Lock()
+        self.play = play
+        self.requests = []
+        self.connections, self.open, self.most = 0, 0, 0
+        self.lock = threading.Lock()
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}/v1"
 
@@ -52,7 +55,7 @@ class Rogue:
             threading.Thread(target=self.serve, args=(conn,), daemon=True).start()
 
     def serve(self, conn):
-        with conn, conn.makefile("rb") as file, contextlib.suppress(OSError):  # the client gave up, as it should
+        with conn, conn.makefile("rb") as file, contextlib.suppress(OSError):  # the client gave up
             while line := file.readline():
                 head = line
                 while line not in (b"\r\n", b""):

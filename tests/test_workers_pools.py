@@ -112,7 +112,8 @@ def test_processes_that_write_at_the_same_time_lose_nothing(tmp_path):
         process.join(60)
     replay = Replay(path)
     assert all(replay.find(Replay.key([name, i])).text == "x" * 3000 for name in "abcd" for i in range(n))
-    assert len((tmp_path / "replay").read_text().splitlines()) == 4 * n
+    lines = (tmp_path / "replay").read_text().splitlines()  # blank where one saw another's line half written
+    assert len([line for line in lines if line]) == 4 * n
 
 
 def test_opening_a_file_takes_nothing_from_it(tmp_path):
@@ -163,10 +164,6 @@ def test_a_file_that_holds_no_replies_is_left_alone(tmp_path, text):
     with pytest.raises(SystemExit, match="notes.*no file of replies"):
         load_pool("paper", replay=str(tmp_path / "notes"))
     assert (tmp_path / "notes").read_text() == text
-
-
-def test_replies_are_plain_data():
-    assert Reply("a", 1, 2, None, 0.5) == Reply("a", 1, 2, None, 0.5, "stop")
 
 
 # Pools
