@@ -318,7 +318,7 @@ def test_majority_votes_by_meaning():
     assert majority(["It is 4.", r"\boxed{\frac12}", "<answer>0.5</answer>", "The answer is **1/2**."]) == 1
     assert majority([r"\boxed{3}", r"\boxed{5\text{ km}}", r"<answer>5000\text{ m}</answer>"]) == 1
     assert majority(["The answer is Paris.", "The answer is London", "The answer is **London**."]) == 1
-    assert majority(["a"]) == 0 and majority(["a", "b"]) == 0 and majority(["a", "b", "B"]) == 1
+    assert majority(["a"]) == 0 and majority(["a", "b"]) == 0 and majority(["a", "b", "b"]) == 1
 
 
 # A response to what it commits to; None: neither a box nor a tag

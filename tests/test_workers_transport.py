@@ -272,7 +272,7 @@ def test_no_attempt_starts_with_less_time_left_than_an_answer_takes(waits):
         ({}, {"error": {"details": 7}}, 0),
         ({}, {"error": "x"}, 0),
         ({"Retry_After": "soon"}, {}, 0),
-        ({"Retry_After": "Wed, 21 Oct 2099 07:28:00 GMT"}, {}, 0),
+        ({"Retry_After": "Wed, 21 Oct 2015 07:28:00 GMT"}, {}, 0),
         ({"Retry_After": "-5"}, {}, 0),
         ({"Retry_After": "nan"}, {}, 0),
         ({"Retry_After": "inf"}, {}, 0),
