@@ -229,7 +229,7 @@ def test_traces_round_trip_and_replay(tmp_path):
         pool = pool_of(tmp_path, wire.url, "ab")
         first = execute(parse(GOOD, 2), "Why?", pool)
         second = execute(parse(GOOD, 2), "Why?", pool, first)
-        again = Trace.from_json(json.loads(json.dumps(second.to_json())))
+        again = wf.trace_from(json.loads(json.dumps(second.to_json())))
         assert again == second and again.rounds()[0].workflow.completion == GOOD and again.workflow.steps[1].sees_all
         before, _ = list(wire.seen), wire.seen.clear()
         assert execute(again.workflow, again.question, pool, again.previous).responses == second.responses
@@ -415,8 +415,6 @@ def test_conduct_rounds_and_tries():
     assert conduct("Why?", pool, write, rounds=3).answer == "first" and len(write.asked) == 5
     [lost] = wf.conduct(writer("gibberish", lists("[]", "[]", "[]"), "gibberish"), [Task("Why?", pool)], 3)
     assert lost.trace is None and "missing" in lost.invalid
-
-    assert wf.conduct(writer(one_step("first")), [Task("Why \ud83d?", pool)])[0].task.question == "Why ??"  # half an emoji, which nothing can encode
 
     def down(chat):
         raise WorkerError("down")

@@ -95,7 +95,7 @@ def test_command_line(checkpoint, tmp_path):
         shown = run_cli("Why?", f"--checkpoint={checkpoint}", "--temperature=0", pool_a)
         seated = run_cli("Why?", "--conductor=worker-a", pool, "--rounds=1", "--show=json")
     assert shown.returncode == 0 and "a says so" in shown.stdout and "Go." in shown.stdout, shown.stderr
-    trace = Trace.from_json(json.loads(seated.stdout))
+    trace = wf.trace_from(json.loads(seated.stdout))
     assert trace.answer == "b says so" and len(trace.rounds()) == 2
     assert wire.limits == {("a", None), ("a", 200), ("b", 100)}  # in the Conductor's seat twice the output
 
@@ -223,6 +223,7 @@ def test_serve_answers_and_sums_the_usage():
         assert body["usage"]["total_tokens"] == 12  # three rounds of two steps
         chat = [{"role": "system", "content": "Be brief."}, user("Hi"), said("Hello"), user([{"type": "text", "text": "Why?"}])]
         assert "system: Be brief.\n\nuser: Hi\n\nassistant: Hello\n\nuser: Why?\n" in s.post(chat).json()["choices"][0]["message"]["content"]
+        assert s.post("Why \ud83d?").json()["choices"][0]["message"]["content"].startswith("Question:\nWhy ??")
 
 
 def events(response):
