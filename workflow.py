@@ -9,6 +9,7 @@ see (`access_list`). `messages` asks for them, `parse` reads them, `submit` runs
 happened, and `roll_out` does all of it for many questions. All is counted from 0. Read grpo.py next."""
 import ast
 import contextlib
+import itertools
 import json
 import os
 import queue
@@ -27,6 +28,10 @@ import torch
 from model import Qwen, Tokenizer, compute_dtype, configure, read_json
 from sample import Completion, generate
 from workers import Handler, Reply, Server, WorkerError, load_pool
+
+
+class WorkflowError(ValueError):
+    """A text is no workflow; the message says which list is wrong and why."""
 
 
 @dataclass
@@ -86,6 +91,7 @@ the whole answer in the form that the question wants.
 First say in a sentence or two what the question needs and how you divide the work. Then write three Python
 lists of equal length: model_id, the models' numbers; subtasks, strings; access_list, for each step ["all"] to
 show it all earlier steps, {indices}or [] to show it none."""
+FINE_GRAINED = "a list such as [0, 2] to show it those steps, counted from 0, "
 AGAIN = """Your workflow ended in this response:
 
 {answer}
@@ -104,12 +110,11 @@ def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace
     for a Conductor too small to be prompted into the format. names: the models' letters, which unlike their
     numbers stay their own in any subset of a pool (§3.2), or "". examples, subtasks: see Prompting."""
     if style == "short":
-        chat, again = short_chat(question, n_workers, max_steps, names), SHORT_AGAIN
+        chat = short_chat(question, n_workers, max_steps, names)
+        again = SHORT_AGAIN
     else:
         role = ROLE if subtasks else ROLE_WITHOUT_SUBTASKS
-        indices = ""
-        if style == "fine-grained":
-            indices = "a list such as [0, 2] to show it those steps, counted from 0, "
+        indices = FINE_GRAINED if style == "fine-grained" else ""
         parts = [role.format(max_steps=max_steps, indices=indices)]
         parts += shown_examples(style, examples, n_workers, max_steps, subtasks)
         models = [f"Model {i} ({names[i]})" if names else f"Model {i}" for i in range(n_workers)]
@@ -125,10 +130,6 @@ def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace
 
 # ------------------------------------------------------------------------------------------------------------
 # Parse. How a list is read, and what makes lists a workflow, is in the appendix.
-
-
-class WorkflowError(ValueError):
-    """The text is no workflow; the message says which list is wrong and why."""
 
 
 def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = False,
@@ -148,15 +149,13 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
         value, position = read_list(text, begin.end())
         if name not in names:
             continue
-        lists.append((name, value))
-        together = lists[-len(names):]
+        lists = [*lists, (name, value)][-len(names):]
         try:
-            workflow = Workflow(steps_of(dict(together), names, n_workers, max_steps, allow_empty), text)
+            workflow = Workflow(steps_of(dict(lists), names, n_workers, max_steps, allow_empty), text)
+            if [name for name, _ in lists] == names:
+                lists = []  # In the order asked for they are complete: what follows is another workflow's.
         except WorkflowError as e:
             error = e
-            continue
-        if [name for name, _ in together] == names:
-            lists = []  # In the order asked for they are complete: what follows is another workflow's.
     if workflow is None:
         raise error
     return workflow
@@ -213,8 +212,8 @@ class Trace:
 
     def to_json(self) -> dict:
         """A dict for json.dumps; `trace_from` makes an equal trace of it."""
-        derived = {"answer": self.answer, "calls": self.calls, "tokens": self.tokens, "cost": self.cost}
-        return {**asdict(self), **derived}
+        return {**asdict(self), "answer": self.answer, "calls": self.calls, "tokens": self.tokens,
+                "cost": self.cost}
 
 @dataclass
 class Task:
@@ -250,7 +249,7 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
     future's. number: the rollout's; with task.name it names this run in the pool's replay file."""
     steps, previous = workflow.steps, task.previous
     if not steps and previous is None:
-        raise ValueError("a workflow without steps keeps the previous answer, but there is no previous round")
+        raise ValueError("a workflow without steps keeps the previous answer, but there is none")
     names = [task.pool[step.worker].name for step in steps]
     trace = Trace(task.question, workflow, names, [None] * len(steps), previous=previous)
     nonce = f"{task.name}/{number}/{len(trace.rounds()) - 1}" if task.name else None
@@ -319,7 +318,9 @@ def roll_out(write, tasks: list[Task], n: int = 1, prompting: Prompting = Prompt
     failed = threading.Event()
 
     def written(i, j, text, prompt=(), completion=None, error=None):
-        raise_first(running)  # A bug in a worker or a grader ends the writing, too.
+        for future in running:  # A bug in a worker or a grader ends the writing, too.
+            if future.done():
+                future.result()
         task = tasks[i]
         rollout = Rollout(task, text, list(prompt), completion)
         groups[i][j] = rollout
@@ -472,23 +473,18 @@ def work():
         idle.release()
 
 
-def raise_first(futures: list):
-    """Raise what one of those that are done has raised."""
-    for future in futures:
-        if future.done():
-            future.result()
-
-
 def wait_for_all(futures: list):
     """Wait, and raise the first exception as soon as there is one."""
-    wait(futures, return_when=FIRST_EXCEPTION)
-    raise_first(futures)
+    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+    for future in done:
+        future.result()
 
 
 def call_in_order(after: list[list[int]], call, end) -> Future:
     """Run call(i) in a thread once all calls of after[i] have ended, and end() after the last of all, whose
     result is the future's. No thread waits for another. Where call(i) is false no further one begins."""
-    done, lock, stop = Future(), threading.Lock(), threading.Event()
+    done = Future()
+    lock, stop = threading.Lock(), threading.Event()
     waiting, running, ended = set(range(len(after))), set(), set()
 
     def go_on(i):
@@ -630,24 +626,15 @@ CONTROL = {"n": "\n", "t": "\t", "r": "\r"}
 
 
 def string_value(token) -> str | None:
-    """What a closed string token says; None where it holds half of a surrogate pair, which is no text."""
+    """What a closed string token says, without its escapes, but with its LaTeX; None where it holds half of a
+    surrogate pair, which is no text."""
     quotes = 3 if token["end3"] else 1
-    value = token["string"][len(token["raw"]) + quotes:-quotes]
-    if not token["raw"]:
-        value = unescaped(value)
-    try:
-        return value.encode("utf-16", "surrogatepass").decode("utf-16")  # joins the pairs that JSON writes
-    except UnicodeDecodeError:
-        return None
-
-
-def unescaped(text: str) -> str:
-    """The inside of a string literal without its escapes, but with its LaTeX."""
+    text = token["string"][len(token["raw"]) + quotes:-quotes]
     commands = [m[1] for m in ESCAPE.finditer(text) if m[1] and m[1].isalpha()]
     sure = [c for c in commands if c[0] not in CONTROL or COMMAND.fullmatch(c) and c not in LIKE_WORDS]
     in_math = False
 
-    def replaced(m):
+    def unescaped(m):
         nonlocal in_math
         what = m[1]
         if what is None:
@@ -665,7 +652,12 @@ def unescaped(text: str) -> str:
         elif what in "\"'/" or what == "\\" and not sure:  # In LaTeX written as it is, \\ is a line break.
             return what
         return m[0]
-    return ESCAPE.sub(replaced, text)
+
+    value = text if token["raw"] else ESCAPE.sub(unescaped, text)
+    try:
+        return value.encode("utf-16", "surrogatepass").decode("utf-16")  # joins the pairs that JSON writes
+    except UnicodeDecodeError:
+        return None
 
 
 # Few-shot examples (Table 4): question, plan, steps. Those of tasks that no training set holds ("ood") are
@@ -853,22 +845,17 @@ def show(file: str, number: int | None, form: str) -> str:
             row = json.loads(lines[i])
             found = row if "workflow" in row else row.get("trace")
             trace = found and trace_from(found)
-            if number is None:
-                out.append(summary_line(i, row, trace))
-            else:
+            if number is not None:
                 out.append(VIEWS[form](trace) if trace else f"no workflow:\n{row['text']}")
+                continue
+            worth = f"reward {row['reward']:g}" if row.get("reward") is not None else ""
+            state = shape(trace.workflow) if trace else "no workflow"
+            said = " ".join((trace.question if trace else row["text"]).split())
+            names = f"  [{' > '.join(trace.workers)}]" if trace else ""
+            out.append(f"{i:>5}  {worth:<12}{state:<14}{said:.60}{names}")
         except (ValueError, TypeError, KeyError, AttributeError) as e:
             raise ValueError(f"{file}, line {i}, holds no trace: {e!r}") from None
     return printable("\n".join(out))
-
-
-def summary_line(i: int, row: dict, trace: Trace | None) -> str:
-    worth = f"reward {row['reward']:g}" if row.get("reward") is not None else ""
-    if trace is None:
-        return f"{i:>5}  {worth:<12}{'no workflow':<14}{' '.join(row['text'].split()):.70}"
-    state = "failed" if trace.error else shape(trace.workflow)
-    question = " ".join(trace.question.split())
-    return f"{i:>5}  {worth:<12}{state:<14}{question:.60}  [{' > '.join(trace.workers)}]"
 
 
 # The server
@@ -885,9 +872,8 @@ def conductor_server(write, pool: list, prompting: Prompting, rounds: int, port:
     and conductor-recursive (`rounds` more). write is called from many threads.
 
     The question is the whole conversation. A stream brings the last step's text as it comes where that is the
-    answer for sure; after a kept answer it brings it whole. usage is the workers' together, usage.cost in
-    dollars (null where unknown). A workflow that fails is a 502 that says not to try, and pay, again. A
-    client that hangs up stops it."""
+    answer for sure, else whole. usage is the workers' together, usage.cost in dollars (null where unknown). A
+    workflow that fails is a 502 that says not to try, and pay, again. A client that hangs up stops it."""
     further = {"conductor": 0, "conductor-recursive": rounds}
 
     class ConductorHandler(Handler):
@@ -937,30 +923,26 @@ def from_one_thread(write):
     for ever, in the thread that calls it. What is asked while a batch is being written becomes the next.
 
     The main thread is to call work_on: torch aborts a program that ends while a daemon thread is in it."""
-    requests = queue.SimpleQueue()  # of (chat, rollout's number, on_text, future)
+    requests = queue.SimpleQueue()  # of (chat, on_text, future)
 
     def ask_for(chats, n, first, on_text):
         done = Future()
-        requests.put((chats[0], first, on_text, done))
+        requests.put((chats[0], on_text, done))
         done.result()
 
     def work_on():
-        while True:
+        for number in itertools.count():  # A chat that is asked again draws other numbers.
             batch = [requests.get()]
             while len(batch) < 64 and not requests.empty():
                 batch.append(requests.get())
-            for number in {request[1] for request in batch}:
-                write_together(number, [request for request in batch if request[1] == number])
-
-    def write_together(number, batch):
-        chats, _, told, futures = zip(*batch)
-        try:
-            write(chats, 1, number, lambda i, j, *written, **error: told[i](0, j, *written, **error))
-            for done in futures:
-                done.set_result(None)
-        except Exception as e:  # theirs who wait; this thread goes on
-            for done in futures:
-                done.set_exception(e)
+            chats, told, futures = zip(*batch)
+            try:
+                write(chats, 1, number, lambda i, j, *written, **error: told[i](0, j, *written, **error))
+                for done in futures:
+                    done.set_result(None)
+            except Exception as e:  # theirs who wait; this thread goes on
+                for done in futures:
+                    done.set_exception(e)
     return ask_for, work_on
 
 
@@ -968,8 +950,7 @@ def from_one_thread(write):
 
 
 def load_conductor(path: str) -> tuple[Qwen, Tokenizer, Prompting]:
-    """A checkpoint's model, tokenizer and Prompting: what train.py wrote into its conductor.json, or the
-    defaults."""
+    """A checkpoint's model, tokenizer and Prompting, which train.py wrote into its conductor.json."""
     file = os.path.join(path, "conductor.json")
     known = read_json(file) if os.path.exists(file) else {}
     prompting = Prompting(**{f.name: known[f.name] for f in fields(Prompting) if f.name in known})
@@ -1016,7 +997,8 @@ def main(argv):
         pool = subset(load_pool(s.pool, budget=s.budget), s.only)
         if s.conductor:
             [worker] = subset(pool, s.conductor)
-            write, prompting = seated(worker), Prompting()
+            write = seated(worker)
+            prompting = Prompting()
         else:
             model, tokenizer, prompting = load_conductor(s.checkpoint)
             write = sampled(model, tokenizer, prompting, s.temperature)

@@ -214,7 +214,7 @@ def test_a_bug_is_not_swallowed():
         raise KeyError("a bug")
     with pytest.raises(KeyError, match="a bug"):
         execute(Workflow([Step(0, "A.", []), Step(0, "B.", [])]), "Why?", [Local("broken", broken)])
-    with pytest.raises(ValueError, match="no previous"):
+    with pytest.raises(ValueError, match="there is none"):
         execute(Workflow([]), "Why?", [])
 
 
