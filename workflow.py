@@ -60,7 +60,7 @@ class Workflow:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# The prompt (App. E). Its few-shot examples are in the appendix.
+# The prompt (App. E). Its few-shot examples and what it says in further rounds are in the appendix.
 
 
 @dataclass
@@ -91,15 +91,6 @@ the whole answer in the form that the question wants.
 First say in a sentence or two what the question needs and how you divide the work. Then write three Python
 lists of equal length: model_id, the models' numbers; subtasks, strings; access_list, for each step ["all"] to
 show it all earlier steps, {indices}or [] to show it none."""
-FINE_GRAINED = "a list such as [0, 2] to show it those steps, counted from 0, "
-AGAIN = """Your workflow ended in this response:
-
-{answer}
-
-If it should go to the user as it is, write all lists empty. If not, write a new workflow of up to {max_steps}
-steps; "all" then shows a step this response too."""
-SHORT_AGAIN = "Response: {answer}\nWrite a workflow, or empty lists to keep it."
-SOLVE_IT = "Solve the question."  # every worker's subtask where the Conductor is asked for none
 
 
 def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace | None" = None, style="full",
@@ -114,16 +105,14 @@ def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace
         again = SHORT_AGAIN
     else:
         role = ROLE if subtasks else ROLE_WITHOUT_SUBTASKS
-        indices = FINE_GRAINED if style == "fine-grained" else ""
-        parts = [role.format(max_steps=max_steps, indices=indices)]
+        parts = [role.format(max_steps=max_steps, indices=FINE_GRAINED if style == "fine-grained" else "")]
         parts += shown_examples(style, examples, n_workers, max_steps, subtasks)
         models = [f"Model {i} ({names[i]})" if names else f"Model {i}" for i in range(n_workers)]
         parts.append(f"Question: {question}\n\nModels: {', '.join(models)}")
         chat = [{"role": "user", "content": "\n\n".join(parts)}]
         again = AGAIN.replace("{max_steps}", str(max_steps))
     for trace in previous.rounds() if previous else []:
-        written = trace.workflow.completion or trace.workflow.text(subtasks)
-        chat += [{"role": "assistant", "content": written},
+        chat += [{"role": "assistant", "content": trace.workflow.completion or trace.workflow.text(subtasks)},
                  {"role": "user", "content": again.replace("{answer}", trace.answer)}]
     return chat
 
@@ -214,6 +203,7 @@ class Trace:
         """A dict for json.dumps; `trace_from` makes an equal trace of it."""
         return {**asdict(self), "answer": self.answer, "calls": self.calls, "tokens": self.tokens,
                 "cost": self.cost}
+
 
 @dataclass
 class Task:
@@ -736,6 +726,15 @@ def short_chat(question: str, n_workers: int, max_steps: int, names: str) -> lis
             {"role": "user", "content": question}]
 
 
+FINE_GRAINED = "a list such as [0, 2] to show it those steps, counted from 0, "
+AGAIN = """Your workflow ended in this response:
+
+{answer}
+
+If it should go to the user as it is, write all lists empty. If not, write a new workflow of up to {max_steps}
+steps; "all" then shows a step this response too."""
+SHORT_AGAIN = "Response: {answer}\nWrite a workflow, or empty lists to keep it."
+SOLVE_IT = "Solve the question."  # every worker's subtask where the Conductor is asked for none
 ROLE_WITHOUT_SUBTASKS = """You conduct a team of language models. You never answer the question yourself: you
 write a workflow by which they answer it.
 
