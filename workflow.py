@@ -482,12 +482,10 @@ def call_in_order(after: list[list[int]], call, end) -> Future:
         try:
             if i is not None and not stop.is_set() and not call(i):
                 stop.set()
-            ready = set()
             with lock:
                 running.discard(i)
                 ended.add(i)
-                if not stop.is_set():
-                    ready |= {k for k in waiting if ended.issuperset(after[k])}
+                ready = [] if stop.is_set() else [k for k in waiting if ended.issuperset(after[k])]
                 waiting.difference_update(ready)
                 running.update(ready)
                 over = not running

@@ -12,7 +12,7 @@ import workflow as wf
 from sample import Completion
 from test_workflow_parse import GOOD, lists
 from workers import SPECIALISTS, Reply, WorkerError, load_pool
-from workflow import Prompting, Step, Task, Trace, Workflow, execute, messages, parse, submit
+from workflow import Prompting, Step, Task, Workflow, execute, messages, parse, submit
 
 # ------------------------------------------------------------------------------------------------------------
 # The prompt

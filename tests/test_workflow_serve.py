@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import queue
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,7 +23,7 @@ from model import Config, Qwen, Tokenizer
 from test_workflow import Local, Wire, pool_of, said, user
 from test_workflow_parse import lists
 from workers import Reply, WorkerError
-from workflow import Prompting, Step, Trace, Workflow, execute, messages
+from workflow import Prompting, Step, Workflow, execute, messages
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -60,7 +61,7 @@ def checkpoint(tmp_path_factory):
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     with open(os.path.join(path, "conductor.json"), "w") as f:
-        json.dump({"style": "short", "max_steps": 5, "max_new_tokens": 80, "n_workers": 1}, f)
+        json.dump({"style": "short", "max_new_tokens": 80, "dtype": "fp32", "n_workers": 1}, f)
     return path
 
 
@@ -72,7 +73,7 @@ def write_all(write, chats, n=1, first=0):
 
 def test_a_checkpoint_writes(checkpoint):
     model, tokenizer, prompting = wf.load_conductor(checkpoint)
-    assert prompting == Prompting("short", max_new_tokens=80)
+    assert prompting == Prompting("short", max_new_tokens=80, dtype="fp32")
     write = wf.sampled(model, tokenizer, prompting, 0.0)
     assert write_all(write, [messages(q, 1, style="short") for q in ("Why?", "What is 6 * 7?")],
                      2) == dict.fromkeys(
@@ -83,6 +84,16 @@ def test_a_checkpoint_writes(checkpoint):
     # a model of 512 positions, 80 of them to write
     why = "the prompt has 2047 tokens, and the Conductor can read 432"
     assert errors == [(0, 0, "", why), (2, 0, "", why), (1, 0, LEARNED, None)]
+
+
+def test_a_checkpoint_is_loaded_in_its_own_dtype(checkpoint, tmp_path, monkeypatch):
+    """Also on a device that has units for bf16, which decides only where conductor.json does not."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert wf.load_conductor(checkpoint)[0].lm_head.weight.dtype == torch.float32
+    shutil.copytree(checkpoint, tmp_path / "copy")
+    (tmp_path / "copy" / "conductor.json").unlink()
+    assert wf.load_conductor(str(tmp_path / "copy"))[0].lm_head.weight.dtype == torch.bfloat16
 
 
 def run_cli(*words, env=()):
