@@ -6,11 +6,10 @@
 
 The Conductor writes three Python lists: who (`model_id`), what (`subtasks`), and which earlier steps each may
 see (`access_list`). `messages` asks for them, `parse` reads them, `submit` runs them, a `Trace` is what
-happened, and `roll_out` does all of it for many questions at once. Steps, models and traces count from 0.
-Read grpo.py next.
-"""
+happened, and `roll_out` does all of it for many questions. All is counted from 0. Read grpo.py next."""
 import ast
 import contextlib
+import itertools
 import json
 import os
 import queue
@@ -22,16 +21,17 @@ import time
 import unicodedata
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 
 import torch
 
-from model import Qwen, Tokenizer, configure, read_json
+from model import Qwen, Tokenizer, compute_dtype, configure, read_json
 from sample import Completion, generate
 from workers import Handler, Reply, Server, WorkerError, load_pool
 
 
 class WorkflowError(ValueError):
-    """The text is no workflow; the message says which list is wrong and why."""
+    """A text is no workflow; the message says which list is wrong and why."""
 
 
 @dataclass
@@ -60,19 +60,19 @@ class Workflow:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# The prompt (App. E). Its few-shot examples are in the appendix.
+# The prompt (App. E). Its few-shot examples and what it says in further rounds are in the appendix.
 
 
 @dataclass
 class Prompting:
-    """How a Conductor is asked for a workflow. conductor.json beside a checkpoint remembers how it was
-    trained."""
+    """How a Conductor is asked for a workflow; conductor.json beside a checkpoint remembers it."""
     style: str = "full"  # full, zero-shot, fine-grained (App. B.8), short
     examples: str = "ood"  # the few-shot examples: ood, in, mixed (Table 4)
     subtasks: bool = True  # False: it is asked for none, and every worker is to solve the question (App. B.7)
     max_steps: int = 5
     max_new_tokens: int = 1024
     named: bool = False  # each worker has a letter beside its number
+    dtype: str = ""  # of the checkpoint's computation: bf16, fp32, or "": as the device likes
 
 
 ROLE = """You conduct a team of language models. You never answer the question yourself: you write a workflow
@@ -91,123 +91,63 @@ the whole answer in the form that the question wants.
 First say in a sentence or two what the question needs and how you divide the work. Then write three Python
 lists of equal length: model_id, the models' numbers; subtasks, strings; access_list, for each step ["all"] to
 show it all earlier steps, {indices}or [] to show it none."""
-AGAIN = """Your workflow ended in this response:
-
-{answer}
-
-If it should go to the user as it is, write all lists empty. If not, write a new workflow of up to {max_steps}
-steps; "all" then shows a step this response too."""
-SHORT_AGAIN = "Response: {answer}\nWrite a workflow, or empty lists to keep it."
-SOLVE_IT = "Solve the question."  # every worker's subtask where the Conductor is asked for none
 
 
-def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace | None" = None,
-             style: str = "full", names: str = "", examples: str = "ood",
-             subtasks: bool = True) -> list[dict]:
-    """The chat that asks the Conductor for a workflow. previous: the last round's trace, to ask for one more
-    (§3.2).
+def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace | None" = None, style="full",
+             names: str = "", examples: str = "ood", subtasks: bool = True) -> list[dict]:
+    """The chat that asks the Conductor for a workflow, or, after the round `previous`, for one more (§3.2).
 
-    style: "full"; "zero-shot", without the examples; "fine-grained", which also offers step numbers in access
-    lists; "short", for a Conductor too small to be prompted into the format. names: the models' letters,
-    which unlike their numbers stay their own in any subset of a pool (§3.2); "" leaves them out. examples,
-    subtasks: see Prompting."""
-    if style not in ("full", "zero-shot", "fine-grained", "short"):
-        raise ValueError(f"style {style!r}: there are full, zero-shot, fine-grained and short")
-    if examples not in EXAMPLES:
-        raise ValueError(f"examples {examples!r}: there are {', '.join(EXAMPLES)}")
+    style: "zero-shot" has no examples, "fine-grained" also offers step numbers in access lists, "short" is
+    for a Conductor too small to be prompted into the format. names: the models' letters, which unlike their
+    numbers stay their own in any subset of a pool (§3.2), or "". examples, subtasks: see Prompting."""
     if style == "short":
-        models = f"{n_workers} models"
-        if names:
-            models = "Models " + " ".join(f"{name} {i}" for i, name in enumerate(names))
-        chat = [{"role": "system", "content": f"{models}, {max_steps} steps."},
-                {"role": "user", "content": question}]
+        chat = short_chat(question, n_workers, max_steps, names)
         again = SHORT_AGAIN
     else:
         role = ROLE if subtasks else ROLE_WITHOUT_SUBTASKS
-        indices = ""
-        if style == "fine-grained":
-            indices = "a list such as [0, 2] to show it those steps, counted from 0, "
-        parts = [role.format(max_steps=max_steps, indices=indices)]
-        if style != "zero-shot":
-            parts += shown_examples(examples, n_workers, max_steps, subtasks)
+        parts = [role.format(max_steps=max_steps, indices=FINE_GRAINED if style == "fine-grained" else "")]
+        parts += shown_examples(style, examples, n_workers, max_steps, subtasks)
         models = [f"Model {i} ({names[i]})" if names else f"Model {i}" for i in range(n_workers)]
         parts.append(f"Question: {question}\n\nModels: {', '.join(models)}")
         chat = [{"role": "user", "content": "\n\n".join(parts)}]
         again = AGAIN.replace("{max_steps}", str(max_steps))
     for trace in previous.rounds() if previous else []:
-        written = trace.workflow.completion or trace.workflow.text(subtasks)
-        chat.append({"role": "assistant", "content": written})
-        chat.append({"role": "user", "content": again.replace("{answer}", trace.answer)})
+        chat += [{"role": "assistant", "content": trace.workflow.completion or trace.workflow.text(subtasks)},
+                 {"role": "user", "content": again.replace("{answer}", trace.answer)}]
     return chat
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Parse. How a list is read is in the appendix.
-
-LISTS = ("model_id", "subtasks", "access_list")
+# Parse. How a list is read, and what makes lists a workflow, is in the appendix.
 
 
 def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = False,
           subtasks: bool = True) -> Workflow:
     """The workflow in a Conductor's completion: the last lists, one after another, that make one together.
 
-    allow_empty: empty lists are a workflow of no steps (§3.2: keep the previous answer). subtasks=False:
-    there are two lists, and every subtask is to solve the question. Linear in the text's length. Raises
-    WorkflowError, which says which list is wrong and why."""
-    names = LISTS if subtasks else ("model_id", "access_list")
-    error = WorkflowError("model_id: the list is missing")
+    allow_empty: empty lists are a workflow of no steps (§3.2: keep the answer). subtasks=False: there are
+    two, and every subtask is to solve the question. Linear in the text's length."""
+    names = ["model_id", "subtasks", "access_list"] if subtasks else ["model_id", "access_list"]
     workflow = None
+    error = WorkflowError("model_id: the list is missing")
     lists, position = [], 0
     while begin := LIST_BEGINS.search(text, position):
         if position and NEXT_QUESTION.search(text, position, begin.start()):
             break
-        value, wrong, position = read_list(text, begin.end())
         name = begin["name"].replace("\\", "")
+        value, position = read_list(text, begin.end())
         if name not in names:
             continue
-        lists.append((name, value, wrong))
-        together = lists[-len(names):]
+        lists = [*lists, (name, value)][-len(names):]
         try:
-            workflow = Workflow(steps_of(together, names, n_workers, max_steps, allow_empty), text)
+            workflow = Workflow(steps_of(dict(lists), names, n_workers, max_steps, allow_empty), text)
+            if [name for name, _ in lists] == names:
+                lists = []  # In the order asked for they are complete: what follows is another workflow's.
         except WorkflowError as e:
             error = e
-            continue
-        if [name for name, _, _ in together] == [*names]:
-            lists = []  # In the order asked for they are complete: what follows is another workflow's.
     if workflow is None:
         raise error
     return workflow
-
-
-def steps_of(lists: list, names: tuple, n_workers: int, max_steps: int, allow_empty: bool) -> list[Step]:
-    """The steps that lists (name, value, what is wrong with it) make; WorkflowError if they make none."""
-    found = {name: (value, wrong) for name, value, wrong in lists}
-    for name in names:
-        _, wrong = found.get(name, (None, "the list is missing"))
-        if wrong:
-            raise WorkflowError(f"{name}: {wrong}")
-    values = [found[name][0] for name in names]
-    n = len(values[0])
-    if any(len(value) != n for value in values):
-        sizes = {name: len(value) for name, value in zip(names, values)}
-        raise WorkflowError(f"the lists differ in length: {sizes}")
-    if n > max_steps or n == 0 and not allow_empty:
-        raise WorkflowError(f"model_id: {n} steps, where 1 to {max_steps} are allowed")
-    subtasks = values[1] if "subtasks" in names else [SOLVE_IT] * n
-    steps = []
-    for i, (worker, subtask, access) in enumerate(zip(values[0], subtasks, values[-1])):
-        if type(worker) is not int or not 0 <= worker < n_workers:
-            raise WorkflowError(f"model_id: step {i} names {worker!r:.20}, not one of 0 to {n_workers - 1}")
-        if type(subtask) is not str:
-            raise WorkflowError(f"subtasks: step {i} is no text: {subtask!r:.20}")
-        access = ["all"] if access == "all" else access
-        for j in access if type(access) is list else [access]:
-            earlier = type(j) is int and 0 <= j < i
-            if j is access or j != "all" and not earlier:
-                raise WorkflowError(f"access_list: step {i} reads {j!r:.20}, no earlier step")
-        sees_all = "all" in access
-        steps.append(Step(worker, subtask, [*range(i)] if sees_all else sorted(set(access)), sees_all))
-    return steps
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -232,8 +172,7 @@ class Trace:
 
     @property
     def answer(self) -> str:
-        """The last step's response; that of the round before if this one has no steps; empty after a
-        failure."""
+        """The last step's response; without steps that of the round before; empty after a failure."""
         if self.error:
             return ""
         return self.replies[-1].text if self.replies else self.previous.answer
@@ -261,18 +200,9 @@ class Trace:
         return None if None in costs else sum(costs)
 
     def to_json(self) -> dict:
-        """A dict for json.dumps, of which from_json makes an equal trace. What is derived is there for other
-        readers."""
-        derived = {"answer": self.answer, "calls": self.calls, "tokens": self.tokens, "cost": self.cost}
-        return {**asdict(self), **derived}
-
-    @classmethod
-    def from_json(cls, d: dict) -> "Trace":
-        workflow = Workflow([Step(**step) for step in d["workflow"]["steps"]], d["workflow"]["completion"])
-        replies = [reply and Reply(**reply) for reply in d["replies"]]
-        previous = d["previous"] and cls.from_json(d["previous"])
-        return cls(d["question"], workflow, d["workers"], replies, d["seconds"], d["error"], previous,
-                   d.get("right"))
+        """A dict for json.dumps; `trace_from` makes an equal trace of it."""
+        return {**asdict(self), "answer": self.answer, "calls": self.calls, "tokens": self.tokens,
+                "cost": self.cost}
 
 
 @dataclass
@@ -287,18 +217,13 @@ class Task:
     on_text: object = None  # on_text(piece) is called with the last step's text as it comes
     hung_up: object = lambda: False  # hung_up() is true once nobody waits for the answer
 
-    def __post_init__(self):
-        # Half an emoji, as JSON can spell it, is no text.
-        self.question = self.question.encode(errors="replace").decode()
-
 
 def worker_chat(question: str, turns: list[tuple[str, str]], subtask: str) -> list[dict]:
-    """What a worker sees: the question, (subtask, response) of the steps it may see as past turns, its own
-    subtask."""
+    """What a worker sees: the question, past turns of (subtask, response), its own subtask."""
     chat = []
     for earlier, response in turns:
-        chat.append({"role": "user", "content": f"Your task:\n{earlier}"})
-        chat.append({"role": "assistant", "content": response})
+        chat += [{"role": "user", "content": f"Your task:\n{earlier}"},
+                 {"role": "assistant", "content": response}]
     chat.append({"role": "user", "content": f"Your task:\n{subtask}"})
     chat[0]["content"] = f"Question:\n{question}\n\n{chat[0]['content']}"
     return chat
@@ -308,78 +233,45 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
            then=lambda trace: trace) -> Future:
     """Start a workflow. The future's result is then(trace), called in the thread of the step that ended last.
 
-    A step starts when the steps that it reads have ended; no thread waits for another. A WorkerError sets
-    Trace.error: no further step starts, and the trace is done when the running steps are, so that no cost is
-    lost. The same happens once stopped() or task.hung_up() is true. An empty or cut-off reply is a reply. Any
-    other exception is a bug, and the future's. number: the rollout's; with task.name it names this run of the
-    workflow in the pool's replay file."""
-    steps = workflow.steps
-    previous = task.previous
+    A step starts when those it reads have ended. A WorkerError sets Trace.error: no further step starts, and
+    the trace is done when the running ones are, so that no cost is lost. So it is once stopped() or
+    task.hung_up() is true. An empty or cut-off reply is a reply; any other exception is a bug, and the
+    future's. number: the rollout's; with task.name it names this run in the pool's replay file."""
+    steps, previous = workflow.steps, task.previous
     if not steps and previous is None:
-        raise ValueError("a workflow without steps keeps the previous answer, but there is no previous round")
+        raise ValueError("a workflow without steps keeps the previous answer, but there is none")
     names = [task.pool[step.worker].name for step in steps]
     trace = Trace(task.question, workflow, names, [None] * len(steps), previous=previous)
     nonce = f"{task.name}/{number}/{len(trace.rounds()) - 1}" if task.name else None
     earlier_rounds = []
-    if previous is not None:  # of these "all" sees the answer, under the subtask that it answers
+    if previous:  # of these "all" sees the answer, under the subtask that it answers
         answered = [earlier for earlier in previous.rounds() if earlier.replies][-1]
         earlier_rounds = [(answered.workflow.steps[-1].subtask, previous.answer)]
     begun = time.monotonic()
-    done, lock = Future(), threading.Lock()
-    waiting, running = set(range(len(steps))), set()
-
-    def take(i):
-        """A thread's work: step i if there is one, and then to start what can follow."""
-        try:
-            if i is not None and not trace.error:
-                call(i)
-            start_next(i)
-        except Exception as bug:  # Step i stays in `running`: no other thread takes the trace for done.
-            with lock:
-                trace.error = f"step {i}: {bug!r}"
-                if not done.done():
-                    done.set_exception(bug)
 
     def call(i):
         step = steps[i]
         turns = [(steps[j].subtask, trace.replies[j].text) for j in step.access]
         if step.sees_all:
             turns = earlier_rounds + turns
-        wishes = {}
-        if i == len(steps) - 1:
-            wishes = {"on_text": task.on_text, **task.overrides}
-        if stopped() or task.hung_up():
-            trace.error = f"step {i}: stopped, as nobody waits for the answer"
-            return
+        chat = worker_chat(task.question, turns, step.subtask)
+        wishes = {"on_text": task.on_text, **task.overrides} if i == len(steps) - 1 else {}
         try:
-            chat = worker_chat(task.question, turns, step.subtask)
+            if stopped() or task.hung_up():
+                raise WorkerError("stopped, as nobody waits for the answer")
             trace.replies[i] = task.pool[step.worker].chat(chat, nonce=nonce and f"{nonce}/{i}", **wishes)
         except WorkerError as e:
             trace.error = f"step {i}: {e}"
+        return trace.error is None
 
-    def start_next(ended):
-        with lock:
-            running.discard(ended)
-            ready = []
-            for i in sorted(waiting) if not trace.error else []:
-                if all(trace.replies[j] is not None for j in steps[i].access):
-                    ready.append(i)
-            waiting.difference_update(ready)
-            running.update(ready)
-            over = not running
-        for i in ready:
-            in_thread(take, i)
-        if over:
-            trace.seconds = time.monotonic() - begun
-            done.set_result(then(trace))
+    def end():
+        trace.seconds = time.monotonic() - begun
+        return then(trace)
 
-    done.set_running_or_notify_cancel()  # Now it cannot be cancelled: a result can always be set.
-    in_thread(take, None)
-    return done
+    return call_in_order([step.access for step in steps], call, end)
 
 
-def execute(workflow: Workflow, question: str, pool: list, previous: Trace | None = None,
-            name: str = "") -> Trace:
+def execute(workflow: Workflow, question: str, pool: list, previous: Trace | None = None, name="") -> Trace:
     """Run a workflow and wait for its trace: see `submit`. name: as in Task."""
     return submit(workflow, Task(question, pool, previous, name=name)).result()
 
@@ -405,15 +297,13 @@ class Rollout:
 
 def roll_out(write, tasks: list[Task], n: int = 1, prompting: Prompting = Prompting(), grade=None, edit=None,
              first: int = 0, on_finish=None) -> list[list[Rollout]]:
-    """n rollouts of each task, as [task][rollout]. A workflow runs over the workers as soon as it is written,
-    and is graded as soon as it has run, while others are being written.
+    """n rollouts of each task, as [task][rollout]. A workflow runs as soon as it is written, and is graded as
+    soon as it has run, while others are being written.
 
     write: see `sampled` and `seated`. grade(task.problem, answer) -> bool; without it every `right` is None.
-    edit(workflow) -> workflow changes what was written before it runs, for ablations. first: the number of
-    each task's first rollout; calls that share a task's rollouts take different numbers, and draw as one call
-    would. on_finish(rollout) is called, from any thread, as each is complete.
-
-    What any of these raises is raised here; no further step starts then, no running call is waited for."""
+    edit(workflow) -> workflow, for ablations. first: the number of each task's first rollout, so that several
+    calls can draw what one would. on_finish(rollout) is called, from any thread, as each is complete. What
+    any of these raises is raised here; no further step starts then, and no running call is waited for."""
     groups, running = [[None] * n for _ in tasks], []
     failed = threading.Event()
 
@@ -433,10 +323,8 @@ def roll_out(write, tasks: list[Task], n: int = 1, prompting: Prompting = Prompt
         except WorkflowError as e:
             rollout.invalid = str(e)
             return complete(rollout, None)
-        if edit:
-            workflow = edit(workflow)
-        future = submit(workflow, task, first + j, failed.is_set, lambda trace: complete(rollout, trace))
-        running.append(future)
+        workflow = edit(workflow) if edit else workflow
+        running.append(submit(workflow, task, first + j, failed.is_set, partial(complete, rollout)))
 
     def complete(rollout, trace):
         rollout.trace = trace
@@ -450,9 +338,7 @@ def roll_out(write, tasks: list[Task], n: int = 1, prompting: Prompting = Prompt
     try:
         if tasks:
             write([ask(task, prompting) for task in tasks], n, first, written)
-        done, _ = wait(running, return_when=FIRST_EXCEPTION)
-        for future in done:
-            future.result()
+        wait_for_all(running)
     except BaseException:
         failed.set()
         raise
@@ -471,25 +357,25 @@ def conduct(write, tasks: list[Task], rounds: int = 0, prompting: Prompting = Pr
     """One rollout a task, and up to `rounds` more in view of the answer, until empty lists keep it (§3.2).
 
     Text that does not parse is drawn again, `tries` times in all, each time under the next rollout number. A
-    task whose last try does not parse ends without a trace in the first round, and with the round before in a
-    later one."""
+    task whose last try does not parse ends with the round before, and in the first round without a trace."""
     latest = [None] * len(tasks)
-    going_on = range(len(tasks))
+    going_on = {i: task.previous for i, task in enumerate(tasks)}  # a task's index -> its round before
     for turn in range(rounds + 1):
-        asked = {}  # task's index -> the task of this round
-        for i in going_on:
-            previous = latest[i].trace if turn else tasks[i].previous
+        asked = {}
+        for i, previous in going_on.items():
             on_text = tasks[i].on_text if turn == rounds else None  # Earlier it may not be the answer.
             asked[i] = replace(tasks[i], previous=previous, on_text=on_text)
+        going_on = {}
         for number in range(tries):
             groups = roll_out(write, [*asked.values()], 1, prompting, grade, edit, number)
-            drawn = {i: rollout for i, [rollout] in zip(asked, groups)}
-            for i, rollout in drawn.items():
-                if rollout.trace or not turn:
+            for i, [rollout] in zip([*asked], groups):
+                trace = rollout.trace
+                if trace or turn == 0:
                     latest[i] = rollout
-            asked = {i: asked[i] for i in asked if drawn[i].trace is None and not tasks[i].hung_up()}
-        answered = [i for i in going_on if i not in asked and latest[i].trace]
-        going_on = [i for i in answered if latest[i].trace.workflow.steps and not latest[i].trace.error]
+                if trace or tasks[i].hung_up():
+                    del asked[i]
+                if trace and trace.workflow.steps and not trace.error:
+                    going_on[i] = trace
     return latest
 
 
@@ -509,12 +395,14 @@ def sampled(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature
 
     def write(chats, n, first, on_text):
         prompts = [tokenizer.chat(chat) for chat in chats]
-        fitting = [i for i, prompt in enumerate(prompts) if len(prompt) <= room]
-        for i in range(len(prompts)):
-            if i not in fitting:
-                why = f"the prompt has {len(prompts[i])} tokens, and the Conductor can read {room}"
-                for j in range(n):
-                    on_text(i, j, "", error=why)
+        fitting = []
+        for i, prompt in enumerate(prompts):
+            if len(prompt) <= room:
+                fitting.append(i)
+                continue
+            for j in range(n):
+                why = f"the prompt has {len(prompt)} tokens, and the Conductor can read {room}"
+                on_text(i, j, "", error=why)
         size = max(1, READ_AT_ONCE // max(map(len, prompts)))
         for start in range(0, len(fitting), size):
             batch = fitting[start:start + size]
@@ -544,14 +432,13 @@ def seated(worker, nonce: str | None = None):
         calls = []
         for i in range(len(chats)):
             calls += [in_thread(call, i, j) for j in range(n)]
-        done, _ = wait(calls, return_when=FIRST_EXCEPTION)
-        for future in done:
-            future.result()
+        wait_for_all(calls)
     return write
 
 
 # The calls of all workflows are made by up to 512 threads; how many a worker gets at a time is its
-# `concurrency`.
+# `concurrency`. They are daemons, unlike a ThreadPoolExecutor's: a program that ends, by Ctrl-C or an error,
+# shall neither wait nor pay for the calls that are still queued.
 jobs = queue.SimpleQueue()  # of (future, function, arguments)
 idle, unborn = threading.Semaphore(0), threading.Semaphore(512)  # threads that wait; that may still start
 
@@ -566,8 +453,7 @@ def in_thread(function, *arguments) -> Future:
 
 
 def work():
-    """A thread's life. It is a daemon, unlike a ThreadPoolExecutor's: a program that ends, by Ctrl-C or an
-    error, shall neither wait nor pay for the calls that are still queued."""
+    """A thread's life."""
     while True:
         future, function, arguments = jobs.get()
         try:
@@ -577,73 +463,135 @@ def work():
         idle.release()
 
 
-# Reading a list. One tokeniser passes over the text once and never gives a token up, and every repetition in
-# a name is bounded, so hostile text costs linear time. Only flat lists of strings and numbers are evaluated.
+def wait_for_all(futures: list):
+    """Wait, and raise the first exception as soon as there is one."""
+    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+    for future in done:
+        future.result()
 
-MAX_LIST = 100_000  # characters
+
+def call_in_order(after: list[list[int]], call, end) -> Future:
+    """Run call(i) in a thread once all calls of after[i] have ended, and end() after the last of all, whose
+    result is the future's. No thread waits for another. Where call(i) is false no further one begins."""
+    done = Future()
+    lock, stop = threading.Lock(), threading.Event()
+    waiting, running, ended = set(range(len(after))), set(), set()
+
+    def go_on(i):
+        """What a thread does: call i, if there is one, and then to start what can follow it."""
+        try:
+            if i is not None and not stop.is_set() and not call(i):
+                stop.set()
+            with lock:
+                running.discard(i)
+                ended.add(i)
+                ready = [] if stop.is_set() else [k for k in waiting if ended.issuperset(after[k])]
+                waiting.difference_update(ready)
+                running.update(ready)
+                over = not running
+            for k in ready:
+                in_thread(go_on, k)
+            if over:
+                done.set_result(end())
+        except Exception as bug:  # Call i stays in `running`: no other thread takes all for done.
+            stop.set()
+            if not done.done():
+                done.set_exception(bug)
+
+    in_thread(go_on, None)
+    return done
+
+
+# Reading lists. One tokeniser passes over the text once and never gives a token up, and every repetition in a
+# name is bounded, so hostile text costs linear time. Only flat lists of strings and numbers are evaluated.
+
 NAME = r"""(?<![A-Za-z0-9_])(?P<name>model\\?_id|subtasks|access\\?_list)[\s*`"'”’]{0,20}
     # JSON and Markdown quote it; some annotate it: model_id: list[int] = …
     (?:[:：]\s{0,4}[A-Za-z][\w.]{0,20}\s{0,4}(?:\[[^=\n]{0,60}\])?\s{0,4}(?==))?
     [:=：＝][\s*`]{0,20}(?=[\[［])"""
+UNNAMED = NAME.replace("?P<name>", "?:")
 # A string may hold a raw newline, but not one before a list's name: such a string was never closed.
-NEWLINE = r"\n(?![ *`\"'-]{0,8}" + NAME.replace("?P<name>", "?:") + ")"
+NEWLINE = r"\n(?![ *`\"'-]{0,8}" + UNNAMED + ")"
 TRIPLE = "|".join(rf"{q * 3}(?:[^{q}\\\0]+|\\.|{q}(?!{q * 2}))*" for q in "\"'")
 PLAIN = "|".join(rf"{q}(?:[^{q}\\\n\0]+|\\.|{NEWLINE})*" for q in "\"'")
 SMART = "|".join(rf"[{q}](?:[^{q}\\\n\0]+|\\.|{NEWLINE}|[{q}](?!\s{{0,8}}[],，］]))*" for q in ("“”", "‘’"))
 TOKEN = re.compile(rf"""(?P<atom>[][,［］，]|(?:\d+(?:\.\d*)?(?:[eE]\d+)?|True|False|None)(?!\w))
-    |{NAME}
+    |(?P<next>(?={UNNAMED}))
     |(?P<string>(?P<raw>[rR]?)(?:(?:{TRIPLE})(?P<end3>\"\"\"|\'\'\')?|(?:{PLAIN}|{SMART})(?P<end>["'“”‘’])?))
     |(?P<comment>(?:\#|//)[^\n]*)
-    |(?P<bad>-?\w+|\S)""", re.DOTALL | re.VERBOSE)
+    |(?P<other>-?\w+|\S)""", re.DOTALL | re.VERBOSE)
 LIST_BEGINS = re.compile(NAME, re.VERBOSE)
 MORE = re.compile(r"[ \t]*(?:\*[ \t]*\w|\+|\[|\.\w+\()")  # makes an expression of a list: [0]*6, [0].pop()
 # Some models go on to invent a further question, and its workflow is none for this one.
 NEXT_QUESTION = re.compile(r"^[\s>#*]{0,8}(?:\w{1,12} )?[Qq]uestion(?: \d{1,3})?[* ]{0,4}[:：]", re.MULTILINE)
 
 
-def read_list(text: str, start: int) -> tuple[list | None, str, int]:
-    """The list that opens at text[start] or None, what is wrong with it, and where it ends."""
-    pieces, wrong = [], ""
-    size = depth = 0
+def read_list(text: str, start: int) -> tuple[list | str, int]:
+    """The list that opens at text[start], or what is wrong with it, and where the reading ended."""
+    pieces, depth = [], 0
     for token in TOKEN.finditer(text, start):
-        kind = token.lastgroup
-        piece = token[0]
-        if kind == "name":  # Another list begins inside this one, which therefore was never closed.
-            return None, "the list is not closed", token.start()
+        kind, piece = token.lastgroup, token[0]
         if kind == "atom":
             piece = unicodedata.normalize("NFKC", piece)  # full-width punctuation and digits
             depth += (piece == "[") - (piece == "]")
-        size += len(piece)
-        if kind == "bad" or depth > 2:
-            wrong = wrong or f"{piece!r:.20} does not belong there"
-        if kind == "string" and not (token["end"] or token["end3"]):
-            wrong = wrong or "a string is not closed"
-        if size > MAX_LIST:
-            wrong = wrong or f"longer than {MAX_LIST:,} characters"
-        if kind == "string" and not wrong:
-            pieces.append(repr(string_value(token)))
-        elif kind == "atom":
             pieces.append(piece)
+        elif kind == "next":
+            return "the list is not closed", token.end()
+        elif kind == "string" and (token["end"] or token["end3"]):
+            pieces.append(repr(string_value(token)))
+        elif kind == "string":
+            return "a string is not closed", token.end()
+        if kind == "other" or depth > 2:
+            return f"{piece!r:.20} does not belong there", token.end()
         if depth == 0:
             break
     else:
-        return None, "the list is not closed", len(text)
+        return "the list is not closed", len(text)
     end = token.end()
     if MORE.match(text, end):
-        wrong = wrong or f"{text[end:end + 8].strip()!r} follows the list, which has to be written out"
-    if wrong:
-        return None, wrong, end
+        return f"{text[end:end + 8].strip()!r} follows the list, which has to be written out", end
     try:
-        return ast.literal_eval(" ".join(pieces)), "", end
+        return ast.literal_eval(" ".join(pieces)), end
     except (ValueError, SyntaxError) as e:  # also of numbers of thousands of digits
-        return None, getattr(e, "msg", str(e)), end
+        return getattr(e, "msg", str(e)), end
+
+
+def steps_of(found: dict, names: list, n_workers: int, max_steps: int, allow_empty: bool) -> list[Step]:
+    """The steps that the lists make. found: each name's list, or what is wrong with it, as of read_list."""
+    values = [found.get(name, "the list is missing") for name in names]
+    for name, value in zip(names, values):
+        if type(value) is str:
+            raise WorkflowError(f"{name}: {value}")
+    sizes = {name: len(found[name]) for name in names}
+    n = sizes["model_id"]
+    if {*sizes.values()} != {n}:
+        raise WorkflowError(f"the lists differ in length: {sizes}")
+    if n > max_steps or n == 0 and not allow_empty:
+        raise WorkflowError(f"model_id: {n} steps, where 1 to {max_steps} are allowed")
+    subtasks = found.get("subtasks", [SOLVE_IT] * n)
+    steps = []
+    for i, (worker, subtask, access) in enumerate(zip(found["model_id"], subtasks, found["access_list"])):
+        if type(worker) is not int or not 0 <= worker < n_workers:
+            raise WorkflowError(f"model_id: step {i} names {worker!r:.20}, not one of 0 to {n_workers - 1}")
+        if type(subtask) is not str:
+            raise WorkflowError(f"subtasks: step {i} is no text: {subtask!r:.20}")
+        if access == "all":
+            access = ["all"]
+        if type(access) is not list:
+            raise WorkflowError(f"access_list: step {i} reads {access!r:.20}, no list")
+        for j in access:
+            if j != "all" and (type(j) is not int or not 0 <= j < i):
+                raise WorkflowError(f"access_list: step {i} reads {j!r:.20}, no earlier step")
+        sees_all = "all" in access
+        steps.append(Step(worker, subtask, [*range(i)] if sees_all else sorted(set(access)), sees_all))
+    return steps
 
 
 def quoted(text: str) -> str:
     """A string literal that Python, JSON and `string_value` read alike."""
     def escaped(m):
         return "\\" + m[0] if m[0] in '"\\' else f"\\u{ord(m[0]):04x}"
-    return '"' + re.sub(r'["\\\x00-\x1f\x7f]', escaped, text) + '"'
+    return '"' + re.sub(r'["\\\x00-\x1f]', escaped, text) + '"'
 
 
 # In a string that a model wrote, \n, \t and \r are Python's newline, tab and return, or begin a command of
@@ -652,131 +600,139 @@ def quoted(text: str) -> str:
 # and "less"). They count as LaTeX within $…$ and where a relation or a symbol can stand: at the beginning,
 # and after a word and a space.
 COMMAND = re.compile(r"""r[A-Za-z]+
-    |n(?:abla|at(?:ural|nums)|cong|e|earrow|eg|eg(?:med|thick|thin)space|eq|exists
-      |ew(?:command|environment|line|page)|geqq?|geqslant|gtr|i|icefrac|[lL]eft(?:right)?arrow|[rR]ightarrow
-      |leqq?|leqslant|less|mid|oindent
-      |obreak(?:space)?|olimits|onumber|orm|ormalsize|ot|otag|otin|otni|parallel|prec(?:eq)?
-      |short(?:mid|parallel)|sim|su[bp]set(?:eqq?)?|succ(?:eq)?|triangle(?:left|right)(?:eq)?|u|ull
-      |[vV][dD]ash|warrow)
+    |n(?:abla|at(?:ural|nums)|cong|e|earrow|eg(?:(?:med|thick|thin)space)?|eq|exists|[gl]eqq?|[gl]eqslant|gtr
+      |ew(?:command|environment|line|page)|i|icefrac|[lL]eft(?:right)?arrow|[rR]ightarrow|less|mid|oindent
+      |obreak(?:space)?|olimits|onumber|orm|ormalsize|ot|otag|otin|otni|parallel|prec(?:eq)?|sim|succ(?:eq)?
+      |short(?:mid|parallel)|su[bp]set(?:eqq?)?|triangle(?:left|right)(?:eq)?|u|ull|[vV][dD]ash|warrow)
     |t(?:ag|anh?|au|binom|ext[a-z]*|frac|g|h|herefore|heta|hetasym|hick(?:approx|sim|space)|hinspace|ilde|imes
       |iny|o|oggle|op|r|riangle[a-z]*|t|wohead(?:left|right)arrow)""", re.VERBOSE)
 LIKE_WORDS = {"ne", "nexists", "ni", "nless", "nmid", "nparallel", "nsim", "nsubset", "nu"}
 RELATION_FITS = re.compile(r"^$|[\w)}\]$] $|[&({_^=+|]$")
 HEX = r"u[0-9a-fA-F]{4}|U000[0-9a-fA-F]{5}|x(?=.?\d)[0-9a-fA-F]{2}"
-ESCAPE = re.compile(rf"\\({HEX}|[A-Za-z]+|.)|\$", re.DOTALL)
+ESCAPE = re.compile(rf"\\((?P<hex>{HEX})|[A-Za-z]+|.)|\$", re.DOTALL)
 CONTROL = {"n": "\n", "t": "\t", "r": "\r"}
 
 
 def string_value(token) -> str | None:
-    """What a string token of TOKEN says; None where that holds half of a surrogate pair, which is no text."""
-    literal = token["string"][len(token["raw"]):]
-    quotes = 1
-    if literal.startswith(('"""', "\'\'\'")):
-        quotes = 3
-    ending = token["end"] or token["end3"] or ""
-    value = literal[quotes:len(literal) - len(ending)]
-    if not token["raw"]:
-        value = unescaped(value)
-    if value.isascii():
-        return value
+    """What a closed string token says, without its escapes, but with its LaTeX; None where it holds half of a
+    surrogate pair, which is no text."""
+    quotes = 3 if token["end3"] else 1
+    text = token["string"][len(token["raw"]) + quotes:-quotes]
+    commands = [m[1] for m in ESCAPE.finditer(text) if m[1] and m[1].isalpha()]
+    sure = [c for c in commands if c[0] not in CONTROL or COMMAND.fullmatch(c) and c not in LIKE_WORDS]
+    in_math = False
+
+    def unescaped(m):
+        nonlocal in_math
+        what = m[1]
+        if what is None:
+            in_math = not in_math
+        elif m["hex"]:
+            return chr(int(what[1:], 16))
+        elif what[0] in CONTROL:
+            latex = COMMAND.fullmatch(what)
+            if latex and what in LIKE_WORDS:
+                latex = in_math or RELATION_FITS.search(text[max(0, m.start() - 2):m.start()])
+            if not latex:
+                return CONTROL[what[0]] + what[1:]
+        elif what == "\n":
+            return ""
+        elif what in "\"'/" or what == "\\" and not sure:  # In LaTeX written as it is, \\ is a line break.
+            return what
+        return m[0]
+
+    value = text if token["raw"] else ESCAPE.sub(unescaped, text)
     try:
         return value.encode("utf-16", "surrogatepass").decode("utf-16")  # joins the pairs that JSON writes
     except UnicodeDecodeError:
         return None
 
 
-def unescaped(text: str) -> str:
-    """The inside of a string literal without its escapes, but with its LaTeX."""
-    if "\\" not in text:
-        return text
-    commands = [m[1] for m in ESCAPE.finditer(text) if m[1] and m[1].isalpha()]
-    sure = [c for c in commands if c[0] not in CONTROL or COMMAND.fullmatch(c) and c not in LIKE_WORDS]
-    in_math = False
-
-    def replaced(m):
-        nonlocal in_math
-        if m[0] == "$":
-            in_math = not in_math
-            return "$"
-        what = m[1]
-        if re.fullmatch(HEX, what):
-            return chr(int(what[1:], 16))
-        if what[0] in CONTROL:
-            latex = COMMAND.fullmatch(what)
-            if latex and what in LIKE_WORDS:
-                latex = in_math or RELATION_FITS.search(text[max(0, m.start() - 2):m.start()])
-            return m[0] if latex else CONTROL[what[0]] + what[1:]
-        if what == "\\" and sure:  # In LaTeX that is written as it is, this is a line break.
-            return m[0]
-        if what == "\n":
-            return ""
-        return what if what in "\\\"'/" else m[0]
-    return ESCAPE.sub(replaced, text)
-
-
 # Few-shot examples (Table 4): question, plan, steps. Those of tasks that no training set holds ("ood") are
 # the default: nearer ones are copied, not explored beyond.
 TAGS = "Reason inside <idea> tags and put the result inside <answer> tags."
 MEDICINE = (
-    "A heavy drinker of 58 is confused, with jerking eye movements, an unsteady gait and low blood sugar. "
-    "What must precede the glucose?",
-    "This hangs on recalling one clinical rule. Two models that do not see each other can recall it, and a "
-    "third settles it.",
-    [(4, f"Name the syndrome that fits these findings and the deficiency behind it. {TAGS}", []),
-     (1, f"Explain what glucose alone could do to this patient, and what prevents it. {TAGS}", []),
-     (6, "Compare both responses, resolve any conflict, and give the treatment with its reason in one line "
-         "inside <answer> tags.", "all")])
+    "A heavy drinker is confused, with jerking eyes and low blood sugar. What must precede the glucose?",
+    "One clinical rule decides. Two models recall it without seeing each other, and a third settles it.",
+    (4, f"Name the syndrome that fits these findings and the deficiency behind it. {TAGS}", []),
+    (1, f"Explain what glucose alone could do to this patient, and what prevents it. {TAGS}", []),
+    (6, "Resolve any conflict between both responses and give the treatment inside <answer> tags.", "all"))
 COUNTDOWN = (
-    "Using each of 3, 7, 8 and 25 exactly once, with + - * / and parentheses, write an expression that "
-    "equals 76.",
+    "Using each of 3, 7, 8 and 25 once, with + - * / and parentheses, write an expression that equals 76.",
     "The search is small enough for one careful model.",
-    [(2, "Find such an expression. Try products near 76 first, and verify the arithmetic before you answer. "
-         f"{TAGS}", [])])
+    (2, f"Try products near 76 first, and verify the arithmetic before you answer. {TAGS}", []))
 LIMIT = (
     "Find the limit of n(e - (1 + 1/n)^n) as n goes to infinity.",
-    "An expansion solves it but signs go wrong easily, so another model should check it numerically before "
-    "the answer goes out.",
-    [(0, f"Expand (1 + 1/n)^n in powers of 1/n up to the first order and derive the limit. {TAGS}", []),
-     (5, "Test the derived limit at n = 1000, correct the derivation if they disagree, and give the exact "
-         f"limit. {TAGS}", "all")])
+    "An expansion solves it, but signs go wrong easily, so another model should check it numerically.",
+    (0, f"Expand (1 + 1/n)^n in powers of 1/n up to the first order and derive the limit. {TAGS}", []),
+    (5, f"Test the limit at n = 1000, correct the derivation if they disagree, and give it. {TAGS}", "all"))
 LONG_COUNTDOWN = (
     "Using each of 2, 4, 6, 11 and 75 at most once, with + - * /, write an expression that equals 437.",
-    "I would have one model lay out promising routes and another follow them, a third search alone, and "
-    "a last one verify.",
-    [(3, "Do not solve it. List three products or sums close to 437 and, for each, the difference that is "
-         "still to be made.", []),
-     (6, "Follow the routes above, one after the other, until one works out with the numbers left. "
-         f"{TAGS}", "all"),
-     (0, f"Search for an expression in your own way, starting from the largest number. {TAGS}", []),
-     (4, "Recompute every proposed expression, check that no number is used twice, and put a correct one "
-         "inside <answer> tags.", "all")])
+    "One model lays out routes and another follows them, a third searches alone, and a last one verifies.",
+    (3, "Do not solve it. List three products close to 437 and the difference that each leaves.", []),
+    (6, f"Follow the routes above until one works out with the numbers left. {TAGS}", "all"),
+    (0, f"Search for an expression in your own way, starting from the largest number. {TAGS}", []),
+    (4, "Recompute every expression and put one that uses no number twice inside <answer> tags.", "all"))
 COMPETITION = (  # like MATH
     "How many positive divisors of 2^5 * 3^4 * 5 are multiples of 12?",
     "Counting exponents settles it. One model counts, and another confirms the count in a second way.",
-    [(2, f"Count the allowed exponents of each prime and multiply. {TAGS}", []),
-     (5, f"Count again after dividing by 12, settle any difference, and give the number. {TAGS}", "all")])
+    (2, f"Count the allowed exponents of each prime and multiply. {TAGS}", []),
+    (5, f"Count again after dividing by 12, settle any difference, and give the number. {TAGS}", "all"))
 CHOICE = (  # like MMLU
     "Which gas makes up most of the atmosphere of Mars?\nA. nitrogen\nB. carbon dioxide\nC. argon\nD. oxygen",
     "This is a single fact that one model recalls.",
-    [(1, f"Recall the composition of the atmosphere and give the letter of the right option. {TAGS}", [])])
+    (1, f"Recall the composition of the atmosphere and give the letter of the right option. {TAGS}", []))
 SHORT_ANSWER = (  # like RLPR
     "A firm has fixed costs of 1200 and sells at 20 a unit what costs it 14. Where does it break even?",
     "Profit and margin are easily mixed up: two models work alone and a third decides.",
-    [(3, f"Write down revenue and cost as functions of the quantity and set them equal. {TAGS}", []),
-     (6, f"Find the contribution of a unit and divide the fixed costs by it. {TAGS}", []),
-     (0, "Compare both results, correct what is wrong, and give the quantity inside <answer> tags.", "all")])
+    (3, f"Write down revenue and cost as functions of the quantity and set them equal. {TAGS}", []),
+    (6, f"Find the contribution of a unit and divide the fixed costs by it. {TAGS}", []),
+    (0, "Compare both results, correct what is wrong, and give the quantity inside <answer> tags.", "all"))
 PROGRAM = (  # like LiveCodeBench
     "Read n and a list of n integers. Print the length of the longest run of equal neighbours.",
     "A plan with the edge cases first, then the program, then tests; a last model hands it in.",
-    [(4, "Do not write code. Describe a pass over the list in constant memory, and list the edge cases.", []),
-     (2, "Write the whole Python program by this plan, reading from standard input.", "all"),
-     (5, "Go through the program by hand for the edge cases, and say which line fails, if any.", "all"),
-     (6, "Give the corrected program as one block of Python, and nothing else.", "all")])
+    (4, "Do not write code. Describe a pass in constant memory, and list the edge cases.", []),
+    (2, "Write the whole Python program by this plan, reading from standard input.", "all"),
+    (5, "Go through the program by hand for the edge cases, and say which line fails, if any.", "all"),
+    (6, "Give the corrected program as one block of Python, and nothing else.", "all"))
 EXAMPLES = {
     "ood": (MEDICINE, COUNTDOWN, LIMIT, LONG_COUNTDOWN),
     "in": (SHORT_ANSWER, CHOICE, COMPETITION, PROGRAM),
     "mixed": (MEDICINE, COUNTDOWN, COMPETITION, PROGRAM),
 }
+
+
+def shown_examples(style: str, which: str, n_workers: int, max_steps: int, subtasks: bool) -> list[str]:
+    """The few-shot examples that keep to the limits of the prompt they stand in."""
+    if style not in ("full", "zero-shot", "fine-grained"):
+        raise ValueError(f"style {style!r}: there are full, zero-shot, fine-grained and short")
+    if which not in EXAMPLES:
+        raise ValueError(f"examples {which!r}: there are {', '.join(EXAMPLES)}")
+    shown = []
+    for question, plan, *rows in EXAMPLES[which]:
+        if len(rows) <= max_steps and style != "zero-shot":
+            steps = [Step(worker % n_workers, subtask, [], sees == "all") for worker, subtask, sees in rows]
+            shown.append(f"Example question: {question}\n\n{plan}\n{Workflow(steps).text(subtasks)}")
+    return shown
+
+
+def short_chat(question: str, n_workers: int, max_steps: int, names: str) -> list[dict]:
+    models = f"{n_workers} models"
+    if names:
+        models = "Models " + " ".join(f"{name} {i}" for i, name in enumerate(names))
+    return [{"role": "system", "content": f"{models}, {max_steps} steps."},
+            {"role": "user", "content": question}]
+
+
+FINE_GRAINED = "a list such as [0, 2] to show it those steps, counted from 0, "
+AGAIN = """Your workflow ended in this response:
+
+{answer}
+
+If it should go to the user as it is, write all lists empty. If not, write a new workflow of up to {max_steps}
+steps; "all" then shows a step this response too."""
+SHORT_AGAIN = "Response: {answer}\nWrite a workflow, or empty lists to keep it."
+SOLVE_IT = "Solve the question."  # every worker's subtask where the Conductor is asked for none
 ROLE_WITHOUT_SUBTASKS = """You conduct a team of language models. You never answer the question yourself: you
 write a workflow by which they answer it.
 
@@ -790,17 +746,6 @@ used more than once. The response to the last step goes to the user as it is.
 First say in a sentence or two what the question needs and how you divide the work. Then write two Python
 lists of equal length: model_id, the models' numbers; access_list, for each step ["all"] to show it all
 earlier steps, {indices}or [] to show it none."""
-
-
-def shown_examples(which: str, n_workers: int, max_steps: int, subtasks: bool) -> list[str]:
-    """The few-shot examples that keep to the limits of the prompt they stand in."""
-    shown = []
-    for question, plan, rows in EXAMPLES[which]:
-        if len(rows) <= max_steps:
-            steps = [Step(worker % n_workers, subtask, [], sees == "all") for worker, subtask, sees in rows]
-            shown.append(f"Example question: {question}\n\n{plan}\n{Workflow(steps).text(subtasks)}")
-    return shown
-
 
 # Views
 
@@ -819,11 +764,6 @@ def shape(workflow: Workflow) -> str:
     return "mixed"
 
 
-def printable(text: str) -> str:
-    """Without the control characters by which a text could command the terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
-
-
 def view(trace: Trace) -> str:
     """All rounds for a terminal: who was told what, saw which steps, and answered what."""
     out = [f"Question: {trace.question}"]
@@ -831,11 +771,9 @@ def view(trace: Trace) -> str:
         if number:
             out.append(f"\nRound {number}")
         for i, (step, name, reply) in enumerate(zip(turn.workflow.steps, turn.workers, turn.replies)):
-            sees = "the question"
+            sees = f"steps {step.access}" if step.access else "the question"
             if step.sees_all:
                 sees = "all before"
-            elif step.access:
-                sees = f"steps {step.access}"
             out.append(f"\nStep {i}: {name} (model {step.worker}), sees {sees}: {step.subtask}")
             out.append(textwrap.indent(reply.text if reply else "(none)", "    "))
         if turn.error:
@@ -852,9 +790,8 @@ def view(trace: Trace) -> str:
 def mermaid(trace: Trace) -> str:
     """All rounds as a flow chart, which GitHub draws inside a ```mermaid fence."""
     def label(text):  # entity codes for all but letters and digits, so that no text can leave its label
-        def code(m):
-            return f"#{ord(m[0])};" if m[0].isprintable() else ""
-        return re.sub(r"[^\w ]|_", code, textwrap.shorten(text, 90)) or "#160;"
+        text = textwrap.shorten(printable(text), 90)
+        return re.sub(r"[^\w ]|_", lambda m: f"#{ord(m[0])};", text) or "#160;"
 
     lines = ["flowchart TD", f'question(["{label(trace.question)}"])']
     last = "question"
@@ -878,36 +815,44 @@ def as_json(trace: Trace) -> str:
 VIEWS = {"view": view, "mermaid": mermaid, "json": as_json}
 
 
+def printable(text: str) -> str:
+    """Without the control characters by which a text could command the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def trace_from(d: dict) -> Trace:
+    """The trace of which Trace.to_json made d."""
+    workflow = Workflow([Step(**step) for step in d["workflow"]["steps"]], d["workflow"]["completion"])
+    replies = [reply and Reply(**reply) for reply in d["replies"]]
+    previous = d["previous"] and trace_from(d["previous"])
+    own = {key: d.get(key) for key in ("question", "workers", "seconds", "error", "right")}
+    return Trace(**own, workflow=workflow, replies=replies, previous=previous)
+
+
 def show(file: str, number: int | None, form: str) -> str:
-    """The traces of a run's or an evaluation's JSON lines, a line each, or number `number` of them in a form
-    of VIEWS."""
-    lines = []
+    """The traces in a run's or an evaluation's JSON lines, a line each, or one of them in a form of VIEWS."""
     with open(file, encoding="utf-8") as f:
-        for i, line in enumerate(f):
-            if number not in (None, i):
+        lines = f.readlines()
+    numbers = range(len(lines)) if number is None else [number]
+    out = []
+    for i in numbers:
+        if i >= len(lines):
+            raise ValueError(f"{file} has no line {i}, counted from 0")
+        try:
+            row = json.loads(lines[i])
+            found = row if "workflow" in row else row.get("trace")
+            trace = found and trace_from(found)
+            if number is not None:
+                out.append(VIEWS[form](trace) if trace else f"no workflow:\n{row['text']}")
                 continue
-            try:
-                row = json.loads(line)
-                found = row if "workflow" in row else row.get("trace")
-                trace = found and Trace.from_json(found)
-                if number is not None:
-                    return VIEWS[form](trace) if trace else printable(f"no workflow:\n{row['text']}")
-                lines.append(summary_line(i, row, trace))
-            except (ValueError, TypeError, KeyError, AttributeError) as e:
-                raise ValueError(f"{file}, line {i}, holds no trace: {e!r}") from None
-    if number is not None:
-        raise ValueError(f"{file} has no line {number}, counted from 0")
-    return "\n".join(lines)
-
-
-def summary_line(i: int, row: dict, trace: Trace | None) -> str:
-    reward = row.get("reward")
-    worth = f"reward {reward:g}" if isinstance(reward, int | float) else ""
-    if trace is None:
-        return printable(f"{i:>5}  {worth:<12}{'no workflow':<14}{' '.join(row['text'].split()):.70}")
-    names = " > ".join(trace.workers)
-    state = "failed" if trace.error else shape(trace.workflow)
-    return printable(f"{i:>5}  {worth:<12}{state:<14}{' '.join(trace.question.split()):.60}  [{names}]")
+            worth = f"reward {row['reward']:g}" if row.get("reward") is not None else ""
+            state = shape(trace.workflow) if trace else "no workflow"
+            said = " ".join((trace.question if trace else row["text"]).split())
+            names = f"  [{' > '.join(trace.workers)}]" if trace else ""
+            out.append(f"{i:>5}  {worth:<12}{state:<14}{said:.60}{names}")
+        except (ValueError, TypeError, KeyError, AttributeError) as e:
+            raise ValueError(f"{file}, line {i}, holds no trace: {e!r}") from None
+    return printable("\n".join(out))
 
 
 # The server
@@ -924,9 +869,8 @@ def conductor_server(write, pool: list, prompting: Prompting, rounds: int, port:
     and conductor-recursive (`rounds` more). write is called from many threads.
 
     The question is the whole conversation. A stream brings the last step's text as it comes where that is the
-    answer for sure; after a kept answer it brings it whole. usage is the workers' together, usage.cost in
-    dollars (null where unknown). A workflow that fails is a 502 that says not to try, and pay, again. A
-    client that hangs up stops it."""
+    answer for sure, else whole. usage is the workers' together, usage.cost in dollars (null where unknown). A
+    workflow that fails is a 502 that says not to try, and pay, again. A client that hangs up stops it."""
     further = {"conductor": 0, "conductor-recursive": rounds}
 
     class ConductorHandler(Handler):
@@ -940,6 +884,10 @@ def conductor_server(write, pool: list, prompting: Prompting, rounds: int, port:
             question = said[0]["content"]
             if len(said) > 1:
                 question = "\n\n".join(f"{message['role']}: {message['content']}" for message in said)
+            question = question.encode(errors="replace").decode()  # JSON can spell half an emoji.
+            overrides = {key: body[key] for key in OVERRIDES if body.get(key) is not None}
+            if "max_completion_tokens" in overrides:  # a younger name for the same
+                overrides["max_tokens"] = overrides.pop("max_completion_tokens")
             streamed = []
 
             def send(piece):
@@ -947,12 +895,8 @@ def conductor_server(write, pool: list, prompting: Prompting, rounds: int, port:
                 with contextlib.suppress(ConnectionError):  # The client has gone, the call goes on.
                     self.send_chunk({"content": piece})
 
-            overrides = {key: body[key] for key in OVERRIDES if body.get(key) is not None}
-            if "max_completion_tokens" in overrides:  # a younger name for the same
-                overrides["max_tokens"] = overrides.pop("max_completion_tokens")
-            task = Task(question, pool, overrides=overrides, hung_up=self.hung_up)
-            if body.get("stream"):
-                task.on_text = send
+            task = Task(question, pool, overrides=overrides, hung_up=self.hung_up,
+                        on_text=send if body.get("stream") else None)
             [rollout] = conduct(write, [task], further[body["model"]], prompting)
             trace = rollout.trace
             if trace is None:
@@ -976,30 +920,26 @@ def from_one_thread(write):
     for ever, in the thread that calls it. What is asked while a batch is being written becomes the next.
 
     The main thread is to call work_on: torch aborts a program that ends while a daemon thread is in it."""
-    requests = queue.SimpleQueue()  # of (chat, rollout's number, on_text, future)
+    requests = queue.SimpleQueue()  # of (chat, on_text, future)
 
     def ask_for(chats, n, first, on_text):
         done = Future()
-        requests.put((chats[0], first, on_text, done))
+        requests.put((chats[0], on_text, done))
         done.result()
 
     def work_on():
-        while True:
+        for number in itertools.count():  # A chat that is asked again draws other numbers.
             batch = [requests.get()]
             while len(batch) < 64 and not requests.empty():
                 batch.append(requests.get())
-            for number in {request[1] for request in batch}:
-                write_together(number, [request for request in batch if request[1] == number])
-
-    def write_together(number, batch):
-        chats, _, told, futures = zip(*batch)
-        try:
-            write(chats, 1, number, lambda i, j, *written, **error: told[i](0, j, *written, **error))
-            for done in futures:
-                done.set_result(None)
-        except Exception as e:  # theirs who wait; this thread goes on
-            for done in futures:
-                done.set_exception(e)
+            chats, told, futures = zip(*batch)
+            try:
+                write(chats, 1, number, lambda i, j, *written, **error: told[i](0, j, *written, **error))
+                for done in futures:
+                    done.set_result(None)
+            except Exception as e:  # theirs who wait; this thread goes on
+                for done in futures:
+                    done.set_exception(e)
     return ask_for, work_on
 
 
@@ -1007,13 +947,12 @@ def from_one_thread(write):
 
 
 def load_conductor(path: str) -> tuple[Qwen, Tokenizer, Prompting]:
-    """A checkpoint's model, tokenizer and Prompting: what train.py wrote into its conductor.json, or the
-    defaults."""
+    """A checkpoint's model, tokenizer and Prompting, which train.py wrote into its conductor.json."""
     file = os.path.join(path, "conductor.json")
     known = read_json(file) if os.path.exists(file) else {}
     prompting = Prompting(**{f.name: known[f.name] for f in fields(Prompting) if f.name in known})
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = Qwen.from_pretrained(path, torch.bfloat16 if device == "cuda" else torch.float32, device)
+    model = Qwen.from_pretrained(path, compute_dtype(device, prompting.dtype), device)
     return model, Tokenizer.from_pretrained(path), prompting
 
 
@@ -1023,7 +962,7 @@ def subset(pool: list, only: str) -> list:
     known = [worker.name for worker in pool]
     for name in wanted:
         if name not in known:
-            raise ValueError(f"--only={only}: no worker {name!r}; the pool has {', '.join(known)}")
+            raise ValueError(f"no worker {name!r}; the pool has {', '.join(known)}")
     return [worker for worker in pool if worker.name in wanted or not wanted]
 
 
@@ -1049,15 +988,14 @@ def main(argv):
         raise SystemExit(__doc__)
     try:
         if words[0] == "show":
-            if len(words) not in (2, 3) or not "".join(words[2:]).isdecimal() and words[2:]:
+            if len(words) not in (2, 3) or not words[-1].isdecimal() and len(words) == 3:
                 raise SystemExit("usage: python workflow.py show FILE [N], where N counts traces from 0")
             return print(show(words[1], int(words[2]) if words[2:] else None, s.show))
         pool = subset(load_pool(s.pool, budget=s.budget), s.only)
         if s.conductor:
-            in_seat = [worker for worker in pool if worker.name == s.conductor]
-            if not in_seat:
-                raise SystemExit(f"--conductor={s.conductor}: the pool has {', '.join(w.name for w in pool)}")
-            write, prompting = seated(in_seat[0]), Prompting()
+            [worker] = subset(pool, s.conductor)
+            write = seated(worker)
+            prompting = Prompting()
         else:
             model, tokenizer, prompting = load_conductor(s.checkpoint)
             write = sampled(model, tokenizer, prompting, s.temperature)
@@ -1082,8 +1020,7 @@ def serve_until_interrupted(write, pool, prompting, s: Settings):
     try:
         server = conductor_server(write, pool, prompting, s.rounds or 1, s.port)
     except (OSError, OverflowError) as e:
-        raise SystemExit(f"cannot serve on 127.0.0.1:{s.port}: {e}; choose another port with --port=N "
-                         "(0: any free one)") from None
+        raise SystemExit(f"cannot serve on 127.0.0.1:{s.port}: {e}; choose a --port=N (0: any)") from None
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_address[1]}/v1"
     print(f"{url} has the models conductor and conductor-recursive; Ctrl-C ends it", flush=True)

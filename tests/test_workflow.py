@@ -1,6 +1,6 @@
-"""workflow.py: the prompt, who sees what (read off the wire of a real server), the modes of App. F, rollouts, recursion."""
+"""workflow.py: the prompt, who sees what (read off the wire of a real server), the modes of App. F, rollouts,
+recursion."""
 import json
-import os
 import queue
 import re
 import threading
@@ -10,24 +10,11 @@ import pytest
 
 import workflow as wf
 from sample import Completion
+from test_workflow_parse import GOOD, lists
 from workers import SPECIALISTS, Reply, WorkerError, load_pool
-from workflow import Prompting, Step, Task, Trace, Workflow, execute, messages, parse, submit
+from workflow import Prompting, Step, Task, Workflow, execute, messages, parse, submit
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-GOOD = 'I would ask two.\nmodel_id = [1, 0]\nsubtasks = ["Solve it.", "Check it."]\naccess_list = [[], ["all"]]'
-CHECKED = Workflow([Step(1, "Solve it.", []), Step(0, "Check it.", [0])])
-
-
-def lists(ids="[1, 0]", subtasks='["Solve it.", "Check it."]', access='[[], ["all"]]'):
-    return f"model_id = {ids}\nsubtasks = {subtasks}\naccess_list = {access}"
-
-
-def task(text):
-    """The only subtask of a one-step workflow whose string literal is `text`."""
-    return parse(lists("[0]", f"[{text}]", "[[]]"), 1).steps[0].subtask
-
-
-# ---------------------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # The prompt
 
 
@@ -36,11 +23,15 @@ def test_the_examples_are_workflows(n_workers, max_steps):
     [turn] = messages("Why {question}?", n_workers, max_steps)
     examples = turn["content"].split("Example question: ")[1:]
     workflows = [parse(e, n_workers, max_steps) for e in examples]
-    assert len(workflows) == (4 if max_steps == 5 else 2) and len({len(w.steps) for w in workflows}) == len(workflows)
-    assert "Question: Why {question}?\n" in turn["content"] and turn["content"].endswith(f"Model {n_workers - 1}")
+    assert len(workflows) == (4 if max_steps == 5 else 2)
+    assert len({len(w.steps) for w in workflows}) == len(workflows)
+    assert "Question: Why {question}?\n" in turn["content"]
+    assert turn["content"].endswith(f"Model {n_workers - 1}")
     if (n_workers, max_steps) == (7, 5):
-        assert {s.worker for w in workflows for s in w.steps} == set(range(7))  # no worker is favoured by being left out
-        assert any(s.access == [] for w in workflows for s in w.steps[1:]) and any(len(s.access) > 1 for w in workflows for s in w.steps)
+        # no worker is favoured by being left out
+        assert {s.worker for w in workflows for s in w.steps} == set(range(7))
+        assert any(s.access == [] for w in workflows for s in w.steps[1:])
+        assert any(len(s.access) > 1 for w in workflows for s in w.steps)
         assert turn["content"].count("<idea>") >= 4 and turn["content"].count("<answer>") >= 4
 
 
@@ -60,14 +51,16 @@ def test_few_shot_examples_to_choose(examples):
 
 
 def test_a_prompt_without_subtasks():
-    """App. B.7: neither the instructions nor the examples nor an earlier round speak of subtasks, and all else is as before."""
+    """App. B.7: neither the instructions nor the examples nor an earlier round speak of subtasks, and all
+    else is as before."""
     pool = [Local("a", lambda chat: chat[-1]["content"])]
     first = execute(Workflow([Step(0, wf.SOLVE_IT, [])]), "Why?", pool)
     chat = wf.ask(Task("Why?", pool * 3, first), Prompting(subtasks=False))
     assert "subtask" not in json.dumps(chat) and "model_id = [0]\naccess_list = [[]]" == chat[1]["content"]
     examples = chat[0]["content"].split("Example question: ")[1:]
     assert [len(parse(text, 3, subtasks=False).steps) for text in examples] == [3, 1, 2, 4]
-    [[rollout]] = wf.roll_out(says(lambda i, j: "model_id = [0]\naccess_list = [[]]"), [Task("Why?", pool)], 1, Prompting(subtasks=False))
+    [[rollout]] = wf.roll_out(says(lambda i, j: "model_id = [0]\naccess_list = [[]]"), [Task("Why?", pool)],
+                              1, Prompting(subtasks=False))
     assert rollout.trace.answer == "Question:\nWhy?\n\nYour task:\nSolve the question."
 
 
@@ -76,19 +69,24 @@ def test_styles():
                                                      {"role": "user", "content": "Why?"}]
     named = messages("Why?", 3, 4, style="short", names="ACH")
     assert named[0]["content"] == "Models A 0 C 1 H 2, 4 steps."
-    assert messages("Why?", 3, names="ACH")[0]["content"].endswith("\n\nModels: Model 0 (A), Model 1 (C), Model 2 (H)")
-    full, zero, fine = (messages("Why?", 3, style=s)[0]["content"] for s in ("full", "zero-shot", "fine-grained"))
-    assert "Example question" not in zero and zero.split("\n\n")[0] == full.split("\n\n")[0] and "such as [0, 2]" in fine and "such as" not in full
+    content = messages("Why?", 3, names="ACH")[0]["content"]
+    assert content.endswith("\n\nModels: Model 0 (A), Model 1 (C), Model 2 (H)")
+    full, zero, fine = (messages("Why?", 3, style=s)[0]["content"]
+                        for s in ("full", "zero-shot", "fine-grained"))
+    assert "Example question" not in zero
+    assert zero.split("\n\n")[0] == full.split("\n\n")[0]
+    assert "such as [0, 2]" in fine and "such as" not in full
     with pytest.raises(ValueError, match="style 'shrot'"):
         messages("Why?", 3, style="shrot")
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Execute: real HTTP, chats read off the wire
 
 
 class Wire:
-    """An OpenAI-compatible server whose answers are answer(model, chat) -> text or HTTP status; it keeps every (model, chat)."""
+    """An OpenAI-compatible server whose answers are answer(model, chat) -> text or HTTP status; it keeps
+    every (model, chat)."""
 
     def __init__(self, answer):
         self.seen, self.limits, wire = [], set(), self
@@ -106,8 +104,10 @@ class Wire:
                 self.send_header("Content-Type", "application/json")
                 self.end_headers()
                 self.wfile.write(json.dumps({
-                    "object": "chat.completion", "model": body["model"], "usage": {"prompt_tokens": 10, "completion_tokens": 2, "total_tokens": 12},
-                    "choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}]}).encode())
+                    "object": "chat.completion", "model": body["model"],
+                    "usage": {"prompt_tokens": 10, "completion_tokens": 2, "total_tokens": 12},
+                    "choices": [{"index": 0, "message": {"role": "assistant", "content": text},
+                                 "finish_reason": "stop"}]}).encode())
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.socket.listen(256)
@@ -129,7 +129,8 @@ class Wire:
 
 def pool_of(tmp_path, url, names, price=(1.0, 10.0), **more):
     file = tmp_path / "pool.json"
-    entry = {"protocol": "openai", "base_url": url, "timeout": 30, **({"price": list(price)} if price else {}), **more}
+    entry = {"protocol": "openai", "base_url": url, "timeout": 30,
+             **({"price": list(price)} if price else {}), **more}
     file.write_text(json.dumps([{**entry, "name": f"worker-{name}", "model": name} for name in names]))
     return load_pool(str(file))
 
@@ -145,17 +146,25 @@ def said(text):
 def test_access_lists_as_workers_saw_them(tmp_path):
     with Wire(lambda model, chat: f"{model} says") as wire:
         pool = pool_of(tmp_path, wire.url, "abcde")
-        trace = execute(Workflow([Step(0, "One.", []), Step(1, "Two.", [0]), Step(2, "Three.", []), Step(3, "Four.", [0, 2]),
+        trace = execute(Workflow([Step(0, "One.", []), Step(1, "Two.", [0]), Step(2, "Three.", []),
+                                  Step(3, "Four.", [0, 2]),
                                   Step(4, "Five.", [0, 1, 2, 3])]), "Why?", pool)
     assert wire.chat_of("a") == [user("Question:\nWhy?\n\nYour task:\nOne.")]
-    assert wire.chat_of("b") == [user("Question:\nWhy?\n\nYour task:\nOne."), said("a says"), user("Your task:\nTwo.")]
+    assert wire.chat_of("b") == [user("Question:\nWhy?\n\nYour task:\nOne."), said("a says"),
+                                 user("Your task:\nTwo.")]
     assert wire.chat_of("c") == [user("Question:\nWhy?\n\nYour task:\nThree.")]
-    assert wire.chat_of("d") == [user("Question:\nWhy?\n\nYour task:\nOne."), said("a says"), user("Your task:\nThree."), said("c says"),
+    assert wire.chat_of("d") == [user("Question:\nWhy?\n\nYour task:\nOne."), said("a says"),
+                                 user("Your task:\nThree."), said("c says"),
                                  user("Your task:\nFour.")]
-    assert wire.chat_of("e") == [user("Question:\nWhy?\n\nYour task:\nOne."), said("a says"), user("Your task:\nTwo."), said("b says"),
-                                 user("Your task:\nThree."), said("c says"), user("Your task:\nFour."), said("d says"), user("Your task:\nFive.")]
-    assert trace.responses == [f"{m} says" for m in "abcde"] and trace.answer == "e says" and trace.error is None
-    assert trace.calls == 5 and trace.tokens == 60 and trace.cost == pytest.approx(5 * (10 * 1 + 2 * 10) / 1e6) and trace.seconds > 0
+    assert wire.chat_of("e") == [user("Question:\nWhy?\n\nYour task:\nOne."), said("a says"),
+                                 user("Your task:\nTwo."), said("b says"),
+                                 user("Your task:\nThree."), said("c says"), user("Your task:\nFour."),
+                                 said("d says"), user("Your task:\nFive.")]
+    assert trace.responses == [f"{m} says" for m in "abcde"]
+    assert trace.answer == "e says" and trace.error is None
+    assert trace.calls == 5
+    assert trace.tokens == 60
+    assert trace.cost == pytest.approx(5 * (10 * 1 + 2 * 10) / 1e6) and trace.seconds > 0
 
 
 def test_steps_that_do_not_see_each_other_run_at_the_same_time(tmp_path):
@@ -169,7 +178,8 @@ def test_steps_that_do_not_see_each_other_run_at_the_same_time(tmp_path):
 
     with Wire(answer) as wire:
         pool = pool_of(tmp_path, wire.url, "abcz")
-        trace = execute(Workflow([Step(0, "A.", []), Step(1, "B.", []), Step(2, "C.", []), Step(3, "Z.", [0, 1, 2])]), "Why?", pool)
+        trace = execute(Workflow([Step(0, "A.", []), Step(1, "B.", []), Step(2, "C.", []),
+                                  Step(3, "Z.", [0, 1, 2])]), "Why?", pool)
     assert trace.answer == "z" and order[-1] == "z" and set(order) == set("abcz")
 
 
@@ -189,7 +199,8 @@ def test_hundreds_of_workflows_share_a_few_threads(monkeypatch):
     monkeypatch.setattr(wf, "idle", threading.Semaphore(0))
     monkeypatch.setattr(wf, "unborn", threading.Semaphore(4))
     pool = [Local(str(i), lambda chat, i=i: f"{i}:{len(chat)}") for i in range(3)]
-    diamond = Workflow([Step(0, "A", []), Step(1, "B", [0]), Step(2, "C", [0]), Step(0, "D", [1, 2]), Step(1, "E", [0, 3])])
+    diamond = Workflow([Step(0, "A", []), Step(1, "B", [0]), Step(2, "C", [0]), Step(0, "D", [1, 2]),
+                        Step(1, "E", [0, 3])])
     futures = [submit(diamond, Task(f"Question {i}", pool)) for i in range(300)]
     assert [f.result(timeout=60).responses for f in futures] == [["0:1", "1:3", "2:3", "0:5", "1:5"]] * 300
 
@@ -199,13 +210,15 @@ def test_a_lost_worker_is_infrastructure(tmp_path):
         pool = pool_of(tmp_path, wire.url, "abc")
         trace = execute(Workflow([Step(0, "A.", []), Step(1, "B.", []), Step(2, "C.", [0, 1])]), "Why?", pool)
     assert trace.error.startswith("step 1: worker-b: ") and trace.answer == ""
-    assert trace.responses == ["a", "", ""] and trace.calls == 1 and trace.cost > 0  # what the others cost is known
+    # what the others cost is known
+    assert trace.responses == ["a", "", ""] and trace.calls == 1 and trace.cost > 0
     assert [m for m, _ in wire.seen if m == "c"] == [] and "Failed: step 1" in wf.view(trace)
 
 
 def test_an_empty_reply_is_the_models_own(tmp_path):
     with Wire(lambda model, chat: "") as wire:
-        trace = execute(Workflow([Step(0, "A.", []), Step(0, "B.", [])]), "Why?", pool_of(tmp_path, wire.url, "a"))
+        trace = execute(Workflow([Step(0, "A.", []), Step(0, "B.", [])]), "Why?",
+                        pool_of(tmp_path, wire.url, "a"))
     assert trace.error is None and trace.answer == "" and trace.calls == 2
 
 
@@ -214,7 +227,7 @@ def test_a_bug_is_not_swallowed():
         raise KeyError("a bug")
     with pytest.raises(KeyError, match="a bug"):
         execute(Workflow([Step(0, "A.", []), Step(0, "B.", [])]), "Why?", [Local("broken", broken)])
-    with pytest.raises(ValueError, match="no previous"):
+    with pytest.raises(ValueError, match="there is none"):
         execute(Workflow([]), "Why?", [])
 
 
@@ -229,8 +242,9 @@ def test_traces_round_trip_and_replay(tmp_path):
         pool = pool_of(tmp_path, wire.url, "ab")
         first = execute(parse(GOOD, 2), "Why?", pool)
         second = execute(parse(GOOD, 2), "Why?", pool, first)
-        again = Trace.from_json(json.loads(json.dumps(second.to_json())))
-        assert again == second and again.rounds()[0].workflow.completion == GOOD and again.workflow.steps[1].sees_all
+        again = wf.trace_from(json.loads(json.dumps(second.to_json())))
+        assert again == second
+        assert again.rounds()[0].workflow.completion == GOOD and again.workflow.steps[1].sees_all
         before, _ = list(wire.seen), wire.seen.clear()
         assert execute(again.workflow, again.question, pool, again.previous).responses == second.responses
         assert wire.seen == before[2:]
@@ -242,15 +256,20 @@ def test_views(tmp_path):
     trace = execute(Workflow([Step(0, nasty, []), Step(1, "Two.", [0], True)]), "Why?", pool)
     trace = execute(Workflow([Step(1, "Three.", [], True), Step(0, "Four.", [0])]), "Why?", pool, trace)
     view = wf.view(trace)
-    assert "\x1b" not in view and all(word in view for word in ("Why?", "w_1", "w2", "Two.", "Three.", "4 calls", "8 tokens", "$0.0000"))
+    assert "\x1b" not in view
+    assert all(word in view for word in ("Why?", "w_1", "w2", "Two.", "Three.", "4 calls", "8 tokens",
+                                         "$0.0000"))
     lines = wf.mermaid(trace).splitlines()
-    assert lines[0] == "flowchart TD" and {"r0s0 --> r0s1", "r0s1 --> r1s0", "r1s0 --> r1s1"} <= {x.strip() for x in lines}
+    assert lines[0] == "flowchart TD"
+    assert {"r0s0 --> r0s1", "r0s1 --> r1s0", "r1s0 --> r1s1"} <= {x.strip() for x in lines}
     for line in lines[1:]:  # nothing of the text is left that could end its label
-        assert re.fullmatch(r'\s+(\w+\(?\["([^\W_]|[ ,]|#\d+;|<br/>)*"\]\)?|\w+ --> \w+(\(\["([^\W_]|[ ,]|#\d+;)*"\]\))?)', line), line
+        label = r'\["([^\W_]|[ ,]|#\d+;|<br/>)*"\]'
+        assert re.fullmatch(rf"\s+(\w+\(?{label}\)?|\w+ --> \w+(\({label}\))?)", line), line
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------
-# The five modes of App. F. Each answer depends on what its worker was shown, so a wrong access list also ends in a wrong answer.
+# ------------------------------------------------------------------------------------------------------------
+# The five modes of App. F. Each answer depends on what its worker was shown, so a wrong access list also ends
+# in a wrong answer.
 
 
 def heard(chat):
@@ -260,88 +279,49 @@ def heard(chat):
     return question, list(zip(tasks, [m["content"] for m in chat[1::2]])), tasks[-1]
 
 
-FACTS = {"How many legs has a spider?": "8", "How many legs has an ant?": "6"}
-
-
-def trade(model, chat):
-    """Small honest programs: each does one thing, with nothing but its chat to go by."""
-    question, shown, task = heard(chat)
-    said_before = [response for _, response in shown]
-    if model == "planner":
-        return "1. Legs of a spider. 2. Legs of an ant. 3. Add." if "Plan" in task else "I only plan."
-    if model == "librarian":
-        return next((fact for asked, fact in FACTS.items() if asked in task), "unknown")
-    if model == "adder":
-        numbers = [int(n) for response in said_before for n in re.findall(r"^\d+$", response)]
-        return str(sum(numbers)) if numbers else "nothing to add"
-    if model == "checker":
-        return said_before[-1] if said_before and "Check" in task else "nothing to check"
-    if model == "judge":
-        return max(set(said_before), key=said_before.count) if said_before else "no candidates"
-    if model == "guesser":
-        return "13" if "quickly" in task else "14"
-    if model == "strong":
-        return "Ask the librarian twice, then the adder." if not said_before else f"I said: {said_before[0]}"
-
-
-MODEL = ["planner", "librarian", "adder", "checker", "judge", "guesser", "strong"]
-SPIDER, ANT = FACTS
-Q = "How many legs have a spider and an ant together?"
-
-
-@pytest.mark.parametrize("steps, answer, shown", [
-    pytest.param([("planner", "Plan the steps.", []), ("librarian", SPIDER, "all"), ("librarian", ANT, "all"), ("adder", "Carry the plan out.", "all"),
-                  ("checker", "Check the sum.", "all")], "14",
-                 [[], [0], [0, 1], [0, 1, 2], [0, 1, 2, 3]], id="planner, executor, checker"),
-    pytest.param([("guesser", "Solve it.", []), ("guesser", "Solve it quickly.", []), ("guesser", "Solve it, with care.", []), ("judge", "Vote.", "all")],
-                 "14", [[], [], [], [0, 1, 2]], id="independent attempts, aggregated"),
-    pytest.param([("librarian", SPIDER, []), ("librarian", ANT, []), ("adder", "Add both facts.", "all")], "14", [[], [], [0, 1]],
-                 id="independent recall of facts"),
-    pytest.param([("librarian", SPIDER, []), ("adder", "Start the sum.", [0]), ("checker", "Check it.", [1]), ("adder", "Go on.", [2])], "8",
-                 [[], [0], [1], [2]], id="a chain, step by step"),
-    pytest.param([("strong", "Say how the other models should solve this.", []), ("librarian", SPIDER, [0]), ("librarian", ANT, [0]),
-                  ("adder", "Do as planned.", "all")], "14", [[], [0], [0], [0, 1, 2]], id="abdication to a strong worker")])
-def test_the_five_modes(steps, answer, shown, tmp_path):
-    text = "Some plan.\n" + Workflow([Step(MODEL.index(m), task, [] if sees == "all" else sees, sees == "all") for m, task, sees in steps]).text()
-    with Wire(trade) as wire:
-        trace = execute(parse(text, len(MODEL)), Q, pool_of(tmp_path, wire.url, MODEL))
-    assert trace.error is None and trace.answer == answer and len(wire.seen) == len(steps)
-    for i, (model, task, _) in enumerate(steps):
-        [chat] = [chat for m, chat in wire.seen if m == model and heard(chat)[2] == task]
-        assert heard(chat) == (Q, [(steps[j][1], trace.responses[j]) for j in shown[i]], task)
-        assert [m["role"] for m in chat] == ["user", "assistant"] * len(shown[i]) + ["user"]
-
-
-CATORCE, IRON, PERU = "Find catorce + quince.", "What is the atomic number of iron * tres?", "Find the capital of Peru backwards."
+CATORCE = "Find catorce + quince."
+IRON = "What is the atomic number of iron * tres?"
+PERU = "Find the capital of Peru backwards."
 
 
 def test_some_of_a_pool():
-    """--only: by name, in the pool's order; their letters are those of the whole pool, their numbers are new."""
+    """--only: by name, in the pool's order; their letters are those of the whole pool, their numbers are
+    new."""
     pool = load_pool("local", "http://127.0.0.1:9/v1")
     some = wf.subset(pool, "coder, translator")
     assert [w.name for w in some] == ["translator", "coder"] and wf.subset(pool, "") == pool
     [system, _] = wf.ask(Task("Why?", some), Prompting(style="short", named=True))
-    assert system["content"] == "Models B 0 D 1, 5 steps." and wf.ask(Task("Why?", some), Prompting()) == messages("Why?", 2)
+    assert system["content"] == "Models B 0 D 1, 5 steps."
+    assert wf.ask(Task("Why?", some), Prompting()) == messages("Why?", 2)
     with pytest.raises(ValueError, match="no worker 'poet'; the pool has calculator, translator"):
         wf.subset(pool, "coder,poet")
 
 
 @pytest.mark.parametrize("question, steps, responses", [
-    pytest.param(IRON, [("translator", "Rewrite the question.", []), ("librarian", "Look up what it takes.", [0]), ("calculator", "Work it out.", [1]),
+    pytest.param(IRON, [("translator", "Rewrite the question.", []),
+                        ("librarian", "Look up what it takes.", [0]), ("calculator", "Work it out.", [1]),
                         ("calculator", "Compute it again, to check.", [1])],
-                 ["What is the atomic number of iron * 3?", "What is 26 * 3?", "78", "78"], id="planner, executor, checker"),
-    pytest.param(CATORCE, [("calculator", "Work it out.", []), ("translator", "Translate it.", []), ("calculator", "Calculate from both.", "all")],
-                 ["I am a calculator; I find nothing here to work on.", "Find 14 + 15.", "29"], id="independent attempts, aggregated"),
+                 ["What is the atomic number of iron * 3?", "What is 26 * 3?", "78", "78"],
+                 id="planner, executor, checker"),
+    pytest.param(CATORCE, [("calculator", "Work it out.", []), ("translator", "Translate it.", []),
+                           ("calculator", "Calculate from both.", "all")],
+                 ["I am a calculator; I find nothing here to work on.", "Find 14 + 15.", "29"],
+                 id="independent attempts, aggregated"),
     pytest.param("Find the atomic number of iron + the atomic number of zinc.", [
-        ("librarian", "Recall the first.", []), ("librarian", "Recall the second.", []), ("calculator", "Find the sum.", "all")],
+        ("librarian", "Recall the first.", []), ("librarian", "Recall the second.", []),
+        ("calculator", "Find the sum.", "all")],
         ["Find 26 + 30."] * 2 + ["56"], id="independent recall of facts"),
-    pytest.param(IRON, [("librarian", "Name the number.", []), ("translator", "Translate the rest.", [0]), ("calculator", "Work it out.", [1])],
+    pytest.param(IRON, [("librarian", "Name the number.", []), ("translator", "Translate the rest.", [0]),
+                        ("calculator", "Work it out.", [1])],
                  ["What is 26 * tres?", "What is 26 * 3?", "78"], id="a chain, step by step"),
-    pytest.param(PERU, [("librarian", "Tell the others what to do.", []), ("librarian", "Look up the city.", [0]), ("coder", "Spell it.", [1])],
-                 ["I am a librarian; that is not my work.", "Find Lima backwards.", "amiL"], id="abdication, to one who will not plan")])
+    pytest.param(PERU, [("librarian", "Tell the others what to do.", []),
+                        ("librarian", "Look up the city.", [0]), ("coder", "Spell it.", [1])],
+                 ["I am a librarian; that is not my work.", "Find Lima backwards.", "amiL"],
+                 id="abdication, to one who will not plan")])
 def test_the_five_modes_of_the_local_specialists(question, steps, responses, tmp_path):
     names = list(SPECIALISTS)
-    workflow = Workflow([Step(names.index(m), task, [*range(i)] if sees == "all" else sees, sees == "all") for i, (m, task, sees) in enumerate(steps)])
+    workflow = Workflow([Step(names.index(m), task, [*range(i)] if sees == "all" else sees, sees == "all")
+                         for i, (m, task, sees) in enumerate(steps)])
     with Wire(lambda model, chat: SPECIALISTS[model](chat)) as wire:
         trace = execute(parse(workflow.text(), len(names)), question, pool_of(tmp_path, wire.url, names))
     assert trace.error is None and trace.responses == responses and len(wire.seen) == len(steps)
@@ -351,12 +331,14 @@ def test_the_five_modes_of_the_local_specialists(question, steps, responses, tmp
 
 
 def test_a_run_again_is_replayed(tmp_path):
-    """With a nonce and a replay file a second run of the same workflow asks nobody; another nonce or no file asks again."""
+    """With a nonce and a replay file a second run of the same workflow asks nobody; another nonce or no file
+    asks again."""
     with Wire(lambda model, chat: f"{model}{len(wire.seen)}") as wire:
         pool_of(tmp_path, wire.url, "ab")
 
         def run(nonce, replay=str(tmp_path / "replies")):
-            trace = execute(parse(GOOD, 2), "Why?", load_pool(str(tmp_path / "pool.json"), replay=replay), name=nonce)
+            trace = execute(parse(GOOD, 2), "Why?", load_pool(str(tmp_path / "pool.json"), replay=replay),
+                            name=nonce)
             return trace.responses, len(wire.seen)
 
         first = run("1/q/0")
@@ -364,7 +346,7 @@ def test_a_run_again_is_replayed(tmp_path):
         assert run("1/q/1")[1] == 4 and run("1/q/0", "")[1] == 6 and run("1/q/1")[1] == 6
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Recursion (§3.2)
 
 
@@ -374,16 +356,20 @@ def test_the_second_round_is_asked_for_and_sees_the_first(tmp_path):
         first = execute(parse("Plan A.\n" + lists(), 3), "Why?", pool)
         chat = messages("Why?", 3, previous=first)
         wire.seen.clear()
-        second = execute(parse(lists("[0, 1, 2]", '["One.", "Two.", "Three."]', '["all", [], ["all"]]'), 3), "Why?", pool, first)
-    assert chat[:1] == messages("Why?", 3) and chat[1] == said("Plan A.\n" + lists()) and "a's answer" in chat[2]["content"] and len(chat) == 3
+        second = execute(parse(lists("[0, 1, 2]", '["One.", "Two.", "Three."]', '["all", [], ["all"]]'), 3),
+                         "Why?", pool, first)
+    assert chat[:1] == messages("Why?", 3)
+    assert chat[1] == said("Plan A.\n" + lists()) and "a's answer" in chat[2]["content"] and len(chat) == 3
     old = [user("Question:\nWhy?\n\nYour task:\nCheck it."), said("a's answer")]
     assert wire.chat_of("a") == [*old, user("Your task:\nOne.")]
     assert wire.chat_of("b") == [user("Question:\nWhy?\n\nYour task:\nTwo.")]
-    assert wire.chat_of("c") == [*old, user("Your task:\nOne."), said("a's answer"), user("Your task:\nTwo."), said("b's answer"), user("Your task:\nThree.")]
+    assert wire.chat_of("c") == [*old, user("Your task:\nOne."), said("a's answer"),
+                                 user("Your task:\nTwo."), said("b's answer"), user("Your task:\nThree.")]
     kept = execute(Workflow([]), "Why?", [], second)
     assert kept.answer == second.answer == "c's answer" and kept.cost == second.cost
     assert len(messages("Why?", 3, previous=kept)) == 7 and [t.calls for t in kept.rounds()] == [2, 5, 5]
-    third = execute(Workflow([Step(0, "Go on.", [], True)]), "Why?", [Local("x", lambda chat: json.dumps(chat))], kept)
+    third = execute(Workflow([Step(0, "Go on.", [], True)]), "Why?",
+                    [Local("x", lambda chat: json.dumps(chat))], kept)
     assert json.loads(third.answer)[:2] == [user("Question:\nWhy?\n\nYour task:\nThree."), said("c's answer")]
 
 
@@ -392,7 +378,7 @@ def one_step(text):
 
 
 def test_conduct_rounds_and_tries():
-    pool = [Local("echo", lambda chat: chat[-1]["content"].removeprefix("Question:\nWhy?\n\n").removeprefix("Your task:\n"))]
+    pool = [Local("echo", lambda chat: chat[-1]["content"].split("Your task:\n")[1])]
 
     def writer(*texts):
         texts, asked = list(texts), []
@@ -407,7 +393,8 @@ def test_conduct_rounds_and_tries():
         return wf.conduct(write, [Task(question, pool)], rounds)[0].trace
 
     write = writer(one_step("first"), one_step("second"), one_step("third"))
-    assert conduct("Why?", pool, write, rounds=1).answer == "second" and len(write.asked) == 2  # the depth is capped
+    # the depth is capped
+    assert conduct("Why?", pool, write, rounds=1).answer == "second" and len(write.asked) == 2
     write = writer(one_step("first"), lists("[]", "[]", "[]"), one_step("third"))
     trace = conduct("Why?", pool, write, rounds=5)
     assert trace.answer == "first" and len(write.asked) == 2 and trace.calls == 1  # three empty lists end it
@@ -416,17 +403,13 @@ def test_conduct_rounds_and_tries():
     [lost] = wf.conduct(writer("gibberish", lists("[]", "[]", "[]"), "gibberish"), [Task("Why?", pool)], 3)
     assert lost.trace is None and "missing" in lost.invalid
 
-    assert wf.conduct(writer(one_step("first")), [Task("Why \ud83d?", pool)])[0].task.question == "Why ??"  # half an emoji, which nothing can encode
-
     def down(chat):
         raise WorkerError("down")
     trace = conduct("Why?", [Local("down", down)], writer(one_step("first"), one_step("second")), rounds=1)
     assert trace.error == "step 0: down" and trace.previous is None
 
 
-
-
-# ---------------------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Rollouts
 
 
@@ -440,7 +423,8 @@ def says(text):
 
 
 def test_rollouts_are_run_and_graded_while_others_are_written():
-    """The second is written only once the first has been graded; text that is no workflow is wrong, a lost worker nobody's fault."""
+    """The second is written only once the first has been graded; text that is no workflow is wrong, a lost
+    worker nobody's fault."""
     graded, finished = threading.Event(), []
 
     def text(i, number):
@@ -457,17 +441,21 @@ def test_rollouts_are_run_and_graded_while_others_are_written():
     pool = [Local("echo", lambda chat: chat[-1]["content"]), Local("down", down)]
     tasks = [Task("Why?", pool, problem="P"), Task("How?", pool, problem="Q")]
     groups = wf.roll_out(says(text), tasks, 4, grade=grade, on_finish=finished.append)
-    assert [[r.right for r in group] for group in groups] == [[True, False, False, None], [False, False, False, None]]
-    assert [r.trace is None for r in groups[0]] == [False, False, True, False] and "model_id" in groups[0][2].invalid
-    assert [(r.task, r.prompt, r.completion.tokens) for r in groups[1]] == [(tasks[1], [1], [j]) for j in range(4)]
-    assert groups[0][3].trace.error == "step 0: down" and groups[0][0].trace.right is True and len(finished) == 8
+    assert [[r.right for r in group] for group in groups] == [[True, False, False, None],
+                                                              [False, False, False, None]]
+    assert [r.trace is None for r in groups[0]] == [False, False, True, False]
+    assert "model_id" in groups[0][2].invalid
+    assert [(r.task, r.prompt, r.completion.tokens) for r in groups[1]] == [(tasks[1], [1], [j])
+                                                                            for j in range(4)]
+    assert groups[0][3].trace.error == "step 0: down"
+    assert groups[0][0].trace.right is True and len(finished) == 8
     assert [r.right for r in wf.roll_out(says(text), tasks[:1], 3)[0]] == [None, None, False]  # nobody grades
     assert wf.roll_out(says(text), [], 3) == []
 
 
 def test_rollout_numbers_name_the_calls(tmp_path):
-    """Two calls that share a task's rollouts ask what one would: with the first one's replies on file nothing is asked again. Rounds are told
-    apart, and a task without a name is never replayed."""
+    """Two calls that share a task's rollouts ask what one would: with the first one's replies on file nothing
+    is asked again. Rounds are told apart, and a task without a name is never replayed."""
     with Wire(lambda model, chat: f"{len(wire.seen)}") as wire:
         pool_of(tmp_path, wire.url, "a")
         pool = load_pool(str(tmp_path / "pool.json"), replay=str(tmp_path / "replies"))
@@ -475,8 +463,10 @@ def test_rollout_numbers_name_the_calls(tmp_path):
         [whole] = wf.roll_out(write, [Task("Why?", pool, name="1/7")], 4)
         assert len(wire.seen) == 4
         pool = load_pool(str(tmp_path / "pool.json"), replay=str(tmp_path / "replies"))
-        [[a, b], [c, d]] = [wf.roll_out(write, [Task("Why?", pool, name="1/7")], 2, first=first)[0] for first in (0, 2)]
-        assert [r.trace.answer for r in (a, b, c, d)] == [r.trace.answer for r in whole] and len(wire.seen) == 4
+        [[a, b], [c, d]] = [wf.roll_out(write, [Task("Why?", pool, name="1/7")], 2, first=first)[0]
+                            for first in (0, 2)]
+        assert [r.trace.answer for r in (a, b, c, d)] == [r.trace.answer for r in whole]
+        assert len(wire.seen) == 4
         wf.roll_out(write, [Task("Why?", pool, name="1/7", previous=a.trace)], 1)
         wf.roll_out(write, [Task("Why?", pool)], 1)
         wf.roll_out(write, [Task("Why?", pool)], 1)
@@ -485,7 +475,8 @@ def test_rollout_numbers_name_the_calls(tmp_path):
 
 @pytest.mark.parametrize("where", ["write", "grade", "edit", "worker", "on_finish"])
 def test_what_fails_is_raised_at_once(where):
-    """A bug ends the rollouts without waiting for a call that hangs, and no step that had not begun begins."""
+    """A bug ends the rollouts without waiting for a call that hangs, and no step that had not begun
+    begins."""
     begun, hang, calls = threading.Event(), threading.Event(), []
 
     def slow(chat):
@@ -522,7 +513,8 @@ def test_what_fails_is_raised_at_once(where):
         fail_at("write")
 
     with pytest.raises(ZeroDivisionError, match=where):
-        wf.roll_out(write, [Task("Why?", [Local("slow", slow), Local("quick", quick)])], 2, grade=grade, edit=edit, on_finish=on_finish)
+        wf.roll_out(write, [Task("Why?", [Local("slow", slow), Local("quick", quick)])], 2, grade=grade,
+                    edit=edit, on_finish=on_finish)
     hang.set()
     jobs = [wf.in_thread(int) for _ in range(wf.threading.active_count())]
     assert [job.result(60) for job in jobs] == [0] * len(jobs) and len(calls) == 1  # B. was not asked for
@@ -535,20 +527,26 @@ def test_a_task_that_nobody_waits_for_stops():
         gone.set()
         return "A"
     pool = [Local("a", leave), Local("b", lambda chat: 1 / 0)]
-    [rollout] = wf.conduct(says(lambda i, number: lists("[0, 1]", '["A.", "B."]', "[[], [0]]")), [Task("Why?", pool, hung_up=gone.is_set)], 3)
+    [rollout] = wf.conduct(says(lambda i, number: lists("[0, 1]", '["A.", "B."]', "[[], [0]]")),
+                           [Task("Why?", pool, hung_up=gone.is_set)], 3)
     assert "stopped" in rollout.trace.error and rollout.trace.calls == 1 and rollout.trace.previous is None
 
 
 def test_a_worker_in_the_seat_that_is_lost(tmp_path):
     """Its tasks end with an error, neither right nor wrong; the others go on."""
-    with Wire(lambda model, chat: 400 if "Why?" in chat[0]["content"] else one_step("Go.") if "You conduct" in chat[0]["content"] else "gone") as wire:
+    with Wire(lambda model, chat: 400 if "Why?" in chat[0]["content"] else one_step("Go.")
+              if "You conduct" in chat[0]["content"] else "gone") as wire:
         [worker] = pool_of(tmp_path, wire.url, "a")
-        lost, fine = wf.conduct(wf.seated(worker), [Task("Why?", [worker]), Task("How?", [worker])], grade=lambda problem, answer: True)
-    assert lost.right is None and "HTTP 400" in lost.trace.error and (fine.right, fine.trace.answer) == (True, "gone")
+        lost, fine = wf.conduct(wf.seated(worker), [Task("Why?", [worker]), Task("How?", [worker])],
+                                grade=lambda problem, answer: True)
+    assert lost.right is None
+    assert "HTTP 400" in lost.trace.error and (fine.right, fine.trace.answer) == (True, "gone")
 
 
 @pytest.mark.parametrize("access, name", [
-    ([], "no steps"), ([[]], "one shot"), ([[], [0]], "chain"), ([[], [0], [0, 1]], "chain"), ([[], [], [0, 1]], "fan-out"),
-    ([[], [], [], [0, 1, 2]], "fan-out"), ([[], []], "mixed"), ([[], [0], [0]], "mixed"), ([[], [], [1]], "mixed"), ([[], [], [0, 1], [2]], "mixed")])
+    ([], "no steps"), ([[]], "one shot"), ([[], [0]], "chain"), ([[], [0], [0, 1]], "chain"),
+    ([[], [], [0, 1]], "fan-out"),
+    ([[], [], [], [0, 1, 2]], "fan-out"), ([[], []], "mixed"), ([[], [0], [0]], "mixed"),
+    ([[], [], [1]], "mixed"), ([[], [], [0, 1], [2]], "mixed")])
 def test_shapes(access, name):
     assert wf.shape(Workflow([Step(0, "", seen) for seen in access])) == name

@@ -1,8 +1,10 @@
-"""workflow.py in front: a checkpoint in the Conductor's seat, the command line, the server as its clients see it, over real HTTP."""
+"""workflow.py in front: a checkpoint in the Conductor's seat, the command line, the server as its clients see
+it, over real HTTP."""
 import contextlib
 import json
 import os
 import queue
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,7 +23,7 @@ from model import Config, Qwen, Tokenizer
 from test_workflow import Local, Wire, pool_of, said, user
 from test_workflow_parse import lists
 from workers import Reply, WorkerError
-from workflow import Prompting, Step, Trace, Workflow, execute, messages
+from workflow import Prompting, Step, Workflow, execute, messages
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -40,12 +42,14 @@ LEARNED = 'model_id = [0]\nsubtasks = ["Go."]\naccess_list = [[]]'
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A tiny Conductor that has learned one workflow by heart: in its last layer's eyes the next byte depends on the position alone."""
+    """A tiny Conductor that has learned one workflow by heart: in its last layer's eyes the next byte depends
+    on the position alone."""
     path = str(tmp_path_factory.mktemp("checkpoint"))
     tokenizer = byte_tokenizer()
     torch.manual_seed(0)
     model = Qwen(Config(258, 64, 128, 2, 4, 2, tie_word_embeddings=True, max_position_embeddings=512))
-    prompts = [tokenizer.chat(messages(q, 1, style="short")) for q in ("Why?", "What is 6 * 7?", *(f"Question:\nWhy?\n\nYour task:\n{t}." for t in "AB"))]
+    prompts = [tokenizer.chat(messages(q, 1, style="short"))
+               for q in ("Why?", "What is 6 * 7?", *(f"Question:\nWhy?\n\nYour task:\n{t}." for t in "AB"))]
     answer = tokenizer.encode(LEARNED) + [tokenizer.eos_id]
     optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
     for _ in range(150):
@@ -57,7 +61,7 @@ def checkpoint(tmp_path_factory):
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     with open(os.path.join(path, "conductor.json"), "w") as f:
-        json.dump({"style": "short", "max_steps": 5, "max_new_tokens": 80, "n_workers": 1}, f)
+        json.dump({"style": "short", "max_new_tokens": 80, "dtype": "fp32", "n_workers": 1}, f)
     return path
 
 
@@ -69,25 +73,42 @@ def write_all(write, chats, n=1, first=0):
 
 def test_a_checkpoint_writes(checkpoint):
     model, tokenizer, prompting = wf.load_conductor(checkpoint)
-    assert prompting == Prompting("short", max_new_tokens=80)
+    assert prompting == Prompting("short", max_new_tokens=80, dtype="fp32")
     write = wf.sampled(model, tokenizer, prompting, 0.0)
-    assert write_all(write, [messages(q, 1, style="short") for q in ("Why?", "What is 6 * 7?")], 2) == dict.fromkeys(
+    assert write_all(write, [messages(q, 1, style="short") for q in ("Why?", "What is 6 * 7?")],
+                     2) == dict.fromkeys(
         [(0, 0), (0, 1), (1, 0), (1, 1)], LEARNED)
     errors = []
     long, short = messages("Why? " * 400, 1, style="short"), messages("Why?", 1, style="short")
     write([long, short, long], 1, 0, lambda i, j, text, *_, error=None: errors.append((i, j, text, error)))
-    why = "the prompt has 2047 tokens, and the Conductor can read 432"  # a model of 512 positions, 80 of them to write
+    # a model of 512 positions, 80 of them to write
+    why = "the prompt has 2047 tokens, and the Conductor can read 432"
     assert errors == [(0, 0, "", why), (2, 0, "", why), (1, 0, LEARNED, None)]
 
 
+def test_a_checkpoint_is_loaded_in_its_own_dtype(checkpoint, tmp_path, monkeypatch):
+    """Also on a device that has units for bf16, which decides only where conductor.json does not."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert wf.load_conductor(checkpoint)[0].lm_head.weight.dtype == torch.float32
+    shutil.copytree(checkpoint, tmp_path / "copy")
+    (tmp_path / "copy" / "conductor.json").unlink()
+    assert wf.load_conductor(str(tmp_path / "copy"))[0].lm_head.weight.dtype == torch.bfloat16
+
+
 def run_cli(*words, env=()):
-    return subprocess.run([sys.executable, "workflow.py", *words], cwd=ROOT, capture_output=True, text=True, timeout=120,
+    return subprocess.run([sys.executable, "workflow.py", *words], cwd=ROOT, capture_output=True, text=True,
+                          timeout=120,
                           env={**os.environ, "OMP_NUM_THREADS": "1", **dict(env)})
 
 
 def test_command_line(checkpoint, tmp_path):
     workflow = lists("[1]", '["Answer."]', "[[]]")
-    with Wire(lambda model, chat: workflow if "You conduct" in chat[0]["content"] else f"{model} says so") as wire:
+
+    def answer(model, chat):
+        return workflow if "You conduct" in chat[0]["content"] else f"{model} says so"
+
+    with Wire(answer) as wire:
         pool_of(tmp_path, wire.url, "a")
         (tmp_path / "pool.json").rename(tmp_path / "a.json")
         pool_of(tmp_path, wire.url, "ab", params={"max_tokens": 100})
@@ -95,7 +116,7 @@ def test_command_line(checkpoint, tmp_path):
         shown = run_cli("Why?", f"--checkpoint={checkpoint}", "--temperature=0", pool_a)
         seated = run_cli("Why?", "--conductor=worker-a", pool, "--rounds=1", "--show=json")
     assert shown.returncode == 0 and "a says so" in shown.stdout and "Go." in shown.stdout, shown.stderr
-    trace = Trace.from_json(json.loads(seated.stdout))
+    trace = wf.trace_from(json.loads(seated.stdout))
     assert trace.answer == "b says so" and len(trace.rounds()) == 2
     assert wire.limits == {("a", None), ("a", 200), ("b", 100)}  # in the Conductor's seat twice the output
 
@@ -110,16 +131,19 @@ def test_ctrl_c_ends_it_at_once(tmp_path):
 
     with Wire(answer) as wire:
         pool_of(tmp_path, wire.url, "a")
-        process = subprocess.Popen([sys.executable, "workflow.py", "Why?", "--conductor=worker-a", f"--pool={tmp_path}/pool.json"], cwd=ROOT,
+        process = subprocess.Popen([sys.executable, "workflow.py", "Why?", "--conductor=worker-a",
+                                    f"--pool={tmp_path}/pool.json"], cwd=ROOT,
                                    stderr=subprocess.PIPE, text=True)
         assert asked.wait(60)
         process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=25)[1].strip() == "interrupted" and process.returncode == 1  # the worker's timeout is 30 s
+        # the worker's timeout is 30 s
+        assert process.communicate(timeout=25)[1].strip() == "interrupted" and process.returncode == 1
         go_on.set()
 
 
 def test_ctrl_c_while_a_model_writes(checkpoint, tmp_path):
-    """The server's model writes in the main thread: a process that ended with another thread inside torch would abort."""
+    """The server's model writes in the main thread: a process that ended with another thread inside torch
+    would abort."""
     pool_of(tmp_path, "http://127.0.0.1:9/v1", "a")
     code = """if True:
         import sys, workflow
@@ -130,7 +154,8 @@ def test_ctrl_c_while_a_model_writes(checkpoint, tmp_path):
                 generate(*args, on_finish=lambda *_: None, **how)
         workflow.generate = for_ever
         workflow.main(sys.argv[1:])"""
-    argv = [sys.executable, "-c", code, "serve", f"--checkpoint={checkpoint}", f"--pool={tmp_path}/pool.json", "--port=0"]
+    argv = [sys.executable, "-c", code, "serve", f"--checkpoint={checkpoint}",
+            f"--pool={tmp_path}/pool.json", "--port=0"]
     process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     url = process.stdout.readline().split()[0]
     client = threading.Thread(target=ask_and_forget, args=(url,), daemon=True)
@@ -143,33 +168,43 @@ def test_ctrl_c_while_a_model_writes(checkpoint, tmp_path):
 
 def ask_and_forget(url):
     with contextlib.suppress(requests.RequestException):
-        requests.post(f"{url}/chat/completions", json={"model": "conductor", "messages": [user("Why?")]}, timeout=60)
+        requests.post(f"{url}/chat/completions", json={"model": "conductor", "messages": [user("Why?")]},
+                      timeout=60)
 
 
 def test_show(tmp_path):
     """The lines of a run's traces/, as train.py writes them, and bare traces."""
     pool = [Local("w1", lambda chat: "one\x1b[31m"), Local("w2", lambda chat: "two")]
     trace = execute(Workflow([Step(0, "A.", []), Step(1, "B.", [0])]), "Why?", pool)
-    rows = [{"problem": "p", "answer": "7", "reward": 0.5, "trace": trace.to_json()}, {"problem": "p", "reward": 0, "text": "I would\nrather not."},
+    rows = [{"problem": "p", "answer": "7", "reward": 0.5, "trace": trace.to_json()},
+            {"problem": "p", "reward": 0, "text": "I would\nrather not."},
             trace.to_json()]
     file = tmp_path / "traces.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     first, second, third = run_cli("show", str(file)).stdout.splitlines()
-    assert first.split() == ["0", "reward", "0.5", "chain", "Why?", "[w1", ">", "w2]"] and third.split()[:2] == ["2", "chain"]
+    assert first.split() == ["0", "reward", "0.5", "chain", "Why?", "[w1", ">", "w2]"]
+    assert third.split()[:2] == ["2", "chain"]
     assert second.split() == ["1", "reward", "0", "no", "workflow", "I", "would", "rather", "not."]
     shown = wf.show(str(file), 0, "view")
-    assert shown == wf.view(trace) and "Step 0: w1 (model 0)" in shown and "Step 1: w2 (model 1), sees steps [0]: B." in shown and "\x1b" not in shown
-    assert wf.show(str(file), 2, "json") == json.dumps(trace.to_json()) and "rather not" in wf.show(str(file), 1, "view")
+    assert shown == wf.view(trace)
+    assert "Step 0: w1 (model 0)" in shown
+    assert "Step 1: w2 (model 1), sees steps [0]: B." in shown and "\x1b" not in shown
+    assert wf.show(str(file), 2, "json") == json.dumps(trace.to_json())
+    assert "rather not" in wf.show(str(file), 1, "view")
     (tmp_path / "other.jsonl").write_text(json.dumps(rows[0]) + "\n[1]\n")
-    for words, reason in [(("show", str(file), "3"), "no line 3"), (("show", str(tmp_path / "other.jsonl")), "line 1, holds no trace"),
-                          (("show",), "usage"), (("show", str(file), "x"), "usage"), (("show", "nowhere.jsonl"), "nowhere.jsonl")]:
+    for words, reason in [(("show", str(file), "3"), "no line 3"),
+                          (("show", str(tmp_path / "other.jsonl")), "line 1, holds no trace"),
+                          (("show",), "usage"), (("show", str(file), "x"), "usage"),
+                          (("show", "nowhere.jsonl"), "nowhere.jsonl")]:
         with pytest.raises(SystemExit, match=reason):
             wf.main([*words])
 
 
 @pytest.mark.parametrize("words, reason", [
-    (["Why?", "--conductor=nobody", "--pool={pool}"], "worker-a"), (["Why?", "--checkpoint={dir}/none", "--pool={pool}"], "none"),
-    ([], "python workflow.py"), (["Why?", "--chekpoint=x"], "--checkpoint"), (["Why?", "--show=png"], "--show=png: there are view"),
+    (["Why?", "--conductor=nobody", "--pool={pool}"], "worker-a"),
+    (["Why?", "--checkpoint={dir}/none", "--pool={pool}"], "none"),
+    ([], "python workflow.py"), (["Why?", "--chekpoint=x"], "--checkpoint"),
+    (["Why?", "--show=png"], "--show=png: there are view"),
     (["serve", "--conductor=worker-a", "--pool={pool}", "--port=99999"], "--port=N")])
 def test_command_line_refuses(words, reason, tmp_path):
     pool_of(tmp_path, "http://127.0.0.1:9/v1", "a")
@@ -177,7 +212,7 @@ def test_command_line_refuses(words, reason, tmp_path):
         wf.main([w.format(pool=f"{tmp_path}/pool.json", dir=tmp_path) for w in words])
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Serve
 
 
@@ -193,9 +228,14 @@ class Serving:
     def post(self, chat, model="conductor", **more):
         chat = [user(chat)] if type(chat) is str else chat
         stream = more.pop("live", False)
-        return requests.post(self.url + "/chat/completions", json={"model": model, "messages": chat, **more}, timeout=60, stream=stream)
+        return requests.post(self.url + "/chat/completions", json={"model": model, "messages": chat, **more},
+                             timeout=60, stream=stream)
 
     __enter__, __exit__ = Wire.__enter__, Wire.__exit__
+
+
+def text_of(response):
+    return response.json()["choices"][0]["message"]["content"]
 
 
 def writes(*texts):
@@ -213,16 +253,21 @@ ECHO = [Local("echo", lambda chat: chat[-1]["content"])]
 
 def test_serve_answers_and_sums_the_usage():
     with Serving(writes(TWO), ECHO) as s:
-        assert [m["id"] for m in requests.get(s.url + "/models", timeout=60).json()["data"]] == ["conductor", "conductor-recursive"]
+        assert [m["id"] for m in requests.get(s.url + "/models", timeout=60).json()["data"]] == [
+            "conductor", "conductor-recursive"]
         assert requests.get(s.url.replace("/v1", "/health"), timeout=60).status_code == 200
         body = s.post("Why?").json()
-        assert body["object"] == "chat.completion" and body["model"] == "conductor" and body["choices"][0]["finish_reason"] == "stop"
-        assert body["choices"][0]["message"] == {"role": "assistant", "content": "Question:\nWhy?\n\nYour task:\nB."}
+        assert body["object"] == "chat.completion"
+        assert body["model"] == "conductor" and body["choices"][0]["finish_reason"] == "stop"
+        assert body["choices"][0]["message"] == {"role": "assistant",
+                                                 "content": "Question:\nWhy?\n\nYour task:\nB."}
         assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4, "cost": 0.0}
         body = s.post("Why?", model="conductor-recursive").json()
         assert body["usage"]["total_tokens"] == 12  # three rounds of two steps
-        chat = [{"role": "system", "content": "Be brief."}, user("Hi"), said("Hello"), user([{"type": "text", "text": "Why?"}])]
-        assert "system: Be brief.\n\nuser: Hi\n\nassistant: Hello\n\nuser: Why?\n" in s.post(chat).json()["choices"][0]["message"]["content"]
+        chat = [{"role": "system", "content": "Be brief."}, user("Hi"), said("Hello"),
+                user([{"type": "text", "text": "Why?"}])]
+        assert "system: Be brief.\n\nuser: Hi\n\nassistant: Hello\n\nuser: Why?\n" in text_of(s.post(chat))
+        assert text_of(s.post("Why \ud83d?")).startswith("Question:\nWhy ??")  # half an emoji is no text
 
 
 def events(response):
@@ -230,11 +275,13 @@ def events(response):
 
 
 def deltas(response):
-    return [choice["delta"].get("content", "") for event in events(response)[:-1] for choice in json.loads(event)["choices"]]
+    return [choice["delta"].get("content", "") for event in events(response)[:-1]
+            for choice in json.loads(event)["choices"]]
 
 
 class Slow:
-    """A worker that says "one " and goes on with "two" only once the test says so; it keeps what it was asked."""
+    """A worker that says "one " and goes on with "two" only once the test says so; it keeps what it was
+    asked."""
     name = "slow"
 
     def __init__(self):
@@ -266,24 +313,31 @@ def test_the_last_steps_text_is_streamed_as_it_comes():
         chunks = [json.loads(chunk) for chunk in chunks]
         assert end == "[DONE]" and response.headers["Content-Type"] == "text/event-stream"
         assert [c["choices"][0]["delta"] for c in chunks[:-1]] == [{"content": "two"}, {}]
-        assert chunks[-2]["choices"][0]["finish_reason"] == "stop" and chunks[-1]["usage"]["total_tokens"] == 4
+        assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
+        assert chunks[-1]["usage"]["total_tokens"] == 4
         response = s.post("fail", stream=True)  # after the stream's head no status can say so
-        assert "slow: down" in json.loads(events(response)[-1])["error"]["message"] and "[DONE]" not in response.text
+        assert "slow: down" in json.loads(events(response)[-1])["error"]["message"]
+        assert "[DONE]" not in response.text
 
 
 def test_a_stream_of_several_rounds_brings_the_answer_once():
-    with Serving(writes(TWO, TWO, TWO), ECHO, rounds=2) as s:  # all rounds are used: the last one's last step is the answer for sure
-        assert "".join(deltas(s.post("Why?", "conductor-recursive", stream=True))) == "Question:\nWhy?\n\nYour task:\nB."
+    # all rounds are used: the last one's last step is the answer for sure
+    with Serving(writes(TWO, TWO, TWO), ECHO, rounds=2) as s:
+        pieces = deltas(s.post("Why?", "conductor-recursive", stream=True))
+        assert "".join(pieces) == "Question:\nWhy?\n\nYour task:\nB."
     with Serving(writes(TWO, KEEP), ECHO, rounds=2) as s:  # it is kept: one piece
-        assert "".join(deltas(s.post("Why?", "conductor-recursive", stream=True))) == "Question:\nWhy?\n\nYour task:\nB."
+        pieces = deltas(s.post("Why?", "conductor-recursive", stream=True))
+        assert "".join(pieces) == "Question:\nWhy?\n\nYour task:\nB."
 
 
 def test_what_a_client_asks_of_the_answer_belongs_to_the_last_step():
     slow = Slow()
     slow.go_on.set()
-    wishes = {"temperature": 0.5, "top_p": 0.9, "stop": ["\n"], "seed": 3, "response_format": {"type": "json_object"}}
+    wishes = {"temperature": 0.5, "top_p": 0.9, "stop": ["\n"], "seed": 3,
+              "response_format": {"type": "json_object"}}
     with Serving(writes(lists("[0, 0]", '["A.", "B."]', "[[], [0]]")), [slow]) as s:
-        assert s.post("Why?", **wishes, max_completion_tokens=9, user="me", metadata={}, logit_bias=None, top_k=None).status_code == 200
+        assert s.post("Why?", **wishes, max_completion_tokens=9, user="me", metadata={}, logit_bias=None,
+                      top_k=None).status_code == 200
     asked = [slow.asked.get(), slow.asked.get()]
     assert asked[0] == ("Question:\nWhy?\n\nYour task:\nA.", {"nonce": None})
     assert asked[1] == ("Your task:\nB.", {"nonce": None, **wishes, "max_tokens": 9})
@@ -296,17 +350,22 @@ def test_serve_refuses():
             return on_text(0, 0, "", error="more than the Conductor's 512")
         if "No memory" in question:
             raise MemoryError("no memory left")
-        on_text(0, 0, "I cannot." if "No workflow" in question else lists("[1]", '["A."]', "[[]]") if "No worker" in question else TWO)
+        texts = {"No workflow": "I cannot.", "No worker": lists("[1]", '["A."]', "[[]]")}
+        on_text(0, 0, next((text for words, text in texts.items() if words in question), TWO))
 
     def down(chat):
         raise WorkerError("w: down")
 
     with Serving(write, [*ECHO, Local("w", down)]) as s:
-        for status, response in [(404, s.post("Why?", model="gpt")), (400, s.post("Why?", n=2)), (400, s.post("Why?", tools=[{}])),
-                                 (400, s.post("Why?", top_k=3)), (400, s.post("Too long")), (500, s.post("No memory")), (502, s.post("No workflow")),
+        for status, response in [(404, s.post("Why?", model="gpt")), (400, s.post("Why?", n=2)),
+                                 (400, s.post("Why?", tools=[{}])),
+                                 (400, s.post("Why?", top_k=3)), (400, s.post("Too long")),
+                                 (500, s.post("No memory")), (502, s.post("No workflow")),
                                  (502, s.post("No worker")), (502, s.post("No worker", stream=True))]:
-            assert response.status_code == status and len(response.json()["error"]["message"]) > 10, response.text
-            assert (response.headers.get("x-should-retry") == "false") == (status >= 500 or "512" in response.text)  # they would be paid again
+            assert response.status_code == status
+            assert len(response.json()["error"]["message"]) > 10, response.text
+            paid = status >= 500 or "512" in response.text  # and would be paid again
+            assert (response.headers.get("x-should-retry") == "false") == paid
         assert "top_k is not supported" in s.post("Why?", top_k=3).json()["error"]["message"]
         assert s.post("Why?").status_code == s.post("Why?", n=None).status_code == 200
 
@@ -317,7 +376,8 @@ def test_a_client_that_hangs_up_stops_the_workflow():
     with Serving(writes(lists("[0, 0]", '["A.", "B."]', "[[], [0]]")), [slow]) as s:
         body = json.dumps({"model": "conductor", "messages": [user("Why?")]}).encode()
         client = socket.create_connection(s.address)
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = ("POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n")
         client.sendall(head.encode() + body)
         assert "A." in slow.asked.get(timeout=60)[0]
         handlers = [t for t in threading.enumerate() if "process_request_thread" in t.name]
@@ -335,7 +395,8 @@ def test_serve_on_a_port_in_use(tmp_path):
 
 
 def test_thirty_two_clients_at_once(checkpoint):
-    """They share the model's batches, everyone gets their own answer, and nothing of them is left: no thread, no socket."""
+    """They share the model's batches, everyone gets their own answer, and nothing of them is left: no thread,
+    no socket."""
     model, tokenizer, prompting = wf.load_conductor(checkpoint)
     batches, together = [], threading.Barrier(32)
     sample = wf.sampled(model, tokenizer, prompting, 0.0)
@@ -356,7 +417,7 @@ def test_thirty_two_clients_at_once(checkpoint):
     with Serving(ask_for, [Teller()], prompting) as s, ThreadPoolExecutor(32) as clients:
         working = []
         for _ in range(3):
-            answers = clients.map(lambda i: s.post("Why?", seed=i).json()["choices"][0]["message"]["content"], range(32))
+            answers = clients.map(lambda i: text_of(s.post("Why?", seed=i)), range(32))
             assert list(answers) == [f"You sent {i}." for i in range(32)]
             working.append(sum(thread.name.endswith("(work)") for thread in threading.enumerate()))
         for thread in threading.enumerate():
@@ -364,7 +425,8 @@ def test_thirty_two_clients_at_once(checkpoint):
                 thread.join(60)
         assert sum(batches) == 96 and len(batches) < 96 and working[-1] < working[0] + 16
         with open(f"/proc/{os.getpid()}/net/tcp") as f:
-            assert sum(f":{s.address[1]:04X} " in line.split("00000000:0000", 1)[0] and " 01 " in line for line in f) == 0
+            assert sum(f":{s.address[1]:04X} " in line.split("00000000:0000", 1)[0] and " 01 " in line
+                       for line in f) == 0
 
 
 def test_a_bug_fails_only_its_batch():
@@ -382,7 +444,8 @@ def test_a_bug_fails_only_its_batch():
 
 
 def test_a_conductor_is_a_worker_of_another(checkpoint, tmp_path):
-    """A checkpoint behind the server, as a worker of a pool that a workflow runs over: usage and cost come up through both."""
+    """A checkpoint behind the server, as a worker of a pool that a workflow runs over: usage and cost come up
+    through both."""
     with Wire(lambda model, chat: f"{model} heard {chat[0]['content']!r}") as wire:
         inner = pool_of(tmp_path, wire.url, "i")
         *conductor, prompting = wf.load_conductor(checkpoint)
