@@ -1,0 +1,66 @@
+"""The house rules that a program can check: width, reading order, packages, one name for one thing, a linter's findings."""
+import ast
+import collections
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ORDER = ["model", "sample", "workers", "workflow", "grpo", "eval", "train"]
+PACKAGES = {"torch", "tokenizers", "safetensors", "numpy", "requests", "tqdm"}
+BESIDE = {"model": {"huggingface_hub"}, "workers": {"urllib3"},  # parts of tokenizers and of requests
+          "train": {"tensorboard", "wandb"}}
+
+
+def source(name):
+    with open(os.path.join(ROOT, f"{name}.py"), encoding="utf-8") as f:
+        return f.read()
+
+
+def imported(name):
+    """The packages and files that a file imports, anywhere."""
+    for node in ast.walk(ast.parse(source(name))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module.split(".")[0]
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_no_line_is_wider_than_110_columns(name):
+    wide = [i for i, line in enumerate(source(name).split("\n"), 1) if len(line) > 110]
+    assert not wide
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_each_file_has_one_fold_and_says_what_to_read_next(name):
+    assert len(re.findall(r"(?m)^# Appendix: ", source(name))) == 1
+    following = ORDER[ORDER.index(name) + 1:][:1]
+    for successor in following:
+        assert f"{successor}.py" in ast.get_docstring(ast.parse(source(name)))
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_a_file_imports_only_files_above_it_and_the_six_packages(name):
+    above = set(ORDER[:ORDER.index(name)])
+    allowed = above | PACKAGES | BESIDE.get(name, set()) | set(sys.stdlib_module_names)
+    assert set(imported(name)) <= allowed
+
+
+def test_no_two_files_define_the_same_name():
+    places = collections.defaultdict(set)
+    for name in ORDER:
+        for node in ast.parse(source(name)).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name not in ("main", "Settings"):
+                places[node.name].add(name)
+    assert not {defined: where for defined, where in places.items() if len(where) > 1}
+
+
+def test_the_linter_finds_nothing():
+    files = [os.path.join(ROOT, part) for part in [*(f"{name}.py" for name in ORDER), "tests", "assets"]]
+    rules = "--select=E9,F,B --ignore=B008,B023,B028,B904,B905,F811".split()
+    run = subprocess.run([sys.executable, "-m", "ruff", "check", "--isolated", *rules, *files], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout
