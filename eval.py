@@ -13,11 +13,9 @@ does. assets/plot.py draws what is written here. Read train.py next.
 import ast
 import atexit
 import base64
-import cmath
 import contextlib
 import ctypes
 import errno
-import fcntl
 import functools
 import gc
 import inspect
@@ -545,17 +543,17 @@ def columns(rows: dict[str, dict], heads: dict[str, int], title: str = "") -> st
 # Appendix: graders of text, the sandbox, public benchmarks and the training mixes, more tables, the command
 # line
 
-# ---------------------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # Graders of text: mathematics, letters, short answers. What they read was written by a model that is paid for
 # being judged right. None of it is run; what the reader does not know ends the reading, and then only equal
 # text is equal.
 
 LETTERS = "ABCDEFGHIJ"  # of the choices
 LONGEST = 1000  # characters of an answer: a longer one is wrong
-MOST = 100      # parts of a list, and roots and powers of an answer
-DEEPEST = 20    # brackets in brackets; sides of an equation
+MOST = 100      # parts of a list, boxes of a response
 BITS = 4000     # of a fraction
-POINTS = 16     # where an expression with variables is evaluated
+FINE = 10 ** 9  # a fraction of larger numbers is not mixed with floats
+POINTS = 20     # where an expression with variables is evaluated
 ENOUGH = 3      # points at which two expressions must both have a value
 
 
@@ -568,31 +566,29 @@ class Unreadable(Exception):
 OPENING = re.compile(r"\\(?:boxed|fbox)[^\S\n]{0,9}\{|\\boxed[^\S\n]{1,9}(?=\d)|<answer>")
 BETWEEN = re.compile(r"(?:[\s$,;]|\\[(),; ]|\\q?quad\b|(?:\\text\{\s*)?\b(?:and|or)\b\s*\}?"
                      r"|\b[A-Za-z](?:_\d)?\s*=)*")
+ALONE = re.compile(r"(?i)(?:[\s$*:.]|\\[()]|\b(?:so|thus|it|the|final|answer|is)\b|\b[a-z]\s*=)*")
 SAID = re.compile(r"(?i)\banswer\*{0,2}\s*(?:is\b|:)[\s:*]*|\bfinal answer\*{0,2} *\n\s*")
 DENIED = re.compile(r"(?i)(?:\b(?:not|never|if|whether|unless|wrong|false|doubt|unlikely)\b|n't\b)[^.!?\n]*$")
 HEDGED = re.compile(r"(?i)(?:^|[.!?,;\n])[\s*]*(?:but|or|and|however|wait|no|not|actually|alternatively)\b")
 REASON = re.compile(r"(?i)[,;.]?\s(?:because|since)\b")
 
 
-def content(text: str, opening: re.Match) -> tuple[str, int]:
-    """What stands in the box or tag that opens in a text, and where it ends; ("", -1) if it does not
-    close."""
+def closing(text: str, opening: re.Match) -> int:
+    """Where the content of a box or tag that opens in a text ends; -1 if it does not close."""
     start = opening.end()
-    depth = 1
     if opening[0] == "<answer>":
-        end = text.find("</answer>", start)
-        return (text[start:end].strip(), end + len("</answer>")) if end >= 0 else ("", -1)
+        return text.find("</answer>", start)
     if not opening[0].endswith("{"):  # \boxed 2, as two solutions of MATH have it
-        number = re.compile(r"\d+").match(text, start)
-        return number[0], number.end()
+        return re.compile(r"\d+").match(text, start).end()
+    depth = 1
     for m in re.compile(r"(?s)\\.|[{}]").finditer(text, start):  # \{ is no brace
         if m[0] == "{":
             depth += 1
         elif m[0] == "}":
             depth -= 1
         if depth == 0:
-            return text[start:m.start()].strip(), m.end()
-    return "", -1
+            return m.start()
+    return -1
 
 
 def committed(response: str) -> str | None:
@@ -600,32 +596,32 @@ def committed(response: str) -> str | None:
     Boxes with nothing but commas, "and", "or" and "x =" between them are one list. "" if it does not close,
     or if what stands around it takes it back."""
     response = response[-200 * LONGEST:]
-    openings = list(OPENING.finditer(response))
+    openings = list(OPENING.finditer(response))[-MOST:]
     if not openings:
         return None
-    last = openings.pop()
-    found, end = content(response, last)
-    parts = [found]
-    start = last.start()
-    while openings and end >= 0 and len(parts) < MOST:
-        opening = openings.pop()
-        before, closed = content(response[:start], opening)
-        alike = closed >= 0 and opening[0][0] == last[0][0]
-        between = response[closed:start][:LONGEST]
-        if not alike or not BETWEEN.fullmatch(between):
+    end = closing(response, openings[-1])
+    if end < 0:
+        return ""
+    after = response[end + 1:]
+    parts = [response[openings[-1].end():end].strip()]
+    start = openings.pop().start()
+    if response.startswith("<answer>", start):
+        return parts[0]
+    for opening in reversed(openings):
+        end = closing(response[:start], opening)
+        between = response[end + 1:start][:LONGEST]
+        tag = opening[0] == "<answer>"
+        if end < 0 or tag or not BETWEEN.fullmatch(between):
             break
-        parts.append(before)
+        parts.insert(0, response[opening.end():end].strip())
         start = opening.start()
-    tag = response.rfind("<answer>", 0, start)
-    if tag > response.rfind("</answer>", 0, start):  # a box in a tag
-        before = response[tag + len("<answer>"):start]
-        after = response[end:].partition("</answer>")[0]
-        beside = before[-LONGEST:] + "\n" + after[:LONGEST]
-        if re.search(r"\d", beside) or HEDGED.search(beside) or DENIED.search(beside):
-            return ""
-    if end >= 0 and re.match(r"[\s$]*(?:,|or\b|and\b)\s*\$?\s*[-\\\d]", response[end:end + 50]):
+    before, tag, inside = response[:start].rpartition("<answer>")
+    beside = inside + after.partition("</answer>")[0]
+    if tag and "</answer>" not in inside and not ALONE.fullmatch(beside[:LONGEST]):
+        return ""
+    if re.match(r"[\s$]*(?:,|or\b|and\b)\s*\$?\s*[-\\\d]", after[:50]):
         return ""  # \boxed{5} or 6
-    return ", ".join(dict.fromkeys(reversed(parts)))
+    return ", ".join(dict.fromkeys(parts))
 
 
 def final_answer(response: str) -> str:
@@ -644,536 +640,411 @@ def final_answer(response: str) -> str:
     if sentence:
         line = sentence[1]
         later = sentence[2] + "\n" + later
-    sentence = response[max(0, start - 200):start]
-    if DENIED.search(sentence) or HEDGED.search(later[:LONGEST]):
+    before = response[:start][-200:]
+    if DENIED.search(before) or HEDGED.search(later[:LONGEST]):
         return response.strip()
     return re.sub(r"(?<!\.)\.$", "", line.strip("* ")).strip("* ")
 
 
 # One spelling for LaTeX and plain text
 
-UNICODE = str.maketrans("×·⋅∗−–—÷~\u00a0\u202fµΩ’", "****---/   μΩ'")
-RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
-LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉₋", "0123456789-")
+UNICODE = str.maketrans("×·⋅∗−–—÷~\u00a0\u202fµΩ’⁰¹²³⁴⁵⁶⁷⁸⁹⁻₀₁₂₃₄₅₆₇₈₉",
+                        "****---/   μΩ'0123456789-0123456789")
 SIGNS = dict(pair.split("=", 1) for pair in (
-    r"cdot=* times=* ast=* div=/ pi=π infty=∞ infinity=∞ cup=∪ pm=± mp=∓ le=≤ leq=≤ leqslant=≤ "
-    r"ge=≥ geq=≥ geqslant=≥ lt=< gt=> in=∈ "
+    r"cdot=* times=* ast=* div=/ pi=π infty=∞ infinity=∞ cup=∪ pm=± le=≤ leq=≤ ge=≥ geq=≥ lt=< gt=> in=∈ "
     r"approx=≈ emptyset=∅ varnothing=∅ langle=⟨ rangle=⟩ degree=° lvert=| rvert=| vert=| "
-    r"dfrac=\frac tfrac=\frac cfrac=\frac "
-    r"dbinom=\binom tbinom=\binom mu=μ Omega=Ω %=% {=⦃ }=⦄ $=＄ != \=⏎").split())
-SIGNS |= dict.fromkeys([*",;: ()[]", "quad", "qquad", "displaystyle", "textstyle", "limits"], " ")
-COUNTS = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 1000000, "billion": 1000000000}
-SHORT = "no of in on to by at is it up we he or an as be do go if me my so us".split()
+    r"dfrac=\frac tfrac=\frac mu=μ Omega=Ω %=% {=⦃ }=⦄ $=＄ != \=⏎").split())
+SIGNS |= dict.fromkeys([*",;: ()[]", "quad", "qquad", "displaystyle"], " ")
 SMALL = "zero one two three four five six seven eight nine ten eleven twelve".split()
-TEXT = r"\\(?:text\w*|mbox|math(?:rm|bf|it|sf)|boldsymbol|operatorname)\s*\{([^{}]*)\}"
-ENVIRONMENT = r"\\(?:begin|end)\{(?:[pb]?matrix|array)\}(?:\{[clr|\s]*\})?"
-NAMED = r"(?<![\\A-Za-z«])(sqrt|pi|infinity|(?:arc)?(?:sin|cos|tan)|(?:sin|cos|tan)h|exp|ln|log)(?![A-Za-z])"
-
-
-def in_words(m: re.Match) -> str:
-    """\\text{...} as «...», but a number word as its number, and what has no letters or is one (no unit) as
-    itself."""
-    inner = m[1].strip()
-    if inner.lower() in SMALL:
-        return str(SMALL.index(inner.lower()))
-    alone = re.fullmatch(r"\(?[A-Za-z]\)?|[^A-Za-zμΩ°]*", inner) and inner not in [*"msghNJWVAKCLF"]
-    return f" {m[1]} " if alone else f"«{inner}»"
-
-
-def repeating(m: re.Match) -> str:
-    """0.3\\overline{6} as (36 - 3)/90."""
-    fixed = int(m[1] + m[2] or 0)
-    over = int("9" * len(m[3]) + "0" * len(m[2]))
-    return rf"\frac{{{int(m[1] + m[2] + m[3]) - fixed}}}{{{over}}}"
-
-
-def mixed(m: re.Match) -> str:
-    """2\\frac{1}{3} as (2+1/3); with an improper fraction it stays what it is."""
-    whole, over, under = m.groups()
-    return f"({whole}+{over}/{under})" if int(over) < int(under) else m[0]
-
-
+TEXT = r"\\(?:text\w*|mbox|math(?:rm|bf|it|sf)|boldsymbol|operatorname)\s*"
+NAMED = r"(?<![\\A-Za-z«])(sqrt|pi|infinity|(?:arc)?(?:sin|cos|tan)|exp|ln|log)(?![A-Za-z])"
 RULES = (  # a pattern and what becomes of it, in this order
-    (r"(?<=[A-Za-z0-9)])([⁻⁰¹²³⁴-⁹]+)", lambda m: f"^{{{m[1].translate(RAISED)}}}"),  # x²
-    (r"[₀-₉]+", lambda m: f"_{{{m[0].translate(LOWERED)}}}"),  # x₁
-    (r"^\s*\$(?=\d[\d,. ]*[a-z ]*$)", "＄"),  # $5 is money, $5$ is not
-    (r"(?<!\\)\$", " "),  # mathematics' dollars
-    (r"(?<=\d)(?:\{,\}|,\s*\\!|\\,)\s*(?=\d{3}(?!\d))", ""),  # 1{,}000
-    (r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\s*\.?", " "),  # sizes of brackets
-    (r"\^\s*\{?\s*(?:\\circ(?![A-Za-z])|°)\s*\}?", "°"),  # degrees
-    (r"\\overline\s*\{\s*([A-Z]{2})\s*\}", r"\1"),  # a segment
-    (r"(?<![\d.])(\d*)\.(\d*)\\overline\s*\{(\d+)\}", repeating),  # 0.3\overline{6}
-    (ENVIRONMENT, lambda m: "⟦" if "begin" in m[0] else "⟧"),  # a matrix
-    (TEXT, in_words),  # \text{...}
+    (r"^\s*\$(?=\d[\d,. ]*[a-z ]*$)", "＄"),                               # $5 is money, $5$ is not
+    (r"(?<!\\)\$", " "),                                                   # mathematics' dollars
+    (r"(?<=\d)(?:\{,\}|,\s*\\!|\\,)\s*(?=\d{3}(?!\d))", ""),               # 1{,}000
+    (r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\s*\.?", " "),            # sizes of brackets
+    (r"\^\s*\{?\s*(?:\\circ(?![A-Za-z])|°)\s*\}?", "°"),                   # degrees
+    (r"\\overline\s*\{\s*([A-Z]{2})\s*\}", r"\1"),                         # a segment
+    (r"\\begin\{(?:[pb]?matrix|array)\}(?:\{[clr|\s]*\})?", "⟦"),
+    (r"\\end\{(?:[pb]?matrix|array)\}", "⟧"),
+    (TEXT + r"\{([^{}A-Za-zμΩ°]*)\}", r" \1 "),                            # \text{5}
+    (TEXT + r"\{([^{}]*)\}", r"«\1»"),
+    (NAMED, r"\\\1"),                                                      # sin, pi
     (r"√", r"\\sqrt "),
-    (r"\\([A-Za-z]+|.)", lambda m: SIGNS.get(m[1], m[0])),  # \cdot, \le, \,
-    (r"<=|=<", "≤"),  # signs in plain text
+    (r"\\([A-Za-z]+|.)", lambda m: SIGNS.get(m[1], m[0])),                 # \cdot, \le, \,
+    (r"»\s*([*/]?)\s*«", r" \1"),                                          # \text{m}/\text{s}
+    (r"»(\^\{?-?\d\}?)", r"\1»"),                                          # \text{m}^2
+    (r"(?<![\d)}π ])\s*«\s*(\(?[A-Za-z]\)?)\s*»", r" \1 "),                # \text{(D)}, \mathrm{e}
+    (r"(?<=\d)[eE]([-+]?\d+)", r"*10^{\1}"),                               # 3e8
+    (r"(?<=\d)\s*[xX]\s*(?=10\^)", "*"),                                   # 3 x 10^8
+    (r"<=", "≤"),
     (r">=", "≥"),
-    (r"==", "="),
-    (r"!=", "≠"),
-    (r"\*\*", "^"),
-    (r"\+/?-", "±"),
-    (r"(?i)«?\s*\bdeg(?:ree)?s?\s+([CF])(?:elsius|ahrenheit)?\b\s*»?", lambda m: f"«°{m[1].upper()}»"),
-    (r"°\s*«?\s*([CF])\b»?", r"«°\1»"),  # temperatures
-    (NAMED, lambda m: SIGNS.get(m[1], "\\" + m[1])),  # sin, pi
-    (rf"(?<=[\d}}])\s*(«?)\s*({'|'.join(COUNTS)})\b\s*", lambda m: f"*{COUNTS[m[2]]}{m[1]}"),  # 5 million
+    (r"«?\s*\b[Dd]egrees? (?:C|[Cc]elsius)\b\s*»?|°\s*«?\s*C\b\s*»?", "«°C»"),
+    (r"«?\s*\b[Dd]egrees? (?:F|[Ff]ahrenheit)\b\s*»?|°\s*«?\s*F\b\s*»?", "«°F»"),
+    (r"\\(sin|cos|tan)\s*(\()?\s*(\d+)\s*°\s*(?(2)\))", r"\\\1{\3°}"),
+    (r"(?<=[\d}])\s*(«?)\s*million\b\s*", r"*1000000\1"),
+    (r"(?<=[\d}])\s*(«?)\s*billion\b\s*", r"*1000000000\1"),
     (r"«\s*»", ""),
-    (r",?\s*(?:«\s*or\s*»|(?<![A-Za-z\\])or(?![A-Za-z]))\s*", "∨"),  # separators of lists
-    (r",?\s*(?:«\s*and\s*»|(?<![A-Za-z\\])and(?![A-Za-z]))\s*|;", ","),
-    (rf"(?i)^({'|'.join(SMALL)})(?=$| )", lambda m: str(SMALL.index(m[1].lower()))),  # five
-    (r"\|([^|]*)\|", r"\\abs{\1}"),  # |x|
-    (r"(?<![\d._])\d{1,3}(?: \d{3})+(?![\d.])", lambda m: m[0].replace(" ", "")),  # 10 000
-    (r"(?<=\d)\s+(\d+)/(\d+)(?![\d/])", r"\\frac{\1}{\2}"),  # 2 1/3
-    (r"\\frac\s*(\d)", r"\\frac{\1}"),  # \frac12
+    (r"＄\s*(\d[\d.,]*(?:\*\d+)?)", r"\1«＄»"),
+    (r",?\s*«?\s*(?<!\\)\bor\b\s*»?\s*", "∨"),                             # separators of lists
+    (r",?\s*«?\s*(?<!\\)\band\b\s*»?\s*|;", ","),
+    (rf"(?i)^«?\s*({'|'.join(SMALL)})\s*»?\.?$", lambda m: str(SMALL.index(m[1].lower()))),
+    (r"\|([^|]*)\|", r"\\abs{\1}"),                                        # |x|
+    (r"(?<=\d)\s+(\d+)/(\d+)(?![\d/])", r"\\frac{\1}{\2}"),                # 2 1/3
+    (r"\\frac\s*(\d)", r"\\frac{\1}"),                                     # \frac12
     (r"(\\frac\{[^{}]*\})\s*(\d)", r"\1{\2}"),
-    (r"(?<![\d.^_}])(\d+)\s*\\frac\s*\{(\d+)\}\s*\{(\d+)\}", mixed),  # 2\frac13
-    (r"_\{(\w*)\}", r"_\1"),  # x_{12}
+    (r"(?<![\d.^_}])(\d+)\s*\\frac\s*\{(\d+)\}\s*\{(\d+)\}", r"(\1+\2/\3)"),
+    (r"_\{(\w*)\}", r"_\1"),                                               # x_{12}
+    (r"\^(-\d+)", r"^{\1}"),                                               # 10^-3
     (r"\s+", " "),
-    (r"(?:(?<!\.)\.|\\) ?$", ""),  # a full stop
+    (r"(?:(?<!\.)\.|\\) ?$", ""),                                          # a full stop
 )
 
 
 def one_spelling(text: str) -> str:
-    """A text in one spelling: one character a sign, «...» for \\text{...}, ⟦a&b⏎c&d⟧ for a matrix, ⦃...⦄ for
-    a set, ∨ for "or"."""
-    text = " ".join(text.translate(UNICODE).split())
+    """A text in one spelling: one character a sign, «...» for \\text{...} and units, ⟦a&b⏎c&d⟧ for a matrix,
+    ⦃...⦄ for a set, ∨ for "or"."""
+    text = " ".join(text.split())
+    text = re.sub(r"(?<=[A-Za-z0-9)])([⁻⁰¹²³⁴-⁹]+)", r"^{\1}", text)
+    text = re.sub(r"([₀-₉]+)", r"_\1", text)
+    text = text.translate(UNICODE)
     for pattern, new in RULES:
         text = re.sub(pattern, new, text)
+    if not re.search(r"[(\[{⦃⟨⟦]", text):  # commas of thousands
+        text = re.sub(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)", lambda m: m[0].replace(",", ""), text)
     return text.strip()
 
 
-def fold(m: re.Match) -> str:
-    """A word in small letters if its case means nothing: not mV and MV, Co and CO, AaBb and aabb."""
-    word = m[0]
-    short = len(word) < 3 and word.lower() not in SHORT
-    usual = word.islower() or word.istitle() or word.isupper() and len(word) > 4
-    return word if short or not usual or re.fullmatch(r"(?i)(?:([a-z])\1)+", word) else word.lower()
+CAPITAL = re.compile(  # of a word, where its case means nothing: not of CO, Co, Aabb
+    r"\b(?!(?i:(?:([a-z])\1)+\b))(?:[A-Z](?=[a-z]{2})|(?:No|In|Of|On|To|Is|At|By|It)\b)")
 
 
 def as_text(text: str) -> str:
-    """What is compared where two tidy texts are compared as texts."""
+    """What is compared where two texts in one spelling are compared as texts."""
     text = re.sub("[«»]", "", text)
     text = re.sub(r"(?<=[A-Z])([a-z]?)_(\d)", r"\1\2", text)  # CO_2
     text = re.sub(r"^\(([A-Z])\)$", r"\1", text)              # (D)
     text = re.sub(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])", "", text)
-    return re.sub(r"(?<!\\)\b[A-Za-z]+\b", fold, text)
+    return CAPITAL.sub(lambda m: m[0].lower(), text)
 
 
-# Numbers: a rational one is a Fraction and exact, any other is complex; what floats would hide has no value
+# Numbers: a rational one is a Fraction and exact, any other is a float; what floats would hide has no value
 
-FINE = 10 ** 9  # a fraction of larger numbers is not mixed with floats
-OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "^": pow}
-RECIPROCALS = {r"\cot": cmath.tan, r"\sec": cmath.cos, r"\csc": cmath.sin}
-FUNCTIONS = RECIPROCALS | {
-    r"\sin": cmath.sin, r"\cos": cmath.cos, r"\tan": cmath.tan, r"\sinh": cmath.sinh, r"\cosh": cmath.cosh,
-    r"\tanh": cmath.tanh, r"\arcsin": cmath.asin, r"\arccos": cmath.acos, r"\arctan": cmath.atan,
-    r"\exp": cmath.exp, r"\ln": cmath.log, r"\log": cmath.log10, r"\abs": abs}
-RANGES = {r"\sinh": 10, r"\cosh": 10, r"\tanh": 10, r"\exp": 25, r"\ln": FINE, r"\log": FINE}
+OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "^": math.pow}
+FUNCTIONS = {r"\sin": math.sin, r"\cos": math.cos, r"\tan": math.tan, r"\arcsin": math.asin,
+             r"\arccos": math.acos, r"\arctan": math.atan, r"\exp": math.exp, r"\ln": math.log,
+             r"\log": math.log10, r"\abs": abs}
+LARGEST = {r"\ln": FINE, r"\log": FINE}  # of what they are of; of the others it is 25
 
 
-def size(x: Fraction) -> int:
-    return max(abs(x.numerator), x.denominator)
+def size(x) -> int:
+    """The larger one of a fraction's two numbers; of a float 0."""
+    return max(abs(x.numerator), x.denominator) if isinstance(x, Fraction) else 0
 
 
-def settled(z: complex) -> complex | Fraction:
-    """A float without a part that is only rounding. ArithmeticError if it is too large or too small."""
-    if not 1e-9 < abs(z) < 1e12:
-        raise ArithmeticError("out of range")
-    least = 1e-12 * abs(z)
-    real = z.real if abs(z.real) > least else 0.0
-    imag = z.imag if abs(z.imag) > least else 0.0
-    return complex(real, imag)
-
-
-def arithmetic(sign: str, x, y):
-    """x + y and so on. ArithmeticError where it has no value, and where one part of a sum would drown in the
-    other."""
-    exact = isinstance(x, Fraction) and isinstance(y, Fraction)
-    if exact and sign != "^":
-        return OPERATORS[sign](x, y)
-    if exact and y.denominator == 1:
+def operate(name: str, x, y=None):
+    """What an operator or a function, by its sign or its name in TeX, makes of one number or two.
+    ArithmeticError, TypeError or ValueError where it makes nothing."""
+    exact = size(x) > 0 and size(y) > 0
+    if exact and name in ("+", "-", "*", "/"):
+        return OPERATORS[name](x, y)
+    if exact and name == "^" and y.denominator == 1:
         if size(x).bit_length() * abs(y) > 2 * BITS:
             raise ArithmeticError("too large")
         return x ** int(y)
-    if x == 0 and sign == "/" or 0 in (x, y) and sign == "*":
-        return Fraction(0)
-    x, y = complex(x), complex(y)
-    result = OPERATORS[sign](x, y)
-    if sign in "+-":
-        low, high = sorted((abs(x), abs(y)))
-        if abs(result) < 1e-12 * high:
-            return Fraction(0)
-        if 0 < low < 1e-7 * high or abs(result) < 1e-6 * high:
-            raise ArithmeticError("one would drown, or too few digits are left")
-    return settled(result)
-
-
-def operate(name: str, *numbers):
-    """What an operator or a function, by its sign or its name in TeX, makes of numbers. ArithmeticError,
-    TypeError or ValueError where it makes nothing."""
-    x, y = numbers[0], numbers[-1]
-    exact = all(isinstance(number, Fraction) for number in numbers)
     if name in OPERATORS:
-        return arithmetic(name, x, y)
-    if name == "°":
-        return arithmetic("*", x, math.pi / 180)
-    if name in ("!", r"\binom"):
-        whole = exact and x.denominator == y.denominator == 1
-        if not whole or not 0 <= y <= x <= 400:
-            raise ArithmeticError("no small natural numbers")
-        return Fraction(math.factorial(int(x)) if len(numbers) == 1 else math.comb(int(x), int(y)))
-    if name == r"\sqrt":  # of the degree x; that of a negative number is real where the degree is odd
-        if not imaginary(y) and complex(y).real < 0 and x % 2 == 1:
-            return arithmetic("*", Fraction(-1), operate(name, x, arithmetic("*", Fraction(-1), y)))
-        return y if y == 0 else arithmetic("^", y, 1 / x)
-    if len(numbers) == 2:  # the logarithm to base x
-        return arithmetic("/", operate(r"\ln", y), operate(r"\ln", x))
+        result = OPERATORS[name](float(x), float(y))
+        low, high = sorted((abs(x), abs(y)))
+        left = abs(result) / high
+        if name not in "+-":
+            return result
+        if left < 1e-12:
+            return Fraction(0)
+        if 0 < low < 1e-7 * high or left < 1e-6:
+            raise ArithmeticError("one would drown, or too few digits are left")
+        return result
+    if name == "!":
+        if x > 400 or x != int(x):
+            raise ArithmeticError("too large, or no natural number")
+        return Fraction(math.factorial(int(x)))
     if name == r"\abs":
-        return abs(x) if exact else settled(complex(abs(x)))
-    if x != 0 and not 1e-3 < abs(x) < RANGES.get(name, 1000):
+        return abs(x)
+    small = 0 < abs(x) < 1e-3
+    if small or abs(x) > LARGEST.get(name, 25):
         raise ArithmeticError("out of range")
     result = FUNCTIONS[name](x)
-    if name in RECIPROCALS:
-        result = 1 / result
-    return Fraction(0) if abs(result) < 1e-13 else settled(result)
-
-
-def at_point(name: str, k: int) -> Fraction:
-    """The value of a variable at the kth point: three small integers, six fractions, seven larger ones of
-    either sign."""
-    random = zlib.crc32(f"{name} {k}".encode())
-    if k < 3:
-        return Fraction(random % 29 + 2)
-    whole = (random >> 8) % 37 + 7
-    if k < 9:
-        return Fraction(whole, 30)
-    return Fraction(-whole if k < 12 or random & 64 else whole, 4)
-
-
-def imaginary(x) -> bool:
-    return isinstance(x, complex) and x.imag != 0
+    return Fraction(0) if abs(result) < 1e-13 else result
 
 
 def pointwise(name: str, *arguments: list) -> list:
-    """An operation on values at every point; None where it has no value. Constants have one value, which may
-    be complex. With variables roots and logarithms are real or have no value, so that sqrt(xy) is sqrt(x)
-    sqrt(y), and sqrt(x^2) is |x| and not x."""
-    results = []
+    """An operation on values at every point; None where it has no value. Constants have one value."""
     count = max(map(len, arguments))
+    results = []
     for k in range(count):
         numbers = [values[k % len(values)] for values in arguments]
         try:
             result = operate(name, *numbers)
-        except (ArithmeticError, AttributeError, TypeError, ValueError):  # also of None
+        except (ArithmeticError, TypeError, ValueError):  # also of None
             result = None
-        if isinstance(result, Fraction) and size(result) >> BITS:
-            result = None
-        if isinstance(result, complex):
-            fine = any(size(x) > FINE for x in numbers if isinstance(x, Fraction))
-            unreal = imaginary(result) and not any(map(imaginary, numbers))
-            if count == 1 and fine or count > 1 and unreal:
-                result = None  # 1.4142135623730951 times pi; the root of a variable below zero
-        results.append(result)
+        if isinstance(result, float):
+            long = count == 1 and max(map(size, numbers)) > FINE  # 1.4142135623730951 times pi
+            if long or not 1e-9 < abs(result) < 1e12:
+                result = None
+        results.append(None if size(result) >> BITS else result)
     if results.count(None) == count:
         raise Unreadable("no value")
     return results
 
 
-def equal(x, y) -> bool:
-    """Whether two numbers are equal, irrational ones but for rounding."""
-    if isinstance(x, Fraction) and isinstance(y, Fraction):
-        return x == y
-    largest = max(abs(complex(x)), abs(complex(y)))
-    return abs(complex(x) - complex(y)) <= 1e-10 * largest
+def at_point(name: str, k: int) -> Fraction:
+    """The value of a variable at the kth point: small integers, fractions, larger ones of either sign."""
+    rng = random.Random(f"{name} {k}")
+    if k < 6:
+        return Fraction(rng.randint(6, 30))
+    if k < 11:
+        return Fraction(rng.randint(7, 43), 30)
+    return Fraction(2 * rng.randint(-20, 20) + 1, 4)
+
+
+def equal(pairs: list) -> bool:
+    """Whether enough pairs of numbers have values and these are equal, irrational ones but for rounding."""
+    both = [(x, y) for x, y in pairs if x is not None and y is not None]
+    for x, y in both:
+        gap = abs(x - y)
+        allowed = 0 if size(x) and size(y) else 1e-10 * abs(x)
+        if gap > allowed:
+            return False
+    return len(both) >= min(ENOUGH, len(pairs))
 
 
 # Expressions: a recursive descent over tokens
 
-TOKEN = re.compile(r"\s*((?:\d+(?:\.\d*)?|\.\d+)(?:_\d+)?|\\[A-Za-z]+|(?:[A-Za-z]+|[α-ωΔ])(?:_\w+)?'*|\S)")
-GREEK = {"\\" + name for name in
-         "alpha beta gamma delta epsilon varepsilon zeta eta theta iota kappa lambda nu xi rho sigma tau phi "
-         "varphi chi psi omega Delta Gamma Lambda Sigma Phi Psi Theta".split()}
-CONSTANTS = {"π": complex(math.pi), "e": complex(math.e), "i": 1j}
+TOKEN = re.compile(r"\s*((?:\d+(?:\.\d*)?|\.\d+)(?:_\d+)?|\\[A-Za-z]+|[A-Za-zα-ωΔ](?:_\w+)?'*|\S)")
+ORDERED = "?".join("abcdefghijklmnopqrstuvwxyz") + "?"
+WORD = re.compile(  # two small letters or some in the alphabet's order are a product (ab, xyz); dx is not
+    rf"(?<![\\A-Za-z_])(?!(?!d)(?:[a-z][a-z]|{ORDERED})(?![A-Za-z]))[A-Za-z]{{2,}}")
+GREEK = set(r"\alpha \beta \gamma \delta \epsilon \theta \lambda \rho \sigma \tau \phi \omega \Delta".split())
+CONSTANTS = {"π": math.pi, "e": math.e}
 CLOSING = {"(": ")", "[": "]", "{": "}"}
-
-
-def tokenize(text: str) -> list[str]:
-    """The tokens of an expression. Small letters side by side are a product (ab, xyz), capitals a name (AB);
-    a word is neither."""
-    tokens = []
-    for token in TOKEN.findall(text):
-        letters = re.match("[A-Za-z]*", token)[0]
-        ordered = len(letters) == 2 or list(letters) == sorted(set(letters))
-        if len(letters) < 2 or not letters.islower():
-            tokens.append(token)
-        elif ordered and letters[0] != "d":  # not dx
-            tokens += letters[:-1]
-            tokens.append(token[len(letters) - 1:])
-        else:
-            raise Unreadable(f"the word {token}")
-    return tokens
+FIRST = re.compile(r"[^\W\d]|[(\[{\\]")  # of a factor that needs no sign before it
 
 
 class Expression:
     """Reads an expression. `values` are its values at the points (just one if it is a constant), `names` its
-    variables, `work` the number of its operations. Where two readings are usual (1/2x, a/b/c, sin x/2, 2^3^2)
-    it raises Unreadable."""
+    variables, `work` the number of its operations. It takes no more where two readings are usual (1/2x,
+    a/b/c, 2^3^2), and what is left at the end raises Unreadable."""
     def __init__(self, text: str):
+        self.has_unit = False
+        self.unit = (1, {})  # a factor and the exponents of its base units
+        self.literal = ""    # the text of a number in digits: 20, 1.5, 3.0*10^{8}
         self.names = set()
-        self.work = 0
-        self.tokens = tokenize(text.replace("∸", "-"))[::-1]  # the next one is the last
-        if r"\frac{d" in text or sum(token[0] in "\\^!" for token in self.tokens) > MOST:
-            raise Unreadable("too long")
+        self.work = -1  # every operation adds a number, a variable or a function
+        self.tokens = [*TOKEN.findall(text.replace("∸", "-")), ""]
+        self.tokens.reverse()  # the next one is the last
+        if len(self.tokens) > 4 * MOST or WORD.search(text):
+            raise Unreadable("too long, or a word")
         self.values = self.sum()
-        if self.tokens:
+        if self.tokens != [""]:
             raise Unreadable(f"what is {self.tokens[-1]}?")
-
-    def apply(self, name: str, *arguments: list) -> list:
-        self.work += 1
-        return pointwise(name, *arguments)
-
-    def next(self) -> str:
-        return self.tokens[-1] if self.tokens else ""
-
-    def take(self) -> str:
-        if not self.tokens:
-            raise Unreadable("it ends too early")
-        return self.tokens.pop()
 
     def skip(self, token: str) -> bool:
         """Takes the next token if it is this one."""
-        found = self.next() == token
+        found = self.tokens[-1] == token
         if found:
-            self.take()
+            self.tokens.pop()
         return found
 
-    def signed(self, read) -> list:
-        """What `read` reads, behind a sign or not."""
-        if self.skip("-"):
-            return pointwise("*", [Fraction(-1)], read())
-        self.skip("+")
-        return read()
-
     def sum(self) -> list:
-        values = self.signed(self.product)
-        while self.next() in ("+", "-"):
-            values = self.apply(self.take(), values, self.product())
+        negative = self.skip("-")
+        if not negative:
+            self.skip("+")
+        values = self.product()
+        if negative:
+            values = pointwise("*", [Fraction(-1)], values)
+        while self.tokens[-1] in ("+", "-"):
+            values = pointwise(self.tokens.pop(), values, self.product())
         return values
-
-    def factor_follows(self) -> bool:
-        first = self.next()[:1]
-        return first.isalpha() or first in (*CLOSING, "\\")
 
     def product(self) -> list:
         values = self.power()
-        while self.skip("*") or self.factor_follows():
-            values = self.apply("*", values, self.power())
+        while self.skip("*") or FIRST.match(self.tokens[-1]):
+            values = pointwise("*", values, self.power())
         if self.skip("/"):
-            values = self.apply("/", values, self.power())
-            while self.skip("*"):
-                values = self.apply("*", values, self.power())
-        if self.factor_follows() or self.next()[:1] in tuple("/0123456789"):
-            raise Unreadable("a/b/c, 1/2x, or numbers side by side")
+            values = pointwise("/", values, self.power())
         return values
 
     def power(self) -> list:
-        name = self.next()
         values = self.atom()
         if self.skip("!"):
-            values = self.apply("!", values)
+            values = pointwise("!", values)
         if self.skip("°"):
-            values = pointwise("°", values)
+            values = pointwise("*", values, [math.pi / 180])
         if self.skip("^"):
-            values = self.apply("^", values, self.signed(self.atom))
-            if name[:2].isalpha() and len(name) > 1:
-                raise Unreadable("AB^2")
-        if self.next() in ("^", "!", "°"):
-            raise Unreadable("2^3^2 or 5!!")
-        return values
-
-    def group(self) -> list:
-        closing = CLOSING.get(self.take())
-        values = self.sum()
-        if not closing or not self.skip(closing):
-            raise Unreadable("a bracket is missing")
+            values = pointwise("^", values, self.atom())
         return values
 
     def atom(self) -> list:
-        if self.next() in CLOSING:
-            return self.group()
-        token = self.take()
-        if re.fullmatch(r"\d+\.?\d*|\.\d+", token):
+        token = self.tokens.pop()
+        if token in CLOSING:
+            values = self.sum()
+            if not self.skip(CLOSING[token]):
+                raise Unreadable("a bracket is missing")
+            return values
+        if token == r"\frac":
+            return pointwise("/", self.atom(), self.atom())
+        self.work += 1
+        if re.fullmatch(r"\d+\.?\d{0,9}|\.\d{1,9}", token):  # longer ones are made to look like others
             return [Fraction(token)]
         if token in CONSTANTS:
             return [CONSTANTS[token]]
-        if token == r"\frac":
-            return self.apply("/", self.group(), self.group())
-        if token == r"\binom":
-            return self.apply(token, self.group(), self.group())
         if token == r"\sqrt":
-            degree = self.group() if self.next() == "[" else [Fraction(2)]
-            return self.apply(token, degree, self.atom())
+            inverse = [Fraction(1, 2)]
+            if self.tokens[-1] == "[":
+                inverse = pointwise("/", [Fraction(1)], self.atom())
+            return pointwise("^", self.atom(), inverse)
         if token in FUNCTIONS:
             return self.function(token)
-        if token[0] in "fg" and self.next() == "(":
+        if token in ("f", "g") and self.tokens[-1] == "(":
             raise Unreadable("a function that nobody knows")
-        if token[0].isalnum() or token in GREEK:
+        if not re.match(r"\w", token) and token not in GREEK:
+            raise Unreadable(f"what is {token}?")
+        if token != "i":  # of which we only know that i is i
             self.names.add(token)
-            return [at_point(token, k) for k in range(POINTS)]
-        raise Unreadable(f"what is {token}?")
+        return [at_point(token, k) for k in range(POINTS)]
 
     def function(self, name: str) -> list:
-        """\\log_2 x; \\sin^2 x, which is (\\sin x)^2; \\sin^{-1} x, which is \\arcsin x."""
-        base = [self.atom()] if name == r"\log" and self.skip("_") else []
-        exponent = self.signed(self.atom) if self.skip("^") else None
+        """\\log_2 x; \\sin^2 x, which is (\\sin x)^2; \\sin 2x, which is \\sin(2x)."""
+        base = self.atom() if name == r"\log" and self.skip("_") else None
+        exponent = self.atom() if self.skip("^") else [Fraction(1)]
+        if self.tokens[-1] in CLOSING:
+            argument = self.atom()
+        else:
+            argument = self.power()
+            while re.match(r"[^\W\d]|\\(?:frac|sqrt)", self.tokens[-1]):
+                argument = pointwise("*", argument, self.power())
+            if self.tokens[-1] in ("*", "/", *CLOSING):
+                raise Unreadable("sin x/2")
         if exponent == [Fraction(-1)]:
-            name = name.replace("\\", r"\arc")
-            exponent = None
-            if name not in FUNCTIONS:
-                raise Unreadable("which inverse?")
-        argument = self.group() if self.next() in CLOSING else self.argument()
-        values = self.apply(name, *base, argument)
-        return self.apply("^", values, exponent) if exponent else values
-
-    def argument(self) -> list:
-        """What a function without brackets is of: \\sin 2x is \\sin(2x). As a factor, only another function
-        may follow."""
-        values = self.power()
-        while self.factor_follows() and self.next() not in (*CLOSING, *FUNCTIONS):
-            values = self.apply("*", values, self.power())
-        after = self.tokens[-2] if len(self.tokens) > 1 else ""
-        ambiguous = ("*", "/", *CLOSING) if after not in FUNCTIONS else tuple(CLOSING)
-        if self.next() in ambiguous:
-            raise Unreadable("sin x/2")
-        return values
+            raise Unreadable("which inverse?")
+        values = pointwise(name, argument)
+        if base:
+            values = pointwise("/", pointwise(r"\ln", argument), pointwise(r"\ln", base))
+        return pointwise("^", values, exponent)
 
 
-# Units: symbols with their case, names in the singular or plural; a definition without "=" is a base unit
+# Units: symbols with their case, names in the singular or plural
 
-METRIC = """m meter metre; g gram; s second; A ampere; K kelvin; mol mole; rad radian; B byte; bit;
-    L l liter litre = m^3/1000; M molar = mol/L; N newton = 1000 g m/s^2; Pa pascal = N/m^2; bar = 100000 Pa;
-    J joule = N m; cal calorie = 4.184 J; eV electronvolt = 0.0000000000000000001602176634 J; W watt = J/s;
-    Hz hertz = 1/s; C coulomb = A s; V volt = J/C; Ω ohm = V/A; F farad = C/V; T tesla = N/A/m;
-    Wb weber = V s; H henry = V s/A"""
-OTHERS = """＄ dollar; ¢ cent = 0.01 ＄; € euro; £; % percent; ° deg degree; °C; °F; amp = A;
-    sec = s; min minute = 60 s; h hr hour = 60 min; day = 24 h; week = 7 day; yr year; month = yr/12;
-    in inch = 0.0254 m; ft foot feet = 12 in; yd yard = 3 ft; mi mile = 1760 yd; mph = mi/h; kph = km/h;
-    acre = 4840 yd^2; hectare = 10000 m^2; gal gallon; lb lbs pound = 453.59237 g; oz ounce = lb/16; ton;
-    tonne = 1000000 g; kWh = 3600000 J; atm = 101325 Pa; mmHg; revolution rev; rpm = rev/min;
-    people person; student; child children; apple; book; car; unit = 1; way = 1; outcome = 1;
-    possibility possibilities = 1; solution = 1; total = 1; different = 1"""
-PREFIXES = {"k": 3, "c": -2, "m": -3, "μ": -6, "n": -9, "p": -12, "M": 6, "G": 9, "T": 12, "kilo": 3,
-            "centi": -2, "milli": -3, "micro": -6, "nano": -9, "pico": -12, "mega": 6, "giga": 9, "tera": 12}
-SURE = {*"mm cm km in ft mi kg mg ml mL hr".split()}  # of two letters, and not two variables
-UNIT_TOKEN = re.compile(r"\s*(°[CF]?|\^\{?-?\d\}?|[\d.]+|-\d|[^\W\d_]+|[%＄$€£¢*/()])\s*")
-Unit = tuple[Fraction, Counter]  # a factor and the exponents of base units
+METRIC = """m meter metre; g gram; s second; A ampere; K kelvin; mol mole; B byte; bit;
+    L l liter litre = 1/1000 m^3; M molar = 1 mol/L; N newton = 1000 g m/s^2; Pa pascal = 1 N/m^2;
+    J joule = 1 N m; bar = 100000 Pa; cal calorie = 4.184 J; W watt = 1 J/s; Hz hertz = 1 s^-1;
+    C coulomb = 1 A s; V volt = 1 J/C; Ω ohm = 1 V/A; F farad = 1 C/V; T tesla = 1 N/A/m;
+    Wb weber = 1 V s; H henry = 1 V s/A; eV electronvolt = 0.0000000000000000001602176634 J"""
+OTHERS = """＄ dollar; ¢ cent = 1/100 ＄; € euro; £; % percent = 1/100; ° deg degree; °C; °F; rad radian;
+    amp = 1 A; sec = 1 s; min minute = 60 s; h hr hrs hour = 60 min; day = 24 h; week = 7 day; yr year; month = 1/12 yr;
+    in inch = 0.0254 m; ft foot feet = 12 in; yd yard = 3 ft; mi mile = 1760 yd; mph = 1 mi/h; kph = 1 km/h;
+    acre = 4840 yd^2; hectare = 10000 m^2; gal gallon; lb lbs pound = 453.59237 g; oz ounce = 1/16 lb; ton;
+    tonne = 1000000 g; kWh = 3600000 J; atm = 101325 Pa; mmHg; revolution rev; rpm = 1 rev/min;
+    people person; student; child children; apple; book; car; unit = 1; way = 1; outcome = 1; solution = 1;
+    total = 1; different = 1"""
+PREFIXES = {"k": 3, "c": -2, "m": -3, "μ": -6, "n": -9, "p": -12, "M": 6, "G": 9, "kilo": 3, "centi": -2,
+            "milli": -3, "micro": -6, "nano": -9, "mega": 6, "giga": 9}
+FACTOR = re.compile(r"\s*(?P<sign>\*|/|per )?\s*(?P<words>square |sq |cubic )?"
+                    r"(?P<name>°[CF]?|[%¢€£＄]|[A-Za-zμΩ]+)(?:\^?\{?(?P<power>-?\d)\}?)?\s*")
+POWERS = {None: 1, "square ": 2, "sq ": 2, "cubic ": 3}
+SURE = re.compile(r"[A-Za-z]{3}|[%°¢€£]|\b(?:mm|cm|km|in|ft|mi|kg|mg|ml|mL|hr)\b")  # not two variables
 
 
 @functools.cache
-def units() -> dict[str, tuple[Fraction, Counter, bool]]:
-    """Symbol or name -> factor, exponents of base units, whether it takes prefixes."""
+def units() -> dict:
+    """Symbol or name -> its factor and the exponents of its base units."""
     known = {}
-    for table in (METRIC, OTHERS):
-        for definition in table.split(";"):
-            names, _, text = definition.partition("=")
-            names = names.split()
-            factor, bases = unit(text, known) if text else (Fraction(1), Counter(names[:1]))
-            known |= dict.fromkeys(names, (factor, bases, table is METRIC))
+    for definition in f"{METRIC};{OTHERS}".split(";"):
+        names, _, text = definition.partition("=")
+        names = names.split()
+        number, _, base = text.strip().partition(" ")
+        factor, bases = unit(base, known) if text else (1, Counter(names[:1]))
+        factor *= Fraction(number or 1)
+        known |= dict.fromkeys(names, (factor, bases))
+        for prefix, exponent in PREFIXES.items() if definition in METRIC else ():
+            scaled = factor * Fraction(10) ** exponent
+            for name in names:  # km, kilometer
+                if (len(prefix) > 1) == (len(name) > 3):
+                    known[prefix + name] = (scaled, bases)
     return known
 
 
-def named_unit(name: str, known: dict) -> Unit | None:
-    """The unit of a symbol or a name, with a prefix or without."""
-    singular = re.sub(r"(?<=[a-z]{2})s$", "", name.lower()) if len(name) > 3 else name
-    for word in (name, singular, singular.removesuffix("e")):
-        if word in known:
-            return known[word][:2]
-        for prefix, exponent in PREFIXES.items():
-            base = word.removeprefix(prefix)
-            factor, bases, metric = known.get(base, (0, None, False))
-            whole_words = len(prefix) > 1 and len(base) > 3 or len(prefix) == 1 and len(base) < 4
-            if base != word and metric and whole_words:
-                return factor * Fraction(10) ** exponent, bases
-    return None
+def unit(text: str, known: dict) -> tuple:
+    """The factor and the exponents of base units of "kg m^2/s^2", "miles per hour", "square feet". Raises
+    Unreadable."""
+    total = Fraction(1)
+    exponents = Counter()
+    end = 0
+    while end < len(text):
+        m = FACTOR.match(text, end)
+        if not m or end and m["name"][0] in "%°":
+            raise Unreadable(f"the unit {text}")
+        names = [m["name"]]
+        if len(names[0]) > 3:
+            names += [names[0].lower().removesuffix(plural) for plural in ("", "s", "es")]
+        found = [known[name] for name in names if name in known]
+        if not found or m["words"] and m["power"]:
+            raise Unreadable(f"the unit {names[0]}")
+        factor, bases = found[0]
+        power = int(m["power"] or POWERS[m["words"]])
+        if m["sign"] in ("/", "per "):
+            power = -power
+        total *= factor ** power
+        for base in bases:
+            exponents[base] += bases[base] * power
+        end = m.end()
+    return total, exponents
 
 
-def unit(text: str, known: dict | None = None) -> Unit | None:
-    """The meaning of a unit's text, as of "kg m^2/s^2", "miles per hour", "square feet", "J/(kg K)"; None if
-    it is none. With `known`, the units so far, it is a definition and may hold numbers."""
-    tokens = UNIT_TOKEN.findall(text)
-    twice = tokens.count("%") > 1 or tokens.count("°") > 1
-    if not tokens or twice or "".join(tokens) != re.sub(r"\s", "", text):
-        return None
-    tokens.reverse()
+def marked(text: str, likely: bool) -> str:
+    """A text with «» about the unit behind its last number. Only where units are likely "5 m" is five metres
+    and not five times m."""
+    m = re.fullmatch(r"([^«]*[\d)}π])(\s*)([%°¢€£A-Za-zμΩ][^«»]{0,60})", text)
+    sure = m and (SURE.search(m[3]) or likely and m[2])
+    angle = m and m[3] == "°" and re.search(r"\\(?:arc|sin|cos|tan|ln|log|exp)", m[1])  # \arctan(2)°
+    if not sure or angle:
+        return text
     try:
-        found = unit_product(tokens, known or units(), known is not None)
-    except (IndexError, TypeError):  # it ends too early, or has an unknown name
-        return None
-    return None if tokens else found
-
-
-def unit_product(tokens: list[str], known: dict, numbers: bool) -> Unit:
-    """Takes tokens from the end of a list, up to its beginning or a closing bracket."""
-    total, bases = Fraction(1), Counter()
-    first = True
-    while tokens and tokens[-1] != ")":
-        sign = raised = 1
-        if tokens[-1] in ("*", "/", "per") and not first:
-            sign = 1 if tokens.pop() == "*" else -1
-        if tokens[-1] in ("square", "sq", "cubic"):
-            raised = 3 if tokens.pop() == "cubic" else 2
-        token = tokens.pop()
-        if token == "(":
-            factor, powers = unit_product(tokens, known, numbers)
-            tokens.pop()
-        elif numbers and token[0].isdigit():
-            factor = Fraction(token)
-            powers = {}
-        else:
-            factor, powers = named_unit(token, known)
-        if tokens and re.match(r"\^|-?\d", tokens[-1]):
-            raised *= int(tokens.pop().strip("^{}"))
-        total *= factor ** (sign * raised)
-        for base, exponent in powers.items():
-            bases[base] += exponent * sign * raised
-        first = False
-    return total, Counter({base: exponent for base, exponent in bases.items() if exponent})
+        unit(m[3], units())
+        return f"{m[1]}«{m[3]}»"
+    except Unreadable:
+        return text
 
 
 # Answers: numbers with units, words, lists, tuples and intervals, matrices, equations, inequalities
 
 @dataclass
 class Meaning:
-    """What a text means. kind: number, text, ∞, list (in any order), ∪, matrix, row, "()" "[)" ..., "=", "<"
-    or "≤"."""
+    """What a text means. kind: number, text, list (in any order), ∪, row, "⟦⟧", "()", "[)" ..., equation."""
     kind: str
-    parts: list = field(default_factory=list)   # an equation has its right side, an inequality its interval
-    name: str = ""                              # of a text, itself; of an equation, what it says the value of
-    values: list = field(default_factory=list)  # of a number; of a relation, left less right
-    names: set = field(default_factory=set)     # variables
-    unit: Unit | None = None
-    measured: bool = False                      # whether a number is written with a decimal point
-    work: int = 0                               # operations of a number
+    parts: list = field(default_factory=list)
+    text: str = ""                     # of a word, an infinity; the sign between the parts of a list
+    name: str = ""                     # what it is the value of, or what lies in it
+    curve: list | None = None          # of an equation in several variables: left side less right side
+    number: Expression | None = None
 
 
 LETTER = r"(?:\\[A-Za-z]+|[α-ω]|[A-Za-z]{1,2}|[A-Z]{3,4})(?:_\w+)?"
-NAME = re.compile(  # x, \angle ABC, f^{-1}(x), P(A|B), \sin^2 x, area
+NAME = re.compile(  # x, \angle ABC, f^{-1}(x), P(A|B), (x, y)
     rf"(?:m?\\(?:angle|triangle)\s*)?{LETTER}(?:\^\{{?-1\}}?|'+)?(?:\([^()=]*\))?"
-    rf"|\\[a-z]+\s*(?:\^\{{?\d\}}?)?\s*{LETTER}"
-    r"|«?(?i:area|volume|perimeter|probability|total|sum|answer)»?")
-UNIT_START = re.compile(r"(?<=[\d)}\]π!])\s*(?=[%°¢A-Za-zμΩ])|(?<=[A-Za-z])\s+(?=[A-Za-zμΩ])|\s*(?=«)")
-NAMES = re.compile(rf"\(\s*{LETTER}(?:\s*,\s*{LETTER})+\s*\)")
-FLIPPED = {">": "<", "≥": "≤"}
+    rf"|\(\s*{LETTER}(?:\s*,\s*{LETTER})+\s*\)")
+FLIPPED = {">": "<", "≥": "≤", "<": ">", "≤": "≥"}
+BOUNDS = {"<<": "()", "<≤": "(]", "≤<": "[)", "≤≤": "[]"}
+OPEN = "([{⦃⟨⟦«"
+CLOSE = ")]}⦄⟩⟧»"
 
 
-def split(text: str, marks: str) -> tuple[list[str], list[str]]:
+def split(text: str, marks: str) -> tuple:
     """The parts of a text between marks that stand outside of all brackets, and these marks."""
-    parts, found = [""], []
+    parts = [""]
+    found = []
     depth = 0
     for character in text:
-        depth += (character in "([{⦃⟨⟦«") - (character in ")]}⦄⟩⟧»")
-        if depth > DEEPEST:
-            raise Unreadable("too deep")
+        depth += (character in OPEN) - (character in CLOSE)
         if depth == 0 and character in marks:
             parts.append("")
             found.append(character)
@@ -1182,139 +1053,84 @@ def split(text: str, marks: str) -> tuple[list[str], list[str]]:
     return [part.strip() for part in parts], found
 
 
-def enclosed(text: str) -> bool:
-    """Whether the bracket that a text begins with closes at its end."""
-    depth = 0
-    for i, character in enumerate(text):
-        depth += (character in "([{⦃⟨⟦") - (character in ")]}⦄⟩⟧")
-        if depth <= 0:
-            return i > 0 and i == len(text) - 1
-    return False
-
-
 def meaning(text: str) -> Meaning:
-    """The meaning of a tidy text. Raises Unreadable."""
-    if re.search(r"\d,0\d", text):
-        raise Unreadable("a comma of thousands")
+    """The meaning of a text in one spelling. Raises Unreadable."""
     parts, marks = split(text, ",∨")
-    clauses = [one for part in parts for one in signs(part)]
-    if len(clauses) > MOST:
-        raise Unreadable("too long")
-    found = [clause(one) for one in clauses]
+    if len(parts) > MOST or re.search(r"\d,0\d", text):
+        raise Unreadable("too long, or a comma of thousands")
+    found = []
+    for part in parts:
+        count = part.count("±") if "⦃" not in part else 0  # a set reads its own
+        if count > 1:
+            raise Unreadable("which sign goes with which?")
+        for sign in ("+", "∸")[:count + 1]:  # ∸ is a minus that makes no range: 3±1 is no 3-1
+            found.append(clause(part.replace("±", sign) if count else part))
     if len(found) == 1:
         return found[0]
-    intervals = [m.parts[0] for m in found if m.kind in ("<", "≤") and m.parts]
-    if set(marks) == {"∨"} and len(intervals) == len(found):
-        return Meaning("∪", intervals)  # x < 1 or x > 2
+    named = [m for m in found if m.name and m.kind in BOUNDS.values()]
+    if set(marks) == {"∨"} and named == found:
+        return Meaning("∪", found)  # x < 1 or x > 2
     return Meaning("list", found, "∨" if "∨" in marks else ",")
-
-
-def signs(text: str) -> list[str]:
-    """A text with ± as two: each ± apart from others, ± and ∓ together. ∸ is a minus that makes no range: 3±1
-    is no 3-1."""
-    if "⦃" in text:
-        return [text]  # the set's parts have their own
-    if "∓" in text:
-        return [text.translate(str.maketrans("±∓", pair)) for pair in ("+∸", "∸+")]
-    if text.count("±") > 3:
-        raise Unreadable("too long")
-    texts = [text]
-    while "±" in texts[0]:
-        texts = [one.replace("±", sign, 1) for one in texts for sign in "+∸"]
-    return texts
 
 
 def clause(text: str) -> Meaning:
     """One part of a list: an equation, an inequality, or a term."""
-    parts, marks = split(text, "≈")
-    if marks:
-        return rounded(parts)
-    parts, marks = split(text, "∈")
-    if marks:
-        if len(parts) > 2 or not NAME.fullmatch(parts[0]):
-            raise Unreadable("what is in it?")
-        return clause(parts[1])
-    parts, marks = split(text, "=<>≤≥")
+    sides, marks = split(text, "=<>≤≥∈≈")
     if not marks:
         return term(text)
-    return equation(parts) if set(marks) == {"="} else inequality(parts, marks)
+    if marks[-1] == "≈":  # 12/7 ≈ 1.71 is 12/7, if it is about that
+        found = clause(text.rpartition("≈")[0])
+        about = re.fullmatch(r"-?\d*\.?(\d+)", sides[-1])
+        if not about or not found.number or len(found.number.values) > 1:
+            raise Unreadable("what is it about?")
+        decimals = len(about[1]) if "." in about[0] else 0
+        if abs(found.number.values[0] - float(about[0])) >= 0.1 ** decimals:
+            raise Unreadable("not even about")
+        return found
+    if marks == ["="]:
+        return equation(*sides)
+    if marks == ["∈"] and NAME.fullmatch(sides[0]):
+        return replace(term(sides[1]), name=sides[0])
+    return interval(sides, marks)
 
 
-def rounded(sides: list[str]) -> Meaning:
-    """12/7 ≈ 1.71 is 12/7, if it is about that."""
-    found = clause(sides[0])
-    number = found.parts[0] if found.kind == "=" else found
-    about = sides[1]
-    if len(sides) > 2 or len(number.values) != 1 or not re.fullmatch(r"-?\d*\.?\d+", about):
-        raise Unreadable("what is it about?")
-    last_digit = 0.1 ** len(about.partition(".")[2])
-    if abs(complex(number.values[0]) - float(about)) >= last_digit:
-        raise Unreadable("not even about")
-    return found
-
-
-def equation(sides: list[str]) -> Meaning:
-    """x = 5; f(x) = x^2 - 1 = (x + 1)(x - 1); m + n = 10 + 7 = 17. All sides but the first must agree, and
-    the first if it is a number."""
-    if len(sides) > DEEPEST:
-        raise Unreadable("too long")
-    if not NAME.fullmatch(sides[0]) and NAME.fullmatch(sides[-1]) and len(sides) == 2:
-        sides = sides[::-1]
-    named = NAME.fullmatch(sides[0]) or NAMES.fullmatch(sides[0])
-    rest = [term(side) for side in sides[1:]]
-    right = rest[-1]
-    if not all(same(side, right) for side in rest):
-        raise Unreadable("sides that differ")
+def equation(left: str, right: str) -> Meaning:
+    """x = 5 is a value with a name, x + y = 5 is a curve, y = 2x is both."""
+    if NAME.fullmatch(right) and not NAME.fullmatch(left):
+        left, right = right, left
+    name = NAME.fullmatch(left)
+    letters = re.findall(LETTER, left)
+    if name and left[0] == "(" and letters != sorted(letters):
+        raise Unreadable("names in an order of their own")
+    found = term(right)
+    found.name = re.sub(r"\s", "", left)
+    if not name:
+        found.kind = "equation"
     try:
-        first = quantity(sides[0])
+        curve = Expression(f"({left})-({right})")
     except Unreadable:
-        if not named:
-            raise
-        first = Meaning("text")
-    if not named and not first.names:
-        if right.names and len(sides) == 2:
-            return equation(sides[::-1])  # 0 = x + y - 1
-        if not same(first, right):
-            raise Unreadable("it is false")
-        return right
-    found = Meaning("=", [right], names=first.names | right.names)
-    coefficients = re.search(r"\d", re.sub(r"\^\s*\{?\d\}?|_\d", "", sides[0]))
-    if named:
-        found.name = re.sub(r"\s|[«»]", "", sides[0])
-    elif len(first.names) > 1 and not coefficients:
-        found.name = "?"  # x^2 + y^2 = 25 says what x^2 + y^2 is; 2x = 10 does not say what x is
-    if first.values and right.values and not right.unit:
-        found.values = pointwise("-", first.values, right.values)
+        return found
+    if len(curve.names) > 1 and "(" not in found.name:
+        found.curve = curve.values
     return found
 
 
-def inequality(sides: list[str], marks: list[str]) -> Meaning:
-    """x < 5, 1 < x <= 2 are intervals too; of inequalities in several variables there is the difference of
-    the sides."""
-    if marks[0] in FLIPPED:
+def interval(sides: list, marks: list) -> Meaning:
+    """x < 5 and 1 < x <= 2 are intervals with a name."""
+    if marks[0] in ">≥":
         sides = sides[::-1]
-        marks = [FLIPPED.get(mark, ">") for mark in marks[::-1]]
-    kinds = set(marks) - {"<", "≤"}
-    if kinds or len(marks) > 2:
-        raise Unreadable("relations of several kinds")
-    terms = [term(side) for side in sides]
-    names = set().union(*(m.names for m in terms))
-    found = Meaning(marks[0], names=names)
-    alone = [i for i, side in enumerate(sides) if NAME.fullmatch(side) and terms[i].names]
-    if len(names) > 1 and len(marks) == 1:
-        found.values = pointwise("-", terms[0].values, terms[1].values)
-    elif len(names) != 1 or len(alone) != 1:
+        marks = [FLIPPED.get(mark, mark) for mark in reversed(marks)]
+    if len(sides) == 2 and NAME.fullmatch(sides[0]):
+        sides = ["-∞", *sides]
+        marks = ["<", *marks]
+    elif len(sides) == 2:
+        sides = [*sides, "∞"]
+        marks = [*marks, "<"]
+    kind = BOUNDS.get("".join(marks))
+    if not kind or not NAME.fullmatch(sides[1]):
         raise Unreadable("not solved")
-    else:
-        low, high = terms[0], terms[-1]
-        opening = {"<": "(", "≤": "["}[marks[0]]
-        closing = {"<": ")", "≤": "]"}[marks[-1]]
-        if low.names:
-            low, opening = Meaning("∞", name="-"), "("
-        if high.names:
-            high, closing = Meaning("∞", name="+"), ")"
-        found.parts = [Meaning(opening + closing, [low, high])]
-    return found
+    low, name, high = sides
+    return Meaning(kind, [term(low), term(high)], name=name)
 
 
 def term(text: str) -> Meaning:
@@ -1324,52 +1140,39 @@ def term(text: str) -> Meaning:
         return Meaning("∪", [term(part) for part in parts])
     if text in ("∅", "⦃⦄"):
         return Meaning("list")
-    if re.fullmatch(r"[+-]?\s*∞", text):
-        return Meaning("∞", name="-" if text[0] == "-" else "+")
-    if enclosed(text):
+    if not text:
+        raise Unreadable("nothing")
+    if text.strip("+- ") == "∞":
+        return Meaning("text", text=text.strip("+ "))
+    closed = split(text, CLOSE)[0]
+    if text[0] in OPEN and len(closed) == 2 and closed[1] == "":
         brackets = text[0] + text[-1]
         inner = text[1:-1].strip()
-        parts = split(inner, ",")[0]
+        parts, marks = split(inner, ",")
         if brackets == "⟦⟧":
-            return Meaning("matrix", [row(cells) for cells in inner.strip("⏎ ").split("⏎")])
-        if len(parts) > 1 and brackets not in ("⦃⦄", "{}"):
+            rows = [row.split("&") for row in inner.strip("⏎ ").split("⏎")]
+            return Meaning(brackets, [Meaning("row", [meaning(cell) for cell in row]) for row in rows])
+        if marks and brackets not in ("⦃⦄", "{}"):
             return Meaning(brackets, [meaning(part) for part in parts])
         if brackets in ("⦃⦄", "{}", "()", "[]"):
             return meaning(inner)
-    if re.fullmatch("«[A-Za-z]»", text):
-        text = text[1]
-    wordlike = re.fullmatch(r"[«»A-Za-z' ]+", text) and re.search("[A-Za-z]{2}", text)
-    if wordlike and (re.search("[aeiou]", text) or not NAME.fullmatch(text)):
-        return Meaning("text", name=as_text(text))
-    return quantity(text)
+    word = re.sub("[«»]", "", text).strip()
+    if re.fullmatch("[A-Za-z' ]*[A-Za-z]{2}[A-Za-z' ]*", word) and re.search("[aeiouA-Z ]", word):
+        return Meaning("text", text=as_text(text))
+    return Meaning("number", number=quantity(text))
 
 
-def row(cells: str) -> Meaning:
-    return Meaning("row", [meaning(cell) for cell in cells.split("&")])
-
-
-def quantity(text: str) -> Meaning:
+def quantity(text: str) -> Expression:
     """A number or an expression, with its unit."""
-    sign, money = re.match(r"([+-]?)\s*(＄?)", text).groups()
-    found = unit(money)
-    text = sign + text.partition(money)[2] if money else text
-    start = max(1, len(text) - 60)
-    for m in UNIT_START.finditer(text, start):
-        tail = text[m.start():].strip()
-        sure = re.search("[A-Za-z]{3}|[«%°¢]", tail) or SURE.intersection(re.findall("[A-Za-z]+", tail))
-        angle = tail == "°" and re.search(r"\\(?!frac)[a-z]|°.*°", text)  # \sin 30° has no unit
-        behind = unit(re.sub("[«»]", " ", tail)) if sure and not angle else None
-        if behind and money:
-            raise Unreadable("two units")
-        if behind:
-            text = text[:m.start()].strip()
-            found = behind
-            break
-    if re.fullmatch(r"[\d.]+(?:\s*-\s*[\d.]+)+", text):
+    text, mark, behind = text.partition("«")
+    if re.fullmatch(r"[\d.]+(?:\s*-\s*[\d.]+)+", text.strip()):
         raise Unreadable("a range, a date or a score")
-    read = Expression(text)
-    measured = re.fullmatch(r"[+-]?\d*\.\d+(?:\*10\^(?:\{[+-]?\d+\}|[+-]?\d+)|\*\d+)?", text.replace(" ", ""))
-    return Meaning("number", [], "", read.values, read.names, found, bool(measured), read.work)
+    found = Expression(text)
+    if re.fullmatch(r"[-+\d.*^{} ]+", text):
+        found.literal = text
+    found.unit = unit(behind.removesuffix("»"), units())
+    found.has_unit = bool(mark)
+    return found
 
 
 # Whether two answers mean the same
@@ -1377,50 +1180,32 @@ def quantity(text: str) -> Meaning:
 def same(x: Meaning, y: Meaning, tolerance: float = 0.0) -> bool:
     """Whether an answer x means what the gold one y means. Numbers that y has measured may differ by the
     tolerance."""
-    if x.kind == y.kind == "=":
-        named = x.name == y.name not in ("", "?") or {x.name, y.name} in ({"y", "f(x)"}, {"y", "g(x)"})
-        if named and same(x.parts[0], y.parts[0], tolerance):
+    if x.curve and y.curve:  # equations are the same up to a factor
+        ratios = pointwise("/", x.curve, y.curve)
+        known = [ratio for ratio in ratios if ratio is not None]
+        if 0 not in known and equal([(ratio, known[0]) for ratio in ratios]):
             return True
-        return proportional(x, y)
-    if x.kind == "=":
-        names = x.name.strip("()").split(",") if x.name.startswith("(") else []
-        zero = x.name == "?" and x.parts[0].values == [Fraction(0)]  # the equation of a curve
-        asked = x.name != "" and names == sorted(names) and not zero
-        return asked and same(x.parts[0], y, tolerance)
-    if y.kind == "=":
-        return y.name not in ("", "?") and same(x, y.parts[0], tolerance)
-    if "<" in (x.kind, y.kind) or "≤" in (x.kind, y.kind):
-        return same_inequality(x, y)
-    if x.kind != y.kind or len(x.parts) != len(y.parts):
+    other_name = x.name and y.name and x.name != y.name and {x.name, y.name} != {"y", "f(x)"}
+    if other_name or x.kind != y.kind or x.kind == "equation":
         return False
-    if x.kind == "number":
-        return same_quantity(x, y, tolerance)
-    if x.kind in ("text", "∞"):
-        return x.name == y.name
     if x.kind in ("list", "∪"):
         return same_list(x, y, tolerance)
-    return all(same(p, q, tolerance) for p, q in zip(x.parts, y.parts))
-
-
-def same_inequality(x: Meaning, y: Meaning) -> bool:
-    """Of two inequalities, or one and an interval."""
-    if x.values and y.values:
-        return x.kind == y.kind and proportional(x, y)
-    if not x.parts or not y.parts or x.names != y.names and x.kind in ("<", "≤") and y.kind in ("<", "≤"):
+    if x.kind == "number":
+        return same_quantity(x.number, y.number, tolerance)
+    if x.text != y.text or len(x.parts) != len(y.parts):
         return False
-    mine = x.parts[0] if x.kind in ("<", "≤") else x
-    theirs = y.parts[0] if y.kind in ("<", "≤") else y
-    return same(mine, theirs)
+    return all(same(p, q, tolerance) for p, q in zip(x.parts, y.parts))
 
 
 def same_list(x: Meaning, y: Meaning, tolerance: float) -> bool:
     """Of two lists, in any order. Words joined by "or" are not those joined by "and"; names of several
     variables must be on both sides."""
-    mine, theirs = ({part.name for part in m.parts if part.kind == "="} for m in (x, y))
-    several = max(len(mine), len(theirs)) > 1
-    if several and len(mine) != len(theirs):
+    mine = {part.name for part in x.parts}
+    theirs = {part.name for part in y.parts}
+    several = mine.union(theirs) - {""}
+    if mine != theirs and len(several) > 1:
         return False
-    if x.name != y.name and any(part.kind == "text" for part in x.parts):
+    if x.text != y.text and any(part.kind == "text" for part in x.parts):
         return False
     rest = list(y.parts)
     for part in x.parts:
@@ -1428,59 +1213,45 @@ def same_list(x: Meaning, y: Meaning, tolerance: float) -> bool:
         if not match:
             return False
         del rest[match[0]]
-    return True
+    return not rest
 
 
-def proportional(x: Meaning, y: Meaning) -> bool:
-    """Whether two equations or inequalities in several variables are the same up to a factor."""
-    several = len(x.names) > 1 and len(y.names) > 1
-    if not several or not x.values or not y.values:
-        return False
-    ratios = [r for r in pointwise("/", x.values, y.values) if r is not None]
-    if len(ratios) < ENOUGH or 0 in ratios or not all(equal(r, ratios[0]) for r in ratios):
-        return False
-    return x.kind == "=" or complex(ratios[0]).real > 0
-
-
-def same_quantity(x: Meaning, y: Meaning, tolerance: float) -> bool:
+def same_quantity(x: Expression, y: Expression, tolerance: float) -> bool:
     """Of two numbers or expressions. A unit may be missing on one side. 20% is 0.2, or 20 if it was asked
     what percentage. An answer that is still to be worked out is not equal to a number: the question often
     holds one (in 37 of 500 of MATH's; with this rule in 15)."""
-    spare = 1 if isinstance(y.values[0], Fraction) else 3
+    spare = 1 if size(y.values[0]) else 3
     worked_out = not x.names and x.work <= max(2, y.work + spare)
     if not y.names and not worked_out:
         return False
-    if x.unit and x.names and not y.unit:
-        return False
-    if x.unit and y.unit:
-        scale = x.unit[0] / y.unit[0]
-        return x.unit[1] == y.unit[1] and same_values(x, y, scale, tolerance)
-    if (x.unit or y.unit or (0, {}))[1] != Counter("%"):
-        return same_values(x, y, Fraction(1), tolerance)
-    bare, scale = (y, Fraction(1, 100)) if x.unit else (x, Fraction(100))
-    if same_values(x, y, scale, tolerance):
+    x_factor, x_bases = x.unit
+    y_factor, y_bases = y.unit
+    if x_bases == y_bases and same_values(x, y, x_factor / y_factor, tolerance):
         return True
-    literal = bare.work == 0 and isinstance(bare.values[0], Fraction) and not bare.names
-    return literal and abs(bare.values[0]) >= 1 and same_values(x, y, Fraction(1), tolerance)
+    if x.has_unit == y.has_unit or x.has_unit and x.names:
+        return False
+    percentage = x.literal and x.work == 0 and abs(x.values[0]) >= 1
+    if x_bases == y_bases and not percentage:
+        return False
+    return same_values(x, y, Fraction(1), tolerance)
 
 
-def same_values(x: Meaning, y: Meaning, scale: Fraction, tolerance: float) -> bool:
+def same_values(x: Expression, y: Expression, scale: Fraction, tolerance: float) -> bool:
     """Whether x times a scale is y, at every point at which both have values."""
-    count = max(len(x.values), len(y.values))
-    scaled = pointwise("*", x.values, [scale])
-    mine = scaled * (count // len(scaled))
-    theirs = y.values * (count // len(y.values))
-    both = [(p, q) for p, q in zip(mine, theirs) if p is not None and q is not None]
-    if count > 1:
-        return len(both) >= ENOUGH and all(equal(p, q) for p, q in both)
-    p, q = both[0]
-    if tolerance and y.measured and not imaginary(p):
-        allowed = tolerance * abs(complex(q))
-        return abs(complex(p) - complex(q)) <= allowed
-    exact = [z for z in both[0] if isinstance(z, Fraction)]
-    if len(exact) == 1 and size(exact[0]) > FINE / 1000:
+    mine = pointwise("*", x.values, [scale])
+    gold = y.values
+    if len(mine) < len(gold):
+        mine *= POINTS
+    elif len(gold) < len(mine):
+        gold = gold * POINTS
+    if len(mine) > 1:
+        return equal(list(zip(mine, gold)))
+    if tolerance and "." in y.literal:
+        return abs(mine[0] - gold[0]) <= tolerance * abs(gold[0])
+    sizes = {size(mine[0]), size(gold[0])}
+    if 0 in sizes and max(sizes) > FINE / 1000:
         return False  # a long decimal is no irrational number
-    return equal(p, q)
+    return equal([(mine[0], gold[0])])
 
 
 def same_math(answer: str, gold: str, tolerance: float = 0.0) -> bool:
@@ -1489,34 +1260,15 @@ def same_math(answer: str, gold: str, tolerance: float = 0.0) -> bool:
     within the tolerance where the gold one has a decimal point."""
     if max(len(answer), len(gold)) > LONGEST:
         return answer.strip() == gold.strip() != ""
-    answer, gold = one_spelling(answer), one_spelling(gold)
+    answer = one_spelling(answer)
+    gold = one_spelling(gold)
     if as_text(answer) == as_text(gold):
         return as_text(answer) != ""
-    if tolerance or "«" in answer + gold:
-        answer, gold = marked(answer), marked(gold)
-    for read in (meaning, thousands):
-        try:
-            if same(read(answer), read(gold), tolerance):
-                return True
-        except (Unreadable, RecursionError, ArithmeticError):
-            continue
-    return False
-
-
-def thousands(text: str) -> Meaning:
-    """The meaning of a text whose commas between digits are of thousands."""
-    if re.search(r"[(\[{⦃]", text):
-        raise Unreadable("a tuple or a set")
-    return meaning(re.sub(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)", lambda m: m[0].replace(",", ""), text))
-
-
-def marked(text: str) -> str:
-    """A tidy text with «» about the unit behind a number: where units are likely, "5 m" is five metres and
-    not five times m."""
-    m = re.fullmatch(r"([^«]*[\d)}])\s+([A-Za-zμΩ°][^«»]{0,60})", text)
-    if not m or not unit(m[2]):
-        return text
-    return f"{m[1]}«{m[2]}»"
+    likely = tolerance > 0 or "«" in answer + gold
+    try:
+        return same(meaning(marked(answer, likely)), meaning(marked(gold, likely)), tolerance)
+    except (Unreadable, RecursionError, ArithmeticError):
+        return False
 
 
 def same_short(answer: str, gold: str) -> bool:
@@ -1528,219 +1280,180 @@ def same_short(answer: str, gold: str) -> bool:
         return False
     if re.sub(r"[-\s,.;:'\"“”]", "", gold).isalpha() and re.search(r"[^\W\d_]{2}", gold):
         return words(answer) == words(gold) != []
-    return same_math(scientific(answer), scientific(gold), 0.01)
+    return same_math(answer, gold, 0.01)
 
 
-def words(text: str) -> list[str]:
+def words(text: str) -> list:
     """The words of a text, without articles, punctuation and case."""
     text = re.sub("[«»*\"“”]|(?<=[a-z]{2})-(?=[a-z]{2})", " ", one_spelling(text))
-    found = [re.sub("[A-Za-z]+", fold, word).strip(".,;:'") for word in text.split()]
-    return [word for word in found if word not in ("a", "A", "an", "the", "")]
-
-
-def scientific(text: str) -> str:
-    """3 x 10^8 and 3e8 as 3*10^{8}."""
-    text = re.sub(r"(?<=\d)[eE]([-+]?\d+)", r"*10^{\1}", text)
-    return re.sub(r"(?<=\d)\s*[xX]\s*(?=10\^)", "*", text)
+    found = [as_text(word).strip(".,;:'") for word in text.split()]
+    return [word for word in found if word not in ("a", "A", "an", "An", "the", "")]
 
 
 CLAIM = re.compile(r"(?i)\b(?:answer\b[^\n.:]{0,40}?(?:\bis\b|:)[\s:*]*|(?:option|choice)\b[^\n.:]{0,40}?"
                    r"(?:\bis\b(?! (?:correct|right|best|wrong|incorrect))|:)[ :*]*)(?=([^\n]{0,300}))")
 INTRODUCTION = re.compile(
     r"(?i)^(?:(?:the|correct|final|best|answer|option|choice|is|so|therefore)\b[\s:,]*)+")
-CORRECT = r"(?i)is (?:the )?(?:correct|right|best)(?: (?:answer|option|choice|one))?"
+CORRECT = re.compile(r"is (?:the )?(?:correct|right|best)(?: (?:answer|option|choice|one))?")
+ARTICLE = re.compile(r"^(?:an?|the)\s")
 
 
-def pick_letter(response: str, choices: list[str]) -> str | None:
+def pick_letter(response: str, choices: list) -> str | None:
     """The letter that a response commits to: in its last \\boxed{} or <answer>, else wherever it says "answer
     is" or "Answer:", and in its last line or sentence; as the letter, as the text of exactly one choice, or
     as both. None if there is none, or more than one."""
-    texts = [plain_choice(choice).casefold() for choice in choices]
+    texts = [plain_choice(choice) for choice in choices]
     found = committed(response)
     if found is not None:
-        picked = {letter_of(found[:LONGEST], texts)}
-    else:
-        response = response[-10 * LONGEST:].strip()
-        line = response.rpartition("\n")[2]
-        last = line if re.match(r"\W*[A-J][.):]", line) else re.split(r"[.!?]\s", line)[-1]
-        picked = {letter_of(text, texts) for text in (line, last) if not CLAIM.search(text)}
-        if len(line) > 5:  # it may be the last of the options, told again
-            picked |= {letter_of(text, texts) for text in response.split("\n")[-12:-1]} & set(LETTERS)
-        if len(picked) > 1:
-            picked -= {"?"}  # the line has other sentences
-        for m in CLAIM.finditer(response):
-            sentence, _, later = m[1].partition(". ")
-            letter = letter_of(m[1], texts)
-            if letter in (None, "?"):
-                letter = letter_of(sentence, texts)
-            before = response[max(0, m.start() - 200):m.start()]
-            if DENIED.search(before) or HEDGED.match(later):
-                letter = "?"
-            picked.add(letter)
-        picked -= {None}
-    letter = picked.pop() if len(picked) == 1 else None
-    return None if letter == "?" else letter
+        letter = letter_of(found[:LONGEST], texts)
+        return None if letter == "?" else letter
+    lines = response[-10 * LONGEST:].strip().split("\n")
+    line = lines[-1]
+    last = line if re.match(r"\W*[A-J][.):]", line) else re.split(r"[.!?]\s", line)[-1]
+    picked = {letter_of(text, texts) for text in (line, last) if not CLAIM.search(text)}
+    if len(line) > 5:  # it may be the last of the options, told again
+        picked |= {letter_of(text, texts) for text in lines[-12:-1]} - {"?"}
+    if len(picked) > 1:
+        picked -= {"?"}  # the line has other sentences
+    response = "\n".join(lines)
+    for m in CLAIM.finditer(response):
+        sentence, _, later = m[1].partition(". ")
+        letter = letter_of(m[1], texts)
+        if letter in (None, "?"):
+            letter = letter_of(sentence, texts)
+        before = response[:m.start()][-200:]
+        if DENIED.search(before) or HEDGED.match(later):
+            letter = "?"
+        picked.add(letter)
+    picked -= {None}
+    if len(picked) != 1 or "?" in picked:
+        return None
+    return picked.pop()
 
 
 def plain_choice(text: str) -> str:
-    """A choice or an answer without markup and without words that only introduce it."""
+    """A choice or an answer in small letters, without markup and without words that only introduce it."""
     text = re.sub(r"\\(?:text|math)\w*|\\[()]|[*_`${}\"'“”;]|\[|\]", " ", text)
     text = " ".join(text.split()).rstrip(".")
-    return INTRODUCTION.sub("", text)
+    return INTRODUCTION.sub("", text).casefold()
 
 
-def letter_of(text: str, texts: list[str]) -> str | None:
+def letter_of(text: str, texts: list) -> str | None:
     """The letter that a text is: "B", "(B)", "B. its own text", or the text of just one choice; a reason may
     follow. "?" if it speaks of a letter in another way, None if it does not."""
     letters = LETTERS[:len(texts)]
-    for said in (plain_choice(text), REASON.split(plain_choice(text))[0]):
-        if texts.count(said.casefold()) == 1 and not re.fullmatch(f"[{letters}]", said):
-            return letters[texts.index(said.casefold())]
+    plain = plain_choice(text)
+    for said in (plain, REASON.split(plain)[0]):
         m = re.fullmatch(rf"(?i)\(?([{letters}])\b(?:[\s):,.]|[-–—](?=\s))*(.*)", said)
+        bare = m and len(said) == 1
+        if texts.count(said) == 1 and not bare:
+            return letters[texts.index(said)]
         if m:
             letter = m[1].upper()
-            own, rest = (re.sub(r"^(?:an?|the)\s", "", t.strip("() ").casefold())
-                         for t in (texts[letters.index(letter)], m[2]))
-            if rest in ("", own) or re.fullmatch(CORRECT, rest):
+            own = ARTICLE.sub("", texts[letters.index(letter)].strip("() "))
+            rest = ARTICLE.sub("", m[2].strip("() "))
+            if rest in ("", own) or CORRECT.fullmatch(rest):
                 return letter
     return "?" if re.search(rf"\b[{letters}]\b", text) else None
-
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------
 # Code: a generated program runs in a sandbox; what it prints or returns leaves it as data, and is graded here
 #
 # Nobody has read the program, and a policy in training finds whatever pays. So an interpreter of its own, the
-# supervisor, forks a process for each test, and takes from it in this order what a program does not need.
-# Where one layer has a hole, another stands.
-#   1. namespaces   a test sees no other process, no network, no shared memory of others
-#   2. a new root   a tree of Python and the system's libraries alone, read-only, and an empty folder for each
-#                   test, with limits on bytes and files. What is not in the tree cannot be opened, listed,
-#                   watched, changed or connected to
-#   3. descriptors  input and output alone stay open; no expected output and no other test's input ever was in
-#                   the process
-#   4. limits       of time, files, memory and processes; one core. The supervisor adds up the memory of all
-#                   processes of a test, as few users may make a control group, which could do the same
-#   5. user         for root another one, who owns nothing; no capability, and none to be gained
-#   6. Landlock     the same files as in 2 once more, or alone where 2 cannot be had; no signal leaves a test
-#   7. seccomp      no system call that reaches other processes or memory that nobody counts, and few of those
-#                   that attacks on the kernel begin with
-# At the end of a test's first process all its others are killed, before the next test begins. A system that
-# lacks a layer (Docker as it comes denies 1 and 2) runs the rest, and sandbox_lacks says what is open there.
-# The kernel's own flaws stay open.
+# supervisor, forks a process for each test and takes from it, layer by layer, what a program does not need:
+#   namespaces   no other process, network or shared memory is in reach. The root is a tree of Python and the
+#                system's libraries alone, read-only, and a small empty folder for each test
+#   descriptors  input and output alone stay open; no expected output ever was in the process
+#   limits       of time, files, processes, and of the memory of all processes of a test together; one core
+#   user         another one than root, who owns nothing; no capability, and none to be gained
+#   Landlock     the same files once more, or alone where there are no namespaces; no signal leaves a test
+#   seccomp      no system call that reaches other processes or memory that nobody counts, and few of those
+#                that attacks on the kernel begin with
+# Where one layer has a hole, another stands. At the end of a test's first process all its others are killed.
+# A system that lacks a layer (Docker as it comes denies namespaces) runs the rest; sandbox_lacks says so.
 
 # What LiveCodeBench puts before a program: import_string in its lcb_runner/evaluation/testing_util.py
 MODULES = ("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random",
            "statistics", "itertools", "functools", "operator", "io", "sys", "json")
 STARS = [f"from {module} import *" for module in (*MODULES, "builtins", "typing")]
 PRELUDE = "\n".join([*STARS, f"import {', '.join(MODULES)}", "sys.setrecursionlimit(50_000)"])
-MAX_OUTPUT = 32 << 20  # bytes that all tests of a program together may print or return
+MAX_OUTPUT = 32 << 20  # bytes that a test may print or return
 MAX_DIGITS = 50_000    # of an integer, as in LiveCodeBench's grader
 
-
-# Numbers of the kernel's interface by their names in its headers. They are the same on every architecture, but
-# for those of system calls, of which a table has three columns: name, number on x86_64 (asm/unistd_64.h),
-# number on aarch64 (asm-generic/unistd.h; "-" where there is none).
+# Numbers of the kernel's interface by their names in its headers (linux/prctl.h, sched.h, capability.h,
+# mount.h, fcntl.h, sockios.h, if.h, mman.h, landlock.h, seccomp.h, bpf_common.h, audit.h). Of system calls
+# tables have the name, the number on x86_64 (asm/unistd_64.h), and on aarch64 (asm-generic/unistd.h; or "-").
 Linux = types.SimpleNamespace(
-    # linux/prctl.h, linux/capability.h
     PR_SET_PDEATHSIG=1, PR_SET_DUMPABLE=4, PR_SET_KEEPCAPS=8, PR_SET_SECCOMP=22, PR_SET_CHILD_SUBREAPER=36,
-    PR_SET_NO_NEW_PRIVS=38, CAPABILITY_VERSION_3=0x20080522, CAP_DAC_OVERRIDE=1, CAP_DAC_READ_SEARCH=2,
-    # linux/sched.h
-    CLONE_NEWNS=0x20000, CLONE_NEWCGROUP=0x2000000, CLONE_NEWUTS=0x4000000, CLONE_NEWIPC=0x8000000,
-    CLONE_NEWUSER=0x10000000, CLONE_NEWPID=0x20000000, CLONE_NEWNET=0x40000000,
-    # linux/mount.h, linux/fcntl.h, asm/unistd.h
+    PR_SET_NO_NEW_PRIVS=38, CAPABILITY_VERSION_3=0x20080522, CAP_DAC_OVERRIDE=1,
+    SPACES=0x20000 | 0x4000000 | 0x8000000 | 0x20000000 | 0x40000000,  # CLONE_ NEWNS, UTS, IPC, PID, NET
+    NEWUSER=0x10000000, NEWCGROUP=0x2000000, SIOCSIFFLAGS=0x8914, IFF_UP=1, MAP_SHARED=1, MAP_ANONYMOUS=0x20,
     MS_RDONLY=1, MS_NOSUID=2, MS_NODEV=4, MS_NOEXEC=8, MS_BIND=0x1000, MS_REC=0x4000, MS_PRIVATE=0x40000,
-    MNT_DETACH=2, AT_FDCWD=-100, AT_RECURSIVE=0x8000, MOUNT_SETATTR=442,
-    # linux/sockios.h, linux/if.h, linux/mman.h
-    SIOCSIFFLAGS=0x8914, IFF_UP=1, MAP_SHARED=1, MAP_ANONYMOUS=0x20,
-    # linux/landlock.h, asm/unistd.h
-    CREATE_RULESET=444, ADD_RULE=445, RESTRICT_SELF=446, CREATE_RULESET_VERSION=1, RULE_PATH_BENEATH=1,
-    READ_TREE=1 | 4 | 8,  # ACCESS_FS_ EXECUTE, READ_FILE, READ_DIR
-    USE_FILE=1 | 2 | 4,   # ACCESS_FS_ EXECUTE, WRITE_FILE, READ_FILE: a file has no other rights
-    PORTS=1 | 2,          # ACCESS_NET_ BIND_TCP, CONNECT_TCP
-    SCOPES=1 | 2,         # SCOPE_ ABSTRACT_UNIX_SOCKET, SIGNAL
-    # linux/seccomp.h, linux/bpf_common.h, linux/audit.h
+    MNT_DETACH=2, AT_FDCWD=-100, AT_RECURSIVE=0x8000, RULESET_VERSION=1, PATH_BENEATH=1,
+    READ_TREE=1 | 4 | 8, USE_FILE=1 | 2 | 4,  # execute, read file, folder; execute, write, read
+    CONNECTIONS=1 | 2, SCOPES=1 | 2,          # bind and connect by TCP; abstract sockets, signals
     SECCOMP_MODE_FILTER=2, RET_ALLOW=0x7fff0000, RET_ERRNO=0x50000, RET_KILL_PROCESS=0x80000000,
     LOAD=0x20, AND=0x54, IF_EQUAL=0x15, IF_GREATER=0x25, RETURN=0x06,
     AUDIT_ARCH={"x86_64": 0xc000003e, "aarch64": 0xc00000b7},
+    MOUNT_SETATTR=442, CREATE_RULESET=444, ADD_RULE=445, RESTRICT_SELF=446,  # system calls everywhere
 
     NEWEST=462,  # mseal; of later system calls nothing is known here
-    # What no test may call. What needs a capability is not listed, as a test has none.
-    DENIED={
-        "other processes": """
-            ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, kcmp 312 272,
-            pidfd_getfd 438 438, process_madvise 440 440, process_mrelease 448 448,
-            perf_event_open 298 241""",
-        "their processor and memory": """
-            sched_setaffinity 203 122, sched_setscheduler 144 119, sched_setparam 142 118,
-            sched_setattr 314 274, setpriority 141 140, ioprio_set 251 30, migrate_pages 256 238,
-            move_pages 279 239, mbind 237 235, set_mempolicy 238 237, set_mempolicy_home_node 450 450""",
-        "namespaces, in which it would have capabilities": "unshare 272 97, setns 308 268",
-        "files without a path": """
-            name_to_handle_at 303 264, open_by_handle_at 304 265, open_tree 428 428, inotify_init 253 -,
-            inotify_init1 294 26, fanotify_init 300 262""",
-        "memory that belongs to no process": """
-            shmget 29 194, shmat 30 196, shmctl 31 195, semget 64 190, semop 65 193, semtimedop 220 192,
-            semctl 66 191, msgget 68 186, msgsnd 69 189, msgrcv 70 188, msgctl 71 187, mq_open 240 180,
-            mq_unlink 241 181, memfd_create 319 279, memfd_secret 447 447, add_key 248 217,
-            request_key 249 218, keyctl 250 219""",
-        "where attacks on the kernel begin": """
-            io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427,
-            userfaultfd 323 282, bpf 321 280, personality 135 92, modify_ldt 154 -, vmsplice 278 75""",
-    },
     UNKNOWN="clone3 435 435",  # its flags cannot be checked; where it is unknown, libraries call clone
-    # Landlock does not ask about these, so they go where the system's tree is in view
-    DENIED_WITHOUT_ROOT="""
-        chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -, fchown 93 55,
-        lchown 94 -, fchownat 260 54, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7,
-        removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, utime 132 -, utimes 235 -,
-        futimesat 261 -, utimensat 280 88""",
-    # There a test is its process group, which nothing leaves
-    DENIED_WITHOUT_NAMESPACES="setsid 112 157, setpgid 109 154",
-    DENIED_WITHOUT_SCOPES="""
-        tkill 200 130, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240, pidfd_send_signal 424 424""",
-    # Of these one argument decides
-    CHECKED="socket 41 198, clone 56 220, mmap 9 222, prlimit64 302 261, kill 62 129, tgkill 234 131",
+    DENIED={  # what needs a capability is not listed, as a test has none
+        "where one argument decides": "socket 41 198, clone 56 220, mmap 9 222, prlimit64 302 261",
+        "other processes": """ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271,
+            kcmp 312 272, pidfd_getfd 438 438, process_madvise 440 440, process_mrelease 448 448,
+            perf_event_open 298 241""",
+        "their processor and memory": """sched_setaffinity 203 122, sched_setscheduler 144 119,
+            sched_setparam 142 118, sched_setattr 314 274, setpriority 141 140, ioprio_set 251 30,
+            migrate_pages 256 238, move_pages 279 239, mbind 237 235, set_mempolicy 238 237,
+            set_mempolicy_home_node 450 450""",
+        "namespaces, in which it would have capabilities": "unshare 272 97, setns 308 268",
+        "files without a path": """name_to_handle_at 303 264, open_by_handle_at 304 265, open_tree 428 428,
+            inotify_init 253 -, inotify_init1 294 26, fanotify_init 300 262""",
+        "memory that belongs to no process": """shmget 29 194, shmat 30 196, shmctl 31 195, semget 64 190,
+            semop 65 193, semtimedop 220 192, semctl 66 191, msgget 68 186, msgsnd 69 189, msgrcv 70 188,
+            msgctl 71 187, mq_open 240 180, mq_unlink 241 181, memfd_create 319 279, memfd_secret 447 447,
+            add_key 248 217, request_key 249 218, keyctl 250 219""",
+        "where attacks on the kernel begin": """io_uring_setup 425 425, io_uring_enter 426 426,
+            io_uring_register 427 427, userfaultfd 323 282, bpf 321 280, personality 135 92, modify_ldt 154 -,
+            vmsplice 278 75"""},
+    DENIED_WITHOUT_NAMESPACES={
+        "files, where Landlock does not ask": """chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452,
+            chown 92 -, fchown 93 55, lchown 94 -, fchownat 260 54, setxattr 188 5, lsetxattr 189 6,
+            fsetxattr 190 7, removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, utime 132 -,
+            utimes 235 -, futimesat 261 -, utimensat 280 88""",
+        "leaving the process group, which is the test": "setsid 112 157, setpgid 109 154"},
+    DENIED_WITHOUT_SCOPES={
+        "all signals": """kill 62 129, tkill 200 130, tgkill 234 131, rt_sigqueueinfo 129 138,
+            rt_tgsigqueueinfo 297 240, pidfd_send_signal 424 424"""},
 )
-
-SUPERVISOR_IMPORTS = """
-import atexit, contextlib, ctypes, errno, fcntl, gc, io, json, os, resource
-import signal, socket, struct, sys, threading, time, types
 LIBC = ctypes.CDLL(None, use_errno=True)
-UNSUITED = 100
-"""
-LIBC = ctypes.CDLL(None, use_errno=True)
-UNSUITED = 100  # an exit code of UNSUITED + errno says that a layer is not to be had here
 
 
-def supervise(job_start: int, job_size: int):
-    """The supervisor. From descriptor 0 it reads a job (JSON of that size, then the tests' inputs one after
-    another); on descriptor 1 it reports what the system lacks (a line of JSON) and then, test by test, the
-    size and the bytes of its output. It ends with the first test that fails. Where it cannot build the
-    sandbox it ends with a traceback."""
-    box = types.SimpleNamespace(**json.loads(os.pread(0, job_size, job_start)))
+def supervise(job: dict, start: int):
+    """The supervisor. Descriptor 0 is a file in which the tests' inputs stand one after another, from `start`
+    on. It writes to descriptor 1 what the system lacks (a line of JSON) and then each test's output, its size
+    first, up to the first test that fails. Where it cannot build the sandbox it ends with a traceback."""
+    box = types.SimpleNamespace(**job, namespaces=False, uid=os.getuid(), gid=os.getgid())
     box.module = types.ModuleType("solution" if box.name else "__main__")
     exec(compile(box.prelude, "prelude", "exec"), vars(box.module))  # each test inherits what this imports
-    box.root = box.namespaces = box.proc = False
-    box.uid, box.gid = os.getuid(), os.getgid()
-    with open("/proc/self/uid_map") as f:
-        users = int(f.read().split()[-1])
+    users = int(read_file("/proc/self/uid_map").split()[-1])
     box.switches_user = box.uid == 0 and users > 65535  # root, and not one that is alone in its namespace
     if box.switches_user:
         box.uid = box.gid = 61184 + os.getpid() % 4336  # of the users that systemd keeps for passing services
-    for folder in ("root", "work"):
-        os.mkdir(folder)
-    for folder in (".", "root", "work"):
-        os.chown(folder, box.uid, box.gid)
-    with open("/proc/loadavg") as f:  # a user's limit of processes counts the others too: no more than all
-        box.others = int(f.read().split("/")[1].split()[0])
+    os.chown(".", box.uid, box.gid)
+    box.others = int(read_file("/proc/loadavg").split()[3].split("/")[1])  # processes that there are already
     write_file("/proc/self/oom_score_adj", "1000")  # when memory runs out, the kernel ends this first
-    with contextlib.suppress(OSError):  # unless it was taken from this process meanwhile
+    with contextlib.suppress(OSError):  # unless the core was taken from this process meanwhile
         os.sched_setaffinity(0, [box.core])  # many busy processes slow this core alone
     die_with_parent()
-    box.lacks = build_namespaces(box)
-    prepare_tests(box)
-    run_tests(box, job_start + job_size)
+    lacks = enter_namespaces(box) + prepare_tests(box)
+    os.write(1, json.dumps(lacks).encode() + b"\n")
+    for number, size in enumerate(box.sizes):
+        run_test(box, number, start, size)
+        start += size
     os._exit(0)
 
 
@@ -1757,55 +1470,51 @@ def die_with_parent():
     kernel("prctl", Linux.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
+def read_file(path: str) -> str:
+    with open(path) as f:
+        return f.read()
+
+
 def write_file(path: str, text: str):
     with open(path, "w") as f:
         f.write(text)
 
 
-def build_namespaces(box) -> list[str]:
-    """Go on in new namespaces with a new root, else in the namespaces alone, else in neither. Returns what is
-    missing. A child tries, so that this process stays as it was where that fails."""
-    missing = []
-    for layer in ("root of its own", "namespaces"):  # the second try is for namespaces alone
-        child = os.fork()
-        if child == 0:
-            try:
-                enter_namespaces(box)
-                if layer == "root of its own":
-                    enter_root(box, "root")
-                return missing
-            except OSError as e:
-                os._exit(UNSUITED + min(e.errno, 99))
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if code < UNSUITED:
-            os._exit(abs(code))
-        missing.append(f"no {layer} ({os.strerror(code - UNSUITED)})")
-    return missing
-
-
-def enter_namespaces(box):
-    """Go on as the first process of new namespaces, at whose end all others in them end. The process that
-    came here waits for it."""
-    spaces = Linux.CLONE_NEWNS | Linux.CLONE_NEWPID | Linux.CLONE_NEWNET
-    spaces |= Linux.CLONE_NEWIPC | Linux.CLONE_NEWUTS
-    die_with_parent()
-    if not box.switches_user or LIBC.unshare(spaces) < 0:
-        # Others than root, and root in a container, make them in a namespace of users, where all may do this
-        switch_user(box)
-        os.stat(os.__file__)  # unless root alone can read this Python
-        box.switches_user = False
-        maps = {"setgroups": "deny", "uid_map": f"1000 {box.uid} 1", "gid_map": f"1000 {box.gid} 1"}
-        kernel("unshare", spaces | Linux.CLONE_NEWUSER)
-        for file, text in maps.items():
-            write_file(f"/proc/self/{file}", text)
-        box.uid = box.gid = 1000
-    first = os.fork()
-    if first:
-        os._exit(abs(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])))
-    die_with_parent()
+def enter_namespaces(box) -> list[str]:
+    """Go on as the first process of new namespaces, at whose end all others in them end, with a root of its
+    own. A child tries, so that this process can go on where that fails. Returns what the system lacks."""
+    trouble = os.memfd_create("trouble")  # where the child says why it failed
+    child = os.fork()
+    if child:
+        failed = os.waitpid(child, 0)[1] != 0
+        reason = os.pread(trouble, 4096, 0).decode()
+        if not reason:
+            os._exit(failed)
+        return [f"no namespaces ({reason}): it sees names and sizes of your files, and may fill the disk"]
+    try:
+        if not box.switches_user or LIBC.unshare(Linux.SPACES) < 0:
+            # Others than root, and root in a container, make them in a namespace of users
+            switch_user(box)
+            os.stat(os.__file__)  # unless root alone can read this Python
+            kernel("unshare", Linux.SPACES | Linux.NEWUSER)
+            write_file("/proc/self/setgroups", "deny")
+            write_file("/proc/self/uid_map", f"1000 {box.uid} 1")
+            write_file("/proc/self/gid_map", f"1000 {box.gid} 1")
+            box.uid = box.gid = 1000
+            box.switches_user = False
+        die_with_parent()
+        first = os.fork()
+        if first:
+            os._exit(os.waitpid(first, 0)[1] != 0)
+        die_with_parent()
+        enter_root(box, os.getcwd())
+    except OSError as e:
+        os.write(trouble, str(e).encode())
+        os._exit(1)
     box.namespaces = True
     with contextlib.suppress(OSError), socket.socket() as s:  # a loopback of its own
         kernel("ioctl", s.fileno(), Linux.SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", Linux.IFF_UP))
+    return []
 
 
 def shown_paths() -> list[str]:
@@ -1820,11 +1529,9 @@ def shown_paths() -> list[str]:
 
 
 def enter_root(box, here: str):
-    """Make a tree of what a test may see in the folder `here`, read-only, and go on in it, with nothing else
-    in reach."""
-    guard = Linux.MS_NOSUID | Linux.MS_NODEV
+    """Make a tree of what a test may see in the folder `here`, read-only, and go on with it as the root."""
     kernel("mount", None, "/", None, Linux.MS_REC | Linux.MS_PRIVATE, None)
-    kernel("mount", "tmpfs", here, "tmpfs", guard, "size=1m,nr_inodes=1000,mode=755")
+    kernel("mount", "tmpfs", here, "tmpfs", Linux.MS_NODEV, "size=1m,nr_inodes=1000,mode=755")
     for path in shown_paths():
         target = here + path
         if os.path.exists(target):
@@ -1835,8 +1542,6 @@ def enter_root(box, here: str):
         else:
             write_file(target, "")
         kernel("mount", path, target, None, Linux.MS_BIND | Linux.MS_REC, None)
-        flags = Linux.MS_NOSUID if path.startswith("/dev/") else guard
-        lock_mount(target, Linux.MS_RDONLY | flags, Linux.AT_RECURSIVE)
     write_file(f"{here}/etc/passwd", f"root:x:0:0::/:/bin/sh\nsolver:x:{box.uid}:{box.gid}::/tmp:/bin/sh\n")
     write_file(f"{here}/etc/hosts", "127.0.0.1 localhost\n::1 localhost\n")
     for name, target in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
@@ -1845,206 +1550,129 @@ def enter_root(box, here: str):
     os.mkdir(f"{here}/tmp")
     os.mkdir(f"{here}/proc")
     with contextlib.suppress(PermissionError):  # where a container hides a part of /proc, nobody can show it
-        kernel("mount", "proc", f"{here}/proc", "proc", Linux.MS_RDONLY | Linux.MS_NOEXEC | guard, None)
-        box.proc = True
+        flags = Linux.MS_RDONLY | Linux.MS_NOSUID | Linux.MS_NODEV | Linux.MS_NOEXEC
+        kernel("mount", "proc", f"{here}/proc", "proc", flags, None)
     os.chdir(here)
     kernel("pivot_root", ".", ".")
     kernel("umount2", ".", Linux.MNT_DETACH)
     os.chdir("/")
-    lock_mount("/", Linux.MS_RDONLY | guard, 0)
-    box.root = True
+    flags = struct.pack("4Q", Linux.MS_RDONLY | Linux.MS_NOSUID, 0, 0, 0)  # struct mount_attr
+    size = ctypes.c_size_t(len(flags))
+    kernel("syscall", Linux.MOUNT_SETATTR, Linux.AT_FDCWD, "/", Linux.AT_RECURSIVE, flags, size)
 
 
-def lock_mount(path: str, flags: int, recursive: int):
-    """Set flags of a mount, with AT_RECURSIVE of all below it (struct mount_attr, whose first flags are those
-    of mount)."""
-    attributes = struct.pack("4Q", flags, 0, 0, 0)
-    size = ctypes.c_size_t(len(attributes))
-    kernel("syscall", Linux.MOUNT_SETATTR, Linux.AT_FDCWD, path, recursive, attributes, size)
-
-
-def prepare_tests(box):
-    """Find out which of the other layers there are, and report what lacks."""
+def prepare_tests(box) -> list[str]:
+    """Find out which of the other layers there are, and make what all tests share. Returns what lacks."""
     gc.freeze()
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # so that `passes` can wait for it
     kernel("prctl", Linux.PR_SET_DUMPABLE, 0, 0, 0, 0)          # no test looks into this process
     kernel("prctl", Linux.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)   # orphans of a test become its children
-    version = LIBC.syscall(Linux.CREATE_RULESET, None, ctypes.c_size_t(0), Linux.CREATE_RULESET_VERSION)
-    box.landlock = max(version, 0)
-    box.scoped = box.namespaces or box.landlock >= 6            # no test signals a process outside
-    # Asked to install a filter at no address, a kernel that has filters calls the address bad
-    LIBC.prctl(Linux.PR_SET_SECCOMP, Linux.SECCOMP_MODE_FILTER, None, 0, 0)
-    known = os.uname().machine in Linux.AUDIT_ARCH and sys.maxsize > 1 << 32
-    box.filtered = known and ctypes.get_errno() == errno.EFAULT
-    box.filter = filter_program(box) if box.filtered else b""  # unscoped, each test needs another
-    children = f"/proc/{os.getpid()}/task/{os.getpid()}/children"
-    box.watched = (box.proc or not box.namespaces) and os.path.exists(children)
-    lacks = {
-        "no /proc: programs that open /dev/stdin fail": box.root and not box.proc,
-        "it sees names and sizes of your files, and may fill the disk": not box.root,
-        "no Landlock: it reads your files and your keys": not box.root and not box.landlock,
-        "no filter of system calls: all of the kernel is open to it": not box.filtered,
-        "the network is open to it, and what it starts may live on": not box.filtered and not box.namespaces,
-        "it may signal your processes": not box.filtered and not box.scoped,
-        "memory is limited for each of its processes alone": not box.watched,
-    }
-    box.lacks += [text for text, lacking in lacks.items() if lacking]
-    os.write(1, json.dumps(box.lacks).encode() + b"\n")
+    box.watched = os.path.exists("/proc/thread-self/children")
+    box.landlock = LIBC.syscall(Linux.CREATE_RULESET, None, ctypes.c_size_t(0), Linux.RULESET_VERSION)
+    box.filter = filter_program(box)
+    lacks = []
+    if not box.watched:
+        lacks.append("no view of /proc: memory is limited for each of its processes alone")
+    if box.landlock < 1 and not box.namespaces:
+        lacks.append("no Landlock: it reads your files and your keys")
+    return lacks
 
 
-def run_tests(box, start: int):
-    """Run the tests one after another and report their outputs. The first one's input stands at `start`."""
-    left = box.max_output
-    folder = f"size=128m,nr_inodes=8192,mode=700,uid={box.uid},gid={box.gid}"
-    for number, size in enumerate(box.sizes):
-        if box.root:
-            if number > 0:
-                kernel("umount2", "/tmp", Linux.MNT_DETACH)
-            kernel("mount", "tmpfs", "/tmp", "tmpfs", Linux.MS_NOSUID | Linux.MS_NODEV, folder)
-        output = os.memfd_create("output")
-        trouble, told = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            enter_test(box, number, start, size, output, told)
-        os.close(told)
-        passed = passes(box, pid)
-        end_processes(box, pid)
-        reason = os.read(trouble, 4096)
-        os.close(trouble)
-        if reason:
-            raise OSError(reason.decode(errors="replace"))
-        written = min(os.fstat(output).st_size, left)
-        left -= written
-        if not passed or left == 0:
-            break  # all tests must pass: the others do not matter
-        os.write(1, b"%d\n" % written)
-        append_bytes(output, 0, written, 1)
-        os.close(output)
-        start += size
-
-
-def append_bytes(source: int, start: int, size: int, target: int):
-    """Append `size` bytes of a file, from `start` on, to another; they do not pass through this process's
-    memory."""
-    while size:
-        sent = os.sendfile(target, source, start, size)
-        start += sent
-        size -= sent
+def run_test(box, number: int, start: int, size: int):
+    """Run a test and report its output. Ends the supervisor if it fails, as all tests must pass."""
+    if box.namespaces:
+        LIBC.umount2(b"/tmp", Linux.MNT_DETACH)  # that of the test before
+        folder = f"size=128m,nr_inodes=8192,mode=700,uid={box.uid},gid={box.gid}"
+        kernel("mount", "tmpfs", "/tmp", "tmpfs", Linux.MS_NOSUID | Linux.MS_NODEV, folder)
+    output = os.memfd_create("output")
+    trouble = os.memfd_create("trouble")
+    pid = os.fork()
+    if pid == 0:
+        enter_test(box, number, start, size, output, trouble)
+    passed = passes(box, pid)
+    with contextlib.suppress(ProcessLookupError):  # all at once, so that nothing forks meanwhile
+        if box.namespaces:
+            os.kill(-1, signal.SIGKILL)  # all but this one
+        else:
+            os.killpg(pid, signal.SIGKILL)  # the filter lets nothing leave the group
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
+    reason = os.pread(trouble, 4096, 0).decode()
+    if reason:
+        raise OSError(reason)
+    written = os.fstat(output).st_size
+    if not passed or written > box.most[number]:
+        os._exit(0)
+    os.write(1, b"%d\n" % written)
+    if os.sendfile(1, output, 0, written) < written:  # not through this process's memory, as the input
+        raise OSError(errno.ENOSPC, "the output of a test")
+    os.close(output)
+    os.close(trouble)
 
 
 def passes(box, pid: int) -> bool:
-    """Whether a test's process ends by itself without an error, in time, and with no more memory than all of
-    a test may take."""
-    pause = 0.02  # seconds between two looks at its memory; meanwhile one core can fill some 50 MB
-    begun = time.monotonic()
-    next_look = begun + pause
-    while True:
+    """Whether a test's process ends by itself without an error, in time, and in its memory."""
+    deadline = time.monotonic() + box.seconds
+    while time.monotonic() < deadline:
+        signal.sigtimedwait([signal.SIGCHLD], 0.02)  # seconds, in which one core can fill some 50 MB
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             return status == 0
-        now = time.monotonic()
-        if now >= begun + box.seconds:
+        if box.watched and takes_too_much(box):
             return False
-        if now >= next_look:
-            next_look = now + pause
-            if box.watched and takes_too_much(box):
-                return False
-        signal.sigtimedwait([signal.SIGCHLD], pause)
+    return False
 
 
 def takes_too_much(box) -> bool:
-    """Whether the processes that stem from this one are too many, as no limit binds whom the kernel takes for
-    root, or take too much memory. What a fork shares with its parent counts for both."""
+    """Whether the processes that stem from this one take too much memory (what a fork shares with its parent
+    counts for both) or are too many, as no limit binds whom the kernel takes for root."""
     found = [os.getpid()]
     used = 0
     for pid in found:  # grows underway
         with contextlib.suppress(OSError):
             for thread in os.listdir(f"/proc/{pid}/task"):
-                with open(f"/proc/{pid}/task/{thread}/children") as f:
-                    found += map(int, f.read().split())
-            with open(f"/proc/{pid}/statm") as f:
-                _, resident, of_files = map(int, f.read().split()[:3])  # pages
+                found += map(int, read_file(f"/proc/{pid}/task/{thread}/children").split())
+            _, resident, of_files, *_ = map(int, read_file(f"/proc/{pid}/statm").split())  # pages
             used += (resident - of_files) * resource.getpagesize()
-    return len(found) > box.processes + 1 or used > box.memory
+    return len(found) > 65 or used > box.memory
 
 
-def end_processes(box, pid: int):
-    """Kill all that a test has left: everything in the namespace but this process, or the process group,
-    which the filter lets nothing leave. Either kills all at once, so that nothing forks meanwhile."""
-    with contextlib.suppress(ProcessLookupError):
-        if box.namespaces:
-            os.kill(-1, signal.SIGKILL)
-        else:
-            os.killpg(pid, signal.SIGKILL)
-    flags = 0 if box.namespaces or box.filtered else os.WNOHANG
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, flags)[0]:
-            pass
-
-
-def enter_test(box, number: int, start: int, size: int, output: int, told: int):
-    """Become a test, whose input stands in descriptor 0 from `start` on, run the program and end. `told` is
-    where to say why the sandbox cannot be built."""
+def enter_test(box, number: int, start: int, size: int, output: int, trouble: int):
+    """Become a test, whose input stands in descriptor 0 from `start` on, run the program and end."""
     try:
         os.setsid()
-        given = arrange_descriptors(box, start, size, output, told)
-        folder = "/tmp" if box.root else os.path.abspath(f"work/{number}")
-        if not box.root:
+        null = os.open("/dev/null", os.O_RDWR)
+        given = os.memfd_create("input")
+        if os.sendfile(given, 0, start, size) < size:
+            raise OSError(errno.ENOSPC, "the input of a test")
+        os.lseek(given, 0, os.SEEK_SET)
+        folder = "/tmp"
+        if not box.namespaces:
+            folder = os.path.abspath(str(number))
             os.mkdir(folder, 0o700)
             os.chown(folder, box.uid, box.gid)
         os.chdir(folder)
         os.environ.update(HOME=folder, TMPDIR=folder)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
-        set_limits(box)
-        switch_user(box)
         drop_privileges(box)
         restrict_files(box, folder)
-        filter_calls(box)
+        array = ctypes.create_string_buffer(box.filter)
+        header = struct.pack("H6xQ", len(box.filter) // 8, ctypes.addressof(array))  # struct sock_fprog
+        kernel("prctl", Linux.PR_SET_SECCOMP, Linux.SECCOMP_MODE_FILTER, header, 0, 0)
     except BaseException as e:
-        os.write(4, repr(e).encode())
+        os.write(trouble, repr(e).encode())
         os._exit(1)
-    os.close(4)
+    # What is printed counts for a program, what a function returns (in 3) for a function; nobody reads errors
+    for fd, source in enumerate([given, null, null, output] if box.name else [given, output, null, null]):
+        os.dup2(source, fd, inheritable=fd < 3)
+    os.closerange(4, 256)
     status = 1
     try:
-        run_program(box, given)
+        run_program(box)
         status = 0
     finally:
         os._exit(status)
-
-
-def arrange_descriptors(box, start: int, size: int, output: int, told: int) -> bytes:
-    """Leave open alone, as 0 to 4: the input, what is printed, errors (which nobody reads), what a function
-    returns, and `told`. A function's input is no file but is returned."""
-    given = b""
-    null = os.open("/dev/null", os.O_RDWR)
-    if box.name:
-        given = os.pread(0, size, start)
-        order = [null, null, null, output, told]
-    else:
-        source = os.memfd_create("input")
-        append_bytes(0, start, size, source)
-        os.lseek(source, 0, os.SEEK_SET)
-        order = [source, output, null, null, told]
-    order = [fcntl.fcntl(fd, fcntl.F_DUPFD, 5) for fd in order]  # out of the way of one another
-    for fd, moved in enumerate(order):
-        os.dup2(moved, fd, inheritable=fd < 3)
-    os.closerange(5, 1 << 20)
-    return given
-
-
-def set_limits(box):
-    processes = box.processes if box.watched else box.processes // 8
-    if not box.namespaces and not box.switches_user:
-        processes += box.others
-    limits = {"AS": box.addresses, "DATA": box.memory, "STACK": 64 << 20, "CPU": int(box.seconds) + 1,
-              "NPROC": processes, "FSIZE": 32 << 20, "NOFILE": 256, "SIGPENDING": 256,
-              "CORE": 1}  # byte: at 0 the kernel would still hand dumps to a program of the system's
-    for name, value in limits.items():
-        limit = getattr(resource, f"RLIMIT_{name}")
-        hard = resource.getrlimit(limit)[1]
-        if hard != resource.RLIM_INFINITY:
-            value = min(value, hard)
-        resource.setrlimit(limit, (value, value))
 
 
 def switch_user(box):
@@ -2059,180 +1687,138 @@ def switch_user(box):
 
 
 def drop_privileges(box):
-    """Give up all capabilities, and never gain any. Where files are guarded by Landlock alone, the test of a
-    root keeps the right to read, as its Python may stand in root's home."""
+    """Set limits, become the test's user, give up all capabilities, and never gain any. Where Landlock alone
+    guards files, the test of a root keeps the right to any file, as its Python may stand in root's home."""
+    limits = {"AS": box.addresses, "DATA": box.memory, "STACK": 64 << 20, "CPU": int(box.seconds) + 1,
+              "NPROC": 64, "FSIZE": 32 << 20, "NOFILE": 256, "SIGPENDING": 256,
+              "CORE": 1}  # byte: at 0 the kernel would still hand dumps to a program of the system's
+    if not box.namespaces and not box.switches_user:
+        limits["NPROC"] += box.others  # the user's others count too
+    for name, value in limits.items():
+        limit = getattr(resource, f"RLIMIT_{name}")
+        _, hard = resource.getrlimit(limit)
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(limit, (value, value))
+    switch_user(box)
     kernel("prctl", Linux.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    kept = [0]
-    if box.switches_user and box.landlock and not box.root:
-        kept = [1 << Linux.CAP_DAC_READ_SEARCH, 1 << Linux.CAP_DAC_OVERRIDE, 0]  # the first one there is
-    for capability in kept:
-        with contextlib.suppress(PermissionError):
-            sets = struct.pack("6I", capability, capability, 0, 0, 0, 0)  # effective, permitted, inheritable
-            kernel("capset", struct.pack("Ii", Linux.CAPABILITY_VERSION_3, 0), sets)
-            break
+    kept = 0
+    if box.switches_user and box.landlock > 0 and not box.namespaces:
+        kept = 1 << Linux.CAP_DAC_OVERRIDE
+    sets = struct.pack("6I", kept, kept, 0, 0, 0, 0)  # effective, permitted, inheritable
+    kernel("capset", struct.pack("Ii", Linux.CAPABILITY_VERSION_3, 0), sets)
     die_with_parent()
 
 
 def restrict_files(box, folder: str):
     """Landlock (docs.kernel.org/userspace-api/landlock.html): what is shown can be read, the folder written,
     and nothing else."""
-    if not box.landlock:
+    if box.landlock < 1:
         return
     known = [0, 13, 14, 15, 15, 16][min(box.landlock, 5)]  # rights to files that a version of Landlock knows
     rights = (1 << known) - 1
-    ports = Linux.PORTS if box.landlock >= 4 and not box.namespaces else 0
+    ports = Linux.CONNECTIONS if box.landlock >= 4 and not box.namespaces else 0
     scopes = Linux.SCOPES if box.landlock >= 6 else 0
     handled = struct.pack("3Q", rights, ports, scopes)
-    rules = kernel("syscall", Linux.CREATE_RULESET, handled, ctypes.c_size_t(len(handled)), 0)
-    shown = ["/"] if box.root else shown_paths()
-    allowed = [(path, Linux.READ_TREE) for path in shown]
-    for path, access in [*allowed, ("/dev/null", Linux.USE_FILE), (folder, rights)]:
+    rules = kernel("syscall", Linux.CREATE_RULESET, handled, ctypes.c_size_t(24), 0)
+    allowed = {path: Linux.READ_TREE for path in (["/"] if box.namespaces else shown_paths())}
+    for path, access in (allowed | {"/dev/null": Linux.USE_FILE, folder: rights}).items():
         fd = os.open(path, os.O_PATH)
         if not os.path.isdir(path):
             access &= Linux.USE_FILE
-        kernel("syscall", Linux.ADD_RULE, rules, Linux.RULE_PATH_BENEATH, struct.pack("=Qi", access, fd), 0)
+        kernel("syscall", Linux.ADD_RULE, rules, Linux.PATH_BENEATH, struct.pack("=Qi", access, fd), 0)
         os.close(fd)
     kernel("syscall", Linux.RESTRICT_SELF, rules, 0)
-    os.close(rules)
-
-
-def filter_calls(box):
-    """Seccomp (docs.kernel.org/userspace-api/seccomp_filter.html): a small program that the kernel runs at
-    each system call."""
-    if not box.filtered:
-        return
-    code = box.filter if box.scoped else filter_program(box)
-    array = ctypes.create_string_buffer(code)
-    header = struct.pack("H6xQ", len(code) // 8, ctypes.addressof(array))  # struct sock_fprog
-    kernel("prctl", Linux.PR_SET_SECCOMP, Linux.SECCOMP_MODE_FILTER, header, 0, 0)
 
 
 def filter_program(box) -> bytes:
-    """Its lines (operation, lines to skip if true, if false, operand) as struct sock_filter. It reads struct seccomp_data: the
-    number of the call at byte 0, the architecture at 4, the low half of argument i at 16 + 8 i."""
+    """Seccomp (docs.kernel.org/userspace-api/seccomp_filter.html): a program that the kernel runs at each
+    call. A line is a struct sock_filter: operation, lines to skip if true, if false, operand. It reads struct
+    seccomp_data: the call's number at byte 0, the architecture at 4, argument i's low half at 16 + 8 i."""
     allow = (Linux.RETURN, 0, 0, Linux.RET_ALLOW)
+    kill = (Linux.RETURN, 0, 0, Linux.RET_KILL_PROCESS)
     refuse = (Linux.RETURN, 0, 0, Linux.RET_ERRNO | errno.EPERM)
     unknown = (Linux.RETURN, 0, 0, Linux.RET_ERRNO | errno.ENOSYS)
-    kill = (Linux.RETURN, 0, 0, Linux.RET_KILL_PROCESS)
+    families = [socket.AF_UNIX, socket.AF_INET, socket.AF_INET6] if box.namespaces else []
+    shared = [0, Linux.MAP_SHARED, Linux.MAP_ANONYMOUS]  # either, but not both
+    spaces = Linux.SPACES | Linux.NEWUSER | Linux.NEWCGROUP
+    whole = 0xffffffff
+    checks = {  # name: argument, mask, values of the masked argument that are allowed (prlimit64: of itself)
+        "socket": (0, whole, families), "prlimit64": (0, whole, [0]),
+        "clone": (0, spaces, [0]), "mmap": (3, sum(shared), shared)}
     machine = os.uname().machine
-
-    def numbers(table: str) -> dict[str, int]:
-        rows = [row.split() for row in table.split(",")]
-        column = 1 if machine == "x86_64" else 2
-        return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
-
+    if machine not in Linux.AUDIT_ARCH:
+        raise OSError(f"{machine} has no table of system calls here: use x86_64 or aarch64")
     program = [(Linux.LOAD, 0, 0, 4), (Linux.IF_EQUAL, 1, 0, Linux.AUDIT_ARCH[machine]), kill,
                (Linux.LOAD, 0, 0, 0), (Linux.IF_GREATER, 0, 1, Linux.NEWEST), unknown]
-    for number in numbers(Linux.UNKNOWN).values():
-        program += [(Linux.IF_EQUAL, 0, 1, number), unknown]
-    denied = list(Linux.DENIED.values())
-    if not box.root:
-        denied.append(Linux.DENIED_WITHOUT_ROOT)
+    tables = [Linux.UNKNOWN, *Linux.DENIED.values()]
     if not box.namespaces:
-        denied.append(Linux.DENIED_WITHOUT_NAMESPACES)
-    if not box.scoped:
-        denied.append(Linux.DENIED_WITHOUT_SCOPES)
-    for number in numbers(",".join(denied)).values():
-        program += [(Linux.IF_EQUAL, 0, 1, number), refuse]
-
-    spaces = Linux.CLONE_NEWNS | Linux.CLONE_NEWUTS | Linux.CLONE_NEWIPC | Linux.CLONE_NEWUSER
-    spaces |= Linux.CLONE_NEWPID | Linux.CLONE_NEWNET | Linux.CLONE_NEWCGROUP
-    families = [socket.AF_UNIX, socket.AF_INET, socket.AF_INET6] if box.namespaces else []
-    whole = 0xffffffff
-    checks = [  # name, argument, mask, values of the masked argument that are allowed
-        ("socket", 0, whole, families),
-        ("clone", 0, spaces, [0]),
-        ("prlimit64", 0, whole, [0]),  # of the calling process
-        ("mmap", 3, Linux.MAP_SHARED | Linux.MAP_ANONYMOUS, [0, Linux.MAP_SHARED, Linux.MAP_ANONYMOUS]),
-    ]
-    if not box.scoped:
-        checks += [("kill", 0, whole, [os.getpid()]), ("tgkill", 0, whole, [os.getpid()])]
-    for name, argument, mask, values in checks:
+        tables += Linux.DENIED_WITHOUT_NAMESPACES.values()
+        if box.landlock < 6:
+            tables += Linux.DENIED_WITHOUT_SCOPES.values()
+    for row in ",".join(tables).split(","):
+        name, *numbers = row.split()
+        number = numbers[machine == "aarch64"]
+        if number == "-":
+            continue
+        argument, mask, allowed = checks.get(name, (0, 0, []))
         check = [(Linux.LOAD, 0, 0, 16 + 8 * argument), (Linux.AND, 0, 0, mask)]
-        check += [(Linux.IF_EQUAL, len(values) - i, 0, value) for i, value in enumerate(values)]  # to `allow`
-        check += [refuse, allow]
-        program += [(Linux.IF_EQUAL, 0, len(check), numbers(Linux.CHECKED)[name]), *check]
+        for i, value in enumerate(allowed):
+            check.append((Linux.IF_EQUAL, len(allowed) - i, 0, value))  # skips to `allow`
+        check += [unknown if row == Linux.UNKNOWN else refuse, allow]
+        program += [(Linux.IF_EQUAL, 0, len(check), int(number)), *check]
     return b"".join(struct.pack("HBBI", *line) for line in [*program, allow])
 
 
-def run_program(box, given: bytes):
-    """Run the program as __main__; or import it and call its function with the input's lines, whose value
-    goes to descriptor 3."""
+def run_program(box):
+    """Run the program as __main__, to its end as an interpreter would; or import it, call its function with
+    the input's lines, and write the value to descriptor 3."""
     sys.modules[box.module.__name__] = box.module
     sys.argv = ["solution.py"]
+    given = sys.stdin.buffer.read() if box.name else b""
     with contextlib.suppress(SystemExit):  # whatever its code, as in LiveCodeBench
         exec(compile(box.program, "solution.py", "exec"), vars(box.module))
-    if not box.name:
-        end_program()
+    if box.name:
+        owner = box.module.Solution() if hasattr(box.module, "Solution") else box.module
+        value = getattr(owner, box.name)(*map(json.loads, given.split(b"\n")))
+        if isinstance(value, tuple):
+            value = list(value)
+        text = json.dumps(value, default=lambda v: v.item())  # item() is that of numpy's scalars
+        if json.loads(text) != value:  # tuples inside, keys that are no strings: not equal in LiveCodeBench
+            raise TypeError("JSON hides what this value is")
+        write_file(3, text)
         return
-    owner = box.module.Solution() if hasattr(box.module, "Solution") else box.module
-    value = getattr(owner, box.name)(*[json.loads(line) for line in given.decode().split("\n")])
-    if isinstance(value, tuple):
-        value = list(value)
-    text = json.dumps(plain_value(value), default=lambda v: v.item())  # item() is that of numpy's scalars
-    with open(3, "wb") as f:
-        f.write(text.encode())
-
-
-def plain_value(value):
-    """A value of which JSON hides nothing: TypeError for a tuple, which is no list, and for keys other than
-    strings, as LiveCodeBench's grader finds neither equal to what was expected."""
-    if isinstance(value, dict):
-        if not all(isinstance(key, str) for key in value):
-            raise TypeError("keys that are no strings")
-        return {key: plain_value(v) for key, v in value.items()}
-    if isinstance(value, tuple):
-        raise TypeError("a tuple inside a value")
-    if isinstance(value, list):
-        return [plain_value(v) for v in value]
-    return value
-
-
-def end_program():
-    """What an interpreter does for a program at its end: wait for its threads, call what it registered, write
-    what stands in open files. To take all its objects apart, which lasts longer than most programs, is left
-    out."""
-    with contextlib.suppress(BaseException):
-        threading._shutdown()
-    with contextlib.suppress(BaseException):
-        atexit._run_exitfuncs()
-    for thing in gc.get_objects():
+    for step in (threading._shutdown, atexit._run_exitfuncs):
+        with contextlib.suppress(BaseException):
+            step()
+    for thing in [*gc.get_objects(), sys.stdout, sys.__stdout__]:  # gc does not list these
         with contextlib.suppress(Exception):
             if isinstance(thing, io.IOBase):
                 thing.flush()
-    for stream in (sys.stdout, sys.__stdout__):
-        if stream is not None and not stream.closed:
-            stream.flush()
+
+
+START = """
+import atexit, contextlib, ctypes, errno, gc, io, json, marshal, os, resource, signal, socket, struct, sys
+import threading, time, types
+size = int(sys.argv[1])
+functions, linux, job = marshal.loads(os.pread(0, size, 0))
+Linux, LIBC = types.SimpleNamespace(**linux), ctypes.CDLL(None, use_errno=True)
+exec(functions)
+supervise(job, size)
+"""
 
 
 @functools.cache
-def supervisor_source() -> str:
-    """The functions above, which run in the supervisor and its tests, as the text of a program."""
-    parts = (supervise, kernel, die_with_parent, write_file, build_namespaces, enter_namespaces,
-             shown_paths, enter_root, lock_mount, prepare_tests, run_tests, append_bytes, passes,
-             takes_too_much, end_processes, enter_test, arrange_descriptors, set_limits, switch_user,
-             drop_privileges, restrict_files, filter_calls, filter_program, run_program, plain_value,
-             end_program)
-    numbers = f"Linux = types.SimpleNamespace(**{vars(Linux)!r})"
-    functions = map(inspect.getsource, parts)
-    return "\n".join([SUPERVISOR_IMPORTS, numbers, *functions, "supervise(int(sys.argv[1]), int(sys.argv[2]))"])
-
-
-@functools.cache
-def compiled(source: str) -> bytes:
-    """A program for START, as to compile the supervisor takes longer than to run a small test."""
-    return marshal.dumps(compile(source, "supervisor", "exec"))
-
-
-START = "import marshal, os, sys; exec(marshal.loads(os.pread(0, int(sys.argv[1]), 0)))"
+def supervisor() -> types.CodeType:
+    """The functions from supervise to here, for START. To compile them takes longer than a small test."""
+    names = list(globals())
+    names = names[names.index("supervise"):names.index("START")]
+    return compile("\n".join(inspect.getsource(globals()[name]) for name in names), "supervisor", "exec")
 
 
 def own_cores() -> list[int]:
     """The cores on which this rank runs solutions, one at a time on each: its share of those that it and the
     machine's other ranks may use."""
-    if sys.platform != "linux":
-        return [0]
-    cores = sorted(os.sched_getaffinity(0))
+    cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else [0]
     rank = int(os.environ.get("LOCAL_RANK", 0))
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return cores[rank::ranks] or [cores[rank % len(cores)]]
@@ -2241,88 +1827,67 @@ def own_cores() -> list[int]:
 FREE_CORES = queue.SimpleQueue()  # whoever runs a solution takes one and puts it back
 for free_core in own_cores():
     FREE_CORES.put(free_core)
+LACKS = []  # what the system lacks for the whole sandbox, as the last run said
 
 
 def run_code(program: str, name: str | None, tests: list[str], seconds: float, memory: int = 4,
              most: list[int] | None = None) -> list:
     """Run a program that nobody has read in a sandbox. Without a name it is __main__ and reads a test from
-    its standard input; else its function (or Solution's method) of that name gets a test's lines as JSON
-    arguments. Returns what each test printed or, as JSON, returned (bytes); None for one of more than most[i]
-    bytes, and from the first test on that crashed, took over `seconds` of wall time or too much memory, or
-    with which all wrote MAX_OUTPUT. memory: GiB that each process may address; all processes of a test
-    together may fill as much, and 4 at most.
+    standard input; else its function (or Solution's method) of that name gets a test's lines, JSON arguments.
+    Returns what each test printed or, as JSON, returned (bytes); None from the first test on that crashed,
+    took over `seconds` of wall time or too much memory, or gave over most[i] bytes. memory: GiB that each
+    process may address; all processes of a test together may fill as much, and 4 at most.
 
     A warning says what the system lacks; OSError, why there is no sandbox at all."""
-    lacks, outputs = in_sandbox(program, name, tests, seconds, memory, most or [MAX_OUTPUT] * len(tests))
-    if lacks:
-        warnings.warn("the sandbox of generated code holds only in part here: " + "; ".join(lacks))
-    return outputs
-
-
-def in_sandbox(program: str, name: str | None, tests: list[str], seconds: float, memory: int,
-               most: list[int]) -> tuple[list[str], list]:
-    """What the system lacks, and the outputs of run_code."""
     if sys.platform != "linux":
         raise OSError("generated code runs in a sandbox that only Linux has: use Linux, a container or WSL")
     inputs = [test.encode(errors="surrogatepass") for test in tests]
     core = FREE_CORES.get()
-    job = dict(program=program, name=name, sizes=[len(i) for i in inputs], seconds=seconds, core=core,
-               processes=64, prelude=PRELUDE, addresses=memory << 30, memory=min(memory, 4) << 30,
-               max_output=MAX_OUTPUT)
-    header = json.dumps(job).encode()
-    options = ["-I", "-X", "utf8", "-X", f"int_max_str_digits={MAX_DIGITS}"]
-    supervisor = compiled(supervisor_source())
-    command = [sys.executable, *options, "-c", START, str(len(supervisor)), str(len(header))]
     folder = tempfile.mkdtemp()
+    job = dict(program=program, name=name, prelude=PRELUDE, sizes=list(map(len, inputs)), seconds=seconds,
+               core=core, addresses=memory << 30, memory=min(memory, 4) << 30,
+               most=most or [MAX_OUTPUT] * len(tests))
+    header = marshal.dumps((supervisor(), vars(Linux), job))
+    options = ["-I", "-X", "utf8", "-X", f"int_max_str_digits={MAX_DIGITS}", "-c", START, str(len(header))]
     environment = {"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "TZ": "UTC", "OMP_NUM_THREADS": "1"}
     child, trouble = None, "it did not start in time"
-    outputs = []
     try:
         with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as told:
-            asked.writelines([supervisor, header, *inputs])
+            asked.writelines([header, *inputs])
             asked.flush()
             with contextlib.suppress(subprocess.TimeoutExpired):  # on a machine too busy to keep any time
                 child = subprocess.run(
-                    command, cwd=folder, start_new_session=True, env=environment, stdin=asked, stdout=told,
-                    stderr=subprocess.PIPE, timeout=(seconds + 1) * len(tests) + 30)
+                    [sys.executable, *options], cwd=folder, start_new_session=True, env=environment,
+                    stdin=asked, stdout=told, stderr=subprocess.PIPE, timeout=(seconds + 1) * len(tests) + 30)
                 trouble = child.stderr.decode(errors="replace").strip()
             told.seek(0)
             lacks = told.readline()
-            for size in iter(told.readline, b""):
-                if int(size) <= most[len(outputs)]:
-                    outputs.append(told.read(int(size)))
-                else:
-                    outputs.append(None)
-                    told.seek(int(size), os.SEEK_CUR)
+            outputs = [told.read(int(size)) for size in iter(told.readline, b"")]
     finally:
         FREE_CORES.put(core)
-        remove_folder(folder)
+        try:
+            os.rmdir(folder)
+        except OSError:  # without namespaces the tests' folders are in it, too deep for shutil, or locked
+            subprocess.run(["chmod", "-R", "u+rwx", folder], stderr=subprocess.DEVNULL)
+            subprocess.run(["rm", "-rf", folder])
     if not lacks or child and child.returncode and trouble:
         raise OSError(f"no sandbox with {sys.executable}: {trouble}")
-    return json.loads(lacks), outputs + [None] * (len(tests) - len(outputs))
-
-
-def remove_folder(folder: str):
-    """Remove a sandbox's folder, in which nothing stands if the sandbox had a root of its own."""
-    try:
-        for name in os.listdir(folder):
-            os.rmdir(os.path.join(folder, name))
-        os.rmdir(folder)
-    except OSError:  # trees too deep for shutil, and folders that their owner may not list
-        subprocess.run(["chmod", "-R", "u+rwx", folder], stderr=subprocess.DEVNULL)
-        subprocess.run(["rm", "-rf", folder])
+    LACKS[:] = json.loads(lacks)
+    if LACKS:
+        warnings.warn("the sandbox of generated code holds only in part here: " + "; ".join(LACKS))
+    return outputs + [None] * (len(tests) - len(outputs))
 
 
 @functools.cache
 def sandbox_lacks() -> list[str]:
-    """What this system lacks for the whole sandbox, and so what is open to a program in it. Empty where it
-    holds."""
-    return in_sandbox("", None, [""], 60.0, 4, [0])[0]
+    """What this system lacks for the whole sandbox, and what is open to a program in it for that reason."""
+    run_code("", None, [""], 60.0)
+    return list(LACKS)
 
 
 def check_sandbox(partial: bool):
-    """Before training on generated code: RuntimeError where the sandbox holds only in part and the user has
-    not said that this will do (--sandbox=partial), as a policy learns to use what is open."""
+    """Before training on generated code: RuntimeError where the sandbox holds in part, as a policy learns to
+    use what is open. partial: the user has said that this will do (--sandbox=partial)."""
     if sandbox_lacks() and not partial:
         raise RuntimeError(
             f"the sandbox of generated code holds only in part here: {'; '.join(sandbox_lacks())}. A policy "
@@ -2333,23 +1898,17 @@ def check_sandbox(partial: bool):
 
 
 def extract_code(response: str) -> str:
-    """The last fenced block of a response, though its end is missing; else what stands in its last <answer>
-    tag; else nothing."""
+    """The last fenced block of a response, be its end missing; else what is in the last <answer> tag."""
     begin = r"```[\w+#.-]*[ \t]*\r?\n"
     end = r"(?:^[ \t]*```(?!\w)|```[ \t]*(?:</answer>|\r?$)|\Z)"
     blocks = re.findall(begin + "(.*?)" + end, response, re.DOTALL | re.MULTILINE)
-    before, tag, inside = response.rpartition("</answer>")[0].rpartition("<answer>")
-    code = ""
-    if tag:
-        code = inside
-    if blocks:
-        code = blocks[-1]
-    return textwrap.dedent(code).strip("\n")
+    _, tag, inside = response.rpartition("</answer>")[0].rpartition("<answer>")
+    code = inside if tag else ""
+    return textwrap.dedent(blocks[-1] if blocks else code).strip("\n")
 
 
 def longest(expected: str) -> int:
-    """Bytes that a right output may have: it may write its numbers with more digits, such as 0.500000000000
-    for 0.5."""
+    """Bytes that a right output may have: it may write numbers with more digits, such as 0.500000 for 0.5."""
     return 1000 + 10 * len(expected.encode(errors="surrogatepass"))
 
 
@@ -2360,47 +1919,26 @@ def same_output(out: bytes | None, expected: str, returned: bool) -> bool:
     if out is None or len(out) > longest(expected):
         return False
     try:
-        if returned:
-            return same_value(out, expected)
-        return same_lines(out.decode(errors="replace"), expected)
+        if returned:  # Python reads no int of more than 4,300 digits; a Decimal of it is as exact
+            wanted = json.loads(expected, parse_int=Decimal)
+            written = json.dumps(wanted, default=lambda integer: 0).encode()
+            alike = all(out.count(mark) == written.count(mark) for mark in b"[{,\"")
+            return alike and json.loads(out, parse_int=Decimal) == wanted
+        printed = out.decode(errors="replace").strip()
+        expected = expected.strip()
+        alike = printed.count("\n") == expected.count("\n")
+        return alike and all(map(same_line, printed.split("\n"), expected.split("\n")))
     except (ValueError, RecursionError, InvalidOperation):  # no JSON, too deep, no numbers
         return False
 
 
-def same_value(out: bytes, expected: str) -> bool:
-    wanted = json.loads(expected, parse_int=exact_integer)
-    written = json.dumps(wanted, default=lambda integer: 0).encode()
-    for mark in b"[{,\"":
-        if out.count(mark) != written.count(mark):
-            return False
-    return json.loads(out, parse_int=exact_integer) == wanted
-
-
-def exact_integer(digits: str) -> int | Decimal:
-    """Python reads no integer of more than 4,300 digits as an int, to save time; a Decimal of it is as
-    exact."""
-    if len(digits) <= 4300:
-        return int(digits)
-    if len(digits) > MAX_DIGITS:
-        raise ValueError(f"an integer of {len(digits)} digits")
-    return Decimal(digits)
-
-
-def same_lines(printed: str, wanted: str) -> bool:
-    printed, wanted = printed.strip(), wanted.strip()
-    if printed.count("\n") != wanted.count("\n"):
-        return False
-    for a, b in zip(printed.split("\n"), wanted.split("\n")):
-        if a.strip() != b.strip() and not same_numbers(a, b):
-            return False
-    return True
-
-
-def same_numbers(a: str, b: str) -> bool:
-    """Whether two lines hold the same numbers. InvalidOperation if one holds anything else."""
-    wanted = b.split()
-    given = a.split(None, len(wanted))  # one more, if there are more
-    return len(given) == len(wanted) and [Decimal(x) for x in given] == [Decimal(x) for x in wanted]
+def same_line(printed: str, expected: str) -> bool:
+    """Whether two lines are the same text or numbers. InvalidOperation if neither."""
+    if printed.strip() == expected.strip():
+        return True
+    wanted = expected.split()
+    given = printed.split(None, len(wanted))  # one more, if there are more
+    return len(given) == len(wanted) and list(map(Decimal, given)) == list(map(Decimal, wanted))
 
 
 def passes_livecodebench(code: str, tests: list[list[str]], fn_name: str | None = None,
@@ -2416,9 +1954,7 @@ def passes_livecodebench(code: str, tests: list[list[str]], fn_name: str | None 
     return all(same_output(out, wanted, fn_name is not None) for out, wanted in zip(outputs, expected))
 
 
-# BigCodeBench's tests patch a solution's module and look into what it returns: they must share its process.
-# So this is for evaluation, where nobody learns from it; a solution that is written to cheat can, by patching
-# unittest while it runs.
+# BigCodeBench's tests patch a solution's module and look into what it returns: they must share its process
 UNITTESTS = """
 import os, sys, types, unittest
 

@@ -355,6 +355,18 @@ e^{-1000} ¦ 0
 5\\6 ¦ 56
 5\displaystyle6 ¦ 56
 x<y ¦ y<x
+f \circ g ¦ g \circ f ¦ fg
+\arctan(2)° ¦ \arctan(2)
+\sin( 30^\circ ¦ \frac12
+9.8*10\% ¦ 9.8*10
+-five ¦ 5 ¦ five
+≈five ¦ 5
+>=3 ¦ 3
+x>=<3 ¦ 3
+1.4142135623730951x ¦ \sqrt{2}x
+\exp(-40) ¦ 0
+100 ¦ 0,100
+\pm 1 \pm 2 ¦ 3,-3
 x+y<x+y ¦ x<y
 2 \mid 4 ¦ 24
 5\text{ km }\text{or more} ¦ 5\text{ km}
