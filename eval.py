@@ -940,7 +940,8 @@ METRIC = """m meter metre; g gram; s second; A ampere; K kelvin; mol mole; B byt
     C coulomb = 1 A s; V volt = 1 J/C; Ω ohm = 1 V/A; F farad = 1 C/V; T tesla = 1 N/A/m;
     Wb weber = 1 V s; H henry = 1 V s/A; eV electronvolt = 0.0000000000000000001602176634 J"""
 OTHERS = """＄ dollar; ¢ cent = 1/100 ＄; € euro; £; % percent = 1/100; ° deg degree; °C; °F; rad radian;
-    amp = 1 A; sec = 1 s; min minute = 60 s; h hr hrs hour = 60 min; day = 24 h; week = 7 day; yr year; month = 1/12 yr;
+    amp = 1 A; sec = 1 s; min minute = 60 s; h hr hrs hour = 60 min; day = 24 h; week = 7 day; yr year;
+    month = 1/12 yr;
     in inch = 0.0254 m; ft foot feet = 12 in; yd yard = 3 ft; mi mile = 1760 yd; mph = 1 mi/h; kph = 1 km/h;
     acre = 4840 yd^2; hectare = 10000 m^2; gal gallon; lb lbs pound = 453.59237 g; oz ounce = 1/16 lb; ton;
     tonne = 1000000 g; kWh = 3600000 J; atm = 101325 Pa; mmHg; revolution rev; rpm = 1 rev/min;
@@ -1357,7 +1358,7 @@ def letter_of(text: str, texts: list) -> str | None:
     return "?" if re.search(rf"\b[{letters}]\b", text) else None
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # Code: a generated program runs in a sandbox; what it prints or returns leaves it as data, and is graded here
 #
 # Nobody has read the program, and a policy in training finds whatever pays. So an interpreter of its own, the
@@ -1874,7 +1875,8 @@ def run_code(program: str, name: str | None, tests: list[str], seconds: float, m
         raise OSError(f"no sandbox with {sys.executable}: {trouble}")
     LACKS[:] = json.loads(lacks)
     if LACKS:
-        warnings.warn("the sandbox of generated code holds only in part here: " + "; ".join(LACKS))
+        text = f"the sandbox of generated code holds only in part here: {'; '.join(LACKS)}"
+        warnings.warn(text, stacklevel=2)
     return outputs + [None] * (len(tests) - len(outputs))
 
 
@@ -2453,7 +2455,7 @@ def learned(problems: list[Problem], traces: list[Trace | None]) -> str:
         share = len(commonest) / len(asked)
         lines.append(f"{kind}: {counted(len(t.workers))}, written for {share:.0%}.  {t.question}")
         for step, worker, response in zip(t.workflow.steps, t.workers, t.responses):
-            seen = " and ".join(str(i + 1) for i in step.access)
+            seen = " and ".join(str(i) for i in step.access)
             sees = f", seeing step{'s' if len(step.access) > 1 else ''} {seen}" if seen else ""
             lines.append(f"    {worker}, told {step.subtask!r}{sees}: {response}")
     return "\n".join(lines)

@@ -76,7 +76,7 @@ class Worker:
     price: list | None = None  # dollars per million tokens: input, output
     concurrency: int = 16  # calls at a time
     rpm: int | float | None = None  # requests per minute
-    timeout: int | float = 120  # seconds for an attempt
+    timeout: int | float = 600  # seconds for an attempt
     deadline: int | float | None = None  # seconds for all attempts and the waits between; else three timeouts
     attempts: int | None = None  # at most; else FAILURES, and any number that a busy provider refuses
     replay: object = field(default=None, repr=False)  # a Replay
@@ -805,11 +805,13 @@ def received(session, request, seconds: float):
     except (urllib3.exceptions.HTTPError, OSError, ValueError) as e:  # all that it raises when they fail
         took = time.monotonic() - begun
         text = f"the connection failed: {type(e).__name__}: {e}"
-        if took > seconds - 0.001:
-            text = f"no complete response within {seconds:.3g} s"
-        if not isinstance(e, requests.ConnectTimeout):  # Who hangs up at once has not begun to work.
+        unreached = isinstance(e, requests.ConnectTimeout)
+        late = took > seconds - 0.001 and not unreached
+        if late:  # It may still be at work: another attempt would stand in line behind this one.
+            text = f"no complete response within {seconds:.3g} s; a slow worker needs a larger timeout"
+        if not unreached:  # Who hangs up at once has not begun to work.
             billed = billed or took > CONNECT or isinstance(e, requests.ReadTimeout)
-        raise WorkerError(text, retry=True, billed=billed) from None
+        raise WorkerError(text, retry=not late, billed=billed) from None
 
 
 def response_data(response, body: bytes | dict) -> dict:
@@ -907,7 +909,7 @@ def plain_chat(body) -> dict:
     if not isinstance(said, list) or not said or not isinstance(body.get("model"), str):
         raise ValueError("expected an object with model, a name, and messages, a list of at least one")
     if body.get("n") not in (None, 1):
-        raise ValueError("n above 1 is not supported: ask once for each answer")
+        raise ValueError("n other than 1 is not supported: ask once for each answer")
     for key in UNSUPPORTED:
         if body.get(key):
             raise ValueError(f"{key} is not supported")
@@ -919,7 +921,8 @@ def plain_message(message) -> dict:
     role = at(message, "role")
     if role not in ROLES:
         raise ValueError(f"expected messages whose role is one of {', '.join(ROLES)}")
-    content = message.get("content") or ""
+    content = message.get("content")
+    content = "" if content is None else content
     texts = [at(part, "text") for part in content] if isinstance(content, list) else [content]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("expected messages whose content is text: nothing else is supported")
@@ -941,7 +944,8 @@ class Handler(BaseHTTPRequestHandler):
         """Send a whole response. headers: x_name="value"."""
         body = json.dumps(data).encode()
         self.send_head(status, Content_Type="application/json", Content_Length=len(body), **headers)
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def send_head(self, status: int, **headers):
         if self.close_connection:
@@ -951,12 +955,12 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
 
-    def fail(self, status: int, message: str, retry: bool = True):
+    def fail(self, status: int, message: str, retry: bool = True, code: str | None = None):
         """Answer with an error as OpenAI writes it; within a stream it ends the stream.
 
         retry=False asks clients that read x-should-retry (OpenAI's own do) not to ask, and pay, again."""
         kind = "invalid_request_error" if status < 500 else "server_error"
-        error = {"error": {"message": message, "type": kind, "param": None, "code": None}}
+        error = {"error": {"message": message, "type": kind, "param": None, "code": code}}
         if self.streaming:
             return self.send_event(error)
         headers = {} if retry else {"x_should_retry": "false"}
@@ -1013,6 +1017,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(200, answers[path])
         self.fail(404, f"there is nothing at {path}; {PATHS}, and the models are {', '.join(self.models)}")
 
+    do_HEAD = do_GET
+
     def do_POST(self):
         data = self.read_body()
         if data is None:
@@ -1022,12 +1028,17 @@ class Handler(BaseHTTPRequestHandler):
         if self.headers.get_content_type() != "application/json":  # Any web page can send the others here.
             return self.fail(415, "expected Content-Type: application/json")
         try:
-            self.chat = plain_chat(json.loads(data))
+            body = json.loads(data)
         except (ValueError, RecursionError) as e:
-            return self.fail(400, f"expected a chat in JSON: {e}")
+            return self.fail(400, f"expected JSON: {e}")
+        try:
+            self.chat = plain_chat(body)
+        except ValueError as e:
+            return self.fail(400, str(e))
         model = self.chat["model"]
         if model not in self.models:
-            return self.fail(404, f"there is no model {model!r}; there are {', '.join(self.models)}")
+            text = f"there is no model {model!r}; there are {', '.join(self.models)}"
+            return self.fail(404, text, code="model_not_found")
         self.card = {"id": f"chatcmpl-{time.time_ns()}", "created": int(time.time()), "model": model}
         try:
             self.complete(self.chat)
@@ -1040,7 +1051,7 @@ class Handler(BaseHTTPRequestHandler):
     def read_body(self) -> bytes | None:
         """The request's body; None where the request was refused without reading it."""
         length = self.headers.get("Content-Length", "0")
-        if not re.fullmatch(r"(localhost|127\.[\d.]+|\[::1\])(:\d+)?", self.headers.get("Host", "")):
+        if not re.fullmatch(r"(?i)(localhost|127\.[\d.]+|\[::1\])(:\d+)?", self.headers.get("Host", "")):
             # A web page whose host's name comes to mean 127.0.0.1 could otherwise use the server.
             return self.refuse(403, "expected a loopback address as Host")
         if "Transfer-Encoding" in self.headers:

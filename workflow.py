@@ -374,7 +374,7 @@ def conduct(write, tasks: list[Task], rounds: int = 0, prompting: Prompting = Pr
                     latest[i] = rollout
                 if trace or tasks[i].hung_up():
                     del asked[i]
-                if trace and trace.workflow.steps and not trace.error:
+                if trace and trace.workflow.steps and not trace.error and not tasks[i].hung_up():
                     going_on[i] = trace
     return latest
 
@@ -860,6 +860,8 @@ def show(file: str, number: int | None, form: str) -> str:
 # What a client may ask of the answer belongs to the last step's call; the rest of these nobody needs.
 OVERRIDES = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "stop", "seed", "response_format",
              "presence_penalty", "frequency_penalty", "logit_bias", "reasoning_effort", "verbosity")
+RANGES = {"max_tokens": (1, 10 ** 9), "max_completion_tokens": (1, 10 ** 9), "temperature": (0, 2),
+          "top_p": (0, 1), "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2)}
 IGNORED = ("model", "messages", "stream", "stream_options", "n", "user", "metadata", "store", "service_tier",
            "safety_identifier", "prompt_cache_key", "tool_choice", "parallel_tool_calls")
 
@@ -880,6 +882,11 @@ def conductor_server(write, pool: list, prompting: Prompting, rounds: int, port:
             for key in body:
                 if key not in OVERRIDES + IGNORED and body[key]:
                     return self.fail(400, f"{key} is not supported; there are {', '.join(OVERRIDES)}")
+            for key, (least, most) in RANGES.items():  # before anything is paid
+                value = body.get(key)
+                number = type(value) is int or type(value) is float and most <= 2
+                if value is not None and not (number and least <= value <= most):
+                    return self.fail(400, f"{key}: expected a number from {least} to {most}")
             said = body["messages"]
             question = said[0]["content"]
             if len(said) > 1:

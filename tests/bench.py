@@ -221,8 +221,8 @@ def client(workflows=256, steps=3, latency=0.05):
 
 
 def sandbox(solutions="60", tests="100", against=""):
-    """How many small solutions a second the sandbox takes, with one at a time on each core, and how much CPU time a test costs in a solution
-    of many tests. against=FILE compares with another edition of eval.py, turn by turn."""
+    """How many small solutions a second the sandbox takes, with one at a time on each core, and how much CPU time
+    a test costs in a solution of many. against=FILE compares with another edition of eval.py, turn by turn."""
     import eval as evaluation
 
     editions = {"here": evaluation}
@@ -245,7 +245,8 @@ def count(words):
         for name, edition in editions.items():
             begun = time.perf_counter()
             with ThreadPoolExecutor(cores) as threads:
-                passed = list(threads.map(lambda _: edition.passes_livecodebench(program, few, "count"), range(int(solutions) // turns)))
+                rounds = range(int(solutions) // turns)
+                passed = list(threads.map(lambda _: edition.passes_livecodebench(program, few, "count"), rounds))
             numbers[name]["per_second"].append(len(passed) / (time.perf_counter() - begun))
             before = os.times()
             passed.append(edition.passes_livecodebench("print(int(input()) + 1)", many))
@@ -256,7 +257,8 @@ def count(words):
     found = {"cores": cores}
     for name, measured in numbers.items():
         found[name] = {what: round(statistics.median(values), 2) for what, values in measured.items()}
-        print(f"{name}: {found[name]['per_second']} solutions a second, {found[name]['cpu_ms_per_test']} ms of CPU a test")
+        per_second, cpu = found[name].values()
+        print(f"{name}: {per_second} solutions a second, {cpu} ms of CPU a test")
     print(json.dumps(found))
 
 

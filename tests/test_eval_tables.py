@@ -184,8 +184,8 @@ def test_learned():
     assert "calculator, told 'Task 0.': 1" in first
     head, *steps = second.splitlines()
     assert head.startswith("3 steps") and "Which?" in head
-    assert [s.strip() for s in steps] == ["librarian, told 'Task 0.': hm", "coder, told 'Task 1.', seeing step 1: hm",
-                                         "coder, told 'Task 2.', seeing steps 1 and 2: 1"]
+    assert [s.strip() for s in steps] == ["librarian, told 'Task 0.': hm", "coder, told 'Task 1.', seeing step 0: hm",
+                                         "coder, told 'Task 2.', seeing steps 0 and 1: 1"]
     assert "none:" not in text
 
 

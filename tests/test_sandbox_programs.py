@@ -1,4 +1,5 @@
-"""Generated code that means well: what honest programs need, and LiveCodeBench's and BigCodeBench's rules, against answers worked out by hand."""
+"""Generated code that means well: what honest programs need, and the rules of LiveCodeBench and BigCodeBench,
+against answers worked out by hand."""
 import json
 import sys
 import tracemalloc
@@ -48,8 +49,9 @@ def test_extract(response, code):
 
 
 def test_extraction_is_linear():
-    for hostile in ("```\n" * 200_000, "`" * 1_000_000, "<answer>" * 100_000, "``` " + " " * 1_000_000, "```a" * 200_000):
-        extract_code(hostile)
+    for hostile in ("```\n", "`" * 5, "<answer>", " " * 5, "```a"):
+        extract_code("``` " + 200_000 * hostile)
+        extract_code(200_000 * hostile)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -100,7 +102,6 @@ def test_printed(out, expected, same):
     (b"1" * 5000, "1" * 60, False),
     (b"1" * 5000, "1" * 5000, True),  # Python itself reads no int of more than 4,300 digits
     (b"[" + b"1" * 5000 + b"]", "[" + "1" * 4999 + "2]", False),
-    (b"1" * 50_001, "1" * 50_001, False),  # nor the official grader more than 50,000
     (b'{"a": 1, "b": [2]}', '{"b": [2], "a": 1.0}', True),
     (b'{"a": 1}', '{"a": 1, "b": 2}', False),
     (b'"\\u00e9,["', '"\u00e9,["', True),
@@ -120,52 +121,69 @@ def test_returned(out, expected, same):
     "total = 0\nfor _ in range(3):\n    total += int(input())\nprint(total)\nquit()\nprint('no')",
     "print(int(input()) + int(input()) + int(input()))\nsys.exit(1)",
     "print(sum(map(int, sys.stdin.readlines())))\nexit('done')",
-    "global total\ntotal = 0\ndef add(x):\n    global total\n    total += x\nfor line in sys.stdin:\n    add(int(line))\nprint(total)",
+    "global total\ntotal = 0\ndef add(x):\n    global total\n    total += x\nfor line in sys.stdin:\n"
+    "    add(int(line))\nprint(total)",
     "def main():\n    print(sum(map(int, stdin)))\nif __name__ == '__main__':\n    main()",
     "from __future__ import annotations\nprint(sum(map(int, sys.stdin)))",
     "try:\n    total = 0\n    while True:\n        total += int(input())\nexcept EOFError:\n    print(total)",
     "import atexit\ntotal = sum(map(int, sys.stdin))\natexit.register(lambda: print(total))",
-    "import threading\nthreading.stack_size(1 << 27)\nthreading.Thread(target=lambda: print(sum(map(int, sys.stdin)))).start()",
+    "import threading\nthreading.stack_size(1 << 27)\n"
+    "threading.Thread(target=lambda: print(sum(map(int, sys.stdin)))).start()",
     "sys.stdout.buffer.write(b'%d' % sum(map(int, sys.stdin.buffer)))",
     "import os\nos.write(1, b'%d' % sum(map(int, sys.stdin)))",
     "def f(n):\n    return n and 1 + f(n - 1)\nprint(sum(map(int, sys.stdin)) + f(20_000) - 20_000)",
     "len(str(10 ** 20_000))\nprint(sum(map(int, sys.stdin)))",
     "class A:\n    pass\nimport pickle\npickle.loads(pickle.dumps(A()))\nprint(sum(map(int, sys.stdin)))",
     "f = open(1, 'w')\nf.write(str(sum(map(int, sys.stdin))))",  # never closed
-    "import io\nstdout = io.TextIOWrapper(io.FileIO(1, 'w', closefd=False))\nstdout.write(str(sum(map(int, sys.stdin))))",
-    "class Out(io.IOBase):\n    text = ''\n    def write(self, s):\n        self.text += s\n    def flush(self):\n"
-    "        os.write(1, self.text.encode())\n        self.text = ''\nimport os\nsys.stdout = Out()\nprint(sum(map(int, sys.stdin)))",
+    "import io\nstdout = io.TextIOWrapper(io.FileIO(1, 'w', closefd=False))\n"
+    "stdout.write(str(sum(map(int, sys.stdin))))",
+    "class Out(io.IOBase):\n    text = ''\n    def write(self, s):\n        self.text += s\n"
+    "    def flush(self):\n"
+    "        os.write(1, self.text.encode())\n        self.text = ''\nimport os\nsys.stdout = Out()\n"
+    "print(sum(map(int, sys.stdin)))",
     "import concurrent.futures as c\nc.ThreadPoolExecutor(4).submit(lambda: print(sum(map(int, sys.stdin))))",
     "import multiprocessing as m\nwith m.Pool(2) as pool:\n    print(sum(pool.map(int, sys.stdin)))",
-    "from multiprocessing import shared_memory as s\nm = s.SharedMemory(create=True, size=9)\nm.buf[0] = 6\nprint(m.buf[0])\nm.unlink()",
-    "import tempfile\nwith tempfile.NamedTemporaryFile('w+') as f:\n    f.write('6')\n    f.seek(0)\n    print(f.read())",
+    "from multiprocessing import shared_memory as s\nm = s.SharedMemory(create=True, size=9)\nm.buf[0] = 6\n"
+    "print(m.buf[0])\nm.unlink()",
+    "import tempfile\nwith tempfile.NamedTemporaryFile('w+') as f:\n    f.write('6')\n    f.seek(0)\n"
+    "    print(f.read())",
     "import subprocess\nprint(subprocess.check_output([sys.executable, '-c', 'print(6)'], text=True))",
-    "import os, time\nprint(6 if os.path.expanduser('~') == os.getcwd() and time.localtime().tm_zone == 'UTC' else 0)",
+    "import os, time\n"
+    "print(6 if os.path.expanduser('~') == os.getcwd() and time.localtime().tm_zone == 'UTC' else 0)",
     "with open('notes', 'w') as f:\n    f.write('6')\nprint(open('notes').read())",
     "h: List[int] = []\nheappush(h, gcd(12, 18))\nprint(max(Counter(h)), end='')",
     "import numpy as np\nprint(np.array(sys.stdin.read().split(), dtype=int).sum())",
-    "import subprocess\nprint(subprocess.run(['expr', '3', '+', '3'], capture_output=True, text=True).stdout)",
+    "import subprocess\n"
+    "print(subprocess.run(['expr', '3', '+', '3'], capture_output=True, text=True).stdout)",
 ])
 @linux
 def test_honest_programs(program):
     assert passes(program, ("1\n2\n3\n", "6\n"), ("1\n2\n3", "6"))
 
 
-@pytest.mark.parametrize("program", ["print(6)\nraise ValueError", "print(6)\n1 / 0", "print(6", "import no_such_module",
-                                     "print(6)\nos._exit(3)", "print(6, flush=True)\nos.kill(os.getpid(), 9)", "print(7)", "", "\0"])
+@pytest.mark.parametrize("program", ["print(6)\n"
+                                     "raise ValueError", "print(6)\n"
+                                                         "1 / 0", "print(6", "import no_such_module",
+                                     "print(6)\n"
+                                     "os._exit(3)", "print(6, flush=True)\n"
+                                                    "os.kill(os.getpid(), 9)", "print(7)", "", "\0"])
 @linux
 def test_failing_programs(program):
     assert not passes("import os\n" + program, ("", "6"))
 
 
 @pytest.mark.parametrize("code", [
-    "class Solution:\n    def add(self, a: List[int], b: int) -> List[int]:\n        return [x + b for x in a]",
-    "class Solution:\n    def add(self, a, b):\n        print('debugging', [9])\n        return tuple(x + b for x in a)",
+    "class Solution:\n    def add(self, a: List[int], b: int) -> List[int]:\n"
+    "        return [x + b for x in a]",
+    "class Solution:\n    def add(self, a, b):\n        print('debugging', [9])\n"
+    "        return tuple(x + b for x in a)",
     "def add(a, b):\n    return [x + b for x in a]",
     "import numpy as np\ndef add(a, b):\n    return [np.int64(x + b) for x in a]",
-    "import dataclasses\n@dataclasses.dataclass\nclass P:\n    x: int\ndef add(a, b):\n    return [P(x + b).x for x in a]",
+    "import dataclasses\n@dataclasses.dataclass\nclass P:\n    x: int\ndef add(a, b):\n"
+    "    return [P(x + b).x for x in a]",
     "def add(a, b):\n    return [x + b for x in a]\nif __name__ == '__main__':\n    raise SystemExit(1)",
-    "seen = []\ndef add(a, b):\n    seen.append(1)\n    assert len(seen) == 1\n    return [x + b for x in a]",  # each test starts afresh
+    "seen = []\ndef add(a, b):\n    seen.append(1)\n    assert len(seen) == 1\n"
+    "    return [x + b for x in a]",  # each test starts afresh
 ])
 @linux
 def test_calls(code):
@@ -202,7 +220,7 @@ def test_all_tests_must_pass():
 ])
 @linux
 def test_values_as_in_the_official_grader(value, expected, same):
-    """lcb_runner/evaluation/testing_util.py: prediction == json.loads(expected), a tuple at the top as a list."""
+    """lcb_runner/evaluation/testing_util.py: prediction == json.loads(expected), a tuple on top a list."""
     assert passes(f"def f(_):\n    return {value}", ("0", expected), fn_name="f") == same
 
 
@@ -244,15 +262,19 @@ def test_a_wrong_output_costs_no_more_than_a_right_one(out, returned):
 @linux
 def test_a_long_output_is_not_read():
     program = "print('x' * int(input()))"
-    assert run_code(program, None, ["10", "1000", "5"], 60, most=[100, 100, 100]) == [b"x" * 10 + b"\n", None, b"x" * 5 + b"\n"]
+    tests = ["10", "1000", "5"]
+    first, second = b"x" * 10 + b"\n", b"x" * 1000 + b"\n"
+    assert run_code(program, None, tests, 60, most=[100, 1001, 5]) == [first, second, None]
+    assert run_code(program, None, tests, 60, most=[100, 1000, 100]) == [first, None, None]
 
 
-@pytest.mark.parametrize("value", ["[(1, 2)]", "{1: 2}.keys()", "range(3)", "object()", "lambda: 1", "{1}", "iter([1])", "b'1'", "1j",
-                                   "None"])
+@pytest.mark.parametrize("value", ["[(1, 2)]", "{1: 2}.keys()", "range(3)", "object()", "lambda: 1", "{1}",
+                                   "iter([1])", "b'1'", "1j", "None"])
 @linux
 def test_only_data_crosses(value):
     out, = run_code(f"def f(_):\n    return {value}", "f", ["0"], 60)
-    assert not any(same_output(out, expected, True) for expected in ("[[1, 2]]", "[1]", "[0, 1, 2]", "1", '"1"', "false"))
+    for expected in ("[[1, 2]]", "[1]", "[0, 1, 2]", "1", '"1"', "false"):
+        assert not same_output(out, expected, True)
 
 
 def test_no_tests_is_an_error():
@@ -263,7 +285,8 @@ def test_no_tests_is_an_error():
 @linux
 def test_many_at_once():
     with ThreadPoolExecutor(4) as threads:
-        outs = list(threads.map(lambda i: output(f"import os\nopen('x', 'w').write('{i}')\nprint(open('x').read(), os.listdir())"),
+        outs = list(threads.map(lambda i: output(f"import os\nopen('x', 'w').write('{i}')\n"
+                                                 f"print(open('x').read(), os.listdir())"),
                                 range(12)))
     assert outs == [f"{i} ['x']\n" for i in range(12)]
 
@@ -279,7 +302,9 @@ def test_a_python_that_does_not_start(monkeypatch):
 # BigCodeBench
 
 PROMPT = "import math\nfrom collections import Counter\ndef task_func(words, n=2):\n"
-RIGHT = PROMPT + "    if n < 1:\n        raise ValueError('n')\n    return [w for w, _ in Counter(words).most_common(n)]"
+RIGHT = PROMPT + """    if n < 1:
+        raise ValueError('n')
+    return [w for w, _ in Counter(words).most_common(n)]"""
 TESTS = """
 import os
 import unittest
@@ -313,7 +338,8 @@ def bigcodebench(code, test=TESTS, prompt=PROMPT):
 @linux
 def test_bigcodebench():
     assert bigcodebench(RIGHT)
-    assert bigcodebench(RIGHT.replace("import math\nfrom collections import Counter\n", ""))  # calibrated: the prompt's imports are there
+    assert bigcodebench(RIGHT.replace("import math\n"
+                                      "from collections import Counter\n", ""))  # calibrated
     assert bigcodebench(RIGHT + "\nprint(task_func(['a']))\nif __name__ == '__main__':\n    1 / 0")
     assert not bigcodebench("")  # the prompt's own function, with `pass`
     assert not bigcodebench(RIGHT.replace("if n < 1", "if n < 0"))
@@ -324,7 +350,12 @@ def test_bigcodebench():
         bigcodebench(RIGHT, "import unittest\nclass TestCases(unittest.TestCase):\n    pass")
 
 
-STUB = "def task_func(words, n=2):\n    if n < 1:\n        raise ValueError\n    {}\n    return [0] * n\n"  # passes tests 2 and 4
+STUB = """def task_func(words, n=2):  # passes tests 2 and 4
+    if n < 1:
+        raise ValueError
+    {}
+    return [0] * n
+"""
 FORGED_UNITTESTS = {  # the cheap cheats; patching unittest while it runs is none of them, and passes
     "exit": "import sys\nsys.exit(0)",
     "_exit": "import os\nos._exit(0)",
@@ -333,9 +364,11 @@ FORGED_UNITTESTS = {  # the cheap cheats; patching unittest while it runs is non
     "atexit": "import atexit, os\natexit.register(os._exit, 0)\n" + STUB.format("pass"),
     "stdout": "print('OK')\nprint('[\"test_case_1\"]')\n" + STUB.format("print('Ran 4 tests in 0.001s')"),
     "skip": "import unittest\n" + STUB.format("raise unittest.SkipTest"),
-    "failures are skips": "import unittest\nunittest.TestCase.failureException = unittest.SkipTest\n" + STUB.format("pass"),
+    "failures are skips": "import unittest\n"
+                          "unittest.TestCase.failureException = unittest.SkipTest\n" + STUB.format("pass"),
     "own unittest": "import sys, types\nu = types.ModuleType('unittest')\nu.TestCase = object\nu.mock = u\n"
-                    "u.patch = lambda *a, **k: lambda f: f\nsys.modules['unittest'] = sys.modules['unittest.mock'] = u\n"
+                    "u.patch = lambda *a, **k: lambda f: f\n"
+                    "sys.modules['unittest'] = sys.modules['unittest.mock'] = u\n"
                     + STUB.format("pass"),
 }
 
@@ -349,10 +382,14 @@ def test_forged_unittests(forgery):
 @linux
 def test_libraries_compare_by_element():
     pytest.importorskip("numpy")
-    test = ("import unittest\nimport numpy as np\nclass TestCases(unittest.TestCase):\n    def test_it(self):\n"
-            "        np.testing.assert_array_equal(task_func(3), [0, 1, 2])\n        self.assertEqual(task_func(0).shape, (0,))")
-    assert bigcodebench("import numpy as np\ndef task_func(n):\n    return np.arange(n)", test, "def task_func(n):\n")
-    assert not bigcodebench("import numpy as np\ndef task_func(n):\n    return np.ones(n)", test, "def task_func(n):\n")
+    test = ("import unittest\nimport numpy as np\nclass TestCases(unittest.TestCase):\n"
+            "    def test_it(self):\n"
+            "        np.testing.assert_array_equal(task_func(3), [0, 1, 2])\n"
+            "        self.assertEqual(task_func(0).shape, (0,))")
+    assert bigcodebench("import numpy as np\ndef task_func(n):\n"
+                        "    return np.arange(n)", test, "def task_func(n):\n")
+    assert not bigcodebench("import numpy as np\ndef task_func(n):\n"
+                            "    return np.ones(n)", test, "def task_func(n):\n")
 
 
 @linux

@@ -127,7 +127,7 @@ def test_the_specialists_server_gets_no_key():
     assert shown.returncode == 0 and "PATH=" in shown.stdout and KEY not in shown.stdout, shown.stderr
 
 
-def gone(url, seconds=20):
+def gone(url, seconds=60):
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:

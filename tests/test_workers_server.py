@@ -142,7 +142,7 @@ def test_models_health_and_paths(url, parrot):
         ({"messages": [{"role": "user", "content": 3}]}, 400, "text"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, "text"),
         ({"tools": [{"type": "function"}]}, 400, "tools is not supported"),
-        ({"n": 2}, 400, "n above 1"),
+        ({"n": 2}, 400, "n other than 1"),
         ({"logprobs": True}, 400, "logprobs is not supported"),
         ({"response_format": {"type": "json_object"}}, 400, "response_format"),
     ],
@@ -321,3 +321,8 @@ def test_many_clients_at_once_and_no_thread_is_left(url):
         thread.join(20)
     assert len(answers) == 64 and all(f'"content": "{i + 1}"' in text for i, text in answers)
     until(lambda: threading.active_count() <= before)
+
+
+def test_head_has_no_body_and_the_host_may_be_in_capitals(url):
+    answer = requests.head(url.removesuffix("/v1") + "/health", headers={"Host": "LOCALHOST"}, timeout=20)
+    assert answer.status_code == 200 and answer.content == b"" and int(answer.headers["Content-Length"]) > 0

@@ -128,7 +128,7 @@ def test_slow_servers_end_at_the_timeout_and_the_deadline(name):
         with pytest.raises(WorkerError, match="no complete response within"):
             worker(server, timeout=0.3, deadline=0.8).chat(CHAT)
         assert 0.29 <= one < 3 and time.monotonic() - begun - one < 4
-        assert 2 <= len(server.requests) <= 5  # one, and as many as begin within 0.8 s
+        assert len(server.requests) == 2  # Who is late may still be at work: it is not asked again.
 
 
 @pytest.mark.parametrize("silent_in", ["head", "body", "body without length", "stream"])

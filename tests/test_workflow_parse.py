@@ -343,8 +343,8 @@ HOSTILE = {  # name -> text of about n characters
 
 
 def test_hostile_text_costs_linear_time():
-    """240 KB of anything within two seconds (0.2 on an idle machine), and at most 30 times what an eighth of it takes: linear is 8
-    times, quadratic 64. In a process of its own, as a crash would be one of this one; one of three tries, in
+    """240 KB of anything within two seconds (0.2 on an idle machine), and at most 30 times what an eighth of
+    it takes: linear is 8 times, quadratic 64. In a process of its own, as a crash would be one of this one; one of three tries, in
     CPU time, as a machine has other things to do."""
     code = (f"import sys; sys.path[:0] = {[ROOT, os.path.dirname(__file__)]}; "
             "import test_workflow_parse as t; t.time_the_hostile()")
@@ -353,7 +353,7 @@ def test_hostile_text_costs_linear_time():
 
 def time_the_hostile():
     for name, text in HOSTILE.items():
-        for attempt in range(3):
+        for _ in range(3):
             few, many = seconds_to_refuse(text(30_000)), seconds_to_refuse(text(240_000))
             if many < 2.0 and many < 30 * max(few, 0.002):
                 break
