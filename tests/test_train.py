@@ -9,7 +9,7 @@ import sys
 import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -17,8 +17,8 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import train
 import workers
-from eval import Problem, grade, load, random_completion
-from model import Qwen, Tokenizer
+from eval import Problem, grade, load, random_completion, write_problems
+from model import Qwen, Tokenizer, read_json
 from sample import Completion
 from train import PRESETS, Settings, ablation, prompting, schedule, tiny_tokenizer
 from train_runs import SHORT, Ended, checkpoint, in_process, launch, metrics, rollouts, runs, timeless, trained, weights  # noqa: F401
@@ -221,6 +221,8 @@ def test_the_checkpoint_loads_in_transformers(checkpoint):
     ids_of = PreTrainedTokenizerFast.from_pretrained(checkpoint)
     assert type(theirs).__name__ == "Qwen2ForCausalLM"
     model, tokenizer = Qwen.from_pretrained(checkpoint), Tokenizer.from_pretrained(checkpoint)
+    asked = prompting(Settings(max_new_tokens=64))
+    assert read_json(f"{checkpoint}/conductor.json") == {**asdict(asked), "dtype": "fp32"}
     chat = messages("What is veintitrés * 39?", 5, style="short")
     ids = tokenizer.chat(chat)
     assert ids_of.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) == ids
@@ -328,13 +330,14 @@ def test_nobody_may_have_a_second_round():
 
 
 def test_what_a_kill_leaves_of_tidying_up(tmp_path):
-    """A link that was not renamed, checkpoints half removed or half written: the next time goes through, with the newest two and the best."""
+    """A link that was not renamed, checkpoints half removed or half written: the newest two whole ones and the best stay."""
     for i, score in enumerate((0.9, 0.1, 0.2, 0.3)):
         os.makedirs(tmp_path / "checkpoints" / f"{i:05d}")
         (tmp_path / "checkpoints" / f"{i:05d}" / "training.json").write_text(json.dumps({"score": score}))
-    os.symlink("checkpoints/00001", tmp_path / "checkpoint.tmp")
-    for left in ("00001.old", "00077.old", "00002.tmp"):
-        os.makedirs(tmp_path / "checkpoints" / left / "exp_avg")
+    os.symlink("checkpoints/00001", tmp_path / "checkpoint.new")
+    for left in ("00007", "00077"):
+        os.makedirs(tmp_path / "checkpoints" / left / "state")
+    assert [os.path.basename(folder) for folder in train.checkpoints(str(tmp_path))] == ["00000", "00001", "00002", "00003"]
     train.tidy(Settings(out=str(tmp_path)))
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["00000", "00002", "00003"]
     assert os.readlink(tmp_path / "checkpoint") == "checkpoints/00003" and sorted(os.listdir(tmp_path)) == ["checkpoint", "checkpoints"]
@@ -524,13 +527,23 @@ def test_train_refuses(case, refused):
     ("--keep=1000000000", "GiB of disk"), ("--init_from={tmp}/none", "lacks a model to start from .\\S*none"), ("--loss=mean", "sequence, token"), ("--test_data=lapdog", "lapdog"), ("--reference={tmp}/none", "reference policy .*none"),
     ("--resume", "without --beta"), ("laptop", "'laptop'"), ("--report=paper", "tensorboard, wandb"), ("--dtype=fp8", "fp8"), ("--eval_every=-1", "--eval_every=-1"),
     ("--replay={tmp_path}/out/replies", "outside of --out"), ("--rollouts=0", "--rollouts=0"),
-    ("--iterations=-1", "--iterations=-1"), ("--style=shrt", "shrt"), ("--width=30", "--width=30"),
+    ("--iterations=-1", "--iterations=-1"), ("--style=shrt", "shrt"), ("--width=30", "--width=30"), ("--sandbox=half", "partial"),
     ("--max_steps=0", "--max_steps=0"), ("--temperature=0", "--temperature=0"), ("--warm_batch=0", "--warm_batch=0")])
 def test_main_refuses(word, names, tmp_path, in_process):
     """As above, without a process of its own. --resume finds a run that began without a KL term."""
-    os.makedirs(tmp_path / "out" / "checkpoints" / "00001" / "state")
-    (tmp_path / "out" / "checkpoints" / "00001" / "state" / "00000-of-00001.safetensors").touch()
+    os.makedirs(tmp_path / "out" / "checkpoints" / "00001")
+    (tmp_path / "out" / "checkpoints" / "00001" / "training.json").touch()
     with pytest.raises(SystemExit, match=names):
         train.main(["--preset=laptop", f"--out={tmp_path}/out", *TINY, word.format(tmp=tmp_path, tmp_path=tmp_path)])
 
 
+def test_code_is_trained_on_only_in_a_whole_sandbox(tmp_path, monkeypatch, in_process):
+    """A sandbox that lacks a part is refused where problems are graded by programs, unless --sandbox=partial is said."""
+    code = Problem("code/0", "Print the number.", "", "code", "code", extra={"tests": [["1", "1"]]})
+    write_problems(str(tmp_path / "code.jsonl"), [code] * 2)
+    monkeypatch.setattr(train.evaluation, "sandbox_lacks", lambda: ["a wall"])
+    argv = ["--preset=laptop", f"--out={tmp_path}/out", *TINY, "--test_data=laptop", "--dry_run"]
+    train.main(argv)
+    with pytest.raises(SystemExit, match="lacks a sandbox .*a wall.*--sandbox=partial"):
+        train.main([*argv, f"--data={tmp_path}/code.jsonl"])
+    train.main([*argv, f"--data={tmp_path}/code.jsonl", "--sandbox=partial"])
