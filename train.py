@@ -898,8 +898,10 @@ def peak_memory() -> int:
 def sizes(config: Config) -> tuple[int, int]:
     """The parameters of a layer, and of the whole model."""
     with torch.device("meta"):
-        model = Qwen(config)
-    return tuple(sum(p.numel() for p in part.parameters()) for part in (model.model.layers[0], model))
+        model = Qwen(replace(config, num_hidden_layers=1))
+    layer = sum(p.numel() for p in model.model.layers[0].parameters())
+    with_one = sum(p.numel() for p in model.parameters())
+    return layer, with_one + (config.num_hidden_layers - 1) * layer
 
 
 def forward_flops(config: Config, asked: float, written: float, context: float) -> float:

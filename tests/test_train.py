@@ -539,7 +539,7 @@ def test_main_refuses(word, names, tmp_path, in_process):
 
 def test_code_is_trained_on_only_in_a_whole_sandbox(tmp_path, monkeypatch, in_process):
     """A sandbox that lacks a part is refused where problems are graded by programs, unless --sandbox=partial is said."""
-    code = Problem("code/0", "Print the number.", "", "code", "code", extra={"tests": [["1", "1"]]})
+    code = Problem("code/0", "Print the number.", "", "code", "code", extra={"function": None, "tests": [["1", "1"]]})
     write_problems(str(tmp_path / "code.jsonl"), [code] * 2)
     monkeypatch.setattr(train.evaluation, "sandbox_lacks", lambda: ["a wall"])
     argv = ["--preset=laptop", f"--out={tmp_path}/out", *TINY, "--test_data=laptop", "--dry_run"]
