@@ -235,7 +235,7 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
     *totals, tokens = over_ranks(sums.tolist(), device)
     names = ("gap", "approx_kl", "clipfrac", "entropy", "kl")
     means = {name: total / max(tokens, 1) for name, total in zip(names, totals)}
-    return {**means, "grad_norm": norm, "skipped": int(not np.isfinite(norm))}
+    return means | {"grad_norm": norm, "skipped": int(not np.isfinite(norm))}
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -569,11 +569,17 @@ def log(s: Settings, m: dict, report):
         f.write(json.dumps(m) + "\n")
     numbers = {key: value for key, value in m.items() if isinstance(value, int | float)}
     report(numbers)
-    shown = []
-    for numbers in (numbers, m.get("again", {}), m["seconds"]):
-        shown += [f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}"
-                  for key, value in numbers.items() if key != "iteration"]
-    say(f"{m['iteration'] + 1:4d}/{s.iterations} {' '.join(shown)}")
+    shown = {**numbers, **m["seconds"]}  # how long each part took stands last
+    del shown["iteration"]
+    say(f"{m['iteration'] + 1:4d}/{s.iterations} {in_words(shown)}")
+    if "again" in m:
+        say(f"{'':9}second rounds: {in_words(m['again'])}")
+
+
+def in_words(numbers: dict) -> str:
+    """Names and numbers, those with a fraction to three digits."""
+    return " ".join(f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}"
+                    for key, value in numbers.items())
 
 
 def reporter(s: Settings):
@@ -1032,8 +1038,8 @@ def estimate(s: Settings, config: Config, pool) -> tuple[str, str]:
         f"disk      {disk(config):.1f} GiB a checkpoint, at most {s.keep + 2} of them at a time",
         f"seconds   of an iteration, prompts of {prompt} tokens and completions of {written}: {seconds}",
         f"calls     {STEPS * graded:,.0f} with the evaluations, {STEPS} a workflow, evenly over the pool",
-        f"dollars   about {dollars:,.0f} at {TOKENS_IN} tokens in and {TOKENS_OUT} out a call, and what the "
-        f"{len(pool) - len(prices)} workers of unknown price cost"]
+        f"dollars   about {dollars:,.0f} at {TOKENS_IN} tokens in and {TOKENS_OUT} out a call, without "
+        f"{len(pool) - len(prices)} workers whose price is unknown"]
     return "\n".join(lines), lack
 
 
@@ -1064,8 +1070,7 @@ def preflight(s: Settings, start: str):
     text, lack = estimate(s, config, pool)
     if s.dry_run or sizes(config)[1] > TINY:
         say(text)
-    lacks += [lack] if lack else []
-    lacks += lacking(s, start, config, pool)
+    lacks += [*filter(None, [lack]), *lacking(s, start, config, pool)]
     if s.dry_run or not lacks:  # as it costs money
         lacks += lacking_replies(pool)
     if lacks:
