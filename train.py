@@ -840,7 +840,7 @@ def make_room(s: Settings):
         names = (f"{s.out}.{i}" for i in itertools.count(1))
         kept = next(name for name in names if not os.path.exists(name))
         os.rename(s.out, kept)
-        say(f"the earlier run in {s.out} is now {kept}")
+        tqdm.write(f"the earlier run in {s.out} is now {kept}")
     os.makedirs(os.path.join(s.out, "traces"), exist_ok=True)
     write_json(os.path.join(s.out, "settings.json"), asdict(s))
 
@@ -854,7 +854,7 @@ def rewind(s: Settings, iteration: int):
         if value != old.get(key) and key != "resume":
             changed.append(f"{key} {old.get(key)} -> {value}")
     beside = f", with changed settings: {', '.join(changed)}" if changed else ""
-    say(f"going on in {s.out} after iteration {iteration}{beside}")
+    tqdm.write(f"going on in {s.out} after iteration {iteration}{beside}")
     file = os.path.join(s.out, "metrics.jsonl")
     with open(file) as f, open(file + ".tmp", "w") as new:
         new.writelines(itertools.islice(f, iteration))
