@@ -1,7 +1,7 @@
 """GRPO: rewards → advantages → token log-probabilities → loss → update (Eqs. 1 and 2 of the paper).
 
 The rollouts of one question are a group. A group goes through the model as one packed row, its prompt and
-then its completions, so that the prompt is computed once for all. Read eval.py next. """
+then its completions, so that the prompt is computed once for all. Read eval.py next."""
 import itertools
 
 import numpy as np
@@ -15,8 +15,7 @@ from model import Qwen, causal
 from workflow import Rollout
 
 # So many logits are alive at a time; the backward pass computes them again. They are few on a CPU, where
-# malloc hands what is larger than 32 MB back to the system, and touching new pages takes longer than the
-# arithmetic.
+# malloc hands larger tensors back to the system, and touching new pages takes longer than the arithmetic.
 HEAD_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 22}
 LOSSES = ("sequence", "token", "constant")  # what `update` divides the sum over tokens by
 
@@ -24,10 +23,9 @@ LOSSES = ("sequence", "token", "constant")  # what `update` divides the sum over
 def advantages(rewards, mask=None, std=True, question=None):
     """Eq. 2 for rewards (Q, G): (r - mean) / std in each group, or r - mean with std=False. Returns (Q, G).
 
-    mask (Q, G) is False for rollouts whose worker calls were lost. They are in no mean and no std, and get 0,
-    as does a group without spread. question (Q) numbers the groups: those of one number are rounds of one
-    question (§3.2). Each round keeps its own mean, the best baseline for its prompt; one std over all divides
-    them."""
+    mask (Q, G) is False for rollouts that were lost. They are in no mean and no std, and get 0, as does a
+    group without spread. question (Q): groups of one number are rounds of one question (§3.2), each with its
+    own mean, the best baseline for its prompt, and one std over all."""
     rewards = torch.as_tensor(rewards, dtype=torch.float32)
     mask = torch.ones_like(rewards) if mask is None else torch.as_tensor(mask).float()
     mean = (rewards * mask).sum(1) / mask.sum(1).clamp(min=1)  # (Q)
@@ -129,9 +127,8 @@ def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference:
     probability) are as in sampling, or it would be another policy.
 
     Beside it, 1-D over all these tokens, KL(π_ref ‖ π) of the distributions they were drawn from, with
-    gradient; zeros without a reference. GRPO's estimate of it from the sampled token, r - log r - 1 with r =
-    π_ref/π, has the same gradient on average, but an r of hundreds for a token that the policy has all but
-    given up."""
+    gradient; zeros without a reference. GRPO's estimate of it from the sampled token has the same gradient on
+    average, but is huge for a token that the policy has all but given up."""
     device = model.device
     ids, positions, targets, predictors, layout = pack(groups, device)
     sizes = [S for S, *_ in layout]
@@ -146,8 +143,7 @@ def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference:
         return torch.cat(y, 2).to(dtype)
 
     def distribution(model, hidden):  # (chunk, C) -> (chunk, V)
-        logits = model.logits(hidden)[:, :n_ids]
-        return (logits if temperature == 1 else logits / temperature).log_softmax(-1)
+        return (model.logits(hidden)[:, :n_ids] / temperature).log_softmax(-1)
 
     def score(hidden, ref_hidden, targets):  # (chunk, C), (chunk, C), (chunk) -> (2, chunk)
         logp = distribution(model, hidden)
@@ -183,8 +179,8 @@ def token_logprobs(model: Qwen, prompt: list[int], completions: list[list[int]],
 
 def surrogate(logprobs, old, advantage, clip, clip_high=0.0):
     """Eq. 1 without the KL, to be maximised: min(ρA, clip(ρ, 1-ε, 1+ε)A) with ρ = π/π_old, token by token
-    (Eq. 1 prints one ρ a completion). All are 1-D over tokens; advantage may be a number. clip_high: another
-    ε above 1 (DAPO, arXiv 2503.14476)."""
+    (Eq. 1 prints one ρ a completion). All are 1-D over tokens. clip_high: another ε above 1 (arXiv
+    2503.14476)."""
     ratio = (logprobs - old).exp()
     clipped = ratio.clamp(1 - clip, 1 + (clip_high or clip))
     return torch.minimum(ratio * advantage, clipped * advantage)
@@ -196,14 +192,13 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
     """One optimizer step on Eq. 1 over all ranks' rollouts, of which these are this rank's. π_old is what the
     sampler said. The gradient is clipped to max_grad_norm; where it is not finite all ranks skip the step.
 
-    reference is needed where beta > 0. loss says what the sum over tokens is divided by: "sequence", each by
-    its rollout's length and then by the rollouts (GRPO); "token", by all tokens (DAPO); "constant", by
-    rollouts times max_new_tokens (Dr. GRPO, arXiv 2503.20783).
+    loss says what the sum over tokens is divided by: "sequence", each by its rollout's length and then by the
+    rollouts (GRPO); "token", by all tokens (DAPO); "constant", by rollouts times max_new_tokens (Dr. GRPO,
+    arXiv 2503.20783). beta > 0 needs a reference.
 
-    Returns means over all ranks' tokens, without rollouts that teach nothing (advantage and beta 0): gap (how
-    far the trainer's log-probability is from the sampler's: in the first update, how far the two programs
-    differ), approx_kl (KL(π_old ‖ π) as ρ - 1 - log ρ), clipfrac, entropy (-log π of what was sampled), kl
-    (KL(π_ref ‖ π)); and grad_norm before clipping, and skipped (0 or 1)."""
+    Returns means over all ranks' tokens that teach something: gap (|log π - log π_sampler|), approx_kl
+    (KL(π_old ‖ π) as ρ - 1 - log ρ), clipfrac, entropy (-log π of what was sampled), kl (KL(π_ref ‖ π)); and
+    grad_norm before clipping, and skipped (0 or 1)."""
     device = model.device
     world = dist.get_world_size() if dist.is_initialized() else 1
     # Groups without spread are not computed, but they are part of the mean.
@@ -240,7 +235,7 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
     *totals, tokens = over_ranks(sums.tolist(), device)
     names = ("gap", "approx_kl", "clipfrac", "entropy", "kl")
     means = {name: total / max(tokens, 1) for name, total in zip(names, totals)}
-    return {**means, "grad_norm": norm, "skipped": int(not np.isfinite(norm))}
+    return means | {"grad_norm": norm, "skipped": int(not np.isfinite(norm))}
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -249,9 +244,9 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
 
 @torch.no_grad()
 def importance(model: Qwen, rollouts, cap, temperature=1.0, n_ids=None, token_budget=16384) -> float:
-    """Set each token's truncated importance weight, min(π_trainer / π_sampler, cap), which undoes the
-    difference between the two programs (fengyao.notion.site/off-policy-rl). The log-probabilities become the
-    trainer's: from then on ρ is to its own policy before the update. Returns what the gap was."""
+    """Set each token's truncated importance weight, min(π_trainer / π_sampler, cap), which undoes how the two
+    programs differ (fengyao.notion.site/off-policy-rl). The log-probabilities become the trainer's: from then
+    on ρ is to its own policy before the update. Returns what the gap was."""
     far, tokens = 0.0, 0
     for batch in in_step(micro_batches(rollouts, token_budget), model.device):
         for r, new in zip(batch, packed_logprobs(model, by_prompt(batch), temperature, n_ids)[0]):
@@ -271,9 +266,9 @@ def n_written(rollout: Rollout) -> int:
 
 
 def micro_batches(rollouts: list[Rollout], token_budget: int) -> list[list[Rollout]]:
-    """Split rollouts into lists of at most `token_budget` tokens, or of one rollout that is longer. Rollouts
-    of a prompt stand together and by length, so that little is padded. A prompt counts once, and a list's
-    first prompt does not count: a long one shall not be computed again for every few tokens."""
+    """Split rollouts into lists of at most `token_budget` tokens, or of one rollout that is longer. Those of
+    a prompt stand together and by length, so that little is padded. A prompt counts once, and a list's first
+    does not count: a long one shall not be computed again for every few tokens."""
     batches = []
     size = 0
     for r in sorted(rollouts, key=lambda r: (r.prompt, n_written(r))):
@@ -298,12 +293,10 @@ def by_prompt(batch: list[Rollout]):
 
 
 def in_step(batches: list, device):
-    """Yield this rank's micro-batches, then empty ones until every rank has had as many: FSDP's collectives
-    would wait for ever for a rank that leaves early."""
+    """This rank's micro-batches, then empty ones until every rank has as many: FSDP's collectives would wait
+    for ever for a rank that leaves early."""
     [most] = over_ranks([len(batches)], device, dist.ReduceOp.MAX)
-    yield from batches
-    for _ in range(int(most) - len(batches)):
-        yield []
+    return batches + [[]] * (int(most) - len(batches))
 
 
 def over_ranks(values: list[float], device, op=dist.ReduceOp.SUM) -> list[float]:

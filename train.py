@@ -1,17 +1,15 @@
 """Train a Conductor with GRPO.
 
-    torchrun --nproc_per_node=2 train.py                   the laptop world on a CPU, in minutes; on two 80 GB
-    GPUs the paper's run torchrun --nproc_per_node=2 train.py --preset=laptop   the laptop world anywhere
-    python train.py --preset=small                         Qwen2.5-0.5B-Instruct in the laptop world, on one
-    GPU of 16 GB python train.py --preset=paper --dry_run               what a run takes on this machine, and
-    what it lacks
+    torchrun --nproc_per_node=2 train.py       the laptop world on a CPU; on two 80 GB GPUs the paper's run
+    python train.py --preset=small             Qwen2.5-0.5B-Instruct in the laptop world, on a GPU of 16 GB
+    python train.py --preset=paper --dry_run   what a run takes on this machine, and what it lacks
 
 Every setting below is a flag, --key=value. A run writes into --out: metrics.jsonl (a line an iteration),
-traces/ (every workflow with what its workers said) and checkpoints/ (checkpoint is the newest). Killed at any
-moment, it goes on with --resume; on a CPU and with workers who say the same again, as if nothing had
-happened. """
+traces/ (every workflow with what its workers said) and checkpoints/ (`checkpoint` is the newest). Killed at
+any moment, it goes on with --resume; on a CPU, with workers who say the same again, as if nothing had
+happened.
+"""
 import collections
-import contextlib
 import datetime
 import glob
 import importlib.util
@@ -46,8 +44,7 @@ from model import Config, Qwen, Tokenizer, compute_dtype, configure, fetch
 from model import read_json, write_json, write_tensors
 from sample import PREFILL_TOKENS, Completion
 from workers import Reply, WorkerError, load_pool
-from workflow import READ_AT_ONCE, Prompting, Rollout, Task, Trace, Workflow
-from workflow import ask, conduct, parse, roll_out, sampled
+from workflow import READ_AT_ONCE, Prompting, Rollout, Task, Trace, Workflow, ask, parse, roll_out, sampled
 
 
 @dataclass
@@ -60,6 +57,7 @@ class Settings:
     pool: str = "local"
     budget: float = 0.0  # dollars that the workers may cost; before it is passed the run stops. 0: no limit
     replay: str = ""  # a file that keeps the replies: a run started again does not pay for them again
+    sandbox: str = ""  # partial: train on code though this system lacks part of the sandbox
     # how the Conductor is asked (workflow.Prompting)
     style: str = "short"  # of the prompt: full (App. E), zero-shot, fine-grained, or short for the tiny model
     examples: str = "ood"  # the few-shot examples of a full prompt: ood, in, mixed
@@ -135,7 +133,6 @@ PRESETS = {
     "pools": dict(TUNE, out="out/pools", subset=4),
     "recursive": dict(TUNE, out="out/recursive", pool="local:tired", recursion=True),
 }
-TINY = 10_000_000  # parameters below which a model is none that was pretrained
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -168,11 +165,12 @@ def second_rounds(s: Settings, groups: list[list[Rollout]], iteration: int) -> l
     return tasks
 
 
-def roll_out_on_all_ranks(sampler, tokenizer, tasks: list[Task], s: Settings, seed: int, clock, bar) -> list:
+def roll_out_on_all_ranks(sampler, tokenizer, tasks: list[Task], s: Settings, seed: int, clock) -> list:
     """Roll out every task s.rollouts times, of which each rank does a share, and gather: all ranks return all
     rollouts, as [task][rollout]. They are the same on any number of ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    first, end = s.rollouts * rank // world, s.rollouts * (rank + 1) // world
+    first = s.rollouts * rank // world
+    n = s.rollouts * (rank + 1) // world - first
     sample = sampled(sampler, tokenizer, prompting(s), s.temperature, seed)
 
     def write(*chats):
@@ -180,9 +178,10 @@ def roll_out_on_all_ranks(sampler, tokenizer, tasks: list[Task], s: Settings, se
         clock.lap("sampling")
 
     mine = [[] for _ in tasks]
-    if tasks and end > first:
-        n = end - first
-        mine = roll_out(write, tasks, n, prompting(s), grade, ablation(s), first, lambda _: bar.update())
+    if n:
+        quiet = dist.get_rank() > 0 or None  # None: where there is no terminal
+        with tqdm(total=len(tasks) * n, desc="rollouts of rank 0", disable=quiet, leave=False) as bar:
+            mine = roll_out(write, tasks, n, prompting(s), grade, ablation(s), first, lambda _: bar.update())
     for rollout in itertools.chain(*mine):
         rollout.task = None  # it holds connections, which cannot be sent
     groups = [[] for _ in tasks]
@@ -200,8 +199,7 @@ def prompting(s: Settings) -> Prompting:
 def ablation(s: Settings):
     """What --access=False does to a workflow before it runs; None if nothing."""
     def blind(workflow):
-        steps = [replace(step, access=[], sees_all=False) for step in workflow.steps]
-        return replace(workflow, steps=steps)
+        return replace(workflow, steps=[replace(step, access=[], sees_all=False) for step in workflow.steps])
     return None if s.access else blind
 
 
@@ -221,10 +219,9 @@ def learn(model, optimizer, reference, groups, s: Settings, iteration: int, n_id
     """Eq. 1 in s.minibatches steps, each on a share of every group. Returns what `update` says of each."""
     lr = s.lr * schedule(iteration, s.iterations, s.warmup)
     set_lr(optimizer, lr)
-    beta = s.beta * (1 - iteration / s.iterations)
     how = dict(temperature=s.temperature, n_ids=n_ids, token_budget=s.token_budget)
-    objective = dict(clip=s.clip, clip_high=s.clip_high, beta=beta, loss=s.loss,
-                     max_new_tokens=s.max_new_tokens)
+    objective = dict(clip=s.clip, clip_high=s.clip_high, beta=s.beta * (1 - iteration / s.iterations),
+                     reference=reference, loss=s.loss, max_new_tokens=s.max_new_tokens)
     known = [[r for r in group if r.reward is not None] for group in groups]  # the others are lost, not bad
     if s.importance:
         gap = importance(model, my_share(itertools.chain(*known)), s.importance, **how)
@@ -232,7 +229,7 @@ def learn(model, optimizer, reference, groups, s: Settings, iteration: int, n_id
     for _ in range(s.epochs):
         for m in range(s.minibatches):
             minibatch = my_share(itertools.chain(*(group[m::s.minibatches] for group in known)))
-            steps.append(update(model, optimizer, minibatch, reference=reference, **objective, **how))
+            steps.append(update(model, optimizer, minibatch, **objective, **how))
             steps[-1]["lr"] = lr
     if s.importance:
         steps[0]["gap"] = gap
@@ -265,96 +262,89 @@ def train(s: Settings, device: str):
     """The whole run, on every rank."""
     began = time.perf_counter()
     torch.manual_seed(s.seed)
-    done = on_rank0(lambda: checkpoints(s.out)[-1:]) if s.resume else []
-    start = done[0] if done else s.init_from  # "": from nothing
-    first = int(os.path.basename(start)) if done else 0
-    url, budget, config = on_rank0(lambda: preflight(s, start, device))
+    resumed = on_rank0(lambda: checkpoints(s.out)[-1:]) if s.resume else []
+    start = resumed[0] if resumed else s.init_from  # "": from nothing
+    first = int(os.path.basename(start)) if resumed else 0
+    url, budget, config = on_rank0(lambda: preflight(s, start))
     if s.dry_run:
         return say("the run lacks nothing; without --dry_run it begins")
     choose_by_size(s, config)
-    dtype = compute_dtype(device, s.dtype)
     world = dist.get_world_size()
     pool = load_pool(s.pool, url, s.replay, budget, world)  # one server of local specialists for all ranks
     problems = load(s.data, "train")
     test = load(s.test_data or s.data, "test", s.test)
-    model, tokenizer, reference = load_models(s, start, problems, pool, device, dtype)
+    model, tokenizer, reference = load_models(s, start, problems, pool, device)
     # What was read may be of an earlier run in this very place.
-    on_rank0(lambda: rewind(s, first) if done else make_room(s))
-    names = ", ".join(worker.name for worker in pool)
-    say(f"{count(config):,} parameters on {world} x {device} in {dtype}, lr {s.lr:g}, "
-        f"{len(problems):,} problems, {len(pool)} workers: {names}")
+    on_rank0(lambda: rewind(s, first) if resumed else make_room(s))
+    say(f"{sizes(config)[1]:,} parameters on {world} x {device} in {s.dtype}, lr {s.lr:g}, {len(problems):,} "
+        f"problems, {len(pool)} workers: {', '.join(worker.name for worker in pool)}")
     if not start:
         warm_start(model, tokenizer, problems, pool, s)
-        say(f"warm start: {s.warm_steps} steps of the format, {since(began)} since the start")
+        say(f"warm start: {s.warm_steps} steps of the format")
     if s.beta and reference is None:
-        reference = gather(model, device, dtype)
-        save_for_use(s, os.path.join(s.out, "reference"), model, tokenizer, dtype)
+        reference = gather(model, s)
+        save_for_use(s, os.path.join(s.out, "reference"), model, tokenizer)
     betas = (0.9, s.beta2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=s.lr, betas=betas, weight_decay=0.0, fused=True)
-    dry_step(model, optimizer, reference, s, len(tokenizer), device)
-    if first:
+    dry_step(model, optimizer, reference, s, len(tokenizer))
+    if resumed:
         restore(model, optimizer, start)
     report = reporter(s)
-    stopping = on_signals()
-    share = s.questions * s.rollouts // world  # of an iteration's rollouts
-    if s.recursion:
-        share = share * 3 // 2
-    bar = tqdm(total=s.iterations * share, initial=first * share, desc="rollouts of rank 0", disable=quiet())
-    in_a_row = 0  # steps skipped
+    stopping = on_signals()  # why the run shall end
+    skipped = 0  # steps in a row
 
     for iteration in range(first, s.iterations):
         clock = Clock()
         seed = s.seed * 1_000_000 + iteration
-        sampler = gather(model, device, dtype)
+        sampler = gather(model, s)
         tasks = first_rounds(s, problems, pool, iteration)
-        groups = roll_out_on_all_ranks(sampler, tokenizer, tasks, s, seed, clock, bar)
+        groups = roll_out_on_all_ranks(sampler, tokenizer, tasks, s, seed, clock)
         if s.recursion:
             tasks = second_rounds(s, groups, iteration)
-            groups += roll_out_on_all_ranks(sampler, tokenizer, tasks, s, seed + 500_000, clock, bar)
+            groups += roll_out_on_all_ranks(sampler, tokenizer, tasks, s, seed + 500_000, clock)
         del sampler  # it and the gradients would not fit beside one another
         for rollout in itertools.chain(*groups):
-            rollout.reward = reward(rollout, s)                                                  # §3.1
-        set_advantages(groups, s.std)                                                            # Eq. 2
-        steps = learn(model, optimizer, reference, groups, s, iteration, len(tokenizer))         # Eq. 1
+            rollout.reward = reward(rollout, s)                                                   # §3.1
+        set_advantages(groups, s.std)                                                             # Eq. 2
+        steps = learn(model, optimizer, reference, groups, s, iteration, len(tokenizer))          # Eq. 1
         clock.lap("training")
         held_out = None
         if s.eval_every and (iteration + 1) % s.eval_every == 0:
-            traces = answer(gather(model, device, dtype), tokenizer, test[:s.eval_problems], pool, s)
+            traces = answer(gather(model, s), tokenizer, test[:s.eval_problems], pool, s)
             held_out = evaluation.accuracies(test[:s.eval_problems], traces).get("all")
             clock.lap("evaluation")
         write_traces(s, iteration, groups)
-        log(s, metrics(iteration, groups, steps, clock.seconds, held_out, config, device), report)
+        log(s, metrics(iteration, groups, steps, clock.seconds, held_out, config), report)
 
         for step in steps:
-            in_a_row = in_a_row + 1 if step["skipped"] else 0
-            if in_a_row == 3:
+            skipped = skipped + 1 if step["skipped"] else 0
+            if skipped == 3:
                 leave(f"three steps in a row had a gradient that is not finite; {newest(s)}")
         if pool[0].budget and pool[0].budget.refused:
             stopping.append("the budget is spent")
         reasons = everyone(stopping)  # of any rank: they leave together
-        last = iteration + 1 == s.iterations
-        if reasons or last or (iteration + 1) % s.save_every == 0:
-            save(s, iteration + 1, model, tokenizer, optimizer, dtype)
+        if reasons or iteration + 1 == s.iterations or (iteration + 1) % s.save_every == 0:
+            save(s, iteration + 1, model, tokenizer, optimizer)
             reasons = everyone(stopping)  # a signal may have come meanwhile
         if reasons:
             bill(pool)
             leave(f"{reasons[0]}: stopped after iteration {iteration + 1}; {newest(s)}")
 
-    bar.close()
     bill(pool)
-    say(f"trained for {since(began)}; {newest(s)}")
+    say(newest(s))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    sampler = gather(model, device, dtype)
+    sampler = gather(model, s)
     del model, optimizer, reference  # the evaluation shall have their memory
     finish(s, answer(sampler, tokenizer, test, pool, s), test, pool)
-    say(f"{since(began)} from start to end. Next: python workflow.py \"{test[-1].question}\" "
-        f"--checkpoint={s.out}/checkpoint --pool={s.pool}")
+    say(f"{time.perf_counter() - began:.0f} s from start to end. Next: "
+        f"python workflow.py \"{test[-1].question}\" --checkpoint={s.out}/checkpoint --pool={s.pool}")
 
 
-def shard(model: Qwen, s: Settings, device: str, dtype: torch.dtype) -> Qwen:
-    """FSDP2: fp32 weights, gradients and Adam's state in equal parts on all ranks; computation in dtype."""
-    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+def shard(model: Qwen, s: Settings, device: str) -> Qwen:
+    """FSDP2: fp32 weights, gradients and Adam's state in equal parts on all ranks; computation in s.dtype."""
+    mixed = MixedPrecisionPolicy(param_dtype=compute_dtype(device, s.dtype), reduce_dtype=torch.float32,
+                                 cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=device == "cuda") if s.offload else OffloadPolicy()
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     model.recompute = s.recompute
@@ -365,13 +355,14 @@ def shard(model: Qwen, s: Settings, device: str, dtype: torch.dtype) -> Qwen:
 
 
 @torch.no_grad()
-def gather(model: Qwen, device: str, dtype: torch.dtype) -> Qwen:
+def gather(model: Qwen, s: Settings) -> Qwen:
     """A whole copy of the sharded model in the dtype of computation, to sample with; every rank gets one."""
     with torch.device("meta"):
         whole = Qwen(model.config)
+    dtype = compute_dtype(model.device, s.dtype)
     state = {}
     for name, p in model.named_parameters():
-        state[name] = p.to(device, dtype, copy=True).full_tensor()
+        state[name] = p.to(model.device, dtype, copy=True).full_tensor()
     whole.load_state_dict(state, assign=True, strict=False)
     if model.config.tie_word_embeddings:
         whole.lm_head.weight = whole.model.embed_tokens.weight
@@ -382,10 +373,11 @@ def answer(sampler: Qwen, tokenizer, problems, pool, s: Settings) -> list[Trace 
     """The greedy Conductor's trace for each problem, None where it wrote no workflow. The ranks take turns at
     the problems, and all return all traces."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    tasks = [Task(p.question, pool, problem=p, name=f"test/{p.id}") for p in problems[rank::world]]
+    mine = problems[rank::world]
     write = sampled(sampler, tokenizer, prompting(s), 0.0)
-    rollouts = conduct(write, tasks, int(s.recursion), prompting(s), tries=1, grade=grade, edit=ablation(s))
-    shares = everyone([[r.trace for r in rollouts]])
+    traces = evaluation.run_conductor(write, mine, [pool] * len(mine), "test", int(s.recursion), prompting(s),
+                                      edit=ablation(s))
+    shares = everyone([traces])
     return [shares[i % world][i // world] for i in range(len(problems))]
 
 
@@ -403,107 +395,15 @@ def finish(s: Settings, traces: list[Trace | None], test, pool):
     write_json(os.path.join(s.out, "test.json"), shares)
 
 
-def metrics(iteration, groups, steps, seconds, held_out, config: Config, device: str) -> dict:
-    """A line of metrics.jsonl. Means are over first rounds; `again` is about second ones. None is unknown."""
-    rollouts = [r for group in groups for r in group]
-    first = [r for r in rollouts if r.task.previous is None]
-    known = [r for r in first if r.right is not None]
-    ran = [r for r in first if r.trace]
-    second = [r for r in rollouts if r.task.previous is not None and r.right is not None]
-    replies = [reply for r in rollouts if r.trace for reply in r.trace.replies if reply]
-    costs = [reply.cost for reply in replies]
-    names = collections.Counter(name for r in ran for name in r.trace.workers)
-    lengths = [len(r.completion.tokens) for r in rollouts]
-    flat = [len({r.reward for r in group if r.reward is not None}) < 2 for group in groups]
-
-    def steps_of(rollouts):
-        return mean(len(r.trace.workflow.steps) for r in rollouts)
-
-    m = {
-        "iteration": iteration,
-        "reward": mean(r.reward for r in known),
-        "accuracy": mean(r.right for r in known),
-        "held_out": held_out,  # accuracy on problems that are not trained on
-        "parsed": mean(r.trace is not None for r in first),
-        "flat": mean(flat),  # groups without spread, which teach nothing
-        "lost": sum(r.right is None for r in rollouts),
-        "steps": steps_of(ran),
-        "calls": len(replies),
-        "cost": None if None in costs else sum(costs),  # dollars
-        "tokens": mean(lengths),
-        "longest": max(lengths),
-        "cut": mean(not r.completion.finished for r in rollouts),  # share that reached max_new_tokens
-        "lr": steps[0]["lr"],
-        "gap": steps[0]["gap"],
-        "skipped": sum(step["skipped"] for step in steps),
-    }
-    for key in ("approx_kl", "clipfrac", "kl", "entropy", "grad_norm"):
-        m[key] = mean(step[key] for step in steps)
-    m["by_kind"] = {}
-    m["steps_by_kind"] = {}
-    for kind in dict.fromkeys(r.task.problem.kind for r in first):
-        m["by_kind"][kind] = mean(r.right for r in known if r.task.problem.kind == kind)
-        m["steps_by_kind"][kind] = steps_of(r for r in ran if r.task.problem.kind == kind)
-    m["workers"] = {name: names[name] / names.total() for name in sorted(names)}  # shares of the steps
-    if second:
-        right = [is_kept(r) for r in second if r.task.previous.right]
-        wrong = [is_kept(r) for r in second if not r.task.previous.right]
-        m["again"] = {
-            "before": len(right) / len(second),
-            "accuracy": mean(r.right for r in second),
-            "parsed": mean(r.trace is not None for r in second),
-            "kept_right": mean(right),
-            "kept_wrong": mean(wrong),
-        }
-    m["seconds"] = seconds
-    m["tokens_per_second"] = sum(lengths) / sum(seconds.values())
-    m["mfu"] = utilisation(groups, seconds["training"], config, device)
-    m["memory"] = peak_memory(device) / 2**30  # GiB of rank 0
-    return m
-
-
-def mean(values) -> float:
-    values = list(values)
-    return sum(values) / max(len(values), 1)
-
-
-def is_kept(rollout: Rollout) -> bool:
-    """The second round is three empty lists, so that the answer of the first is kept."""
-    return rollout.trace is not None and not rollout.trace.workflow.steps
-
-
-SCREEN = {  # of the metrics, and how they are written
-    "reward": ".3f", "accuracy": ".3f", "held_out": ".3f", "parsed": ".3f", "steps": ".2f", "calls": "d",
-    "lost": "d", "tokens": ".0f", "longest": "d", "cut": ".2f", "lr": ".0e", "gap": ".0e", "grad_norm": ".2f",
-    "skipped": "d", "entropy": ".2f", "tokens_per_second": ".0f", "mfu": ".2f", "memory": ".1f"}
-
-
-def log(s: Settings, m: dict, report):
-    """Write a line of metrics to the screen, to metrics.jsonl and to whoever else gets them."""
-    if dist.get_rank():
-        return
-    shown = [f"{key} {m[key]:{form}}" for key, form in SCREEN.items() if m[key] is not None]
-    spent = [f"{part} {seconds:.1f}" for part, seconds in m["seconds"].items()]
-    say(f"{m['iteration'] + 1:4d}/{s.iterations} {' '.join(shown)}, s: {' '.join(spent)}")
-    if "again" in m:
-        again = [f"{key} {value:.3f}" for key, value in m["again"].items()]
-        say(f"{'':9}second rounds: {' '.join(again)}")
-    for key, value in m.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            m[key] = None  # JSON knows no NaN
-    with open(os.path.join(s.out, "metrics.jsonl"), "a") as f:
-        f.write(json.dumps(m) + "\n")
-    report({key: value for key, value in m.items() if isinstance(value, int | float)})
-
-
 # ------------------------------------------------------------------------------------------------------------
-# The tiny Conductor: a tokenizer and a model made on the spot, and a warm start that teaches the format only
+# Appendix: the tiny Conductor; what a run tells; ranks; checkpoints; what a run takes and lacks
+
+# The tiny Conductor: a tokenizer and a model made on the spot, and a warm start that teaches the format only.
 
 
 def tiny_tokenizer(texts: list[str]) -> Tokenizer:
     """A byte-level BPE like Qwen2.5's, of 900 tokens. Its pieces differ: a quoted subtask, a list's opening,
-    an empty or "all" access list and three empty lists are one token each, so that choosing one is one
-    decision."""
+    an empty or "all" access list and three empty lists are one token each: choosing one is one decision."""
     pieces = (r'(?:\w+ = \[\]\n?){2,3}', r'\p{L}+\n', r'\n\w+ = \[', r',? ?"[^"\d\n]*"', r' ?\["all"\],?',
               r' ?\[\],?', r' ?\p{L}+', r' ?\d', r' ?[^\s\p{L}\d]+', r'\s+')
     bpe = BPE(models.BPE())
@@ -531,11 +431,10 @@ def random_lesson(problem, rng: random.Random, pool, s: Settings) -> tuple[list[
     completion = random_completion(problem.question, rng, len(pool), s.max_steps, names, s.subtasks)
     previous = None
     if rng.random() < s.warm_second:
-        answer = rng.choice((problem.answer, problem.question, "I have lost the thread.",
-                             "I find nothing here to work on."))
-        reply = Reply(answer, 0, 0, 0.0, 0.0)
+        response = rng.choice((problem.answer, problem.question, "I have lost the thread.",
+                               "I find nothing here to work on."))
         workflow = parse(completion, len(pool), s.max_steps, subtasks=s.subtasks)
-        previous = Trace(problem.question, workflow, [], [reply])
+        previous = Trace(problem.question, workflow, [], [Reply(response, 0, 0, 0.0, 0.0)])
         completion = random_completion(problem.question, rng, len(pool), s.max_steps, names, s.subtasks)
         completion = rng.choice((completion, Workflow([]).text(s.subtasks)))
     return ask(Task(problem.question, pool, previous), prompting(s)), completion
@@ -570,7 +469,7 @@ def warm_start(model, tokenizer, problems, pool, s: Settings):
     rank, world = dist.get_rank(), dist.get_world_size()
     rng = random.Random(s.seed)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.0, fused=True)
-    for step in tqdm(range(s.warm_steps), "warm start: the format", disable=quiet(), leave=False):
+    for step in tqdm(range(s.warm_steps), "warm start: the format", disable=rank > 0 or None, leave=False):
         rows = []
         for problem in rng.choices(problems, k=s.warm_batch):
             chat, completion = random_lesson(problem, rng, pool, s)
@@ -592,12 +491,159 @@ def warm_start(model, tokenizer, problems, pool, s: Settings):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Appendix: ranks and signals; checkpoints; what a run takes; what it lacks; the command line
+# What a run tells
+
+
+def metrics(iteration, groups, steps, seconds, held_out, config: Config) -> dict:
+    """A line of metrics.jsonl. Means are over first rounds; `again` is about second ones. None is unknown."""
+    rollouts = [*itertools.chain(*groups)]
+    first = [r for r in rollouts if r.task.previous is None]
+    known = [r for r in first if r.right is not None]
+    ran = [r for r in first if r.trace]
+    replies = [reply for r in rollouts if r.trace for reply in r.trace.replies if reply]
+    costs = [reply.cost for reply in replies]
+    names = collections.Counter(itertools.chain(*(r.trace.workers for r in ran)))
+    lengths = [len(r.completion.tokens) for r in rollouts]
+    rewards = [{r.reward for r in group if r.reward is not None} for group in groups]
+    m = {
+        "iteration": iteration,
+        "reward": mean(r.reward for r in known),
+        "accuracy": mean(r.right for r in known),
+        "held_out": held_out,  # accuracy on problems that are not trained on
+        "parsed": mean(r.trace is not None for r in first),
+        "flat": mean(len(values) < 2 for values in rewards),  # groups without spread, which teach nothing
+        "lost": sum(r.right is None for r in rollouts),
+        "steps": mean(map(n_steps, ran)),
+        "calls": len(replies),
+        "cost": None if None in costs else sum(costs),  # dollars
+        "tokens": mean(lengths),
+        "longest": max(lengths),
+        "cut": mean(not r.completion.finished for r in rollouts),  # share that reached max_new_tokens
+        "lr": steps[0]["lr"],
+        "gap": steps[0]["gap"],
+        "skipped": sum(step["skipped"] for step in steps),
+    }
+    for key in ("approx_kl", "clipfrac", "kl", "entropy", "grad_norm"):
+        m[key] = mean(step[key] for step in steps)
+    m["tokens_per_second"] = round(sum(lengths) / sum(seconds.values()))
+    m["mfu"] = utilisation(groups, seconds["training"], config)
+    m["memory"] = peak_memory() / GiB  # of rank 0
+    m["seconds"] = seconds
+    m["by_kind"] = {}
+    m["steps_by_kind"] = {}
+    for kind in dict.fromkeys(r.task.problem.kind for r in first):
+        m["by_kind"][kind] = mean(r.right for r in known if r.task.problem.kind == kind)
+        m["steps_by_kind"][kind] = mean(n_steps(r) for r in ran if r.task.problem.kind == kind)
+    m["workers"] = {name: names[name] / names.total() for name in sorted(names)}  # shares of the steps
+    second = [r for r in rollouts if r.task.previous is not None and r.right is not None]
+    if second:
+        kept = {right: [] for right in (True, False)}  # whether empty lists kept a right answer, a wrong one
+        for r in second:
+            kept[r.task.previous.right].append(r.trace is not None and n_steps(r) == 0)
+        m["again"] = {
+            "before": mean(r.task.previous.right for r in second),
+            "accuracy": mean(r.right for r in second),
+            "parsed": mean(r.trace is not None for r in second),
+            "kept_right": mean(kept[True]),
+            "kept_wrong": mean(kept[False]),
+        }
+    return m
+
+
+def mean(values) -> float:
+    values = list(values)
+    return sum(values) / max(len(values), 1)
+
+
+def n_steps(rollout: Rollout) -> int:
+    return len(rollout.trace.workflow.steps)
+
+
+def log(s: Settings, m: dict, report):
+    """Write metrics to metrics.jsonl, and their numbers to the screen and to whoever else gets them."""
+    if dist.get_rank():
+        return
+    if not math.isfinite(m["grad_norm"]):
+        m["grad_norm"] = None  # JSON knows no NaN
+    with open(os.path.join(s.out, "metrics.jsonl"), "a") as f:
+        f.write(json.dumps(m) + "\n")
+    numbers = {key: value for key, value in m.items() if isinstance(value, int | float)}
+    report(numbers)
+    shown = {**numbers, **m["seconds"]}  # how long each part took stands last
+    del shown["iteration"]
+    say(f"{m['iteration'] + 1:4d}/{s.iterations} {in_words(shown)}")
+    if "again" in m:
+        say(f"{'':9}second rounds: {in_words(m['again'])}")
+
+
+def in_words(numbers: dict) -> str:
+    """Names and numbers, those with a fraction to three digits."""
+    return " ".join(f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}"
+                    for key, value in numbers.items())
+
+
+def reporter(s: Settings):
+    """The function that gets the numbers of each line: TensorBoard's or wandb's, if --report names it."""
+    if not s.report or dist.get_rank():
+        return lambda numbers: None
+    if s.report == "wandb":
+        import wandb
+        return wandb.init(project="conductor", config=asdict(s), dir=s.out).log
+    from torch.utils.tensorboard import SummaryWriter
+    writer = SummaryWriter(os.path.join(s.out, "tensorboard"))
+
+    def report(numbers):
+        for key, value in numbers.items():
+            writer.add_scalar(key, value, numbers["iteration"])
+        writer.flush()
+    return report
+
+
+def write_traces(s: Settings, iteration: int, groups):
+    """traces/ITERATION.jsonl: every rollout with what its workers said."""
+    if dist.get_rank():
+        return
+    with open(os.path.join(s.out, "traces", f"{iteration:05d}.jsonl"), "w") as f:
+        for r in itertools.chain(*groups):
+            problem = r.task.problem
+            told = {"trace": r.trace.to_json()} if r.trace else {"text": r.text}
+            row = {"problem": problem.id, "answer": problem.answer, "reward": r.reward, **told}
+            f.write(json.dumps(row) + "\n")
+
+
+def bill(pool):
+    """Say what all ranks' calls have cost."""
+    spent = everyone([(w.calls, w.spent, w.unpriced) for w in pool])
+    calls, dollars, unknown = (sum(column) for column in zip(*spent))
+    beside = f", and {unknown:,} of them at an unknown price" if unknown else ""
+    say(f"{calls:,} calls for ${dollars:.2f}{beside}")
+
+
+def say(line: str):
+    if dist.get_rank() == 0:
+        tqdm.write(line)
+
+
+class Clock:
+    """The seconds of an iteration, by part."""
+
+    def __init__(self):
+        self.seconds = collections.defaultdict(float)
+        self.last = time.perf_counter()
+
+    def lap(self, part: str):
+        """What has passed since the last lap was spent on `part`."""
+        now = time.perf_counter()
+        self.seconds[part] += now - self.last
+        self.last = now
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Ranks, signals, the optimizer
 
 
 def on_rank0(job):
-    """Run `job` on rank 0 and return its result on every rank. What it raises ends all ranks, with one
-    message."""
+    """Run `job` on rank 0 and return its result on all ranks. What it raises ends all, with one message."""
     result = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -614,26 +660,12 @@ def everyone(mine: list) -> list:
     """The concatenation of every rank's list, on every rank."""
     lists = [None] * dist.get_world_size()
     dist.all_gather_object(lists, mine)
-    return [item for items in lists for item in items]
+    return [*itertools.chain(*lists)]
 
 
 def leave(why: str):
     """End the program on all ranks, which all call this, with a message on one."""
     raise SystemExit(why if dist.get_rank() == 0 else 1)
-
-
-def since(began: float) -> str:
-    return f"{time.perf_counter() - began:.0f} s"
-
-
-def say(line: str):
-    if dist.get_rank() == 0:
-        tqdm.write(line)
-
-
-def quiet():
-    """tqdm's `disable`: rank 0 alone shows a bar, and only in a terminal."""
-    return True if dist.get_rank() else None
 
 
 def on_signals() -> list:
@@ -651,35 +683,18 @@ def on_signals() -> list:
     return stopping
 
 
-class Clock:
-    """The seconds of an iteration, by part."""
-
-    def __init__(self):
-        self.seconds = {}
-        self.last = time.perf_counter()
-
-    def lap(self, part: str):
-        """What has passed since the last lap was spent on `part`."""
-        now = time.perf_counter()
-        self.seconds[part] = self.seconds.get(part, 0.0) + now - self.last
-        self.last = now
-
-
 def set_lr(optimizer, lr: float):
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
-def dry_step(model, optimizer, reference, s: Settings, n_ids: int, device: str):
+def dry_step(model, optimizer, reference, s: Settings, n_ids: int):
     """A step as large as the largest, with a learning rate of 0: Adam's state and the peak of memory are
-    there before anything is paid. After it weights and state are what they were: the state of no step is
-    zeros."""
-    size = s.token_budget if device == "cuda" else 64
+    there before anything is paid. After it all is as it was: the state of no step is zeros."""
+    size = s.token_budget if model.device.type == "cuda" else 64
     length = min(s.max_new_tokens, size)
-    rollouts = []
-    for i in range(max(1, size // length)):
-        completion = Completion([i % n_ids] * length, [0.0] * length, True)
-        rollouts.append(Rollout(None, "", [0], completion, advantage=1.0))
+    completion = Completion([0] * length, [0.0] * length, True)
+    rollouts = [Rollout(None, "", [0], completion, advantage=1.0)] * (size // length)
     set_lr(optimizer, 0.0)
     how = dict(beta=s.beta, reference=reference, n_ids=n_ids, token_budget=size)
     if update(model, optimizer, rollouts, **how)["skipped"]:
@@ -689,50 +704,12 @@ def dry_step(model, optimizer, reference, s: Settings, n_ids: int, device: str):
             tensor.zero_()
 
 
-def peak_memory(device: str) -> int:
-    """The most bytes that this rank has had: of the GPU's memory, on a CPU of the machine's."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def reporter(s: Settings):
-    """The function that gets the numbers of each line of metrics: TensorBoard's or wandb's, if --report names
-    it."""
-    if s.report == "tensorboard" and dist.get_rank() == 0:
-        from torch.utils.tensorboard import SummaryWriter
-        writer = SummaryWriter(os.path.join(s.out, "tensorboard"))
-
-        def report(numbers):
-            for key, value in numbers.items():
-                writer.add_scalar(key, value, numbers["iteration"])
-            writer.flush()
-        return report
-    if s.report == "wandb" and dist.get_rank() == 0:
-        import wandb
-        return wandb.init(project="conductor", config=asdict(s), dir=s.out).log
-    return lambda numbers: None
-
-
-def bill(pool):
-    """Say what all ranks' calls have cost."""
-    spent = everyone([(w.calls, w.spent, w.unpriced) for w in pool])
-    calls, dollars, unknown = (sum(column) for column in zip(*spent))
-    text = f"{calls:,} calls for ${dollars:.2f}"
-    if unknown:
-        text += f", and {unknown:,} of them at an unknown price"
-    say(text)
-
-
 # ------------------------------------------------------------------------------------------------------------
-# Checkpoints. What is random follows from the seed and the iteration, so that weights and Adam's
-# moments are all that resuming needs.
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
+# Checkpoints. What is random follows from the seed and the iteration, so that weights and Adam's moments are
+# all that resuming needs.
 
 
-def load_models(s: Settings, start: str, problems, pool, device: str, dtype):
+def load_models(s: Settings, start: str, problems, pool, device: str):
     """The model in its shards, its tokenizer, and the reference policy if one is named."""
     reference = None
     named = reference_folder(s, start)
@@ -740,60 +717,61 @@ def load_models(s: Settings, start: str, problems, pool, device: str, dtype):
         if start:
             on_rank0(lambda: fetch(start, "*.json", "*.safetensors"))  # one rank downloads
             tokenizer = Tokenizer.from_pretrained(start)
-            how = dict(device="cpu" if s.offload else device)
-            model = Qwen.from_pretrained(start, shard=lambda whole: shard(whole, s, device, dtype), **how)
+            model = Qwen.from_pretrained(start, device="cpu" if s.offload else device,
+                                         shard=lambda whole: shard(whole, s, device))
         else:
             model, tokenizer = tiny_conductor(s, problems, pool)
-            shard(model, s, device, dtype)
+            shard(model, s, device)
         if s.beta and named:
-            reference = Qwen.from_pretrained(named, dtype, device)
+            reference = Qwen.from_pretrained(named, compute_dtype(device, s.dtype), device)
     except (OSError, ValueError) as e:
         leave(f"train.py: {e}")
     return model, tokenizer, reference
 
 
 def reference_folder(s: Settings, start: str) -> str:
-    """Where the reference policy is read from: what is named, or what the run to go on with wrote; "" if
-    neither."""
+    """The named reference policy, or what the run to go on with wrote; "" if neither."""
     resumed = os.path.dirname(start) == os.path.join(s.out, "checkpoints")
     return s.reference or (os.path.join(s.out, "reference") if resumed else "")
 
 
-def save(s: Settings, iteration: int, model, tokenizer, optimizer, dtype):
-    """A checkpoint: Hugging Face's folder, for use, and in state/ the fp32 weights and moments, for resuming,
-    of which each rank writes its own part. It is written beside and renamed. Older ones are tidied away."""
+def save(s: Settings, iteration: int, model, tokenizer, optimizer):
+    """A checkpoint: Hugging Face's folder, for use, and in state/ what resuming needs, of which each rank
+    writes its own part. training.json comes last: a folder that has it is whole."""
     rank, world = dist.get_rank(), dist.get_world_size()
     folder = os.path.join(s.out, "checkpoints", f"{iteration:05d}")
-    new = folder + ".tmp"
-    on_rank0(lambda: shutil.rmtree(new, ignore_errors=True))  # a killed run may have left one
-    os.makedirs(os.path.join(new, "state"), exist_ok=True)
-    part = {}
-    for name, p in model.named_parameters():
-        part[name] = p.detach()
-        for moment in MOMENTS:
-            part[f"{moment} {name}"] = optimizer.state[p][moment]
-    part = {name: tensor.to_local().cpu().contiguous() for name, tensor in part.items()}
-    save_file(part, os.path.join(new, "state", f"{rank:05d}-of-{world:05d}.safetensors"))
+    on_rank0(lambda: shutil.rmtree(folder, ignore_errors=True))  # a killed run may have left a piece
+    os.makedirs(os.path.join(folder, "state"), exist_ok=True)
+    part = {key: tensor.to_local().cpu().contiguous() for key, tensor in trained(model, optimizer)}
+    save_file(part, os.path.join(folder, "state", f"{rank:05d}.safetensors"))
     del part
-    save_for_use(s, new, model, tokenizer, dtype)
+    save_for_use(s, folder, model, tokenizer)
     dist.barrier()  # all parts are written
     if rank == 0:
         steps = int(next(iter(optimizer.state.values()))["step"])
-        write_json(os.path.join(new, "training.json"), {"score": score(s), "optimizer_steps": steps})
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(new, folder)
+        facts = {"score": score(s), "optimizer_steps": steps, "parts": world}
+        write_json(os.path.join(folder, "training.json"), facts)
         tidy(s)
     dist.barrier()
 
 
-def save_for_use(s: Settings, folder: str, model, tokenizer, dtype):
+def trained(model, optimizer):
+    """Yield the names and tensors that training changes: fp32 weights, and Adam's two moments of each."""
+    for name, p in model.named_parameters():
+        yield name, p.detach()
+        for moment in ("exp_avg", "exp_avg_sq"):
+            yield f"{moment} {name}", optimizer.state[p][moment]
+
+
+def save_for_use(s: Settings, folder: str, model, tokenizer):
     """Weights in the dtype of computation, tokenizer and how to ask, in Hugging Face's layout. Every rank
     takes part in gathering; rank 0 writes."""
+    dtype = compute_dtype(model.device, s.dtype)
     tensors = ((name, p.detach().to(dtype).full_tensor()) for name, p in model.named_parameters())
     if dist.get_rank() == 0:
         write_tensors(folder, model.config, tensors)
         tokenizer.save_pretrained(folder)
-        write_json(os.path.join(folder, "conductor.json"), asdict(prompting(s)))  # how to ask it
+        write_json(os.path.join(folder, "conductor.json"), {**asdict(prompting(s)), "dtype": s.dtype})
     else:
         collections.deque(tensors, maxlen=0)
 
@@ -802,55 +780,36 @@ def score(s: Settings) -> float:
     """By which the best checkpoint is kept: the last held-out accuracy, or without any the mean accuracy in
     training since the checkpoint before."""
     with open(os.path.join(s.out, "metrics.jsonl")) as f:
-        lines = [json.loads(line) for line in collections.deque(f, maxlen=max(s.save_every, s.eval_every))]
+        lines = [json.loads(line) for line in f]
     held_out = [line["held_out"] for line in lines if line["held_out"] is not None]
-    if held_out:
-        return held_out[-1]
-    return mean(line["accuracy"] for line in lines[-s.save_every:])
+    return held_out[-1] if held_out else mean(line["accuracy"] for line in lines[-s.save_every:])
 
 
-@torch.no_grad()
 def restore(model, optimizer, folder: str):
-    """Weights and Adam's moments as `save` left them, also on another number of ranks: FSDP cuts a tensor
-    into rows, and each rank reads its own rows from whatever parts hold them."""
-    parts = [safe_open(file, framework="pt") for file in state_files(folder)]
-    steps = read_json(os.path.join(folder, "training.json"))["optimizer_steps"]
-    rank, world = dist.get_rank(), dist.get_world_size()
-    for name, p in model.named_parameters():
-        state = optimizer.state[p]
-        state["step"].fill_(steps)
-        first = rank * -(-p.shape[0] // world)  # the number of this rank's first row, as torch.chunk cuts
-        read_rows(parts, name, p.to_local(), first)
-        for moment in MOMENTS:
-            read_rows(parts, f"{moment} {name}", state[moment].to_local(), first)
-
-
-def state_files(folder: str) -> list[str]:
-    """The parts that a checkpoint's ranks wrote, in their order. ValueError if one is missing."""
-    files = sorted(glob.glob(os.path.join(glob.escape(folder), "state", "*.safetensors")))
-    if not files or not files[0].endswith(f"-of-{len(files):05d}.safetensors"):
-        raise ValueError(f"{folder}/state lacks a part: remove this checkpoint to go on from an older one")
-    return files
-
-
-def read_rows(parts, key: str, rows, first: int):
-    """Fill `rows`, which are a tensor's rows from number `first` on, from parts that hold it one after
-    another."""
-    begin = 0  # the number of the part's first row
-    for part in parts:
-        held = part.get_slice(key)
-        end = begin + held.get_shape()[0]
-        low, high = max(begin, first), min(end, first + len(rows))
-        if low < high:
-            found = held[low - begin:high - begin]
-            rows[low - first:high - first] = found.to(rows.device)
-        begin = end
+    """What training changes, as `save` left it, also on another number of ranks: FSDP cuts a tensor into
+    rows, and each rank reads its own rows from whatever parts hold them."""
+    facts = read_json(os.path.join(folder, "training.json"))
+    files = [os.path.join(folder, "state", f"{rank:05d}.safetensors") for rank in range(facts["parts"])]
+    parts = [safe_open(file, framework="pt") for file in files]
+    for key, tensor in trained(model, optimizer):
+        rows = tensor.to_local()
+        first = dist.get_rank() * math.ceil(len(tensor) / dist.get_world_size())  # as torch.chunk cuts
+        begin = 0  # the number of the part's first row
+        for part in parts:
+            held = part.get_slice(key)
+            end = begin + held.get_shape()[0]
+            low, high = max(begin, first), min(end, first + len(rows))
+            if low < high:
+                rows[low - first:high - first] = held[low - begin:high - begin].to(rows.device)
+            begin = end
+    for state in optimizer.state.values():
+        state["step"].fill_(facts["optimizer_steps"])
 
 
 def checkpoints(out: str) -> list[str]:
-    """The whole checkpoints of a run, oldest first: those being written have another name."""
-    folders = glob.glob(os.path.join(glob.escape(out), "checkpoints", "*"))
-    return sorted(folder for folder in folders if os.path.basename(folder).isdigit())
+    """The whole checkpoints of a run, oldest first."""
+    files = glob.glob(os.path.join(glob.escape(out), "checkpoints", "*", "training.json"))
+    return sorted(os.path.dirname(file) for file in files)
 
 
 def newest(s: Settings) -> str:
@@ -859,20 +818,20 @@ def newest(s: Settings) -> str:
 
 
 def tidy(s: Settings):
-    """Point out/checkpoint at the newest, and drop all but the newest few and the best."""
+    """Point out/checkpoint at the newest, and drop all but the newest few and the best. A folder loses its
+    training.json first: what a kill leaves of it counts for nothing, and goes the next time."""
     link = os.path.join(s.out, "checkpoint")
     folders = checkpoints(s.out)
-    newest_name = os.path.basename(folders[-1])
-    with contextlib.suppress(FileNotFoundError):  # a kill can leave one
-        os.remove(link + ".tmp")
-    os.symlink(os.path.join("checkpoints", newest_name), link + ".tmp")
-    os.replace(link + ".tmp", link)
+    if os.path.lexists(link + ".new"):  # a kill can leave one
+        os.remove(link + ".new")
+    os.symlink(os.path.join("checkpoints", os.path.basename(folders[-1])), link + ".new")
+    os.replace(link + ".new", link)
     best = max(folders, key=lambda folder: read_json(os.path.join(folder, "training.json"))["score"])
     for folder in set(folders) - {*folders[-s.keep:], best}:
-        shutil.rmtree(folder + ".old", ignore_errors=True)
-        os.replace(folder, folder + ".old")  # what a kill leaves half removed has no number for a name
-    for left in glob.glob(os.path.join(glob.escape(s.out), "checkpoints", "*.*")):  # by this or by a kill
-        shutil.rmtree(left)
+        os.remove(os.path.join(folder, "training.json"))
+    for folder in glob.glob(os.path.join(glob.escape(s.out), "checkpoints", "*")):
+        if not os.path.exists(os.path.join(folder, "training.json")):
+            shutil.rmtree(folder)
 
 
 def make_room(s: Settings):
@@ -887,36 +846,20 @@ def make_room(s: Settings):
 
 
 def rewind(s: Settings, iteration: int):
-    """Make the run's files what they were after so many iterations, and say which settings are new."""
-    old = read_json(os.path.join(s.out, "settings.json"))
+    """Cut metrics.jsonl after so many iterations, and say which settings are new."""
+    settings = os.path.join(s.out, "settings.json")
+    old = read_json(settings)
     changed = []
     for key, value in asdict(s).items():
         if value != old.get(key) and key != "resume":
             changed.append(f"{key} {old.get(key)} -> {value}")
-    said = f"going on in {s.out} after iteration {iteration}"
-    tqdm.write(f"{said}, with changed settings: {', '.join(changed)}" if changed else said)
+    beside = f", with changed settings: {', '.join(changed)}" if changed else ""
+    tqdm.write(f"going on in {s.out} after iteration {iteration}{beside}")
     file = os.path.join(s.out, "metrics.jsonl")
     with open(file) as f, open(file + ".tmp", "w") as new:
         new.writelines(itertools.islice(f, iteration))
     os.replace(file + ".tmp", file)
-    for trace in glob.glob(os.path.join(glob.escape(s.out), "traces", "*")):
-        if int(os.path.basename(trace)[:5]) >= iteration:
-            os.remove(trace)
-    write_json(os.path.join(s.out, "settings.json"), asdict(s))
-
-
-def write_traces(s: Settings, iteration: int, groups):
-    """traces/ITERATION.jsonl: every rollout with what its workers said."""
-    if dist.get_rank():
-        return
-    file = os.path.join(s.out, "traces", f"{iteration:05d}.jsonl")
-    with open(file + ".tmp", "w") as f:
-        for r in itertools.chain(*groups):
-            problem = r.task.problem
-            told = {"trace": r.trace.to_json()} if r.trace else {"text": r.text}
-            row = {"problem": problem.id, "answer": problem.answer, "reward": r.reward, **told}
-            f.write(json.dumps(row) + "\n")
-    os.replace(file + ".tmp", file)
+    write_json(settings, asdict(s))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -926,12 +869,15 @@ def write_traces(s: Settings, iteration: int, groups):
 PEAKS = {"H200": (989, 4800), "H100 PCIe": (756, 2000), "H100": (989, 3350), "A100": (312, 1555),
          "L40S": (362, 864), "RTX 4090": (165, 1008), "RTX 3090": (71, 936)}
 GiB = 1 << 30
-RESERVE = {"cuda": 3 * GiB, "cpu": GiB // 2}  # beside what is estimated: context, graphs, fragments
+RESERVE = {"cuda": 3.0, "cpu": 0.5}  # GiB beside what is estimated: context, graphs, fragments
+TINY = 10_000_000  # parameters below which a model is none that was pretrained
+STEPS = 3  # of a workflow, as the estimate assumes
+TOKENS_IN, TOKENS_OUT = 1000, 700  # of a call
 
 
 def devices() -> tuple[str, int, str]:
-    """The kind of device that this process and its neighbours compute on, the bytes that one has for each (of
-    a CPU's memory a share), and its name."""
+    """The kind of device that this process and its neighbours compute on, the bytes that one has for each
+    (of a CPU's memory a share), and its name."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # here, as torchrun says
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     if found and len(found) >= processes:
@@ -941,40 +887,38 @@ def devices() -> tuple[str, int, str]:
 
 def peaks() -> tuple[float, float] | None:
     """FLOP/s and bytes/s of the device; None if they are unknown."""
-    name = devices()[2]
     for known, (tflops, gigabytes) in PEAKS.items():
-        if known in name:
+        if known in devices()[2]:
             return tflops * 1e12, gigabytes * 1e9
     return None
 
 
+def peak_memory() -> int:
+    """The most bytes that this rank has had: of the GPU's memory, on a CPU of the machine's."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
 def sizes(config: Config) -> tuple[int, int]:
-    """The parameters of a layer, and of all that is no layer."""
-    C = config.hidden_size
-    kv = config.num_key_value_heads * config.head_dim
-    queries = C * C + C  # with their biases, as are keys and values
-    keys = C * kv + kv
-    attention = queries + 2 * keys + C * C
-    layer = attention + 3 * C * config.intermediate_size + 2 * C
-    tables = 1 if config.tie_word_embeddings else 2
-    return layer, tables * config.vocab_size * C + C
+    """The parameters of a layer, and of the whole model."""
+    with torch.device("meta"):
+        model = Qwen(replace(config, num_hidden_layers=1))
+    layer = sum(p.numel() for p in model.model.layers[0].parameters())
+    with_one = sum(p.numel() for p in model.parameters())
+    return layer, with_one + (config.num_hidden_layers - 1) * layer
 
 
-def count(config: Config) -> int:
-    """All parameters."""
-    layer, others = sizes(config)
-    return config.num_hidden_layers * layer + others
+def forward_flops(config: Config, asked: float, written: float, context: float) -> float:
+    """FLOPs of a forward pass over so many tokens of prompts and of completions. Each attends to `context`
+    tokens; those that are written go through the head."""
+    layer = 2 * sizes(config)[0] + 4 * config.hidden_size * context
+    head = 2 * config.hidden_size * config.vocab_size
+    return (asked + written) * config.num_hidden_layers * layer + written * head
 
 
-def flops_a_token(config: Config, context: float) -> tuple[float, float]:
-    """FLOPs of a forward pass for one token: of the layers, where it attends to `context` tokens, and of the
-    head."""
-    parameters, _ = sizes(config)
-    layer = 2 * parameters + 4 * config.hidden_size * context
-    return config.num_hidden_layers * layer, 2 * config.hidden_size * config.vocab_size
-
-
-def utilisation(groups, seconds: float, config: Config, device: str) -> float | None:
+def utilisation(groups, seconds: float, config: Config) -> float | None:
     """MFU of an update: the FLOPs of forward and backward pass, each prompt once, over the most that the
     devices can do. What was computed twice to save memory does not count."""
     if peaks() is None:
@@ -983,178 +927,136 @@ def utilisation(groups, seconds: float, config: Config, device: str) -> float | 
     for group in groups:
         prompt = len(group[0].prompt)
         written = sum(len(r.completion.tokens) for r in group)
-        layers, head = flops_a_token(config, prompt + written / len(group) / 2)
-        total += 3 * ((prompt + written) * layers + written * head)
-    flops, _ = peaks()
-    return total / (seconds * flops * dist.get_world_size())
+        total += 3 * forward_flops(config, prompt, written, prompt + written / len(group) / 2)
+    return total / (seconds * peaks()[0] * dist.get_world_size())
 
 
-def memory(s: Settings, config: Config, world: int, prompt: int, device: str) -> dict[str, dict[str, float]]:
-    """Estimated bytes of a rank, by phase and part. Parts that end in (CPU) are not in the device's
-    memory."""
-    C, L, V = config.hidden_size, config.num_hidden_layers, config.vocab_size
-    N = count(config)
-    layer, others = sizes(config)
-    width = 2 if compute_dtype(device, s.dtype) == torch.bfloat16 else 4  # bytes of a number in computation
+def memory(s: Settings, config: Config, world: int, prompt: int) -> dict[str, dict[str, float]]:
+    """GiB of a rank, by phase and part, with prompts of so many tokens. Parts that end in (CPU) are not in
+    the device's memory."""
+    C, L, inner = config.hidden_size, config.num_hidden_layers, config.intermediate_size
+    layer, N = sizes(config)
+    width = 2 if s.dtype == "bf16" else 4  # bytes of a number in computation
+    kv = 2 * config.num_key_value_heads * config.head_dim * L * width  # bytes of a token's keys and values
+    T = s.token_budget + prompt  # tokens of a packed row
     place = " (CPU)" if s.offload else ""
-    share = N / world
-    resident = {f"weights{place}": 4 * share, f"Adam's state{place}": 8 * share}
-    if s.beta:
-        resident["reference policy"] = width * N
 
     def generation(prompts, rows):
-        a_token = 2 * config.num_key_value_heads * config.head_dim * L * width
         at_once = max(prompt, min(prompts * prompt, PREFILL_TOKENS))
         return {"copy to sample with": width * N,
-                "keys and values": a_token * (prompts * prompt + rows * s.max_new_tokens),
-                "prompts at work": at_once * (6 * C + 3 * config.intermediate_size) * width,
-                "probabilities": 16 * rows * V}
+                "keys and values": kv * (prompts * prompt + rows * s.max_new_tokens),
+                "prompts at work": at_once * (6 * C + 3 * inner) * width,
+                "probabilities": 16 * rows * config.vocab_size}
 
-    T = s.token_budget + prompt  # of a packed row
-    a_layer = T * (10 * C + 5 * config.intermediate_size) * width
-    training = {f"gradients{place}": 4 * share,
-                "gathered weights": (2 * width + 4) * (others + 2 * layer),  # with their gradients
-                "logits": 16 * min(T * V, HEAD_LOGITS[device])}
+    state = {f"weights{place}": 4 * N / world, f"Adam's state{place}": 8 * N / world}
+    if s.beta:
+        state["reference policy"] = width * N
+    training = {f"gradients{place}": 4 * N / world,
+                "gathered weights": (2 * width + 4) * (N - L * layer + 2 * layer),  # with their gradients
+                "logits": 16 * min(T * config.vocab_size, HEAD_LOGITS[devices()[0]])}
+    a_layer = T * (10 * C + 5 * inner) * width
     if s.recompute:
         training |= {"layers' inputs": L * T * C * width, "a layer at work": a_layer}
     else:
         training["activations"] = L * a_layer
     questions = math.ceil(min(s.test / world, max(1, READ_AT_ONCE // prompt)))
-    return {"sampling": resident | generation(s.questions, s.questions * math.ceil(s.rollouts / world)),
-            "training": resident | training,
-            "evaluation": (resident if s.eval_every else {}) | generation(questions, questions)}
+    phases = {"sampling": state | generation(s.questions, s.questions * math.ceil(s.rollouts / world)),
+              "training": state | training,
+              "evaluation": (state if s.eval_every else {}) | generation(questions, questions)}
+    return {phase: {part: size / GiB for part, size in parts.items()} for phase, parts in phases.items()}
 
 
 def peak(phases: dict) -> float:
-    """The most bytes of the device's memory that any phase takes."""
+    """The most GiB of the device's memory that any phase takes."""
     totals = []
     for parts in phases.values():
         totals.append(sum(size for part, size in parts.items() if "(CPU)" not in part))
     return max(totals)
 
 
-def what_would_fit(s: Settings, config: Config, world: int, prompt: int, device: str, room: float) -> str:
-    """Up to three ways in which the run would fit, the mildest first."""
-    recompute = {"recompute": True}
-    offload = {"offload": True}
-    budget = {"token_budget": s.token_budget // 4}
-    everything = recompute | offload | budget | {"max_new_tokens": s.max_new_tokens // 2}
-    ways = [(recompute, world), (budget, world), (offload, world), ({}, 2 * world), ({}, 4 * world),
-            (recompute | offload, world), (everything, world)]
+def what_would_fit(s: Settings, config: Config, prompt: int, room: float) -> str:
+    """Up to three ways in which the run would fit into so many GiB, the mildest first."""
+    ways = [{"recompute": True}, {"token_budget": s.token_budget // 4}, {"offload": True}, {"processes": 2},
+            {"processes": 4}, {"recompute": True, "offload": True},
+            {"offload": True, "token_budget": s.token_budget // 4, "max_new_tokens": s.max_new_tokens // 2}]
     fits = []
-    for changes, ranks in ways:
-        new = {key: value for key, value in changes.items() if value != getattr(s, key)}
-        needed = peak(memory(replace(s, **new), config, ranks, prompt, device))
-        if needed <= room:
-            fits.append(" ".join(f"--{key}={value}" for key, value in new.items()) or f"{ranks} processes")
-    fits = list(dict.fromkeys(fits))[:3]
-    return "it would fit with " + ", or with ".join(fits) if fits else "a smaller model is what would fit"
+    for way in ways:
+        world = way.pop("processes", 1) * dist.get_world_size()
+        if peak(memory(replace(s, **way), config, world, prompt)) <= room:
+            flags = " ".join(f"--{key}={value}" for key, value in way.items())
+            fits.append(flags or f"{world} processes")
+    return f"it would fit with {', or with '.join(fits[:3])}" if fits else "a smaller model is what would fit"
 
 
-def estimate(s: Settings, config: Config, pool, device: str) -> tuple[str, str]:
-    """What a run takes, as text with its assumptions, and what it lacks of the device's memory, "" if
-    nothing."""
-    world = dist.get_world_size()
+def estimate(s: Settings, config: Config, pool) -> tuple[str, str]:
+    """What a run takes, with its assumptions, and what it lacks of the device's memory, "" if nothing."""
     local = s.pool.startswith("local")
     chat = ask(Task("x" * (40 if local else 400), pool), prompting(s))
-    prompt = longest = sum(len(turn["content"]) for turn in chat) // 4
+    prompt = sum(len(turn["content"]) for turn in chat) // 4
     if s.recursion:
-        longest += s.max_new_tokens + (100 if local else 4096)  # the first round and its answer
-    phases = memory(s, config, world, longest, device)
-    reserve = RESERVE[device]
-    _, present, _ = devices()
-    needed = peak(phases) + reserve
+        prompt += s.max_new_tokens + (100 if local else 4096)  # the first round and its answer
+    world = dist.get_world_size()
+    kind, present, _ = devices()
+    phases = memory(s, config, world, prompt)
+    needed = peak(phases) + RESERVE[kind]
     lack = ""
-    if needed > present:
-        instead = what_would_fit(s, config, world, longest, device, present - reserve)
-        lack = f"memory: {gib(needed)} GiB for each process, of which {gib(present)} are here; {instead}"
+    if needed > present / GiB:
+        instead = what_would_fit(s, config, prompt, present / GiB - RESERVE[kind])
+        lack = f"memory: {needed:.1f} GiB for each process, of which {present / GiB:.1f} are here; {instead}"
 
     # The work of an iteration.
     rounds = 1.5 if s.recursion else 1.0
     workflows = s.questions * s.rollouts * rounds
     written = min(250, s.max_new_tokens // 2)
-    layers, head = flops_a_token(config, prompt + written / 2)
-    forward = (s.questions * rounds * prompt + workflows * written) * layers
-    logits = workflows * written * head
-    training = 3 * forward + 4 * logits  # logits are always computed again
-    if s.recompute:
-        training += forward
-    calls = STEPS * workflows
+    flops = forward_flops(config, s.questions * rounds * prompt, workflows * written, prompt + written / 2)
+    flops *= 4 if s.recompute else 3
     slots = sum(worker.concurrency for worker in pool)
     latency = 0.01 if local else 20.0
-    waiting = max(calls / slots, STEPS) * latency
-    seconds = f"workers {waiting:.1f} ({calls:.0f} calls over {slots} slots, {latency:g} s each)"
+    waiting = max(STEPS * workflows / slots, STEPS) * latency
+    seconds = f"workers {waiting:.1f} ({STEPS * workflows:.0f} calls over {slots} slots, {latency:g} s each)"
     if peaks():
-        flops, bandwidth = peaks()
-        decoding = rounds * s.max_new_tokens * 2 * count(config) / (0.65 * bandwidth)
-        updating = training / (0.5 * flops * world)
-        seconds = (f"sampling {decoding:.0f} (at 65 % of the memory's bandwidth), "
-                   f"training {updating:.0f} (at half of the peak), {seconds}")
+        compute, bandwidth = peaks()
+        sampling = rounds * s.max_new_tokens * 2 * sizes(config)[1] / (0.65 * bandwidth)
+        training = flops / (0.5 * compute * world)
+        seconds += (f", sampling {sampling:.0f} (at 65 % of the memory's bandwidth), "
+                    f"training {training:.0f} (at half of the peak)")
     else:
-        seconds += "; how fast this device computes is unknown"
+        seconds += f", {flops / 1e12:.3g} TFLOP to train; how fast this device computes is unknown"
 
     # The calls of the whole run.
     graded = s.iterations * workflows + s.test
     if s.eval_every:
         graded += s.iterations // s.eval_every * s.eval_problems
     prices = [worker.price[0] * TOKENS_IN + worker.price[1] * TOKENS_OUT for worker in pool if worker.price]
-    dollars = f"about ${STEPS * graded / len(pool) * sum(prices) / 1e6:,.0f}"
-    unpriced = [worker.name for worker in pool if not worker.price]
-    if unpriced:
-        dollars += f", and {len(unpriced)} workers of unknown price ({', '.join(unpriced)})"
+    dollars = STEPS * graded / len(pool) * sum(prices) / 1e6
 
-    text = f"""\
-model     {count(config) / 1e9:.3f} billion parameters, computed in {compute_dtype(device, s.dtype)}
-run       {s.iterations} iterations x {s.questions} questions x {s.rollouts} rollouts on {world} processes
-          problems of {s.data!r}, {len(pool)} workers of {s.pool!r}
-memory    at most {gib(peak(phases))} GiB a process, and {gib(reserve)} for what is not counted
-"""
+    lines = [f"model     {sizes(config)[1] / 1e9:.3f} billion parameters, computed in {s.dtype}",
+             f"memory    at most {peak(phases):.1f} GiB a process, and {RESERVE[kind]} that are not counted"]
     for phase, parts in phases.items():
-        told = [f"{part} {gib(size)}" for part, size in parts.items()]
-        text += f"          {phase}: {', '.join(told)}\n"
-    return text + f"""\
-disk      {gib(disk(config))} GiB a checkpoint, at most {s.keep + 2} of them at a time
-work      of an iteration: {(forward + logits) / 1e12:.3g} TFLOP to sample, {training / 1e12:.3g} to train
-          with prompts of {prompt} tokens and completions of {written}
-seconds   of an iteration: {seconds}
-calls     {STEPS * graded:,.0f} with the evaluations, {STEPS} a workflow, evenly over the pool
-          with {TOKENS_IN} tokens in and {TOKENS_OUT} out each {dollars}""", lack
+        lines.append(f"          {phase}: " + ", ".join(f"{part} {size:.1f}" for part, size in parts.items()))
+    lines += [
+        f"disk      {disk(config):.1f} GiB a checkpoint, at most {s.keep + 2} of them at a time",
+        f"seconds   of an iteration, prompts of {prompt} tokens and completions of {written}: {seconds}",
+        f"calls     {STEPS * graded:,.0f} with the evaluations, {STEPS} a workflow, evenly over the pool",
+        f"dollars   about {dollars:,.0f} at {TOKENS_IN} tokens in and {TOKENS_OUT} out a call, without "
+        f"{len(pool) - len(prices)} workers whose price is unknown"]
+    return "\n".join(lines), lack
 
 
-def gib(size: float) -> str:
-    return f"{size / GiB:.1f}"
-
-
-STEPS = 3  # of a workflow, as the estimate assumes
-TOKENS_IN, TOKENS_OUT = 1000, 700  # of a call
-
-
-def disk(config: Config) -> int:
-    """Bytes of a checkpoint: the fp32 weights with two moments, and the weights for use."""
-    return 16 * count(config)
+def disk(config: Config) -> float:
+    """GiB of a checkpoint: the fp32 weights with two moments, and the weights for use."""
+    return 16 * sizes(config)[1] / GiB
 
 
 # ------------------------------------------------------------------------------------------------------------
 # What a run lacks, and the command line
 
 
-def choose_by_size(s: Settings, config: Config):
-    """Set what depends on whether the model is a tiny one or was pretrained."""
-    tiny = count(config) < TINY
-    s.lr = s.lr or (1e-3 if tiny else 1e-6)
-    s.dtype = s.dtype or ("fp32" if tiny else "")
-
-
-def preflight(s: Settings, start: str, device: str):
-    """What would fail late fails here, all of it at once. With --dry_run the estimate is said in any case,
-    and every worker asked for a word. Returns the pool's address, the dollars left of the budget, and the
-    model's shape."""
-    check_settings(s, start)
-    if start != s.init_from:
-        state_files(start)
+def preflight(s: Settings, start: str):
+    """What would fail late fails here, all of it at once. With --dry_run the estimate is said in any case.
+    Returns the pool's address, the dollars left of the budget, and the model's shape."""
+    check_settings(s)
     pool = load_pool(s.pool, replay=s.replay, budget=s.budget)
-    if s.subset > len(pool):
-        raise ValueError(f"--subset={s.subset}: the pool has {len(pool)} workers")
     lacks = []
     config = tiny_config(s)
     if start:
@@ -1165,81 +1067,83 @@ def preflight(s: Settings, start: str, device: str):
             if start == PRESETS["paper"]["init_from"]:
                 config = Config()  # which has its shape
     choose_by_size(s, config)
-    text, lack = estimate(s, config, pool, device)
-    if s.dry_run or count(config) > TINY:
+    text, lack = estimate(s, config, pool)
+    if s.dry_run or sizes(config)[1] > TINY:
         say(text)
-    lacks += [lack] if lack else []
-    for check in (lacking_disk, lacking_reference, lacking_problems, lacking_keys, lacking_report):
-        lacks += check(s, start, config, pool)
-    if s.dry_run or not lacks:
-        lacks += lacking_workers(pool)
+    lacks += [*filter(None, [lack]), *lacking(s, start, config, pool)]
+    if s.dry_run or not lacks:  # as it costs money
+        lacks += lacking_replies(pool)
     if lacks:
         raise SystemExit(f"the run lacks {'; '.join(lacks)}. The laptop world needs nothing: --preset=laptop")
     return pool[0].base_url, s.budget and max(pool[0].budget.left, 1e-9), config
 
 
-def check_settings(s: Settings, start: str):
+def choose_by_size(s: Settings, config: Config):
+    """Set what depends on whether the model is a tiny one or was pretrained."""
+    tiny = sizes(config)[1] < TINY
+    s.lr = s.lr or (1e-3 if tiny else 1e-6)
+    if tiny and not s.dtype:
+        s.dtype = "fp32"
+    s.dtype = "bf16" if compute_dtype(devices()[0], s.dtype) == torch.bfloat16 else "fp32"
+
+
+def check_settings(s: Settings):
     """ValueError for values with which nothing can run."""
     may_be_0 = {"seed", "budget", "lr", "beta", "clip_high", "importance", "warmup", "warm_steps",
                 "warm_second", "subset", "eval_every"}
-    may_be_any = {"no_workflow", "wrong", "right"}
     for key, value in asdict(s).items():
-        if type(value) in (int, float):
-            good = 0 < value < math.inf or value == 0 and key in may_be_0
-            if not good and not (key in may_be_any and math.isfinite(value)):
+        if type(value) in (int, float) and key not in ("no_workflow", "wrong", "right"):
+            if not 0 < value < math.inf and not (value == 0 and key in may_be_0):
                 raise ValueError(f"--{key}={value}: expected a number above 0")
-    for key, known in (("loss", LOSSES), ("report", ("", "tensorboard", "wandb"))):
+    names = {"loss": LOSSES, "report": ("", "tensorboard", "wandb"), "sandbox": ("", "partial")}
+    for key, known in names.items():
         if getattr(s, key) not in known:
             raise ValueError(f"--{key}={getattr(s, key)}: there are {', '.join(filter(None, known))}")
     if s.width % 8:
         raise ValueError(f"--width={s.width}: expected a multiple of 8, for 4 heads of an even size")
-    if not start and s.warm_batch < dist.get_world_size():
-        raise ValueError(f"--warm_batch={s.warm_batch}: expected at least one for each process")
     if s.data.endswith(".jsonl") and not s.test_data:
         raise ValueError(f"--data={s.data} has no test split: name other problems with --test_data=FILE")
     if s.replay and os.path.abspath(s.replay).startswith(os.path.abspath(s.out) + os.sep):
         raise ValueError(f"--replay={s.replay}: a place outside of --out, please, which the next run moves")
 
 
-def lacking_disk(s: Settings, start, config: Config, pool):
+def lacking(s: Settings, start: str, config: Config, pool):
+    """Yield what the run lacks beside memory and a model."""
+    if s.subset > len(pool):
+        yield f"workers (--subset={s.subset}, and the pool has {len(pool)} workers)"
+
     there = os.path.abspath(s.out)
     while not os.path.exists(there):
         there = os.path.dirname(there)
-    free = shutil.disk_usage(there).free
+    free = shutil.disk_usage(there).free / GiB
     present = len(checkpoints(s.out)) if s.resume else 0
     needed = disk(config) * (s.keep + 2 - present)
     if free < needed:
-        yield f"{gib(needed)} GiB of disk in {s.out} (free are {gib(free)}; a smaller --keep takes less)"
+        yield f"{needed:.1f} GiB of disk in {s.out} (free are {free:.1f}; a smaller --keep takes less)"
 
-
-def lacking_reference(s: Settings, start, config, pool):
-    folder = reference_folder(s, start)
-    if s.beta and folder and not os.path.exists(os.path.join(folder, "config.json")):
-        yield (f"the reference policy for --beta={s.beta} in {folder} (a run without --beta writes none; "
+    reference = reference_folder(s, start)
+    if s.beta and reference and not os.path.exists(os.path.join(reference, "config.json")):
+        yield (f"the reference policy for --beta={s.beta} in {reference} (a run without --beta writes none; "
                "name one with --reference=DIR)")
 
-
-def lacking_problems(s: Settings, start, config, pool):
     try:
         problems = load(s.data, "train") + load(s.test_data or s.data, "test", s.test)
-        if any(p.grader in ("code", "unittest") for p in problems):
-            evaluation.run_code("pass", None, [""], 60)  # says what the sandbox lacks
+        if any(problem.grader in ("code", "unittest") for problem in problems):
+            evaluation.check_sandbox(s.sandbox == "partial")
     except (OSError, ValueError) as e:
         yield f"problems ({e})"
+    except RuntimeError as e:
+        yield f"a sandbox ({e})"
 
-
-def lacking_keys(s: Settings, start, config, pool):
     for worker in pool:
         if worker.api_key_env and not os.environ.get(worker.api_key_env):
             yield f"${worker.api_key_env} for {worker.name}"
-
-
-def lacking_report(s: Settings, start, config, pool):
     if s.report and not importlib.util.find_spec(s.report):
         yield f"{s.report} (pip install {s.report})"
 
 
-def lacking_workers(pool):
+def lacking_replies(pool):
+    """Yield what is wrong with the workers whose keys are there: each is asked for a word."""
     for worker in pool:
         if not worker.api_key_env or os.environ.get(worker.api_key_env):
             try:
@@ -1259,8 +1163,7 @@ def settings_of(argv: list[str]) -> tuple[Settings, str]:
         s.preset = "paper" if device == "cuda" and size > 75e9 and ranks > 1 else "laptop"
     if s.preset not in PRESETS:
         raise SystemExit(f"--preset={s.preset}: there are {', '.join(PRESETS)}")
-    for key, value in PRESETS[s.preset].items():
-        setattr(s, key, value)
+    s = Settings(**{**PRESETS[s.preset], "preset": s.preset})
     words = configure(s, argv)
     if words:
         raise SystemExit(f"train.py takes --key=value settings only, not {words[0]!r}")

@@ -1,4 +1,5 @@
-"""What a run takes, against numbers worked by hand, on faked devices; what is refused, and what would fit instead."""
+"""What a run takes, against numbers worked by hand, on faked devices; what is refused, and what would fit
+instead."""
 import math
 import os
 import re
@@ -12,18 +13,21 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import train
 import workers
 from eval import Problem, grade
-from model import Config, Qwen
+from model import Config
 from sample import Completion
 from train import PRESETS, Settings
-from train_runs import Ended, checkpoint, launch, metrics, rollouts, runs, timeless, trained, weights  # noqa: F401
+from train_runs import Ended, launch, metrics, rollouts, runs, timeless, weights
+from train_runs import checkpoint, trained  # noqa: F401 (fixtures)
 from workflow import Rollout
 
-SMALL = Config(151936, 896, 4864, 24, num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True)  # Qwen2.5-0.5B
+# Qwen2.5-0.5B
+SMALL = Config(151936, 896, 4864, 24, num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True)
 
 
 @pytest.fixture
 def machine(monkeypatch):
-    """machine(gigabytes, processes, name): so many processes have a GPU of that size each; without a size there is only a CPU of 16 GB."""
+    """machine(gigabytes, processes, name): so many processes have a GPU of that size each; without a size
+    there is only a CPU of 16 GB."""
     def set_up(gigabytes=0, processes=1, name="NVIDIA H100 80GB HBM3"):
         kind = ("cuda", gigabytes * 10**9, name) if gigabytes else ("cpu", 16 * 10**9 // processes, "cpu")
         monkeypatch.setattr(train, "devices", lambda: kind)
@@ -34,105 +38,133 @@ def machine(monkeypatch):
     return set_up
 
 
-@pytest.mark.parametrize("config", [Config(), SMALL, Config(90, 64, 96, 3, num_attention_heads=4, num_key_value_heads=2)])
-def test_parameters_are_counted_right(config):
-    with torch.device("meta"):
-        model = Qwen(config)
-    assert train.count(config) == sum(p.numel() for p in model.parameters())
-    assert train.sizes(config)[0] == sum(p.numel() for p in model.model.layers[0].parameters())
-
-
 def test_the_papers_memory_by_hand(machine):
-    """Qwen2.5-7B on two ranks: 12 bytes a parameter and 4 of gradients in halves, a bf16 copy, keys and values of half of the rollouts."""
-    device, s, N = machine(80, 2), Settings(**PRESETS["paper"]), 7_615_616_512  # of the model card: 7.61 B
-    phases = train.memory(s, Config(), 2, 1051, device)
+    """Qwen2.5-7B on two ranks: 12 bytes a parameter and 4 of gradients in halves, a bf16 copy, keys and
+    values of half of the rollouts."""
+    machine(80, 2)
+    s, N = Settings(**PRESETS["paper"], dtype="bf16"), 7_615_616_512  # of the model card: 7.61 B
+    phases = train.memory(s, Config(), 2, 1051)
+    # 2 x 28 layers x 4 heads x 128 x 2 bytes a token
     for phase, part, size in [
-            ("training", "weights", 2 * N), ("training", "Adam's state", 4 * N), ("training", "gradients", 2 * N),
-            ("training", "layers' inputs", 28 * (8192 + 1051) * 3584 * 2), ("sampling", "copy to sample with", 2 * N),
-            ("sampling", "keys and values", 57_344 * (4 * 1051 + 128 * 1024)),  # 2 x 28 layers x 4 heads x 128 x 2 bytes a token
-            ("sampling", "weights", 2 * N), ("evaluation", "Adam's state", 4 * N)]:
-        assert phases[phase][part] == pytest.approx(size), (phase, part)
+        ("training", "weights", 2 * N), ("training", "Adam's state", 4 * N), ("training", "gradients", 2 * N),
+        ("training", "layers' inputs", 28 * (8192 + 1051) * 3584 * 2),
+        ("sampling", "copy to sample with", 2 * N),
+        ("sampling", "keys and values", 57_344 * (4 * 1051 + 128 * 1024)), ("sampling", "weights", 2 * N),
+        ("evaluation", "Adam's state", 4 * N)]:
+        assert phases[phase][part] == pytest.approx(size / 2**30), (phase, part)
     assert "gradients" not in phases["sampling"] and "reference policy" not in phases["training"]
     s.eval_every = 0
-    assert not {"weights", "Adam's state"} & train.memory(s, Config(), 2, 1051, device)["evaluation"].keys()  # by then they are gone
+    # By then they are gone
+    assert not {"weights", "Adam's state"} & train.memory(s, Config(), 2, 1051)["evaluation"].keys()
     s.beta, s.offload = 0.1, True
-    phases = train.memory(s, Config(), 2, 1051, device)
-    assert phases["training"]["weights (CPU)"] == 2 * N and phases["training"]["reference policy"] == 2 * N
+    phases = train.memory(s, Config(), 2, 1051)
+    assert phases["training"]["weights (CPU)"] == phases["training"]["reference policy"] == 2 * N / 2**30
     assert train.peak({"x": {"a (CPU)": 9, "b": 2}, "y": {"c": 3}}) == 3
 
 
 RUNS = [  # preset, changes, shape, GB of a device, processes: whether it is accepted
-    ("laptop", {}, None, 0, 1, True), ("laptop", {}, None, 0, 2, True), ("laptop", {}, None, 16, 1, True), ("laptop", {}, None, 80, 8, True),
-    ("small", {}, SMALL, 17.1, 1, True), ("small", {}, SMALL, 24, 1, True), ("small", {}, SMALL, 8, 1, False),  # 16 GB are 15.9 GiB of a T4
-    ("paper", {}, Config(), 85, 2, True), ("paper", {}, Config(), 85, 1, False), ("paper", {}, Config(), 85, 8, True),
-    ("paper", {"offload": True}, Config(), 85, 1, True), ("paper", {"beta": 0.1}, Config(), 85, 2, False),
-    ("paper", {"beta": 0.1, "offload": True}, Config(), 85, 1, True), ("paper", {"recompute": False}, Config(), 85, 2, False),
-    ("paper", {"token_budget": 65536}, Config(), 85, 2, False), ("paper", {}, Config(), 150, 1, True), ("paper", {"beta": 0.1}, Config(), 150, 1, False),
-    ("paper", {}, Config(), 24, 8, False), ("paper", {}, Config(), 0, 1, False),
-    ("paper", {"offload": True, "recursion": True}, Config(), 85, 1, True)]
+    ("laptop", {}, None, 0, 1, True),
+    ("laptop", {}, None, 0, 2, True),
+    ("laptop", {}, None, 16, 1, True),
+    ("laptop", {}, None, 80, 8, True),
+    ("small", {}, SMALL, 17.1, 1, True),
+    ("small", {}, SMALL, 24, 1, True),
+    ("small", {}, SMALL, 8, 1, False),  # 16 GB are 15.9 GiB of a T4
+    ("paper", {}, Config(), 85, 2, True),
+    ("paper", {}, Config(), 85, 1, False),
+    ("paper", {}, Config(), 85, 8, True),
+    ("paper", {"offload": True}, Config(), 85, 1, True),
+    ("paper", {"beta": 0.1}, Config(), 85, 2, False),
+    ("paper", {"beta": 0.1, "offload": True}, Config(), 85, 1, True),
+    ("paper", {"recompute": False}, Config(), 85, 2, False),
+    ("paper", {"token_budget": 65536}, Config(), 85, 2, False),
+    ("paper", {}, Config(), 150, 1, True),
+    ("paper", {"beta": 0.1}, Config(), 150, 1, False),
+    ("paper", {}, Config(), 24, 8, False),
+    ("paper", {}, Config(), 0, 1, False),
+    ("paper", {"offload": True, "recursion": True}, Config(), 85, 1, True),
+]
 
 
 @pytest.mark.parametrize("preset, changes, shape, size, processes, accepted", RUNS)
 def test_the_estimate_decides(preset, changes, shape, size, processes, accepted, machine):
-    """The peak and 3 GiB against the device's memory, for any model and number of processes. A refusal names a way that is accepted."""
-    device = machine(size, processes)
+    """The peak and 3 GiB against the device's memory, for any model and number of processes. A refusal names
+    a way that is accepted."""
+    machine(size, processes)
     s = Settings(**{**PRESETS[preset], **changes})
     config = shape or train.tiny_config(s)
     train.choose_by_size(s, config)
-    text, lack = train.estimate(s, config, workers.load_pool("paper" if preset == "paper" else "local", "http://127.0.0.1:9/v1"), device)
+    text, lack = train.estimate(
+        s, config, workers.load_pool("paper" if preset == "paper" else "local", "http://127.0.0.1:9/v1"))
     assert (lack == "") == accepted, lack
     assert re.search(r"at most [\d.]+ GiB a process", text)
     if not accepted:
-        assert re.search(r"^memory: [\d.]+ GiB for each process, of which [\d.]+ are here; (it would fit with|a smaller model)", lack)
+        said = r"^memory: [\d.]+ GiB for each process, of which [\d.]+ are here; "
+        assert re.search(said + "(it would fit with|a smaller model)", lack)
         for way in re.findall(r"with ((?:--\S+=\w+ ?)+)", lack):
             changed = Settings(**vars(s))
             train.configure(changed, way.split())
-            assert train.estimate(changed, config, workers.load_pool("paper"), device)[1] == "", way
+            assert train.estimate(changed, config, workers.load_pool("paper"))[1] == "", way
 
 
 def test_what_would_fit(machine):
     """7B on one card of 80 GB: offload or more cards; on two of 48 GB the same; on a CPU of 16 GB nothing."""
-    for size, processes, expected in ((85, 1, "--offload=True, or with 2 processes"), (51, 2, "--offload=True, or with 8 processes"),
-                                      (0, 1, "a smaller model is what would fit")):
-        device, s = machine(size, processes), Settings(**PRESETS["paper"])
-        _, lack = train.estimate(s, Config(), workers.load_pool("paper"), device)
+    for size, processes, expected in (
+        (85, 1, "--offload=True, or with 2 processes"), (51, 2, "--offload=True, or with 8 processes"),
+        (0, 1, "a smaller model is what would fit")):
+        machine(size, processes)
+        _, lack = train.estimate(
+            Settings(**PRESETS["paper"], dtype="bf16"), Config(), workers.load_pool("paper"))
         assert expected in lack
 
 
 def test_calls_dollars_and_seconds_by_hand(machine):
-    """Seven workers of 16 calls at a time: 768 calls an iteration, 20 s each; three of the workers have a known price. On two H100s the
-    sampling reads 15.2 GB of weights for each of 1,024 tokens."""
-    text, _ = train.estimate(Settings(**PRESETS["paper"]), Config(), workers.load_pool("paper"), machine(85, 2))
-    slots = sum(w.concurrency for w in workers.load_pool("paper"))
+    """Seven workers of 16 calls at a time: 768 calls an iteration, 20 s each; three of the workers have a
+    known price. On two H100s the sampling reads 15.2 GB of weights for each of 1,024 tokens."""
+    machine(85, 2)
+    s, pool = Settings(**PRESETS["paper"], dtype="bf16"), workers.load_pool("paper")
+    text, _ = train.estimate(s, Config(), pool)
+    slots = sum(w.concurrency for w in pool)
     calls = 3 * (200 * 256 + 224 + 4 * 64)
-    pool = workers.load_pool("paper")
     dollars = calls / 7 * sum((w.price[0] * 1000 + w.price[1] * 700) / 1e6 for w in pool if w.price)
     assert f"workers {max(768 / slots, 3) * 20:.1f} (768 calls over {slots} slots, 20 s each)" in text
-    assert f"{calls:,} with the evaluations" in text and f"about ${dollars:,.0f}, and 4 workers of unknown price" in text
+    assert (
+        f"{calls:,} with the evaluations" in text and f"dollars   about {dollars:,.0f} at" in text
+        and "without 4 workers whose price is unknown" in text)
     assert f"sampling {1024 * 2 * 7_615_616_512 / 3.35e12 / 0.65:.0f} (at 65 %" in text
     assert "disk      113.5 GiB a checkpoint" in text
-    text, _ = train.estimate(Settings(**PRESETS["paper"]), Config(), pool, machine(85, 2, "Some GPU"))
-    assert "how fast this device computes is unknown" in text and "sampling" not in text.split("seconds")[1].split("\n")[0]
+    machine(85, 2, "Some GPU")
+    text, _ = train.estimate(s, Config(), pool)
+    assert (
+        "how fast this device computes is unknown" in text
+        and "sampling" not in text.split("seconds")[1].split("\n")[0])
 
 
 def test_utilisation_by_hand(machine):
-    """Two groups of a prompt of 100 and 4 x 50 tokens: 6 FLOP a parameter of the layers and token, the head for completions only."""
-    device, config = machine(85, 2), Config()
+    """Two groups of a prompt of 100 and 4 x 50 tokens: 6 FLOP a parameter of the layers and token, the head
+    for completions only."""
+    machine(85, 2)
+    config = Config()
     group = [Rollout(None, "", [1] * 100, Completion([1] * 50, [], True)) for _ in range(4)]
     layers = 28 * (6 * train.sizes(config)[0] + 12 * 3584 * 125)
     flops = 2 * (300 * layers + 200 * 6 * 3584 * 152064)
-    assert train.utilisation([group, group], 0.5, config, device) == pytest.approx(flops / 0.5 / 989e12 / 2)
+    assert train.utilisation([group, group], 0.5, config) == pytest.approx(flops / 0.5 / 989e12 / 2)
     machine(85, 2, "Some GPU")
-    assert train.utilisation([group], 0.5, config, device) is None
+    assert train.utilisation([group], 0.5, config) is None
 
 
 def test_the_preset_without_flags(machine):
-    """The paper's run where two processes have 80 GB each, else the laptop's; what depends on the model's size."""
-    for size, processes, preset in ((85, 2, "paper"), (85, 8, "paper"), (85, 1, "laptop"), (24, 2, "laptop"), (0, 2, "laptop")):
+    """The paper's run where two processes have 80 GB each, else the laptop's; what depends on the model's
+    size."""
+    for size, processes, preset in (
+        (85, 2, "paper"), (85, 8, "paper"), (85, 1, "laptop"), (24, 2, "laptop"), (0, 2, "laptop")):
         machine(size, processes)
         assert train.settings_of([])[0].preset == preset
         assert train.settings_of(["--preset=small"])[0].init_from == "Qwen/Qwen2.5-0.5B-Instruct"
-    for config, given, lr, dtype in ((Config(), 0.0, 1e-6, ""), (Config(), 3e-7, 3e-7, ""), (train.tiny_config(Settings()), 0.0, 1e-3, "fp32")):
+    for config, given, lr, dtype in (
+        (Config(), 0.0, 1e-6, "bf16"), (Config(), 3e-7, 3e-7, "bf16"),
+        (train.tiny_config(Settings()), 0.0, 1e-3, "fp32")):
+        machine(85, 1)
         s = Settings(lr=given)
         train.choose_by_size(s, config)
         assert (s.lr, s.dtype) == (lr, dtype)  # a laptop run on a GPU computes in fp32, as on a CPU
@@ -142,24 +174,35 @@ def test_dry_runs(tmp_path):
     """The estimate, and either what is lacking, all of it, or that nothing is; no folder is made."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
-        ends = [Ended(launch("train.py", f"--preset={preset}", "--dry_run", f"--out={tmp_path}/out")) for preset in ("paper", "laptop")]
+        ends = [
+            Ended(launch("train.py", f"--preset={preset}", "--dry_run", f"--out={tmp_path}/out"))
+            for preset in ("paper", "laptop")]
     finally:
         del os.environ["HF_HUB_OFFLINE"]
     papers, laptops = ends
     assert papers.status == 1 and "Traceback" not in papers.err and "expected at least" not in papers.err
-    for lack in ("GiB for each process", "Qwen/Qwen2.5-7B", "eval.py prepare", "$OPENAI_API_KEY for GPT-5", "set $OPEN_BASE_URL"):
+    for lack in (
+        "GiB for each process", "Qwen/Qwen2.5-7B", "eval.py prepare", "$OPENAI_API_KEY for GPT-5",
+        "set $OPEN_BASE_URL"):
         assert lack in papers.err, lack
     assert "7.616 billion parameters" in papers.out
     assert laptops.status == 0 and "at most 0." in laptops.out and "the run lacks nothing" in laptops.out
     assert not os.path.exists(tmp_path / "out")
 
 
-@pytest.mark.parametrize("more", [["--offload"], ["--dtype=bf16"], ["--recompute", "--loss=token", "--clip_high=0.3", "--std=False", "--epochs=2", "--importance=2"]],
-                         ids=lambda more: more[0])
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--offload"], ["--dtype=bf16"],
+        ["--recompute", "--loss=token", "--clip_high=0.3", "--std=False", "--epochs=2", "--importance=2"]],
+    ids=lambda more: more[0],
+)
 def test_options_of_the_trainer(more, checkpoint, tmp_path):
     """Two ranks. Where the trainer's state is changes nothing; the others run, and learn something else."""
-    argv = ["-m", "torch.distributed.run", "--nproc_per_node=2", "train.py", "--preset=laptop", f"--init_from={checkpoint}", "--iterations=2",
-            "--questions=4", "--rollouts=8", "--max_new_tokens=64", "--test=8"]
+    argv = [
+        "-m", "torch.distributed.run", "--nproc_per_node=2", "train.py", "--preset=laptop",
+        f"--init_from={checkpoint}", "--iterations=2", "--questions=4", "--rollouts=8", "--max_new_tokens=64",
+        "--test=8"]
     runs([*argv, f"--out={tmp_path}/plain"], [*argv, *more, f"--out={tmp_path}/more"])
     plain, other = (timeless(metrics(tmp_path / name)[1]) for name in ("plain", "more"))
     assert (plain == other) == (more == ["--offload"]) and math.isfinite(other["grad_norm"])
@@ -169,10 +212,15 @@ def test_options_of_the_trainer(more, checkpoint, tmp_path):
 
 def test_the_reward_is_a_setting(checkpoint, tmp_path):
     """no_workflow, wrong and right: in the traces and in the metrics."""
-    runs(["train.py", "--preset=laptop", f"--init_from={checkpoint}", "--iterations=1", "--questions=4", "--rollouts=8", "--max_new_tokens=64",
-          "--test=8", "--no_workflow=-1", "--wrong=-0.5", f"--out={tmp_path}/out"])
+    runs(
+        [
+            "train.py", "--preset=laptop", f"--init_from={checkpoint}", "--iterations=1", "--questions=4",
+            "--rollouts=8", "--max_new_tokens=64", "--test=8", "--no_workflow=-1", "--wrong=-0.5",
+            f"--out={tmp_path}/out"]
+    )
     rows = rollouts(tmp_path / "out", 0)
     for row in rows:
         gold = Problem("", "", row["answer"], "")
-        assert row["reward"] == (-1 if row["trace"] is None else 1 if grade(gold, row["trace"]["answer"]) else -0.5)
+        assert row["reward"] == (
+            -1 if row["trace"] is None else 1 if grade(gold, row["trace"]["answer"]) else -0.5)
     assert metrics(tmp_path / "out")[0]["reward"] == pytest.approx(sum(row["reward"] for row in rows) / 32)

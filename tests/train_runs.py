@@ -1,4 +1,5 @@
-"""Runs of train.py in processes of their own, for the tests of training; and two of them that several files look at."""
+"""Runs of train.py in processes of their own, for the tests of training; and two of them that several files
+look at."""
 import contextlib
 import json
 import os
@@ -12,21 +13,30 @@ import pytest
 import torch
 
 import train
+from eval import Problem, grade
+from workflow import WorkflowError, parse
 
 ROOT = os.path.dirname(os.path.abspath(train.__file__))
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
-SHORT = ["--warm_steps=65", "--warm_batch=16", "--warm_lr=6e-3", "--width=64", "--layers=2", "--iterations=6", "--questions=8",
-         "--rollouts=16", "--max_new_tokens=64", "--lr=1e-3", "--minibatches=4", "--beta=0.1", "--test=8"]
+SHORT = [
+    "--warm_steps=65", "--warm_batch=16", "--warm_lr=6e-3", "--width=64", "--layers=2", "--iterations=6",
+    "--questions=8", "--rollouts=16", "--max_new_tokens=64", "--lr=1e-3", "--minibatches=4", "--beta=0.1",
+    "--test=8"]
+TINY = [
+    "--warm_steps=1", "--warm_batch=2", "--width=16", "--layers=1", "--iterations=1", "--questions=2",
+    "--rollouts=2", "--test=1"]
 
 
 def launch(*argv):
     """`python ARGV` at the repository's root, in a session of its own, with both outputs in pipes."""
-    return subprocess.Popen([sys.executable, *argv], cwd=ROOT, env=ENV, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            start_new_session=True)
+    return subprocess.Popen(
+        [sys.executable, *argv], cwd=ROOT, env=ENV, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True)
 
 
 class Ended:
-    """A process that has ended, and whatever it started too: its children hold the other ends of these pipes."""
+    """A process that has ended, and whatever it started too: its children hold the other ends of these
+    pipes."""
 
     def __init__(self, process, timeout=200):
         try:
@@ -54,14 +64,55 @@ def metrics(out):
 
 
 def rollouts(out, iteration):
-    """Traces as dicts; of each, "text" is all that the Conductor wrote, and "trace" is None where that is no workflow."""
+    """Traces as dicts; of each, "text" is all that the Conductor wrote, and "trace" is None where that is no
+    workflow."""
     with open(f"{out}/traces/{iteration:05d}.jsonl") as f:
         rows = [{"trace": None, **json.loads(line)} for line in f]
     return [{"text": row["trace"] and row["trace"]["workflow"]["completion"], **row} for row in rows]
 
 
+def recount(out, iteration):
+    """Assert that an iteration's metrics are what its traces say, and that the rewards are §3.1's. Returns
+    the traces."""
+    rows, line = rollouts(out, iteration), metrics(out)[iteration]
+    for row in rows:
+        trace = row["trace"]
+        if trace is None:
+            assert row["reward"] == 0
+            with pytest.raises(WorkflowError):
+                parse(row["text"], 5)
+        elif trace["error"]:
+            assert row["reward"] is None
+        else:
+            assert row["reward"] == (1 if grade(Problem("", "", row["answer"], ""), trace["answer"]) else 0.5)
+            assert trace["calls"] == len(trace["workflow"]["steps"]) == len(parse(row["text"], 5).steps)
+    known, ran = (
+        [row for row in rows if row["reward"] is not None], [row["trace"] for row in rows if row["trace"]])
+
+    def mean(values):
+        return pytest.approx(sum(values) / max(len(values), 1))
+
+    assert (line["iteration"], line["lost"], line["calls"]) == (
+        iteration, len(rows) - len(known), sum(t["calls"] for t in ran))
+    assert line["reward"] == mean([row["reward"] for row in known])
+    assert line["accuracy"] == mean([row["reward"] == 1 for row in known])
+    assert line["parsed"] == mean([row["trace"] is not None for row in rows])
+    assert line["steps"] == mean([len(t["workflow"]["steps"]) for t in ran])
+    groups = {
+        p: [row["reward"] for row in known if row["problem"] == p] for p in {row["problem"] for row in rows}}
+    assert line["flat"] == mean([len(set(groups[row["problem"]])) < 2 for row in rows])
+    steps = [name for t in ran for name in t["workers"]]
+    assert line["workers"] == {name: pytest.approx(steps.count(name) / len(steps)) for name in steps}
+    for kind, accuracy in line["by_kind"].items():
+        assert accuracy == mean(
+            [row["reward"] == 1 for row in known if row["problem"].startswith(f"{kind}/")])
+    assert set(line["by_kind"]) == {row["problem"].split("/")[0] for row in rows}
+    return rows
+
+
 def timeless(line):
-    return {key: value for key, value in line.items() if key not in ("seconds", "tokens_per_second", "memory")}
+    return {
+        key: value for key, value in line.items() if key not in ("seconds", "tokens_per_second", "memory")}
 
 
 def weights(out):
@@ -73,7 +124,8 @@ def weights(out):
 def trained(tmp_path_factory):
     """(folder, end) of a short run, and of the same run once more."""
     folders = [str(tmp_path_factory.mktemp("run") / "out") for _ in range(2)]
-    return list(zip(folders, runs(*[["train.py", "--preset=laptop", f"--out={out}", *SHORT] for out in folders])))
+    return list(
+        zip(folders, runs(*[["train.py", "--preset=laptop", f"--out={out}", *SHORT] for out in folders])))
 
 
 @pytest.fixture(scope="session")
