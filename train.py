@@ -790,6 +790,9 @@ def restore(model, optimizer, folder: str):
     rows, and each rank reads its own rows from whatever parts hold them."""
     facts = read_json(os.path.join(folder, "training.json"))
     files = [os.path.join(folder, "state", f"{rank:05d}.safetensors") for rank in range(facts["parts"])]
+    missing = [file for file in files if not os.path.exists(file)]
+    if missing:
+        leave(f"train.py: {missing[0]} is missing: resuming needs all {len(files)} parts of a checkpoint")
     parts = [safe_open(file, framework="pt") for file in files]
     for key, tensor in trained(model, optimizer):
         rows = tensor.to_local()
@@ -870,6 +873,10 @@ PEAKS = {"H200": (989, 4800), "H100 PCIe": (756, 2000), "H100": (989, 3350), "A1
          "L40S": (362, 864), "RTX 4090": (165, 1008), "RTX 3090": (71, 936)}
 GiB = 1 << 30
 RESERVE = {"cuda": 3.0, "cpu": 0.5}  # GiB beside what is estimated: context, graphs, fragments
+SHAPES = {
+    "Qwen/Qwen2.5-7B": Config(),
+    "Qwen/Qwen2.5-0.5B-Instruct": Config(151936, 896, 4864, 24, 14, 2, tie_word_embeddings=True),
+}
 TINY = 10_000_000  # parameters below which a model is none that was pretrained
 STEPS = 3  # of a workflow, as the estimate assumes
 TOKENS_IN, TOKENS_OUT = 1000, 700  # of a call
@@ -1064,8 +1071,7 @@ def preflight(s: Settings, start: str):
             config = Config.from_pretrained(start)
         except (OSError, ValueError) as e:
             lacks.append(f"a model to start from ({' '.join(str(e).split())})")
-            if start == PRESETS["paper"]["init_from"]:
-                config = Config()  # which has its shape
+            config = SHAPES.get(start, config)  # The estimate needs no more.
     choose_by_size(s, config)
     text, lack = estimate(s, config, pool)
     if s.dry_run or sizes(config)[1] > TINY:

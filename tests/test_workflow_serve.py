@@ -357,7 +357,8 @@ def test_serve_refuses():
         raise WorkerError("w: down")
 
     with Serving(write, [*ECHO, Local("w", down)]) as s:
-        for status, response in [(404, s.post("Why?", model="gpt")), (400, s.post("Why?", n=2)),
+        for status, response in [(404, s.post("Why?", model="gpt")), (400, s.post("Why?", n=2)), (400, s.post("Why?", max_tokens="x")),
+                                 (400, s.post("Why?", max_tokens=0)), (400, s.post("Why?", temperature=3)),
                                  (400, s.post("Why?", tools=[{}])),
                                  (400, s.post("Why?", top_k=3)), (400, s.post("Too long")),
                                  (500, s.post("No memory")), (502, s.post("No workflow")),
@@ -386,6 +387,22 @@ def test_a_client_that_hangs_up_stops_the_workflow():
         for handler in handlers:
             handler.join(60)
     assert slow.asked.empty()
+
+
+def test_who_has_gone_gets_no_further_round():
+    said, asked = [], []
+
+    def write(chats, n, first, on_text):
+        asked.append(chats)
+        on_text(0, 0, TWO)
+
+    def answer(chat):
+        said.append(chat)
+        return "ok"
+
+    task = wf.Task("Why?", [Local("w", answer)] * 2, hung_up=lambda: len(said) >= 2)
+    [rollout] = wf.conduct(write, [task], rounds=2)
+    assert rollout.trace.answer == "ok" and len(asked) == 1
 
 
 def test_serve_on_a_port_in_use(tmp_path):
