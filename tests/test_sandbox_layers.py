@@ -51,7 +51,7 @@ def system(request, monkeypatch):
         pytest.skip("; ".join(sandbox_lacks()))
     if refused:
         monkeypatch.setattr(evaluation, "START", f"{REFUSE}\nrefuse(*{refused})\n{evaluation.START}")
-    monkeypatch.setattr(warnings, "warn", lambda text: None)
+    monkeypatch.setattr(warnings, "warn", lambda text, stacklevel: None)
     return request.param
 
 
