@@ -380,11 +380,11 @@ def test_loading_onto_ranks(tmp_path):
 from train import Settings, shard
 peak = lambda: int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
 dist.init_process_group("gloo")
-model.Qwen.from_pretrained({str(tmp_path / "small")!r}, shard=lambda m: shard(m, Settings(), "cpu"))  # brings what Python itself needs for it
+model.Qwen.from_pretrained({str(tmp_path / "small")!r}, shard=lambda m: shard(m, Settings(dtype="fp32"), "cpu"))  # brings what Python itself needs for it
 for tied in (False, True):
     path = {str(tmp_path)!r} + f"/{{tied}}"
     before = peak()
-    qwen = model.Qwen.from_pretrained(path, shard=lambda m: shard(m, Settings(), "cpu"))
+    qwen = model.Qwen.from_pretrained(path, shard=lambda m: shard(m, Settings(dtype="fp32"), "cpu"))
     grown = peak() - before
     assert (qwen.lm_head.weight is qwen.model.embed_tokens.weight) == tied
     whole = model.Qwen.from_pretrained(path)
