@@ -1437,7 +1437,7 @@ def supervise(job: dict, start: int):
     """The supervisor. Descriptor 0 is a file in which the tests' inputs stand one after another, from `start`
     on. It writes to descriptor 1 what the system lacks (a line of JSON) and then each test's output, its size
     first, up to the first test that fails. Where it cannot build the sandbox it ends with a traceback."""
-    box = types.SimpleNamespace(**job, namespaces=False, uid=os.getuid(), gid=os.getgid())
+    box = types.SimpleNamespace(**job, namespaces=False, folder="/tmp", uid=os.getuid(), gid=os.getgid())
     box.module = types.ModuleType("solution" if box.name else "__main__")
     exec(compile(box.prelude, "prelude", "exec"), vars(box.module))  # each test inherits what this imports
     users = int(read_file("/proc/self/uid_map").split()[-1])
@@ -1533,7 +1533,10 @@ def enter_root(box, here: str):
     """Make a tree of what a test may see in the folder `here`, read-only, and go on with it as the root."""
     kernel("mount", None, "/", None, Linux.MS_REC | Linux.MS_PRIVATE, None)
     kernel("mount", "tmpfs", here, "tmpfs", Linux.MS_NODEV, "size=1m,nr_inodes=1000,mode=755")
-    for path in shown_paths():
+    shown = shown_paths()
+    if any(path.startswith("/tmp/") for path in shown):
+        box.folder = "/scratch"  # Python stands in /tmp, which a test's own /tmp would hide
+    for path in shown:
         target = here + path
         if os.path.exists(target):
             continue  # it stands in a folder that is shown
@@ -1543,12 +1546,12 @@ def enter_root(box, here: str):
         else:
             write_file(target, "")
         kernel("mount", path, target, None, Linux.MS_BIND | Linux.MS_REC, None)
-    write_file(f"{here}/etc/passwd", f"root:x:0:0::/:/bin/sh\nsolver:x:{box.uid}:{box.gid}::/tmp:/bin/sh\n")
+    write_file(f"{here}/etc/passwd", f"root:x:0:0::/:/bin/sh\nsolver:x:{box.uid}:{box.gid}::{box.folder}:/bin/sh\n")
     write_file(f"{here}/etc/hosts", "127.0.0.1 localhost\n::1 localhost\n")
     for name, target in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
         os.symlink(f"/proc/self/fd{target}", f"{here}/dev/{name}")
-    os.symlink("/tmp", f"{here}/dev/shm")
-    os.mkdir(f"{here}/tmp")
+    os.symlink(box.folder, f"{here}/dev/shm")
+    os.mkdir(f"{here}{box.folder}")
     os.mkdir(f"{here}/proc")
     with contextlib.suppress(PermissionError):  # where a container hides a part of /proc, nobody can show it
         flags = Linux.MS_RDONLY | Linux.MS_NOSUID | Linux.MS_NODEV | Linux.MS_NOEXEC
@@ -1582,9 +1585,9 @@ def prepare_tests(box) -> list[str]:
 def run_test(box, number: int, start: int, size: int):
     """Run a test and report its output. Ends the supervisor if it fails, as all tests must pass."""
     if box.namespaces:
-        LIBC.umount2(b"/tmp", Linux.MNT_DETACH)  # that of the test before
+        LIBC.umount2(box.folder.encode(), Linux.MNT_DETACH)  # that of the test before
         folder = f"size=128m,nr_inodes=8192,mode=700,uid={box.uid},gid={box.gid}"
-        kernel("mount", "tmpfs", "/tmp", "tmpfs", Linux.MS_NOSUID | Linux.MS_NODEV, folder)
+        kernel("mount", "tmpfs", box.folder, "tmpfs", Linux.MS_NOSUID | Linux.MS_NODEV, folder)
     output = os.memfd_create("output")
     trouble = os.memfd_create("trouble")
     pid = os.fork()
@@ -1648,7 +1651,7 @@ def enter_test(box, number: int, start: int, size: int, output: int, trouble: in
         if os.sendfile(given, 0, start, size) < size:
             raise OSError(errno.ENOSPC, "the input of a test")
         os.lseek(given, 0, os.SEEK_SET)
-        folder = "/tmp"
+        folder = box.folder
         if not box.namespaces:
             folder = os.path.abspath(str(number))
             os.mkdir(folder, 0o700)
