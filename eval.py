@@ -1546,7 +1546,8 @@ def enter_root(box, here: str):
         else:
             write_file(target, "")
         kernel("mount", path, target, None, Linux.MS_BIND | Linux.MS_REC, None)
-    write_file(f"{here}/etc/passwd", f"root:x:0:0::/:/bin/sh\nsolver:x:{box.uid}:{box.gid}::{box.folder}:/bin/sh\n")
+    solver = f"solver:x:{box.uid}:{box.gid}::{box.folder}:/bin/sh\n"
+    write_file(f"{here}/etc/passwd", f"root:x:0:0::/:/bin/sh\n{solver}")
     write_file(f"{here}/etc/hosts", "127.0.0.1 localhost\n::1 localhost\n")
     for name, target in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
         os.symlink(f"/proc/self/fd{target}", f"{here}/dev/{name}")
