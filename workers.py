@@ -34,8 +34,8 @@ from itertools import count
 from typing import NamedTuple
 
 import requests
-import urllib3  # which requests is made of
 from requests.adapters import HTTPAdapter
+from requests.packages import urllib3  # which requests is made of
 
 CONNECT = 10.0  # seconds to reach a host
 BACKOFF, BACKOFF_MAX = 2.0, 30.0  # seconds: the longest wait after the first failed attempt, and after any

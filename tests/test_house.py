@@ -11,7 +11,7 @@ import pytest
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 ORDER = ["model", "sample", "workers", "workflow", "grpo", "eval", "train"]
 PACKAGES = {"torch", "tokenizers", "safetensors", "numpy", "requests", "tqdm"}
-BESIDE = {"model": {"huggingface_hub"}, "workers": {"urllib3"},  # parts of tokenizers and of requests
+BESIDE = {"model": {"huggingface_hub"},  # which tokenizers depends on
           "train": {"tensorboard", "wandb"}}
 
 
