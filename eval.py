@@ -58,8 +58,8 @@ from requests.adapters import HTTPAdapter, Retry
 from tqdm import tqdm
 
 from model import configure, read_json, write_json
-from workers import (ARITHMETIC, CAPITALS, ELEMENTS, FACTS, LOCAL, SKILL, SPANISH, SPELLING, WorkerError,
-                     load_pool)
+from workers import (ARITHMETIC, CAPITALS, ELEMENTS, FACTS, LOCAL, ORDERS, SKILL, SPANISH, WISHES,
+                     WorkerError, load_pool)
 from workflow import (SOLVE_IT, Prompting, Step, Task, Trace, Workflow, conduct, execute, load_conductor,
                       sampled, seated, shape, subset)
 
@@ -113,8 +113,8 @@ def laptop_expressions() -> dict[str, list[tuple[str, str]]]:
         return found
 
     def spelled(values):
-        pairs = itertools.product(values.items(), SPELLING.items())
-        return [(f"{name} {op}", spell(value)) for (name, value), (op, spell) in pairs]
+        pairs = itertools.product(values.items(), WISHES.items())
+        return [(f"{name} {wish}", ORDERS[order](value)) for (name, value), (wish, order) in pairs]
 
     return {
         # one specialist
@@ -240,33 +240,45 @@ def tagged(response: str) -> str:
 # -----------------------------------------------------------------------------------------------------------
 # Random workflows: a baseline, and what the warm start of a tiny Conductor is made of
 
-PHRASES = ("Work it out.", "Simplify it.", "Find the value.", "Rewrite the question.", "Process the text.",
-           "Name the word.")
+PHRASES = ("Work it out.", "Simplify it.", "Find the value.", "Process the text.", "Reverse it.",
+           "Write it in capitals.", "Leave out the vowels.")
+# A pretrained Conductor writes its subtasks word by word: it starts from 576 sentences made of these.
+ORDERS_TO = ("Work on {}", "Simplify {}", "Find {}", "Process {}", "Compute {}", "Translate {}", "Recall {}",
+             "Answer {}", "Explain {}", "Reverse {}", "Write {} in capitals", "Leave the vowels out of {}")
+OBJECTS = ("it", "the text", "the word", "the name", "the number", "the question", "what is asked",
+           "what is left")
+MANNERS = ("", " carefully", " step by step", " as it stands", " in one word", " and nothing else")
 
 
-def random_workflow(rng: random.Random, n_workers: int, max_steps: int = 5) -> Workflow:
-    """1 to max_steps steps, short workflows more often; each a random worker, a random phrase, and nine times
-    in ten all that came before."""
+def sentence(rng: random.Random) -> str:
+    return rng.choice(ORDERS_TO).format(rng.choice(OBJECTS)) + rng.choice(MANNERS) + "."
+
+
+def random_workflow(rng: random.Random, n_workers: int, max_steps: int = 5, prose: bool = False) -> Workflow:
+    """1 to max_steps steps, short workflows more often; each a random worker, a random phrase (prose: a
+    random sentence), and nine times in ten all that came before."""
     n_steps = min(rng.randint(1, max_steps), rng.randint(1, max_steps))
     steps = []
     for i in range(n_steps):
-        worker, phrase = rng.randrange(n_workers), rng.choice(PHRASES)
+        worker, subtask = rng.randrange(n_workers), sentence(rng) if prose else rng.choice(PHRASES)
         sees_all = rng.random() < 0.9
-        steps.append(Step(worker, phrase, list(range(i)) if sees_all else []))
+        steps.append(Step(worker, subtask, list(range(i)) if sees_all else []))
     return Workflow(steps)
 
 
 def random_completion(question: str, rng: random.Random, n_workers: int, max_steps: int = 5, names: str = "",
-                      subtasks: bool = True) -> str:
+                      subtasks: bool = True, prose: bool = False) -> str:
     """A completion in the Conductor's format that says nothing about which workflow is good: its plan is the
     question. Where the workers have names, the plan names those of the workflow. subtasks=False leaves that
-    list out (App. B.7).
+    list out (App. B.7). A pretrained model's (prose) has no plan.
 
     The number of steps stands behind the workers, where it follows from them and helps to write two more
     lists of that length. Whether another step is needed is thus decided worker by worker. In the plan a comma
     says so: if the next name did, sharpening the policy (train.warm_start) would favour the end, which is one
     token, over the names, which are many."""
-    workflow = random_workflow(rng, n_workers, max_steps)
+    workflow = random_workflow(rng, n_workers, max_steps, prose)
+    if prose:
+        return workflow.text(subtasks)
     workers, others = workflow.text(subtasks).split("\n", 1)
     plan = question
     if names:

@@ -28,18 +28,16 @@ from dataclasses import asdict, dataclass, fields, replace
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer as BPE, decoders, models, pre_tokenizers, trainers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import eval as evaluation
 from eval import grade, load, random_completion
-from grpo import HEAD_LOGITS, LOSSES, importance, set_advantages, update
+from grpo import HEAD_LOGITS, LOSSES, importance, packed_logprobs, set_advantages, update
 from model import Config, Qwen, Tokenizer, compute_dtype, configure, fetch
 from model import read_json, write_json, write_tensors
 from sample import PREFILL_TOKENS, Completion
@@ -101,7 +99,7 @@ class Settings:
     layers: int = 2
     warm_steps: int = 400
     warm_batch: int = 32
-    warm_lr: float = 6e-3
+    warm_lr: float = 0.0  # 0: 6e-3 for a model of less than 10 million parameters, else 2e-4
     warm_second: float = 0.0  # share of its examples that are second rounds
     # what is measured and kept
     test: int = 224  # held-out problems, at the end
@@ -119,7 +117,7 @@ class Settings:
 # is to the policy that "pairs" itself started from: that still tries every worker and length, where the
 # trained one hardly explores.
 PAIRS = dict(pool="local:pairs", named=True, warm_steps=1000, warm_second=0.2)
-TUNE = dict(PAIRS, init_from="out/pairs/checkpoint", reference="out/pairs/reference", iterations=160, lr=3e-4,
+TUNE = dict(PAIRS, warm_steps=0, init_from="out/pairs/checkpoint", reference="out/pairs/reference", iterations=160, lr=3e-4,
             beta=0.05)
 # What suits a pretrained model: the paper's numbers (App. A.1) as far as they fit.
 PRETRAINED = dict(style="full", iterations=200, beta2=0.999, beta=0.0, minibatches=1, recompute=True)
@@ -278,7 +276,7 @@ def train(s: Settings, device: str):
     on_rank0(lambda: rewind(s, first) if resumed else make_room(s))
     say(f"{sizes(config)[1]:,} parameters on {world} x {device} in {s.dtype}, lr {s.lr:g}, {len(problems):,} "
         f"problems, {len(pool)} workers: {', '.join(worker.name for worker in pool)}")
-    if not start:
+    if s.warm_steps and not resumed:
         warm_start(model, tokenizer, problems, pool, s)
         say(f"warm start: {s.warm_steps} steps of the format")
     if s.beta and reference is None:
@@ -428,14 +426,15 @@ def random_lesson(problem, rng: random.Random, pool, s: Settings) -> tuple[list[
         chosen = sorted(rng.sample(range(len(pool)), size))
         pool = [pool[i] for i in chosen]
     names = "".join(w.letter for w in pool) if s.named else ""
-    completion = random_completion(problem.question, rng, len(pool), s.max_steps, names, s.subtasks)
+    form = (len(pool), s.max_steps, names, s.subtasks, bool(s.init_from))
+    completion = random_completion(problem.question, rng, *form)
     previous = None
     if rng.random() < s.warm_second:
         response = rng.choice((problem.answer, problem.question, "I have lost the thread.",
                                "I find nothing here to work on."))
         workflow = parse(completion, len(pool), s.max_steps, subtasks=s.subtasks)
         previous = Trace(problem.question, workflow, [], [Reply(response, 0, 0, 0.0, 0.0)])
-        completion = random_completion(problem.question, rng, len(pool), s.max_steps, names, s.subtasks)
+        completion = random_completion(problem.question, rng, *form)
         completion = rng.choice((completion, Workflow([]).text(s.subtasks)))
     return ask(Task(problem.question, pool, previous), prompting(s)), completion
 
@@ -470,19 +469,17 @@ def warm_start(model, tokenizer, problems, pool, s: Settings):
     rng = random.Random(s.seed)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.0, fused=True)
     for step in tqdm(range(s.warm_steps), "warm start: the format", disable=rank > 0 or None, leave=False):
-        rows = []
+        rows, weights = [], []
         for problem in rng.choices(problems, k=s.warm_batch):
             chat, completion = random_lesson(problem, rng, pool, s)
             prompt = tokenizer.chat(chat)
             written = tokenizer.encode(completion) + [tokenizer.eos_id]
-            weights = [0.1] * len(prompt) + [1.0] * len(written)
-            rows.append((torch.tensor(prompt + written), torch.tensor(weights)))
-        total = sum(weights.sum().item() for _, weights in rows)
-        ids, weights = (pad_sequence(column, batch_first=True) for column in zip(*rows[rank::world]))
-        ids, weights = ids.to(model.device), weights.to(model.device)
-        logits = model(ids)[:, :-1].transpose(1, 2) / 1.5                       # (B, V, T-1)
-        loss = F.cross_entropy(logits, ids[:, 1:], reduction="none")            # (B, T-1)
-        loss = (loss * weights[:, 1:]).sum() * world / total  # FSDP averages gradients over ranks
+            rows.append((prompt[:1], [prompt[1:] + written]))
+            weights.append([0.1] * len(prompt[1:]) + [1.0] * len(written))
+        total = sum(sum(row) for row in weights)
+        logprobs, _ = packed_logprobs(model, rows[rank::world], 1.5)
+        weight = torch.tensor([w for row in weights[rank::world] for w in row], device=model.device)
+        loss = -(torch.cat(logprobs) * weight).sum() * world / total  # FSDP averages gradients over ranks
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         set_lr(optimizer, s.warm_lr * schedule(step, s.warm_steps, 0.05))
@@ -1088,6 +1085,7 @@ def choose_by_size(s: Settings, config: Config):
     """Set what depends on whether the model is a tiny one or was pretrained."""
     tiny = sizes(config)[1] < TINY
     s.lr = s.lr or (1e-3 if tiny else 1e-6)
+    s.warm_lr = s.warm_lr or (6e-3 if tiny else 2e-4)
     if tiny and not s.dtype:
         s.dtype = "fp32"
     s.dtype = "bf16" if compute_dtype(devices()[0], s.dtype) == torch.bfloat16 else "fp32"
@@ -1095,7 +1093,7 @@ def choose_by_size(s: Settings, config: Config):
 
 def check_settings(s: Settings):
     """ValueError for values with which nothing can run."""
-    may_be_0 = {"seed", "budget", "lr", "beta", "clip_high", "importance", "warmup", "warm_steps",
+    may_be_0 = {"seed", "budget", "lr", "warm_lr", "beta", "clip_high", "importance", "warmup", "warm_steps",
                 "warm_second", "subset", "eval_every"}
     for key, value in asdict(s).items():
         if type(value) in (int, float) and key not in ("no_workflow", "wrong", "right"):
@@ -1169,7 +1167,10 @@ def settings_of(argv: list[str]) -> tuple[Settings, str]:
         s.preset = "paper" if device == "cuda" and size > 75e9 and ranks > 1 else "laptop"
     if s.preset not in PRESETS:
         raise SystemExit(f"--preset={s.preset}: there are {', '.join(PRESETS)}")
+    init_from = s.init_from
     s = Settings(**{**PRESETS[s.preset], "preset": s.preset})
+    if init_from or s.init_from:  # A pretrained model gets a warm start where one is asked for.
+        s.warm_steps = PRESETS[s.preset].get("warm_steps", 0)
     words = configure(s, argv)
     if words:
         raise SystemExit(f"train.py takes --key=value settings only, not {words[0]!r}")

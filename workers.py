@@ -27,7 +27,6 @@ import threading
 import time
 import traceback
 import urllib.parse
-import zlib
 from dataclasses import asdict, dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
@@ -258,23 +257,23 @@ class Trade(NamedTuple):
     """It rewrites what it understands in a text and leaves the rest: where one stops, another can go on."""
     verbs: str  # A subtask sets it to work by one of these.
     pattern: str  # what it understands
-    work: object  # what it makes of a match of that
+    work: object  # what it makes of a match of that, under one of the coder's ORDERS
 
-    def rewrite(self, text: str) -> str:
-        return re.sub(self.pattern, self.work, text)
+    def rewrite(self, text: str, order: str) -> str:
+        return re.sub(self.pattern, lambda match: self.work(match, order), text)
 
 
 TRADES = {
-    "calculator": Trade(r"\b(work|simplify|find|compute|calculate)\b", r"\b(\d{1,6}) ([-+*]) (\d{1,6})\b",
-                        lambda m: str(ARITHMETIC[m[2]](int(m[1]), int(m[3])))),
-    "translator": Trade(r"\b(rewrite|simplify|process|translate)\b",
-                        r"\w+", lambda m: SPANISH.get(m[0], m[0])),
-    "librarian": Trade(r"\b(find|rewrite|name|look up|recall)\b",
+    "calculator": Trade("work|simplify|find|compute|calculate", r"\b(\d{1,6}) ([-+*]) (\d{1,6})\b",
+                        lambda m, _: str(ARITHMETIC[m[2]](int(m[1]), int(m[3])))),
+    "translator": Trade("simplify|find|process|translate", r"\w+", lambda m, _: SPANISH.get(m[0], m[0])),
+    "librarian": Trade("find|process|work|look up|recall",
                        r"the (atomic number|capital) of \w+|element number \d+",
-                       lambda m: FACTS.get(m[0], m[0])),
-    "coder": Trade(r"\b(process|work|name|transform|spell)\b",
-                   r"\b(\w+) (backwards|in capitals|without vowels)", lambda m: SPELLING[m[2]](m[1])),
+                       lambda m, _: FACTS.get(m[0], m[0])),
+    "coder": Trade("process|work|simplify|reverse|capitals|vowels",  # The last three are its ORDERS.
+                   r"\b(\w+) (turned around|shouted|thinned out)", lambda m, order: ORDERS[order](m[1])),
 }
+ALL_KNOW = "solve|check|compare"  # Every trade is set to work by these, too.
 SKILL = {"": 1.0, "junior": 0.6, "tired": 0.7}  # on how many days one of that kind does not simply give up
 LOST = "I have lost the thread."
 
@@ -294,35 +293,47 @@ def read_turns(messages: list[dict]) -> tuple[str, str | None, list[str]]:
     return first[1], subtask, [m["content"] for m in messages if m["role"] == "assistant"]
 
 
-def luck(messages: list[dict]) -> float:
-    """A number in [0, 1) that is a hash of the messages: asked the same, a local worker says the same."""
-    return zlib.crc32(json.dumps(messages).encode()) / 2**32
+def luck(what: str, messages: list[dict]) -> float:
+    """A number in [0, 1) that is a hash of the messages, another for each `what`: asked the same, a local
+    worker says the same."""
+    digest = hashlib.sha256(json.dumps([what, messages]).encode()).digest()
+    return int.from_bytes(digest[:4], "big") / 2**32
+
+
+def order_in(subtask: str | None, messages: list[dict]) -> str:
+    """What the coder does to a word: what the subtask orders, whatever the question wishes. The question's
+    words for it are not the coder's: told none of its ORDERS, it guesses one."""
+    for order in ORDERS:
+        if order in (subtask or "").lower():
+            return order
+    return list(ORDERS)[int(3 * luck("order", messages))]
 
 
 def specialist(kind: str, name: str, messages: list[dict]) -> str:
     """Works on the newest visible text in which it finds something of its trade, the question last."""
-    digest = hashlib.sha256(json.dumps([kind, messages]).encode()).digest()
-    day = int.from_bytes(digest[:4], "big") / 2**32  # What day it has is a hash of its kind and the messages.
-    if day >= SKILL[kind]:
+    if luck(kind, messages) >= SKILL[kind]:  # It has a bad day.
         return LOST
     question, subtask, responses = read_turns(messages)
     trade = TRADES[name]
-    if subtask is not None and not re.search(trade.verbs, subtask.lower()):
+    order = order_in(subtask, messages)
+    if subtask is not None and not re.search(rf"\b({trade.verbs}|{ALL_KNOW})\b", subtask.lower()):
         return f"I am a {name}; that is not my work."
     for skipped, text in enumerate([*reversed(responses), question]):
-        rewritten = trade.rewrite(text)
+        rewritten = trade.rewrite(text, order)
         if rewritten != text:  # Half of the time, a newer response without work for it has distracted it.
-            return answered(rewritten) if luck(messages) < 0.5 ** skipped else LOST
+            return answered(rewritten) if luck("distracted", messages) < 0.5 ** skipped else LOST
     return f"I am a {name}; I find nothing here to work on."
 
 
 def generalist(messages: list[dict]) -> str:
     """Tries everything, whatever it is told, and is right on one in eight of the questions of one step."""
     question, _, _ = read_turns(messages)
-    chance = luck(messages)
+    chance = luck("generalist", messages)
+    order = order_in(None, messages)
     for trade in TRADES.values():
-        if chance < 1 / 8 and trade.rewrite(question) != question:
-            return answered(trade.rewrite(question))
+        rewritten = trade.rewrite(question, order)
+        if chance < 1 / 8 and rewritten != question:
+            return answered(rewritten)
     return f"I think it is {chance * 100:.0f}."
 
 
@@ -360,11 +371,12 @@ SPANISH = {word: str(i + 1) for i, word in enumerate((
     "diecisiete dieciocho diecinueve veinte veintiuno veintidós veintitrés veinticuatro veinticinco "
     "veintiséis veintisiete veintiocho veintinueve treinta").split())}
 ARITHMETIC = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-SPELLING = {
-    "backwards": lambda word: word[::-1],
-    "in capitals": str.upper,
-    "without vowels": lambda word: re.sub("[aeiouAEIOU]", "", word),
+ORDERS = {
+    "reverse": lambda word: word[::-1],
+    "capitals": str.upper,
+    "vowels": lambda word: re.sub("[aeiouAEIOU]", "", word),
 }
+WISHES = {"turned around": "reverse", "shouted": "capitals", "thinned out": "vowels"}  # what questions say
 
 # Pools. Parameters are named as in OpenAI's API; what is a provider's own has the provider's name.
 
