@@ -460,8 +460,9 @@ def tiny_conductor(s: Settings, problems, pool) -> tuple[Qwen, Tokenizer]:
 
 
 def warm_start(model, tokenizer, problems, pool, s: Settings):
-    """Supervised learning of random workflows in the right format. The question's own text enters the loss a
-    little, so that the model learns to tell questions apart; what a good workflow is, nothing here says.
+    """Supervised learning of random workflows in the right format. For the tiny model the question's own text
+    enters the loss a little, so that it learns to tell questions apart; what a good workflow is, nothing here
+    says.
 
     The logits are divided by 1.5: at temperature 1 the model is then sharper than its data where the format
     leaves no choice, and still uniform where the data are."""
@@ -474,8 +475,10 @@ def warm_start(model, tokenizer, problems, pool, s: Settings):
             chat, completion = random_lesson(problem, rng, pool, s)
             prompt = tokenizer.chat(chat)
             written = tokenizer.encode(completion) + [tokenizer.eos_id]
-            rows.append((prompt[:1], [prompt[1:] + written]))
-            weights.append([0.1] * len(prompt[1:]) + [1.0] * len(written))
+            learned = 0 if s.init_from else len(prompt) - 1  # tokens of the question that enter the loss
+            known = len(prompt) - learned
+            rows.append((prompt[:known], [prompt[known:] + written]))
+            weights.append([0.1] * learned + [1.0] * len(written))
         total = sum(sum(row) for row in weights)
         logprobs, _ = packed_logprobs(model, rows[rank::world], 1.5)
         weight = torch.tensor([w for row in weights[rank::world] for w in row], device=model.device)
