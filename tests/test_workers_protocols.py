@@ -441,7 +441,7 @@ def test_keys_are_read_at_the_call_and_a_netrc_does_not_replace_them(monkeypatch
     monkeypatch.delenv("PLANTED", raising=False)
     with Rogue(lambda n, c: http(GOOD)) as server:
         w = worker(server, api_key_env="PLANTED")
-        with pytest.raises(WorkerError, match="set PLANTED in the environment"):
+        with pytest.raises(WorkerError, match="not set in the environment: PLANTED"):
             w.chat(CHAT)
         assert not server.requests
         monkeypatch.setenv("PLANTED", KEY)
