@@ -334,7 +334,7 @@ def test_head_has_no_body_and_the_host_may_be_in_capitals(url):
 def test_a_stream_ends_in_its_last_chunk_and_the_connection_stays(url, parrot):
     """RFC 9112, 7.1: a client can tell a stream's end from a broken connection; HTTP/1.0 knows no chunks."""
     with requests.Session() as session:
-        for i in range(3):
+        for _ in range(3):
             answer = session.post(url + "/v1/chat/completions", json={**ASK, "stream": True}, timeout=20)
             assert len(events(answer)) == 3 and answer.headers["Transfer-Encoding"] == "chunked"
         assert session.post(url + "/v1/chat/completions", json=ASK, timeout=20).json()["object"] == "chat.completion"
