@@ -44,8 +44,8 @@ jitter = random.Random()  # The global generator's draws are the experiment's.
 class WorkerError(Exception):
     """Transport or provider failed for good; never a wrong answer. The text names the worker, and no key.
 
-    bad_request: what was asked of the model is at fault. Of a single attempt it also says whether to retry,
-    whether the provider was too busy, the seconds it asks to wait, and whether the attempt may be billed."""
+    bad_request: what was asked of the model is at fault. The rest is of a single attempt: whether to retry,
+    whether the provider was too busy, the seconds that it asks to wait, whether it may bill the attempt."""
 
     def __init__(self, text: str, bad_request=False, retry=False, busy=False, wait=0.0, billed=True):
         super().__init__(text)
@@ -61,7 +61,7 @@ class Reply:
     completion_tokens: int  # with those of the reasoning; 0 where unknown
     cost: float | None  # dollars; None where the price or the usage is unknown
     seconds: float  # with retries, without the waits for a free slot, a turn under rpm and the budget
-    finish: str = "stop"  # or "length" (cut off), "refusal" (by model or filter), else the provider's word
+    finish: str = "stop"  # why it ended, in the provider's word; "length" if it was cut off
 
 
 @dataclass
@@ -546,15 +546,14 @@ def openai_reply(data: dict) -> tuple:
     choice = data["choices"][0]
     if choice.get("error"):  # OpenRouter, when its provider fails midway
         raise WorkerError(f"the provider failed midway: {choice['error']}", retry=True)
-    refusal = choice["message"].get("refusal")
-    text = text_of(choice["message"].get("content")) or text_of(refusal)
+    text = text_of(choice["message"].get("content")) or text_of(choice["message"].get("refusal"))
     n_in = tokens(data, "usage", "prompt_tokens")
     n_out = tokens(data, "usage", "completion_tokens")
     total = tokens(data, "usage", "total_tokens")
     if None not in (n_in, n_out, total):
         n_out = max(n_out, total - n_in)  # Some count the reasoning in the total only.
     written = tokens(data, "usage", "prompt_tokens_details", "cache_write_tokens") or 0
-    return text, "refusal" if refusal else choice.get("finish_reason"), n_in, n_out, 0.25 * written
+    return text, choice.get("finish_reason"), n_in, n_out, 0.25 * written
 
 
 def anthropic_body(model: str, messages: list[dict], params: dict) -> dict:
@@ -623,16 +622,13 @@ PROTOCOLS = {
                   anthropic_reply),
     "gemini": ("/models/{}:generateContent", {"x-goog-api-key": "{}"}, gemini_body, gemini_reply),
 }
-CUT_OFF = ("max_tokens", "MAX_TOKENS", "model_context_window_exceeded")
-REFUSED = ("content_filter", "SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII")
-FINISH = {**dict.fromkeys((None, "", "end_turn", "stop_sequence", "STOP"), "stop"),
-          **dict.fromkeys(CUT_OFF, "length"), **dict.fromkeys(REFUSED, "refusal")}
+CUT_OFF = ("max_tokens", "MAX_TOKENS", "model_context_window_exceeded", "length")
 
 
 def read_reply(protocol: str, data: dict, price: list | None) -> Reply:
     with defined_by(protocol):
         text, finish, n_in, n_out, surcharge = PROTOCOLS[protocol][-1](data)
-        finish = FINISH.get(finish, str(finish))
+        finish = "length" if finish in CUT_OFF else str(finish or "stop")
         text = text.encode(errors="replace").decode()  # Half of an emoji, as JSON can spell it, is no text.
     cost = None
     if price and n_in is not None and n_out is not None:

@@ -64,7 +64,8 @@ class Workflow:
 @dataclass
 class Prompting:
     """How a Conductor is asked for a workflow; conductor.json beside a checkpoint remembers it."""
-    style: str = "full"  # full, zero-shot, fine-grained (App. B.8), short
+    style: str = "full"  # or zero-shot; fine-grained: access lists have numbers, too (App. B.8); short: for
+    # a Conductor too small to be prompted into the format
     examples: str = "ood"  # the few-shot examples: ood, in, mixed (Table 4)
     subtasks: bool = True  # False: it is asked for none, and every worker is to solve the question (App. B.7)
     max_steps: int = 5
@@ -95,9 +96,8 @@ def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace
              names: str = "", examples: str = "ood", subtasks: bool = True) -> list[dict]:
     """The chat that asks the Conductor for a workflow, or, after the round `previous`, for one more (§3.2).
 
-    style: "zero-shot" has no examples, "fine-grained" also offers step numbers in access lists, "short" is
-    for a Conductor too small to be prompted into the format. names: the models' letters, which unlike their
-    numbers stay their own in any subset of a pool (§3.2), or "". examples, subtasks: see Prompting."""
+    style, examples, subtasks: see Prompting. names: the models' letters, which unlike their numbers stay
+    their own in any subset of a pool (§3.2), or ""."""
     if style == "short":
         chat = short_chat(question, n_workers, max_steps, names)
         again = SHORT_AGAIN
@@ -154,63 +154,11 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
 # Run
 
 @dataclass
-class Trace:
-    """One workflow as it ran. calls, tokens and cost are what the answer took, earlier rounds included."""
-    question: str
-    workflow: Workflow
-    workers: list[str]  # each step's worker, by name
-    replies: list[Reply | None]  # None: not reached before a failure, or the failure itself
-    seconds: float = 0.0  # wall time of this round
-    error: str | None = None  # an infrastructure failure, never the model's fault: training masks it
-    previous: "Trace | None" = None  # the round before
-    right: bool | None = None  # what a grader said of the answer; None: it was not asked
-    bad_request = False  # whether the error is that Task.overrides ask for what the last worker cannot do
-
-    @property
-    def responses(self) -> list[str]:
-        return [reply.text if reply else "" for reply in self.replies]
-
-    @property
-    def answer(self) -> str:
-        """The last step's response; without steps that of the round before; empty after a failure."""
-        if self.error:
-            return ""
-        return self.replies[-1].text if self.replies else self.previous.answer
-
-    def rounds(self) -> list["Trace"]:
-        """This trace and those before it, the first round first."""
-        return [*(self.previous.rounds() if self.previous else []), self]
-
-    @property
-    def used(self) -> list[Reply]:
-        return [reply for trace in self.rounds() for reply in trace.replies if reply]
-
-    @property
-    def calls(self) -> int:
-        return len(self.used)
-
-    @property
-    def tokens(self) -> int:
-        return sum(reply.prompt_tokens + reply.completion_tokens for reply in self.used)
-
-    @property
-    def cost(self) -> float | None:
-        """Dollars; None where one of the calls has an unknown cost."""
-        costs = [reply.cost for reply in self.used]
-        return None if None in costs else sum(costs)
-
-    def to_json(self) -> dict:
-        """A dict for json.dumps; `trace_from` makes an equal trace of it."""
-        return {**asdict(self), "answer": self.answer, "calls": self.calls, "tokens": self.tokens,
-                "cost": self.cost}
-
-
-@dataclass
 class Task:
     """What the Conductor is asked, and how the answer is wanted."""
     question: str
     pool: list  # the workers it may use
-    previous: Trace | None = None  # the round before
+    previous: "Trace | None" = None  # the round before: how it ran, which the appendix defines
     problem: object = None  # eval.py's Problem, which the grader gets
     name: str = ""  # names the task within a run, for the pool's replay file; "": nothing is replayed
     overrides: dict = field(default_factory=dict)  # of the last step's call: max_tokens, stop, …
@@ -242,17 +190,17 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
     names = [task.pool[step.worker].name for step in steps]
     trace = Trace(task.question, workflow, names, [None] * len(steps), previous=previous)
     nonce = f"{task.name}/{number}/{len(trace.rounds()) - 1}" if task.name else None
-    earlier_rounds = []
-    if previous:  # of these "all" sees the answer, under the subtask that it answers
+    last_round = []
+    if previous:  # of it "all" sees the answer, under the subtask that it answers
         answered = [earlier for earlier in previous.rounds() if earlier.replies][-1]
-        earlier_rounds = [(answered.workflow.steps[-1].subtask, previous.answer)]
+        last_round = [(answered.workflow.steps[-1].subtask, previous.answer)]
     begun = time.monotonic()
 
     def call(i):
         step = steps[i]
         turns = [(steps[j].subtask, trace.replies[j].text) for j in step.access]
         if step.sees_all:
-            turns = earlier_rounds + turns
+            turns = last_round + turns
         chat = worker_chat(task.question, turns, step.subtask)
         wishes = {"on_text": task.on_text, **task.overrides} if i == len(steps) - 1 else {}
         try:
@@ -271,7 +219,7 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
     return call_in_order([step.access for step in steps], call, end)
 
 
-def execute(workflow: Workflow, question: str, pool: list, previous: Trace | None = None, name="") -> Trace:
+def execute(workflow: Workflow, question: str, pool: list, previous=None, name="") -> "Trace":
     """Run a workflow and wait for its trace: see `submit`. name: as in Task."""
     return submit(workflow, Task(question, pool, previous, name=name)).result()
 
@@ -286,7 +234,7 @@ class Rollout:
     text: str  # what the Conductor wrote
     prompt: list[int] = field(default_factory=list)  # empty where a worker sits in the Conductor's seat
     completion: Completion | None = None
-    trace: Trace | None = None  # None: the text is no workflow
+    trace: "Trace | None" = None  # None: the text is no workflow
     invalid: str = ""  # and why it is none
     right: bool | None = False  # set by roll_out alone; None: unknown, as a worker was lost or nobody grades
     reward: float | None = None  # set in train.py (§3.1); None: masked
@@ -347,8 +295,8 @@ def conduct(write, tasks: list[Task], rounds: int = 0, prompting: Prompting = Pr
             grade=None, edit=None) -> list[Rollout]:
     """One rollout a task, and up to `rounds` more in view of the answer, until empty lists keep it (§3.2).
 
-    Text that does not parse is drawn again, `tries` times in all, each time under the next rollout number. A
-    task whose last try does not parse ends with the round before, and in the first round without a trace."""
+    Text that does not parse is drawn again, `tries` times in all, under the next rollout numbers. A task whose
+    last try does not parse ends with the round before, and in the first round without a trace."""
     latest = [None] * len(tasks)
     going_on = {i: task.previous for i, task in enumerate(tasks)}  # a task's index -> its round before
     for turn in range(rounds + 1):
@@ -371,7 +319,59 @@ def conduct(write, tasks: list[Task], rounds: int = 0, prompting: Prompting = Pr
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Appendix: who writes, threads, reading lists, few-shot examples, views, the server, the command line
+# Appendix: traces, who writes, threads, reading lists, few-shot examples, views, the server, the command line
+
+@dataclass
+class Trace:
+    """One workflow as it ran. calls, tokens and cost are what the answer took, earlier rounds included."""
+    question: str
+    workflow: Workflow
+    workers: list[str]  # each step's worker, by name
+    replies: list[Reply | None]  # None: not reached before a failure, or the failure itself
+    seconds: float = 0.0  # wall time of this round
+    error: str | None = None  # an infrastructure failure, never the model's fault: training masks it
+    previous: "Trace | None" = None  # the round before
+    right: bool | None = None  # what a grader said of the answer; None: it was not asked
+    bad_request = False  # whether the error is that Task.overrides ask for what the last worker cannot do
+
+    @property
+    def responses(self) -> list[str]:
+        return [reply.text if reply else "" for reply in self.replies]
+
+    @property
+    def answer(self) -> str:
+        """The last step's response; without steps that of the round before; empty after a failure."""
+        if self.replies and not self.error:
+            return self.replies[-1].text
+        return "" if self.error else self.previous.answer
+
+    def rounds(self) -> list["Trace"]:
+        """This trace and those before it, the first round first."""
+        return [*(self.previous.rounds() if self.previous else []), self]
+
+    @property
+    def used(self) -> list[Reply]:
+        return [reply for trace in self.rounds() for reply in trace.replies if reply]
+
+    @property
+    def calls(self) -> int:
+        return len(self.used)
+
+    @property
+    def tokens(self) -> int:
+        return sum(reply.prompt_tokens + reply.completion_tokens for reply in self.used)
+
+    @property
+    def cost(self) -> float | None:
+        """Dollars; None where one of the calls has an unknown cost."""
+        costs = [reply.cost for reply in self.used]
+        return None if None in costs else sum(costs)
+
+    def to_json(self) -> dict:
+        """A dict for json.dumps; `trace_from` makes an equal trace of it."""
+        return {**asdict(self), "answer": self.answer, "calls": self.calls, "tokens": self.tokens,
+                "cost": self.cost}
+
 
 # Who writes the workflows: a function write(chats, n, first, on_text) for `roll_out` and `conduct`. It writes
 # n completions of each chat, numbered from `first` on, and calls on_text(chat's index, completion's index,
