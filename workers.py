@@ -1088,6 +1088,7 @@ class Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None):
         """The base class's own errors (an unknown method, a bad request line), in JSON too."""
         self.close_connection = True
+        self.request_version = self.protocol_version  # which a line that is no HTTP has not
         self.fail(code, message or "a bad request")
 
     def log_message(self, *args):

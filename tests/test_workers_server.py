@@ -256,7 +256,8 @@ def test_odd_lengths(url, head, status):
 
 
 def test_no_http(url):
-    assert json.loads(raw(url, b"EHLO mail.example\r\n\r\n"))["error"]
+    head, _, body = raw(url, b"EHLO mail.example\r\n\r\n").partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ") and json.loads(body)["error"]
     assert raw(url, b"") == b""
 
 
