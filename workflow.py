@@ -436,7 +436,7 @@ idle, unborn = threading.Semaphore(0), threading.Semaphore(512)  # threads that 
 
 
 def in_thread(function, *arguments) -> Future:
-    """Run a function in one of the threads. What it returns or raises is the future's."""
+    """Run a function in one of the threads; the future gets what it returns or raises."""
     future = Future()
     jobs.put((future, function, arguments))
     if not idle.acquire(blocking=False) and unborn.acquire(blocking=False):
@@ -445,7 +445,6 @@ def in_thread(function, *arguments) -> Future:
 
 
 def work():
-    """A thread's life."""
     while True:
         future, function, arguments = jobs.get()
         try:
