@@ -64,8 +64,7 @@ class Workflow:
 @dataclass
 class Prompting:
     """How a Conductor is asked for a workflow; conductor.json beside a checkpoint remembers it."""
-    style: str = "full"  # or zero-shot; fine-grained: access lists have numbers, too (App. B.8); short: for
-    # a Conductor too small to be prompted into the format
+    style: str = "full"  # or zero-shot, fine-grained (App. B.8), short (for a Conductor of the laptop's size)
     examples: str = "ood"  # the few-shot examples: ood, in, mixed (Table 4)
     subtasks: bool = True  # False: it is asked for none, and every worker is to solve the question (App. B.7)
     max_steps: int = 5
@@ -248,9 +247,8 @@ def roll_out(write, tasks: list[Task], n: int = 1, prompting: Prompting = Prompt
     soon as it has run, while others are being written.
 
     write: see `sampled` and `seated`. grade(task.problem, answer) -> bool; without it every `right` is None.
-    edit(workflow) -> workflow, for ablations. first: the number of each task's first rollout. on_finish(
-    rollout) is called, from any thread, as each is complete. What any of these raises is raised here: no
-    further step starts then, and no running call is waited for."""
+    edit(workflow) -> workflow, for ablations. first: the number of each task's first rollout. on_finish is
+    called with each complete rollout, from any thread. What any of these raises ends all and is raised."""
     groups, running = [[None] * n for _ in tasks], []
     failed = threading.Event()
 
@@ -295,8 +293,8 @@ def conduct(write, tasks: list[Task], rounds: int = 0, prompting: Prompting = Pr
             grade=None, edit=None) -> list[Rollout]:
     """One rollout a task, and up to `rounds` more in view of the answer, until empty lists keep it (§3.2).
 
-    Text that does not parse is drawn again, `tries` times in all, under the next rollout numbers. A task whose
-    last try does not parse ends with the round before, and in the first round without a trace."""
+    Text that does not parse is drawn again, `tries` times in all, under the next rollout numbers. A task
+    whose last try does not parse ends with the round before, and in the first round without a trace."""
     latest = [None] * len(tasks)
     going_on = {i: task.previous for i, task in enumerate(tasks)}  # a task's index -> its round before
     for turn in range(rounds + 1):
@@ -429,8 +427,7 @@ def seated(worker, nonce: str | None = None):
 
 
 # The calls of all workflows are made by up to 512 threads; how many a worker gets at a time is its
-# `concurrency`. They are daemons, unlike a ThreadPoolExecutor's: a program that ends, by Ctrl-C or an error,
-# shall neither wait nor pay for the calls that are still queued.
+# `concurrency`. They are daemons, unlike a ThreadPoolExecutor's: a program that ends does not wait for calls.
 jobs = queue.SimpleQueue()  # of (future, function, arguments)
 idle, unborn = threading.Semaphore(0), threading.Semaphore(512)  # threads that wait; that may still start
 

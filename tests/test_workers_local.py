@@ -163,7 +163,7 @@ def test_serve_ends_quietly_and_a_port_in_use_is_said():
         with pytest.raises(SystemExit, match=f"127.0.0.1:{port}: .*--port=N"):
             workers.serve_specialists(port)
     server = subprocess.Popen(
-        [sys.executable, "workers.py", "serve", "--port=0"],
+        [sys.executable, "-c", "import workers; workers.serve_specialists(0)"],
         cwd=ROOT,
         text=True,
         stdout=subprocess.PIPE,
