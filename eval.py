@@ -58,7 +58,7 @@ from requests.adapters import HTTPAdapter, Retry
 from tqdm import tqdm
 
 from model import configure, read_json, write_json
-from workers import (ARITHMETIC, CAPITALS, ELEMENTS, FACTS, LOCAL, ORDERS, SKILL, SPANISH, WISHES,
+from workers import (ARITHMETIC, CAPITALS, ELEMENTS, FACTS, LOCAL, ORDERS, SKILL, SPANISH, SPELLING,
                      WorkerError, load_pool)
 from workflow import (SOLVE_IT, Prompting, Step, Task, Trace, Workflow, conduct, execute, load_conductor,
                       sampled, seated, shape, subset)
@@ -113,7 +113,7 @@ def laptop_expressions() -> dict[str, list[tuple[str, str]]]:
         return found
 
     def spelled(values):
-        pairs = itertools.product(values.items(), WISHES.items())
+        pairs = itertools.product(values.items(), SPELLING.items())
         return [(f"{name} {wish}", ORDERS[order](value)) for (name, value), (wish, order) in pairs]
 
     return {

@@ -372,7 +372,7 @@ ORDERS = {
     "capitals": str.upper,
     "vowels": lambda word: re.sub("[aeiouAEIOU]", "", word),
 }
-WISHES = {"turned around": "reverse", "shouted": "capitals", "thinned out": "vowels"}  # what questions say
+SPELLING = {"turned around": "reverse", "shouted": "capitals", "thinned out": "vowels"}  # what questions say
 
 # Pools. Parameters are named as in OpenAI's API; what is a provider's own has the provider's name.
 

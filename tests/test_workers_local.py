@@ -1,4 +1,5 @@
 """The local specialists: their replies, pinned by value, and their server's life."""
+import collections
 import hashlib
 import json
 import os
@@ -22,12 +23,12 @@ ROOT = os.path.dirname(os.path.abspath(workers.__file__))
 QUESTIONS = [
     "What is 6 * 7?",
     "Find diez + 4.",
-    "Tell me the capital of France backwards.",
-    "Give me element number 8 in capitals.",
+    "Tell me the capital of France turned around.",
+    "Give me element number 8 shouted.",
     "What is the atomic number of iron - veinte?",
     "What is the weather?",
 ]
-SUBTASKS = ["Work it out.", "Find and rewrite it.", "Name it, process it.", "Translate it."]
+SUBTASKS = ["Work it out.", "Find it, recall it.", "Simplify it.", "Leave out the vowels.", "Solve it."]
 
 
 def chats():
@@ -45,13 +46,18 @@ def chats():
                 ]
 
 
+def told(name, question, subtask):
+    content = f"Question:\n{question}" + (f"\n\nYour task:\n{subtask}" if subtask else "")
+    return workers.SPECIALISTS[name]([{"role": "user", "content": content}])
+
+
 def test_the_specialists_say_what_they_always_said():
-    """The laptop world is learned with these very replies: they were written down at the first edition."""
+    """The laptop world is learned with these very replies: with others it would be another experiment."""
     replies = [answer(chat) for answer in workers.SPECIALISTS.values() for chat in chats()]
-    assert len(replies) == 1014
+    assert len(replies) == 1248
     assert (
         hashlib.sha256(json.dumps(replies).encode()).hexdigest()
-        == "e20a4e1e434005a53d58f134b60c0df4e485b293aebcb66a3c3f97b07aa14995"
+        == "cc24d49efd215e4a173f3d40bc3be453e58e1ba7b057e6c08d840703326e3332"
     )
 
 
@@ -61,15 +67,34 @@ def test_the_specialists_say_what_they_always_said():
         ("calculator", QUESTIONS[0], None, "42"),
         ("librarian", QUESTIONS[4], SUBTASKS[1], "What is 26 - veinte?"),
         ("calculator", QUESTIONS[4], SUBTASKS[0], "I am a calculator; I find nothing here to work on."),
-        ("tired translator", QUESTIONS[3], SUBTASKS[0], "I am a translator; that is not my work."),
-        ("junior calculator", QUESTIONS[4], SUBTASKS[2], "I am a calculator; that is not my work."),
-        ("junior librarian", QUESTIONS[4], SUBTASKS[3], "I have lost the thread."),
+        ("tired translator", QUESTIONS[3], SUBTASKS[3], "I am a translator; that is not my work."),
+        ("junior calculator", QUESTIONS[4], SUBTASKS[3], "I am a calculator; that is not my work."),
+        ("tired translator", QUESTIONS[3], SUBTASKS[0], "I have lost the thread."),
+        ("junior librarian", QUESTIONS[4], SUBTASKS[4], "What is 26 - veinte?"),
         ("tired calculator", QUESTIONS[5], None, "I have lost the thread."),
     ],
 )
 def test_some_replies_by_value(name, question, subtask, reply):
-    content = f"Question:\n{question}" + (f"\n\nYour task:\n{subtask}" if subtask else "")
-    assert workers.SPECIALISTS[name]([{"role": "user", "content": content}]) == reply
+    assert told(name, question, subtask) == reply
+
+
+@pytest.mark.parametrize("wish", workers.SPELLING)
+@pytest.mark.parametrize("subtask, made", [
+    ("Reverse it.", "amiL"), ("Write the word in capitals.", "LIMA"), ("Leave the vowels out.", "Lm")])
+def test_the_coder_does_what_it_is_told_and_not_what_the_question_wishes(wish, subtask, made):
+    assert told("coder", f"What is Lima {wish}?", subtask) == made
+
+
+@pytest.mark.parametrize("subtask", [None, "Process it.", "Solve the question."])
+def test_a_coder_who_is_told_nothing_precise_guesses(subtask):
+    """Each of the three operations is as likely, whatever the question wishes."""
+    words = [f"{a}{b}a" for a in "bcdfghklmn" for b in "aeiourstvw"]
+    for wish in workers.SPELLING:
+        made = collections.Counter()
+        for word in words:
+            reply = told("coder", f"What is {word} {wish}?", subtask)
+            made.update(order for order, do in workers.ORDERS.items() if do(word) == reply)
+        assert set(made) == set(workers.ORDERS) and all(20 <= n <= 50 for n in made.values()), made
 
 
 def test_two_workers_for_each_trade():

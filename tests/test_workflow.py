@@ -274,7 +274,7 @@ def heard(chat):
 
 CATORCE = "Find catorce + quince."
 IRON = "What is the atomic number of iron * tres?"
-PERU = "Find the capital of Peru backwards."
+PERU = "Find the capital of Peru turned around."
 
 
 def test_some_of_a_pool():
@@ -291,7 +291,7 @@ def test_some_of_a_pool():
 
 
 @pytest.mark.parametrize("question, steps, responses", [
-    pytest.param(IRON, [("translator", "Rewrite the question.", []),
+    pytest.param(IRON, [("translator", "Simplify the question.", []),
                         ("librarian", "Look up what it takes.", [0]), ("calculator", "Work it out.", [1]),
                         ("calculator", "Compute it again, to check.", [1])],
                  ["What is the atomic number of iron * 3?", "What is 26 * 3?", "78", "78"],
@@ -304,12 +304,12 @@ def test_some_of_a_pool():
         ("librarian", "Recall the first.", []), ("librarian", "Recall the second.", []),
         ("calculator", "Find the sum.", "all")],
         ["Find 26 + 30."] * 2 + ["56"], id="independent recall of facts"),
-    pytest.param(IRON, [("librarian", "Name the number.", []), ("translator", "Translate the rest.", [0]),
+    pytest.param(IRON, [("librarian", "Recall the number.", []), ("translator", "Translate the rest.", [0]),
                         ("calculator", "Work it out.", [1])],
                  ["What is 26 * tres?", "What is 26 * 3?", "78"], id="a chain, step by step"),
     pytest.param(PERU, [("librarian", "Tell the others what to do.", []),
-                        ("librarian", "Look up the city.", [0]), ("coder", "Spell it.", [1])],
-                 ["I am a librarian; that is not my work.", "Find Lima backwards.", "amiL"],
+                        ("librarian", "Look up the city.", [0]), ("coder", "Reverse it.", [1])],
+                 ["I am a librarian; that is not my work.", "Find Lima turned around.", "amiL"],
                  id="abdication, to one who will not plan")])
 def test_the_five_modes_of_the_local_specialists(question, steps, responses, tmp_path):
     names = list(SPECIALISTS)
