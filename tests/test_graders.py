@@ -24,7 +24,7 @@ EQUAL = [  # answer, gold
     (r"60^\circ", "60"), (r"60^{\circ}", "60"), ("60°", r"60^\circ"), (r"60\degree", "60"), ("60 degrees", r"60^\circ"),
     (r"5\text{ cm}", "5"), ("5 cm", r"5\text{ cm}"), (r"5\mbox{ inches}", "5"), ("5 inches", r"5\text{ in}"), (r"5~\mathrm{cm}^2", "5"),
     (r"135\text{ square feet}", "135"), ("135 ft^2", r"135\text{ square feet}"), (r"135\text{ ft}^2", r"135\text{ square feet}"),
-    (r"10\pi\text{ cm}", r"10\pi"), (r"\frac{3}{4}\text{ hours}", "0.75"), ("12 ways", "12"), ("12 ways", "12 outcomes"),
+    (r"10\pi\text{ cm}", r"10\pi"), (r"\frac{3}{4}\text{ hours}", "0.75"), ("12 ways", "12"),
     ("12 different ways", "12"),
     (r"\$1.5\text{ million}", "1,500,000"),
     (r"5\text{ m}/\text{s}", "5"), (r"5\text{ m/s}", "5"), ("60 miles per hour", r"60\text{ mi/h}"), (r"\$0.50", "0.5"),
