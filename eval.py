@@ -1335,37 +1335,35 @@ Linux = types.SimpleNamespace(
     LOAD=0x20, AND=0x54, IF_EQUAL=0x15, IF_GREATER=0x25, RETURN=0x06,
     AUDIT_ARCH={"x86_64": 0xc000003e, "aarch64": 0xc00000b7},
     MOUNT_SETATTR=442, CREATE_RULESET=444, ADD_RULE=445, RESTRICT_SELF=446,  # system calls everywhere
-
     NEWEST=462,  # mseal; of later system calls nothing is known here
+
     UNKNOWN="clone3 435 435",  # its flags cannot be checked; where it is unknown, libraries call clone
-    DENIED={  # what needs a capability is not listed, as a test has none
-        "where one argument decides": "socket 41 198, clone 56 220, mmap 9 222, prlimit64 302 261",
-        "other processes": """ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271,
-            kcmp 312 272, pidfd_getfd 438 438, process_madvise 440 440, process_mrelease 448 448,
-            perf_event_open 298 241""",
-        "their processor and memory": """sched_setaffinity 203 122, sched_setscheduler 144 119,
-            sched_setparam 142 118, sched_setattr 314 274, setpriority 141 140, ioprio_set 251 30,
-            migrate_pages 256 238, move_pages 279 239, mbind 237 235, set_mempolicy 238 237,
-            set_mempolicy_home_node 450 450""",
-        "namespaces, in which it would have capabilities": "unshare 272 97, setns 308 268",
-        "files without a path": """name_to_handle_at 303 264, open_by_handle_at 304 265, open_tree 428 428,
-            inotify_init 253 -, inotify_init1 294 26, fanotify_init 300 262""",
-        "memory that belongs to no process": """shmget 29 194, shmat 30 196, shmctl 31 195, semget 64 190,
-            semop 65 193, semtimedop 220 192, semctl 66 191, msgget 68 186, msgsnd 69 189, msgrcv 70 188,
-            msgctl 71 187, mq_open 240 180, mq_unlink 241 181, memfd_create 319 279, memfd_secret 447 447,
-            add_key 248 217, request_key 249 218, keyctl 250 219""",
-        "where attacks on the kernel begin": """io_uring_setup 425 425, io_uring_enter 426 426,
-            io_uring_register 427 427, userfaultfd 323 282, bpf 321 280, personality 135 92, modify_ldt 154 -,
-            vmsplice 278 75"""},
-    DENIED_WITHOUT_NAMESPACES={
-        "files, where Landlock does not ask": """chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452,
-            chown 92 -, fchown 93 55, lchown 94 -, fchownat 260 54, setxattr 188 5, lsetxattr 189 6,
-            fsetxattr 190 7, removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, utime 132 -,
-            utimes 235 -, futimesat 261 -, utimensat 280 88""",
-        "leaving the process group, which is the test": "setsid 112 157, setpgid 109 154"},
-    DENIED_WITHOUT_SCOPES={
-        "all signals": """kill 62 129, tkill 200 130, tgkill 234 131, rt_sigqueueinfo 129 138,
-            rt_tgsigqueueinfo 297 240, pidfd_send_signal 424 424"""},
+    CHECKED="socket 41 198, clone 56 220, mmap 9 222, prlimit64 302 261",  # one argument decides
+    # Denied is what reaches other processes, their processor and memory; makes namespaces, in which it would
+    # have capabilities; opens files without a path; fills memory that belongs to no process; and what attacks
+    # on the kernel begin with. What needs a capability is not listed, as a test has none
+    DENIED="""ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, kcmp 312 272,
+        pidfd_getfd 438 438, process_madvise 440 440, process_mrelease 448 448, perf_event_open 298 241,
+        sched_setaffinity 203 122, sched_setscheduler 144 119, sched_setparam 142 118, sched_setattr 314 274,
+        setpriority 141 140, ioprio_set 251 30, migrate_pages 256 238, move_pages 279 239, mbind 237 235,
+        set_mempolicy 238 237, set_mempolicy_home_node 450 450,
+        unshare 272 97, setns 308 268,
+        name_to_handle_at 303 264, open_by_handle_at 304 265, open_tree 428 428, inotify_init 253 -,
+        inotify_init1 294 26, fanotify_init 300 262,
+        shmget 29 194, shmat 30 196, shmctl 31 195, semget 64 190, semop 65 193, semtimedop 220 192,
+        semctl 66 191, msgget 68 186, msgsnd 69 189, msgrcv 70 188, msgctl 71 187, mq_open 240 180,
+        mq_unlink 241 181, memfd_create 319 279, memfd_secret 447 447, add_key 248 217, request_key 249 218,
+        keyctl 250 219,
+        io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427, userfaultfd 323 282,
+        bpf 321 280, personality 135 92, modify_ldt 154 -, vmsplice 278 75""",
+    # Without namespaces also files, where Landlock does not ask, and leaving the process group, which is the
+    # test; without Landlock's scopes, signals
+    DENIED_WITHOUT_NAMESPACES="""chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -,
+        fchown 93 55, lchown 94 -, fchownat 260 54, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7,
+        removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, utime 132 -, utimes 235 -,
+        futimesat 261 -, utimensat 280 88, setsid 112 157, setpgid 109 154""",
+    DENIED_WITHOUT_SCOPES="""kill 62 129, tkill 200 130, tgkill 234 131, rt_sigqueueinfo 129 138,
+        rt_tgsigqueueinfo 297 240, pidfd_send_signal 424 424""",
 )
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -1382,12 +1380,22 @@ def supervise(job: dict, start: int):
     if box.switches_user:
         box.uid = box.gid = 61184 + os.getpid() % 4336  # of the users that systemd keeps for passing services
     os.chown(".", box.uid, box.gid)
-    box.others = int(read_file("/proc/loadavg").split()[3].split("/")[1])  # processes that there are already
     write_file("/proc/self/oom_score_adj", "1000")  # when memory runs out, the kernel ends this first
     with contextlib.suppress(OSError):  # unless the core was taken from this process meanwhile
         os.sched_setaffinity(0, [box.core])  # many busy processes slow this core alone
-    die_with_parent()
-    lacks = enter_namespaces(box) + prepare_tests(box)
+    prctl(Linux.PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the parent; a change of user takes this back
+    box.trouble = os.memfd_create("trouble")  # where a child says why it could not build the sandbox
+    lacks = enter_namespaces(box)
+    gc.freeze()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # so that `passes` can wait for it
+    prctl(Linux.PR_SET_DUMPABLE, 0)         # no test looks into this process
+    prctl(Linux.PR_SET_CHILD_SUBREAPER, 1)  # orphans of a test become its children
+    box.landlock = LIBC.syscall(Linux.CREATE_RULESET, None, ctypes.c_size_t(0), Linux.RULESET_VERSION)
+    if box.landlock < 1 and not box.namespaces:
+        lacks.append("no Landlock: it reads your files and your keys")
+    box.watched = os.path.exists("/proc/thread-self/children")
+    if not box.watched:
+        lacks.append("no view of /proc: memory is limited for each of its processes alone")
     os.write(1, json.dumps(lacks).encode() + b"\n")
     for number, size in enumerate(box.sizes):
         run_test(box, number, start, size)
@@ -1403,9 +1411,8 @@ def kernel(name: str, *arguments) -> int:
     return result
 
 
-def die_with_parent():
-    """End this process with the one that made it. A change of user takes this back."""
-    kernel("prctl", Linux.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def prctl(option: int, value: int, pointer=0):
+    kernel("prctl", option, value, pointer, 0, 0)
 
 
 def read_file(path: str) -> str:
@@ -1421,13 +1428,13 @@ def write_file(path: str, text: str):
 def enter_namespaces(box) -> list[str]:
     """Go on as the first process of new namespaces, at whose end all others in them end, with a root of its
     own. A child tries, so that this process can go on where that fails. Returns what the system lacks."""
-    trouble = os.memfd_create("trouble")  # where the child says why it failed
     child = os.fork()
     if child:
         failed = os.waitpid(child, 0)[1] != 0
-        reason = os.pread(trouble, 4096, 0).decode()
+        reason = os.pread(box.trouble, 4096, 0).decode()
         if not reason:
             os._exit(failed)
+        os.truncate(box.trouble, 0)
         return [f"no namespaces ({reason}): it sees names and sizes of your files, and may fill the disk"]
     try:
         if not box.switches_user or LIBC.unshare(Linux.SPACES) < 0:
@@ -1440,14 +1447,14 @@ def enter_namespaces(box) -> list[str]:
             write_file("/proc/self/gid_map", f"1000 {box.gid} 1")
             box.uid = box.gid = 1000
             box.switches_user = False
-        die_with_parent()
+        prctl(Linux.PR_SET_PDEATHSIG, signal.SIGKILL)
         first = os.fork()
         if first:
             os._exit(os.waitpid(first, 0)[1] != 0)
-        die_with_parent()
+        prctl(Linux.PR_SET_PDEATHSIG, signal.SIGKILL)
         enter_root(box, os.getcwd())
     except OSError as e:
-        os.write(trouble, str(e).encode())
+        os.write(box.trouble, str(e).encode())
         os._exit(1)
     box.namespaces = True
     with contextlib.suppress(OSError), socket.socket() as s:  # a loopback of its own
@@ -1483,8 +1490,7 @@ def enter_root(box, here: str):
         else:
             write_file(target, "")
         kernel("mount", path, target, None, Linux.MS_BIND | Linux.MS_REC, None)
-    solver = f"solver:x:{box.uid}:{box.gid}::{box.folder}:/bin/sh\n"
-    write_file(f"{here}/etc/passwd", f"root:x:0:0::/:/bin/sh\n{solver}")
+    write_file(f"{here}/etc/passwd", f"solver:x:{box.uid}:{box.gid}::{box.folder}:/bin/sh\n")
     write_file(f"{here}/etc/hosts", "127.0.0.1 localhost\n::1 localhost\n")
     for name, target in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
         os.symlink(f"/proc/self/fd{target}", f"{here}/dev/{name}")
@@ -1503,34 +1509,21 @@ def enter_root(box, here: str):
     kernel("syscall", Linux.MOUNT_SETATTR, Linux.AT_FDCWD, "/", Linux.AT_RECURSIVE, flags, size)
 
 
-def prepare_tests(box) -> list[str]:
-    """Find out which of the other layers there are, and make what all tests share. Returns what lacks."""
-    gc.freeze()
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # so that `passes` can wait for it
-    kernel("prctl", Linux.PR_SET_DUMPABLE, 0, 0, 0, 0)          # no test looks into this process
-    kernel("prctl", Linux.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)   # orphans of a test become its children
-    box.watched = os.path.exists("/proc/thread-self/children")
-    box.landlock = LIBC.syscall(Linux.CREATE_RULESET, None, ctypes.c_size_t(0), Linux.RULESET_VERSION)
-    box.filter = filter_program(box)
-    lacks = []
-    if not box.watched:
-        lacks.append("no view of /proc: memory is limited for each of its processes alone")
-    if box.landlock < 1 and not box.namespaces:
-        lacks.append("no Landlock: it reads your files and your keys")
-    return lacks
-
-
 def run_test(box, number: int, start: int, size: int):
     """Run a test and report its output. Ends the supervisor if it fails, as all tests must pass."""
+    folder = box.folder
     if box.namespaces:
-        LIBC.umount2(box.folder.encode(), Linux.MNT_DETACH)  # that of the test before
-        folder = f"size=128m,nr_inodes=8192,mode=700,uid={box.uid},gid={box.gid}"
-        kernel("mount", "tmpfs", box.folder, "tmpfs", Linux.MS_NOSUID | Linux.MS_NODEV, folder)
+        LIBC.umount2(folder.encode(), Linux.MNT_DETACH)  # that of the test before
+        options = f"size=128m,nr_inodes=8192,mode=700,uid={box.uid},gid={box.gid}"
+        kernel("mount", "tmpfs", folder, "tmpfs", Linux.MS_NOSUID | Linux.MS_NODEV, options)
+    else:
+        folder = os.path.abspath(str(number))
+        os.mkdir(folder, 0o700)
+        os.chown(folder, box.uid, box.gid)
     output = os.memfd_create("output")
-    trouble = os.memfd_create("trouble")
     pid = os.fork()
     if pid == 0:
-        enter_test(box, number, start, size, output, trouble)
+        become_test(box, folder, start, size, output)
     passed = passes(box, pid)
     with contextlib.suppress(ProcessLookupError):  # all at once, so that nothing forks meanwhile
         if box.namespaces:
@@ -1540,17 +1533,16 @@ def run_test(box, number: int, start: int, size: int):
     with contextlib.suppress(ChildProcessError):
         while True:
             os.wait()
-    reason = os.pread(trouble, 4096, 0).decode()
+    reason = os.pread(box.trouble, 4096, 0).decode()
     if reason:
         raise OSError(reason)
     written = os.fstat(output).st_size
     if not passed or written > box.most[number]:
         os._exit(0)
     os.write(1, b"%d\n" % written)
-    if os.sendfile(1, output, 0, written) < written:  # not through this process's memory, as the input
+    if os.sendfile(1, output, 0, written) < written:  # not through this process's memory, which tests inherit
         raise OSError(errno.ENOSPC, "the output of a test")
     os.close(output)
-    os.close(trouble)
 
 
 def passes(box, pid: int) -> bool:
@@ -1580,30 +1572,26 @@ def takes_too_much(box) -> bool:
     return len(found) > 65 or used > box.memory
 
 
-def enter_test(box, number: int, start: int, size: int, output: int, trouble: int):
+def become_test(box, folder: str, start: int, size: int, output: int):
     """Become a test, whose input stands in descriptor 0 from `start` on, run the program and end."""
     try:
         os.setsid()
         null = os.open("/dev/null", os.O_RDWR)
         given = os.memfd_create("input")
-        if os.sendfile(given, 0, start, size) < size:
+        if os.write(given, os.pread(0, size, start)) < size:
             raise OSError(errno.ENOSPC, "the input of a test")
         os.lseek(given, 0, os.SEEK_SET)
-        folder = box.folder
-        if not box.namespaces:
-            folder = os.path.abspath(str(number))
-            os.mkdir(folder, 0o700)
-            os.chown(folder, box.uid, box.gid)
         os.chdir(folder)
         os.environ.update(HOME=folder, TMPDIR=folder)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         drop_privileges(box)
         restrict_files(box, folder)
-        array = ctypes.create_string_buffer(box.filter)
-        header = struct.pack("H6xQ", len(box.filter) // 8, ctypes.addressof(array))  # struct sock_fprog
-        kernel("prctl", Linux.PR_SET_SECCOMP, Linux.SECCOMP_MODE_FILTER, header, 0, 0)
+        program = filter_program(box)
+        array = ctypes.create_string_buffer(program)
+        header = struct.pack("H6xQ", len(program) // 8, ctypes.addressof(array))  # struct sock_fprog
+        prctl(Linux.PR_SET_SECCOMP, Linux.SECCOMP_MODE_FILTER, header)
     except BaseException as e:
-        os.write(trouble, repr(e).encode())
+        os.write(box.trouble, repr(e).encode())
         os._exit(1)
     # What is printed counts for a program, what a function returns (in 3) for a function; nobody reads errors
     for fd, source in enumerate([given, null, null, output] if box.name else [given, output, null, null]):
@@ -1620,12 +1608,12 @@ def enter_test(box, number: int, start: int, size: int, output: int, trouble: in
 def switch_user(box):
     """Where this is root: become a user who owns nothing, with the capabilities until drop_privileges."""
     if box.switches_user:
-        kernel("prctl", Linux.PR_SET_KEEPCAPS, 1, 0, 0, 0)
+        prctl(Linux.PR_SET_KEEPCAPS, 1)
         os.setgroups([])
         os.setgid(box.gid)
         os.setuid(box.uid)
-        kernel("prctl", Linux.PR_SET_DUMPABLE, 1, 0, 0, 0)  # or its files in /proc would stay root's
-        die_with_parent()
+        prctl(Linux.PR_SET_DUMPABLE, 1)  # or its files in /proc would stay root's
+        prctl(Linux.PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def drop_privileges(box):
@@ -1634,21 +1622,20 @@ def drop_privileges(box):
     limits = {"AS": box.addresses, "DATA": box.memory, "STACK": 64 << 20, "CPU": int(box.seconds) + 1,
               "NPROC": 64, "FSIZE": 32 << 20, "NOFILE": 256, "SIGPENDING": 256,
               "CORE": 1}  # byte: at 0 the kernel would still hand dumps to a program of the system's
-    if not box.namespaces and not box.switches_user:
-        limits["NPROC"] += box.others  # the user's others count too
+    kept = 0
+    if not box.namespaces and box.switches_user and box.landlock > 0:
+        kept = 1 << Linux.CAP_DAC_OVERRIDE
+    elif not box.namespaces:
+        limits["NPROC"] += int(read_file("/proc/loadavg").split()[3].split("/")[1])  # others of this user
     for name, value in limits.items():
         limit = getattr(resource, f"RLIMIT_{name}")
         _, hard = resource.getrlimit(limit)
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(limit, (value, value))
     switch_user(box)
-    kernel("prctl", Linux.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    kept = 0
-    if box.switches_user and box.landlock > 0 and not box.namespaces:
-        kept = 1 << Linux.CAP_DAC_OVERRIDE
+    prctl(Linux.PR_SET_NO_NEW_PRIVS, 1)
     sets = struct.pack("6I", kept, kept, 0, 0, 0, 0)  # effective, permitted, inheritable
     kernel("capset", struct.pack("Ii", Linux.CAPABILITY_VERSION_3, 0), sets)
-    die_with_parent()
 
 
 def restrict_files(box, folder: str):
@@ -1692,11 +1679,11 @@ def filter_program(box) -> bytes:
         raise OSError(f"{machine} has no table of system calls here: use x86_64 or aarch64")
     program = [(Linux.LOAD, 0, 0, 4), (Linux.IF_EQUAL, 1, 0, Linux.AUDIT_ARCH[machine]), kill,
                (Linux.LOAD, 0, 0, 0), (Linux.IF_GREATER, 0, 1, Linux.NEWEST), unknown]
-    tables = [Linux.UNKNOWN, *Linux.DENIED.values()]
+    tables = [Linux.UNKNOWN, Linux.CHECKED, Linux.DENIED]
     if not box.namespaces:
-        tables += Linux.DENIED_WITHOUT_NAMESPACES.values()
+        tables.append(Linux.DENIED_WITHOUT_NAMESPACES)
         if box.landlock < 6:
-            tables += Linux.DENIED_WITHOUT_SCOPES.values()
+            tables.append(Linux.DENIED_WITHOUT_SCOPES)
     for row in ",".join(tables).split(","):
         name, *numbers = row.split()
         number = numbers[machine == "aarch64"]
@@ -1838,6 +1825,8 @@ def check_sandbox(partial: bool):
             "--security-opt apparmor=unconfined --security-opt systempaths=unconfined; Ubuntu: sysctl -w "
             "kernel.apparmor_restrict_unprivileged_userns=0), train on problems without code, or accept this "
             "with --sandbox=partial")
+
+
 
 
 def extract_code(response: str) -> str:
