@@ -565,7 +565,6 @@ class Unreadable(Exception):
 
 BETWEEN = re.compile(r"(?:[\s$,;]|\\[(),; ]|\\q?quad\b|(?:\\text\{\s*)?\b(?:and|or)\b\s*\}?"
                      r"|\b[A-Za-z](?:_\d)?\s*=)*")
-ALONE = re.compile(r"(?i)(?:[\s$*:.]|\\[()]|\b(?:so|thus|it|the|final|answer|is)\b|\b[a-z]\s*=)*")
 GOES_ON = re.compile(r"\s*[!^/\d]|[\s$]*(?:[,;]|(?:\\text\{\s*)?(?:or|and)\b)[\s$}]*[-\\\d]")  # \boxed{5} or 6
 SAID = re.compile(r"(?i)\banswer\*{0,2}\s*(?:is\b|:)[\s:*]*|\bfinal answer\*{0,2} *\n\s*")
 DENIED = re.compile(r"(?i)(?:\b(?:not|never|if|whether|unless|wrong|false|doubt|unlikely)\b|n't\b)[^.!?\n]*$")
@@ -585,35 +584,29 @@ def closing(text: str, start: int) -> int:
 
 
 def committed(response: str) -> str | None:
-    """What stands in the last \\boxed{} (as in MATH) or <answer>, whichever opens later; None without either.
-    Boxes with nothing but commas, "and", "or" and "x =" between them are one list. "" if it does not close,
-    or if more follows or, in the same <answer>, stands beside it."""
+    """What stands in the last <answer>, or in the last \\boxed{} (as in MATH) if that opens behind it; None
+    without either. Boxes with nothing but commas, "and", "or" and "x =" between them are one list. "" if it
+    does not close, or if an alternative follows."""
     response = re.sub(r"\\[bf]?box(?:ed)?[^\S\n]{0,9}(?:\{|(\d+))",  # \boxed 2, as MATH has it too
                       lambda m: rf"\boxed{{{m[1]}}}" if m[1] else r"\boxed{", response[-200 * LONGEST:])
-    boxes = [m.end() for m in re.finditer(r"\\boxed\{", response)]
-    tag = response.rfind("<answer>")
-    if tag < 0 and not boxes:
+    before, tag, response = response.rpartition("<answer>")
+    inside, closed, later = response.partition("</answer>")
+    if tag and r"\boxed{" not in later:
+        return inside.replace(r"\boxed{", "{").strip() if closed else ""
+    boxes = [m.end() for m in re.finditer(r"\\boxed\{", response)][-MOST:]
+    if not boxes:
         return None
-    if not boxes or tag > boxes[-1]:
-        inside, closed, _ = response[tag + len("<answer>"):].partition("</answer>")
-        return inside.strip() if closed else ""
     parts = []
     start = len(response)
-    for box in reversed(boxes[-MOST:]):
+    for box in reversed(boxes):
         end = closing(response[:start], box)
         between = response[end + 1:start]
-        if not parts:
-            after = between
-        if end < 0 or parts and (len(between) > LONGEST or not BETWEEN.fullmatch(between)):
+        if not parts and (end < 0 or GOES_ON.match(between)):
+            return ""
+        if parts and (end < 0 or len(between) > LONGEST or not BETWEEN.fullmatch(between)):
             break
         parts.insert(0, response[box:end].strip())
         start = box - len(r"\boxed{")
-    inside = response[tag + len("<answer>"):start] if tag >= 0 else "</answer>"
-    beside = inside + after.partition("</answer>")[0]
-    if "</answer>" not in inside and (len(beside) > LONGEST or not ALONE.fullmatch(beside)):
-        return ""
-    if not parts or GOES_ON.match(after):
-        return ""
     return ", ".join(dict.fromkeys(parts))
 
 
@@ -786,13 +779,9 @@ def pointwise(name: str, *arguments: list) -> list:
 
 
 def at_point(name: str, k: int) -> Fraction:
-    """The value of a variable at the kth point: small integers, fractions, larger ones of either sign."""
+    """The value of a variable at the kth point: integers and fractions, later ones of either sign."""
     rng = random.Random(f"{name} {k}")
-    if k < 6:
-        return Fraction(rng.randint(6, 30))
-    if k < 11:
-        return Fraction(rng.randint(7, 43), 30)
-    return Fraction(2 * rng.randint(-20, 20) + 1, 4)
+    return Fraction(rng.randint(6, 43), rng.choice([1, 1, 30])) if k < 12 else Fraction(rng.randint(-40, 40), 4)
 
 
 def equal(pairs: list) -> bool:
@@ -1375,7 +1364,7 @@ def supervise(job: dict, start: int):
     box = types.SimpleNamespace(**job, namespaces=False, folder="/tmp", uid=os.getuid(), gid=os.getgid())
     box.module = types.ModuleType("solution" if box.name else "__main__")
     exec(compile(box.prelude, "prelude", "exec"), vars(box.module))  # each test inherits what this imports
-    users = int(read_file("/proc/self/uid_map").split()[-1])
+    users = int(open("/proc/self/uid_map").read().split()[-1])
     box.switches_user = box.uid == 0 and users > 65535  # root, and not one that is alone in its namespace
     if box.switches_user:
         box.uid = box.gid = 61184 + os.getpid() % 4336  # of the users that systemd keeps for passing services
@@ -1413,11 +1402,6 @@ def kernel(name: str, *arguments) -> int:
 
 def prctl(option: int, value: int, pointer=0):
     kernel("prctl", option, value, pointer, 0, 0)
-
-
-def read_file(path: str) -> str:
-    with open(path) as f:
-        return f.read()
 
 
 def write_file(path: str, text: str):
@@ -1566,8 +1550,8 @@ def takes_too_much(box) -> bool:
     for pid in found:  # grows underway
         with contextlib.suppress(OSError):
             for thread in os.listdir(f"/proc/{pid}/task"):
-                found += map(int, read_file(f"/proc/{pid}/task/{thread}/children").split())
-            _, resident, of_files, *_ = map(int, read_file(f"/proc/{pid}/statm").split())  # pages
+                found += map(int, open(f"/proc/{pid}/task/{thread}/children").read().split())
+            _, resident, of_files, *_ = map(int, open(f"/proc/{pid}/statm").read().split())  # pages
             used += (resident - of_files) * resource.getpagesize()
     return len(found) > 65 or used > box.memory
 
@@ -1623,10 +1607,10 @@ def drop_privileges(box):
               "NPROC": 64, "FSIZE": 32 << 20, "NOFILE": 256, "SIGPENDING": 256,
               "CORE": 1}  # byte: at 0 the kernel would still hand dumps to a program of the system's
     kept = 0
-    if not box.namespaces and box.switches_user and box.landlock > 0:
+    if box.switches_user and box.landlock > 0 and not box.namespaces:
         kept = 1 << Linux.CAP_DAC_OVERRIDE
-    elif not box.namespaces:
-        limits["NPROC"] += int(read_file("/proc/loadavg").split()[3].split("/")[1])  # others of this user
+    if not box.switches_user and not box.namespaces:
+        limits["NPROC"] += int(open("/proc/loadavg").read().split()[3].split("/")[1])  # others of this user
     for name, value in limits.items():
         limit = getattr(resource, f"RLIMIT_{name}")
         _, hard = resource.getrlimit(limit)

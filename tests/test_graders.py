@@ -297,8 +297,8 @@ def test_numbers_beyond_the_limit_are_text():
 COMMITTED = [
     (r"so \boxed{5}", "5"), (r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
     (r"\boxed{\left\{ 1 \right.}", r"\left\{ 1 \right."), (r"\fbox{7}", "7"), (r"\boxed {7}", "7"), (r"our answer is $\boxed 2$.", "2"), (r"\boxed{\boxed{3}}", "3"),
-    ("<answer> 5 </answer>", "5"), ("<answer>1</answer> no, <answer>2</answer>", "2"), (r"<answer>\boxed{5}</answer>", "5"),
-    (r"<answer>It is \boxed{5}.</answer>", "5"), (r"\boxed{6} <answer>5</answer>", "5"), (r"<answer>5</answer> \boxed{6}", "6"),
+    ("<answer> 5 </answer>", "5"), ("<answer>1</answer> no, <answer>2</answer>", "2"), (r"<answer>\boxed{5}</answer>", "{5}"),
+    (r"<answer>It is \boxed{5}.</answer>", "It is {5}."), (r"\boxed{6} <answer>5</answer>", "5"), (r"<answer>5</answer> \boxed{6}", "6"),
     ("<answer>5", ""), (r"\boxed{5} and then \boxed{6", ""), (r"\boxed{5} <answer>6", ""), (r"\boxed{}", ""), ("<answer></answer>", ""),
     ("5", None), ("", None), (r"Write it in \boxed and stop. \boxed{4}", "4"), (r"Put it in \boxed", None),
     ("<answer>a\nb</answer>", "a\nb"), (r"\boxed{a\\}", r"a\\"),
