@@ -1217,7 +1217,7 @@ def words(text: str) -> list:
     return [word for word in found if word not in ("a", "an", "the", "")]
 
 
-CLAIM = re.compile(r"(?i)\b(?:answer\b[^\n.:]{0,40}?(?:\bis\b|:)[\s:*]*|(?:option|choice)\b[^\n.:]{0,40}?"
+CLAIM = re.compile(r"(?i)\b(?:answer\b[^\n.:]{0,40}?(?:\bis\b|:)[\s:*]*|(?:option|choice)\b(?!\s*\(?[A-J]\b)[^\n.:]{0,40}?"
                    r"(?:\bis\b(?! (?:correct|right|best|wrong|incorrect))|:)[ :*]*)(?=([^\n]{0,300}))")
 INTRODUCTION = re.compile(
     r"(?i)^(?:(?:the|correct|final|best|answer|option|choice|is|so|therefore)\b[\s:,]*)+")
