@@ -565,7 +565,7 @@ class Unreadable(Exception):
 
 BETWEEN = re.compile(r"(?:[\s$,;]|\\[(),; ]|\\q?quad\b|(?:\\text\{\s*)?\b(?:and|or)\b\s*\}?"
                      r"|\b[A-Za-z](?:_\d)?\s*=)*")
-GOES_ON = re.compile(r"\s*[!^/\d]|[\s$]*(?:[,;]|(?:\\text\{\s*)?(?:or|and)\b)[\s$}]*[-\\\d]")  # \boxed{5} or 6
+GOES_ON = re.compile(r"\s*[!^/\d]|[\s$]*(?:[,;]|(?:\\text\{\s*)?(?:or|and)\b)[\s$}]*[-\\\d]")  # ... or 6
 SAID = re.compile(r"(?i)\banswer\*{0,2}\s*(?:is\b|:)[\s:*]*|\bfinal answer\*{0,2} *\n\s*")
 DENIED = re.compile(r"(?i)(?:\b(?:not|never|if|whether|unless|wrong|false|doubt|unlikely)\b|n't\b)[^.!?\n]*$")
 HEDGED = re.compile(r"(?i)(?:^|[.!?,;\n])[\s*]*(?:but|or|and|however|wait|no|not|actually|alternatively|perhaps"
@@ -781,7 +781,8 @@ def pointwise(name: str, *arguments: list) -> list:
 def at_point(name: str, k: int) -> Fraction:
     """The value of a variable at the kth point: integers and fractions, later ones of either sign."""
     rng = random.Random(f"{name} {k}")
-    return Fraction(rng.randint(6, 43), rng.choice([1, 1, 30])) if k < 12 else Fraction(rng.randint(-40, 40), 4)
+    lowest = 6 if k < 12 else -40
+    return Fraction(rng.randint(lowest, 40), rng.choice([1, 1, 30]))
 
 
 def equal(pairs: list) -> bool:
@@ -797,9 +798,7 @@ def equal(pairs: list) -> bool:
 # Expressions: a recursive descent over tokens
 
 TOKEN = re.compile(r"\s*((?:\d+(?:\.\d*)?|\.\d+)(?:_\d+)?|\\[A-Za-z]+|[A-Za-zα-ωΔ](?:_\w+)?'*|\S)")
-ORDERED = "?".join("abcdefghijklmnopqrstuvwxyz") + "?"
-WORD = re.compile(  # two small letters or some in the alphabet's order are a product (ab, xyz); dx is not
-    rf"(?<![\\A-Za-z_])(?!(?!d)(?:[a-z][a-z]|{ORDERED})(?![A-Za-z]))[A-Za-z]{{2,}}")
+WORD = re.compile(r"(?<![\\A-Za-z_])(?!(?:[abcf-z][a-z]|abc|xyz)(?![A-Za-z]))[A-Za-z]{2,}")  # ab is a product
 GREEK = set(r"\alpha \beta \gamma \delta \epsilon \theta \lambda \rho \sigma \tau \phi \omega \Delta".split())
 CONSTANTS = {"π": math.pi, "e": math.e}
 CLOSING = {"(": ")", "[": "]", "{": "}"}
@@ -994,7 +993,6 @@ LETTER = r"(?:\\[A-Za-z]+|[α-ω]|[A-Za-z]{1,2}|[A-Z]{3,4})(?:_\w+)?"
 NAME = re.compile(  # x, \angle ABC, f^{-1}(x), P(A|B), (x, y)
     rf"(?:m?\\(?:angle|triangle)\s*)?{LETTER}(?:\^\{{?-1\}}?|'+)?(?:\([^()=]*\))?"
     rf"|\(\s*{LETTER}(?:\s*,\s*{LETTER})+\s*\)")
-FLIPPED = {">": "<", "≥": "≤", "<": ">", "≤": "≥"}
 BOUNDS = {"<<": "()", "<≤": "(]", "≤<": "[)", "≤≤": "[]"}
 OPEN = "([{⦃⟨⟦"
 CLOSE = ")]}⦄⟩⟧"
@@ -1052,19 +1050,18 @@ def clause(text: str) -> Meaning:
         return equation(*sides)
     if marks == ["∈"] and NAME.fullmatch(sides[0]):
         return replace(term(sides[1]), name=sides[0])
+    marks = "".join(marks)
     if marks[0] in ">≥":
         sides = sides[::-1]
-        marks = [FLIPPED.get(mark, mark) for mark in reversed(marks)]
+        marks = marks[::-1].translate(str.maketrans(">≥<≤", "<≤>≥"))
     if len(sides) == 2 and NAME.fullmatch(sides[0]):
         sides = ["-∞", *sides]
-        marks = ["<", *marks]
-    elif len(sides) == 2:
-        sides = [*sides, "∞"]
-        marks = [*marks, "<"]
-    kind = BOUNDS.get("".join(marks))
-    if not kind or not NAME.fullmatch(sides[1]):
+        marks = "<" + marks
+    kind = BOUNDS.get(marks if len(sides) == 3 else marks + "<")
+    low, name, high = [*sides, "∞"][:3]
+    if not kind or not NAME.fullmatch(name):
         raise Unreadable("not solved")
-    return Meaning(kind, [term(sides[0]), term(sides[2])], name=sides[1])
+    return Meaning(kind, [term(low), term(high)], name=name)
 
 
 def equation(left: str, right: str) -> Meaning:
@@ -1157,28 +1154,22 @@ def same_quantity(x: Expression, y: Expression, tolerance: float) -> bool:
     worked_out = not x.names and x.work <= max(2, y.work + spare)
     if not y.names and not worked_out:
         return False
-    if x.bases == y.bases and same_values(x, y, x.factor / y.factor, tolerance):
-        return True
-    if x.has_unit == y.has_unit or x.has_unit and x.names:
-        return False
+    scales = [x.factor / y.factor] if x.bases == y.bases else []
     percentage = x.literal and x.work == 0 and abs(x.values[0]) >= 1
-    return (x.bases != y.bases or percentage) and same_values(x, y, Fraction(1), tolerance)
+    if x.has_unit != y.has_unit and not (x.has_unit and x.names) and (percentage or not scales):
+        scales.append(Fraction(1))
+    return any(same_values(pointwise("*", x.values, [scale]), y, tolerance) for scale in scales)
 
 
-def same_values(x: Expression, y: Expression, scale: Fraction, tolerance: float) -> bool:
-    """Whether x times a scale is y, at every point at which both have values."""
-    mine = pointwise("*", x.values, [scale])
+def same_values(mine: list, y: Expression, tolerance: float) -> bool:
+    """Whether values are y's, at every point at which both have some."""
     count = max(len(mine), len(y.values))
-    if count > 1:
-        cycle = [(mine[k % len(mine)], y.values[k % len(y.values)]) for k in range(count)]
-        return equal(cycle)
-    mine, gold = mine[0], y.values[0]
-    if tolerance and y.decimal:
-        return abs(mine - gold) <= tolerance * abs(gold)
-    sizes = {size(mine), size(gold)}
-    if 0 in sizes and max(sizes) > FINE / 1000:
+    first, gold = mine[0], y.values[0]
+    if count == 1 and tolerance and y.decimal:
+        return abs(first - gold) <= tolerance * abs(gold)
+    if count == 1 and 0 in (size(first), size(gold)) and max(size(first), size(gold)) > FINE / 1000:
         return False  # a long decimal is no irrational number
-    return equal([(mine, gold)])
+    return equal([(mine[k % len(mine)], y.values[k % len(y.values)]) for k in range(count)])
 
 
 def same_math(answer: str, gold: str, tolerance: float = 0.0) -> bool:
