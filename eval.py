@@ -568,8 +568,8 @@ BETWEEN = re.compile(r"(?:[\s$,;]|\\[(),; ]|\\q?quad\b|(?:\\text\{\s*)?\b(?:and|
 GOES_ON = re.compile(r"\s*[!^/\d]|[\s$]*(?:[,;]|(?:\\text\{\s*)?(?:or|and)\b)[\s$}]*[-\\\d]")  # ... or 6
 SAID = re.compile(r"(?i)\banswer\*{0,2}\s*(?:is\b|:)[\s:*]*|\bfinal answer\*{0,2} *\n\s*")
 DENIED = re.compile(r"(?i)(?:\b(?:not|never|if|whether|unless|wrong|false|doubt|unlikely)\b|n't\b)[^.!?\n]*$")
-HEDGED = re.compile(r"(?i)(?:^|[.!?,;\n])[\s*]*(?:but|or|and|however|wait|no|not|actually|alternatively|perhaps"
-                    r"|maybe|it (?:could|may|might))\b")
+HEDGED = re.compile(r"(?i)(?:^|[.!?,;\n])[\s*]*(?:but|or|and|however|wait|no|not|actually|alternatively"
+                    r"|perhaps|maybe|it (?:could|may|might))\b")
 REASON = re.compile(r"(?i)[,;.]?\s(?:because|since)\b")
 
 
@@ -1208,7 +1208,8 @@ def words(text: str) -> list:
     return [word for word in found if word not in ("a", "an", "the", "")]
 
 
-CLAIM = re.compile(r"(?i)\b(?:answer\b[^\n.:]{0,40}?(?:\bis\b|:)[\s:*]*|(?:option|choice)\b(?!\s*\(?[A-J]\b)[^\n.:]{0,40}?"
+CLAIM = re.compile(r"(?i)\b(?:answer\b[^\n.:]{0,40}?(?:\bis\b|:)[\s:*]*"
+                   r"|(?:option|choice)\b(?!\s*\(?[A-J]\b)[^\n.:]{0,40}?"
                    r"(?:\bis\b(?! (?:correct|right|best|wrong|incorrect))|:)[ :*]*)(?=([^\n]{0,300}))")
 INTRODUCTION = re.compile(
     r"(?i)^(?:(?:the|correct|final|best|answer|option|choice|is|so|therefore)\b[\s:,]*)+")
@@ -1285,7 +1286,7 @@ def letter_of(text: str, texts: list) -> str | None:
 #   descriptors  input and output alone stay open; no expected output ever was in the process
 #   limits       of time, files, processes, and of the memory of all processes of a test together; one core
 #   user         another one than root, who owns nothing; no capability, and none to be gained
-#   Landlock     the same files once more, or alone where there are no namespaces; no signal leaves a test
+#   Landlock     the same files once more, or alone where there are no namespaces
 #   seccomp      no system call that reaches other processes or memory that nobody counts, and few of those
 #                that attacks on the kernel begin with
 # Where one layer has a hole, another stands. At the end of a test's first process all its others are killed.
@@ -1310,7 +1311,6 @@ Linux = types.SimpleNamespace(
     MS_RDONLY=1, MS_NOSUID=2, MS_NODEV=4, MS_NOEXEC=8, MS_BIND=0x1000, MS_REC=0x4000, MS_PRIVATE=0x40000,
     MNT_DETACH=2, AT_FDCWD=-100, AT_RECURSIVE=0x8000, RULESET_VERSION=1, PATH_BENEATH=1,
     READ_TREE=1 | 4 | 8, USE_FILE=1 | 2 | 4,  # execute, read file, folder; execute, write, read
-    CONNECTIONS=1 | 2, SCOPES=1 | 2,          # bind and connect by TCP; abstract sockets, signals
     SECCOMP_MODE_FILTER=2, RET_ALLOW=0x7fff0000, RET_ERRNO=0x50000, RET_KILL_PROCESS=0x80000000,
     LOAD=0x20, AND=0x54, IF_EQUAL=0x15, IF_GREATER=0x25, RETURN=0x06,
     AUDIT_ARCH={"x86_64": 0xc000003e, "aarch64": 0xc00000b7},
@@ -1318,7 +1318,7 @@ Linux = types.SimpleNamespace(
     NEWEST=462,  # mseal; of later system calls nothing is known here
 
     UNKNOWN="clone3 435 435",  # its flags cannot be checked; where it is unknown, libraries call clone
-    CHECKED="socket 41 198, clone 56 220, mmap 9 222, prlimit64 302 261",  # one argument decides
+    CHECKED="socket 41 198, socketpair 53 199, clone 56 220, mmap 9 222, prlimit64 302 261",  # an argument
     # Denied is what reaches other processes, their processor and memory; makes namespaces, in which it would
     # have capabilities; opens files without a path; fills memory that belongs to no process; and what attacks
     # on the kernel begin with. What needs a capability is not listed, as a test has none
@@ -1336,14 +1336,13 @@ Linux = types.SimpleNamespace(
         keyctl 250 219,
         io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427, userfaultfd 323 282,
         bpf 321 280, personality 135 92, modify_ldt 154 -, vmsplice 278 75""",
-    # Without namespaces also files, where Landlock does not ask, and leaving the process group, which is the
-    # test; without Landlock's scopes, signals
+    # Without namespaces also files, where Landlock does not ask; leaving the process group, which is the
+    # test; and all signals
     DENIED_WITHOUT_NAMESPACES="""chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -,
         fchown 93 55, lchown 94 -, fchownat 260 54, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7,
         removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, utime 132 -, utimes 235 -,
-        futimesat 261 -, utimensat 280 88, setsid 112 157, setpgid 109 154""",
-    DENIED_WITHOUT_SCOPES="""kill 62 129, tkill 200 130, tgkill 234 131, rt_sigqueueinfo 129 138,
-        rt_tgsigqueueinfo 297 240, pidfd_send_signal 424 424""",
+        futimesat 261 -, utimensat 280 88, setsid 112 157, setpgid 109 154, kill 62 129, tkill 200 130,
+        tgkill 234 131, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240, pidfd_send_signal 424 424""",
 )
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -1603,10 +1602,8 @@ def drop_privileges(box):
     if not box.switches_user and not box.namespaces:
         limits["NPROC"] += int(open("/proc/loadavg").read().split()[3].split("/")[1])  # others of this user
     for name, value in limits.items():
-        limit = getattr(resource, f"RLIMIT_{name}")
-        _, hard = resource.getrlimit(limit)
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(limit, (value, value))
+        with contextlib.suppress(ValueError):  # the hard limit is lower already
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
     switch_user(box)
     prctl(Linux.PR_SET_NO_NEW_PRIVS, 1)
     sets = struct.pack("6I", kept, kept, 0, 0, 0, 0)  # effective, permitted, inheritable
@@ -1620,10 +1617,7 @@ def restrict_files(box, folder: str):
         return
     known = [0, 13, 14, 15, 15, 16][min(box.landlock, 5)]  # rights to files that a version of Landlock knows
     rights = (1 << known) - 1
-    ports = Linux.CONNECTIONS if box.landlock >= 4 and not box.namespaces else 0
-    scopes = Linux.SCOPES if box.landlock >= 6 else 0
-    handled = struct.pack("3Q", rights, ports, scopes)
-    rules = kernel("syscall", Linux.CREATE_RULESET, handled, ctypes.c_size_t(24), 0)
+    rules = kernel("syscall", Linux.CREATE_RULESET, struct.pack("Q", rights), ctypes.c_size_t(8), 0)
     allowed = {path: Linux.READ_TREE for path in (["/"] if box.namespaces else shown_paths())}
     for path, access in (allowed | {"/dev/null": Linux.USE_FILE, folder: rights}).items():
         fd = os.open(path, os.O_PATH)
@@ -1643,11 +1637,12 @@ def filter_program(box) -> bytes:
     refuse = (Linux.RETURN, 0, 0, Linux.RET_ERRNO | errno.EPERM)
     unknown = (Linux.RETURN, 0, 0, Linux.RET_ERRNO | errno.ENOSYS)
     families = [socket.AF_UNIX, socket.AF_INET, socket.AF_INET6] if box.namespaces else []
+    kinds = [socket.SOCK_STREAM] + ([socket.SOCK_DGRAM] if box.namespaces else [])  # a datagram goes anywhere
     shared = [0, Linux.MAP_SHARED, Linux.MAP_ANONYMOUS]  # either, but not both
     spaces = Linux.SPACES | Linux.NEWUSER | Linux.NEWCGROUP
     whole = 0xffffffff
     checks = {  # name: argument, mask, values of the masked argument that are allowed (prlimit64: of itself)
-        "socket": (0, whole, families), "prlimit64": (0, whole, [0]),
+        "socket": (0, whole, families), "socketpair": (1, 15, kinds), "prlimit64": (0, whole, [0]),
         "clone": (0, spaces, [0]), "mmap": (3, sum(shared), shared)}
     machine = os.uname().machine
     if machine not in Linux.AUDIT_ARCH:
@@ -1657,8 +1652,6 @@ def filter_program(box) -> bytes:
     tables = [Linux.UNKNOWN, Linux.CHECKED, Linux.DENIED]
     if not box.namespaces:
         tables.append(Linux.DENIED_WITHOUT_NAMESPACES)
-        if box.landlock < 6:
-            tables.append(Linux.DENIED_WITHOUT_SCOPES)
     for row in ",".join(tables).split(","):
         name, *numbers = row.split()
         number = numbers[machine == "aarch64"]
@@ -1833,19 +1826,17 @@ def same_output(out: bytes | None, expected: str, returned: bool) -> bool:
             return alike and json.loads(out, parse_int=Decimal) == wanted
         printed = out.decode(errors="replace").strip()
         expected = expected.strip()
-        alike = printed.count("\n") == expected.count("\n")
-        return alike and all(map(same_line, printed.split("\n"), expected.split("\n")))
+        if printed.count("\n") != expected.count("\n"):
+            return False
+        for mine, theirs in zip(printed.split("\n"), expected.split("\n")):
+            tokens = theirs.split()
+            given = mine.split(None, len(tokens))  # one more, if there are more
+            numbers = mine.strip() != theirs.strip()
+            if numbers and (len(given) != len(tokens) or [*map(Decimal, given)] != [*map(Decimal, tokens)]):
+                return False
+        return True
     except (ValueError, RecursionError, InvalidOperation):  # no JSON, too deep, no numbers
         return False
-
-
-def same_line(printed: str, expected: str) -> bool:
-    """Whether two lines are the same text or numbers. InvalidOperation if neither."""
-    if printed.strip() == expected.strip():
-        return True
-    wanted = expected.split()
-    given = printed.split(None, len(wanted))  # one more, if there are more
-    return len(given) == len(wanted) and list(map(Decimal, given)) == list(map(Decimal, wanted))
 
 
 def passes_livecodebench(code: str, tests: list[list[str]], fn_name: str | None = None,

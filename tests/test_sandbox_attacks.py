@@ -174,7 +174,11 @@ def test_keys(victim, monkeypatch, lacks):
     out = output("""
 import os
 print(dict(os.environ))
-for pid in {*filter(str.isdigit, os.listdir("/proc")), *input().split(), "self"}:
+try:
+    seen = os.listdir("/proc")
+except OSError:
+    seen = []
+for pid in {*filter(str.isdigit, seen), *input().split(), "self"}:
     for file in ("environ", "cmdline", "mem", "maps", "fd/0", "cwd/x", "root/x"):
         try:
             with open(f"/proc/{pid}/{file}", "rb") as f:
@@ -359,8 +363,11 @@ if first:
     print("left")
 else:
     print(os.listdir("."), os.path.exists("/dev/shm/note"))
-    if os.path.isdir("/proc/self"):
-        print(len([p for p in os.listdir("/proc") if p.isdigit()]))
+    if os.access("/proc/self/status", os.R_OK):
+        try:
+            print(len([p for p in os.listdir("/proc") if p.isdigit()]))
+        except PermissionError:
+            pass
 """
 
 
@@ -557,11 +564,14 @@ for fd in range(256):
         found.append(os.read(fd, 1 << 20).decode(errors="replace"))
     except OSError:
         pass
-with open("/proc/self/maps") as maps:
-    for line in maps:
-        start, end = (int(x, 16) for x in line.split()[0].split("-"))
-        if " rw" in line and end - start < 1 << 28:
-            found.append(ctypes.string_at(start, end - start).decode("latin-1"))
+try:
+    maps = open("/proc/self/maps")
+except PermissionError:
+    maps = []
+for line in maps:
+    start, end = (int(x, 16) for x in line.split()[0].split("-"))
+    if " rw" in line and end - start < 1 << 28:
+        found.append(ctypes.string_at(start, end - start).decode("latin-1"))
 text = "\\n".join(found)
 print(re.findall(half + "[0-9a-f]{16}", text)[:1], len(text) > 10_000, half in text)
 """

@@ -47,6 +47,8 @@ def system(request, monkeypatch):
     refused, _ = SYSTEMS[request.param]
     if request.param == "neither" and os.getuid() == 0 and not PYTHON_IS_EVERYBODYS:
         pytest.skip("there another user than root must read this Python, and cannot")
+    if request.param == "no Landlock" and sandbox_lacks():
+        pytest.skip("without namespaces that is the system that has neither")
     if request.param == "whole" and sandbox_lacks():
         pytest.skip("; ".join(sandbox_lacks()))
     if refused:
@@ -96,7 +98,7 @@ def rows(table):
     return {name: (x86_64, aarch64) for name, x86_64, aarch64 in (row.split() for row in table.split(","))}
 
 
-TABLES = [Linux.UNKNOWN, Linux.CHECKED, Linux.DENIED, Linux.DENIED_WITHOUT_NAMESPACES, Linux.DENIED_WITHOUT_SCOPES]
+TABLES = [Linux.UNKNOWN, Linux.CHECKED, Linux.DENIED, Linux.DENIED_WITHOUT_NAMESPACES]
 
 
 @pytest.mark.parametrize("column", [0, 1])
@@ -191,6 +193,37 @@ print("end")
             s.setblocking(False)
             with pytest.raises(BlockingIOError):
                 s.accept()
+
+
+def test_no_datagram_leaves(system, tmp_path):
+    """By one end of a pair of sockets, which belongs to the test and needs no permission."""
+    tmp_path.chmod(0o777)
+    name = b"\0" + secrets.token_hex(8).encode()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as by_path, \
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as by_name:
+        by_path.bind(f"{tmp_path}/socket")
+        os.chmod(f"{tmp_path}/socket", 0o777)
+        by_name.bind(name)
+        out = output(f"""
+import socket
+for kind in (socket.SOCK_DGRAM, socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
+    for address in ({f"{tmp_path}/socket"!r}, {name!r}):
+        try:
+            a, b = socket.socketpair(socket.AF_UNIX, kind)
+            a.sendto(b"x", address)
+            a.connect(address)
+            a.send(b"x")
+        except OSError:
+            pass
+a, b = socket.socketpair()
+a.send(b"own")
+print(b.recv(3))
+""")
+        assert out == "b'own'\n"
+        for s in (by_path, by_name):
+            s.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                s.recv(1)
 
 
 def test_no_signal_leaves(system):
