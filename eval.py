@@ -551,6 +551,7 @@ def columns(rows: dict[str, dict], heads: dict[str, int], title: str = "") -> st
 LETTERS = "ABCDEFGHIJ"  # of the choices
 LONGEST = 1000  # characters of an answer: a longer one is wrong
 MOST = 100      # parts of a list, boxes of a response
+DEEPEST = 20    # brackets in brackets
 BITS = 4000     # of a fraction
 FINE = 10 ** 9  # a fraction of larger numbers is not mixed with floats
 POINTS = 20     # where an expression with variables is evaluated
@@ -615,7 +616,7 @@ def final_answer(response: str) -> str:
     "answer:", else all of it. Where that is denied or taken back all of it is returned, which is nobody's
     answer."""
     found = committed(response)
-    response = response if found is None else found
+    response = response[-200 * LONGEST:] if found is None else found
     said = list(SAID.finditer(response))
     if not said:
         return response.strip("* \n")
@@ -1005,6 +1006,8 @@ def split(text: str, marks: str) -> tuple:
     depth = 0
     for character in text:
         depth += (character in OPEN) - (character in CLOSE)
+        if depth > DEEPEST:
+            raise Unreadable("too many brackets")
         if depth == 0 and character in marks:
             parts.append("")
             found.append(character)
