@@ -1289,7 +1289,7 @@ def letter_of(text: str, texts: list) -> str | None:
 #   descriptors  input and output alone stay open; no expected output ever was in the process
 #   limits       of time, files, processes, and of the memory of all processes of a test together; one core
 #   user         another one than root, who owns nothing; no capability, and none to be gained
-#   Landlock     the same files once more, or alone where there are no namespaces
+#   Landlock     the same files once more, or alone where there are no namespaces; no signal leaves a test
 #   seccomp      no system call that reaches other processes or memory that nobody counts, and few of those
 #                that attacks on the kernel begin with
 # Where one layer has a hole, another stands. At the end of a test's first process all its others are killed.
@@ -1314,6 +1314,7 @@ Linux = types.SimpleNamespace(
     MS_RDONLY=1, MS_NOSUID=2, MS_NODEV=4, MS_NOEXEC=8, MS_BIND=0x1000, MS_REC=0x4000, MS_PRIVATE=0x40000,
     MNT_DETACH=2, AT_FDCWD=-100, AT_RECURSIVE=0x8000, RULESET_VERSION=1, PATH_BENEATH=1,
     READ_TREE=1 | 4 | 8, USE_FILE=1 | 2 | 4,  # execute, read file, folder; execute, write, read
+    SCOPES=1 | 2,                             # abstract sockets, signals
     SECCOMP_MODE_FILTER=2, RET_ALLOW=0x7fff0000, RET_ERRNO=0x50000, RET_KILL_PROCESS=0x80000000,
     LOAD=0x20, AND=0x54, IF_EQUAL=0x15, IF_GREATER=0x25, RETURN=0x06,
     AUDIT_ARCH={"x86_64": 0xc000003e, "aarch64": 0xc00000b7},
@@ -1340,12 +1341,13 @@ Linux = types.SimpleNamespace(
         io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427, userfaultfd 323 282,
         bpf 321 280, personality 135 92, modify_ldt 154 -, vmsplice 278 75""",
     # Without namespaces also files, where Landlock does not ask; leaving the process group, which is the
-    # test; and all signals
+    # test; and all signals, with the ways (fcntl, ioctl) to have the kernel send one when input comes
     DENIED_WITHOUT_NAMESPACES="""chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -,
         fchown 93 55, lchown 94 -, fchownat 260 54, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7,
         removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, utime 132 -, utimes 235 -,
         futimesat 261 -, utimensat 280 88, setsid 112 157, setpgid 109 154, kill 62 129, tkill 200 130,
-        tgkill 234 131, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240, pidfd_send_signal 424 424""",
+        tgkill 234 131, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240, pidfd_send_signal 424 424,
+        fcntl 72 25, ioctl 16 29""",
 )
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -1620,7 +1622,9 @@ def restrict_files(box, folder: str):
         return
     known = [0, 13, 14, 15, 15, 16][min(box.landlock, 5)]  # rights to files that a version of Landlock knows
     rights = (1 << known) - 1
-    rules = kernel("syscall", Linux.CREATE_RULESET, struct.pack("Q", rights), ctypes.c_size_t(8), 0)
+    scopes = Linux.SCOPES if box.landlock >= 6 else 0
+    handled = struct.pack("3Q", rights, 0, scopes)  # 0: no rights to ports, as no socket is made
+    rules = kernel("syscall", Linux.CREATE_RULESET, handled, ctypes.c_size_t(24), 0)
     allowed = {path: Linux.READ_TREE for path in (["/"] if box.namespaces else shown_paths())}
     for path, access in (allowed | {"/dev/null": Linux.USE_FILE, folder: rights}).items():
         fd = os.open(path, os.O_PATH)
@@ -1646,7 +1650,9 @@ def filter_program(box) -> bytes:
     whole = 0xffffffff
     checks = {  # name: argument, mask, values of the masked argument that are allowed (prlimit64: of itself)
         "socket": (0, whole, families), "socketpair": (1, 15, kinds), "prlimit64": (0, whole, [0]),
-        "clone": (0, spaces, [0]), "mmap": (3, sum(shared), shared)}
+        "clone": (0, spaces, [0]), "mmap": (3, sum(shared), shared),
+        "fcntl": (1, whole, [*range(8), 1030, 1031, 1032]),  # F_DUPFD to F_SETLKW; on exec, sizes of pipes
+        "ioctl": (1, whole, [0x5401, 0x5413, 0x541b, 0x5421, 0x5450, 0x5451])}  # isatty, FIONREAD, FIOCLEX
     machine = os.uname().machine
     if machine not in Linux.AUDIT_ARCH:
         raise OSError(f"{machine} has no table of system calls here: use x86_64 or aarch64")

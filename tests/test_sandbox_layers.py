@@ -5,6 +5,7 @@ import os
 import re
 import secrets
 import socket
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -240,6 +241,34 @@ for pid in ({os.getpid()}, os.getppid(), -1):
 print("end")
 """)
     assert out == "end\n"
+
+
+BY_DESCRIPTOR = """
+import array, fcntl, os, socket
+for pid in (int(input()), os.getppid()):
+    for arguments in ((fcntl.fcntl, 8, pid), (fcntl.fcntl, 15, array.array("i", [1, pid]).tobytes()),
+                      (fcntl.ioctl, 0x8901, array.array("i", [pid])), (fcntl.ioctl, 0x8902, array.array("i", [pid]))):
+        a, b = socket.socketpair()
+        for change, command, value in (arguments, (fcntl.fcntl, 10, 9), (fcntl.fcntl, 4, 0x2800)):
+            try:
+                change(a, command, value)
+            except OSError:
+                pass
+        b.send(b"x")
+read, write = os.pipe()
+os.set_blocking(read, False)
+os.set_inheritable(read, True)
+print(sys.stdout.isatty(), fcntl.fcntl(read, fcntl.F_GETFL) & os.O_NONBLOCK > 0)
+"""
+
+
+def test_no_signal_leaves_by_a_descriptor(system):
+    """The kernel sends the owner of a descriptor the signal of one's choice, when something can be read."""
+    victim = subprocess.Popen(["sleep", "300"])
+    assert run_code(BY_DESCRIPTOR, None, [str(victim.pid)] * 2, 60) == [b"False True\n"] * 2
+    assert victim.poll() is None
+    victim.kill()
+    victim.wait()
 
 
 STAYING = """
