@@ -533,7 +533,7 @@ def test_log_probabilities_in_bf16(model):
 
 
 @pytest.mark.parametrize("argv, said", [
-    ([], "usage"), (["--checkpoint=/nowhere"], "usage"), (["--checkpoint=/nowhere", "hi"], "/nowhere"),
+    ([], "usage"), (["--checkpoint=/nowhere"], "usage"), (["--checkpoint=/nowhere", "hi"], "no checkpoint in '/nowhere'"),
     (["--chekpoint=x", "hi"], "--checkpoint"), (["--checkpoint={dir}", "hi", "--temperature=-1"], "temperature >= 0"),
     (["--checkpoint={dir}", "hi", "--top_p=0"], "top_p"), (["--checkpoint={dir}", "hi", "--dtype=fp8"], "bf16 and fp32"),
     (["--checkpoint={dir}", "hi", "--temperature=nan"], "temperature >= 0")])
