@@ -23,9 +23,9 @@ LOSSES = ("sequence", "token", "constant")  # what `update` divides the sum over
 def advantages(rewards, mask=None, std=True, question=None):
     """Eq. 2 for rewards (Q, G): (r - mean) / std in each group, or r - mean with std=False. Returns (Q, G).
 
-    mask (Q, G) is False for rollouts that were lost. They are in no mean and no std, and get 0, as does a
-    group without spread. question (Q): groups of one number are rounds of one question (§3.2), each with its
-    own mean, the best baseline for its prompt, and one std over all."""
+    mask (Q, G) is False for rollouts that were lost: they are in no statistic and get 0, as does a group
+    without spread. question (Q): groups of one number are rounds of one question (§3.2), each with its own
+    mean, the best baseline for its prompt, and one std over all."""
     rewards = torch.as_tensor(rewards, dtype=torch.float32)
     mask = torch.ones_like(rewards) if mask is None else torch.as_tensor(mask).float()
     mean = (rewards * mask).sum(1) / mask.sum(1).clamp(min=1)  # (Q)
@@ -58,8 +58,7 @@ def set_advantages(groups: list[list[Rollout]], std=True):
 
 
 def pack(groups, device):
-    """Lay out groups [(prompt, completions)] as one row. The prompt 5 6 with the completions 7 and 8 9
-    becomes
+    """Lay out groups [(prompt, completions)] as one row. The prompt 5 6 with completions 7 and 8 9 becomes
 
         ids         5  6 | 7 | 8  9      (T)
         positions   0  1 | 2 | 2  3      (T)  each completion goes on where its prompt ends
@@ -90,17 +89,10 @@ def pack(groups, device):
         shapes.append((len(ids) - first, P, len(completions)))
         grids += [grid, cells]
     lists = [ids, positions, targets, predictors, *grids]
-    flat = to_device(np.array([*itertools.chain(*lists)]), device)
+    flat = to_device(np.concatenate([np.array(x, dtype=np.int64) for x in lists]), device)
     parts = flat.split([len(x) for x in lists])
     layout = [(*shape, grid, cells) for shape, grid, cells in zip(shapes, parts[4::2], parts[5::2])]
     return *parts[:4], layout
-
-
-def to_device(array, device):
-    """A numpy array as a tensor on the device. The copy does not wait for what the device is doing."""
-    if device.type == "cuda":
-        return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)
-    return torch.from_numpy(array)
 
 
 def attend_group(layer, q, k, v, P, n, grid, cells):
@@ -126,9 +118,9 @@ def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference:
     gradient: a list of 1-D tensors, one a completion. temperature and n_ids (ids at or above it have no
     probability) are as in sampling, or it would be another policy.
 
-    Beside it, 1-D over all these tokens, KL(π_ref ‖ π) of the distributions they were drawn from, with
-    gradient; zeros without a reference. GRPO's estimate of it from the sampled token has the same gradient on
-    average, but is huge for a token that the policy has all but given up."""
+    Beside it, 1-D over all these tokens, KL(π_ref ‖ π) of their distributions, with gradient; zeros without a
+    reference. GRPO's estimate of it from the sampled token has the same gradient on average, but is huge for
+    a token that the policy has all but given up."""
     device = model.device
     ids, positions, targets, predictors, layout = pack(groups, device)
     sizes = [S for S, *_ in layout]
@@ -168,11 +160,6 @@ def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference:
     return list(logprobs.split([len(c) for _, completions in groups for c in completions])), kl
 
 
-def token_logprobs(model: Qwen, prompt: list[int], completions: list[list[int]], temperature=1.0, n_ids=None):
-    """packed_logprobs of one group, without a reference."""
-    return packed_logprobs(model, [(prompt, completions)], temperature, n_ids)[0]
-
-
 # ------------------------------------------------------------------------------------------------------------
 # The loss (Eq. 1) and the update
 
@@ -191,10 +178,11 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
            max_new_tokens=0) -> dict:
     """One optimizer step on Eq. 1 over all ranks' rollouts, of which these are this rank's. π_old is what the
     sampler said. The gradient is clipped to max_grad_norm; where it is not finite all ranks skip the step.
+    beta > 0 needs a reference.
 
     loss says what the sum over tokens is divided by: "sequence", each by its rollout's length and then by the
     rollouts (GRPO); "token", by all tokens (DAPO); "constant", by rollouts times max_new_tokens (Dr. GRPO,
-    arXiv 2503.20783). beta > 0 needs a reference.
+    arXiv 2503.20783).
 
     Returns means over all ranks' tokens that teach something: gap (|log π - log π_sampler|), approx_kl
     (KL(π_old ‖ π) as ρ - 1 - log ρ), clipfrac, entropy (-log π of what was sampled), kl (KL(π_ref ‖ π)); and
@@ -239,7 +227,12 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Appendix: importance weights, micro-batches, ranks
+# Appendix: importance weights, micro-batches, devices, ranks
+
+
+def token_logprobs(model: Qwen, prompt: list[int], completions: list[list[int]], temperature=1.0, n_ids=None):
+    """packed_logprobs of one group, without a reference."""
+    return packed_logprobs(model, [(prompt, completions)], temperature, n_ids)[0]
 
 
 @torch.no_grad()
@@ -290,6 +283,13 @@ def by_prompt(batch: list[Rollout]):
     for prompt, rollouts in itertools.groupby(batch, lambda r: r.prompt):
         groups.append((prompt, [r.completion.tokens for r in rollouts]))
     return groups or [([0], [[0]])]
+
+
+def to_device(array, device):
+    """A numpy array as a tensor on the device. The copy does not wait for what the device is doing."""
+    if device.type == "cuda":
+        return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)
+    return torch.from_numpy(array)
 
 
 def in_step(batches: list, device):

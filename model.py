@@ -472,8 +472,10 @@ def configure(settings, argv: list[str]) -> list[str]:
         if not equals and kind is not bool:
             raise SystemExit(f"--{key} needs a value: --{key}=VALUE, with = and no blank")
         try:
-            if kind is bool:
-                value = {"true": True, "1": True, "false": False, "0": False}[value.lower() if equals else "true"]
+            if not equals:
+                value = True
+            elif kind is bool:
+                value = {"true": True, "1": True, "false": False, "0": False}[value.lower()]
             setattr(settings, key, kind(value))
         except (ValueError, KeyError):
             example = default or {int: 1, float: 1e-3, bool: True}[kind]

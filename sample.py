@@ -88,7 +88,6 @@ class Grid:
         self.pick = pick
         self.Q, self.R = len(prompts), n
         self.P = self.padded(max(map(len, prompts)))
-        self.T = BUCKET[device.type]
         self.steps = 0  # taken since the shapes changed
         self.graph = None  # the captured step
         # What was sampled, a line for each of the Q*n rollouts.
@@ -105,7 +104,8 @@ class Grid:
         self.ends = torch.tensor(eos_id, dtype=torch.long, device=device).view(-1)
         # Keys and values of each layer, allocated once. A CPU attends in fp32, as `causal` does. They begin
         # as zeros, since NaN would stay NaN under a weight of 0.
-        room = math.ceil(max_new_tokens / self.T) * self.T
+        room = self.padded(max_new_tokens)
+        self.T = min(BUCKET[device.type], room)
         self.D = config.head_dim
         heads = config.num_key_value_heads
         how = dict(dtype=torch.float32 if device.type == "cpu" else model.lm_head.weight.dtype, device=device)
@@ -226,7 +226,7 @@ class Grid:
                 prompt_kv[:, :len(prompts)] = prompt_kv[:, prompts]
                 own_kv[:, :len(cells), :, :self.T] = own_kv[:, cells, :, :self.T]
             self.Q, self.R = len(prompts), R
-        self.T += BUCKET[self.device.type]
+        self.T = min(self.T + BUCKET[self.device.type], self.own_kv[0].shape[3])
         self.steps = 0
 
 
