@@ -178,8 +178,9 @@ class Grid:
         own_scores = matmul_fp32(own_q, own_k.mT)  # (Q, R, Hkv, G, T)
         prompt_q = own_q.transpose(1, 2).flatten(2, 3)  # (Q, Hkv, R*G, D): all rows look at one prompt
         prompt_scores = matmul_fp32(prompt_q, prompt_k.mT).view(Q, Hkv, R, -1, P)  # (Q, Hkv, R, G, P)
-        scores = torch.cat((prompt_scores, own_scores.transpose(1, 2)), -1) * D ** -0.5
-        scores = scores + self.mask[:, None, None, None, :P + T]  # (Q, Hkv, R, G, P + T)
+        scores = torch.cat((prompt_scores, own_scores.transpose(1, 2).contiguous()), -1)
+        mask = self.mask[:, None, None, None, :P + T]
+        scores = torch.add(mask, scores, alpha=D ** -0.5)  # (Q, Hkv, R, G, P + T)
         weights = scores.softmax(-1).to(own_kv.dtype)
         y = matmul_fp32(weights[..., P:].transpose(1, 2), own_v)  # (Q, R, Hkv, G, D)
         prompt_y = matmul_fp32(weights[..., :P].flatten(2, 3), prompt_v)  # (Q, Hkv, R*G, D)

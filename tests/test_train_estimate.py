@@ -187,6 +187,7 @@ def test_dry_runs(tmp_path):
         assert lack in papers.err, lack
     assert "7.616 billion parameters" in papers.out
     assert laptops.status == 0 and "at most 0." in laptops.out and "the run lacks nothing" in laptops.out
+    assert not re.search(r" 0\.0\b|dollars|without 0", laptops.out), laptops.out  # nothing that is zero
     assert not os.path.exists(tmp_path / "out")
 
 

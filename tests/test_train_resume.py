@@ -55,7 +55,8 @@ def test_ctrl_c_saves_and_says_so(continued, checkpoint):
     assert end.status == 1 and 1 <= len(lines) < 4000
     assert (
         end.err.strip().splitlines()[-1]
-        == f"interrupted: stopped after iteration {len(lines)}; the checkpoint is in {out}/checkpoint")
+        == f"interrupted: stopped after iteration {len(lines)}; the checkpoint is in {out}/checkpoint; the same "
+        "command with --resume goes on")
     assert "Traceback" not in end.err + end.out and sum(line["calls"] for line in lines) > 0
     for i in range(len(lines)):
         recount(out, i)
