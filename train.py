@@ -11,6 +11,7 @@ happened.
 """
 import collections
 import datetime
+import gc
 import glob
 import importlib.util
 import itertools
@@ -242,6 +243,7 @@ def train(s: Settings, device: str):
     run = set_up(s, device)
     if s.dry_run:
         return say("the run lacks nothing; without --dry_run it begins")
+    gc.freeze()  # What lives as long as the run is not looked at in every collection.
     report = reporter(s)
     stopping = on_signals()  # why the run shall end
     skipped = 0  # steps in a row
@@ -254,7 +256,8 @@ def train(s: Settings, device: str):
         if s.recursion:
             tasks = second_rounds(s, groups, iteration)
             groups += roll_out_on_all_ranks(sampler, run.tokenizer, tasks, s, seed + 500_000, clock)
-        del sampler  # it and the gradients would not fit beside one another
+        del sampler
+        gc.collect()  # It and the gradients would not fit beside one another. An exception may hold its frames.
         for rollout in itertools.chain(*groups):
             rollout.reward = reward(rollout, s)                                                   # §3.1
         set_advantages(groups, s.std)                                                             # Eq. 2
@@ -378,7 +381,9 @@ def finish(run: Run, s: Settings):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sampler = gather(run.model, s)
-    del run.model, run.optimizer, run.reference  # the evaluation shall have their memory
+    del run.model, run.optimizer, run.reference
+    gc.unfreeze()
+    gc.collect()  # The evaluation shall have their memory, and FSDP's modules hold one another.
     traces = answer(sampler, run.tokenizer, run.test, run.pool, s)
     if dist.get_rank():
         return

@@ -1,5 +1,6 @@
 """Training as a user meets it: real runs of train.py in processes of their own, from the warm start to the
 table; bad input."""
+import gc
 import json
 import math
 import os
@@ -7,6 +8,7 @@ import random
 import re
 import shlex
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
@@ -123,6 +125,36 @@ def test_every_rank_trains_its_share(monkeypatch):
         assert [r for share in shares for r in share] == made
         assert all(
             abs(sum(len(r.completion.tokens) for r in share) - tokens / world) < 100 for share in shares)
+
+
+def test_memory_is_free_for_the_next_phase(tmp_path, monkeypatch, in_process):
+    """While an update is computed no copy to sample with is alive, and in the last evaluation nothing of the
+    trainer. FSDP's modules hold one another, so that Python alone would let go of them some time later."""
+    copies, trainers, phases = [], [], []
+    gather, learn, answer = train.gather, train.learn, train.answer
+
+    def spied_gather(model, s):
+        copy = gather(model, s)
+        copies.append(weakref.ref(copy))
+        trainers.append(weakref.ref(model))
+        return copy
+
+    def spied_learn(*how):
+        phases.append(("update", copies[0]()))
+        return learn(*how)
+
+    def spied_answer(*how):
+        phases.append(("evaluation", trainers[0]()))
+        return answer(*how)
+
+    for name, spy in (("gather", spied_gather), ("learn", spied_learn), ("answer", spied_answer)):
+        monkeypatch.setattr(train, name, spy)
+    gc.disable()
+    try:
+        train.main(["--preset=laptop", f"--out={tmp_path}/out", *TINY, "--beta=0"])
+    finally:
+        gc.enable()
+    assert phases == [("update", None), ("evaluation", None)]
 
 
 def test_the_best_checkpoint_is_the_best_on_held_out_problems(tmp_path):
