@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from model import Qwen, causal
 from workflow import Rollout
 
-# So many logits are alive at a time; the backward pass computes them again. They are few on a CPU, where
-# malloc hands larger tensors back to the system, and touching new pages takes longer than the arithmetic.
+# So many logits are alive at a time; the backward pass computes them again. A CPU is slow at touching the new
+# pages that larger tensors get.
 HEAD_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 22}
 LOSSES = ("sequence", "token", "constant")  # what `update` divides the sum over tokens by
 
@@ -184,9 +184,8 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
     rollouts (GRPO); "token", by all tokens (DAPO); "constant", by rollouts times max_new_tokens (Dr. GRPO,
     arXiv 2503.20783).
 
-    Returns means over all ranks' tokens that teach something: gap (|log π - log π_sampler|), approx_kl
-    (KL(π_old ‖ π) as ρ - 1 - log ρ), clipfrac, entropy (-log π of what was sampled), kl (KL(π_ref ‖ π)); and
-    grad_norm before clipping, and skipped (0 or 1)."""
+    Returns the means of STATISTICS over all ranks' tokens that teach something, grad_norm before clipping,
+    and skipped (0 or 1)."""
     device = model.device
     world = dist.get_world_size() if dist.is_initialized() else 1
     # Groups without spread are not computed, but they are part of the mean.
@@ -209,11 +208,7 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
         kl = kl[:len(old)]
         objective = ((surrogate(new, old, gain, clip, clip_high) - beta * kl) * share).sum()
         (-objective * world).backward()  # FSDP averages gradients over ranks
-        with torch.no_grad():
-            ratio = (new - old).exp()
-            clipped = (ratio < 1 - clip) | (ratio > 1 + (clip_high or clip))
-            per_token = ((new - old).abs(), ratio - 1 - (new - old), clipped, -new, kl, torch.ones_like(new))
-            sums += torch.stack([x.sum() for x in per_token])
+        sums += statistics(new, old, kl, clip, clip_high or clip)
 
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
     norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # the same on all ranks
@@ -221,18 +216,31 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     *totals, tokens = over_ranks(sums.tolist(), device)
-    names = ("gap", "approx_kl", "clipfrac", "entropy", "kl")
-    means = {name: total / max(tokens, 1) for name, total in zip(names, totals)}
+    means = {name: total / max(tokens, 1) for name, total in zip(STATISTICS, totals)}
     return means | {"grad_norm": norm, "skipped": int(not np.isfinite(norm))}
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Appendix: importance weights, micro-batches, devices, ranks
+# Appendix: statistics, importance weights, micro-batches, devices, ranks
 
 
 def token_logprobs(model: Qwen, prompt: list[int], completions: list[list[int]], temperature=1.0, n_ids=None):
     """packed_logprobs of one group, without a reference."""
     return packed_logprobs(model, [(prompt, completions)], temperature, n_ids)[0]
+
+
+STATISTICS = ("gap", "approx_kl", "clipfrac", "entropy", "kl")
+
+
+@torch.no_grad()
+def statistics(new, old, kl, clip, clip_high):
+    """The sums over tokens of |log π - log π_sampler|, KL(π_old ‖ π) as ρ - 1 - log ρ, whether ρ is clipped,
+    -log π of what was sampled, and KL(π_ref ‖ π); and how many tokens these are."""
+    log_ratio = new - old
+    ratio = log_ratio.exp()
+    clipped = (ratio < 1 - clip) | (ratio > 1 + clip_high)
+    per_token = (log_ratio.abs(), ratio - 1 - log_ratio, clipped, -new, kl, torch.ones_like(new))
+    return torch.stack([x.sum() for x in per_token])
 
 
 @torch.no_grad()

@@ -231,6 +231,10 @@ class Grid:
         self.steps = 0
 
 
+# -----------------------------------------------------------------------------------------------------------
+# Appendix: distributions, random numbers, CUDA graphs, the command line
+
+
 def draw(logits, u, temperature=1.0, top_p=1.0, top_k=0):
     """Sample from logits (N, V) with uniforms u (N): tokens and their log-probabilities, (N) each.
 
@@ -253,10 +257,6 @@ def draw(logits, u, temperature=1.0, top_p=1.0, top_k=0):
     target = u * mass[:, -1]
     tokens = torch.searchsorted(mass, target[:, None], right=True)  # right: never one of probability 0
     return tokens[:, 0], logp.gather(-1, tokens)[:, 0]
-
-
-# -----------------------------------------------------------------------------------------------------------
-# Appendix: random numbers, CUDA graphs, the command line
 
 
 def uniform(seeds, step):

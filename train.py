@@ -142,7 +142,7 @@ PRESETS = {
 
 @dataclass
 class Run:
-    """What an iteration needs beside the settings, on every rank."""
+    """What an iteration needs beside the settings."""
     first: int  # the iteration to begin with
     pool: list  # of workers
     problems: list
@@ -256,8 +256,8 @@ def train(s: Settings, device: str):
         if s.recursion:
             tasks = second_rounds(s, groups, iteration)
             groups += roll_out_on_all_ranks(sampler, run.tokenizer, tasks, s, seed + 500_000, clock)
-        del sampler
-        gc.collect()  # It and the gradients would not fit beside one another. An exception may hold its frames.
+        del sampler  # it and the gradients would not fit beside one another
+        gc.collect()  # An exception may hold its frames.
         for rollout in itertools.chain(*groups):
             rollout.reward = reward(rollout, s)                                                   # §3.1
         set_advantages(groups, s.std)                                                             # Eq. 2
@@ -655,14 +655,13 @@ def say(line: str):
 
 
 class Clock:
-    """The seconds of an iteration, by part."""
+    """The seconds of an iteration, by part. What passes between two laps is spent on the second's part."""
 
     def __init__(self):
         self.seconds = collections.defaultdict(float)
         self.last = time.perf_counter()
 
     def lap(self, part: str):
-        """What has passed since the last lap was spent on `part`."""
         now = time.perf_counter()
         self.seconds[part] += now - self.last
         self.last = now
