@@ -979,12 +979,15 @@ def memory(s: Settings, config: Config, world: int, prompt: int) -> dict[str, di
     kv = 2 * config.num_key_value_heads * config.head_dim * L * width  # bytes of a token's keys and values
     T = s.token_budget + prompt  # tokens of a packed row
     place = " (CPU)" if s.offload else ""
+    scores = 0  # bytes of attention for a query and a key
+    if width == 4 and devices()[0] == "cuda":  # no fused kernel takes fp32 with fewer heads of keys
+        scores = 3 * width * config.num_attention_heads
 
     def generation(prompts, rows):
         at_once = max(prompt, min(prompts * prompt, PREFILL_TOKENS))
         return {"copy to sample with": width * N,
                 "keys and values": kv * (prompts * prompt + rows * s.max_new_tokens),
-                "prompts at work": at_once * (6 * C + 3 * inner) * width,
+                "prompts at work": at_once * ((6 * C + 3 * inner) * width + scores * prompt),
                 "probabilities": 16 * rows * config.vocab_size}
 
     state = {f"weights{place}": 4 * N / world, f"Adam's state{place}": 8 * N / world}
@@ -993,7 +996,7 @@ def memory(s: Settings, config: Config, world: int, prompt: int) -> dict[str, di
     training = {f"gradients{place}": 4 * N / world,
                 "gathered weights": (2 * width + 4) * (N - L * layer + 2 * layer),  # with their gradients
                 "logits": 16 * min(T * config.vocab_size, HEAD_LOGITS[devices()[0]])}
-    a_layer = T * (10 * C + 5 * inner) * width
+    a_layer = T * ((10 * C + 5 * inner) * width + scores * (prompt + s.max_new_tokens))
     if s.recompute:
         training |= {"layers' inputs": L * T * C * width, "a layer at work": a_layer}
     else:

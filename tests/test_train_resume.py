@@ -160,8 +160,8 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(ranks, checkpoint, tmp_
     and resumed: the weights and metrics are those of a run that was left alone, to the bit. Then it goes on
     on another number of ranks, and what is new is named."""
     how = [
-        "train.py", "--preset=laptop", f"--init_from={checkpoint}", "--questions=8", "--rollouts=16",
-        "--test=8", "--max_new_tokens=64", "--save_every=2", "--seed=5"]
+        "train.py", "--preset=laptop", f"--init_from={checkpoint}", "--questions=8", "--rollouts=8",
+        "--test=2", "--max_new_tokens=64", "--save_every=2", "--seed=5"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     how, other = (torchrun + how, how) if ranks == 2 else (how, torchrun + how)
     whole, broken = (str(tmp_path / name) for name in ("whole", "broken"))
