@@ -95,12 +95,12 @@ class Settings:
     token_budget: int = 8192  # of a micro-batch, beside a prompt
     recompute: bool = False  # layers keep only their inputs for the backward pass: a third more work
     offload: bool = False  # weights, gradients and Adam's state of the trainer are in the CPU's memory
-    # the tiny model, and the warm start that teaches it the format
+    # the tiny model, and the warm start that teaches the format
     width: int = 128
     layers: int = 2
-    warm_steps: int = 400
+    warm_steps: int = 400  # of a model from init_from: 0, unless one asks for them
     warm_batch: int = 32
-    warm_lr: float = 0.0  # 0: 6e-3 for a model of less than 10 million parameters, else 2e-4
+    warm_lr: float = 0.0  # 0: 6e-3 for the tiny model, else 2e-4
     warm_second: float = 0.0  # share of its examples that are second rounds
     # what is measured and kept
     test: int = 224  # held-out problems, at the end
@@ -118,8 +118,8 @@ class Settings:
 # is to the policy that "pairs" itself started from: that still tries every worker and length, where the
 # trained one hardly explores.
 PAIRS = dict(pool="local:pairs", named=True, warm_steps=1000, warm_second=0.2)
-TUNE = dict(PAIRS, warm_steps=0, init_from="out/pairs/checkpoint", reference="out/pairs/reference", iterations=160, lr=3e-4,
-            beta=0.05)
+TUNE = dict(PAIRS, init_from="out/pairs/checkpoint", reference="out/pairs/reference", warm_steps=0,
+            iterations=160, lr=3e-4, beta=0.05)
 # What suits a pretrained model: the paper's numbers (App. A.1) as far as they fit.
 PRETRAINED = dict(style="full", iterations=200, beta2=0.999, beta=0.0, minibatches=1, recompute=True)
 PRESETS = {

@@ -125,7 +125,7 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
     two lists, and every subtask is to solve the question. Linear in the text's length."""
     names = ["model_id", "subtasks", "access_list"] if subtasks else ["model_id", "access_list"]
     workflow = None
-    error = WorkflowError("model_id: the list is missing")
+    error = "model_id: the list is missing"
     latest = []
     for name, value in lists_in(text):
         if name not in names:
@@ -135,7 +135,7 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
         try:
             rows = checked_rows(found, n_workers, max_steps, allow_empty)
         except WorkflowError as e:
-            error = e
+            error = str(e)  # The exception itself would hold its frames, and with them the sampler's weights.
             continue
         workflow = Workflow([], text)
         for i, (worker, subtask, access) in enumerate(rows):
@@ -145,7 +145,7 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
         if [name for name, _ in latest] == names:
             latest = []  # In the order asked for they are complete: what follows is another workflow's.
     if workflow is None:
-        raise error
+        raise WorkflowError(error)
     return workflow
 
 
