@@ -8,14 +8,15 @@ import re
 import threading
 import types
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 import eval as evaluation
 import workers
 import workflow as workflow_py
-from eval import (PHRASES, Problem, accuracies, alone, baselines, central, draw_pool, everyone_alone, grade, habits, load, majority, poll,
-                  possible, random_completion, random_workflow, run_conductor, train_router)
+from eval import (PHRASES, Problem, accuracies, alone, baselines, central, draw_pool, grade, habits, load, majority, poll,
+                  possible, random_completion, random_workflow, router, run_conductor, train_router)
 from sample import Completion
 from workers import Reply, Worker, WorkerError, load_pool
 from workflow import Prompting, Step, Task, Workflow, execute, parse, sampled, submit
@@ -418,8 +419,8 @@ def test_the_router_learns_who_is_right_alone(pool):
     """On other problems it finds the one worker whose trade it is, by the words of the question."""
     kinds = dict(zip(SIMPLE, (CALCULATOR, LIBRARIAN, CODER, TRANSLATOR)))
     lessons, problems = ([p for p in load("laptop", split) if p.kind in kinds][:n] for split, n in (("train", 160), ("test", 80)))
-    route = train_router(pool, lessons, everyone_alone(pool, lessons, "lessons"))
-    assert sum(route(p, pool, 0, "test").workers == [pool[kinds[p.kind]].name] for p in problems) > 72
+    weights = train_router(pool, lessons, None)
+    assert sum(router(weights, None, p, pool, 0, "test").workers == [pool[kinds[p.kind]].name] for p in problems) > 72
 
 
 class Sees(Worker):
@@ -438,7 +439,7 @@ def test_what_each_system_asks():
 
     def asked(name, who=""):
         Sees.asked = []
-        [trace] = evaluation.play(s, "laptop", name, who, problems, [pool], 0)
+        [[[trace]]] = evaluation.play(s, "laptop", problems, [pool], name, who).values()
         assert trace.error is None and trace.calls == len(Sees.asked) and trace.cost == pytest.approx(0.01 * trace.calls)
         assert len({nonce for *_, nonce, _ in Sees.asked}) == len(Sees.asked)  # a replay file tells them apart
         return Sees.asked
@@ -452,18 +453,15 @@ def test_what_each_system_asks():
     assert [(w, len(m)) for w, m, *_ in reflect] == [("c", 2 * i + 1) for i in range(5)] and evaluation.REFLECT in reflect[4][1][-1]["content"]
     *proposers, (_, shown, *_) = asked("moa")
     assert sorted(w for w, *_ in proposers) == [*"abc"] and all(len(m) == 1 for _, m, *_ in proposers) and len(shown) == 7
-    lessons = set()
-    for repeat in range(2):
-        Sees.asked = []
-        evaluation.play(s, "laptop", "router", "", problems, [pool], repeat)
-        assert len(Sees.asked) == 3 * 256 + 1
-        lessons |= {(w, nonce) for w, *_, nonce, _ in Sees.asked}
-    assert len(lessons) == 2 * (3 * 256 + 1)
+    Sees.asked = []
+    evaluation.play(replace(s, repeats=2), "laptop", problems, [pool], "router", "")
+    assert len(Sees.asked) == 3 * 256 + 2  # it learns once
+    assert len({(w, nonce) for w, *_, nonce, _ in Sees.asked}) == 3 * 256 + 2
 
     def down(*args, **more):
         raise WorkerError("down")
     pool[1].chat = down
-    assert [t.error for t in evaluation.play(s, "laptop", "seat", "b", problems, [pool], 0)] == ["down"]  # lost, not wrong
+    assert [t.error for t in evaluation.play(s, "laptop", problems, [pool], "seat", "b")["seat b"][0]] == ["down"]  # lost, not wrong
 
 
 def test_every_call_of_a_conductor_has_its_own_name(monkeypatch):
