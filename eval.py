@@ -1994,8 +1994,8 @@ def trigrams(question: str) -> torch.Tensor:
 
 
 def train_router(pool: list, lessons: list[Problem], s) -> np.ndarray:
-    """Weights (4096, W) of a logistic regression on who is right alone. RouterDC (NeurIPS 2024) learns from each
-    worker's success too, but by a fine-tuned encoder and contrastive losses instead of trigrams."""
+    """Weights (4096, W) of a logistic regression on who is right alone. RouterDC (NeurIPS 2024) learns from
+    each worker's success too, but by a fine-tuned encoder and contrastive losses instead of trigrams."""
     right = [grades(lessons, traces) for traces in everyone_alone(pool, lessons, "router's lessons")]
     x = torch.stack([trigrams(p.question) for p in lessons])  # (P, 4096)
     y = torch.tensor([[float(bool(r)) for r in row] for row in right]).T  # (P, W)
@@ -2024,7 +2024,8 @@ def learned_system(s, data: str, name: str, pool: list):
         with np.load(file) as found:
             weights, known = found["weights"], [*found["workers"]]
         if known != names:
-            raise ValueError(f"{file} is of other workers, {', '.join(known)}: remove it or name another --out")
+            raise ValueError(f"{file} is of other workers, {', '.join(known)}: remove it, or name another "
+                             "--out")
     else:
         before = sum(worker.calls for worker in pool)
         weights = train(pool, load(s.lessons or data, "train", LESSONS), s)
@@ -2174,8 +2175,8 @@ def benchmark(name: str, split: str, limit: int | None = None) -> list[Problem]:
     except OSError as e:
         by_hand = f", or put {page}/resolve/main/{source.what} there" if rows is rows_of_file else ""
         raise OSError(f"{place} lacks rows of {page} ({source.rows:,}, {source.megabytes} MB): {e}\n"
-                      f"Try again to go on where it stopped{by_hand}. If the page asks to accept terms, do that "
-                      "and set HF_TOKEN.") from e
+                      f"Try again to go on where it stopped{by_hand}. If the page asks to accept terms, do "
+                      "that and set HF_TOKEN.") from e
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as e:
         raise ValueError(f"{place} has not the {source.rows:,} rows that {page} had ({type(e).__name__}: "
                          f"{e}): remove it, try again") from e
@@ -2811,8 +2812,8 @@ def main(argv):
         else:
             evaluate(s, pool)
         if pool and pool[0].budget and pool[0].budget.refused:
-            raise SystemExit(f"the budget of ${s.budget:g} is spent, and what came after is not counted: give "
-                             "a larger --budget, and --replay=FILE so that nothing is paid twice")
+            raise SystemExit(f"the budget of ${s.budget:g} is spent, and what came after is not counted: "
+                             "give a larger --budget, and --replay=FILE so that nothing is paid twice")
     except (OSError, ValueError, WorkerError) as e:
         raise SystemExit(f"{type(e).__name__}: {e}") from None
     except KeyboardInterrupt:
