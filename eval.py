@@ -60,7 +60,7 @@ from model import configure, read_json, write_json
 from workers import (ARITHMETIC, CAPITALS, ELEMENTS, FACTS, LOCAL, SKILL, SPANISH, SPELLING, WorkerError,
                      load_pool)
 from workflow import (SOLVE_IT, Prompting, Step, Task, Trace, Workflow, conduct, execute, load_conductor,
-                      sampled, seated, shape, subset)
+                      sampled, seated, shape, subset, worker_chat)
 # -----------------------------------------------------------------------------------------------------------
 # Problems
 
@@ -158,7 +158,10 @@ SYSTEMS = {  # what --systems may name, and what each does
     "random": "a random workflow",
     "moa": "Mixture of Agents: all propose, a random one aggregates",
     "smoothie": "all answer, and the response most like the others is taken",
-    "router": "a classifier of questions, trained on train problems, asks one worker",
+    # the pool, by what is learned on train problems
+    "router": "a classifier of questions asks one worker",
+    "masrouter": "a controller picks a mode of collaboration, its size and its workers",
+    "trinity": "an evolved head picks, turn by turn, a worker and its role",
 }
 
 
@@ -2015,6 +2018,237 @@ def router(weights: np.ndarray, s, problem: Problem, pool: list, k: int, name: s
     return alone(problem, pool, int(scores.argmax()), name)
 
 
+# -----------------------------------------------------------------------------------------------------------
+# Two controllers that learn on train problems whom to ask: MASRouter and TRINITY
+
+
+class Remembers:
+    """A worker while a controller learns: what it has answered once, it is not asked again."""
+    def __init__(self, worker):
+        self.worker = worker
+        self.name = worker.name
+        self.replies = {}
+
+    def chat(self, messages, nonce=None, **overrides):
+        key = json.dumps(messages)
+        if key not in self.replies:
+            self.replies[key] = self.worker.chat(messages, "a controller learns", **overrides)
+        return self.replies[key]
+
+
+def rewards(system, pairs: list[tuple], cost: float = 0.0) -> np.ndarray:
+    """Run system(problem, choice) for each pair, many at a time: 1 where the answer is right, less the cost
+    of the calls; nan where a worker was lost."""
+    with ThreadPool(64) as threads:
+        traces = threads.starmap(system, pairs)
+    right = grades([problem for problem, _ in pairs], traces)
+    return np.array([np.nan if r is None else r - cost * t.calls for r, t in zip(right, traces)])
+
+
+# MASRouter
+
+MODES = ("alone", "chain", "reflection", "debate")
+AGENTS = 5  # at most; in all modes but "alone" there are two or more
+DESIGNS = 8  # that are tried at a time for each of 32 lessons
+MASROUTER_STEPS = 300
+CALL_COST = 0.02  # where a right answer is worth 1
+
+
+def masrouter_heads(scores: torch.Tensor) -> list[torch.Tensor]:
+    """scores (…, 8 + 5 W) as those of the modes (…, 4), of 2 to 5 agents (…, 4), and 5 times, for each agent,
+    those of the workers (…, W)."""
+    heads = len(MODES) + AGENTS - 1
+    n_workers = (scores.shape[-1] - heads) // AGENTS
+    return scores.split([len(MODES), AGENTS - 1] + [n_workers] * AGENTS, dim=-1)
+
+
+def collaborate(pool: list, name: str, problem: Problem, choices: list[int]) -> Trace:
+    """Run the workflow that a choice of each head makes."""
+    mode = MODES[choices[0]]
+    n = 1 if mode == "alone" else choices[1] + 2
+    steps = []
+    for i, worker in enumerate(choices[2:2 + n]):
+        subtask, access = SOLVE_IT, []
+        if mode == "chain" and i:
+            access = [i - 1]
+        if mode == "reflection" and i:
+            subtask, access = REFLECT, list(range(i))
+        if mode == "debate" and i == n - 1:
+            subtask, access = AGGREGATE, list(range(i))
+        steps.append(Step(worker, worded(problem, subtask), access))
+    return execute(Workflow(steps), problem.question, pool, name=name)
+
+
+def train_masrouter(pool: list, lessons: list[Problem], s) -> np.ndarray:
+    """MasRouter (arXiv 2502.11133) in small: from the question it picks a mode of collaboration, the number
+    of agents and each one's worker, learned by policy gradient on the reward minus a cost. The original
+    encodes the question with a language model, infers the mode through a latent variable, also picks a role
+    for each agent and pays for tokens; here scores are linear in trigrams, the mode gives the roles, and
+    calls cost. Returns weights (4096, 8 + 5 W)."""
+    rng = random.Random(s.seed)
+    dice = torch.Generator().manual_seed(s.seed)
+    run = functools.partial(collaborate, [Remembers(worker) for worker in pool], "")
+    weights = torch.zeros(4096, len(MODES) + AGENTS - 1 + AGENTS * len(pool), requires_grad=True)
+    optimizer = torch.optim.Adam([weights], lr=0.05)
+    for _ in tqdm(range(MASROUTER_STEPS), "masrouter learns", disable=None):
+        batch = rng.sample(lessons, min(32, len(lessons)))
+        x = torch.stack([trigrams(p.question) for p in batch])  # (B, 4096)
+        logps = [scores.log_softmax(-1) for scores in masrouter_heads(x @ weights)]  # 7 times (B, options)
+        drawn = [torch.multinomial(p.detach().exp(), DESIGNS, True, generator=dice) for p in logps]
+        logp = torch.stack([p.gather(1, d) for p, d in zip(logps, drawn)], -1)  # (B, G, 7)
+        choices = torch.stack(drawn, -1)  # (B, G, 7)
+        designs = itertools.chain(*choices.tolist())
+        asked = [p for p in batch for _ in range(DESIGNS)]
+        value = torch.tensor(rewards(run, [*zip(asked, designs)], CALL_COST)).view(len(batch), DESIGNS)
+        advantage = (value - value.nanmean(1, keepdim=True)).nan_to_num()  # (B, G)
+        agents = torch.where(choices[..., 0] == 0, 1, choices[..., 1] + 2)  # (B, G)
+        used = torch.stack([agents > 0, agents > 1, *(agents > i for i in range(AGENTS))], -1)  # (B, G, 7)
+        optimizer.zero_grad()
+        (-advantage[..., None] * logp * used).mean().backward()
+        optimizer.step()
+    return weights.detach().numpy()
+
+
+def masrouter(weights: np.ndarray, s, problem: Problem, pool: list, k: int, name: str) -> Trace:
+    heads = masrouter_heads(trigrams(problem.question) @ torch.from_numpy(weights))
+    return collaborate(pool, name, problem, [int(scores.argmax()) for scores in heads])
+
+
+# TRINITY
+
+TURNS = 5
+GENERATIONS = 120
+THINK = "Say how to go on from here; another will do it."
+VERIFY = "Check the last response. Reply with ACCEPT if it is right and whole, else say what is wrong."
+ROLES = {"thinker": THINK, "worker": SOLVE_IT, "verifier": VERIFY}
+LAPTOP[THINK] = "Find what comes first: name it, work it out, rewrite or process it."
+LAPTOP[VERIFY] = "Find out whether the last response is right: work it out, rewrite and process it again."
+one_at_a_time = threading.Lock()
+
+
+@functools.lru_cache(100_000)
+def hidden_state(folder: str, text: str) -> np.ndarray:
+    """A model's last hidden state at a text's last token but one, scaled to length 1: (C)."""
+    with one_at_a_time, torch.no_grad():
+        model, tokenizer, _ = cached_conductor(folder)
+        ids = tokenizer.encode(text)[-model.config.max_position_embeddings:]
+        hidden = model(torch.tensor([ids], device=model.device), head=lambda hidden: hidden)  # (1, T, C)
+    state = hidden[0, -2:][0].float().cpu().numpy()
+    return state / np.linalg.norm(state)
+
+
+def trinity(weights: np.ndarray, s, problem: Problem, pool: list, k: int, name: str) -> Trace:
+    """Up to five turns, each of a worker and a role that the weights (C, W + 3) choose in view of the turns
+    so far. A verifier ends it by accepting: it says so, or gives the same answer, or is a specialist who
+    finds nothing left to do. The last response of the role worker is the answer, and stands last."""
+    trace = Trace(problem.question, Workflow([]), [], [])
+    steps, text, answer = trace.workflow.steps, problem.question, None
+    for turn in range(TURNS):
+        scores = hidden_state(s.trinity, text) @ weights  # (W + 3)
+        worker, role = int(scores[:len(pool)].argmax()), [*ROLES][scores[len(pool):].argmax()]
+        subtask = worded(problem, ROLES[role])
+        seen = [(step.subtask, response) for step, response in zip(steps, trace.responses)]
+        steps.append(Step(worker, subtask, list(range(turn))))
+        trace.workers.append(pool[worker].name)
+        try:
+            reply = pool[worker].chat(worker_chat(problem.question, seen, subtask), f"{name}/{turn}")
+        except WorkerError as e:
+            trace.error = str(e)
+            reply = None
+        trace.replies.append(reply)
+        if trace.error:
+            return trace
+        if role == "worker":
+            answer = turn
+        elif role == "verifier" and answer is not None:
+            agrees = same_meaning(problem, trace.responses[answer], reply.text)
+            if agrees or re.search(r"\bACCEPT\b|nothing here to work on", reply.text):
+                break
+        text += f"\n{role}: {reply.text}"
+    if answer is not None:
+        for parts in (steps, trace.workers, trace.replies):
+            parts.append(parts.pop(answer))
+    return trace
+
+
+def train_trinity(pool: list, lessons: list[Problem], s) -> np.ndarray:
+    """TRINITY (arXiv 2512.04695) in small: a linear head over a small model's hidden state, evolved by a
+    separable CMA-ES on the reward. The original reads a model of 0.6 B parameters, which it finetunes a
+    little in the same evolution, and its verifier is told what to look for; here the model is as it is, and
+    in training no worker is asked the same thing twice. Returns weights (C, W + 3)."""
+    rng = random.Random(s.seed)
+    team = [Remembers(worker) for worker in pool]
+    shape = len(hidden_state(s.trinity, "?")), len(pool) + len(ROLES)
+
+    def run(problem, weights):
+        return trinity(weights, s, problem, team, 0, "")
+
+    def fitness(population):
+        batch = rng.sample(lessons, min(16, len(lessons)))
+        pairs = [(problem, x.reshape(shape)) for x in population for problem in batch]
+        found = rewards(run, pairs).reshape(len(population), len(batch))
+        return np.nansum(found, 1) / np.maximum(np.isfinite(found).sum(1), 1)
+
+    return evolve(fitness, math.prod(shape), GENERATIONS, s.seed).reshape(shape)
+
+
+def evolve(fitness, n: int, generations: int, seed: int) -> np.ndarray:
+    """Maximise fitness(population (P, n)) -> (P) from 0 on, by CMA-ES with a diagonal covariance, which may
+    learn (n + 2) / 3 times as fast (Ros & Hansen 2008). The constants are Hansen's defaults."""
+    rng = np.random.default_rng(seed)
+    size = 4 + int(3 * math.log(n))
+    parents = size // 2
+    w = math.log(parents + 0.5) - np.log(np.arange(1, parents + 1))
+    w /= w.sum()
+    mu = 1 / (w ** 2).sum()
+    c_sigma = (mu + 2) / (n + mu + 3)
+    damping = 1 + c_sigma + 2 * max(0, math.sqrt((mu - 1) / (n + 1)) - 1)
+    c_path = 4 / (n + 4)
+    rank_one = 2 / (n + math.sqrt(2)) ** 2 / mu
+    rank_mu = (1 - 1 / mu) * min(1, (2 * mu - 1) / ((n + 2) ** 2 + mu))
+    c_cov = min(1, (rank_one + rank_mu) * (n + 2) / 3)
+    usual = math.sqrt(n) * (1 - 1 / (4 * n) + 1 / (21 * n ** 2))  # the length of a normal vector
+    sigma = 1.0
+    mean, variances = np.zeros(n), np.ones(n)
+    path_sigma, path = np.zeros(n), np.zeros(n)
+    for generation in tqdm(range(1, generations + 1), "trinity evolves", disable=None):
+        z = rng.standard_normal((size, n))
+        y = np.sqrt(variances) * z
+        best = np.argsort(-fitness(mean + sigma * y))[:parents]
+        step = w @ y[best]
+        mean = mean + sigma * step
+        path_sigma = (1 - c_sigma) * path_sigma + math.sqrt(c_sigma * (2 - c_sigma) * mu) * (w @ z[best])
+        length = np.linalg.norm(path_sigma)
+        path = (1 - c_path) * path
+        if length < (1.4 + 2 / (n + 1)) * usual * math.sqrt(1 - (1 - c_sigma) ** (2 * generation)):
+            path = path + math.sqrt(c_path * (2 - c_path) * mu) * step
+        spread_of_best = path ** 2 / mu + (1 - 1 / mu) * (w @ y[best] ** 2)
+        variances = (1 - c_cov) * variances + c_cov * spread_of_best
+        sigma *= math.exp(c_sigma / damping * (length / usual - 1))
+    return mean
+
+
+# -----------------------------------------------------------------------------------------------------------
+# What plays a system
+
+BY_WORKER = {"workers": alone, "context": context, "consensus": consensus, "reflect": reflect}
+BY_POOL = {"random": at_random, "moa": moa, "smoothie": smoothie}
+LEARNED = {  # how it is trained, and what it does then
+    "router": (train_router, router),
+    "masrouter": (train_masrouter, masrouter),
+    "trinity": (train_trinity, trinity),
+}
+CONDUCTORS = {  # how a Conductor is asked otherwise than it was in training
+    "conductor": {},
+    "no-few-shot": {"style": "zero-shot"},
+    "fine-grained": {"style": "fine-grained"},
+    "no-subtasks": {"subtasks": False},
+    "shuffled": {},
+}
+SEATS = [*BY_WORKER, "one-worker", "seat"]  # which a worker plays
+cached_conductor = functools.lru_cache(2)(load_conductor)
+
+
 def learned_system(s, data: str, name: str, pool: list):
     """A system with weights that are trained on the lessons, or were in an earlier run with this --out."""
     train, system = LEARNED[name]
@@ -2033,20 +2267,6 @@ def learned_system(s, data: str, name: str, pool: list):
         if s.out and not (pool[0].budget and pool[0].budget.refused):
             np.savez(file, weights=weights, workers=names)
     return functools.partial(system, weights, s)
-
-
-BY_WORKER = {"workers": alone, "context": context, "consensus": consensus, "reflect": reflect}
-BY_POOL = {"random": at_random, "moa": moa, "smoothie": smoothie}
-LEARNED = {"router": (train_router, router)}  # how it is trained, and what it does then
-CONDUCTORS = {  # how a Conductor is asked otherwise than it was in training
-    "conductor": {},
-    "no-few-shot": {"style": "zero-shot"},
-    "fine-grained": {"style": "fine-grained"},
-    "no-subtasks": {"subtasks": False},
-    "shuffled": {},
-}
-SEATS = [*BY_WORKER, "one-worker", "seat"]  # which a worker plays
-cached_conductor = functools.lru_cache(1)(load_conductor)
 
 
 def play(s, data: str, problems: list[Problem], pools: list[list], name: str, who: str) -> dict[str, list]:
@@ -2709,6 +2929,8 @@ class Settings:
     examples: str = ""  # few-shot examples: ood, in, mixed (Table 4); "": as the Conductor was trained
     lessons: str = ""  # whose train problems a learned system learns from; "": those of the benchmark itself
     rounds: int = 0  # of recursion, after the first workflow
+    trinity: str = "out/laptop/reference"  # a model's folder, whose hidden states the system trinity reads
+    seed: int = 1  # of what masrouter and trinity draw
     budget: float = 0.0  # dollars that the workers may cost; 0: no limit
     replay: str = ""  # a file that keeps the replies, so that nobody pays twice for what is started again
     out: str = ""  # a file for the numbers, as JSON
@@ -2754,6 +2976,9 @@ def check(s: Settings, names: list[str]) -> list[tuple[str, str]]:
         if written and not os.path.exists(os.path.join(folder, "config.json")):
             raise FileNotFoundError(f"no checkpoint in {folder}: train.py makes one, or name another with "
                                     "--checkpoint=DIR")
+        if name == "trinity" and not os.path.exists(os.path.join(s.trinity, "config.json")):
+            raise FileNotFoundError(f"no model in {s.trinity}: a run of train.py leaves one as its reference, "
+                                    "or name another with --trinity=DIR")
     return list(dict.fromkeys(wanted))
 
 
