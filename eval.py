@@ -77,13 +77,10 @@ class Problem:
 
 
 def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
-    """Problems of "laptop", a benchmark in SOURCES, a mix in MIXES or a JSONL file (see read_problems).
-
-    split is "train" or "test". limit: so many at most, and no more is fetched than they take. Their order is
-    random but fixed, with the kinds taking turns, so that a slice of a multiple of the number of kinds holds
-    each equally often; but a JSONL file keeps its order and has one split. A mix is what `prepare` wrote, and
-    is tested by its parts' tests. OSError tells what was not fetched and how to bring it, ValueError what is
-    wrong where."""
+    """At most `limit` problems of "laptop", a benchmark in SOURCES, a mix in MIXES or a JSONL file (see
+    read_problems); split is "train" or "test". Their order is random but fixed, with the kinds taking turns;
+    but a JSONL file keeps its order and has one split. A mix is what `prepare` wrote, and is tested by its
+    parts' tests. OSError tells what was not fetched and how to bring it, ValueError what is wrong where."""
     if not has_split(name, split):
         known = ["laptop", *MIXES, *(f"{n} ({s})" for n, s in SOURCES), "files *.jsonl"]
         raise ValueError(f"no problems {name!r}, split {split!r}: there are {', '.join(known)}")
@@ -2068,13 +2065,13 @@ def collaborate(pool: list, name: str, problem: Problem, choices: list[int]) -> 
     n = 1 if mode == "alone" else choices[1] + 2
     steps = []
     for i, worker in enumerate(choices[2:2 + n]):
-        subtask, access = SOLVE_IT, []
+        subtask = SOLVE_IT
+        access = []
         if mode == "chain" and i:
             access = [i - 1]
-        if mode == "reflection" and i:
-            subtask, access = REFLECT, list(range(i))
-        if mode == "debate" and i == n - 1:
-            subtask, access = AGGREGATE, list(range(i))
+        elif mode == "reflection" and i or mode == "debate" and i == n - 1:
+            subtask = REFLECT if mode == "reflection" else AGGREGATE
+            access = list(range(i))
         steps.append(Step(worker, worded(problem, subtask), access))
     return execute(Workflow(steps), problem.question, pool, name=name)
 
@@ -2128,24 +2125,26 @@ one_at_a_time = threading.Lock()
 
 @functools.lru_cache(100_000)
 def hidden_state(folder: str, text: str) -> np.ndarray:
-    """A model's last hidden state at a text's last token but one, scaled to length 1: (C)."""
+    """A model's last hidden state at a text's last token but one, and a 1 for the head's bias: (C + 1)."""
     with one_at_a_time, torch.no_grad():
         model, tokenizer, _ = cached_conductor(folder)
         ids = tokenizer.encode(text)[-model.config.max_position_embeddings:]
         hidden = model(torch.tensor([ids], device=model.device), head=lambda hidden: hidden)  # (1, T, C)
-    state = hidden[0, -2:][0].float().cpu().numpy()
-    return state / np.linalg.norm(state)
+    return np.append(hidden[0, -2:][0].float().cpu().numpy(), 1.0)
 
 
 def trinity(weights: np.ndarray, s, problem: Problem, pool: list, k: int, name: str) -> Trace:
-    """Up to five turns, each of a worker and a role that the weights (C, W + 3) choose in view of the turns
-    so far. A verifier ends it by accepting: it says so, or gives the same answer, or is a specialist who
-    finds nothing left to do. The last response of the role worker is the answer, and stands last."""
+    """Up to five turns, each of a worker and a role that the weights (C + 1, W + 3) choose in view of the
+    turns so far. A verifier ends it by accepting: it says so, or gives the same answer, or is a specialist
+    who finds nothing left to do. The last response of the role worker is the answer, and stands last."""
     trace = Trace(problem.question, Workflow([]), [], [])
-    steps, text, answer = trace.workflow.steps, problem.question, None
+    steps = trace.workflow.steps
+    text = problem.question  # and what was said so far
+    answer = None  # the turn whose response it is
     for turn in range(TURNS):
         scores = hidden_state(s.trinity, text) @ weights  # (W + 3)
-        worker, role = int(scores[:len(pool)].argmax()), [*ROLES][scores[len(pool):].argmax()]
+        worker = int(scores[:len(pool)].argmax())
+        role = [*ROLES][scores[len(pool):].argmax()]
         subtask = worded(problem, ROLES[role])
         seen = [(step.subtask, response) for step, response in zip(steps, trace.responses)]
         steps.append(Step(worker, subtask, list(range(turn))))
@@ -2174,22 +2173,30 @@ def trinity(weights: np.ndarray, s, problem: Problem, pool: list, k: int, name: 
 def train_trinity(pool: list, lessons: list[Problem], s) -> np.ndarray:
     """TRINITY (arXiv 2512.04695) in small: a linear head over a small model's hidden state, evolved by a
     separable CMA-ES on the reward. The original reads a model of 0.6 B parameters, which it finetunes a
-    little in the same evolution, and its verifier is told what to look for; here the model is as it is, and
-    in training no worker is asked the same thing twice. Returns weights (C, W + 3)."""
+    little in the same evolution; here the model is as it is, and in training no worker is asked the same
+    thing twice. Returns weights (C + 1, W + 3)."""
     rng = random.Random(s.seed)
     team = [Remembers(worker) for worker in pool]
-    shape = len(hidden_state(s.trinity, "?")), len(pool) + len(ROLES)
+    states = np.stack([hidden_state(s.trinity, p.question)[:-1] for p in lessons])  # (P, C)
+    usual = states.mean(0)
+    scale = states.std(0) + 1e-3
+
+    def head(x):  # (C + 1, W + 3), of numbers that weigh states whose mean is 0 and standard deviation 1
+        x = x.reshape(-1, len(pool) + len(ROLES))
+        weights = x[:-1] / scale[:, None]
+        return np.vstack([weights, len(scale) ** 0.5 * x[-1:] - usual @ weights])
 
     def run(problem, weights):
         return trinity(weights, s, problem, team, 0, "")
 
     def fitness(population):
         batch = rng.sample(lessons, min(16, len(lessons)))
-        pairs = [(problem, x.reshape(shape)) for x in population for problem in batch]
+        pairs = [(problem, weights) for weights in map(head, population) for problem in batch]
         found = rewards(run, pairs).reshape(len(population), len(batch))
         return np.nansum(found, 1) / np.maximum(np.isfinite(found).sum(1), 1)
 
-    return evolve(fitness, math.prod(shape), GENERATIONS, s.seed).reshape(shape)
+    n = (len(scale) + 1) * (len(pool) + len(ROLES))
+    return head(evolve(fitness, n, GENERATIONS, s.seed))
 
 
 def evolve(fitness, n: int, generations: int, seed: int) -> np.ndarray:
@@ -2209,8 +2216,10 @@ def evolve(fitness, n: int, generations: int, seed: int) -> np.ndarray:
     c_cov = min(1, (rank_one + rank_mu) * (n + 2) / 3)
     usual = math.sqrt(n) * (1 - 1 / (4 * n) + 1 / (21 * n ** 2))  # the length of a normal vector
     sigma = 1.0
-    mean, variances = np.zeros(n), np.ones(n)
-    path_sigma, path = np.zeros(n), np.zeros(n)
+    mean = np.zeros(n)
+    variances = np.ones(n)
+    path = np.zeros(n)
+    path_sigma = np.zeros(n)
     for generation in tqdm(range(1, generations + 1), "trinity evolves", disable=None):
         z = rng.standard_normal((size, n))
         y = np.sqrt(variances) * z
@@ -2256,10 +2265,9 @@ def learned_system(s, data: str, name: str, pool: list):
     names = [worker.name for worker in pool]
     if s.out and os.path.exists(file):
         with np.load(file) as found:
-            weights, known = found["weights"], [*found["workers"]]
-        if known != names:
-            raise ValueError(f"{file} is of other workers, {', '.join(known)}: remove it, or name another "
-                             "--out")
+            weights = found["weights"]
+            if names != [*found["workers"]]:
+                raise ValueError(f"{file} is of other workers: remove it, or name another --out")
     else:
         before = sum(worker.calls for worker in pool)
         weights = train(pool, load(s.lessons or data, "train", LESSONS), s)
@@ -2515,9 +2523,22 @@ def fetch_slice(hub: requests.Session, source: Source, start: int, n: int) -> li
 
 
 def rows_of_file(source: Source, file: str):
-    """Yield (number, place in the file, row) of a data set that is one JSONL file, which is fetched first."""
+    """Yield (number, place in the file, row) of a data set that is one JSONL file, which is fetched first:
+    FILE.part grows over runs, until there is nothing left to ask for, which is status 416."""
     if not os.path.exists(file):
-        fetch_file(f"{endpoint()}/datasets/{source.repository}/resolve/main/{source.what}", file)
+        url = f"{endpoint()}/datasets/{source.repository}/resolve/main/{source.what}"
+        bar = tqdm(desc=file, unit="B", unit_scale=True)
+        with open(file + ".part", "ab") as f, session() as hub, bar:
+            status = 0
+            while status != 416:
+                asked = {"Range": f"bytes={f.tell()}-"}
+                with hub.get(url, headers=asked, stream=True, timeout=60) as answer:
+                    status = answer.status_code
+                    if status not in (206, 416):
+                        raise OSError(f"{url}: HTTP {status} {answer.reason}")
+                    for chunk in answer.iter_content(1 << 16) if status == 206 else ():
+                        bar.update(f.write(chunk))
+        os.replace(file + ".part", file)
     at = 0
     with open(file, "rb") as f:
         for n, line in enumerate(f):
@@ -2525,30 +2546,6 @@ def rows_of_file(source: Source, file: str):
             at += len(line)
     if n + 1 != source.rows:
         raise ValueError(f"{n + 1:,} rows")
-
-
-def fetch_file(url: str, file: str):
-    """Bring a large file of the hub. FILE.part grows over retries and runs, until there is nothing left to
-    ask for: status 416. Five failures in a row without a new byte are final."""
-    failures = 0
-    with open(file + ".part", "ab") as f, session() as hub, tqdm(desc=file, unit="B", unit_scale=True) as bar:
-        while True:
-            have = f.tell()
-            try:
-                with hub.get(url, headers={"Range": f"bytes={have}-"}, stream=True, timeout=60) as answer:
-                    if answer.status_code == 416:
-                        break
-                    if answer.status_code != 206:
-                        raise OSError(f"{url}: HTTP {answer.status_code} {answer.reason}")
-                    for chunk in answer.iter_content(1 << 16):
-                        bar.update(f.write(chunk))
-            except requests.RequestException as e:
-                failures = 1 if f.tell() > have else failures + 1
-                if failures == 5:
-                    raise
-                tqdm.write(f"{file}: {e}; trying again")
-                time.sleep(2 ** failures)
-    os.replace(file + ".part", file)
 
 
 @functools.lru_cache(2)
@@ -2612,7 +2609,8 @@ def checked(row: dict) -> Problem:
     wrong = [key for key in ("id", "question", "answer", "kind") if not isinstance(row.get(key), str)]
     must(not wrong, f"{', '.join(wrong)} missing or not a string")
     problem = Problem(**{"grader": row["kind"] if row["kind"] in ASK else "exact", **row})
-    grader, extra = problem.grader, problem.extra
+    grader = problem.grader
+    extra = problem.extra
     must(grader in list(ASK), f"no grader {grader!r}, there are {', '.join(ASK)}")
     must(isinstance(extra, dict), "extra is not an object")
     lacks = [key for key in EXTRA.get(grader, []) if key not in extra]
@@ -2677,7 +2675,8 @@ def with_spread(name: str, candidates: list[Problem], pool: list) -> list[Proble
         raise ValueError("the budget is spent; with a larger --budget prepare goes on where it stopped")
     for worker, answers in zip(pool, right):
         print(f"{name}: {worker.name} solves {answers.count(True)} of {len(candidates)} candidates")
-    kept, left_out = [], Counter()
+    kept = []
+    left_out = Counter()
     for problem, answers in zip(candidates, zip(*right)):
         if None in answers:
             left_out["a worker was lost"] += 1
@@ -2965,29 +2964,23 @@ def check(s: Settings, names: list[str]) -> list[tuple[str, str]]:
             raise ValueError(f"--systems={word}: the pool has {', '.join(names)}")
         if s.subset and name not in CONDUCTORS:
             raise ValueError(f"--subset is for the Conductor (--systems=conductor), not for {name}")
-        if name in LEARNED:
-            check_lessons(s, name)
+        for data in (s.lessons or s.benchmarks).split(","):
+            is_test = data.endswith(".jsonl") and not s.lessons
+            if name in LEARNED and (is_test or not has_split(data, "train")):
+                raise ValueError(f"{name} learns from train problems, and {data} has none: name others, say "
+                                 "--lessons=mmlu or --lessons=FILE.jsonl")
         if name == "best-single":
             wanted += [("workers", worker) for worker in names]
         wanted += [(name, worker) for worker in names] if name in SEATS and not who else [(name, who)]
     for name, who in wanted:
         folder = who if who and name in CONDUCTORS else s.checkpoint
-        written = name in CONDUCTORS or name == "one-worker"
-        if written and not os.path.exists(os.path.join(folder, "config.json")):
-            raise FileNotFoundError(f"no checkpoint in {folder}: train.py makes one, or name another with "
-                                    "--checkpoint=DIR")
-        if name == "trinity" and not os.path.exists(os.path.join(s.trinity, "config.json")):
-            raise FileNotFoundError(f"no model in {s.trinity}: a run of train.py leaves one as its reference, "
-                                    "or name another with --trinity=DIR")
+        key = "trinity" if name == "trinity" else "checkpoint"
+        folder = s.trinity if name == "trinity" else folder
+        needed = name in CONDUCTORS or name in ("one-worker", "trinity")
+        if needed and not os.path.exists(os.path.join(folder, "config.json")):
+            raise FileNotFoundError(f"no model in {folder}: train.py leaves a run's checkpoint and reference "
+                                    f"in its --out; name another with --{key}=DIR")
     return list(dict.fromkeys(wanted))
-
-
-def check_lessons(s: Settings, name: str):
-    for data in [s.lessons] if s.lessons else s.benchmarks.split(","):
-        is_test = data.endswith(".jsonl") and not s.lessons
-        if is_test or not has_split(data, "train"):
-            raise ValueError(f"{name} learns from train problems, and {data} has none: name others, say "
-                             "--lessons=mmlu or --lessons=FILE.jsonl")
 
 
 def load_tests(s: Settings, wanted: list[tuple[str, str]]) -> dict[str, list[Problem]]:
@@ -3006,17 +2999,6 @@ def load_tests(s: Settings, wanted: list[tuple[str, str]]) -> dict[str, list[Pro
     return tests
 
 
-def check_keys(s: Settings, pool: list):
-    lacks = []
-    for worker in pool:
-        if worker.api_key_env and not os.environ.get(worker.api_key_env):
-            lacks.append(f"${worker.api_key_env} for {worker.name}")
-        if worker.url.startswith("$"):
-            lacks.append(f"{worker.url} for {worker.name}")
-    if lacks:
-        raise ValueError(f"--pool={s.pool}: set {', '.join(lacks)} in the environment")
-
-
 def main(argv):
     s = Settings()
     words = configure(s, argv)
@@ -3031,7 +3013,11 @@ def main(argv):
             s.replay = s.replay or os.path.join(DATA, "replies")
         if not words or s.pool:
             pool = subset(load_pool(s.pool or "local", replay=s.replay, budget=s.budget), s.only)
-        check_keys(s, pool)
+        lacks = [f"${w.api_key_env} for {w.name}" for w in pool if
+                 w.api_key_env and not os.environ.get(w.api_key_env)]
+        lacks += [f"{w.url} for {w.name}" for w in pool if w.url.startswith("$")]
+        if lacks:
+            raise ValueError(f"--pool={s.pool}: set {', '.join(lacks)} in the environment")
         if words:
             prepare(pool)
         else:
