@@ -2033,13 +2033,10 @@ class Remembers:
         return self.replies[key]
 
 
-def rewards(system, pairs: list[tuple], cost: float = 0.0) -> np.ndarray:
-    """Run system(problem, choice) for each pair, many at a time: 1 where the answer is right, less the cost
-    of the calls; nan where a worker was lost."""
-    with ThreadPool(64) as threads:
-        traces = threads.starmap(system, pairs)
-    right = grades([problem for problem, _ in pairs], traces)
-    return np.array([np.nan if r is None else r - cost * t.calls for r, t in zip(right, traces)])
+def rewards(problems: list[Problem], traces: list[Trace], call_cost: float = 0.0) -> np.ndarray:
+    """1 for a right answer, less the cost of the calls; nan where a worker was lost."""
+    right = grades(problems, traces)
+    return np.array([np.nan if r is None else r - call_cost * t.calls for r, t in zip(right, traces)])
 
 
 # MASRouter
@@ -2059,7 +2056,7 @@ def masrouter_heads(scores: torch.Tensor) -> list[torch.Tensor]:
     return scores.split([len(MODES), AGENTS - 1] + [n_workers] * AGENTS, dim=-1)
 
 
-def collaborate(pool: list, name: str, problem: Problem, choices: list[int]) -> Trace:
+def collaborate(problem: Problem, choices: list[int], pool: list, name: str = "") -> Trace:
     """Run the workflow that a choice of each head makes."""
     mode = MODES[choices[0]]
     n = 1 if mode == "alone" else choices[1] + 2
@@ -2084,7 +2081,7 @@ def train_masrouter(pool: list, lessons: list[Problem], s) -> np.ndarray:
     calls cost. Returns weights (4096, 8 + 5 W)."""
     rng = random.Random(s.seed)
     dice = torch.Generator().manual_seed(s.seed)
-    run = functools.partial(collaborate, [Remembers(worker) for worker in pool], "")
+    run = functools.partial(collaborate, pool=[Remembers(worker) for worker in pool])
     weights = torch.zeros(4096, len(MODES) + AGENTS - 1 + AGENTS * len(pool), requires_grad=True)
     optimizer = torch.optim.Adam([weights], lr=0.05)
     for _ in tqdm(range(MASROUTER_STEPS), "masrouter learns", disable=None):
@@ -2094,9 +2091,10 @@ def train_masrouter(pool: list, lessons: list[Problem], s) -> np.ndarray:
         drawn = [torch.multinomial(p.detach().exp(), DESIGNS, True, generator=dice) for p in logps]
         logp = torch.stack([p.gather(1, d) for p, d in zip(logps, drawn)], -1)  # (B, G, 7)
         choices = torch.stack(drawn, -1)  # (B, G, 7)
-        designs = itertools.chain(*choices.tolist())
         asked = [p for p in batch for _ in range(DESIGNS)]
-        value = torch.tensor(rewards(run, [*zip(asked, designs)], CALL_COST)).view(len(batch), DESIGNS)
+        with ThreadPool(64) as threads:
+            traces = threads.starmap(run, zip(asked, itertools.chain(*choices.tolist())))
+        value = torch.tensor(rewards(asked, traces, CALL_COST)).view(len(batch), DESIGNS)
         advantage = (value - value.nanmean(1, keepdim=True)).nan_to_num()  # (B, G)
         agents = torch.where(choices[..., 0] == 0, 1, choices[..., 1] + 2)  # (B, G)
         used = torch.stack([agents > 0, agents > 1, *(agents > i for i in range(AGENTS))], -1)  # (B, G, 7)
@@ -2108,41 +2106,51 @@ def train_masrouter(pool: list, lessons: list[Problem], s) -> np.ndarray:
 
 def masrouter(weights: np.ndarray, s, problem: Problem, pool: list, k: int, name: str) -> Trace:
     heads = masrouter_heads(trigrams(problem.question) @ torch.from_numpy(weights))
-    return collaborate(pool, name, problem, [int(scores.argmax()) for scores in heads])
+    return collaborate(problem, [int(scores.argmax()) for scores in heads], pool, name)
 
 
 # TRINITY
 
 TURNS = 5
-GENERATIONS = 120
+GENERATIONS = 250  # each on 16 lessons
+COMPONENTS = 24  # principal ones of the hidden states
+BIAS = 3.0  # how much faster than a component's weights a bias evolves
 THINK = "Say how to go on from here; another will do it."
 VERIFY = "Check the last response. Reply with ACCEPT if it is right and whole, else say what is wrong."
 ROLES = {"thinker": THINK, "worker": SOLVE_IT, "verifier": VERIFY}
 LAPTOP[THINK] = "Find what comes first: name it, work it out, rewrite or process it."
 LAPTOP[VERIFY] = "Find out whether the last response is right: work it out, rewrite and process it again."
-one_at_a_time = threading.Lock()
+model_lock = threading.Lock()
+known_states = {}  # (folder, text) -> its state
 
 
-@functools.lru_cache(100_000)
-def hidden_state(folder: str, text: str) -> np.ndarray:
-    """A model's last hidden state at a text's last token but one, and a 1 for the head's bias: (C + 1)."""
-    with one_at_a_time, torch.no_grad():
+def hidden_states(folder: str, texts: list[str]) -> np.ndarray:
+    """A model's last hidden state at each text's last token but one, and a 1 for a bias: (N, C + 1)."""
+    with model_lock, torch.no_grad():
         model, tokenizer, _ = cached_conductor(folder)
-        ids = tokenizer.encode(text)[-model.config.max_position_embeddings:]
-        hidden = model(torch.tensor([ids], device=model.device), head=lambda hidden: hidden)  # (1, T, C)
-    return np.append(hidden[0, -2:][0].float().cpu().numpy(), 1.0)
+        new = [text for text in dict.fromkeys(texts) if (folder, text) not in known_states]
+        for i in range(0, len(new), 64):
+            batch = new[i:i + 64]
+            rows = [tokenizer.encode(text)[-model.config.max_position_embeddings:] for text in batch]
+            padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+            hidden = model(padded.to(model.device), head=lambda hidden: hidden)  # (N, T, C)
+            for text, row, states in zip(batch, rows, hidden.float().cpu().numpy()):
+                known_states[folder, text] = np.append(states[max(len(row) - 2, 0)], np.float32(1))
+        return np.stack([known_states[folder, text] for text in texts])
 
 
-def trinity(weights: np.ndarray, s, problem: Problem, pool: list, k: int, name: str) -> Trace:
+def trinity_turns(weights: np.ndarray, problem: Problem, pool: list, name: str):
     """Up to five turns, each of a worker and a role that the weights (C + 1, W + 3) choose in view of the
     turns so far. A verifier ends it by accepting: it says so, or gives the same answer, or is a specialist
-    who finds nothing left to do. The last response of the role worker is the answer, and stands last."""
+    who finds nothing left to do. The last response of the role worker is the answer, and stands last.
+
+    A generator: it yields a text, is sent that text's hidden state, and in the end returns the trace."""
     trace = Trace(problem.question, Workflow([]), [], [])
     steps = trace.workflow.steps
     text = problem.question  # and what was said so far
     answer = None  # the turn whose response it is
     for turn in range(TURNS):
-        scores = hidden_state(s.trinity, text) @ weights  # (W + 3)
+        scores = (yield text) @ weights  # (W + 3)
         worker = int(scores[:len(pool)].argmax())
         role = [*ROLES][scores[len(pool):].argmax()]
         subtask = worded(problem, ROLES[role])
@@ -2153,10 +2161,9 @@ def trinity(weights: np.ndarray, s, problem: Problem, pool: list, k: int, name: 
             reply = pool[worker].chat(worker_chat(problem.question, seen, subtask), f"{name}/{turn}")
         except WorkerError as e:
             trace.error = str(e)
-            reply = None
-        trace.replies.append(reply)
-        if trace.error:
+            trace.replies.append(None)
             return trace
+        trace.replies.append(reply)
         if role == "worker":
             answer = turn
         elif role == "verifier" and answer is not None:
@@ -2170,29 +2177,52 @@ def trinity(weights: np.ndarray, s, problem: Problem, pool: list, k: int, name: 
     return trace
 
 
+def take_turns(folder: str, episodes: list) -> list[Trace]:
+    """The traces of several `trinity_turns`, all of which take a turn at a time."""
+    traces = [None] * len(episodes)
+
+    def go_on(i, state):
+        try:
+            return i, episodes[i].send(state)
+        except StopIteration as end:
+            traces[i] = end.value
+
+    texts = {i: next(episode) for i, episode in enumerate(episodes)}
+    with ThreadPool(64) as threads:
+        while texts:
+            states = hidden_states(folder, [*texts.values()])
+            texts = dict(filter(None, threads.starmap(go_on, zip(texts, states))))
+    return traces
+
+
+def trinity(weights: np.ndarray, s, problem: Problem, pool: list, k: int, name: str) -> Trace:
+    return take_turns(s.trinity, [trinity_turns(weights, problem, pool, name)])[0]
+
+
 def train_trinity(pool: list, lessons: list[Problem], s) -> np.ndarray:
     """TRINITY (arXiv 2512.04695) in small: a linear head over a small model's hidden state, evolved by a
     separable CMA-ES on the reward. The original reads a model of 0.6 B parameters, which it finetunes a
-    little in the same evolution; here the model is as it is, and in training no worker is asked the same
-    thing twice. Returns weights (C + 1, W + 3)."""
+    little in the same evolution; here the model is as it is, what evolves is the head on the questions' first
+    principal components, and in training no worker is asked the same thing twice. Returns weights
+    (C + 1, W + 3)."""
     rng = random.Random(s.seed)
     team = [Remembers(worker) for worker in pool]
-    states = np.stack([hidden_state(s.trinity, p.question)[:-1] for p in lessons])  # (P, C)
+    states = hidden_states(s.trinity, [p.question for p in lessons])[:, :-1]  # (P, C)
     usual = states.mean(0)
-    scale = states.std(0) + 1e-3
+    _, scale, axes = np.linalg.svd(states - usual, full_matrices=False)
+    scale = scale[:COMPONENTS] + 1e-3 * scale[0]
+    axes = axes[:COMPONENTS].T / scale * math.sqrt(len(states))  # (C, c): to variances of 1
 
-    def head(x):  # (C + 1, W + 3), of numbers that weigh states whose mean is 0 and standard deviation 1
-        x = x.reshape(-1, len(pool) + len(ROLES))
-        weights = x[:-1] / scale[:, None]
-        return np.vstack([weights, len(scale) ** 0.5 * x[-1:] - usual @ weights])
-
-    def run(problem, weights):
-        return trinity(weights, s, problem, team, 0, "")
+    def head(x):
+        x = x.reshape(-1, len(pool) + len(ROLES))  # (c + 1, W + 3)
+        weights = axes @ x[:-1]
+        return np.vstack([weights, BIAS * x[-1] - usual @ weights])
 
     def fitness(population):
         batch = rng.sample(lessons, min(16, len(lessons)))
-        pairs = [(problem, weights) for weights in map(head, population) for problem in batch]
-        found = rewards(run, pairs).reshape(len(population), len(batch))
+        episodes = [trinity_turns(head(x), p, team, "") for x in population for p in batch]
+        traces = take_turns(s.trinity, episodes)
+        found = rewards(batch * len(population), traces).reshape(len(population), len(batch))
         return np.nansum(found, 1) / np.maximum(np.isfinite(found).sum(1), 1)
 
     n = (len(scale) + 1) * (len(pool) + len(ROLES))
