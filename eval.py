@@ -2033,9 +2033,12 @@ class Remembers:
         return self.replies[key]
 
 
-def rewards(problems: list[Problem], traces: list[Trace], call_cost: float = 0.0) -> np.ndarray:
-    """1 for a right answer, less the cost of the calls; nan where a worker was lost."""
-    right = grades(problems, traces)
+def rewards(system, pairs: list[tuple], call_cost: float = 0.0) -> np.ndarray:
+    """Of system(problem, choice) for each pair: 1 for a right answer, less the cost of its calls; nan where a
+    worker was lost."""
+    with ThreadPool(64) as threads:
+        traces = threads.starmap(system, pairs)
+    right = grades([problem for problem, _ in pairs], traces)
     return np.array([np.nan if r is None else r - call_cost * t.calls for r, t in zip(right, traces)])
 
 
@@ -2049,10 +2052,8 @@ CALL_COST = 0.02  # where a right answer is worth 1
 
 
 def masrouter_heads(scores: torch.Tensor) -> list[torch.Tensor]:
-    """scores (…, 8 + 5 W) as those of the modes (…, 4), of 2 to 5 agents (…, 4), and 5 times, for each agent,
-    those of the workers (…, W)."""
-    heads = len(MODES) + AGENTS - 1
-    n_workers = (scores.shape[-1] - heads) // AGENTS
+    """Of scores (…, 8 + 5 W) those of the modes (…, 4), of 2 to 5 agents (…, 4), and 5 times of workers."""
+    n_workers = (scores.shape[-1] - 8) // AGENTS
     return scores.split([len(MODES), AGENTS - 1] + [n_workers] * AGENTS, dim=-1)
 
 
@@ -2074,15 +2075,14 @@ def collaborate(problem: Problem, choices: list[int], pool: list, name: str = ""
 
 
 def train_masrouter(pool: list, lessons: list[Problem], s) -> np.ndarray:
-    """MasRouter (arXiv 2502.11133) in small: from the question it picks a mode of collaboration, the number
-    of agents and each one's worker, learned by policy gradient on the reward minus a cost. The original
-    encodes the question with a language model, infers the mode through a latent variable, also picks a role
-    for each agent and pays for tokens; here scores are linear in trigrams, the mode gives the roles, and
-    calls cost. Returns weights (4096, 8 + 5 W)."""
+    """MasRouter (arXiv 2502.11133) in small: weights (4096, 8 + 5 W) by policy gradient on the reward minus a
+    cost. The original encodes the question with a language model, infers the mode through a latent variable,
+    also picks a role for each agent and pays for tokens; here scores are linear in trigrams, the mode gives
+    the roles, and calls cost."""
     rng = random.Random(s.seed)
     dice = torch.Generator().manual_seed(s.seed)
     run = functools.partial(collaborate, pool=[Remembers(worker) for worker in pool])
-    weights = torch.zeros(4096, len(MODES) + AGENTS - 1 + AGENTS * len(pool), requires_grad=True)
+    weights = torch.zeros(4096, 8 + AGENTS * len(pool), requires_grad=True)
     optimizer = torch.optim.Adam([weights], lr=0.05)
     for _ in tqdm(range(MASROUTER_STEPS), "masrouter learns", disable=None):
         batch = rng.sample(lessons, min(32, len(lessons)))
@@ -2091,10 +2091,8 @@ def train_masrouter(pool: list, lessons: list[Problem], s) -> np.ndarray:
         drawn = [torch.multinomial(p.detach().exp(), DESIGNS, True, generator=dice) for p in logps]
         logp = torch.stack([p.gather(1, d) for p, d in zip(logps, drawn)], -1)  # (B, G, 7)
         choices = torch.stack(drawn, -1)  # (B, G, 7)
-        asked = [p for p in batch for _ in range(DESIGNS)]
-        with ThreadPool(64) as threads:
-            traces = threads.starmap(run, zip(asked, itertools.chain(*choices.tolist())))
-        value = torch.tensor(rewards(asked, traces, CALL_COST)).view(len(batch), DESIGNS)
+        pairs = [(p, design) for p, designs in zip(batch, choices.tolist()) for design in designs]
+        value = torch.tensor(rewards(run, pairs, CALL_COST)).view(len(batch), DESIGNS)
         advantage = (value - value.nanmean(1, keepdim=True)).nan_to_num()  # (B, G)
         agents = torch.where(choices[..., 0] == 0, 1, choices[..., 1] + 2)  # (B, G)
         used = torch.stack([agents > 0, agents > 1, *(agents > i for i in range(AGENTS))], -1)  # (B, G, 7)
@@ -2121,36 +2119,28 @@ ROLES = {"thinker": THINK, "worker": SOLVE_IT, "verifier": VERIFY}
 LAPTOP[THINK] = "Find what comes first: name it, work it out, rewrite or process it."
 LAPTOP[VERIFY] = "Find out whether the last response is right: work it out, rewrite and process it again."
 model_lock = threading.Lock()
-known_states = {}  # (folder, text) -> its state
 
 
-def hidden_states(folder: str, texts: list[str]) -> np.ndarray:
-    """A model's last hidden state at each text's last token but one, and a 1 for a bias: (N, C + 1)."""
+@functools.lru_cache(100_000)
+def hidden_state(folder: str, text: str) -> np.ndarray:
+    """A model's last hidden state at a text's last token but one, and a 1 for a bias: (C + 1)."""
     with model_lock, torch.no_grad():
         model, tokenizer, _ = cached_conductor(folder)
-        new = [text for text in dict.fromkeys(texts) if (folder, text) not in known_states]
-        for i in range(0, len(new), 64):
-            batch = new[i:i + 64]
-            rows = [tokenizer.encode(text)[-model.config.max_position_embeddings:] for text in batch]
-            padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-            hidden = model(padded.to(model.device), head=lambda hidden: hidden)  # (N, T, C)
-            for text, row, states in zip(batch, rows, hidden.float().cpu().numpy()):
-                known_states[folder, text] = np.append(states[max(len(row) - 2, 0)], np.float32(1))
-        return np.stack([known_states[folder, text] for text in texts])
+        ids = tokenizer.encode(text)[-model.config.max_position_embeddings:]
+        hidden = model(torch.tensor([ids], device=model.device), head=lambda hidden: hidden)  # (1, T, C)
+    return np.append(hidden[0, -2:][0].float().cpu().numpy(), np.float32(1))
 
 
-def trinity_turns(weights: np.ndarray, problem: Problem, pool: list, name: str):
+def trinity(weights: np.ndarray, s, problem: Problem, pool: list, k: int, name: str) -> Trace:
     """Up to five turns, each of a worker and a role that the weights (C + 1, W + 3) choose in view of the
     turns so far. A verifier ends it by accepting: it says so, or gives the same answer, or is a specialist
-    who finds nothing left to do. The last response of the role worker is the answer, and stands last.
-
-    A generator: it yields a text, is sent that text's hidden state, and in the end returns the trace."""
+    who finds nothing left to do. The last response of the role worker is the answer, and stands last."""
     trace = Trace(problem.question, Workflow([]), [], [])
     steps = trace.workflow.steps
     text = problem.question  # and what was said so far
     answer = None  # the turn whose response it is
     for turn in range(TURNS):
-        scores = (yield text) @ weights  # (W + 3)
+        scores = hidden_state(s.trinity, text) @ weights  # (W + 3)
         worker = int(scores[:len(pool)].argmax())
         role = [*ROLES][scores[len(pool):].argmax()]
         subtask = worded(problem, ROLES[role])
@@ -2177,28 +2167,6 @@ def trinity_turns(weights: np.ndarray, problem: Problem, pool: list, name: str):
     return trace
 
 
-def take_turns(folder: str, episodes: list) -> list[Trace]:
-    """The traces of several `trinity_turns`, all of which take a turn at a time."""
-    traces = [None] * len(episodes)
-
-    def go_on(i, state):
-        try:
-            return i, episodes[i].send(state)
-        except StopIteration as end:
-            traces[i] = end.value
-
-    texts = {i: next(episode) for i, episode in enumerate(episodes)}
-    with ThreadPool(64) as threads:
-        while texts:
-            states = hidden_states(folder, [*texts.values()])
-            texts = dict(filter(None, threads.starmap(go_on, zip(texts, states))))
-    return traces
-
-
-def trinity(weights: np.ndarray, s, problem: Problem, pool: list, k: int, name: str) -> Trace:
-    return take_turns(s.trinity, [trinity_turns(weights, problem, pool, name)])[0]
-
-
 def train_trinity(pool: list, lessons: list[Problem], s) -> np.ndarray:
     """TRINITY (arXiv 2512.04695) in small: a linear head over a small model's hidden state, evolved by a
     separable CMA-ES on the reward. The original reads a model of 0.6 B parameters, which it finetunes a
@@ -2207,7 +2175,7 @@ def train_trinity(pool: list, lessons: list[Problem], s) -> np.ndarray:
     (C + 1, W + 3)."""
     rng = random.Random(s.seed)
     team = [Remembers(worker) for worker in pool]
-    states = hidden_states(s.trinity, [p.question for p in lessons])[:, :-1]  # (P, C)
+    states = np.stack([hidden_state(s.trinity, p.question)[:-1] for p in lessons])  # (P, C)
     usual = states.mean(0)
     _, scale, axes = np.linalg.svd(states - usual, full_matrices=False)
     scale = scale[:COMPONENTS] + 1e-3 * scale[0]
@@ -2218,11 +2186,13 @@ def train_trinity(pool: list, lessons: list[Problem], s) -> np.ndarray:
         weights = axes @ x[:-1]
         return np.vstack([weights, BIAS * x[-1] - usual @ weights])
 
+    def run(problem, weights):
+        return trinity(weights, s, problem, team, 0, "")
+
     def fitness(population):
         batch = rng.sample(lessons, min(16, len(lessons)))
-        episodes = [trinity_turns(head(x), p, team, "") for x in population for p in batch]
-        traces = take_turns(s.trinity, episodes)
-        found = rewards(batch * len(population), traces).reshape(len(population), len(batch))
+        pairs = [(p, weights) for weights in map(head, population) for p in batch]
+        found = rewards(run, pairs).reshape(len(population), len(batch))
         return np.nansum(found, 1) / np.maximum(np.isfinite(found).sum(1), 1)
 
     n = (len(scale) + 1) * (len(pool) + len(ROLES))

@@ -99,12 +99,12 @@ def test_a_verifier_ends_it_by_accepting(text, ends, settings, monkeypatch):
     pool = [Says("solver", right), Says("judge", lambda question: text)]
     turns = iter([(0, "worker"), (1, "verifier"), (1, "thinker"), (0, "worker"), (1, "thinker")])
 
-    def hidden_states(folder, texts):
-        assert [text.split("\n")[0] for text in texts] == ["What comes after 4?"]
+    def hidden_state(folder, text):
+        assert text.startswith("What comes after 4?")
         worker, role = next(turns)
-        return np.eye(5)[[worker, 2 + [*evaluation.ROLES].index(role)]].sum(0)[None]
+        return np.eye(5)[[worker, 2 + [*evaluation.ROLES].index(role)]].sum(0)
 
-    monkeypatch.setattr(evaluation, "hidden_states", hidden_states)
+    monkeypatch.setattr(evaluation, "hidden_state", hidden_state)
     trace = trinity(np.eye(5), settings, PROBLEMS[4], pool, 0, "test")
     assert trace.answer == "5" and trace.calls == (2 if ends else 5) and trace.workers[-1] == "solver" and trace.error is None
 
