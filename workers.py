@@ -1,20 +1,18 @@
 """Workers: LLMs behind raw HTTP, pools of them, and the local specialists.
 
-    python workers.py [--pool=NAME]               # list a pool, say which keys are set, ping every worker
+    python workers.py [--pool=NAME]               # ask every worker for a word: status 1 if one fails
     python workers.py print --pool=NAME > my.json # the pool as a file, to edit: prices, models, limits
     python workers.py serve [--port=8765]         # the local specialists, for any OpenAI client
 
 NAME is local, local:pairs, local:tired, paper, today, openrouter (these three also with :unconstrained) or a
 JSON file. `Worker.chat` turns messages into a Reply or raises WorkerError: what a model said and what went
-wrong on the way never mix. Keys are read from the environment at each call. Read next: workflow.py.
-"""
+wrong on the way never mix. Keys are read from the environment at each call. Read next: workflow.py."""
 import contextlib
 import email.utils
 import functools
 import hashlib
 import http.cookiejar
 import json
-import math
 import operator
 import os
 import random
@@ -46,12 +44,14 @@ jitter = random.Random()  # The global generator's draws are the experiment's.
 class WorkerError(Exception):
     """Transport or provider failed for good; never a wrong answer. The text names the worker, and no key.
 
-    Of a single attempt it also says whether to retry, whether the provider was too busy, the seconds that it
-    asks to wait, and whether the attempt may be billed."""
+    bad_request: what was asked of the model is at fault. The rest is of a single attempt: whether to retry,
+    whether the provider was too busy, the seconds that it asks to wait, whether it may bill the attempt."""
 
-    def __init__(self, text: str, retry=False, busy=False, wait=0.0, billed=True):
+    def __init__(self, text: str, bad_request=False, retry=False, busy=False, wait=0.0, billed=True):
         super().__init__(text)
-        self.retry, self.busy, self.wait, self.billed = retry, busy, wait, billed
+        self.bad_request, self.retry, self.busy = bad_request, retry, busy
+        self.wait = wait
+        self.billed = billed
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Reply:
     completion_tokens: int  # with those of the reasoning; 0 where unknown
     cost: float | None  # dollars; None where the price or the usage is unknown
     seconds: float  # with retries, without the waits for a free slot, a turn under rpm and the budget
-    finish: str = "stop"  # or "length" (cut off), "refusal" (by model or filter), else the provider's word
+    finish: str = "stop"  # why it ended, in the provider's word; "length" if it was cut off
 
 
 @dataclass
@@ -103,19 +103,18 @@ class Worker:
         run (step, question, rollout, workflow step): with it the reply is kept in `replay`. WorkerError if
         transport or provider fail for good. A reply counts in calls, spent and unpriced, also a kept one."""
         params = {**self.params, **overrides}
-        reply = key = None
-        if self.replay is not None and nonce is not None:
-            key = self.replay.key([self.name, self.protocol, self.model, messages, params, nonce])
-            reply = self.replay.find(key)
-        if reply is None:
+        replay = self.replay if nonce is not None else None
+        key = replay and replay.key([self.name, self.protocol, self.model, messages, params, nonce])
+        reply = replay and replay.find(key)
+        if reply and on_text:
+            on_text(reply.text)
+        if not reply:
             try:
                 reply = self.call(messages, params, on_text)
             except WorkerError as e:
-                raise WorkerError(f"{self.name}: {e}") from None
-            if key is not None:
-                self.replay.keep(key, reply)
-        elif on_text:
-            on_text(reply.text)
+                raise WorkerError(f"{self.name}: {e}", e.bad_request) from None
+            if replay:
+                replay.keep(key, reply)
         with self.lock:
             self.calls += 1
             self.spent += reply.cost or 0.0
@@ -124,19 +123,15 @@ class Worker:
 
     def call(self, messages: list[dict], params: dict, on_text) -> Reply:
         """Over the wire: attempts until one succeeds, with waits that double, jitter, and a deadline."""
-        key = os.environ.get(self.api_key_env or "", "").strip()
-        request = build_request(self, messages, params, key, on_text is not None)
-        most = most_dollars(self.price, params, len(request[2])) if self.budget else 0.0
-        if most == math.inf:
-            raise WorkerError(f"under a budget a call needs {BOUNDED}")
+        request = build_request(self, messages, params, on_text is not None)
         with self.slots:
             begun = time.monotonic()
             failures = 0
             for attempt in count(1):
-                begun += self.take_turn(most)  # What is waited for here takes nothing from the deadline.
+                begun += self.take_turn(request.most)  # This wait takes nothing from the deadline.
                 seconds = max(0.001, min(self.timeout, begun + self.deadline - time.monotonic()))
                 try:
-                    reply = self.attempt(request, seconds, most, on_text)
+                    reply = self.attempt(request, seconds, on_text)
                     break
                 except WorkerError as fault:
                     failures += not fault.busy
@@ -145,7 +140,8 @@ class Worker:
                     late = time.monotonic() + wait + self.usual > begun + self.deadline
                     if not fault.retry or late or attempt == self.attempts or failures == FAILURES:
                         took = f"attempt {attempt}, after {time.monotonic() - begun:.1f} s"
-                        raise WorkerError(f"{redact(str(fault), key)} ({took})") from None
+                        text = redact(str(fault), request.key)
+                        raise WorkerError(f"{text} ({took})", fault.bad_request) from None
                 time.sleep(wait)
         self.usual += (reply.seconds - self.usual) * (0.2 if self.usual else 1.0)
         reply.seconds = time.monotonic() - begun
@@ -163,11 +159,10 @@ class Worker:
             self.budget.take(most)
         return time.monotonic() - begun
 
-    def attempt(self, request, seconds: float, most: float, on_text) -> Reply:
-        """One request and its reply. What it does not cost of `most` goes back to the budget."""
+    def attempt(self, request, seconds: float, on_text) -> Reply:
+        """One request and its reply. What it does not cost of request.most goes back to the budget."""
         begun = time.monotonic()
-        spent = most
-        cost = None
+        spent = request.most
         told = []
 
         def tell(piece):
@@ -176,13 +171,9 @@ class Worker:
 
         try:
             data = exchange(self.session, request, seconds, tell if on_text else None)
-            with defined_by(self.protocol):
-                _, read, _ = PROTOCOLS[self.protocol]
-                text, finish, n_in, n_out, surcharge = read(data)
-                finish = FINISH.get(finish, str(finish))
-            if self.price and n_in is not None and n_out is not None:
-                cost = ((n_in + surcharge) * self.price[0] + n_out * self.price[1]) / 1e6
-                spent = cost
+            reply = read_reply(self.protocol, data, self.price)
+            if reply.cost is not None:
+                spent = reply.cost
         except WorkerError as fault:
             if not fault.billed:
                 spent = 0.0
@@ -191,11 +182,11 @@ class Worker:
             raise
         finally:
             if self.budget:
-                self.budget.settle(most - spent)
-        text = text.encode(errors="replace").decode()  # Half of an emoji, as JSON can spell it, is no text.
-        if on_text and text and not told:
-            on_text(text)
-        return Reply(text, n_in or 0, n_out or 0, cost, time.monotonic() - begun, finish)
+                self.budget.settle(request.most - spent)
+        if on_text and reply.text and not told:
+            on_text(reply.text)
+        reply.seconds = time.monotonic() - begun
+        return reply
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -224,10 +215,17 @@ def load_pool(spec: str, local_url: str | None = None, replay: str = "", budget:
         rpm = worker.rpm and worker.rpm / ranks
         pool.append(replace(worker, rpm=rpm, concurrency=max(1, worker.concurrency // ranks)))
         pool[-1].letter = chr(ord("A") + i)
-    unbounded = [worker.name for worker in pool if most_dollars(worker.price, worker.params, 0) == math.inf]
-    if budget and unbounded:
-        sys.exit(f"{spec}: a budget needs {BOUNDED}; {', '.join(unbounded)} lack this. Write a pool file:\n"
-                 f"    python workers.py print --pool={spec} > pool.json\nand use --pool=pool.json")
+    lacks = []
+    for worker in pool if budget else []:
+        try:
+            most_dollars(worker.price, worker.params, 0)
+        except WorkerError as e:
+            lacks.append(f"{worker.name}: {e}")
+    if lacks:
+        lacks.append(f"edit {spec}")
+        if not os.path.exists(spec):
+            lacks[-1] = f"edit a copy, python workers.py print --pool={spec} > pool.json"
+        sys.exit("\n".join(lacks))
     return pool
 
 
@@ -251,6 +249,8 @@ def read_pool(spec: str, local_url: str | None = None) -> list[dict]:
 
 
 # ----------------------------------------------------------------------------------------------------------
+# Appendix: the local specialists, tables of pools, wire formats, money, transport, servers, command line
+
 # The local specialists: honest little programs behind an OpenAI-compatible endpoint. They see what a worker
 # sees, never the answer.
 
@@ -334,10 +334,6 @@ LOCAL = {
     "local:pairs": [f"{kind}{trade}" for trade in TRADES for kind in ("", "junior ")],  # a weaker one too
     "local:tired": [f"{kind} {trade}" for trade in TRADES for kind in ("tired", "junior")],  # on a bad day
 }
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Appendix: what the specialists know, tables of pools, wire formats, money, transport, servers, command line
 
 # What the specialists know
 
@@ -476,9 +472,9 @@ def check_worker(worker: Worker):
         raise ValueError("base_url must be http(s)://host/... without a password, or $VARIABLE")
     if worker.api_key_env is not None and not worker.api_key_env.isidentifier():
         raise ValueError("api_key_env must be the name of an environment variable, not the key")
-    if worker.price is not None:
-        if len(worker.price) != 2 or not all(type(p) in (int, float) and 0 <= p < 1e6 for p in worker.price):
-            raise ValueError("price must be [input, output] in dollars per million tokens")
+    price = [0, 0] if worker.price is None else worker.price
+    if len(price) != 2 or not all(type(dollars) in (int, float) and 0 <= dollars < 1e6 for dollars in price):
+        raise ValueError("price must be [input, output] in dollars per million tokens")
 
 
 # Wire formats
@@ -496,19 +492,31 @@ NAMES = {
 GEMINI_FIELDS = ("safetySettings", "tools", "toolConfig", "cachedContent", "labels", "serviceTier")
 
 
-def build_request(worker, messages: list[dict], params: dict, key: str, stream: bool) -> tuple:
-    """The URL, headers and body (bytes) of a call; WorkerError where the environment lacks something."""
-    if worker.url.startswith("$"):
-        raise WorkerError(f"set {worker.url} in the environment")
+class Request(NamedTuple):
+    url: str
+    headers: dict
+    body: bytes
+    key: str  # which no error may show
+    most: float  # dollars that it can cost, where there is a budget
+
+
+def build_request(worker, messages: list[dict], params: dict, stream: bool) -> Request:
+    """WorkerError where the environment lacks something, or protocol or budget forbid a parameter."""
+    key = os.environ.get(worker.api_key_env or "", "").strip()
+    unset = re.findall(r"^\$(\w+)", worker.url)
     if worker.api_key_env and not re.fullmatch("[!-~]+", key):  # what a header can hold
-        raise WorkerError(f"set {worker.api_key_env} in the environment")
-    write, _, headers = PROTOCOLS[worker.protocol]
-    path, body = write(worker.model, messages, wire_params(worker.protocol, worker.model, params))
+        unset.append(worker.api_key_env)
+    if unset:
+        raise WorkerError(f"not set in the environment: {', '.join(unset)}")
+    path, headers, write, _ = PROTOCOLS[worker.protocol]
+    body = write(worker.model, messages, wire_params(worker.protocol, worker.model, params))
     if stream and worker.protocol == "openai":
         body |= {"stream": True, "stream_options": {"include_usage": True}}
+    body = json.dumps(body).encode()
     headers = {name: value.format(key) for name, value in headers.items() if key or "{}" not in value}
     headers |= {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-    return worker.url + path, headers, json.dumps(body).encode()
+    most = most_dollars(worker.price, params, len(body)) if worker.budget else 0.0
+    return Request(worker.url + path.format(worker.model), headers, body, key, most)
 
 
 def wire_params(protocol: str, model: str, params: dict) -> dict:
@@ -518,7 +526,7 @@ def wire_params(protocol: str, model: str, params: dict) -> dict:
     for name, value in params.items():
         own_name = NAMES[protocol].get(name, name)
         if own_name is None:
-            raise WorkerError(f"{name} means nothing to the {protocol} protocol")
+            raise WorkerError(f"{name} means nothing to the {protocol} protocol", bad_request=True)
         if name in ("n", "stream"):
             raise WorkerError(f"{name}: a call gives one reply, and streams it to on_text")
         if name == "max_tokens" and "reasoning_effort" in reasoning:  # one of OpenAI's reasoning models
@@ -530,40 +538,37 @@ def wire_params(protocol: str, model: str, params: dict) -> dict:
     return sent
 
 
-def openai_request(model: str, messages: list[dict], params: dict) -> tuple[str, dict]:
-    """platform.openai.com/docs/api-reference/chat; also vLLM, Ollama, llama.cpp, OpenRouter, Together."""
-    return "/chat/completions", {"model": model, "messages": messages, **params}
+def openai_body(model: str, messages: list[dict], params: dict) -> dict:
+    return {"model": model, "messages": messages, **params}
 
 
 def openai_reply(data: dict) -> tuple:
     choice = data["choices"][0]
     if choice.get("error"):  # OpenRouter, when its provider fails midway
         raise WorkerError(f"the provider failed midway: {choice['error']}", retry=True)
-    refusal = choice["message"].get("refusal")
-    text = text_of(choice["message"].get("content")) or text_of(refusal)
+    text = text_of(choice["message"].get("content")) or text_of(choice["message"].get("refusal"))
     n_in = tokens(data, "usage", "prompt_tokens")
     n_out = tokens(data, "usage", "completion_tokens")
     total = tokens(data, "usage", "total_tokens")
     if None not in (n_in, n_out, total):
         n_out = max(n_out, total - n_in)  # Some count the reasoning in the total only.
     written = tokens(data, "usage", "prompt_tokens_details", "cache_write_tokens") or 0
-    return text, "refusal" if refusal else choice.get("finish_reason"), n_in, n_out, 0.25 * written
+    return text, choice.get("finish_reason"), n_in, n_out, 0.25 * written
 
 
-def anthropic_request(model: str, messages: list[dict], params: dict) -> tuple[str, dict]:
+def anthropic_body(model: str, messages: list[dict], params: dict) -> dict:
     """platform.claude.com/docs/en/api/messages, which needs max_tokens."""
     system, turns = system_and_turns(messages)
-    turns = [{"role": role, "content": content} for role, content in turns]
     body = {"model": model, "max_tokens": 4096, "messages": turns, **params}
     wish = body.pop("response_format", None)
     if at(wish, "type") == "json_object":
-        raise WorkerError("response_format: the anthropic protocol needs a json_schema")
+        raise WorkerError("response_format: the anthropic protocol needs a json_schema", bad_request=True)
     if at(wish, "type") == "json_schema":
         form = {"type": "json_schema", "schema": at(wish, "json_schema", "schema")}
         body["output_config"] = {**body.get("output_config", {}), "format": form}
     if system:
         body["system"] = system
-    return "/messages", body
+    return body
 
 
 def anthropic_reply(data: dict) -> tuple:
@@ -577,14 +582,14 @@ def anthropic_reply(data: dict) -> tuple:
     return text_of(data["content"]), data.get("stop_reason"), n_in, n_out, surcharge
 
 
-def gemini_request(model: str, messages: list[dict], params: dict) -> tuple[str, dict]:
+def gemini_body(model: str, messages: list[dict], params: dict) -> dict:
     """ai.google.dev/api/generate-content; params are generationConfig's but for GEMINI_FIELDS."""
-    roles = {"user": "user", "assistant": "model"}
     system, turns = system_and_turns(messages)
-    contents = [{"role": roles[role], "parts": [{"text": content}]} for role, content in turns]
+    roles = {"user": "user", "assistant": "model"}
+    contents = [{"role": roles[turn["role"]], "parts": [{"text": turn["content"]}]} for turn in turns]
     config = dict(params)
-    body = {"contents": contents, "generationConfig": config}
-    body |= {name: config.pop(name) for name in GEMINI_FIELDS if name in config}
+    body = {name: config.pop(name) for name in GEMINI_FIELDS if name in config}
+    body |= {"contents": contents, "generationConfig": config}
     wish = config.pop("response_format", None)
     if at(wish, "type") in ("json_object", "json_schema"):
         config["responseMimeType"] = "application/json"
@@ -592,7 +597,7 @@ def gemini_request(model: str, messages: list[dict], params: dict) -> tuple[str,
         config["responseJsonSchema"] = at(wish, "json_schema", "schema")
     if system:
         body["systemInstruction"] = {"parts": [{"text": system}]}
-    return f"/models/{model}:generateContent", body
+    return body
 
 
 def gemini_reply(data: dict) -> tuple:
@@ -607,17 +612,28 @@ def gemini_reply(data: dict) -> tuple:
     return text, candidate.get("finishReason"), n_in, n_out, 0.0
 
 
-# A request's path and body; a response's text, stop reason, tokens in and out, and as further tokens in what
-# its cache costs; the headers. In Gemini's URL a key would land in logs.
+# Below base_url a path, where {} is the model; headers, where {} is the key (in Gemini's URL it would land in
+# logs); the body of a request; a response's text, stop reason, tokens in and out, and what its cache costs as
+# further tokens in. OpenAI's (platform.openai.com/docs/api-reference/chat) is also that of vLLM, Ollama,
+# llama.cpp, OpenRouter and Together.
 PROTOCOLS = {
-    "openai": (openai_request, openai_reply, {"Authorization": "Bearer {}"}),
-    "anthropic": (anthropic_request, anthropic_reply, {"x-api-key": "{}", "anthropic-version": "2023-06-01"}),
-    "gemini": (gemini_request, gemini_reply, {"x-goog-api-key": "{}"}),
+    "openai": ("/chat/completions", {"Authorization": "Bearer {}"}, openai_body, openai_reply),
+    "anthropic": ("/messages", {"x-api-key": "{}", "anthropic-version": "2023-06-01"}, anthropic_body,
+                  anthropic_reply),
+    "gemini": ("/models/{}:generateContent", {"x-goog-api-key": "{}"}, gemini_body, gemini_reply),
 }
-CUT_OFF = ("max_tokens", "MAX_TOKENS", "model_context_window_exceeded")
-REFUSED = ("content_filter", "SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII")
-FINISH = {**dict.fromkeys((None, "", "end_turn", "stop_sequence", "STOP"), "stop"),
-          **dict.fromkeys(CUT_OFF, "length"), **dict.fromkeys(REFUSED, "refusal")}
+CUT_OFF = ("max_tokens", "MAX_TOKENS", "model_context_window_exceeded", "length")
+
+
+def read_reply(protocol: str, data: dict, price: list | None) -> Reply:
+    with defined_by(protocol):
+        text, finish, n_in, n_out, surcharge = PROTOCOLS[protocol][-1](data)
+        finish = "length" if finish in CUT_OFF else str(finish or "stop")
+        text = text.encode(errors="replace").decode()  # Half of an emoji, as JSON can spell it, is no text.
+    cost = None
+    if price and n_in is not None and n_out is not None:
+        cost = ((n_in + surcharge) * price[0] + n_out * price[1]) / 1e6
+    return Reply(text, n_in or 0, n_out or 0, cost, 0.0, finish)
 
 
 @contextlib.contextmanager
@@ -648,27 +664,28 @@ def text_of(content) -> str:
     return "".join(part["text"] for part in parts if part["type"] == "text")
 
 
-def system_and_turns(messages: list[dict]) -> tuple[str, list[tuple[str, str]]]:
-    """The system's words, and (role, content) of the turns: some want them apart, and no turn blank."""
+def system_and_turns(messages: list[dict]) -> tuple[str, list[dict]]:
+    """The system's words, and the other messages: some want them apart, and no turn blank."""
     system = [m["content"] for m in messages if m["role"] == "system"]
-    turns = [(m["role"], m["content"]) for m in messages if m["role"] != "system"]
-    return "\n\n".join(system), [(role, content if content.strip() else "(empty)") for role, content in turns]
+    turns = [{**m, "content": m["content"] if m["content"].strip() else "(empty)"}
+             for m in messages if m["role"] != "system"]
+    return "\n\n".join(system), turns
 
 
 # Money: replies that are kept, and the budget
 
 class Replay:
     """Replies in one file, a line each, appended as they come: what a killed run has paid for is free when it
-    is run again. Any number of processes may append; nothing is ever taken out."""
+    is run again. Any number of processes may append; nothing is ever taken out. A line begins with its
+    newline, so that one which a kill or a full disk has torn before it does no harm."""
 
     def __init__(self, path: str):
         self.path = path
         self.file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         with open(path, "rb") as file:
             lines = file.read().split(b"\n")
-        for line in lines:  # whole, or torn by a kill or a full disk
-            if not re.match(rb"[0-9a-f]{64} |[0-9a-f]{0,64}$", line):
-                raise OSError("the file is there, and is no file of replies")
+        if not all(re.match(rb"[0-9a-f]{64} |[0-9a-f]{0,64}$", line) for line in lines):
+            raise OSError("the file is there, and is no file of replies")
         self.lines = dict(line.split(b" ", 1) for line in lines if line.endswith(b"}"))
 
     @staticmethod
@@ -682,12 +699,9 @@ class Replay:
             return None
 
     def keep(self, key: bytes, reply: Reply):
-        """One write: lines of several processes do not mix. A line that is torn is ended before."""
-        size = os.fstat(self.file).st_size
-        torn = size > 0 and os.pread(self.file, 1, size - 1) != b"\n"
-        line = b"%s%s %s\n" % (b"\n" if torn else b"", key, json.dumps(asdict(reply)).encode())
+        line = b"\n%s %s" % (key, json.dumps(asdict(reply)).encode())
         try:
-            if os.write(self.file, line) < len(line):
+            if os.write(self.file, line) < len(line):  # One write: lines of several processes do not mix.
                 raise OSError("no space left")
         except OSError as e:  # The reply is paid for, and the run can go on with it.
             print(f"{self.path}: a reply could not be kept: {e}", file=sys.stderr)
@@ -722,8 +736,6 @@ class Budget:
             self.room.notify_all()
 
 
-BOUNDED = ('"price": [input, output] in dollars per million tokens ([0, 0] for a model of your own), and in '
-           '"params" "max_tokens", a whole number above 0, and nothing that costs beside tokens')
 LIMITS = ("max_tokens", "max_completion_tokens", "maxOutputTokens")  # of an answer's tokens, by any name
 COSTLY = ("best_of", "candidateCount", "models", "plugins", "prompt_cache_retention", "service_tier",
           "serviceTier", "speed", "tools", "web_search_options")  # They cost more than the call's tokens.
@@ -731,13 +743,17 @@ TEMPLATE = 512  # tokens that a chat template may add to a prompt
 
 
 def most_dollars(price: list | None, params: dict, size: int) -> float:
-    """Dollars that a call with a body of so many bytes can cost; infinite where nothing bounds it."""
+    """Dollars that a call with a body of so many bytes can cost. WorkerError where nothing bounds it."""
+    limits = [params[name] for name in LIMITS if name in params]
+    costly = [name for name in COSTLY if name in params]
     if price == [0, 0]:
         return 0.0
-    limits = [params[name] for name in LIMITS if name in params]
-    bounded = limits and all(type(n) is int and n > 0 for n in limits)
-    if not price or not bounded or any(name in params for name in COSTLY):
-        return math.inf
+    if costly:
+        raise WorkerError(f'a budget forbids "{costly[0]}", which costs beside the tokens', bad_request=True)
+    if not limits or not all(type(n) is int and n > 0 for n in limits):
+        raise WorkerError('a budget needs "max_tokens" in "params", above 0 and whole', bad_request=True)
+    if not price:
+        raise WorkerError('a budget needs "price": [input, output], dollars per million tokens; your own: 0')
     n_in = 2 * (size + TEMPLATE)  # A token is at least a byte; a cache may write it at twice the price.
     return (n_in * price[0] + max(limits) * price[1]) / 1e6
 
@@ -768,7 +784,7 @@ def new_session(url: str, connections: int) -> requests.Session:
     return session
 
 
-def exchange(session, request, seconds: float, on_text=None) -> dict:
+def exchange(session, request: Request, seconds: float, on_text=None) -> dict:
     """One POST within so many seconds: the response's JSON object, or WorkerError."""
     with contextlib.closing(received(session, request, seconds)) as pieces:
         response = next(pieces)
@@ -778,14 +794,14 @@ def exchange(session, request, seconds: float, on_text=None) -> dict:
         return response_data(response, b"".join(pieces))
 
 
-def received(session, request, seconds: float):
+def received(session, request: Request, seconds: float):
     """The response to one POST when its head is there, and then the pieces of its body as they come."""
-    url, headers, body = request
     begun = time.monotonic()
     billed = False
     try:
         limits = (min(CONNECT, seconds), seconds)  # of the connect, and of each read
-        response = session.post(url, data=body, headers=headers, stream=True, timeout=limits)
+        response = session.post(request.url, request.body, headers=request.headers, stream=True,
+                                timeout=limits)
         billed = True
         with response:
             yield response
@@ -810,7 +826,7 @@ def received(session, request, seconds: float):
         if late:  # It may still be at work: another attempt would stand in line behind this one.
             text = f"no complete response within {seconds:.3g} s; a slow worker needs a larger timeout"
         if not unreached:  # Who hangs up at once has not begun to work.
-            billed = billed or took > CONNECT or isinstance(e, requests.ReadTimeout)
+            billed = billed or late or took > CONNECT
         raise WorkerError(text, retry=not late, billed=billed) from None
 
 
@@ -829,46 +845,41 @@ def response_data(response, body: bytes | dict) -> dict:
     if status != 200:
         text = at(error, "message") or error or body.decode("utf-8", "replace")
         again = status in (408, 409, 429) or status >= 500
-        raise WorkerError(f"HTTP {status}: {' '.join(str(text).split())}", billed=not refused,
+        raise WorkerError(f"HTTP {status}: {' '.join(str(text).split())}", bad_request=status in (400, 422),
                           retry=again and response.headers.get("x-should-retry") != "false",
-                          busy=refused and status in (429, 503, 529), wait=asked_wait(response, error))
+                          busy=refused and status in (429, 503, 529), billed=not refused,
+                          wait=asked_wait(response.raw.headers, error))
     if not isinstance(data, dict):  # To ask again would be to pay again, for the same.
         raise WorkerError(f"the response is no JSON object: {body[:400].decode('utf-8', 'replace')!r}")
     return data
 
 
-def asked_wait(response, error) -> float:
-    """Seconds that a provider asks to wait; the longest of several."""
-    headers = response.raw.headers
-    waits = [seconds_until(value) for value in headers.getlist("Retry-After")]
-    waits += [seconds_until(value) / 1000 for value in headers.getlist("retry-after-ms")]
-    google = re.findall(r'"retryDelay": "(\d+(?:\.\d+)?)s"', json.dumps(error))  # google.rpc.RetryInfo
-    return max([*waits, *map(float, google)], default=0.0)
-
-
-def seconds_until(moment: str) -> float:
-    """A number of seconds or a date (RFC 9110, 10.2.3) as seconds from now; 0 if it is neither."""
-    try:
-        if re.fullmatch(r"\s*\d+(\.\d+)?\s*", moment):
-            return float(moment)
-        return max(0.0, email.utils.parsedate_to_datetime(moment).timestamp() - time.time())
-    except (ValueError, TypeError, OverflowError):
-        return 0.0
+def asked_wait(headers, error) -> float:
+    """Seconds that a provider asks to wait, as a number or a date (RFC 9110, 10.2.3); of several the most."""
+    waits = re.findall(r'"retryDelay": "(\d+(?:\.\d+)?)s"', json.dumps(error))  # google.rpc.RetryInfo
+    waits += headers.getlist("Retry-After") + [f"{ms}e-3" for ms in headers.getlist("retry-after-ms")]
+    longest = 0.0
+    for wait in waits:
+        with contextlib.suppress(ValueError, TypeError, OverflowError):
+            if re.fullmatch(r"\s*\d+(\.\d+)?(e-3)?\s*", wait):
+                longest = max(longest, float(wait))
+            else:
+                longest = max(longest, email.utils.parsedate_to_datetime(wait).timestamp() - time.time())
+    return longest
 
 
 def read_stream(pieces, on_text) -> dict:
     """An OpenAI stream as the same response without one. on_text gets each piece of its text."""
-    texts = []
-    ending = {}  # finish_reason, usage, error
-    rest = b""
+    texts, ending, rest = [], {}, b""  # ending: finish_reason, usage, error
     for piece in pieces:
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:
-            if line.startswith(b"data:"):  # else it is blank, a comment, or another field
-                with defined_by("openai"):
-                    texts.append(read_event(line[5:].strip(), ending))
-                if texts[-1]:
-                    on_text(texts[-1])
+            if not line.startswith(b"data:"):  # It is blank, a comment, or another field.
+                continue
+            with defined_by("openai"):
+                texts.append(read_event(line[5:].strip(), ending))
+            if texts[-1]:
+                on_text(texts[-1])
     if not ending.keys() & {"finish_reason", "error"}:
         raise WorkerError("the stream ended early", retry=True)
     choice = {"message": {"content": "".join(texts)}, "finish_reason": ending.get("finish_reason")}
@@ -877,16 +888,13 @@ def read_stream(pieces, on_text) -> dict:
 
 def read_event(event: bytes, ending: dict) -> str:
     """The text of a stream's event. What ends a stream is put into `ending`."""
-    if event == b"[DONE]":
-        ending.setdefault("finish_reason")
-        return ""
-    data = json.loads(event)
+    data = {"choices": [{"finish_reason": "stop"}]} if event == b"[DONE]" else json.loads(event)
     ending |= {key: data[key] for key in ("error", "usage") if data.get(key)}
     text = ""
     for choice in data.get("choices") or []:
         text += text_of(at(choice, "delta", "content"))
         if choice.get("finish_reason"):
-            ending["finish_reason"] = choice["finish_reason"]
+            ending.setdefault("finish_reason", choice["finish_reason"])
     return text
 
 
@@ -899,8 +907,14 @@ def redact(text: str, key: str) -> str:
 # The servers
 
 ROLES = ("system", "developer", "user", "assistant")
-UNSUPPORTED = ("tools", "functions", "logprobs", "audio", "prediction", "web_search_options")
 PATHS = "there are GET /health, GET /v1/models, GET /v1/models/NAME and POST /v1/chat/completions"
+# What a client may ask of the answer; nobody here needs what else OpenAI's clients send.
+WISHES = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "stop", "seed", "response_format",
+          "presence_penalty", "frequency_penalty", "logit_bias", "reasoning_effort", "verbosity")
+IGNORED = ("model", "messages", "stream", "stream_options", "n", "user", "metadata", "store", "service_tier",
+           "safety_identifier", "prompt_cache_key", "tool_choice", "parallel_tool_calls")
+RANGES = {"n": (1, 1), "max_tokens": (1, 10 ** 9), "max_completion_tokens": (1, 10 ** 9),
+          "temperature": (0, 2), "top_p": (0, 1), "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2)}
 
 
 def plain_chat(body) -> dict:
@@ -908,25 +922,22 @@ def plain_chat(body) -> dict:
     said = at(body, "messages")
     if not isinstance(said, list) or not said or not isinstance(body.get("model"), str):
         raise ValueError("expected an object with model, a name, and messages, a list of at least one")
-    if body.get("n") not in (None, 1):
-        raise ValueError("n other than 1 is not supported: ask once for each answer")
-    for key in UNSUPPORTED:
-        if body.get(key):
-            raise ValueError(f"{key} is not supported")
-    return {**body, "messages": [plain_message(message) for message in said]}
-
-
-def plain_message(message) -> dict:
-    """A chat message with its content as one string; ValueError where it is not of text."""
-    role = at(message, "role")
-    if role not in ROLES:
-        raise ValueError(f"expected messages whose role is one of {', '.join(ROLES)}")
-    content = message.get("content")
-    content = "" if content is None else content
-    texts = [at(part, "text") for part in content] if isinstance(content, list) else [content]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError("expected messages whose content is text: nothing else is supported")
-    return {"role": "system" if role == "developer" else role, "content": "".join(texts)}
+    for key, value in body.items():
+        if value and key not in WISHES + IGNORED:
+            raise ValueError(f"{key} is not supported; there are {', '.join(WISHES)}")
+    for key, (least, most) in RANGES.items():
+        value = body.get(key)
+        number = type(value) is int or type(value) is float and most <= 2
+        if value is not None and not (number and least <= value <= most):
+            raise ValueError(f"{key}: expected a number from {least} to {most}")
+    chat = []
+    for message in said:
+        role, content = at(message, "role"), at(message, "content")
+        texts = [at(part, "text") for part in content] if isinstance(content, list) else [content or ""]
+        if role not in ROLES or not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"expected messages of text whose role is one of {', '.join(ROLES)}")
+        chat.append({"role": "system" if role == "developer" else role, "content": "".join(texts)})
+    return {**body, "messages": chat}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -962,7 +973,8 @@ class Handler(BaseHTTPRequestHandler):
         kind = "invalid_request_error" if status < 500 else "server_error"
         error = {"error": {"message": message, "type": kind, "param": None, "code": code}}
         if self.streaming:
-            return self.send_event(error)
+            self.send_piece(f"data: {json.dumps(error)}\n\n")
+            return self.send_piece("")
         headers = {} if retry else {"x_should_retry": "false"}
         self.answer(status, error, **headers)
 
@@ -970,28 +982,32 @@ class Handler(BaseHTTPRequestHandler):
         """Send a whole completion, as a stream of one piece where the request asks for a stream."""
         if self.chat.get("stream"):
             self.send_chunk({"content": text})
-            self.send_chunk({}, finish, usage)
-            return self.end_stream()
+            return self.end_stream(finish, usage)
         choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish}
         self.answer(200, {**self.card, "object": "chat.completion", "choices": [choice], "usage": usage})
 
-    def send_chunk(self, delta: dict, finish: str | None = None, usage: dict | None = None):
-        """Send a piece of a stream: delta is {"content": str} or {}. usage is sent where it is asked for."""
+    def send_chunk(self, delta: dict, finish: str | None = None, **more):
+        """Send an event of a stream. delta: {"content": str}, or {} at the end."""
+        choices = [{"index": 0, "delta": delta, "finish_reason": finish}]
+        event = {**self.card, "object": "chat.completion.chunk", "choices": choices, **more}
+        self.send_piece(f"data: {json.dumps(event)}\n\n")
+
+    def end_stream(self, finish: str = "stop", usage: dict | None = None):
+        self.send_chunk({}, finish)
+        if usage and at(self.chat, "stream_options", "include_usage"):
+            self.send_chunk({}, choices=[], usage=usage)
+        self.send_piece("data: [DONE]\n\n")
+        self.send_piece("")
+
+    def send_piece(self, text: str):
+        """Send a chunk (RFC 9112, 7.1) of a stream: the first begins it, and an empty one ends it."""
         if not self.streaming:
             self.streaming = True
-            self.close_connection = True  # The stream's end is the connection's.
-            self.send_head(200, Content_Type="text/event-stream", Cache_Control="no-cache")
-            delta = {"role": "assistant", **delta}
-        card = {**self.card, "object": "chat.completion.chunk"}
-        self.send_event({**card, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]})
-        if usage and at(self.chat, "stream_options", "include_usage"):
-            self.send_event({**card, "choices": [], "usage": usage})
-
-    def end_stream(self):
-        self.wfile.write(b"data: [DONE]\n\n")
-
-    def send_event(self, data: dict):
-        self.wfile.write(f"data: {json.dumps(data)}\n\n".encode())
+            self.send_head(200, Content_Type="text/event-stream", Cache_Control="no-cache",
+                           Transfer_Encoding="chunked")
+            self.send_chunk({"role": "assistant", "content": ""})
+        data = text.encode()
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
 
     def hung_up(self) -> bool:
         """Whether the client has closed the connection: nobody waits for the answer any more."""
@@ -1020,6 +1036,7 @@ class Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def do_POST(self):
+        self.streaming = False
         data = self.read_body()
         if data is None:
             return
@@ -1028,17 +1045,15 @@ class Handler(BaseHTTPRequestHandler):
         if self.headers.get_content_type() != "application/json":  # Any web page can send the others here.
             return self.fail(415, "expected Content-Type: application/json")
         try:
-            body = json.loads(data)
+            self.chat = plain_chat(json.loads(data))
         except (ValueError, RecursionError) as e:
-            return self.fail(400, f"expected JSON: {e}")
-        try:
-            self.chat = plain_chat(body)
-        except ValueError as e:
-            return self.fail(400, str(e))
+            return self.fail(400, f"expected a chat request in JSON: {e}")
         model = self.chat["model"]
         if model not in self.models:
             text = f"there is no model {model!r}; there are {', '.join(self.models)}"
             return self.fail(404, text, code="model_not_found")
+        if self.chat.get("stream") and self.request_version == "HTTP/1.0":
+            return self.fail(400, "expected HTTP/1.1: a stream comes in chunks")
         self.card = {"id": f"chatcmpl-{time.time_ns()}", "created": int(time.time()), "model": model}
         try:
             self.complete(self.chat)
@@ -1073,6 +1088,7 @@ class Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None):
         """The base class's own errors (an unknown method, a bad request line), in JSON too."""
         self.close_connection = True
+        self.request_version = self.protocol_version  # which a line that is no HTTP has not
         self.fail(code, message or "a bad request")
 
     def log_message(self, *args):
@@ -1100,12 +1116,17 @@ class Server(ThreadingHTTPServer):
     server_bind = socketserver.TCPServer.server_bind  # HTTPServer's looks up the host's name, and can hang.
 
 
-def serve_specialists(port: int, child: bool = False, latency: float = 0.0):
-    """The specialists on 127.0.0.1 until Ctrl-C, or as a child until stdin ends, however the parent dies."""
+def loopback_server(port: int, handler) -> Server:
+    """A server that is bound, not yet started. SystemExit says why it could not be."""
     try:
-        server = Server(("127.0.0.1", port), SpecialistHandler)
+        return Server(("127.0.0.1", port), handler)
     except (OSError, OverflowError) as e:
         sys.exit(f"cannot serve on 127.0.0.1:{port}: {e}; choose another --port=N (0: any free one)")
+
+
+def serve_specialists(port: int, child: bool = False, latency: float = 0.0):
+    """The specialists on 127.0.0.1 until Ctrl-C, or as a child until stdin ends, however the parent dies."""
+    server = loopback_server(port, SpecialistHandler)
     server.latency = latency
     print(f"http://127.0.0.1:{server.server_address[1]}/v1", flush=True)
     if child:
@@ -1144,16 +1165,23 @@ def main():
     if words == ["print"]:
         return print(json.dumps(read_pool(settings.pool), indent=2))
     if words:
-        sys.exit(f"unknown command {' '.join(words)}; there are serve, print, and none to list the pool")
+        sys.exit(f"unknown command {' '.join(words)}; there are serve, print, and none to ask the workers")
+    failed = False
     for worker in load_pool(settings.pool):
-        key = "is set" if os.environ.get(worker.api_key_env or "") else "is NOT SET"
-        key = f"{worker.api_key_env} {key}" if worker.api_key_env else "no key needed"
+        told = worker.protocol if worker.model == worker.name else f"{worker.protocol}, {worker.model}"
+        if not worker.api_key_env:
+            told += "; no key needed"
+        elif os.environ.get(worker.api_key_env):
+            told += f"; {worker.api_key_env} is set"
         try:
             reply = replace(worker, attempts=1).chat([{"role": "user", "content": "Say pong."}])
-            ping = f"answers in {reply.seconds:.2f} s"
+            told += f"; answers in {reply.seconds:.2f} s"
         except WorkerError as e:
-            ping = str(e)
-        print(f"{worker.name:<22}{worker.protocol:<11}{worker.model:<42}{key:<30}{ping}", flush=True)
+            failed = True
+            told += str(e).replace(worker.name + ":", ";", 1)
+        print(f"{worker.name:<22}{told}", flush=True)
+    if failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

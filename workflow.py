@@ -8,7 +8,6 @@ The Conductor writes three Python lists: who (`model_id`), what (`subtasks`), an
 see (`access_list`). `messages` asks for them, `parse` reads them, `submit` runs them, a `Trace` is what
 happened, and `roll_out` does all of it for many questions. All is counted from 0. Read grpo.py next."""
 import ast
-import contextlib
 import itertools
 import json
 import os
@@ -27,7 +26,7 @@ import torch
 
 from model import Qwen, Tokenizer, compute_dtype, configure, read_json
 from sample import Completion, generate
-from workers import Handler, Reply, Server, WorkerError, load_pool
+from workers import WISHES, Handler, Reply, Server, WorkerError, load_pool, loopback_server
 
 
 class WorkflowError(ValueError):
@@ -62,11 +61,10 @@ class Workflow:
 # ------------------------------------------------------------------------------------------------------------
 # The prompt (App. E). Its few-shot examples and what it says in further rounds are in the appendix.
 
-
 @dataclass
 class Prompting:
     """How a Conductor is asked for a workflow; conductor.json beside a checkpoint remembers it."""
-    style: str = "full"  # full, zero-shot, fine-grained (App. B.8), short
+    style: str = "full"  # or zero-shot, fine-grained (App. B.8), short (for a Conductor of the laptop's size)
     examples: str = "ood"  # the few-shot examples: ood, in, mixed (Table 4)
     subtasks: bool = True  # False: it is asked for none, and every worker is to solve the question (App. B.7)
     max_steps: int = 5
@@ -97,9 +95,8 @@ def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace
              names: str = "", examples: str = "ood", subtasks: bool = True) -> list[dict]:
     """The chat that asks the Conductor for a workflow, or, after the round `previous`, for one more (§3.2).
 
-    style: "zero-shot" has no examples, "fine-grained" also offers step numbers in access lists, "short" is
-    for a Conductor too small to be prompted into the format. names: the models' letters, which unlike their
-    numbers stay their own in any subset of a pool (§3.2), or "". examples, subtasks: see Prompting."""
+    style, examples, subtasks: see Prompting. names: the models' letters, which unlike their numbers stay
+    their own in any subset of a pool (§3.2), or ""."""
     if style == "short":
         chat = short_chat(question, n_workers, max_steps, names)
         again = SHORT_AGAIN
@@ -118,33 +115,35 @@ def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Parse. How a list is read, and what makes lists a workflow, is in the appendix.
-
+# Parse. How lists are found and read, and what makes lists a workflow, is in the appendix.
 
 def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = False,
           subtasks: bool = True) -> Workflow:
     """The workflow in a Conductor's completion: the last lists, one after another, that make one together.
 
     allow_empty: empty lists are a workflow of no steps (§3.2: keep the answer). subtasks=False: there are
-    two, and every subtask is to solve the question. Linear in the text's length."""
+    two lists, and every subtask is to solve the question. Linear in the text's length."""
     names = ["model_id", "subtasks", "access_list"] if subtasks else ["model_id", "access_list"]
     workflow = None
     error = WorkflowError("model_id: the list is missing")
-    lists, position = [], 0
-    while begin := LIST_BEGINS.search(text, position):
-        if position and NEXT_QUESTION.search(text, position, begin.start()):
-            break
-        name = begin["name"].replace("\\", "")
-        value, position = read_list(text, begin.end())
+    latest = []
+    for name, value in lists_in(text):
         if name not in names:
             continue
-        lists = [*lists, (name, value)][-len(names):]
+        latest = [*latest, (name, value)][-len(names):]
+        found = dict.fromkeys(names, "the list is missing") | dict(latest)
         try:
-            workflow = Workflow(steps_of(dict(lists), names, n_workers, max_steps, allow_empty), text)
-            if [name for name, _ in lists] == names:
-                lists = []  # In the order asked for they are complete: what follows is another workflow's.
+            rows = checked_rows(found, n_workers, max_steps, allow_empty)
         except WorkflowError as e:
             error = e
+            continue
+        workflow = Workflow([], text)
+        for i, (worker, subtask, access) in enumerate(rows):
+            sees_all = "all" in access
+            indices = [*range(i)] if sees_all else sorted(set(access))  # "all": the indices of all before
+            workflow.steps.append(Step(worker, subtask, indices, sees_all))
+        if [name for name, _ in latest] == names:
+            latest = []  # In the order asked for they are complete: what follows is another workflow's.
     if workflow is None:
         raise error
     return workflow
@@ -153,6 +152,172 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
 # ------------------------------------------------------------------------------------------------------------
 # Run
 
+@dataclass
+class Task:
+    """What the Conductor is asked, and how the answer is wanted."""
+    question: str
+    pool: list  # the workers it may use
+    previous: "Trace | None" = None  # the round before: how it ran, which the appendix defines
+    problem: object = None  # eval.py's Problem, which the grader gets
+    name: str = ""  # names the task within a run, for the pool's replay file; "": nothing is replayed
+    overrides: dict = field(default_factory=dict)  # of the last step's call: max_tokens, stop, …
+    on_text: object = None  # on_text(piece) is called with the last step's text as it comes
+    hung_up: object = lambda: False  # hung_up() is true once nobody waits for the answer
+
+
+def worker_chat(question: str, turns: list[tuple[str, str]], subtask: str) -> list[dict]:
+    """What a worker sees: the question, past turns of (subtask, response), its own subtask."""
+    chat = []
+    for earlier, response in turns:
+        chat += [{"role": "user", "content": f"Your task:\n{earlier}"},
+                 {"role": "assistant", "content": response}]
+    chat.append({"role": "user", "content": f"Your task:\n{subtask}"})
+    chat[0]["content"] = f"Question:\n{question}\n\n{chat[0]['content']}"
+    return chat
+
+
+def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: False,
+           then=lambda trace: trace) -> Future:
+    """Start a workflow. The future's result is then(trace), or raises what is no WorkerError.
+
+    A step starts when those it reads have ended. A WorkerError, stopped() or task.hung_up() set Trace.error:
+    no further step starts, and the trace is done when the running ones are, so that no cost is lost.
+    number: the rollout's; with task.name it names this run in the pool's replay file."""
+    steps, previous = workflow.steps, task.previous
+    if not steps and previous is None:
+        raise ValueError("a workflow without steps keeps the previous answer, but there is none")
+    names = [task.pool[step.worker].name for step in steps]
+    trace = Trace(task.question, workflow, names, [None] * len(steps), previous=previous)
+    nonce = f"{task.name}/{number}/{len(trace.rounds()) - 1}" if task.name else None
+    last_round = []
+    if previous:  # of it "all" sees the answer, under the subtask that it answers
+        answered = [earlier for earlier in previous.rounds() if earlier.replies][-1]
+        last_round = [(answered.workflow.steps[-1].subtask, previous.answer)]
+    begun = time.monotonic()
+
+    def call(i):
+        step = steps[i]
+        turns = [(steps[j].subtask, trace.replies[j].text) for j in step.access]
+        if step.sees_all:
+            turns = last_round + turns
+        chat = worker_chat(task.question, turns, step.subtask)
+        wishes = {"on_text": task.on_text, **task.overrides} if i == len(steps) - 1 else {}
+        try:
+            if stopped() or task.hung_up():
+                raise WorkerError("stopped, as nobody waits for the answer")
+            trace.replies[i] = task.pool[step.worker].chat(chat, nonce=nonce and f"{nonce}/{i}", **wishes)
+        except WorkerError as e:
+            trace.error = f"step {i}: {e}"
+            trace.bad_request = e.bad_request and bool(wishes and task.overrides)
+        return trace.error is None
+
+    def end():
+        trace.seconds = time.monotonic() - begun
+        return then(trace)
+
+    return call_in_order([step.access for step in steps], call, end)
+
+
+def execute(workflow: Workflow, question: str, pool: list, previous=None, name="") -> "Trace":
+    """Run a workflow and wait for its trace: see `submit`. name: as in Task."""
+    return submit(workflow, Task(question, pool, previous, name=name)).result()
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Roll out: question → prompt → completion → workflow → answer → right or wrong
+
+@dataclass
+class Rollout:
+    """One completion and all that becomes of it, from its tokens to its advantage."""
+    task: Task
+    text: str  # what the Conductor wrote
+    prompt: list[int] = field(default_factory=list)  # empty where a worker sits in the Conductor's seat
+    completion: Completion | None = None
+    trace: "Trace | None" = None  # None: the text is no workflow
+    invalid: str = ""  # and why it is none
+    right: bool | None = False  # set by roll_out alone; None: unknown, as a worker was lost or nobody grades
+    reward: float | None = None  # set in train.py (§3.1); None: masked
+    advantage: float = 0.0  # set in grpo.py (Eq. 2)
+    weights: list[float] | None = None  # of the tokens, for the gap between sampler and trainer (grpo.py)
+
+
+def roll_out(write, tasks: list[Task], n: int = 1, prompting: Prompting = Prompting(), grade=None, edit=None,
+             first: int = 0, on_finish=None) -> list[list[Rollout]]:
+    """n rollouts of each task, as [task][rollout]. A workflow runs as soon as it is written, and is graded as
+    soon as it has run, while others are being written.
+
+    write: see `sampled` and `seated`. grade(task.problem, answer) -> bool; without it every `right` is None.
+    edit(workflow) -> workflow, for ablations. first: the number of each task's first rollout. on_finish is
+    called with each complete rollout, from any thread. What any of these raises ends all and is raised."""
+    groups, running = [[None] * n for _ in tasks], []
+    failed = threading.Event()
+
+    def written(i, j, text, prompt=(), completion=None, error=None):
+        for future in running:  # A bug in a worker or a grader ends the writing, too.
+            if future.done():
+                future.result()
+        task = tasks[i]
+        rollout = groups[i][j] = Rollout(task, text, list(prompt), completion)
+        if error is not None:  # the Conductor's own call was lost
+            return complete(rollout, Trace(task.question, Workflow([]), [], [], 0.0, error, task.previous))
+        try:
+            workflow = parse(text, len(task.pool), prompting.max_steps, task.previous is not None,
+                             prompting.subtasks)
+        except WorkflowError as e:
+            rollout.invalid = str(e)
+            return complete(rollout, None)
+        if edit:
+            workflow = edit(workflow)
+        running.append(submit(workflow, task, first + j, failed.is_set, partial(complete, rollout)))
+
+    def complete(rollout, trace):
+        rollout.trace = trace
+        if trace:
+            rollout.right = None
+            if grade and not trace.error:
+                rollout.right = trace.right = grade(rollout.task.problem, trace.answer)
+        if on_finish:
+            on_finish(rollout)
+
+    try:
+        if tasks:
+            write([ask(task, prompting) for task in tasks], n, first, written)
+        wait_for_all(running)
+    except BaseException:
+        failed.set()
+        raise
+    return groups
+
+
+def conduct(write, tasks: list[Task], rounds: int = 0, prompting: Prompting = Prompting(), tries: int = 3,
+            grade=None, edit=None) -> list[Rollout]:
+    """One rollout a task, and up to `rounds` more in view of the answer, until empty lists keep it (§3.2).
+
+    Text that does not parse is drawn again, `tries` times in all, under the next rollout numbers. A task
+    whose last try does not parse ends with the round before, and in the first round without a trace."""
+    latest = [None] * len(tasks)
+    going_on = {i: task.previous for i, task in enumerate(tasks)}  # a task's index -> its round before
+    for turn in range(rounds + 1):
+        asked = {}
+        for i, previous in going_on.items():
+            on_text = tasks[i].on_text if turn == rounds else None  # Earlier it may not be the answer.
+            asked[i] = replace(tasks[i], previous=previous, on_text=on_text)
+        going_on = {}
+        for number in range(tries):
+            groups = roll_out(write, [*asked.values()], 1, prompting, grade, edit, number)
+            for i, [rollout] in zip([*asked], groups):
+                trace = rollout.trace
+                if trace or turn == 0:
+                    latest[i] = rollout
+                if trace or tasks[i].hung_up():
+                    del asked[i]
+                if trace and trace.workflow.steps and not trace.error and not tasks[i].hung_up():
+                    going_on[i] = trace
+    return latest
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Appendix: traces, who writes, threads, reading lists, few-shot examples, views, the server, the command line
 
 @dataclass
 class Trace:
@@ -165,6 +330,7 @@ class Trace:
     error: str | None = None  # an infrastructure failure, never the model's fault: training masks it
     previous: "Trace | None" = None  # the round before
     right: bool | None = None  # what a grader said of the answer; None: it was not asked
+    bad_request = False  # whether the error is that Task.overrides ask for what the last worker cannot do
 
     @property
     def responses(self) -> list[str]:
@@ -173,9 +339,9 @@ class Trace:
     @property
     def answer(self) -> str:
         """The last step's response; without steps that of the round before; empty after a failure."""
-        if self.error:
-            return ""
-        return self.replies[-1].text if self.replies else self.previous.answer
+        if self.replies and not self.error:
+            return self.replies[-1].text
+        return "" if self.error else self.previous.answer
 
     def rounds(self) -> list["Trace"]:
         """This trace and those before it, the first round first."""
@@ -205,144 +371,11 @@ class Trace:
                 "cost": self.cost}
 
 
-@dataclass
-class Task:
-    """What the Conductor is asked, and how the answer is wanted."""
-    question: str
-    pool: list  # the workers it may use
-    previous: Trace | None = None  # the round before
-    problem: object = None  # eval.py's Problem, which the grader gets
-    name: str = ""  # names the task within a run, for the pool's replay file; "": nothing is replayed
-    overrides: dict = field(default_factory=dict)  # of the last step's call: max_tokens, stop, …
-    on_text: object = None  # on_text(piece) is called with the last step's text as it comes
-    hung_up: object = lambda: False  # hung_up() is true once nobody waits for the answer
+# Who writes the workflows: a function write(chats, n, first, on_text) for `roll_out` and `conduct`. It writes
+# n completions of each chat, numbered from `first` on, and calls on_text(chat's index, completion's index,
+# text, prompt's ids, Completion) as each is finished, or on_text(…, "", error="why") where none could be had.
 
-
-def worker_chat(question: str, turns: list[tuple[str, str]], subtask: str) -> list[dict]:
-    """What a worker sees: the question, past turns of (subtask, response), its own subtask."""
-    chat = []
-    for earlier, response in turns:
-        chat += [{"role": "user", "content": f"Your task:\n{earlier}"},
-                 {"role": "assistant", "content": response}]
-    chat.append({"role": "user", "content": f"Your task:\n{subtask}"})
-    chat[0]["content"] = f"Question:\n{question}\n\n{chat[0]['content']}"
-    return chat
-
-
-def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: False,
-           then=lambda trace: trace) -> Future:
-    """Start a workflow. The future's result is then(trace), called in the thread of the step that ended last.
-
-    A step starts when those it reads have ended. A WorkerError sets Trace.error: no further step starts, and
-    the trace is done when the running ones are, so that no cost is lost. So it is once stopped() or
-    task.hung_up() is true. An empty or cut-off reply is a reply; any other exception is a bug, and the
-    future's. number: the rollout's; with task.name it names this run in the pool's replay file."""
-    steps, previous = workflow.steps, task.previous
-    if not steps and previous is None:
-        raise ValueError("a workflow without steps keeps the previous answer, but there is none")
-    names = [task.pool[step.worker].name for step in steps]
-    trace = Trace(task.question, workflow, names, [None] * len(steps), previous=previous)
-    nonce = f"{task.name}/{number}/{len(trace.rounds()) - 1}" if task.name else None
-    earlier_rounds = []
-    if previous:  # of these "all" sees the answer, under the subtask that it answers
-        answered = [earlier for earlier in previous.rounds() if earlier.replies][-1]
-        earlier_rounds = [(answered.workflow.steps[-1].subtask, previous.answer)]
-    begun = time.monotonic()
-
-    def call(i):
-        step = steps[i]
-        turns = [(steps[j].subtask, trace.replies[j].text) for j in step.access]
-        if step.sees_all:
-            turns = earlier_rounds + turns
-        chat = worker_chat(task.question, turns, step.subtask)
-        wishes = {"on_text": task.on_text, **task.overrides} if i == len(steps) - 1 else {}
-        try:
-            if stopped() or task.hung_up():
-                raise WorkerError("stopped, as nobody waits for the answer")
-            trace.replies[i] = task.pool[step.worker].chat(chat, nonce=nonce and f"{nonce}/{i}", **wishes)
-        except WorkerError as e:
-            trace.error = f"step {i}: {e}"
-        return trace.error is None
-
-    def end():
-        trace.seconds = time.monotonic() - begun
-        return then(trace)
-
-    return call_in_order([step.access for step in steps], call, end)
-
-
-def execute(workflow: Workflow, question: str, pool: list, previous: Trace | None = None, name="") -> Trace:
-    """Run a workflow and wait for its trace: see `submit`. name: as in Task."""
-    return submit(workflow, Task(question, pool, previous, name=name)).result()
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Roll out: question → prompt → completion → workflow → answer → right or wrong
-
-
-@dataclass
-class Rollout:
-    """One completion and all that becomes of it, from its tokens to its advantage."""
-    task: Task
-    text: str  # what the Conductor wrote
-    prompt: list[int] = field(default_factory=list)  # empty where a worker sits in the Conductor's seat
-    completion: Completion | None = None
-    trace: Trace | None = None  # None: the text is no workflow
-    invalid: str = ""  # and why it is none
-    right: bool | None = False  # set by roll_out alone; None: unknown, as a worker was lost or nobody grades
-    reward: float | None = None  # set in train.py (§3.1); None: masked
-    advantage: float = 0.0  # set in grpo.py (Eq. 2)
-    weights: list[float] | None = None  # of the tokens, for the gap between sampler and trainer (grpo.py)
-
-
-def roll_out(write, tasks: list[Task], n: int = 1, prompting: Prompting = Prompting(), grade=None, edit=None,
-             first: int = 0, on_finish=None) -> list[list[Rollout]]:
-    """n rollouts of each task, as [task][rollout]. A workflow runs as soon as it is written, and is graded as
-    soon as it has run, while others are being written.
-
-    write: see `sampled` and `seated`. grade(task.problem, answer) -> bool; without it every `right` is None.
-    edit(workflow) -> workflow, for ablations. first: the number of each task's first rollout, so that several
-    calls can draw what one would. on_finish(rollout) is called, from any thread, as each is complete. What
-    any of these raises is raised here; no further step starts then, and no running call is waited for."""
-    groups, running = [[None] * n for _ in tasks], []
-    failed = threading.Event()
-
-    def written(i, j, text, prompt=(), completion=None, error=None):
-        for future in running:  # A bug in a worker or a grader ends the writing, too.
-            if future.done():
-                future.result()
-        task = tasks[i]
-        rollout = Rollout(task, text, list(prompt), completion)
-        groups[i][j] = rollout
-        if error is not None:  # the Conductor's own call was lost
-            lost = Trace(task.question, Workflow([]), [], [], error=error, previous=task.previous)
-            return complete(rollout, lost)
-        try:
-            workflow = parse(text, len(task.pool), prompting.max_steps, task.previous is not None,
-                             prompting.subtasks)
-        except WorkflowError as e:
-            rollout.invalid = str(e)
-            return complete(rollout, None)
-        workflow = edit(workflow) if edit else workflow
-        running.append(submit(workflow, task, first + j, failed.is_set, partial(complete, rollout)))
-
-    def complete(rollout, trace):
-        rollout.trace = trace
-        if trace:
-            rollout.right = None
-            if grade and not trace.error:
-                rollout.right = trace.right = grade(rollout.task.problem, trace.answer)
-        if on_finish:
-            on_finish(rollout)
-
-    try:
-        if tasks:
-            write([ask(task, prompting) for task in tasks], n, first, written)
-        wait_for_all(running)
-    except BaseException:
-        failed.set()
-        raise
-    return groups
+READ_AT_ONCE = 1 << 15  # tokens of prompts that a model reads at a time: a batch of long ones needs gigabytes
 
 
 def ask(task: Task, prompting: Prompting) -> list[dict]:
@@ -352,57 +385,17 @@ def ask(task: Task, prompting: Prompting) -> list[dict]:
                     prompting.examples, prompting.subtasks)
 
 
-def conduct(write, tasks: list[Task], rounds: int = 0, prompting: Prompting = Prompting(), tries: int = 3,
-            grade=None, edit=None) -> list[Rollout]:
-    """One rollout a task, and up to `rounds` more in view of the answer, until empty lists keep it (§3.2).
-
-    Text that does not parse is drawn again, `tries` times in all, each time under the next rollout number. A
-    task whose last try does not parse ends with the round before, and in the first round without a trace."""
-    latest = [None] * len(tasks)
-    going_on = {i: task.previous for i, task in enumerate(tasks)}  # a task's index -> its round before
-    for turn in range(rounds + 1):
-        asked = {}
-        for i, previous in going_on.items():
-            on_text = tasks[i].on_text if turn == rounds else None  # Earlier it may not be the answer.
-            asked[i] = replace(tasks[i], previous=previous, on_text=on_text)
-        going_on = {}
-        for number in range(tries):
-            groups = roll_out(write, [*asked.values()], 1, prompting, grade, edit, number)
-            for i, [rollout] in zip([*asked], groups):
-                trace = rollout.trace
-                if trace or turn == 0:
-                    latest[i] = rollout
-                if trace or tasks[i].hung_up():
-                    del asked[i]
-                if trace and trace.workflow.steps and not trace.error and not tasks[i].hung_up():
-                    going_on[i] = trace
-    return latest
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Appendix: who writes, threads, reading lists, few-shot examples, views, the server, the command line
-
-# Who writes the workflows: a function write(chats, n, first, on_text) for `roll_out` and `conduct`. It writes
-# n completions of each chat, numbered from `first` on, and calls on_text(chat's index, completion's index,
-# text, prompt's ids, Completion) as each is finished, or on_text(…, "", error="why") where none could be had.
-
-READ_AT_ONCE = 1 << 15  # tokens of prompts that a model reads at a time: a batch of long ones needs gigabytes
-
-
 def sampled(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature: float = 1.0, seed: int = 0):
     """A model in the Conductor's seat. A prompt longer than it can read is an error of that chat alone."""
     room = model.config.max_position_embeddings - prompting.max_new_tokens
 
     def write(chats, n, first, on_text):
         prompts = [tokenizer.chat(chat) for chat in chats]
-        fitting = []
-        for i, prompt in enumerate(prompts):
-            if len(prompt) <= room:
-                fitting.append(i)
-                continue
-            for j in range(n):
-                why = f"the prompt has {len(prompt)} tokens, and the Conductor can read {room}"
-                on_text(i, j, "", error=why)
+        fitting = [i for i, prompt in enumerate(prompts) if len(prompt) <= room]
+        too_long = [i for i, prompt in enumerate(prompts) if len(prompt) > room]
+        for i, j in itertools.product(too_long, range(n)):
+            why = f"the prompt has {len(prompts[i])} tokens, and the Conductor can read {room}"
+            on_text(i, j, "", error=why)
         size = max(1, READ_AT_ONCE // max(map(len, prompts)))
         for start in range(0, len(fitting), size):
             batch = fitting[start:start + size]
@@ -429,22 +422,18 @@ def seated(worker, nonce: str | None = None):
                 return on_text(i, j, "", error=str(e))
             on_text(i, j, reply.text)
 
-        calls = []
-        for i in range(len(chats)):
-            calls += [in_thread(call, i, j) for j in range(n)]
-        wait_for_all(calls)
+        wait_for_all([in_thread(call, *which) for which in itertools.product(range(len(chats)), range(n))])
     return write
 
 
 # The calls of all workflows are made by up to 512 threads; how many a worker gets at a time is its
-# `concurrency`. They are daemons, unlike a ThreadPoolExecutor's: a program that ends, by Ctrl-C or an error,
-# shall neither wait nor pay for the calls that are still queued.
+# `concurrency`. They are daemons, unlike a ThreadPoolExecutor's: a program that ends does not wait for calls.
 jobs = queue.SimpleQueue()  # of (future, function, arguments)
 idle, unborn = threading.Semaphore(0), threading.Semaphore(512)  # threads that wait; that may still start
 
 
 def in_thread(function, *arguments) -> Future:
-    """Run a function in one of the threads. What it returns or raises is the future's."""
+    """Run a function in one of the threads; the future gets what it returns or raises."""
     future = Future()
     jobs.put((future, function, arguments))
     if not idle.acquire(blocking=False) and unborn.acquire(blocking=False):
@@ -453,7 +442,6 @@ def in_thread(function, *arguments) -> Future:
 
 
 def work():
-    """A thread's life."""
     while True:
         future, function, arguments = jobs.get()
         try:
@@ -526,6 +514,19 @@ MORE = re.compile(r"[ \t]*(?:\*[ \t]*\w|\+|\[|\.\w+\()")  # makes an expression 
 NEXT_QUESTION = re.compile(r"^[\s>#*]{0,8}(?:\w{1,12} )?[Qq]uestion(?: \d{1,3})?[* ]{0,4}[:：]", re.MULTILINE)
 
 
+
+
+def lists_in(text: str):
+    """Yield the name of each list in the text, and its value or in words what is wrong with it, up to a next
+    question."""
+    position = 0
+    while begin := LIST_BEGINS.search(text, position):
+        if position and NEXT_QUESTION.search(text, position, begin.start()):
+            return
+        value, position = read_list(text, begin.end())
+        yield begin["name"].replace("\\", ""), value
+
+
 def read_list(text: str, start: int) -> tuple[list | str, int]:
     """The list that opens at text[start], or what is wrong with it, and where the reading ended."""
     pieces, depth = [], 0
@@ -556,35 +557,31 @@ def read_list(text: str, start: int) -> tuple[list | str, int]:
         return getattr(e, "msg", str(e)), end
 
 
-def steps_of(found: dict, names: list, n_workers: int, max_steps: int, allow_empty: bool) -> list[Step]:
-    """The steps that the lists make. found: each name's list, or what is wrong with it, as of read_list."""
-    values = [found.get(name, "the list is missing") for name in names]
-    for name, value in zip(names, values):
+def checked_rows(found: dict, n_workers: int, max_steps: int, allow_empty: bool) -> list[tuple]:
+    """(worker, subtask, access list) of each step. found: by name, each list or in words why it is none.
+    WorkflowError where they make no workflow."""
+    for name, value in found.items():
         if type(value) is str:
             raise WorkflowError(f"{name}: {value}")
-    sizes = {name: len(found[name]) for name in names}
+    sizes = {name: len(value) for name, value in found.items()}
     n = sizes["model_id"]
     if {*sizes.values()} != {n}:
         raise WorkflowError(f"the lists differ in length: {sizes}")
     if n > max_steps or n == 0 and not allow_empty:
         raise WorkflowError(f"model_id: {n} steps, where 1 to {max_steps} are allowed")
-    subtasks = found.get("subtasks", [SOLVE_IT] * n)
-    steps = []
-    for i, (worker, subtask, access) in enumerate(zip(found["model_id"], subtasks, found["access_list"])):
+    accesses = [["all"] if access == "all" else access for access in found["access_list"]]
+    rows = list(zip(found["model_id"], found.get("subtasks", [SOLVE_IT] * n), accesses))
+    for i, (worker, subtask, access) in enumerate(rows):
         if type(worker) is not int or not 0 <= worker < n_workers:
             raise WorkflowError(f"model_id: step {i} names {worker!r:.20}, not one of 0 to {n_workers - 1}")
         if type(subtask) is not str:
             raise WorkflowError(f"subtasks: step {i} is no text: {subtask!r:.20}")
-        if access == "all":
-            access = ["all"]
         if type(access) is not list:
             raise WorkflowError(f"access_list: step {i} reads {access!r:.20}, no list")
         for j in access:
             if j != "all" and (type(j) is not int or not 0 <= j < i):
                 raise WorkflowError(f"access_list: step {i} reads {j!r:.20}, no earlier step")
-        sees_all = "all" in access
-        steps.append(Step(worker, subtask, [*range(i)] if sees_all else sorted(set(access)), sees_all))
-    return steps
+    return rows
 
 
 def quoted(text: str) -> str:
@@ -749,7 +746,6 @@ earlier steps, {indices}or [] to show it none."""
 
 # Views
 
-
 def shape(workflow: Workflow) -> str:
     """One shot; chain: every step sees the one before; fan-out: the last step sees all others, which see
     nothing; or mixed. "no steps" keeps the answer of the round before."""
@@ -780,39 +776,11 @@ def view(trace: Trace) -> str:
             out.append(f"\nFailed: {turn.error}")
         elif not turn.replies:
             out.append("\nThe answer is kept.")
+    calls = "1 call" if trace.calls == 1 else f"{trace.calls} calls"
     cost = "unknown cost" if trace.cost is None else f"${trace.cost:.4f}"
     seconds = sum(turn.seconds for turn in trace.rounds())
-    out.append(f"\nAnswer: {trace.answer}")
-    out.append(f"{trace.calls} calls, {trace.tokens} tokens, {cost}, {seconds:.1f} s")
+    out.append(f"\nAnswer: {trace.answer}\n{calls}, {trace.tokens} tokens, {cost}, {seconds:.1f} s")
     return printable("\n".join(out))
-
-
-def mermaid(trace: Trace) -> str:
-    """All rounds as a flow chart, which GitHub draws inside a ```mermaid fence."""
-    def label(text):  # entity codes for all but letters and digits, so that no text can leave its label
-        text = textwrap.shorten(printable(text), 90)
-        return re.sub(r"[^\w ]|_", lambda m: f"#{ord(m[0])};", text) or "#160;"
-
-    lines = ["flowchart TD", f'question(["{label(trace.question)}"])']
-    last = "question"
-    for number, turn in enumerate(trace.rounds()):
-        for i, step in enumerate(turn.workflow.steps):
-            node = f"r{number}s{i}"
-            lines.append(f'{node}["{i} {label(turn.workers[i])}<br/>{label(step.subtask)}"]')
-            sources = [f"r{number}s{j}" for j in step.access]
-            if number and step.sees_all:
-                sources.insert(0, last)
-            lines += [f"{source} --> {node}" for source in sources or ["question"]]
-        if turn.replies:
-            last = f"r{number}s{len(turn.replies) - 1}"
-    return "\n    ".join([*lines, f'{last} --> answer(["{label(trace.answer)}"])'])
-
-
-def as_json(trace: Trace) -> str:
-    return json.dumps(trace.to_json())
-
-
-VIEWS = {"view": view, "mermaid": mermaid, "json": as_json}
 
 
 def printable(text: str) -> str:
@@ -829,13 +797,12 @@ def trace_from(d: dict) -> Trace:
     return Trace(**own, workflow=workflow, replies=replies, previous=previous)
 
 
-def show(file: str, number: int | None, form: str) -> str:
-    """The traces in a run's or an evaluation's JSON lines, a line each, or one of them in a form of VIEWS."""
+def show(file: str, number: int | None = None) -> str:
+    """The traces in a run's or an evaluation's JSON lines, a line each, or all of one."""
     with open(file, encoding="utf-8") as f:
         lines = f.readlines()
-    numbers = range(len(lines)) if number is None else [number]
     out = []
-    for i in numbers:
+    for i in range(len(lines)) if number is None else [number]:
         if i >= len(lines):
             raise ValueError(f"{file} has no line {i}, counted from 0")
         try:
@@ -843,8 +810,7 @@ def show(file: str, number: int | None, form: str) -> str:
             found = row if "workflow" in row else row.get("trace")
             trace = found and trace_from(found)
             if number is not None:
-                out.append(VIEWS[form](trace) if trace else f"no workflow:\n{row['text']}")
-                continue
+                return view(trace) if trace else printable(f"no workflow:\n{row['text']}")
             worth = f"reward {row['reward']:g}" if row.get("reward") is not None else ""
             state = shape(trace.workflow) if trace else "no workflow"
             said = " ".join((trace.question if trace else row["text"]).split())
@@ -857,13 +823,7 @@ def show(file: str, number: int | None, form: str) -> str:
 
 # The server
 
-# What a client may ask of the answer belongs to the last step's call; the rest of these nobody needs.
-OVERRIDES = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "stop", "seed", "response_format",
-             "presence_penalty", "frequency_penalty", "logit_bias", "reasoning_effort", "verbosity")
-RANGES = {"max_tokens": (1, 10 ** 9), "max_completion_tokens": (1, 10 ** 9), "temperature": (0, 2),
-          "top_p": (0, 1), "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2)}
-IGNORED = ("model", "messages", "stream", "stream_options", "n", "user", "metadata", "store", "service_tier",
-           "safety_identifier", "prompt_cache_key", "tool_choice", "parallel_tool_calls")
+SILENCE = 15.0  # seconds after which a stream says that the workers are still busy
 
 
 def conductor_server(write, pool: list, prompting: Prompting, rounds: int, port: int) -> Server:
@@ -872,54 +832,62 @@ def conductor_server(write, pool: list, prompting: Prompting, rounds: int, port:
 
     The question is the whole conversation. A stream brings the last step's text as it comes where that is the
     answer for sure, else whole. usage is the workers' together, usage.cost in dollars (null where unknown). A
-    workflow that fails is a 502 that says not to try, and pay, again. A client that hangs up stops it."""
+    workflow that fails is a 502 that says not to try, and pay, again; a 400 where the client asked for what
+    the last worker cannot do. A client that hangs up stops it."""
     further = {"conductor": 0, "conductor-recursive": rounds}
 
     class ConductorHandler(Handler):
         models = [*further]
 
         def complete(self, body):
-            for key in body:
-                if key not in OVERRIDES + IGNORED and body[key]:
-                    return self.fail(400, f"{key} is not supported; there are {', '.join(OVERRIDES)}")
-            for key, (least, most) in RANGES.items():  # before anything is paid
-                value = body.get(key)
-                number = type(value) is int or type(value) is float and most <= 2
-                if value is not None and not (number and least <= value <= most):
-                    return self.fail(400, f"{key}: expected a number from {least} to {most}")
             said = body["messages"]
             question = said[0]["content"]
             if len(said) > 1:
                 question = "\n\n".join(f"{message['role']}: {message['content']}" for message in said)
             question = question.encode(errors="replace").decode()  # JSON can spell half an emoji.
-            overrides = {key: body[key] for key in OVERRIDES if body.get(key) is not None}
+            overrides = {key: body[key] for key in WISHES if body.get(key) is not None}
             if "max_completion_tokens" in overrides:  # a younger name for the same
                 overrides["max_tokens"] = overrides.pop("max_completion_tokens")
-            streamed = []
-
-            def send(piece):
-                streamed.append(piece)
-                with contextlib.suppress(ConnectionError):  # The client has gone, the call goes on.
-                    self.send_chunk({"content": piece})
-
+            told = queue.SimpleQueue()  # pieces of the answer, then the Rollout or the exception
+            stream = body.get("stream")
             task = Task(question, pool, overrides=overrides, hung_up=self.hung_up,
-                        on_text=send if body.get("stream") else None)
-            [rollout] = conduct(write, [task], further[body["model"]], prompting)
-            trace = rollout.trace
+                        on_text=told.put if stream else None)
+
+            def run():
+                try:
+                    told.put(*conduct(write, [task], further[body["model"]], prompting))
+                except Exception as bug:
+                    told.put(bug)
+
+            threading.Thread(target=run, daemon=True).start()
+            streamed = False
+            item = ""
+            while isinstance(item, str):
+                try:
+                    item = told.get(timeout=SILENCE if stream else None)
+                except queue.Empty:
+                    self.send_piece(": the workers are busy\n\n")  # a comment, which clients pass over
+                    continue
+                if isinstance(item, str):
+                    self.send_chunk({"content": item})
+                    streamed = True
+            if isinstance(item, Exception):
+                raise item
+            trace = item.trace
             if trace is None:
-                return self.fail(502, f"the Conductor wrote no workflow: {rollout.invalid}", retry=False)
+                return self.fail(502, f"the Conductor wrote no workflow: {item.invalid}", retry=False)
             if trace.error:  # Without steps the Conductor could not be asked: the question is too long.
-                return self.fail(502 if trace.workflow.steps else 400, trace.error, retry=False)
+                wrong = trace.bad_request or not trace.workflow.steps
+                return self.fail(400 if wrong else 502, trace.error, retry=False)
             n_in = sum(reply.prompt_tokens for reply in trace.used)
             usage = {"prompt_tokens": n_in, "completion_tokens": trace.tokens - n_in,
                      "total_tokens": trace.tokens, "cost": trace.cost}
             finish = "length" if trace.used[-1].finish == "length" else "stop"
             if not streamed:
                 return self.reply(trace.answer, finish, usage)
-            self.send_chunk({}, finish, usage)
-            self.end_stream()
+            self.end_stream(finish, usage)
 
-    return Server(("127.0.0.1", port), ConductorHandler)
+    return loopback_server(port, ConductorHandler)
 
 
 def from_one_thread(write):
@@ -952,9 +920,15 @@ def from_one_thread(write):
 
 # The command line
 
-
 def load_conductor(path: str) -> tuple[Qwen, Tokenizer, Prompting]:
-    """A checkpoint's model, tokenizer and Prompting, which train.py wrote into its conductor.json."""
+    """The model, tokenizer and Prompting of a checkpoint; the latter from the conductor.json of train.py.
+    `path` may name a model of the Hugging Face hub, too."""
+    if os.path.isdir(path) or path.count("/") != 1:
+        within = os.path.join(path, "checkpoint")
+        hint = f"; --checkpoint={within} is one" if os.path.isdir(within) else ""
+        if not os.path.exists(os.path.join(path, "config.json")):
+            text = f"no checkpoint in {path}: train.py makes one (out/laptop/checkpoint)"
+            raise FileNotFoundError(text + hint)
     file = os.path.join(path, "conductor.json")
     known = read_json(file) if os.path.exists(file) else {}
     prompting = Prompting(**{f.name: known[f.name] for f in fields(Prompting) if f.name in known})
@@ -982,22 +956,19 @@ class Settings:
     budget: float = 0.0  # dollars that the workers may cost together; 0: no limit
     rounds: int = 0  # recursion rounds after the first workflow
     temperature: float = 0.2
-    show: str = "view"  # or json, mermaid
     port: int = 8400
 
 
 def main(argv):
     s = Settings()
     words = configure(s, argv)
-    if s.show not in VIEWS:
-        raise SystemExit(f"--show={s.show}: there are {', '.join(VIEWS)}")
     if not words:
         raise SystemExit(__doc__)
     try:
         if words[0] == "show":
             if len(words) not in (2, 3) or not words[-1].isdecimal() and len(words) == 3:
                 raise SystemExit("usage: python workflow.py show FILE [N], where N counts traces from 0")
-            return print(show(words[1], int(words[2]) if words[2:] else None, s.show))
+            return print(show(words[1], *map(int, words[2:])))
         pool = subset(load_pool(s.pool, budget=s.budget), s.only)
         if s.conductor:
             [worker] = subset(pool, s.conductor)
@@ -1011,10 +982,10 @@ def main(argv):
         [rollout] = conduct(write, [Task(" ".join(words), pool)], s.rounds, prompting)
         if rollout.trace is None:
             raise SystemExit(f"the Conductor wrote no workflow, in the last of 3 tries: {rollout.invalid}")
-        print(VIEWS[s.show](rollout.trace))
+        print(view(rollout.trace))
         sys.exit(rollout.trace.error and "the workflow failed")
     except (OSError, ValueError, WorkerError) as e:
-        raise SystemExit(f"{type(e).__name__}: {e}") from None
+        raise SystemExit(str(e)) from None
     except KeyboardInterrupt:
         raise SystemExit("interrupted") from None
 
@@ -1024,10 +995,7 @@ def serve_until_interrupted(write, pool, prompting, s: Settings):
     wait_for_ever = threading.Event().wait
     if not s.conductor:
         write, wait_for_ever = from_one_thread(write)
-    try:
-        server = conductor_server(write, pool, prompting, s.rounds or 1, s.port)
-    except (OSError, OverflowError) as e:
-        raise SystemExit(f"cannot serve on 127.0.0.1:{s.port}: {e}; choose a --port=N (0: any)") from None
+    server = conductor_server(write, pool, prompting, s.rounds or 1, s.port)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_address[1]}/v1"
     print(f"{url} has the models conductor and conductor-recursive; Ctrl-C ends it", flush=True)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import bench
 import pytest
 import requests
 from rogue import CHAT, KEY, quick  # noqa: F401 (quick is a fixture)
@@ -159,21 +160,10 @@ def test_the_server_ends_with_its_parent(death):
 def test_serve_ends_quietly_and_a_port_in_use_is_said():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        run = subprocess.run(
-            [sys.executable, "workers.py", "serve", f"--port={port}"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-    assert (
-        run.returncode == 1
-        and f"127.0.0.1:{port}" in run.stderr
-        and "--port" in run.stderr
-        and "Traceback" not in run.stderr
-    )
+        with pytest.raises(SystemExit, match=f"127.0.0.1:{port}: .*--port=N"):
+            workers.serve_specialists(port)
     server = subprocess.Popen(
-        [sys.executable, "workers.py", "serve", "--port=0"],
+        [sys.executable, "-c", "import workers; workers.serve_specialists(0)"],
         cwd=ROOT,
         text=True,
         stdout=subprocess.PIPE,
@@ -186,13 +176,7 @@ def test_serve_ends_quietly_and_a_port_in_use_is_said():
     assert server.communicate(timeout=30) == ("", "") and server.returncode == 0
 
 
-def test_bench_ends_in_a_json_line():
-    run = subprocess.run(
-        [sys.executable, "tests/bench.py", "client", "--workflows=20", "--steps=2", "--latency=0.001"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    line = json.loads(run.stdout.splitlines()[-1])
+def test_bench_ends_in_a_json_line(capsys):
+    bench.client(workflows=20, steps=2, latency=0.001)
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert line["calls"] == 40 and line["client_cpu_ms_per_call"] > 0 and line["times_the_least"] > 1

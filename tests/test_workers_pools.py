@@ -262,9 +262,9 @@ def test_the_paper_pool(monkeypatch):
     assert [w.params["chat_template_kwargs"]["enable_thinking"] for w in (direct, thinking)] == [False, True]
     assert all(w.price for w in pool[:3]) and not any(w.price for w in pool[3:])
     for w, name in zip(
-        pool, ["GEMINI_API_KEY", "ANTHROPIC_API_KEY", "OPENAI_API_KEY"] + [r"\$OPEN_BASE_URL"] * 4
+        pool, ["GEMINI_API_KEY", "ANTHROPIC_API_KEY", "OPENAI_API_KEY"] + ["OPEN_BASE_URL"] * 4
     ):
-        with pytest.raises(WorkerError, match=f"set {name} in the environment"):
+        with pytest.raises(WorkerError, match=f"not set in the environment: {name}"):
             w.chat(CHAT)
     with Rogue(lambda n, c: http(GOOD)) as server:
         monkeypatch.setenv("OPEN_BASE_URL", server.url)
@@ -284,7 +284,7 @@ def test_pools_that_can_be_called_now(spec, monkeypatch):
     for w in pool:
         with pytest.raises(WorkerError, match="not as"):
             w.chat(CHAT, max_tokens=7)
-    urls, bodies = [url for url, _, _ in sent], [json.loads(body) for _, _, body in sent]
+    urls, bodies = [url for url, *_ in sent], [json.loads(request.body) for request in sent]
     if spec == "today":
         google, claude, gpt = bodies[:3]
         assert google["generationConfig"] == {
@@ -451,13 +451,13 @@ def test_nothing_is_sent_whose_cost_has_no_bound(params, tmp_path):
     """Neither by the pool file nor by what a call adds to it."""
     with always(GOOD) as server:
         if "n" not in params:
-            with pytest.raises(SystemExit, match="a budget needs"):
+            with pytest.raises(SystemExit, match="a budget (needs|forbids)"):
                 load_pool(pool_file(tmp_path, [entry(server, price=[1, 1], params=params)]), budget=1.0)
         [w] = load_pool(
             pool_file(tmp_path, [entry(server, price=[1, 1], params={"max_tokens": 9})]), budget=1.0
         )
         if params:
-            with pytest.raises(WorkerError, match="m: (under a budget|n: )"):
+            with pytest.raises(WorkerError, match="m: (a budget (needs|forbids)|n: )"):
                 w.chat(CHAT, **params)
         assert not server.requests and w.budget.left == 1.0
 
@@ -494,17 +494,25 @@ def test_usage_that_says_nothing_gives_nothing_back(tmp_path):
 @pytest.mark.parametrize("fields", [{"params": {"max_tokens": 9}}, {"price": [1, 2]}])
 def test_a_budget_needs_what_a_call_can_cost(fields, tmp_path):
     spec = pool_file(tmp_path, [{**RIGHT, **fields}])
-    with pytest.raises(SystemExit, match='a budget needs "price"'):
+    with pytest.raises(SystemExit, match='a budget needs "(price|max_tokens)"'):
         load_pool(spec, budget=1.0)
     assert load_pool(spec)
 
 
-def test_a_budget_for_the_paper_pool_says_what_to_write():
+def test_a_budget_for_the_paper_pool_says_what_to_write(tmp_path):
+    """Each worker that lacks something with what it lacks, and which file to edit."""
     with pytest.raises(SystemExit) as caught:
         load_pool("paper", budget=50.0)
-    told = str(caught.value)
-    assert "R1-Distill-Qwen-32B, Gemma 3 27B, Qwen3-32B, Qwen3-32B thinking" in told and "GPT-5" not in told
-    assert '"price": [input, output]' in told and "python workers.py print --pool=paper > pool.json" in told
+    *lacks, todo = str(caught.value).splitlines()
+    names = ["R1-Distill-Qwen-32B", "Gemma 3 27B", "Qwen3-32B", "Qwen3-32B thinking"]
+    assert [line.split(": ")[0] for line in lacks] == names
+    assert all('"price": [input, output]' in line for line in lacks)
+    assert "python workers.py print --pool=paper > pool.json" in todo
+    spec = pool_file(tmp_path, [{**RIGHT, "price": [1, 2], "params": {"max_tokens": 9, "service_tier": "flex"}}])
+    with pytest.raises(SystemExit) as caught:
+        load_pool(spec, budget=50.0)
+    assert str(caught.value).splitlines() == [
+        'm: a budget forbids "service_tier", which costs beside the tokens', f"edit {spec}"]
 
 
 def test_a_budget_for_models_of_ones_own():
@@ -520,12 +528,23 @@ def test_the_pool_is_listed_and_pinged(monkeypatch, capsys, tmp_path):
             [
                 entry(server, name="up", api_key_env="PLANTED"),
                 entry(server, name="keyless", api_key_env="ABSENT"),
+                entry(server, name="homeless", base_url="$NO_URL"),
                 entry(server, name="down", base_url="http://127.0.0.1:9/v1"),
             ],
         )
         monkeypatch.setattr(sys, "argv", ["workers.py", f"--pool={spec}"])
+        with pytest.raises(SystemExit) as ended:
+            workers.main()
+    up, keyless, homeless, down = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 1  # as some worker failed
+    assert up.split() == ["up", "openai,", "m;", "PLANTED", "is", "set;", "answers", "in", *up.split()[-2:]]
+    assert keyless.endswith("openai, m; not set in the environment: ABSENT")
+    assert homeless.endswith("openai, m; no key needed; not set in the environment: NO_URL")
+    assert down.count("down") == 1 and "; no key needed; the connection failed" in down
+
+
+def test_a_pool_that_answers_ends_with_status_0(monkeypatch, capsys, tmp_path):
+    with Rogue(lambda n, c: http(GOOD)) as server:
+        monkeypatch.setattr(sys, "argv", ["workers.py", f"--pool={pool_file(tmp_path, [entry(server)])}"])
         workers.main()
-    up, keyless, down = capsys.readouterr().out.splitlines()
-    assert up.startswith("up") and "PLANTED is set" in up and "answers in" in up and KEY not in up
-    assert "ABSENT is NOT SET" in keyless and "set ABSENT" in keyless
-    assert "no key needed" in down and "connection failed" in down
+    assert capsys.readouterr().out.split()[:5] == ["m", "openai;", "no", "key", "needed;"]

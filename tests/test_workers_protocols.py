@@ -169,8 +169,8 @@ def openai_choice(content, finish, **message):
         (openai_choice(None, "length"), "", "length"),
         (openai_choice("", "stop"), "", "stop"),
         (openai_choice("Bec", "length"), "Bec", "length"),
-        (openai_choice("", "content_filter"), "", "refusal"),
-        (openai_choice(None, "stop", refusal="I will not."), "I will not.", "refusal"),
+        (openai_choice("", "content_filter"), "", "content_filter"),
+        (openai_choice(None, "stop", refusal="I will not."), "I will not.", "stop"),
         (
             openai_choice(
                 [
@@ -234,7 +234,7 @@ def test_anthropic_on_the_wire(monkeypatch):
         "Because.",
         1110,
         7,
-        "stop",
+        "end_turn",
     )
     assert reply.cost == pytest.approx(((110 + 1.25 * 1000) * 3 + 7 * 15) / 1e6)
     hour = claude(
@@ -256,10 +256,10 @@ def test_anthropic_on_the_wire(monkeypatch):
 @pytest.mark.parametrize(
     "text, reason, finish",
     [
-        ([], "end_turn", "stop"),
+        ([], "end_turn", "end_turn"),
         (["Bec"], "max_tokens", "length"),
         ([], "refusal", "refusal"),
-        (["a"], "stop_sequence", "stop"),
+        (["a"], "stop_sequence", "stop_sequence"),
         (["b"], "model_context_window_exceeded", "length"),
     ],
 )
@@ -320,7 +320,7 @@ def test_gemini_on_the_wire(monkeypatch):
         "Because.",
         10,
         43,
-        "stop",
+        "STOP",
     )
     assert reply.cost == pytest.approx(440e-6)
 
@@ -334,10 +334,10 @@ def test_geminis_fields_outside_of_its_generation_config():
 
 
 @pytest.mark.parametrize("response, text, finish", [
-    (gemini(None, "MAX_TOKENS"), "", "length"), (gemini([], "SAFETY"), "", "refusal"),
+    (gemini(None, "MAX_TOKENS"), "", "length"), (gemini([], "SAFETY"), "", "SAFETY"),
     (gemini([{"text": "Bec"}], "MAX_TOKENS"), "Bec", "length"),
-    ({"candidates": [{"finishReason": "PROHIBITED_CONTENT"}]}, "", "refusal"),
-    ({"promptFeedback": {"blockReason": "SAFETY"}, "usageMetadata": {"promptTokenCount": 4}}, "", "refusal")])
+    ({"candidates": [{"finishReason": "PROHIBITED_CONTENT"}]}, "", "PROHIBITED_CONTENT"),
+    ({"promptFeedback": {"blockReason": "SAFETY"}, "usageMetadata": {"promptTokenCount": 4}}, "", "SAFETY")])
 def test_gemini_finish_reasons(response, text, finish):
     _, _, reply = wire("gemini", response)
     assert (reply.text, reply.finish) == (text, finish)
@@ -441,7 +441,7 @@ def test_keys_are_read_at_the_call_and_a_netrc_does_not_replace_them(monkeypatch
     monkeypatch.delenv("PLANTED", raising=False)
     with Rogue(lambda n, c: http(GOOD)) as server:
         w = worker(server, api_key_env="PLANTED")
-        with pytest.raises(WorkerError, match="set PLANTED in the environment"):
+        with pytest.raises(WorkerError, match="not set in the environment: PLANTED"):
             w.chat(CHAT)
         assert not server.requests
         monkeypatch.setenv("PLANTED", KEY)

@@ -106,10 +106,11 @@ def test_a_stream(url):
     plain = events(post(url, {**ASK, "stream": True}))
     full = events(post(url, {**ASK, "stream": True, "stream_options": {"include_usage": True}}))
     assert [event["choices"] for event in plain] == [
-        [{"index": 0, "delta": {"role": "assistant", "content": "42"}, "finish_reason": None}],
+        [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}],
+        [{"index": 0, "delta": {"content": "42"}, "finish_reason": None}],
         [{"index": 0, "delta": {}, "finish_reason": "stop"}]]
     assert len({event["id"] for event in plain}) == 1 and plain[0]["object"] == "chat.completion.chunk"
-    assert full[2]["choices"] == [] and full[2]["usage"]["total_tokens"] == 7 and len(full) == 3
+    assert full[3]["choices"] == [] and full[3]["usage"]["total_tokens"] == 7 and len(full) == 4
     assert post(url, {**ASK, "stream": True}).headers["Content-Type"] == "text/event-stream"
 
 
@@ -142,7 +143,9 @@ def test_models_health_and_paths(url, parrot):
         ({"messages": [{"role": "user", "content": 3}]}, 400, "text"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, "text"),
         ({"tools": [{"type": "function"}]}, 400, "tools is not supported"),
-        ({"n": 2}, 400, "n other than 1"),
+        ({"n": 2}, 400, "n: expected a number from 1 to 1"),
+        ({"top_k": 3}, 400, "top_k is not supported"),
+        ({"max_tokens": 0}, 400, "max_tokens: expected"),
         ({"logprobs": True}, 400, "logprobs is not supported"),
         ({"response_format": {"type": "json_object"}}, 400, "response_format"),
     ],
@@ -187,7 +190,7 @@ def test_null_content_and_the_developers_role(parrot):
     assert (
         post(parrot, {"model": "parrot", "messages": talk}).json()["choices"][0]["message"]["content"] == ""
     )
-    assert [workers.plain_message(m) for m in talk] == [
+    assert workers.plain_chat({"model": "parrot", "messages": talk})["messages"] == [
         {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": ""}]
 
 
@@ -253,7 +256,8 @@ def test_odd_lengths(url, head, status):
 
 
 def test_no_http(url):
-    assert json.loads(raw(url, b"EHLO mail.example\r\n\r\n"))["error"]
+    head, _, body = raw(url, b"EHLO mail.example\r\n\r\n").partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ") and json.loads(body)["error"]
     assert raw(url, b"") == b""
 
 
@@ -266,7 +270,7 @@ def test_failures(parrot, capfd):
     )
     assert (
         midway.ok
-        and json.loads(midway.text.split("\n\n")[1].removeprefix("data: "))["error"]["message"]
+        and json.loads(midway.text.split("\n\n")[2].removeprefix("data: "))["error"]["message"]
         == "the workers are down"
     )
     assert "[DONE]" not in midway.text and capfd.readouterr().err == ""
@@ -326,3 +330,21 @@ def test_many_clients_at_once_and_no_thread_is_left(url):
 def test_head_has_no_body_and_the_host_may_be_in_capitals(url):
     answer = requests.head(url.removesuffix("/v1") + "/health", headers={"Host": "LOCALHOST"}, timeout=20)
     assert answer.status_code == 200 and answer.content == b"" and int(answer.headers["Content-Length"]) > 0
+
+
+def test_a_stream_ends_in_its_last_chunk_and_the_connection_stays(url, parrot):
+    """RFC 9112, 7.1: a client can tell a stream's end from a broken connection; HTTP/1.0 knows no chunks."""
+    with requests.Session() as session:
+        for _ in range(3):
+            answer = session.post(url + "/v1/chat/completions", json={**ASK, "stream": True}, timeout=20)
+            assert len(events(answer)) == 3 and answer.headers["Transfer-Encoding"] == "chunked"
+        assert session.post(url + "/v1/chat/completions", json=ASK, timeout=20).json()["object"] == "chat.completion"
+        assert session.get(url + "/health", timeout=20).ok
+        broken = {"model": "parrot", "messages": [{"role": "user", "content": "fail midway"}], "stream": True}
+        assert "are down" in session.post(parrot + "/v1/chat/completions", json=broken, timeout=20).text
+        assert session.post(parrot + "/v1/chat/completions", json={**broken, "stream": False}, timeout=20).ok
+    body = json.dumps({**ASK, "stream": True}).encode()
+    head = b"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+    post_line = b"POST /v1/chat/completions HTTP/1.%d\r\n"
+    assert raw(url, post_line % 1 + head + body).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert b" 400 " in raw(url, post_line % 0 + head + body)

@@ -12,7 +12,7 @@ import pytest
 from rogue import CHAT, GOOD, Rogue, always, drip, http, quick, worker  # noqa: F401 (quick is a fixture)
 
 import workers
-from workers import Worker, WorkerError
+from workers import Worker, WorkerError, urllib3
 
 
 def reset(n, conn):
@@ -294,9 +294,9 @@ def test_a_wait_beyond_the_deadline_fails_at_once(waits):
 
 def test_a_date_as_wait():
     soon = email.utils.formatdate(time.time() + 60, usegmt=True)
-    assert 50 < workers.seconds_until(soon) <= 60
+    assert 50 < workers.asked_wait(urllib3.HTTPHeaderDict({"Retry-After": soon}), None) <= 60
     for past in ("Wed, 99 Foo 2020", email.utils.formatdate(time.time() - 60, usegmt=True)):
-        assert workers.seconds_until(past) == 0
+        assert workers.asked_wait(urllib3.HTTPHeaderDict({"Retry-After": past}), None) == 0
 
 
 def test_waits_differ_between_calls(monkeypatch):
