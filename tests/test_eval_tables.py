@@ -249,7 +249,7 @@ def test_habits_by_hand():
     (["--systems=conductor", "--subset=3", "--pool={dir}/good.json"], "local pools"),
     (["--checkpoint={dir}/none"], "{dir}/none"), (["--benchmarks=laptot"], "laptop"), (["--out={dir}"], "{dir}: a folder"),
     (["--out={dir}/one.jsonl/x.json"], "one.jsonl"), (["--pool={dir}/pool.json"], "random"), (["--only=poet"], "poet"),
-    (["--pool=paper", "--budget=5"], "rite a pool file"), (["prepare", "--pool={dir}/none.json"], "none.json"),
+    (["--pool=paper", "--budget=5"], "a budget needs"), (["prepare", "--pool={dir}/none.json"], "none.json"),
     (["prepare", "--pool=paper"], "GEMINI_API_KEY for Gemini 2.5 Pro.*OPEN_BASE_URL for Gemma"),
     (["--pool=paper", "--systems=random"], "GEMINI_API_KEY"), (["--benchmarks=mmlu,laptot", "--systems=random"], "no problems 'laptot'"),
     (["prepare", "now"], r"python eval\.py"), (["draw"], r"python eval\.py"), (["plot"], r"python eval\.py")])
