@@ -2110,7 +2110,8 @@ def masrouter(weights: np.ndarray, s, problem: Problem, pool: list, k: int, name
 # TRINITY
 
 TURNS = 5
-GENERATIONS = 250  # each on 16 lessons
+POPULATION = 64
+GENERATIONS = 130  # each on 16 lessons
 COMPONENTS = 24  # principal ones of the hidden states
 BIAS = 3.0  # how much faster than a component's weights a bias evolves
 THINK = "Say how to go on from here; another will do it."
@@ -2196,14 +2197,13 @@ def train_trinity(pool: list, lessons: list[Problem], s) -> np.ndarray:
         return np.nansum(found, 1) / np.maximum(np.isfinite(found).sum(1), 1)
 
     n = (len(scale) + 1) * (len(pool) + len(ROLES))
-    return head(evolve(fitness, n, GENERATIONS, s.seed))
+    return head(evolve(fitness, n, POPULATION, GENERATIONS, s.seed))
 
 
-def evolve(fitness, n: int, generations: int, seed: int) -> np.ndarray:
-    """Maximise fitness(population (P, n)) -> (P) from 0 on, by CMA-ES with a diagonal covariance, which may
+def evolve(fitness, n: int, size: int, generations: int, seed: int) -> np.ndarray:
+    """Maximise fitness(population (size, n)) -> (size) from 0 on, by CMA-ES with a diagonal covariance, which may
     learn (n + 2) / 3 times as fast (Ros & Hansen 2008). The constants are Hansen's defaults."""
     rng = np.random.default_rng(seed)
-    size = 4 + int(3 * math.log(n))
     parents = size // 2
     w = math.log(parents + 0.5) - np.log(np.arange(1, parents + 1))
     w /= w.sum()

@@ -51,6 +51,7 @@ def folder(tmp_path_factory):
 def settings(folder, monkeypatch):
     monkeypatch.setattr(evaluation, "MASROUTER_STEPS", 30)
     monkeypatch.setattr(evaluation, "GENERATIONS", 30)
+    monkeypatch.setattr(evaluation, "POPULATION", 18)
     return evaluation.Settings(trinity=folder)
 
 
@@ -59,7 +60,7 @@ def test_evolution_finds_the_minimum_of_a_quadratic(n, scales):
     """Whose axes may differ by a factor of a thousand in steepness, as a diagonal covariance can learn."""
     steepness = np.geomspace(1, 1000, n) if scales == "uneven" else np.ones(n)
     minimum = np.linspace(-3, 3, n)
-    found = evolve(lambda population: -((population - minimum) ** 2 * steepness).sum(1), n, 60 * n if n < 100 else 1500, 0)
+    found = evolve(lambda population: -((population - minimum) ** 2 * steepness).sum(1), n, 4 + int(3 * np.log(n)), 60 * n if n < 100 else 1500, 0)
     assert np.abs(found - minimum).max() < 1e-3
 
 
