@@ -2201,8 +2201,8 @@ def train_trinity(pool: list, lessons: list[Problem], s) -> np.ndarray:
 
 
 def evolve(fitness, n: int, size: int, generations: int, seed: int) -> np.ndarray:
-    """Maximise fitness(population (size, n)) -> (size) from 0 on, by CMA-ES with a diagonal covariance, which may
-    learn (n + 2) / 3 times as fast (Ros & Hansen 2008). The constants are Hansen's defaults."""
+    """Maximise fitness(population (size, n)) -> (size) from 0 on, by CMA-ES with a diagonal covariance, which
+    may learn (n + 2) / 3 times as fast (Ros & Hansen 2008). The constants are Hansen's defaults."""
     rng = np.random.default_rng(seed)
     parents = size // 2
     w = math.log(parents + 0.5) - np.log(np.arange(1, parents + 1))
