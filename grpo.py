@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from model import Qwen, causal
 from workflow import Rollout
 
-# So many logits are alive at a time; the backward pass computes them again. They are few on a CPU, where
-# malloc hands larger tensors back to the system, and touching new pages takes longer than the arithmetic.
+# So many logits are alive at a time; the backward pass computes them again. A CPU is slow at touching the new
+# pages that larger tensors get.
 HEAD_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 22}
 LOSSES = ("sequence", "token", "constant")  # what `update` divides the sum over tokens by
 
@@ -23,9 +23,9 @@ LOSSES = ("sequence", "token", "constant")  # what `update` divides the sum over
 def advantages(rewards, mask=None, std=True, question=None):
     """Eq. 2 for rewards (Q, G): (r - mean) / std in each group, or r - mean with std=False. Returns (Q, G).
 
-    mask (Q, G) is False for rollouts that were lost. They are in no mean and no std, and get 0, as does a
-    group without spread. question (Q): groups of one number are rounds of one question (§3.2), each with its
-    own mean, the best baseline for its prompt, and one std over all."""
+    mask (Q, G) is False for rollouts that were lost: they are in no statistic and get 0, as does a group
+    without spread. question (Q): groups of one number are rounds of one question (§3.2), each with its own
+    mean, the best baseline for its prompt, and one std over all."""
     rewards = torch.as_tensor(rewards, dtype=torch.float32)
     mask = torch.ones_like(rewards) if mask is None else torch.as_tensor(mask).float()
     mean = (rewards * mask).sum(1) / mask.sum(1).clamp(min=1)  # (Q)
@@ -58,8 +58,7 @@ def set_advantages(groups: list[list[Rollout]], std=True):
 
 
 def pack(groups, device):
-    """Lay out groups [(prompt, completions)] as one row. The prompt 5 6 with the completions 7 and 8 9
-    becomes
+    """Lay out groups [(prompt, completions)] as one row. The prompt 5 6 with completions 7 and 8 9 becomes
 
         ids         5  6 | 7 | 8  9      (T)
         positions   0  1 | 2 | 2  3      (T)  each completion goes on where its prompt ends
@@ -90,17 +89,10 @@ def pack(groups, device):
         shapes.append((len(ids) - first, P, len(completions)))
         grids += [grid, cells]
     lists = [ids, positions, targets, predictors, *grids]
-    flat = to_device(np.array([*itertools.chain(*lists)]), device)
+    flat = to_device(np.concatenate([np.array(x, dtype=np.int64) for x in lists]), device)
     parts = flat.split([len(x) for x in lists])
     layout = [(*shape, grid, cells) for shape, grid, cells in zip(shapes, parts[4::2], parts[5::2])]
     return *parts[:4], layout
-
-
-def to_device(array, device):
-    """A numpy array as a tensor on the device. The copy does not wait for what the device is doing."""
-    if device.type == "cuda":
-        return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)
-    return torch.from_numpy(array)
 
 
 def attend_group(layer, q, k, v, P, n, grid, cells):
@@ -126,9 +118,9 @@ def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference:
     gradient: a list of 1-D tensors, one a completion. temperature and n_ids (ids at or above it have no
     probability) are as in sampling, or it would be another policy.
 
-    Beside it, 1-D over all these tokens, KL(π_ref ‖ π) of the distributions they were drawn from, with
-    gradient; zeros without a reference. GRPO's estimate of it from the sampled token has the same gradient on
-    average, but is huge for a token that the policy has all but given up."""
+    Beside it, 1-D over all these tokens, KL(π_ref ‖ π) of their distributions, with gradient; zeros without a
+    reference. GRPO's estimate of it from the sampled token has the same gradient on average, but is huge for
+    a token that the policy has all but given up."""
     device = model.device
     ids, positions, targets, predictors, layout = pack(groups, device)
     sizes = [S for S, *_ in layout]
@@ -168,11 +160,6 @@ def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference:
     return list(logprobs.split([len(c) for _, completions in groups for c in completions])), kl
 
 
-def token_logprobs(model: Qwen, prompt: list[int], completions: list[list[int]], temperature=1.0, n_ids=None):
-    """packed_logprobs of one group, without a reference."""
-    return packed_logprobs(model, [(prompt, completions)], temperature, n_ids)[0]
-
-
 # ------------------------------------------------------------------------------------------------------------
 # The loss (Eq. 1) and the update
 
@@ -191,14 +178,14 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
            max_new_tokens=0) -> dict:
     """One optimizer step on Eq. 1 over all ranks' rollouts, of which these are this rank's. π_old is what the
     sampler said. The gradient is clipped to max_grad_norm; where it is not finite all ranks skip the step.
+    beta > 0 needs a reference.
 
     loss says what the sum over tokens is divided by: "sequence", each by its rollout's length and then by the
     rollouts (GRPO); "token", by all tokens (DAPO); "constant", by rollouts times max_new_tokens (Dr. GRPO,
-    arXiv 2503.20783). beta > 0 needs a reference.
+    arXiv 2503.20783).
 
-    Returns means over all ranks' tokens that teach something: gap (|log π - log π_sampler|), approx_kl
-    (KL(π_old ‖ π) as ρ - 1 - log ρ), clipfrac, entropy (-log π of what was sampled), kl (KL(π_ref ‖ π)); and
-    grad_norm before clipping, and skipped (0 or 1)."""
+    Returns the means of STATISTICS over all ranks' tokens that teach something, grad_norm before clipping,
+    and skipped (0 or 1)."""
     device = model.device
     world = dist.get_world_size() if dist.is_initialized() else 1
     # Groups without spread are not computed, but they are part of the mean.
@@ -221,11 +208,7 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
         kl = kl[:len(old)]
         objective = ((surrogate(new, old, gain, clip, clip_high) - beta * kl) * share).sum()
         (-objective * world).backward()  # FSDP averages gradients over ranks
-        with torch.no_grad():
-            ratio = (new - old).exp()
-            clipped = (ratio < 1 - clip) | (ratio > 1 + (clip_high or clip))
-            per_token = ((new - old).abs(), ratio - 1 - (new - old), clipped, -new, kl, torch.ones_like(new))
-            sums += torch.stack([x.sum() for x in per_token])
+        sums += statistics(new, old, kl, clip, clip_high or clip)
 
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
     norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # the same on all ranks
@@ -233,13 +216,31 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     *totals, tokens = over_ranks(sums.tolist(), device)
-    names = ("gap", "approx_kl", "clipfrac", "entropy", "kl")
-    means = {name: total / max(tokens, 1) for name, total in zip(names, totals)}
+    means = {name: total / max(tokens, 1) for name, total in zip(STATISTICS, totals)}
     return means | {"grad_norm": norm, "skipped": int(not np.isfinite(norm))}
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Appendix: importance weights, micro-batches, ranks
+# Appendix: statistics, importance weights, micro-batches, devices, ranks
+
+
+def token_logprobs(model: Qwen, prompt: list[int], completions: list[list[int]], temperature=1.0, n_ids=None):
+    """packed_logprobs of one group, without a reference."""
+    return packed_logprobs(model, [(prompt, completions)], temperature, n_ids)[0]
+
+
+STATISTICS = ("gap", "approx_kl", "clipfrac", "entropy", "kl")
+
+
+@torch.no_grad()
+def statistics(new, old, kl, clip, clip_high):
+    """The sums over tokens of |log π - log π_sampler|, KL(π_old ‖ π) as ρ - 1 - log ρ, whether ρ is clipped,
+    -log π of what was sampled, and KL(π_ref ‖ π); and how many tokens these are."""
+    log_ratio = new - old
+    ratio = log_ratio.exp()
+    clipped = (ratio < 1 - clip) | (ratio > 1 + clip_high)
+    per_token = (log_ratio.abs(), ratio - 1 - log_ratio, clipped, -new, kl, torch.ones_like(new))
+    return torch.stack([x.sum() for x in per_token])
 
 
 @torch.no_grad()
@@ -290,6 +291,13 @@ def by_prompt(batch: list[Rollout]):
     for prompt, rollouts in itertools.groupby(batch, lambda r: r.prompt):
         groups.append((prompt, [r.completion.tokens for r in rollouts]))
     return groups or [([0], [[0]])]
+
+
+def to_device(array, device):
+    """A numpy array as a tensor on the device. The copy does not wait for what the device is doing."""
+    if device.type == "cuda":
+        return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)
+    return torch.from_numpy(array)
 
 
 def in_step(batches: list, device):

@@ -9,6 +9,7 @@ that reads a KV cache, and grpo.py one that shares a prompt between its rollouts
 import dataclasses
 import difflib
 import glob
+import inspect
 import json
 import os
 import re
@@ -46,9 +47,7 @@ class Config:
     @classmethod
     def from_pretrained(cls, path: str) -> "Config":
         """Read config.json of a folder or repository. ValueError if it asks for what is not implemented."""
-        file = os.path.join(fetch(path, "config.json"), "config.json")
-        if not os.path.exists(file):
-            raise FileNotFoundError(f"{file} is missing: {path} is not a Hugging Face checkpoint")
+        file = checkpoint_file(path, "config.json")
         found = read_json(file)
         if found.get("model_type") != "qwen2":
             raise ValueError(f"{file}: model_type is {found.get('model_type')!r}, "
@@ -148,37 +147,6 @@ class Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-def matmul_fp32(a, b):
-    """a (…, N, K) @ b (…, K, M), accumulated and returned in fp32. For bf16 on CUDA it has no gradient."""
-    if a.device.type != "cuda" or a.dtype == torch.float32:
-        return a.float() @ b.float()
-    if a.dim() == 2:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    product = torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out_dtype=torch.float32)
-    return product.view(*a.shape[:-1], b.shape[-1])
-
-
-class HeadFP32(torch.autograd.Function):
-    """hidden (N, C) times weight (V, C), both bf16: logits (N, V) in fp32.
-
-    A logit of 20 that is rounded to bf16 is off by up to 0.06, and so is a log-probability. The gradient is
-    rounded to bf16, like every other gradient of the backward pass."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight):
-        ctx.save_for_backward(hidden, weight)
-        if hidden.device.type == "cuda":
-            return matmul_fp32(hidden, weight.T)
-        # A CPU has to convert the weights. Piece by piece they stay in its cache.
-        return torch.cat([matmul_fp32(hidden, piece.T) for piece in weight.split(4096)], dim=-1)
-
-    @staticmethod
-    def backward(ctx, grad):
-        hidden, weight = ctx.saved_tensors
-        grad = grad.to(weight.dtype)
-        return grad @ weight, grad.T @ hidden
-
-
 class Qwen(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
@@ -230,9 +198,7 @@ class Qwen(nn.Module):
     @classmethod
     def from_pretrained(cls, path: str, dtype=torch.float32, device="cpu", shard=None) -> "Qwen":
         """Load a folder, or a repository of the Hugging Face hub. ValueError names a wrong config or tensor.
-
-        shard(model) may apply FSDP while the model has no memory yet: a rank then keeps only its part of each
-        tensor."""
+        With shard(model), which applies FSDP, a rank keeps only its part of each tensor."""
         config = Config.from_pretrained(path)
         with torch.device("meta"):
             model = cls(config)
@@ -241,8 +207,7 @@ class Qwen(nn.Module):
         for name, tensor in read_tensors(fetch(path, WEIGHTS), model):
             tensor = tensor.to(device, dtype)
             state[name] = local_part(tensor, parts[name], device) if shard else tensor
-        # read_tensors was strict. A tied head is not among the tensors.
-        model.load_state_dict(state, assign=True, strict=False)
+        model.load_state_dict(state, assign=True, strict=False)  # read_tensors was strict
         if config.tie_word_embeddings:
             model.lm_head.weight = model.model.embed_tokens.weight
         return model
@@ -250,17 +215,6 @@ class Qwen(nn.Module):
     def save_pretrained(self, path: str):
         """Write config.json and safetensors in Hugging Face's layout."""
         write_tensors(path, self.config, self.named_parameters())
-
-
-def compute_dtype(device, name: str = "") -> torch.dtype:
-    """The dtype of computation: bf16 or fp32 as named, or "": bf16 where the device has units for it."""
-    if name not in ("", "bf16", "fp32"):
-        raise ValueError(f"--dtype={name}: there are bf16 and fp32")
-    if torch.device(device).type == "cuda":
-        has_units = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        has_units = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    return torch.bfloat16 if name == "bf16" or has_units and not name else torch.float32
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -274,11 +228,11 @@ CHAT_TEMPLATE = (  # Qwen2.5's ChatML for transformers, without its tool calls
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer.json with Qwen2.5's chat template.
+    """A Hugging Face tokenizer.json with Qwen2.5's chat template. `len` is the number of ids in use, of which
+    a model may have more. `eos_id` ends a turn, any of `end_ids` what a model writes.
 
-    `len` is the number of ids in use; a model's vocab_size may be larger. `eos_id` ends a turn, any of
-    `end_ids` what a model writes. Text never turns into control tokens: only `chat` writes <|im_start|> and
-    <|im_end|>, so a question or a worker's reply that spells them cannot end its own turn."""
+    Text never turns into control tokens: only `chat` writes <|im_start|> and <|im_end|>, so a question or a
+    worker's reply that spells them cannot end its own turn."""
 
     def __init__(self, bpe: BPE):
         self.bpe = bpe
@@ -287,16 +241,12 @@ class Tokenizer:
         self.eos_id = bpe.token_to_id("<|im_end|>")
         if self.start_id is None or self.eos_id is None:
             raise ValueError("the tokenizer has no <|im_start|> and <|im_end|>: it is not a ChatML tokenizer")
-        self.end_ids = [self.eos_id]
         end_of_document = bpe.token_to_id("<|endoftext|>")  # what base models, never taught to chat, end with
-        if end_of_document is not None:
-            self.end_ids.append(end_of_document)
+        self.end_ids = [i for i in (self.eos_id, end_of_document) if i is not None]
 
     @classmethod
     def from_pretrained(cls, path: str) -> "Tokenizer":
-        file = os.path.join(fetch(path, "tokenizer.json"), "tokenizer.json")
-        if not os.path.exists(file):
-            raise FileNotFoundError(f"{file} is missing: a checkpoint holds the tokenizer beside the weights")
+        file = checkpoint_file(path, "tokenizer.json")
         try:
             bpe = BPE.from_file(file)
         except Exception as e:  # tokenizers has no class of its own for its errors
@@ -332,20 +282,61 @@ class Tokenizer:
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Appendix: checkpoint files, the Hugging Face hub, JSON, command lines
+# Appendix: fp32 products, checkpoint files, the Hugging Face hub, JSON, command lines
+
+
+def compute_dtype(device, name: str = "") -> torch.dtype:
+    """The dtype of computation: bf16 or fp32 as named, or "": bf16 where the device has units for it."""
+    if name not in ("", "bf16", "fp32"):
+        raise ValueError(f"--dtype={name}: there are bf16 and fp32")
+    if torch.device(device).type == "cuda":
+        has_units = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        has_units = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    return torch.bfloat16 if name == "bf16" or has_units and not name else torch.float32
+
+
+def matmul_fp32(a, b):
+    """a (…, N, K) @ b (…, K, M), accumulated and returned in fp32. For bf16 on CUDA it has no gradient."""
+    if a.device.type != "cuda" or a.dtype == torch.float32:
+        return a.float() @ b.float()
+    if a.dim() == 2:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    product = torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out_dtype=torch.float32)
+    return product.view(*a.shape[:-1], b.shape[-1])
+
+
+class HeadFP32(torch.autograd.Function):
+    """hidden (N, C) times weight (V, C), both bf16: logits (N, V) in fp32. A logit of 20 that is rounded to
+    bf16 is off by up to 0.06, and so is a log-probability. Gradients are bf16, like all of the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(hidden, weight)
+        if hidden.device.type == "cuda":
+            return matmul_fp32(hidden, weight.T)
+        # A CPU has to convert the weights. Piece by piece they stay in its cache.
+        return torch.cat([matmul_fp32(hidden, piece.T) for piece in weight.split(4096)], dim=-1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, weight = ctx.saved_tensors
+        grad = grad.to(weight.dtype)
+        return grad @ weight, grad.T @ hidden
+
 
 WEIGHTS = "model*.safetensors"  # the files that hold a model, one or many
 
 
 def fetch(name: str, *patterns: str) -> str:
-    """The folder of a checkpoint: `name` itself if it is one, else that of the repository `name` of the hub.
-
-    The repository's files that match a pattern are brought into Hugging Face's cache, unless they are there.
-    $HF_HOME and $HF_TOKEN mean what they mean to transformers. OSError says what failed."""
+    """The folder of a checkpoint: `name` itself if it is one, else that of the repository `name` of the hub,
+    whose files that match a pattern are brought into Hugging Face's cache. OSError says what failed."""
     if os.path.isdir(name):
         return name
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
-        raise FileNotFoundError(f"{name!r} is neither a folder here nor a name like Qwen/Qwen2.5-7B")
+        raise FileNotFoundError(f"no checkpoint in {name!r}, which is neither a folder here nor a name like "
+                                "Qwen/Qwen2.5-7B: train.py makes one (out/laptop/checkpoint)")
     from huggingface_hub import snapshot_download
     try:
         return snapshot_download(name, allow_patterns=list(patterns))
@@ -354,9 +345,17 @@ def fetch(name: str, *patterns: str) -> str:
                       f"and network; a gated repository needs HF_TOKEN.\nThe hub's client says: {e}") from e
 
 
+def checkpoint_file(path: str, name: str) -> str:
+    """The file of that name in a folder or repository. FileNotFoundError if it is not there."""
+    file = os.path.join(fetch(path, name), name)
+    if not os.path.exists(file):
+        raise FileNotFoundError(f"no checkpoint in {path}: {file} is missing; "
+                                "train.py makes one (out/laptop/checkpoint)")
+    return file
+
+
 def read_tensors(path: str, model: Qwen):
     """Yield (name, tensor) for each parameter of `model`, which may be on the meta device, from a folder.
-
     ValueError names the tensor that is missing, unexpected or misshapen."""
     wanted = dict(model.named_parameters())  # a tied head is in here once, as the embedding
     files = sorted(glob.glob(os.path.join(glob.escape(path), WEIGHTS)))
@@ -391,39 +390,37 @@ def local_part(tensor, like, device):
 
 def write_tensors(path: str, config: Config, tensors, shard_bytes: int = 4 << 30):
     """Write config.json, and (name, tensor) pairs as safetensors of at most `shard_bytes`, with their index.
-
     The pairs are consumed one by one, so that a sharded model can gather each tensor as it is written."""
     os.makedirs(path, exist_ok=True)
-    for stale in glob.glob(os.path.join(glob.escape(path), "model*.safetensors*")):
+    for stale in glob.glob(os.path.join(glob.escape(path), WEIGHTS + "*")):
         os.remove(stale)
     weight_map = {}  # the file of each tensor
+    shards = []  # the bytes of each file
     shard = {}
-    size, total = 0, 0  # bytes, of the shard and of all
 
     def flush():
-        file = f"model-{len(set(weight_map.values())) + 1:05d}.safetensors"
+        shards.append(sum(tensor.nbytes for tensor in shard.values()))
+        file = f"model-{len(shards):05d}.safetensors"
         save_file(shard, os.path.join(path, file), metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(shard, file))
+        shard.clear()
 
     for name, tensor in tensors:
         tensor = tensor.detach().cpu().contiguous()
-        if shard and size + tensor.nbytes > shard_bytes:
+        if shard and sum(held.nbytes for held in shard.values()) + tensor.nbytes > shard_bytes:
             flush()
-            shard, size = {}, 0
         shard[name] = tensor
-        size += tensor.nbytes
-        total += tensor.nbytes
     flush()
-    dtype = str(tensor.dtype).removeprefix("torch.")
     config_file = os.path.join(path, "config.json")
     write_json(config_file, {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2",
-                             "hidden_act": "silu", "torch_dtype": dtype, **dataclasses.asdict(config)})
+                             "hidden_act": "silu", "torch_dtype": str(tensor.dtype).removeprefix("torch."),
+                             **dataclasses.asdict(config)})
     for file in set(weight_map.values()):  # safetensors lets nobody but the owner read its files
         shutil.copymode(config_file, os.path.join(path, file))
-    if size == total:
+    if len(shards) == 1:
         os.replace(os.path.join(path, file), os.path.join(path, "model.safetensors"))
     else:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": sum(shards)}, "weight_map": weight_map}
         write_json(os.path.join(path, "model.safetensors.index.json"), index)
 
 
@@ -446,18 +443,28 @@ def write_json(file: str, value):
     os.replace(file + ".tmp", file)
 
 
+ALSO_CALLED = {"checkpoint": "init_from", "init_from": "checkpoint"}  # in another of the programs
+
+
 def configure(settings, argv: list[str]) -> list[str]:
     """Apply `--key=value` words to a dataclass in place, typed by its present values; return the other words.
 
-    `--key` alone turns a bool on. SystemExit says what is wrong, and names the key nearest to one unknown."""
+    `--key` alone turns a bool on, --help prints them all. SystemExit says what is wrong, and names the key
+    nearest to one unknown."""
+    if "--help" in argv:
+        print(sys.modules[type(settings).__module__].__doc__)
+        for line in inspect.getsource(type(settings)).splitlines()[2:]:
+            print(re.sub(r"^    (\w+): \w+ = ", r"  --\1=", line))
+        sys.exit()
     known = [field.name for field in dataclasses.fields(settings)]
-    words = [word for word in argv if not word.startswith("--")]
     for word in argv:
-        if word in words:
+        if not word.startswith("--"):
             continue
         key, equals, value = word[2:].partition("=")
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
+            near = difflib.get_close_matches(key, known)
+            if ALSO_CALLED.get(key) in known:
+                near = [ALSO_CALLED[key]]
             hint = f"did you mean --{near[0]}?" if near else f"there are {', '.join(known)}"
             raise SystemExit(f"unknown setting --{key}; {hint}")
         default = getattr(settings, key)
@@ -465,16 +472,19 @@ def configure(settings, argv: list[str]) -> list[str]:
         if not equals and kind is not bool:
             raise SystemExit(f"--{key} needs a value: --{key}=VALUE, with = and no blank")
         try:
-            if kind is bool and equals:
+            if not equals:
+                value = True
+            elif kind is bool:
                 value = {"true": True, "1": True, "false": False, "0": False}[value.lower()]
-            setattr(settings, key, kind(value) if equals else True)
+            setattr(settings, key, kind(value))
         except (ValueError, KeyError):
-            raise SystemExit(f"{word}: expected {kind.__name__}, as in --{key}={default}") from None
-    return words
+            example = default or {int: 1, float: 1e-3, bool: True}[kind]
+            raise SystemExit(f"{word}: expected {kind.__name__}, as in --{key}={example}") from None
+    return [word for word in argv if not word.startswith("--")]
 
 
 def main(argv):
-    if len(argv) != 1:
+    if len(argv) != 1 or argv[0] == "--help":
         raise SystemExit(__doc__)
     try:
         config = Config.from_pretrained(argv[0])  # first, lest the gigabytes of another architecture come

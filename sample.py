@@ -17,14 +17,13 @@ import threading
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from model import Qwen, Tokenizer, causal, compute_dtype, configure, matmul_fp32
 
 CHECK = 8  # decode steps between looks at who has finished
 PREFILL_TOKENS = 8192  # prompt tokens that are computed at once
 # A change of shapes costs a capture on CUDA. On a CPU it is cheap, and many of them save computing.
-BUCKET = {"cuda": 128, "cpu": 32}  # tokens after which the grid is compacted and its cache grows
+BUCKET = {"cuda": 128, "cpu": 32}  # tokens after which the grid is compacted and sees more of its cache
 PAD = {"cuda": 64, "cpu": 1}  # prompts are padded to a multiple of this, which tensor cores like
 GRAPH = {"cuda": True, "cpu": False}  # a decode step is captured
 
@@ -54,11 +53,13 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
     if not 0 <= temperature < math.inf or not 0 < top_p <= 1 or top_k < 0:
         raise ValueError("generate needs temperature >= 0, 0 < top_p <= 1 and top_k >= 0, "
                          f"not {temperature}, {top_p}, {top_k}")
-    ends = [eos_id] if isinstance(eos_id, int) else list(eos_id)
-    seeds = row_seeds(prompts, n, seed, first)
-    grid = Grid(model, prompts, n, max_new_tokens, seeds, ends, n_ids, (temperature, top_p, top_k))
-    completions = [[None] * n for _ in prompts]
+
+    def pick(logits, u):
+        return draw(logits[:, :n_ids], u, temperature, top_p, top_k)
+
+    grid = Grid(model, prompts, n, max_new_tokens, row_seeds(prompts, n, seed, first), pick, eos_id)
     grid.prefill(prompts)
+    completions = [[None] * n for _ in prompts]
     for count in range(1, max_new_tokens + 1):  # how many tokens every rollout has
         last = count == max_new_tokens
         if last or count % CHECK == 0:
@@ -67,52 +68,55 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
                 completions[i][j] = completion
                 if on_finish:
                     on_finish(i, j, completion)
-            if last or not grid.live.any():
+            if not grid.going:
                 return completions
         if count % BUCKET[model.device.type] == 0:
             grid.compact()
-            grid.grow()
         grid.step()
 
 
 class Grid:
     """The rollouts that are being sampled: Q prompts × R rows, N = Q*R cells, all with t tokens of their own.
 
-    Below, P is the padded length of the prompts, T the room for own tokens, Hkv the key-value heads, G the
-    query heads on each, D a head's channels, V the ids."""
+    Below, P is the padded length of the prompts, T the room for own tokens that a step looks at, Hkv the
+    key-value heads, G the query heads on each, D a head's channels, V the ids."""
 
-    def __init__(self, model, prompts, n, max_new_tokens, seeds, ends, n_ids, distribution):
+    def __init__(self, model, prompts, n, max_new_tokens, seeds, pick, eos_id):
         config, device = model.config, model.device
         self.model = model
-        self.n_ids = n_ids
-        self.distribution = distribution  # temperature, top_p, top_k
         self.device = device
-        self.Q, self.R, self.T = len(prompts), n, 0
+        self.pick = pick
+        self.Q, self.R = len(prompts), n
         self.P = self.padded(max(map(len, prompts)))
-        self.Hkv, self.D = config.num_key_value_heads, config.head_dim
-        self.G = config.num_attention_heads // self.Hkv
+        self.steps = 0  # taken since the shapes changed
+        self.graph = None  # the captured step
         # What was sampled, a line for each of the Q*n rollouts.
         N = self.Q * n
         self.tokens = torch.zeros(N, max_new_tokens, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(N, max_new_tokens, dtype=torch.float32, device=device)
         self.lengths = torch.zeros(N, dtype=torch.long, device=device)  # 0 while a rollout goes on
-        self.harvested = set()
+        self.going = list(range(N))  # the rollouts that were not harvested
         # The grid, flat. A finished rollout stays in its cell until it is compacted away.
         self.rollout = torch.arange(N, device=device)  # (N) which one a cell holds
         self.seeds = torch.tensor(seeds, device=device)  # (N)
         self.newest = torch.zeros_like(self.rollout)  # (N)
         self.t = torch.zeros(1, dtype=torch.long, device=device)
-        self.eos = torch.tensor(ends, dtype=torch.long, device=device)
-        # Keys and values of each layer. A CPU attends in fp32, as `causal` does.
+        self.ends = torch.tensor(eos_id, dtype=torch.long, device=device).view(-1)
+        # Keys and values of each layer, allocated once. A CPU attends in fp32, as `causal` does. They begin
+        # as zeros, since NaN would stay NaN under a weight of 0.
+        room = self.padded(max_new_tokens)
+        self.T = min(BUCKET[device.type], room)
+        self.D = config.head_dim
+        heads = config.num_key_value_heads
         how = dict(dtype=torch.float32 if device.type == "cpu" else model.lm_head.weight.dtype, device=device)
         layers = range(config.num_hidden_layers)
-        self.prompt_kv = [torch.zeros(2, self.Q, self.Hkv, self.P, self.D, **how) for _ in layers]
-        self.own_kv = [torch.zeros(2, self.Q, self.Hkv, self.R, 0, self.D, **how) for _ in layers]
+        self.prompt_kv = [torch.zeros(2, self.Q, heads, self.P, self.D, **how) for _ in layers]
+        self.own_kv = [torch.zeros(2, N, heads, room, self.D, **how) for _ in layers]
+        # What is added to scores: -inf where a prompt is padded, and for own tokens that are yet to come.
         self.prompt_length = torch.tensor([len(p) for p in prompts], device=device)  # (Q)
-        is_padding = torch.arange(self.P, device=device) >= self.prompt_length[:, None]  # (Q, P)
-        self.mask = torch.zeros(is_padding.shape, device=device).masked_fill(is_padding, -torch.inf)
-        self.graph = None  # the captured step
-        self.grow()
+        self.mask = torch.full((self.Q, self.P + room), -torch.inf, device=device)
+        is_prompt = torch.arange(self.P + room, device=device) < self.prompt_length[:, None]
+        self.mask.masked_fill_(is_prompt, 0.0)
 
     def padded(self, length: int) -> int:
         pad = PAD[self.device.type]
@@ -165,74 +169,70 @@ class Grid:
 
     def attend(self, layer, q, k, v):
         """The newest tokens, q (N, H, 1, D), k and v (N, Hkv, 1, D), attend to prompts and own tokens."""
-        Q, R, P, Hkv, G, D = self.Q, self.R, self.P, self.Hkv, self.G, self.D
-        prompt_kv, own_kv = self.prompt_kv[layer], self.own_kv[layer]
-        new = torch.stack((k, v)).view(2, Q, R, Hkv, 1, D).transpose(2, 3)  # (2, Q, Hkv, R, 1, D)
-        own_kv.index_copy_(4, self.t - 1, new.to(own_kv.dtype))
-        q = q.view(Q, R, Hkv, G, D).transpose(1, 2)  # (Q, Hkv, R, G, D)
-        own_scores = matmul_fp32(q, own_kv[0].mT)  # (Q, Hkv, R, G, T)
-        all_rows = q.reshape(Q, Hkv, R * G, D)  # they look at their prompt's one set of keys together
-        prompt_scores = matmul_fp32(all_rows, prompt_kv[0].mT).view(Q, Hkv, R, G, P)
-        scores = torch.cat((prompt_scores, own_scores), -1) * D ** -0.5
-        scores = scores + self.mask[:, None, None, None]  # (Q, Hkv, R, G, P + T)
+        Q, R, P, T, Hkv, D = self.Q, self.R, self.P, self.T, k.shape[1], self.D
+        prompt_k, prompt_v = self.prompt_kv[layer][:, :Q]  # each (Q, Hkv, P, D)
+        own_kv = self.own_kv[layer][:, :Q * R, :, :T]  # (2, N, Hkv, T, D)
+        own_kv.index_copy_(3, self.t - 1, torch.stack((k, v)).to(own_kv.dtype))
+        own_k, own_v = own_kv.unflatten(1, (Q, R))  # each (Q, R, Hkv, T, D)
+        own_q = q.view(Q, R, Hkv, -1, D)  # (Q, R, Hkv, G, D)
+        own_scores = matmul_fp32(own_q, own_k.mT)  # (Q, R, Hkv, G, T)
+        prompt_q = own_q.transpose(1, 2).flatten(2, 3)  # (Q, Hkv, R*G, D): all rows look at one prompt
+        prompt_scores = matmul_fp32(prompt_q, prompt_k.mT).view(Q, Hkv, R, -1, P)  # (Q, Hkv, R, G, P)
+        scores = torch.cat((prompt_scores, own_scores.transpose(1, 2).contiguous()), -1)
+        mask = self.mask[:, None, None, None, :P + T]
+        scores = torch.add(mask, scores, alpha=D ** -0.5)  # (Q, Hkv, R, G, P + T)
         weights = scores.softmax(-1).to(own_kv.dtype)
-        y = matmul_fp32(weights[..., P:], own_kv[1])  # (Q, Hkv, R, G, D)
-        prompt_weights = weights[..., :P].reshape(Q, Hkv, R * G, P)
-        y = y + matmul_fp32(prompt_weights, prompt_kv[1]).view(Q, Hkv, R, G, D)
-        return y.to(k.dtype).transpose(1, 2).reshape(Q * R, Hkv * G, 1, D)
+        y = matmul_fp32(weights[..., P:].transpose(1, 2), own_v)  # (Q, R, Hkv, G, D)
+        prompt_y = matmul_fp32(weights[..., :P].flatten(2, 3), prompt_v)  # (Q, Hkv, R*G, D)
+        y = y + prompt_y.view(Q, Hkv, R, -1, D).transpose(1, 2)
+        return y.to(k.dtype).view(q.shape)
 
     def choose(self, logits):
         """Draw token number t of every cell from logits (N, V)."""
-        token, logprob = draw(logits[:, :self.n_ids], uniform(self.seeds, self.t), *self.distribution)
+        token, logprob = self.pick(logits, uniform(self.seeds, self.t))
         self.tokens[self.rollout, self.t] = token
         self.logprobs[self.rollout, self.t] = logprob
         length = self.lengths[self.rollout]
-        is_end = (token[:, None] == self.eos).any(-1)
+        is_end = (token[:, None] == self.ends).any(-1)
         self.lengths[self.rollout] = torch.where(is_end & (length == 0), self.t + 1, length)
         self.newest.copy_(token)
         self.t.add_(1)
 
-    def harvest(self, last):
-        """See who goes on, and return (rollout, Completion) of those newly ended, or of all left if last."""
-        self.live = (self.lengths[self.rollout] == 0).view(self.Q, self.R)
+    def harvest(self, last) -> list[tuple[int, Completion]]:
+        """The number and completion of each rollout that newly ended, or of all that are left if `last`."""
         lengths = self.lengths.tolist()
-        present = set(self.rollout.tolist()) - self.harvested
-        ended = sorted(i for i in present if last or lengths[i])
-        self.harvested.update(ended)
+        ended = [i for i in self.going if last or lengths[i]]
+        self.going = [i for i in self.going if not (last or lengths[i])]
         completions = []
         for i, tokens, logprobs in zip(ended, self.tokens[ended].tolist(), self.logprobs[ended].tolist()):
             length = lengths[i] or len(tokens)
-            completion = Completion(tokens[:length], logprobs[:length], finished=lengths[i] > 0)
-            completions.append((i, completion))
+            completions.append((i, Completion(tokens[:length], logprobs[:length], finished=lengths[i] > 0)))
         return completions
 
     def compact(self):
-        """Drop prompts whose rollouts have all finished, and move live rows of the others to the front."""
-        prompts = self.live.any(1).nonzero()[:, 0]  # (Q') those that go on
-        R = int(self.live.sum(1).max())  # the most live rows of a prompt
-        if len(prompts) * R == self.Q * self.R:
-            return
-        order = self.live[prompts].int().sort(dim=1, descending=True, stable=True).indices[:, :R]  # (Q', R)
-        cells = (prompts[:, None] * self.R + order).flatten()
-        self.rollout = self.rollout[cells]
-        self.seeds = self.seeds[cells]
-        self.newest = self.newest[cells]
-        self.prompt_length = self.prompt_length[prompts]
-        self.mask = self.mask[prompts]
-        for i in range(len(self.own_kv)):  # one by one: two caches of all layers would not fit at 7B
-            self.prompt_kv[i] = self.prompt_kv[i][:, prompts]
-            own = self.own_kv[i][:, prompts[:, None], :, order]  # (Q', R, 2, Hkv, T, D)
-            self.own_kv[i] = own.permute(2, 0, 3, 1, 4, 5).contiguous()  # (2, Q', Hkv, R, T, D)
-        self.Q, self.R = len(prompts), R
+        """Drop prompts whose rollouts have all finished, move live rows of the others to the front, and let
+        the next steps see another bucket of own tokens."""
+        live = (self.lengths[self.rollout] == 0).view(self.Q, self.R)
+        prompts = live.any(1).nonzero()[:, 0]  # (Q') those that go on
+        R = int(live.sum(1).max())  # the most live rows of a prompt
+        order = live[prompts].int().sort(dim=1, descending=True, stable=True).indices[:, :R]  # (Q', R)
+        cells = (prompts[:, None] * self.R + order).flatten()  # (N')
+        if len(cells) < len(self.rollout):
+            self.rollout = self.rollout[cells]
+            self.seeds = self.seeds[cells]
+            self.newest = self.newest[cells]
+            self.prompt_length = self.prompt_length[prompts]
+            self.mask = self.mask[prompts]
+            for prompt_kv, own_kv in zip(self.prompt_kv, self.own_kv):
+                prompt_kv[:, :len(prompts)] = prompt_kv[:, prompts]
+                own_kv[:, :len(cells), :, :self.T] = own_kv[:, cells, :, :self.T]
+            self.Q, self.R = len(prompts), R
+        self.T = min(self.T + BUCKET[self.device.type], self.own_kv[0].shape[3])
+        self.steps = 0
 
-    def grow(self):
-        """Make room for another bucket of own tokens: zeros, as NaN would stay NaN under a weight of 0."""
-        more = min(BUCKET[self.device.type], self.padded(self.tokens.shape[1]) - self.T)
-        for i, kv in enumerate(self.own_kv):
-            self.own_kv[i] = F.pad(kv, (0, 0, 0, more))
-        self.mask = F.pad(self.mask, (0, more), value=-torch.inf)  # (Q, P + T)
-        self.T += more
-        self.steps = 0  # taken since the shapes changed
+
+# -----------------------------------------------------------------------------------------------------------
+# Appendix: distributions, random numbers, CUDA graphs, the command line
 
 
 def draw(logits, u, temperature=1.0, top_p=1.0, top_k=0):
@@ -281,10 +281,6 @@ def row_seeds(prompts, n: int, seed: int, first: int) -> list[int]:
     return seeds
 
 
-# -----------------------------------------------------------------------------------------------------------
-# Appendix: CUDA graphs, the command line
-
-
 def capture(decode, before):
     """All kernels of decode() as one CUDA graph, in the memory pool of the graph before it, which must still
     exist. Threads that call CUDA meanwhile cannot break it, nor can signals."""
@@ -328,8 +324,7 @@ def main(argv):
     s = Settings()
     words = configure(s, argv)
     if not s.checkpoint or not words:
-        raise SystemExit('usage: python sample.py --checkpoint=FOLDER "a prompt"   '
-                         "(train.py writes its checkpoint to OUT/checkpoint; for more settings see Settings)")
+        raise SystemExit('usage: python sample.py --checkpoint=FOLDER "a prompt"   (--help: all settings)')
     device = "cuda" if torch.cuda.is_available() else "cpu"
     messages = [{"role": "user", "content": " ".join(words)}]
     if s.system:

@@ -11,6 +11,7 @@ happened.
 """
 import collections
 import datetime
+import gc
 import glob
 import importlib.util
 import itertools
@@ -136,7 +137,20 @@ PRESETS = {
 
 
 # ------------------------------------------------------------------------------------------------------------
-# One iteration: first rounds, second rounds, reward, update
+# One iteration: first rounds, second rounds, reward, update. Then the run
+
+
+@dataclass
+class Run:
+    """What an iteration needs beside the settings."""
+    first: int  # the iteration to begin with
+    pool: list  # of workers
+    problems: list
+    test: list  # held-out problems
+    tokenizer: Tokenizer
+    model: Qwen  # in its shards
+    optimizer: torch.optim.Optimizer
+    reference: Qwen | None  # the policy of the KL term
 
 
 def first_rounds(s: Settings, problems, pool, iteration: int) -> list[Task]:
@@ -179,7 +193,7 @@ def roll_out_on_all_ranks(sampler, tokenizer, tasks: list[Task], s: Settings, se
 
     mine = [[] for _ in tasks]
     if n:
-        quiet = dist.get_rank() > 0 or None  # None: where there is no terminal
+        quiet = rank > 0 or None  # None: where there is no terminal
         with tqdm(total=len(tasks) * n, desc="rollouts of rank 0", disable=quiet, leave=False) as bar:
             mine = roll_out(write, tasks, n, prompting(s), grade, ablation(s), first, lambda _: bar.update())
     for rollout in itertools.chain(*mine):
@@ -190,17 +204,6 @@ def roll_out_on_all_ranks(sampler, tokenizer, tasks: list[Task], s: Settings, se
             group += [replace(rollout, task=task) for rollout in rollouts]
     clock.lap("workers")
     return groups
-
-
-def prompting(s: Settings) -> Prompting:
-    return Prompting(**{field.name: getattr(s, field.name) for field in fields(Prompting)})
-
-
-def ablation(s: Settings):
-    """What --access=False does to a workflow before it runs; None if nothing."""
-    def blind(workflow):
-        return replace(workflow, steps=[replace(step, access=[], sees_all=False) for step in workflow.steps])
-    return None if s.access else blind
 
 
 def reward(rollout: Rollout, s: Settings) -> float | None:
@@ -215,59 +218,92 @@ def reward(rollout: Rollout, s: Settings) -> float | None:
     return value
 
 
-def learn(model, optimizer, reference, groups, s: Settings, iteration: int, n_ids: int) -> list[dict]:
+def learn(run: Run, groups, s: Settings, iteration: int) -> list[dict]:
     """Eq. 1 in s.minibatches steps, each on a share of every group. Returns what `update` says of each."""
     lr = s.lr * schedule(iteration, s.iterations, s.warmup)
-    set_lr(optimizer, lr)
-    how = dict(temperature=s.temperature, n_ids=n_ids, token_budget=s.token_budget)
+    set_lr(run.optimizer, lr)
+    how = dict(temperature=s.temperature, n_ids=len(run.tokenizer), token_budget=s.token_budget)
     objective = dict(clip=s.clip, clip_high=s.clip_high, beta=s.beta * (1 - iteration / s.iterations),
-                     reference=reference, loss=s.loss, max_new_tokens=s.max_new_tokens)
+                     reference=run.reference, loss=s.loss, max_new_tokens=s.max_new_tokens)
     known = [[r for r in group if r.reward is not None] for group in groups]  # the others are lost, not bad
     if s.importance:
-        gap = importance(model, my_share(itertools.chain(*known)), s.importance, **how)
+        gap = importance(run.model, my_share(itertools.chain(*known)), s.importance, **how)
     steps = []
-    for _ in range(s.epochs):
-        for m in range(s.minibatches):
-            minibatch = my_share(itertools.chain(*(group[m::s.minibatches] for group in known)))
-            steps.append(update(model, optimizer, minibatch, **objective, **how))
-            steps[-1]["lr"] = lr
+    for m in [*range(s.minibatches)] * s.epochs:
+        minibatch = my_share(itertools.chain(*(group[m::s.minibatches] for group in known)))
+        steps.append(update(run.model, run.optimizer, minibatch, **objective, **how) | {"lr": lr})
     if s.importance:
         steps[0]["gap"] = gap
     return steps
 
 
-def my_share(rollouts) -> list[Rollout]:
-    """This rank's part of some rollouts: neighbours, which share prompts, with as many tokens as others'."""
-    rollouts = list(rollouts)
-    ends = np.cumsum([len(r.completion.tokens) for r in rollouts])
-    world = dist.get_world_size()
-    owners = [(end - 1) * world // ends[-1] for end in ends]
-    return [rollout for rollout, owner in zip(rollouts, owners) if owner == dist.get_rank()]
-
-
-def schedule(step: int, steps: int, warmup: float) -> float:
-    """Linear warm-up over a share of the steps, then a cosine to 0 (App. A.1)."""
-    warm = max(1, round(warmup * steps))
-    if step < warm:
-        return (step + 1) / warm
-    progress = (step - warm) / max(1, steps - warm)
-    return 0.5 * (1 + math.cos(math.pi * progress))
-
-
-# ------------------------------------------------------------------------------------------------------------
-# The run
-
-
 def train(s: Settings, device: str):
     """The whole run, on every rank."""
     began = time.perf_counter()
+    run = set_up(s, device)
+    if s.dry_run:
+        return say("the run lacks nothing; without --dry_run it begins")
+    gc.freeze()  # What lives as long as the run is not looked at in every collection.
+    report = reporter(s)
+    stopping = on_signals()  # why the run shall end
+    skipped = 0  # steps in a row
+    for iteration in range(run.first, s.iterations):
+        clock = Clock()
+        sampler = gather(run.model, s)
+        seed = s.seed * 1_000_000 + iteration
+        tasks = first_rounds(s, run.problems, run.pool, iteration)
+        groups = roll_out_on_all_ranks(sampler, run.tokenizer, tasks, s, seed, clock)
+        if s.recursion:
+            tasks = second_rounds(s, groups, iteration)
+            groups += roll_out_on_all_ranks(sampler, run.tokenizer, tasks, s, seed + 500_000, clock)
+        del sampler  # it and the gradients would not fit beside one another
+        gc.collect()  # An exception may hold its frames.
+        for rollout in itertools.chain(*groups):
+            rollout.reward = reward(rollout, s)                                                   # §3.1
+        set_advantages(groups, s.std)                                                             # Eq. 2
+        steps = learn(run, groups, s, iteration)                                                  # Eq. 1
+        clock.lap("training")
+
+        held_out = None
+        if s.eval_every and (iteration + 1) % s.eval_every == 0:
+            held_out = accuracy_now(run, s)
+            clock.lap("evaluation")
+        write_traces(s, iteration, groups)
+        log(s, metrics(iteration, groups, steps, clock.seconds, held_out, run.model.config), report)
+        for step in steps:
+            skipped = skipped + 1 if step["skipped"] else 0
+            if skipped == 3:
+                leave(f"three steps in a row had a gradient that is not finite; {newest(s)}")
+        if run.pool[0].budget and run.pool[0].budget.refused:
+            stopping.append("the budget is spent")
+        reasons = everyone(stopping)  # of any rank: they leave together
+        if reasons or iteration + 1 == s.iterations or (iteration + 1) % s.save_every == 0:
+            save(s, iteration + 1, run.model, run.tokenizer, run.optimizer)
+            reasons = everyone(stopping)  # a signal may have come meanwhile
+        if reasons:
+            bill(run.pool)
+            leave(f"{reasons[0]}: stopped after iteration {iteration + 1}; {newest(s)}")
+
+    bill(run.pool)
+    finish(run, s)
+    say(f"{time.perf_counter() - began:.0f} s from start to end. Next: "
+        f"python workflow.py \"{run.test[-1].question}\" --checkpoint={s.out}/checkpoint --pool={s.pool}")
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Appendix: before and after the loop; the tiny Conductor; what a run tells; ranks; checkpoints; what a run
+# takes and lacks
+
+
+def set_up(s: Settings, device: str) -> Run | None:
+    """All that the loop needs, on every rank, after a look at what the run lacks. None if s.dry_run."""
     torch.manual_seed(s.seed)
     resumed = on_rank0(lambda: checkpoints(s.out)[-1:]) if s.resume else []
     start = resumed[0] if resumed else s.init_from  # "": from nothing
     first = int(os.path.basename(start)) if resumed else 0
     url, budget, config = on_rank0(lambda: preflight(s, start))
     if s.dry_run:
-        return say("the run lacks nothing; without --dry_run it begins")
+        return None
     choose_by_size(s, config)
     world = dist.get_world_size()
     pool = load_pool(s.pool, url, s.replay, budget, world)  # one server of local specialists for all ranks
@@ -289,56 +325,7 @@ def train(s: Settings, device: str):
     dry_step(model, optimizer, reference, s, len(tokenizer))
     if resumed:
         restore(model, optimizer, start)
-    report = reporter(s)
-    stopping = on_signals()  # why the run shall end
-    skipped = 0  # steps in a row
-
-    for iteration in range(first, s.iterations):
-        clock = Clock()
-        seed = s.seed * 1_000_000 + iteration
-        sampler = gather(model, s)
-        tasks = first_rounds(s, problems, pool, iteration)
-        groups = roll_out_on_all_ranks(sampler, tokenizer, tasks, s, seed, clock)
-        if s.recursion:
-            tasks = second_rounds(s, groups, iteration)
-            groups += roll_out_on_all_ranks(sampler, tokenizer, tasks, s, seed + 500_000, clock)
-        del sampler  # it and the gradients would not fit beside one another
-        for rollout in itertools.chain(*groups):
-            rollout.reward = reward(rollout, s)                                                   # §3.1
-        set_advantages(groups, s.std)                                                             # Eq. 2
-        steps = learn(model, optimizer, reference, groups, s, iteration, len(tokenizer))          # Eq. 1
-        clock.lap("training")
-        held_out = None
-        if s.eval_every and (iteration + 1) % s.eval_every == 0:
-            traces = answer(gather(model, s), tokenizer, test[:s.eval_problems], pool, s)
-            held_out = evaluation.accuracies(test[:s.eval_problems], traces).get("all")
-            clock.lap("evaluation")
-        write_traces(s, iteration, groups)
-        log(s, metrics(iteration, groups, steps, clock.seconds, held_out, config), report)
-
-        for step in steps:
-            skipped = skipped + 1 if step["skipped"] else 0
-            if skipped == 3:
-                leave(f"three steps in a row had a gradient that is not finite; {newest(s)}")
-        if pool[0].budget and pool[0].budget.refused:
-            stopping.append("the budget is spent")
-        reasons = everyone(stopping)  # of any rank: they leave together
-        if reasons or iteration + 1 == s.iterations or (iteration + 1) % s.save_every == 0:
-            save(s, iteration + 1, model, tokenizer, optimizer)
-            reasons = everyone(stopping)  # a signal may have come meanwhile
-        if reasons:
-            bill(pool)
-            leave(f"{reasons[0]}: stopped after iteration {iteration + 1}; {newest(s)}")
-
-    bill(pool)
-    say(newest(s))
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    sampler = gather(model, s)
-    del model, optimizer, reference  # the evaluation shall have their memory
-    finish(s, answer(sampler, tokenizer, test, pool, s), test, pool)
-    say(f"{time.perf_counter() - began:.0f} s from start to end. Next: "
-        f"python workflow.py \"{test[-1].question}\" --checkpoint={s.out}/checkpoint --pool={s.pool}")
+    return Run(first, pool, problems, test, tokenizer, model, optimizer, reference)
 
 
 def shard(model: Qwen, s: Settings, device: str) -> Qwen:
@@ -381,11 +368,27 @@ def answer(sampler: Qwen, tokenizer, problems, pool, s: Settings) -> list[Trace 
     return [shares[i % world][i // world] for i in range(len(problems))]
 
 
-def finish(s: Settings, traces: list[Trace | None], test, pool):
+def accuracy_now(run: Run, s: Settings) -> float | None:
+    """The accuracy on the first of the held-out problems; None where all workers were lost."""
+    some = run.test[:s.eval_problems]
+    traces = answer(gather(run.model, s), run.tokenizer, some, run.pool, s)
+    return evaluation.accuracies(some, traces).get("all")
+
+
+def finish(run: Run, s: Settings):
     """The table on held-out problems, beside every worker and random workflows, and what was learned."""
+    say(f"the checkpoint is in {s.out}/checkpoint")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sampler = gather(run.model, s)
+    del run.model, run.optimizer, run.reference
+    gc.unfreeze()
+    gc.collect()  # The evaluation shall have their memory, and FSDP's modules hold one another.
+    traces = answer(sampler, run.tokenizer, run.test, run.pool, s)
     if dist.get_rank():
         return
-    systems = {"Conductor": traces, **evaluation.baselines(test, pool)}
+    test = run.test
+    systems = {"Conductor": traces, **evaluation.baselines(test, run.pool)}
     say("\n" + evaluation.table(test, systems))
     say("\n" + evaluation.learned(test, [trace and trace.rounds()[0] for trace in traces]))
     errors = [trace.error for trace in traces if trace and trace.error]
@@ -395,9 +398,36 @@ def finish(s: Settings, traces: list[Trace | None], test, pool):
     write_json(os.path.join(s.out, "test.json"), shares)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Appendix: the tiny Conductor; what a run tells; ranks; checkpoints; what a run takes and lacks
+def prompting(s: Settings) -> Prompting:
+    return Prompting(**{field.name: getattr(s, field.name) for field in fields(Prompting)})
 
+
+def ablation(s: Settings):
+    """What --access=False does to a workflow before it runs; None if nothing."""
+    def blind(workflow):
+        return replace(workflow, steps=[replace(step, access=[], sees_all=False) for step in workflow.steps])
+    return None if s.access else blind
+
+
+def my_share(rollouts) -> list[Rollout]:
+    """This rank's part of some rollouts: neighbours, which share prompts, with as many tokens as others'."""
+    rollouts = list(rollouts)
+    ends = np.cumsum([len(r.completion.tokens) for r in rollouts])
+    world = dist.get_world_size()
+    owners = [(end - 1) * world // ends[-1] for end in ends]
+    return [rollout for rollout, owner in zip(rollouts, owners) if owner == dist.get_rank()]
+
+
+def schedule(step: int, steps: int, warmup: float) -> float:
+    """Linear warm-up over a share of the steps, then a cosine to 0 (App. A.1)."""
+    warm = max(1, round(warmup * steps))
+    if step < warm:
+        return (step + 1) / warm
+    progress = (step - warm) / max(1, steps - warm)
+    return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+# ------------------------------------------------------------------------------------------------------------
 # The tiny Conductor: a tokenizer and a model made on the spot, and a warm start that teaches the format only.
 
 
@@ -625,14 +655,13 @@ def say(line: str):
 
 
 class Clock:
-    """The seconds of an iteration, by part."""
+    """The seconds of an iteration, by part. What passes between two laps is spent on the second's part."""
 
     def __init__(self):
         self.seconds = collections.defaultdict(float)
         self.last = time.perf_counter()
 
     def lap(self, part: str):
-        """What has passed since the last lap was spent on `part`."""
         now = time.perf_counter()
         self.seconds[part] += now - self.last
         self.last = now
@@ -816,8 +845,11 @@ def checkpoints(out: str) -> list[str]:
 
 
 def newest(s: Settings) -> str:
+    """Where what was learned is, for a run that ends early."""
     link = os.path.join(s.out, "checkpoint")
-    return f"the checkpoint is in {link}" if os.path.exists(link) else "nothing had been saved"
+    if not os.path.exists(link):
+        return "nothing had been saved"
+    return f"the checkpoint is in {link}; the same command with --resume goes on"
 
 
 def tidy(s: Settings):
@@ -947,12 +979,15 @@ def memory(s: Settings, config: Config, world: int, prompt: int) -> dict[str, di
     kv = 2 * config.num_key_value_heads * config.head_dim * L * width  # bytes of a token's keys and values
     T = s.token_budget + prompt  # tokens of a packed row
     place = " (CPU)" if s.offload else ""
+    scores = 0  # bytes of attention for a query and a key
+    if width == 4 and devices()[0] == "cuda":  # no fused kernel takes fp32 with fewer heads of keys
+        scores = 3 * width * config.num_attention_heads
 
     def generation(prompts, rows):
         at_once = max(prompt, min(prompts * prompt, PREFILL_TOKENS))
         return {"copy to sample with": width * N,
                 "keys and values": kv * (prompts * prompt + rows * s.max_new_tokens),
-                "prompts at work": at_once * (6 * C + 3 * inner) * width,
+                "prompts at work": at_once * ((6 * C + 3 * inner) * width + scores * prompt),
                 "probabilities": 16 * rows * config.vocab_size}
 
     state = {f"weights{place}": 4 * N / world, f"Adam's state{place}": 8 * N / world}
@@ -961,7 +996,7 @@ def memory(s: Settings, config: Config, world: int, prompt: int) -> dict[str, di
     training = {f"gradients{place}": 4 * N / world,
                 "gathered weights": (2 * width + 4) * (N - L * layer + 2 * layer),  # with their gradients
                 "logits": 16 * min(T * config.vocab_size, HEAD_LOGITS[devices()[0]])}
-    a_layer = T * (10 * C + 5 * inner) * width
+    a_layer = T * ((10 * C + 5 * inner) * width + scores * (prompt + s.max_new_tokens))
     if s.recompute:
         training |= {"layers' inputs": L * T * C * width, "a layer at work": a_layer}
     else:
@@ -1040,13 +1075,19 @@ def estimate(s: Settings, config: Config, pool) -> tuple[str, str]:
     lines = [f"model     {sizes(config)[1] / 1e9:.3f} billion parameters, computed in {s.dtype}",
              f"memory    at most {peak(phases):.1f} GiB a process, and {RESERVE[kind]} that are not counted"]
     for phase, parts in phases.items():
-        lines.append(f"          {phase}: " + ", ".join(f"{part} {size:.1f}" for part, size in parts.items()))
+        shown = [f"{part} {size:.1f}" for part, size in parts.items() if size >= 0.05]
+        if shown:
+            lines.append(f"          {phase}: {', '.join(shown)}")
+    if disk(config) > 0.05:
+        lines.append(f"disk      {disk(config):.1f} GiB a checkpoint, at most {s.keep + 2} of them at a time")
     lines += [
-        f"disk      {disk(config):.1f} GiB a checkpoint, at most {s.keep + 2} of them at a time",
         f"seconds   of an iteration, prompts of {prompt} tokens and completions of {written}: {seconds}",
-        f"calls     {STEPS * graded:,.0f} with the evaluations, {STEPS} a workflow, evenly over the pool",
-        f"dollars   about {dollars:,.0f} at {TOKENS_IN} tokens in and {TOKENS_OUT} out a call, without "
-        f"{len(pool) - len(prices)} workers whose price is unknown"]
+        f"calls     {STEPS * graded:,.0f} with the evaluations, {STEPS} a workflow, evenly over the pool"]
+    unknown = len(pool) - len(prices)
+    if dollars or unknown:
+        lines.append(f"dollars   about {dollars:,.0f} at {TOKENS_IN} tokens in and {TOKENS_OUT} out a call")
+    if unknown:
+        lines[-1] += f", without {unknown} workers whose price is unknown"
     return "\n".join(lines), lack
 
 
@@ -1080,7 +1121,8 @@ def preflight(s: Settings, start: str):
     if s.dry_run or not lacks:  # as it costs money
         lacks += lacking_replies(pool)
     if lacks:
-        raise SystemExit(f"the run lacks {'; '.join(lacks)}. The laptop world needs nothing: --preset=laptop")
+        lines = "\n  ".join(["the run lacks", *lacks])
+        raise SystemExit(f"{lines}\nThe laptop world needs nothing: --preset=laptop")
     return pool[0].base_url, s.budget and max(pool[0].budget.left, 1e-9), config
 
 

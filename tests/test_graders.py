@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import eval as graders
-from eval import committed, final_answer, pick_letter, same_math, same_short
+from eval import committed, copied, final_answer, pick_letter, same_math, same_short
 
 EQUAL = [  # answer, gold
     # fractions, decimals, mixed numbers
@@ -24,7 +24,7 @@ EQUAL = [  # answer, gold
     (r"60^\circ", "60"), (r"60^{\circ}", "60"), ("60°", r"60^\circ"), (r"60\degree", "60"), ("60 degrees", r"60^\circ"),
     (r"5\text{ cm}", "5"), ("5 cm", r"5\text{ cm}"), (r"5\mbox{ inches}", "5"), ("5 inches", r"5\text{ in}"), (r"5~\mathrm{cm}^2", "5"),
     (r"135\text{ square feet}", "135"), ("135 ft^2", r"135\text{ square feet}"), (r"135\text{ ft}^2", r"135\text{ square feet}"),
-    (r"10\pi\text{ cm}", r"10\pi"), (r"\frac{3}{4}\text{ hours}", "0.75"), ("12 ways", "12"), ("12 ways", "12 outcomes"),
+    (r"10\pi\text{ cm}", r"10\pi"), (r"\frac{3}{4}\text{ hours}", "0.75"), ("12 ways", "12"),
     ("12 different ways", "12"),
     (r"\$1.5\text{ million}", "1,500,000"),
     (r"5\text{ m}/\text{s}", "5"), (r"5\text{ m/s}", "5"), ("60 miles per hour", r"60\text{ mi/h}"), (r"\$0.50", "0.5"),
@@ -203,7 +203,14 @@ a_1 + a_2 ¦ a_{2}+a_{1}
 (3\pi)/4 ¦ \frac{3\pi}{4}
 \frac{5\pi}{4}\text{ radians} ¦ \frac{5\pi}{4}
 y=\frac{1}{2}x+3 ¦ y=\frac{x}{2}+3
-y = x/2 + 3 ¦ y=\frac{x}{2}+3"""
+y = x/2 + 3 ¦ y=\frac{x}{2}+3
+(x+1)^2+(y-2)^2=9 ¦ (x+1)^2+(y-2)^2=3^2
+\text{10 cm} ¦ 10
+5 m^2 s ¦ 5\text{ m}^2\text{ s}
+x+2y-3z=0 ¦ 3z=x+2y
+6\sqrt{2} \text{ units} ¦ 6\sqrt2
+t = 4\text{ seconds} ¦ 4
+(x_1, x_2) ¦ (x_{1},x_{2})"""
 ACCEPTED_SHORT = r"""
 CO2 ¦ CO_2
 CO2 ¦ CO₂
@@ -297,11 +304,14 @@ def test_numbers_beyond_the_limit_are_text():
 COMMITTED = [
     (r"so \boxed{5}", "5"), (r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
     (r"\boxed{\left\{ 1 \right.}", r"\left\{ 1 \right."), (r"\fbox{7}", "7"), (r"\boxed {7}", "7"), (r"our answer is $\boxed 2$.", "2"), (r"\boxed{\boxed{3}}", "3"),
-    ("<answer> 5 </answer>", "5"), ("<answer>1</answer> no, <answer>2</answer>", "2"), (r"<answer>\boxed{5}</answer>", "5"),
-    (r"<answer>It is \boxed{5}.</answer>", "5"), (r"\boxed{6} <answer>5</answer>", "5"), (r"<answer>5</answer> \boxed{6}", "6"),
+    ("<answer> 5 </answer>", "5"), ("<answer>1</answer> no, <answer>2</answer>", "2"), (r"<answer>\boxed{5}</answer>", "{5}"),
+    (r"<answer>It is \boxed{5}.</answer>", "It is {5}."), (r"\boxed{6} <answer>5</answer>", "5"), (r"<answer>5</answer> \boxed{6}", "6"),
     ("<answer>5", ""), (r"\boxed{5} and then \boxed{6", ""), (r"\boxed{5} <answer>6", ""), (r"\boxed{}", ""), ("<answer></answer>", ""),
     ("5", None), ("", None), (r"Write it in \boxed and stop. \boxed{4}", "4"), (r"Put it in \boxed", None),
     ("<answer>a\nb</answer>", "a\nb"), (r"\boxed{a\\}", r"a\\"),
+    *((rf"\boxed{{5}}{more}", "") for more in ("^2", "/6", "!", "6", "; 6", r" \text{ or } 6", ", 6", " or $6$", " and -6")),
+    *((rf"$\boxed{{5}}${more}", "5") for more in (".", ", as asked", " units", r"\text{ cm}", " or so", "\n\n6")),
+    (r"\boxed{5}, \boxed{6}", "5, 6"), (r"$x=\boxed{5}$ or $x = \boxed{6}$", "5, 6"), (r"\boxed{5}, then \boxed{6}", "6"),
 ]
 
 
@@ -315,6 +325,25 @@ def test_final_answer_without_box_or_tag():
     assert final_answer("First answer: 3\nFinal answer: 4\nDone.") == "4"
     assert final_answer(" 42 \n") == "42" and final_answer("") == ""
     assert same_math(final_answer("**Answer:** $\\frac12$."), "0.5")
+
+
+def test_an_answer_that_is_taken_back_is_none():
+    for after in (" But it may be 6.", " It could also be 6.", " Perhaps it is 6.", "\nWait, 6.", "\nAlternatively, 6"):
+        assert not same_math(final_answer(f"The answer is 5.{after}"), "5"), after
+
+
+@pytest.mark.parametrize("answer, question, gold, found", [
+    (r"\sqrt{192}", r"Simplify $\sqrt{192}$.", r"8\sqrt3", True),
+    (r"\dfrac{27}{30}", r"Reduce $\frac{27}{30}$ to lowest terms.", r"\frac{9}{10}", True),
+    (r"(x + 1)(x+2)", "Expand $(x+1) (x+2)$.", "x^2+3x+2", True),
+    (r"8\sqrt{3}", r"Simplify $\sqrt{192}$.", r"8\sqrt3", False),
+    (r"\frac{2}{3}", r"Which is larger, $\frac{2}{3}$ or $\frac{3}{5}$?", r"\frac23", False),
+    ("2", "What is $2+2-2$?", "2", False),
+    ("Peter", "Is Peter or Paul older?", "Peter", False),
+])
+def test_a_copied_formula(answer, question, gold, found):
+    """The letters of the question, but for spaces and sizes, and not those of the gold answer."""
+    assert copied(answer, question, gold) is found
 
 
 CHOICES = ["mitochondria", "The nucleus.", "a ribosome", "All of the above"]
@@ -344,6 +373,7 @@ LETTERS = [
     ('<answer>"B"</answer>', "B"), ("<answer>'B'</answer>", "B"), ("<answer>[B]</answer>", "B"), ("<answer>B;</answer>", "B"),
     ("<answer>B (the nucleus)</answer>", "B"), ("<answer>b. the nucleus</answer>", "B"), ("<answer>B.The nucleus.</answer>", "B"),
     ("<answer>B (mitochondria)</answer>", None), ("<answer>a. nucleus</answer>", None), ("The answer is B. Yes, the answer is B.", "B"), ("Answer: The answer is C", "C"),
+    ("Option B: mitochondria", None), ("Answer: B. Mitochondria", None), ("Choice (B): a ribosome", None), ("Option B: the nucleus", "B"),
 ]
 
 

@@ -452,6 +452,21 @@ x>9.8 ¦ 9.8
 980\% ¦ 9.8 J
 9.8 eV ¦ 9.8 J
 9.8 kg ¦ 9.8 g""",
+    "what a third round of attacks tried": r"""
+5%6 ¦ 5
+²5 ¦ 25
+5\!6 ¦ 56
+5 units^2 ¦ 5 units^3
+12 ways ¦ 12 apples
+vitamin A ¦ vitamin
+hepatitis A ¦ hepatitis
+Group A ¦ Group ¦ A
+x < 9.8 ¦ x < 9.81
+(9.8, 2) ¦ (9.81, 2)
+9.8, 2 ¦ 9.81, 2
+5-10 km ¦ 15-20 km
+\ln 5 ° ¦ \ln 5
+x^2+y^2=9 ¦ x^2+y^2=3 ¦ x^2-y^2=9""",
 }
 
 

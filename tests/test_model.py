@@ -487,7 +487,9 @@ def test_a_folder_without_a_chat_tokenizer(tmp_path):
 @dataclass
 class Settings:
     steps: int = 3
-    lr: float = 1e-3
+    lr: float = 1e-3  # of AdamW
+    decay: float = 0.0
+    init_from: str = ""
     out: str = "out"
     resume: bool = False
     verbose: bool = True
@@ -497,15 +499,24 @@ def test_configure_types_values_by_their_fields():
     """int, float, str and bool values are parsed as what stands there, the last word wins, and plain words come back."""
     settings = Settings()
     argv = ["a", "--steps=10", "--lr=3e-4", "--out=a=b", "--resume", "--verbose=False", "b c", "--steps=-4"]
-    assert configure(settings, argv) == ["a", "b c"] and settings == Settings(-4, 3e-4, "a=b", True, False)
+    assert configure(settings, argv) == ["a", "b c"] and settings == Settings(-4, 3e-4, out="a=b", resume=True, verbose=False)
     assert configure(settings, ["--resume=0", "--verbose=TRUE", "--out=", "--lr=2"]) == []
-    assert settings == Settings(-4, 2.0, "", False, True) and type(settings.lr) is float
+    assert settings == Settings(-4, 2.0, out="", resume=False, verbose=True) and type(settings.lr) is float
+
+
+def test_help_prints_the_settings_with_their_comments(capsys):
+    """What the file says of itself, and a line a setting, as it may be typed."""
+    with pytest.raises(SystemExit) as end:
+        configure(Settings(), ["--steps=2", "--help"])
+    out = capsys.readouterr().out
+    assert end.value.code is None and out.startswith(__doc__)
+    assert "  --lr=1e-3  # of AdamW\n" in out and out.count("\n  --") == len(vars(Settings()))
 
 
 @pytest.mark.parametrize("word, said", [
     ("--step=1", "--step.*--steps"), ("--Resume", "--resume"), ("--zzzzzz=1", "zzzzzz.*steps.*lr.*out"),  # an unknown key
     ("--steps=1.5", "--steps=1.5.*int"), ("--steps=", "--steps"), ("--steps", "--steps"), ("--steps=none", "--steps=none.*int"),
-    ("--lr=fast", "--lr=fast.*float"), ("--resume=maybe", "--resume=maybe.*bool"), ("--out", "--out=VALUE, with = and no blank")])
+    ("--lr=fast", "--lr=fast: expected float, as in --lr=0.001"), ("--decay=x", "as in --decay=0.001"), ("--checkpoint=x", "--init_from"), ("--resume=maybe", "--resume=maybe.*bool"), ("--out", "--out=VALUE, with = and no blank")])
 def test_configure_refuses_what_it_does_not_know(word, said):
     """An unknown key names the nearest one, a bad value its key and type; the program ends, with nothing changed."""
     settings = Settings()

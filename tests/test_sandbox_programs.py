@@ -158,6 +158,8 @@ def test_returned(out, expected, same):
 ])
 @linux
 def test_honest_programs(program):
+    if "multiprocessing" in program and evaluation.sandbox_lacks():
+        pytest.skip("without namespaces no memory is shared")
     assert passes(program, ("1\n2\n3\n", "6\n"), ("1\n2\n3", "6"))
 
 

@@ -1,5 +1,6 @@
 """Training as a user meets it: real runs of train.py in processes of their own, from the warm start to the
 table; bad input."""
+import gc
 import json
 import math
 import os
@@ -7,6 +8,7 @@ import random
 import re
 import shlex
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
@@ -123,6 +125,36 @@ def test_every_rank_trains_its_share(monkeypatch):
         assert [r for share in shares for r in share] == made
         assert all(
             abs(sum(len(r.completion.tokens) for r in share) - tokens / world) < 100 for share in shares)
+
+
+def test_memory_is_free_for_the_next_phase(tmp_path, monkeypatch, in_process):
+    """While an update is computed no copy to sample with is alive, and in the last evaluation nothing of the
+    trainer. FSDP's modules hold one another, so that Python alone would let go of them some time later."""
+    copies, trainers, phases = [], [], []
+    gather, learn, answer = train.gather, train.learn, train.answer
+
+    def spied_gather(model, s):
+        copy = gather(model, s)
+        copies.append(weakref.ref(copy))
+        trainers.append(weakref.ref(model))
+        return copy
+
+    def spied_learn(*how):
+        phases.append(("update", copies[0]()))
+        return learn(*how)
+
+    def spied_answer(*how):
+        phases.append(("evaluation", trainers[0]()))
+        return answer(*how)
+
+    for name, spy in (("gather", spied_gather), ("learn", spied_learn), ("answer", spied_answer)):
+        monkeypatch.setattr(train, name, spy)
+    gc.disable()
+    try:
+        train.main(["--preset=laptop", f"--out={tmp_path}/out", *TINY, "--beta=0"])
+    finally:
+        gc.enable()
+    assert phases == [("update", None), ("evaluation", None)]
 
 
 def test_the_best_checkpoint_is_the_best_on_held_out_problems(tmp_path):
@@ -417,6 +449,7 @@ def test_lessons_of_the_warm_start():
 
 REFUSED = {
     "unknown flag": (["--iteration=3"], ["--iteration", "--iterations"]),
+    "a name of another program": (["--checkpoint=x"], ["did you mean --init_from?"]),
     "bad value": (["--questions=many"], ["--questions=many", "int"]),
     "paper without GPUs": (
         ["--preset=paper"], ["--preset=laptop", "GiB for each process", "$OPENAI_API_KEY"]),
@@ -449,12 +482,15 @@ def refused(tmp_path_factory):
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_train_refuses(case, refused):
-    """Each ends the program with a status, one line that names what is wrong, and no traceback; nothing was
+    """Each ends the program with a status, a line for each thing that is wrong, and no traceback; nothing was
     trained."""
     ends, tmp = refused
     end, names = ends[case], REFUSED[case][1]
     assert end.status not in (0, None) and "Traceback" not in end.err and "reward" not in end.out, end.err
-    assert len(end.err.strip().splitlines()) == 1, end.err
+    first, *lacks = end.err.strip().splitlines()
+    if lacks:
+        assert first == "train.py: the run lacks" and lacks.pop().startswith("The laptop world needs nothing")
+        assert lacks and all(line.startswith("  ") for line in lacks), end.err
     assert all(name.format(tmp=tmp) in end.err for name in names), end.err
 
 
@@ -463,7 +499,7 @@ def test_train_refuses(case, refused):
     [
         ("--preset=lapdog", "laptop, small, paper, pairs"), ("--data=mine.jsonl", "--test_data"),
         ("--subset=6", "5 workers"), ("--keep=1000000000", "GiB of disk"),
-        ("--init_from={tmp}/none", "lacks a model to start from .\\S*none"),
+        ("--init_from={tmp}/none", "\n  a model to start from .no checkpoint in '\\S*none'"),
         ("--loss=mean", "sequence, token"), ("--test_data=lapdog", "lapdog"),
         ("--reference={tmp}/none", "reference policy .*none"), ("--resume", "without --beta"),
         ("laptop", "'laptop'"), ("--report=paper", "tensorboard, wandb"), ("--dtype=fp8", "fp8"),
@@ -490,6 +526,6 @@ def test_code_is_trained_on_only_in_a_whole_sandbox(tmp_path, monkeypatch, in_pr
     monkeypatch.setattr(train.evaluation, "sandbox_lacks", lambda: ["a wall"])
     argv = ["--preset=laptop", f"--out={tmp_path}/out", *TINY, "--test_data=laptop", "--dry_run"]
     train.main(argv)
-    with pytest.raises(SystemExit, match="lacks a sandbox .*a wall.*--sandbox=partial"):
+    with pytest.raises(SystemExit, match="\n  a sandbox .*a wall.*--sandbox=partial"):
         train.main([*argv, f"--data={tmp_path}/code.jsonl"])
     train.main([*argv, f"--data={tmp_path}/code.jsonl", "--sandbox=partial"])

@@ -60,6 +60,11 @@ def test_the_papers_memory_by_hand(machine):
     phases = train.memory(s, Config(), 2, 1051)
     assert phases["training"]["weights (CPU)"] == phases["training"]["reference policy"] == 2 * N / 2**30
     assert train.peak({"x": {"a (CPU)": 9, "b": 2}, "y": {"c": 3}}) == 3
+    # In fp32 attention's scores are kept: 28 heads, each query of a layer with its prompt and completion
+    s.dtype = "fp32"
+    scores = 3 * 4 * 28 * (8192 + 1051) * (1051 + 1024)
+    assert train.memory(s, Config(), 2, 1051)["training"]["a layer at work"] == pytest.approx(
+        (scores + (8192 + 1051) * (10 * 3584 + 5 * 18944) * 4) / 2**30)
 
 
 RUNS = [  # preset, changes, shape, GB of a device, processes: whether it is accepted
@@ -183,31 +188,32 @@ def test_dry_runs(tmp_path):
     assert papers.status == 1 and "Traceback" not in papers.err and "expected at least" not in papers.err
     for lack in (
         "GiB for each process", "Qwen/Qwen2.5-7B", "eval.py prepare", "$OPENAI_API_KEY for GPT-5",
-        "set $OPEN_BASE_URL"):
+        "environment: OPEN_BASE_URL"):
         assert lack in papers.err, lack
     assert "7.616 billion parameters" in papers.out
     assert laptops.status == 0 and "at most 0." in laptops.out and "the run lacks nothing" in laptops.out
+    assert not re.search(r" 0\.0\b|dollars|without 0", laptops.out), laptops.out  # nothing that is zero
     assert not os.path.exists(tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        ["--offload"], ["--dtype=bf16"],
-        ["--recompute", "--loss=token", "--clip_high=0.3", "--std=False", "--epochs=2", "--importance=2"]],
-    ids=lambda more: more[0],
-)
-def test_options_of_the_trainer(more, checkpoint, tmp_path):
+OPTIONS = {  # of the trainer, and what else is said
+    "plain": [], "offload": ["--offload"], "bf16": ["--dtype=bf16"],
+    "objective": ["--recompute", "--loss=token", "--clip_high=0.3", "--std=False", "--epochs=2", "--importance=2"]}
+
+
+def test_options_of_the_trainer(checkpoint, tmp_path):
     """Two ranks. Where the trainer's state is changes nothing; the others run, and learn something else."""
     argv = [
         "-m", "torch.distributed.run", "--nproc_per_node=2", "train.py", "--preset=laptop",
         f"--init_from={checkpoint}", "--iterations=2", "--questions=4", "--rollouts=8", "--max_new_tokens=64",
-        "--test=8"]
-    runs([*argv, f"--out={tmp_path}/plain"], [*argv, *more, f"--out={tmp_path}/more"])
-    plain, other = (timeless(metrics(tmp_path / name)[1]) for name in ("plain", "more"))
-    assert (plain == other) == (more == ["--offload"]) and math.isfinite(other["grad_norm"])
-    assert other["gap"] < (0.05 if more == ["--dtype=bf16"] else 1e-5)
-    assert (weights(tmp_path / "plain") == weights(tmp_path / "more")) == (more == ["--offload"])
+        "--test=2"]
+    runs(*([*argv, *more, f"--out={tmp_path}/{name}"] for name, more in OPTIONS.items()))
+    lines = {name: timeless(metrics(tmp_path / name)[1]) for name in OPTIONS}
+    for name, line in lines.items():
+        same = name in ("plain", "offload")
+        assert (line == lines["plain"]) == same and math.isfinite(line["grad_norm"]), name
+        assert (weights(tmp_path / name) == weights(tmp_path / "plain")) == same, name
+        assert line["gap"] < (0.05 if name == "bf16" else 1e-5), name
 
 
 def test_the_reward_is_a_setting(checkpoint, tmp_path):

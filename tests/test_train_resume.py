@@ -55,7 +55,8 @@ def test_ctrl_c_saves_and_says_so(continued, checkpoint):
     assert end.status == 1 and 1 <= len(lines) < 4000
     assert (
         end.err.strip().splitlines()[-1]
-        == f"interrupted: stopped after iteration {len(lines)}; the checkpoint is in {out}/checkpoint")
+        == f"interrupted: stopped after iteration {len(lines)}; the checkpoint is in {out}/checkpoint; the same "
+        "command with --resume goes on")
     assert "Traceback" not in end.err + end.out and sum(line["calls"] for line in lines) > 0
     for i in range(len(lines)):
         recount(out, i)
@@ -159,8 +160,8 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(ranks, checkpoint, tmp_
     and resumed: the weights and metrics are those of a run that was left alone, to the bit. Then it goes on
     on another number of ranks, and what is new is named."""
     how = [
-        "train.py", "--preset=laptop", f"--init_from={checkpoint}", "--questions=8", "--rollouts=16",
-        "--test=8", "--max_new_tokens=64", "--save_every=2", "--seed=5"]
+        "train.py", "--preset=laptop", f"--init_from={checkpoint}", "--questions=8", "--rollouts=8",
+        "--test=2", "--max_new_tokens=64", "--save_every=2", "--seed=5"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     how, other = (torchrun + how, how) if ranks == 2 else (how, torchrun + how)
     whole, broken = (str(tmp_path / name) for name in ("whole", "broken"))
