@@ -1,20 +1,20 @@
 """Problems, graders, systems and tables (§4).
 
     python eval.py --checkpoint=DIR     the Conductor beside every single worker and random workflows
-    python eval.py --benchmarks=A,B --systems=C,D        other problems, other systems (README)
+    python eval.py --benchmarks=A,B --systems=C,D        other problems, other systems: see SYSTEMS
     python eval.py prepare [--pool=P]   fetch 1.3 GB of training data, write data/{paper,recursion}.jsonl
-    python eval.py average FILE FILE …  means and 95 % intervals of what several evaluations wrote with --out
+    python eval.py average FILE FILE …  means and 95 % intervals of what evaluations wrote with --out
 
-The laptop world's problems are generated here: some need one of the local specialists (workers.py), some two,
-some three in the right order and with the right access lists. Public benchmarks, their graders and the
-sandbox stand in the appendix. `SYSTEMS` lists what can be compared, `measure` says how well each
-does. assets/plot.py draws what is written here. Read train.py next.
+A problem has a question, an answer and a grader. A system turns a problem into a trace, and `measure` says
+what its traces come to. The appendix has the graders, the sandbox, the laptop world, the other systems and
+the public benchmarks. assets/plot.py draws what is written here. Read train.py next.
 """
 import ast
 import atexit
 import base64
 import contextlib
 import ctypes
+import difflib
 import errno
 import functools
 import gc
@@ -26,7 +26,6 @@ import marshal
 import math
 import operator
 import os
-import pickletools
 import queue
 import random
 import re
@@ -61,10 +60,9 @@ from model import configure, read_json, write_json
 from workers import (ARITHMETIC, CAPITALS, ELEMENTS, FACTS, LOCAL, ORDERS, SKILL, SPANISH, SPELLING,
                      WorkerError, load_pool)
 from workflow import (SOLVE_IT, Prompting, Step, Task, Trace, Workflow, conduct, execute, load_conductor,
-                      sampled, seated, shape, subset)
-
+                      sampled, seated, shape, subset, worker_chat)
 # -----------------------------------------------------------------------------------------------------------
-# Problems, and the laptop world's
+# Problems
 
 
 @dataclass
@@ -78,118 +76,11 @@ class Problem:
     extra: dict = field(default_factory=dict)  # what its grader needs besides: EXTRA
 
 
-WORDS = (
-    "planet river garden window market silver dragon castle forest bridge winter summer orange yellow purple "
-    "candle basket rocket guitar violin doctor farmer sailor pirate monkey rabbit turtle spider butter "
-    "cheese pepper ginger cotton velvet marble copper bronze tunnel harbor island desert valley meadow "
-    "canyon glacier volcano thunder shadow mirror").split()
-FRAMES = ("What is {}?", "Find {}.", "Tell me {}.", "Give me {}.")
-NEEDS = {  # whom a kind of problem needs
-    "arithmetic": ["calculator"],
-    "fact": ["librarian"],
-    "string": ["coder"],
-    "number": ["translator"],
-    "foreign": ["translator", "calculator"],
-    "fact+arithmetic": ["librarian", "calculator"],
-    "fact+string": ["librarian", "coder"],
-    "foreign+fact+arithmetic": ["librarian", "translator", "calculator"],
-}
-
-
-def laptop_expressions() -> dict[str, list[tuple[str, str]]]:
-    """Every (expression, value) of the laptop world by kind, in a fixed order."""
-    number = {element: FACTS[f"the atomic number of {element}"] for element in ELEMENTS}
-    atomic = {element: f"the atomic number of {element}" for element in ELEMENTS}
-    capital = {f"the capital of {country}": city for country, city in CAPITALS.items()}
-    digits = {str(n): str(n) for n in range(2, 40)}
-
-    def sums(names, values, b_values):
-        """{the name of a} op {the name of b}, for all a and b."""
-        found = []
-        for a in values:
-            for b, op in itertools.product(b_values, ARITHMETIC):
-                value = ARITHMETIC[op](int(values[a]), int(b_values[b]))
-                found.append((f"{names[a]} {op} {b}", str(value)))
-        return found
-
-    def spelled(values):
-        pairs = itertools.product(values.items(), SPELLING.items())
-        return [(f"{name} {wish}", ORDERS[order](value)) for (name, value), (wish, order) in pairs]
-
-    return {
-        # one specialist
-        "arithmetic": sums(digits, digits, digits),
-        "fact": list(FACTS.items()),
-        "string": spelled({word: word for word in WORDS}),
-        "number": list(SPANISH.items()),
-        # two, each seeing the one before
-        "foreign": sums({word: word for word in SPANISH}, SPANISH, SPANISH),
-        "fact+arithmetic": sums(atomic, number, digits),
-        "fact+string": spelled(capital),
-        # three
-        "foreign+fact+arithmetic": sums(atomic, number, SPANISH),
-    }
-
-
-def laptop_problems(split: str) -> list[Problem]:
-    """A quarter of each kind's expressions is for "test", the others for "train", whatever the sentence
-    around them."""
-    problems = []
-    for kind, pairs in laptop_expressions().items():
-        for expression, value in pairs:
-            held_out = zlib.crc32(expression.encode()) % 4 == 0
-            if held_out == (split == "test"):
-                for i, frame in enumerate(FRAMES):
-                    question = frame.format(expression)
-                    problems.append(Problem(f"{kind}/{expression}/{i}", question, value, kind))
-    return problems
-
-
-def possible(problem: Problem, pool: list) -> float:
-    """How often the best workflow over these local specialists answers a laptop problem right: always, where
-    each trade that it needs has one who never gives up."""
-    chance = 1.0
-    for trade in NEEDS[problem.kind]:
-        able = [w.name.removesuffix(trade).strip() for w in pool if w.name.endswith(trade)]
-        chance *= max((SKILL[kind] for kind in able), default=0.0)
-    return chance
-
-
-def draw_pool(problem: Problem, pool: list, k: int, rng: random.Random) -> list:
-    """k of the local specialists by chance, in the pool's order, among which are some who can solve the
-    problem."""
-    able = [team for team in itertools.combinations(pool, min(k, len(pool))) if possible(problem, team)]
-    if not able:
-        raise ValueError(f"no {k} of {', '.join(w.name for w in pool)} can solve {problem.question!r}")
-    return list(rng.choice(able))
-
-
-def interleave(problems: list[Problem], rng: random.Random) -> list[Problem]:
-    """Shuffle, with the kinds taking turns for as long as the smallest lasts; a small kind starts again until
-    the largest is through."""
-    kinds = {}
-    for p in problems:
-        kinds.setdefault(p.kind, []).append(p)
-    for group in kinds.values():
-        rng.shuffle(group)
-    most = max(map(len, kinds.values()))
-    return [group[i % len(group)] for i in range(most) for group in kinds.values()]
-
-
-def has_split(name: str, split: str) -> bool:
-    """Whether `load` knows these problems; they need not have been fetched."""
-    anywhere = name == "laptop" or name in MIXES or name.endswith(".jsonl")
-    return split in ("train", "test") and (anywhere or (name, split) in SOURCES)
-
-
 def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
-    """Problems of "laptop", a benchmark in SOURCES, a mix in MIXES or a JSONL file (see read_problems).
-
-    split is "train" or "test". limit: so many at most, and no more is fetched than they take. Their order is
-    random but fixed, with the kinds taking turns, so that a slice of a multiple of the number of kinds holds
-    each equally often; but a JSONL file keeps its order and has one split. A mix is what `prepare` wrote, and
-    is tested by its parts' tests. OSError tells what was not fetched and how to bring it, ValueError what is
-    wrong where."""
+    """At most `limit` problems of "laptop", a benchmark in SOURCES, a mix in MIXES or a JSONL file (see
+    read_problems); split is "train" or "test". Their order is random but fixed, with the kinds taking turns;
+    but a JSONL file keeps its order and has one split. A mix is what `prepare` wrote, and is tested by its
+    parts' tests. OSError tells what was not fetched and how to bring it, ValueError what is wrong where."""
     if not has_split(name, split):
         known = ["laptop", *MIXES, *(f"{n} ({s})" for n, s in SOURCES), "files *.jsonl"]
         raise ValueError(f"no problems {name!r}, split {split!r}: there are {', '.join(known)}")
@@ -202,10 +93,15 @@ def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
     if name == "laptop":
         problems = laptop_problems(split)
     else:
-        problems = []
-        for part in MIXES[name]:
-            problems += load(part, split, limit)
+        parts = [load(part, split, limit) for part in MIXES[name]]
+        problems = list(itertools.chain(*parts))
     return interleave(problems, random.Random(0))[:limit]
+
+
+def has_split(name: str, split: str) -> bool:
+    """Whether `load` knows these problems; they need not have been fetched."""
+    anywhere = name == "laptop" or name in MIXES or name.endswith(".jsonl")
+    return split in ("train", "test") and (anywhere or (name, split) in SOURCES)
 
 
 def grade(problem: Problem, response: str) -> bool:
@@ -223,7 +119,8 @@ def grade(problem: Problem, response: str) -> bool:
     if problem.grader == "letter":
         return pick_letter(response, extra["choices"]) == gold
     if problem.grader == "math":
-        return same_math(final_answer(response), gold)
+        answer = final_answer(response)
+        return same_math(answer, gold) and not copied(answer, problem.question, gold)
     if problem.grader == "short":
         return same_short(final_answer(response), gold)
     return tagged(response) == gold
@@ -238,74 +135,36 @@ def tagged(response: str) -> str:
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Random workflows: a baseline, and what the warm start of a tiny Conductor is made of
+# Systems (§4, App. A.3)
 
-PHRASES = ("Work it out.", "Simplify it.", "Find the value.", "Process the text.", "Reverse it.",
-           "Write it in capitals.", "Leave out the vowels.")
-# A pretrained Conductor writes its subtasks word by word: it starts from 576 sentences made of these.
-ORDERS_TO = ("Work on {}", "Simplify {}", "Find {}", "Process {}", "Compute {}", "Translate {}", "Recall {}",
-             "Answer {}", "Explain {}", "Reverse {}", "Write {} in capitals", "Leave the vowels out of {}")
-OBJECTS = ("it", "the text", "the word", "the name", "the number", "the question", "what is asked",
-           "what is left")
-MANNERS = ("", " carefully", " step by step", " as it stands", " in one word", " and nothing else")
-
-
-def sentence(rng: random.Random) -> str:
-    return rng.choice(ORDERS_TO).format(rng.choice(OBJECTS)) + rng.choice(MANNERS) + "."
-
-
-def random_workflow(rng: random.Random, n_workers: int, max_steps: int = 5, prose: bool = False) -> Workflow:
-    """1 to max_steps steps, short workflows more often; each a random worker, a random phrase (prose: a
-    random sentence), and nine times in ten all that came before."""
-    n_steps = min(rng.randint(1, max_steps), rng.randint(1, max_steps))
-    steps = []
-    for i in range(n_steps):
-        worker, subtask = rng.randrange(n_workers), sentence(rng) if prose else rng.choice(PHRASES)
-        sees_all = rng.random() < 0.9
-        steps.append(Step(worker, subtask, list(range(i)) if sees_all else []))
-    return Workflow(steps)
-
-
-def random_completion(question: str, rng: random.Random, n_workers: int, max_steps: int = 5, names: str = "",
-                      subtasks: bool = True, prose: bool = False) -> str:
-    """A completion in the Conductor's format that says nothing about which workflow is good: its plan is the
-    question. Where the workers have names, the plan names those of the workflow. subtasks=False leaves that
-    list out (App. B.7). A pretrained model's (prose) has no plan.
-
-    The number of steps stands behind the workers, where it follows from them and helps to write two more
-    lists of that length. Whether another step is needed is thus decided worker by worker. In the plan a comma
-    says so: if the next name did, sharpening the policy (train.warm_start) would favour the end, which is one
-    token, over the names, which are many."""
-    workflow = random_workflow(rng, n_workers, max_steps, prose)
-    if prose:
-        return workflow.text(subtasks)
-    workers, others = workflow.text(subtasks).split("\n", 1)
-    plan = question
-    if names:
-        plan += " " + ", ".join(f"{names[step.worker]} {step.worker}" for step in workflow.steps)
-    return f"Plan: {plan}\n{workers} # {len(workflow.steps)} steps\n{others}"
-
-
-# -----------------------------------------------------------------------------------------------------------
-# Systems (§4, App. A.3): each turns a problem into a trace. `k` is the worker of the pool that plays the
-# part, where one does; `name` names the calls for the replay file and seeds whatever is random.
-
-REFLECT = "Check the last response for mistakes, correct them, and give the whole answer in its final form."
-AGGREGATE = "Compare the responses, decide which is right, and give the whole answer in its final form."
-# The local specialists act on certain verbs only, each on others: these hold one for each.
-LAPTOP = {
-    SOLVE_IT: "Find the answer: work it out, simplify, rewrite or process whatever that takes.",
-    REFLECT: "Find what may be wrong with the last response, work it out again, and process it all.",
-    AGGREGATE: "Find out which response is right, work it out again where they differ, and process it.",
+SYSTEMS = {  # what --systems may name, and what each does
+    # a Conductor: that of --checkpoint, or NAME:DIR for another
+    "conductor": "asked as in its training",
+    "no-few-shot": "asked without examples (Table 10)",
+    "fine-grained": "offered step numbers in access lists (Table 9)",
+    "no-subtasks": "asked for no subtasks (App. B.7)",
+    "shuffled": "every worker has another's number",
+    # a worker: each of the pool, or NAME:WORKER for one
+    "workers": "one call, the bare question",
+    "context": "one call with five times the tokens",
+    "consensus": "five calls, and the answer that most agree with",
+    "reflect": "five turns of self-reflection",
+    "one-worker": "the Conductor's workflows, but this worker does every step",
+    "seat": "in the Conductor's seat, with ten tries at the format (Table 11)",
+    # the pool
+    "best-single": "the best of workers, in hindsight",
+    "random": "a random workflow",
+    "moa": "Mixture of Agents: all propose, a random one aggregates",
+    "smoothie": "all answer, and the response most like the others is taken",
+    # the pool, by what is learned on train problems
+    "router": "a classifier of questions asks one worker",
+    "masrouter": "a controller picks a mode of collaboration, its size and its workers",
+    "trinity": "an evolved head picks, turn by turn, a worker and its role",
 }
 
 
-def worded(problem: Problem, subtask: str) -> str:
-    return LAPTOP[subtask] if problem.kind in NEEDS else subtask
-
-
 def alone(problem: Problem, pool: list, k: int, name: str | None = None, **overrides) -> Trace:
-    """A worker asked without a Conductor: one turn, the bare question."""
+    """Worker k asked without a Conductor: one turn, the bare question. name: as in workflow.Task."""
     trace = Trace(problem.question, Workflow([Step(k, problem.question, [])]), [pool[k].name], [None])
     try:
         trace.replies[0] = pool[k].chat([{"role": "user", "content": problem.question}], name, **overrides)
@@ -315,128 +174,17 @@ def alone(problem: Problem, pool: list, k: int, name: str | None = None, **overr
     return trace
 
 
-def poll(problem: Problem, pool: list, chosen: list[int], name: str | None, choose) -> Trace:
-    """Chosen workers asked alone. The response at choose(problem, responses) is the answer, and stands
-    last."""
-    asked = [alone(problem, pool, k, name and f"{name}/{i}") for i, k in enumerate(chosen)]
-    errors = [t.error for t in asked if t.error]
-    if not errors:
-        best = choose(problem, [t.answer for t in asked])
-        asked.append(asked.pop(best))
-    steps = [t.workflow.steps[0] for t in asked]
-    names = [t.workers[0] for t in asked]
-    replies = [t.replies[0] for t in asked]
-    return Trace(problem.question, Workflow(steps), names, replies, error=errors[0] if errors else None)
-
-
-def majority(problem: Problem, responses: list[str]) -> int:
-    """Where the first answer stands with which most responses agree, as the problem's grader sees it."""
-    votes = [sum(same_meaning(problem, answer, other) for other in responses) for answer in responses]
-    return votes.index(max(votes))
-
-
-def same_meaning(problem: Problem, answer: str, other: str) -> bool:
-    if problem.grader == "letter":
-        choices = problem.extra["choices"]
-        return pick_letter(answer, choices) == pick_letter(other, choices)
-    if problem.grader in ("code", "unittest"):
-        return extract_code(answer) == extract_code(other)
-    gold = tagged(answer) if problem.grader == "exact" else final_answer(answer)
-    return grade(replace(problem, answer=gold), other)
-
-
-def central(problem: Problem, responses: list[str]) -> int:
-    """Where the response stands that is most like the others: Smoothie (arXiv 2412.04692) judges likeness by
-    sentence embeddings and over neighbouring questions too, this by the words that two responses share."""
-    words = [set(re.findall(r"\w+", response.casefold())) for response in responses]
-
-    def shared(a, b):
-        return len(a & b) / max(len(a | b), 1)
-
-    likeness = [sum(shared(a, b) for b in words) for a in words]
-    return likeness.index(max(likeness))
-
-
-def context(problem: Problem, pool: list, k: int, name: str) -> Trace:
-    """One call with five times the tokens."""
-    limits = ("max_tokens", "max_completion_tokens")
-    longer = {key: 5 * value for key, value in pool[k].params.items() if key in limits}
-    return alone(problem, pool, k, name, **longer)
-
-
-def consensus(problem: Problem, pool: list, k: int, name: str) -> Trace:
-    return poll(problem, pool, [k] * 5, name, majority)
-
-
-def reflect(problem: Problem, pool: list, k: int, name: str) -> Trace:
-    """Five turns of self-reflection."""
-    steps = [Step(k, worded(problem, SOLVE_IT), [])]
-    steps += [Step(k, worded(problem, REFLECT), list(range(i))) for i in range(1, 5)]
-    return execute(Workflow(steps), problem.question, pool, name=name)
-
-
 def moa(problem: Problem, pool: list, k: int, name: str) -> Trace:
     """A Mixture of Agents of one layer: every worker proposes, and a random one aggregates."""
-    steps = [Step(i, worded(problem, SOLVE_IT), []) for i in range(len(pool))]
+    steps = [Step(i, SOLVE_IT, []) for i in range(len(pool))]
     aggregator = random.Random(name).randrange(len(pool))
-    steps.append(Step(aggregator, worded(problem, AGGREGATE), list(range(len(pool)))))
+    steps.append(Step(aggregator, AGGREGATE, list(range(len(pool)))))
     return execute(Workflow(steps), problem.question, pool, name=name)
-
-
-def smoothie(problem: Problem, pool: list, k: int, name: str) -> Trace:
-    return poll(problem, pool, list(range(len(pool))), name, central)
-
-
-def at_random(problem: Problem, pool: list, k: int, name: str) -> Trace:
-    return execute(random_workflow(random.Random(name), len(pool)), problem.question, pool, name=name)
-
-
-def trigrams(question: str) -> torch.Tensor:
-    """How often each trigram stands in a question, hashed: (4096)."""
-    counts = torch.zeros(4096)
-    for i in range(len(question) - 2):
-        trigram = question[i:i + 3].casefold()
-        counts[zlib.crc32(trigram.encode()) % 4096] += 1
-    return counts / counts.norm().clamp(min=1)
-
-
-def train_router(pool: list, lessons: list[Problem], asked: list[list[Trace]]):
-    """A system: the worker who is likeliest right alone, by a logistic regression on traces [worker][lesson].
-    Like RouterDC (NeurIPS 2024) it learns from each worker's success, but with trigrams instead of a
-    fine-tuned encoder and contrastive losses."""
-    x = torch.stack([trigrams(p.question) for p in lessons])  # (P, 4096)
-    right = [grades(lessons, traces) for traces in asked]
-    y = torch.tensor([[float(bool(r)) for r in row] for row in right]).T  # (P, W)
-    known = torch.tensor([[float(r is not None) for r in row] for row in right]).T  # (P, W)
-    weights = torch.zeros(4096, len(pool), requires_grad=True)
-    optimizer = torch.optim.Adam([weights], lr=0.1, weight_decay=1e-4)
-    for _ in range(300):
-        optimizer.zero_grad()
-        torch.nn.functional.binary_cross_entropy_with_logits(x @ weights, y, known).backward()
-        optimizer.step()
-
-    def router(problem: Problem, pool: list, k: int, name: str) -> Trace:
-        scores = trigrams(problem.question) @ weights  # (W)
-        return alone(problem, pool, int(scores.argmax()), name)
-    return router
-
-
-BY_ONE = {"workers": alone, "context": context, "consensus": consensus, "reflect": reflect}
-BY_ALL = {"random": at_random, "moa": moa, "smoothie": smoothie}
-CONDUCTORS = {  # how a Conductor is asked otherwise than it was in training
-    "conductor": {},
-    "no-few-shot": {"style": "zero-shot"},  # Table 10
-    "fine-grained": {"style": "fine-grained"},  # Table 9
-    "no-subtasks": {"subtasks": False},  # App. B.7
-    "one-worker": {},  # one worker does every step
-    "shuffled": {},  # every worker has another's number
-}
-SYSTEMS = [*CONDUCTORS, "seat", *BY_ONE, *BY_ALL, "router", "best-single"]
 
 
 def run_system(system, problems: list[Problem], pool: list, k: int, name: str) -> list[Trace]:
-    """A system's trace of every problem, 64 at a time. Its threads are daemons: Ctrl-C shall neither wait nor
-    pay."""
+    """The trace of every problem, 64 at a time, of a system(problem, pool, k, name) such as those above. k:
+    the worker who plays, where one does. Ctrl-C does not wait for its threads, which are daemons."""
     with ThreadPool(64) as threads:
         traces = threads.imap(lambda p: system(p, pool, k, f"{name}/{p.id}"), problems)
         return list(tqdm(traces, name, total=len(problems), disable=None, leave=False))
@@ -445,28 +193,13 @@ def run_system(system, problems: list[Problem], pool: list, k: int, name: str) -
 def run_conductor(write, problems: list[Problem], pools: list[list], name: str, rounds: int = 0,
                   prompting: Prompting = Prompting(), tries: int = 1, edit=None) -> list[Trace | None]:
     """The trace of every problem, None where what was written is no workflow. Problem i has the workers
-    pools[i]."""
+    pools[i]. write, rounds, prompting, tries, edit: as in workflow.conduct."""
     tasks = [Task(p.question, pool, problem=p, name=f"{name}/{p.id}") for p, pool in zip(problems, pools)]
     return [rollout.trace for rollout in conduct(write, tasks, rounds, prompting, tries, grade, edit)]
 
 
-def everyone_alone(pool: list, problems: list[Problem], name: str) -> list[list[Trace]]:
-    """Traces [worker][problem] of every single worker, all at a time."""
-    def ask(k):
-        return run_system(alone, problems, pool, k, f"{name}:{pool[k].name}")
-
-    with ThreadPool(len(pool)) as threads:
-        return threads.map(ask, range(len(pool)))
-
-
-def baselines(problems: list[Problem], pool: list) -> dict[str, list[Trace]]:
-    """Traces of every single worker and of random workflows."""
-    traces = dict(zip([worker.name for worker in pool], everyone_alone(pool, problems, "workers")))
-    return {**traces, "random workflows": run_system(at_random, problems, pool, 0, "random:/0")}
-
-
 # -----------------------------------------------------------------------------------------------------------
-# Measurement and tables
+# Measurement
 
 
 def grades(problems: list[Problem], traces: list[Trace | None]) -> list[bool | None]:
@@ -490,17 +223,11 @@ def accuracies(problems: list[Problem], traces: list[Trace | None]) -> dict[str,
         if right is not None:
             found.setdefault("all", []).append(right)
             found.setdefault(p.kind, []).append(right)
-    return {key: statistics.fmean(values) for key, values in found.items()}
+    return {key: mean_or_none(values) for key, values in found.items()}
 
 
-def spread(values: list[float]) -> dict:
-    """Of repeats or seeds: standard deviation, standard error of the mean, and the mean's 95 % interval, as ±
-    around it, by Student's t. None where there are fewer than two."""
-    if len(values) < 2:
-        return {"std. dev.": None, "std. error": None, "95 % ±": None}
-    deviation = statistics.stdev(values)
-    error = deviation / math.sqrt(len(values))
-    return {"std. dev.": deviation, "std. error": error, "95 % ±": students_t(len(values) - 1) * error}
+def mean_or_none(values: list) -> float | None:
+    return statistics.fmean(values) if values else None
 
 
 def measure(problems: list[Problem], repeats: list[list[Trace | None]]) -> dict:
@@ -510,11 +237,11 @@ def measure(problems: list[Problem], repeats: list[list[Trace | None]]) -> dict:
     counted."""
     shares = [accuracies(problems, traces) for traces in repeats]
     values = [100 * share["all"] for share in shares if share]
-    everything = [t for traces in repeats for t in traces]
+    everything = list(itertools.chain(*repeats))
     lost = [t for t in everything if t and t.error]
     ran = [t for t in everything if t and not t.error]
     asked = max(len(everything) - len(lost), 1)
-    row = {"accuracy": statistics.fmean(values) if values else None, **spread(values)}
+    row = {"accuracy": mean_or_none(values), **spread(values)}
     row["calls"] = sum(t.calls for t in ran) / asked
     row["steps"] = sum(len(t.workflow.steps) for t in ran) / asked
     row["tokens"] = sum(t.tokens for t in ran) / asked
@@ -527,33 +254,40 @@ def measure(problems: list[Problem], repeats: list[list[Trace | None]]) -> dict:
     row["lost"] = len(lost)
     row["by kind"] = {}
     for kind in dict.fromkeys(p.kind for p in problems):
-        known = [100 * share[kind] for share in shares if kind in share]
-        row["by kind"][kind] = statistics.fmean(known) if known else None
+        row["by kind"][kind] = mean_or_none([100 * share[kind] for share in shares if kind in share])
     return row
 
 
-MEASURED = {"accuracy": 2, "std. dev.": 2, "std. error": 2, "95 % ±": 2, "calls": 2, "steps": 2, "tokens": 0,
-            "cents": 4, "points/cent": 1}  # columns, and how many digits each has behind the point
-
-
-def columns(rows: dict[str, dict], heads: dict[str, int], title: str = "") -> str:
-    """Rows of numbers under their heads, each with so many digits behind the point: "?" for None, and blank
-    where a row does not have it."""
-    wide = max(30, len(title), *map(len, rows))
-    lines = [f"{name:<{wide}}" for name in [title, *rows]]
-    for head, digits in heads.items():
-        cells = [head]
-        for row in rows.values():
-            cell = f"{row[head]:.{digits}f}" if row.get(head) is not None else "?"
-            cells.append(cell if head in row else "")
-        width = 2 + max(map(len, cells))
-        lines = [line + f"{cell:>{width}}" for line, cell in zip(lines, cells)]
-    return "\n".join(line.rstrip() for line in lines)
+def evaluate(s, pool: list):
+    """Measure every wanted system on every benchmark, and print the tables. s: Settings, at the end."""
+    wanted = check(s, [worker.name for worker in pool])
+    tests = load_tests(s, wanted)
+    numbers = {}
+    for data, problems in tests.items():
+        rng = random.Random(0)
+        pools = [draw_pool(p, pool, s.subset, rng) if s.subset else pool for p in problems]
+        runs = {}  # traces [repeat][problem] under the names that tables show
+        for name, who in wanted:
+            if name == "best-single":
+                runs |= best_single(problems, runs, pool)
+            else:
+                runs |= play(s, data, problems, pools, name, who)
+        beside = in_the_paper(data)
+        if data == "laptop" and (s.pool or "local") in LOCAL:
+            best = statistics.fmean(map(possible, problems, pools))
+            beside = {"best workflows": {"accuracy": 100 * best}}
+        rows = report(data, problems, runs, beside)
+        numbers |= {f"{data}, {name}": row for name, row in {**rows, **beside}.items()}
+        if s.out:  # here and at the end
+            write_json(s.out, numbers)
+    numbers |= average_of_four(numbers, rows)
+    if s.out:
+        write_json(s.out, numbers)
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Appendix: graders of text, the sandbox, public benchmarks and the training mixes, more tables, the command
-# line
+# Appendix: graders of text, the sandbox, the laptop world, more systems, public benchmarks and the training
+# mixes, tables, the command line
 
 # -----------------------------------------------------------------------------------------------------------
 # Graders of text: mathematics, letters, short answers. What they read was written by a model that is paid for
@@ -1911,6 +1645,582 @@ def passes_bigcodebench(code: str, test: str, entry_point: str, code_prompt: str
 
 
 # -----------------------------------------------------------------------------------------------------------
+# The laptop world's problems
+
+WORDS = (
+    "planet river garden window market silver dragon castle forest bridge winter summer orange yellow purple "
+    "candle basket rocket guitar violin doctor farmer sailor pirate monkey rabbit turtle spider butter "
+    "cheese pepper ginger cotton velvet marble copper bronze tunnel harbor island desert valley meadow "
+    "canyon glacier volcano thunder shadow mirror").split()
+FRAMES = ("What is {}?", "Find {}.", "Tell me {}.", "Give me {}.")
+NEEDS = {  # whom a kind of problem needs
+    "arithmetic": ["calculator"],
+    "fact": ["librarian"],
+    "string": ["coder"],
+    "number": ["translator"],
+    "foreign": ["translator", "calculator"],
+    "fact+arithmetic": ["librarian", "calculator"],
+    "fact+string": ["librarian", "coder"],
+    "foreign+fact+arithmetic": ["librarian", "translator", "calculator"],
+}
+
+
+def laptop_expressions() -> dict[str, list[tuple[str, str]]]:
+    """Every (expression, value) of the laptop world by kind, in a fixed order."""
+    number = {element: FACTS[f"the atomic number of {element}"] for element in ELEMENTS}
+    atomic = {element: f"the atomic number of {element}" for element in ELEMENTS}
+    capital = {f"the capital of {country}": city for country, city in CAPITALS.items()}
+    digits = {str(n): str(n) for n in range(2, 40)}
+
+    def sums(names, values, b_values):
+        """{the name of a} op {the name of b}, for all a and b."""
+        found = []
+        for a in values:
+            for b, op in itertools.product(b_values, ARITHMETIC):
+                value = ARITHMETIC[op](int(values[a]), int(b_values[b]))
+                found.append((f"{names[a]} {op} {b}", str(value)))
+        return found
+
+    def spelled(values):
+        pairs = itertools.product(values.items(), SPELLING.items())
+        return [(f"{name} {wish}", ORDERS[order](value)) for (name, value), (wish, order) in pairs]
+
+    return {
+        # one specialist
+        "arithmetic": sums(digits, digits, digits),
+        "fact": list(FACTS.items()),
+        "string": spelled({word: word for word in WORDS}),
+        "number": list(SPANISH.items()),
+        # two, each seeing the one before
+        "foreign": sums({word: word for word in SPANISH}, SPANISH, SPANISH),
+        "fact+arithmetic": sums(atomic, number, digits),
+        "fact+string": spelled(capital),
+        # three
+        "foreign+fact+arithmetic": sums(atomic, number, SPANISH),
+    }
+
+
+def laptop_problems(split: str) -> list[Problem]:
+    """A quarter of each kind's expressions is for "test", the others for "train", whatever the sentence
+    around them."""
+    problems = []
+    for kind, pairs in laptop_expressions().items():
+        for expression, value in pairs:
+            held_out = zlib.crc32(expression.encode()) % 4 == 0
+            if held_out == (split == "test"):
+                for i, frame in enumerate(FRAMES):
+                    question = frame.format(expression)
+                    problems.append(Problem(f"{kind}/{expression}/{i}", question, value, kind))
+    return problems
+
+
+def possible(problem: Problem, pool: list) -> float:
+    """How often the best workflow over these local specialists answers a laptop problem right: always, where
+    each trade that it needs has one who never gives up."""
+    chance = 1.0
+    for trade in NEEDS[problem.kind]:
+        able = [w.name.removesuffix(trade).strip() for w in pool if w.name.endswith(trade)]
+        chance *= max((SKILL[kind] for kind in able), default=0.0)
+    return chance
+
+
+def draw_pool(problem: Problem, pool: list, k: int, rng: random.Random) -> list:
+    """k of the local specialists by chance, in the pool's order, among which are some who can solve the
+    problem."""
+    able = [team for team in itertools.combinations(pool, min(k, len(pool))) if possible(problem, team)]
+    if not able:
+        raise ValueError(f"no {k} of {', '.join(w.name for w in pool)} can solve {problem.question!r}")
+    return list(rng.choice(able))
+
+
+def interleave(problems: list[Problem], rng: random.Random) -> list[Problem]:
+    """Shuffle, with the kinds taking turns; a small kind starts again until the largest is through."""
+    kinds = {}
+    for p in problems:
+        kinds.setdefault(p.kind, []).append(p)
+    for group in kinds.values():
+        rng.shuffle(group)
+    most = max(map(len, kinds.values()))
+    return [group[i % len(group)] for i in range(most) for group in kinds.values()]
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Random workflows: a baseline, and what the warm start of a tiny Conductor is made of
+
+PHRASES = ("Work it out.", "Simplify it.", "Find the value.", "Process the text.", "Reverse it.",
+           "Write it in capitals.", "Leave out the vowels.")
+# A pretrained Conductor writes its subtasks word by word: it starts from 576 sentences made of these.
+ORDERS_TO = ("Work on {}", "Simplify {}", "Find {}", "Process {}", "Compute {}", "Translate {}", "Recall {}",
+             "Answer {}", "Explain {}", "Reverse {}", "Write {} in capitals", "Leave the vowels out of {}")
+OBJECTS = ("it", "the text", "the word", "the name", "the number", "the question", "what is asked",
+           "what is left")
+MANNERS = ("", " carefully", " step by step", " as it stands", " in one word", " and nothing else")
+
+
+def sentence(rng: random.Random) -> str:
+    return rng.choice(ORDERS_TO).format(rng.choice(OBJECTS)) + rng.choice(MANNERS) + "."
+
+
+def random_workflow(rng: random.Random, n_workers: int, max_steps: int = 5, prose: bool = False) -> Workflow:
+    """1 to max_steps steps, short workflows more often; each a random worker, a random phrase (prose: a
+    random sentence), and nine times in ten all that came before."""
+    n_steps = min(rng.randint(1, max_steps), rng.randint(1, max_steps))
+    steps = []
+    for i in range(n_steps):
+        worker = rng.randrange(n_workers)
+        subtask = sentence(rng) if prose else rng.choice(PHRASES)
+        sees_all = rng.random() < 0.9
+        steps.append(Step(worker, subtask, list(range(i)) if sees_all else []))
+    return Workflow(steps)
+
+
+def random_completion(question: str, rng: random.Random, n_workers: int, max_steps: int = 5, names: str = "",
+                      subtasks: bool = True, prose: bool = False) -> str:
+    """A completion in the Conductor's format that says nothing about which workflow is good: its plan is the
+    question. Where the workers have names, the plan names those of the workflow. subtasks=False leaves that
+    list out (App. B.7). A pretrained model's (prose) has no plan.
+
+    The number of steps stands behind the workers, where it follows from them and helps to write two more
+    lists of that length. Whether another step is needed is thus decided worker by worker. In the plan a comma
+    says so: if the next name did, sharpening the policy (train.warm_start) would favour the end, which is one
+    token, over the names, which are many."""
+    workflow = random_workflow(rng, n_workers, max_steps, prose)
+    if prose:
+        return workflow.text(subtasks)
+    workers, others = workflow.text(subtasks).split("\n", 1)
+    plan = question
+    if names:
+        plan += " " + ", ".join(f"{names[step.worker]} {step.worker}" for step in workflow.steps)
+    return f"Plan: {plan}\n{workers} # {len(workflow.steps)} steps\n{others}"
+
+
+# -----------------------------------------------------------------------------------------------------------
+# More systems. Each is a function (problem, pool, k, name) -> Trace: k is the worker of the pool that plays
+# the part, where one does, and `name` names the calls for the replay file and seeds whatever is random.
+
+REFLECT = "Check the last response for mistakes, correct them, and give the whole answer in its final form."
+AGGREGATE = "Compare the responses, decide which is right, and give the whole answer in its final form."
+
+
+def context(problem: Problem, pool: list, k: int, name: str) -> Trace:
+    limits = ("max_tokens", "max_completion_tokens")
+    longer = {key: 5 * value for key, value in pool[k].params.items() if key in limits}
+    return alone(problem, pool, k, name, **longer)
+
+
+def reflect(problem: Problem, pool: list, k: int, name: str) -> Trace:
+    steps = [Step(k, SOLVE_IT, [])]
+    steps += [Step(k, REFLECT, list(range(i))) for i in range(1, 5)]
+    return execute(Workflow(steps), problem.question, pool, name=name)
+
+
+def at_random(problem: Problem, pool: list, k: int, name: str) -> Trace:
+    return execute(random_workflow(random.Random(name), len(pool)), problem.question, pool, name=name)
+
+
+def consensus(problem: Problem, pool: list, k: int, name: str) -> Trace:
+    return poll(problem, pool, [k] * 5, name, majority)
+
+
+def smoothie(problem: Problem, pool: list, k: int, name: str) -> Trace:
+    return poll(problem, pool, list(range(len(pool))), name, central)
+
+
+def poll(problem: Problem, pool: list, chosen: list[int], name: str | None, choose) -> Trace:
+    """Chosen workers asked alone. The response at choose(problem, responses) is the answer, and stands
+    last."""
+    asked = [alone(problem, pool, k, name and f"{name}/{i}") for i, k in enumerate(chosen)]
+    errors = [t.error for t in asked if t.error]
+    if not errors:
+        best = choose(problem, [t.answer for t in asked])
+        asked.append(asked.pop(best))
+    steps = [t.workflow.steps[0] for t in asked]
+    names = [t.workers[0] for t in asked]
+    replies = [t.replies[0] for t in asked]
+    return Trace(problem.question, Workflow(steps), names, replies, error=errors[0] if errors else None)
+
+
+def majority(problem: Problem, responses: list[str]) -> int:
+    """Where the first answer stands with which most responses agree, as the problem's grader sees it."""
+    votes = [sum(same_meaning(problem, answer, other) for other in responses) for answer in responses]
+    return votes.index(max(votes))
+
+
+def same_meaning(problem: Problem, answer: str, other: str) -> bool:
+    if problem.grader == "letter":
+        choices = problem.extra["choices"]
+        return pick_letter(answer, choices) == pick_letter(other, choices)
+    if problem.grader in ("code", "unittest"):
+        return extract_code(answer) == extract_code(other)
+    gold = tagged(answer) if problem.grader == "exact" else final_answer(answer)
+    return grade(replace(problem, answer=gold), other)
+
+
+def central(problem: Problem, responses: list[str]) -> int:
+    """Where the response stands that is most like the others: Smoothie (arXiv 2412.04692) judges likeness by
+    sentence embeddings and over neighbouring questions too, this by the words that two responses share."""
+    words = [set(re.findall(r"\w+", response.casefold())) for response in responses]
+
+    def shared(a, b):
+        return len(a & b) / max(len(a | b), 1)
+
+    likeness = [sum(shared(a, b) for b in words) for a in words]
+    return likeness.index(max(likeness))
+
+
+def everyone_alone(pool: list, problems: list[Problem], name: str) -> list[list[Trace]]:
+    """Traces [worker][problem] of every single worker, all at a time."""
+    def ask(k):
+        return run_system(alone, problems, pool, k, f"{name}:{pool[k].name}")
+
+    with ThreadPool(len(pool)) as threads:
+        return threads.map(ask, range(len(pool)))
+
+
+def baselines(problems: list[Problem], pool: list) -> dict[str, list[Trace]]:
+    """Traces of every single worker and of random workflows."""
+    traces = dict(zip([worker.name for worker in pool], everyone_alone(pool, problems, "workers")))
+    return {**traces, "random workflows": run_system(at_random, problems, pool, 0, "random:/0")}
+
+
+def best_single(problems: list[Problem], runs: dict[str, list], pool: list) -> dict[str, list]:
+    scores = {w.name: measure(problems, runs[w.name])["accuracy"] or 0.0 for w in pool}
+    best = max(scores, key=scores.get)
+    return {f"best-single {best}": runs[best]}
+
+
+def trigrams(question: str) -> torch.Tensor:
+    """How often each trigram stands in a question, hashed: (4096)."""
+    counts = torch.zeros(4096)
+    for i in range(len(question) - 2):
+        trigram = question[i:i + 3].casefold()
+        counts[zlib.crc32(trigram.encode()) % 4096] += 1
+    return counts / counts.norm().clamp(min=1)
+
+
+def train_router(pool: list, lessons: list[Problem], s) -> np.ndarray:
+    """Weights (4096, W) of a logistic regression on who is right alone. RouterDC (NeurIPS 2024) learns from
+    each worker's success too, but by a fine-tuned encoder and contrastive losses instead of trigrams."""
+    right = [grades(lessons, traces) for traces in everyone_alone(pool, lessons, "router's lessons")]
+    x = torch.stack([trigrams(p.question) for p in lessons])  # (P, 4096)
+    y = torch.tensor([[float(bool(r)) for r in row] for row in right]).T  # (P, W)
+    known = torch.tensor([[float(r is not None) for r in row] for row in right]).T  # (P, W)
+    weights = torch.zeros(4096, len(pool), requires_grad=True)
+    optimizer = torch.optim.Adam([weights], lr=0.1, weight_decay=1e-4)
+    for _ in range(300):
+        optimizer.zero_grad()
+        torch.nn.functional.binary_cross_entropy_with_logits(x @ weights, y, known).backward()
+        optimizer.step()
+    return weights.detach().numpy()
+
+
+def router(weights: np.ndarray, s, problem: Problem, pool: list, k: int, name: str) -> Trace:
+    """The worker who is likeliest right alone."""
+    scores = trigrams(problem.question).numpy() @ weights  # (W)
+    return alone(problem, pool, int(scores.argmax()), name)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Two controllers that learn on train problems whom to ask: MASRouter and TRINITY
+
+
+class Remembers:
+    """A worker while a controller learns: what it has answered once, it is not asked again."""
+    def __init__(self, worker):
+        self.worker = worker
+        self.name = worker.name
+        self.replies = {}
+
+    def chat(self, messages, nonce=None, **overrides):
+        key = json.dumps(messages)
+        if key not in self.replies:
+            self.replies[key] = self.worker.chat(messages, "a controller learns", **overrides)
+        return self.replies[key]
+
+
+def rewards(system, pairs: list[tuple], call_cost: float = 0.0) -> np.ndarray:
+    """Of system(problem, choice) for each pair: 1 for a right answer, less the cost of its calls; nan where a
+    worker was lost."""
+    with ThreadPool(64) as threads:
+        traces = threads.starmap(system, pairs)
+    right = grades([problem for problem, _ in pairs], traces)
+    return np.array([np.nan if r is None else r - call_cost * t.calls for r, t in zip(right, traces)])
+
+
+# MASRouter
+
+MODES = ("alone", "chain", "reflection", "debate")
+AGENTS = 5  # at most; in all modes but "alone" there are two or more
+DESIGNS = 8  # that are tried at a time for each of 32 lessons
+MASROUTER_STEPS = 300
+CALL_COST = 0.02  # where a right answer is worth 1
+
+
+def masrouter_heads(scores: torch.Tensor) -> list[torch.Tensor]:
+    """Of scores (…, 8 + 5 W) those of the modes (…, 4), of 2 to 5 agents (…, 4), and 5 times of workers."""
+    n_workers = (scores.shape[-1] - 8) // AGENTS
+    return scores.split([len(MODES), AGENTS - 1] + [n_workers] * AGENTS, dim=-1)
+
+
+def collaborate(problem: Problem, choices: list[int], pool: list, name: str = "") -> Trace:
+    """Run the workflow that a choice of each head makes."""
+    mode = MODES[choices[0]]
+    n = 1 if mode == "alone" else choices[1] + 2
+    steps = []
+    for i, worker in enumerate(choices[2:2 + n]):
+        subtask = SOLVE_IT
+        access = []
+        if mode == "chain" and i:
+            access = [i - 1]
+        elif mode == "reflection" and i or mode == "debate" and i == n - 1:
+            subtask = REFLECT if mode == "reflection" else AGGREGATE
+            access = list(range(i))
+        steps.append(Step(worker, subtask, access))
+    return execute(Workflow(steps), problem.question, pool, name=name)
+
+
+def train_masrouter(pool: list, lessons: list[Problem], s) -> np.ndarray:
+    """MasRouter (arXiv 2502.11133) in small: weights (4096, 8 + 5 W) by policy gradient on the reward minus a
+    cost. The original encodes the question with a language model, infers the mode through a latent variable,
+    also picks a role for each agent and pays for tokens; here scores are linear in trigrams, the mode gives
+    the roles, and calls cost."""
+    rng = random.Random(s.seed)
+    dice = torch.Generator().manual_seed(s.seed)
+    run = functools.partial(collaborate, pool=[Remembers(worker) for worker in pool])
+    weights = torch.zeros(4096, 8 + AGENTS * len(pool), requires_grad=True)
+    optimizer = torch.optim.Adam([weights], lr=0.05)
+    for _ in tqdm(range(MASROUTER_STEPS), "masrouter learns", disable=None):
+        batch = rng.sample(lessons, min(32, len(lessons)))
+        x = torch.stack([trigrams(p.question) for p in batch])  # (B, 4096)
+        logps = [scores.log_softmax(-1) for scores in masrouter_heads(x @ weights)]  # 7 times (B, options)
+        drawn = [torch.multinomial(p.detach().exp(), DESIGNS, True, generator=dice) for p in logps]
+        logp = torch.stack([p.gather(1, d) for p, d in zip(logps, drawn)], -1)  # (B, G, 7)
+        choices = torch.stack(drawn, -1)  # (B, G, 7)
+        pairs = [(p, design) for p, designs in zip(batch, choices.tolist()) for design in designs]
+        value = torch.tensor(rewards(run, pairs, CALL_COST)).view(len(batch), DESIGNS)
+        advantage = (value - value.nanmean(1, keepdim=True)).nan_to_num()  # (B, G)
+        agents = torch.where(choices[..., 0] == 0, 1, choices[..., 1] + 2)  # (B, G)
+        used = torch.stack([agents > 0, agents > 1, *(agents > i for i in range(AGENTS))], -1)  # (B, G, 7)
+        optimizer.zero_grad()
+        (-advantage[..., None] * logp * used).mean().backward()
+        optimizer.step()
+    return weights.detach().numpy()
+
+
+def masrouter(weights: np.ndarray, s, problem: Problem, pool: list, k: int, name: str) -> Trace:
+    heads = masrouter_heads(trigrams(problem.question) @ torch.from_numpy(weights))
+    return collaborate(problem, [int(scores.argmax()) for scores in heads], pool, name)
+
+
+# TRINITY
+
+TURNS = 5
+POPULATION = 64
+GENERATIONS = 130  # each on 16 lessons
+COMPONENTS = 24  # principal ones of the hidden states
+BIAS = 3.0  # how much faster than a component's weights a bias evolves
+THINK = "Solve what comes first, and say how to go on from there."
+VERIFY = "Check the last response. Reply with ACCEPT if it is right and whole, else say what is wrong."
+ROLES = {"thinker": THINK, "worker": SOLVE_IT, "verifier": VERIFY}
+model_lock = threading.Lock()
+
+
+@functools.lru_cache(100_000)
+def hidden_state(folder: str, text: str) -> np.ndarray:
+    """A model's last hidden state at a text's last token but one, and a 1 for a bias: (C + 1)."""
+    with model_lock, torch.no_grad():
+        model, tokenizer, _ = cached_conductor(folder)
+        ids = tokenizer.encode(text)[-model.config.max_position_embeddings:]
+        hidden = model(torch.tensor([ids], device=model.device), head=lambda hidden: hidden)  # (1, T, C)
+    return np.append(hidden[0, -2:][0].float().cpu().numpy(), np.float32(1))
+
+
+def trinity(weights: np.ndarray, s, problem: Problem, pool: list, k: int, name: str) -> Trace:
+    """Up to five turns, each of a worker and a role that the weights (C + 1, W + 3) choose in view of the
+    turns so far. A verifier ends it by accepting: it says so, or gives the same answer, or is a specialist
+    who finds nothing left to do. The last response of the role worker is the answer, and stands last."""
+    trace = Trace(problem.question, Workflow([]), [], [])
+    steps = trace.workflow.steps
+    text = problem.question  # and what was said so far
+    answer = None  # the turn whose response it is
+    for turn in range(TURNS):
+        scores = hidden_state(s.trinity, text) @ weights  # (W + 3)
+        worker = int(scores[:len(pool)].argmax())
+        role = [*ROLES][scores[len(pool):].argmax()]
+        subtask = ROLES[role]
+        seen = [(step.subtask, response) for step, response in zip(steps, trace.responses)]
+        steps.append(Step(worker, subtask, list(range(turn))))
+        trace.workers.append(pool[worker].name)
+        try:
+            reply = pool[worker].chat(worker_chat(problem.question, seen, subtask), f"{name}/{turn}")
+        except WorkerError as e:
+            trace.error = str(e)
+            trace.replies.append(None)
+            return trace
+        trace.replies.append(reply)
+        if role == "worker":
+            answer = turn
+        elif role == "verifier" and answer is not None:
+            agrees = same_meaning(problem, trace.responses[answer], reply.text)
+            if agrees or re.search(r"\bACCEPT\b|nothing here to work on", reply.text):
+                break
+        text += f"\n{role}: {reply.text}"
+    if answer is not None:
+        for parts in (steps, trace.workers, trace.replies):
+            parts.append(parts.pop(answer))
+    return trace
+
+
+def train_trinity(pool: list, lessons: list[Problem], s) -> np.ndarray:
+    """TRINITY (arXiv 2512.04695) in small: a linear head over a small model's hidden state, evolved by a
+    separable CMA-ES on the reward. The original reads a model of 0.6 B parameters, which it finetunes a
+    little in the same evolution; here the model is as it is, what evolves is the head on the questions' first
+    principal components, and in training no worker is asked the same thing twice. Returns weights
+    (C + 1, W + 3)."""
+    rng = random.Random(s.seed)
+    team = [Remembers(worker) for worker in pool]
+    states = np.stack([hidden_state(s.trinity, p.question)[:-1] for p in lessons])  # (P, C)
+    usual = states.mean(0)
+    _, scale, axes = np.linalg.svd(states - usual, full_matrices=False)
+    scale = scale[:COMPONENTS] + 1e-3 * scale[0]
+    axes = axes[:COMPONENTS].T / scale * math.sqrt(len(states))  # (C, c): to variances of 1
+
+    def head(x):
+        x = x.reshape(-1, len(pool) + len(ROLES))  # (c + 1, W + 3)
+        weights = axes @ x[:-1]
+        return np.vstack([weights, BIAS * x[-1] - usual @ weights])
+
+    def run(problem, weights):
+        return trinity(weights, s, problem, team, 0, "")
+
+    def fitness(population):
+        batch = rng.sample(lessons, min(16, len(lessons)))
+        pairs = [(p, weights) for weights in map(head, population) for p in batch]
+        found = rewards(run, pairs).reshape(len(population), len(batch))
+        return np.nansum(found, 1) / np.maximum(np.isfinite(found).sum(1), 1)
+
+    n = (len(scale) + 1) * (len(pool) + len(ROLES))
+    return head(evolve(fitness, n, POPULATION, GENERATIONS, s.seed))
+
+
+def evolve(fitness, n: int, size: int, generations: int, seed: int) -> np.ndarray:
+    """Maximise fitness(population (size, n)) -> (size) from 0 on, by CMA-ES with a diagonal covariance, which
+    may learn (n + 2) / 3 times as fast (Ros & Hansen 2008). The constants are Hansen's defaults."""
+    rng = np.random.default_rng(seed)
+    parents = size // 2
+    w = math.log(parents + 0.5) - np.log(np.arange(1, parents + 1))
+    w /= w.sum()
+    mu = 1 / (w ** 2).sum()
+    c_sigma = (mu + 2) / (n + mu + 3)
+    damping = 1 + c_sigma + 2 * max(0, math.sqrt((mu - 1) / (n + 1)) - 1)
+    c_path = 4 / (n + 4)
+    rank_one = 2 / (n + math.sqrt(2)) ** 2 / mu
+    rank_mu = (1 - 1 / mu) * min(1, (2 * mu - 1) / ((n + 2) ** 2 + mu))
+    c_cov = min(1, (rank_one + rank_mu) * (n + 2) / 3)
+    usual = math.sqrt(n) * (1 - 1 / (4 * n) + 1 / (21 * n ** 2))  # the length of a normal vector
+    sigma = 1.0
+    mean = np.zeros(n)
+    variances = np.ones(n)
+    path = np.zeros(n)
+    path_sigma = np.zeros(n)
+    for generation in tqdm(range(1, generations + 1), "trinity evolves", disable=None):
+        z = rng.standard_normal((size, n))
+        y = np.sqrt(variances) * z
+        best = np.argsort(-fitness(mean + sigma * y))[:parents]
+        step = w @ y[best]
+        mean = mean + sigma * step
+        path_sigma = (1 - c_sigma) * path_sigma + math.sqrt(c_sigma * (2 - c_sigma) * mu) * (w @ z[best])
+        length = np.linalg.norm(path_sigma)
+        path = (1 - c_path) * path
+        if length < (1.4 + 2 / (n + 1)) * usual * math.sqrt(1 - (1 - c_sigma) ** (2 * generation)):
+            path = path + math.sqrt(c_path * (2 - c_path) * mu) * step
+        spread_of_best = path ** 2 / mu + (1 - 1 / mu) * (w @ y[best] ** 2)
+        variances = (1 - c_cov) * variances + c_cov * spread_of_best
+        sigma *= math.exp(c_sigma / damping * (length / usual - 1))
+    return mean
+
+
+# -----------------------------------------------------------------------------------------------------------
+# What plays a system
+
+BY_WORKER = {"workers": alone, "context": context, "consensus": consensus, "reflect": reflect}
+BY_POOL = {"random": at_random, "moa": moa, "smoothie": smoothie}
+LEARNED = {  # how it is trained, and what it does then
+    "router": (train_router, router),
+    "masrouter": (train_masrouter, masrouter),
+    "trinity": (train_trinity, trinity),
+}
+CONDUCTORS = {  # how a Conductor is asked otherwise than it was in training
+    "conductor": {},
+    "no-few-shot": {"style": "zero-shot"},
+    "fine-grained": {"style": "fine-grained"},
+    "no-subtasks": {"subtasks": False},
+    "shuffled": {},
+}
+SEATS = [*BY_WORKER, "one-worker", "seat"]  # which a worker plays
+cached_conductor = functools.lru_cache(2)(load_conductor)
+
+
+def learned_system(s, data: str, name: str, pool: list):
+    """A system with weights that are trained on the lessons, or were in an earlier run with this --out."""
+    train, system = LEARNED[name]
+    file = f"{s.out}.{name}-{os.path.basename(s.lessons or data)}.npz"
+    names = [worker.name for worker in pool]
+    if s.out and os.path.exists(file):
+        with np.load(file) as found:
+            weights = found["weights"]
+            if names != [*found["workers"]]:
+                raise ValueError(f"{file} is of other workers: remove it, or name another --out")
+    else:
+        before = sum(worker.calls for worker in pool)
+        weights = train(pool, load(s.lessons or data, "train", LESSONS), s)
+        print(f"{name}: trained with {counted(sum(worker.calls for worker in pool) - before, 'call')}")
+        if s.out and not (pool[0].budget and pool[0].budget.refused):
+            np.savez(file, weights=weights, workers=names)
+    return functools.partial(system, weights, s)
+
+
+def play(s, data: str, problems: list[Problem], pools: list[list], name: str, who: str) -> dict[str, list]:
+    """Traces [repeat][problem] of a system, under the name that tables show; of one that takes further
+    rounds (§3.2), under a name for each number of these. who: a Conductor's checkpoint, or the worker who
+    plays."""
+    pool = pools[0]
+    k = next((i for i, worker in enumerate(pool) if worker.name == who), 0)
+    system = (BY_WORKER | BY_POOL).get(name)
+    if name in LEARNED:
+        system = learned_system(s, data, name, pool)
+    label = {"workers": who, "random": "random workflows"}.get(name, f"{name} {who}".strip())
+    tags = [f"{name}:{who}/{repeat}" for repeat in range(s.repeats)]
+    if system:
+        return {label: [run_system(system, problems, pool, k, tag) for tag in tags]}
+    repeats = [play_conductor(s, problems, pools, name, who, k, tag) for tag in tags]
+    runs = {}
+    for r in range(s.rounds + 1):  # where fewer rounds were written, the last counts
+        latest = [[trace and trace.rounds()[:r + 1][-1] for trace in traces] for traces in repeats]
+        runs[f"{label}, {r} more" if r else label] = latest
+    return runs
+
+
+def play_conductor(s, problems, pools, name: str, who: str, k: int, tag: str) -> list[Trace | None]:
+    """The traces of a system in which a Conductor, or worker k in its seat, writes workflows."""
+    examples = {"examples": s.examples} if s.examples else {}
+    if name == "seat":  # where the format is wrong, the paper tries again without end
+        write = seated(pools[0][k], f"{tag}/seat")
+        return run_conductor(write, problems, pools, tag, s.rounds, Prompting(**examples), tries=10)
+    model, tokenizer, prompting = cached_conductor(who if who and name in CONDUCTORS else s.checkpoint)
+    prompting = replace(prompting, **examples, **CONDUCTORS.get(name, {}))
+    if name == "shuffled":
+        pools = [team[1:] + team[:1] for team in pools]
+
+    def by_worker_k(workflow):
+        return Workflow([replace(step, worker=k) for step in workflow.steps], workflow.completion)
+
+    write = sampled(model, tokenizer, prompting, 0.0)
+    edit = by_worker_k if name == "one-worker" else None
+    return run_conductor(write, problems, pools, tag, s.rounds, prompting, edit=edit)
+
+
+# -----------------------------------------------------------------------------------------------------------
 # Benchmarks: rows of public data sets on the Hugging Face hub, of which only those that are needed are
 # fetched
 #
@@ -1957,7 +2267,6 @@ MIXES = {
     "recursion": {"livecodebench": 175, "rlpr": 175},
 }
 CANDIDATES = 600  # rows of a drawn data set among which `prepare` chooses
-SLICE = 50  # rows of a drawn data set that are fetched together; of others 100, the most there is
 GRADERS = {"math500": "math", "aime25": "math", "rlpr": "short", "mmlu": "letter", "gpqa": "letter",
            "livecodebench": "code", "bigcodebench": "unittest"}
 BLOCK = "Put all of it, imports included, in one ```python block."
@@ -1978,28 +2287,29 @@ TESTS_MAX = 1 << 29  # bytes of one problem's hidden tests, unpacked
 
 
 def benchmark(name: str, split: str, limit: int | None = None) -> list[Problem]:
-    """The first `limit` problems of a benchmark in a fixed random order; rows that are not here are
-    fetched."""
+    """The first `limit` problems of a benchmark in a fixed random order; rows not here are fetched."""
     source = SOURCES[name, split]
     page = f"https://huggingface.co/datasets/{source.repository}"
-    file = os.path.join(DATA, source.repository, source.what.replace("/", "-"))
-    rows, by_hand = rows_of_file, f", or put {page}/resolve/main/{source.what} there"
-    if "/" in source.what:
-        rows, by_hand, file = rows_in_slices, "", file + ".jsonl"
+    place = os.path.join(DATA, source.repository, source.what)
+    os.makedirs(os.path.dirname(place), exist_ok=True)
+    rows = rows_of_file if place.endswith(".jsonl") else rows_in_slices
     problems = []
     try:
-        for n, at, row in rows(source, file):
-            problem = problem_from(name, n, row, {"file": file, "at": at})
-            if name != "rlpr" or in_split(problem, split):
+        for n, at, row in rows(source, place):
+            problem = problem_from(name, n, row, {"file": place, "at": at})
+            fifth = hashed(problem) % 5
+            # RLPR has one split for all: a fifth is for testing, three for training, one for nobody.
+            if name != "rlpr" or (fifth == 0 if split == "test" else fifth > 1):
                 problems.append(problem)
             if source.drawn and len(problems) == limit:
                 break
     except OSError as e:
-        raise OSError(f"{file} lacks rows of {page} ({source.rows:,}, {source.megabytes} MB): {e}\nTry again "
-                      f"to go on where it stopped{by_hand}. If the page asks to accept terms, do that and "
-                      "set HF_TOKEN.") from e
+        by_hand = f", or put {page}/resolve/main/{source.what} there" if rows is rows_of_file else ""
+        raise OSError(f"{place} lacks rows of {page} ({source.rows:,}, {source.megabytes} MB): {e}\n"
+                      f"Try again to go on where it stopped{by_hand}. If the page asks to accept terms, do "
+                      "that and set HF_TOKEN.") from e
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as e:
-        raise ValueError(f"{file} has not the {source.rows:,} rows that {page} had ({type(e).__name__}: "
+        raise ValueError(f"{place} has not the {source.rows:,} rows that {page} had ({type(e).__name__}: "
                          f"{e}): remove it, try again") from e
     if name == "math500":
         problems.sort(key=hashed)
@@ -2014,17 +2324,11 @@ def hashed(problem: Problem) -> int:
     return zlib.crc32(problem.question.encode())
 
 
-def in_split(problem: Problem, split: str) -> bool:
-    """RLPR has one split for all. Here a fifth of it is for "test", three for "train", one for nobody (App.
-    A.2)."""
-    fifth = hashed(problem) % 5
-    return fifth == 0 if split == "test" else fifth > 1
-
-
 def problem_from(name: str, n: int, row: dict, place: dict) -> Problem:
     """The n-th row, which stands at `place`, as a problem. Columns are as the data sets' cards tell, for RLPR
     as the card of CohleM/rlpr_exp, which keeps them."""
     problem = Problem(f"{name}/{n}", "", "", name, GRADERS[name])
+    ask = ASK[problem.grader]
     code = ""
     if problem.grader == "math":
         problem.question = row["problem"]
@@ -2054,21 +2358,18 @@ def problem_from(name: str, n: int, row: dict, place: dict) -> Problem:
         problem.level = ["easy", "medium", "hard"].index(row["difficulty"]) + 1
         problem.extra = {"function": json.loads(row["metadata"]).get("func_name"), "tests": place}
         code = row["starter_code"].strip()
-    parts = [problem.question.strip()]
-    choices = zip("ABCD", problem.extra.get("choices", []))
-    parts.append("\n".join(f"{letter}. {choice}" for letter, choice in choices))
     if code:
-        parts += [f"```python\n{code}\n```", ASK["unittest"]]
-    else:
-        parts.append(ASK[problem.grader])
-    problem.question = "\n\n".join(filter(None, parts))
+        code = f"```python\n{code}\n```"
+        ask = ASK["unittest"]
+    choices = zip("ABCD", problem.extra.get("choices", []))
+    options = "\n".join(f"{letter}. {choice}" for letter, choice in choices)
+    problem.question = "\n\n".join(filter(None, [problem.question.strip(), options, code, ask]))
     return problem
 
 
 def session() -> requests.Session:
-    """It bears $HF_TOKEN, which requests drops where a redirect leaves the host, and it has patience: a rate
-    limit of the hub is over in five minutes (huggingface.co/docs/hub/rate-limits), and so long it is
-    tried."""
+    """It bears $HF_TOKEN, which requests drops where a redirect leaves the host. A rate limit of the hub is
+    over in five minutes (huggingface.co/docs/hub/rate-limits), and so long it tries again."""
     hub = requests.Session()
     token = os.environ.get("HF_TOKEN", "").strip()
     if not re.fullmatch("[!-~]*", token):  # what a header can hold; requests would print it
@@ -2077,8 +2378,8 @@ def session() -> requests.Session:
         hub.headers["Authorization"] = f"Bearer {token}"
     hub.headers["Accept-Encoding"] = "identity"  # a part of a compressed body is of no use
     patience = Retry(8, connect=2, backoff_factor=2, status_forcelist=(429, 500, 502, 503, 504))
-    for scheme in ("https://", "http://"):
-        hub.mount(scheme, HTTPAdapter(max_retries=patience))
+    hub.mount("https://", HTTPAdapter(max_retries=patience))
+    hub.mount("http://", HTTPAdapter(max_retries=patience))
     return hub
 
 
@@ -2086,36 +2387,27 @@ def endpoint() -> str:
     return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 
 
-def rows_in_slices(source: Source, file: str):
-    """Yield (number, place in the file, row) of a data set's rows. A slice that is not in the file is fetched
-    when its turn comes; the file grows over retries and runs."""
-    size = SLICE if source.drawn else 100
+def rows_in_slices(source: Source, folder: str):
+    """Yield (number, None, row) of a data set's rows. Each slice is a file, which is fetched when its turn
+    comes."""
+    size = 50 if source.drawn else 100  # 100 is the most there is
     starts = list(range(0, source.rows, size))
     if source.drawn:
         random.Random(0).shuffle(starts)
-    os.makedirs(os.path.dirname(file), exist_ok=True)
-    open(file, "ab").close()
-    with open(file, "r+b") as f, session() as hub, tqdm(desc=file, unit=" rows", disable=None) as bar:
+    os.makedirs(folder, exist_ok=True)
+    with session() as hub, tqdm(desc=folder, unit=" slices", disable=None) as bar:
         for start in starts:
-            at = f.tell()
-            lines = [f.readline() for _ in range(start, min(start + size, source.rows))]
-            if not lines[-1].endswith(b"\n"):  # it is not there, or torn by a kill
-                rows = fetch_slice(hub, source, start, len(lines))
-                lines = [json.dumps(row).encode() + b"\n" for row in rows]
-                f.seek(at)
-                f.truncate()
-                f.writelines(lines)
-                f.flush()
-                bar.update(len(lines))
-            for n, line in enumerate(lines, start):
-                yield n, at, json.loads(line)
-                at += len(line)
+            file = os.path.join(folder, f"{start}.json")
+            if not os.path.exists(file):
+                write_json(file, {"rows": fetch_slice(hub, source, start, min(size, source.rows - start))})
+                bar.update()
+            for n, row in enumerate(read_json(file)["rows"], start):
+                yield n, None, row
 
 
 def fetch_slice(hub: requests.Session, source: Source, start: int, n: int) -> list[dict]:
     """GET /rows?dataset=&config=&split=&offset=&length= (huggingface.co/docs/dataset-viewer/rows) gives
-    {"rows": [{"row_idx", "row", "truncated_cells"}], "num_rows_total", "features", …}, or {"error"} with a
-    status."""
+    {"rows": [{"row_idx", "row", "truncated_cells"}], "num_rows_total", …}, or {"error"} with a status."""
     config, split = source.what.split("/")
     viewer = endpoint().replace("https://", "https://datasets-server.")
     asked = {"dataset": source.repository, "config": config, "split": split, "offset": start, "length": n}
@@ -2134,78 +2426,57 @@ def fetch_slice(hub: requests.Session, source: Source, start: int, n: int) -> li
 
 
 def rows_of_file(source: Source, file: str):
-    """Yield (number, place in the file, row) of a data set that is one JSONL file, which is fetched first."""
+    """Yield (number, place in the file, row) of a data set that is one JSONL file, which is fetched first:
+    FILE.part grows over runs, until there is nothing left to ask for, which is status 416."""
     if not os.path.exists(file):
-        fetch_file(f"{endpoint()}/datasets/{source.repository}/resolve/main/{source.what}", file)
-    n = at = 0
-    with open(file, "rb") as f:
-        for line in f:
-            yield n, at, json.loads(line)
-            n += 1
-            at += len(line)
-    if n != source.rows:
-        raise ValueError(f"{n:,} rows")
-
-
-def fetch_file(url: str, file: str):
-    """Bring a large file of the hub. FILE.part grows over retries and runs, until there is nothing left to
-    ask for: status 416. Five failures in a row without a new byte are final."""
-    os.makedirs(os.path.dirname(file), exist_ok=True)
-    failures = 0
-    with open(file + ".part", "ab") as f, session() as hub, tqdm(desc=file, unit="B", unit_scale=True) as bar:
-        while failures < 5:
-            have = f.tell()
-            try:
-                with hub.get(url, headers={"Range": f"bytes={have}-"}, stream=True, timeout=60) as answer:
-                    if answer.status_code == 416:
-                        break
-                    if answer.status_code != 206:
-                        raise OSError(f"{url}: HTTP {answer.status_code} {answer.reason}")
-                    for chunk in answer.iter_content(1 << 16):
+        url = f"{endpoint()}/datasets/{source.repository}/resolve/main/{source.what}"
+        bar = tqdm(desc=file, unit="B", unit_scale=True)
+        with open(file + ".part", "ab") as f, session() as hub, bar:
+            status = 0
+            while status != 416:
+                asked = {"Range": f"bytes={f.tell()}-"}
+                with hub.get(url, headers=asked, stream=True, timeout=60) as answer:
+                    status = answer.status_code
+                    if status not in (206, 416):
+                        raise OSError(f"{url}: HTTP {status} {answer.reason}")
+                    for chunk in answer.iter_content(1 << 16) if status == 206 else ():
                         bar.update(f.write(chunk))
-            except requests.RequestException as e:
-                failures = 1 if f.tell() > have else failures + 1
-                if failures == 5:
-                    raise
-                tqdm.write(f"{file}: {e}; trying again")
-                time.sleep(2 ** failures)
-    os.replace(file + ".part", file)
+        os.replace(file + ".part", file)
+    at = 0
+    with open(file, "rb") as f:
+        for n, line in enumerate(f):
+            yield n, at, json.loads(line)
+            at += len(line)
+    if n + 1 != source.rows:
+        raise ValueError(f"{n + 1:,} rows")
 
 
 @functools.lru_cache(2)
 def stored_tests(id: str, file: str, at: int) -> list[list[str]]:
     """[input, output] of each test of a LiveCodeBench problem, read from its row when they are needed: those
     of one problem can take hundreds of MB. Where the problem has a function, input is its arguments, each a
-    line of JSON, and output its result."""
+    line of JSON, and output its result.
+
+    The hidden ones are JSON in a pickle in zlib in base64 (lcb_runner/benchmarks/code_generation.py of
+    LiveCodeBench). The pickle is never run: the JSON is cut out of it."""
     try:
         with open(file, "rb") as f:
             f.seek(at)
             row = json.loads(f.readline())
         if id != f"livecodebench/{row['question_id']}":
             raise ValueError(f"there stands {row['question_id']}")
-        hidden = row["private_test_cases"]
-        if not hidden.startswith("["):
-            hidden = unpack(hidden)
+        hidden = row["private_test_cases"].encode()
+        if not hidden.startswith(b"["):
+            unzip = zlib.decompressobj()
+            hidden = unzip.decompress(base64.b64decode(hidden, validate=True), TESTS_MAX)
+            if not unzip.eof:
+                raise ValueError(f"cut off, or more than {TESTS_MAX:,} bytes")
+            hidden = hidden[hidden.index(b"[{"):hidden.rindex(b"}]") + 2]
         tests = json.loads(row["public_test_cases"]) + json.loads(hidden)
         return [[test["input"], test["output"]] for test in tests]
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, zlib.error) as e:
         raise ValueError(f"{file}, byte {at}: no tests of {id} ({type(e).__name__}: {e}); remove {DATA}/ and "
                          "fetch it again") from e
-
-
-def unpack(text: str) -> str:
-    """The string in base64 of zlib of pickle (lcb_runner/benchmarks/code_generation.py of LiveCodeBench). The
-    pickle is not run but taken apart: besides one string and the marks around it nothing is admitted."""
-    unzip = zlib.decompressobj()
-    data = unzip.decompress(base64.b64decode(text, validate=True), TESTS_MAX)
-    if not unzip.eof:
-        raise ValueError(f"cut off, or more than {TESTS_MAX:,} bytes")
-    marks = {op.name: value for op, value, _ in itertools.islice(pickletools.genops(data), 8)}
-    strings = marks.keys() - {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "STOP"}
-    known = strings < {"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
-    if len(strings) != 1 or not known or "STOP" not in marks:
-        raise ValueError(f"a pickle of {', '.join(marks)}, not of one string")
-    return marks[strings.pop()]
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -2216,8 +2487,10 @@ def read_problems(file: str) -> list[Problem]:
     """A line is a JSON object with the strings question, answer, kind, and if wanted Problem's other fields;
     a kind named like a grader is graded by it."""
     if not os.path.exists(file):
-        made = "; python eval.py prepare writes it" if file.startswith(DATA + os.sep) else ""
-        raise FileNotFoundError(f"{file} is missing{made}")
+        made = "python eval.py prepare writes it"
+        if os.path.dirname(file) != DATA:
+            made = 'write it: a line is {"question": "…", "answer": "…", "kind": "math"}'
+        raise FileNotFoundError(f"{file} is missing; {made}")
     problems = []
     with open(file, "rb") as f:
         for n, line in enumerate(f, 1):
@@ -2232,32 +2505,29 @@ def read_problems(file: str) -> list[Problem]:
 
 def checked(row: dict) -> Problem:
     """The problem that a line describes. ValueError or TypeError says what is wrong with it."""
+    def must(holds, told):
+        if not holds:
+            raise ValueError(told)
+
     wrong = [key for key in ("id", "question", "answer", "kind") if not isinstance(row.get(key), str)]
-    if wrong:
-        raise ValueError(f"{', '.join(wrong)} missing or not a string")
-    if row["kind"] in ASK:
-        row.setdefault("grader", row["kind"])
-    problem = Problem(**row)
-    grader, extra = problem.grader, problem.extra
-    if grader not in list(ASK):  # a list, as what stands there may not be hashable
-        raise ValueError(f"no grader {grader!r}, there are {', '.join(ASK)}")
-    if not isinstance(extra, dict):
-        raise ValueError("extra is not an object")
+    must(not wrong, f"{', '.join(wrong)} missing or not a string")
+    problem = Problem(**{"grader": row["kind"] if row["kind"] in ASK else "exact", **row})
+    grader = problem.grader
+    extra = problem.extra
+    must(grader in list(ASK), f"no grader {grader!r}, there are {', '.join(ASK)}")
+    must(isinstance(extra, dict), "extra is not an object")
     lacks = [key for key in EXTRA.get(grader, []) if key not in extra]
-    if lacks:
-        raise ValueError(f"the grader {grader} needs {', '.join(lacks)} in extra")
+    must(not lacks, f"the grader {grader} needs {', '.join(lacks)} in extra")
     if grader == "letter":
         choices = extra["choices"]
-        if not texts(choices) or not 2 <= len(choices) <= len(LETTERS):
-            raise ValueError(f"choices are 2 to {len(LETTERS)} texts")
+        must(texts(choices) and 2 <= len(choices) <= len(LETTERS), f"choices are 2 to {len(LETTERS)} texts")
         letters = list(LETTERS[:len(choices)])
-        if problem.answer not in letters:
-            raise ValueError(f"the answer {problem.answer!r} is none of the letters A to {letters[-1]}")
-    if grader == "code" and not isinstance(extra["tests"], dict):
-        tests = extra["tests"]
+        told = f"the answer {problem.answer!r} is none of the letters A to {letters[-1]}"
+        must(problem.answer in letters, told)
+    tests = extra.get("tests")
+    if grader == "code" and not isinstance(tests, dict):
         pairs = isinstance(tests, list) and all(texts(test) and len(test) == 2 for test in tests)
-        if not tests or not pairs:
-            raise ValueError("tests are a list of pairs of texts, [input, output]")
+        must(tests and pairs, "tests are a list of pairs of texts, [input, output]")
     return problem
 
 
@@ -2281,7 +2551,7 @@ def prepare(pool: list):
     for name, n in MIXES["paper"].items():
         found = with_spread(name, candidates[name], pool) if pool else candidates[name]
         found = sorted(found, key=lambda problem: -problem.level)  # equals keep their order
-        print(f"{name}: {min(n, len(found))} problems taken of {len(found)}, {n} wanted")
+        print(f"{name}: {counted(min(n, len(found)), 'problem')} taken of {len(found)}, {n} wanted")
         mix += found[:n]
     if not mix:
         raise ValueError("no candidate is left: was every worker lost?")
@@ -2293,25 +2563,23 @@ def prepare(pool: list):
     for name, problems in (("paper", mix), ("recursion", second)):
         file = os.path.join(DATA, name + ".jsonl")
         write_problems(file, interleave(problems, rng))
-        print(f"{file}: {len(problems)} problems")
-        levels = Counter(f"{p.kind}, level {p.level or 'unknown'}" for p in problems)
-        for level, count in sorted(levels.items()):
-            print(f"{count:7} {level}")
+        print(f"{file}: {counted(len(problems), 'problem')}")
 
 
 def with_spread(name: str, candidates: list[Problem], pool: list) -> list[Problem]:
     """The candidates that some of the workers solve alone and others do not: where all agree, no workflow's
     reward differs from another's by whom it asks. What a worker was lost on is left out too. ValueError once
     the budget is spent: nothing is written then, and what was answered is in the replay file."""
-    print(f"{name}: asking {len(pool)} workers {len(candidates)} questions each")
-    calls, spent = sum(w.calls for w in pool), sum(w.spent for w in pool)
+    calls = sum(worker.calls for worker in pool)
+    spent = sum(worker.spent for worker in pool)
     asked = everyone_alone(pool, candidates, "prepare")
     right = [grades(candidates, traces) for traces in asked]  # [worker][problem]
     if pool[0].budget and pool[0].budget.refused:
-        raise ValueError("the budget is spent; with more of it, prepare goes on where it stopped")
+        raise ValueError("the budget is spent; with a larger --budget prepare goes on where it stopped")
     for worker, answers in zip(pool, right):
         print(f"{name}: {worker.name} solves {answers.count(True)} of {len(candidates)} candidates")
-    kept, left_out = [], Counter()
+    kept = []
+    left_out = Counter()
     for problem, answers in zip(candidates, zip(*right)):
         if None in answers:
             left_out["a worker was lost"] += 1
@@ -2322,15 +2590,29 @@ def with_spread(name: str, candidates: list[Problem], pool: list) -> list[Proble
         else:
             kept.append(problem)
     why = ", ".join(f"{n} as {reason}" for reason, n in left_out.items())
-    calls, spent = sum(w.calls for w in pool) - calls, sum(w.spent for w in pool) - spent
-    unpriced = sum(w.unpriced for w in pool)
-    print(f"{name}: left out {why or 'none'}; {calls:,} calls for ${spent:.2f}"
-          f"{f', and {unpriced:,} so far at an unknown price' if unpriced else ''}")
+    calls = sum(worker.calls for worker in pool) - calls
+    spent = sum(worker.spent for worker in pool) - spent
+    unpriced = sum(worker.unpriced for worker in pool)
+    unknown = f", and {unpriced:,} so far at an unknown price" if unpriced else ""
+    print(f"{name}: left out {why or 'none'}; {counted(calls, 'call')} for ${spent:.2f}{unknown}")
     return kept
 
 
 # -----------------------------------------------------------------------------------------------------------
-# More tables
+# Tables
+
+MEASURED = {"accuracy": 2, "std. dev.": 2, "std. error": 2, "95 % ±": 2, "calls": 2, "steps": 2, "tokens": 0,
+            "cents": 4, "points/cent": 1}  # columns, and how many digits each has behind the point
+
+
+def spread(values: list[float]) -> dict:
+    """Of repeats or seeds: standard deviation, standard error of the mean, and the mean's 95 % interval, as ±
+    around it, by Student's t. None where there are fewer than two."""
+    if len(values) < 2:
+        return {"std. dev.": None, "std. error": None, "95 % ±": None}
+    deviation = statistics.stdev(values)
+    error = deviation / math.sqrt(len(values))
+    return {"std. dev.": deviation, "std. error": error, "95 % ±": students_t(len(values) - 1) * error}
 
 
 def students_t(freedom: int) -> float:
@@ -2343,16 +2625,34 @@ def students_t(freedom: int) -> float:
     return math.sqrt(freedom) * math.tan(angle)
 
 
+def columns(rows: dict[str, dict], heads: dict[str, int], title: str = "") -> str:
+    """Rows of numbers under their heads, each with so many digits behind the point: "?" for None, and blank
+    where a row does not have it."""
+    wide = max(30, len(title), *map(len, rows))
+    lines = [f"{name:<{wide}}" for name in [title, *rows]]
+    for head, digits in heads.items():
+        cells = [head]
+        for row in rows.values():
+            cell = f"{row[head]:.{digits}f}" if row.get(head) is not None else "?"
+            cells.append(cell if head in row else "")
+        width = 2 + max(map(len, cells))
+        lines = [line + f"{cell:>{width}}" for line, cell in zip(lines, cells)]
+    return "\n".join(line.rstrip() for line in lines)
+
+
 def table(problems: list[Problem], systems: dict[str, list[Trace | None]]) -> str:
     """A row for each system: the share of right answers over all and by kind, and mean calls."""
     rows = {}
     for name, traces in systems.items():
-        counted = [t.calls if t else 0 for t in traces if not t or not t.error]
-        calls = statistics.fmean(counted) if counted else None
-        unknown = dict.fromkeys(["all", *(p.kind for p in problems)])
-        rows[name] = {**unknown, **accuracies(problems, traces), "calls": calls}
+        row = measure(problems, [traces])
+        unknown = dict.fromkeys(["all", *row["by kind"]])
+        rows[name] = {**unknown, **accuracies(problems, traces), "calls": row["calls"]}
     heads = {"all": 3, "calls": 2} | {p.kind: 2 for p in problems}
-    return columns(rows, heads, f"accuracy, {len(problems)} problems")
+    return columns(rows, heads, f"accuracy, {counted(len(problems), 'problem')}")
+
+
+def counted(n: int, thing: str) -> str:
+    return f"{n:,} {thing}" if n == 1 else f"{n:,} {thing}s"
 
 
 def learned(problems: list[Problem], traces: list[Trace | None]) -> str:
@@ -2370,7 +2670,7 @@ def learned(problems: list[Problem], traces: list[Trace | None]) -> str:
         commonest = max(found.values(), key=len)
         t = commonest[0]
         share = len(commonest) / len(asked)
-        lines.append(f"{kind}: {counted(len(t.workers))}, written for {share:.0%}.  {t.question}")
+        lines.append(f"{kind}: {counted(len(t.workers), 'step')}, written for {share:.0%}.  {t.question}")
         for step, worker, response in zip(t.workflow.steps, t.workers, t.responses):
             seen = " and ".join(str(i) for i in step.access)
             sees = f", seeing step{'s' if len(step.access) > 1 else ''} {seen}" if seen else ""
@@ -2383,7 +2683,7 @@ def habits(traces: list[Trace | None]) -> dict:
     each worker's share of the steps by round (Figs. 7 and 10)."""
     rounds = [t.rounds() for t in traces if t]
     firsts = [found[0].workflow for found in rounds]
-    numbers = {"lengths": shares_of([counted(len(workflow.steps)) for workflow in firsts]),
+    numbers = {"lengths": shares_of([counted(len(workflow.steps), "step") for workflow in firsts]),
                "shapes": shares_of([shape(workflow) for workflow in firsts])}
     for r in range(max(map(len, rounds), default=0)):
         played = [found[r] for found in rounds if len(found) > r]
@@ -2394,12 +2694,8 @@ def habits(traces: list[Trace | None]) -> dict:
             for was, told in ((True, "right"), (False, "wrong")):
                 empty = [not t.replies for t in played if t.previous.right is was]
                 if empty:
-                    numbers["kept"][told] = statistics.fmean(empty)
+                    numbers["kept"][told] = mean_or_none(empty)
     return numbers
-
-
-def counted(steps: int) -> str:
-    return "1 step" if steps == 1 else f"{steps} steps"
 
 
 def shares_of(items) -> dict:
@@ -2407,8 +2703,41 @@ def shares_of(items) -> dict:
     return {item: n / counts.total() for item, n in sorted(counts.items())}
 
 
-# -----------------------------------------------------------------------------------------------------------
-# The paper's numbers, and the command line
+def report(data: str, problems: list[Problem], runs: dict[str, list], beside: dict) -> dict[str, dict]:
+    """Print what a benchmark's runs come to, above rows to compare with. Returns name -> numbers."""
+    rows = {name: measure(problems, repeats) for name, repeats in runs.items()}
+    first_repeat = {name: repeats[0] for name, repeats in runs.items()}
+    print(table(problems, first_repeat), end="\n\n")
+    print(columns(rows | beside, MEASURED, data), end="\n\n")
+    for name, repeats in runs.items():
+        lost = [t.error for traces in repeats for t in traces if t and t.error]
+        if lost:
+            print(f"{name}: {len(lost)} not counted, as their workers were lost: {lost[0]}")
+    most_rounds = {re.sub(r", \d+ more$", "", name): traces for name, traces in first_repeat.items()}
+    for name, traces in most_rounds.items():
+        if name.split()[0] in (*CONDUCTORS, "seat"):
+            found = habits(traces)
+            rows[name] |= found
+            for key, shares in found.items():
+                told = [f"{item} {share:.0%}" for item, share in shares.items()]
+                print(f"{name}, {key}: {', '.join(told)}")
+    if "conductor" in runs:
+        print(learned(problems, first_repeat["conductor"]), end="\n\n")
+    return rows
+
+
+def average_of_four(numbers: dict[str, dict], names) -> dict[str, dict]:
+    """Print and return the rows of Table 7: the mean accuracy of each system that has all four benchmarks."""
+    four = list(MIXES["paper"])
+    rows = {}
+    for name in names:
+        found = [numbers.get(f"{data}, {name}", {}).get("accuracy") for data in four]
+        if None not in found:
+            rows[name] = {"accuracy": mean_or_none(found)}
+    if rows:
+        print(columns(rows | in_the_paper("average"), {"accuracy": 2}, f"average of {', '.join(four)}"))
+    return {f"average, {name}": row for name, row in rows.items()}
+
 
 # Accuracy in %. Table 1: workers without limits; 2 and 7: workers of 4,096 tokens and least reasoning.
 # average: of the first four.
@@ -2441,28 +2770,36 @@ def in_the_paper(benchmark: str) -> dict[str, dict]:
     names = head.split()
     rows = {}
     for line in lines:
-        *words, cells = line[:30], line[30:].split()
-        found = dict(zip(names, cells)).get(benchmark, "-")
-        if found != "-":
-            rows[words[0].strip()] = {"accuracy": float(found)}
+        cells = dict(zip(names, line[30:].split()))
+        if cells.get(benchmark, "-") != "-":
+            rows[line[:30].strip()] = {"accuracy": float(cells[benchmark])}
     return rows
 
 
 def average(files: list[str]) -> str:
     """The numbers that several evaluations wrote with --out, line by line: mean ± 95 % interval over the
     files."""
-    runs = [read_json(file) for file in files]
-    if not all(isinstance(row, dict) for numbers in runs for row in numbers.values()):
-        raise ValueError("these are not what eval.py writes with --out")
+    if len(files) < 2:
+        raise ValueError("an average takes two files or more: python eval.py average FILE FILE …")
+    runs = []
+    for file in files:
+        if not os.path.exists(file):
+            raise FileNotFoundError(f"{file} is missing; python eval.py --out={file} writes it")
+        runs.append(read_json(file))
+        if not isinstance(runs[-1], dict) or not all(isinstance(row, dict) for row in runs[-1].values()):
+            raise ValueError(f"{file} is not what eval.py writes with --out")
     lines = [f"{'':<66}{'mean':>9} ± 95 % interval of the mean over {len(files)} files, by Student's t"]
     for system in runs[0]:
         found = [dict(flat(run.get(system, {}))) for run in runs]
         for key in found[0]:
             values = [numbers.get(key) for numbers in found]
             if None not in values:  # else it is unknown, or not in every file
-                mean, interval = statistics.fmean(values), spread(values)["95 % ±"]
-                told = "  ".join(f"{v:.3f}" for v in values)
-                lines.append(f"{system:<40}{key:<26}{mean:9.3f} ± {interval:.3f}   {told}")
+                told = "  ".join(f"{value:.3f}" for value in values)
+                interval = spread(values)["95 % ±"]
+                lines.append(f"{system:<40}{key:<26}{mean_or_none(values):9.3f} ± {interval:.3f}   {told}")
+    if len(lines) == 1:
+        has = [f"{file} has {', '.join(run) or 'nothing'}" for file, run in zip(files, runs)]
+        raise ValueError("no number is in all of the files:\n" + "\n".join(has))
     return "\n".join(lines)
 
 
@@ -2475,7 +2812,10 @@ def flat(numbers: dict, before: str = ""):
             yield before + key, value
 
 
-LESSONS = 256  # train problems that the system router learns from
+# -----------------------------------------------------------------------------------------------------------
+# The command line
+
+LESSONS = 256  # train problems that a learned system learns from
 
 
 @dataclass
@@ -2488,58 +2828,24 @@ class Settings:
     pool: str = ""  # "": local; and `prepare` asks nobody
     only: str = ""  # some of its workers, by name, with commas between
     subset: int = 0  # each problem has its own workers, so many who can solve it (laptop world)
-    one_worker: str = ""  # who does every step in the system one-worker; "" is the first
     examples: str = ""  # few-shot examples: ood, in, mixed (Table 4); "": as the Conductor was trained
-    lessons: str = ""  # whose train problems the system router learns from; "": those of the benchmark itself
+    lessons: str = ""  # whose train problems a learned system learns from; "": those of the benchmark itself
     rounds: int = 0  # of recursion, after the first workflow
+    trinity: str = "out/laptop/reference"  # a model's folder, whose hidden states the system trinity reads
+    seed: int = 1  # of what masrouter and trinity draw
     budget: float = 0.0  # dollars that the workers may cost; 0: no limit
     replay: str = ""  # a file that keeps the replies, so that nobody pays twice for what is started again
     out: str = ""  # a file for the numbers, as JSON
 
 
-cached_conductor = functools.lru_cache(1)(load_conductor)
-
-
-def play(s: Settings, data: str, name: str, who: str, problems: list, pools: list[list], repeat: int) -> list:
-    """One repeat of a system on a benchmark: its trace of every problem. who: the checkpoint of a Conductor,
-    else the worker who plays."""
-    pool = pools[0]
-    k = next((i for i, w in enumerate(pool) if w.name == who), 0)
-    tag = f"{name}:{who}/{repeat}"
-    examples = {"examples": s.examples} if s.examples else {}
-    if name == "seat":  # where the format is wrong, the paper tries again without end
-        write, prompting = seated(pool[k], f"{tag}/seat"), Prompting(**examples)
-        return run_conductor(write, problems, pools, tag, s.rounds, prompting, tries=10)
-    if name == "router":
-        lessons = load(s.lessons or data, "train", LESSONS)
-        asked = everyone_alone(pool, lessons, tag)
-        return run_system(train_router(pool, lessons, asked), problems, pool, 0, tag)
-    if name not in CONDUCTORS:
-        return run_system((BY_ONE | BY_ALL)[name], problems, pool, k, tag)
-    model, tokenizer, prompting = cached_conductor(who or s.checkpoint)
-    prompting = replace(prompting, **examples, **CONDUCTORS[name])
-    if name == "shuffled":
-        pools = [team[1:] + team[:1] for team in pools]
-    only = next((i for i, w in enumerate(pool) if w.name == s.one_worker), 0)
-
-    def by_one_worker(workflow):
-        return Workflow([replace(step, worker=only) for step in workflow.steps], workflow.completion)
-
-    write = sampled(model, tokenizer, prompting, 0.0)
-    edit = by_one_worker if name == "one-worker" else None
-    return run_conductor(write, problems, pools, tag, s.rounds, prompting, edit=edit)
-
-
 def check(s: Settings, names: list[str]) -> list[tuple[str, str]]:
-    """What would fail late fails here, before any worker is asked. Returns the systems that are wanted, as
-    (name, who)."""
+    """What would fail late fails here, before any worker is asked. names: the workers'. Returns the systems
+    that are wanted, as (name, who)."""
     if min(s.test, s.repeats) < 1 or min(s.rounds, s.subset, s.budget) < 0:
         raise ValueError("--test and --repeats are from 1 on, --rounds, --subset and --budget from 0 on")
     if os.path.isdir(s.out):
         raise ValueError(f"--out={s.out}: a folder, where a file's name is wanted")
     os.makedirs(os.path.dirname(s.out) or ".", exist_ok=True)
-    if s.one_worker not in ("", *names):
-        raise ValueError(f"--one_worker={s.one_worker}: the pool has {', '.join(names)}")
     if s.examples not in ("", "ood", "in", "mixed"):
         raise ValueError(f"--examples={s.examples}: there are ood, in, mixed")
     if s.subset and (s.benchmarks != "laptop" or (s.pool or "local") not in LOCAL):
@@ -2553,124 +2859,54 @@ def check(s: Settings, names: list[str]) -> list[tuple[str, str]]:
     wanted = []
     for word in s.systems.split(","):
         name, _, who = word.strip().partition(":")
-        by_one = name in BY_ONE or name == "seat"
         if name not in SYSTEMS:
-            raise ValueError(f"--systems={word}: there are {', '.join(SYSTEMS)}")
-        if who and name not in CONDUCTORS and not (by_one and who in names):
+            near = difflib.get_close_matches(name, SYSTEMS, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ValueError(f"--systems={word}: {hint}there are {', '.join(SYSTEMS)}")
+        if who and name not in CONDUCTORS and not (name in SEATS and who in names):
             raise ValueError(f"--systems={word}: the pool has {', '.join(names)}")
-        if s.subset and (name not in CONDUCTORS or name == "one-worker"):
+        if s.subset and name not in CONDUCTORS:
             raise ValueError(f"--subset is for the Conductor (--systems=conductor), not for {name}")
-        if name == "best-single" and not {("workers", w) for w in names} <= {*wanted}:
-            raise ValueError("best-single is the best of workers, which must have answered before: "
-                             "--systems=workers,best-single")
-        if name == "router":
-            for data in [s.lessons] if s.lessons else s.benchmarks.split(","):
-                is_test = data.endswith(".jsonl") and not s.lessons
-                if is_test or not has_split(data, "train"):
-                    raise ValueError(f"router learns from train problems, and {data} has none: name others, "
-                                     "say --lessons=mmlu or --lessons=FILE.jsonl")
-        wanted += [(name, w) for w in names] if by_one and not who else [(name, who)]
+        for data in (s.lessons or s.benchmarks).split(","):
+            is_test = data.endswith(".jsonl") and not s.lessons
+            if name in LEARNED and (is_test or not has_split(data, "train")):
+                raise ValueError(f"{name} learns from train problems, and {data} has none: name others, say "
+                                 "--lessons=mmlu or --lessons=FILE.jsonl")
+        if name == "best-single":
+            wanted += [("workers", worker) for worker in names]
+        wanted += [(name, worker) for worker in names] if name in SEATS and not who else [(name, who)]
     for name, who in wanted:
-        folder = who or s.checkpoint
-        if name in CONDUCTORS and not os.path.exists(os.path.join(folder, "config.json")):
-            raise FileNotFoundError(f"no checkpoint in {folder}: train.py makes one, or name another with "
-                                    "--checkpoint=DIR")
-    return wanted
+        folder = who if who and name in CONDUCTORS else s.checkpoint
+        key = "trinity" if name == "trinity" else "checkpoint"
+        folder = s.trinity if name == "trinity" else folder
+        needed = name in CONDUCTORS or name in ("one-worker", "trinity")
+        if needed and not os.path.exists(os.path.join(folder, "config.json")):
+            raise FileNotFoundError(f"no model in {folder}: train.py leaves a run's checkpoint and reference "
+                                    f"in its --out; name another with --{key}=DIR")
+    return list(dict.fromkeys(wanted))
 
 
-def after(traces: list[Trace | None], rounds: int) -> list[Trace | None]:
-    """What the traces were after so many further rounds, or as many as there were."""
-    found = []
-    for trace in traces:
-        if trace:
-            turns = trace.rounds()
-            trace = turns[min(rounds, len(turns) - 1)]
-        found.append(trace)
-    return found
-
-
-def run_wanted(s: Settings, data: str, problems: list[Problem], pools: list, wanted: list) -> dict[str, list]:
-    """Traces [repeat][problem] of every wanted system, under the names that tables show."""
-    runs = {}
-    for name, who in wanted:
-        if name == "best-single":  # in hindsight
-            scores = {w.name: measure(problems, runs[w.name])["accuracy"] or 0.0 for w in pools[0]}
-            best = max(scores, key=scores.get)
-            runs[f"best-single {best}"] = runs[best]
-            continue
-        repeats = [play(s, data, name, who, problems, pools, i) for i in range(s.repeats)]
-        label = {"workers": who, "random": "random workflows"}.get(name, f"{name} {who}".strip())
-        recursive = name in CONDUCTORS or name == "seat"
-        for r in range(s.rounds + 1 if recursive else 1):
-            runs[f"{label}, {r} more" if r else label] = [after(traces, r) for traces in repeats]
-    return runs
-
-
-def report(data: str, problems: list[Problem], runs: dict[str, list], beside: dict) -> dict[str, dict]:
-    """Print what a benchmark's runs come to, above rows to compare with. Returns name -> numbers."""
-    rows = {name: measure(problems, repeats) for name, repeats in runs.items()}
-    first_repeat = {name: repeats[0] for name, repeats in runs.items()}
-    print(table(problems, first_repeat), end="\n\n")
-    print(columns(rows | beside, MEASURED, data), end="\n\n")
-    for name, repeats in runs.items():
-        lost = [t.error for traces in repeats for t in traces if t and t.error]
-        if lost:
-            print(f"{name}: {len(lost)} not counted, as their workers were lost: {lost[0]}")
-    most_rounds = {re.sub(r", \d+ more$", "", name): traces for name, traces in first_repeat.items()}
-    for name, traces in most_rounds.items():
-        if name.split()[0] in (*CONDUCTORS, "seat"):
-            found = habits(traces)
-            rows[name] |= found
-            for key, shares in found.items():
-                told = [f"{item} {share:.0%}" for item, share in shares.items()]
-                print(f"{name}, {key}: {', '.join(told)}")
-    if "conductor" in runs:
-        print(learned(problems, first_repeat["conductor"]), end="\n\n")
-    return rows
-
-
-def evaluate(s: Settings, pool: list):
-    """Measure every wanted system on every benchmark, and print the tables."""
-    wanted = check(s, [w.name for w in pool])
-    tests = {data: load(data, "test", s.test) for data in s.benchmarks.split(",")}
-    for data, problems in tests.items():
-        if ("router", "") in wanted:
+def load_tests(s: Settings, wanted: list[tuple[str, str]]) -> dict[str, list[Problem]]:
+    """Each benchmark's problems. The lessons are fetched here too, before any worker is asked."""
+    tests = {}
+    for data in s.benchmarks.split(","):
+        tests[data] = load(data, "test", s.test)
+        if any(name in LEARNED for name, _ in wanted):
             load(s.lessons or data, "train", LESSONS)
-        if len(problems) < s.test:
-            print(f"{data}: {len(problems)} problems are all there are (--test={s.test})")
-    if any(p.grader in ("code", "unittest") for problems in tests.values() for p in problems):
+        if len(tests[data]) < s.test:
+            there = counted(len(tests[data]), "problem")
+            print(f"{data}: {there} are all there are (--test={s.test})")
+    if any(p.grader in ("code", "unittest") for p in itertools.chain(*tests.values())):
         for lack in sandbox_lacks():
             print(f"the sandbox holds only in part here: {lack}")
-    numbers = {}
-    for data, problems in tests.items():
-        rng = random.Random(0)
-        pools = [draw_pool(p, pool, s.subset, rng) if s.subset else pool for p in problems]
-        beside = in_the_paper(data)
-        if data == "laptop" and (s.pool or "local") in LOCAL:
-            best = statistics.fmean(map(possible, problems, pools))
-            beside = {"best workflows": {"accuracy": 100 * best}}
-        rows = report(data, problems, run_wanted(s, data, problems, pools, wanted), beside)
-        numbers |= {f"{data}, {name}": row for name, row in {**rows, **beside}.items()}
-        if s.out:  # here and at the end
-            write_json(s.out, numbers)
-    four = list(MIXES["paper"])
-    means = {}
-    for name in rows:  # Table 7
-        found = [numbers.get(f"{data}, {name}", {}).get("accuracy") for data in four]
-        if None not in found:
-            means[name] = {"accuracy": statistics.fmean(found)}
-    if means:
-        numbers |= {f"average, {name}": row for name, row in means.items()}
-        print(columns(means | in_the_paper("average"), {"accuracy": 2}, f"average of {', '.join(four)}"))
-    if s.out:
-        write_json(s.out, numbers)
+    return tests
 
 
 def main(argv):
     s = Settings()
     words = configure(s, argv)
     try:
-        if words[:1] == ["average"] and len(words) > 2:
+        if words[:1] == ["average"]:
             return print(average(words[1:]))
         if words not in ([], ["prepare"]):
             raise SystemExit(__doc__)
@@ -2690,7 +2926,8 @@ def main(argv):
         else:
             evaluate(s, pool)
         if pool and pool[0].budget and pool[0].budget.refused:
-            raise SystemExit(f"the budget of ${s.budget:g} is spent: what came after is not counted above")
+            raise SystemExit(f"the budget of ${s.budget:g} is spent, and what came after is not counted: "
+                             "give a larger --budget, and --replay=FILE so that nothing is paid twice")
     except (OSError, ValueError, WorkerError) as e:
         raise SystemExit(f"{type(e).__name__}: {e}") from None
     except KeyboardInterrupt:

@@ -8,23 +8,25 @@ import re
 import threading
 import types
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 import eval as evaluation
 import workers
 import workflow as workflow_py
-from eval import (PHRASES, Problem, accuracies, alone, baselines, central, draw_pool, everyone_alone, grade, habits, load, majority, poll,
-                  possible, random_completion, random_workflow, run_conductor, train_router)
+from eval import (PHRASES, Problem, accuracies, alone, baselines, central, draw_pool, grade, habits, load, majority, poll,
+                  possible, random_completion, random_workflow, router, run_conductor, train_router)
 from sample import Completion
-from workers import Reply, Worker, WorkerError, load_pool
+from workers import SPELLING, Reply, Worker, WorkerError, load_pool
 from workflow import Prompting, Step, Task, Workflow, execute, parse, sampled, submit
 
 CALCULATOR, TRANSLATOR, LIBRARIAN, CODER, GENERALIST = range(5)
 SIMPLE = ("arithmetic", "fact", "string", "number")
 TWO, THREE = ("foreign", "fact+arithmetic", "fact+string"), ("foreign+fact+arithmetic",)
 KINDS = SIMPLE + TWO + THREE
-TELL = {CALCULATOR: "Compute it.", TRANSLATOR: "Translate it.", LIBRARIAN: "Look up the fact.", CODER: "Transform the word."}
+TELL = {CALCULATOR: "Compute it.", TRANSLATOR: "Translate it.", LIBRARIAN: "Look up the fact.",
+        "turned around": "Reverse it.", "shouted": "Write it in capitals.", "thinned out": "Leave out the vowels."}
 INTENDED = {"arithmetic": [CALCULATOR], "fact": [LIBRARIAN], "string": [CODER], "number": [TRANSLATOR],
             "foreign": [TRANSLATOR, CALCULATOR], "fact+arithmetic": [LIBRARIAN, CALCULATOR], "fact+string": [LIBRARIAN, CODER],
             "foreign+fact+arithmetic": [TRANSLATOR, LIBRARIAN, CALCULATOR]}
@@ -37,9 +39,15 @@ def pool():
     return found
 
 
-def chain(who, tell=TELL.get, linked=True):
-    """Each step sees the one before it; without links none sees anything."""
-    return Workflow([Step(w, tell(w) or "Do it.", [i - 1] if linked and i else []) for i, w in enumerate(who)])
+def right_words(problem, worker):
+    """What sets a worker to work: a trade's own verb, and for the coder the order that the question wishes in other words."""
+    [wish] = [w for w in SPELLING if w in problem.question] or [None]
+    return TELL[wish if worker == CODER else worker]
+
+
+def chain(problem, tell=right_words, linked=True):
+    """The right workers one after another: each step sees the one before it; without links none sees anything."""
+    return Workflow([Step(w, tell(problem, w), [i - 1] if linked and i else []) for i, w in enumerate(INTENDED[problem.kind])])
 
 
 def share(problems, pool, workflow_of):
@@ -101,12 +109,12 @@ def test_no_such_problems():
 @pytest.mark.parametrize("kind, asked, answer", [
     ("arithmetic", "7 * 8", "56"), ("arithmetic", "3 - 9", "-6"), ("arithmetic", "39 + 26", "65"),
     ("fact", "the atomic number of oxygen", "8"), ("fact", "the capital of Peru", "Lima"), ("fact", "element number 26", "iron"),
-    ("string", "silver backwards", "revlis"), ("string", "silver without vowels", "slvr"),
-    ("string", "castle in capitals", "CASTLE"),
+    ("string", "silver turned around", "revlis"), ("string", "silver thinned out", "slvr"),
+    ("string", "castle shouted", "CASTLE"),
     ("number", "veintitrés", "23"), ("number", "quince", "15"),
     ("foreign", "doce * tres", "36"), ("foreign", "cinco - treinta", "-25"),
     ("fact+arithmetic", "the atomic number of carbon - 10", "-4"), ("fact+arithmetic", "the atomic number of zinc * 2", "60"),
-    ("fact+string", "the capital of Norway backwards", "olsO"), ("fact+string", "the capital of Japan without vowels", "Tky"),
+    ("fact+string", "the capital of Norway turned around", "olsO"), ("fact+string", "the capital of Japan thinned out", "Tky"),
     ("foreign+fact+arithmetic", "the atomic number of zinc + veinte", "50"),
     ("foreign+fact+arithmetic", "the atomic number of iron - uno", "25")])
 def test_answers_by_hand(kind, asked, answer, world):
@@ -122,47 +130,56 @@ def test_answers_by_hand(kind, asked, answer, world):
 def test_intended_workflows_solve_every_kind(pool):
     """The right workers in the right order, each told its trade and shown the step before, answer every question of each kind."""
     problems = load("laptop", "test", 12 * len(KINDS))
-    assert share(problems, pool, lambda p: chain(INTENDED[p.kind])) == dict.fromkeys(KINDS, 1.0)
+    assert share(problems, pool, chain) == dict.fromkeys(KINDS, 1.0)
 
 
 def test_access_lists_matter(pool):
     """The same workflows with their access lists emptied solve what takes one step, and no composite."""
     problems = load("laptop", "test", 12 * len(KINDS))
-    assert share(problems, pool, lambda p: chain(INTENDED[p.kind], linked=False)) == {k: float(k in SIMPLE) for k in KINDS}
+    assert share(problems, pool, lambda p: chain(p, linked=False)) == {k: float(k in SIMPLE) for k in KINDS}
 
 
 def test_subtasks_matter(pool):
-    """The same workflows with a general subtask in every step solve nothing, and neither do workers told another's trade."""
-    problems = load("laptop", "test", 12 * len(KINDS))
-    none = dict.fromkeys(KINDS, 0.0)
-    assert share(problems, pool, lambda p: chain(INTENDED[p.kind], lambda w: "Solve the question.")) == none
-    assert share(problems, pool, lambda p: chain(INTENDED[p.kind], lambda w: TELL[(w + 1) % 4])) == none
+    """Told to solve the question, all do their trade, but the coder guesses what is wished, and a third is right. Told another's
+    trade or another wish, nobody is right."""
+    problems = load("laptop", "test", 40 * len(KINDS))
+    general = share(problems, pool, lambda p: chain(p, lambda p, worker: "Solve the question."))
+    assert all(0.1 < general.pop(kind) < 0.6 for kind in ("string", "fact+string")) and set(general.values()) == {1.0}
+    others = {CALCULATOR: "Translate it.", TRANSLATOR: "Look it up.", LIBRARIAN: "Reverse it.", CODER: "Compute it."}
+    assert not any(share(problems, pool, lambda p: chain(p, lambda p, worker: others[worker])).values())
+    wishes = [*SPELLING, "turned around"]
+    strings = [p for p in problems if p.kind == "string"]
+    assert len(strings) == 40
+    for p in strings:
+        [i] = [i for i, wish in enumerate(wishes[:3]) if wish in p.question]
+        answer = execute(Workflow([Step(CODER, TELL[wishes[i + 1]], [])]), p.question, pool).answer
+        assert not grade(p, answer)
 
 
 def test_order_matters(pool):
     """A composite's workers in reverse order, all of them seen, do not solve it."""
     problems = [p for p in load("laptop", "test", 12 * len(KINDS)) if p.kind not in SIMPLE]
     assert not any(share(problems, pool, lambda p: Workflow([Step(s.worker, s.subtask, [*range(i)]) for i, s in enumerate(
-        reversed(chain(INTENDED[p.kind]).steps))])).values())
+        reversed(chain(p).steps))])).values())
 
 
 @pytest.mark.parametrize("worker", range(5))
 def test_one_worker_is_not_enough_for_a_composite(pool, worker):
     """The intended steps with one and the same worker in every seat solve no composite, whoever it is."""
     problems = [p for p in load("laptop", "test", 12 * len(KINDS)) if p.kind not in SIMPLE]
-    workflow = {p.kind: Workflow([Step(worker, s.subtask, s.access) for s in chain(INTENDED[p.kind]).steps]) for p in problems}
-    assert not any(share(problems, pool, lambda p: workflow[p.kind]).values())
+    assert not any(share(problems, pool, lambda p: Workflow([replace(s, worker=worker) for s in chain(p).steps])).values())
 
 
-def test_specialists_take_half_of_the_phrases(pool):
-    """Of the phrases that the warm start teaches, each specialist answers to three; the generalist cares for none."""
+def test_no_phrase_favours_a_worker(pool):
+    """Of the phrases that the warm start teaches, each specialist answers to three of the four vague ones; the generalist cares
+    for none. The precise three set only the coder to work."""
     accepted = Counter()
     for (kind, question), phrase in itertools.product(
-            [("arithmetic", "What is 7 * 8?"), ("fact", "What is element number 26?"), ("string", "What is silver backwards?"),
+            [("arithmetic", "What is 7 * 8?"), ("fact", "What is element number 26?"), ("string", "What is silver turned around?"),
              ("number", "What is quince?")], PHRASES):
         answer = execute(Workflow([Step(INTENDED[kind][0], phrase, [])]), question, pool).answer
-        accepted[kind] += answer in ("56", "iron", "revlis", "15")
-    assert accepted == dict.fromkeys(SIMPLE, 3)
+        accepted[kind, phrase in PHRASES[:4]] += "not my work" not in answer
+    assert accepted == {(kind, vague): 3 if vague or kind == "string" else 0 for kind in SIMPLE for vague in (True, False)}
 
 
 @pytest.fixture(scope="module")
@@ -178,8 +195,10 @@ def test_no_worker_alone_and_no_luck_solve_the_world(measured):
     assert list(systems) == ["calculator", "translator", "librarian", "coder", "generalist", "random workflows"]
     scores = {name: accuracies(problems, traces) for name, traces in systems.items()}
     assert all(s["all"] <= 0.35 for s in scores.values()) and 0 < scores["random workflows"]["all"] <= 0.15
-    for name, kind in zip(systems, ("arithmetic", "number", "fact", "string")):
+    for name, kind in zip(systems, ("arithmetic", "number", "fact")):
         assert scores[name] == {"all": 1 / 8, **{k: float(k == kind) for k in KINDS}}
+    assert 0.1 < scores["coder"].pop("string") < 0.6 and 0 < scores["coder"].pop("all") < 1 / 8  # Untold, it guesses.
+    assert not any(scores["coder"].values())
     simple = sum(scores["generalist"][k] for k in SIMPLE) / len(SIMPLE)
     assert 0.02 < simple < 0.3 and not any(scores["generalist"][k] for k in TWO + THREE)
 
@@ -243,9 +262,8 @@ def test_the_gold_answer_never_leaves(monkeypatch):
     server.bodies = []
     threading.Thread(target=server.serve_forever, daemon=True).start()
     problems = [Problem("CANARY", p.question, "CANARY", "CANARY") for p in load("laptop", "test", 16)]
-    kinds = [p.kind for p in load("laptop", "test", 16)]
     pool = load_pool("local", local_url=f"http://127.0.0.1:{server.server_address[1]}/v1")
-    workflows = {p.question: chain(INTENDED[kind]) for p, kind in zip(problems, kinds)}
+    workflows = {p.question: chain(p) for p in load("laptop", "test", 16)}
     traces, _ = conduct(monkeypatch, lambda question: workflows[question].text(), problems, pool)
     baselines(problems, pool)
     server.shutdown()
@@ -273,7 +291,7 @@ def test_grade(response, right):
 
 
 def test_grade_minds_case():
-    """`in capitals` would be no task otherwise."""
+    """`shouted` would be no task otherwise."""
     assert grade(Problem("", "", "LIMA", ""), "LIMA") and not grade(Problem("", "", "LIMA", ""), "Lima")
 
 
@@ -293,14 +311,14 @@ def test_random_completions_parse_back(world):
 
 
 def test_random_workflows_are_the_ones_that_the_laptop_world_is_learned_with():
-    """A warm start is made of them: another distribution would be another experiment. The sha256 is of the first edition's."""
+    """A warm start is made of them: another distribution would be another experiment."""
     found = []
     for seed, (n, steps) in itertools.product(range(20), ((5, 5), (8, 5), (3, 2), (1, 1))):
         rng = random.Random(f"{seed} {n}")
         for _ in range(50):
             found += [random_workflow(rng, n, steps).text(), random_completion("What is 7 * 8?", rng, n, steps),
                       random_completion("Q?", rng, n, steps, "ABCDEFGH"[:n])]
-    assert hashlib.sha256("\n".join(found).encode()).hexdigest() == "36d419d4d00fdd959bd2d3fc52bb99290fb703373e87cf1271ee88006f4a096e"
+    assert hashlib.sha256("\n".join(found).encode()).hexdigest() == "c7d526edca8fac5f81641c44c0a19e96a5cd44b5e3342fa0fc88fc9ca783cf7e"
 
 
 def test_without_subtasks_the_same_workflow_is_written_without_them():
@@ -333,10 +351,10 @@ def test_random_workflows_prefer_nothing():
 def test_the_conductors_workflows_are_run_in_order(pool, monkeypatch):
     """More problems than a batch holds: each trace in its problem's place, None for what is no workflow, `edit` applied."""
     problems = load("laptop", "test", 72)
-    kind = {p.question: p.kind for p in problems}
+    asked = {p.question: p for p in problems}
 
     def write(question):
-        return "I would rather not." if kind[question] == "number" else f"A plan.\n{chain(INTENDED[kind[question]]).text()}"
+        return "I would rather not." if asked[question].kind == "number" else f"A plan.\n{chain(asked[question]).text()}"
 
     traces, script = conduct(monkeypatch, write, problems, pool)
     assert sum(script.batches) == 72
@@ -418,8 +436,8 @@ def test_the_router_learns_who_is_right_alone(pool):
     """On other problems it finds the one worker whose trade it is, by the words of the question."""
     kinds = dict(zip(SIMPLE, (CALCULATOR, LIBRARIAN, CODER, TRANSLATOR)))
     lessons, problems = ([p for p in load("laptop", split) if p.kind in kinds][:n] for split, n in (("train", 160), ("test", 80)))
-    route = train_router(pool, lessons, everyone_alone(pool, lessons, "lessons"))
-    assert sum(route(p, pool, 0, "test").workers == [pool[kinds[p.kind]].name] for p in problems) > 72
+    weights = train_router(pool, lessons, None)
+    assert sum(router(weights, None, p, pool, 0, "test").workers == [pool[kinds[p.kind]].name] for p in problems) > 72
 
 
 class Sees(Worker):
@@ -438,7 +456,7 @@ def test_what_each_system_asks():
 
     def asked(name, who=""):
         Sees.asked = []
-        [trace] = evaluation.play(s, "laptop", name, who, problems, [pool], 0)
+        [[[trace]]] = evaluation.play(s, "laptop", problems, [pool], name, who).values()
         assert trace.error is None and trace.calls == len(Sees.asked) and trace.cost == pytest.approx(0.01 * trace.calls)
         assert len({nonce for *_, nonce, _ in Sees.asked}) == len(Sees.asked)  # a replay file tells them apart
         return Sees.asked
@@ -452,18 +470,15 @@ def test_what_each_system_asks():
     assert [(w, len(m)) for w, m, *_ in reflect] == [("c", 2 * i + 1) for i in range(5)] and evaluation.REFLECT in reflect[4][1][-1]["content"]
     *proposers, (_, shown, *_) = asked("moa")
     assert sorted(w for w, *_ in proposers) == [*"abc"] and all(len(m) == 1 for _, m, *_ in proposers) and len(shown) == 7
-    lessons = set()
-    for repeat in range(2):
-        Sees.asked = []
-        evaluation.play(s, "laptop", "router", "", problems, [pool], repeat)
-        assert len(Sees.asked) == 3 * 256 + 1
-        lessons |= {(w, nonce) for w, *_, nonce, _ in Sees.asked}
-    assert len(lessons) == 2 * (3 * 256 + 1)
+    Sees.asked = []
+    evaluation.play(replace(s, repeats=2), "laptop", problems, [pool], "router", "")
+    assert len(Sees.asked) == 3 * 256 + 2  # it learns once
+    assert len({(w, nonce) for w, *_, nonce, _ in Sees.asked}) == 3 * 256 + 2
 
     def down(*args, **more):
         raise WorkerError("down")
     pool[1].chat = down
-    assert [t.error for t in evaluation.play(s, "laptop", "seat", "b", problems, [pool], 0)] == ["down"]  # lost, not wrong
+    assert [t.error for t in evaluation.play(s, "laptop", problems, [pool], "seat", "b")["seat b"][0]] == ["down"]  # lost, not wrong
 
 
 def test_every_call_of_a_conductor_has_its_own_name(monkeypatch):

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 import threading
 import time
 import zlib
@@ -18,7 +19,7 @@ import urllib3.util.retry
 
 import eval as evaluation
 import workers
-from eval import ASK, Problem, load, prepare, read_problems, stored_tests, unpack, write_problems
+from eval import ASK, Problem, load, prepare, read_problems, stored_tests, write_problems
 
 
 class Hub:
@@ -172,7 +173,7 @@ def test_mathematics_comes_as_problems_that_ask_for_a_box(hub):
     assert by_id("aime25")["aime25/12"] == Problem(
         "aime25/12", "Find the sum of the digits of 12.\n\nPut the final answer in \\boxed{}.", "12", "aime25", "math")
     hub.rows["HuggingFaceH4/MATH-500", "default", "test"] = ROWS["HuggingFaceH4/MATH-500", "default", "test"][::-1]
-    os.remove("data/HuggingFaceH4/MATH-500/default-test.jsonl")
+    shutil.rmtree("data")
     assert {p.question for p in load("math500", "test")} == {p.question for p in test.values()}
 
 
@@ -207,7 +208,7 @@ def test_rlpr_has_one_split_for_all(hub):
     assert (p.answer, p.grader, p.level) == ("4%", "short", 3) and {q.level for q in train} == {0, 3, 4}
     assert p.question == "What costs 4?\n\nPut the final answer, as short as possible, in <answer> tags."
     hub.rows["openbmb/RLPR-Train-Dataset", "default", "train"] = ROWS["openbmb/RLPR-Train-Dataset", "default", "train"][::-1]
-    os.remove("data/openbmb/RLPR-Train-Dataset/default-train.jsonl")
+    shutil.rmtree("data")
     assert {p.question for p in load("rlpr", "test")} == {p.question for p in test}
 
 
@@ -269,46 +270,36 @@ class Runs:
         return os.mkdir, ("ran",)
 
 
-@pytest.mark.parametrize("wrapped", [Runs(), [Runs()], ["text"], b"bytes", 7, None, {"a": "b"}, ("text",), ["a", "b"]])
-def test_a_pickle_of_anything_but_a_string_is_refused_and_never_runs(wrapped, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
-        with pytest.raises(ValueError, match="a pickle of .*, not of one string"):
-            unpack(base64.b64encode(zlib.compress(pickle.dumps(wrapped, protocol))).decode())
-    assert not os.listdir()
-    pickle.loads(pickle.dumps(wrapped))
-    assert os.listdir() == (["ran"] if wrapped.__class__ is Runs or wrapped.__class__ is list and isinstance(wrapped[0], Runs) else [])
-
-
-@pytest.mark.parametrize("payload", [b"", b".", b"\x80\x04N.", b"\x80\x04X\xff\xff\xff\xffa.", b"\x80\x04\x8c\x01a",
-                                     b"cos\nmkdir\n(S'ran'\ntR.", b"\xff" * 9,
-                                     b"\x80\x04\x8c\x01a" + b"\x94" * 99 + b"0N.",
-                                     b"\x80\x04\x8c\x01ar\xff\xff\xff\x7fr\xff\xff\xff\x7f0" + b"N" * 99 + b"."])
-def test_a_crafted_pickle_is_refused_and_never_runs(payload, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError):
-        unpack(base64.b64encode(zlib.compress(payload)).decode())
-    assert not os.listdir()
-
-
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-@pytest.mark.parametrize("text", ["", "a", "ä" * 200, "x" * 100_000])
-def test_a_string_comes_out_of_every_protocol(protocol, text):
-    assert unpack(base64.b64encode(zlib.compress(pickle.dumps(text, protocol))).decode()) == text
+def test_hidden_tests_are_cut_out_of_their_pickle_which_never_runs(protocol, tmp_path, monkeypatch):
+    """Of every protocol and size, with brackets in the tests; and beside something that would run, or alone."""
+    monkeypatch.chdir(tmp_path)
+    stored_tests.cache_clear()
+    for text in ("a", "x" * 100_000, "[{[1, 2]}]", "ä" * 200):
+        for wrapped in (lambda tests: tests, lambda tests: [tests, Runs()]):
+            tests = json.dumps([{"input": text, "output": text, "testtype": "stdin"}])
+            row = lcb(5) | {"private_test_cases": base64.b64encode(zlib.compress(pickle.dumps(wrapped(tests), protocol))).decode()}
+            with open("row.jsonl", "w") as f:
+                f.write(json.dumps(row) + "\n")
+            assert stored_tests("livecodebench/abc300_5", "row.jsonl", 0)[1:] == [[text, text]]
+            stored_tests.cache_clear()
+    alone = base64.b64encode(zlib.compress(pickle.dumps(Runs(), protocol))).decode()
+    with open("row.jsonl", "w") as f:
+        f.write(json.dumps(lcb(5) | {"private_test_cases": alone}) + "\n")
+    with pytest.raises(ValueError, match="no tests of livecodebench/abc300_5"):
+        stored_tests("livecodebench/abc300_5", "row.jsonl", 0)
+    assert os.listdir() == ["row.jsonl"]
 
 
-def test_what_unpacks_beyond_the_bound_or_is_cut_off_is_refused(monkeypatch):
+def test_what_unpacks_beyond_the_bound_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(evaluation, "TESTS_MAX", 1 << 16)
-    assert unpack(packed(None, "x" * 60_000)) == "x" * 60_000
-    bomb = packed(None, "x" * 10_000_000)
-    assert len(bomb) < 20_000
-    for text in (bomb, packed(None, "whole")[:-8]):
-        with pytest.raises(ValueError, match="cut off, or more than 65,536 bytes"):
-            unpack(text)
+    (tmp_path / "row.jsonl").write_text(json.dumps(lcb(5) | {"private_test_cases": packed([{"input": "x" * 10_000_000}])}))
+    with pytest.raises(ValueError, match="cut off, or more than 65,536 bytes"):
+        stored_tests("livecodebench/abc300_5", str(tmp_path / "row.jsonl"), 0)
 
 
 @pytest.mark.parametrize("hidden", ["!", "AAAA", packed(None, "no json"), packed(None, "[" * 100_000), packed({"input": 1}),
-                                    packed([["a", "b"]]), None])
+                                    packed([["a", "b"]]), packed(None, "whole")[:-8], None])
 def test_damaged_hidden_tests_are_an_error_that_says_where(hidden, tmp_path):
     file = tmp_path / "damaged.jsonl"
     file.write_text(json.dumps({**lcb(5), "private_test_cases": hidden}) + "\n")
@@ -345,8 +336,6 @@ def test_a_torn_page_is_not_kept_and_the_next_run_goes_on(hub):
     hub.faults = [None, (0, {}, 2000)]
     with pytest.raises(OSError, match="Try again to go on where it stopped"):
         load("math500", "train")
-    with open("data/HuggingFaceH4/MATH-500/default-test.jsonl", "a") as f:
-        f.write('{"problem": "killed while wri')
     seen = len(hub.seen)
     assert len({p.question for p in load("math500", "train")}) == 300 and hub.offsets()[seen:] == [100, 200, 300, 400]
 
@@ -365,30 +354,21 @@ def test_pages_that_are_not_what_was_asked_for_are_not_taken(hub, change, monkey
     monkeypatch.setattr(hub, "page", changed)
     with pytest.raises(OSError, match="lacks rows of .*MATH-500"):
         load("math500", "train")
-    assert os.path.getsize("data/HuggingFaceH4/MATH-500/default-test.jsonl") == 0
+    assert os.listdir("data/HuggingFaceH4/MATH-500/default/test") == []
 
 
-def test_a_large_file_is_resumed_until_nothing_is_left(hub, monkeypatch):
-    monkeypatch.setattr(evaluation, "time", SimpleNamespace(sleep=hub.waits.append))
+def test_a_large_file_goes_on_in_the_next_run_until_nothing_is_left(hub):
     hub.faults = [None, (0, {}, 100_000)]  # the redirect, then the CDN's body
     size = len(hub.files["/datasets/livecodebench/code_generation_lite/resolve/main/test.jsonl"])
+    with pytest.raises(OSError, match="(?s)test.jsonl lacks rows .*Try again to go on.*code_generation_lite/resolve/main/test.jsonl there"):
+        load("livecodebench", "train")
     assert len(load("livecodebench", "train")) == 250
-    first, *others, last = [int(asked[6:-1]) for server, _, asked, _ in hub.seen if server == 1]
-    assert first == 0 and 0 < others[0] <= 100_000 and last == size and hub.waits == [2]
+    first, second, last = [int(asked[6:-1]) for server, _, asked, _ in hub.seen if server == 1]
+    assert first == 0 and 0 < second <= 100_000 and last == size
     assert os.path.getsize("data/livecodebench/code_generation_lite/test.jsonl") == size
     seen = len(hub.seen)
     load("livecodebench", "train")
     assert len(hub.seen) == seen
-
-
-def test_a_file_that_cannot_be_had_ends_after_five_failures_and_goes_on_later(hub, monkeypatch):
-    monkeypatch.setattr(evaluation, "time", SimpleNamespace(sleep=hub.waits.append))
-    hub.faults = [None, (0, {}, 0)] * 9
-    with pytest.raises(OSError, match="(?s)test6.jsonl lacks rows .*code_generation_lite/resolve/main/test6.jsonl there"):
-        load("livecodebench", "test")
-    assert hub.waits == [2, 4, 8, 16]
-    hub.faults = []
-    assert len(load("livecodebench", "test")) == 2
 
 
 def test_a_file_of_another_length_is_refused(hub):
@@ -413,32 +393,28 @@ def test_what_is_gated_says_what_to_do_and_no_token(hub, token, monkeypatch, cap
         load("gpqa", "test")
     told = str(e.value)
     assert "https://huggingface.co/datasets/Idavidrein/gpqa" in told and "accept terms" in told and "HF_TOKEN" in told and "1.4 MB" in told
-    assert "data/Idavidrein/gpqa/gpqa_diamond-train.jsonl" in told and "hf_" not in told + "".join(capfd.readouterr())
+    assert "data/Idavidrein/gpqa/gpqa_diamond/train" in told and "hf_" not in told + "".join(capfd.readouterr())
     assert len(hub.seen) == (token in (None, "hf_other")) and ("401" in told) == (len(hub.seen) == 1)
 
 
 def test_what_cannot_be_had_can_be_put_there_by_hand(hub):
-    """The error names page and place; rows that are put there, as JSON lines, are taken without a request."""
-    hub.rows.clear()
-    hub.files.clear()
-    with pytest.raises(OSError, match="HTTP 404"):
-        load("aime25", "test")
-    os.makedirs("data/yentinglin/aime_2025", exist_ok=True)
-    with open("data/yentinglin/aime_2025/default-train.jsonl", "w") as f:
-        f.writelines(json.dumps(row) + "\n" for row in ROWS["yentinglin/aime_2025", "default", "train"])
-    asked = len(hub.seen)
-    assert len(load("aime25", "test")) == 30 and len(hub.seen) == asked
-    with pytest.raises(OSError, match="code_generation_lite/resolve/main/test6.jsonl there. If"):
+    """The error names page and place of a file; one that is put there is taken without a request."""
+    lines = hub.files.pop("/datasets/livecodebench/code_generation_lite/resolve/main/test6.jsonl")
+    with pytest.raises(OSError, match="HTTP 404(?s:.*)code_generation_lite/resolve/main/test6.jsonl there. If"):
         load("livecodebench", "test")
+    with open("data/livecodebench/code_generation_lite/test6.jsonl", "wb") as f:
+        f.write(lines)
+    asked = len(hub.seen)
+    assert len(load("livecodebench", "test")) == 2 and len(hub.seen) == asked
 
 
-@pytest.mark.parametrize("line", ['{"problem": "?"}', '{"problem": 1, "answer": 2}', "[]", "7", '{"problem": "?", "answer": "1"',
-                                  "[" * 100_000])
-def test_rows_of_another_form_are_an_error_that_names_file_and_page(hub, line):
-    os.makedirs("data/yentinglin/aime_2025")
-    with open("data/yentinglin/aime_2025/default-train.jsonl", "w") as f:
-        f.write((line + "\n") * 30)
-    with pytest.raises(ValueError, match="train.jsonl has not the 30 rows that https://huggingface.co/datasets/yentinglin/aime_2025 had"):
+@pytest.mark.parametrize("rows", ['{"rows": [{"problem": "?"}]}', '{"rows": [{"problem": 1, "answer": 2}]}', '{"rows": [7]}', '{"rows": 7}', "{}", "[]", "7",
+                                  '{"rows": [{"problem": "?", "answer": "1"}', "[" * 100_000])
+def test_rows_of_another_form_are_an_error_that_names_file_and_page(hub, rows):
+    os.makedirs("data/yentinglin/aime_2025/default/train")
+    with open("data/yentinglin/aime_2025/default/train/0.json", "w") as f:
+        f.write(rows)
+    with pytest.raises(ValueError, match="default/train has not the 30 rows that https://huggingface.co/datasets/yentinglin/aime_2025 had"):
         load("aime25", "test")
 
 
@@ -497,7 +473,7 @@ def test_an_unknown_name_or_split_lists_what_there_is(hub, name, split):
 def test_a_missing_file_is_named(hub):
     with pytest.raises(FileNotFoundError, match=r"data/paper.jsonl is missing; python eval.py prepare"):
         load("paper", "train")
-    with pytest.raises(FileNotFoundError, match=r"mine.jsonl is missing$"):
+    with pytest.raises(FileNotFoundError, match=r"mine.jsonl is missing; write it: a line is"):
         load("mine.jsonl", "test")
 
 
@@ -517,7 +493,7 @@ def test_prepare_writes_both_mixes_without_what_is_tested(hub, capsys):
         chosen = [p.level for p in paper if p.kind == kind]
         assert sorted(chosen) == sorted(p.level for p in load(kind, "train", evaluation.CANDIDATES))[-240:]
     assert "data/paper.jsonl: 960 problems" in told and "data/recursion.jsonl: 350 problems" in told
-    assert "    240 mmlu, level unknown" in told and "rlpr: 240 problems taken of 600, 240 wanted" in told
+    assert "rlpr: 240 problems taken of 600, 240 wanted" in told
     before = {name: open(f"data/{name}", "rb").read() for name in ("paper.jsonl", "recursion.jsonl")}
     asked = len(hub.seen)
     random.seed(5)

@@ -33,6 +33,37 @@ def test_the_three_kinds_of_spread_by_hand():
     assert spread([5]) == spread([]) == {"std. dev.": None, "std. error": None, "95 % ±": None}
 
 
+def test_average_says_what_is_wrong_with_its_files(tmp_path):
+    """One file, one that is not there, one of another kind, and two that share nothing."""
+    for name, numbers in (("a", {"laptop, w": {"accuracy": 1.0}}), ("b", {"mmlu, w": {"accuracy": 1.0}}), ("c", {"all": 0.5})):
+        (tmp_path / name).write_text(json.dumps(numbers))
+    for files, told in (("a", "two files or more"), ("", "two files or more"), ("an", "n is missing; python eval.py --out=.*n writes it"),
+                        ("ac", "c is not what eval.py writes"), ("ab", "(?s)no number is in all.*a has laptop, w.*b has mmlu, w")):
+        with pytest.raises((ValueError, OSError), match=told):
+            average([str(tmp_path / name) for name in files])
+
+
+@pytest.mark.parametrize("system", ["best-single", "best-single,workers", "workers:coder,best-single"])
+def test_the_best_single_worker_needs_no_other_system(system, capsys):
+    """It measures every worker, in whatever order systems are named, and each once."""
+    evaluation.main([f"--systems={system}", "--test=8", "--only=calculator,coder"])
+    told = capsys.readouterr().out
+    for row in ("calculator", "coder", "best-single calculator"):
+        assert len(re.findall(rf"(?m)^{row} +0.125", told)) == 1
+
+
+def test_what_is_learned_stands_beside_out(tmp_path, capsys):
+    """A second run asks nobody for lessons; other workers are refused."""
+    argv = ["--systems=router", "--test=8", f"--out={tmp_path}/x.json"]
+    evaluation.main(argv)
+    assert "router: trained with 1,280 calls" in capsys.readouterr().out
+    first = json.loads((tmp_path / "x.json").read_text())
+    evaluation.main(argv)
+    assert "trained" not in capsys.readouterr().out and json.loads((tmp_path / "x.json").read_text()) == first
+    with pytest.raises(SystemExit, match="x.json.router-laptop.npz is of other workers"):
+        evaluation.main([*argv, "--only=coder,calculator"])
+
+
 @pytest.mark.parametrize("n, interval", [(2, "0.635"), (5, "0.196"), (12, "0.229")])
 def test_average_by_hand(tmp_path, n, interval):
     """Mean and 95 % interval over any number of files, which the heading names; what is unknown in one of them is left out."""
@@ -208,9 +239,9 @@ def test_habits_by_hand():
 
 @pytest.mark.parametrize("words, reason", [
     (["--chekpoint=x"], "--checkpoint"), (["--test=many"], "--test=many"), (["--systems=oracle"], "there are conductor"),
-    (["--systems=best-single,workers"], "workers,best-single"), (["--systems=best-single"], "workers,best-single"),
+    (["--systems=best-singel"], "did you mean best-single"),
     (["--systems=seat:poet"], "the pool has calculator"), (["--systems=moa:coder"], "the pool has calculator"),
-    (["--one_worker=poet"], "the pool has calculator"), (["--repeats=0"], "from 1 on"), (["--rounds=-1"], "from 0 on"),
+    (["--systems=one-worker:poet"], "the pool has calculator"), (["--repeats=0"], "from 1 on"), (["--rounds=-1"], "from 0 on"),
     (["average", __file__, __file__], "JSON|Expecting"), (["--systems=router", "--benchmarks={dir}/one.jsonl"], "--lessons=mmlu"),
     (["--systems=router", "--benchmarks=gpqa"], "gpqa has none"), (["--systems=router", "--lessons=aime25"], "aime25 has none"),
     (["--systems=router", "--lessons=maths"], "maths has none"), (["--examples=all"], "there are ood, in, mixed"),
@@ -218,7 +249,7 @@ def test_habits_by_hand():
     (["--systems=conductor", "--subset=3", "--pool={dir}/good.json"], "local pools"),
     (["--checkpoint={dir}/none"], "{dir}/none"), (["--benchmarks=laptot"], "laptop"), (["--out={dir}"], "{dir}: a folder"),
     (["--out={dir}/one.jsonl/x.json"], "one.jsonl"), (["--pool={dir}/pool.json"], "random"), (["--only=poet"], "poet"),
-    (["--pool=paper", "--budget=5"], "rite a pool file"), (["prepare", "--pool={dir}/none.json"], "none.json"),
+    (["--pool=paper", "--budget=5"], "a budget needs"), (["prepare", "--pool={dir}/none.json"], "none.json"),
     (["prepare", "--pool=paper"], "GEMINI_API_KEY for Gemini 2.5 Pro.*OPEN_BASE_URL for Gemma"),
     (["--pool=paper", "--systems=random"], "GEMINI_API_KEY"), (["--benchmarks=mmlu,laptot", "--systems=random"], "no problems 'laptot'"),
     (["prepare", "now"], r"python eval\.py"), (["draw"], r"python eval\.py"), (["plot"], r"python eval\.py")])
