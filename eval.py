@@ -98,12 +98,6 @@ def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
     return interleave(problems, random.Random(0))[:limit]
 
 
-def has_split(name: str, split: str) -> bool:
-    """Whether `load` knows these problems; they need not have been fetched."""
-    anywhere = name == "laptop" or name in MIXES or name.endswith(".jsonl")
-    return split in ("train", "test") and (anywhere or (name, split) in SOURCES)
-
-
 def grade(problem: Problem, response: str) -> bool:
     """Whether a response answers the problem, by the problem's grader. What it cannot read is wrong."""
     gold = problem.answer
@@ -224,10 +218,6 @@ def accuracies(problems: list[Problem], traces: list[Trace | None]) -> dict[str,
             found.setdefault("all", []).append(right)
             found.setdefault(p.kind, []).append(right)
     return {key: mean_or_none(values) for key, values in found.items()}
-
-
-def mean_or_none(values: list) -> float | None:
-    return statistics.fmean(values) if values else None
 
 
 def measure(problems: list[Problem], repeats: list[list[Trace | None]]) -> dict:
@@ -2324,6 +2314,12 @@ def hashed(problem: Problem) -> int:
     return zlib.crc32(problem.question.encode())
 
 
+def has_split(name: str, split: str) -> bool:
+    """Whether `load` knows these problems; they need not have been fetched."""
+    anywhere = name == "laptop" or name in MIXES or name.endswith(".jsonl")
+    return split in ("train", "test") and (anywhere or (name, split) in SOURCES)
+
+
 def problem_from(name: str, n: int, row: dict, place: dict) -> Problem:
     """The n-th row, which stands at `place`, as a problem. Columns are as the data sets' cards tell, for RLPR
     as the card of CohleM/rlpr_exp, which keeps them."""
@@ -2352,12 +2348,14 @@ def problem_from(name: str, n: int, row: dict, place: dict) -> Problem:
         problem.id = f"{name}/{row['task_id']}"
         problem.extra = {column: row[column] for column in EXTRA["unittest"]}
         code = row["complete_prompt"].strip()
-    else:
+    elif name == "livecodebench":
         problem.id = f"{name}/{row['question_id']}"
         problem.question = row["question_content"]
         problem.level = ["easy", "medium", "hard"].index(row["difficulty"]) + 1
         problem.extra = {"function": json.loads(row["metadata"]).get("func_name"), "tests": place}
         code = row["starter_code"].strip()
+    else:
+        raise NotImplementedError(f"problem_from has no case for {name}")
     if code:
         code = f"```python\n{code}\n```"
         ask = ASK["unittest"]
@@ -2613,6 +2611,10 @@ def spread(values: list[float]) -> dict:
     deviation = statistics.stdev(values)
     error = deviation / math.sqrt(len(values))
     return {"std. dev.": deviation, "std. error": error, "95 % ±": students_t(len(values) - 1) * error}
+
+
+def mean_or_none(values: list) -> float | None:
+    return statistics.fmean(values) if values else None
 
 
 def students_t(freedom: int) -> float:

@@ -24,8 +24,8 @@ def advantages(rewards, mask=None, std=True, question=None):
     """Eq. 2 for rewards (Q, G): (r - mean) / std in each group, or r - mean with std=False. Returns (Q, G).
 
     mask (Q, G) is False for rollouts that were lost: they are in no statistic and get 0, as does a group
-    without spread. question (Q): groups of one number are rounds of one question (§3.2), each with its own
-    mean, the best baseline for its prompt, and one std over all."""
+    without spread. question (Q): groups with the same number are rounds of one question (§3.2). Each keeps
+    its own mean, the best baseline for its prompt; they share one std (the root of the mean square)."""
     rewards = torch.as_tensor(rewards, dtype=torch.float32)
     mask = torch.ones_like(rewards) if mask is None else torch.as_tensor(mask).float()
     mean = (rewards * mask).sum(1) / mask.sum(1).clamp(min=1)  # (Q)
@@ -64,7 +64,7 @@ def pack(groups, device):
         positions   0  1 | 2 | 2  3      (T)  each completion goes on where its prompt ends
         targets            7   8  9      (N)  the tokens whose log-probabilities are wanted
         predictors         1   1  3      (N)  the places of the row whose output predicts them
-        grid        2  2 | 3  4          (n * L)  the completions' places in their group, padded with any
+        grid        2 (2)| 3  4          (n * L)  the completions' places in their group; (padding) is any
         cells       0      2  3          the cells of the grid that are no padding
 
     Returns the first four as tensors, and for each group (tokens S, prompt tokens P, n, grid, cells). The
@@ -106,7 +106,7 @@ def attend_group(layer, q, k, v, P, n, grid, cells):
         own = x[0][:, grid].transpose(0, 1)                     # (n, Hkv, L, D)
         rows.append(torch.cat((before, own), 2))
     own = q[0][:, grid].transpose(0, 1)                         # (n, H, L, D)
-    mask = causal_lower_right(own.shape[2], rows[0].shape[2])   # padding comes last, in nobody's past
+    mask = causal_lower_right(own.shape[2], rows[0].shape[2])   # Padding is at the end: nobody sees it.
     y = F.scaled_dot_product_attention(own, *rows, attn_mask=mask, enable_gqa=True)
     y = y.transpose(1, 2).flatten(0, 1)                         # (n*L, H, D)
     y = y.index_select(0, cells).transpose(0, 1)[None]          # (1, H, S-P, D)

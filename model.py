@@ -47,21 +47,7 @@ class Config:
     @classmethod
     def from_pretrained(cls, path: str) -> "Config":
         """Read config.json of a folder or repository. ValueError if it asks for what is not implemented."""
-        file = checkpoint_file(path, "config.json")
-        found = read_json(file)
-        if found.get("model_type") != "qwen2":
-            raise ValueError(f"{file}: model_type is {found.get('model_type')!r}, "
-                             "this is an implementation of 'qwen2' (Qwen2.5, dense)")
-        rope = found.get("rope_parameters") or {}  # transformers 5 moved rope_theta in here
-        scaled = found.get("rope_scaling") or rope.get("rope_type", "default") != "default"
-        if scaled or found.get("use_sliding_window"):
-            raise ValueError(f"{file}: RoPE scaling and sliding windows are not implemented")
-        found.setdefault("rope_theta", rope.get("rope_theta"))
-        values = {field.name: found.get(field.name) for field in dataclasses.fields(cls)}
-        missing = [name for name, value in values.items() if not isinstance(value, int | float)]
-        if missing:
-            raise ValueError(f"{file} lacks {', '.join(missing)}")
-        return cls(**values)
+        return cls(**config_values(path, [field.name for field in dataclasses.fields(cls)]))
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -151,7 +137,7 @@ class Qwen(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        self.compute = None  # the device of computation where the weights wait elsewhere (train.py --offload)
+        self.compute = None  # the device that computes, where the weights wait elsewhere (train.py --offload)
         self.recompute = False  # True: a layer keeps its input only, and the backward pass computes the rest
         self.model = nn.ModuleDict({  # Hugging Face's names begin with `model.`, all but the head's
             "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
@@ -207,7 +193,7 @@ class Qwen(nn.Module):
         for name, tensor in read_tensors(fetch(path, WEIGHTS), model):
             tensor = tensor.to(device, dtype)
             state[name] = local_part(tensor, parts[name], device) if shard else tensor
-        model.load_state_dict(state, assign=True, strict=False)  # read_tensors was strict
+        model.load_state_dict(state, assign=True, strict=False)  # A tied head may be missing.
         if config.tie_word_embeddings:
             model.lm_head.weight = model.model.embed_tokens.weight
         return model
@@ -228,8 +214,8 @@ CHAT_TEMPLATE = (  # Qwen2.5's ChatML for transformers, without its tool calls
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer.json with Qwen2.5's chat template. `len` is the number of ids in use, of which
-    a model may have more. `eos_id` ends a turn, any of `end_ids` what a model writes.
+    """A Hugging Face tokenizer.json with Qwen2.5's chat template. `len` counts the ids in use; a model may
+    have more. `eos_id` ends a turn of a chat. A model has ended what it writes with any of `end_ids`.
 
     Text never turns into control tokens: only `chat` writes <|im_start|> and <|im_end|>, so a question or a
     worker's reply that spells them cannot end its own turn."""
@@ -343,6 +329,25 @@ def fetch(name: str, *patterns: str) -> str:
     except Exception as e:  # its errors are of many classes, its transport's among them
         raise OSError(f"{name} is no folder here, and the Hugging Face hub did not give it. Check name "
                       f"and network; a gated repository needs HF_TOKEN.\nThe hub's client says: {e}") from e
+
+
+def config_values(path: str, names: list[str]) -> dict:
+    """What config.json says under these names."""
+    file = checkpoint_file(path, "config.json")
+    found = read_json(file)
+    if found.get("model_type") != "qwen2":
+        raise ValueError(f"{file}: model_type is {found.get('model_type')!r}, "
+                         "this is an implementation of 'qwen2' (Qwen2.5, dense)")
+    rope = found.get("rope_parameters") or {}  # transformers 5 moved rope_theta in here
+    scaled = found.get("rope_scaling") or rope.get("rope_type", "default") != "default"
+    if scaled or found.get("use_sliding_window"):
+        raise ValueError(f"{file}: RoPE scaling and sliding windows are not implemented")
+    found.setdefault("rope_theta", rope.get("rope_theta"))
+    values = {name: found.get(name) for name in names}
+    missing = [name for name, value in values.items() if not isinstance(value, int | float)]
+    if missing:
+        raise ValueError(f"{file} lacks {', '.join(missing)}")
+    return values
 
 
 def checkpoint_file(path: str, name: str) -> str:

@@ -20,12 +20,12 @@ import torch
 
 from model import Qwen, Tokenizer, causal, compute_dtype, configure, matmul_fp32
 
-CHECK = 8  # decode steps between looks at who has finished
+CHECK = 8  # decode steps between looks at who has finished; a bucket is a multiple of them
 PREFILL_TOKENS = 8192  # prompt tokens that are computed at once
 # A change of shapes costs a capture on CUDA. On a CPU it is cheap, and many of them save computing.
-BUCKET = {"cuda": 128, "cpu": 32}  # tokens after which the grid is compacted and sees more of its cache
+BUCKET = {"cuda": 128, "cpu": 32}  # tokens after which finished rollouts are dropped and shapes change
 PAD = {"cuda": 64, "cpu": 1}  # prompts are padded to a multiple of this, which tensor cores like
-GRAPH = {"cuda": True, "cpu": False}  # a decode step is captured
+GRAPH = {"cuda": True, "cpu": False}  # whether a decode step is captured as a CUDA graph
 
 
 @dataclass
@@ -77,6 +77,7 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
 
 class Grid:
     """The rollouts that are being sampled: Q prompts × R rows, N = Q*R cells, all with t tokens of their own.
+    The newest of these, number t - 1, was drawn and not yet fed to the model: `decode` does that.
 
     Below, P is the padded length of the prompts, T the room for own tokens that a step looks at, Hkv the
     key-value heads, G the query heads on each, D a head's channels, V the ids."""
@@ -99,7 +100,7 @@ class Grid:
         # The grid, flat. A finished rollout stays in its cell until it is compacted away.
         self.rollout = torch.arange(N, device=device)  # (N) which one a cell holds
         self.seeds = torch.tensor(seeds, device=device)  # (N)
-        self.newest = torch.zeros_like(self.rollout)  # (N)
+        self.newest = torch.zeros_like(self.rollout)  # (N) each cell's last token
         self.t = torch.zeros(1, dtype=torch.long, device=device)
         self.ends = torch.tensor(eos_id, dtype=torch.long, device=device).view(-1)
         # Keys and values of each layer, allocated once. A CPU attends in fp32, as `causal` does. They begin
@@ -168,7 +169,8 @@ class Grid:
         self.choose(logits[:, 0])
 
     def attend(self, layer, q, k, v):
-        """The newest tokens, q (N, H, 1, D), k and v (N, Hkv, 1, D), attend to prompts and own tokens."""
+        """The newest tokens, q (N, H, 1, D), k and v (N, Hkv, 1, D), attend to prompts and own tokens: two
+        products make the scores [prompt | own], one softmax goes over both, two products make the output."""
         Q, R, P, T, Hkv, D = self.Q, self.R, self.P, self.T, k.shape[1], self.D
         prompt_k, prompt_v = self.prompt_kv[layer][:, :Q]  # each (Q, Hkv, P, D)
         own_kv = self.own_kv[layer][:, :Q * R, :, :T]  # (2, N, Hkv, T, D)
@@ -210,8 +212,8 @@ class Grid:
         return completions
 
     def compact(self):
-        """Drop prompts whose rollouts have all finished, move live rows of the others to the front, and let
-        the next steps see another bucket of own tokens."""
+        """Drop prompts whose rollouts have all finished, keep of the others as many rows as the one with most
+        live rows needs, and let the next steps see another bucket of own tokens."""
         live = (self.lengths[self.rollout] == 0).view(self.Q, self.R)
         prompts = live.any(1).nonzero()[:, 0]  # (Q') those that go on
         R = int(live.sum(1).max())  # the most live rows of a prompt

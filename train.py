@@ -115,8 +115,7 @@ class Settings:
 
 
 # The two extensions live in a laptop world with two workers for each trade, and start from "pairs". Their KL
-# is to the policy that "pairs" itself started from: that still tries every worker and length, where the
-# trained one hardly explores.
+# keeps them near the policy that "pairs" itself started from: it still explores all workers and lengths.
 PAIRS = dict(pool="local:pairs", named=True, warm_steps=1000, warm_second=0.2)
 TUNE = dict(PAIRS, init_from="out/pairs/checkpoint", reference="out/pairs/reference", warm_steps=0,
             iterations=160, lr=3e-4, beta=0.05)
@@ -171,22 +170,22 @@ def second_rounds(s: Settings, groups: list[list[Rollout]], iteration: int) -> l
     tasks = []
     for i, group in enumerate(groups):
         answered = [r for r in group if r.trace and r.right is not None]
-        if (i // 2 + iteration) % 2 == 0 and answered:
+        if (i // 2 + iteration) % 2 == 0 and answered:  # Neighbours take turns, two by two.
             shown = random.Random(f"{s.seed} {iteration} {i}").choice(answered)
             tasks.append(replace(shown.task, previous=shown.trace))
     return tasks
 
 
 def roll_out_on_all_ranks(sampler, tokenizer, tasks: list[Task], s: Settings, seed: int, clock) -> list:
-    """Roll out every task s.rollouts times, of which each rank does a share, and gather: all ranks return all
-    rollouts, as [task][rollout]. They are the same on any number of ranks."""
+    """Roll out every task s.rollouts times. Each rank does a part of every task's rollouts, and all ranks get
+    all of them, as [task][rollout]: the same on any number of ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     first = s.rollouts * rank // world
     n = s.rollouts * (rank + 1) // world - first
     sample = sampled(sampler, tokenizer, prompting(s), s.temperature, seed)
 
-    def write(*chats):
-        sample(*chats)
+    def write(*request):
+        sample(*request)
         clock.lap("sampling")
 
     mine = [[] for _ in tasks]
@@ -223,7 +222,7 @@ def learn(run: Run, groups, s: Settings, iteration: int) -> list[dict]:
     how = dict(temperature=s.temperature, n_ids=len(run.tokenizer), token_budget=s.token_budget)
     objective = dict(clip=s.clip, clip_high=s.clip_high, beta=s.beta * (1 - iteration / s.iterations),
                      reference=run.reference, loss=s.loss, max_new_tokens=s.max_new_tokens)
-    known = [[r for r in group if r.reward is not None] for group in groups]  # the others are lost, not bad
+    known = [[r for r in group if r.reward is not None] for group in groups]  # The others were lost.
     if s.importance:
         gap = importance(run.model, my_share(itertools.chain(*known)), s.importance, **how)
     steps = []
@@ -255,7 +254,7 @@ def train(s: Settings, device: str):
             tasks = second_rounds(s, groups, iteration)
             groups += roll_out_on_all_ranks(sampler, run.tokenizer, tasks, s, seed + 500_000, clock)
         del sampler  # it and the gradients would not fit beside one another
-        gc.collect()  # An exception may hold its frames.
+        gc.collect()  # A cycle of references could keep the sampler's memory.
         for rollout in itertools.chain(*groups):
             rollout.reward = reward(rollout, s)                                                   # §3.1
         set_advantages(groups, s.std)                                                             # Eq. 2
@@ -533,7 +532,8 @@ def metrics(iteration, groups, steps, seconds, held_out, config: Config) -> dict
     replies = [reply for r in rollouts if r.trace for reply in r.trace.replies if reply]
     costs = [reply.cost for reply in replies]
     names = collections.Counter(itertools.chain(*(r.trace.workers for r in ran)))
-    lengths = [len(r.completion.tokens) for r in rollouts]
+    written = [r.completion for r in rollouts if r.completion]  # Too long a prompt gets no completion.
+    lengths = [len(completion.tokens) for completion in written]
     rewards = [{r.reward for r in group if r.reward is not None} for group in groups]
     m = {
         "iteration": iteration,
@@ -547,8 +547,8 @@ def metrics(iteration, groups, steps, seconds, held_out, config: Config) -> dict
         "calls": len(replies),
         "cost": None if None in costs else sum(costs),  # dollars
         "tokens": mean(lengths),
-        "longest": max(lengths),
-        "cut": mean(not r.completion.finished for r in rollouts),  # share that reached max_new_tokens
+        "longest": max(lengths, default=0),
+        "cut": mean(not completion.finished for completion in written),  # share that reached max_new_tokens
         "lr": steps[0]["lr"],
         "gap": steps[0]["gap"],
         "skipped": sum(step["skipped"] for step in steps),
@@ -965,7 +965,7 @@ def utilisation(groups, seconds: float, config: Config) -> float | None:
     total = 0.0
     for group in groups:
         prompt = len(group[0].prompt)
-        written = sum(len(r.completion.tokens) for r in group)
+        written = sum(len(r.completion.tokens) for r in group if r.completion)
         total += 3 * forward_flops(config, prompt, written, prompt + written / len(group) / 2)
     return total / (seconds * peaks()[0] * dist.get_world_size())
 

@@ -43,8 +43,9 @@ jitter = random.Random()  # The global generator's draws are the experiment's.
 class WorkerError(Exception):
     """Transport or provider failed for good; never a wrong answer. The text names the worker, and no key.
 
-    bad_request: what was asked of the model is at fault. The rest is of a single attempt: whether to retry,
-    whether the provider was too busy, the seconds that it asks to wait, whether it may bill the attempt."""
+    bad_request: what was asked of the model is at fault. Of a single attempt: retry, another may succeed;
+    busy, the provider has too much to do, which is no failure; wait, the seconds that it asks for; billed,
+    the attempt may have cost money."""
 
     def __init__(self, text: str, bad_request=False, retry=False, busy=False, wait=0.0, billed=True):
         super().__init__(text)
@@ -80,7 +81,7 @@ class Worker:
     attempts: int | None = None  # at most; else FAILURES, and any number that a busy provider refuses
     replay: object = field(default=None, repr=False)  # a Replay
     budget: object = field(default=None, repr=False)  # a Budget
-    letter = ""  # its place in the whole pool: a Conductor that works with subsets knows it by that
+    letter = ""  # its place in the whole pool, which a subset does not change; no field of a pool's entry
 
     def __post_init__(self):
         check_worker(self)
@@ -91,7 +92,7 @@ class Worker:
         self.slots = threading.Semaphore(self.concurrency)
         self.lock = threading.Lock()
         self.turn = 0.0  # the time.monotonic() of the next request under rpm
-        self.usual = 0.0  # seconds that an answer takes, by those so far
+        self.usual = 0.0  # seconds that an answer takes: a moving average
         self.calls, self.spent, self.unpriced = 0, 0.0, 0  # replies; dollars; replies of unknown cost
 
     def chat(self, messages: list[dict], nonce: str | None = None, on_text=None, **overrides) -> Reply:
@@ -135,7 +136,7 @@ class Worker:
                 except WorkerError as fault:
                     failures += not fault.busy
                     pause = min(BACKOFF * 2 ** min(attempt - 1, 9), BACKOFF_MAX)
-                    wait = fault.wait + jitter.uniform(pause / 2, pause)  # Those refused together part here.
+                    wait = fault.wait + jitter.uniform(pause / 2, pause)  # Not all shall return at once.
                     late = time.monotonic() + wait + self.usual > begun + self.deadline
                     if not fault.retry or late or attempt == self.attempts or failures == FAILURES:
                         took = f"attempt {attempt}, after {time.monotonic() - begun:.1f} s"
@@ -214,37 +215,9 @@ def load_pool(spec: str, local_url: str | None = None, replay: str = "", budget:
         rpm = worker.rpm and worker.rpm / ranks
         pool.append(replace(worker, rpm=rpm, concurrency=max(1, worker.concurrency // ranks)))
         pool[-1].letter = chr(ord("A") + i)
-    lacks = []
-    for worker in pool if budget else []:
-        try:
-            most_dollars(worker.price, worker.params, 0)
-        except WorkerError as e:
-            lacks.append(f"{worker.name}: {e}")
-    if lacks:
-        lacks.append(f"edit {spec}")
-        if not os.path.exists(spec):
-            lacks[-1] = f"edit a copy, python workers.py print --pool={spec} > pool.json"
-        sys.exit("\n".join(lacks))
+    if budget:
+        check_prices(pool, spec)
     return pool
-
-
-def read_pool(spec: str, local_url: str | None = None) -> list[dict]:
-    """The entries of a pool, by its name or a JSON file, still unchecked."""
-    remote = [name + free for name in POOLS for free in ("", ":unconstrained")]
-    if spec in LOCAL:
-        same = {"protocol": "openai", "base_url": local_url or local_server()[0], "price": [0, 0]}
-        return [{**same, "model": name} for name in LOCAL[spec]]
-    if spec in remote:
-        return remote_pool(spec)
-    try:
-        with open(spec, encoding="utf-8") as file:
-            entries = json.load(file)
-    except (OSError, ValueError) as e:
-        known = ", ".join([*LOCAL, *remote])
-        sys.exit(f"--pool={spec}: {e}; expected {known} or a JSON file with a list of workers")
-    if not isinstance(entries, list) or not entries:
-        sys.exit(f"{spec}: expected a list of workers")
-    return entries
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -470,6 +443,40 @@ def remote_pool(spec: str) -> list[dict]:
     return entries
 
 
+def read_pool(spec: str, local_url: str | None = None) -> list[dict]:
+    """The entries of a pool, by its name or a JSON file, still unchecked."""
+    remote = [name + free for name in POOLS for free in ("", ":unconstrained")]
+    if spec in LOCAL:
+        same = {"protocol": "openai", "base_url": local_url or local_server()[0], "price": [0, 0]}
+        return [{**same, "model": name} for name in LOCAL[spec]]
+    if spec in remote:
+        return remote_pool(spec)
+    try:
+        with open(spec, encoding="utf-8") as file:
+            entries = json.load(file)
+    except (OSError, ValueError) as e:
+        known = ", ".join([*LOCAL, *remote])
+        sys.exit(f"--pool={spec}: {e}; expected {known} or a JSON file with a list of workers")
+    if not isinstance(entries, list) or not entries:
+        sys.exit(f"{spec}: expected a list of workers")
+    return entries
+
+
+def check_prices(pool: list[Worker], spec: str):
+    """End the program where nobody knows the most that a worker's call can cost: a budget would not hold."""
+    lacks = []
+    for worker in pool:
+        try:
+            most_dollars(worker.price, worker.params, 0)
+        except WorkerError as e:
+            lacks.append(f"{worker.name}: {e}")
+    if lacks:
+        lacks.append(f"edit {spec}")
+        if not os.path.exists(spec):
+            lacks[-1] = f"edit a copy, python workers.py print --pool={spec} > pool.json"
+        sys.exit("\n".join(lacks))
+
+
 def check_worker(worker: Worker):
     """ValueError for a wrong field; without its value, which may be a misplaced API key."""
     for key, kind in Worker.__annotations__.items():
@@ -536,7 +543,7 @@ def wire_params(protocol: str, model: str, params: dict) -> dict:
     takes_sampling, reasoning, _ = generation_of(model)
     sent = {}
     for name, value in params.items():
-        own_name = NAMES[protocol].get(name, name)
+        own_name = NAMES.get(protocol, {}).get(name, name)
         if own_name is None:
             raise WorkerError(f"{name} means nothing to the {protocol} protocol", bad_request=True)
         if name in ("n", "stream"):

@@ -50,7 +50,7 @@ class Workflow:
         """The lists as a Conductor writes them: parse(w.text(), …) == w."""
         access = []
         for i, step in enumerate(self.steps):
-            sees_all = step.sees_all or step.access and step.access == [*range(i)]
+            sees_all = step.sees_all or (i > 0 and step.access == [*range(i)])
             access.append('["all"]' if sees_all else str(step.access))
         lines = [f"model_id = {[step.worker for step in self.steps]}"]
         if subtasks:
@@ -95,8 +95,8 @@ def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace
              names: str = "", examples: str = "ood", subtasks: bool = True) -> list[dict]:
     """The chat that asks the Conductor for a workflow, or, after the round `previous`, for one more (§3.2).
 
-    style, examples, subtasks: see Prompting. names: the models' letters, which unlike their numbers stay
-    their own in any subset of a pool (§3.2), or ""."""
+    style, examples, subtasks: see Prompting. names: a letter for each model, or "". In a subset of a pool
+    (§3.2) a model keeps its letter, while its number changes."""
     if style == "short":
         chat = short_chat(question, n_workers, max_steps, names)
         again = SHORT_AGAIN
@@ -119,7 +119,7 @@ def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace
 
 def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = False,
           subtasks: bool = True) -> Workflow:
-    """The workflow in a Conductor's completion: the last lists, one after another, that make one together.
+    """The last valid workflow in a Conductor's completion: two or three lists, each after the other.
 
     allow_empty: empty lists are a workflow of no steps (§3.2: keep the answer). subtasks=False: there are
     two lists, and every subtask is to solve the question. Linear in the text's length."""
@@ -130,12 +130,12 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
     for name, value in lists_in(text):
         if name not in names:
             continue
-        latest = [*latest, (name, value)][-len(names):]
+        latest = [*latest, (name, value)][-len(names):]  # a window over the lists of the text
         found = dict.fromkeys(names, "the list is missing") | dict(latest)
         try:
             rows = checked_rows(found, n_workers, max_steps, allow_empty)
         except WorkflowError as e:
-            error = str(e)  # The exception itself would hold its frames, and with them the sampler's weights.
+            error = str(e)  # Only the text: the exception holds its frames, and they the sampler's weights.
             continue
         workflow = Workflow([], text)
         for i, (worker, subtask, access) in enumerate(rows):
@@ -143,7 +143,7 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
             indices = [*range(i)] if sees_all else sorted(set(access))  # "all": the indices of all before
             workflow.steps.append(Step(worker, subtask, indices, sees_all))
         if [name for name, _ in latest] == names:
-            latest = []  # In the order asked for they are complete: what follows is another workflow's.
+            latest = []  # They stand in the order asked for: what follows belongs to another workflow.
     if workflow is None:
         raise WorkflowError(error)
     return workflow
@@ -157,167 +157,13 @@ class Task:
     """What the Conductor is asked, and how the answer is wanted."""
     question: str
     pool: list  # the workers it may use
-    previous: "Trace | None" = None  # the round before: how it ran, which the appendix defines
+    previous: "Trace | None" = None  # the round before
     problem: object = None  # eval.py's Problem, which the grader gets
     name: str = ""  # names the task within a run, for the pool's replay file; "": nothing is replayed
     overrides: dict = field(default_factory=dict)  # of the last step's call: max_tokens, stop, …
     on_text: object = None  # on_text(piece) is called with the last step's text as it comes
     hung_up: object = lambda: False  # hung_up() is true once nobody waits for the answer
 
-
-def worker_chat(question: str, turns: list[tuple[str, str]], subtask: str) -> list[dict]:
-    """What a worker sees: the question, past turns of (subtask, response), its own subtask."""
-    chat = []
-    for earlier, response in turns:
-        chat += [{"role": "user", "content": f"Your task:\n{earlier}"},
-                 {"role": "assistant", "content": response}]
-    chat.append({"role": "user", "content": f"Your task:\n{subtask}"})
-    chat[0]["content"] = f"Question:\n{question}\n\n{chat[0]['content']}"
-    return chat
-
-
-def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: False,
-           then=lambda trace: trace) -> Future:
-    """Start a workflow. The future's result is then(trace), or raises what is no WorkerError.
-
-    A step starts when those it reads have ended. A WorkerError, stopped() or task.hung_up() set Trace.error:
-    no further step starts, and the trace is done when the running ones are, so that no cost is lost.
-    number: the rollout's; with task.name it names this run in the pool's replay file."""
-    steps, previous = workflow.steps, task.previous
-    if not steps and previous is None:
-        raise ValueError("a workflow without steps keeps the previous answer, but there is none")
-    names = [task.pool[step.worker].name for step in steps]
-    trace = Trace(task.question, workflow, names, [None] * len(steps), previous=previous)
-    nonce = f"{task.name}/{number}/{len(trace.rounds()) - 1}" if task.name else None
-    last_round = []
-    if previous:  # of it "all" sees the answer, under the subtask that it answers
-        answered = [earlier for earlier in previous.rounds() if earlier.replies][-1]
-        last_round = [(answered.workflow.steps[-1].subtask, previous.answer)]
-    begun = time.monotonic()
-
-    def call(i):
-        step = steps[i]
-        turns = [(steps[j].subtask, trace.replies[j].text) for j in step.access]
-        if step.sees_all:
-            turns = last_round + turns
-        chat = worker_chat(task.question, turns, step.subtask)
-        wishes = {"on_text": task.on_text, **task.overrides} if i == len(steps) - 1 else {}
-        try:
-            if stopped() or task.hung_up():
-                raise WorkerError("stopped, as nobody waits for the answer")
-            trace.replies[i] = task.pool[step.worker].chat(chat, nonce=nonce and f"{nonce}/{i}", **wishes)
-        except WorkerError as e:
-            trace.error = f"step {i}: {e}"
-            trace.bad_request = e.bad_request and bool(wishes and task.overrides)
-        return trace.error is None
-
-    def end():
-        trace.seconds = time.monotonic() - begun
-        return then(trace)
-
-    return call_in_order([step.access for step in steps], call, end)
-
-
-def execute(workflow: Workflow, question: str, pool: list, previous=None, name="") -> "Trace":
-    """Run a workflow and wait for its trace: see `submit`. name: as in Task."""
-    return submit(workflow, Task(question, pool, previous, name=name)).result()
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Roll out: question → prompt → completion → workflow → answer → right or wrong
-
-@dataclass
-class Rollout:
-    """One completion and all that becomes of it, from its tokens to its advantage."""
-    task: Task
-    text: str  # what the Conductor wrote
-    prompt: list[int] = field(default_factory=list)  # empty where a worker sits in the Conductor's seat
-    completion: Completion | None = None
-    trace: "Trace | None" = None  # None: the text is no workflow
-    invalid: str = ""  # and why it is none
-    right: bool | None = False  # set by roll_out alone; None: unknown, as a worker was lost or nobody grades
-    reward: float | None = None  # set in train.py (§3.1); None: masked
-    advantage: float = 0.0  # set in grpo.py (Eq. 2)
-    weights: list[float] | None = None  # of the tokens, for the gap between sampler and trainer (grpo.py)
-
-
-def roll_out(write, tasks: list[Task], n: int = 1, prompting: Prompting = Prompting(), grade=None, edit=None,
-             first: int = 0, on_finish=None) -> list[list[Rollout]]:
-    """n rollouts of each task, as [task][rollout]. A workflow runs as soon as it is written, and is graded as
-    soon as it has run, while others are being written.
-
-    write: see `sampled` and `seated`. grade(task.problem, answer) -> bool; without it every `right` is None.
-    edit(workflow) -> workflow, for ablations. first: the number of each task's first rollout. on_finish is
-    called with each complete rollout, from any thread. What any of these raises ends all and is raised."""
-    groups, running = [[None] * n for _ in tasks], []
-    failed = threading.Event()
-
-    def written(i, j, text, prompt=(), completion=None, error=None):
-        for future in running:  # A bug in a worker or a grader ends the writing, too.
-            if future.done():
-                future.result()
-        task = tasks[i]
-        rollout = groups[i][j] = Rollout(task, text, list(prompt), completion)
-        if error is not None:  # the Conductor's own call was lost
-            return complete(rollout, Trace(task.question, Workflow([]), [], [], 0.0, error, task.previous))
-        try:
-            workflow = parse(text, len(task.pool), prompting.max_steps, task.previous is not None,
-                             prompting.subtasks)
-        except WorkflowError as e:
-            rollout.invalid = str(e)
-            return complete(rollout, None)
-        if edit:
-            workflow = edit(workflow)
-        running.append(submit(workflow, task, first + j, failed.is_set, partial(complete, rollout)))
-
-    def complete(rollout, trace):
-        rollout.trace = trace
-        if trace:
-            rollout.right = None
-            if grade and not trace.error:
-                rollout.right = trace.right = grade(rollout.task.problem, trace.answer)
-        if on_finish:
-            on_finish(rollout)
-
-    try:
-        if tasks:
-            write([ask(task, prompting) for task in tasks], n, first, written)
-        wait_for_all(running)
-    except BaseException:
-        failed.set()
-        raise
-    return groups
-
-
-def conduct(write, tasks: list[Task], rounds: int = 0, prompting: Prompting = Prompting(), tries: int = 3,
-            grade=None, edit=None) -> list[Rollout]:
-    """One rollout a task, and up to `rounds` more in view of the answer, until empty lists keep it (§3.2).
-
-    Text that does not parse is drawn again, `tries` times in all, under the next rollout numbers. A task
-    whose last try does not parse ends with the round before, and in the first round without a trace."""
-    latest = [None] * len(tasks)
-    going_on = {i: task.previous for i, task in enumerate(tasks)}  # a task's index -> its round before
-    for turn in range(rounds + 1):
-        asked = {}
-        for i, previous in going_on.items():
-            on_text = tasks[i].on_text if turn == rounds else None  # Earlier it may not be the answer.
-            asked[i] = replace(tasks[i], previous=previous, on_text=on_text)
-        going_on = {}
-        for number in range(tries):
-            groups = roll_out(write, [*asked.values()], 1, prompting, grade, edit, number)
-            for i, [rollout] in zip([*asked], groups):
-                trace = rollout.trace
-                if trace or turn == 0:
-                    latest[i] = rollout
-                if trace or tasks[i].hung_up():
-                    del asked[i]
-                if trace and trace.workflow.steps and not trace.error and not tasks[i].hung_up():
-                    going_on[i] = trace
-    return latest
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Appendix: traces, who writes, threads, reading lists, few-shot examples, views, the server, the command line
 
 @dataclass
 class Trace:
@@ -371,9 +217,164 @@ class Trace:
                 "cost": self.cost}
 
 
-# Who writes the workflows: a function write(chats, n, first, on_text) for `roll_out` and `conduct`. It writes
-# n completions of each chat, numbered from `first` on, and calls on_text(chat's index, completion's index,
-# text, prompt's ids, Completion) as each is finished, or on_text(…, "", error="why") where none could be had.
+def worker_chat(question: str, turns: list[tuple[str, str]], subtask: str) -> list[dict]:
+    """What a worker sees: the question, past turns of (subtask, response), its own subtask."""
+    chat = []
+    for earlier, response in turns:
+        chat += [{"role": "user", "content": f"Your task:\n{earlier}"},
+                 {"role": "assistant", "content": response}]
+    chat.append({"role": "user", "content": f"Your task:\n{subtask}"})
+    chat[0]["content"] = f"Question:\n{question}\n\n{chat[0]['content']}"
+    return chat
+
+
+def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: False,
+           then=lambda trace: trace) -> Future:
+    """Start a workflow. The future's result is then(trace). A WorkerError goes into Trace.error, and any
+    other exception comes out of the future.
+
+    A step starts when those it reads have ended. A WorkerError, stopped() or task.hung_up() set Trace.error:
+    no further step starts, and the trace is done when the running ones are, so that no cost is lost.
+    number: the rollout's; with task.name it names this run in the pool's replay file."""
+    steps, previous = workflow.steps, task.previous
+    if not steps and previous is None:
+        raise ValueError("a workflow without steps keeps the previous answer, but there is none")
+    names = [task.pool[step.worker].name for step in steps]
+    trace = Trace(task.question, workflow, names, [None] * len(steps), previous=previous)
+    nonce = f"{task.name}/{number}/{len(trace.rounds()) - 1}" if task.name else None
+    last_round = []
+    if previous:  # A step with "all" also sees its answer, beside the subtask of the step that gave it.
+        answered = [earlier for earlier in previous.rounds() if earlier.replies][-1]
+        last_round = [(answered.workflow.steps[-1].subtask, previous.answer)]
+    begun = time.monotonic()
+
+    def call(i):
+        step = steps[i]
+        turns = [(steps[j].subtask, trace.replies[j].text) for j in step.access]
+        if step.sees_all:
+            turns = last_round + turns
+        chat = worker_chat(task.question, turns, step.subtask)
+        options = {"on_text": task.on_text, **task.overrides} if i == len(steps) - 1 else {}
+        try:
+            if stopped() or task.hung_up():
+                raise WorkerError("stopped, as nobody waits for the answer")
+            trace.replies[i] = task.pool[step.worker].chat(chat, nonce=nonce and f"{nonce}/{i}", **options)
+        except WorkerError as e:
+            trace.error = f"step {i}: {e}"
+            trace.bad_request = e.bad_request and bool(options and task.overrides)
+        return trace.error is None  # If it is not, call_in_order starts nothing more.
+
+    def end():
+        trace.seconds = time.monotonic() - begun
+        return then(trace)
+
+    return call_in_order([step.access for step in steps], call, end)
+
+
+def execute(workflow: Workflow, question: str, pool: list, previous=None, name="") -> "Trace":
+    """Run a workflow and wait for its trace: see `submit`. name: as in Task."""
+    return submit(workflow, Task(question, pool, previous, name=name)).result()
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Roll out: question → prompt → completion → workflow → answer → right or wrong
+
+@dataclass
+class Rollout:
+    """One completion and all that becomes of it, from its tokens to its advantage."""
+    task: Task
+    text: str  # what the Conductor wrote
+    prompt: list[int] = field(default_factory=list)  # empty where a worker sits in the Conductor's seat
+    completion: Completion | None = None
+    trace: "Trace | None" = None  # None: the text is no workflow
+    invalid: str = ""  # and why it is none
+    right: bool | None = False  # set by roll_out; None: unknown, as a call failed or there is no grader
+    reward: float | None = None  # set in train.py (§3.1); None: masked
+    advantage: float = 0.0  # set in grpo.py (Eq. 2)
+    weights: list[float] | None = None  # of the tokens, for the gap between sampler and trainer (grpo.py)
+
+
+def roll_out(write, tasks: list[Task], n: int = 1, prompting: Prompting = Prompting(), grade=None, edit=None,
+             first: int = 0, on_finish=None) -> list[list[Rollout]]:
+    """n rollouts of each task, as [task][rollout]. A workflow runs as soon as it is written, and is graded as
+    soon as it has run, while others are being written.
+
+    write(chats, n, first, on_text) is the Conductor (`sampled` and `seated` make one): it writes n
+    completions of each chat and calls on_text(chat's index, completion's index, text, prompt's ids,
+    Completion) as each ends, or on_text(…, "", error="why"). grade(task.problem, answer) -> bool; without it
+    every `right` is None. edit(workflow) -> workflow, for ablations. first: the number of each task's first
+    rollout. on_finish(rollout) is called from any thread. What any of these raises ends all and is raised."""
+    groups, running = [[None] * n for _ in tasks], []
+    failed = threading.Event()
+
+    def written(i, j, text, prompt=(), completion=None, error=None):
+        for future in running:  # A bug in a worker or a grader ends the writing, too.
+            if future.done():
+                future.result()
+        task = tasks[i]
+        rollout = groups[i][j] = Rollout(task, text, list(prompt), completion)
+        if error is not None:  # the Conductor's own call was lost
+            return complete(rollout, Trace(task.question, Workflow([]), [], [], 0.0, error, task.previous))
+        try:
+            workflow = parse(text, len(task.pool), prompting.max_steps, task.previous is not None,
+                             prompting.subtasks)
+        except WorkflowError as e:
+            rollout.invalid = str(e)
+            return complete(rollout, None)
+        if edit:
+            workflow = edit(workflow)
+        running.append(submit(workflow, task, first + j, failed.is_set, partial(complete, rollout)))
+
+    def complete(rollout, trace):
+        rollout.trace = trace
+        if trace:
+            rollout.right = None
+            if grade and not trace.error:
+                rollout.right = trace.right = grade(rollout.task.problem, trace.answer)
+        if on_finish:
+            on_finish(rollout)
+
+    try:
+        if tasks:
+            write([ask(task, prompting) for task in tasks], n, first, written)
+        wait_for_all(running)
+    except BaseException:
+        failed.set()
+        raise
+    return groups
+
+
+def conduct(write, tasks: list[Task], rounds: int = 0, prompting: Prompting = Prompting(), tries: int = 3,
+            grade=None, edit=None) -> list[Rollout]:
+    """One rollout a task, and up to `rounds` more in view of the answer, until empty lists keep it (§3.2).
+
+    Text that does not parse is drawn again, `tries` times in all, under the next rollout numbers. A task
+    whose last try does not parse ends with the round before, and in the first round without a trace."""
+    latest = [None] * len(tasks)
+    previous = {i: task.previous for i, task in enumerate(tasks)}  # of the tasks that get another round
+    for round_number in range(rounds + 1):
+        open_tasks = {}  # whose text has not parsed yet
+        for i, trace in previous.items():
+            on_text = tasks[i].on_text if round_number == rounds else None  # Only that is the answer.
+            open_tasks[i] = replace(tasks[i], previous=trace, on_text=on_text)
+        previous = {}
+        for attempt in range(tries):
+            groups = roll_out(write, [*open_tasks.values()], 1, prompting, grade, edit, attempt)
+            for i, [rollout] in zip([*open_tasks], groups):
+                trace = rollout.trace
+                if trace or round_number == 0:
+                    latest[i] = rollout
+                if trace or tasks[i].hung_up():
+                    del open_tasks[i]
+                if trace and trace.workflow.steps and not trace.error and not tasks[i].hung_up():
+                    previous[i] = trace
+    return latest
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Appendix: who writes, threads, reading lists, few-shot examples, views, the server, the command line
+
+# Who writes the workflows: the functions write(chats, n, first, on_text) of `roll_out`.
 
 READ_AT_ONCE = 1 << 15  # tokens of prompts that a model reads at a time: a batch of long ones needs gigabytes
 

@@ -169,6 +169,18 @@ def test_the_best_checkpoint_is_the_best_on_held_out_problems(tmp_path):
     assert train.score(s) == 0.9
 
 
+def test_a_prompt_too_long_for_the_conductor_is_a_lost_rollout():
+    """It has no completion, and the iteration's line is written all the same."""
+    tiny = train.tiny_config(Settings(), 900)
+    task = Task("Why?", [], problem=Problem("", "Why?", "", "why"))
+    lost = Rollout(task, "", [], None, Trace("Why?", Workflow([]), [], [], 0.0, "too long"), right=None)
+    fine = Rollout(task, "?", [1, 2], Completion([3, 4], [0.0, 0.0], True), reward=0.0)
+    step = dict.fromkeys(("lr", "gap", "skipped", "approx_kl", "clipfrac", "kl", "entropy", "grad_norm"), 0.0)
+    for group, tokens in (([lost, fine], 2.0), ([lost, lost], 0.0)):
+        line = train.metrics(0, [group], [step], {"training": 1.0}, None, tiny)
+        assert (line["lost"], line["tokens"]) == (group.count(lost), tokens)
+
+
 # ------------------------------------------------------------------------------------------------------------
 # A run from nothing, twice
 
