@@ -1770,10 +1770,10 @@ def random_completion(question: str, rng: random.Random, n_workers: int, max_ste
     question. Where the workers have names, the plan names those of the workflow. subtasks=False leaves that
     list out (App. B.7). A pretrained model's (prose) has no plan.
 
-    The number of steps stands behind the workers, where it follows from them and helps to write two more
-    lists of that length. Whether another step is needed is thus decided worker by worker. In the plan a comma
-    says so: if the next name did, sharpening the policy (train.warm_start) would favour the end, which is one
-    token, over the names, which are many."""
+    The number of steps stands behind the workers, where it can be counted, and helps to write two more lists
+    of that length. So it is decided worker by worker whether another follows. In the plan a comma says so:
+    without it, sharpening the policy (train.warm_start) would favour the end of the list, which is one token,
+    over the next name, which is one of many."""
     workflow = random_workflow(rng, n_workers, max_steps, prose)
     if prose:
         return workflow.text(subtasks)

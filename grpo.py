@@ -269,7 +269,7 @@ def n_written(rollout: Rollout) -> int:
 def micro_batches(rollouts: list[Rollout], token_budget: int) -> list[list[Rollout]]:
     """Split rollouts into lists of at most `token_budget` tokens, or of one rollout that is longer. Those of
     a prompt stand together and by length, so that little is padded. A prompt counts once, and a list's first
-    does not count: a long one shall not be computed again for every few tokens."""
+    not at all: else a long prompt would fill the budget, and be computed again for every few completions."""
     batches = []
     size = 0
     for r in sorted(rollouts, key=lambda r: (r.prompt, n_written(r))):

@@ -270,7 +270,7 @@ def train(s: Settings, device: str):
         for step in steps:
             skipped = skipped + 1 if step["skipped"] else 0
             if skipped == 3:
-                leave(f"three steps in a row had a gradient that is not finite; {newest(s)}")
+                leave(f"three gradients in a row were not finite; {where_saved(s)}")
         if run.pool[0].budget and run.pool[0].budget.refused:
             stopping.append("the budget is spent")
         reasons = everyone(stopping)  # of any rank: they leave together
@@ -279,7 +279,7 @@ def train(s: Settings, device: str):
             reasons = everyone(stopping)  # a signal may have come meanwhile
         if reasons:
             bill(run.pool)
-            leave(f"{reasons[0]}: stopped after iteration {iteration + 1}; {newest(s)}")
+            leave(f"{reasons[0]}: stopped after iteration {iteration + 1}; {where_saved(s)}")
 
     bill(run.pool)
     finish(run, s)
@@ -493,8 +493,8 @@ def warm_start(model, tokenizer, problems, pool, s: Settings):
     enters the loss a little, so that it learns to tell questions apart; what a good workflow is, nothing here
     says.
 
-    The logits are divided by 1.5: at temperature 1 the model is then sharper than its data where the format
-    leaves no choice, and still uniform where the data are."""
+    The logits are divided by 1.5 here and not in sampling: there the format is then nearly certain, while
+    free choices, such as the worker, stay as even as in the data."""
     rank, world = dist.get_rank(), dist.get_world_size()
     rng = random.Random(s.seed)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.0, fused=True)
@@ -718,8 +718,8 @@ def set_lr(optimizer, lr: float):
 
 
 def dry_step(model, optimizer, reference, s: Settings, n_ids: int):
-    """A step as large as the largest, with a learning rate of 0: Adam's state and the peak of memory are
-    there before anything is paid. After it all is as it was: the state of no step is zeros."""
+    """The largest update once, with a learning rate of 0, so that an out-of-memory error comes before any
+    worker is paid. Adam's state is zeros again after it."""
     size = s.token_budget if model.device.type == "cuda" else 64
     length = min(s.max_new_tokens, size)
     completion = Completion([0] * length, [0.0] * length, True)
@@ -844,7 +844,7 @@ def checkpoints(out: str) -> list[str]:
     return sorted(os.path.dirname(file) for file in files)
 
 
-def newest(s: Settings) -> str:
+def where_saved(s: Settings) -> str:
     """Where what was learned is, for a run that ends early."""
     link = os.path.join(s.out, "checkpoint")
     if not os.path.exists(link):
@@ -1239,7 +1239,7 @@ def main(argv):
     except SystemExit as e:  # on all ranks
         code = e.code
     except KeyboardInterrupt:
-        code = f"interrupted; {newest(s)}" if dist.get_rank() == 0 else 1
+        code = f"interrupted; {where_saved(s)}" if dist.get_rank() == 0 else 1
     dist.destroy_process_group()  # not in a `finally`: after one rank's error NCCL would wait for the others
     if code is not None:
         raise SystemExit(code)

@@ -227,8 +227,8 @@ def load_pool(spec: str, local_url: str | None = None, replay: str = "", budget:
 # sees, never the answer.
 
 class Trade(NamedTuple):
-    """It rewrites what it understands in a text and leaves the rest: where one stops, another can go on."""
-    verbs: str  # A subtask sets it to work by one of these.
+    """It replaces what it understands in a text and leaves the rest, so that another can go on from there."""
+    verbs: str  # It works only if the subtask has one of these, or of ALL_KNOW.
     pattern: str  # what it understands
     work: object  # what it makes of a match of that, under one of the coder's ORDERS
 
@@ -246,8 +246,8 @@ TRADES = {
     "coder": Trade("process|work|simplify|reverse|capitals|vowels",  # The last three are its ORDERS.
                    r"\b(\w+) (turned around|shouted|thinned out)", lambda m, order: ORDERS[order](m[1])),
 }
-ALL_KNOW = "solve|check|compare"  # Every trade is set to work by these, too.
-SKILL = {"": 1.0, "junior": 0.6, "tired": 0.7}  # on how many days one of that kind does not simply give up
+ALL_KNOW = "solve|check|compare"
+SKILL = {"": 1.0, "junior": 0.6, "tired": 0.7}  # how likely it is that a worker of that kind does not give up
 LOST = "I have lost the thread."
 
 

@@ -460,8 +460,8 @@ def wait_for_all(futures: list):
 
 
 def call_in_order(after: list[list[int]], call, end) -> Future:
-    """Run call(i) in a thread once all calls of after[i] have ended, and end() after the last of all, whose
-    result is the future's. No thread waits for another. Where call(i) is false no further one begins."""
+    """Run call(i) in a thread once the calls in after[i] have ended. If one returns False, no further call
+    begins. When none is left running, the future gets the result of end(). No thread waits for another."""
     done = Future()
     lock, stop = threading.Lock(), threading.Event()
     waiting, running, ended = set(range(len(after))), set(), set()

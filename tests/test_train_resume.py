@@ -233,7 +233,7 @@ def test_three_steps_that_are_not_finite_end_the_run(checkpoint, tmp_path, monke
         return real(*how, **more) | {"skipped": int(len(steps) > 2), "grad_norm": float("nan")}
 
     monkeypatch.setattr(train, "update", update)
-    with pytest.raises(SystemExit, match=f"three steps in a row .*{tmp_path}/out/checkpoint"):
+    with pytest.raises(SystemExit, match=f"three gradients in a row .*{tmp_path}/out/checkpoint"):
         train.main(
             [
                 "--preset=laptop", f"--out={tmp_path}/out", f"--init_from={checkpoint}", *TINY,
