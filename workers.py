@@ -247,7 +247,7 @@ TRADES = {
                    r"\b(\w+) (turned around|shouted|thinned out)", lambda m, order: ORDERS[order](m[1])),
 }
 ALL_KNOW = "solve|check|compare"
-SKILL = {"": 1.0, "junior": 0.6, "tired": 0.7}  # how likely it is that a worker of that kind does not give up
+SKILL = {"": 1.0, "junior": 0.6, "tired": 0.7}  # how likely one of that kind is not to give up
 LOST = "I have lost the thread."
 
 
