@@ -270,7 +270,7 @@ def uniform(seeds, step):
 
 
 def row_seeds(prompts, n: int, seed: int, first: int) -> list[int]:
-    """A 64-bit seed for each rollout, by the seed, the prompt, how often it was listed before, and its number."""
+    """A 64-bit seed for each rollout, by the seed, the prompt, how often it was listed before, its number."""
     listed = collections.Counter()
     seeds = []
     for prompt in map(tuple, prompts):
