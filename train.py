@@ -73,7 +73,7 @@ class Settings:
     wrong: float = 0.5
     right: float = 1.0
     # one iteration (App. A.1)
-    iterations: int = 360
+    iterations: int = 480
     questions: int = 8
     rollouts: int = 64  # of each question
     temperature: float = 1.0
@@ -87,7 +87,7 @@ class Settings:
     loss: str = "sequence"  # mean over tokens and then rollouts; "token", "constant": see grpo.update
     importance: float = 0.0  # cap of the weights that undo how sampler and trainer differ; 0: no weights
     epochs: int = 1  # over an iteration's rollouts
-    beta: float = 0.2  # weight of the KL to a reference policy; it fades to 0 over the run
+    beta: float = 0.1  # weight of the KL to a reference policy; it fades to 0 over the run
     reference: str = ""  # the checkpoint folder of that policy; "": where the run starts
     minibatches: int = 4  # optimizer steps an iteration, each on its share of every group
     # the device
