@@ -290,7 +290,7 @@ MOST = 100      # parts of a list, boxes of a response
 DEEPEST = 20    # brackets in brackets
 BITS = 4000     # of a fraction
 FINE = 10 ** 9  # a fraction of larger numbers is not mixed with floats
-POINTS = 20     # where an expression with variables is evaluated
+POINTS = 28     # where an expression with variables is evaluated
 ENOUGH = 3      # points at which two expressions must both have a value
 
 
@@ -302,12 +302,14 @@ class Unreadable(Exception):
 
 BETWEEN = re.compile(r"(?:[\s$,;]|\\[(),; ]|\\q?quad\b|(?:\\text\{\s*)?\b(?:and|or)\b\s*\}?"
                      r"|\b[A-Za-z](?:_\d)?\s*=)*")
-GOES_ON = re.compile(r"\s*[!^/\d]|[\s$]*(?:[,;]|(?:\\text\{\s*)?(?:or|and)\b)[\s$}]*[-\\\d]")  # ... or 6
+GOES_ON = re.compile(r"\s*[!^/\d]|[ $]*(?:[/+^]|_\d|[*.]\d|\{,|\\(?:cdot|times|div|pi|sqrt|[dt]?frac|pm)\b)"
+                     r"|[\s$]*(?:[,;]|(?:\\text\{\s*)?(?:or|and)\b)[\s$}]*[-\\\d]")  # ... or 6
 SAID = re.compile(r"(?i)\banswer\*{0,2}\s*(?:is\b|:)[\s:*]*|\bfinal answer\*{0,2} *\n\s*")
 DENIED = re.compile(r"(?i)(?:\b(?:not|never|if|whether|unless|wrong|false|doubt|unlikely)\b|n't\b)[^.!?\n]*$")
 HEDGED = re.compile(r"(?i)(?:^|[.!?,;\n])[\s*]*(?:but|or|and|however|wait|no|not|actually|alternatively"
                     r"|perhaps|maybe|it (?:could|may|might))\b")
 REASON = re.compile(r"(?i)[,;.]?\s(?:because|since)\b")
+NOTHING = re.compile(r"[\s{}()]|[-+] ?0(?![\d.])|\* ?1(?![\d.])|(?<![\d.])(?:0 ?\+|1 ?\*)|units?$")  # + 0
 
 
 def closing(text: str, start: int) -> int:
@@ -349,8 +351,7 @@ def committed(response: str) -> str | None:
 
 def final_answer(response: str) -> str:
     """What a response commits to: its last \\boxed{} or <answer>, else what follows its last "answer is" or
-    "answer:", else all of it. Where that is denied or taken back all of it is returned, which is nobody's
-    answer."""
+    "answer:"; else, or where that is denied or taken back, all of it, which is nobody's answer."""
     found = committed(response)
     response = response[-200 * LONGEST:] if found is None else found
     said = list(SAID.finditer(response))
@@ -371,9 +372,9 @@ def final_answer(response: str) -> str:
 
 def copied(answer: str, question: str, gold: str) -> bool:
     """Whether an answer is a formula as it stands in the question, and not as in the gold answer: "Simplify
-    $\\sqrt{192}$" is not answered by \\sqrt{192}."""
-    answer, question, gold = (re.sub(r"[\s${}]|\\left|\\right|(?<=\\)[dt](?=frac)", "", text)
-                              for text in (answer, question, gold))
+    $\\sqrt{192}$" is not answered by \\sqrt{192}, nor by x = (\\sqrt{192}) + 0."""
+    answer, question, gold = (NOTHING.sub("", one_spelling(text)) for text in (answer, question, gold))
+    answer, gold = (text.rpartition("=")[2] for text in (answer, gold))
     return len(answer) > 4 and bool(re.search(r"[-+*/^\\]", answer)) and answer in question and answer != gold
 
 
@@ -382,35 +383,34 @@ def copied(answer: str, question: str, gold: str) -> bool:
 SIGNS = dict(pair.split("=", 1) for pair in (
     r"cdot=* times=* ast=* div=/ pi=π infty=∞ infinity=∞ cup=∪ pm=± le=≤ leq=≤ ge=≥ geq=≥ lt=< gt=> in=∈ "
     r"approx=≈ emptyset=∅ varnothing=∅ langle=⟨ rangle=⟩ degree=° lvert=| rvert=| vert=| "
-    r"dfrac=\frac tfrac=\frac mu=μ Omega=Ω %=% {=⦃ }=⦄ $=＄ \=⏎").split())
+    r"dfrac=\frac tfrac=\frac cfrac=\frac ne=≠ neq=≠ mu=μ Omega=Ω %=% {=⦃ }=⦄ $=＄ \=⏎").split())
 SIGNS |= dict.fromkeys([*"!,;: ()[]", "quad", "qquad", "displaystyle"], " ")
-CHARACTERS = str.maketrans("×·⋅∗−–—÷~\u00a0\u202fµΩ’", "****---/   μΩ'")
+CHARACTERS = str.maketrans("×·⋅∗−–—÷\u00a0\u202fµΩ’", "****---/  μΩ'")
 RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻₀₁₂₃₄₅₆₇₈₉", "0123456789-0123456789")
 SMALL = "zero one two three four five six seven eight nine ten eleven twelve".split()
 RULES = (  # a pattern and what becomes of it, in this order
     (r"[⁻⁰¹²³⁴-⁹]+", lambda m: "^{" + m[0].translate(RAISED) + "}"),
     (r"[₀-₉]+", lambda m: "_" + m[0].translate(RAISED)),
     (r"^\s*\$(?=\d[\d,. ]*[a-z ]*$)", "＄"),                               # $5 is money, $5$ is not
-    (r"(?<!\\)\$", " "),                                                   # mathematics' dollars
+    (r"(?<!\\)\$|(?<=[\w.,;)}])~", " "),                                   # mathematics' dollars, 5~cm
     (r"(?<=\d)(?:\{,\}|,\s*\\!|\\,)\s*(?=\d{3}(?!\d))", ""),               # 1{,}000
     (r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\s*\.?", " "),            # sizes of brackets
-    (r"\^\s*\{?\s*(?:\\circ(?![A-Za-z])|°)\s*\}?", "°"),                   # degrees
+    (r"\^\s*(\{)?\s*(?:\\circ(?![A-Za-z])|°)(?(1)\s*\})", "°"),            # degrees
     (r"\\overline\s*\{\s*([A-Z]{2})\s*\}", r"\1"),                         # a segment
     (r"\\begin\{(?:[pb]?matrix|array)\}(?:\{[clr|\s]*\})?", "⟦"),
     (r"\\end\{(?:[pb]?matrix|array)\}", "⟧"),
-    (r"\\(?:text\w*|mbox|math(?:rm|bf|it|sf)|boldsymbol|operatorname)\s*\{([^{}]*)\}", r" \1 "),
+    (r"\\(?:(?:text|math)(?:rm|bf|it|sf)?(?![A-Za-z])|mbox|boldsymbol|operatorname)\s*\{([^{}]*)\}", r" \1 "),
     (r"(?<![\\A-Za-z])(sqrt|pi|infinity|(?:arc)?(?:sin|cos|tan)|exp|ln|log)(?![A-Za-z])", r"\\\1"),
     (r"√", r"\\sqrt "),
     (r"\\([A-Za-z]+|.)", lambda m: SIGNS.get(m[1], m[0])),                 # \cdot, \le, \,
     (r"(?<=\d)[eE]([-+]?\d+)", r"*10^{\1}"),                               # 3e8
     (r"(?<=\d)\s*[xX]\s*(?=10\^)", "*"),                                   # 3 x 10^8
-    (r"<=", "≤"),
-    (r">=", "≥"),
+    (r"<=", "≤"), (r">=", "≥"),
     (r"(?:\bdegrees? |\bDegrees? |°\s*)(?:([CF])\b|([Cc])elsius\b|([Ff])ahrenheit\b)",
      lambda m: " °" + (m[1] or m[2] or m[3]).upper()),
     (r"\\(sin|cos|tan)\s*(\()?\s*(\d+)\s*°\s*(?(2)\))", r"\\\1{\3°}"),
-    (r"(?<=[\d}])\s*million\b", "*1000000"),
-    (r"(?<=[\d}])\s*billion\b", "*1000000000"),
+    (r"(?<=[\d}])\s*(million|billion)\b", lambda m: {"million": "*1000000", "billion": "*1000000000"}[m[1]]),
+    (r"(?<=\bsecond) squared\b", "^2"),                                    # meters per second squared
     (r"＄\s*(\d[\d.,]*(?:\*\d+)?)", r"\1 ＄"),
     (r",?\s*(?<!\\)\bor\b\s*", "∨"),                                       # separators of lists
     (r",?\s*(?<!\\)\band\b\s*|;", ","),
@@ -419,7 +419,8 @@ RULES = (  # a pattern and what becomes of it, in this order
     (r"(?<=\d)\s+(\d+)/(\d+)(?![\d/])", r"\\frac{\1}{\2}"),                # 2 1/3
     (r"\\frac\s*(\d)", r"\\frac{\1}"),                                     # \frac12
     (r"(\\frac\{[^{}]*\})\s*(\d)", r"\1{\2}"),
-    (r"(?<![\d.^_}])(\d+)\s*\\frac\s*\{(\d+)\}\s*\{(\d+)\}", r"(\1+\2/\3)"),
+    (r"(?<![\d.^_}/])(\d+)\s*\\frac\s*\{(\d+)\}\s*\{(\d+)\}", r"(\1+\2/\3)"),
+    (r"(?<=[a-z])(?<![A-Z][a-z])(_\d+(?=[A-Za-z])|_\{\w+\}(?=\w))", r"\1 "),  # x_1x_2, not Na_2O
     (r"_\{\s*(\w*)\s*\}", r"_\1"),                                         # x_{12}
     (r"\^(-\d+)", r"^{\1}"),                                               # 10^-3
     (r"\s+", " "),
@@ -464,8 +465,7 @@ def size(x) -> int:
 
 
 def operate(name: str, x, y=None):
-    """What an operator or a function, by its sign or its name in TeX, makes of one number or two.
-    ArithmeticError, TypeError or ValueError where it makes nothing."""
+    """An operator or a function, as TeX has it, of one number or two; Arithmetic-, Type- or ValueError."""
     exact = size(x) > 0 and size(y) > 0
     if name == r"\abs":
         return abs(x)
@@ -516,10 +516,10 @@ def pointwise(name: str, *arguments: list) -> list:
 
 
 def at_point(name: str, k: int) -> Fraction:
-    """The value of a variable at the kth point: integers and fractions, later ones of either sign."""
+    """The kth value of a variable: integers and fractions, later ones of either sign, some of them large."""
     rng = random.Random(f"{name} {k}")
-    lowest = 6 if k < 12 else -40
-    return Fraction(rng.randint(lowest, 40), rng.choice([1, 1, 30]))
+    number = rng.randint(6 if k < 12 else -40, 40)
+    return Fraction(number, rng.choice([1, 1, 30])) if k < 20 else Fraction(1000 * number)
 
 
 def equal(pairs: list) -> bool:
@@ -536,7 +536,7 @@ def equal(pairs: list) -> bool:
 
 TOKEN = re.compile(r"\s*((?:\d+(?:\.\d*)?|\.\d+)(?:_\d+)?|\\[A-Za-z]+|[A-Za-zα-ωΔ](?:_\w+)?'*|\S)")
 WORD = re.compile(r"(?<![\\A-Za-z_])(?!(?:[abcf-z][a-z]|abc|xyz)(?![A-Za-z]))[A-Za-z]{2,}")  # ab is a product
-GREEK = set(r"\alpha \beta \gamma \delta \epsilon \theta \lambda \rho \sigma \tau \phi \omega \Delta".split())
+GREEK = r"\\(?:alpha|beta|gamma|delta|epsilon|theta|lambda|rho|sigma|tau|phi|varphi|psi|omega|Delta|ell)"
 CONSTANTS = {"π": math.pi, "e": math.e}
 CLOSING = {"(": ")", "[": "]", "{": "}"}
 FIRST = re.compile(r"[^\W\d]|[(\[{\\]")  # of a factor that needs no sign before it
@@ -618,7 +618,7 @@ class Expression:
             return pointwise("^", self.atom(), inverse)
         if token in FUNCTIONS:
             return self.function(token)
-        if not re.match(r"\w", token) and token not in GREEK or token in "fg" and self.tokens[-1] == "(":
+        if not re.fullmatch(rf"\w.*|{GREEK}", token) or token[0] in "fg" and self.tokens[-1] == "(":
             raise Unreadable(f"what is {token}?")
         if token != "i":  # of which we only know that i is i
             self.names.add(token)
@@ -687,14 +687,14 @@ def units() -> dict:
 
 
 def read_unit(text: str, known: dict) -> tuple:
-    """The factor and the exponents of base units of "kg m^2/s^2", "miles per hour", "square feet". Raises
-    Unreadable."""
+    """Factor and exponents of base units of "kg m^2/s^2", "miles per hour", "J/mol K"; or Unreadable."""
+    text = re.sub(r"/ ?\(([^()/]+)\)$", r"/\1", text)  # J/(mol K)
     total = Fraction(1)
     exponents = Counter()
     end = 0
     while end < len(text):
         m = FACTOR.match(text, end)
-        if not m or end and m["mark"] or m["words"] and m["power"]:
+        if not m or end and len(m["mark"] or "") == 1 or m["words"] and m["power"]:
             raise Unreadable(f"the unit {text}")
         names = [m["mark"] or m["name"]]
         if len(names[0]) > 3:
@@ -704,7 +704,7 @@ def read_unit(text: str, known: dict) -> tuple:
             raise Unreadable(f"the unit {names[0]}")
         factor, bases = found[0]
         power = int(m["power"] or POWERS[m["words"]])
-        if m["sign"] in ("/", "per "):
+        if re.search("/|per ", text[:m.end()]):  # K too is below in J/mol K
             power = -power
         total *= factor ** power
         for base in bases:
@@ -726,7 +726,7 @@ class Meaning:
     number: Expression | None = None
 
 
-LETTER = r"(?:\\[A-Za-z]+|[α-ω]|[A-Za-z]{1,2}|[A-Z]{3,4})(?:_\w+)?"
+LETTER = rf"(?:{GREEK}|[α-ω]|[A-Za-z]{{1,2}}|(?!NOT)[A-Z]{{3,4}})(?:_\w+)?"
 NAME = re.compile(  # x, \angle ABC, f^{-1}(x), P(A|B), (x, y)
     rf"(?:m?\\(?:angle|triangle)\s*)?{LETTER}(?:\^\{{?-1\}}?|'+)?(?:\([^()=]*\))?"
     rf"|\(\s*{LETTER}(?:\s*,\s*{LETTER})+\s*\)")
@@ -841,7 +841,7 @@ def term(text: str) -> Meaning:
             return Meaning(brackets, [Meaning("row", [meaning(cell) for cell in row]) for row in rows])
         if marks and brackets not in ("⦃⦄", "{}"):
             return Meaning(brackets, [meaning(part) for part in parts])
-        if brackets in ("⦃⦄", "{}", "()", "[]"):
+        if brackets in ("⦃⦄", "{}", "()", "[]") and not re.match("⦃.*[⦃∅]", text):  # a set of sets
             return meaning(inner)
     if re.fullmatch("[A-Za-z' ]*[A-Za-z]{2}[A-Za-z' ]*", text) and re.search("[aeiouA-Z ]", text):
         return Meaning("text", text=as_text(text))
@@ -1003,7 +1003,7 @@ def letter_of(text: str, texts: list) -> str | None:
     plain = plain_choice(text)
     for said in (plain, REASON.split(plain)[0]):
         m = re.fullmatch(rf"(?i)\(?([{letters}])\b(?:[\s):,.]|[-–—](?=\s))*(.*)", said)
-        bare = m and len(said) == 1
+        bare = not said or m and len(said) == 1
         if texts.count(said) == 1 and not bare:
             return letters[texts.index(said)]
         if m:

@@ -210,7 +210,16 @@ y = x/2 + 3 ¦ y=\frac{x}{2}+3
 x+2y-3z=0 ¦ 3z=x+2y
 6\sqrt{2} \text{ units} ¦ 6\sqrt2
 t = 4\text{ seconds} ¦ 4
-(x_1, x_2) ¦ (x_{1},x_{2})"""
+(x_1, x_2) ¦ (x_{1},x_{2})
+x_{2}x_{1} ¦ x_1x_2
+x_1x_2+1 ¦ 1+x_{1} x_{2}
+\log_{2}8 ¦ 3
+\sin{30^\circ} ¦ \frac12
+\cfrac{3}{4} ¦ \frac34
+\psi = 5 ¦ 5
+5~\text{cm} ¦ 5\text{ cm}
+x \neq 3 ¦ x \ne 3
+|x-50| ¦ |50-x|"""
 ACCEPTED_SHORT = r"""
 CO2 ¦ CO_2
 CO2 ¦ CO₂
@@ -246,7 +255,11 @@ kg·m/s^2 ¦ kg m/s^2
 Paris. ¦ Paris
 "Paris" ¦ Paris
 A ¦ A
-2.50 eV ¦ 4.005e-19 J"""
+2.50 eV ¦ 4.005e-19 J
+9.8 meters per second squared ¦ 9.81 m/s^2
+8.314 J/(mol·K) ¦ 8.314 J/mol K
+8.314 J mol^{-1} K^{-1} ¦ 8.314 J/mol K
+4.18 J/g°C ¦ 4.18 J/(g °C)"""
 
 
 def rows(table: str) -> list[tuple]:
@@ -309,7 +322,7 @@ COMMITTED = [
     ("<answer>5", ""), (r"\boxed{5} and then \boxed{6", ""), (r"\boxed{5} <answer>6", ""), (r"\boxed{}", ""), ("<answer></answer>", ""),
     ("5", None), ("", None), (r"Write it in \boxed and stop. \boxed{4}", "4"), (r"Put it in \boxed", None),
     ("<answer>a\nb</answer>", "a\nb"), (r"\boxed{a\\}", r"a\\"),
-    *((rf"\boxed{{5}}{more}", "") for more in ("^2", "/6", "!", "6", "; 6", r" \text{ or } 6", ", 6", " or $6$", " and -6")),
+    *((rf"\boxed{{5}}{more}", "") for more in ("^2", "/6", "!", "6", "+1", r"\cdot 6", r"\times 10^3", r"\pi", "*2", ".5", "{,}000", "$/6", "; 6", r" \text{ or } 6", ", 6", " or $6$", " and -6")),
     *((rf"$\boxed{{5}}${more}", "5") for more in (".", ", as asked", " units", r"\text{ cm}", " or so", "\n\n6")),
     (r"\boxed{5}, \boxed{6}", "5, 6"), (r"$x=\boxed{5}$ or $x = \boxed{6}$", "5, 6"), (r"\boxed{5}, then \boxed{6}", "6"),
 ]
@@ -336,6 +349,12 @@ def test_an_answer_that_is_taken_back_is_none():
     (r"\sqrt{192}", r"Simplify $\sqrt{192}$.", r"8\sqrt3", True),
     (r"\dfrac{27}{30}", r"Reduce $\frac{27}{30}$ to lowest terms.", r"\frac{9}{10}", True),
     (r"(x + 1)(x+2)", "Expand $(x+1) (x+2)$.", "x^2+3x+2", True),
+    *((spelling.format(r"\sqrt{192}"), r"Simplify $\sqrt{192}$.", r"8\sqrt3", True)
+      for spelling in (r"\,{}", r"{}\!", r"\displaystyle {}", "({})", r"\left({}\right)", "x = {}", "{} + 0", r"1 \cdot {}", r"{}\cdot 1", "0+{}",
+                       r"{}\text{{ units}}", "{}.")),
+    (r"50^\circ.", r"Find $x$, where $\tan x = \cos 50^{\circ}$.", r"50^\circ", False),
+    (r"\sqrt{192}0", r"Simplify $\sqrt{192}$.", r"8\sqrt3", False),
+    ("y = 2x+3", "Solve $y = 2x+3$ for $x$.", "y=2x+3", False),
     (r"8\sqrt{3}", r"Simplify $\sqrt{192}$.", r"8\sqrt3", False),
     (r"\frac{2}{3}", r"Which is larger, $\frac{2}{3}$ or $\frac{3}{5}$?", r"\frac23", False),
     ("2", "What is $2+2-2$?", "2", False),
@@ -393,6 +412,10 @@ def test_letters_of_odd_choices():
     assert pick_letter("<answer>Both A and B</answer>", ["x", "y", "Both A and B"]) == "C"
     assert pick_letter("<answer>C. Both A and B</answer>", ["x", "y", "Both A and B"]) == "C"
     assert pick_letter("<answer>J</answer>", list("qrstuvwxyz")) == "J" and pick_letter("<answer>K</answer>", list("qrstuvwxyz")) is None
+    for choices in (["Correct", "Incorrect"], ["[]", "[1]"], ["Best", "Worst"], ["*", "+"]):  # one that looks like nothing
+        for nothing in ("", "<answer></answer>", r"\boxed{}", "<answer>", "The answer is", "<answer>answer</answer>", "I do not know."):
+            assert pick_letter(nothing, choices) is None
+        assert pick_letter("<answer>A</answer>", choices) == "A"
     assert pick_letter(r"\boxed{$\frac{1}{2}$}", [r"\frac{1}{2}", "2"]) == "A"
 
 
@@ -404,7 +427,7 @@ SHORT_EQUAL = [  # answer, gold
     ("60 miles per hour", "60 mi/h"), ("2x", "x*2"), ("$1,200", "1200 dollars"), ("1,945", "1945"),
     ("-3.0", "-3"), (r"\frac{\pi}{2}", "1.57"), ("12.5 kJ", "12.6 kJ"), ("{1, 2}", "2, 1"), ("x = 4", "4"), ("25 °C", "25"),
     ("7.0 N", "7 N"), ("1200 J", "1200.4 J"), ("$1.5 million", "$1,500,000"), ("5 million people", "5,000,000"),
-    ("5 nanometers", "5 nm"), ("5 kilojoules", "5 kJ"), ("3 Days", "3 days"), ("25 degrees Celsius", "25 °C"),
+    ("Mean-squared error", "mean squared error"), ("5 nanometers", "5 nm"), ("5 kilojoules", "5 kJ"), ("3 Days", "3 days"), ("25 degrees Celsius", "25 °C"),
 ]
 SHORT_DIFFERENT = [
     ("London", "Paris"), ("", "Paris"), ("", ""), ("no", "on"), ("dog bites man", "man bites dog"),

@@ -467,6 +467,50 @@ x < 9.8 ¦ x < 9.81
 5-10 km ¦ 15-20 km
 \ln 5 ° ¦ \ln 5
 x^2+y^2=9 ¦ x^2+y^2=3 ¦ x^2-y^2=9""",
+    "far from zero, and functions that are no factors": r"""
+|x-50| ¦ 50-x
+|x-7000| ¦ 7000-x
+\sqrt{(x-60)^2} ¦ 60-x
+|x+y-200| ¦ 200-x-y
+f'(x+y) ¦ f'(x)+f'(y)
+f_1(x+1) ¦ f_1(x)+f_1
+\sin 30° x ¦ \sin(30x°)
+a_{2n} ¦ a_2n
+a_{12} ¦ a_{1}2""",
+    "a command that denies, taken for a name": r"""
+\not= 5 ¦ 5
+\ne = 5 ¦ 5
+\nless = 5 ¦ 5
+\log=5 ¦ 5
+NOT = 5 ¦ 5
+\not\in (1,2) ¦ (1,2)
+\not\in\{1,2\} ¦ 1,2
+\not\le 3 ¦ (-\infty,3]
+x \ne 5 ¦ x = 5
+≠ 5 ¦ 5""",
+    "text commands that print a sign of their own": r"""
+\textless{} 5 ¦ 5
+\textminus{}5 ¦ 5
+\textpm{}5 ¦ 5
+5\textonehalf{} ¦ 5
+5\textpercent{} ¦ 5
+50\textcent{} ¦ 50 ¦ 50\text{ dollars}
+\textasciitilde{}5 ¦ 5""",
+    "a tilde that is no blank": r"""
+~5 ¦ 5
+x=~5 ¦ 5
+(~5) ¦ 5
+~p ¦ p
+p \to ~q ¦ p \to q""",
+    "sets of sets, braces, what is below a stroke": r"""
+\{\emptyset\} ¦ \emptyset
+\{\{1,2\}\} ¦ \{\{1\},\{2\}\} ¦ \{1,2\}
+30^\circ} ¦ 30
+8.314 J/mol K ¦ 8.314 J K/mol
+5 J/(mol K ¦ 5 J/mol K
+5 m/s s ¦ 5 m
+5 meters squared ¦ 5 meters
+1/2\frac13 ¦ \frac37 ¦ \frac16""",
 }
 
 
