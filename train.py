@@ -240,7 +240,6 @@ def train(s: Settings, device: str):
     run = set_up(s, device)
     if s.dry_run:
         return say("the run lacks nothing; without --dry_run it begins")
-    gc.freeze()  # What lives as long as the run is not looked at in every collection.
     report = reporter(s)
     stopping = on_signals()  # why the run shall end
     skipped = 0  # steps in a row
@@ -254,7 +253,6 @@ def train(s: Settings, device: str):
             tasks = second_rounds(s, groups, iteration)
             groups += roll_out_on_all_ranks(sampler, run.tokenizer, tasks, s, seed + 500_000, clock)
         del sampler  # it and the gradients would not fit beside one another
-        gc.collect()  # A cycle of references could keep the sampler's memory.
         for rollout in itertools.chain(*groups):
             rollout.reward = reward(rollout, s)                                                   # §3.1
         set_advantages(groups, s.std)                                                             # Eq. 2
@@ -282,6 +280,7 @@ def train(s: Settings, device: str):
             leave(f"{reasons[0]}: stopped after iteration {iteration + 1}; {where_saved(s)}")
 
     bill(run.pool)
+    as_before(stopping)
     finish(run, s)
     say(f"{time.perf_counter() - began:.0f} s from start to end. Next: "
         f"python workflow.py \"{run.test[-1].question}\" --checkpoint={s.out}/checkpoint --pool={s.pool}")
@@ -375,11 +374,8 @@ def accuracy_now(run: Run, s: Settings) -> float | None:
 def finish(run: Run, s: Settings):
     """The table on held-out problems, beside every worker and random workflows, and what was learned."""
     say(f"the checkpoint is in {s.out}/checkpoint")
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sampler = gather(run.model, s)
     del run.model, run.optimizer, run.reference
-    gc.unfreeze()
     gc.collect()  # The evaluation shall have their memory, and FSDP's modules hold one another.
     traces = answer(sampler, run.tokenizer, run.test, run.pool, s)
     if dist.get_rank():
@@ -710,6 +706,14 @@ def on_signals() -> list:
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
     return stopping
+
+
+def as_before(stopping: list[str]):
+    """Signals end the program again, and so does one that came after the last look at `stopping`."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if stopping:
+        raise KeyboardInterrupt
 
 
 def set_lr(optimizer, lr: float):

@@ -144,11 +144,12 @@ def test_ctrl_c_in_the_last_evaluation(checkpoint, tmp_path):
     assert weights(tmp_path / "out") and len(metrics(tmp_path / "out")) == 1
 
 
-def test_ctrl_c_in_the_last_save(checkpoint, tmp_path, monkeypatch, in_process):
-    """As above, where the signal comes after the last iteration's look for one, and before the evaluation's
-    own handler."""
-    tidy = train.tidy
-    monkeypatch.setattr(train, "tidy", lambda s: (tidy(s), os.kill(os.getpid(), signal.SIGINT)))
+@pytest.mark.parametrize("moment", ["tidy", "bill"])
+def test_ctrl_c_between_training_and_the_last_evaluation(moment, checkpoint, tmp_path, monkeypatch, in_process):
+    """As above, where the signal comes in the last save, or after the last look for one, and before the
+    evaluation's own handler."""
+    real = getattr(train, moment)
+    monkeypatch.setattr(train, moment, lambda x: (real(x), os.kill(os.getpid(), signal.SIGINT)))
     with pytest.raises(SystemExit, match=f"interrupted.*{tmp_path}/out/checkpoint"):
         train.main(["--preset=laptop", f"--out={tmp_path}/out", f"--init_from={checkpoint}", *TINY])
     assert weights(tmp_path / "out") and not os.path.exists(tmp_path / "out" / "test.json")
