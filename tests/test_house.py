@@ -44,8 +44,12 @@ def test_no_file_grows(name):
 
 
 def test_what_stands_above_the_folds_is_read_in_an_evening():
+    """And the README says which lines these are."""
     above = {name: source(name).partition("\n# Appendix: ")[0].count("\n") for name in ORDER}
     assert sum(above.values()) <= MOST_ABOVE_THE_FOLDS, above
+    with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
+        said = re.findall(r"\[`(\w+)\.py`\].* to line (\d+) of (\d+) \|", f.read())
+    assert said == [(name, str(above[name]), str(source(name).count("\n"))) for name in ORDER]
 
 
 @pytest.mark.parametrize("name", ORDER)
