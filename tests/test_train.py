@@ -20,11 +20,11 @@ import train
 import workers
 from eval import Problem, grade, load, random_completion, write_problems
 from model import Qwen, Tokenizer, read_json
-from sample import Completion
+from sample import Completion, generate
 from train import PRESETS, Settings, ablation, prompting, schedule, tiny_tokenizer
 from train_runs import TINY, Ended, launch, metrics, recount, rollouts, runs, timeless, weights
 from train_runs import checkpoint, in_process, trained  # noqa: F401 (fixtures)
-from workflow import Rollout, Step, Task, Trace, Workflow, messages, parse
+from workflow import Rollout, Step, Task, Trace, Workflow, WorkflowError, messages, parse
 
 # ------------------------------------------------------------------------------------------------------------
 # Parts
@@ -553,6 +553,35 @@ def test_lessons_of_a_pretrained_model():
         assert completion.startswith("model_id = [")
         told += [step.subtask for step in parse(completion, 5).steps]
     assert len(set(told)) > 250 and all(re.fullmatch("[A-Z][a-z ]+[.]", text) for text in told)
+
+
+def test_the_warm_start_of_a_pretrained_model_teaches_the_format(in_process):
+    """What it writes at temperature 1 is some workflow in half of the cases, and in none before."""
+    s = Settings(init_from="a model", warm_steps=100, warm_batch=8, warm_lr=6e-3, width=64)
+    pool = workers.load_pool("local", "http://127.0.0.1:9/v1")
+    problems = load("laptop", "train", 200)
+    model, tokenizer = train.tiny_conductor(s, problems, pool)
+
+    def parsed():
+        prompts = [tokenizer.chat(train.random_lesson(p, random.Random(0), pool, s)[0]) for p in problems[:8]]
+        groups = generate(model, prompts, 8, 96, eos_id=tokenizer.eos_id, n_ids=len(tokenizer))
+        return sum(is_workflow(tokenizer.decode(c.tokens)) for group in groups for c in group) / 64
+
+    train.dist.init_process_group("gloo", store=train.dist.HashStore(), rank=0, world_size=1)
+    try:
+        before = parsed()
+        train.warm_start(model, tokenizer, problems, pool, s)
+    finally:
+        train.dist.destroy_process_group()
+    after = parsed()
+    assert before == 0 and after > 0.5, after
+
+
+def is_workflow(text):
+    try:
+        return bool(parse(text, 5))
+    except WorkflowError:
+        return False
 
 
 def test_only_who_asks_gives_a_pretrained_model_a_warm_start():
