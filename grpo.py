@@ -64,11 +64,11 @@ def pack(groups, device):
         positions   0  1 | 2 | 2  3      (T)  each completion goes on where its prompt ends
         targets            7   8  9      (N)  the tokens whose log-probabilities are wanted
         predictors         1   1  3      (N)  the places of the row whose output predicts them
-        grid        2 (2)| 3  4          (n * L)  the completions' places in their group; (padding) is any
+        grid        2 (0)| 3  4          (n * L)  the completions' places in their group; (padding) is any
         cells       0      2  3          the cells of the grid that are no padding
 
-    Returns the first four as tensors, and for each group (tokens S, prompt tokens P, n, grid, cells). The
-    lists are made on the CPU and moved in one copy, so nothing waits for the device."""
+    Returns the first four as tensors, and for each group (tokens S, prompt tokens P, n, grid, cells), all in
+    one copy from the CPU, so nothing waits. Paddings differ: a GPU adds a place's gradients one by one."""
     ids, positions, targets, predictors = [], [], [], []
     shapes, grids = [], []
     for prompt, completions in groups:
@@ -83,7 +83,7 @@ def pack(groups, device):
             predictors += [first + P - 1, *range(begin, begin + n - 1)]
             positions += range(P, P + n)
             cells += range(len(grid), len(grid) + n)
-            grid += [*range(begin - first, begin - first + n), *[P] * (L - n)]
+            grid += [*range(begin - first, begin - first + n), *range(L - n)]
             targets += completion
             ids += completion
         shapes.append((len(ids) - first, P, len(completions)))
