@@ -25,6 +25,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer as BPE
 from torch.utils.checkpoint import checkpoint
 
+torch.backends.cuda.enable_cudnn_sdp(False)  # Hopper's default plans for a second at each new length
+
 
 @dataclass
 class Config:
@@ -167,8 +169,7 @@ class Qwen(nn.Module):
                 x = checkpoint(layer, x, cos, sin, attend, use_reentrant=False)
             else:
                 x = layer(x, cos, sin, attend)
-        head = head or self.logits
-        return head(self.model.norm(x))
+        return (head or self.logits)(self.model.norm(x))
 
     def logits(self, hidden):
         """hidden (…, C) -> logits (…, V) in fp32."""
@@ -294,8 +295,7 @@ def matmul_fp32(a, b):
 
 class HeadFP32(torch.autograd.Function):
     """hidden (N, C) times weight (V, C), both bf16: logits (N, V) in fp32. A logit of 20 that is rounded to
-    bf16 is off by up to 0.06, and so is a log-probability. Gradients are bf16, like all of the backward pass.
-    """
+    bf16 is off by up to 0.06, and so is a log-probability. Gradients are bf16, as all of them are."""
 
     @staticmethod
     def forward(ctx, hidden, weight):

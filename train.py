@@ -938,7 +938,7 @@ def peaks() -> tuple[float, float] | None:
 
 def peak_memory() -> int:
     """The most bytes that this rank has had: of the GPU's memory, on a CPU of the machine's."""
-    if torch.cuda.is_initialized():
+    if devices()[0] == "cuda":
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
@@ -984,7 +984,7 @@ def memory(s: Settings, config: Config, world: int, prompt: int) -> dict[str, di
     T = s.token_budget + prompt  # tokens of a packed row
     place = " (CPU)" if s.offload else ""
     scores = 0  # bytes of attention for a query and a key
-    if width == 4 and devices()[0] == "cuda":  # no fused kernel takes fp32 with fewer heads of keys
+    if width == 4 and devices()[0] == "cuda":  # Before torch 2.14 no fused kernel takes fp32 with grouped heads.
         scores = 3 * width * config.num_attention_heads
 
     def generation(prompts, rows):

@@ -83,7 +83,8 @@ def sampler(model="small", rows="64", questions="4", prompt="500", new="64", oth
 
     Beside it stand transformers' generate and generate with a prompt for every rollout; all take turns, and the best of
     `rounds` counts. The roofline: a decode step has to read the weights and the live keys and values once, here at
-    the rate at which this machine copies. --model=7b --rows=64,128,256 --others= on a GPU."""
+    the rate at which this machine copies. --model=7b --rows=64,128,256 --new=512 --others= on a GPU, where capturing a
+    graph, once in 128 tokens, takes as long as many steps and counts too."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     qwen = random_model(model, compute_dtype(device, dtype), device)
     config, copies = qwen.config, copy_bandwidth(device)
@@ -147,11 +148,11 @@ def kept_bytes(job) -> int:
 def update(width="512", layers="4", vocabulary="4096", prompt="1000", n="64", length="250", budget="9000", dtype=""):
     """One group of n rollouts, forward and backward in micro-batches of at most `budget` tokens: with the prompt once in
     each (grpo.packed_logprobs) against once for every rollout. What each keeps for the backward pass is that of 16
-    rollouts. MFU counts 6 FLOPs for each parameter and token, where the device's peak is known.
+    rollouts. MFU, where the device's peak is known, counts forward and backward pass with the prompt once, as train.py does.
 
     --width=3584 --layers=4 --vocabulary=152064 on a GPU."""
     from grpo import packed_logprobs
-    from train import peaks
+    from train import forward_flops, peaks
     width, layers, vocabulary, P, n, length, budget = map(int, (width, layers, vocabulary, prompt, n, length, budget))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
@@ -173,9 +174,10 @@ def update(width="512", layers="4", vocabulary="4096", prompt="1000", n="64", le
 
     ways = {"shared": (shared, (budget - P) // length), "naive": (naive, max(1, budget // (P + length)))}
     result = {"parameters": sum(p.numel() for p in model.parameters()), "device": device.type, "threads": torch.get_num_threads()}
-    for name, (way, _) in ways.items():
+    for name, (way, at_once) in ways.items():
         result[f"kept_gigabytes_{name}"] = kept_bytes(lambda way=way: packed_logprobs(model, way(written[:16]))) / 1e9
-        step(way(written[:2]))  # readies what is made once
+        size = at_once if device.type == "cuda" else 2
+        timed(lambda: step(way(written[:size])), device)  # readies what is made once, on a GPU the kernels and memory of a shape
         result[f"seconds_{name}"] = 0.0
     for half in (written[:n // 2], written[n // 2:]):
         for name, (way, at_once) in ways.items():
@@ -183,8 +185,7 @@ def update(width="512", layers="4", vocabulary="4096", prompt="1000", n="64", le
                 result[f"seconds_{name}"] += timed(lambda part=way(half[i:i + at_once]): step(part), device)
     result["times_as_fast"] = result["seconds_naive"] / result["seconds_shared"]
     result["times_less_kept"] = result["kept_gigabytes_naive"] / result["kept_gigabytes_shared"]
-    tokens = P + n * length
-    flops = 6 * tokens * sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    flops = 3 * forward_flops(shape, P, n * length, P + length / 2)
     result["teraflops"] = flops / result["seconds_shared"] / 1e12
     result["mfu"] = result["teraflops"] * 1e12 / peaks()[0] if peaks() else None
     report(result)

@@ -158,6 +158,13 @@ def test_utilisation_by_hand(machine):
     assert train.utilisation([group], 0.5, config) is None
 
 
+def test_the_memory_of_a_run_on_a_cpu_beside_gpus(machine, monkeypatch):
+    """Where there are fewer GPUs than processes these compute on the CPU, though CUDA was asked for its GPUs."""
+    machine(processes=2)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert train.peak_memory() > 50e6
+
+
 def test_the_preset_without_flags(machine):
     """The paper's run where two processes have 80 GB each, else the laptop's; what depends on the model's
     size."""
