@@ -984,7 +984,7 @@ def memory(s: Settings, config: Config, world: int, prompt: int) -> dict[str, di
     T = s.token_budget + prompt  # tokens of a packed row
     place = " (CPU)" if s.offload else ""
     scores = 0  # bytes of attention for a query and a key
-    if width == 4 and devices()[0] == "cuda":  # Before torch 2.14 no fused kernel takes fp32 with grouped heads.
+    if width == 4 and devices()[0] == "cuda":  # before torch 2.14 no fused kernel takes grouped heads
         scores = 3 * width * config.num_attention_heads
 
     def generation(prompts, rows):
