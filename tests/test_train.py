@@ -22,8 +22,7 @@ from eval import Problem, grade, load, random_completion, write_problems
 from model import Qwen, Tokenizer, read_json
 from sample import Completion, generate
 from train import PRESETS, Settings, ablation, prompting, schedule, tiny_tokenizer
-from train_runs import TINY, Ended, launch, metrics, recount, rollouts, runs, timeless, weights
-from train_runs import checkpoint, in_process, trained  # noqa: F401 (fixtures)
+from train_runs import TINY, Ended, Forked, metrics, recount, rollouts, runs, timeless, weights
 from workflow import Rollout, Step, Task, Trace, Workflow, WorkflowError, messages, parse
 
 # ------------------------------------------------------------------------------------------------------------
@@ -314,8 +313,8 @@ def extended(checkpoint, tmp_path_factory):
         "--iterations=2", "--questions=4", "--rollouts=8", "--max_new_tokens=64", "--minibatches=2",
         "--test=8"]
     one, two = f"{folder}/one", f"{folder}/two"
-    runs(
-        [*argv, f"--out={one}"], ["-m", "torch.distributed.run", "--nproc_per_node=2", *argv, f"--out={two}"])
+    runs([*argv, f"--out={one}"])
+    runs([*argv, f"--out={two}"], ranks=2)
     return one, two
 
 
@@ -486,7 +485,7 @@ def refused(tmp_path_factory):
 
     def call(case):
         argv = ["--preset=laptop", f"--out={tmp}/{case}", *TINY, *REFUSED[case][0]]
-        return Ended(launch("train.py", *[word.format(tmp=tmp) for word in argv]))
+        return Ended(Forked("train.py", *[word.format(tmp=tmp) for word in argv]))
 
     with ThreadPoolExecutor(2) as threads:
         return dict(zip(REFUSED, threads.map(call, REFUSED))), str(tmp)
