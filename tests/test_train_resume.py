@@ -284,7 +284,7 @@ def test_metrics_go_where_they_are_asked_for(tmp_path, monkeypatch):
 def test_nothing_to_resume_is_a_run_from_the_beginning(checkpoint, tmp_path):
     [end] = runs(
         [
-            "train.py", "--preset=laptop", f"--init_from={checkpoint}", *SHORT, "--iterations=1",
+            "train.py", "--preset=laptop", f"--init_from={checkpoint}", *TINY, "--max_new_tokens=48",
             f"--out={tmp_path}/out", "--resume"]
     )
     assert "going on" not in end.out and len(metrics(f"{tmp_path}/out")) == 1
