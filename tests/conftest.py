@@ -13,10 +13,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
     """(folder, end) of a short run, and of the same run once more."""
-    from train_runs import SHORT, runs
+    from train_runs import SHORT, Ended, Forked, launch, well
     folders = [str(tmp_path_factory.mktemp("run") / "out") for _ in range(2)]
-    return list(
-        zip(folders, runs(*[["train.py", "--preset=laptop", f"--out={out}", *SHORT] for out in folders])))
+    first, second = (["train.py", "--preset=laptop", f"--out={out}", *SHORT] for out in folders)
+    processes = Forked(*first), launch(*second)
+    return [(out, well(Ended(process))) for out, process in zip(folders, processes)]
 
 
 @pytest.fixture(scope="session")

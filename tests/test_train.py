@@ -9,7 +9,6 @@ import re
 import shlex
 import sys
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
 import pytest
@@ -22,7 +21,7 @@ from eval import Problem, grade, load, random_completion, write_problems
 from model import Qwen, Tokenizer, read_json
 from sample import Completion, generate
 from train import PRESETS, Settings, ablation, prompting, schedule, tiny_tokenizer
-from train_runs import TINY, Ended, Forked, metrics, recount, rollouts, runs, timeless, weights
+from train_runs import TINY, in_pairs, metrics, recount, rollouts, runs, timeless, weights
 from workflow import Rollout, Step, Task, Trace, Workflow, WorkflowError, messages, parse
 
 # ------------------------------------------------------------------------------------------------------------
@@ -484,12 +483,11 @@ def refused(tmp_path_factory):
         "attempts": 1}
     (tmp / "down.json").write_text(json.dumps([down]))
 
-    def call(case):
-        argv = ["--preset=laptop", f"--out={tmp}/{case}", *TINY, *REFUSED[case][0]]
-        return Ended(Forked("train.py", *[word.format(tmp=tmp) for word in argv]))
-
-    with ThreadPoolExecutor(2) as threads:
-        return dict(zip(REFUSED, threads.map(call, REFUSED))), str(tmp)
+    commands = []
+    for case, (words, _) in REFUSED.items():
+        wrong = [word.format(tmp=tmp) for word in words]
+        commands.append(["train.py", "--preset=laptop", f"--out={tmp}/{case}", *TINY, *wrong])
+    return dict(zip(REFUSED, in_pairs(commands))), str(tmp)
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -16,10 +16,14 @@ import workers
 from model import Qwen
 from train import Settings, dry_step, reporter
 from train_runs import (
-    SHORT, TINY, Ended, Forked, kill, launch, metrics, recount, rollouts, runs, timeless, until, weights)
+    SHORT, TINY, Ended, Forked, kill, launch, metrics, recount, rollouts, runs, timeless, until, weights, well)
 
 # ------------------------------------------------------------------------------------------------------------
 # From that checkpoint: two ranks, Ctrl-C
+
+
+def torchrun(ranks):
+    return ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
 
 
 def first_iteration(checkpoint):
@@ -36,8 +40,7 @@ def continued(checkpoint, tmp_path_factory):
     os.makedirs(one)
     with open(f"{one}/metrics.jsonl", "w") as f:
         f.write("earlier\n")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    both = launch(*torchrun, "train.py", *first_iteration(checkpoint), f"--out={two}")
+    both = launch(*torchrun(2), "train.py", *first_iteration(checkpoint), f"--out={two}")
     process = launch("train.py", *first_iteration(checkpoint), "--iterations=4000", f"--out={one}")
     until(
         lambda: os.path.exists(f"{one}.1") and os.path.exists(f"{one}/metrics.jsonl") and metrics(one),
@@ -168,7 +171,9 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(ranks, checkpoint, tmp_
     with open(f"{broken}/metrics.jsonl", "a") as f:
         f.write('{"iteration": ')
     os.makedirs(f"{broken}/checkpoints/00010/state")
-    again, _ = runs([*how, f"--out={broken}", "--resume"], [*how, f"--out={whole}"], ranks=ranks)
+    resumed = Forked(*how, f"--out={broken}", "--resume", ranks=ranks)
+    alone = launch(*torchrun(ranks), *how, f"--out={whole}")
+    again, _ = well(Ended(resumed)), well(Ended(alone))
     going_on = re.search(rf"^going on in {broken} after iteration (\d+)$", again.out, re.MULTILINE)
     assert reached - 2 <= int(going_on[1]) <= reached
 
@@ -251,8 +256,7 @@ def test_an_error_while_sampling_ends_all_ranks(checkpoint, tmp_path):
     (tmp_path / "broken.py").write_text(BROKEN.format(root=train.os.path.dirname(train.__file__)))
     end = Ended(
         launch(
-            "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(tmp_path / "broken.py"),
-            *first_iteration(checkpoint), f"--out={tmp_path}/out")
+            *torchrun(2), str(tmp_path / "broken.py"), *first_iteration(checkpoint), f"--out={tmp_path}/out")
     )
     assert end.status != 0 and "the sampler is out of order" in end.err
 

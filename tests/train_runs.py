@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver
 
 import pytest
@@ -44,7 +43,10 @@ def launch(*argv):
 class Forked:
     """`python ARGV` as well, but forked from a process that has imported train.py already: this takes two
     thirds of the time of a tiny run. With more ranks it is what `torchrun ARGV` starts. env: more of the
-    environment."""
+    environment.
+
+    What is forked has the same seed of hashes and of `random`. Of two runs that shall be alike to the bit
+    one is therefore a process of its own."""
 
     def __init__(self, *argv, ranks=1, **env):
         self.args, self.folder, self.processes = argv, tempfile.TemporaryDirectory(), []
@@ -120,13 +122,25 @@ class Ended:
         self.status = process.returncode
 
 
+def in_pairs(commands, ranks=1):
+    """The ends of all commands, of which two run at a time."""
+    ends, running = [], []
+    for argv in commands:
+        running.append(Forked(*argv, ranks=ranks))
+        if len(running) == 2:
+            ends.append(Ended(running.pop(0)))
+    return ends + [Ended(process) for process in running]
+
+
+def well(end):
+    """The end, which must be a good one."""
+    assert end.status == 0 and "Traceback" not in end.err, f"{end.out}\n{end.err}"
+    return end
+
+
 def runs(*commands, ranks=1):
-    """The ends of all commands, two at a time; each must succeed."""
-    with ThreadPoolExecutor(2) as threads:
-        ends = list(threads.map(lambda argv: Ended(Forked(*argv, ranks=ranks)), commands))
-    for end in ends:
-        assert end.status == 0 and "Traceback" not in end.err, f"{end.out}\n{end.err}"
-    return ends
+    """The ends of all commands; each must succeed."""
+    return [well(end) for end in in_pairs(commands, ranks)]
 
 
 def metrics(out):
