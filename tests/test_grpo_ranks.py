@@ -1,11 +1,10 @@
-"""An update on 1, 2 and 3 ranks against that of one process: real processes, gloo, fully_shard.
-
-Run as a program, this file is one rank."""
+"""An update on 1, 2 and 3 ranks against that of one process: real processes, gloo, fully_shard."""
 import datetime
+import functools
 import math
 import os
-import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ sys.path[:0] = [os.path.dirname(here), here]
 
 from grpo import importance, update
 from test_grpo import flat, groups, near, tiny
+from train_runs import fork_server
 
 # The groups of each rank: uneven, one of them empty
 SHARES = {1: [[0, 1, 2, 3]], 2: [[1], [3, 0, 2]], 3: [[0, 1, 2], [], [3]]}
@@ -63,6 +63,7 @@ def shard(model):
 
 def one_rank(rank, folder):
     """Every run in worlds of 3, 2 and 1; the ranks in each write what they saw."""
+    os.dup2(os.open(f"{folder}/said-{rank}", os.O_WRONLY | os.O_CREAT), 2)
     for world in (3, 2, 1):
         if rank < world:
             dist.init_process_group(
@@ -77,22 +78,24 @@ def one_rank(rank, folder):
 def ranks(tmp_path_factory):
     """{(world, rank): {run: outcome}} of real processes; a hang ends the test, not the session."""
     folder = tmp_path_factory.mktemp("ranks")
-    # Fully_shard would take a GPU where there is one
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(folder)], env=env, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True)
-        for rank in range(3)
-    ]
-    try:
-        said = [p.communicate(timeout=120)[0] for p in processes]
-    finally:
-        for p in processes:
-            p.kill()
-    assert [p.returncode for p in processes] == [0, 0, 0], "\n".join(said)
+    processes = [fork_server().Process(target=one_rank, args=(rank, str(folder))) for rank in range(3)]
+    for process in processes:
+        process.start()
+    end = time.monotonic() + 120
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+    status = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert status == [0, 0, 0], "\n".join(file.read_text() for file in folder.glob("said-*"))
     return {
         (world, rank): torch.load(folder / f"{world}-{rank}.pt") for world in SHARES for rank in range(world)}
+
+
+@functools.cache
+def alone(run, share):
+    """The outcome in this process, which shards nothing."""
+    return outcome(run, share)
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -100,7 +103,7 @@ def ranks(tmp_path_factory):
 def test_any_number_of_ranks_gives_the_same_update(world, run, ranks):
     """Weights and statistics after two updates equal those of one unsharded process, with uneven groups and
     an empty rank."""
-    weights, stats, _ = outcome(run, [0, 1, 2, 3])
+    weights, stats, _ = alone(run, (0, 1, 2, 3))
     start = dict(tiny(tie_word_embeddings=run != "plain").named_parameters())
     assert all(torch.equal(weights[k], start[k]) == (run in ("no-spread", "not-finite")) for k in weights)
     for rank in range(world):
@@ -116,12 +119,8 @@ def test_any_number_of_ranks_gives_the_same_update(world, run, ranks):
 @pytest.mark.parametrize("world", SHARES)
 def test_every_rank_runs_as_many_forwards_as_the_fullest_needs(world, run, ranks):
     """The empty rank keeps the others company, and none does more than that."""
-    most = max(outcome(run, share)[2] for share in SHARES[world])
+    most = max(alone(run, tuple(share))[2] for share in SHARES[world])
     assert [ranks[world, rank][run][2] for rank in range(world)] == [most] * world
     assert (
         most > 2 if run in ("plain", "options", "not-finite")
         else most == {"clipped-with-kl": 2, "no-spread": 0}[run])
-
-
-if __name__ == "__main__":
-    one_rank(int(sys.argv[1]), sys.argv[2])

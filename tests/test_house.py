@@ -67,6 +67,15 @@ def test_a_file_imports_only_files_above_it_and_the_six_packages(name):
     assert set(imported(name)) <= allowed
 
 
+TESTS = sorted(name for name in os.listdir(os.path.join(ROOT, "tests")) if name.endswith(".py"))
+
+
+@pytest.mark.parametrize("file", TESTS)
+def test_a_test_file_says_what_it_checks_against_and_is_short(file):
+    text = source(f"tests/{file.removesuffix('.py')}")
+    assert text.startswith('"""') and text.count("\n") <= 600
+
+
 def test_no_two_files_define_the_same_name():
     places = collections.defaultdict(set)
     for name in ORDER:

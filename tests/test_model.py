@@ -3,7 +3,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 import model as model_file
 from model import Config, Qwen, RMSNorm, Tokenizer, causal, compute_dtype, configure, rotary, rotate, write_tensors
 from train import tiny_tokenizer
+from train_runs import Ended, Forked
 from workflow import load_conductor
 
 torch.set_num_threads(1)
@@ -336,6 +337,12 @@ def test_the_program_describes_a_checkpoint(saved):
     assert run.returncode != 0 and "python model.py" in run.stderr and "Traceback" not in run.stderr
 
 
+PEAK = """def peak():
+    with open("/proc/self/status") as f:
+        return int(next(line for line in f if line.startswith("VmHWM")).split()[1]) * 1024
+"""
+
+
 def test_loading_holds_one_model_and_one_shard(tmp_path):
     """The peak of resident memory while 192 MB of bf16 in shards of at most 34 MB load is the model, as bf16 and as fp32, and one shard."""
     config = Config(**{**REST, "vocab_size": 16_384, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 7,
@@ -347,8 +354,8 @@ def test_loading_holds_one_model_and_one_shard(tmp_path):
     n = sum(shape.numel() for shape in shapes.values())
     largest = max(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
     assert 2 * n > 190e6 and largest < 34.1e6
-    code = f"""import torch, model
-peak = lambda: int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
+    code = f"""{PEAK}
+import torch, model
 with torch.device("meta"):  # loads the 80 MB of Python that torch needs for it
     model.Qwen(model.Config.from_pretrained({str(tmp_path)!r}))
 before = peak()
@@ -364,46 +371,42 @@ for dtype in (torch.bfloat16, torch.float32):
     assert 1.8 * n < half < 2 * n + largest + 15e6 and 3.8 * n < full < 4 * n + largest + 15e6
 
 
-def test_loading_onto_ranks(tmp_path):
-    """Each of two FSDP ranks holds its half of the model, at the peak one shard more, and what the allocator wastes, but never the whole;
-    together they hold the checkpoint. Tied and untied."""
-    config = Config(**{**REST, "vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 14,
-                       "num_attention_heads": 8, "num_key_value_heads": 2})
-    sizes = {}
-    Qwen(Config(64, 16, 16, 1, 2, 1)).save_pretrained(str(tmp_path / "small"))
-    for tied in (True, False):
-        torch.manual_seed(0)
-        model = Qwen(replace(config, tie_word_embeddings=tied))
-        write_tensors(str(tmp_path / str(tied)), model.config, model.named_parameters(), 34_000_000)
-        sizes[tied] = 4 * sum(p.numel() for p in model.parameters())
-    code = f"""import torch, torch.distributed as dist, model
+LOAD_ON_RANKS = """import json, sys, torch, torch.distributed as dist, model
 from train import Settings, shard
-peak = lambda: int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
 dist.init_process_group("gloo")
-model.Qwen.from_pretrained({str(tmp_path / "small")!r}, shard=lambda m: shard(m, Settings(dtype="fp32"), "cpu"))  # brings what Python itself needs for it
-for tied in (False, True):
-    path = {str(tmp_path)!r} + f"/{{tied}}"
+grown = {}
+for path in sys.argv[1:]:
     before = peak()
     qwen = model.Qwen.from_pretrained(path, shard=lambda m: shard(m, Settings(dtype="fp32"), "cpu"))
-    grown = peak() - before
-    assert (qwen.lm_head.weight is qwen.model.embed_tokens.weight) == tied
+    grown[path] = peak() - before
     whole = model.Qwen.from_pretrained(path)
-    for (name, a), b in zip(qwen.named_parameters(), whole.parameters()):
+    assert (qwen.lm_head.weight is qwen.model.embed_tokens.weight) == whole.config.tie_word_embeddings
+    for (name, a), b in zip(qwen.named_parameters(), whole.parameters(), strict=True):
         assert a.full_tensor().equal(b), name
     ids = torch.arange(20)[None]
     assert (qwen(ids) - whole(ids)).abs().max() < 1e-4
-    if not tied:  # the first, before anything else has been in memory
-        open({str(tmp_path)!r} + f"/grown{{dist.get_rank()}}", "w").write(str(grown))  # what ranks print can come out mixed
-dist.destroy_process_group()"""
-    (tmp_path / "ranks.py").write_text(code)
-    root = os.path.dirname(os.path.abspath(model_file.__file__))
-    run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(tmp_path / "ranks.py")],
-                         capture_output=True, text=True, timeout=200, cwd=root,
-                         env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
-    assert run.returncode == 0, run.stderr[-3000:]
-    grown = [int((tmp_path / f"grown{rank}").read_text()) for rank in (0, 1)]
-    print(f"{sizes[False] / 1e6:.0f} MB: {[round(g / 1e6) for g in grown]}")
-    assert all(0.45 * sizes[False] < g < 0.9 * sizes[False] for g in grown)
+with open(f"{path}/grown{dist.get_rank()}", "w") as f:  # What ranks print can come out mixed.
+    json.dump(grown, f)
+dist.destroy_process_group()
+"""
+
+
+def test_loading_onto_ranks(tmp_path):
+    """Each of two FSDP ranks holds its half of the model, at the peak one shard more, and what the allocator wastes, but never the whole;
+    together they hold the checkpoint. Tied and untied."""
+    small, large = str(tmp_path / "small"), str(tmp_path / "large")
+    Qwen(Config(64, 16, 16, 1, 2, 1, tie_word_embeddings=True)).save_pretrained(small)  # First: it brings what Python itself needs.
+    torch.manual_seed(0)
+    model = Qwen(Config(**{**REST, "vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 10,
+                           "num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": False}))
+    write_tensors(large, model.config, model.named_parameters(), 17_000_000)
+    size = 4 * sum(p.numel() for p in model.parameters())
+    (tmp_path / "ranks.py").write_text(PEAK + LOAD_ON_RANKS)
+    end = Ended(Forked(str(tmp_path / "ranks.py"), small, large, ranks=2))
+    assert end.status == 0, end.err[-3000:]
+    grown = [json.loads((tmp_path / "large" / f"grown{rank}").read_text())[large] for rank in (0, 1)]
+    print(f"{size / 1e6:.0f} MB: {[round(g / 1e6) for g in grown]}")
+    assert all(0.45 * size < g < 0.9 * size for g in grown)
 
 
 # --------------------------------------------------------------------------------------------------------------------------------

@@ -1,20 +1,18 @@
 """Checkpoints by their name on a hub: huggingface_hub against a server here, with a cache of its own."""
 import hashlib
 import json
-import os
 import re
-import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import huggingface_hub
 import pytest
 import torch
 
-import model as model_file
 from model import Config, Qwen, Tokenizer, write_tensors
-from test_model import CLOSE, batch, program, tiny
+from test_model import CLOSE, batch, tiny
 from train import tiny_tokenizer
+from train_runs import Ended, Forked
 
 NAME, COMMIT = "Org/Tiny-1.5B", "0123456789abcdef" * 2 + "01234567"
 
@@ -57,8 +55,8 @@ class Hub(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def hub(tmp_path, monkeypatch):
-    """A hub with a sharded checkpoint and much that no program here needs; $HF_ENDPOINT and $HF_HOME point to it."""
+def hub(tmp_path):
+    """A hub with a sharded checkpoint and much that no program here needs. `client` is the environment of a process that uses it."""
     model, source = tiny(vocab_size=512), tmp_path / "source"
     write_tensors(str(source), model.config, model.named_parameters(), 90_000)
     tiny_tokenizer(["a b"]).save_pretrained(str(source))
@@ -66,10 +64,8 @@ def hub(tmp_path, monkeypatch):
     server.model, server.asked, server.refuses = model, [], None
     server.files = {file.name: file.read_bytes() for file in source.iterdir()}
     server.files |= {"pytorch_model.bin": b"pickle", "README.md": b"Hello", "model.onnx": b"", "vocab.json": b"{}"}
-    for name, value in dict(HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}", HF_HOME=str(tmp_path / "home"), NO_PROXY="127.0.0.1",
-                            PYTHONPATH=os.path.dirname(model_file.__file__)).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.chdir(tmp_path)
+    server.client = dict(
+        HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}", HF_HOME=str(tmp_path / "home"), NO_PROXY="127.0.0.1", HF_HUB_OFFLINE="0")
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()
@@ -91,34 +87,34 @@ print(json.dumps([len(tokenizer), config.hidden_size, qwen(ids).tolist()]))"""
 def test_a_repository_is_loaded_by_its_name(hub, tmp_path):
     """Config, tokenizer and weights come by the repository's name, nothing else does, config.json before the weights; without
     a network they come from the cache. train.py and sample.py take such names as they take folders."""
-    run = subprocess.run([sys.executable, "-c", LOAD], capture_output=True, text=True, timeout=100)
-    assert run.returncode == 0, run.stderr
-    tokens, width, logits = json.loads(run.stdout)
+    (tmp_path / "load.py").write_text(LOAD)
+    run = Ended(Forked(str(tmp_path / "load.py"), **hub.client))
+    assert run.status == 0, run.err
+    tokens, width, logits = json.loads(run.out)
     assert tokens == len(tiny_tokenizer(["a b"])) and width == 48
     torch.testing.assert_close(torch.tensor(logits), hub.model(batch()), **CLOSE)
     needed = {file for file in hub.files if file.startswith("model-")} | {"config.json", "tokenizer.json"}
     assert set(brought(hub)) == needed and len(needed) > 4
     assert brought(hub).index("config.json") < min(i for i, file in enumerate(brought(hub)) if file.startswith("model-"))
     hub.refuses = 503, "Down"
-    assert subprocess.run([sys.executable, "-c", LOAD], capture_output=True, text=True, timeout=100).stdout == run.stdout
-    sample = [sys.executable, "-m", "sample", f"--checkpoint={NAME}", "--max_new_tokens=3", "Hi"]
-    run = subprocess.run(sample, capture_output=True, text=True, timeout=100)
-    assert run.returncode == 0 and run.stdout.strip(), run.stderr
+    assert Ended(Forked(str(tmp_path / "load.py"), **hub.client)).out == run.out
+    run = Ended(Forked("sample.py", f"--checkpoint={NAME}", "--max_new_tokens=3", "Hi", **hub.client))
+    assert run.status == 0 and run.out.strip(), run.err
 
 
 def test_another_architecture_is_refused_before_its_weights_come(hub):
     """config.json of a llama: an error, and no further file."""
     hub.files["config.json"] = json.dumps({"model_type": "llama"}).encode()
-    run = program(NAME)
-    assert run.returncode == 1 and "model_type is 'llama'" in run.stderr and "Traceback" not in run.stderr
+    run = Ended(Forked("model.py", NAME, **hub.client))
+    assert run.status == 1 and "model_type is 'llama'" in run.err and "Traceback" not in run.err
     assert set(brought(hub)) == {"config.json"}
 
 
 def test_the_program_fetches_and_describes(hub):
     """`python model.py ORG/NAME` brings all that is needed, and says where it is."""
-    run = program(NAME)
-    assert run.returncode == 0 and "parameters, 3 layers" in run.stdout, run.stderr
-    folder = run.stdout.partition(": ")[0]
+    run = Ended(Forked("model.py", NAME, **hub.client))
+    assert run.status == 0 and "parameters, 3 layers" in run.out, run.err
+    folder = run.out.partition(": ")[0]
     assert set(brought(hub)) == {file for file in hub.files if file.startswith("model-")} | {"config.json", "tokenizer.json"}
     assert torch.equal(Qwen.from_pretrained(folder)(batch()), hub.model(batch()))
     assert Tokenizer.from_pretrained(folder).encode("a b")
@@ -127,20 +123,20 @@ def test_the_program_fetches_and_describes(hub):
 @pytest.mark.parametrize("name, refuses, offline, said", [
     ("Org/Other", None, "0", "404"), (NAME, (401, "GatedRepo"), "0", "(?i)gated"), (NAME, (403, "GatedRepo"), "0", "(?i)gated"),
     (NAME, (401, "RepoNotFound"), "0", "401"), (NAME, None, "1", "(?i)offline")])
-def test_a_repository_that_does_not_come(name, refuses, offline, said, hub, monkeypatch):
+def test_a_repository_that_does_not_come(name, refuses, offline, said, hub):
     """Unknown, gated, private, or offline and not in the cache: one message that says what was asked for, what to do, and what
     the hub said; no traceback."""
     hub.refuses = refuses
-    monkeypatch.setenv("HF_HUB_OFFLINE", offline)
-    run = program(name)
-    assert run.returncode == 1 and "Traceback" not in run.stderr and run.stdout == ""
-    assert f"{name} is no folder here" in run.stderr and "HF_TOKEN" in run.stderr and re.search(said, run.stderr), run.stderr
+    run = Ended(Forked("model.py", name, **hub.client | {"HF_HUB_OFFLINE": offline}))
+    assert run.status == 1 and "Traceback" not in run.err and run.out == ""
+    assert f"{name} is no folder here" in run.err and "HF_TOKEN" in run.err and re.search(said, run.err), run.err
 
 
 @pytest.mark.parametrize("name", ["out/laptop/checkpoint", "nowhere", "../up", "Org/", "", "/nowhere"])
 @pytest.mark.parametrize("load", [Config.from_pretrained, Tokenizer.from_pretrained, Qwen.from_pretrained])
-def test_what_can_be_neither_folder_nor_repository(load, name, hub):
+def test_what_can_be_neither_folder_nor_repository(load, name, tmp_path, monkeypatch):
     """An error at once, without a request."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *how, **more: pytest.fail("the hub is asked"))
     with pytest.raises(FileNotFoundError, match="no checkpoint in .*neither a folder here nor.*train.py makes one"):
         load(name)
-    assert not hub.asked

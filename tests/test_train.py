@@ -9,7 +9,6 @@ import re
 import shlex
 import sys
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
 import pytest
@@ -22,8 +21,7 @@ from eval import Problem, grade, load, random_completion, write_problems
 from model import Qwen, Tokenizer, read_json
 from sample import Completion, generate
 from train import PRESETS, Settings, ablation, prompting, schedule, tiny_tokenizer
-from train_runs import TINY, Ended, launch, metrics, recount, rollouts, runs, timeless, weights
-from train_runs import checkpoint, in_process, trained  # noqa: F401 (fixtures)
+from train_runs import TINY, in_pairs, metrics, recount, rollouts, runs, timeless, weights
 from workflow import Rollout, Step, Task, Trace, Workflow, WorkflowError, messages, parse
 
 # ------------------------------------------------------------------------------------------------------------
@@ -116,13 +114,13 @@ def test_every_rank_trains_its_share(monkeypatch):
     tokens = sum(len(r.completion.tokens) for r in made)
     for world in (1, 2, 3, 8):
         monkeypatch.setattr(train.dist, "get_world_size", lambda world=world: world)
-        shares = []
+        shares, lonely = [], []
         for rank in range(world):
             monkeypatch.setattr(train.dist, "get_rank", lambda rank=rank: rank)
             shares.append(train.my_share(iter(made)))
+            lonely += train.my_share(made[:1])
             assert train.my_share([]) == []
-            assert len(train.my_share(made[:1])) == (rank == 0) or world > 1
-        assert [r for share in shares for r in share] == made
+        assert [r for share in shares for r in share] == made and lonely == made[:1]
         assert all(
             abs(sum(len(r.completion.tokens) for r in share) - tokens / world) < 100 for share in shares)
 
@@ -314,8 +312,8 @@ def extended(checkpoint, tmp_path_factory):
         "--iterations=2", "--questions=4", "--rollouts=8", "--max_new_tokens=64", "--minibatches=2",
         "--test=8"]
     one, two = f"{folder}/one", f"{folder}/two"
-    runs(
-        [*argv, f"--out={one}"], ["-m", "torch.distributed.run", "--nproc_per_node=2", *argv, f"--out={two}"])
+    runs([*argv, f"--out={one}"])
+    runs([*argv, f"--out={two}"], ranks=2)
     return one, two
 
 
@@ -388,7 +386,8 @@ def test_two_ranks_ask_the_same_second_rounds(extended):
         for rows in (one, two)
     ]
     assert shown[0].keys() == shown[1].keys() and shown[0]
-    assert [row["text"] for row in one] == [row["text"] for row in two] or one[:32] != two[:32]
+    texts, others = ([row["text"] for row in rows] for rows in (one, two))
+    assert texts == others or texts[:32] != others[:32]
     assert metrics(extended[1])[0]["calls"] > 0 and len(metrics(extended[1])) == 2
 
 
@@ -484,12 +483,11 @@ def refused(tmp_path_factory):
         "attempts": 1}
     (tmp / "down.json").write_text(json.dumps([down]))
 
-    def call(case):
-        argv = ["--preset=laptop", f"--out={tmp}/{case}", *TINY, *REFUSED[case][0]]
-        return Ended(launch("train.py", *[word.format(tmp=tmp) for word in argv]))
-
-    with ThreadPoolExecutor(2) as threads:
-        return dict(zip(REFUSED, threads.map(call, REFUSED))), str(tmp)
+    commands = []
+    for case, (words, _) in REFUSED.items():
+        wrong = [word.format(tmp=tmp) for word in words]
+        commands.append(["train.py", "--preset=laptop", f"--out={tmp}/{case}", *TINY, *wrong])
+    return dict(zip(REFUSED, in_pairs(commands))), str(tmp)
 
 
 @pytest.mark.parametrize("case", REFUSED)

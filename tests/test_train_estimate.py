@@ -16,8 +16,7 @@ from eval import Problem, grade
 from model import Config
 from sample import Completion
 from train import PRESETS, Settings
-from train_runs import Ended, launch, metrics, rollouts, runs, timeless, weights
-from train_runs import checkpoint, trained  # noqa: F401 (fixtures)
+from train_runs import Ended, Forked, metrics, rollouts, runs, timeless, weights
 from workflow import Rollout
 
 # Qwen2.5-0.5B
@@ -184,14 +183,9 @@ def test_the_preset_without_flags(machine):
 
 def test_dry_runs(tmp_path):
     """The estimate, and either what is lacking, all of it, or that nothing is; no folder is made."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    try:
-        ends = [
-            Ended(launch("train.py", f"--preset={preset}", "--dry_run", f"--out={tmp_path}/out"))
-            for preset in ("paper", "laptop")]
-    finally:
-        del os.environ["HF_HUB_OFFLINE"]
-    papers, laptops = ends
+    papers, laptops = (
+        Ended(Forked("train.py", f"--preset={preset}", "--dry_run", f"--out={tmp_path}/out"))
+        for preset in ("paper", "laptop"))
     assert papers.status == 1 and "Traceback" not in papers.err and "expected at least" not in papers.err
     for lack in (
         "GiB for each process", "Qwen/Qwen2.5-7B", "eval.py prepare", "$OPENAI_API_KEY for GPT-5",
@@ -211,10 +205,9 @@ OPTIONS = {  # of the trainer, and what else is said
 def test_options_of_the_trainer(checkpoint, tmp_path):
     """Two ranks. Where the trainer's state is changes nothing; the others run, and learn something else."""
     argv = [
-        "-m", "torch.distributed.run", "--nproc_per_node=2", "train.py", "--preset=laptop",
-        f"--init_from={checkpoint}", "--iterations=2", "--questions=4", "--rollouts=8", "--max_new_tokens=64",
-        "--test=2"]
-    runs(*([*argv, *more, f"--out={tmp_path}/{name}"] for name, more in OPTIONS.items()))
+        "train.py", "--preset=laptop", f"--init_from={checkpoint}", "--iterations=2", "--questions=4",
+        "--rollouts=8", "--max_new_tokens=64", "--test=2"]
+    runs(*([*argv, *more, f"--out={tmp_path}/{name}"] for name, more in OPTIONS.items()), ranks=2)
     lines = {name: timeless(metrics(tmp_path / name)[1]) for name in OPTIONS}
     for name, line in lines.items():
         same = name in ("plain", "offload")

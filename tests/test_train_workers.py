@@ -13,7 +13,6 @@ import train
 import workers
 from model import Tokenizer
 from train_runs import SHORT, metrics, recount, rollouts, runs, weights
-from train_runs import checkpoint, in_process, trained  # noqa: F401 (fixtures)
 
 
 class Moody(workers.Handler):

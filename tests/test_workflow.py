@@ -1,5 +1,6 @@
 """workflow.py: the prompt, who sees what (read off the wire of a real server), the modes of App. F, rollouts,
 recursion."""
+import contextlib
 import json
 import queue
 import threading
@@ -93,6 +94,10 @@ class Wire:
         class Handler(BaseHTTPRequestHandler):
             def log_message(self, *_):
                 pass
+
+            def handle(self):
+                with contextlib.suppress(ConnectionError):  # Ctrl-C took who asked.
+                    super().handle()
 
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

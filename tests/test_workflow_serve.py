@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import shutil
 import signal
 import socket
@@ -349,7 +350,7 @@ def test_what_a_client_asks_of_the_answer_belongs_to_the_last_step():
     assert asked[1] == ("Your task:\nB.", {"nonce": None, **wishes, "max_tokens": 9})
 
 
-def test_serve_refuses():
+def test_serve_refuses(capsys):
     def write(chats, n, first, on_text):
         question = chats[0][-1]["content"]
         if "Too long" in question:
@@ -375,6 +376,8 @@ def test_serve_refuses():
             assert (response.headers.get("x-should-retry") == "false") == paid
         assert "top_k is not supported" in s.post("Why?", top_k=3).json()["error"]["message"]
         assert s.post("Why?").status_code == s.post("Why?", n=None).status_code == 200
+    # A bug is told to whoever runs the server; a worker's failure is not one.
+    assert re.findall(r"(?m)^\w+Error: .*", capsys.readouterr().err) == ["MemoryError: no memory left"]
 
 
 @pytest.mark.parametrize("at, wishes, status", [(1, {"max_tokens": 9 ** 9}, 400), (1, {}, 502),
