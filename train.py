@@ -496,7 +496,7 @@ def warm_start(model, tokenizer, problems, pool, s: Settings):
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.0, fused=True)
     for step in tqdm(range(s.warm_steps), "warm start: the format", disable=rank > 0 or None, leave=False):
         rows, weights = [], []
-        for problem in rng.choices(problems, k=s.warm_batch):
+        for problem in rng.choices(problems, k=max(s.warm_batch, world)):  # A rank without one would fail.
             chat, completion = random_lesson(problem, rng, pool, s)
             prompt = tokenizer.chat(chat)
             written = tokenizer.encode(completion) + [tokenizer.eos_id]

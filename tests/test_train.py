@@ -553,6 +553,12 @@ def test_lessons_of_a_pretrained_model():
     assert len(set(told)) > 250 and all(re.fullmatch("[A-Z][a-z ]+[.]", text) for text in told)
 
 
+def test_a_warm_start_of_fewer_lessons_than_ranks(tmp_path):
+    """Every rank has one all the same, as none may wait for the others."""
+    runs(["train.py", "--preset=laptop", f"--out={tmp_path}/out", *TINY, "--warm_batch=1"], ranks=2)
+    assert len(metrics(tmp_path / "out")) == 1
+
+
 def test_the_warm_start_of_a_pretrained_model_teaches_the_format(in_process):
     """What it writes at temperature 1 is some workflow in half of the cases, and in none before."""
     s = Settings(init_from="a model", warm_steps=100, warm_batch=8, warm_lr=6e-3, width=64)
