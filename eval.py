@@ -2002,7 +2002,7 @@ def masrouter(weights: np.ndarray, s, problem: Problem, pool: list, k: int, name
 # TRINITY
 
 TURNS = 5
-POPULATION, GENERATIONS = 32, 150  # each generation on 32 lessons
+POPULATION, GENERATIONS = 32, 120  # each generation on 32 lessons
 COMPONENTS = 24  # principal ones of the hidden states
 ROLES = {"thinker": "Solve what comes first, and say how to go on from there.", "worker": SOLVE_IT,
          "verifier": "Check the last response. Say ACCEPT if it is right and whole, else what is wrong."}
@@ -2014,7 +2014,8 @@ def hidden_state(folder: str, text: str) -> np.ndarray:
     """A model's last hidden state (C), at the last token but one of a prompt."""
     with model_lock, torch.no_grad():
         model, tokenizer, _ = cached_conductor(folder)
-        ids = tokenizer.chat([{"role": "user", "content": text}])[-model.config.max_position_embeddings:]
+        chat = [{"role": "system", "content": ""}, {"role": "user", "content": text}]
+        ids = tokenizer.chat(chat)[-model.config.max_position_embeddings:]
         return model(torch.tensor([ids], device=model.device), head=lambda x: x[0, -2]).float().cpu().numpy()
 
 
@@ -2055,7 +2056,6 @@ def train_trinity(pool: list, lessons: list[Problem], s) -> np.ndarray:
     states = np.stack([hidden_state(s.trinity, text) for text in texts])  # (P + W P, C)
     _, scale, axes = np.linalg.svd(states, full_matrices=False)
     axes = axes[:COMPONENTS].T / scale[:COMPONENTS]  # (C, c): what a state has of each, all as large
-
     shape = (axes.shape[1], len(pool) + len(ROLES))
 
     def run(problem, x):

@@ -50,8 +50,8 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def settings(folder, monkeypatch):
     monkeypatch.setattr(evaluation, "MASROUTER_STEPS", 30)
-    monkeypatch.setattr(evaluation, "GENERATIONS", 30)
-    monkeypatch.setattr(evaluation, "POPULATION", 18)
+    monkeypatch.setattr(evaluation, "GENERATIONS", 12)
+    monkeypatch.setattr(evaluation, "POPULATION", 12)
     return evaluation.Settings(trinity=folder)
 
 
@@ -91,7 +91,7 @@ def test_while_they_learn_nobody_is_asked_the_same_twice(settings):
     asked = []
     for worker in pool:
         chat = worker.chat
-        worker.chat = lambda messages, nonce=None, name=worker.name, chat=chat: asked.append(str((name, messages))) or chat(messages)
+        worker.chat = lambda messages, nonce=None, name=worker.name, chat=chat, **_: asked.append(str((name, messages))) or chat(messages)
     train_trinity(pool, PROBLEMS[:5], settings)
     assert len(asked) < 64 + len(set(asked))  # but for those asked at a time
 
