@@ -1942,7 +1942,7 @@ def rewards(system, pairs: list[tuple], call_cost: float = 0.0) -> np.ndarray:
 MODES = ("alone", "chain", "reflection", "debate")
 AGENTS = 5  # at most; in all modes but "alone" there are two or more
 DESIGNS = 8  # that are tried at a time for each of 32 lessons
-MASROUTER_STEPS = 1000
+MASROUTER_STEPS = 500
 CALL_COST, ENTROPY = 0.02, 0.02  # where a right answer is worth 1
 
 
@@ -2011,12 +2011,13 @@ model_lock = threading.Lock()
 
 @functools.lru_cache(100_000)
 def hidden_state(folder: str, text: str) -> np.ndarray:
-    """A model's last hidden state (C), at the last token but one of a prompt."""
+    """A model's last hidden state at the last token but one of a prompt, and a 1 for a bias: (C + 1)."""
     with model_lock, torch.no_grad():
         model, tokenizer, _ = cached_conductor(folder)
         chat = [{"role": "system", "content": ""}, {"role": "user", "content": text}]
         ids = tokenizer.chat(chat)[-model.config.max_position_embeddings:]
-        return model(torch.tensor([ids], device=model.device), head=lambda x: x[0, -2]).float().cpu().numpy()
+        hidden = model(torch.tensor([ids], device=model.device), head=lambda x: x[0, -2])  # (C)
+    return np.append(hidden.float().cpu().numpy(), np.float32(1))
 
 
 def trinity(weights: np.ndarray, s, problem: Problem, pool: list, k: int, name: str) -> Trace:
@@ -2044,7 +2045,7 @@ def trinity(weights: np.ndarray, s, problem: Problem, pool: list, k: int, name: 
 
 
 def train_trinity(pool: list, lessons: list[Problem], s) -> np.ndarray:
-    """TRINITY (arXiv 2512.04695) in small: weights (C, W + 3) of a linear head on a small model's hidden
+    """TRINITY (arXiv 2512.04695) in small: weights (C + 1, W + 3) of a linear head on a small model's hidden
     states, evolved by a separable CMA-ES on the reward. In the original the model has 0.6 B parameters, some
     of its singular values evolve too, and all turns are read. Here the model is as it is, the head acts on
     principal components, the model and the workers read the newest turn alone, and calls cost."""
@@ -2053,17 +2054,18 @@ def train_trinity(pool: list, lessons: list[Problem], s) -> np.ndarray:
     texts = [p.question for p in lessons]
     for traces in everyone_alone(team, lessons, "trinity's lessons"):
         texts += [f"{p.question}\n{rng.choice([*ROLES])}: {t.answer}" for p, t in zip(lessons, traces)]
-    states = np.stack([hidden_state(s.trinity, text) for text in texts])  # (P + W P, C)
-    _, scale, axes = np.linalg.svd(states, full_matrices=False)
-    axes = axes[:COMPONENTS].T / scale[:COMPONENTS]  # (C, c): what a state has of each, all as large
+    states = np.stack([hidden_state(s.trinity, text) for text in texts])  # (P + W P, C + 1)
+    usual = states.mean(0)
+    _, scale, axes = np.linalg.svd(states - usual, full_matrices=False)
+    axes = axes[:COMPONENTS].T / scale[:COMPONENTS] * math.sqrt(len(states))  # (C + 1, c): variances of 1
+    axes[-1] = -usual @ axes  # and means of 0
+    axes = np.column_stack([axes, np.eye(len(axes))[-1]])  # (C + 1, c + 1), with the bias
     shape = (axes.shape[1], len(pool) + len(ROLES))
-
-    def run(problem, x):
-        return trinity(axes @ x.reshape(shape), s, problem, team, 0, "")
 
     def fitness(population):
         pairs = list(itertools.product(rng.sample(lessons, min(32, len(lessons))), population))
-        return np.nan_to_num(rewards(run, pairs, CALL_COST)).reshape(-1, len(population)).mean(0)
+        found = rewards(lambda p, x: trinity(axes @ x.reshape(shape), s, p, team, 0, ""), pairs, CALL_COST)
+        return np.nan_to_num(found).reshape(-1, len(population)).mean(0)
 
     return axes @ evolve(fitness, math.prod(shape), POPULATION, GENERATIONS, s.seed).reshape(shape)
 
@@ -2078,8 +2080,7 @@ def evolve(fitness, n: int, size: int, generations: int, seed: int) -> np.ndarra
     c_path = (mu + 2) / (n + mu + 3)
     c_one = (n + 2) / 3 * 2 / (n + 1.4) ** 2 / mu
     c_mu = min(1 - c_one, (n + 2) / 3 * (1 - 1 / mu) * (2 * mu - 1) / ((n + 2) ** 2 + mu))
-    mean, path = np.zeros((2, n))
-    deviations = np.ones(n)
+    mean, path, deviations = np.zeros(n), np.zeros(n), np.ones(n)
     for _ in tqdm(range(generations), "trinity evolves", disable=None):
         z = rng.standard_normal((size, n))
         best = z[np.argsort(-fitness(mean + deviations * z))[:len(w)]]
