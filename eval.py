@@ -2055,11 +2055,11 @@ def train_trinity(pool: list, lessons: list[Problem], s) -> np.ndarray:
     for traces in everyone_alone(team, lessons, "trinity's lessons"):
         texts += [f"{p.question}\n{rng.choice([*ROLES])}: {t.answer}" for p, t in zip(lessons, traces)]
     states = np.stack([hidden_state(s.trinity, text) for text in texts])  # (P + W P, C + 1)
-    usual = states.mean(0)
-    _, scale, axes = np.linalg.svd(states - usual, full_matrices=False)
-    axes = axes[:COMPONENTS].T / scale[:COMPONENTS] * math.sqrt(len(states))  # (C + 1, c): variances of 1
-    axes[-1] = -usual @ axes  # and means of 0
-    axes = np.column_stack([axes, np.eye(len(axes))[-1]])  # (C + 1, c + 1), with the bias
+    usual = states.mean(0)[:-1]  # (C)
+    _, scale, axes = np.linalg.svd(states[:, :-1] - usual, full_matrices=False)
+    axes = (axes.T / (scale + 1e-3 * scale[0]) * math.sqrt(len(states)))[:, :COMPONENTS]  # to variances of 1
+    axes = np.vstack([axes, -usual @ axes])  # (C + 1, c): and to means of 0
+    axes = np.column_stack([axes, np.eye(len(axes))[-1]])  # (C + 1, c + 1): and a bias
     shape = (axes.shape[1], len(pool) + len(ROLES))
 
     def fitness(population):

@@ -50,8 +50,8 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def settings(folder, monkeypatch):
     monkeypatch.setattr(evaluation, "MASROUTER_STEPS", 30)
-    monkeypatch.setattr(evaluation, "GENERATIONS", 12)
-    monkeypatch.setattr(evaluation, "POPULATION", 12)
+    monkeypatch.setattr(evaluation, "GENERATIONS", 25)
+    monkeypatch.setattr(evaluation, "POPULATION", 18)
     return evaluation.Settings(trinity=folder)
 
 
