@@ -60,7 +60,7 @@ from model import configure, read_json, write_json
 from workers import (ARITHMETIC, CAPITALS, ELEMENTS, FACTS, LOCAL, ORDERS, SKILL, SPANISH, SPELLING,
                      WorkerError, load_pool)
 from workflow import (SOLVE_IT, Prompting, Step, Task, Trace, Workflow, conduct, execute, load_conductor,
-                      sampled, seated, shape, subset, worker_chat)
+                      sampled, seated, shape, subset)
 # -----------------------------------------------------------------------------------------------------------
 # Problems
 
@@ -1942,8 +1942,8 @@ def rewards(system, pairs: list[tuple], call_cost: float = 0.0) -> np.ndarray:
 MODES = ("alone", "chain", "reflection", "debate")
 AGENTS = 5  # at most; in all modes but "alone" there are two or more
 DESIGNS = 8  # that are tried at a time for each of 32 lessons
-MASROUTER_STEPS = 300
-CALL_COST = 0.02  # where a right answer is worth 1
+MASROUTER_STEPS = 500
+CALL_COST, ENTROPY = 0.02, 0.02  # where a right answer is worth 1
 
 
 def masrouter_heads(scores: torch.Tensor) -> list[torch.Tensor]:
@@ -1952,47 +1952,44 @@ def masrouter_heads(scores: torch.Tensor) -> list[torch.Tensor]:
     return scores.split([len(MODES), AGENTS - 1] + [n_workers] * AGENTS, dim=-1)
 
 
-def collaborate(problem: Problem, choices: list[int], pool: list, name: str = "") -> Trace:
+def collaborate(problem: Problem, design: list[int], pool: list, name: str = "") -> Trace:
     """Run the workflow that a choice of each head makes."""
-    mode = MODES[choices[0]]
-    n = 1 if mode == "alone" else choices[1] + 2
-    steps = []
-    for i, worker in enumerate(choices[2:2 + n]):
-        subtask = SOLVE_IT
-        access = []
-        if mode == "chain" and i:
-            access = [i - 1]
-        elif mode == "reflection" and i or mode == "debate" and i == n - 1:
-            subtask = REFLECT if mode == "reflection" else AGGREGATE
-            access = list(range(i))
-        steps.append(Step(worker, subtask, access))
+    mode = MODES[design[0]]
+    n = 1 if mode == "alone" else design[1] + 2
+    steps = [Step(worker, SOLVE_IT, []) for worker in design[2:2 + n]]
+    for i in range(1, n):
+        if mode == "chain":
+            steps[i].access = [i - 1]
+        elif mode == "reflection" or i == n - 1:
+            steps[i].subtask = REFLECT if mode == "reflection" else AGGREGATE
+            steps[i].access = list(range(i))
     return execute(Workflow(steps), problem.question, pool, name=name)
 
 
 def train_masrouter(pool: list, lessons: list[Problem], s) -> np.ndarray:
     """MasRouter (arXiv 2502.11133) in small: weights (4096, 8 + 5 W) by policy gradient on the reward minus a
     cost. The original encodes the question with a language model, infers the mode through a latent variable,
-    also picks a role for each agent and pays for tokens; here scores are linear in trigrams, the mode gives
-    the roles, and calls cost."""
+    gives each agent a role, and makes each choice in view of those before. Here a choice is linear in the
+    question's trigrams, the mode gives the roles, calls cost instead of tokens, and entropy is rewarded."""
     rng = random.Random(s.seed)
-    dice = torch.Generator().manual_seed(s.seed)
+    torch.manual_seed(s.seed)
     run = functools.partial(collaborate, pool=[Remembers(worker) for worker in pool])
     weights = torch.zeros(4096, 8 + AGENTS * len(pool), requires_grad=True)
     optimizer = torch.optim.Adam([weights], lr=0.05)
     for _ in tqdm(range(MASROUTER_STEPS), "masrouter learns", disable=None):
         batch = rng.sample(lessons, min(32, len(lessons)))
         x = torch.stack([trigrams(p.question) for p in batch])  # (B, 4096)
-        logps = [scores.log_softmax(-1) for scores in masrouter_heads(x @ weights)]  # 7 times (B, options)
-        drawn = [torch.multinomial(p.detach().exp(), DESIGNS, True, generator=dice) for p in logps]
-        logp = torch.stack([p.gather(1, d) for p, d in zip(logps, drawn)], -1)  # (B, G, 7)
-        choices = torch.stack(drawn, -1)  # (B, G, 7)
-        pairs = [(p, design) for p, designs in zip(batch, choices.tolist()) for design in designs]
-        value = torch.tensor(rewards(run, pairs, CALL_COST)).view(len(batch), DESIGNS)
-        advantage = (value - value.nanmean(1, keepdim=True)).nan_to_num()  # (B, G)
-        agents = torch.where(choices[..., 0] == 0, 1, choices[..., 1] + 2)  # (B, G)
-        used = torch.stack([agents > 0, agents > 1, *(agents > i for i in range(AGENTS))], -1)  # (B, G, 7)
+        choices = [torch.distributions.Categorical(logits=scores) for scores in masrouter_heads(x @ weights)]
+        designs = torch.stack([choice.sample([DESIGNS]) for choice in choices], -1)  # (G, B, 7)
+        logp = torch.stack([c.log_prob(d) for c, d in zip(choices, designs.unbind(-1))], -1)  # (G, B, 7)
+        found = rewards(run, [(p, d) for row in designs.tolist() for p, d in zip(batch, row)], CALL_COST)
+        value = torch.tensor(found).view(designs.shape[:2])  # (G, B)
+        advantage = (value - value.nanmean(0)).nan_to_num()
+        agents = torch.where(designs[..., 0] == 0, 1, designs[..., 1] + 2)  # (G, B)
+        used = torch.stack([agents > 0, agents > 1, *(agents > i for i in range(AGENTS))], -1)  # (G, B, 7)
+        entropy = torch.stack([choice.entropy() for choice in choices]).mean()
         optimizer.zero_grad()
-        (-advantage[..., None] * logp * used).mean().backward()
+        (-(advantage[..., None] * logp * used).mean() - ENTROPY * entropy).backward()
         optimizer.step()
     return weights.detach().numpy()
 
@@ -2005,128 +2002,92 @@ def masrouter(weights: np.ndarray, s, problem: Problem, pool: list, k: int, name
 # TRINITY
 
 TURNS = 5
-POPULATION = 64
-GENERATIONS = 130  # each on 16 lessons
+POPULATION, GENERATIONS = 32, 120  # each generation on 32 lessons
 COMPONENTS = 24  # principal ones of the hidden states
-BIAS = 3.0  # how much faster than a component's weights a bias evolves
-THINK = "Solve what comes first, and say how to go on from there."
-VERIFY = "Check the last response. Reply with ACCEPT if it is right and whole, else say what is wrong."
-ROLES = {"thinker": THINK, "worker": SOLVE_IT, "verifier": VERIFY}
+ROLES = {"thinker": "Solve what comes first, and say how to go on from there.", "worker": SOLVE_IT,
+         "verifier": "Check the last response. Say ACCEPT if it is right and whole, else what is wrong."}
 model_lock = threading.Lock()
 
 
 @functools.lru_cache(100_000)
 def hidden_state(folder: str, text: str) -> np.ndarray:
-    """A model's last hidden state at a text's last token but one, and a 1 for a bias: (C + 1)."""
+    """A model's last hidden state at the last token but one of a prompt, and a 1 for a bias: (C + 1)."""
     with model_lock, torch.no_grad():
         model, tokenizer, _ = cached_conductor(folder)
-        ids = tokenizer.encode(text)[-model.config.max_position_embeddings:]
-        hidden = model(torch.tensor([ids], device=model.device), head=lambda hidden: hidden)  # (1, T, C)
-    return np.append(hidden[0, -2:][0].float().cpu().numpy(), np.float32(1))
+        chat = [{"role": "system", "content": ""}, {"role": "user", "content": text}]
+        ids = tokenizer.chat(chat)[-model.config.max_position_embeddings:]
+        hidden = model(torch.tensor([ids], device=model.device), head=lambda x: x[0, -2])  # (C)
+    return np.append(hidden.float().cpu().numpy(), np.float32(1))
 
 
 def trinity(weights: np.ndarray, s, problem: Problem, pool: list, k: int, name: str) -> Trace:
-    """Up to five turns, each of a worker and a role that the weights (C + 1, W + 3) choose in view of the
-    turns so far. A verifier ends it by accepting: it says so, or gives the same answer, or is a specialist
-    who finds nothing left to do. The last response of the role worker is the answer, and stands last."""
-    trace = Trace(problem.question, Workflow([]), [], [])
-    steps = trace.workflow.steps
-    text = problem.question  # and what was said so far
-    answer = None  # the turn whose response it is
+    """Up to five turns, each a round (§3.2) of one step, until a verifier says ACCEPT, or what a specialist
+    says who has nothing left to do. The last response in the role worker is the answer, and stands last."""
+    trace, role = None, ""  # of the newest turn
+    answer = -1  # the turn whose response it is
     for turn in range(TURNS):
+        text = f"{problem.question}\n{role}: {trace.answer}" if trace else problem.question
         scores = hidden_state(s.trinity, text) @ weights  # (W + 3)
-        worker = int(scores[:len(pool)].argmax())
         role = [*ROLES][scores[len(pool):].argmax()]
-        subtask = ROLES[role]
-        seen = [(step.subtask, response) for step, response in zip(steps, trace.responses)]
-        steps.append(Step(worker, subtask, list(range(turn))))
-        trace.workers.append(pool[worker].name)
-        try:
-            reply = pool[worker].chat(worker_chat(problem.question, seen, subtask), f"{name}/{turn}")
-        except WorkerError as e:
-            trace.error = str(e)
-            trace.replies.append(None)
+        step = Step(int(scores[:len(pool)].argmax()), ROLES[role], [], sees_all=True)
+        trace = execute(Workflow([step]), problem.question, pool, trace, name)
+        if trace.error:
             return trace
-        trace.replies.append(reply)
         if role == "worker":
             answer = turn
-        elif role == "verifier" and answer is not None:
-            agrees = same_meaning(problem, trace.responses[answer], reply.text)
-            if agrees or re.search(r"\bACCEPT\b|nothing here to work on", reply.text):
-                break
-        text += f"\n{role}: {reply.text}"
-    if answer is not None:
-        for parts in (steps, trace.workers, trace.replies):
-            parts.append(parts.pop(answer))
-    return trace
+        elif role == "verifier" and re.search(r"\bACCEPT\b|nothing here to work on", trace.answer):
+            break
+    turns = trace.rounds()
+    turns.append(turns.pop(answer))
+    steps = [turn.workflow.steps[0] for turn in turns]
+    names = [turn.workers[0] for turn in turns]
+    return Trace(problem.question, Workflow(steps), names, [turn.replies[0] for turn in turns])
 
 
 def train_trinity(pool: list, lessons: list[Problem], s) -> np.ndarray:
-    """TRINITY (arXiv 2512.04695) in small: a linear head over a small model's hidden state, evolved by a
-    separable CMA-ES on the reward. The original reads a model of 0.6 B parameters, which it finetunes a
-    little in the same evolution; here the model is as it is, what evolves is the head on the questions' first
-    principal components, and in training no worker is asked the same thing twice. Returns weights
-    (C + 1, W + 3)."""
+    """TRINITY (arXiv 2512.04695) in small: weights (C + 1, W + 3) of a linear head on a small model's hidden
+    states, evolved by a separable CMA-ES on the reward. In the original the model has 0.6 B parameters, some
+    of its singular values evolve too, and all turns are read. Here the model is as it is, the head acts on
+    principal components, the model and the workers read the newest turn alone, and calls cost."""
     rng = random.Random(s.seed)
     team = [Remembers(worker) for worker in pool]
-    states = np.stack([hidden_state(s.trinity, p.question)[:-1] for p in lessons])  # (P, C)
-    usual = states.mean(0)
-    _, scale, axes = np.linalg.svd(states - usual, full_matrices=False)
-    scale = scale[:COMPONENTS] + 1e-3 * scale[0]
-    axes = axes[:COMPONENTS].T / scale * math.sqrt(len(states))  # (C, c): to variances of 1
-
-    def head(x):
-        x = x.reshape(-1, len(pool) + len(ROLES))  # (c + 1, W + 3)
-        weights = axes @ x[:-1]
-        return np.vstack([weights, BIAS * x[-1] - usual @ weights])
-
-    def run(problem, weights):
-        return trinity(weights, s, problem, team, 0, "")
+    texts = [p.question for p in lessons]
+    for traces in everyone_alone(team, lessons, "trinity's lessons"):
+        texts += [f"{p.question}\n{rng.choice([*ROLES])}: {t.answer}" for p, t in zip(lessons, traces)]
+    states = np.stack([hidden_state(s.trinity, text) for text in texts])  # (P + W P, C + 1)
+    usual = states.mean(0)[:-1]  # (C)
+    _, scale, axes = np.linalg.svd(states[:, :-1] - usual, full_matrices=False)
+    axes = (axes.T / (scale + 1e-3 * scale[0]) * math.sqrt(len(states)))[:, :COMPONENTS]  # to variances of 1
+    axes = np.vstack([axes, -usual @ axes])  # (C + 1, c): and to means of 0
+    axes = np.column_stack([axes, np.eye(len(axes))[-1]])  # (C + 1, c + 1): and a bias
+    shape = (axes.shape[1], len(pool) + len(ROLES))
 
     def fitness(population):
-        batch = rng.sample(lessons, min(16, len(lessons)))
-        pairs = [(p, weights) for weights in map(head, population) for p in batch]
-        found = rewards(run, pairs).reshape(len(population), len(batch))
-        return np.nansum(found, 1) / np.maximum(np.isfinite(found).sum(1), 1)
+        pairs = list(itertools.product(rng.sample(lessons, min(32, len(lessons))), population))
+        found = rewards(lambda p, x: trinity(axes @ x.reshape(shape), s, p, team, 0, ""), pairs, CALL_COST)
+        return np.nan_to_num(found).reshape(-1, len(population)).mean(0)
 
-    n = (len(scale) + 1) * (len(pool) + len(ROLES))
-    return head(evolve(fitness, n, POPULATION, GENERATIONS, s.seed))
+    return axes @ evolve(fitness, math.prod(shape), POPULATION, GENERATIONS, s.seed).reshape(shape)
 
 
 def evolve(fitness, n: int, size: int, generations: int, seed: int) -> np.ndarray:
     """Maximise fitness(population (size, n)) -> (size) from 0 on, by CMA-ES with a diagonal covariance, which
-    may learn (n + 2) / 3 times as fast (Ros & Hansen 2008). The constants are Hansen's defaults."""
+    may learn (n + 2) / 3 times as fast (Ros & Hansen 2008); the step and the covariance share a path."""
     rng = np.random.default_rng(seed)
-    parents = size // 2
-    w = math.log(parents + 0.5) - np.log(np.arange(1, parents + 1))
+    w = math.log(size / 2 + 0.5) - np.log(np.arange(1, size // 2 + 1))
     w /= w.sum()
     mu = 1 / (w ** 2).sum()
-    c_sigma = (mu + 2) / (n + mu + 3)
-    damping = 1 + c_sigma + 2 * max(0, math.sqrt((mu - 1) / (n + 1)) - 1)
-    c_path = 4 / (n + 4)
-    rank_one = 2 / (n + math.sqrt(2)) ** 2 / mu
-    rank_mu = (1 - 1 / mu) * min(1, (2 * mu - 1) / ((n + 2) ** 2 + mu))
-    c_cov = min(1, (rank_one + rank_mu) * (n + 2) / 3)
-    usual = math.sqrt(n) * (1 - 1 / (4 * n) + 1 / (21 * n ** 2))  # the length of a normal vector
-    sigma = 1.0
-    mean = np.zeros(n)
-    variances = np.ones(n)
-    path = np.zeros(n)
-    path_sigma = np.zeros(n)
-    for generation in tqdm(range(1, generations + 1), "trinity evolves", disable=None):
+    c_path = (mu + 2) / (n + mu + 3)
+    c_one = (n + 2) / 3 * 2 / (n + 1.4) ** 2 / mu
+    c_mu = min(1 - c_one, (n + 2) / 3 * (1 - 1 / mu) * (2 * mu - 1) / ((n + 2) ** 2 + mu))
+    mean, path, deviations = np.zeros(n), np.zeros(n), np.ones(n)
+    for _ in tqdm(range(generations), "trinity evolves", disable=None):
         z = rng.standard_normal((size, n))
-        y = np.sqrt(variances) * z
-        best = np.argsort(-fitness(mean + sigma * y))[:parents]
-        step = w @ y[best]
-        mean = mean + sigma * step
-        path_sigma = (1 - c_sigma) * path_sigma + math.sqrt(c_sigma * (2 - c_sigma) * mu) * (w @ z[best])
-        length = np.linalg.norm(path_sigma)
-        path = (1 - c_path) * path
-        if length < (1.4 + 2 / (n + 1)) * usual * math.sqrt(1 - (1 - c_sigma) ** (2 * generation)):
-            path = path + math.sqrt(c_path * (2 - c_path) * mu) * step
-        spread_of_best = path ** 2 / mu + (1 - 1 / mu) * (w @ y[best] ** 2)
-        variances = (1 - c_cov) * variances + c_cov * spread_of_best
-        sigma *= math.exp(c_sigma / damping * (length / usual - 1))
+        best = z[np.argsort(-fitness(mean + deviations * z))[:len(w)]]
+        mean = mean + deviations * (w @ best)
+        path = (1 - c_path) * path + math.sqrt(c_path * (2 - c_path) * mu) * (w @ best)
+        deviations *= np.sqrt(1 + c_one * (path ** 2 - 1) + c_mu * (w @ best ** 2 - 1))
+        deviations *= math.exp(c_path / (1 + c_path) * (np.linalg.norm(path) / math.sqrt(n) - 1))
     return mean
 
 

@@ -50,7 +50,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def settings(folder, monkeypatch):
     monkeypatch.setattr(evaluation, "MASROUTER_STEPS", 30)
-    monkeypatch.setattr(evaluation, "GENERATIONS", 30)
+    monkeypatch.setattr(evaluation, "GENERATIONS", 25)
     monkeypatch.setattr(evaluation, "POPULATION", 18)
     return evaluation.Settings(trinity=folder)
 
@@ -91,26 +91,30 @@ def test_while_they_learn_nobody_is_asked_the_same_twice(settings):
     asked = []
     for worker in pool:
         chat = worker.chat
-        worker.chat = lambda messages, nonce=None, name=worker.name, chat=chat: asked.append(str((name, messages))) or chat(messages)
+        worker.chat = lambda messages, nonce=None, name=worker.name, chat=chat, **_: asked.append(str((name, messages))) or chat(messages)
     train_trinity(pool, PROBLEMS[:5], settings)
     assert len(asked) < 64 + len(set(asked))  # but for those asked at a time
 
 
-@pytest.mark.parametrize("text, ends", [("ACCEPT", True), ("5", True), ("<answer>5</answer>", True), ("I am a coder; I find nothing here to work on.", True),
-                                        ("6", False), ("I would not ACCEPTED", False)])
+@pytest.mark.parametrize("text, ends", [("ACCEPT", True), ("I am a coder; I find nothing here to work on.", True), ("5", False), ("6", False),
+                                        ("I would not ACCEPTED", False)])
 def test_a_verifier_ends_it_by_accepting(text, ends, settings, monkeypatch):
-    """By that word, by the same answer or by finding nothing to do; the answer is the last worker's all the same, and stands last."""
+    """By that word or by finding nothing to do; the answer is the last worker's all the same, and stands last."""
     pool = [Says("solver", right), Says("judge", lambda question: text)]
     turns = iter([(0, "worker"), (1, "verifier"), (1, "thinker"), (0, "worker"), (1, "thinker")])
+    read = []
 
     def hidden_state(folder, text):
-        assert text.startswith("What comes after 4?")
+        read.append(text)
         worker, role = next(turns)
         return np.eye(5)[[worker, 2 + [*evaluation.ROLES].index(role)]].sum(0)
 
     monkeypatch.setattr(evaluation, "hidden_state", hidden_state)
     trace = trinity(np.eye(5), settings, PROBLEMS[4], pool, 0, "test")
     assert trace.answer == "5" and trace.calls == (2 if ends else 5) and trace.workers[-1] == "solver" and trace.error is None
+    question = PROBLEMS[4].question
+    newest = ["worker: 5", f"verifier: {text}", f"thinker: {text}", "worker: 5"]
+    assert read == [question, *(f"{question}\n{turn}" for turn in newest)][:trace.calls]
 
 
 def test_both_are_measured_saved_and_reused(settings, tmp_path, capsys, monkeypatch):
