@@ -32,6 +32,11 @@ def imported(name):
             yield node.module.split(".")[0]
 
 
+def readme():
+    with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
+        return f.read()
+
+
 @pytest.mark.parametrize("name", ORDER)
 def test_no_line_is_wider_than_110_columns(name):
     wide = [i for i, line in enumerate(source(name).split("\n"), 1) if len(line) > 110]
@@ -47,9 +52,13 @@ def test_what_stands_above_the_folds_is_read_in_an_evening():
     """And the README says which lines these are."""
     above = {name: source(name).partition("\n# Appendix: ")[0].count("\n") for name in ORDER}
     assert sum(above.values()) <= MOST_ABOVE_THE_FOLDS, above
-    with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
-        said = re.findall(r"\[`(\w+)\.py`\].* to line (\d+) of (\d+) \|", f.read())
+    said = re.findall(r"\[`(\w+)\.py`\].* to line (\d+) of (\d+) \|", readme())
     assert said == [(name, str(above[name]), str(source(name).count("\n"))) for name in ORDER]
+
+
+def test_the_readme_has_at_most_1800_words():
+    """What has no letter or digit, such as the bars of a table, is no word."""
+    assert len([word for word in readme().split() if re.search(r"\w", word)]) <= 1800
 
 
 @pytest.mark.parametrize("name", ORDER)
