@@ -359,10 +359,10 @@ SAMPLING = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_pena
 # platform.claude.com/docs/en/models/sonnet-5-5/whats-new-sonnet-5-5, openrouter.ai/docs/use-cases/
 # reasoning-tokens, docs.cloud.google.com/gemini-enterprise-agent-platform/models/thinking.
 GENERATIONS = [
-    (r"(openai/)?gpt-[6-9]", False, {"reasoning_effort": "low"}, {"reasoning_effort": "high"}),
-    (r"(openai/)?(o\d|gpt-5(?!-chat))", False, {"reasoning_effort": "minimal"}, {"reasoning_effort": "high"}),
-    (r"anthropic/claude-[a-z]+-[5-9]|google/gemini-[3-9]", False,
-     {"reasoning": {"effort": "low"}}, {"reasoning": {"effort": "high"}}),
+    (r"gpt-[6-9]", False, {"reasoning_effort": "low"}, {"reasoning_effort": "high"}),
+    (r"o\d|gpt-5(?!-chat)", False, {"reasoning_effort": "minimal"}, {"reasoning_effort": "high"}),
+    (r"openai/(o\d|gpt-5(?!-chat)|gpt-[6-9])|anthropic/claude-[a-z]+-[5-9]|google/gemini-[3-9]", False,
+     {"reasoning": {"effort": "low"}}, {"reasoning": {"effort": "high"}}),  # at OpenRouter
     (r"claude-sonnet-5-5", False, {"thinking": {"type": "between_tools"}, "output_config": {"effort": "low"}},
      {"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}}),
     (r"claude-[a-z]+-([5-9]|4-[7-9])\b", False,
@@ -548,7 +548,7 @@ def wire_params(protocol: str, model: str, params: dict) -> dict:
             raise WorkerError(f"{name} means nothing to the {protocol} protocol", bad_request=True)
         if name in ("n", "stream"):
             raise WorkerError(f"{name}: a call gives one reply, and streams it to on_text")
-        if name == "max_tokens" and "reasoning_effort" in reasoning:  # one of OpenAI's reasoning models
+        if name == "max_tokens" and "reasoning_effort" in reasoning:  # one that reasons, at OpenAI itself
             own_name = "max_completion_tokens"
         if name == "stop" and isinstance(value, str):
             value = [value]

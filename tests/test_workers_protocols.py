@@ -57,7 +57,8 @@ def test_openai_on_the_wire(monkeypatch):
             {"max_completion_tokens": 9, "reasoning_effort": "minimal"},
         ),
         ("openai", "gpt-5-mini-2025-08-07", {"top_p": 1, "max_tokens": 9}, {"max_completion_tokens": 9}),
-        ("openai", "openai/gpt-6.2-sol", {"top_k": 1, "max_tokens": 9}, {"max_completion_tokens": 9}),
+        ("openai", "gpt-6.2-sol", {"top_k": 1, "max_tokens": 9}, {"max_completion_tokens": 9}),
+        ("openai", "openai/gpt-6.2-sol", {"top_k": 1, "max_tokens": 9}, {"max_tokens": 9}),  # OpenRouter's name
         ("openai", "o3", {"logit_bias": {}, "max_tokens": 9}, {"max_completion_tokens": 9}),
         (
             "openai",
