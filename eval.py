@@ -57,8 +57,8 @@ from requests.adapters import HTTPAdapter, Retry
 from tqdm import tqdm
 
 from model import configure, read_json, write_json
-from workers import (ARITHMETIC, CAPITALS, ELEMENTS, FACTS, LOCAL, ORDERS, SKILL, SPANISH, SPELLING,
-                     WorkerError, load_pool)
+from workers import (ARITHMETIC, CAPITALS, ELEMENTS, FACTS, LIMITS, LOCAL, ORDERS, SKILL, SPANISH,
+                     SPELLING, WorkerError, load_pool)
 from workflow import (SOLVE_IT, Prompting, Step, Task, Trace, Workflow, conduct, execute, load_conductor,
                       sampled, seated, shape, subset)
 # -----------------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
     else:
         parts = [load(part, split, limit) for part in MIXES[name]]
         problems = list(itertools.chain(*parts))
-    return interleave(problems, random.Random(0))[:limit]
+    return interleave(problems, random.Random(0), again=name == "laptop")[:limit]
 
 
 def grade(problem: Problem, response: str) -> bool:
@@ -1540,8 +1540,6 @@ def check_sandbox(partial: bool):
             "with --sandbox=partial")
 
 
-
-
 def extract_code(response: str) -> str:
     """The last fenced block of a response, be its end missing; else what is in the last <answer> tag."""
     begin = r"```[\w+#.-]*[ \t]*\r?\n"
@@ -1723,15 +1721,16 @@ def draw_pool(problem: Problem, pool: list, k: int, rng: random.Random) -> list:
     return list(rng.choice(able))
 
 
-def interleave(problems: list[Problem], rng: random.Random) -> list[Problem]:
-    """Shuffle, with the kinds taking turns; a small kind starts again until the largest is through."""
+def interleave(problems: list[Problem], rng: random.Random, again: bool = False) -> list[Problem]:
+    """Shuffle, with the kinds taking turns. again: a small kind starts again until the largest is through."""
     kinds = {}
     for p in problems:
         kinds.setdefault(p.kind, []).append(p)
     for group in kinds.values():
         rng.shuffle(group)
     most = max(map(len, kinds.values()))
-    return [group[i % len(group)] for i in range(most) for group in kinds.values()]
+    turns = [group[i % len(group)] for i in range(most) for group in kinds.values()]
+    return turns if again else list({p.id: p for p in turns}.values())
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -1793,8 +1792,7 @@ AGGREGATE = "Compare the responses, decide which is right, and give the whole an
 
 
 def context(problem: Problem, pool: list, k: int, name: str) -> Trace:
-    limits = ("max_tokens", "max_completion_tokens")
-    longer = {key: 5 * value for key, value in pool[k].params.items() if key in limits}
+    longer = {key: 5 * value for key, value in pool[k].params.items() if key in LIMITS}
     return alone(problem, pool, k, name, **longer)
 
 
@@ -1837,13 +1835,16 @@ def majority(problem: Problem, responses: list[str]) -> int:
 
 
 def same_meaning(problem: Problem, answer: str, other: str) -> bool:
+    """Whether two responses agree. One that gives no answer, say as it was cut off, agrees with none."""
     if problem.grader == "letter":
         choices = problem.extra["choices"]
-        return pick_letter(answer, choices) == pick_letter(other, choices)
+        letter = pick_letter(answer, choices)
+        return letter is not None and letter == pick_letter(other, choices)
     if problem.grader in ("code", "unittest"):
-        return extract_code(answer) == extract_code(other)
+        code = extract_code(answer)
+        return code != "" and code == extract_code(other)
     gold = tagged(answer) if problem.grader == "exact" else final_answer(answer)
-    return grade(replace(problem, answer=gold), other)
+    return gold != "" and grade(replace(problem, answer=gold), other)
 
 
 def central(problem: Problem, responses: list[str]) -> int:
@@ -2839,9 +2840,8 @@ def check(s: Settings, names: list[str]) -> list[tuple[str, str]]:
             wanted += [("workers", worker) for worker in names]
         wanted += [(name, worker) for worker in names] if name in SEATS and not who else [(name, who)]
     for name, who in wanted:
-        folder = who if who and name in CONDUCTORS else s.checkpoint
         key = "trinity" if name == "trinity" else "checkpoint"
-        folder = s.trinity if name == "trinity" else folder
+        folder = who if who and name in CONDUCTORS else getattr(s, key)
         needed = name in CONDUCTORS or name in ("one-worker", "trinity")
         if needed and not os.path.exists(os.path.join(folder, "config.json")):
             raise FileNotFoundError(f"no model in {folder}: train.py leaves a run's checkpoint and reference "

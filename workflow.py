@@ -26,7 +26,7 @@ import torch
 
 from model import Qwen, Tokenizer, compute_dtype, configure, read_json
 from sample import Completion, generate
-from workers import WISHES, Handler, Reply, Server, WorkerError, load_pool, loopback_server
+from workers import LIMITS, WISHES, Handler, Reply, Server, WorkerError, load_pool, loopback_server
 
 
 class WorkflowError(ValueError):
@@ -412,8 +412,7 @@ def sampled(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature
 def seated(worker, nonce: str | None = None):
     """A worker in the Conductor's seat (Table 11); as in the paper it may write twice as much as elsewhere.
     There are no ids, and a lost call is an error. nonce names the run for the pool's replay file."""
-    names = ("max_tokens", "max_completion_tokens")
-    limits = {name: 2 * worker.params[name] for name in names if name in worker.params}
+    limits = {name: 2 * n for name, n in worker.params.items() if name in LIMITS}
 
     def write(chats, n, first, on_text):
         def call(i, j):

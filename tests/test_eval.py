@@ -410,7 +410,11 @@ def test_pools_that_can_solve_a_problem():
     ("short", ["<answer>Lima</answer>", "<answer>Oslo</answer>", "<answer>oslo</answer>"], 1),
     ("exact", ["a", "b", "<answer>b</answer>"], 1), ("exact", ["a", "b"], 0), ("exact", ["a", "b", "B"], 0),
     ("letter", ["<answer>A</answer>", "<answer>(B) no</answer>", "The answer is B.", "<answer>C</answer>"], 1),
-    ("code", ["```python\nprint(1)\n```", "So: ```python\nprint(2)\n```", "```python\nprint(2)\n```"], 1)])
+    ("code", ["```python\nprint(1)\n```", "So: ```python\nprint(2)\n```", "```python\nprint(2)\n```"], 1),
+    # What was cut off before its answer agrees with nothing.
+    ("letter", ["Let me see", "<answer>B</answer>", "First,", "<answer>B</answer>", "Hm"], 1), ("letter", ["Let me see", "First,"], 0),
+    ("code", ["Let me see", "```python\nprint(1)\n```", "First,", "Hm"], 1),
+    ("math", ["", "\\boxed{4}", "", "\\boxed{4}", ""], 1), ("exact", ["", "4", ""], 1)])
 def test_a_majority_is_of_meaning(grader, responses, chosen):
     """The answer with which most responses agree as the grader sees it, in whatever words; the first where several are."""
     assert majority(Problem("", "?", "hidden", "k", grader, 0, {"choices": ["yes", "no", "so"]}), responses) == chosen
@@ -464,6 +468,11 @@ def test_what_each_system_asks():
     bare = [{"role": "user", "content": "Why?"}]
     assert [(w, m) for w, m, *_ in asked("workers", "b")] == [("b", bare)]
     assert [(w, m, p) for w, m, _, p in asked("context", "b")] == [("b", bare, {"max_tokens": 500})] and pool[1].params == {"max_tokens": 100}
+    pool[2].params = {"maxOutputTokens": 7}  # Gemini's own name
+    assert [p for *_, p in asked("context", "c")] == [{"maxOutputTokens": 35}]
+    Sees.asked = []
+    evaluation.play(s, "laptop", problems, [pool], "seat", "c")
+    assert [p for *_, p in Sees.asked] == [{"maxOutputTokens": 14}] * 10
     assert [(w, m) for w, m, *_ in asked("consensus", "c")] == [("c", bare)] * 5
     assert [(w, m) for w, m, *_ in asked("smoothie")] == [(w, bare) for w in "abc"]
     reflect = asked("reflect", "c")

@@ -569,5 +569,14 @@ def test_prepare_with_too_few_candidates_takes_what_there_is_and_says_so(hub, kn
 
 
 def test_a_mix_is_tested_by_its_parts(hub):
+    """By turns, and by no problem twice: when a part has no more, the others go on."""
     found = load("recursion", "test", 20)
-    assert [p.kind for p in found] == ["livecodebench", "rlpr"] * 10
+    assert [p.kind for p in found] == ["livecodebench", "rlpr"] * 2 + ["rlpr"] * 16 and len({p.id for p in found}) == 20
+
+
+def test_a_mix_of_unequal_parts_has_each_problem_once(hub, monkeypatch, capsys):
+    monkeypatch.setattr(evaluation, "MIXES", {"paper": {"math500": 9, "mmlu": 3}, "recursion": {"math500": 4, "mmlu": 2}})
+    evaluation.main(["prepare"])
+    kinds = [p.kind for p in load("paper", "train")]
+    assert kinds == ["math500", "mmlu"] * 3 + ["math500"] * 6 and "data/paper.jsonl: 12 problems" in capsys.readouterr().out
+    assert len({p.id for p in load("paper", "train")}) == 12 and len(load("recursion", "train")) == 6
