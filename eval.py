@@ -144,7 +144,7 @@ SYSTEMS = {  # what --systems may name, and what each does
     "consensus": "five calls, and the answer that most agree with",
     "reflect": "five turns of self-reflection",
     "one-worker": "the Conductor's workflows, but this worker does every step",
-    "seat": "in the Conductor's seat, with ten tries at the format (Table 11)",
+    "seat": "in the Conductor's seat, with ten tries at the format (Table 11); these are not in its cost",
     # the pool
     "best-single": "the best of workers, in hindsight",
     "random": "a random workflow",
@@ -224,7 +224,7 @@ def measure(problems: list[Problem], repeats: list[list[Trace | None]]) -> dict:
     """What a system's traces [repeat][problem] come to: accuracy in %, over repeats; and means a question of
     calls, steps of the last round, tokens, cents (None: unknown) and accuracy divided by cents
     ("cost-adjusted performance", Tables 5 and 6). Questions whose workers were lost are in none of them, and
-    counted."""
+    counted. What it took to write the workflows, which a worker in the seat is paid for, is not in them."""
     shares = [accuracies(problems, traces) for traces in repeats]
     values = [100 * share["all"] for share in shares if share]
     everything = list(itertools.chain(*repeats))

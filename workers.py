@@ -352,7 +352,6 @@ SPELLING = {"turned around": "reverse", "shouted": "capitals", "thinned out": "v
 SAMPLING = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "logprobs",
             "top_logprobs", "logit_bias")
 
-
 # What the models of a generation take (the first row whose pattern fits a model's name holds): whether they
 # take sampling parameters, which else are not sent; the least reasoning (App. A.1); the most (Table 3).
 # Read on 2026-11-22: developers.openai.com/api/docs (models/gpt-6.2-sol, guides/deployment-checklist),
@@ -384,7 +383,7 @@ GOOGLE = ("gemini", "https://generativelanguage.googleapis.com/v1beta", "GEMINI_
 ANTHROPIC = ("anthropic", "https://api.anthropic.com/v1", "ANTHROPIC_API_KEY")
 OPENAI = ("openai", "https://api.openai.com/v1", "OPENAI_API_KEY")
 OPENROUTER = ("openai", "https://openrouter.ai/api/v1", "OPENROUTER_API_KEY")
-OWN = ("openai", "$OPEN_BASE_URL", None)  # say, a gateway to vLLM
+OWN = ("openai", "$OPEN_BASE_URL", None)  # say, vLLM; its --reasoning-parser keeps thoughts out of answers
 COOL = {"temperature": 0.2}  # App. A.1, as is how Qwen is decoded
 QWEN = {**COOL, "top_p": 0.8, "top_k": 20, "presence_penalty": 1.0}
 DIRECT = {"chat_template_kwargs": {"enable_thinking": False}}  # in vLLM's words
@@ -863,7 +862,8 @@ def response_data(response, body: bytes | dict) -> dict:
         status = code if code in range(400, 600) else 500
     if status != 200:
         text = at(error, "message") or error or body.decode("utf-8", "replace")
-        again = status in (408, 409, 429) or status >= 500
+        spent = at(error, "code") == "insufficient_quota"  # OpenAI's 429 for an account without credit
+        again = (status in (408, 409, 429) or status >= 500) and not spent
         raise WorkerError(f"HTTP {status}: {' '.join(str(text).split())}", bad_request=status in (400, 422),
                           retry=again and response.headers.get("x-should-retry") != "false",
                           busy=refused and status in (429, 503, 529), billed=not refused,
@@ -911,7 +911,7 @@ def read_event(event: bytes, ending: dict) -> str:
     ending |= {key: data[key] for key in ("error", "usage") if data.get(key)}
     text = ""
     for choice in data.get("choices") or []:
-        text += text_of(at(choice, "delta", "content"))
+        text += text_of(at(choice, "delta", "content")) or text_of(at(choice, "delta", "refusal"))
         if choice.get("finish_reason"):
             ending.setdefault("finish_reason", choice["finish_reason"])
     return text

@@ -249,6 +249,14 @@ def test_attempts_hold_for_a_busy_provider_too(waits):
     assert len(server.requests) == 3
 
 
+def test_a_spent_quota_is_no_busy_provider(waits):
+    """OpenAI's status for both is 429, and the code tells them apart (github.com/openai/codex/pull/6340)."""
+    body = {"error": {"message": "You exceeded it", "type": "insufficient_quota", "code": "insufficient_quota"}}
+    with always(body, 429) as server, pytest.raises(WorkerError, match="HTTP 429: You exceeded it .attempt 1,"):
+        worker(server).chat(CHAT)
+    assert len(server.requests) == 1 and not waits
+
+
 def test_no_attempt_starts_with_less_time_left_than_an_answer_takes(waits):
     with Rogue(lambda n, c: http(GOOD) if n == 0 else http({}, 429)) as server:
         w = worker(server, timeout=120, deadline=300)
@@ -402,6 +410,12 @@ def test_a_stream_is_told_as_it_comes(newline, size):
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+
+
+def test_a_refusal_is_streamed_as_text():
+    told, body = [], stream({"delta": {"content": None, "refusal": "I will"}}, {"delta": {"refusal": " not."}, "finish_reason": "stop"})
+    with always(body, Content_Type="text/event-stream") as server:
+        assert worker(server).chat(CHAT, on_text=told.append).text == "I will not." and told == ["I will", " not."]
 
 
 def test_each_piece_is_told_before_the_next_is_sent():
