@@ -211,7 +211,7 @@ def grades(problems: list[Problem], traces: list[Trace | None]) -> list[bool | N
 
 
 def accuracies(problems: list[Problem], traces: list[Trace | None]) -> dict[str, float]:
-    """Share of right answers, over all and by kind. A problem whose workers were lost counts for nobody."""
+    """Share of right answers, over all and by kind, of the problems whose workers were not lost."""
     found = {}
     for p, right in zip(problems, grades(problems, traces)):
         if right is not None:
