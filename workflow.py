@@ -482,7 +482,7 @@ def call_in_order(after: list[list[int]], call, end) -> Future:
                 in_thread(go_on, k)
             if over:
                 done.set_result(end())
-        except Exception as bug:  # Call i stays in `running`: no other thread takes all for done.
+        except BaseException as bug:  # Call i stays in `running`: no other thread takes all for done.
             stop.set()
             if not done.done():
                 done.set_exception(bug)
