@@ -311,8 +311,8 @@ def set_up(s: Settings, device: str) -> Run | None:
     model, tokenizer, reference = load_models(s, start, problems, pool, device)
     # What was read may be of an earlier run in this very place.
     on_rank0(lambda: rewind(s, first) if resumed else make_room(s))
-    say(f"{sizes(config)[1]:,} parameters on {world} x {device} in {s.dtype}, lr {s.lr:g}, {len(problems):,} "
-        f"problems, {len(pool)} workers: {', '.join(worker.name for worker in pool)}")
+    say(f"{sizes(model.config)[1]:,} parameters on {world} x {device} in {s.dtype}, lr {s.lr:g}, "
+        f"{len(problems):,} problems, {len(pool)} workers: {', '.join(worker.name for worker in pool)}")
     if s.warm_steps and not resumed:
         warm_start(model, tokenizer, problems, pool, s)
         say(f"warm start: {s.warm_steps} steps of the format")
