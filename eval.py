@@ -2471,6 +2471,7 @@ def checked(row: dict) -> Problem:
 
     wrong = [key for key in ("id", "question", "answer", "kind") if not isinstance(row.get(key), str)]
     must(not wrong, f"{', '.join(wrong)} missing or not a string")
+    (row["question"] + row["answer"]).encode()  # JSON can spell half an emoji, which nobody could read.
     problem = Problem(**{"grader": row["kind"] if row["kind"] in ASK else "exact", **row})
     grader = problem.grader
     extra = problem.extra
@@ -2481,9 +2482,8 @@ def checked(row: dict) -> Problem:
     if grader == "letter":
         choices = extra["choices"]
         must(texts(choices) and 2 <= len(choices) <= len(LETTERS), f"choices are 2 to {len(LETTERS)} texts")
-        letters = list(LETTERS[:len(choices)])
-        told = f"the answer {problem.answer!r} is none of the letters A to {letters[-1]}"
-        must(problem.answer in letters, told)
+        told = f"the answer {problem.answer!r} is none of the letters A to {LETTERS[len(choices) - 1]}"
+        must(problem.answer in [*LETTERS[:len(choices)]], told)
     tests = extra.get("tests")
     if grader == "code" and not isinstance(tests, dict):
         pairs = isinstance(tests, list) and all(texts(test) and len(test) == 2 for test in tests)

@@ -184,8 +184,8 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
     rollouts (GRPO); "token", by all tokens (DAPO); "constant", by rollouts times max_new_tokens (Dr. GRPO,
     arXiv 2503.20783).
 
-    Returns the means of STATISTICS over all ranks' tokens that teach something, grad_norm before clipping,
-    and skipped (0 or 1)."""
+    Returns the means of STATISTICS over all ranks' tokens that teach something (None where none does),
+    grad_norm before clipping, and skipped (0 or 1)."""
     device = model.device
     world = dist.get_world_size() if dist.is_initialized() else 1
     # Groups without spread are not computed, but they are part of the mean.
@@ -216,7 +216,7 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     *totals, tokens = over_ranks(sums.tolist(), device)
-    means = {name: total / max(tokens, 1) for name, total in zip(STATISTICS, totals)}
+    means = {name: total / tokens if tokens else None for name, total in zip(STATISTICS, totals)}
     return means | {"grad_norm": norm, "skipped": int(not np.isfinite(norm))}
 
 

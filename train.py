@@ -20,6 +20,7 @@ import math
 import os
 import random
 import resource
+import shlex
 import shutil
 import signal
 import sys
@@ -38,11 +39,11 @@ from tqdm import tqdm
 
 import eval as evaluation
 from eval import grade, load, random_completion
-from grpo import HEAD_LOGITS, LOSSES, importance, packed_logprobs, set_advantages, update
+from grpo import HEAD_LOGITS, LOSSES, importance, n_written, packed_logprobs, set_advantages, update
 from model import Config, Qwen, Tokenizer, compute_dtype, configure, fetch
 from model import read_json, write_json, write_tensors
 from sample import PREFILL_TOKENS, Completion
-from workers import Reply, WorkerError, load_pool
+from workers import LOCAL, Reply, WorkerError, load_pool
 from workflow import READ_AT_ONCE, Prompting, Rollout, Task, Trace, Workflow, ask, parse, roll_out, sampled
 
 
@@ -54,7 +55,7 @@ class Settings:
     init_from: str = ""  # a checkpoint folder or a name on the Hugging Face hub; "": a tiny model
     data: str = "laptop"
     pool: str = "local"
-    budget: float = 0.0  # dollars that the workers may cost; before it is passed the run stops. 0: no limit
+    budget: float = 0.0  # dollars for workers, before which it stops; --resume has as many more. 0: no limit
     replay: str = ""  # a file that keeps the replies: a run started again does not pay for them again
     sandbox: str = ""  # partial: train on code though this system lacks part of the sandbox
     # how the Conductor is asked (workflow.Prompting)
@@ -223,11 +224,12 @@ def learn(run: Run, groups, s: Settings, iteration: int) -> list[dict]:
     objective = dict(clip=s.clip, clip_high=s.clip_high, beta=s.beta * (1 - iteration / s.iterations),
                      reference=run.reference, loss=s.loss, max_new_tokens=s.max_new_tokens)
     known = [[r for r in group if r.reward is not None] for group in groups]  # The others were lost.
+    minibatches = [my_share(itertools.chain(*(group[m::s.minibatches] for group in known)))
+                   for m in range(s.minibatches)]
     if s.importance:
-        gap = importance(run.model, my_share(itertools.chain(*known)), s.importance, **how)
+        gap = importance(run.model, [*itertools.chain(*minibatches)], s.importance, **how)
     steps = []
-    for m in [*range(s.minibatches)] * s.epochs:
-        minibatch = my_share(itertools.chain(*(group[m::s.minibatches] for group in known)))
+    for minibatch in minibatches * s.epochs:
         steps.append(update(run.model, run.optimizer, minibatch, **objective, **how) | {"lr": lr})
     if s.importance:
         steps[0]["gap"] = gap
@@ -264,7 +266,7 @@ def train(s: Settings, device: str):
             held_out = accuracy_now(run, s)
             clock.lap("evaluation")
         write_traces(s, iteration, groups)
-        log(s, metrics(iteration, groups, steps, clock.seconds, held_out, run.model.config), report)
+        log(s, metrics(s, iteration, groups, steps, clock.seconds, held_out, run.model.config), report)
         for step in steps:
             skipped = skipped + 1 if step["skipped"] else 0
             if skipped == 3:
@@ -282,8 +284,9 @@ def train(s: Settings, device: str):
     bill(run.pool)
     as_before(stopping)
     finish(run, s)
+    question = shlex.quote(min((problem.question for problem in run.test), key=len))
     say(f"{time.perf_counter() - began:.0f} s from start to end. Next: "
-        f"python workflow.py \"{run.test[-1].question}\" --checkpoint={s.out}/checkpoint --pool={s.pool}")
+        f"python workflow.py {question} --checkpoint={s.out}/checkpoint --pool={s.pool}")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -308,16 +311,15 @@ def set_up(s: Settings, device: str) -> Run | None:
     model, tokenizer, reference = load_models(s, start, problems, pool, device)
     # What was read may be of an earlier run in this very place.
     on_rank0(lambda: rewind(s, first) if resumed else make_room(s))
-    say(f"{sizes(config)[1]:,} parameters on {world} x {device} in {s.dtype}, lr {s.lr:g}, {len(problems):,} "
-        f"problems, {len(pool)} workers: {', '.join(worker.name for worker in pool)}")
+    say(f"{sizes(model.config)[1]:,} parameters on {world} x {device} in {s.dtype}, lr {s.lr:g}, "
+        f"{len(problems):,} problems, {len(pool)} workers: {', '.join(worker.name for worker in pool)}")
     if s.warm_steps and not resumed:
         warm_start(model, tokenizer, problems, pool, s)
         say(f"warm start: {s.warm_steps} steps of the format")
     if s.beta and reference is None:
         reference = gather(model, s)
         save_for_use(s, os.path.join(s.out, "reference"), model, tokenizer)
-    betas = (0.9, s.beta2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=s.lr, betas=betas, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, s.beta2), weight_decay=0.0, fused=True)
     dry_step(model, optimizer, reference, s, len(tokenizer))
     if resumed:
         restore(model, optimizer, start)
@@ -519,66 +521,63 @@ def warm_start(model, tokenizer, problems, pool, s: Settings):
 # What a run tells
 
 
-def metrics(iteration, groups, steps, seconds, held_out, config: Config) -> dict:
+def metrics(s: Settings, iteration, groups, steps, seconds, held_out, config: Config) -> dict:
     """A line of metrics.jsonl. Means are over first rounds; `again` is about second ones. None is unknown."""
     rollouts = [*itertools.chain(*groups)]
     first = [r for r in rollouts if r.task.previous is None]
     known = [r for r in first if r.right is not None]
-    ran = [r for r in first if r.trace]
+    written = [r for r in rollouts if r.completion]  # Too long a prompt gets no completion.
+    ran = [r for r in first if r.trace and r.completion]
     replies = [reply for r in rollouts if r.trace for reply in r.trace.replies if reply]
     costs = [reply.cost for reply in replies]
     names = collections.Counter(itertools.chain(*(r.trace.workers for r in ran)))
-    written = [r.completion for r in rollouts if r.completion]  # Too long a prompt gets no completion.
-    lengths = [len(completion.tokens) for completion in written]
-    rewards = [{r.reward for r in group if r.reward is not None} for group in groups]
+    lengths = [*map(n_written, written)]
+    computed = [[r for r in group if r.reward is not None and (r.advantage or s.beta)] for group in groups]
     m = {
         "iteration": iteration,
         "reward": mean(r.reward for r in known),
         "accuracy": mean(r.right for r in known),
         "held_out": held_out,  # accuracy on problems that are not trained on
-        "parsed": mean(r.trace is not None for r in first),
-        "flat": mean(len(values) < 2 for values in rewards),  # groups without spread, which teach nothing
+        "parsed": mean(r.trace is not None for r in first if r.completion),
+        "flat": mean(not any(r.advantage for r in group) for group in groups),  # they teach nothing
         "lost": sum(r.right is None for r in rollouts),
         "steps": mean(map(n_steps, ran)),
         "calls": len(replies),
         "cost": None if None in costs else sum(costs),  # dollars
         "tokens": mean(lengths),
         "longest": max(lengths, default=0),
-        "cut": mean(not completion.finished for completion in written),  # share that reached max_new_tokens
+        "cut": mean(not r.completion.finished for r in written),  # share that reached max_new_tokens
         "lr": steps[0]["lr"],
         "gap": steps[0]["gap"],
         "skipped": sum(step["skipped"] for step in steps),
     }
     for key in ("approx_kl", "clipfrac", "kl", "entropy", "grad_norm"):
-        m[key] = mean(step[key] for step in steps)
+        m[key] = mean(step[key] for step in steps if step[key] is not None)
     m["tokens_per_second"] = round(sum(lengths) / sum(seconds.values()))
-    m["mfu"] = utilisation(groups, seconds["training"], config)
+    m["mfu"] = utilisation([*filter(None, computed)] * s.epochs, seconds["training"], config)
     m["memory"] = peak_memory() / GiB  # of rank 0
     m["seconds"] = seconds
-    m["by_kind"] = {}
-    m["steps_by_kind"] = {}
+    m |= {"by_kind": {}, "steps_by_kind": {}}
     for kind in dict.fromkeys(r.task.problem.kind for r in first):
         m["by_kind"][kind] = mean(r.right for r in known if r.task.problem.kind == kind)
         m["steps_by_kind"][kind] = mean(n_steps(r) for r in ran if r.task.problem.kind == kind)
     m["workers"] = {name: names[name] / names.total() for name in sorted(names)}  # shares of the steps
     second = [r for r in rollouts if r.task.previous is not None and r.right is not None]
     if second:
-        kept = {right: [] for right in (True, False)}  # whether empty lists kept a right answer, a wrong one
-        for r in second:
-            kept[r.task.previous.right].append(r.trace is not None and n_steps(r) == 0)
+        keeps = [(r.task.previous.right, r.trace is not None and n_steps(r) == 0) for r in second]
         m["again"] = {
             "before": mean(r.task.previous.right for r in second),
             "accuracy": mean(r.right for r in second),
             "parsed": mean(r.trace is not None for r in second),
-            "kept_right": mean(kept[True]),
-            "kept_wrong": mean(kept[False]),
+            "kept_right": mean(kept for right, kept in keeps if right),  # by empty lists
+            "kept_wrong": mean(kept for right, kept in keeps if not right),
         }
     return m
 
 
-def mean(values) -> float:
+def mean(values) -> float | None:
     values = list(values)
-    return sum(values) / max(len(values), 1)
+    return sum(values) / len(values) if values else None
 
 
 def n_steps(rollout: Rollout) -> int:
@@ -589,8 +588,9 @@ def log(s: Settings, m: dict, report):
     """Write metrics to metrics.jsonl, and their numbers to the screen and to whoever else gets them."""
     if dist.get_rank():
         return
-    if not math.isfinite(m["grad_norm"]):
-        m["grad_norm"] = None  # JSON knows no NaN
+    for key, value in m.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            m[key] = None  # JSON knows no NaN
     with open(os.path.join(s.out, "metrics.jsonl"), "a") as f:
         f.write(json.dumps(m) + "\n")
     numbers = {key: value for key, value in m.items() if isinstance(value, int | float)}
@@ -810,12 +810,12 @@ def save_for_use(s: Settings, folder: str, model, tokenizer):
 
 
 def score(s: Settings) -> float:
-    """By which the best checkpoint is kept: the last held-out accuracy, or without any the mean accuracy in
-    training since the checkpoint before."""
+    """By which the best checkpoint is kept: the last held-out accuracy, 0 before the first; where none is
+    measured the mean accuracy in training since the checkpoint before."""
+    key, last = ("held_out", 1) if s.eval_every else ("accuracy", s.save_every)
     with open(os.path.join(s.out, "metrics.jsonl")) as f:
-        lines = [json.loads(line) for line in f]
-    held_out = [line["held_out"] for line in lines if line["held_out"] is not None]
-    return held_out[-1] if held_out else mean(line["accuracy"] for line in lines[-s.save_every:])
+        values = [json.loads(line)[key] for line in f]
+    return mean([value for value in values if value is not None][-last:]) or 0.0
 
 
 def restore(model, optimizer, folder: str):
@@ -888,10 +888,8 @@ def rewind(s: Settings, iteration: int):
     """Cut metrics.jsonl after so many iterations, and say which settings are new."""
     settings = os.path.join(s.out, "settings.json")
     old = read_json(settings)
-    changed = []
-    for key, value in asdict(s).items():
-        if value != old.get(key) and key != "resume":
-            changed.append(f"{key} {old.get(key)} -> {value}")
+    changed = [f"{key} {old.get(key)} -> {value}" for key, value in asdict(s).items()
+               if value != old.get(key) and key != "resume"]
     beside = f", with changed settings: {', '.join(changed)}" if changed else ""
     tqdm.write(f"going on in {s.out} after iteration {iteration}{beside}")
     file = os.path.join(s.out, "metrics.jsonl")
@@ -969,7 +967,7 @@ def utilisation(groups, seconds: float, config: Config) -> float | None:
     total = 0.0
     for group in groups:
         prompt = len(group[0].prompt)
-        written = sum(len(r.completion.tokens) for r in group if r.completion)
+        written = sum(map(n_written, group))
         total += 3 * forward_flops(config, prompt, written, prompt + written / len(group) / 2)
     return total / (seconds * peaks()[0] * dist.get_world_size())
 
@@ -1036,7 +1034,7 @@ def what_would_fit(s: Settings, config: Config, prompt: int, room: float) -> str
 
 def estimate(s: Settings, config: Config, pool) -> tuple[str, str]:
     """What a run takes, with its assumptions, and what it lacks of the device's memory, "" if nothing."""
-    local = s.pool.startswith("local")
+    local = s.pool in LOCAL
     chat = ask(Task("x" * (40 if local else 400), pool), prompting(s))
     prompt = sum(len(turn["content"]) for turn in chat) // 4
     if s.recursion:
@@ -1162,6 +1160,8 @@ def check_settings(s: Settings):
 
 def lacking(s: Settings, start: str, config: Config, pool):
     """Yield what the run lacks beside memory and a model."""
+    if s.max_new_tokens >= config.max_position_embeddings:
+        yield f"room for a prompt (--max_new_tokens={s.max_new_tokens} is all that the model can read)"
     if s.subset > len(pool):
         yield f"workers (--subset={s.subset}, and the pool has {len(pool)} workers)"
 

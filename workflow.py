@@ -404,7 +404,8 @@ def sampled(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature
             def finished(k, j, completion):
                 on_text(batch[k], j, tokenizer.decode(completion.tokens), prompts[batch[k]], completion)
 
-            generate(model, [prompts[i] for i in batch], n, prompting.max_new_tokens, temperature, seed=seed,
+            own = seed + start * 10**9  # A prompt that an earlier batch had, too, draws other numbers.
+            generate(model, [prompts[i] for i in batch], n, prompting.max_new_tokens, temperature, seed=own,
                      eos_id=tokenizer.end_ids, n_ids=len(tokenizer), on_finish=finished, first=first)
     return write
 
@@ -481,7 +482,7 @@ def call_in_order(after: list[list[int]], call, end) -> Future:
                 in_thread(go_on, k)
             if over:
                 done.set_result(end())
-        except Exception as bug:  # Call i stays in `running`: no other thread takes all for done.
+        except BaseException as bug:  # Call i stays in `running`: no other thread takes all for done.
             stop.set()
             if not done.done():
                 done.set_exception(bug)
@@ -512,7 +513,6 @@ LIST_BEGINS = re.compile(NAME, re.VERBOSE)
 MORE = re.compile(r"[ \t]*(?:\*[ \t]*\w|\+|\[|\.\w+\()")  # makes an expression of a list: [0]*6, [0].pop()
 # Some models go on to invent a further question, and its workflow is none for this one.
 NEXT_QUESTION = re.compile(r"^[\s>#*]{0,8}(?:\w{1,12} )?[Qq]uestion(?: \d{1,3})?[* ]{0,4}[:：]", re.MULTILINE)
-
 
 
 

@@ -454,6 +454,7 @@ GOOD = {"question": "1+1?", "answer": "2", "kind": "sums"}
     *((json.dumps({**GOOD, "kind": "code", "extra": {"function": None, "tests": tests}}), "tests .* pairs") for tests in (
         [], [["1"]], [[1, 2]], [{"input": "1", "output": "2"}], "12", 7)),
     (json.dumps({**GOOD, "kind": "letter", "extra": ["choices"]}), "extra is not an object"),
+    (json.dumps({**GOOD, "question": "\ud83d?"}), "surrogates not allowed"),
     (json.dumps({**GOOD, "grader": "maths"}), "no grader 'maths'"), (json.dumps({**GOOD, "grader": ["math"]}), "no grader"),
     ("", "Expecting value"), ("[1]", ""), ("7", ""), ("{", ""), ("[" * 100_000, ""), ('{"question": "\xff', "")])
 def test_a_users_file_with_a_fault_names_line_and_field(tmp_path, line, told):

@@ -156,27 +156,28 @@ def test_memory_is_free_for_the_next_phase(tmp_path, monkeypatch, in_process):
 
 
 def test_the_best_checkpoint_is_the_best_on_held_out_problems(tmp_path):
-    """The score is the last held-out accuracy, or without any the mean accuracy since the last save: never
-    one iteration's luck."""
-    s = Settings(out=str(tmp_path), save_every=4, eval_every=8)
+    """The score is the last held-out accuracy, 0 before the first; where none is measured, the mean accuracy
+    since the last save. The two are never compared, nor does one iteration's luck count."""
+    s = Settings(out=str(tmp_path), save_every=4, eval_every=0)
     lines = [{"accuracy": i / 10, "held_out": None} for i in range(9)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert train.score(s) == pytest.approx(0.65)
+    assert train.score(s) == pytest.approx(0.65) and train.score(replace(s, eval_every=8)) == 0.0
     lines[3]["held_out"], lines[7]["held_out"] = 0.1, 0.9
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert train.score(s) == 0.9
+    assert train.score(replace(s, eval_every=8)) == 0.9
 
 
 def test_a_prompt_too_long_for_the_conductor_is_a_lost_rollout():
-    """It has no completion, and the iteration's line is written all the same."""
+    """It has no completion, neither parses nor fails to, and the iteration's line is written all the same."""
     tiny = train.tiny_config(Settings(), 900)
     task = Task("Why?", [], problem=Problem("", "Why?", "", "why"))
     lost = Rollout(task, "", [], None, Trace("Why?", Workflow([]), [], [], 0.0, "too long"), right=None)
     fine = Rollout(task, "?", [1, 2], Completion([3, 4], [0.0, 0.0], True), reward=0.0)
     step = dict.fromkeys(("lr", "gap", "skipped", "approx_kl", "clipfrac", "kl", "entropy", "grad_norm"), 0.0)
-    for group, tokens in (([lost, fine], 2.0), ([lost, lost], 0.0)):
-        line = train.metrics(0, [group], [step], {"training": 1.0}, None, tiny)
-        assert (line["lost"], line["tokens"]) == (group.count(lost), tokens)
+    for group, tokens, parsed in (([lost, fine], 2.0, 0.0), ([lost, lost], None, None)):
+        line = train.metrics(Settings(), 0, [group], [step], {"training": 1.0}, None, tiny)
+        assert (line["lost"], line["tokens"], line["parsed"]) == (group.count(lost), tokens, parsed)
+        assert line["accuracy"] == line["by_kind"]["why"] == parsed and line["steps"] is None
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -514,7 +515,7 @@ def test_train_refuses(case, refused):
         ("--reference={tmp}/none", "reference policy .*none"), ("--resume", "without --beta"),
         ("laptop", "'laptop'"), ("--report=paper", "tensorboard, wandb"), ("--dtype=fp8", "fp8"),
         ("--eval_every=-1", "--eval_every=-1"), ("--replay={tmp_path}/out/replies", "outside of --out"),
-        ("--rollouts=0", "--rollouts=0"), ("--iterations=-1", "--iterations=-1"), ("--style=shrt", "shrt"),
+        ("--rollouts=0", "--rollouts=0"), ("--max_new_tokens=1024", "room for a prompt"), ("--iterations=-1", "--iterations=-1"), ("--style=shrt", "shrt"),
         ("--width=30", "--width=30"), ("--sandbox=half", "partial"), ("--max_steps=0", "--max_steps=0"),
         ("--temperature=0", "--temperature=0"), ("--warm_batch=0", "--warm_batch=0")],
 )

@@ -1,9 +1,13 @@
 """What a run takes, against numbers worked by hand, on faked devices; what is refused, and what would fit
 instead."""
+import json
 import math
 import os
+import random
 import re
+import shlex
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,11 +17,11 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import train
 import workers
 from eval import Problem, grade
-from model import Config
+from model import Config, Qwen
 from sample import Completion
 from train import PRESETS, Settings
-from train_runs import Ended, Forked, metrics, rollouts, runs, timeless, weights
-from workflow import Rollout
+from train_runs import TINY, Ended, Forked, metrics, rollouts, runs, timeless, weights
+from workflow import Rollout, Task
 
 # Qwen2.5-0.5B
 SMALL = Config(151936, 896, 4864, 24, num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True)
@@ -137,6 +141,7 @@ def test_calls_dollars_and_seconds_by_hand(machine):
         and "without 4 workers whose price is unknown" in text)
     assert f"sampling {1024 * 2 * 7_615_616_512 / 3.35e12 / 0.65:.0f} (at 65 %" in text
     assert "disk      113.5 GiB a checkpoint" in text
+    assert "20 s each" in train.estimate(replace(s, pool="local-vllm.json"), Config(), pool)[0]
     machine(85, 2, "Some GPU")
     text, _ = train.estimate(s, Config(), pool)
     assert (
@@ -155,6 +160,38 @@ def test_utilisation_by_hand(machine):
     assert train.utilisation([group, group], 0.5, config) == pytest.approx(flops / 0.5 / 989e12 / 2)
     machine(85, 2, "Some GPU")
     assert train.utilisation([group], 0.5, config) is None
+
+
+def test_utilisation_is_of_what_was_computed(machine):
+    """What is lost, and without a KL term what has no advantage, is not computed; with two epochs the rest is twice.
+    Where nothing is, the statistics of the update are unknown, and in no mean."""
+    machine(85, 2)
+    task, config, s = Task("Why?", [], problem=Problem("", "Why?", "", "why")), Config(), Settings(beta=0.0)
+    spread, even, lost = ([
+        Rollout(task, "", [1] * 100, Completion([1] * 50, [], True), right=r and r == 1.0, reward=r, advantage=a)
+        for r, a in two] for two in ([(0.0, -1.0), (1.0, 1.0)], [(0.5, 0.0)] * 2, [(None, 0.0)] * 2))
+    names = ("gap", "approx_kl", "clipfrac", "kl", "entropy")
+    steps = [dict.fromkeys(("lr", "skipped", "grad_norm", *names), 1.0)]
+    steps.append({"grad_norm": 0.0, "skipped": 0, **dict.fromkeys(names)})
+    for how, computed in (
+        ({}, [spread]), ({"epochs": 2}, [spread, spread]), ({"beta": 0.1}, [spread, even])):
+        line = train.metrics(
+            replace(s, **how), 0, [spread, even, lost], steps, {"training": 1.0}, None, config)
+        assert line["mfu"] == pytest.approx(train.utilisation(computed, 1.0, config)) and line["mfu"] > 0
+        assert (line["entropy"], line["grad_norm"]) == (1.0, 0.5)
+
+
+def test_the_last_command_can_be_pasted(checkpoint, tmp_path, in_process, capsys):
+    """Into a shell, whatever the questions are; the shortest is in it."""
+    odd = "What's `ls`,\n\"$HOME\" and {3 + 4}?"
+    rows = [{"question": question, "answer": "7", "kind": "odd"} for question in (odd, odd * 100)]
+    (tmp_path / "odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train.main([
+        "--preset=laptop", f"--init_from={checkpoint}", *TINY, "--max_new_tokens=16", f"--out={tmp_path}/out",
+        f"--test_data={tmp_path}/odd.jsonl", "--test=2"])
+    command = capsys.readouterr().out.partition(" Next: ")[2]
+    assert shlex.split(command) == [
+        "python", "workflow.py", odd, f"--checkpoint={tmp_path}/out/checkpoint", "--pool=local"]
 
 
 def test_the_memory_of_a_run_on_a_cpu_beside_gpus(machine, monkeypatch):
@@ -214,6 +251,36 @@ def test_options_of_the_trainer(checkpoint, tmp_path):
         assert (line == lines["plain"]) == same and math.isfinite(line["grad_norm"]), name
         assert (weights(tmp_path / name) == weights(tmp_path / "plain")) == same, name
         assert line["gap"] < (0.05 if name == "bf16" else 1e-5), name
+
+
+def test_importance_weights_reach_every_minibatch(monkeypatch):
+    """On any number of ranks a rank weighs the very rollouts that it then trains on, and all of them are trained on
+    once an epoch."""
+    model = Qwen(train.tiny_config(Settings(width=16, layers=1), 40))
+    optimizer = torch.optim.SGD(model.parameters())
+    rng = random.Random(0)
+    groups = []
+    for _ in range(3):
+        rewards = [None, *rng.choices((0.0, 1.0), k=8)]
+        groups.append([
+            Rollout(None, "", [1], Completion([1] * rng.randint(1, 30), [], True), reward=r) for r in rewards])
+    s = Settings(minibatches=3, epochs=2, importance=2.0, iterations=2)
+    run = train.Run(0, [], [], [], [], model, optimizer, None)
+    for world in (1, 2, 3):
+        monkeypatch.setattr(train.dist, "get_world_size", lambda world=world: world)
+        trained = []
+        for rank in range(world):
+            monkeypatch.setattr(train.dist, "get_rank", lambda rank=rank: rank)
+            weighed, steps = [], []
+            monkeypatch.setattr(
+                train, "importance", lambda model, rollouts, *_, weighed=weighed, **__: weighed.extend(rollouts))
+            monkeypatch.setattr(
+                train, "update", lambda model, optimizer, batch, steps=steps, **_: steps.append(batch) or {})
+            train.learn(run, groups, s, 0)
+            assert len(steps) == 6 and steps[:3] == steps[3:]
+            assert sorted(map(id, weighed)) == sorted(id(r) for batch in steps[:3] for r in batch)
+            trained += weighed
+        assert sorted(map(id, trained)) == sorted(id(r) for group in groups for r in group[1:])
 
 
 def test_the_reward_is_a_setting(checkpoint, tmp_path):

@@ -2,6 +2,7 @@
 happened."""
 import copy
 import json
+import math
 import os
 import re
 import signal
@@ -222,7 +223,7 @@ def test_three_steps_that_are_not_finite_end_the_run(checkpoint, tmp_path, monke
     def update(*how, **more):
         steps.append(1)
         # The first is the dry step
-        return real(*how, **more) | {"skipped": int(len(steps) > 2), "grad_norm": float("nan")}
+        return real(*how, **more) | {"skipped": int(len(steps) > 2), "grad_norm": math.nan, "entropy": math.inf}
 
     monkeypatch.setattr(train, "update", update)
     with pytest.raises(SystemExit, match=f"three gradients in a row .*{tmp_path}/out/checkpoint"):
@@ -233,7 +234,7 @@ def test_three_steps_that_are_not_finite_end_the_run(checkpoint, tmp_path, monke
         )
     assert [line["skipped"] for line in metrics(tmp_path / "out")] == [1, 2] and os.listdir(
         tmp_path / "out/checkpoints") == ["00001"]
-    assert metrics(tmp_path / "out")[0]["grad_norm"] is None
+    assert metrics(tmp_path / "out")[0]["grad_norm"] is metrics(tmp_path / "out")[0]["entropy"] is None
 
 
 BROKEN = """

@@ -518,6 +518,18 @@ def test_what_fails_is_raised_at_once(where):
     assert [job.result(60) for job in jobs] == [0] * len(jobs) and len(calls) == 1  # B. was not asked for
 
 
+def test_what_exits_in_a_thread_is_raised():
+    """sys.exit, say in a grader of one's own, does not leave the rollouts waiting for ever."""
+    def grade(problem, answer):
+        raise SystemExit("no grader")
+
+    def write(chats, n, first, on_text):
+        on_text(0, 0, lists("[0]", '["A."]', "[[]]"))
+
+    with pytest.raises(SystemExit, match="no grader"):
+        wf.roll_out(write, [Task("Why?", [Local("quick", lambda chat: "quick")])], grade=grade)
+
+
 def test_a_task_that_nobody_waits_for_stops():
     gone = threading.Event()
 

@@ -87,6 +87,17 @@ def test_a_checkpoint_writes(checkpoint):
     assert errors == [(0, 0, "", why), (2, 0, "", why), (1, 0, LEARNED, None)]
 
 
+def test_a_question_that_is_asked_again_gets_other_workflows(checkpoint, monkeypatch):
+    """Also where its prompts do not fit into one batch. The first batch is what it is alone."""
+    write = wf.sampled(*wf.load_conductor(checkpoint), 5.0, seed=7)
+    chats = [messages("Why?", 1, style="short")] * 3
+    alone = write_all(write, chats[:1], 2)
+    for at_once in (wf.READ_AT_ONCE, 1):
+        monkeypatch.setattr(wf, "READ_AT_ONCE", at_once)
+        written = write_all(write, chats, 2)
+        assert alone.items() <= written.items() and len({*written.values()}) == 6
+
+
 def test_a_checkpoint_is_loaded_in_its_own_dtype(checkpoint, tmp_path, monkeypatch):
     """Also on a device that has units for bf16, which decides only where conductor.json does not."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
