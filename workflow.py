@@ -515,7 +515,6 @@ MORE = re.compile(r"[ \t]*(?:\*[ \t]*\w|\+|\[|\.\w+\()")  # makes an expression 
 NEXT_QUESTION = re.compile(r"^[\s>#*]{0,8}(?:\w{1,12} )?[Qq]uestion(?: \d{1,3})?[* ]{0,4}[:：]", re.MULTILINE)
 
 
-
 def lists_in(text: str):
     """Yield the name of each list in the text, and its value or in words what is wrong with it, up to a next
     question."""
