@@ -2752,7 +2752,7 @@ def average(files: list[str]) -> str:
         runs.append(read_json(file))
         if not isinstance(runs[-1], dict) or not all(isinstance(row, dict) for row in runs[-1].values()):
             raise ValueError(f"{file} is not what eval.py writes with --out")
-    lines = [f"{'':<66}{'mean':>9} ± 95 % interval of the mean over {len(files)} files, by Student's t"]
+    rows = []
     for system in runs[0]:
         found = [dict(flat(run.get(system, {}))) for run in runs]
         for key in found[0]:
@@ -2760,11 +2760,13 @@ def average(files: list[str]) -> str:
             if None not in values:  # else it is unknown, or not in every file
                 told = "  ".join(f"{value:.3f}" for value in values)
                 interval = spread(values)["95 % ±"]
-                lines.append(f"{system:<40}{key:<26}{mean_or_none(values):9.3f} ± {interval:.3f}   {told}")
-    if len(lines) == 1:
+                rows.append((system, key, f"{mean_or_none(values):9.3f} ± {interval:.3f}   {told}"))
+    if not rows:
         has = [f"{file} has {', '.join(run) or 'nothing'}" for file, run in zip(files, runs)]
         raise ValueError("no number is in all of the files:\n" + "\n".join(has))
-    return "\n".join(lines)
+    names, keys = (max(map(len, column)) + 2 for column in [*zip(*rows)][:2])
+    head = f"{'mean':>{names + keys + 9}} ± 95 % interval of the mean over {len(files)} files, by Student's t"
+    return "\n".join([head, *(f"{system:<{names}}{key:<{keys}}{told}" for system, key, told in rows)])
 
 
 def flat(numbers: dict, before: str = ""):

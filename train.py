@@ -242,7 +242,7 @@ def train(s: Settings, device: str):
     run = set_up(s, device)
     if s.dry_run:
         return say("the run lacks nothing; without --dry_run it begins")
-    report = reporter(s)
+    report = reporter(s, run.first)
     stopping = on_signals()  # why the run shall end
     skipped = 0  # steps in a row
     for iteration in range(run.first, s.iterations):
@@ -271,8 +271,7 @@ def train(s: Settings, device: str):
             skipped = skipped + 1 if step["skipped"] else 0
             if skipped == 3:
                 leave(f"three gradients in a row were not finite; {where_saved(s)}")
-        if run.pool[0].budget and run.pool[0].budget.refused:
-            stopping.append("the budget is spent")
+        stopping += troubles(run.pool, groups)
         reasons = everyone(stopping)  # of any rank: they leave together
         if reasons or iteration + 1 == s.iterations or (iteration + 1) % s.save_every == 0:
             save(s, iteration + 1, run.model, run.tokenizer, run.optimizer)
@@ -308,6 +307,7 @@ def set_up(s: Settings, device: str) -> Run | None:
     pool = load_pool(s.pool, url, s.replay, budget, world)  # one server of local specialists for all ranks
     problems = load(s.data, "train")
     test = load(s.test_data or s.data, "test", s.test)
+    gc.freeze()  # The garbage collector need not look at all these problems again and again.
     model, tokenizer, reference = load_models(s, start, problems, pool, device)
     # What was read may be of an earlier run in this very place.
     on_rank0(lambda: rewind(s, first) if resumed else make_room(s))
@@ -495,10 +495,11 @@ def warm_start(model, tokenizer, problems, pool, s: Settings):
     free choices, such as the worker, stay as even as in the data."""
     rank, world = dist.get_rank(), dist.get_world_size()
     rng = random.Random(s.seed)
+    readable = [p for p in problems if len(p.question) < model.config.max_position_embeddings] or problems
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.0, fused=True)
     for step in tqdm(range(s.warm_steps), "warm start: the format", disable=rank > 0 or None, leave=False):
         rows, weights = [], []
-        for problem in rng.choices(problems, k=max(s.warm_batch, world)):  # A rank without one would fail.
+        for problem in rng.choices(readable, k=max(s.warm_batch, world)):  # A rank without one would fail.
             chat, completion = random_lesson(problem, rng, pool, s)
             prompt = tokenizer.chat(chat)
             written = tokenizer.encode(completion) + [tokenizer.eos_id]
@@ -608,15 +609,16 @@ def in_words(numbers: dict) -> str:
                     for key, value in numbers.items())
 
 
-def reporter(s: Settings):
-    """The function that gets the numbers of each line: TensorBoard's or wandb's, if --report names it."""
+def reporter(s: Settings, first: int):
+    """The function that gets the numbers of each line: TensorBoard's, which drops what it had of iterations
+    from `first` on, or wandb's, if --report names it."""
     if not s.report or dist.get_rank():
         return lambda numbers: None
     if s.report == "wandb":
         import wandb
         return wandb.init(project="conductor", config=asdict(s), dir=s.out).log
     from torch.utils.tensorboard import SummaryWriter
-    writer = SummaryWriter(os.path.join(s.out, "tensorboard"))
+    writer = SummaryWriter(os.path.join(s.out, "tensorboard"), purge_step=first)
 
     def report(numbers):
         for key, value in numbers.items():
@@ -635,6 +637,15 @@ def write_traces(s: Settings, iteration: int, groups):
             told = {"trace": r.trace.to_json()} if r.trace else {"text": r.text}
             row = {"problem": problem.id, "answer": problem.answer, "reward": r.reward, **told}
             f.write(json.dumps(row) + "\n")
+
+
+def troubles(pool, groups):
+    """Yield why a run would go on in vain."""
+    if pool[0].budget and pool[0].budget.refused:
+        yield "the budget is spent"
+    errors = [r.trace.error for r in itertools.chain(*groups) if r.trace]
+    if errors and all(errors):
+        yield f"no workflow came to an answer ({errors[0]})"
 
 
 def bill(pool):
@@ -923,7 +934,12 @@ def devices() -> tuple[str, int, str]:
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     if found and len(found) >= processes:
         return "cuda", min(gpu.total_memory for gpu in found[:processes]), found[0].name
-    return "cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes, "cpu"
+    return "cpu", machine_memory() // processes, "cpu"
+
+
+def machine_memory() -> int:
+    """The bytes of this machine's own memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def peaks() -> tuple[float, float] | None:
@@ -1165,6 +1181,9 @@ def lacking(s: Settings, start: str, config: Config, pool):
     if s.subset > len(pool):
         yield f"workers (--subset={s.subset}, and the pool has {len(pool)} workers)"
 
+    needed = 16 * sizes(config)[1] / GiB  # fp32 weights, gradients and Adam's two moments
+    if s.offload and needed > machine_memory() / GiB:
+        yield f"{needed:.0f} GiB of the CPU's memory, and some more, for --offload"
     there = os.path.abspath(s.out)
     while not os.path.exists(there):
         there = os.path.dirname(there)

@@ -305,12 +305,12 @@ def roll_out(write, tasks: list[Task], n: int = 1, prompting: Prompting = Prompt
     every `right` is None. edit(workflow) -> workflow, for ablations. first: the number of each task's first
     rollout. on_finish(rollout) is called from any thread. What any of these raises ends all and is raised."""
     groups, running = [[None] * n for _ in tasks], []
+    bugs = []  # futures with an exception
     failed = threading.Event()
 
     def written(i, j, text, prompt=(), completion=None, error=None):
-        for future in running:  # A bug in a worker or a grader ends the writing, too.
-            if future.done():
-                future.result()
+        for future in bugs:  # A bug in a worker or a grader ends the writing, too.
+            future.result()
         task = tasks[i]
         rollout = groups[i][j] = Rollout(task, text, list(prompt), completion)
         if error is not None:  # the Conductor's own call was lost
@@ -324,6 +324,7 @@ def roll_out(write, tasks: list[Task], n: int = 1, prompting: Prompting = Prompt
         if edit:
             workflow = edit(workflow)
         running.append(submit(workflow, task, first + j, failed.is_set, partial(complete, rollout)))
+        running[-1].add_done_callback(lambda future: future.exception() and bugs.append(future))
 
     def complete(rollout, trace):
         rollout.trace = trace
@@ -348,8 +349,8 @@ def conduct(write, tasks: list[Task], rounds: int = 0, prompting: Prompting = Pr
             grade=None, edit=None) -> list[Rollout]:
     """One rollout a task, and up to `rounds` more in view of the answer, until empty lists keep it (§3.2).
 
-    Text that does not parse is drawn again, `tries` times in all, under the next rollout numbers. A task
-    whose last try does not parse ends with the round before, and in the first round without a trace."""
+    Text that does not parse is drawn again, `tries` times in all, under the next rollout numbers. A task that
+    then still has no workflow ends with the round before, and in the first round without a trace."""
     latest = [None] * len(tasks)
     previous = {i: task.previous for i, task in enumerate(tasks)}  # of the tasks that get another round
     for round_number in range(rounds + 1):
@@ -362,7 +363,7 @@ def conduct(write, tasks: list[Task], rounds: int = 0, prompting: Prompting = Pr
             groups = roll_out(write, [*open_tasks.values()], 1, prompting, grade, edit, attempt)
             for i, [rollout] in zip([*open_tasks], groups):
                 trace = rollout.trace
-                if trace or round_number == 0:
+                if round_number == 0 or (trace and (trace.workflow.steps or not trace.error)):
                     latest[i] = rollout
                 if trace or tasks[i].hung_up():
                     del open_tasks[i]
@@ -413,7 +414,7 @@ def sampled(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature
 def seated(worker, nonce: str | None = None):
     """A worker in the Conductor's seat (Table 11); as in the paper it may write twice as much as elsewhere.
     There are no ids, and a lost call is an error. nonce names the run for the pool's replay file."""
-    limits = {name: 2 * n for name, n in worker.params.items() if name in LIMITS}
+    limits = {name: 2 * n for name, n in worker.params.items() if name in LIMITS and n}
 
     def write(chats, n, first, on_text):
         def call(i, j):
@@ -926,7 +927,7 @@ def load_conductor(path: str) -> tuple[Qwen, Tokenizer, Prompting]:
         within = os.path.join(path, "checkpoint")
         hint = f"; --checkpoint={within} is one" if os.path.isdir(within) else ""
         if not os.path.exists(os.path.join(path, "config.json")):
-            text = f"no checkpoint in {path}: train.py makes one (out/laptop/checkpoint)"
+            text = f"no checkpoint in {path}: `python train.py --out=DIR` makes DIR/checkpoint"
             raise FileNotFoundError(text + hint)
     file = os.path.join(path, "conductor.json")
     known = read_json(file) if os.path.exists(file) else {}

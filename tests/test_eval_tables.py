@@ -68,13 +68,15 @@ def test_what_is_learned_stands_beside_out(tmp_path, capsys):
 def test_average_by_hand(tmp_path, n, interval):
     """Mean and 95 % interval over any number of files, which the heading names; what is unknown in one of them is left out."""
     for i in range(n):
-        numbers = {"laptop, w": {"accuracy": 0.5 + i / 10, "by kind": {"fact": 2, "sum": None if i else 1.0}}, "x": {"calls": i} if i else {}}
+        numbers = {"laptop, w": {"accuracy": 0.5 + i / 10, "k" * 30: 1.0, "by kind": {"fact": 2, "sum": None if i else 1.0}}, "x": {"calls": i} if i else {}}
         (tmp_path / f"{i}.json").write_text(json.dumps(numbers))
     head, *lines = average([str(tmp_path / f"{i}.json") for i in range(n)]).splitlines()
     mean = f"{0.5 + (n - 1) / 20:.3f}"
     assert [line.split()[:6] for line in lines] == [["laptop,", "w", "accuracy", mean, "±", interval],
+                                                    ["laptop,", "w", "k" * 30, "1.000", "±", "0.000"],
                                                     ["laptop,", "w", "by", "kind:", "fact", "2.000"]]
     assert f"± 95 % interval of the mean over {n} files" in head
+    assert {line.index(" ± ") for line in lines} == {head.index(" ± ")}  # one column
 
 
 def test_a_trace_is_graded_once(monkeypatch):

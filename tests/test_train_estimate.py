@@ -115,6 +115,14 @@ def test_the_estimate_decides(preset, changes, shape, size, processes, accepted,
             assert train.estimate(changed, config, workers.load_pool("paper"))[1] == "", way
 
 
+def test_offloading_needs_memory_of_the_cpu(monkeypatch):
+    """16 bytes a parameter: 113 GiB for the 7B."""
+    for size, told in ((64, ["113 GiB of the CPU's memory, and some more, for --offload"]), (256, [])):
+        monkeypatch.setattr(train, "machine_memory", lambda: size * 2**30)
+        s = Settings(offload=True, beta=0.0, out="out/nowhere")
+        assert [lack for lack in train.lacking(s, "", Config(), []) if "offload" in lack] == told
+
+
 def test_what_would_fit(machine):
     """7B on one card of 80 GB: offload or more cards; on two of 48 GB the same; on a CPU of 16 GB nothing."""
     for size, processes, expected in (

@@ -2,6 +2,7 @@
 import json
 import math
 import os
+import re
 import sys
 import threading
 import zlib
@@ -12,7 +13,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import train
 import workers
 from model import Tokenizer
-from train_runs import SHORT, metrics, recount, rollouts, runs, weights
+from train_runs import SHORT, in_pairs, metrics, recount, rollouts, runs, weights
 
 
 class Moody(workers.Handler):
@@ -63,9 +64,9 @@ def faulty(checkpoint, moody):
             f"--out={folder}/{per_cent}", "--questions=8", "--rollouts=8", "--test=8", "--max_new_tokens=64",
             *more]
 
-    ends = runs(
+    ends = in_pairs([
         command(30, "--iterations=3"),
-        command(100, "--iterations=2", "--beta=0", "--importance=2", "--access=false", "--subtasks=false"))
+        command(100, "--iterations=9", "--beta=0", "--importance=2", "--access=false", "--subtasks=false")])
     return f"{folder}/30", f"{folder}/100", ends
 
 
@@ -100,8 +101,10 @@ def test_training_learns_the_same_with_failing_workers(trained, moody, tmp_path)
 
 def test_what_is_lost_teaches_nothing(faulty, checkpoint):
     """With every call failing, what parses is lost and what does not is all alike: not one bit of the weights
-    moves."""
-    _, out, _ = faulty
+    moves. The run stops after an iteration, and says why."""
+    _, out, [_, end] = faulty
+    assert end.status == 1 and len(metrics(out)) == 1
+    assert re.search(r"no workflow came to an answer \(.+\): stopped after iteration 1; .*checkpoint", end.out + end.err), end
     for i, line in enumerate(metrics(out)):
         recount(out, i)
         assert (
@@ -151,7 +154,7 @@ def test_ablations_reach_the_workers(faulty, moody):
     chats = [
         chat for per_cent, chat in asked if per_cent == 100 and chat[-1]["content"].startswith("Question:")]
     steps = sum(
-        len(row["trace"]["workflow"]["steps"]) for i in range(2) for row in rollouts(out, i) if row["trace"])
+        len(row["trace"]["workflow"]["steps"]) for row in rollouts(out, 0) if row["trace"])
     told = [chat[-1]["content"].endswith("\n\nYour task:\nSolve the question.") for chat in chats]
     assert all(len(chat) == 1 for chat in chats[:steps]) and all(told[:steps]) and steps > 30
     assert any(len(chat) > 1 for per_cent, chat in asked if per_cent == 30)

@@ -406,6 +406,11 @@ def test_conduct_rounds_and_tries():
     trace = conduct("Why?", [Local("down", down)], writer(one_step("first"), one_step("second")), rounds=1)
     assert trace.error == "step 0: down" and trace.previous is None
 
+    def cannot_read(chats, n, first, on_text):  # a second prompt, which is longer than the first
+        text = "" if len(chats[0]) > 1 else one_step("first")
+        on_text(0, 0, text, error=None if text else "too long")
+    assert conduct("Why?", pool, cannot_read, rounds=2).answer == "first"
+
 
 # ------------------------------------------------------------------------------------------------------------
 # Rollouts
@@ -547,6 +552,7 @@ def test_a_worker_in_the_seat_that_is_lost(tmp_path):
     with Wire(lambda model, chat: 400 if "Why?" in chat[0]["content"] else one_step("Go.")
               if "You conduct" in chat[0]["content"] else "gone") as wire:
         [worker] = pool_of(tmp_path, wire.url, "a")
+        worker.params["max_tokens"] = None  # "null" in the pool's file: the provider's own
         lost, fine = wf.conduct(wf.seated(worker), [Task("Why?", [worker]), Task("How?", [worker])],
                                 grade=lambda problem, answer: True)
     assert lost.right is None

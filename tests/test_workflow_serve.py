@@ -218,7 +218,7 @@ def test_show(tmp_path, capsys):
 @pytest.mark.parametrize("words, reason", [
     (["Why?", "--conductor=nobody", "--pool={pool}"], "worker-a"),
     (["Why?", "--checkpoint={dir}/none", "--pool={pool}"],
-     r"^no checkpoint in \S+/none: train.py makes one \(out/laptop/checkpoint\)$"),
+     r"^no checkpoint in \S+/none: `python train.py --out=DIR` makes DIR/checkpoint$"),
     (["Why?", "--checkpoint={dir}", "--pool={pool}"], "no checkpoint in .*; --checkpoint=.*/checkpoint is one"),
     ([], "python workflow.py"), (["Why?", "--chekpoint=x"], "--checkpoint"),
     (["serve", "--conductor=worker-a", "--pool={pool}", "--port=99999"], "--port=N")])
