@@ -228,7 +228,6 @@ def load_pool(spec: str, local_url: str | None = None, replay: str = "", budget:
 
 class Trade(NamedTuple):
     """It replaces what it understands in a text and leaves the rest, so that another can go on from there."""
-    verbs: str  # It works only if the subtask has one of these, or of ALL_KNOW.
     pattern: str  # what it understands
     work: object  # what it makes of a match of that, under one of the coder's ORDERS
 
@@ -237,16 +236,13 @@ class Trade(NamedTuple):
 
 
 TRADES = {
-    "calculator": Trade("work|simplify|find|compute|calculate", r"\b(\d{1,6}) ([-+*]) (\d{1,6})\b",
+    "calculator": Trade(r"\b(\d{1,6}) ([-+*]) (\d{1,6})\b",
                         lambda m, _: str(ARITHMETIC[m[2]](int(m[1]), int(m[3])))),
-    "translator": Trade("simplify|find|process|translate", r"\w+", lambda m, _: SPANISH.get(m[0], m[0])),
-    "librarian": Trade("find|process|work|look up|recall",
-                       r"the (atomic number|capital) of \w+|element number \d+",
+    "translator": Trade(r"\w+", lambda m, _: SPANISH.get(m[0], m[0])),
+    "librarian": Trade(r"the (atomic number|capital) of \w+|element number \d+",
                        lambda m, _: FACTS.get(m[0], m[0])),
-    "coder": Trade("process|work|simplify|reverse|capitals|vowels",  # The last three are its ORDERS.
-                   r"\b(\w+) (turned around|shouted|thinned out)", lambda m, order: ORDERS[order](m[1])),
+    "coder": Trade(r"\b(\w+) (turned around|shouted|thinned out)", lambda m, order: ORDERS[order](m[1])),
 }
-ALL_KNOW = "solve|check|compare"
 SKILL = {"": 1.0, "junior": 0.6, "tired": 0.7}  # how likely one of that kind is not to give up
 LOST = "I have lost the thread."
 
@@ -266,43 +262,39 @@ def read_turns(messages: list[dict]) -> tuple[str, str | None, list[str]]:
     return first[1], subtask, [m["content"] for m in messages if m["role"] == "assistant"]
 
 
-def luck(what: str, messages: list[dict]) -> float:
-    """A number in [0, 1) that is a hash of the messages, another for each `what`: asked the same, a local
+def luck(what: str, asked: list[dict] | str) -> float:
+    """A number in [0, 1) that is a hash of what was asked, another for each `what`: asked the same, a local
     worker says the same."""
-    digest = hashlib.sha256(json.dumps([what, messages]).encode()).digest()
+    digest = hashlib.sha256(json.dumps([what, asked]).encode()).digest()
     return int.from_bytes(digest[:4], "big") / 2**32
 
 
-def order_in(subtask: str | None, messages: list[dict]) -> str:
+def order_in(subtask: str | None, question: str) -> str:
     """What the coder does to a word: what the subtask orders, whatever the question wishes. The question's
-    words for it are not the coder's: told none of its ORDERS, it guesses one."""
+    words for it are not the coder's: told none of its ORDERS, it guesses one, for a question always the same.
+    """
     for order in ORDERS:
         if order in (subtask or "").lower():
             return order
-    return list(ORDERS)[int(3 * luck("order", messages))]
+    return list(ORDERS)[int(3 * luck("order", question))]
 
 
 def specialist(kind: str, name: str, messages: list[dict]) -> str:
-    """Works on the newest visible text in which it finds something of its trade, the question last."""
+    """Does its trade on the newest text that it sees, the last response or else the question. Only the coder
+    minds what the subtask says."""
     if luck(kind, messages) >= SKILL[kind]:  # It has a bad day.
         return LOST
     question, subtask, responses = read_turns(messages)
-    trade = TRADES[name]
-    order = order_in(subtask, messages)
-    if subtask is not None and not re.search(rf"\b({trade.verbs}|{ALL_KNOW})\b", subtask.lower()):
-        return f"I am a {name}; that is not my work."
-    for skipped, text in enumerate([*reversed(responses), question]):
-        rewritten = trade.rewrite(text, order)
-        if rewritten != text:  # Half of the time, a newer response without work for it has distracted it.
-            return answered(rewritten) if luck("distracted", messages) < 0.5 ** skipped else LOST
-    return f"I am a {name}; I find nothing here to work on."
+    text = [question, *responses][-1]
+    rewritten = TRADES[name].rewrite(text, order_in(subtask, question))
+    return answered(rewritten) if rewritten != text else f"I am a {name}; I find nothing here to work on."
 
 
 def generalist(messages: list[dict]) -> str:
     """Tries everything, whatever it is told, and is right on one in eight of the questions of one step."""
     question, _, _ = read_turns(messages)
     chance = luck("generalist", messages)
-    order = order_in(None, messages)
+    order = order_in(None, question)
     for trade in TRADES.values():
         rewritten = trade.rewrite(question, order)
         if chance < 1 / 8 and rewritten != question:

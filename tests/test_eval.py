@@ -140,13 +140,11 @@ def test_access_lists_matter(pool):
 
 
 def test_subtasks_matter(pool):
-    """Told to solve the question, all do their trade, but the coder guesses what is wished, and a third is right. Told another's
-    trade or another wish, nobody is right."""
+    """Told to solve the question, all do their trade, but the coder guesses what is wished, and a third is right. Told another
+    wish, it is never right; the others do not mind."""
     problems = load("laptop", "test", 40 * len(KINDS))
     general = share(problems, pool, lambda p: chain(p, lambda p, worker: "Solve the question."))
     assert all(0.1 < general.pop(kind) < 0.6 for kind in ("string", "fact+string")) and set(general.values()) == {1.0}
-    others = {CALCULATOR: "Translate it.", TRANSLATOR: "Look it up.", LIBRARIAN: "Reverse it.", CODER: "Compute it."}
-    assert not any(share(problems, pool, lambda p: chain(p, lambda p, worker: others[worker])).values())
     wishes = [*SPELLING, "turned around"]
     strings = [p for p in problems if p.kind == "string"]
     assert len(strings) == 40
@@ -171,15 +169,12 @@ def test_one_worker_is_not_enough_for_a_composite(pool, worker):
 
 
 def test_no_phrase_favours_a_worker(pool):
-    """Of the phrases that the warm start teaches, each specialist answers to three of the four vague ones; the generalist cares
-    for none. The precise three set only the coder to work."""
-    accepted = Counter()
-    for (kind, question), phrase in itertools.product(
-            [("arithmetic", "What is 7 * 8?"), ("fact", "What is element number 26?"), ("string", "What is silver turned around?"),
-             ("number", "What is quince?")], PHRASES):
-        answer = execute(Workflow([Step(INTENDED[kind][0], phrase, [])]), question, pool).answer
-        accepted[kind, phrase in PHRASES[:4]] += "not my work" not in answer
-    assert accepted == {(kind, vague): 3 if vague or kind == "string" else 0 for kind in SIMPLE for vague in (True, False)}
+    """Whichever phrase of the warm start it is told, a specialist does its trade; the coder does as many things as there are
+    orders."""
+    said = {kind: {execute(Workflow([Step(INTENDED[kind][0], phrase, [])]), question, pool).answer for phrase in PHRASES}
+            for kind, question in (("arithmetic", "What is 7 * 8?"), ("fact", "What is element number 26?"),
+                                   ("string", "What is silver turned around?"), ("number", "What is quince?"))}
+    assert said == {"arithmetic": {"56"}, "fact": {"iron"}, "string": {"revlis", "SILVER", "slvr"}, "number": {"15"}}
 
 
 @pytest.fixture(scope="module")

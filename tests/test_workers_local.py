@@ -37,7 +37,7 @@ def chats():
         yield [{"role": "user", "content": f"Question:\n{question}"}]
         for subtask in SUBTASKS:
             yield [{"role": "user", "content": f"Question:\n{question}\n\nYour task:\n{subtask}"}]
-            for response in ("10 + 4", "I am a coder; that is not my work."):
+            for response in ("10 + 4", "I am a coder; I find nothing here to work on."):
                 yield [
                     {"role": "user", "content": f"Question:\n{question}"},
                     {"role": "user", "content": "Your task:\nDo."},
@@ -57,7 +57,7 @@ def test_the_specialists_say_what_they_always_said():
     assert len(replies) == 1248
     assert (
         hashlib.sha256(json.dumps(replies).encode()).hexdigest()
-        == "cc24d49efd215e4a173f3d40bc3be453e58e1ba7b057e6c08d840703326e3332"
+        == "ec9c13be37230aacc6b2670a13141ce094dc0b0f12e70033af7e0cd7a20fa583"
     )
 
 
@@ -67,8 +67,8 @@ def test_the_specialists_say_what_they_always_said():
         ("calculator", QUESTIONS[0], None, "42"),
         ("librarian", QUESTIONS[4], SUBTASKS[1], "What is 26 - veinte?"),
         ("calculator", QUESTIONS[4], SUBTASKS[0], "I am a calculator; I find nothing here to work on."),
-        ("tired translator", QUESTIONS[3], SUBTASKS[3], "I am a translator; that is not my work."),
-        ("junior calculator", QUESTIONS[4], SUBTASKS[3], "I am a calculator; that is not my work."),
+        ("tired librarian", QUESTIONS[3], SUBTASKS[3], "Give me oxygen shouted."),
+        ("junior calculator", QUESTIONS[4], SUBTASKS[3], "I am a calculator; I find nothing here to work on."),
         ("tired translator", QUESTIONS[3], SUBTASKS[0], "I have lost the thread."),
         ("junior librarian", QUESTIONS[4], SUBTASKS[4], "What is 26 - veinte?"),
         ("tired calculator", QUESTIONS[5], None, "I have lost the thread."),
@@ -87,13 +87,14 @@ def test_the_coder_does_what_it_is_told_and_not_what_the_question_wishes(wish, s
 
 @pytest.mark.parametrize("subtask", [None, "Process it.", "Solve the question."])
 def test_a_coder_who_is_told_nothing_precise_guesses(subtask):
-    """Each of the three operations is as likely, whatever the question wishes."""
+    """Each of the three operations is as likely, whatever the question wishes, and for a question always the same."""
     words = [f"{a}{b}a" for a in "bcdfghklmn" for b in "aeiourstvw"]
     for wish in workers.SPELLING:
         made = collections.Counter()
         for word in words:
             reply = told("coder", f"What is {word} {wish}?", subtask)
             made.update(order for order, do in workers.ORDERS.items() if do(word) == reply)
+            assert reply == told("coder", f"What is {word} {wish}?", "Find the value.")
         assert set(made) == set(workers.ORDERS) and all(20 <= n <= 50 for n in made.values()), made
 
 

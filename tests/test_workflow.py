@@ -313,8 +313,8 @@ def test_some_of_a_pool():
                         ("calculator", "Work it out.", [1])],
                  ["What is 26 * tres?", "What is 26 * 3?", "78"], id="a chain, step by step"),
     pytest.param(PERU, [("librarian", "Tell the others what to do.", []),
-                        ("librarian", "Look up the city.", [0]), ("coder", "Reverse it.", [1])],
-                 ["I am a librarian; that is not my work.", "Find Lima turned around.", "amiL"],
+                        ("librarian", "Look up the city.", []), ("coder", "Reverse it.", [1])],
+                 ["Find Lima turned around."] * 2 + ["amiL"],
                  id="abdication, to one who will not plan")])
 def test_the_five_modes_of_the_local_specialists(question, steps, responses, tmp_path):
     names = list(SPECIALISTS)
