@@ -1736,8 +1736,7 @@ def interleave(problems: list[Problem], rng: random.Random, again: bool = False)
 # -----------------------------------------------------------------------------------------------------------
 # Random workflows: a baseline, and what the warm start of a tiny Conductor is made of
 
-PHRASES = ("Work it out.", "Simplify it.", "Find the value.", "Process the text.", "Reverse it.",
-           "Write it in capitals.", "Leave out the vowels.")
+PHRASES = ("Work it out.", "Find the value.", "Reverse it.", "Write it in capitals.", "Leave out the vowels.")
 # A pretrained Conductor writes its subtasks word by word: it starts from 576 sentences made of these.
 ORDERS_TO = ("Work on {}", "Simplify {}", "Find {}", "Process {}", "Compute {}", "Translate {}", "Recall {}",
              "Answer {}", "Explain {}", "Reverse {}", "Write {} in capitals", "Leave the vowels out of {}")

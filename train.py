@@ -74,7 +74,7 @@ class Settings:
     wrong: float = 0.5
     right: float = 1.0
     # one iteration (App. A.1)
-    iterations: int = 480
+    iterations: int = 400
     questions: int = 8
     rollouts: int = 64  # of each question
     temperature: float = 1.0
