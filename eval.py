@@ -56,7 +56,7 @@ import torch
 from requests.adapters import HTTPAdapter, Retry
 from tqdm import tqdm
 
-from model import configure, read_json, write_json
+from model import checkpoint_file, configure, read_json, write_json
 from workers import (ARITHMETIC, CAPITALS, ELEMENTS, FACTS, LIMITS, LOCAL, ORDERS, SKILL, SPANISH,
                      SPELLING, WorkerError, load_pool)
 from workflow import (SOLVE_IT, Prompting, Step, Task, Trace, Workflow, conduct, execute, load_conductor,
@@ -1648,7 +1648,8 @@ NEEDS = {  # whom a kind of problem needs
     "number": ["translator"],
     "foreign": ["translator", "calculator"],
     "fact+arithmetic": ["librarian", "calculator"],
-    "fact+string": ["librarian", "coder"],
+    "capital+string": ["librarian", "coder"],
+    "element+string": ["librarian", "coder"],
     "foreign+fact+arithmetic": ["librarian", "translator", "calculator"],
 }
 
@@ -1657,6 +1658,7 @@ def laptop_expressions() -> dict[str, list[tuple[str, str]]]:
     """Every (expression, value) of the laptop world by kind, in a fixed order."""
     number = {element: FACTS[f"the atomic number of {element}"] for element in ELEMENTS}
     atomic = {element: f"the atomic number of {element}" for element in ELEMENTS}
+    element = {f"element number {n}": name for name, n in number.items()}
     capital = {f"the capital of {country}": city for country, city in CAPITALS.items()}
     digits = {str(n): str(n) for n in range(2, 40)}
 
@@ -1682,7 +1684,8 @@ def laptop_expressions() -> dict[str, list[tuple[str, str]]]:
         # two, each seeing the one before
         "foreign": sums({word: word for word in SPANISH}, SPANISH, SPANISH),
         "fact+arithmetic": sums(atomic, number, digits),
-        "fact+string": spelled(capital),
+        "capital+string": spelled(capital),
+        "element+string": spelled(element),
         # three
         "foreign+fact+arithmetic": sums(atomic, number, SPANISH),
     }
@@ -2116,18 +2119,19 @@ def learned_system(s, data: str, name: str, pool: list):
     """A system with weights that are trained on the lessons, or were in an earlier run with this --out."""
     train, system = LEARNED[name]
     file = f"{s.out}.{name}-{os.path.basename(s.lessons or data)}.npz"
-    names = [worker.name for worker in pool]
+    known_by = [f"--seed={s.seed}", f"--trinity={s.trinity}", *(f"{w.name} ({w.model})" for w in pool)]
     if s.out and os.path.exists(file):
         with np.load(file) as found:
             weights = found["weights"]
-            if names != [*found["workers"]]:
-                raise ValueError(f"{file} is of other workers: remove it, or name another --out")
+            if known_by != [*found["known_by"]]:
+                raise ValueError(f"{file} is of other settings ({', '.join(found['known_by'])}): remove it, or "
+                                 "name another --out")
     else:
         before = sum(worker.calls for worker in pool)
         weights = train(pool, load(s.lessons or data, "train", LESSONS), s)
         print(f"{name}: trained with {counted(sum(worker.calls for worker in pool) - before, 'call')}")
         if s.out and not (pool[0].budget and pool[0].budget.refused):
-            np.savez(file, weights=weights, workers=names)
+            np.savez(file, weights=weights, known_by=known_by)
     return functools.partial(system, weights, s)
 
 
@@ -2401,7 +2405,7 @@ def rows_of_file(source: Source, file: str):
                     for chunk in answer.iter_content(1 << 16) if status == 206 else ():
                         bar.update(f.write(chunk))
         os.replace(file + ".part", file)
-    at = 0
+    n, at = -1, 0
     with open(file, "rb") as f:
         for n, line in enumerate(f):
             yield n, at, json.loads(line)
@@ -2692,8 +2696,9 @@ def report(data: str, problems: list[Problem], runs: dict[str, list], beside: di
 def average_of_four(numbers: dict[str, dict], names) -> dict[str, dict]:
     """Print and return the rows of Table 7: the mean accuracy of each system that has all four benchmarks."""
     four = list(MIXES["paper"])
+    numbers = {re.sub("best-single .*", "best-single", key): row for key, row in numbers.items()}
     rows = {}
-    for name in names:
+    for name in dict.fromkeys(re.sub("best-single .*", "best-single", name) for name in names):
         found = [numbers.get(f"{data}, {name}", {}).get("accuracy") for data in four]
         if None not in found:
             rows[name] = {"accuracy": mean_or_none(found)}
@@ -2787,7 +2792,7 @@ LESSONS = 256  # train problems that a learned system learns from
 class Settings:
     checkpoint: str = "out/laptop/checkpoint"
     benchmarks: str = "laptop"  # or files, with commas between
-    test: int = 224  # problems of each, or all that there are
+    test: int = 225  # problems of each, or all that there are
     systems: str = "conductor,workers,random"  # of SYSTEMS; NAME:WORKER or conductor:DIR for one only
     repeats: int = 1
     pool: str = ""  # "": local; and `prepare` asks nobody
@@ -2843,10 +2848,8 @@ def check(s: Settings, names: list[str]) -> list[tuple[str, str]]:
     for name, who in wanted:
         key = "trinity" if name == "trinity" else "checkpoint"
         folder = who if who and name in CONDUCTORS else getattr(s, key)
-        needed = name in CONDUCTORS or name in ("one-worker", "trinity")
-        if needed and not os.path.exists(os.path.join(folder, "config.json")):
-            raise FileNotFoundError(f"no model in {folder}: train.py leaves a run's checkpoint and reference "
-                                    f"in its --out; name another with --{key}=DIR")
+        if name in CONDUCTORS or name in ("one-worker", "trinity"):
+            checkpoint_file(folder, "config.json")  # An error comes early.
     return list(dict.fromkeys(wanted))
 
 

@@ -322,7 +322,7 @@ def fetch(name: str, *patterns: str) -> str:
         return name
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         raise FileNotFoundError(f"no checkpoint in {name!r}, which is neither a folder here nor a name like "
-                                "Qwen/Qwen2.5-7B: train.py makes one (out/laptop/checkpoint)")
+                                "Qwen/Qwen2.5-7B: train.py --out=DIR makes DIR/checkpoint")
     from huggingface_hub import snapshot_download
     try:
         return snapshot_download(name, allow_patterns=list(patterns))
@@ -354,8 +354,9 @@ def checkpoint_file(path: str, name: str) -> str:
     """The file of that name in a folder or repository. FileNotFoundError if it is not there."""
     file = os.path.join(fetch(path, name), name)
     if not os.path.exists(file):
-        raise FileNotFoundError(f"no checkpoint in {path}: {file} is missing; "
-                                "train.py makes one (out/laptop/checkpoint)")
+        within = os.path.join(path, "checkpoint")
+        hint = f"{within} is one" if os.path.isdir(within) else "train.py --out=DIR makes DIR/checkpoint"
+        raise FileNotFoundError(f"no checkpoint in {path}: {file} is missing; {hint}")
     return file
 
 

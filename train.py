@@ -74,7 +74,7 @@ class Settings:
     wrong: float = 0.5
     right: float = 1.0
     # one iteration (App. A.1)
-    iterations: int = 400
+    iterations: int = 360
     questions: int = 8
     rollouts: int = 64  # of each question
     temperature: float = 1.0
@@ -104,10 +104,10 @@ class Settings:
     warm_lr: float = 0.0  # 0: 6e-3 for the tiny model, else 2e-4
     warm_second: float = 0.0  # share of its examples that are second rounds
     # what is measured and kept
-    test: int = 224  # held-out problems, at the end
+    test: int = 225  # held-out problems, at the end
     test_data: str = ""  # where they are from; "": the test split of data
     eval_every: int = 40  # iterations between measurements on the first eval_problems of them; 0: none
-    eval_problems: int = 64
+    eval_problems: int = 72
     report: str = ""  # tensorboard or wandb also gets the metrics, if it is installed
     save_every: int = 40  # iterations between checkpoints
     keep: int = 2  # of the newest checkpoints; the best is kept too
@@ -118,7 +118,7 @@ class Settings:
 # The two extensions live in a laptop world with two workers for each trade, and start from "pairs". Their KL
 # keeps them near the policy that "pairs" itself started from: it still explores all workers and lengths.
 PAIRS = dict(pool="local:pairs", named=True, warm_steps=1000, warm_second=0.2)
-TUNE = dict(PAIRS, init_from="out/pairs/checkpoint", reference="out/pairs/reference", warm_steps=0,
+TUNE = dict(PAIRS, init_from="out/pairs/checkpoint", reference="out/pairs/reference",
             iterations=160, lr=3e-4, beta=0.05)
 # What suits a pretrained model: the paper's numbers (App. A.1) as far as they fit.
 PRETRAINED = dict(style="full", iterations=200, beta2=0.999, beta=0.0, minibatches=1, recompute=True)
@@ -283,9 +283,9 @@ def train(s: Settings, device: str):
     bill(run.pool)
     as_before(stopping)
     finish(run, s)
-    question = shlex.quote(min((problem.question for problem in run.test), key=len))
-    say(f"{time.perf_counter() - began:.0f} s from start to end. Next: "
-        f"python workflow.py {question} --checkpoint={s.out}/checkpoint --pool={s.pool}")
+    question = min((problem.question for problem in run.test), key=len)
+    ask_it = shlex.join([question, f"--checkpoint={s.out}/checkpoint", f"--pool={s.pool}"])
+    say(f"{time.perf_counter() - began:.0f} s from start to end. Next: python workflow.py {ask_it}")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -644,7 +644,7 @@ def troubles(pool, groups):
     if pool[0].budget and pool[0].budget.refused:
         yield "the budget is spent"
     errors = [r.trace.error for r in itertools.chain(*groups) if r.trace]
-    if errors and all(errors):
+    if len(errors) >= 8 and all(errors):  # One or two may be chance.
         yield f"no workflow came to an answer ({errors[0]})"
 
 
@@ -775,7 +775,7 @@ def load_models(s: Settings, start: str, problems, pool, device: str):
 
 def reference_folder(s: Settings, start: str) -> str:
     """The named reference policy, or what the run to go on with wrote; "" if neither."""
-    resumed = os.path.dirname(start) == os.path.join(s.out, "checkpoints")
+    resumed = s.resume and os.path.dirname(start) == os.path.join(s.out, "checkpoints")
     return s.reference or (os.path.join(s.out, "reference") if resumed else "")
 
 
@@ -996,7 +996,7 @@ def memory(s: Settings, config: Config, world: int, prompt: int) -> dict[str, di
     width = 2 if s.dtype == "bf16" else 4  # bytes of a number in computation
     kv = 2 * config.num_key_value_heads * config.head_dim * L * width  # bytes of a token's keys and values
     T = s.token_budget + prompt  # tokens of a packed row
-    place = " (CPU)" if s.offload else ""
+    place = " (CPU)" if s.offload and devices()[0] == "cuda" else ""
     scores = 0  # bytes of attention for a query and a key
     if width == 4 and devices()[0] == "cuda":  # before torch 2.14 no fused kernel takes grouped heads
         scores = 3 * width * config.num_attention_heads
@@ -1019,8 +1019,9 @@ def memory(s: Settings, config: Config, world: int, prompt: int) -> dict[str, di
         training |= {"layers' inputs": L * T * C * width, "a layer at work": a_layer}
     else:
         training["activations"] = L * a_layer
-    questions = math.ceil(min(s.test / world, max(1, READ_AT_ONCE // prompt)))
-    phases = {"sampling": state | generation(s.questions, s.questions * math.ceil(s.rollouts / world)),
+    at_once = max(1, READ_AT_ONCE // prompt)
+    asked, questions = min(s.questions, at_once), math.ceil(min(s.test / world, at_once))
+    phases = {"sampling": state | generation(asked, asked * math.ceil(s.rollouts / world)),
               "training": state | training,
               "evaluation": (state if s.eval_every else {}) | generation(questions, questions)}
     return {phase: {part: size / GiB for part, size in parts.items()} for phase, parts in phases.items()}
@@ -1039,6 +1040,8 @@ def what_would_fit(s: Settings, config: Config, prompt: int, room: float) -> str
     ways = [{"recompute": True}, {"token_budget": s.token_budget // 4}, {"offload": True}, {"processes": 2},
             {"processes": 4}, {"recompute": True, "offload": True},
             {"offload": True, "token_budget": s.token_budget // 4, "max_new_tokens": s.max_new_tokens // 2}]
+    if devices()[0] == "cpu":  # which has no other memory
+        ways = ways[:2]
     fits = []
     for way in ways:
         world = way.pop("processes", 1) * dist.get_world_size()
@@ -1238,7 +1241,7 @@ def settings_of(argv: list[str]) -> tuple[Settings, str]:
     init_from = s.init_from
     s = Settings(**{**PRESETS[s.preset], "preset": s.preset})
     if init_from or s.init_from:  # A pretrained model gets a warm start where one is asked for.
-        s.warm_steps = PRESETS[s.preset].get("warm_steps", 0)
+        s.warm_steps = 0
     words = configure(s, argv)
     if words:
         raise SystemExit(f"train.py takes --key=value settings only, not {words[0]!r}")

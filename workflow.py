@@ -21,10 +21,11 @@ import unicodedata
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
+from multiprocessing.pool import ThreadPool
 
 import torch
 
-from model import Qwen, Tokenizer, compute_dtype, configure, read_json
+from model import Qwen, Tokenizer, compute_dtype, configure, fetch, read_json
 from sample import Completion, generate
 from workers import LIMITS, WISHES, Handler, Reply, Server, WorkerError, load_pool, loopback_server
 
@@ -176,7 +177,7 @@ class Trace:
     error: str | None = None  # an infrastructure failure, never the model's fault: training masks it
     previous: "Trace | None" = None  # the round before
     right: bool | None = None  # what a grader said of the answer; None: it was not asked
-    bad_request = False  # whether the error is that Task.overrides ask for what the last worker cannot do
+    bad_request = False  # the error is the request's: too long, or of options that the last worker lacks
 
     @property
     def responses(self) -> list[str]:
@@ -308,13 +309,15 @@ def roll_out(write, tasks: list[Task], n: int = 1, prompting: Prompting = Prompt
     bugs = []  # futures with an exception
     failed = threading.Event()
 
-    def written(i, j, text, prompt=(), completion=None, error=None):
+    def written(i, j, text, prompt=(), completion=None, error=None, bad_request=False):
         for future in bugs:  # A bug in a worker or a grader ends the writing, too.
             future.result()
         task = tasks[i]
         rollout = groups[i][j] = Rollout(task, text, list(prompt), completion)
         if error is not None:  # the Conductor's own call was lost
-            return complete(rollout, Trace(task.question, Workflow([]), [], [], 0.0, error, task.previous))
+            lost = Trace(task.question, Workflow([]), [], [], 0.0, error, task.previous)
+            lost.bad_request = bad_request
+            return complete(rollout, lost)
         try:
             workflow = parse(text, len(task.pool), prompting.max_steps, task.previous is not None,
                              prompting.subtasks)
@@ -323,8 +326,9 @@ def roll_out(write, tasks: list[Task], n: int = 1, prompting: Prompting = Prompt
             return complete(rollout, None)
         if edit:
             workflow = edit(workflow)
-        running.append(submit(workflow, task, first + j, failed.is_set, partial(complete, rollout)))
-        running[-1].add_done_callback(lambda future: future.exception() and bugs.append(future))
+        future = submit(workflow, task, first + j, failed.is_set, partial(complete, rollout))
+        future.add_done_callback(lambda future: future.exception() and bugs.append(future))
+        running.append(future)
 
     def complete(rollout, trace):
         rollout.trace = trace
@@ -393,12 +397,15 @@ def sampled(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature
 
     def write(chats, n, first, on_text):
         prompts = [tokenizer.chat(chat) for chat in chats]
-        fitting = [i for i, prompt in enumerate(prompts) if len(prompt) <= room]
-        too_long = [i for i, prompt in enumerate(prompts) if len(prompt) > room]
-        for i, j in itertools.product(too_long, range(n)):
-            why = f"the prompt has {len(prompts[i])} tokens, and the Conductor can read {room}"
-            on_text(i, j, "", error=why)
-        size = max(1, READ_AT_ONCE // max(map(len, prompts)))
+        fitting = []
+        for i, prompt in enumerate(prompts):
+            if len(prompt) <= room:
+                fitting.append(i)
+                continue
+            why = f"the prompt has {len(prompt)} tokens, and the Conductor can read {room}"
+            for j in range(n):
+                on_text(i, j, "", error=why, bad_request=True)
+        size = max(1, READ_AT_ONCE // max((len(prompts[i]) for i in fitting), default=1))
         for start in range(0, len(fitting), size):
             batch = fitting[start:start + size]
 
@@ -412,19 +419,24 @@ def sampled(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature
 
 
 def seated(worker, nonce: str | None = None):
-    """A worker in the Conductor's seat (Table 11); as in the paper it may write twice as much as elsewhere.
-    There are no ids, and a lost call is an error. nonce names the run for the pool's replay file."""
-    limits = {name: 2 * n for name, n in worker.params.items() if name in LIMITS and n}
+    """A worker in the Conductor's seat (Table 11); as in the paper, where it may write 4,096 tokens elsewhere
+    it may write twice as many. There are no ids, and a lost call is an error. nonce names the run for the
+    pool's replay file."""
+    limits = {name: max(n, min(2 * n, 8192)) for name, n in worker.params.items() if name in LIMITS and n}
 
     def write(chats, n, first, on_text):
-        def call(i, j):
+        def call(which):
+            i, j = which
             try:
                 reply = worker.chat(chats[i], nonce=nonce and f"{nonce}/{first + j}", **limits)
             except WorkerError as e:
-                return on_text(i, j, "", error=str(e))
+                return on_text(i, j, "", error=str(e), bad_request=e.bad_request)
             on_text(i, j, reply.text)
 
-        wait_for_all([in_thread(call, *which) for which in itertools.product(range(len(chats)), range(n))])
+        calls = [*itertools.product(range(len(chats)), range(n))]
+        with ThreadPool(min(worker.concurrency, len(calls))) as threads:  # its own: `jobs` are the steps'
+            for _ in threads.imap_unordered(call, calls):
+                pass
     return write
 
 
@@ -784,8 +796,9 @@ def view(trace: Trace) -> str:
 
 
 def printable(text: str) -> str:
-    """Without the control characters by which a text could command the terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+    """Without the characters by which a text could command the terminal, or turn its direction."""
+    commands = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+    return re.sub(commands, "\ufffd", text.replace("\r\n", "\n"))
 
 
 def trace_from(d: dict) -> Trace:
@@ -876,9 +889,10 @@ def conductor_server(write, pool: list, prompting: Prompting, rounds: int, port:
             trace = item.trace
             if trace is None:
                 return self.fail(502, f"the Conductor wrote no workflow: {item.invalid}", retry=False)
-            if trace.error:  # Without steps the Conductor could not be asked: the question is too long.
-                wrong = trace.bad_request or not trace.workflow.steps
-                return self.fail(400 if wrong else 502, trace.error, retry=False)
+            while trace.error and trace.previous and not streamed:  # The answer of the round before is paid.
+                trace = trace.previous
+            if trace.error:
+                return self.fail(400 if trace.bad_request else 502, trace.error, retry=False)
             n_in = sum(reply.prompt_tokens for reply in trace.used)
             usage = {"prompt_tokens": n_in, "completion_tokens": trace.tokens - n_in,
                      "total_tokens": trace.tokens, "cost": trace.cost}
@@ -908,13 +922,19 @@ def from_one_thread(write):
             while len(batch) < 64 and not requests.empty():
                 batch.append(requests.get())
             chats, told, futures = zip(*batch)
+
+            def tell(i, j, *written, **error):
+                try:
+                    futures[i].set_result(told[i](0, j, *written, **error))
+                except Exception as e:  # his who asked; the others and this thread go on
+                    futures[i].set_exception(e)
+
             try:
-                write(chats, 1, number, lambda i, j, *written, **error: told[i](0, j, *written, **error))
-                for done in futures:
-                    done.set_result(None)
-            except Exception as e:  # theirs who wait; this thread goes on
-                for done in futures:
-                    done.set_exception(e)
+                write(chats, 1, number, tell)
+            except Exception as e:
+                for waiting in futures:
+                    if not waiting.done():
+                        waiting.set_exception(e)
     return ask_for, work_on
 
 
@@ -923,13 +943,7 @@ def from_one_thread(write):
 def load_conductor(path: str) -> tuple[Qwen, Tokenizer, Prompting]:
     """The model, tokenizer and Prompting of a checkpoint; the latter from the conductor.json of train.py.
     `path` may name a model of the Hugging Face hub, too."""
-    if os.path.isdir(path) or path.count("/") != 1:
-        within = os.path.join(path, "checkpoint")
-        hint = f"; --checkpoint={within} is one" if os.path.isdir(within) else ""
-        if not os.path.exists(os.path.join(path, "config.json")):
-            text = f"no checkpoint in {path}: `python train.py --out=DIR` makes DIR/checkpoint"
-            raise FileNotFoundError(text + hint)
-    file = os.path.join(path, "conductor.json")
+    file = os.path.join(fetch(path, "conductor.json"), "conductor.json")
     known = read_json(file) if os.path.exists(file) else {}
     prompting = Prompting(**{f.name: known[f.name] for f in fields(Prompting) if f.name in known})
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -952,7 +966,7 @@ class Settings:
     checkpoint: str = "out/laptop/checkpoint"  # the Conductor
     pool: str = "local"
     only: str = ""  # some of its workers, by name, with commas between: the others are not to be used
-    conductor: str = ""  # a worker of the pool in the Conductor's seat instead (Table 11)
+    conductor: str = ""  # a worker of the pool in the Conductor's seat instead (Table 11); no bill has its cost
     budget: float = 0.0  # dollars that the workers may cost together; 0: no limit
     rounds: int = 0  # recursion rounds after the first workflow
     temperature: float = 0.2
@@ -969,17 +983,23 @@ def main(argv):
             if len(words) not in (2, 3) or not words[-1].isdecimal() and len(words) == 3:
                 raise SystemExit("usage: python workflow.py show FILE [N], where N counts traces from 0")
             return print(show(words[1], *map(int, words[2:])))
-        pool = subset(load_pool(s.pool, budget=s.budget), s.only)
+        if words[0] == "serve" and words[1:] or s.rounds < 0:
+            raise SystemExit("usage: python workflow.py serve, with --rounds=0 or more, and no other words")
+        everyone = load_pool(s.pool, budget=s.budget)
+        pool = subset(everyone, s.only)
         if s.conductor:
-            [worker] = subset(pool, s.conductor)
-            write = seated(worker)
+            seat = subset(everyone, s.conductor)
+            if len(seat) > 1:
+                raise ValueError(f"--conductor={s.conductor}: one worker, please")
+            write = seated(*seat)
             prompting = Prompting()
         else:
             model, tokenizer, prompting = load_conductor(s.checkpoint)
             write = sampled(model, tokenizer, prompting, s.temperature)
         if words == ["serve"]:
             return serve_until_interrupted(write, pool, prompting, s)
-        [rollout] = conduct(write, [Task(" ".join(words), pool)], s.rounds, prompting)
+        question = " ".join(words).encode(errors="replace").decode()  # The shell may pass what is no UTF-8.
+        [rollout] = conduct(write, [Task(question, pool)], s.rounds, prompting)
         if rollout.trace is None:
             raise SystemExit(f"the Conductor wrote no workflow, in the last of 3 tries: {rollout.invalid}")
         print(view(rollout.trace))

@@ -141,7 +141,7 @@ def test_calls_dollars_and_seconds_by_hand(machine):
     s, pool = Settings(**PRESETS["paper"], dtype="bf16"), workers.load_pool("paper")
     text, _ = train.estimate(s, Config(), pool)
     slots = sum(w.concurrency for w in pool)
-    calls = 3 * (200 * 256 + 224 + 4 * 64)
+    calls = 3 * (200 * 256 + 225 + 4 * 72)
     dollars = calls / 7 * sum((w.price[0] * 1000 + w.price[1] * 700) / 1e6 for w in pool if w.price)
     assert f"workers {max(768 / slots, 3) * 20:.1f} (768 calls over {slots} slots, 20 s each)" in text
     assert (

@@ -276,9 +276,9 @@ def test_metrics_go_where_they_are_asked_for(tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "wandb", Wandb)
     monkeypatch.setattr(train.dist, "get_rank", lambda: 0)
-    reporter(Settings())({"reward": 1.0})
+    reporter(Settings(), 0)({"reward": 1.0})
     assert Wandb.seen == []
-    reporter(Settings(report="wandb"))({"reward": 1.0})
+    reporter(Settings(report="wandb"), 0)({"reward": 1.0})
     assert Wandb.seen == [{"reward": 1.0}]
     monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
     s = Settings(report="tensorboard", out="out/nowhere", beta=0.0)
