@@ -2124,8 +2124,8 @@ def learned_system(s, data: str, name: str, pool: list):
         with np.load(file) as found:
             weights = found["weights"]
             if known_by != [*found["known_by"]]:
-                raise ValueError(f"{file} is of other settings ({', '.join(found['known_by'])}): remove it, or "
-                                 "name another --out")
+                told = ", ".join(found["known_by"])
+                raise ValueError(f"{file} is of other settings ({told}): remove it, or name another --out")
     else:
         before = sum(worker.calls for worker in pool)
         weights = train(pool, load(s.lessons or data, "train", LESSONS), s)

@@ -966,7 +966,7 @@ class Settings:
     checkpoint: str = "out/laptop/checkpoint"  # the Conductor
     pool: str = "local"
     only: str = ""  # some of its workers, by name, with commas between: the others are not to be used
-    conductor: str = ""  # a worker of the pool in the Conductor's seat instead (Table 11); no bill has its cost
+    conductor: str = ""  # a worker of the pool in the Conductor's seat instead (Table 11), on no bill
     budget: float = 0.0  # dollars that the workers may cost together; 0: no limit
     rounds: int = 0  # recursion rounds after the first workflow
     temperature: float = 0.2

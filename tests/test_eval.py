@@ -362,7 +362,7 @@ def test_the_conductors_workflows_are_run_in_order(pool, monkeypatch):
         return Workflow([Step(s.worker, s.subtask, []) for s in workflow.steps])
 
     traces, _ = conduct(monkeypatch, write, problems, pool, edit=blind)
-    assert accuracies(problems, traces)["all"] == 3 / 8
+    assert accuracies(problems, traces)["all"] == 3 / 9
     assert conduct(monkeypatch, write, [], pool)[0] == []  # a rank without problems
 
 

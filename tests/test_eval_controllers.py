@@ -130,5 +130,5 @@ def test_both_are_measured_saved_and_reused(settings, tmp_path, capsys, monkeypa
     evaluation.main(argv)
     again = capsys.readouterr().out
     assert "trained" not in again and again in told.split("calls\n")[-1]
-    with pytest.raises(SystemExit, match="no model in nowhere: train.py leaves .*--trinity=DIR"):
+    with pytest.raises(SystemExit, match="no checkpoint in .nowhere.*train.py --out=DIR makes"):
         evaluation.main(["--systems=trinity", "--trinity=nowhere"])

@@ -60,7 +60,7 @@ def test_what_is_learned_stands_beside_out(tmp_path, capsys):
     first = json.loads((tmp_path / "x.json").read_text())
     evaluation.main(argv)
     assert "trained" not in capsys.readouterr().out and json.loads((tmp_path / "x.json").read_text()) == first
-    with pytest.raises(SystemExit, match="x.json.router-laptop.npz is of other workers"):
+    with pytest.raises(SystemExit, match="x.json.router-laptop.npz is of other settings .*--seed=1.*translator"):
         evaluation.main([*argv, "--only=coder,calculator"])
 
 

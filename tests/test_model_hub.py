@@ -138,5 +138,13 @@ def test_what_can_be_neither_folder_nor_repository(load, name, tmp_path, monkeyp
     """An error at once, without a request."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *how, **more: pytest.fail("the hub is asked"))
-    with pytest.raises(FileNotFoundError, match="no checkpoint in .*neither a folder here nor.*train.py makes one"):
+    with pytest.raises(FileNotFoundError, match="no checkpoint in .*neither a folder here nor.*train.py --out=DIR makes"):
         load(name)
+
+
+def test_a_conductor_is_asked_as_it_was_trained(hub, tmp_path):
+    """conductor.json comes by the repository's name too."""
+    hub.files["conductor.json"] = json.dumps({"style": "short", "max_new_tokens": 80}).encode()
+    (tmp_path / "load.py").write_text(f"import workflow\nprint(workflow.load_conductor({NAME!r})[2])")
+    run = Ended(Forked(str(tmp_path / "load.py"), **hub.client))
+    assert "style='short'" in run.out and "max_new_tokens=80" in run.out, run.err

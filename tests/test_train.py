@@ -304,14 +304,14 @@ def test_the_programs_take_the_checkpoint(trained, checkpoint):
 
 
 @pytest.fixture(scope="module")
-def extended(checkpoint, tmp_path_factory):
-    """(out of one process, out of two): two iterations from the checkpoint above, with three workers or more
-    a question, and second rounds."""
+def extended(tmp_path_factory):
+    """(out of one process, out of two): two iterations with three workers or more a question, and second rounds,
+    which their warm start has seen."""
     folder = tmp_path_factory.mktemp("extended")
     argv = [
-        "train.py", "--preset=laptop", f"--init_from={checkpoint}", "--subset=3", "--recursion",
-        "--iterations=2", "--questions=4", "--rollouts=8", "--max_new_tokens=64", "--minibatches=2",
-        "--test=8"]
+        "train.py", "--preset=laptop", "--warm_steps=80", "--warm_batch=16", "--warm_second=0.4", "--width=64",
+        "--subset=3", "--recursion", "--iterations=2", "--questions=4", "--rollouts=16", "--max_new_tokens=64",
+        "--minibatches=2", "--test=8"]
     one, two = f"{folder}/one", f"{folder}/two"
     runs([*argv, f"--out={one}"])
     runs([*argv, f"--out={two}"], ranks=2)
@@ -349,9 +349,9 @@ def test_half_of_the_questions_get_a_second_round(extended):
     for iteration, again in ((0, [0, 1]), (1, [2, 3])):
         rows, line = rollouts(extended[0], iteration), metrics(extended[0])[iteration]
         questions = list(dict.fromkeys(row["problem"] for row in rows))
-        first, second = rows[:32], rows[32:]
-        assert [row["problem"] for row in first] == [q for q in questions for _ in range(8)]
-        assert [row["problem"] for row in second] == [questions[i] for i in again for _ in range(8)]
+        first, second = rows[:64], rows[64:]
+        assert [row["problem"] for row in first] == [q for q in questions for _ in range(16)]
+        assert [row["problem"] for row in second] == [questions[i] for i in again for _ in range(16)]
         shown = {}
         for row in first + second:
             gold, trace, worth = (
@@ -369,26 +369,26 @@ def test_half_of_the_questions_get_a_second_round(extended):
             assert any(previous[0].items() <= trace.items() for trace in ran)
         right = [row["reward"] == 1 for row in second]
         assert (
-            line["again"]["accuracy"] == pytest.approx(sum(right) / 16)
-            and line["accuracy"] == sum(row["reward"] == 0.25 for row in first) / 32)
-        assert line["again"]["parsed"] == pytest.approx(sum(row["trace"] is not None for row in second) / 16)
+            line["again"]["accuracy"] == pytest.approx(sum(right) / 32)
+            and line["accuracy"] == sum(row["reward"] == 0.25 for row in first) / 64)
+        assert line["again"]["parsed"] == pytest.approx(sum(row["trace"] is not None for row in second) / 32)
 
 
 def test_two_ranks_ask_the_same_second_rounds(extended):
     """The first round that is shown is drawn from the whole group, so that both ranks know it. One token in a
     million may differ."""
     one, two = (rollouts(out, 0) for out in extended)
-    assert [(row["problem"], row["trace"] and row["trace"]["previous"] is None) for row in one[:32]] == [
-        (row["problem"], row["trace"] and row["trace"]["previous"] is None) for row in two[:32]]
+    assert [(row["problem"], row["trace"] and row["trace"]["previous"] is None) for row in one[:64]] == [
+        (row["problem"], row["trace"] and row["trace"]["previous"] is None) for row in two[:64]]
     shown = [
         {
-            row["problem"]: row["trace"]["previous"]["workflow"]["completion"] for row in rows[32:]
+            row["problem"]: row["trace"]["previous"]["workflow"]["completion"] for row in rows[64:]
             if row["trace"]}
         for rows in (one, two)
     ]
     assert shown[0].keys() == shown[1].keys() and shown[0]
     texts, others = ([row["text"] for row in rows] for rows in (one, two))
-    assert texts == others or texts[:32] != others[:32]
+    assert texts == others or texts[:64] != others[:64]
     assert metrics(extended[1])[0]["calls"] > 0 and len(metrics(extended[1])) == 2
 
 
@@ -562,7 +562,7 @@ def test_a_warm_start_of_fewer_lessons_than_ranks(tmp_path):
 
 def test_the_warm_start_of_a_pretrained_model_teaches_the_format(in_process):
     """What it writes at temperature 1 is some workflow in half of the cases, and in none before."""
-    s = Settings(init_from="a model", warm_steps=100, warm_batch=8, warm_lr=6e-3, width=64)
+    s = Settings(init_from="a model", warm_steps=140, warm_batch=8, warm_lr=6e-3, width=64)
     pool = workers.load_pool("local", "http://127.0.0.1:9/v1")
     problems = load("laptop", "train", 200)
     model, tokenizer = train.tiny_conductor(s, problems, pool)
@@ -595,5 +595,5 @@ def test_only_who_asks_gives_a_pretrained_model_a_warm_start():
 
     assert warm_steps("--preset=laptop") == 400
     assert warm_steps("--preset=laptop", "--init_from=a/model") == 0
-    assert warm_steps("--preset=pools") == 0
+    assert warm_steps("--preset=pools") == warm_steps("--preset=pairs", "--init_from=a/model") == 0
     assert warm_steps("--preset=laptop", "--init_from=a/model", "--warm_steps=7") == 7

@@ -123,8 +123,20 @@ def test_offloading_needs_memory_of_the_cpu(monkeypatch):
         assert [lack for lack in train.lacking(s, "", Config(), []) if "offload" in lack] == told
 
 
+def test_long_prompts_are_read_in_turns(machine):
+    """More of them at once take no more memory than 32,768 tokens of them."""
+    machine(80, 2)
+    sizes = [train.memory(Settings(**PRESETS["paper"] | {"questions": n}, dtype="bf16"), Config(), 2, 1051)["sampling"]
+             for n in (31, 64)]
+    assert sizes[0] == sizes[1]
+
+
 def test_what_would_fit(machine):
-    """7B on one card of 80 GB: offload or more cards; on two of 48 GB the same; on a CPU of 16 GB nothing."""
+    """7B on one card of 80 GB: offload or more cards; on two of 48 GB the same; on a CPU of 16 GB nothing,
+    and for a smaller model there nothing that takes other memory."""
+    machine(0, 1)
+    s = Settings(**PRESETS["small"] | {"rollouts": 256}, dtype="fp32")
+    assert "offload" not in train.estimate(s, SMALL, workers.load_pool("local", "http://127.0.0.1:9/v1"))[1]
     for size, processes, expected in (
         (85, 1, "--offload=True, or with 2 processes"), (51, 2, "--offload=True, or with 8 processes"),
         (0, 1, "a smaller model is what would fit")):

@@ -133,7 +133,7 @@ def test_ctrl_c_in_the_last_evaluation(checkpoint, tmp_path):
     of it."""
     process = Forked(
         "train.py", "--preset=laptop", f"--out={tmp_path}/out", f"--init_from={checkpoint}", *TINY,
-        "--test=2000")
+        "--test=20000")
     until(lambda: os.path.exists(tmp_path / "out" / "checkpoint"), process)
     os.kill(process.pids[0], signal.SIGINT)
     end = Ended(process)
@@ -343,3 +343,9 @@ def test_a_run_may_start_from_the_checkpoint_in_its_own_folder(trained, tmp_path
     assert (tmp_path / "out.1" / "metrics.jsonl").read_text() == "earlier\n" and len(metrics(out)) == 1
 
 
+
+
+def test_only_a_resumed_run_has_the_reference_of_its_folder():
+    """A fresh run from an earlier run's checkpoint is held to that checkpoint, wherever it lies."""
+    for resume, folder in ((True, "out/x/reference"), (False, "")):
+        assert train.reference_folder(Settings(out="out/x", resume=resume), "out/x/checkpoints/00040") == folder

@@ -566,3 +566,20 @@ def test_a_worker_in_the_seat_that_is_lost(tmp_path):
     ([[], [], [1]], "mixed"), ([[], [], [0, 1], [2]], "mixed")])
 def test_shapes(access, name):
     assert wf.shape(Workflow([Step(0, "", seen) for seen in access])) == name
+
+
+def test_a_worker_in_the_seat_leaves_the_threads_to_the_steps(tmp_path):
+    """Its workflows run while it still writes others, however many there are; small limits are doubled for it."""
+    with Wire(lambda model, chat: one_step("Go.") if "You conduct" in chat[0]["content"] else "gone") as wire:
+        [worker] = pool_of(tmp_path, wire.url, "a")
+        worker.params.update(max_tokens=4096, max_completion_tokens=128_000)
+        wf.conduct(wf.seated(worker), [Task(f"Why {i}?", [worker]) for i in range(600)])
+        written = ["You conduct" in chat[0]["content"] for _, chat in wire.seen]
+        assert written.index(False) < 300 and sum(written) == 600
+        assert wire.limits == {("a", 4096), ("a", 8192)}
+
+
+def test_what_is_printed_commands_no_terminal():
+    """Escape sequences, bidirectional overrides and half characters go; spaces and letters of any script stay."""
+    assert wf.printable("10\u202fkm, \u00a0\u3000👨\u200d👩\u200d👧\r\nنعم\t") == "10\u202fkm, \u00a0\u3000👨\u200d👩\u200d👧\nنعم\t"
+    assert wf.printable("\x1b[2J\x9b1m\u202eevil\ud800\r\x7f") == "\ufffd[2J\ufffd1m\ufffdevil\ufffd\ufffd\ufffd"

@@ -81,7 +81,7 @@ def test_a_checkpoint_writes(checkpoint):
         [(0, 0), (0, 1), (1, 0), (1, 1)], LEARNED)
     errors = []
     long, short = messages("Why? " * 400, 1, style="short"), messages("Why?", 1, style="short")
-    write([long, short, long], 1, 0, lambda i, j, text, *_, error=None: errors.append((i, j, text, error)))
+    write([long, short, long], 1, 0, lambda i, j, text, *_, error=None, **_why: errors.append((i, j, text, error)))
     # a model of 512 positions, 80 of them to write
     why = "the prompt has 2047 tokens, and the Conductor can read 432"
     assert errors == [(0, 0, "", why), (2, 0, "", why), (1, 0, LEARNED, None)]
@@ -218,9 +218,11 @@ def test_show(tmp_path, capsys):
 @pytest.mark.parametrize("words, reason", [
     (["Why?", "--conductor=nobody", "--pool={pool}"], "worker-a"),
     (["Why?", "--checkpoint={dir}/none", "--pool={pool}"],
-     r"^no checkpoint in \S+/none: `python train.py --out=DIR` makes DIR/checkpoint$"),
-    (["Why?", "--checkpoint={dir}", "--pool={pool}"], "no checkpoint in .*; --checkpoint=.*/checkpoint is one"),
+     r"^no checkpoint in '\S+/none', which is neither a folder here nor .*: train.py --out=DIR makes DIR/checkpoint$"),
+    (["Why?", "--checkpoint={dir}", "--pool={pool}"], "no checkpoint in .*config.json is missing; .*/checkpoint is one"),
     ([], "python workflow.py"), (["Why?", "--chekpoint=x"], "--checkpoint"),
+    (["serve", "out/laptop/checkpoint"], "usage"), (["Why?", "--rounds=-1"], "usage"),
+    (["Why?", "--conductor=worker-a,worker-a2", "--pool={pool}"], "worker-a2"),
     (["serve", "--conductor=worker-a", "--pool={pool}", "--port=99999"], "--port=N")])
 def test_command_line_refuses(words, reason, tmp_path):
     pool_of(tmp_path, "http://127.0.0.1:9/v1", "a")
@@ -365,7 +367,9 @@ def test_serve_refuses(capsys):
     def write(chats, n, first, on_text):
         question = chats[0][-1]["content"]
         if "Too long" in question:
-            return on_text(0, 0, "", error="more than the Conductor's 512")
+            return on_text(0, 0, "", error="more than the Conductor's 512", bad_request=True)
+        if "Nobody there" in question:
+            return on_text(0, 0, "", error="who sits in the seat is down")
         if "No memory" in question:
             raise MemoryError("no memory left")
         texts = {"No workflow": "I cannot.", "No worker": lists("[1]", '["A."]', "[[]]")}
@@ -379,6 +383,7 @@ def test_serve_refuses(capsys):
                                  (400, s.post("Why?", max_tokens=0)), (400, s.post("Why?", temperature=3)),
                                  (400, s.post("Why?", tools=[{}])),
                                  (400, s.post("Why?", top_k=3)), (400, s.post("Too long")),
+                                 (502, s.post("Nobody there")),
                                  (500, s.post("No memory")), (502, s.post("No workflow")),
                                  (502, s.post("No worker")), (502, s.post("No worker", stream=True))]:
             assert response.status_code == status
@@ -525,3 +530,38 @@ def test_a_conductor_is_a_worker_of_another(checkpoint, tmp_path):
     assert trace.error is None and trace.calls == 2 and trace.tokens == 24
     assert sorted(chat[0]["content"] for _, chat in wire.seen) == [
         f"Question:\nQuestion:\nWhy?\n\nYour task:\n{t}.\n\nYour task:\nGo." for t in "AB"]
+
+
+def test_clients_of_a_batch_do_not_share_their_bugs():
+    """Nor do they wait for one another: whose workflow is written is told so before the next is."""
+    told = queue.SimpleQueue()
+
+    def write(chats, n, first, on_text):
+        on_text(0, 0, "fine")
+        assert told.get(timeout=60) == "fine"  # while the batch is still being written
+        on_text(1, 0, "bad")
+        raise MemoryError
+
+    def heard(text):
+        return {"fine": told.put, "bad": lambda text: 1 // 0}[text](text)
+
+    ask_for, work_on = wf.from_one_thread(write)
+    with ThreadPoolExecutor(3) as clients:
+        futures = [clients.submit(ask_for, ["x"], 1, 0, lambda i, j, text: heard(text)) for _ in range(3)]
+        while threading.active_count() < 4:  # all three have asked
+            pass
+        threading.Thread(target=work_on, daemon=True).start()
+        assert sorted(type(future.exception(60)).__name__ for future in futures) == [
+            "MemoryError", "NoneType", "ZeroDivisionError"]
+
+
+def test_a_further_round_that_fails_keeps_the_paid_answer():
+    """The worker of the second round is down; without a first round that is an error."""
+    def down(chat):
+        raise WorkerError("down")
+
+    first, second = lists("[0]", '["A."]', "[[]]"), lists("[1]", '["B."]', "[[]]")
+    with Serving(writes(first, second), [*ECHO, Local("w", down)], rounds=1) as s:
+        response = s.post("Why?", model="conductor-recursive")
+        assert response.status_code == 200 and "A." in text_of(response)
+        assert s.post("Why?", model="conductor").status_code == 502
