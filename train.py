@@ -307,7 +307,6 @@ def set_up(s: Settings, device: str) -> Run | None:
     pool = load_pool(s.pool, url, s.replay, budget, world)  # one server of local specialists for all ranks
     problems = load(s.data, "train")
     test = load(s.test_data or s.data, "test", s.test)
-    gc.freeze()  # The garbage collector need not look at all these problems again and again.
     model, tokenizer, reference = load_models(s, start, problems, pool, device)
     # What was read may be of an earlier run in this very place.
     on_rank0(lambda: rewind(s, first) if resumed else make_room(s))
