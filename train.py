@@ -1019,7 +1019,8 @@ def memory(s: Settings, config: Config, world: int, prompt: int) -> dict[str, di
     else:
         training["activations"] = L * a_layer
     at_once = max(1, READ_AT_ONCE // prompt)
-    asked, questions = min(s.questions, at_once), math.ceil(min(s.test / world, at_once))
+    asked = min(s.questions, at_once)
+    questions = math.ceil(min(s.test / world, at_once))
     phases = {"sampling": state | generation(asked, asked * math.ceil(s.rollouts / world)),
               "training": state | training,
               "evaluation": (state if s.eval_every else {}) | generation(questions, questions)}

@@ -419,9 +419,9 @@ def sampled(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature
 
 
 def seated(worker, nonce: str | None = None):
-    """A worker in the Conductor's seat (Table 11); as in the paper, where it may write 4,096 tokens elsewhere
-    it may write twice as many. There are no ids, and a lost call is an error. nonce names the run for the
-    pool's replay file."""
+    """A worker in the Conductor's seat (Table 11). A small limit of its tokens is doubled, as in the paper,
+    to at most 8,192. There are no ids, and a lost call is an error. nonce names the run for the pool's replay
+    file."""
     limits = {name: max(n, min(2 * n, 8192)) for name, n in worker.params.items() if name in LIMITS and n}
 
     def write(chats, n, first, on_text):
