@@ -264,7 +264,7 @@ def evaluate(s, pool: list):
                 runs |= play(s, data, problems, pools, name, who)
         beside = in_the_paper(data)
         if data == "laptop" and (s.pool or "local") in LOCAL:
-            best = statistics.fmean(map(possible, problems, pools))
+            best = statistics.fmean(map(best_chance, problems, pools))
             beside = {"best workflows": {"accuracy": 100 * best}}
         rows = report(data, problems, runs, beside)
         numbers |= {f"{data}, {name}": row for name, row in {**rows, **beside}.items()}
@@ -1705,7 +1705,7 @@ def laptop_problems(split: str) -> list[Problem]:
     return problems
 
 
-def possible(problem: Problem, pool: list) -> float:
+def best_chance(problem: Problem, pool: list) -> float:
     """How often the best workflow over these local specialists answers a laptop problem right: always, where
     each trade that it needs has one who never gives up."""
     chance = 1.0
@@ -1718,7 +1718,7 @@ def possible(problem: Problem, pool: list) -> float:
 def draw_pool(problem: Problem, pool: list, k: int, rng: random.Random) -> list:
     """k of the local specialists by chance, in the pool's order, among which are some who can solve the
     problem."""
-    able = [team for team in itertools.combinations(pool, min(k, len(pool))) if possible(problem, team)]
+    able = [team for team in itertools.combinations(pool, min(k, len(pool))) if best_chance(problem, team)]
     if not able:
         raise ValueError(f"no {k} of {', '.join(w.name for w in pool)} can solve {problem.question!r}")
     return list(rng.choice(able))

@@ -302,8 +302,12 @@ class HeadFP32(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight)
         if hidden.device.type == "cuda":
             return matmul_fp32(hidden, weight.T)
-        # A CPU has to convert the weights. Piece by piece they stay in its cache.
-        return torch.cat([matmul_fp32(hidden, piece.T) for piece in weight.split(4096)], dim=-1)
+        # A CPU wants them in fp32: piece by piece, so that they stay in its cache. There oneDNN may make bf16
+        # of them again, which loses nothing, and its sums are fp32.
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        logits = torch.cat([matmul_fp32(hidden, piece.T) for piece in weight.split(2048)], dim=-1)
+        torch.backends.mkldnn.matmul.fp32_precision = "none"
+        return logits
 
     @staticmethod
     def backward(ctx, grad):

@@ -241,7 +241,7 @@ def train(s: Settings, device: str):
     began = time.perf_counter()
     run = set_up(s, device)
     if s.dry_run:
-        return say("the run lacks nothing; without --dry_run it begins")
+        return print0("the run lacks nothing; without --dry_run it begins")
     report = reporter(s, run.first)
     stopping = on_signals()  # why the run shall end
     skipped = 0  # steps in a row
@@ -285,7 +285,7 @@ def train(s: Settings, device: str):
     finish(run, s)
     question = min((problem.question for problem in run.test), key=len)
     ask_it = shlex.join([question, f"--checkpoint={s.out}/checkpoint", f"--pool={s.pool}"])
-    say(f"{time.perf_counter() - began:.0f} s from start to end. Next: python workflow.py {ask_it}")
+    print0(f"{time.perf_counter() - began:.0f} s from start to end. Next: python workflow.py {ask_it}")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -310,11 +310,11 @@ def set_up(s: Settings, device: str) -> Run | None:
     model, tokenizer, reference = load_models(s, start, problems, pool, device)
     # What was read may be of an earlier run in this very place.
     on_rank0(lambda: rewind(s, first) if resumed else make_room(s))
-    say(f"{sizes(model.config)[1]:,} parameters on {world} x {device} in {s.dtype}, lr {s.lr:g}, "
+    print0(f"{sizes(model.config)[1]:,} parameters on {world} x {device} in {s.dtype}, lr {s.lr:g}, "
         f"{len(problems):,} problems, {len(pool)} workers: {', '.join(worker.name for worker in pool)}")
     if s.warm_steps and not resumed:
         warm_start(model, tokenizer, problems, pool, s)
-        say(f"warm start: {s.warm_steps} steps of the format")
+        print0(f"warm start: {s.warm_steps} steps of the format")
     if s.beta and reference is None:
         reference = gather(model, s)
         save_for_use(s, os.path.join(s.out, "reference"), model, tokenizer)
@@ -374,7 +374,7 @@ def accuracy_now(run: Run, s: Settings) -> float | None:
 
 def finish(run: Run, s: Settings):
     """The table on held-out problems, beside every worker and random workflows, and what was learned."""
-    say(f"the checkpoint is in {s.out}/checkpoint")
+    print0(f"the checkpoint is in {s.out}/checkpoint")
     sampler = gather(run.model, s)
     del run.model, run.optimizer, run.reference
     gc.collect()  # The evaluation shall have their memory, and FSDP's modules hold one another.
@@ -383,11 +383,11 @@ def finish(run: Run, s: Settings):
         return
     test = run.test
     systems = {"Conductor": traces, **evaluation.baselines(test, run.pool)}
-    say("\n" + evaluation.table(test, systems))
-    say("\n" + evaluation.learned(test, [trace and trace.rounds()[0] for trace in traces]))
+    print0("\n" + evaluation.table(test, systems))
+    print0("\n" + evaluation.learned(test, [trace and trace.rounds()[0] for trace in traces]))
     errors = [trace.error for trace in traces if trace and trace.error]
     if errors:
-        say(f"{len(errors)} of the {len(test)} problems are left out of the Conductor's row: {errors[0]}")
+        print0(f"{len(errors)} of the {len(test)} problems are left out of the Conductor's row: {errors[0]}")
     shares = {name: evaluation.accuracies(test, answered) for name, answered in systems.items()}
     write_json(os.path.join(s.out, "test.json"), shares)
 
@@ -555,7 +555,7 @@ def metrics(s: Settings, iteration, groups, steps, seconds, held_out, config: Co
         m[key] = mean(step[key] for step in steps if step[key] is not None)
     m["tokens_per_second"] = round(sum(lengths) / sum(seconds.values()))
     m["mfu"] = utilisation([*filter(None, computed)] * s.epochs, seconds["training"], config)
-    m["memory"] = peak_memory() / GiB  # of rank 0
+    m["memory"] = memory_used() / GiB  # of rank 0
     m["seconds"] = seconds
     m |= {"by_kind": {}, "steps_by_kind": {}}
     for kind in dict.fromkeys(r.task.problem.kind for r in first):
@@ -597,9 +597,9 @@ def log(s: Settings, m: dict, report):
     report(numbers)
     shown = {**numbers, **m["seconds"]}  # how long each part took stands last
     del shown["iteration"]
-    say(f"{m['iteration'] + 1:4d}/{s.iterations} {in_words(shown)}")
+    print0(f"{m['iteration'] + 1:4d}/{s.iterations} {in_words(shown)}")
     if "again" in m:
-        say(f"{'':9}second rounds: {in_words(m['again'])}")
+        print0(f"{'':9}second rounds: {in_words(m['again'])}")
 
 
 def in_words(numbers: dict) -> str:
@@ -652,10 +652,10 @@ def bill(pool):
     spent = everyone([(w.calls, w.spent, w.unpriced) for w in pool])
     calls, dollars, unknown = (sum(column) for column in zip(*spent))
     beside = f", and {unknown:,} of them at an unknown price" if unknown else ""
-    say(f"{calls:,} calls for ${dollars:.2f}{beside}")
+    print0(f"{calls:,} calls for ${dollars:.2f}{beside}")
 
 
-def say(line: str):
+def print0(line: str):
     if dist.get_rank() == 0:
         tqdm.write(line)
 
@@ -913,8 +913,9 @@ def rewind(s: Settings, iteration: int):
 # What a run takes
 
 # Dense bf16 TFLOP/s and GB/s of memory, from the vendors' data sheets. What another device can do is unknown.
-PEAKS = {"H200": (989, 4800), "H100 PCIe": (756, 2000), "H100": (989, 3350), "A100": (312, 1555),
-         "L40S": (362, 864), "RTX 4090": (165, 1008), "RTX 3090": (71, 936)}
+SPEEDS = {"H200": (989, 4800), "H100 PCIe": (756, 2000), "H100": (989, 3350),
+          "A100-SXM4-80GB": (312, 2039), "A100 80GB": (312, 1935), "A100": (312, 1555),
+          "L40S": (362, 864), "RTX 4090": (165, 1008), "RTX 3090": (71, 936)}
 GiB = 1 << 30
 RESERVE = {"cuda": 3.0, "cpu": 0.5}  # GiB beside what is estimated: context, graphs, fragments
 SHAPES = {
@@ -941,15 +942,15 @@ def machine_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def peaks() -> tuple[float, float] | None:
+def speeds() -> tuple[float, float] | None:
     """FLOP/s and bytes/s of the device; None if they are unknown."""
-    for known, (tflops, gigabytes) in PEAKS.items():
+    for known, (tflops, gigabytes) in SPEEDS.items():
         if known in devices()[2]:
             return tflops * 1e12, gigabytes * 1e9
     return None
 
 
-def peak_memory() -> int:
+def memory_used() -> int:
     """The most bytes that this rank has had: of the GPU's memory, on a CPU of the machine's."""
     if devices()[0] == "cuda":
         return torch.cuda.max_memory_allocated()
@@ -977,14 +978,14 @@ def forward_flops(config: Config, asked: float, written: float, context: float) 
 def utilisation(groups, seconds: float, config: Config) -> float | None:
     """MFU of an update: the FLOPs of forward and backward pass, each prompt once, over the most that the
     devices can do. What was computed twice to save memory does not count."""
-    if peaks() is None:
+    if speeds() is None:
         return None
     total = 0.0
     for group in groups:
         prompt = len(group[0].prompt)
         written = sum(map(n_written, group))
         total += 3 * forward_flops(config, prompt, written, prompt + written / len(group) / 2)
-    return total / (seconds * peaks()[0] * dist.get_world_size())
+    return total / (seconds * speeds()[0] * dist.get_world_size())
 
 
 def memory(s: Settings, config: Config, world: int, prompt: int) -> dict[str, dict[str, float]]:
@@ -1077,8 +1078,8 @@ def estimate(s: Settings, config: Config, pool) -> tuple[str, str]:
     latency = 0.01 if local else 20.0
     waiting = max(STEPS * workflows / slots, STEPS) * latency
     seconds = f"workers {waiting:.1f} ({STEPS * workflows:.0f} calls over {slots} slots, {latency:g} s each)"
-    if peaks():
-        compute, bandwidth = peaks()
+    if speeds():
+        compute, bandwidth = speeds()
         sampling = rounds * s.max_new_tokens * 2 * sizes(config)[1] / (0.65 * bandwidth)
         training = flops / (0.5 * compute * world)
         seconds += (f", sampling {sampling:.0f} (at 65 % of the memory's bandwidth), "
@@ -1137,7 +1138,7 @@ def preflight(s: Settings, start: str):
     choose_by_size(s, config)
     text, lack = estimate(s, config, pool)
     if s.dry_run or sizes(config)[1] > TINY:
-        say(text)
+        print0(text)
     lacks += [*filter(None, [lack]), *lacking(s, start, config, pool)]
     if s.dry_run or not lacks:  # as it costs money
         lacks += lacking_replies(pool)

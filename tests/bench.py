@@ -152,7 +152,7 @@ def update(width="512", layers="4", vocabulary="4096", prompt="1000", n="64", le
 
     --width=3584 --layers=4 --vocabulary=152064 on a GPU."""
     from grpo import packed_logprobs
-    from train import forward_flops, peaks
+    from train import forward_flops, speeds
     width, layers, vocabulary, P, n, length, budget = map(int, (width, layers, vocabulary, prompt, n, length, budget))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
@@ -187,7 +187,7 @@ def update(width="512", layers="4", vocabulary="4096", prompt="1000", n="64", le
     result["times_less_kept"] = result["kept_gigabytes_naive"] / result["kept_gigabytes_shared"]
     flops = 3 * forward_flops(shape, P, n * length, P + length / 2)
     result["teraflops"] = flops / result["seconds_shared"] / 1e12
-    result["mfu"] = result["teraflops"] * 1e12 / peaks()[0] if peaks() else None
+    result["mfu"] = result["teraflops"] * 1e12 / speeds()[0] if speeds() else None
     report(result)
 
 

@@ -16,7 +16,7 @@ import eval as evaluation
 import workers
 import workflow as workflow_py
 from eval import (PHRASES, Problem, accuracies, alone, baselines, central, draw_pool, grade, habits, load, majority, poll,
-                  possible, random_completion, random_workflow, router, run_conductor, train_router)
+                  best_chance, random_completion, random_workflow, router, run_conductor, train_router)
 from sample import Completion
 from workers import SPELLING, Reply, Worker, WorkerError, load_pool
 from workflow import Prompting, Step, Task, Workflow, execute, parse, sampled, submit
@@ -390,11 +390,11 @@ def test_pools_that_can_solve_a_problem():
     pool = load_pool("local:pairs", "http://127.0.0.1:9/v1")
     worker = {w.name: w for w in pool}
     three = Problem("", "", "", "foreign+fact+arithmetic")
-    assert possible(three, pool) == 1.0
+    assert best_chance(three, pool) == 1.0
     team = [worker[name] for name in ("junior calculator", "translator", "junior librarian")]
-    assert possible(three, team) == pytest.approx(0.36) and possible(three, team[:2]) == 0
+    assert best_chance(three, team) == pytest.approx(0.36) and best_chance(three, team[:2]) == 0
     drawn = [draw_pool(three, pool, 5, random.Random(i)) for i in range(200)]
-    assert all(len(d) == 5 and [w.letter for w in d] == sorted(w.letter for w in d) and possible(three, d) > 0 for d in drawn)
+    assert all(len(d) == 5 and [w.letter for w in d] == sorted(w.letter for w in d) and best_chance(three, d) > 0 for d in drawn)
     assert len({"".join(w.letter for w in d) for d in drawn}) > 20
     with pytest.raises(ValueError, match="no 2 of calculator"):
         draw_pool(three, pool, 2, random.Random(0))

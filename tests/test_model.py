@@ -125,6 +125,7 @@ def test_logits_are_fp32():
     logits, exact = model.logits(hidden), hidden.double() @ weight.double().T
     assert logits.dtype == torch.float32 and logits.shape == (2, 5, 9000)
     assert (logits - exact).abs().max() < 1e-3 * (exact.bfloat16() - exact).abs().max()
+    assert torch.backends.mkldnn.matmul.fp32_precision == "none", "other products in fp32 stay in fp32"
     direction = torch.randn_like(logits)
     grads = torch.autograd.grad(logits, (hidden, weight), direction)
     expected = torch.autograd.grad(exact, (hidden, weight), direction.double())
