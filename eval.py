@@ -77,12 +77,12 @@ class Problem:
 
 
 def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
-    """At most `limit` problems of "laptop", a benchmark in SOURCES, a mix in MIXES or a JSONL file (see
+    """At most `limit` problems of LAPTOP, a benchmark in SOURCES, a mix in MIXES or a JSONL file (see
     read_problems); split is "train" or "test". Their order is random but fixed, with the kinds taking turns;
     but a JSONL file keeps its order and has one split. A mix is what `prepare` wrote, and is tested by its
     parts' tests. OSError tells what was not fetched and how to bring it, ValueError what is wrong where."""
     if not has_split(name, split):
-        known = ["laptop", *MIXES, *(f"{n} ({s})" for n, s in SOURCES), "files *.jsonl"]
+        known = [*LAPTOP, *MIXES, *(f"{n} ({s})" for n, s in SOURCES), "files *.jsonl"]
         raise ValueError(f"no problems {name!r}, split {split!r}: there are {', '.join(known)}")
     if name.endswith(".jsonl"):
         return read_problems(name)[:limit]
@@ -90,12 +90,12 @@ def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
         return read_problems(os.path.join(DATA, name + ".jsonl"))[:limit]
     if (name, split) in SOURCES:
         return benchmark(name, split, limit)
-    if name == "laptop":
-        problems = laptop_problems(split)
+    if name in LAPTOP:
+        problems = laptop_problems(split, LAPTOP[name])
     else:
         parts = [load(part, split, limit) for part in MIXES[name]]
         problems = list(itertools.chain(*parts))
-    return interleave(problems, random.Random(0), again=name == "laptop")[:limit]
+    return interleave(problems, random.Random(0), again=name in LAPTOP)[:limit]
 
 
 def grade(problem: Problem, response: str) -> bool:
@@ -263,7 +263,7 @@ def evaluate(s, pool: list):
             else:
                 runs |= play(s, data, problems, pools, name, who)
         beside = in_the_paper(data)
-        if data == "laptop" and (s.pool or "local") in LOCAL:
+        if data in LAPTOP and (s.pool or "local") in LOCAL:
             best = statistics.fmean(map(best_chance, problems, pools))
             beside = {"best workflows": {"accuracy": 100 * best}}
         rows = report(data, problems, runs, beside)
@@ -1652,6 +1652,7 @@ NEEDS = {  # whom a kind of problem needs
     "element+string": ["librarian", "coder"],
     "foreign+fact+arithmetic": ["librarian", "translator", "calculator"],
 }
+LAPTOP = {"laptop": 3, "laptop:1": 1, "laptop:2": 2}  # the most workers that a question needs
 
 
 def laptop_expressions() -> dict[str, list[tuple[str, str]]]:
@@ -1691,11 +1692,13 @@ def laptop_expressions() -> dict[str, list[tuple[str, str]]]:
     }
 
 
-def laptop_problems(split: str) -> list[Problem]:
-    """A quarter of each kind's expressions is for "test", the others for "train", whatever the sentence
-    around them."""
+def laptop_problems(split: str, most: int = 3) -> list[Problem]:
+    """The kinds that need at most so many workers. A quarter of each kind's expressions is for "test", the
+    others for "train", whatever the sentence around them."""
     problems = []
     for kind, pairs in laptop_expressions().items():
+        if len(NEEDS[kind]) > most:
+            continue
         for expression, value in pairs:
             held_out = zlib.crc32(expression.encode()) % 4 == 0
             if held_out == (split == "test"):
@@ -2281,7 +2284,7 @@ def hashed(problem: Problem) -> int:
 
 def has_split(name: str, split: str) -> bool:
     """Whether `load` knows these problems; they need not have been fetched."""
-    anywhere = name == "laptop" or name in MIXES or name.endswith(".jsonl")
+    anywhere = name in LAPTOP or name in MIXES or name.endswith(".jsonl")
     return split in ("train", "test") and (anywhere or (name, split) in SOURCES)
 
 
@@ -2818,7 +2821,7 @@ def check(s: Settings, names: list[str]) -> list[tuple[str, str]]:
     os.makedirs(os.path.dirname(s.out) or ".", exist_ok=True)
     if s.examples not in ("", "ood", "in", "mixed"):
         raise ValueError(f"--examples={s.examples}: there are ood, in, mixed")
-    if s.subset and (s.benchmarks != "laptop" or (s.pool or "local") not in LOCAL):
+    if s.subset and (s.benchmarks not in LAPTOP or (s.pool or "local") not in LOCAL):
         raise ValueError("--subset is for --benchmarks=laptop and local pools, whose skills are known")
     taken = {*names} & {*SYSTEMS, "random workflows"}
     if taken:

@@ -100,6 +100,14 @@ def test_kinds_take_turns(split):
     assert problems == load("laptop", split)[:4000] and [p.id for p in problems[:80:8]] != sorted(p.id for p in problems[:80:8])
 
 
+@pytest.mark.parametrize("name, most", [("laptop:1", 1), ("laptop:2", 2), ("laptop", 3)])
+def test_kinds_that_few_workers_can_solve(name, most):
+    """The easier worlds are the laptop's own problems, of some kinds, in the same split."""
+    for split in ("train", "test"):
+        problems = {p.id for p in load(name, split)}
+        assert problems == {p.id for p in load("laptop", split) if len(evaluation.NEEDS[p.kind]) <= most}
+
+
 def test_no_such_problems():
     """An unknown data set or split is an error that says what there is."""
     for name, split in [("lapdog", "train"), ("laptop", "valid")]:
