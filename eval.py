@@ -1743,12 +1743,12 @@ def interleave(problems: list[Problem], rng: random.Random, again: bool = False)
 # Random workflows: a baseline, and what the warm start of a tiny Conductor is made of
 
 PHRASES = ("Work it out.", "Find the value.", "Reverse it.", "Write it in capitals.", "Leave out the vowels.")
-# A pretrained Conductor writes its subtasks word by word: it starts from 576 sentences made of these.
+# A pretrained Conductor writes its subtasks word by word: it starts from 384 sentences made of these.
 ORDERS_TO = ("Work on {}", "Simplify {}", "Find {}", "Process {}", "Compute {}", "Translate {}", "Recall {}",
              "Answer {}", "Explain {}", "Reverse {}", "Write {} in capitals", "Leave the vowels out of {}")
 OBJECTS = ("it", "the text", "the word", "the name", "the number", "the question", "what is asked",
            "what is left")
-MANNERS = ("", " carefully", " step by step", " as it stands", " in one word", " and nothing else")
+MANNERS = ("", "", "", " carefully", " step by step", " in one word")  # half of the sentences have none
 
 
 def sentence(rng: random.Random) -> str:

@@ -99,7 +99,7 @@ class Settings:
     # the tiny model, and the warm start that teaches the format
     width: int = 128
     layers: int = 2
-    warm_steps: int = 400  # of a model from init_from: 0, unless one asks for them
+    warm_steps: int = 400  # of a model from --init_from: 0, unless one asks for them
     warm_batch: int = 32
     warm_lr: float = 0.0  # 0: 6e-3 for the tiny model, else 2e-4
     warm_second: float = 0.0  # share of its examples that are second rounds
@@ -119,15 +119,16 @@ class Settings:
 # keeps them near the policy that "pairs" itself started from: it still explores all workers and lengths.
 PAIRS = dict(pool="local:pairs", named=True, warm_steps=1000, warm_second=0.2)
 TUNE = dict(PAIRS, init_from="out/pairs/checkpoint", reference="out/pairs/reference",
-            iterations=160, lr=3e-4, beta=0.05)
-# What suits a pretrained model: the paper's numbers (App. A.1) as far as they fit.
-PRETRAINED = dict(style="full", iterations=200, beta2=0.999, beta=0.0, minibatches=1, recompute=True)
+            warm_steps=0, iterations=160, lr=3e-4, beta=0.05)
 PRESETS = {
     "laptop": {},
-    "small": dict(PRETRAINED, out="out/small", init_from="Qwen/Qwen2.5-0.5B-Instruct", questions=8,
-                  rollouts=32, max_new_tokens=384, lr=2e-6, save_every=20, eval_every=20),
-    "paper": dict(PRETRAINED, out="out/paper", init_from="Qwen/Qwen2.5-7B", data="paper", pool="paper",
-                  questions=4, rollouts=64, max_new_tokens=1024, lr=1e-6, save_every=10, eval_every=50),
+    "small": dict(out="out/small", init_from="Qwen/Qwen2.5-0.5B-Instruct", data="laptop:1",
+                  test_data="laptop", max_steps=3, warm_steps=120, warm_batch=16, iterations=100, lr=5e-5,
+                  recompute=True, save_every=10, eval_every=20),
+    "paper": dict(out="out/paper", init_from="Qwen/Qwen2.5-7B", data="paper", pool="paper",  # App. A.1
+                  style="full", questions=4, rollouts=64, max_new_tokens=1024, iterations=200, lr=1e-6,
+                  beta=0.0, beta2=0.999, minibatches=1, recompute=True, warm_steps=0, save_every=10,
+                  eval_every=50),
     "pairs": dict(PAIRS, out="out/pairs", iterations=540),
     "pools": dict(TUNE, out="out/pools", subset=4),
     "recursive": dict(TUNE, out="out/recursive", pool="local:tired", recursion=True),
@@ -1241,7 +1242,7 @@ def settings_of(argv: list[str]) -> tuple[Settings, str]:
         raise SystemExit(f"--preset={s.preset}: there are {', '.join(PRESETS)}")
     init_from = s.init_from
     s = Settings(**{**PRESETS[s.preset], "preset": s.preset})
-    if init_from or s.init_from:  # A pretrained model gets a warm start where one is asked for.
+    if init_from:  # Another model gets a warm start where one is asked for.
         s.warm_steps = 0
     words = configure(s, argv)
     if words:

@@ -596,4 +596,5 @@ def test_only_who_asks_gives_a_pretrained_model_a_warm_start():
     assert warm_steps("--preset=laptop") == 400
     assert warm_steps("--preset=laptop", "--init_from=a/model") == 0
     assert warm_steps("--preset=pools") == warm_steps("--preset=pairs", "--init_from=a/model") == 0
+    assert warm_steps("--preset=small") > 0 == warm_steps("--preset=small", "--init_from=a/model")
     assert warm_steps("--preset=laptop", "--init_from=a/model", "--warm_steps=7") == 7
