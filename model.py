@@ -339,9 +339,9 @@ def config_values(path: str, names: list[str]) -> dict:
     """What config.json says under these names."""
     file = checkpoint_file(path, "config.json")
     found = read_json(file)
-    if found.get("model_type") != "qwen2":
+    if found.get("model_type") not in ("qwen2", "llama"):
         raise ValueError(f"{file}: model_type is {found.get('model_type')!r}, "
-                         "this is an implementation of 'qwen2' (Qwen2.5, dense)")
+                         "this is an implementation of 'qwen2' (Qwen2.5, dense), which can read a 'llama'")
     rope = found.get("rope_parameters") or {}  # transformers 5 moved rope_theta in here
     scaled = found.get("rope_scaling") or rope.get("rope_type", "default") != "default"
     if scaled or found.get("use_sliding_window"):
@@ -366,7 +366,8 @@ def checkpoint_file(path: str, name: str) -> str:
 
 def read_tensors(path: str, model: Qwen):
     """Yield (name, tensor) for each parameter of `model`, which may be on the meta device, from a folder.
-    ValueError names the tensor that is missing, unexpected or misshapen."""
+    ValueError names the tensor that is missing, unexpected or misshapen. A Llama (SmolLM2, for instance) is a
+    Qwen2 whose biases are 0."""
     wanted = dict(model.named_parameters())  # a tied head is in here once, as the embedding
     files = sorted(glob.glob(os.path.join(glob.escape(path), WEIGHTS)))
     if not files:
@@ -387,6 +388,9 @@ def read_tensors(path: str, model: Qwen):
                 if shape != expected:
                     raise ValueError(f"{file}: {name} has shape {shape}, config.json says {expected}")
                 yield name, f.get_tensor(name)
+    if read_json(os.path.join(path, "config.json"))["model_type"] == "llama":
+        for name in [name for name in wanted if name.endswith("bias")]:
+            yield name, torch.zeros(wanted.pop(name).shape)
     if wanted:
         raise ValueError(f"{path} lacks {len(wanted)} tensors, first {next(iter(wanted))}")
 

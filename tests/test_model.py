@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as BPE, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 import model as model_file
@@ -282,8 +282,22 @@ def test_a_folder_without_weights(saved):
         Qwen.from_pretrained(str(saved))
 
 
+def test_a_llama_is_a_qwen_without_biases(tmp_path):
+    """Its logits are transformers'; what we save of it is a Qwen2 with the same. One whose weights are not all there is refused."""
+    rope = {"rope_type": "default", "rope_theta": 123.0}
+    theirs = shake(LlamaForCausalLM(LlamaConfig(**{**REST, **SHAPES["grouped-tied"]}, rope_parameters=rope)))
+    theirs.save_pretrained(tmp_path / "llama")
+    ours, ids = Qwen.from_pretrained(str(tmp_path / "llama")), batch()
+    torch.testing.assert_close(ours(ids), theirs(ids).logits, **CLOSE)
+    ours.save_pretrained(str(tmp_path / "qwen"))
+    torch.testing.assert_close(Qwen2ForCausalLM.from_pretrained(tmp_path / "qwen", dtype=torch.float32)(ids).logits, ours(ids), **CLOSE)
+    edit(tmp_path / "llama" / "config.json", num_hidden_layers=4)
+    with pytest.raises(ValueError, match="lacks"):
+        Qwen.from_pretrained(str(tmp_path / "llama"))
+
+
 @pytest.mark.parametrize("changes, words", [
-    ({"model_type": "llama"}, "model_type is 'llama'"),
+    ({"model_type": "gemma2"}, "model_type is 'gemma2'"),
     ({"model_type": None}, "model_type is None"),
     ({"hidden_size": None}, "lacks hidden_size"), ({"hidden_size": "64"}, "lacks hidden_size"),
     ({"rope_theta": None}, "lacks rope_theta"),

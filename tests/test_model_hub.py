@@ -103,10 +103,10 @@ def test_a_repository_is_loaded_by_its_name(hub, tmp_path):
 
 
 def test_another_architecture_is_refused_before_its_weights_come(hub):
-    """config.json of a llama: an error, and no further file."""
-    hub.files["config.json"] = json.dumps({"model_type": "llama"}).encode()
+    """config.json of a gemma2: an error, and no further file."""
+    hub.files["config.json"] = json.dumps({"model_type": "gemma2"}).encode()
     run = Ended(Forked("model.py", NAME, **hub.client))
-    assert run.status == 1 and "model_type is 'llama'" in run.err and "Traceback" not in run.err
+    assert run.status == 1 and "model_type is 'gemma2'" in run.err and "Traceback" not in run.err
     assert set(brought(hub)) == {"config.json"}
 
 
