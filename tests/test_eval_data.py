@@ -466,7 +466,7 @@ def test_a_users_file_with_a_fault_names_line_and_field(tmp_path, line, told):
 
 @pytest.mark.parametrize("name, split", [("laptop", "dev"), ("aime25", "train"), ("nothing", "test"), ("", "train"), ("paper", "dev")])
 def test_an_unknown_name_or_split_lists_what_there_is(hub, name, split):
-    with pytest.raises(ValueError, match="there are laptop, paper, recursion, .*aime25 .test., .*jsonl"):
+    with pytest.raises(ValueError, match="there are laptop, laptop:1, laptop:2, paper, recursion, .*aime25 .test., .*jsonl"):
         load(name, split)
     assert not hub.seen and not os.listdir()
 
