@@ -282,8 +282,7 @@ def train(s: Settings, device: str):
             leave(f"{reasons[0]}: stopped after iteration {iteration + 1}; {where_saved(s)}")
 
     bill(run.pool)
-    as_before(stopping)
-    finish(run, s)
+    finish(run, s, stopping)
     question = min((problem.question for problem in run.test), key=len)
     ask_it = shlex.join([question, f"--checkpoint={s.out}/checkpoint", f"--pool={s.pool}"])
     print0(f"{time.perf_counter() - began:.0f} s from start to end. Next: python workflow.py {ask_it}")
@@ -373,12 +372,13 @@ def accuracy_now(run: Run, s: Settings) -> float | None:
     return evaluation.accuracies(some, traces).get("all")
 
 
-def finish(run: Run, s: Settings):
+def finish(run: Run, s: Settings, stopping: list[str]):
     """The table on held-out problems, beside every worker and random workflows, and what was learned."""
     print0(f"the checkpoint is in {s.out}/checkpoint")
     sampler = gather(run.model, s)
     del run.model, run.optimizer, run.reference
     gc.collect()  # The evaluation shall have their memory, and FSDP's modules hold one another.
+    as_before(stopping)  # not earlier: Python loses an interrupt that comes amid what the collector calls
     traces = answer(sampler, run.tokenizer, run.test, run.pool, s)
     if dist.get_rank():
         return
