@@ -305,9 +305,10 @@ class HeadFP32(torch.autograd.Function):
         # A CPU wants them in fp32: piece by piece, so that they stay in its cache. There oneDNN may make bf16
         # of them again, which loses nothing, and its sums are fp32.
         torch.backends.mkldnn.matmul.fp32_precision = "bf16"
-        logits = torch.cat([matmul_fp32(hidden, piece.T) for piece in weight.split(2048)], dim=-1)
-        torch.backends.mkldnn.matmul.fp32_precision = "none"
-        return logits
+        try:
+            return torch.cat([matmul_fp32(hidden, piece.T) for piece in weight.split(2048)], dim=-1)
+        finally:
+            torch.backends.mkldnn.matmul.fp32_precision = "none"
 
     @staticmethod
     def backward(ctx, grad):
@@ -346,6 +347,8 @@ def config_values(path: str, names: list[str]) -> dict:
     scaled = found.get("rope_scaling") or rope.get("rope_type", "default") != "default"
     if scaled or found.get("use_sliding_window"):
         raise ValueError(f"{file}: RoPE scaling and sliding windows are not implemented")
+    if found.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"{file}: hidden_act is {found['hidden_act']!r}, and 'silu' is what is implemented")
     found.setdefault("rope_theta", rope.get("rope_theta"))
     values = {name: found.get(name) for name in names}
     missing = [name for name, value in values.items() if not isinstance(value, int | float)]

@@ -311,7 +311,7 @@ def set_up(s: Settings, device: str) -> Run | None:
     # What was read may be of an earlier run in this very place.
     on_rank0(lambda: rewind(s, first) if resumed else make_room(s))
     print0(f"{sizes(model.config)[1]:,} parameters on {world} x {device} in {s.dtype}, lr {s.lr:g}, "
-        f"{len(problems):,} problems, {len(pool)} workers: {', '.join(worker.name for worker in pool)}")
+           f"{len(problems):,} problems, {len(pool)} workers: {', '.join(worker.name for worker in pool)}")
     if s.warm_steps and not resumed:
         warm_start(model, tokenizer, problems, pool, s)
         print0(f"warm start: {s.warm_steps} steps of the format")

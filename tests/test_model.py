@@ -303,7 +303,7 @@ def test_a_llama_is_a_qwen_without_biases(tmp_path):
     ({"rope_theta": None}, "lacks rope_theta"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "RoPE scaling"),
     ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "RoPE scaling"),
-    ({"use_sliding_window": True}, "sliding window")])
+    ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"), ({"use_sliding_window": True}, "sliding window")])
 def test_a_config_that_is_not_ours_is_refused(changes, words, saved):
     """Another architecture, a missing key, and what is not implemented are errors that name it, before any weight is read."""
     edit(saved / "config.json", **changes)
