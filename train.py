@@ -313,8 +313,8 @@ def set_up(s: Settings, device: str) -> Run | None:
     print0(f"{sizes(model.config)[1]:,} parameters on {world} x {device} in {s.dtype}, lr {s.lr:g}, "
            f"{len(problems):,} problems, {len(pool)} workers: {', '.join(worker.name for worker in pool)}")
     if s.warm_steps and not resumed:
-        warm_start(model, tokenizer, problems, pool, s)
         print0(f"warm start: {s.warm_steps} steps of the format")
+        warm_start(model, tokenizer, problems, pool, s)
     if s.beta and reference is None:
         reference = gather(model, s)
         save_for_use(s, os.path.join(s.out, "reference"), model, tokenizer)

@@ -36,22 +36,23 @@ def draw_run(plt, run: str) -> str:
         lines = [json.loads(line) for line in f]
     if not lines:
         raise ValueError(f"{run}/metrics.jsonl is empty: the run has not finished an iteration")
-    figure, (top, workers, steps) = plt.subplots(3, figsize=(8, 11), layout="constrained", sharex=True)
-    for axes, key in ((top, "by_kind"), (workers, "workers"), (steps, "steps_by_kind")):
+    figure, (top, steps, workers) = plt.subplots(3, figsize=(8, 9), height_ratios=(2, 1, 1), layout="constrained", sharex=True)
+    iterations = [line["iteration"] for line in lines]
+    for axes, key in ((top, "by_kind"), (steps, "steps_by_kind"), (workers, "workers")):
         missing = 0.0 if key == "workers" else None  # a worker who was not asked has no share
         for name in dict.fromkeys(name for line in lines for name in line[key]):
-            axes.plot(smooth([line[key].get(name, missing) for line in lines]), linewidth=1.2, label=name)
-    top.plot(smooth([line["accuracy"] for line in lines]), color="black", linewidth=2.4, label="all")
+            axes.plot(iterations, smooth([line[key].get(name, missing) for line in lines]), linewidth=1.2, label=name)
+    top.plot(iterations, smooth([line["accuracy"] for line in lines]), color="black", linewidth=2.4, label="all")
     best = best_single(run)
     if best:
         top.axhline(best[1], color="grey", linestyle="--", label=f"{best[0]} alone, on held-out problems")
     top.set(ylabel="accuracy of sampled workflows", ylim=(0, 1))
-    workers.set(ylabel="share of the steps", ylim=(0, 1))
-    steps.set(ylabel="steps of a workflow", xlabel="iteration (mean of the last 10)")
-    for axes in (top, workers, steps):
-        axes.legend(fontsize=8)
+    steps.set(ylabel="steps, colours as above")
+    workers.set(ylabel="share of the steps", ylim=(0, None), xlabel="iteration (mean of the last 10)")
+    top.legend(fontsize=8)
+    workers.legend(fontsize=8)
     file = os.path.join(run, "curve.png")
-    figure.savefig(file, dpi=120)
+    figure.savefig(file, dpi=90)
     return file
 
 

@@ -52,13 +52,12 @@ def test_what_stands_above_the_folds_is_read_in_an_evening():
     """And the README says which lines these are."""
     above = {name: source(name).partition("\n# Appendix: ")[0].count("\n") for name in ORDER}
     assert sum(above.values()) <= MOST_ABOVE_THE_FOLDS, above
-    said = re.findall(r"\[`(\w+)\.py`\].* to line (\d+) of (\d+) \|", readme())
+    said = re.findall(r"\[`(\w+)\.py`\].* 1–(\d+) of (\d+) \|", readme())
     assert said == [(name, str(above[name]), str(source(name).count("\n"))) for name in ORDER]
 
 
 def test_the_readme_has_at_most_1800_words():
-    """What has no letter or digit, such as the bars of a table, is no word."""
-    assert len([word for word in readme().split() if re.search(r"\w", word)]) <= 1800
+    assert len(readme().split()) <= 1800
 
 
 @pytest.mark.parametrize("name", ORDER)
