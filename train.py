@@ -1186,9 +1186,11 @@ def lacking(s: Settings, start: str, config: Config, pool):
     if s.subset > len(pool):
         yield f"workers (--subset={s.subset}, and the pool has {len(pool)} workers)"
 
-    needed = 16 * sizes(config)[1] / GiB  # fp32 weights, gradients and Adam's two moments
-    if s.offload and needed > machine_memory() / GiB:
-        yield f"{needed:.0f} GiB of the CPU's memory, and some more, for --offload"
+    # A checkpoint takes fp32 weights and Adam's two moments to the CPU. With --offload they are there anyway,
+    # with gradients, and what is pinned is rounded up to powers of two.
+    needed = (24 if s.offload else 12) * sizes(config)[1] / GiB
+    if devices()[0] == "cuda" and needed > machine_memory() / GiB:
+        yield f"{needed:.0f} GiB of RAM, and some more, for {'--offload' if s.offload else 'checkpoints'}"
     there = os.path.abspath(s.out)
     while not os.path.exists(there):
         there = os.path.dirname(there)

@@ -53,6 +53,8 @@ def random_model(name: str, dtype, device) -> Qwen:
     with torch.device("meta"):
         model = Qwen(SHAPES[name])
     model.to(dtype).to_empty(device=device)
+    if model.config.tie_word_embeddings:  # to_empty gives each a weight of its own
+        model.lm_head.weight = model.model.embed_tokens.weight
     with torch.no_grad():
         for key, p in model.named_parameters():
             p.fill_(1.0) if "norm" in key else p.normal_(std=0.02)
