@@ -18,6 +18,7 @@ import difflib
 import errno
 import functools
 import gc
+import glob
 import inspect
 import io
 import itertools
@@ -44,7 +45,6 @@ import types
 import warnings
 import zlib
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
@@ -206,8 +206,8 @@ def grades(problems: list[Problem], traces: list[Trace | None]) -> list[bool | N
             t.right = grade(p, t.answer)
         return t.right
 
-    with ThreadPoolExecutor(os.cpu_count()) as threads:  # as programs take minutes to grade
-        return list(threads.map(graded, problems, traces))
+    with ThreadPool(os.cpu_count()) as threads:  # as programs take minutes to grade
+        return threads.starmap(graded, zip(problems, traces), chunksize=1)
 
 
 def accuracies(problems: list[Problem], traces: list[Trace | None]) -> dict[str, float]:
@@ -1022,7 +1022,7 @@ def letter_of(text: str, texts: list) -> str | None:
 # supervisor, forks a process for each test and takes from it, layer by layer, what a program does not need:
 #   namespaces   no other process, network or shared memory is in reach. The root is a tree of Python and the
 #                system's libraries alone, read-only, and a small empty folder for each test
-#   descriptors  input and output alone stay open; no expected output ever was in the process
+#   descriptors  input and output alone stay open; no expected output, nor its length, was ever in the process
 #   limits       of time, files, processes, and of the memory of all processes of a test together; one core
 #   user         another one than root, who owns nothing; no capability, and none to be gained
 #   Landlock     the same files once more, or alone where there are no namespaces; no signal leaves a test
@@ -1058,10 +1058,12 @@ Linux = types.SimpleNamespace(
     NEWEST=462,  # mseal; of later system calls nothing is known here
 
     UNKNOWN="clone3 435 435",  # its flags cannot be checked; where it is unknown, libraries call clone
-    CHECKED="socket 41 198, socketpair 53 199, clone 56 220, mmap 9 222, prlimit64 302 261",  # an argument
-    # Denied is what reaches other processes, their processor and memory; makes namespaces, in which it would
-    # have capabilities; opens files without a path; fills memory that belongs to no process; and what attacks
-    # on the kernel begin with. What needs a capability is not listed, as a test has none
+    CHECKED="""socket 41 198, socketpair 53 199, setsockopt 54 208, clone 56 220, mmap 9 222,
+        prlimit64 302 261, prctl 157 167, fcntl 72 25""",  # an argument
+    # Denied is what reaches other processes, their processor, disk and memory; makes namespaces, in which it
+    # would have capabilities; opens files without a path; fills memory that belongs to no process, or limits
+    # that are the whole machine's; and what attacks on the kernel begin with. What needs a capability is not
+    # listed, as a test has none
     DENIED="""ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, kcmp 312 272,
         pidfd_getfd 438 438, process_madvise 440 440, process_mrelease 448 448, perf_event_open 298 241,
         sched_setaffinity 203 122, sched_setscheduler 144 119, sched_setparam 142 118, sched_setattr 314 274,
@@ -1073,17 +1075,17 @@ Linux = types.SimpleNamespace(
         shmget 29 194, shmat 30 196, shmctl 31 195, semget 64 190, semop 65 193, semtimedop 220 192,
         semctl 66 191, msgget 68 186, msgsnd 69 189, msgrcv 70 188, msgctl 71 187, mq_open 240 180,
         mq_unlink 241 181, memfd_create 319 279, memfd_secret 447 447, add_key 248 217, request_key 249 218,
-        keyctl 250 219,
+        keyctl 250 219, io_setup 206 0, sync 162 81, syncfs 306 267, seccomp 317 277,
         io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427, userfaultfd 323 282,
         bpf 321 280, personality 135 92, modify_ldt 154 -, vmsplice 278 75""",
     # Without namespaces also files, where Landlock does not ask; leaving the process group, which is the
-    # test; and all signals, with the ways (fcntl, ioctl) to have the kernel send one when input comes
-    DENIED_WITHOUT_NAMESPACES="""chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -,
-        fchown 93 55, lchown 94 -, fchownat 260 54, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7,
-        removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, utime 132 -, utimes 235 -,
-        futimesat 261 -, utimensat 280 88, setsid 112 157, setpgid 109 154, kill 62 129, tkill 200 130,
-        tgkill 234 131, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240, pidfd_send_signal 424 424,
-        fcntl 72 25, ioctl 16 29""",
+    # test; and all signals, with ioctl's way to have the kernel send one when input comes
+    DENIED_WITHOUT_NAMESPACES="""truncate 76 45, chmod 90 -, fchmod 91 52, fchmodat 268 53,
+        fchmodat2 452 452, chown 92 -, fchown 93 55, lchown 94 -, fchownat 260 54, setxattr 188 5,
+        lsetxattr 189 6, fsetxattr 190 7, removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16,
+        utime 132 -, utimes 235 -, futimesat 261 -, utimensat 280 88, setsid 112 157, setpgid 109 154,
+        kill 62 129, tkill 200 130, tgkill 234 131, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240,
+        pidfd_send_signal 424 424, ioctl 16 29""",
 )
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -1104,6 +1106,7 @@ def supervise(job: dict, start: int):
     with contextlib.suppress(OSError):  # unless the core was taken from this process meanwhile
         os.sched_setaffinity(0, [box.core])  # many busy processes slow this core alone
     prctl(Linux.PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the parent; a change of user takes this back
+    signal.signal(signal.SIGINT, signal.SIG_IGN)   # the one signal that Python would let a test send to it
     box.trouble = os.memfd_create("trouble")  # where a child says why it could not build the sandbox
     lacks = enter_namespaces(box)
     gc.freeze()
@@ -1112,13 +1115,13 @@ def supervise(job: dict, start: int):
     prctl(Linux.PR_SET_CHILD_SUBREAPER, 1)  # orphans of a test become its children
     box.landlock = LIBC.syscall(Linux.CREATE_RULESET, None, ctypes.c_size_t(0), Linux.RULESET_VERSION)
     if box.landlock < 1 and not box.namespaces:
-        lacks.append("no Landlock: it reads your files and your keys")
+        lacks.append("no Landlock: it reads, changes and deletes your files, and reads your keys")
     box.watched = os.path.exists("/proc/thread-self/children")
     if not box.watched:
         lacks.append("no view of /proc: memory is limited for each of its processes alone")
     os.write(1, json.dumps(lacks).encode() + b"\n")
-    for number, size in enumerate(box.sizes):
-        run_test(box, number, start, size)
+    for size in box.sizes:
+        run_test(box, start, size)
         start += size
     os._exit(0)
 
@@ -1167,6 +1170,10 @@ def enter_namespaces(box) -> list[str]:
         if first:
             os._exit(os.waitpid(first, 0)[1] != 0)
         prctl(Linux.PR_SET_PDEATHSIG, signal.SIGKILL)
+        for name, value in (("core/somaxconn", "16"), ("ipv4/tcp_rmem", "4096 65536 65536"),
+                            ("ipv4/tcp_wmem", "4096 65536 65536")):
+            with contextlib.suppress(OSError):  # what waits in sockets is memory that nobody counts
+                write_file(f"/proc/sys/net/{name}", value)
         enter_root(box, os.getcwd())
     except OSError as e:
         os.write(box.trouble, str(e).encode())
@@ -1224,7 +1231,7 @@ def enter_root(box, here: str):
     kernel("syscall", Linux.MOUNT_SETATTR, Linux.AT_FDCWD, "/", Linux.AT_RECURSIVE, flags, size)
 
 
-def run_test(box, number: int, start: int, size: int):
+def run_test(box, start: int, size: int):
     """Run a test and report its output. Ends the supervisor if it fails, as all tests must pass."""
     folder = box.folder
     if box.namespaces:
@@ -1232,7 +1239,7 @@ def run_test(box, number: int, start: int, size: int):
         options = f"size=128m,nr_inodes=8192,mode=700,uid={box.uid},gid={box.gid}"
         kernel("mount", "tmpfs", folder, "tmpfs", Linux.MS_NOSUID | Linux.MS_NODEV, options)
     else:
-        folder = os.path.abspath(str(number))
+        folder = os.path.abspath(os.urandom(8).hex())  # the tests before cannot have put something there
         os.mkdir(folder, 0o700)
         os.chown(folder, box.uid, box.gid)
     output = os.memfd_create("output")
@@ -1252,7 +1259,7 @@ def run_test(box, number: int, start: int, size: int):
     if reason:
         raise OSError(reason)
     written = os.fstat(output).st_size
-    if not passed or written > box.most[number]:
+    if not passed or written > box.most:
         os._exit(0)
     os.write(1, b"%d\n" % written)
     if os.sendfile(1, output, 0, written) < written:  # not through this process's memory, which tests inherit
@@ -1279,11 +1286,14 @@ def takes_too_much(box) -> bool:
     found = [os.getpid()]
     used = 0
     for pid in found:  # grows underway
-        with contextlib.suppress(OSError):
-            for thread in os.listdir(f"/proc/{pid}/task"):
-                found += map(int, open(f"/proc/{pid}/task/{thread}/children").read().split())
-            _, resident, of_files, *_ = map(int, open(f"/proc/{pid}/statm").read().split())  # pages
-            used += (resident - of_files) * resource.getpagesize()
+        filled = 0
+        for thread in glob.glob(f"/proc/{pid}/task/*"):
+            with contextlib.suppress(OSError):
+                found += map(int, open(f"{thread}/children").read().split())
+                status = open(f"{thread}/status").read()  # without sizes if it has ended, be it the first
+                sizes = re.findall(r"(?:RssAnon|VmPTE|VmSwap|HugetlbPages):\s*(\d+)", status)
+                filled = max(filled, 1024 * sum(map(int, sizes)))
+        used += filled
     return len(found) > 65 or used > box.memory
 
 
@@ -1298,8 +1308,10 @@ def become_test(box, folder: str, start: int, size: int, output: int):
         os.lseek(given, 0, os.SEEK_SET)
         os.chdir(folder)
         os.environ.update(HOME=folder, TMPDIR=folder)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         drop_privileges(box)
+        prctl(Linux.PR_SET_PDEATHSIG, signal.SIGKILL)
         restrict_files(box, folder)
         program = filter_program(box)
         array = ctypes.create_string_buffer(program)
@@ -1328,14 +1340,13 @@ def switch_user(box):
         os.setgid(box.gid)
         os.setuid(box.uid)
         prctl(Linux.PR_SET_DUMPABLE, 1)  # or its files in /proc would stay root's
-        prctl(Linux.PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def drop_privileges(box):
     """Set limits, become the test's user, give up all capabilities, and never gain any. Where Landlock alone
     guards files, the test of a root keeps the right to any file, as its Python may stand in root's home."""
     limits = {"AS": box.addresses, "DATA": box.memory, "STACK": 64 << 20, "CPU": int(box.seconds) + 1,
-              "NPROC": 64, "FSIZE": 32 << 20, "NOFILE": 256, "SIGPENDING": 256,
+              "NPROC": 64, "FSIZE": 32 << 20, "NOFILE": 64, "SIGPENDING": 256,
               "CORE": 1}  # byte: at 0 the kernel would still hand dumps to a program of the system's
     kept = 0
     if box.switches_user and box.landlock > 0 and not box.namespaces:
@@ -1379,14 +1390,17 @@ def filter_program(box) -> bytes:
     kill = (Linux.RETURN, 0, 0, Linux.RET_KILL_PROCESS)
     refuse = (Linux.RETURN, 0, 0, Linux.RET_ERRNO | errno.EPERM)
     unknown = (Linux.RETURN, 0, 0, Linux.RET_ERRNO | errno.ENOSYS)
-    families = [socket.AF_UNIX, socket.AF_INET, socket.AF_INET6] if box.namespaces else []
+    families = [socket.AF_UNIX, socket.AF_INET] if box.loopback and box.namespaces else []
     kinds = [socket.SOCK_STREAM] + ([socket.SOCK_DGRAM] if box.namespaces else [])  # a datagram goes anywhere
     shared = [0, Linux.MAP_SHARED, Linux.MAP_ANONYMOUS]  # either, but not both
     spaces = Linux.SPACES | Linux.NEWUSER | Linux.NEWCGROUP
     whole = 0xffffffff
     checks = {  # name: argument, mask, values of the masked argument that are allowed (prlimit64: of itself)
         "socket": (0, whole, families), "socketpair": (1, 15, kinds), "prlimit64": (0, whole, [0]),
-        "clone": (0, spaces, [0]), "mmap": (3, sum(shared), shared),
+        "clone": (0, spaces, [0]), "mmap": (3, sum(shared), shared), "prctl": (0, whole, [15, 16]),  # a name
+        # Neither sizes of buffers (7, 8) nor filters (26, 50 and on): their memory is the kernel's, and one
+        # that freed a thousand filters at once stood still. IPv6, which has an option 26 too, is not there
+        "setsockopt": (2, whole, [*range(1, 7), *range(9, 26)]),
         "fcntl": (1, whole, [*range(8), 1030, 1031, 1032]),  # F_DUPFD to F_SETLKW; on exec, sizes of pipes
         "ioctl": (1, whole, [0x5401, 0x5413, 0x541b, 0x5421, 0x5450, 0x5451])}  # isatty, FIONREAD, FIOCLEX
     machine = os.uname().machine
@@ -1439,8 +1453,8 @@ def run_program(box):
 
 
 START = """
-import atexit, contextlib, ctypes, errno, gc, io, json, marshal, os, resource, signal, socket, struct, sys
-import threading, time, types
+import atexit, contextlib, ctypes, errno, gc, glob, io, json, marshal, os, re, resource, signal, socket
+import struct, sys, threading, time, types
 size = int(sys.argv[1])
 functions, linux, job = marshal.loads(os.pread(0, size, 0))
 Linux, LIBC = types.SimpleNamespace(**linux), ctypes.CDLL(None, use_errno=True)
@@ -1473,12 +1487,13 @@ LACKS = []  # what the system lacks for the whole sandbox, as the last run said
 
 
 def run_code(program: str, name: str | None, tests: list[str], seconds: float, memory: int = 4,
-             most: list[int] | None = None) -> list:
+             most: int = MAX_OUTPUT, loopback: bool = False) -> list:
     """Run a program that nobody has read in a sandbox. Without a name it is __main__ and reads a test from
     standard input; else its function (or Solution's method) of that name gets a test's lines, JSON arguments.
     Returns what each test printed or, as JSON, returned (bytes); None from the first test on that crashed,
-    took over `seconds` of wall time or too much memory, or gave over most[i] bytes. memory: GiB that each
-    process may address; all processes of a test together may fill as much, and 4 at most.
+    took over `seconds` of wall time or too much memory, or gave over `most` bytes. memory: GiB that each
+    process may address; all processes of a test together may fill as much, and 4 at most. loopback: it may
+    open sockets, on a network of its own.
 
     A warning says what the system lacks; OSError, why there is no sandbox at all."""
     if sys.platform != "linux":
@@ -1488,7 +1503,7 @@ def run_code(program: str, name: str | None, tests: list[str], seconds: float, m
     folder = tempfile.mkdtemp()
     job = dict(program=program, name=name, prelude=PRELUDE, sizes=list(map(len, inputs)), seconds=seconds,
                core=core, addresses=memory << 30, memory=min(memory, 4) << 30,
-               most=most or [MAX_OUTPUT] * len(tests))
+               most=most, loopback=loopback)
     header = marshal.dumps((supervisor(), vars(Linux), job))
     options = ["-I", "-X", "utf8", "-X", f"int_max_str_digits={MAX_DIGITS}", "-c", START, str(len(header))]
     environment = {"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "TZ": "UTC", "OMP_NUM_THREADS": "1"}
@@ -1591,7 +1606,9 @@ def passes_livecodebench(code: str, tests: list[list[str]], fn_name: str | None 
         raise ValueError("a LiveCodeBench problem without tests: nothing can be graded by it, load it again")
     inputs = [given for given, _ in tests]
     expected = [wanted for _, wanted in tests]
-    outputs = run_code(code, fn_name, inputs, seconds, most=[longest(wanted) for wanted in expected])
+    # A program finds in its memory what is sent with it: only the magnitude of the longest output is
+    most = 1 << max(20, max(map(longest, expected)).bit_length())
+    outputs = run_code(code, fn_name, inputs, seconds, most=min(most, MAX_OUTPUT))
     return all(same_output(out, wanted, fn_name is not None) for out, wanted in zip(outputs, expected))
 
 
@@ -1628,7 +1645,8 @@ def passes_bigcodebench(code: str, test: str, entry_point: str, code_prompt: str
     if not names:
         raise ValueError("a BigCodeBench problem whose TestCases has no tests: load it again")
     arguments = [f"{code_prompt}\n    pass\n{code}", test]
-    out, = run_code(UNITTESTS, "unittest_results", ["\n".join(map(json.dumps, arguments))], seconds, 32)
+    out, = run_code(UNITTESTS, "unittest_results", ["\n".join(map(json.dumps, arguments))], seconds, 32,
+                    loopback=True)
     return same_output(out, json.dumps(sorted(set(names))), True)
 
 

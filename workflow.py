@@ -251,6 +251,9 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
 
     def call(i):
         step = steps[i]
+        wait_for_all([calls[j] for j in step.access])
+        if trace.error:
+            return
         turns = [(steps[j].subtask, trace.replies[j].text) for j in step.access]
         if step.sees_all:
             turns = last_round + turns
@@ -263,13 +266,16 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
         except WorkerError as e:
             trace.error = f"step {i}: {e}"
             trace.bad_request = e.bad_request and bool(options and task.overrides)
-        return trace.error is None  # If it is not, call_in_order starts nothing more.
 
     def end():
+        wait_for_all(calls)
         trace.seconds = time.monotonic() - begun
         return then(trace)
 
-    return call_in_order([step.access for step in steps], call, end)
+    calls = []
+    for i in range(len(steps)):
+        calls.append(in_thread(call, i))
+    return in_thread(end)
 
 
 def execute(workflow: Workflow, question: str, pool: list, previous=None, name="") -> "Trace":
@@ -440,10 +446,11 @@ def seated(worker, nonce: str | None = None):
     return write
 
 
-# The calls of all workflows are made by up to 512 threads; how many a worker gets at a time is its
+# The calls of all workflows are made by up to 1,024 threads; how many a worker gets at a time is its
 # `concurrency`. They are daemons, unlike a ThreadPoolExecutor's: a program that ends does not wait for calls.
+# Jobs begin in the order in which they came, so a job may wait for earlier ones, and for no later one.
 jobs = queue.SimpleQueue()  # of (future, function, arguments)
-idle, unborn = threading.Semaphore(0), threading.Semaphore(512)  # threads that wait; that may still start
+idle, unborn = threading.Semaphore(0), threading.Semaphore(1024)  # threads that wait; that may still start
 
 
 def in_thread(function, *arguments) -> Future:
@@ -470,38 +477,6 @@ def wait_for_all(futures: list):
     done, _ = wait(futures, return_when=FIRST_EXCEPTION)
     for future in done:
         future.result()
-
-
-def call_in_order(after: list[list[int]], call, end) -> Future:
-    """Run call(i) in a thread once the calls in after[i] have ended. If one returns False, no further call
-    begins. When none is left running, the future gets the result of end(). No thread waits for another."""
-    done = Future()
-    lock, stop = threading.Lock(), threading.Event()
-    waiting, running, ended = set(range(len(after))), set(), set()
-
-    def go_on(i):
-        """What a thread does: call i, if there is one, and then to start what can follow it."""
-        try:
-            if i is not None and not stop.is_set() and not call(i):
-                stop.set()
-            with lock:
-                running.discard(i)
-                ended.add(i)
-                ready = [] if stop.is_set() else [k for k in waiting if ended.issuperset(after[k])]
-                waiting.difference_update(ready)
-                running.update(ready)
-                over = not running
-            for k in ready:
-                in_thread(go_on, k)
-            if over:
-                done.set_result(end())
-        except BaseException as bug:  # Call i stays in `running`: no other thread takes all for done.
-            stop.set()
-            if not done.done():
-                done.set_exception(bug)
-
-    in_thread(go_on, None)
-    return done
 
 
 # Reading lists. One tokeniser passes over the text once and never gives a token up, and every repetition in a
@@ -909,32 +884,26 @@ def from_one_thread(write):
     for ever, in the thread that calls it. What is asked while a batch is being written becomes the next.
 
     The main thread is to call work_on: torch aborts a program that ends while a daemon thread is in it."""
-    requests = queue.SimpleQueue()  # of (chat, on_text, future)
+    asked = queue.SimpleQueue()  # of (chat, future of what is written)
 
     def ask_for(chats, n, first, on_text):
-        done = Future()
-        requests.put((chats[0], on_text, done))
-        done.result()
+        written = Future()
+        asked.put((chats[0], written))
+        text, error = written.result()
+        on_text(0, 0, *text, **error)  # in the thread that asked: what this raises is its own affair
 
     def work_on():
         for number in itertools.count():  # A chat that is asked again draws other numbers.
-            batch = [requests.get()]
-            while len(batch) < 64 and not requests.empty():
-                batch.append(requests.get())
-            chats, told, futures = zip(*batch)
-
-            def tell(i, j, *written, **error):
-                try:
-                    futures[i].set_result(told[i](0, j, *written, **error))
-                except Exception as e:  # his who asked; the others and this thread go on
-                    futures[i].set_exception(e)
-
+            batch = [asked.get()]
+            while len(batch) < 64 and not asked.empty():
+                batch.append(asked.get())
+            chats, futures = zip(*batch)
             try:
-                write(chats, 1, number, tell)
-            except Exception as e:
-                for waiting in futures:
-                    if not waiting.done():
-                        waiting.set_exception(e)
+                write(chats, 1, number, lambda i, j, *text, **error: futures[i].set_result((text, error)))
+            except Exception as bug:
+                for future in futures:
+                    if not future.done():
+                        future.set_exception(bug)
     return ask_for, work_on
 
 

@@ -397,31 +397,45 @@ print(len(found), own.encode() in found)
 
 
 TOGETHER = """
-import os, time
+import ctypes, os, threading, time
+way, processes, megabytes = input().split()
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
 read, write = os.pipe()
-for _ in range({processes}):
-    if os.fork() == 0:
-        if {orphans} and os.fork():
-            os._exit(0)
-        block = bytearray({megabytes} << 20)
+
+def fill():
+    if way == "page-tables":  # of 8 KB for each page that stands alone
+        for i in range(int(megabytes) * 128):
+            page = libc.mmap(ctypes.c_void_p((1 << 40) + (i << 30)), 4096, 1, 0x100022, -1, 0)
+            ctypes.string_at(page, 1)
+    else:
+        block = bytearray(int(megabytes) << 20)
         for i in range(0, len(block), 4096):
             block[i] = 1
-        os.write(write, b"x")
-        time.sleep(60)
-for _ in range({processes}):
+    os.write(write, b"x")
+    time.sleep(60)
+
+for _ in range(int(processes)):
+    if os.fork() == 0:
+        if way == "orphans" and os.fork():
+            os._exit(0)
+        if way == "threads":
+            threading.Thread(target=fill).start()
+            libc.syscall({exit}, 0)  # of this thread alone, which is the process's first
+        fill()
+for _ in range(int(processes)):
     os.read(read, 1)
 print("filled")
 """
 
 
-@pytest.mark.parametrize("orphans", [False, True])
-def test_memory_of_all_processes(orphans, lacks):
+@pytest.mark.parametrize("way", ["children", "orphans", "threads", "page-tables"])
+def test_memory_of_all_processes(way, lacks):
     if "memory" in lacks:
         pytest.skip(lacks)
-    small = TOGETHER.format(processes=3, megabytes=100, orphans=orphans)
-    assert run_code(small, None, [""], 60, memory=1) == [b"filled\n"]
-    large = TOGETHER.format(processes=6, megabytes=400, orphans=orphans)
-    assert run_code(large, None, [""], 60, memory=1) == [None]
+    program = TOGETHER.replace("{exit}", "60" if os.uname().machine == "x86_64" else "93")
+    assert run_code(program, None, [f"{way} 3 100"], 60, memory=1) == [b"filled\n"]
+    assert run_code(program, None, [f"{way} 6 400"], 60, memory=1) == [None]
 
 
 MEMORY_OF_NOBODY = {
@@ -464,8 +478,8 @@ def test_the_folder_is_removed(tmp_path, monkeypatch):
 
 
 def test_sockets(full):
-    """Nothing that listens on this machine is reached; a program's own loopback works, as BigCodeBench
-    starts servers there."""
+    """Nothing that listens on this machine is reached; BigCodeBench's programs, which start servers, have a
+    loopback of their own."""
     name = b"\0" + secrets.token_hex(8).encode()
     with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix, \
             socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
@@ -487,7 +501,7 @@ for kind, address in ((socket.SOCK_STREAM, {tcp.getsockname()!r}), (socket.SOCK_
         print(type(e).__name__)
 with socket.create_server(("127.0.0.1", 8000)), socket.create_connection(("127.0.0.1", 8000)):
     print("own")
-""")
+""", loopback=True)
         assert out and "sent 1\n" not in out and "sent 0\n" not in out and out.endswith("own\n")
         for s in (tcp, unix):
             with pytest.raises(BlockingIOError):

@@ -151,7 +151,7 @@ def test_checked_calls(system):
     """Calls that depend on an argument: what honest programs ask for is given."""
     clone, prlimit, user = (56, 302, 0x10000000) if X86_64 else (220, 261, 0x10000000)
     out = output(f"""
-import ctypes, mmap, os, resource, socket
+import ctypes, fcntl, mmap, os, resource, socket
 libc = ctypes.CDLL(None, use_errno=True)
 print(libc.syscall({clone}, {user} | 17, None, None, None, None), ctypes.get_errno())
 print(libc.syscall({prlimit}, os.getppid(), 7, None, None), ctypes.get_errno())
@@ -165,8 +165,19 @@ for family in (40, 38, 16, 17, 44):
 a, b = socket.socketpair()
 a.send(b"x")
 print(b.recv(1))
+for attempt, *arguments in (
+        (a.setsockopt, 1, 26, bytes(16)), (a.setsockopt, 1, 50, 1), (a.setsockopt, 1, 51, bytes(16)),  # filters
+        (a.setsockopt, 1, 7, 1 << 22), (a.setsockopt, 1, 8, 1 << 22), (a.setsockopt, 1, 32, 1 << 22),  # buffers
+        (fcntl.fcntl, os.open(".", 0), 1024, 0), (fcntl.fcntl, os.open(".", 0), 1026, 1)):  # lease, watch
+    try:
+        attempt(*arguments)
+        print(arguments)
+    except PermissionError:
+        pass
+a.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+print(libc.prctl(22, 2, None), ctypes.get_errno(), libc.prctl(4, 1), libc.prctl(15, b"name"))
 """)
-    assert out == "-1 1\n-1 1\nTrue 4096\nb'x'\n"
+    assert out == "-1 1\n-1 1\nTrue 4096\nb'x'\n-1 1 -1 0\n"
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -231,6 +242,10 @@ def test_no_signal_leaves(system):
     """Neither to this process nor to the supervisor, though the user may be the same."""
     out = output(f"""
 import os, signal
+try:
+    os.kill(os.getppid(), signal.SIGINT)
+except OSError:
+    pass
 for pid in ({os.getpid()}, os.getppid(), -1):
     try:
         if pid != -1 or {system in ("whole", "no Landlock")}:
@@ -333,7 +348,7 @@ def test_modes_and_times_are_guarded(system, tmp_path):
     assert output(f"""
 import os
 file = {str(file)!r}
-attempts = ((os.chmod, 0), (os.utime, (1, 1)), (os.setxattr, "user.x", b"x"), (os.chown, 1, 1))
+attempts = ((os.truncate, 0), (os.chmod, 0), (os.utime, (1, 1)), (os.setxattr, "user.x", b"x"), (os.chown, 1, 1))
 for attempt, *arguments in attempts:
     try:
         attempt(file, *arguments)

@@ -266,8 +266,17 @@ def test_a_long_output_is_not_read():
     program = "print('x' * int(input()))"
     tests = ["10", "1000", "5"]
     first, second = b"x" * 10 + b"\n", b"x" * 1000 + b"\n"
-    assert run_code(program, None, tests, 60, most=[100, 1001, 5]) == [first, second, None]
-    assert run_code(program, None, tests, 60, most=[100, 1000, 100]) == [first, None, None]
+    assert run_code(program, None, tests, 60, most=1001) == [first, second, b"x" * 5 + b"\n"]
+    assert run_code(program, None, tests, 60, most=1000) == [first, None, None]
+
+
+def test_a_program_cannot_tell_how_long_the_expected_output_is(monkeypatch):
+    """Nothing that is sent with it depends on that: YES and NO would be known by their lengths."""
+    jobs = []
+    monkeypatch.setattr(evaluation, "run_code", lambda *job, **more: jobs.append((job, more)) or [None, None])
+    for expected in ("YES", "NO"):
+        passes_livecodebench("print('YES')", [["", expected], ["1", 100 * expected]])
+    assert jobs[0] == jobs[1]
 
 
 @pytest.mark.parametrize("value", ["[(1, 2)]", "{1: 2}.keys()", "range(3)", "object()", "lambda: 1", "{1}",
