@@ -300,10 +300,20 @@ class Unreadable(Exception):
 
 # What a response commits to
 
-BETWEEN = re.compile(r"(?:[\s$,;]|\\[(),; ]|\\q?quad\b|(?:\\text\{\s*)?\b(?:and|or)\b\s*\}?"
-                     r"|\b[A-Za-z](?:_\d)?\s*=)*")
-GOES_ON = re.compile(r"\s*[!^/\d]|[ $]*(?:[/+^]|_\d|[*.]\d|\{,|\\(?:cdot|times|div|pi|sqrt|[dt]?frac|pm)\b)"
-                     r"|[\s$]*(?:[,;]|(?:\\text\{\s*)?(?:or|and)\b)[\s$}]*[-\\\d]")  # ... or 6
+BETWEEN = re.compile(r"(?:[\s$,;]|\\[(),; ]|\\q?quad\b|\b(?:and|or)\b"
+                     r"|\\text\{\s*(?:and|or)\s*\}|\b[A-Za-z](?:_\d)?\s*=)*")
+BEFORE = re.compile(  # a box: an operator, a factor, a denial
+    r"(?:(?<!\\)[-+−–/^_±√<≤≥≠|{(\[¬~]|(?<![\w)])!=|[\w})\]]\s*\*+|\b(?:not|never|minus|negative)|n't|\\"
+    r"(?!(?:q?quad|displaystyle|therefore|implies|to|(?:Long)?[Rr]ightarrow|iff|approx|equiv|in)\b)[A-Za-z]+)"
+    r"(?:[\s$}]|\\[,;:! ])*\Z|(?:(?<!\\)[)\]}]|(?<![A-Za-z\\])[A-Za-z]|\d) ?(?:\\[,;:! ])?\Z"
+    r"|(?<![A-Za-z\\])[A-Za-z]+\Z|\d[.,:$]\Z")
+MARKUP = re.compile(r"\\(?:(?:text|math|tag)\w*|begin|end)\*?\{(?![^}]*(?:not|minus|negative))[^{}]*\}")
+AFTER = re.compile(  # a box: the same, or an alternative
+    r"\s*[!^/\d]|[A-Za-z(\[{'|]|(?:[\s$]|\\[,;:! ])*(?:[/+^=}%°≠≤≥±×·÷>]|<(?![/|])|_[\w{]|[*.]\d|\{,"
+    r"|\*[ (\\A-Za-z]|:\s*\d|[-−–]\s*(?:[\d\\$(.]|[A-Za-z]\b)|\((?![^()]*[a-z]{2})|[A-Za-z]\b(?! [a-z]{2})"
+    r"|(?:\\(?:text|math)\w*\{\s*)?(?:\w+llion|thousand|hundred|dozen|percent|times|plus|minus|squared|cubed)\b"
+    r"|\\(?!text|math|mbox|q?quad|end|tag|approx|pmod|[hv]space|blacksquare|square|Box|[^A-Za-z%${|]))"
+    r"|[\s$]*(?:[,;]|(?:\\text\{\s*)?(?:or|and)\b)[\s$}]*[-\\\d]")  # ... or 6
 SAID = re.compile(r"(?i)\banswer\*{0,2}\s*(?:is\b|:)[\s:*]*|\bfinal answer\*{0,2} *\n\s*")
 DENIED = re.compile(r"(?i)(?:\b(?:not|never|if|whether|unless|wrong|false|doubt|unlikely)\b|n't\b)[^.!?\n]*$")
 HEDGED = re.compile(r"(?i)(?:^|[.!?,;\n])[\s*]*(?:but|or|and|however|wait|no|not|actually|alternatively"
@@ -332,21 +342,26 @@ def committed(response: str) -> str | None:
     inside, closed, later = response.partition("</answer>")
     if tag and r"\boxed{" not in later:
         return inside.replace(r"\boxed{", "{").strip() if closed else ""
-    boxes = [m.end() for m in re.finditer(r"\\boxed\{", response)][-MOST:]
+    boxes = []
+    end = 0
+    for m in re.finditer(r"\\boxed\{", response):
+        if 0 <= end <= m.start():  # not inside of another box
+            end = closing(response, m.end())
+            boxes.append((*m.span(), end))
     if not boxes:
         return None
+    if end < 0 or AFTER.match(response[end + 1:]):
+        return ""
     parts = []
     start = len(response)
-    for box in reversed(boxes):
-        end = closing(response[:start], box)
+    for opening, box, end in reversed(boxes[-MOST:]):
         between = response[end + 1:start]
-        if not parts and (end < 0 or GOES_ON.match(between)):
-            return ""
-        if parts and (end < 0 or len(between) > LONGEST or not BETWEEN.fullmatch(between)):
+        if parts and (len(between) > LONGEST or not BETWEEN.fullmatch(between)):
             break
-        parts.insert(0, response[box:end].strip())
-        start = box - len(r"\boxed{")
-    return ", ".join(dict.fromkeys(parts))
+        parts.insert(0, response[box:end].replace(r"\boxed{", "{").strip())
+        start = opening
+    before = MARKUP.sub(" ", response[:start][-200:])
+    return "" if BEFORE.search(before) else ", ".join(dict.fromkeys(parts))
 
 
 def final_answer(response: str) -> str:
@@ -393,7 +408,8 @@ RULES = (  # a pattern and what becomes of it, in this order
     (r"[₀-₉]+", lambda m: "_" + m[0].translate(RAISED)),
     (r"^\s*\$(?=\d[\d,. ]*[a-z ]*$)", "＄"),                               # $5 is money, $5$ is not
     (r"(?<!\\)\$|(?<=[\w.,;)}])~", " "),                                   # mathematics' dollars, 5~cm
-    (r"(?<=\d)(?:\{,\}|,\s*\\!|\\,)\s*(?=\d{3}(?!\d))", ""),               # 1{,}000
+    (r"(?<![\d.,}])[1-9]\d{0,2}(?:(?:\{,\}|,\s*\\!|\\,)\s*\d{3})+(?!\d)",
+     lambda m: re.sub(r"\D", "", m[0])),                                   # 1{,}000
     (r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\s*\.?", " "),            # sizes of brackets
     (r"\^\s*(\{)?\s*(?:\\circ(?![A-Za-z])|°)(?(1)\s*\})", "°"),            # degrees
     (r"\\overline\s*\{\s*([A-Z]{2})\s*\}", r"\1"),                         # a segment
@@ -411,9 +427,9 @@ RULES = (  # a pattern and what becomes of it, in this order
     (r"\\(sin|cos|tan)\s*(\()?\s*(\d+)\s*°\s*(?(2)\))", r"\\\1{\3°}"),
     (r"(?<=[\d}])\s*(million|billion)\b", lambda m: {"million": "*1000000", "billion": "*1000000000"}[m[1]]),
     (r"(?<=\bsecond) squared\b", "^2"),                                    # meters per second squared
-    (r"＄\s*(\d[\d.,]*(?:\*\d+)?)", r"\1 ＄"),
+    (r"＄\s*(\d[\d.,]*(?:\*\d+)?)", r" \1 ＄"),
     (r",?\s*(?<!\\)\bor\b\s*", "∨"),                                       # separators of lists
-    (r",?\s*(?<!\\)\band\b\s*|;", ","),
+    (r",?\s*(?<!\\)\band\b\s*|;", ", "),
     (rf"(?i)^\s*({'|'.join(SMALL)})\s*\.?$", lambda m: str(SMALL.index(m[1].lower()))),
     (r"\|([^|]*)\|", r"\\abs{\1}"),                                        # |x|
     (r"(?<=\d)\s+(\d+)/(\d+)(?![\d/])", r"\\frac{\1}{\2}"),                # 2 1/3
@@ -546,9 +562,9 @@ class Expression:
     """Reads an expression. `values` are its values at the points (just one if it is a constant), `names` its
     variables, `work` the number of its operations. It takes no more where two readings are usual (1/2x,
     a/b/c, 2^3^2), and what is left at the end raises Unreadable."""
-    def __init__(self, text: str, unit: str = ""):
-        self.has_unit = unit != ""
-        self.factor, self.bases = read_unit(unit, units()) if unit else (Fraction(1), {})
+    def __init__(self, text: str, unit: tuple | None = None):
+        self.has_unit = unit is not None
+        self.factor, self.bases = unit or (Fraction(1), {})
         self.literal = re.fullmatch(r"[-+\d.*^{} ]+", text) is not None  # in digits: 20, 1.5, 3.0*10^{8}
         self.decimal = self.literal and "." in text
         self.names = set()
@@ -845,12 +861,15 @@ def term(text: str) -> Meaning:
             return meaning(inner)
     if re.fullmatch("[A-Za-z' ]*[A-Za-z]{2}[A-Za-z' ]*", text) and re.search("[aeiouA-Z ]", text):
         return Meaning("text", text=as_text(text))
+    unit = None
     for m in BEHIND.finditer(text):
         sure = m[1] or SURE.search(m[2])  # 5 m is five metres, 5m is not
         if sure and not re.search(r"\\(?!frac|sqrt)", text):  # \arctan(2)° is in radians
             with contextlib.suppress(Unreadable):
-                return Meaning("number", number=Expression(text[:m.start()], m[2]))
-    return Meaning("number", number=Expression(text))
+                unit = read_unit(m[2], units())
+                text = text[:m.start()]
+                break
+    return Meaning("number", number=Expression(text, unit))
 
 
 # Whether two answers mean the same
@@ -870,12 +889,13 @@ def same(x: Meaning, y: Meaning, tolerance: float = 0.0) -> bool:
         return same_quantity(x.number, y.number, tolerance)
     if x.text != y.text or len(x.parts) != len(y.parts):
         return False
-    if x.kind not in ("list", "∪"):
-        return all(map(same, x.parts, y.parts))
     mine = {part.name for part in x.parts}
     theirs = {part.name for part in y.parts}
-    if mine != theirs and len(mine.union(theirs) - {""}) > 1:
+    ordered = x.kind not in ("list", "∪")
+    if mine != theirs and (ordered or len(mine.union(theirs) - {""}) > 1):
         return False
+    if ordered:
+        return all(map(same, x.parts, y.parts))
     rest = list(y.parts)
     for part in x.parts:
         match = [i for i, other in enumerate(rest) if same(part, other)]

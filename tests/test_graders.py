@@ -316,13 +316,19 @@ def test_numbers_beyond_the_limit_are_text():
 # A response to what it commits to; None: neither a box nor a tag
 COMMITTED = [
     (r"so \boxed{5}", "5"), (r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-    (r"\boxed{\left\{ 1 \right.}", r"\left\{ 1 \right."), (r"\fbox{7}", "7"), (r"\boxed {7}", "7"), (r"our answer is $\boxed 2$.", "2"), (r"\boxed{\boxed{3}}", "3"),
+    (r"\boxed{\left\{ 1 \right.}", r"\left\{ 1 \right."), (r"\fbox{7}", "7"), (r"\boxed {7}", "7"), (r"our answer is $\boxed 2$.", "2"), (r"\boxed{\boxed{3}}", "{3}"),
     ("<answer> 5 </answer>", "5"), ("<answer>1</answer> no, <answer>2</answer>", "2"), (r"<answer>\boxed{5}</answer>", "{5}"),
     (r"<answer>It is \boxed{5}.</answer>", "It is {5}."), (r"\boxed{6} <answer>5</answer>", "5"), (r"<answer>5</answer> \boxed{6}", "6"),
     ("<answer>5", ""), (r"\boxed{5} and then \boxed{6", ""), (r"\boxed{5} <answer>6", ""), (r"\boxed{}", ""), ("<answer></answer>", ""),
     ("5", None), ("", None), (r"Write it in \boxed and stop. \boxed{4}", "4"), (r"Put it in \boxed", None),
     ("<answer>a\nb</answer>", "a\nb"), (r"\boxed{a\\}", r"a\\"),
     *((rf"\boxed{{5}}{more}", "") for more in ("^2", "/6", "!", "6", "+1", r"\cdot 6", r"\times 10^3", r"\pi", "*2", ".5", "{,}000", "$/6", "; 6", r" \text{ or } 6", ", 6", " or $6$", " and -6")),
+    *((into.format(r"\boxed{5}"), "") for into in (
+        "-{}", "- ${}$", "2{}", r"2\,{}", r"\sqrt{{{}}}", r"\frac{{{}}}5", r"x\neq{}", r"\ln {}", "not {}", "({})^2", "|{}|", "5:{}", "{}x+3", "{} - 3", r"{}\ln 2",
+        "{}(x+1)", "{}i", r"{}\%", "{} million", r"${}$ \text{{ million}}", "{}=13", "{} x", r"{}\pm 1", "-\n{}")),
+    *((into.format(r"\boxed{5}"), "5") for into in (
+        "So $x={}$.", r"\[ {} \]", "**{}**", r"\text{{So }}{}", r"\therefore {}", "{} units", r"{} \mathrm{{~cm}}", r"4!={} \approx 5.0", "Step 3: {} (since x>3)", "2\n{}",
+        r"{}\pmod{{13}}", "<b>{}</b>", r"\quad{}\\")), (r"\boxed{-\boxed{12}}", "-{12}"), (r"\boxed{not \boxed{12}}", "not {12}"),
     *((rf"$\boxed{{5}}${more}", "5") for more in (".", ", as asked", " units", r"\text{ cm}", " or so", "\n\n6")),
     (r"\boxed{5}, \boxed{6}", "5, 6"), (r"$x=\boxed{5}$ or $x = \boxed{6}$", "5, 6"), (r"\boxed{5}, then \boxed{6}", "6"),
 ]
@@ -458,7 +464,8 @@ r'\text{' * 150, r'\begin{pmatrix}' * 60, '=' .join('x' * 450), '1,000' * 190, '
 r'\sqrt' * 190, r'\frac' * 190, '_' * 900, '^{' * 400, '1 1/2 ' * 150, '²³√∅' * 200, r'\infty-\infty', '#' * 900, chr(92) * 999,
 '1e99999999 m', '5e-99999', 'A' * 10**6, '\n' * 10**6, r'\boxed{' * 150000, r'\boxed' + ' ' * 10**6, r'\boxed{' + chr(92) * 10**6,
 '<answer>' * 150000, '<answer>' + 'the ' * 250000 + '</answer>', '<answer>B. ' + 'or ' * 300000 + '</answer>', 'answer is ' * 100000,
-'<answer>B. x or' + ' ' * 10**6 + '</answer>', 'answer: A\n' * 100000, 'option A is ' * 100000, 'option A is' + ' ' * 10**6,
+'<answer>B. x or' + ' ' * 10**6 + '</answer>', r'\boxed{5}' + ' and' * 50 + r' X\boxed{6}', '(' + 'x ' * 330 + '+(1 ' + 'm2' * 27 + ' mm',
+' $' * 10**5 + r'\boxed{1}' + '$ ' * 10**5 + '-',  'answer: A\n' * 100000, 'option A is ' * 100000, 'option A is' + ' ' * 10**6,
 'answer' + ' ' * 10**6, 'answer:' + '*' * 10**6, 'the ' * 250000, 'because ' * 100000
 """
 
