@@ -311,7 +311,7 @@ MARKUP = re.compile(r"\\(?:(?:text|math|tag)\w*|begin|end)\*?\{(?![^}]*(?:not|mi
 AFTER = re.compile(  # a box: the same, or an alternative
     r"\s*[!^/\d]|[A-Za-z(\[{'|]|(?:[\s$]|\\[,;:! ])*(?:[/+^=}%°≠≤≥±×·÷>]|<(?![/|])|_[\w{]|[*.]\d|\{,"
     r"|\*[ (\\A-Za-z]|:\s*\d|[-−–]\s*(?:[\d\\$(.]|[A-Za-z]\b)|\((?![^()]*[a-z]{2})|[A-Za-z]\b(?! [a-z]{2})"
-    r"|(?:\\(?:text|math)\w*\{\s*)?(?:\w+llion|thousand|hundred|dozen|percent|times|plus|minus|squared|cubed)\b"
+    r"|(?:\\(?:text|math)\w*\{\s*)?(?:\w+llion|thousand|hundred|dozen|percent|times|plus|minus|squared)\b"
     r"|\\(?!text|math|mbox|q?quad|end|tag|approx|pmod|[hv]space|blacksquare|square|Box|[^A-Za-z%${|]))"
     r"|[\s$]*(?:[,;]|(?:\\text\{\s*)?(?:or|and)\b)[\s$}]*[-\\\d]")  # ... or 6
 SAID = re.compile(r"(?i)\banswer\*{0,2}\s*(?:is\b|:)[\s:*]*|\bfinal answer\*{0,2} *\n\s*")
@@ -973,7 +973,7 @@ CLAIM = re.compile(r"(?i)\b(?:answer\b[^\n.:]{0,40}?(?:\bis\b|:)[\s:*]*"
 INTRODUCTION = re.compile(
     r"(?i)^(?:(?:the|correct|final|best|answer|option|choice|is|so|therefore)\b[\s:,]*)+")
 CORRECT = re.compile(r"is (?:the )?(?:correct|right|best)(?: (?:answer|option|choice|one))?")
-ARTICLE = re.compile(r"^(?:an?|the)\s")
+ARTICLE = re.compile(r"^(\(?)(?:an?|the)\s")
 
 
 def pick_letter(response: str, choices: list) -> str | None:
@@ -1010,10 +1010,11 @@ def pick_letter(response: str, choices: list) -> str | None:
 
 
 def plain_choice(text: str) -> str:
-    """A choice or an answer in small letters, without markup and without words that only introduce it."""
-    text = re.sub(r"\\(?:text|math)\w*|\\[()]|[*_`${}\"'“”;]|\[|\]", " ", text)
-    text = " ".join(text.split()).rstrip(".")
-    return INTRODUCTION.sub("", text).casefold()
+    """A choice or an answer without capitals, markup and words that only introduce it; all signs count."""
+    text = re.sub(r"\\(?:text|math)(?:rm|bf|it|sf|tt)?\s*\{((?:[^{}]|\{[^{}]*\})*)\}", r"\1", text)
+    text = re.sub(r"\\[()\[\]]|\*\*|[`$]", " ", text)
+    text = INTRODUCTION.sub("", " ".join(text.split()).rstrip(".; "))
+    return CAPITAL.sub(lambda m: m[0].lower(), text)
 
 
 def letter_of(text: str, texts: list) -> str | None:
@@ -1022,15 +1023,17 @@ def letter_of(text: str, texts: list) -> str | None:
     letters = LETTERS[:len(texts)]
     plain = plain_choice(text)
     for said in (plain, REASON.split(plain)[0]):
-        m = re.fullmatch(rf"(?i)\(?([{letters}])\b(?:[\s):,.]|[-–—](?=\s))*(.*)", said)
+        m = re.fullmatch(rf"(?i)[(\[{{\"'“*_]*([{letters}])(?![^\W_])[)\]}}\"'”*_]*"
+                         r"(?:[\s):,.;]|[-–—](?=\s))*(.*)", said)
         bare = not said or m and len(said) == 1
         if texts.count(said) == 1 and not bare:
             return letters[texts.index(said)]
         if m:
             letter = m[1].upper()
-            own = ARTICLE.sub("", texts[letters.index(letter)].strip("() "))
-            rest = ARTICLE.sub("", m[2].strip("() "))
-            if rest in ("", own) or CORRECT.fullmatch(rest):
+            own = ARTICLE.sub(r"\1", texts[letters.index(letter)])
+            rest = ARTICLE.sub(r"\1", m[2])
+            in_brackets = rest == f"({own})" and rest not in texts
+            if rest in ("", own) or in_brackets or CORRECT.fullmatch(rest):
                 return letter
     return "?" if re.search(rf"\b[{letters}]\b", text) else None
 

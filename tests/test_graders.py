@@ -423,6 +423,12 @@ def test_letters_of_odd_choices():
             assert pick_letter(nothing, choices) is None
         assert pick_letter("<answer>A</answer>", choices) == "A"
     assert pick_letter(r"\boxed{$\frac{1}{2}$}", [r"\frac{1}{2}", "2"]) == "A"
+    for choices, answer, letter in (
+            (["(0,1)", "[0,1]", "(0,1]"], "B. (0,1)", None), (["(0,1)", "[0,1]", "(0,1]"], "A (0,1]", None), (["(0,1)", "[0,1]", "(0,1]"], "(B) [0,1]", "B"),
+            (["MW", "W", "kW"], "mW", None), (["f'(x)", "2"], "f''(x)", None), (["12", "5"], r"\textminus 12", None), (["12", "5"], "-12", None), (['"a"', "a"], "A. a", None),
+            (["0,1", "(0,1)"], "A (0,1)", None), ([r"\frac{1}{23}", "2"], r"\frac{12}{3}", None), (["f(x)", "F(x)"], "A. F(x)", None), (["a*b", "c"], "ab", None),
+            (["'abc'", "abc"], "A. 'abc'", "A"), (["5 kg", "6 kg"], r"5\text{ kg}", "A"), ([r"\sqrt{2}", "2"], r"\text{\sqrt{2}}", "A"), (["2", "3"], r"\boxed{B}", "B")):
+        assert pick_letter(rf"\boxed{{{answer}}}", choices) == letter, answer
 
 
 SHORT_EQUAL = [  # answer, gold
