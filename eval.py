@@ -290,7 +290,6 @@ MOST = 100      # parts of a list, boxes of a response
 DEEPEST = 20    # brackets in brackets
 BITS = 4000     # of a fraction
 FINE = 10 ** 9  # a fraction of larger numbers is not mixed with floats
-POINTS = 28     # where an expression with variables is evaluated
 ENOUGH = 3      # points at which two expressions must both have a value
 
 
@@ -319,7 +318,7 @@ DENIED = re.compile(r"(?i)(?:\b(?:not|never|if|whether|unless|wrong|false|doubt|
 HEDGED = re.compile(r"(?i)(?:^|[.!?,;\n])[\s*]*(?:but|or|and|however|wait|no|not|actually|alternatively"
                     r"|perhaps|maybe|it (?:could|may|might))\b")
 REASON = re.compile(r"(?i)[,;.]?\s(?:because|since)\b")
-NOTHING = re.compile(r"[\s{}()]|[-+] ?0(?![\d.])|\* ?1(?![\d.])|(?<![\d.])(?:0 ?\+|1 ?\*)|units?$")  # + 0
+NOTHING = re.compile(r"(?<![\d.})])[01](?:\.0*)?(?![\d.])|units?$|\\frac(?![A-Za-z])|[-+*/^{}()]")
 
 
 def closing(text: str, start: int) -> int:
@@ -387,10 +386,13 @@ def final_answer(response: str) -> str:
 
 def copied(answer: str, question: str, gold: str) -> bool:
     """Whether an answer is a formula as it stands in the question, and not as in the gold answer: "Simplify
-    $\\sqrt{192}$" is not answered by \\sqrt{192}, nor by x = (\\sqrt{192}) + 0."""
-    answer, question, gold = (NOTHING.sub("", one_spelling(text)) for text in (answer, question, gold))
-    answer, gold = (text.rpartition("=")[2] for text in (answer, gold))
-    return len(answer) > 4 and bool(re.search(r"[-+*/^\\]", answer)) and answer in question and answer != gold
+    $\\sqrt{192}$" is not answered by \\sqrt{192}, nor by x = (\\sqrt{192}) / 1. What is compared are the
+    operands but for 0 and 1."""
+    answer, gold = (one_spelling(text).rpartition("=")[2] for text in (answer, gold))
+    formula = re.search(r"[-+*/^\\]", answer) is not None
+    answer, question, gold = (" ".join(NOTHING.sub(" ", text).split())
+                              for text in (answer, one_spelling(question), gold))
+    return formula and len(answer) > 4 and answer in question and answer != gold
 
 
 # One spelling for LaTeX and plain text
@@ -405,7 +407,7 @@ RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻₀₁₂₃₄₅₆₇�
 SMALL = "zero one two three four five six seven eight nine ten eleven twelve".split()
 RULES = (  # a pattern and what becomes of it, in this order
     (r"[⁻⁰¹²³⁴-⁹]+", lambda m: "^{" + m[0].translate(RAISED) + "}"),
-    (r"[₀-₉]+", lambda m: "_" + m[0].translate(RAISED)),
+    (r"[₀-₉]+", lambda m: "_{" + m[0].translate(RAISED) + "}"),
     (r"^\s*\$(?=\d[\d,. ]*[a-z ]*$)", "＄"),                               # $5 is money, $5$ is not
     (r"(?<!\\)\$|(?<=[\w.,;)}])~", " "),                                   # mathematics' dollars, 5~cm
     (r"(?<![\d.,}])[1-9]\d{0,2}(?:(?:\{,\}|,\s*\\!|\\,)\s*\d{3})+(?!\d)",
@@ -455,8 +457,8 @@ def one_spelling(text: str) -> str:
     return text.strip()
 
 
-CAPITAL = re.compile(  # of a word, where its case means nothing: not of CO, Co, Aabb
-    r"\b(?!(?i:(?:([a-z])\1)+\b))(?:[A-Z](?=[a-z]{2})|(?:No|In|Of|On|To|Is|At|By|It)\b)")
+CAPITAL = re.compile(  # of a word, where its case means nothing: not of CO, Co, Aabb, Mmol
+    r"\b(?!(?i:(?:([a-z])\1)+\b)|M(?![aeiouy])|.(?:mol|ohm|amp|bar|bit|cal))(?:[A-Z](?=[a-z]{2})|(?:No|In|Of|On|To|Is|At|By|It)\b)")
 
 
 def as_text(text: str) -> str:
@@ -522,7 +524,7 @@ def pointwise(name: str, *arguments: list) -> list:
         except (ArithmeticError, TypeError, ValueError):  # also of None
             result = None
         if isinstance(result, float):
-            long = count == 1 and max(map(size, numbers)) > FINE  # 1.4142135623730951 times pi
+            long = max(map(size, numbers)) > FINE  # 1.4142135623730951 times pi
             if long or not 1e-9 < abs(result) < 1e12:
                 result = None
         results.append(None if size(result) >> BITS else result)
@@ -531,19 +533,23 @@ def pointwise(name: str, *arguments: list) -> list:
     return results
 
 
-def at_point(name: str, k: int) -> Fraction:
-    """The kth value of a variable: integers and fractions, later ones of either sign, some of them large."""
-    rng = random.Random(f"{name} {k}")
-    number = rng.randint(6 if k < 12 else -40, 40)
-    return Fraction(number, rng.choice([1, 1, 30])) if k < 20 else Fraction(1000 * number)
+@functools.lru_cache(1000)
+def at_points(name: str) -> list:
+    """The values of a variable: 12 positive ones, all halves and thirds from -8 to 8, and large ones."""
+    rng = random.Random(name)
+    values = [Fraction(rng.randint(6, 40), rng.choice([1, 1, 30])) for _ in range(12)]
+    grid = sorted({Fraction(n, d) for d in (2, 3) for n in range(-8 * d, 8 * d + 1)})
+    values += rng.sample(grid, len(grid))
+    return values + [Fraction(rng.randint(1, 40) * 1000 ** (k // 4 + 1) * (-1) ** k) for k in range(12)]
 
 
 def equal(pairs: list) -> bool:
     """Whether enough pairs of numbers have values and these are equal, irrational ones but for rounding."""
     both = [(x, y) for x, y in pairs if x is not None and y is not None]
     for x, y in both:
-        allowed = 0 if size(x) and size(y) else 1e-10 * abs(x)
-        if abs(x - y) > allowed:
+        exact = size(x) and size(y)
+        long = max(size(x), size(y)) > FINE / 1000  # a long decimal is no irrational number
+        if abs(x - y) > (0 if exact else 1e-10 * abs(x)) or long and not exact:
             return False
     return len(both) >= min(ENOUGH, len(pairs))
 
@@ -554,8 +560,10 @@ TOKEN = re.compile(r"\s*((?:\d+(?:\.\d*)?|\.\d+)(?:_\d+)?|\\[A-Za-z]+|[A-Za-zα-
 WORD = re.compile(r"(?<![\\A-Za-z_])(?!(?:[abcf-z][a-z]|abc|xyz)(?![A-Za-z]))[A-Za-z]{2,}")  # ab is a product
 GREEK = r"\\(?:alpha|beta|gamma|delta|epsilon|theta|lambda|rho|sigma|tau|phi|varphi|psi|omega|Delta|ell)"
 CONSTANTS = {"π": math.pi, "e": math.e}
+ROOT = re.compile(r"\\(?:abs|arc|(?:sqrt|ln|log)(?!\s*(?:\d|\{\s*\d+\s*\})))"  # none of i
+                  r"|\^\{?\(?(?:\d*[./]\d|\\frac\s*\{?\d+\}?\s*\{?\d)")
 CLOSING = {"(": ")", "[": "]", "{": "}"}
-FIRST = re.compile(r"[^\W\d]|[(\[{\\]")  # of a factor that needs no sign before it
+FIRST = re.compile(r"[^\W\d]|[(\[\\]")  # of a factor that needs no sign before it
 
 
 class Expression:
@@ -567,6 +575,7 @@ class Expression:
         self.factor, self.bases = unit or (Fraction(1), {})
         self.literal = re.fullmatch(r"[-+\d.*^{} ]+", text) is not None  # in digits: 20, 1.5, 3.0*10^{8}
         self.decimal = self.literal and "." in text
+        self.absolute = r"\abs" in text  # |x| is x at too many points
         self.names = set()
         self.work = -1  # every operation adds a number, a variable or a function
         self.tokens = [*TOKEN.findall(text), ""]
@@ -575,6 +584,8 @@ class Expression:
             raise Unreadable("too long, or a word")
         if re.fullmatch(r"[\d.]+(?:\s*-\s*[\d.]+)+\s*", text):
             raise Unreadable("a range, a date or a score")
+        if "i" in self.tokens and ROOT.search(text):
+            raise Unreadable("of a complex number")
         self.values = self.sum()
         if self.tokens != [""]:
             raise Unreadable(f"what is {self.tokens[-1]}?")
@@ -596,8 +607,10 @@ class Expression:
         return values
 
     def product(self) -> list:
+        before = self.tokens[-1]
         values = self.power()
-        while self.skip("*") or FIRST.match(self.tokens[-1]):
+        while self.skip("*") or FIRST.match(self.tokens[-1]) and before not in ("{", "["):  # {1}{2} prints 12
+            before = self.tokens[-1]
             values = pointwise("*", values, self.power())
         if self.skip("/"):
             values = pointwise("/", values, self.power())
@@ -638,7 +651,7 @@ class Expression:
             raise Unreadable(f"what is {token}?")
         if token != "i":  # of which we only know that i is i
             self.names.add(token)
-        return [at_point(token, k) for k in range(POINTS)]
+        return at_points(token)
 
     def function(self, name: str) -> list:
         """\\log_2 x; \\sin^2 x, which is (\\sin x)^2; \\sin 2x, which is \\sin(2x)."""
@@ -713,7 +726,7 @@ def read_unit(text: str, known: dict) -> tuple:
         if not m or end and len(m["mark"] or "") == 1 or m["words"] and m["power"]:
             raise Unreadable(f"the unit {text}")
         names = [m["mark"] or m["name"]]
-        if len(names[0]) > 3:
+        if len(names[0]) > 3 and names[0][1:].lower().removesuffix("s") not in known:  # Mohms are no mohms
             names += [names[0].lower().removesuffix(plural) for plural in ("", "s", "es")]
         found = [known[name] for name in names if name in known]
         if not found:
@@ -742,9 +755,10 @@ class Meaning:
     number: Expression | None = None
 
 
-LETTER = rf"(?:{GREEK}|[α-ω]|[A-Za-z]{{1,2}}|(?!NOT)[A-Z]{{3,4}})(?:_\w+)?"
+LETTER = rf"(?:{GREEK}|[α-ω]|(?!(?i:no|n[ae]|[lg][te]|if|or)(?![A-Za-z]))[A-Za-z]{{1,2}})(?:_(?!no)\w{{1,3}})?(?!\w)"
 NAME = re.compile(  # x, \angle ABC, f^{-1}(x), P(A|B), (x, y)
-    rf"(?:m?\\(?:angle|triangle)\s*)?{LETTER}(?:\^\{{?-1\}}?|'+)?(?:\([^()=]*\))?"
+    rf"m?\\(?:angle|triangle)\s*[A-Z]{{1,4}}"
+    rf"|{LETTER}(?:\^\{{?-1\}}?|'+)?(?:\((?:[^()=A-Za-z\\]|[A-Za-z](?![A-Za-z])|{GREEK}|\\cap)*\))?"
     rf"|\(\s*{LETTER}(?:\s*,\s*{LETTER})+\s*\)")
 BOUNDS = {"<<": "()", "<≤": "(]", "≤<": "[)", "≤≤": "[]"}
 OPEN = "([{⦃⟨⟦"
@@ -804,7 +818,10 @@ def clause(text: str) -> Meaning:
     if marks == ["="]:
         return equation(*sides)
     if marks == ["∈"] and NAME.fullmatch(sides[0]):
-        return replace(term(sides[1]), name=sides[0])
+        found = term(sides[1])
+        if found.kind == "number" and sides[1][0] not in "⦃{":
+            raise Unreadable("in a number")
+        return replace(found, name=sides[0])
     marks = "".join(marks)
     if marks[0] in ">≥":
         sides = sides[::-1]
@@ -826,9 +843,10 @@ def equation(left: str, right: str) -> Meaning:
     letters = re.findall(LETTER, left)
     found = Meaning("equation")
     if NAME.fullmatch(left):
-        if left[0] == "(" and letters != sorted(letters):
-            raise Unreadable("names in an order of their own")
         found = replace(term(right), name=re.sub(r"\s", "", left))
+        in_order = letters == sorted(letters, key=lambda name: name.strip("\\"))
+        if left[0] == "(" and not (in_order and len(letters) == len(found.parts)):
+            raise Unreadable("names in an order of their own, or not one for each")
     if not found.name or "(" not in found.name:
         with contextlib.suppress(Unreadable):
             curve = Expression(f"({left})-({right})")
@@ -867,6 +885,8 @@ def term(text: str) -> Meaning:
         if sure and not re.search(r"\\(?!frac|sqrt)", text):  # \arctan(2)° is in radians
             with contextlib.suppress(Unreadable):
                 unit = read_unit(m[2], units())
+                if "°" in unit[1] and "π" in text:
+                    raise Unreadable("degrees or radians?")
                 text = text[:m.start()]
                 break
     return Meaning("number", number=Expression(text, unit))
@@ -911,7 +931,7 @@ def same_quantity(x: Expression, y: Expression, tolerance: float) -> bool:
     holds one (in 37 of 500 of MATH's; with this rule in 11)."""
     spare = 1 if size(y.values[0]) else 3
     worked_out = not x.names and x.work <= max(2, y.work + spare)
-    if not y.names and not worked_out:
+    if not y.names and not worked_out or x.names and x.absolute != y.absolute:
         return False
     scales = [x.factor / y.factor] if x.bases == y.bases else []
     percentage = x.literal and x.work == 0 and abs(x.values[0]) >= 1
@@ -926,8 +946,6 @@ def same_values(mine: list, y: Expression, tolerance: float) -> bool:
     first, gold = mine[0], y.values[0]
     if count == 1 and tolerance and y.decimal:
         return abs(first - gold) <= tolerance * abs(gold)
-    if count == 1 and 0 in (size(first), size(gold)) and max(size(first), size(gold)) > FINE / 1000:
-        return False  # a long decimal is no irrational number
     return equal([(mine[k % len(mine)], y.values[k % len(y.values)]) for k in range(count)])
 
 
@@ -960,11 +978,11 @@ def same_short(answer: str, gold: str) -> bool:
 
 
 def words(text: str) -> list:
-    """The words of a text, without articles (A is one only before all others), punctuation and case."""
+    """The words of a text, without articles (a is one only before all others), punctuation and case."""
     text = re.sub("[*\"“”]|(?<=[a-z]{2})-(?=[a-z]{2})", " ", one_spelling(text))
-    text = re.sub(r"^\s*(?:A|An|The)\s(?=\s*\w)", "", text)
+    text = re.sub(r"(?i)^\s*an?\s(?=\s*\w)", "", text)
     found = [as_text(word).strip(".,;:'") for word in text.split()]
-    return [word for word in found if word not in ("a", "an", "the", "")]
+    return [word for word in found if word not in ("an", "the", "")]
 
 
 CLAIM = re.compile(r"(?i)\b(?:answer\b[^\n.:]{0,40}?(?:\bis\b|:)[\s:*]*"
