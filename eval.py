@@ -318,7 +318,8 @@ DENIED = re.compile(r"(?i)(?:\b(?:not|never|if|whether|unless|wrong|false|doubt|
 HEDGED = re.compile(r"(?i)(?:^|[.!?,;\n])[\s*]*(?:but|or|and|however|wait|no|not|actually|alternatively"
                     r"|perhaps|maybe|it (?:could|may|might))\b")
 REASON = re.compile(r"(?i)[,;.]?\s(?:because|since)\b")
-NOTHING = re.compile(r"(?<![\d.})])[01](?:\.0*)?(?![\d.])|units?$|\\frac(?![A-Za-z])|[-+*/^{}()]")
+NOTHING = re.compile(r"(?<![\d.})])(?:0|(?<![-+])(?<![-+] )1(?![.0]* ?[-+]))(?:\.0*)?(?![\d.])"  # + 0, 1 *
+                     r"|units?\s*$|\\frac(?![A-Za-z])|[-+*/^{}()]")
 
 
 def closing(text: str, start: int) -> int:
@@ -389,10 +390,11 @@ def copied(answer: str, question: str, gold: str) -> bool:
     $\\sqrt{192}$" is not answered by \\sqrt{192}, nor by x = (\\sqrt{192}) / 1. What is compared are the
     operands but for 0 and 1."""
     answer, gold = (one_spelling(text).rpartition("=")[2] for text in (answer, gold))
-    formula = re.search(r"[-+*/^\\]", answer) is not None
+    formula = len(answer) > 4 and re.search(r"[-+*/^\\]", answer)
     answer, question, gold = (" ".join(NOTHING.sub(" ", text).split())
                               for text in (answer, one_spelling(question), gold))
-    return formula and len(answer) > 4 and answer in question and answer != gold
+    found = re.search(rf"(?<![\d.]){re.escape(answer)}(?!\w)", question)
+    return bool(formula and found) and " " in answer and answer != gold
 
 
 # One spelling for LaTeX and plain text
@@ -402,7 +404,7 @@ SIGNS = dict(pair.split("=", 1) for pair in (
     r"approx=≈ emptyset=∅ varnothing=∅ langle=⟨ rangle=⟩ degree=° lvert=| rvert=| vert=| "
     r"dfrac=\frac tfrac=\frac cfrac=\frac ne=≠ neq=≠ mu=μ Omega=Ω %=% {=⦃ }=⦄ $=＄ \=⏎").split())
 SIGNS |= dict.fromkeys([*"!,;: ()[]", "quad", "qquad", "displaystyle"], " ")
-CHARACTERS = str.maketrans("×·⋅∗−–—÷\u00a0\u202fµΩ’", "****---/  μΩ'")
+CHARACTERS = str.maketrans("·⋅∗−–—÷\u00a0\u202fµΩ’", "***---/  μΩ'")
 RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻₀₁₂₃₄₅₆₇₈₉", "0123456789-0123456789")
 SMALL = "zero one two three four five six seven eight nine ten eleven twelve".split()
 RULES = (  # a pattern and what becomes of it, in this order
@@ -418,12 +420,14 @@ RULES = (  # a pattern and what becomes of it, in this order
     (r"\\begin\{(?:[pb]?matrix|array)\}(?:\{[clr|\s]*\})?", "⟦"),
     (r"\\end\{(?:[pb]?matrix|array)\}", "⟧"),
     (r"\\(?:(?:text|math)(?:rm|bf|it|sf)?(?![A-Za-z])|mbox|boldsymbol|operatorname)\s*\{([^{}]*)\}", r" \1 "),
+    (r"^[\s$]*[A-Za-z](?:\s*(?:\\times(?![A-Za-z])|×)\s*[A-Za-z])+[\s$]*$",
+     lambda m: re.sub(r"\\times|×", r"\\cross ", m[0])),                   # of vectors
     (r"(?<![\\A-Za-z])(sqrt|pi|infinity|(?:arc)?(?:sin|cos|tan)|exp|ln|log)(?![A-Za-z])", r"\\\1"),
     (r"√", r"\\sqrt "),
     (r"\\([A-Za-z]+|.)", lambda m: SIGNS.get(m[1], m[0])),                 # \cdot, \le, \,
     (r"(?<=\d)[eE]([-+]?\d+)", r"*10^{\1}"),                               # 3e8
     (r"(?<=\d)\s*[xX]\s*(?=10\^)", "*"),                                   # 3 x 10^8
-    (r"<=", "≤"), (r">=", "≥"),
+    (r"<=", "≤"), (r">=", "≥"), (r"×", "*"),
     (r"(?:\bdegrees? |\bDegrees? |°\s*)(?:([CF])\b|([Cc])elsius\b|([Ff])ahrenheit\b)",
      lambda m: " °" + (m[1] or m[2] or m[3]).upper()),
     (r"\\(sin|cos|tan)\s*(\()?\s*(\d+)\s*°\s*(?(2)\))", r"\\\1{\3°}"),
@@ -484,23 +488,25 @@ def size(x) -> int:
 
 def operate(name: str, x, y=None):
     """An operator or a function, as TeX has it, of one number or two; Arithmetic-, Type- or ValueError."""
-    exact = size(x) > 0 and size(y) > 0
+    exact = size(x) > 0 and size(y) > 0 and (name != "^" or y.denominator == 1)
     if name == r"\abs":
         return abs(x)
     if name == "!":
         if x > 400 or x != int(x):
             raise ArithmeticError("too large, or no natural number")
         return Fraction(math.factorial(int(x)))
+    if not exact and isinstance(x, Fraction) and name in FUNCTIONS | {"^": 0} and x.denominator > 1e5:
+        raise ArithmeticError("a long decimal")
     if name in FUNCTIONS:
-        if 0 < abs(x) < 1e-3 or abs(x) > (FINE if name in (r"\ln", r"\log") else 25):
+        if 0 < abs(x) < 1e-3 or abs(x) > (FINE / 1000 if name in (r"\ln", r"\log") else 25):
             raise ArithmeticError("out of range")
         result = FUNCTIONS[name](x)
         return Fraction(0) if abs(result) < 1e-13 else result
-    if exact and name == "^" and y.denominator == 1:
+    if exact and name == "^":
         if size(x).bit_length() * abs(y) > 2 * BITS:
             raise ArithmeticError("too large")
         return x ** int(y)
-    if exact and name != "^":
+    if exact:
         return OPERATORS[name](x, y)
     result = OPERATORS[name](float(x), float(y))
     if name in "+-":
@@ -558,9 +564,17 @@ def equal(pairs: list) -> bool:
 
 TOKEN = re.compile(r"\s*((?:\d+(?:\.\d*)?|\.\d+)(?:_\d+)?|\\[A-Za-z]+|[A-Za-zα-ωΔ](?:_\w+)?'*|\S)")
 WORD = re.compile(r"(?<![\\A-Za-z_])(?!(?:[abcf-z][a-z]|abc|xyz)(?![A-Za-z]))[A-Za-z]{2,}")  # ab is a product
-GREEK = r"\\(?:alpha|beta|gamma|delta|epsilon|theta|lambda|rho|sigma|tau|phi|varphi|psi|omega|Delta|ell)"
+GREEK = (r"\\(?:alpha|beta|gamma|delta|(?:var)?epsilon|zeta|eta|theta|kappa|lambda|nu|xi|rho|sigma|tau|(?:var)?phi"
+         r"|psi|omega|Delta|ell)(?![A-Za-z])")
+POWER = r"\s*(?:\^\s*(?:\w|\{[^{}]*\})\s*)?"
+APPLIED = re.compile(  # f^2(3), g[x+1], T(n/4), but not x(x+1) and \sin(x)
+    rf"(?<![\\A-Za-z])[fg](?:_\w+)?'*{POWER}[(\[]"
+    rf"|(?:(?<![\\A-Za-z_])[A-Za-z]|{GREEK})(?:_\w+)?'*\s*\(-?[^-+()]*\)")
+ORDERED = re.compile(  # Q^{-1} A Q, A B, A-C-B, \sigma\tau
+    rf"^\s*(?:[A-Z]|{GREEK})(?:[\s*-]*(?:[A-Z]|{GREEK}))+\s*$"
+    r"|[A-Z]\s*\^\s*\{?\s*(?:-\s*\d|T).*[A-Z]|[A-Z].*[A-Z]\s*\^\s*\{?\s*(?:-\s*\d|T)")
 CONSTANTS = {"π": math.pi, "e": math.e}
-ROOT = re.compile(r"\\(?:abs|arc|(?:sqrt|ln|log)(?!\s*(?:\d|\{\s*\d+\s*\})))"  # none of i
+ROOT = re.compile(r"\\(?:abs|arc|(?:sqrt|ln|log)(?!\s*(?:\d|[({]\s*\d+\s*[)}])))"  # none of i
                   r"|\^\{?\(?(?:\d*[./]\d|\\frac\s*\{?\d+\}?\s*\{?\d)")
 CLOSING = {"(": ")", "[": "]", "{": "}"}
 FIRST = re.compile(r"[^\W\d]|[(\[\\]")  # of a factor that needs no sign before it
@@ -580,8 +594,8 @@ class Expression:
         self.work = -1  # every operation adds a number, a variable or a function
         self.tokens = [*TOKEN.findall(text), ""]
         self.tokens.reverse()  # the next one is the last
-        if len(self.tokens) > 4 * MOST or WORD.search(text):
-            raise Unreadable("too long, or a word")
+        if len(self.tokens) > 4 * MOST or WORD.search(text) or APPLIED.search(text) or ORDERED.search(text):
+            raise Unreadable("too long, a word, a function, or letters whose order may count")
         if re.fullmatch(r"[\d.]+(?:\s*-\s*[\d.]+)+\s*", text):
             raise Unreadable("a range, a date or a score")
         if "i" in self.tokens and ROOT.search(text):
@@ -647,7 +661,7 @@ class Expression:
             return pointwise("^", self.atom(), inverse)
         if token in FUNCTIONS:
             return self.function(token)
-        if not re.fullmatch(rf"\w.*|{GREEK}", token) or token[0] in "fg" and self.tokens[-1] == "(":
+        if not re.fullmatch(rf"\w.*|{GREEK}", token):
             raise Unreadable(f"what is {token}?")
         if token != "i":  # of which we only know that i is i
             self.names.add(token)
@@ -755,7 +769,7 @@ class Meaning:
     number: Expression | None = None
 
 
-LETTER = rf"(?:{GREEK}|[α-ω]|(?!(?i:no|n[ae]|[lg][te]|if|or)(?![A-Za-z]))[A-Za-z]{{1,2}})(?:_(?!no)\w{{1,3}})?(?!\w)"
+LETTER = rf"(?:{GREEK}|[α-ω]|(?!(?i:no|n[ae]|[lg][te]|if|or)(?![A-Za-z]))[A-Za-z]{{1,2}})(?:_(?!no|wrong|false)\w+)?(?!\w)"
 NAME = re.compile(  # x, \angle ABC, f^{-1}(x), P(A|B), (x, y)
     rf"m?\\(?:angle|triangle)\s*[A-Z]{{1,4}}"
     rf"|{LETTER}(?:\^\{{?-1\}}?|'+)?(?:\((?:[^()=A-Za-z\\]|[A-Za-z](?![A-Za-z])|{GREEK}|\\cap)*\))?"
@@ -842,6 +856,8 @@ def equation(left: str, right: str) -> Meaning:
         left, right = right, left
     letters = re.findall(LETTER, left)
     found = Meaning("equation")
+    if re.match(r"\w+\(", left) and left.partition("(")[0] + "(" in right:
+        raise Unreadable("a function of itself")
     if NAME.fullmatch(left):
         found = replace(term(right), name=re.sub(r"\s", "", left))
         in_order = letters == sorted(letters, key=lambda name: name.strip("\\"))
