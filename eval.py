@@ -390,7 +390,7 @@ def copied(answer: str, question: str, gold: str) -> bool:
     $\\sqrt{192}$" is not answered by \\sqrt{192}, nor by x = (\\sqrt{192}) / 1. What is compared are the
     operands but for 0 and 1."""
     answer, gold = (one_spelling(text).rpartition("=")[2] for text in (answer, gold))
-    formula = len(answer) > 4 and re.search(r"[-+*/^\\]", answer)
+    formula = len(re.sub(r"\s", "", answer)) > 4 and re.search(r"[-+*/^\\]", answer)
     answer, question, gold = (" ".join(NOTHING.sub(" ", text).split())
                               for text in (answer, one_spelling(question), gold))
     found = re.search(rf"(?<![\d.]){re.escape(answer)}(?!\w)", question)
@@ -411,7 +411,7 @@ RULES = (  # a pattern and what becomes of it, in this order
     (r"[⁻⁰¹²³⁴-⁹]+", lambda m: "^{" + m[0].translate(RAISED) + "}"),
     (r"[₀-₉]+", lambda m: "_{" + m[0].translate(RAISED) + "}"),
     (r"^\s*\$(?=\d[\d,. ]*[a-z ]*$)", "＄"),                               # $5 is money, $5$ is not
-    (r"(?<!\\)\$|(?<=[\w.,;)}])~", " "),                                   # mathematics' dollars, 5~cm
+    (r"(?<!\\)\$|(?<=[\w.,;)}])~|(?<=rm\{)~", " "),                       # mathematics' dollars, 5~cm
     (r"(?<![\d.,}])[1-9]\d{0,2}(?:(?:\{,\}|,\s*\\!|\\,)\s*\d{3})+(?!\d)",
      lambda m: re.sub(r"\D", "", m[0])),                                   # 1{,}000
     (r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\s*\.?", " "),            # sizes of brackets
@@ -419,7 +419,8 @@ RULES = (  # a pattern and what becomes of it, in this order
     (r"\\overline\s*\{\s*([A-Z]{2})\s*\}", r"\1"),                         # a segment
     (r"\\begin\{(?:[pb]?matrix|array)\}(?:\{[clr|\s]*\})?", "⟦"),
     (r"\\end\{(?:[pb]?matrix|array)\}", "⟧"),
-    (r"\\(?:(?:text|math)(?:rm|bf|it|sf)?(?![A-Za-z])|mbox|boldsymbol|operatorname)\s*\{([^{}]*)\}", r" \1 "),
+    (r"\\(?:(?:text|math)(?:rm|bf|it|sf)?(?![A-Za-z])|mbox|boldsymbol|operatorname)\s*"
+     r"\{((?:[^{}]|\{[^{}]*\})*)\}", r" \1 "),
     (r"^[\s$]*[A-Za-z](?:\s*(?:\\times(?![A-Za-z])|×)\s*[A-Za-z])+[\s$]*$",
      lambda m: re.sub(r"\\times|×", r"\\cross ", m[0])),                   # of vectors
     (r"(?<![\\A-Za-z])(sqrt|pi|infinity|(?:arc)?(?:sin|cos|tan)|exp|ln|log)(?![A-Za-z])", r"\\\1"),
@@ -462,13 +463,15 @@ def one_spelling(text: str) -> str:
 
 
 CAPITAL = re.compile(  # of a word, where its case means nothing: not of CO, Co, Aabb, Mmol
-    r"\b(?!(?i:(?:([a-z])\1)+\b)|M(?![aeiouy])|.(?:mol|ohm|amp|bar|bit|cal))(?:[A-Z](?=[a-z]{2})|(?:No|In|Of|On|To|Is|At|By|It)\b)")
+    r"\b(?!(?i:(?:([a-z])\1)+\b)|M(?![aeiouy])|.(?:mol|ohm|amp|bar|bit|cal))"
+    r"(?:[A-Z](?=[a-z]{2})|(?:No|In|Of|On|To|Is|At|By|It)\b)")
 
 
 def as_text(text: str) -> str:
     """What is compared where two texts in one spelling are compared as texts."""
     text = re.sub(r"(?<=[A-Z])([a-z]?) ?_(\d)", r"\1\2", text)  # CO_2
     text = re.sub(r"^\(([A-Z])\)$", r"\1", text)                # (D)
+    text = re.sub(r"\^\{(\w)\}(?!\d)", r"^\1 ", text)           # x^{2}
     text = re.sub(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])", "", text)
     return CAPITAL.sub(lambda m: m[0].lower(), text)
 
@@ -564,8 +567,8 @@ def equal(pairs: list) -> bool:
 
 TOKEN = re.compile(r"\s*((?:\d+(?:\.\d*)?|\.\d+)(?:_\d+)?|\\[A-Za-z]+|[A-Za-zα-ωΔ](?:_\w+)?'*|\S)")
 WORD = re.compile(r"(?<![\\A-Za-z_])(?!(?:[abcf-z][a-z]|abc|xyz)(?![A-Za-z]))[A-Za-z]{2,}")  # ab is a product
-GREEK = (r"\\(?:alpha|beta|gamma|delta|(?:var)?epsilon|zeta|eta|theta|kappa|lambda|nu|xi|rho|sigma|tau|(?:var)?phi"
-         r"|psi|omega|Delta|ell)(?![A-Za-z])")
+GREEK = (r"\\(?:alpha|beta|gamma|delta|(?:var)?epsilon|zeta|eta|theta|kappa|lambda|nu|xi|rho|sigma|tau"
+         r"|(?:var)?phi|psi|omega|Delta|ell)(?![A-Za-z])")
 POWER = r"\s*(?:\^\s*(?:\w|\{[^{}]*\})\s*)?"
 APPLIED = re.compile(  # f^2(3), g[x+1], T(n/4), but not x(x+1) and \sin(x)
     rf"(?<![\\A-Za-z])[fg](?:_\w+)?'*{POWER}[(\[]"
@@ -769,7 +772,8 @@ class Meaning:
     number: Expression | None = None
 
 
-LETTER = rf"(?:{GREEK}|[α-ω]|(?!(?i:no|n[ae]|[lg][te]|if|or)(?![A-Za-z]))[A-Za-z]{{1,2}})(?:_(?!no|wrong|false)\w+)?(?!\w)"
+DENIAL = r"(?i:no|n[ae]|[lg][te]|if|or)(?![A-Za-z])"
+LETTER = rf"(?:{GREEK}|[α-ω]|(?!{DENIAL})[A-Za-z]{{1,2}})(?:_(?!no|wrong|false)\w+)?(?!\w)"
 NAME = re.compile(  # x, \angle ABC, f^{-1}(x), P(A|B), (x, y)
     rf"m?\\(?:angle|triangle)\s*[A-Z]{{1,4}}"
     rf"|{LETTER}(?:\^\{{?-1\}}?|'+)?(?:\((?:[^()=A-Za-z\\]|[A-Za-z](?![A-Za-z])|{GREEK}|\\cap)*\))?"
