@@ -350,7 +350,7 @@ def committed(response: str) -> str | None:
             boxes.append((*m.span(), end))
     if not boxes:
         return None
-    if end < 0 or AFTER.match(response[end + 1:]):
+    if end < 0 or AFTER.match(response[end + 1:][:LONGEST]):
         return ""
     parts = []
     start = len(response)
@@ -360,8 +360,8 @@ def committed(response: str) -> str | None:
             break
         parts.insert(0, response[box:end].replace(r"\boxed{", "{").strip())
         start = opening
-    before = MARKUP.sub(" ", response[:start][-200:])
-    return "" if BEFORE.search(before) else ", ".join(dict.fromkeys(parts))
+    outside = BEFORE.search(MARKUP.sub(" ", response[:start][-200:]))
+    return "" if outside else ", ".join(dict.fromkeys(parts))
 
 
 def final_answer(response: str) -> str:
@@ -498,7 +498,7 @@ def operate(name: str, x, y=None):
         if x > 400 or x != int(x):
             raise ArithmeticError("too large, or no natural number")
         return Fraction(math.factorial(int(x)))
-    if not exact and isinstance(x, Fraction) and name in FUNCTIONS | {"^": 0} and x.denominator > 1e5:
+    if not exact and name in {*FUNCTIONS, "^"} and size(x) and x.denominator > 1e5:
         raise ArithmeticError("a long decimal")
     if name in FUNCTIONS:
         if 0 < abs(x) < 1e-3 or abs(x) > (FINE / 1000 if name in (r"\ln", r"\log") else 25):
@@ -554,12 +554,15 @@ def at_points(name: str) -> list:
 
 def equal(pairs: list) -> bool:
     """Whether enough pairs of numbers have values and these are equal, irrational ones but for rounding."""
-    both = [(x, y) for x, y in pairs if x is not None and y is not None]
-    for x, y in both:
+    both = []
+    for x, y in pairs:
+        if x is None or y is None:
+            continue
         exact = size(x) and size(y)
-        long = max(size(x), size(y)) > FINE / 1000  # a long decimal is no irrational number
-        if abs(x - y) > (0 if exact else 1e-10 * abs(x)) or long and not exact:
+        if abs(x - y) > (0 if exact else 1e-10 * abs(x)):
             return False
+        if exact or max(size(x), size(y)) <= FINE / 1000:  # a long decimal is no irrational number
+            both.append(x)
     return len(both) >= min(ENOUGH, len(pairs))
 
 
@@ -835,11 +838,8 @@ def clause(text: str) -> Meaning:
         return found
     if marks == ["="]:
         return equation(*sides)
-    if marks == ["∈"] and NAME.fullmatch(sides[0]):
-        found = term(sides[1])
-        if found.kind == "number" and sides[1][0] not in "⦃{":
-            raise Unreadable("in a number")
-        return replace(found, name=sides[0])
+    if marks == ["∈"] and NAME.fullmatch(sides[0]) and re.match(r"[\[({⦃∅].*[,⦄}∅]", sides[1]):
+        return replace(term(sides[1]), name=sides[0])
     marks = "".join(marks)
     if marks[0] in ">≥":
         sides = sides[::-1]
@@ -929,8 +929,7 @@ def same(x: Meaning, y: Meaning, tolerance: float = 0.0) -> bool:
         return same_quantity(x.number, y.number, tolerance)
     if x.text != y.text or len(x.parts) != len(y.parts):
         return False
-    mine = {part.name for part in x.parts}
-    theirs = {part.name for part in y.parts}
+    mine, theirs = ({part.name for part in side.parts} for side in (x, y))
     ordered = x.kind not in ("list", "∪")
     if mine != theirs and (ordered or len(mine.union(theirs) - {""}) > 1):
         return False
@@ -938,10 +937,10 @@ def same(x: Meaning, y: Meaning, tolerance: float = 0.0) -> bool:
         return all(map(same, x.parts, y.parts))
     rest = list(y.parts)
     for part in x.parts:
-        match = [i for i, other in enumerate(rest) if same(part, other)]
-        if not match:
+        match = next((i for i, other in enumerate(rest) if same(part, other)), None)
+        if match is None:
             return False
-        del rest[match[0]]
+        del rest[match]
     return True
 
 
@@ -957,7 +956,8 @@ def same_quantity(x: Expression, y: Expression, tolerance: float) -> bool:
     percentage = x.literal and x.work == 0 and abs(x.values[0]) >= 1
     if x.has_unit != y.has_unit and not (x.has_unit and x.names) and (percentage or not scales):
         scales.append(Fraction(1))
-    return any(same_values(pointwise("*", x.values, [scale]), y, tolerance) for scale in scales)
+    return any(same_values(x.values if scale == 1 else pointwise("*", x.values, [scale]), y, tolerance)
+               for scale in scales)
 
 
 def same_values(mine: list, y: Expression, tolerance: float) -> bool:

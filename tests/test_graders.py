@@ -158,6 +158,7 @@ e^{x+1} ¦ e \cdot e^x
 \ln(ab) ¦ \ln a+\ln b
 x^{1/2} ¦ \sqrt{x}
 x^{-2} ¦ \frac{1}{x^2}
+(\sqrt{x})^2 ¦ x
 \frac{1}{2}gt^2 ¦ \frac{gt^2}{2}
 \sqrt[3]{16} ¦ 2\sqrt[3]{2}
 \sqrt{5+2\sqrt6} ¦ \sqrt2+\sqrt3
