@@ -1,5 +1,6 @@
 """Graders of text: tables of answers judged by hand, and texts made to take long or to break them."""
 import random
+import re
 import subprocess
 import sys
 
@@ -157,6 +158,7 @@ e^{x+1} ¦ e \cdot e^x
 \ln(ab) ¦ \ln a+\ln b
 x^{1/2} ¦ \sqrt{x}
 x^{-2} ¦ \frac{1}{x^2}
+(\sqrt{x})^2 ¦ x
 \frac{1}{2}gt^2 ¦ \frac{gt^2}{2}
 \sqrt[3]{16} ¦ 2\sqrt[3]{2}
 \sqrt{5+2\sqrt6} ¦ \sqrt2+\sqrt3
@@ -261,12 +263,54 @@ A ¦ A
 8.314 J mol^{-1} K^{-1} ¦ 8.314 J/mol K
 4.18 J/g°C ¦ 4.18 J/(g °C)"""
 
+FOUND_WRONG = r"""
+{1}{2} ¦ 2 ‖ 1{0} ¦ 0 ‖ 5{6} ¦ 30 ‖ {2}\frac13 ¦ \frac23 ‖ [5][6] ¦ 30 ‖ {5}{6} ¦ 30 ‖ x₁2 ¦ x_{12} ‖ 10\$0 ¦ 100 ‖ no = 5 ¦ 5 ‖ NO = 5 ¦ 5
+5 = no ¦ 5 ‖ NONE = 5 ¦ 5 ‖ lt = 5 ¦ 5 ‖ ne = 5 ¦ 5 ‖ P(not 5)=5 ¦ 5 ‖ x(wrong)=5 ¦ 5 ‖ LOSS = 500 ¦ 500 ‖ x\in 5 ¦ 5 ‖ (x,y)=5 ¦ 5
+x_{wrong} = 5 ¦ 5 ‖ No=5 ¦ 5 ‖ 12.566370614r^2 ¦ 4\pi r^2 ‖ 22.360679775x ¦ \sqrt{500}x
+\frac{14142135623730951}{10000000000000000}x ¦ \sqrt2 x ‖ 12.566370614x+y=0 ¦ 4\pi x+y=0 ‖ 3.1415926536(x+1) ¦ \pi x+\pi ‖ 5 Mmol ¦ 5 mmol
+5 Mohm ¦ 5 mohm ‖ 5 Mbar ¦ 5 mbar ‖ 5 Mbit ¦ 5 mbit ‖ 5 Mcal ¦ 5 mcal ‖ 5 Mohms ¦ 0.005 ohm ‖ 5 MBits ¦ 0.005 bit ‖ 5 Pmol ¦ 5 pmol
+|2+i|^2 ¦ (2+i)^2 ‖ |a+bi|^2 ¦ (a+bi)^2 ‖ |e^{i\theta}| ¦ e^{i\theta} ‖ \sqrt{(3+4i)^2} ¦ |3+4i| ‖ ((3+4i)^2)^{1/2} ¦ 3+4i
+\sqrt{(a+bi)^2} ¦ a+bi ‖ \frac{\pi}3^\circ ¦ \frac\pi3 ‖ \frac\pi3\text{ degrees} ¦ \frac\pi3 ‖ \pi° ¦ \pi ‖ 2\pi deg ¦ 2\pi ‖ 5\;280 ¦ 5280
+x^2-5x+6 ¦ |x^2-5x+6| ‖ x^2-7x+12 ¦ |x^2-7x+12| ‖ 2x^2-7x+6 ¦ |2x^2-7x+6| ‖ |x-3|+|x-4| ¦ |2x-7| ‖ \frac{|x-3|}{x-3} ¦ \frac{|x-4|}{x-4}
+50000-x ¦ |x-50000| ‖ e^{|n|} ¦ e^n ‖ |u|e^{-u^2} ¦ ue^{-u^2} ‖ V\sqrt{V+1} ¦ \sqrt{V^3+V^2} ‖ \sqrt{x}^2 ¦ |x|
+x\frac{\sqrt x}{\sqrt x} ¦ |x| ‖ 2^{\log_2 x} ¦ |x| ‖ e^{\ln x} ¦ |x| ‖ \sqrt{x-50}\sqrt{x-50} ¦ |x-50| ‖ \ln x+C ¦ \ln|x|+C
+-\ln(\cos x) ¦ -\ln|\cos x| ‖ x+y ¦ |x+y| ‖ \log 999999999 ¦ 9 ‖ \log_2 999999999 ¦ \log_2 1000000000 ‖ \pi x(1+10^{-11}) ¦ \pi x
+\sqrt{x^2+\frac1{10^{12}}} ¦ |x| ‖ \sqrt{9.8696044} ¦ \pi ‖ \sqrt[3]{31.00627668} ¦ \pi ‖ \sqrt[9]{22.627417} ¦ \sqrt2 ‖ \sin(1.5707963) ¦ 1
+\sqrt{x^2-4x+4} ¦ 2-x ‖ T(n)=4T(n/4)+n ¦ T(n)=2T(n/2)+n ‖ a(n)=2a(n-1)-a(1) ¦ a(n)=a(n-1)+a(n-2) ‖ a(n)=2a(n-1) ¦ a(n)=2an-2a ‖ 2V(X) ¦ V(2X)
+h(x)+h(y) ¦ h(x+y) ‖ \phi(x+y) ¦ \phi(x)+\phi(y) ‖ F(b)-F(a) ¦ F(b-a) ‖ f^2(3) ¦ 3f^2 ‖ f^{-1}(x) ¦ \frac xf ‖ f[2] ¦ 2f ‖ u(2t) ¦ 2u(t)
+A^{-1}B^{-1} ¦ B^{-1}A^{-1} ‖ Q^{-1} A Q ¦ A ‖ X^T Y ¦ Y X^T ‖ \sigma\tau ¦ \tau\sigma ‖ R Y G ¦ G Y R ‖ A B C ¦ C B A ‖ A-C-B-D ¦ A-B-C-D
+v\times u ¦ u\times v ‖ v × u ¦ u × v ‖ \mathbf{v}\times\mathbf{u} ¦ \mathbf{u}\times\mathbf{v}
+\mathbf{v}\times\mathbf{u} ¦ \mathbf{u}\cdot\mathbf{v} ‖ \mathbf v\times\mathbf u ¦ \mathbf u\cdot\mathbf v
+\mathbf{A}^{-1}\mathbf{B} ¦ \mathbf{B}\mathbf{A}^{-1} ‖ T(\frac n4) ¦ \frac14T(n)"""  # what a red team found: nothing of this pays in either direction
+FOUND_RIGHT = r"""
+\frac{-1+i\sqrt{3}}{2} ¦ -\frac12+\frac{\sqrt3}{2}i ‖ 1+2i\sqrt{3} ¦ 1+2\sqrt{3}i ‖ e^{i\pi/3}+1 ¦ 1+e^{\frac{i\pi}{3}}
+2[(x+1)^2+3] ¦ 2(x+1)^2+6 ‖ 3 Days ¦ 3 days ‖ 5 Meters ¦ 5 m ‖ AB = 5 ¦ 5 ‖ (r,\theta)=(2,\pi/3) ¦ (2,\pi/3) ‖ v_f = 5 ¦ 5
+P(A\cap B) = 0.3 ¦ 0.3 ‖ P(X>2)=0.3 ¦ 0.3 ‖ A(x,y)=3 ¦ 3 ‖ \angle ABC = 60^\circ ¦ 60 ‖ \triangle ABC = 60 ¦ 60 ‖ x\in\{1,2\} ¦ 1,2 ‖ xy=6 ¦ 6
+60^\circ ¦ 60 ‖ 4\pi\times10^{-7} ¦ 4\times 10^{-7}\pi ‖ \frac{\pi x^{12}}{12} ¦ \pi x^{12}/12 ‖ \sqrt{2}x^{10} ¦ x^{10}\sqrt2
+\frac{\sqrt{x^2-9}}{x} ¦ \sqrt{x^2-9}/x ‖ {5}\text{ cm} ¦ 5 ‖ 1{,}000{,}000 ¦ 1000000 ‖ 12\,345 ¦ 12345 ‖ \$1{,}234.50 ¦ 1234.5
+x(x+1) ¦ x^2+x ‖ a(b+c) ¦ ab+ac ‖ \frac{n(n+1)}{2} ¦ \frac{n^2+n}2 ‖ F d ¦ d F ‖ 2\theta ¦ \theta\cdot 2 ‖ x\cdot y ¦ yx ‖ 2 × 3 ¦ 6
+2 × 10^3 ¦ 2000 ‖ \frac12\times b\times h ¦ \frac12 bh ‖ h(b_1+b_2)/2 ¦ \frac{h(b_1+b_2)}{2} ‖ f(x)=x^2+1 ¦ 1+x^2 ‖ y=a(x-h)^2+k ¦ y=k+a(x-h)^2
+kx^{-1} ¦ \frac kx ‖ \sin(x)\cos(x) ¦ \cos x\sin x ‖ \eta x ¦ x\eta ‖ 2V+V ¦ 3V ‖ \sqrt{2.25} ¦ 1.5 ‖ \log_2 1000000 ¦ 6\log_2 10
+2\times\pi ¦ 2\pi ‖ \frac{\sin(x)}{x(x+1)} ¦ \frac{\sin x}{x^2+x}"""
+FOUND_WRONG_SHORT = r"""
+hepatitis a ¦ hepatitis ‖ vitamin ¦ vitamin a ‖ type a ¦ type ‖ hepatitis ¦ hepatitis a ‖ vitamin a deficiency ¦ vitamin deficiency"""
+
 
 def rows(table: str) -> list[tuple]:
-    return [tuple(line.split(" ¦ ")) for line in table.strip().split("\n")]
+    return [tuple(line.split(" ¦ ")) for line in re.split("\n| ‖ ", table.strip())]
 
 
-@pytest.mark.parametrize("answer, gold", rows(ACCEPTED))
+@pytest.mark.parametrize("answer, gold", rows(FOUND_WRONG))
+def test_what_a_red_team_found(answer, gold):
+    assert not same_math(answer, gold) and not same_math(gold, answer)
+
+
+@pytest.mark.parametrize("answer, gold", rows(FOUND_WRONG_SHORT))
+def test_what_a_red_team_found_among_short_answers(answer, gold):
+    assert not same_short(answer, gold)
+
+
+@pytest.mark.parametrize("answer, gold", rows(ACCEPTED) + rows(FOUND_RIGHT))
 def test_accepted(answer, gold):
     assert same_math(answer, gold) and same_math(gold, answer)
 
@@ -316,13 +360,19 @@ def test_numbers_beyond_the_limit_are_text():
 # A response to what it commits to; None: neither a box nor a tag
 COMMITTED = [
     (r"so \boxed{5}", "5"), (r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-    (r"\boxed{\left\{ 1 \right.}", r"\left\{ 1 \right."), (r"\fbox{7}", "7"), (r"\boxed {7}", "7"), (r"our answer is $\boxed 2$.", "2"), (r"\boxed{\boxed{3}}", "3"),
+    (r"\boxed{\left\{ 1 \right.}", r"\left\{ 1 \right."), (r"\fbox{7}", "7"), (r"\boxed {7}", "7"), (r"our answer is $\boxed 2$.", "2"), (r"\boxed{\boxed{3}}", "{3}"),
     ("<answer> 5 </answer>", "5"), ("<answer>1</answer> no, <answer>2</answer>", "2"), (r"<answer>\boxed{5}</answer>", "{5}"),
     (r"<answer>It is \boxed{5}.</answer>", "It is {5}."), (r"\boxed{6} <answer>5</answer>", "5"), (r"<answer>5</answer> \boxed{6}", "6"),
     ("<answer>5", ""), (r"\boxed{5} and then \boxed{6", ""), (r"\boxed{5} <answer>6", ""), (r"\boxed{}", ""), ("<answer></answer>", ""),
     ("5", None), ("", None), (r"Write it in \boxed and stop. \boxed{4}", "4"), (r"Put it in \boxed", None),
     ("<answer>a\nb</answer>", "a\nb"), (r"\boxed{a\\}", r"a\\"),
     *((rf"\boxed{{5}}{more}", "") for more in ("^2", "/6", "!", "6", "+1", r"\cdot 6", r"\times 10^3", r"\pi", "*2", ".5", "{,}000", "$/6", "; 6", r" \text{ or } 6", ", 6", " or $6$", " and -6")),
+    *((into.format(r"\boxed{5}"), "") for into in (
+        "-{}", "- ${}$", "2{}", r"2\,{}", r"\sqrt{{{}}}", r"\frac{{{}}}5", r"x\neq{}", r"\ln {}", "not {}", "({})^2", "|{}|", "5:{}", "{}x+3", "{} - 3", r"{}\ln 2",
+        "{}(x+1)", "{}i", "{} million", r"${}$ \text{{ million}}", "{}=13", "{} x", r"{}\pm 1", "-\n{}")),
+    *((into.format(r"\boxed{5}"), "5") for into in (
+        "So $x={}$.", r"\[ {} \]", "**{}**", r"\text{{So }}{}", r"\therefore {}", "{} units", r"{} \mathrm{{~cm}}", r"4!={} \approx 5.0", "Step 3: {} (since x>3)", "2\n{}",
+        r"{}\pmod{{13}}", "<b>{}</b>", r"\quad{}\\")), (r"\boxed{-\boxed{12}}", "-{12}"), (r"\boxed{not \boxed{12}}", "not {12}"),
     *((rf"$\boxed{{5}}${more}", "5") for more in (".", ", as asked", " units", r"\text{ cm}", " or so", "\n\n6")),
     (r"\boxed{5}, \boxed{6}", "5, 6"), (r"$x=\boxed{5}$ or $x = \boxed{6}$", "5, 6"), (r"\boxed{5}, then \boxed{6}", "6"),
 ]
@@ -338,6 +388,7 @@ def test_final_answer_without_box_or_tag():
     assert final_answer("First answer: 3\nFinal answer: 4\nDone.") == "4"
     assert final_answer(" 42 \n") == "42" and final_answer("") == ""
     assert same_math(final_answer("**Answer:** $\\frac12$."), "0.5")
+    assert final_answer(r"It is $\boxed{36}\%$.") == final_answer(r"It is $\boxed{36}^\circ$.") == "36"
 
 
 def test_an_answer_that_is_taken_back_is_none():
@@ -351,7 +402,9 @@ def test_an_answer_that_is_taken_back_is_none():
     (r"(x + 1)(x+2)", "Expand $(x+1) (x+2)$.", "x^2+3x+2", True),
     *((spelling.format(r"\sqrt{192}"), r"Simplify $\sqrt{192}$.", r"8\sqrt3", True)
       for spelling in (r"\,{}", r"{}\!", r"\displaystyle {}", "({})", r"\left({}\right)", "x = {}", "{} + 0", r"1 \cdot {}", r"{}\cdot 1", "0+{}",
-                       r"{}\text{{ units}}", "{}.")),
+                       r"{}\text{{ units}}", "{}.", "{}/1", "{}^1", "{}+0.0", "0.0+{}", "+{}", r"\frac{{{}}}{{1}}", r"1.0\cdot{}", "-(-{})")),
+    ("27/30", r"Reduce $\frac{27}{30}$ to lowest terms.", r"\frac{9}{10}", True), ("(x-1)(x+1)", "Expand $(x-1)(x+1)$.", "x^2-1", True),
+    (r"\frac{1}{2}", "What is half of 2?", "0.5", False), (r"1+\frac{\sqrt3}{2}", r"Add 1 to $\frac{\sqrt3}{2}$.", r"\frac{2+\sqrt3}{2}", False),
     (r"50^\circ.", r"Find $x$, where $\tan x = \cos 50^{\circ}$.", r"50^\circ", False),
     (r"\sqrt{192}0", r"Simplify $\sqrt{192}$.", r"8\sqrt3", False),
     ("y = 2x+3", "Solve $y = 2x+3$ for $x$.", "y=2x+3", False),
@@ -417,6 +470,12 @@ def test_letters_of_odd_choices():
             assert pick_letter(nothing, choices) is None
         assert pick_letter("<answer>A</answer>", choices) == "A"
     assert pick_letter(r"\boxed{$\frac{1}{2}$}", [r"\frac{1}{2}", "2"]) == "A"
+    for choices, answer, letter in (
+            (["(0,1)", "[0,1]", "(0,1]"], "B. (0,1)", None), (["(0,1)", "[0,1]", "(0,1]"], "A (0,1]", None), (["(0,1)", "[0,1]", "(0,1]"], "(B) [0,1]", "B"),
+            (["MW", "W", "kW"], "mW", None), (["f'(x)", "2"], "f''(x)", None), (["12", "5"], r"\textminus 12", None), (["12", "5"], "-12", None), (['"a"', "a"], "A. a", None),
+            (["0,1", "(0,1)"], "A (0,1)", None), ([r"\frac{1}{23}", "2"], r"\frac{12}{3}", None), (["f(x)", "F(x)"], "A. F(x)", None), (["a*b", "c"], "ab", None),
+            (["'abc'", "abc"], "A. 'abc'", "A"), (["5 kg", "6 kg"], r"5\text{ kg}", "A"), ([r"\sqrt{2}", "2"], r"\text{\sqrt{2}}", "A"), (["2", "3"], r"\boxed{B}", "B")):
+        assert pick_letter(rf"\boxed{{{answer}}}", choices) == letter, answer
 
 
 SHORT_EQUAL = [  # answer, gold
@@ -458,7 +517,8 @@ r'\text{' * 150, r'\begin{pmatrix}' * 60, '=' .join('x' * 450), '1,000' * 190, '
 r'\sqrt' * 190, r'\frac' * 190, '_' * 900, '^{' * 400, '1 1/2 ' * 150, '²³√∅' * 200, r'\infty-\infty', '#' * 900, chr(92) * 999,
 '1e99999999 m', '5e-99999', 'A' * 10**6, '\n' * 10**6, r'\boxed{' * 150000, r'\boxed' + ' ' * 10**6, r'\boxed{' + chr(92) * 10**6,
 '<answer>' * 150000, '<answer>' + 'the ' * 250000 + '</answer>', '<answer>B. ' + 'or ' * 300000 + '</answer>', 'answer is ' * 100000,
-'<answer>B. x or' + ' ' * 10**6 + '</answer>', 'answer: A\n' * 100000, 'option A is ' * 100000, 'option A is' + ' ' * 10**6,
+'<answer>B. x or' + ' ' * 10**6 + '</answer>', r'\boxed{5}' + ' and' * 50 + r' X\boxed{6}', '(' + 'x ' * 330 + '+(1 ' + 'm2' * 27 + ' mm',
+' $' * 10**5 + r'\boxed{1}' + '$ ' * 10**5 + '-',  'answer: A\n' * 100000, 'option A is ' * 100000, 'option A is' + ' ' * 10**6,
 'answer' + ' ' * 10**6, 'answer:' + '*' * 10**6, 'the ' * 250000, 'because ' * 100000
 """
 

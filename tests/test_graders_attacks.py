@@ -511,6 +511,23 @@ p \to ~q ¦ p \to q""",
 5 m/s s ¦ 5 m
 5 meters squared ¦ 5 meters
 1/2\frac13 ¦ \frac37 ¦ \frac16""",
+    "a list that becomes one number, a decimal comma": r"""
+5 and 280 ¦ 5280
+5;280 ¦ 5280
+5, and 280 ¦ 5280
+12;345;678 ¦ 12345678
+5,\$280 ¦ 5280
+1280 ¦ 1 and 280
+100200 ¦ 100;200
+0{,}125 ¦ 125
+0\,125 ¦ 125
+0,\!125 ¦ 125
+0{,}005 ¦ 5
+1.5{,}000 ¦ 1.5""",
+    "names inside": r"""
+(y=1,x=2) ¦ (1,2) ¦ (x,y)=(1,2)
+(x=1,x=2) ¦ (1,2)
+\begin{pmatrix}y=1\\x=2\end{pmatrix} ¦ \begin{pmatrix}1\\2\end{pmatrix}""",
 }
 
 
