@@ -1,4 +1,4 @@
-"""GRPO: rewards → advantages → token log-probabilities → loss → update (Eqs. 1 and 2 of the paper).
+"""GRPO: advantages of given rewards → token log-probabilities → loss → update (Eqs. 1 and 2 of the paper).
 
 The rollouts of one question are a group. A group goes through the model as one packed row, its prompt and
 then its completions, so that the prompt is computed once for all. Read eval.py next."""
@@ -68,7 +68,7 @@ def pack(groups, device):
         cells       0      2  3          the cells of the grid that are no padding
 
     Returns the first four as tensors, and for each group (tokens S, prompt tokens P, n, grid, cells), all in
-    one copy from the CPU, so nothing waits. Paddings differ: a GPU adds a place's gradients one by one."""
+    one copy, so nothing waits. Paddings point at many places: a GPU adds the gradients of one in turn."""
     ids, positions, targets, predictors = [], [], [], []
     shapes, grids = [], []
     for prompt, completions in groups:
@@ -102,7 +102,7 @@ def attend_group(layer, q, k, v, P, n, grid, cells):
     grid = grid.view(n, -1)                                     # (n, L)
     rows = []
     for x in (k, v):
-        before = x[:, :, :P].expand(n, -1, -1, -1)              # (n, Hkv, P, D)
+        before = x[:, :, :P].expand(n, -1, -1, -1)              # (n, Hkv, P, D), a view
         own = x[0][:, grid].transpose(0, 1)                     # (n, Hkv, L, D)
         rows.append(torch.cat((before, own), 2))
     own = q[0][:, grid].transpose(0, 1)                         # (n, H, L, D)

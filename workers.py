@@ -128,7 +128,7 @@ class Worker:
             begun = time.monotonic()
             failures = 0
             for attempt in count(1):
-                begun += self.take_turn(request.most)  # This wait takes nothing from the deadline.
+                begun += self.take_turn(request.most)  # as if it began after this wait
                 seconds = max(0.001, min(self.timeout, begun + self.deadline - time.monotonic()))
                 try:
                     reply = self.attempt(request, seconds, on_text)
@@ -137,7 +137,7 @@ class Worker:
                     failures += not fault.busy
                     pause = min(BACKOFF * 2 ** min(attempt - 1, 9), BACKOFF_MAX)
                     wait = fault.wait + jitter.uniform(pause / 2, pause)  # Not all shall return at once.
-                    late = time.monotonic() + wait + self.usual > begun + self.deadline
+                    late = time.monotonic() + wait + self.usual > begun + self.deadline  # no time to answer
                     if not fault.retry or late or attempt == self.attempts or failures == FAILURES:
                         took = f"attempt {attempt}, after {time.monotonic() - begun:.1f} s"
                         text = redact(str(fault), request.key)

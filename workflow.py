@@ -39,7 +39,7 @@ class Step:
     worker: int
     subtask: str
     access: list[int]  # the earlier steps whose subtask and response the worker sees
-    sees_all: bool = field(default=False, compare=False)  # written as "all": with the last round's answer
+    sees_all: bool = field(default=False, compare=False)  # written "all": the last round's answer too
 
 
 @dataclass
@@ -131,8 +131,8 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
     for name, value in lists_in(text):
         if name not in names:
             continue
-        latest = [*latest, (name, value)][-len(names):]  # a window over the lists of the text
-        found = dict.fromkeys(names, "the list is missing") | dict(latest)
+        latest = [*latest, (name, value)][-len(names):]  # the newest lists, as many as there are names
+        found = dict.fromkeys(names, "the list is missing") | dict(latest)  # that text stays where none is
         try:
             rows = checked_rows(found, n_workers, max_steps, allow_empty)
         except WorkflowError as e:
@@ -244,7 +244,7 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
     trace = Trace(task.question, workflow, names, [None] * len(steps), previous=previous)
     nonce = f"{task.name}/{number}/{len(trace.rounds()) - 1}" if task.name else None
     last_round = []
-    if previous:  # A step with "all" also sees its answer, beside the subtask of the step that gave it.
+    if previous:  # A step with "all" also sees that round's answer, as the reply to the subtask that gave it.
         answered = [earlier for earlier in previous.rounds() if earlier.replies][-1]
         last_round = [(answered.workflow.steps[-1].subtask, previous.answer)]
     begun = time.monotonic()
@@ -306,11 +306,11 @@ def roll_out(write, tasks: list[Task], n: int = 1, prompting: Prompting = Prompt
     """n rollouts of each task, as [task][rollout]. A workflow runs as soon as it is written, and is graded as
     soon as it has run, while others are being written.
 
-    write(chats, n, first, on_text) is the Conductor (`sampled` and `seated` make one): it writes n
-    completions of each chat and calls on_text(chat's index, completion's index, text, prompt's ids,
-    Completion) as each ends, or on_text(…, "", error="why"). grade(task.problem, answer) -> bool; without it
-    every `right` is None. edit(workflow) -> workflow, for ablations. first: the number of each task's first
-    rollout. on_finish(rollout) is called from any thread. What any of these raises ends all and is raised."""
+    write(chats, n, first, on_written) is the Conductor (`sampled` and `seated` make one): it writes n
+    completions of each chat and calls on_written(chat's index, completion's index, text, prompt's ids,
+    Completion) as each ends, or on_written(…, "", error="why"). grade(task.problem, answer) -> bool; without
+    it every `right` is None. edit(workflow) -> workflow, for ablations. first: the number of each task's
+    first rollout. on_finish(rollout) is called from any thread. What these raise ends all and is raised."""
     groups, running = [[None] * n for _ in tasks], []
     bugs = []  # futures with an exception
     failed = threading.Event()
@@ -385,7 +385,7 @@ def conduct(write, tasks: list[Task], rounds: int = 0, prompting: Prompting = Pr
 # ------------------------------------------------------------------------------------------------------------
 # Appendix: who writes, threads, reading lists, few-shot examples, views, the server, the command line
 
-# Who writes the workflows: the functions write(chats, n, first, on_text) of `roll_out`.
+# Who writes the workflows: the functions write(chats, n, first, on_written) of `roll_out`.
 
 READ_AT_ONCE = 1 << 15  # tokens of prompts that a model reads at a time: a batch of long ones needs gigabytes
 
@@ -401,7 +401,7 @@ def sampled(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature
     """A model in the Conductor's seat. A prompt longer than it can read is an error of that chat alone."""
     room = model.config.max_position_embeddings - prompting.max_new_tokens
 
-    def write(chats, n, first, on_text):
+    def write(chats, n, first, on_written):
         prompts = [tokenizer.chat(chat) for chat in chats]
         fitting = []
         for i, prompt in enumerate(prompts):
@@ -410,13 +410,13 @@ def sampled(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature
                 continue
             why = f"the prompt has {len(prompt)} tokens, and the Conductor can read {room}"
             for j in range(n):
-                on_text(i, j, "", error=why, bad_request=True)
+                on_written(i, j, "", error=why, bad_request=True)
         size = max(1, READ_AT_ONCE // max((len(prompts[i]) for i in fitting), default=1))
         for start in range(0, len(fitting), size):
             batch = fitting[start:start + size]
 
             def finished(k, j, completion):
-                on_text(batch[k], j, tokenizer.decode(completion.tokens), prompts[batch[k]], completion)
+                on_written(batch[k], j, tokenizer.decode(completion.tokens), prompts[batch[k]], completion)
 
             own = seed + start * 10**9  # A prompt that an earlier batch had, too, draws other numbers.
             generate(model, [prompts[i] for i in batch], n, prompting.max_new_tokens, temperature, seed=own,
@@ -430,14 +430,14 @@ def seated(worker, nonce: str | None = None):
     file."""
     limits = {name: max(n, min(2 * n, 8192)) for name, n in worker.params.items() if name in LIMITS and n}
 
-    def write(chats, n, first, on_text):
+    def write(chats, n, first, on_written):
         def call(which):
             i, j = which
             try:
                 reply = worker.chat(chats[i], nonce=nonce and f"{nonce}/{first + j}", **limits)
             except WorkerError as e:
-                return on_text(i, j, "", error=str(e), bad_request=e.bad_request)
-            on_text(i, j, reply.text)
+                return on_written(i, j, "", error=str(e), bad_request=e.bad_request)
+            on_written(i, j, reply.text)
 
         calls = [*itertools.product(range(len(chats)), range(n))]
         with ThreadPool(min(worker.concurrency, len(calls))) as threads:  # its own: `jobs` are the steps'
@@ -886,11 +886,11 @@ def from_one_thread(write):
     The main thread is to call work_on: torch aborts a program that ends while a daemon thread is in it."""
     asked = queue.SimpleQueue()  # of (chat, future of what is written)
 
-    def ask_for(chats, n, first, on_text):
+    def ask_for(chats, n, first, on_written):
         written = Future()
         asked.put((chats[0], written))
         text, error = written.result()
-        on_text(0, 0, *text, **error)  # in the thread that asked: what this raises is its own affair
+        on_written(0, 0, *text, **error)  # in the thread that asked: what this raises is its own affair
 
     def work_on():
         for number in itertools.count():  # A chat that is asked again draws other numbers.
