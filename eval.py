@@ -2314,7 +2314,7 @@ MIXES = {
     "recursion": {"livecodebench": 175, "rlpr": 175},
 }
 CANDIDATES = 600  # rows of a drawn data set among which `prepare` chooses
-GRADERS = {"math500": "math", "aime25": "math", "rlpr": "short", "mmlu": "letter", "gpqa": "letter",
+GRADER_OF = {"math500": "math", "aime25": "math", "rlpr": "short", "mmlu": "letter", "gpqa": "letter",
            "livecodebench": "code", "bigcodebench": "unittest"}
 BLOCK = "Put all of it, imports included, in one ```python block."
 ASK = {  # what a question asks for, by grader
@@ -2380,7 +2380,7 @@ def has_split(name: str, split: str) -> bool:
 def problem_from(name: str, n: int, row: dict, place: dict) -> Problem:
     """The n-th row, which stands at `place`, as a problem. Columns are as the data sets' cards tell, for RLPR
     as the card of CohleM/rlpr_exp, which keeps them."""
-    problem = Problem(f"{name}/{n}", "", "", name, GRADERS[name])
+    problem = Problem(f"{name}/{n}", "", "", name, GRADER_OF[name])
     ask = ASK[problem.grader]
     code = ""
     if problem.grader == "math":

@@ -72,7 +72,7 @@ def pack(groups, device):
     ids, positions, targets, predictors = [], [], [], []
     shapes, grids = [], []
     for prompt, completions in groups:
-        first = len(ids)
+        origin = len(ids)
         P = len(prompt)
         L = max(len(completion) for completion in completions)
         grid, cells = [], []
@@ -80,13 +80,13 @@ def pack(groups, device):
         positions += range(P)
         for completion in completions:
             begin, n = len(ids), len(completion)
-            predictors += [first + P - 1, *range(begin, begin + n - 1)]
+            predictors += [origin + P - 1, *range(begin, begin + n - 1)]
             positions += range(P, P + n)
             cells += range(len(grid), len(grid) + n)
-            grid += [*range(begin - first, begin - first + n), *range(L - n)]
+            grid += [*range(begin - origin, begin - origin + n), *range(L - n)]
             targets += completion
             ids += completion
-        shapes.append((len(ids) - first, P, len(completions)))
+        shapes.append((len(ids) - origin, P, len(completions)))
         grids += [grid, cells]
     lists = [ids, positions, targets, predictors, *grids]
     flat = to_device(np.concatenate([np.array(x, dtype=np.int64) for x in lists]), device)
@@ -134,6 +134,11 @@ def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference:
             y.append(attend_group(layer, *qkv, *group[1:]))
         return torch.cat(y, 2).to(dtype)
 
+    ref_hidden = None
+    if reference:
+        with torch.no_grad():
+            ref_hidden = reference(ids[None], positions[None], attend, lambda hidden: hidden[0, predictors])
+
     def distribution(model, hidden):  # (chunk, C) -> (chunk, V)
         return (model.logits(hidden)[:, :n_ids] / temperature).log_softmax(-1)
 
@@ -152,10 +157,6 @@ def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference:
         parts = zip(hidden.split(chunk), ref.split(chunk), targets.split(chunk))
         return torch.cat([checkpoint(score, *part, use_reentrant=False) for part in parts], 1)
 
-    ref_hidden = None
-    if reference:
-        with torch.no_grad():
-            ref_hidden = reference(ids[None], positions[None], attend, lambda hidden: hidden[0, predictors])
     logprobs, kl = model(ids[None], positions[None], attend, head)
     return list(logprobs.split([len(c) for _, completions in groups for c in completions])), kl
 

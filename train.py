@@ -142,7 +142,7 @@ PRESETS = {
 @dataclass
 class Run:
     """What an iteration needs beside the settings."""
-    first: int  # the iteration to begin with
+    begin: int  # the iteration to begin with
     pool: list  # of workers
     problems: list
     test: list  # held-out problems
@@ -243,10 +243,10 @@ def train(s: Settings, device: str):
     run = set_up(s, device)
     if s.dry_run:
         return print0("the run lacks nothing; without --dry_run it begins")
-    report = reporter(s, run.first)
+    report = reporter(s, run.begin)
     stopping = on_signals()  # why the run shall end
     skipped = 0  # steps in a row
-    for iteration in range(run.first, s.iterations):
+    for iteration in range(run.begin, s.iterations):
         clock = Clock()
         sampler = gather(run.model, s)
         seed = s.seed * 1_000_000 + iteration
@@ -298,7 +298,7 @@ def set_up(s: Settings, device: str) -> Run | None:
     torch.manual_seed(s.seed)
     resumed = on_rank0(lambda: checkpoints(s.out)[-1:]) if s.resume else []
     start = resumed[0] if resumed else s.init_from  # "": from nothing
-    first = int(os.path.basename(start)) if resumed else 0
+    begin = int(os.path.basename(start)) if resumed else 0
     url, budget, config = on_rank0(lambda: preflight(s, start))
     if s.dry_run:
         return None
@@ -309,7 +309,7 @@ def set_up(s: Settings, device: str) -> Run | None:
     test = load(s.test_data or s.data, "test", s.test)
     model, tokenizer, reference = load_models(s, start, problems, pool, device)
     # What was read may be of an earlier run in this very place.
-    on_rank0(lambda: rewind(s, first) if resumed else make_room(s))
+    on_rank0(lambda: rewind(s, begin) if resumed else make_room(s))
     print0(f"{sizes(model.config)[1]:,} parameters on {world} x {device} in {s.dtype}, lr {s.lr:g}, "
            f"{len(problems):,} problems, {len(pool)} workers: {', '.join(worker.name for worker in pool)}")
     if s.warm_steps and not resumed:
@@ -322,7 +322,7 @@ def set_up(s: Settings, device: str) -> Run | None:
     dry_step(model, optimizer, reference, s, len(tokenizer))
     if resumed:
         restore(model, optimizer, start)
-    return Run(first, pool, problems, test, tokenizer, model, optimizer, reference)
+    return Run(begin, pool, problems, test, tokenizer, model, optimizer, reference)
 
 
 def shard(model: Qwen, s: Settings, device: str) -> Qwen:
@@ -609,16 +609,16 @@ def in_words(numbers: dict) -> str:
                     for key, value in numbers.items())
 
 
-def reporter(s: Settings, first: int):
+def reporter(s: Settings, begin: int):
     """The function that gets the numbers of each line: TensorBoard's, which drops what it had of iterations
-    from `first` on, or wandb's, if --report names it."""
+    from `begin` on, or wandb's, if --report names it."""
     if not s.report or dist.get_rank():
         return lambda numbers: None
     if s.report == "wandb":
         import wandb
         return wandb.init(project="conductor", config=asdict(s), dir=s.out).log
     from torch.utils.tensorboard import SummaryWriter
-    writer = SummaryWriter(os.path.join(s.out, "tensorboard"), purge_step=first)
+    writer = SummaryWriter(os.path.join(s.out, "tensorboard"), purge_step=begin)
 
     def report(numbers):
         for key, value in numbers.items():

@@ -34,11 +34,6 @@ import requests
 from requests.adapters import HTTPAdapter
 from requests.packages import urllib3  # which requests is made of
 
-CONNECT = 10.0  # seconds to reach a host
-BACKOFF, BACKOFF_MAX = 2.0, 30.0  # seconds: the longest wait after the first failed attempt, and after any
-FAILURES = 6  # failed attempts that end a call; those that a busy provider refuses do not count
-jitter = random.Random()  # The global generator's draws are the experiment's.
-
 
 class WorkerError(Exception):
     """Transport or provider failed for good; never a wrong answer. The text names the worker, and no key.
@@ -100,8 +95,9 @@ class Worker:
 
         overrides win over params; both are named as in OpenAI's API. on_text(piece) is called with the text
         as it comes where the protocol is OpenAI's, else once with all of it. nonce names this very call in a
-        run (step, question, rollout, workflow step): with it the reply is kept in `replay`. WorkerError if
-        transport or provider fail for good. A reply counts in calls, spent and unpriced, also a kept one."""
+        run (step, question, rollout, workflow step): with it the reply is kept in `replay`. What fails is
+        tried again where that may help (`call`); WorkerError if it fails for good. A reply counts in calls,
+        spent and unpriced, also a kept one."""
         params = {**self.params, **overrides}
         replay = self.replay if nonce is not None else None
         key = replay and replay.key([self.name, self.protocol, self.model, messages, params, nonce])
@@ -110,7 +106,7 @@ class Worker:
             on_text(reply.text)
         if not reply:
             try:
-                reply = self.call(messages, params, on_text)
+                reply = call(self, messages, params, on_text)
             except WorkerError as e:
                 raise WorkerError(f"{self.name}: {e}", e.bad_request) from None
             if replay:
@@ -119,73 +115,6 @@ class Worker:
             self.calls += 1
             self.spent += reply.cost or 0.0
             self.unpriced += reply.cost is None
-        return reply
-
-    def call(self, messages: list[dict], params: dict, on_text) -> Reply:
-        """Over the wire: attempts until one succeeds, with waits that double, jitter, and a deadline."""
-        request = build_request(self, messages, params, on_text is not None)
-        with self.slots:
-            begun = time.monotonic()
-            failures = 0
-            for attempt in count(1):
-                begun += self.take_turn(request.most)  # as if it began after this wait
-                seconds = max(0.001, min(self.timeout, begun + self.deadline - time.monotonic()))
-                try:
-                    reply = self.attempt(request, seconds, on_text)
-                    break
-                except WorkerError as fault:
-                    failures += not fault.busy
-                    pause = min(BACKOFF * 2 ** min(attempt - 1, 9), BACKOFF_MAX)
-                    wait = fault.wait + jitter.uniform(pause / 2, pause)  # Not all shall return at once.
-                    late = time.monotonic() + wait + self.usual > begun + self.deadline  # no time to answer
-                    if not fault.retry or late or attempt == self.attempts or failures == FAILURES:
-                        took = f"attempt {attempt}, after {time.monotonic() - begun:.1f} s"
-                        text = redact(str(fault), request.key)
-                        raise WorkerError(f"{text} ({took})", fault.bad_request) from None
-                time.sleep(wait)
-        self.usual += (reply.seconds - self.usual) * (0.2 if self.usual else 1.0)
-        reply.seconds = time.monotonic() - begun
-        return reply
-
-    def take_turn(self, most: float) -> float:
-        """Wait for a turn under rpm and for `most` dollars of the budget. Returns the seconds it took."""
-        begun = time.monotonic()
-        if self.rpm:
-            with self.lock:
-                turn = max(self.turn, begun)
-                self.turn = turn + 60 / self.rpm
-            time.sleep(max(0.0, turn - time.monotonic()))
-        if self.budget:
-            self.budget.take(most)
-        return time.monotonic() - begun
-
-    def attempt(self, request, seconds: float, on_text) -> Reply:
-        """One request and its reply. What it does not cost of request.most goes back to the budget."""
-        begun = time.monotonic()
-        spent = request.most
-        told = []
-
-        def tell(piece):
-            told.append(piece)
-            on_text(piece)
-
-        try:
-            data = exchange(self.session, request, seconds, tell if on_text else None)
-            reply = read_reply(self.protocol, data, self.price)
-            if reply.cost is not None:
-                spent = reply.cost
-        except WorkerError as fault:
-            if not fault.billed:
-                spent = 0.0
-            if told:
-                fault.retry = False  # Another attempt would tell the beginning again.
-            raise
-        finally:
-            if self.budget:
-                self.budget.settle(request.most - spent)
-        if on_text and reply.text and not told:
-            on_text(reply.text)
-        reply.seconds = time.monotonic() - begun
         return reply
 
 
@@ -768,12 +697,86 @@ def most_dollars(price: list | None, params: dict, size: int) -> float:
     return (n_in * price[0] + max(limits) * price[1]) / 1e6
 
 
-# The transport
+# The transport: a call is some attempts, and an attempt is one POST
 
+CONNECT = 10.0  # seconds to reach a host
+BACKOFF, BACKOFF_MAX = 2.0, 30.0  # seconds: the longest wait after the first failed attempt, and after any
+FAILURES = 6  # failed attempts that end a call; those that a busy provider refuses do not count
+jitter = random.Random()  # The global generator's draws are the experiment's.
 MAX_BODY = 32 << 20  # bytes of a request or a response; honest ones stay below 1 MB
 KEEPALIVE = [(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1), (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
 if hasattr(socket, "TCP_KEEPIDLE"):  # seconds; else it is for the system to say
     KEEPALIVE.append((socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60))
+
+
+def call(worker: Worker, messages: list[dict], params: dict, on_text) -> Reply:
+    """Attempts until one succeeds, with waits that double, jitter, and a deadline."""
+    request = build_request(worker, messages, params, on_text is not None)
+    with worker.slots:
+        begun = time.monotonic()
+        failures = 0
+        for attempts in count(1):
+            begun += take_turn(worker, request.most)  # as if it began after this wait
+            seconds = max(0.001, min(worker.timeout, begun + worker.deadline - time.monotonic()))
+            try:
+                reply = attempt(worker, request, seconds, on_text)
+                break
+            except WorkerError as fault:
+                failures += not fault.busy
+                pause = min(BACKOFF * 2 ** min(attempts - 1, 9), BACKOFF_MAX)
+                wait = fault.wait + jitter.uniform(pause / 2, pause)  # Not all shall return at once.
+                late = time.monotonic() + wait + worker.usual > begun + worker.deadline  # no time to answer
+                if not fault.retry or late or attempts == worker.attempts or failures == FAILURES:
+                    took = f"attempt {attempts}, after {time.monotonic() - begun:.1f} s"
+                    text = redact(str(fault), request.key)
+                    raise WorkerError(f"{text} ({took})", fault.bad_request) from None
+            time.sleep(wait)
+    worker.usual += (reply.seconds - worker.usual) * (0.2 if worker.usual else 1.0)
+    reply.seconds = time.monotonic() - begun
+    return reply
+
+
+def take_turn(worker: Worker, most: float) -> float:
+    """Wait for a turn under rpm and for `most` dollars of the budget. Returns the seconds it took."""
+    begun = time.monotonic()
+    if worker.rpm:
+        with worker.lock:
+            turn = max(worker.turn, begun)
+            worker.turn = turn + 60 / worker.rpm
+        time.sleep(max(0.0, turn - time.monotonic()))
+    if worker.budget:
+        worker.budget.take(most)
+    return time.monotonic() - begun
+
+
+def attempt(worker: Worker, request: Request, seconds: float, on_text) -> Reply:
+    """One request and its reply. What it does not cost of request.most goes back to the budget."""
+    begun = time.monotonic()
+    spent = request.most
+    told = []
+
+    def tell(piece):
+        told.append(piece)
+        on_text(piece)
+
+    try:
+        data = exchange(worker.session, request, seconds, tell if on_text else None)
+        reply = read_reply(worker.protocol, data, worker.price)
+        if reply.cost is not None:
+            spent = reply.cost
+    except WorkerError as fault:
+        if not fault.billed:
+            spent = 0.0
+        if told:
+            fault.retry = False  # Another attempt would tell the beginning again.
+        raise
+    finally:
+        if worker.budget:
+            worker.budget.settle(request.most - spent)
+    if on_text and reply.text and not told:
+        on_text(reply.text)
+    reply.seconds = time.monotonic() - begun
+    return reply
 
 
 class Adapter(HTTPAdapter):

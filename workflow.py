@@ -361,24 +361,30 @@ def conduct(write, tasks: list[Task], rounds: int = 0, prompting: Prompting = Pr
 
     Text that does not parse is drawn again, `tries` times in all, under the next rollout numbers. A task that
     then still has no workflow ends with the round before, and in the first round without a trace."""
-    latest = [None] * len(tasks)
-    previous = {i: task.previous for i, task in enumerate(tasks)}  # of the tasks that get another round
-    for round_number in range(rounds + 1):
-        open_tasks = {}  # whose text has not parsed yet
-        for i, trace in previous.items():
-            on_text = tasks[i].on_text if round_number == rounds else None  # Only that is the answer.
-            open_tasks[i] = replace(tasks[i], previous=trace, on_text=on_text)
-        previous = {}
+    def drawn(tasks: list[Task]) -> list[Rollout]:
+        rollouts = [None] * len(tasks)
+        left = range(len(tasks))  # the tasks without a workflow
         for attempt in range(tries):
-            groups = roll_out(write, [*open_tasks.values()], 1, prompting, grade, edit, attempt)
-            for i, [rollout] in zip([*open_tasks], groups):
-                trace = rollout.trace
-                if round_number == 0 or (trace and (trace.workflow.steps or not trace.error)):
-                    latest[i] = rollout
-                if trace or tasks[i].hung_up():
-                    del open_tasks[i]
-                if trace and trace.workflow.steps and not trace.error and not tasks[i].hung_up():
-                    previous[i] = trace
+            groups = roll_out(write, [tasks[i] for i in left], 1, prompting, grade, edit, attempt)
+            for i, [rollout] in zip(left, groups):
+                rollouts[i] = rollout
+            left = [i for i in left if not rollouts[i].trace and not tasks[i].hung_up()]
+        return rollouts
+
+    latest = [None] * len(tasks)
+    going = dict(enumerate(tasks))  # those that get another round
+    for round_number in range(rounds + 1):
+        last = round_number == rounds  # Only its answer is told as it comes.
+        asked = [task if last else replace(task, on_text=None) for task in going.values()]
+        for (i, task), rollout in zip([*going.items()], drawn(asked)):
+            trace = rollout.trace
+            ran = trace and trace.workflow.steps
+            if round_number == 0 or ran or (trace and not trace.error):
+                latest[i] = rollout
+            if ran and not trace.error and not task.hung_up():
+                going[i] = replace(task, previous=trace)
+            else:
+                del going[i]
     return latest
 
 
