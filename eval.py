@@ -2315,7 +2315,7 @@ MIXES = {
 }
 CANDIDATES = 600  # rows of a drawn data set among which `prepare` chooses
 GRADER_OF = {"math500": "math", "aime25": "math", "rlpr": "short", "mmlu": "letter", "gpqa": "letter",
-           "livecodebench": "code", "bigcodebench": "unittest"}
+             "livecodebench": "code", "bigcodebench": "unittest"}
 BLOCK = "Put all of it, imports included, in one ```python block."
 ASK = {  # what a question asks for, by grader
     "exact": "",
