@@ -33,10 +33,13 @@ def advantages(rewards, mask=None, std=True, question=None):
     centred[centred.abs() < 1e-6] = 0.0                        # equal rewards, whose mean is rounded
     if not std:
         return centred
-    question = torch.arange(len(rewards)) if question is None else torch.as_tensor(question)
-    same_question = (question[:, None] == question).float()    # (Q, Q)
-    squares = same_question @ (centred ** 2).sum(1)            # (Q), over all rounds of the question
-    counts = same_question @ mask.sum(1)                       # (Q)
+    squares = (centred ** 2).sum(1)                            # (Q)
+    counts = mask.sum(1)                                       # (Q)
+    if question is not None:  # Both become sums over all rounds of a question.
+        question = torch.as_tensor(question)
+        same_question = (question[:, None] == question).float()  # (Q, Q)
+        squares = same_question @ squares
+        counts = same_question @ counts
     deviation = (squares / counts.clamp(min=1)).sqrt()
     return centred / deviation.clamp(min=1e-6)[:, None]
 
@@ -63,64 +66,70 @@ def pack(groups, device):
         ids         5  6 | 7 | 8  9      (T)
         positions   0  1 | 2 | 2  3      (T)  each completion goes on where its prompt ends
         targets            7   8  9      (N)  the tokens whose log-probabilities are wanted
-        predictors         1   1  3      (N)  the places of the row whose output predicts them
-        grid        2 (0)| 3  4          (n * L)  the completions' places in their group; (padding) is any
-        cells       0      2  3          the cells of the grid that are no padding
+        predictors         1   1  3      (N)  the places in the row whose output predicts them
 
-    Returns the first four as tensors, and for each group (tokens S, prompt tokens P, n, grid, cells), all in
-    one copy, so nothing waits. Paddings point at many places: a GPU adds the gradients of one in turn."""
+    Returns these as tensors, and for each group (tokens S, prompt tokens P, completions n, places, real),
+    the last two as `pad` has them."""
     ids, positions, targets, predictors = [], [], [], []
-    shapes, grids = [], []
+    shapes, tables = [], []
     for prompt, completions in groups:
-        origin = len(ids)
-        P = len(prompt)
-        L = max(len(completion) for completion in completions)
-        grid, cells = [], []
+        begin, P = len(ids), len(prompt)
         ids += prompt
         positions += range(P)
         for completion in completions:
-            begin, n = len(ids), len(completion)
-            predictors += [origin + P - 1, *range(begin, begin + n - 1)]
-            positions += range(P, P + n)
-            cells += range(len(grid), len(grid) + n)
-            grid += [*range(begin - origin, begin - origin + n), *range(L - n)]
+            predictors += [begin + P - 1, *range(len(ids), len(ids) + len(completion) - 1)]
+            positions += range(P, P + len(completion))
             targets += completion
             ids += completion
-        shapes.append((len(ids) - origin, P, len(completions)))
-        grids += [grid, cells]
-    lists = [ids, positions, targets, predictors, *grids]
-    flat = to_device(np.concatenate([np.array(x, dtype=np.int64) for x in lists]), device)
-    parts = flat.split([len(x) for x in lists])
-    layout = [(*shape, grid, cells) for shape, grid, cells in zip(shapes, parts[4::2], parts[5::2])]
-    return *parts[:4], layout
+        shapes.append((len(ids) - begin, P, len(completions)))
+        tables += pad(P, completions)
+    ids, positions, targets, predictors, *tables = in_one_copy(
+        [ids, positions, targets, predictors, *tables], device)
+    layout = [(*shape, places, real) for shape, places, real in zip(shapes, tables[::2], tables[1::2])]
+    return ids, positions, targets, predictors, layout
 
 
-def attend_group(layer, q, k, v, P, n, grid, cells):
+def pad(P: int, completions):
+    """For attention a group's completions are padded to the longest of them, L. Of the group above these are
+
+        places      2 (1)| 3  4          (n * L)  where each token stands in its group; (padding)
+        real        0      2  3          (S - P)  which of the n * L are no padding
+    """
+    lengths = np.array([len(completion) for completion in completions])
+    column = np.arange(lengths.max())
+    is_real = column < lengths[:, None]                         # (n, L)
+    begins = P + lengths.cumsum() - lengths                     # (n)
+    # Padding points at many places, as a GPU adds up the gradients of one in turn.
+    places = np.where(is_real, begins[:, None] + column, column)  # (n, L)
+    return places.flatten(), np.flatnonzero(is_real)
+
+
+def attend_group(layer, q, k, v, P, n, places, real):
     """Attention in one group: its completions see the prompt and their own past, not each other.
     q (1, H, S, D), k and v (1, Hkv, S, D) -> (1, H, S, D)."""
     prompt = causal(layer, q[:, :, :P], k[:, :, :P], v[:, :, :P])
-    grid = grid.view(n, -1)                                     # (n, L)
+    places = places.view(n, -1)                                 # (n, L)
     rows = []
     for x in (k, v):
         before = x[:, :, :P].expand(n, -1, -1, -1)              # (n, Hkv, P, D), a view
-        own = x[0][:, grid].transpose(0, 1)                     # (n, Hkv, L, D)
+        own = x[0][:, places].transpose(0, 1)                   # (n, Hkv, L, D)
         rows.append(torch.cat((before, own), 2))
-    own = q[0][:, grid].transpose(0, 1)                         # (n, H, L, D)
+    own = q[0][:, places].transpose(0, 1)                       # (n, H, L, D)
     mask = causal_lower_right(own.shape[2], rows[0].shape[2])   # Padding is at the end: nobody sees it.
     y = F.scaled_dot_product_attention(own, *rows, attn_mask=mask, enable_gqa=True)
     y = y.transpose(1, 2).flatten(0, 1)                         # (n*L, H, D)
-    y = y.index_select(0, cells).transpose(0, 1)[None]          # (1, H, S-P, D)
+    y = y.index_select(0, real).transpose(0, 1)[None]           # (1, H, S-P, D)
     return torch.cat((prompt, y), 2)
 
 
 def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference: Qwen | None = None):
-    """The log-probability of every token of every completion of groups [(prompt, completions)], with
-    gradient: a list of 1-D tensors, one a completion. temperature and n_ids (ids at or above it have no
-    probability) are as in sampling, or it would be another policy.
+    """Returns two things, with gradient: the log-probabilities of the tokens of groups [(prompt,
+    completions)], a list of 1-D tensors, one a completion; and for each of these tokens, in one 1-D tensor,
+    KL(π_ref ‖ π) of the distributions that it comes from, zeros without a reference.
 
-    Beside it, 1-D over all these tokens, KL(π_ref ‖ π) of their distributions, with gradient; zeros without a
-    reference. GRPO's estimate of it from the sampled token has the same gradient on average, but is huge for
-    a token that the policy has all but given up."""
+    temperature and n_ids (ids at or above it have no probability) are as in sampling, or it would be another
+    policy. GRPO estimates the KL from the sampled token, with the same gradient on average, but a huge one
+    for a token that the policy has all but given up."""
     device = model.device
     ids, positions, targets, predictors, layout = pack(groups, device)
     sizes = [S for S, *_ in layout]
@@ -139,20 +148,20 @@ def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference:
         with torch.no_grad():
             ref_hidden = reference(ids[None], positions[None], attend, lambda hidden: hidden[0, predictors])
 
-    def distribution(model, hidden):  # (chunk, C) -> (chunk, V)
-        return (model.logits(hidden)[:, :n_ids] / temperature).log_softmax(-1)
+    def all_logprobs(policy, hidden):  # (chunk, C) -> (chunk, V)
+        return (policy.logits(hidden)[:, :n_ids] / temperature).log_softmax(-1)
 
     def score(hidden, ref_hidden, targets):  # (chunk, C), (chunk, C), (chunk) -> (2, chunk)
-        logp = distribution(model, hidden)
+        logp = all_logprobs(model, hidden)
         kl = torch.zeros(len(hidden), device=device)
         if reference:
-            ref = distribution(reference, ref_hidden).detach()
+            ref = all_logprobs(reference, ref_hidden).detach()
             kl = (ref.exp() * (ref - logp)).sum(-1)
         return torch.stack((logp.gather(1, targets[:, None])[:, 0], kl))
 
     def head(hidden):  # (1, T, C) -> (2, N)
         hidden = hidden[0, predictors]
-        ref = hidden if ref_hidden is None else ref_hidden
+        ref = hidden if ref_hidden is None else ref_hidden  # A stand-in, which `score` does not read.
         chunk = max(1, HEAD_LOGITS[device.type] // model.config.vocab_size)
         parts = zip(hidden.split(chunk), ref.split(chunk), targets.split(chunk))
         return torch.cat([checkpoint(score, *part, use_reentrant=False) for part in parts], 1)
@@ -189,25 +198,23 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
     grad_norm before clipping, and skipped (0 or 1)."""
     device = model.device
     world = dist.get_world_size() if dist.is_initialized() else 1
-    # Groups without spread are not computed, but they are part of the mean.
+    # The mean is over all rollouts, those without an advantage too, which are not computed.
     n_rollouts, n_tokens = over_ranks([len(rollouts), sum(n_written(r) for r in rollouts)], device)
     sums = torch.zeros(6, dtype=torch.float64, device=device)
-    for batch in in_step(micro_batches([r for r in rollouts if r.advantage or beta], token_budget), device):
-        old, gain, share = [], [], []
+    divisor = {"token": n_tokens, "constant": n_rollouts * max_new_tokens}.get(loss)  # else None
+    teaching = [r for r in rollouts if r.advantage or beta]
+    for batch in as_many_on_all_ranks(micro_batches(teaching, token_budget), device):
+        old, advantage, share = [], [], []  # of each token; share: its part in the mean
         for r in batch:
-            divisor = n_rollouts * n_written(r)
-            if loss == "token":
-                divisor = n_tokens
-            elif loss == "constant":
-                divisor = n_rollouts * max_new_tokens
+            n = n_written(r)
             old += r.completion.logprobs
-            gain += [r.advantage * weight for weight in r.weights or [1.0] * n_written(r)]
-            share += [1 / divisor] * n_written(r)
-        old, gain, share = to_device(np.array([old, gain, share], dtype=np.float32), device)  # each (N)
+            advantage += [r.advantage * weight for weight in r.weights or [1.0] * n]
+            share += [1 / (divisor or n_rollouts * n)] * n
+        old, advantage, share = to_device(np.array([old, advantage, share], dtype=np.float32), device)  # (N)
         new, kl = packed_logprobs(model, by_prompt(batch), temperature, n_ids, reference if beta else None)
         new = torch.cat(new)[:len(old)]  # an empty batch only keeps step: it has no tokens
         kl = kl[:len(old)]
-        objective = ((surrogate(new, old, gain, clip, clip_high) - beta * kl) * share).sum()
+        objective = ((surrogate(new, old, advantage, clip, clip_high) - beta * kl) * share).sum()
         (-objective * world).backward()  # FSDP averages gradients over ranks
         sums += statistics(new, old, kl, clip, clip_high or clip)
 
@@ -250,7 +257,7 @@ def importance(model: Qwen, rollouts, cap, temperature=1.0, n_ids=None, token_bu
     programs differ (fengyao.notion.site/off-policy-rl). The log-probabilities become the trainer's: from then
     on ρ is to its own policy before the update. Returns what the gap was."""
     far, tokens = 0.0, 0
-    for batch in in_step(micro_batches(rollouts, token_budget), model.device):
+    for batch in as_many_on_all_ranks(micro_batches(rollouts, token_budget), model.device):
         for r, new in zip(batch, packed_logprobs(model, by_prompt(batch), temperature, n_ids)[0]):
             log_ratio = new.cpu() - torch.tensor(r.completion.logprobs)
             r.weights = log_ratio.exp().clamp(max=cap).tolist()
@@ -294,6 +301,12 @@ def by_prompt(batch: list[Rollout]):
     return groups or [([0], [[0]])]
 
 
+def in_one_copy(lists, device) -> list:
+    """Lists of integers as tensors on the device, in one copy."""
+    flat = np.concatenate([np.array(x, dtype=np.int64) for x in lists])
+    return to_device(flat, device).split([len(x) for x in lists])
+
+
 def to_device(array, device):
     """A numpy array as a tensor on the device. The copy does not wait for what the device is doing."""
     if device.type == "cuda":
@@ -301,7 +314,7 @@ def to_device(array, device):
     return torch.from_numpy(array)
 
 
-def in_step(batches: list, device):
+def as_many_on_all_ranks(batches: list, device):
     """This rank's micro-batches, then empty ones until every rank has as many: FSDP's collectives would wait
     for ever for a rank that leaves early."""
     [most] = over_ranks([len(batches)], device, dist.ReduceOp.MAX)

@@ -54,24 +54,22 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
         raise ValueError("generate needs temperature >= 0, 0 < top_p <= 1 and top_k >= 0, "
                          f"not {temperature}, {top_p}, {top_k}")
 
-    def pick(logits, u):
-        return draw(logits[:, :n_ids], u, temperature, top_p, top_k)
-
-    grid = Grid(model, prompts, n, max_new_tokens, row_seeds(prompts, n, seed, first), pick, eos_id)
+    how = dict(temperature=temperature, top_p=top_p, top_k=top_k, n_ids=n_ids)
+    grid = Grid(model, prompts, n, max_new_tokens, row_seeds(prompts, n, seed, first), how, eos_id)
     grid.prefill(prompts)
     completions = [[None] * n for _ in prompts]
     for count in range(1, max_new_tokens + 1):  # how many tokens every rollout has
         last = count == max_new_tokens
         if last or count % CHECK == 0:
-            for rollout, completion in grid.harvest(last):
-                i, j = divmod(rollout, n)
+            for number, completion in grid.harvest(last):
+                i, j = divmod(number, n)
                 completions[i][j] = completion
                 if on_finish:
                     on_finish(i, j, completion)
-            if not grid.going:
+            if not grid.going:  # as after the last harvest, which takes all
                 return completions
         if count % BUCKET[model.device.type] == 0:
-            grid.compact()
+            compact(grid)
         grid.step()
 
 
@@ -82,11 +80,11 @@ class Grid:
     Below, P is the padded length of the prompts, T the room for own tokens that a step looks at, Hkv the
     key-value heads, G the query heads on each, D a head's channels, V the ids."""
 
-    def __init__(self, model, prompts, n, max_new_tokens, seeds, pick, eos_id):
+    def __init__(self, model, prompts, n, max_new_tokens, seeds, how, eos_id):
         config, device = model.config, model.device
         self.model = model
         self.device = device
-        self.pick = pick
+        self.how = how  # to draw
         self.Q, self.R = len(prompts), n
         self.P = self.padded(max(map(len, prompts)))
         self.steps = 0  # taken since the shapes changed
@@ -98,9 +96,9 @@ class Grid:
         self.lengths = torch.zeros(N, dtype=torch.long, device=device)  # 0 while a rollout goes on
         self.going = list(range(N))  # the rollouts that were not harvested
         # The grid, flat. A finished rollout stays in its cell until it is compacted away.
-        self.rollout = torch.arange(N, device=device)  # (N) which one a cell holds
+        self.rollouts = torch.arange(N, device=device)  # (N) the number of the one that a cell holds
         self.seeds = torch.tensor(seeds, device=device)  # (N)
-        self.newest = torch.zeros_like(self.rollout)  # (N) each cell's last token
+        self.newest = torch.zeros_like(self.rollouts)  # (N) each cell's last token
         self.t = torch.zeros(1, dtype=torch.long, device=device)
         self.ends = torch.tensor(eos_id, dtype=torch.long, device=device).view(-1)
         # Keys and values of each layer, allocated once. A CPU attends in fp32, as `causal` does. They begin
@@ -124,11 +122,11 @@ class Grid:
         return math.ceil(length / pad) * pad
 
     def prefill(self, prompts):
-        """Compute the prompts, not too many at once, and choose every rollout's first token."""
+        """Compute the prompts, not too many at once, and draw every rollout's first token."""
         at_once = max(1, PREFILL_TOKENS // self.P)
         pieces = range(0, self.Q, at_once)
         logits = [self.prefill_some(begin, prompts[begin:begin + at_once]) for begin in pieces]
-        self.choose(torch.cat(logits).repeat_interleave(self.R, 0))
+        self.draw_next(torch.cat(logits).repeat_interleave(self.R, 0))
 
     def prefill_some(self, begin, prompts):
         """Keep the keys and values of q prompts, the first of which is number `begin`: logits (q, V)."""
@@ -149,7 +147,7 @@ class Grid:
         return self.model(ids, attend=attend, head=head)
 
     def step(self):
-        """Choose every cell's next token. On CUDA the first step at new shapes runs as it is, which readies
+        """Draw every cell's next token. On CUDA the first step at new shapes runs as it is, which readies
         the libraries, the second is captured, and from then on the graph is replayed."""
         if GRAPH[self.device.type] and self.steps == 1:
             self.graph = capture(self.decode, self.graph)
@@ -160,13 +158,13 @@ class Grid:
         self.steps += 1
 
     def decode(self):
-        """Feed every cell's newest token and choose the next. Nothing here waits for the device or moves what
+        """Feed every cell's newest token and draw the next. Nothing here waits for the device or moves what
         the next step reads, so a graph can replay it."""
         self.mask.index_fill_(1, self.P + self.t - 1, 0.0)  # the newest token becomes visible
         position = self.prompt_length + self.t - 1  # (Q)
         positions = position[:, None].expand(self.Q, self.R).reshape(-1, 1)  # (N, 1)
         logits = self.model(self.newest[:, None], positions, self.attend)  # (N, 1, V)
-        self.choose(logits[:, 0])
+        self.draw_next(logits[:, 0])
 
     def attend(self, layer, q, k, v):
         """The newest tokens, q (N, H, 1, D), k and v (N, Hkv, 1, D), attend to prompts and own tokens: two
@@ -189,14 +187,14 @@ class Grid:
         y = y + prompt_y.view(Q, Hkv, R, -1, D).transpose(1, 2)
         return y.to(k.dtype).view(q.shape)
 
-    def choose(self, logits):
+    def draw_next(self, logits):
         """Draw token number t of every cell from logits (N, V)."""
-        token, logprob = self.pick(logits, uniform(self.seeds, self.t))
-        self.tokens[self.rollout, self.t] = token
-        self.logprobs[self.rollout, self.t] = logprob
-        length = self.lengths[self.rollout]
+        token, logprob = draw(logits, uniform(self.seeds, self.t), **self.how)
+        self.tokens[self.rollouts, self.t] = token
+        self.logprobs[self.rollouts, self.t] = logprob
+        length = self.lengths[self.rollouts]
         is_end = (token[:, None] == self.ends).any(-1)
-        self.lengths[self.rollout] = torch.where(is_end & (length == 0), self.t + 1, length)
+        self.lengths[self.rollouts] = torch.where(is_end & (length == 0), self.t + 1, length)
         self.newest.copy_(token)
         self.t.add_(1)
 
@@ -211,37 +209,39 @@ class Grid:
             completions.append((i, Completion(tokens[:length], logprobs[:length], finished=lengths[i] > 0)))
         return completions
 
-    def compact(self):
-        """Drop prompts whose rollouts have all finished, keep of the others as many rows as the one with most
-        live rows needs, and let the next steps see another bucket of own tokens."""
-        live = (self.lengths[self.rollout] == 0).view(self.Q, self.R)
-        prompts = live.any(1).nonzero()[:, 0]  # (Q') those that go on
-        R = int(live.sum(1).max())  # the most live rows of a prompt
-        order = live[prompts].int().sort(dim=1, descending=True, stable=True).indices[:, :R]  # (Q', R)
-        cells = (prompts[:, None] * self.R + order).flatten()  # (N')
-        if len(cells) < len(self.rollout):
-            self.rollout = self.rollout[cells]
-            self.seeds = self.seeds[cells]
-            self.newest = self.newest[cells]
-            self.prompt_length = self.prompt_length[prompts]
-            self.mask = self.mask[prompts]
-            for prompt_kv, own_kv in zip(self.prompt_kv, self.own_kv):
-                prompt_kv[:, :len(prompts)] = prompt_kv[:, prompts]
-                own_kv[:, :len(cells), :, :self.T] = own_kv[:, cells, :, :self.T]
-            self.Q, self.R = len(prompts), R
-        self.T = min(self.T + BUCKET[self.device.type], self.own_kv[0].shape[3])
-        self.steps = 0
-
 
 # -----------------------------------------------------------------------------------------------------------
-# Appendix: distributions, random numbers, CUDA graphs, the command line
+# Appendix: compaction, distributions, random numbers, CUDA graphs, the command line
 
 
-def draw(logits, u, temperature=1.0, top_p=1.0, top_k=0):
+def compact(grid: Grid):
+    """Drop prompts whose rollouts have all finished, keep of the others as many rows as the one with most
+    live rows needs, and let the next steps see another bucket of own tokens."""
+    live = (grid.lengths[grid.rollouts] == 0).view(grid.Q, grid.R)
+    prompts = live.any(1).nonzero()[:, 0]  # (Q') those that go on
+    R = int(live.sum(1).max())  # the most live rows of a prompt
+    order = live[prompts].int().sort(dim=1, descending=True, stable=True).indices[:, :R]  # (Q', R)
+    cells = (prompts[:, None] * grid.R + order).flatten()  # (N')
+    if len(cells) < len(grid.rollouts):
+        grid.rollouts = grid.rollouts[cells]
+        grid.seeds = grid.seeds[cells]
+        grid.newest = grid.newest[cells]
+        grid.prompt_length = grid.prompt_length[prompts]
+        grid.mask = grid.mask[prompts]
+        for prompt_kv, own_kv in zip(grid.prompt_kv, grid.own_kv):
+            prompt_kv[:, :len(prompts)] = prompt_kv[:, prompts]
+            own_kv[:, :len(cells), :, :grid.T] = own_kv[:, cells, :, :grid.T]
+        grid.Q, grid.R = len(prompts), R
+    grid.T = min(grid.T + BUCKET[grid.device.type], grid.own_kv[0].shape[3])
+    grid.steps = 0
+
+
+def draw(logits, u, temperature=1.0, top_p=1.0, top_k=0, n_ids=None):
     """Sample from logits (N, V) with uniforms u (N): tokens and their log-probabilities, (N) each.
 
-    temperature 0 is greedy, with log-probabilities at temperature 1. top_k keeps the k likeliest tokens,
+    n_ids: of the ids below it. temperature 0 is greedy, with log-probabilities at temperature 1. top_k keeps the k likeliest tokens,
     top_p then the smallest set of the likeliest that holds that much of the rest. Both renormalise."""
+    logits = logits[:, :n_ids]
     if temperature == 0:
         tokens = logits.argmax(-1)
         return tokens, logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]

@@ -393,15 +393,15 @@ def test_few_captures_an_iteration(graphs, monkeypatch):
     for name, lengths in spreads.items():
         wanted, rows = lengths.clamp(1, 1024).long(), []
         graphs.clear()
-        choose = sample.Grid.choose
+        draw_next = sample.Grid.draw_next
 
         def ends_as_wanted(grid, logits):
-            choose(grid, logits)
-            rows.append(len(grid.rollout))
+            draw_next(grid, logits)
+            rows.append(len(grid.rollouts))
             grid.lengths.copy_(torch.where((wanted <= grid.t) & (grid.lengths == 0), grid.t, grid.lengths))
 
         with monkeypatch.context() as patch:
-            patch.setattr(sample.Grid, "choose", ends_as_wanted)
+            patch.setattr(sample.Grid, "draw_next", ends_as_wanted)
             out = generate(model, make(5, 6, 7, 8), 64, 1024)
         assert [len(c.tokens) for rollouts in out for c in rollouts] == wanted.tolist()
         wasted = sum(rows) / sum((wanted > t).sum().item() for t in range(1024))
