@@ -157,7 +157,7 @@ SYSTEMS = {  # what --systems may name, and what each does
 }
 
 
-def alone(problem: Problem, pool: list, k: int, name: str | None = None, **overrides) -> Trace:
+def alone(problem: Problem, pool: list, k: int, name: str = "", **overrides) -> Trace:
     """Worker k asked without a Conductor: one turn, the bare question. name: as in workflow.Task."""
     trace = Trace(problem.question, Workflow([Step(k, problem.question, [])]), [pool[k].name], [None])
     try:
@@ -184,12 +184,12 @@ def run_system(system, problems: list[Problem], pool: list, k: int, name: str) -
         return list(tqdm(traces, name, total=len(problems), disable=None, leave=False))
 
 
-def run_conductor(write, problems: list[Problem], pools: list[list], name: str, rounds: int = 0,
+def run_conductor(conductor, problems: list[Problem], pools: list[list], name: str, rounds: int = 0,
                   prompting: Prompting = Prompting(), tries: int = 1, edit=None) -> list[Trace | None]:
     """The trace of every problem, None where what was written is no workflow. Problem i has the workers
-    pools[i]. write, rounds, prompting, tries, edit: as in workflow.conduct."""
+    pools[i]. conductor, rounds, prompting, tries, edit: as in workflow.conduct."""
     tasks = [Task(p.question, pool, problem=p, name=f"{name}/{p.id}") for p, pool in zip(problems, pools)]
-    return [rollout.trace for rollout in conduct(write, tasks, rounds, prompting, tries, grade, edit)]
+    return [rollout.trace for rollout in conduct(conductor, tasks, rounds, prompting, tries, grade, edit)]
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -1908,7 +1908,7 @@ def smoothie(problem: Problem, pool: list, k: int, name: str) -> Trace:
     return poll(problem, pool, list(range(len(pool))), name, central)
 
 
-def poll(problem: Problem, pool: list, chosen: list[int], name: str | None, choose) -> Trace:
+def poll(problem: Problem, pool: list, chosen: list[int], name: str, choose) -> Trace:
     """Chosen workers asked alone. The response at choose(problem, responses) is the answer, and stands
     last."""
     asked = [alone(problem, pool, k, name and f"{name}/{i}") for i, k in enumerate(chosen)]
@@ -2016,7 +2016,7 @@ class Remembers:
         self.name = worker.name
         self.replies = {}
 
-    def chat(self, messages, nonce=None, **overrides):
+    def chat(self, messages, call_id="", **overrides):
         key = json.dumps(messages)
         if key not in self.replies:
             self.replies[key] = self.worker.chat(messages, "a controller learns", **overrides)
@@ -2252,19 +2252,19 @@ def play_conductor(s, problems, pools, name: str, who: str, k: int, tag: str) ->
     """The traces of a system in which a Conductor, or worker k in its seat, writes workflows."""
     examples = {"examples": s.examples} if s.examples else {}
     if name == "seat":  # where the format is wrong, the paper tries again without end
-        write = seated(pools[0][k], f"{tag}/seat")
-        return run_conductor(write, problems, pools, tag, s.rounds, Prompting(**examples), tries=10)
+        conductor = seated(pools[0][k], f"{tag}/seat")
+        return run_conductor(conductor, problems, pools, tag, s.rounds, Prompting(**examples), tries=10)
     model, tokenizer, prompting = cached_conductor(who if who and name in CONDUCTORS else s.checkpoint)
     prompting = replace(prompting, **examples, **CONDUCTORS.get(name, {}))
     if name == "shuffled":
         pools = [team[1:] + team[:1] for team in pools]
 
     def by_worker_k(workflow):
-        return Workflow([replace(step, worker=k) for step in workflow.steps], workflow.completion)
+        return Workflow([replace(step, worker=k) for step in workflow.steps], workflow.written)
 
-    write = sampled(model, tokenizer, prompting, 0.0)
+    conductor = sampled(model, tokenizer, prompting, 0.0)
     edit = by_worker_k if name == "one-worker" else None
-    return run_conductor(write, problems, pools, tag, s.rounds, prompting, edit=edit)
+    return run_conductor(conductor, problems, pools, tag, s.rounds, prompting, edit=edit)
 
 
 # -----------------------------------------------------------------------------------------------------------

@@ -186,9 +186,9 @@ def surrogate(logprobs, old, advantage, clip, clip_high=0.0):
 def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, reference: Qwen | None = None,
            temperature=1.0, n_ids=None, token_budget=16384, max_grad_norm=1.0, clip_high=0.0, loss="sequence",
            max_new_tokens=0) -> dict:
-    """One optimizer step on Eq. 1 over all ranks' rollouts, of which these are this rank's. π_old is what the
-    sampler said. The gradient is clipped to max_grad_norm; where it is not finite all ranks skip the step.
-    beta > 0 needs a reference.
+    """One optimizer step on Eq. 1 over all ranks' rollouts, of which these are this rank's. log π_old is in
+    completion.logprobs. The gradient is clipped to max_grad_norm; if it is not finite, all ranks skip the
+    step. beta > 0 needs a reference.
 
     loss says what the sum over tokens is divided by: "sequence", each by its rollout's length and then by the
     rollouts (GRPO); "token", by all tokens (DAPO); "constant", by rollouts times max_new_tokens (Dr. GRPO,
@@ -252,7 +252,7 @@ def statistics(new, old, kl, clip, clip_high):
 
 
 @torch.no_grad()
-def importance(model: Qwen, rollouts, cap, temperature=1.0, n_ids=None, token_budget=16384) -> float:
+def set_weights(model: Qwen, rollouts, cap, temperature=1.0, n_ids=None, token_budget=16384) -> float:
     """Set each token's truncated importance weight, min(π_trainer / π_sampler, cap), which undoes how the two
     programs differ (fengyao.notion.site/off-policy-rl). The log-probabilities become the trainer's: from then
     on ρ is to its own policy before the update. Returns what the gap was."""

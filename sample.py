@@ -239,8 +239,9 @@ def compact(grid: Grid):
 def draw(logits, u, temperature=1.0, top_p=1.0, top_k=0, n_ids=None):
     """Sample from logits (N, V) with uniforms u (N): tokens and their log-probabilities, (N) each.
 
-    n_ids: of the ids below it. temperature 0 is greedy, with log-probabilities at temperature 1. top_k keeps the k likeliest tokens,
-    top_p then the smallest set of the likeliest that holds that much of the rest. Both renormalise."""
+    Only ids below n_ids are drawn. temperature 0 is greedy, with log-probabilities at temperature 1. top_k
+    keeps the k likeliest tokens, top_p then the smallest set of the likeliest that holds that much of the
+    rest. Both renormalise."""
     logits = logits[:, :n_ids]
     if temperature == 0:
         tokens = logits.argmax(-1)

@@ -39,7 +39,7 @@ from tqdm import tqdm
 
 import eval as evaluation
 from eval import grade, load, random_completion
-from grpo import HEAD_LOGITS, LOSSES, importance, n_written, packed_logprobs, set_advantages, update
+from grpo import HEAD_LOGITS, LOSSES, n_written, packed_logprobs, set_advantages, set_weights, update
 from model import Config, Qwen, Tokenizer, compute_dtype, configure, fetch
 from model import read_json, write_json, write_tensors
 from sample import PREFILL_TOKENS, Completion
@@ -186,15 +186,15 @@ def roll_out_on_all_ranks(sampler, tokenizer, tasks: list[Task], s: Settings, se
     n = s.rollouts * (rank + 1) // world - first
     sample = sampled(sampler, tokenizer, prompting(s), s.temperature, seed)
 
-    def write(*request):
+    def conductor(*request):
         sample(*request)
         clock.lap("sampling")
 
     mine = [[] for _ in tasks]
     if n:
-        quiet = rank > 0 or None  # None: where there is no terminal
-        with tqdm(total=len(tasks) * n, desc="rollouts of rank 0", disable=quiet, leave=False) as bar:
-            mine = roll_out(write, tasks, n, prompting(s), grade, ablation(s), first, lambda _: bar.update())
+        with progress("rollouts of rank 0", len(tasks) * n) as bar:
+            mine = roll_out(conductor, tasks, n, prompting(s), grade, ablation(s), first,
+                            on_finish=lambda _: bar.update())
     for rollout in itertools.chain(*mine):
         rollout.task = None  # it holds connections, which cannot be sent
     groups = [[] for _ in tasks]
@@ -225,10 +225,12 @@ def learn(run: Run, groups, s: Settings, iteration: int) -> list[dict]:
     objective = dict(clip=s.clip, clip_high=s.clip_high, beta=s.beta * (1 - iteration / s.iterations),
                      reference=run.reference, loss=s.loss, max_new_tokens=s.max_new_tokens)
     known = [[r for r in group if r.reward is not None] for group in groups]  # The others were lost.
-    minibatches = [my_share(itertools.chain(*(group[m::s.minibatches] for group in known)))
-                   for m in range(s.minibatches)]
+    minibatches = []
+    for m in range(s.minibatches):
+        rollouts = [r for group in known for r in group[m::s.minibatches]]
+        minibatches.append(my_share(rollouts))
     if s.importance:
-        gap = importance(run.model, [*itertools.chain(*minibatches)], s.importance, **how)
+        gap = set_weights(run.model, [*itertools.chain(*minibatches)], s.importance, **how)
     steps = []
     for minibatch in minibatches * s.epochs:
         steps.append(update(run.model, run.optimizer, minibatch, **objective, **how) | {"lr": lr})
@@ -404,9 +406,8 @@ def ablation(s: Settings):
     return None if s.access else blind
 
 
-def my_share(rollouts) -> list[Rollout]:
+def my_share(rollouts: list[Rollout]) -> list[Rollout]:
     """This rank's part of some rollouts: neighbours, which share prompts, with as many tokens as others'."""
-    rollouts = list(rollouts)
     ends = np.cumsum([len(r.completion.tokens) for r in rollouts])
     world = dist.get_world_size()
     owners = [(end - 1) * world // ends[-1] for end in ends]
@@ -634,7 +635,7 @@ def write_traces(s: Settings, iteration: int, groups):
     with open(os.path.join(s.out, "traces", f"{iteration:05d}.jsonl"), "w") as f:
         for r in itertools.chain(*groups):
             problem = r.task.problem
-            told = {"trace": r.trace.to_json()} if r.trace else {"text": r.text}
+            told = {"trace": r.trace.to_json()} if r.trace else {"text": r.written}
             row = {"problem": problem.id, "answer": problem.answer, "reward": r.reward, **told}
             f.write(json.dumps(row) + "\n")
 
@@ -654,6 +655,11 @@ def bill(pool):
     calls, dollars, unknown = (sum(column) for column in zip(*spent))
     beside = f", and {unknown:,} of them at an unknown price" if unknown else ""
     print0(f"{calls:,} calls for ${dollars:.2f}{beside}")
+
+
+def progress(what: str, total: int) -> tqdm:
+    """A bar on rank 0, and only on a terminal, which is what None says."""
+    return tqdm(desc=what, total=total, disable=dist.get_rank() > 0 or None, leave=False)
 
 
 def print0(line: str):

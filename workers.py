@@ -90,17 +90,17 @@ class Worker:
         self.usual = 0.0  # seconds that an answer takes: a moving average
         self.calls, self.spent, self.unpriced = 0, 0.0, 0  # replies; dollars; replies of unknown cost
 
-    def chat(self, messages: list[dict], nonce: str | None = None, on_text=None, **overrides) -> Reply:
+    def chat(self, messages: list[dict], call_id: str = "", on_text=None, **overrides) -> Reply:
         """Ask the model. messages: [{"role": "system", "user" or "assistant", "content": str}, ...].
 
         overrides win over params; both are named as in OpenAI's API. on_text(piece) is called with the text
-        as it comes where the protocol is OpenAI's, else once with all of it. nonce names this very call in a
-        run (step, question, rollout, workflow step): with it the reply is kept in `replay`. What fails is
-        tried again where that may help (`call`); WorkerError if it fails for good. A reply counts in calls,
-        spent and unpriced, also a kept one."""
+        as it comes if the protocol is OpenAI's, else once with all of it. call_id is this very call's in a
+        run (seed/question/rollout/round/step): with it the reply is kept in `replay`. What fails is tried
+        again if that may help (`call`); WorkerError if it fails for good. A reply counts in calls, spent and
+        unpriced, also a kept one."""
         params = {**self.params, **overrides}
-        replay = self.replay if nonce is not None else None
-        key = replay and replay.key([self.name, self.protocol, self.model, messages, params, nonce])
+        replay = self.replay if call_id else None
+        key = replay and replay.key([self.name, self.protocol, self.model, messages, params, call_id])
         reply = replay and replay.find(key)
         if reply and on_text:
             on_text(reply.text)

@@ -39,13 +39,13 @@ class Step:
     worker: int
     subtask: str
     access: list[int]  # the earlier steps whose subtask and response the worker sees
-    sees_all: bool = field(default=False, compare=False)  # written "all": the last round's answer too
+    sees_all: bool = field(default=False, compare=False)  # written "all": the previous round's answer too
 
 
 @dataclass
 class Workflow:
     steps: list[Step]
-    completion: str = field(default="", compare=False, repr=False)  # all that the Conductor wrote
+    written: str = field(default="", compare=False, repr=False)  # all that the Conductor wrote
 
     def text(self, subtasks: bool = True) -> str:
         """The lists as a Conductor writes them: parse(w.text(), …) == w."""
@@ -110,7 +110,7 @@ def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace
         chat = [{"role": "user", "content": "\n\n".join(parts)}]
         again = AGAIN.replace("{max_steps}", str(max_steps))
     for trace in previous.rounds() if previous else []:
-        chat += [{"role": "assistant", "content": trace.workflow.completion or trace.workflow.text(subtasks)},
+        chat += [{"role": "assistant", "content": trace.workflow.written or trace.workflow.text(subtasks)},
                  {"role": "user", "content": again.replace("{answer}", trace.answer)}]
     return chat
 
@@ -127,14 +127,13 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
     names = ["model_id", "subtasks", "access_list"] if subtasks else ["model_id", "access_list"]
     workflow = None
     error = "model_id: the list is missing"
-    latest = []
-    for name, value in lists_in(text):
-        if name not in names:
+    latest = []  # the newest lists, as (name, value), as many as there are names
+    for list_name, value in lists_in(text):
+        if list_name not in names:
             continue
-        latest = [*latest, (name, value)][-len(names):]  # the newest lists, as many as there are names
-        found = dict.fromkeys(names, "the list is missing") | dict(latest)  # that text stays where none is
+        latest = [*latest, (list_name, value)][-len(names):]
         try:
-            rows = checked_rows(found, n_workers, max_steps, allow_empty)
+            rows = checked_rows(dict(latest), names, n_workers, max_steps, allow_empty)
         except WorkflowError as e:
             error = str(e)  # Only the text: the exception holds its frames, and they the sampler's weights.
             continue
@@ -143,8 +142,10 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
             sees_all = "all" in access
             indices = [*range(i)] if sees_all else sorted(set(access))  # "all": the indices of all before
             workflow.steps.append(Step(worker, subtask, indices, sees_all))
-        if [name for name, _ in latest] == names:
-            latest = []  # They stand in the order asked for: what follows belongs to another workflow.
+        # In the order asked for they are one workflow, and what follows belongs to the next. In another order
+        # the first of them may be a draft, which its name's next list replaces.
+        if [list_name for list_name, _ in latest] == names:
+            latest = []
     if workflow is None:
         raise WorkflowError(error)
     return workflow
@@ -174,9 +175,9 @@ class Trace:
     workers: list[str]  # each step's worker, by name
     replies: list[Reply | None]  # None: not reached before a failure, or the failure itself
     seconds: float = 0.0  # wall time of this round
-    error: str | None = None  # an infrastructure failure, never the model's fault: training masks it
+    error: str | None = None  # a call was lost, which is never the Conductor's fault: training leaves it out
     previous: "Trace | None" = None  # the round before
-    right: bool | None = None  # what a grader said of the answer; None: it was not asked
+    right: bool | None = None  # what a grader said of the answer; None: none was asked
     bad_request = False  # the error is the request's: too long, or of options that the last worker lacks
 
     @property
@@ -186,9 +187,9 @@ class Trace:
     @property
     def answer(self) -> str:
         """The last step's response; without steps that of the round before; empty after a failure."""
-        if self.replies and not self.error:
-            return self.replies[-1].text
-        return "" if self.error else self.previous.answer
+        if self.error:
+            return ""
+        return self.replies[-1].text if self.replies else self.previous.answer
 
     def rounds(self) -> list["Trace"]:
         """This trace and those before it, the first round first."""
@@ -242,39 +243,40 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
         raise ValueError("a workflow without steps keeps the previous answer, but there is none")
     names = [task.pool[step.worker].name for step in steps]
     trace = Trace(task.question, workflow, names, [None] * len(steps), previous=previous)
-    nonce = f"{task.name}/{number}/{len(trace.rounds()) - 1}" if task.name else None
-    last_round = []
+    run = f"{task.name}/{number}/{len(trace.rounds()) - 1}" if task.name else ""
+    earlier = []
     if previous:  # A step with "all" also sees that round's answer, as the reply to the subtask that gave it.
-        answered = [earlier for earlier in previous.rounds() if earlier.replies][-1]
-        last_round = [(answered.workflow.steps[-1].subtask, previous.answer)]
+        answered = [trace for trace in previous.rounds() if trace.replies][-1]
+        earlier = [(answered.workflow.steps[-1].subtask, previous.answer)]
     begun = time.monotonic()
+    futures = []  # of the steps
 
-    def call(i):
+    def run_step(i):
         step = steps[i]
-        wait_for_all([calls[j] for j in step.access])
+        wait_for_all([futures[j] for j in step.access])
         if trace.error:
             return
         turns = [(steps[j].subtask, trace.replies[j].text) for j in step.access]
         if step.sees_all:
-            turns = last_round + turns
+            turns = earlier + turns
         chat = worker_chat(task.question, turns, step.subtask)
-        options = {"on_text": task.on_text, **task.overrides} if i == len(steps) - 1 else {}
+        is_last = i == len(steps) - 1
+        options = {"on_text": task.on_text, **task.overrides} if is_last else {}
         try:
             if stopped() or task.hung_up():
                 raise WorkerError("stopped, as nobody waits for the answer")
-            trace.replies[i] = task.pool[step.worker].chat(chat, nonce=nonce and f"{nonce}/{i}", **options)
+            trace.replies[i] = task.pool[step.worker].chat(chat, call_id=run and f"{run}/{i}", **options)
         except WorkerError as e:
             trace.error = f"step {i}: {e}"
-            trace.bad_request = e.bad_request and bool(options and task.overrides)
+            trace.bad_request = e.bad_request and is_last and bool(task.overrides)
 
     def end():
-        wait_for_all(calls)
+        wait_for_all(futures)
         trace.seconds = time.monotonic() - begun
         return then(trace)
 
-    calls = []
     for i in range(len(steps)):
-        calls.append(in_thread(call, i))
+        futures.append(in_thread(run_step, i))
     return in_thread(end)
 
 
@@ -290,32 +292,66 @@ def execute(workflow: Workflow, question: str, pool: list, previous=None, name="
 class Rollout:
     """One completion and all that becomes of it, from its tokens to its advantage."""
     task: Task
-    text: str  # what the Conductor wrote
-    prompt: list[int] = field(default_factory=list)  # empty where a worker sits in the Conductor's seat
-    completion: Completion | None = None
-    trace: "Trace | None" = None  # None: the text is no workflow
+    written: str  # what the Conductor wrote
+    prompt: list[int] = field(default_factory=list)  # empty if a worker sits in the Conductor's seat
+    completion: Completion | None = None  # the same in tokens
+    trace: "Trace | None" = None  # None: what was written is no workflow
     invalid: str = ""  # and why it is none
-    right: bool | None = False  # set by roll_out; None: unknown, as a call failed or there is no grader
-    reward: float | None = None  # set in train.py (§3.1); None: masked
+    right: bool | None = False  # set by roll_out; None: a call was lost, or there is no grader
+    reward: float | None = None  # set in train.py (§3.1); None: a call was lost
     advantage: float = 0.0  # set in grpo.py (Eq. 2)
     weights: list[float] | None = None  # of the tokens, for the gap between sampler and trainer (grpo.py)
 
 
-def roll_out(write, tasks: list[Task], n: int = 1, prompting: Prompting = Prompting(), grade=None, edit=None,
-             first: int = 0, on_finish=None) -> list[list[Rollout]]:
+READ_AT_ONCE = 1 << 15  # tokens of prompts that a model reads at a time: a batch of long ones needs gigabytes
+
+
+def ask(task: Task, prompting: Prompting) -> list[dict]:
+    """The chat that asks a Conductor, in the way it knows, for a workflow."""
+    names = "".join(worker.letter for worker in task.pool) if prompting.named else ""
+    return messages(task.question, len(task.pool), prompting.max_steps, task.previous, prompting.style, names,
+                    prompting.examples, prompting.subtasks)
+
+
+def sampled(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature: float = 1.0, seed: int = 0):
+    """A model as the Conductor of `roll_out`. A prompt that it cannot read is an error of that chat alone."""
+    room = model.config.max_position_embeddings - prompting.max_new_tokens
+
+    def conductor(chats, n, first, on_written):
+        prompts = [tokenizer.chat(chat) for chat in chats]
+        fitting = [i for i, prompt in enumerate(prompts) if len(prompt) <= room]
+        for i in sorted({*range(len(prompts))} - {*fitting}):
+            why = f"the prompt has {len(prompts[i])} tokens, and the Conductor can read {room}"
+            for j in range(n):
+                on_written(i, j, "", error=why, bad_request=True)
+        size = max(1, READ_AT_ONCE // max((len(prompts[i]) for i in fitting), default=1))
+        for start in range(0, len(fitting), size):
+            batch = fitting[start:start + size]
+
+            def finished(k, j, completion):
+                on_written(batch[k], j, tokenizer.decode(completion.tokens), prompts[batch[k]], completion)
+
+            own = seed + start * 10**9  # A prompt that an earlier batch had, too, draws other numbers.
+            generate(model, [prompts[i] for i in batch], n, prompting.max_new_tokens, temperature, seed=own,
+                     eos_id=tokenizer.end_ids, n_ids=len(tokenizer), on_finish=finished, first=first)
+    return conductor
+
+
+def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Prompting(), grade=None,
+             edit=None, first: int = 0, on_finish=None) -> list[list[Rollout]]:
     """n rollouts of each task, as [task][rollout]. A workflow runs as soon as it is written, and is graded as
     soon as it has run, while others are being written.
 
-    write(chats, n, first, on_written) is the Conductor (`sampled` and `seated` make one): it writes n
-    completions of each chat and calls on_written(chat's index, completion's index, text, prompt's ids,
-    Completion) as each ends, or on_written(…, "", error="why"). grade(task.problem, answer) -> bool; without
-    it every `right` is None. edit(workflow) -> workflow, for ablations. first: the number of each task's
-    first rollout. on_finish(rollout) is called from any thread. What these raise ends all and is raised."""
+    conductor(chats, n, first, on_written), which `sampled` and `seated` make, writes n completions of each
+    chat and calls on_written(chat's index, completion's index, text, prompt's ids, Completion) as each ends,
+    or on_written(…, "", error="why"). grade(task.problem, answer) -> bool; without it every `right` is None.
+    edit(workflow) -> workflow, for ablations. first: the number of each task's first rollout.
+    on_finish(rollout) is called from any thread. What these raise ends all and is raised."""
     groups, running = [[None] * n for _ in tasks], []
     bugs = []  # futures with an exception
     failed = threading.Event()
 
-    def written(i, j, text, prompt=(), completion=None, error=None, bad_request=False):
+    def on_written(i, j, text, prompt=(), completion=None, error=None, bad_request=False):
         for future in bugs:  # A bug in a worker or a grader ends the writing, too.
             future.result()
         task = tasks[i]
@@ -347,7 +383,7 @@ def roll_out(write, tasks: list[Task], n: int = 1, prompting: Prompting = Prompt
 
     try:
         if tasks:
-            write([ask(task, prompting) for task in tasks], n, first, written)
+            conductor([ask(task, prompting) for task in tasks], n, first, on_written)
         wait_for_all(running)
     except BaseException:
         failed.set()
@@ -355,7 +391,11 @@ def roll_out(write, tasks: list[Task], n: int = 1, prompting: Prompting = Prompt
     return groups
 
 
-def conduct(write, tasks: list[Task], rounds: int = 0, prompting: Prompting = Prompting(), tries: int = 3,
+# ------------------------------------------------------------------------------------------------------------
+# Appendix: further rounds, a worker as the Conductor, threads, reading lists, few-shot examples, views, the
+# server, the command line
+
+def conduct(conductor, tasks: list[Task], rounds: int = 0, prompting: Prompting = Prompting(), tries: int = 3,
             grade=None, edit=None) -> list[Rollout]:
     """One rollout a task, and up to `rounds` more in view of the answer, until empty lists keep it (§3.2).
 
@@ -365,7 +405,7 @@ def conduct(write, tasks: list[Task], rounds: int = 0, prompting: Prompting = Pr
         rollouts = [None] * len(tasks)
         left = range(len(tasks))  # the tasks without a workflow
         for attempt in range(tries):
-            groups = roll_out(write, [tasks[i] for i in left], 1, prompting, grade, edit, attempt)
+            groups = roll_out(conductor, [tasks[i] for i in left], 1, prompting, grade, edit, first=attempt)
             for i, [rollout] in zip(left, groups):
                 rollouts[i] = rollout
             left = [i for i in left if not rollouts[i].trace and not tasks[i].hung_up()]
@@ -374,73 +414,30 @@ def conduct(write, tasks: list[Task], rounds: int = 0, prompting: Prompting = Pr
     latest = [None] * len(tasks)
     going = dict(enumerate(tasks))  # those that get another round
     for round_number in range(rounds + 1):
-        last = round_number == rounds  # Only its answer is told as it comes.
+        last = round_number == rounds  # Only its answer is streamed.
         asked = [task if last else replace(task, on_text=None) for task in going.values()]
         for (i, task), rollout in zip([*going.items()], drawn(asked)):
             trace = rollout.trace
-            ran = trace and trace.workflow.steps
-            if round_number == 0 or ran or (trace and not trace.error):
+            steps = trace.workflow.steps if trace else []
+            if round_number == 0 or steps or (trace and not trace.error):  # no call for it was lost
                 latest[i] = rollout
-            if ran and not trace.error and not task.hung_up():
+            if steps and not trace.error and not task.hung_up():
                 going[i] = replace(task, previous=trace)
             else:
                 del going[i]
     return latest
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Appendix: who writes, threads, reading lists, few-shot examples, views, the server, the command line
-
-# Who writes the workflows: the functions write(chats, n, first, on_written) of `roll_out`.
-
-READ_AT_ONCE = 1 << 15  # tokens of prompts that a model reads at a time: a batch of long ones needs gigabytes
-
-
-def ask(task: Task, prompting: Prompting) -> list[dict]:
-    """The chat that asks a Conductor, in the way it knows, for a workflow."""
-    names = "".join(worker.letter for worker in task.pool) if prompting.named else ""
-    return messages(task.question, len(task.pool), prompting.max_steps, task.previous, prompting.style, names,
-                    prompting.examples, prompting.subtasks)
-
-
-def sampled(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature: float = 1.0, seed: int = 0):
-    """A model in the Conductor's seat. A prompt longer than it can read is an error of that chat alone."""
-    room = model.config.max_position_embeddings - prompting.max_new_tokens
-
-    def write(chats, n, first, on_written):
-        prompts = [tokenizer.chat(chat) for chat in chats]
-        fitting = []
-        for i, prompt in enumerate(prompts):
-            if len(prompt) <= room:
-                fitting.append(i)
-                continue
-            why = f"the prompt has {len(prompt)} tokens, and the Conductor can read {room}"
-            for j in range(n):
-                on_written(i, j, "", error=why, bad_request=True)
-        size = max(1, READ_AT_ONCE // max((len(prompts[i]) for i in fitting), default=1))
-        for start in range(0, len(fitting), size):
-            batch = fitting[start:start + size]
-
-            def finished(k, j, completion):
-                on_written(batch[k], j, tokenizer.decode(completion.tokens), prompts[batch[k]], completion)
-
-            own = seed + start * 10**9  # A prompt that an earlier batch had, too, draws other numbers.
-            generate(model, [prompts[i] for i in batch], n, prompting.max_new_tokens, temperature, seed=own,
-                     eos_id=tokenizer.end_ids, n_ids=len(tokenizer), on_finish=finished, first=first)
-    return write
-
-
-def seated(worker, nonce: str | None = None):
-    """A worker in the Conductor's seat (Table 11). A small limit of its tokens is doubled, as in the paper,
-    to at most 8,192. There are no ids, and a lost call is an error. nonce names the run for the pool's replay
-    file."""
+def seated(worker, name: str = ""):
+    """A worker as the Conductor of `roll_out` (Table 11). A small limit of its tokens is doubled, as in the
+    paper, to at most 8,192. There are no ids, and a lost call is an error. name: as in Task."""
     limits = {name: max(n, min(2 * n, 8192)) for name, n in worker.params.items() if name in LIMITS and n}
 
-    def write(chats, n, first, on_written):
+    def conductor(chats, n, first, on_written):
         def call(which):
             i, j = which
             try:
-                reply = worker.chat(chats[i], nonce=nonce and f"{nonce}/{first + j}", **limits)
+                reply = worker.chat(chats[i], call_id=name and f"{name}/{first + j}", **limits)
             except WorkerError as e:
                 return on_written(i, j, "", error=str(e), bad_request=e.bad_request)
             on_written(i, j, reply.text)
@@ -449,7 +446,7 @@ def seated(worker, nonce: str | None = None):
         with ThreadPool(min(worker.concurrency, len(calls))) as threads:  # its own: `jobs` are the steps'
             for _ in threads.imap_unordered(call, calls):
                 pass
-    return write
+    return conductor
 
 
 # The calls of all workflows are made by up to 1,024 threads; how many a worker gets at a time is its
@@ -550,13 +547,14 @@ def read_list(text: str, start: int) -> tuple[list | str, int]:
         return getattr(e, "msg", str(e)), end
 
 
-def checked_rows(found: dict, n_workers: int, max_steps: int, allow_empty: bool) -> list[tuple]:
+def checked_rows(found: dict, names: list[str], n_workers: int, max_steps: int, allow_empty: bool):
     """(worker, subtask, access list) of each step. found: by name, each list or in words why it is none.
-    WorkflowError where they make no workflow."""
-    for name, value in found.items():
+    WorkflowError if they are not all there, or make no workflow."""
+    for name in names:
+        value = found.get(name, "the list is missing")
         if type(value) is str:
             raise WorkflowError(f"{name}: {value}")
-    sizes = {name: len(value) for name, value in found.items()}
+    sizes = {name: len(found[name]) for name in names}
     n = sizes["model_id"]
     if {*sizes.values()} != {n}:
         raise WorkflowError(f"the lists differ in length: {sizes}")
@@ -784,7 +782,7 @@ def printable(text: str) -> str:
 
 def trace_from(d: dict) -> Trace:
     """The trace of which Trace.to_json made d."""
-    workflow = Workflow([Step(**step) for step in d["workflow"]["steps"]], d["workflow"]["completion"])
+    workflow = Workflow([Step(**step) for step in d["workflow"]["steps"]], d["workflow"]["written"])
     replies = [reply and Reply(**reply) for reply in d["replies"]]
     previous = d["previous"] and trace_from(d["previous"])
     own = {key: d.get(key) for key in ("question", "workers", "seconds", "error", "right")}

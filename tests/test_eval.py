@@ -437,7 +437,7 @@ def test_a_poll_asks_all_and_puts_the_chosen_response_last(pool):
     assert trace.answer == "56" and trace.calls == 3 and trace.workers == ["translator", "librarian", "calculator"] and not trace.error
     assert all(len(r.text) > 10 for r in trace.replies[:2]) and trace.tokens > 10
     down = Worker("openai", "http://127.0.0.1:9/v1", "m", name="gone", attempts=1)
-    lost = poll(problem, [pool[0], down], [0, 1], None, lambda problem, responses: 1 / 0)
+    lost = poll(problem, [pool[0], down], [0, 1], "", lambda problem, responses: 1 / 0)
     assert lost.error.startswith("gone: ") and lost.answer == "" and lost.calls == 1  # what was paid for is counted
 
 
@@ -451,9 +451,9 @@ def test_the_router_learns_who_is_right_alone(pool):
 
 class Sees(Worker):
     """A worker without a network: says what it was shown."""
-    def chat(self, messages, nonce=None, **overrides):
+    def chat(self, messages, call_id="", **overrides):
         text = json.dumps([self.name, messages])
-        self.asked.append((self.name, messages, nonce, {**self.params, **overrides}))
+        self.asked.append((self.name, messages, call_id, {**self.params, **overrides}))
         return Reply(text, 10, 5, 0.01, 0.5)
 
 
@@ -467,7 +467,7 @@ def test_what_each_system_asks():
         Sees.asked = []
         [[[trace]]] = evaluation.play(s, "laptop", problems, [pool], name, who).values()
         assert trace.error is None and trace.calls == len(Sees.asked) and trace.cost == pytest.approx(0.01 * trace.calls)
-        assert len({nonce for *_, nonce, _ in Sees.asked}) == len(Sees.asked)  # a replay file tells them apart
+        assert len({call_id for *_, call_id, _ in Sees.asked}) == len(Sees.asked)  # a replay file tells them apart
         return Sees.asked
 
     bare = [{"role": "user", "content": "Why?"}]
@@ -487,7 +487,7 @@ def test_what_each_system_asks():
     Sees.asked = []
     evaluation.play(replace(s, repeats=2), "laptop", problems, [pool], "router", "")
     assert len(Sees.asked) == 3 * 256 + 2  # it learns once
-    assert len({(w, nonce) for w, *_, nonce, _ in Sees.asked}) == 3 * 256 + 2
+    assert len({(w, call_id) for w, *_, call_id, _ in Sees.asked}) == 3 * 256 + 2
 
     def down(*args, **more):
         raise WorkerError("down")
@@ -500,7 +500,7 @@ def test_every_call_of_a_conductor_has_its_own_name(monkeypatch):
     Sees.asked, text = [], Workflow([Step(0, "Do.", []), Step(0, "Check.", [0])]).text()
     problems = [Problem(str(i), "Why?", "", "k") for i in range(3)]
     conduct(monkeypatch, lambda question: text, problems, [Sees("openai", "http://127.0.0.1:9/v1", "a")], rounds=1)
-    assert len({nonce for *_, nonce, _ in Sees.asked}) == len(Sees.asked) == 3 * 2 * 2
+    assert len({call_id for *_, call_id, _ in Sees.asked}) == len(Sees.asked) == 3 * 2 * 2
 
 
 def test_a_worker_alone(pool):

@@ -19,7 +19,7 @@ class Says:
     def __init__(self, name, answer):
         self.name, self.answer = name, answer
 
-    def chat(self, messages, nonce=None, **overrides):
+    def chat(self, messages, call_id="", **overrides):
         question = re.search(r"\d+\?", messages[0]["content"])[0]
         text = self.answer(question)
         if text is None:
@@ -91,7 +91,7 @@ def test_while_they_learn_nobody_is_asked_the_same_twice(settings):
     asked = []
     for worker in pool:
         chat = worker.chat
-        worker.chat = lambda messages, nonce=None, name=worker.name, chat=chat, **_: asked.append(str((name, messages))) or chat(messages)
+        worker.chat = lambda messages, call_id=None, name=worker.name, chat=chat, **_: asked.append(str((name, messages))) or chat(messages)
     train_trinity(pool, PROBLEMS[:5], settings)
     assert len(asked) < 64 + len(set(asked))  # but for those asked at a time
 

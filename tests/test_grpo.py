@@ -7,7 +7,7 @@ import torch
 
 import grpo
 from grpo import (
-    advantages, by_prompt, importance, micro_batches, packed_logprobs, set_advantages, surrogate,
+    advantages, by_prompt, micro_batches, packed_logprobs, set_advantages, set_weights, surrogate,
     token_logprobs, update)
 from model import Config, Qwen
 from sample import Completion, generate
@@ -381,7 +381,7 @@ def test_importance_weights(budget):
     model, how = tiny(), dict(temperature=0.8, n_ids=37)
     episodes = flat(groups(model))
     sampled = copy.deepcopy(episodes)
-    gap = importance(model, episodes, cap=1.1, token_budget=budget, **how)
+    gap = set_weights(model, episodes, cap=1.1, token_budget=budget, **how)
     with torch.no_grad():
         own = [naive(model, e.prompt, e.completion.tokens, **how) for e in episodes]
     expected = [

@@ -102,7 +102,7 @@ def test_ablations_rewrite_workflows():
     assert ablation(Settings()) is None
     blind = ablation(Settings(access=False))(made)
     assert blind.steps == [Step(3, "A.", []), Step(1, "B.", [])] and not blind.steps[1].sees_all
-    assert blind.completion == made.completion and made.steps[1].sees_all
+    assert blind.written == made.written and made.steps[1].sees_all
     assert not prompting(Settings(subtasks=False)).subtasks
 
 
@@ -117,7 +117,7 @@ def test_every_rank_trains_its_share(monkeypatch):
         shares, lonely = [], []
         for rank in range(world):
             monkeypatch.setattr(train.dist, "get_rank", lambda rank=rank: rank)
-            shares.append(train.my_share(iter(made)))
+            shares.append(train.my_share(made))
             lonely += train.my_share(made[:1])
             assert train.my_share([]) == []
         assert [r for share in shares for r in share] == made and lonely == made[:1]

@@ -47,36 +47,36 @@ def test_replay_makes_a_resumed_run_free(tmp_path):
         )
 
     def five(a, b):
-        return [a.chat(CHAT, nonce="r0"), a.chat(CHAT, nonce="r1"), b.chat(CHAT, nonce="r0"),
-                a.chat(CHAT, nonce="r0", temperature=1), a.chat([*CHAT, *CHAT], nonce="r0")]
+        return [a.chat(CHAT, call_id="r0"), a.chat(CHAT, call_id="r1"), b.chat(CHAT, call_id="r0"),
+                a.chat(CHAT, call_id="r0", temperature=1), a.chat([*CHAT, *CHAT], call_id="r0")]
     replay = str(tmp_path / "replay")
     with Rogue(play) as server:
         spec = pool_file(tmp_path, [entry(server, price=[1, 10], name=name) for name in "ab"])
         a, b = load_pool(spec, replay=replay)
         first = five(a, b)
         assert [r.text[:8] for r in first] == [f"answer {n}" for n in range(5)]
-        a.chat(CHAT)  # without a nonce: asked, not kept
+        a.chat(CHAT)  # without a call_id: asked, not kept
         assert len(server.requests) == 6
         a, b = load_pool(spec, replay=replay)  # the run is killed here, and resumed
         assert five(a, b) == first and len(server.requests) == 6
         assert a.spent == pytest.approx(
             4 * 30e-6
         )  # so that the resumed run's books are those of an uninterrupted one
-        a.chat(CHAT, nonce="r2")
+        a.chat(CHAT, call_id="r2")
         assert len(server.requests) == 7
 
 
 def test_replay_survives_a_kill_in_the_middle_of_a_line(tmp_path):
     replay = tmp_path / "replay"
     with Rogue(lambda n, c: http(GOOD)) as server:
-        for w, nonce in ((worker(server), "0"), (worker(server), "1")):
+        for w, call_id in ((worker(server), "0"), (worker(server), "1")):
             w.replay = workers.Replay(str(replay))
-            w.chat(CHAT, nonce=nonce)
+            w.chat(CHAT, call_id=call_id)
         replay.write_bytes(replay.read_bytes()[:-30])
         for asked in (3, 3):  # the torn line is asked again, and is whole from then on
             w = worker(server)
             w.replay = workers.Replay(str(replay))
-            w.chat(CHAT, nonce="0"), w.chat(CHAT, nonce="1")
+            w.chat(CHAT, call_id="0"), w.chat(CHAT, call_id="1")
             assert len(server.requests) == asked
     assert (
         sum(line.endswith("}") for line in replay.read_text().splitlines()) == 2
@@ -88,9 +88,9 @@ def test_a_kept_reply_is_told(tmp_path):
     with always(GOOD) as server:
         w, told = worker(server), []
         w.replay = Replay(str(tmp_path / "replay"))
-        w.chat(CHAT, nonce="0")
+        w.chat(CHAT, call_id="0")
         w.replay = Replay(str(tmp_path / "replay"))
-        w.chat(CHAT, nonce="0", on_text=told.append)
+        w.chat(CHAT, call_id="0", on_text=told.append)
     assert told == ["Because."] and len(server.requests) == 1
 
 
@@ -137,15 +137,15 @@ def test_a_write_that_falls_short_harms_no_other_line(tmp_path, monkeypatch, cap
         w = worker(server)
         w.replay = Replay(path)
         monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:50]))
-        assert w.chat(CHAT, nonce="0").prompt_tokens == 0
+        assert w.chat(CHAT, call_id="0").prompt_tokens == 0
         monkeypatch.setattr(
             os, "write", lambda file, data: (_ for _ in ()).throw(OSError(28, "No space left on device"))
         )
-        assert w.chat(CHAT, nonce="1").prompt_tokens == 1
+        assert w.chat(CHAT, call_id="1").prompt_tokens == 1
         monkeypatch.setattr(os, "write", write)
-        assert [w.chat(CHAT, nonce=str(i)).prompt_tokens for i in (2, 3)] == [2, 3]
+        assert [w.chat(CHAT, call_id=str(i)).prompt_tokens for i in (2, 3)] == [2, 3]
         w.replay = Replay(path)
-        assert [w.chat(CHAT, nonce=str(i)).prompt_tokens for i in (2, 3, 0, 1)] == [2, 3, 4, 5]
+        assert [w.chat(CHAT, call_id=str(i)).prompt_tokens for i in (2, 3, 0, 1)] == [2, 3, 4, 5]
     assert capsys.readouterr().err.count("replay: a reply could not be kept") == 2
 
 
@@ -154,8 +154,8 @@ def test_failures_are_not_replayed(tmp_path):
         w = worker(server, attempts=1)
         w.replay = workers.Replay(str(tmp_path / "replay"))
         with pytest.raises(WorkerError):
-            w.chat(CHAT, nonce="0")
-        assert w.chat(CHAT, nonce="0").text == "Because."
+            w.chat(CHAT, call_id="0")
+        assert w.chat(CHAT, call_id="0").text == "Because."
 
 
 @pytest.mark.parametrize("text", ["My notes.\nTwo lines.\n", "no newline", "0" * 64 + " {}\nprose"])

@@ -387,7 +387,7 @@ def test_a_planted_key_appears_nowhere_but_in_its_header(protocol, monkeypatch, 
         told.append(repr(w))
         for _ in range(4):
             with pytest.raises(WorkerError) as caught:
-                w.chat(CHAT, nonce="1")
+                w.chat(CHAT, call_id="1")
             told += [repr(caught.value), *traceback.format_exception(caught.value)]
     assert len(server.requests) == 4 and all(
         KEY in head and KEY not in json.dumps(body) for _, head, body in server.requests

@@ -248,7 +248,7 @@ def test_traces_round_trip_and_replay(tmp_path):
         second = execute(parse(GOOD, 2), "Why?", pool, first)
         again = wf.trace_from(json.loads(json.dumps(second.to_json())))
         assert again == second
-        assert again.rounds()[0].workflow.completion == GOOD and again.workflow.steps[1].sees_all
+        assert again.rounds()[0].workflow.written == GOOD and again.workflow.steps[1].sees_all
         before, _ = list(wire.seen), wire.seen.clear()
         assert execute(again.workflow, again.question, pool, again.previous).responses == second.responses
         assert wire.seen == before[2:]
@@ -329,14 +329,14 @@ def test_the_five_modes_of_the_local_specialists(question, steps, responses, tmp
 
 
 def test_a_run_again_is_replayed(tmp_path):
-    """With a nonce and a replay file a second run of the same workflow asks nobody; another nonce or no file
+    """With a call_id and a replay file a second run of the same workflow asks nobody; another call_id or no file
     asks again."""
     with Wire(lambda model, chat: f"{model}{len(wire.seen)}") as wire:
         pool_of(tmp_path, wire.url, "ab")
 
-        def run(nonce, replay=str(tmp_path / "replies")):
+        def run(call_id, replay=str(tmp_path / "replies")):
             trace = execute(parse(GOOD, 2), "Why?", load_pool(str(tmp_path / "pool.json"), replay=replay),
-                            name=nonce)
+                            name=call_id)
             return trace.responses, len(wire.seen)
 
         first = run("1/q/0")

@@ -114,7 +114,7 @@ def test_parse_limits():
     w = parse(lists("[0, 0, 0, 0]", str(["a"] * 4), '[["all"], "all", [1, 0], [2]]'), 1)
     assert [s.access for s in w.steps] == [[], [0], [0, 1], [2]]
     assert [s.sees_all for s in w.steps] == [True, True, False, False]
-    assert parse(GOOD, 2).completion == GOOD
+    assert parse(GOOD, 2).written == GOOD
 
 
 def test_parse_evaluates_nothing(tmp_path):

@@ -359,8 +359,8 @@ def test_what_a_client_asks_of_the_answer_belongs_to_the_last_step():
         assert s.post("Why?", **wishes, max_completion_tokens=9, user="me", metadata={}, logit_bias=None,
                       top_k=None).status_code == 200
     asked = [slow.asked.get(), slow.asked.get()]
-    assert asked[0] == ("Question:\nWhy?\n\nYour task:\nA.", {"nonce": None})
-    assert asked[1] == ("Your task:\nB.", {"nonce": None, **wishes, "max_tokens": 9})
+    assert asked[0] == ("Question:\nWhy?\n\nYour task:\nA.", {"call_id": ""})
+    assert asked[1] == ("Your task:\nB.", {"call_id": "", **wishes, "max_tokens": 9})
 
 
 def test_serve_refuses(capsys):
