@@ -41,7 +41,7 @@ import eval as evaluation
 from eval import grade, load, random_completion
 from grpo import HEAD_LOGITS, LOSSES, n_written, packed_logprobs, set_advantages, set_weights, update
 from model import Config, Qwen, Tokenizer, compute_dtype, configure, fetch
-from model import read_json, write_json, write_tensors
+from model import local_part, read_json, write_json, write_tensors
 from sample import PREFILL_TOKENS, Completion
 from workers import LOCAL, Reply, WorkerError, load_pool
 from workflow import READ_AT_ONCE, Prompting, Rollout, Task, Trace, Workflow, ask, parse, roll_out, sampled
@@ -836,8 +836,8 @@ def score(s: Settings) -> float:
 
 
 def restore(model, optimizer, folder: str):
-    """What training changes, as `save` left it, also on another number of ranks: FSDP cuts a tensor into
-    rows, and each rank reads its own rows from whatever parts hold them."""
+    """What training changes, as `save` left it, also on another number of ranks: every rank puts a tensor's
+    parts together, and takes its own of the whole."""
     facts = read_json(os.path.join(folder, "training.json"))
     files = [os.path.join(folder, "state", f"{rank:05d}.safetensors") for rank in range(facts["parts"])]
     missing = [file for file in files if not os.path.exists(file)]
@@ -845,16 +845,8 @@ def restore(model, optimizer, folder: str):
         leave(f"train.py: {missing[0]} is missing: resuming needs all {len(files)} parts of a checkpoint")
     parts = [safe_open(file, framework="pt") for file in files]
     for key, tensor in trained(model, optimizer):
-        rows = tensor.to_local()
-        first = dist.get_rank() * math.ceil(len(tensor) / dist.get_world_size())  # as torch.chunk cuts
-        begin = 0  # the number of the part's first row
-        for part in parts:
-            held = part.get_slice(key)
-            end = begin + held.get_shape()[0]
-            low, high = max(begin, first), min(end, first + len(rows))
-            if low < high:
-                rows[low - first:high - first] = held[low - begin:high - begin].to(rows.device)
-            begin = end
+        whole = torch.cat([part.get_tensor(key) for part in parts])
+        tensor.copy_(local_part(whole, tensor, tensor.device))
     for state in optimizer.state.values():
         state["step"].fill_(facts["optimizer_steps"])
 
