@@ -217,7 +217,7 @@ def accuracies(problems: list[Problem], traces: list[Trace | None]) -> dict[str,
         if right is not None:
             found.setdefault("all", []).append(right)
             found.setdefault(p.kind, []).append(right)
-    return {key: mean_or_none(values) for key, values in found.items()}
+    return {key: mean(values) for key, values in found.items()}
 
 
 def measure(problems: list[Problem], repeats: list[list[Trace | None]]) -> dict:
@@ -231,7 +231,7 @@ def measure(problems: list[Problem], repeats: list[list[Trace | None]]) -> dict:
     lost = [t for t in everything if t and t.error]
     ran = [t for t in everything if t and not t.error]
     asked = max(len(everything) - len(lost), 1)
-    row = {"accuracy": mean_or_none(values), **spread(values)}
+    row = {"accuracy": mean(values), **spread(values)}
     row["calls"] = sum(t.calls for t in ran) / asked
     row["steps"] = sum(len(t.workflow.steps) for t in ran) / asked
     row["tokens"] = sum(t.tokens for t in ran) / asked
@@ -244,7 +244,7 @@ def measure(problems: list[Problem], repeats: list[list[Trace | None]]) -> dict:
     row["lost"] = len(lost)
     row["by kind"] = {}
     for kind in dict.fromkeys(p.kind for p in problems):
-        row["by kind"][kind] = mean_or_none([100 * share[kind] for share in shares if kind in share])
+        row["by kind"][kind] = mean([100 * share[kind] for share in shares if kind in share])
     return row
 
 
@@ -2670,7 +2670,7 @@ def spread(values: list[float]) -> dict:
     return {"std. dev.": deviation, "std. error": error, "95 % ±": students_t(len(values) - 1) * error}
 
 
-def mean_or_none(values: list) -> float | None:
+def mean(values: list) -> float | None:
     return statistics.fmean(values) if values else None
 
 
@@ -2753,7 +2753,7 @@ def habits(traces: list[Trace | None]) -> dict:
             for was, told in ((True, "right"), (False, "wrong")):
                 empty = [not t.replies for t in played if t.previous.right is was]
                 if empty:
-                    numbers["kept"][told] = mean_or_none(empty)
+                    numbers["kept"][told] = mean(empty)
     return numbers
 
 
@@ -2793,7 +2793,7 @@ def average_of_four(numbers: dict[str, dict], names) -> dict[str, dict]:
     for name in dict.fromkeys(re.sub("best-single .*", "best-single", name) for name in names):
         found = [numbers.get(f"{data}, {name}", {}).get("accuracy") for data in four]
         if None not in found:
-            rows[name] = {"accuracy": mean_or_none(found)}
+            rows[name] = {"accuracy": mean(found)}
     if rows:
         print(columns(rows | in_the_paper("average"), {"accuracy": 2}, f"average of {', '.join(four)}"))
     return {f"average, {name}": row for name, row in rows.items()}
@@ -2856,7 +2856,7 @@ def average(files: list[str]) -> str:
             if None not in values:  # else it is unknown, or not in every file
                 told = "  ".join(f"{value:.3f}" for value in values)
                 interval = spread(values)["95 % ±"]
-                rows.append((system, key, f"{mean_or_none(values):9.3f} ± {interval:.3f}   {told}"))
+                rows.append((system, key, f"{mean(values):9.3f} ± {interval:.3f}   {told}"))
     if not rows:
         has = [f"{file} has {', '.join(run) or 'nothing'}" for file, run in zip(files, runs)]
         raise ValueError("no number is in all of the files:\n" + "\n".join(has))

@@ -38,7 +38,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from tqdm import tqdm
 
 import eval as evaluation
-from eval import grade, load, random_completion
+from eval import grade, load, mean, random_completion, shares_of
 from grpo import HEAD_LOGITS, LOSSES, n_written, packed_logprobs, set_advantages, set_weights, update
 from model import Config, Qwen, Tokenizer, compute_dtype, configure, fetch
 from model import local_part, read_json, write_json, write_tensors
@@ -532,54 +532,48 @@ def metrics(s: Settings, iteration, groups, steps, seconds, held_out, config: Co
     ran = [r for r in first if r.trace and r.completion]
     replies = [reply for r in rollouts if r.trace for reply in r.trace.replies if reply]
     costs = [reply.cost for reply in replies]
-    names = collections.Counter(itertools.chain(*(r.trace.workers for r in ran)))
     lengths = [*map(n_written, written)]
     computed = [[r for r in group if r.reward is not None and (r.advantage or s.beta)] for group in groups]
     m = {
         "iteration": iteration,
-        "reward": mean(r.reward for r in known),
-        "accuracy": mean(r.right for r in known),
+        "reward": mean([r.reward for r in known]),
+        "accuracy": mean([r.right for r in known]),
         "held_out": held_out,  # accuracy on problems that are not trained on
-        "parsed": mean(r.trace is not None for r in first if r.completion),
-        "flat": mean(not any(r.advantage for r in group) for group in groups),  # they teach nothing
+        "parsed": mean([r.trace is not None for r in first if r.completion]),
+        "flat": mean([not any(r.advantage for r in group) for group in groups]),  # they teach nothing
         "lost": sum(r.right is None for r in rollouts),
-        "steps": mean(map(n_steps, ran)),
+        "steps": mean([*map(n_steps, ran)]),
         "calls": len(replies),
         "cost": None if None in costs else sum(costs),  # dollars
         "tokens": mean(lengths),
         "longest": max(lengths, default=0),
-        "cut": mean(not r.completion.finished for r in written),  # share that reached max_new_tokens
+        "cut": mean([not r.completion.finished for r in written]),  # share that reached max_new_tokens
         "lr": steps[0]["lr"],
         "gap": steps[0]["gap"],
         "skipped": sum(step["skipped"] for step in steps),
     }
     for key in ("approx_kl", "clipfrac", "kl", "entropy", "grad_norm"):
-        m[key] = mean(step[key] for step in steps if step[key] is not None)
+        m[key] = mean([step[key] for step in steps if step[key] is not None])
     m["tokens_per_second"] = round(sum(lengths) / sum(seconds.values()))
     m["mfu"] = utilisation([*filter(None, computed)] * s.epochs, seconds["training"], config)
     m["memory"] = memory_used() / GiB  # of rank 0
     m["seconds"] = seconds
     m |= {"by_kind": {}, "steps_by_kind": {}}
     for kind in dict.fromkeys(r.task.problem.kind for r in first):
-        m["by_kind"][kind] = mean(r.right for r in known if r.task.problem.kind == kind)
-        m["steps_by_kind"][kind] = mean(n_steps(r) for r in ran if r.task.problem.kind == kind)
-    m["workers"] = {name: names[name] / names.total() for name in sorted(names)}  # shares of the steps
+        m["by_kind"][kind] = mean([r.right for r in known if r.task.problem.kind == kind])
+        m["steps_by_kind"][kind] = mean([n_steps(r) for r in ran if r.task.problem.kind == kind])
+    m["workers"] = shares_of(itertools.chain(*(r.trace.workers for r in ran)))  # of the steps
     second = [r for r in rollouts if r.task.previous is not None and r.right is not None]
     if second:
         keeps = [(r.task.previous.right, r.trace is not None and n_steps(r) == 0) for r in second]
         m["again"] = {
-            "before": mean(r.task.previous.right for r in second),
-            "accuracy": mean(r.right for r in second),
-            "parsed": mean(r.trace is not None for r in second),
-            "kept_right": mean(kept for right, kept in keeps if right),  # by empty lists
-            "kept_wrong": mean(kept for right, kept in keeps if not right),
+            "before": mean([r.task.previous.right for r in second]),
+            "accuracy": mean([r.right for r in second]),
+            "parsed": mean([r.trace is not None for r in second]),
+            "kept_right": mean([kept for right, kept in keeps if right]),  # by empty lists
+            "kept_wrong": mean([kept for right, kept in keeps if not right]),
         }
     return m
-
-
-def mean(values) -> float | None:
-    values = list(values)
-    return sum(values) / len(values) if values else None
 
 
 def n_steps(rollout: Rollout) -> int:
