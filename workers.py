@@ -155,31 +155,28 @@ def load_pool(spec: str, local_url: str | None = None, replay: str = "", budget:
 # The local specialists: honest little programs behind an OpenAI-compatible endpoint. They see what a worker
 # sees, never the answer.
 
-class Trade(NamedTuple):
-    """It replaces what it understands in a text and leaves the rest, so that another can go on from there."""
-    pattern: str  # what it understands
-    work: object  # what it makes of a match of that, under one of the coder's ORDERS
-
-    def rewrite(self, text: str, order: str) -> str:
-        return re.sub(self.pattern, lambda match: self.work(match, order), text)
-
-
+# What each understands in a text, and what it makes of a match of that, under one of the coder's ORDERS.
 TRADES = {
-    "calculator": Trade(r"\b(\d{1,6}) ([-+*]) (\d{1,6})\b",
-                        lambda m, _: str(ARITHMETIC[m[2]](int(m[1]), int(m[3])))),
-    "translator": Trade(r"\w+", lambda m, _: SPANISH.get(m[0], m[0])),
-    "librarian": Trade(r"the (atomic number|capital) of \w+|element number \d+",
-                       lambda m, _: FACTS.get(m[0], m[0])),
-    "coder": Trade(r"\b(\w+) (turned around|shouted|thinned out)", lambda m, order: ORDERS[order](m[1])),
+    "calculator": (r"\b(\d{1,6}) ([-+*]) (\d{1,6})\b",
+                   lambda m, _: str(ARITHMETIC[m[2]](int(m[1]), int(m[3])))),
+    "translator": (r"\w+", lambda m, _: SPANISH.get(m[0], m[0])),
+    "librarian": (r"the (atomic number|capital) of \w+|element number \d+",
+                  lambda m, _: FACTS.get(m[0], m[0])),
+    "coder": (r"\b(\w+) (turned around|shouted|thinned out)", lambda m, order: ORDERS[order](m[1])),
 }
 SKILL = {"": 1.0, "junior": 0.6, "tired": 0.7}  # how likely one of that kind is not to give up
 LOST = "I have lost the thread."
 
 
+def rewrite(text: str, trade: str, order: str) -> str:
+    """What the trade does not understand stays, so that another can go on from there."""
+    pattern, work = TRADES[trade]
+    return re.sub(pattern, lambda match: work(match, order), text)
+
+
 def answered(text: str) -> str:
     """`What is 7?` is as good as answered: 7."""
-    answer = re.fullmatch(r"(?:What is|Find|Tell me|Give me) (\S+?)[?.]", text)
-    return answer[1] if answer else text
+    return re.sub(r"^(?:What is|Find|Tell me|Give me) (\S+)[?.]\Z", r"\1", text)
 
 
 def read_turns(messages: list[dict]) -> tuple[str, str | None, list[str]]:
@@ -215,7 +212,7 @@ def specialist(kind: str, name: str, messages: list[dict]) -> str:
         return LOST
     question, subtask, responses = read_turns(messages)
     text = [question, *responses][-1]
-    rewritten = TRADES[name].rewrite(text, order_in(subtask, question))
+    rewritten = rewrite(text, name, order_in(subtask, question))
     return answered(rewritten) if rewritten != text else f"I am a {name}; I find nothing here to work on."
 
 
@@ -224,8 +221,8 @@ def generalist(messages: list[dict]) -> str:
     question, _, _ = read_turns(messages)
     chance = luck("generalist", messages)
     order = order_in(None, question)
-    for trade in TRADES.values():
-        rewritten = trade.rewrite(question, order)
+    for trade in TRADES:
+        rewritten = rewrite(question, trade, order)
         if chance < 1 / 8 and rewritten != question:
             return answered(rewritten)
     return f"I think it is {chance * 100:.0f}."
@@ -420,7 +417,6 @@ def check_worker(worker: Worker):
 
 # A protocol's own name for a parameter of OpenAI's, None where it has none. Others are sent as they are.
 NAMES = {
-    "openai": {},
     "anthropic": {**dict.fromkeys((*SAMPLING[3:], "seed", "reasoning_effort")),
                   "max_completion_tokens": "max_tokens", "stop": "stop_sequences"},
     "gemini": {**dict.fromkeys(("logprobs", "top_logprobs", "logit_bias", "reasoning_effort")),
