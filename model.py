@@ -377,20 +377,19 @@ def read_tensors(path: str, model: Qwen):
         raise FileNotFoundError(f"{path} holds no {WEIGHTS}")
     for file in files:
         try:
-            opened = safe_open(file, framework="pt")
+            f = safe_open(file, framework="pt")
         except SafetensorError as e:
             raise ValueError(f"{file} is damaged: {e}") from None
-        with opened as f:
-            for name in f.keys():
-                if name == "lm_head.weight" and model.config.tie_word_embeddings:
-                    continue
-                if name not in wanted:
-                    raise ValueError(f"{file} has an unexpected (or repeated) tensor {name}")
-                shape = f.get_slice(name).get_shape()
-                expected = list(wanted.pop(name).shape)
-                if shape != expected:
-                    raise ValueError(f"{file}: {name} has shape {shape}, config.json says {expected}")
-                yield name, f.get_tensor(name)
+        for name in f.keys():
+            if name == "lm_head.weight" and model.config.tie_word_embeddings:
+                continue
+            if name not in wanted:
+                raise ValueError(f"{file} has an unexpected (or repeated) tensor {name}")
+            shape = f.get_slice(name).get_shape()
+            expected = list(wanted.pop(name).shape)
+            if shape != expected:
+                raise ValueError(f"{file}: {name} has shape {shape}, config.json says {expected}")
+            yield name, f.get_tensor(name)
     if read_json(os.path.join(path, "config.json"))["model_type"] == "llama":
         for name in [name for name in wanted if name.endswith("bias")]:
             yield name, torch.zeros(wanted.pop(name).shape)
