@@ -199,7 +199,7 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
     device = model.device
     world = dist.get_world_size() if dist.is_initialized() else 1
     # The mean is over all rollouts, those without an advantage too, which are not computed.
-    n_rollouts, n_tokens = over_ranks([len(rollouts), sum(n_written(r) for r in rollouts)], device)
+    n_rollouts, n_tokens = all_reduce([len(rollouts), sum(n_written(r) for r in rollouts)], device)
     sums = torch.zeros(6, dtype=torch.float64, device=device)
     divisor = {"token": n_tokens, "constant": n_rollouts * max_new_tokens}.get(loss)  # else None
     teaching = [r for r in rollouts if r.advantage or beta]
@@ -223,7 +223,7 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
     if np.isfinite(norm):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    *totals, tokens = over_ranks(sums.tolist(), device)
+    *totals, tokens = all_reduce(sums.tolist(), device)
     means = {name: total / tokens if tokens else None for name, total in zip(STATISTICS, totals)}
     return means | {"grad_norm": norm, "skipped": int(not np.isfinite(norm))}
 
@@ -266,7 +266,7 @@ def set_weights(model: Qwen, rollouts, cap, temperature=1.0, n_ids=None, token_b
             tokens += len(new)
     if hasattr(model, "reshard"):  # FSDP leaves that to a backward pass, which may not come
         model.reshard()
-    far, tokens = over_ranks([far, tokens], model.device)
+    far, tokens = all_reduce([far, tokens], model.device)
     return far / max(tokens, 1)
 
 
@@ -317,11 +317,11 @@ def to_device(array, device):
 def as_many_on_all_ranks(batches: list, device):
     """This rank's micro-batches, then empty ones until every rank has as many: FSDP's collectives would wait
     for ever for a rank that leaves early."""
-    [most] = over_ranks([len(batches)], device, dist.ReduceOp.MAX)
+    [most] = all_reduce([len(batches)], device, dist.ReduceOp.MAX)
     return batches + [[]] * (int(most) - len(batches))
 
 
-def over_ranks(values: list[float], device, op=dist.ReduceOp.SUM) -> list[float]:
+def all_reduce(values: list[float], device, op=dist.ReduceOp.SUM) -> list[float]:
     """The sum of each number over ranks, or what else op says."""
     total = torch.tensor(values, dtype=torch.float64, device=device)
     if dist.is_initialized():

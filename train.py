@@ -55,9 +55,9 @@ class Settings:
     init_from: str = ""  # a checkpoint folder or a name on the Hugging Face hub; "": a tiny model
     data: str = "laptop"
     pool: str = "local"
-    budget: float = 0.0  # dollars for workers, before which it stops; --resume has as many more. 0: no limit
+    budget: float = 0.0  # dollars that the workers may cost; --resume may cost as much again. 0: no limit
     replay: str = ""  # a file that keeps the replies: a run started again does not pay for them again
-    sandbox: str = ""  # partial: train on code though this system lacks part of the sandbox
+    sandbox: str = ""  # partial: train on code although this system lacks a part of the sandbox
     # how the Conductor is asked (workflow.Prompting)
     style: str = "short"  # of the prompt: full (App. E), zero-shot, fine-grained, or short for the tiny model
     examples: str = "ood"  # the few-shot examples of a full prompt: ood, in, mixed
@@ -150,6 +150,7 @@ class Run:
     model: Qwen  # in its shards
     optimizer: torch.optim.Optimizer
     reference: Qwen | None  # the policy of the KL term
+    skipped: int = 0  # steps in a row, up to now, whose gradient was not finite
 
 
 def first_rounds(s: Settings, problems, pool, iteration: int) -> list[Task]:
@@ -172,7 +173,7 @@ def second_rounds(s: Settings, groups: list[list[Rollout]], iteration: int) -> l
     tasks = []
     for i, group in enumerate(groups):
         answered = [r for r in group if r.trace and r.right is not None]
-        if (i // 2 + iteration) % 2 == 0 and answered:  # Neighbours take turns, two by two.
+        if (i // 2 + iteration) % 2 == 0 and answered:  # By twos: neighbours differ in kind.
             shown = random.Random(f"{s.seed} {iteration} {i}").choice(answered)
             tasks.append(replace(shown.task, previous=shown.trace))
     return tasks
@@ -198,7 +199,7 @@ def roll_out_on_all_ranks(sampler, tokenizer, tasks: list[Task], s: Settings, se
     for rollout in itertools.chain(*mine):
         rollout.task = None  # it holds connections, which cannot be sent
     groups = [[] for _ in tasks]
-    for part in everyone([mine]):
+    for part in all_gather([mine]):
         for task, group, rollouts in zip(tasks, groups, part):
             group += [replace(rollout, task=task) for rollout in rollouts]
     clock.lap("workers")
@@ -206,7 +207,7 @@ def roll_out_on_all_ranks(sampler, tokenizer, tasks: list[Task], s: Settings, se
 
 
 def reward(rollout: Rollout, s: Settings) -> float | None:
-    """§3.1; a first round, where there are second ones, counts a quarter (§3.2). None: a worker was lost."""
+    """§3.1; a first round counts a quarter if there are second ones (§3.2). None: a call was lost."""
     if rollout.right is None:
         return None
     value = s.no_workflow
@@ -246,11 +247,10 @@ def train(s: Settings, device: str):
     if s.dry_run:
         return print0("the run lacks nothing; without --dry_run it begins")
     report = reporter(s, run.begin)
-    stopping = on_signals()  # why the run shall end
-    skipped = 0  # steps in a row
+    reasons = on_signals()  # to end the run; Ctrl-C adds one
     for iteration in range(run.begin, s.iterations):
         clock = Clock()
-        sampler = gather(run.model, s)
+        sampler = whole_copy(run.model, s)
         seed = s.seed * 1_000_000 + iteration
         tasks = first_rounds(s, run.problems, run.pool, iteration)
         groups = roll_out_on_all_ranks(sampler, run.tokenizer, tasks, s, seed, clock)
@@ -270,24 +270,10 @@ def train(s: Settings, device: str):
             clock.lap("evaluation")
         write_traces(s, iteration, groups)
         log(s, metrics(s, iteration, groups, steps, clock.seconds, held_out, run.model.config), report)
-        for step in steps:
-            skipped = skipped + 1 if step["skipped"] else 0
-            if skipped == 3:
-                leave(f"three gradients in a row were not finite; {where_saved(s)}")
-        stopping += troubles(run.pool, groups)
-        reasons = everyone(stopping)  # of any rank: they leave together
-        if reasons or iteration + 1 == s.iterations or (iteration + 1) % s.save_every == 0:
-            save(s, iteration + 1, run.model, run.tokenizer, run.optimizer)
-            reasons = everyone(stopping)  # a signal may have come meanwhile
-        if reasons:
-            bill(run.pool)
-            leave(f"{reasons[0]}: stopped after iteration {iteration + 1}; {where_saved(s)}")
+        save_or_leave(run, s, iteration + 1, groups, steps, reasons)
 
-    bill(run.pool)
-    finish(run, s, stopping)
-    question = min((problem.question for problem in run.test), key=len)
-    ask_it = shlex.join([question, f"--checkpoint={s.out}/checkpoint", f"--pool={s.pool}"])
-    print0(f"{time.perf_counter() - began:.0f} s from start to end. Next: python workflow.py {ask_it}")
+    finish(run, s, reasons)
+    print0(f"{time.perf_counter() - began:.0f} s from start to end. Next: python workflow.py {try_it(run, s)}")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -318,7 +304,7 @@ def set_up(s: Settings, device: str) -> Run | None:
         print0(f"warm start: {s.warm_steps} steps of the format")
         warm_start(model, tokenizer, problems, pool, s)
     if s.beta and reference is None:
-        reference = gather(model, s)
+        reference = whole_copy(model, s)
         save_for_use(s, os.path.join(s.out, "reference"), model, tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, s.beta2), weight_decay=0.0, fused=True)
     dry_step(model, optimizer, reference, s, len(tokenizer))
@@ -341,7 +327,7 @@ def shard(model: Qwen, s: Settings, device: str) -> Qwen:
 
 
 @torch.no_grad()
-def gather(model: Qwen, s: Settings) -> Qwen:
+def whole_copy(model: Qwen, s: Settings) -> Qwen:
     """A whole copy of the sharded model in the dtype of computation, to sample with; every rank gets one."""
     with torch.device("meta"):
         whole = Qwen(model.config)
@@ -360,27 +346,44 @@ def answer(sampler: Qwen, tokenizer, problems, pool, s: Settings) -> list[Trace 
     the problems, and all return all traces."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = problems[rank::world]
-    write = sampled(sampler, tokenizer, prompting(s), 0.0)
-    traces = evaluation.run_conductor(write, mine, [pool] * len(mine), "test", int(s.recursion), prompting(s),
+    conductor = sampled(sampler, tokenizer, prompting(s), 0.0)
+    traces = evaluation.run_conductor(conductor, mine, [pool] * len(mine), "test", int(s.recursion), prompting(s),
                                       edit=ablation(s))
-    shares = everyone([traces])
+    shares = all_gather([traces])
     return [shares[i % world][i // world] for i in range(len(problems))]
 
 
 def accuracy_now(run: Run, s: Settings) -> float | None:
     """The accuracy on the first of the held-out problems; None where all workers were lost."""
     some = run.test[:s.eval_problems]
-    traces = answer(gather(run.model, s), run.tokenizer, some, run.pool, s)
+    traces = answer(whole_copy(run.model, s), run.tokenizer, some, run.pool, s)
     return evaluation.accuracies(some, traces).get("all")
 
 
-def finish(run: Run, s: Settings, stopping: list[str]):
+def save_or_leave(run: Run, s: Settings, done: int, groups, steps, reasons: list[str]):
+    """After `done` iterations: a checkpoint if one is due, and the end of the run if any rank has a reason."""
+    for step in steps:
+        run.skipped = run.skipped + 1 if step["skipped"] else 0
+        if run.skipped == 3:
+            leave(f"three gradients in a row were not finite; {where_saved(s)}")
+    reasons += troubles(run.pool, groups)
+    of_all = all_gather(reasons)  # They leave together.
+    if of_all or done == s.iterations or done % s.save_every == 0:
+        save(s, done, run.model, run.tokenizer, run.optimizer)
+        of_all = all_gather(reasons)  # A signal may have come meanwhile.
+    if of_all:
+        bill(run.pool)
+        leave(f"{of_all[0]}: stopped after iteration {done}; {where_saved(s)}")
+
+
+def finish(run: Run, s: Settings, reasons: list[str]):
     """The table on held-out problems, beside every worker and random workflows, and what was learned."""
+    bill(run.pool)
     print0(f"the checkpoint is in {s.out}/checkpoint")
-    sampler = gather(run.model, s)
+    sampler = whole_copy(run.model, s)
     del run.model, run.optimizer, run.reference
     gc.collect()  # The evaluation shall have their memory, and FSDP's modules hold one another.
-    as_before(stopping)  # not earlier: Python loses an interrupt that comes amid what the collector calls
+    as_before(reasons)  # not earlier: Python loses an interrupt that comes amid what the collector calls
     traces = answer(sampler, run.tokenizer, run.test, run.pool, s)
     if dist.get_rank():
         return
@@ -393,6 +396,12 @@ def finish(run: Run, s: Settings, stopping: list[str]):
         print0(f"{len(errors)} of the {len(test)} problems are left out of the Conductor's row: {errors[0]}")
     shares = {name: evaluation.accuracies(test, answered) for name, answered in systems.items()}
     write_json(os.path.join(s.out, "test.json"), shares)
+
+
+def try_it(run: Run, s: Settings) -> str:
+    """The words with which workflow.py asks this Conductor a question."""
+    question = min((problem.question for problem in run.test), key=len)
+    return shlex.join([question, f"--checkpoint={s.out}/checkpoint", f"--pool={s.pool}"])
 
 
 def prompting(s: Settings) -> Prompting:
@@ -645,7 +654,7 @@ def troubles(pool, groups):
 
 def bill(pool):
     """Say what all ranks' calls have cost."""
-    spent = everyone([(w.calls, w.spent, w.unpriced) for w in pool])
+    spent = all_gather([(w.calls, w.spent, w.unpriced) for w in pool])
     calls, dollars, unknown = (sum(column) for column in zip(*spent))
     beside = f", and {unknown:,} of them at an unknown price" if unknown else ""
     print0(f"{calls:,} calls for ${dollars:.2f}{beside}")
@@ -692,7 +701,7 @@ def on_rank0(job):
     return result[0]
 
 
-def everyone(mine: list) -> list:
+def all_gather(mine: list) -> list:
     """The concatenation of every rank's list, on every rank."""
     lists = [None] * dist.get_world_size()
     dist.all_gather_object(lists, mine)
@@ -707,23 +716,23 @@ def leave(why: str):
 def on_signals() -> list:
     """From here on Ctrl-C and SIGTERM only append to the list that is returned, and the loop stops after its
     iteration, with a checkpoint. torchrun sends the signal a second time."""
-    stopping = []
+    reasons = []
 
     def stop(*_):
-        if not stopping and dist.get_rank() == 0:
+        if not reasons and dist.get_rank() == 0:
             os.write(2, b"\nstopping after this iteration ...\n")  # print may be what was interrupted
-        stopping.append("interrupted")
+        reasons.append("interrupted")
 
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
-    return stopping
+    return reasons
 
 
-def as_before(stopping: list[str]):
-    """Signals end the program again, and so does one that came after the last look at `stopping`."""
+def as_before(reasons: list[str]):
+    """Signals end the program again, and so does one that came after the last look at `reasons`."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if stopping:
+    if reasons:
         raise KeyboardInterrupt
 
 

@@ -5,8 +5,9 @@
     python workers.py serve [--port=8765]         # the local specialists, for any OpenAI client
 
 NAME is local, local:pairs, local:tired, paper, today, openrouter (these three also with :unconstrained) or a
-JSON file. `Worker.chat` turns messages into a Reply or raises WorkerError: what a model said and what went
-wrong on the way never mix. Keys are read from the environment at each call. Read next: workflow.py."""
+JSON file. `load_pool` makes the workers of a pool. `Worker.chat` turns messages into a Reply or raises
+WorkerError: what a model said and what went wrong on the way never mix. Keys are read from the environment at
+each call. Read next: workflow.py."""
 import contextlib
 import email.utils
 import functools
@@ -38,9 +39,8 @@ from requests.packages import urllib3  # which requests is made of
 class WorkerError(Exception):
     """Transport or provider failed for good; never a wrong answer. The text names the worker, and no key.
 
-    bad_request: what was asked of the model is at fault. Of a single attempt: retry, another may succeed;
-    busy, the provider has too much to do, which is no failure; wait, the seconds that it asks for; billed,
-    the attempt may have cost money."""
+    bad_request: the request is at fault. For one attempt: retry: another may succeed; busy: the provider has
+    too much to do, which is no failure; wait: the seconds that it asks for; billed: it may have cost money."""
 
     def __init__(self, text: str, bad_request=False, retry=False, busy=False, wait=0.0, billed=True):
         super().__init__(text)
@@ -52,10 +52,10 @@ class WorkerError(Exception):
 @dataclass
 class Reply:
     text: str  # the model's own words; empty and cut-off ones too
-    prompt_tokens: int  # with those that a cache held; 0 where unknown
-    completion_tokens: int  # with those of the reasoning; 0 where unknown
-    cost: float | None  # dollars; None where the price or the usage is unknown
-    seconds: float  # with retries, without the waits for a free slot, a turn under rpm and the budget
+    prompt_tokens: int  # with those that a cache held; 0 if unknown
+    completion_tokens: int  # with those of the reasoning; 0 if unknown
+    cost: float | None  # dollars; None if the price or the usage is unknown
+    seconds: float  # includes retries; excludes the waits for a slot, for rpm and for the budget
     finish: str = "stop"  # why it ended, in the provider's word; "length" if it was cut off
 
 
@@ -72,11 +72,11 @@ class Worker:
     concurrency: int = 16  # calls at a time
     rpm: int | float | None = None  # requests per minute
     timeout: int | float = 600  # seconds for an attempt
-    deadline: int | float | None = None  # seconds for all attempts and the waits between; else three timeouts
-    attempts: int | None = None  # at most; else FAILURES, and any number that a busy provider refuses
+    deadline: int | float | None = None  # seconds for all attempts and their waits; None: three timeouts
+    attempts: int | None = None  # at most; None: FAILURES of them, beside those that a busy provider refuses
     replay: object = field(default=None, repr=False)  # a Replay
     budget: object = field(default=None, repr=False)  # a Budget
-    letter = ""  # its place in the whole pool, which a subset does not change; no field of a pool's entry
+    letter = ""  # its place in the whole pool, which a subset does not change; not in a pool's entries
 
     def __post_init__(self):
         check_worker(self)
@@ -118,35 +118,37 @@ class Worker:
         return reply
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Pools
+BACKOFF, BACKOFF_MAX = 2.0, 30.0  # seconds: the longest wait after the first failed attempt, and after any
+FAILURES = 6  # failed attempts that end a call; those that a busy provider refuses do not count
+jitter = random.Random()  # The global generator's draws are the experiment's.
 
-def load_pool(spec: str, local_url: str | None = None, replay: str = "", budget: float = 0.0,
-              ranks: int = 1) -> list[Worker]:
-    """The workers of a pool; a bad entry ends the program, naming entry and field.
 
-    A local pool starts the specialists' server, once per process, unless local_url names a running one.
-    replay: a file of replies. budget: dollars that the workers may spend together, 0 for no limit. ranks: how
-    many processes share budget, rpm and concurrency."""
-    try:
-        kept = Replay(replay) if replay else None
-    except OSError as e:
-        sys.exit(f"--replay={replay}: {e}")
-    limit = Budget(budget / ranks) if budget else None
-    pool = []
-    for i, entry in enumerate(read_pool(spec, local_url)):
-        try:
-            worker = Worker(**entry, replay=kept, budget=limit)
-            if worker.name in [other.name for other in pool]:
-                raise ValueError(f"another worker has the name {worker.name!r} already: give each its own")
-        except (TypeError, ValueError) as e:
-            sys.exit(f"{spec}: entry {i}: {e}\nThe fields are {', '.join([*Worker.__annotations__][:-2])}.")
-        rpm = worker.rpm and worker.rpm / ranks
-        pool.append(replace(worker, rpm=rpm, concurrency=max(1, worker.concurrency // ranks)))
-        pool[-1].letter = chr(ord("A") + i)
-    if budget:
-        check_prices(pool, spec)
-    return pool
+def call(worker: Worker, messages: list[dict], params: dict, on_text) -> Reply:
+    """One attempt after another until one succeeds, within worker.deadline. The waits between them double,
+    but for jitter, and last at least as long as a busy provider asks (HTTP 429, 503, 529)."""
+    request = build_request(worker, messages, params, on_text is not None)
+    with worker.slots:
+        begun = time.monotonic()
+        failures = 0
+        for attempts in count(1):
+            begun += take_turn(worker, request.most)  # as if it began after this wait
+            seconds = max(0.001, min(worker.timeout, begun + worker.deadline - time.monotonic()))
+            try:
+                reply = attempt(worker, request, seconds, on_text)
+                break
+            except WorkerError as fault:
+                failures += not fault.busy
+                pause = min(BACKOFF * 2 ** min(attempts - 1, 9), BACKOFF_MAX)
+                wait = fault.wait + jitter.uniform(pause / 2, pause)  # Not all shall return at once.
+                late = time.monotonic() + wait + worker.usual > begun + worker.deadline
+                if not fault.retry or late or attempts == worker.attempts or failures == FAILURES:
+                    took = f"attempt {attempts}, after {time.monotonic() - begun:.1f} s"
+                    text = redact(str(fault), request.key)
+                    raise WorkerError(f"{text} ({took})", fault.bad_request) from None
+            time.sleep(wait)
+    worker.usual += (reply.seconds - worker.usual) * (0.2 if worker.usual else 1.0)
+    reply.seconds = time.monotonic() - begun
+    return reply
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -339,6 +341,34 @@ POOLS = {
         (OPENROUTER, "Claude Sonnet 5.5", "anthropic/claude-sonnet-5.5", [2.0, 10.0], 128000, {}),
         (OPENROUTER, "GPT-6.2 Sol", "openai/gpt-6.2-sol", [2.0, 10.0], 128000, {}), *OPEN_TODAY],
 }
+
+
+def load_pool(spec: str, local_url: str | None = None, replay: str = "", budget: float = 0.0,
+              ranks: int = 1) -> list[Worker]:
+    """The workers of a pool; a bad entry ends the program, naming entry and field.
+
+    A local pool starts the specialists' server, once per process, unless local_url names a running one.
+    replay: a file of replies. budget: dollars that the workers may spend together, 0 for no limit. ranks: how
+    many processes share budget, rpm and concurrency."""
+    try:
+        kept = Replay(replay) if replay else None
+    except OSError as e:
+        sys.exit(f"--replay={replay}: {e}")
+    limit = Budget(budget / ranks) if budget else None
+    pool = []
+    for i, entry in enumerate(read_pool(spec, local_url)):
+        try:
+            worker = Worker(**entry, replay=kept, budget=limit)
+            if worker.name in [other.name for other in pool]:
+                raise ValueError(f"another worker has the name {worker.name!r} already: give each its own")
+        except (TypeError, ValueError) as e:
+            sys.exit(f"{spec}: entry {i}: {e}\nThe fields are {', '.join([*Worker.__annotations__][:-2])}.")
+        rpm = worker.rpm and worker.rpm / ranks
+        pool.append(replace(worker, rpm=rpm, concurrency=max(1, worker.concurrency // ranks)))
+        pool[-1].letter = chr(ord("A") + i)
+    if budget:
+        check_prices(pool, spec)
+    return pool
 
 
 def remote_pool(spec: str) -> list[dict]:
@@ -696,40 +726,10 @@ def most_dollars(price: list | None, params: dict, size: int) -> float:
 # The transport: a call is some attempts, and an attempt is one POST
 
 CONNECT = 10.0  # seconds to reach a host
-BACKOFF, BACKOFF_MAX = 2.0, 30.0  # seconds: the longest wait after the first failed attempt, and after any
-FAILURES = 6  # failed attempts that end a call; those that a busy provider refuses do not count
-jitter = random.Random()  # The global generator's draws are the experiment's.
 MAX_BODY = 32 << 20  # bytes of a request or a response; honest ones stay below 1 MB
 KEEPALIVE = [(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1), (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
 if hasattr(socket, "TCP_KEEPIDLE"):  # seconds; else it is for the system to say
     KEEPALIVE.append((socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60))
-
-
-def call(worker: Worker, messages: list[dict], params: dict, on_text) -> Reply:
-    """Attempts until one succeeds, with waits that double, jitter, and a deadline."""
-    request = build_request(worker, messages, params, on_text is not None)
-    with worker.slots:
-        begun = time.monotonic()
-        failures = 0
-        for attempts in count(1):
-            begun += take_turn(worker, request.most)  # as if it began after this wait
-            seconds = max(0.001, min(worker.timeout, begun + worker.deadline - time.monotonic()))
-            try:
-                reply = attempt(worker, request, seconds, on_text)
-                break
-            except WorkerError as fault:
-                failures += not fault.busy
-                pause = min(BACKOFF * 2 ** min(attempts - 1, 9), BACKOFF_MAX)
-                wait = fault.wait + jitter.uniform(pause / 2, pause)  # Not all shall return at once.
-                late = time.monotonic() + wait + worker.usual > begun + worker.deadline  # no time to answer
-                if not fault.retry or late or attempts == worker.attempts or failures == FAILURES:
-                    took = f"attempt {attempts}, after {time.monotonic() - begun:.1f} s"
-                    text = redact(str(fault), request.key)
-                    raise WorkerError(f"{text} ({took})", fault.bad_request) from None
-            time.sleep(wait)
-    worker.usual += (reply.seconds - worker.usual) * (0.2 if worker.usual else 1.0)
-    reply.seconds = time.monotonic() - begun
-    return reply
 
 
 def take_turn(worker: Worker, most: float) -> float:

@@ -818,9 +818,9 @@ def show(file: str, number: int | None = None) -> str:
 SILENCE = 15.0  # seconds after which a stream says that the workers are still busy
 
 
-def conductor_server(write, pool: list, prompting: Prompting, rounds: int, port: int) -> Server:
+def conductor_server(conductor, pool: list, prompting: Prompting, rounds: int, port: int) -> Server:
     """An OpenAI-compatible server on 127.0.0.1, bound but not started, of the models conductor (one round)
-    and conductor-recursive (`rounds` more). write is called from many threads.
+    and conductor-recursive (`rounds` more). conductor is called from many threads.
 
     The question is the whole conversation. A stream brings the last step's text as it comes where that is the
     answer for sure, else whole. usage is the workers' together, usage.cost in dollars (null where unknown). A
@@ -847,7 +847,7 @@ def conductor_server(write, pool: list, prompting: Prompting, rounds: int, port:
 
             def run():
                 try:
-                    told.put(*conduct(write, [task], further[body["model"]], prompting))
+                    told.put(*conduct(conductor, [task], further[body["model"]], prompting))
                 except Exception as bug:
                     told.put(bug)
 
@@ -883,8 +883,8 @@ def conductor_server(write, pool: list, prompting: Prompting, rounds: int, port:
     return loopback_server(port, ConductorHandler)
 
 
-def from_one_thread(write):
-    """(ask_for, work_on): ask_for is a write() of one chat for many threads; work_on does what it is asked,
+def from_one_thread(conductor):
+    """(ask_for, work_on): ask_for is a conductor of one chat for many threads; work_on does what it is asked,
     for ever, in the thread that calls it. What is asked while a batch is being written becomes the next.
 
     The main thread is to call work_on: torch aborts a program that ends while a daemon thread is in it."""
@@ -903,7 +903,7 @@ def from_one_thread(write):
                 batch.append(asked.get())
             chats, futures = zip(*batch)
             try:
-                write(chats, 1, number, lambda i, j, *text, **error: futures[i].set_result((text, error)))
+                conductor(chats, 1, number, lambda i, j, *text, **error: futures[i].set_result((text, error)))
             except Exception as bug:
                 for future in futures:
                     if not future.done():
@@ -964,15 +964,15 @@ def main(argv):
             seat = subset(everyone, s.conductor)
             if len(seat) > 1:
                 raise ValueError(f"--conductor={s.conductor}: one worker, please")
-            write = seated(*seat)
+            conductor = seated(*seat)
             prompting = Prompting()
         else:
             model, tokenizer, prompting = load_conductor(s.checkpoint)
-            write = sampled(model, tokenizer, prompting, s.temperature)
+            conductor = sampled(model, tokenizer, prompting, s.temperature)
         if words == ["serve"]:
-            return serve_until_interrupted(write, pool, prompting, s)
+            return serve_until_interrupted(conductor, pool, prompting, s)
         question = " ".join(words).encode(errors="replace").decode()  # The shell may pass what is no UTF-8.
-        [rollout] = conduct(write, [Task(question, pool)], s.rounds, prompting)
+        [rollout] = conduct(conductor, [Task(question, pool)], s.rounds, prompting)
         if rollout.trace is None:
             raise SystemExit(f"the Conductor wrote no workflow, in the last of 3 tries: {rollout.invalid}")
         print(view(rollout.trace))
@@ -983,12 +983,12 @@ def main(argv):
         raise SystemExit("interrupted") from None
 
 
-def serve_until_interrupted(write, pool, prompting, s: Settings):
+def serve_until_interrupted(conductor, pool, prompting, s: Settings):
     """Clients wait in threads of their own; the main thread writes their workflows, unless a worker does."""
     wait_for_ever = threading.Event().wait
     if not s.conductor:
-        write, wait_for_ever = from_one_thread(write)
-    server = conductor_server(write, pool, prompting, s.rounds or 1, s.port)
+        conductor, wait_for_ever = from_one_thread(conductor)
+    server = conductor_server(conductor, pool, prompting, s.rounds or 1, s.port)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_address[1]}/v1"
     print(f"{url} has the models conductor and conductor-recursive; Ctrl-C ends it", flush=True)

@@ -129,7 +129,7 @@ def test_memory_is_free_for_the_next_phase(tmp_path, monkeypatch, in_process):
     """While an update is computed no copy to sample with is alive, and in the last evaluation nothing of the
     trainer. FSDP's modules hold one another, so that Python alone would let go of them some time later."""
     copies, trainers, phases = [], [], []
-    gather, learn, answer = train.gather, train.learn, train.answer
+    gather, learn, answer = train.whole_copy, train.learn, train.answer
 
     def spied_gather(model, s):
         copy = gather(model, s)
@@ -145,7 +145,7 @@ def test_memory_is_free_for_the_next_phase(tmp_path, monkeypatch, in_process):
         phases.append(("evaluation", trainers[0]()))
         return answer(*how)
 
-    for name, spy in (("gather", spied_gather), ("learn", spied_learn), ("answer", spied_answer)):
+    for name, spy in (("whole_copy", spied_gather), ("learn", spied_learn), ("answer", spied_answer)):
         monkeypatch.setattr(train, name, spy)
     gc.disable()
     try:
@@ -382,7 +382,7 @@ def test_two_ranks_ask_the_same_second_rounds(extended):
         (row["problem"], row["trace"] and row["trace"]["previous"] is None) for row in two[:64]]
     shown = [
         {
-            row["problem"]: row["trace"]["previous"]["workflow"]["completion"] for row in rows[64:]
+            row["problem"]: row["trace"]["previous"]["workflow"]["written"] for row in rows[64:]
             if row["trace"]}
         for rows in (one, two)
     ]

@@ -144,7 +144,7 @@ def test_what_is_trained_on(checkpoint, moody, monkeypatch, in_process):
     assert sum(r.completion.tokens[-1] == tokenizer.eos_id for r in seen) > 40
     assert all(
         len(r.completion.tokens) == len(r.completion.logprobs)
-        and r.text == tokenizer.decode(r.completion.tokens) for r in seen)
+        and r.written == tokenizer.decode(r.completion.tokens) for r in seen)
 
 
 def test_ablations_reach_the_workers(faulty, moody):

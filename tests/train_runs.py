@@ -153,7 +153,7 @@ def rollouts(out, iteration):
     workflow."""
     with open(f"{out}/traces/{iteration:05d}.jsonl") as f:
         rows = [{"trace": None, **json.loads(line)} for line in f]
-    return [{"text": row["trace"] and row["trace"]["workflow"]["completion"], **row} for row in rows]
+    return [{"text": row["trace"] and row["trace"]["workflow"]["written"], **row} for row in rows]
 
 
 def recount(out, iteration):
