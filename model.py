@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer as BPE
 from torch.utils.checkpoint import checkpoint
 
-torch.backends.cuda.enable_cudnn_sdp(False)  # Hopper's default plans for a second at each new length
+torch.backends.cuda.enable_cudnn_sdp(False)  # On Hopper it takes a second to plan each new length.
 
 
 @dataclass
@@ -139,7 +139,7 @@ class Qwen(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        self.compute = None  # the device that computes, where the weights wait elsewhere (train.py --offload)
+        self.compute = None  # the device to compute on, if the weights are elsewhere (train.py --offload)
         self.recompute = False  # True: a layer keeps its input only, and the backward pass computes the rest
         self.model = nn.ModuleDict({  # Hugging Face's names begin with `model.`, all but the head's
             "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
@@ -208,10 +208,6 @@ class Qwen(nn.Module):
 # The tokenizer
 
 SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
-CHAT_TEMPLATE = (  # Qwen2.5's ChatML for transformers, without its tool calls
-    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\n" + SYSTEM + "<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
 
 class Tokenizer:
@@ -241,11 +237,7 @@ class Tokenizer:
         return cls(bpe)
 
     def save_pretrained(self, path: str):
-        self.bpe.save(os.path.join(path, "tokenizer.json"))
-        write_json(os.path.join(path, "tokenizer_config.json"), {
-            "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE,
-            "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "clean_up_tokenization_spaces": False})
-        write_json(os.path.join(path, "generation_config.json"), {"eos_token_id": self.end_ids})
+        write_tokenizer(path, self)
 
     def __len__(self) -> int:
         return self.bpe.get_vocab_size(with_added_tokens=True)
@@ -438,6 +430,21 @@ def write_tensors(path: str, config: Config, tensors, shard_bytes: int = 4 << 30
     else:
         index = {"metadata": {"total_size": sum(shards)}, "weight_map": weight_map}
         write_json(os.path.join(path, "model.safetensors.index.json"), index)
+
+
+CHAT_TEMPLATE = (  # Qwen2.5's ChatML for transformers, without its tool calls
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\n" + SYSTEM + "<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+def write_tokenizer(path: str, tokenizer: Tokenizer):
+    """Write what transformers and vLLM need to use it alike."""
+    tokenizer.bpe.save(os.path.join(path, "tokenizer.json"))
+    write_json(os.path.join(path, "tokenizer_config.json"), {
+        "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE,
+        "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "clean_up_tokenization_spaces": False})
+    write_json(os.path.join(path, "generation_config.json"), {"eos_token_id": tokenizer.end_ids})
 
 
 def read_json(file: str) -> dict:
