@@ -332,9 +332,8 @@ def whole_copy(model: Qwen, s: Settings) -> Qwen:
     with torch.device("meta"):
         whole = Qwen(model.config)
     dtype = compute_dtype(model.device, s.dtype)
-    state = {}
-    for name, p in model.named_parameters():
-        state[name] = p.to(model.device, dtype, copy=True).full_tensor()
+    state = {name: p.to(model.device, dtype, copy=True).full_tensor()
+             for name, p in model.named_parameters()}
     whole.load_state_dict(state, assign=True, strict=False)
     if model.config.tie_word_embeddings:
         whole.lm_head.weight = whole.model.embed_tokens.weight
@@ -824,7 +823,7 @@ def save_for_use(s: Settings, folder: str, model, tokenizer):
     if dist.get_rank() == 0:
         write_tensors(folder, model.config, tensors)
         tokenizer.save_pretrained(folder)
-        write_json(os.path.join(folder, "conductor.json"), {**asdict(prompting(s)), "dtype": s.dtype})
+        write_json(os.path.join(folder, "conductor.json"), asdict(prompting(s)))
     else:
         collections.deque(tensors, maxlen=0)
 
@@ -1032,10 +1031,8 @@ def memory(s: Settings, config: Config, world: int, prompt: int) -> dict[str, di
 
 def peak(phases: dict) -> float:
     """The most GiB of the device's memory that any phase takes."""
-    totals = []
-    for parts in phases.values():
-        totals.append(sum(size for part, size in parts.items() if "(CPU)" not in part))
-    return max(totals)
+    on_device = [[size for part, size in parts.items() if "(CPU)" not in part] for parts in phases.values()]
+    return max(map(sum, on_device))
 
 
 def what_would_fit(s: Settings, config: Config, prompt: int, room: float) -> str:
@@ -1244,7 +1241,7 @@ def settings_of(argv: list[str]) -> tuple[Settings, str]:
     if s.preset not in PRESETS:
         raise SystemExit(f"--preset={s.preset}: there are {', '.join(PRESETS)}")
     init_from = s.init_from
-    s = Settings(**{**PRESETS[s.preset], "preset": s.preset})
+    s = Settings(preset=s.preset, **PRESETS[s.preset])
     if init_from:  # Another model gets a warm start where one is asked for.
         s.warm_steps = 0
     words = configure(s, argv)

@@ -14,7 +14,7 @@ PACKAGES = {"torch", "tokenizers", "safetensors", "numpy", "requests", "tqdm"}
 BESIDE = {"model": {"huggingface_hub"},  # which tokenizers depends on
           "train": {"tensorboard", "wandb"}}
 # What was reached once is kept: no file may grow beyond these lines, nor what a newcomer reads, above the folds together.
-MOST_LINES = {"model": 519, "sample": 348, "workers": 1198, "workflow": 1001, "grpo": 316, "eval": 2997, "train": 1265}
+MOST_LINES = {"model": 519, "sample": 348, "workers": 1198, "workflow": 1001, "grpo": 316, "eval": 2997, "train": 1262}
 MOST_ABOVE_THE_FOLDS = 1850
 
 
