@@ -828,14 +828,14 @@ def received(session, request: Request, seconds: float):
                     raise WorkerError(f"the response is larger than {MAX_BODY >> 20} MiB")
                 yield piece
     except (urllib3.exceptions.HTTPError, OSError, ValueError) as e:  # all that it raises when they fail
-        took = time.monotonic() - begun
         text = f"the connection failed: {type(e).__name__}: {e}"
-        unreached = isinstance(e, requests.ConnectTimeout)
-        late = took > seconds - 0.001 and not unreached
+        if isinstance(e, requests.ConnectTimeout):
+            raise WorkerError(text, retry=True, billed=False) from None
+        took = time.monotonic() - begun
+        late = took > seconds - 0.001
         if late:  # It may still be at work: another attempt would stand in line behind this one.
             text = f"no complete response within {seconds:.3g} s; a slow worker needs a larger timeout"
-        if not unreached:  # Who hangs up at once has not begun to work.
-            billed = billed or late or took > CONNECT
+        billed = billed or late or took > CONNECT  # Who hangs up at once has not begun to work.
         raise WorkerError(text, retry=not late, billed=billed) from None
 
 
