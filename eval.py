@@ -57,8 +57,8 @@ from requests.adapters import HTTPAdapter, Retry
 from tqdm import tqdm
 
 from model import checkpoint_file, configure, read_json, write_json
-from workers import (ARITHMETIC, CAPITALS, ELEMENTS, FACTS, LIMITS, LOCAL, ORDERS, SKILL, SPANISH,
-                     SPELLING, WorkerError, load_pool)
+from workers import (ARITHMETIC, FACTS, LIMITS, LOCAL, ORDERS, SKILL, SPANISH, SPELLING, WorkerError,
+                     load_pool)
 from workflow import (SOLVE_IT, Prompting, Step, Task, Trace, Workflow, conduct, execute, load_conductor,
                       sampled, seated, shape, subset)
 # -----------------------------------------------------------------------------------------------------------
@@ -1746,38 +1746,35 @@ LAPTOP = {"laptop": 3, "laptop:1": 1, "laptop:2": 2}  # the most workers that a 
 
 def laptop_expressions() -> dict[str, list[tuple[str, str]]]:
     """Every (expression, value) of the laptop world by kind, in a fixed order."""
-    number = {element: FACTS[f"the atomic number of {element}"] for element in ELEMENTS}
-    atomic = {element: f"the atomic number of {element}" for element in ELEMENTS}
-    element = {f"element number {n}": name for name, n in number.items()}
-    capital = {f"the capital of {country}": city for country, city in CAPITALS.items()}
-    digits = {str(n): str(n) for n in range(2, 40)}
+    def facts(about):
+        return {name: value for name, value in FACTS.items() if name.startswith(about)}
 
-    def sums(names, values, b_values):
-        """{the name of a} op {the name of b}, for all a and b."""
+    def sums(left, right):
         found = []
-        for a in values:
-            for b, op in itertools.product(b_values, ARITHMETIC):
-                value = ARITHMETIC[op](int(values[a]), int(b_values[b]))
-                found.append((f"{names[a]} {op} {b}", str(value)))
+        for a, b, op in itertools.product(left, right, ARITHMETIC):
+            value = ARITHMETIC[op](int(left[a]), int(right[b]))
+            found.append((f"{a} {op} {b}", str(value)))
         return found
 
     def spelled(values):
         pairs = itertools.product(values.items(), SPELLING.items())
         return [(f"{name} {wish}", ORDERS[order](value)) for (name, value), (wish, order) in pairs]
 
+    digits = {str(n): str(n) for n in range(2, 40)}
+    atomic = facts("the atomic number of")
     return {
         # one specialist
-        "arithmetic": sums(digits, digits, digits),
+        "arithmetic": sums(digits, digits),
         "fact": list(FACTS.items()),
         "string": spelled({word: word for word in WORDS}),
         "number": list(SPANISH.items()),
         # two, each seeing the one before
-        "foreign": sums({word: word for word in SPANISH}, SPANISH, SPANISH),
-        "fact+arithmetic": sums(atomic, number, digits),
-        "capital+string": spelled(capital),
-        "element+string": spelled(element),
+        "foreign": sums(SPANISH, SPANISH),
+        "fact+arithmetic": sums(atomic, digits),
+        "capital+string": spelled(facts("the capital of")),
+        "element+string": spelled(facts("element number")),
         # three
-        "foreign+fact+arithmetic": sums(atomic, number, SPANISH),
+        "foreign+fact+arithmetic": sums(atomic, SPANISH),
     }
 
 
