@@ -1814,15 +1814,16 @@ def draw_pool(problem: Problem, pool: list, k: int, rng: random.Random) -> list:
 
 
 def interleave(problems: list[Problem], rng: random.Random, again: bool = False) -> list[Problem]:
-    """Shuffle, with the kinds taking turns. again: a small kind starts again until the largest is through."""
+    """Shuffle, with the kinds taking turns. again: a small kind starts again until the largest is through,
+    else it drops out."""
     kinds = {}
     for p in problems:
         kinds.setdefault(p.kind, []).append(p)
     for group in kinds.values():
         rng.shuffle(group)
     most = max(map(len, kinds.values()))
-    turns = [group[i % len(group)] for i in range(most) for group in kinds.values()]
-    return turns if again else list({p.id: p for p in turns}.values())
+    turns = itertools.product(range(most), kinds.values())
+    return [group[i % len(group)] for i, group in turns if again or i < len(group)]
 
 
 # -----------------------------------------------------------------------------------------------------------
