@@ -2623,8 +2623,6 @@ def with_spread(name: str, candidates: list[Problem], pool: list) -> list[Proble
     """The candidates that some of the workers solve alone and others do not: where all agree, no workflow's
     reward differs from another's by whom it asks. What a worker was lost on is left out too. ValueError once
     the budget is spent: nothing is written then, and what was answered is in the replay file."""
-    calls = sum(worker.calls for worker in pool)
-    spent = sum(worker.spent for worker in pool)
     asked = everyone_alone(pool, candidates, "prepare")
     right = [grades(candidates, traces) for traces in asked]  # [worker][problem]
     if pool[0].budget and pool[0].budget.refused:
@@ -2643,11 +2641,11 @@ def with_spread(name: str, candidates: list[Problem], pool: list) -> list[Proble
         else:
             kept.append(problem)
     why = ", ".join(f"{n} as {reason}" for reason, n in left_out.items())
-    calls = sum(worker.calls for worker in pool) - calls
-    spent = sum(worker.spent for worker in pool) - spent
+    calls = counted(sum(worker.calls for worker in pool), "call")
+    spent = sum(worker.spent for worker in pool)
     unpriced = sum(worker.unpriced for worker in pool)
-    unknown = f", and {unpriced:,} so far at an unknown price" if unpriced else ""
-    print(f"{name}: left out {why or 'none'}; {counted(calls, 'call')} for ${spent:.2f}{unknown}")
+    unknown = f", {unpriced:,} of them at an unknown price" if unpriced else ""
+    print(f"{name}: left out {why or 'none'}; so far {calls} for ${spent:.2f}{unknown}")
     return kept
 
 
