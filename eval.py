@@ -2485,14 +2485,14 @@ def rows_of_file(source: Source, file: str):
         url = f"{endpoint()}/datasets/{source.repository}/resolve/main/{source.what}"
         bar = tqdm(desc=file, unit="B", unit_scale=True)
         with open(file + ".part", "ab") as f, session() as hub, bar:
-            status = 0
-            while status != 416:
+            while True:
                 asked = {"Range": f"bytes={f.tell()}-"}
                 with hub.get(url, headers=asked, stream=True, timeout=60) as answer:
-                    status = answer.status_code
-                    if status not in (206, 416):
-                        raise OSError(f"{url}: HTTP {status} {answer.reason}")
-                    for chunk in answer.iter_content(1 << 16) if status == 206 else ():
+                    if answer.status_code == 416:
+                        break
+                    if answer.status_code != 206:
+                        raise OSError(f"{url}: HTTP {answer.status_code} {answer.reason}")
+                    for chunk in answer.iter_content(1 << 16):
                         bar.update(f.write(chunk))
         os.replace(file + ".part", file)
     n, at = -1, 0
