@@ -2932,12 +2932,13 @@ def check(s: Settings, names: list[str]) -> list[tuple[str, str]]:
                                  "--lessons=mmlu or --lessons=FILE.jsonl")
         if name == "best-single":
             wanted += [("workers", worker) for worker in names]
-        wanted += [(name, worker) for worker in names] if name in SEATS and not who else [(name, who)]
-    for name, who in wanted:
-        key = "trinity" if name == "trinity" else "checkpoint"
-        folder = who if who and name in CONDUCTORS else getattr(s, key)
-        if name in CONDUCTORS or name in ("one-worker", "trinity"):
-            checkpoint_file(folder, "config.json")  # An error comes early.
+        players = names if name in SEATS and not who else [who]
+        wanted += [(name, player) for player in players]
+    folders = [who or s.checkpoint for name, who in wanted if name in CONDUCTORS]
+    folders += [s.checkpoint for name, _ in wanted if name == "one-worker"]
+    folders += [s.trinity for name, _ in wanted if name == "trinity"]
+    for folder in folders:
+        checkpoint_file(folder, "config.json")
     return list(dict.fromkeys(wanted))
 
 
@@ -2949,8 +2950,7 @@ def load_tests(s: Settings, wanted: list[tuple[str, str]]) -> dict[str, list[Pro
         if any(name in LEARNED for name, _ in wanted):
             load(s.lessons or data, "train", LESSONS)
         if len(tests[data]) < s.test:
-            there = counted(len(tests[data]), "problem")
-            print(f"{data}: {there} are all there are (--test={s.test})")
+            print(f"{data}: {counted(len(tests[data]), 'problem')} are all there are (--test={s.test})")
     if any(p.grader in ("code", "unittest") for p in itertools.chain(*tests.values())):
         for lack in sandbox_lacks():
             print(f"the sandbox holds only in part here: {lack}")
