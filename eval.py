@@ -2212,16 +2212,16 @@ def learned_system(s, data: str, name: str, pool: list):
     known_by = [f"--seed={s.seed}", f"--trinity={s.trinity}", *(f"{w.name} ({w.model})" for w in pool)]
     if s.out and os.path.exists(file):
         with np.load(file) as found:
-            weights = found["weights"]
-            if known_by != [*found["known_by"]]:
-                told = ", ".join(found["known_by"])
-                raise ValueError(f"{file} is of other settings ({told}): remove it, or name another --out")
+            weights, was = found["weights"], list(found["known_by"])
+        if was != known_by:
+            raise ValueError(f"{file} is of other settings ({', '.join(was)}): remove it, or change --out")
     else:
         before = sum(worker.calls for worker in pool)
         weights = train(pool, load(s.lessons or data, "train", LESSONS), s)
         print(f"{name}: trained with {counted(sum(worker.calls for worker in pool) - before, 'call')}")
         if s.out and not (pool[0].budget and pool[0].budget.refused):
-            np.savez(file, weights=weights, known_by=known_by)
+            np.savez(file + ".tmp.npz", weights=weights, known_by=known_by)
+            os.replace(file + ".tmp.npz", file)
     return functools.partial(system, weights, s)
 
 
