@@ -1986,13 +1986,13 @@ def train_router(pool: list, lessons: list[Problem], s) -> np.ndarray:
     each worker's success too, but by a fine-tuned encoder and contrastive losses instead of trigrams."""
     right = [grades(lessons, traces) for traces in everyone_alone(pool, lessons, "router's lessons")]
     x = torch.stack([trigrams(p.question) for p in lessons])  # (P, 4096)
-    y = torch.tensor([[float(bool(r)) for r in row] for row in right]).T  # (P, W)
-    known = torch.tensor([[float(r is not None) for r in row] for row in right]).T  # (P, W)
+    y = torch.from_numpy(np.array(right, np.float32)).T  # (P, W): nan where a worker was lost
+    known = ~y.isnan()
     weights = torch.zeros(4096, len(pool), requires_grad=True)
     optimizer = torch.optim.Adam([weights], lr=0.1, weight_decay=1e-4)
     for _ in range(300):
         optimizer.zero_grad()
-        torch.nn.functional.binary_cross_entropy_with_logits(x @ weights, y, known).backward()
+        torch.nn.functional.binary_cross_entropy_with_logits(x @ weights, y.nan_to_num(), known).backward()
         optimizer.step()
     return weights.detach().numpy()
 
@@ -2026,8 +2026,8 @@ def rewards(system, pairs: list[tuple], call_cost: float = 0.0) -> np.ndarray:
     worker was lost."""
     with ThreadPool(64) as threads:
         traces = threads.starmap(system, pairs)
-    right = grades([problem for problem, _ in pairs], traces)
-    return np.array([np.nan if r is None else r - call_cost * t.calls for r, t in zip(right, traces)])
+    right = np.array(grades([problem for problem, _ in pairs], traces), float)
+    return right - call_cost * np.array([t.calls for t in traces])
 
 
 # MASRouter
