@@ -2021,13 +2021,13 @@ class Remembers:
         return self.replies[key]
 
 
-def rewards(system, pairs: list[tuple], call_cost: float = 0.0) -> np.ndarray:
+def rewards(system, pairs: list[tuple]) -> np.ndarray:
     """Of system(problem, choice) for each pair: 1 for a right answer, less the cost of its calls; nan where a
     worker was lost."""
     with ThreadPool(64) as threads:
         traces = threads.starmap(system, pairs)
     right = np.array(grades([problem for problem, _ in pairs], traces), float)
-    return right - call_cost * np.array([t.calls for t in traces])
+    return right - CALL_COST * np.array([t.calls for t in traces])
 
 
 # MASRouter
@@ -2075,7 +2075,7 @@ def train_masrouter(pool: list, lessons: list[Problem], s) -> np.ndarray:
         choices = [torch.distributions.Categorical(logits=scores) for scores in masrouter_heads(x @ weights)]
         designs = torch.stack([choice.sample([DESIGNS]) for choice in choices], -1)  # (G, B, 7)
         logp = torch.stack([c.log_prob(d) for c, d in zip(choices, designs.unbind(-1))], -1)  # (G, B, 7)
-        found = rewards(run, [(p, d) for row in designs.tolist() for p, d in zip(batch, row)], CALL_COST)
+        found = rewards(run, [(p, d) for row in designs.tolist() for p, d in zip(batch, row)])
         value = torch.tensor(found).view(designs.shape[:2])  # (G, B)
         advantage = (value - value.nanmean(0)).nan_to_num()
         agents = torch.where(designs[..., 0] == 0, 1, designs[..., 1] + 2)  # (G, B)
@@ -2157,7 +2157,7 @@ def train_trinity(pool: list, lessons: list[Problem], s) -> np.ndarray:
 
     def fitness(population):
         pairs = list(itertools.product(rng.sample(lessons, min(32, len(lessons))), population))
-        found = rewards(lambda p, x: trinity(axes @ x.reshape(shape), s, p, team, 0, ""), pairs, CALL_COST)
+        found = rewards(lambda p, x: trinity(axes @ x.reshape(shape), s, p, team, 0, ""), pairs)
         return np.nan_to_num(found).reshape(-1, len(population)).mean(0)
 
     return axes @ evolve(fitness, math.prod(shape), POPULATION, GENERATIONS, s.seed).reshape(shape)
