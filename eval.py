@@ -1928,15 +1928,16 @@ def majority(problem: Problem, responses: list[str]) -> int:
 
 def same_meaning(problem: Problem, answer: str, other: str) -> bool:
     """Whether two responses agree. One that gives no answer, say as it was cut off, agrees with none."""
-    if problem.grader == "letter":
-        choices = problem.extra["choices"]
-        letter = pick_letter(answer, choices)
-        return letter is not None and letter == pick_letter(other, choices)
     if problem.grader in ("code", "unittest"):
         code = extract_code(answer)
         return code != "" and code == extract_code(other)
-    gold = tagged(answer) if problem.grader == "exact" else final_answer(answer)
-    return gold != "" and grade(replace(problem, answer=gold), other)
+    if problem.grader == "letter":
+        gold = pick_letter(answer, problem.extra["choices"])
+    elif problem.grader == "exact":
+        gold = tagged(answer)
+    else:
+        gold = final_answer(answer)
+    return bool(gold) and grade(replace(problem, answer=gold), other)
 
 
 def central(problem: Problem, responses: list[str]) -> int:
