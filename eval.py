@@ -2481,7 +2481,8 @@ def fetch_slice(hub: requests.Session, source: Source, start: int, n: int) -> li
 
 def rows_of_file(source: Source, file: str):
     """Yield (number, place in the file, row) of a data set that is one JSONL file, which is fetched first:
-    FILE.part grows over runs, until there is nothing left to ask for, which is status 416."""
+    FILE.part grows over runs, until there is nothing left to ask for, which is status 416. (huggingface_hub
+    from 1.18 on begins at 0 again when it was interrupted: its issue 4196.)"""
     if not os.path.exists(file):
         url = f"{endpoint()}/datasets/{source.repository}/resolve/main/{source.what}"
         bar = tqdm(desc=file, unit="B", unit_scale=True)
