@@ -2967,18 +2967,19 @@ def main(argv):
             return print(average(words[1:]))
         if words not in ([], ["prepare"]):
             raise SystemExit(__doc__)
+        preparing = words == ["prepare"]
         pool = []
-        if words and s.pool:
+        if preparing and s.pool:
             os.makedirs(DATA, exist_ok=True)
             s.replay = s.replay or os.path.join(DATA, "replies")
-        if not words or s.pool:
+        if s.pool or not preparing:
             pool = subset(load_pool(s.pool or "local", replay=s.replay, budget=s.budget), s.only)
         lacks = [f"${w.api_key_env} for {w.name}" for w in pool if
                  w.api_key_env and not os.environ.get(w.api_key_env)]
         lacks += [f"{w.url} for {w.name}" for w in pool if w.url.startswith("$")]
         if lacks:
             raise ValueError(f"--pool={s.pool}: set {', '.join(lacks)} in the environment")
-        if words:
+        if preparing:
             prepare(pool)
         else:
             evaluate(s, pool)
