@@ -1907,17 +1907,21 @@ def smoothie(problem: Problem, pool: list, k: int, name: str) -> Trace:
 
 
 def poll(problem: Problem, pool: list, chosen: list[int], name: str, choose) -> Trace:
-    """Chosen workers asked alone. The response at choose(problem, responses) is the answer, and stands
-    last."""
-    asked = [alone(problem, pool, k, name and f"{name}/{i}") for i, k in enumerate(chosen)]
-    errors = [t.error for t in asked if t.error]
-    if not errors:
-        best = choose(problem, [t.answer for t in asked])
-        asked.append(asked.pop(best))
-    steps = [t.workflow.steps[0] for t in asked]
-    names = [t.workers[0] for t in asked]
-    replies = [t.replies[0] for t in asked]
-    return Trace(problem.question, Workflow(steps), names, replies, error=errors[0] if errors else None)
+    """Chosen workers asked alone. The response at choose(problem, responses) is the answer."""
+    asked = [alone(problem, pool, k, f"{name}/{i}") for i, k in enumerate(chosen)]
+    lost = any(t.error for t in asked)
+    return as_one(asked, -1 if lost else choose(problem, [t.answer for t in asked]))
+
+
+def as_one(traces: list[Trace], answer: int) -> Trace:
+    """Traces of one step each as one; the response of that at `answer` is the answer, and stands last."""
+    traces = [*traces]
+    traces.append(traces.pop(answer))
+    steps = [t.workflow.steps[0] for t in traces]
+    names = [t.workers[0] for t in traces]
+    replies = [t.replies[0] for t in traces]
+    errors = [t.error for t in traces if t.error]
+    return Trace(traces[0].question, Workflow(steps), names, replies, error=errors[0] if errors else None)
 
 
 def majority(problem: Problem, responses: list[str]) -> int:
@@ -2011,15 +2015,11 @@ def router(weights: np.ndarray, s, problem: Problem, pool: list, k: int, name: s
 class Remembers:
     """A worker while a controller learns: what it has answered once, it is not asked again."""
     def __init__(self, worker):
-        self.worker = worker
         self.name = worker.name
-        self.replies = {}
+        self.ask = functools.cache(lambda chat: worker.chat(json.loads(chat), "a controller learns"))
 
-    def chat(self, messages, call_id="", **overrides):
-        key = json.dumps(messages)
-        if key not in self.replies:
-            self.replies[key] = self.worker.chat(messages, "a controller learns", **overrides)
-        return self.replies[key]
+    def chat(self, messages, call_id="", on_text=None):
+        return self.ask(json.dumps(messages))
 
 
 def rewards(system, pairs: list[tuple]) -> np.ndarray:
@@ -2116,7 +2116,7 @@ def hidden_state(folder: str, text: str) -> np.ndarray:
 
 def trinity(weights: np.ndarray, s, problem: Problem, pool: list, k: int, name: str) -> Trace:
     """Up to five turns, each a round (§3.2) of one step, until a verifier says ACCEPT, or what a specialist
-    says who has nothing left to do. The last response in the role worker is the answer, and stands last."""
+    says who has nothing left to do. The last response in the role worker is the answer."""
     trace, role = None, ""  # of the newest turn
     answer = -1  # the turn whose response it is
     for turn in range(TURNS):
@@ -2131,11 +2131,7 @@ def trinity(weights: np.ndarray, s, problem: Problem, pool: list, k: int, name: 
             answer = turn
         elif role == "verifier" and re.search(r"\bACCEPT\b|nothing here to work on", trace.answer):
             break
-    turns = trace.rounds()
-    turns.append(turns.pop(answer))
-    steps = [turn.workflow.steps[0] for turn in turns]
-    names = [turn.workers[0] for turn in turns]
-    return Trace(problem.question, Workflow(steps), names, [turn.replies[0] for turn in turns])
+    return as_one(trace.rounds(), answer)
 
 
 def train_trinity(pool: list, lessons: list[Problem], s) -> np.ndarray:
@@ -2858,7 +2854,8 @@ def average(files: list[str]) -> str:
     if not rows:
         has = [f"{file} has {', '.join(run) or 'nothing'}" for file, run in zip(files, runs)]
         raise ValueError("no number is in all of the files:\n" + "\n".join(has))
-    names, keys = (max(map(len, column)) + 2 for column in [*zip(*rows)][:2])
+    names = 2 + max(len(system) for system, _, _ in rows)
+    keys = 2 + max(len(key) for _, key, _ in rows)
     head = f"{'mean':>{names + keys + 9}} ± 95 % interval of the mean over {len(files)} files, by Student's t"
     return "\n".join([head, *(f"{system:<{names}}{key:<{keys}}{told}" for system, key, told in rows)])
 

@@ -433,11 +433,11 @@ def test_central_by_hand():
 
 def test_a_poll_asks_all_and_puts_the_chosen_response_last(pool):
     problem = Problem("", "What is 7 * 8?", "56", "arithmetic")
-    trace = poll(problem, pool, [0, 1, 2], None, lambda problem, responses: 0)
+    trace = poll(problem, pool, [0, 1, 2], "test", lambda problem, responses: 0)
     assert trace.answer == "56" and trace.calls == 3 and trace.workers == ["translator", "librarian", "calculator"] and not trace.error
     assert all(len(r.text) > 10 for r in trace.replies[:2]) and trace.tokens > 10
     down = Worker("openai", "http://127.0.0.1:9/v1", "m", name="gone", attempts=1)
-    lost = poll(problem, [pool[0], down], [0, 1], "", lambda problem, responses: 1 / 0)
+    lost = poll(problem, [pool[0], down], [0, 1], "test", lambda problem, responses: 1 / 0)
     assert lost.error.startswith("gone: ") and lost.answer == "" and lost.calls == 1  # what was paid for is counted
 
 
