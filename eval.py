@@ -131,32 +131,6 @@ def tagged(response: str) -> str:
 # -----------------------------------------------------------------------------------------------------------
 # Systems (§4, App. A.3)
 
-SYSTEMS = {  # what --systems may name, and what each does
-    # a Conductor: that of --checkpoint, or NAME:DIR for another
-    "conductor": "asked as in its training",
-    "no-few-shot": "asked without examples (Table 10)",
-    "fine-grained": "offered step numbers in access lists (Table 9)",
-    "no-subtasks": "asked for no subtasks (App. B.7)",
-    "shuffled": "every worker has another's number",
-    # a worker: each of the pool, or NAME:WORKER for one
-    "workers": "one call, the bare question",
-    "context": "one call with five times the tokens",
-    "consensus": "five calls, and the answer that most agree with",
-    "reflect": "five turns of self-reflection",
-    "one-worker": "the Conductor's workflows, but this worker does every step",
-    "seat": "in the Conductor's seat, with ten tries at the format (Table 11); these are not in its cost",
-    # the pool
-    "best-single": "the best of workers, in hindsight",
-    "random": "a random workflow",
-    "moa": "Mixture of Agents: all propose, a random one aggregates",
-    "smoothie": "all answer, and the response most like the others is taken",
-    # the pool, by what is learned on train problems
-    "router": "a classifier of questions asks one worker",
-    "masrouter": "a controller picks a mode of collaboration, its size and its workers",
-    "trinity": "an evolved head picks, turn by turn, a worker and its role",
-}
-
-
 def alone(problem: Problem, pool: list, k: int, name: str = "", **overrides) -> Trace:
     """Worker k asked without a Conductor: one turn, the bare question. name: as in workflow.Task."""
     trace = Trace(problem.question, Workflow([Step(k, problem.question, [])]), [pool[k].name], [None])
@@ -166,22 +140,6 @@ def alone(problem: Problem, pool: list, k: int, name: str = "", **overrides) -> 
     except WorkerError as e:
         trace.error = str(e)
     return trace
-
-
-def moa(problem: Problem, pool: list, k: int, name: str) -> Trace:
-    """A Mixture of Agents of one layer: every worker proposes, and a random one aggregates."""
-    steps = [Step(i, SOLVE_IT, []) for i in range(len(pool))]
-    aggregator = random.Random(name).randrange(len(pool))
-    steps.append(Step(aggregator, AGGREGATE, list(range(len(pool)))))
-    return execute(Workflow(steps), problem.question, pool, name=name)
-
-
-def run_system(system, problems: list[Problem], pool: list, k: int, name: str) -> list[Trace]:
-    """The trace of every problem, 64 at a time, of a system(problem, pool, k, name) such as those above. k:
-    the worker who plays, where one does. Ctrl-C does not wait for its threads, which are daemons."""
-    with ThreadPool(64) as threads:
-        traces = threads.imap(lambda p: system(p, pool, k, f"{name}/{p.id}"), problems)
-        return list(tqdm(traces, name, total=len(problems), disable=None, leave=False))
 
 
 def run_conductor(conductor, problems: list[Problem], pools: list[list], name: str, rounds: int = 0,
@@ -197,21 +155,21 @@ def run_conductor(conductor, problems: list[Problem], pools: list[list], name: s
 
 
 def grades(problems: list[Problem], traces: list[Trace | None]) -> list[bool | None]:
-    """Whether each trace is right; None where its workers were lost. A trace is graded once, however many
-    tables ask."""
-    def graded(p, t):
+    """Whether each trace is right; None if a call of it was lost. A trace is graded once, however many tables
+    ask."""
+    def is_right(p, t):
         if t is None:
             return False
         if t.right is None and not t.error:
             t.right = grade(p, t.answer)
         return t.right
 
-    with ThreadPool(os.cpu_count()) as threads:  # as programs take minutes to grade
-        return threads.starmap(graded, zip(problems, traces), chunksize=1)
+    with ThreadPool(os.cpu_count()) as threads:  # A program can take minutes to grade.
+        return threads.starmap(is_right, zip(problems, traces), chunksize=1)
 
 
 def accuracies(problems: list[Problem], traces: list[Trace | None]) -> dict[str, float]:
-    """Share of right answers, over all and by kind, of the problems whose workers were not lost."""
+    """Share of right answers, over all and by kind, without the problems of which a call was lost."""
     found = {}
     for p, right in zip(problems, grades(problems, traces)):
         if right is not None:
@@ -221,10 +179,10 @@ def accuracies(problems: list[Problem], traces: list[Trace | None]) -> dict[str,
 
 
 def measure(problems: list[Problem], repeats: list[list[Trace | None]]) -> dict:
-    """What a system's traces [repeat][problem] come to: accuracy in %, over repeats; and means a question of
-    calls, steps of the last round, tokens, cents (None: unknown) and accuracy divided by cents
-    ("cost-adjusted performance", Tables 5 and 6). Questions whose workers were lost are in none of them, and
-    counted. What it took to write the workflows, which a worker in the seat is paid for, is not in them."""
+    """What a system's traces [repeat][problem] come to: accuracy in %, with its spread over repeats; per
+    question the mean calls, steps of the last round, tokens and cents (None: unknown); accuracy divided by
+    cents ("cost-adjusted performance", Tables 5 and 6). Questions of which a call was lost are in none of
+    these, but counted. What it took to write the workflows, for which some are paid, is not in them."""
     shares = [accuracies(problems, traces) for traces in repeats]
     values = [100 * share["all"] for share in shares if share]
     everything = list(itertools.chain(*repeats))
@@ -246,33 +204,6 @@ def measure(problems: list[Problem], repeats: list[list[Trace | None]]) -> dict:
     for kind in dict.fromkeys(p.kind for p in problems):
         row["by kind"][kind] = mean([100 * share[kind] for share in shares if kind in share])
     return row
-
-
-def evaluate(s, pool: list):
-    """Measure every wanted system on every benchmark, and print the tables. s: Settings, at the end."""
-    wanted = check(s, [worker.name for worker in pool])
-    tests = load_tests(s, wanted)
-    numbers = {}
-    for data, problems in tests.items():
-        rng = random.Random(0)
-        pools = [draw_pool(p, pool, s.subset, rng) if s.subset else pool for p in problems]
-        runs = {}  # traces [repeat][problem] under the names that tables show
-        for name, who in wanted:
-            if name == "best-single":
-                runs |= best_single(problems, runs, pool)
-            else:
-                runs |= play(s, data, problems, pools, name, who)
-        beside = in_the_paper(data)
-        if data in LAPTOP and (s.pool or "local") in LOCAL:
-            best = statistics.fmean(map(best_chance, problems, pools))
-            beside = {"best workflows": {"accuracy": 100 * best}}
-        rows = report(data, problems, runs, beside)
-        numbers |= {f"{data}, {name}": row for name, row in {**rows, **beside}.items()}
-        if s.out:  # here and at the end
-            write_json(s.out, numbers)
-    numbers |= average_of_four(numbers, rows)
-    if s.out:
-        write_json(s.out, numbers)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -1888,6 +1819,14 @@ def context(problem: Problem, pool: list, k: int, name: str) -> Trace:
     return alone(problem, pool, k, name, **longer)
 
 
+def moa(problem: Problem, pool: list, k: int, name: str) -> Trace:
+    """A Mixture of Agents of one layer: every worker proposes, and a random one aggregates."""
+    steps = [Step(i, SOLVE_IT, []) for i in range(len(pool))]
+    aggregator = random.Random(name).randrange(len(pool))
+    steps.append(Step(aggregator, AGGREGATE, list(range(len(pool)))))
+    return execute(Workflow(steps), problem.question, pool, name=name)
+
+
 def reflect(problem: Problem, pool: list, k: int, name: str) -> Trace:
     steps = [Step(k, SOLVE_IT, [])]
     steps += [Step(k, REFLECT, list(range(i))) for i in range(1, 5)]
@@ -1954,6 +1893,14 @@ def central(problem: Problem, responses: list[str]) -> int:
 
     likeness = [sum(shared(a, b) for b in words) for a in words]
     return likeness.index(max(likeness))
+
+
+def run_system(system, problems: list[Problem], pool: list, k: int, name: str) -> list[Trace]:
+    """The trace of every problem, 64 at a time, of a system(problem, pool, k, name) such as those above. k:
+    the worker who plays, where one does. Ctrl-C does not wait for its threads, which are daemons."""
+    with ThreadPool(64) as threads:
+        traces = threads.imap(lambda p: system(p, pool, k, f"{name}/{p.id}"), problems)
+        return list(tqdm(traces, name, total=len(problems), disable=None, leave=False))
 
 
 def everyone_alone(pool: list, problems: list[Problem], name: str) -> list[list[Trace]]:
@@ -2184,21 +2131,35 @@ def evolve(fitness, n: int, size: int, generations: int, seed: int) -> np.ndarra
 # -----------------------------------------------------------------------------------------------------------
 # What plays a system
 
-BY_WORKER = {"workers": alone, "context": context, "consensus": consensus, "reflect": reflect}
-BY_POOL = {"random": at_random, "moa": moa, "smoothie": smoothie}
-LEARNED = {  # how it is trained, and what it does then
-    "router": (train_router, router),
-    "masrouter": (train_masrouter, masrouter),
-    "trinity": (train_trinity, trinity),
-}
-CONDUCTORS = {  # how a Conductor is asked otherwise than it was in training
+CONDUCTORS = {  # that of --checkpoint, or NAME:DIR, asked as in its training but for this
     "conductor": {},
-    "no-few-shot": {"style": "zero-shot"},
-    "fine-grained": {"style": "fine-grained"},
-    "no-subtasks": {"subtasks": False},
-    "shuffled": {},
+    "no-few-shot": {"style": "zero-shot"},  # Table 10
+    "fine-grained": {"style": "fine-grained"},  # offered step numbers in access lists (Table 9)
+    "no-subtasks": {"subtasks": False},  # App. B.7
+    "shuffled": {},  # every worker has another's number
 }
-SEATS = [*BY_WORKER, "one-worker", "seat"]  # which a worker plays
+BY_WORKER = {  # each worker of the pool plays, or the one of NAME:WORKER
+    "workers": alone,  # one call, the bare question
+    "context": context,  # one call with five times the tokens
+    "consensus": consensus,  # five calls, and the answer that most agree with
+    "reflect": reflect,  # five turns of self-reflection
+}
+SEATS = [
+    *BY_WORKER,
+    "one-worker",  # the Conductor's workflows, but this worker does every step
+    "seat",  # as the Conductor, with ten tries at the format (Table 11), which are not in its cost
+]
+BY_POOL = {
+    "random": at_random,  # a random workflow
+    "moa": moa,  # Mixture of Agents: all propose, a random one aggregates
+    "smoothie": smoothie,  # all answer, and the response most like the others is taken
+}
+LEARNED = {  # how it is trained on train problems, and what it does then
+    "router": (train_router, router),  # a classifier of questions asks one worker
+    "masrouter": (train_masrouter, masrouter),  # picks a mode of collaboration, its size and its workers
+    "trinity": (train_trinity, trinity),  # picks, turn by turn, a worker and its role
+}
+SYSTEMS = [*CONDUCTORS, *SEATS, *BY_POOL, "best-single", *LEARNED]  # best-single: of workers, in hindsight
 cached_conductor = functools.lru_cache(2)(load_conductor)
 
 
@@ -2209,7 +2170,8 @@ def learned_system(s, data: str, name: str, pool: list):
     known_by = [f"--seed={s.seed}", f"--trinity={s.trinity}", *(f"{w.name} ({w.model})" for w in pool)]
     if s.out and os.path.exists(file):
         with np.load(file) as found:
-            weights, was = found["weights"], list(found["known_by"])
+            weights = found["weights"]
+            was = list(found["known_by"])
         if was != known_by:
             raise ValueError(f"{file} is of other settings ({', '.join(was)}): remove it, or change --out")
     else:
@@ -2954,6 +2916,33 @@ def load_tests(s: Settings, wanted: list[tuple[str, str]]) -> dict[str, list[Pro
         for lack in sandbox_lacks():
             print(f"the sandbox holds only in part here: {lack}")
     return tests
+
+
+def evaluate(s, pool: list):
+    """Measure every wanted system on every benchmark, and print the tables. s: Settings, at the end."""
+    wanted = check(s, [worker.name for worker in pool])
+    tests = load_tests(s, wanted)
+    numbers = {}
+    for data, problems in tests.items():
+        rng = random.Random(0)
+        pools = [draw_pool(p, pool, s.subset, rng) if s.subset else pool for p in problems]
+        runs = {}  # traces [repeat][problem] under the names that tables show
+        for name, who in wanted:
+            if name == "best-single":
+                runs |= best_single(problems, runs, pool)
+            else:
+                runs |= play(s, data, problems, pools, name, who)
+        beside = in_the_paper(data)
+        if data in LAPTOP and (s.pool or "local") in LOCAL:
+            best = statistics.fmean(map(best_chance, problems, pools))
+            beside = {"best workflows": {"accuracy": 100 * best}}
+        rows = report(data, problems, runs, beside)
+        numbers |= {f"{data}, {name}": row for name, row in {**rows, **beside}.items()}
+        if s.out:  # here and at the end
+            write_json(s.out, numbers)
+    numbers |= average_of_four(numbers, rows)
+    if s.out:
+        write_json(s.out, numbers)
 
 
 def main(argv):

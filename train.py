@@ -273,7 +273,7 @@ def train(s: Settings, device: str):
         save_or_leave(run, s, iteration + 1, groups, steps, reasons)
 
     finish(run, s, reasons)
-    print0(f"{time.perf_counter() - began:.0f} s from start to end. Next: python workflow.py {try_it(run, s)}")
+    print0(f"{time.perf_counter() - began:.0f} s from start to end. Next: {try_it(run, s)}")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -346,8 +346,8 @@ def answer(sampler: Qwen, tokenizer, problems, pool, s: Settings) -> list[Trace 
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = problems[rank::world]
     conductor = sampled(sampler, tokenizer, prompting(s), 0.0)
-    traces = evaluation.run_conductor(conductor, mine, [pool] * len(mine), "test", int(s.recursion), prompting(s),
-                                      edit=ablation(s))
+    traces = evaluation.run_conductor(conductor, mine, [pool] * len(mine), "test", int(s.recursion),
+                                      prompting(s), edit=ablation(s))
     shares = all_gather([traces])
     return [shares[i % world][i // world] for i in range(len(problems))]
 
@@ -360,7 +360,7 @@ def accuracy_now(run: Run, s: Settings) -> float | None:
 
 
 def save_or_leave(run: Run, s: Settings, done: int, groups, steps, reasons: list[str]):
-    """After `done` iterations: a checkpoint if one is due, and the end of the run if any rank has a reason."""
+    """After `done` iterations: a checkpoint if one is due, and the end if any rank has a reason for it."""
     for step in steps:
         run.skipped = run.skipped + 1 if step["skipped"] else 0
         if run.skipped == 3:
@@ -398,9 +398,10 @@ def finish(run: Run, s: Settings, reasons: list[str]):
 
 
 def try_it(run: Run, s: Settings) -> str:
-    """The words with which workflow.py asks this Conductor a question."""
+    """The command that asks this Conductor a question."""
     question = min((problem.question for problem in run.test), key=len)
-    return shlex.join([question, f"--checkpoint={s.out}/checkpoint", f"--pool={s.pool}"])
+    words = shlex.join([question, f"--checkpoint={s.out}/checkpoint", f"--pool={s.pool}"])
+    return f"python workflow.py {words}"
 
 
 def prompting(s: Settings) -> Prompting:

@@ -40,7 +40,7 @@ class WorkerError(Exception):
     """Transport or provider failed for good; never a wrong answer. The text names the worker, and no key.
 
     bad_request: the request is at fault. For one attempt: retry: another may succeed; busy: the provider has
-    too much to do, which is no failure; wait: the seconds that it asks for; billed: it may have cost money."""
+    too much to do, which is no failure; wait: the seconds it asks for; billed: it may have cost money."""
 
     def __init__(self, text: str, bad_request=False, retry=False, busy=False, wait=0.0, billed=True):
         super().__init__(text)
