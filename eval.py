@@ -1926,10 +1926,9 @@ def best_single(problems: list[Problem], runs: dict[str, list], pool: list) -> d
 
 def trigrams(question: str) -> torch.Tensor:
     """How often each trigram stands in a question, hashed: (4096)."""
-    counts = torch.zeros(4096)
-    for i in range(len(question) - 2):
-        trigram = question[i:i + 3].casefold()
-        counts[zlib.crc32(trigram.encode()) % 4096] += 1
+    found = [question[i:i + 3].casefold() for i in range(len(question) - 2)]
+    places = torch.tensor([zlib.crc32(trigram.encode()) % 4096 for trigram in found], dtype=torch.int64)
+    counts = places.bincount(minlength=4096).float()
     return counts / counts.norm().clamp(min=1)
 
 
