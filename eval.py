@@ -1885,13 +1885,9 @@ def same_meaning(problem: Problem, answer: str, other: str) -> bool:
 
 def central(problem: Problem, responses: list[str]) -> int:
     """Where the response stands that is most like the others: Smoothie (arXiv 2412.04692) judges likeness by
-    sentence embeddings and over neighbouring questions too, this by the words that two responses share."""
+    sentence embeddings and over neighbouring questions too, this by the share of words in common."""
     words = [set(re.findall(r"\w+", response.casefold())) for response in responses]
-
-    def shared(a, b):
-        return len(a & b) / max(len(a | b), 1)
-
-    likeness = [sum(shared(a, b) for b in words) for a in words]
+    likeness = [sum(len(a & b) / max(len(a | b), 1) for b in words) for a in words]
     return likeness.index(max(likeness))
 
 
