@@ -71,7 +71,7 @@ class Problem:
     question: str
     answer: str
     kind: str  # what tables group by
-    grader: str = "exact"  # a key of ASK
+    grader: str = "exact"  # see `grade`
     level: int = 0  # the larger, the harder; 0: unknown
     extra: dict = field(default_factory=dict)  # what its grader needs besides: EXTRA
 
@@ -79,8 +79,9 @@ class Problem:
 def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
     """At most `limit` problems of LAPTOP, a benchmark in SOURCES, a mix in MIXES or a JSONL file (see
     read_problems); split is "train" or "test". Their order is random but fixed, with the kinds taking turns;
-    but a JSONL file keeps its order and has one split. A mix is what `prepare` wrote, and is tested by its
-    parts' tests. OSError tells what was not fetched and how to bring it, ValueError what is wrong where."""
+    but a JSONL file keeps its order and has one split. A mix is for training what `prepare` wrote, for
+    testing its parts' tests. OSError tells what was not fetched and how to bring it, ValueError what is
+    wrong where."""
     if not has_split(name, split):
         known = [*LAPTOP, *MIXES, *(f"{n} ({s})" for n, s in SOURCES), "files *.jsonl"]
         raise ValueError(f"no problems {name!r}, split {split!r}: there are {', '.join(known)}")

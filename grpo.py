@@ -68,10 +68,10 @@ def pack(groups, device):
         targets            7   8  9      (N)  the tokens whose log-probabilities are wanted
         predictors         1   1  3      (N)  the places in the row whose output predicts them
 
-    Returns these as tensors, and for each group (tokens S, prompt tokens P, completions n, places, real),
-    the last two as `pad` has them."""
+    Returns these as tensors, the tokens S of each group, and for attention in each group (prompt tokens P,
+    completions n, places, real), the last two as `pad` has them."""
     ids, positions, targets, predictors = [], [], [], []
-    shapes, tables = [], []
+    sizes, shapes, tables = [], [], []
     for prompt, completions in groups:
         begin, P = len(ids), len(prompt)
         ids += prompt
@@ -81,12 +81,13 @@ def pack(groups, device):
             positions += range(P, P + len(completion))
             targets += completion
             ids += completion
-        shapes.append((len(ids) - begin, P, len(completions)))
+        sizes.append(len(ids) - begin)
+        shapes.append((P, len(completions)))
         tables += pad(P, completions)
     ids, positions, targets, predictors, *tables = in_one_copy(
         [ids, positions, targets, predictors, *tables], device)
     layout = [(*shape, places, real) for shape, places, real in zip(shapes, tables[::2], tables[1::2])]
-    return ids, positions, targets, predictors, layout
+    return ids, positions, targets, predictors, sizes, layout
 
 
 def pad(P: int, completions):
@@ -131,8 +132,7 @@ def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference:
     policy. GRPO estimates the KL from the sampled token, with the same gradient on average, but a huge one
     for a token that the policy has all but given up."""
     device = model.device
-    ids, positions, targets, predictors, layout = pack(groups, device)
-    sizes = [S for S, *_ in layout]
+    ids, positions, targets, predictors, sizes, layout = pack(groups, device)
 
     def attend(layer, q, k, v):  # q (1, H, T, D), k and v (1, Hkv, T, D)
         dtype = q.dtype
@@ -140,7 +140,7 @@ def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference:
         if device.type == "cpu":  # the fused kernel's backward pass in bf16 is slow there
             q, k, v = q.float(), k.float(), v.float()
         for *qkv, group in zip(q.split(sizes, 2), k.split(sizes, 2), v.split(sizes, 2), layout):
-            y.append(attend_group(layer, *qkv, *group[1:]))
+            y.append(attend_group(layer, *qkv, *group))
         return torch.cat(y, 2).to(dtype)
 
     ref_hidden = None
@@ -212,7 +212,7 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
             share += [1 / (divisor or n_rollouts * n)] * n
         old, advantage, share = to_device(np.array([old, advantage, share], dtype=np.float32), device)  # (N)
         new, kl = packed_logprobs(model, by_prompt(batch), temperature, n_ids, reference if beta else None)
-        new = torch.cat(new)[:len(old)]  # an empty batch only keeps step: it has no tokens
+        new = torch.cat(new)[:len(old)]  # without the one token that stands for an empty batch
         kl = kl[:len(old)]
         objective = ((surrogate(new, old, advantage, clip, clip_high) - beta * kl) * share).sum()
         (-objective * world).backward()  # FSDP averages gradients over ranks

@@ -23,7 +23,7 @@ from model import Qwen, Tokenizer, causal, compute_dtype, configure, matmul_fp32
 CHECK = 8  # decode steps between looks at who has finished; a bucket is a multiple of them
 PREFILL_TOKENS = 8192  # prompt tokens that are computed at once
 # A change of shapes costs a capture on CUDA. On a CPU it is cheap, and many of them save computing.
-BUCKET = {"cuda": 128, "cpu": 32}  # tokens after which finished rollouts are dropped and shapes change
+BUCKET = {"cuda": 128, "cpu": 32}  # tokens after which finished rollouts are dropped, and T grows
 PAD = {"cuda": 64, "cpu": 1}  # prompts are padded to a multiple of this, which tensor cores like
 GRAPH = {"cuda": True, "cpu": False}  # whether a decode step is captured as a CUDA graph
 
@@ -107,10 +107,10 @@ class Grid:
         self.T = min(BUCKET[device.type], room)
         self.D = config.head_dim
         heads = config.num_key_value_heads
-        how = dict(dtype=torch.float32 if device.type == "cpu" else model.lm_head.weight.dtype, device=device)
+        kv = dict(dtype=torch.float32 if device.type == "cpu" else model.lm_head.weight.dtype, device=device)
         layers = range(config.num_hidden_layers)
-        self.prompt_kv = [torch.zeros(2, self.Q, heads, self.P, self.D, **how) for _ in layers]
-        self.own_kv = [torch.zeros(2, N, heads, room, self.D, **how) for _ in layers]
+        self.prompt_kv = [torch.zeros(2, self.Q, heads, self.P, self.D, **kv) for _ in layers]
+        self.own_kv = [torch.zeros(2, N, heads, room, self.D, **kv) for _ in layers]
         # What is added to scores: -inf where a prompt is padded, and for own tokens that are yet to come.
         self.prompt_length = torch.tensor([len(p) for p in prompts], device=device)  # (Q)
         self.mask = torch.full((self.Q, self.P + room), -torch.inf, device=device)

@@ -67,7 +67,7 @@ class Settings:
     max_new_tokens: int = 96
     access: bool = True  # False: access lists are forced empty
     # the two extensions (§3.2)
-    subset: int = 0  # each question may use some of the workers, drawn by chance, this many or more; 0: all
+    subset: int = 0  # the fewest workers that a question may use, drawn by chance; 0: it may use all
     recursion: bool = False  # half of the questions get a second round; first rounds then count a quarter
     # the reward (§3.1)
     no_workflow: float = 0.0
@@ -173,7 +173,7 @@ def second_rounds(s: Settings, groups: list[list[Rollout]], iteration: int) -> l
     tasks = []
     for i, group in enumerate(groups):
         answered = [r for r in group if r.trace and r.right is not None]
-        if (i // 2 + iteration) % 2 == 0 and answered:  # By twos: neighbours differ in kind.
+        if (i // 2 + iteration) % 2 == 0 and answered:  # By twos, as two kinds may take turns.
             shown = random.Random(f"{s.seed} {iteration} {i}").choice(answered)
             tasks.append(replace(shown.task, previous=shown.trace))
     return tasks
@@ -198,10 +198,10 @@ def roll_out_on_all_ranks(sampler, tokenizer, tasks: list[Task], s: Settings, se
                             on_finish=lambda _: bar.update())
     for rollout in itertools.chain(*mine):
         rollout.task = None  # it holds connections, which cannot be sent
-    groups = [[] for _ in tasks]
-    for part in all_gather([mine]):
-        for task, group, rollouts in zip(tasks, groups, part):
-            group += [replace(rollout, task=task) for rollout in rollouts]
+    groups = [[*itertools.chain(*parts)] for parts in zip(*all_gather([mine]))]  # of all ranks
+    for task, group in zip(tasks, groups):
+        for rollout in group:
+            rollout.task = task
     clock.lap("workers")
     return groups
 

@@ -39,8 +39,9 @@ from requests.packages import urllib3  # which requests is made of
 class WorkerError(Exception):
     """Transport or provider failed for good; never a wrong answer. The text names the worker, and no key.
 
-    bad_request: the request is at fault. For one attempt: retry: another may succeed; busy: the provider has
-    too much to do, which is no failure; wait: the seconds it asks for; billed: it may have cost money."""
+    bad_request: the request is at fault. Of one attempt only: retry, whether another may succeed; busy,
+    whether the provider is, which is no failure; wait, the seconds that it asks for; billed, whether it may
+    have cost money."""
 
     def __init__(self, text: str, bad_request=False, retry=False, busy=False, wait=0.0, billed=True):
         super().__init__(text)
@@ -130,7 +131,7 @@ def call(worker: Worker, messages: list[dict], params: dict, on_text) -> Reply:
     with worker.slots:
         begun = time.monotonic()
         failures = 0
-        for attempts in count(1):
+        for number in count(1):
             begun += take_turn(worker, request.most)  # as if it began after this wait
             seconds = max(0.001, min(worker.timeout, begun + worker.deadline - time.monotonic()))
             try:
@@ -138,11 +139,11 @@ def call(worker: Worker, messages: list[dict], params: dict, on_text) -> Reply:
                 break
             except WorkerError as fault:
                 failures += not fault.busy
-                pause = min(BACKOFF * 2 ** min(attempts - 1, 9), BACKOFF_MAX)
+                pause = min(BACKOFF * 2 ** min(number - 1, 9), BACKOFF_MAX)
                 wait = fault.wait + jitter.uniform(pause / 2, pause)  # Not all shall return at once.
                 late = time.monotonic() + wait + worker.usual > begun + worker.deadline
-                if not fault.retry or late or attempts == worker.attempts or failures == FAILURES:
-                    took = f"attempt {attempts}, after {time.monotonic() - begun:.1f} s"
+                if not fault.retry or late or number == worker.attempts or failures == FAILURES:
+                    took = f"attempt {number}, after {time.monotonic() - begun:.1f} s"
                     text = redact(str(fault), request.key)
                     raise WorkerError(f"{text} ({took})", fault.bad_request) from None
             time.sleep(wait)

@@ -124,16 +124,16 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
 
     allow_empty: empty lists are a workflow of no steps (§3.2: keep the answer). subtasks=False: there are
     two lists, and every subtask is to solve the question. Linear in the text's length."""
-    names = ["model_id", "subtasks", "access_list"] if subtasks else ["model_id", "access_list"]
+    order = ["model_id", "subtasks", "access_list"] if subtasks else ["model_id", "access_list"]
     workflow = None
     error = "model_id: the list is missing"
-    latest = []  # the newest lists, as (name, value), as many as there are names
-    for list_name, value in lists_in(text):
-        if list_name not in names:
+    window = []  # the newest lists, as (name, value), at most as many as `order` has
+    for name, value in lists_in(text):
+        if name not in order:
             continue
-        latest = [*latest, (list_name, value)][-len(names):]
+        window = [*window, (name, value)][-len(order):]
         try:
-            rows = checked_rows(dict(latest), names, n_workers, max_steps, allow_empty)
+            rows = checked_rows(dict(window), order, n_workers, max_steps, allow_empty)
         except WorkflowError as e:
             error = str(e)  # Only the text: the exception holds its frames, and they the sampler's weights.
             continue
@@ -142,10 +142,10 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
             sees_all = "all" in access
             indices = [*range(i)] if sees_all else sorted(set(access))  # "all": the indices of all before
             workflow.steps.append(Step(worker, subtask, indices, sees_all))
-        # In the order asked for they are one workflow, and what follows belongs to the next. In another order
-        # the first of them may be a draft, which its name's next list replaces.
-        if [list_name for list_name, _ in latest] == names:
-            latest = []
+        # In this order they are complete, and the next workflow begins with an empty window. In another one
+        # the oldest may be a draft: the window slides on, and a later list replaces it.
+        if [name for name, _ in window] == order:
+            window = []
     if workflow is None:
         raise WorkflowError(error)
     return workflow
@@ -232,12 +232,11 @@ def worker_chat(question: str, turns: list[tuple[str, str]], subtask: str) -> li
 
 def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: False,
            then=lambda trace: trace) -> Future:
-    """Start a workflow. The future's result is then(trace). A WorkerError goes into Trace.error, and any
-    other exception comes out of the future.
+    """Start a workflow. The future's result is then(trace), or any exception but a WorkerError.
 
-    A step starts when those it reads have ended. A WorkerError, stopped() or task.hung_up() set Trace.error:
-    no further step starts, and the trace is done when the running ones are, so that no cost is lost.
-    number: the rollout's; with task.name it names this run in the pool's replay file."""
+    A step waits in its thread for those that it reads; they began before it. A WorkerError, stopped() or
+    task.hung_up() set Trace.error: no further step starts, and the trace is done when the running ones are,
+    so that no cost is lost. number: the rollout's; with task.name it names this run in the replay file."""
     steps, previous = workflow.steps, task.previous
     if not steps and previous is None:
         raise ValueError("a workflow without steps keeps the previous answer, but there is none")
@@ -246,7 +245,7 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
     run = f"{task.name}/{number}/{len(trace.rounds()) - 1}" if task.name else ""
     earlier = []
     if previous:  # A step with "all" also sees that round's answer, as the reply to the subtask that gave it.
-        answered = [trace for trace in previous.rounds() if trace.replies][-1]
+        answered = [turn for turn in previous.rounds() if turn.replies][-1]
         earlier = [(answered.workflow.steps[-1].subtask, previous.answer)]
     begun = time.monotonic()
     futures = []  # of the steps
@@ -297,7 +296,7 @@ class Rollout:
     completion: Completion | None = None  # the same in tokens
     trace: "Trace | None" = None  # None: what was written is no workflow
     invalid: str = ""  # and why it is none
-    right: bool | None = False  # set by roll_out; None: a call was lost, or there is no grader
+    right: bool | None = False  # set by roll_out. False without a trace; None: a call was lost, or no grader
     reward: float | None = None  # set in train.py (§3.1); None: a call was lost
     advantage: float = 0.0  # set in grpo.py (Eq. 2)
     weights: list[float] | None = None  # of the tokens, for the gap between sampler and trainer (grpo.py)
@@ -369,7 +368,7 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
         if edit:
             workflow = edit(workflow)
         future = submit(workflow, task, first + j, failed.is_set, partial(complete, rollout))
-        future.add_done_callback(lambda future: future.exception() and bugs.append(future))
+        future.add_done_callback(lambda ended: ended.exception() and bugs.append(ended))
         running.append(future)
 
     def complete(rollout, trace):
