@@ -58,7 +58,7 @@ from tqdm import tqdm
 
 from model import checkpoint_file, configure, read_json, write_json
 from workers import (ARITHMETIC, FACTS, LIMITS, LOCAL, ORDERS, SKILL, SPANISH, SPELLING, WorkerError,
-                     load_pool)
+                     load_pool, silent, unset)
 from workflow import (SOLVE_IT, Prompting, Step, Task, Trace, Workflow, conduct, execute, load_conductor,
                       sampled, seated, shape, subset)
 # -----------------------------------------------------------------------------------------------------------
@@ -2520,6 +2520,9 @@ def checked(row: dict) -> Problem:
 
     wrong = [key for key in ("id", "question", "answer", "kind") if not isinstance(row.get(key), str)]
     must(not wrong, f"{', '.join(wrong)} missing or not a string")
+    near = difflib.get_close_matches(row["kind"], ASK, n=1, cutoff=0.75)
+    known = row["kind"] in ASK or "grader" in row
+    must(known or not near, f'kind {row["kind"]!r}: did you mean {near}? Else say "grader": "exact"')
     (row["question"] + row["answer"]).encode()  # JSON can spell half an emoji, which nobody could read.
     problem = Problem(**{"grader": row["kind"] if row["kind"] in ASK else "exact", **row})
     grader = problem.grader
@@ -2527,7 +2530,8 @@ def checked(row: dict) -> Problem:
     must(grader in list(ASK), f"no grader {grader!r}, there are {', '.join(ASK)}")
     must(isinstance(extra, dict), "extra is not an object")
     lacks = [key for key in EXTRA.get(grader, []) if key not in extra]
-    must(not lacks, f"the grader {grader} needs {', '.join(lacks)} in extra")
+    needed = ", ".join(f'"{key}": …' for key in lacks)
+    must(not lacks, f'the grader {grader} needs "extra": {{{needed}}}')
     if grader == "letter":
         choices = extra["choices"]
         must(texts(choices) and 2 <= len(choices) <= len(LETTERS), f"choices are 2 to {len(LETTERS)} texts")
@@ -2918,6 +2922,9 @@ def evaluate(s, pool: list):
     """Measure every wanted system on every benchmark, and print the tables. s: Settings, at the end."""
     wanted = check(s, [worker.name for worker in pool])
     tests = load_tests(s, wanted)
+    lacks = [] if s.replay else silent(pool)  # A replay may need nobody.
+    if lacks:
+        raise ValueError(f"--pool={s.pool} lacks {', '.join(lacks)}")
     numbers = {}
     for data, problems in tests.items():
         rng = random.Random(0)
@@ -2956,9 +2963,7 @@ def main(argv):
             s.replay = s.replay or os.path.join(DATA, "replies")
         if s.pool or not preparing:
             pool = subset(load_pool(s.pool or "local", replay=s.replay, budget=s.budget), s.only)
-        lacks = [f"${w.api_key_env} for {w.name}" for w in pool if
-                 w.api_key_env and not os.environ.get(w.api_key_env)]
-        lacks += [f"{w.url} for {w.name}" for w in pool if w.url.startswith("$")]
+        lacks = [f"${name} for {w.name}" for w in pool for name in unset(w)]
         if lacks:
             raise ValueError(f"--pool={s.pool}: set {', '.join(lacks)} in the environment")
         if preparing:

@@ -43,7 +43,7 @@ from grpo import HEAD_LOGITS, LOSSES, n_written, packed_logprobs, set_advantages
 from model import Config, Qwen, Tokenizer, compute_dtype, configure, fetch
 from model import local_part, read_json, write_json, write_tensors
 from sample import PREFILL_TOKENS, Completion
-from workers import LOCAL, Reply, WorkerError, load_pool
+from workers import LOCAL, Reply, WorkerError, load_pool, silent, unset
 from workflow import READ_AT_ONCE, Prompting, Rollout, Task, Trace, Workflow, ask, parse, roll_out, sampled
 
 
@@ -864,7 +864,8 @@ def where_saved(s: Settings) -> str:
     """Where what was learned is, for a run that ends early."""
     link = os.path.join(s.out, "checkpoint")
     if not os.path.exists(link):
-        return "nothing had been saved"
+        earlier = [f"; the run before is in {folder}" for folder in earlier_runs(s.out)[-1:]]
+        return "".join(["nothing had been saved", *earlier])
     return f"the checkpoint is in {link}; the same command with --resume goes on"
 
 
@@ -885,11 +886,16 @@ def tidy(s: Settings):
             shutil.rmtree(folder)
 
 
+def earlier_runs(out: str) -> list[str]:
+    """What `make_room` has kept, the oldest first."""
+    names = (f"{out}.{i}" for i in itertools.count(1))
+    return [*itertools.takewhile(os.path.exists, names)]
+
+
 def make_room(s: Settings):
     """An earlier run in --out is kept, under the next free number."""
     if os.path.exists(os.path.join(s.out, "metrics.jsonl")):
-        names = (f"{s.out}.{i}" for i in itertools.count(1))
-        kept = next(name for name in names if not os.path.exists(name))
+        kept = f"{s.out}.{len(earlier_runs(s.out)) + 1}"
         os.rename(s.out, kept)
         tqdm.write(f"the earlier run in {s.out} is now {kept}")
     os.makedirs(os.path.join(s.out, "traces"), exist_ok=True)
@@ -897,9 +903,12 @@ def make_room(s: Settings):
 
 
 def rewind(s: Settings, iteration: int):
-    """Cut metrics.jsonl after so many iterations, and say which settings are new."""
+    """Cut metrics.jsonl after so many iterations, and say which settings are new. Those of the start, which
+    is over, stay as they were."""
     settings = os.path.join(s.out, "settings.json")
     old = read_json(settings)
+    for key in ("width", "layers", "init_from", "warm_steps", "warm_batch", "warm_lr", "warm_second"):
+        setattr(s, key, old.get(key, getattr(s, key)))
     changed = [f"{key} {old.get(key)} -> {value}" for key, value in asdict(s).items()
                if value != old.get(key) and key != "resume"]
     beside = f", with changed settings: {', '.join(changed)}" if changed else ""
@@ -1141,7 +1150,7 @@ def preflight(s: Settings, start: str):
         print0(text)
     lacks += [*filter(None, [lack]), *lacking(s, start, config, pool)]
     if s.dry_run or not lacks:  # as it costs money
-        lacks += lacking_replies(pool)
+        lacks += silent(pool)
     if lacks:
         lines = "\n  ".join(["the run lacks", *lacks])
         raise SystemExit(f"{lines}\nThe laptop world needs nothing: --preset=laptop")
@@ -1172,7 +1181,9 @@ def check_settings(s: Settings):
             raise ValueError(f"--{key}={getattr(s, key)}: there are {', '.join(filter(None, known))}")
     if s.width % 8:
         raise ValueError(f"--width={s.width}: expected a multiple of 8, for 4 heads of an even size")
-    if s.data.endswith(".jsonl") and not s.test_data:
+    if os.path.isfile(s.out):
+        raise ValueError(f"--out={s.out}: a file, where a folder is wanted")
+    if s.data.endswith(".jsonl") and os.path.exists(s.data) and not s.test_data:
         raise ValueError(f"--data={s.data} has no test split: name other problems with --test_data=FILE")
     if s.replay and os.path.abspath(s.replay).startswith(os.path.abspath(s.out) + os.sep):
         raise ValueError(f"--replay={s.replay}: a place outside of --out, please, which the next run moves")
@@ -1214,20 +1225,10 @@ def lacking(s: Settings, start: str, config: Config, pool):
         yield f"a sandbox ({e})"
 
     for worker in pool:
-        if worker.api_key_env and not os.environ.get(worker.api_key_env):
-            yield f"${worker.api_key_env} for {worker.name}"
+        for name in unset(worker):
+            yield f"${name} for {worker.name}"
     if s.report and not importlib.util.find_spec(s.report):
         yield f"{s.report} (pip install {s.report})"
-
-
-def lacking_replies(pool):
-    """Yield what is wrong with the workers whose keys are there: each is asked for a word."""
-    for worker in pool:
-        if not worker.api_key_env or os.environ.get(worker.api_key_env):
-            try:
-                worker.chat([{"role": "user", "content": "Say hello."}])
-            except WorkerError as e:
-                yield f"a worker ({e})"
 
 
 def settings_of(argv: list[str]) -> tuple[Settings, str]:
@@ -1253,7 +1254,11 @@ def settings_of(argv: list[str]) -> tuple[Settings, str]:
 
 
 def main(argv):
-    s, device = settings_of(argv)
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        s, device = settings_of(argv)
+    except SystemExit as e:  # Once is enough for what every rank finds.
+        raise SystemExit(e.code if rank == 0 else 1) from None
     alone = {}
     if "RANK" not in os.environ:  # which torchrun sets
         alone = dict(store=dist.HashStore(), rank=0, world_size=1)

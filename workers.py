@@ -29,6 +29,7 @@ import urllib.parse
 from dataclasses import asdict, dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
+from multiprocessing.pool import ThreadPool
 from typing import NamedTuple
 
 import requests
@@ -466,14 +467,34 @@ class Request(NamedTuple):
     most: float  # dollars that it can cost, where there is a budget
 
 
+def unset(worker: Worker) -> list[str]:
+    """The variables that a worker needs and the environment lacks."""
+    names = re.findall(r"^\$(\w+)", worker.url)
+    key = os.environ.get(worker.api_key_env or "", "").strip()
+    if worker.api_key_env and not re.fullmatch("[!-~]+", key):  # what a header can hold
+        names.append(worker.api_key_env)
+    return names
+
+
+def silent(pool: list[Worker]) -> list[str]:
+    """Who does not answer and why, of the workers whose variables are set. All are asked for a word at once,
+    and once more if that may help, so that a run with a worker who is down ends before it begins."""
+    def ask(worker):
+        try:
+            replace(worker, attempts=2).chat([{"role": "user", "content": "Say hello."}])
+        except WorkerError as e:
+            return f"a worker ({e})"
+
+    ready = [worker for worker in pool if not unset(worker)]
+    with ThreadPool(len(pool) or 1) as threads:
+        return [told for told in threads.map(ask, ready) if told]
+
+
 def build_request(worker, messages: list[dict], params: dict, stream: bool) -> Request:
     """WorkerError where the environment lacks something, or protocol or budget forbid a parameter."""
+    if unset(worker):
+        raise WorkerError(f"not set in the environment: {', '.join(unset(worker))}")
     key = os.environ.get(worker.api_key_env or "", "").strip()
-    unset = re.findall(r"^\$(\w+)", worker.url)
-    if worker.api_key_env and not re.fullmatch("[!-~]+", key):  # what a header can hold
-        unset.append(worker.api_key_env)
-    if unset:
-        raise WorkerError(f"not set in the environment: {', '.join(unset)}")
     path, headers, write, _ = PROTOCOLS[worker.protocol]
     body = write(worker.model, messages, wire_params(worker.protocol, worker.model, params))
     if stream and worker.protocol == "openai":
@@ -829,7 +850,8 @@ def received(session, request: Request, seconds: float):
                     raise WorkerError(f"the response is larger than {MAX_BODY >> 20} MiB")
                 yield piece
     except (urllib3.exceptions.HTTPError, OSError, ValueError) as e:  # all that it raises when they fail
-        text = f"the connection failed: {type(e).__name__}: {e}"
+        cause = getattr(e.args and e.args[0], "reason", None) or e  # of urllib3's, within that of requests
+        text = f"the connection failed: {type(e).__name__}: {cause}"
         if isinstance(e, requests.ConnectTimeout):
             raise WorkerError(text, retry=True, billed=False) from None
         took = time.monotonic() - begun
@@ -1090,9 +1112,9 @@ class Handler(BaseHTTPRequestHandler):
         """Answer without reading the body, and end the connection once the client can have read why."""
         self.close_connection = True
         self.fail(status, message)
-        self.connection.shutdown(socket.SHUT_WR)
-        self.connection.settimeout(1)
         with contextlib.suppress(OSError):  # What is left unread at the end would reset the connection.
+            self.connection.shutdown(socket.SHUT_WR)
+            self.connection.settimeout(1)
             while self.connection.recv(1 << 16):
                 pass
 
@@ -1174,7 +1196,8 @@ def main():
     if words == ["serve"]:
         return serve_specialists(settings.port)
     if words == ["print"]:
-        return print(json.dumps(read_pool(settings.pool), indent=2))
+        served = f"http://127.0.0.1:{settings.port}/v1"  # where `serve` has the local ones
+        return print(json.dumps(read_pool(settings.pool, served), indent=2))
     if words:
         sys.exit(f"unknown command {' '.join(words)}; there are serve, print, and none to ask the workers")
     failed = False

@@ -8,6 +8,7 @@ The Conductor writes three Python lists: who (`model_id`), what (`subtasks`), an
 see (`access_list`). `messages` asks for them, `parse` reads them, `submit` runs them, a `Trace` is what
 happened, and `roll_out` does all of it for many questions. All is counted from 0. Read grpo.py next."""
 import ast
+import difflib
 import itertools
 import json
 import os
@@ -27,7 +28,7 @@ import torch
 
 from model import Qwen, Tokenizer, compute_dtype, configure, fetch, read_json
 from sample import Completion, generate
-from workers import LIMITS, WISHES, Handler, Reply, Server, WorkerError, load_pool, loopback_server
+from workers import LIMITS, WISHES, Handler, Reply, Server, WorkerError, load_pool, loopback_server, unset
 
 
 class WorkflowError(ValueError):
@@ -948,8 +949,11 @@ class Settings:
 def main(argv):
     s = Settings()
     words = configure(s, argv)
-    if not words:
+    if not "".join(words).strip():
         raise SystemExit(__doc__)
+    near = difflib.get_close_matches(" ".join(words), ["serve", "show"], cutoff=0.7)
+    if near and words[0] not in near:
+        raise SystemExit(f"{words[0]!r} is no question; did you mean {near[0]}?")
     try:
         if words[0] == "show":
             if len(words) not in (2, 3) or not words[-1].isdecimal() and len(words) == 3:
@@ -959,6 +963,9 @@ def main(argv):
             raise SystemExit("usage: python workflow.py serve, with --rounds=0 or more, and no other words")
         everyone = load_pool(s.pool, budget=s.budget)
         pool = subset(everyone, s.only)
+        for worker in pool:
+            for name in unset(worker):
+                print(f"{worker.name} will not answer: ${name} is not set", file=sys.stderr)
         if s.conductor:
             seat = subset(everyone, s.conductor)
             if len(seat) > 1:
@@ -973,7 +980,8 @@ def main(argv):
         question = " ".join(words).encode(errors="replace").decode()  # The shell may pass what is no UTF-8.
         [rollout] = conduct(conductor, [Task(question, pool)], s.rounds, prompting)
         if rollout.trace is None:
-            raise SystemExit(f"the Conductor wrote no workflow, in the last of 3 tries: {rollout.invalid}")
+            raise SystemExit(f"the Conductor wrote no workflow, in the last of 3 tries: {rollout.invalid}\n"
+                             "It knows the workers of its training by their numbers: is --pool theirs?")
         print(view(rollout.trace))
         sys.exit(rollout.trace.error and "the workflow failed")
     except (OSError, ValueError, WorkerError) as e:

@@ -447,7 +447,7 @@ GOOD = {"question": "1+1?", "answer": "2", "kind": "sums"}
     *((json.dumps({k: v for k, v in GOOD.items() if k != key}), f"{key} missing or not a string") for key in GOOD),
     *((json.dumps({**GOOD, key: wrong}), f"{key} missing or not a string") for key in ("answer", "id", "kind") for wrong in (2, None)),
     ('{"answer": "2"}', "question, kind missing"), (json.dumps({**GOOD, "choises": []}), "choises"),
-    (json.dumps({**GOOD, "kind": "letter"}), "letter needs choices in extra"), (json.dumps({**GOOD, "grader": "code"}), "needs function, tests"),
+    (json.dumps({**GOOD, "kind": "letter"}), "letter needs .extra.: {.choices.: …}"), (json.dumps({**GOOD, "grader": "code"}), "needs .extra.: {.function.: …, .tests.: …}"),
     *((json.dumps({**GOOD, "kind": "letter", "answer": answer, "extra": {"choices": choices}}), told) for answer, choices, told in (
         ("B", [1, 2], "choices .* texts"), ("B", "xyz", "choices .* texts"), ("(b)", ["x", "y"], "'\\(b\\)' is none of the letters A to B"),
         ("C", ["x", "y"], "'C' is none"), ("L", ["x"] * 12, "choices .* texts"), ("AB", ["x", "y"], "'AB' is none"))),
@@ -455,6 +455,7 @@ GOOD = {"question": "1+1?", "answer": "2", "kind": "sums"}
         [], [["1"]], [[1, 2]], [{"input": "1", "output": "2"}], "12", 7)),
     (json.dumps({**GOOD, "kind": "letter", "extra": ["choices"]}), "extra is not an object"),
     (json.dumps({**GOOD, "question": "\ud83d?"}), "surrogates not allowed"),
+    (json.dumps({**GOOD, "kind": "Math"}), r"kind 'Math': did you mean \['math'\]. Else say .grader.: .exact."),
     (json.dumps({**GOOD, "grader": "maths"}), "no grader 'maths'"), (json.dumps({**GOOD, "grader": ["math"]}), "no grader"),
     ("", "Expecting value"), ("[1]", ""), ("7", ""), ("{", ""), ("[" * 100_000, ""), ('{"question": "\xff', "")])
 def test_a_users_file_with_a_fault_names_line_and_field(tmp_path, line, told):

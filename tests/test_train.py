@@ -508,21 +508,20 @@ def test_train_refuses(case, refused):
 @pytest.mark.parametrize(
     "word, names",
     [
-        ("--preset=lapdog", "laptop, small, paper, pairs"), ("--data=mine.jsonl", "--test_data"),
-        ("--subset=6", "5 workers"), ("--keep=1000000000", "GiB of disk"),
-        ("--init_from={tmp}/none", "\n  a model to start from .no checkpoint in '\\S*none'"),
-        ("--loss=mean", "sequence, token"), ("--test_data=lapdog", "lapdog"),
-        ("--reference={tmp}/none", "reference policy .*none"), ("--resume", "without --beta"),
-        ("laptop", "'laptop'"), ("--report=paper", "tensorboard, wandb"), ("--dtype=fp8", "fp8"),
-        ("--eval_every=-1", "--eval_every=-1"), ("--replay={tmp_path}/out/replies", "outside of --out"),
-        ("--rollouts=0", "--rollouts=0"), ("--max_new_tokens=1024", "room for a prompt"), ("--iterations=-1", "--iterations=-1"), ("--style=shrt", "shrt"),
-        ("--width=30", "--width=30"), ("--sandbox=half", "partial"), ("--max_steps=0", "--max_steps=0"),
-        ("--temperature=0", "--temperature=0"), ("--warm_batch=0", "--warm_batch=0")],
-)
+        ("--preset=lapdog", "laptop, small, paper, pairs"), ("--data=none.jsonl", "none.jsonl is missing"),
+        ("--data={tmp_path}/mine.jsonl", "--test_data"), ("--out={tmp_path}/mine.jsonl", "mine.jsonl: a file, where"),
+        ("--subset=6", "5 workers"), ("--keep=1000000000", "GiB of disk"), ("--loss=mean", "sequence, token"),
+        ("--init_from={tmp}/none", "\n  a model to start from .no checkpoint in '\\S*none'"), ("--test_data=lapdog", "lapdog"),
+        ("--reference={tmp}/none", "reference policy .*none"), ("--resume", "without --beta"), ("laptop", "'laptop'"),
+        ("--report=paper", "tensorboard, wandb"), ("--dtype=fp8", "fp8"), ("--eval_every=-1", "--eval_every=-1"),
+        ("--replay={tmp_path}/out/replies", "outside of --out"), ("--rollouts=0", "--rollouts=0"),
+        ("--max_new_tokens=1024", "room for a prompt"), ("--iterations=-1", "--iterations=-1"), ("--style=shrt", "shrt"),
+        ("--width=30", "--width=30"), ("--sandbox=half", "partial"), ("--max_steps=0", "--max_steps=0"), ("--temperature=0", "--temperature=0"), ("--warm_batch=0", "--warm_batch=0")])
 def test_main_refuses(word, names, tmp_path, in_process):
     """As above, without a process of its own. --resume finds a run that began without a KL term."""
     os.makedirs(tmp_path / "out" / "checkpoints" / "00001")
     (tmp_path / "out" / "checkpoints" / "00001" / "training.json").touch()
+    (tmp_path / "mine.jsonl").write_text('{"question": "1+1?", "answer": "2", "kind": "sums"}')
     with pytest.raises(SystemExit, match=names):
         train.main(
             ["--preset=laptop", f"--out={tmp_path}/out", *TINY, word.format(tmp=tmp_path, tmp_path=tmp_path)])

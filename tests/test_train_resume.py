@@ -14,7 +14,7 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import train
 import workers
-from model import Qwen
+from model import Qwen, read_json
 from train import Settings, dry_step, reporter
 from train_runs import (
     SHORT, TINY, Ended, Forked, kill, launch, metrics, recount, rollouts, runs, timeless, until, weights, well)
@@ -120,11 +120,14 @@ def test_more_ranks_do_what_one_does(ranks, continued, three):
 def test_ctrl_c_in_the_warm_start(tmp_path):
     """Before the first iteration there is nothing to save: a message says so, without a traceback, and the
     server is gone."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "metrics.jsonl").touch()  # of an earlier run
     process = launch("train.py", "--preset=laptop", f"--out={tmp_path}/out", "--warm_steps=100000")
     until(lambda: "parameters" in process.stdout.readline(), process)
     process.send_signal(signal.SIGINT)
     end = Ended(process)
-    assert end.status == 1 and "interrupted" in end.err and "Traceback" not in end.err
+    assert end.status == 1 and "Traceback" not in end.err
+    assert f"interrupted; nothing had been saved; the run before is in {tmp_path}/out.1" in end.err
     assert not os.path.exists(tmp_path / "out" / "metrics.jsonl")
 
 
@@ -184,8 +187,10 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(ranks, checkpoint, tmp_
     assert sorted(os.listdir(f"{broken}/traces")) == sorted(os.listdir(f"{whole}/traces"))
     kept = sorted(os.listdir(f"{whole}/checkpoints"))
     assert kept[-2:] == ["00006", "00008"] and len(kept) <= 3
-    [end] = runs([*how, "--iterations=9", f"--out={broken}", "--resume"], ranks=3 - ranks)
-    assert f"going on in {broken} after iteration 8, with changed settings: iterations 8 -> 9" in end.out
+    before = read_json(f"{broken}/settings.json")
+    [end] = runs([*how, "--iterations=9", "--width=64", "--warm_steps=1", f"--out={broken}", "--resume"], ranks=3 - ranks)
+    assert f"going on in {broken} after iteration 8, with changed settings: iterations 8 -> 9\n" in end.out
+    assert read_json(f"{broken}/settings.json") == before | {"iterations": 9, "resume": True}  # what its start was stays
     parts = sorted(os.listdir(f"{broken}/checkpoint/state"))
     assert parts == [f"{rank:05d}.safetensors" for rank in range(3 - ranks)]
     assert state(broken)[1][:8] == state(whole)[1]

@@ -331,6 +331,34 @@ def test_a_pool_is_printed_as_a_file(monkeypatch, capsys, tmp_path):
     assert load_pool(str(tmp_path / "pool.json")) == load_pool("paper")
 
 
+def test_the_local_pool_is_printed_as_its_server_has_it(monkeypatch, capsys):
+    """Not with the port of a server that ends with the command."""
+    monkeypatch.setattr(sys, "argv", ["workers.py", "print", "--port=8766"])
+    workers.main()
+    assert {entry["base_url"] for entry in json.loads(capsys.readouterr().out)} == {"http://127.0.0.1:8766/v1"}
+
+
+def test_who_is_silent_is_found_before_a_run(monkeypatch, tmp_path):
+    """Each worker is asked once, and once more if that may help, all at the same time; none without its key."""
+    monkeypatch.delenv("ABSENT", raising=False)
+    together = threading.Barrier(2)  # breaks, if one is asked after the other
+
+    def busy(n, conn):
+        if n == 0:
+            together.wait(20)
+        return http({"error": "busy"}, 503)
+
+    with Rogue(busy) as a, Rogue(busy) as b, always(GOOD) as good:
+        pool = load_pool(pool_file(tmp_path, [
+            entry(a, name="a"), entry(b, name="b"), entry(good, name="up"),
+            entry(good, name="keyless", api_key_env="ABSENT"),
+            entry(good, name="down", base_url="http://127.0.0.1:9/v1")]))
+        told = workers.silent(pool)
+    assert [line.split()[2] for line in told] == ["(a:", "(b:", "(down:"] and all("attempt 2," in line for line in told)
+    assert "HTTP 503: busy" in told[0] and "Connection refused" in told[2] and "Max retries" not in told[2]
+    assert workers.unset(pool[3]) == ["ABSENT"] and len(good.requests) == 1
+
+
 # Budgets
 
 

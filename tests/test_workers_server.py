@@ -279,6 +279,16 @@ def test_failures(parrot, capfd):
     assert "KeyError: 'a bug'" in capfd.readouterr().err  # whoever runs the server sees where
 
 
+def test_who_has_gone_when_it_is_refused_leaves_no_traceback():
+    """Of a connection that the client has reset, shutdown says that there is none."""
+    handler = Parrot.__new__(Parrot)
+    handler.connection = socket.socket()  # it was never connected
+    handler.fail = lambda status, message: None
+    with handler.connection:
+        handler.refuse(403, "expected a loopback address as Host")
+    assert handler.close_connection
+
+
 def test_a_client_that_hangs_up_is_seen_and_leaves_no_traceback(capfd):
     asked, go_on, seen = threading.Event(), threading.Event(), []
 

@@ -222,6 +222,7 @@ def test_show(tmp_path, capsys):
     (["Why?", "--checkpoint={dir}", "--pool={pool}"], "no checkpoint in .*config.json is missing; .*/checkpoint is one"),
     ([], "python workflow.py"), (["Why?", "--chekpoint=x"], "--checkpoint"),
     (["serve", "out/laptop/checkpoint"], "usage"), (["Why?", "--rounds=-1"], "usage"),
+    (["serv"], "'serv' is no question; did you mean serve"), (["shwo"], "did you mean show"), ([" "], "python workflow.py"),
     (["Why?", "--conductor=worker-a,worker-a2", "--pool={pool}"], "worker-a2"),
     (["serve", "--conductor=worker-a", "--pool={pool}", "--port=99999"], "--port=N")])
 def test_command_line_refuses(words, reason, tmp_path):
