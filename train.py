@@ -548,17 +548,17 @@ def metrics(s: Settings, iteration, groups, steps, seconds, held_out, config: Co
         "reward": mean([r.reward for r in known]),
         "accuracy": mean([r.right for r in known]),
         "held_out": held_out,  # accuracy on problems that are not trained on
-        "parsed": mean([r.trace is not None for r in first if r.completion]),
-        "flat": mean([not any(r.advantage for r in group) for group in groups]),  # they teach nothing
-        "lost": sum(r.right is None for r in rollouts),
+        "parsed": mean([r.trace is not None for r in first if r.completion]),  # share that is a workflow
+        "flat": mean([not any(r.advantage for r in group) for group in groups]),  # share that teaches nothing
+        "lost": sum(r.right is None for r in rollouts),  # for want of a worker's reply
         "steps": mean([*map(n_steps, ran)]),
         "calls": len(replies),
         "cost": None if None in costs else sum(costs),  # dollars
-        "tokens": mean(lengths),
+        "tokens": mean(lengths),  # of a completion
         "longest": max(lengths, default=0),
         "cut": mean([not r.completion.finished for r in written]),  # share that reached max_new_tokens
         "lr": steps[0]["lr"],
-        "gap": steps[0]["gap"],
+        "gap": steps[0]["gap"],  # see grpo.statistics, also for those below
         "skipped": sum(step["skipped"] for step in steps),
     }
     for key in ("approx_kl", "clipfrac", "kl", "entropy", "grad_norm"):
@@ -1179,6 +1179,8 @@ def check_settings(s: Settings):
     for key, known in names.items():
         if getattr(s, key) not in known:
             raise ValueError(f"--{key}={getattr(s, key)}: there are {', '.join(filter(None, known))}")
+    if s.rollouts < 2:
+        raise ValueError(f"--rollouts={s.rollouts}: a group of one has no advantage; expected 2 or more")
     if s.width % 8:
         raise ValueError(f"--width={s.width}: expected a multiple of 8, for 4 heads of an even size")
     if os.path.isfile(s.out):
