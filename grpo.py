@@ -60,69 +60,6 @@ def set_advantages(groups: list[list[Rollout]], std=True):
 # Token log-probabilities
 
 
-def pack(groups, device):
-    """Lay out groups [(prompt, completions)] as one row. The prompt 5 6 with completions 7 and 8 9 becomes
-
-        ids         5  6 | 7 | 8  9      (T)
-        positions   0  1 | 2 | 2  3      (T)  each completion goes on where its prompt ends
-        targets            7   8  9      (N)  the tokens whose log-probabilities are wanted
-        predictors         1   1  3      (N)  the places in the row whose output predicts them
-
-    Returns these as tensors, the tokens S of each group, and for attention in each group (prompt tokens P,
-    completions n, places, real), the last two as `pad` has them."""
-    ids, positions, targets, predictors = [], [], [], []
-    sizes, shapes, tables = [], [], []
-    for prompt, completions in groups:
-        begin, P = len(ids), len(prompt)
-        ids += prompt
-        positions += range(P)
-        for completion in completions:
-            predictors += [begin + P - 1, *range(len(ids), len(ids) + len(completion) - 1)]
-            positions += range(P, P + len(completion))
-            targets += completion
-            ids += completion
-        sizes.append(len(ids) - begin)
-        shapes.append((P, len(completions)))
-        tables += pad(P, completions)
-    ids, positions, targets, predictors, *tables = in_one_copy(
-        [ids, positions, targets, predictors, *tables], device)
-    layout = [(*shape, places, real) for shape, places, real in zip(shapes, tables[::2], tables[1::2])]
-    return ids, positions, targets, predictors, sizes, layout
-
-
-def pad(P: int, completions):
-    """For attention a group's completions are padded to the longest of them, L. Of the group above these are
-
-        places      2 (1)| 3  4          (n * L)  where each token stands in its group; (padding)
-        real        0      2  3          (S - P)  which of the n * L are no padding
-    """
-    lengths = np.array([len(completion) for completion in completions])
-    column = np.arange(lengths.max())
-    is_real = column < lengths[:, None]                         # (n, L)
-    begins = P + lengths.cumsum() - lengths                     # (n)
-    # Padding points at many places, as a GPU adds up the gradients of one in turn.
-    places = np.where(is_real, begins[:, None] + column, column)  # (n, L)
-    return places.flatten(), np.flatnonzero(is_real)
-
-
-def attend_group(layer, q, k, v, P, n, places, real):
-    """Attention in one group: its completions see the prompt and their own past, not each other.
-    q (1, H, S, D), k and v (1, Hkv, S, D) -> (1, H, S, D)."""
-    prompt = causal(layer, q[:, :, :P], k[:, :, :P], v[:, :, :P])
-    places = places.view(n, -1)                                 # (n, L)
-    rows = []
-    for x in (k, v):
-        before = x[:, :, :P].expand(n, -1, -1, -1)              # (n, Hkv, P, D), a view
-        own = x[0][:, places].transpose(0, 1)                   # (n, Hkv, L, D)
-        rows.append(torch.cat((before, own), 2))
-    own = q[0][:, places].transpose(0, 1)                       # (n, H, L, D)
-    mask = causal_lower_right(own.shape[2], rows[0].shape[2])   # Padding is at the end: nobody sees it.
-    y = F.scaled_dot_product_attention(own, *rows, attn_mask=mask, enable_gqa=True)
-    y = y.transpose(1, 2).flatten(0, 1)                         # (n*L, H, D)
-    y = y.index_select(0, real).transpose(0, 1)[None]           # (1, H, S-P, D)
-    return torch.cat((prompt, y), 2)
-
-
 def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference: Qwen | None = None):
     """Returns two things, with gradient: the log-probabilities of the tokens of groups [(prompt,
     completions)], a list of 1-D tensors, one a completion; and for each of these tokens, in one 1-D tensor,
@@ -132,6 +69,8 @@ def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference:
     policy. GRPO estimates the KL from the sampled token, with the same gradient on average, but a huge one
     for a token that the policy has all but given up."""
     device = model.device
+    # All groups are one row of T tokens. Of these N are `targets`, those of the completions, and the outputs
+    # at the places `predictors` predict them. `pack`, in the appendix, shows an example.
     ids, positions, targets, predictors, sizes, layout = pack(groups, device)
 
     def attend(layer, q, k, v):  # q (1, H, T, D), k and v (1, Hkv, T, D)
@@ -229,12 +168,75 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Appendix: statistics, importance weights, micro-batches, devices, ranks
+# Appendix: the packed row, statistics, importance weights, micro-batches, devices, ranks
 
 
 def token_logprobs(model: Qwen, prompt: list[int], completions: list[list[int]], temperature=1.0, n_ids=None):
     """packed_logprobs of one group, without a reference."""
     return packed_logprobs(model, [(prompt, completions)], temperature, n_ids)[0]
+
+
+def pack(groups, device):
+    """Lay out groups [(prompt, completions)] as one row. The prompt 5 6 with completions 7 and 8 9 becomes
+
+        ids         5  6 | 7 | 8  9      (T)
+        positions   0  1 | 2 | 2  3      (T)  each completion goes on where its prompt ends
+        targets            7   8  9      (N)  the tokens whose log-probabilities are wanted
+        predictors         1   1  3      (N)  the places in the row whose output predicts them
+
+    Returns these as tensors, the tokens S of each group, and for attention in each group (prompt tokens P,
+    completions n, places, real), the last two as `pad` has them."""
+    ids, positions, targets, predictors = [], [], [], []
+    sizes, shapes, tables = [], [], []
+    for prompt, completions in groups:
+        begin, P = len(ids), len(prompt)
+        ids += prompt
+        positions += range(P)
+        for completion in completions:
+            predictors += [begin + P - 1, *range(len(ids), len(ids) + len(completion) - 1)]
+            positions += range(P, P + len(completion))
+            targets += completion
+            ids += completion
+        sizes.append(len(ids) - begin)
+        shapes.append((P, len(completions)))
+        tables += pad(P, completions)
+    ids, positions, targets, predictors, *tables = in_one_copy(
+        [ids, positions, targets, predictors, *tables], device)
+    layout = [(*shape, places, real) for shape, places, real in zip(shapes, tables[::2], tables[1::2])]
+    return ids, positions, targets, predictors, sizes, layout
+
+
+def pad(P: int, completions):
+    """For attention a group's completions are padded to the longest of them, L. Of the group above these are
+
+        places      2 (1)| 3  4          (n * L)  where each token stands in its group; (padding)
+        real        0      2  3          (S - P)  which of the n * L are no padding
+    """
+    lengths = np.array([len(completion) for completion in completions])
+    column = np.arange(lengths.max())
+    is_real = column < lengths[:, None]                         # (n, L)
+    begins = P + lengths.cumsum() - lengths                     # (n)
+    # Padding points at many places, as a GPU adds up the gradients of one in turn.
+    places = np.where(is_real, begins[:, None] + column, column)  # (n, L)
+    return places.flatten(), np.flatnonzero(is_real)
+
+
+def attend_group(layer, q, k, v, P, n, places, real):
+    """Attention in one group: its completions see the prompt and their own past, not each other.
+    q (1, H, S, D), k and v (1, Hkv, S, D) -> (1, H, S, D)."""
+    prompt = causal(layer, q[:, :, :P], k[:, :, :P], v[:, :, :P])
+    places = places.view(n, -1)                                 # (n, L)
+    rows = []
+    for x in (k, v):
+        before = x[:, :, :P].expand(n, -1, -1, -1)              # (n, Hkv, P, D), a view
+        own = x[0][:, places].transpose(0, 1)                   # (n, Hkv, L, D)
+        rows.append(torch.cat((before, own), 2))
+    own = q[0][:, places].transpose(0, 1)                       # (n, H, L, D)
+    mask = causal_lower_right(own.shape[2], rows[0].shape[2])   # Padding is at the end: nobody sees it.
+    y = F.scaled_dot_product_attention(own, *rows, attn_mask=mask, enable_gqa=True)
+    y = y.transpose(1, 2).flatten(0, 1)                         # (n*L, H, D)
+    y = y.index_select(0, real).transpose(0, 1)[None]           # (1, H, S-P, D)
+    return torch.cat((prompt, y), 2)
 
 
 STATISTICS = ("gap", "approx_kl", "clipfrac", "entropy", "kl")

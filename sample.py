@@ -5,7 +5,8 @@
 GRPO asks the same prompt n times, so a prompt's keys and values are computed and stored once, and each
 rollout stores only its own. A decode step attends to [shared prompt | own tokens] under one softmax. The
 rollouts form a grid of Q prompts × R rows. All have the same age, so one mask over own tokens serves all, and
-those that finished are compacted away. On CUDA a decode step is captured as a graph. Read workers.py next.
+those that finished are compacted away. On CUDA a decode step is captured as a graph. `generate` is what other
+files call; how the grid is computed stands in the appendix. Read workers.py next.
 """
 import collections
 import contextlib
@@ -21,11 +22,8 @@ import torch
 from model import Qwen, Tokenizer, causal, compute_dtype, configure, matmul_fp32
 
 CHECK = 8  # decode steps between looks at who has finished; a bucket is a multiple of them
-PREFILL_TOKENS = 8192  # prompt tokens that are computed at once
 # A change of shapes costs a capture on CUDA. On a CPU it is cheap, and many of them save computing.
-BUCKET = {"cuda": 128, "cpu": 32}  # tokens after which finished rollouts are dropped, and T grows
-PAD = {"cuda": 64, "cpu": 1}  # prompts are padded to a multiple of this, which tensor cores like
-GRAPH = {"cuda": True, "cpu": False}  # whether a decode step is captured as a CUDA graph
+BUCKET = {"cuda": 128, "cpu": 32}  # tokens after which finished rollouts are dropped, and the cache grows
 
 
 @dataclass
@@ -71,6 +69,40 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
         if count % BUCKET[model.device.type] == 0:
             compact(grid)
         grid.step()
+
+
+def draw(logits, u, temperature=1.0, top_p=1.0, top_k=0, n_ids=None):
+    """Sample from logits (N, V) with uniforms u (N): tokens and their log-probabilities, (N) each.
+
+    Only ids below n_ids are drawn. temperature 0 is greedy, with log-probabilities at temperature 1. top_k
+    keeps the k likeliest tokens, top_p then the smallest set of the likeliest that holds that much of the
+    rest. Both renormalise."""
+    logits = logits[:, :n_ids]
+    if temperature == 0:
+        tokens = logits.argmax(-1)
+        return tokens, logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+    logp = (logits / temperature).log_softmax(-1)
+    if top_k or top_p < 1:
+        ranked, order = logp.sort(-1, descending=True)
+        if top_k:
+            ranked[:, top_k:].fill_(-torch.inf)
+        ranked = ranked.log_softmax(-1)
+        p = ranked.exp()
+        mass_before = p.cumsum(-1) - p
+        ranked.masked_fill_(mass_before >= top_p, -torch.inf)
+        logp = torch.empty_like(logp).scatter_(-1, order, ranked.log_softmax(-1))
+    mass = logp.exp().cumsum(-1)
+    target = u * mass[:, -1]
+    tokens = torch.searchsorted(mass, target[:, None], right=True)  # right: never one of probability 0
+    return tokens[:, 0], logp.gather(-1, tokens)[:, 0]
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Appendix: the grid of rollouts and its KV cache, random numbers, CUDA graphs, the command line
+
+PREFILL_TOKENS = 8192  # prompt tokens that are computed at once
+PAD = {"cuda": 64, "cpu": 1}  # prompts are padded to a multiple of this, which tensor cores like
+GRAPH = {"cuda": True, "cpu": False}  # whether a decode step is captured as a CUDA graph
 
 
 class Grid:
@@ -210,10 +242,6 @@ class Grid:
         return completions
 
 
-# -----------------------------------------------------------------------------------------------------------
-# Appendix: compaction, distributions, random numbers, CUDA graphs, the command line
-
-
 def compact(grid: Grid):
     """Drop prompts whose rollouts have all finished, keep of the others as many rows as the one with most
     live rows needs, and let the next steps see another bucket of own tokens."""
@@ -234,32 +262,6 @@ def compact(grid: Grid):
         grid.Q, grid.R = len(prompts), R
     grid.T = min(grid.T + BUCKET[grid.device.type], grid.own_kv[0].shape[3])
     grid.steps = 0
-
-
-def draw(logits, u, temperature=1.0, top_p=1.0, top_k=0, n_ids=None):
-    """Sample from logits (N, V) with uniforms u (N): tokens and their log-probabilities, (N) each.
-
-    Only ids below n_ids are drawn. temperature 0 is greedy, with log-probabilities at temperature 1. top_k
-    keeps the k likeliest tokens, top_p then the smallest set of the likeliest that holds that much of the
-    rest. Both renormalise."""
-    logits = logits[:, :n_ids]
-    if temperature == 0:
-        tokens = logits.argmax(-1)
-        return tokens, logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
-    logp = (logits / temperature).log_softmax(-1)
-    if top_k or top_p < 1:
-        ranked, order = logp.sort(-1, descending=True)
-        if top_k:
-            ranked[:, top_k:].fill_(-torch.inf)
-        ranked = ranked.log_softmax(-1)
-        p = ranked.exp()
-        mass_before = p.cumsum(-1) - p
-        ranked.masked_fill_(mass_before >= top_p, -torch.inf)
-        logp = torch.empty_like(logp).scatter_(-1, order, ranked.log_softmax(-1))
-    mass = logp.exp().cumsum(-1)
-    target = u * mass[:, -1]
-    tokens = torch.searchsorted(mass, target[:, None], right=True)  # right: never one of probability 0
-    return tokens[:, 0], logp.gather(-1, tokens)[:, 0]
 
 
 def uniform(seeds, step):
