@@ -35,7 +35,7 @@ def advantages(rewards, mask=None, std=True, question=None):
         return centred
     squares = (centred ** 2).sum(1)                            # (Q)
     counts = mask.sum(1)                                       # (Q)
-    if question is not None:  # Both become sums over all rounds of a question.
+    if question is not None:  # The rounds of a question share their sums, and so one std.
         question = torch.as_tensor(question)
         same_question = (question[:, None] == question).float()  # (Q, Q)
         squares = same_question @ squares
@@ -100,7 +100,7 @@ def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference:
 
     def head(hidden):  # (1, T, C) -> (2, N)
         hidden = hidden[0, predictors]
-        ref = hidden if ref_hidden is None else ref_hidden  # A stand-in, which `score` does not read.
+        ref = hidden if ref_hidden is None else ref_hidden  # `zip` needs a tensor; `score` does not read it.
         chunk = max(1, HEAD_LOGITS[device.type] // model.config.vocab_size)
         parts = zip(hidden.split(chunk), ref.split(chunk), targets.split(chunk))
         return torch.cat([checkpoint(score, *part, use_reentrant=False) for part in parts], 1)
@@ -143,7 +143,7 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
     divisor = {"token": n_tokens, "constant": n_rollouts * max_new_tokens}.get(loss)  # else None
     teaching = [r for r in rollouts if r.advantage or beta]
     for batch in as_many_on_all_ranks(micro_batches(teaching, token_budget), device):
-        old, advantage, share = [], [], []  # of each token; share: its part in the mean
+        old, advantage, share = [], [], []  # of each token; share: 1 / what `loss` divides it by
         for r in batch:
             n = n_written(r)
             old += r.completion.logprobs

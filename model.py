@@ -185,7 +185,7 @@ class Qwen(nn.Module):
     @classmethod
     def from_pretrained(cls, path: str, dtype=torch.float32, device="cpu", shard=None) -> "Qwen":
         """Load a folder, or a repository of the Hugging Face hub. ValueError names a wrong config or tensor.
-        With shard(model), which applies FSDP, a rank keeps only its part of each tensor."""
+        shard(model) applies FSDP in place: then a rank keeps only its part of each tensor."""
         config = Config.from_pretrained(path)
         with torch.device("meta"):
             model = cls(config)

@@ -21,7 +21,7 @@ import torch
 
 from model import Qwen, Tokenizer, causal, compute_dtype, configure, matmul_fp32
 
-CHECK = 8  # decode steps between looks at who has finished; a bucket is a multiple of them
+CHECK = 8  # decode steps between looks at who has finished; it divides BUCKET
 # A change of shapes costs a capture on CUDA. On a CPU it is cheap, and many of them save computing.
 BUCKET = {"cuda": 128, "cpu": 32}  # tokens after which finished rollouts are dropped, and the cache grows
 

@@ -173,7 +173,7 @@ def second_rounds(s: Settings, groups: list[list[Rollout]], iteration: int) -> l
     tasks = []
     for i, group in enumerate(groups):
         answered = [r for r in group if r.trace and r.right is not None]
-        if (i // 2 + iteration) % 2 == 0 and answered:  # By twos, as two kinds may take turns.
+        if (i // 2 + iteration) % 2 == 0 and answered:  # By twos: i % 2 may be a kind's.
             shown = random.Random(f"{s.seed} {iteration} {i}").choice(answered)
             tasks.append(replace(shown.task, previous=shown.trace))
     return tasks
@@ -198,7 +198,7 @@ def roll_out_on_all_ranks(sampler, tokenizer, tasks: list[Task], s: Settings, se
                             on_finish=lambda _: bar.update())
     for rollout in itertools.chain(*mine):
         rollout.task = None  # it holds connections, which cannot be sent
-    groups = [[*itertools.chain(*parts)] for parts in zip(*all_gather([mine]))]  # of all ranks
+    groups = [[*itertools.chain(*parts)] for parts in zip(*all_gather([mine]))]  # rank by rank
     for task, group in zip(tasks, groups):
         for rollout in group:
             rollout.task = task
@@ -207,7 +207,7 @@ def roll_out_on_all_ranks(sampler, tokenizer, tasks: list[Task], s: Settings, se
 
 
 def reward(rollout: Rollout, s: Settings) -> float | None:
-    """§3.1; a first round counts a quarter if there are second ones (§3.2). None: a call was lost."""
+    """§3.1; with --recursion a first round counts a quarter (§3.2). None: a call was lost."""
     if rollout.right is None:
         return None
     value = s.no_workflow

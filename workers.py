@@ -133,7 +133,7 @@ def call(worker: Worker, messages: list[dict], params: dict, on_text) -> Reply:
         begun = time.monotonic()
         failures = 0
         for number in count(1):
-            begun += take_turn(worker, request.most)  # as if it began after this wait
+            begun += take_turn(worker, request.most)  # which sets apart the dollars that it may cost
             seconds = max(0.001, min(worker.timeout, begun + worker.deadline - time.monotonic()))
             try:
                 reply = attempt(worker, request, seconds, on_text)

@@ -49,7 +49,7 @@ class Workflow:
     written: str = field(default="", compare=False, repr=False)  # all that the Conductor wrote
 
     def text(self, subtasks: bool = True) -> str:
-        """The lists as a Conductor writes them: parse(w.text(), …) == w."""
+        """The lists as a Conductor writes them: parse(w.text(), …) == w, which does not compare sees_all."""
         access = []
         for i, step in enumerate(self.steps):
             sees_all = step.sees_all or (i > 0 and step.access == [*range(i)])
@@ -143,8 +143,7 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
             sees_all = "all" in access
             indices = [*range(i)] if sees_all else sorted(set(access))  # "all": the indices of all before
             workflow.steps.append(Step(worker, subtask, indices, sees_all))
-        # In this order they are complete, and the next workflow begins with an empty window. In another one
-        # the oldest may be a draft: the window slides on, and a later list replaces it.
+        # In this order it is a workflow: begin anew. In another its oldest may be a draft, and slides out.
         if [name for name, _ in window] == order:
             window = []
     if workflow is None:
@@ -245,8 +244,8 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
     trace = Trace(task.question, workflow, names, [None] * len(steps), previous=previous)
     run = f"{task.name}/{number}/{len(trace.rounds()) - 1}" if task.name else ""
     earlier = []
-    if previous:  # A step with "all" also sees that round's answer, as the reply to the subtask that gave it.
-        answered = [turn for turn in previous.rounds() if turn.replies][-1]
+    if previous:  # "all" also shows its answer, under the subtask of the last round that had steps.
+        answered = [t for t in previous.rounds() if t.replies][-1]
         earlier = [(answered.workflow.steps[-1].subtask, previous.answer)]
     begun = time.monotonic()
     futures = []  # of the steps
