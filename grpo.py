@@ -68,45 +68,37 @@ def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference:
     temperature and n_ids (ids at or above it have no probability) are as in sampling, or it would be another
     policy. GRPO estimates the KL from the sampled token, with the same gradient on average, but a huge one
     for a token that the policy has all but given up."""
-    device = model.device
     # All groups are one row of T tokens. Of these N are `targets`, those of the completions, and the outputs
     # at the places `predictors` predict them. `pack`, in the appendix, shows an example.
-    ids, positions, targets, predictors, sizes, layout = pack(groups, device)
+    ids, positions, targets, predictors, attend = pack(groups, model.device)
 
-    def attend(layer, q, k, v):  # q (1, H, T, D), k and v (1, Hkv, T, D)
-        dtype = q.dtype
-        y = []
-        if device.type == "cpu":  # the fused kernel's backward pass in bf16 is slow there
-            q, k, v = q.float(), k.float(), v.float()
-        for *qkv, group in zip(q.split(sizes, 2), k.split(sizes, 2), v.split(sizes, 2), layout):
-            y.append(attend_group(layer, *qkv, *group))
-        return torch.cat(y, 2).to(dtype)
-
-    ref_hidden = None
+    ref_hidden = targets  # any tensor: it is not read without a reference
     if reference:
         with torch.no_grad():
             ref_hidden = reference(ids[None], positions[None], attend, lambda hidden: hidden[0, predictors])
 
-    def all_logprobs(policy, hidden):  # (chunk, C) -> (chunk, V)
-        return (policy.logits(hidden)[:, :n_ids] / temperature).log_softmax(-1)
-
-    def score(hidden, ref_hidden, targets):  # (chunk, C), (chunk, C), (chunk) -> (2, chunk)
-        logp = all_logprobs(model, hidden)
-        kl = torch.zeros(len(hidden), device=device)
-        if reference:
-            ref = all_logprobs(reference, ref_hidden).detach()
-            kl = (ref.exp() * (ref - logp)).sum(-1)
-        return torch.stack((logp.gather(1, targets[:, None])[:, 0], kl))
-
     def head(hidden):  # (1, T, C) -> (2, N)
-        hidden = hidden[0, predictors]
-        ref = hidden if ref_hidden is None else ref_hidden  # `zip` needs a tensor; `score` does not read it.
-        chunk = max(1, HEAD_LOGITS[device.type] // model.config.vocab_size)
-        parts = zip(hidden.split(chunk), ref.split(chunk), targets.split(chunk))
-        return torch.cat([checkpoint(score, *part, use_reentrant=False) for part in parts], 1)
+        size = max(1, HEAD_LOGITS[model.device.type] // model.config.vocab_size)
+        parts = zip(hidden[0, predictors].split(size), ref_hidden.split(size), targets.split(size))
+        how = (model, reference, temperature, n_ids)
+        return torch.cat([checkpoint(logprobs_and_kl, *part, *how, use_reentrant=False) for part in parts], 1)
 
     logprobs, kl = model(ids[None], positions[None], attend, head)
     return list(logprobs.split([len(c) for _, completions in groups for c in completions])), kl
+
+
+def logprobs_and_kl(hidden, ref_hidden, targets, model, reference, temperature, n_ids):
+    """log π of the targets (N) and KL(π_ref ‖ π) where they stand, from hidden and ref_hidden, each (N, C):
+    (2, N)."""
+    def all_logprobs(policy, hidden):  # (N, C) -> (N, V)
+        return (policy.logits(hidden)[:, :n_ids] / temperature).log_softmax(-1)
+
+    logp = all_logprobs(model, hidden)
+    kl = torch.zeros(len(hidden), device=hidden.device)
+    if reference:
+        ref = all_logprobs(reference, ref_hidden).detach()
+        kl = (ref.exp() * (ref - logp)).sum(-1)
+    return torch.stack((logp.gather(1, targets[:, None])[:, 0], kl))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -184,8 +176,7 @@ def pack(groups, device):
         targets            7   8  9      (N)  the tokens whose log-probabilities are wanted
         predictors         1   1  3      (N)  the places in the row whose output predicts them
 
-    Returns these as tensors, the tokens S of each group, and for attention in each group (prompt tokens P,
-    completions n, places, real), the last two as `pad` has them."""
+    Returns these as tensors, and the `attend` by which a completion sees its prompt and its own past."""
     ids, positions, targets, predictors = [], [], [], []
     sizes, shapes, tables = [], [], []
     for prompt, completions in groups:
@@ -203,7 +194,17 @@ def pack(groups, device):
     ids, positions, targets, predictors, *tables = in_one_copy(
         [ids, positions, targets, predictors, *tables], device)
     layout = [(*shape, places, real) for shape, places, real in zip(shapes, tables[::2], tables[1::2])]
-    return ids, positions, targets, predictors, sizes, layout
+
+    def attend(layer, q, k, v):  # q (1, H, T, D), k and v (1, Hkv, T, D)
+        dtype = q.dtype
+        y = []
+        if device.type == "cpu":  # the fused kernel's backward pass in bf16 is slow there
+            q, k, v = q.float(), k.float(), v.float()
+        for *qkv, group in zip(q.split(sizes, 2), k.split(sizes, 2), v.split(sizes, 2), layout):
+            y.append(attend_group(layer, *qkv, *group))
+        return torch.cat(y, 2).to(dtype)
+
+    return ids, positions, targets, predictors, attend
 
 
 def pad(P: int, completions):

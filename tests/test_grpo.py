@@ -2,6 +2,7 @@
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -249,22 +250,20 @@ def test_packed_equals_one_forward_per_rollout(case, chunk, monkeypatch):
 
 
 def test_the_row_of_three_tokens():
-    """The example in pack's docstring, and a second group after it."""
-    *row, sizes, layout = grpo.pack([([5, 6], [[7], [8, 9]]), ([3], [[4]])], torch.device("cpu"))
+    """The example in the docstrings of pack and pad, and a second group after it."""
+    *row, _ = grpo.pack([([5, 6], [[7], [8, 9]]), ([3], [[4]])], torch.device("cpu"))
     assert [x.tolist() for x in row] == [
         [5, 6, 7, 8, 9, 3, 4], [0, 1, 2, 2, 3, 0, 1], [7, 8, 9, 4], [1, 1, 3, 5]]
-    assert [(*shape, places.tolist(), real.tolist()) for *shape, places, real in layout] == [
-        (2, 2, [2, 1, 3, 4], [0, 2, 3]), (1, 1, [1], [0])]
-    assert sizes == [5, 2]
+    assert [x.tolist() for x in grpo.pad(2, [[7], [8, 9]])] == [[2, 1, 3, 4], [0, 2, 3]]
+    assert [x.tolist() for x in grpo.pad(1, [[4]])] == [[1], [0]]
 
 
 def test_no_place_is_padding_often():
     """CUDA adds the gradients of equal indices one after the other: were all padding one token's, thousands of
     additions would follow each other in every layer."""
-    groups = [(ids(9, 0), [ids(length, length) for length in range(1, 65)])]
-    *_, [S], [(P, n, places, real)] = grpo.pack(groups, torch.device("cpu"))
-    assert (S, n, len(places)) == (9 + 64 * 65 // 2, 64, 64 * 64)
-    assert places.min() >= 0 and places.max() < S and places.bincount().max() <= n
+    places, real = grpo.pad(9, [ids(length, length) for length in range(1, 65)])
+    assert len(places) == 64 * 64 and len(real) == 64 * 65 // 2
+    assert places.min() >= 0 and places.max() < 9 + len(real) and np.bincount(places).max() <= 64
 
 
 def test_the_prompt_is_computed_once():
