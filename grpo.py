@@ -68,11 +68,11 @@ def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference:
     temperature and n_ids (ids at or above it have no probability) are as in sampling, or it would be another
     policy. GRPO estimates the KL from the sampled token, with the same gradient on average, but a huge one
     for a token that the policy has all but given up."""
-    # All groups are one row of T tokens. Of these N are `targets`, those of the completions, and the outputs
-    # at the places `predictors` predict them. `pack`, in the appendix, shows an example.
+    # All groups are one row of T tokens. The prompt 5 6 with completions 7 and 8 9: ids 5 6 7 8 9, positions
+    # 0 1 2 2 3, targets (N) 7 8 9, and the outputs at the places `predictors`, 1 1 3, predict these.
     ids, positions, targets, predictors, attend = pack(groups, model.device)
 
-    ref_hidden = targets  # any tensor: it is not read without a reference
+    ref_hidden = targets  # a placeholder for zip, of the right length
     if reference:
         with torch.no_grad():
             ref_hidden = reference(ids[None], positions[None], attend, lambda hidden: hidden[0, predictors])
@@ -132,7 +132,7 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
     # The mean is over all rollouts, those without an advantage too, which are not computed.
     n_rollouts, n_tokens = all_reduce([len(rollouts), sum(n_written(r) for r in rollouts)], device)
     sums = torch.zeros(6, dtype=torch.float64, device=device)
-    divisor = {"token": n_tokens, "constant": n_rollouts * max_new_tokens}.get(loss)  # else None
+    divisor = {"token": n_tokens, "constant": n_rollouts * max_new_tokens}.get(loss)  # None: "sequence"
     teaching = [r for r in rollouts if r.advantage or beta]
     for batch in as_many_on_all_ranks(micro_batches(teaching, token_budget), device):
         old, advantage, share = [], [], []  # of each token; share: 1 / what `loss` divides it by

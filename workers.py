@@ -133,8 +133,9 @@ def call(worker: Worker, messages: list[dict], params: dict, on_text) -> Reply:
         begun = time.monotonic()
         failures = 0
         for number in count(1):
-            begun += take_turn(worker, request.most)  # which sets apart the dollars that it may cost
-            seconds = max(0.001, min(worker.timeout, begun + worker.deadline - time.monotonic()))
+            begun += take_turn(worker, request.most)  # The waits for rpm and budget count as no time.
+            end = begun + worker.deadline
+            seconds = max(0.001, min(worker.timeout, end - time.monotonic()))
             try:
                 reply = attempt(worker, request, seconds, on_text)
                 break
@@ -142,8 +143,9 @@ def call(worker: Worker, messages: list[dict], params: dict, on_text) -> Reply:
                 failures += not fault.busy
                 pause = min(BACKOFF * 2 ** min(number - 1, 9), BACKOFF_MAX)
                 wait = fault.wait + jitter.uniform(pause / 2, pause)  # Not all shall return at once.
-                late = time.monotonic() + wait + worker.usual > begun + worker.deadline
-                if not fault.retry or late or number == worker.attempts or failures == FAILURES:
+                late = time.monotonic() + wait + worker.usual > end
+                last = number == worker.attempts or failures == FAILURES
+                if not fault.retry or late or last:
                     took = f"attempt {number}, after {time.monotonic() - begun:.1f} s"
                     text = redact(str(fault), request.key)
                     raise WorkerError(f"{text} ({took})", fault.bad_request) from None

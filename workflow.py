@@ -121,7 +121,7 @@ def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace
 
 def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = False,
           subtasks: bool = True) -> Workflow:
-    """The last valid workflow in a Conductor's completion: two or three lists, each after the other.
+    """The last valid workflow in a Conductor's completion: two or three lists in a row, in any order.
 
     allow_empty: empty lists are a workflow of no steps (§3.2: keep the answer). subtasks=False: there are
     two lists, and every subtask is to solve the question. Linear in the text's length."""
@@ -143,7 +143,7 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
             sees_all = "all" in access
             indices = [*range(i)] if sees_all else sorted(set(access))  # "all": the indices of all before
             workflow.steps.append(Step(worker, subtask, indices, sees_all))
-        # In this order it is a workflow: begin anew. In another its oldest may be a draft, and slides out.
+        # Lists in another order count, too, but the oldest may be a draft: then the window only slides.
         if [name for name, _ in window] == order:
             window = []
     if workflow is None:
@@ -234,7 +234,7 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
            then=lambda trace: trace) -> Future:
     """Start a workflow. The future's result is then(trace), or any exception but a WorkerError.
 
-    A step waits in its thread for those that it reads; they began before it. A WorkerError, stopped() or
+    A step waits in its thread for those that it reads, which began before it. A WorkerError, stopped() or
     task.hung_up() set Trace.error: no further step starts, and the trace is done when the running ones are,
     so that no cost is lost. number: the rollout's; with task.name it names this run in the replay file."""
     steps, previous = workflow.steps, task.previous
