@@ -5,8 +5,8 @@
 GRPO asks the same prompt n times, so a prompt's keys and values are computed and stored once, and each
 rollout stores only its own. A decode step attends to [shared prompt | own tokens] under one softmax. The
 rollouts form a grid of Q prompts × R rows. All have the same age, so one mask over own tokens serves all, and
-those that finished are compacted away. On CUDA a decode step is captured as a graph. Other files call
-`generate`; the appendix has the grid: `prefill`, `step`, `attend`, `harvest`, `compact`. Read workers.py next.
+those that finished are compacted away. On CUDA a decode step is captured as a graph. Others call `generate`;
+the appendix has the grid: `prefill`, `step`, `attend`, `harvest`, `compact`. Read workers.py next.
 """
 import collections
 import contextlib
