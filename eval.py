@@ -58,7 +58,7 @@ from tqdm import tqdm
 
 from model import checkpoint_file, configure, read_json, write_json
 from workers import (ARITHMETIC, FACTS, LIMITS, LOCAL, ORDERS, SKILL, SPANISH, SPELLING, WorkerError,
-                     load_pool, silent, unset)
+                     load_pool, silent, unset_in)
 from workflow import (SOLVE_IT, Prompting, Step, Task, Trace, Workflow, conduct, execute, load_conductor,
                       sampled, seated, shape, subset)
 # -----------------------------------------------------------------------------------------------------------
@@ -2963,9 +2963,8 @@ def main(argv):
             s.replay = s.replay or os.path.join(DATA, "replies")
         if s.pool or not preparing:
             pool = subset(load_pool(s.pool or "local", replay=s.replay, budget=s.budget), s.only)
-        lacks = [f"${name} for {w.name}" for w in pool for name in unset(w)]
-        if lacks:
-            raise ValueError(f"--pool={s.pool}: set {', '.join(lacks)} in the environment")
+        if unset_in(pool):
+            raise ValueError(f"--pool={s.pool}: set in the environment {'; '.join(unset_in(pool))}")
         if preparing:
             prepare(pool)
         else:

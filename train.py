@@ -43,7 +43,7 @@ from grpo import HEAD_LOGITS, LOSSES, n_written, packed_logprobs, set_advantages
 from model import Config, Qwen, Tokenizer, compute_dtype, configure, fetch
 from model import local_part, read_json, write_json, write_tensors
 from sample import PREFILL_TOKENS, Completion
-from workers import LOCAL, Reply, WorkerError, load_pool, silent, unset
+from workers import LOCAL, Reply, WorkerError, load_pool, silent, unset_in
 from workflow import READ_AT_ONCE, Prompting, Rollout, Task, Trace, Workflow, ask, parse, roll_out, sampled
 
 
@@ -1226,9 +1226,7 @@ def lacking(s: Settings, start: str, config: Config, pool):
     except RuntimeError as e:
         yield f"a sandbox ({e})"
 
-    for worker in pool:
-        for name in unset(worker):
-            yield f"${name} for {worker.name}"
+    yield from unset_in(pool)
     if s.report and not importlib.util.find_spec(s.report):
         yield f"{s.report} (pip install {s.report})"
 

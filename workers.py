@@ -478,6 +478,15 @@ def unset(worker: Worker) -> list[str]:
     return names
 
 
+def unset_in(pool: list[Worker]) -> list[str]:
+    """Each variable that the environment lacks, and who needs it: "$NAME for WORKER, WORKER"."""
+    needed = {}
+    for worker in pool:
+        for name in unset(worker):
+            needed.setdefault(name, []).append(worker.name)
+    return [f"${name} for {', '.join(workers)}" for name, workers in needed.items()]
+
+
 def silent(pool: list[Worker]) -> list[str]:
     """Who does not answer and why, of the workers whose variables are set. All are asked for a word at once,
     and once more if that may help, so that a run with a worker who is down ends before it begins."""

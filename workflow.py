@@ -28,7 +28,7 @@ import torch
 
 from model import Qwen, Tokenizer, compute_dtype, configure, fetch, read_json
 from sample import Completion, generate
-from workers import LIMITS, WISHES, Handler, Reply, Server, WorkerError, load_pool, loopback_server, unset
+from workers import LIMITS, WISHES, Handler, Reply, Server, WorkerError, load_pool, loopback_server, unset_in
 
 
 class WorkflowError(ValueError):
@@ -962,9 +962,8 @@ def main(argv):
             raise SystemExit("usage: python workflow.py serve, with --rounds=0 or more, and no other words")
         everyone = load_pool(s.pool, budget=s.budget)
         pool = subset(everyone, s.only)
-        for worker in pool:
-            for name in unset(worker):
-                print(f"{worker.name} will not answer: ${name} is not set", file=sys.stderr)
+        for lack in unset_in(pool):
+            print(f"not set in the environment: {lack}", file=sys.stderr)
         if s.conductor:
             seat = subset(everyone, s.conductor)
             if len(seat) > 1:

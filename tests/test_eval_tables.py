@@ -252,7 +252,7 @@ def test_habits_by_hand():
     (["--checkpoint={dir}/none"], "{dir}/none"), (["--benchmarks=laptot"], "laptop"), (["--out={dir}"], "{dir}: a folder"),
     (["--out={dir}/one.jsonl/x.json"], "one.jsonl"), (["--pool={dir}/pool.json"], "random"), (["--only=poet"], "poet"),
     (["--pool=paper", "--budget=5"], "a budget needs"), (["prepare", "--pool={dir}/none.json"], "none.json"),
-    (["prepare", "--pool=paper"], "GEMINI_API_KEY for Gemini 2.5 Pro.*OPEN_BASE_URL for Gemma"),
+    (["prepare", "--pool=paper"], "GEMINI_API_KEY for Gemini 2.5 Pro.*OPEN_BASE_URL for .*Gemma"),
     (["--pool=paper", "--systems=random"], "GEMINI_API_KEY"), (["--benchmarks=mmlu,laptot", "--systems=random"], "no problems 'laptot'"),
     (["prepare", "now"], r"python eval\.py"), (["draw"], r"python eval\.py"), (["plot"], r"python eval\.py")])
 def test_command_line_refuses(words, reason, tmp_path, monkeypatch):

@@ -250,7 +250,7 @@ def test_dry_runs(tmp_path):
     assert papers.status == 1 and "Traceback" not in papers.err and "expected at least" not in papers.err
     for lack in (
         "GiB for each process", "Qwen/Qwen2.5-7B", "eval.py prepare", "$OPENAI_API_KEY for GPT-5",
-        "$OPEN_BASE_URL for Qwen3-32B"):
+        "$OPEN_BASE_URL for R1-Distill-Qwen-32B, Gemma 3 27B"):
         assert lack in papers.err, lack
     assert "7.616 billion parameters" in papers.out
     assert laptops.status == 0 and "at most 0." in laptops.out and "the run lacks nothing" in laptops.out
