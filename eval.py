@@ -2963,8 +2963,9 @@ def main(argv):
             s.replay = s.replay or os.path.join(DATA, "replies")
         if s.pool or not preparing:
             pool = subset(load_pool(s.pool or "local", replay=s.replay, budget=s.budget), s.only)
-        if unset_in(pool):
-            raise ValueError(f"--pool={s.pool}: set in the environment {'; '.join(unset_in(pool))}")
+        lacks = unset_in(pool)
+        if lacks:
+            raise ValueError(f"--pool={s.pool}: set in the environment {'; '.join(lacks)}")
         if preparing:
             prepare(pool)
         else:

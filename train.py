@@ -863,10 +863,11 @@ def checkpoints(out: str) -> list[str]:
 def where_saved(s: Settings) -> str:
     """Where what was learned is, for a run that ends early."""
     link = os.path.join(s.out, "checkpoint")
-    if not os.path.exists(link):
-        earlier = [f"; the run before is in {folder}" for folder in earlier_runs(s.out)[-1:]]
-        return "".join(["nothing had been saved", *earlier])
-    return f"the checkpoint is in {link}; the same command with --resume goes on"
+    if os.path.exists(link):
+        return f"the checkpoint is in {link}; the same command with --resume goes on"
+    kept = earlier_runs(s.out)
+    before = f"; the run before is in {kept[-1]}" if kept else ""
+    return f"nothing had been saved{before}"
 
 
 def tidy(s: Settings):

@@ -503,8 +503,9 @@ def silent(pool: list[Worker]) -> list[str]:
 
 def build_request(worker, messages: list[dict], params: dict, stream: bool) -> Request:
     """WorkerError where the environment lacks something, or protocol or budget forbid a parameter."""
-    if unset(worker):
-        raise WorkerError(f"not set in the environment: {', '.join(unset(worker))}")
+    lacks = unset(worker)
+    if lacks:
+        raise WorkerError(f"not set in the environment: {', '.join(lacks)}")
     key = os.environ.get(worker.api_key_env or "", "").strip()
     path, headers, write, _ = PROTOCOLS[worker.protocol]
     body = write(worker.model, messages, wire_params(worker.protocol, worker.model, params))
