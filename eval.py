@@ -179,34 +179,6 @@ def accuracies(problems: list[Problem], traces: list[Trace | None]) -> dict[str,
     return {key: mean(values) for key, values in found.items()}
 
 
-def measure(problems: list[Problem], repeats: list[list[Trace | None]]) -> dict:
-    """What a system's traces [repeat][problem] come to: accuracy in %, with its spread over repeats; per
-    question the mean calls, steps of the last round, tokens and cents (None: unknown); accuracy divided by
-    cents ("cost-adjusted performance", Tables 5 and 6). Questions of which a call was lost are in none of
-    these, but counted. What it took to write the workflows, for which some are paid, is not in them."""
-    shares = [accuracies(problems, traces) for traces in repeats]
-    values = [100 * share["all"] for share in shares if share]
-    everything = list(itertools.chain(*repeats))
-    lost = [t for t in everything if t and t.error]
-    ran = [t for t in everything if t and not t.error]
-    asked = max(len(everything) - len(lost), 1)
-    row = {"accuracy": mean(values), **spread(values)}
-    row["calls"] = sum(t.calls for t in ran) / asked
-    row["steps"] = sum(len(t.workflow.steps) for t in ran) / asked
-    row["tokens"] = sum(t.tokens for t in ran) / asked
-    row["cents"] = None
-    if all(t.cost is not None for t in ran):
-        row["cents"] = 100 * sum(t.cost for t in ran) / asked
-    row["points/cent"] = None
-    if row["cents"] and values:
-        row["points/cent"] = row["accuracy"] / row["cents"]
-    row["lost"] = len(lost)
-    row["by kind"] = {}
-    for kind in dict.fromkeys(p.kind for p in problems):
-        row["by kind"][kind] = mean([100 * share[kind] for share in shares if kind in share])
-    return row
-
-
 # -----------------------------------------------------------------------------------------------------------
 # Appendix: graders of text, the sandbox, the laptop world, more systems, public benchmarks and the training
 # mixes, tables, the command line
@@ -2614,6 +2586,34 @@ def with_spread(name: str, candidates: list[Problem], pool: list) -> list[Proble
 
 MEASURED = {"accuracy": 2, "std. dev.": 2, "std. error": 2, "95 % ±": 2, "calls": 2, "steps": 2, "tokens": 0,
             "cents": 4, "points/cent": 1}  # columns, and how many digits each has behind the point
+
+
+def measure(problems: list[Problem], repeats: list[list[Trace | None]]) -> dict:
+    """What a system's traces [repeat][problem] come to: accuracy in %, with its spread over repeats; per
+    question the mean calls, steps of the last round, tokens and cents (None: unknown); accuracy divided by
+    cents ("cost-adjusted performance", Tables 5 and 6). Questions of which a call was lost are in none of
+    these, but counted. What it took to write the workflows, for which some are paid, is not in them."""
+    shares = [accuracies(problems, traces) for traces in repeats]
+    values = [100 * share["all"] for share in shares if share]
+    everything = list(itertools.chain(*repeats))
+    lost = [t for t in everything if t and t.error]
+    ran = [t for t in everything if t and not t.error]
+    asked = max(len(everything) - len(lost), 1)
+    row = {"accuracy": mean(values), **spread(values)}
+    row["calls"] = sum(t.calls for t in ran) / asked
+    row["steps"] = sum(len(t.workflow.steps) for t in ran) / asked
+    row["tokens"] = sum(t.tokens for t in ran) / asked
+    row["cents"] = None
+    if all(t.cost is not None for t in ran):
+        row["cents"] = 100 * sum(t.cost for t in ran) / asked
+    row["points/cent"] = None
+    if row["cents"] and values:
+        row["points/cent"] = row["accuracy"] / row["cents"]
+    row["lost"] = len(lost)
+    row["by kind"] = {}
+    for kind in dict.fromkeys(p.kind for p in problems):
+        row["by kind"][kind] = mean([100 * share[kind] for share in shares if kind in share])
+    return row
 
 
 def spread(values: list[float]) -> dict:

@@ -205,9 +205,13 @@ class Qwen(nn.Module):
 
 
 # -----------------------------------------------------------------------------------------------------------
-# The tokenizer
+# Appendix: the tokenizer, fp32 products, checkpoint files, the Hugging Face hub, JSON, command lines
 
 SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+CHAT_TEMPLATE = (  # Qwen2.5's ChatML for transformers, without its tool calls
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\n" + SYSTEM + "<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
 
 class Tokenizer:
@@ -237,7 +241,12 @@ class Tokenizer:
         return cls(bpe)
 
     def save_pretrained(self, path: str):
-        write_tokenizer(path, self)
+        """Write what transformers and vLLM need to use it alike."""
+        self.bpe.save(os.path.join(path, "tokenizer.json"))
+        write_json(os.path.join(path, "tokenizer_config.json"), {
+            "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE,
+            "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "clean_up_tokenization_spaces": False})
+        write_json(os.path.join(path, "generation_config.json"), {"eos_token_id": self.end_ids})
 
     def __len__(self) -> int:
         return self.bpe.get_vocab_size(with_added_tokens=True)
@@ -258,10 +267,6 @@ class Tokenizer:
             turn = self.encode(f"{message['role']}\n{message['content']}")
             ids += [self.start_id, *turn, self.eos_id, *self.encode("\n")]
         return [*ids, self.start_id, *self.encode("assistant\n")]
-
-
-# -----------------------------------------------------------------------------------------------------------
-# Appendix: fp32 products, checkpoint files, the Hugging Face hub, JSON, command lines
 
 
 def compute_dtype(device, name: str = "") -> torch.dtype:
@@ -430,21 +435,6 @@ def write_tensors(path: str, config: Config, tensors, shard_bytes: int = 4 << 30
     else:
         index = {"metadata": {"total_size": sum(shards)}, "weight_map": weight_map}
         write_json(os.path.join(path, "model.safetensors.index.json"), index)
-
-
-CHAT_TEMPLATE = (  # Qwen2.5's ChatML for transformers, without its tool calls
-    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\n" + SYSTEM + "<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-
-
-def write_tokenizer(path: str, tokenizer: Tokenizer):
-    """Write what transformers and vLLM need to use it alike."""
-    tokenizer.bpe.save(os.path.join(path, "tokenizer.json"))
-    write_json(os.path.join(path, "tokenizer_config.json"), {
-        "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE,
-        "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "clean_up_tokenization_spaces": False})
-    write_json(os.path.join(path, "generation_config.json"), {"eos_token_id": tokenizer.end_ids})
 
 
 def read_json(file: str) -> dict:

@@ -83,14 +83,7 @@ def draw(logits, u, temperature=1.0, top_p=1.0, top_k=0, n_ids=None):
         return tokens, logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
     logp = (logits / temperature).log_softmax(-1)
     if top_k or top_p < 1:
-        ranked, order = logp.sort(-1, descending=True)
-        if top_k:
-            ranked[:, top_k:].fill_(-torch.inf)
-        ranked = ranked.log_softmax(-1)
-        p = ranked.exp()
-        mass_before = p.cumsum(-1) - p
-        ranked.masked_fill_(mass_before >= top_p, -torch.inf)
-        logp = torch.empty_like(logp).scatter_(-1, order, ranked.log_softmax(-1))
+        logp = truncated(logp, top_p, top_k)
     mass = logp.exp().cumsum(-1)
     target = u * mass[:, -1]
     tokens = torch.searchsorted(mass, target[:, None], right=True)  # right: never one of probability 0
@@ -262,6 +255,18 @@ def compact(grid: Grid):
         grid.Q, grid.R = len(prompts), R
     grid.T = min(grid.T + BUCKET[grid.device.type], grid.own_kv[0].shape[3])
     grid.steps = 0
+
+
+def truncated(logp, top_p, top_k):
+    """The distributions logp (N, V), in logarithms, cut to their likeliest tokens: see `draw`."""
+    ranked, order = logp.sort(-1, descending=True)
+    if top_k:
+        ranked[:, top_k:].fill_(-torch.inf)
+    ranked = ranked.log_softmax(-1)
+    p = ranked.exp()
+    mass_before = p.cumsum(-1) - p
+    ranked.masked_fill_(mass_before >= top_p, -torch.inf)
+    return torch.empty_like(logp).scatter_(-1, order, ranked.log_softmax(-1))
 
 
 def uniform(seeds, step):

@@ -115,26 +115,6 @@ class Settings:
     dry_run: bool = False  # say what the run would take and what it lacks, and do nothing
 
 
-# The two extensions live in a laptop world with two workers for each trade, and start from "pairs". Their KL
-# keeps them near the policy that "pairs" itself started from: it still explores all workers and lengths.
-PAIRS = dict(pool="local:pairs", named=True, warm_steps=1000, warm_second=0.2)
-TUNE = dict(PAIRS, init_from="out/pairs/checkpoint", reference="out/pairs/reference",
-            warm_steps=0, iterations=160, lr=3e-4, beta=0.05)
-PRESETS = {
-    "laptop": {},
-    "small": dict(out="out/small", init_from="Qwen/Qwen2.5-0.5B-Instruct", data="laptop:1",
-                  test_data="laptop", max_steps=3, warm_steps=120, warm_batch=16, iterations=100, lr=5e-5,
-                  recompute=True, save_every=10, eval_every=20),
-    "paper": dict(out="out/paper", init_from="Qwen/Qwen2.5-7B", data="paper", pool="paper",  # App. A.1
-                  style="full", questions=4, rollouts=64, max_new_tokens=1024, iterations=200, lr=1e-6,
-                  beta=0.0, beta2=0.999, minibatches=1, recompute=True, warm_steps=0, save_every=10,
-                  eval_every=50),
-    "pairs": dict(PAIRS, out="out/pairs", iterations=540),
-    "pools": dict(TUNE, out="out/pools", subset=4),
-    "recursive": dict(TUNE, out="out/recursive", pool="local:tired", recursion=True),
-}
-
-
 # ------------------------------------------------------------------------------------------------------------
 # One iteration: first rounds, second rounds, reward, update. Then the run
 
@@ -277,8 +257,27 @@ def train(s: Settings, device: str):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Appendix: before and after the loop; the tiny Conductor; what a run tells; ranks; checkpoints; what a run
-# takes and lacks
+# Appendix: presets; before and after the loop; the tiny Conductor; what a run tells; ranks; checkpoints; what
+# a run takes and lacks
+
+# The two extensions live in a laptop world with two workers for each trade, and start from "pairs". Their KL
+# keeps them near the policy that "pairs" itself started from: it still explores all workers and lengths.
+PAIRS = dict(pool="local:pairs", named=True, warm_steps=1000, warm_second=0.2)
+TUNE = dict(PAIRS, init_from="out/pairs/checkpoint", reference="out/pairs/reference",
+            warm_steps=0, iterations=160, lr=3e-4, beta=0.05)
+PRESETS = {
+    "laptop": {},
+    "small": dict(out="out/small", init_from="Qwen/Qwen2.5-0.5B-Instruct", data="laptop:1",
+                  test_data="laptop", max_steps=3, warm_steps=120, warm_batch=16, iterations=100, lr=5e-5,
+                  recompute=True, save_every=10, eval_every=20),
+    "paper": dict(out="out/paper", init_from="Qwen/Qwen2.5-7B", data="paper", pool="paper",  # App. A.1
+                  style="full", questions=4, rollouts=64, max_new_tokens=1024, iterations=200, lr=1e-6,
+                  beta=0.0, beta2=0.999, minibatches=1, recompute=True, warm_steps=0, save_every=10,
+                  eval_every=50),
+    "pairs": dict(PAIRS, out="out/pairs", iterations=540),
+    "pools": dict(TUNE, out="out/pools", subset=4),
+    "recursive": dict(TUNE, out="out/recursive", pool="local:tired", recursion=True),
+}
 
 
 def set_up(s: Settings, device: str) -> Run | None:

@@ -120,41 +120,6 @@ class Worker:
         return reply
 
 
-BACKOFF, BACKOFF_MAX = 2.0, 30.0  # seconds: the longest wait after the first failed attempt, and after any
-FAILURES = 6  # failed attempts that end a call; those that a busy provider refuses do not count
-jitter = random.Random()  # The global generator's draws are the experiment's.
-
-
-def call(worker: Worker, messages: list[dict], params: dict, on_text) -> Reply:
-    """One attempt after another until one succeeds, within worker.deadline. The waits between them double,
-    but for jitter, and last at least as long as a busy provider asks (HTTP 429, 503, 529)."""
-    request = build_request(worker, messages, params, on_text is not None)
-    with worker.slots:
-        begun = time.monotonic()
-        failures = 0
-        for number in count(1):
-            begun += take_turn(worker, request.most)  # The waits for rpm and budget count as no time.
-            end = begun + worker.deadline
-            seconds = max(0.001, min(worker.timeout, end - time.monotonic()))
-            try:
-                reply = attempt(worker, request, seconds, on_text)
-                break
-            except WorkerError as fault:
-                failures += not fault.busy
-                pause = min(BACKOFF * 2 ** min(number - 1, 9), BACKOFF_MAX)
-                wait = fault.wait + jitter.uniform(pause / 2, pause)  # Not all shall return at once.
-                late = time.monotonic() + wait + worker.usual > end
-                last = number == worker.attempts or failures == FAILURES
-                if not fault.retry or late or last:
-                    took = f"attempt {number}, after {time.monotonic() - begun:.1f} s"
-                    text = redact(str(fault), request.key)
-                    raise WorkerError(f"{text} ({took})", fault.bad_request) from None
-            time.sleep(wait)
-    worker.usual += (reply.seconds - worker.usual) * (0.2 if worker.usual else 1.0)
-    reply.seconds = time.monotonic() - begun
-    return reply
-
-
 # ----------------------------------------------------------------------------------------------------------
 # Appendix: the local specialists, tables of pools, wire formats, money, transport, servers, command line
 
@@ -764,6 +729,41 @@ MAX_BODY = 32 << 20  # bytes of a request or a response; honest ones stay below 
 KEEPALIVE = [(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1), (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
 if hasattr(socket, "TCP_KEEPIDLE"):  # seconds; else it is for the system to say
     KEEPALIVE.append((socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60))
+
+
+BACKOFF, BACKOFF_MAX = 2.0, 30.0  # seconds: the longest wait after the first failed attempt, and after any
+FAILURES = 6  # failed attempts that end a call; those that a busy provider refuses do not count
+jitter = random.Random()  # The global generator's draws are the experiment's.
+
+
+def call(worker: Worker, messages: list[dict], params: dict, on_text) -> Reply:
+    """One attempt after another until one succeeds, within worker.deadline. The waits between them double,
+    but for jitter, and last at least as long as a busy provider asks (HTTP 429, 503, 529)."""
+    request = build_request(worker, messages, params, on_text is not None)
+    with worker.slots:
+        begun = time.monotonic()
+        failures = 0
+        for number in count(1):
+            begun += take_turn(worker, request.most)  # The waits for rpm and budget count as no time.
+            end = begun + worker.deadline
+            seconds = max(0.001, min(worker.timeout, end - time.monotonic()))
+            try:
+                reply = attempt(worker, request, seconds, on_text)
+                break
+            except WorkerError as fault:
+                failures += not fault.busy
+                pause = min(BACKOFF * 2 ** min(number - 1, 9), BACKOFF_MAX)
+                wait = fault.wait + jitter.uniform(pause / 2, pause)  # Not all shall return at once.
+                late = time.monotonic() + wait + worker.usual > end
+                last = number == worker.attempts or failures == FAILURES
+                if not fault.retry or late or last:
+                    took = f"attempt {number}, after {time.monotonic() - begun:.1f} s"
+                    text = redact(str(fault), request.key)
+                    raise WorkerError(f"{text} ({took})", fault.bad_request) from None
+            time.sleep(wait)
+    worker.usual += (reply.seconds - worker.usual) * (0.2 if worker.usual else 1.0)
+    reply.seconds = time.monotonic() - begun
+    return reply
 
 
 def take_turn(worker: Worker, most: float) -> float:

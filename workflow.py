@@ -302,38 +302,11 @@ class Rollout:
     weights: list[float] | None = None  # of the tokens, for the gap between sampler and trainer (grpo.py)
 
 
-READ_AT_ONCE = 1 << 15  # tokens of prompts that a model reads at a time: a batch of long ones needs gigabytes
-
-
 def ask(task: Task, prompting: Prompting) -> list[dict]:
     """The chat that asks a Conductor, in the way it knows, for a workflow."""
     names = "".join(worker.letter for worker in task.pool) if prompting.named else ""
     return messages(task.question, len(task.pool), prompting.max_steps, task.previous, prompting.style, names,
                     prompting.examples, prompting.subtasks)
-
-
-def sampled(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature: float = 1.0, seed: int = 0):
-    """A model as the Conductor of `roll_out`. A prompt that it cannot read is an error of that chat alone."""
-    room = model.config.max_position_embeddings - prompting.max_new_tokens
-
-    def conductor(chats, n, first, on_written):
-        prompts = [tokenizer.chat(chat) for chat in chats]
-        fitting = [i for i, prompt in enumerate(prompts) if len(prompt) <= room]
-        for i in sorted({*range(len(prompts))} - {*fitting}):
-            why = f"the prompt has {len(prompts[i])} tokens, and the Conductor can read {room}"
-            for j in range(n):
-                on_written(i, j, "", error=why, bad_request=True)
-        size = max(1, READ_AT_ONCE // max((len(prompts[i]) for i in fitting), default=1))
-        for start in range(0, len(fitting), size):
-            batch = fitting[start:start + size]
-
-            def finished(k, j, completion):
-                on_written(batch[k], j, tokenizer.decode(completion.tokens), prompts[batch[k]], completion)
-
-            own = seed + start * 10**9  # A prompt that an earlier batch had, too, draws other numbers.
-            generate(model, [prompts[i] for i in batch], n, prompting.max_new_tokens, temperature, seed=own,
-                     eos_id=tokenizer.end_ids, n_ids=len(tokenizer), on_finish=finished, first=first)
-    return conductor
 
 
 def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Prompting(), grade=None,
@@ -343,22 +316,21 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
 
     conductor(chats, n, first, on_written), which `sampled` and `seated` make, writes n completions of each
     chat and calls on_written(chat's index, completion's index, text, prompt's ids, Completion) as each ends,
-    or on_written(…, "", error="why"). grade(task.problem, answer) -> bool; without it every `right` is None.
-    edit(workflow) -> workflow, for ablations. first: the number of each task's first rollout.
+    or on_written(…, "", lost=WorkerError(why)). grade(task.problem, answer) -> bool; without it every `right`
+    is None. edit(workflow) -> workflow, for ablations. first: the number of each task's first rollout.
     on_finish(rollout) is called from any thread. What these raise ends all and is raised."""
     groups, running = [[None] * n for _ in tasks], []
-    bugs = []  # futures with an exception
-    failed = threading.Event()
+    failed = threading.Event()  # set by a bug in a worker or a grader, which ends the writing, too
 
-    def on_written(i, j, text, prompt=(), completion=None, error=None, bad_request=False):
-        for future in bugs:  # A bug in a worker or a grader ends the writing, too.
-            future.result()
+    def on_written(i, j, text, prompt=(), completion=None, lost=None):
+        if failed.is_set():
+            wait_for_all(running)  # which raises the bug
         task = tasks[i]
         rollout = groups[i][j] = Rollout(task, text, list(prompt), completion)
-        if error is not None:  # the Conductor's own call was lost
-            lost = Trace(task.question, Workflow([]), [], [], 0.0, error, task.previous)
-            lost.bad_request = bad_request
-            return complete(rollout, lost)
+        if lost:
+            trace = Trace(task.question, Workflow([]), [], [], error=str(lost), previous=task.previous)
+            trace.bad_request = lost.bad_request
+            return complete(rollout, trace)
         try:
             workflow = parse(text, len(task.pool), prompting.max_steps, task.previous is not None,
                              prompting.subtasks)
@@ -368,8 +340,8 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
         if edit:
             workflow = edit(workflow)
         future = submit(workflow, task, first + j, failed.is_set, partial(complete, rollout))
-        future.add_done_callback(lambda ended: ended.exception() and bugs.append(ended))
         running.append(future)
+        future.add_done_callback(lambda ended: ended.exception() and failed.set())
 
     def complete(rollout, trace):
         rollout.trace = trace
@@ -391,8 +363,8 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Appendix: further rounds, a worker as the Conductor, threads, reading lists, few-shot examples, views, the
-# server, the command line
+# Appendix: further rounds, a model or a worker as the Conductor, threads, reading lists, few-shot examples,
+# views, the server, the command line
 
 def conduct(conductor, tasks: list[Task], rounds: int = 0, prompting: Prompting = Prompting(), tries: int = 3,
             grade=None, edit=None) -> list[Rollout]:
@@ -427,6 +399,33 @@ def conduct(conductor, tasks: list[Task], rounds: int = 0, prompting: Prompting 
     return latest
 
 
+READ_AT_ONCE = 1 << 15  # tokens of prompts that a model reads at a time: a batch of long ones needs gigabytes
+
+
+def sampled(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature: float = 1.0, seed: int = 0):
+    """A model as the Conductor of `roll_out`. A prompt that it cannot read is an error of that chat alone."""
+    room = model.config.max_position_embeddings - prompting.max_new_tokens
+
+    def conductor(chats, n, first, on_written):
+        prompts = [tokenizer.chat(chat) for chat in chats]
+        fitting = [i for i, prompt in enumerate(prompts) if len(prompt) <= room]
+        for i in sorted({*range(len(prompts))} - {*fitting}):
+            why = f"the prompt has {len(prompts[i])} tokens, and the Conductor can read {room}"
+            for j in range(n):
+                on_written(i, j, "", lost=WorkerError(why, bad_request=True))
+        size = max(1, READ_AT_ONCE // max((len(prompts[i]) for i in fitting), default=1))
+        for start in range(0, len(fitting), size):
+            batch = fitting[start:start + size]
+
+            def finished(k, j, completion):
+                on_written(batch[k], j, tokenizer.decode(completion.tokens), prompts[batch[k]], completion)
+
+            own = seed + start * 10**9  # A prompt that an earlier batch had, too, draws other numbers.
+            generate(model, [prompts[i] for i in batch], n, prompting.max_new_tokens, temperature, seed=own,
+                     eos_id=tokenizer.end_ids, n_ids=len(tokenizer), on_finish=finished, first=first)
+    return conductor
+
+
 def seated(worker, name: str = ""):
     """A worker as the Conductor of `roll_out` (Table 11). A small limit of its tokens is doubled, as in the
     paper, to at most 8,192. There are no ids, and a lost call is an error. name: as in Task."""
@@ -438,7 +437,7 @@ def seated(worker, name: str = ""):
             try:
                 reply = worker.chat(chats[i], call_id=name and f"{name}/{first + j}", **limits)
             except WorkerError as e:
-                return on_written(i, j, "", error=str(e), bad_request=e.bad_request)
+                return on_written(i, j, "", lost=e)
             on_written(i, j, reply.text)
 
         calls = [*itertools.product(range(len(chats)), range(n))]
@@ -892,8 +891,8 @@ def from_one_thread(conductor):
     def ask_for(chats, n, first, on_written):
         written = Future()
         asked.put((chats[0], written))
-        text, error = written.result()
-        on_written(0, 0, *text, **error)  # in the thread that asked: what this raises is its own affair
+        text, lost = written.result()
+        on_written(0, 0, *text, **lost)  # in the thread that asked: what this raises is its own affair
 
     def work_on():
         for number in itertools.count():  # A chat that is asked again draws other numbers.
@@ -902,7 +901,7 @@ def from_one_thread(conductor):
                 batch.append(asked.get())
             chats, futures = zip(*batch)
             try:
-                conductor(chats, 1, number, lambda i, j, *text, **error: futures[i].set_result((text, error)))
+                conductor(chats, 1, number, lambda i, j, *text, **lost: futures[i].set_result((text, lost)))
             except Exception as bug:
                 for future in futures:
                     if not future.done():

@@ -408,7 +408,7 @@ def test_conduct_rounds_and_tries():
 
     def cannot_read(chats, n, first, on_text):  # a second prompt, which is longer than the first
         text = "" if len(chats[0]) > 1 else one_step("first")
-        on_text(0, 0, text, error=None if text else "too long")
+        on_text(0, 0, text, lost=None if text else WorkerError("too long"))
     assert conduct("Why?", pool, cannot_read, rounds=2).answer == "first"
 
 

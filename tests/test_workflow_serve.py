@@ -81,7 +81,7 @@ def test_a_checkpoint_writes(checkpoint):
         [(0, 0), (0, 1), (1, 0), (1, 1)], LEARNED)
     errors = []
     long, short = messages("Why? " * 400, 1, style="short"), messages("Why?", 1, style="short")
-    write([long, short, long], 1, 0, lambda i, j, text, *_, error=None, **_why: errors.append((i, j, text, error)))
+    write([long, short, long], 1, 0, lambda i, j, text, *_, lost=None: errors.append((i, j, text, lost and str(lost))))
     # a model of 512 positions, 80 of them to write
     why = "the prompt has 2047 tokens, and the Conductor can read 432"
     assert errors == [(0, 0, "", why), (2, 0, "", why), (1, 0, LEARNED, None)]
@@ -368,9 +368,9 @@ def test_serve_refuses(capsys):
     def write(chats, n, first, on_text):
         question = chats[0][-1]["content"]
         if "Too long" in question:
-            return on_text(0, 0, "", error="more than the Conductor's 512", bad_request=True)
+            return on_text(0, 0, "", lost=WorkerError("more than the Conductor's 512", bad_request=True))
         if "Nobody there" in question:
-            return on_text(0, 0, "", error="who sits in the seat is down")
+            return on_text(0, 0, "", lost=WorkerError("who sits in the seat is down"))
         if "No memory" in question:
             raise MemoryError("no memory left")
         texts = {"No workflow": "I cannot.", "No worker": lists("[1]", '["A."]', "[[]]")}
