@@ -2180,6 +2180,8 @@ def play_conductor(s, problems, pools, name: str, who: str, k: int, tag: str) ->
         conductor = seated(pools[0][k], f"{tag}/seat")
         return run_conductor(conductor, problems, pools, tag, s.rounds, Prompting(**examples), tries=10)
     model, tokenizer, prompting = cached_conductor(who if who and name in CONDUCTORS else s.checkpoint)
+    if prompting.pool not in ("", s.pool or "local"):
+        print(f"{name}: the Conductor learned with --pool={prompting.pool}, whose workers it takes these for")
     prompting = replace(prompting, **examples, **CONDUCTORS.get(name, {}))
     if name == "shuffled":
         pools = [team[1:] + team[:1] for team in pools]

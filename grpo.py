@@ -14,14 +14,15 @@ from torch.utils.checkpoint import checkpoint
 from model import Qwen, causal
 from workflow import Rollout
 
-# So many logits are alive at a time; the backward pass computes them again. A CPU is slow at touching the new
-# pages that larger tensors get.
+# At most so many logits are alive at a time; the backward pass computes them again. A CPU is slow at touching
+# the new pages that larger tensors get.
 HEAD_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 22}
 LOSSES = ("sequence", "token", "constant")  # what `update` divides the sum over tokens by
 
 
 def advantages(rewards, mask=None, std=True, question=None):
-    """Eq. 2 for rewards (Q, G): (r - mean) / std in each group, or r - mean with std=False. Returns (Q, G).
+    """Eq. 2 for the rewards (Q, G) of Q groups: (r - mean) / std in each group, or r - mean with std=False.
+    Returns (Q, G).
 
     mask (Q, G) is False for rollouts that were lost: they are in no statistic and get 0, as does a group
     without spread. question (Q): groups with the same number are rounds of one question (§3.2). Each keeps
@@ -35,11 +36,12 @@ def advantages(rewards, mask=None, std=True, question=None):
         return centred
     squares = (centred ** 2).sum(1)                            # (Q)
     counts = mask.sum(1)                                       # (Q)
-    if question is not None:  # The rounds of a question share their sums, and so one std.
+    if question is not None:
         question = torch.as_tensor(question)
-        same_question = (question[:, None] == question).float()  # (Q, Q)
-        squares = same_question @ squares
-        counts = same_question @ counts
+        for number in question.unique():
+            rounds = question == number                        # (Q): they share their sums, and so one std
+            squares[rounds] = squares[rounds].sum()
+            counts[rounds] = counts[rounds].sum()
     deviation = (squares / counts.clamp(min=1)).sqrt()
     return centred / deviation.clamp(min=1e-6)[:, None]
 
@@ -61,35 +63,35 @@ def set_advantages(groups: list[list[Rollout]], std=True):
 
 
 def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference: Qwen | None = None):
-    """Returns two things, with gradient: the log-probabilities of the tokens of groups [(prompt,
-    completions)], a list of 1-D tensors, one a completion; and for each of these tokens, in one 1-D tensor,
-    KL(π_ref ‖ π) of the distributions that it comes from, zeros without a reference.
+    """log π of every token of the completions in groups [(prompt, completions)], and KL(π_ref ‖ π) where the
+    token stands, zeros without a reference: a tensor (2, N) with gradient, the tokens one after another.
 
     temperature and n_ids (ids at or above it have no probability) are as in sampling, or it would be another
-    policy. GRPO estimates the KL from the sampled token, with the same gradient on average, but a huge one
-    for a token that the policy has all but given up."""
+    policy. GRPO estimates the KL from the sampled token, by π_ref/π - log(π_ref/π) - 1. On average that has
+    the same gradient as the KL itself, but a huge one for a token that the policy has all but given up."""
     # All groups are one row of T tokens. The prompt 5 6 with completions 7 and 8 9: ids 5 6 7 8 9, positions
     # 0 1 2 2 3, targets (N) 7 8 9, and the outputs at the places `predictors`, 1 1 3, predict these.
     ids, positions, targets, predictors, attend = pack(groups, model.device)
-
-    ref_hidden = targets  # a placeholder for zip, of the right length
+    size = max(1, HEAD_LOGITS[model.device.type] // model.config.vocab_size)
+    ref_parts = itertools.repeat(None)
     if reference:
         with torch.no_grad():
             ref_hidden = reference(ids[None], positions[None], attend, lambda hidden: hidden[0, predictors])
+        ref_parts = ref_hidden.split(size)
 
     def head(hidden):  # (1, T, C) -> (2, N)
-        size = max(1, HEAD_LOGITS[model.device.type] // model.config.vocab_size)
-        parts = zip(hidden[0, predictors].split(size), ref_hidden.split(size), targets.split(size))
-        how = (model, reference, temperature, n_ids)
-        return torch.cat([checkpoint(logprobs_and_kl, *part, *how, use_reentrant=False) for part in parts], 1)
+        parts = []
+        for part in zip(hidden[0, predictors].split(size), ref_parts, targets.split(size)):
+            parts.append(checkpoint(logprobs_and_kl, *part, model, reference, temperature, n_ids,
+                                    use_reentrant=False))
+        return torch.cat(parts, 1)
 
-    logprobs, kl = model(ids[None], positions[None], attend, head)
-    return list(logprobs.split([len(c) for _, completions in groups for c in completions])), kl
+    return model(ids[None], positions[None], attend, head)
 
 
 def logprobs_and_kl(hidden, ref_hidden, targets, model, reference, temperature, n_ids):
-    """log π of the targets (N) and KL(π_ref ‖ π) where they stand, from hidden and ref_hidden, each (N, C):
-    (2, N)."""
+    """log π of the targets (N) and KL(π_ref ‖ π) where they stand, (2, N), from the outputs of both models'
+    last layers, hidden and ref_hidden, each (N, C)."""
     def all_logprobs(policy, hidden):  # (N, C) -> (N, V)
         return (policy.logits(hidden)[:, :n_ids] / temperature).log_softmax(-1)
 
@@ -131,9 +133,14 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
     world = dist.get_world_size() if dist.is_initialized() else 1
     # The mean is over all rollouts, those without an advantage too, which are not computed.
     n_rollouts, n_tokens = all_reduce([len(rollouts), sum(n_written(r) for r in rollouts)], device)
-    sums = torch.zeros(6, dtype=torch.float64, device=device)
-    divisor = {"token": n_tokens, "constant": n_rollouts * max_new_tokens}.get(loss)  # None: "sequence"
+    divisor = None  # each rollout's own
+    if loss == "token":
+        divisor = n_tokens
+    if loss == "constant":
+        divisor = n_rollouts * max_new_tokens
+    sums = torch.zeros(len(STATISTICS) + 1, dtype=torch.float64, device=device)
     teaching = [r for r in rollouts if r.advantage or beta]
+    # Every rank runs as many micro-batches. Those that it lacks are empty: one token, cut off below.
     for batch in as_many_on_all_ranks(micro_batches(teaching, token_budget), device):
         old, advantage, share = [], [], []  # of each token; share: 1 / what `loss` divides it by
         for r in batch:
@@ -143,8 +150,7 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
             share += [1 / (divisor or n_rollouts * n)] * n
         old, advantage, share = to_device(np.array([old, advantage, share], dtype=np.float32), device)  # (N)
         new, kl = packed_logprobs(model, by_prompt(batch), temperature, n_ids, reference if beta else None)
-        new = torch.cat(new)[:len(old)]  # without the one token that stands for an empty batch
-        kl = kl[:len(old)]
+        new, kl = new[:len(old)], kl[:len(old)]
         objective = ((surrogate(new, old, advantage, clip, clip_high) - beta * kl) * share).sum()
         (-objective * world).backward()  # FSDP averages gradients over ranks
         sums += statistics(new, old, kl, clip, clip_high or clip)
@@ -164,8 +170,9 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
 
 
 def token_logprobs(model: Qwen, prompt: list[int], completions: list[list[int]], temperature=1.0, n_ids=None):
-    """packed_logprobs of one group, without a reference."""
-    return packed_logprobs(model, [(prompt, completions)], temperature, n_ids)[0]
+    """log π of the tokens of a prompt's completions, a 1-D tensor for each, with gradient."""
+    logprobs, _ = packed_logprobs(model, [(prompt, completions)], temperature, n_ids)
+    return list(logprobs.split([len(completion) for completion in completions]))
 
 
 def pack(groups, device):
@@ -261,8 +268,10 @@ def set_weights(model: Qwen, rollouts, cap, temperature=1.0, n_ids=None, token_b
     on ρ is to its own policy before the update. Returns what the gap was."""
     far, tokens = 0.0, 0
     for batch in as_many_on_all_ranks(micro_batches(rollouts, token_budget), model.device):
-        for r, new in zip(batch, packed_logprobs(model, by_prompt(batch), temperature, n_ids)[0]):
-            log_ratio = new.cpu() - torch.tensor(r.completion.logprobs)
+        logprobs, _ = packed_logprobs(model, by_prompt(batch), temperature, n_ids)
+        lengths = [n_written(r) for r in batch]
+        for r, new in zip(batch, logprobs[:sum(lengths)].cpu().split(lengths)):
+            log_ratio = new - torch.tensor(r.completion.logprobs)
             r.weights = log_ratio.exp().clamp(max=cap).tolist()
             r.completion.logprobs = new.tolist()
             far += log_ratio.abs().sum().item()

@@ -4,9 +4,9 @@
 
 GRPO asks the same prompt n times, so a prompt's keys and values are computed and stored once, and each
 rollout stores only its own. A decode step attends to [shared prompt | own tokens] under one softmax. The
-rollouts form a grid of Q prompts × R rows. All have the same age, so one mask over own tokens serves all, and
-those that finished are compacted away. On CUDA a decode step is captured as a graph. Others call `generate`;
-the appendix has the grid: `prefill`, `step`, `attend`, `harvest`, `compact`. Read workers.py next.
+rollouts form a grid of Q prompts × R rows. All have as many tokens of their own, so one mask serves all, and
+those that finished are compacted away. On CUDA a decode step is captured as a graph. The other files call
+`generate`; the appendix has the grid: `prefill`, `step`, `attend`, `harvest`, `compact`. Read workers.py next.
 """
 import collections
 import contextlib
@@ -21,9 +21,11 @@ import torch
 
 from model import Qwen, Tokenizer, causal, compute_dtype, configure, matmul_fp32
 
-CHECK = 8  # decode steps between looks at who has finished; it divides BUCKET
-# A change of shapes costs a capture on CUDA. On a CPU it is cheap, and many of them save computing.
-BUCKET = {"cuda": 128, "cpu": 32}  # tokens after which finished rollouts are dropped, and the cache grows
+READ_AT_ONCE = 1 << 15  # prompt tokens whose rollouts are sampled together: their cache is gigabytes
+CHECK = 8  # decode steps between looks at who has finished
+# Tokens, a multiple of CHECK, after which finished rollouts are dropped and attention looks further. That
+# changes shapes, which costs a new capture on CUDA, while on a CPU it only saves computing.
+BUCKET = {"cuda": 128, "cpu": 32}
 
 
 @dataclass
@@ -43,9 +45,9 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
     eos_id: the token or tokens that end a rollout. n_ids: only ids below it are sampled, as Qwen2.5 pads its
     vocabulary. on_finish(prompt index, rollout index, Completion) is called as rollouts finish.
 
-    first: the number of the first rollout. What rollout number i of a prompt draws follows from the seed, the
-    prompt and i, whatever shares its batch and whichever process samples it, up to rounding. A prompt that is
-    listed twice gets other rollouts the second time."""
+    first: the number of the first rollout. Rollout i draws by the same random numbers in any batch and in any
+    process: they follow from the seed, the prompt and i. A prompt that is listed twice gets others the second
+    time."""
     if not prompts or not all(prompts) or n < 1 or max_new_tokens < 1:
         raise ValueError("generate needs prompts, none of them empty, n >= 1 and max_new_tokens >= 1")
     if not 0 <= temperature < math.inf or not 0 < top_p <= 1 or top_k < 0:
@@ -53,30 +55,42 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
                          f"not {temperature}, {top_p}, {top_k}")
 
     how = dict(temperature=temperature, top_p=top_p, top_k=top_k, n_ids=n_ids)
-    grid = Grid(model, prompts, n, max_new_tokens, row_seeds(prompts, n, seed, first), how, eos_id)
-    grid.prefill(prompts)
+    seeds = row_seeds(prompts, n, seed, first)
     completions = [[None] * n for _ in prompts]
+    at_once = max(1, READ_AT_ONCE // max(map(len, prompts)))
+    for start in range(0, len(prompts), at_once):
+        end = start + at_once
+        batch = (prompts[start:end], n, max_new_tokens, seeds[start * n:end * n])
+        for number, completion in sampled_together(model, *batch, how, eos_id):
+            i, j = divmod(start * n + number, n)
+            completions[i][j] = completion
+            if on_finish:
+                on_finish(i, j, completion)
+    return completions
+
+
+def sampled_together(model, prompts, n, max_new_tokens, seeds, how, eos_id):
+    """Yield the number, prompt by prompt, and the Completion of each of n rollouts of the prompts, as they
+    end. seeds: one for each rollout."""
+    grid = Grid(model, prompts, n, max_new_tokens, seeds, how, eos_id)
+    grid.prefill(prompts)  # and draw every rollout's first token
     for count in range(1, max_new_tokens + 1):  # how many tokens every rollout has
         last = count == max_new_tokens
         if last or count % CHECK == 0:
-            for number, completion in grid.harvest(last):
-                i, j = divmod(number, n)
-                completions[i][j] = completion
-                if on_finish:
-                    on_finish(i, j, completion)
-            if not grid.going:  # as after the last harvest, which takes all
-                return completions
+            yield from grid.harvest(last)
+        if not grid.going:
+            return
         if count % BUCKET[model.device.type] == 0:
             compact(grid)
-        grid.step()
+        grid.step()  # One more token is drawn for every rollout.
 
 
 def draw(logits, u, temperature=1.0, top_p=1.0, top_k=0, n_ids=None):
     """Sample from logits (N, V) with uniforms u (N): tokens and their log-probabilities, (N) each.
 
     Only ids below n_ids are drawn. temperature 0 is greedy, with log-probabilities at temperature 1. top_k
-    keeps the k likeliest tokens, top_p then the smallest set of the likeliest that holds that much of the
-    rest. Both renormalise."""
+    keeps the k likeliest tokens, top_p of these the smallest set of the likeliest that holds that much of
+    their mass. Both renormalise."""
     logits = logits[:, :n_ids]
     if temperature == 0:
         tokens = logits.argmax(-1)
@@ -86,7 +100,7 @@ def draw(logits, u, temperature=1.0, top_p=1.0, top_k=0, n_ids=None):
         logp = truncated(logp, top_p, top_k)
     mass = logp.exp().cumsum(-1)
     target = u * mass[:, -1]
-    tokens = torch.searchsorted(mass, target[:, None], right=True)  # right: never one of probability 0
+    tokens = torch.searchsorted(mass, target[:, None], right=True)  # Even u = 0 draws no token of mass 0.
     return tokens[:, 0], logp.gather(-1, tokens)[:, 0]
 
 

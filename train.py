@@ -42,9 +42,9 @@ from eval import grade, load, mean, random_completion, shares_of
 from grpo import HEAD_LOGITS, LOSSES, n_written, packed_logprobs, set_advantages, set_weights, update
 from model import Config, Qwen, Tokenizer, compute_dtype, configure, fetch
 from model import local_part, read_json, write_json, write_tensors
-from sample import PREFILL_TOKENS, Completion
+from sample import PREFILL_TOKENS, READ_AT_ONCE, Completion
 from workers import LOCAL, Reply, WorkerError, load_pool, silent, unset_in
-from workflow import READ_AT_ONCE, Prompting, Rollout, Task, Trace, Workflow, ask, parse, roll_out, sampled
+from workflow import Prompting, Rollout, Task, Trace, Workflow, ask, parse, roll_out, sampled
 
 
 @dataclass
@@ -399,8 +399,7 @@ def finish(run: Run, s: Settings, reasons: list[str]):
 def try_it(run: Run, s: Settings) -> str:
     """The command that asks this Conductor a question."""
     question = min((problem.question for problem in run.test), key=len)
-    words = shlex.join([question, f"--checkpoint={s.out}/checkpoint", f"--pool={s.pool}"])
-    return f"python workflow.py {words}"
+    return f"python workflow.py {shlex.join([question, f'--checkpoint={s.out}/checkpoint'])}"
 
 
 def prompting(s: Settings) -> Prompting:
@@ -519,7 +518,7 @@ def warm_start(model, tokenizer, problems, pool, s: Settings):
         total = sum(sum(row) for row in weights)
         logprobs, _ = packed_logprobs(model, rows[rank::world], 1.5)
         weight = torch.tensor([w for row in weights[rank::world] for w in row], device=model.device)
-        loss = -(torch.cat(logprobs) * weight).sum() * world / total  # FSDP averages gradients over ranks
+        loss = -(logprobs * weight).sum() * world / total  # FSDP averages gradients over ranks
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         set_lr(optimizer, s.warm_lr * schedule(step, s.warm_steps, 0.05))
@@ -588,8 +587,13 @@ def n_steps(rollout: Rollout) -> int:
     return len(rollout.trace.workflow.steps)
 
 
+ON_SCREEN = ("reward", "accuracy", "held_out", "parsed", "flat", "lost", "steps", "cost", "tokens", "cut", "gap",
+             "kl", "grad_norm", "skipped", "mfu", "memory")
+
+
 def log(s: Settings, m: dict, report):
-    """Write metrics to metrics.jsonl, and their numbers to the screen and to whoever else gets them."""
+    """Write metrics to metrics.jsonl, the most telling of their numbers to the screen, and all of these to
+    whoever else gets them."""
     if dist.get_rank():
         return
     for key, value in m.items():
@@ -599,8 +603,8 @@ def log(s: Settings, m: dict, report):
         f.write(json.dumps(m) + "\n")
     numbers = {key: value for key, value in m.items() if isinstance(value, int | float)}
     report(numbers)
-    shown = {**numbers, **m["seconds"]}  # how long each part took stands last
-    del shown["iteration"]
+    shown = {key: numbers[key] for key in ON_SCREEN if key in numbers}
+    shown |= m["seconds"]  # how long each part took stands last
     print0(f"{m['iteration'] + 1:4d}/{s.iterations} {in_words(shown)}")
     if "again" in m:
         print0(f"{'':9}second rounds: {in_words(m['again'])}")

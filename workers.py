@@ -14,6 +14,7 @@ import functools
 import hashlib
 import http.cookiejar
 import json
+import math
 import operator
 import os
 import random
@@ -90,20 +91,22 @@ class Worker:
         self.lock = threading.Lock()
         self.turn = 0.0  # the time.monotonic() of the next request under rpm
         self.usual = 0.0  # seconds that an answer takes: a moving average
+        self.told = -math.inf  # the time.monotonic() when a failure was last told
         self.calls, self.spent, self.unpriced = 0, 0.0, 0  # replies; dollars; replies of unknown cost
 
     def chat(self, messages: list[dict], call_id: str = "", on_text=None, **overrides) -> Reply:
         """Ask the model. messages: [{"role": "system", "user" or "assistant", "content": str}, ...].
 
         overrides win over params; both are named as in OpenAI's API. on_text(piece) is called with the text
-        as it comes if the protocol is OpenAI's, else once with all of it. call_id is this very call's in a
-        run (seed/question/rollout/round/step): with it the reply is kept in `replay`. What fails is tried
-        again if that may help (`call`); WorkerError if it fails for good. A reply counts in calls, spent and
-        unpriced, also a kept one."""
+        as it comes if the protocol is OpenAI's, else once with all of it. call_id names this call within a
+        run, by seed/question/rollout/round/step: its reply is kept in `replay`, where a rerun finds it. What
+        fails is tried again if that may help (`call`); WorkerError if it fails for good. A reply counts in
+        calls, spent and unpriced, also a kept one."""
         params = {**self.params, **overrides}
-        replay = self.replay if call_id else None
-        key = replay and replay.key([self.name, self.protocol, self.model, messages, params, call_id])
-        reply = replay and replay.find(key)
+        reply = key = None
+        if self.replay and call_id:
+            key = self.replay.key([self.name, self.protocol, self.model, messages, params, call_id])
+            reply = self.replay.find(key)
         if reply and on_text:
             on_text(reply.text)
         if not reply:
@@ -111,8 +114,8 @@ class Worker:
                 reply = call(self, messages, params, on_text)
             except WorkerError as e:
                 raise WorkerError(f"{self.name}: {e}", e.bad_request) from None
-            if replay:
-                replay.keep(key, reply)
+            if key:
+                self.replay.keep(key, reply)
         with self.lock:
             self.calls += 1
             self.spent += reply.cost or 0.0
@@ -456,8 +459,10 @@ def silent(pool: list[Worker]) -> list[str]:
     """Who does not answer and why, of the workers whose variables are set. All are asked for a word at once,
     and once more if that may help, so that a run with a worker who is down ends before it begins."""
     def ask(worker):
+        asked = replace(worker, attempts=2)
+        asked.told = math.inf  # What fails is told by the caller.
         try:
-            replace(worker, attempts=2).chat([{"role": "user", "content": "Say hello."}])
+            asked.chat([{"role": "user", "content": "Say hello."}])
         except WorkerError as e:
             return f"a worker ({e})"
 
@@ -733,6 +738,7 @@ if hasattr(socket, "TCP_KEEPIDLE"):  # seconds; else it is for the system to say
 
 BACKOFF, BACKOFF_MAX = 2.0, 30.0  # seconds: the longest wait after the first failed attempt, and after any
 FAILURES = 6  # failed attempts that end a call; those that a busy provider refuses do not count
+TELL = 60  # seconds after which a worker's next failure is told
 jitter = random.Random()  # The global generator's draws are the experiment's.
 
 
@@ -756,10 +762,13 @@ def call(worker: Worker, messages: list[dict], params: dict, on_text) -> Reply:
                 wait = fault.wait + jitter.uniform(pause / 2, pause)  # Not all shall return at once.
                 late = time.monotonic() + wait + worker.usual > end
                 last = number == worker.attempts or failures == FAILURES
+                text = redact(str(fault), request.key)
                 if not fault.retry or late or last:
                     took = f"attempt {number}, after {time.monotonic() - begun:.1f} s"
-                    text = redact(str(fault), request.key)
                     raise WorkerError(f"{text} ({took})", fault.bad_request) from None
+                if time.monotonic() > worker.told + TELL:
+                    worker.told = time.monotonic()
+                    print(f"{worker.name}: {text}; trying again", file=sys.stderr)
             time.sleep(wait)
     worker.usual += (reply.seconds - worker.usual) * (0.2 if worker.usual else 1.0)
     reply.seconds = time.monotonic() - begun

@@ -22,6 +22,7 @@ import unicodedata
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
+from http.server import BaseHTTPRequestHandler
 from multiprocessing.pool import ThreadPool
 
 import torch
@@ -40,7 +41,9 @@ class Step:
     worker: int
     subtask: str
     access: list[int]  # the earlier steps whose subtask and response the worker sees
-    sees_all: bool = field(default=False, compare=False)  # written "all": the previous round's answer too
+    # Written "all", which also shows it the answer of the round before. The indices are the same: it is the
+    # same step.
+    sees_all: bool = field(default=False, compare=False)
 
 
 @dataclass
@@ -73,6 +76,7 @@ class Prompting:
     max_new_tokens: int = 1024
     named: bool = False  # each worker has a letter beside its number
     dtype: str = ""  # of the checkpoint's computation: bf16, fp32, or "": as the device likes
+    pool: str = ""  # the workers of its training, whom it knows by their numbers: a name or file (--pool)
 
 
 ROLE = """You conduct a team of language models. You never answer the question yourself: you write a workflow
@@ -136,14 +140,15 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
         try:
             rows = checked_rows(dict(window), order, n_workers, max_steps, allow_empty)
         except WorkflowError as e:
-            error = str(e)  # Only the text: the exception holds its frames, and they the sampler's weights.
+            error = str(e)  # Only the text: a kept exception would keep its frames' memory, the weights too.
             continue
         workflow = Workflow([], text)
         for i, (worker, subtask, access) in enumerate(rows):
             sees_all = "all" in access
             indices = [*range(i)] if sees_all else sorted(set(access))  # "all": the indices of all before
             workflow.steps.append(Step(worker, subtask, indices, sees_all))
-        # Lists in another order count, too, but the oldest may be a draft: then the window only slides.
+        # Lists in this order are used up. In another, which counts too, the oldest may belong to a draft, and
+        # the newest to the lists that follow.
         if [name for name, _ in window] == order:
             window = []
     if workflow is None:
@@ -161,7 +166,7 @@ class Task:
     pool: list  # the workers it may use
     previous: "Trace | None" = None  # the round before
     problem: object = None  # eval.py's Problem, which the grader gets
-    name: str = ""  # names the task within a run, for the pool's replay file; "": nothing is replayed
+    name: str = ""  # of the task within a run, for the pool's replay file; "": no reply is kept
     overrides: dict = field(default_factory=dict)  # of the last step's call: max_tokens, stop, …
     on_text: object = None  # on_text(piece) is called with the last step's text as it comes
     hung_up: object = lambda: False  # hung_up() is true once nobody waits for the answer
@@ -177,7 +182,7 @@ class Trace:
     seconds: float = 0.0  # wall time of this round
     error: str | None = None  # a call was lost, which is never the Conductor's fault: training leaves it out
     previous: "Trace | None" = None  # the round before
-    right: bool | None = None  # what a grader said of the answer; None: none was asked
+    right: bool | None = None  # what a grader said of the answer; None: none was asked, or a call was lost
     bad_request = False  # the error is the request's: too long, or of options that the last worker lacks
 
     @property
@@ -234,19 +239,20 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
            then=lambda trace: trace) -> Future:
     """Start a workflow. The future's result is then(trace), or any exception but a WorkerError.
 
-    A step waits in its thread for those that it reads, which began before it. A WorkerError, stopped() or
-    task.hung_up() set Trace.error: no further step starts, and the trace is done when the running ones are,
-    so that no cost is lost. number: the rollout's; with task.name it names this run in the replay file."""
+    Each step has a thread, which waits for the steps that it reads. Threads begin in the order of steps, so
+    the waiting ends. A WorkerError, stopped() or task.hung_up() set Trace.error: no further step starts, and
+    the trace is done when the running ones are, so that no cost is lost. number: the rollout's; with
+    task.name it names the calls in the replay file."""
     steps, previous = workflow.steps, task.previous
     if not steps and previous is None:
         raise ValueError("a workflow without steps keeps the previous answer, but there is none")
     names = [task.pool[step.worker].name for step in steps]
     trace = Trace(task.question, workflow, names, [None] * len(steps), previous=previous)
-    run = f"{task.name}/{number}/{len(trace.rounds()) - 1}" if task.name else ""
-    earlier = []
-    if previous:  # "all" also shows its answer, under the subtask of the last round that had steps.
-        answered = [t for t in previous.rounds() if t.replies][-1]
-        earlier = [(answered.workflow.steps[-1].subtask, previous.answer)]
+    prefix = f"{task.name}/{number}/{len(trace.rounds()) - 1}" if task.name else ""
+    earlier = []  # Of earlier rounds a step with "all" sees the last one's answer, as one more turn.
+    if previous:
+        answered = [t for t in previous.rounds() if t.replies][-1]  # Without steps it kept the one before.
+        earlier = [(answered.workflow.steps[-1].subtask, answered.answer)]
     begun = time.monotonic()
     futures = []  # of the steps
 
@@ -264,7 +270,7 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
         try:
             if stopped() or task.hung_up():
                 raise WorkerError("stopped, as nobody waits for the answer")
-            trace.replies[i] = task.pool[step.worker].chat(chat, call_id=run and f"{run}/{i}", **options)
+            trace.replies[i] = task.pool[step.worker].chat(chat, call_id=prefix and f"{prefix}/{i}", **options)
         except WorkerError as e:
             trace.error = f"step {i}: {e}"
             trace.bad_request = e.bad_request and is_last and bool(task.overrides)
@@ -279,11 +285,6 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
     return in_thread(end)
 
 
-def execute(workflow: Workflow, question: str, pool: list, previous=None, name="") -> "Trace":
-    """Run a workflow and wait for its trace: see `submit`. name: as in Task."""
-    return submit(workflow, Task(question, pool, previous, name=name)).result()
-
-
 # ------------------------------------------------------------------------------------------------------------
 # Roll out: question → prompt → completion → workflow → answer → right or wrong
 
@@ -293,13 +294,17 @@ class Rollout:
     task: Task
     written: str  # what the Conductor wrote
     prompt: list[int] = field(default_factory=list)  # empty if a worker sits in the Conductor's seat
-    completion: Completion | None = None  # the same in tokens
-    trace: "Trace | None" = None  # None: what was written is no workflow
+    completion: Completion | None = None  # the tokens of `written`; None with a worker
+    trace: Trace | None = None  # None: what was written is no workflow
     invalid: str = ""  # and why it is none
-    right: bool | None = False  # set by roll_out. False without a trace; None: a call was lost, or no grader
     reward: float | None = None  # set in train.py (§3.1); None: a call was lost
     advantage: float = 0.0  # set in grpo.py (Eq. 2)
     weights: list[float] | None = None  # of the tokens, for the gap between sampler and trainer (grpo.py)
+
+    @property
+    def right(self) -> bool | None:
+        """Whether the answer is; None if a call was lost, or nobody grades."""
+        return self.trace.right if self.trace else False
 
 
 def ask(task: Task, prompting: Prompting) -> list[dict]:
@@ -307,6 +312,32 @@ def ask(task: Task, prompting: Prompting) -> list[dict]:
     names = "".join(worker.letter for worker in task.pool) if prompting.named else ""
     return messages(task.question, len(task.pool), prompting.max_steps, task.previous, prompting.style, names,
                     prompting.examples, prompting.subtasks)
+
+
+def sampled(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature: float = 1.0, seed: int = 0):
+    """A model as the `conductor` of roll_out. A prompt that it cannot read is an error of that chat alone."""
+    room = model.config.max_position_embeddings - prompting.max_new_tokens
+
+    def conductor(chats, n, first, on_written):
+        prompts = {}  # of the chats, by number, that the model can read
+        for i, chat in enumerate(chats):
+            prompt = tokenizer.chat(chat)
+            if len(prompt) <= room:
+                prompts[i] = prompt
+                continue
+            why = f"the prompt has {len(prompt)} tokens, and the Conductor can read {room}"
+            for j in range(n):
+                on_written(i, j, "", lost=WorkerError(why, bad_request=True))
+        numbers = [*prompts]
+
+        def on_finish(k, j, completion):
+            i = numbers[k]
+            on_written(i, j, tokenizer.decode(completion.tokens), prompts[i], completion)
+
+        if prompts:
+            generate(model, [*prompts.values()], n, prompting.max_new_tokens, temperature, seed=seed,
+                     eos_id=tokenizer.end_ids, n_ids=len(tokenizer), on_finish=on_finish, first=first)
+    return conductor
 
 
 def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Prompting(), grade=None,
@@ -320,11 +351,11 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
     is None. edit(workflow) -> workflow, for ablations. first: the number of each task's first rollout.
     on_finish(rollout) is called from any thread. What these raise ends all and is raised."""
     groups, running = [[None] * n for _ in tasks], []
-    failed = threading.Event()  # set by a bug in a worker or a grader, which ends the writing, too
+    failed = threading.Event()  # set by a bug in a worker or a grader
 
     def on_written(i, j, text, prompt=(), completion=None, lost=None):
         if failed.is_set():
-            wait_for_all(running)  # which raises the bug
+            return wait_for_all(running)  # It raises the bug, which ends the writing.
         task = tasks[i]
         rollout = groups[i][j] = Rollout(task, text, list(prompt), completion)
         if lost:
@@ -345,10 +376,8 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
 
     def complete(rollout, trace):
         rollout.trace = trace
-        if trace:
-            rollout.right = None
-            if grade and not trace.error:
-                rollout.right = trace.right = grade(rollout.task.problem, trace.answer)
+        if trace and grade and not trace.error:
+            trace.right = grade(rollout.task.problem, trace.answer)
         if on_finish:
             on_finish(rollout)
 
@@ -365,6 +394,11 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
 # ------------------------------------------------------------------------------------------------------------
 # Appendix: further rounds, a model or a worker as the Conductor, threads, reading lists, few-shot examples,
 # views, the server, the command line
+
+def execute(workflow: Workflow, question: str, pool: list, previous=None, name="") -> "Trace":
+    """Run a workflow and wait for its trace: see `submit`. name: as in Task."""
+    return submit(workflow, Task(question, pool, previous, name=name)).result()
+
 
 def conduct(conductor, tasks: list[Task], rounds: int = 0, prompting: Prompting = Prompting(), tries: int = 3,
             grade=None, edit=None) -> list[Rollout]:
@@ -397,33 +431,6 @@ def conduct(conductor, tasks: list[Task], rounds: int = 0, prompting: Prompting 
             else:
                 del going[i]
     return latest
-
-
-READ_AT_ONCE = 1 << 15  # tokens of prompts that a model reads at a time: a batch of long ones needs gigabytes
-
-
-def sampled(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature: float = 1.0, seed: int = 0):
-    """A model as the Conductor of `roll_out`. A prompt that it cannot read is an error of that chat alone."""
-    room = model.config.max_position_embeddings - prompting.max_new_tokens
-
-    def conductor(chats, n, first, on_written):
-        prompts = [tokenizer.chat(chat) for chat in chats]
-        fitting = [i for i, prompt in enumerate(prompts) if len(prompt) <= room]
-        for i in sorted({*range(len(prompts))} - {*fitting}):
-            why = f"the prompt has {len(prompts[i])} tokens, and the Conductor can read {room}"
-            for j in range(n):
-                on_written(i, j, "", lost=WorkerError(why, bad_request=True))
-        size = max(1, READ_AT_ONCE // max((len(prompts[i]) for i in fitting), default=1))
-        for start in range(0, len(fitting), size):
-            batch = fitting[start:start + size]
-
-            def finished(k, j, completion):
-                on_written(batch[k], j, tokenizer.decode(completion.tokens), prompts[batch[k]], completion)
-
-            own = seed + start * 10**9  # A prompt that an earlier batch had, too, draws other numbers.
-            generate(model, [prompts[i] for i in batch], n, prompting.max_new_tokens, temperature, seed=own,
-                     eos_id=tokenizer.end_ids, n_ids=len(tokenizer), on_finish=finished, first=first)
-    return conductor
 
 
 def seated(worker, name: str = ""):
@@ -828,6 +835,7 @@ def conductor_server(conductor, pool: list, prompting: Prompting, rounds: int, p
 
     class ConductorHandler(Handler):
         models = [*further]
+        log_message = BaseHTTPRequestHandler.log_message  # a line a request
 
         def complete(self, body):
             said = body["messages"]
@@ -911,12 +919,17 @@ def from_one_thread(conductor):
 
 # The command line
 
-def load_conductor(path: str) -> tuple[Qwen, Tokenizer, Prompting]:
-    """The model, tokenizer and Prompting of a checkpoint; the latter from the conductor.json of train.py.
-    `path` may name a model of the Hugging Face hub, too."""
+def prompting_of(path: str) -> Prompting:
+    """How the Conductor in a folder, or a repository of the Hugging Face hub, is asked: train.py tells it in
+    conductor.json."""
     file = os.path.join(fetch(path, "conductor.json"), "conductor.json")
     known = read_json(file) if os.path.exists(file) else {}
-    prompting = Prompting(**{f.name: known[f.name] for f in fields(Prompting) if f.name in known})
+    return Prompting(**{f.name: known[f.name] for f in fields(Prompting) if f.name in known})
+
+
+def load_conductor(path: str) -> tuple[Qwen, Tokenizer, Prompting]:
+    """The model and tokenizer of such a folder or repository, and how it is asked."""
+    prompting = prompting_of(path)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = Qwen.from_pretrained(path, compute_dtype(device, prompting.dtype), device)
     return model, Tokenizer.from_pretrained(path), prompting
@@ -935,7 +948,7 @@ def subset(pool: list, only: str) -> list:
 @dataclass
 class Settings:
     checkpoint: str = "out/laptop/checkpoint"  # the Conductor
-    pool: str = "local"
+    pool: str = ""  # "": that of the Conductor's training, or local
     only: str = ""  # some of its workers, by name, with commas between: the others are not to be used
     conductor: str = ""  # a worker of the pool in the Conductor's seat instead (Table 11), on no bill
     budget: float = 0.0  # dollars that the workers may cost together; 0: no limit
@@ -959,7 +972,8 @@ def main(argv):
             return print(show(words[1], *map(int, words[2:])))
         if words[0] == "serve" and words[1:] or s.rounds < 0:
             raise SystemExit("usage: python workflow.py serve, with --rounds=0 or more, and no other words")
-        everyone = load_pool(s.pool, budget=s.budget)
+        prompting = Prompting() if s.conductor else prompting_of(s.checkpoint)
+        everyone = load_pool(s.pool or prompting.pool or "local", budget=s.budget)
         pool = subset(everyone, s.only)
         for lack in unset_in(pool):
             print(f"not set in the environment: {lack}", file=sys.stderr)
@@ -968,9 +982,8 @@ def main(argv):
             if len(seat) > 1:
                 raise ValueError(f"--conductor={s.conductor}: one worker, please")
             conductor = seated(*seat)
-            prompting = Prompting()
         else:
-            model, tokenizer, prompting = load_conductor(s.checkpoint)
+            model, tokenizer, _ = load_conductor(s.checkpoint)
             conductor = sampled(model, tokenizer, prompting, s.temperature)
         if words == ["serve"]:
             return serve_until_interrupted(conductor, pool, prompting, s)

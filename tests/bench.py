@@ -171,7 +171,7 @@ def update(width="512", layers="4", vocabulary="4096", prompt="1000", n="64", le
 
     def step(groups):
         logprobs, _ = packed_logprobs(model, groups)
-        torch.cat(logprobs).sum().backward()
+        logprobs.sum().backward()
         model.zero_grad()
 
     ways = {"shared": (shared, (budget - P) // length), "naive": (naive, max(1, budget // (P + length)))}

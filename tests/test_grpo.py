@@ -164,7 +164,7 @@ def test_kl_term_by_hand():
         model.lm_head.weight.zero_()
     reference = copy.deepcopy(model)
     reference.logits = lambda hidden: shift.expand(len(hidden), 4)
-    (logprobs,), kl = packed_logprobs(model, [([0, 1], [[2, 0, 1]])], n_ids=3, reference=reference)
+    logprobs, kl = packed_logprobs(model, [([0, 1], [[2, 0, 1]])], n_ids=3, reference=reference)
     torch.testing.assert_close(logprobs, torch.full((3,), -math.log(3)))
     torch.testing.assert_close(kl, torch.full((3,), 0.5 * math.log(3 / 2) + 0.5 * math.log(3 / 4)))
 
@@ -238,9 +238,10 @@ def test_packed_equals_one_forward_per_rollout(case, chunk, monkeypatch):
             sum((w * x).sum() for w, x in zip(weights, logprobs)), list(model.parameters()))
         return [x.detach() for x in logprobs], gradients
 
-    packed = (
-        token_logprobs(model, *groups[0], **how) if len(groups) == 1
-        else packed_logprobs(model, groups, **how)[0])
+    if len(groups) == 1:
+        packed = token_logprobs(model, *groups[0], **how)
+    else:
+        packed = packed_logprobs(model, groups, **how)[0].split([len(w) for w in weights])
     values, gradients = run(packed)
     expected, reference = run(
         [naive(model, prompt, c, **how) for prompt, completions in groups for c in completions])

@@ -171,7 +171,7 @@ def test_a_prompt_too_long_for_the_conductor_is_a_lost_rollout():
     """It has no completion, neither parses nor fails to, and the iteration's line is written all the same."""
     tiny = train.tiny_config(Settings(), 900)
     task = Task("Why?", [], problem=Problem("", "Why?", "", "why"))
-    lost = Rollout(task, "", [], None, Trace("Why?", Workflow([]), [], [], 0.0, "too long"), right=None)
+    lost = Rollout(task, "", [], None, Trace("Why?", Workflow([]), [], [], 0.0, "too long"))
     fine = Rollout(task, "?", [1, 2], Completion([3, 4], [0.0, 0.0], True), reward=0.0)
     step = dict.fromkeys(("lr", "gap", "skipped", "approx_kl", "clipfrac", "kl", "entropy", "grad_norm"), 0.0)
     for group, tokens, parsed in (([lost, fine], 2.0, 0.0), ([lost, lost], None, None)):
@@ -227,7 +227,7 @@ def test_what_a_run_prints(trained):
         r"[\d,]+ parameters .* 5 workers: calculator, translator, librarian, coder, generalist\n", out)
     assert (
         "warm start: 65 steps" in out
-        and len(re.findall(r"^ +\d/6 reward 0\.\d+ accuracy .* lr \d", out, re.MULTILINE)) == 6)
+        and len(re.findall(r"^ +\d/6 reward 0\.\d+ accuracy .* memory \d", out, re.MULTILINE)) == 6)
     for system in (
         "Conductor", "calculator", "translator", "librarian", "coder", "generalist", "random workflows"):
         assert re.search(rf"^{system} +[01]\.\d", out, re.MULTILINE), system
@@ -396,11 +396,10 @@ def test_nobody_may_have_a_second_round():
     """Where nothing could be run, nothing is asked then."""
     groups = [
         [Rollout(Task("", []), "no workflow")],
-        [Rollout(Task("", []), "lost", trace=Trace("", Workflow([]), [], []), right=None)]]
+        [Rollout(Task("", []), "lost", trace=Trace("", Workflow([]), [], []))]]
     assert train.second_rounds(Settings(), groups, 0) == train.second_rounds(Settings(), groups, 1) == []
-    assert (
-        train.second_rounds(Settings(), [[replace(groups[1][0], right=True)]], 0)[0].previous
-        is groups[1][0].trace)
+    groups[1][0].trace.right = True
+    assert train.second_rounds(Settings(), groups[1:], 0)[0].previous is groups[1][0].trace
 
 
 def test_what_a_kill_leaves_of_tidying_up(tmp_path):

@@ -192,7 +192,7 @@ def test_utilisation_is_of_what_was_computed(machine):
     machine(85, 2)
     task, config, s = Task("Why?", [], problem=Problem("", "Why?", "", "why")), Config(), Settings(beta=0.0)
     spread, even, lost = ([
-        Rollout(task, "", [1] * 100, Completion([1] * 50, [], True), right=r and r == 1.0, reward=r, advantage=a)
+        Rollout(task, "", [1] * 100, Completion([1] * 50, [], True), reward=r, advantage=a)
         for r, a in two] for two in ([(0.0, -1.0), (1.0, 1.0)], [(0.5, 0.0)] * 2, [(None, 0.0)] * 2))
     names = ("gap", "approx_kl", "clipfrac", "kl", "entropy")
     steps = [dict.fromkeys(("lr", "skipped", "grad_norm", *names), 1.0)]

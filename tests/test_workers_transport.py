@@ -243,6 +243,16 @@ def test_a_broken_provider_is_asked_six_times(waits):
     assert waits == [2, 4, 8, 16, 30]
 
 
+def test_the_screen_hears_of_a_failing_worker_once_a_minute(waits, capsys):
+    with always({"error": "tired"}, 500) as server:
+        coach = worker(server, name="coach", attempts=2)
+        for seconds in (0, 0, workers.TELL):
+            waits.append(seconds)
+            with pytest.raises(WorkerError):
+                coach.chat(CHAT)
+    assert capsys.readouterr().err == 2 * "coach: HTTP 500: tired; trying again\n"
+
+
 def test_attempts_hold_for_a_busy_provider_too(waits):
     with always({}, 429) as server, pytest.raises(WorkerError, match="attempt 3,"):
         worker(server, attempts=3).chat(CHAT)

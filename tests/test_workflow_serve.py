@@ -19,6 +19,7 @@ import torch
 from tokenizers import Tokenizer as BPE
 from tokenizers import models, pre_tokenizers, decoders
 
+import sample
 import workflow as wf
 from model import Config, Qwen, Tokenizer
 from test_workflow import Local, Wire, pool_of, said, user
@@ -92,8 +93,8 @@ def test_a_question_that_is_asked_again_gets_other_workflows(checkpoint, monkeyp
     write = wf.sampled(*wf.load_conductor(checkpoint), 5.0, seed=7)
     chats = [messages("Why?", 1, style="short")] * 3
     alone = write_all(write, chats[:1], 2)
-    for at_once in (wf.READ_AT_ONCE, 1):
-        monkeypatch.setattr(wf, "READ_AT_ONCE", at_once)
+    for at_once in (sample.READ_AT_ONCE, 1):
+        monkeypatch.setattr(sample, "READ_AT_ONCE", at_once)
         written = write_all(write, chats, 2)
         assert alone.items() <= written.items() and len({*written.values()}) == 6
 
@@ -135,6 +136,16 @@ def test_command_line(checkpoint, tmp_path, capsys):
     assert "Round 1" in seated[0] and "\nAnswer: b says so\n2 calls" in seated[0]
     assert not shown[1] and not seated[1]
     assert wire.limits == {("a", None), ("a", 200), ("b", 100)}  # in the Conductor's seat twice the output
+
+
+def test_it_asks_the_workers_of_the_conductors_training(checkpoint, tmp_path, capsys):
+    with Wire(lambda model, chat: f"{model} says so") as wire:
+        pool_of(tmp_path, wire.url, "a")
+        shutil.copytree(checkpoint, tmp_path / "copy")
+        facts = {"style": "short", "max_new_tokens": 80, "pool": f"{tmp_path}/pool.json"}
+        (tmp_path / "copy" / "conductor.json").write_text(json.dumps(facts))
+        shown, _ = said_by_main(capsys, "Why?", f"--checkpoint={tmp_path}/copy", "--temperature=0")
+    assert "a says so\n1 call, " in shown
 
 
 def test_ctrl_c_ends_it_at_once(tmp_path):
