@@ -77,11 +77,15 @@ class Problem:
 
 
 def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
-    """At most `limit` problems of LAPTOP, a benchmark in SOURCES, a mix in MIXES or a JSONL file (see
-    read_problems); split is "train" or "test". Their order is random but fixed, with the kinds taking turns;
-    but a JSONL file keeps its order and has one split. A mix is for training what `prepare` wrote, for
-    testing its parts' tests. OSError tells what was not fetched and how to bring it, ValueError what is
-    wrong where."""
+    """At most `limit` problems; split is "train" or "test". The name is one of
+
+        LAPTOP     generated problems
+        SOURCES    a public benchmark
+        MIXES      several of these: its "train" is the file that `prepare` wrote, its "test" all their tests
+        *.jsonl    a file, with one split and in its own order: see read_problems
+
+    But for a file the order is random and fixed, with the kinds taking turns. OSError tells what was not
+    fetched and how to bring it, ValueError what is wrong where."""
     if not has_split(name, split):
         known = [*LAPTOP, *MIXES, *(f"{n} ({s})" for n, s in SOURCES), "files *.jsonl"]
         raise ValueError(f"no problems {name!r}, split {split!r}: there are {', '.join(known)}")

@@ -82,12 +82,12 @@ def rotate(x, cos, sin):
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-def causal(layer: int, q, k, v, mask=None):
-    """The plain `attend`: q (B, H, T, D) sees k and v (B, Hkv, S, D) up to its own place, or by a mask."""
+def causal(layer: int, q, k, v):
+    """The plain `attend`: q (B, H, T, D) sees k and v (B, Hkv, T, D) up to its own place, in any layer."""
     dtype = q.dtype
     if q.device.type == "cpu":  # PyTorch's fused kernels for CPUs gain nothing by bf16
         q, k, v = q.float(), k.float(), v.float()
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return y.to(dtype)
 
 
@@ -139,7 +139,7 @@ class Qwen(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        self.compute = None  # the device to compute on, if the weights are elsewhere (train.py --offload)
+        self.compute_device = None  # if the weights are elsewhere (train.py --offload)
         self.recompute = False  # True: a layer keeps its input only, and the backward pass computes the rest
         self.model = nn.ModuleDict({  # Hugging Face's names begin with `model.`, all but the head's
             "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
@@ -172,7 +172,7 @@ class Qwen(nn.Module):
         return (head or self.logits)(self.model.norm(x))
 
     def logits(self, hidden):
-        """hidden (…, C) -> logits (…, V) in fp32."""
+        """hidden (…, C) -> logits (…, V) in fp32. bf16 would be too coarse for a ratio π/π_old."""
         if hidden.dtype == torch.float32:
             return self.lm_head(hidden)
         flat = hidden.flatten(0, -2)  # (N, C)
@@ -180,7 +180,7 @@ class Qwen(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.compute or self.lm_head.weight.device
+        return self.compute_device or self.lm_head.weight.device
 
     @classmethod
     def from_pretrained(cls, path: str, dtype=torch.float32, device="cpu", shard=None) -> "Qwen":

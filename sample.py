@@ -6,7 +6,7 @@ GRPO asks the same prompt n times, so a prompt's keys and values are computed an
 rollout stores only its own. A decode step attends to [shared prompt | own tokens] under one softmax. The
 rollouts form a grid of Q prompts × R rows. All have as many tokens of their own, so one mask serves all, and
 those that finished are compacted away. On CUDA a decode step is captured as a graph. The other files call
-`generate`; the appendix has the grid: `prefill`, `step`, `attend`, `harvest`, `compact`. Read workers.py next.
+`generate`; the appendix has the grid: `prefill`, `step`, `attend`, `harvest`, `compact`. Next: workers.py.
 """
 import collections
 import contextlib

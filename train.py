@@ -6,8 +6,8 @@
 
 Every setting below is a flag, --key=value. A run writes into --out: metrics.jsonl (a line an iteration),
 traces/ (every workflow with what its workers said) and checkpoints/ (`checkpoint` is the newest). Killed at
-any moment, it goes on with --resume; on a CPU, with workers who say the same again, as if nothing had
-happened.
+any moment, it goes on with --resume: on a CPU, if the workers' replies are the same again, to the same
+weights, bit for bit.
 """
 import collections
 import datetime
@@ -53,8 +53,8 @@ class Settings:
     out: str = "out/laptop"
     seed: int = 1
     init_from: str = ""  # a checkpoint folder or a name on the Hugging Face hub; "": a tiny model
-    data: str = "laptop"
-    pool: str = "local"
+    data: str = "laptop"  # the problems: what eval.py loads by that name, or a file *.jsonl
+    pool: str = "local"  # the workers: what workers.py loads by that name, or a JSON file
     budget: float = 0.0  # dollars that the workers may cost; --resume may cost as much again. 0: no limit
     replay: str = ""  # a file that keeps the replies: a run started again does not pay for them again
     sandbox: str = ""  # partial: train on code although this system lacks a part of the sandbox
@@ -67,13 +67,13 @@ class Settings:
     max_new_tokens: int = 96
     access: bool = True  # False: access lists are forced empty
     # the two extensions (§3.2)
-    subset: int = 0  # the fewest workers that a question may use, drawn by chance; 0: it may use all
+    subset: int = 0  # k: a question may use k or more of the workers, drawn by chance; 0: it may use all
     recursion: bool = False  # half of the questions get a second round; first rounds then count a quarter
     # the reward (§3.1)
     no_workflow: float = 0.0
     wrong: float = 0.5
     right: float = 1.0
-    # one iteration (App. A.1)
+    # one iteration
     iterations: int = 360
     questions: int = 8
     rollouts: int = 64  # of each question
@@ -93,7 +93,7 @@ class Settings:
     minibatches: int = 4  # optimizer steps an iteration, each on its share of every group
     # the device
     dtype: str = ""  # of computation, bf16 or fp32; "": fp32 for a tiny model, else as the device likes
-    token_budget: int = 8192  # of a micro-batch, beside a prompt
+    token_budget: int = 8192  # tokens of a micro-batch, its first prompt not counted
     recompute: bool = False  # layers keep only their inputs for the backward pass: a third more work
     offload: bool = False  # weights, gradients and Adam's state of the trainer are in the CPU's memory
     # the tiny model, and the warm start that teaches the format
@@ -113,6 +113,11 @@ class Settings:
     keep: int = 2  # of the newest checkpoints; the best is kept too
     resume: bool = False  # go on from the newest checkpoint in out, if there is one
     dry_run: bool = False  # say what the run would take and what it lacks, and do nothing
+
+
+PAPER = dict(out="out/paper", init_from="Qwen/Qwen2.5-7B", data="paper", pool="paper", style="full",
+             questions=4, rollouts=64, max_new_tokens=1024, iterations=200, lr=1e-6, beta=0.0, beta2=0.999,
+             minibatches=1, recompute=True, warm_steps=0, save_every=10, eval_every=50)  # App. A.1
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -149,11 +154,11 @@ def first_rounds(s: Settings, problems, pool, iteration: int) -> list[Task]:
 
 def second_rounds(s: Settings, groups: list[list[Rollout]], iteration: int) -> list[Task]:
     """Half of the questions again, in view of the answer of one first round, which is drawn by chance (§3.2).
-    These rounds come beside the first ones: 4 questions x 64 rollouts make 384, where App. A.1 says 256."""
+    They come on top: 4 questions of 64 rollouts, and 2 of them again, make 384. App. A.1 says 256."""
     tasks = []
     for i, group in enumerate(groups):
         answered = [r for r in group if r.trace and r.right is not None]
-        if (i // 2 + iteration) % 2 == 0 and answered:  # By twos: i % 2 may be a kind's.
+        if (i // 2 + iteration) % 2 == 0 and answered:  # In pairs: of two kinds in turn both get a round.
             shown = random.Random(f"{s.seed} {iteration} {i}").choice(answered)
             tasks.append(replace(shown.task, previous=shown.trace))
     return tasks
@@ -227,7 +232,7 @@ def train(s: Settings, device: str):
     if s.dry_run:
         return print0("the run lacks nothing; without --dry_run it begins")
     report = reporter(s, run.begin)
-    reasons = on_signals()  # to end the run; Ctrl-C adds one
+    reasons = on_signals()  # why the run shall end: Ctrl-C adds one
     for iteration in range(run.begin, s.iterations):
         clock = Clock()
         sampler = whole_copy(run.model, s)
@@ -270,10 +275,7 @@ PRESETS = {
     "small": dict(out="out/small", init_from="Qwen/Qwen2.5-0.5B-Instruct", data="laptop:1",
                   test_data="laptop", max_steps=3, warm_steps=120, warm_batch=16, iterations=100, lr=5e-5,
                   recompute=True, save_every=10, eval_every=20),
-    "paper": dict(out="out/paper", init_from="Qwen/Qwen2.5-7B", data="paper", pool="paper",  # App. A.1
-                  style="full", questions=4, rollouts=64, max_new_tokens=1024, iterations=200, lr=1e-6,
-                  beta=0.0, beta2=0.999, minibatches=1, recompute=True, warm_steps=0, save_every=10,
-                  eval_every=50),
+    "paper": PAPER,
     "pairs": dict(PAIRS, out="out/pairs", iterations=540),
     "pools": dict(TUNE, out="out/pools", subset=4),
     "recursive": dict(TUNE, out="out/recursive", pool="local:tired", recursion=True),
@@ -319,7 +321,7 @@ def shard(model: Qwen, s: Settings, device: str) -> Qwen:
     offload = CPUOffloadPolicy(pin_memory=device == "cuda") if s.offload else OffloadPolicy()
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     model.recompute = s.recompute
-    model.compute = torch.device(device) if s.offload else None
+    model.compute_device = torch.device(device) if s.offload else None
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=mixed, offload_policy=offload)
     return fully_shard(model, mesh=mesh, mp_policy=mixed, offload_policy=offload)
@@ -587,8 +589,8 @@ def n_steps(rollout: Rollout) -> int:
     return len(rollout.trace.workflow.steps)
 
 
-ON_SCREEN = ("reward", "accuracy", "held_out", "parsed", "flat", "lost", "steps", "cost", "tokens", "cut", "gap",
-             "kl", "grad_norm", "skipped", "mfu", "memory")
+ON_SCREEN = ("reward", "accuracy", "held_out", "parsed", "flat", "lost", "steps", "cost", "tokens", "cut",
+             "gap", "kl", "grad_norm", "skipped", "mfu", "memory")
 
 
 def log(s: Settings, m: dict, report):

@@ -40,16 +40,11 @@ from requests.packages import urllib3  # which requests is made of
 
 class WorkerError(Exception):
     """Transport or provider failed for good; never a wrong answer. The text names the worker, and no key.
+    bad_request: the request is at fault."""
 
-    bad_request: the request is at fault. Of one attempt only: retry, whether another may succeed; busy,
-    whether the provider is, which is no failure; wait, the seconds that it asks for; billed, whether it may
-    have cost money."""
-
-    def __init__(self, text: str, bad_request=False, retry=False, busy=False, wait=0.0, billed=True):
+    def __init__(self, text: str, bad_request: bool = False):
         super().__init__(text)
-        self.bad_request, self.retry, self.busy = bad_request, retry, busy
-        self.wait = wait
-        self.billed = billed
+        self.bad_request = bad_request
 
 
 @dataclass
@@ -514,7 +509,7 @@ def openai_body(model: str, messages: list[dict], params: dict) -> dict:
 def openai_reply(data: dict) -> tuple:
     choice = data["choices"][0]
     if choice.get("error"):  # OpenRouter, when its provider fails midway
-        raise WorkerError(f"the provider failed midway: {choice['error']}", retry=True)
+        raise AttemptError(f"the provider failed midway: {choice['error']}", retry=True)
     text = text_of(choice["message"].get("content")) or text_of(choice["message"].get("refusal"))
     n_in = tokens(data, "usage", "prompt_tokens")
     n_out = tokens(data, "usage", "completion_tokens")
@@ -607,11 +602,11 @@ def read_reply(protocol: str, data: dict, price: list | None) -> Reply:
 
 @contextlib.contextmanager
 def defined_by(protocol: str):
-    """WorkerError where a response turns out not to be as its protocol defines it."""
+    """AttemptError where a response turns out not to be as its protocol defines it."""
     try:
         yield
     except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as e:
-        raise WorkerError(f"the response is not as {protocol} defines it: {type(e).__name__}: {e}") from None
+        raise AttemptError(f"the response is not as {protocol} defines it: {type(e).__name__}: {e}") from None
 
 
 def at(data, *path):
@@ -736,6 +731,17 @@ if hasattr(socket, "TCP_KEEPIDLE"):  # seconds; else it is for the system to say
     KEEPALIVE.append((socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60))
 
 
+class AttemptError(WorkerError):
+    """One attempt failed. retry: another may succeed. busy: the provider is, which is no failure. wait: the
+    seconds that it asks for. billed: the attempt may have cost money."""
+
+    def __init__(self, text: str, bad_request=False, retry=False, busy=False, wait=0.0, billed=True):
+        super().__init__(text, bad_request)
+        self.retry, self.busy = retry, busy
+        self.wait = wait
+        self.billed = billed
+
+
 BACKOFF, BACKOFF_MAX = 2.0, 30.0  # seconds: the longest wait after the first failed attempt, and after any
 FAILURES = 6  # failed attempts that end a call; those that a busy provider refuses do not count
 TELL = 60  # seconds after which a worker's next failure is told
@@ -756,7 +762,7 @@ def call(worker: Worker, messages: list[dict], params: dict, on_text) -> Reply:
             try:
                 reply = attempt(worker, request, seconds, on_text)
                 break
-            except WorkerError as fault:
+            except AttemptError as fault:
                 failures += not fault.busy
                 pause = min(BACKOFF * 2 ** min(number - 1, 9), BACKOFF_MAX)
                 wait = fault.wait + jitter.uniform(pause / 2, pause)  # Not all shall return at once.
@@ -789,7 +795,8 @@ def take_turn(worker: Worker, most: float) -> float:
 
 
 def attempt(worker: Worker, request: Request, seconds: float, on_text) -> Reply:
-    """One request and its reply. What it does not cost of request.most goes back to the budget."""
+    """One request and its reply, or AttemptError. What it does not cost of request.most goes back to the
+    budget."""
     begun = time.monotonic()
     spent = request.most
     told = []
@@ -803,7 +810,7 @@ def attempt(worker: Worker, request: Request, seconds: float, on_text) -> Reply:
         reply = read_reply(worker.protocol, data, worker.price)
         if reply.cost is not None:
             spent = reply.cost
-    except WorkerError as fault:
+    except AttemptError as fault:
         if not fault.billed:
             spent = 0.0
         if told:
@@ -837,7 +844,7 @@ def new_session(url: str, connections: int) -> requests.Session:
 
 
 def exchange(session, request: Request, seconds: float, on_text=None) -> dict:
-    """One POST within so many seconds: the response's JSON object, or WorkerError."""
+    """One POST within so many seconds: the response's JSON object, or AttemptError."""
     with contextlib.closing(received(session, request, seconds)) as pieces:
         response = next(pieces)
         streamed = response.headers.get("Content-Type", "").startswith("text/event-stream")
@@ -868,23 +875,23 @@ def received(session, request: Request, seconds: float):
                     raise TimeoutError
                 size += len(piece)
                 if size > MAX_BODY:
-                    raise WorkerError(f"the response is larger than {MAX_BODY >> 20} MiB")
+                    raise AttemptError(f"the response is larger than {MAX_BODY >> 20} MiB")
                 yield piece
     except (urllib3.exceptions.HTTPError, OSError, ValueError) as e:  # all that it raises when they fail
         cause = getattr(e.args and e.args[0], "reason", None) or e  # of urllib3's, within that of requests
         text = f"the connection failed: {type(e).__name__}: {cause}"
         if isinstance(e, requests.ConnectTimeout):
-            raise WorkerError(text, retry=True, billed=False) from None
+            raise AttemptError(text, retry=True, billed=False) from None
         took = time.monotonic() - begun
         late = took > seconds - 0.001
         if late:  # It may still be at work: another attempt would stand in line behind this one.
             text = f"no complete response within {seconds:.3g} s; a slow worker needs a larger timeout"
         billed = billed or late or took > CONNECT  # Who hangs up at once has not begun to work.
-        raise WorkerError(text, retry=not late, billed=billed) from None
+        raise AttemptError(text, retry=not late, billed=billed) from None
 
 
 def response_data(response, body: bytes | dict) -> dict:
-    """The JSON object of a response, or WorkerError for what the provider reports or did not write."""
+    """The JSON object of a response, or AttemptError for what the provider reports or did not write."""
     try:
         data = body if isinstance(body, dict) else json.loads(body)
     except (ValueError, RecursionError):
@@ -899,12 +906,12 @@ def response_data(response, body: bytes | dict) -> dict:
         text = at(error, "message") or error or body.decode("utf-8", "replace")
         spent = at(error, "code") == "insufficient_quota"  # OpenAI's 429 for an account without credit
         again = (status in (408, 409, 429) or status >= 500) and not spent
-        raise WorkerError(f"HTTP {status}: {' '.join(str(text).split())}", bad_request=status in (400, 422),
-                          retry=again and response.headers.get("x-should-retry") != "false",
-                          busy=refused and status in (429, 503, 529), billed=not refused,
-                          wait=asked_wait(response.raw.headers, error))
+        raise AttemptError(f"HTTP {status}: {' '.join(str(text).split())}", bad_request=status in (400, 422),
+                           retry=again and response.headers.get("x-should-retry") != "false",
+                           busy=refused and status in (429, 503, 529), billed=not refused,
+                           wait=asked_wait(response.raw.headers, error))
     if not isinstance(data, dict):  # To ask again would be to pay again, for the same.
-        raise WorkerError(f"the response is no JSON object: {body[:400].decode('utf-8', 'replace')!r}")
+        raise AttemptError(f"the response is no JSON object: {body[:400].decode('utf-8', 'replace')!r}")
     return data
 
 
@@ -935,7 +942,7 @@ def read_stream(pieces, on_text) -> dict:
             if texts[-1]:
                 on_text(texts[-1])
     if not ending.keys() & {"finish_reason", "error"}:
-        raise WorkerError("the stream ended early", retry=True)
+        raise AttemptError("the stream ended early", retry=True)
     choice = {"message": {"content": "".join(texts)}, "finish_reason": ending.get("finish_reason")}
     return {"choices": [choice], **ending}
 
@@ -953,9 +960,12 @@ def read_event(event: bytes, ending: dict) -> str:
 
 
 def redact(text: str, key: str) -> str:
-    """The first 400 characters, without the key, URL-encoded or not. Cut first, half of it would stay."""
+    """The first 400 characters, without the key, URL-encoded or not, and without what commands a terminal.
+    Cut first, half of the key would stay."""
     letters = "".join(f"(?:{re.escape(letter)}|%(?:25)*{ord(letter):02x})" for letter in key)
-    return re.sub(f"(?i){letters}", "***", text)[:400] if key else text[:400]
+    if key:
+        text = re.sub(f"(?i){letters}", "***", text)
+    return "".join(letter if letter.isprintable() else " " for letter in text[:400])
 
 
 # The servers

@@ -183,7 +183,7 @@ class Trace:
     error: str | None = None  # a call was lost, which is never the Conductor's fault: training leaves it out
     previous: "Trace | None" = None  # the round before
     right: bool | None = None  # what a grader said of the answer; None: none was asked, or a call was lost
-    bad_request = False  # the error is the request's: too long, or of options that the last worker lacks
+    bad_request: bool = False  # the error is the request's: too long, or of options that a worker lacks
 
     @property
     def responses(self) -> list[str]:
@@ -248,7 +248,7 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
         raise ValueError("a workflow without steps keeps the previous answer, but there is none")
     names = [task.pool[step.worker].name for step in steps]
     trace = Trace(task.question, workflow, names, [None] * len(steps), previous=previous)
-    prefix = f"{task.name}/{number}/{len(trace.rounds()) - 1}" if task.name else ""
+    called = f"{task.name}/{number}/{len(trace.rounds()) - 1}" if task.name else ""
     earlier = []  # Of earlier rounds a step with "all" sees the last one's answer, as one more turn.
     if previous:
         answered = [t for t in previous.rounds() if t.replies][-1]  # Without steps it kept the one before.
@@ -266,11 +266,12 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
             turns = earlier + turns
         chat = worker_chat(task.question, turns, step.subtask)
         is_last = i == len(steps) - 1
+        call_id = f"{called}/{i}" if called else ""
         options = {"on_text": task.on_text, **task.overrides} if is_last else {}
         try:
             if stopped() or task.hung_up():
                 raise WorkerError("stopped, as nobody waits for the answer")
-            trace.replies[i] = task.pool[step.worker].chat(chat, call_id=prefix and f"{prefix}/{i}", **options)
+            trace.replies[i] = task.pool[step.worker].chat(chat, call_id=call_id, **options)
         except WorkerError as e:
             trace.error = f"step {i}: {e}"
             trace.bad_request = e.bad_request and is_last and bool(task.overrides)
@@ -358,9 +359,9 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
             return wait_for_all(running)  # It raises the bug, which ends the writing.
         task = tasks[i]
         rollout = groups[i][j] = Rollout(task, text, list(prompt), completion)
-        if lost:
-            trace = Trace(task.question, Workflow([]), [], [], error=str(lost), previous=task.previous)
-            trace.bad_request = lost.bad_request
+        if lost:  # no step was reached
+            trace = Trace(task.question, Workflow([]), [], [], error=str(lost), previous=task.previous,
+                          bad_request=lost.bad_request)
             return complete(rollout, trace)
         try:
             workflow = parse(text, len(task.pool), prompting.max_steps, task.previous is not None,

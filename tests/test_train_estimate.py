@@ -21,7 +21,7 @@ from model import Config, Qwen
 from sample import Completion
 from train import PRESETS, Settings
 from train_runs import TINY, Ended, Forked, metrics, rollouts, runs, timeless, weights
-from workflow import Rollout, Task
+from workflow import Rollout, Task, Trace, Workflow
 
 # Qwen2.5-0.5B
 SMALL = Config(151936, 896, 4864, 24, num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True)
@@ -191,8 +191,9 @@ def test_utilisation_is_of_what_was_computed(machine):
     Where nothing is, the statistics of the update are unknown, and in no mean."""
     machine(85, 2)
     task, config, s = Task("Why?", [], problem=Problem("", "Why?", "", "why")), Config(), Settings(beta=0.0)
+    down = Trace("Why?", Workflow([]), [], [], error="down")
     spread, even, lost = ([
-        Rollout(task, "", [1] * 100, Completion([1] * 50, [], True), reward=r, advantage=a)
+        Rollout(task, "", [1] * 100, Completion([1] * 50, [], True), down if r is None else None, reward=r, advantage=a)
         for r, a in two] for two in ([(0.0, -1.0), (1.0, 1.0)], [(0.5, 0.0)] * 2, [(None, 0.0)] * 2))
     names = ("gap", "approx_kl", "clipfrac", "kl", "entropy")
     steps = [dict.fromkeys(("lr", "skipped", "grad_norm", *names), 1.0)]
