@@ -113,7 +113,7 @@ def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace
         models = [f"Model {i} ({names[i]})" if names else f"Model {i}" for i in range(n_workers)]
         parts.append(f"Question: {question}\n\nModels: {', '.join(models)}")
         chat = [{"role": "user", "content": "\n\n".join(parts)}]
-        again = AGAIN.replace("{max_steps}", str(max_steps))
+        again = AGAIN.replace("{max_steps}", str(max_steps))  # no .format: an answer may hold braces
     for trace in previous.rounds() if previous else []:
         chat += [{"role": "assistant", "content": trace.workflow.written or trace.workflow.text(subtasks)},
                  {"role": "user", "content": again.replace("{answer}", trace.answer)}]
@@ -132,13 +132,13 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
     order = ["model_id", "subtasks", "access_list"] if subtasks else ["model_id", "access_list"]
     workflow = None
     error = "model_id: the list is missing"
-    window = []  # the newest lists, as (name, value), at most as many as `order` has
+    newest = []  # the newest two or three lists of the text, as (name, value): do they make a workflow?
     for name, value in lists_in(text):
         if name not in order:
             continue
-        window = [*window, (name, value)][-len(order):]
+        newest = [*newest, (name, value)][-len(order):]
         try:
-            rows = checked_rows(dict(window), order, n_workers, max_steps, allow_empty)
+            rows = checked_rows(dict(newest), order, n_workers, max_steps, allow_empty)
         except WorkflowError as e:
             error = str(e)  # Only the text: a kept exception would keep its frames' memory, the weights too.
             continue
@@ -147,10 +147,10 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
             sees_all = "all" in access
             indices = [*range(i)] if sees_all else sorted(set(access))  # "all": the indices of all before
             workflow.steps.append(Step(worker, subtask, indices, sees_all))
-        # Lists in this order are used up. In another, which counts too, the oldest may belong to a draft, and
-        # the newest to the lists that follow.
-        if [name for name, _ in window] == order:
-            window = []
+        # Written in this order they are used up. In another, which counts too, the oldest may be a draft's,
+        # and the newest may belong to lists that follow.
+        if [name for name, _ in newest] == order:
+            newest = []
     if workflow is None:
         raise WorkflowError(error)
     return workflow

@@ -216,7 +216,7 @@ def test_the_last_command_can_be_pasted(checkpoint, tmp_path, in_process, capsys
         f"--test_data={tmp_path}/odd.jsonl", "--test=2"])
     command = capsys.readouterr().out.partition(" Next: ")[2]
     assert shlex.split(command) == [
-        "python", "workflow.py", odd, f"--checkpoint={tmp_path}/out/checkpoint", "--pool=local"]
+        "python", "workflow.py", odd, f"--checkpoint={tmp_path}/out/checkpoint"]
 
 
 def test_the_memory_of_a_run_on_a_cpu_beside_gpus(machine, monkeypatch):
