@@ -43,6 +43,8 @@ def task(text):
     lists("[5, 5]", '["a", "b"]', "[[], []]") + "\nNo, rather:\n" + lists(),
     lists() + "\nOr even model_id = [3, 2, ",  # the last list that is closed counts
     "model_id = [9, \nOnce more.\n" + lists(),
+    # a draft of one list, and then all in another order
+    "At first model_id = [0, 1, 0]\nsubtasks = ['Solve it.', 'Check it.']\naccess_list = [[], ['all']]\nmodel_id = [1, 0]",
     lists(access='["all", "all"]'), lists(access="[['all'], [0, 0]]"),
     lists(subtasks='["Solve " "it.", """Check it."""]'),
     "\0 \ud800 the model's plan [ ( { \" ' \n" + lists(),
