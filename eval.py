@@ -152,7 +152,9 @@ def run_conductor(conductor, problems: list[Problem], pools: list[list], name: s
     """The trace of every problem, None where what was written is no workflow. Problem i has the workers
     pools[i]. conductor, rounds, prompting, tries, edit: as in workflow.conduct."""
     tasks = [Task(p.question, pool, problem=p, name=f"{name}/{p.id}") for p, pool in zip(problems, pools)]
-    return [rollout.trace for rollout in conduct(conductor, tasks, rounds, prompting, tries, grade, edit)]
+    with progress(name, len(tasks) * (rounds + 1)) as bar:
+        rollouts = conduct(conductor, tasks, rounds, prompting, tries, grade, edit, lambda _: bar.update())
+    return [rollout.trace for rollout in rollouts]
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -1871,9 +1873,15 @@ def central(problem: Problem, responses: list[str]) -> int:
 def run_system(system, problems: list[Problem], pool: list, k: int, name: str) -> list[Trace]:
     """The trace of every problem, 64 at a time, of a system(problem, pool, k, name) such as those above. k:
     the worker who plays, where one does. Ctrl-C does not wait for its threads, which are daemons."""
-    with ThreadPool(64) as threads:
-        traces = threads.imap(lambda p: system(p, pool, k, f"{name}/{p.id}"), problems)
-        return list(tqdm(traces, name, total=len(problems), disable=None, leave=False))
+    def trace_of(i):
+        return i, system(problems[i], pool, k, f"{name}/{problems[i].id}")
+
+    with ThreadPool(64) as threads, progress(name, len(problems)) as bar:
+        traces = {}
+        for i, trace in threads.imap_unordered(trace_of, range(len(problems))):
+            traces[i] = trace
+            bar.update()
+    return [traces[i] for i in range(len(problems))]
 
 
 def everyone_alone(pool: list, problems: list[Problem], name: str) -> list[list[Trace]]:
@@ -2481,6 +2489,8 @@ def read_problems(file: str) -> list[Problem]:
     problems = []
     with open(file, "rb") as f:
         for n, line in enumerate(f, 1):
+            if not line.strip():
+                continue
             try:
                 problems.append(checked({"id": f"{os.path.basename(file)}/{n}", **json.loads(line)}))
             except (ValueError, TypeError, RecursionError) as e:
@@ -2604,15 +2614,15 @@ def measure(problems: list[Problem], repeats: list[list[Trace | None]]) -> dict:
     everything = list(itertools.chain(*repeats))
     lost = [t for t in everything if t and t.error]
     ran = [t for t in everything if t and not t.error]
-    asked = max(len(everything) - len(lost), 1)
+    n = len(everything) - len(lost)
     row = {"accuracy": mean(values), **spread(values)}
-    row["calls"] = sum(t.calls for t in ran) / asked
-    row["steps"] = sum(len(t.workflow.steps) for t in ran) / asked
-    row["tokens"] = sum(t.tokens for t in ran) / asked
-    row["cents"] = None
-    if all(t.cost is not None for t in ran):
-        row["cents"] = 100 * sum(t.cost for t in ran) / asked
-    row["points/cent"] = None
+    row |= dict.fromkeys(("calls", "steps", "tokens", "cents", "points/cent"))
+    if n:
+        row["calls"] = sum(t.calls for t in ran) / n
+        row["steps"] = sum(len(t.workflow.steps) for t in ran) / n
+        row["tokens"] = sum(t.tokens for t in ran) / n
+    if n and all(t.cost is not None for t in ran):
+        row["cents"] = 100 * sum(t.cost for t in ran) / n
     if row["cents"] and values:
         row["points/cent"] = row["accuracy"] / row["cents"]
     row["lost"] = len(lost)
@@ -2620,6 +2630,11 @@ def measure(problems: list[Problem], repeats: list[list[Trace | None]]) -> dict:
     for kind in dict.fromkeys(p.kind for p in problems):
         row["by kind"][kind] = mean([100 * share[kind] for share in shares if kind in share])
     return row
+
+
+def progress(what: str, total: int) -> tqdm:
+    """A bar on a terminal, which is what None says, and of one rank."""
+    return tqdm(desc=what, total=total, disable=os.environ.get("RANK", "0") != "0" or None, leave=False)
 
 
 def spread(values: list[float]) -> dict:
@@ -2729,7 +2744,8 @@ def report(data: str, problems: list[Problem], runs: dict[str, list], beside: di
     rows = {name: measure(problems, repeats) for name, repeats in runs.items()}
     first_repeat = {name: repeats[0] for name, repeats in runs.items()}
     print(table(problems, first_repeat), end="\n\n")
-    print(columns(rows | beside, MEASURED, data), end="\n\n")
+    print(columns(rows | beside, MEASURED, data))
+    print("?: unknown, as an unpriced cost is, or the spread of a single repeat (--repeats)", end="\n\n")
     for name, repeats in runs.items():
         lost = [t.error for traces in repeats for t in traces if t and t.error]
         if lost:
@@ -2878,6 +2894,7 @@ def check(s: Settings, names: list[str]) -> list[tuple[str, str]]:
     taken = {*names} & {*SYSTEMS, "random workflows"}
     if taken:
         raise ValueError(f"a worker of the pool has a system's name, {taken.pop()}: rename it")
+    s.benchmarks = ",".join(data.strip() for data in s.benchmarks.split(","))
     for data in s.benchmarks.split(","):
         if not has_split(data, "test"):
             load(data, "test")  # which says what there is
@@ -2928,7 +2945,7 @@ def evaluate(s, pool: list):
     """Measure every wanted system on every benchmark, and print the tables. s: Settings, at the end."""
     wanted = check(s, [worker.name for worker in pool])
     tests = load_tests(s, wanted)
-    lacks = [] if s.replay else silent(pool)  # A replay may need nobody.
+    lacks = [] if s.replay and pool[0].replay.lines else silent(pool)  # A replay may need nobody.
     if lacks:
         raise ValueError(f"--pool={s.pool} lacks {', '.join(lacks)}")
     numbers = {}
@@ -2940,18 +2957,24 @@ def evaluate(s, pool: list):
             if name == "best-single":
                 runs |= best_single(problems, runs, pool)
             else:
+                began = time.monotonic()
                 runs |= play(s, data, problems, pools, name, who)
+                print(f"{data}, {name} {who}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+            if s.out:  # what is known so far
+                so_far = {f"{data}, {label}": measure(problems, repeats) for label, repeats in runs.items()}
+                write_json(s.out, numbers | so_far)
         beside = in_the_paper(data)
         if data in LAPTOP and (s.pool or "local") in LOCAL:
             best = statistics.fmean(map(best_chance, problems, pools))
             beside = {"best workflows": {"accuracy": 100 * best}}
         rows = report(data, problems, runs, beside)
         numbers |= {f"{data}, {name}": row for name, row in {**rows, **beside}.items()}
-        if s.out:  # here and at the end
-            write_json(s.out, numbers)
     numbers |= average_of_four(numbers, rows)
     if s.out:
         write_json(s.out, numbers)
+    lost = [name for name, row in numbers.items() if row["accuracy"] is None]
+    if lost:
+        raise ValueError(f"calls were lost for every problem of {', '.join(lost)}")
 
 
 def main(argv):
@@ -2961,7 +2984,7 @@ def main(argv):
         if words[:1] == ["average"]:
             return print(average(words[1:]))
         if words not in ([], ["prepare"]):
-            raise SystemExit(__doc__)
+            raise SystemExit(f"there is no command {words[0]!r}\n\n{__doc__}")
         preparing = words == ["prepare"]
         pool = []
         if preparing and s.pool:
@@ -2982,7 +3005,10 @@ def main(argv):
     except (OSError, ValueError, WorkerError) as e:
         raise SystemExit(f"{type(e).__name__}: {e}") from None
     except KeyboardInterrupt:
-        raise SystemExit("interrupted") from None
+        kept = "; --replay=FILE would have kept the replies"
+        if s.replay:
+            kept = f"; the same command goes on with the replies in {s.replay}"
+        raise SystemExit("interrupted" + kept) from None
 
 
 if __name__ == "__main__":

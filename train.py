@@ -11,6 +11,7 @@ weights, bit for bit.
 """
 import collections
 import datetime
+import fcntl
 import gc
 import glob
 import importlib.util
@@ -38,7 +39,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from tqdm import tqdm
 
 import eval as evaluation
-from eval import grade, load, mean, random_completion, shares_of
+from eval import grade, load, mean, progress, random_completion, shares_of
 from grpo import HEAD_LOGITS, LOSSES, n_written, packed_logprobs, set_advantages, set_weights, update
 from model import Config, Qwen, Tokenizer, compute_dtype, configure, fetch
 from model import local_part, read_json, write_json, write_tensors
@@ -292,6 +293,10 @@ def set_up(s: Settings, device: str) -> Run | None:
     if s.dry_run:
         return None
     choose_by_size(s, config)
+    if s.resume and not resumed:
+        print0(f"there is nothing to resume in {s.out}: the run starts anew")
+    if sizes(config)[1] < TINY and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # More would wait for one another, longest on a busy machine.
     world = dist.get_world_size()
     pool = load_pool(s.pool, url, s.replay, budget, world)  # one server of local specialists for all ranks
     problems = load(s.data, "train")
@@ -379,7 +384,7 @@ def save_or_leave(run: Run, s: Settings, done: int, groups, steps, reasons: list
 def finish(run: Run, s: Settings, reasons: list[str]):
     """The table on held-out problems, beside every worker and random workflows, and what was learned."""
     bill(run.pool)
-    print0(f"the checkpoint is in {s.out}/checkpoint")
+    print0(f"the checkpoint is in {s.out}/checkpoint; {len(run.test)} held-out problems follow")
     sampler = whole_copy(run.model, s)
     del run.model, run.optimizer, run.reference
     gc.collect()  # The evaluation shall have their memory, and FSDP's modules hold one another.
@@ -391,9 +396,10 @@ def finish(run: Run, s: Settings, reasons: list[str]):
     systems = {"Conductor": traces, **evaluation.baselines(test, run.pool)}
     print0("\n" + evaluation.table(test, systems))
     print0("\n" + evaluation.learned(test, [trace and trace.rounds()[0] for trace in traces]))
-    errors = [trace.error for trace in traces if trace and trace.error]
-    if errors:
-        print0(f"{len(errors)} of the {len(test)} problems are left out of the Conductor's row: {errors[0]}")
+    for name, answered in systems.items():
+        errors = [trace.error for trace in answered if trace and trace.error]
+        if errors:
+            print0(f"{name}: {len(errors)} of {len(test)} problems are not counted, as in {errors[0]}")
     shares = {name: evaluation.accuracies(test, answered) for name, answered in systems.items()}
     write_json(os.path.join(s.out, "test.json"), shares)
 
@@ -428,8 +434,8 @@ def schedule(step: int, steps: int, warmup: float) -> float:
     warm = max(1, round(warmup * steps))
     if step < warm:
         return (step + 1) / warm
-    progress = (step - warm) / max(1, steps - warm)
-    return 0.5 * (1 + math.cos(math.pi * progress))
+    share = (step - warm) / max(1, steps - warm)  # of the way down
+    return 0.5 * (1 + math.cos(math.pi * share))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -551,6 +557,7 @@ def metrics(s: Settings, iteration, groups, steps, seconds, held_out, config: Co
         "parsed": mean([r.trace is not None for r in first if r.completion]),  # share that is a workflow
         "flat": mean([not any(r.advantage for r in group) for group in groups]),  # share that teaches nothing
         "lost": sum(r.right is None for r in rollouts),  # for want of a worker's reply
+        "error": next((r.trace.error for r in rollouts if r.right is None), None),  # the first that lost one
         "steps": mean([*map(n_steps, ran)]),
         "calls": len(replies),
         "cost": None if None in costs else sum(costs),  # dollars
@@ -610,6 +617,8 @@ def log(s: Settings, m: dict, report):
     print0(f"{m['iteration'] + 1:4d}/{s.iterations} {in_words(shown)}")
     if "again" in m:
         print0(f"{'':9}second rounds: {in_words(m['again'])}")
+    if m["error"]:
+        print0(f"{'':9}the first lost: {m['error']}")
 
 
 def in_words(numbers: dict) -> str:
@@ -663,11 +672,6 @@ def bill(pool):
     calls, dollars, unknown = (sum(column) for column in zip(*spent))
     beside = f", and {unknown:,} of them at an unknown price" if unknown else ""
     print0(f"{calls:,} calls for ${dollars:.2f}{beside}")
-
-
-def progress(what: str, total: int) -> tqdm:
-    """A bar on rank 0, and only on a terminal, which is what None says."""
-    return tqdm(desc=what, total=total, disable=dist.get_rank() > 0 or None, leave=False)
 
 
 def print0(line: str):
@@ -725,7 +729,10 @@ def on_signals() -> list:
 
     def stop(*_):
         if not reasons and dist.get_rank() == 0:
-            os.write(2, b"\nstopping after this iteration ...\n")  # print may be what was interrupted
+            told = "stopping after this iteration"
+            if "TORCHELASTIC_RUN_ID" in os.environ:
+                told += ", for which torchrun waits 30 s, or its --shutdown-timeout"
+            os.write(2, f"\n{told}\n".encode())  # print may be what was interrupted
         reasons.append("interrupted")
 
     signal.signal(signal.SIGINT, stop)
@@ -898,19 +905,39 @@ def earlier_runs(out: str) -> list[str]:
     return [*itertools.takewhile(os.path.exists, names)]
 
 
+held = []  # the open folder whose lock tells other processes that a run is going on there
+
+
+def hold(s: Settings):
+    """Lock --out while this process lives, or until its next run. OSError if another process has it."""
+    while held:
+        os.close(held.pop())
+    os.makedirs(s.out, exist_ok=True)
+    held.append(os.open(s.out, os.O_RDONLY))
+    try:
+        fcntl.flock(held[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise OSError(f"--out={s.out}: another run is writing there; give this one another --out") from None
+    except OSError:  # The file system knows no locks.
+        pass
+
+
 def make_room(s: Settings):
     """An earlier run in --out is kept, under the next free number."""
+    hold(s)
     if os.path.exists(os.path.join(s.out, "metrics.jsonl")):
         kept = f"{s.out}.{len(earlier_runs(s.out)) + 1}"
         os.rename(s.out, kept)
         tqdm.write(f"the earlier run in {s.out} is now {kept}")
+        hold(s)
     os.makedirs(os.path.join(s.out, "traces"), exist_ok=True)
     write_json(os.path.join(s.out, "settings.json"), asdict(s))
 
 
 def rewind(s: Settings, iteration: int):
     """Cut metrics.jsonl after so many iterations, and say which settings are new. Those of the start, which
-    is over, stay as they were."""
+    is over, stay as they were. What a kill left untidy is tidied."""
+    hold(s)
     settings = os.path.join(s.out, "settings.json")
     old = read_json(settings)
     for key in ("width", "layers", "init_from", "warm_steps", "warm_batch", "warm_lr", "warm_second"):
@@ -924,6 +951,7 @@ def rewind(s: Settings, iteration: int):
         new.writelines(itertools.islice(f, iteration))
     os.replace(file + ".tmp", file)
     write_json(settings, asdict(s))
+    tidy(s)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -1158,8 +1186,8 @@ def preflight(s: Settings, start: str):
     if s.dry_run or not lacks:  # as it costs money
         lacks += silent(pool)
     if lacks:
-        lines = "\n  ".join(["the run lacks", *lacks])
-        raise SystemExit(f"{lines}\nThe laptop world needs nothing: --preset=laptop")
+        hint = "" if s.preset == "laptop" else "\nThe laptop world needs nothing: --preset=laptop"
+        raise SystemExit("\n  ".join(["the run lacks", *lacks]) + hint)
     return pool[0].base_url, s.budget and max(pool[0].budget.left, 1e-9), config
 
 

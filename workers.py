@@ -450,20 +450,32 @@ def unset_in(pool: list[Worker]) -> list[str]:
     return [f"${name} for {', '.join(workers)}" for name, workers in needed.items()]
 
 
-def silent(pool: list[Worker]) -> list[str]:
-    """Who does not answer and why, of the workers whose variables are set. All are asked for a word at once,
-    and once more if that may help, so that a run with a worker who is down ends before it begins."""
+def first_words(pool: list[Worker]):
+    """Yield a Reply or WorkerError of each worker, in their order. All are asked for a word at once, and once
+    more if that may help."""
     def ask(worker):
-        asked = replace(worker, attempts=2)
+        asked = replace(worker, attempts=2, timeout=min(worker.timeout, PATIENCE), deadline=None)
         asked.told = math.inf  # What fails is told by the caller.
         try:
-            asked.chat([{"role": "user", "content": "Say hello."}])
+            reply = asked.chat([{"role": "user", "content": "Say hello."}])
         except WorkerError as e:
-            return f"a worker ({e})"
+            return e
+        if not reply.text.strip():
+            why = "cut off" if reply.finish == "length" else f"ended by {reply.finish!r}"
+            return WorkerError(f"{worker.name}: the answer to a hello is empty, {why}")
+        return reply
 
-    ready = [worker for worker in pool if not unset(worker)]
+    if sys.stderr.isatty():
+        print(f"asking {len(pool)} workers for a word …", file=sys.stderr)
     with ThreadPool(len(pool) or 1) as threads:
-        return [told for told in threads.map(ask, ready) if told]
+        yield from threads.imap(ask, pool)
+
+
+def silent(pool: list[Worker]) -> list[str]:
+    """Who does not answer and why, of the workers whose variables are set, so that a run with a worker who is
+    down ends before it begins."""
+    ready = [worker for worker in pool if not unset(worker)]
+    return [f"a worker ({told})" for told in first_words(ready) if isinstance(told, WorkerError)]
 
 
 def build_request(worker, messages: list[dict], params: dict, stream: bool) -> Request:
@@ -689,7 +701,8 @@ class Budget:
             self.room.wait_for(lambda: most <= self.left or not self.running)
             if most > self.left:
                 self.refused = True
-                raise WorkerError(f"the budget of ${self.dollars:g} is spent, but for ${self.left:.4f}")
+                raise WorkerError(f"the budget of ${self.dollars:g} is spent, but for ${self.left:.4f} "
+                                  "(where a cost is unknown, the most that it can be counts)")
             self.left -= most
             self.running += 1
 
@@ -744,6 +757,7 @@ class AttemptError(WorkerError):
 
 BACKOFF, BACKOFF_MAX = 2.0, 30.0  # seconds: the longest wait after the first failed attempt, and after any
 FAILURES = 6  # failed attempts that end a call; those that a busy provider refuses do not count
+PATIENCE = 120  # seconds for a first word
 TELL = 60  # seconds after which a worker's next failure is told
 jitter = random.Random()  # The global generator's draws are the experiment's.
 
@@ -769,6 +783,8 @@ def call(worker: Worker, messages: list[dict], params: dict, on_text) -> Reply:
                 late = time.monotonic() + wait + worker.usual > end
                 last = number == worker.attempts or failures == FAILURES
                 text = redact(str(fault), request.key)
+                if late and fault.wait:
+                    text += f"; it asks to wait {fault.wait:.0f} s, beyond the deadline"
                 if not fault.retry or late or last:
                     took = f"attempt {number}, after {time.monotonic() - begun:.1f} s"
                     raise WorkerError(f"{text} ({took})", fault.bad_request) from None
@@ -999,8 +1015,8 @@ def plain_chat(body) -> dict:
         role, content = at(message, "role"), at(message, "content")
         texts = [at(part, "text") for part in content] if isinstance(content, list) else [content or ""]
         if role not in ROLES or not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"expected messages of text whose role is one of {', '.join(ROLES)}")
-        chat.append({"role": "system" if role == "developer" else role, "content": "".join(texts)})
+            raise ValueError(f"expected messages of text alone whose role is one of {', '.join(ROLES)}")
+        chat.append({"role": "system" if role == "developer" else role, "content": "\n".join(texts)})
     return {**body, "messages": chat}
 
 
@@ -1099,8 +1115,11 @@ class Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
+    def parse_request(self) -> bool:
+        self.streaming = False  # The request before on this connection may have had a stream.
+        return super().parse_request()
+
     def do_POST(self):
-        self.streaming = False
         data = self.read_body()
         if data is None:
             return
@@ -1232,18 +1251,18 @@ def main():
     if words:
         sys.exit(f"unknown command {' '.join(words)}; there are serve, print, and none to ask the workers")
     failed = False
-    for worker in load_pool(settings.pool):
+    pool = load_pool(settings.pool)
+    for worker, reply in zip(pool, first_words(pool)):
         told = worker.protocol if worker.model == worker.name else f"{worker.protocol}, {worker.model}"
         if not worker.api_key_env:
-            told += "; no key needed"
+            told += "; no api_key_env"
         elif os.environ.get(worker.api_key_env):
             told += f"; {worker.api_key_env} is set"
-        try:
-            reply = replace(worker, attempts=1).chat([{"role": "user", "content": "Say pong."}])
+        if isinstance(reply, Reply):
             told += f"; answers in {reply.seconds:.2f} s"
-        except WorkerError as e:
+        else:
             failed = True
-            told += str(e).replace(worker.name + ":", ";", 1)
+            told += str(reply).replace(worker.name + ":", ";", 1)
         print(f"{worker.name:<22}{told}", flush=True)
     if failed:
         sys.exit(1)

@@ -170,6 +170,7 @@ class Task:
     overrides: dict = field(default_factory=dict)  # of the last step's call: max_tokens, stop, …
     on_text: object = None  # on_text(piece) is called with the last step's text as it comes
     hung_up: object = lambda: False  # hung_up() is true once nobody waits for the answer
+    on_step: object = lambda i, name: None  # is called as step i begins, whose worker has the name
 
 
 @dataclass
@@ -271,6 +272,7 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
         try:
             if stopped() or task.hung_up():
                 raise WorkerError("stopped, as nobody waits for the answer")
+            task.on_step(i, names[i])
             trace.replies[i] = task.pool[step.worker].chat(chat, call_id=call_id, **options)
         except WorkerError as e:
             trace.error = f"step {i}: {e}"
@@ -402,7 +404,7 @@ def execute(workflow: Workflow, question: str, pool: list, previous=None, name="
 
 
 def conduct(conductor, tasks: list[Task], rounds: int = 0, prompting: Prompting = Prompting(), tries: int = 3,
-            grade=None, edit=None) -> list[Rollout]:
+            grade=None, edit=None, on_finish=None) -> list[Rollout]:
     """One rollout a task, and up to `rounds` more in view of the answer, until empty lists keep it (§3.2).
 
     Text that does not parse is drawn again, `tries` times in all, under the next rollout numbers. A task that
@@ -411,7 +413,8 @@ def conduct(conductor, tasks: list[Task], rounds: int = 0, prompting: Prompting 
         rollouts = [None] * len(tasks)
         left = range(len(tasks))  # the tasks without a workflow
         for attempt in range(tries):
-            groups = roll_out(conductor, [tasks[i] for i in left], 1, prompting, grade, edit, first=attempt)
+            asked = [tasks[i] for i in left]
+            groups = roll_out(conductor, asked, 1, prompting, grade, edit, attempt, on_finish)
             for i, [rollout] in zip(left, groups):
                 rollouts[i] = rollout
             left = [i for i in left if not rollouts[i].trace and not tasks[i].hung_up()]
@@ -768,7 +771,10 @@ def view(trace: Trace) -> str:
             if step.sees_all:
                 sees = "all before"
             out.append(f"\nStep {i}: {name} (model {step.worker}), sees {sees}: {step.subtask}")
-            out.append(textwrap.indent(reply.text if reply else "(none)", "    "))
+            text = "(none)"
+            if reply:
+                text = reply.text if reply.text.strip() else f"(empty; it ended by {reply.finish!r})"
+            out.append(textwrap.indent(text, "    "))
         if turn.error:
             out.append(f"\nFailed: {turn.error}")
         elif not turn.replies:
@@ -776,7 +782,8 @@ def view(trace: Trace) -> str:
     calls = "1 call" if trace.calls == 1 else f"{trace.calls} calls"
     cost = "unknown cost" if trace.cost is None else f"${trace.cost:.4f}"
     seconds = sum(turn.seconds for turn in trace.rounds())
-    out.append(f"\nAnswer: {trace.answer}\n{calls}, {trace.tokens} tokens, {cost}, {seconds:.1f} s")
+    tokens = trace.tokens or "unknown"
+    out.append(f"\nAnswer: {trace.answer}\n{calls}, {tokens} tokens, {cost}, {seconds:.1f} s")
     return printable("\n".join(out))
 
 
@@ -821,6 +828,7 @@ def show(file: str, number: int | None = None) -> str:
 
 # The server
 
+NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}}  # Some clients always send these.
 SILENCE = 15.0  # seconds after which a stream says that the workers are still busy
 
 
@@ -844,7 +852,7 @@ def conductor_server(conductor, pool: list, prompting: Prompting, rounds: int, p
             if len(said) > 1:
                 question = "\n\n".join(f"{message['role']}: {message['content']}" for message in said)
             question = question.encode(errors="replace").decode()  # JSON can spell half an emoji.
-            overrides = {key: body[key] for key in WISHES if body.get(key) is not None}
+            overrides = {key: body[key] for key in WISHES if body.get(key) not in (None, NEUTRAL.get(key))}
             if "max_completion_tokens" in overrides:  # a younger name for the same
                 overrides["max_tokens"] = overrides.pop("max_completion_tokens")
             told = queue.SimpleQueue()  # pieces of the answer, then the Rollout or the exception
@@ -989,10 +997,14 @@ def main(argv):
         if words == ["serve"]:
             return serve_until_interrupted(conductor, pool, prompting, s)
         question = " ".join(words).encode(errors="replace").decode()  # The shell may pass what is no UTF-8.
-        [rollout] = conduct(conductor, [Task(question, pool)], s.rounds, prompting)
+        task = Task(question, pool)
+        if sys.stderr.isatty():
+            task.on_step = lambda i, name: print(f"step {i}: {name} is asked …", file=sys.stderr)
+        [rollout] = conduct(conductor, [task], s.rounds, prompting)
         if rollout.trace is None:
+            hint = "It knows the workers of its training by their numbers: is --pool theirs?"
             raise SystemExit(f"the Conductor wrote no workflow, in the last of 3 tries: {rollout.invalid}\n"
-                             "It knows the workers of its training by their numbers: is --pool theirs?")
+                             + (rollout.written if s.conductor else hint))
         print(view(rollout.trace))
         sys.exit(rollout.trace.error and "the workflow failed")
     except (OSError, ValueError, WorkerError) as e:

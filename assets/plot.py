@@ -27,8 +27,9 @@ def best_single(run: str) -> tuple[str, float] | None:
         return None
     with open(file) as f:
         rows = json.load(f)
-    alone = {name: row["all"] for name, row in rows.items() if name not in ("Conductor", "random workflows")}
-    return max(alone.items(), key=lambda item: item[1])
+    others = ("Conductor", "random workflows")
+    alone = {name: row["all"] for name, row in rows.items() if "all" in row and name not in others}  # not all calls were lost
+    return max(alone.items(), key=lambda item: item[1]) if alone else None
 
 
 def draw_run(plt, run: str) -> str:

@@ -457,7 +457,7 @@ GOOD = {"question": "1+1?", "answer": "2", "kind": "sums"}
     (json.dumps({**GOOD, "question": "\ud83d?"}), "surrogates not allowed"),
     (json.dumps({**GOOD, "kind": "Math"}), r"kind 'Math': did you mean \['math'\]. Else say .grader.: .exact."),
     (json.dumps({**GOOD, "grader": "maths"}), "no grader 'maths'"), (json.dumps({**GOOD, "grader": ["math"]}), "no grader"),
-    ("", "Expecting value"), ("[1]", ""), ("7", ""), ("{", ""), ("[" * 100_000, ""), ('{"question": "\xff', "")])
+    ("[1]", ""), ("7", ""), ("{", ""), ("[" * 100_000, ""), ('{"question": "\xff', "")])
 def test_a_users_file_with_a_fault_names_line_and_field(tmp_path, line, told):
     file = tmp_path / "mine.jsonl"
     file.write_bytes(json.dumps(GOOD).encode() + b"\n" + line.encode("latin-1") + b"\n" + json.dumps(GOOD).encode())

@@ -205,6 +205,8 @@ def test_a_system_that_was_lost_is_not_shown_as_wrong():
     assert lines["half"][:3] == ["1.000", "1.00", "1.00"]
     for cell in [*lines["down"][:1], *lines["down"][2:], lines["half"][3]]:
         assert not re.fullmatch(r"[\d.]+", cell), lines
+    row = measure(problems, [[trace(error="down")] * 2])
+    assert {row[key] for key in ("accuracy", "calls", "steps", "tokens", "cents")} == {None}  # nor was it free
 
 
 def test_learned():
@@ -300,12 +302,38 @@ def test_ctrl_c_ends_it_at_once(tmp_path, system):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(5)  # the worker's timeout is 120 s
                 break
-        assert process.returncode == 1 and process.stderr.read().strip().endswith("interrupted")
+        assert process.returncode == 1 and process.stderr.read().strip().endswith("interrupted; --replay=FILE would have kept the replies")
     finally:
         process.kill()
         go_on.set()
         server.shutdown()
         server.server_close()
+
+
+def test_ctrl_c_keeps_the_systems_that_were_measured(tmp_path, monkeypatch):
+    run_system = evaluation.run_system
+
+    def interrupted(system, *rest):
+        if system is evaluation.moa:
+            raise KeyboardInterrupt
+        return run_system(system, *rest)
+
+    monkeypatch.setattr(evaluation, "run_system", interrupted)
+    with pytest.raises(SystemExit, match="interrupted"):
+        evaluation.main(["--systems=workers:coder,moa", "--test=9", f"--out={tmp_path}/numbers.json"])
+    assert 0 <= json.loads((tmp_path / "numbers.json").read_text())["laptop, coder"]["accuracy"] <= 100
+
+
+def test_a_worker_who_is_down_is_told_although_there_is_a_replay_file(tmp_path):
+    """A new one, that is. And where all calls were lost, nobody takes the end for a good one."""
+    (tmp_path / "pool.json").write_text(json.dumps([{"protocol": "openai", "base_url": "http://127.0.0.1:9", "model": "m", "attempts": 1}]))
+    words = [f"--pool={tmp_path}/pool.json", "--systems=workers", "--test=2", f"--replay={tmp_path}/replies"]
+    with pytest.raises(SystemExit, match="lacks a worker .m: the connection failed"):
+        evaluation.main(words)
+    line = b"\n%s %s" % (workers.Replay.key(["another call"]), b'{"text": "7"}')
+    (tmp_path / "replies").write_bytes(line)
+    with pytest.raises(SystemExit, match="calls were lost for every problem of laptop, m"):
+        evaluation.main(words)
 
 
 def test_plot(tmp_path, monkeypatch, capsys):

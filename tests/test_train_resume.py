@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import train
 import workers
-from model import Qwen, read_json
+from model import Qwen, read_json, write_json
 from train import Settings, dry_step, reporter
 from train_runs import (
     SHORT, TINY, Ended, Forked, kill, launch, metrics, recount, rollouts, runs, timeless, until, weights, well)
@@ -47,6 +48,32 @@ def continued(checkpoint, tmp_path_factory):
         process)
     process.send_signal(signal.SIGINT)
     return one, Ended(process), two, Ended(both)
+
+
+def test_two_runs_do_not_share_a_folder(checkpoint, tmp_path):
+    argv = ["train.py", "--preset=laptop", f"--init_from={checkpoint}", *TINY, f"--out={tmp_path}/out"]
+    first = launch(*argv, "--iterations=4000")
+    until(lambda: os.path.exists(f"{tmp_path}/out/metrics.jsonl"), first)
+    second = Ended(Forked(*argv))
+    alive = first.poll() is None
+    kill(first)
+    assert alive and second.status == 1 and "another run is writing there" in second.err
+    assert not os.path.exists(f"{tmp_path}/out.1")
+
+
+def test_resuming_tidies_what_a_kill_left(tmp_path, capsys):
+    """Between a checkpoint's last file and the link to it, say."""
+    s = Settings(out=str(tmp_path))
+    write_json(f"{tmp_path}/settings.json", asdict(s))
+    (tmp_path / "metrics.jsonl").write_text("{}\n{}\n")
+    for name in ("00001", "00002", "half"):
+        os.makedirs(tmp_path / "checkpoints" / name)
+    for name in ("00001", "00002"):
+        write_json(f"{tmp_path}/checkpoints/{name}/training.json", {"score": 0.0})
+    os.symlink("checkpoints/00001", tmp_path / "checkpoint")
+    train.rewind(s, 2)
+    assert os.readlink(tmp_path / "checkpoint") == "checkpoints/00002"
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["00001", "00002"]
 
 
 def test_ctrl_c_saves_and_says_so(continued, checkpoint):

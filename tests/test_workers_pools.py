@@ -354,9 +354,14 @@ def test_who_is_silent_is_found_before_a_run(monkeypatch, tmp_path):
             entry(good, name="keyless", api_key_env="ABSENT"),
             entry(good, name="down", base_url="http://127.0.0.1:9/v1")]))
         told = workers.silent(pool)
+        assert len(good.requests) == 1
+    thinks = {"choices": [{"message": {"content": None, "reasoning": "Hm"}, "finish_reason": "length"}]}
+    with always(thinks) as server:  # A worker whose answers are empty would be 0 in every table.
+        [empty] = workers.silent(load_pool(pool_file(tmp_path, [entry(server, name="thinker")])))
+    assert empty == "a worker (thinker: the answer to a hello is empty, cut off)"
     assert [line.split()[2] for line in told] == ["(a:", "(b:", "(down:"] and all("attempt 2," in line for line in told)
     assert "HTTP 503: busy" in told[0] and "Connection refused" in told[2] and "Max retries" not in told[2]
-    assert workers.unset(pool[3]) == ["ABSENT"] and len(good.requests) == 1
+    assert workers.unset(pool[3]) == ["ABSENT"]
 
 
 # Budgets
@@ -566,12 +571,12 @@ def test_the_pool_is_listed_and_pinged(monkeypatch, capsys, tmp_path):
     assert ended.value.code == 1  # as some worker failed
     assert up.split() == ["up", "openai,", "m;", "PLANTED", "is", "set;", "answers", "in", *up.split()[-2:]]
     assert keyless.endswith("openai, m; not set in the environment: ABSENT")
-    assert homeless.endswith("openai, m; no key needed; not set in the environment: NO_URL")
-    assert down.count("down") == 1 and "; no key needed; the connection failed" in down
+    assert homeless.endswith("openai, m; no api_key_env; not set in the environment: NO_URL")
+    assert down.count("down") == 1 and "; no api_key_env; the connection failed" in down
 
 
 def test_a_pool_that_answers_ends_with_status_0(monkeypatch, capsys, tmp_path):
     with Rogue(lambda n, c: http(GOOD)) as server:
         monkeypatch.setattr(sys, "argv", ["workers.py", f"--pool={pool_file(tmp_path, [entry(server)])}"])
         workers.main()
-    assert capsys.readouterr().out.split()[:5] == ["m", "openai;", "no", "key", "needed;"]
+    assert capsys.readouterr().out.split()[:5] == ["m", "openai;", "no", "api_key_env;", "answers"]

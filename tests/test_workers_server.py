@@ -173,8 +173,8 @@ def test_what_is_not_supported_is_said(url, change, status, says):
                 {
                     "role": "user",
                     "content": [
-                        {"type": "text", "text": "Question:\nWhat "},
-                        {"type": "text", "text": "is 6 * 7?"},
+                        {"type": "text", "text": "Question:"},
+                        {"type": "text", "text": "What is 6 * 7?"},
                     ],
                 }
             ]
@@ -350,6 +350,8 @@ def test_a_stream_ends_in_its_last_chunk_and_the_connection_stays(url, parrot):
             assert len(events(answer)) == 3 and answer.headers["Transfer-Encoding"] == "chunked"
         assert session.post(url + "/v1/chat/completions", json=ASK, timeout=20).json()["object"] == "chat.completion"
         assert session.get(url + "/health", timeout=20).ok
+        session.post(url + "/v1/chat/completions", json={**ASK, "stream": True}, timeout=20)
+        assert session.get(url + "/v1/models/nobody", timeout=20).status_code == 404
         broken = {"model": "parrot", "messages": [{"role": "user", "content": "fail midway"}], "stream": True}
         assert "are down" in session.post(parrot + "/v1/chat/completions", json=broken, timeout=20).text
         assert session.post(parrot + "/v1/chat/completions", json={**broken, "stream": False}, timeout=20).ok

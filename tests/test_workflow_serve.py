@@ -22,6 +22,7 @@ from tokenizers import models, pre_tokenizers, decoders
 import sample
 import workflow as wf
 from model import Config, Qwen, Tokenizer
+from rogue import always
 from test_workflow import Local, Wire, pool_of, said, user
 from test_workflow_parse import lists
 from workers import Reply, WorkerError
@@ -406,6 +407,16 @@ def test_serve_refuses(capsys):
         assert s.post("Why?").status_code == s.post("Why?", n=None).status_code == 200
     # A bug is told to whoever runs the server; a worker's failure is not one.
     assert re.findall(r"(?m)^\w+Error: .*", capsys.readouterr().err) == ["MemoryError: no memory left"]
+
+
+def test_a_wish_for_nothing_is_none(tmp_path):
+    """Some clients always send these, and Anthropic's protocol has no word for them."""
+    reply = {"content": [{"type": "text", "text": "Because."}], "stop_reason": "end_turn"}
+    with always(reply) as server:
+        pool = pool_of(tmp_path, server.url, ["a"], protocol="anthropic")
+        with Serving(writes(lists("[0]", '["A."]', "[[]]")), pool) as s:
+            assert s.post("Why?", presence_penalty=0, frequency_penalty=0, logit_bias={}).status_code == 200
+            assert s.post("Why?", presence_penalty=1).status_code == 400
 
 
 @pytest.mark.parametrize("at, wishes, status", [(1, {"max_tokens": 9 ** 9}, 400), (1, {}, 502),
