@@ -456,9 +456,12 @@ def first_words(pool: list[Worker]):
     def ask(worker):
         asked = replace(worker, attempts=2, timeout=min(worker.timeout, PATIENCE), deadline=None)
         asked.told = math.inf  # What fails is told by the caller.
+        begun = time.monotonic()
         try:
             reply = asked.chat([{"role": "user", "content": "Say hello."}])
         except WorkerError as e:
+            if time.monotonic() - begun > PATIENCE:  # A larger timeout, as e says, would not help here.
+                return WorkerError(f"{worker.name}: no word within {PATIENCE} s")
             return e
         if not reply.text.strip():
             why = "cut off" if reply.finish == "length" else f"ended by {reply.finish!r}"
