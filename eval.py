@@ -2959,7 +2959,8 @@ def evaluate(s, pool: list):
             else:
                 began = time.monotonic()
                 runs |= play(s, data, problems, pools, name, who)
-                print(f"{data}, {name} {who}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+                took = time.monotonic() - began
+                print(f"{data}, {' '.join(filter(None, (name, who)))}: {took:.0f} s", file=sys.stderr)
             if s.out:  # what is known so far
                 so_far = {f"{data}, {label}": measure(problems, repeats) for label, repeats in runs.items()}
                 write_json(s.out, numbers | so_far)
