@@ -77,15 +77,15 @@ class Problem:
 
 
 def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
-    """At most `limit` problems; split is "train" or "test". The name is one of
+    """At most `limit` problems; split is "train" or "test". The name is one in
 
         LAPTOP     generated problems
         SOURCES    a public benchmark
         MIXES      several of these: its "train" is the file that `prepare` wrote, its "test" all their tests
-        *.jsonl    a file, with one split and in its own order: see read_problems
 
-    But for a file the order is random and fixed, with the kinds taking turns. OSError tells what was not
-    fetched and how to bring it, ValueError what is wrong where."""
+    or a file *.jsonl, which has one split: see read_problems. A file keeps its order. All else is in a random
+    but fixed order, with the kinds taking turns. OSError tells what was not fetched and how to bring it,
+    ValueError what is wrong where."""
     if not has_split(name, split):
         known = [*LAPTOP, *MIXES, *(f"{n} ({s})" for n, s in SOURCES), "files *.jsonl"]
         raise ValueError(f"no problems {name!r}, split {split!r}: there are {', '.join(known)}")

@@ -26,12 +26,13 @@ def advantages(rewards, mask=None, std=True, question=None):
 
     mask (Q, G) is False for rollouts that were lost: they are in no statistic and get 0, as does a group
     without spread. question (Q): groups with the same number are rounds of one question (§3.2). Each keeps
-    its own mean, the best baseline for its prompt; they share one std (the root of the mean square)."""
+    its own mean, but they share one std, the root of the mean square over all of them: with its own a first
+    round would lose the factor 1/4 again that train.reward gives it."""
     rewards = torch.as_tensor(rewards, dtype=torch.float32)
     mask = torch.ones_like(rewards) if mask is None else torch.as_tensor(mask).float()
     mean = (rewards * mask).sum(1) / mask.sum(1).clamp(min=1)  # (Q)
     centred = (rewards - mean[:, None]) * mask                 # (Q, G)
-    centred[centred.abs() < 1e-6] = 0.0                        # equal rewards, whose mean is rounded
+    centred[centred.abs() < 1e-6] = 0.0                        # equal rewards: what their rounded mean leaves
     if not std:
         return centred
     squares = (centred ** 2).sum(1)                            # (Q)
@@ -63,12 +64,12 @@ def set_advantages(groups: list[list[Rollout]], std=True):
 
 
 def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference: Qwen | None = None):
-    """log π of every token of the completions in groups [(prompt, completions)], and KL(π_ref ‖ π) where the
-    token stands, zeros without a reference: a tensor (2, N) with gradient, the tokens one after another.
+    """For the N tokens of the completions in groups [(prompt, completions)], in order, a tensor (2, N) with
+    gradient: log π of each, and KL(π_ref ‖ π) of the distributions it comes from, 0 without a reference.
 
     temperature and n_ids (ids at or above it have no probability) are as in sampling, or it would be another
-    policy. GRPO estimates the KL from the sampled token, by π_ref/π - log(π_ref/π) - 1. On average that has
-    the same gradient as the KL itself, but a huge one for a token that the policy has all but given up."""
+    policy. GRPO's own KL term is π_ref/π - log(π_ref/π) - 1 of the sampled token. Its gradient is on average
+    that of KL(π_ref ‖ π), but huge where the policy has all but given a token up: here is the KL itself."""
     # All groups are one row of T tokens. The prompt 5 6 with completions 7 and 8 9: ids 5 6 7 8 9, positions
     # 0 1 2 2 3, targets (N) 7 8 9, and the outputs at the places `predictors`, 1 1 3, predict these.
     ids, positions, targets, predictors, attend = pack(groups, model.device)
@@ -140,13 +141,13 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
         divisor = n_rollouts * max_new_tokens
     sums = torch.zeros(len(STATISTICS) + 1, dtype=torch.float64, device=device)
     teaching = [r for r in rollouts if r.advantage or beta]
-    # Every rank runs as many micro-batches. Those that it lacks are empty: one token, cut off below.
+    # All ranks run equally many micro-batches, as FSDP needs. An empty one is a dummy token, cut off below.
     for batch in as_many_on_all_ranks(micro_batches(teaching, token_budget), device):
         old, advantage, share = [], [], []  # of each token; share: 1 / what `loss` divides it by
         for r in batch:
             n = n_written(r)
             old += r.completion.logprobs
-            advantage += [r.advantage * weight for weight in r.weights or [1.0] * n]
+            advantage += [r.advantage * weight for weight in r.importance or [1.0] * n]
             share += [1 / (divisor or n_rollouts * n)] * n
         old, advantage, share = to_device(np.array([old, advantage, share], dtype=np.float32), device)  # (N)
         new, kl = packed_logprobs(model, by_prompt(batch), temperature, n_ids, reference if beta else None)
@@ -262,7 +263,7 @@ def statistics(new, old, kl, clip, clip_high):
 
 
 @torch.no_grad()
-def set_weights(model: Qwen, rollouts, cap, temperature=1.0, n_ids=None, token_budget=16384) -> float:
+def set_importance(model: Qwen, rollouts, cap, temperature=1.0, n_ids=None, token_budget=16384) -> float:
     """Set each token's truncated importance weight, min(π_trainer / π_sampler, cap), which undoes how the two
     programs differ (fengyao.notion.site/off-policy-rl). The log-probabilities become the trainer's: from then
     on ρ is to its own policy before the update. Returns what the gap was."""
@@ -272,7 +273,7 @@ def set_weights(model: Qwen, rollouts, cap, temperature=1.0, n_ids=None, token_b
         lengths = [n_written(r) for r in batch]
         for r, new in zip(batch, logprobs[:sum(lengths)].cpu().split(lengths)):
             log_ratio = new - torch.tensor(r.completion.logprobs)
-            r.weights = log_ratio.exp().clamp(max=cap).tolist()
+            r.importance = log_ratio.exp().clamp(max=cap).tolist()
             r.completion.logprobs = new.tolist()
             far += log_ratio.abs().sum().item()
             tokens += len(new)

@@ -4,9 +4,10 @@
 
 GRPO asks the same prompt n times, so a prompt's keys and values are computed and stored once, and each
 rollout stores only its own. A decode step attends to [shared prompt | own tokens] under one softmax. The
-rollouts form a grid of Q prompts × R rows. All have as many tokens of their own, so one mask serves all, and
-those that finished are compacted away. On CUDA a decode step is captured as a graph. The other files call
-`generate`; the appendix has the grid: `prefill`, `step`, `attend`, `harvest`, `compact`. Next: workers.py.
+rollouts form a grid of Q prompts × R rows, which decodes in lockstep: all have the same number of own tokens,
+so one mask a prompt serves its rows. What a finished row still draws nobody reads, until `compact` drops it.
+On CUDA a decode step is captured as a graph. The other files call `generate`; the appendix has the grid:
+`prefill`, `step`, `attend`, `harvest`, `compact`. Read workers.py next.
 """
 import collections
 import contextlib
@@ -21,10 +22,10 @@ import torch
 
 from model import Qwen, Tokenizer, causal, compute_dtype, configure, matmul_fp32
 
-READ_AT_ONCE = 1 << 15  # prompt tokens whose rollouts are sampled together: their cache is gigabytes
+READ_AT_ONCE = 1 << 15  # prompt tokens in one grid, whose cache is gigabytes: more of them make several grids
 CHECK = 8  # decode steps between looks at who has finished
-# Tokens, a multiple of CHECK, after which finished rollouts are dropped and attention looks further. That
-# changes shapes, which costs a new capture on CUDA, while on a CPU it only saves computing.
+# Tokens, a multiple of CHECK, after which finished rows are dropped and attention covers as many more places
+# for own tokens. New shapes cost a new graph on CUDA, and nothing on a CPU.
 BUCKET = {"cuda": 128, "cpu": 32}
 
 
@@ -46,8 +47,8 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
     vocabulary. on_finish(prompt index, rollout index, Completion) is called as rollouts finish.
 
     first: the number of the first rollout. Rollout i draws by the same random numbers in any batch and in any
-    process: they follow from the seed, the prompt and i. A prompt that is listed twice gets others the second
-    time."""
+    process: they follow from the seed, the prompt and i. (A rank begins with its share, another try where the
+    last one ended.) A prompt that is listed twice gets others the second time."""
     if not prompts or not all(prompts) or n < 1 or max_new_tokens < 1:
         raise ValueError("generate needs prompts, none of them empty, n >= 1 and max_new_tokens >= 1")
     if not 0 <= temperature < math.inf or not 0 < top_p <= 1 or top_k < 0:
@@ -70,8 +71,8 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
 
 
 def sampled_together(model, prompts, n, max_new_tokens, seeds, how, eos_id):
-    """Yield the number, prompt by prompt, and the Completion of each of n rollouts of the prompts, as they
-    end. seeds: one for each rollout."""
+    """Sample n rollouts of each prompt in one grid. Yields (prompt's index * n + rollout's index, Completion)
+    as each ends. seeds: one for each rollout."""
     grid = Grid(model, prompts, n, max_new_tokens, seeds, how, eos_id)
     grid.prefill(prompts)  # and draw every rollout's first token
     for count in range(1, max_new_tokens + 1):  # how many tokens every rollout has
@@ -89,8 +90,8 @@ def draw(logits, u, temperature=1.0, top_p=1.0, top_k=0, n_ids=None):
     """Sample from logits (N, V) with uniforms u (N): tokens and their log-probabilities, (N) each.
 
     Only ids below n_ids are drawn. temperature 0 is greedy, with log-probabilities at temperature 1. top_k
-    keeps the k likeliest tokens, top_p of these the smallest set of the likeliest that holds that much of
-    their mass. Both renormalise."""
+    keeps the k likeliest tokens; of these top_p keeps the fewest likeliest that hold this share of their
+    mass. Both renormalise."""
     logits = logits[:, :n_ids]
     if temperature == 0:
         tokens = logits.argmax(-1)

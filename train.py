@@ -40,7 +40,7 @@ from tqdm import tqdm
 
 import eval as evaluation
 from eval import grade, load, mean, progress, random_completion, shares_of
-from grpo import HEAD_LOGITS, LOSSES, n_written, packed_logprobs, set_advantages, set_weights, update
+from grpo import HEAD_LOGITS, LOSSES, n_written, packed_logprobs, set_advantages, set_importance, update
 from model import Config, Qwen, Tokenizer, compute_dtype, configure, fetch
 from model import local_part, read_json, write_json, write_tensors
 from sample import PREFILL_TOKENS, READ_AT_ONCE, Completion
@@ -69,7 +69,7 @@ class Settings:
     access: bool = True  # False: access lists are forced empty
     # the two extensions (§3.2)
     subset: int = 0  # k: a question may use k or more of the workers, drawn by chance; 0: it may use all
-    recursion: bool = False  # half of the questions get a second round; first rounds then count a quarter
+    recursion: bool = False  # half of the questions get a second round; a first round's reward is quartered
     # the reward (§3.1)
     no_workflow: float = 0.0
     wrong: float = 0.5
@@ -87,27 +87,27 @@ class Settings:
     clip_high: float = 0.0  # another clip above 1; 0: the same
     std: bool = True  # False: advantages are only centred
     loss: str = "sequence"  # mean over tokens and then rollouts; "token", "constant": see grpo.update
-    importance: float = 0.0  # cap of the weights that undo how sampler and trainer differ; 0: no weights
+    importance: float = 0.0  # cap of each token's importance weight π_trainer / π_sampler; 0: no weights
     epochs: int = 1  # over an iteration's rollouts
     beta: float = 0.1  # weight of the KL to a reference policy; it fades to 0 over the run
     reference: str = ""  # the checkpoint folder of that policy; "": where the run starts
     minibatches: int = 4  # optimizer steps an iteration, each on its share of every group
     # the device
     dtype: str = ""  # of computation, bf16 or fp32; "": fp32 for a tiny model, else as the device likes
-    token_budget: int = 8192  # tokens of a micro-batch, its first prompt not counted
+    token_budget: int = 8192  # tokens of a micro-batch: completions, and each prompt once, but for the first
     recompute: bool = False  # layers keep only their inputs for the backward pass: a third more work
     offload: bool = False  # weights, gradients and Adam's state of the trainer are in the CPU's memory
     # the tiny model, and the warm start that teaches the format
     width: int = 128
     layers: int = 2
-    warm_steps: int = 400  # of a model from --init_from: 0, unless one asks for them
+    warm_steps: int = 400  # supervised; with --init_from 0, unless given too
     warm_batch: int = 32
     warm_lr: float = 0.0  # 0: 6e-3 for the tiny model, else 2e-4
     warm_second: float = 0.0  # share of its examples that are second rounds
     # what is measured and kept
     test: int = 225  # held-out problems, at the end
     test_data: str = ""  # where they are from; "": the test split of data
-    eval_every: int = 40  # iterations between measurements on the first eval_problems of them; 0: none
+    eval_every: int = 40  # iterations between measurements on the first eval_problems held-out ones; 0: none
     eval_problems: int = 72
     report: str = ""  # tensorboard or wandb also gets the metrics, if it is installed
     save_every: int = 40  # iterations between checkpoints
@@ -159,7 +159,8 @@ def second_rounds(s: Settings, groups: list[list[Rollout]], iteration: int) -> l
     tasks = []
     for i, group in enumerate(groups):
         answered = [r for r in group if r.trace and r.right is not None]
-        if (i // 2 + iteration) % 2 == 0 and answered:  # In pairs: of two kinds in turn both get a round.
+        # By turns questions 0 1, 4 5, … or 2 3, 6 7, …: if two kinds alternate, both are asked again.
+        if (i // 2 + iteration) % 2 == 0 and answered:
             shown = random.Random(f"{s.seed} {iteration} {i}").choice(answered)
             tasks.append(replace(shown.task, previous=shown.trace))
     return tasks
@@ -171,10 +172,10 @@ def roll_out_on_all_ranks(sampler, tokenizer, tasks: list[Task], s: Settings, se
     rank, world = dist.get_rank(), dist.get_world_size()
     first = s.rollouts * rank // world
     n = s.rollouts * (rank + 1) // world - first
-    sample = sampled(sampler, tokenizer, prompting(s), s.temperature, seed)
+    untimed = sampled(sampler, tokenizer, prompting(s), s.temperature, seed)
 
     def conductor(*request):
-        sample(*request)
+        untimed(*request)
         clock.lap("sampling")
 
     mine = [[] for _ in tasks]
@@ -184,7 +185,8 @@ def roll_out_on_all_ranks(sampler, tokenizer, tasks: list[Task], s: Settings, se
                             on_finish=lambda _: bar.update())
     for rollout in itertools.chain(*mine):
         rollout.task = None  # it holds connections, which cannot be sent
-    groups = [[*itertools.chain(*parts)] for parts in zip(*all_gather([mine]))]  # rank by rank
+    by_rank = all_gather([mine])                                       # [rank][task][rollout]
+    groups = [[*itertools.chain(*parts)] for parts in zip(*by_rank)]   # [task][rollout]
     for task, group in zip(tasks, groups):
         for rollout in group:
             rollout.task = task
@@ -217,7 +219,7 @@ def learn(run: Run, groups, s: Settings, iteration: int) -> list[dict]:
         rollouts = [r for group in known for r in group[m::s.minibatches]]
         minibatches.append(my_share(rollouts))
     if s.importance:
-        gap = set_weights(run.model, [*itertools.chain(*minibatches)], s.importance, **how)
+        gap = set_importance(run.model, [*itertools.chain(*minibatches)], s.importance, **how)
     steps = []
     for minibatch in minibatches * s.epochs:
         steps.append(update(run.model, run.optimizer, minibatch, **objective, **how) | {"lr": lr})

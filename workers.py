@@ -71,10 +71,10 @@ class Worker:
     rpm: int | float | None = None  # requests per minute
     timeout: int | float = 600  # seconds for an attempt
     deadline: int | float | None = None  # seconds for all attempts and their waits; None: three timeouts
-    attempts: int | None = None  # at most; None: FAILURES of them, beside those that a busy provider refuses
+    attempts: int | None = None  # at most; None: until FAILURES failed, without refusals by a busy provider
     replay: object = field(default=None, repr=False)  # a Replay
     budget: object = field(default=None, repr=False)  # a Budget
-    letter = ""  # its place in the whole pool, which a subset does not change; not in a pool's entries
+    letter = ""  # A, B, … by its place in the whole pool, kept in subsets; no field, and in no pool's file
 
     def __post_init__(self):
         check_worker(self)
@@ -86,7 +86,7 @@ class Worker:
         self.lock = threading.Lock()
         self.turn = 0.0  # the time.monotonic() of the next request under rpm
         self.usual = 0.0  # seconds that an answer takes: a moving average
-        self.told = -math.inf  # the time.monotonic() when a failure was last told
+        self.printed = -math.inf  # the time.monotonic() when a failure was last printed
         self.calls, self.spent, self.unpriced = 0, 0.0, 0  # replies; dollars; replies of unknown cost
 
     def chat(self, messages: list[dict], call_id: str = "", on_text=None, **overrides) -> Reply:
@@ -96,7 +96,7 @@ class Worker:
         as it comes if the protocol is OpenAI's, else once with all of it. call_id names this call within a
         run, by seed/question/rollout/round/step: its reply is kept in `replay`, where a rerun finds it. What
         fails is tried again if that may help (`call`); WorkerError if it fails for good. A reply counts in
-        calls, spent and unpriced, also a kept one."""
+        calls, spent and unpriced, also a kept one, which costs the budget nothing."""
         params = {**self.params, **overrides}
         reply = key = None
         if self.replay and call_id:
@@ -455,7 +455,7 @@ def first_words(pool: list[Worker]):
     more if that may help."""
     def ask(worker):
         asked = replace(worker, attempts=2, timeout=min(worker.timeout, PATIENCE), deadline=None)
-        asked.told = math.inf  # What fails is told by the caller.
+        asked.printed = math.inf  # What fails is told by the caller.
         begun = time.monotonic()
         try:
             reply = asked.chat([{"role": "user", "content": "Say hello."}])
@@ -761,7 +761,7 @@ class AttemptError(WorkerError):
 BACKOFF, BACKOFF_MAX = 2.0, 30.0  # seconds: the longest wait after the first failed attempt, and after any
 FAILURES = 6  # failed attempts that end a call; those that a busy provider refuses do not count
 PATIENCE = 120  # seconds for a first word
-TELL = 60  # seconds after which a worker's next failure is told
+QUIET = 60  # seconds after which a worker's next failure is printed
 jitter = random.Random()  # The global generator's draws are the experiment's.
 
 
@@ -791,8 +791,8 @@ def call(worker: Worker, messages: list[dict], params: dict, on_text) -> Reply:
                 if not fault.retry or late or last:
                     took = f"attempt {number}, after {time.monotonic() - begun:.1f} s"
                     raise WorkerError(f"{text} ({took})", fault.bad_request) from None
-                if time.monotonic() > worker.told + TELL:
-                    worker.told = time.monotonic()
+                if time.monotonic() > worker.printed + QUIET:
+                    worker.printed = time.monotonic()
                     print(f"{worker.name}: {text}; trying again", file=sys.stderr)
             time.sleep(wait)
     worker.usual += (reply.seconds - worker.usual) * (0.2 if worker.usual else 1.0)

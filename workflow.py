@@ -41,8 +41,7 @@ class Step:
     worker: int
     subtask: str
     access: list[int]  # the earlier steps whose subtask and response the worker sees
-    # Written "all", which also shows it the answer of the round before. The indices are the same: it is the
-    # same step.
+    # Written ["all"]: `access` lists all earlier steps, and the answer of the round before is seen too.
     sees_all: bool = field(default=False, compare=False)
 
 
@@ -52,7 +51,8 @@ class Workflow:
     written: str = field(default="", compare=False, repr=False)  # all that the Conductor wrote
 
     def text(self, subtasks: bool = True) -> str:
-        """The lists as a Conductor writes them: parse(w.text(), …) == w, which does not compare sees_all."""
+        """The lists as a Conductor writes them. An access list of all earlier steps is written ["all"], so
+        parse(w.text(), …) == w, but for sees_all, which == passes over."""
         access = []
         for i, step in enumerate(self.steps):
             sees_all = step.sees_all or (i > 0 and step.access == [*range(i)])
@@ -70,7 +70,7 @@ class Workflow:
 class Prompting:
     """How a Conductor is asked for a workflow; conductor.json beside a checkpoint remembers it."""
     style: str = "full"  # or zero-shot, fine-grained (App. B.8), short (for a Conductor of the laptop's size)
-    examples: str = "ood"  # the few-shot examples: ood, in, mixed (Table 4)
+    examples: str = "ood"  # few-shot examples unlike the training's tasks; in: like them; mixed (Table 4)
     subtasks: bool = True  # False: it is asked for none, and every worker is to solve the question (App. B.7)
     max_steps: int = 5
     max_new_tokens: int = 1024
@@ -79,6 +79,7 @@ class Prompting:
     pool: str = ""  # the workers of its training, whom it knows by their numbers: a name or file (--pool)
 
 
+# {indices} is FINE_GRAINED or nothing: only that style offers lists of indices; `parse` always takes them.
 ROLE = """You conduct a team of language models. You never answer the question yourself: you write a workflow
 by which they answer it.
 
@@ -132,7 +133,7 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
     order = ["model_id", "subtasks", "access_list"] if subtasks else ["model_id", "access_list"]
     workflow = None
     error = "model_id: the list is missing"
-    newest = []  # the newest two or three lists of the text, as (name, value): do they make a workflow?
+    newest = []  # a sliding window: the last len(order) lists of the text, as (name, value)
     for name, value in lists_in(text):
         if name not in order:
             continue
@@ -140,15 +141,15 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
         try:
             rows = checked_rows(dict(newest), order, n_workers, max_steps, allow_empty)
         except WorkflowError as e:
-            error = str(e)  # Only the text: a kept exception would keep its frames' memory, the weights too.
+            error = str(e)  # not e: its traceback keeps frames alive, and with them the model's weights
             continue
         workflow = Workflow([], text)
         for i, (worker, subtask, access) in enumerate(rows):
             sees_all = "all" in access
             indices = [*range(i)] if sees_all else sorted(set(access))  # "all": the indices of all before
             workflow.steps.append(Step(worker, subtask, indices, sees_all))
-        # Written in this order they are used up. In another, which counts too, the oldest may be a draft's,
-        # and the newest may belong to lists that follow.
+        # In the prompt's order these are one whole workflow: the window starts afresh. In any other they may
+        # belong to two (the first be left from a draft, or the last begin the next): it slides on.
         if [name for name, _ in newest] == order:
             newest = []
     if workflow is None:
@@ -179,7 +180,7 @@ class Trace:
     question: str
     workflow: Workflow
     workers: list[str]  # each step's worker, by name
-    replies: list[Reply | None]  # None: not reached before a failure, or the failure itself
+    replies: list[Reply | None]  # None: the call failed, or a failure came before it
     seconds: float = 0.0  # wall time of this round
     error: str | None = None  # a call was lost, which is never the Conductor's fault: training leaves it out
     previous: "Trace | None" = None  # the round before
@@ -238,21 +239,22 @@ def worker_chat(question: str, turns: list[tuple[str, str]], subtask: str) -> li
 
 def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: False,
            then=lambda trace: trace) -> Future:
-    """Start a workflow. The future's result is then(trace), or any exception but a WorkerError.
+    """Start a workflow; the future gets then(trace). A WorkerError is not raised but becomes Trace.error; any
+    other exception, a bug, is raised by the future.
 
-    Each step has a thread, which waits for the steps that it reads. Threads begin in the order of steps, so
-    the waiting ends. A WorkerError, stopped() or task.hung_up() set Trace.error: no further step starts, and
-    the trace is done when the running ones are, so that no cost is lost. number: the rollout's; with
-    task.name it names the calls in the replay file."""
+    Each step runs in a thread, which waits for the steps that it reads: these are earlier, and threads start
+    in order, so there is no deadlock. After an error, stopped() or task.hung_up() no further step starts; the
+    running calls are awaited, so that their cost is counted. number: the rollout's; with task.name it names
+    the calls in the replay file."""
     steps, previous = workflow.steps, task.previous
     if not steps and previous is None:
         raise ValueError("a workflow without steps keeps the previous answer, but there is none")
     names = [task.pool[step.worker].name for step in steps]
     trace = Trace(task.question, workflow, names, [None] * len(steps), previous=previous)
-    called = f"{task.name}/{number}/{len(trace.rounds()) - 1}" if task.name else ""
+    call_prefix = f"{task.name}/{number}/{len(trace.rounds()) - 1}" if task.name else ""
     earlier = []  # Of earlier rounds a step with "all" sees the last one's answer, as one more turn.
     if previous:
-        answered = [t for t in previous.rounds() if t.replies][-1]  # Without steps it kept the one before.
+        answered = [t for t in previous.rounds() if t.replies][-1]  # One without steps kept its answer.
         earlier = [(answered.workflow.steps[-1].subtask, answered.answer)]
     begun = time.monotonic()
     futures = []  # of the steps
@@ -267,7 +269,7 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
             turns = earlier + turns
         chat = worker_chat(task.question, turns, step.subtask)
         is_last = i == len(steps) - 1
-        call_id = f"{called}/{i}" if called else ""
+        call_id = f"{call_prefix}/{i}" if call_prefix else ""
         options = {"on_text": task.on_text, **task.overrides} if is_last else {}
         try:
             if stopped() or task.hung_up():
@@ -276,7 +278,7 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
             trace.replies[i] = task.pool[step.worker].chat(chat, call_id=call_id, **options)
         except WorkerError as e:
             trace.error = f"step {i}: {e}"
-            trace.bad_request = e.bad_request and is_last and bool(task.overrides)
+            trace.bad_request = e.bad_request and is_last and bool(task.overrides)  # They are the client's.
 
     def end():
         wait_for_all(futures)
@@ -291,18 +293,24 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
 # ------------------------------------------------------------------------------------------------------------
 # Roll out: question → prompt → completion → workflow → answer → right or wrong
 
+# A conductor is a function conductor(chats, n, first, on_written). It writes n completions of each chat and,
+# as completion j of chat i ends, calls on_written(i, j, text, the prompt's ids, Completion), or, if its own
+# call was lost, on_written(i, j, "", lost=WorkerError(why)). `sampled` makes one of a model, `seated` of a
+# worker.
+
+
 @dataclass
 class Rollout:
     """One completion and all that becomes of it, from its tokens to its advantage."""
     task: Task
     written: str  # what the Conductor wrote
-    prompt: list[int] = field(default_factory=list)  # empty if a worker sits in the Conductor's seat
+    prompt: list[int] = field(default_factory=list)  # empty if a worker is the Conductor (`seated`)
     completion: Completion | None = None  # the tokens of `written`; None with a worker
     trace: Trace | None = None  # None: what was written is no workflow
     invalid: str = ""  # and why it is none
     reward: float | None = None  # set in train.py (§3.1); None: a call was lost
     advantage: float = 0.0  # set in grpo.py (Eq. 2)
-    weights: list[float] | None = None  # of the tokens, for the gap between sampler and trainer (grpo.py)
+    importance: list[float] | None = None  # the tokens' weights π_trainer / π_sampler (grpo.set_importance)
 
     @property
     def right(self) -> bool | None:
@@ -348,17 +356,16 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
     """n rollouts of each task, as [task][rollout]. A workflow runs as soon as it is written, and is graded as
     soon as it has run, while others are being written.
 
-    conductor(chats, n, first, on_written), which `sampled` and `seated` make, writes n completions of each
-    chat and calls on_written(chat's index, completion's index, text, prompt's ids, Completion) as each ends,
-    or on_written(…, "", lost=WorkerError(why)). grade(task.problem, answer) -> bool; without it every `right`
-    is None. edit(workflow) -> workflow, for ablations. first: the number of each task's first rollout.
-    on_finish(rollout) is called from any thread. What these raise ends all and is raised."""
+    conductor: see above. grade(task.problem, answer) -> bool; without it every `right` is None.
+    edit(workflow) -> workflow, for ablations. first: the number of each task's first rollout.
+    on_finish(rollout) is called from any thread. An exception in one of these or in a worker, but a
+    WorkerError, stops all workflows and is raised here."""
     groups, running = [[None] * n for _ in tasks], []
     failed = threading.Event()  # set by a bug in a worker or a grader
 
     def on_written(i, j, text, prompt=(), completion=None, lost=None):
         if failed.is_set():
-            return wait_for_all(running)  # It raises the bug, which ends the writing.
+            return wait_for_all(running)  # It raises the bug, inside the conductor, and so stops the writing.
         task = tasks[i]
         rollout = groups[i][j] = Rollout(task, text, list(prompt), completion)
         if lost:  # no step was reached

@@ -8,7 +8,7 @@ import torch
 
 import grpo
 from grpo import (
-    advantages, by_prompt, micro_batches, packed_logprobs, set_advantages, set_weights, surrogate,
+    advantages, by_prompt, micro_batches, packed_logprobs, set_advantages, set_importance, surrogate,
     token_logprobs, update)
 from model import Config, Qwen
 from sample import Completion, generate
@@ -326,7 +326,7 @@ def loop(
                 (r.exp() * (r - p)).sum()
                 for r, p in zip(ref, every_logprob(model, e.prompt, e.completion.tokens, temperature, n_ids))]
         gain = 0.0
-        for p, old, k, w in zip(new, e.completion.logprobs, kl, e.weights or [1.0] * len(new)):
+        for p, old, k, w in zip(new, e.completion.logprobs, kl, e.importance or [1.0] * len(new)):
             ratio = torch.exp(p - old)
             gain = (
                 gain + w * min(ratio * e.advantage, ratio.clamp(1 - clip, 1 + high) * e.advantage) - beta * k)
@@ -382,12 +382,12 @@ def test_importance_weights(budget):
     model, how = tiny(), dict(temperature=0.8, n_ids=37)
     episodes = flat(groups(model))
     sampled = copy.deepcopy(episodes)
-    gap = set_weights(model, episodes, cap=1.1, token_budget=budget, **how)
+    gap = set_importance(model, episodes, cap=1.1, token_budget=budget, **how)
     with torch.no_grad():
         own = [naive(model, e.prompt, e.completion.tokens, **how) for e in episodes]
     expected = [
         (new - torch.tensor(e.completion.logprobs)).exp().clamp(max=1.1) for e, new in zip(sampled, own)]
-    same([torch.tensor(e.weights) for e in episodes], expected)
+    same([torch.tensor(e.importance) for e in episodes], expected)
     assert gap == pytest.approx(
         torch.cat([(new - torch.tensor(e.completion.logprobs)).abs() for e, new in zip(sampled, own)]) .mean()
         .item(), rel=1e-4)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 here = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [os.path.dirname(here), here]
 
-from grpo import STATISTICS, set_weights, update
+from grpo import STATISTICS, set_importance, update
 from test_grpo import flat, groups, near, tiny
 from train_runs import fork_server
 
@@ -46,7 +46,7 @@ def outcome(run, share, shard=lambda model: model):
         if run == "not-finite" and 3 in share:
             all_groups[3][0].advantage = math.inf
         if run == "options":
-            set_weights(model, episodes, 1.2, token_budget=20)
+            set_importance(model, episodes, 1.2, token_budget=20)
             forwards.clear()
         stats = update(model, optimizer, episodes, **how)
     weights = {

@@ -298,7 +298,7 @@ def test_importance_weights_reach_every_minibatch(monkeypatch):
             monkeypatch.setattr(train.dist, "get_rank", lambda rank=rank: rank)
             weighed, steps = [], []
             monkeypatch.setattr(
-                train, "set_weights", lambda model, rollouts, *_, weighed=weighed, **__: weighed.extend(rollouts))
+                train, "set_importance", lambda model, rollouts, *_, weighed=weighed, **__: weighed.extend(rollouts))
             monkeypatch.setattr(
                 train, "update", lambda model, optimizer, batch, steps=steps, **_: steps.append(batch) or {})
             train.learn(run, groups, s, 0)

@@ -246,7 +246,7 @@ def test_a_broken_provider_is_asked_six_times(waits):
 def test_the_screen_hears_of_a_failing_worker_once_a_minute(waits, capsys):
     with always({"error": "tired"}, 500) as server:
         coach = worker(server, name="coach", attempts=2)
-        for seconds in (0, 0, workers.TELL):
+        for seconds in (0, 0, workers.QUIET):
             waits.append(seconds)
             with pytest.raises(WorkerError):
                 coach.chat(CHAT)
