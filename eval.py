@@ -109,7 +109,7 @@ def grade(problem: Problem, response: str) -> bool:
     extra = problem.extra
     if problem.grader == "code":
         tests = extra["tests"]
-        if isinstance(tests, dict):  # the place in a file where they stand
+        if isinstance(tests, dict):  # only the place in a file where they stand
             tests = stored_tests(problem.id, **tests)
         return passes_livecodebench(extract_code(response), tests, extra["function"])
     if problem.grader == "unittest":
@@ -119,6 +119,7 @@ def grade(problem: Problem, response: str) -> bool:
         return pick_letter(response, extra["choices"]) == gold
     if problem.grader == "math":
         answer = final_answer(response)
+        # A formula copied from the question is no answer.
         return same_math(answer, gold) and not copied(answer, problem.question, gold)
     if problem.grader == "short":
         return same_short(final_answer(response), gold)
@@ -150,10 +151,11 @@ def alone(problem: Problem, pool: list, k: int, name: str = "", **overrides) -> 
 def run_conductor(conductor, problems: list[Problem], pools: list[list], name: str, rounds: int = 0,
                   prompting: Prompting = Prompting(), tries: int = 1, edit=None) -> list[Trace | None]:
     """The trace of every problem, None where what was written is no workflow. Problem i has the workers
-    pools[i]. conductor, rounds, prompting, tries, edit: as in workflow.conduct."""
+    pools[i]. The rest as in workflow.conduct, but with one try text that does not parse is wrong at once."""
     tasks = [Task(p.question, pool, problem=p, name=f"{name}/{p.id}") for p, pool in zip(problems, pools)]
     with progress(name, len(tasks) * (rounds + 1)) as bar:
-        rollouts = conduct(conductor, tasks, rounds, prompting, tries, grade, edit, lambda _: bar.update())
+        rollouts = conduct(conductor, tasks, rounds, prompting, tries, grade=grade, edit=edit,
+                           on_finish=lambda _: bar.update())
     return [rollout.trace for rollout in rollouts]
 
 

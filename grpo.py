@@ -1,7 +1,7 @@
 """GRPO: advantages of given rewards → token log-probabilities → loss → update (Eqs. 1 and 2 of the paper).
 
-The rollouts of one question are a group. A group goes through the model as one packed row, its prompt and
-then its completions, so that the prompt is computed once for all. Read eval.py next."""
+The rollouts of one question are a group. A micro-batch goes through the model as one packed row, each prompt
+followed by its completions there, so that it is computed once for them. Read eval.py next."""
 import itertools
 
 import numpy as np
@@ -26,8 +26,8 @@ def advantages(rewards, mask=None, std=True, question=None):
 
     mask (Q, G) is False for rollouts that were lost: they are in no statistic and get 0, as does a group
     without spread. question (Q): groups with the same number are rounds of one question (§3.2). Each keeps
-    its own mean, but they share one std, the root of the mean square over all of them: with its own a first
-    round would lose the factor 1/4 again that train.reward gives it."""
+    its own mean, but they share one std, the root of the mean square over all of them: divided by its own, a
+    first round's advantages would lose the factor 1/4 that train.reward gives to its rewards."""
     rewards = torch.as_tensor(rewards, dtype=torch.float32)
     mask = torch.ones_like(rewards) if mask is None else torch.as_tensor(mask).float()
     mean = (rewards * mask).sum(1) / mask.sum(1).clamp(min=1)  # (Q)
@@ -71,7 +71,8 @@ def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference:
     policy. GRPO's own KL term is π_ref/π - log(π_ref/π) - 1 of the sampled token. Its gradient is on average
     that of KL(π_ref ‖ π), but huge where the policy has all but given a token up: here is the KL itself."""
     # All groups are one row of T tokens. The prompt 5 6 with completions 7 and 8 9: ids 5 6 7 8 9, positions
-    # 0 1 2 2 3, targets (N) 7 8 9, and the outputs at the places `predictors`, 1 1 3, predict these.
+    # 0 1 2 2 3, targets (N) 7 8 9, and the outputs at the places `predictors`, 1 1 3, predict these. By
+    # `attend` a completion sees its prompt and its own past, and no other completion.
     ids, positions, targets, predictors, attend = pack(groups, model.device)
     size = max(1, HEAD_LOGITS[model.device.type] // model.config.vocab_size)
     ref_parts = itertools.repeat(None)
@@ -110,7 +111,7 @@ def logprobs_and_kl(hidden, ref_hidden, targets, model, reference, temperature, 
 
 def surrogate(logprobs, old, advantage, clip, clip_high=0.0):
     """Eq. 1 without the KL, to be maximised: min(ρA, clip(ρ, 1-ε, 1+ε)A) with ρ = π/π_old, token by token
-    (Eq. 1 prints one ρ a completion). All are 1-D over tokens. clip_high: another ε above 1 (arXiv
+    (Eq. 1 prints one ρ per completion). All are 1-D over tokens. clip_high: another ε above 1 (arXiv
     2503.14476)."""
     ratio = (logprobs - old).exp()
     clipped = ratio.clamp(1 - clip, 1 + (clip_high or clip))
@@ -124,9 +125,9 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
     completion.logprobs. The gradient is clipped to max_grad_norm; if it is not finite, all ranks skip the
     step. beta > 0 needs a reference.
 
-    loss says what the sum over tokens is divided by: "sequence", each by its rollout's length and then by the
-    rollouts (GRPO); "token", by all tokens (DAPO); "constant", by rollouts times max_new_tokens (Dr. GRPO,
-    arXiv 2503.20783).
+    loss says what each token's term is divided by: "sequence", its rollout's length times the number of
+    rollouts (GRPO); "token", the number of tokens (DAPO); "constant", the number of rollouts times
+    max_new_tokens (Dr. GRPO, arXiv 2503.20783).
 
     Returns the means of STATISTICS over all ranks' tokens that teach something (None where none does),
     grad_norm before clipping, and skipped (0 or 1)."""
@@ -150,6 +151,7 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
             advantage += [r.advantage * weight for weight in r.importance or [1.0] * n]
             share += [1 / (divisor or n_rollouts * n)] * n
         old, advantage, share = to_device(np.array([old, advantage, share], dtype=np.float32), device)  # (N)
+        # by_prompt keeps the order: micro_batches put those of a prompt side by side.
         new, kl = packed_logprobs(model, by_prompt(batch), temperature, n_ids, reference if beta else None)
         new, kl = new[:len(old)], kl[:len(old)]
         objective = ((surrogate(new, old, advantage, clip, clip_high) - beta * kl) * share).sum()

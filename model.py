@@ -83,7 +83,7 @@ def rotate(x, cos, sin):
 
 
 def causal(layer: int, q, k, v):
-    """The plain `attend`: q (B, H, T, D) sees k and v (B, Hkv, T, D) up to its own place, in any layer."""
+    """The plain `attend`: q (B, H, T, D) sees k and v (B, Hkv, T, D) up to its place. `layer` is unused."""
     dtype = q.dtype
     if q.device.type == "cpu":  # PyTorch's fused kernels for CPUs gain nothing by bf16
         q, k, v = q.float(), k.float(), v.float()
@@ -139,7 +139,7 @@ class Qwen(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        self.compute_device = None  # if the weights are elsewhere (train.py --offload)
+        self.compute_device = None  # None: the weights' own; else these are in the CPU's memory (--offload)
         self.recompute = False  # True: a layer keeps its input only, and the backward pass computes the rest
         self.model = nn.ModuleDict({  # Hugging Face's names begin with `model.`, all but the head's
             "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),

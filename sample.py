@@ -5,7 +5,7 @@
 GRPO asks the same prompt n times, so a prompt's keys and values are computed and stored once, and each
 rollout stores only its own. A decode step attends to [shared prompt | own tokens] under one softmax. The
 rollouts form a grid of Q prompts × R rows, which decodes in lockstep: all have the same number of own tokens,
-so one mask a prompt serves its rows. What a finished row still draws nobody reads, until `compact` drops it.
+so one mask per prompt serves its rows. What a finished row still draws is ignored, until `compact` drops it.
 On CUDA a decode step is captured as a graph. The other files call `generate`; the appendix has the grid:
 `prefill`, `step`, `attend`, `harvest`, `compact`. Read workers.py next.
 """
@@ -22,10 +22,10 @@ import torch
 
 from model import Qwen, Tokenizer, causal, compute_dtype, configure, matmul_fp32
 
-READ_AT_ONCE = 1 << 15  # prompt tokens in one grid, whose cache is gigabytes: more of them make several grids
+READ_AT_ONCE = 1 << 15  # prompt tokens in one grid at most: its cache is gigabytes. More make several grids.
 CHECK = 8  # decode steps between looks at who has finished
-# Tokens, a multiple of CHECK, after which finished rows are dropped and attention covers as many more places
-# for own tokens. New shapes cost a new graph on CUDA, and nothing on a CPU.
+# After so many tokens, a multiple of CHECK, finished rows are dropped, and attention looks at so many more
+# places for own tokens. The new shapes cost a new graph on CUDA, and nothing on a CPU.
 BUCKET = {"cuda": 128, "cpu": 32}
 
 
@@ -47,8 +47,8 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
     vocabulary. on_finish(prompt index, rollout index, Completion) is called as rollouts finish.
 
     first: the number of the first rollout. Rollout i draws by the same random numbers in any batch and in any
-    process: they follow from the seed, the prompt and i. (A rank begins with its share, another try where the
-    last one ended.) A prompt that is listed twice gets others the second time."""
+    process: they follow from the seed, the prompt and i. (So the rollouts of all ranks differ, and those of
+    another try.) A prompt that is listed twice gets other random numbers the second time."""
     if not prompts or not all(prompts) or n < 1 or max_new_tokens < 1:
         raise ValueError("generate needs prompts, none of them empty, n >= 1 and max_new_tokens >= 1")
     if not 0 <= temperature < math.inf or not 0 < top_p <= 1 or top_k < 0:
@@ -61,8 +61,8 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
     at_once = max(1, READ_AT_ONCE // max(map(len, prompts)))
     for start in range(0, len(prompts), at_once):
         end = start + at_once
-        batch = (prompts[start:end], n, max_new_tokens, seeds[start * n:end * n])
-        for number, completion in sampled_together(model, *batch, how, eos_id):
+        for number, completion in sampled_together(model, prompts[start:end], n, max_new_tokens,
+                                                   seeds[start * n:end * n], how, eos_id):
             i, j = divmod(start * n + number, n)
             completions[i][j] = completion
             if on_finish:

@@ -4,10 +4,10 @@
     python train.py --preset=small             Qwen2.5-0.5B-Instruct in the laptop world, on a GPU of 16 GB
     python train.py --preset=paper --dry_run   what a run takes on this machine, and what it lacks
 
-Every setting below is a flag, --key=value. A run writes into --out: metrics.jsonl (a line an iteration),
-traces/ (every workflow with what its workers said) and checkpoints/ (`checkpoint` is the newest). Killed at
-any moment, it goes on with --resume: on a CPU, if the workers' replies are the same again, to the same
-weights, bit for bit.
+Every setting below is a flag, --key=value. A run writes into --out: metrics.jsonl (a line per iteration),
+traces/ (every workflow with what its workers said), checkpoints/, and a link `checkpoint` to the newest.
+Killed at any moment, it goes on with --resume: on a CPU, if the workers' replies are the same again, to the
+same weights, bit for bit.
 """
 import collections
 import datetime
@@ -56,7 +56,7 @@ class Settings:
     init_from: str = ""  # a checkpoint folder or a name on the Hugging Face hub; "": a tiny model
     data: str = "laptop"  # the problems: what eval.py loads by that name, or a file *.jsonl
     pool: str = "local"  # the workers: what workers.py loads by that name, or a JSON file
-    budget: float = 0.0  # dollars that the workers may cost; --resume may cost as much again. 0: no limit
+    budget: float = 0.0  # dollars that the workers may cost, after each start, --resume too; 0: no limit
     replay: str = ""  # a file that keeps the replies: a run started again does not pay for them again
     sandbox: str = ""  # partial: train on code although this system lacks a part of the sandbox
     # how the Conductor is asked (workflow.Prompting)
@@ -90,17 +90,17 @@ class Settings:
     importance: float = 0.0  # cap of each token's importance weight π_trainer / π_sampler; 0: no weights
     epochs: int = 1  # over an iteration's rollouts
     beta: float = 0.1  # weight of the KL to a reference policy; it fades to 0 over the run
-    reference: str = ""  # the checkpoint folder of that policy; "": where the run starts
-    minibatches: int = 4  # optimizer steps an iteration, each on its share of every group
+    reference: str = ""  # the checkpoint folder of that policy; "": the policy after the warm start
+    minibatches: int = 4  # of an iteration's rollouts, each with its share of every group: optimizer steps
     # the device
     dtype: str = ""  # of computation, bf16 or fp32; "": fp32 for a tiny model, else as the device likes
-    token_budget: int = 8192  # tokens of a micro-batch: completions, and each prompt once, but for the first
+    token_budget: int = 8192  # of a micro-batch: its completions, and each prompt, except the first, once
     recompute: bool = False  # layers keep only their inputs for the backward pass: a third more work
     offload: bool = False  # weights, gradients and Adam's state of the trainer are in the CPU's memory
     # the tiny model, and the warm start that teaches the format
     width: int = 128
     layers: int = 2
-    warm_steps: int = 400  # supervised; with --init_from 0, unless given too
+    warm_steps: int = 400  # supervised updates; where --init_from is given the default is 0
     warm_batch: int = 32
     warm_lr: float = 0.0  # 0: 6e-3 for the tiny model, else 2e-4
     warm_second: float = 0.0  # share of its examples that are second rounds
@@ -113,7 +113,7 @@ class Settings:
     save_every: int = 40  # iterations between checkpoints
     keep: int = 2  # of the newest checkpoints; the best is kept too
     resume: bool = False  # go on from the newest checkpoint in out, if there is one
-    dry_run: bool = False  # say what the run would take and what it lacks, and do nothing
+    dry_run: bool = False  # ask each worker for a word, say what the run takes and lacks, and do not start it
 
 
 PAPER = dict(out="out/paper", init_from="Qwen/Qwen2.5-7B", data="paper", pool="paper", style="full",
@@ -159,7 +159,7 @@ def second_rounds(s: Settings, groups: list[list[Rollout]], iteration: int) -> l
     tasks = []
     for i, group in enumerate(groups):
         answered = [r for r in group if r.trace and r.right is not None]
-        # By turns questions 0 1, 4 5, … or 2 3, 6 7, …: if two kinds alternate, both are asked again.
+        # Questions 0 1, 4 5, … and 2 3, 6 7, … by turns: where two kinds alternate, both are asked again.
         if (i // 2 + iteration) % 2 == 0 and answered:
             shown = random.Random(f"{s.seed} {iteration} {i}").choice(answered)
             tasks.append(replace(shown.task, previous=shown.trace))
@@ -172,16 +172,16 @@ def roll_out_on_all_ranks(sampler, tokenizer, tasks: list[Task], s: Settings, se
     rank, world = dist.get_rank(), dist.get_world_size()
     first = s.rollouts * rank // world
     n = s.rollouts * (rank + 1) // world - first
-    untimed = sampled(sampler, tokenizer, prompting(s), s.temperature, seed)
+    write = sampled(sampler, tokenizer, prompting(s), s.temperature, seed)
 
-    def conductor(*request):
-        untimed(*request)
+    def timed(*arguments):
+        write(*arguments)
         clock.lap("sampling")
 
     mine = [[] for _ in tasks]
     if n:
         with progress("rollouts of rank 0", len(tasks) * n) as bar:
-            mine = roll_out(conductor, tasks, n, prompting(s), grade, ablation(s), first,
+            mine = roll_out(timed, tasks, n, prompting(s), grade=grade, edit=ablation(s), first=first,
                             on_finish=lambda _: bar.update())
     for rollout in itertools.chain(*mine):
         rollout.task = None  # it holds connections, which cannot be sent
@@ -190,7 +190,7 @@ def roll_out_on_all_ranks(sampler, tokenizer, tasks: list[Task], s: Settings, se
     for task, group in zip(tasks, groups):
         for rollout in group:
             rollout.task = task
-    clock.lap("workers")
+    clock.lap("workers")  # what they took after all was written
     return groups
 
 
@@ -207,7 +207,8 @@ def reward(rollout: Rollout, s: Settings) -> float | None:
 
 
 def learn(run: Run, groups, s: Settings, iteration: int) -> list[dict]:
-    """Eq. 1 in s.minibatches steps, each on a share of every group. Returns what `update` says of each."""
+    """Eq. 1 in steps on s.minibatches shares of every group, s.epochs times. Returns what `update` says of
+    each step."""
     lr = s.lr * schedule(iteration, s.iterations, s.warmup)
     set_lr(run.optimizer, lr)
     how = dict(temperature=s.temperature, n_ids=len(run.tokenizer), token_budget=s.token_budget)

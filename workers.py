@@ -39,8 +39,8 @@ from requests.packages import urllib3  # which requests is made of
 
 
 class WorkerError(Exception):
-    """Transport or provider failed for good; never a wrong answer. The text names the worker, and no key.
-    bad_request: the request is at fault."""
+    """A call that brought no reply: the transport or the provider failed, or it was not made. It is never a
+    wrong answer. The text holds no key. bad_request: the request is at fault."""
 
     def __init__(self, text: str, bad_request: bool = False):
         super().__init__(text)
@@ -49,7 +49,7 @@ class WorkerError(Exception):
 
 @dataclass
 class Reply:
-    text: str  # the model's own words; empty and cut-off ones too
+    text: str  # the model's own words; they may be empty or cut off
     prompt_tokens: int  # with those that a cache held; 0 if unknown
     completion_tokens: int  # with those of the reasoning; 0 if unknown
     cost: float | None  # dollars; None if the price or the usage is unknown
@@ -71,10 +71,10 @@ class Worker:
     rpm: int | float | None = None  # requests per minute
     timeout: int | float = 600  # seconds for an attempt
     deadline: int | float | None = None  # seconds for all attempts and their waits; None: three timeouts
-    attempts: int | None = None  # at most; None: until FAILURES failed, without refusals by a busy provider
+    attempts: int | None = None  # at most; in any case FAILURES that failed, and not as busy, end a call
     replay: object = field(default=None, repr=False)  # a Replay
     budget: object = field(default=None, repr=False)  # a Budget
-    letter = ""  # A, B, … by its place in the whole pool, kept in subsets; no field, and in no pool's file
+    letter = ""  # A, B, … by load_pool, and the same in subsets; without annotation it is no dataclass field
 
     def __post_init__(self):
         check_worker(self)

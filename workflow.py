@@ -41,7 +41,7 @@ class Step:
     worker: int
     subtask: str
     access: list[int]  # the earlier steps whose subtask and response the worker sees
-    # Written ["all"]: `access` lists all earlier steps, and the answer of the round before is seen too.
+    # Written ["all"]: `access` has all earlier steps, and the answer of the round before is seen, too.
     sees_all: bool = field(default=False, compare=False)
 
 
@@ -52,7 +52,7 @@ class Workflow:
 
     def text(self, subtasks: bool = True) -> str:
         """The lists as a Conductor writes them. An access list of all earlier steps is written ["all"], so
-        parse(w.text(), …) == w, but for sees_all, which == passes over."""
+        parse(w.text(), …) == w, except sees_all, which == ignores."""
         access = []
         for i, step in enumerate(self.steps):
             sees_all = step.sees_all or (i > 0 and step.access == [*range(i)])
@@ -64,7 +64,7 @@ class Workflow:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# The prompt (App. E). Its few-shot examples and what it says in further rounds are in the appendix.
+# The prompt (the paper's App. E). Its few-shot examples and what it says in further rounds stand below.
 
 @dataclass
 class Prompting:
@@ -122,7 +122,7 @@ def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Parse. How lists are found and read, and what makes lists a workflow, is in the appendix.
+# Parse. How lists are found and read, and what makes lists a workflow, stands below.
 
 def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = False,
           subtasks: bool = True) -> Workflow:
@@ -148,8 +148,8 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
             sees_all = "all" in access
             indices = [*range(i)] if sees_all else sorted(set(access))  # "all": the indices of all before
             workflow.steps.append(Step(worker, subtask, indices, sees_all))
-        # In the prompt's order these are one whole workflow: the window starts afresh. In any other they may
-        # belong to two (the first be left from a draft, or the last begin the next): it slides on.
+        # In the prompt's order these are a whole workflow, and the window is emptied. In another order a list
+        # may belong to a neighbour, a draft before or the next workflow: the window only slides.
         if [name for name, _ in newest] == order:
             newest = []
     if workflow is None:
@@ -167,7 +167,7 @@ class Task:
     pool: list  # the workers it may use
     previous: "Trace | None" = None  # the round before
     problem: object = None  # eval.py's Problem, which the grader gets
-    name: str = ""  # of the task within a run, for the pool's replay file; "": no reply is kept
+    name: str = ""  # names its calls in the replay file ("": none is kept), and all rounds of its question
     overrides: dict = field(default_factory=dict)  # of the last step's call: max_tokens, stop, …
     on_text: object = None  # on_text(piece) is called with the last step's text as it comes
     hung_up: object = lambda: False  # hung_up() is true once nobody waits for the answer
@@ -182,10 +182,10 @@ class Trace:
     workers: list[str]  # each step's worker, by name
     replies: list[Reply | None]  # None: the call failed, or a failure came before it
     seconds: float = 0.0  # wall time of this round
-    error: str | None = None  # a call was lost, which is never the Conductor's fault: training leaves it out
+    error: str | None = None  # a call was lost, which is never held against the Conductor
     previous: "Trace | None" = None  # the round before
-    right: bool | None = None  # what a grader said of the answer; None: none was asked, or a call was lost
-    bad_request: bool = False  # the error is the request's: too long, or of options that a worker lacks
+    right: bool | None = None  # what the grader says of the answer; None: nobody graded, or a call was lost
+    bad_request: bool = False  # the error is that the client asked for too much
 
     @property
     def responses(self) -> list[str]:
@@ -221,7 +221,7 @@ class Trace:
         return None if None in costs else sum(costs)
 
     def to_json(self) -> dict:
-        """A dict for json.dumps; `trace_from` makes an equal trace of it."""
+        """A dict for json.dumps; `trace_from` makes a trace of it again."""
         return {**asdict(self), "answer": self.answer, "calls": self.calls, "tokens": self.tokens,
                 "cost": self.cost}
 
@@ -252,10 +252,10 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
     names = [task.pool[step.worker].name for step in steps]
     trace = Trace(task.question, workflow, names, [None] * len(steps), previous=previous)
     call_prefix = f"{task.name}/{number}/{len(trace.rounds()) - 1}" if task.name else ""
-    earlier = []  # Of earlier rounds a step with "all" sees the last one's answer, as one more turn.
+    earlier = []  # A step with "all" also sees the answer of the rounds before, as one more turn.
     if previous:
-        answered = [t for t in previous.rounds() if t.replies][-1]  # One without steps kept its answer.
-        earlier = [(answered.workflow.steps[-1].subtask, answered.answer)]
+        kept = [t for t in previous.rounds() if t.replies][-1]  # A round without steps kept an older answer.
+        earlier = [(kept.workflow.steps[-1].subtask, kept.answer)]
     begun = time.monotonic()
     futures = []  # of the steps
 
@@ -278,7 +278,7 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
             trace.replies[i] = task.pool[step.worker].chat(chat, call_id=call_id, **options)
         except WorkerError as e:
             trace.error = f"step {i}: {e}"
-            trace.bad_request = e.bad_request and is_last and bool(task.overrides)  # They are the client's.
+            trace.bad_request = e.bad_request and is_last and bool(task.overrides)  # which the client chose
 
     def end():
         wait_for_all(futures)
@@ -293,10 +293,10 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
 # ------------------------------------------------------------------------------------------------------------
 # Roll out: question → prompt → completion → workflow → answer → right or wrong
 
-# A conductor is a function conductor(chats, n, first, on_written). It writes n completions of each chat and,
-# as completion j of chat i ends, calls on_written(i, j, text, the prompt's ids, Completion), or, if its own
-# call was lost, on_written(i, j, "", lost=WorkerError(why)). `sampled` makes one of a model, `seated` of a
-# worker.
+# A conductor, in small letters, is a function conductor(chats, n, first, on_written): `sampled` makes one of
+# a model, `seated` of a worker. It writes n completions of each chat. As completion j of chat i ends it calls
+# on_written(i, j, text, prompt's ids, Completion), the latter two from a model only, or, if its own call was
+# lost, on_written(i, j, "", lost=WorkerError(why)).
 
 
 @dataclass
@@ -314,7 +314,7 @@ class Rollout:
 
     @property
     def right(self) -> bool | None:
-        """Whether the answer is; None if a call was lost, or nobody grades."""
+        """Whether the answer is right; False without a workflow; None if a call was lost or nobody graded."""
         return self.trace.right if self.trace else False
 
 
@@ -356,10 +356,10 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
     """n rollouts of each task, as [task][rollout]. A workflow runs as soon as it is written, and is graded as
     soon as it has run, while others are being written.
 
-    conductor: see above. grade(task.problem, answer) -> bool; without it every `right` is None.
+    conductor: see above. grade(task.problem, answer) -> bool; without it no answer is right or wrong.
     edit(workflow) -> workflow, for ablations. first: the number of each task's first rollout.
-    on_finish(rollout) is called from any thread. An exception in one of these or in a worker, but a
-    WorkerError, stops all workflows and is raised here."""
+    on_finish(rollout) is called from any thread. An exception in any of these or in a worker stops all
+    workflows and is raised here, unless it is a WorkerError."""
     groups, running = [[None] * n for _ in tasks], []
     failed = threading.Event()  # set by a bug in a worker or a grader
 
