@@ -60,7 +60,7 @@ from model import checkpoint_file, configure, read_json, write_json
 from workers import (ARITHMETIC, FACTS, LIMITS, LOCAL, ORDERS, SKILL, SPANISH, SPELLING, WorkerError,
                      load_pool, silent, unset_in)
 from workflow import (SOLVE_IT, Prompting, Step, Task, Trace, Workflow, conduct, execute, load_conductor,
-                      sampled, seated, shape, subset)
+                      sampled, seated, shape, subset, warn_of_others)
 # -----------------------------------------------------------------------------------------------------------
 # Problems
 
@@ -123,7 +123,9 @@ def grade(problem: Problem, response: str) -> bool:
         return same_math(answer, gold) and not copied(answer, problem.question, gold)
     if problem.grader == "short":
         return same_short(final_answer(response), gold)
-    return tagged(response) == gold
+    if problem.grader == "exact":
+        return tagged(response) == gold
+    raise ValueError(f"grade has no case for the grader {problem.grader!r}")
 
 
 def tagged(response: str) -> str:
@@ -2194,8 +2196,7 @@ def play_conductor(s, problems, pools, name: str, who: str, k: int, tag: str) ->
         conductor = seated(pools[0][k], f"{tag}/seat")
         return run_conductor(conductor, problems, pools, tag, s.rounds, Prompting(**examples), tries=10)
     model, tokenizer, prompting = cached_conductor(who if who and name in CONDUCTORS else s.checkpoint)
-    if prompting.pool not in ("", s.pool or "local"):
-        print(f"{name}: the Conductor learned with --pool={prompting.pool}, whose workers it takes these for")
+    warn_of_others(prompting, pools[0])
     prompting = replace(prompting, **examples, **CONDUCTORS.get(name, {}))
     if name == "shuffled":
         pools = [team[1:] + team[:1] for team in pools]
@@ -2258,7 +2259,7 @@ CANDIDATES = 600  # rows of a drawn data set among which `prepare` chooses
 GRADER_OF = {"math500": "math", "aime25": "math", "rlpr": "short", "mmlu": "letter", "gpqa": "letter",
              "livecodebench": "code", "bigcodebench": "unittest"}
 BLOCK = "Put all of it, imports included, in one ```python block."
-ASK = {  # what a question asks for, by grader
+ASK = {  # the graders, and what a question asks for; in a file's questions it has to stand already
     "exact": "",
     "math": "Put the final answer in \\boxed{}.",
     "letter": "Put the letter of the right option in <answer> tags.",

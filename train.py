@@ -70,7 +70,7 @@ class Settings:
     # the two extensions (§3.2)
     subset: int = 0  # k: a question may use k or more of the workers, drawn by chance; 0: it may use all
     recursion: bool = False  # half of the questions get a second round; a first round's reward is quartered
-    # the reward (§3.1)
+    # the reward (§3.1), of which only differences within a group count; with std small ones count as large
     no_workflow: float = 0.0
     wrong: float = 0.5
     right: float = 1.0
@@ -314,7 +314,7 @@ def set_up(s: Settings, device: str) -> Run | None:
         warm_start(model, tokenizer, problems, pool, s)
     if s.beta and reference is None:
         reference = whole_copy(model, s)
-        save_for_use(s, os.path.join(s.out, "reference"), model, tokenizer)
+        save_for_use(s, os.path.join(s.out, "reference"), model, tokenizer, pool)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, s.beta2), weight_decay=0.0, fused=True)
     dry_step(model, optimizer, reference, s, len(tokenizer))
     if resumed:
@@ -377,7 +377,7 @@ def save_or_leave(run: Run, s: Settings, done: int, groups, steps, reasons: list
     reasons += troubles(run.pool, groups)
     of_all = all_gather(reasons)  # They leave together.
     if of_all or done == s.iterations or done % s.save_every == 0:
-        save(s, done, run.model, run.tokenizer, run.optimizer)
+        save(s, done, run)
         of_all = all_gather(reasons)  # A signal may have come meanwhile.
     if of_all:
         bill(run.pool)
@@ -414,7 +414,8 @@ def try_it(run: Run, s: Settings) -> str:
 
 
 def prompting(s: Settings) -> Prompting:
-    return Prompting(**{field.name: getattr(s, field.name) for field in fields(Prompting)})
+    known = {field.name for field in fields(Prompting)}
+    return Prompting(**{key: value for key, value in asdict(s).items() if key in known})
 
 
 def ablation(s: Settings):
@@ -803,20 +804,20 @@ def reference_folder(s: Settings, start: str) -> str:
     return s.reference or (os.path.join(s.out, "reference") if resumed else "")
 
 
-def save(s: Settings, iteration: int, model, tokenizer, optimizer):
+def save(s: Settings, iteration: int, run: Run):
     """A checkpoint: Hugging Face's folder, for use, and in state/ what resuming needs, of which each rank
     writes its own part. training.json comes last: a folder that has it is whole."""
     rank, world = dist.get_rank(), dist.get_world_size()
     folder = os.path.join(s.out, "checkpoints", f"{iteration:05d}")
     on_rank0(lambda: shutil.rmtree(folder, ignore_errors=True))  # a killed run may have left a piece
     os.makedirs(os.path.join(folder, "state"), exist_ok=True)
-    part = {key: tensor.to_local().cpu().contiguous() for key, tensor in trained(model, optimizer)}
+    part = {key: tensor.to_local().cpu().contiguous() for key, tensor in trained(run.model, run.optimizer)}
     save_file(part, os.path.join(folder, "state", f"{rank:05d}.safetensors"))
     del part
-    save_for_use(s, folder, model, tokenizer)
+    save_for_use(s, folder, run.model, run.tokenizer, run.pool)
     dist.barrier()  # all parts are written
     if rank == 0:
-        steps = int(next(iter(optimizer.state.values()))["step"])
+        steps = int(next(iter(run.optimizer.state.values()))["step"])
         facts = {"score": score(s), "optimizer_steps": steps, "parts": world}
         write_json(os.path.join(folder, "training.json"), facts)
         tidy(s)
@@ -831,7 +832,7 @@ def trained(model, optimizer):
             yield f"{moment} {name}", optimizer.state[p][moment]
 
 
-def save_for_use(s: Settings, folder: str, model, tokenizer):
+def save_for_use(s: Settings, folder: str, model, tokenizer, pool):
     """Weights in the dtype of computation, tokenizer and how to ask, in Hugging Face's layout. Every rank
     takes part in gathering; rank 0 writes."""
     dtype = compute_dtype(model.device, s.dtype)
@@ -839,7 +840,8 @@ def save_for_use(s: Settings, folder: str, model, tokenizer):
     if dist.get_rank() == 0:
         write_tensors(folder, model.config, tensors)
         tokenizer.save_pretrained(folder)
-        write_json(os.path.join(folder, "conductor.json"), asdict(prompting(s)))
+        known = {"workers": [worker.name for worker in pool]}
+        write_json(os.path.join(folder, "conductor.json"), {**asdict(prompting(s)), **known})
     else:
         collections.deque(tensors, maxlen=0)
 
@@ -1206,8 +1208,8 @@ def choose_by_size(s: Settings, config: Config):
 
 def check_settings(s: Settings):
     """ValueError for values with which nothing can run."""
-    may_be_0 = {"seed", "budget", "lr", "warm_lr", "beta", "clip_high", "importance", "warmup", "warm_steps",
-                "warm_second", "subset", "eval_every"}
+    may_be_0 = {"seed", "beta", "warmup", "warm_steps", "eval_every"}
+    may_be_0 |= {field.name for field in fields(Settings) if field.default == 0}
     for key, value in asdict(s).items():
         if type(value) in (int, float) and key not in ("no_workflow", "wrong", "right"):
             if not 0 < value < math.inf and not (value == 0 and key in may_be_0):

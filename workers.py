@@ -124,7 +124,8 @@ class Worker:
 # The local specialists: honest little programs behind an OpenAI-compatible endpoint. They see what a worker
 # sees, never the answer.
 
-# What each understands in a text, and what it makes of a match of that, under one of the coder's ORDERS.
+# What each understands in a text, and what it makes of a match of that, under one of the coder's ORDERS. The
+# place in a pool is what a Conductor knows: another trade changes the numbers, so it is another world.
 TRADES = {
     "calculator": (r"\b(\d{1,6}) ([-+*]) (\d{1,6})\b",
                    lambda m, _: str(ARITHMETIC[m[2]](int(m[1]), int(m[3])))),
@@ -593,8 +594,9 @@ def gemini_reply(data: dict) -> tuple:
 
 # Below base_url a path, where {} is the model; headers, where {} is the key (in Gemini's URL it would land in
 # logs); the body of a request; a response's text, stop reason, tokens in and out, and what its cache costs as
-# further tokens in. OpenAI's (platform.openai.com/docs/api-reference/chat) is also that of vLLM, Ollama,
-# llama.cpp, OpenRouter and Together.
+# further tokens in. A parameter's other name stands in NAMES, the word for a cut-off answer in CUT_OFF.
+# OpenAI's protocol (platform.openai.com/docs/api-reference/chat) is also that of vLLM, Ollama, llama.cpp,
+# OpenRouter and Together.
 PROTOCOLS = {
     "openai": ("/chat/completions", {"Authorization": "Bearer {}"}, openai_body, openai_reply),
     "anthropic": ("/messages", {"x-api-key": "{}", "anthropic-version": "2023-06-01"}, anthropic_body,

@@ -76,7 +76,8 @@ class Prompting:
     max_new_tokens: int = 1024
     named: bool = False  # each worker has a letter beside its number
     dtype: str = ""  # of the checkpoint's computation: bf16, fp32, or "": as the device likes
-    pool: str = ""  # the workers of its training, whom it knows by their numbers: a name or file (--pool)
+    pool: str = ""  # the workers of its training, a name or file (--pool)
+    workers: list[str] = field(default_factory=list)  # and their names: it knows them by their numbers
 
 
 # {indices} is FINE_GRAINED or nothing: only that style offers lists of indices; `parse` always takes them.
@@ -164,7 +165,7 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
 class Task:
     """What the Conductor is asked, and how the answer is wanted."""
     question: str
-    pool: list  # the workers it may use
+    pool: list  # the workers it may use: what has a name, a letter and chat(messages, call_id, **options)
     previous: "Trace | None" = None  # the round before
     problem: object = None  # eval.py's Problem, which the grader gets
     name: str = ""  # names its calls in the replay file ("": none is kept), and all rounds of its question
@@ -943,6 +944,17 @@ def prompting_of(path: str) -> Prompting:
     return Prompting(**{f.name: known[f.name] for f in fields(Prompting) if f.name in known})
 
 
+def warn_of_others(prompting: Prompting, pool: list):
+    """Say so where the workers are not those whose numbers, or letters, a Conductor has learned."""
+    names = [worker.name for worker in pool]
+    others = names != prompting.workers
+    if prompting.named:  # Letters stay the same in a subset.
+        others = not {*names} <= {*prompting.workers}
+    if others and prompting.workers:
+        known, here = ", ".join(prompting.workers), ", ".join(names)
+        print(f"the Conductor learned with {known}, and takes {here} for these", file=sys.stderr)
+
+
 def load_conductor(path: str) -> tuple[Qwen, Tokenizer, Prompting]:
     """The model and tokenizer of such a folder or repository, and how it is asked."""
     prompting = prompting_of(path)
@@ -999,6 +1011,7 @@ def main(argv):
                 raise ValueError(f"--conductor={s.conductor}: one worker, please")
             conductor = seated(*seat)
         else:
+            warn_of_others(prompting, pool)
             model, tokenizer, _ = load_conductor(s.checkpoint)
             conductor = sampled(model, tokenizer, prompting, s.temperature)
         if words == ["serve"]:

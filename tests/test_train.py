@@ -269,7 +269,7 @@ def test_the_checkpoint_loads_in_transformers(checkpoint):
     assert type(theirs).__name__ == "Qwen2ForCausalLM"
     model, tokenizer = Qwen.from_pretrained(checkpoint), Tokenizer.from_pretrained(checkpoint)
     asked = prompting(Settings(max_new_tokens=64))
-    assert read_json(f"{checkpoint}/conductor.json") == {**asdict(asked), "dtype": "fp32"}
+    assert read_json(f"{checkpoint}/conductor.json") == {**asdict(asked), "dtype": "fp32", "workers": workers.LOCAL["local"]}
     chat = messages("What is veintitrés * 39?", 5, style="short")
     ids = tokenizer.chat(chat)
     assert ids_of.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) == ids

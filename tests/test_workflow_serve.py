@@ -143,10 +143,15 @@ def test_it_asks_the_workers_of_the_conductors_training(checkpoint, tmp_path, ca
     with Wire(lambda model, chat: f"{model} says so") as wire:
         pool_of(tmp_path, wire.url, "a")
         shutil.copytree(checkpoint, tmp_path / "copy")
-        facts = {"style": "short", "max_new_tokens": 80, "pool": f"{tmp_path}/pool.json"}
+        facts = {"style": "short", "max_new_tokens": 80, "pool": f"{tmp_path}/pool.json", "workers": ["worker-a"]}
         (tmp_path / "copy" / "conductor.json").write_text(json.dumps(facts))
-        shown, _ = said_by_main(capsys, "Why?", f"--checkpoint={tmp_path}/copy", "--temperature=0")
+        words = ["Why?", f"--checkpoint={tmp_path}/copy", "--temperature=0"]
+        shown, _ = said_by_main(capsys, *words)
+        pool_of(tmp_path, wire.url, "b")
+        with pytest.raises(SystemExit):
+            wf.main(words)
     assert "a says so\n1 call, " in shown
+    assert capsys.readouterr().err == "the Conductor learned with worker-a, and takes worker-b for these\n"
 
 
 def test_ctrl_c_ends_it_at_once(tmp_path):
