@@ -60,7 +60,7 @@ from model import checkpoint_file, configure, read_json, write_json
 from workers import (ARITHMETIC, FACTS, LIMITS, LOCAL, ORDERS, SKILL, SPANISH, SPELLING, WorkerError,
                      load_pool, silent, unset_in)
 from workflow import (SOLVE_IT, Prompting, Step, Task, Trace, Workflow, conduct, execute, load_conductor,
-                      sampled, seated, shape, subset, warn_of_others)
+                      pool_of, sampled, seated, shape, subset, warn_of_others)
 # -----------------------------------------------------------------------------------------------------------
 # Problems
 
@@ -155,9 +155,11 @@ def run_conductor(conductor, problems: list[Problem], pools: list[list], name: s
     """The trace of every problem, None where what was written is no workflow. Problem i has the workers
     pools[i]. The rest as in workflow.conduct, but with one try text that does not parse is wrong at once."""
     tasks = [Task(p.question, pool, problem=p, name=f"{name}/{p.id}") for p, pool in zip(problems, pools)]
-    with progress(name, len(tasks) * (rounds + 1)) as bar:
-        rollouts = conduct(conductor, tasks, rounds, prompting, tries, grade=grade, edit=edit,
-                           on_finish=lambda _: bar.update())
+    with progress(name, len(tasks)) as bar:
+        def on_finish(rollout):
+            bar.update(rollout.trace is not None and rollout.task.previous is None)
+
+        rollouts = conduct(conductor, tasks, rounds, prompting, tries, grade, edit, on_finish)
     return [rollout.trace for rollout in rollouts]
 
 
@@ -2636,8 +2638,9 @@ def measure(problems: list[Problem], repeats: list[list[Trace | None]]) -> dict:
 
 
 def progress(what: str, total: int) -> tqdm:
-    """A bar on a terminal, which is what None says, and of one rank."""
-    return tqdm(desc=what, total=total, disable=os.environ.get("RANK", "0") != "0" or None, leave=False)
+    """A bar, on a terminal only (disable=None), and of rank 0 only. what: before a colon, what it is of."""
+    hidden = os.environ.get("RANK", "0") != "0" or None
+    return tqdm(desc=what.partition(":")[0], total=total, disable=hidden, leave=False)
 
 
 def spread(values: list[float]) -> dict:
@@ -2747,8 +2750,9 @@ def report(data: str, problems: list[Problem], runs: dict[str, list], beside: di
     rows = {name: measure(problems, repeats) for name, repeats in runs.items()}
     first_repeat = {name: repeats[0] for name, repeats in runs.items()}
     print(table(problems, first_repeat), end="\n\n")
-    print(columns(rows | beside, MEASURED, data))
-    print("?: unknown, as an unpriced cost is, or the spread of a single repeat (--repeats)", end="\n\n")
+    text = columns(rows | beside, MEASURED, data)
+    legend = "\n?: unknown, or undefined: a spread needs --repeats, points per cent need a cost"
+    print(text + (legend if "?" in text else ""), end="\n\n")
     for name, repeats in runs.items():
         lost = [t.error for traces in repeats for t in traces if t and t.error]
         if lost:
@@ -2869,7 +2873,7 @@ class Settings:
     test: int = 225  # problems of each, or all that there are
     systems: str = "conductor,workers,random"  # of SYSTEMS; NAME:WORKER or conductor:DIR for one only
     repeats: int = 1
-    pool: str = ""  # "": local; and `prepare` asks nobody
+    pool: str = ""  # "": that of the Conductor's training, or local; and `prepare` asks nobody
     only: str = ""  # some of its workers, by name, with commas between
     subset: int = 0  # each problem has its own workers, so many who can solve it (laptop world)
     examples: str = ""  # few-shot examples: ood, in, mixed (Table 4); "": as the Conductor was trained
@@ -2892,7 +2896,7 @@ def check(s: Settings, names: list[str]) -> list[tuple[str, str]]:
     os.makedirs(os.path.dirname(s.out) or ".", exist_ok=True)
     if s.examples not in ("", "ood", "in", "mixed"):
         raise ValueError(f"--examples={s.examples}: there are ood, in, mixed")
-    if s.subset and (s.benchmarks not in LAPTOP or (s.pool or "local") not in LOCAL):
+    if s.subset and (s.benchmarks not in LAPTOP or s.pool not in LOCAL):
         raise ValueError("--subset is for --benchmarks=laptop and local pools, whose skills are known")
     taken = {*names} & {*SYSTEMS, "random workflows"}
     if taken:
@@ -2968,7 +2972,7 @@ def evaluate(s, pool: list):
                 so_far = {f"{data}, {label}": measure(problems, repeats) for label, repeats in runs.items()}
                 write_json(s.out, numbers | so_far)
         beside = in_the_paper(data)
-        if data in LAPTOP and (s.pool or "local") in LOCAL:
+        if data in LAPTOP and s.pool in LOCAL:
             best = statistics.fmean(map(best_chance, problems, pools))
             beside = {"best workflows": {"accuracy": 100 * best}}
         rows = report(data, problems, runs, beside)
@@ -2977,25 +2981,26 @@ def evaluate(s, pool: list):
     if s.out:
         write_json(s.out, numbers)
     lost = [name for name, row in numbers.items() if row["accuracy"] is None]
-    if lost:
+    if lost and not (pool[0].budget and pool[0].budget.refused):
         raise ValueError(f"calls were lost for every problem of {', '.join(lost)}")
 
 
 def main(argv):
     s = Settings()
     words = configure(s, argv)
+    pool = []
     try:
         if words[:1] == ["average"]:
             return print(average(words[1:]))
         if words not in ([], ["prepare"]):
-            raise SystemExit(f"there is no command {words[0]!r}\n\n{__doc__}")
+            raise SystemExit(f"there is no command {' '.join(words)!r}\n\n{__doc__}")
         preparing = words == ["prepare"]
-        pool = []
+        s.pool = s.pool or ("" if preparing else pool_of(s.checkpoint))
         if preparing and s.pool:
             os.makedirs(DATA, exist_ok=True)
             s.replay = s.replay or os.path.join(DATA, "replies")
-        if s.pool or not preparing:
-            pool = subset(load_pool(s.pool or "local", replay=s.replay, budget=s.budget), s.only)
+        if s.pool:
+            pool = subset(load_pool(s.pool, replay=s.replay, budget=s.budget), s.only)
         lacks = unset_in(pool)
         if lacks:
             raise ValueError(f"--pool={s.pool}: set in the environment {'; '.join(lacks)}")
@@ -3009,7 +3014,9 @@ def main(argv):
     except (OSError, ValueError, WorkerError) as e:
         raise SystemExit(f"{type(e).__name__}: {e}") from None
     except KeyboardInterrupt:
-        kept = "; --replay=FILE would have kept the replies"
+        kept = ""
+        if any(worker.calls for worker in pool):
+            kept = "; --replay=FILE would have kept the replies"
         if s.replay:
             kept = f"; the same command goes on with the replies in {s.replay}"
         raise SystemExit("interrupted" + kept) from None

@@ -605,8 +605,7 @@ ON_SCREEN = ("reward", "accuracy", "held_out", "parsed", "flat", "lost", "steps"
 
 
 def log(s: Settings, m: dict, report):
-    """Write metrics to metrics.jsonl, the most telling of their numbers to the screen, and all of these to
-    whoever else gets them."""
+    """Write metrics to metrics.jsonl, their numbers to `report`, and the most telling of these to the screen."""
     if dist.get_rank():
         return
     for key, value in m.items():
@@ -841,6 +840,8 @@ def save_for_use(s: Settings, folder: str, model, tokenizer, pool):
         write_tensors(folder, model.config, tensors)
         tokenizer.save_pretrained(folder)
         known = {"workers": [worker.name for worker in pool]}
+        if os.path.isfile(s.pool):
+            known["pool"] = os.path.abspath(s.pool)
         write_json(os.path.join(folder, "conductor.json"), {**asdict(prompting(s)), **known})
     else:
         collections.deque(tensors, maxlen=0)
@@ -925,6 +926,8 @@ def hold(s: Settings):
         raise OSError(f"--out={s.out}: another run is writing there; give this one another --out") from None
     except OSError:  # The file system knows no locks.
         pass
+    if os.fstat(held[0]).st_ino != os.stat(s.out).st_ino:  # Another run has moved what was opened.
+        hold(s)
 
 
 def make_room(s: Settings):

@@ -36,6 +36,7 @@ from typing import NamedTuple
 import requests
 from requests.adapters import HTTPAdapter
 from requests.packages import urllib3  # which requests is made of
+from tqdm import tqdm
 
 
 class WorkerError(Exception):
@@ -455,22 +456,23 @@ def first_words(pool: list[Worker]):
     """Yield a Reply or WorkerError of each worker, in their order. All are asked for a word at once, and once
     more if that may help."""
     def ask(worker):
-        asked = replace(worker, attempts=2, timeout=min(worker.timeout, PATIENCE), deadline=None)
+        asked = replace(worker, attempts=2, timeout=min(worker.timeout, PATIENCE),
+                        deadline=min(worker.deadline, PATIENCE))
         asked.printed = math.inf  # What fails is told by the caller.
         begun = time.monotonic()
         try:
             reply = asked.chat([{"role": "user", "content": "Say hello."}])
         except WorkerError as e:
-            if time.monotonic() - begun > PATIENCE:  # A larger timeout, as e says, would not help here.
-                return WorkerError(f"{worker.name}: no word within {PATIENCE} s")
+            if time.monotonic() - begun > PATIENCE:
+                return WorkerError(f"{e}: a first word has to come within {PATIENCE} s, whatever the timeout")
             return e
         if not reply.text.strip():
             why = "cut off" if reply.finish == "length" else f"ended by {reply.finish!r}"
             return WorkerError(f"{worker.name}: the answer to a hello is empty, {why}")
         return reply
 
-    if sys.stderr.isatty():
-        print(f"asking {len(pool)} workers for a word …", file=sys.stderr)
+    if pool and sys.stderr.isatty():
+        print(f"asking for a word: {', '.join(worker.name for worker in pool)}", file=sys.stderr)
     with ThreadPool(len(pool) or 1) as threads:
         yield from threads.imap(ask, pool)
 
@@ -789,13 +791,13 @@ def call(worker: Worker, messages: list[dict], params: dict, on_text) -> Reply:
                 last = number == worker.attempts or failures == FAILURES
                 text = redact(str(fault), request.key)
                 if late and fault.wait:
-                    text += f"; it asks to wait {fault.wait:.0f} s, beyond the deadline"
+                    text += "; it asks to wait beyond the deadline"
                 if not fault.retry or late or last:
                     took = f"attempt {number}, after {time.monotonic() - begun:.1f} s"
                     raise WorkerError(f"{text} ({took})", fault.bad_request) from None
                 if time.monotonic() > worker.printed + QUIET:
                     worker.printed = time.monotonic()
-                    print(f"{worker.name}: {text}; trying again", file=sys.stderr)
+                    tqdm.write(f"{worker.name}: {text}; trying again", file=sys.stderr)
             time.sleep(wait)
     worker.usual += (reply.seconds - worker.usual) * (0.2 if worker.usual else 1.0)
     reply.seconds = time.monotonic() - begun
@@ -1274,4 +1276,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

@@ -222,7 +222,7 @@ class Trace:
         return None if None in costs else sum(costs)
 
     def to_json(self) -> dict:
-        """A dict for json.dumps; `trace_from` makes a trace of it again."""
+        """A dict for json.dumps; `trace_from` makes an equal trace of it."""
         return {**asdict(self), "answer": self.answer, "calls": self.calls, "tokens": self.tokens,
                 "cost": self.cost}
 
@@ -305,8 +305,8 @@ class Rollout:
     """One completion and all that becomes of it, from its tokens to its advantage."""
     task: Task
     written: str  # what the Conductor wrote
-    prompt: list[int] = field(default_factory=list)  # empty if a worker is the Conductor (`seated`)
-    completion: Completion | None = None  # the tokens of `written`; None with a worker
+    prompt: list[int] = field(default_factory=list)  # empty if no model wrote: a worker did, or it was lost
+    completion: Completion | None = None  # the tokens of `written`; None likewise
     trace: Trace | None = None  # None: what was written is no workflow
     invalid: str = ""  # and why it is none
     reward: float | None = None  # set in train.py (§3.1); None: a call was lost
@@ -359,8 +359,8 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
 
     conductor: see above. grade(task.problem, answer) -> bool; without it no answer is right or wrong.
     edit(workflow) -> workflow, for ablations. first: the number of each task's first rollout.
-    on_finish(rollout) is called from any thread. An exception in any of these or in a worker stops all
-    workflows and is raised here, unless it is a WorkerError."""
+    on_finish(rollout) is called from any thread. An exception in these, or in a worker any but a WorkerError,
+    stops all workflows and is raised here."""
     groups, running = [[None] * n for _ in tasks], []
     failed = threading.Event()  # set by a bug in a worker or a grader
 
@@ -416,7 +416,8 @@ def conduct(conductor, tasks: list[Task], rounds: int = 0, prompting: Prompting 
     """One rollout a task, and up to `rounds` more in view of the answer, until empty lists keep it (§3.2).
 
     Text that does not parse is drawn again, `tries` times in all, under the next rollout numbers. A task that
-    then still has no workflow ends with the round before, and in the first round without a trace."""
+    then still has no workflow ends with the round before, and in the first round without a trace. The rest is
+    as in roll_out."""
     def drawn(tasks: list[Task]) -> list[Rollout]:
         rollouts = [None] * len(tasks)
         left = range(len(tasks))  # the tasks without a workflow
@@ -790,7 +791,7 @@ def view(trace: Trace) -> str:
     calls = "1 call" if trace.calls == 1 else f"{trace.calls} calls"
     cost = "unknown cost" if trace.cost is None else f"${trace.cost:.4f}"
     seconds = sum(turn.seconds for turn in trace.rounds())
-    tokens = trace.tokens or "unknown"
+    tokens = trace.tokens or ("unknown" if trace.calls else 0)
     out.append(f"\nAnswer: {trace.answer}\n{calls}, {tokens} tokens, {cost}, {seconds:.1f} s")
     return printable("\n".join(out))
 
@@ -806,7 +807,7 @@ def trace_from(d: dict) -> Trace:
     workflow = Workflow([Step(**step) for step in d["workflow"]["steps"]], d["workflow"]["written"])
     replies = [reply and Reply(**reply) for reply in d["replies"]]
     previous = d["previous"] and trace_from(d["previous"])
-    own = {key: d.get(key) for key in ("question", "workers", "seconds", "error", "right")}
+    own = {key: d.get(key) for key in ("question", "workers", "seconds", "error", "right", "bad_request")}
     return Trace(**own, workflow=workflow, replies=replies, previous=previous)
 
 
@@ -944,6 +945,13 @@ def prompting_of(path: str) -> Prompting:
     return Prompting(**{f.name: known[f.name] for f in fields(Prompting) if f.name in known})
 
 
+def pool_of(checkpoint: str) -> str:
+    """The pool with which the Conductor in a folder was trained, else local. What is on the hub has no say in
+    whose keys are used."""
+    known = prompting_of(checkpoint).pool if os.path.isdir(checkpoint) else ""
+    return known or "local"
+
+
 def warn_of_others(prompting: Prompting, pool: list):
     """Say so where the workers are not those whose numbers, or letters, a Conductor has learned."""
     names = [worker.name for worker in pool]
@@ -1000,8 +1008,7 @@ def main(argv):
             return print(show(words[1], *map(int, words[2:])))
         if words[0] == "serve" and words[1:] or s.rounds < 0:
             raise SystemExit("usage: python workflow.py serve, with --rounds=0 or more, and no other words")
-        prompting = Prompting() if s.conductor else prompting_of(s.checkpoint)
-        everyone = load_pool(s.pool or prompting.pool or "local", budget=s.budget)
+        everyone = load_pool(s.pool or ("local" if s.conductor else pool_of(s.checkpoint)), budget=s.budget)
         pool = subset(everyone, s.only)
         for lack in unset_in(pool):
             print(f"not set in the environment: {lack}", file=sys.stderr)
@@ -1010,16 +1017,17 @@ def main(argv):
             if len(seat) > 1:
                 raise ValueError(f"--conductor={s.conductor}: one worker, please")
             conductor = seated(*seat)
+            prompting = Prompting()
         else:
+            model, tokenizer, prompting = load_conductor(s.checkpoint)
             warn_of_others(prompting, pool)
-            model, tokenizer, _ = load_conductor(s.checkpoint)
             conductor = sampled(model, tokenizer, prompting, s.temperature)
         if words == ["serve"]:
             return serve_until_interrupted(conductor, pool, prompting, s)
         question = " ".join(words).encode(errors="replace").decode()  # The shell may pass what is no UTF-8.
         task = Task(question, pool)
         if sys.stderr.isatty():
-            task.on_step = lambda i, name: print(f"step {i}: {name} is asked …", file=sys.stderr)
+            task.on_step = lambda i, name: sys.stderr.write(f"step {i}: {name} is asked …\n")
         [rollout] = conduct(conductor, [task], s.rounds, prompting)
         if rollout.trace is None:
             hint = "It knows the workers of its training by their numbers: is --pool theirs?"

@@ -302,7 +302,7 @@ def test_ctrl_c_ends_it_at_once(tmp_path, system):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(5)  # the worker's timeout is 120 s
                 break
-        assert process.returncode == 1 and process.stderr.read().strip().endswith("interrupted; --replay=FILE would have kept the replies")
+        assert process.returncode == 1 and "interrupted" in process.stderr.read().strip().splitlines()[-1]
     finally:
         process.kill()
         go_on.set()

@@ -1,6 +1,7 @@
 """Runs that are interrupted, killed, resumed, or cut into another number of ranks go on as if nothing had
 happened."""
 import copy
+import fcntl
 import json
 import math
 import os
@@ -74,6 +75,12 @@ def test_resuming_tidies_what_a_kill_left(tmp_path, capsys):
     train.rewind(s, 2)
     assert os.readlink(tmp_path / "checkpoint") == "checkpoints/00002"
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["00001", "00002"]
+    os.close(train.held.pop())
+    other = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    with pytest.raises(OSError, match="another run is writing there"):
+        train.rewind(s, 2)
+    os.close(other)
 
 
 def test_ctrl_c_saves_and_says_so(continued, checkpoint):

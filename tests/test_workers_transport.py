@@ -243,6 +243,12 @@ def test_a_broken_provider_is_asked_six_times(waits):
     assert waits == [2, 4, 8, 16, 30]
 
 
+def test_what_a_provider_says_cannot_command_the_terminal():
+    with always({"error": {"message": "down\x1b[2J\u202e"}}, 400) as server, pytest.raises(WorkerError) as e:
+        worker(server).chat(CHAT)
+    assert str(e.value).isprintable() and "HTTP 400: down" in str(e.value)
+
+
 def test_the_screen_hears_of_a_failing_worker_once_a_minute(waits, capsys):
     with always({"error": "tired"}, 500) as server:
         coach = worker(server, name="coach", attempts=2)
@@ -305,7 +311,7 @@ def test_the_wait_that_is_asked_for_is_kept_with_jitter_on_top(headers, body, le
 def test_a_wait_beyond_the_deadline_fails_at_once(waits):
     for asked in ("3600", "9" * 400):
         with always({"error": {"message": "later"}}, 429, Retry_After=asked) as server:
-            with pytest.raises(WorkerError, match="later; it asks to wait (3600|inf) s, beyond the deadline"):
+            with pytest.raises(WorkerError, match="later; it asks to wait beyond the deadline"):
                 worker(server).chat(CHAT)
         assert len(server.requests) == 1 and waits == []
 

@@ -246,6 +246,7 @@ def test_traces_round_trip_and_replay(tmp_path):
         pool = pool_of(tmp_path, wire.url, "ab")
         first = execute(parse(GOOD, 2), "Why?", pool)
         second = execute(parse(GOOD, 2), "Why?", pool, first)
+        second.bad_request = True  # every field comes back
         again = wf.trace_from(json.loads(json.dumps(second.to_json())))
         assert again == second
         assert again.rounds()[0].workflow.written == GOOD and again.workflow.steps[1].sees_all
@@ -263,6 +264,16 @@ def test_views(tmp_path):
     assert "\x1b" not in view
     assert all(word in view for word in ("Why?", "w_1", "w2", "Two.", "Three.", "4 calls", "8 tokens",
                                          "$0.0000"))
+    silent = execute(Workflow([Step(0, "One.", [])]), "Why?", [Local("w", lambda chat: " ")])
+    assert "    (empty; it ended by 'stop')\n\nAnswer:" in wf.view(silent)
+
+
+def test_steps_are_told_as_they_begin():
+    told = []
+    task = wf.Task("Why?", [Local("a", lambda chat: "1"), Local("b", lambda chat: "2")],
+                   on_step=lambda i, name: told.append((i, name)))
+    wf.submit(Workflow([Step(1, "One.", []), Step(0, "Two.", [0])]), task).result()
+    assert told == [(0, "b"), (1, "a")]
 
 
 # ------------------------------------------------------------------------------------------------------------

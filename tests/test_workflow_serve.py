@@ -148,10 +148,15 @@ def test_it_asks_the_workers_of_the_conductors_training(checkpoint, tmp_path, ca
         words = ["Why?", f"--checkpoint={tmp_path}/copy", "--temperature=0"]
         shown, _ = said_by_main(capsys, *words)
         pool_of(tmp_path, wire.url, "b")
-        with pytest.raises(SystemExit):
-            wf.main(words)
+        pytest.raises(SystemExit, wf.main, words)
     assert "a says so\n1 call, " in shown
     assert capsys.readouterr().err == "the Conductor learned with worker-a, and takes worker-b for these\n"
+
+
+def test_only_a_folder_has_a_say_in_whose_keys_are_used(tmp_path):
+    (tmp_path / "conductor.json").write_text('{"pool": "today"}')
+    (tmp_path / "config.json").write_text("{}")
+    assert wf.pool_of(str(tmp_path)) == "today" and wf.pool_of("someone/today") == "local"
 
 
 def test_ctrl_c_ends_it_at_once(tmp_path):
