@@ -605,7 +605,7 @@ ON_SCREEN = ("reward", "accuracy", "held_out", "parsed", "flat", "lost", "steps"
 
 
 def log(s: Settings, m: dict, report):
-    """Write metrics to metrics.jsonl, their numbers to `report`, and the most telling of these to the screen."""
+    """Write metrics to metrics.jsonl, their numbers to `report`, and the most telling ones to the screen."""
     if dist.get_rank():
         return
     for key, value in m.items():
