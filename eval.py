@@ -5,9 +5,9 @@
     python eval.py prepare [--pool=P]   fetch 1.3 GB of training data, write data/{paper,recursion}.jsonl
     python eval.py average FILE FILE …  means and 95 % intervals of what evaluations wrote with --out
 
-A problem has a question, an answer and a grader. A system turns a problem into a trace, and `measure` says
-what its traces come to. The appendix has the graders, the sandbox, the laptop world, the other systems and
-the public benchmarks. assets/plot.py draws what is written here. Read train.py next.
+A problem has a question, an answer and a grader. A system turns a problem into a trace. The appendix has the
+graders, the sandbox, the laptop world, the other systems, the public benchmarks, and `measure`, which says
+what a system's traces come to. assets/plot.py draws what is written here. Read train.py next.
 """
 import ast
 import atexit
@@ -61,6 +61,7 @@ from workers import (ARITHMETIC, FACTS, LIMITS, LOCAL, ORDERS, SKILL, SPANISH, S
                      load_pool, silent, unset_in)
 from workflow import (SOLVE_IT, Prompting, Step, Task, Trace, Workflow, conduct, execute, load_conductor,
                       pool_of, sampled, seated, shape, subset, warn_of_others)
+
 # -----------------------------------------------------------------------------------------------------------
 # Problems
 
@@ -153,11 +154,12 @@ def alone(problem: Problem, pool: list, k: int, name: str = "", **overrides) -> 
 def run_conductor(conductor, problems: list[Problem], pools: list[list], name: str, rounds: int = 0,
                   prompting: Prompting = Prompting(), tries: int = 1, edit=None) -> list[Trace | None]:
     """The trace of every problem, None where what was written is no workflow. Problem i has the workers
-    pools[i]. The rest as in workflow.conduct, but with one try text that does not parse is wrong at once."""
+    pools[i]. The rest as in workflow.conduct, except that tries is 1: text that does not parse is wrong."""
     tasks = [Task(p.question, pool, problem=p, name=f"{name}/{p.id}") for p, pool in zip(problems, pools)]
     with progress(name, len(tasks)) as bar:
         def on_finish(rollout):
-            bar.update(rollout.trace is not None and rollout.task.previous is None)
+            if rollout.trace and not rollout.task.previous:
+                bar.update()
 
         rollouts = conduct(conductor, tasks, rounds, prompting, tries, grade, edit, on_finish)
     return [rollout.trace for rollout in rollouts]

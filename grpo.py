@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from model import Qwen, causal
 from workflow import Rollout
 
-# At most so many logits are alive at a time; the backward pass computes them again. A CPU is slow at touching
-# the new pages that larger tensors get.
+# A tensor of logits has at most so many; the backward pass computes them again. On a CPU larger tensors cost
+# page faults.
 HEAD_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 22}
 LOSSES = ("sequence", "token", "constant")  # what `update` divides the sum over tokens by
 
@@ -25,9 +25,9 @@ def advantages(rewards, mask=None, std=True, question=None):
     Returns (Q, G).
 
     mask (Q, G) is False for rollouts that were lost: they are in no statistic and get 0, as does a group
-    without spread. question (Q): groups with the same number are rounds of one question (§3.2). Each keeps
-    its own mean, but they share one std, the root of the mean square over all of them: divided by its own, a
-    first round's advantages would lose the factor 1/4 that train.reward gives to its rewards."""
+    without spread. question (Q): groups with the same number are rounds of one question (§3.2). Each takes
+    off its own mean, and all divide by one std, the root of the mean square over all of them: with stds of
+    their own the factor 1/4 that train.reward gives to first rounds would cancel."""
     rewards = torch.as_tensor(rewards, dtype=torch.float32)
     mask = torch.ones_like(rewards) if mask is None else torch.as_tensor(mask).float()
     mean = (rewards * mask).sum(1) / mask.sum(1).clamp(min=1)  # (Q)
@@ -64,8 +64,9 @@ def set_advantages(groups: list[list[Rollout]], std=True):
 
 
 def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference: Qwen | None = None):
-    """For the N tokens of the completions in groups [(prompt, completions)], in order, a tensor (2, N) with
-    gradient: log π of each, and KL(π_ref ‖ π) of the distributions it comes from, 0 without a reference.
+    """Returns a tensor (2, N) with gradient for the N tokens of the completions in groups [(prompt,
+    completions)], in order: log π of the token, and KL(π_ref ‖ π) of the whole distribution there, which is 0
+    without a reference.
 
     temperature and n_ids (ids at or above it have no probability) are as in sampling, or it would be another
     policy. GRPO's own KL term is π_ref/π - log(π_ref/π) - 1 of the sampled token. Its gradient is on average
@@ -92,8 +93,8 @@ def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference:
 
 
 def logprobs_and_kl(hidden, ref_hidden, targets, model, reference, temperature, n_ids):
-    """log π of the targets (N) and KL(π_ref ‖ π) where they stand, (2, N), from the outputs of both models'
-    last layers, hidden and ref_hidden, each (N, C)."""
+    """log π of the targets (N) and KL(π_ref ‖ π) at the same positions, (2, N), from the outputs of both
+    models' last layers, hidden and ref_hidden, each (N, C)."""
     def all_logprobs(policy, hidden):  # (N, C) -> (N, V)
         return (policy.logits(hidden)[:, :n_ids] / temperature).log_softmax(-1)
 
@@ -133,13 +134,8 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
     grad_norm before clipping, and skipped (0 or 1)."""
     device = model.device
     world = dist.get_world_size() if dist.is_initialized() else 1
-    # The mean is over all rollouts, those without an advantage too, which are not computed.
+    # The mean is over all rollouts. Those without an advantage are only computed for the KL.
     n_rollouts, n_tokens = all_reduce([len(rollouts), sum(n_written(r) for r in rollouts)], device)
-    divisor = None  # each rollout's own
-    if loss == "token":
-        divisor = n_tokens
-    if loss == "constant":
-        divisor = n_rollouts * max_new_tokens
     sums = torch.zeros(len(STATISTICS) + 1, dtype=torch.float64, device=device)
     teaching = [r for r in rollouts if r.advantage or beta]
     # All ranks run equally many micro-batches, as FSDP needs. An empty one is a dummy token, cut off below.
@@ -147,9 +143,10 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
         old, advantage, share = [], [], []  # of each token; share: 1 / what `loss` divides it by
         for r in batch:
             n = n_written(r)
+            divisor = {"sequence": n_rollouts * n, "token": n_tokens, "constant": n_rollouts * max_new_tokens}
             old += r.completion.logprobs
             advantage += [r.advantage * weight for weight in r.importance or [1.0] * n]
-            share += [1 / (divisor or n_rollouts * n)] * n
+            share += [1 / divisor[loss]] * n
         old, advantage, share = to_device(np.array([old, advantage, share], dtype=np.float32), device)  # (N)
         # by_prompt keeps the order: micro_batches put those of a prompt side by side.
         new, kl = packed_logprobs(model, by_prompt(batch), temperature, n_ids, reference if beta else None)

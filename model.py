@@ -139,7 +139,7 @@ class Qwen(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        self.compute_device = None  # None: the weights' own; else these are in the CPU's memory (--offload)
+        self.compute_device = None  # where to compute if the weights are in the CPU's memory (--offload)
         self.recompute = False  # True: a layer keeps its input only, and the backward pass computes the rest
         self.model = nn.ModuleDict({  # Hugging Face's names begin with `model.`, all but the head's
             "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
@@ -155,7 +155,7 @@ class Qwen(nn.Module):
                 nn.init.zeros_(p)
 
     def forward(self, ids, positions=None, attend=causal, head=None):
-        """ids (B, T) -> logits (B, T, V) in fp32.
+        """ids (B, T) -> logits (B, T, V) in fp32, or what `head` returns.
 
         positions (B, T) are 0 … T-1 unless given. attend(layer, q, k, v) -> (B, H, T, D) replaces `causal`.
         head(hidden (B, T, C)) replaces `logits`, to compute them at some positions only, say. It runs inside

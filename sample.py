@@ -24,15 +24,15 @@ from model import Qwen, Tokenizer, causal, compute_dtype, configure, matmul_fp32
 
 READ_AT_ONCE = 1 << 15  # prompt tokens in one grid at most: its cache is gigabytes. More make several grids.
 CHECK = 8  # decode steps between looks at who has finished
-# After so many tokens, a multiple of CHECK, finished rows are dropped, and attention looks at so many more
-# places for own tokens. The new shapes cost a new graph on CUDA, and nothing on a CPU.
+# Every BUCKET tokens, a multiple of CHECK, `compact` drops finished rows, and attention covers BUCKET more
+# own tokens. The new shapes cost a new graph on CUDA, and nothing on a CPU.
 BUCKET = {"cuda": 128, "cpu": 32}
 
 
 @dataclass
 class Completion:
     tokens: list[int]  # the end token included when finished
-    logprobs: list[float]  # of each token, under the distribution it was drawn from
+    logprobs: list[float]  # of each token, under the distribution it was drawn from; if greedy, see `draw`
     finished: bool  # False: cut off at max_new_tokens
 
 
@@ -46,9 +46,9 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
     eos_id: the token or tokens that end a rollout. n_ids: only ids below it are sampled, as Qwen2.5 pads its
     vocabulary. on_finish(prompt index, rollout index, Completion) is called as rollouts finish.
 
-    first: the number of the first rollout. Rollout i draws by the same random numbers in any batch and in any
-    process: they follow from the seed, the prompt and i. (So the rollouts of all ranks differ, and those of
-    another try.) A prompt that is listed twice gets other random numbers the second time."""
+    first: the number of the first rollout. Rollout i's random numbers depend only on the seed, the prompt, i,
+    and how often the prompt was listed before: not on the batch or the process. Ranks and further tries pass
+    another `first`, and so draw others."""
     if not prompts or not all(prompts) or n < 1 or max_new_tokens < 1:
         raise ValueError("generate needs prompts, none of them empty, n >= 1 and max_new_tokens >= 1")
     if not 0 <= temperature < math.inf or not 0 < top_p <= 1 or top_k < 0:
@@ -90,8 +90,7 @@ def draw(logits, u, temperature=1.0, top_p=1.0, top_k=0, n_ids=None):
     """Sample from logits (N, V) with uniforms u (N): tokens and their log-probabilities, (N) each.
 
     Only ids below n_ids are drawn. temperature 0 is greedy, with log-probabilities at temperature 1. top_k
-    keeps the k likeliest tokens; of these top_p keeps the fewest likeliest that hold this share of their
-    mass. Both renormalise."""
+    keeps the k likeliest tokens; then top_p keeps the fewest of these whose renormalised mass reaches it."""
     logits = logits[:, :n_ids]
     if temperature == 0:
         tokens = logits.argmax(-1)

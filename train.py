@@ -70,7 +70,7 @@ class Settings:
     # the two extensions (§3.2)
     subset: int = 0  # k: a question may use k or more of the workers, drawn by chance; 0: it may use all
     recursion: bool = False  # half of the questions get a second round; a first round's reward is quartered
-    # the reward (§3.1), of which only differences within a group count; with std small ones count as large
+    # the reward (§3.1): only differences within a group matter, and with std only their ratios
     no_workflow: float = 0.0
     wrong: float = 0.5
     right: float = 1.0
@@ -91,7 +91,7 @@ class Settings:
     epochs: int = 1  # over an iteration's rollouts
     beta: float = 0.1  # weight of the KL to a reference policy; it fades to 0 over the run
     reference: str = ""  # the checkpoint folder of that policy; "": the policy after the warm start
-    minibatches: int = 4  # of an iteration's rollouts, each with its share of every group: optimizer steps
+    minibatches: int = 4  # optimizer steps per epoch, each on its part of every group
     # the device
     dtype: str = ""  # of computation, bf16 or fp32; "": fp32 for a tiny model, else as the device likes
     token_budget: int = 8192  # of a micro-batch: its completions, and each prompt, except the first, once
@@ -127,7 +127,7 @@ PAPER = dict(out="out/paper", init_from="Qwen/Qwen2.5-7B", data="paper", pool="p
 
 @dataclass
 class Run:
-    """What an iteration needs beside the settings."""
+    """What the iterations need beside the settings."""
     begin: int  # the iteration to begin with
     pool: list  # of workers
     problems: list
@@ -154,12 +154,12 @@ def first_rounds(s: Settings, problems, pool, iteration: int) -> list[Task]:
 
 
 def second_rounds(s: Settings, groups: list[list[Rollout]], iteration: int) -> list[Task]:
-    """Half of the questions again, in view of the answer of one first round, which is drawn by chance (§3.2).
+    """Half of the questions again, shown the answer of one of their first rounds, drawn by chance (§3.2).
     They come on top: 4 questions of 64 rollouts, and 2 of them again, make 384. App. A.1 says 256."""
     tasks = []
     for i, group in enumerate(groups):
         answered = [r for r in group if r.trace and r.right is not None]
-        # Questions 0 1, 4 5, … and 2 3, 6 7, … by turns: where two kinds alternate, both are asked again.
+        # Pairs 0 1, 4 5, … or 2 3, 6 7, … by turns: where two kinds alternate, both are asked again.
         if (i // 2 + iteration) % 2 == 0 and answered:
             shown = random.Random(f"{s.seed} {iteration} {i}").choice(answered)
             tasks.append(replace(shown.task, previous=shown.trace))
@@ -172,16 +172,16 @@ def roll_out_on_all_ranks(sampler, tokenizer, tasks: list[Task], s: Settings, se
     rank, world = dist.get_rank(), dist.get_world_size()
     first = s.rollouts * rank // world
     n = s.rollouts * (rank + 1) // world - first
-    write = sampled(sampler, tokenizer, prompting(s), s.temperature, seed)
+    conductor = sampled(sampler, tokenizer, prompting(s), s.temperature, seed)
 
-    def timed(*arguments):
-        write(*arguments)
-        clock.lap("sampling")
+    def with_clock(*arguments):
+        conductor(*arguments)
+        clock.lap("sampling")  # All is written, and some workers are still at it.
 
     mine = [[] for _ in tasks]
     if n:
         with progress("rollouts of rank 0", len(tasks) * n) as bar:
-            mine = roll_out(timed, tasks, n, prompting(s), grade=grade, edit=ablation(s), first=first,
+            mine = roll_out(with_clock, tasks, n, prompting(s), grade=grade, edit=ablation(s), first=first,
                             on_finish=lambda _: bar.update())
     for rollout in itertools.chain(*mine):
         rollout.task = None  # it holds connections, which cannot be sent
@@ -190,7 +190,7 @@ def roll_out_on_all_ranks(sampler, tokenizer, tasks: list[Task], s: Settings, se
     for task, group in zip(tasks, groups):
         for rollout in group:
             rollout.task = task
-    clock.lap("workers")  # what they took after all was written
+    clock.lap("workers")
     return groups
 
 
@@ -207,8 +207,8 @@ def reward(rollout: Rollout, s: Settings) -> float | None:
 
 
 def learn(run: Run, groups, s: Settings, iteration: int) -> list[dict]:
-    """Eq. 1 in steps on s.minibatches shares of every group, s.epochs times. Returns what `update` says of
-    each step."""
+    """Eq. 1: split every group into s.minibatches parts, one optimizer step on each, all of it s.epochs
+    times. Returns what `update` says of each step."""
     lr = s.lr * schedule(iteration, s.iterations, s.warmup)
     set_lr(run.optimizer, lr)
     how = dict(temperature=s.temperature, n_ids=len(run.tokenizer), token_budget=s.token_budget)
@@ -225,7 +225,7 @@ def learn(run: Run, groups, s: Settings, iteration: int) -> list[dict]:
     for minibatch in minibatches * s.epochs:
         steps.append(update(run.model, run.optimizer, minibatch, **objective, **how) | {"lr": lr})
     if s.importance:
-        steps[0]["gap"] = gap
+        steps[0]["gap"] = gap  # set_importance has made the log-probabilities the trainer's own.
     return steps
 
 

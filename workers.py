@@ -4,10 +4,10 @@
     python workers.py print --pool=NAME > my.json # the pool as a file, to edit: prices, models, limits
     python workers.py serve [--port=8765]         # the local specialists, for any OpenAI client
 
-NAME is local, local:pairs, local:tired, paper, today, openrouter (these three also with :unconstrained) or a
-JSON file. `load_pool` makes the workers of a pool. `Worker.chat` turns messages into a Reply or raises
-WorkerError: what a model said and what went wrong on the way never mix. Keys are read from the environment at
-each call. Read next: workflow.py."""
+NAME is local, local:pairs, local:tired, a JSON file, or paper, today, openrouter, and each of these with
+:unconstrained. `load_pool` makes the workers of a pool. `Worker.chat` turns messages into a Reply or
+raises WorkerError: what a model said and what went wrong on the way never mix. Keys are read from the
+environment at each call. Read next: workflow.py."""
 import contextlib
 import email.utils
 import functools
@@ -72,10 +72,10 @@ class Worker:
     rpm: int | float | None = None  # requests per minute
     timeout: int | float = 600  # seconds for an attempt
     deadline: int | float | None = None  # seconds for all attempts and their waits; None: three timeouts
-    attempts: int | None = None  # at most; in any case FAILURES that failed, and not as busy, end a call
+    attempts: int | None = None  # at most; another limit is FAILURES, in which a busy provider's do not count
     replay: object = field(default=None, repr=False)  # a Replay
     budget: object = field(default=None, repr=False)  # a Budget
-    letter = ""  # A, B, … by load_pool, and the same in subsets; without annotation it is no dataclass field
+    letter = ""  # set by load_pool; unannotated, so that it is no field
 
     def __post_init__(self):
         check_worker(self)
@@ -93,11 +93,11 @@ class Worker:
     def chat(self, messages: list[dict], call_id: str = "", on_text=None, **overrides) -> Reply:
         """Ask the model. messages: [{"role": "system", "user" or "assistant", "content": str}, ...].
 
-        overrides win over params; both are named as in OpenAI's API. on_text(piece) is called with the text
-        as it comes if the protocol is OpenAI's, else once with all of it. call_id names this call within a
-        run, by seed/question/rollout/round/step: its reply is kept in `replay`, where a rerun finds it. What
-        fails is tried again if that may help (`call`); WorkerError if it fails for good. A reply counts in
-        calls, spent and unpriced, also a kept one, which costs the budget nothing."""
+        overrides win over params; both have OpenAI's names, or the provider's own. on_text(piece) is called
+        with the text as it comes if the protocol is OpenAI's, else once with all of it. call_id names this
+        call within a run, such as seed/question/rollout/round/step: its reply is kept in `replay`, where a
+        rerun finds it. What fails is tried again if that may help (`call`); WorkerError if it fails for good.
+        A reply counts in calls, spent and unpriced, also a kept one, which costs the budget nothing."""
         params = {**self.params, **overrides}
         reply = key = None
         if self.replay and call_id:

@@ -41,8 +41,7 @@ class Step:
     worker: int
     subtask: str
     access: list[int]  # the earlier steps whose subtask and response the worker sees
-    # Written ["all"]: `access` has all earlier steps, and the answer of the round before is seen, too.
-    sees_all: bool = field(default=False, compare=False)
+    sees_all: bool = field(default=False, compare=False)  # written ["all"]: the previous round's answer, too
 
 
 @dataclass
@@ -115,10 +114,10 @@ def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace
         models = [f"Model {i} ({names[i]})" if names else f"Model {i}" for i in range(n_workers)]
         parts.append(f"Question: {question}\n\nModels: {', '.join(models)}")
         chat = [{"role": "user", "content": "\n\n".join(parts)}]
-        again = AGAIN.replace("{max_steps}", str(max_steps))  # no .format: an answer may hold braces
+        again = AGAIN.replace("{max_steps}", str(max_steps))
     for trace in previous.rounds() if previous else []:
         chat += [{"role": "assistant", "content": trace.workflow.written or trace.workflow.text(subtasks)},
-                 {"role": "user", "content": again.replace("{answer}", trace.answer)}]
+                 {"role": "user", "content": again.replace("{answer}", trace.answer)}]  # It may hold braces.
     return chat
 
 
@@ -134,25 +133,25 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
     order = ["model_id", "subtasks", "access_list"] if subtasks else ["model_id", "access_list"]
     workflow = None
     error = "model_id: the list is missing"
-    newest = []  # a sliding window: the last len(order) lists of the text, as (name, value)
+    window = []  # the last len(order) lists of the text, as (name, value)
     for name, value in lists_in(text):
         if name not in order:
             continue
-        newest = [*newest, (name, value)][-len(order):]
+        window = [*window, (name, value)][-len(order):]
         try:
-            rows = checked_rows(dict(newest), order, n_workers, max_steps, allow_empty)
+            rows = checked_rows(dict(window), order, n_workers, max_steps, allow_empty)
         except WorkflowError as e:
-            error = str(e)  # not e: its traceback keeps frames alive, and with them the model's weights
+            error = str(e)  # not e, whose traceback holds generate()'s frame, and so the model
             continue
         workflow = Workflow([], text)
         for i, (worker, subtask, access) in enumerate(rows):
             sees_all = "all" in access
             indices = [*range(i)] if sees_all else sorted(set(access))  # "all": the indices of all before
             workflow.steps.append(Step(worker, subtask, indices, sees_all))
-        # In the prompt's order these are a whole workflow, and the window is emptied. In another order a list
-        # may belong to a neighbour, a draft before or the next workflow: the window only slides.
-        if [name for name, _ in newest] == order:
-            newest = []
+        # A window in the prompt's order is a whole workflow: it is emptied. Else it goes on sliding: one of
+        # its lists may belong to the draft before, or to the workflow after.
+        if [name for name, _ in window] == order:
+            window = []
     if workflow is None:
         raise WorkflowError(error)
     return workflow
@@ -168,7 +167,7 @@ class Task:
     pool: list  # the workers it may use: what has a name, a letter and chat(messages, call_id, **options)
     previous: "Trace | None" = None  # the round before
     problem: object = None  # eval.py's Problem, which the grader gets
-    name: str = ""  # names its calls in the replay file ("": none is kept), and all rounds of its question
+    name: str = ""  # begins its calls' ids ("": no reply is kept); the rounds of a question share it
     overrides: dict = field(default_factory=dict)  # of the last step's call: max_tokens, stop, …
     on_text: object = None  # on_text(piece) is called with the last step's text as it comes
     hung_up: object = lambda: False  # hung_up() is true once nobody waits for the answer
@@ -186,7 +185,7 @@ class Trace:
     error: str | None = None  # a call was lost, which is never held against the Conductor
     previous: "Trace | None" = None  # the round before
     right: bool | None = None  # what the grader says of the answer; None: nobody graded, or a call was lost
-    bad_request: bool = False  # the error is that the client asked for too much
+    bad_request: bool = False  # the client's own request, its overrides or its length, caused the error
 
     @property
     def responses(self) -> list[str]:
@@ -230,8 +229,8 @@ class Trace:
 def worker_chat(question: str, turns: list[tuple[str, str]], subtask: str) -> list[dict]:
     """What a worker sees: the question, past turns of (subtask, response), its own subtask."""
     chat = []
-    for earlier, response in turns:
-        chat += [{"role": "user", "content": f"Your task:\n{earlier}"},
+    for past_subtask, response in turns:
+        chat += [{"role": "user", "content": f"Your task:\n{past_subtask}"},
                  {"role": "assistant", "content": response}]
     chat.append({"role": "user", "content": f"Your task:\n{subtask}"})
     chat[0]["content"] = f"Question:\n{question}\n\n{chat[0]['content']}"
@@ -253,10 +252,10 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
     names = [task.pool[step.worker].name for step in steps]
     trace = Trace(task.question, workflow, names, [None] * len(steps), previous=previous)
     call_prefix = f"{task.name}/{number}/{len(trace.rounds()) - 1}" if task.name else ""
-    earlier = []  # A step with "all" also sees the answer of the rounds before, as one more turn.
+    past_answer = []  # A step with "all" also sees the answer of the rounds before, as one more turn.
     if previous:
         kept = [t for t in previous.rounds() if t.replies][-1]  # A round without steps kept an older answer.
-        earlier = [(kept.workflow.steps[-1].subtask, kept.answer)]
+        past_answer = [(kept.workflow.steps[-1].subtask, kept.answer)]
     begun = time.monotonic()
     futures = []  # of the steps
 
@@ -267,7 +266,7 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
             return
         turns = [(steps[j].subtask, trace.replies[j].text) for j in step.access]
         if step.sees_all:
-            turns = earlier + turns
+            turns = past_answer + turns
         chat = worker_chat(task.question, turns, step.subtask)
         is_last = i == len(steps) - 1
         call_id = f"{call_prefix}/{i}" if call_prefix else ""
@@ -279,7 +278,7 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
             trace.replies[i] = task.pool[step.worker].chat(chat, call_id=call_id, **options)
         except WorkerError as e:
             trace.error = f"step {i}: {e}"
-            trace.bad_request = e.bad_request and is_last and bool(task.overrides)  # which the client chose
+            trace.bad_request = e.bad_request and is_last and bool(task.overrides)  # the client's
 
     def end():
         wait_for_all(futures)
@@ -294,10 +293,11 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
 # ------------------------------------------------------------------------------------------------------------
 # Roll out: question → prompt → completion → workflow → answer → right or wrong
 
-# A conductor, in small letters, is a function conductor(chats, n, first, on_written): `sampled` makes one of
-# a model, `seated` of a worker. It writes n completions of each chat. As completion j of chat i ends it calls
-# on_written(i, j, text, prompt's ids, Completion), the latter two from a model only, or, if its own call was
-# lost, on_written(i, j, "", lost=WorkerError(why)).
+# `conductor` is any function conductor(chats, n, first, on_written): `sampled` makes one of a model, `seated`
+# of a worker. It writes n completions of each chat, rollouts first … first+n-1. As each ends it calls one of
+#     on_written(i, j, text, prompt_ids, Completion)   a model wrote completion j of chat i
+#     on_written(i, j, text)                           a worker wrote it
+#     on_written(i, j, "", lost=WorkerError(why))      it could not be written
 
 
 @dataclass
@@ -305,8 +305,8 @@ class Rollout:
     """One completion and all that becomes of it, from its tokens to its advantage."""
     task: Task
     written: str  # what the Conductor wrote
-    prompt: list[int] = field(default_factory=list)  # empty if no model wrote: a worker did, or it was lost
-    completion: Completion | None = None  # the tokens of `written`; None likewise
+    prompt: list[int] = field(default_factory=list)  # empty if a worker wrote it, or nothing was written
+    completion: Completion | None = None  # the tokens of `written`; None in the same cases
     trace: Trace | None = None  # None: what was written is no workflow
     invalid: str = ""  # and why it is none
     reward: float | None = None  # set in train.py (§3.1); None: a call was lost
@@ -359,14 +359,14 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
 
     conductor: see above. grade(task.problem, answer) -> bool; without it no answer is right or wrong.
     edit(workflow) -> workflow, for ablations. first: the number of each task's first rollout.
-    on_finish(rollout) is called from any thread. An exception in these, or in a worker any but a WorkerError,
-    stops all workflows and is raised here."""
+    on_finish(rollout) is called from any thread. If one of these raises, or a worker anything but a
+    WorkerError, no further step starts, and it is raised here."""
     groups, running = [[None] * n for _ in tasks], []
-    failed = threading.Event()  # set by a bug in a worker or a grader
+    failed = threading.Event()  # something raised what ends all
 
     def on_written(i, j, text, prompt=(), completion=None, lost=None):
         if failed.is_set():
-            return wait_for_all(running)  # It raises the bug, inside the conductor, and so stops the writing.
+            return wait_for_all(running)  # It raises the bug here, in the conductor, which stops writing.
         task = tasks[i]
         rollout = groups[i][j] = Rollout(task, text, list(prompt), completion)
         if lost:  # no step was reached
