@@ -96,7 +96,7 @@ class Settings:
     dtype: str = ""  # of computation, bf16 or fp32; "": fp32 for a tiny model, else as the device likes
     token_budget: int = 8192  # of a micro-batch: its completions, and each prompt, except the first, once
     recompute: bool = False  # layers keep only their inputs for the backward pass: a third more work
-    offload: bool = False  # weights, gradients and Adam's state of the trainer are in the CPU's memory
+    offload: bool = False  # weights, gradients and Adam's state in the CPU's memory: wants large micro-batches
     # the tiny model, and the warm start that teaches the format
     width: int = 128
     layers: int = 2
@@ -300,6 +300,8 @@ def set_up(s: Settings, device: str) -> Run | None:
         print0(f"there is nothing to resume in {s.out}: the run starts anew")
     if sizes(config)[1] < TINY and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # More would wait for one another, longest on a busy machine.
+    if s.offload and device == "cuda":  # Adam runs on the CPU, where torchrun allows one thread.
+        torch.set_num_threads(max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     world = dist.get_world_size()
     pool = load_pool(s.pool, url, s.replay, budget, world)  # one server of local specialists for all ranks
     problems = load(s.data, "train")
@@ -1066,7 +1068,7 @@ def memory(s: Settings, config: Config, world: int, prompt: int) -> dict[str, di
         state["reference policy"] = width * N
     training = {f"gradients{place}": 4 * N / world,
                 "gathered weights": (2 * width + 4) * (N - L * layer + 2 * layer),  # with their gradients
-                "logits": 16 * min(T * config.vocab_size, HEAD_LOGITS[devices()[0]])}
+                "logits": (20 if s.beta else 16) * min(T * config.vocab_size, HEAD_LOGITS[devices()[0]])}
     a_layer = T * ((10 * C + 5 * inner) * width + scores * (prompt + s.max_new_tokens))
     if s.recompute:
         training |= {"layers' inputs": L * T * C * width, "a layer at work": a_layer}
@@ -1305,10 +1307,10 @@ def main(argv):
     if "RANK" not in os.environ:  # which torchrun sets
         alone = dict(store=dist.HashStore(), rank=0, world_size=1)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"  # offloaded weights meet over gloo
-    # A rank may wait for another's slow workers much longer than the ten minutes that NCCL allows.
-    dist.init_process_group(backend, timeout=datetime.timedelta(days=1), **alone)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    # A rank may wait for another's slow workers much longer than the ten minutes that NCCL allows.
+    dist.init_process_group(backend, timeout=datetime.timedelta(days=1), **alone)
     code = None
     try:
         train(s, device)

@@ -18,6 +18,7 @@ import sys
 import textwrap
 import threading
 import time
+import traceback
 import unicodedata
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -929,9 +930,10 @@ def from_one_thread(conductor):
             try:
                 conductor(chats, 1, number, lambda i, j, *text, **lost: futures[i].set_result((text, lost)))
             except Exception as bug:
+                traceback.print_exc()
                 for future in futures:
-                    if not future.done():
-                        future.set_exception(bug)
+                    if not future.done():  # The traceback would keep the grid, gigabytes of a GPU's memory.
+                        future.set_exception(bug.with_traceback(None))
     return ask_for, work_on
 
 

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -78,11 +79,9 @@ def test_a_checkpoint_writes(checkpoint):
     model, tokenizer, prompting = wf.load_conductor(checkpoint)
     assert prompting == Prompting("short", max_new_tokens=80, dtype="fp32")
     write = wf.sampled(model, tokenizer, prompting, 0.0)
-    assert write_all(write, [messages(q, 1, style="short") for q in ("Why?", "What is 6 * 7?")],
-                     2) == dict.fromkeys(
-        [(0, 0), (0, 1), (1, 0), (1, 1)], LEARNED)
+    long, short, other = [messages(q, 1, style="short") for q in ("Why? " * 400, "Why?", "What is 6 * 7?")]
+    assert write_all(write, [short, other], 2) == dict.fromkeys([(0, 0), (0, 1), (1, 0), (1, 1)], LEARNED)
     errors = []
-    long, short = messages("Why? " * 400, 1, style="short"), messages("Why?", 1, style="short")
     write([long, short, long], 1, 0, lambda i, j, text, *_, lost=None: errors.append((i, j, text, lost and str(lost))))
     # a model of 512 positions, 80 of them to write
     why = "the prompt has 2047 tokens, and the Conductor can read 432"
@@ -402,13 +401,10 @@ def test_serve_refuses(capsys):
         raise WorkerError("w: down")
 
     with Serving(write, [*ECHO, Local("w", down)]) as s:
-        for status, response in [(404, s.post("Why?", model="gpt")), (400, s.post("Why?", n=2)), (400, s.post("Why?", max_tokens="x")),
-                                 (400, s.post("Why?", max_tokens=0)), (400, s.post("Why?", temperature=3)),
-                                 (400, s.post("Why?", tools=[{}])),
-                                 (400, s.post("Why?", top_k=3)), (400, s.post("Too long")),
-                                 (502, s.post("Nobody there")),
-                                 (500, s.post("No memory")), (502, s.post("No workflow")),
-                                 (502, s.post("No worker")), (502, s.post("No worker", stream=True))]:
+        wrong = [{"n": 2}, {"max_tokens": "x"}, {"max_tokens": 0}, {"temperature": 3}, {"tools": [{}]}, {"top_k": 3}]
+        for status, response in [(404, s.post("Why?", model="gpt")), *[(400, s.post("Why?", **wish)) for wish in wrong],
+                                 (400, s.post("Too long")), (502, s.post("Nobody there")), (500, s.post("No memory")),
+                                 (502, s.post("No workflow")), (502, s.post("No worker")), (502, s.post("No worker", stream=True))]:
             assert response.status_code == status
             assert len(response.json()["error"]["message"]) > 10, response.text
             paid = status >= 500 or "512" in response.text  # and would be paid again
@@ -536,8 +532,12 @@ def test_thirty_two_clients_at_once(checkpoint):
 
 
 def test_a_bug_fails_only_its_batch():
-    """Whoever comes after it is answered."""
+    """Whoever comes after it is answered, and its grid does not live on in a traceback."""
+    grids = []
+
     def write(chats, n, first, on_text):
+        grid = threading.Event()  # stands for gigabytes
+        grids.append(weakref.ref(grid))
         on_text(0, 0, str(1 // len(chats[0])))
 
     ask_for, work_on = wf.from_one_thread(write)
@@ -546,7 +546,7 @@ def test_a_bug_fails_only_its_batch():
     with pytest.raises(ZeroDivisionError):
         ask_for([""], 1, 0, None)
     ask_for(["x"], 1, 2, lambda *told: heard.append(told))
-    assert heard == [(0, 0, "1")]
+    assert heard == [(0, 0, "1")] and grids[0]() is None
 
 
 def test_a_conductor_is_a_worker_of_another(checkpoint, tmp_path):
