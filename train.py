@@ -96,7 +96,7 @@ class Settings:
     dtype: str = ""  # of computation, bf16 or fp32; "": fp32 for a tiny model, else as the device likes
     token_budget: int = 8192  # of a micro-batch: its completions, and each prompt, except the first, once
     recompute: bool = False  # layers keep only their inputs for the backward pass: a third more work
-    offload: bool = False  # weights, gradients and Adam's state in the CPU's memory: wants large micro-batches
+    offload: bool = False  # weights, gradients, Adam's state in the CPU's memory: wants large micro-batches
     # the tiny model, and the warm start that teaches the format
     width: int = 128
     layers: int = 2

@@ -13,6 +13,7 @@ import email.utils
 import functools
 import hashlib
 import http.cookiejar
+import io
 import json
 import math
 import operator
@@ -403,8 +404,8 @@ def check_worker(worker: Worker):
             raise ValueError(f"{key} must be above 0 and below a million")
     if worker.protocol not in PROTOCOLS:
         raise ValueError(f"protocol must be one of {', '.join(PROTOCOLS)}")
-    if not re.fullmatch(r"(https?://[^/@\s]+|\$\w+)(/\S*)?", worker.base_url):
-        raise ValueError("base_url must be http(s)://host/... without a password, or $VARIABLE")
+    if not re.fullmatch(r"(https?://[^/@\s]+|\$\w+)(/\S*)?", os.path.expandvars(worker.base_url)):
+        raise ValueError("base_url must be http(s)://host/... without a password, or a $VARIABLE of such")
     if worker.api_key_env is not None and not worker.api_key_env.isidentifier():
         raise ValueError("api_key_env must be the name of an environment variable, not the key")
     price = [0, 0] if worker.price is None else worker.price
@@ -747,8 +748,11 @@ def most_dollars(price: list | None, params: dict, size: int) -> float:
 CONNECT = 10.0  # seconds to reach a host
 MAX_BODY = 32 << 20  # bytes of a request or a response; honest ones stay below 1 MB
 KEEPALIVE = [(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1), (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
-if hasattr(socket, "TCP_KEEPIDLE"):  # seconds; else it is for the system to say
-    KEEPALIVE.append((socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60))
+# A path that has gone dead is noticed in two minutes: seconds of silence before the first probe, and between
+# probes, their number, and milliseconds in which what was sent has to arrive. Linux itself waits 15 minutes.
+for option, value in {"KEEPIDLE": 60, "KEEPINTVL": 10, "KEEPCNT": 6, "USER_TIMEOUT": 120_000}.items():
+    if hasattr(socket, f"TCP_{option}"):
+        KEEPALIVE.append((socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), value))
 
 
 class AttemptError(WorkerError):
@@ -860,6 +864,8 @@ def new_session(url: str, connections: int) -> requests.Session:
     session.mount("https://", Adapter(pool_maxsize=connections))
     session.mount("http://", session.adapters["https://"])
     session.trust_env = not re.match(r"https?://(127\.|localhost\b|\[::1\])", url)  # no proxy for loopback
+    if not session.trust_env:  # which would also say whose certificates to trust
+        session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE") or True
     session.auth = lambda request: request  # Without one, a netrc's password would take the key's place.
     session.cookies.set_policy(http.cookiejar.DefaultCookiePolicy(allowed_domains=[]))
     session.get_redirect_target = lambda response: None  # The key must not go elsewhere.
@@ -873,17 +879,23 @@ def exchange(session, request: Request, seconds: float, on_text=None) -> dict:
         streamed = response.headers.get("Content-Type", "").startswith("text/event-stream")
         if on_text and streamed and response.status_code == 200:
             return response_data(response, read_stream(pieces, on_text))
-        return response_data(response, b"".join(pieces))
+        body = []
+        try:
+            body.extend(pieces)
+        except AttemptError:
+            if response.status_code == 200:
+                raise  # Else what counts is why it refused, not that it then hung up.
+        return response_data(response, b"".join(body))
 
 
 def received(session, request: Request, seconds: float):
     """The response to one POST when its head is there, and then the pieces of its body as they come."""
     begun = time.monotonic()
     billed = False
+    body = io.BytesIO(request.body)  # Its position tells whether anything was sent.
     try:
         limits = (min(CONNECT, seconds), seconds)  # of the connect, and of each read
-        response = session.post(request.url, request.body, headers=request.headers, stream=True,
-                                timeout=limits)
+        response = session.post(request.url, body, headers=request.headers, stream=True, timeout=limits)
         billed = True
         with response:
             yield response
@@ -903,7 +915,7 @@ def received(session, request: Request, seconds: float):
     except (urllib3.exceptions.HTTPError, OSError, ValueError) as e:  # all that it raises when they fail
         cause = getattr(e.args and e.args[0], "reason", None) or e  # of urllib3's, within that of requests
         text = f"the connection failed: {type(e).__name__}: {cause}"
-        if isinstance(e, requests.ConnectTimeout):
+        if body.tell() == 0:  # no address, no connection, no certificate, or no way through a proxy
             raise AttemptError(text, retry=True, billed=False) from None
         took = time.monotonic() - begun
         late = took > seconds - 0.001
@@ -929,7 +941,13 @@ def response_data(response, body: bytes | dict) -> dict:
         text = at(error, "message") or error or body.decode("utf-8", "replace")
         spent = at(error, "code") == "insufficient_quota"  # OpenAI's 429 for an account without credit
         again = (status in (408, 409, 429) or status >= 500) and not spent
-        raise AttemptError(f"HTTP {status}: {' '.join(str(text).split())}", bad_request=status in (400, 422),
+        text = f"HTTP {status}: {' '.join(str(text).split())}"
+        if status in (504, 524) and response.elapsed.total_seconds() > CONNECT:
+            again = False  # The worker behind it may still be at work.
+            text = f"a proxy did not wait long enough for the worker, raise its limit: {text}"
+        if response.is_redirect:
+            text = f"redirected to {response.headers['Location']}, so change base_url: {text}"
+        raise AttemptError(text, bad_request=status in (400, 422),
                            retry=again and response.headers.get("x-should-retry") != "false",
                            busy=refused and status in (429, 503, 529), billed=not refused,
                            wait=asked_wait(response.raw.headers, error))
@@ -1087,14 +1105,18 @@ class Handler(BaseHTTPRequestHandler):
         self.send_piece("")
 
     def send_piece(self, text: str):
-        """Send a chunk (RFC 9112, 7.1) of a stream: the first begins it, and an empty one ends it."""
+        """Send a chunk (RFC 9112, 7.1) of a stream: the first begins it, and an empty one ends it. HTTP/1.0,
+        which nginx speaks unless told otherwise, knows no chunks: there the connection's end ends it."""
+        chunked = self.request_version != "HTTP/1.0"
         if not self.streaming:
             self.streaming = True
+            self.close_connection |= not chunked
+            headers = {"Transfer_Encoding": "chunked"} if chunked else {}
             self.send_head(200, Content_Type="text/event-stream", Cache_Control="no-cache",
-                           Transfer_Encoding="chunked")
+                           X_Accel_Buffering="no", **headers)
             self.send_chunk({"role": "assistant", "content": ""})
         data = text.encode()
-        self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data) if chunked else data)
 
     def hung_up(self) -> bool:
         """Whether the client has closed the connection: nobody waits for the answer any more."""
@@ -1142,8 +1164,6 @@ class Handler(BaseHTTPRequestHandler):
         if model not in self.models:
             text = f"there is no model {model!r}; there are {', '.join(self.models)}"
             return self.fail(404, text, code="model_not_found")
-        if self.chat.get("stream") and self.request_version == "HTTP/1.0":
-            return self.fail(400, "expected HTTP/1.1: a stream comes in chunks")
         self.card = {"id": f"chatcmpl-{time.time_ns()}", "created": int(time.time()), "model": model}
         try:
             self.complete(self.chat)
@@ -1158,7 +1178,8 @@ class Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "0")
         if not re.fullmatch(r"(?i)(localhost|127\.[\d.]+|\[::1\])(:\d+)?", self.headers.get("Host", "")):
             # A web page whose host's name comes to mean 127.0.0.1 could otherwise use the server.
-            return self.refuse(403, "expected a loopback address as Host")
+            return self.refuse(403, "expected a loopback address as Host: a proxy before this server has to "
+                                    "send Host: localhost, and then to say itself who may use it")
         if "Transfer-Encoding" in self.headers:
             return self.refuse(411, "expected a Content-Length: an upload in chunks is not supported")
         if not re.fullmatch("[0-9]{1,9}", length) or int(length) > MAX_BODY:
