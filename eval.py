@@ -60,7 +60,7 @@ from model import checkpoint_file, configure, read_json, write_json
 from workers import (ARITHMETIC, FACTS, LIMITS, LOCAL, ORDERS, SKILL, SPANISH, SPELLING, WorkerError,
                      load_pool, silent, unset_in)
 from workflow import (SOLVE_IT, Prompting, Step, Task, Trace, Workflow, conduct, execute, load_conductor,
-                      pool_of, sampled, seated, shape, subset, warn_of_others)
+                      pool_of, printable, sampled, seated, shape, subset, warn_of_others)
 
 # -----------------------------------------------------------------------------------------------------------
 # Problems
@@ -2536,6 +2536,10 @@ def checked(row: dict) -> Problem:
     if grader == "code" and not isinstance(tests, dict):
         pairs = isinstance(tests, list) and all(texts(test) and len(test) == 2 for test in tests)
         must(tests and pairs, "tests are a list of pairs of texts, [input, output]")
+    if isinstance(tests, dict):  # the place of tests that were fetched, which no file of others may choose
+        place = os.path.realpath(str(tests.get("file")))
+        ours = place.startswith(os.path.realpath(DATA) + os.sep) and type(tests.get("at")) is int
+        must({*tests} == {"file", "at"} and ours, f"tests stand in a file of {DATA}/")
     return problem
 
 
@@ -2681,7 +2685,7 @@ def columns(rows: dict[str, dict], heads: dict[str, int], title: str = "") -> st
             cells.append(cell if head in row else "")
         width = 2 + max(map(len, cells))
         lines = [line + f"{cell:>{width}}" for line, cell in zip(lines, cells)]
-    return "\n".join(line.rstrip() for line in lines)
+    return printable("\n".join(line.rstrip() for line in lines))
 
 
 def table(problems: list[Problem], systems: dict[str, list[Trace | None]]) -> str:
@@ -2719,7 +2723,7 @@ def learned(problems: list[Problem], traces: list[Trace | None]) -> str:
             seen = " and ".join(str(i) for i in step.access)
             sees = f", seeing step{'s' if len(step.access) > 1 else ''} {seen}" if seen else ""
             lines.append(f"    {worker}, told {step.subtask!r}{sees}: {response}")
-    return "\n".join(lines)
+    return printable("\n".join(lines))
 
 
 def habits(traces: list[Trace | None]) -> dict:

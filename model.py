@@ -49,7 +49,7 @@ class Config:
     @classmethod
     def from_pretrained(cls, path: str) -> "Config":
         """Read config.json of a folder or repository. ValueError if it asks for what is not implemented."""
-        return cls(**config_values(path, [field.name for field in dataclasses.fields(cls)]))
+        return cls(**config_values(path, dataclasses.fields(cls)))
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -228,6 +228,10 @@ class Tokenizer:
         self.eos_id = bpe.token_to_id("<|im_end|>")
         if self.start_id is None or self.eos_id is None:
             raise ValueError("the tokenizer has no <|im_start|> and <|im_end|>: it is not a ChatML tokenizer")
+        if {self.start_id, self.eos_id} & {*self.encode("<|im_start|><|im_end|>")}:
+            raise ValueError("the tokenizer makes control tokens of text: <|im_start|> is not special in it")
+        bpe.no_truncation()
+        bpe.no_padding()
         end_of_document = bpe.token_to_id("<|endoftext|>")  # what base models, never taught to chat, end with
         self.end_ids = [i for i in (self.eos_id, end_of_document) if i is not None]
 
@@ -333,8 +337,8 @@ def fetch(name: str, *patterns: str) -> str:
                       f"and network; a gated repository needs HF_TOKEN.\nThe hub's client says: {e}") from e
 
 
-def config_values(path: str, names: list[str]) -> dict:
-    """What config.json says under these names."""
+def config_values(path: str, wanted) -> dict:
+    """What config.json says under the names of some of dataclasses.fields, which have the types."""
     file = checkpoint_file(path, "config.json")
     found = read_json(file)
     if found.get("model_type") not in ("qwen2", "llama"):
@@ -347,10 +351,16 @@ def config_values(path: str, names: list[str]) -> dict:
     if found.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{file}: hidden_act is {found['hidden_act']!r}, and 'silu' is what is implemented")
     found.setdefault("rope_theta", rope.get("rope_theta"))
-    values = {name: found.get(name) for name in names}
-    missing = [name for name, value in values.items() if not isinstance(value, int | float)]
-    if missing:
-        raise ValueError(f"{file} lacks {', '.join(missing)}")
+    values, lacks = {}, []
+    for field in wanted:
+        value = found.get(field.name)
+        if field.type is float and type(value) is int:
+            value = float(value)
+        if type(value) is not field.type or not (value is False or 0 < value < 1e9):
+            lacks.append(field.name)
+        values[field.name] = value
+    if lacks:
+        raise ValueError(f"{file} lacks {', '.join(lacks)}, or has no sensible number there")
     return values
 
 

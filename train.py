@@ -412,7 +412,10 @@ def finish(run: Run, s: Settings, reasons: list[str]):
 def try_it(run: Run, s: Settings) -> str:
     """The command that asks this Conductor a question."""
     question = min((problem.question for problem in run.test), key=len)
-    return f"python workflow.py {shlex.join([question, f'--checkpoint={s.out}/checkpoint'])}"
+    words = [question, f"--checkpoint={s.out}/checkpoint"]
+    if s.pool not in LOCAL:
+        words.append(f"--pool={s.pool}")
+    return f"python workflow.py {shlex.join(words)}"
 
 
 def prompting(s: Settings) -> Prompting:
@@ -451,7 +454,7 @@ def schedule(step: int, steps: int, warmup: float) -> float:
 def tiny_tokenizer(texts: list[str]) -> Tokenizer:
     """A byte-level BPE like Qwen2.5's, of 900 tokens. Its pieces differ: a quoted subtask, a list's opening,
     an empty or "all" access list and three empty lists are one token each: choosing one is one decision."""
-    pieces = (r'(?:\w+ = \[\]\n?){2,3}', r'\p{L}+\n', r'\n\w+ = \[', r',? ?"[^"\d\n]*"', r' ?\["all"\],?',
+    pieces = (r'(?:\b\w+ = \[\]\n?){2,3}', r'\p{L}+\n', r'\n\w+ = \[', r',? ?"[^"\d\n]*"', r' ?\["all"\],?',
               r' ?\[\],?', r' ?\p{L}+', r' ?\d', r' ?[^\s\p{L}\d]+', r'\s+')
     bpe = BPE(models.BPE())
     split = pre_tokenizers.Split(Regex("|".join(pieces)), "isolated")
@@ -902,7 +905,7 @@ def tidy(s: Settings):
     best = max(folders, key=lambda folder: read_json(os.path.join(folder, "training.json"))["score"])
     for folder in set(folders) - {*folders[-s.keep:], best}:
         os.remove(os.path.join(folder, "training.json"))
-    for folder in glob.glob(os.path.join(glob.escape(s.out), "checkpoints", "*")):
+    for folder in glob.glob(os.path.join(glob.escape(s.out), "checkpoints", "[0-9]*")):
         if not os.path.exists(os.path.join(folder, "training.json")):
             shutil.rmtree(folder)
 
@@ -917,7 +920,8 @@ held = []  # the open folder whose lock tells other processes that a run is goin
 
 
 def hold(s: Settings):
-    """Lock --out while this process lives, or until its next run. OSError if another process has it."""
+    """Lock --out while this process lives, or until its next run. OSError if another process has it, or if
+    somebody has put links into it, by which a run would write or remove what is elsewhere."""
     while held:
         os.close(held.pop())
     os.makedirs(s.out, exist_ok=True)
@@ -930,6 +934,11 @@ def hold(s: Settings):
         pass
     if os.fstat(held[0]).st_ino != os.stat(s.out).st_ino:  # Another run has moved what was opened.
         hold(s)
+    for folder, folders, files in os.walk(s.out):
+        for name in folders + files:
+            entry = os.path.join(folder, name)
+            if os.path.islink(entry) and os.path.relpath(entry, s.out) not in ("checkpoint", "checkpoint.new"):
+                raise OSError(f"{entry} is a link: what a run writes and removes is to be within --out")
 
 
 def make_room(s: Settings):

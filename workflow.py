@@ -30,7 +30,8 @@ import torch
 
 from model import Qwen, Tokenizer, compute_dtype, configure, fetch, read_json
 from sample import Completion, generate
-from workers import LIMITS, WISHES, Handler, Reply, Server, WorkerError, load_pool, loopback_server, unset_in
+from workers import (LIMITS, LOCAL, WISHES, Handler, Reply, Server, WorkerError, load_pool, loopback_server,
+                     unset_in)
 
 
 class WorkflowError(ValueError):
@@ -944,13 +945,21 @@ def prompting_of(path: str) -> Prompting:
     conductor.json."""
     file = os.path.join(fetch(path, "conductor.json"), "conductor.json")
     known = read_json(file) if os.path.exists(file) else {}
-    return Prompting(**{f.name: known[f.name] for f in fields(Prompting) if f.name in known})
+    prompting = Prompting(**{f.name: known[f.name] for f in fields(Prompting) if f.name in known})
+    for f in fields(Prompting):
+        if type(getattr(prompting, f.name)) is not type(getattr(Prompting(), f.name)):
+            raise ValueError(f"{file}: {f.name} is {getattr(prompting, f.name)!r}")
+    if not 1 <= prompting.max_steps <= 100:  # Every step is paid.
+        raise ValueError(f"{file}: max_steps is {prompting.max_steps}, and may be 1 to 100")
+    return prompting
 
 
 def pool_of(checkpoint: str) -> str:
-    """The pool with which the Conductor in a folder was trained, else local. What is on the hub has no say in
-    whose keys are used."""
+    """The local pool with which the Conductor in a folder was trained. ValueError if it was another: whose
+    hosts read the questions and are paid is for the user to say, and not for whoever made the folder."""
     known = prompting_of(checkpoint).pool if os.path.isdir(checkpoint) else ""
+    if known and known not in LOCAL:
+        raise ValueError(f"say which workers to ask: this Conductor learned with --pool={printable(known)}")
     return known or "local"
 
 
@@ -962,7 +971,7 @@ def warn_of_others(prompting: Prompting, pool: list):
         others = not {*names} <= {*prompting.workers}
     if others and prompting.workers:
         known, here = ", ".join(prompting.workers), ", ".join(names)
-        print(f"the Conductor learned with {known}, and takes {here} for these", file=sys.stderr)
+        print(printable(f"the Conductor learned with {known}, and takes {here} for these"), file=sys.stderr)
 
 
 def load_conductor(path: str) -> tuple[Qwen, Tokenizer, Prompting]:
@@ -1034,7 +1043,7 @@ def main(argv):
         if rollout.trace is None:
             hint = "It knows the workers of its training by their numbers: is --pool theirs?"
             raise SystemExit(f"the Conductor wrote no workflow, in the last of 3 tries: {rollout.invalid}\n"
-                             + (rollout.written if s.conductor else hint))
+                             + (printable(rollout.written) if s.conductor else hint))
         print(view(rollout.trace))
         sys.exit(rollout.trace.error and "the workflow failed")
     except (OSError, ValueError, WorkerError) as e:

@@ -138,26 +138,6 @@ def test_command_line(checkpoint, tmp_path, capsys):
     assert wire.limits == {("a", None), ("a", 200), ("b", 100)}  # in the Conductor's seat twice the output
 
 
-def test_it_asks_the_workers_of_the_conductors_training(checkpoint, tmp_path, capsys):
-    with Wire(lambda model, chat: f"{model} says so") as wire:
-        pool_of(tmp_path, wire.url, "a")
-        shutil.copytree(checkpoint, tmp_path / "copy")
-        facts = {"style": "short", "max_new_tokens": 80, "pool": f"{tmp_path}/pool.json", "workers": ["worker-a"]}
-        (tmp_path / "copy" / "conductor.json").write_text(json.dumps(facts))
-        words = ["Why?", f"--checkpoint={tmp_path}/copy", "--temperature=0"]
-        shown, _ = said_by_main(capsys, *words)
-        pool_of(tmp_path, wire.url, "b")
-        pytest.raises(SystemExit, wf.main, words)
-    assert "a says so\n1 call, " in shown
-    assert capsys.readouterr().err == "the Conductor learned with worker-a, and takes worker-b for these\n"
-
-
-def test_only_a_folder_has_a_say_in_whose_keys_are_used(tmp_path):
-    (tmp_path / "conductor.json").write_text('{"pool": "today"}')
-    (tmp_path / "config.json").write_text("{}")
-    assert wf.pool_of(str(tmp_path)) == "today" and wf.pool_of("someone/today") == "local"
-
-
 def test_ctrl_c_ends_it_at_once(tmp_path):
     asked, go_on = threading.Event(), threading.Event()
 
