@@ -934,10 +934,10 @@ def hold(s: Settings):
         pass
     if os.fstat(held[0]).st_ino != os.stat(s.out).st_ino:  # Another run has moved what was opened.
         hold(s)
+    ours = [os.path.join(s.out, name) for name in ("checkpoint", "checkpoint.new")]
     for folder, folders, files in os.walk(s.out):
-        for name in folders + files:
-            entry = os.path.join(folder, name)
-            if os.path.islink(entry) and os.path.relpath(entry, s.out) not in ("checkpoint", "checkpoint.new"):
+        for entry in (os.path.join(folder, name) for name in folders + files):
+            if os.path.islink(entry) and entry not in ours:
                 raise OSError(f"{entry} is a link: what a run writes and removes is to be within --out")
 
 

@@ -67,14 +67,14 @@ def test_resuming_tidies_what_a_kill_left(tmp_path, capsys):
     s = Settings(out=str(tmp_path))
     write_json(f"{tmp_path}/settings.json", asdict(s))
     (tmp_path / "metrics.jsonl").write_text("{}\n{}\n")
-    for name in ("00001", "00002", "half"):
+    for name in ("00001", "00002", "00003", "mine"):
         os.makedirs(tmp_path / "checkpoints" / name)
     for name in ("00001", "00002"):
         write_json(f"{tmp_path}/checkpoints/{name}/training.json", {"score": 0.0})
     os.symlink("checkpoints/00001", tmp_path / "checkpoint")
     train.rewind(s, 2)
     assert os.readlink(tmp_path / "checkpoint") == "checkpoints/00002"
-    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["00001", "00002"]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["00001", "00002", "mine"]
     os.close(train.held.pop())
     other = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_EX)
