@@ -2,9 +2,8 @@
 
     python model.py Qwen/Qwen2.5-7B      fetch a checkpoint and describe it; a folder is only described
 
-The modules carry Hugging Face's names, so a state dict *is* a checkpoint. The model knows weights and
-positions only. Who attends to what is a function, `attend`, that the caller may replace: sample.py passes one
-that reads a KV cache, and grpo.py one that shares a prompt between its rollouts. Read sample.py next.
+The modules have Hugging Face's names, so a state dict *is* a checkpoint. Attention is a function, `attend`,
+that the caller may replace: sample.py's reads a KV cache, grpo.py's shares a prompt. Read sample.py next.
 """
 import dataclasses
 import difflib
@@ -87,8 +86,7 @@ def causal(layer: int, q, k, v):
     dtype = q.dtype
     if q.device.type == "cpu":  # PyTorch's fused kernels for CPUs gain nothing by bf16
         q, k, v = q.float(), k.float(), v.float()
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return y.to(dtype)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).to(dtype)
 
 
 class Attention(nn.Module):
@@ -158,8 +156,7 @@ class Qwen(nn.Module):
         """ids (B, T) -> logits (B, T, V) in fp32, or what `head` returns.
 
         positions (B, T) are 0 … T-1 unless given. attend(layer, q, k, v) -> (B, H, T, D) replaces `causal`.
-        head(hidden (B, T, C)) replaces `logits`, to compute them at some positions only, say. It runs inside
-        this forward, where FSDP has gathered the head's weights."""
+        head(hidden (B, T, C)) replaces `logits`, for logits at some positions only, say."""
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
         cos, sin = rotary(positions, self.config)
@@ -169,14 +166,13 @@ class Qwen(nn.Module):
                 x = checkpoint(layer, x, cos, sin, attend, use_reentrant=False)
             else:
                 x = layer(x, cos, sin, attend)
-        return (head or self.logits)(self.model.norm(x))
+        return (head or self.logits)(self.model.norm(x))  # In here FSDP has gathered the head's weights.
 
     def logits(self, hidden):
         """hidden (…, C) -> logits (…, V) in fp32. bf16 would be too coarse for a ratio π/π_old."""
         if hidden.dtype == torch.float32:
             return self.lm_head(hidden)
-        flat = hidden.flatten(0, -2)  # (N, C)
-        return HeadFP32.apply(flat, self.lm_head.weight).view(*hidden.shape[:-1], -1)
+        return HeadFP32.apply(hidden.flatten(0, -2), self.lm_head.weight).view(*hidden.shape[:-1], -1)
 
     @property
     def device(self) -> torch.device:
@@ -186,17 +182,9 @@ class Qwen(nn.Module):
     def from_pretrained(cls, path: str, dtype=torch.float32, device="cpu", shard=None) -> "Qwen":
         """Load a folder, or a repository of the Hugging Face hub. ValueError names a wrong config or tensor.
         shard(model) applies FSDP in place: then a rank keeps only its part of each tensor."""
-        config = Config.from_pretrained(path)
         with torch.device("meta"):
-            model = cls(config)
-        parts = dict(shard(model).named_parameters()) if shard else None
-        state = {}
-        for name, tensor in read_tensors(fetch(path, WEIGHTS), model):
-            tensor = tensor.to(device, dtype)
-            state[name] = local_part(tensor, parts[name], device) if shard else tensor
-        model.load_state_dict(state, assign=True, strict=False)  # A tied head may be missing.
-        if config.tie_word_embeddings:
-            model.lm_head.weight = model.model.embed_tokens.weight
+            model = cls(Config.from_pretrained(path))
+        load_tensors(model, path, dtype, device, shard)
         return model
 
     def save_pretrained(self, path: str):
@@ -372,6 +360,18 @@ def checkpoint_file(path: str, name: str) -> str:
         hint = f"{within} is one" if os.path.isdir(within) else "train.py --out=DIR makes DIR/checkpoint"
         raise FileNotFoundError(f"no checkpoint in {path}: {file} is missing; {hint}")
     return file
+
+
+def load_tensors(model: Qwen, path: str, dtype, device, shard):
+    """Give a model on the meta device its weights: see Qwen.from_pretrained."""
+    parts = dict(shard(model).named_parameters()) if shard else None
+    state = {}
+    for name, tensor in read_tensors(fetch(path, WEIGHTS), model):
+        tensor = tensor.to(device, dtype)
+        state[name] = local_part(tensor, parts[name], device) if shard else tensor
+    model.load_state_dict(state, assign=True, strict=False)  # A tied head may be missing.
+    if model.config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
 
 
 def read_tensors(path: str, model: Qwen):
