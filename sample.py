@@ -4,10 +4,9 @@
 
 GRPO asks the same prompt n times, so a prompt's keys and values are computed and stored once, and each
 rollout stores only its own. A decode step attends to [shared prompt | own tokens] under one softmax. The
-rollouts form a grid of Q prompts × R rows, which decodes in lockstep: all have the same number of own tokens,
-so one mask per prompt serves its rows. What a finished row still draws is ignored, until `compact` drops it.
-On CUDA a decode step is captured as a graph. The other files call `generate`; the appendix has the grid:
-`prefill`, `step`, `attend`, `harvest`, `compact`. Read workers.py next.
+rollouts form a grid of Q prompts × R rows, and a step draws one more token for each. What a finished row
+draws is ignored, until `compact` drops it. The other files call `generate`; the appendix has the grid. Read
+workers.py next.
 """
 import collections
 import contextlib
@@ -22,11 +21,9 @@ import torch
 
 from model import Qwen, Tokenizer, causal, compute_dtype, configure, matmul_fp32
 
-READ_AT_ONCE = 1 << 15  # prompt tokens in one grid at most: its cache is gigabytes. More make several grids.
-CHECK = 8  # decode steps between looks at who has finished
-# Every BUCKET tokens, a multiple of CHECK, `compact` drops finished rows, and attention covers BUCKET more
-# own tokens. The new shapes cost a new graph on CUDA, and nothing on a CPU.
-BUCKET = {"cuda": 128, "cpu": 32}
+READ_AT_ONCE = 1 << 15  # prompt tokens in one grid at most: its cache takes gigabytes
+CHECK = 8  # steps between looks at who has finished
+BUCKET = {"cuda": 128, "cpu": 32}  # steps, a multiple of CHECK, between calls of `compact`
 
 
 @dataclass
@@ -46,9 +43,8 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
     eos_id: the token or tokens that end a rollout. n_ids: only ids below it are sampled, as Qwen2.5 pads its
     vocabulary. on_finish(prompt index, rollout index, Completion) is called as rollouts finish.
 
-    first: the number of the first rollout. Rollout i's random numbers depend only on the seed, the prompt, i,
-    and how often the prompt was listed before: not on the batch or the process. Ranks and further tries pass
-    another `first`, and so draw others."""
+    first: the number of the first rollout. Ranks and further tries pass another, and so draw others: only the
+    seed, the prompt, how often it was listed before, and the rollout's number decide what is drawn."""
     if not prompts or not all(prompts) or n < 1 or max_new_tokens < 1:
         raise ValueError("generate needs prompts, none of them empty, n >= 1 and max_new_tokens >= 1")
     if not 0 <= temperature < math.inf or not 0 < top_p <= 1 or top_k < 0:
@@ -72,7 +68,7 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
 
 def sampled_together(model, prompts, n, max_new_tokens, seeds, how, eos_id):
     """Sample n rollouts of each prompt in one grid. Yields (prompt's index * n + rollout's index, Completion)
-    as each ends. seeds: one for each rollout."""
+    as each ends. seeds: one a rollout. how: as `draw` takes it."""
     grid = Grid(model, prompts, n, max_new_tokens, seeds, how, eos_id)
     grid.prefill(prompts)  # and draw every rollout's first token
     for count in range(1, max_new_tokens + 1):  # how many tokens every rollout has
@@ -251,7 +247,7 @@ class Grid:
 
 def compact(grid: Grid):
     """Drop prompts whose rollouts have all finished, keep of the others as many rows as the one with most
-    live rows needs, and let the next steps see another bucket of own tokens."""
+    live rows needs, and let the next steps see BUCKET more own tokens. New shapes cost a new graph on CUDA."""
     live = (grid.lengths[grid.rollouts] == 0).view(grid.Q, grid.R)
     prompts = live.any(1).nonzero()[:, 0]  # (Q') those that go on
     R = int(live.sum(1).max())  # the most live rows of a prompt
