@@ -4,10 +4,9 @@
     python workers.py print --pool=NAME > my.json # the pool as a file, to edit: prices, models, limits
     python workers.py serve [--port=8765]         # the local specialists, for any OpenAI client
 
-NAME is local, local:pairs, local:tired, a JSON file, or paper, today, openrouter, and each of these with
-:unconstrained. `load_pool` makes the workers of a pool. `Worker.chat` turns messages into a Reply or
-raises WorkerError: what a model said and what went wrong on the way never mix. Keys are read from the
-environment at each call. Read next: workflow.py."""
+NAME is a JSON file, local, local:pairs, local:tired, paper, today or openrouter; the last three also with
+:unconstrained behind. `load_pool` makes the workers of a pool. `Worker.chat` turns messages into a Reply or
+raises WorkerError: what a model said and what went wrong on the way never mix. Read workflow.py next."""
 import contextlib
 import email.utils
 import functools
@@ -55,7 +54,7 @@ class Reply:
     prompt_tokens: int  # with those that a cache held; 0 if unknown
     completion_tokens: int  # with those of the reasoning; 0 if unknown
     cost: float | None  # dollars; None if the price or the usage is unknown
-    seconds: float  # includes retries; excludes the waits for a slot, for rpm and for the budget
+    seconds: float  # with retries, without the waits for a slot, for rpm and for the budget
     finish: str = "stop"  # why it ended, in the provider's word; "length" if it was cut off
 
 
@@ -73,7 +72,7 @@ class Worker:
     rpm: int | float | None = None  # requests per minute
     timeout: int | float = 600  # seconds for an attempt
     deadline: int | float | None = None  # seconds for all attempts and their waits; None: three timeouts
-    attempts: int | None = None  # at most; another limit is FAILURES, in which a busy provider's do not count
+    attempts: int | None = None  # at most; FAILURES is another limit
     replay: object = field(default=None, repr=False)  # a Replay
     budget: object = field(default=None, repr=False)  # a Budget
     letter = ""  # set by load_pool; unannotated, so that it is no field
@@ -96,23 +95,9 @@ class Worker:
 
         overrides win over params; both have OpenAI's names, or the provider's own. on_text(piece) is called
         with the text as it comes if the protocol is OpenAI's, else once with all of it. call_id names this
-        call within a run, such as seed/question/rollout/round/step: its reply is kept in `replay`, where a
-        rerun finds it. What fails is tried again if that may help (`call`); WorkerError if it fails for good.
-        A reply counts in calls, spent and unpriced, also a kept one, which costs the budget nothing."""
-        params = {**self.params, **overrides}
-        reply = key = None
-        if self.replay and call_id:
-            key = self.replay.key([self.name, self.protocol, self.model, messages, params, call_id])
-            reply = self.replay.find(key)
-        if reply and on_text:
-            on_text(reply.text)
-        if not reply:
-            try:
-                reply = call(self, messages, params, on_text)
-            except WorkerError as e:
-                raise WorkerError(f"{self.name}: {e}", e.bad_request) from None
-            if key:
-                self.replay.keep(key, reply)
+        call within a run, such as seed/question/rollout/round/step: a rerun finds its reply in `replay`.
+        WorkerError if all attempts fail. calls, spent and unpriced count every reply, kept ones too."""
+        reply = kept_or_new(self, messages, {**self.params, **overrides}, call_id, on_text)
         with self.lock:
             self.calls += 1
             self.spent += reply.cost or 0.0
@@ -774,6 +759,24 @@ FAILURES = 6  # failed attempts that end a call; those that a busy provider refu
 PATIENCE = 120  # seconds for a first word
 QUIET = 60  # seconds after which a worker's next failure is printed
 jitter = random.Random()  # The global generator's draws are the experiment's.
+
+
+def kept_or_new(worker: Worker, messages: list[dict], params: dict, call_id: str, on_text) -> Reply:
+    """The reply that worker.replay has for this call, which costs the budget nothing; else a new one."""
+    key = None
+    if worker.replay and call_id:
+        key = worker.replay.key([worker.name, worker.protocol, worker.model, messages, params, call_id])
+        if kept := worker.replay.find(key):
+            if on_text:
+                on_text(kept.text)
+            return kept
+    try:
+        reply = call(worker, messages, params, on_text)
+    except WorkerError as e:
+        raise WorkerError(f"{worker.name}: {e}", e.bad_request) from None
+    if key:
+        worker.replay.keep(key, reply)
+    return reply
 
 
 def call(worker: Worker, messages: list[dict], params: dict, on_text) -> Reply:
