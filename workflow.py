@@ -52,8 +52,7 @@ class Workflow:
     written: str = field(default="", compare=False, repr=False)  # all that the Conductor wrote
 
     def text(self, subtasks: bool = True) -> str:
-        """The lists as a Conductor writes them. An access list of all earlier steps is written ["all"], so
-        parse(w.text(), …) == w, except sees_all, which == ignores."""
+        """The lists as a Conductor writes them; parse(w.text(), …) == w. All earlier steps become ["all"]."""
         access = []
         for i, step in enumerate(self.steps):
             sees_all = step.sees_all or (i > 0 and step.access == [*range(i)])
@@ -143,15 +142,15 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
         try:
             rows = checked_rows(dict(window), order, n_workers, max_steps, allow_empty)
         except WorkflowError as e:
-            error = str(e)  # not e, whose traceback holds generate()'s frame, and so the model
+            error = str(e)  # not e, whose traceback would keep the model in memory
             continue
         workflow = Workflow([], text)
         for i, (worker, subtask, access) in enumerate(rows):
             sees_all = "all" in access
-            indices = [*range(i)] if sees_all else sorted(set(access))  # "all": the indices of all before
+            indices = [*range(i)] if sees_all else sorted(set(access))
             workflow.steps.append(Step(worker, subtask, indices, sees_all))
-        # A window in the prompt's order is a whole workflow: it is emptied. Else it goes on sliding: one of
-        # its lists may belong to the draft before, or to the workflow after.
+        # In the prompt's order the lists are surely one workflow. In another, one of them may be of the draft
+        # before, or of the workflow after: the window slides on.
         if [name for name, _ in window] == order:
             window = []
     if workflow is None:
@@ -170,10 +169,11 @@ class Task:
     previous: "Trace | None" = None  # the round before
     problem: object = None  # eval.py's Problem, which the grader gets
     name: str = ""  # begins its calls' ids ("": no reply is kept); the rounds of a question share it
+    # The rest is for `serve` and the command line.
     overrides: dict = field(default_factory=dict)  # of the last step's call: max_tokens, stop, …
     on_text: object = None  # on_text(piece) is called with the last step's text as it comes
     hung_up: object = lambda: False  # hung_up() is true once nobody waits for the answer
-    on_step: object = lambda i, name: None  # is called as step i begins, whose worker has the name
+    on_step: object = lambda i, name: None  # is called as step i of the worker `name` begins
 
 
 @dataclass
@@ -246,14 +246,12 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
 
     Each step runs in a thread, which waits for the steps that it reads: these are earlier, and threads start
     in order, so there is no deadlock. After an error, stopped() or task.hung_up() no further step starts; the
-    running calls are awaited, so that their cost is counted. number: the rollout's; with task.name it names
-    the calls in the replay file."""
+    running calls are awaited, so that their cost is counted. number: the rollout's, for the calls' ids."""
     steps, previous = workflow.steps, task.previous
     if not steps and previous is None:
         raise ValueError("a workflow without steps keeps the previous answer, but there is none")
     names = [task.pool[step.worker].name for step in steps]
     trace = Trace(task.question, workflow, names, [None] * len(steps), previous=previous)
-    call_prefix = f"{task.name}/{number}/{len(trace.rounds()) - 1}" if task.name else ""
     past_answer = []  # A step with "all" also sees the answer of the rounds before, as one more turn.
     if previous:
         kept = [t for t in previous.rounds() if t.replies][-1]  # A round without steps kept an older answer.
@@ -271,7 +269,7 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
             turns = past_answer + turns
         chat = worker_chat(task.question, turns, step.subtask)
         is_last = i == len(steps) - 1
-        call_id = f"{call_prefix}/{i}" if call_prefix else ""
+        call_id = task.name and f"{task.name}/{number}/{len(trace.rounds()) - 1}/{i}"
         options = {"on_text": task.on_text, **task.overrides} if is_last else {}
         try:
             if stopped() or task.hung_up():
@@ -321,28 +319,17 @@ class Rollout:
         return self.trace.right if self.trace else False
 
 
-def ask(task: Task, prompting: Prompting) -> list[dict]:
-    """The chat that asks a Conductor, in the way it knows, for a workflow."""
-    names = "".join(worker.letter for worker in task.pool) if prompting.named else ""
-    return messages(task.question, len(task.pool), prompting.max_steps, task.previous, prompting.style, names,
-                    prompting.examples, prompting.subtasks)
-
-
 def sampled(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature: float = 1.0, seed: int = 0):
     """A model as the `conductor` of roll_out. A prompt that it cannot read is an error of that chat alone."""
     room = model.config.max_position_embeddings - prompting.max_new_tokens
 
     def conductor(chats, n, first, on_written):
-        prompts = {}  # of the chats, by number, that the model can read
-        for i, chat in enumerate(chats):
-            prompt = tokenizer.chat(chat)
-            if len(prompt) <= room:
-                prompts[i] = prompt
-                continue
-            why = f"the prompt has {len(prompt)} tokens, and the Conductor can read {room}"
+        prompts = {i: tokenizer.chat(chat) for i, chat in enumerate(chats)}
+        for i in [i for i, prompt in prompts.items() if len(prompt) > room]:
+            why = f"the prompt has {len(prompts.pop(i))} tokens, and the Conductor can read {room}"
             for j in range(n):
                 on_written(i, j, "", lost=WorkerError(why, bad_request=True))
-        numbers = [*prompts]
+        numbers = [*prompts]  # of the chats that are left
 
         def on_finish(k, j, completion):
             i = numbers[k]
@@ -364,14 +351,14 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
     on_finish(rollout) is called from any thread. If one of these raises, or a worker anything but a
     WorkerError, no further step starts, and it is raised here."""
     groups, running = [[None] * n for _ in tasks], []
-    failed = threading.Event()  # something raised what ends all
+    failed = threading.Event()  # A bug was raised, and all ends.
 
     def on_written(i, j, text, prompt=(), completion=None, lost=None):
         if failed.is_set():
-            return wait_for_all(running)  # It raises the bug here, in the conductor, which stops writing.
+            return wait_for_all(running)  # This raises the bug here too, and the conductor stops writing.
         task = tasks[i]
         rollout = groups[i][j] = Rollout(task, text, list(prompt), completion)
-        if lost:  # no step was reached
+        if lost:
             trace = Trace(task.question, Workflow([]), [], [], error=str(lost), previous=task.previous,
                           bad_request=lost.bad_request)
             return complete(rollout, trace)
@@ -407,6 +394,13 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
 # ------------------------------------------------------------------------------------------------------------
 # Appendix: further rounds, a model or a worker as the Conductor, threads, reading lists, few-shot examples,
 # views, the server, the command line
+
+def ask(task: Task, prompting: Prompting) -> list[dict]:
+    """The chat that asks a Conductor, in the way it knows, for a workflow."""
+    names = "".join(worker.letter for worker in task.pool) if prompting.named else ""
+    return messages(task.question, len(task.pool), prompting.max_steps, task.previous, prompting.style, names,
+                    prompting.examples, prompting.subtasks)
+
 
 def execute(workflow: Workflow, question: str, pool: list, previous=None, name="") -> "Trace":
     """Run a workflow and wait for its trace: see `submit`. name: as in Task."""
