@@ -14,9 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from model import Qwen, causal
 from workflow import Rollout
 
-# A tensor of logits has at most so many; the backward pass computes them again. On a CPU larger tensors cost
-# page faults.
-HEAD_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 22}
+HEAD_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 22}  # in one tensor at most; the backward pass makes them again
 LOSSES = ("sequence", "token", "constant")  # what `update` divides the sum over tokens by
 
 
@@ -24,10 +22,9 @@ def advantages(rewards, mask=None, std=True, question=None):
     """Eq. 2 for the rewards (Q, G) of Q groups: (r - mean) / std in each group, or r - mean with std=False.
     Returns (Q, G).
 
-    mask (Q, G) is False for rollouts that were lost: they are in no statistic and get 0, as does a group
-    without spread. question (Q): groups with the same number are rounds of one question (§3.2). Each takes
-    off its own mean, and all divide by one std, the root of the mean square over all of them: with stds of
-    their own the factor 1/4 that train.reward gives to first rounds would cancel."""
+    mask (Q, G) is False for rollouts that were lost: they are in no statistic and get 0, as does a group of
+    equal rewards. question (Q): groups with the same number are rounds of one question (§3.2). Each takes off
+    its own mean, but all divide by one std: else first rounds' factor 1/4 (train.reward) would cancel."""
     rewards = torch.as_tensor(rewards, dtype=torch.float32)
     mask = torch.ones_like(rewards) if mask is None else torch.as_tensor(mask).float()
     mean = (rewards * mask).sum(1) / mask.sum(1).clamp(min=1)  # (Q)
@@ -40,7 +37,7 @@ def advantages(rewards, mask=None, std=True, question=None):
     if question is not None:
         question = torch.as_tensor(question)
         for number in question.unique():
-            rounds = question == number                        # (Q): they share their sums, and so one std
+            rounds = question == number                        # (Q)
             squares[rounds] = squares[rounds].sum()
             counts[rounds] = counts[rounds].sum()
     deviation = (squares / counts.clamp(min=1)).sqrt()
@@ -68,9 +65,9 @@ def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference:
     completions)], in order: log π of the token, and KL(π_ref ‖ π) of the whole distribution there, which is 0
     without a reference.
 
-    temperature and n_ids (ids at or above it have no probability) are as in sampling, or it would be another
-    policy. GRPO's own KL term is π_ref/π - log(π_ref/π) - 1 of the sampled token. Its gradient is on average
-    that of KL(π_ref ‖ π), but huge where the policy has all but given a token up: here is the KL itself."""
+    temperature and n_ids (ids at or above it have no probability) are the sampling's. GRPO itself estimates
+    this KL by π_ref/π - log(π_ref/π) - 1 of the sampled token: its gradient is the same on average, but huge
+    where the policy has all but given a token up."""
     # All groups are one row of T tokens. The prompt 5 6 with completions 7 and 8 9: ids 5 6 7 8 9, positions
     # 0 1 2 2 3, targets (N) 7 8 9, and the outputs at the places `predictors`, 1 1 3, predict these. By
     # `attend` a completion sees its prompt and its own past, and no other completion.
@@ -82,28 +79,22 @@ def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference:
             ref_hidden = reference(ids[None], positions[None], attend, lambda hidden: hidden[0, predictors])
         ref_parts = ref_hidden.split(size)
 
-    def head(hidden):  # (1, T, C) -> (2, N)
-        parts = []
-        for part in zip(hidden[0, predictors].split(size), ref_parts, targets.split(size)):
-            parts.append(checkpoint(logprobs_and_kl, *part, model, reference, temperature, n_ids,
-                                    use_reentrant=False))
-        return torch.cat(parts, 1)
-
-    return model(ids[None], positions[None], attend, head)
-
-
-def logprobs_and_kl(hidden, ref_hidden, targets, model, reference, temperature, n_ids):
-    """log π of the targets (N) and KL(π_ref ‖ π) at the same positions, (2, N), from the outputs of both
-    models' last layers, hidden and ref_hidden, each (N, C)."""
-    def all_logprobs(policy, hidden):  # (N, C) -> (N, V)
+    def all_logprobs(policy, hidden):  # (n, C) -> (n, V)
         return (policy.logits(hidden)[:, :n_ids] / temperature).log_softmax(-1)
 
-    logp = all_logprobs(model, hidden)
-    kl = torch.zeros(len(hidden), device=hidden.device)
-    if reference:
-        ref = all_logprobs(reference, ref_hidden).detach()
-        kl = (ref.exp() * (ref - logp)).sum(-1)
-    return torch.stack((logp.gather(1, targets[:, None])[:, 0], kl))
+    def logprobs_and_kl(hidden, ref_hidden, targets):  # n of the N tokens -> (2, n)
+        logp = all_logprobs(model, hidden)
+        kl = torch.zeros(len(hidden), device=hidden.device)
+        if reference:
+            ref = all_logprobs(reference, ref_hidden).detach()
+            kl = (ref.exp() * (ref - logp)).sum(-1)
+        return torch.stack((logp.gather(1, targets[:, None])[:, 0], kl))
+
+    def head(hidden):  # (1, T, C) -> (2, N)
+        parts = zip(hidden[0, predictors].split(size), ref_parts, targets.split(size))
+        return torch.cat([checkpoint(logprobs_and_kl, *part, use_reentrant=False) for part in parts], 1)
+
+    return model(ids[None], positions[None], attend, head)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -134,7 +125,7 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
     grad_norm before clipping, and skipped (0 or 1)."""
     device = model.device
     world = dist.get_world_size() if dist.is_initialized() else 1
-    # The mean is over all rollouts. Those without an advantage are only computed for the KL.
+    # The mean is over all rollouts. Without a KL those without an advantage need not be computed.
     n_rollouts, n_tokens = all_reduce([len(rollouts), sum(n_written(r) for r in rollouts)], device)
     sums = torch.zeros(len(STATISTICS) + 1, dtype=torch.float64, device=device)
     teaching = [r for r in rollouts if r.advantage or beta]
