@@ -6,8 +6,8 @@
     python eval.py average FILE FILE …  means and 95 % intervals of what evaluations wrote with --out
 
 A problem has a question, an answer and a grader. A system turns a problem into a trace. The appendix has the
-graders, the sandbox, the laptop world, the other systems, the public benchmarks, and `measure`, which says
-what a system's traces come to. assets/plot.py draws what is written here. Read train.py next.
+graders, the sandbox, the laptop world, the other systems, the public benchmarks, `load`, which finds problems
+by name, and `measure`, which says what a system's traces come to. Read train.py next.
 """
 import ast
 import atexit
@@ -77,42 +77,12 @@ class Problem:
     extra: dict = field(default_factory=dict)  # what its grader needs besides: EXTRA
 
 
-def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
-    """At most `limit` problems; split is "train" or "test". The name is one in
-
-        LAPTOP     generated problems
-        SOURCES    a public benchmark
-        MIXES      several of these: its "train" is the file that `prepare` wrote, its "test" all their tests
-
-    or a file *.jsonl, which has one split: see read_problems. A file keeps its order. All else is in a random
-    but fixed order, with the kinds taking turns. OSError tells what was not fetched and how to bring it,
-    ValueError what is wrong where."""
-    if not has_split(name, split):
-        known = [*LAPTOP, *MIXES, *(f"{n} ({s})" for n, s in SOURCES), "files *.jsonl"]
-        raise ValueError(f"no problems {name!r}, split {split!r}: there are {', '.join(known)}")
-    if name.endswith(".jsonl"):
-        return read_problems(name)[:limit]
-    if name in MIXES and split == "train":
-        return read_problems(os.path.join(DATA, name + ".jsonl"))[:limit]
-    if (name, split) in SOURCES:
-        return benchmark(name, split, limit)
-    if name in LAPTOP:
-        problems = laptop_problems(split, LAPTOP[name])
-    else:
-        parts = [load(part, split, limit) for part in MIXES[name]]
-        problems = list(itertools.chain(*parts))
-    return interleave(problems, random.Random(0), again=name in LAPTOP)[:limit]
-
-
 def grade(problem: Problem, response: str) -> bool:
     """Whether a response answers the problem, by the problem's grader. What it cannot read is wrong."""
     gold = problem.answer
     extra = problem.extra
     if problem.grader == "code":
-        tests = extra["tests"]
-        if isinstance(tests, dict):  # only the place in a file where they stand
-            tests = stored_tests(problem.id, **tests)
-        return passes_livecodebench(extract_code(response), tests, extra["function"])
+        return passes_livecodebench(extract_code(response), tests_of(problem), extra["function"])
     if problem.grader == "unittest":
         code = extract_code(response)
         return passes_bigcodebench(code, extra["test"], extra["entry_point"], extra["code_prompt"])
@@ -129,27 +99,8 @@ def grade(problem: Problem, response: str) -> bool:
     raise ValueError(f"grade has no case for the grader {problem.grader!r}")
 
 
-def tagged(response: str) -> str:
-    """What stands in the last <answer> tag, or else the whole response, without blanks around it."""
-    head, end, _ = response.rpartition("</answer>")
-    if end and "<answer>" in head:
-        response = head.rpartition("<answer>")[2]
-    return response.strip()
-
-
 # -----------------------------------------------------------------------------------------------------------
 # Systems (§4, App. A.3)
-
-def alone(problem: Problem, pool: list, k: int, name: str = "", **overrides) -> Trace:
-    """Worker k asked without a Conductor: one turn, the bare question. name: as in workflow.Task."""
-    trace = Trace(problem.question, Workflow([Step(k, problem.question, [])]), [pool[k].name], [None])
-    try:
-        trace.replies[0] = pool[k].chat([{"role": "user", "content": problem.question}], name, **overrides)
-        trace.seconds = trace.replies[0].seconds
-    except WorkerError as e:
-        trace.error = str(e)
-    return trace
-
 
 def run_conductor(conductor, problems: list[Problem], pools: list[list], name: str, rounds: int = 0,
                   prompting: Prompting = Prompting(), tries: int = 1, edit=None) -> list[Trace | None]:
@@ -311,6 +262,14 @@ def final_answer(response: str) -> str:
     if DENIED.search(before) or HEDGED.search(later[:LONGEST]):
         return response.strip()
     return re.sub(r"(?<!\.)\.$", "", line.strip("* ")).strip("* ")
+
+
+def tagged(response: str) -> str:
+    """What stands in the last <answer> tag, or else the whole response, without blanks around it."""
+    head, end, _ = response.rpartition("</answer>")
+    if end and "<answer>" in head:
+        response = head.rpartition("<answer>")[2]
+    return response.strip()
 
 
 def copied(answer: str, question: str, gold: str) -> bool:
@@ -1801,6 +1760,17 @@ REFLECT = "Check the last response for mistakes, correct them, and give the whol
 AGGREGATE = "Compare the responses, decide which is right, and give the whole answer in its final form."
 
 
+def alone(problem: Problem, pool: list, k: int, name: str = "", **overrides) -> Trace:
+    """Worker k asked without a Conductor: one turn, the bare question. name: as in workflow.Task."""
+    trace = Trace(problem.question, Workflow([Step(k, problem.question, [])]), [pool[k].name], [None])
+    try:
+        trace.replies[0] = pool[k].chat([{"role": "user", "content": problem.question}], name, **overrides)
+        trace.seconds = trace.replies[0].seconds
+    except WorkerError as e:
+        trace.error = str(e)
+    return trace
+
+
 def context(problem: Problem, pool: list, k: int, name: str) -> Trace:
     longer = {key: 5 * value for key, value in pool[k].params.items() if key in LIMITS}
     return alone(problem, pool, k, name, **longer)
@@ -2453,6 +2423,12 @@ def rows_of_file(source: Source, file: str):
         raise ValueError(f"{n + 1:,} rows")
 
 
+def tests_of(problem: Problem) -> list[list[str]]:
+    """A program's hidden tests. The problem may have only the place in a file where they stand."""
+    tests = problem.extra["tests"]
+    return stored_tests(problem.id, **tests) if isinstance(tests, dict) else tests
+
+
 @functools.lru_cache(2)
 def stored_tests(id: str, file: str, at: int) -> list[list[str]]:
     """[input, output] of each test of a LiveCodeBench problem, read from its row when they are needed: those
@@ -2482,7 +2458,34 @@ def stored_tests(id: str, file: str, at: int) -> list[list[str]]:
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Problems in files, and the training mixes
+# Problems by name, in files, and the training mixes
+
+
+def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
+    """At most `limit` problems; split is "train" or "test". The name is one in
+
+        LAPTOP     generated problems
+        SOURCES    a public benchmark
+        MIXES      several of these: its "train" is the file that `prepare` wrote, its "test" all their tests
+
+    or a file *.jsonl, which has one split: see read_problems. A file keeps its order. All else is in a random
+    but fixed order, with the kinds taking turns. OSError tells what was not fetched and how to bring it,
+    ValueError what is wrong where."""
+    if not has_split(name, split):
+        known = [*LAPTOP, *MIXES, *(f"{n} ({s})" for n, s in SOURCES), "files *.jsonl"]
+        raise ValueError(f"no problems {name!r}, split {split!r}: there are {', '.join(known)}")
+    if name.endswith(".jsonl"):
+        return read_problems(name)[:limit]
+    if name in MIXES and split == "train":
+        return read_problems(os.path.join(DATA, name + ".jsonl"))[:limit]
+    if (name, split) in SOURCES:
+        return benchmark(name, split, limit)
+    if name in LAPTOP:
+        problems = laptop_problems(split, LAPTOP[name])
+    else:
+        parts = [load(part, split, limit) for part in MIXES[name]]
+        problems = list(itertools.chain(*parts))
+    return interleave(problems, random.Random(0), again=name in LAPTOP)[:limit]
 
 
 def read_problems(file: str) -> list[Problem]:
