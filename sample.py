@@ -29,7 +29,7 @@ BUCKET = {"cuda": 128, "cpu": 32}  # steps, a multiple of CHECK, between calls o
 @dataclass
 class Completion:
     tokens: list[int]  # the end token included when finished
-    logprobs: list[float]  # of each token, under the distribution it was drawn from; if greedy, see `draw`
+    logprobs: list[float]  # of each token, under the distribution it was drawn from: see `draw`
     finished: bool  # False: cut off at max_new_tokens
 
 
@@ -68,7 +68,7 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
 
 def sampled_together(model, prompts, n, max_new_tokens, seeds, how, eos_id):
     """Sample n rollouts of each prompt in one grid. Yields (prompt's index * n + rollout's index, Completion)
-    as each ends. seeds: one a rollout. how: as `draw` takes it."""
+    as each ends. seeds: one for each rollout. how: the temperature and so on, for `draw`."""
     grid = Grid(model, prompts, n, max_new_tokens, seeds, how, eos_id)
     grid.prefill(prompts)  # and draw every rollout's first token
     for count in range(1, max_new_tokens + 1):  # how many tokens every rollout has
@@ -80,24 +80,6 @@ def sampled_together(model, prompts, n, max_new_tokens, seeds, how, eos_id):
         if count % BUCKET[model.device.type] == 0:
             compact(grid)
         grid.step()  # One more token is drawn for every rollout.
-
-
-def draw(logits, u, temperature=1.0, top_p=1.0, top_k=0, n_ids=None):
-    """Sample from logits (N, V) with uniforms u (N): tokens and their log-probabilities, (N) each.
-
-    Only ids below n_ids are drawn. temperature 0 is greedy, with log-probabilities at temperature 1. top_k
-    keeps the k likeliest tokens; then top_p keeps the fewest of these whose renormalised mass reaches it."""
-    logits = logits[:, :n_ids]
-    if temperature == 0:
-        tokens = logits.argmax(-1)
-        return tokens, logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
-    logp = (logits / temperature).log_softmax(-1)
-    if top_k or top_p < 1:
-        logp = truncated(logp, top_p, top_k)
-    mass = logp.exp().cumsum(-1)
-    target = u * mass[:, -1]
-    tokens = torch.searchsorted(mass, target[:, None], right=True)  # Even u = 0 draws no token of mass 0.
-    return tokens[:, 0], logp.gather(-1, tokens)[:, 0]
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -247,7 +229,7 @@ class Grid:
 
 def compact(grid: Grid):
     """Drop prompts whose rollouts have all finished, keep of the others as many rows as the one with most
-    live rows needs, and let the next steps see BUCKET more own tokens. New shapes cost a new graph on CUDA."""
+    live rows needs, and let the next steps see BUCKET more own tokens. New shapes need a new CUDA graph."""
     live = (grid.lengths[grid.rollouts] == 0).view(grid.Q, grid.R)
     prompts = live.any(1).nonzero()[:, 0]  # (Q') those that go on
     R = int(live.sum(1).max())  # the most live rows of a prompt
@@ -265,6 +247,24 @@ def compact(grid: Grid):
         grid.Q, grid.R = len(prompts), R
     grid.T = min(grid.T + BUCKET[grid.device.type], grid.own_kv[0].shape[3])
     grid.steps = 0
+
+
+def draw(logits, u, temperature=1.0, top_p=1.0, top_k=0, n_ids=None):
+    """Sample from logits (N, V) with uniforms u (N): tokens and their log-probabilities, (N) each.
+
+    Only ids below n_ids are drawn. temperature 0 is greedy, with log-probabilities at temperature 1. top_k
+    keeps the k likeliest tokens; then top_p keeps the fewest of these whose renormalised mass reaches it."""
+    logits = logits[:, :n_ids]
+    if temperature == 0:
+        tokens = logits.argmax(-1)
+        return tokens, logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+    logp = (logits / temperature).log_softmax(-1)
+    if top_k or top_p < 1:
+        logp = truncated(logp, top_p, top_k)
+    mass = logp.exp().cumsum(-1)
+    target = u * mass[:, -1]
+    tokens = torch.searchsorted(mass, target[:, None], right=True)  # Even u = 0 draws no token of mass 0.
+    return tokens[:, 0], logp.gather(-1, tokens)[:, 0]
 
 
 def truncated(logp, top_p, top_k):
