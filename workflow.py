@@ -69,7 +69,7 @@ class Workflow:
 @dataclass
 class Prompting:
     """How a Conductor is asked for a workflow; conductor.json beside a checkpoint remembers it."""
-    style: str = "full"  # or zero-shot, fine-grained (App. B.8), short (for a Conductor of the laptop's size)
+    style: str = "full"  # or zero-shot, fine-grained (App. B.8), short (the tiny Conductor's)
     examples: str = "ood"  # few-shot examples unlike the training's tasks; in: like them; mixed (Table 4)
     subtasks: bool = True  # False: it is asked for none, and every worker is to solve the question (App. B.7)
     max_steps: int = 5
@@ -103,8 +103,8 @@ def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace
              names: str = "", examples: str = "ood", subtasks: bool = True) -> list[dict]:
     """The chat that asks the Conductor for a workflow, or, after the round `previous`, for one more (§3.2).
 
-    style, examples, subtasks: see Prompting. names: a letter for each model, or "". In a subset of a pool
-    (§3.2) a model keeps its letter, while its number changes."""
+    style, examples, subtasks: see Prompting. names: a letter for each model, or "". In a subset of the pool
+    (§3.2) a model keeps its letter, not its number."""
     if style == "short":
         chat = short_chat(question, n_workers, max_steps, names)
         again = SHORT_AGAIN
