@@ -61,9 +61,8 @@ def set_advantages(groups: list[list[Rollout]], std=True):
 
 
 def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference: Qwen | None = None):
-    """Returns a tensor (2, N) with gradient for the N tokens of the completions in groups [(prompt,
-    completions)], in order: log π of the token, and KL(π_ref ‖ π) of the whole distribution there, which is 0
-    without a reference.
+    """log π of the N tokens of the completions in groups [(prompt, completions)], in order, and at each of
+    them KL(π_ref ‖ π) of the whole distribution, 0 without a reference: (2, N), with gradient.
 
     temperature and n_ids (ids at or above it have no probability) are the sampling's. GRPO itself estimates
     this KL by π_ref/π - log(π_ref/π) - 1 of the sampled token: its gradient is the same on average, but huge
@@ -117,9 +116,8 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
     completion.logprobs. The gradient is clipped to max_grad_norm; if it is not finite, all ranks skip the
     step. beta > 0 needs a reference.
 
-    loss says what each token's term is divided by: "sequence", its rollout's length times the number of
-    rollouts (GRPO); "token", the number of tokens (DAPO); "constant", the number of rollouts times
-    max_new_tokens (Dr. GRPO, arXiv 2503.20783).
+    loss, what each token's term is divided by (`divisor`): "sequence", as in GRPO, makes a mean over a
+    rollout's tokens and then over rollouts; "token" is DAPO's, "constant" Dr. GRPO's (arXiv 2503.20783).
 
     Returns the means of STATISTICS over all ranks' tokens that teach something (None where none does),
     grad_norm before clipping, and skipped (0 or 1)."""
