@@ -6,8 +6,7 @@
 
 Every setting below is a flag, --key=value. A run writes into --out: metrics.jsonl (a line per iteration),
 traces/ (every workflow with what its workers said), checkpoints/, and a link `checkpoint` to the newest.
-Killed at any moment, it goes on with --resume: on a CPU, if the workers' replies are the same again, to the
-same weights, bit for bit.
+Killed at any moment, it goes on with --resume: on a CPU and with the same replies, to the same weights.
 """
 import collections
 import datetime
@@ -53,22 +52,22 @@ class Settings:
     preset: str = ""  # one of PRESETS; "": paper on two 80 GB GPUs, else laptop
     out: str = "out/laptop"
     seed: int = 1
-    init_from: str = ""  # a checkpoint folder or a name on the Hugging Face hub; "": a tiny model
-    data: str = "laptop"  # the problems: what eval.py loads by that name, or a file *.jsonl
-    pool: str = "local"  # the workers: what workers.py loads by that name, or a JSON file
-    budget: float = 0.0  # dollars that the workers may cost, after each start, --resume too; 0: no limit
-    replay: str = ""  # a file that keeps the replies: a run started again does not pay for them again
-    sandbox: str = ""  # partial: train on code although this system lacks a part of the sandbox
+    init_from: str = ""  # a checkpoint folder or a name on Hugging Face's hub; "": a tiny model
+    data: str = "laptop"  # the problems: a name that eval.py knows, or a file *.jsonl
+    pool: str = "local"  # the workers: a name that workers.py knows, or a JSON file
+    budget: float = 0.0  # dollars that the workers may cost after each start; 0: no limit
+    replay: str = ""  # a file that keeps the replies: a run started again pays for none twice
+    sandbox: str = ""  # partial: train on code although a part of the sandbox is missing
     # how the Conductor is asked (workflow.Prompting)
-    style: str = "short"  # of the prompt: full (App. E), zero-shot, fine-grained, or short for the tiny model
+    style: str = "short"  # of the prompt: full (App. E), zero-shot, fine-grained, short
     examples: str = "ood"  # the few-shot examples of a full prompt: ood, in, mixed
-    subtasks: bool = True  # False: the prompt asks for none, every worker shall solve the question (App. B.7)
-    named: bool = False  # each worker has a letter in the prompt, its own in any subset of the pool
+    subtasks: bool = True  # False: the prompt asks for none (App. B.7)
+    named: bool = False  # each worker has a letter in the prompt, the same in any subset of the pool
     max_steps: int = 5  # of a workflow
     max_new_tokens: int = 96
     access: bool = True  # False: access lists are forced empty
     # the two extensions (§3.2)
-    subset: int = 0  # k: a question may use k or more of the workers, drawn by chance; 0: it may use all
+    subset: int = 0  # a question may use so many or more of the workers, drawn by chance; 0: all
     recursion: bool = False  # half of the questions get a second round; a first round's reward is quartered
     # the reward (§3.1): only differences within a group matter, and with std only their ratios
     no_workflow: float = 0.0
@@ -82,38 +81,38 @@ class Settings:
     # the objective (Eqs. 1 and 2) and AdamW, without weight decay
     lr: float = 0.0  # 0: 1e-3 for a model of less than 10 million parameters, else 1e-6
     beta2: float = 0.99
-    warmup: float = 0.03  # share of the run over which lr rises; then it falls as a cosine
+    warmup: float = 0.03  # share of the run in which lr rises; then it falls as a cosine
     clip: float = 0.2  # the paper's ε
     clip_high: float = 0.0  # another clip above 1; 0: the same
     std: bool = True  # False: advantages are only centred
-    loss: str = "sequence"  # mean over tokens and then rollouts; "token", "constant": see grpo.update
-    importance: float = 0.0  # cap of each token's importance weight π_trainer / π_sampler; 0: no weights
+    loss: str = "sequence"  # or token, constant: see grpo.update
+    importance: float = 0.0  # cap of the tokens' weights π_trainer / π_sampler; 0: no weights
     epochs: int = 1  # over an iteration's rollouts
     beta: float = 0.1  # weight of the KL to a reference policy; it fades to 0 over the run
-    reference: str = ""  # the checkpoint folder of that policy; "": the policy after the warm start
+    reference: str = ""  # that policy's checkpoint folder; "": the policy after the warm start
     minibatches: int = 4  # optimizer steps per epoch, each on its part of every group
     # the device
-    dtype: str = ""  # of computation, bf16 or fp32; "": fp32 for a tiny model, else as the device likes
-    token_budget: int = 8192  # of a micro-batch: its completions, and each prompt, except the first, once
+    dtype: str = ""  # bf16 or fp32; "": fp32 for a tiny model, else as the device likes
+    token_budget: int = 8192  # tokens of a micro-batch, as grpo.micro_batches counts
     recompute: bool = False  # layers keep only their inputs for the backward pass: a third more work
     offload: bool = False  # weights, gradients, Adam's state in the CPU's memory: wants large micro-batches
     # the tiny model, and the warm start that teaches the format
     width: int = 128
     layers: int = 2
-    warm_steps: int = 400  # supervised updates; where --init_from is given the default is 0
+    warm_steps: int = 400  # supervised updates; with --init_from the default is 0
     warm_batch: int = 32
     warm_lr: float = 0.0  # 0: 6e-3 for the tiny model, else 2e-4
     warm_second: float = 0.0  # share of its examples that are second rounds
     # what is measured and kept
     test: int = 225  # held-out problems, at the end
     test_data: str = ""  # where they are from; "": the test split of data
-    eval_every: int = 40  # iterations between measurements on the first eval_problems held-out ones; 0: none
+    eval_every: int = 40  # iterations between measurements on eval_problems held-out ones; 0: none
     eval_problems: int = 72
     report: str = ""  # tensorboard or wandb also gets the metrics, if it is installed
     save_every: int = 40  # iterations between checkpoints
     keep: int = 2  # of the newest checkpoints; the best is kept too
     resume: bool = False  # go on from the newest checkpoint in out, if there is one
-    dry_run: bool = False  # ask each worker for a word, say what the run takes and lacks, and do not start it
+    dry_run: bool = False  # only ask each worker for a word, and say what the run takes and lacks
 
 
 PAPER = dict(out="out/paper", init_from="Qwen/Qwen2.5-7B", data="paper", pool="paper", style="full",
@@ -141,25 +140,24 @@ class Run:
 
 def first_rounds(s: Settings, problems, pool, iteration: int) -> list[Task]:
     """An iteration's questions, in the order of the data, over and over. Each has the whole pool, or s.subset
-    or more of its workers, drawn by chance (§3.2 draws k always)."""
+    or more of its workers, drawn by chance (§3.2: always k)."""
     tasks = []
     for i in range(iteration * s.questions, (iteration + 1) * s.questions):
         problem = problems[i % len(problems)]
         rng = random.Random(f"{s.seed} {i}")
         size = rng.randint(s.subset or len(pool), len(pool))
-        chosen = sorted(rng.sample(range(len(pool)), size))
-        workers = [pool[worker] for worker in chosen]
+        workers = [pool[k] for k in sorted(rng.sample(range(len(pool)), size))]
         tasks.append(Task(problem.question, workers, problem=problem, name=f"{s.seed}/{i}"))
     return tasks
 
 
 def second_rounds(s: Settings, groups: list[list[Rollout]], iteration: int) -> list[Task]:
     """Half of the questions again, shown the answer of one of their first rounds, drawn by chance (§3.2).
-    They come on top: 4 questions of 64 rollouts, and 2 of them again, make 384. App. A.1 says 256."""
+    They come on top: 4 questions of 64 rollouts, and 2 of them again, are 384 (App. A.1: 256)."""
     tasks = []
     for i, group in enumerate(groups):
         answered = [r for r in group if r.trace and r.right is not None]
-        # Pairs 0 1, 4 5, … or 2 3, 6 7, … by turns: where two kinds alternate, both are asked again.
+        # Questions 0 1, 4 5, … or 2 3, 6 7, … by turns, so that kinds that alternate are all asked again.
         if (i // 2 + iteration) % 2 == 0 and answered:
             shown = random.Random(f"{s.seed} {iteration} {i}").choice(answered)
             tasks.append(replace(shown.task, previous=shown.trace))
@@ -176,20 +174,14 @@ def roll_out_on_all_ranks(sampler, tokenizer, tasks: list[Task], s: Settings, se
 
     def with_clock(*arguments):
         conductor(*arguments)
-        clock.lap("sampling")  # All is written, and some workers are still at it.
+        clock.lap("sampling")  # Some workers are still at it.
 
     mine = [[] for _ in tasks]
     if n:
         with progress("rollouts of rank 0", len(tasks) * n) as bar:
             mine = roll_out(with_clock, tasks, n, prompting(s), grade=grade, edit=ablation(s), first=first,
                             on_finish=lambda _: bar.update())
-    for rollout in itertools.chain(*mine):
-        rollout.task = None  # it holds connections, which cannot be sent
-    by_rank = all_gather([mine])                                       # [rank][task][rollout]
-    groups = [[*itertools.chain(*parts)] for parts in zip(*by_rank)]   # [task][rollout]
-    for task, group in zip(tasks, groups):
-        for rollout in group:
-            rollout.task = task
+    groups = of_all_ranks(mine, tasks)
     clock.lap("workers")
     return groups
 
@@ -225,7 +217,7 @@ def learn(run: Run, groups, s: Settings, iteration: int) -> list[dict]:
     for minibatch in minibatches * s.epochs:
         steps.append(update(run.model, run.optimizer, minibatch, **objective, **how) | {"lr": lr})
     if s.importance:
-        steps[0]["gap"] = gap  # set_importance has made the log-probabilities the trainer's own.
+        steps[0]["gap"] = gap  # Since set_importance the log-probabilities are the trainer's own.
     return steps
 
 
@@ -236,7 +228,7 @@ def train(s: Settings, device: str):
     if s.dry_run:
         return print0("the run lacks nothing; without --dry_run it begins")
     report = reporter(s, run.begin)
-    reasons = on_signals()  # why the run shall end: Ctrl-C adds one
+    reasons = on_signals()  # to end the run: Ctrl-C adds one
     for iteration in range(run.begin, s.iterations):
         clock = Clock()
         sampler = whole_copy(run.model, s)
@@ -246,7 +238,7 @@ def train(s: Settings, device: str):
         if s.recursion:
             tasks = second_rounds(s, groups, iteration)
             groups += roll_out_on_all_ranks(sampler, run.tokenizer, tasks, s, seed + 500_000, clock)
-        del sampler  # it and the gradients would not fit beside one another
+        del sampler  # It and the gradients do not both fit.
         for rollout in itertools.chain(*groups):
             rollout.reward = reward(rollout, s)                                                   # §3.1
         set_advantages(groups, s.std)                                                             # Eq. 2
@@ -428,6 +420,18 @@ def ablation(s: Settings):
     def blind(workflow):
         return replace(workflow, steps=[replace(step, access=[], sees_all=False) for step in workflow.steps])
     return None if s.access else blind
+
+
+def of_all_ranks(mine: list[list[Rollout]], tasks: list[Task]) -> list[list[Rollout]]:
+    """The rollouts of every rank, as [task][rollout], on every rank."""
+    for rollout in itertools.chain(*mine):
+        rollout.task = None  # it holds connections, which cannot be sent
+    by_rank = all_gather([mine])                                       # [rank][task][rollout]
+    groups = [[*itertools.chain(*parts)] for parts in zip(*by_rank)]   # [task][rollout]
+    for task, group in zip(tasks, groups):
+        for rollout in group:
+            rollout.task = task
+    return groups
 
 
 def my_share(rollouts: list[Rollout]) -> list[Rollout]:
