@@ -32,14 +32,10 @@ def advantages(rewards, mask=None, std=True, question=None):
     centred[centred.abs() < 1e-6] = 0.0                        # equal rewards: what their rounded mean leaves
     if not std:
         return centred
-    squares = (centred ** 2).sum(1)                            # (Q)
-    counts = mask.sum(1)                                       # (Q)
-    if question is not None:
-        question = torch.as_tensor(question)
-        for number in question.unique():
-            rounds = question == number                        # (Q)
-            squares[rounds] = squares[rounds].sum()
-            counts[rounds] = counts[rounds].sum()
+    question = torch.arange(len(rewards)) if question is None else torch.as_tensor(question)
+    together = (question[:, None] == question).float()         # (Q, Q): 1 for rounds of one question
+    squares = together @ (centred ** 2).sum(1)                 # (Q)
+    counts = together @ mask.sum(1)                            # (Q)
     deviation = (squares / counts.clamp(min=1)).sqrt()
     return centred / deviation.clamp(min=1e-6)[:, None]
 
