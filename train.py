@@ -92,7 +92,7 @@ class Settings:
     reference: str = ""  # that policy's checkpoint folder; "": the policy after the warm start
     minibatches: int = 4  # optimizer steps per epoch, each on its part of every group
     # the device
-    dtype: str = ""  # bf16 or fp32; "": fp32 for a tiny model, else as the device likes
+    dtype: str = ""  # of computation, bf16 or fp32; "": fp32 for a tiny model, else as the device likes
     token_budget: int = 8192  # tokens of a micro-batch, as grpo.micro_batches counts
     recompute: bool = False  # layers keep only their inputs for the backward pass: a third more work
     offload: bool = False  # weights, gradients, Adam's state in the CPU's memory: wants large micro-batches
@@ -424,14 +424,9 @@ def ablation(s: Settings):
 
 def of_all_ranks(mine: list[list[Rollout]], tasks: list[Task]) -> list[list[Rollout]]:
     """The rollouts of every rank, as [task][rollout], on every rank."""
-    for rollout in itertools.chain(*mine):
-        rollout.task = None  # it holds connections, which cannot be sent
-    by_rank = all_gather([mine])                                       # [rank][task][rollout]
-    groups = [[*itertools.chain(*parts)] for parts in zip(*by_rank)]   # [task][rollout]
-    for task, group in zip(tasks, groups):
-        for rollout in group:
-            rollout.task = task
-    return groups
+    sent = [[replace(r, task=None) for r in group] for group in mine]  # A task's connections cannot be sent.
+    by_rank = all_gather([sent])  # [rank][task][rollout]
+    return [[replace(r, task=task) for part in parts for r in part] for task, *parts in zip(tasks, *by_rank)]
 
 
 def my_share(rollouts: list[Rollout]) -> list[Rollout]:
