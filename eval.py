@@ -7,7 +7,7 @@
 
 A problem has a question, an answer and a grader. A system turns a problem into a trace. The appendix has the
 graders, the sandbox, the laptop world, the other systems, the public benchmarks, `load`, which finds problems
-by name, and `measure`, which says what a system's traces come to. Read train.py next.
+by name, and `accuracies` and `measure`, which say what a system's traces come to. Read train.py next.
 """
 import ast
 import atexit
@@ -114,34 +114,6 @@ def run_conductor(conductor, problems: list[Problem], pools: list[list], name: s
 
         rollouts = conduct(conductor, tasks, rounds, prompting, tries, grade, edit, on_finish)
     return [rollout.trace for rollout in rollouts]
-
-
-# -----------------------------------------------------------------------------------------------------------
-# Measurement
-
-
-def grades(problems: list[Problem], traces: list[Trace | None]) -> list[bool | None]:
-    """Whether each trace is right; None if a call of it was lost. A trace is graded once, however many tables
-    ask."""
-    def is_right(p, t):
-        if t is None:
-            return False
-        if t.right is None and not t.error:
-            t.right = grade(p, t.answer)
-        return t.right
-
-    with ThreadPool(os.cpu_count()) as threads:  # A program can take minutes to grade.
-        return threads.starmap(is_right, zip(problems, traces), chunksize=1)
-
-
-def accuracies(problems: list[Problem], traces: list[Trace | None]) -> dict[str, float]:
-    """Share of right answers, over all and by kind, without the problems of which a call was lost."""
-    found = {}
-    for p, right in zip(problems, grades(problems, traces)):
-        if right is not None:
-            found.setdefault("all", []).append(right)
-            found.setdefault(p.kind, []).append(right)
-    return {key: mean(values) for key, values in found.items()}
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -2616,6 +2588,30 @@ def with_spread(name: str, candidates: list[Problem], pool: list) -> list[Proble
 
 MEASURED = {"accuracy": 2, "std. dev.": 2, "std. error": 2, "95 % ±": 2, "calls": 2, "steps": 2, "tokens": 0,
             "cents": 4, "points/cent": 1}  # columns, and how many digits each has behind the point
+
+
+def grades(problems: list[Problem], traces: list[Trace | None]) -> list[bool | None]:
+    """Whether each trace is right; None if a call of it was lost. A trace is graded once, however many tables
+    ask."""
+    def is_right(p, t):
+        if t is None:
+            return False
+        if t.right is None and not t.error:
+            t.right = grade(p, t.answer)
+        return t.right
+
+    with ThreadPool(os.cpu_count()) as threads:  # A program can take minutes to grade.
+        return threads.starmap(is_right, zip(problems, traces), chunksize=1)
+
+
+def accuracies(problems: list[Problem], traces: list[Trace | None]) -> dict[str, float]:
+    """Share of right answers, over all and by kind, without the problems of which a call was lost."""
+    found = {}
+    for p, right in zip(problems, grades(problems, traces)):
+        if right is not None:
+            found.setdefault("all", []).append(right)
+            found.setdefault(p.kind, []).append(right)
+    return {key: mean(values) for key, values in found.items()}
 
 
 def measure(problems: list[Problem], repeats: list[list[Trace | None]]) -> dict:
