@@ -499,6 +499,8 @@ def configure(settings, argv: list[str]) -> list[str]:
                 value = True
             elif kind is bool:
                 value = {"true": True, "1": True, "false": False, "0": False}[value.lower()]
+            elif value.startswith("~"):  # which a shell leaves as it is behind --key=
+                value = os.path.expanduser(value)
             setattr(settings, key, kind(value))
         except (ValueError, KeyError):
             example = default or {int: 1, float: 1e-3, bool: True}[kind]

@@ -9,6 +9,7 @@ traces/ (every workflow with what its workers said), checkpoints/, and a link `c
 Killed at any moment, it goes on with --resume: on a CPU and with the same replies, to the same weights.
 """
 import collections
+import contextlib
 import datetime
 import fcntl
 import gc
@@ -19,6 +20,7 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import shlex
 import shutil
@@ -30,7 +32,7 @@ from dataclasses import asdict, dataclass, fields, replace
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer as BPE, decoders, models, pre_tokenizers, trainers
 from torch.distributed.device_mesh import init_device_mesh
@@ -281,6 +283,8 @@ PRESETS = {
 def set_up(s: Settings, device: str) -> Run | None:
     """All that the loop needs, on every rank, after a look at what the run lacks. None if s.dry_run."""
     torch.manual_seed(s.seed)
+    if s.resume and os.path.isdir(s.out) and not s.dry_run:
+        on_rank0(lambda: hold(s))  # first of all: another run there would write and remove checkpoints
     resumed = on_rank0(lambda: checkpoints(s.out)[-1:]) if s.resume else []
     start = resumed[0] if resumed else s.init_from  # "": from nothing
     begin = int(os.path.basename(start)) if resumed else 0
@@ -295,6 +299,8 @@ def set_up(s: Settings, device: str) -> Run | None:
     if s.offload and device == "cuda":  # Adam runs on the CPU, where torchrun allows one thread.
         torch.set_num_threads(max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     world = dist.get_world_size()
+    if os.environ.get("GROUP_RANK", "0") != "0":
+        url = None  # It is on another machine, whose loopback is not ours.
     pool = load_pool(s.pool, url, s.replay, budget, world)  # one server of local specialists for all ranks
     problems = load(s.data, "train")
     test = load(s.test_data or s.data, "test", s.test)
@@ -391,14 +397,14 @@ def finish(run: Run, s: Settings, reasons: list[str]):
         return
     test = run.test
     systems = {"Conductor": traces, **evaluation.baselines(test, run.pool)}
+    shares = {name: evaluation.accuracies(test, answered) for name, answered in systems.items()}
+    write_json(os.path.join(s.out, "test.json"), shares)
     print0("\n" + evaluation.table(test, systems))
     print0("\n" + evaluation.learned(test, [trace and trace.rounds()[0] for trace in traces]))
     for name, answered in systems.items():
         errors = [trace.error for trace in answered if trace and trace.error]
         if errors:
             print0(f"{name}: {len(errors)} of {len(test)} problems are not counted, as in {errors[0]}")
-    shares = {name: evaluation.accuracies(test, answered) for name, answered in systems.items()}
-    write_json(os.path.join(s.out, "test.json"), shares)
 
 
 def try_it(run: Run, s: Settings) -> str:
@@ -682,8 +688,19 @@ def bill(pool):
 
 
 def print0(line: str):
-    if dist.get_rank() == 0:
+    """Print on rank 0. Where nobody reads it any more the run ends as by SIGTERM, with a checkpoint: Ctrl-C
+    ends the `tee` behind a run too."""
+    if dist.get_rank():
+        return
+    try:
         tqdm.write(line)
+        sys.stdout.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        if os.path.sameopenfile(1, 2):
+            os.dup2(nowhere, 2)
+        os.dup2(nowhere, 1)
+        signal.raise_signal(signal.SIGTERM)
 
 
 class Clock:
@@ -730,8 +747,9 @@ def leave(why: str):
 
 
 def on_signals() -> list:
-    """From here on Ctrl-C and SIGTERM only append to the list that is returned, and the loop stops after its
-    iteration, with a checkpoint. torchrun sends the signal a second time."""
+    """From here on Ctrl-C, SIGTERM and a closed terminal (SIGHUP, unless nohup ignores it) only append to the
+    list that is returned, and the loop stops after its iteration, with a checkpoint. torchrun sends each signal
+    twice."""
     reasons = []
 
     def stop(*_):
@@ -739,11 +757,14 @@ def on_signals() -> list:
             told = "stopping after this iteration"
             if "TORCHELASTIC_RUN_ID" in os.environ:
                 told += ", for which torchrun waits 30 s, or its --shutdown-timeout"
-            os.write(2, f"\n{told}\n".encode())  # print may be what was interrupted
+            with contextlib.suppress(OSError):  # Nobody may read it.
+                os.write(2, f"\n{told}\n".encode())  # print may be what was interrupted
         reasons.append("interrupted")
 
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, stop)
     return reasons
 
 
@@ -751,6 +772,8 @@ def as_before(reasons: list[str]):
     """Signals end the program again, and so does one that came after the last look at `reasons`."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if reasons:
         raise KeyboardInterrupt
 
@@ -868,7 +891,10 @@ def restore(model, optimizer, folder: str):
     missing = [file for file in files if not os.path.exists(file)]
     if missing:
         leave(f"train.py: {missing[0]} is missing: resuming needs all {len(files)} parts of a checkpoint")
-    parts = [safe_open(file, framework="pt") for file in files]
+    try:
+        parts = [safe_open(file, framework="pt") for file in files]
+    except SafetensorError as e:
+        leave(f"train.py: {folder} is damaged ({e}); if you remove it --resume takes the checkpoint before")
     for key, tensor in trained(model, optimizer):
         whole = torch.cat([part.get_tensor(key) for part in parts])
         tensor.copy_(local_part(whole, tensor, tensor.device))
@@ -949,6 +975,10 @@ def make_room(s: Settings):
         tqdm.write(f"the earlier run in {s.out} is now {kept}")
         hold(s)
     os.makedirs(os.path.join(s.out, "traces"), exist_ok=True)
+    link = os.path.join(s.out, "checkpoint.new")
+    with contextlib.suppress(FileExistsError):  # A file system without links shall fail now, not at a save.
+        os.symlink("checkpoints", link)
+    os.remove(link)
     write_json(os.path.join(s.out, "settings.json"), asdict(s))
 
 
@@ -1000,9 +1030,18 @@ def devices() -> tuple[str, int, str]:
     return "cpu", machine_memory() // processes, "cpu"
 
 
-def machine_memory() -> int:
-    """The bytes of this machine's own memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def machine_memory(cgroups: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> int:
+    """The bytes of this machine's own memory, or fewer where a container or a batch system allows fewer."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    path = ""
+    with contextlib.suppress(OSError), open(own) as f:
+        path = f.read().rpartition("0::/")[2].strip()  # as in 0::/slurm/job_7: a limit of any level holds
+    levels = path.split("/")
+    files = [os.path.join(*levels[:i], "memory.max") for i in range(len(levels) + 1)]
+    for file in [*files, "memory/memory.limit_in_bytes"]:  # of version 1
+        with contextlib.suppress(OSError, ValueError), open(os.path.join(cgroups, file)) as f:
+            limits.append(int(f.read()))  # or "max", which is no number
+    return min(limits)
 
 
 def speeds() -> tuple[float, float] | None:
@@ -1258,11 +1297,13 @@ def lacking(s: Settings, start: str, config: Config, pool):
     there = os.path.abspath(s.out)
     while not os.path.exists(there):
         there = os.path.dirname(there)
+    if not os.access(there, os.W_OK | os.X_OK):
+        yield f"permission to write in {there} (--out={s.out})"
     free = shutil.disk_usage(there).free / GiB
     present = len(checkpoints(s.out)) if s.resume else 0
     needed = disk(config) * (s.keep + 2 - present)
     if free < needed:
-        yield f"{needed:.1f} GiB of disk in {s.out} (free are {free:.1f}; a smaller --keep takes less)"
+        yield f"{needed:.2f} GiB of disk in {s.out} (free are {free:.2f}; a smaller --keep takes less)"
 
     reference = reference_folder(s, start)
     if s.beta and reference and not os.path.exists(os.path.join(reference, "config.json")):
@@ -1302,6 +1343,8 @@ def settings_of(argv: list[str]) -> tuple[Settings, str]:
     if words:
         raise SystemExit(f"train.py takes --key=value settings only, not {words[0]!r}")
     s.out = os.path.normpath(s.out)
+    if os.path.islink(s.out):  # to another disk, say, where earlier runs shall be kept too
+        s.out = os.path.realpath(s.out)
     return s, device
 
 
@@ -1326,6 +1369,10 @@ def main(argv):
         code = e.code
     except KeyboardInterrupt:
         code = f"interrupted; {where_saved(s)}" if dist.get_rank() == 0 else 1
+    except (OSError, SafetensorError) as e:
+        if not re.search("No space left|[Qq]uota exceeded", str(e)):
+            raise
+        raise SystemExit(f"train.py: {e}; {where_saved(s)}") from None  # torchrun ends the other ranks.
     dist.destroy_process_group()  # not in a `finally`: after one rank's error NCCL would wait for the others
     if code is not None:
         raise SystemExit(code)

@@ -52,7 +52,7 @@ def checkpoint(trained):
 def in_process(monkeypatch):
     """train.main may be called here: it finds no GPU, and the signal handlers that it sets are taken back."""
     import torch
-    handlers = {sig: signal.getsignal(sig) for sig in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {sig: signal.getsignal(sig) for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     yield
     for sig, handler in handlers.items():
