@@ -748,7 +748,7 @@ def leave(why: str):
 
 def on_signals() -> list:
     """From here on Ctrl-C, SIGTERM and a closed terminal (SIGHUP, unless nohup ignores it) only append to the
-    list that is returned, and the loop stops after its iteration, with a checkpoint. torchrun sends each signal
+    list that is returned, and the loop stops after its iteration, with a checkpoint. torchrun sends signals
     twice."""
     reasons = []
 
