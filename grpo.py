@@ -23,8 +23,9 @@ def advantages(rewards, mask=None, std=True, question=None):
     Returns (Q, G).
 
     mask (Q, G) is False for rollouts that were lost: they are in no statistic and get 0, as does a group of
-    equal rewards. question (Q): groups with the same number are rounds of one question (§3.2). Each takes off
-    its own mean, but all divide by one std: else first rounds' factor 1/4 (train.reward) would cancel."""
+    equal rewards. question (Q): groups with the same number are a question's first and second round (§3.2).
+    Each takes off its own mean, but both divide by one std: with one each, the division would undo that a
+    first round's rewards count a quarter (train.reward)."""
     rewards = torch.as_tensor(rewards, dtype=torch.float32)
     mask = torch.ones_like(rewards) if mask is None else torch.as_tensor(mask).float()
     mean = (rewards * mask).sum(1) / mask.sum(1).clamp(min=1)  # (Q)
@@ -36,7 +37,7 @@ def advantages(rewards, mask=None, std=True, question=None):
     together = (question[:, None] == question).float()         # (Q, Q): 1 for rounds of one question
     squares = together @ (centred ** 2).sum(1)                 # (Q)
     counts = together @ mask.sum(1)                            # (Q)
-    deviation = (squares / counts.clamp(min=1)).sqrt()
+    deviation = (squares / counts.clamp(min=1)).sqrt()         # (Q): the std, with n and not n - 1
     return centred / deviation.clamp(min=1e-6)[:, None]
 
 
@@ -44,7 +45,7 @@ def set_advantages(groups: list[list[Rollout]], std=True):
     """Write every rollout's advantage from its group's rewards, of which None is masked. The groups are of
     one size. Those whose tasks have the same name and question are rounds of one question."""
     asked = [(group[0].task.name, group[0].task.question) for group in groups]
-    question = [asked.index(pair) for pair in asked]
+    question = [asked.index(pair) for pair in asked]  # the first group that asks the same
     rewards = [[r.reward or 0.0 for r in group] for group in groups]
     mask = [[r.reward is not None for r in group] for group in groups]
     for group, row in zip(groups, advantages(rewards, mask, std, question).tolist()):
@@ -60,9 +61,9 @@ def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference:
     """log π of the N tokens of the completions in groups [(prompt, completions)], in order, and at each of
     them KL(π_ref ‖ π) of the whole distribution, 0 without a reference: (2, N), with gradient.
 
-    temperature and n_ids (ids at or above it have no probability) are the sampling's. GRPO itself estimates
-    this KL by π_ref/π - log(π_ref/π) - 1 of the sampled token: its gradient is the same on average, but huge
-    where the policy has all but given a token up."""
+    temperature and n_ids (ids at or above it have no probability) are the sampling's. GRPO's own KL term is
+    π_ref/π - log(π_ref/π) - 1 of the sampled token. On average it has the gradient of KL(π_ref ‖ π), but a
+    huge one where π has made a token of π_ref very unlikely: here is the KL itself."""
     # All groups are one row of T tokens. The prompt 5 6 with completions 7 and 8 9: ids 5 6 7 8 9, positions
     # 0 1 2 2 3, targets (N) 7 8 9, and the outputs at the places `predictors`, 1 1 3, predict these. By
     # `attend` a completion sees its prompt and its own past, and no other completion.
@@ -133,7 +134,7 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
             advantage += [r.advantage * weight for weight in r.importance or [1.0] * n]
             share += [1 / divisor[loss]] * n
         old, advantage, share = to_device(np.array([old, advantage, share], dtype=np.float32), device)  # (N)
-        # by_prompt keeps the order: micro_batches put those of a prompt side by side.
+        # by_prompt keeps the order: micro_batches have put the rollouts of a prompt side by side.
         new, kl = packed_logprobs(model, by_prompt(batch), temperature, n_ids, reference if beta else None)
         new, kl = new[:len(old)], kl[:len(old)]
         objective = ((surrogate(new, old, advantage, clip, clip_high) - beta * kl) * share).sum()

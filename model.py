@@ -29,7 +29,7 @@ torch.backends.cuda.enable_cudnn_sdp(False)  # On Hopper it takes a second to pl
 
 @dataclass
 class Config:
-    """Qwen2.5's shape, under the keys of Hugging Face's config.json. The defaults are Qwen2.5-7B's."""
+    """Qwen2.5's shape, by the keys of Hugging Face's config.json. The defaults: Qwen2.5-7B-Instruct."""
     vocab_size: int = 152064
     hidden_size: int = 3584
     intermediate_size: int = 18944
@@ -92,7 +92,7 @@ def causal(layer: int, q, k, v):
 class Attention(nn.Module):
     def __init__(self, config: Config, layer: int):
         super().__init__()
-        self.layer = layer
+        self.layer = layer  # its number: `attend` finds the layer's KV cache by it
         self.head_dim = config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=True)
@@ -166,7 +166,7 @@ class Qwen(nn.Module):
                 x = checkpoint(layer, x, cos, sin, attend, use_reentrant=False)
             else:
                 x = layer(x, cos, sin, attend)
-        return (head or self.logits)(self.model.norm(x))  # In here FSDP has gathered the head's weights.
+        return (head or self.logits)(self.model.norm(x))  # within forward, where FSDP has gathered lm_head
 
     def logits(self, hidden):
         """hidden (…, C) -> logits (…, V) in fp32. bf16 would be too coarse for a ratio π/π_old."""

@@ -5,8 +5,8 @@
 GRPO asks the same prompt n times, so a prompt's keys and values are computed and stored once, and each
 rollout stores only its own. A decode step attends to [shared prompt | own tokens] under one softmax. The
 rollouts form a grid of Q prompts × R rows, and a step draws one more token for each. What a finished row
-draws is ignored, until `compact` drops it. The other files call `generate`; the appendix has the grid. Read
-workers.py next.
+draws is ignored, until `compact` drops it. The appendix has the grid: `prefill` computes the shared part, and
+`attend` reads it for all rows. Read workers.py next.
 """
 import collections
 import contextlib
@@ -29,7 +29,7 @@ BUCKET = {"cuda": 128, "cpu": 32}  # steps, a multiple of CHECK, between calls o
 @dataclass
 class Completion:
     tokens: list[int]  # the end token included when finished
-    logprobs: list[float]  # of each token, under the distribution it was drawn from: see `draw`
+    logprobs: list[float]  # of each token, as `draw` returns them
     finished: bool  # False: cut off at max_new_tokens
 
 
@@ -43,8 +43,8 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
     eos_id: the token or tokens that end a rollout. n_ids: only ids below it are sampled, as Qwen2.5 pads its
     vocabulary. on_finish(prompt index, rollout index, Completion) is called as rollouts finish.
 
-    first: the number of the first rollout. Ranks and further tries pass another, and so draw others: only the
-    seed, the prompt, how often it was listed before, and the rollout's number decide what is drawn."""
+    first: the number of the first rollout; the others are first+1, … What one draws depends on the seed, its
+    prompt, how often the prompt was listed before, and that number. So each rank passes another."""
     if not prompts or not all(prompts) or n < 1 or max_new_tokens < 1:
         raise ValueError("generate needs prompts, none of them empty, n >= 1 and max_new_tokens >= 1")
     if not 0 <= temperature < math.inf or not 0 < top_p <= 1 or top_k < 0:
@@ -59,7 +59,7 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
         end = start + at_once
         for number, completion in sampled_together(model, prompts[start:end], n, max_new_tokens,
                                                    seeds[start * n:end * n], how, eos_id):
-            i, j = divmod(start * n + number, n)
+            i, j = divmod(start * n + number, n)  # prompt, rollout
             completions[i][j] = completion
             if on_finish:
                 on_finish(i, j, completion)
@@ -75,7 +75,7 @@ def sampled_together(model, prompts, n, max_new_tokens, seeds, how, eos_id):
         last = count == max_new_tokens
         if last or count % CHECK == 0:
             yield from grid.harvest(last)
-        if not grid.going:
+        if not grid.going:  # the rollouts that were not harvested
             return
         if count % BUCKET[model.device.type] == 0:
             compact(grid)

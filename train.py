@@ -51,7 +51,7 @@ from workflow import Prompting, Rollout, Task, Trace, Workflow, ask, parse, roll
 
 @dataclass
 class Settings:
-    preset: str = ""  # one of PRESETS; "": paper on two 80 GB GPUs, else laptop
+    preset: str = ""  # one of PRESETS; "": paper on two 80 GB GPUs, else laptop: the values below
     out: str = "out/laptop"
     seed: int = 1
     init_from: str = ""  # a checkpoint folder or a name on Hugging Face's hub; "": a tiny model
@@ -113,7 +113,7 @@ class Settings:
     report: str = ""  # tensorboard or wandb also gets the metrics, if it is installed
     save_every: int = 40  # iterations between checkpoints
     keep: int = 2  # of the newest checkpoints; the best is kept too
-    resume: bool = False  # go on from the newest checkpoint in out, if there is one
+    resume: bool = False  # go on from the newest whole folder in out/checkpoints/, if there is one
     dry_run: bool = False  # only ask each worker for a word, and say what the run takes and lacks
 
 
@@ -159,7 +159,7 @@ def second_rounds(s: Settings, groups: list[list[Rollout]], iteration: int) -> l
     tasks = []
     for i, group in enumerate(groups):
         answered = [r for r in group if r.trace and r.right is not None]
-        # Questions 0 1, 4 5, … or 2 3, 6 7, … by turns, so that kinds that alternate are all asked again.
+        # Even iterations: questions 0 1, 4 5, …; odd ones: 2 3, 6 7, … Pairs, as kinds may alternate.
         if (i // 2 + iteration) % 2 == 0 and answered:
             shown = random.Random(f"{s.seed} {iteration} {i}").choice(answered)
             tasks.append(replace(shown.task, previous=shown.trace))
@@ -219,7 +219,7 @@ def learn(run: Run, groups, s: Settings, iteration: int) -> list[dict]:
     for minibatch in minibatches * s.epochs:
         steps.append(update(run.model, run.optimizer, minibatch, **objective, **how) | {"lr": lr})
     if s.importance:
-        steps[0]["gap"] = gap  # Since set_importance the log-probabilities are the trainer's own.
+        steps[0]["gap"] = gap  # measured above; `update` no longer sees the sampler's
     return steps
 
 
@@ -234,7 +234,7 @@ def train(s: Settings, device: str):
     for iteration in range(run.begin, s.iterations):
         clock = Clock()
         sampler = whole_copy(run.model, s)
-        seed = s.seed * 1_000_000 + iteration
+        seed = s.seed * 1_000_000 + iteration  # of what is drawn; second rounds draw otherwise
         tasks = first_rounds(s, run.problems, run.pool, iteration)
         groups = roll_out_on_all_ranks(sampler, run.tokenizer, tasks, s, seed, clock)
         if s.recursion:

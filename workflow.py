@@ -43,7 +43,7 @@ class Step:
     worker: int
     subtask: str
     access: list[int]  # the earlier steps whose subtask and response the worker sees
-    sees_all: bool = field(default=False, compare=False)  # written ["all"]: the previous round's answer, too
+    sees_all: bool = field(default=False, compare=False)  # wrote ["all"]: also sees the last round's answer
 
 
 @dataclass
@@ -52,7 +52,8 @@ class Workflow:
     written: str = field(default="", compare=False, repr=False)  # all that the Conductor wrote
 
     def text(self, subtasks: bool = True) -> str:
-        """The lists as a Conductor writes them; parse(w.text(), …) == w. All earlier steps become ["all"]."""
+        """The lists as a Conductor writes them; parse(w.text(), …) == w. Where a step sees all before it, its
+        access list is written ["all"]."""
         access = []
         for i, step in enumerate(self.steps):
             sees_all = step.sees_all or (i > 0 and step.access == [*range(i)])
@@ -76,7 +77,7 @@ class Prompting:
     max_new_tokens: int = 1024
     named: bool = False  # each worker has a letter beside its number
     dtype: str = ""  # of the checkpoint's computation: bf16, fp32, or "": as the device likes
-    pool: str = ""  # the workers of its training, a name or file (--pool)
+    pool: str = ""  # --pool of its training; used unasked only if it is a local one
     workers: list[str] = field(default_factory=list)  # and their names: it knows them by their numbers
 
 
@@ -134,7 +135,7 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
     order = ["model_id", "subtasks", "access_list"] if subtasks else ["model_id", "access_list"]
     workflow = None
     error = "model_id: the list is missing"
-    window = []  # the last len(order) lists of the text, as (name, value)
+    window = []  # the last len(order) lists, as (name, value); two of one name are no workflow
     for name, value in lists_in(text):
         if name not in order:
             continue
@@ -149,8 +150,8 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
             sees_all = "all" in access
             indices = [*range(i)] if sees_all else sorted(set(access))
             workflow.steps.append(Step(worker, subtask, indices, sees_all))
-        # In the prompt's order the lists are surely one workflow. In another, one of them may be of the draft
-        # before, or of the workflow after: the window slides on.
+        # Lists in the prompt's order are one workflow, and the next begins afresh. In any other order a list
+        # may belong to the draft before or to the workflow after, so the next list replaces the oldest.
         if [name for name, _ in window] == order:
             window = []
     if workflow is None:
@@ -244,9 +245,10 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
     """Start a workflow; the future gets then(trace). A WorkerError is not raised but becomes Trace.error; any
     other exception, a bug, is raised by the future.
 
-    Each step runs in a thread, which waits for the steps that it reads: these are earlier, and threads start
-    in order, so there is no deadlock. After an error, stopped() or task.hung_up() no further step starts; the
-    running calls are awaited, so that their cost is counted. number: the rollout's, for the calls' ids."""
+    Each step is a job (`in_thread`) that waits for the steps it reads. Jobs begin in the order of the steps,
+    and these are earlier ones, which have begun: there is no deadlock. After an error, stopped() or
+    task.hung_up() no further step starts; the running calls are awaited, so that their cost is counted.
+    number: the rollout's, for the calls' ids."""
     steps, previous = workflow.steps, task.previous
     if not steps and previous is None:
         raise ValueError("a workflow without steps keeps the previous answer, but there is none")
@@ -269,7 +271,7 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
             turns = past_answer + turns
         chat = worker_chat(task.question, turns, step.subtask)
         is_last = i == len(steps) - 1
-        call_id = task.name and f"{task.name}/{number}/{len(trace.rounds()) - 1}/{i}"
+        call_id = f"{task.name}/{number}/{len(trace.rounds()) - 1}/{i}" if task.name else ""
         options = {"on_text": task.on_text, **task.overrides} if is_last else {}
         try:
             if stopped() or task.hung_up():
@@ -329,10 +331,10 @@ def sampled(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature
             why = f"the prompt has {len(prompts.pop(i))} tokens, and the Conductor can read {room}"
             for j in range(n):
                 on_written(i, j, "", lost=WorkerError(why, bad_request=True))
-        numbers = [*prompts]  # of the chats that are left
+        left = [*prompts]  # prompt k of `generate` is that of chat left[k]
 
         def on_finish(k, j, completion):
-            i = numbers[k]
+            i = left[k]
             on_written(i, j, tokenizer.decode(completion.tokens), prompts[i], completion)
 
         if prompts:
@@ -363,14 +365,14 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
                           bad_request=lost.bad_request)
             return complete(rollout, trace)
         try:
-            workflow = parse(text, len(task.pool), prompting.max_steps, task.previous is not None,
-                             prompting.subtasks)
+            workflow = parse(text, len(task.pool), prompting.max_steps, subtasks=prompting.subtasks,
+                             allow_empty=task.previous is not None)
         except WorkflowError as e:
             rollout.invalid = str(e)
             return complete(rollout, None)
         if edit:
             workflow = edit(workflow)
-        future = submit(workflow, task, first + j, failed.is_set, partial(complete, rollout))
+        future = submit(workflow, task, first + j, stopped=failed.is_set, then=partial(complete, rollout))
         running.append(future)
         future.add_done_callback(lambda ended: ended.exception() and failed.set())
 
@@ -989,7 +991,7 @@ def subset(pool: list, only: str) -> list:
 @dataclass
 class Settings:
     checkpoint: str = "out/laptop/checkpoint"  # the Conductor
-    pool: str = ""  # "": that of the Conductor's training, or local
+    pool: str = ""  # "": that of the Conductor's training, which must be given if it was not a local one
     only: str = ""  # some of its workers, by name, with commas between: the others are not to be used
     conductor: str = ""  # a worker of the pool in the Conductor's seat instead (Table 11), on no bill
     budget: float = 0.0  # dollars that the workers may cost together; 0: no limit
