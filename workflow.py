@@ -170,11 +170,8 @@ class Task:
     previous: "Trace | None" = None  # the round before
     problem: object = None  # eval.py's Problem, which the grader gets
     name: str = ""  # begins its calls' ids ("": no reply is kept); the rounds of a question share it
-    # The rest is for `serve` and the command line.
-    overrides: dict = field(default_factory=dict)  # of the last step's call: max_tokens, stop, …
-    on_text: object = None  # on_text(piece) is called with the last step's text as it comes
-    hung_up: object = lambda: False  # hung_up() is true once nobody waits for the answer
-    on_step: object = lambda i, name: None  # is called as step i of the worker `name` begins
+    last_call: dict = field(default_factory=dict)  # for the last step's call: on_text, max_tokens, stop, …
+    before_step: object = lambda i, name: None  # comes first; its WorkerError ends the workflow
 
 
 @dataclass
@@ -188,7 +185,7 @@ class Trace:
     error: str | None = None  # a call was lost, which is never held against the Conductor
     previous: "Trace | None" = None  # the round before
     right: bool | None = None  # what the grader says of the answer; None: nobody graded, or a call was lost
-    bad_request: bool = False  # the client's own request, its overrides or its length, caused the error
+    bad_request: bool = False  # the last step's request, or the question's length, is at fault
 
     @property
     def responses(self) -> list[str]:
@@ -246,9 +243,9 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
     other exception, a bug, is raised by the future.
 
     Each step is a job (`in_thread`) that waits for the steps it reads. Jobs begin in the order of the steps,
-    and these are earlier ones, which have begun: there is no deadlock. After an error, stopped() or
-    task.hung_up() no further step starts; the running calls are awaited, so that their cost is counted.
-    number: the rollout's, for the calls' ids."""
+    and these are earlier ones, which have begun: there is no deadlock. After an error or stopped() no further
+    step starts; the running calls are awaited, so that their cost is counted. number: the rollout's, for the
+    calls' ids."""
     steps, previous = workflow.steps, task.previous
     if not steps and previous is None:
         raise ValueError("a workflow without steps keeps the previous answer, but there is none")
@@ -272,15 +269,15 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
         chat = worker_chat(task.question, turns, step.subtask)
         is_last = i == len(steps) - 1
         call_id = f"{task.name}/{number}/{len(trace.rounds()) - 1}/{i}" if task.name else ""
-        options = {"on_text": task.on_text, **task.overrides} if is_last else {}
+        options = task.last_call if is_last else {}
         try:
-            if stopped() or task.hung_up():
-                raise WorkerError("stopped, as nobody waits for the answer")
-            task.on_step(i, names[i])
+            if stopped():
+                raise WorkerError("stopped, as something else has failed")
+            task.before_step(i, names[i])
             trace.replies[i] = task.pool[step.worker].chat(chat, call_id=call_id, **options)
         except WorkerError as e:
             trace.error = f"step {i}: {e}"
-            trace.bad_request = e.bad_request and is_last and bool(task.overrides)  # the client's
+            trace.bad_request = e.bad_request and is_last
 
     def end():
         wait_for_all(futures)
@@ -410,12 +407,12 @@ def execute(workflow: Workflow, question: str, pool: list, previous=None, name="
 
 
 def conduct(conductor, tasks: list[Task], rounds: int = 0, prompting: Prompting = Prompting(), tries: int = 3,
-            grade=None, edit=None, on_finish=None) -> list[Rollout]:
+            grade=None, edit=None, on_finish=None, hung_up=lambda: False) -> list[Rollout]:
     """One rollout a task, and up to `rounds` more in view of the answer, until empty lists keep it (§3.2).
 
     Text that does not parse is drawn again, `tries` times in all, under the next rollout numbers. A task that
-    then still has no workflow ends with the round before, and in the first round without a trace. The rest is
-    as in roll_out."""
+    then still has no workflow ends with the round before, and in the first round without a trace. Once
+    hung_up(), as nobody waits for the answer, no try and no round begins. The rest is as in roll_out."""
     def drawn(tasks: list[Task]) -> list[Rollout]:
         rollouts = [None] * len(tasks)
         left = range(len(tasks))  # the tasks without a workflow
@@ -424,24 +421,29 @@ def conduct(conductor, tasks: list[Task], rounds: int = 0, prompting: Prompting 
             groups = roll_out(conductor, asked, 1, prompting, grade, edit, attempt, on_finish)
             for i, [rollout] in zip(left, groups):
                 rollouts[i] = rollout
-            left = [i for i in left if not rollouts[i].trace and not tasks[i].hung_up()]
+            left = [i for i in left if not rollouts[i].trace and not hung_up()]
         return rollouts
 
     latest = [None] * len(tasks)
     going = dict(enumerate(tasks))  # those that get another round
     for round_number in range(rounds + 1):
         last = round_number == rounds  # Only its answer is streamed.
-        asked = [task if last else replace(task, on_text=None) for task in going.values()]
+        asked = [task if last else unheard(task) for task in going.values()]
         for (i, task), rollout in zip([*going.items()], drawn(asked)):
             trace = rollout.trace
             steps = trace.workflow.steps if trace else []
             if round_number == 0 or steps or (trace and not trace.error):  # no call for it was lost
                 latest[i] = rollout
-            if steps and not trace.error and not task.hung_up():
+            if steps and not trace.error and not hung_up():
                 going[i] = replace(task, previous=trace)
             else:
                 del going[i]
     return latest
+
+
+def unheard(task: Task) -> Task:
+    """The same task, whose answer is not told as it comes."""
+    return replace(task, last_call={key: value for key, value in task.last_call.items() if key != "on_text"})
 
 
 def seated(worker, name: str = ""):
@@ -859,17 +861,23 @@ def conductor_server(conductor, pool: list, prompting: Prompting, rounds: int, p
             if len(said) > 1:
                 question = "\n\n".join(f"{message['role']}: {message['content']}" for message in said)
             question = question.encode(errors="replace").decode()  # JSON can spell half an emoji.
-            overrides = {key: body[key] for key in WISHES if body.get(key) not in (None, NEUTRAL.get(key))}
-            if "max_completion_tokens" in overrides:  # a younger name for the same
-                overrides["max_tokens"] = overrides.pop("max_completion_tokens")
+            wishes = {key: body[key] for key in WISHES if body.get(key) not in (None, NEUTRAL.get(key))}
+            if "max_completion_tokens" in wishes:  # a younger name for the same
+                wishes["max_tokens"] = wishes.pop("max_completion_tokens")
             told = queue.SimpleQueue()  # pieces of the answer, then the Rollout or the exception
             stream = body.get("stream")
-            task = Task(question, pool, overrides=overrides, hung_up=self.hung_up,
-                        on_text=told.put if stream else None)
+
+            def before_step(i, name):
+                if self.hung_up():
+                    raise WorkerError("stopped, as nobody waits for the answer")
+
+            last_call = {"on_text": told.put, **wishes} if stream else wishes
+            task = Task(question, pool, last_call=last_call, before_step=before_step)
 
             def run():
                 try:
-                    told.put(*conduct(conductor, [task], further[body["model"]], prompting))
+                    told.put(*conduct(conductor, [task], further[body["model"]], prompting,
+                                      hung_up=self.hung_up))
                 except Exception as bug:
                     told.put(bug)
 
@@ -893,7 +901,8 @@ def conductor_server(conductor, pool: list, prompting: Prompting, rounds: int, p
             while trace.error and trace.previous and not streamed:  # The answer of the round before is paid.
                 trace = trace.previous
             if trace.error:
-                return self.fail(400 if trace.bad_request else 502, trace.error, retry=False)
+                is_clients = trace.bad_request and (wishes or not trace.workflow.steps)
+                return self.fail(400 if is_clients else 502, trace.error, retry=False)
             n_in = sum(reply.prompt_tokens for reply in trace.used)
             usage = {"prompt_tokens": n_in, "completion_tokens": trace.tokens - n_in,
                      "total_tokens": trace.tokens, "cost": trace.cost}
@@ -1034,7 +1043,7 @@ def main(argv):
         question = " ".join(words).encode(errors="replace").decode()  # The shell may pass what is no UTF-8.
         task = Task(question, pool)
         if sys.stderr.isatty():
-            task.on_step = lambda i, name: sys.stderr.write(f"step {i}: {name} is asked …\n")
+            task.before_step = lambda i, name: sys.stderr.write(f"step {i}: {name} is asked …\n")
         [rollout] = conduct(conductor, [task], s.rounds, prompting)
         if rollout.trace is None:
             hint = "It knows the workers of its training by their numbers: is --pool theirs?"

@@ -271,7 +271,7 @@ def test_views(tmp_path):
 def test_steps_are_told_as_they_begin():
     told = []
     task = wf.Task("Why?", [Local("a", lambda chat: "1"), Local("b", lambda chat: "2")],
-                   on_step=lambda i, name: told.append((i, name)))
+                   before_step=lambda i, name: told.append((i, name)))
     wf.submit(Workflow([Step(1, "One.", []), Step(0, "Two.", [0])]), task).result()
     assert told == [(0, "b"), (1, "a")]
 
@@ -549,12 +549,13 @@ def test_what_exits_in_a_thread_is_raised():
 def test_a_task_that_nobody_waits_for_stops():
     gone = threading.Event()
 
-    def leave(chat):
-        gone.set()
-        return "A"
-    pool = [Local("a", leave), Local("b", lambda chat: 1 / 0)]
+    def before_step(i, name):
+        if gone.is_set():
+            raise WorkerError("stopped")
+
+    pool = [Local("a", lambda chat: gone.set() or "A"), Local("b", lambda chat: 1 / 0)]
     [rollout] = wf.conduct(says(lambda i, number: lists("[0, 1]", '["A.", "B."]', "[[], [0]]")),
-                           [Task("Why?", pool, hung_up=gone.is_set)], 3)
+                           [Task("Why?", pool, before_step=before_step)], 3, hung_up=gone.is_set)
     assert "stopped" in rollout.trace.error and rollout.trace.calls == 1 and rollout.trace.previous is None
 
 

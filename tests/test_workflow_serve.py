@@ -464,8 +464,8 @@ def test_who_has_gone_gets_no_further_round():
         said.append(chat)
         return "ok"
 
-    task = wf.Task("Why?", [Local("w", answer)] * 2, hung_up=lambda: len(said) >= 2)
-    [rollout] = wf.conduct(write, [task], rounds=2)
+    task = wf.Task("Why?", [Local("w", answer)] * 2)
+    [rollout] = wf.conduct(write, [task], rounds=2, hung_up=lambda: len(said) >= 2)
     assert rollout.trace.answer == "ok" and len(asked) == 1
 
 
