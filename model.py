@@ -216,10 +216,10 @@ class Tokenizer:
         self.eos_id = bpe.token_to_id("<|im_end|>")
         if self.start_id is None or self.eos_id is None:
             raise ValueError("the tokenizer has no <|im_start|> and <|im_end|>: it is not a ChatML tokenizer")
-        if {self.start_id, self.eos_id} & {*self.encode("<|im_start|><|im_end|>")}:
-            raise ValueError("the tokenizer makes control tokens of text: <|im_start|> is not special in it")
         bpe.no_truncation()
         bpe.no_padding()
+        if {self.start_id, self.eos_id} & {*self.encode("<|im_start|><|im_end|>")}:
+            raise ValueError("the tokenizer makes control tokens of text: <|im_start|> is not special in it")
         end_of_document = bpe.token_to_id("<|endoftext|>")  # what base models, never taught to chat, end with
         self.end_ids = [i for i in (self.eos_id, end_of_document) if i is not None]
 
@@ -344,7 +344,7 @@ def config_values(path: str, wanted) -> dict:
         value = found.get(field.name)
         if field.type is float and type(value) is int:
             value = float(value)
-        if type(value) is not field.type or not (value is False or 0 < value < 1e9):
+        if type(value) is not field.type or not (value is False or 0 < value < 1e12):
             lacks.append(field.name)
         values[field.name] = value
     if lacks:

@@ -297,11 +297,12 @@ def set_up(s: Settings, device: str) -> Run | None:
     if sizes(config)[1] < TINY and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # More would wait for one another, longest on a busy machine.
     if s.offload and device == "cuda":  # Adam runs on the CPU, where torchrun allows one thread.
-        torch.set_num_threads(max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        cores = len(os.sched_getaffinity(0))  # A batch system may give fewer than there are.
+        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     world = dist.get_world_size()
     if os.environ.get("GROUP_RANK", "0") != "0":
-        url = None  # It is on another machine, whose loopback is not ours.
-    pool = load_pool(s.pool, url, s.replay, budget, world)  # one server of local specialists for all ranks
+        url = None  # It is on another machine, whose loopback is not ours: each rank here has its own server.
+    pool = load_pool(s.pool, url, s.replay, budget, world)  # The ranks of a machine share local specialists.
     problems = load(s.data, "train")
     test = load(s.test_data or s.data, "test", s.test)
     model, tokenizer, reference = load_models(s, start, problems, pool, device)
@@ -688,8 +689,8 @@ def bill(pool):
 
 
 def print0(line: str):
-    """Print on rank 0. Where nobody reads it any more the run ends as by SIGTERM, with a checkpoint: Ctrl-C
-    ends the `tee` behind a run too."""
+    """Print on rank 0. If nobody reads it any more (Ctrl-C ends the `tee` behind a run too) the run ends as by
+    Ctrl-C, in the loop with a checkpoint."""
     if dist.get_rank():
         return
     try:
@@ -700,7 +701,7 @@ def print0(line: str):
         if os.path.sameopenfile(1, 2):
             os.dup2(nowhere, 2)
         os.dup2(nowhere, 1)
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
 
 
 class Clock:
@@ -945,8 +946,7 @@ held = []  # the open folder whose lock tells other processes that a run is goin
 
 
 def hold(s: Settings):
-    """Lock --out while this process lives, or until its next run. OSError if another process has it, or if
-    somebody has put links into it, by which a run would write or remove what is elsewhere."""
+    """Lock --out while this process lives, or until its next run. OSError if another process has it."""
     while held:
         os.close(held.pop())
     os.makedirs(s.out, exist_ok=True)
@@ -959,11 +959,17 @@ def hold(s: Settings):
         pass
     if os.fstat(held[0]).st_ino != os.stat(s.out).st_ino:  # Another run has moved what was opened.
         hold(s)
+
+
+def refuse_links(s: Settings):
+    """OSError if somebody has put links into --out, by which a run would write or remove things elsewhere."""
     ours = [os.path.join(s.out, name) for name in ("checkpoint", "checkpoint.new")]
     for folder, folders, files in os.walk(s.out):
         for entry in (os.path.join(folder, name) for name in folders + files):
             if os.path.islink(entry) and entry not in ours:
                 raise OSError(f"{entry} is a link: what a run writes and removes is to be within --out")
+        if folder == s.out and "wandb" in folders:
+            folders.remove("wandb")  # It has links of its own.
 
 
 def make_room(s: Settings):
@@ -974,6 +980,7 @@ def make_room(s: Settings):
         os.rename(s.out, kept)
         tqdm.write(f"the earlier run in {s.out} is now {kept}")
         hold(s)
+    refuse_links(s)
     os.makedirs(os.path.join(s.out, "traces"), exist_ok=True)
     link = os.path.join(s.out, "checkpoint.new")
     with contextlib.suppress(FileExistsError):  # A file system without links shall fail now, not at a save.
@@ -985,7 +992,7 @@ def make_room(s: Settings):
 def rewind(s: Settings, iteration: int):
     """Cut metrics.jsonl after so many iterations, and say which settings are new. Those of the start, which
     is over, stay as they were. What a kill left untidy is tidied."""
-    hold(s)
+    refuse_links(s)
     settings = os.path.join(s.out, "settings.json")
     old = read_json(settings)
     for key in ("width", "layers", "init_from", "warm_steps", "warm_batch", "warm_lr", "warm_second"):
@@ -1033,14 +1040,17 @@ def devices() -> tuple[str, int, str]:
 def machine_memory(cgroups: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> int:
     """The bytes of this machine's own memory, or fewer where a container or a batch system allows fewer."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    path = ""
+    groups = ""
     with contextlib.suppress(OSError), open(own) as f:
-        path = f.read().rpartition("0::/")[2].strip()  # as in 0::/slurm/job_7: a limit of any level holds
-    levels = path.split("/")
-    files = [os.path.join(*levels[:i], "memory.max") for i in range(len(levels) + 1)]
-    for file in [*files, "memory/memory.limit_in_bytes"]:  # of version 1
-        with contextlib.suppress(OSError, ValueError), open(os.path.join(cgroups, file)) as f:
-            limits.append(int(f.read()))  # or "max", which is no number
+        groups = f.read()
+    # as in 0::/slurm/job_7, or of version 1 in 4:memory:/slurm/job_7: a limit of any level holds
+    for kind, root, name in (("", "", "memory.max"), ("memory", "memory", "memory.limit_in_bytes")):
+        found = re.search(rf"^\d+:{kind}:/(.*)$", groups, re.M)
+        levels = found[1].split("/") if found else []
+        for i in range(len(levels) + 1):
+            file = os.path.join(cgroups, root, *levels[:i], name)
+            with contextlib.suppress(OSError, ValueError), open(file) as f:
+                limits.append(int(f.read()))  # or "max", which is no number
     return min(limits)
 
 

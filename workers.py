@@ -390,9 +390,9 @@ def check_worker(worker: Worker):
             raise ValueError(f"{key} must be above 0 and below a million")
     if worker.protocol not in PROTOCOLS:
         raise ValueError(f"protocol must be one of {', '.join(PROTOCOLS)}")
-    url = os.path.expandvars(worker.base_url)
-    elsewhere = "$" in worker.base_url[1:]  # It could send what is secret to a host of somebody's choice.
-    if elsewhere or not re.fullmatch(r"(https?://[^/@\s]+|\$\w+)(/\S*)?", url):
+    variable = re.match(r"\$\w+(?=/|$)", worker.base_url)  # In another place it could tell a host a secret.
+    url = os.path.expandvars(worker.base_url) if variable else worker.base_url
+    if "$" in worker.base_url[1:] or not re.fullmatch(r"(https?://[^/@\s]+|\$\w+)(/\S*)?", url):
         raise ValueError("base_url must be http(s)://host/... without a password, or a $VARIABLE with such")
     if worker.api_key_env is not None and not worker.api_key_env.isidentifier():
         raise ValueError("api_key_env must be the name of an environment variable, not the key")
@@ -603,7 +603,7 @@ def read_reply(protocol: str, data: dict, price: list | None) -> Reply:
         finish = "length" if finish in CUT_OFF else str(finish or "stop")
         text = text.encode(errors="replace").decode()  # Half of an emoji, as JSON can spell it, is no text.
     cost = None
-    told_nothing = text and not n_out  # Some gateways fill in zeros.
+    told_nothing = any(price or ()) and not n_out and (text or not n_in)  # Some gateways fill in zeros.
     if price and n_in is not None and n_out is not None and not told_nothing:
         cost = ((n_in + surcharge) * price[0] + n_out * price[1]) / 1e6
     return Reply(text, n_in or 0, n_out or 0, cost, 0.0, finish)
@@ -677,7 +677,7 @@ class Replay:
             if os.write(self.file, line) < len(line):  # One write: lines of several processes do not mix.
                 raise OSError("no space left")
         except OSError as e:  # The reply is paid for, and the run can go on with it.
-            print(f"{self.path}: a reply could not be kept: {e}", file=sys.stderr)
+            warn(f"{self.path}: a reply could not be kept: {e}")
 
 
 class Budget:
@@ -808,11 +808,17 @@ def call(worker: Worker, messages: list[dict], params: dict, on_text) -> Reply:
                     raise WorkerError(f"{text} ({took})", fault.bad_request) from None
                 if time.monotonic() > worker.printed + QUIET:
                     worker.printed = time.monotonic()
-                    tqdm.write(f"{worker.name}: {text}; trying again", file=sys.stderr)
+                    warn(f"{worker.name}: {text}; trying again")
             time.sleep(wait)
     worker.usual += (reply.seconds - worker.usual) * (0.2 if worker.usual else 1.0)
     reply.seconds = time.monotonic() - begun
     return reply
+
+
+def warn(text: str):
+    """Print to stderr, beside the bars."""
+    with contextlib.suppress(OSError):  # Nobody may read it.
+        tqdm.write(text, file=sys.stderr)
 
 
 def take_turn(worker: Worker, most: float) -> float:

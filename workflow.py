@@ -31,7 +31,7 @@ import torch
 from model import Qwen, Tokenizer, compute_dtype, configure, fetch, read_json
 from sample import Completion, generate
 from workers import (LIMITS, LOCAL, WISHES, Handler, Reply, Server, WorkerError, load_pool, loopback_server,
-                     unset_in)
+                     unset_in, warn)
 
 
 class WorkflowError(ValueError):
@@ -936,7 +936,7 @@ def from_one_thread(conductor):
             try:
                 conductor(chats, 1, number, lambda i, j, *text, **lost: futures[i].set_result((text, lost)))
             except Exception as bug:
-                traceback.print_exc()
+                warn(traceback.format_exc())
                 for future in futures:
                     if not future.done():  # The traceback would keep the grid, gigabytes of a GPU's memory.
                         future.set_exception(bug.with_traceback(None))
@@ -954,6 +954,8 @@ def prompting_of(path: str) -> Prompting:
     for f in fields(Prompting):
         if type(getattr(prompting, f.name)) is not type(getattr(Prompting(), f.name)):
             raise ValueError(f"{file}: {f.name} is {getattr(prompting, f.name)!r}")
+    if not all(isinstance(name, str) for name in prompting.workers):
+        raise ValueError(f"{file}: workers are names, not {prompting.workers!r}")
     if not 1 <= prompting.max_steps <= 100:  # Every step is paid.
         raise ValueError(f"{file}: max_steps is {prompting.max_steps}, and may be 1 to 100")
     return prompting

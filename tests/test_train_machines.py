@@ -1,16 +1,20 @@
 """Machines as a cluster has them: pipes that nobody reads any more, closed terminals, two nodes, folders on other
 disks, limits of memory, full disks."""
+import contextlib
 import errno
 import fcntl
 import os
 import signal
 import subprocess
 import sys
+import types
 
 import pytest
 from train_runs import ENV, ROOT, TINY, Ended, kill, metrics
 
 import train
+import workers
+from eval import Problem
 from model import configure, write_json
 from train import Settings
 
@@ -44,6 +48,36 @@ def test_a_run_that_nobody_hears_saves(number, gone, checkpoint, tmp_path):
         os.close(read)
 
 
+def test_a_warning_that_nobody_reads_ends_nothing(monkeypatch):
+    """A worker fails while stderr is a pipe whose reader has gone."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w", buffering=1) as gone:
+        monkeypatch.setattr(sys, "stderr", gone)
+        with pytest.raises(BrokenPipeError):
+            print("Hello?", file=sys.stderr)
+        workers.warn("a worker: HTTP 503; trying again")
+        monkeypatch.undo()
+        with contextlib.suppress(BrokenPipeError):
+            gone.close()
+
+
+def test_the_last_command_names_the_pool_that_must_be_named():
+    run = types.SimpleNamespace(test=[Problem("", "Why?", "", "")])
+    assert train.try_it(run, Settings(pool="my pool.json")).endswith("/checkpoint '--pool=my pool.json'")
+    assert "--pool" not in train.try_it(run, Settings(pool="local:pairs"))
+
+
+def test_tensorboard_and_wandb_may_make_links(tmp_path):
+    s = Settings(out=str(tmp_path))
+    os.makedirs(tmp_path / "wandb")
+    (tmp_path / "wandb" / "latest-run").symlink_to("run-1")
+    train.refuse_links(s)
+    (tmp_path / "traces").symlink_to(tmp_path / "wandb")
+    with pytest.raises(OSError, match="traces is a link"):
+        train.refuse_links(s)
+
+
 def test_nohup_is_respected(monkeypatch, in_process):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     monkeypatch.setattr(train.dist, "get_rank", lambda: 0)
@@ -52,7 +86,7 @@ def test_nohup_is_respected(monkeypatch, in_process):
 
 
 @pytest.mark.parametrize("node, same", [("0", True), ("1", False)])
-def test_each_node_has_its_own_specialists(node, same, tmp_path, monkeypatch, in_process):
+def test_only_the_first_nodes_ranks_share_its_specialists(node, same, tmp_path, monkeypatch, in_process):
     """The loopback address of the first is no other's."""
     asked = []
 
@@ -92,6 +126,7 @@ def test_the_home_folder_may_be_written_as_in_a_shell(monkeypatch):
     ("0::/slurm/job_7/step_0\n", {"slurm/job_7/memory.max": "7000\n", "memory.max": "max\n"}, 7000),
     ("0::/\n", {"memory.max": "5000"}, 5000),
     ("4:memory:/docker/x\n", {"memory/memory.limit_in_bytes": "3000"}, 3000),
+    ("5:cpu:/\n4:memory:/slurm/job_7\n", {"memory/slurm/job_7/memory.limit_in_bytes": "2000"}, 2000),
     ("0::/\n", {"memory.max": "9" * 30}, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))])
 def test_memory_is_what_a_container_or_a_batch_system_allows(own, limits, expected, tmp_path):
     (tmp_path / "own").write_text(own)

@@ -72,6 +72,7 @@ def test_resuming_tidies_what_a_kill_left(tmp_path, capsys):
     for name in ("00001", "00002"):
         write_json(f"{tmp_path}/checkpoints/{name}/training.json", {"score": 0.0})
     os.symlink("checkpoints/00001", tmp_path / "checkpoint")
+    train.hold(s)
     train.rewind(s, 2)
     assert os.readlink(tmp_path / "checkpoint") == "checkpoints/00002"
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["00001", "00002", "mine"]
@@ -79,7 +80,7 @@ def test_resuming_tidies_what_a_kill_left(tmp_path, capsys):
     other = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_EX)
     with pytest.raises(OSError, match="another run is writing there"):
-        train.rewind(s, 2)
+        train.hold(s)
     os.close(other)
 
 

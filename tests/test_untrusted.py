@@ -39,7 +39,7 @@ def test_no_checkpoint_says_who_gets_the_questions_and_the_keys(checkpoint, tmp_
 
 @pytest.mark.parametrize("facts, pool", [
     ({}, "local"), ({"pool": "local:pairs"}, "local:pairs"), ({"pool": "today"}, None), ({"pool": ["local"]}, None),
-    ({"max_steps": 10**9}, None), ({"max_steps": "5"}, None), ({"workers": "all"}, None)])
+    ({"max_steps": 10**9}, None), ({"max_steps": "5"}, None), ({"workers": "all"}, None), ({"workers": [1]}, None)])
 def test_what_a_checkpoint_may_say_of_its_prompt(facts, pool, tmp_path):
     (tmp_path / "conductor.json").write_text(json.dumps(facts))
     if pool:
@@ -62,6 +62,8 @@ def test_a_tokenizer_neither_makes_control_tokens_of_text_nor_cuts_it():
     bpe.enable_truncation(4)
     bpe.enable_padding(length=9)
     assert len(Tokenizer(bpe).encode("A longer text")) == 13
+    bpe.enable_padding(length=512, pad_id=bpe.token_to_id("<|im_end|>"), pad_token="<|im_end|>")
+    assert Tokenizer(bpe).encode("A") == Tokenizer(byte_tokenizer().bpe).encode("A")
     ordinary = bpe.to_str().replace('"special":true', '"special":false')
     with pytest.raises(ValueError, match="control tokens"):
         Tokenizer(BPE.from_str(ordinary))
@@ -78,12 +80,15 @@ def test_a_run_writes_and_removes_nothing_by_links(tmp_path):
         (out / link).symlink_to(to)
         (out / "checkpoint").symlink_to("checkpoints/00001")  # which every run has
         with pytest.raises(OSError, match="is a link"):
-            train.hold(train.Settings(out=str(out)))
+            train.refuse_links(train.Settings(out=str(out)))
     assert mine.exists() and not (tmp_path / "tool.py").exists()
 
 
-@pytest.mark.parametrize("url", ["http://evil.example/v1/$AWS_SECRET", "http://$AWS_SECRET.evil.example", "$A/$AWS_SECRET"])
-def test_a_pools_url_sends_no_variables_elsewhere(url):
+@pytest.mark.parametrize("url", ["http://evil.example/v1/$AWS_SECRET", "http://$AWS_SECRET.evil.example", "$A/$AWS_SECRET",
+                                 "$A.evil.example/v1", "${A}/v1"])
+def test_a_pools_url_sends_no_variables_elsewhere(url, monkeypatch):
+    monkeypatch.setenv("A", "http://good.example")
+    assert Worker("openai", "$A/v1", "m").url == "http://good.example/v1"
     with pytest.raises(ValueError, match="base_url must be"):
         Worker("openai", url, "m")
 
@@ -97,13 +102,17 @@ def test_a_file_of_problems_opens_no_other_file(tests, tmp_path):
         evaluation.read_problems(str(tmp_path / "theirs.jsonl"))
 
 
-def test_words_of_no_tokens_have_an_unknown_cost():
+@pytest.mark.parametrize("text, n_in, price, known", [
+    ("four words of text", 0, [2, 10], False), ("four words of text", 9, [2, 10], False), ("", 0, [2, 10], False),
+    ("", 9, [2, 10], True), ("four words of text", 0, [0, 0], True)])
+def test_words_of_no_tokens_have_an_unknown_cost(text, n_in, price, known):
     """A gateway that fills in zeros is not free of charge: the budget keeps what the call could cost."""
-    said = {"choices": [{"message": {"content": "four words of text"}}], "usage": {"prompt_tokens": 0, "completion_tokens": 0}}
+    said = {"choices": [{"message": {"content": text}}], "usage": {"prompt_tokens": n_in, "completion_tokens": 0}}
     budget = Budget(1.0)
     with always(said) as server:
-        reply = worker(server, price=[2, 10], params={"max_tokens": 64}, budget=budget).chat(CHAT)
-    assert reply.cost is None and budget.left < 1.0
+        reply = worker(server, price=price, params={"max_tokens": 64}, budget=budget).chat(CHAT)
+    assert (reply.cost is not None) == known and (reply.cost or 0.0) <= 1.0 - budget.left + 1e-9
+    assert known or budget.left < 1.0
 
 
 def test_nothing_printed_commands_the_terminal(capsys):
