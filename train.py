@@ -689,7 +689,7 @@ def bill(pool):
 
 
 def print0(line: str):
-    """Print on rank 0. If nobody reads it any more (Ctrl-C ends the `tee` behind a run too) it ends as by
+    """Print on rank 0. If nobody reads it any more (Ctrl-C also ends a `tee` behind a run) the run ends as by
     Ctrl-C, in the loop with a checkpoint."""
     if dist.get_rank():
         return
