@@ -66,7 +66,7 @@ def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference:
     huge one where π has made a token of π_ref very unlikely: here is the KL itself."""
     # All groups are one row of T tokens. The prompt 5 6 with completions 7 and 8 9: ids 5 6 7 8 9, positions
     # 0 1 2 2 3, targets (N) 7 8 9, and the outputs at the places `predictors`, 1 1 3, predict these. By
-    # `attend` a completion sees its prompt and its own past, and no other completion.
+    # `attend` a completion sees its prompt and its own past, and no other completion (`attend_group`).
     ids, positions, targets, predictors, attend = pack(groups, model.device)
     size = max(1, HEAD_LOGITS[model.device.type] // model.config.vocab_size)
     ref_parts = itertools.repeat(None)

@@ -29,7 +29,7 @@ BUCKET = {"cuda": 128, "cpu": 32}  # steps, a multiple of CHECK, between calls o
 @dataclass
 class Completion:
     tokens: list[int]  # the end token included when finished
-    logprobs: list[float]  # of each token, as `draw` returns them
+    logprobs: list[float]  # of each token, in the distribution it was drawn from; if greedy, see `draw`
     finished: bool  # False: cut off at max_new_tokens
 
 

@@ -226,7 +226,7 @@ def learn(run: Run, groups, s: Settings, iteration: int) -> list[dict]:
 def train(s: Settings, device: str):
     """The whole run, on every rank."""
     began = time.perf_counter()
-    run = set_up(s, device)
+    run = set_up(s, device)  # with --resume from the newest of `checkpoints`; else with a `warm_start`
     if s.dry_run:
         return print0("the run lacks nothing; without --dry_run it begins")
     report = reporter(s, run.begin)

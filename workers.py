@@ -72,7 +72,7 @@ class Worker:
     rpm: int | float | None = None  # requests per minute
     timeout: int | float = 600  # seconds for an attempt
     deadline: int | float | None = None  # seconds for all attempts and their waits; None: three timeouts
-    attempts: int | None = None  # at most. Besides, FAILURES end a call; to be refused as by HTTP 429 is none
+    attempts: int | None = None  # at most, those that HTTP 429 refused included; None: see `call`, FAILURES
     replay: object = field(default=None, repr=False)  # a Replay
     budget: object = field(default=None, repr=False)  # a Budget
     letter = ""  # set by load_pool; unannotated, so that it is no field
@@ -96,8 +96,9 @@ class Worker:
         overrides win over params; both have OpenAI's names, or the provider's own. on_text(piece) is called
         with the text as it comes if the protocol is OpenAI's, else once with all of it. call_id names this
         call within a run, such as seed/question/rollout/round/step: a rerun finds its reply in `replay`.
-        WorkerError if no attempt succeeds: `call` says what is tried again (HTTP 429, 5xx, lost connections).
-        calls, spent and unpriced count every reply, kept ones too."""
+        HTTP 429, 5xx and lost connections are tried again (`call`; the statuses: `response_data`) until the
+        deadline, `attempts` or FAILURES, among which a 429 does not count: then WorkerError. calls, spent and
+        unpriced count every reply, kept ones too."""
         reply = kept_or_new(self, messages, {**self.params, **overrides}, call_id, on_text)
         with self.lock:
             self.calls += 1

@@ -135,11 +135,12 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
     order = ["model_id", "subtasks", "access_list"] if subtasks else ["model_id", "access_list"]
     workflow = None
     error = "model_id: the list is missing"
-    window = []  # the last len(order) lists, as (name, value); two of one name are no workflow
+    window = []  # the last len(order) lists, as (name, value)
     for name, value in lists_in(text):
         if name not in order:
             continue
         window = [*window, (name, value)][-len(order):]
+        # As long as a list is missing (a short window, or one name twice) checked_rows raises: read on.
         try:
             rows = checked_rows(dict(window), order, n_workers, max_steps, allow_empty)
         except WorkflowError as e:
@@ -242,10 +243,10 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
     """Start a workflow; the future gets then(trace). A WorkerError is not raised but becomes Trace.error; any
     other exception, a bug, is raised by the future.
 
-    Each step is a job (`in_thread`) that waits for the steps it reads. Jobs begin in the order of the steps,
-    and these are earlier ones, which have begun: there is no deadlock. After an error or stopped() no further
-    step starts; the running calls are awaited, so that their cost is counted. number: the rollout's, for the
-    calls' ids."""
+    Each step is a job (`in_thread`) that first waits for the steps of its access list. Jobs start in the
+    order of the steps, so those have started before it: there is no deadlock. After an error or stopped() no
+    further step starts; the running calls are awaited, so that their cost is counted. number: the rollout's,
+    for the calls' ids."""
     steps, previous = workflow.steps, task.previous
     if not steps and previous is None:
         raise ValueError("a workflow without steps keeps the previous answer, but there is none")
@@ -343,7 +344,8 @@ def sampled(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature
 def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Prompting(), grade=None,
              edit=None, first: int = 0, on_finish=None) -> list[list[Rollout]]:
     """n rollouts of each task, as [task][rollout]. A workflow runs as soon as it is written, and is graded as
-    soon as it has run, while others are being written.
+    soon as it has run, while others are being written. Its path: conductor → on_written → parse → submit →
+    its steps, in threads → complete → grade.
 
     conductor: see above. grade(task.problem, answer) -> bool; without it no answer is right or wrong.
     edit(workflow) -> workflow, for ablations. first: the number of each task's first rollout.
