@@ -903,10 +903,14 @@ def restore(model, optimizer, folder: str):
         state["step"].fill_(facts["optimizer_steps"])
 
 
+def numbered(out: str) -> list[str]:
+    """The folders that `save` has begun, oldest first, and none that a user has put beside them."""
+    return sorted(glob.glob(os.path.join(glob.escape(out), "checkpoints", "[0-9]" * 5)))
+
+
 def checkpoints(out: str) -> list[str]:
     """The whole checkpoints of a run, oldest first."""
-    files = glob.glob(os.path.join(glob.escape(out), "checkpoints", "*", "training.json"))
-    return sorted(os.path.dirname(file) for file in files)
+    return [folder for folder in numbered(out) if os.path.exists(os.path.join(folder, "training.json"))]
 
 
 def where_saved(s: Settings) -> str:
@@ -931,9 +935,8 @@ def tidy(s: Settings):
     best = max(folders, key=lambda folder: read_json(os.path.join(folder, "training.json"))["score"])
     for folder in set(folders) - {*folders[-s.keep:], best}:
         os.remove(os.path.join(folder, "training.json"))
-    for folder in glob.glob(os.path.join(glob.escape(s.out), "checkpoints", "[0-9]*")):
-        if not os.path.exists(os.path.join(folder, "training.json")):
-            shutil.rmtree(folder)
+    for folder in set(numbered(s.out)) - set(checkpoints(s.out)):
+        shutil.rmtree(folder)
 
 
 def earlier_runs(out: str) -> list[str]:

@@ -63,19 +63,21 @@ def test_two_runs_do_not_share_a_folder(checkpoint, tmp_path):
 
 
 def test_resuming_tidies_what_a_kill_left(tmp_path, capsys):
-    """Between a checkpoint's last file and the link to it, say."""
+    """Between a checkpoint's last file and the link to it, say. What a user has copied beside it stays."""
     s = Settings(out=str(tmp_path))
     write_json(f"{tmp_path}/settings.json", asdict(s))
     (tmp_path / "metrics.jsonl").write_text("{}\n{}\n")
     for name in ("00001", "00002", "00003", "mine"):
         os.makedirs(tmp_path / "checkpoints" / name)
-    for name in ("00001", "00002"):
+    for name in ("00001", "00002", "mine", "00001 to keep"):
+        os.makedirs(tmp_path / "checkpoints" / name, exist_ok=True)
         write_json(f"{tmp_path}/checkpoints/{name}/training.json", {"score": 0.0})
+    assert [os.path.basename(folder) for folder in train.checkpoints(str(tmp_path))] == ["00001", "00002"]
     os.symlink("checkpoints/00001", tmp_path / "checkpoint")
     train.hold(s)
     train.rewind(s, 2)
     assert os.readlink(tmp_path / "checkpoint") == "checkpoints/00002"
-    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["00001", "00002", "mine"]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["00001", "00001 to keep", "00002", "mine"]
     os.close(train.held.pop())
     other = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_EX)
