@@ -60,7 +60,7 @@ from model import checkpoint_file, configure, read_json, write_json
 from workers import (ARITHMETIC, FACTS, LIMITS, LOCAL, ORDERS, SKILL, SPANISH, SPELLING, WorkerError,
                      load_pool, silent, unset_in)
 from workflow import (SOLVE_IT, Prompting, Step, Task, Trace, Workflow, conduct, execute, load_conductor,
-                      pool_of, printable, sampled, seated, shape, subset, warn_of_others)
+                      model_conductor, pool_of, printable, shape, subset, warn_of_others, worker_conductor)
 
 # -----------------------------------------------------------------------------------------------------------
 # Problems
@@ -95,7 +95,7 @@ def grade(problem: Problem, response: str) -> bool:
     if problem.grader == "short":
         return same_short(final_answer(response), gold)
     if problem.grader == "exact":
-        return tagged(response) == gold
+        return tagged(response) == gold  # the last <answer> tag's content, or all of a response without one
     raise ValueError(f"grade has no case for the grader {problem.grader!r}")
 
 
@@ -105,8 +105,8 @@ def grade(problem: Problem, response: str) -> bool:
 def run_conductor(conductor, problems: list[Problem], pools: list[list], name: str, rounds: int = 0,
                   prompting: Prompting = Prompting(), tries: int = 1, edit=None) -> list[Trace | None]:
     """The trace of every problem, None where what was written is no workflow. Problem i has the workers
-    pools[i]. rounds: the most that follow the first. Text that does not parse is wrong, unless tries is above
-    1. The rest as in workflow.conduct, in its appendix."""
+    pools[i]. rounds: the most that follow the first. Text that does not parse is wrong, or with tries above 1
+    drawn again. The rest as in workflow.conduct, in its appendix."""
     tasks = [Task(p.question, pool, problem=p, name=f"{name}/{p.id}") for p, pool in zip(problems, pools)]
     with progress(name, len(tasks)) as bar:
         def on_finish(rollout):
@@ -1700,8 +1700,8 @@ def random_workflow(rng: random.Random, n_workers: int, max_steps: int = 5, pros
     for i in range(n_steps):
         worker = rng.randrange(n_workers)
         subtask = sentence(rng) if prose else rng.choice(PHRASES)
-        sees_all = rng.random() < 0.9
-        steps.append(Step(worker, subtask, list(range(i)) if sees_all else []))
+        everything = rng.random() < 0.9
+        steps.append(Step(worker, subtask, list(range(i)) if everything else []))
     return Workflow(steps)
 
 
@@ -2001,7 +2001,7 @@ def trinity(weights: np.ndarray, s, problem: Problem, pool: list, k: int, name: 
         text = f"{problem.question}\n{role}: {trace.answer}" if trace else problem.question
         scores = hidden_state(s.trinity, text) @ weights  # (W + 3)
         role = [*ROLES][scores[len(pool):].argmax()]
-        step = Step(int(scores[:len(pool)].argmax()), ROLES[role], [], sees_all=True)
+        step = Step(int(scores[:len(pool)].argmax()), ROLES[role], [], wrote_all=True)
         trace = execute(Workflow([step]), problem.question, pool, trace, name)
         if trace.error:
             return trace
@@ -2140,7 +2140,7 @@ def play_conductor(s, problems, pools, name: str, who: str, k: int, tag: str) ->
     """The traces of a system in which a Conductor, or worker k in its seat, writes workflows."""
     examples = {"examples": s.examples} if s.examples else {}
     if name == "seat":  # where the format is wrong, the paper tries again without end
-        conductor = seated(pools[0][k], f"{tag}/seat")
+        conductor = worker_conductor(pools[0][k], f"{tag}/seat")
         return run_conductor(conductor, problems, pools, tag, s.rounds, Prompting(**examples), tries=10)
     model, tokenizer, prompting = cached_conductor(who if who and name in CONDUCTORS else s.checkpoint)
     warn_of_others(prompting, pools[0])
@@ -2151,7 +2151,7 @@ def play_conductor(s, problems, pools, name: str, who: str, k: int, tag: str) ->
     def by_worker_k(workflow):
         return Workflow([replace(step, worker=k) for step in workflow.steps], workflow.written)
 
-    conductor = sampled(model, tokenizer, prompting, 0.0)
+    conductor = model_conductor(model, tokenizer, prompting, 0.0)
     edit = by_worker_k if name == "one-worker" else None
     return run_conductor(conductor, problems, pools, tag, s.rounds, prompting, edit=edit)
 

@@ -24,13 +24,13 @@ def advantages(rewards, mask=None, std=True, question=None):
 
     mask (Q, G) is False for rollouts that were lost: they are in no statistic and get 0, as does a group of
     equal rewards. question (Q): groups with the same number are a question's first and second round (§3.2).
-    Each takes off its own mean, but both divide by one std: with one each, the division would undo that a
-    first round's rewards count a quarter (train.reward)."""
+    Each takes off its own mean, but both divide by one std. With one each, the quarter that a first round's
+    rewards count (train.reward) would cancel, as it does for a question without a second round."""
     rewards = torch.as_tensor(rewards, dtype=torch.float32)
     mask = torch.ones_like(rewards) if mask is None else torch.as_tensor(mask).float()
     mean = (rewards * mask).sum(1) / mask.sum(1).clamp(min=1)  # (Q)
     centred = (rewards - mean[:, None]) * mask                 # (Q, G)
-    centred[centred.abs() < 1e-6] = 0.0                        # equal rewards: what their rounded mean leaves
+    centred[centred.abs() < 1e-6] = 0.0                        # rounding: equal rewards are all the mean
     if not std:
         return centred
     question = torch.arange(len(rewards)) if question is None else torch.as_tensor(question)
@@ -45,7 +45,7 @@ def set_advantages(groups: list[list[Rollout]], std=True):
     """Write every rollout's advantage from its group's rewards, of which None is masked. The groups are of
     one size. Those whose tasks have the same name and question are rounds of one question."""
     asked = [(group[0].task.name, group[0].task.question) for group in groups]
-    question = [asked.index(pair) for pair in asked]  # the first group that asks the same
+    question = [asked.index(pair) for pair in asked]  # the index of its first group
     rewards = [[r.reward or 0.0 for r in group] for group in groups]
     mask = [[r.reward is not None for r in group] for group in groups]
     for group, row in zip(groups, advantages(rewards, mask, std, question).tolist()):
@@ -66,7 +66,7 @@ def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference:
     huge one where π has made a token of π_ref very unlikely: here is the KL itself."""
     # All groups are one row of T tokens. The prompt 5 6 with completions 7 and 8 9: ids 5 6 7 8 9, positions
     # 0 1 2 2 3, targets (N) 7 8 9, and the outputs at the places `predictors`, 1 1 3, predict these. By
-    # `attend` a completion sees its prompt and its own past, and no other completion (`attend_group`).
+    # `attend` (`attend_group`) a completion sees the prompt's keys and values, computed once, and its own.
     ids, positions, targets, predictors, attend = pack(groups, model.device)
     size = max(1, HEAD_LOGITS[model.device.type] // model.config.vocab_size)
     ref_parts = itertools.repeat(None)
@@ -116,8 +116,8 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
     loss, what each token's term is divided by (`divisor`): "sequence", as in GRPO, makes a mean over a
     rollout's tokens and then over rollouts; "token" is DAPO's, "constant" Dr. GRPO's (arXiv 2503.20783).
 
-    Returns the means of STATISTICS over all ranks' tokens that teach something (None where none does),
-    grad_norm before clipping, and skipped (0 or 1)."""
+    Returns the means of gap, approx_kl, clipfrac, entropy and kl (`statistics`) over the tokens of all ranks
+    that were computed, None if none was; grad_norm before clipping; and skipped, 0 or 1."""
     device = model.device
     world = dist.get_world_size() if dist.is_initialized() else 1
     # The mean is over all rollouts. Without a KL those without an advantage need not be computed.
@@ -126,18 +126,18 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
     teaching = [r for r in rollouts if r.advantage or beta]
     # All ranks run equally many micro-batches, as FSDP needs. An empty one is a dummy token, cut off below.
     for batch in as_many_on_all_ranks(micro_batches(teaching, token_budget), device):
-        old, advantage, share = [], [], []  # of each token; share: 1 / what `loss` divides it by
+        old, advantage, scale = [], [], []  # of each token; scale: 1 / what `loss` divides it by
         for r in batch:
             n = n_written(r)
             divisor = {"sequence": n_rollouts * n, "token": n_tokens, "constant": n_rollouts * max_new_tokens}
             old += r.completion.logprobs
             advantage += [r.advantage * weight for weight in r.importance or [1.0] * n]
-            share += [1 / divisor[loss]] * n
-        old, advantage, share = to_device(np.array([old, advantage, share], dtype=np.float32), device)  # (N)
+            scale += [1 / divisor[loss]] * n
+        old, advantage, scale = to_device(np.array([old, advantage, scale], dtype=np.float32), device)  # (N)
         # by_prompt keeps the order: micro_batches have put the rollouts of a prompt side by side.
         new, kl = packed_logprobs(model, by_prompt(batch), temperature, n_ids, reference if beta else None)
         new, kl = new[:len(old)], kl[:len(old)]
-        objective = ((surrogate(new, old, advantage, clip, clip_high) - beta * kl) * share).sum()
+        objective = ((surrogate(new, old, advantage, clip, clip_high) - beta * kl) * scale).sum()
         (-objective * world).backward()  # FSDP averages gradients over ranks
         sums += statistics(new, old, kl, clip, clip_high or clip)
 
@@ -188,13 +188,13 @@ def pack(groups, device):
         [ids, positions, targets, predictors, *tables], device)
     layout = [(*shape, places, real) for shape, places, real in zip(shapes, tables[::2], tables[1::2])]
 
-    def attend(layer, q, k, v):  # q (1, H, T, D), k and v (1, Hkv, T, D)
+    def attend(layer_idx, q, k, v):  # q (1, H, T, D), k and v (1, Hkv, T, D)
         dtype = q.dtype
         y = []
         if device.type == "cpu":  # the fused kernel's backward pass in bf16 is slow there
             q, k, v = q.float(), k.float(), v.float()
         for *qkv, group in zip(q.split(sizes, 2), k.split(sizes, 2), v.split(sizes, 2), layout):
-            y.append(attend_group(layer, *qkv, *group))
+            y.append(attend_group(layer_idx, *qkv, *group))
         return torch.cat(y, 2).to(dtype)
 
     return ids, positions, targets, predictors, attend
@@ -215,10 +215,10 @@ def pad(P: int, completions):
     return places.flatten(), np.flatnonzero(is_real)
 
 
-def attend_group(layer, q, k, v, P, n, places, real):
+def attend_group(layer_idx, q, k, v, P, n, places, real):
     """Attention in one group: its completions see the prompt and their own past, not each other.
     q (1, H, S, D), k and v (1, Hkv, S, D) -> (1, H, S, D)."""
-    prompt = causal(layer, q[:, :, :P], k[:, :, :P], v[:, :, :P])
+    prompt = causal(layer_idx, q[:, :, :P], k[:, :, :P], v[:, :, :P])
     places = places.view(n, -1)                                 # (n, L)
     rows = []
     for x in (k, v):

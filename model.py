@@ -81,8 +81,8 @@ def rotate(x, cos, sin):
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-def causal(layer: int, q, k, v):
-    """The plain `attend`: q (B, H, T, D) sees k and v (B, Hkv, T, D) up to its place. `layer` is unused."""
+def causal(layer_idx: int, q, k, v):
+    """The plain `attend`: q (B, H, T, D) sees k and v (B, Hkv, T, D) up to its place. layer_idx is unused."""
     dtype = q.dtype
     if q.device.type == "cpu":  # PyTorch's fused kernels for CPUs gain nothing by bf16
         q, k, v = q.float(), k.float(), v.float()
@@ -90,9 +90,9 @@ def causal(layer: int, q, k, v):
 
 
 class Attention(nn.Module):
-    def __init__(self, config: Config, layer: int):
+    def __init__(self, config: Config, layer_idx: int):
         super().__init__()
-        self.layer = layer  # its number: `attend` finds the layer's KV cache by it
+        self.layer_idx = layer_idx  # by which `attend` finds its KV cache
         self.head_dim = config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=True)
@@ -105,7 +105,7 @@ class Attention(nn.Module):
         q = self.q_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, H, T, D)
         k = self.k_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, Hkv, T, D)
         v = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, Hkv, T, D)
-        y = attend(self.layer, rotate(q, cos, sin), rotate(k, cos, sin), v)  # (B, H, T, D)
+        y = attend(self.layer_idx, rotate(q, cos, sin), rotate(k, cos, sin), v)  # (B, H, T, D)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -121,9 +121,9 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, config: Config, layer: int):
+    def __init__(self, config: Config, layer_idx: int):
         super().__init__()
-        self.self_attn = Attention(config, layer)
+        self.self_attn = Attention(config, layer_idx)
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -155,7 +155,7 @@ class Qwen(nn.Module):
     def forward(self, ids, positions=None, attend=causal, head=None):
         """ids (B, T) -> logits (B, T, V) in fp32, or what `head` returns.
 
-        positions (B, T) are 0 … T-1 unless given. attend(layer, q, k, v) -> (B, H, T, D) replaces `causal`.
+        positions (B, T) are 0 … T-1 unless given. attend(layer_idx, q, k, v) -> (B, H, T, D) replaces causal.
         head(hidden (B, T, C)) replaces `logits`, for logits at some positions only, say."""
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)

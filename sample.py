@@ -3,10 +3,13 @@
     python sample.py --checkpoint=Qwen/Qwen2.5-0.5B-Instruct "a prompt"      or a folder
 
 GRPO asks the same prompt n times, so a prompt's keys and values are computed and stored once, and each
-rollout stores only its own. A decode step attends to [shared prompt | own tokens] under one softmax. The
-rollouts form a grid of Q prompts × R rows, and a step draws one more token for each. What a finished row
-draws is ignored, until `compact` drops it. The appendix has the grid: `prefill` computes the shared part, and
-`attend` reads it for all rows. Read workers.py next.
+rollout stores only its own. The rollouts form a grid of Q prompts × R rows. A step draws one more token for
+each row, whose query q sees both parts, [shared prompt | own tokens], under one softmax:
+
+    w = softmax([q · K_prompt | q · K_own]),    y = w_prompt · V_prompt + w_own · V_own
+
+This is `Grid.attend`, in the appendix, as is `prefill`, which computes the shared part. What a finished row
+draws is ignored, until `compact` drops it. Read workers.py next.
 """
 import collections
 import contextlib
@@ -23,13 +26,13 @@ from model import Qwen, Tokenizer, causal, compute_dtype, configure, matmul_fp32
 
 READ_AT_ONCE = 1 << 15  # prompt tokens in one grid at most: its cache takes gigabytes
 CHECK = 8  # steps between looks at who has finished
-BUCKET = {"cuda": 128, "cpu": 32}  # steps, a multiple of CHECK, between calls of `compact`
+BUCKET = {"cuda": 128, "cpu": 32}  # steps from one `compact` to the next; a multiple of CHECK
 
 
 @dataclass
 class Completion:
     tokens: list[int]  # the end token included when finished
-    logprobs: list[float]  # of each token, in the distribution it was drawn from; if greedy, see `draw`
+    logprobs: list[float]  # of each token, in the distribution it was drawn from; if greedy, at temperature 1
     finished: bool  # False: cut off at max_new_tokens
 
 
@@ -44,7 +47,7 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
     vocabulary. on_finish(prompt index, rollout index, Completion) is called as rollouts finish.
 
     first: the number of the first rollout; the others are first+1, … What one draws depends on the seed, its
-    prompt, how often the prompt was listed before, and that number. So each rank passes another."""
+    prompt, how often the prompt was listed before, and that number. So every rank passes another `first`."""
     if not prompts or not all(prompts) or n < 1 or max_new_tokens < 1:
         raise ValueError("generate needs prompts, none of them empty, n >= 1 and max_new_tokens >= 1")
     if not 0 <= temperature < math.inf or not 0 < top_p <= 1 or top_k < 0:
@@ -57,25 +60,26 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
     at_once = max(1, READ_AT_ONCE // max(map(len, prompts)))
     for start in range(0, len(prompts), at_once):
         end = start + at_once
-        for number, completion in sampled_together(model, prompts[start:end], n, max_new_tokens,
-                                                   seeds[start * n:end * n], how, eos_id):
-            i, j = divmod(start * n + number, n)  # prompt, rollout
-            completions[i][j] = completion
+        for i, j, completion in generate_together(model, prompts[start:end], n, max_new_tokens,
+                                                  seeds[start * n:end * n], how, eos_id):
+            completions[start + i][j] = completion
             if on_finish:
-                on_finish(i, j, completion)
+                on_finish(start + i, j, completion)
     return completions
 
 
-def sampled_together(model, prompts, n, max_new_tokens, seeds, how, eos_id):
-    """Sample n rollouts of each prompt in one grid. Yields (prompt's index * n + rollout's index, Completion)
-    as each ends. seeds: one for each rollout. how: the temperature and so on, for `draw`."""
+def generate_together(model, prompts, n, max_new_tokens, seeds, how, eos_id):
+    """Generate n rollouts of each prompt in one grid. Yields (prompt's index, rollout's index, Completion) as
+    each ends. seeds: one for each rollout. how: the temperature and so on, for `draw`."""
     grid = Grid(model, prompts, n, max_new_tokens, seeds, how, eos_id)
     grid.prefill(prompts)  # and draw every rollout's first token
     for count in range(1, max_new_tokens + 1):  # how many tokens every rollout has
         last = count == max_new_tokens
         if last or count % CHECK == 0:
-            yield from grid.harvest(last)
-        if not grid.going:  # the rollouts that were not harvested
+            for number, completion in grid.harvest(last):
+                i, j = divmod(number, n)
+                yield i, j, completion
+        if not grid.going:  # All are harvested, as they always are when count is max_new_tokens.
             return
         if count % BUCKET[model.device.type] == 0:
             compact(grid)
@@ -154,9 +158,9 @@ class Grid:
         ids = [prompt + [0] * (width - len(prompt)) for prompt in prompts]
         ids = torch.tensor(ids, device=self.device)  # (q, width)
 
-        def attend(layer, q, k, v):
-            self.prompt_kv[layer][:, rows, :, :width] = torch.stack((k, v))
-            return causal(layer, q, k, v)
+        def attend(layer_idx, q, k, v):
+            self.prompt_kv[layer_idx][:, rows, :, :width] = torch.stack((k, v))
+            return causal(layer_idx, q, k, v)
 
         def head(hidden):  # (q, width, C) -> (q, V), of the last tokens only
             return self.model.logits(hidden.take_along_dim(last, dim=1)[:, 0])
@@ -183,12 +187,12 @@ class Grid:
         logits = self.model(self.newest[:, None], positions, self.attend)  # (N, 1, V)
         self.draw_next(logits[:, 0])
 
-    def attend(self, layer, q, k, v):
+    def attend(self, layer_idx, q, k, v):
         """The newest tokens, q (N, H, 1, D), k and v (N, Hkv, 1, D), attend to prompts and own tokens: two
         products make the scores [prompt | own], one softmax goes over both, two products make the output."""
         Q, R, P, T, Hkv, D = self.Q, self.R, self.P, self.T, k.shape[1], self.D
-        prompt_k, prompt_v = self.prompt_kv[layer][:, :Q]  # each (Q, Hkv, P, D)
-        own_kv = self.own_kv[layer][:, :Q * R, :, :T]  # (2, N, Hkv, T, D)
+        prompt_k, prompt_v = self.prompt_kv[layer_idx][:, :Q]  # each (Q, Hkv, P, D)
+        own_kv = self.own_kv[layer_idx][:, :Q * R, :, :T]  # (2, N, Hkv, T, D)
         own_kv.index_copy_(3, self.t - 1, torch.stack((k, v)).to(own_kv.dtype))
         own_k, own_v = own_kv.unflatten(1, (Q, R))  # each (Q, R, Hkv, T, D)
         own_q = q.view(Q, R, Hkv, -1, D)  # (Q, R, Hkv, G, D)

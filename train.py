@@ -46,7 +46,7 @@ from model import Config, Qwen, Tokenizer, compute_dtype, configure, fetch
 from model import local_part, read_json, write_json, write_tensors
 from sample import PREFILL_TOKENS, READ_AT_ONCE, Completion
 from workers import LOCAL, Reply, WorkerError, load_pool, silent, unset_in
-from workflow import Prompting, Rollout, Task, Trace, Workflow, ask, parse, roll_out, sampled
+from workflow import Prompting, Rollout, Task, Trace, Workflow, ask, model_conductor, parse, roll_out
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Settings:
     init_from: str = ""  # a checkpoint folder or a name on Hugging Face's hub; "": a tiny model
     data: str = "laptop"  # the problems: a name that eval.py knows, or a file *.jsonl
     pool: str = "local"  # the workers: a name that workers.py knows, or a JSON file
-    budget: float = 0.0  # dollars that the workers may cost after each start; 0: no limit
+    budget: float = 0.0  # dollars that the workers may cost; with --resume anew; 0: no limit
     replay: str = ""  # a file that keeps the replies: a run started again pays for none twice
     sandbox: str = ""  # partial: train on code although a part of the sandbox is missing
     # how the Conductor is asked (workflow.Prompting)
@@ -69,12 +69,12 @@ class Settings:
     max_new_tokens: int = 96
     access: bool = True  # False: access lists are forced empty
     # the two extensions (§3.2)
-    subset: int = 0  # a question may use so many or more of the workers, drawn by chance; 0: all
-    recursion: bool = False  # half of the questions get a second round; a first round's reward is quartered
+    subset: int = 0  # each question may use this many or more of the workers, drawn by chance; 0: all
+    recursion: bool = False  # half of the questions get a second round; first ones' rewards count a quarter
     # the reward (§3.1): only differences within a group matter, and with std only their ratios
-    no_workflow: float = 0.0
-    wrong: float = 0.5
-    right: float = 1.0
+    reward_no_workflow: float = 0.0
+    reward_wrong: float = 0.5
+    reward_right: float = 1.0
     # one iteration
     iterations: int = 360
     questions: int = 8
@@ -104,7 +104,7 @@ class Settings:
     warm_steps: int = 400  # supervised updates; with --init_from the default is 0
     warm_batch: int = 32
     warm_lr: float = 0.0  # 0: 6e-3 for the tiny model, else 2e-4
-    warm_second: float = 0.0  # share of its examples that are second rounds
+    warm_second: float = 0.0  # share of the warm start's examples that are second rounds
     # what is measured and kept
     test: int = 225  # held-out problems, at the end
     test_data: str = ""  # where they are from; "": the test split of data
@@ -159,7 +159,7 @@ def second_rounds(s: Settings, groups: list[list[Rollout]], iteration: int) -> l
     tasks = []
     for i, group in enumerate(groups):
         answered = [r for r in group if r.trace and r.right is not None]
-        # Even iterations: questions 0 1, 4 5, …; odd ones: 2 3, 6 7, … Pairs, as kinds may alternate.
+        # Even iterations: questions 0 1, 4 5, …; odd ones: 2 3, 6 7, … In pairs: kinds may take turns.
         if (i // 2 + iteration) % 2 == 0 and answered:
             shown = random.Random(f"{s.seed} {iteration} {i}").choice(answered)
             tasks.append(replace(shown.task, previous=shown.trace))
@@ -172,17 +172,17 @@ def roll_out_on_all_ranks(sampler, tokenizer, tasks: list[Task], s: Settings, se
     rank, world = dist.get_rank(), dist.get_world_size()
     first = s.rollouts * rank // world
     n = s.rollouts * (rank + 1) // world - first
-    conductor = sampled(sampler, tokenizer, prompting(s), s.temperature, seed)
+    conductor = model_conductor(sampler, tokenizer, prompting_from(s), s.temperature, seed)
 
     def with_clock(*arguments):
         conductor(*arguments)
-        clock.lap("sampling")  # Some workers are still at it.
+        clock.lap("sampling")  # Until the workers are done is the next lap.
 
     mine = [[] for _ in tasks]
     if n:
         with progress("rollouts of rank 0", len(tasks) * n) as bar:
-            mine = roll_out(with_clock, tasks, n, prompting(s), grade=grade, edit=ablation(s), first=first,
-                            on_finish=lambda _: bar.update())
+            mine = roll_out(with_clock, tasks, n, prompting_from(s), grade=grade, edit=ablation(s),
+                            first=first, on_finish=lambda _: bar.update())
     groups = of_all_ranks(mine, tasks)
     clock.lap("workers")
     return groups
@@ -192,9 +192,9 @@ def reward(rollout: Rollout, s: Settings) -> float | None:
     """§3.1; with --recursion a first round counts a quarter (§3.2). None: a call was lost."""
     if rollout.right is None:
         return None
-    value = s.no_workflow
+    value = s.reward_no_workflow
     if rollout.trace:
-        value = s.right if rollout.right else s.wrong
+        value = s.reward_right if rollout.right else s.reward_wrong
     if s.recursion and rollout.task.previous is None:
         value *= 0.25
     return value
@@ -219,7 +219,7 @@ def learn(run: Run, groups, s: Settings, iteration: int) -> list[dict]:
     for minibatch in minibatches * s.epochs:
         steps.append(update(run.model, run.optimizer, minibatch, **objective, **how) | {"lr": lr})
     if s.importance:
-        steps[0]["gap"] = gap  # measured above; `update` no longer sees the sampler's
+        steps[0]["gap"] = gap  # set_importance has replaced the log-probabilities that `update` compares
     return steps
 
 
@@ -234,7 +234,7 @@ def train(s: Settings, device: str):
     for iteration in range(run.begin, s.iterations):
         clock = Clock()
         sampler = whole_copy(run.model, s)
-        seed = s.seed * 1_000_000 + iteration  # of what is drawn; second rounds draw otherwise
+        seed = s.seed * 1_000_000 + iteration  # of what is drawn; that of second rounds is 500,000 larger
         tasks = first_rounds(s, run.problems, run.pool, iteration)
         groups = roll_out_on_all_ranks(sampler, run.tokenizer, tasks, s, seed, clock)
         if s.recursion:
@@ -355,9 +355,9 @@ def answer(sampler: Qwen, tokenizer, problems, pool, s: Settings) -> list[Trace 
     the problems, and all return all traces."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = problems[rank::world]
-    conductor = sampled(sampler, tokenizer, prompting(s), 0.0)
+    conductor = model_conductor(sampler, tokenizer, prompting_from(s), 0.0)
     traces = evaluation.run_conductor(conductor, mine, [pool] * len(mine), "test", int(s.recursion),
-                                      prompting(s), edit=ablation(s))
+                                      prompting_from(s), edit=ablation(s))
     shares = all_gather([traces])
     return [shares[i % world][i // world] for i in range(len(problems))]
 
@@ -417,7 +417,7 @@ def try_it(run: Run, s: Settings) -> str:
     return f"python workflow.py {shlex.join(words)}"
 
 
-def prompting(s: Settings) -> Prompting:
+def prompting_from(s: Settings) -> Prompting:
     known = {field.name for field in fields(Prompting)}
     return Prompting(**{key: value for key, value in asdict(s).items() if key in known})
 
@@ -425,7 +425,7 @@ def prompting(s: Settings) -> Prompting:
 def ablation(s: Settings):
     """What --access=False does to a workflow before it runs; None if nothing."""
     def blind(workflow):
-        return replace(workflow, steps=[replace(step, access=[], sees_all=False) for step in workflow.steps])
+        return replace(workflow, steps=[replace(step, access=[], wrote_all=False) for step in workflow.steps])
     return None if s.access else blind
 
 
@@ -494,7 +494,7 @@ def random_lesson(problem, rng: random.Random, pool, s: Settings) -> tuple[list[
         previous = Trace(problem.question, workflow, [], [Reply(response, 0, 0, 0.0, 0.0)])
         completion = random_completion(problem.question, rng, *form)
         completion = rng.choice((completion, Workflow([]).text(s.subtasks)))
-    return ask(Task(problem.question, pool, previous), prompting(s)), completion
+    return ask(Task(problem.question, pool, previous), prompting_from(s)), completion
 
 
 def tiny_config(s: Settings, vocabulary: int = 900) -> Config:
@@ -870,7 +870,7 @@ def save_for_use(s: Settings, folder: str, model, tokenizer, pool):
         known = {"workers": [worker.name for worker in pool]}
         if os.path.isfile(s.pool):
             known["pool"] = os.path.abspath(s.pool)
-        write_json(os.path.join(folder, "conductor.json"), {**asdict(prompting(s)), **known})
+        write_json(os.path.join(folder, "conductor.json"), {**asdict(prompting_from(s)), **known})
     else:
         collections.deque(tensors, maxlen=0)
 
@@ -1168,7 +1168,7 @@ def what_would_fit(s: Settings, config: Config, prompt: int, room: float) -> str
 def estimate(s: Settings, config: Config, pool) -> tuple[str, str]:
     """What a run takes, with its assumptions, and what it lacks of the device's memory, "" if nothing."""
     local = s.pool in LOCAL
-    chat = ask(Task("x" * (40 if local else 400), pool), prompting(s))
+    chat = ask(Task("x" * (40 if local else 400), pool), prompting_from(s))
     prompt = sum(len(turn["content"]) for turn in chat) // 4
     if s.recursion:
         prompt += s.max_new_tokens + (100 if local else 4096)  # the first round and its answer
@@ -1276,7 +1276,7 @@ def check_settings(s: Settings):
     may_be_0 = {"seed", "beta", "warmup", "warm_steps", "eval_every"}
     may_be_0 |= {field.name for field in fields(Settings) if field.default == 0}
     for key, value in asdict(s).items():
-        if type(value) in (int, float) and key not in ("no_workflow", "wrong", "right"):
+        if type(value) in (int, float) and not key.startswith("reward_"):
             if not 0 < value < math.inf and not (value == 0 and key in may_be_0):
                 raise ValueError(f"--{key}={value}: expected a number above 0")
     names = {"loss": LOSSES, "report": ("", "tensorboard", "wandb"), "sandbox": ("", "partial")}

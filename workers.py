@@ -72,10 +72,10 @@ class Worker:
     rpm: int | float | None = None  # requests per minute
     timeout: int | float = 600  # seconds for an attempt
     deadline: int | float | None = None  # seconds for all attempts and their waits; None: three timeouts
-    attempts: int | None = None  # at most, those that HTTP 429 refused included; None: see `call`, FAILURES
+    attempts: int | None = None  # at most, those that a busy provider refused included; None: see `chat`
     replay: object = field(default=None, repr=False)  # a Replay
     budget: object = field(default=None, repr=False)  # a Budget
-    letter = ""  # set by load_pool; unannotated, so that it is no field
+    letter = ""  # A, B, … by load_pool; unannotated, so that it is no field
 
     def __post_init__(self):
         check_worker(self)
@@ -85,9 +85,9 @@ class Worker:
         self.session = new_session(self.url, self.concurrency)
         self.slots = threading.Semaphore(self.concurrency)
         self.lock = threading.Lock()
-        self.turn = 0.0  # the time.monotonic() of the next request under rpm
-        self.usual = 0.0  # seconds that an answer takes: a moving average
-        self.printed = -math.inf  # the time.monotonic() when a failure was last printed
+        self.next_turn = 0.0  # the time.monotonic() of the next request under rpm
+        self.usual_seconds = 0.0  # of an answer: a moving average
+        self.last_warned = -math.inf  # the time.monotonic() when a failure was last printed
         self.calls, self.spent, self.unpriced = 0, 0.0, 0  # replies; dollars; replies of unknown cost
 
     def chat(self, messages: list[dict], call_id: str = "", on_text=None, **overrides) -> Reply:
@@ -96,9 +96,9 @@ class Worker:
         overrides win over params; both have OpenAI's names, or the provider's own. on_text(piece) is called
         with the text as it comes if the protocol is OpenAI's, else once with all of it. call_id names this
         call within a run, such as seed/question/rollout/round/step: a rerun finds its reply in `replay`.
-        HTTP 429, 5xx and lost connections are tried again (`call`; the statuses: `response_data`) until the
-        deadline, `attempts` or FAILURES, among which a 429 does not count: then WorkerError. calls, spent and
-        unpriced count every reply, kept ones too."""
+        A busy provider (HTTP 429, 503, 529) is asked again until the deadline or `attempts`; other 5xx and
+        lost connections at most FAILURES times; a timeout or an empty account is final: WorkerError (`call`).
+        calls, spent and unpriced count every reply, kept ones too."""
         reply = kept_or_new(self, messages, {**self.params, **overrides}, call_id, on_text)
         with self.lock:
             self.calls += 1
@@ -448,7 +448,7 @@ def first_words(pool: list[Worker]):
     def ask(worker):
         asked = replace(worker, attempts=2, timeout=min(worker.timeout, PATIENCE),
                         deadline=min(worker.deadline, PATIENCE))
-        asked.printed = math.inf  # What fails is told by the caller.
+        asked.last_warned = math.inf  # What fails is told by the caller.
         begun = time.monotonic()
         try:
             reply = asked.chat([{"role": "user", "content": "Say hello."}])
@@ -799,7 +799,7 @@ def call(worker: Worker, messages: list[dict], params: dict, on_text) -> Reply:
                 failures += not fault.busy
                 pause = min(BACKOFF * 2 ** min(number - 1, 9), BACKOFF_MAX)
                 wait = fault.wait + jitter.uniform(pause / 2, pause)  # Not all shall return at once.
-                late = time.monotonic() + wait + worker.usual > end
+                late = time.monotonic() + wait + worker.usual_seconds > end
                 last = number == worker.attempts or failures == FAILURES
                 text = redact(str(fault), request.key)
                 if late and fault.wait:
@@ -807,11 +807,11 @@ def call(worker: Worker, messages: list[dict], params: dict, on_text) -> Reply:
                 if not fault.retry or late or last:
                     took = f"attempt {number}, after {time.monotonic() - begun:.1f} s"
                     raise WorkerError(f"{text} ({took})", fault.bad_request) from None
-                if time.monotonic() > worker.printed + QUIET:
-                    worker.printed = time.monotonic()
+                if time.monotonic() > worker.last_warned + QUIET:
+                    worker.last_warned = time.monotonic()
                     warn(f"{worker.name}: {text}; trying again")
             time.sleep(wait)
-    worker.usual += (reply.seconds - worker.usual) * (0.2 if worker.usual else 1.0)
+    worker.usual_seconds += (reply.seconds - worker.usual_seconds) * (0.2 if worker.usual_seconds else 1.0)
     reply.seconds = time.monotonic() - begun
     return reply
 
@@ -827,8 +827,8 @@ def take_turn(worker: Worker, most: float) -> float:
     begun = time.monotonic()
     if worker.rpm:
         with worker.lock:
-            turn = max(worker.turn, begun)
-            worker.turn = turn + 60 / worker.rpm
+            turn = max(worker.next_turn, begun)
+            worker.next_turn = turn + 60 / worker.rpm
         time.sleep(max(0.0, turn - time.monotonic()))
     if worker.budget:
         worker.budget.take(most)

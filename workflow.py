@@ -1,12 +1,13 @@
 """A workflow: ask the Conductor for it, parse it, run it on the workers, recurse; show and serve it (§3).
 
-    python workflow.py "a question" --checkpoint=DIR [--pool=local|paper|FILE] [--rounds=2]
+    python workflow.py "a question" --checkpoint=DIR [--pool=local|paper|FILE] [--rounds=1]
     python workflow.py serve --checkpoint=DIR   # the Conductor as an OpenAI-compatible model on 127.0.0.1
     python workflow.py show FILE [N]            # the traces in a run's traces/*.jsonl, or number N of them
 
 The Conductor writes three Python lists: who (`model_id`), what (`subtasks`), and which earlier steps each may
 see (`access_list`). `messages` asks for them, `parse` reads them, `submit` runs them, a `Trace` is what
-happened, and `roll_out` does all of it for many questions. All is counted from 0. Read grpo.py next."""
+happened, and `roll_out` does all of it for many questions. Workers, steps and rounds are counted from 0.
+Read grpo.py next."""
 import ast
 import difflib
 import itertools
@@ -43,7 +44,7 @@ class Step:
     worker: int
     subtask: str
     access: list[int]  # the earlier steps whose subtask and response the worker sees
-    sees_all: bool = field(default=False, compare=False)  # wrote ["all"]: also sees the last round's answer
+    wrote_all: bool = field(default=False, compare=False)  # ["all"]: also sees the round before's answer
 
 
 @dataclass
@@ -56,8 +57,8 @@ class Workflow:
         access list is written ["all"]."""
         access = []
         for i, step in enumerate(self.steps):
-            sees_all = step.sees_all or (i > 0 and step.access == [*range(i)])
-            access.append('["all"]' if sees_all else str(step.access))
+            everything = step.wrote_all or (i > 0 and step.access == [*range(i)])
+            access.append('["all"]' if everything else str(step.access))
         lines = [f"model_id = {[step.worker for step in self.steps]}"]
         if subtasks:
             lines.append(f"subtasks = [{', '.join(quoted(step.subtask) for step in self.steps)}]")
@@ -81,7 +82,6 @@ class Prompting:
     workers: list[str] = field(default_factory=list)  # and their names: it knows them by their numbers
 
 
-# {indices} is FINE_GRAINED or nothing: only that style offers lists of indices; `parse` always takes them.
 ROLE = """You conduct a team of language models. You never answer the question yourself: you write a workflow
 by which they answer it.
 
@@ -116,10 +116,10 @@ def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace
         models = [f"Model {i} ({names[i]})" if names else f"Model {i}" for i in range(n_workers)]
         parts.append(f"Question: {question}\n\nModels: {', '.join(models)}")
         chat = [{"role": "user", "content": "\n\n".join(parts)}]
-        again = AGAIN.replace("{max_steps}", str(max_steps))
+        again = AGAIN
     for trace in previous.rounds() if previous else []:
         chat += [{"role": "assistant", "content": trace.workflow.written or trace.workflow.text(subtasks)},
-                 {"role": "user", "content": again.replace("{answer}", trace.answer)}]  # It may hold braces.
+                 {"role": "user", "content": again.format(answer=trace.answer, max_steps=max_steps)}]
     return chat
 
 
@@ -140,7 +140,7 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
         if name not in order:
             continue
         window = [*window, (name, value)][-len(order):]
-        # As long as a list is missing (a short window, or one name twice) checked_rows raises: read on.
+        # checked_rows also raises where a list is missing: the window is short, or has one name twice.
         try:
             rows = checked_rows(dict(window), order, n_workers, max_steps, allow_empty)
         except WorkflowError as e:
@@ -148,11 +148,11 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
             continue
         workflow = Workflow([], text)
         for i, (worker, subtask, access) in enumerate(rows):
-            sees_all = "all" in access
-            indices = [*range(i)] if sees_all else sorted(set(access))
-            workflow.steps.append(Step(worker, subtask, indices, sees_all))
-        # Lists in the prompt's order are one workflow, and the next begins afresh. In any other order a list
-        # may belong to the draft before or to the workflow after, so the next list replaces the oldest.
+            wrote_all = "all" in access
+            indices = [*range(i)] if wrote_all else sorted(set(access))
+            workflow.steps.append(Step(worker, subtask, indices, wrote_all))
+        # With the window emptied, the lists of a next workflow that is cut off cannot mix with these. Only in
+        # the prompt's order is the last list surely this workflow's own: in another the window slides on.
         if [name for name, _ in window] == order:
             window = []
     if workflow is None:
@@ -238,15 +238,15 @@ def worker_chat(question: str, turns: list[tuple[str, str]], subtask: str) -> li
     return chat
 
 
-def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: False,
-           then=lambda trace: trace) -> Future:
-    """Start a workflow; the future gets then(trace). A WorkerError is not raised but becomes Trace.error; any
-    other exception, a bug, is raised by the future.
+def submit(workflow: Workflow, task: Task, number: int = 0, is_stopped=lambda: False,
+           on_end=lambda trace: trace) -> Future:
+    """Start a workflow; the future gets on_end(trace). A WorkerError is not raised but becomes Trace.error;
+    any other exception, a bug, is raised by the future.
 
     Each step is a job (`in_thread`) that first waits for the steps of its access list. Jobs start in the
-    order of the steps, so those have started before it: there is no deadlock. After an error or stopped() no
-    further step starts; the running calls are awaited, so that their cost is counted. number: the rollout's,
-    for the calls' ids."""
+    order of the steps, so those have started before it: there is no deadlock. After an error, or once
+    is_stopped(), no further step starts; the running calls are awaited, so that their cost is counted.
+    number: the rollout's, for the calls' ids."""
     steps, previous = workflow.steps, task.previous
     if not steps and previous is None:
         raise ValueError("a workflow without steps keeps the previous answer, but there is none")
@@ -262,18 +262,18 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
     def run_step(i):
         step = steps[i]
         wait_for_all([futures[j] for j in step.access])
+        if is_stopped() and not trace.error:
+            trace.error = "stopped, as something else has failed"
         if trace.error:
             return
         turns = [(steps[j].subtask, trace.replies[j].text) for j in step.access]
-        if step.sees_all:
+        if step.wrote_all:
             turns = past_answer + turns
         chat = worker_chat(task.question, turns, step.subtask)
         is_last = i == len(steps) - 1
         call_id = f"{task.name}/{number}/{len(trace.rounds()) - 1}/{i}" if task.name else ""
         options = task.last_call if is_last else {}
         try:
-            if stopped():
-                raise WorkerError("stopped, as something else has failed")
             task.before_step(i, names[i])
             trace.replies[i] = task.pool[step.worker].chat(chat, call_id=call_id, **options)
         except WorkerError as e:
@@ -283,7 +283,7 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
     def end():
         wait_for_all(futures)
         trace.seconds = time.monotonic() - begun
-        return then(trace)
+        return on_end(trace)
 
     for i in range(len(steps)):
         futures.append(in_thread(run_step, i))
@@ -293,8 +293,9 @@ def submit(workflow: Workflow, task: Task, number: int = 0, stopped=lambda: Fals
 # ------------------------------------------------------------------------------------------------------------
 # Roll out: question → prompt → completion → workflow → answer → right or wrong
 
-# `conductor` is any function conductor(chats, n, first, on_written): `sampled` makes one of a model, `seated`
-# of a worker. It writes n completions of each chat, rollouts first … first+n-1. As each ends it calls one of
+# `conductor` is any function conductor(chats, n, first, on_written): `model_conductor` makes one of a model,
+# `worker_conductor` of a worker. It writes n completions of each chat, rollouts first … first+n-1. As each
+# ends it calls one of
 #     on_written(i, j, text, prompt_ids, Completion)   a model wrote completion j of chat i
 #     on_written(i, j, text)                           a worker wrote it
 #     on_written(i, j, "", lost=WorkerError(why))      it could not be written
@@ -319,24 +320,27 @@ class Rollout:
         return self.trace.right if self.trace else False
 
 
-def sampled(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature: float = 1.0, seed: int = 0):
+def model_conductor(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature=1.0, seed=0):
     """A model as the `conductor` of roll_out. A prompt that it cannot read is an error of that chat alone."""
     room = model.config.max_position_embeddings - prompting.max_new_tokens
 
     def conductor(chats, n, first, on_written):
-        prompts = {i: tokenizer.chat(chat) for i, chat in enumerate(chats)}
-        for i in [i for i, prompt in prompts.items() if len(prompt) > room]:
-            why = f"the prompt has {len(prompts.pop(i))} tokens, and the Conductor can read {room}"
+        prompts = [tokenizer.chat(chat) for chat in chats]
+        fits = []  # the chats that it can read
+        for i, prompt in enumerate(prompts):
+            if len(prompt) <= room:
+                fits.append(i)
+                continue
+            why = f"the prompt has {len(prompt)} tokens, and the Conductor can read {room}"
             for j in range(n):
                 on_written(i, j, "", lost=WorkerError(why, bad_request=True))
-        left = [*prompts]  # prompt k of `generate` is that of chat left[k]
 
         def on_finish(k, j, completion):
-            i = left[k]
+            i = fits[k]
             on_written(i, j, tokenizer.decode(completion.tokens), prompts[i], completion)
 
-        if prompts:
-            generate(model, [*prompts.values()], n, prompting.max_new_tokens, temperature, seed=seed,
+        if fits:
+            generate(model, [prompts[i] for i in fits], n, prompting.max_new_tokens, temperature, seed=seed,
                      eos_id=tokenizer.end_ids, n_ids=len(tokenizer), on_finish=on_finish, first=first)
     return conductor
 
@@ -351,11 +355,12 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
     edit(workflow) -> workflow, for ablations. first: the number of each task's first rollout.
     on_finish(rollout) is called from any thread. If one of these raises, or a worker anything but a
     WorkerError, no further step starts, and it is raised here."""
-    groups, running = [[None] * n for _ in tasks], []
-    failed = threading.Event()  # A bug was raised, and all ends.
+    groups = [[None] * n for _ in tasks]
+    running = []  # the workflows' futures
+    bug = threading.Event()  # One was raised, and all ends.
 
     def on_written(i, j, text, prompt=(), completion=None, lost=None):
-        if failed.is_set():
+        if bug.is_set():
             return wait_for_all(running)  # This raises the bug here too, and the conductor stops writing.
         task = tasks[i]
         rollout = groups[i][j] = Rollout(task, text, list(prompt), completion)
@@ -371,9 +376,9 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
             return complete(rollout, None)
         if edit:
             workflow = edit(workflow)
-        future = submit(workflow, task, first + j, stopped=failed.is_set, then=partial(complete, rollout))
+        future = submit(workflow, task, first + j, bug.is_set, on_end=partial(complete, rollout))
         running.append(future)
-        future.add_done_callback(lambda ended: ended.exception() and failed.set())
+        future.add_done_callback(lambda ended: ended.exception() and bug.set())
 
     def complete(rollout, trace):
         rollout.trace = trace
@@ -387,7 +392,7 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
             conductor([ask(task, prompting) for task in tasks], n, first, on_written)
         wait_for_all(running)
     except BaseException:
-        failed.set()
+        bug.set()
         raise
     return groups
 
@@ -448,7 +453,7 @@ def unheard(task: Task) -> Task:
     return replace(task, last_call={key: value for key, value in task.last_call.items() if key != "on_text"})
 
 
-def seated(worker, name: str = ""):
+def worker_conductor(worker, name: str = ""):
     """A worker as the Conductor of `roll_out` (Table 11). A small limit of its tokens is doubled, as in the
     paper, to at most 8,192. There are no ids, and a lost call is an error. name: as in Task."""
     limits = {name: max(n, min(2 * n, 8192)) for name, n in worker.params.items() if name in LIMITS and n}
@@ -732,6 +737,7 @@ def short_chat(question: str, n_workers: int, max_steps: int, names: str) -> lis
             {"role": "user", "content": question}]
 
 
+# Only the style fine-grained offers lists of indices; `parse` always takes them.
 FINE_GRAINED = "a list such as [0, 2] to show it those steps, counted from 0, "
 AGAIN = """Your workflow ended in this response:
 
@@ -779,7 +785,7 @@ def view(trace: Trace) -> str:
             out.append(f"\nRound {number}")
         for i, (step, name, reply) in enumerate(zip(turn.workflow.steps, turn.workers, turn.replies)):
             sees = f"steps {step.access}" if step.access else "the question"
-            if step.sees_all:
+            if step.wrote_all:
                 sees = "all before"
             out.append(f"\nStep {i}: {name} (model {step.worker}), sees {sees}: {step.subtask}")
             text = "(none)"
@@ -1036,12 +1042,12 @@ def main(argv):
             seat = subset(everyone, s.conductor)
             if len(seat) > 1:
                 raise ValueError(f"--conductor={s.conductor}: one worker, please")
-            conductor = seated(*seat)
+            conductor = worker_conductor(*seat)
             prompting = Prompting()
         else:
             model, tokenizer, prompting = load_conductor(s.checkpoint)
             warn_of_others(prompting, pool)
-            conductor = sampled(model, tokenizer, prompting, s.temperature)
+            conductor = model_conductor(model, tokenizer, prompting, s.temperature)
         if words == ["serve"]:
             return serve_until_interrupted(conductor, pool, prompting, s)
         question = " ".join(words).encode(errors="replace").decode()  # The shell may pass what is no UTF-8.

@@ -19,7 +19,7 @@ from eval import (PHRASES, Problem, accuracies, alone, baselines, central, draw_
                   best_chance, random_completion, random_workflow, router, run_conductor, train_router)
 from sample import Completion
 from workers import SPELLING, Reply, Worker, WorkerError, load_pool
-from workflow import Prompting, Step, Task, Workflow, execute, parse, sampled, submit
+from workflow import Prompting, Step, Task, Workflow, execute, model_conductor, parse, submit
 
 CALCULATOR, TRANSLATOR, LIBRARIAN, CODER, GENERALIST = range(5)
 SIMPLE = ("arithmetic", "fact", "string", "number")
@@ -257,7 +257,7 @@ class Script:
 def conduct(monkeypatch, by, problems, pool, **how):
     script, prompting = Script(by), Prompting(style="short")
     monkeypatch.setattr(workflow_py, "generate", script.generate)
-    write = sampled(script.model, script, prompting, 0.0)
+    write = model_conductor(script.model, script, prompting, 0.0)
     return run_conductor(write, problems, [pool] * len(problems), "test", prompting=prompting, **how), script
 
 

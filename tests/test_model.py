@@ -174,12 +174,12 @@ def test_norm_and_rope_compute_in_fp32():
 
 
 def test_attend_sees_every_layer_and_may_be_replaced():
-    """attend gets (layer, q, k, v) shaped as promised, and what it returns is what the model uses."""
+    """attend gets (layer_idx, q, k, v) shaped as promised, and what it returns is what the model uses."""
     model, ids, seen = tiny(), batch(), []
 
-    def blind(layer, q, k, v):
-        seen.append((layer, q.shape, k.shape, v.shape))
-        return torch.zeros_like(causal(layer, q, k, v))
+    def blind(layer_idx, q, k, v):
+        seen.append((layer_idx, q.shape, k.shape, v.shape))
+        return torch.zeros_like(causal(layer_idx, q, k, v))
 
     assert not torch.allclose(model(ids, attend=blind), model(ids))
     assert seen == [(i, (2, 4, 23, 12), (2, 2, 23, 12), (2, 2, 23, 12)) for i in range(3)]

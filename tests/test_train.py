@@ -20,7 +20,7 @@ import workers
 from eval import Problem, grade, load, random_completion, write_problems
 from model import Qwen, Tokenizer, read_json
 from sample import Completion, generate
-from train import PRESETS, Settings, ablation, prompting, schedule, tiny_tokenizer
+from train import PRESETS, Settings, ablation, prompting_from, schedule, tiny_tokenizer
 from train_runs import TINY, in_pairs, metrics, recount, rollouts, runs, timeless, weights
 from workflow import Rollout, Step, Task, Trace, Workflow, WorkflowError, messages, parse
 
@@ -47,7 +47,7 @@ def test_the_papers_preset_has_the_papers_numbers():
         1e-6, 0.999, 0.03, 0.2, 0.0, 1, "full")
     assert (
         s.access and s.subtasks and not s.named and s.examples == "ood" and s.init_from == "Qwen/Qwen2.5-7B")
-    assert prompting(s).max_new_tokens == 1024 and prompting(s).style == "full"
+    assert prompting_from(s).max_new_tokens == 1024 and prompting_from(s).style == "full"
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +101,9 @@ def test_ablations_rewrite_workflows():
     made = parse('model_id = [3, 1]\nsubtasks = ["A.", "B."]\naccess_list = [[], ["all"]]', 5)
     assert ablation(Settings()) is None
     blind = ablation(Settings(access=False))(made)
-    assert blind.steps == [Step(3, "A.", []), Step(1, "B.", [])] and not blind.steps[1].sees_all
-    assert blind.written == made.written and made.steps[1].sees_all
-    assert not prompting(Settings(subtasks=False)).subtasks
+    assert blind.steps == [Step(3, "A.", []), Step(1, "B.", [])] and not blind.steps[1].wrote_all
+    assert blind.written == made.written and made.steps[1].wrote_all
+    assert not prompting_from(Settings(subtasks=False)).subtasks
 
 
 def test_every_rank_trains_its_share(monkeypatch):
@@ -268,7 +268,7 @@ def test_the_checkpoint_loads_in_transformers(checkpoint):
     ids_of = PreTrainedTokenizerFast.from_pretrained(checkpoint)
     assert type(theirs).__name__ == "Qwen2ForCausalLM"
     model, tokenizer = Qwen.from_pretrained(checkpoint), Tokenizer.from_pretrained(checkpoint)
-    asked = prompting(Settings(max_new_tokens=64))
+    asked = prompting_from(Settings(max_new_tokens=64))
     assert read_json(f"{checkpoint}/conductor.json") == {**asdict(asked), "dtype": "fp32", "workers": workers.LOCAL["local"]}
     chat = messages("What is veintitrés * 39?", 5, style="short")
     ids = tokenizer.chat(chat)

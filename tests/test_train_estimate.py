@@ -309,11 +309,11 @@ def test_importance_weights_reach_every_minibatch(monkeypatch):
 
 
 def test_the_reward_is_a_setting(checkpoint, tmp_path):
-    """no_workflow, wrong and right: in the traces and in the metrics."""
+    """What no workflow and a wrong answer are worth: in the traces and in the metrics."""
     runs(
         [
             "train.py", "--preset=laptop", f"--init_from={checkpoint}", "--iterations=1", "--questions=4",
-            "--rollouts=8", "--max_new_tokens=64", "--test=8", "--no_workflow=-1", "--wrong=-0.5",
+            "--rollouts=8", "--max_new_tokens=64", "--test=8", "--reward_no_workflow=-1", "--reward_wrong=-0.5",
             f"--out={tmp_path}/out"]
     )
     rows = rollouts(tmp_path / "out", 0)

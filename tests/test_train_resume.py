@@ -288,7 +288,7 @@ def broken(*_):
         raise RuntimeError("the sampler is out of order")
     return write
 if train.os.environ["RANK"] == "1":
-    train.sampled = broken
+    train.model_conductor = broken
 train.main(sys.argv[1:])
 """
 

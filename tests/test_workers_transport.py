@@ -277,7 +277,7 @@ def test_no_attempt_starts_with_less_time_left_than_an_answer_takes(waits):
     with Rogue(lambda n, c: http(GOOD) if n == 0 else http({}, 429)) as server:
         w = worker(server, timeout=120, deadline=300)
         w.chat(CHAT)
-        w.usual = 200.0
+        w.usual_seconds = 200.0
         with pytest.raises(WorkerError, match="HTTP 429"):
             w.chat(CHAT)
     assert waits == [2, 4, 8, 16, 30, 30]  # 90 s; with the next 30 s less than 200 of the 300 s were left

@@ -249,7 +249,7 @@ def test_traces_round_trip_and_replay(tmp_path):
         second.bad_request = True  # every field comes back
         again = wf.trace_from(json.loads(json.dumps(second.to_json())))
         assert again == second
-        assert again.rounds()[0].workflow.written == GOOD and again.workflow.steps[1].sees_all
+        assert again.rounds()[0].workflow.written == GOOD and again.workflow.steps[1].wrote_all
         before, _ = list(wire.seen), wire.seen.clear()
         assert execute(again.workflow, again.question, pool, again.previous).responses == second.responses
         assert wire.seen == before[2:]
@@ -565,7 +565,7 @@ def test_a_worker_in_the_seat_that_is_lost(tmp_path):
               if "You conduct" in chat[0]["content"] else "gone") as wire:
         [worker] = pool_of(tmp_path, wire.url, "a")
         worker.params["max_tokens"] = None  # "null" in the pool's file: the provider's own
-        lost, fine = wf.conduct(wf.seated(worker), [Task("Why?", [worker]), Task("How?", [worker])],
+        lost, fine = wf.conduct(wf.worker_conductor(worker), [Task("Why?", [worker]), Task("How?", [worker])],
                                 grade=lambda problem, answer: True)
     assert lost.right is None
     assert "HTTP 400" in lost.trace.error and (fine.right, fine.trace.answer) == (True, "gone")
@@ -585,7 +585,7 @@ def test_a_worker_in_the_seat_leaves_the_threads_to_the_steps(tmp_path):
     with Wire(lambda model, chat: one_step("Go.") if "You conduct" in chat[0]["content"] else "gone") as wire:
         [worker] = pool_of(tmp_path, wire.url, "a")
         worker.params.update(max_tokens=4096, max_completion_tokens=128_000)
-        wf.conduct(wf.seated(worker), [Task(f"Why {i}?", [worker]) for i in range(600)])
+        wf.conduct(wf.worker_conductor(worker), [Task(f"Why {i}?", [worker]) for i in range(600)])
         written = ["You conduct" in chat[0]["content"] for _, chat in wire.seen]
         assert written.index(False) < 300 and sum(written) == 600
         assert wire.limits == {("a", 4096), ("a", 8192)}

@@ -115,7 +115,7 @@ def test_parse_limits():
         parse(GOOD, 2, max_steps=1)
     w = parse(lists("[0, 0, 0, 0]", str(["a"] * 4), '[["all"], "all", [1, 0], [2]]'), 1)
     assert [s.access for s in w.steps] == [[], [0], [0, 1], [2]]
-    assert [s.sees_all for s in w.steps] == [True, True, False, False]
+    assert [s.wrote_all for s in w.steps] == [True, True, False, False]
     assert parse(GOOD, 2).written == GOOD
 
 

@@ -78,7 +78,7 @@ def write_all(write, chats, n=1, first=0):
 def test_a_checkpoint_writes(checkpoint):
     model, tokenizer, prompting = wf.load_conductor(checkpoint)
     assert prompting == Prompting("short", max_new_tokens=80, dtype="fp32")
-    write = wf.sampled(model, tokenizer, prompting, 0.0)
+    write = wf.model_conductor(model, tokenizer, prompting, 0.0)
     long, short, other = [messages(q, 1, style="short") for q in ("Why? " * 400, "Why?", "What is 6 * 7?")]
     assert write_all(write, [short, other], 2) == dict.fromkeys([(0, 0), (0, 1), (1, 0), (1, 1)], LEARNED)
     errors = []
@@ -90,7 +90,7 @@ def test_a_checkpoint_writes(checkpoint):
 
 def test_a_question_that_is_asked_again_gets_other_workflows(checkpoint, monkeypatch):
     """Also where its prompts do not fit into one batch. The first batch is what it is alone."""
-    write = wf.sampled(*wf.load_conductor(checkpoint), 5.0, seed=7)
+    write = wf.model_conductor(*wf.load_conductor(checkpoint), 5.0, seed=7)
     chats = [messages("Why?", 1, style="short")] * 3
     alone = write_all(write, chats[:1], 2)
     for at_once in (sample.READ_AT_ONCE, 1):
@@ -480,7 +480,7 @@ def test_thirty_two_clients_at_once(checkpoint):
     no socket."""
     model, tokenizer, prompting = wf.load_conductor(checkpoint)
     batches, together = [], threading.Barrier(32)
-    sample = wf.sampled(model, tokenizer, prompting, 0.0)
+    sample = wf.model_conductor(model, tokenizer, prompting, 0.0)
 
     def write(chats, n, first, on_text):
         batches.append(len(chats))
@@ -535,7 +535,7 @@ def test_a_conductor_is_a_worker_of_another(checkpoint, tmp_path):
     with Wire(lambda model, chat: f"{model} heard {chat[0]['content']!r}") as wire:
         inner = pool_of(tmp_path, wire.url, "i")
         *conductor, prompting = wf.load_conductor(checkpoint)
-        ask_for, work_on = wf.from_one_thread(wf.sampled(*conductor, prompting, 0.0))
+        ask_for, work_on = wf.from_one_thread(wf.model_conductor(*conductor, prompting, 0.0))
         threading.Thread(target=work_on, daemon=True).start()
         with Serving(ask_for, inner, prompting) as s:
             outer = pool_of(tmp_path, s.url, ["conductor"])
