@@ -1764,7 +1764,10 @@ def reflect(problem: Problem, pool: list, k: int, name: str) -> Trace:
 
 
 def at_random(problem: Problem, pool: list, k: int, name: str) -> Trace:
-    return execute(random_workflow(random.Random(name), len(pool)), problem.question, pool, name=name)
+    workflow = random_workflow(random.Random(name), len(pool))
+    if problem.kind not in NEEDS:  # The phrases are about the laptop world.
+        workflow = Workflow([replace(step, subtask=SOLVE_IT) for step in workflow.steps])
+    return execute(workflow, problem.question, pool, name=name)
 
 
 def consensus(problem: Problem, pool: list, k: int, name: str) -> Trace:

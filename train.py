@@ -189,7 +189,8 @@ def roll_out_on_all_ranks(sampler, tokenizer, tasks: list[Task], s: Settings, se
 
 
 def reward(rollout: Rollout, s: Settings) -> float | None:
-    """§3.1; with --recursion a first round counts a quarter (§3.2). None: a call was lost."""
+    """§3.1; with --recursion a first round counts a quarter (§3.2; what that does: grpo.advantages). None: a
+    call was lost."""
     if rollout.right is None:
         return None
     value = s.reward_no_workflow
@@ -272,8 +273,10 @@ PRESETS = {
     "laptop": {},
     "small": dict(out="out/small", init_from="Qwen/Qwen2.5-0.5B-Instruct", data="laptop:1",
                   test_data="laptop", max_steps=3, warm_steps=120, warm_batch=16, iterations=100, lr=5e-5,
-                  recompute=True, save_every=10, eval_every=20),
+                  token_budget=4096, recompute=True, save_every=10, eval_every=20),
     "paper": PAPER,
+    "paper-recursive": dict(PAPER, out="out/paper-recursive", init_from="out/paper/checkpoint",
+                            data="recursion", recursion=True, iterations=20, token_budget=4096),
     "pairs": dict(PAIRS, out="out/pairs", iterations=540),
     "pools": dict(TUNE, out="out/pools", subset=4),
     "recursive": dict(TUNE, out="out/recursive", pool="local:tired", recursion=True),
@@ -1201,11 +1204,12 @@ def estimate(s: Settings, config: Config, pool) -> tuple[str, str]:
         seconds += f", {flops / 1e12:.3g} TFLOP to train; how fast this device computes is unknown"
 
     # The calls of the whole run.
-    graded = s.iterations * workflows + s.test
+    graded = s.iterations * workflows + 2 * s.test  # At the end random workflows are measured, too,
     if s.eval_every:
         graded += s.iterations // s.eval_every * s.eval_problems
+    calls = STEPS * graded + s.test * len(pool)  # and each worker alone.
     prices = [worker.price[0] * TOKENS_IN + worker.price[1] * TOKENS_OUT for worker in pool if worker.price]
-    dollars = STEPS * graded / len(pool) * sum(prices) / 1e6
+    dollars = calls / len(pool) * sum(prices) / 1e6
 
     lines = [f"model     {sizes(config)[1] / 1e9:.3f} billion parameters, computed in {s.dtype}",
              f"memory    at most {peak(phases):.1f} GiB a process, and {RESERVE[kind]} that are not counted"]
@@ -1217,7 +1221,7 @@ def estimate(s: Settings, config: Config, pool) -> tuple[str, str]:
         lines.append(f"disk      {disk(config):.1f} GiB a checkpoint, at most {s.keep + 2} of them at a time")
     lines += [
         f"seconds   of an iteration, prompts of {prompt} tokens and completions of {written}: {seconds}",
-        f"calls     {STEPS * graded:,.0f} with the evaluations, {STEPS} a workflow, evenly over the pool"]
+        f"calls     {calls:,.0f} with the evaluations, {STEPS} a workflow, evenly over the pool"]
     unknown = len(pool) - len(prices)
     if dollars or unknown:
         lines.append(f"dollars   about {dollars:,.0f} at {TOKENS_IN} tokens in and {TOKENS_OUT} out a call")

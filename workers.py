@@ -217,7 +217,7 @@ SPANISH = {word: str(i + 1) for i, word in enumerate((
     "diecisiete dieciocho diecinueve veinte veintiuno veintidós veintitrés veinticuatro veinticinco "
     "veintiséis veintisiete veintiocho veintinueve treinta").split())}
 ARITHMETIC = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-ORDERS = {
+ORDERS = {  # Another also needs a word in SPELLING and a phrase in eval.py's PHRASES.
     "reverse": lambda word: word[::-1],
     "capitals": str.upper,
     "vowels": lambda word: re.sub("[aeiouAEIOU]", "", word),
@@ -230,7 +230,8 @@ SAMPLING = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_pena
             "top_logprobs", "logit_bias")
 
 # What the models of a generation take (the first row whose pattern fits a model's name holds): whether they
-# take sampling parameters, which else are not sent; the least reasoning (App. A.1); the most (Table 3).
+# take sampling parameters, which else are not sent; the least reasoning (App. A.1); the most (Table 3, but
+# for its medium effort of GPT-5 on BigCodeBench).
 # Read on 2026-11-22: developers.openai.com/api/docs (models/gpt-6.2-sol, guides/deployment-checklist),
 # platform.claude.com/docs/en/models/sonnet-5-5/whats-new-sonnet-5-5, openrouter.ai/docs/use-cases/
 # reasoning-tokens, docs.cloud.google.com/gemini-enterprise-agent-platform/models/thinking.

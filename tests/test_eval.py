@@ -215,6 +215,13 @@ def test_random_workflows_are_the_same_each_time(pool, measured):
     assert [(t.workflow, t.answer) for t in again] == [(t.workflow, t.answer) for t in systems["random workflows"][:40]]
 
 
+def test_random_workflows_beyond_the_laptop_world_ask_to_solve_the_question(pool):
+    """There its phrases, such as "Leave out the vowels.", would make no baseline."""
+    problem = Problem("math/0", "What is 7 * 8?", "56", "math500", "math")
+    trace, = baselines([problem], pool)["random workflows"]
+    assert {step.subtask for step in trace.workflow.steps} == {"Solve the question."}
+
+
 # ---------------------------------------------------------------------------------------------------------------------------------
 # What the specialists are sent
 
