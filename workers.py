@@ -407,9 +407,9 @@ def check_worker(worker: Worker):
 
 # A protocol's own name for a parameter of OpenAI's, None where it has none. Others are sent as they are.
 NAMES = {
-    "anthropic": {**dict.fromkeys((*SAMPLING[3:], "seed", "reasoning_effort")),
+    "anthropic": {**dict.fromkeys((*SAMPLING[3:], "seed", "reasoning_effort", "verbosity")),
                   "max_completion_tokens": "max_tokens", "stop": "stop_sequences"},
-    "gemini": {**dict.fromkeys(("logprobs", "top_logprobs", "logit_bias", "reasoning_effort")),
+    "gemini": {**dict.fromkeys(("logprobs", "top_logprobs", "logit_bias", "reasoning_effort", "verbosity")),
                "max_tokens": "maxOutputTokens", "max_completion_tokens": "maxOutputTokens",
                "presence_penalty": "presencePenalty", "frequency_penalty": "frequencyPenalty",
                "top_p": "topP", "top_k": "topK", "stop": "stopSequences"},
@@ -502,7 +502,9 @@ def wire_params(protocol: str, model: str, params: dict) -> dict:
             raise WorkerError(f"{name} means nothing to the {protocol} protocol", bad_request=True)
         if name in ("n", "stream"):
             raise WorkerError(f"{name}: a call gives one reply, and streams it to on_text")
-        if name == "max_tokens" and "reasoning_effort" in reasoning:  # one that reasons, at OpenAI itself
+        reasons_at_openai = "reasoning_effort" in reasoning
+        both = protocol == "openai" and "max_completion_tokens" in params  # The later one counts.
+        if name == "max_tokens" and (reasons_at_openai or both):
             own_name = "max_completion_tokens"
         if name == "stop" and isinstance(value, str):
             value = [value]
@@ -575,6 +577,8 @@ def gemini_body(model: str, messages: list[dict], params: dict) -> dict:
 
 def gemini_reply(data: dict) -> tuple:
     n_in = tokens(data, "usageMetadata", "promptTokenCount")
+    if n_in is not None:
+        n_in += tokens(data, "usageMetadata", "toolUsePromptTokenCount") or 0
     n_out = tokens(data, "usageMetadata", "candidatesTokenCount") or 0  # none where thinking used up all
     n_out += tokens(data, "usageMetadata", "thoughtsTokenCount") or 0
     if not data.get("candidates") and at(data, "promptFeedback", "blockReason"):
@@ -596,7 +600,9 @@ PROTOCOLS = {
                   anthropic_reply),
     "gemini": ("/models/{}:generateContent", {"x-goog-api-key": "{}"}, gemini_body, gemini_reply),
 }
-CUT_OFF = ("max_tokens", "MAX_TOKENS", "model_context_window_exceeded", "length")
+# Gemini 4 answers a request with 32,768 tokens at most, and the rest, "CONTINUATION", would be another's
+# (ai.google.dev/gemini-api/docs/generate-content/long-decode): here the answer ends there.
+CUT_OFF = ("max_tokens", "MAX_TOKENS", "CONTINUATION", "model_context_window_exceeded", "length")
 
 
 def read_reply(protocol: str, data: dict, price: list | None) -> Reply:
@@ -803,7 +809,7 @@ def call(worker: Worker, messages: list[dict], params: dict, on_text) -> Reply:
                 late = time.monotonic() + wait + worker.usual_seconds > end
                 last = number == worker.attempts or failures == FAILURES
                 text = redact(str(fault), request.key)
-                if late and fault.wait:
+                if fault.wait and time.monotonic() + fault.wait > end:
                     text += "; it asks to wait beyond the deadline"
                 if not fault.retry or late or last:
                     took = f"attempt {number}, after {time.monotonic() - begun:.1f} s"
@@ -947,25 +953,37 @@ def response_data(response, body: bytes | dict) -> dict:
     except (ValueError, RecursionError):
         data = None
     status = response.status_code
+    if isinstance(data, list) and data and status != 200:  # Google wraps some errors so.
+        data = data[0]
     error = at(data, "error")
     refused = status != 200 and (status < 500 or status in (503, 529))  # 529 is Anthropic's "overloaded".
     if error and status == 200:  # openrouter.ai/docs/api/reference/errors: the model had begun
         code = at(error, "code")
         status = code if code in range(400, 600) else 500
     if status != 200:
-        text = at(error, "message") or error or body.decode("utf-8", "replace")
-        spent = at(error, "code") == "insufficient_quota"  # OpenAI's 429 for an account without credit
-        again = (status in (408, 409, 429) or status >= 500) and not spent
+        text = at(error, "message") or error or at(data, "message") or at(data, "detail")
+        text = text or body.decode("utf-8", "replace")
+        for name in ("raw", "reasons"):  # OpenRouter's message may only say that a provider has refused.
+            if more := at(error, "metadata", name):
+                text = f"{text}: {more}"
         text = f"HTTP {status}: {' '.join(str(text).split())}"
+        if status in (404, 405):
+            text += f" (asked {response.url.partition('?')[0]}, which is base_url and the protocol's path)"
+        wait = asked_wait(response.raw.headers, error)
+        # With a time to come back, OpenRouter's 402 says that too many paid requests run at once.
+        busy = refused and (status in (429, 503, 529) or (status == 402 and wait > 0))
+        # The account is at fault in this 429 of OpenAI's, and these 400 of Google's and Anthropic's.
+        words = '"insufficient_quota"|"API_KEY_INVALID"|credit balance is too low'
+        account = re.search(words, json.dumps(error))
+        again = (busy or status in (408, 409, 429) or status >= 500) and not account
         if status in (504, 524) and response.elapsed.total_seconds() > CONNECT:
             again = False  # The worker behind it may still be at work.
             text = f"a proxy did not wait long enough for the worker, raise its limit: {text}"
         if response.is_redirect:
             text = f"redirected to {response.headers['Location']}, so change base_url: {text}"
-        raise AttemptError(text, bad_request=status in (400, 422),
+        raise AttemptError(text, bad_request=status in (400, 422) and not account,
                            retry=again and response.headers.get("x-should-retry") != "false",
-                           busy=refused and status in (429, 503, 529), billed=not refused,
-                           wait=asked_wait(response.raw.headers, error))
+                           busy=busy, billed=not refused, wait=wait)
     if not isinstance(data, dict):  # To ask again would be to pay again, for the same.
         raise AttemptError(f"the response is no JSON object: {body[:400].decode('utf-8', 'replace')!r}")
     return data
@@ -974,7 +992,8 @@ def response_data(response, body: bytes | dict) -> dict:
 def asked_wait(headers, error) -> float:
     """Seconds that a provider asks to wait, as a number or a date (RFC 9110, 10.2.3); of several the most."""
     waits = re.findall(r'"retryDelay": "(\d+(?:\.\d+)?)s"', json.dumps(error))  # google.rpc.RetryInfo
-    waits += headers.getlist("Retry-After") + [f"{ms}e-3" for ms in headers.getlist("retry-after-ms")]
+    waits += headers.getlist("Retry-After") + headers.getlist("llm_provider-retry-after")  # LiteLLM's name
+    waits += [f"{ms}e-3" for ms in headers.getlist("retry-after-ms")]
     longest = 0.0
     for wait in waits:
         with contextlib.suppress(ValueError, TypeError, OverflowError):

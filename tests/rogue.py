@@ -110,3 +110,19 @@ def quick(monkeypatch):
     for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """The waits between attempts: the clock goes on by them at once. jitter draws the longest."""
+    class Clock:
+        waits, monotonic, time = [], staticmethod(lambda: time.monotonic() + sum(Clock.waits)), time.time
+
+        @staticmethod
+        def sleep(seconds):
+            Clock.waits.append(seconds)
+
+    monkeypatch.setattr(workers, "time", Clock)
+    monkeypatch.setattr(workers, "BACKOFF", 2.0)
+    monkeypatch.setattr(workers.jitter, "uniform", lambda low, high: high)
+    return Clock.waits

@@ -116,6 +116,8 @@ def test_each_generation_gets_what_it_takes(protocol, model, params, sent):
         ("anthropic", {"presence_penalty": 1}),
         ("anthropic", {"logprobs": True}),
         ("anthropic", {"reasoning_effort": "low"}),
+        ("anthropic", {"verbosity": "low"}),
+        ("gemini", {"verbosity": "low"}),
         ("gemini", {"logit_bias": {}}),
         ("gemini", {"reasoning_effort": "low"}),
         ("anthropic", {"response_format": {"type": "json_object"}}),
@@ -156,7 +158,9 @@ def test_json_on_demand():
 def test_overrides_win_over_params():
     with Rogue(lambda n, c: http(GOOD)) as server:
         worker(server, params={"temperature": 0.2, "max_tokens": 5}).chat(CHAT, temperature=1.0)
+        worker(server, params={"max_completion_tokens": 50}).chat(CHAT, max_tokens=10)  # OpenAI refuses both at once
     assert server.requests[0][2] == {"model": "m", "messages": CHAT, "temperature": 1.0, "max_tokens": 5}
+    assert server.requests[1][2] == {"model": "m", "messages": CHAT, "max_completion_tokens": 10}
 
 
 def openai_choice(content, finish, **message):
@@ -337,11 +341,20 @@ def test_geminis_fields_outside_of_its_generation_config():
 @pytest.mark.parametrize("response, text, finish", [
     (gemini(None, "MAX_TOKENS"), "", "length"), (gemini([], "SAFETY"), "", "SAFETY"),
     (gemini([{"text": "Bec"}], "MAX_TOKENS"), "Bec", "length"),
+    (gemini([{"text": "Bec"}], "CONTINUATION"), "Bec", "length"),  # Gemini 4's, after 32,768 tokens
     ({"candidates": [{"finishReason": "PROHIBITED_CONTENT"}]}, "", "PROHIBITED_CONTENT"),
     ({"promptFeedback": {"blockReason": "SAFETY"}, "usageMetadata": {"promptTokenCount": 4}}, "", "SAFETY")])
 def test_gemini_finish_reasons(response, text, finish):
     _, _, reply = wire("gemini", response)
     assert (reply.text, reply.finish) == (text, finish)
+
+
+def test_what_gemini_reads_of_its_tools_is_paid():
+    """totalTokenCount counts it beside the prompt, and it costs as much."""
+    used = {"promptTokenCount": 10, "toolUsePromptTokenCount": 5000, "candidatesTokenCount": 20, "thoughtsTokenCount": 30}
+    _, _, reply = wire("gemini", gemini([{"text": "Hi."}], "STOP") | {"usageMetadata": used}, price=[1.5, 7.5])
+    assert (reply.prompt_tokens, reply.completion_tokens) == (5010, 50)
+    assert reply.cost == pytest.approx(5010 * 1.5e-6 + 50 * 7.5e-6)
 
 
 @pytest.mark.parametrize("protocol, response", [

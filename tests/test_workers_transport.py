@@ -9,7 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from rogue import CHAT, GOOD, Rogue, always, drip, http, quick, worker  # noqa: F401 (quick is a fixture)
+from rogue import CHAT, GOOD, Rogue, always, drip, http, quick, waits, worker  # noqa: F401 (two are fixtures)
 
 import workers
 from workers import Worker, WorkerError, urllib3
@@ -209,22 +209,6 @@ def test_never_retried(status):
     ):
         worker(server).chat(CHAT)
     assert len(server.requests) == 1
-
-
-@pytest.fixture
-def waits(monkeypatch):
-    """The waits between attempts: the clock goes on by them at once. jitter draws the longest."""
-    class Clock:
-        waits, monotonic, time = [], staticmethod(lambda: time.monotonic() + sum(Clock.waits)), time.time
-
-        @staticmethod
-        def sleep(seconds):
-            Clock.waits.append(seconds)
-
-    monkeypatch.setattr(workers, "time", Clock)
-    monkeypatch.setattr(workers, "BACKOFF", 2.0)
-    monkeypatch.setattr(workers.jitter, "uniform", lambda low, high: high)
-    return Clock.waits
 
 
 @pytest.mark.parametrize("status", [429, 503, 529])

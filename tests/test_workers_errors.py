@@ -1,0 +1,95 @@
+"""What real providers' refusals say, in the shapes of their own documentation: who is at fault, whether to ask
+again and when, and words that help. Servers of one answer stand in for them."""
+import pytest
+from rogue import CHAT, GOOD, Rogue, always, http, quick, waits, worker  # noqa: F401 (two are fixtures)
+
+from workers import WorkerError
+
+INVALID_KEY = {"error": {"code": 400, "message": "API key not valid.", "status": "INVALID_ARGUMENT",
+                         "details": [{"reason": "API_KEY_INVALID", "domain": "googleapis.com"}]}}
+NO_CREDIT = {"type": "error", "error": {"type": "invalid_request_error",
+                                        "message": "Your credit balance is too low to access the Anthropic API."}}
+
+
+def refused(body, status=400, **headers):
+    """The error of a worker whose provider answers so."""
+    with always(body, status, **headers) as server, pytest.raises(WorkerError) as e:
+        worker(server).chat(CHAT)
+    return e.value
+
+
+@pytest.mark.parametrize("status, body, told", [
+    # openrouter.ai/docs/api/reference/errors-and-debugging: the message may only say that somebody else failed
+    (400, {"error": {"code": 400, "message": "Provider returned error", "metadata": {
+        "provider_name": "OpenAI", "raw": '{"error": {"message": "max_tokens is too large"}}'}}},
+     'Provider returned error: {"error": {"message": "max_tokens is too large"}}'),
+    (403, {"error": {"code": 403, "message": "Flagged", "metadata": {"reasons": ["violence"]}}}, "Flagged: ['violence']"),
+    (400, {"error": {"message": "No", "metadata": "of no use"}}, "No (attempt"),
+    # Google's wrapping of an error at some endpoints (github.com/google-gemini/gemini-cli/issues/13665)
+    (400, [INVALID_KEY], "HTTP 400: API key not valid. (attempt"),
+    (400, [], "HTTP 400: []"),
+    # Mistral's, FastAPI's, and a page of HTML
+    (422, {"object": "error", "message": "Unknown model"}, "HTTP 422: Unknown model (attempt"),
+    (403, {"detail": "Not allowed"}, "HTTP 403: Not allowed (attempt"),
+    (422, {"detail": [{"loc": ["body", "top_k"], "msg": "too large"}]}, "too large"),
+    (403, b"<h1>Forbidden</h1>", "HTTP 403: <h1>Forbidden</h1>"),
+])
+def test_what_a_refusal_says(status, body, told):
+    assert told in str(refused(body, status))
+
+
+@pytest.mark.parametrize("status", [404, 405])
+def test_a_wrong_base_url_is_shown(status):
+    """The commonest mistake of a pool file is a base_url with too little or too much behind the host."""
+    with always({"detail": "Not Found"}, status) as server, pytest.raises(WorkerError) as e:
+        worker(server, base_url=f"{server.url}/oops?token=secret").chat(CHAT)
+    assert f"asked {server.url}/oops" in str(e.value) and "base_url" in str(e.value)
+    assert "secret" not in str(e.value)
+
+
+@pytest.mark.parametrize("status, body, request_is_wrong", [
+    (400, {"error": {"message": "temperature is above 2"}}, True), (422, {"detail": "x"}, True),
+    (400, INVALID_KEY, False), (400, [INVALID_KEY], False), (400, NO_CREDIT, False), (401, {}, False), (404, {}, False),
+])
+def test_who_is_at_fault(status, body, request_is_wrong):
+    """Google and Anthropic answer a wrong key and an empty account with 400, as they do a wrong request. The
+    server would blame its client for it."""
+    assert refused(body, status).bad_request == request_is_wrong
+
+
+def test_openrouters_402_is_busy_where_it_says_when_to_come_back(waits):
+    """Too many paid requests were running at once: openrouter.ai/docs/api/reference/limits, "In-flight spending
+    budget". Without that header the account is empty."""
+    body = {"error": {"code": 402, "message": "Too much is in flight",
+                      "metadata": {"limit_source": "openrouter_in_flight_budget"}}}
+    with Rogue(lambda n, c: http(body, 402, Retry_After="5") if n < 8 else http(GOOD)) as server:
+        worker(server, timeout=120).chat(CHAT)
+    assert len(server.requests) == 9 and min(waits) >= 5
+    with always({"error": {"code": 402, "message": "Insufficient credits"}}, 402) as server:
+        with pytest.raises(WorkerError, match="Insufficient credits .attempt 1,"):
+            worker(server).chat(CHAT)
+    assert len(server.requests) == 1
+
+
+def test_a_spent_quota_in_other_shapes(waits):
+    """Gateways write OpenAI's code as the type."""
+    assert "attempt 1," in str(refused({"error": {"type": "insufficient_quota", "message": "Pay"}}, 429))
+    assert not waits
+
+
+@pytest.mark.parametrize("response", [
+    http([{"error": {"details": [{"retryDelay": "7s"}]}}], 429),
+    http({}, 429).replace(b"\r\n\r\n", b"\r\nllm_provider-retry-after: 7\r\n\r\n", 1),  # LiteLLM renames it so
+])
+def test_the_wait_that_is_asked_for_in_other_shapes(response, waits):
+    with Rogue(lambda n, c: response if n == 0 else http(GOOD)) as server:
+        worker(server, timeout=120).chat(CHAT)
+    assert waits == [pytest.approx(7 + 2)]
+
+
+def test_a_wait_is_called_too_long_only_if_it_is(waits):
+    """Here the worker's own waits reach the deadline, not those of one second that it was asked for."""
+    with always({"error": {"message": "later"}}, 429, Retry_After="1") as server:
+        with pytest.raises(WorkerError, match=r"later \(attempt"):
+            worker(server, timeout=4, deadline=12).chat(CHAT)
+    assert sum(waits) < 12
