@@ -93,7 +93,8 @@ def grade(problem: Problem, response: str) -> bool:
         # A formula copied from the question is no answer.
         return same_math(answer, gold) and not copied(answer, problem.question, gold)
     if problem.grader == "short":
-        return same_short(final_answer(response), gold)
+        answer = final_answer(response)
+        return same_short(answer, gold) and not copied(answer, problem.question, gold)
     if problem.grader == "exact":
         return tagged(response) == gold  # the last <answer> tag's content, or all of a response without one
     raise ValueError(f"grade has no case for the grader {problem.grader!r}")
@@ -146,22 +147,24 @@ BETWEEN = re.compile(r"(?:[\s$,;]|\\[(),; ]|\\q?quad\b|\b(?:and|or)\b"
 BEFORE = re.compile(r"""  # where no box stands: behind
     (?: (?<!\\)[-+−–/^_±√<≤≥≠|{(\[¬~] | (?<![\w)])!= | [\w})\]]\s*\*+          # a sign, a bracket, a factor
       | \b(?:not|never|minus|negative) | n't                                    # a denial
-      | \\(?!(?:q?quad|displaystyle|therefore|implies|to|(?:Long)?[Rr]ightarrow|iff|approx|equiv|in)\b)
-        [A-Za-z]+                                                               # a command: \neq, \sqrt
+      | \\(?!(?:q?quad|displaystyle|[Ll]arge|therefore|implies|to|(?:[Ll]ong)?(?:[Ll]eft)?[Rr]ightarrow|iff
+            |approx|equiv|in)\b)[A-Za-z]+                                       # a command: \neq, \sqrt
     ) (?:[\s$}]|\\[,;:!\ ])* \Z
     | (?: (?<!\\)[)\]}] | (?<![A-Za-z\\])[A-Za-z] | \d ) [ ]? (?:\\[,;:!\ ])? \Z  # a factor without a sign
     | (?<![A-Za-z\\])[A-Za-z]+ \Z | \d[.,:$] \Z                              # a word, a digit""", re.VERBOSE)
+BOLD = re.compile(r"(?<![\w)\]}*])(\*{1,3})(?![\s*])([^*\n]+)\1")  # or italic
 MARKUP = re.compile(r"\\(?:(?:text|math|tag)\w*|begin|end)\*?\{(?![^}]*(?:not|minus|negative))[^{}]*\}")
 AFTER = re.compile(r"""  # and before
     \s*[!\d] | [A-Za-z(\[{'|]                                                  # a digit, a letter, a bracket
     | (?:[\s$]|\\[,;:!\ ])* (?:
         [/+=}≠≤≥±×·÷>] | \^(?!\{?\\circ) | <(?![/|]) | _[\w{] | [*.]\d | \{,         # an operator
         | :\s*\d | \*[\ (\\A-Za-z]
-        | [-−–]\s*(?:[\d\\$(.]|[A-Za-z]\b) | \((?![^()]*[a-z]{2})                # - 3, (x+1)
-        | [A-Za-z]\b(?![ ][a-z]{2})                                             # i, but not "a new line"
+        | [-−–]\s*(?:[\d\\$(.]|[A-Za-z]\b) | \((?![^()]*(?:[a-z]{2}|≈))          # - 3, (x+1)
+        | (?<!\$)(?<!\$[ ])[A-Za-z]\b(?![ ][a-z]{2})                            # i, but not "a new line"
         | (?:\\(?:text|math)\w*\{\s*)?
-          (?:\w+llion|thousand|hundred|dozen|times|plus|minus|squared)\b
-        | \\(?!text|math|mbox|q?quad|end|tag|approx|pmod|[hv]space|blacksquare|square|Box|[^A-Za-z${|])
+          (?:\w+llion|thousand|hundred|dozen|times(?=[\s$]*[\d\\])|plus|minus|squared)\b
+        | \\(?!text|math|mbox|q?quad|end|tag|approx|pmod|[hv]space|blacksquare|square|Box|checkmark
+              |[^A-Za-z${|])
     )
     | [\s$]* (?:[,;]|(?:\\text\{\s*)?(?:or|and)\b) [\s$}]* [-\\\d]               # "or 6"
     """, re.VERBOSE)
@@ -190,6 +193,7 @@ def committed(response: str) -> str | None:
     does not close, or if an alternative follows."""
     response = re.sub(r"\\[bf]?box(?:ed)?[^\S\n]{0,9}(?:\{|(\d+))",  # \boxed 2, as MATH has it too
                       lambda m: rf"\boxed{{{m[1]}}}" if m[1] else r"\boxed{", response[-200 * LONGEST:])
+    response = re.sub("(?i)<(/?)answer>", r"<\1answer>", response)
     before, tag, response = response.rpartition("<answer>")
     inside, closed, later = response.partition("</answer>")
     if tag and r"\boxed{" not in later:
@@ -202,7 +206,8 @@ def committed(response: str) -> str | None:
             boxes.append((*m.span(), end))
     if not boxes:
         return None
-    if end < 0 or AFTER.match(response[end + 1:][:LONGEST]):
+    paragraph = re.split(r"\n\s*\n", response[end + 1:][:LONGEST])[0]
+    if end < 0 or AFTER.match(paragraph):
         return ""
     parts = []
     start = len(response)
@@ -212,7 +217,8 @@ def committed(response: str) -> str | None:
             break
         parts.insert(0, response[box:end].replace(r"\boxed{", "{").strip())
         start = opening
-    outside = BEFORE.search(MARKUP.sub(" ", response[:start][-200:]))
+    plain = BOLD.sub(r"\2 ", response[:start][-200:])
+    outside = BEFORE.search(MARKUP.sub(" ", plain))
     return "" if outside else ", ".join(dict.fromkeys(parts))
 
 
@@ -247,14 +253,27 @@ def tagged(response: str) -> str:
 
 def copied(answer: str, question: str, gold: str) -> bool:
     """Whether an answer is a formula as it stands in the question, and not as in the gold answer: "Simplify
-    $\\sqrt{192}$" is not answered by \\sqrt{192}, nor by x = (\\sqrt{192}) / 1. What is compared are the
-    operands but for 0 and 1."""
-    answer, gold = (one_spelling(text).rpartition("=")[2] for text in (answer, gold))
-    formula = len(re.sub(r"\s", "", answer)) > 4 and re.search(r"[-+*/^\\]", answer)
-    answer, question, gold = (" ".join(NOTHING.sub(" ", text).split())
-                              for text in (answer, one_spelling(question), gold))
-    found = re.search(rf"(?<![\d.]){re.escape(answer)}(?!\w)", question)
-    return bool(formula and found) and " " in answer and answer != gold
+    $\\sqrt{192}$" is not answered by \\sqrt{192}, nor by x = (\\sqrt{192}) / 1. What is compared with the
+    question are the operands but for 0 and 1, of all the answer and of what it says behind its last "="."""
+    answer, gold = one_spelling(answer), one_spelling(gold)
+    value = answer.rpartition("=")[2]
+    if as_text(value) == as_text(gold.rpartition("=")[2]):
+        return False
+    return any(formula_within(text, question) for text in (answer, value))
+
+
+def formula_within(text: str, question: str) -> bool:
+    """Whether a text is a formula, of two operands or more, that stands in the question."""
+    is_formula = len(re.sub(r"\s", "", text)) > 4 and re.search(r"[-+*/^\\]", text)
+    operands, asked = (operands_of(t) for t in (text, one_spelling(question)))
+    found = re.search(rf"(?<![\d.]){re.escape(operands)}(?!\w)", asked)
+    return bool(is_formula and found) and " " in operands
+
+
+def operands_of(text: str) -> str:
+    """A formula without its signs, brackets, 0 and 1, a blank between its operands."""
+    text = re.sub(r"(\\[A-Za-z]+)(?=\d)", r"\1 ", text)  # \sqrt7
+    return " ".join(NOTHING.sub(" ", text).split())
 
 
 # One spelling for LaTeX and plain text
@@ -277,8 +296,10 @@ RULES = (  # a pattern and what becomes of it, in this order
     (r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\s*\.?", " "),            # sizes of brackets
     (r"\^\s*(\{)?\s*(?:\\circ(?![A-Za-z])|°)(?(1)\s*\})", "°"),            # degrees
     (r"\\overline\s*\{\s*([A-Z]{2})\s*\}", r"\1"),                         # a segment
+    (r"\\\\\s*\[\s*[\d.]+\s*(?:pt|ex|em|mm|cm)\s*\]", r"\\\\ "),            # a gap between rows
     (r"\\begin\{(?:[pb]?matrix|array)\}(?:\{[clr|\s]*\})?", "⟦"),
     (r"\\end\{(?:[pb]?matrix|array)\}", "⟧"),
+    (r"\\(?:text|mathrm)\{([A-Z]\w*)\}(?=_)|(?<=_\d)\\(?:text|mathrm)\{([A-Z]\w*)\}", r"\1\2"),  # \text{H}_2
     (r"\\(?:(?:text|math)(?:rm|bf|it|sf)?(?![A-Za-z])|mbox|boldsymbol|operatorname)\s*"
      r"\{((?:[^{}]|\{[^{}]*\})*)\}", r" \1 "),
     (r"^[\s$]*[A-Za-z](?:\s*(?:\\times(?![A-Za-z])|×)\s*[A-Za-z])+[\s$]*$",
@@ -845,6 +866,9 @@ def same_math(answer: str, gold: str, tolerance: float = 0.0) -> bool:
         return False
 
 
+ABOUT = re.compile(r"^[\s$]*(?:[A-Za-z]\w*\s*(?=[≈\\~]))?(?:≈|\\approx\b|~|about\b|approximately\b)")  # v ≈
+
+
 def same_short(answer: str, gold: str) -> bool:
     """Whether a short free-form answer is the gold one (RLPR, from WebInstruct-verified): the same words but
     for case, articles and punctuation, or the same mathematics; within 1% of a gold number with a decimal
@@ -852,6 +876,8 @@ def same_short(answer: str, gold: str) -> bool:
     judge model besides, as WebInstruct-verified does (arXiv 2505.14652)."""
     if len(answer) > LONGEST:
         return False
+    if "." in gold:
+        answer = ABOUT.sub("", answer)
     if re.sub(r"[-\s,.;:'\"“”]", "", gold).isalpha() and re.search(r"[^\W\d_]{2}", gold):
         return words(answer) == words(gold) != []
     return same_math(answer, gold, 0.01)
@@ -865,11 +891,11 @@ def words(text: str) -> list:
     return [word for word in found if word not in ("an", "the", "")]
 
 
-CLAIM = re.compile(r"(?i)\b(?:answer\b[^\n.:]{0,40}?(?:\bis\b|:)[\s:*]*"
+CLAIM = re.compile(r"(?i)\b(?:answer\b[^\n.:]{0,40}?(?:\bis\b|\b(?:must|should|would) be\b|:)[\s:*]*"
                    r"|(?:option|choice)\b(?!\s*\(?[A-J]\b)[^\n.:]{0,40}?"
                    r"(?:\bis\b(?! (?:correct|right|best|wrong|incorrect))|:)[ :*]*)(?=([^\n]{0,300}))")
 INTRODUCTION = re.compile(
-    r"(?i)^(?:(?:the|correct|final|best|answer|option|choice|is|so|therefore)\b[\s:,]*)+")
+    r"(?i)^(?:(?:the|correct|final|best|answer|option|choice|is|so|thus|hence|therefore)\b[\s:,]*)+")
 CORRECT = re.compile(r"is (?:the )?(?:correct|right|best)(?: (?:answer|option|choice|one))?")
 ARTICLE = re.compile(r"^(\(?)(?:an?|the)\s")
 
@@ -896,9 +922,8 @@ def pick_letter(response: str, choices: list) -> str | None:
         sentence, _, later = m[1].partition(". ")
         letter = letter_of(m[1], texts)
         if letter in (None, "?"):
-            letter = letter_of(sentence, texts)
-        before = response[:m.start()][-200:]
-        if DENIED.search(before) or HEDGED.match(later):
+            letter = "?" if HEDGED.match(later) else letter_of(sentence, texts)
+        if DENIED.search(response[:m.start()][-200:]):
             letter = "?"
         picked.add(letter)
     picked -= {None}
@@ -930,7 +955,7 @@ def letter_of(text: str, texts: list) -> str | None:
             letter = m[1].upper()
             own = ARTICLE.sub(r"\1", texts[letters.index(letter)])
             rest = ARTICLE.sub(r"\1", m[2])
-            in_brackets = rest == f"({own})" and rest not in texts
+            in_brackets = re.sub(r"[.; ]+\)$", ")", rest) == f"({own})" and rest not in texts
             if rest in ("", own) or in_brackets or CORRECT.fullmatch(rest):
                 return letter
     return "?" if re.search(rf"\b[{letters}]\b", text) else None
@@ -1477,13 +1502,16 @@ def check_sandbox(partial: bool):
 
 
 def extract_code(response: str) -> str:
-    """The last fenced block of a response, be its end missing; else what is in the last <answer> tag."""
-    begin = r"```[\w+#.-]*[ \t]*\r?\n"
+    """The last fenced block of a response that says it is Python, or else the last; its end may be missing.
+    Without a block what is in the last <answer> tag."""
+    begin = r"```([\w+#.-]*)[ \t]*\r?\n"
     end = r"(?:^[ \t]*```(?!\w)|```[ \t]*(?:</answer>|\r?$)|\Z)"
     blocks = re.findall(begin + "(.*?)" + end, response, re.DOTALL | re.MULTILINE)
     _, tag, inside = response.rpartition("</answer>")[0].rpartition("<answer>")
-    code = inside if tag else ""
-    return textwrap.dedent(blocks[-1] if blocks else code).strip("\n")
+    in_python = [code for language, code in blocks if re.fullmatch("(?i)py(thon)?3?", language)]
+    in_any = [code for _, code in blocks]
+    code = (in_python or in_any or [inside if tag else ""])[-1]
+    return textwrap.dedent(code).strip("\n")
 
 
 def longest(expected: str) -> int:

@@ -1328,7 +1328,10 @@ def lacking(s: Settings, start: str, config: Config, pool):
                "name one with --reference=DIR)")
 
     try:
-        problems = load(s.data, "train") + load(s.test_data or s.data, "test", s.test)
+        problems = load(s.data, "train")
+        if any(problem.grader == "unittest" for problem in problems):
+            yield "other problems to train on (solutions can cheat the grader unittest: use --test_data)"
+        problems += load(s.test_data or s.data, "test", s.test)
         if any(problem.grader in ("code", "unittest") for problem in problems):
             evaluation.check_sandbox(s.sandbox == "partial")
     except (OSError, ValueError) as e:

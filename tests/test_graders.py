@@ -65,7 +65,7 @@ EQUAL = [  # answer, gold
     ("( 9,3 )", "(9, 3)"), (r"(\frac12, 0.5)", "(1/2,1/2)"), (r"(8,\infty)\cup(-\infty,-8)", r"(-\infty,-8)\cup (8,\infty)"),
     (r"[0,\frac12)", "[0,0.5)"), (r"5, (0,1)\cup(2,3)", r"(2,3)\cup(0,1), 5"), (r"\left[ \frac12, \frac32 \right]", "[0.5,1.5]"),
     (r"\begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}", r"\begin{pmatrix} 1&2\\3&4\\ \end{pmatrix}"),
-    (r"\begin{pmatrix} 11.5/4 \\ 7/4 \end{pmatrix}", r"\begin{pmatrix} 23/8 \\ 7/4 \end{pmatrix}"),
+    (r"\begin{pmatrix} 11.5/4 \\ 7/4 \end{pmatrix}", r"\begin{pmatrix} 23/8 \\ 7/4 \end{pmatrix}"), (r"\begin{pmatrix} 5 \\[4pt] 7 \end{pmatrix}", r"\begin{pmatrix} 5 \\ 7 \end{pmatrix}"),
     # text
     ("Evelyn", r"\text{Evelyn}"), (r"\text{evelyn}", r"\text{Evelyn}"), ("ellipse", r"\text{Ellipse}"), ("1:03 PM", r"\text{1:03 PM}"),
     ("(D)", r"\text{(D)}"), ("D", r"\text{(D)}"), (r"\text{D}", r"\text{(D)}"), ("Yes", r"\text{yes}"),
@@ -369,10 +369,14 @@ COMMITTED = [
     *((rf"\boxed{{5}}{more}", "") for more in ("^2", "/6", "!", "6", "+1", r"\cdot 6", r"\times 10^3", r"\pi", "*2", ".5", "{,}000", "$/6", "; 6", r" \text{ or } 6", ", 6", " or $6$", " and -6")),
     *((into.format(r"\boxed{5}"), "") for into in (
         "-{}", "- ${}$", "2{}", r"2\,{}", r"\sqrt{{{}}}", r"\frac{{{}}}5", r"x\neq{}", r"\ln {}", "not {}", "({})^2", "|{}|", "5:{}", "{}x+3", "{} - 3", r"{}\ln 2",
-        "{}(x+1)", "{}i", "{} million", r"${}$ \text{{ million}}", "{}=13", "{} x", r"{}\pm 1", "-\n{}")),
+        "{}(x+1)", "{}i", "{} million", r"${}$ \text{{ million}}", "{}=13", "{} x", r"{}\pm 1", "-\n{}",
+        "**not** {}", "**-** {}", "2**{}", "${}$ times $3$", "{} i", "**minus** ${}$", "${}$\n- 3")),
     *((into.format(r"\boxed{5}"), "5") for into in (
         "So $x={}$.", r"\[ {} \]", "**{}**", r"\text{{So }}{}", r"\therefore {}", "{} units", r"{} \mathrm{{~cm}}", r"4!={} \approx 5.0", "Step 3: {} (since x>3)", "2\n{}",
-        r"{}\pmod{{13}}", "<b>{}</b>", r"\quad{}\\")), (r"\boxed{-\boxed{12}}", "-{12}"), (r"\boxed{not \boxed{12}}", "not {12}"),
+        r"{}\pmod{{13}}", "<b>{}</b>", r"\quad{}\\",
+        "**Final Answer**\n{}", "**Final Answer**\n\n$${}$$", "**Step 5**\n\n$$\n{}\n$$", "**(c)**\n{}", "it is **exactly** ${}$",  # as models write
+        "*So* {}", r"$\longrightarrow {}$", r"$\Large{}$", "$$\n{}\n$$\n\n- $x=3$ is excluded.", "$${}$$\n\n* **Check**: it works", "${}$ m.",
+        "${}$\n\nI've verified this.", "{}\n\n(i) as asked", "${}$ m/s", "So it is crossed ${}$ times.", r"${}$ $\checkmark$", "${}$ (≈ 5.0)", r"$\Leftrightarrow {}$")), (r"\boxed{-\boxed{12}}", "-{12}"), (r"\boxed{not \boxed{12}}", "not {12}"),
     *((rf"$\boxed{{5}}${more}", "5") for more in (".", ", as asked", " units", r"\text{ cm}", " or so", "\n\n6")),
     (r"\boxed{5}, \boxed{6}", "5, 6"), (r"$x=\boxed{5}$ or $x = \boxed{6}$", "5, 6"), (r"\boxed{5}, then \boxed{6}", "6"),
 ]
@@ -406,7 +410,10 @@ def test_an_answer_that_is_taken_back_is_none():
     ("27/30", r"Reduce $\frac{27}{30}$ to lowest terms.", r"\frac{9}{10}", True), ("(x-1)(x+1)", "Expand $(x-1)(x+1)$.", "x^2-1", True),
     (r"\frac{1}{2}", "What is half of 2?", "0.5", False), (r"1+\frac{\sqrt3}{2}", r"Add 1 to $\frac{\sqrt3}{2}$.", r"\frac{2+\sqrt3}{2}", False),
     (r"50^\circ.", r"Find $x$, where $\tan x = \cos 50^{\circ}$.", r"50^\circ", False),
-    (r"\sqrt{192}0", r"Simplify $\sqrt{192}$.", r"8\sqrt3", False),
+    (r"\frac1{2\sqrt7}", r"Rationalize the denominator: $\frac1{2\sqrt7}$.", r"\frac{\sqrt7}{14}", True), (r"\sqrt8", r"Simplify $\sqrt8$.", r"2\sqrt2", True),
+    (r"\frac{1}{\sqrt{2}-1}", r"Rationalize the denominator: $\frac{1}{\sqrt{2}-1}$.", r"\sqrt{2}+1", True),
+    ("x^2+y^2+4x-6y=12", "Write $x^2+y^2+4x-6y=12$ in standard form.", "(x+2)^2+(y-3)^2=25", True),
+    ("3x+4y=12", "Find the slope-intercept form of $3x+4y=12$.", r"y=-\frac34x+3", True), ("3x+4y=12", "Is $3x+4y=12$ or $3x+4y=13$ a line through (0,3)?", "3x+4y=12", False),
     ("y = 2x+3", "Solve $y = 2x+3$ for $x$.", "y=2x+3", False),
     (r"8\sqrt{3}", r"Simplify $\sqrt{192}$.", r"8\sqrt3", False),
     (r"\frac{2}{3}", r"Which is larger, $\frac{2}{3}$ or $\frac{3}{5}$?", r"\frac23", False),
@@ -445,6 +452,8 @@ LETTERS = [
     ('<answer>"B"</answer>', "B"), ("<answer>'B'</answer>", "B"), ("<answer>[B]</answer>", "B"), ("<answer>B;</answer>", "B"),
     ("<answer>B (the nucleus)</answer>", "B"), ("<answer>b. the nucleus</answer>", "B"), ("<answer>B.The nucleus.</answer>", "B"),
     ("<answer>B (mitochondria)</answer>", None), ("<answer>a. nucleus</answer>", None), ("The answer is B. Yes, the answer is B.", "B"), ("Answer: The answer is C", "C"),
+    ("<answer>D (All of the above.)</answer>", "D"), ("<Answer>B</Answer>", "B"), ("Thus, option B is correct.", "B"), ("Hence option B is the best answer.", "B"),
+    ("The answer must be B.", "B"), ("The answer should be (C).", "C"),
     ("Option B: mitochondria", None), ("Answer: B. Mitochondria", None), ("Choice (B): a ribosome", None), ("Option B: the nucleus", "B"),
 ]
 
@@ -470,6 +479,8 @@ def test_letters_of_odd_choices():
             assert pick_letter(nothing, choices) is None
         assert pick_letter("<answer>A</answer>", choices) == "A"
     assert pick_letter(r"\boxed{$\frac{1}{2}$}", [r"\frac{1}{2}", "2"]) == "A"
+    assert pick_letter("Answer: **B. Yes. No, the tag is short**", ["Yes, always", "Yes. No, the tag is short"]) == "B"
+    assert pick_letter("Answer: **B. Yes. No, it is A**", ["Yes, always", "Yes"]) is None
     for choices, answer, letter in (
             (["(0,1)", "[0,1]", "(0,1]"], "B. (0,1)", None), (["(0,1)", "[0,1]", "(0,1]"], "A (0,1]", None), (["(0,1)", "[0,1]", "(0,1]"], "(B) [0,1]", "B"),
             (["MW", "W", "kW"], "mW", None), (["f'(x)", "2"], "f''(x)", None), (["12", "5"], r"\textminus 12", None), (["12", "5"], "-12", None), (['"a"', "a"], "A. a", None),
@@ -486,6 +497,8 @@ SHORT_EQUAL = [  # answer, gold
     ("60 miles per hour", "60 mi/h"), ("2x", "x*2"), ("$1,200", "1200 dollars"), ("1,945", "1945"),
     ("-3.0", "-3"), (r"\frac{\pi}{2}", "1.57"), ("12.5 kJ", "12.6 kJ"), ("{1, 2}", "2, 1"), ("x = 4", "4"), ("25 °C", "25"),
     ("7.0 N", "7 N"), ("1200 J", "1200.4 J"), ("$1.5 million", "$1,500,000"), ("5 million people", "5,000,000"),
+    ("≈ 2.87 m/s", "2.87 m/s"), (r"v \approx 2.87\text{ m/s}", "2.87 m/s"), ("approximately 2.87", "2.87"), ("about 2.86", "2.87"),
+    (r"\text{H}_2\text{SO}_4", "H2SO4"), (r"\text{C}_6\text{H}_{12}\text{O}_6", "C6H12O6"), (r"\mathrm{Na}_2\mathrm{CO}_3", "Na2CO3"),
     ("Mean-squared error", "mean squared error"), ("5 nanometers", "5 nm"), ("5 kilojoules", "5 kJ"), ("3 Days", "3 days"), ("25 degrees Celsius", "25 °C"),
 ]
 SHORT_DIFFERENT = [
@@ -493,7 +506,7 @@ SHORT_DIFFERENT = [
     ("mitochondria and nuclei", "mitochondria"), ("not mitochondria", "mitochondria"), ("9.8 m/s", "9.81 m/s^2"), ("5 cm", "5 m"),
     ("5 kJ", "5 J"), ("5 mol", "5 g"), ("9.6", "9.81"), ("0.25%", "25%"), ("2.5", "25%"), ("1939", "1945"), ("1944", "1945"), ("-5", "5"),
     ("3e7 m/s", "3e8 m/s"), ("x+1", "x-1"), ("2.001x", "2x"), ("0.001", "0"), ("5", "Paris"), ("Paris", "5"), ("1, 2", "1"),
-    ("6 or 7", "6"), ("C++", "C"), ("35", "3.5"), ("101", "100"), ("100 J", "102 J"), ("true", "false"), ("46.6", "46"), ("$20,000 gain", "$20,000 loss"),
+    ("approximately 3", "3"), ("2 about 2.87", "2.87"), ("not about 2.87", "2.87"), (r"\text{H}_2\text{O}_2", "H2O"), ("6 or 7", "6"), ("C++", "C"), ("35", "3.5"), ("101", "100"), ("100 J", "102 J"), ("true", "false"), ("46.6", "46"), ("$20,000 gain", "$20,000 loss"),
     ("10% increase", "10% decrease"), ("$1.5 million", "$1.5 billion"), ("5", "5 million"), ("3 years", "3 days"), ("25 degrees Celsius", "25 °F"),
 ]
 

@@ -29,6 +29,9 @@ def passes(code, *pairs, fn_name=None):
 @pytest.mark.parametrize("response, code", [
     ("So:\n```python\nprint(1)\n```\nDone.", "print(1)"),
     ("```\nfirst\n```\nbetter:\n```py\nsecond\n```", "second"),
+    ("```python\nprint(1)\n```\nIt prints:\n```\n1\n```", "print(1)"),
+    ("```python\nfirst\n```\n```Python3\nsecond\n```\nRun it:\n```bash\npython main.py\n```", "second"),
+    ("```cpp\nint x;\n```\n```\nx = 1\n```", "x = 1"),
     ("```python\nx = 1\n```\n<answer>B</answer>", "x = 1"),
     ("<answer>print(2)</answer>", "print(2)"),
     ("<answer>print(1)</answer> no, <answer>\nprint(2)\n</answer>", "print(2)"),

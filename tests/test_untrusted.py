@@ -129,3 +129,14 @@ def test_the_tiny_conductor_reads_a_long_number():
     text = "1" * 200_000
     tokenizer = train.tiny_tokenizer(["Add 1 and 1.", "model_id = []\nsubtasks = []\naccess_list = []"])
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_no_training_on_problems_whose_solutions_can_cheat(tmp_path, in_process):
+    """A BigCodeBench solution shares a process with its tests: a policy would learn to patch them."""
+    problem = evaluation.Problem("code/0", "Write f.", "", "code", "unittest", extra={
+        "test": "import unittest\nclass TestCases(unittest.TestCase):\n    def test_f(self): f()", "entry_point": "f", "code_prompt": "def f():"})
+    evaluation.write_problems(f"{tmp_path}/code.jsonl", [problem] * 2)
+    argv = ["--preset=laptop", f"--out={tmp_path}/out", "--sandbox=partial", "--dry_run", f"--test_data={tmp_path}/code.jsonl"]
+    train.main(argv)
+    with pytest.raises(SystemExit, match="other problems to train on .*unittest"):
+        train.main([*argv, f"--data={tmp_path}/code.jsonl"])
