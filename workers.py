@@ -238,8 +238,8 @@ SAMPLING = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_pena
 GENERATIONS = [
     (r"gpt-[6-9]", False, {"reasoning_effort": "low"}, {"reasoning_effort": "high"}),
     (r"o\d|gpt-5(?!-chat)", False, {"reasoning_effort": "minimal"}, {"reasoning_effort": "high"}),
-    (r"openai/(o\d|gpt-5(?!-chat)|gpt-[6-9])|anthropic/claude-[a-z]+-[5-9]|google/gemini-[3-9]", False,
-     {"reasoning": {"effort": "low"}}, {"reasoning": {"effort": "high"}}),  # at OpenRouter
+    (r"openai/(o\d|gpt-5(?!-chat)|gpt-[6-9])|anthropic/claude-[a-z]+-([5-9]|4\.[7-9])|google/gemini-[3-9]",
+     False, {"reasoning": {"effort": "low"}}, {"reasoning": {"effort": "high"}}),  # at OpenRouter
     (r"claude-sonnet-5-5", False, {"thinking": {"type": "between_tools"}, "output_config": {"effort": "low"}},
      {"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}}),
     (r"claude-[a-z]+-([5-9]|4-[7-9])\b", False,
@@ -274,7 +274,8 @@ ON = {"reasoning": {"enabled": True}}
 # went in June 2026 and Gemini 2.5 in October 2026, and GPT-5 goes in December 2026.
 # today: read on 2026-11-22 at developers.openai.com/api/docs/models/gpt-6.2-sol and
 # platform.claude.com/docs/en/models; Gemini 4's price, of 12 November, in copies of Google's page; the open
-# models' in OpenRouter's catalogue of 2026-07-02 (github.com/anomalyco/models.dev).
+# models' in OpenRouter's catalogue of 2026-07-02 (github.com/anomalyco/models.dev). They move by the week, so
+# hosts of up to twice the price are asked; the bill has what OpenRouter says. R1's window is 8,192 tokens.
 OPEN_TODAY = [
     (OPENROUTER, "R1-Distill-Llama-70B", "deepseek/deepseek-r1-distill-llama-70b", [0.8, 0.8], 4096, COOL),
     (OPENROUTER, "Gemma 4 31B", "google/gemma-4-31b-it", [0.12, 0.35], 20480, {**COOL, **OFF}),
@@ -291,7 +292,7 @@ POOLS = {
         (OWN, "Qwen3-32B", "Qwen/Qwen3-32B", None, 20480, {**QWEN, **DIRECT}),
         (OWN, "Qwen3-32B thinking", "Qwen/Qwen3-32B", None, 20480, {**QWEN, **THINKS})],
     "today": [
-        (GOOGLE, "Gemini 4 Hydrogen", "gemini-4-hydrogen", [1.5, 7.5], 65536, {}),
+        (GOOGLE, "Gemini 4 Hydrogen", "gemini-4-hydrogen", [1.5, 7.5], 32768, {}),
         (ANTHROPIC, "Claude Sonnet 5.5", "claude-sonnet-5-5", [2.0, 10.0], 128000, {}),
         (OPENAI, "GPT-6.2 Sol", "gpt-6.2-sol", [2.0, 10.0], 128000, {}), *OPEN_TODAY],
     "openrouter": [
@@ -339,8 +340,8 @@ def remote_pool(spec: str) -> list[dict]:
         params = {"max_tokens": limit if free else 4096, **own, **reasoning}
         if "thinking" in reasoning:
             params.pop("temperature", None)  # which Claude refuses while it thinks
-        if base_url == OPENROUTER[1]:  # It is to ask no host that is dearer or does not know a parameter.
-            params["provider"] = {"max_price": {"prompt": price[0], "completion": price[1]},
+        if base_url == OPENROUTER[1]:  # to ask no host that is much dearer, or does not know a parameter
+            params["provider"] = {"max_price": {"prompt": 2 * price[0], "completion": 2 * price[1]},
                                   "require_parameters": True}
         entries.append({"name": title, "protocol": protocol, "base_url": base_url, "model": model,
                         "api_key_env": key, "params": params, "price": price, "concurrency": 64,
@@ -394,8 +395,9 @@ def check_worker(worker: Worker):
         raise ValueError(f"protocol must be one of {', '.join(PROTOCOLS)}")
     variable = re.match(r"\$\w+(?=/|$)", worker.base_url)  # In another place it could tell a host a secret.
     url = os.path.expandvars(worker.base_url) if variable else worker.base_url
-    if "$" in worker.base_url[1:] or not re.fullmatch(r"(https?://[^/@\s]+|\$\w+)(/\S*)?", url):
-        raise ValueError("base_url must be http(s)://host/... without a password, or a $VARIABLE with such")
+    if "$" in worker.base_url[1:] or not re.fullmatch(r"(https?://[^/@?\s]+|\$\w+)(/[^?\s]*)?", url):
+        raise ValueError("base_url must be http(s)://host/..., without a password or a query, or a $VARIABLE "
+                         "that holds such")
     if worker.api_key_env is not None and not worker.api_key_env.isidentifier():
         raise ValueError("api_key_env must be the name of an environment variable, not the key")
     price = [0, 0] if worker.price is None else worker.price
@@ -519,9 +521,10 @@ def openai_body(model: str, messages: list[dict], params: dict) -> dict:
 
 def openai_reply(data: dict) -> tuple:
     choice = data["choices"][0]
-    if choice.get("error"):  # OpenRouter, when its provider fails midway
-        raise AttemptError(f"the provider failed midway: {choice['error']}", retry=True)
+    if choice.get("error") or choice.get("finish_reason") == "error":  # OpenRouter's, when its provider fails
+        raise AttemptError(f"the provider failed midway: {choice.get('error')}", retry=True)
     text = text_of(choice["message"].get("content")) or text_of(choice["message"].get("refusal"))
+    text = without_thoughts(text)
     n_in = tokens(data, "usage", "prompt_tokens")
     n_out = tokens(data, "usage", "completion_tokens")
     total = tokens(data, "usage", "total_tokens")
@@ -529,6 +532,15 @@ def openai_reply(data: dict) -> tuple:
         n_out = max(n_out, total - n_in)  # Some count the reasoning in the total only.
     written = tokens(data, "usage", "prompt_tokens_details", "cache_write_tokens") or 0
     return text, choice.get("finish_reason"), n_in, n_out, 0.25 * written
+
+
+def without_thoughts(text: str) -> str:
+    """A text without what some servers leave in it of a model's thoughts (Groq, LM Studio, and vLLM without a
+    parser for them): the next worker would take them for the answer. A stream has told them already."""
+    if re.match(r"\s*<think>", text) and "</think>" not in text:
+        return ""  # It was cut off while it thought.
+    _, thought, answer = text.rpartition("</think>")
+    return answer.lstrip() if thought else text
 
 
 def anthropic_body(model: str, messages: list[dict], params: dict) -> dict:
@@ -600,7 +612,7 @@ PROTOCOLS = {
                   anthropic_reply),
     "gemini": ("/models/{}:generateContent", {"x-goog-api-key": "{}"}, gemini_body, gemini_reply),
 }
-# Gemini 4 answers a request with 32,768 tokens at most, and the rest, "CONTINUATION", would be another's
+# Gemini 4 may answer a request with 32,768 tokens at most, and the rest, "CONTINUATION", would be another's
 # (ai.google.dev/gemini-api/docs/generate-content/long-decode): here the answer ends there.
 CUT_OFF = ("max_tokens", "MAX_TOKENS", "CONTINUATION", "model_context_window_exceeded", "length")
 
@@ -611,9 +623,12 @@ def read_reply(protocol: str, data: dict, price: list | None) -> Reply:
         finish = "length" if finish in CUT_OFF else str(finish or "stop")
         text = text.encode(errors="replace").decode()  # Half of an emoji, as JSON can spell it, is no text.
     cost = None
+    told = at(data, "usage", "cost")  # in dollars, by OpenRouter and by our own server
     told_nothing = any(price or ()) and not n_out and (text or not n_in)  # Some gateways fill in zeros.
     if price and n_in is not None and n_out is not None and not told_nothing:
         cost = ((n_in + surcharge) * price[0] + n_out * price[1]) / 1e6
+    if type(told) in (int, float) and 0 < told < 1e6 and not at(data, "usage", "is_byok"):
+        cost = float(told)
     return Reply(text, n_in or 0, n_out or 0, cost, 0.0, finish)
 
 
@@ -737,7 +752,12 @@ def most_dollars(price: list | None, params: dict, size: int) -> float:
     if not price:
         raise WorkerError('a budget needs "price": [input, output], dollars per million tokens; your own: 0')
     n_in = 2 * (size + TEMPLATE)  # A token is at least a byte; a cache may write it at twice the price.
-    return (n_in * price[0] + max(limits) * price[1]) / 1e6
+    dearest = [dollars for dollars in price]
+    for i, kind in enumerate(("prompt", "completion")):  # OpenRouter may choose a host up to this price.
+        highest = at(params, "provider", "max_price", kind)
+        if type(highest) in (int, float):
+            dearest[i] = max(highest, price[i])
+    return (n_in * dearest[0] + max(limits) * dearest[1]) / 1e6
 
 
 # The transport: a call is some attempts, and an attempt is one POST
@@ -791,7 +811,8 @@ def kept_or_new(worker: Worker, messages: list[dict], params: dict, call_id: str
 def call(worker: Worker, messages: list[dict], params: dict, on_text) -> Reply:
     """One attempt after another until one succeeds, within worker.deadline. The waits between them double,
     but for jitter, and last at least as long as a busy provider asks (HTTP 429, 503, 529)."""
-    request = build_request(worker, messages, params, on_text is not None)
+    stream = on_text is not None
+    request = build_request(worker, messages, params, stream)
     with worker.slots:
         begun = time.monotonic()
         failures = 0
@@ -803,6 +824,10 @@ def call(worker: Worker, messages: list[dict], params: dict, on_text) -> Reply:
                 reply = attempt(worker, request, seconds, on_text)
                 break
             except AttemptError as fault:
+                if stream and fault.bad_request and "stream" in str(fault):
+                    stream = False  # Mistral refuses an option of it, OpenAI an account that is not verified.
+                    request = build_request(worker, messages, params, stream)
+                    continue
                 failures += not fault.busy
                 pause = min(BACKOFF * 2 ** min(number - 1, 9), BACKOFF_MAX)
                 wait = fault.wait + jitter.uniform(pause / 2, pause)  # Not all shall return at once.
@@ -953,40 +978,53 @@ def response_data(response, body: bytes | dict) -> dict:
     except (ValueError, RecursionError):
         data = None
     status = response.status_code
-    if isinstance(data, list) and data and status != 200:  # Google wraps some errors so.
-        data = data[0]
-    error = at(data, "error")
-    refused = status != 200 and (status < 500 or status in (503, 529))  # 529 is Anthropic's "overloaded".
-    if error and status == 200:  # openrouter.ai/docs/api/reference/errors: the model had begun
-        code = at(error, "code")
+    if status == 200 and at(data, "error"):  # openrouter.ai/docs/api/reference/errors: the model had begun
+        code = at(data, "error", "code")
         status = code if code in range(400, 600) else 500
     if status != 200:
-        text = at(error, "message") or error or at(data, "message") or at(data, "detail")
-        text = text or body.decode("utf-8", "replace")
-        for name in ("raw", "reasons"):  # OpenRouter's message may only say that a provider has refused.
-            if more := at(error, "metadata", name):
-                text = f"{text}: {more}"
-        text = f"HTTP {status}: {' '.join(str(text).split())}"
-        if status in (404, 405):
-            text += f" (asked {response.url.partition('?')[0]}, which is base_url and the protocol's path)"
-        wait = asked_wait(response.raw.headers, error)
-        # With a time to come back, OpenRouter's 402 says that too many paid requests run at once.
-        busy = refused and (status in (429, 503, 529) or (status == 402 and wait > 0))
-        # The account is at fault in this 429 of OpenAI's, and these 400 of Google's and Anthropic's.
-        words = '"insufficient_quota"|"API_KEY_INVALID"|credit balance is too low'
-        account = re.search(words, json.dumps(error))
-        again = (busy or status in (408, 409, 429) or status >= 500) and not account
-        if status in (504, 524) and response.elapsed.total_seconds() > CONNECT:
-            again = False  # The worker behind it may still be at work.
-            text = f"a proxy did not wait long enough for the worker, raise its limit: {text}"
-        if response.is_redirect:
-            text = f"redirected to {response.headers['Location']}, so change base_url: {text}"
-        raise AttemptError(text, bad_request=status in (400, 422) and not account,
-                           retry=again and response.headers.get("x-should-retry") != "false",
-                           busy=busy, billed=not refused, wait=wait)
-    if not isinstance(data, dict):  # To ask again would be to pay again, for the same.
-        raise AttemptError(f"the response is no JSON object: {body[:400].decode('utf-8', 'replace')!r}")
+        raise refusal(response, status, data, body)
+    if not isinstance(data, dict):  # To ask again would be to pay again, for the same. But blanks alone are
+        blank = not body.strip()    # what OpenRouter sends while it waits for a host that then dies.
+        start = body[:400].decode("utf-8", "replace")
+        raise AttemptError(f"the response is no JSON object: {start!r}", retry=blank)
     return data
+
+
+# The account is at fault, not the request, and nobody is just busy, where a 400 or 429 says one of these:
+# OpenAI, Anthropic, Google and OpenRouter of a spent account or a day's quota, and Google of a wrong key.
+ACCOUNT = ('"insufficient_quota"|"billing_not_active"|credit balance is too low|"API_KEY_INVALID"|PerDay'
+           '|specified (?:workspace )?API usage limits|"enforced_spend_limit_reached"|free-models-per-day')
+
+
+def refusal(response, status: int, data, body: bytes) -> AttemptError:
+    """What a provider says that does not answer, and whether to ask again. status: HTTP's, or, as HTTP's is
+    200 once the model has begun, that in the error. data: what body is as JSON, if it is."""
+    if isinstance(data, list) and data:  # Google wraps some errors so.
+        data = data[0]
+    error = at(data, "error")
+    text = at(error, "message") or error or at(data, "message") or at(data, "detail")
+    text = str(text or body.decode("utf-8", "replace"))
+    for name in ("raw", "reasons", "failed_routing_step"):  # OpenRouter's message may say next to nothing.
+        text += f": {at(error, 'metadata', name)}" if at(error, "metadata", name) else ""
+    text = f"HTTP {status}: {' '.join(text.split())}"
+    if status in (404, 405) and not at(error, "metadata"):
+        text += f" (asked {response.url}, which is base_url and the protocol's path)"
+    if response.is_redirect:
+        text = f"redirected to {response.headers['Location']}, so change base_url: {text}"
+
+    http = response.status_code
+    refused = http != 200 and (http < 500 or http in (503, 529))  # 529 is Anthropic's "overloaded".
+    wait = asked_wait(response.raw.headers, error)
+    # With a time to come back, OpenRouter's 402 says that too many paid requests run at once.
+    busy = refused and (status in (429, 503, 529) or (status == 402 and wait > 0))
+    account = re.search(ACCOUNT, json.dumps(error))
+    again = (busy or status in (408, 409, 429) or status >= 500) and not account
+    if status in (504, 524) and response.elapsed.total_seconds() > CONNECT:
+        again = False  # The worker behind it may still be at work.
+        if not error:  # Anthropic and Google have a 504 of their own.
+            text = f"a proxy did not wait long enough for the worker, raise its limit: {text}"
+    return AttemptError(text, bad_request=status in (400, 422) and not account, busy=busy, wait=wait,
+                        retry=again and response.headers.get("x-should-retry") != "false", billed=not refused)
 
 
 def asked_wait(headers, error) -> float:

@@ -32,7 +32,7 @@ def refuse(*calls):
     libc.prctl(38, 1, 0, 0, 0)
     assert libc.prctl(22, 2, struct.pack("H6xQ", len(code) // 8, ctypes.addressof(array)), 0, 0) == 0
 """
-UNSHARE, MOUNT, LANDLOCK = (272, 165, 444) if X86_64 else (97, 40, 444)
+UNSHARE, MOUNT, LANDLOCK, SETSID = (272, 165, 444, 112) if X86_64 else (97, 40, 444, 157)
 SYSTEMS = {  # what is refused, and what each says that it lacks
     "whole": ([], []),
     "no namespaces": ([UNSHARE], ["no namespaces"]),
@@ -89,6 +89,13 @@ def test_a_warning_says_so(monkeypatch):
     monkeypatch.setattr(evaluation, "START", f"{REFUSE}\nrefuse({UNSHARE})\n{evaluation.START}")
     with pytest.warns(UserWarning, match="no namespaces .*: it sees names"):
         assert run_code("print(1)", None, [""], 60) == [b"1\n"]
+
+
+def test_what_fails_behind_the_namespaces_is_told_as_it_is(monkeypatch):
+    """As with a /dev/null that is a plain file, no test can be shut in, and none runs."""
+    monkeypatch.setattr(evaluation, "START", f"{REFUSE}\nrefuse({SETSID})\n{evaluation.START}")
+    with pytest.raises(OSError, match=r"(?s)no sandbox .*PermissionError\(1, 'Operation not permitted'\)"):
+        run_code("print(1)", None, [""], 60)
 
 
 # -----------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@ again and when, and words that help. Servers of one answer stand in for them."""
 import pytest
 from rogue import CHAT, GOOD, Rogue, always, http, quick, waits, worker  # noqa: F401 (two are fixtures)
 
-from workers import WorkerError
+from workers import Worker, WorkerError
 
 INVALID_KEY = {"error": {"code": 400, "message": "API key not valid.", "status": "INVALID_ARGUMENT",
                          "details": [{"reason": "API_KEY_INVALID", "domain": "googleapis.com"}]}}
@@ -42,9 +42,20 @@ def test_what_a_refusal_says(status, body, told):
 def test_a_wrong_base_url_is_shown(status):
     """The commonest mistake of a pool file is a base_url with too little or too much behind the host."""
     with always({"detail": "Not Found"}, status) as server, pytest.raises(WorkerError) as e:
-        worker(server, base_url=f"{server.url}/oops?token=secret").chat(CHAT)
-    assert f"asked {server.url}/oops" in str(e.value) and "base_url" in str(e.value)
-    assert "secret" not in str(e.value)
+        worker(server, base_url=f"{server.url}/oops").chat(CHAT)
+    assert f"asked {server.url}/oops/chat/completions" in str(e.value) and "base_url" in str(e.value)
+
+
+def test_a_404_of_openrouters_is_not_the_urls_fault():
+    told = str(refused({"error": {"code": 404, "message": "No endpoints found", "metadata": {
+        "failed_routing_step": "Filter by Parameters"}}}, 404))
+    assert "No endpoints found: Filter by Parameters" in told and "base_url" not in told
+
+
+def test_a_query_in_base_url_is_refused():
+    """Behind it would stand the protocol's path: Azure's URLs of before its /openai/v1."""
+    with pytest.raises(ValueError, match="base_url must be .*query"):
+        Worker("openai", "https://res.openai.azure.com/openai?api-version=2024-10-21", "m")
 
 
 @pytest.mark.parametrize("status, body, request_is_wrong", [
@@ -71,10 +82,19 @@ def test_openrouters_402_is_busy_where_it_says_when_to_come_back(waits):
     assert len(server.requests) == 1
 
 
-def test_a_spent_quota_in_other_shapes(waits):
-    """Gateways write OpenAI's code as the type."""
-    assert "attempt 1," in str(refused({"error": {"type": "insufficient_quota", "message": "Pay"}}, 429))
-    assert not waits
+@pytest.mark.parametrize("status, body", [
+    (429, {"error": {"type": "insufficient_quota", "message": "Pay"}}),  # as gateways write OpenAI's code
+    (429, {"error": {"code": "billing_not_active", "message": "Pay"}}),
+    (429, {"error": {"type": "rate_limit_error", "details": {"error_code": "enforced_spend_limit_reached"}, "message": "Pay"}}),
+    (400, {"error": {"type": "invalid_request_error", "message": "You have reached your specified workspace API usage limits."}}),
+    (429, {"error": {"details": [{"violations": [{"quotaId": "GenerateRequestsPerDayPerProjectPerModel-FreeTier"}]},
+                                 {"retryDelay": "1s"}]}}),
+    (429, {"error": {"code": 429, "message": "Rate limit exceeded: free-models-per-day. Add credits"}}),
+])
+def test_what_waiting_does_not_mend_is_no_busy_provider(status, body, waits):
+    """Spent accounts and quotas of a day, as OpenAI, Anthropic, Google and OpenRouter write them."""
+    error = refused(body, status)
+    assert "attempt 1," in str(error) and not error.bad_request and not waits
 
 
 @pytest.mark.parametrize("response", [
@@ -93,3 +113,64 @@ def test_a_wait_is_called_too_long_only_if_it_is(waits):
         with pytest.raises(WorkerError, match=r"later \(attempt"):
             worker(server, timeout=4, deadline=12).chat(CHAT)
     assert sum(waits) < 12
+
+
+@pytest.mark.parametrize("body", [b"", b"\n \n\r\n  "])
+def test_a_blank_response_is_asked_for_again(body, waits):
+    """OpenRouter sends blanks while it waits for a host, and nothing more if that dies."""
+    with Rogue(lambda n, c: http(body) if n == 0 else http(GOOD)) as server:
+        assert worker(server, timeout=120).chat(CHAT).text == "Because."
+    assert len(server.requests) == 2
+
+
+def test_a_provider_that_failed_midway_without_a_word(waits):
+    half = {"choices": [{"message": {"content": "Bec"}, "finish_reason": "error"}]}
+    with Rogue(lambda n, c: http(half) if n == 0 else http(GOOD)) as server:
+        assert worker(server, timeout=120).chat(CHAT).text == "Because."
+
+
+@pytest.mark.parametrize("status, message", [
+    (400, "Your organization must be verified to stream this model."),  # OpenAI's
+    (422, "extra_forbidden: stream_options.include_usage"),  # Mistral's
+])
+def test_who_does_not_stream_is_asked_without(status, message):
+    def play(n, conn):
+        return http({"error": {"message": message}}, status) if "stream" in server.requests[n][2] else http(GOOD)
+
+    told = []
+    with Rogue(play) as server:
+        reply = worker(server).chat(CHAT, on_text=told.append)
+    assert told == [reply.text] == ["Because."] and len(server.requests) == 2
+    with always({"error": {"message": message}}, status) as server, pytest.raises(WorkerError, match="stream"):
+        worker(server).chat(CHAT, on_text=told.append)
+    assert len(server.requests) == 2 and len(told) == 1
+
+
+# What a call costs, where the response says it
+
+
+@pytest.mark.parametrize("usage, price, cost", [
+    ({"cost": 0.25}, [1, 10], 0.25), ({"cost": 0.25}, None, 0.25), ({"cost": 1e-9}, [0, 0], 1e-9),
+    ({"cost": 0.25, "is_byok": True}, [1, 10], 30e-6),  # OpenRouter's share of a bill that another sends
+    ({"cost": 0}, [1, 10], 30e-6), ({"cost": "0.25"}, [1, 10], 30e-6), ({"cost": -1}, [1, 10], 30e-6),
+    ({"cost": True}, [1, 10], 30e-6), ({"cost": None}, None, None),
+])
+def test_a_cost_that_is_told_counts(usage, price, cost):
+    """openrouter.ai/docs/use-cases/usage-accounting, and our own server: in dollars."""
+    with always({**GOOD, "usage": {**GOOD["usage"], **usage}}) as server:
+        assert worker(server, price=price).chat(CHAT).cost == (cost and pytest.approx(cost))
+
+
+# What is no part of an answer
+
+
+@pytest.mark.parametrize("content, text", [
+    ("<think>Why? Because.</think>\n\nSo.", "So."), ("Why? Because.</think>So.", "So."),
+    ("<think>Why? Bec", ""), ("\n<think>\n</think>\n\nSo.", "So."), ("<think>a</think>b</think>c", "c"),
+    ("So <think> is a tag.", "So <think> is a tag."), ("  So.", "  So."),
+])
+def test_thoughts_that_a_server_leaves_in_the_content(content, text):
+    """Groq's default and LM Studio's; a later step would read and pay for them as an answer."""
+    choice = {"message": {"content": content}, "finish_reason": "stop"}
+    with always({"choices": [choice], "usage": GOOD["usage"]}) as server:
+        assert worker(server).chat(CHAT).text == text

@@ -54,6 +54,9 @@ def test_a_proxy_that_did_not_wait_is_not_asked_again(status, monkeypatch):
     with always(HTML, status) as server, pytest.raises(WorkerError, match=f"did not wait long enough.*HTTP {status}"):
         worker(server).chat(CHAT)
     assert len(server.requests) == 1
+    body = {"error": {"type": "timeout_error", "message": "Out of time"}}  # Anthropic's and Google's own
+    with always(body, status) as server, pytest.raises(WorkerError, match=f"^m: HTTP {status}: Out of time .attempt 1,"):
+        worker(server).chat(CHAT)
 
 
 def test_a_redirect_says_where_to():

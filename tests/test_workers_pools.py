@@ -312,7 +312,7 @@ def test_pools_that_can_be_called_now(spec, monkeypatch):
     assert set(urls[3 * (spec == "today"):]) == {"https://openrouter.ai/api/v1/chat/completions"}
     for w, body in zip(pool[3:], bodies[3:]):
         assert body["provider"] == {
-            "max_price": dict(zip(("prompt", "completion"), w.price)),
+            "max_price": {"prompt": 2 * w.price[0], "completion": 2 * w.price[1]},
             "require_parameters": True,
         }
         assert body["temperature"] == 0.2 and "chat_template_kwargs" not in body

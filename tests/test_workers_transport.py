@@ -38,7 +38,7 @@ FAULTS = {  # name: play, attempts of two, what the error says
     "truncated JSON": (lambda n, c: http(json.dumps(GOOD).encode()[:-9]), 1, "no JSON object"),
     "HTML with 200": (lambda n, c: http(HTML), 1, "no JSON object"),
     "HTML with 502": (lambda n, c: http(HTML, 502), 2, "HTTP 502: <html>"),
-    "empty body": (lambda n, c: http(b""), 1, "no JSON object"),
+    "empty body": (lambda n, c: http(b""), 2, "no JSON object"),
     "JSON list": (lambda n, c: http([GOOD]), 1, "no JSON object"),
     "100,000 brackets": (lambda n, c: http(b"[" * 100_000), 1, "no JSON object"),
     "not UTF-8": (lambda n, c: http(b'{"choices": "\xff\xfe\xfa"}'), 1, "no JSON object"),
