@@ -2933,6 +2933,11 @@ def check(s: Settings, names: list[str]) -> list[tuple[str, str]]:
         raise ValueError("--test and --repeats are from 1 on, --rounds, --subset and --budget from 0 on")
     if os.path.exists(s.out) and not os.path.isfile(s.out):  # To replace /dev/null would break the system.
         raise ValueError(f"--out={s.out}: a folder or a device, where a file's name is wanted")
+    try:
+        if os.path.exists(s.out) and os.path.getsize(s.out):
+            read_json(s.out)
+    except ValueError as e:
+        raise ValueError(f"--out={s.out} would be replaced, and {e}: name another file") from None
     os.makedirs(os.path.dirname(s.out) or ".", exist_ok=True)
     if s.examples not in ("", "ood", "in", "mixed"):
         raise ValueError(f"--examples={s.examples}: there are ood, in, mixed")

@@ -256,10 +256,10 @@ def compact(grid: Grid):
 def draw(logits, u, temperature=1.0, top_p=1.0, top_k=0, n_ids=None):
     """Sample from logits (N, V) with uniforms u (N): tokens and their log-probabilities, (N) each.
 
-    Only ids below n_ids are drawn. temperature 0 is greedy, with log-probabilities at temperature 1. top_k
+    Only ids below n_ids are drawn. A temperature below 1e-6 is greedy, with log-probabilities at 1. top_k
     keeps the k likeliest tokens; then top_p keeps the fewest of these whose renormalised mass reaches it."""
     logits = logits[:, :n_ids]
-    if temperature == 0:
+    if temperature < 1e-6:
         tokens = logits.argmax(-1)
         return tokens, logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
     logp = (logits / temperature).log_softmax(-1)

@@ -285,7 +285,6 @@ PRESETS = {
 
 def set_up(s: Settings, device: str) -> Run | None:
     """All that the loop needs, on every rank, after a look at what the run lacks. None if s.dry_run."""
-    torch.manual_seed(s.seed)
     if s.resume and os.path.isdir(s.out) and not s.dry_run:
         on_rank0(lambda: hold(s))  # first of all: another run there would write and remove checkpoints
     resumed = on_rank0(lambda: checkpoints(s.out)[-1:]) if s.resume else []
@@ -294,6 +293,7 @@ def set_up(s: Settings, device: str) -> Run | None:
     url, budget, config = on_rank0(lambda: preflight(s, start))
     if s.dry_run:
         return None
+    torch.manual_seed(s.seed)
     choose_by_size(s, config)
     if s.resume and not resumed:
         print0(f"there is nothing to resume in {s.out}: the run starts anew")
@@ -1281,9 +1281,18 @@ def check_settings(s: Settings):
     may_be_0 |= {field.name for field in fields(Settings) if field.default == 0}
     for key, value in asdict(s).items():
         if type(value) in (int, float) and not key.startswith("reward_"):
-            if not 0 < value < math.inf and not (value == 0 and key in may_be_0):
-                raise ValueError(f"--{key}={value}: expected a number above 0")
-    names = {"loss": LOSSES, "report": ("", "tensorboard", "wandb"), "sandbox": ("", "partial")}
+            if not 0 < value < 1e18 and not (value == 0 and key in may_be_0):
+                raise ValueError(f"--{key}={value}: expected a number above 0, below 1e18")
+        if key.startswith("reward_") and not math.isfinite(value):
+            raise ValueError(f"--{key}={value}: expected a number")
+    if s.beta2 >= 1:
+        raise ValueError(f"--beta2={s.beta2}: expected a number between 0 and 1")
+    if s.temperature < 1e-6:
+        raise ValueError(f"--temperature={s.temperature}: rollouts would be greedy, and all the same")
+    if s.iterations > 99_999:
+        raise ValueError(f"--iterations={s.iterations}: checkpoints have five digits; at most 99,999")
+    names = {"loss": LOSSES, "report": ("", "tensorboard", "wandb"), "sandbox": ("", "partial"),
+             "examples": ("ood", "in", "mixed")}
     for key, known in names.items():
         if getattr(s, key) not in known:
             raise ValueError(f"--{key}={getattr(s, key)}: there are {', '.join(filter(None, known))}")

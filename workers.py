@@ -313,6 +313,8 @@ def load_pool(spec: str, local_url: str | None = None, replay: str = "", budget:
         kept = Replay(replay) if replay else None
     except OSError as e:
         sys.exit(f"--replay={replay}: {e}")
+    if not 0 <= budget < math.inf:
+        sys.exit(f"--budget={budget}: expected dollars, or 0 for no limit")
     limit = Budget(budget / ranks) if budget else None
     pool = []
     for i, entry in enumerate(read_pool(spec, local_url)):

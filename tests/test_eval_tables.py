@@ -252,6 +252,7 @@ def test_habits_by_hand():
     (["--subset=3"], "--systems=conductor"), (["--systems=conductor", "--subset=3", "--benchmarks=mmlu"], "--benchmarks=laptop"),
     (["--systems=conductor", "--subset=3", "--pool={dir}/good.json"], "local pools"),
     (["--checkpoint={dir}/none"], "{dir}/none"), (["--benchmarks=laptot"], "laptop"), (["--out={dir}"], "{dir}: a folder"), (["--out=/dev/null"], "/dev/null: a folder or a device"),
+    (["--out={dir}/pool.json"], "pool.json is not a JSON object"), (["--budget=nan"], "--budget=nan"), (["--budget=-1"], "--budget=-1"),
     (["--out={dir}/one.jsonl/x.json"], "one.jsonl"), (["--pool={dir}/pool.json"], "random"), (["--only=poet"], "poet"),
     (["--pool=paper", "--budget=5"], "a budget needs"), (["prepare", "--pool={dir}/none.json"], "none.json"),
     (["prepare", "--pool=paper"], "GEMINI_API_KEY for Gemini 2.5 Pro.*OPEN_BASE_URL for .*Gemma"),

@@ -121,6 +121,7 @@ def test_greedy_equals_transformers(heads, kv, tied, tmp_path):
 
 def test_greedy_equals_a_loop_without_cache(model):
     """Each token is the argmax of a full forward over all before it; log-probabilities are at temperature 1; rollouts agree."""
+    assert generate(model, PROMPTS, temperature=1e-40, max_new_tokens=LONG) == generate(model, PROMPTS, temperature=0, max_new_tokens=LONG)
     for prompt, rollouts in zip(PROMPTS, generate(model, PROMPTS, n=2, max_new_tokens=LONG, temperature=0)):
         ids = list(prompt)
         for _ in range(LONG):

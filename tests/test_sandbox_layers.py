@@ -10,13 +10,14 @@ import sys
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import eval as evaluation
 from eval import Linux, check_sandbox, own_cores, run_code, sandbox_lacks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has what the sandbox is built of")
-PYTHON_IS_EVERYBODYS = all(os.stat(folder).st_mode & 1 for folder in Path(os.__file__).parents)
+PYTHON_IS_EVERYBODYS = all(os.stat(folder).st_mode & 1 for file in (os.__file__, np.__file__) for folder in Path(file).parents)
 X86_64 = os.uname().machine == "x86_64"
 HEADERS = ["/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm-generic/unistd.h"]
 

@@ -517,22 +517,22 @@ def test_train_refuses(case, refused):
         ("--report=paper", "tensorboard, wandb"), ("--dtype=fp8", "fp8"), ("--eval_every=-1", "--eval_every=-1"),
         ("--replay={tmp_path}/out/replies", "outside of --out"), ("--rollouts=0", "--rollouts=0"), ("--rollouts=1", "2 or more"),
         ("--max_new_tokens=1024", "room for a prompt"), ("--iterations=-1", "--iterations=-1"), ("--style=shrt", "shrt"),
-        ("--width=30", "--width=30"), ("--sandbox=half", "partial"), ("--max_steps=0", "--max_steps=0"), ("--temperature=0", "--temperature=0"), ("--warm_batch=0", "--warm_batch=0")])
+        ("--width=30", "--width=30"), ("--sandbox=half", "partial"), ("--max_steps=0", "--max_steps=0"), ("--temperature=0", "--temperature=0"), ("--warm_batch=0", "--warm_batch=0"),
+        ("--temperature=1e-40", "--temperature=1e-40"), ("--beta2=1", "--beta2=1"), ("--reward_wrong=nan", "--reward_wrong=nan"), ("--budget=nan", "--budget=nan"),
+        ("--iterations=100000", "99,999"), ("--examples=x", "ood, in, mixed"), ("--seed=1" + 20 * "0", "--seed=1")])
 def test_main_refuses(word, names, tmp_path, in_process):
     """As above, without a process of its own. --resume finds a run that began without a KL term."""
     os.makedirs(tmp_path / "out" / "checkpoints" / "00001")
     (tmp_path / "out" / "checkpoints" / "00001" / "training.json").touch()
     (tmp_path / "mine.jsonl").write_text('{"question": "1+1?", "answer": "2", "kind": "sums"}')
     with pytest.raises(SystemExit, match=names):
-        train.main(
-            ["--preset=laptop", f"--out={tmp_path}/out", *TINY, word.format(tmp=tmp_path, tmp_path=tmp_path)])
+        train.main(["--preset=laptop", f"--out={tmp_path}/out", *TINY, word.format(tmp=tmp_path, tmp_path=tmp_path)])
 
 
 def test_code_is_trained_on_only_in_a_whole_sandbox(tmp_path, monkeypatch, in_process):
     """A sandbox that lacks a part is refused where problems are graded by programs, unless --sandbox=partial
     is said."""
-    code = Problem(
-        "code/0", "Print the number.", "", "code", "code", extra={"function": None, "tests": [["1", "1"]]})
+    code = Problem("code/0", "Print the number.", "", "code", "code", extra={"function": None, "tests": [["1", "1"]]})
     write_problems(str(tmp_path / "code.jsonl"), [code] * 2)
     monkeypatch.setattr(train.evaluation, "sandbox_lacks", lambda: ["a wall"])
     argv = ["--preset=laptop", f"--out={tmp_path}/out", *TINY, "--test_data=laptop", "--dry_run"]

@@ -102,7 +102,7 @@ class Wire:
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 wire.seen.append((body["model"], body["messages"]))
-                wire.limits.add((body["model"], body.get("max_tokens")))
+                wire.limits.add((body["model"], body.get("max_tokens", body.get("max_completion_tokens"))))
                 text = answer(body["model"], body["messages"])
                 self.send_response(text if type(text) is int else 200)
                 self.send_header("Content-Type", "application/json")
@@ -584,11 +584,14 @@ def test_a_worker_in_the_seat_leaves_the_threads_to_the_steps(tmp_path):
     """Its workflows run while it still writes others, however many there are; small limits are doubled for it."""
     with Wire(lambda model, chat: one_step("Go.") if "You conduct" in chat[0]["content"] else "gone") as wire:
         [worker] = pool_of(tmp_path, wire.url, "a")
-        worker.params.update(max_tokens=4096, max_completion_tokens=128_000)
+        worker.params.update(max_tokens=4096)
         wf.conduct(wf.worker_conductor(worker), [Task(f"Why {i}?", [worker]) for i in range(600)])
         written = ["You conduct" in chat[0]["content"] for _, chat in wire.seen]
         assert written.index(False) < 300 and sum(written) == 600
         assert wire.limits == {("a", 4096), ("a", 8192)}
+        worker.params = {"max_completion_tokens": 128_000}
+        wf.conduct(wf.worker_conductor(worker), [Task("Why?", [worker])])
+        assert ("a", 128_000) in wire.limits and len(wire.limits) == 3
 
 
 def test_what_is_printed_commands_no_terminal():
