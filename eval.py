@@ -5,7 +5,7 @@
     python eval.py prepare [--pool=P]   fetch 1.3 GB of training data, write data/{paper,recursion}.jsonl
     python eval.py average FILE FILE …  means and 95 % intervals of what evaluations wrote with --out
 
-A problem has a question, an answer and a grader. A system turns a problem into a trace. The appendix has the
+A problem has a question, an answer and a grader. A system turns problems into traces. The appendix has the
 graders, the sandbox, the laptop world, the other systems, the public benchmarks, `load`, which finds problems
 by name, and `accuracies` and `measure`, which say what a system's traces come to. Read train.py next.
 """
@@ -106,7 +106,7 @@ def grade(problem: Problem, response: str) -> bool:
 def run_conductor(conductor, problems: list[Problem], pools: list[list], name: str, rounds: int = 0,
                   prompting: Prompting = Prompting(), tries: int = 1, edit=None) -> list[Trace | None]:
     """The trace of every problem, None where what was written is no workflow. Problem i has the workers
-    pools[i]. rounds: the most that follow the first. Text that does not parse is wrong, or with tries above 1
+    pools[i]. rounds: further rounds, at most. Text that does not parse is wrong, or with tries above 1
     drawn again. The rest as in workflow.conduct, in its appendix."""
     tasks = [Task(p.question, pool, problem=p, name=f"{name}/{p.id}") for p, pool in zip(problems, pools)]
     with progress(name, len(tasks)) as bar:

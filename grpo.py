@@ -24,13 +24,13 @@ def advantages(rewards, mask=None, std=True, question=None):
 
     mask (Q, G) is False for rollouts that were lost: they are in no statistic and get 0, as does a group of
     equal rewards. question (Q): groups with the same number are a question's first and second round (§3.2).
-    Each takes off its own mean, but both divide by one std. With one each, the quarter that a first round's
-    rewards count (train.reward) would cancel, as it does for a question without a second round."""
+    Each takes off its own mean, but both divide by one std: had each its own, the factor 1/4 on first rounds'
+    rewards (train.reward) would cancel. It does cancel for a question that has no second round."""
     rewards = torch.as_tensor(rewards, dtype=torch.float32)
     mask = torch.ones_like(rewards) if mask is None else torch.as_tensor(mask).float()
     mean = (rewards * mask).sum(1) / mask.sum(1).clamp(min=1)  # (Q)
     centred = (rewards - mean[:, None]) * mask                 # (Q, G)
-    centred[centred.abs() < 1e-6] = 0.0                        # rounding: equal rewards are all the mean
+    centred[centred.abs() < 1e-6] = 0.0                        # Rounding makes no advantage of equal rewards.
     if not std:
         return centred
     question = torch.arange(len(rewards)) if question is None else torch.as_tensor(question)
@@ -42,7 +42,7 @@ def advantages(rewards, mask=None, std=True, question=None):
 
 
 def set_advantages(groups: list[list[Rollout]], std=True):
-    """Write every rollout's advantage from its group's rewards, of which None is masked. The groups are of
+    """Write every rollout's advantage from its group's rewards; a reward of None is masked. The groups are of
     one size. Those whose tasks have the same name and question are rounds of one question."""
     asked = [(group[0].task.name, group[0].task.question) for group in groups]
     question = [asked.index(pair) for pair in asked]  # the index of its first group
@@ -64,27 +64,29 @@ def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference:
     temperature and n_ids (ids at or above it have no probability) are the sampling's. GRPO's own KL term is
     π_ref/π - log(π_ref/π) - 1 of the sampled token. On average it has the gradient of KL(π_ref ‖ π), but a
     huge one where π has made a token of π_ref very unlikely: here is the KL itself."""
-    # All groups are one row of T tokens. The prompt 5 6 with completions 7 and 8 9: ids 5 6 7 8 9, positions
-    # 0 1 2 2 3, targets (N) 7 8 9, and the outputs at the places `predictors`, 1 1 3, predict these. By
-    # `attend` (`attend_group`) a completion sees the prompt's keys and values, computed once, and its own.
+    # All groups become one row. The prompt 5 6 with completions 7 and 8 9 is laid out as
+    #     ids         5  6 | 7 | 8  9      (T)
+    #     positions   0  1 | 2 | 2  3      (T)  each completion goes on where its prompt ends
+    #     targets            7   8  9      (N)  the tokens whose log-probabilities are wanted
+    #     predictors         1   1  3      (N)  the places in the row whose output predicts them
+    # By `attend` (`attend_group`) a completion sees its prompt's keys and values, computed once, and its own.
     ids, positions, targets, predictors, attend = pack(groups, model.device)
     size = max(1, HEAD_LOGITS[model.device.type] // model.config.vocab_size)
     ref_parts = itertools.repeat(None)
     if reference:
         with torch.no_grad():
-            ref_hidden = reference(ids[None], positions[None], attend, lambda hidden: hidden[0, predictors])
-        ref_parts = ref_hidden.split(size)
+            ref_parts = reference(ids[None], positions[None], attend, lambda h: h[0, predictors]).split(size)
 
     def all_logprobs(policy, hidden):  # (n, C) -> (n, V)
         return (policy.logits(hidden)[:, :n_ids] / temperature).log_softmax(-1)
 
-    def logprobs_and_kl(hidden, ref_hidden, targets):  # n of the N tokens -> (2, n)
+    def logprobs_and_kl(hidden, ref_hidden, target):  # of n of the N tokens: (n, C), (n, C), (n) -> (2, n)
         logp = all_logprobs(model, hidden)
         kl = torch.zeros(len(hidden), device=hidden.device)
         if reference:
             ref = all_logprobs(reference, ref_hidden).detach()
             kl = (ref.exp() * (ref - logp)).sum(-1)
-        return torch.stack((logp.gather(1, targets[:, None])[:, 0], kl))
+        return torch.stack((logp.gather(1, target[:, None])[:, 0], kl))
 
     def head(hidden):  # (1, T, C) -> (2, N)
         parts = zip(hidden[0, predictors].split(size), ref_parts, targets.split(size))
@@ -116,15 +118,15 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
     loss, what each token's term is divided by (`divisor`): "sequence", as in GRPO, makes a mean over a
     rollout's tokens and then over rollouts; "token" is DAPO's, "constant" Dr. GRPO's (arXiv 2503.20783).
 
-    Returns the means of gap, approx_kl, clipfrac, entropy and kl (`statistics`) over the tokens of all ranks
-    that were computed, None if none was; grad_norm before clipping; and skipped, 0 or 1."""
+    Returns the means of gap, approx_kl, clipfrac, entropy and kl (`statistics`) over all ranks' computed
+    tokens, None if there was none; grad_norm before clipping; and skipped, 0 or 1."""
     device = model.device
     world = dist.get_world_size() if dist.is_initialized() else 1
     # The mean is over all rollouts. Without a KL those without an advantage need not be computed.
     n_rollouts, n_tokens = all_reduce([len(rollouts), sum(n_written(r) for r in rollouts)], device)
     sums = torch.zeros(len(STATISTICS) + 1, dtype=torch.float64, device=device)
     teaching = [r for r in rollouts if r.advantage or beta]
-    # All ranks run equally many micro-batches, as FSDP needs. An empty one is a dummy token, cut off below.
+    # FSDP needs equally many micro-batches on all ranks. An empty one runs a dummy token, cut off below.
     for batch in as_many_on_all_ranks(micro_batches(teaching, token_budget), device):
         old, advantage, scale = [], [], []  # of each token; scale: 1 / what `loss` divides it by
         for r in batch:
@@ -162,14 +164,8 @@ def token_logprobs(model: Qwen, prompt: list[int], completions: list[list[int]],
 
 
 def pack(groups, device):
-    """Lay out groups [(prompt, completions)] as one row. The prompt 5 6 with completions 7 and 8 9 becomes
-
-        ids         5  6 | 7 | 8  9      (T)
-        positions   0  1 | 2 | 2  3      (T)  each completion goes on where its prompt ends
-        targets            7   8  9      (N)  the tokens whose log-probabilities are wanted
-        predictors         1   1  3      (N)  the places in the row whose output predicts them
-
-    Returns these as tensors, and the `attend` by which a completion sees its prompt and its own past."""
+    """Lay out groups [(prompt, completions)] as one row, as drawn in packed_logprobs: those four tensors,
+    and the `attend` by which a completion sees its prompt and its own past."""
     ids, positions, targets, predictors = [], [], [], []
     sizes, shapes, tables = [], [], []
     for prompt, completions in groups:

@@ -3,13 +3,13 @@
     python sample.py --checkpoint=Qwen/Qwen2.5-0.5B-Instruct "a prompt"      or a folder
 
 GRPO asks the same prompt n times, so a prompt's keys and values are computed and stored once, and each
-rollout stores only its own. The rollouts form a grid of Q prompts × R rows. A step draws one more token for
-each row, whose query q sees both parts, [shared prompt | own tokens], under one softmax:
+rollout stores only its own. The rollouts form a grid of Q prompts × R rows. A step feeds each row's newest
+token to the model; its query q sees both parts, [shared prompt | own tokens], under one softmax:
 
     w = softmax([q · K_prompt | q · K_own]),    y = w_prompt · V_prompt + w_own · V_own
 
-This is `Grid.attend`, in the appendix, as is `prefill`, which computes the shared part. What a finished row
-draws is ignored, until `compact` drops it. Read workers.py next.
+This is `Grid.attend`, in the appendix, as is `prefill`, which computes the shared part. Finished rows go on
+drawing, and what they draw is ignored until `compact` drops them. Read workers.py next.
 """
 import collections
 import contextlib
@@ -24,7 +24,7 @@ import torch
 
 from model import Qwen, Tokenizer, causal, compute_dtype, configure, matmul_fp32
 
-READ_AT_ONCE = 1 << 15  # prompt tokens in one grid at most: its cache takes gigabytes
+READ_AT_ONCE = 1 << 15  # padded prompt tokens in one grid, whose cache takes gigabytes; or one prompt
 CHECK = 8  # steps between looks at who has finished
 BUCKET = {"cuda": 128, "cpu": 32}  # steps from one `compact` to the next; a multiple of CHECK
 
@@ -46,8 +46,9 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
     eos_id: the token or tokens that end a rollout. n_ids: only ids below it are sampled, as Qwen2.5 pads its
     vocabulary. on_finish(prompt index, rollout index, Completion) is called as rollouts finish.
 
-    first: the number of the first rollout; the others are first+1, … What one draws depends on the seed, its
-    prompt, how often the prompt was listed before, and that number. So every rank passes another `first`."""
+    first: the number of each prompt's first rollout; the others are first+1, … What a rollout draws depends
+    only on the seed, its prompt, how often that was listed before, and its number. So ranks that pass another
+    `first` each draw together what one rank would."""
     if not prompts or not all(prompts) or n < 1 or max_new_tokens < 1:
         raise ValueError("generate needs prompts, none of them empty, n >= 1 and max_new_tokens >= 1")
     if not 0 <= temperature < math.inf or not 0 < top_p <= 1 or top_k < 0:
@@ -79,11 +80,11 @@ def generate_together(model, prompts, n, max_new_tokens, seeds, how, eos_id):
             for number, completion in grid.harvest(last):
                 i, j = divmod(number, n)
                 yield i, j, completion
-        if not grid.going:  # All are harvested, as they always are when count is max_new_tokens.
+        if not grid.going:  # harvest(True) leaves none
             return
         if count % BUCKET[model.device.type] == 0:
             compact(grid)
-        grid.step()  # One more token is drawn for every rollout.
+        grid.step()
 
 
 # -----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@
 
 Every setting below is a flag, --key=value. A run writes into --out: metrics.jsonl (a line per iteration),
 traces/ (every workflow with what its workers said), checkpoints/, and a link `checkpoint` to the newest.
-Killed at any moment, it goes on with --resume: on a CPU and with the same replies, to the same weights.
+Killed at any moment, it goes on with --resume: on a CPU, if the workers reply the same, to the same weights.
 """
 import collections
 import contextlib
@@ -113,7 +113,7 @@ class Settings:
     report: str = ""  # tensorboard or wandb also gets the metrics, if it is installed
     save_every: int = 40  # iterations between checkpoints
     keep: int = 2  # of the newest checkpoints; the best is kept too
-    resume: bool = False  # go on from the newest whole folder in out/checkpoints/, if there is one
+    resume: bool = False  # go on from the newest whole checkpoint in --out, if there is one
     dry_run: bool = False  # only ask each worker for a word, and say what the run takes and lacks
 
 
@@ -142,7 +142,7 @@ class Run:
 
 def first_rounds(s: Settings, problems, pool, iteration: int) -> list[Task]:
     """An iteration's questions, in the order of the data, over and over. Each has the whole pool, or s.subset
-    or more of its workers, drawn by chance (§3.2: always k)."""
+    or more of its workers, drawn by chance (§3.2: exactly k)."""
     tasks = []
     for i in range(iteration * s.questions, (iteration + 1) * s.questions):
         problem = problems[i % len(problems)]
@@ -159,7 +159,7 @@ def second_rounds(s: Settings, groups: list[list[Rollout]], iteration: int) -> l
     tasks = []
     for i, group in enumerate(groups):
         answered = [r for r in group if r.trace and r.right is not None]
-        # Even iterations: questions 0 1, 4 5, …; odd ones: 2 3, 6 7, … In pairs: kinds may take turns.
+        # Even iterations: questions 0 1, 4 5, …; odd ones: 2 3, 6 7, … Pairs, as kinds may alternate.
         if (i // 2 + iteration) % 2 == 0 and answered:
             shown = random.Random(f"{s.seed} {iteration} {i}").choice(answered)
             tasks.append(replace(shown.task, previous=shown.trace))
@@ -176,7 +176,7 @@ def roll_out_on_all_ranks(sampler, tokenizer, tasks: list[Task], s: Settings, se
 
     def with_clock(*arguments):
         conductor(*arguments)
-        clock.lap("sampling")  # Until the workers are done is the next lap.
+        clock.lap("sampling")  # The time since the last lap is sampling; what follows, waiting for workers.
 
     mine = [[] for _ in tasks]
     if n:
@@ -209,11 +209,11 @@ def learn(run: Run, groups, s: Settings, iteration: int) -> list[dict]:
     how = dict(temperature=s.temperature, n_ids=len(run.tokenizer), token_budget=s.token_budget)
     objective = dict(clip=s.clip, clip_high=s.clip_high, beta=s.beta * (1 - iteration / s.iterations),
                      reference=run.reference, loss=s.loss, max_new_tokens=s.max_new_tokens)
-    known = [[r for r in group if r.reward is not None] for group in groups]  # The others were lost.
+    known = [[r for r in group if r.reward is not None] for group in groups]  # the others were lost
     minibatches = []
     for m in range(s.minibatches):
         rollouts = [r for group in known for r in group[m::s.minibatches]]
-        minibatches.append(my_share(rollouts))
+        minibatches.append(my_share(rollouts))  # this rank's
     if s.importance:
         gap = set_importance(run.model, [*itertools.chain(*minibatches)], s.importance, **how)
     steps = []

@@ -44,7 +44,7 @@ class Step:
     worker: int
     subtask: str
     access: list[int]  # the earlier steps whose subtask and response the worker sees
-    wrote_all: bool = field(default=False, compare=False)  # ["all"]: also sees the round before's answer
+    wrote_all: bool = field(default=False, compare=False)  # ["all"]: later rounds also see the last answer
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Prompting:
     named: bool = False  # each worker has a letter beside its number
     dtype: str = ""  # of the checkpoint's computation: bf16, fp32, or "": as the device likes
     pool: str = ""  # --pool of its training; used unasked only if it is a local one
-    workers: list[str] = field(default_factory=list)  # and their names: it knows them by their numbers
+    workers: list[str] = field(default_factory=list)  # that pool's names: a Conductor knows only numbers
 
 
 ROLE = """You conduct a team of language models. You never answer the question yourself: you write a workflow
@@ -101,19 +101,19 @@ show it all earlier steps, {indices}or [] to show it none."""
 
 
 def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace | None" = None, style="full",
-             names: str = "", examples: str = "ood", subtasks: bool = True) -> list[dict]:
+             letters: str = "", examples: str = "ood", subtasks: bool = True) -> list[dict]:
     """The chat that asks the Conductor for a workflow, or, after the round `previous`, for one more (§3.2).
 
-    style, examples, subtasks: see Prompting. names: a letter for each model, or "". In a subset of the pool
+    style, examples, subtasks: see Prompting. letters: one for each model, or "". In a subset of the pool
     (§3.2) a model keeps its letter, not its number."""
     if style == "short":
-        chat = short_chat(question, n_workers, max_steps, names)
+        chat = short_chat(question, n_workers, max_steps, letters)
         again = SHORT_AGAIN
     else:
         role = ROLE if subtasks else ROLE_WITHOUT_SUBTASKS
         parts = [role.format(max_steps=max_steps, indices=FINE_GRAINED if style == "fine-grained" else "")]
         parts += shown_examples(style, examples, n_workers, max_steps, subtasks)
-        models = [f"Model {i} ({names[i]})" if names else f"Model {i}" for i in range(n_workers)]
+        models = [f"Model {i} ({letters[i]})" if letters else f"Model {i}" for i in range(n_workers)]
         parts.append(f"Question: {question}\n\nModels: {', '.join(models)}")
         chat = [{"role": "user", "content": "\n\n".join(parts)}]
         again = AGAIN
@@ -144,15 +144,15 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
         try:
             rows = checked_rows(dict(window), order, n_workers, max_steps, allow_empty)
         except WorkflowError as e:
-            error = str(e)  # not e, whose traceback would keep the model in memory
+            error = str(e)  # e itself would keep the caller's variables, the model among them, in memory
             continue
-        workflow = Workflow([], text)
+        workflow = Workflow([], written=text)
         for i, (worker, subtask, access) in enumerate(rows):
             wrote_all = "all" in access
             indices = [*range(i)] if wrote_all else sorted(set(access))
             workflow.steps.append(Step(worker, subtask, indices, wrote_all))
-        # With the window emptied, the lists of a next workflow that is cut off cannot mix with these. Only in
-        # the prompt's order is the last list surely this workflow's own: in another the window slides on.
+        # In the prompt's order the access list ends a workflow. Its lists are forgotten, or a next workflow
+        # that is cut off would borrow them. In another order nobody knows the end, and the window slides on.
         if [name for name, _ in window] == order:
             window = []
     if workflow is None:
@@ -171,8 +171,8 @@ class Task:
     previous: "Trace | None" = None  # the round before
     problem: object = None  # eval.py's Problem, which the grader gets
     name: str = ""  # begins its calls' ids ("": no reply is kept); the rounds of a question share it
-    last_call: dict = field(default_factory=dict)  # for the last step's call: on_text, max_tokens, stop, …
-    before_step: object = lambda i, name: None  # comes first; its WorkerError ends the workflow
+    last_call: dict = field(default_factory=dict)  # the server's, for the last step: on_text, max_tokens, …
+    before_step: object = lambda i, name: None  # called before step i; its WorkerError ends the workflow
 
 
 @dataclass
@@ -240,8 +240,8 @@ def worker_chat(question: str, turns: list[tuple[str, str]], subtask: str) -> li
 
 def submit(workflow: Workflow, task: Task, number: int = 0, is_stopped=lambda: False,
            on_end=lambda trace: trace) -> Future:
-    """Start a workflow; the future gets on_end(trace). A WorkerError is not raised but becomes Trace.error;
-    any other exception, a bug, is raised by the future.
+    """Start a workflow. Returns a future of on_end(trace), which is the trace unless given. A WorkerError is
+    not raised but becomes Trace.error; any other exception, a bug, is raised by the future.
 
     Each step is a job (`in_thread`) that first waits for the steps of its access list. Jobs start in the
     order of the steps, so those have started before it: there is no deadlock. After an error, or once
@@ -252,10 +252,10 @@ def submit(workflow: Workflow, task: Task, number: int = 0, is_stopped=lambda: F
         raise ValueError("a workflow without steps keeps the previous answer, but there is none")
     names = [task.pool[step.worker].name for step in steps]
     trace = Trace(task.question, workflow, names, [None] * len(steps), previous=previous)
-    past_answer = []  # A step with "all" also sees the answer of the rounds before, as one more turn.
-    if previous:
-        kept = [t for t in previous.rounds() if t.replies][-1]  # A round without steps kept an older answer.
-        past_answer = [(kept.workflow.steps[-1].subtask, kept.answer)]
+    past_answer = []
+    if previous:  # A step with "all" first sees, as a turn, the last step of the newest round that has steps.
+        newest = [t for t in previous.rounds() if t.replies][-1]
+        past_answer = [(newest.workflow.steps[-1].subtask, newest.answer)]
     begun = time.monotonic()
     futures = []  # of the steps
 
@@ -293,14 +293,6 @@ def submit(workflow: Workflow, task: Task, number: int = 0, is_stopped=lambda: F
 # ------------------------------------------------------------------------------------------------------------
 # Roll out: question → prompt → completion → workflow → answer → right or wrong
 
-# `conductor` is any function conductor(chats, n, first, on_written): `model_conductor` makes one of a model,
-# `worker_conductor` of a worker. It writes n completions of each chat, rollouts first … first+n-1. As each
-# ends it calls one of
-#     on_written(i, j, text, prompt_ids, Completion)   a model wrote completion j of chat i
-#     on_written(i, j, text)                           a worker wrote it
-#     on_written(i, j, "", lost=WorkerError(why))      it could not be written
-
-
 @dataclass
 class Rollout:
     """One completion and all that becomes of it, from its tokens to its advantage."""
@@ -320,6 +312,14 @@ class Rollout:
         return self.trace.right if self.trace else False
 
 
+# A function conductor(chats, n, first, on_written) writes n completions of each chat, rollouts first to
+# first+n-1. `model_conductor` makes such a function of a model, `worker_conductor` of a worker. For
+# completion j of chat i it calls, as soon as it has ended, one of
+#     on_written(i, j, text, prompt_ids, Completion)   a model wrote it
+#     on_written(i, j, text)                           a worker wrote it
+#     on_written(i, j, "", lost=WorkerError(why))      it could not be written
+
+
 def model_conductor(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature=1.0, seed=0):
     """A model as the `conductor` of roll_out. A prompt that it cannot read is an error of that chat alone."""
     room = model.config.max_position_embeddings - prompting.max_new_tokens
@@ -336,7 +336,7 @@ def model_conductor(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, tem
                 on_written(i, j, "", lost=WorkerError(why, bad_request=True))
 
         def on_finish(k, j, completion):
-            i = fits[k]
+            i = fits[k]  # k counts the chats that fit, i all of them
             on_written(i, j, tokenizer.decode(completion.tokens), prompts[i], completion)
 
         if fits:
@@ -357,11 +357,12 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
     WorkerError, no further step starts, and it is raised here."""
     groups = [[None] * n for _ in tasks]
     running = []  # the workflows' futures
-    bug = threading.Event()  # One was raised, and all ends.
+    bug = threading.Event()  # An exception has ended a workflow, and all ends.
 
     def on_written(i, j, text, prompt=(), completion=None, lost=None):
         if bug.is_set():
-            return wait_for_all(running)  # This raises the bug here too, and the conductor stops writing.
+            wait_for_all(running)  # This raises the bug here too, and the conductor stops writing.
+            return
         task = tasks[i]
         rollout = groups[i][j] = Rollout(task, text, list(prompt), completion)
         if lost:
@@ -378,7 +379,11 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
             workflow = edit(workflow)
         future = submit(workflow, task, first + j, bug.is_set, on_end=partial(complete, rollout))
         running.append(future)
-        future.add_done_callback(lambda ended: ended.exception() and bug.set())
+        future.add_done_callback(note_bug)
+
+    def note_bug(ended):
+        if ended.exception():
+            bug.set()
 
     def complete(rollout, trace):
         rollout.trace = trace
@@ -403,9 +408,9 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
 
 def ask(task: Task, prompting: Prompting) -> list[dict]:
     """The chat that asks a Conductor, in the way it knows, for a workflow."""
-    names = "".join(worker.letter for worker in task.pool) if prompting.named else ""
-    return messages(task.question, len(task.pool), prompting.max_steps, task.previous, prompting.style, names,
-                    prompting.examples, prompting.subtasks)
+    letters = "".join(worker.letter for worker in task.pool) if prompting.named else ""
+    return messages(task.question, len(task.pool), prompting.max_steps, task.previous, prompting.style,
+                    letters, prompting.examples, prompting.subtasks)
 
 
 def execute(workflow: Workflow, question: str, pool: list, previous=None, name="") -> "Trace":
@@ -729,10 +734,10 @@ def shown_examples(style: str, which: str, n_workers: int, max_steps: int, subta
     return shown
 
 
-def short_chat(question: str, n_workers: int, max_steps: int, names: str) -> list[dict]:
+def short_chat(question: str, n_workers: int, max_steps: int, letters: str) -> list[dict]:
     models = f"{n_workers} models"
-    if names:
-        models = "Models " + " ".join(f"{name} {i}" for i, name in enumerate(names))
+    if letters:
+        models = "Models " + " ".join(f"{letter} {i}" for i, letter in enumerate(letters))
     return [{"role": "system", "content": f"{models}, {max_steps} steps."},
             {"role": "user", "content": question}]
 

@@ -67,9 +67,9 @@ def test_a_prompt_without_subtasks():
 def test_styles():
     assert messages("Why?", 3, 4, style="short") == [{"role": "system", "content": "3 models, 4 steps."},
                                                      {"role": "user", "content": "Why?"}]
-    named = messages("Why?", 3, 4, style="short", names="ACH")
+    named = messages("Why?", 3, 4, style="short", letters="ACH")
     assert named[0]["content"] == "Models A 0 C 1 H 2, 4 steps."
-    content = messages("Why?", 3, names="ACH")[0]["content"]
+    content = messages("Why?", 3, letters="ACH")[0]["content"]
     assert content.endswith("\n\nModels: Model 0 (A), Model 1 (C), Model 2 (H)")
     full, zero, fine = (messages("Why?", 3, style=s)[0]["content"]
                         for s in ("full", "zero-shot", "fine-grained"))
