@@ -283,7 +283,10 @@ def operands_of(text: str) -> str:
 SIGNS = dict(pair.split("=", 1) for pair in (
     r"cdot=* times=* ast=* div=/ pi=π infty=∞ infinity=∞ cup=∪ pm=± le=≤ leq=≤ ge=≥ geq=≥ lt=< gt=> in=∈ "
     r"approx=≈ emptyset=∅ varnothing=∅ langle=⟨ rangle=⟩ degree=° lvert=| rvert=| vert=| "
-    r"dfrac=\frac tfrac=\frac cfrac=\frac ne=≠ neq=≠ mu=μ Omega=Ω %=% {=⦃ }=⦄ $=＄ \=⏎").split())
+    r"dfrac=\frac tfrac=\frac cfrac=\frac ne=≠ neq=≠ %=% {=⦃ }=⦄ $=＄ \=⏎ alpha=α beta=β gamma=γ delta=δ "
+    r"varepsilon=ε epsilon=ε zeta=ζ eta=η theta=θ kappa=κ lambda=λ mu=μ nu=ν xi=ξ rho=ρ sigma=σ tau=τ "
+    r"varphi=φ phi=φ psi=ψ omega=ω Delta=Δ Omega=Ω ell=ℓ").split())
+SPELLED = {sign: name for name, sign in SIGNS.items()}
 SIGNS |= dict.fromkeys([*"!,;: ()[]", "quad", "qquad", "displaystyle"], " ")
 CHARACTERS = str.maketrans("·⋅∗−–—÷\u00a0\u202fµΩ’", "***---/  μΩ'")
 RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻₀₁₂₃₄₅₆₇₈₉", "0123456789-0123456789")
@@ -326,7 +329,7 @@ RULES = (  # a pattern and what becomes of it, in this order
     (r"\\frac\s*(\d)", r"\\frac{\1}"),                                     # \frac12
     (r"(\\frac\{[^{}]*\})\s*(\d)", r"\1{\2}"),
     (r"(?<![\d.^_}/])(\d+)\s*\\frac\s*\{(\d+)\}\s*\{(\d+)\}", r"(\1+\2/\3)"),
-    (r"(?<=[a-z])(?<![A-Z][a-z])(_\d+(?=[A-Za-z])|_\{\w+\}(?=\w))", r"\1 "),  # x_1x_2, not Na_2O
+    (r"(?<=[a-zα-ω])(?<![A-Z][a-z])(_\d+(?=[A-Za-zα-ω])|_\{\w+\}(?=\w))", r"\1 "),  # x_1x_2, not Na_2O
     (r"_\{\s*(\w*)\s*\}", r"_\1"),                                         # x_{12}
     (r"\^(-\d+)", r"^{\1}"),                                               # 10^-3
     (r"\s+", " "),
@@ -451,16 +454,15 @@ def equal(pairs: list) -> bool:
 
 # Expressions: a recursive descent over tokens
 
-TOKEN = re.compile(r"\s*((?:\d+(?:\.\d*)?|\.\d+)(?:_\d+)?|\\[A-Za-z]+|[A-Za-zα-ωΔ](?:_\w+)?'*|\S)")
+TOKEN = re.compile(r"\s*((?:\d+(?:\.\d*)?|\.\d+)(?:_\d+)?|\\[A-Za-z]+|[A-Za-zα-ωΔℓ](?:_\w+)?'*|\S)")
 WORD = re.compile(r"(?<![\\A-Za-z_])(?!(?:[abcf-z][a-z]|abc|xyz)(?![A-Za-z]))[A-Za-z]{2,}")  # ab is a product
-GREEK = (r"\\(?:alpha|beta|gamma|delta|(?:var)?epsilon|zeta|eta|theta|kappa|lambda|nu|xi|rho|sigma|tau"
-         r"|(?:var)?phi|psi|omega|Delta|ell)(?![A-Za-z])")
+GREEK = "α-λν-ορ-ωΔℓ"  # but for π and μ, which are numbers
 POWER = r"\s*(?:\^\s*(?:\w|\{[^{}]*\})\s*)?"
 APPLIED = re.compile(  # f^2(3), g[x+1], T(n/4), but not x(x+1) and \sin(x)
     rf"(?<![\\A-Za-z])[fg](?:_\w+)?'*{POWER}[(\[]"
-    rf"|(?:(?<![\\A-Za-z_])[A-Za-z]|{GREEK})(?:_\w+)?'*\s*\(-?[^-+()]*\)")
+    rf"|(?:(?<![\\A-Za-z_])[A-Za-z]|[{GREEK}])(?:_\w+)?'*\s*\(-?[^-+()]*\)")
 ORDERED = re.compile(  # Q^{-1} A Q, A B, A-C-B, \sigma\tau
-    rf"^\s*(?:[A-Z]|{GREEK})(?:[\s*-]*(?:[A-Z]|{GREEK}))+\s*$"
+    rf"^\s*[A-Z{GREEK}](?:[\s*-]*[A-Z{GREEK}])+\s*$"
     r"|[A-Z]\s*\^\s*\{?\s*(?:-\s*\d|T).*[A-Z]|[A-Z].*[A-Z]\s*\^\s*\{?\s*(?:-\s*\d|T)")
 CONSTANTS = {"π": math.pi, "e": math.e}
 ROOT = re.compile(r"\\(?:abs|arc|(?:sqrt|ln|log)(?!\s*(?:\d|[({]\s*\d+\s*[)}])))"  # none of i
@@ -550,7 +552,7 @@ class Expression:
             return pointwise("^", self.atom(), inverse)
         if token in FUNCTIONS:
             return self.function(token)
-        if not re.fullmatch(rf"\w.*|{GREEK}", token):
+        if not re.fullmatch(r"\w.*", token):
             raise Unreadable(f"what is {token}?")
         if token != "i":  # of which we only know that i is i
             self.names.add(token)
@@ -659,10 +661,10 @@ class Meaning:
 
 
 DENIAL = r"(?i:no|n[ae]|[lg][te]|if|or)(?![A-Za-z])"
-LETTER = rf"(?:{GREEK}|[α-ω]|(?!{DENIAL})[A-Za-z]{{1,2}})(?:_(?!no|wrong|false)\w+)?(?!\w)"
+LETTER = rf"(?:[α-ωΔℓ]|(?!{DENIAL})[A-Za-z]{{1,2}})(?:_(?!no|wrong|false)\w+)?(?!\w)"
 NAME = re.compile(  # x, \angle ABC, f^{-1}(x), P(A|B), (x, y)
     rf"m?\\(?:angle|triangle)\s*[A-Z]{{1,4}}"
-    rf"|{LETTER}(?:\^\{{?-1\}}?|'+)?(?:\((?:[^()=A-Za-z\\]|[A-Za-z](?![A-Za-z])|{GREEK}|\\cap)*\))?"
+    rf"|{LETTER}(?:\^\{{?-1\}}?|'+)?(?:\((?:[^()=A-Za-z\\]|[A-Za-z](?![A-Za-z])|[{GREEK}]|\\cap)*\))?"
     rf"|\(\s*{LETTER}(?:\s*,\s*{LETTER})+\s*\)")
 BOUNDS = {"<<": "()", "<≤": "(]", "≤<": "[)", "≤≤": "[]"}
 OPEN = "([{⦃⟨⟦"
@@ -747,7 +749,7 @@ def equation(left: str, right: str) -> Meaning:
         raise Unreadable("a function of itself")
     if NAME.fullmatch(left):
         found = replace(term(right), name=re.sub(r"\s", "", left))
-        in_order = letters == sorted(letters, key=lambda name: name.strip("\\"))
+        in_order = letters == sorted(letters, key=lambda name: SPELLED.get(name[0], name))
         if left[0] == "(" and not (in_order and len(letters) == len(found.parts)):
             raise Unreadable("names in an order of their own, or not one for each")
     if not found.name or "(" not in found.name:

@@ -45,6 +45,7 @@ EQUAL = [  # answer, gold
     (r"7z^{96}(4z+1)", "28z^{97}+7z^{96}"), (r"\frac{x^2-1}{x-1}", "x+1"), ("2ab", "b*2a"), (r"\frac{1}{x^{-2}}", "x^2"),
     (r"x\cdot y", "yx"), (r"30x\sqrt{7x}", r"30\sqrt{7x^3}"), (r"\sqrt{x}\sqrt{y}", r"\sqrt{xy}"), (r"2\tan(x)", r"2 \tan x"),
     (r"\sin 2x", r"2\sin(x)\cos(x)"), (r"\frac{2a+b}{2}", r"a + \frac{b}{2}"), (r"x_1+x_2", "x_{2}+x_{1}"), (r"2\theta", r"\theta\cdot 2"),
+    (r"\sin 2\theta", r"2\sin\theta\cos\theta"), ("2θ", r"2\theta"), ("λ/2", r"\frac{\lambda}{2}"), (r"\varepsilon_0", "ε_0"), (r"\theta_1x", "xθ_1"),
     (r"\frac{n(n+1)}{2}", r"\frac{n^2+n}{2}"),
     # functions
     (r"\sin x\cos x", r"\cos x \sin x"), (r"\sin x \cos x", r"\frac12\sin 2x"), (r"\sin^2 x", r"\sin(x)^2"), (r"\sin^2\theta", r"1-\cos^{2}\theta"),
@@ -98,7 +99,7 @@ DIFFERENT = [
     ("3x+4y+14=0", "3*x-1*y+13=0"), ("n=1,2,3", "n=2,3,4"), ("2", "2b"), ("2b", "2"), ("2B", "2b"), ("2b", "2c"), ("x", "|x|"),
     (r"\sqrt{x^2}+1", "|x|"), ("x^2", "x^3"), ("x+1", "x-1"), (r"\frac{x}{7}+2", r"\frac{x+2}{7}"), (r"x^{12}", "x^1 2"),
     (r"2\arctan(1)", r"\arctan(2)"), (r"\sinh(2x)", r"2\sinh x"), (r"\cot(2x)", r"2\cot x"), (r"\sin^2 x", r"\sin x^2"), (r"\sin^{-1} x", r"1/\sin x"),
-    ("(x,y)=(1,2)", "(2,1)"), ("(1,2)=(1,2)", "(1,2)"), (r"\sin x", r"\cos x"), (r"\sin 2x", r"2\sin x"), (r"\sin x", "x"), (r"1+\frac{1}{\mathrm{e}}", r"1-\frac{1}{\mathrm{e}}"),
+    ("(x,y)=(1,2)", "(2,1)"), ("(1,2)=(1,2)", "(1,2)"), (r"\sin x", r"\cos x"), (r"\sin 2x", r"2\sin x"), (r"\sin x", "x"), (r"\sin 2\theta", r"\theta\sin 2"), ("2θ", r"2\phi"), (r"1+\frac{1}{\mathrm{e}}", r"1-\frac{1}{\mathrm{e}}"),
     (r"\frac{1}{2004!}", r"\frac{1}{2006!}"), (r"\binom{5}{2}", r"\binom{2}{5}"), (r"\sqrt{2}", r"\sqrt{3}"), (r"\sqrt[3]{2}", r"\sqrt{2}"),
     ("-15-8i", "-15+8i"), ("7z^{97}(4z+1)", "7z^{96}(4z+1)"), (r"\frac{2^{905}+1}{3\cdot2^{906}}", r"\frac{1}{3\cdot2^{906}}"),
     (r"2^{9000}", r"2^{9001}"), ("east", "seat"), ("Navin", r"\text{Devon}"), ("man bites dog", "dog bites man"),
