@@ -88,13 +88,11 @@ def grade(problem: Problem, response: str) -> bool:
         return passes_bigcodebench(code, extra["test"], extra["entry_point"], extra["code_prompt"])
     if problem.grader == "letter":
         return pick_letter(response, extra["choices"]) == gold
-    if problem.grader == "math":
+    if problem.grader in ("math", "short"):
         answer = final_answer(response)
+        is_same = same_math if problem.grader == "math" else same_short
         # A formula copied from the question is no answer.
-        return same_math(answer, gold) and not copied(answer, problem.question, gold)
-    if problem.grader == "short":
-        answer = final_answer(response)
-        return same_short(answer, gold) and not copied(answer, problem.question, gold)
+        return is_same(answer, gold) and not copied(answer, problem.question, gold)
     if problem.grader == "exact":
         return tagged(response) == gold  # the last <answer> tag's content, or all of a response without one
     raise ValueError(f"grade has no case for the grader {problem.grader!r}")
