@@ -243,10 +243,8 @@ def final_answer(response: str) -> str:
 
 def tagged(response: str) -> str:
     """What stands in the last <answer> tag, or else the whole response, without blanks around it."""
-    head, end, _ = response.rpartition("</answer>")
-    if end and "<answer>" in head:
-        response = head.rpartition("<answer>")[2]
-    return response.strip()
+    _, tag, inside = response.rpartition("</answer>")[0].rpartition("<answer>")
+    return (inside if tag else response).strip()
 
 
 def copied(answer: str, question: str, gold: str) -> bool:
