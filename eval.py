@@ -499,10 +499,8 @@ class Expression:
         return found
 
     def sum(self) -> list:
-        sign = -1 if self.skip("-") else 1
-        if sign == 1:
-            self.skip("+")
-        values = pointwise("*", [Fraction(sign)], self.product())
+        signed = self.tokens[-1] in ("+", "-")
+        values = [Fraction(0)] if signed else self.product()
         while self.tokens[-1] in ("+", "-"):
             values = pointwise(self.tokens.pop(), values, self.product())
         return values
@@ -837,8 +835,7 @@ def same_quantity(x: Expression, y: Expression, tolerance: float) -> bool:
     percentage = x.literal and x.work == 0 and abs(x.values[0]) >= 1
     if x.has_unit != y.has_unit and not (x.has_unit and x.names) and (percentage or not scales):
         scales.append(Fraction(1))
-    return any(same_values(x.values if scale == 1 else pointwise("*", x.values, [scale]), y, tolerance)
-               for scale in scales)
+    return any(same_values(pointwise("*", x.values, [scale]), y, tolerance) for scale in scales)
 
 
 def same_values(mine: list, y: Expression, tolerance: float) -> bool:
