@@ -1853,15 +1853,13 @@ def central(problem: Problem, responses: list[str]) -> int:
 def run_system(system, problems: list[Problem], pool: list, k: int, name: str) -> list[Trace]:
     """The trace of every problem, 64 at a time, of a system(problem, pool, k, name) such as those above. k:
     the worker who plays, where one does. Ctrl-C does not wait for its threads, which are daemons."""
-    def trace_of(i):
-        return i, system(problems[i], pool, k, f"{name}/{problems[i].id}")
+    def trace_of(problem):
+        trace = system(problem, pool, k, f"{name}/{problem.id}")
+        bar.update()
+        return trace
 
     with ThreadPool(64) as threads, progress(name, len(problems)) as bar:
-        traces = {}
-        for i, trace in threads.imap_unordered(trace_of, range(len(problems))):
-            traces[i] = trace
-            bar.update()
-    return [traces[i] for i in range(len(problems))]
+        return list(threads.imap(trace_of, problems))
 
 
 def everyone_alone(pool: list, problems: list[Problem], name: str) -> list[list[Trace]]:
