@@ -1268,12 +1268,11 @@ def become_test(box, folder: str, start: int, size: int, output: int):
     for fd, source in enumerate([given, null, null, output] if box.name else [given, output, null, null]):
         os.dup2(source, fd, inheritable=fd < 3)
     os.closerange(4, 256)
-    status = 1
     try:
         run_program(box)
-        status = 0
+        os._exit(0)
     finally:
-        os._exit(status)
+        os._exit(1)
 
 
 def switch_user(box):
