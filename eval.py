@@ -205,7 +205,7 @@ def committed(response: str) -> str | None:
     if not boxes:
         return None
     paragraph = re.split(r"\n\s*\n", response[end + 1:][:LONGEST])[0]
-    if end < 0 or AFTER.match(paragraph):
+    if end < 0:
         return ""
     parts = []
     start = len(response)
@@ -215,8 +215,9 @@ def committed(response: str) -> str | None:
             break
         parts.insert(0, response[box:end].replace(r"\boxed{", "{").strip())
         start = opening
-    plain = BOLD.sub(r"\2 ", response[:start][-200:])
-    outside = BEFORE.search(MARKUP.sub(" ", plain))
+    around = BOLD.sub(r"\2 ", response[:start][-200:] + r"\boxed{" + paragraph)
+    before, _, after = around.rpartition(r"\boxed{")
+    outside = BEFORE.search(MARKUP.sub(" ", before)) or AFTER.match(after)
     return "" if outside else ", ".join(dict.fromkeys(parts))
 
 
