@@ -151,7 +151,8 @@ BEFORE = re.compile(r"""  # where no box stands: behind
     | (?: (?<!\\)[)\]}] | (?<![A-Za-z\\])[A-Za-z] | \d ) [ ]? (?:\\[,;:!\ ])? \Z  # a factor without a sign
     | (?<![A-Za-z\\])[A-Za-z]+ \Z | \d[.,:$] \Z                              # a word, a digit""", re.VERBOSE)
 BOLD = re.compile(r"(?<![\w)\]}*])(\*{1,3})(?![\s*])([^*\n]+)\1")  # or italic
-MARKUP = re.compile(r"\\(?:(?:text|math|tag)\w*|begin|end)\*?\{(?![^}]*(?:not|minus|negative))[^{}]*\}")
+MARKUP = re.compile(r"\\(?:(?:text|math|tag)\w*|begin|end)\*?\{(?![^}]*(?:not|minus|negative))[^{}]*\}"
+                    r"|(?m:^ *-{3,} *$)")  # a line across the page
 AFTER = re.compile(r"""  # and before
     \s*[!\d] | [A-Za-z(\[{'|]                                                  # a digit, a letter, a bracket
     | (?:[\s$]|\\[,;:!\ ])* (?:

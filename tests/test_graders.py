@@ -371,11 +371,11 @@ COMMITTED = [
     *((into.format(r"\boxed{5}"), "") for into in (
         "-{}", "- ${}$", "2{}", r"2\,{}", r"\sqrt{{{}}}", r"\frac{{{}}}5", r"x\neq{}", r"\ln {}", "not {}", "({})^2", "|{}|", "5:{}", "{}x+3", "{} - 3", r"{}\ln 2",
         "{}(x+1)", "{}i", "{} million", r"${}$ \text{{ million}}", "{}=13", "{} x", r"{}\pm 1", "-\n{}",
-        "**not** {}", "**-** {}", "2**{}", "**{}** million", r"**{}**\text{{ million}}", "2 **{}**", "-**{}**", "**{}** or 6", "${}$ times $3$", "{} i", "**minus** ${}$", "${}$\n- 3")),
+        "5 ---\n{}", "**not** {}", "**-** {}", "2**{}", "**{}** million", r"**{}**\text{{ million}}", "2 **{}**", "-**{}**", "**{}** or 6", "${}$ times $3$", "{} i", "**minus** ${}$", "${}$\n- 3")),
     *((into.format(r"\boxed{5}"), "5") for into in (
         "So $x={}$.", r"\[ {} \]", "**{}**", r"\text{{So }}{}", r"\therefore {}", "{} units", r"{} \mathrm{{~cm}}", r"4!={} \approx 5.0", "Step 3: {} (since x>3)", "2\n{}",
         r"{}\pmod{{13}}", "<b>{}</b>", r"\quad{}\\",
-        "is **${}$**.", "The answer is *{}*", "**Final Answer**\n{}", "**Final Answer**\n\n$${}$$", "**Step 5**\n\n$$\n{}\n$$", "**(c)**\n{}", "it is **exactly** ${}$",  # as models write
+        "is **${}$**.", "The answer is *{}*", "So it is:\n\n---\n\n$${}$$", "**Final Answer**\n{}", "**Final Answer**\n\n$${}$$", "**Step 5**\n\n$$\n{}\n$$", "**(c)**\n{}", "it is **exactly** ${}$",  # as models write
         "*So* {}", r"$\longrightarrow {}$", r"$\Large{}$", "$$\n{}\n$$\n\n- $x=3$ is excluded.", "$${}$$\n\n* **Check**: it works", "${}$ m.",
         "${}$\n\nI've verified this.", "{}\n\n(i) as asked", "${}$ m/s", "So it is crossed ${}$ times.", r"${}$ $\checkmark$", "${}$ (≈ 5.0)", r"$\Leftrightarrow {}$")), (r"\boxed{-\boxed{12}}", "-{12}"), (r"\boxed{not \boxed{12}}", "not {12}"),
     *((rf"$\boxed{{5}}${more}", "5") for more in (".", ", as asked", " units", r"\text{ cm}", " or so", "\n\n6")),
