@@ -2664,9 +2664,8 @@ def measure(problems: list[Problem], repeats: list[list[Trace | None]]) -> dict:
     if row["cents"] and values:
         row["points/cent"] = row["accuracy"] / row["cents"]
     row["lost"] = len(lost)
-    row["by kind"] = {}
-    for kind in dict.fromkeys(p.kind for p in problems):
-        row["by kind"][kind] = mean([100 * share[kind] for share in shares if kind in share])
+    kinds = dict.fromkeys(p.kind for p in problems)
+    row["by kind"] = {kind: mean([100 * share[kind] for share in shares if kind in share]) for kind in kinds}
     return row
 
 
@@ -2717,12 +2716,11 @@ def columns(rows: dict[str, dict], heads: dict[str, int], title: str = "") -> st
 
 def table(problems: list[Problem], systems: dict[str, list[Trace | None]]) -> str:
     """A row for each system: the share of right answers over all and by kind, and mean calls."""
+    heads = {"all": 3, "calls": 2} | {p.kind: 2 for p in problems}
     rows = {}
     for name, traces in systems.items():
-        row = measure(problems, [traces])
-        unknown = dict.fromkeys(["all", *row["by kind"]])
-        rows[name] = {**unknown, **accuracies(problems, traces), "calls": row["calls"]}
-    heads = {"all": 3, "calls": 2} | {p.kind: 2 for p in problems}
+        calls = measure(problems, [traces])["calls"]
+        rows[name] = {**dict.fromkeys(heads), **accuracies(problems, traces), "calls": calls}
     return columns(rows, heads, f"accuracy, {counted(len(problems), 'problem')}")
 
 
