@@ -287,10 +287,10 @@ SIGNS = dict(pair.split("=", 1) for pair in (
 SPELLED = {sign: name for name, sign in SIGNS.items()}
 SIGNS |= dict.fromkeys([*"!,;: ()[]", "quad", "qquad", "displaystyle"], " ")
 CHARACTERS = str.maketrans("·⋅∗−–—÷\u00a0\u202fµΩ’", "***---/  μΩ'")
-RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻₀₁₂₃₄₅₆₇₈₉", "0123456789-0123456789")
+RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻₀₁₂₃₄₅₆₇₈₉", "0123456789+-0123456789")
 SMALL = "zero one two three four five six seven eight nine ten eleven twelve".split()
 RULES = (  # a pattern and what becomes of it, in this order
-    (r"[⁻⁰¹²³⁴-⁹]+", lambda m: "^{" + m[0].translate(RAISED) + "}"),
+    (r"[⁰¹²³⁴-⁻]+", lambda m: "^{" + m[0].translate(RAISED) + "}"),
     (r"[₀-₉]+", lambda m: "_{" + m[0].translate(RAISED) + "}"),
     (r"^\s*\$(?=\d[\d,. ]*[a-z ]*$)", "＄"),                               # $5 is money, $5$ is not
     (r"(?<!\\)\$|(?<=[\w.,;)}])~|(?<=rm\{)~", " "),                       # mathematics' dollars, 5~cm
@@ -355,7 +355,7 @@ def as_text(text: str) -> str:
     """What is compared where two texts in one spelling are compared as texts."""
     text = re.sub(r"(?<=[A-Z])([a-z]?) ?_(\d)", r"\1\2", text)  # CO_2
     text = re.sub(r"^\(([A-Z])\)$", r"\1", text)                # (D)
-    text = re.sub(r"\^\{(\w)\}(?!\d)", r"^\1 ", text)           # x^{2}
+    text = re.sub(r"\^\{([-+\w])\}(?!\d)", r"^\1 ", text)       # x^{2}
     text = re.sub(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])", "", text)
     return CAPITAL.sub(lambda m: m[0].lower(), text)
 

@@ -500,14 +500,14 @@ SHORT_EQUAL = [  # answer, gold
     ("7.0 N", "7 N"), ("1200 J", "1200.4 J"), ("$1.5 million", "$1,500,000"), ("5 million people", "5,000,000"),
     ("≈ 2.87 m/s", "2.87 m/s"), (r"v \approx 2.87\text{ m/s}", "2.87 m/s"), ("approximately 2.87", "2.87"), ("about 2.86", "2.87"),
     (r"\text{H}_2\text{SO}_4", "H2SO4"), (r"\text{C}_6\text{H}_{12}\text{O}_6", "C6H12O6"), (r"\mathrm{Na}_2\mathrm{CO}_3", "Na2CO3"),
-    ("Mean-squared error", "mean squared error"), ("5 nanometers", "5 nm"), ("5 kilojoules", "5 kJ"), ("3 Days", "3 days"), ("25 degrees Celsius", "25 °C"),
+    ("Ca²⁺", r"\text{Ca}^{2+}"), ("Cl⁻", "Cl^-"), ("Na^{+}", "Na⁺"), ("Mean-squared error", "mean squared error"), ("5 nanometers", "5 nm"), ("5 kilojoules", "5 kJ"), ("3 Days", "3 days"), ("25 degrees Celsius", "25 °C"),
 ]
 SHORT_DIFFERENT = [
     ("London", "Paris"), ("", "Paris"), ("", ""), ("no", "on"), ("dog bites man", "man bites dog"),
     ("mitochondria and nuclei", "mitochondria"), ("not mitochondria", "mitochondria"), ("9.8 m/s", "9.81 m/s^2"), ("5 cm", "5 m"),
     ("5 kJ", "5 J"), ("5 mol", "5 g"), ("9.6", "9.81"), ("0.25%", "25%"), ("2.5", "25%"), ("1939", "1945"), ("1944", "1945"), ("-5", "5"),
     ("3e7 m/s", "3e8 m/s"), ("x+1", "x-1"), ("2.001x", "2x"), ("0.001", "0"), ("5", "Paris"), ("Paris", "5"), ("1, 2", "1"),
-    ("approximately 3", "3"), ("2 about 2.87", "2.87"), ("not about 2.87", "2.87"), (r"\text{H}_2\text{O}_2", "H2O"), ("6 or 7", "6"), ("C++", "C"), ("35", "3.5"), ("101", "100"), ("100 J", "102 J"), ("true", "false"), ("46.6", "46"), ("$20,000 gain", "$20,000 loss"),
+    ("approximately 3", "3"), ("2 about 2.87", "2.87"), ("not about 2.87", "2.87"), (r"\text{H}_2\text{O}_2", "H2O"), ("6 or 7", "6"), ("C++", "C"), ("35", "3.5"), ("101", "100"), ("100 J", "102 J"), ("Na⁺", "Na"), ("Fe³⁺", "Fe^{2+}"), ("true", "false"), ("46.6", "46"), ("$20,000 gain", "$20,000 loss"),
     ("10% increase", "10% decrease"), ("$1.5 million", "$1.5 billion"), ("5", "5 million"), ("3 years", "3 days"), ("25 degrees Celsius", "25 °F"),
 ]
 
