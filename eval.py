@@ -842,10 +842,9 @@ def same_quantity(x: Expression, y: Expression, tolerance: float) -> bool:
 
 def same_values(mine: list, y: Expression, tolerance: float) -> bool:
     """Whether values are y's, at every point at which both have some."""
+    if tolerance and y.decimal and len(mine) == 1:
+        return abs(mine[0] - y.values[0]) <= tolerance * abs(y.values[0])
     count = max(len(mine), len(y.values))
-    first, gold = mine[0], y.values[0]
-    if count == 1 and tolerance and y.decimal:
-        return abs(first - gold) <= tolerance * abs(gold)
     return equal([(mine[k % len(mine)], y.values[k % len(y.values)]) for k in range(count)])
 
 
