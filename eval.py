@@ -748,7 +748,7 @@ def equation(left: str, right: str) -> Meaning:
         in_order = letters == sorted(letters, key=lambda name: SPELLED.get(name[0], name))
         if left[0] == "(" and not (in_order and len(letters) == len(found.parts)):
             raise Unreadable("names in an order of their own, or not one for each")
-    if not found.name or "(" not in found.name:
+    if "(" not in found.name:
         with contextlib.suppress(Unreadable):
             curve = Expression(f"({left})-({right})")
             found.curve = curve.values if len(curve.names) > 1 else None
