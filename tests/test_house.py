@@ -15,8 +15,8 @@ PACKAGES = {"torch", "tokenizers", "safetensors", "numpy", "requests", "tqdm"}
 BESIDE = {"model": {"huggingface_hub"},  # which tokenizers depends on
           "train": {"tensorboard", "wandb"}}
 # What was reached once is kept: no file may grow beyond these lines, nor what a newcomer reads, above the folds together.
-MOST_LINES = {"model": 528, "sample": 371, "workers": 1377, "workflow": 1088, "grpo": 323, "eval": 3071, "train": 1411}
-MOST_ABOVE_THE_FOLDS = 1333
+MOST_LINES = {"model": 528, "sample": 371, "workers": 1377, "workflow": 1088, "grpo": 323, "eval": 3061, "train": 1411}
+MOST_ABOVE_THE_FOLDS = 1331
 
 
 def source(name):
