@@ -1443,8 +1443,8 @@ def run_code(program: str, name: str | None, tests: list[str], seconds: float, m
     if sys.platform != "linux":
         raise OSError("generated code runs in a sandbox that only Linux has: use Linux, a container or WSL")
     inputs = [test.encode(errors="surrogatepass") for test in tests]
-    core = FREE_CORES.get()
     folder = tempfile.mkdtemp()
+    core = FREE_CORES.get()
     job = dict(program=program, name=name, prelude=PRELUDE, sizes=list(map(len, inputs)), seconds=seconds,
                core=core, addresses=memory << 30, memory=min(memory, 4) << 30,
                most=most, loopback=loopback)
@@ -1550,8 +1550,7 @@ def passes_livecodebench(code: str, tests: list[list[str]], fn_name: str | None 
     alone. The outputs stay here: the sandbox gets inputs only."""
     if not tests:
         raise ValueError("a LiveCodeBench problem without tests: nothing can be graded by it, load it again")
-    inputs = [given for given, _ in tests]
-    expected = [wanted for _, wanted in tests]
+    inputs, expected = zip(*tests)
     # A program finds in its memory what is sent with it: only the magnitude of the longest output is
     most = 1 << max(20, max(map(longest, expected)).bit_length())
     outputs = run_code(code, fn_name, inputs, seconds, most=min(most, MAX_OUTPUT))
@@ -1696,7 +1695,7 @@ def interleave(problems: list[Problem], rng: random.Random, again: bool = False)
         kinds.setdefault(p.kind, []).append(p)
     for group in kinds.values():
         rng.shuffle(group)
-    most = max(map(len, kinds.values()))
+    most = max(map(len, kinds.values()), default=0)
     turns = itertools.product(range(most), kinds.values())
     return [group[i % len(group)] for i, group in turns if again or i < len(group)]
 
@@ -2789,7 +2788,7 @@ def report(data: str, problems: list[Problem], runs: dict[str, list], beside: di
             print(f"{name}: {len(lost)} not counted, as their workers were lost: {lost[0]}")
     most_rounds = {re.sub(r", \d+ more$", "", name): traces for name, traces in first_repeat.items()}
     for name, traces in most_rounds.items():
-        if name.split()[0] in (*CONDUCTORS, "seat"):
+        if name.partition(" ")[0] in (*CONDUCTORS, "seat"):
             found = habits(traces)
             rows[name] |= found
             for key, shares in found.items():
@@ -2861,7 +2860,7 @@ def average(files: list[str]) -> str:
         if not os.path.exists(file):
             raise FileNotFoundError(f"{file} is missing; python eval.py --out={file} writes it")
         runs.append(read_json(file))
-        if not isinstance(runs[-1], dict) or not all(isinstance(row, dict) for row in runs[-1].values()):
+        if not all(isinstance(row, dict) for row in runs[-1].values()):
             raise ValueError(f"{file} is not what eval.py writes with --out")
     rows = []
     for system in runs[0]:
@@ -2921,6 +2920,7 @@ def check(s: Settings, names: list[str]) -> list[tuple[str, str]]:
     that are wanted, as (name, who)."""
     if min(s.test, s.repeats) < 1 or min(s.rounds, s.subset, s.budget) < 0:
         raise ValueError("--test and --repeats are from 1 on, --rounds, --subset and --budget from 0 on")
+    os.makedirs(os.path.dirname(s.out) or ".", exist_ok=True)
     if os.path.exists(s.out) and not os.path.isfile(s.out):  # To replace /dev/null would break the system.
         raise ValueError(f"--out={s.out}: a folder or a device, where a file's name is wanted")
     try:
@@ -2928,7 +2928,6 @@ def check(s: Settings, names: list[str]) -> list[tuple[str, str]]:
             read_json(s.out)
     except ValueError as e:
         raise ValueError(f"--out={s.out} would be replaced, and {e}: name another file") from None
-    os.makedirs(os.path.dirname(s.out) or ".", exist_ok=True)
     if s.examples not in ("", "ood", "in", "mixed"):
         raise ValueError(f"--examples={s.examples}: there are ood, in, mixed")
     if s.subset and (s.benchmarks not in LAPTOP or s.pool not in LOCAL):

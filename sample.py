@@ -220,16 +220,14 @@ class Grid:
         self.newest.copy_(token)
         self.t.add_(1)
 
-    def harvest(self, last) -> list[tuple[int, Completion]]:
-        """The number and completion of each rollout that newly ended, or of all that are left if `last`."""
+    def harvest(self, last):
+        """Yield number and completion of each rollout that newly ended, or of all that are left if `last`."""
         lengths = self.lengths.tolist()
         ended = [i for i in self.going if last or lengths[i]]
         self.going = [i for i in self.going if not (last or lengths[i])]
-        completions = []
         for i, tokens, logprobs in zip(ended, self.tokens[ended].tolist(), self.logprobs[ended].tolist()):
             length = lengths[i] or len(tokens)
-            completions.append((i, Completion(tokens[:length], logprobs[:length], finished=lengths[i] > 0)))
-        return completions
+            yield i, Completion(tokens[:length], logprobs[:length], finished=lengths[i] > 0)
 
 
 def compact(grid: Grid):

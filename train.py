@@ -178,11 +178,9 @@ def roll_out_on_all_ranks(sampler, tokenizer, tasks: list[Task], s: Settings, se
         conductor(*arguments)
         clock.lap("sampling")  # The time since the last lap is sampling; what follows, waiting for workers.
 
-    mine = [[] for _ in tasks]
-    if n:
-        with progress("rollouts of rank 0", len(tasks) * n) as bar:
-            mine = roll_out(with_clock, tasks, n, prompting_from(s), grade=grade, edit=ablation(s),
-                            first=first, on_finish=lambda _: bar.update())
+    with progress("rollouts of rank 0", len(tasks) * n) as bar:
+        mine = roll_out(with_clock, tasks, n, prompting_from(s), grade=grade, edit=ablation(s),
+                        first=first, on_finish=lambda _: bar.update())
     groups = of_all_ranks(mine, tasks)
     clock.lap("workers")
     return groups
@@ -892,13 +890,11 @@ def restore(model, optimizer, folder: str):
     parts together, and takes its own of the whole."""
     facts = read_json(os.path.join(folder, "training.json"))
     files = [os.path.join(folder, "state", f"{rank:05d}.safetensors") for rank in range(facts["parts"])]
-    missing = [file for file in files if not os.path.exists(file)]
-    if missing:
-        leave(f"train.py: {missing[0]} is missing: resuming needs all {len(files)} parts of a checkpoint")
     try:
         parts = [safe_open(file, framework="pt") for file in files]
-    except SafetensorError as e:
-        leave(f"train.py: {folder} is damaged ({e}); if you remove it --resume takes the checkpoint before")
+    except (OSError, SafetensorError) as e:  # One is missing, or damaged.
+        leave(f"train.py: resuming needs all {len(files)} parts of {folder}: {e}; if you remove it --resume "
+              "takes the checkpoint before")
     for key, tensor in trained(model, optimizer):
         whole = torch.cat([part.get_tensor(key) for part in parts])
         tensor.copy_(local_part(whole, tensor, tensor.device))
@@ -1312,6 +1308,8 @@ def lacking(s: Settings, start: str, config: Config, pool):
     """Yield what the run lacks beside memory and a model."""
     if s.max_new_tokens >= config.max_position_embeddings:
         yield f"room for a prompt (--max_new_tokens={s.max_new_tokens} is all that the model can read)"
+    if {"Conductor", "random workflows"} & {worker.name for worker in pool}:
+        yield "other names for workers (Conductor and random workflows are rows of the last table)"
     if s.subset > len(pool):
         yield f"workers (--subset={s.subset}, and the pool has {len(pool)} workers)"
 

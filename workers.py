@@ -113,6 +113,8 @@ class Worker:
 # The local specialists: honest little programs behind an OpenAI-compatible endpoint. They see what a worker
 # sees, never the answer.
 
+SPELLING = {"turned around": "reverse", "shouted": "capitals", "thinned out": "vowels"}  # what questions say
+
 # What each understands in a text, and what it makes of a match of that, under one of the coder's ORDERS. The
 # place in a pool is what a Conductor knows: another trade changes the numbers, so it is another world.
 TRADES = {
@@ -121,7 +123,7 @@ TRADES = {
     "translator": (r"\w+", lambda m, _: SPANISH.get(m[0], m[0])),
     "librarian": (r"the (atomic number|capital) of \w+|element number \d+",
                   lambda m, _: FACTS.get(m[0], m[0])),
-    "coder": (r"\b(\w+) (turned around|shouted|thinned out)", lambda m, order: ORDERS[order](m[1])),
+    "coder": (rf"\b(\w+) ({'|'.join(SPELLING)})", lambda m, order: ORDERS[order](m[1])),
 }
 SKILL = {"": 1.0, "junior": 0.6, "tired": 0.7}  # how likely one of that kind is not to give up
 LOST = "I have lost the thread."
@@ -161,7 +163,7 @@ def order_in(subtask: str | None, question: str) -> str:
     for order in ORDERS:
         if order in (subtask or "").lower():
             return order
-    return list(ORDERS)[int(3 * luck("order", question))]
+    return list(ORDERS)[int(len(ORDERS) * luck("order", question))]
 
 
 def specialist(kind: str, name: str, messages: list[dict]) -> str:
@@ -222,7 +224,6 @@ ORDERS = {  # Another also needs a word in SPELLING and a phrase in eval.py's PH
     "capitals": str.upper,
     "vowels": lambda word: re.sub("[aeiouAEIOU]", "", word),
 }
-SPELLING = {"turned around": "reverse", "shouted": "capitals", "thinned out": "vowels"}  # what questions say
 
 # Pools. Parameters are named as in OpenAI's API; what is a provider's own has the provider's name.
 
@@ -834,7 +835,7 @@ def call(worker: Worker, messages: list[dict], params: dict, on_text) -> Reply:
                 pause = min(BACKOFF * 2 ** min(number - 1, 9), BACKOFF_MAX)
                 wait = fault.wait + jitter.uniform(pause / 2, pause)  # Not all shall return at once.
                 late = time.monotonic() + wait + worker.usual_seconds > end
-                last = number == worker.attempts or failures == FAILURES
+                last = number >= (worker.attempts or math.inf) or failures == FAILURES
                 text = redact(str(fault), request.key)
                 if fault.wait and time.monotonic() + fault.wait > end:
                     text += "; it asks to wait beyond the deadline"

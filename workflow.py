@@ -393,7 +393,7 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
             on_finish(rollout)
 
     try:
-        if tasks:
+        if tasks and n:
             conductor([ask(task, prompting) for task in tasks], n, first, on_written)
         wait_for_all(running)
     except BaseException:
@@ -425,37 +425,26 @@ def conduct(conductor, tasks: list[Task], rounds: int = 0, prompting: Prompting 
     Text that does not parse is drawn again, `tries` times in all, under the next rollout numbers. A task that
     then still has no workflow ends with the round before, and in the first round without a trace. Once
     hung_up(), as nobody waits for the answer, no try and no round begins. The rest is as in roll_out."""
-    def drawn(tasks: list[Task]) -> list[Rollout]:
-        rollouts = [None] * len(tasks)
-        left = range(len(tasks))  # the tasks without a workflow
-        for attempt in range(tries):
-            asked = [tasks[i] for i in left]
-            groups = roll_out(conductor, asked, 1, prompting, grade, edit, attempt, on_finish)
-            for i, [rollout] in zip(left, groups):
-                rollouts[i] = rollout
-            left = [i for i in left if not rollouts[i].trace and not hung_up()]
-        return rollouts
+    asked = tasks
+    if rounds:  # Only the last round's answer is told as it comes.
+        asked = [replace(task, last_call={**task.last_call, "on_text": None}) for task in tasks]
+    rollouts = [None] * len(tasks)
+    left = range(len(tasks))  # the tasks without a workflow
+    for attempt in range(tries):
+        groups = roll_out(conductor, [asked[i] for i in left], 1, prompting, grade, edit, attempt, on_finish)
+        for i, [rollout] in zip(left, groups):
+            rollouts[i] = rollout
+        left = [i for i in left if not rollouts[i].trace and not hung_up()]
 
-    latest = [None] * len(tasks)
-    going = dict(enumerate(tasks))  # those that get another round
-    for round_number in range(rounds + 1):
-        last = round_number == rounds  # Only its answer is streamed.
-        asked = [task if last else unheard(task) for task in going.values()]
-        for (i, task), rollout in zip([*going.items()], drawn(asked)):
+    going = [i for i, r in enumerate(rollouts) if r.trace and r.trace.workflow.steps and not r.trace.error]
+    if rounds and going and not hung_up():
+        again = [replace(tasks[i], previous=rollouts[i].trace) for i in going]
+        later = conduct(conductor, again, rounds - 1, prompting, tries, grade, edit, on_finish, hung_up)
+        for i, rollout in zip(going, later):
             trace = rollout.trace
-            steps = trace.workflow.steps if trace else []
-            if round_number == 0 or steps or (trace and not trace.error):  # no call for it was lost
-                latest[i] = rollout
-            if steps and not trace.error and not hung_up():
-                going[i] = replace(task, previous=trace)
-            else:
-                del going[i]
-    return latest
-
-
-def unheard(task: Task) -> Task:
-    """The same task, whose answer is not told as it comes."""
-    return replace(task, last_call={key: value for key, value in task.last_call.items() if key != "on_text"})
+            if trace and (trace.workflow.steps or not trace.error):  # no call for it was lost
+                rollouts[i] = rollout
+    return rollouts
 
 
 def worker_conductor(worker, name: str = ""):

@@ -198,6 +198,12 @@ def test_table():
     assert lines == {"Conductor": ["0.750", "1.50", "1.00", "0.50"], "some worker": ["0.250", "1.00", "0.50", "0.00"]}
 
 
+def test_a_worker_may_have_a_blank_name(capsys):
+    """As a server that ignores the model may get."""
+    trace = Trace("q", Workflow([Step(0, "Go.", [])]), [" "], [Reply("4", 1, 1, 0.0, 0.1)], right=True)
+    assert evaluation.report("laptop", [Problem("0", "q", "4", "a")], {" ": [[trace]]}, {})[" "]["accuracy"] == 100
+
+
 def test_a_system_that_was_lost_is_not_shown_as_wrong():
     """A worker that failed on all problems has no accuracy: a 0 would be a claim about what it can do."""
     problems = [Problem("", "Q?", "1", kind) for kind in "ab"]
@@ -252,7 +258,7 @@ def test_habits_by_hand():
     (["--subset=3"], "--systems=conductor"), (["--systems=conductor", "--subset=3", "--benchmarks=mmlu"], "--benchmarks=laptop"),
     (["--systems=conductor", "--subset=3", "--pool={dir}/good.json"], "local pools"),
     (["--checkpoint={dir}/none"], "{dir}/none"), (["--benchmarks=laptot"], "laptop"), (["--out={dir}"], "{dir}: a folder"), (["--out=/dev/null"], "/dev/null: a folder or a device"),
-    (["--out={dir}/pool.json"], "pool.json is not a JSON object"), (["--budget=nan"], "--budget=nan"), (["--budget=-1"], "--budget=-1"),
+    (["--out={dir}/new/"], "new/: a folder or"), (["--out={dir}/pool.json"], "pool.json is not a JSON object"), (["--budget=nan"], "--budget=nan"), (["--budget=-1"], "--budget=-1"),
     (["--out={dir}/one.jsonl/x.json"], "one.jsonl"), (["--pool={dir}/pool.json"], "random"), (["--only=poet"], "poet"),
     (["--pool=paper", "--budget=5"], "a budget needs"), (["prepare", "--pool={dir}/none.json"], "none.json"),
     (["prepare", "--pool=paper"], "GEMINI_API_KEY for Gemini 2.5 Pro.*OPEN_BASE_URL for .*Gemma"),

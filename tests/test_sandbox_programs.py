@@ -22,6 +22,19 @@ def passes(code, *pairs, fn_name=None):
     return passes_livecodebench(code, pairs, fn_name, 60)
 
 
+@linux
+def test_a_full_disk_costs_no_core(monkeypatch):
+    """More often than there are cores: none is waited for in vain."""
+    def full():
+        raise OSError(28, "No space left on device")
+
+    free = evaluation.FREE_CORES.qsize()
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
+        patched.setattr(evaluation.tempfile, "mkdtemp", full)
+        output("print(1)")
+    assert evaluation.FREE_CORES.qsize() == free > 0
+
+
 # -----------------------------------------------------------------------------------------------------------
 # Extraction
 

@@ -158,3 +158,10 @@ def test_ablations_reach_the_workers(faulty, moody):
     told = [chat[-1]["content"].endswith("\n\nYour task:\nSolve the question.") for chat in chats]
     assert all(len(chat) == 1 for chat in chats[:steps]) and all(told[:steps]) and steps > 30
     assert any(len(chat) > 1 for per_cent, chat in asked if per_cent == 30)
+
+
+def test_a_worker_with_the_name_of_a_row_is_refused(tmp_path, in_process):
+    """Its row would stand in the place of the Conductor's."""
+    (tmp_path / "pool.json").write_text(json.dumps([{"name": "Conductor", "protocol": "openai", "model": "m", "base_url": "http://127.0.0.1:9"}]))
+    with pytest.raises(SystemExit, match="other names for workers"):
+        train.main(["--preset=laptop", f"--out={tmp_path}/out", f"--pool={tmp_path}/pool.json"])
