@@ -216,6 +216,7 @@ def committed(response: str) -> str | None:
             break
         parts.insert(0, response[box:end].replace(r"\boxed{", "{").strip())
         start = opening
+    # The box itself may be bold: its stars stand on both sides.
     around = BOLD.sub(r"\2 ", response[:start][-200:] + r"\boxed{" + paragraph)
     before, _, after = around.rpartition(r"\boxed{")
     outside = BEFORE.search(MARKUP.sub(" ", before)) or AFTER.match(after)

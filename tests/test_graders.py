@@ -10,6 +10,8 @@ import eval as graders
 from eval import committed, copied, final_answer, pick_letter, same_math, same_short
 
 EQUAL = [  # answer, gold
+    # other spellings
+    ("x <= 3", r"x\le 3"), ("x^-3", "x^{-3}"), ("$5", "5"), ("5 = x", "5"), (r"x^{2} \cup ?", r"x^2 \cup ?"),
     # fractions, decimals, mixed numbers
     (r"\dfrac{1}{2}", r"\frac{1}{2}"), (r"\tfrac12", r"\frac{1}{2}"), (r"\frac12", "1/2"), (r"\frac1{2}", r"\frac12"),
     (r"\frac{1}2", "0.5"), ("0.5", r"\frac{1}{2}"), (".5", "0.5"), ("0.50", ".5"), ("2/4", r"\frac12"), (r"\frac{9}{6}", r"\frac{3}{2}"),
@@ -76,6 +78,7 @@ EQUAL = [  # answer, gold
     ("3 : 4", "3:4"), (r"x \ge 3", r"x\geq 3"), ("x<5", "x < 5"),
 ]
 DIFFERENT = [
+    (r"\pi + 10^{-12}", r"\pi"), (r"\pm 1 \pm 2", "-1 + 2"), ("6 = x", "5"),
     ("0.333", r"\frac13"), ("0.33333333", r"\frac13"), ("1.414", r"\sqrt2"), ("3.14", r"\pi"), (r"\frac{22}{7}", r"\pi"), ("0.167", "1/6"),
     ("2", "1/2"), (r"\frac21", r"\frac12"), ("-5", "5"), ("5", "-5"), ("6", "5"), ("5.01", "5"), ("50", "5"), ("1000", "100"),
     (r"2\frac13", r"\frac23"), ("", "5"), (" ", "5"), ("", ""), ("5", ""), ("?", "5"), ("$", ""), ("1/0", "5"), (r"\sqrt[i]{2}", "5"),
@@ -397,8 +400,14 @@ def test_final_answer_without_box_or_tag():
 
 
 def test_an_answer_that_is_taken_back_is_none():
-    for after in (" But it may be 6.", " It could also be 6.", " Perhaps it is 6.", "\nWait, 6.", "\nAlternatively, 6"):
+    for after in (" But it may be 6.", " It could also be 6.", " Perhaps it is 6.", "\nWait, 6.", "\nAlternatively, 6", " However, 6 fits.",
+                  " Or 6.", " And 6.", " No, 6.", " Not quite.", " Actually, 6.", " Maybe it is 6.", " It may be 6.", " It might be 6."):
         assert not same_math(final_answer(f"The answer is 5.{after}"), "5"), after
+    for before in ("It is not true that", "Never say that", "If x is 3,", "I do not know whether", "Unless x is 3,", "It is wrong that",
+                   "It is false that", "I doubt that", "It is unlikely that", "It isn't so that"):
+        assert not same_math(final_answer(f"{before} the answer is 5."), "5"), before
+    for after in (" because 2 + 3 = 5.", ", since 2 + 3 = 5.", ".\nThat is all.", ". So ends it."):
+        assert final_answer(f"Final answer:\n5{after}") == final_answer(f"It is not 6. The answer is 5{after}") == "5", after
 
 
 @pytest.mark.parametrize("answer, question, gold, found", [
