@@ -893,8 +893,8 @@ def restore(model, optimizer, folder: str):
     try:
         parts = [safe_open(file, framework="pt") for file in files]
     except (OSError, SafetensorError) as e:  # One is missing, or damaged.
-        leave(f"train.py: resuming needs all {len(files)} parts of {folder}: {e}; if you remove it --resume "
-              "takes the checkpoint before")
+        leave(f"train.py: {folder} is damaged ({e}), and resuming needs all {len(files)} parts; if you remove "
+              "it --resume takes the checkpoint before")
     for key, tensor in trained(model, optimizer):
         whole = torch.cat([part.get_tensor(key) for part in parts])
         tensor.copy_(local_part(whole, tensor, tensor.device))
