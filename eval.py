@@ -104,8 +104,8 @@ def grade(problem: Problem, response: str) -> bool:
 def run_conductor(conductor, problems: list[Problem], pools: list[list], name: str, rounds: int = 0,
                   prompting: Prompting = Prompting(), tries: int = 1, edit=None) -> list[Trace | None]:
     """The trace of every problem, None where what was written is no workflow. Problem i has the workers
-    pools[i]. rounds: further rounds, at most. Text that does not parse is wrong, or with tries above 1
-    drawn again. The rest as in workflow.conduct, in its appendix."""
+    pools[i] (--subset). rounds: further rounds, at most. Text that does not parse is wrong, or with tries
+    above 1 drawn again. The rest as in workflow.conduct, in its appendix."""
     tasks = [Task(p.question, pool, problem=p, name=f"{name}/{p.id}") for p, pool in zip(problems, pools)]
     with progress(name, len(tasks)) as bar:
         def on_finish(rollout):

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from model import Qwen, causal
 from workflow import Rollout
 
-HEAD_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 22}  # in one tensor at most; the backward pass makes them again
+HEAD_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 22}  # logits in one tensor; the backward pass makes them again
 LOSSES = ("sequence", "token", "constant")  # what `update` divides the sum over tokens by
 
 
@@ -23,9 +23,9 @@ def advantages(rewards, mask=None, std=True, question=None):
     Returns (Q, G).
 
     mask (Q, G) is False for rollouts that were lost: they are in no statistic and get 0, as does a group of
-    equal rewards. question (Q): groups with the same number are a question's first and second round (§3.2).
-    Each takes off its own mean, but both divide by one std: had each its own, the factor 1/4 on first rounds'
-    rewards (train.reward) would cancel. It does cancel for a question that has no second round."""
+    equal rewards. question (Q): a number for each group, by which a question's rounds are known (§3.2). Each
+    round takes off its own mean, and all divide by one std. So the factor 1/4 on first rounds' rewards
+    (train.reward) makes their advantages smaller; where there is no second round it cancels."""
     rewards = torch.as_tensor(rewards, dtype=torch.float32)
     mask = torch.ones_like(rewards) if mask is None else torch.as_tensor(mask).float()
     mean = (rewards * mask).sum(1) / mask.sum(1).clamp(min=1)  # (Q)
@@ -35,7 +35,7 @@ def advantages(rewards, mask=None, std=True, question=None):
         return centred
     question = torch.arange(len(rewards)) if question is None else torch.as_tensor(question)
     together = (question[:, None] == question).float()         # (Q, Q): 1 for rounds of one question
-    squares = together @ (centred ** 2).sum(1)                 # (Q)
+    squares = together @ (centred ** 2).sum(1)                 # (Q): summed over the question's rounds
     counts = together @ mask.sum(1)                            # (Q)
     deviation = (squares / counts.clamp(min=1)).sqrt()         # (Q): the std, with n and not n - 1
     return centred / deviation.clamp(min=1e-6)[:, None]
@@ -61,9 +61,9 @@ def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference:
     """log π of the N tokens of the completions in groups [(prompt, completions)], in order, and at each of
     them KL(π_ref ‖ π) of the whole distribution, 0 without a reference: (2, N), with gradient.
 
-    temperature and n_ids (ids at or above it have no probability) are the sampling's. GRPO's own KL term is
-    π_ref/π - log(π_ref/π) - 1 of the sampled token. On average it has the gradient of KL(π_ref ‖ π), but a
-    huge one where π has made a token of π_ref very unlikely: here is the KL itself."""
+    temperature and n_ids (ids at or above it have no probability) are the sampling's. GRPO estimates the KL
+    from the sampled token, by π_ref/π - log(π_ref/π) - 1. The mean of its gradients is that of KL(π_ref ‖ π),
+    but single ones are huge where π is far below π_ref. So the KL itself is computed here."""
     # All groups become one row. The prompt 5 6 with completions 7 and 8 9 is laid out as
     #     ids         5  6 | 7 | 8  9      (T)
     #     positions   0  1 | 2 | 2  3      (T)  each completion goes on where its prompt ends
@@ -71,8 +71,8 @@ def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference:
     #     predictors         1   1  3      (N)  the places in the row whose output predicts them
     # By `attend` (`attend_group`) a completion sees its prompt's keys and values, computed once, and its own.
     ids, positions, targets, predictors, attend = pack(groups, model.device)
-    size = max(1, HEAD_LOGITS[model.device.type] // model.config.vocab_size)
-    ref_parts = itertools.repeat(None)
+    size = max(1, HEAD_LOGITS[model.device.type] // model.config.vocab_size)  # tokens, whose logits fit
+    ref_parts = itertools.repeat(None)  # or the reference's hidden states (n, C), part by part
     if reference:
         with torch.no_grad():
             ref_parts = reference(ids[None], positions[None], attend, lambda h: h[0, predictors]).split(size)
@@ -115,7 +115,7 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
     completion.logprobs. The gradient is clipped to max_grad_norm; if it is not finite, all ranks skip the
     step. beta > 0 needs a reference.
 
-    loss, what each token's term is divided by (`divisor`): "sequence", as in GRPO, makes a mean over a
+    loss, what each token's term is divided by (`divisors`): "sequence", as in GRPO, makes a mean over a
     rollout's tokens and then over rollouts; "token" is DAPO's, "constant" Dr. GRPO's (arXiv 2503.20783).
 
     Returns the means of gap, approx_kl, clipfrac, entropy and kl (`statistics`) over all ranks' computed
@@ -126,21 +126,22 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
     n_rollouts, n_tokens = all_reduce([len(rollouts), sum(n_written(r) for r in rollouts)], device)
     sums = torch.zeros(len(STATISTICS) + 1, dtype=torch.float64, device=device)
     teaching = [r for r in rollouts if r.advantage or beta]
-    # FSDP needs equally many micro-batches on all ranks. An empty one runs a dummy token, cut off below.
+    # FSDP needs equally many micro-batches on all ranks. An empty one runs a dummy token.
     for batch in as_many_on_all_ranks(micro_batches(teaching, token_budget), device):
         old, advantage, scale = [], [], []  # of each token; scale: 1 / what `loss` divides it by
         for r in batch:
             n = n_written(r)
-            divisor = {"sequence": n_rollouts * n, "token": n_tokens, "constant": n_rollouts * max_new_tokens}
+            divisors = {"sequence": n_rollouts * n, "token": n_tokens,
+                        "constant": n_rollouts * max_new_tokens}
             old += r.completion.logprobs
             advantage += [r.advantage * weight for weight in r.importance or [1.0] * n]
-            scale += [1 / divisor[loss]] * n
+            scale += [1 / divisors[loss]] * n
         old, advantage, scale = to_device(np.array([old, advantage, scale], dtype=np.float32), device)  # (N)
         # by_prompt keeps the order: micro_batches have put the rollouts of a prompt side by side.
         new, kl = packed_logprobs(model, by_prompt(batch), temperature, n_ids, reference if beta else None)
-        new, kl = new[:len(old)], kl[:len(old)]
+        new, kl = new[:len(old)], kl[:len(old)]  # without an empty batch's dummy token
         objective = ((surrogate(new, old, advantage, clip, clip_high) - beta * kl) * scale).sum()
-        (-objective * world).backward()  # FSDP averages gradients over ranks
+        (-objective * world).backward()  # FSDP averages over ranks, and the divisors count all of them
         sums += statistics(new, old, kl, clip, clip_high or clip)
 
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)

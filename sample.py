@@ -6,10 +6,10 @@ GRPO asks the same prompt n times, so a prompt's keys and values are computed an
 rollout stores only its own. The rollouts form a grid of Q prompts × R rows. A step feeds each row's newest
 token to the model; its query q sees both parts, [shared prompt | own tokens], under one softmax:
 
-    w = softmax([q · K_prompt | q · K_own]),    y = w_prompt · V_prompt + w_own · V_own
+    w = softmax([q · K_prompt | q · K_own] / √D),    y = w_prompt · V_prompt + w_own · V_own
 
-This is `Grid.attend`, in the appendix, as is `prefill`, which computes the shared part. Finished rows go on
-drawing, and what they draw is ignored until `compact` drops them. Read workers.py next.
+This is `attend_shared`. `prefill`, in the appendix, computes the shared part. Finished rows go on drawing,
+what they draw is ignored, and `compact` drops them as far as it can. Read workers.py next.
 """
 import collections
 import contextlib
@@ -19,12 +19,13 @@ import signal
 import sys
 import threading
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from model import Qwen, Tokenizer, causal, compute_dtype, configure, matmul_fp32
 
-READ_AT_ONCE = 1 << 15  # padded prompt tokens in one grid, whose cache takes gigabytes; or one prompt
+READ_AT_ONCE = 1 << 15  # of padded prompts in one grid, whose cache takes gigabytes; a longer one goes alone
 CHECK = 8  # steps between looks at who has finished
 BUCKET = {"cuda": 128, "cpu": 32}  # steps from one `compact` to the next; a multiple of CHECK
 
@@ -46,9 +47,9 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
     eos_id: the token or tokens that end a rollout. n_ids: only ids below it are sampled, as Qwen2.5 pads its
     vocabulary. on_finish(prompt index, rollout index, Completion) is called as rollouts finish.
 
-    first: the number of each prompt's first rollout; the others are first+1, … What a rollout draws depends
-    only on the seed, its prompt, how often that was listed before, and its number. So ranks that pass another
-    `first` each draw together what one rank would."""
+    first: the number of each prompt's first rollout. What a rollout draws depends only on the seed, its
+    prompt (and how many equal ones are listed before it) and its number. So two ranks, with first=0 and
+    first=n, draw what one would with 2n rollouts."""
     if not prompts or not all(prompts) or n < 1 or max_new_tokens < 1:
         raise ValueError("generate needs prompts, none of them empty, n >= 1 and max_new_tokens >= 1")
     if not 0 <= temperature < math.inf or not 0 < top_p <= 1 or top_k < 0:
@@ -73,7 +74,7 @@ def generate_together(model, prompts, n, max_new_tokens, seeds, how, eos_id):
     """Generate n rollouts of each prompt in one grid. Yields (prompt's index, rollout's index, Completion) as
     each ends. seeds: one for each rollout. how: the temperature and so on, for `draw`."""
     grid = Grid(model, prompts, n, max_new_tokens, seeds, how, eos_id)
-    grid.prefill(prompts)  # and draw every rollout's first token
+    grid.prefill(prompts)  # This draws every rollout's first token.
     for count in range(1, max_new_tokens + 1):  # how many tokens every rollout has
         last = count == max_new_tokens
         if last or count % CHECK == 0:
@@ -85,6 +86,29 @@ def generate_together(model, prompts, n, max_new_tokens, seeds, how, eos_id):
         if count % BUCKET[model.device.type] == 0:
             compact(grid)
         grid.step()
+
+
+def attend_shared(grid, layer_idx, q, k, v):
+    """The newest tokens of all N = Q*R rows, q (N, H, 1, D), k and v (N, Hkv, 1, D), attend to their
+    prompt's P tokens and T own ones: two products make the scores [prompt | own], one softmax goes over both,
+    two products make the output (N, H, 1, D). G query heads share each of the Hkv key-value heads."""
+    Q, R, P, T, Hkv, D = grid.Q, grid.R, grid.P, grid.T, k.shape[1], grid.D
+    prompt_k, prompt_v = grid.prompt_kv[layer_idx][:, :Q]  # each (Q, Hkv, P, D)
+    own_kv = grid.own_kv[layer_idx][:, :Q * R, :, :T]  # (2, N, Hkv, T, D)
+    own_kv.index_copy_(3, grid.t - 1, torch.stack((k, v)).to(own_kv.dtype))
+    own_k, own_v = own_kv.unflatten(1, (Q, R))  # each (Q, R, Hkv, T, D)
+    own_q = q.view(Q, R, Hkv, -1, D)  # (Q, R, Hkv, G, D)
+    own_scores = matmul_fp32(own_q, own_k.mT)  # (Q, R, Hkv, G, T)
+    prompt_q = own_q.transpose(1, 2).flatten(2, 3)  # (Q, Hkv, R*G, D): all rows look at one prompt
+    prompt_scores = matmul_fp32(prompt_q, prompt_k.mT).view(Q, Hkv, R, -1, P)  # (Q, Hkv, R, G, P)
+    scores = torch.cat((prompt_scores, own_scores.transpose(1, 2).contiguous()), -1)
+    mask = grid.mask[:, None, None, None, :P + T]
+    scores = torch.add(mask, scores, alpha=D ** -0.5)  # (Q, Hkv, R, G, P + T)
+    weights = scores.softmax(-1).to(own_kv.dtype)
+    y = matmul_fp32(weights[..., P:].transpose(1, 2), own_v)  # (Q, R, Hkv, G, D)
+    prompt_y = matmul_fp32(weights[..., :P].flatten(2, 3), prompt_v)  # (Q, Hkv, R*G, D)
+    y = y + prompt_y.view(Q, Hkv, R, -1, D).transpose(1, 2)
+    return y.to(k.dtype).view(q.shape)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -185,29 +209,8 @@ class Grid:
         self.mask.index_fill_(1, self.P + self.t - 1, 0.0)  # the newest token becomes visible
         position = self.prompt_length + self.t - 1  # (Q)
         positions = position[:, None].expand(self.Q, self.R).reshape(-1, 1)  # (N, 1)
-        logits = self.model(self.newest[:, None], positions, self.attend)  # (N, 1, V)
+        logits = self.model(self.newest[:, None], positions, partial(attend_shared, self))  # (N, 1, V)
         self.draw_next(logits[:, 0])
-
-    def attend(self, layer_idx, q, k, v):
-        """The newest tokens, q (N, H, 1, D), k and v (N, Hkv, 1, D), attend to prompts and own tokens: two
-        products make the scores [prompt | own], one softmax goes over both, two products make the output."""
-        Q, R, P, T, Hkv, D = self.Q, self.R, self.P, self.T, k.shape[1], self.D
-        prompt_k, prompt_v = self.prompt_kv[layer_idx][:, :Q]  # each (Q, Hkv, P, D)
-        own_kv = self.own_kv[layer_idx][:, :Q * R, :, :T]  # (2, N, Hkv, T, D)
-        own_kv.index_copy_(3, self.t - 1, torch.stack((k, v)).to(own_kv.dtype))
-        own_k, own_v = own_kv.unflatten(1, (Q, R))  # each (Q, R, Hkv, T, D)
-        own_q = q.view(Q, R, Hkv, -1, D)  # (Q, R, Hkv, G, D)
-        own_scores = matmul_fp32(own_q, own_k.mT)  # (Q, R, Hkv, G, T)
-        prompt_q = own_q.transpose(1, 2).flatten(2, 3)  # (Q, Hkv, R*G, D): all rows look at one prompt
-        prompt_scores = matmul_fp32(prompt_q, prompt_k.mT).view(Q, Hkv, R, -1, P)  # (Q, Hkv, R, G, P)
-        scores = torch.cat((prompt_scores, own_scores.transpose(1, 2).contiguous()), -1)
-        mask = self.mask[:, None, None, None, :P + T]
-        scores = torch.add(mask, scores, alpha=D ** -0.5)  # (Q, Hkv, R, G, P + T)
-        weights = scores.softmax(-1).to(own_kv.dtype)
-        y = matmul_fp32(weights[..., P:].transpose(1, 2), own_v)  # (Q, R, Hkv, G, D)
-        prompt_y = matmul_fp32(weights[..., :P].flatten(2, 3), prompt_v)  # (Q, Hkv, R*G, D)
-        y = y + prompt_y.view(Q, Hkv, R, -1, D).transpose(1, 2)
-        return y.to(k.dtype).view(q.shape)
 
     def draw_next(self, logits):
         """Draw token number t of every cell from logits (N, V)."""

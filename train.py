@@ -134,7 +134,7 @@ class Run:
     problems: list
     test: list  # held-out problems
     tokenizer: Tokenizer
-    model: Qwen  # in its shards
+    model: Qwen  # sharded (FSDP)
     optimizer: torch.optim.Optimizer
     reference: Qwen | None  # the policy of the KL term
     skipped: int = 0  # steps in a row, up to now, whose gradient was not finite
@@ -159,7 +159,7 @@ def second_rounds(s: Settings, groups: list[list[Rollout]], iteration: int) -> l
     tasks = []
     for i, group in enumerate(groups):
         answered = [r for r in group if r.trace and r.right is not None]
-        # Even iterations: questions 0 1, 4 5, …; odd ones: 2 3, 6 7, … Pairs, as kinds may alternate.
+        # Every other pair, as two kinds may alternate: even iterations 0 1, 4 5, …; odd ones 2 3, 6 7, …
         if (i // 2 + iteration) % 2 == 0 and answered:
             shown = random.Random(f"{s.seed} {iteration} {i}").choice(answered)
             tasks.append(replace(shown.task, previous=shown.trace))
@@ -176,7 +176,7 @@ def roll_out_on_all_ranks(sampler, tokenizer, tasks: list[Task], s: Settings, se
 
     def with_clock(*arguments):
         conductor(*arguments)
-        clock.lap("sampling")  # The time since the last lap is sampling; what follows, waiting for workers.
+        clock.lap("sampling")  # The time since the last lap was sampling; what follows is waiting.
 
     with progress("rollouts of rank 0", len(tasks) * n) as bar:
         mine = roll_out(with_clock, tasks, n, prompting_from(s), grade=grade, edit=ablation(s),
@@ -214,12 +214,12 @@ def learn(run: Run, groups, s: Settings, iteration: int) -> list[dict]:
         minibatches.append(my_share(rollouts))  # this rank's
     if s.importance:
         gap = set_importance(run.model, [*itertools.chain(*minibatches)], s.importance, **how)
-    steps = []
+    reports = []
     for minibatch in minibatches * s.epochs:
-        steps.append(update(run.model, run.optimizer, minibatch, **objective, **how) | {"lr": lr})
+        reports.append(update(run.model, run.optimizer, minibatch, **objective, **how) | {"lr": lr})
     if s.importance:
-        steps[0]["gap"] = gap  # set_importance has replaced the log-probabilities that `update` compares
-    return steps
+        reports[0]["gap"] = gap  # `update` finds about 0, as set_importance made log π_old the trainer's
+    return reports
 
 
 def train(s: Settings, device: str):
@@ -239,7 +239,7 @@ def train(s: Settings, device: str):
         if s.recursion:
             tasks = second_rounds(s, groups, iteration)
             groups += roll_out_on_all_ranks(sampler, run.tokenizer, tasks, s, seed + 500_000, clock)
-        del sampler  # It and the gradients do not both fit.
+        del sampler  # The sampler and the gradients do not both fit.
         for rollout in itertools.chain(*groups):
             rollout.reward = reward(rollout, s)                                                   # §3.1
         set_advantages(groups, s.std)                                                             # Eq. 2
@@ -893,8 +893,8 @@ def restore(model, optimizer, folder: str):
     try:
         parts = [safe_open(file, framework="pt") for file in files]
     except (OSError, SafetensorError) as e:  # One is missing, or damaged.
-        leave(f"train.py: {folder} is damaged ({e}), and resuming needs all {len(files)} parts; if you remove "
-              "it --resume takes the checkpoint before")
+        leave(f"train.py: {folder} is damaged ({e}); resuming needs all {len(files)} parts; if you remove it "
+              "--resume takes the checkpoint before")
     for key, tensor in trained(model, optimizer):
         whole = torch.cat([part.get_tensor(key) for part in parts])
         tensor.copy_(local_part(whole, tensor, tensor.device))

@@ -6,7 +6,7 @@
 
 NAME is a JSON file, local, local:pairs, local:tired, paper, today or openrouter; the last three also with
 :unconstrained behind. `load_pool` makes the workers of a pool. `Worker.chat` turns messages into a Reply or
-raises WorkerError: what a model said and what went wrong on the way never mix. Read workflow.py next."""
+raises WorkerError: a Reply never holds an error's text. Read workflow.py next."""
 import contextlib
 import email.utils
 import functools
@@ -96,8 +96,9 @@ class Worker:
         overrides win over params; both have OpenAI's names, or the provider's own. on_text(piece) is called
         with the text as it comes if the protocol is OpenAI's, else once with all of it. call_id names this
         call within a run, such as seed/question/rollout/round/step: a rerun finds its reply in `replay`.
-        A busy provider (HTTP 429, 503, 529) is asked again until the deadline or `attempts`; other 5xx and
-        lost connections at most FAILURES times; a timeout or an empty account is final: WorkerError (`call`).
+        A busy provider (HTTP 429, 503, 529) is asked again until the deadline or `attempts`; after other 5xx
+        and lost connections too, but FAILURES such attempts end it; a timeout or an empty account is final.
+        Then comes a WorkerError. This is `call`, in the appendix.
         calls, spent and unpriced count every reply, kept ones too."""
         reply = kept_or_new(self, messages, {**self.params, **overrides}, call_id, on_text)
         with self.lock:

@@ -6,8 +6,8 @@
 
 The Conductor writes three Python lists: who (`model_id`), what (`subtasks`), and which earlier steps each may
 see (`access_list`). `messages` asks for them, `parse` reads them, `submit` runs them, a `Trace` is what
-happened, and `roll_out` does all of it for many questions. Workers, steps and rounds are counted from 0.
-Read grpo.py next."""
+happened, and `roll_out` does all of it for many questions; `conduct`, in the appendix, adds further rounds.
+Workers, steps and rounds are counted from 0. Read grpo.py next."""
 import ast
 import difflib
 import itertools
@@ -44,7 +44,8 @@ class Step:
     worker: int
     subtask: str
     access: list[int]  # the earlier steps whose subtask and response the worker sees
-    wrote_all: bool = field(default=False, compare=False)  # ["all"]: later rounds also see the last answer
+    # It wrote ["all"], by which the worker of a further round is also shown the answer of the round before.
+    wrote_all: bool = field(default=False, compare=False)
 
 
 @dataclass
@@ -53,8 +54,8 @@ class Workflow:
     written: str = field(default="", compare=False, repr=False)  # all that the Conductor wrote
 
     def text(self, subtasks: bool = True) -> str:
-        """The lists as a Conductor writes them; parse(w.text(), …) == w. Where a step sees all before it, its
-        access list is written ["all"]."""
+        """The lists as a Conductor writes them; parse(w.text(), …) == w if w was parsed. A step that sees
+        all before it has the access list ["all"] there."""
         access = []
         for i, step in enumerate(self.steps):
             everything = step.wrote_all or (i > 0 and step.access == [*range(i)])
@@ -66,13 +67,13 @@ class Workflow:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# The prompt (the paper's App. E). Its few-shot examples and what it says in further rounds stand below.
+# The prompt (the paper's App. E). Its few-shot examples, and what further rounds are told: in the appendix.
 
 @dataclass
 class Prompting:
     """How a Conductor is asked for a workflow; conductor.json beside a checkpoint remembers it."""
     style: str = "full"  # or zero-shot, fine-grained (App. B.8), short (the tiny Conductor's)
-    examples: str = "ood"  # few-shot examples unlike the training's tasks; in: like them; mixed (Table 4)
+    examples: str = "ood"  # few-shot examples: "ood", unlike the training's tasks; "in"; "mixed" (Table 4)
     subtasks: bool = True  # False: it is asked for none, and every worker is to solve the question (App. B.7)
     max_steps: int = 5
     max_new_tokens: int = 1024
@@ -124,7 +125,7 @@ def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Parse. How lists are found and read, and what makes lists a workflow, stands below.
+# Parse. How lists are found and read, and what makes lists a workflow: in the appendix.
 
 def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = False,
           subtasks: bool = True) -> Workflow:
@@ -135,24 +136,23 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
     order = ["model_id", "subtasks", "access_list"] if subtasks else ["model_id", "access_list"]
     workflow = None
     error = "model_id: the list is missing"
-    window = []  # the last len(order) lists, as (name, value)
+    window = []  # the last len(order) lists, as (name, value): together they may be a workflow
     for name, value in lists_in(text):
         if name not in order:
             continue
         window = [*window, (name, value)][-len(order):]
-        # checked_rows also raises where a list is missing: the window is short, or has one name twice.
-        try:
+        try:  # With too few lists so far, or one name twice, a list is missing, which also raises.
             rows = checked_rows(dict(window), order, n_workers, max_steps, allow_empty)
         except WorkflowError as e:
-            error = str(e)  # e itself would keep the caller's variables, the model among them, in memory
+            error = str(e)  # e would keep its frames in memory
             continue
         workflow = Workflow([], written=text)
         for i, (worker, subtask, access) in enumerate(rows):
             wrote_all = "all" in access
             indices = [*range(i)] if wrote_all else sorted(set(access))
             workflow.steps.append(Step(worker, subtask, indices, wrote_all))
-        # In the prompt's order the access list ends a workflow. Its lists are forgotten, or a next workflow
-        # that is cut off would borrow them. In another order nobody knows the end, and the window slides on.
+        # In the prompt's order the access list ends a workflow: forget its lists, lest a next workflow that
+        # is cut off borrow them. In another order nobody knows the end, and the window slides on.
         if [name for name, _ in window] == order:
             window = []
     if workflow is None:
@@ -170,7 +170,7 @@ class Task:
     pool: list  # the workers it may use: what has a name, a letter and chat(messages, call_id, **options)
     previous: "Trace | None" = None  # the round before
     problem: object = None  # eval.py's Problem, which the grader gets
-    name: str = ""  # begins its calls' ids ("": no reply is kept); the rounds of a question share it
+    name: str = ""  # begins its calls' ids for --replay ("": none is kept); a question's rounds share it
     last_call: dict = field(default_factory=dict)  # the server's, for the last step: on_text, max_tokens, …
     before_step: object = lambda i, name: None  # called before step i; its WorkerError ends the workflow
 
@@ -244,7 +244,7 @@ def submit(workflow: Workflow, task: Task, number: int = 0, is_stopped=lambda: F
     not raised but becomes Trace.error; any other exception, a bug, is raised by the future.
 
     Each step is a job (`in_thread`) that first waits for the steps of its access list. Jobs start in the
-    order of the steps, so those have started before it: there is no deadlock. After an error, or once
+    order of the steps, so what a job waits for already runs: there is no deadlock. After an error, or once
     is_stopped(), no further step starts; the running calls are awaited, so that their cost is counted.
     number: the rollout's, for the calls' ids."""
     steps, previous = workflow.steps, task.previous
@@ -252,8 +252,8 @@ def submit(workflow: Workflow, task: Task, number: int = 0, is_stopped=lambda: F
         raise ValueError("a workflow without steps keeps the previous answer, but there is none")
     names = [task.pool[step.worker].name for step in steps]
     trace = Trace(task.question, workflow, names, [None] * len(steps), previous=previous)
-    past_answer = []
-    if previous:  # A step with "all" first sees, as a turn, the last step of the newest round that has steps.
+    past_answer = []  # One turn, which steps with "all" see first: the last step of the round before,
+    if previous:      # or of an earlier round where that had no steps.
         newest = [t for t in previous.rounds() if t.replies][-1]
         past_answer = [(newest.workflow.steps[-1].subtask, newest.answer)]
     begun = time.monotonic()
@@ -312,9 +312,9 @@ class Rollout:
         return self.trace.right if self.trace else False
 
 
-# A function conductor(chats, n, first, on_written) writes n completions of each chat, rollouts first to
-# first+n-1. `model_conductor` makes such a function of a model, `worker_conductor` of a worker. For
-# completion j of chat i it calls, as soon as it has ended, one of
+# A function conductor(chats, n, first, on_written) writes n completions of each chat. `model_conductor`
+# makes such a function of a model, `worker_conductor` of a worker. Completion j (0 … n-1) of chat i is
+# rollout number first + j; as soon as it has ended, the conductor calls one of
 #     on_written(i, j, text, prompt_ids, Completion)   a model wrote it
 #     on_written(i, j, text)                           a worker wrote it
 #     on_written(i, j, "", lost=WorkerError(why))      it could not be written
@@ -357,11 +357,11 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
     WorkerError, no further step starts, and it is raised here."""
     groups = [[None] * n for _ in tasks]
     running = []  # the workflows' futures
-    bug = threading.Event()  # An exception has ended a workflow, and all ends.
+    failed = threading.Event()  # set once a workflow has raised: no further step starts
 
     def on_written(i, j, text, prompt=(), completion=None, lost=None):
-        if bug.is_set():
-            wait_for_all(running)  # This raises the bug here too, and the conductor stops writing.
+        if failed.is_set():
+            wait_for_all(running)  # raises here too what was raised, and so ends the conductor
             return
         task = tasks[i]
         rollout = groups[i][j] = Rollout(task, text, list(prompt), completion)
@@ -377,13 +377,13 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
             return complete(rollout, None)
         if edit:
             workflow = edit(workflow)
-        future = submit(workflow, task, first + j, bug.is_set, on_end=partial(complete, rollout))
+        future = submit(workflow, task, first + j, failed.is_set, on_end=partial(complete, rollout))
         running.append(future)
-        future.add_done_callback(note_bug)
+        future.add_done_callback(note_failure)
 
-    def note_bug(ended):
+    def note_failure(ended):
         if ended.exception():
-            bug.set()
+            failed.set()
 
     def complete(rollout, trace):
         rollout.trace = trace
@@ -397,7 +397,7 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
             conductor([ask(task, prompting) for task in tasks], n, first, on_written)
         wait_for_all(running)
     except BaseException:
-        bug.set()
+        failed.set()
         raise
     return groups
 

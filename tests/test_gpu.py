@@ -145,7 +145,7 @@ def test_the_sampler_is_the_policy_of_a_full_forward(wide):
     gaps = torch.cat(gaps)
     assert {c.finished for rollouts in out for c in rollouts} == {True, False}
     print(f"|sampler - full forward|: mean {gaps.mean():.5f}, largest {gaps.max():.5f} of {len(gaps)} tokens")
-    assert gaps.mean() < 0.02 and gaps.max() < 0.3, "sample.Grid.attend against model.causal; the positions; the fp32 logits"
+    assert gaps.mean() < 0.02 and gaps.max() < 0.3, "sample.attend_shared against model.causal; the positions; the fp32 logits"
 
 
 def test_few_captures_an_iteration(captures):
