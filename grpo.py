@@ -23,8 +23,8 @@ def advantages(rewards, mask=None, std=True, question=None):
     Returns (Q, G).
 
     mask (Q, G) is False for rollouts that were lost: they are in no statistic and get 0, as does a group of
-    equal rewards. question (Q): a number for each group, by which a question's rounds are known (§3.2). Each
-    round takes off its own mean, and all divide by one std. So the factor 1/4 on first rounds' rewards
+    equal rewards. question (Q): groups with the same number are rounds of one question (§3.2). Each round is
+    centred on its own mean, and all are divided by one std. So the factor 1/4 on first rounds' rewards
     (train.reward) makes their advantages smaller; where there is no second round it cancels."""
     rewards = torch.as_tensor(rewards, dtype=torch.float32)
     mask = torch.ones_like(rewards) if mask is None else torch.as_tensor(mask).float()
@@ -122,13 +122,13 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
     tokens, None if there was none; grad_norm before clipping; and skipped, 0 or 1."""
     device = model.device
     world = dist.get_world_size() if dist.is_initialized() else 1
-    # The mean is over all rollouts. Without a KL those without an advantage need not be computed.
     n_rollouts, n_tokens = all_reduce([len(rollouts), sum(n_written(r) for r in rollouts)], device)
     sums = torch.zeros(len(STATISTICS) + 1, dtype=torch.float64, device=device)
+    # Without a KL, rollouts without an advantage teach nothing: they only count in the mean.
     teaching = [r for r in rollouts if r.advantage or beta]
     # FSDP needs equally many micro-batches on all ranks. An empty one runs a dummy token.
     for batch in as_many_on_all_ranks(micro_batches(teaching, token_budget), device):
-        old, advantage, scale = [], [], []  # of each token; scale: 1 / what `loss` divides it by
+        old, advantage, scale = [], [], []  # of each token; scale: 1 / its divisor
         for r in batch:
             n = n_written(r)
             divisors = {"sequence": n_rollouts * n, "token": n_tokens,

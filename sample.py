@@ -8,8 +8,9 @@ token to the model; its query q sees both parts, [shared prompt | own tokens], u
 
     w = softmax([q · K_prompt | q · K_own] / √D),    y = w_prompt · V_prompt + w_own · V_own
 
-This is `attend_shared`. `prefill`, in the appendix, computes the shared part. Finished rows go on drawing,
-what they draw is ignored, and `compact` drops them as far as it can. Read workers.py next.
+This is `attend_shared`. The appendix has the `Grid`; its `prefill` computes the shared part. Finished rows go
+on drawing, and what they draw is ignored. Now and then `compact` drops them, as far as it can, and makes room
+for more own tokens. Read workers.py next.
 """
 import collections
 import contextlib
@@ -25,7 +26,7 @@ import torch
 
 from model import Qwen, Tokenizer, causal, compute_dtype, configure, matmul_fp32
 
-READ_AT_ONCE = 1 << 15  # of padded prompts in one grid, whose cache takes gigabytes; a longer one goes alone
+READ_AT_ONCE = 1 << 15  # prompt tokens in one grid, padding included, as its cache takes gigabytes
 CHECK = 8  # steps between looks at who has finished
 BUCKET = {"cuda": 128, "cpu": 32}  # steps from one `compact` to the next; a multiple of CHECK
 
@@ -89,9 +90,10 @@ def generate_together(model, prompts, n, max_new_tokens, seeds, how, eos_id):
 
 
 def attend_shared(grid, layer_idx, q, k, v):
-    """The newest tokens of all N = Q*R rows, q (N, H, 1, D), k and v (N, Hkv, 1, D), attend to their
-    prompt's P tokens and T own ones: two products make the scores [prompt | own], one softmax goes over both,
-    two products make the output (N, H, 1, D). G query heads share each of the Hkv key-value heads."""
+    """The newest token of each of the N = Q*R rows, q (N, H, 1, D), k and v (N, Hkv, 1, D), is stored as own
+    token number t - 1. It attends to the P places of its prompt and the T of its row; grid.mask is -inf at
+    those that are padding or still empty. Two products make the scores [prompt | own], one softmax goes over
+    both, two products make the output (N, H, 1, D). G query heads share a key-value head."""
     Q, R, P, T, Hkv, D = grid.Q, grid.R, grid.P, grid.T, k.shape[1], grid.D
     prompt_k, prompt_v = grid.prompt_kv[layer_idx][:, :Q]  # each (Q, Hkv, P, D)
     own_kv = grid.own_kv[layer_idx][:, :Q * R, :, :T]  # (2, N, Hkv, T, D)
@@ -103,7 +105,7 @@ def attend_shared(grid, layer_idx, q, k, v):
     prompt_scores = matmul_fp32(prompt_q, prompt_k.mT).view(Q, Hkv, R, -1, P)  # (Q, Hkv, R, G, P)
     scores = torch.cat((prompt_scores, own_scores.transpose(1, 2).contiguous()), -1)
     mask = grid.mask[:, None, None, None, :P + T]
-    scores = torch.add(mask, scores, alpha=D ** -0.5)  # (Q, Hkv, R, G, P + T)
+    scores = torch.add(mask, scores, alpha=D ** -0.5)  # mask + scores / √D: (Q, Hkv, R, G, P + T)
     weights = scores.softmax(-1).to(own_kv.dtype)
     y = matmul_fp32(weights[..., P:].transpose(1, 2), own_v)  # (Q, R, Hkv, G, D)
     prompt_y = matmul_fp32(weights[..., :P].flatten(2, 3), prompt_v)  # (Q, Hkv, R*G, D)

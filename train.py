@@ -5,7 +5,7 @@
     python train.py --preset=paper --dry_run   what a run takes on this machine, and what it lacks
 
 Every setting below is a flag, --key=value. A run writes into --out: metrics.jsonl (a line per iteration),
-traces/ (every workflow with what its workers said), checkpoints/, and a link `checkpoint` to the newest.
+traces/ (every workflow with what its workers said), checkpoints/, and a link `checkpoint` to use the newest.
 Killed at any moment, it goes on with --resume: on a CPU, if the workers reply the same, to the same weights.
 """
 import collections

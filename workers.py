@@ -96,9 +96,9 @@ class Worker:
         overrides win over params; both have OpenAI's names, or the provider's own. on_text(piece) is called
         with the text as it comes if the protocol is OpenAI's, else once with all of it. call_id names this
         call within a run, such as seed/question/rollout/round/step: a rerun finds its reply in `replay`.
-        A busy provider (HTTP 429, 503, 529) is asked again until the deadline or `attempts`; after other 5xx
-        and lost connections too, but FAILURES such attempts end it; a timeout or an empty account is final.
-        Then comes a WorkerError. This is `call`, in the appendix.
+        Retries (`call`, in the appendix): a busy provider (HTTP 429, 503, 529) until the deadline or
+        `attempts`; other 5xx and lost connections up to FAILURES times; a timeout or an empty account never.
+        Then the last failure is raised as a WorkerError.
         calls, spent and unpriced count every reply, kept ones too."""
         reply = kept_or_new(self, messages, {**self.params, **overrides}, call_id, on_text)
         with self.lock:

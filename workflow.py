@@ -6,8 +6,8 @@
 
 The Conductor writes three Python lists: who (`model_id`), what (`subtasks`), and which earlier steps each may
 see (`access_list`). `messages` asks for them, `parse` reads them, `submit` runs them, a `Trace` is what
-happened, and `roll_out` does all of it for many questions; `conduct`, in the appendix, adds further rounds.
-Workers, steps and rounds are counted from 0. Read grpo.py next."""
+happened, and `roll_out` does all of it for many questions. `conduct`, in the appendix, adds further rounds;
+in training train.second_rounds does. Workers, steps and rounds are counted from 0. Read grpo.py next."""
 import ast
 import difflib
 import itertools
@@ -141,7 +141,7 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
         if name not in order:
             continue
         window = [*window, (name, value)][-len(order):]
-        try:  # With too few lists so far, or one name twice, a list is missing, which also raises.
+        try:  # This raises until the window holds every list once.
             rows = checked_rows(dict(window), order, n_workers, max_steps, allow_empty)
         except WorkflowError as e:
             error = str(e)  # e would keep its frames in memory
@@ -252,8 +252,8 @@ def submit(workflow: Workflow, task: Task, number: int = 0, is_stopped=lambda: F
         raise ValueError("a workflow without steps keeps the previous answer, but there is none")
     names = [task.pool[step.worker].name for step in steps]
     trace = Trace(task.question, workflow, names, [None] * len(steps), previous=previous)
-    past_answer = []  # One turn, which steps with "all" see first: the last step of the round before,
-    if previous:      # or of an earlier round where that had no steps.
+    past_answer = []  # the turn that steps with "all" see first: the last of the newest round with steps
+    if previous:
         newest = [t for t in previous.rounds() if t.replies][-1]
         past_answer = [(newest.workflow.steps[-1].subtask, newest.answer)]
     begun = time.monotonic()
@@ -353,8 +353,8 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
 
     conductor: see above. grade(task.problem, answer) -> bool; without it no answer is right or wrong.
     edit(workflow) -> workflow, for ablations. first: the number of each task's first rollout.
-    on_finish(rollout) is called from any thread. If one of these raises, or a worker anything but a
-    WorkerError, no further step starts, and it is raised here."""
+    on_finish(rollout) is called from any thread. An exception in one of these functions, or a worker's other
+    than WorkerError, is raised here, and no further step starts."""
     groups = [[None] * n for _ in tasks]
     running = []  # the workflows' futures
     failed = threading.Event()  # set once a workflow has raised: no further step starts
