@@ -140,8 +140,8 @@ class Unreadable(Exception):
 
 # What a response commits to
 
-BETWEEN = re.compile(r"(?:[\s$,;]|\\[(),; ]|\\q?quad\b|\b(?:and|or)\b"
-                     r"|\\text\{\s*(?:and|or)\s*\}|\b[A-Za-z](?:_\d)?\s*=)*")
+BETWEEN = re.compile(r"(?:[\s$,;]|(?<!\*)\*{2,3}(?!\*)|\\[(),; ]"
+                     r"|\\q?quad\b|\b(?:and|or)\b|\\text\{\s*(?:and|or)\s*\}|\b[A-Za-z](?:_\d)?\s*=)*")
 BEFORE = re.compile(r"""  # where no box stands: behind
     (?: (?<!\\)[-+−–/^_±√<≤≥≠|{(\[¬~] | (?<![\w)])!= | [\w})\]]\s*\*+          # a sign, a bracket, a factor
       | \b(?:not|never|minus|negative) | n't                                    # a denial
@@ -150,7 +150,7 @@ BEFORE = re.compile(r"""  # where no box stands: behind
     ) (?:[\s$}]|\\[,;:!\ ])* \Z
     | (?: (?<!\\)[)\]}] | (?<![A-Za-z\\])[A-Za-z] | \d ) [ ]? (?:\\[,;:!\ ])? \Z  # a factor without a sign
     | (?<![A-Za-z\\])[A-Za-z]+ \Z | \d[.,:$] \Z                              # a word, a digit""", re.VERBOSE)
-BOLD = re.compile(r"(?<![\w)\]}*])(\*{1,3})(?![\s*])([^*\n]+)\1")  # or italic
+BOLD = re.compile(r"(?m:^ *- +(?=\*))?(?<![\w)\]}*])(\*{1,3})(?![\s*])([^*\n]+)\1 ?")  # italic, a bullet
 MARKUP = re.compile(r"\\(?:(?:text|math|tag)\w*|begin|end)\*?\{(?![^}]*(?:not|minus|negative))[^{}]*\}"
                     r"|(?m:^ *-{3,} *$)")  # a line across the page
 AFTER = re.compile(r"""  # and before
@@ -217,8 +217,8 @@ def committed(response: str) -> str | None:
         parts.insert(0, response[box:end].replace(r"\boxed{", "{").strip())
         start = opening
     # The box itself may be bold: its stars stand on both sides.
-    around = BOLD.sub(r"\2 ", response[:start][-200:] + r"\boxed{" + paragraph)
-    before, _, after = around.rpartition(r"\boxed{")
+    around = BOLD.sub(r"\2 ", response[:start][-200:] + r"\boxed{}" + paragraph)
+    before, _, after = around.rpartition(r"\boxed{}")
     outside = BEFORE.search(MARKUP.sub(" ", before)) or AFTER.match(after)
     return "" if outside else ", ".join(dict.fromkeys(parts))
 
@@ -273,7 +273,7 @@ def formula_within(text: str, question: str) -> bool:
 
 def operands_of(text: str) -> str:
     """A formula without its signs, brackets, 0 and 1, a blank between its operands."""
-    text = re.sub(r"(\\[A-Za-z]+)(?=\d)", r"\1 ", text)  # \sqrt7
+    text = re.sub(r"(\\[A-Za-z]+)(?=[\dα-ωΔℓ])|(?<=\S)(?=\\[a-z])", r"\1 ", text)  # \sqrt7, \sinθ\cosθ
     return " ".join(NOTHING.sub(" ", text).split())
 
 
@@ -329,6 +329,7 @@ RULES = (  # a pattern and what becomes of it, in this order
     (r"(\\frac\{[^{}]*\})\s*(\d)", r"\1{\2}"),
     (r"(?<![\d.^_}/])(\d+)\s*\\frac\s*\{(\d+)\}\s*\{(\d+)\}", r"(\1+\2/\3)"),
     (r"(?<=[a-zα-ω])(?<![A-Z][a-z])(_\d+(?=[A-Za-zα-ω])|_\{\w+\}(?=\w))", r"\1 "),  # x_1x_2, not Na_2O
+    (r"(_(?:\d+|[A-Za-zα-ωΔℓ]|\{\w+\}))(?=[α-ωΔℓ])", r"\1 "),              # k_B\theta
     (r"_\{\s*(\w*)\s*\}", r"_\1"),                                         # x_{12}
     (r"\^(-\d+)", r"^{\1}"),                                               # 10^-3
     (r"\s+", " "),
@@ -746,7 +747,7 @@ def equation(left: str, right: str) -> Meaning:
         raise Unreadable("a function of itself")
     if NAME.fullmatch(left):
         found = replace(term(right), name=re.sub(r"\s", "", left))
-        in_order = letters == sorted(letters, key=lambda name: SPELLED.get(name[0], name))
+        in_order = letters == sorted(letters, key=lambda name: SPELLED.get(name[0], name[0]) + name[1:])
         if left[0] == "(" and not (in_order and len(letters) == len(found.parts)):
             raise Unreadable("names in an order of their own, or not one for each")
     if "(" not in found.name:
@@ -1521,7 +1522,7 @@ def longest(expected: str) -> int:
 def same_output(out: bytes | None, expected: str, returned: bool) -> bool:
     """The rules of LiveCodeBench's lcb_runner/evaluation/testing_util.py: a returned value (JSON) by value;
     what is printed line by line, stripped, as text or as Decimal tokens. A wrong output costs no more than a
-    right one: lines, tokens and values are counted before any is made an object."""
+    right one: lines and values are counted before any is made an object."""
     if out is None or len(out) > longest(expected):
         return False
     try:
@@ -1852,13 +1853,15 @@ def central(problem: Problem, responses: list[str]) -> int:
 def run_system(system, problems: list[Problem], pool: list, k: int, name: str) -> list[Trace]:
     """The trace of every problem, 64 at a time, of a system(problem, pool, k, name) such as those above. k:
     the worker who plays, where one does. Ctrl-C does not wait for its threads, which are daemons."""
-    def trace_of(problem):
-        trace = system(problem, pool, k, f"{name}/{problem.id}")
-        bar.update()
-        return trace
+    def trace_of(i):
+        return i, system(problems[i], pool, k, f"{name}/{problems[i].id}")
 
     with ThreadPool(64) as threads, progress(name, len(problems)) as bar:
-        return list(threads.imap(trace_of, problems))
+        traces = {}
+        for i, trace in threads.imap_unordered(trace_of, range(len(problems))):
+            traces[i] = trace
+            bar.update()
+    return [traces[i] for i in range(len(problems))]
 
 
 def everyone_alone(pool: list, problems: list[Problem], name: str) -> list[list[Trace]]:

@@ -48,7 +48,7 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
     eos_id: the token or tokens that end a rollout. n_ids: only ids below it are sampled, as Qwen2.5 pads its
     vocabulary. on_finish(prompt index, rollout index, Completion) is called as rollouts finish.
 
-    first: the number of each prompt's first rollout. What a rollout draws depends only on the seed, its
+    first: the number of each prompt's first rollout. A rollout's random numbers depend only on the seed, its
     prompt (and how many equal ones are listed before it) and its number. So two ranks, with first=0 and
     first=n, draw what one would with 2n rollouts."""
     if not prompts or not all(prompts) or n < 1 or max_new_tokens < 1:

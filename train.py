@@ -892,7 +892,7 @@ def restore(model, optimizer, folder: str):
     files = [os.path.join(folder, "state", f"{rank:05d}.safetensors") for rank in range(facts["parts"])]
     try:
         parts = [safe_open(file, framework="pt") for file in files]
-    except (OSError, SafetensorError) as e:  # One is missing, or damaged.
+    except (FileNotFoundError, SafetensorError) as e:  # One is missing, or damaged.
         leave(f"train.py: {folder} is damaged ({e}); resuming needs all {len(files)} parts; if you remove it "
               "--resume takes the checkpoint before")
     for key, tensor in trained(model, optimizer):

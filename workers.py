@@ -72,7 +72,7 @@ class Worker:
     rpm: int | float | None = None  # requests per minute
     timeout: int | float = 600  # seconds for an attempt
     deadline: int | float | None = None  # seconds for all attempts and their waits; None: three timeouts
-    attempts: int | None = None  # at most, those at a busy provider included; None: see `chat`
+    attempts: int | None = None  # at most, but for a refused stream; None: see `chat`
     replay: object = field(default=None, repr=False)  # a Replay
     budget: object = field(default=None, repr=False)  # a Budget
     letter = ""  # A, B, … by load_pool; unannotated, so that it is no field

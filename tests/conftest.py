@@ -9,7 +9,6 @@ import pytest
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job, and all that it starts, would ignore Ctrl-C
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and under nohup this
 
 FILTER = """
 import ctypes, struct

@@ -10,6 +10,9 @@ import eval as graders
 from eval import committed, copied, final_answer, pick_letter, same_math, same_short
 
 EQUAL = [  # answer, gold
+    # Greek letters, behind an index too
+    (r"k_B\theta", r"\theta k_B"), (r"x_1\ell", r"\ell x_1"), (r"\sigma_x\sigma_y", r"\sigma_y\sigma_x"), (r"m_e\omega^2", r"\omega^2 m_e"),
+    (r"mc_v\Delta T", r"m c_v \Delta T"), (r"v_0\Delta t+\frac12 a\Delta t^2", r"\frac12 a\Delta t^2+v_0\Delta t"),
     # other spellings
     ("x <= 3", r"x\le 3"), ("x^-3", "x^{-3}"), ("$5", "5"), ("5 = x", "5"), (r"x^{2} \cup ?", r"x^2 \cup ?"),
     # fractions, decimals, mixed numbers
@@ -78,6 +81,7 @@ EQUAL = [  # answer, gold
     ("3 : 4", "3:4"), (r"x \ge 3", r"x\geq 3"), ("x<5", "x < 5"),
 ]
 DIFFERENT = [
+    (r"(\alpha_2,\alpha_1)=(3,4)", "(3,4)"), (r"\theta\sin 2", r"\sin 2\theta"),
     (r"\pi + 10^{-12}", r"\pi"), (r"\pm 1 \pm 2", "-1 + 2"), ("6 = x", "5"),
     ("0.333", r"\frac13"), ("0.33333333", r"\frac13"), ("1.414", r"\sqrt2"), ("3.14", r"\pi"), (r"\frac{22}{7}", r"\pi"), ("0.167", "1/6"),
     ("2", "1/2"), (r"\frac21", r"\frac12"), ("-5", "5"), ("5", "-5"), ("6", "5"), ("5.01", "5"), ("50", "5"), ("1000", "100"),
@@ -374,14 +378,16 @@ COMMITTED = [
     *((into.format(r"\boxed{5}"), "") for into in (
         "-{}", "- ${}$", "2{}", r"2\,{}", r"\sqrt{{{}}}", r"\frac{{{}}}5", r"x\neq{}", r"\ln {}", "not {}", "({})^2", "|{}|", "5:{}", "{}x+3", "{} - 3", r"{}\ln 2",
         "{}(x+1)", "{}i", "{} million", r"${}$ \text{{ million}}", "{}=13", "{} x", r"{}\pm 1", "-\n{}",
-        "5 ---\n{}", "**not** {}", "**-** {}", "2**{}", "**{}** million", r"**{}**\text{{ million}}", "2 **{}**", "-**{}**", "**{}** or 6", "${}$ times $3$", "{} i", "**minus** ${}$", "${}$\n- 3")),
+        "5 ---\n{}", "**not** {}", "**-** {}", "2**{}", "**{}** million", r"**{}**\text{{ million}}", "2 **{}**", "-**{}**", "**{}** or 6", "${}$ times $3$", "{} i", "**minus** ${}$", "${}$\n- 3", "x =\n- ${}$", "- **{}** million", "**{}** **or 6**", "x = - **{}**")),
     *((into.format(r"\boxed{5}"), "5") for into in (
         "So $x={}$.", r"\[ {} \]", "**{}**", r"\text{{So }}{}", r"\therefore {}", "{} units", r"{} \mathrm{{~cm}}", r"4!={} \approx 5.0", "Step 3: {} (since x>3)", "2\n{}",
         r"{}\pmod{{13}}", "<b>{}</b>", r"\quad{}\\",
         "is **${}$**.", "The answer is *{}*", "So it is:\n\n---\n\n$${}$$", "**Final Answer**\n{}", "**Final Answer**\n\n$${}$$", "**Step 5**\n\n$$\n{}\n$$", "**(c)**\n{}", "it is **exactly** ${}$",  # as models write
+        "**${}$** N", "**Answer: ${}$** N", "The answer is **${}$** m.", "{}**Explanation:** as", "So the answer is:\n- **${}$**",
         "*So* {}", r"$\longrightarrow {}$", r"$\Large{}$", "$$\n{}\n$$\n\n- $x=3$ is excluded.", "$${}$$\n\n* **Check**: it works", "${}$ m.",
         "${}$\n\nI've verified this.", "{}\n\n(i) as asked", "${}$ m/s", "So it is crossed ${}$ times.", r"${}$ $\checkmark$", "${}$ (≈ 5.0)", r"$\Leftrightarrow {}$")), (r"\boxed{-\boxed{12}}", "-{12}"), (r"\boxed{not \boxed{12}}", "not {12}"),
     *((rf"$\boxed{{5}}${more}", "5") for more in (".", ", as asked", " units", r"\text{ cm}", " or so", "\n\n6")),
+    *((f"So x is {b}$\\boxed{{5}}${b}{between}{b}$\\boxed{{6}}${b}.", "5, 6") for b in ("", "**", "***") for between in (" or ", " and ", ", ")),
     (r"\boxed{5}, \boxed{6}", "5, 6"), (r"$x=\boxed{5}$ or $x = \boxed{6}$", "5, 6"), (r"\boxed{5}, then \boxed{6}", "6"),
 ]
 
@@ -426,6 +432,8 @@ def test_an_answer_that_is_taken_back_is_none():
     ("3x+4y=12", "Find the slope-intercept form of $3x+4y=12$.", r"y=-\frac34x+3", True), ("3x+4y=12", "Is $3x+4y=12$ or $3x+4y=13$ a line through (0,3)?", "3x+4y=12", False),
     ("y = 2x+3", "Solve $y = 2x+3$ for $x$.", "y=2x+3", False),
     (r"8\sqrt{3}", r"Simplify $\sqrt{192}$.", r"8\sqrt3", False),
+    *((formula, f"Simplify ${formula}$.", gold, True) for formula, gold in (
+        (r"2\sin\theta\cos\theta", r"\sin 2\theta"), (r"\sin\theta\cos\theta", r"\frac12\sin2\theta"), (r"\cos\theta\tan\theta", r"\sin\theta"))),
     (r"\frac{2}{3}", r"Which is larger, $\frac{2}{3}$ or $\frac{3}{5}$?", r"\frac23", False),
     ("2", "What is $2+2-2$?", "2", False),
     ("Peter", "Is Peter or Paul older?", "Peter", False),
@@ -542,6 +550,8 @@ r'\sqrt' * 190, r'\frac' * 190, '_' * 900, '^{' * 400, '1 1/2 ' * 150, '²³√�
 '<answer>' * 150000, '<answer>' + 'the ' * 250000 + '</answer>', '<answer>B. ' + 'or ' * 300000 + '</answer>', 'answer is ' * 100000,
 '<answer>B. x or' + ' ' * 10**6 + '</answer>', r'\boxed{5}' + ' and' * 50 + r' X\boxed{6}', '(' + 'x ' * 330 + '+(1 ' + 'm2' * 27 + ' mm',
 ' $' * 10**5 + r'\boxed{1}' + '$ ' * 10**5 + '-',  'answer: A\n' * 100000, 'option A is ' * 100000, 'option A is' + ' ' * 10**6,
+r'\boxed{5}' + ' **' * 300 + r' X\boxed{6}', r'\boxed{5}' + '** ' * 300 + r'X\boxed{6}', '- **' * 250 + r'\boxed{5}' + '**' * 400, '\n- *' * 400 + r'\boxed{5}',
+'---\n' * 300 + r'\boxed{5}', ' ' * 10**5 + '- ' * 10**5 + r'\boxed{5}', '_{α' * 300, 'α_' * 450, '_1' * 450 + 'α', r'\theta' * 150, r'\sinθ' * 190,
 'answer' + ' ' * 10**6, 'answer:' + '*' * 10**6, 'the ' * 250000, 'because ' * 100000
 """
 

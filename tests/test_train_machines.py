@@ -26,7 +26,7 @@ def test_a_run_that_nobody_hears_saves(number, gone, checkpoint, tmp_path):
     argv = ["--preset=laptop", f"--init_from={checkpoint}", *TINY, "--max_new_tokens=48", "--iterations=4000",
             "--save_every=4000", "--eval_every=0", f"--out={tmp_path}/out"]
     process = subprocess.Popen([sys.executable, "train.py", *argv], cwd=ROOT, env=ENV, stdout=write, stderr=write,
-                               start_new_session=True)
+                               start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))  # under nohup
     os.close(write)
     heard = b""
     while b"/4000 reward" not in heard:
