@@ -150,7 +150,8 @@ BEFORE = re.compile(r"""  # where no box stands: behind
     ) (?:[\s$}]|\\[,;:!\ ])* \Z
     | (?: (?<!\\)[)\]}] | (?<![A-Za-z\\])[A-Za-z] | \d ) [ ]? (?:\\[,;:!\ ])? \Z  # a factor without a sign
     | (?<![A-Za-z\\])[A-Za-z]+ \Z | \d[.,:$] \Z                              # a word, a digit""", re.VERBOSE)
-BOLD = re.compile(r"(?m:^ *- +(?=\*))?(?<![\w)\]}*])(\*{1,3})(?![\s*])([^*\n]+)\1 ?")  # italic, a bullet
+# Bold or italic text, with the bullet of a list before it
+BOLD = re.compile(r"(?m:^ *- +(?=\*))?(?<![\w)\]}*])(\*{1,3})(?![\s*])([^*\n]+)\1 ?")
 MARKUP = re.compile(r"\\(?:(?:text|math|tag)\w*|begin|end)\*?\{(?![^}]*(?:not|minus|negative))[^{}]*\}"
                     r"|(?m:^ *-{3,} *$)")  # a line across the page
 AFTER = re.compile(r"""  # and before
@@ -205,9 +206,9 @@ def committed(response: str) -> str | None:
             boxes.append((*m.span(), end))
     if not boxes:
         return None
-    paragraph = re.split(r"\n\s*\n", response[end + 1:][:LONGEST])[0]
     if end < 0:
         return ""
+    paragraph = re.split(r"\n\s*\n", response[end + 1:][:LONGEST])[0]
     parts = []
     start = len(response)
     for opening, box, end in reversed(boxes[-MOST:]):

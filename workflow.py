@@ -44,7 +44,7 @@ class Step:
     worker: int
     subtask: str
     access: list[int]  # the earlier steps whose subtask and response the worker sees
-    # It wrote ["all"], by which the worker of a further round is also shown the answer of the round before.
+    # The Conductor wrote ["all"]: in a further round the worker also sees the answer of the round before.
     wrote_all: bool = field(default=False, compare=False)
 
 

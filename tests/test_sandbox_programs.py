@@ -24,7 +24,7 @@ def passes(code, *pairs, fn_name=None):
 
 @linux
 def test_a_full_disk_costs_no_core(monkeypatch):
-    """More often than there are cores: none is waited for in vain."""
+    """A core is taken only once there is a folder to work in, or the next solutions would wait for it for ever."""
     def full():
         raise OSError(28, "No space left on device")
 
