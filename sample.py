@@ -38,7 +38,6 @@ class Completion:
     finished: bool  # False: cut off at max_new_tokens
 
 
-@torch.inference_mode()
 def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: int = 1024,
              temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, eos_id: int | list[int] = (),
              seed: int = 0, n_ids: int | None = None, on_finish=None,
@@ -51,42 +50,43 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
     first: the number of each prompt's first rollout. A rollout's random numbers depend only on the seed, its
     prompt (and how many equal ones are listed before it) and its number. So two ranks, with first=0 and
     first=n, draw what one would with 2n rollouts."""
+    completions = [[None] * n for _ in prompts]
+    for i, j, completion in generate_each(model, prompts, n, max_new_tokens, eos_id, seed, first, n_ids,
+                                          temperature, top_p, top_k):
+        completions[i][j] = completion
+        if on_finish:
+            on_finish(i, j, completion)
+    return completions
+
+
+@torch.inference_mode()
+def generate_each(model, prompts, n, max_new_tokens, eos_id, seed=0, first=0, n_ids=None, temperature=1.0,
+                  top_p=1.0, top_k=0):
+    """As `generate`, but yields (prompt index, rollout index, Completion) as soon as each has ended."""
     if not prompts or not all(prompts) or n < 1 or max_new_tokens < 1:
         raise ValueError("generate needs prompts, none of them empty, n >= 1 and max_new_tokens >= 1")
     if not 0 <= temperature < math.inf or not 0 < top_p <= 1 or top_k < 0:
         raise ValueError("generate needs temperature >= 0, 0 < top_p <= 1 and top_k >= 0, "
                          f"not {temperature}, {top_p}, {top_k}")
 
-    how = dict(temperature=temperature, top_p=top_p, top_k=top_k, n_ids=n_ids)
+    how = dict(temperature=temperature, top_p=top_p, top_k=top_k, n_ids=n_ids)  # to draw
     seeds = row_seeds(prompts, n, seed, first)
-    completions = [[None] * n for _ in prompts]
     at_once = max(1, READ_AT_ONCE // max(map(len, prompts)))
     for start in range(0, len(prompts), at_once):
-        end = start + at_once
-        for i, j, completion in generate_together(model, prompts[start:end], n, max_new_tokens,
-                                                  seeds[start * n:end * n], how, eos_id):
-            completions[start + i][j] = completion
-            if on_finish:
-                on_finish(start + i, j, completion)
-    return completions
-
-
-def generate_together(model, prompts, n, max_new_tokens, seeds, how, eos_id):
-    """Generate n rollouts of each prompt in one grid. Yields (prompt's index, rollout's index, Completion) as
-    each ends. seeds: one for each rollout. how: the temperature and so on, for `draw`."""
-    grid = Grid(model, prompts, n, max_new_tokens, seeds, how, eos_id)
-    grid.prefill(prompts)  # This draws every rollout's first token.
-    for count in range(1, max_new_tokens + 1):  # how many tokens every rollout has
-        last = count == max_new_tokens
-        if last or count % CHECK == 0:
-            for number, completion in grid.harvest(last):
-                i, j = divmod(number, n)
-                yield i, j, completion
-        if not grid.going:  # harvest(True) leaves none
-            return
-        if count % BUCKET[model.device.type] == 0:
-            compact(grid)
-        grid.step()
+        some = prompts[start:start + at_once]
+        grid = Grid(model, some, n, max_new_tokens, seeds[start * n:][:len(some) * n], how, eos_id)
+        grid.prefill(some)  # This draws every rollout's first token.
+        for count in range(1, max_new_tokens + 1):  # how many tokens every rollout has
+            last = count == max_new_tokens
+            if last or count % CHECK == 0:
+                for number, completion in grid.harvest(last):
+                    yield start + number // n, number % n, completion
+            if not grid.going:  # harvest(True) leaves none
+                break
+            if count % BUCKET[model.device.type] == 0:
+                compact(grid)
+            grid.step()
+        del grid  # before the next one is allocated
 
 
 def attend_shared(grid, layer_idx, q, k, v):

@@ -175,7 +175,7 @@ def roll_out_on_all_ranks(sampler, tokenizer, tasks: list[Task], s: Settings, se
     conductor = model_conductor(sampler, tokenizer, prompting_from(s), s.temperature, seed)
 
     def with_clock(*arguments):
-        conductor(*arguments)
+        yield from conductor(*arguments)
         clock.lap("sampling")  # The time since the last lap was sampling; what follows is waiting.
 
     with progress("rollouts of rank 0", len(tasks) * n) as bar:

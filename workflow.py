@@ -30,7 +30,7 @@ from multiprocessing.pool import ThreadPool
 import torch
 
 from model import Qwen, Tokenizer, compute_dtype, configure, fetch, read_json
-from sample import Completion, generate
+from sample import Completion, generate_each
 from workers import (LIMITS, LOCAL, WISHES, Handler, Reply, Server, WorkerError, load_pool, loopback_server,
                      unset_in, warn)
 
@@ -312,74 +312,50 @@ class Rollout:
         return self.trace.right if self.trace else False
 
 
-# A function conductor(chats, n, first, on_written) writes n completions of each chat. `model_conductor`
-# makes such a function of a model, `worker_conductor` of a worker. Completion j (0 … n-1) of chat i is
-# rollout number first + j; as soon as it has ended, the conductor calls one of
-#     on_written(i, j, text, prompt_ids, Completion)   a model wrote it
-#     on_written(i, j, text)                           a worker wrote it
-#     on_written(i, j, "", lost=WorkerError(why))      it could not be written
+# A conductor is a generator: conductor(chats, n, first) writes n completions of each chat. `model_conductor`
+# makes one of a model, `worker_conductor` of a worker. Completion j (0 … n-1) of chat i is rollout number
+# first + j; as soon as it has ended, the conductor yields one of
+#     i, j, text, prompt ids, Completion    if a model wrote it
+#     i, j, text                            if a worker wrote it
+#     i, j, WorkerError                     if it could not be written
 
 
 def model_conductor(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature=1.0, seed=0):
     """A model as the `conductor` of roll_out. A prompt that it cannot read is an error of that chat alone."""
     room = model.config.max_position_embeddings - prompting.max_new_tokens
 
-    def conductor(chats, n, first, on_written):
+    def conductor(chats, n, first):
         prompts = [tokenizer.chat(chat) for chat in chats]
-        fits = []  # the chats that it can read
-        for i, prompt in enumerate(prompts):
-            if len(prompt) <= room:
-                fits.append(i)
-                continue
-            why = f"the prompt has {len(prompt)} tokens, and the Conductor can read {room}"
+        fits = [i for i, prompt in enumerate(prompts) if len(prompt) <= room]
+        for i in {*range(len(prompts))} - {*fits}:
+            why = f"the prompt has {len(prompts[i])} tokens, and the Conductor can read {room}"
             for j in range(n):
-                on_written(i, j, "", lost=WorkerError(why, bad_request=True))
-
-        def on_finish(k, j, completion):
-            i = fits[k]  # k counts the chats that fit, i all of them
-            on_written(i, j, tokenizer.decode(completion.tokens), prompts[i], completion)
-
-        if fits:
-            generate(model, [prompts[i] for i in fits], n, prompting.max_new_tokens, temperature, seed=seed,
-                     eos_id=tokenizer.end_ids, n_ids=len(tokenizer), on_finish=on_finish, first=first)
+                yield i, j, WorkerError(why, bad_request=True)
+        if not fits:
+            return
+        written = generate_each(model, [prompts[i] for i in fits], n, prompting.max_new_tokens,
+                                tokenizer.end_ids, seed, first, len(tokenizer), temperature)
+        for k, j, completion in written:
+            i = fits[k]
+            yield i, j, tokenizer.decode(completion.tokens), prompts[i], completion
     return conductor
 
 
 def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Prompting(), grade=None,
              edit=None, first: int = 0, on_finish=None) -> list[list[Rollout]]:
     """n rollouts of each task, as [task][rollout]. A workflow runs as soon as it is written, and is graded as
-    soon as it has run, while others are being written. Its path: conductor → on_written → parse → submit →
-    its steps, in threads → complete → grade.
+    soon as it has run, while others are being written. Its path: conductor → parse → submit → its steps, in
+    threads → complete → grade.
 
     conductor: see above. grade(task.problem, answer) -> bool; without it no answer is right or wrong.
     edit(workflow) -> workflow, for ablations. first: the number of each task's first rollout.
     on_finish(rollout) is called from any thread. An exception in one of these functions, or a worker's other
     than WorkerError, is raised here, and no further step starts."""
     groups = [[None] * n for _ in tasks]
+    if not tasks or not n:
+        return groups
     running = []  # the workflows' futures
     failed = threading.Event()  # set once a workflow has raised: no further step starts
-
-    def on_written(i, j, text, prompt=(), completion=None, lost=None):
-        if failed.is_set():
-            wait_for_all(running)  # raises here too what was raised, and so ends the conductor
-            return
-        task = tasks[i]
-        rollout = groups[i][j] = Rollout(task, text, list(prompt), completion)
-        if lost:
-            trace = Trace(task.question, Workflow([]), [], [], error=str(lost), previous=task.previous,
-                          bad_request=lost.bad_request)
-            return complete(rollout, trace)
-        try:
-            workflow = parse(text, len(task.pool), prompting.max_steps, subtasks=prompting.subtasks,
-                             allow_empty=task.previous is not None)
-        except WorkflowError as e:
-            rollout.invalid = str(e)
-            return complete(rollout, None)
-        if edit:
-            workflow = edit(workflow)
-        future = submit(workflow, task, first + j, failed.is_set, on_end=partial(complete, rollout))
-        running.append(future)
-        future.add_done_callback(note_failure)
 
     def note_failure(ended):
         if ended.exception():
@@ -393,9 +369,29 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
             on_finish(rollout)
 
     try:
-        if tasks and n:
-            conductor([ask(task, prompting) for task in tasks], n, first, on_written)
-        wait_for_all(running)
+        for i, j, written, *tokens in conductor([ask(task, prompting) for task in tasks], n, first):
+            if failed.is_set():
+                break
+            task = tasks[i]
+            rollout = groups[i][j] = Rollout(task, written, *tokens)
+            if isinstance(written, WorkerError):
+                rollout.written = ""
+                complete(rollout, Trace(task.question, Workflow([]), [], [], error=str(written),
+                                        previous=task.previous, bad_request=written.bad_request))
+                continue
+            try:
+                workflow = parse(written, len(task.pool), prompting.max_steps, subtasks=prompting.subtasks,
+                                 allow_empty=task.previous is not None)
+            except WorkflowError as e:
+                rollout.invalid = str(e)
+                complete(rollout, None)
+                continue
+            if edit:
+                workflow = edit(workflow)
+            future = submit(workflow, task, first + j, failed.is_set, on_end=partial(complete, rollout))
+            future.add_done_callback(note_failure)
+            running.append(future)
+        wait_for_all(running)  # raises what a workflow has raised
     except BaseException:
         failed.set()
         raise
@@ -452,19 +448,17 @@ def worker_conductor(worker, name: str = ""):
     paper, to at most 8,192. There are no ids, and a lost call is an error. name: as in Task."""
     limits = {name: max(n, min(2 * n, 8192)) for name, n in worker.params.items() if name in LIMITS and n}
 
-    def conductor(chats, n, first, on_written):
+    def conductor(chats, n, first):
         def call(which):
             i, j = which
             try:
-                reply = worker.chat(chats[i], call_id=name and f"{name}/{first + j}", **limits)
+                return i, j, worker.chat(chats[i], call_id=name and f"{name}/{first + j}", **limits).text
             except WorkerError as e:
-                return on_written(i, j, "", lost=e)
-            on_written(i, j, reply.text)
+                return i, j, e
 
         calls = [*itertools.product(range(len(chats)), range(n))]
         with ThreadPool(min(worker.concurrency, len(calls))) as threads:  # its own: `jobs` are the steps'
-            for _ in threads.imap_unordered(call, calls):
-                pass
+            yield from threads.imap_unordered(call, calls)
     return conductor
 
 
@@ -923,11 +917,10 @@ def from_one_thread(conductor):
     The main thread is to call work_on: torch aborts a program that ends while a daemon thread is in it."""
     asked = queue.SimpleQueue()  # of (chat, future of what is written)
 
-    def ask_for(chats, n, first, on_written):
+    def ask_for(chats, n, first):
         written = Future()
         asked.put((chats[0], written))
-        text, lost = written.result()
-        on_written(0, 0, *text, **lost)  # in the thread that asked: what this raises is its own affair
+        yield 0, 0, *written.result()
 
     def work_on():
         for number in itertools.count():  # A chat that is asked again draws other numbers.
@@ -936,7 +929,8 @@ def from_one_thread(conductor):
                 batch.append(asked.get())
             chats, futures = zip(*batch)
             try:
-                conductor(chats, 1, number, lambda i, j, *text, **lost: futures[i].set_result((text, lost)))
+                for i, _, *written in conductor(chats, 1, number):
+                    futures[i].set_result(written)
             except Exception as bug:
                 warn(traceback.format_exc())
                 for future in futures:

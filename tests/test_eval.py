@@ -238,7 +238,7 @@ class Tap(workers.SpecialistHandler):
 
 
 class Script:
-    """A Conductor that writes by(question): a tokenizer whose ids are characters, and a generate() for it."""
+    """A Conductor that writes by(question): a tokenizer whose ids are characters, and generate_each() for it."""
     end_ids = [0]
     model = types.SimpleNamespace(config=types.SimpleNamespace(max_position_embeddings=10 ** 6))
 
@@ -254,16 +254,16 @@ class Script:
     def decode(self, ids):
         return "".join(map(chr, ids))
 
-    def generate(self, model, prompts, n, max_new_tokens, temperature, on_finish, **_):
+    def generate_each(self, model, prompts, n, max_new_tokens, eos_id, seed, first, n_ids, temperature):
         assert (n, temperature) == (1, 0.0)
         self.batches.append(len(prompts))
         for i in reversed(range(len(prompts))):  # they finish in any order
-            on_finish(i, 0, Completion([ord(c) for c in self.by(self.decode(prompts[i]))], [], True))
+            yield i, 0, Completion([ord(c) for c in self.by(self.decode(prompts[i]))], [], True)
 
 
 def conduct(monkeypatch, by, problems, pool, **how):
     script, prompting = Script(by), Prompting(style="short")
-    monkeypatch.setattr(workflow_py, "generate", script.generate)
+    monkeypatch.setattr(workflow_py, "generate_each", script.generate_each)
     write = model_conductor(script.model, script, prompting, 0.0)
     return run_conductor(write, problems, [pool] * len(problems), "test", prompting=prompting, **how), script
 

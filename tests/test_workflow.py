@@ -392,9 +392,9 @@ def test_conduct_rounds_and_tries():
     def writer(*texts):
         texts, asked = list(texts), []
 
-        def write(chats, n, first, on_text):
+        def write(chats, n, first):
             asked.append(chats[0])
-            on_text(0, 0, texts.pop(0))
+            yield 0, 0, texts.pop(0)
         write.asked = asked
         return write
 
@@ -417,9 +417,8 @@ def test_conduct_rounds_and_tries():
     trace = conduct("Why?", [Local("down", down)], writer(one_step("first"), one_step("second")), rounds=1)
     assert trace.error == "step 0: down" and trace.previous is None
 
-    def cannot_read(chats, n, first, on_text):  # a second prompt, which is longer than the first
-        text = "" if len(chats[0]) > 1 else one_step("first")
-        on_text(0, 0, text, lost=None if text else WorkerError("too long"))
+    def cannot_read(chats, n, first):  # a second prompt, which is longer than the first
+        yield 0, 0, WorkerError("too long") if len(chats[0]) > 1 else one_step("first")
     assert conduct("Why?", pool, cannot_read, rounds=2).answer == "first"
 
 
@@ -429,10 +428,10 @@ def test_conduct_rounds_and_tries():
 
 def says(text):
     """A write() that writes text(i, number) as rollout `number` of task i."""
-    def write(chats, n, first, on_text):
+    def write(chats, n, first):
         for i in range(len(chats)):
             for j in range(n):
-                on_text(i, j, text(i, first + j), [i], Completion([first + j], [0.0], True))
+                yield i, j, text(i, first + j), [i], Completion([first + j], [0.0], True)
     return write
 
 
@@ -520,10 +519,10 @@ def test_what_fails_is_raised_at_once(where):
     def on_finish(rollout):
         fail_at("on_finish")
 
-    def write(chats, n, first, on_text):
-        on_text(0, 0, lists("[0, 0]", '["A.", "B."]', "[[], [0]]"))
+    def write(chats, n, first):
+        yield 0, 0, lists("[0, 0]", '["A.", "B."]', "[[], [0]]")
         assert begun.wait(60)
-        on_text(0, 1, lists("[1]", '["C."]', "[[]]"))
+        yield 0, 1, lists("[1]", '["C."]', "[[]]")
         fail_at("write")
 
     with pytest.raises(ZeroDivisionError, match=where):
@@ -539,8 +538,8 @@ def test_what_exits_in_a_thread_is_raised():
     def grade(problem, answer):
         raise SystemExit("no grader")
 
-    def write(chats, n, first, on_text):
-        on_text(0, 0, lists("[0]", '["A."]', "[[]]"))
+    def write(chats, n, first):
+        yield 0, 0, lists("[0]", '["A."]', "[[]]")
 
     with pytest.raises(SystemExit, match="no grader"):
         wf.roll_out(write, [Task("Why?", [Local("quick", lambda chat: "quick")])], grade=grade)

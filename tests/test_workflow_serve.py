@@ -70,9 +70,7 @@ def checkpoint(tmp_path_factory):
 
 
 def write_all(write, chats, n=1, first=0):
-    texts = {}
-    write(chats, n, first, lambda i, j, text, prompt, completion: texts.update({(i, j): text}))
-    return texts
+    return {(i, j): text for i, j, text, prompt, completion in write(chats, n, first)}
 
 
 def test_a_checkpoint_writes(checkpoint):
@@ -81,11 +79,10 @@ def test_a_checkpoint_writes(checkpoint):
     write = wf.model_conductor(model, tokenizer, prompting, 0.0)
     long, short, other = [messages(q, 1, style="short") for q in ("Why? " * 400, "Why?", "What is 6 * 7?")]
     assert write_all(write, [short, other], 2) == dict.fromkeys([(0, 0), (0, 1), (1, 0), (1, 1)], LEARNED)
-    errors = []
-    write([long, short, long], 1, 0, lambda i, j, text, *_, lost=None: errors.append((i, j, text, lost and str(lost))))
+    told = [(i, j, str(text)) for i, j, text, *_ in write([long, short, long], 1, 0)]
     # a model of 512 positions, 80 of them to write
     why = "the prompt has 2047 tokens, and the Conductor can read 432"
-    assert errors == [(0, 0, "", why), (2, 0, "", why), (1, 0, LEARNED, None)]
+    assert told == [(0, 0, why), (2, 0, why), (1, 0, LEARNED)]
 
 
 def test_a_question_that_is_asked_again_gets_other_workflows(checkpoint, monkeypatch):
@@ -164,12 +161,12 @@ def test_ctrl_c_while_a_model_writes(checkpoint, tmp_path):
     pool_of(tmp_path, "http://127.0.0.1:9/v1", "a")
     code = """if True:
         import sys, workflow
-        generate = workflow.generate
-        def for_ever(*args, on_finish, **how):
+        generate_each = workflow.generate_each
+        def for_ever(*args):
             print("writing", flush=True)
             while True:
-                generate(*args, on_finish=lambda *_: None, **how)
-        workflow.generate = for_ever
+                yield from [] if [*generate_each(*args)] else []
+        workflow.generate_each = for_ever
         workflow.main(sys.argv[1:])"""
     argv = [sys.executable, "-c", code, "serve", f"--checkpoint={checkpoint}",
             f"--pool={tmp_path}/pool.json", "--port=0"]
@@ -263,8 +260,8 @@ def writes(*texts):
     """A write() that writes these, one after the other, and then the last again and again."""
     texts = list(texts)
 
-    def write(chats, n, first, on_text):
-        on_text(0, 0, texts.pop(0) if texts[1:] else texts[0])
+    def write(chats, n, first):
+        yield 0, 0, texts.pop(0) if texts[1:] else texts[0]
     return write
 
 
@@ -366,16 +363,14 @@ def test_what_a_client_asks_of_the_answer_belongs_to_the_last_step():
 
 
 def test_serve_refuses(capsys):
-    def write(chats, n, first, on_text):
+    def write(chats, n, first):
         question = chats[0][-1]["content"]
-        if "Too long" in question:
-            return on_text(0, 0, "", lost=WorkerError("more than the Conductor's 512", bad_request=True))
-        if "Nobody there" in question:
-            return on_text(0, 0, "", lost=WorkerError("who sits in the seat is down"))
         if "No memory" in question:
             raise MemoryError("no memory left")
-        texts = {"No workflow": "I cannot.", "No worker": lists("[1]", '["A."]', "[[]]")}
-        on_text(0, 0, next((text for words, text in texts.items() if words in question), TWO))
+        written = {"No workflow": "I cannot.", "No worker": lists("[1]", '["A."]', "[[]]"),
+                   "Too long": WorkerError("more than the Conductor's 512", bad_request=True),
+                   "Nobody there": WorkerError("who sits in the seat is down")}
+        yield 0, 0, next((written[words] for words in written if words in question), TWO)
 
     def down(chat):
         raise WorkerError("w: down")
@@ -456,9 +451,9 @@ def test_a_client_that_hangs_up_stops_the_workflow():
 def test_who_has_gone_gets_no_further_round():
     said, asked = [], []
 
-    def write(chats, n, first, on_text):
+    def write(chats, n, first):
         asked.append(chats)
-        on_text(0, 0, TWO)
+        yield 0, 0, TWO
 
     def answer(chat):
         said.append(chat)
@@ -482,9 +477,9 @@ def test_thirty_two_clients_at_once(checkpoint):
     batches, together = [], threading.Barrier(32)
     sample = wf.model_conductor(model, tokenizer, prompting, 0.0)
 
-    def write(chats, n, first, on_text):
+    def write(chats, n, first):
         batches.append(len(chats))
-        sample(chats, n, first, on_text)
+        yield from sample(chats, n, first)
 
     class Teller:
         name = "teller"
@@ -515,18 +510,16 @@ def test_a_bug_fails_only_its_batch():
     """Whoever comes after it is answered, and its grid does not live on in a traceback."""
     grids = []
 
-    def write(chats, n, first, on_text):
+    def write(chats, n, first):
         grid = threading.Event()  # stands for gigabytes
         grids.append(weakref.ref(grid))
-        on_text(0, 0, str(1 // len(chats[0])))
+        yield 0, 0, str(1 // len(chats[0]))
 
     ask_for, work_on = wf.from_one_thread(write)
     threading.Thread(target=work_on, daemon=True).start()
-    heard = []
     with pytest.raises(ZeroDivisionError):
-        ask_for([""], 1, 0, None)
-    ask_for(["x"], 1, 2, lambda *told: heard.append(told))
-    assert heard == [(0, 0, "1")] and grids[0]() is None
+        next(ask_for([""], 1, 0))
+    assert [*ask_for(["x"], 1, 2)] == [(0, 0, "1")] and grids[0]() is None
 
 
 def test_a_conductor_is_a_worker_of_another(checkpoint, tmp_path):
@@ -549,18 +542,19 @@ def test_clients_of_a_batch_do_not_share_their_bugs():
     """Nor do they wait for one another: whose workflow is written is told so before the next is."""
     told = queue.SimpleQueue()
 
-    def write(chats, n, first, on_text):
-        on_text(0, 0, "fine")
+    def write(chats, n, first):
+        yield 0, 0, "fine"
         assert told.get(timeout=60) == "fine"  # while the batch is still being written
-        on_text(1, 0, "bad")
+        yield 1, 0, "bad"
         raise MemoryError
 
-    def heard(text):
-        return {"fine": told.put, "bad": lambda text: 1 // 0}[text](text)
+    def hear():
+        [(_, _, text)] = ask_for(["x"], 1, 0)
+        {"fine": told.put, "bad": lambda text: 1 // 0}[text](text)
 
     ask_for, work_on = wf.from_one_thread(write)
     with ThreadPoolExecutor(3) as clients:
-        futures = [clients.submit(ask_for, ["x"], 1, 0, lambda i, j, text: heard(text)) for _ in range(3)]
+        futures = [clients.submit(hear) for _ in range(3)]
         while threading.active_count() < 4:  # all three have asked
             pass
         threading.Thread(target=work_on, daemon=True).start()
