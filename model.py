@@ -475,9 +475,9 @@ def configure(settings, argv: list[str]) -> list[str]:
     `--key` alone turns a bool on, --help prints them all. SystemExit says what is wrong, and names the key
     nearest to one unknown."""
     if "--help" in argv:
-        print(sys.modules[type(settings).__module__].__doc__)
-        for line in inspect.getsource(type(settings)).splitlines()[2:]:
-            print(re.sub(r"^    (\w+): \w+ = ", r"  --\1=", line))
+        flags = "\n".join(inspect.getsource(type(settings)).splitlines()[2:])
+        flags = re.sub(r"(?m)^    (\w+): \w+ = ", r"  --\1=", flags)
+        print(f"{sys.modules[type(settings).__module__].__doc__}\n{flags}")  # at once: `| head` may end first
         sys.exit()
     known = [field.name for field in dataclasses.fields(settings)]
     for word in argv:

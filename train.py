@@ -4,7 +4,7 @@
     python train.py --preset=small             Qwen2.5-0.5B-Instruct in the laptop world, on a GPU of 16 GB
     python train.py --preset=paper --dry_run   what a run takes on this machine, and what it lacks
 
-Every setting below is a flag, --key=value. A run writes into --out: metrics.jsonl (a line per iteration),
+Every field of Settings is a flag, --key=value. A run writes into --out: metrics.jsonl (a line per iteration),
 traces/ (every workflow with what its workers said), checkpoints/, and a link `checkpoint` to use the newest.
 Killed at any moment, it goes on with --resume: on a CPU, if the workers reply the same, to the same weights.
 """
@@ -48,6 +48,145 @@ from sample import PREFILL_TOKENS, READ_AT_ONCE, Completion
 from workers import LOCAL, Reply, WorkerError, load_pool, silent, unset_in
 from workflow import Prompting, Rollout, Task, Trace, Workflow, ask, model_conductor, parse, roll_out
 
+# ------------------------------------------------------------------------------------------------------------
+# One iteration: first rounds, second rounds, reward, update. Then the run
+
+
+@dataclass
+class Run:
+    """What the iterations need beside the settings (Settings, in the appendix)."""
+    begin: int  # the iteration to begin with
+    pool: list  # of workers
+    problems: list
+    test: list  # held-out problems
+    tokenizer: Tokenizer
+    model: Qwen  # sharded (FSDP)
+    optimizer: torch.optim.Optimizer
+    reference: Qwen | None  # the policy of the KL term
+    skipped: int = 0  # steps in a row, up to now, whose gradient was not finite
+
+
+def first_rounds(s: "Settings", problems, pool, iteration: int) -> list[Task]:
+    """An iteration's questions, in the order of the data, over and over. Each has the whole pool, or s.subset
+    or more of its workers, drawn by chance (§3.2: exactly k)."""
+    tasks = []
+    for i in range(iteration * s.questions, (iteration + 1) * s.questions):
+        problem = problems[i % len(problems)]
+        rng = random.Random(f"{s.seed} {i}")
+        size = rng.randint(s.subset or len(pool), len(pool))
+        workers = [pool[k] for k in sorted(rng.sample(range(len(pool)), size))]
+        tasks.append(Task(problem.question, workers, problem=problem, name=f"{s.seed}/{i}"))
+    return tasks
+
+
+def second_rounds(s: "Settings", groups: list[list[Rollout]], iteration: int) -> list[Task]:
+    """Half of the questions again, shown the answer of one of their first rounds, drawn by chance (§3.2).
+    They come on top: 4 questions of 64 rollouts, and 2 of them again, are 384 (App. A.1: 256)."""
+    tasks = []
+    for i, group in enumerate(groups):
+        answered = [r for r in group if r.trace and r.right is not None]
+        # Every other pair, as two kinds may alternate: even iterations 0 1, 4 5, …; odd ones 2 3, 6 7, …
+        if (i // 2 + iteration) % 2 == 0 and answered:
+            shown = random.Random(f"{s.seed} {iteration} {i}").choice(answered)
+            tasks.append(replace(shown.task, previous=shown.trace))
+    return tasks
+
+
+def roll_out_on_all_ranks(sampler, tokenizer, tasks: list[Task], s: "Settings", seed: int, clock) -> list:
+    """Roll out every task s.rollouts times. Each rank does a part of every task's rollouts, and all ranks get
+    all of them, as [task][rollout]: the same on any number of ranks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    first = s.rollouts * rank // world
+    n = s.rollouts * (rank + 1) // world - first
+    conductor = model_conductor(sampler, tokenizer, prompting_from(s), s.temperature, seed)
+
+    def with_clock(*arguments):
+        yield from conductor(*arguments)
+        clock.lap("sampling")  # The time since the last lap was sampling; what follows is waiting.
+
+    with progress("rollouts of rank 0", len(tasks) * n) as bar:
+        mine = roll_out(with_clock, tasks, n, prompting_from(s), grade=grade, edit=ablation(s),
+                        first=first, on_finish=lambda _: bar.update())
+    groups = of_all_ranks(mine, tasks)
+    clock.lap("workers")
+    return groups
+
+
+def reward(rollout: Rollout, s: "Settings") -> float | None:
+    """§3.1; with --recursion a first round counts a quarter (§3.2; what that does: grpo.advantages). None: a
+    call was lost."""
+    if rollout.right is None:
+        return None
+    value = s.reward_no_workflow
+    if rollout.trace:
+        value = s.reward_right if rollout.right else s.reward_wrong
+    if s.recursion and rollout.task.previous is None:
+        value *= 0.25
+    return value
+
+
+def learn(run: Run, groups, s: "Settings", iteration: int) -> list[dict]:
+    """Eq. 1: split every group into s.minibatches parts, one optimizer step on each, all of it s.epochs
+    times. Returns what `update` says of each step."""
+    lr = s.lr * schedule(iteration, s.iterations, s.warmup)
+    set_lr(run.optimizer, lr)
+    how = dict(temperature=s.temperature, n_ids=len(run.tokenizer), token_budget=s.token_budget)
+    objective = dict(clip=s.clip, clip_high=s.clip_high, beta=s.beta * (1 - iteration / s.iterations),
+                     reference=run.reference, loss=s.loss, max_new_tokens=s.max_new_tokens)
+    known = [[r for r in group if r.reward is not None] for group in groups]  # the others were lost
+    minibatches = []
+    for m in range(s.minibatches):
+        rollouts = [r for group in known for r in group[m::s.minibatches]]
+        minibatches.append(my_share(rollouts))  # this rank's
+    if s.importance:
+        gap = set_importance(run.model, [*itertools.chain(*minibatches)], s.importance, **how)
+    reports = []
+    for minibatch in minibatches * s.epochs:
+        reports.append(update(run.model, run.optimizer, minibatch, **objective, **how) | {"lr": lr})
+    if s.importance:
+        reports[0]["gap"] = gap  # `update` finds about 0, as set_importance made log π_old the trainer's
+    return reports
+
+
+def train(s: "Settings", device: str):
+    """The whole run, on every rank."""
+    began = time.perf_counter()
+    run = set_up(s, device)  # with --resume from the newest of `checkpoints`; else with a `warm_start`
+    if s.dry_run:
+        return print0("the run lacks nothing; without --dry_run it begins")
+    report = reporter(s, run.begin)
+    reasons = on_signals()  # to end the run: Ctrl-C adds one
+    for iteration in range(run.begin, s.iterations):
+        clock = Clock()
+        sampler = whole_copy(run.model, s)
+        seed = s.seed * 1_000_000 + iteration  # of what is drawn; that of second rounds is 500,000 larger
+        tasks = first_rounds(s, run.problems, run.pool, iteration)
+        groups = roll_out_on_all_ranks(sampler, run.tokenizer, tasks, s, seed, clock)
+        if s.recursion:
+            tasks = second_rounds(s, groups, iteration)
+            groups += roll_out_on_all_ranks(sampler, run.tokenizer, tasks, s, seed + 500_000, clock)
+        del sampler  # The sampler and the gradients do not both fit.
+        for rollout in itertools.chain(*groups):
+            rollout.reward = reward(rollout, s)                                                   # §3.1
+        set_advantages(groups, s.std)                                                             # Eq. 2
+        steps = learn(run, groups, s, iteration)                                                  # Eq. 1
+        clock.lap("training")
+
+        held_out = None
+        if s.eval_every and (iteration + 1) % s.eval_every == 0:
+            held_out = accuracy_now(run, s)
+            clock.lap("evaluation")
+        write_traces(s, iteration, groups)
+        log(s, metrics(s, iteration, groups, steps, clock.seconds, held_out, run.model.config), report)
+        save_or_leave(run, s, iteration + 1, groups, steps, reasons)
+
+    finish(run, s, reasons)
+    print0(f"{time.perf_counter() - began:.0f} s from start to end. Next: {try_it(run, s)}")
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Appendix: settings and presets; before and after the loop; the tiny Conductor; what a run tells; ranks;
+# checkpoints; what a run takes and lacks
 
 @dataclass
 class Settings:
@@ -120,147 +259,6 @@ class Settings:
 PAPER = dict(out="out/paper", init_from="Qwen/Qwen2.5-7B", data="paper", pool="paper", style="full",
              questions=4, rollouts=64, max_new_tokens=1024, iterations=200, lr=1e-6, beta=0.0, beta2=0.999,
              minibatches=1, recompute=True, warm_steps=0, save_every=10, eval_every=50)  # App. A.1
-
-
-# ------------------------------------------------------------------------------------------------------------
-# One iteration: first rounds, second rounds, reward, update. Then the run
-
-
-@dataclass
-class Run:
-    """What the iterations need beside the settings."""
-    begin: int  # the iteration to begin with
-    pool: list  # of workers
-    problems: list
-    test: list  # held-out problems
-    tokenizer: Tokenizer
-    model: Qwen  # sharded (FSDP)
-    optimizer: torch.optim.Optimizer
-    reference: Qwen | None  # the policy of the KL term
-    skipped: int = 0  # steps in a row, up to now, whose gradient was not finite
-
-
-def first_rounds(s: Settings, problems, pool, iteration: int) -> list[Task]:
-    """An iteration's questions, in the order of the data, over and over. Each has the whole pool, or s.subset
-    or more of its workers, drawn by chance (§3.2: exactly k)."""
-    tasks = []
-    for i in range(iteration * s.questions, (iteration + 1) * s.questions):
-        problem = problems[i % len(problems)]
-        rng = random.Random(f"{s.seed} {i}")
-        size = rng.randint(s.subset or len(pool), len(pool))
-        workers = [pool[k] for k in sorted(rng.sample(range(len(pool)), size))]
-        tasks.append(Task(problem.question, workers, problem=problem, name=f"{s.seed}/{i}"))
-    return tasks
-
-
-def second_rounds(s: Settings, groups: list[list[Rollout]], iteration: int) -> list[Task]:
-    """Half of the questions again, shown the answer of one of their first rounds, drawn by chance (§3.2).
-    They come on top: 4 questions of 64 rollouts, and 2 of them again, are 384 (App. A.1: 256)."""
-    tasks = []
-    for i, group in enumerate(groups):
-        answered = [r for r in group if r.trace and r.right is not None]
-        # Every other pair, as two kinds may alternate: even iterations 0 1, 4 5, …; odd ones 2 3, 6 7, …
-        if (i // 2 + iteration) % 2 == 0 and answered:
-            shown = random.Random(f"{s.seed} {iteration} {i}").choice(answered)
-            tasks.append(replace(shown.task, previous=shown.trace))
-    return tasks
-
-
-def roll_out_on_all_ranks(sampler, tokenizer, tasks: list[Task], s: Settings, seed: int, clock) -> list:
-    """Roll out every task s.rollouts times. Each rank does a part of every task's rollouts, and all ranks get
-    all of them, as [task][rollout]: the same on any number of ranks."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    first = s.rollouts * rank // world
-    n = s.rollouts * (rank + 1) // world - first
-    conductor = model_conductor(sampler, tokenizer, prompting_from(s), s.temperature, seed)
-
-    def with_clock(*arguments):
-        yield from conductor(*arguments)
-        clock.lap("sampling")  # The time since the last lap was sampling; what follows is waiting.
-
-    with progress("rollouts of rank 0", len(tasks) * n) as bar:
-        mine = roll_out(with_clock, tasks, n, prompting_from(s), grade=grade, edit=ablation(s),
-                        first=first, on_finish=lambda _: bar.update())
-    groups = of_all_ranks(mine, tasks)
-    clock.lap("workers")
-    return groups
-
-
-def reward(rollout: Rollout, s: Settings) -> float | None:
-    """§3.1; with --recursion a first round counts a quarter (§3.2; what that does: grpo.advantages). None: a
-    call was lost."""
-    if rollout.right is None:
-        return None
-    value = s.reward_no_workflow
-    if rollout.trace:
-        value = s.reward_right if rollout.right else s.reward_wrong
-    if s.recursion and rollout.task.previous is None:
-        value *= 0.25
-    return value
-
-
-def learn(run: Run, groups, s: Settings, iteration: int) -> list[dict]:
-    """Eq. 1: split every group into s.minibatches parts, one optimizer step on each, all of it s.epochs
-    times. Returns what `update` says of each step."""
-    lr = s.lr * schedule(iteration, s.iterations, s.warmup)
-    set_lr(run.optimizer, lr)
-    how = dict(temperature=s.temperature, n_ids=len(run.tokenizer), token_budget=s.token_budget)
-    objective = dict(clip=s.clip, clip_high=s.clip_high, beta=s.beta * (1 - iteration / s.iterations),
-                     reference=run.reference, loss=s.loss, max_new_tokens=s.max_new_tokens)
-    known = [[r for r in group if r.reward is not None] for group in groups]  # the others were lost
-    minibatches = []
-    for m in range(s.minibatches):
-        rollouts = [r for group in known for r in group[m::s.minibatches]]
-        minibatches.append(my_share(rollouts))  # this rank's
-    if s.importance:
-        gap = set_importance(run.model, [*itertools.chain(*minibatches)], s.importance, **how)
-    reports = []
-    for minibatch in minibatches * s.epochs:
-        reports.append(update(run.model, run.optimizer, minibatch, **objective, **how) | {"lr": lr})
-    if s.importance:
-        reports[0]["gap"] = gap  # `update` finds about 0, as set_importance made log π_old the trainer's
-    return reports
-
-
-def train(s: Settings, device: str):
-    """The whole run, on every rank."""
-    began = time.perf_counter()
-    run = set_up(s, device)  # with --resume from the newest of `checkpoints`; else with a `warm_start`
-    if s.dry_run:
-        return print0("the run lacks nothing; without --dry_run it begins")
-    report = reporter(s, run.begin)
-    reasons = on_signals()  # to end the run: Ctrl-C adds one
-    for iteration in range(run.begin, s.iterations):
-        clock = Clock()
-        sampler = whole_copy(run.model, s)
-        seed = s.seed * 1_000_000 + iteration  # of what is drawn; that of second rounds is 500,000 larger
-        tasks = first_rounds(s, run.problems, run.pool, iteration)
-        groups = roll_out_on_all_ranks(sampler, run.tokenizer, tasks, s, seed, clock)
-        if s.recursion:
-            tasks = second_rounds(s, groups, iteration)
-            groups += roll_out_on_all_ranks(sampler, run.tokenizer, tasks, s, seed + 500_000, clock)
-        del sampler  # The sampler and the gradients do not both fit.
-        for rollout in itertools.chain(*groups):
-            rollout.reward = reward(rollout, s)                                                   # §3.1
-        set_advantages(groups, s.std)                                                             # Eq. 2
-        steps = learn(run, groups, s, iteration)                                                  # Eq. 1
-        clock.lap("training")
-
-        held_out = None
-        if s.eval_every and (iteration + 1) % s.eval_every == 0:
-            held_out = accuracy_now(run, s)
-            clock.lap("evaluation")
-        write_traces(s, iteration, groups)
-        log(s, metrics(s, iteration, groups, steps, clock.seconds, held_out, run.model.config), report)
-        save_or_leave(run, s, iteration + 1, groups, steps, reasons)
-
-    finish(run, s, reasons)
-    print0(f"{time.perf_counter() - began:.0f} s from start to end. Next: {try_it(run, s)}")
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Appendix: presets; before and after the loop; the tiny Conductor; what a run tells; ranks; checkpoints; what
-# a run takes and lacks
 
 # The two extensions live in a laptop world with two workers for each trade, and start from "pairs". Their KL
 # keeps them near the policy that "pairs" itself started from: it still explores all workers and lengths.
