@@ -7,7 +7,7 @@
 
 A problem has a question, an answer and a grader. A system turns problems into traces. The appendix has the
 graders, the sandbox, the laptop world, the other systems, the public benchmarks, `load`, which finds problems
-by name, and `accuracies` and `measure`, which say what a system's traces come to. Read train.py next.
+by name, and `accuracies` and `measure`, which sum a system's traces up. Read train.py next.
 """
 import ast
 import atexit
@@ -78,7 +78,7 @@ class Problem:
 
 
 def grade(problem: Problem, response: str) -> bool:
-    """Whether a response answers the problem, by the problem's grader. What it cannot read is wrong."""
+    """Whether a response answers the problem, by the problem's grader. What this cannot read is wrong."""
     gold = problem.answer
     extra = problem.extra
     if problem.grader == "code":
@@ -109,7 +109,7 @@ def run_conductor(conductor, problems: list[Problem], pools: list[list], name: s
     tasks = [Task(p.question, pool, problem=p, name=f"{name}/{p.id}") for p, pool in zip(problems, pools)]
     with progress(name, len(tasks)) as bar:
         def on_finish(rollout):
-            if rollout.trace and not rollout.task.previous:
+            if rollout.trace and not rollout.task.previous:  # once a problem, not once a round
                 bar.update()
 
         rollouts = conduct(conductor, tasks, rounds, prompting, tries, grade, edit, on_finish)

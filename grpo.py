@@ -1,7 +1,7 @@
 """GRPO: advantages of given rewards → token log-probabilities → loss → update (Eqs. 1 and 2 of the paper).
 
-The rollouts of one question are a group. A micro-batch goes through the model as one packed row, each prompt
-followed by its completions there, so that it is computed once for them. Read eval.py next."""
+The rollouts of one prompt are a group. A micro-batch goes through the model as one packed row: each prompt
+once, then all its completions. Read eval.py next."""
 import itertools
 
 import numpy as np
@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from model import Qwen, causal
 from workflow import Rollout
 
-HEAD_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 22}  # logits in one tensor; the backward pass makes them again
 LOSSES = ("sequence", "token", "constant")  # what `update` divides the sum over tokens by
 
 
@@ -24,20 +23,20 @@ def advantages(rewards, mask=None, std=True, question=None):
 
     mask (Q, G) is False for rollouts that were lost: they are in no statistic and get 0, as does a group of
     equal rewards. question (Q): groups with the same number are rounds of one question (§3.2). Each round is
-    centred on its own mean, and all are divided by one std. So the factor 1/4 on first rounds' rewards
-    (train.reward) makes their advantages smaller; where there is no second round it cancels."""
+    centred on its own mean, and all are divided by one std. So where first rounds' rewards count a quarter
+    (train.reward), their advantages are smaller than second rounds'; alone, the quarter would cancel."""
     rewards = torch.as_tensor(rewards, dtype=torch.float32)
     mask = torch.ones_like(rewards) if mask is None else torch.as_tensor(mask).float()
     mean = (rewards * mask).sum(1) / mask.sum(1).clamp(min=1)  # (Q)
     centred = (rewards - mean[:, None]) * mask                 # (Q, G)
-    centred[centred.abs() < 1e-6] = 0.0                        # Rounding makes no advantage of equal rewards.
+    centred[centred.abs() < 1e-6] = 0.0                        # Else rounding would become an advantage.
     if not std:
         return centred
     question = torch.arange(len(rewards)) if question is None else torch.as_tensor(question)
     together = (question[:, None] == question).float()         # (Q, Q): 1 for rounds of one question
     squares = together @ (centred ** 2).sum(1)                 # (Q): summed over the question's rounds
     counts = together @ mask.sum(1)                            # (Q)
-    deviation = (squares / counts.clamp(min=1)).sqrt()         # (Q): the std, with n and not n - 1
+    deviation = (squares / counts.clamp(min=1)).sqrt()         # (Q): the std, divided by n, not n - 1
     return centred / deviation.clamp(min=1e-6)[:, None]
 
 
@@ -61,9 +60,7 @@ def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference:
     """log π of the N tokens of the completions in groups [(prompt, completions)], in order, and at each of
     them KL(π_ref ‖ π) of the whole distribution, 0 without a reference: (2, N), with gradient.
 
-    temperature and n_ids (ids at or above it have no probability) are the sampling's. GRPO estimates the KL
-    from the sampled token, by π_ref/π - log(π_ref/π) - 1. The mean of its gradients is that of KL(π_ref ‖ π),
-    but single ones are huge where π is far below π_ref. So the KL itself is computed here."""
+    temperature and n_ids (ids at or above it have no probability) are the sampling's."""
     # All groups become one row. The prompt 5 6 with completions 7 and 8 9 is laid out as
     #     ids         5  6 | 7 | 8  9      (T)
     #     positions   0  1 | 2 | 2  3      (T)  each completion goes on where its prompt ends
@@ -71,26 +68,13 @@ def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference:
     #     predictors         1   1  3      (N)  the places in the row whose output predicts them
     # By `attend` (`attend_group`) a completion sees its prompt's keys and values, computed once, and its own.
     ids, positions, targets, predictors, attend = pack(groups, model.device)
-    size = max(1, HEAD_LOGITS[model.device.type] // model.config.vocab_size)  # tokens, whose logits fit
-    ref_parts = itertools.repeat(None)  # or the reference's hidden states (n, C), part by part
+    ref_hidden = None
     if reference:
         with torch.no_grad():
-            ref_parts = reference(ids[None], positions[None], attend, lambda h: h[0, predictors]).split(size)
-
-    def all_logprobs(policy, hidden):  # (n, C) -> (n, V)
-        return (policy.logits(hidden)[:, :n_ids] / temperature).log_softmax(-1)
-
-    def logprobs_and_kl(hidden, ref_hidden, target):  # of n of the N tokens: (n, C), (n, C), (n) -> (2, n)
-        logp = all_logprobs(model, hidden)
-        kl = torch.zeros(len(hidden), device=hidden.device)
-        if reference:
-            ref = all_logprobs(reference, ref_hidden).detach()
-            kl = (ref.exp() * (ref - logp)).sum(-1)
-        return torch.stack((logp.gather(1, target[:, None])[:, 0], kl))
+            ref_hidden = reference(ids[None], positions[None], attend, lambda h: h[0, predictors])  # (N, C)
 
     def head(hidden):  # (1, T, C) -> (2, N)
-        parts = zip(hidden[0, predictors].split(size), ref_parts, targets.split(size))
-        return torch.cat([checkpoint(logprobs_and_kl, *part, use_reentrant=False) for part in parts], 1)
+        return of_targets(model, hidden[0, predictors], targets, temperature, n_ids, reference, ref_hidden)
 
     return model(ids[None], positions[None], attend, head)
 
@@ -101,8 +85,8 @@ def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference:
 
 def surrogate(logprobs, old, advantage, clip, clip_high=0.0):
     """Eq. 1 without the KL, to be maximised: min(ρA, clip(ρ, 1-ε, 1+ε)A) with ρ = π/π_old, token by token
-    (Eq. 1 prints one ρ per completion). All are 1-D over tokens. clip_high: another ε above 1 (arXiv
-    2503.14476)."""
+    (Eq. 1 prints one ρ per completion). All are 1-D over tokens. clip_high: the ε for ρ above 1, if another
+    (arXiv 2503.14476)."""
     ratio = (logprobs - old).exp()
     clipped = ratio.clamp(1 - clip, 1 + (clip_high or clip))
     return torch.minimum(ratio * advantage, clipped * advantage)
@@ -111,15 +95,15 @@ def surrogate(logprobs, old, advantage, clip, clip_high=0.0):
 def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, reference: Qwen | None = None,
            temperature=1.0, n_ids=None, token_budget=16384, max_grad_norm=1.0, clip_high=0.0, loss="sequence",
            max_new_tokens=0) -> dict:
-    """One optimizer step on Eq. 1 over all ranks' rollouts, of which these are this rank's. log π_old is in
+    """One optimizer step on Eq. 1 over all ranks' rollouts; `rollouts` are this rank's share. log π_old is in
     completion.logprobs. The gradient is clipped to max_grad_norm; if it is not finite, all ranks skip the
     step. beta > 0 needs a reference.
 
     loss, what each token's term is divided by (`divisors`): "sequence", as in GRPO, makes a mean over a
     rollout's tokens and then over rollouts; "token" is DAPO's, "constant" Dr. GRPO's (arXiv 2503.20783).
 
-    Returns the means of gap, approx_kl, clipfrac, entropy and kl (`statistics`) over all ranks' computed
-    tokens, None if there was none; grad_norm before clipping; and skipped, 0 or 1."""
+    Returns the means of gap, approx_kl, clipfrac, entropy and kl (`statistics`) over the tokens in all ranks'
+    micro-batches, None if there was none; grad_norm before clipping; and skipped, 0 or 1."""
     device = model.device
     world = dist.get_world_size() if dist.is_initialized() else 1
     n_rollouts, n_tokens = all_reduce([len(rollouts), sum(n_written(r) for r in rollouts)], device)
@@ -162,6 +146,33 @@ def token_logprobs(model: Qwen, prompt: list[int], completions: list[list[int]],
     """log π of the tokens of a prompt's completions, a 1-D tensor for each, with gradient."""
     logprobs, _ = packed_logprobs(model, [(prompt, completions)], temperature, n_ids)
     return list(logprobs.split([len(completion) for completion in completions]))
+
+
+HEAD_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 22}  # logits in one tensor
+
+
+def of_targets(model, hidden, targets, temperature, n_ids, reference=None, ref_hidden=None):
+    """What packed_logprobs returns, (2, N), from the hidden states (N, C) that predict the targets (N) and
+    those of the reference. It goes part by part, and the backward pass makes each part's logits again: all
+    of them, (N, V), would take gigabytes.
+
+    GRPO estimates the KL from the sampled token, by π_ref/π - log(π_ref/π) - 1. The expected gradient is that
+    of KL(π_ref ‖ π), but single ones are huge where π is far below π_ref. So the KL itself is computed."""
+    def all_logprobs(policy, hidden):  # (n, C) -> (n, V)
+        return (policy.logits(hidden)[:, :n_ids] / temperature).log_softmax(-1)
+
+    def of_part(hidden, target, ref_hidden):  # (n, C), (n), (n, C) -> (2, n)
+        logp = all_logprobs(model, hidden)
+        kl = torch.zeros(len(hidden), device=hidden.device)
+        if reference:
+            ref = all_logprobs(reference, ref_hidden).detach()
+            kl = (ref.exp() * (ref - logp)).sum(-1)
+        return torch.stack((logp.gather(1, target[:, None])[:, 0], kl))
+
+    size = max(1, HEAD_LOGITS[model.device.type] // model.config.vocab_size)
+    ref_parts = ref_hidden.split(size) if reference else itertools.repeat(None)
+    parts = zip(hidden.split(size), targets.split(size), ref_parts)
+    return torch.cat([checkpoint(of_part, *part, use_reentrant=False) for part in parts], 1)
 
 
 def pack(groups, device):

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer as BPE
 from torch.utils.checkpoint import checkpoint
 
-torch.backends.cuda.enable_cudnn_sdp(False)  # On Hopper it takes a second to plan each new length.
+torch.backends.cuda.enable_cudnn_sdp(False)  # On Hopper it is said to plan each new length for a second.
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Config:
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Layers. B sequences of T tokens, C channels, H heads over Hkv key-value heads of D channels, V ids
+# Layers. B sequences of T tokens, C channels, H heads over Hkv key-value heads of D channels, V tokens
 
 
 class RMSNorm(nn.Module):
@@ -138,7 +138,7 @@ class Qwen(nn.Module):
         super().__init__()
         self.config = config
         self.compute_device = None  # where to compute if the weights are in the CPU's memory (--offload)
-        self.recompute = False  # True: a layer keeps its input only, and the backward pass computes the rest
+        self.recompute = False  # True: activation checkpointing, a layer at a time
         self.model = nn.ModuleDict({  # Hugging Face's names begin with `model.`, all but the head's
             "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
             "layers": nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers)),
@@ -166,7 +166,7 @@ class Qwen(nn.Module):
                 x = checkpoint(layer, x, cos, sin, attend, use_reentrant=False)
             else:
                 x = layer(x, cos, sin, attend)
-        return (head or self.logits)(self.model.norm(x))  # within forward, where FSDP has gathered lm_head
+        return (head or self.logits)(self.model.norm(x))  # here: only in forward FSDP has lm_head whole
 
     def logits(self, hidden):
         """hidden (…, C) -> logits (…, V) in fp32. bf16 would be too coarse for a ratio π/π_old."""

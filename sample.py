@@ -9,8 +9,8 @@ token to the model; its query q sees both parts, [shared prompt | own tokens], u
     w = softmax([q · K_prompt | q · K_own] / √D),    y = w_prompt · V_prompt + w_own · V_own
 
 This is `attend_shared`. The appendix has the `Grid`; its `prefill` computes the shared part. Finished rows go
-on drawing, and what they draw is ignored. Now and then `compact` drops them, as far as it can, and makes room
-for more own tokens. Read workers.py next.
+on drawing, and what they draw is ignored. Now and then `compact` drops them, as far as the grid stays a
+rectangle, and lets the next steps see more places for own tokens. Read workers.py next.
 """
 import collections
 import contextlib
@@ -26,15 +26,15 @@ import torch
 
 from model import Qwen, Tokenizer, causal, compute_dtype, configure, matmul_fp32
 
-READ_AT_ONCE = 1 << 15  # prompt tokens in one grid, padding included, as its cache takes gigabytes
-CHECK = 8  # steps between looks at who has finished
+READ_AT_ONCE = 1 << 15  # the most prompt tokens, padding included, in one grid, whose cache takes gigabytes
+CHECK = 8  # steps between looks at which rows have finished
 BUCKET = {"cuda": 128, "cpu": 32}  # steps from one `compact` to the next; a multiple of CHECK
 
 
 @dataclass
 class Completion:
     tokens: list[int]  # the end token included when finished
-    logprobs: list[float]  # of each token, in the distribution it was drawn from; if greedy, at temperature 1
+    logprobs: list[float]  # of each token, as it was drawn; where drawing is greedy, of temperature 1
     finished: bool  # False: cut off at max_new_tokens
 
 
@@ -48,11 +48,11 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
     vocabulary. on_finish(prompt index, rollout index, Completion) is called as rollouts finish.
 
     first: the number of each prompt's first rollout. A rollout's random numbers depend only on the seed, its
-    prompt (and how many equal ones are listed before it) and its number. So two ranks, with first=0 and
-    first=n, draw what one would with 2n rollouts."""
+    prompt and its number. So two ranks, with first=0 and first=n, draw what one would with 2n rollouts. Equal
+    prompts get different numbers: the second also depends on being the second."""
     completions = [[None] * n for _ in prompts]
-    for i, j, completion in generate_each(model, prompts, n, max_new_tokens, eos_id, seed, first, n_ids,
-                                          temperature, top_p, top_k):
+    for i, j, completion in generate_each(model, prompts, n, max_new_tokens, temperature, top_p, top_k,
+                                          eos_id, seed, n_ids, first):
         completions[i][j] = completion
         if on_finish:
             on_finish(i, j, completion)
@@ -60,8 +60,8 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
 
 
 @torch.inference_mode()
-def generate_each(model, prompts, n, max_new_tokens, eos_id, seed=0, first=0, n_ids=None, temperature=1.0,
-                  top_p=1.0, top_k=0):
+def generate_each(model, prompts, n=1, max_new_tokens=1024, temperature=1.0, top_p=1.0, top_k=0, eos_id=(),
+                  seed=0, n_ids=None, first=0):
     """As `generate`, but yields (prompt index, rollout index, Completion) as soon as each has ended."""
     if not prompts or not all(prompts) or n < 1 or max_new_tokens < 1:
         raise ValueError("generate needs prompts, none of them empty, n >= 1 and max_new_tokens >= 1")
@@ -81,7 +81,7 @@ def generate_each(model, prompts, n, max_new_tokens, eos_id, seed=0, first=0, n_
             if last or count % CHECK == 0:
                 for number, completion in grid.harvest(last):
                     yield start + number // n, number % n, completion
-            if not grid.going:  # harvest(True) leaves none
+            if not grid.going:  # which is so after the last harvest
                 break
             if count % BUCKET[model.device.type] == 0:
                 compact(grid)
@@ -91,9 +91,10 @@ def generate_each(model, prompts, n, max_new_tokens, eos_id, seed=0, first=0, n_
 
 def attend_shared(grid, layer_idx, q, k, v):
     """The newest token of each of the N = Q*R rows, q (N, H, 1, D), k and v (N, Hkv, 1, D), is stored as own
-    token number t - 1. It attends to the P places of its prompt and the T of its row; grid.mask is -inf at
-    those that are padding or still empty. Two products make the scores [prompt | own], one softmax goes over
-    both, two products make the output (N, H, 1, D). G query heads share a key-value head."""
+    token number t - 1. It attends to the P places of its prompt and to T places for its row's own tokens;
+    grid.mask is -inf at those that are padding or still empty. Two products make the scores [prompt | own],
+    one softmax goes over both, two products make the output (N, H, 1, D). G query heads share a key-value
+    head. The cache's first Q prompts and N rows are those that go on."""
     Q, R, P, T, Hkv, D = grid.Q, grid.R, grid.P, grid.T, k.shape[1], grid.D
     prompt_k, prompt_v = grid.prompt_kv[layer_idx][:, :Q]  # each (Q, Hkv, P, D)
     own_kv = grid.own_kv[layer_idx][:, :Q * R, :, :T]  # (2, N, Hkv, T, D)

@@ -5,8 +5,9 @@
     python train.py --preset=paper --dry_run   what a run takes on this machine, and what it lacks
 
 Every field of Settings is a flag, --key=value. A run writes into --out: metrics.jsonl (a line per iteration),
-traces/ (every workflow with what its workers said), checkpoints/, and a link `checkpoint` to use the newest.
-Killed at any moment, it goes on with --resume: on a CPU, if the workers reply the same, to the same weights.
+traces/ (every workflow with what its workers said), checkpoints/, and a link `checkpoint` to the newest one.
+Killed at any moment, it goes on with --resume. On a CPU, if the workers reply the same, its weights become
+those of a run that was never killed.
 """
 import collections
 import contextlib
@@ -80,8 +81,8 @@ def first_rounds(s: "Settings", problems, pool, iteration: int) -> list[Task]:
 
 
 def second_rounds(s: "Settings", groups: list[list[Rollout]], iteration: int) -> list[Task]:
-    """Half of the questions again, shown the answer of one of their first rounds, drawn by chance (§3.2).
-    They come on top: 4 questions of 64 rollouts, and 2 of them again, are 384 (App. A.1: 256)."""
+    """Half of the questions again, shown the answer of one of their first rollouts, drawn by chance (§3.2).
+    These are additional: 4 questions of 64 rollouts, and 2 of them again, are 384 (App. A.1: 256)."""
     tasks = []
     for i, group in enumerate(groups):
         answered = [r for r in group if r.trace and r.right is not None]
@@ -102,7 +103,7 @@ def roll_out_on_all_ranks(sampler, tokenizer, tasks: list[Task], s: "Settings", 
 
     def with_clock(*arguments):
         yield from conductor(*arguments)
-        clock.lap("sampling")  # The time since the last lap was sampling; what follows is waiting.
+        clock.lap("sampling")  # All is written. What follows is waiting for workers.
 
     with progress("rollouts of rank 0", len(tasks) * n) as bar:
         mine = roll_out(with_clock, tasks, n, prompting_from(s), grade=grade, edit=ablation(s),
@@ -144,22 +145,22 @@ def learn(run: Run, groups, s: "Settings", iteration: int) -> list[dict]:
     for minibatch in minibatches * s.epochs:
         reports.append(update(run.model, run.optimizer, minibatch, **objective, **how) | {"lr": lr})
     if s.importance:
-        reports[0]["gap"] = gap  # `update` finds about 0, as set_importance made log π_old the trainer's
+        reports[0]["gap"] = gap  # as log π_old is the trainer's own now, and `update` sees no gap
     return reports
 
 
 def train(s: "Settings", device: str):
     """The whole run, on every rank."""
     began = time.perf_counter()
-    run = set_up(s, device)  # with --resume from the newest of `checkpoints`; else with a `warm_start`
+    run = set_up(s, device)  # --resume: from the newest of `checkpoints`; else after a `warm_start`, if any
     if s.dry_run:
         return print0("the run lacks nothing; without --dry_run it begins")
     report = reporter(s, run.begin)
-    reasons = on_signals()  # to end the run: Ctrl-C adds one
+    reasons = on_signals()  # why to end the run: Ctrl-C appends one
     for iteration in range(run.begin, s.iterations):
         clock = Clock()
         sampler = whole_copy(run.model, s)
-        seed = s.seed * 1_000_000 + iteration  # of what is drawn; that of second rounds is 500,000 larger
+        seed = s.seed * 1_000_000 + iteration  # of the sampling; that of second rounds is 500,000 larger
         tasks = first_rounds(s, run.problems, run.pool, iteration)
         groups = roll_out_on_all_ranks(sampler, run.tokenizer, tasks, s, seed, clock)
         if s.recursion:

@@ -5,7 +5,7 @@
     python workers.py serve [--port=8765]         # the local specialists, for any OpenAI client
 
 NAME is a JSON file, local, local:pairs, local:tired, paper, today or openrouter; the last three also with
-:unconstrained behind. `load_pool` makes the workers of a pool. `Worker.chat` turns messages into a Reply or
+:unconstrained added. `load_pool` makes the workers of a pool. `Worker.chat` turns messages into a Reply or
 raises WorkerError: a Reply never holds an error's text. Read workflow.py next."""
 import contextlib
 import email.utils
@@ -40,8 +40,8 @@ from tqdm import tqdm
 
 
 class WorkerError(Exception):
-    """A call that brought no reply: the transport or the provider failed, or it was not made. It is never a
-    wrong answer. The text holds no key. bad_request: the request is at fault."""
+    """A call that brought no reply: the transport or the provider failed, or it was not made. That is no
+    wrong answer of the model. The text holds no key. bad_request: the request is at fault."""
 
     def __init__(self, text: str, bad_request: bool = False):
         super().__init__(text)
@@ -51,10 +51,10 @@ class WorkerError(Exception):
 @dataclass
 class Reply:
     text: str  # the model's own words; they may be empty or cut off
-    prompt_tokens: int  # with those that a cache held; 0 if unknown
-    completion_tokens: int  # with those of the reasoning; 0 if unknown
+    prompt_tokens: int  # including cached ones; 0 if unknown
+    completion_tokens: int  # including those of the reasoning; 0 if unknown
     cost: float | None  # dollars; None if the price or the usage is unknown
-    seconds: float  # with retries, without the waits for a slot, for rpm and for the budget
+    seconds: float  # including retries, but not the waits for a slot, for rpm and for the budget
     finish: str = "stop"  # why it ended, in the provider's word; "length" if it was cut off
 
 
@@ -72,10 +72,10 @@ class Worker:
     rpm: int | float | None = None  # requests per minute
     timeout: int | float = 600  # seconds for an attempt
     deadline: int | float | None = None  # seconds for all attempts and their waits; None: three timeouts
-    attempts: int | None = None  # at most, but for a refused stream; None: see `chat`
+    attempts: int | None = None  # the most; a stream that is refused does not count; None: as `chat` says
     replay: object = field(default=None, repr=False)  # a Replay
     budget: object = field(default=None, repr=False)  # a Budget
-    letter = ""  # A, B, … by load_pool; unannotated, so that it is no field
+    letter = ""  # A, B, … by load_pool; no annotation, so no field of a pool's file
 
     def __post_init__(self):
         check_worker(self)
@@ -88,7 +88,9 @@ class Worker:
         self.next_turn = 0.0  # the time.monotonic() of the next request under rpm
         self.usual_seconds = 0.0  # of an answer: a moving average
         self.last_warned = -math.inf  # the time.monotonic() when a failure was last printed
-        self.calls, self.spent, self.unpriced = 0, 0.0, 0  # replies; dollars; replies of unknown cost
+        self.calls = 0
+        self.spent = 0.0  # dollars
+        self.unpriced = 0  # calls of unknown cost
 
     def chat(self, messages: list[dict], call_id: str = "", on_text=None, **overrides) -> Reply:
         """Ask the model. messages: [{"role": "system", "user" or "assistant", "content": str}, ...].
@@ -96,10 +98,10 @@ class Worker:
         overrides win over params; both have OpenAI's names, or the provider's own. on_text(piece) is called
         with the text as it comes if the protocol is OpenAI's, else once with all of it. call_id names this
         call within a run, such as seed/question/rollout/round/step: a rerun finds its reply in `replay`.
-        Retries (`call`, in the appendix): a busy provider (HTTP 429, 503, 529) until the deadline or
-        `attempts`; other 5xx and lost connections up to FAILURES times; a timeout or an empty account never.
-        Then the last failure is raised as a WorkerError.
-        calls, spent and unpriced count every reply, kept ones too."""
+        Retries (`call` and `refusal`, in the appendix): a busy provider (HTTP 429, 503, 529) is asked again
+        until the deadline or `attempts`; after other 5xx and lost connections until FAILURES attempts have
+        failed; after a timeout, or of an empty account, never. Then the last failure is raised.
+        calls, spent and unpriced count every reply, also one from `replay`."""
         reply = kept_or_new(self, messages, {**self.params, **overrides}, call_id, on_text)
         with self.lock:
             self.calls += 1

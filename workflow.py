@@ -44,7 +44,7 @@ class Step:
     worker: int
     subtask: str
     access: list[int]  # the earlier steps whose subtask and response the worker sees
-    # The Conductor wrote ["all"]: in a further round the worker also sees the answer of the round before.
+    # The Conductor wrote ["all"]: then, in a further round, the worker also sees the round before's answer.
     wrote_all: bool = field(default=False, compare=False)
 
 
@@ -79,7 +79,7 @@ class Prompting:
     max_new_tokens: int = 1024
     named: bool = False  # each worker has a letter beside its number
     dtype: str = ""  # of the checkpoint's computation: bf16, fp32, or "": as the device likes
-    pool: str = ""  # --pool of its training; used unasked only if it is a local one
+    pool: str = ""  # --pool of its training, and of its use too if it is a local one
     workers: list[str] = field(default_factory=list)  # that pool's names: a Conductor knows only numbers
 
 
@@ -98,7 +98,7 @@ the whole answer in the form that the question wants.
 
 First say in a sentence or two what the question needs and how you divide the work. Then write three Python
 lists of equal length: model_id, the models' numbers; subtasks, strings; access_list, for each step ["all"] to
-show it all earlier steps, {indices}or [] to show it none."""
+show it all earlier steps, {indices}or [] to show it none."""  # indices: FINE_GRAINED or ""
 
 
 def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace | None" = None, style="full",
@@ -118,7 +118,7 @@ def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace
         parts.append(f"Question: {question}\n\nModels: {', '.join(models)}")
         chat = [{"role": "user", "content": "\n\n".join(parts)}]
         again = AGAIN
-    for trace in previous.rounds() if previous else []:
+    for trace in (previous.rounds() if previous else []):
         chat += [{"role": "assistant", "content": trace.workflow.written or trace.workflow.text(subtasks)},
                  {"role": "user", "content": again.format(answer=trace.answer, max_steps=max_steps)}]
     return chat
@@ -129,7 +129,7 @@ def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace
 
 def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = False,
           subtasks: bool = True) -> Workflow:
-    """The last valid workflow in a Conductor's completion: two or three lists in a row, in any order.
+    """The last valid workflow in a Conductor's completion: three lists in a row, in any order.
 
     allow_empty: empty lists are a workflow of no steps (§3.2: keep the answer). subtasks=False: there are
     two lists, and every subtask is to solve the question. Linear in the text's length."""
@@ -144,15 +144,15 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
         try:  # This raises until the window holds every list once.
             rows = checked_rows(dict(window), order, n_workers, max_steps, allow_empty)
         except WorkflowError as e:
-            error = str(e)  # e would keep its frames in memory
+            error = str(e)
             continue
         workflow = Workflow([], written=text)
         for i, (worker, subtask, access) in enumerate(rows):
             wrote_all = "all" in access
             indices = [*range(i)] if wrote_all else sorted(set(access))
             workflow.steps.append(Step(worker, subtask, indices, wrote_all))
-        # In the prompt's order the access list ends a workflow: forget its lists, lest a next workflow that
-        # is cut off borrow them. In another order nobody knows the end, and the window slides on.
+        # In the prompt's order access_list is the last, and the next list begins another workflow: if that
+        # one is cut off, it must not use these lists. In any other order the end is unknown: keep the window.
         if [name for name, _ in window] == order:
             window = []
     if workflow is None:
@@ -167,10 +167,10 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
 class Task:
     """What the Conductor is asked, and how the answer is wanted."""
     question: str
-    pool: list  # the workers it may use: what has a name, a letter and chat(messages, call_id, **options)
+    pool: list  # the workers it may use: objects with name, letter and chat(messages, call_id, **options)
     previous: "Trace | None" = None  # the round before
     problem: object = None  # eval.py's Problem, which the grader gets
-    name: str = ""  # begins its calls' ids for --replay ("": none is kept); a question's rounds share it
+    name: str = ""  # prefix of its calls' ids for --replay ("": none is kept); a question's rounds share it
     last_call: dict = field(default_factory=dict)  # the server's, for the last step: on_text, max_tokens, …
     before_step: object = lambda i, name: None  # called before step i; its WorkerError ends the workflow
 
@@ -183,7 +183,7 @@ class Trace:
     workers: list[str]  # each step's worker, by name
     replies: list[Reply | None]  # None: the call failed, or a failure came before it
     seconds: float = 0.0  # wall time of this round
-    error: str | None = None  # a call was lost, which is never held against the Conductor
+    error: str | None = None  # why there is no answer: then the Conductor gets no reward, high or low
     previous: "Trace | None" = None  # the round before
     right: bool | None = None  # what the grader says of the answer; None: nobody graded, or a call was lost
     bad_request: bool = False  # the last step's request, or the question's length, is at fault
@@ -194,7 +194,7 @@ class Trace:
 
     @property
     def answer(self) -> str:
-        """The last step's response; without steps that of the round before; empty after a failure."""
+        """The last step's response; without steps, the answer of the round before; "" after an error."""
         if self.error:
             return ""
         return self.replies[-1].text if self.replies else self.previous.answer
@@ -252,8 +252,8 @@ def submit(workflow: Workflow, task: Task, number: int = 0, is_stopped=lambda: F
         raise ValueError("a workflow without steps keeps the previous answer, but there is none")
     names = [task.pool[step.worker].name for step in steps]
     trace = Trace(task.question, workflow, names, [None] * len(steps), previous=previous)
-    past_answer = []  # the turn that steps with "all" see first: the last of the newest round with steps
-    if previous:
+    past_answer = []  # what steps with "all" see first: the last turn of the newest round that has steps
+    if previous:  # The first round always has some.
         newest = [t for t in previous.rounds() if t.replies][-1]
         past_answer = [(newest.workflow.steps[-1].subtask, newest.answer)]
     begun = time.monotonic()
@@ -312,9 +312,9 @@ class Rollout:
         return self.trace.right if self.trace else False
 
 
-# A conductor is a generator: conductor(chats, n, first) writes n completions of each chat. `model_conductor`
-# makes one of a model, `worker_conductor` of a worker. Completion j (0 … n-1) of chat i is rollout number
-# first + j; as soon as it has ended, the conductor yields one of
+# `conductor`, in small letters, is a generator: conductor(chats, n, first) writes n completions of each chat.
+# `model_conductor` makes one of a model, `worker_conductor` of a worker. Completion j (0 … n-1) of chat i is
+# rollout number first + j; as soon as it has ended, the conductor yields one of
 #     i, j, text, prompt ids, Completion    if a model wrote it
 #     i, j, text                            if a worker wrote it
 #     i, j, WorkerError                     if it could not be written
@@ -333,8 +333,8 @@ def model_conductor(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, tem
                 yield i, j, WorkerError(why, bad_request=True)
         if not fits:
             return
-        written = generate_each(model, [prompts[i] for i in fits], n, prompting.max_new_tokens,
-                                tokenizer.end_ids, seed, first, len(tokenizer), temperature)
+        written = generate_each(model, [prompts[i] for i in fits], n, prompting.max_new_tokens, temperature,
+                                eos_id=tokenizer.end_ids, seed=seed, n_ids=len(tokenizer), first=first)
         for k, j, completion in written:
             i = fits[k]
             yield i, j, tokenizer.decode(completion.tokens), prompts[i], completion
@@ -369,11 +369,12 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
             on_finish(rollout)
 
     try:
-        for i, j, written, *tokens in conductor([ask(task, prompting) for task in tasks], n, first):
+        chats = [ask(task, prompting) for task in tasks]  # by `messages`
+        for i, j, written, *ids in conductor(chats, n, first):
             if failed.is_set():
                 break
             task = tasks[i]
-            rollout = groups[i][j] = Rollout(task, written, *tokens)
+            rollout = groups[i][j] = Rollout(task, written, *ids)
             if isinstance(written, WorkerError):
                 rollout.written = ""
                 complete(rollout, Trace(task.question, Workflow([]), [], [], error=str(written),

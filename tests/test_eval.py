@@ -254,7 +254,7 @@ class Script:
     def decode(self, ids):
         return "".join(map(chr, ids))
 
-    def generate_each(self, model, prompts, n, max_new_tokens, eos_id, seed, first, n_ids, temperature):
+    def generate_each(self, model, prompts, n, max_new_tokens, temperature, **_):
         assert (n, temperature) == (1, 0.0)
         self.batches.append(len(prompts))
         for i in reversed(range(len(prompts))):  # they finish in any order

@@ -162,10 +162,11 @@ def test_ctrl_c_while_a_model_writes(checkpoint, tmp_path):
     code = """if True:
         import sys, workflow
         generate_each = workflow.generate_each
-        def for_ever(*args):
+        def for_ever(*args, **how):
             print("writing", flush=True)
             while True:
-                yield from [] if [*generate_each(*args)] else []
+                [*generate_each(*args, **how)]
+            yield
         workflow.generate_each = for_ever
         workflow.main(sys.argv[1:])"""
     argv = [sys.executable, "-c", code, "serve", f"--checkpoint={checkpoint}",
