@@ -58,7 +58,7 @@ from tqdm import tqdm
 
 from model import checkpoint_file, configure, read_json, write_json
 from workers import (ARITHMETIC, FACTS, LIMITS, LOCAL, ORDERS, SKILL, SPANISH, SPELLING, WorkerError,
-                     load_pool, silent, unset_in)
+                     load_pool, silent, unset_in, warn)
 from workflow import (SOLVE_IT, Prompting, Step, Task, Trace, Workflow, conduct, execute, load_conductor,
                       model_conductor, pool_of, printable, shape, subset, warn_of_others, worker_conductor)
 
@@ -104,15 +104,20 @@ def grade(problem: Problem, response: str) -> bool:
 def run_conductor(conductor, problems: list[Problem], pools: list[list], name: str, rounds: int = 0,
                   prompting: Prompting = Prompting(), tries: int = 1, edit=None) -> list[Trace | None]:
     """The trace of every problem, None where what was written is no workflow. Problem i has the workers
-    pools[i] (--subset). rounds: further rounds, at most. Text that does not parse is wrong, or with tries
-    above 1 drawn again. The rest as in workflow.conduct, in its appendix."""
-    tasks = [Task(p.question, pool, problem=p, name=f"{name}/{p.id}") for p, pool in zip(problems, pools)]
+    pools[i] (--subset). rounds: further rounds, at most. prompting: as the conductor was made with. Text that
+    does not parse is wrong, or with tries above 1 drawn again. The rest is as in workflow.conduct."""
+    tasks = []
+    for p, pool in zip(problems, pools, strict=True):
+        tasks.append(Task(p.question, pool, problem=p, name=f"{name}/{p.id}"))
     with progress(name, len(tasks)) as bar:
         def on_finish(rollout):
             if rollout.trace and not rollout.task.previous:  # once a problem, not once a round
                 bar.update()
 
         rollouts = conduct(conductor, tasks, rounds, prompting, tries, grade, edit, on_finish)
+    invalid = [rollout.invalid for rollout in rollouts if not rollout.trace]
+    if invalid:
+        warn(f"{name}: {len(invalid)} of {len(tasks)} completions are no workflow; the first: {invalid[0]}")
     return [rollout.trace for rollout in rollouts]
 
 
@@ -1667,7 +1672,7 @@ def laptop_problems(split: str, most: int = 3) -> list[Problem]:
             if held_out == (split == "test"):
                 for i, frame in enumerate(FRAMES):
                     question = frame.format(expression)
-                    problems.append(Problem(f"{kind}/{expression}/{i}", question, value, kind))
+                    problems.append(Problem(f"{kind}/{expression}/{i}", question, str(value), kind))
     return problems
 
 
@@ -2632,7 +2637,7 @@ def grades(problems: list[Problem], traces: list[Trace | None]) -> list[bool | N
         return t.right
 
     with ThreadPool(os.cpu_count()) as threads:  # A program can take minutes to grade.
-        return threads.starmap(is_right, zip(problems, traces), chunksize=1)
+        return threads.starmap(is_right, zip(problems, traces, strict=True), chunksize=1)
 
 
 def accuracies(problems: list[Problem], traces: list[Trace | None]) -> dict[str, float]:
@@ -2937,6 +2942,8 @@ def check(s: Settings, names: list[str]) -> list[tuple[str, str]]:
         raise ValueError(f"--examples={s.examples}: there are ood, in, mixed")
     if s.subset and (s.benchmarks not in LAPTOP or s.pool not in LOCAL):
         raise ValueError("--subset is for --benchmarks=laptop and local pools, whose skills are known")
+    if s.subset > len(names):
+        raise ValueError(f"--subset={s.subset}: the pool has {len(names)} workers")
     taken = {*names} & {*SYSTEMS, "random workflows"}
     if taken:
         raise ValueError(f"a worker of the pool has a system's name, {taken.pop()}: rename it")

@@ -42,7 +42,7 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
              temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, eos_id: int | list[int] = (),
              seed: int = 0, n_ids: int | None = None, on_finish=None,
              first: int = 0) -> list[list[Completion]]:
-    """n rollouts of each prompt, as [prompt][rollout].
+    """n rollouts of each prompt, as [prompt][rollout]. Prompts are token ids, as Tokenizer.chat makes them.
 
     eos_id: the token or tokens that end a rollout. n_ids: only ids below it are sampled, as Qwen2.5 pads its
     vocabulary. on_finish(prompt index, rollout index, Completion) is called as rollouts finish.
@@ -361,8 +361,12 @@ def main(argv):
     try:
         tokenizer = Tokenizer.from_pretrained(s.checkpoint)
         model = Qwen.from_pretrained(s.checkpoint, compute_dtype(device, s.dtype), device)
-        [completions] = generate(model, [tokenizer.chat(messages)], s.n, s.max_new_tokens, s.temperature,
-                                 s.top_p, s.top_k, tokenizer.end_ids, s.seed, len(tokenizer))
+        prompt = tokenizer.chat(messages)
+        room = model.config.max_position_embeddings - len(prompt)
+        if room < 1:
+            raise ValueError(f"the prompt has {len(prompt)} tokens, {1 - room} too many for this model")
+        [completions] = generate(model, [prompt], s.n, min(s.max_new_tokens, room), s.temperature, s.top_p,
+                                 s.top_k, tokenizer.end_ids, s.seed, len(tokenizer))
     except (OSError, ValueError) as e:
         raise SystemExit(str(e)) from None
     except KeyboardInterrupt:

@@ -47,7 +47,8 @@ from model import Config, Qwen, Tokenizer, compute_dtype, configure, fetch
 from model import local_part, read_json, write_json, write_tensors
 from sample import PREFILL_TOKENS, READ_AT_ONCE, Completion
 from workers import LOCAL, Reply, WorkerError, load_pool, silent, unset_in
-from workflow import Prompting, Rollout, Task, Trace, Workflow, ask, model_conductor, parse, roll_out
+from workflow import Prompting, Rollout, Task, Trace, Workflow, ask, model_conductor, parse, prompting_of
+from workflow import roll_out, warn_of_others
 
 # ------------------------------------------------------------------------------------------------------------
 # One iteration: first rounds, second rounds, reward, update. Then the run
@@ -211,7 +212,8 @@ class Settings:
     # the two extensions (§3.2)
     subset: int = 0  # each question may use this many or more of the workers, drawn by chance; 0: all
     recursion: bool = False  # half of the questions get a second round; first ones' rewards count a quarter
-    # the reward (§3.1): only differences within a group matter, and with std only their ratios
+    # the reward (§3.1): only differences within a group matter, and with std only their ratios, so that a
+    # small penalty counts in full where all are wrong
     reward_no_workflow: float = 0.0
     reward_wrong: float = 0.5
     reward_right: float = 1.0
@@ -303,6 +305,8 @@ def set_up(s: Settings, device: str) -> Run | None:
     if os.environ.get("GROUP_RANK", "0") != "0":
         url = None  # It is on another machine, whose loopback is not ours: each rank here has its own server.
     pool = load_pool(s.pool, url, s.replay, budget, world)  # The ranks of a machine share local specialists.
+    if resumed:
+        on_rank0(lambda: warn_of_others(prompting_of(start), pool))
     problems = load(s.data, "train")
     test = load(s.test_data or s.data, "test", s.test)
     model, tokenizer, reference = load_models(s, start, problems, pool, device)

@@ -44,7 +44,8 @@ class Step:
     worker: int
     subtask: str
     access: list[int]  # the earlier steps whose subtask and response the worker sees
-    # The Conductor wrote ["all"]: then, in a further round, the worker also sees the round before's answer.
+    # The Conductor wrote ["all"], and access has all earlier steps; in a further round the worker also sees
+    # the answer of the round before.
     wrote_all: bool = field(default=False, compare=False)
 
 
@@ -250,6 +251,9 @@ def submit(workflow: Workflow, task: Task, number: int = 0, is_stopped=lambda: F
     steps, previous = workflow.steps, task.previous
     if not steps and previous is None:
         raise ValueError("a workflow without steps keeps the previous answer, but there is none")
+    for i, step in enumerate(steps):  # `parse` has seen to this.
+        if not 0 <= step.worker < len(task.pool) or not {*step.access} <= {*range(i)}:
+            raise ValueError(f"step {i} has no worker of the pool, or sees what is no earlier step: {step}")
     names = [task.pool[step.worker].name for step in steps]
     trace = Trace(task.question, workflow, names, [None] * len(steps), previous=previous)
     past_answer = []  # what steps with "all" see first: the last turn of the newest round that has steps
@@ -312,11 +316,11 @@ class Rollout:
         return self.trace.right if self.trace else False
 
 
-# `conductor`, in small letters, is a generator: conductor(chats, n, first) writes n completions of each chat.
-# `model_conductor` makes one of a model, `worker_conductor` of a worker. Completion j (0 … n-1) of chat i is
-# rollout number first + j; as soon as it has ended, the conductor yields one of
+# `conductor`, in small letters, is a generator: conductor(chats, n, first) writes n completions of each chat,
+# which `messages` has made. `model_conductor` makes one of a model, `worker_conductor` of a worker.
+# Completion j (0 … n-1) of chat i is rollout number first + j; as soon as it has ended, the conductor yields
 #     i, j, text, prompt ids, Completion    if a model wrote it
-#     i, j, text                            if a worker wrote it
+#     i, j, text                            if a worker did, or anything else
 #     i, j, WorkerError                     if it could not be written
 
 
@@ -356,6 +360,7 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
         return groups
     running = []  # the workflows' futures
     failed = threading.Event()  # set once a workflow has raised: no further step starts
+    missing = {*itertools.product(range(len(tasks)), range(n))}
 
     def note_failure(ended):
         if ended.exception():
@@ -373,6 +378,9 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
         for i, j, written, *ids in conductor(chats, n, first):
             if failed.is_set():
                 break
+            if (i, j) not in missing:
+                raise ValueError(f"the conductor wrote completion {j} of chat {i} twice, or unasked")
+            missing.remove((i, j))
             task = tasks[i]
             rollout = groups[i][j] = Rollout(task, written, *ids)
             if isinstance(written, WorkerError):
@@ -393,6 +401,8 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
             future.add_done_callback(note_failure)
             running.append(future)
         wait_for_all(running)  # raises what a workflow has raised
+        if missing:
+            raise ValueError(f"the conductor has not written (chat, completion) {sorted(missing)[:9]}")
     except BaseException:
         failed.set()
         raise
@@ -434,7 +444,7 @@ def conduct(conductor, tasks: list[Task], rounds: int = 0, prompting: Prompting 
         left = [i for i in left if not rollouts[i].trace and not hung_up()]
 
     going = [i for i, r in enumerate(rollouts) if r.trace and r.trace.workflow.steps and not r.trace.error]
-    if rounds and going and not hung_up():
+    if rounds > 0 and going and not hung_up():
         again = [replace(tasks[i], previous=rollouts[i].trace) for i in going]
         later = conduct(conductor, again, rounds - 1, prompting, tries, grade, edit, on_finish, hung_up)
         for i, rollout in zip(going, later):
@@ -929,14 +939,16 @@ def from_one_thread(conductor):
             while len(batch) < 64 and not asked.empty():
                 batch.append(asked.get())
             chats, futures = zip(*batch)
+            bug = ValueError("the conductor left out this chat")
             try:
                 for i, _, *written in conductor(chats, 1, number):
                     futures[i].set_result(written)
-            except Exception as bug:
+            except Exception as e:
                 warn(traceback.format_exc())
-                for future in futures:
-                    if not future.done():  # The traceback would keep the grid, gigabytes of a GPU's memory.
-                        future.set_exception(bug.with_traceback(None))
+                bug = e.with_traceback(None)  # which would keep the grid, gigabytes of a GPU's memory
+            for future in futures:
+                if not future.done():
+                    future.set_exception(bug)
     return ask_for, work_on
 
 

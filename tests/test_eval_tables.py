@@ -256,7 +256,7 @@ def test_habits_by_hand():
     (["--systems=router", "--benchmarks=gpqa"], "gpqa has none"), (["--systems=router", "--lessons=aime25"], "aime25 has none"),
     (["--systems=router", "--lessons=maths"], "maths has none"), (["--examples=all"], "there are ood, in, mixed"),
     (["--subset=3"], "--systems=conductor"), (["--systems=conductor", "--subset=3", "--benchmarks=mmlu"], "--benchmarks=laptop"),
-    (["--systems=conductor", "--subset=3", "--pool={dir}/good.json"], "local pools"),
+    (["--systems=conductor", "--subset=3", "--pool={dir}/good.json"], "local pools"), (["--systems=conductor", "--subset=6"], "pool has 5 workers"),
     (["--checkpoint={dir}/none"], "{dir}/none"), (["--benchmarks=laptot"], "laptop"), (["--out={dir}"], "{dir}: a folder"), (["--out=/dev/null"], "/dev/null: a folder or a device"),
     (["--out={dir}/new/"], "new/: a folder or"), (["--out={dir}/pool.json"], "pool.json is not a JSON object"), (["--budget=nan"], "--budget=nan"), (["--budget=-1"], "--budget=-1"),
     (["--out={dir}/one.jsonl/x.json"], "one.jsonl"), (["--pool={dir}/pool.json"], "random"), (["--only=poet"], "poet"),

@@ -538,7 +538,8 @@ def test_log_probabilities_in_bf16(model):
     ([], "usage"), (["--checkpoint=/nowhere"], "usage"), (["--checkpoint=/nowhere", "hi"], "no checkpoint in '/nowhere'"),
     (["--chekpoint=x", "hi"], "--checkpoint"), (["--checkpoint={dir}", "hi", "--temperature=-1"], "temperature >= 0"),
     (["--checkpoint={dir}", "hi", "--top_p=0"], "top_p"), (["--checkpoint={dir}", "hi", "--dtype=fp8"], "bf16 and fp32"),
-    (["--checkpoint={dir}", "hi", "--temperature=nan"], "temperature >= 0")])
+    (["--checkpoint={dir}", "hi", "--temperature=nan"], "temperature >= 0"),
+    (["--checkpoint={dir}", "a b " * 300], "too many for this model")])
 def test_the_program_says_what_is_wrong(argv, said, model, tmp_path):
     """No words, a missing checkpoint and a misspelt flag end the program with a message."""
     model.save_pretrained(str(tmp_path))

@@ -225,8 +225,11 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(ranks, checkpoint, tmp_
     kept = sorted(os.listdir(f"{whole}/checkpoints"))
     assert kept[-2:] == ["00006", "00008"] and len(kept) <= 3
     before = read_json(f"{broken}/settings.json")
+    newest = f"{broken}/checkpoints/00008/conductor.json"
+    write_json(newest, read_json(newest) | {"workers": ["abacus"]})  # as if the pool had been another
     [end] = runs([*how, "--iterations=9", "--width=64", "--warm_steps=1", f"--out={broken}", "--resume"], ranks=3 - ranks)
     assert f"going on in {broken} after iteration 8, with changed settings: iterations 8 -> 9\n" in end.out
+    assert "the Conductor learned with abacus, and takes calculator, " in end.err and "learned with" not in again.err
     assert read_json(f"{broken}/settings.json") == before | {"iterations": 9, "resume": True}  # what its start was stays
     parts = sorted(os.listdir(f"{broken}/checkpoint/state"))
     assert parts == [f"{rank:05d}.safetensors" for rank in range(3 - ranks)]
