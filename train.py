@@ -1290,6 +1290,8 @@ def check_settings(s: Settings):
         raise ValueError(f"--temperature={s.temperature}: rollouts would be greedy, and all the same")
     if s.iterations > 99_999:
         raise ValueError(f"--iterations={s.iterations}: checkpoints have five digits; at most 99,999")
+    if s.max_steps > 100:
+        raise ValueError(f"--max_steps={s.max_steps}: every step is paid; at most 100")
     names = {"loss": LOSSES, "report": ("", "tensorboard", "wandb"), "sandbox": ("", "partial"),
              "examples": ("ood", "in", "mixed")}
     for key, known in names.items():

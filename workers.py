@@ -29,7 +29,6 @@ import traceback
 import urllib.parse
 from dataclasses import asdict, dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import count
 from multiprocessing.pool import ThreadPool
 from typing import NamedTuple
 
@@ -821,8 +820,9 @@ def call(worker: Worker, messages: list[dict], params: dict, on_text) -> Reply:
     request = build_request(worker, messages, params, stream)
     with worker.slots:
         begun = time.monotonic()
-        failures = 0
-        for number in count(1):
+        number = failures = 0
+        while True:
+            number += 1
             begun += take_turn(worker, request.most)  # The waits for rpm and budget count as no time.
             end = begun + worker.deadline
             seconds = max(0.001, min(worker.timeout, end - time.monotonic()))
@@ -833,6 +833,7 @@ def call(worker: Worker, messages: list[dict], params: dict, on_text) -> Reply:
                 if stream and fault.bad_request and "stream" in str(fault):
                     stream = False  # Mistral refuses an option of it, OpenAI an account that is not verified.
                     request = build_request(worker, messages, params, stream)
+                    number -= 1
                     continue
                 failures += not fault.busy
                 pause = min(BACKOFF * 2 ** min(number - 1, 9), BACKOFF_MAX)

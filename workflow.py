@@ -433,7 +433,7 @@ def conduct(conductor, tasks: list[Task], rounds: int = 0, prompting: Prompting 
     then still has no workflow ends with the round before, and in the first round without a trace. Once
     hung_up(), as nobody waits for the answer, no try and no round begins. The rest is as in roll_out."""
     asked = tasks
-    if rounds:  # Only the last round's answer is told as it comes.
+    if rounds > 0:  # Only the last round's answer is told as it comes.
         asked = [replace(task, last_call={**task.last_call, "on_text": None}) for task in tasks]
     rollouts = [None] * len(tasks)
     left = range(len(tasks))  # the tasks without a workflow
@@ -939,16 +939,16 @@ def from_one_thread(conductor):
             while len(batch) < 64 and not asked.empty():
                 batch.append(asked.get())
             chats, futures = zip(*batch)
+            waiting = dict(enumerate(futures))
             bug = ValueError("the conductor left out this chat")
             try:
                 for i, _, *written in conductor(chats, 1, number):
-                    futures[i].set_result(written)
+                    waiting.pop(i).set_result(written)
             except Exception as e:
                 warn(traceback.format_exc())
                 bug = e.with_traceback(None)  # which would keep the grid, gigabytes of a GPU's memory
-            for future in futures:
-                if not future.done():
-                    future.set_exception(bug)
+            for future in waiting.values():
+                future.set_exception(bug)
     return ask_for, work_on
 
 

@@ -313,6 +313,31 @@ def test_on_finish_is_called_once_as_each_rollout_finishes(model):
     assert len({seen for *_, seen in calls}) > 2
 
 
+def test_only_the_sampling_is_in_inference_mode(model, monkeypatch):
+    """No step keeps a graph for a backward pass, and whoever takes the completions may make one."""
+    modes, draw = [], sample.draw
+    monkeypatch.setattr(sample, "draw", lambda *args, **how: modes.append(torch.is_inference_mode_enabled()) or draw(*args, **how))
+    for _ in sample.generate_each(model, PROMPTS, 2, 20, eos_id=[3, 4]):
+        assert not torch.is_inference_mode_enabled()
+    assert len(modes) > 9 and all(modes)
+
+
+def test_a_grid_is_gone_before_the_next_is_made(model, monkeypatch):
+    """Its keys and values are most of a GPU's memory."""
+    grids, alive = [], []
+
+    class Counted(sample.Grid):
+        def __init__(self, *args):
+            alive.extend(grid for grid in grids if grid())
+            grids.append(weakref.ref(self))
+            super().__init__(*args)
+
+    monkeypatch.setattr(sample, "Grid", Counted)
+    monkeypatch.setattr(sample, "READ_AT_ONCE", 70)
+    generate(model, PROMPTS, n=2, max_new_tokens=5)
+    assert len(grids) == 4 and not alive
+
+
 class NothingWaits(TorchDispatchMode):
     """Fails where a result has to reach the host or comes from it: a CUDA graph cannot hold that."""
     aten = torch.ops.aten

@@ -517,7 +517,7 @@ def test_train_refuses(case, refused):
         ("--report=paper", "tensorboard, wandb"), ("--dtype=fp8", "fp8"), ("--eval_every=-1", "--eval_every=-1"),
         ("--replay={tmp_path}/out/replies", "outside of --out"), ("--rollouts=0", "--rollouts=0"), ("--rollouts=1", "2 or more"),
         ("--max_new_tokens=1024", "room for a prompt"), ("--iterations=-1", "--iterations=-1"), ("--style=shrt", "shrt"),
-        ("--width=30", "--width=30"), ("--sandbox=half", "partial"), ("--max_steps=0", "--max_steps=0"), ("--temperature=0", "--temperature=0"), ("--warm_batch=0", "--warm_batch=0"),
+        ("--width=30", "--width=30"), ("--sandbox=half", "partial"), ("--max_steps=0", "--max_steps=0"), ("--max_steps=101", "at most 100"), ("--temperature=0", "--temperature=0"), ("--warm_batch=0", "--warm_batch=0"),
         ("--temperature=1e-40", "--temperature=1e-40"), ("--beta2=1", "--beta2=1"), ("--reward_wrong=nan", "--reward_wrong=nan"), ("--budget=nan", "--budget=nan"),
         ("--iterations=100000", "99,999"), ("--examples=x", "ood, in, mixed"), ("--seed=1" + 20 * "0", "--seed=1")])
 def test_main_refuses(word, names, tmp_path, in_process):

@@ -146,15 +146,16 @@ def test_who_does_not_stream_is_asked_without(status, message):
     assert len(server.requests) == 2 and len(told) == 1
 
 
-def test_who_does_not_stream_and_is_down_is_asked_no_more_often(waits):
+@pytest.mark.parametrize("attempts", [1, 2, 3])
+def test_who_does_not_stream_and_is_down_is_asked_no_more_often(attempts, waits):
     def play(n, conn):
         if "stream" in server.requests[n][2]:
             return http({"error": {"message": "stream_options is unknown"}}, 400)
         return http({"error": {"message": "down"}}, 503)
 
     with Rogue(play) as server, pytest.raises(WorkerError, match="down"):
-        worker(server, attempts=1).chat(CHAT, on_text=print)
-    assert len(server.requests) == 2
+        worker(server, attempts=attempts).chat(CHAT, on_text=print)
+    assert len(server.requests) == 1 + attempts
 
 
 # What a call costs, where the response says it

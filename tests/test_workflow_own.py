@@ -5,7 +5,7 @@ import threading
 import pytest
 
 import workflow as wf
-from eval import Problem, run_conductor
+from eval import Problem, grades, run_conductor
 from test_workflow import Local, one_step
 from test_workflow_parse import lists
 from workflow import Step, Task, Workflow, execute
@@ -59,21 +59,39 @@ def test_a_conductor_that_writes_too_few_or_too_many(pairs, said, text):
     assert len(finished) <= len(pairs)
 
 
-@pytest.mark.parametrize("pairs, said", [([], "left out this chat"), ([(0, 0), (0, 0)], "InvalidStateError")])
-def test_a_served_conductor_that_writes_too_few_or_too_many(pairs, said):
-    """Who asked hears of it, and who comes next is served."""
+@pytest.mark.parametrize("pairs, answered, said", [
+    ([], False, "left out this chat"), ([(-1, 0)], False, "-1"), ([(1, 0)], False, "1"), ([(0, 0), (0, 0)], True, "KeyError: 0")])
+def test_a_served_conductor_that_writes_too_few_or_too_many(pairs, answered, said, capsys):
+    """Who asked hears of it, nobody gets what is another's, and who comes next is served."""
     def conductor(chats, n, first):
         for i, j in pairs if "bad" in chats[0] else [(0, 0)]:
             yield i, j, "fine"
 
     ask_for, work_on = wf.from_one_thread(conductor)
     threading.Thread(target=work_on, daemon=True).start()
-    if pairs:
+    if answered:
         assert [*ask_for(["bad"], 1, 0)] == [(0, 0, "fine")]
     else:
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises((ValueError, KeyError), match=said):
             next(ask_for(["bad"], 1, 0))
     assert [*ask_for(["good"], 1, 0)] == [(0, 0, "fine")]
+    assert not answered or said in capsys.readouterr().err
+
+
+def test_a_conductor_writes_no_more_once_something_has_failed(monkeypatch):
+    written, failures = [], threading.Semaphore(0)
+    set_exception = wf.Future.set_exception
+    monkeypatch.setattr(wf.Future, "set_exception", lambda future, e: (set_exception(future, e), failures.release()))
+
+    def conductor(chats, n, first):
+        for j in range(n):
+            written.append(j)
+            yield 0, j, one_step("Go.")
+            assert j or failures.acquire(timeout=60) and failures.acquire(timeout=60)  # of the step, and of its workflow
+
+    with pytest.raises(ZeroDivisionError):
+        wf.roll_out(conductor, [Task("Why?", [Local("a", lambda chat: 1 // 0)])], 5)
+    assert written == [0, 1]
 
 
 def test_what_exits_in_a_thread_is_raised():
@@ -95,6 +113,8 @@ def test_an_evaluation_says_why_nothing_was_written(capsys):
     """A worker's number that is not there, in every completion; and pools that are not one for each problem are refused."""
     problems = [Problem(f"p/{i}", "Why?", "42", "why") for i in range(3)]
     assert run_conductor(template(lists("[5]", '["Go."]', "[[]]")), problems, [POOL] * 3, "mine") == [None] * 3
-    assert "mine: 3 of 3 completions are no workflow; the first: model_id" in capsys.readouterr().err
+    assert "mine: no workflow for 3 of 3 problems; the first: model_id" in capsys.readouterr().err
     with pytest.raises(ValueError, match="shorter"):
         run_conductor(template(one_step("Go.")), problems, [POOL], "mine")
+    with pytest.raises(ValueError, match="shorter"):
+        grades(problems, [None])

@@ -1,6 +1,7 @@
 """workflow.py in front: a checkpoint in the Conductor's seat, the command line, the server as its clients see
 it, over real HTTP."""
 import contextlib
+import inspect
 import json
 import os
 import queue
@@ -556,7 +557,8 @@ def test_clients_of_a_batch_do_not_share_their_bugs():
     ask_for, work_on = wf.from_one_thread(write)
     with ThreadPoolExecutor(3) as clients:
         futures = [clients.submit(hear) for _ in range(3)]
-        while threading.active_count() < 4:  # all three have asked
+        asked = inspect.getclosurevars(ask_for).nonlocals["asked"]
+        while asked.qsize() < 3:
             pass
         threading.Thread(target=work_on, daemon=True).start()
         assert sorted(type(future.exception(60)).__name__ for future in futures) == [
