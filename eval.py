@@ -1930,9 +1930,12 @@ class Remembers:
     def __init__(self, worker):
         self.name = worker.name
         self.ask = functools.cache(lambda chat: worker.chat(json.loads(chat), "a controller learns"))
+        self.locks = {}  # so that two threads do not ask the same at once
 
     def chat(self, messages, call_id="", on_text=None):
-        return self.ask(json.dumps(messages))
+        chat = json.dumps(messages)
+        with self.locks.setdefault(chat, threading.Lock()):
+            return self.ask(chat)
 
 
 def rewards(system, pairs: list[tuple]) -> np.ndarray:

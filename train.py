@@ -1023,8 +1023,9 @@ SPEEDS = {"H200": (989, 4800), "H100 PCIe": (756, 2000), "H100": (989, 3350),
           "L40S": (362, 864), "RTX 4090": (165, 1008), "RTX 3090": (71, 936)}
 GiB = 1 << 30
 RESERVE = {"cuda": 3.0, "cpu": 0.5}  # GiB beside what is estimated: context, graphs, fragments
-SHAPES = {
+SHAPES = {  # of models that may not be here yet
     "Qwen/Qwen2.5-7B": Config(),
+    "out/paper/checkpoint": Config(),
     "Qwen/Qwen2.5-0.5B-Instruct": Config(151936, 896, 4864, 24, 14, 2, tie_word_embeddings=True),
 }
 TINY = 10_000_000  # parameters below which a model is none that was pretrained
@@ -1250,12 +1251,14 @@ def preflight(s: Settings, start: str):
             config = Config.from_pretrained(start)
         except (OSError, ValueError) as e:
             lacks.append(f"a model to start from ({' '.join(str(e).split())})")
-            config = SHAPES.get(start, config)  # The estimate needs no more.
-    choose_by_size(s, config)
-    text, lack = estimate(s, config, pool)
-    if s.dry_run or sizes(config)[1] > TINY:
-        print0(text)
-    lacks += [*filter(None, [lack]), *lacking(s, start, config, pool)]
+            config = SHAPES.get(start)  # An estimate needs no more.
+    if config:
+        choose_by_size(s, config)
+        text, lack = estimate(s, config, pool)
+        if s.dry_run or sizes(config)[1] > TINY:
+            print0(text)
+        lacks += [*filter(None, [lack]), *room_lacking(s, config)]
+    lacks += lacking(s, start, pool)
     if s.dry_run or not lacks:  # as it costs money
         lacks += silent(pool)
     if lacks:
@@ -1309,30 +1312,36 @@ def check_settings(s: Settings):
         raise ValueError(f"--replay={s.replay}: a place outside of --out, please, which the next run moves")
 
 
-def lacking(s: Settings, start: str, config: Config, pool):
-    """Yield what the run lacks beside memory and a model."""
+def room_lacking(s: Settings, config: Config):
+    """Yield what the run lacks of positions, of memory beside the device's, and of disk."""
     if s.max_new_tokens >= config.max_position_embeddings:
         yield f"room for a prompt (--max_new_tokens={s.max_new_tokens} is all that the model can read)"
-    if {"Conductor", "random workflows"} & {worker.name for worker in pool}:
-        yield "other names for workers (Conductor and random workflows are rows of the last table)"
-    if s.subset > len(pool):
-        yield f"workers (--subset={s.subset}, and the pool has {len(pool)} workers)"
-
     # A checkpoint takes fp32 weights and Adam's two moments to the CPU. With --offload they are there anyway,
     # with gradients, and what is pinned is rounded up to powers of two.
     needed = (24 if s.offload else 12) * sizes(config)[1] / GiB
     if devices()[0] == "cuda" and needed > machine_memory() / GiB:
         yield f"{needed:.0f} GiB of RAM, and some more, for {'--offload' if s.offload else 'checkpoints'}"
-    there = os.path.abspath(s.out)
-    while not os.path.exists(there):
-        there = os.path.dirname(there)
-    if not os.access(there, os.W_OK | os.X_OK):
-        yield f"permission to write in {there} (--out={s.out})"
-    free = shutil.disk_usage(there).free / GiB
+    free = shutil.disk_usage(folder_of(s.out)).free / GiB
     present = len(checkpoints(s.out)) if s.resume else 0
     needed = disk(config) * (s.keep + 2 - present)
     if free < needed:
         yield f"{needed:.2f} GiB of disk in {s.out} (free are {free:.2f}; a smaller --keep takes less)"
+
+
+def folder_of(path: str) -> str:
+    """The path, or what exists above it."""
+    path = os.path.abspath(path)
+    return path if os.path.exists(path) else folder_of(os.path.dirname(path))
+
+
+def lacking(s: Settings, start: str, pool):
+    """Yield what the run lacks else."""
+    if {"Conductor", "random workflows"} & {worker.name for worker in pool}:
+        yield "other names for workers (Conductor and random workflows are rows of the last table)"
+    if s.subset > len(pool):
+        yield f"workers (--subset={s.subset}, and the pool has {len(pool)} workers)"
+    if not os.access(folder_of(s.out), os.W_OK | os.X_OK):
+        yield f"permission to write in {folder_of(s.out)} (--out={s.out})"
 
     reference = reference_folder(s, start)
     if s.beta and reference and not os.path.exists(os.path.join(reference, "config.json")):

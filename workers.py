@@ -180,7 +180,7 @@ def specialist(kind: str, name: str, messages: list[dict]) -> str:
 
 
 def generalist(messages: list[dict]) -> str:
-    """Tries everything, whatever it is told, and is right on one in eight of the questions of one step."""
+    """Tries everything, whatever it is told, on one in eight of the questions; a coder's order it guesses."""
     question, _, _ = read_turns(messages)
     chance = luck("generalist", messages)
     order = order_in(None, question)

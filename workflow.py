@@ -410,8 +410,8 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Appendix: further rounds, a model or a worker as the Conductor, threads, reading lists, few-shot examples,
-# views, the server, the command line
+# Appendix: further rounds, a worker as the Conductor, threads, reading lists, few-shot examples, views, the
+# server, the command line
 
 def ask(task: Task, prompting: Prompting) -> list[dict]:
     """The chat that asks a Conductor, in the way it knows, for a workflow."""

@@ -114,7 +114,7 @@ def main(argv):
     try:
         draw = draw_evaluation if argv[0].endswith(".json") else draw_run
         print(draw(plt, argv[0]))
-    except (OSError, ValueError, KeyError, AttributeError) as e:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
         raise SystemExit(f"{argv[0]}: {type(e).__name__}: {e}") from None
 
 

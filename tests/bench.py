@@ -280,4 +280,8 @@ if __name__ == "__main__":
             and all(p.default is not p.empty for p in inspect.signature(f).parameters.values())}  # others are called by these
     if sys.argv[1:2] == [] or sys.argv[1] not in here:
         raise SystemExit(f"usage: python tests/bench.py NAME [--key=value …], with NAME one of {', '.join(here) or '(none yet)'}")
-    here[sys.argv[1]](**dict(flag.removeprefix("--").split("=", 1) for flag in sys.argv[2:]))
+    known = inspect.signature(here[sys.argv[1]]).parameters
+    flags = dict(flag.removeprefix("--").partition("=")[::2] for flag in sys.argv[2:])
+    if not all(key in known and value for key, value in flags.items()):
+        raise SystemExit(f"usage: python tests/bench.py {sys.argv[1]}{''.join(f' [--{p.name}={p.default}]' for p in known.values())}")
+    here[sys.argv[1]](**flags)

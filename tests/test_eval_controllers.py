@@ -1,6 +1,9 @@
 """The two controllers that learn, in worlds where the right choice is known; their evolution, on a quadratic whose minimum is known."""
 import os
 import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -132,3 +135,18 @@ def test_both_are_measured_saved_and_reused(settings, tmp_path, capsys, monkeypa
     assert "trained" not in again and again in told.split("calls\n")[-1]
     with pytest.raises(SystemExit, match="no checkpoint in .nowhere.*train.py --out=DIR makes"):
         evaluation.main(["--systems=trinity", "--trinity=nowhere"])
+
+
+def test_a_worker_is_asked_once_though_many_ask_at_once():
+    """What a controller's training costs does not depend on how threads meet."""
+    together = threading.Barrier(8)
+    worker = Says("a", lambda question: [time.sleep(0) for _ in range(1000)] and "42")
+    remembers = evaluation.Remembers(worker)
+
+    def ask(i):
+        together.wait(60)
+        return remembers.chat([{"role": "user", "content": f"{i % 2}?"}]).text
+
+    with ThreadPoolExecutor(8) as threads:
+        assert [*threads.map(ask, range(8))] == ["42"] * 8
+    assert worker.calls == 2

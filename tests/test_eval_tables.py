@@ -364,3 +364,6 @@ def test_plot(tmp_path, monkeypatch, capsys):
     assert all(os.path.getsize(tmp_path / name) > 5000 for name in ("curve.png", "numbers.png"))
     with pytest.raises(SystemExit, match="none"):
         plot.main([str(tmp_path / "none")])
+    (tmp_path / "list.json").write_text("[1]")
+    with pytest.raises(SystemExit, match="list.json: .*Error"):
+        plot.main([str(tmp_path / "list.json")])

@@ -125,7 +125,7 @@ def test_a_gpu_needs_memory_of_the_cpu(offload, size, told, machine, monkeypatch
     machine(80)
     monkeypatch.setattr(train, "machine_memory", lambda: size * 2**30)
     s = Settings(offload=offload, beta=0.0, out="out/nowhere")
-    assert [lack for lack in train.lacking(s, "", Config(), []) if "RAM" in lack] == told
+    assert [lack for lack in train.room_lacking(s, Config()) if "RAM" in lack] == told
 
 
 def test_long_prompts_are_read_in_turns(machine):
@@ -259,6 +259,17 @@ def test_dry_runs(tmp_path):
     assert laptops.status == 0 and "at most 0." in laptops.out and "the run lacks nothing" in laptops.out
     assert not re.search(r" 0\.0\b|dollars|without 0", laptops.out), laptops.out  # nothing that is zero
     assert not os.path.exists(tmp_path / "out")
+
+
+@pytest.mark.parametrize("start, said", [("out/paper/checkpoint", "7.616 billion parameters"), ("out/mine/checkpoint", "")])
+def test_the_estimate_of_a_model_that_is_not_here(start, said, tmp_path, monkeypatch, in_process, capsys):
+    """The paper's second run starts from its first; of a model that nobody knows nothing is said, and least of all a tiny one's size."""
+    monkeypatch.chdir(tmp_path)
+    argv = ["--preset=paper-recursive", "--pool=local", "--data=laptop", "--dry_run", f"--init_from={start}"]
+    with pytest.raises(SystemExit, match=f"\n  a model to start from .no checkpoint in '{start}'") as end:
+        train.main(argv)
+    assert said in capsys.readouterr().out and "room for a prompt" not in str(end.value)
+    assert ("GiB for each process" in str(end.value)) == bool(said)
 
 
 OPTIONS = {  # of the trainer, and what else is said

@@ -185,4 +185,4 @@ def test_a_full_disk_says_where_the_last_checkpoint_is(error, tmp_path, monkeypa
 def test_a_folder_that_must_not_be_written_is_a_lack(tmp_path):
     tmp_path.chmod(0o500)
     s = Settings(out=str(tmp_path / "out"), beta=0.0)
-    assert f"permission to write in {tmp_path}" in " ".join(train.lacking(s, "", train.tiny_config(s), []))
+    assert f"permission to write in {tmp_path}" in " ".join(train.lacking(s, "", []))

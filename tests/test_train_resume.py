@@ -327,7 +327,7 @@ def test_metrics_go_where_they_are_asked_for(tmp_path, monkeypatch):
     assert Wandb.seen == [{"reward": 1.0}]
     monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
     s = Settings(report="tensorboard", out="out/nowhere", beta=0.0)
-    assert list(train.lacking(s, "", train.tiny_config(s), [])) == ["tensorboard (pip install tensorboard)"]
+    assert list(train.lacking(s, "", [])) == ["tensorboard (pip install tensorboard)"]
 
 
 def test_nothing_to_resume_is_a_run_from_the_beginning(checkpoint, tmp_path):
