@@ -78,7 +78,7 @@ class Problem:
 
 
 def grade(problem: Problem, response: str) -> bool:
-    """Whether a response answers the problem, by the problem's grader. What this cannot read is wrong."""
+    """Whether a response answers the problem, by the problem's grader. An unreadable response is wrong."""
     gold = problem.answer
     extra = problem.extra
     if problem.grader == "code":
@@ -104,8 +104,8 @@ def grade(problem: Problem, response: str) -> bool:
 def run_conductor(conductor, problems: list[Problem], pools: list[list], name: str, rounds: int = 0,
                   prompting: Prompting = Prompting(), tries: int = 1, edit=None) -> list[Trace | None]:
     """The trace of every problem, None where what was written is no workflow. Problem i has the workers
-    pools[i] (--subset). rounds: further rounds, at most. prompting: as the conductor was made with. Text that
-    does not parse is wrong, or with tries above 1 drawn again. The rest is as in workflow.conduct."""
+    pools[i] (--subset). rounds: further rounds, at most. prompting: the conductor's own. Text that does not
+    parse is wrong, or with tries above 1 drawn again. The rest is as in workflow.conduct."""
     tasks = []
     for p, pool in zip(problems, pools, strict=True):
         tasks.append(Task(p.question, pool, problem=p, name=f"{name}/{p.id}"))

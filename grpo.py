@@ -24,7 +24,8 @@ def advantages(rewards, mask=None, std=True, question=None):
     mask (Q, G) is False for rollouts that were lost: they are in no statistic and get 0, as does a group of
     equal rewards. question (Q): groups with the same number are rounds of one question (§3.2). Each round is
     centred on its own mean, and all are divided by one std. So where first rounds' rewards count a quarter
-    (train.reward), their advantages are smaller than second rounds'; alone, the quarter would cancel."""
+    (train.reward), their advantages are smaller than second rounds'. With a std for each round, the quarter
+    would cancel."""
     rewards = torch.as_tensor(rewards, dtype=torch.float32)
     mask = torch.ones_like(rewards) if mask is None else torch.as_tensor(mask).float()
     mean = (rewards * mask).sum(1) / mask.sum(1).clamp(min=1)  # (Q)
@@ -57,8 +58,8 @@ def set_advantages(groups: list[list[Rollout]], std=True):
 
 
 def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference: Qwen | None = None):
-    """log π of the N tokens of the completions in groups [(prompt, completions)], in order, and at each of
-    them KL(π_ref ‖ π) of the whole distribution, 0 without a reference: (2, N), with gradient.
+    """For the N tokens of the completions in groups [(prompt, completions)], in order, (2, N) with gradient:
+    log π of each, and at its place KL(π_ref ‖ π) of the whole distribution, 0 without a reference.
 
     temperature and n_ids (ids at or above it have no probability) are the sampling's."""
     # All groups become one row. The prompt 5 6 with completions 7 and 8 9 is laid out as

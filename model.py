@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer as BPE
 from torch.utils.checkpoint import checkpoint
 
-torch.backends.cuda.enable_cudnn_sdp(False)  # On Hopper it is said to plan each new length for a second.
+torch.backends.cuda.enable_cudnn_sdp(False)  # Reportedly it takes a second to plan each new length on Hopper.
 
 
 @dataclass
@@ -166,7 +166,7 @@ class Qwen(nn.Module):
                 x = checkpoint(layer, x, cos, sin, attend, use_reentrant=False)
             else:
                 x = layer(x, cos, sin, attend)
-        return (head or self.logits)(self.model.norm(x))  # here: only in forward FSDP has lm_head whole
+        return (head or self.logits)(self.model.norm(x))  # here: outside of forward FSDP has no whole lm_head
 
     def logits(self, hidden):
         """hidden (…, C) -> logits (…, V) in fp32. bf16 would be too coarse for a ratio π/π_old."""

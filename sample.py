@@ -10,7 +10,7 @@ token to the model; its query q sees both parts, [shared prompt | own tokens], u
 
 This is `attend_shared`. The appendix has the `Grid`; its `prefill` computes the shared part. Finished rows go
 on drawing, and what they draw is ignored. Now and then `compact` drops them, as far as the grid stays a
-rectangle, and lets the next steps see more places for own tokens. Read workers.py next.
+rectangle, and enlarges T, the places for own tokens that a step reads. Read workers.py next.
 """
 import collections
 import contextlib
@@ -34,7 +34,7 @@ BUCKET = {"cuda": 128, "cpu": 32}  # steps from one `compact` to the next; a mul
 @dataclass
 class Completion:
     tokens: list[int]  # the end token included when finished
-    logprobs: list[float]  # of each token, as it was drawn; where drawing is greedy, of temperature 1
+    logprobs: list[float]  # of each token, in the distribution it was drawn from; if greedy, at temperature 1
     finished: bool  # False: cut off at max_new_tokens
 
 
@@ -47,9 +47,9 @@ def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: 
     eos_id: the token or tokens that end a rollout. n_ids: only ids below it are sampled, as Qwen2.5 pads its
     vocabulary. on_finish(prompt index, rollout index, Completion) is called as rollouts finish.
 
-    first: the number of each prompt's first rollout. A rollout's random numbers depend only on the seed, its
-    prompt and its number. So two ranks, with first=0 and first=n, draw what one would with 2n rollouts. Equal
-    prompts get different numbers: the second also depends on being the second."""
+    first: the number of each prompt's first rollout. What is drawn depends only on the seed, the prompt, how
+    often the prompt stands before in `prompts`, and the rollout's number. So two ranks, with first=0 and
+    first=n, draw what one would with 2n rollouts."""
     completions = [[None] * n for _ in prompts]
     for i, j, completion in generate_each(model, prompts, n, max_new_tokens, temperature, top_p, top_k,
                                           eos_id, seed, n_ids, first):
@@ -69,7 +69,7 @@ def generate_each(model, prompts, n=1, max_new_tokens=1024, temperature=1.0, top
         raise ValueError("generate needs temperature >= 0, 0 < top_p <= 1 and top_k >= 0, "
                          f"not {temperature}, {top_p}, {top_k}")
 
-    how = dict(temperature=temperature, top_p=top_p, top_k=top_k, n_ids=n_ids)  # to draw
+    how = dict(temperature=temperature, top_p=top_p, top_k=top_k, n_ids=n_ids)  # for `draw`
     seeds = row_seeds(prompts, n, seed, first)
     at_once = max(1, READ_AT_ONCE // max(map(len, prompts)))
     for start in range(0, len(prompts), at_once):
@@ -91,10 +91,10 @@ def generate_each(model, prompts, n=1, max_new_tokens=1024, temperature=1.0, top
 
 def attend_shared(grid, layer_idx, q, k, v):
     """The newest token of each of the N = Q*R rows, q (N, H, 1, D), k and v (N, Hkv, 1, D), is stored as own
-    token number t - 1. It attends to the P places of its prompt and to T places for its row's own tokens;
-    grid.mask is -inf at those that are padding or still empty. Two products make the scores [prompt | own],
-    one softmax goes over both, two products make the output (N, H, 1, D). G query heads share a key-value
-    head. The cache's first Q prompts and N rows are those that go on."""
+    token number t - 1, where t is how many its row has. It attends to the P places of its prompt and to T
+    places for its row's own tokens; grid.mask is -inf at those that are padding or still empty. Two products
+    make the scores [prompt | own], one softmax goes over both, two products make the output (N, H, 1, D). G
+    query heads share a key-value head. `compact` has moved what goes on to the front of the cache."""
     Q, R, P, T, Hkv, D = grid.Q, grid.R, grid.P, grid.T, k.shape[1], grid.D
     prompt_k, prompt_v = grid.prompt_kv[layer_idx][:, :Q]  # each (Q, Hkv, P, D)
     own_kv = grid.own_kv[layer_idx][:, :Q * R, :, :T]  # (2, N, Hkv, T, D)

@@ -5,9 +5,9 @@
     python train.py --preset=paper --dry_run   what a run takes on this machine, and what it lacks
 
 Every field of Settings is a flag, --key=value. A run writes into --out: metrics.jsonl (a line per iteration),
-traces/ (every workflow with what its workers said), checkpoints/, and a link `checkpoint` to the newest one.
-Killed at any moment, it goes on with --resume. On a CPU, if the workers reply the same, its weights become
-those of a run that was never killed.
+traces/ (every rollout with what its workers said), checkpoints/, and a link `checkpoint` to the newest one.
+Killed at any moment, it goes on from there with --resume. On a CPU, if the workers reply the same, its
+weights become those of a run that was never killed.
 """
 import collections
 import contextlib
@@ -70,7 +70,7 @@ class Run:
 
 def first_rounds(s: "Settings", problems, pool, iteration: int) -> list[Task]:
     """An iteration's questions, in the order of the data, over and over. Each has the whole pool, or s.subset
-    or more of its workers, drawn by chance (§3.2: exactly k)."""
+    or more of its workers, drawn by chance (§3.2; the paper: exactly k)."""
     tasks = []
     for i in range(iteration * s.questions, (iteration + 1) * s.questions):
         problem = problems[i % len(problems)]
@@ -83,7 +83,7 @@ def first_rounds(s: "Settings", problems, pool, iteration: int) -> list[Task]:
 
 def second_rounds(s: "Settings", groups: list[list[Rollout]], iteration: int) -> list[Task]:
     """Half of the questions again, shown the answer of one of their first rollouts, drawn by chance (§3.2).
-    These are additional: 4 questions of 64 rollouts, and 2 of them again, are 384 (App. A.1: 256)."""
+    These are additional: 4 questions of 64 rollouts, and 2 of them again, are 384 (the paper's A.1: 256)."""
     tasks = []
     for i, group in enumerate(groups):
         answered = [r for r in group if r.trace and r.right is not None]
@@ -128,8 +128,8 @@ def reward(rollout: Rollout, s: "Settings") -> float | None:
 
 
 def learn(run: Run, groups, s: "Settings", iteration: int) -> list[dict]:
-    """Eq. 1: split every group into s.minibatches parts, one optimizer step on each, all of it s.epochs
-    times. Returns what `update` says of each step."""
+    """Eq. 1: split every group into s.minibatches parts, one optimizer step on each; s.epochs times over.
+    Returns what `update` says of each step."""
     lr = s.lr * schedule(iteration, s.iterations, s.warmup)
     set_lr(run.optimizer, lr)
     how = dict(temperature=s.temperature, n_ids=len(run.tokenizer), token_budget=s.token_budget)
@@ -146,7 +146,7 @@ def learn(run: Run, groups, s: "Settings", iteration: int) -> list[dict]:
     for minibatch in minibatches * s.epochs:
         reports.append(update(run.model, run.optimizer, minibatch, **objective, **how) | {"lr": lr})
     if s.importance:
-        reports[0]["gap"] = gap  # as log π_old is the trainer's own now, and `update` sees no gap
+        reports[0]["gap"] = gap  # `update` sees none, as set_importance made log π_old the trainer's
     return reports
 
 

@@ -71,7 +71,7 @@ class Worker:
     rpm: int | float | None = None  # requests per minute
     timeout: int | float = 600  # seconds for an attempt
     deadline: int | float | None = None  # seconds for all attempts and their waits; None: three timeouts
-    attempts: int | None = None  # the most; a stream that is refused does not count; None: as `chat` says
+    attempts: int | None = None  # the most, not counting a refused stream; None: as `chat` says
     replay: object = field(default=None, repr=False)  # a Replay
     budget: object = field(default=None, repr=False)  # a Budget
     letter = ""  # A, B, … by load_pool; no annotation, so no field of a pool's file
@@ -97,9 +97,11 @@ class Worker:
         overrides win over params; both have OpenAI's names, or the provider's own. on_text(piece) is called
         with the text as it comes if the protocol is OpenAI's, else once with all of it. call_id names this
         call within a run, such as seed/question/rollout/round/step: a rerun finds its reply in `replay`.
-        Retries (`call` and `refusal`, in the appendix): a busy provider (HTTP 429, 503, 529) is asked again
-        until the deadline or `attempts`; after other 5xx and lost connections until FAILURES attempts have
-        failed; after a timeout, or of an empty account, never. Then the last failure is raised.
+        Retries, in short (`call` and `refusal`, in the appendix, have all cases):
+        - a busy provider (HTTP 429, 503, 529): until the deadline, or `attempts`;
+        - other 5xx, lost connections: the same, but at most FAILURES attempts;
+        - no answer within the timeout, an empty account: none.
+        Then the last failure is raised.
         calls, spent and unpriced count every reply, also one from `replay`."""
         reply = kept_or_new(self, messages, {**self.params, **overrides}, call_id, on_text)
         with self.lock:

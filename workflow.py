@@ -1,6 +1,6 @@
 """A workflow: ask the Conductor for it, parse it, run it on the workers, recurse; show and serve it (§3).
 
-    python workflow.py "a question" --checkpoint=DIR [--pool=local|paper|FILE] [--rounds=1]
+    python workflow.py "a question" --checkpoint=DIR [--pool=NAME] [--rounds=1]      NAME: see workers.py
     python workflow.py serve --checkpoint=DIR   # the Conductor as an OpenAI-compatible model on 127.0.0.1
     python workflow.py show FILE [N]            # the traces in a run's traces/*.jsonl, or number N of them
 
@@ -73,7 +73,7 @@ class Workflow:
 @dataclass
 class Prompting:
     """How a Conductor is asked for a workflow; conductor.json beside a checkpoint remembers it."""
-    style: str = "full"  # or zero-shot, fine-grained (App. B.8), short (the tiny Conductor's)
+    style: str = "full"  # or zero-shot, fine-grained (App. B.8), short (the laptop world's)
     examples: str = "ood"  # few-shot examples: "ood", unlike the training's tasks; "in"; "mixed" (Table 4)
     subtasks: bool = True  # False: it is asked for none, and every worker is to solve the question (App. B.7)
     max_steps: int = 5
@@ -152,8 +152,8 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
             wrote_all = "all" in access
             indices = [*range(i)] if wrote_all else sorted(set(access))
             workflow.steps.append(Step(worker, subtask, indices, wrote_all))
-        # In the prompt's order access_list is the last, and the next list begins another workflow: if that
-        # one is cut off, it must not use these lists. In any other order the end is unknown: keep the window.
+        # In the prompt's order access_list is the last list: clear the window, lest a following workflow that
+        # is cut off use these lists as well. In any other order the end is unknown: keep the window.
         if [name for name, _ in window] == order:
             window = []
     if workflow is None:
@@ -184,10 +184,10 @@ class Trace:
     workers: list[str]  # each step's worker, by name
     replies: list[Reply | None]  # None: the call failed, or a failure came before it
     seconds: float = 0.0  # wall time of this round
-    error: str | None = None  # why there is no answer: then the Conductor gets no reward, high or low
+    error: str | None = None  # why there is no answer; then the rollout is left out of training
     previous: "Trace | None" = None  # the round before
     right: bool | None = None  # what the grader says of the answer; None: nobody graded, or a call was lost
-    bad_request: bool = False  # the last step's request, or the question's length, is at fault
+    bad_request: bool = False  # the last step's request, or the question's length, is at fault (HTTP 400)
 
     @property
     def responses(self) -> list[str]:
@@ -245,7 +245,7 @@ def submit(workflow: Workflow, task: Task, number: int = 0, is_stopped=lambda: F
     not raised but becomes Trace.error; any other exception, a bug, is raised by the future.
 
     Each step is a job (`in_thread`) that first waits for the steps of its access list. Jobs start in the
-    order of the steps, so what a job waits for already runs: there is no deadlock. After an error, or once
+    order of the steps, so what a job waits for has started: there is no deadlock. After an error, or once
     is_stopped(), no further step starts; the running calls are awaited, so that their cost is counted.
     number: the rollout's, for the calls' ids."""
     steps, previous = workflow.steps, task.previous
@@ -375,14 +375,14 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
 
     try:
         chats = [ask(task, prompting) for task in tasks]  # by `messages`
-        for i, j, written, *ids in conductor(chats, n, first):
+        for i, j, written, *tokens in conductor(chats, n, first):
             if failed.is_set():
                 break
             if (i, j) not in missing:
                 raise ValueError(f"the conductor wrote completion {j} of chat {i} twice, or unasked")
             missing.remove((i, j))
             task = tasks[i]
-            rollout = groups[i][j] = Rollout(task, written, *ids)
+            rollout = groups[i][j] = Rollout(task, written, *tokens)
             if isinstance(written, WorkerError):
                 rollout.written = ""
                 complete(rollout, Trace(task.question, Workflow([]), [], [], error=str(written),
