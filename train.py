@@ -1308,8 +1308,11 @@ def check_settings(s: Settings):
         raise ValueError(f"--out={s.out}: a file, where a folder is wanted")
     if s.data.endswith(".jsonl") and os.path.exists(s.data) and not s.test_data:
         raise ValueError(f"--data={s.data} has no test split: name other problems with --test_data=FILE")
-    if s.replay and os.path.abspath(s.replay).startswith(os.path.abspath(s.out) + os.sep):
-        raise ValueError(f"--replay={s.replay}: a place outside of --out, please, which the next run moves")
+    for key in ("replay", "data", "test_data", "pool"):
+        path = getattr(s, key)
+        within = os.path.abspath(path).startswith(os.path.abspath(s.out) + os.sep)
+        if within and (key == "replay" or os.path.isfile(path)):
+            raise ValueError(f"--{key}={path}: a place outside of --out, please, which the next run moves")
 
 
 def room_lacking(s: Settings, config: Config):

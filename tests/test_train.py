@@ -515,7 +515,7 @@ def test_train_refuses(case, refused):
         ("--init_from={tmp}/none", "\n  a model to start from .no checkpoint in '\\S*none'"), ("--test_data=lapdog", "lapdog"),
         ("--reference={tmp}/none", "reference policy .*none"), ("--resume", "without --beta"), ("laptop", "'laptop'"),
         ("--report=paper", "tensorboard, wandb"), ("--dtype=fp8", "fp8"), ("--eval_every=-1", "--eval_every=-1"),
-        ("--replay={tmp_path}/out/replies", "outside of --out"), ("--rollouts=0", "--rollouts=0"), ("--rollouts=1", "2 or more"),
+        ("--replay={tmp_path}/out/replies", "outside of --out"), ("--test_data={tmp_path}/out/checkpoints/00001/training.json", "--test_data=.* outside of --out"), ("--rollouts=0", "--rollouts=0"), ("--rollouts=1", "2 or more"),
         ("--max_new_tokens=1024", "room for a prompt"), ("--iterations=-1", "--iterations=-1"), ("--style=shrt", "shrt"),
         ("--width=30", "--width=30"), ("--sandbox=half", "partial"), ("--max_steps=0", "--max_steps=0"), ("--max_steps=101", "at most 100"), ("--temperature=0", "--temperature=0"), ("--warm_batch=0", "--warm_batch=0"),
         ("--temperature=1e-40", "--temperature=1e-40"), ("--beta2=1", "--beta2=1"), ("--reward_wrong=nan", "--reward_wrong=nan"), ("--budget=nan", "--budget=nan"),
