@@ -1383,6 +1383,7 @@ def run_program(box):
     sys.modules[box.module.__name__] = box.module
     sys.argv = ["solution.py"]
     given = sys.stdin.buffer.read() if box.name else b""
+    vars(box.module).pop(box.name, None)  # The prelude's own gcd, say, is no solution.
     with contextlib.suppress(SystemExit):  # whatever its code, as in LiveCodeBench
         exec(compile(box.program, "solution.py", "exec"), vars(box.module))
     if box.name:
@@ -1906,6 +1907,8 @@ def train_router(pool: list, lessons: list[Problem], s) -> np.ndarray:
     x = torch.stack([trigrams(p.question) for p in lessons])  # (P, 4096)
     y = torch.from_numpy(np.array(right, np.float32)).T  # (P, W): nan where a worker was lost
     known = ~y.isnan()
+    if known.float().mean() < 0.5:  # What it learns from so little would be kept in --out.
+        raise WorkerError("most of the router's lessons were lost: python workers.py says why")
     weights = torch.zeros(4096, len(pool), requires_grad=True)
     optimizer = torch.optim.Adam([weights], lr=0.1, weight_decay=1e-4)
     for _ in range(300):
@@ -2135,8 +2138,11 @@ cached_conductor = functools.lru_cache(2)(load_conductor)
 def learned_system(s, data: str, name: str, pool: list):
     """A system with weights that are trained on the lessons, or were in an earlier run with this --out."""
     train, system = LEARNED[name]
+    lessons = load(s.lessons or data, "train", LESSONS)
     file = f"{s.out}.{name}-{os.path.basename(s.lessons or data)}.npz"
-    known_by = [f"--seed={s.seed}", f"--trinity={s.trinity}", *(f"{w.name} ({w.model})" for w in pool)]
+    asked = zlib.crc32(json.dumps([asdict(p) for p in lessons]).encode())
+    known_by = [f"--seed={s.seed}", f"--trinity={s.trinity}", f"lessons {asked}"]
+    known_by += [f"{w.name} ({w.model} {w.params})" for w in pool]
     if s.out and os.path.exists(file):
         with np.load(file) as found:
             weights = found["weights"]
@@ -2145,7 +2151,7 @@ def learned_system(s, data: str, name: str, pool: list):
             raise ValueError(f"{file} is of other settings ({', '.join(was)}): remove it, or change --out")
     else:
         before = sum(worker.calls for worker in pool)
-        weights = train(pool, load(s.lessons or data, "train", LESSONS), s)
+        weights = train(pool, lessons, s)
         print(f"{name}: trained with {counted(sum(worker.calls for worker in pool) - before, 'call')}")
         if s.out and not (pool[0].budget and pool[0].budget.refused):
             np.savez(file + ".tmp.npz", weights=weights, known_by=known_by)
@@ -2527,8 +2533,10 @@ def checked(row: dict) -> Problem:
         if not holds:
             raise ValueError(told)
 
+    must(isinstance(row, dict), "not an object")
     wrong = [key for key in ("id", "question", "answer", "kind") if not isinstance(row.get(key), str)]
     must(not wrong, f"{', '.join(wrong)} missing or not a string")
+    must(row["kind"] not in ("all", "calls"), f"the kind {row['kind']!r} is a column in tables: rename it")
     near = difflib.get_close_matches(row["kind"], ASK, n=1, cutoff=0.75)
     known = row["kind"] in ASK or "grader" in row
     must(known or not near, f'kind {row["kind"]!r}: did you mean {near}? Else say "grader": "exact"')
@@ -2538,6 +2546,10 @@ def checked(row: dict) -> Problem:
     extra = problem.extra
     must(grader in list(ASK), f"no grader {grader!r}, there are {', '.join(ASK)}")
     must(isinstance(extra, dict), "extra is not an object")
+    must(grader == "letter" or "choices" not in extra, 'choices need "grader": "letter"')
+    if grader in ("exact", "math", "short"):
+        answer = problem.answer = problem.answer.strip()
+        must(answer and "\\boxed" not in answer, f"no response could be {answer!r}: give the bare answer")
     lacks = [key for key in EXTRA.get(grader, []) if key not in extra]
     needed = ", ".join(f'"{key}": …' for key in lacks)
     must(not lacks, f'the grader {grader} needs "extra": {{{needed}}}')

@@ -11,6 +11,7 @@ weights become those of a run that was never killed.
 """
 import collections
 import contextlib
+import ctypes
 import datetime
 import fcntl
 import gc
@@ -176,13 +177,14 @@ def train(s: "Settings", device: str):
 
         held_out = None
         if s.eval_every and (iteration + 1) % s.eval_every == 0:
-            held_out = accuracy_now(run, s)
+            held_out = accuracy_now(run, s, iteration)
             clock.lap("evaluation")
         write_traces(s, iteration, groups)
         log(s, metrics(s, iteration, groups, steps, clock.seconds, held_out, run.model.config), report)
         save_or_leave(run, s, iteration + 1, groups, steps, reasons)
 
     finish(run, s, reasons)
+    bill(run.pool, "in all")
     print0(f"{time.perf_counter() - began:.0f} s from start to end. Next: {try_it(run, s)}")
 
 
@@ -354,22 +356,22 @@ def whole_copy(model: Qwen, s: Settings) -> Qwen:
     return whole
 
 
-def answer(sampler: Qwen, tokenizer, problems, pool, s: Settings) -> list[Trace | None]:
+def answer(sampler: Qwen, tokenizer, problems, pool, s: Settings, name: str) -> list[Trace | None]:
     """The greedy Conductor's trace for each problem, None where it wrote no workflow. The ranks take turns at
-    the problems, and all return all traces."""
+    the problems, and all return all traces. name: of the evaluation, for --replay."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = problems[rank::world]
     conductor = model_conductor(sampler, tokenizer, prompting_from(s), 0.0)
-    traces = evaluation.run_conductor(conductor, mine, [pool] * len(mine), "test", int(s.recursion),
+    traces = evaluation.run_conductor(conductor, mine, [pool] * len(mine), name, int(s.recursion),
                                       prompting_from(s), edit=ablation(s))
     shares = all_gather([traces])
     return [shares[i % world][i // world] for i in range(len(problems))]
 
 
-def accuracy_now(run: Run, s: Settings) -> float | None:
+def accuracy_now(run: Run, s: Settings, iteration: int) -> float | None:
     """The accuracy on the first of the held-out problems; None where all workers were lost."""
     some = run.test[:s.eval_problems]
-    traces = answer(whole_copy(run.model, s), run.tokenizer, some, run.pool, s)
+    traces = answer(whole_copy(run.model, s), run.tokenizer, some, run.pool, s, f"test:{iteration}")
     return evaluation.accuracies(some, traces).get("all")
 
 
@@ -385,19 +387,19 @@ def save_or_leave(run: Run, s: Settings, done: int, groups, steps, reasons: list
         save(s, done, run)
         of_all = all_gather(reasons)  # A signal may have come meanwhile.
     if of_all:
-        bill(run.pool)
+        bill(run.pool, "in training")
         leave(f"{of_all[0]}: stopped after iteration {done}; {where_saved(s)}")
 
 
 def finish(run: Run, s: Settings, reasons: list[str]):
     """The table on held-out problems, beside every worker and random workflows, and what was learned."""
-    bill(run.pool)
+    bill(run.pool, "in training")
     print0(f"the checkpoint is in {s.out}/checkpoint; {len(run.test)} held-out problems follow")
     sampler = whole_copy(run.model, s)
     del run.model, run.optimizer, run.reference
     gc.collect()  # The evaluation shall have their memory, and FSDP's modules hold one another.
     as_before(reasons)  # not earlier: Python loses an interrupt that comes amid what the collector calls
-    traces = answer(sampler, run.tokenizer, run.test, run.pool, s)
+    traces = answer(sampler, run.tokenizer, run.test, run.pool, s, "test")
     if dist.get_rank():
         return
     test = run.test
@@ -534,6 +536,7 @@ def warm_start(model, tokenizer, problems, pool, s: Settings):
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.0, fused=True)
     for step in tqdm(range(s.warm_steps), "warm start: the format", disable=rank > 0 or None, leave=False):
         rows, weights = [], []
+        too_long = 0
         for problem in rng.choices(readable, k=max(s.warm_batch, world)):  # A rank without one would fail.
             chat, completion = random_lesson(problem, rng, pool, s)
             prompt = tokenizer.chat(chat)
@@ -542,6 +545,10 @@ def warm_start(model, tokenizer, problems, pool, s: Settings):
             known = len(prompt) - learned
             rows.append((prompt[:known], [prompt[known:] + written]))
             weights.append([0.1] * learned + [1.0] * len(written))
+            too_long += len(written) > s.max_new_tokens
+        if step == 0 and too_long > len(rows) / 2:
+            leave(f"train.py: most of the warm start's lessons, whose plan is the question, have more tokens "
+                  f"than --max_new_tokens={s.max_new_tokens}: raise it, or ask shorter questions")
         total = sum(sum(row) for row in weights)
         logprobs, _ = packed_logprobs(model, rows[rank::world], 1.5)
         weight = torch.tensor([w for row in weights[rank::world] for w in row], device=model.device)
@@ -684,12 +691,12 @@ def troubles(pool, groups):
         yield f"no workflow came to an answer ({errors[0]})"
 
 
-def bill(pool):
-    """Say what all ranks' calls have cost."""
+def bill(pool, when: str):
+    """Say what all ranks' calls have cost, those of --replay included."""
     spent = all_gather([(w.calls, w.spent, w.unpriced) for w in pool])
     calls, dollars, unknown = (sum(column) for column in zip(*spent))
     beside = f", and {unknown:,} of them at an unknown price" if unknown else ""
-    print0(f"{calls:,} calls for ${dollars:.2f}{beside}")
+    print0(f"{when}: {calls:,} calls for ${dollars:.2f}{beside}")
 
 
 def print0(line: str):
@@ -1399,6 +1406,8 @@ def main(argv):
     except SystemExit as e:  # Once is enough for what every rank finds.
         raise SystemExit(e.code if rank == 0 else 1) from None
     alone = {}
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":  # If torchrun is killed, end as well:
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     if "RANK" not in os.environ:  # which torchrun sets
         alone = dict(store=dist.HashStore(), rank=0, world_size=1)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"  # offloaded weights meet over gloo

@@ -19,7 +19,7 @@ import urllib3.util.retry
 
 import eval as evaluation
 import workers
-from eval import ASK, Problem, load, prepare, read_problems, stored_tests, write_problems
+from eval import ASK, Problem, grade, load, prepare, read_problems, stored_tests, write_problems
 
 
 class Hub:
@@ -425,11 +425,18 @@ def test_the_order_is_shuffled_and_fixed(hub):
 
 
 def test_what_is_written_is_read(tmp_path):
-    problems = [Problem("a/1", "Wie groß?\u2028\n", "ä", "own", "math", 3, {"x": [1, None]}), Problem("b", "", "", "math"),
+    problems = [Problem("a/1", "Wie groß?\u2028\n", "ä", "own", "math", 3, {"x": [1, None]}), Problem("b", "", "-", "math"),
                 Problem("c", "?", "1", "any", "code", 0, {"function": None, "tests": [["1\n", "2\n"]]})]
     file = str(tmp_path / "some.jsonl")
     write_problems(file, problems)
     assert read_problems(file) == problems == load(file, "train") == load(file, "test")
+
+
+def test_blanks_around_an_answer_mean_nothing(tmp_path):
+    file = tmp_path / "mine.jsonl"
+    file.write_text(json.dumps({**GOOD, "answer": " Paris\n"}))
+    [problem] = load(str(file), "test")
+    assert problem.answer == "Paris" and grade(problem, "<answer>Paris</answer>")
 
 
 def test_a_users_file_needs_three_fields(tmp_path):
@@ -457,6 +464,10 @@ GOOD = {"question": "1+1?", "answer": "2", "kind": "sums"}
     (json.dumps({**GOOD, "question": "\ud83d?"}), "surrogates not allowed"),
     (json.dumps({**GOOD, "kind": "Math"}), r"kind 'Math': did you mean \['math'\]. Else say .grader.: .exact."),
     (json.dumps({**GOOD, "grader": "maths"}), "no grader 'maths'"), (json.dumps({**GOOD, "grader": ["math"]}), "no grader"),
+    *((json.dumps({**GOOD, "kind": kind, "grader": grader, "answer": answer}), "give the bare answer") for kind, grader, answer in (
+        ("sums", "exact", ""), ("sums", "exact", " \n"), ("sums", "math", "\\boxed{2}"), ("sums", "short", ""))),
+    (json.dumps({**GOOD, "kind": "all"}), "'all' is a column"), (json.dumps({**GOOD, "kind": "calls"}), "'calls' is a column"),
+    (json.dumps({**GOOD, "kind": "multiple-choice", "extra": {"choices": ["1", "2"]}}), 'choices need "grader": "letter"'),
     ("[1]", ""), ("7", ""), ("{", ""), ("[" * 100_000, ""), ('{"question": "\xff', "")])
 def test_a_users_file_with_a_fault_names_line_and_field(tmp_path, line, told):
     file = tmp_path / "mine.jsonl"

@@ -279,6 +279,23 @@ def test_command_line_refuses(words, reason, tmp_path, monkeypatch):
         evaluation.main([w.format(dir=tmp_path) for w in words])
 
 
+def test_the_router_keeps_what_it_learned_of_the_same_lessons_alone(tmp_path):
+    """Other lessons under the same name are refused, and what it learned of calls that were lost is not kept."""
+    lessons = tmp_path / "one.jsonl"
+    argv = [f"--benchmarks={lessons}", "--systems=router", f"--lessons={lessons}", f"--out={tmp_path}/x.json"]
+    lessons.write_text(json.dumps({"question": "What is 7 * 8?", "answer": "56", "kind": "sums"}))
+    (tmp_path / "pool.json").write_text(json.dumps([{"protocol": "openai", "base_url": "http://127.0.0.1:9", "model": "m", "attempts": 1}]))
+    with pytest.MonkeyPatch.context() as m, pytest.raises(SystemExit, match="most of the router's lessons were lost"):
+        m.setattr(evaluation, "silent", lambda pool: [])
+        evaluation.main([*argv, f"--pool={tmp_path}/pool.json"])
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".npz")]
+    evaluation.main(argv)
+    evaluation.main(argv)
+    lessons.write_text(json.dumps({"question": "What is dos?", "answer": "2", "kind": "sums"}))
+    with pytest.raises(SystemExit, match="is of other settings .*lessons"):
+        evaluation.main(argv)
+
+
 def test_the_router_learns_elsewhere_where_a_benchmark_has_no_train_problems(tmp_path, capsys):
     """--lessons names other problems, here a file."""
     line = {"question": "What is 7 * 8?", "answer": "56", "kind": "sums"}

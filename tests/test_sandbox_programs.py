@@ -209,6 +209,14 @@ def test_calls(code):
 
 
 @linux
+@pytest.mark.parametrize("name", ["gcd", "factorial", "max", "sorted", "mean"])
+def test_what_stands_before_a_program_is_no_solution(name):
+    """LiveCodeBench's prelude imports all of math, statistics and builtins; a program's own function counts."""
+    assert not passes("", ("1\n2", "1"), fn_name=name) and not passes("x = 1", ("[3]", "3"), fn_name=name)
+    assert passes(f"def {name}(*numbers):\n    return len(numbers)", ("1\n2", "2"), fn_name=name)
+
+
+@linux
 def test_all_tests_must_pass():
     add = "def add(a, b):\n    return a + b"
     assert passes(add, ("1\n2", "3"), ("3\n4", "7"), fn_name="add")

@@ -272,6 +272,14 @@ def test_the_estimate_of_a_model_that_is_not_here(start, said, tmp_path, monkeyp
     assert ("GiB for each process" in str(end.value)) == bool(said)
 
 
+def test_questions_that_a_tiny_conductor_cannot_write_down(tmp_path, in_process):
+    """Its plan is the question: where that is longer than a completion may be, no format is learned, and every reward would be 0."""
+    with open(tmp_path / "long.jsonl", "w") as f:
+        f.write('{"question": "%s?", "answer": "2", "kind": "sums"}' % " ".join("Tell me about number %d" % i for i in range(40)))
+    with pytest.raises(SystemExit, match="have more tokens than --max_new_tokens=96"):
+        train.main(["--preset=laptop", f"--data={tmp_path}/long.jsonl", "--test_data=laptop", f"--out={tmp_path}/out", "--warm_steps=2"])
+
+
 OPTIONS = {  # of the trainer, and what else is said
     "plain": [], "offload": ["--offload"], "bf16": ["--dtype=bf16"],
     "objective": ["--recompute", "--loss=token", "--clip_high=0.3", "--std=False", "--epochs=2", "--importance=2"]}

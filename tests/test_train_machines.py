@@ -48,6 +48,23 @@ def test_a_run_that_nobody_hears_saves(number, gone, checkpoint, tmp_path):
         os.close(read)
 
 
+def test_a_killed_torchrun_takes_its_ranks_with_it(checkpoint, tmp_path):
+    """They would go on, and pay, and hold the folder; they save and end instead."""
+    argv = ["--preset=laptop", f"--init_from={checkpoint}", *TINY, "--max_new_tokens=48", "--iterations=4000", "--save_every=4000",
+            "--eval_every=0", f"--out={tmp_path}/out"]
+    process = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1", "train.py", *argv], cwd=ROOT,
+                               env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    heard = b""
+    while b"/4000 reward" not in heard:
+        piece = os.read(process.stdout.fileno(), 1 << 16)
+        assert piece, heard.decode()
+        heard += piece
+    process.kill()
+    heard += process.stdout.read()  # until the rank too has ended
+    process.wait()
+    assert b"stopped after iteration" in heard and os.path.exists(tmp_path / "out" / "checkpoint" / "config.json")
+
+
 def test_a_warning_that_nobody_reads_ends_nothing(monkeypatch):
     """A worker fails while stderr is a pipe whose reader has gone."""
     read, write = os.pipe()
