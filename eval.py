@@ -2547,9 +2547,8 @@ def checked(row: dict) -> Problem:
     must(grader in list(ASK), f"no grader {grader!r}, there are {', '.join(ASK)}")
     must(isinstance(extra, dict), "extra is not an object")
     must(grader == "letter" or "choices" not in extra, 'choices need "grader": "letter"')
-    if grader in ("exact", "math", "short"):
-        answer = problem.answer = problem.answer.strip()
-        must(answer and "\\boxed" not in answer, f"no response could be {answer!r}: give the bare answer")
+    problem.answer = problem.answer.strip()
+    must(is_bare(problem), f"no response could be {problem.answer!r}: give the bare answer")
     lacks = [key for key in EXTRA.get(grader, []) if key not in extra]
     needed = ", ".join(f'"{key}": …' for key in lacks)
     must(not lacks, f'the grader {grader} needs "extra": {{{needed}}}')
@@ -2569,6 +2568,12 @@ def checked(row: dict) -> Problem:
     return problem
 
 
+def is_bare(problem: Problem) -> bool:
+    """Whether a response could match the answer, where the grader is one that compares texts."""
+    compares = problem.grader in ("exact", "math", "short")
+    return not compares or problem.answer.strip() != "" and "\\boxed" not in problem.answer
+
+
 def texts(value) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
@@ -2584,7 +2589,7 @@ def write_problems(file: str, problems: list[Problem]):
 def prepare(pool: list):
     """Write the mixes (see the table above). With a pool, what gives no gradient is left out. No split has
     what another has."""
-    candidates = {name: load(name, "train", CANDIDATES) for name in MIXES["paper"]}
+    candidates = {name: [*filter(is_bare, load(name, "train", CANDIDATES))] for name in MIXES["paper"]}
     mix = []
     for name, n in MIXES["paper"].items():
         found = with_spread(name, candidates[name], pool) if pool else candidates[name]

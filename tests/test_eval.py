@@ -518,3 +518,10 @@ def test_a_worker_alone(pool):
     down = alone(problem, [Worker("openai", "http://127.0.0.1:9/v1", "m", name="gone", attempts=1)], 0)
     assert down.error.startswith("gone: ") and (down.answer, down.calls) == ("", 0)
 
+
+def test_a_mix_has_no_problem_that_could_not_be_read_again(tmp_path, monkeypatch):
+    golds = ["2", "\\boxed{2}", " "]
+    monkeypatch.setattr(evaluation, "DATA", str(tmp_path))
+    monkeypatch.setattr(evaluation, "load", lambda name, *_: [Problem(f"{name}/{i}", "?", a, name, "short") for i, a in enumerate(golds)])
+    evaluation.prepare([])
+    assert {p.answer for p in evaluation.read_problems(str(tmp_path / "paper.jsonl"))} == {"2"}
