@@ -547,8 +547,8 @@ def warm_start(model, tokenizer, problems, pool, s: Settings):
             weights.append([0.1] * learned + [1.0] * len(written))
             too_long += len(written) > s.max_new_tokens
         if step == 0 and too_long > len(rows) / 2:
-            leave(f"train.py: most of the warm start's lessons, whose plan is the question, have more tokens "
-                  f"than --max_new_tokens={s.max_new_tokens}: raise it, or ask shorter questions")
+            leave("train.py: most of the warm start's lessons have more tokens than "
+                  f"--max_new_tokens={s.max_new_tokens}: raise it, or ask shorter questions")
         total = sum(sum(row) for row in weights)
         logprobs, _ = packed_logprobs(model, rows[rank::world], 1.5)
         weight = torch.tensor([w for row in weights[rank::world] for w in row], device=model.device)

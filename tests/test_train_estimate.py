@@ -214,7 +214,7 @@ def test_the_last_command_can_be_pasted(checkpoint, tmp_path, in_process, capsys
     rows = [{"question": question, "answer": "7", "kind": "odd"} for question in (odd, odd * 100)]
     (tmp_path / "odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     train.main([
-        "--preset=laptop", f"--init_from={checkpoint}", *TINY, "--max_new_tokens=16", f"--out={tmp_path}/out",
+        "--preset=laptop", f"--init_from={checkpoint}", *TINY, "--max_new_tokens=64", f"--out={tmp_path}/out",
         f"--test_data={tmp_path}/odd.jsonl", "--test=2"])
     command = capsys.readouterr().out.partition(" Next: ")[2]
     assert shlex.split(command) == [

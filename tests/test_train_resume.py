@@ -187,7 +187,7 @@ def test_ctrl_c_between_training_and_the_last_evaluation(moment, checkpoint, tmp
     """As above, where the signal comes in the last save, or after the last look for one, and before the
     evaluation's own handler."""
     real = getattr(train, moment)
-    monkeypatch.setattr(train, moment, lambda x: (real(x), os.kill(os.getpid(), signal.SIGINT)))
+    monkeypatch.setattr(train, moment, lambda *x: (real(*x), os.kill(os.getpid(), signal.SIGINT)))
     with pytest.raises(SystemExit, match=f"interrupted.*{tmp_path}/out/checkpoint"):
         train.main(["--preset=laptop", f"--out={tmp_path}/out", f"--init_from={checkpoint}", *TINY])
     assert weights(tmp_path / "out") and not os.path.exists(tmp_path / "out" / "test.json")
