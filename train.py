@@ -184,7 +184,7 @@ def train(s: "Settings", device: str):
         save_or_leave(run, s, iteration + 1, groups, steps, reasons)
 
     finish(run, s, reasons)
-    bill(run.pool, "in all")
+    bill(run.pool, "with the last evaluation")
     print0(f"{time.perf_counter() - began:.0f} s from start to end. Next: {try_it(run, s)}")
 
 
