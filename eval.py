@@ -59,8 +59,9 @@ from tqdm import tqdm
 from model import checkpoint_file, configure, read_json, write_json
 from workers import (ARITHMETIC, FACTS, LIMITS, LOCAL, ORDERS, SKILL, SPANISH, SPELLING, WorkerError,
                      load_pool, silent, unset_in, warn)
-from workflow import (SOLVE_IT, Prompting, Step, Task, Trace, Workflow, conduct, execute, load_conductor,
-                      model_conductor, pool_of, printable, shape, subset, warn_of_others, worker_conductor)
+from workflow import (SOLVE_IT, Prompting, Step, Task, Trace, Workflow, as_lists, conduct, execute,
+                      load_conductor, model_conductor, pool_of, printable, shape, subset, warn_of_others,
+                      worker_conductor)
 
 # -----------------------------------------------------------------------------------------------------------
 # Problems
@@ -1750,8 +1751,8 @@ def random_completion(question: str, rng: random.Random, n_workers: int, max_ste
     over the next name, which is one of many."""
     workflow = random_workflow(rng, n_workers, max_steps, prose)
     if prose:
-        return workflow.text(subtasks)
-    workers, others = workflow.text(subtasks).split("\n", 1)
+        return as_lists(workflow, subtasks)
+    workers, others = as_lists(workflow, subtasks).split("\n", 1)
     plan = question
     if names:
         plan += " " + ", ".join(f"{names[step.worker]} {step.worker}" for step in workflow.steps)

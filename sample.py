@@ -9,8 +9,8 @@ token to the model; its query q sees both parts, [shared prompt | own tokens], u
     w = softmax([q · K_prompt | q · K_own] / √D),    y = w_prompt · V_prompt + w_own · V_own
 
 This is `attend_shared`. The appendix has the `Grid`; its `prefill` computes the shared part. Finished rows go
-on drawing, and what they draw is ignored. Now and then `compact` drops them, as far as the grid stays a
-rectangle, and enlarges T, the places for own tokens that a step reads. Read workers.py next.
+on drawing in vain, until `compact` drops them, as far as the grid stays a rectangle. `compact` also enlarges
+T, the places for own tokens that a step reads. Read workers.py next.
 """
 import collections
 import contextlib
@@ -26,7 +26,7 @@ import torch
 
 from model import Qwen, Tokenizer, causal, compute_dtype, configure, matmul_fp32
 
-READ_AT_ONCE = 1 << 15  # the most prompt tokens, padding included, in one grid, whose cache takes gigabytes
+READ_AT_ONCE = 1 << 15  # prompt tokens in one grid, padding included: this bounds its cache
 CHECK = 8  # steps between looks at which rows have finished
 BUCKET = {"cuda": 128, "cpu": 32}  # steps from one `compact` to the next; a multiple of CHECK
 
@@ -34,41 +34,22 @@ BUCKET = {"cuda": 128, "cpu": 32}  # steps from one `compact` to the next; a mul
 @dataclass
 class Completion:
     tokens: list[int]  # the end token included when finished
-    logprobs: list[float]  # of each token, in the distribution it was drawn from; if greedy, at temperature 1
+    logprobs: list[float]  # of each token, by the distribution it was drawn from (greedy: at temperature 1)
     finished: bool  # False: cut off at max_new_tokens
 
 
-def generate(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: int = 1024,
-             temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, eos_id: int | list[int] = (),
-             seed: int = 0, n_ids: int | None = None, on_finish=None,
-             first: int = 0) -> list[list[Completion]]:
-    """n rollouts of each prompt, as [prompt][rollout]. Prompts are token ids, as Tokenizer.chat makes them.
+@torch.inference_mode()
+def generate_each(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: int = 1024,
+                  temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, eos_id: int | list[int] = (),
+                  seed: int = 0, n_ids: int | None = None, first: int = 0):
+    """n rollouts of each prompt. Prompts are token ids, as Tokenizer.chat makes them. Yields (prompt index,
+    rollout index, Completion) as rollouts end.
 
     eos_id: the token or tokens that end a rollout. n_ids: only ids below it are sampled, as Qwen2.5 pads its
-    vocabulary. on_finish(prompt index, rollout index, Completion) is called as rollouts finish.
-
-    first: the number of each prompt's first rollout. What is drawn depends only on the seed, the prompt, how
-    often the prompt stands before in `prompts`, and the rollout's number. So two ranks, with first=0 and
-    first=n, draw what one would with 2n rollouts."""
-    completions = [[None] * n for _ in prompts]
-    for i, j, completion in generate_each(model, prompts, n, max_new_tokens, temperature, top_p, top_k,
-                                          eos_id, seed, n_ids, first):
-        completions[i][j] = completion
-        if on_finish:
-            on_finish(i, j, completion)
-    return completions
-
-
-@torch.inference_mode()
-def generate_each(model, prompts, n=1, max_new_tokens=1024, temperature=1.0, top_p=1.0, top_k=0, eos_id=(),
-                  seed=0, n_ids=None, first=0):
-    """As `generate`, but yields (prompt index, rollout index, Completion) as soon as each has ended."""
-    if not prompts or not all(prompts) or n < 1 or max_new_tokens < 1:
-        raise ValueError("generate needs prompts, none of them empty, n >= 1 and max_new_tokens >= 1")
-    if not 0 <= temperature < math.inf or not 0 < top_p <= 1 or top_k < 0:
-        raise ValueError("generate needs temperature >= 0, 0 < top_p <= 1 and top_k >= 0, "
-                         f"not {temperature}, {top_p}, {top_k}")
-
+    vocabulary. first: the number of each prompt's first rollout. A draw depends only on the seed, the prompt
+    (and which repeat of it) and the rollout's number. So two ranks, with first=0 and first=n, draw what one
+    would with 2n rollouts."""
+    check_sampling(prompts, n, max_new_tokens, temperature, top_p, top_k)
     how = dict(temperature=temperature, top_p=top_p, top_k=top_k, n_ids=n_ids)  # for `draw`
     seeds = row_seeds(prompts, n, seed, first)
     at_once = max(1, READ_AT_ONCE // max(map(len, prompts)))
@@ -81,7 +62,7 @@ def generate_each(model, prompts, n=1, max_new_tokens=1024, temperature=1.0, top
             if last or count % CHECK == 0:
                 for number, completion in grid.harvest(last):
                     yield start + number // n, number % n, completion
-            if not grid.going:  # which is so after the last harvest
+            if not grid.going:
                 break
             if count % BUCKET[model.device.type] == 0:
                 compact(grid)
@@ -90,14 +71,14 @@ def generate_each(model, prompts, n=1, max_new_tokens=1024, temperature=1.0, top
 
 
 def attend_shared(grid, layer_idx, q, k, v):
-    """The newest token of each of the N = Q*R rows, q (N, H, 1, D), k and v (N, Hkv, 1, D), is stored as own
-    token number t - 1, where t is how many its row has. It attends to the P places of its prompt and to T
-    places for its row's own tokens; grid.mask is -inf at those that are padding or still empty. Two products
-    make the scores [prompt | own], one softmax goes over both, two products make the output (N, H, 1, D). G
-    query heads share a key-value head. `compact` has moved what goes on to the front of the cache."""
+    """The newest token of each of the N = Q*R rows, q (N, H, 1, D), k and v (N, Hkv, 1, D), is cached at own
+    place t - 1: every row has t tokens. It attends to the P places of its prompt and to T own places;
+    grid.mask is -inf at those that are padding or still empty. G query heads share a key-value head. Two
+    products make the scores [prompt | own], one softmax goes over both, two products make the output
+    (N, H, 1, D)."""
     Q, R, P, T, Hkv, D = grid.Q, grid.R, grid.P, grid.T, k.shape[1], grid.D
-    prompt_k, prompt_v = grid.prompt_kv[layer_idx][:, :Q]  # each (Q, Hkv, P, D)
-    own_kv = grid.own_kv[layer_idx][:, :Q * R, :, :T]  # (2, N, Hkv, T, D)
+    prompt_k, prompt_v = grid.prompt_kv[layer_idx]  # each (Q, Hkv, P, D)
+    own_kv = grid.own_kv[layer_idx][..., :T, :]  # (2, N, Hkv, T, D)
     own_kv.index_copy_(3, grid.t - 1, torch.stack((k, v)).to(own_kv.dtype))
     own_k, own_v = own_kv.unflatten(1, (Q, R))  # each (Q, R, Hkv, T, D)
     own_q = q.view(Q, R, Hkv, -1, D)  # (Q, R, Hkv, G, D)
@@ -105,8 +86,7 @@ def attend_shared(grid, layer_idx, q, k, v):
     prompt_q = own_q.transpose(1, 2).flatten(2, 3)  # (Q, Hkv, R*G, D): all rows look at one prompt
     prompt_scores = matmul_fp32(prompt_q, prompt_k.mT).view(Q, Hkv, R, -1, P)  # (Q, Hkv, R, G, P)
     scores = torch.cat((prompt_scores, own_scores.transpose(1, 2).contiguous()), -1)
-    mask = grid.mask[:, None, None, None, :P + T]
-    scores = torch.add(mask, scores, alpha=D ** -0.5)  # mask + scores / √D: (Q, Hkv, R, G, P + T)
+    scores = scores * D ** -0.5 + grid.mask[:, None, None, None, :P + T]  # (Q, Hkv, R, G, P + T)
     weights = scores.softmax(-1).to(own_kv.dtype)
     y = matmul_fp32(weights[..., P:].transpose(1, 2), own_v)  # (Q, R, Hkv, G, D)
     prompt_y = matmul_fp32(weights[..., :P].flatten(2, 3), prompt_v)  # (Q, Hkv, R*G, D)
@@ -116,6 +96,27 @@ def attend_shared(grid, layer_idx, q, k, v):
 
 # -----------------------------------------------------------------------------------------------------------
 # Appendix: the grid of rollouts and its KV cache, random numbers, CUDA graphs, the command line
+
+def generate(model, prompts, n=1, max_new_tokens=1024, temperature=1.0, top_p=1.0, top_k=0, eos_id=(), seed=0,
+             n_ids=None, on_finish=None, first=0) -> list[list[Completion]]:
+    """As `generate_each`, but returns all of them, as [prompt][rollout], after on_finish(prompt index, rollout
+    index, Completion) for each."""
+    completions = [[None] * n for _ in prompts]
+    for i, j, completion in generate_each(model, prompts, n, max_new_tokens, temperature, top_p, top_k,
+                                          eos_id, seed, n_ids, first):
+        completions[i][j] = completion
+        if on_finish:
+            on_finish(i, j, completion)
+    return completions
+
+
+def check_sampling(prompts, n, max_new_tokens, temperature, top_p, top_k):
+    if not prompts or not all(prompts) or n < 1 or max_new_tokens < 1:
+        raise ValueError("generate needs prompts, none of them empty, n >= 1 and max_new_tokens >= 1")
+    if not 0 <= temperature < math.inf or not 0 < top_p <= 1 or top_k < 0:
+        raise ValueError("generate needs temperature >= 0, 0 < top_p <= 1 and top_k >= 0, "
+                         f"not {temperature}, {top_p}, {top_k}")
+
 
 PREFILL_TOKENS = 8192  # prompt tokens that are computed at once
 PAD = {"cuda": 64, "cpu": 1}  # prompts are padded to a multiple of this, which tensor cores like
@@ -250,9 +251,11 @@ def compact(grid: Grid):
         grid.newest = grid.newest[cells]
         grid.prompt_length = grid.prompt_length[prompts]
         grid.mask = grid.mask[prompts]
-        for prompt_kv, own_kv in zip(grid.prompt_kv, grid.own_kv):
+        for i, (prompt_kv, own_kv) in enumerate(zip(grid.prompt_kv, grid.own_kv)):
             prompt_kv[:, :len(prompts)] = prompt_kv[:, prompts]
             own_kv[:, :len(cells), :, :grid.T] = own_kv[:, cells, :, :grid.T]
+            grid.prompt_kv[i] = prompt_kv[:, :len(prompts)]
+            grid.own_kv[i] = own_kv[:, :len(cells)]
         grid.Q, grid.R = len(prompts), R
     grid.T = min(grid.T + BUCKET[grid.device.type], grid.own_kv[0].shape[3])
     grid.steps = 0

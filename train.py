@@ -48,8 +48,8 @@ from model import Config, Qwen, Tokenizer, compute_dtype, configure, fetch
 from model import local_part, read_json, write_json, write_tensors
 from sample import PREFILL_TOKENS, READ_AT_ONCE, Completion
 from workers import LOCAL, Reply, WorkerError, load_pool, silent, unset_in
-from workflow import Prompting, Rollout, Task, Trace, Workflow, ask, model_conductor, parse, prompting_of
-from workflow import roll_out, warn_of_others
+from workflow import Prompting, Rollout, Task, Trace, Workflow, as_lists, ask, model_conductor, parse
+from workflow import prompting_of, roll_out, trace_to_json, warn_of_others
 
 # ------------------------------------------------------------------------------------------------------------
 # One iteration: first rounds, second rounds, reward, update. Then the run
@@ -499,7 +499,7 @@ def random_lesson(problem, rng: random.Random, pool, s: Settings) -> tuple[list[
         workflow = parse(completion, len(pool), s.max_steps, subtasks=s.subtasks)
         previous = Trace(problem.question, workflow, [], [Reply(response, 0, 0, 0.0, 0.0)])
         completion = random_completion(problem.question, rng, *form)
-        completion = rng.choice((completion, Workflow([]).text(s.subtasks)))
+        completion = rng.choice((completion, as_lists(Workflow([]), s.subtasks)))
     return ask(Task(problem.question, pool, previous), prompting_from(s)), completion
 
 
@@ -677,7 +677,7 @@ def write_traces(s: Settings, iteration: int, groups):
     with open(os.path.join(s.out, "traces", f"{iteration:05d}.jsonl"), "w") as f:
         for r in itertools.chain(*groups):
             problem = r.task.problem
-            told = {"trace": r.trace.to_json()} if r.trace else {"text": r.written}
+            told = {"trace": trace_to_json(r.trace)} if r.trace else {"text": r.written}
             row = {"problem": problem.id, "answer": problem.answer, "reward": r.reward, **told}
             f.write(json.dumps(row) + "\n")
 

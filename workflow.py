@@ -6,8 +6,9 @@
 
 The Conductor writes three Python lists: who (`model_id`), what (`subtasks`), and which earlier steps each may
 see (`access_list`). `messages` asks for them, `parse` reads them, `submit` runs them, a `Trace` is what
-happened, and `roll_out` does all of it for many questions. `conduct`, in the appendix, adds further rounds;
-in training train.second_rounds does. Workers, steps and rounds are counted from 0. Read grpo.py next."""
+happened, and `roll_out` does all of it for many questions: a round. Further rounds show the Conductor the
+answer (§3.2): in use by `conduct`, in the appendix, in training by train.second_rounds. Workers, steps and
+rounds are counted from 0. Read grpo.py next."""
 import ast
 import difflib
 import itertools
@@ -44,27 +45,13 @@ class Step:
     worker: int
     subtask: str
     access: list[int]  # the earlier steps whose subtask and response the worker sees
-    # The Conductor wrote ["all"], and access has all earlier steps; in a further round the worker also sees
-    # the answer of the round before.
-    wrote_all: bool = field(default=False, compare=False)
+    wrote_all: bool = field(default=False, compare=False)  # by "all": also the answer of the round before
 
 
 @dataclass
 class Workflow:
     steps: list[Step]
     written: str = field(default="", compare=False, repr=False)  # all that the Conductor wrote
-
-    def text(self, subtasks: bool = True) -> str:
-        """The lists as a Conductor writes them; parse(w.text(), …) == w if w was parsed. A step that sees
-        all before it has the access list ["all"] there."""
-        access = []
-        for i, step in enumerate(self.steps):
-            everything = step.wrote_all or (i > 0 and step.access == [*range(i)])
-            access.append('["all"]' if everything else str(step.access))
-        lines = [f"model_id = {[step.worker for step in self.steps]}"]
-        if subtasks:
-            lines.append(f"subtasks = [{', '.join(quoted(step.subtask) for step in self.steps)}]")
-        return "\n".join([*lines, f"access_list = [{', '.join(access)}]"])
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -79,9 +66,10 @@ class Prompting:
     max_steps: int = 5
     max_new_tokens: int = 1024
     named: bool = False  # each worker has a letter beside its number
-    dtype: str = ""  # of the checkpoint's computation: bf16, fp32, or "": as the device likes
-    pool: str = ""  # --pool of its training, and of its use too if it is a local one
-    workers: list[str] = field(default_factory=list)  # that pool's names: a Conductor knows only numbers
+    # what else conductor.json says
+    dtype: str = ""  # for computation: bf16, fp32, or "": as the device likes
+    pool: str = ""  # --pool in training; if it is a local one, also in use
+    workers: list[str] = field(default_factory=list)  # that pool's names, in the order of their numbers
 
 
 ROLE = """You conduct a team of language models. You never answer the question yourself: you write a workflow
@@ -102,25 +90,26 @@ lists of equal length: model_id, the models' numbers; subtasks, strings; access_
 show it all earlier steps, {indices}or [] to show it none."""  # indices: FINE_GRAINED or ""
 
 
-def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace | None" = None, style="full",
-             letters: str = "", examples: str = "ood", subtasks: bool = True) -> list[dict]:
+def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace | None" = None,
+             prompting: Prompting = Prompting(), letters: str = "") -> list[dict]:
     """The chat that asks the Conductor for a workflow, or, after the round `previous`, for one more (§3.2).
 
-    style, examples, subtasks: see Prompting. letters: one for each model, or "". In a subset of the pool
-    (§3.2) a model keeps its letter, not its number."""
+    letters: one for each model, or "". In a subset of the pool (§3.2) a model keeps its letter, not its
+    number."""
+    style, subtasks = prompting.style, prompting.subtasks
     if style == "short":
         chat = short_chat(question, n_workers, max_steps, letters)
         again = SHORT_AGAIN
     else:
         role = ROLE if subtasks else ROLE_WITHOUT_SUBTASKS
         parts = [role.format(max_steps=max_steps, indices=FINE_GRAINED if style == "fine-grained" else "")]
-        parts += shown_examples(style, examples, n_workers, max_steps, subtasks)
+        parts += shown_examples(style, prompting.examples, n_workers, max_steps, subtasks)
         models = [f"Model {i} ({letters[i]})" if letters else f"Model {i}" for i in range(n_workers)]
         parts.append(f"Question: {question}\n\nModels: {', '.join(models)}")
         chat = [{"role": "user", "content": "\n\n".join(parts)}]
         again = AGAIN
     for trace in (previous.rounds() if previous else []):
-        chat += [{"role": "assistant", "content": trace.workflow.written or trace.workflow.text(subtasks)},
+        chat += [{"role": "assistant", "content": trace.workflow.written or as_lists(trace.workflow, subtasks)},
                  {"role": "user", "content": again.format(answer=trace.answer, max_steps=max_steps)}]
     return chat
 
@@ -133,31 +122,13 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
     """The last valid workflow in a Conductor's completion: three lists in a row, in any order.
 
     allow_empty: empty lists are a workflow of no steps (§3.2: keep the answer). subtasks=False: there are
-    two lists, and every subtask is to solve the question. Linear in the text's length."""
-    order = ["model_id", "subtasks", "access_list"] if subtasks else ["model_id", "access_list"]
-    workflow = None
-    error = "model_id: the list is missing"
-    window = []  # the last len(order) lists, as (name, value): together they may be a workflow
-    for name, value in lists_in(text):
-        if name not in order:
-            continue
-        window = [*window, (name, value)][-len(order):]
-        try:  # This raises until the window holds every list once.
-            rows = checked_rows(dict(window), order, n_workers, max_steps, allow_empty)
-        except WorkflowError as e:
-            error = str(e)
-            continue
-        workflow = Workflow([], written=text)
-        for i, (worker, subtask, access) in enumerate(rows):
-            wrote_all = "all" in access
-            indices = [*range(i)] if wrote_all else sorted(set(access))
-            workflow.steps.append(Step(worker, subtask, indices, wrote_all))
-        # In the prompt's order access_list is the last list: clear the window, lest a following workflow that
-        # is cut off use these lists as well. In any other order the end is unknown: keep the window.
-        if [name for name, _ in window] == order:
-            window = []
-    if workflow is None:
-        raise WorkflowError(error)
+    two lists, and every subtask is to solve the question."""
+    names = ["model_id", "subtasks", "access_list"] if subtasks else ["model_id", "access_list"]
+    workflow = Workflow([], written=text)
+    for i, (worker, subtask, access) in enumerate(last_rows(text, names, n_workers, max_steps, allow_empty)):
+        wrote_all = "all" in access
+        indices = [*range(i)] if wrote_all else sorted(set(access))
+        workflow.steps.append(Step(worker, subtask, indices, wrote_all))
     return workflow
 
 
@@ -171,8 +142,9 @@ class Task:
     pool: list  # the workers it may use: objects with name, letter and chat(messages, call_id, **options)
     previous: "Trace | None" = None  # the round before
     problem: object = None  # eval.py's Problem, which the grader gets
-    name: str = ""  # prefix of its calls' ids for --replay ("": none is kept); a question's rounds share it
-    last_call: dict = field(default_factory=dict)  # the server's, for the last step: on_text, max_tokens, …
+    name: str = ""  # begins its calls' ids, in all rounds; "": --replay keeps none
+    # for the server and the command line
+    last_call: dict = field(default_factory=dict)  # options of the last step's call: on_text, max_tokens, …
     before_step: object = lambda i, name: None  # called before step i; its WorkerError ends the workflow
 
 
@@ -187,7 +159,7 @@ class Trace:
     error: str | None = None  # why there is no answer; then the rollout is left out of training
     previous: "Trace | None" = None  # the round before
     right: bool | None = None  # what the grader says of the answer; None: nobody graded, or a call was lost
-    bad_request: bool = False  # the last step's request, or the question's length, is at fault (HTTP 400)
+    bad_request: bool = False  # after an error: the request, or the question's length, is at fault (HTTP 400)
 
     @property
     def responses(self) -> list[str]:
@@ -205,27 +177,22 @@ class Trace:
         return [*(self.previous.rounds() if self.previous else []), self]
 
     @property
-    def used(self) -> list[Reply]:
+    def all_replies(self) -> list[Reply]:
         return [reply for trace in self.rounds() for reply in trace.replies if reply]
 
     @property
     def calls(self) -> int:
-        return len(self.used)
+        return len(self.all_replies)
 
     @property
     def tokens(self) -> int:
-        return sum(reply.prompt_tokens + reply.completion_tokens for reply in self.used)
+        return sum(reply.prompt_tokens + reply.completion_tokens for reply in self.all_replies)
 
     @property
     def cost(self) -> float | None:
         """Dollars; None where one of the calls has an unknown cost."""
-        costs = [reply.cost for reply in self.used]
+        costs = [reply.cost for reply in self.all_replies]
         return None if None in costs else sum(costs)
-
-    def to_json(self) -> dict:
-        """A dict for json.dumps; `trace_from` makes an equal trace of it."""
-        return {**asdict(self), "answer": self.answer, "calls": self.calls, "tokens": self.tokens,
-                "cost": self.cost}
 
 
 def worker_chat(question: str, turns: list[tuple[str, str]], subtask: str) -> list[dict]:
@@ -241,25 +208,16 @@ def worker_chat(question: str, turns: list[tuple[str, str]], subtask: str) -> li
 
 def submit(workflow: Workflow, task: Task, number: int = 0, is_stopped=lambda: False,
            on_end=lambda trace: trace) -> Future:
-    """Start a workflow. Returns a future of on_end(trace), which is the trace unless given. A WorkerError is
-    not raised but becomes Trace.error; any other exception, a bug, is raised by the future.
+    """Start a workflow. Returns a future of on_end(trace), by default the trace. A WorkerError becomes
+    Trace.error; any other exception, a bug, is raised by the future. number: the rollout's, for calls' ids.
 
-    Each step is a job (`in_thread`) that first waits for the steps of its access list. Jobs start in the
-    order of the steps, so what a job waits for has started: there is no deadlock. After an error, or once
-    is_stopped(), no further step starts; the running calls are awaited, so that their cost is counted.
-    number: the rollout's, for the calls' ids."""
-    steps, previous = workflow.steps, task.previous
-    if not steps and previous is None:
-        raise ValueError("a workflow without steps keeps the previous answer, but there is none")
-    for i, step in enumerate(steps):  # `parse` has seen to this.
-        if not 0 <= step.worker < len(task.pool) or not {*step.access} <= {*range(i)}:
-            raise ValueError(f"step {i} has no worker of the pool, or sees what is no earlier step: {step}")
+    Each step is a job (`in_thread`) that first waits for the steps that it sees. Jobs start in the order of
+    the steps, and wait only for earlier ones: there is no deadlock. After an error, or once is_stopped(), no
+    further step starts; the running calls are awaited, so that their cost is counted."""
+    check_steps(workflow, task)
+    steps = workflow.steps
     names = [task.pool[step.worker].name for step in steps]
-    trace = Trace(task.question, workflow, names, [None] * len(steps), previous=previous)
-    past_answer = []  # what steps with "all" see first: the last turn of the newest round that has steps
-    if previous:  # The first round always has some.
-        newest = [t for t in previous.rounds() if t.replies][-1]
-        past_answer = [(newest.workflow.steps[-1].subtask, newest.answer)]
+    trace = Trace(task.question, workflow, names, [None] * len(steps), previous=task.previous)
     begun = time.monotonic()
     futures = []  # of the steps
 
@@ -272,14 +230,14 @@ def submit(workflow: Workflow, task: Task, number: int = 0, is_stopped=lambda: F
             return
         turns = [(steps[j].subtask, trace.replies[j].text) for j in step.access]
         if step.wrote_all:
-            turns = past_answer + turns
+            turns = last_turn(task.previous) + turns
         chat = worker_chat(task.question, turns, step.subtask)
         is_last = i == len(steps) - 1
-        call_id = f"{task.name}/{number}/{len(trace.rounds()) - 1}/{i}" if task.name else ""
         options = task.last_call if is_last else {}
         try:
             task.before_step(i, names[i])
-            trace.replies[i] = task.pool[step.worker].chat(chat, call_id=call_id, **options)
+            worker = task.pool[step.worker]
+            trace.replies[i] = worker.chat(chat, call_id=id_of_call(trace, task.name, number, i), **options)
         except WorkerError as e:
             trace.error = f"step {i}: {e}"
             trace.bad_request = e.bad_request and is_last
@@ -302,13 +260,13 @@ class Rollout:
     """One completion and all that becomes of it, from its tokens to its advantage."""
     task: Task
     written: str  # what the Conductor wrote
-    prompt: list[int] = field(default_factory=list)  # empty if a worker wrote it, or nothing was written
-    completion: Completion | None = None  # the tokens of `written`; None in the same cases
+    prompt: list[int] = field(default_factory=list)  # empty unless a model wrote it
+    completion: Completion | None = None  # the tokens of `written`; None unless a model wrote it
     trace: Trace | None = None  # None: what was written is no workflow
-    invalid: str = ""  # and why it is none
+    invalid: str = ""  # why it is none
     reward: float | None = None  # set in train.py (§3.1); None: a call was lost
     advantage: float = 0.0  # set in grpo.py (Eq. 2)
-    importance: list[float] | None = None  # the tokens' weights π_trainer / π_sampler (grpo.set_importance)
+    importance: list[float] | None = None  # weights of the tokens (grpo.set_importance), an option
 
     @property
     def right(self) -> bool | None:
@@ -325,42 +283,35 @@ class Rollout:
 
 
 def model_conductor(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature=1.0, seed=0):
-    """A model as the `conductor` of roll_out. A prompt that it cannot read is an error of that chat alone."""
+    """A model as the `conductor` of roll_out. Too long a prompt is an error of its chat alone."""
     room = model.config.max_position_embeddings - prompting.max_new_tokens
 
     def conductor(chats, n, first):
         prompts = [tokenizer.chat(chat) for chat in chats]
         fits = [i for i, prompt in enumerate(prompts) if len(prompt) <= room]
-        for i in {*range(len(prompts))} - {*fits}:
-            why = f"the prompt has {len(prompts[i])} tokens, and the Conductor can read {room}"
-            for j in range(n):
-                yield i, j, WorkerError(why, bad_request=True)
-        if not fits:
-            return
-        written = generate_each(model, [prompts[i] for i in fits], n, prompting.max_new_tokens, temperature,
-                                eos_id=tokenizer.end_ids, seed=seed, n_ids=len(tokenizer), first=first)
-        for k, j, completion in written:
-            i = fits[k]
-            yield i, j, tokenizer.decode(completion.tokens), prompts[i], completion
+        yield from too_long(prompts, room, n)
+        if fits:
+            written = generate_each(model, [prompts[i] for i in fits], n, prompting.max_new_tokens, temperature,
+                                    eos_id=tokenizer.end_ids, seed=seed, n_ids=len(tokenizer), first=first)
+            for k, j, completion in written:
+                yield fits[k], j, tokenizer.decode(completion.tokens), prompts[fits[k]], completion
     return conductor
 
 
 def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Prompting(), grade=None,
              edit=None, first: int = 0, on_finish=None) -> list[list[Rollout]]:
     """n rollouts of each task, as [task][rollout]. A workflow runs as soon as it is written, and is graded as
-    soon as it has run, while others are being written. Its path: conductor → parse → submit → its steps, in
-    threads → complete → grade.
+    soon as it has run, while others are being written.
 
     conductor: see above. grade(task.problem, answer) -> bool; without it no answer is right or wrong.
     edit(workflow) -> workflow, for ablations. first: the number of each task's first rollout.
-    on_finish(rollout) is called from any thread. An exception in one of these functions, or a worker's other
-    than WorkerError, is raised here, and no further step starts."""
+    on_finish(rollout) is called from any thread. Any exception but a WorkerError is raised here, and no
+    further step starts."""
     groups = [[None] * n for _ in tasks]
     if not tasks or not n:
         return groups
     running = []  # the workflows' futures
     failed = threading.Event()  # set once a workflow has raised: no further step starts
-    missing = {*itertools.product(range(len(tasks)), range(n))}
 
     def note_failure(ended):
         if ended.exception():
@@ -375,18 +326,13 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
 
     try:
         chats = [ask(task, prompting) for task in tasks]  # by `messages`
-        for i, j, written, *tokens in conductor(chats, n, first):
+        for i, j, written, *tokens in once_each(conductor(chats, n, first), len(chats), n):
             if failed.is_set():
                 break
-            if (i, j) not in missing:
-                raise ValueError(f"the conductor wrote completion {j} of chat {i} twice, or unasked")
-            missing.remove((i, j))
             task = tasks[i]
             rollout = groups[i][j] = Rollout(task, written, *tokens)
             if isinstance(written, WorkerError):
-                rollout.written = ""
-                complete(rollout, Trace(task.question, Workflow([]), [], [], error=str(written),
-                                        previous=task.previous, bad_request=written.bad_request))
+                complete(rollout, unwritten(rollout))
                 continue
             try:
                 workflow = parse(written, len(task.pool), prompting.max_steps, subtasks=prompting.subtasks,
@@ -401,8 +347,6 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
             future.add_done_callback(note_failure)
             running.append(future)
         wait_for_all(running)  # raises what a workflow has raised
-        if missing:
-            raise ValueError(f"the conductor has not written (chat, completion) {sorted(missing)[:9]}")
     except BaseException:
         failed.set()
         raise
@@ -416,8 +360,55 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
 def ask(task: Task, prompting: Prompting) -> list[dict]:
     """The chat that asks a Conductor, in the way it knows, for a workflow."""
     letters = "".join(worker.letter for worker in task.pool) if prompting.named else ""
-    return messages(task.question, len(task.pool), prompting.max_steps, task.previous, prompting.style,
-                    letters, prompting.examples, prompting.subtasks)
+    return messages(task.question, len(task.pool), prompting.max_steps, task.previous, prompting, letters)
+
+
+def too_long(prompts: list[list[int]], room: int, n: int):
+    """Yield what a conductor says of prompts of more than `room` tokens."""
+    for i, prompt in enumerate(prompts):
+        why = f"the prompt has {len(prompt)} tokens, and the Conductor can read {room}"
+        if len(prompt) > room:
+            yield from ((i, j, WorkerError(why, bad_request=True)) for j in range(n))
+
+
+def unwritten(rollout: Rollout) -> Trace:
+    """The trace of a rollout whose text is the WorkerError with which the conductor failed."""
+    error, rollout.written = rollout.written, ""
+    return Trace(rollout.task.question, Workflow([]), [], [], error=str(error), previous=rollout.task.previous,
+                 bad_request=error.bad_request)
+
+
+def last_turn(previous: Trace | None) -> list[tuple[str, str]]:
+    """The subtask and response that made the answer of the round before, which steps with "all" see first."""
+    rounds = previous.rounds() if previous else []
+    with_steps = [trace for trace in rounds if trace.replies]  # of which the first round always has some
+    return [(trace.workflow.steps[-1].subtask, trace.answer) for trace in with_steps[-1:]]
+
+
+def id_of_call(trace: Trace, name: str, number: int, step: int) -> str:
+    """By which --replay knows a call; "" without a name."""
+    return f"{name}/{number}/{len(trace.rounds()) - 1}/{step}" if name else ""
+
+
+def check_steps(workflow: Workflow, task: Task):
+    """ValueError for a workflow, made by hand, that `parse` would not have let pass."""
+    if not workflow.steps and task.previous is None:
+        raise ValueError("a workflow without steps keeps the previous answer, but there is none")
+    for i, step in enumerate(workflow.steps):
+        if not 0 <= step.worker < len(task.pool) or not {*step.access} <= {*range(i)}:
+            raise ValueError(f"step {i} has no worker of the pool, or sees what is no earlier step: {step}")
+
+
+def once_each(written, chats: int, n: int):
+    """What a conductor yields. ValueError unless it writes each of the n completions of each chat once."""
+    missing = {*itertools.product(range(chats), range(n))}
+    for i, j, *rest in written:
+        if (i, j) not in missing:
+            raise ValueError(f"the conductor wrote completion {j} of chat {i} twice, or unasked")
+        missing.remove((i, j))
+        yield i, j, *rest
+    if missing:
+        raise ValueError(f"the conductor has not written (chat, completion) {sorted(missing)[:9]}")
 
 
 def execute(workflow: Workflow, question: str, pool: list, previous=None, name="") -> "Trace":
@@ -571,6 +562,29 @@ def read_list(text: str, start: int) -> tuple[list | str, int]:
         return getattr(e, "msg", str(e)), end
 
 
+def last_rows(text: str, names: list[str], n_workers: int, max_steps: int, allow_empty: bool) -> list[tuple]:
+    """(worker, subtask, access list) of each step of the last valid workflow. WorkflowError without any."""
+    rows = None
+    error = "model_id: the list is missing"
+    window = []  # the last len(names) lists, as (name, value): together they may be a workflow
+    for name, value in lists_in(text):
+        if name not in names:
+            continue
+        window = [*window, (name, value)][-len(names):]
+        try:  # This raises until the window holds every list once.
+            rows = checked_rows(dict(window), names, n_workers, max_steps, allow_empty)
+        except WorkflowError as e:
+            error = str(e)
+            continue
+        # In the prompt's order access_list is the last list: clear the window, so that a following workflow
+        # that is cut off cannot use these lists too. In any other order the end is unknown: keep the window.
+        if [name for name, _ in window] == names:
+            window = []
+    if rows is None:
+        raise WorkflowError(error)
+    return rows
+
+
 def checked_rows(found: dict, names: list[str], n_workers: int, max_steps: int, allow_empty: bool):
     """(worker, subtask, access list) of each step. found: by name, each list or in words why it is none.
     WorkflowError if they are not all there, or make no workflow."""
@@ -597,6 +611,20 @@ def checked_rows(found: dict, names: list[str], n_workers: int, max_steps: int, 
             if j != "all" and (type(j) is not int or not 0 <= j < i):
                 raise WorkflowError(f"access_list: step {i} reads {j!r:.20}, no earlier step")
     return rows
+
+
+def as_lists(workflow: Workflow, subtasks: bool = True) -> str:
+    """The lists as a Conductor writes them, with ["all"] for all earlier steps. What was parsed is parsed
+    alike again."""
+    steps = workflow.steps
+    access = []
+    for i, step in enumerate(steps):
+        everything = step.wrote_all or (i > 0 and step.access == [*range(i)])
+        access.append('["all"]' if everything else str(step.access))
+    lines = [f"model_id = {[step.worker for step in steps]}"]
+    if subtasks:
+        lines.append(f"subtasks = [{', '.join(quoted(step.subtask) for step in steps)}]")
+    return "\n".join([*lines, f"access_list = [{', '.join(access)}]"])
 
 
 def quoted(text: str) -> str:
@@ -724,7 +752,7 @@ def shown_examples(style: str, which: str, n_workers: int, max_steps: int, subta
     for question, plan, *rows in EXAMPLES[which]:
         if len(rows) <= max_steps and style != "zero-shot":
             steps = [Step(worker % n_workers, subtask, [], sees == "all") for worker, subtask, sees in rows]
-            shown.append(f"Example question: {question}\n\n{plan}\n{Workflow(steps).text(subtasks)}")
+            shown.append(f"Example question: {question}\n\n{plan}\n{as_lists(Workflow(steps), subtasks)}")
     return shown
 
 
@@ -809,8 +837,14 @@ def printable(text: str) -> str:
     return re.sub(commands, "\ufffd", text.replace("\r\n", "\n"))
 
 
+def trace_to_json(trace: Trace) -> dict:
+    """A dict for json.dumps; `trace_from` makes an equal trace of it."""
+    return {**asdict(trace), "answer": trace.answer, "calls": trace.calls, "tokens": trace.tokens,
+            "cost": trace.cost}
+
+
 def trace_from(d: dict) -> Trace:
-    """The trace of which Trace.to_json made d."""
+    """The trace of which trace_to_json made d."""
     workflow = Workflow([Step(**step) for step in d["workflow"]["steps"]], d["workflow"]["written"])
     replies = [reply and Reply(**reply) for reply in d["replies"]]
     previous = d["previous"] and trace_from(d["previous"])
@@ -910,10 +944,10 @@ def conductor_server(conductor, pool: list, prompting: Prompting, rounds: int, p
             if trace.error:
                 is_clients = trace.bad_request and (wishes or not trace.workflow.steps)
                 return self.fail(400 if is_clients else 502, trace.error, retry=False)
-            n_in = sum(reply.prompt_tokens for reply in trace.used)
+            n_in = sum(reply.prompt_tokens for reply in trace.all_replies)
             usage = {"prompt_tokens": n_in, "completion_tokens": trace.tokens - n_in,
                      "total_tokens": trace.tokens, "cost": trace.cost}
-            finish = "length" if trace.used[-1].finish == "length" else "stop"
+            finish = "length" if trace.all_replies[-1].finish == "length" else "stop"
             if not streamed:
                 return self.reply(trace.answer, finish, usage)
             self.end_stream(finish, usage)

@@ -19,7 +19,7 @@ from eval import (PHRASES, Problem, accuracies, alone, baselines, central, draw_
                   best_chance, random_completion, random_workflow, router, run_conductor, train_router)
 from sample import Completion
 from workers import SPELLING, Reply, Worker, WorkerError, load_pool
-from workflow import Prompting, Step, Task, Workflow, execute, model_conductor, parse, submit
+from workflow import Prompting, Step, Task, Workflow, as_lists, execute, model_conductor, parse, submit
 
 CALCULATOR, TRANSLATOR, LIBRARIAN, CODER, GENERALIST = range(5)
 SIMPLE = ("arithmetic", "fact", "string", "number")
@@ -276,7 +276,7 @@ def test_the_gold_answer_never_leaves(monkeypatch):
     problems = [Problem("CANARY", p.question, "CANARY", "CANARY") for p in load("laptop", "test", 16)]
     pool = load_pool("local", local_url=f"http://127.0.0.1:{server.server_address[1]}/v1")
     workflows = {p.question: chain(p) for p in load("laptop", "test", 16)}
-    traces, _ = conduct(monkeypatch, lambda question: workflows[question].text(), problems, pool)
+    traces, _ = conduct(monkeypatch, lambda question: as_lists(workflows[question]), problems, pool)
     baselines(problems, pool)
     server.shutdown()
     server.server_close()
@@ -328,7 +328,7 @@ def test_random_workflows_are_the_ones_that_the_laptop_world_is_learned_with():
     for seed, (n, steps) in itertools.product(range(20), ((5, 5), (8, 5), (3, 2), (1, 1))):
         rng = random.Random(f"{seed} {n}")
         for _ in range(50):
-            found += [random_workflow(rng, n, steps).text(), random_completion("What is 7 * 8?", rng, n, steps),
+            found += [as_lists(random_workflow(rng, n, steps)), random_completion("What is 7 * 8?", rng, n, steps),
                       random_completion("Q?", rng, n, steps, "ABCDEFGH"[:n])]
     assert hashlib.sha256("\n".join(found).encode()).hexdigest() == "c2fdf597f2afe031c46d39dde90b53a9fde9688df1033b48a70733b8437fbab5"
 
@@ -366,7 +366,7 @@ def test_the_conductors_workflows_are_run_in_order(pool, monkeypatch):
     asked = {p.question: p for p in problems}
 
     def write(question):
-        return "I would rather not." if asked[question].kind == "number" else f"A plan.\n{chain(asked[question]).text()}"
+        return "I would rather not." if asked[question].kind == "number" else f"A plan.\n{as_lists(chain(asked[question]))}"
 
     traces, script = conduct(monkeypatch, write, problems, pool)
     assert sum(script.batches) == 72
@@ -384,7 +384,7 @@ def test_the_conductors_workflows_are_run_in_order(pool, monkeypatch):
 def test_rounds_go_on_until_an_answer_is_kept(pool, monkeypatch):
     """Of four questions one is right at once and kept, one is kept wrong, one is mended in the second round, one writes no second workflow."""
     problems = [Problem(str(i), f"What is 6 * {i}?", str(6 * i), "arithmetic") for i in (3, 4, 5, 6)]
-    good, bad, empty = *(Workflow([Step(w, "Work it out.", [])]).text() for w in (0, 3)), Workflow([]).text()
+    good, bad, empty = *(as_lists(Workflow([Step(w, "Work it out.", [])])) for w in (0, 3)), as_lists(Workflow([]))
     turns = {"3": [good, empty, bad], "4": [bad, empty], "5": [bad, good, empty], "6": [bad, "Never mind.", good]}
 
     def write(prompt):
@@ -504,7 +504,7 @@ def test_what_each_system_asks():
 
 def test_every_call_of_a_conductor_has_its_own_name(monkeypatch):
     """Problems, rounds and steps: with a replay file each is kept apart."""
-    Sees.asked, text = [], Workflow([Step(0, "Do.", []), Step(0, "Check.", [0])]).text()
+    Sees.asked, text = [], as_lists(Workflow([Step(0, "Do.", []), Step(0, "Check.", [0])]))
     problems = [Problem(str(i), "Why?", "", "k") for i in range(3)]
     conduct(monkeypatch, lambda question: text, problems, [Sees("openai", "http://127.0.0.1:9/v1", "a")], rounds=1)
     assert len({call_id for *_, call_id, _ in Sees.asked}) == len(Sees.asked) == 3 * 2 * 2

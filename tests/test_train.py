@@ -22,7 +22,7 @@ from model import Qwen, Tokenizer, read_json
 from sample import Completion, generate
 from train import PRESETS, Settings, ablation, prompting_from, schedule, tiny_tokenizer
 from train_runs import TINY, in_pairs, metrics, recount, rollouts, runs, timeless, weights
-from workflow import Rollout, Step, Task, Trace, Workflow, WorkflowError, messages, parse
+from workflow import Prompting, Rollout, Step, Task, Trace, Workflow, WorkflowError, as_lists, messages, parse
 
 # ------------------------------------------------------------------------------------------------------------
 # Parts
@@ -54,7 +54,7 @@ def test_the_papers_preset_has_the_papers_numbers():
 def tokenizer():
     rng, texts = random.Random(3), []
     for p in load("laptop", "train", 1600):
-        texts += [m["role"] + "\n" + m["content"] for m in messages(p.question, 5, style="short")]
+        texts += [m["role"] + "\n" + m["content"] for m in messages(p.question, 5, prompting=Prompting("short"))]
         texts += ["assistant\n" + random_completion(p.question, rng, 5)]
     return tiny_tokenizer(texts)
 
@@ -270,7 +270,7 @@ def test_the_checkpoint_loads_in_transformers(checkpoint):
     model, tokenizer = Qwen.from_pretrained(checkpoint), Tokenizer.from_pretrained(checkpoint)
     asked = prompting_from(Settings(max_new_tokens=64))
     assert read_json(f"{checkpoint}/conductor.json") == {**asdict(asked), "dtype": "fp32", "workers": workers.LOCAL["local"]}
-    chat = messages("What is veintitrés * 39?", 5, style="short")
+    chat = messages("What is veintitrés * 39?", 5, prompting=Prompting("short"))
     ids = tokenizer.chat(chat)
     assert ids_of.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) == ids
     text = random_completion("What is veintitrés * 39?", random.Random(0), 5)
@@ -452,7 +452,7 @@ def test_lessons_of_the_warm_start():
         1, 2}
     tokenizer = tiny_tokenizer(texts)
     assert [tokenizer.decode([i]) for i in tokenizer.encode(" A 1, B 2")] == [" A", " 1", ",", " B", " 2"]
-    assert len(tokenizer.encode(Workflow([]).text())) == 1
+    assert len(tokenizer.encode(as_lists(Workflow([])))) == 1
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import workflow as wf
 from sample import Completion
 from test_workflow_parse import GOOD, lists
 from workers import SPECIALISTS, Reply, WorkerError, load_pool
-from workflow import Prompting, Step, Task, Workflow, execute, messages, parse, submit
+from workflow import Prompting, Step, Task, Workflow, as_lists, execute, messages, parse, submit
 
 # ------------------------------------------------------------------------------------------------------------
 # The prompt
@@ -39,16 +39,16 @@ def test_the_examples_are_workflows(n_workers, max_steps):
 @pytest.mark.parametrize("examples", ["ood", "in", "mixed"])
 def test_few_shot_examples_to_choose(examples):
     """Four workflows of different lengths that use every model; the mix is half of each (Table 4)."""
-    shown = messages("Why?", 7, examples=examples)[0]["content"].split("Example question: ")[1:]
+    shown = messages("Why?", 7, prompting=Prompting(examples=examples))[0]["content"].split("Example question: ")[1:]
     workflows = [parse(text, 7) for text in shown]
     assert sorted(len(w.steps) for w in workflows) == [1, 2, 3, 4]
     if examples == "mixed":
-        ood, near = (messages("Why?", 7, examples=which)[0]["content"] for which in ("ood", "in"))
+        ood, near = (messages("Why?", 7, prompting=Prompting(examples=which))[0]["content"] for which in ("ood", "in"))
         assert [sum(text.split("\n")[0] in prompt for text in shown) for prompt in (ood, near)] == [2, 2]
     else:
         assert {s.worker for w in workflows for s in w.steps} == set(range(7))
     with pytest.raises(ValueError, match="examples 'far': there are ood, in, mixed"):
-        messages("Why?", 3, examples="far")
+        messages("Why?", 3, prompting=Prompting(examples="far"))
 
 
 def test_a_prompt_without_subtasks():
@@ -66,19 +66,19 @@ def test_a_prompt_without_subtasks():
 
 
 def test_styles():
-    assert messages("Why?", 3, 4, style="short") == [{"role": "system", "content": "3 models, 4 steps."},
+    assert messages("Why?", 3, 4, prompting=Prompting("short")) == [{"role": "system", "content": "3 models, 4 steps."},
                                                      {"role": "user", "content": "Why?"}]
-    named = messages("Why?", 3, 4, style="short", letters="ACH")
+    named = messages("Why?", 3, 4, prompting=Prompting("short"), letters="ACH")
     assert named[0]["content"] == "Models A 0 C 1 H 2, 4 steps."
     content = messages("Why?", 3, letters="ACH")[0]["content"]
     assert content.endswith("\n\nModels: Model 0 (A), Model 1 (C), Model 2 (H)")
-    full, zero, fine = (messages("Why?", 3, style=s)[0]["content"]
+    full, zero, fine = (messages("Why?", 3, prompting=Prompting(s))[0]["content"]
                         for s in ("full", "zero-shot", "fine-grained"))
     assert "Example question" not in zero
     assert zero.split("\n\n")[0] == full.split("\n\n")[0]
     assert "such as [0, 2]" in fine and "such as" not in full
     with pytest.raises(ValueError, match="style 'shrot'"):
-        messages("Why?", 3, style="shrot")
+        messages("Why?", 3, prompting=Prompting("shrot"))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def test_traces_round_trip_and_replay(tmp_path):
         first = execute(parse(GOOD, 2), "Why?", pool)
         second = execute(parse(GOOD, 2), "Why?", pool, first)
         second.bad_request = True  # every field comes back
-        again = wf.trace_from(json.loads(json.dumps(second.to_json())))
+        again = wf.trace_from(json.loads(json.dumps(wf.trace_to_json(second))))
         assert again == second
         assert again.rounds()[0].workflow.written == GOOD and again.workflow.steps[1].wrote_all
         before, _ = list(wire.seen), wire.seen.clear()
@@ -300,7 +300,7 @@ def test_some_of_a_pool():
     pool = load_pool("local", "http://127.0.0.1:9/v1")
     some = wf.subset(pool, "coder, translator")
     assert [w.name for w in some] == ["translator", "coder"] and wf.subset(pool, "") == pool
-    [system, _] = wf.ask(Task("Why?", some), Prompting(style="short", named=True))
+    [system, _] = wf.ask(Task("Why?", some), Prompting("short", named=True))
     assert system["content"] == "Models B 0 D 1, 5 steps."
     assert wf.ask(Task("Why?", some), Prompting()) == messages("Why?", 2)
     with pytest.raises(ValueError, match="no worker 'poet'; the pool has calculator, translator"):
@@ -333,7 +333,7 @@ def test_the_five_modes_of_the_local_specialists(question, steps, responses, tmp
     workflow = Workflow([Step(names.index(m), task, [*range(i)] if sees == "all" else sees, sees == "all")
                          for i, (m, task, sees) in enumerate(steps)])
     with Wire(lambda model, chat: SPECIALISTS[model](chat)) as wire:
-        trace = execute(parse(workflow.text(), len(names)), question, pool_of(tmp_path, wire.url, names))
+        trace = execute(parse(as_lists(workflow), len(names)), question, pool_of(tmp_path, wire.url, names))
     assert trace.error is None and trace.responses == responses and len(wire.seen) == len(steps)
     for (model, task, _), step in zip(steps, workflow.steps):
         [chat] = [chat for m, chat in wire.seen if m == model and heard(chat)[2] == task]

@@ -11,7 +11,7 @@ import time
 import pytest
 
 import workflow as wf
-from workflow import Step, Workflow, WorkflowError, messages, parse
+from workflow import Step, Workflow, WorkflowError, as_lists, messages, parse
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 GOOD = ('I would ask two.\nmodel_id = [1, 0]\nsubtasks = ["Solve it.", "Check it."]\n'
@@ -184,8 +184,8 @@ def test_parse_refuses_what_is_no_plan_for_this_question(text, reason):
 def test_the_prompt_without_subtasks():
     """Two lists make a workflow (App. B.7); a third is passed over, and every worker is told the same."""
     told = Workflow([Step(1, wf.SOLVE_IT, []), Step(0, wf.SOLVE_IT, [0])])
-    assert parse(told.text(subtasks=False), 2, subtasks=False) == parse(GOOD, 2, subtasks=False) == told
-    assert "subtasks" not in told.text(subtasks=False)
+    assert parse(as_lists(told, subtasks=False), 2, subtasks=False) == parse(GOOD, 2, subtasks=False) == told
+    assert "subtasks" not in as_lists(told, subtasks=False)
     with pytest.raises(WorkflowError, match="access_list: the list is missing"):
         parse("model_id = [1]", 2, subtasks=False)
 
@@ -264,8 +264,8 @@ def test_text_is_parsed_back():
         steps = [Step(rng.randrange(9), "".join(rng.choices(PIECES, k=rng.randrange(12))),
                       sorted(rng.sample(range(i), rng.randrange(i + 1))))
                  for i in range(rng.randrange(6))]
-        assert parse("Plan.\n" + Workflow(steps).text(), 9,
-                     allow_empty=True) == Workflow(steps), Workflow(steps).text()
+        assert parse("Plan.\n" + as_lists(Workflow(steps)), 9,
+                     allow_empty=True) == Workflow(steps), as_lists(Workflow(steps))
 
 
 def test_fuzz():
@@ -289,7 +289,7 @@ def test_fuzz():
             assert re.match("(model_id|subtasks|access_list|the lists differ)", str(e))
             continue
         parsed += 1
-        assert len(w.steps) <= 5 and parse(w.text(), 7, allow_empty=True) == w
+        assert len(w.steps) <= 5 and parse(as_lists(w), 7, allow_empty=True) == w
         for i, s in enumerate(w.steps):
             assert type(s.worker) is int
             assert 0 <= s.worker < 7 and s.subtask.encode() is not None and all(0 <= j < i for j in s.access)

@@ -28,7 +28,7 @@ from rogue import always
 from test_workflow import Local, Wire, pool_of, said, user
 from test_workflow_parse import lists
 from workers import Reply, WorkerError
-from workflow import Prompting, Step, Workflow, execute, messages
+from workflow import Prompting, Step, Workflow, as_lists, execute, messages
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -53,7 +53,7 @@ def checkpoint(tmp_path_factory):
     tokenizer = byte_tokenizer()
     torch.manual_seed(0)
     model = Qwen(Config(258, 64, 128, 2, 4, 2, tie_word_embeddings=True, max_position_embeddings=512))
-    prompts = [tokenizer.chat(messages(q, 1, style="short"))
+    prompts = [tokenizer.chat(messages(q, 1, prompting=Prompting("short")))
                for q in ("Why?", "What is 6 * 7?", *(f"Question:\nWhy?\n\nYour task:\n{t}." for t in "AB"))]
     answer = tokenizer.encode(LEARNED) + [tokenizer.eos_id]
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
@@ -78,7 +78,7 @@ def test_a_checkpoint_writes(checkpoint):
     model, tokenizer, prompting = wf.load_conductor(checkpoint)
     assert prompting == Prompting("short", max_new_tokens=80, dtype="fp32")
     write = wf.model_conductor(model, tokenizer, prompting, 0.0)
-    long, short, other = [messages(q, 1, style="short") for q in ("Why? " * 400, "Why?", "What is 6 * 7?")]
+    long, short, other = [messages(q, 1, prompting=Prompting("short")) for q in ("Why? " * 400, "Why?", "What is 6 * 7?")]
     assert write_all(write, [short, other], 2) == dict.fromkeys([(0, 0), (0, 1), (1, 0), (1, 1)], LEARNED)
     told = [(i, j, str(text)) for i, j, text, *_ in write([long, short, long], 1, 0)]
     # a model of 512 positions, 80 of them to write
@@ -89,7 +89,7 @@ def test_a_checkpoint_writes(checkpoint):
 def test_a_question_that_is_asked_again_gets_other_workflows(checkpoint, monkeypatch):
     """Also where its prompts do not fit into one batch. The first batch is what it is alone."""
     write = wf.model_conductor(*wf.load_conductor(checkpoint), 5.0, seed=7)
-    chats = [messages("Why?", 1, style="short")] * 3
+    chats = [messages("Why?", 1, prompting=Prompting("short"))] * 3
     alone = write_all(write, chats[:1], 2)
     for at_once in (sample.READ_AT_ONCE, 1):
         monkeypatch.setattr(sample, "READ_AT_ONCE", at_once)
@@ -192,9 +192,9 @@ def test_show(tmp_path, capsys):
     """The lines of a run's traces/, as train.py writes them, and bare traces."""
     pool = [Local("w1", lambda chat: "one\x1b[31m"), Local("w2", lambda chat: "two")]
     trace = execute(Workflow([Step(0, "A.", []), Step(1, "B.", [0])]), "Why?", pool)
-    rows = [{"problem": "p", "answer": "7", "reward": 0.5, "trace": trace.to_json()},
+    rows = [{"problem": "p", "answer": "7", "reward": 0.5, "trace": wf.trace_to_json(trace)},
             {"problem": "p", "reward": 0, "text": "I would\nrather not."},
-            trace.to_json()]
+            wf.trace_to_json(trace)]
     file = tmp_path / "traces.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     first, second, third = said_by_main(capsys, "show", str(file))[0].splitlines()
@@ -267,7 +267,7 @@ def writes(*texts):
     return write
 
 
-TWO, KEEP = lists("[0, 0]", '["A.", "B."]', "[[], []]"), Workflow([]).text()
+TWO, KEEP = lists("[0, 0]", '["A.", "B."]', "[[], []]"), as_lists(Workflow([]))
 ECHO = [Local("echo", lambda chat: chat[-1]["content"])]
 
 
