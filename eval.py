@@ -6,8 +6,8 @@
     python eval.py average FILE FILE …  means and 95 % intervals of what evaluations wrote with --out
 
 A problem has a question, an answer and a grader. A system turns problems into traces. The appendix has the
-graders, the sandbox, the laptop world, the other systems, the public benchmarks, `load`, which finds problems
-by name, and `accuracies` and `measure`, which sum a system's traces up. Read train.py next.
+graders, the sandbox, the laptop world, the other systems, the public benchmarks, `load` (problems by name),
+`accuracies` and `measure` (what traces come to). Read train.py next.
 """
 import ast
 import atexit
@@ -92,7 +92,7 @@ def grade(problem: Problem, response: str) -> bool:
     if problem.grader in ("math", "short"):
         answer = final_answer(response)
         is_same = same_math if problem.grader == "math" else same_short
-        # A formula copied from the question is no answer.
+        # To copy a formula from the question shall not pay.
         return is_same(answer, gold) and not copied(answer, problem.question, gold)
     if problem.grader == "exact":
         return tagged(response) == gold  # the last <answer> tag's content, or all of a response without one
@@ -105,20 +105,14 @@ def grade(problem: Problem, response: str) -> bool:
 def run_conductor(conductor, problems: list[Problem], pools: list[list], name: str, rounds: int = 0,
                   prompting: Prompting = Prompting(), tries: int = 1, edit=None) -> list[Trace | None]:
     """The trace of every problem, None where what was written is no workflow. Problem i has the workers
-    pools[i] (--subset). rounds: further rounds, at most. prompting: the conductor's own. Text that does not
-    parse is wrong, or with tries above 1 drawn again. The rest is as in workflow.conduct."""
+    pools[i]. Text that does not parse is drawn again, `tries` times in all, and then wrong. The rest is as in
+    workflow.conduct."""
     tasks = []
     for p, pool in zip(problems, pools, strict=True):
         tasks.append(Task(p.question, pool, problem=p, name=f"{name}/{p.id}"))
     with progress(name, len(tasks)) as bar:
-        def on_finish(rollout):
-            if rollout.trace and not rollout.task.previous:  # once a problem, not once a round
-                bar.update()
-
-        rollouts = conduct(conductor, tasks, rounds, prompting, tries, grade, edit, on_finish)
-    invalid = [rollout.invalid for rollout in rollouts if not rollout.trace]
-    if invalid and os.environ.get("WORLD_SIZE", "1") == "1":  # One of several ranks knows only its share.
-        warn(f"{name}: no workflow for {len(invalid)} of {len(tasks)} problems; the first: {invalid[0]}")
+        rollouts = conduct(conductor, tasks, rounds, prompting, tries, grade, edit, on_finish=first_of(bar))
+    warn_of_invalid(name, rollouts)
     return [rollout.trace for rollout in rollouts]
 
 
@@ -2099,6 +2093,21 @@ def evolve(fitness, n: int, size: int, generations: int, seed: int) -> np.ndarra
         deviations *= np.sqrt(1 + c_one * (path ** 2 - 1) + c_mu * (w @ best ** 2 - 1))
         deviations *= math.exp(c_path / (1 + c_path) * (np.linalg.norm(path) / math.sqrt(n) - 1))
     return mean
+
+
+def first_of(bar):
+    """What moves a bar once a problem, not once a round."""
+    def on_finish(rollout):
+        if rollout.trace and not rollout.task.previous:
+            bar.update()
+    return on_finish
+
+
+def warn_of_invalid(name: str, rollouts: list):
+    """Say why there are problems without a workflow, but not on one of several ranks: it knows its share."""
+    invalid = [rollout.invalid for rollout in rollouts if not rollout.trace]
+    if invalid and os.environ.get("WORLD_SIZE", "1") == "1":
+        warn(f"{name}: no workflow for {len(invalid)} of {len(rollouts)} problems; the first: {invalid[0]}")
 
 
 # -----------------------------------------------------------------------------------------------------------

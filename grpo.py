@@ -14,18 +14,14 @@ from torch.utils.checkpoint import checkpoint
 from model import Qwen, causal
 from workflow import Rollout
 
-LOSSES = ("sequence", "token", "constant")  # what `update` divides the sum over tokens by
-
 
 def advantages(rewards, mask=None, std=True, question=None):
     """Eq. 2 for the rewards (Q, G) of Q groups: (r - mean) / std in each group, or r - mean with std=False.
     Returns (Q, G).
 
-    mask (Q, G) is False for rollouts that were lost: they are in no statistic and get 0, as does a group of
-    equal rewards. question (Q): groups with the same number are rounds of one question (§3.2). Each round is
-    centred on its own mean, and all are divided by one std. So where first rounds' rewards count a quarter
-    (train.reward), their advantages are smaller than second rounds'. With a std for each round, the quarter
-    would cancel."""
+    mask (Q, G) is False for lost rollouts: they are in no statistic and get 0. Equal rewards also give 0.
+    question (Q): groups with the same number are rounds of one question (§3.2). Each has its own mean, and
+    all have one std: with a std for each round, train.reward's factor of 1/4 would cancel."""
     rewards = torch.as_tensor(rewards, dtype=torch.float32)
     mask = torch.ones_like(rewards) if mask is None else torch.as_tensor(mask).float()
     mean = (rewards * mask).sum(1) / mask.sum(1).clamp(min=1)  # (Q)
@@ -33,17 +29,15 @@ def advantages(rewards, mask=None, std=True, question=None):
     centred[centred.abs() < 1e-6] = 0.0                        # Else rounding would become an advantage.
     if not std:
         return centred
-    question = torch.arange(len(rewards)) if question is None else torch.as_tensor(question)
-    together = (question[:, None] == question).float()         # (Q, Q): 1 for rounds of one question
-    squares = together @ (centred ** 2).sum(1)                 # (Q): summed over the question's rounds
-    counts = together @ mask.sum(1)                            # (Q)
+    squares = over_rounds((centred ** 2).sum(1), question)     # (Q)
+    counts = over_rounds(mask.sum(1), question)                # (Q)
     deviation = (squares / counts.clamp(min=1)).sqrt()         # (Q): the std, divided by n, not n - 1
     return centred / deviation.clamp(min=1e-6)[:, None]
 
 
 def set_advantages(groups: list[list[Rollout]], std=True):
     """Write every rollout's advantage from its group's rewards; a reward of None is masked. The groups are of
-    one size. Those whose tasks have the same name and question are rounds of one question."""
+    one size. Tasks of the same name and question are rounds of one question."""
     asked = [(group[0].task.name, group[0].task.question) for group in groups]
     question = [asked.index(pair) for pair in asked]  # the index of its first group
     rewards = [[r.reward or 0.0 for r in group] for group in groups]
@@ -58,10 +52,9 @@ def set_advantages(groups: list[list[Rollout]], std=True):
 
 
 def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference: Qwen | None = None):
-    """For the N tokens of the completions in groups [(prompt, completions)], in order, (2, N) with gradient:
-    log π of each, and at its place KL(π_ref ‖ π) of the whole distribution, 0 without a reference.
-
-    temperature and n_ids (ids at or above it have no probability) are the sampling's."""
+    """(2, N) with gradient, for the N tokens of the completions in groups [(prompt, completions)], in order:
+    log π of each token, and KL(π_ref ‖ π) over the vocabulary at its place, 0 without a reference.
+    temperature and n_ids are the sampling's."""
     # All groups become one row. The prompt 5 6 with completions 7 and 8 9 is laid out as
     #     ids         5  6 | 7 | 8  9      (T)
     #     positions   0  1 | 2 | 2  3      (T)  each completion goes on where its prompt ends
@@ -86,7 +79,7 @@ def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference:
 
 def surrogate(logprobs, old, advantage, clip, clip_high=0.0):
     """Eq. 1 without the KL, to be maximised: min(ρA, clip(ρ, 1-ε, 1+ε)A) with ρ = π/π_old, token by token
-    (Eq. 1 prints one ρ per completion). All are 1-D over tokens. clip_high: the ε for ρ above 1, if another
+    (Eq. 1 prints one ρ per completion). All are 1-D over tokens. clip_high: the ε for ρ > 1, if different
     (arXiv 2503.14476)."""
     ratio = (logprobs - old).exp()
     clipped = ratio.clamp(1 - clip, 1 + (clip_high or clip))
@@ -98,29 +91,24 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
            max_new_tokens=0) -> dict:
     """One optimizer step on Eq. 1 over all ranks' rollouts; `rollouts` are this rank's share. log π_old is in
     completion.logprobs. The gradient is clipped to max_grad_norm; if it is not finite, all ranks skip the
-    step. beta > 0 needs a reference.
+    step. beta > 0 needs a reference. loss: see `divisor`.
 
-    loss, what each token's term is divided by (`divisors`): "sequence", as in GRPO, makes a mean over a
-    rollout's tokens and then over rollouts; "token" is DAPO's, "constant" Dr. GRPO's (arXiv 2503.20783).
-
-    Returns the means of gap, approx_kl, clipfrac, entropy and kl (`statistics`) over the tokens in all ranks'
-    micro-batches, None if there was none; grad_norm before clipping; and skipped, 0 or 1."""
+    Returns the token means of `statistics` over all ranks, None without tokens; grad_norm before clipping;
+    and skipped, 0 or 1."""
     device = model.device
     world = dist.get_world_size() if dist.is_initialized() else 1
     n_rollouts, n_tokens = all_reduce([len(rollouts), sum(n_written(r) for r in rollouts)], device)
     sums = torch.zeros(len(STATISTICS) + 1, dtype=torch.float64, device=device)
-    # Without a KL, rollouts without an advantage teach nothing: they only count in the mean.
+    # Without a KL, rollouts of advantage 0 have no gradient: they count only in the divisor.
     teaching = [r for r in rollouts if r.advantage or beta]
     # FSDP needs equally many micro-batches on all ranks. An empty one runs a dummy token.
     for batch in as_many_on_all_ranks(micro_batches(teaching, token_budget), device):
-        old, advantage, scale = [], [], []  # of each token; scale: 1 / its divisor
+        old, advantage, scale = [], [], []  # of each token; scale: 1 / (rollouts · |o|), or as `loss` says
         for r in batch:
             n = n_written(r)
-            divisors = {"sequence": n_rollouts * n, "token": n_tokens,
-                        "constant": n_rollouts * max_new_tokens}
             old += r.completion.logprobs
             advantage += [r.advantage * weight for weight in r.importance or [1.0] * n]
-            scale += [1 / divisors[loss]] * n
+            scale += [1 / divisor(loss, n, n_rollouts, n_tokens, max_new_tokens)] * n
         old, advantage, scale = to_device(np.array([old, advantage, scale], dtype=np.float32), device)  # (N)
         # by_prompt keeps the order: micro_batches have put the rollouts of a prompt side by side.
         new, kl = packed_logprobs(model, by_prompt(batch), temperature, n_ids, reference if beta else None)
@@ -147,6 +135,26 @@ def token_logprobs(model: Qwen, prompt: list[int], completions: list[list[int]],
     """log π of the tokens of a prompt's completions, a 1-D tensor for each, with gradient."""
     logprobs, _ = packed_logprobs(model, [(prompt, completions)], temperature, n_ids)
     return list(logprobs.split([len(completion) for completion in completions]))
+
+
+LOSSES = ("sequence", "token", "constant")  # see `divisor`
+
+
+def over_rounds(x, question):
+    """The sum of x (Q) over all rounds of the same question (Q), if there are rounds."""
+    if question is None:
+        return x
+    question = torch.as_tensor(question)
+    return (question[:, None] == question).float() @ x  # (Q, Q) times (Q)
+
+
+def divisor(loss: str, n: int, n_rollouts: float, n_tokens: float, max_new_tokens: int) -> float:
+    """What the term of a token is divided by, in a completion of n tokens. "sequence", as in GRPO, makes a
+    mean over a rollout's tokens and then over rollouts; "token" is DAPO's, "constant" Dr. GRPO's (arXiv
+    2503.20783)."""
+    if loss == "sequence":
+        return n_rollouts * n
+    return n_tokens if loss == "token" else n_rollouts * max_new_tokens
 
 
 HEAD_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 22}  # logits in one tensor
@@ -260,7 +268,7 @@ def statistics(new, old, kl, clip, clip_high):
 def set_importance(model: Qwen, rollouts, cap, temperature=1.0, n_ids=None, token_budget=16384) -> float:
     """Set each token's truncated importance weight, min(π_trainer / π_sampler, cap), which undoes how the two
     programs differ (fengyao.notion.site/off-policy-rl). The log-probabilities become the trainer's: from then
-    on ρ is to its own policy before the update. Returns what the gap was."""
+    on ρ is to its own policy before the update. Returns the gap, of which `update` then sees none."""
     far, tokens = 0.0, 0
     for batch in as_many_on_all_ranks(micro_batches(rollouts, token_budget), model.device):
         logprobs, _ = packed_logprobs(model, by_prompt(batch), temperature, n_ids)

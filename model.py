@@ -3,7 +3,8 @@
     python model.py Qwen/Qwen2.5-7B      fetch a checkpoint and describe it; a folder is only described
 
 The modules have Hugging Face's names, so a state dict *is* a checkpoint. Attention is a function, `attend`,
-that the caller may replace: sample.py's reads a KV cache, grpo.py's shares a prompt. Read sample.py next.
+that the caller may replace: sample.py passes one with a KV cache, grpo.py one with a shared prompt. Read
+sample.py next.
 """
 import dataclasses
 import difflib
@@ -23,8 +24,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer as BPE
 from torch.utils.checkpoint import checkpoint
-
-torch.backends.cuda.enable_cudnn_sdp(False)  # Reportedly it takes a second to plan each new length on Hopper.
 
 
 @dataclass
@@ -82,7 +81,7 @@ def rotate(x, cos, sin):
 
 
 def causal(layer_idx: int, q, k, v):
-    """The plain `attend`: q (B, H, T, D) sees k and v (B, Hkv, T, D) up to its place. layer_idx is unused."""
+    """The plain `attend`: each place of q (B, H, T, D) sees k and v (B, Hkv, T, D) up to itself."""
     dtype = q.dtype
     if q.device.type == "cpu":  # bf16 would be no faster there
         q, k, v = q.float(), k.float(), v.float()
@@ -156,7 +155,7 @@ class Qwen(nn.Module):
         """ids (B, T) -> logits (B, T, V) in fp32, or what `head` returns.
 
         positions (B, T) are 0 … T-1 unless given. attend(layer_idx, q, k, v) -> (B, H, T, D) replaces causal.
-        head(hidden (B, T, C)) replaces `logits`, for logits at some positions only, say."""
+        head(hidden (B, T, C)) replaces `logits`, to compute fewer positions, say."""
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
         cos, sin = rotary(positions, self.config)
@@ -166,7 +165,7 @@ class Qwen(nn.Module):
                 x = checkpoint(layer, x, cos, sin, attend, use_reentrant=False)
             else:
                 x = layer(x, cos, sin, attend)
-        return (head or self.logits)(self.model.norm(x))  # here: outside of forward FSDP has no whole lm_head
+        return (head or self.logits)(self.model.norm(x))  # within forward, where FSDP has gathered lm_head
 
     def logits(self, hidden):
         """hidden (…, C) -> logits (…, V) in fp32. bf16 would be too coarse for a ratio π/π_old."""
@@ -270,6 +269,9 @@ def compute_dtype(device, name: str = "") -> torch.dtype:
     else:
         has_units = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     return torch.bfloat16 if name == "bf16" or has_units and not name else torch.float32
+
+
+torch.backends.cuda.enable_cudnn_sdp(False)  # On Hopper it reportedly plans each new length for a second.
 
 
 def matmul_fp32(a, b):

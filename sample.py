@@ -97,10 +97,10 @@ def attend_shared(grid, layer_idx, q, k, v):
 # -----------------------------------------------------------------------------------------------------------
 # Appendix: the grid of rollouts and its KV cache, random numbers, CUDA graphs, the command line
 
-def generate(model, prompts, n=1, max_new_tokens=1024, temperature=1.0, top_p=1.0, top_k=0, eos_id=(), seed=0,
-             n_ids=None, on_finish=None, first=0) -> list[list[Completion]]:
-    """As `generate_each`, but returns all of them, as [prompt][rollout], after on_finish(prompt index, rollout
-    index, Completion) for each."""
+def generate(model, prompts, n=1, max_new_tokens=1024, temperature=1.0, top_p=1.0, top_k=0, eos_id=(),
+             seed=0, n_ids=None, on_finish=None, first=0) -> list[list[Completion]]:
+    """As `generate_each`, but returns all, as [prompt][rollout], after on_finish(prompt index, rollout index,
+    Completion) for each."""
     completions = [[None] * n for _ in prompts]
     for i, j, completion in generate_each(model, prompts, n, max_new_tokens, temperature, top_p, top_k,
                                           eos_id, seed, n_ids, first):

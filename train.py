@@ -6,8 +6,8 @@
 
 Every field of Settings is a flag, --key=value. A run writes into --out: metrics.jsonl (a line per iteration),
 traces/ (every rollout with what its workers said), checkpoints/, and a link `checkpoint` to the newest one.
-Killed at any moment, it goes on from there with --resume. On a CPU, if the workers reply the same, its
-weights become those of a run that was never killed.
+Killed at any moment, the same command with --resume goes on from the newest checkpoint. On a CPU, with the
+same replies, the weights become those of a run that was never killed.
 """
 import collections
 import contextlib
@@ -70,8 +70,8 @@ class Run:
 
 
 def first_rounds(s: "Settings", problems, pool, iteration: int) -> list[Task]:
-    """An iteration's questions, in the order of the data, over and over. Each has the whole pool, or s.subset
-    or more of its workers, drawn by chance (§3.2; the paper: exactly k)."""
+    """An iteration's questions: the next ones of the data, which begins again after its end. Each has the
+    whole pool, or s.subset or more of its workers, drawn by chance (§3.2; the paper: exactly k)."""
     tasks = []
     for i in range(iteration * s.questions, (iteration + 1) * s.questions):
         problem = problems[i % len(problems)]
@@ -84,12 +84,12 @@ def first_rounds(s: "Settings", problems, pool, iteration: int) -> list[Task]:
 
 def second_rounds(s: "Settings", groups: list[list[Rollout]], iteration: int) -> list[Task]:
     """Half of the questions again, shown the answer of one of their first rollouts, drawn by chance (§3.2).
-    These are additional: 4 questions of 64 rollouts, and 2 of them again, are 384 (the paper's A.1: 256)."""
+    They come on top: (4 + 2) × 64 are 384 rollouts (the paper's A.1: 256)."""
+    half = (0, 1) if iteration % 2 == 0 else (2, 3)  # of each four, as two kinds may alternate
     tasks = []
     for i, group in enumerate(groups):
         answered = [r for r in group if r.trace and r.right is not None]
-        # Every other pair, as two kinds may alternate: even iterations 0 1, 4 5, …; odd ones 2 3, 6 7, …
-        if (i // 2 + iteration) % 2 == 0 and answered:
+        if i % 4 in half and answered:
             shown = random.Random(f"{s.seed} {iteration} {i}").choice(answered)
             tasks.append(replace(shown.task, previous=shown.trace))
     return tasks
@@ -102,22 +102,17 @@ def roll_out_on_all_ranks(sampler, tokenizer, tasks: list[Task], s: "Settings", 
     first = s.rollouts * rank // world
     n = s.rollouts * (rank + 1) // world - first
     conductor = model_conductor(sampler, tokenizer, prompting_from(s), s.temperature, seed)
-
-    def with_clock(*arguments):
-        yield from conductor(*arguments)
-        clock.lap("sampling")  # All is written. What follows is waiting for workers.
-
     with progress("rollouts of rank 0", len(tasks) * n) as bar:
-        mine = roll_out(with_clock, tasks, n, prompting_from(s), grade=grade, edit=ablation(s),
-                        first=first, on_finish=lambda _: bar.update())
+        mine = roll_out(timed(conductor, clock), tasks, n, prompting_from(s), grade=grade,
+                        edit=ablation_edit(s), first=first, on_finish=lambda _: bar.update())
     groups = of_all_ranks(mine, tasks)
     clock.lap("workers")
     return groups
 
 
 def reward(rollout: Rollout, s: "Settings") -> float | None:
-    """§3.1; with --recursion a first round counts a quarter (§3.2; what that does: grpo.advantages). None: a
-    call was lost."""
+    """§3.1: 0 without a workflow, 0.5 for a wrong answer, 1 for a right one (Settings may differ). With
+    --recursion a first round counts a quarter (§3.2; see grpo.advantages). None: a call was lost."""
     if rollout.right is None:
         return None
     value = s.reward_no_workflow
@@ -133,36 +128,37 @@ def learn(run: Run, groups, s: "Settings", iteration: int) -> list[dict]:
     Returns what `update` says of each step."""
     lr = s.lr * schedule(iteration, s.iterations, s.warmup)
     set_lr(run.optimizer, lr)
-    how = dict(temperature=s.temperature, n_ids=len(run.tokenizer), token_budget=s.token_budget)
-    objective = dict(clip=s.clip, clip_high=s.clip_high, beta=s.beta * (1 - iteration / s.iterations),
-                     reference=run.reference, loss=s.loss, max_new_tokens=s.max_new_tokens)
-    known = [[r for r in group if r.reward is not None] for group in groups]  # the others were lost
+    beta = s.beta * (1 - iteration / s.iterations)  # The KL's weight falls to 0 over the run.
+    objective = dict(clip=s.clip, clip_high=s.clip_high, beta=beta, reference=run.reference, loss=s.loss,
+                     max_new_tokens=s.max_new_tokens)
+    forward = dict(temperature=s.temperature, n_ids=len(run.tokenizer), token_budget=s.token_budget)
+    rewarded = [[r for r in group if r.reward is not None] for group in groups]  # the others were lost
     minibatches = []
     for m in range(s.minibatches):
-        rollouts = [r for group in known for r in group[m::s.minibatches]]
+        rollouts = [r for group in rewarded for r in group[m::s.minibatches]]
         minibatches.append(my_share(rollouts))  # this rank's
-    if s.importance:
-        gap = set_importance(run.model, [*itertools.chain(*minibatches)], s.importance, **how)
+    gap = {}
+    if s.importance:  # an option
+        gap["gap"] = set_importance(run.model, [*itertools.chain(*minibatches)], s.importance, **forward)
     reports = []
     for minibatch in minibatches * s.epochs:
-        reports.append(update(run.model, run.optimizer, minibatch, **objective, **how) | {"lr": lr})
-    if s.importance:
-        reports[0]["gap"] = gap  # `update` sees none, as set_importance made log π_old the trainer's
+        report = update(run.model, run.optimizer, minibatch, **objective, **forward)
+        reports.append(report | gap | {"lr": lr})
     return reports
 
 
 def train(s: "Settings", device: str):
     """The whole run, on every rank."""
     began = time.perf_counter()
-    run = set_up(s, device)  # --resume: from the newest of `checkpoints`; else after a `warm_start`, if any
+    run = set_up(s, device)  # loads the newest of `checkpoints` (--resume), or begins, with a `warm_start`
     if s.dry_run:
         return print0("the run lacks nothing; without --dry_run it begins")
-    report = reporter(s, run.begin)
+    log_to = reporter(s, run.begin)  # TensorBoard or wandb
     reasons = on_signals()  # why to end the run: Ctrl-C appends one
     for iteration in range(run.begin, s.iterations):
         clock = Clock()
         sampler = whole_copy(run.model, s)
-        seed = s.seed * 1_000_000 + iteration  # of the sampling; that of second rounds is 500,000 larger
+        seed = s.seed * 1_000_000 + iteration  # for sampling; second rounds add 500,000
         tasks = first_rounds(s, run.problems, run.pool, iteration)
         groups = roll_out_on_all_ranks(sampler, run.tokenizer, tasks, s, seed, clock)
         if s.recursion:
@@ -172,7 +168,7 @@ def train(s: "Settings", device: str):
         for rollout in itertools.chain(*groups):
             rollout.reward = reward(rollout, s)                                                   # §3.1
         set_advantages(groups, s.std)                                                             # Eq. 2
-        steps = learn(run, groups, s, iteration)                                                  # Eq. 1
+        reports = learn(run, groups, s, iteration)                                                # Eq. 1
         clock.lap("training")
 
         held_out = None
@@ -180,8 +176,8 @@ def train(s: "Settings", device: str):
             held_out = accuracy_now(run, s, iteration)
             clock.lap("evaluation")
         write_traces(s, iteration, groups)
-        log(s, metrics(s, iteration, groups, steps, clock.seconds, held_out, run.model.config), report)
-        save_or_leave(run, s, iteration + 1, groups, steps, reasons)
+        log(s, metrics(s, iteration, groups, reports, clock.seconds, held_out, run.model.config), log_to)
+        save_or_leave(run, s, iteration + 1, groups, reports, reasons)
 
     finish(run, s, reasons)
     bill(run.pool, "with the last evaluation")
@@ -363,7 +359,7 @@ def answer(sampler: Qwen, tokenizer, problems, pool, s: Settings, name: str) -> 
     mine = problems[rank::world]
     conductor = model_conductor(sampler, tokenizer, prompting_from(s), 0.0)
     traces = evaluation.run_conductor(conductor, mine, [pool] * len(mine), name, int(s.recursion),
-                                      prompting_from(s), edit=ablation(s))
+                                      prompting_from(s), edit=ablation_edit(s))
     shares = all_gather([traces])
     return [shares[i % world][i // world] for i in range(len(problems))]
 
@@ -428,7 +424,15 @@ def prompting_from(s: Settings) -> Prompting:
     return Prompting(**{key: value for key, value in asdict(s).items() if key in known})
 
 
-def ablation(s: Settings):
+def timed(conductor, clock):
+    """The conductor with a lap when all is written: what follows is waiting for workers."""
+    def with_lap(*arguments):
+        yield from conductor(*arguments)
+        clock.lap("sampling")
+    return with_lap
+
+
+def ablation_edit(s: Settings):
     """What --access=False does to a workflow before it runs; None if nothing."""
     def blind(workflow):
         return replace(workflow, steps=[replace(step, access=[], wrote_all=False) for step in workflow.steps])

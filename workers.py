@@ -39,8 +39,8 @@ from tqdm import tqdm
 
 
 class WorkerError(Exception):
-    """A call that brought no reply: the transport or the provider failed, or it was not made. That is no
-    wrong answer of the model. The text holds no key. bad_request: the request is at fault."""
+    """A call without a reply: the transport or the provider failed, or it was not made. That is no wrong
+    answer of the model. The text holds no key. bad_request: the request is at fault."""
 
     def __init__(self, text: str, bad_request: bool = False):
         super().__init__(text)
@@ -53,7 +53,7 @@ class Reply:
     prompt_tokens: int  # including cached ones; 0 if unknown
     completion_tokens: int  # including those of the reasoning; 0 if unknown
     cost: float | None  # dollars; None if the price or the usage is unknown
-    seconds: float  # including retries, but not the waits for a slot, for rpm and for the budget
+    seconds: float  # with retries, without the waits for a slot, for rpm and for the budget
     finish: str = "stop"  # why it ended, in the provider's word; "length" if it was cut off
 
 
@@ -71,25 +71,13 @@ class Worker:
     rpm: int | float | None = None  # requests per minute
     timeout: int | float = 600  # seconds for an attempt
     deadline: int | float | None = None  # seconds for all attempts and their waits; None: three timeouts
-    attempts: int | None = None  # the most, not counting a refused stream; None: as `chat` says
+    attempts: int | None = None  # at most, not counting a refused stream; None: as `chat` says
     replay: object = field(default=None, repr=False)  # a Replay
     budget: object = field(default=None, repr=False)  # a Budget
-    letter = ""  # A, B, … by load_pool; no annotation, so no field of a pool's file
+    letter = ""  # A, B, … by load_pool; without annotation, so no field of a pool's file
 
     def __post_init__(self):
-        check_worker(self)
-        self.name = self.name or self.model
-        self.deadline = self.deadline or 3 * self.timeout
-        self.url = os.path.expandvars(self.base_url).rstrip("/")
-        self.session = new_session(self.url, self.concurrency)
-        self.slots = threading.Semaphore(self.concurrency)
-        self.lock = threading.Lock()
-        self.next_turn = 0.0  # the time.monotonic() of the next request under rpm
-        self.usual_seconds = 0.0  # of an answer: a moving average
-        self.last_warned = -math.inf  # the time.monotonic() when a failure was last printed
-        self.calls = 0
-        self.spent = 0.0  # dollars
-        self.unpriced = 0  # calls of unknown cost
+        make_ready(self)  # checks the fields; adds connections, slots and counters
 
     def chat(self, messages: list[dict], call_id: str = "", on_text=None, **overrides) -> Reply:
         """Ask the model. messages: [{"role": "system", "user" or "assistant", "content": str}, ...].
@@ -97,12 +85,10 @@ class Worker:
         overrides win over params; both have OpenAI's names, or the provider's own. on_text(piece) is called
         with the text as it comes if the protocol is OpenAI's, else once with all of it. call_id names this
         call within a run, such as seed/question/rollout/round/step: a rerun finds its reply in `replay`.
-        Retries, in short (`call` and `refusal`, in the appendix, have all cases):
-        - a busy provider (HTTP 429, 503, 529): until the deadline, or `attempts`;
-        - other 5xx, lost connections: the same, but at most FAILURES attempts;
-        - no answer within the timeout, an empty account: none.
-        Then the last failure is raised.
-        calls, spent and unpriced count every reply, also one from `replay`."""
+
+        A busy provider (HTTP 429, 503, 529) is asked again until the deadline, or `attempts`; after other 5xx
+        and lost connections at most FAILURES times; after a timeout not at all. Then the last failure is
+        raised. (`call` and `refusal`, in the appendix, have all cases.)"""
         reply = kept_or_new(self, messages, {**self.params, **overrides}, call_id, on_text)
         with self.lock:
             self.calls += 1
@@ -113,6 +99,23 @@ class Worker:
 
 # ----------------------------------------------------------------------------------------------------------
 # Appendix: the local specialists, tables of pools, wire formats, money, transport, servers, command line
+
+def make_ready(worker: Worker):
+    """Check a worker's fields, and give it what its calls need."""
+    check_worker(worker)
+    worker.name = worker.name or worker.model
+    worker.deadline = worker.deadline or 3 * worker.timeout
+    worker.url = os.path.expandvars(worker.base_url).rstrip("/")
+    worker.session = new_session(worker.url, worker.concurrency)
+    worker.slots = threading.Semaphore(worker.concurrency)
+    worker.lock = threading.Lock()
+    worker.next_turn = 0.0  # the time.monotonic() of the next request under rpm
+    worker.usual_seconds = 0.0  # of an answer: a moving average
+    worker.last_warned = -math.inf  # the time.monotonic() when a failure was last printed
+    worker.calls = 0
+    worker.spent = 0.0  # dollars
+    worker.unpriced = 0  # calls of unknown cost
+
 
 # The local specialists: honest little programs behind an OpenAI-compatible endpoint. They see what a worker
 # sees, never the answer.

@@ -109,7 +109,8 @@ def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace
         chat = [{"role": "user", "content": "\n\n".join(parts)}]
         again = AGAIN
     for trace in (previous.rounds() if previous else []):
-        chat += [{"role": "assistant", "content": trace.workflow.written or as_lists(trace.workflow, subtasks)},
+        written = trace.workflow.written or as_lists(trace.workflow, subtasks)
+        chat += [{"role": "assistant", "content": written},
                  {"role": "user", "content": again.format(answer=trace.answer, max_steps=max_steps)}]
     return chat
 
@@ -291,9 +292,9 @@ def model_conductor(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, tem
         fits = [i for i, prompt in enumerate(prompts) if len(prompt) <= room]
         yield from too_long(prompts, room, n)
         if fits:
-            written = generate_each(model, [prompts[i] for i in fits], n, prompting.max_new_tokens, temperature,
-                                    eos_id=tokenizer.end_ids, seed=seed, n_ids=len(tokenizer), first=first)
-            for k, j, completion in written:
+            each = generate_each(model, [prompts[i] for i in fits], n, prompting.max_new_tokens, temperature,
+                                 eos_id=tokenizer.end_ids, seed=seed, n_ids=len(tokenizer), first=first)
+            for k, j, completion in each:
                 yield fits[k], j, tokenizer.decode(completion.tokens), prompts[fits[k]], completion
     return conductor
 
@@ -374,7 +375,8 @@ def too_long(prompts: list[list[int]], room: int, n: int):
 def unwritten(rollout: Rollout) -> Trace:
     """The trace of a rollout whose text is the WorkerError with which the conductor failed."""
     error, rollout.written = rollout.written, ""
-    return Trace(rollout.task.question, Workflow([]), [], [], error=str(error), previous=rollout.task.previous,
+    task = rollout.task
+    return Trace(task.question, Workflow([]), [], [], error=str(error), previous=task.previous,
                  bad_request=error.bad_request)
 
 

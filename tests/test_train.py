@@ -20,7 +20,7 @@ import workers
 from eval import Problem, grade, load, random_completion, write_problems
 from model import Qwen, Tokenizer, read_json
 from sample import Completion, generate
-from train import PRESETS, Settings, ablation, prompting_from, schedule, tiny_tokenizer
+from train import PRESETS, Settings, ablation_edit, prompting_from, schedule, tiny_tokenizer
 from train_runs import TINY, in_pairs, metrics, recount, rollouts, runs, timeless, weights
 from workflow import Prompting, Rollout, Step, Task, Trace, Workflow, WorkflowError, as_lists, messages, parse
 
@@ -99,8 +99,8 @@ def test_ablations_rewrite_workflows():
     """--access=False empties every access list; else nothing changes. --subtasks=False is the prompt's
     matter."""
     made = parse('model_id = [3, 1]\nsubtasks = ["A.", "B."]\naccess_list = [[], ["all"]]', 5)
-    assert ablation(Settings()) is None
-    blind = ablation(Settings(access=False))(made)
+    assert ablation_edit(Settings()) is None
+    blind = ablation_edit(Settings(access=False))(made)
     assert blind.steps == [Step(3, "A.", []), Step(1, "B.", [])] and not blind.steps[1].wrote_all
     assert blind.written == made.written and made.steps[1].wrote_all
     assert not prompting_from(Settings(subtasks=False)).subtasks
