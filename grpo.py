@@ -90,8 +90,8 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
            temperature=1.0, n_ids=None, token_budget=16384, max_grad_norm=1.0, clip_high=0.0, loss="sequence",
            max_new_tokens=0) -> dict:
     """One optimizer step on Eq. 1 over all ranks' rollouts; `rollouts` are this rank's share. log π_old is in
-    completion.logprobs. The gradient is clipped to max_grad_norm; if it is not finite, all ranks skip the
-    step. beta > 0 needs a reference. loss: see `divisor`.
+    completion.logprobs. A gradient that is not finite makes all ranks skip the step. beta > 0 needs a
+    reference. loss: see `divisor`.
 
     Returns the token means of `statistics` over all ranks, None without tokens; grad_norm before clipping;
     and skipped, 0 or 1."""
@@ -110,18 +110,14 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
             advantage += [r.advantage * weight for weight in r.importance or [1.0] * n]
             scale += [1 / divisor(loss, n, n_rollouts, n_tokens, max_new_tokens)] * n
         old, advantage, scale = to_device(np.array([old, advantage, scale], dtype=np.float32), device)  # (N)
-        # by_prompt keeps the order: micro_batches have put the rollouts of a prompt side by side.
+        # by_prompt keeps the order, as micro_batches have put the rollouts of a prompt side by side.
         new, kl = packed_logprobs(model, by_prompt(batch), temperature, n_ids, reference if beta else None)
         new, kl = new[:len(old)], kl[:len(old)]  # without an empty batch's dummy token
         objective = ((surrogate(new, old, advantage, clip, clip_high) - beta * kl) * scale).sum()
         (-objective * world).backward()  # FSDP averages over ranks, and the divisors count all of them
         sums += statistics(new, old, kl, clip, clip_high or clip)
 
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # the same on all ranks
-    if np.isfinite(norm):
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    norm = clipped_step(model, optimizer, max_grad_norm)
     *totals, tokens = all_reduce(sums.tolist(), device)
     means = {name: total / tokens if tokens else None for name, total in zip(STATISTICS, totals)}
     return means | {"grad_norm": norm, "skipped": int(not np.isfinite(norm))}
@@ -262,6 +258,16 @@ def statistics(new, old, kl, clip, clip_high):
     clipped = (ratio < 1 - clip) | (ratio > 1 + clip_high)
     per_token = (log_ratio.abs(), ratio - 1 - log_ratio, clipped, -new, kl, torch.ones_like(new))
     return torch.stack([x.sum() for x in per_token])
+
+
+def clipped_step(model, optimizer, max_grad_norm: float) -> float:
+    """An optimizer step on the gradient clipped to max_grad_norm, if it is finite. Returns its norm before."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # the same on all ranks
+    if np.isfinite(norm):
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
 
 
 @torch.no_grad()
