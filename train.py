@@ -394,7 +394,9 @@ def finish(run: Run, s: Settings, reasons: list[str]):
     sampler = whole_copy(run.model, s)
     del run.model, run.optimizer, run.reference
     gc.collect()  # The evaluation shall have their memory, and FSDP's modules hold one another.
-    as_before(reasons)  # not earlier: Python loses an interrupt that comes amid what the collector calls
+    handle_signals(signal.default_int_handler)  # not earlier: what the collector calls loses interrupts
+    if reasons:  # A signal came after the last look at them.
+        raise KeyboardInterrupt
     traces = answer(sampler, run.tokenizer, run.test, run.pool, s, "test")
     if dist.get_rank():
         return
@@ -704,19 +706,11 @@ def bill(pool, when: str):
 
 
 def print0(line: str):
-    """Print on rank 0. If nobody reads it any more (Ctrl-C also ends a `tee` behind a run) the run ends as by
-    Ctrl-C, in the loop with a checkpoint."""
-    if dist.get_rank():
-        return
-    try:
-        tqdm.write(line)
-        sys.stdout.flush()
-    except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        if os.path.sameopenfile(1, 2):
-            os.dup2(nowhere, 2)
-        os.dup2(nowhere, 1)
-        signal.raise_signal(signal.SIGINT)
+    """Print on rank 0. Nobody may read it any more: Ctrl-C also ends a `tee` behind a run."""
+    if dist.get_rank() == 0:
+        with contextlib.suppress(OSError):
+            tqdm.write(line)
+            sys.stdout.flush()
 
 
 class Clock:
@@ -763,35 +757,24 @@ def leave(why: str):
 
 
 def on_signals() -> list:
-    """From here on Ctrl-C, SIGTERM and a closed terminal (SIGHUP, unless nohup ignores it) only append to the
-    list that is returned, and the loop stops after its iteration, with a checkpoint. torchrun sends signals
-    twice."""
+    """From here on Ctrl-C, SIGTERM and a closed terminal (SIGHUP) only append to the list that is returned,
+    and the loop stops after its iteration, with a checkpoint. torchrun sends signals twice."""
     reasons = []
 
     def stop(*_):
         if not reasons and dist.get_rank() == 0:
-            told = "stopping after this iteration"
-            if "TORCHELASTIC_RUN_ID" in os.environ:
-                told += ", for which torchrun waits 30 s, or its --shutdown-timeout"
             with contextlib.suppress(OSError):  # Nobody may read it.
-                os.write(2, f"\n{told}\n".encode())  # print may be what was interrupted
+                os.write(2, b"\nstopping after this iteration\n")  # print may be what was interrupted
         reasons.append("interrupted")
 
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, stop)
+    handle_signals(stop)
     return reasons
 
 
-def as_before(reasons: list[str]):
-    """Signals end the program again, and so does one that came after the last look at `reasons`."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    if reasons:
-        raise KeyboardInterrupt
+def handle_signals(handler):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, handler)
 
 
 def set_lr(optimizer, lr: float):
@@ -848,10 +831,9 @@ def reference_folder(s: Settings, start: str) -> str:
 
 def save(s: Settings, iteration: int, run: Run):
     """A checkpoint: Hugging Face's folder, for use, and in state/ what resuming needs, of which each rank
-    writes its own part. training.json comes last: a folder that has it is whole."""
+    writes its own part. A folder with a number is whole."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    folder = os.path.join(s.out, "checkpoints", f"{iteration:05d}")
-    on_rank0(lambda: shutil.rmtree(folder, ignore_errors=True))  # a killed run may have left a piece
+    folder = os.path.join(s.out, "checkpoints", "unfinished")
     os.makedirs(os.path.join(folder, "state"), exist_ok=True)
     part = {key: tensor.to_local().cpu().contiguous() for key, tensor in trained(run.model, run.optimizer)}
     save_file(part, os.path.join(folder, "state", f"{rank:05d}.safetensors"))
@@ -862,6 +844,7 @@ def save(s: Settings, iteration: int, run: Run):
         steps = int(next(iter(run.optimizer.state.values()))["step"])
         facts = {"score": score(s), "optimizer_steps": steps, "parts": world}
         write_json(os.path.join(folder, "training.json"), facts)
+        os.rename(folder, os.path.join(s.out, "checkpoints", f"{iteration:05d}"))
         tidy(s)
     dist.barrier()
 
@@ -916,14 +899,9 @@ def restore(model, optimizer, folder: str):
         state["step"].fill_(facts["optimizer_steps"])
 
 
-def numbered(out: str) -> list[str]:
-    """The folders that `save` has begun, oldest first, and none that a user has put beside them."""
-    return sorted(glob.glob(os.path.join(glob.escape(out), "checkpoints", "[0-9]" * 5)))
-
-
 def checkpoints(out: str) -> list[str]:
-    """The whole checkpoints of a run, oldest first."""
-    return [folder for folder in numbered(out) if os.path.exists(os.path.join(folder, "training.json"))]
+    """The checkpoints of a run, oldest first, and nothing that a user has put beside them."""
+    return sorted(glob.glob(os.path.join(glob.escape(out), "checkpoints", "[0-9]" * 5)))
 
 
 def where_saved(s: Settings) -> str:
@@ -931,14 +909,12 @@ def where_saved(s: Settings) -> str:
     link = os.path.join(s.out, "checkpoint")
     if os.path.exists(link):
         return f"the checkpoint is in {link}; the same command with --resume goes on"
-    kept = earlier_runs(s.out)
-    before = f"; the run before is in {kept[-1]}" if kept else ""
-    return f"nothing had been saved{before}"
+    return "nothing had been saved"
 
 
 def tidy(s: Settings):
     """Point out/checkpoint at the newest, and drop all but the newest few and the best. A folder loses its
-    training.json first: what a kill leaves of it counts for nothing, and goes the next time."""
+    number first: what a kill leaves of it counts for nothing, and goes the next time."""
     link = os.path.join(s.out, "checkpoint")
     folders = checkpoints(s.out)
     if os.path.lexists(link + ".new"):  # a kill can leave one
@@ -946,16 +922,11 @@ def tidy(s: Settings):
     os.symlink(os.path.join("checkpoints", os.path.basename(folders[-1])), link + ".new")
     os.replace(link + ".new", link)
     best = max(folders, key=lambda folder: read_json(os.path.join(folder, "training.json"))["score"])
+    unfinished = os.path.join(s.out, "checkpoints", "unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
     for folder in set(folders) - {*folders[-s.keep:], best}:
-        os.remove(os.path.join(folder, "training.json"))
-    for folder in set(numbered(s.out)) - set(checkpoints(s.out)):
-        shutil.rmtree(folder)
-
-
-def earlier_runs(out: str) -> list[str]:
-    """What `make_room` has kept, the oldest first."""
-    names = (f"{out}.{i}" for i in itertools.count(1))
-    return [*itertools.takewhile(os.path.exists, names)]
+        os.rename(folder, unfinished)
+        shutil.rmtree(unfinished)
 
 
 held = []  # the open folder whose lock tells other processes that a run is going on there
@@ -992,7 +963,8 @@ def make_room(s: Settings):
     """An earlier run in --out is kept, under the next free number."""
     hold(s)
     if os.path.exists(os.path.join(s.out, "metrics.jsonl")):
-        kept = f"{s.out}.{len(earlier_runs(s.out)) + 1}"
+        names = (f"{s.out}.{i}" for i in itertools.count(1))
+        kept = next(name for name in names if not os.path.exists(name))
         os.rename(s.out, kept)
         tqdm.write(f"the earlier run in {s.out} is now {kept}")
         hold(s)

@@ -404,14 +404,13 @@ def test_nobody_may_have_a_second_round():
 
 
 def test_what_a_kill_leaves_of_tidying_up(tmp_path):
-    """A link that was not renamed, checkpoints half removed or half written: the newest two whole ones and
+    """A link that was not renamed, a checkpoint half removed or half written: the newest two whole ones and
     the best stay."""
     for i, score in enumerate((0.9, 0.1, 0.2, 0.3)):
         os.makedirs(tmp_path / "checkpoints" / f"{i:05d}")
         (tmp_path / "checkpoints" / f"{i:05d}" / "training.json").write_text(json.dumps({"score": score}))
     os.symlink("checkpoints/00001", tmp_path / "checkpoint.new")
-    for left in ("00007", "00077"):
-        os.makedirs(tmp_path / "checkpoints" / left / "state")
+    os.makedirs(tmp_path / "checkpoints" / "unfinished" / "state")
     assert [os.path.basename(folder) for folder in train.checkpoints(str(tmp_path))] == [
         "00000", "00001", "00002", "00003"]
     train.tidy(Settings(out=str(tmp_path)))

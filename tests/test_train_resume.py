@@ -67,10 +67,9 @@ def test_resuming_tidies_what_a_kill_left(tmp_path, capsys):
     s = Settings(out=str(tmp_path))
     write_json(f"{tmp_path}/settings.json", asdict(s))
     (tmp_path / "metrics.jsonl").write_text("{}\n{}\n")
-    for name in ("00001", "00002", "00003", "mine"):
-        os.makedirs(tmp_path / "checkpoints" / name)
+    os.makedirs(tmp_path / "checkpoints" / "unfinished" / "state")
     for name in ("00001", "00002", "mine", "00001 to keep"):
-        os.makedirs(tmp_path / "checkpoints" / name, exist_ok=True)
+        os.makedirs(tmp_path / "checkpoints" / name)
         write_json(f"{tmp_path}/checkpoints/{name}/training.json", {"score": 0.0})
     assert [os.path.basename(folder) for folder in train.checkpoints(str(tmp_path))] == ["00001", "00002"]
     os.symlink("checkpoints/00001", tmp_path / "checkpoint")
@@ -164,7 +163,7 @@ def test_ctrl_c_in_the_warm_start(tmp_path):
     process.send_signal(signal.SIGINT)
     end = Ended(process)
     assert end.status == 1 and "Traceback" not in end.err
-    assert f"interrupted; nothing had been saved; the run before is in {tmp_path}/out.1" in end.err
+    assert "interrupted; nothing had been saved" in end.err
     assert not os.path.exists(tmp_path / "out" / "metrics.jsonl")
 
 
@@ -210,7 +209,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(ranks, checkpoint, tmp_
     assert reached < 8
     with open(f"{broken}/metrics.jsonl", "a") as f:
         f.write('{"iteration": ')
-    os.makedirs(f"{broken}/checkpoints/00008/state")
+    os.makedirs(f"{broken}/checkpoints/unfinished/state", exist_ok=True)
     resumed = Forked(*how, f"--out={broken}", "--resume", ranks=ranks)
     alone = Forked(*how, f"--out={whole}", ranks=2) if ranks == 2 else launch(*how, f"--out={whole}")
     again, _ = well(Ended(resumed)), well(Ended(alone))
