@@ -2891,41 +2891,26 @@ def in_the_paper(benchmark: str) -> dict[str, dict]:
 
 
 def average(files: list[str]) -> str:
-    """The numbers that several evaluations wrote with --out, line by line: mean ± 95 % interval over the
-    files."""
+    """A table of all numbers that several evaluations wrote with --out: mean, 95 % interval, file by file."""
     if len(files) < 2:
         raise ValueError("an average takes two files or more: python eval.py average FILE FILE …")
-    runs = []
-    for file in files:
-        if not os.path.exists(file):
-            raise FileNotFoundError(f"{file} is missing; python eval.py --out={file} writes it")
-        runs.append(read_json(file))
-        if not all(isinstance(row, dict) for row in runs[-1].values()):
-            raise ValueError(f"{file} is not what eval.py writes with --out")
-    rows = []
-    for system in runs[0]:
-        found = [dict(flat(run.get(system, {}))) for run in runs]
-        for key in found[0]:
-            values = [numbers.get(key) for numbers in found]
-            if None not in values:  # else it is unknown, or not in every file
-                told = "  ".join(f"{value:.3f}" for value in values)
-                interval = spread(values)["95 % ±"]
-                rows.append((system, key, f"{mean(values):9.3f} ± {interval:.3f}   {told}"))
+    runs = [dict(flat(read_json(file))) for file in files]
+    rows = {}
+    for key in runs[0]:
+        if all(key in run for run in runs):
+            values = [run[key] for run in runs]
+            rows[key] = {"mean": mean(values), "95 % ±": spread(values)["95 % ±"], **dict(zip(files, values))}
     if not rows:
-        has = [f"{file} has {', '.join(run) or 'nothing'}" for file, run in zip(files, runs)]
-        raise ValueError("no number is in all of the files:\n" + "\n".join(has))
-    names = 2 + max(len(system) for system, _, _ in rows)
-    keys = 2 + max(len(key) for _, key, _ in rows)
-    head = f"{'mean':>{names + keys + 9}} ± 95 % interval of the mean over {len(files)} files, by Student's t"
-    return "\n".join([head, *(f"{system:<{names}}{key:<{keys}}{told}" for system, key, told in rows)])
+        raise ValueError(f"no number is in all of {', '.join(files)}: were these other systems or problems?")
+    return columns(rows, dict.fromkeys(["mean", "95 % ±", *files], 3), f"{len(files)} files, by Student's t")
 
 
 def flat(numbers: dict, before: str = ""):
-    """Yield (path, number or None) of all that a dict of dicts holds."""
+    """Yield (path, number) of every number in a dict of dicts; what is unknown is none."""
     for key, value in numbers.items():
         if isinstance(value, dict):
             yield from flat(value, f"{before}{key}: ")
-        else:
+        elif isinstance(value, (int, float)):
             yield before + key, value
 
 
