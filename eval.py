@@ -2212,19 +2212,7 @@ def play_conductor(s, problems, pools, name: str, who: str, k: int, tag: str) ->
 
 # -----------------------------------------------------------------------------------------------------------
 # Benchmarks: rows of public data sets on the Hugging Face hub, of which only those that are needed are
-# fetched
-#
-# What is taken, with the numbers of App. A.2 in brackets. Where the paper does not say, the choice is ours.
-#
-#   math500        train: 300 of MATH-500 [300]; test: 100 others [100]; by a hash of the question
-#   mmlu           train: auxiliary_train, 99,842 [99,842], from other exams; test: 14,042 [14,042]
-#   rlpr           train: three fifths of 77,687 [46,620 of 77,700]; test: one fifth [15,540]; by such a hash
-#   livecodebench  train: V1, 400 problems up to March 2024 [V1]; test: the 175 of 2025 that V6 added [V6]
-#   aime25, bigcodebench (hard, complete), gpqa (diamond): all 30 [30], 148 [148], 198 [198] are for testing
-#   paper          240 of each of the first four [960 together, by "difficulty and diversity"]: the hardest of
-#                  the candidates where levels are known, else the first; `prepare --pool=…` leaves out what
-#                  all workers solve, or none. Candidates: 600 random rows of mmlu and rlpr, of others all.
-#   recursion      175 problems of livecodebench and 175 of rlpr, by chance from "paper" [the same]
+# fetched. The counts of App. A.2 stand in brackets. Where the paper does not say, the choice is ours.
 
 
 @dataclass
@@ -2232,31 +2220,33 @@ class Source:
     repository: str  # a data set on the hub
     what: str  # config/split, fetched in slices, or a JSONL file of it
     rows: int
-    megabytes: float
     drawn: bool = False  # True: its slices come in a random order, and no more of them than are needed
 
 
 DATA = "data"  # in the current directory. Not to be passed on: RLPR's licence is CC BY-NC 4.0
-MATH = Source("HuggingFaceH4/MATH-500", "default/test", 500, 0.6)
-RLPR = Source("openbmb/RLPR-Train-Dataset", "default/train", 77687, 200, drawn=True)
+MATH = Source("HuggingFaceH4/MATH-500", "default/test", 500)
+RLPR = Source("openbmb/RLPR-Train-Dataset", "default/train", 77687, drawn=True)
 SOURCES = {
-    ("math500", "train"): MATH,
-    ("math500", "test"): MATH,
-    ("mmlu", "train"): Source("cais/mmlu", "all/auxiliary_train", 99842, 161, drawn=True),
-    ("mmlu", "test"): Source("cais/mmlu", "all/test", 14042, 9),
-    ("rlpr", "train"): RLPR,
-    ("rlpr", "test"): RLPR,
-    ("livecodebench", "train"): Source("livecodebench/code_generation_lite", "test.jsonl", 400, 1253),
-    ("livecodebench", "test"): Source("livecodebench/code_generation_lite", "test6.jsonl", 175, 134),
-    ("aime25", "test"): Source("yentinglin/aime_2025", "default/train", 30, 0.1),  # as in Lighteval
-    ("bigcodebench", "test"): Source("bigcode/bigcodebench-hard", "default/v0.1.4", 148, 1.4),
-    ("gpqa", "test"): Source("Idavidrein/gpqa", "gpqa_diamond/train", 198, 1.4),  # as in Lighteval; gated
+    ("math500", "train"): MATH,  # 300 [300], by a hash of the question
+    ("math500", "test"): MATH,  # 100 others [100]
+    ("mmlu", "train"): Source("cais/mmlu", "all/auxiliary_train", 99842, drawn=True),  # other exams [99,842]
+    ("mmlu", "test"): Source("cais/mmlu", "all/test", 14042),  # [14,042]
+    ("rlpr", "train"): RLPR,  # three fifths, by such a hash [46,620 of 77,700]
+    ("rlpr", "test"): RLPR,  # one fifth [15,540]
+    # V1, up to March 2024 [V1], and what V6 added, of 2025 [V6]
+    ("livecodebench", "train"): Source("livecodebench/code_generation_lite", "test.jsonl", 400),
+    ("livecodebench", "test"): Source("livecodebench/code_generation_lite", "test6.jsonl", 175),
+    ("aime25", "test"): Source("yentinglin/aime_2025", "default/train", 30),  # as in Lighteval [30]
+    ("bigcodebench", "test"): Source("bigcode/bigcodebench-hard", "default/v0.1.4", 148),  # [148]
+    ("gpqa", "test"): Source("Idavidrein/gpqa", "gpqa_diamond/train", 198),  # as in Lighteval; gated [198]
 }
+# The hardest of the candidates where levels are known, else the first [960, by "difficulty and diversity"];
+# "recursion" is drawn from "paper" by chance [the same].
 MIXES = {
     "paper": {"math500": 240, "mmlu": 240, "rlpr": 240, "livecodebench": 240},
     "recursion": {"livecodebench": 175, "rlpr": 175},
 }
-CANDIDATES = 600  # rows of a drawn data set among which `prepare` chooses
+CANDIDATES = 600  # problems of each benchmark, at most, among which `prepare` chooses
 GRADER_OF = {"math500": "math", "aime25": "math", "rlpr": "short", "mmlu": "letter", "gpqa": "letter",
              "livecodebench": "code", "bigcodebench": "unittest"}
 BLOCK = "Put all of it, imports included, in one ```python block."
@@ -2295,7 +2285,7 @@ def benchmark(name: str, split: str, limit: int | None = None) -> list[Problem]:
                 break
     except OSError as e:
         by_hand = f", or put {page}/resolve/main/{source.what} there" if rows is rows_of_file else ""
-        raise OSError(f"{place} lacks rows of {page} ({source.rows:,}, {source.megabytes} MB): {e}\n"
+        raise OSError(f"{place} lacks rows of {page} ({source.rows:,}): {e}\n"
                       f"Try again to go on where it stopped{by_hand}. If the page asks to accept terms, do "
                       "that and set HF_TOKEN.") from e
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as e:
