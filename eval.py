@@ -2530,7 +2530,6 @@ def checked(row: dict) -> Problem:
         if not holds:
             raise ValueError(told)
 
-    must(isinstance(row, dict), "not an object")
     wrong = [key for key in ("id", "question", "answer", "kind") if not isinstance(row.get(key), str)]
     must(not wrong, f"{', '.join(wrong)} missing or not a string")
     must(row["kind"] not in ("all", "calls"), f"the kind {row['kind']!r} is a column in tables: rename it")
@@ -2541,19 +2540,18 @@ def checked(row: dict) -> Problem:
     problem = Problem(**{"grader": row["kind"] if row["kind"] in ASK else "exact", **row})
     grader = problem.grader
     extra = problem.extra
-    must(grader in list(ASK), f"no grader {grader!r}, there are {', '.join(ASK)}")
+    must(grader in [*ASK], f"no grader {grader!r}, there are {', '.join(ASK)}")
     must(isinstance(extra, dict), "extra is not an object")
     must(grader == "letter" or "choices" not in extra, 'choices need "grader": "letter"')
     problem.answer = problem.answer.strip()
     must(is_bare(problem), f"no response could be {problem.answer!r}: give the bare answer")
     lacks = [key for key in EXTRA.get(grader, []) if key not in extra]
-    needed = ", ".join(f'"{key}": …' for key in lacks)
-    must(not lacks, f'the grader {grader} needs "extra": {{{needed}}}')
+    must(not lacks, f'the grader {grader} needs {" and ".join(lacks)} in "extra"')
     if grader == "letter":
         choices = extra["choices"]
         must(texts(choices) and 2 <= len(choices) <= len(LETTERS), f"choices are 2 to {len(LETTERS)} texts")
-        told = f"the answer {problem.answer!r} is none of the letters A to {LETTERS[len(choices) - 1]}"
-        must(problem.answer in [*LETTERS[:len(choices)]], told)
+        letters = [*LETTERS[:len(choices)]]
+        must(problem.answer in letters, f"the answer {problem.answer!r} is none of {', '.join(letters)}")
     tests = extra.get("tests")
     if grader == "code" and not isinstance(tests, dict):
         pairs = isinstance(tests, list) and all(texts(test) and len(test) == 2 for test in tests)
