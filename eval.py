@@ -1736,13 +1736,12 @@ def random_workflow(rng: random.Random, n_workers: int, max_steps: int = 5, pros
 def random_completion(question: str, rng: random.Random, n_workers: int, max_steps: int = 5, names: str = "",
                       subtasks: bool = True, prose: bool = False) -> str:
     """A completion in the Conductor's format that says nothing about which workflow is good: its plan is the
-    question. Where the workers have names, the plan names those of the workflow. subtasks=False leaves that
-    list out (App. B.7). A pretrained model's (prose) has no plan.
+    question, and the workers' names if they have some. subtasks=False leaves that list out (App. B.7). A
+    pretrained model's (prose) has no plan.
 
     The number of steps stands behind the workers, where it can be counted, and helps to write two more lists
-    of that length. So it is decided worker by worker whether another follows. In the plan a comma says so:
-    without it, sharpening the policy (train.warm_start) would favour the end of the list, which is one token,
-    over the next name, which is one of many."""
+    of that length. In the plan commas say whether another name follows: sharpening the policy
+    (train.warm_start) would else favour the list's end, one token, over the next name, one of many."""
     workflow = random_workflow(rng, n_workers, max_steps, prose)
     if prose:
         return as_lists(workflow, subtasks)
@@ -1817,11 +1816,11 @@ def as_one(traces: list[Trace], answer: int) -> Trace:
     """Traces of one step each as one; the response of that at `answer` is the answer, and stands last."""
     traces = [*traces]
     traces.append(traces.pop(answer))
-    steps = [t.workflow.steps[0] for t in traces]
+    errors = [t.error for t in traces if t.error]
+    workflow = Workflow([t.workflow.steps[0] for t in traces])
     names = [t.workers[0] for t in traces]
     replies = [t.replies[0] for t in traces]
-    errors = [t.error for t in traces if t.error]
-    return Trace(traces[0].question, Workflow(steps), names, replies, error=errors[0] if errors else None)
+    return Trace(traces[0].question, workflow, names, replies, error=errors[0] if errors else None)
 
 
 def majority(problem: Problem, responses: list[str]) -> int:
@@ -1855,15 +1854,15 @@ def central(problem: Problem, responses: list[str]) -> int:
 def run_system(system, problems: list[Problem], pool: list, k: int, name: str) -> list[Trace]:
     """The trace of every problem, 64 at a time, of a system(problem, pool, k, name) such as those above. k:
     the worker who plays, where one does. Ctrl-C does not wait for its threads, which are daemons."""
-    def trace_of(i):
-        return i, system(problems[i], pool, k, f"{name}/{problems[i].id}")
+    def trace_of(problem):
+        return system(problem, pool, k, f"{name}/{problem.id}")
 
+    traces = []
     with ThreadPool(64) as threads, progress(name, len(problems)) as bar:
-        traces = {}
-        for i, trace in threads.imap_unordered(trace_of, range(len(problems))):
-            traces[i] = trace
+        for trace in threads.imap(trace_of, problems):
+            traces.append(trace)
             bar.update()
-    return [traces[i] for i in range(len(problems))]
+    return traces
 
 
 def everyone_alone(pool: list, problems: list[Problem], name: str) -> list[list[Trace]]:
@@ -2446,10 +2445,8 @@ def tests_of(problem: Problem) -> list[list[str]]:
 @functools.lru_cache(2)
 def stored_tests(id: str, file: str, at: int) -> list[list[str]]:
     """[input, output] of each test of a LiveCodeBench problem, read from its row when they are needed: those
-    of one problem can take hundreds of MB. Where the problem has a function, input is its arguments, each a
-    line of JSON, and output its result.
-
-    The hidden ones are JSON in a pickle in zlib in base64 (lcb_runner/benchmarks/code_generation.py of
+    of one problem can take hundreds of MB. A function's input is its arguments, each a line of JSON. The
+    hidden ones are JSON in a pickle in zlib in base64 (lcb_runner/benchmarks/code_generation.py of
     LiveCodeBench). The pickle is never run: the JSON is cut out of it."""
     try:
         with open(file, "rb") as f:
@@ -2476,15 +2473,10 @@ def stored_tests(id: str, file: str, at: int) -> list[list[str]]:
 
 
 def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
-    """At most `limit` problems; split is "train" or "test". The name is one in
-
-        LAPTOP     generated problems
-        SOURCES    a public benchmark
-        MIXES      several of these: its "train" is the file that `prepare` wrote, its "test" all their tests
-
-    or a file *.jsonl, which has one split: see read_problems. A file keeps its order. All else is in a random
-    but fixed order, with the kinds taking turns. OSError tells what was not fetched and how to bring it,
-    ValueError what is wrong where."""
+    """At most `limit` problems; split is "train" or "test". The name is one in LAPTOP or SOURCES, or in MIXES,
+    whose "train" is the file that `prepare` wrote and "test" all tests of its parts, or a file *.jsonl, which
+    has one split. A file keeps its order. All else is in a random but fixed order, with the kinds taking
+    turns. OSError tells what was not fetched and how to bring it, ValueError what is wrong where."""
     if not has_split(name, split):
         known = [*LAPTOP, *MIXES, *(f"{n} ({s})" for n, s in SOURCES), "files *.jsonl"]
         raise ValueError(f"no problems {name!r}, split {split!r}: there are {', '.join(known)}")
@@ -2497,8 +2489,7 @@ def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
     if name in LAPTOP:
         problems = laptop_problems(split, LAPTOP[name])
     else:
-        parts = [load(part, split, limit) for part in MIXES[name]]
-        problems = list(itertools.chain(*parts))
+        problems = [p for part in MIXES[name] for p in load(part, split, limit)]
     return interleave(problems, random.Random(0), again=name in LAPTOP)[:limit]
 
 
@@ -2506,10 +2497,8 @@ def read_problems(file: str) -> list[Problem]:
     """A line is a JSON object with the strings question, answer, kind, and if wanted Problem's other fields;
     a kind named like a grader is graded by it."""
     if not os.path.exists(file):
-        made = "python eval.py prepare writes it"
-        if os.path.dirname(file) != DATA:
-            made = 'write it: a line is {"question": "…", "answer": "…", "kind": "math"}'
-        raise FileNotFoundError(f"{file} is missing; {made}")
+        raise FileNotFoundError(f"{file} is missing: python eval.py prepare writes {DATA}/paper.jsonl; of your "
+                                'own, a line is {"question": "…", "answer": "…", "kind": "math"}')
     problems = []
     with open(file, "rb") as f:
         for n, line in enumerate(f, 1):

@@ -484,9 +484,9 @@ def test_an_unknown_name_or_split_lists_what_there_is(hub, name, split):
 
 
 def test_a_missing_file_is_named(hub):
-    with pytest.raises(FileNotFoundError, match=r"data/paper.jsonl is missing; python eval.py prepare"):
+    with pytest.raises(FileNotFoundError, match=r"data/paper.jsonl is missing: python eval.py prepare"):
         load("paper", "train")
-    with pytest.raises(FileNotFoundError, match=r"mine.jsonl is missing; write it: a line is"):
+    with pytest.raises(FileNotFoundError, match=r"mine.jsonl is missing: .* of your own, a line is"):
         load("mine.jsonl", "test")
 
 
