@@ -2571,7 +2571,7 @@ def write_problems(file: str, problems: list[Problem]):
 
 
 def prepare(pool: list):
-    """Write the mixes (see the table above). With a pool, what gives no gradient is left out. No split has
+    """Write the files of MIXES. With a pool, what gives no gradient is left out. No split has
     what another has."""
     candidates = {name: [*filter(is_bare, load(name, "train", CANDIDATES))] for name in MIXES["paper"]}
     mix = []
@@ -2745,16 +2745,13 @@ def learned(problems: list[Problem], traces: list[Trace | None]) -> str:
     lines = []
     for kind in dict.fromkeys(p.kind for p in problems):
         asked = [t for p, t in zip(problems, traces) if p.kind == kind]
-        found = {}
-        for t in asked:
-            if t:
-                same = str((t.workers, [step.access for step in t.workflow.steps]))
-                found.setdefault(same, []).append(t)
-        if not found:
+        written = [t for t in asked if t]
+        if not written:
             continue
-        commonest = max(found.values(), key=len)
-        t = commonest[0]
-        share = len(commonest) / len(asked)
+        outlines = [str((t.workers, [step.access for step in t.workflow.steps])) for t in written]
+        commonest = statistics.mode(outlines)
+        share = outlines.count(commonest) / len(asked)
+        t = written[outlines.index(commonest)]
         lines.append(f"{kind}: {counted(len(t.workers), 'step')}, written for {share:.0%}.  {t.question}")
         for step, worker, response in zip(t.workflow.steps, t.workers, t.responses):
             seen = " and ".join(str(i) for i in step.access)
