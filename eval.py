@@ -2473,10 +2473,10 @@ def stored_tests(id: str, file: str, at: int) -> list[list[str]]:
 
 
 def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
-    """At most `limit` problems; split is "train" or "test". The name is one in LAPTOP or SOURCES, or in MIXES,
-    whose "train" is the file that `prepare` wrote and "test" all tests of its parts, or a file *.jsonl, which
-    has one split. A file keeps its order. All else is in a random but fixed order, with the kinds taking
-    turns. OSError tells what was not fetched and how to bring it, ValueError what is wrong where."""
+    """At most `limit` problems; split is "train" or "test". The name is one in LAPTOP, SOURCES or MIXES, whose
+    "train" is the file that `prepare` wrote and "test" all tests of its parts, or a file *.jsonl, which has
+    one split. A file keeps its order. All else is in a random but fixed order, with the kinds taking turns.
+    OSError tells what was not fetched and how to bring it, ValueError what is wrong where."""
     if not has_split(name, split):
         known = [*LAPTOP, *MIXES, *(f"{n} ({s})" for n, s in SOURCES), "files *.jsonl"]
         raise ValueError(f"no problems {name!r}, split {split!r}: there are {', '.join(known)}")
@@ -2497,8 +2497,8 @@ def read_problems(file: str) -> list[Problem]:
     """A line is a JSON object with the strings question, answer, kind, and if wanted Problem's other fields;
     a kind named like a grader is graded by it."""
     if not os.path.exists(file):
-        raise FileNotFoundError(f"{file} is missing: python eval.py prepare writes {DATA}/paper.jsonl; of your "
-                                'own, a line is {"question": "…", "answer": "…", "kind": "math"}')
+        raise FileNotFoundError(f"{file} is missing: python eval.py prepare writes {DATA}/paper.jsonl; of one "
+                                'of your own a line is {"question": "…", "answer": "…", "kind": "math"}')
     problems = []
     with open(file, "rb") as f:
         for n, line in enumerate(f, 1):

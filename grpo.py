@@ -261,7 +261,7 @@ def statistics(new, old, kl, clip, clip_high):
 
 
 def clipped_step(model, optimizer, max_grad_norm: float) -> float:
-    """An optimizer step on the gradient clipped to max_grad_norm, if it is finite. Returns its norm before."""
+    """An optimizer step on the gradient clipped to max_grad_norm, if it is finite. Returns its norm."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
     norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # the same on all ranks
     if np.isfinite(norm):
