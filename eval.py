@@ -2497,8 +2497,8 @@ def read_problems(file: str) -> list[Problem]:
     """A line is a JSON object with the strings question, answer, kind, and if wanted Problem's other fields;
     a kind named like a grader is graded by it."""
     if not os.path.exists(file):
-        raise FileNotFoundError(f"{file} is missing: python eval.py prepare writes {DATA}/paper.jsonl; in your "
-                                'own a line is {"question": "…", "answer": "…", "kind": "math"}')
+        raise FileNotFoundError(f"{file} is missing. python eval.py prepare writes {DATA}/paper.jsonl; a line "
+                                'of your own is {"question": "…", "answer": "…", "kind": "math"}')
     problems = []
     with open(file, "rb") as f:
         for n, line in enumerate(f, 1):
