@@ -127,7 +127,7 @@ def run_conductor(conductor, problems: list[Problem], pools: list[list], name: s
 
 LETTERS = "ABCDEFGHIJ"  # of the choices
 LONGEST = 1000  # characters of an answer: a longer one is wrong
-MOST = 100      # parts of a list, boxes of a response
+MOST = 100      # parts of a list
 DEEPEST = 20    # brackets in brackets
 BITS = 4000     # of a fraction
 FINE = 10 ** 9  # a fraction of larger numbers is not mixed with floats
@@ -198,25 +198,22 @@ def committed(response: str) -> str | None:
     inside, closed, later = response.partition("</answer>")
     if tag and r"\boxed{" not in later:
         return inside.replace(r"\boxed{", "{").strip() if closed else ""
-    boxes = []
-    end = 0
+    parts = []  # of the list that ends with the box
+    end = -1  # of the box
     for m in re.finditer(r"\\boxed\{", response):
-        if 0 <= end <= m.start():  # not inside of another box
-            end = closing(response, m.end())
-            boxes.append((*m.span(), end))
-    if not boxes:
+        if m.start() < end:  # inside of another box
+            continue
+        between = response[end + 1:m.start()]
+        if not parts or len(between) > LONGEST or not BETWEEN.fullmatch(between):
+            parts = []
+            start = m.start()
+        end = closing(response, m.end())
+        if end < 0:
+            return ""
+        parts.append(response[m.end():end].replace(r"\boxed{", "{").strip())
+    if not parts:
         return None
-    if end < 0:
-        return ""
     paragraph = re.split(r"\n\s*\n", response[end + 1:][:LONGEST])[0]
-    parts = []
-    start = len(response)
-    for opening, box, end in reversed(boxes[-MOST:]):
-        between = response[end + 1:start]
-        if parts and (len(between) > LONGEST or not BETWEEN.fullmatch(between)):
-            break
-        parts.insert(0, response[box:end].replace(r"\boxed{", "{").strip())
-        start = opening
     # The box itself may be bold: its stars stand on both sides.
     around = BOLD.sub(r"\2 ", response[:start][-200:] + r"\boxed{}" + paragraph)
     before, _, after = around.rpartition(r"\boxed{}")
