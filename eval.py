@@ -253,20 +253,16 @@ def copied(answer: str, question: str, gold: str) -> bool:
     $\\sqrt{192}$" is not answered by \\sqrt{192}, nor by x = (\\sqrt{192}) / 1. What is compared with the
     question are the operands but for 0 and 1, of all the answer and of what it says behind its last "="."""
     answer = one_spelling(answer)
-    gold = one_spelling(gold)
     value = answer.rpartition("=")[2]
-    if as_text(value) == as_text(gold.rpartition("=")[2]):
+    if as_text(value) == as_text(one_spelling(gold).rpartition("=")[2]):
         return False
-    return any(formula_within(text, question) for text in (answer, value))
-
-
-def formula_within(text: str, question: str) -> bool:
-    """Whether a text is a formula, of two operands or more, that stands in the question."""
-    is_formula = len(re.sub(r"\s", "", text)) > 4 and re.search(r"[-+*/^\\]", text)
-    operands = operands_of(text)
     asked = operands_of(one_spelling(question))
-    found = re.search(rf"(?<![\d.]){re.escape(operands)}(?!\w)", asked)
-    return bool(is_formula and found) and " " in operands
+    for text in (answer, value):
+        operands = operands_of(text)
+        is_formula = len(re.sub(r"\s", "", text)) > 4 and re.search(r"[-+*/^\\]", text) and " " in operands
+        if is_formula and re.search(rf"(?<![\d.]){re.escape(operands)}(?!\w)", asked):
+            return True
+    return False
 
 
 def operands_of(text: str) -> str:
