@@ -130,7 +130,7 @@ LONGEST = 1000  # characters of an answer: a longer one is wrong
 MOST = 100      # parts of a list
 DEEPEST = 20    # brackets in brackets
 BITS = 4000     # of a fraction
-FINE = 10 ** 9  # a fraction of larger numbers is not mixed with floats
+FINE = 10 ** 9  # a fraction of larger size is not mixed with floats: 312689/99532 is not π
 ENOUGH = 3      # points at which two expressions must both have a value
 
 
@@ -365,8 +365,8 @@ FUNCTIONS = {r"\sin": math.sin, r"\cos": math.cos, r"\tan": math.tan, r"\arcsin"
 
 
 def size(x) -> int:
-    """The larger one of a fraction's two numbers; of a float 0."""
-    return max(abs(x.numerator), x.denominator) if isinstance(x, Fraction) else 0
+    """The product of a fraction's two numbers, at least 1; of a float 0."""
+    return max(abs(x.numerator), 1) * x.denominator if isinstance(x, Fraction) else 0
 
 
 def operate(name: str, x, y=None):
@@ -378,10 +378,8 @@ def operate(name: str, x, y=None):
         if x > 400 or x != int(x):
             raise ArithmeticError("too large, or no natural number")
         return Fraction(math.factorial(int(x)))
-    if not exact and name in {*FUNCTIONS, "^"} and size(x) and x.denominator > 1e5:
-        raise ArithmeticError("a long decimal")
     if name in FUNCTIONS:
-        if 0 < abs(x) < 1e-3 or abs(x) > (FINE / 1000 if name in (r"\ln", r"\log") else 25):
+        if 0 < abs(x) < 1e-3 or abs(x) > (1e6 if name in (r"\ln", r"\log") else 25):
             raise ArithmeticError("out of range")
         result = FUNCTIONS[name](x)
         return Fraction(0) if abs(result) < 1e-13 else result
@@ -441,7 +439,7 @@ def equal(pairs: list) -> bool:
         exact = size(x) and size(y)
         if abs(x - y) > (0 if exact else 1e-10 * abs(x)):
             return False
-        if exact or max(size(x), size(y)) <= FINE / 1000:  # a long decimal is no irrational number
+        if exact or max(size(x), size(y)) <= FINE:
             both.append(x)
     return len(both) >= min(ENOUGH, len(pairs))
 
