@@ -756,12 +756,10 @@ def term(text: str) -> Meaning:
         return Meaning("∪", [term(part) for part in parts])
     if text in ("∅", "⦃⦄"):
         return Meaning("list")
-    if not text:
-        raise Unreadable("nothing")
     if text.strip("+- ") == "∞":
         return Meaning("text", text=text.strip("+ "))
     closed = split(text, CLOSE)[0]
-    if text[0] in OPEN and len(closed) == 2 and closed[1] == "":
+    if text.startswith(tuple(OPEN)) and len(closed) == 2 and closed[1] == "":
         brackets = text[0] + text[-1]
         inner = text[1:-1].strip()
         parts, marks = split(inner, ",")
