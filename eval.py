@@ -475,8 +475,7 @@ class Expression:
         self.absolute = r"\abs" in text  # |x| is x at too many points
         self.names = set()
         self.work = -1  # every operation adds a number, a variable or a function
-        self.tokens = [*TOKEN.findall(text), ""]
-        self.tokens.reverse()  # the next one is the last
+        self.tokens = ["", *reversed(TOKEN.findall(text))]  # the next one is the last
         if len(self.tokens) > 4 * MOST or WORD.search(text) or APPLIED.search(text) or ORDERED.search(text):
             raise Unreadable("too long, a word, a function, or letters whose order may count")
         if re.fullmatch(r"[\d.]+(?:\s*-\s*[\d.]+)+\s*", text):
@@ -495,8 +494,7 @@ class Expression:
         return found
 
     def sum(self) -> list:
-        signed = self.tokens[-1] in ("+", "-")
-        values = [Fraction(0)] if signed else self.product()
+        values = [Fraction(0)] if self.tokens[-1] in ("+", "-") else self.product()
         while self.tokens[-1] in ("+", "-"):
             values = pointwise(self.tokens.pop(), values, self.product())
         return values
