@@ -230,12 +230,9 @@ def final_answer(response: str) -> str:
     if not said:
         return response.strip("* \n")
     start, end = said[-1].span()
-    line, _, later = response[end:].partition("\n")
+    sentences = re.sub(r"(?<=[^.])\.[*$]*\s+(?=[A-Z])", "\n", response[end:], count=1)
+    line, _, later = sentences.partition("\n")
     line = REASON.split(line)[0]
-    sentence = re.match(r"(.*?[^.])\.[*$]*\s+(?=[A-Z])(.*)", line)
-    if sentence:
-        line = sentence[1]
-        later = sentence[2] + "\n" + later
     before = response[:start][-200:]
     if DENIED.search(before) or HEDGED.search(later[:LONGEST]):
         return response.strip()
