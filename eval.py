@@ -230,7 +230,7 @@ def final_answer(response: str) -> str:
     if not said:
         return response.strip("* \n")
     start, end = said[-1].span()
-    sentences = re.sub(r"(?<=[^.])\.[*$]*\s+(?=[A-Z])", "\n", response[end:], count=1)
+    sentences = re.sub(r"(?<=[^.])\.([*$]*)\s+(?=[A-Z])", r"\1\n", response[end:], count=1)
     line, _, later = sentences.partition("\n")
     line = REASON.split(line)[0]
     before = response[:start][-200:]
