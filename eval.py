@@ -129,8 +129,8 @@ LETTERS = "ABCDEFGHIJ"  # of the choices
 LONGEST = 1000  # characters of an answer: a longer one is wrong
 MOST = 100      # parts of a list
 DEEPEST = 20    # brackets in brackets
-BITS = 4000     # of a fraction
-FINE = 10 ** 9  # a fraction of larger size is not mixed with floats: 312689/99532 is not π
+BITS = 4000     # of each number of a fraction
+FINE = 10 ** 9  # a fraction of larger size is not mixed with floats
 ENOUGH = 3      # points at which two expressions must both have a value
 
 
@@ -381,11 +381,13 @@ def operate(name: str, x, y=None):
         result = FUNCTIONS[name](x)
         return Fraction(0) if abs(result) < 1e-13 else result
     if exact and name == "^":
-        if size(x).bit_length() * abs(y) > 2 * BITS:
+        if max(abs(x.numerator), x.denominator).bit_length() * abs(y) > 2 * BITS:
             raise ArithmeticError("too large")
         return x ** int(y)
     if exact:
         return OPERATORS[name](x, y)
+    if name == "^" and size(y) and y.denominator > 3 and size(x) > FINE / y.denominator ** 4:
+        raise ArithmeticError("a high root of a large number comes close to anything")
     result = OPERATORS[name](float(x), float(y))
     if name in "+-":
         low, high = sorted((abs(x), abs(y)))
@@ -411,7 +413,7 @@ def pointwise(name: str, *arguments: list) -> list:
             long = max(map(size, numbers)) > FINE  # 1.4142135623730951 times pi
             if long or not 1e-9 < abs(result) < 1e12:
                 result = None
-        results.append(None if size(result) >> BITS else result)
+        results.append(None if size(result) >> 2 * BITS else result)
     if results.count(None) == count:
         raise Unreadable("no value")
     return results
@@ -436,7 +438,7 @@ def equal(pairs: list) -> bool:
         exact = size(x) and size(y)
         if abs(x - y) > (0 if exact else 1e-10 * abs(x)):
             return False
-        if exact or max(size(x), size(y)) <= FINE:
+        if exact or max(size(x), size(y)) <= FINE / 1000:  # a long decimal is no irrational number
             both.append(x)
     return len(both) >= min(ENOUGH, len(pairs))
 
@@ -906,8 +908,10 @@ def pick_letter(response: str, choices: list) -> str | None:
     for m in CLAIM.finditer(response):
         sentence, _, later = m[1].partition(". ")
         letter = letter_of(m[1], texts)
-        if letter in (None, "?"):
-            letter = "?" if HEDGED.match(later) else letter_of(sentence, texts)
+        if HEDGED.match(later) and (letter in (None, "?") or REASON.search(sentence)):
+            letter = "?"
+        elif letter in (None, "?"):
+            letter = letter_of(sentence, texts)
         if DENIED.search(response[:m.start()][-200:]):
             letter = "?"
         picked.add(letter)
