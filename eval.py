@@ -92,7 +92,7 @@ def grade(problem: Problem, response: str) -> bool:
     if problem.grader in ("math", "short"):
         answer = final_answer(response)
         is_same = same_math if problem.grader == "math" else same_short
-        # To copy a formula from the question shall not pay.
+        # To copy the question's formula is no answer, and shall not pay.
         return is_same(answer, gold) and not copied(answer, problem.question, gold)
     if problem.grader == "exact":
         return tagged(response) == gold  # the last <answer> tag's content, or all of a response without one
@@ -2461,7 +2461,7 @@ def stored_tests(id: str, file: str, at: int) -> list[list[str]]:
 
 
 def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
-    """At most `limit` problems; split is "train" or "test". The name is one in LAPTOP, SOURCES or MIXES, whose
+    """At most `limit` problems; split is "train" or "test". The name is in LAPTOP, SOURCES or MIXES, whose
     "train" is the file that `prepare` wrote and "test" all tests of its parts, or a file *.jsonl, which has
     one split. A file keeps its order. All else is in a random but fixed order, with the kinds taking turns.
     OSError tells what was not fetched and how to bring it, ValueError what is wrong where."""
@@ -2485,8 +2485,8 @@ def read_problems(file: str) -> list[Problem]:
     """A line is a JSON object with the strings question, answer, kind, and if wanted Problem's other fields;
     a kind named like a grader is graded by it."""
     if not os.path.exists(file):
-        raise FileNotFoundError(f"{file} is missing. python eval.py prepare writes {DATA}/paper.jsonl; a line "
-                                'of your own is {"question": "…", "answer": "…", "kind": "math"}')
+        raise FileNotFoundError(f"{file} is missing. python eval.py prepare writes {DATA}/paper.jsonl; of "
+                                'your own a line is {"question": "…", "answer": "…", "kind": "math"}')
     problems = []
     with open(file, "rb") as f:
         for n, line in enumerate(f, 1):

@@ -52,15 +52,15 @@ def set_advantages(groups: list[list[Rollout]], std=True):
 
 
 def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference: Qwen | None = None):
-    """(2, N) with gradient, for the N tokens of the completions in groups [(prompt, completions)], in order:
-    log π of each token, and KL(π_ref ‖ π) over the vocabulary at its place, 0 without a reference.
-    temperature and n_ids are the sampling's."""
+    """(2, N) with gradient, for the N tokens of the completions in groups [(prompt, completions)], in order.
+    Row 0: log π of each token. Row 1: KL(π_ref ‖ π) over the vocabulary there, or 0 without a reference.
+    temperature and n_ids: as in sampling."""
     # All groups become one row. The prompt 5 6 with completions 7 and 8 9 is laid out as
     #     ids         5  6 | 7 | 8  9      (T)
     #     positions   0  1 | 2 | 2  3      (T)  each completion goes on where its prompt ends
     #     targets            7   8  9      (N)  the tokens whose log-probabilities are wanted
     #     predictors         1   1  3      (N)  the places in the row whose output predicts them
-    # By `attend` (`attend_group`) a completion sees its prompt's keys and values, computed once, and its own.
+    # `attend` lets a completion see its prompt, which is computed once, and itself, but no other completion.
     ids, positions, targets, predictors, attend = pack(groups, model.device)
     ref_hidden = None
     if reference:
@@ -90,16 +90,16 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
            temperature=1.0, n_ids=None, token_budget=16384, max_grad_norm=1.0, clip_high=0.0, loss="sequence",
            max_new_tokens=0) -> dict:
     """One optimizer step on Eq. 1 over all ranks' rollouts; `rollouts` are this rank's share. log π_old is in
-    completion.logprobs. A gradient that is not finite makes all ranks skip the step. beta > 0 needs a
-    reference. loss: see `divisor`.
+    completion.logprobs. All ranks skip a step whose gradient is not finite. beta > 0 needs a reference.
+    loss: see `divisor`.
 
-    Returns the token means of `statistics` over all ranks, None without tokens; grad_norm before clipping;
-    and skipped, 0 or 1."""
+    Returns the means of `statistics` over the tokens of all ranks that have a gradient, None without any;
+    grad_norm before clipping; and skipped, 0 or 1."""
     device = model.device
     world = dist.get_world_size() if dist.is_initialized() else 1
     n_rollouts, n_tokens = all_reduce([len(rollouts), sum(n_written(r) for r in rollouts)], device)
     sums = torch.zeros(len(STATISTICS) + 1, dtype=torch.float64, device=device)
-    # Without a KL, rollouts of advantage 0 have no gradient: they count only in the divisor.
+    # Without a KL, rollouts of advantage 0 have no gradient: they count only in n_rollouts.
     teaching = [r for r in rollouts if r.advantage or beta]
     # FSDP needs equally many micro-batches on all ranks. An empty one runs a dummy token.
     for batch in as_many_on_all_ranks(micro_batches(teaching, token_budget), device):

@@ -2,7 +2,7 @@
 
     python model.py Qwen/Qwen2.5-7B      fetch a checkpoint and describe it; a folder is only described
 
-The modules have Hugging Face's names, so a state dict *is* a checkpoint. Attention is a function, `attend`,
+Module names are Hugging Face's, so a state dict *is* a checkpoint. Attention is a function, `attend`,
 that the caller may replace: sample.py passes one with a KV cache, grpo.py one with a shared prompt. Read
 sample.py next.
 """
@@ -46,7 +46,7 @@ class Config:
 
     @classmethod
     def from_pretrained(cls, path: str) -> "Config":
-        """Read config.json of a folder or repository. ValueError if it asks for what is not implemented."""
+        """Read config.json of a folder or repository. ValueError for what is not implemented."""
         return cls(**config_values(path, dataclasses.fields(cls)))
 
 
@@ -81,7 +81,7 @@ def rotate(x, cos, sin):
 
 
 def causal(layer_idx: int, q, k, v):
-    """The plain `attend`: each place of q (B, H, T, D) sees k and v (B, Hkv, T, D) up to itself."""
+    """The plain `attend`: token i of q (B, H, T, D) attends to 0 … i of k and v (B, Hkv, T, D)."""
     dtype = q.dtype
     if q.device.type == "cpu":  # bf16 would be no faster there
         q, k, v = q.float(), k.float(), v.float()
@@ -138,7 +138,7 @@ class Qwen(nn.Module):
         self.config = config
         self.compute_device = None  # where to compute if the weights are in the CPU's memory (--offload)
         self.recompute = False  # True: activation checkpointing, a layer at a time
-        self.model = nn.ModuleDict({  # Hugging Face's names begin with `model.`, all but the head's
+        self.model = nn.ModuleDict({  # so Hugging Face's names begin with `model.`, except lm_head
             "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
             "layers": nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers)),
             "norm": RMSNorm(config.hidden_size, config.rms_norm_eps)})
@@ -155,7 +155,7 @@ class Qwen(nn.Module):
         """ids (B, T) -> logits (B, T, V) in fp32, or what `head` returns.
 
         positions (B, T) are 0 … T-1 unless given. attend(layer_idx, q, k, v) -> (B, H, T, D) replaces causal.
-        head(hidden (B, T, C)) replaces `logits`, to compute fewer positions, say."""
+        head(hidden (B, T, C)) replaces `logits`, for instance to compute fewer positions."""
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
         cos, sin = rotary(positions, self.config)
@@ -165,7 +165,7 @@ class Qwen(nn.Module):
                 x = checkpoint(layer, x, cos, sin, attend, use_reentrant=False)
             else:
                 x = layer(x, cos, sin, attend)
-        return (head or self.logits)(self.model.norm(x))  # within forward, where FSDP has gathered lm_head
+        return (head or self.logits)(self.model.norm(x))  # inside forward: only here FSDP has all of lm_head
 
     def logits(self, hidden):
         """hidden (…, C) -> logits (…, V) in fp32. bf16 would be too coarse for a ratio π/π_old."""
@@ -180,7 +180,7 @@ class Qwen(nn.Module):
     @classmethod
     def from_pretrained(cls, path: str, dtype=torch.float32, device="cpu", shard=None) -> "Qwen":
         """Load a folder, or a repository of the Hugging Face hub. ValueError names a wrong config or tensor.
-        shard(model) applies FSDP in place: then a rank keeps only its part of each tensor."""
+        shard(model) applies FSDP in place, and a rank keeps only its part of each tensor."""
         with torch.device("meta"):
             model = cls(Config.from_pretrained(path))
         load_tensors(model, path, dtype, device, shard)

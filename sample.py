@@ -9,8 +9,7 @@ token to the model; its query q sees both parts, [shared prompt | own tokens], u
     w = softmax([q · K_prompt | q · K_own] / √D),    y = w_prompt · V_prompt + w_own · V_own
 
 This is `attend_shared`. The appendix has the `Grid`; its `prefill` computes the shared part. Finished rows go
-on drawing in vain, until `compact` drops them, as far as the grid stays a rectangle. `compact` also enlarges
-T, the places for own tokens that a step reads. Read workers.py next.
+on drawing, in vain, until `compact` drops them. Read workers.py next.
 """
 import collections
 import contextlib
@@ -26,15 +25,15 @@ import torch
 
 from model import Qwen, Tokenizer, causal, compute_dtype, configure, matmul_fp32
 
-READ_AT_ONCE = 1 << 15  # prompt tokens in one grid, padding included: this bounds its cache
-CHECK = 8  # steps between looks at which rows have finished
+READ_AT_ONCE = 1 << 15  # prompt tokens in one grid, padding included: it bounds the cache
+CHECK = 8  # steps from one look for finished rows to the next
 BUCKET = {"cuda": 128, "cpu": 32}  # steps from one `compact` to the next; a multiple of CHECK
 
 
 @dataclass
 class Completion:
     tokens: list[int]  # the end token included when finished
-    logprobs: list[float]  # of each token, by the distribution it was drawn from (greedy: at temperature 1)
+    logprobs: list[float]  # of each token under the sampling distribution (greedy: at temperature 1)
     finished: bool  # False: cut off at max_new_tokens
 
 
@@ -47,7 +46,7 @@ def generate_each(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tok
 
     eos_id: the token or tokens that end a rollout. n_ids: only ids below it are sampled, as Qwen2.5 pads its
     vocabulary. first: the number of each prompt's first rollout. A draw depends only on the seed, the prompt
-    (and which repeat of it) and the rollout's number. So two ranks, with first=0 and first=n, draw what one
+    (and which repeat of it) and the rollout's number: two ranks, with first=0 and first=n, draw what one
     would with 2n rollouts."""
     check_sampling(prompts, n, max_new_tokens, temperature, top_p, top_k)
     how = dict(temperature=temperature, top_p=top_p, top_k=top_k, n_ids=n_ids)  # for `draw`
@@ -55,7 +54,7 @@ def generate_each(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tok
     at_once = max(1, READ_AT_ONCE // max(map(len, prompts)))
     for start in range(0, len(prompts), at_once):
         some = prompts[start:start + at_once]
-        grid = Grid(model, some, n, max_new_tokens, seeds[start * n:][:len(some) * n], how, eos_id)
+        grid = Grid(model, some, n, max_new_tokens, seeds[start * n:(start + len(some)) * n], how, eos_id)
         grid.prefill(some)  # This draws every rollout's first token.
         for count in range(1, max_new_tokens + 1):  # how many tokens every rollout has
             last = count == max_new_tokens
@@ -71,9 +70,9 @@ def generate_each(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tok
 
 
 def attend_shared(grid, layer_idx, q, k, v):
-    """The newest token of each of the N = Q*R rows, q (N, H, 1, D), k and v (N, Hkv, 1, D), is cached at own
-    place t - 1: every row has t tokens. It attends to the P places of its prompt and to T own places;
-    grid.mask is -inf at those that are padding or still empty. G query heads share a key-value head. Two
+    """Each of the N = Q*R rows has t own tokens. The newest one, q (N, H, 1, D), k and v (N, Hkv, 1, D), is
+    cached at own place t - 1. It attends to the P places of its prompt and to T own places; grid.mask is -inf
+    at those that are padding or still empty. G query heads share a key-value head. Two
     products make the scores [prompt | own], one softmax goes over both, two products make the output
     (N, H, 1, D)."""
     Q, R, P, T, Hkv, D = grid.Q, grid.R, grid.P, grid.T, k.shape[1], grid.D

@@ -65,7 +65,7 @@ class Run:
     tokenizer: Tokenizer
     model: Qwen  # sharded (FSDP)
     optimizer: torch.optim.Optimizer
-    reference: Qwen | None  # the policy of the KL term
+    reference: Qwen | None  # π_ref, of the KL
     skipped: int = 0  # steps in a row, up to now, whose gradient was not finite
 
 
@@ -83,9 +83,9 @@ def first_rounds(s: "Settings", problems, pool, iteration: int) -> list[Task]:
 
 
 def second_rounds(s: "Settings", groups: list[list[Rollout]], iteration: int) -> list[Task]:
-    """Half of the questions again, shown the answer of one of their first rollouts, drawn by chance (§3.2).
-    They come on top: (4 + 2) × 64 are 384 rollouts (the paper's A.1: 256)."""
-    half = (0, 1) if iteration % 2 == 0 else (2, 3)  # of each four, as two kinds may alternate
+    """Half of the questions again, each with the answer of one of its first rollouts, drawn by chance (§3.2).
+    They come on top: with 4 questions (4 + 2) × 64 rollouts, 384 (the paper's A.1: 256)."""
+    half = (0, 1) if iteration % 2 == 0 else (2, 3)  # of each four: pairs, as two kinds may alternate
     tasks = []
     for i, group in enumerate(groups):
         answered = [r for r in group if r.trace and r.right is not None]
@@ -154,7 +154,7 @@ def train(s: "Settings", device: str):
     if s.dry_run:
         return print0("the run lacks nothing; without --dry_run it begins")
     log_to = reporter(s, run.begin)  # TensorBoard or wandb
-    reasons = on_signals()  # why to end the run: Ctrl-C appends one
+    reasons = on_signals()  # to stop: Ctrl-C appends one
     for iteration in range(run.begin, s.iterations):
         clock = Clock()
         sampler = whole_copy(run.model, s)

@@ -39,8 +39,8 @@ from tqdm import tqdm
 
 
 class WorkerError(Exception):
-    """A call without a reply: the transport or the provider failed, or it was not made. That is no wrong
-    answer of the model. The text holds no key. bad_request: the request is at fault."""
+    """A call failed, or was not made. That does not count as a wrong answer. The text holds no key.
+    bad_request: the request is at fault."""
 
     def __init__(self, text: str, bad_request: bool = False):
         super().__init__(text)
@@ -53,7 +53,7 @@ class Reply:
     prompt_tokens: int  # including cached ones; 0 if unknown
     completion_tokens: int  # including those of the reasoning; 0 if unknown
     cost: float | None  # dollars; None if the price or the usage is unknown
-    seconds: float  # with retries, without the waits for a slot, for rpm and for the budget
+    seconds: float  # with retries, without waiting for a slot, rpm or the budget
     finish: str = "stop"  # why it ended, in the provider's word; "length" if it was cut off
 
 
@@ -71,7 +71,7 @@ class Worker:
     rpm: int | float | None = None  # requests per minute
     timeout: int | float = 600  # seconds for an attempt
     deadline: int | float | None = None  # seconds for all attempts and their waits; None: three timeouts
-    attempts: int | None = None  # at most, not counting a refused stream; None: as `chat` says
+    attempts: int | None = None  # at most, without refused streams; None: see `chat`
     replay: object = field(default=None, repr=False)  # a Replay
     budget: object = field(default=None, repr=False)  # a Budget
     letter = ""  # A, B, … by load_pool; without annotation, so no field of a pool's file

@@ -6,9 +6,9 @@
 
 The Conductor writes three Python lists: who (`model_id`), what (`subtasks`), and which earlier steps each may
 see (`access_list`). `messages` asks for them, `parse` reads them, `submit` runs them, a `Trace` is what
-happened, and `roll_out` does all of it for many questions: a round. Further rounds show the Conductor the
-answer (§3.2): in use by `conduct`, in the appendix, in training by train.second_rounds. Workers, steps and
-rounds are counted from 0. Read grpo.py next."""
+happened, and `roll_out` does all of it for many questions. A further round shows the Conductor the answer
+and asks again (§3.2): in use that is `conduct`, in the appendix, in training train.second_rounds. Workers and
+steps are counted from 0. Read grpo.py next."""
 import ast
 import difflib
 import itertools
@@ -45,7 +45,7 @@ class Step:
     worker: int
     subtask: str
     access: list[int]  # the earlier steps whose subtask and response the worker sees
-    wrote_all: bool = field(default=False, compare=False)  # by "all": also the answer of the round before
+    wrote_all: bool = field(default=False, compare=False)  # then it also sees the answer of the round before
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Prompting:
     """How a Conductor is asked for a workflow; conductor.json beside a checkpoint remembers it."""
     style: str = "full"  # or zero-shot, fine-grained (App. B.8), short (the laptop world's)
     examples: str = "ood"  # few-shot examples: "ood", unlike the training's tasks; "in"; "mixed" (Table 4)
-    subtasks: bool = True  # False: it is asked for none, and every worker is to solve the question (App. B.7)
+    subtasks: bool = True  # False: there are none, and every worker is to solve the question (App. B.7)
     max_steps: int = 5
     max_new_tokens: int = 1024
     named: bool = False  # each worker has a letter beside its number
@@ -94,8 +94,7 @@ def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace
              prompting: Prompting = Prompting(), letters: str = "") -> list[dict]:
     """The chat that asks the Conductor for a workflow, or, after the round `previous`, for one more (§3.2).
 
-    letters: one for each model, or "". In a subset of the pool (§3.2) a model keeps its letter, not its
-    number."""
+    letters: one for each model, or "". In a subset of the pool (§3.2) numbers change, but letters do not."""
     style, subtasks = prompting.style, prompting.subtasks
     if style == "short":
         chat = short_chat(question, n_workers, max_steps, letters)
@@ -122,8 +121,8 @@ def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = Fal
           subtasks: bool = True) -> Workflow:
     """The last valid workflow in a Conductor's completion: three lists in a row, in any order.
 
-    allow_empty: empty lists are a workflow of no steps (§3.2: keep the answer). subtasks=False: there are
-    two lists, and every subtask is to solve the question."""
+    allow_empty: three empty lists mean to keep the answer (§3.2). subtasks=False: there are two lists, and
+    every subtask is to solve the question."""
     names = ["model_id", "subtasks", "access_list"] if subtasks else ["model_id", "access_list"]
     workflow = Workflow([], written=text)
     for i, (worker, subtask, access) in enumerate(last_rows(text, names, n_workers, max_steps, allow_empty)):
@@ -143,7 +142,7 @@ class Task:
     pool: list  # the workers it may use: objects with name, letter and chat(messages, call_id, **options)
     previous: "Trace | None" = None  # the round before
     problem: object = None  # eval.py's Problem, which the grader gets
-    name: str = ""  # begins its calls' ids, in all rounds; "": --replay keeps none
+    name: str = ""  # prefix of its calls' ids, in all rounds; "": no --replay
     # for the server and the command line
     last_call: dict = field(default_factory=dict)  # options of the last step's call: on_text, max_tokens, …
     before_step: object = lambda i, name: None  # called before step i; its WorkerError ends the workflow
@@ -151,7 +150,7 @@ class Task:
 
 @dataclass
 class Trace:
-    """One workflow as it ran. calls, tokens and cost are what the answer took, earlier rounds included."""
+    """One workflow as it ran. calls, tokens and cost include earlier rounds."""
     question: str
     workflow: Workflow
     workers: list[str]  # each step's worker, by name
@@ -160,7 +159,7 @@ class Trace:
     error: str | None = None  # why there is no answer; then the rollout is left out of training
     previous: "Trace | None" = None  # the round before
     right: bool | None = None  # what the grader says of the answer; None: nobody graded, or a call was lost
-    bad_request: bool = False  # after an error: the request, or the question's length, is at fault (HTTP 400)
+    bad_request: bool = False  # the error is the fault of who asks (HTTP 400)
 
     @property
     def responses(self) -> list[str]:
@@ -284,7 +283,7 @@ class Rollout:
 
 
 def model_conductor(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature=1.0, seed=0):
-    """A model as the `conductor` of roll_out. Too long a prompt is an error of its chat alone."""
+    """A model as the `conductor` of roll_out. A prompt that is too long fails alone."""
     room = model.config.max_position_embeddings - prompting.max_new_tokens
 
     def conductor(chats, n, first):
@@ -306,8 +305,7 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
 
     conductor: see above. grade(task.problem, answer) -> bool; without it no answer is right or wrong.
     edit(workflow) -> workflow, for ablations. first: the number of each task's first rollout.
-    on_finish(rollout) is called from any thread. Any exception but a WorkerError is raised here, and no
-    further step starts."""
+    on_finish(rollout) is called from any thread. Any exception but a WorkerError stops everything."""
     groups = [[None] * n for _ in tasks]
     if not tasks or not n:
         return groups
