@@ -5,9 +5,10 @@
     python eval.py prepare [--pool=P]   fetch 1.3 GB of training data, write data/{paper,recursion}.jsonl
     python eval.py average FILE FILE …  means and 95 % intervals of what evaluations wrote with --out
 
-A problem has a question, an answer and a grader. A system turns problems into traces. The appendix has the
-graders, the sandbox, the laptop world, the other systems, the public benchmarks, `load` (problems by name),
-`accuracies` and `measure` (what traces come to). Read train.py next.
+A problem has a question, an answer and a grader. A system turns problems into traces; the Conductor's is
+`run_conductor`. It stands in the appendix, as do the graders, the sandbox, the laptop world, other systems,
+public benchmarks, `load` (problems by name), `accuracies` and `measure` (what traces come to). Read train.py
+next.
 """
 import ast
 import atexit
@@ -97,23 +98,6 @@ def grade(problem: Problem, response: str) -> bool:
     if problem.grader == "exact":
         return tagged(response) == gold  # the last <answer> tag's content, or all of a response without one
     raise ValueError(f"grade has no case for the grader {problem.grader!r}")
-
-
-# -----------------------------------------------------------------------------------------------------------
-# Systems (§4, App. A.3)
-
-def run_conductor(conductor, problems: list[Problem], pools: list[list], name: str, rounds: int = 0,
-                  prompting: Prompting = Prompting(), tries: int = 1, edit=None) -> list[Trace | None]:
-    """The trace of every problem, None where what was written is no workflow. Problem i has the workers
-    pools[i]. Text that does not parse is drawn again, `tries` times in all, and then wrong. The rest is as in
-    workflow.conduct."""
-    tasks = []
-    for p, pool in zip(problems, pools, strict=True):
-        tasks.append(Task(p.question, pool, problem=p, name=f"{name}/{p.id}"))
-    with progress(name, len(tasks)) as bar:
-        rollouts = conduct(conductor, tasks, rounds, prompting, tries, grade, edit, on_finish=first_of(bar))
-    warn_of_invalid(name, rollouts)
-    return [rollout.trace for rollout in rollouts]
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -2080,6 +2064,20 @@ def evolve(fitness, n: int, size: int, generations: int, seed: int) -> np.ndarra
         deviations *= np.sqrt(1 + c_one * (path ** 2 - 1) + c_mu * (w @ best ** 2 - 1))
         deviations *= math.exp(c_path / (1 + c_path) * (np.linalg.norm(path) / math.sqrt(n) - 1))
     return mean
+
+
+def run_conductor(conductor, problems: list[Problem], pools: list[list], name: str, rounds: int = 0,
+                  prompting: Prompting = Prompting(), tries: int = 1, edit=None) -> list[Trace | None]:
+    """The trace of every problem, None where what was written is no workflow. Problem i has the workers
+    pools[i]. Text that does not parse is drawn again, `tries` times in all, and then wrong. The rest is as in
+    workflow.conduct."""
+    tasks = []
+    for p, pool in zip(problems, pools, strict=True):
+        tasks.append(Task(p.question, pool, problem=p, name=f"{name}/{p.id}"))
+    with progress(name, len(tasks)) as bar:
+        rollouts = conduct(conductor, tasks, rounds, prompting, tries, grade, edit, on_finish=first_of(bar))
+    warn_of_invalid(name, rollouts)
+    return [rollout.trace for rollout in rollouts]
 
 
 def first_of(bar):

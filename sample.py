@@ -27,7 +27,6 @@ from model import Qwen, Tokenizer, causal, compute_dtype, configure, matmul_fp32
 
 READ_AT_ONCE = 1 << 15  # prompt tokens in one grid, padding included: it bounds the cache
 CHECK = 8  # steps from one look for finished rows to the next
-BUCKET = {"cuda": 128, "cpu": 32}  # steps from one `compact` to the next; a multiple of CHECK
 
 
 @dataclass
@@ -63,18 +62,14 @@ def generate_each(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tok
                     yield start + number // n, number % n, completion
             if not grid.going:
                 break
-            if count % BUCKET[model.device.type] == 0:
-                compact(grid)
-            grid.step()
+            grid.step(count)
         del grid  # before the next one is allocated
 
 
 def attend_shared(grid, layer_idx, q, k, v):
-    """Each of the N = Q*R rows has t own tokens. The newest one, q (N, H, 1, D), k and v (N, Hkv, 1, D), is
-    cached at own place t - 1. It attends to the P places of its prompt and to T own places; grid.mask is -inf
-    at those that are padding or still empty. G query heads share a key-value head. Two
-    products make the scores [prompt | own], one softmax goes over both, two products make the output
-    (N, H, 1, D)."""
+    """Attention of the newest token of each of N = Q*R rows, number t - 1 of its own: q (N, H, 1, D), k and v
+    (N, Hkv, 1, D). It sees its prompt's P places and T own places; grid.mask is -inf where these are padding
+    or still empty. G query heads share a key-value head. Returns (N, H, 1, D)."""
     Q, R, P, T, Hkv, D = grid.Q, grid.R, grid.P, grid.T, k.shape[1], grid.D
     prompt_k, prompt_v = grid.prompt_kv[layer_idx]  # each (Q, Hkv, P, D)
     own_kv = grid.own_kv[layer_idx][..., :T, :]  # (2, N, Hkv, T, D)
@@ -117,6 +112,7 @@ def check_sampling(prompts, n, max_new_tokens, temperature, top_p, top_k):
                          f"not {temperature}, {top_p}, {top_k}")
 
 
+BUCKET = {"cuda": 128, "cpu": 32}  # steps from one `compact` to the next; a multiple of CHECK
 PREFILL_TOKENS = 8192  # prompt tokens that are computed at once
 PAD = {"cuda": 64, "cpu": 1}  # prompts are padded to a multiple of this, which tensor cores like
 GRAPH = {"cuda": True, "cpu": False}  # whether a decode step is captured as a CUDA graph
@@ -195,9 +191,11 @@ class Grid:
 
         return self.model(ids, attend=attend, head=head)
 
-    def step(self):
-        """Draw every cell's next token. On CUDA the first step at new shapes runs as it is, which readies
-        the libraries, the second is captured, and from then on the graph is replayed."""
+    def step(self, count):
+        """Draw every cell's next token, beyond the `count` that it has. On CUDA the first step at new shapes
+        runs as it is, which readies the libraries, the second is captured, and then the graph is replayed."""
+        if count % BUCKET[self.device.type] == 0:
+            compact(self)
         if GRAPH[self.device.type] and self.steps == 1:
             self.graph = capture(self.decode, self.graph)
         if GRAPH[self.device.type] and self.steps > 0:

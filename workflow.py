@@ -95,20 +95,12 @@ def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace
     """The chat that asks the Conductor for a workflow, or, after the round `previous`, for one more (§3.2).
 
     letters: one for each model, or "". In a subset of the pool (§3.2) numbers change, but letters do not."""
-    style, subtasks = prompting.style, prompting.subtasks
-    if style == "short":
-        chat = short_chat(question, n_workers, max_steps, letters)
-        again = SHORT_AGAIN
-    else:
-        role = ROLE if subtasks else ROLE_WITHOUT_SUBTASKS
-        parts = [role.format(max_steps=max_steps, indices=FINE_GRAINED if style == "fine-grained" else "")]
-        parts += shown_examples(style, prompting.examples, n_workers, max_steps, subtasks)
-        models = [f"Model {i} ({letters[i]})" if letters else f"Model {i}" for i in range(n_workers)]
-        parts.append(f"Question: {question}\n\nModels: {', '.join(models)}")
-        chat = [{"role": "user", "content": "\n\n".join(parts)}]
-        again = AGAIN
+    is_short = prompting.style == "short"
+    first_turns = short_chat if is_short else full_chat
+    again = SHORT_AGAIN if is_short else AGAIN
+    chat = first_turns(question, n_workers, max_steps, prompting, letters)
     for trace in (previous.rounds() if previous else []):
-        written = trace.workflow.written or as_lists(trace.workflow, subtasks)
+        written = trace.workflow.written or as_lists(trace.workflow, prompting.subtasks)
         chat += [{"role": "assistant", "content": written},
                  {"role": "user", "content": again.format(answer=trace.answer, max_steps=max_steps)}]
     return chat
@@ -176,6 +168,8 @@ class Trace:
         """This trace and those before it, the first round first."""
         return [*(self.previous.rounds() if self.previous else []), self]
 
+    # What it took
+
     @property
     def all_replies(self) -> list[Reply]:
         return [reply for trace in self.rounds() for reply in trace.replies if reply]
@@ -208,12 +202,12 @@ def worker_chat(question: str, turns: list[tuple[str, str]], subtask: str) -> li
 
 def submit(workflow: Workflow, task: Task, number: int = 0, is_stopped=lambda: False,
            on_end=lambda trace: trace) -> Future:
-    """Start a workflow. Returns a future of on_end(trace), by default the trace. A WorkerError becomes
-    Trace.error; any other exception, a bug, is raised by the future. number: the rollout's, for calls' ids.
+    """Start a workflow. Its steps run in threads, each after the steps that it sees. A WorkerError becomes
+    Trace.error, after which, or once is_stopped(), no further step starts. The calls that run are awaited, so
+    that their cost is counted.
 
-    Each step is a job (`in_thread`) that first waits for the steps that it sees. Jobs start in the order of
-    the steps, and wait only for earlier ones: there is no deadlock. After an error, or once is_stopped(), no
-    further step starts; the running calls are awaited, so that their cost is counted."""
+    Returns a future of on_end(trace), by default the trace; it raises any other exception, which is a bug.
+    number: the rollout's, for calls' ids."""
     check_steps(workflow, task)
     steps = workflow.steps
     names = [task.pool[step.worker].name for step in steps]
@@ -224,9 +218,8 @@ def submit(workflow: Workflow, task: Task, number: int = 0, is_stopped=lambda: F
     def run_step(i):
         step = steps[i]
         wait_for_all([futures[j] for j in step.access])
-        if is_stopped() and not trace.error:
-            trace.error = "stopped, as something else has failed"
-        if trace.error:
+        if trace.error or is_stopped():
+            trace.error = trace.error or "stopped, as something else has failed"
             return
         turns = [(steps[j].subtask, trace.replies[j].text) for j in step.access]
         if step.wrote_all:
@@ -240,7 +233,7 @@ def submit(workflow: Workflow, task: Task, number: int = 0, is_stopped=lambda: F
             trace.replies[i] = worker.chat(chat, call_id=id_of_call(trace, task.name, number, i), **options)
         except WorkerError as e:
             trace.error = f"step {i}: {e}"
-            trace.bad_request = e.bad_request and is_last
+            trace.bad_request = e.bad_request and is_last  # Only this call has a client's options.
 
     def end():
         wait_for_all(futures)
@@ -274,12 +267,12 @@ class Rollout:
         return self.trace.right if self.trace else False
 
 
-# `conductor`, in small letters, is a generator: conductor(chats, n, first) writes n completions of each chat,
-# which `messages` has made. `model_conductor` makes one of a model, `worker_conductor` of a worker.
-# Completion j (0 … n-1) of chat i is rollout number first + j; as soon as it has ended, the conductor yields
-#     i, j, text, prompt ids, Completion    if a model wrote it
-#     i, j, text                            if a worker did, or anything else
-#     i, j, WorkerError                     if it could not be written
+# A `conductor`, in small letters, is a generator: conductor(chats, n, first) writes n completions a chat. As
+# soon as one has ended it yields the number i of its chat, its number j (0 … n-1), and then
+#     text, prompt ids, Completion    if a model wrote it (`model_conductor`)
+#     text                            if a worker did (`worker_conductor`), or anything else
+#     WorkerError                     if it could not be written
+# It is rollout number first + j of its task.
 
 
 def model_conductor(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature=1.0, seed=0):
@@ -309,12 +302,6 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
     groups = [[None] * n for _ in tasks]
     if not tasks or not n:
         return groups
-    running = []  # the workflows' futures
-    failed = threading.Event()  # set once a workflow has raised: no further step starts
-
-    def note_failure(ended):
-        if ended.exception():
-            failed.set()
 
     def complete(rollout, trace):
         rollout.trace = trace
@@ -323,10 +310,10 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
         if on_finish:
             on_finish(rollout)
 
-    try:
-        chats = [ask(task, prompting) for task in tasks]  # by `messages`
+    chats = [ask(task, prompting) for task in tasks]  # by `messages`
+    with Running() as running:  # Once anything has raised, no further step starts.
         for i, j, written, *tokens in once_each(conductor(chats, n, first), len(chats), n):
-            if failed.is_set():
+            if running.failed.is_set():
                 break
             task = tasks[i]
             rollout = groups[i][j] = Rollout(task, written, *tokens)
@@ -342,13 +329,8 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
                 continue
             if edit:
                 workflow = edit(workflow)
-            future = submit(workflow, task, first + j, failed.is_set, on_end=partial(complete, rollout))
-            future.add_done_callback(note_failure)
-            running.append(future)
-        wait_for_all(running)  # raises what a workflow has raised
-    except BaseException:
-        failed.set()
-        raise
+            on_end = partial(complete, rollout)
+            running.add(submit(workflow, task, first + j, running.failed.is_set, on_end))
     return groups
 
 
@@ -488,6 +470,28 @@ def work():
         except BaseException as e:
             future.set_exception(e)
         idle.release()
+
+
+class Running:
+    """The workflows of a `with`, which waits for them at its end and raises what one has raised. `failed` is
+    set as soon as one has, or the block itself."""
+    def __init__(self):
+        self.futures = []
+        self.failed = threading.Event()
+
+    def add(self, future: Future):
+        self.futures.append(future)
+        future.add_done_callback(lambda ended: ended.exception() and self.failed.set())
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        try:
+            if kind is None:
+                wait_for_all(self.futures)
+        finally:
+            self.failed.set()  # After a good end nothing is left to stop.
 
 
 def wait_for_all(futures: list):
@@ -756,7 +760,17 @@ def shown_examples(style: str, which: str, n_workers: int, max_steps: int, subta
     return shown
 
 
-def short_chat(question: str, n_workers: int, max_steps: int, letters: str) -> list[dict]:
+def full_chat(question: str, n_workers: int, max_steps: int, prompting: Prompting, letters: str):
+    style, subtasks = prompting.style, prompting.subtasks
+    role = ROLE if subtasks else ROLE_WITHOUT_SUBTASKS
+    parts = [role.format(max_steps=max_steps, indices=FINE_GRAINED if style == "fine-grained" else "")]
+    parts += shown_examples(style, prompting.examples, n_workers, max_steps, subtasks)
+    models = [f"Model {i} ({letters[i]})" if letters else f"Model {i}" for i in range(n_workers)]
+    parts.append(f"Question: {question}\n\nModels: {', '.join(models)}")
+    return [{"role": "user", "content": "\n\n".join(parts)}]
+
+
+def short_chat(question: str, n_workers: int, max_steps: int, prompting: Prompting, letters: str):
     models = f"{n_workers} models"
     if letters:
         models = "Models " + " ".join(f"{letter} {i}" for i, letter in enumerate(letters))

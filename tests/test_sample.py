@@ -493,7 +493,7 @@ def test_a_signal_ends_the_program(number, code, said, tmp_path):
     tiny(vocab=270).save_pretrained(str(tmp_path))
     tiny_tokenizer(["a b"]).save_pretrained(str(tmp_path))
     program = ("import signal, sys, sample; signal.signal(signal.SIGINT, signal.default_int_handler); step = sample.Grid.step\n"
-               "def told(grid):\n    print('step', flush=True)\n    step(grid)\n"
+               "def told(grid, count):\n    print('step', flush=True)\n    step(grid, count)\n"
                "sample.Grid.step = told; sample.main(sys.argv[1:])")
     run = subprocess.Popen([sys.executable, "-c", program, f"--checkpoint={tmp_path}", "--max_new_tokens=100000", "--n=4", "--top_k=0",
                             "--dtype=fp32", "hi"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
