@@ -91,7 +91,7 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
            max_new_tokens=0) -> dict:
     """One optimizer step on Eq. 1 over all ranks' rollouts; `rollouts` are this rank's share. log π_old is in
     completion.logprobs. All ranks skip a step whose gradient is not finite. beta > 0 needs a reference.
-    loss: see `divisor`.
+    loss: see `per_token`.
 
     Returns the means of `statistics` over the tokens of all ranks that have a gradient, None without any;
     grad_norm before clipping; and skipped, 0 or 1."""
@@ -103,13 +103,8 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
     teaching = [r for r in rollouts if r.advantage or beta]
     # FSDP needs equally many micro-batches on all ranks. An empty one runs a dummy token.
     for batch in as_many_on_all_ranks(micro_batches(teaching, token_budget), device):
-        old, advantage, scale = [], [], []  # of each token; scale: 1 / (rollouts · |o|), or as `loss` says
-        for r in batch:
-            n = n_written(r)
-            old += r.completion.logprobs
-            advantage += [r.advantage * weight for weight in r.importance or [1.0] * n]
-            scale += [1 / divisor(loss, n, n_rollouts, n_tokens, max_new_tokens)] * n
-        old, advantage, scale = to_device(np.array([old, advantage, scale], dtype=np.float32), device)  # (N)
+        # (N) each: a token's log π_old, advantage, and 1 / (n_rollouts · |o|), unless `loss` differs
+        old, advantage, scale = per_token(batch, loss, n_rollouts, n_tokens, max_new_tokens, device)
         # by_prompt keeps the order, as micro_batches have put the rollouts of a prompt side by side.
         new, kl = packed_logprobs(model, by_prompt(batch), temperature, n_ids, reference if beta else None)
         new, kl = new[:len(old)], kl[:len(old)]  # without an empty batch's dummy token
@@ -133,7 +128,7 @@ def token_logprobs(model: Qwen, prompt: list[int], completions: list[list[int]],
     return list(logprobs.split([len(completion) for completion in completions]))
 
 
-LOSSES = ("sequence", "token", "constant")  # see `divisor`
+LOSSES = ("sequence", "token", "constant")  # see `per_token`
 
 
 def over_rounds(x, question):
@@ -144,13 +139,18 @@ def over_rounds(x, question):
     return (question[:, None] == question).float() @ x  # (Q, Q) times (Q)
 
 
-def divisor(loss: str, n: int, n_rollouts: float, n_tokens: float, max_new_tokens: int) -> float:
-    """What the term of a token is divided by, in a completion of n tokens. "sequence", as in GRPO, makes a
-    mean over a rollout's tokens and then over rollouts; "token" is DAPO's, "constant" Dr. GRPO's (arXiv
-    2503.20783)."""
-    if loss == "sequence":
-        return n_rollouts * n
-    return n_tokens if loss == "token" else n_rollouts * max_new_tokens
+def per_token(batch: list[Rollout], loss: str, n_rollouts, n_tokens, max_new_tokens: int, device):
+    """log π_old, the advantage and the scale of each of a batch's tokens: (3, N). loss says what a term is
+    divided by: "sequence", as in GRPO, makes a mean over a rollout's tokens and then over rollouts; "token"
+    is DAPO's, "constant" Dr. GRPO's (arXiv 2503.20783)."""
+    old, advantage, scale = [], [], []
+    for r in batch:
+        n = n_written(r)
+        divisors = {"sequence": n_rollouts * n, "token": n_tokens, "constant": n_rollouts * max_new_tokens}
+        old += r.completion.logprobs
+        advantage += [r.advantage * weight for weight in r.importance or [1.0] * n]
+        scale += [1 / divisors[loss]] * n
+    return to_device(np.array([old, advantage, scale], dtype=np.float32), device)
 
 
 HEAD_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 22}  # logits in one tensor

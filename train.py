@@ -137,9 +137,7 @@ def learn(run: Run, groups, s: "Settings", iteration: int) -> list[dict]:
     for m in range(s.minibatches):
         rollouts = [r for group in rewarded for r in group[m::s.minibatches]]
         minibatches.append(my_share(rollouts))  # this rank's
-    gap = {}
-    if s.importance:  # an option
-        gap["gap"] = set_importance(run.model, [*itertools.chain(*minibatches)], s.importance, **forward)
+    gap = importance_gap(run, minibatches, s, forward)
     reports = []
     for minibatch in minibatches * s.epochs:
         report = update(run.model, run.optimizer, minibatch, **objective, **forward)
@@ -227,7 +225,7 @@ class Settings:
     clip: float = 0.2  # the paper's ε
     clip_high: float = 0.0  # another clip above 1; 0: the same
     std: bool = True  # False: advantages are only centred
-    loss: str = "sequence"  # or token, constant: see grpo.update
+    loss: str = "sequence"  # or token, constant: see grpo.per_token
     importance: float = 0.0  # cap of the tokens' weights π_trainer / π_sampler; 0: no weights
     epochs: int = 1  # over an iteration's rollouts
     beta: float = 0.1  # weight of the KL to a reference policy; it fades to 0 over the run
@@ -454,6 +452,13 @@ def my_share(rollouts: list[Rollout]) -> list[Rollout]:
     world = dist.get_world_size()
     owners = [(end - 1) * world // ends[-1] for end in ends]
     return [rollout for rollout, owner in zip(rollouts, owners) if owner == dist.get_rank()]
+
+
+def importance_gap(run: Run, minibatches: list[list[Rollout]], s: Settings, forward: dict) -> dict:
+    """With --importance, sets the tokens' weights and tells the gap, of which `update` then sees none."""
+    if not s.importance:
+        return {}
+    return {"gap": set_importance(run.model, [*itertools.chain(*minibatches)], s.importance, **forward)}
 
 
 def schedule(step: int, steps: int, warmup: float) -> float:
