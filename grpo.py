@@ -96,10 +96,10 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
     Returns the means of `statistics` over the tokens of all ranks that have a gradient, None without any;
     grad_norm before clipping; and skipped, 0 or 1."""
     device = model.device
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    world = dist.get_world_size() if dist.is_initialized() else 1  # on one rank all about ranks falls away
     n_rollouts, n_tokens = all_reduce([len(rollouts), sum(n_written(r) for r in rollouts)], device)
     sums = torch.zeros(len(STATISTICS) + 1, dtype=torch.float64, device=device)
-    # Without a KL, rollouts of advantage 0 have no gradient: they count only in n_rollouts.
+    # Without a KL, rollouts of advantage 0 have no gradient: they count only in the divisors.
     teaching = [r for r in rollouts if r.advantage or beta]
     # FSDP needs equally many micro-batches on all ranks. An empty one runs a dummy token.
     for batch in as_many_on_all_ranks(micro_batches(teaching, token_budget), device):

@@ -67,13 +67,13 @@ def generate_each(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tok
 
 
 def attend_shared(grid, layer_idx, q, k, v):
-    """Attention of the newest token of each of N = Q*R rows, number t - 1 of its own: q (N, H, 1, D), k and v
-    (N, Hkv, 1, D). It sees its prompt's P places and T own places; grid.mask is -inf where these are padding
-    or still empty. G query heads share a key-value head. Returns (N, H, 1, D)."""
+    """Attention of each row's newest token, own token number t - 1: N = Q*R rows, q (N, H, 1, D), k and v
+    (N, Hkv, 1, D), which it stores. It sees its prompt's P places and T own places; grid.mask is -inf where
+    these are padding or still empty. G query heads share a key-value head. Returns (N, H, 1, D)."""
     Q, R, P, T, Hkv, D = grid.Q, grid.R, grid.P, grid.T, k.shape[1], grid.D
     prompt_k, prompt_v = grid.prompt_kv[layer_idx]  # each (Q, Hkv, P, D)
     own_kv = grid.own_kv[layer_idx][..., :T, :]  # (2, N, Hkv, T, D)
-    own_kv.index_copy_(3, grid.t - 1, torch.stack((k, v)).to(own_kv.dtype))
+    own_kv.index_copy_(3, grid.t - 1, torch.stack((k, v)).to(own_kv.dtype))  # into the cache
     own_k, own_v = own_kv.unflatten(1, (Q, R))  # each (Q, R, Hkv, T, D)
     own_q = q.view(Q, R, Hkv, -1, D)  # (Q, R, Hkv, G, D)
     own_scores = matmul_fp32(own_q, own_k.mT)  # (Q, R, Hkv, G, T)

@@ -85,7 +85,7 @@ def first_rounds(s: "Settings", problems, pool, iteration: int) -> list[Task]:
 def second_rounds(s: "Settings", groups: list[list[Rollout]], iteration: int) -> list[Task]:
     """Half of the questions again, each with the answer of one of its first rollouts, drawn by chance (§3.2).
     They come on top: with 4 questions (4 + 2) × 64 rollouts, 384 (the paper's A.1: 256)."""
-    half = (0, 1) if iteration % 2 == 0 else (2, 3)  # of each four: pairs, as two kinds may alternate
+    half = (0, 1) if iteration % 2 == 0 else (2, 3)  # of each four; every other one may be of one kind
     tasks = []
     for i, group in enumerate(groups):
         answered = [r for r in group if r.trace and r.right is not None]
@@ -124,8 +124,8 @@ def reward(rollout: Rollout, s: "Settings") -> float | None:
 
 
 def learn(run: Run, groups, s: "Settings", iteration: int) -> list[dict]:
-    """Eq. 1: split every group into s.minibatches parts, one optimizer step on each; s.epochs times over.
-    Returns what `update` says of each step."""
+    """Eq. 1: s.minibatches optimizer steps, each on its part of every group; s.epochs times over. From the
+    second step on π is not the sampler's, and the clip acts. Returns what `update` says of each step."""
     lr = s.lr * schedule(iteration, s.iterations, s.warmup)
     set_lr(run.optimizer, lr)
     beta = s.beta * (1 - iteration / s.iterations)  # The KL's weight falls to 0 over the run.
@@ -155,7 +155,7 @@ def train(s: "Settings", device: str):
     reasons = on_signals()  # to stop: Ctrl-C appends one
     for iteration in range(run.begin, s.iterations):
         clock = Clock()
-        sampler = whole_copy(run.model, s)
+        sampler = whole_copy(run.model, s)  # FSDP splits the weights over the ranks.
         seed = s.seed * 1_000_000 + iteration  # for sampling; second rounds add 500,000
         tasks = first_rounds(s, run.problems, run.pool, iteration)
         groups = roll_out_on_all_ranks(sampler, run.tokenizer, tasks, s, seed, clock)

@@ -71,7 +71,7 @@ class Worker:
     rpm: int | float | None = None  # requests per minute
     timeout: int | float = 600  # seconds for an attempt
     deadline: int | float | None = None  # seconds for all attempts and their waits; None: three timeouts
-    attempts: int | None = None  # at most, without refused streams; None: see `chat`
+    attempts: int | None = None  # at most; None: see `chat`
     replay: object = field(default=None, repr=False)  # a Replay
     budget: object = field(default=None, repr=False)  # a Budget
     letter = ""  # A, B, … by load_pool; without annotation, so no field of a pool's file
@@ -88,7 +88,7 @@ class Worker:
 
         A busy provider (HTTP 429, 503, 529) is asked again until the deadline, or `attempts`. Other 5xx and
         lost connections end the call at the sixth time, a timeout at once. Then the last failure is raised.
-        (`call` and `refusal`, in the appendix, have all cases.)"""
+        (`call` and `refusal`, in the appendix, have all cases: a spent account, say, is not asked again.)"""
         reply = kept_or_new(self, messages, {**self.params, **overrides}, call_id, on_text)
         with self.lock:
             self.calls += 1

@@ -45,7 +45,7 @@ class Step:
     worker: int
     subtask: str
     access: list[int]  # the earlier steps whose subtask and response the worker sees
-    wrote_all: bool = field(default=False, compare=False)  # then it also sees the answer of the round before
+    wrote_all: bool = field(default=False, compare=False)  # matters in a further round: see `last_turn`
 
 
 @dataclass
@@ -55,7 +55,8 @@ class Workflow:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# The prompt (the paper's App. E). Its few-shot examples, and what further rounds are told: in the appendix.
+# The prompt (App. E). The laptop's is only "5 models, 5 steps." and the question (`short_chat`): its Conductor
+# has the format from the warm start. That, examples and the texts of further rounds are in the appendix.
 
 @dataclass
 class Prompting:
@@ -87,7 +88,7 @@ the whole answer in the form that the question wants.
 
 First say in a sentence or two what the question needs and how you divide the work. Then write three Python
 lists of equal length: model_id, the models' numbers; subtasks, strings; access_list, for each step ["all"] to
-show it all earlier steps, {indices}or [] to show it none."""  # indices: FINE_GRAINED or ""
+show it all earlier steps, {indices}or [] to show it none."""  # indices: FINE_GRAINED; `parse` takes them
 
 
 def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace | None" = None,
@@ -272,7 +273,7 @@ class Rollout:
 #     text, prompt ids, Completion    if a model wrote it (`model_conductor`)
 #     text                            if a worker did (`worker_conductor`), or anything else
 #     WorkerError                     if it could not be written
-# It is rollout number first + j of its task.
+# It is rollout number first + j: of 64 on two ranks, the second writes n = 32 from first = 32 on.
 
 
 def model_conductor(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature=1.0, seed=0):
