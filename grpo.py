@@ -21,7 +21,7 @@ def advantages(rewards, mask=None, std=True, question=None):
 
     mask (Q, G) is False for lost rollouts: they are in no statistic and get 0. Equal rewards also give 0.
     question (Q): groups with the same number are rounds of one question (§3.2). Each has its own mean, and
-    all have one std: with a std for each round, train.reward's factor of 1/4 would cancel."""
+    all have one std: with its own std a first round would lose train.reward's factor of 1/4 again."""
     rewards = torch.as_tensor(rewards, dtype=torch.float32)
     mask = torch.ones_like(rewards) if mask is None else torch.as_tensor(mask).float()
     mean = (rewards * mask).sum(1) / mask.sum(1).clamp(min=1)  # (Q)
@@ -60,7 +60,7 @@ def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference:
     #     positions   0  1 | 2 | 2  3      (T)  each completion goes on where its prompt ends
     #     targets            7   8  9      (N)  the tokens whose log-probabilities are wanted
     #     predictors         1   1  3      (N)  the places in the row whose output predicts them
-    # `attend` lets a completion see its prompt, which is computed once, and itself, but no other completion.
+    # `attend_group` (appendix): a prompt attends to itself once, each completion to [prompt | own past].
     ids, positions, targets, predictors, attend = pack(groups, model.device)
     ref_hidden = None
     if reference:
@@ -109,7 +109,7 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
         new, kl = packed_logprobs(model, by_prompt(batch), temperature, n_ids, reference if beta else None)
         new, kl = new[:len(old)], kl[:len(old)]  # without an empty batch's dummy token
         objective = ((surrogate(new, old, advantage, clip, clip_high) - beta * kl) * scale).sum()
-        (-objective * world).backward()  # FSDP averages over ranks, and the divisors count all of them
+        (-objective * world).backward()  # FSDP divides by world; the divisors are of all ranks already
         sums += statistics(new, old, kl, clip, clip_high or clip)
 
     norm = clipped_step(model, optimizer, max_grad_norm)

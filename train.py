@@ -57,7 +57,7 @@ from workflow import prompting_of, roll_out, trace_to_json, warn_of_others
 
 @dataclass
 class Run:
-    """What the iterations need beside the settings (Settings, in the appendix)."""
+    """What the iterations need beside `s`, the Settings, which come first in the appendix: read them now."""
     begin: int  # the iteration to begin with
     pool: list  # of workers
     problems: list
@@ -137,7 +137,7 @@ def learn(run: Run, groups, s: "Settings", iteration: int) -> list[dict]:
     for m in range(s.minibatches):
         rollouts = [r for group in rewarded for r in group[m::s.minibatches]]
         minibatches.append(my_share(rollouts))  # this rank's
-    gap = importance_gap(run, minibatches, s, forward)
+    gap = weigh_tokens(run, minibatches, s, forward)  # {} without --importance
     reports = []
     for minibatch in minibatches * s.epochs:
         report = update(run.model, run.optimizer, minibatch, **objective, **forward)
@@ -454,8 +454,8 @@ def my_share(rollouts: list[Rollout]) -> list[Rollout]:
     return [rollout for rollout, owner in zip(rollouts, owners) if owner == dist.get_rank()]
 
 
-def importance_gap(run: Run, minibatches: list[list[Rollout]], s: Settings, forward: dict) -> dict:
-    """With --importance, sets the tokens' weights and tells the gap, of which `update` then sees none."""
+def weigh_tokens(run: Run, minibatches: list[list[Rollout]], s: Settings, forward: dict) -> dict:
+    """With --importance, set the tokens' weights and tell the gap, of which `update` then sees none."""
     if not s.importance:
         return {}
     return {"gap": set_importance(run.model, [*itertools.chain(*minibatches)], s.importance, **forward)}

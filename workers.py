@@ -86,9 +86,9 @@ class Worker:
         with the text as it comes if the protocol is OpenAI's, else once with all of it. call_id names this
         call within a run, such as seed/question/rollout/round/step: a rerun finds its reply in `replay`.
 
-        A busy provider (HTTP 429, 503, 529) is asked again until the deadline, or `attempts`. Other 5xx and
-        lost connections end the call at the sixth time, a timeout at once. Then the last failure is raised.
-        (`call` and `refusal`, in the appendix, have all cases: a spent account, say, is not asked again.)"""
+        A busy provider (HTTP 429, 503, 529) is asked again until the deadline, or `attempts`. Of other 5xx
+        and lost connections the sixth ends the call; a timeout or a spent account ends it at once. What ends
+        it is raised. `call` and `refusal`, in the appendix, have all cases."""
         reply = kept_or_new(self, messages, {**self.params, **overrides}, call_id, on_text)
         with self.lock:
             self.calls += 1

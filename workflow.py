@@ -45,7 +45,7 @@ class Step:
     worker: int
     subtask: str
     access: list[int]  # the earlier steps whose subtask and response the worker sees
-    wrote_all: bool = field(default=False, compare=False)  # matters in a further round: see `last_turn`
+    wrote_all: bool = field(default=False, compare=False)  # in a further round it also sees the last answer
 
 
 @dataclass
@@ -55,8 +55,8 @@ class Workflow:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# The prompt (App. E). The laptop's is only "5 models, 5 steps." and the question (`short_chat`): its Conductor
-# has the format from the warm start. That, examples and the texts of further rounds are in the appendix.
+# The prompt (App. E). The laptop's is only "5 models, 5 steps." and the question (`short_chat`): there the
+# format comes from the warm start. That, examples and the texts of further rounds are in the appendix.
 
 @dataclass
 class Prompting:
@@ -312,12 +312,12 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
             on_finish(rollout)
 
     chats = [ask(task, prompting) for task in tasks]  # by `messages`
-    with Running() as running:  # Once anything has raised, no further step starts.
-        for i, j, written, *tokens in once_each(conductor(chats, n, first), len(chats), n):
+    with Running() as running:  # Its end waits for all. Once anything has raised, no further step starts.
+        for i, j, written, *by_model in once_each(conductor(chats, n, first), len(chats), n):
             if running.failed.is_set():
                 break
             task = tasks[i]
-            rollout = groups[i][j] = Rollout(task, written, *tokens)
+            rollout = groups[i][j] = Rollout(task, written, *by_model)
             if isinstance(written, WorkerError):
                 complete(rollout, unwritten(rollout))
                 continue
