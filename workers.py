@@ -762,10 +762,12 @@ def most_dollars(price: list | None, params: dict, size: int) -> float:
     if not price:
         raise WorkerError('a budget needs "price": [input, output], dollars per million tokens; your own: 0')
     n_in = 2 * (size + TEMPLATE)  # A token is at least a byte; a cache may write it at twice the price.
-    highest = at(params, "provider", "max_price") or {}  # OpenRouter may choose a host up to this price.
-    dearest_in = max(price[0], highest.get("prompt", 0))
-    dearest_out = max(price[1], highest.get("completion", 0))
-    return (n_in * dearest_in + max(limits) * dearest_out) / 1e6
+    dearest = [dollars for dollars in price]
+    for i, kind in enumerate(("prompt", "completion")):  # OpenRouter may choose a host up to this price.
+        highest = at(params, "provider", "max_price", kind)
+        if type(highest) in (int, float):
+            dearest[i] = max(highest, price[i])
+    return (n_in * dearest[0] + max(limits) * dearest[1]) / 1e6
 
 
 # The transport: a call is some attempts, and an attempt is one POST
@@ -1136,7 +1138,7 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     models: list[str] = []
-    streaming = False  # whether the head of a stream has been sent: the connection then serves no more
+    streaming = False  # whether the head of a stream has been sent
 
     def answer(self, status: int, data: dict, **headers):
         """Send a whole response. headers: x_name="value"."""
@@ -1160,7 +1162,8 @@ class Handler(BaseHTTPRequestHandler):
         kind = "invalid_request_error" if status < 500 else "server_error"
         error = {"error": {"message": message, "type": kind, "param": None, "code": code}}
         if self.streaming:
-            return self.send_piece(f"data: {json.dumps(error)}\n\n")
+            self.send_piece(f"data: {json.dumps(error)}\n\n")
+            return self.send_piece("")
         headers = {} if retry else {"x_should_retry": "false"}
         self.answer(status, error, **headers)
 
@@ -1183,16 +1186,21 @@ class Handler(BaseHTTPRequestHandler):
         if usage and at(self.chat, "stream_options", "include_usage"):
             self.send_chunk({}, choices=[], usage=usage)
         self.send_piece("data: [DONE]\n\n")
+        self.send_piece("")
 
     def send_piece(self, text: str):
-        """Send a piece of a stream. The first begins it, and the connection's end ends it."""
+        """Send a chunk (RFC 9112, 7.1) of a stream: the first begins it, and an empty one ends it. HTTP/1.0,
+        which nginx speaks unless told otherwise, knows no chunks: there the connection's end ends it."""
+        chunked = self.request_version != "HTTP/1.0"
         if not self.streaming:
             self.streaming = True
-            self.close_connection = True
+            self.close_connection |= not chunked
+            headers = {"Transfer_Encoding": "chunked"} if chunked else {}
             self.send_head(200, Content_Type="text/event-stream", Cache_Control="no-cache",
-                           X_Accel_Buffering="no")
+                           X_Accel_Buffering="no", **headers)
             self.send_chunk({"role": "assistant", "content": ""})
-        self.wfile.write(text.encode())
+        data = text.encode()
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data) if chunked else data)
 
     def hung_up(self) -> bool:
         """Whether the client has closed the connection: nobody waits for the answer any more."""
@@ -1220,6 +1228,10 @@ class Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
+    def parse_request(self) -> bool:
+        self.streaming = False  # The request before on this connection may have had a stream.
+        return super().parse_request()
+
     def do_POST(self):
         data = self.read_body()
         if data is None:
@@ -1246,19 +1258,27 @@ class Handler(BaseHTTPRequestHandler):
             self.fail(500, f"{type(bug).__name__}: {bug}", retry=False)
 
     def read_body(self) -> bytes | None:
-        """The request's body; None where the request was refused."""
+        """The request's body; None where the request was refused without reading it."""
         length = self.headers.get("Content-Length", "0")
-        chunked = "Transfer-Encoding" in self.headers
-        if chunked or not re.fullmatch("[0-9]{1,9}", length) or int(length) > MAX_BODY:
-            self.close_connection = True  # What is not read must not be taken for the next request.
-            limit = f"expected a Content-Length of at most {MAX_BODY >> 20} MiB, and no upload in chunks"
-            return self.fail(411 if chunked else 413, limit)
-        body = self.rfile.read(int(length))
         if not re.fullmatch(r"(?i)(localhost|127\.[\d.]+|\[::1\])(:\d+)?", self.headers.get("Host", "")):
             # A web page whose host's name comes to mean 127.0.0.1 could otherwise use the server.
-            return self.fail(403, "expected a loopback address as Host: a proxy before this server has to "
-                                  "send Host: localhost, and then to say itself who may use it")
-        return body
+            return self.refuse(403, "expected a loopback address as Host: a proxy before this server has to "
+                                    "send Host: localhost, and then to say itself who may use it")
+        if "Transfer-Encoding" in self.headers:
+            return self.refuse(411, "expected a Content-Length: an upload in chunks is not supported")
+        if not re.fullmatch("[0-9]{1,9}", length) or int(length) > MAX_BODY:
+            return self.refuse(413, f"expected a Content-Length of at most {MAX_BODY >> 20} MiB")
+        return self.rfile.read(int(length))
+
+    def refuse(self, status: int, message: str):
+        """Answer without reading the body, and end the connection once the client can have read why."""
+        self.close_connection = True
+        self.fail(status, message)
+        with contextlib.suppress(OSError):  # What is left unread at the end would reset the connection.
+            self.connection.shutdown(socket.SHUT_WR)
+            self.connection.settimeout(1)
+            while self.connection.recv(1 << 16):
+                pass
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None):
         """The base class's own errors (an unknown method, a bad request line), in JSON too."""

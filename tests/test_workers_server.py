@@ -237,6 +237,8 @@ def test_an_upload_in_chunks_is_refused_and_is_not_the_next_request(url):
     answer = raw(url, head + b"%x\r\n%s\r\n0\r\n\r\n" % (len(inner), inner))
     assert answer.startswith(b"HTTP/1.1 411 Length Required\r\n") and answer.count(b"HTTP/1.1") == 1
     assert b"\r\nConnection: close\r\n" in answer
+    answer = requests.post(url + "/v1/chat/completions", data=iter([b"x" * 100_000] * 20), timeout=20)
+    assert answer.status_code == 411
 
 
 @pytest.mark.parametrize(
@@ -275,6 +277,16 @@ def test_failures(parrot, capfd):
     bug = post(parrot, {"model": "parrot", "messages": [{"role": "user", "content": "bug"}]})
     assert bug.status_code == 500 and bug.headers["x-should-retry"] == "false"
     assert "KeyError: 'a bug'" in capfd.readouterr().err  # whoever runs the server sees where
+
+
+def test_who_has_gone_when_it_is_refused_leaves_no_traceback():
+    """Of a connection that the client has reset, shutdown says that there is none."""
+    handler = Parrot.__new__(Parrot)
+    handler.connection = socket.socket()  # it was never connected
+    handler.fail = lambda status, message: None
+    with handler.connection:
+        handler.refuse(403, "expected a loopback address as Host")
+    assert handler.close_connection
 
 
 def test_a_client_that_hangs_up_is_seen_and_leaves_no_traceback(capfd):
@@ -330,19 +342,24 @@ def test_head_has_no_body_and_the_host_may_be_in_capitals(url):
     assert answer.status_code == 200 and answer.content == b"" and int(answer.headers["Content-Length"]) > 0
 
 
-def test_a_stream_ends_with_its_connection_and_other_answers_leave_it_open(url, parrot):
+def test_a_stream_ends_in_its_last_chunk_and_the_connection_stays(url, parrot):
+    """RFC 9112, 7.1: a client can tell a stream's end from a broken connection. HTTP/1.0 knows no chunks: there
+    it ends with the connection."""
     with requests.Session() as session:
         for _ in range(3):
             answer = session.post(url + "/v1/chat/completions", json={**ASK, "stream": True}, timeout=20)
-            assert len(events(answer)) == 3 and answer.headers["Connection"] == "close"
+            assert len(events(answer)) == 3 and answer.headers["Transfer-Encoding"] == "chunked"
         assert session.post(url + "/v1/chat/completions", json=ASK, timeout=20).json()["object"] == "chat.completion"
         assert session.get(url + "/health", timeout=20).ok
+        session.post(url + "/v1/chat/completions", json={**ASK, "stream": True}, timeout=20)
+        assert session.get(url + "/v1/models/nobody", timeout=20).status_code == 404
         broken = {"model": "parrot", "messages": [{"role": "user", "content": "fail midway"}], "stream": True}
         assert "are down" in session.post(parrot + "/v1/chat/completions", json=broken, timeout=20).text
         assert session.post(parrot + "/v1/chat/completions", json={**broken, "stream": False}, timeout=20).ok
     body = json.dumps({**ASK, "stream": True}).encode()
     head = b"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
-    for version in (0, 1):
-        told = raw(url, b"POST /v1/chat/completions HTTP/1.%d\r\n" % version + head + body)
-        assert told.endswith(b"\n\ndata: [DONE]\n\n") and b"Connection: close" in told
-        assert b"X-Accel-Buffering: no" in told  # Else nginx would hold it back until it has ended.
+    post_line = b"POST /v1/chat/completions HTTP/1.%d\r\n"
+    assert raw(url, post_line % 1 + head + body).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    old = raw(url, post_line % 0 + head + body)
+    assert old.endswith(b"\n\ndata: [DONE]\n\n") and b"chunked" not in old and b"Connection: close" in old
+    assert b"X-Accel-Buffering: no" in old  # Else nginx would hold it back until it has ended.
