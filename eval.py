@@ -2387,12 +2387,15 @@ def fetch_slice(hub: requests.Session, source: Source, start: int, n: int) -> li
     answer = hub.get(f"{viewer}/rows", params=asked, timeout=60)
     if not answer.ok:
         raise OSError(f"{answer.url}: HTTP {answer.status_code} {answer.text[:300]}")
-    page = answer.json()
-    numbers = [row["row_idx"] for row in page["rows"]]
-    cut_off = any(row["truncated_cells"] for row in page["rows"])
-    if page["num_rows_total"] != source.rows or numbers != [*range(start, start + n)] or cut_off:
-        raise ValueError(f"{answer.url}: other rows than asked for, or not of {source.rows:,}")
-    return [row["row"] for row in page["rows"]]
+    try:
+        page = answer.json()
+        numbers = [row["row_idx"] for row in page["rows"]]
+        cut_off = any(row["truncated_cells"] for row in page["rows"])
+        if page["num_rows_total"] != source.rows or numbers != [*range(start, start + n)] or cut_off:
+            raise ValueError(f"other rows than asked for, or not of {source.rows:,}")
+        return [row["row"] for row in page["rows"]]
+    except (KeyError, TypeError, ValueError) as e:
+        raise OSError(f"{answer.url}: {type(e).__name__}: {e}") from e
 
 
 def rows_of_file(source: Source, file: str):
