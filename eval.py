@@ -1826,15 +1826,15 @@ def central(problem: Problem, responses: list[str]) -> int:
 def run_system(system, problems: list[Problem], pool: list, k: int, name: str) -> list[Trace]:
     """The trace of every problem, 64 at a time, of a system(problem, pool, k, name) such as those above. k:
     the worker who plays, where one does. Ctrl-C does not wait for its threads, which are daemons."""
-    def trace_of(problem):
-        return system(problem, pool, k, f"{name}/{problem.id}")
+    def trace_of(i):
+        return i, system(problems[i], pool, k, f"{name}/{problems[i].id}")
 
-    traces = []
     with ThreadPool(64) as threads, progress(name, len(problems)) as bar:
-        for trace in threads.imap(trace_of, problems):
-            traces.append(trace)
+        traces = {}
+        for i, trace in threads.imap_unordered(trace_of, range(len(problems))):
+            traces[i] = trace
             bar.update()
-    return traces
+    return [traces[i] for i in range(len(problems))]
 
 
 def everyone_alone(pool: list, problems: list[Problem], name: str) -> list[list[Trace]]:
@@ -2486,8 +2486,10 @@ def read_problems(file: str) -> list[Problem]:
     """A line is a JSON object with the strings question, answer, kind, and if wanted Problem's other fields;
     a kind named like a grader is graded by it."""
     if not os.path.exists(file):
-        raise FileNotFoundError(f"{file} is missing. python eval.py prepare writes {DATA}/paper.jsonl; of "
-                                'your own a line is {"question": "…", "answer": "…", "kind": "math"}')
+        made = "python eval.py prepare writes it"
+        if os.path.dirname(file) != DATA:
+            made = 'write it: a line is {"question": "…", "answer": "…", "kind": "math"}'
+        raise FileNotFoundError(f"{file} is missing; {made}")
     problems = []
     with open(file, "rb") as f:
         for n, line in enumerate(f, 1):
@@ -2560,8 +2562,8 @@ def write_problems(file: str, problems: list[Problem]):
 
 
 def prepare(pool: list):
-    """Write the files of MIXES. With a pool, what gives no gradient is left out. No split has
-    what another has."""
+    """Write the files of MIXES. With a pool, what gives no gradient is left out. No split has what another
+    has."""
     candidates = {name: [*filter(is_bare, load(name, "train", CANDIDATES))] for name in MIXES["paper"]}
     mix = []
     for name, n in MIXES["paper"].items():

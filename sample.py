@@ -80,7 +80,8 @@ def attend_shared(grid, layer_idx, q, k, v):
     prompt_q = own_q.transpose(1, 2).flatten(2, 3)  # (Q, Hkv, R*G, D): all rows look at one prompt
     prompt_scores = matmul_fp32(prompt_q, prompt_k.mT).view(Q, Hkv, R, -1, P)  # (Q, Hkv, R, G, P)
     scores = torch.cat((prompt_scores, own_scores.transpose(1, 2).contiguous()), -1)
-    scores = scores * D ** -0.5 + grid.mask[:, None, None, None, :P + T]  # (Q, Hkv, R, G, P + T)
+    mask = grid.mask[:, None, None, None, :P + T]
+    scores = torch.add(mask, scores, alpha=D ** -0.5)  # mask + scores / √D: (Q, Hkv, R, G, P + T)
     weights = scores.softmax(-1).to(own_kv.dtype)
     y = matmul_fp32(weights[..., P:].transpose(1, 2), own_v)  # (Q, R, Hkv, G, D)
     prompt_y = matmul_fp32(weights[..., :P].flatten(2, 3), prompt_v)  # (Q, Hkv, R*G, D)

@@ -6,8 +6,8 @@
 
 Every field of Settings is a flag, --key=value. A run writes into --out: metrics.jsonl (a line per iteration),
 traces/ (every rollout with what its workers said), checkpoints/, and a link `checkpoint` to the newest one.
-Killed at any moment, the same command with --resume goes on from the newest checkpoint. On a CPU, with the
-same replies, the weights become those of a run that was never killed.
+If it is killed, the same command with --resume goes on from the newest checkpoint. On a CPU, with the same
+replies, the weights become those of a run that was never killed.
 """
 import collections
 import contextlib
@@ -392,9 +392,7 @@ def finish(run: Run, s: Settings, reasons: list[str]):
     sampler = whole_copy(run.model, s)
     del run.model, run.optimizer, run.reference
     gc.collect()  # The evaluation shall have their memory, and FSDP's modules hold one another.
-    handle_signals(signal.default_int_handler)  # not earlier: what the collector calls loses interrupts
-    if reasons:  # A signal came after the last look at them.
-        raise KeyboardInterrupt
+    as_before(reasons)  # not earlier: Python loses an interrupt that comes amid what the collector calls
     traces = answer(sampler, run.tokenizer, run.test, run.pool, s, "test")
     if dist.get_rank():
         return
@@ -762,24 +760,35 @@ def leave(why: str):
 
 
 def on_signals() -> list:
-    """From here on Ctrl-C, SIGTERM and a closed terminal (SIGHUP) only append to the list that is returned,
-    and the loop stops after its iteration, with a checkpoint. torchrun sends signals twice."""
+    """From here on Ctrl-C, SIGTERM and a closed terminal (SIGHUP, unless nohup ignores it) only append to the
+    list that is returned, and the loop stops after its iteration, with a checkpoint. torchrun sends signals
+    twice."""
     reasons = []
 
     def stop(*_):
         if not reasons and dist.get_rank() == 0:
+            told = "stopping after this iteration"
+            if "TORCHELASTIC_RUN_ID" in os.environ:
+                told += ", for which torchrun waits 30 s, or its --shutdown-timeout"
             with contextlib.suppress(OSError):  # Nobody may read it.
-                os.write(2, b"\nstopping after this iteration\n")  # print may be what was interrupted
+                os.write(2, f"\n{told}\n".encode())  # print may be what was interrupted
         reasons.append("interrupted")
 
-    handle_signals(stop)
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, stop)
     return reasons
 
 
-def handle_signals(handler):
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-            signal.signal(number, handler)
+def as_before(reasons: list[str]):
+    """Signals end the program again, and so does one that came after the last look at `reasons`."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if reasons:
+        raise KeyboardInterrupt
 
 
 def set_lr(optimizer, lr: float):
@@ -849,7 +858,9 @@ def save(s: Settings, iteration: int, run: Run):
         steps = int(next(iter(run.optimizer.state.values()))["step"])
         facts = {"score": score(s), "optimizer_steps": steps, "parts": world}
         write_json(os.path.join(folder, "training.json"), facts)
-        os.rename(folder, os.path.join(s.out, "checkpoints", f"{iteration:05d}"))
+        final = os.path.join(s.out, "checkpoints", f"{iteration:05d}")
+        shutil.rmtree(final, ignore_errors=True)  # of somebody's, or half of a copy
+        os.rename(folder, final)
         tidy(s)
     dist.barrier()
 
@@ -906,7 +917,8 @@ def restore(model, optimizer, folder: str):
 
 def checkpoints(out: str) -> list[str]:
     """The checkpoints of a run, oldest first, and nothing that a user has put beside them."""
-    return sorted(glob.glob(os.path.join(glob.escape(out), "checkpoints", "[0-9]" * 5)))
+    folders = sorted(glob.glob(os.path.join(glob.escape(out), "checkpoints", "[0-9]" * 5)))
+    return [folder for folder in folders if os.path.exists(os.path.join(folder, "training.json"))]
 
 
 def where_saved(s: Settings) -> str:
@@ -914,7 +926,9 @@ def where_saved(s: Settings) -> str:
     link = os.path.join(s.out, "checkpoint")
     if os.path.exists(link):
         return f"the checkpoint is in {link}; the same command with --resume goes on"
-    return "nothing had been saved"
+    kept = earlier_runs(s.out)
+    before = f"; the run before is in {kept[-1]}" if kept else ""
+    return f"nothing had been saved{before}"
 
 
 def tidy(s: Settings):
@@ -928,10 +942,17 @@ def tidy(s: Settings):
     os.replace(link + ".new", link)
     best = max(folders, key=lambda folder: read_json(os.path.join(folder, "training.json"))["score"])
     unfinished = os.path.join(s.out, "checkpoints", "unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    if os.path.exists(unfinished):
+        shutil.rmtree(unfinished)
     for folder in set(folders) - {*folders[-s.keep:], best}:
         os.rename(folder, unfinished)
         shutil.rmtree(unfinished)
+
+
+def earlier_runs(out: str) -> list[str]:
+    """What `make_room` has kept, the oldest first."""
+    names = (f"{out}.{i}" for i in itertools.count(1))
+    return [*itertools.takewhile(os.path.exists, names)]
 
 
 held = []  # the open folder whose lock tells other processes that a run is going on there
@@ -968,8 +989,7 @@ def make_room(s: Settings):
     """An earlier run in --out is kept, under the next free number."""
     hold(s)
     if os.path.exists(os.path.join(s.out, "metrics.jsonl")):
-        names = (f"{s.out}.{i}" for i in itertools.count(1))
-        kept = next(name for name in names if not os.path.exists(name))
+        kept = f"{s.out}.{len(earlier_runs(s.out)) + 1}"
         os.rename(s.out, kept)
         tqdm.write(f"the earlier run in {s.out} is now {kept}")
         hold(s)

@@ -95,7 +95,8 @@ def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace
              prompting: Prompting = Prompting(), letters: str = "") -> list[dict]:
     """The chat that asks the Conductor for a workflow, or, after the round `previous`, for one more (§3.2).
 
-    letters: one for each model, or "". In a subset of the pool (§3.2) numbers change, but letters do not."""
+    prompting: its style, examples and subtasks. letters: one for each model, or "". In a subset of the pool
+    (§3.2) numbers change, but letters do not."""
     is_short = prompting.style == "short"
     first_turns = short_chat if is_short else full_chat
     again = SHORT_AGAIN if is_short else AGAIN
@@ -152,7 +153,7 @@ class Trace:
     error: str | None = None  # why there is no answer; then the rollout is left out of training
     previous: "Trace | None" = None  # the round before
     right: bool | None = None  # what the grader says of the answer; None: nobody graded, or a call was lost
-    bad_request: bool = False  # the error is the fault of who asks (HTTP 400)
+    bad_request: bool = False  # the error is the fault of who asks: HTTP 400
 
     @property
     def responses(self) -> list[str]:
@@ -313,7 +314,7 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
 
     chats = [ask(task, prompting) for task in tasks]  # by `messages`
     with Running() as running:  # Its end waits for all. Once anything has raised, no further step starts.
-        for i, j, written, *by_model in once_each(conductor(chats, n, first), len(chats), n):
+        for i, j, written, *by_model in once_each(conductor(chats, n, first), groups):
             if running.failed.is_set():
                 break
             task = tasks[i]
@@ -332,6 +333,7 @@ def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Pr
                 workflow = edit(workflow)
             on_end = partial(complete, rollout)
             running.add(submit(workflow, task, first + j, running.failed.is_set, on_end))
+    check_whole(groups)
     return groups
 
 
@@ -362,7 +364,7 @@ def unwritten(rollout: Rollout) -> Trace:
 
 
 def last_turn(previous: Trace | None) -> list[tuple[str, str]]:
-    """The subtask and response that made the answer of the round before, which steps with "all" see first."""
+    """[(subtask, response)] of the answer of the round before, which steps with "all" see first; or []."""
     rounds = previous.rounds() if previous else []
     with_steps = [trace for trace in rounds if trace.replies]  # of which the first round always has some
     return [(trace.workflow.steps[-1].subtask, trace.answer) for trace in with_steps[-1:]]
@@ -382,16 +384,19 @@ def check_steps(workflow: Workflow, task: Task):
             raise ValueError(f"step {i} has no worker of the pool, or sees what is no earlier step: {step}")
 
 
-def once_each(written, chats: int, n: int):
-    """What a conductor yields. ValueError unless it writes each of the n completions of each chat once."""
-    missing = {*itertools.product(range(chats), range(n))}
+def once_each(written, groups: list[list]):
+    """What a conductor yields, whose completions stand in groups[i][j]. ValueError for one that it wrote
+    twice, or unasked."""
     for i, j, *rest in written:
-        if (i, j) not in missing:
+        if not 0 <= i < len(groups) or not 0 <= j < len(groups[i]) or groups[i][j]:
             raise ValueError(f"the conductor wrote completion {j} of chat {i} twice, or unasked")
-        missing.remove((i, j))
         yield i, j, *rest
+
+
+def check_whole(groups: list[list]):
+    missing = [(i, j) for i, group in enumerate(groups) for j, rollout in enumerate(group) if not rollout]
     if missing:
-        raise ValueError(f"the conductor has not written (chat, completion) {sorted(missing)[:9]}")
+        raise ValueError(f"the conductor has not written (chat, completion) {missing[:9]}")
 
 
 def execute(workflow: Workflow, question: str, pool: list, previous=None, name="") -> "Trace":

@@ -97,7 +97,7 @@ def test_tensorboard_and_wandb_may_make_links(tmp_path):
 def test_nohup_is_respected(monkeypatch, in_process):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     monkeypatch.setattr(train.dist, "get_rank", lambda: 0)
-    train.on_signals()
+    train.as_before(train.on_signals())
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 

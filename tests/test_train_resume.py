@@ -85,6 +85,33 @@ def test_resuming_tidies_what_a_kill_left(tmp_path, capsys):
     os.close(other)
 
 
+@pytest.mark.parametrize("module, name, call", [(train, "write_tensors", 2), (train, "write_json", 4), (train.os, "rename", 2),
+                                               (train.shutil, "rmtree", 3), (train.shutil, "rmtree", 4)])
+def test_a_checkpoint_has_a_number_only_while_it_is_whole(module, name, call, tmp_path, monkeypatch, in_process):
+    """Whatever ends the run within the writing of a checkpoint, or the removing of one, those that are listed can be resumed."""
+    ended = []
+
+    def end(*arguments, **options):
+        ended.append(name)
+        if len(ended) == call:
+            raise InterruptedError("the end")
+        return whole(*arguments, **options)
+
+    whole = getattr(module, name)
+    how = ["--preset=laptop", *TINY, "--warm_steps=2", "--iterations=3", "--save_every=1", "--keep=1", "--beta=0", "--eval_every=0", "--test=1",
+           f"--out={tmp_path}/out"]
+    with monkeypatch.context() as during:
+        during.setattr(module, name, end)
+        with pytest.raises(InterruptedError):
+            train.main(how)
+    train.dist.destroy_process_group()
+    for folder in train.checkpoints(f"{tmp_path}/out"):
+        assert {"config.json", "model.safetensors", "training.json", "state"} <= {*os.listdir(folder)}
+        assert os.listdir(f"{folder}/state") == ["00000.safetensors"]
+    train.main([*how, "--resume"])
+    assert not os.path.exists(f"{tmp_path}/out/checkpoints/unfinished")
+
+
 def test_ctrl_c_saves_and_says_so(continued, checkpoint):
     """The run stops after its iteration with a checkpoint, one message and no traceback; the specialists'
     server is gone, or its end of stderr would still be open."""
