@@ -2526,7 +2526,8 @@ def checked(row: dict) -> Problem:
     problem.answer = problem.answer.strip()
     must(is_bare(problem), f"no response could be {problem.answer!r}: give the bare answer")
     lacks = [key for key in EXTRA.get(grader, []) if key not in extra]
-    must(not lacks, f'the grader {grader} needs {" and ".join(lacks)} in "extra"')
+    needed = ", ".join(f'"{key}": …' for key in lacks)
+    must(not lacks, f'the grader {grader} needs "extra": {{{needed}}}')
     if grader == "letter":
         choices = extra["choices"]
         must(texts(choices) and 2 <= len(choices) <= len(LETTERS), f"choices are 2 to {len(LETTERS)} texts")

@@ -454,7 +454,7 @@ GOOD = {"question": "1+1?", "answer": "2", "kind": "sums"}
     *((json.dumps({k: v for k, v in GOOD.items() if k != key}), f"{key} missing or not a string") for key in GOOD),
     *((json.dumps({**GOOD, key: wrong}), f"{key} missing or not a string") for key in ("answer", "id", "kind") for wrong in (2, None)),
     ('{"answer": "2"}', "question, kind missing"), (json.dumps({**GOOD, "choises": []}), "choises"),
-    (json.dumps({**GOOD, "kind": "letter"}), "letter needs choices in .extra."), (json.dumps({**GOOD, "grader": "code"}), "needs function and tests in .extra."),
+    (json.dumps({**GOOD, "kind": "letter"}), "letter needs .extra.: {.choices.: …}"), (json.dumps({**GOOD, "grader": "code"}), "needs .extra.: {.function.: …, .tests.: …}"),
     *((json.dumps({**GOOD, "kind": "letter", "answer": answer, "extra": {"choices": choices}}), told) for answer, choices, told in (
         ("B", [1, 2], "choices .* texts"), ("B", "xyz", "choices .* texts"), ("(b)", ["x", "y"], "'\\(b\\)' is none of A, B"),
         ("C", ["x", "y"], "'C' is none"), ("L", ["x"] * 12, "choices .* texts"), ("AB", ["x", "y"], "'AB' is none"))),
@@ -484,9 +484,9 @@ def test_an_unknown_name_or_split_lists_what_there_is(hub, name, split):
 
 
 def test_a_missing_file_is_named(hub):
-    with pytest.raises(FileNotFoundError, match=r"data/paper.jsonl is missing: python eval.py prepare"):
+    with pytest.raises(FileNotFoundError, match=r"data/paper.jsonl is missing; python eval.py prepare"):
         load("paper", "train")
-    with pytest.raises(FileNotFoundError, match=r"mine.jsonl is missing: .* of your own, a line is"):
+    with pytest.raises(FileNotFoundError, match=r"mine.jsonl is missing; write it: a line is"):
         load("mine.jsonl", "test")
 
 
