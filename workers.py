@@ -13,6 +13,7 @@ import functools
 import hashlib
 import http.cookiejar
 import io
+import itertools
 import json
 import math
 import operator
@@ -510,6 +511,8 @@ def wire_params(protocol: str, model: str, params: dict) -> dict:
     sent = {}
     for name, value in params.items():
         own_name = NAMES.get(protocol, {}).get(name, name)
+        if name == "seed" and own_name is None:
+            continue  # OpenAI itself takes it for a wish, and some clients always send it.
         if own_name is None:
             raise WorkerError(f"{name} means nothing to the {protocol} protocol", bad_request=True)
         if name in ("n", "stream"):
@@ -518,6 +521,9 @@ def wire_params(protocol: str, model: str, params: dict) -> dict:
         both = protocol == "openai" and "max_completion_tokens" in params  # The later one counts.
         if name == "max_tokens" and (reasons_at_openai or both):
             own_name = "max_completion_tokens"
+        if name == "reasoning_effort" and "reasoning" in params:  # OpenRouter takes one of them.
+            own_name = "reasoning"
+            value = {"effort": value}
         if name == "stop" and isinstance(value, str):
             value = [value]
         if takes_sampling or name not in SAMPLING:
@@ -526,13 +532,15 @@ def wire_params(protocol: str, model: str, params: dict) -> dict:
 
 
 def openai_body(model: str, messages: list[dict], params: dict) -> dict:
-    return {"model": model, "messages": messages, **params}
+    return {"model": model, "messages": [no_blank(message) for message in messages], **params}
 
 
 def openai_reply(data: dict) -> tuple:
     choice = data["choices"][0]
-    if choice.get("error") or choice.get("finish_reason") == "error":  # OpenRouter's, when its provider fails
-        raise AttemptError(f"the provider failed midway: {choice.get('error')}", retry=True)
+    error = choice.get("error")
+    failed = choice.get("finish_reason") == "error"  # OpenRouter's, when its provider fails: it bills nothing
+    if failed or error:
+        raise AttemptError(f"the provider failed midway: {error}", retry=True, billed=not failed)
     text = text_of(choice["message"].get("content")) or text_of(choice["message"].get("refusal"))
     text = without_thoughts(text)
     n_in = tokens(data, "usage", "prompt_tokens")
@@ -671,11 +679,14 @@ def text_of(content) -> str:
 
 
 def system_and_turns(messages: list[dict]) -> tuple[str, list[dict]]:
-    """The system's words, and the other messages: some want them apart, and no turn blank."""
+    """The system's words, and the other messages: some want them apart."""
     system = [m["content"] for m in messages if m["role"] == "system"]
-    turns = [{**m, "content": m["content"] if m["content"].strip() else "(empty)"}
-             for m in messages if m["role"] != "system"]
-    return "\n\n".join(system), turns
+    return "\n\n".join(system), [no_blank(m) for m in messages if m["role"] != "system"]
+
+
+def no_blank(message: dict) -> dict:
+    """Some models refuse a blank turn, such as the answer of a worker who was cut off while it thought."""
+    return message if message["content"].strip() else {**message, "content": "(empty)"}
 
 
 # Money: replies that are kept, and the budget
@@ -835,7 +846,7 @@ def call(worker: Worker, messages: list[dict], params: dict, on_text) -> Reply:
                 reply = attempt(worker, request, seconds, on_text)
                 break
             except AttemptError as fault:
-                if stream and fault.bad_request and "stream" in str(fault):
+                if stream and fault.bad_request and not fault.billed and "stream" in str(fault):
                     stream = False  # Mistral refuses an option of it, OpenAI an account that is not verified.
                     request = build_request(worker, messages, params, stream)
                     number -= 1
@@ -1005,7 +1016,9 @@ def response_data(response, body: bytes | dict) -> dict:
 # The account is at fault, not the request, and nobody is just busy, where a 400 or 429 says one of these:
 # OpenAI, Anthropic, Google and OpenRouter of a spent account or a day's quota, and Google of a wrong key.
 ACCOUNT = ('"insufficient_quota"|"billing_not_active"|credit balance is too low|"API_KEY_INVALID"|PerDay'
-           '|specified (?:workspace )?API usage limits|"enforced_spend_limit_reached"|free-models-per-day')
+           '|specified (?:workspace )?API usage limits|"enforced_spend_limit_reached"|free-models-per-day'
+           '|"credit_balance_exhausted"|(?:spend|usage)_limit_exceeded"|monthly spending cap'
+           '|credits are depleted')
 
 
 def refusal(response, status: int, data, body: bytes) -> AttemptError:
@@ -1057,10 +1070,10 @@ def asked_wait(headers, error) -> float:
 def read_stream(pieces, on_text) -> dict:
     """An OpenAI stream as the same response without one. on_text gets each piece of its text."""
     texts, ending, rest = [], {}, b""  # ending: finish_reason, usage, error
-    for piece in pieces:
+    for piece in itertools.chain(pieces, [b"\n"]):
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:
-            if not line.startswith(b"data:"):  # It is blank, a comment, or another field.
+            if not line.startswith(b"data:") or not line[5:].strip():  # blank, a comment, or another field
                 continue
             with defined_by("openai"):
                 texts.append(read_event(line[5:].strip(), ending))
@@ -1368,7 +1381,7 @@ def main():
         told = worker.protocol if worker.model == worker.name else f"{worker.protocol}, {worker.model}"
         if not worker.api_key_env:
             told += "; no api_key_env"
-        elif os.environ.get(worker.api_key_env):
+        elif worker.api_key_env not in unset(worker):
             told += f"; {worker.api_key_env} is set"
         if isinstance(reply, Reply):
             told += f"; answers in {reply.seconds:.2f} s"

@@ -1,9 +1,11 @@
 """What real providers' refusals say, in the shapes of their own documentation: who is at fault, whether to ask
 again and when, and words that help. Servers of one answer stand in for them."""
+import json
+
 import pytest
 from rogue import CHAT, GOOD, Rogue, always, http, quick, waits, worker  # noqa: F401 (two are fixtures)
 
-from workers import Worker, WorkerError
+from workers import Budget, Worker, WorkerError
 
 INVALID_KEY = {"error": {"code": 400, "message": "API key not valid.", "status": "INVALID_ARGUMENT",
                          "details": [{"reason": "API_KEY_INVALID", "domain": "googleapis.com"}]}}
@@ -90,6 +92,10 @@ def test_openrouters_402_is_busy_where_it_says_when_to_come_back(waits):
     (429, {"error": {"details": [{"violations": [{"quotaId": "GenerateRequestsPerDayPerProjectPerModel-FreeTier"}]},
                                  {"retryDelay": "1s"}]}}),
     (429, {"error": {"code": 429, "message": "Rate limit exceeded: free-models-per-day. Add credits"}}),
+    *((429, {"error": {"type": "billing", "code": code, "message": "Pay"}}) for code in (
+        "credit_balance_exhausted", "organization_spend_limit_exceeded", "project_spend_limit_exceeded", "organization_usage_limit_exceeded")),
+    (429, {"error": {"code": 429, "status": "RESOURCE_EXHAUSTED", "message": "Your project has exceeded its monthly spending cap."}}),
+    (429, {"error": {"code": 429, "status": "RESOURCE_EXHAUSTED", "message": "Your prepayment credits are depleted."}}),
 ])
 def test_what_waiting_does_not_mend_is_no_busy_provider(status, body, waits):
     """Spent accounts and quotas of a day, as OpenAI, Anthropic, Google and OpenRouter write them."""
@@ -129,6 +135,15 @@ def test_a_provider_that_failed_midway_without_a_word(waits):
         assert worker(server, timeout=120).chat(CHAT).text == "Because."
 
 
+def test_what_openrouter_does_not_charge_goes_back_to_the_budget(waits):
+    """openrouter.ai/docs/features/zero-completion-insurance: not for a response whose finish reason is error."""
+    half = {"choices": [{"message": {"content": "Bec"}, "finish_reason": "error"}]}
+    with always(half) as server, pytest.raises(WorkerError, match="failed midway"):
+        poor = worker(server, price=[1, 1], params={"max_tokens": 10}, budget=Budget(1.0))
+        poor.chat(CHAT)
+    assert poor.budget.left == 1.0
+
+
 @pytest.mark.parametrize("status, message", [
     (400, "Your organization must be verified to stream this model."),  # OpenAI's
     (422, "extra_forbidden: stream_options.include_usage"),  # Mistral's
@@ -144,6 +159,28 @@ def test_who_does_not_stream_is_asked_without(status, message):
     with always({"error": {"message": message}}, status) as server, pytest.raises(WorkerError, match="stream"):
         worker(server).chat(CHAT, on_text=told.append)
     assert len(server.requests) == 2 and len(told) == 1
+
+
+def test_a_stream_that_fails_midway_is_not_told_twice():
+    """Its error may be a 400 and speak of a stream: the beginning is told, and paid."""
+    error = {"error": {"code": 400, "message": "upstream closed while streaming"}, "choices": [{"delta": {}, "finish_reason": "error"}]}
+    begun = b'data: {"choices": [{"delta": {"content": "The "}}]}\n\ndata: %s\n\n' % json.dumps(error).encode()
+    told = []
+    with always(begun, Content_Type="text/event-stream") as server, pytest.raises(WorkerError, match="upstream closed"):
+        worker(server).chat(CHAT, on_text=told.append)
+    assert told == ["The "] and len(server.requests) == 1
+
+
+@pytest.mark.parametrize("stream", [
+    b'data:\n\ndata: {"choices": [{"delta": {"content": "So."}, "finish_reason": "stop"}], "usage": {"prompt_tokens": 1, "completion_tokens": 2}}\n\n',
+    b'data: {"choices": [{"delta": {"content": "So."}, "finish_reason": "stop"}]}\n\n'
+    b'data: {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 2}}',
+])
+def test_events_without_data_and_without_an_end(stream):
+    """The SSE standard drops the first, and what the last one says is the bill."""
+    with always(stream, Content_Type="text/event-stream") as server:
+        reply = worker(server).chat(CHAT, on_text=lambda piece: None)
+    assert (reply.text, reply.prompt_tokens, reply.completion_tokens) == ("So.", 1, 2)
 
 
 @pytest.mark.parametrize("attempts", [1, 2, 3])

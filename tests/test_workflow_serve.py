@@ -403,12 +403,12 @@ def test_a_wish_for_nothing_is_none(tmp_path):
 
 
 @pytest.mark.parametrize("at, wishes, status", [(1, {"max_tokens": 9 ** 9}, 400), (1, {}, 502),
-                                                (0, {"max_tokens": 9 ** 9}, 502), (1, {"seed": 3}, 400)])
+                                                (0, {"max_tokens": 9 ** 9}, 502), (1, {"verbosity": "low"}, 400)])
 def test_what_the_last_worker_cannot_do_is_the_clients_fault(at, wishes, status, tmp_path):
     """Its 400 is the client's where the client asked for something; an earlier step's is none of theirs. So is
     what the worker's protocol has no word for."""
     with Wire(lambda model, chat: 400 if model == "strict" else "ok") as wire:
-        [strict] = pool_of(tmp_path, wire.url, ["strict"], protocol="anthropic" if "seed" in wishes else "openai")
+        [strict] = pool_of(tmp_path, wire.url, ["strict"], protocol="anthropic" if "verbosity" in wishes else "openai")
         [easy] = pool_of(tmp_path, wire.url, ["easy"])
         pool = [strict, easy] if at == 0 else [easy, strict]
         with Serving(writes(lists("[0, 1]", '["A.", "B."]', "[[], []]")), pool) as s:
