@@ -499,7 +499,7 @@ def random_lesson(problem, rng: random.Random, pool, s: Settings) -> tuple[list[
         chosen = sorted(rng.sample(range(len(pool)), size))
         pool = [pool[i] for i in chosen]
     names = "".join(w.letter for w in pool) if s.named else ""
-    form = (len(pool), s.max_steps, names, s.subtasks, bool(s.init_from))
+    form = (len(pool), s.max_steps, names, s.subtasks, bool(s.init_from), evaluation.phrases_for(problem))
     completion = random_completion(problem.question, rng, *form)
     previous = None
     if rng.random() < s.warm_second:

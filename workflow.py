@@ -885,7 +885,8 @@ def show(file: str, number: int | None = None) -> str:
             found = row if "workflow" in row else row.get("trace")
             trace = found and trace_from(found)
             if number is not None:
-                return view(trace) if trace else printable(f"no workflow:\n{row['text']}")
+                told = view(trace) if trace else printable(f"no workflow:\n{row['text']}")
+                return f"{told}\nReward: {row['reward']}" if "reward" in row else told
             worth = f"reward {row['reward']:g}" if row.get("reward") is not None else ""
             state = shape(trace.workflow) if trace else "no workflow"
             said = " ".join((trace.question if trace else row["text"]).split())

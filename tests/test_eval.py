@@ -18,6 +18,7 @@ import workflow as workflow_py
 from eval import (PHRASES, Problem, accuracies, alone, baselines, central, draw_pool, grade, habits, load, majority, poll,
                   best_chance, random_completion, random_workflow, router, run_conductor, train_router)
 from sample import Completion
+from train import Settings as TrainSettings, random_lesson
 from workers import SPELLING, Reply, Worker, WorkerError, load_pool
 from workflow import Prompting, Step, Task, Workflow, as_lists, execute, model_conductor, parse, submit
 
@@ -215,11 +216,14 @@ def test_random_workflows_are_the_same_each_time(pool, measured):
     assert [(t.workflow, t.answer) for t in again] == [(t.workflow, t.answer) for t in systems["random workflows"][:40]]
 
 
-def test_random_workflows_beyond_the_laptop_world_ask_to_solve_the_question(pool):
-    """There its phrases, such as "Leave out the vowels.", would make no baseline."""
-    problem = Problem("math/0", "What is 7 * 8?", "56", "math500", "math")
+@pytest.mark.parametrize("kind", ["math500", "string"])
+def test_random_workflows_beyond_the_laptop_world_say_nothing_of_it(kind, pool):
+    """There its phrases, such as "Leave out the vowels.", would make no baseline, nor a warm start, whatever the kind is called."""
+    problem = Problem("mine.jsonl/3", "What is 7 * 8?", "56", kind)
     trace, = baselines([problem], pool)["random workflows"]
-    assert {step.subtask for step in trace.workflow.steps} == {"Solve the question."}
+    assert {step.subtask for step in trace.workflow.steps} <= {*evaluation.OTHER_PHRASES}
+    rng = random.Random(0)
+    assert not any(phrase in random_lesson(problem, rng, pool, TrainSettings())[1] for phrase in PHRASES for _ in range(50))
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------

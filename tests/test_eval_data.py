@@ -460,6 +460,11 @@ GOOD = {"question": "1+1?", "answer": "2", "kind": "sums"}
         ("C", ["x", "y"], "'C' is none"), ("L", ["x"] * 12, "choices .* texts"), ("AB", ["x", "y"], "'AB' is none"))),
     *((json.dumps({**GOOD, "kind": "code", "extra": {"function": None, "tests": tests}}), "tests .* pairs") for tests in (
         [], [["1"]], [[1, 2]], [{"input": "1", "output": "2"}], "12", 7)),
+    *((json.dumps({**GOOD, "kind": "code", "extra": {"function": function, "tests": tests}}), told) for function, tests, told in (
+        ("", [["1", "2"]], "a name, or null"), (5, [["1", "2"]], "a name, or null"), ("f(x)", [["1", "2"]], "a name, or null"),
+        ("f", [["abc", "2"]], "JSON, not 'abc'"), ("f", [["1", "True"]], "JSON, not 'True'"), ("f", [["1 2", "3"]], "JSON, not '1 2'"),
+        (None, [["ab", ""], ["c", "\n"]], "expect no output"))),
+    (json.dumps({**GOOD, "kind": "sum", "extra": {"function": None, "tests": [["1", "2"]]}}), "tests need .grader.: .code."),
     (json.dumps({**GOOD, "kind": "letter", "extra": ["choices"]}), "extra is not an object"),
     (json.dumps({**GOOD, "question": "\ud83d?"}), "surrogates not allowed"),
     (json.dumps({**GOOD, "kind": "Math"}), r"kind 'Math': did you mean \['math'\]. Else say .grader.: .exact."),

@@ -312,6 +312,18 @@ def test_only_data_crosses(value):
         assert not same_output(out, expected, True)
 
 
+def test_who_fails_is_not_run_further(monkeypatch):
+    """No code runs nothing, a wrong program the first tests, a right one all, each once."""
+    asked = []
+    monkeypatch.setattr(evaluation, "run_code", lambda code, name, inputs, *_, **options: (asked.extend(inputs), run_code(
+        code, name, inputs, *_, **options))[1])
+    tests = [[str(i), str(i)] for i in range(20)]
+    assert not passes_livecodebench(extract_code("I think so."), [["", ""]]) and not asked
+    assert not passes_livecodebench("print(3)", tests) and len(asked) == evaluation.FIRST_TESTS < 20
+    asked.clear()
+    assert passes_livecodebench("print(input())", tests) and asked == [str(i) for i in range(20)]
+
+
 def test_no_tests_is_an_error():
     with pytest.raises(ValueError, match="without tests"):
         passes_livecodebench("print(1)", [])

@@ -202,10 +202,10 @@ def test_show(tmp_path, capsys):
     assert third.split()[:2] == ["2", "chain"]
     assert second.split() == ["1", "reward", "0", "no", "workflow", "I", "would", "rather", "not."]
     shown = wf.show(str(file), 0)
-    assert shown == wf.view(trace)
+    assert shown == wf.view(trace) + "\nReward: 0.5"
     assert "Step 0: w1 (model 0)" in shown
     assert "Step 1: w2 (model 1), sees steps [0]: B." in shown and "\x1b" not in shown
-    assert wf.show(str(file), 2) == shown and "rather not" in wf.show(str(file), 1)
+    assert wf.show(str(file), 2) == wf.view(trace) and "rather not" in wf.show(str(file), 1)
     (tmp_path / "other.jsonl").write_text(json.dumps(rows[0]) + "\n[1]\n")
     for words, reason in [(("show", str(file), "3"), "no line 3"),
                           (("show", str(tmp_path / "other.jsonl")), "line 1, holds no trace"),
