@@ -113,7 +113,7 @@ LETTERS = "ABCDEFGHIJ"  # of the choices
 LONGEST = 1000  # characters of an answer: a longer one is wrong
 MOST = 100      # parts of a list
 DEEPEST = 20    # brackets in brackets
-BITS = 4000     # of each number of a fraction
+BITS = 4000     # half of those of a fraction's two numbers together
 FINE = 10 ** 9  # a fraction of larger size is not mixed with floats
 ENOUGH = 3      # points at which two expressions must both have a value
 
@@ -156,6 +156,7 @@ SAID = re.compile(r"(?i)\banswer\*{0,2}\s*(?:is\b|:)[\s:*]*|\bfinal answer\*{0,2
 DENIED = re.compile(r"(?i)(?:\b(?:not|never|if|whether|unless|wrong|false|doubt|unlikely)\b|n't\b)[^.!?\n]*$")
 HEDGED = re.compile(r"(?i)(?:^|[.!?,;\n])[\s*]*(?:but|or|and|however|wait|no|not|actually|alternatively"
                     r"|perhaps|maybe|it (?:could|may|might))\b")
+TAKEN_BACK = re.compile(r"(?i)(?:^|[.!?]\s)[\s*]*(?:no|wait|actually|however|alternatively)\s*,")
 REASON = re.compile(r"(?i)[,;.]?\s(?:because|since)\b")
 NOTHING = re.compile(r"(?<![\d.})])(?:0|(?<![-+])(?<![-+] )1(?![.0]* ?[-+]))(?:\.0*)?(?![\d.])"  # + 0, 1 *
                      r"|units?\s*$|\\frac(?![A-Za-z])|[-+*/^{}()]")
@@ -214,11 +215,12 @@ def final_answer(response: str) -> str:
     if not said:
         return response.strip("* \n")
     start, end = said[-1].span()
-    sentences = re.sub(r"(?<=[^.])\.([*$]*)\s+(?=[A-Z])", r"\1\n", response[end:], count=1)
-    line, _, later = sentences.partition("\n")
-    line = REASON.split(line)[0]
-    before = response[:start][-200:]
-    if DENIED.search(before) or HEDGED.search(later[:LONGEST]):
+    line, _, later = response[end:].partition("\n")
+    line, *reason = REASON.split(line, maxsplit=1)
+    sentences = re.sub(r"(?<=[^.])\.([*$]*)\s+(?=[A-Z])", r"\1\n", line, count=1)
+    line, _, rest = sentences.partition("\n")
+    hedged = HEDGED.search(f"{rest}\n{later}"[:LONGEST]) or reason and TAKEN_BACK.search(reason[0])
+    if hedged or DENIED.search(response[:start][-200:]):
         return response.strip()
     return re.sub(r"(?<!\.)\.$", "", line.strip("* ")).strip("* ")
 
@@ -370,7 +372,7 @@ def operate(name: str, x, y=None):
         return x ** int(y)
     if exact:
         return OPERATORS[name](x, y)
-    if name == "^" and size(y) and y.denominator > 3 and size(x) > FINE / y.denominator ** 4:
+    if name == "^" and size(y) and y.denominator > 3 and (size(x) or FINE) > FINE / y.denominator ** 4:
         raise ArithmeticError("a high root of a large number comes close to anything")
     result = OPERATORS[name](float(x), float(y))
     if name in "+-":
@@ -892,10 +894,10 @@ def pick_letter(response: str, choices: list) -> str | None:
     for m in CLAIM.finditer(response):
         sentence, _, later = m[1].partition(". ")
         letter = letter_of(m[1], texts)
-        if HEDGED.match(later) and (letter in (None, "?") or REASON.search(sentence)):
+        if letter in (None, "?"):
+            letter = "?" if HEDGED.match(later) else letter_of(sentence, texts)
+        elif REASON.search(sentence) and TAKEN_BACK.match(later):
             letter = "?"
-        elif letter in (None, "?"):
-            letter = letter_of(sentence, texts)
         if DENIED.search(response[:m.start()][-200:]):
             letter = "?"
         picked.add(letter)
@@ -2503,9 +2505,9 @@ def read_problems(file: str) -> list[Problem]:
         {"question": "…", "answer": "", "kind": "code", "extra": {"function": "f", "tests": [["1\\n2", "3"]]}}
     """
     if not os.path.exists(file):
-        made = "python eval.py prepare writes it"
-        if os.path.dirname(file) != DATA:
-            made = 'write it: a line is {"question": "…", "answer": "…", "kind": "math"}'
+        made = 'write it: a line is {"question": "…", "answer": "…", "kind": "math"}'
+        if os.path.abspath(file) in [os.path.abspath(f"{DATA}/{name}.jsonl") for name in MIXES]:
+            made = "python eval.py prepare writes it"
         raise FileNotFoundError(f"{file} is missing; {made}")
     problems = []
     with open(file, "rb") as f:

@@ -93,10 +93,10 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
     completion.logprobs. All ranks skip a step whose gradient is not finite. beta > 0 needs a reference.
     loss: see `per_token`.
 
-    Returns the means of `statistics` over the tokens of all ranks that have a gradient, None without any;
+    Returns the means of `statistics` over all ranks' tokens that have a gradient, None without any;
     grad_norm before clipping; and skipped, 0 or 1."""
     device = model.device
-    world = dist.get_world_size() if dist.is_initialized() else 1  # on one rank all about ranks falls away
+    world = dist.get_world_size() if dist.is_initialized() else 1  # 1: ranks do not matter
     n_rollouts, n_tokens = all_reduce([len(rollouts), sum(n_written(r) for r in rollouts)], device)
     sums = torch.zeros(len(STATISTICS) + 1, dtype=torch.float64, device=device)
     # Without a KL, rollouts of advantage 0 have no gradient: they count only in the divisors.

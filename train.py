@@ -453,7 +453,7 @@ def my_share(rollouts: list[Rollout]) -> list[Rollout]:
 
 
 def weigh_tokens(run: Run, minibatches: list[list[Rollout]], s: Settings, forward: dict) -> dict:
-    """With --importance, set the tokens' weights and tell the gap, of which `update` then sees none."""
+    """With --importance, set the tokens' weights, and return the gap between trainer and sampler."""
     if not s.importance:
         return {}
     return {"gap": set_importance(run.model, [*itertools.chain(*minibatches)], s.importance, **forward)}

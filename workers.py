@@ -13,7 +13,6 @@ import functools
 import hashlib
 import http.cookiejar
 import io
-import itertools
 import json
 import math
 import operator
@@ -506,7 +505,7 @@ def build_request(worker, messages: list[dict], params: dict, stream: bool) -> R
 
 
 def wire_params(protocol: str, model: str, params: dict) -> dict:
-    """The parameters as this model takes them. WorkerError for what its protocol cannot say."""
+    """The parameters as this model takes them. WorkerError for what its protocol cannot say, but seeds."""
     takes_sampling, reasoning, _ = generation_of(model)
     sent = {}
     for name, value in params.items():
@@ -521,7 +520,9 @@ def wire_params(protocol: str, model: str, params: dict) -> dict:
         both = protocol == "openai" and "max_completion_tokens" in params  # The later one counts.
         if name == "max_tokens" and (reasons_at_openai or both):
             own_name = "max_completion_tokens"
-        if name == "reasoning_effort" and "reasoning" in params:  # OpenRouter takes one of them.
+        if name == "reasoning" and "reasoning_effort" in params:  # OpenRouter takes one of them.
+            continue
+        if name == "reasoning_effort" and "reasoning" in params:
             own_name = "reasoning"
             value = {"effort": value}
         if name == "stop" and isinstance(value, str):
@@ -532,15 +533,16 @@ def wire_params(protocol: str, model: str, params: dict) -> dict:
 
 
 def openai_body(model: str, messages: list[dict], params: dict) -> dict:
-    return {"model": model, "messages": [no_blank(message) for message in messages], **params}
+    return {"model": model, "messages": [no_blank(m) for m in messages], **params}
 
 
 def openai_reply(data: dict) -> tuple:
     choice = data["choices"][0]
     error = choice.get("error")
-    failed = choice.get("finish_reason") == "error"  # OpenRouter's, when its provider fails: it bills nothing
-    if failed or error:
-        raise AttemptError(f"the provider failed midway: {error}", retry=True, billed=not failed)
+    failed = choice.get("finish_reason") == "error"  # OpenRouter's, when its provider fails
+    if failed or error:  # It bills nothing then, unless it says so.
+        billed = not failed or bool(at(data, "usage", "cost"))
+        raise AttemptError(f"the provider failed midway: {error}", retry=True, billed=billed)
     text = text_of(choice["message"].get("content")) or text_of(choice["message"].get("refusal"))
     text = without_thoughts(text)
     n_in = tokens(data, "usage", "prompt_tokens")
@@ -686,7 +688,9 @@ def system_and_turns(messages: list[dict]) -> tuple[str, list[dict]]:
 
 def no_blank(message: dict) -> dict:
     """Some models refuse a blank turn, such as the answer of a worker who was cut off while it thought."""
-    return message if message["content"].strip() else {**message, "content": "(empty)"}
+    if message["role"] == "system" or message["content"].strip():
+        return message
+    return {**message, "content": "(empty)"}
 
 
 # Money: replies that are kept, and the budget
@@ -802,6 +806,7 @@ class AttemptError(WorkerError):
         self.retry, self.busy = retry, busy
         self.wait = wait
         self.billed = billed
+        self.told = False  # whether on_text got a part of the answer
 
 
 BACKOFF, BACKOFF_MAX = 2.0, 30.0  # seconds: the longest wait after the first failed attempt, and after any
@@ -846,7 +851,7 @@ def call(worker: Worker, messages: list[dict], params: dict, on_text) -> Reply:
                 reply = attempt(worker, request, seconds, on_text)
                 break
             except AttemptError as fault:
-                if stream and fault.bad_request and not fault.billed and "stream" in str(fault):
+                if stream and fault.bad_request and not fault.told and "stream" in str(fault):
                     stream = False  # Mistral refuses an option of it, OpenAI an account that is not verified.
                     request = build_request(worker, messages, params, stream)
                     number -= 1
@@ -910,6 +915,7 @@ def attempt(worker: Worker, request: Request, seconds: float, on_text) -> Reply:
         if not fault.billed:
             spent = 0.0
         if told:
+            fault.told = True
             fault.retry = False  # Another attempt would tell the beginning again.
         raise
     finally:
@@ -1069,20 +1075,30 @@ def asked_wait(headers, error) -> float:
 
 def read_stream(pieces, on_text) -> dict:
     """An OpenAI stream as the same response without one. on_text gets each piece of its text."""
-    texts, ending, rest = [], {}, b""  # ending: finish_reason, usage, error
-    for piece in itertools.chain(pieces, [b"\n"]):
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            if not line.startswith(b"data:") or not line[5:].strip():  # blank, a comment, or another field
-                continue
-            with defined_by("openai"):
-                texts.append(read_event(line[5:].strip(), ending))
-            if texts[-1]:
-                on_text(texts[-1])
+    texts, ending = [], {}  # ending: finish_reason, usage, error
+    for event in events_of(pieces):
+        with defined_by("openai"):
+            texts.append(read_event(event, ending))
+        if texts[-1]:
+            on_text(texts[-1])
     if not ending.keys() & {"finish_reason", "error"}:
         raise AttemptError("the stream ended early", retry=True)
     choice = {"message": {"content": "".join(texts)}, "finish_reason": ending.get("finish_reason")}
     return {"choices": [choice], **ending}
+
+
+def events_of(pieces):
+    """Yield the data of a stream's events, also of a last one that lacks its newline, if it is whole."""
+    rest = b""
+    for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:") and line[5:].strip():  # else blank, a comment, another field
+                yield line[5:].strip()
+    if rest.startswith(b"data:"):
+        with contextlib.suppress(ValueError):
+            json.loads(rest[5:])
+            yield rest[5:].strip()
 
 
 def read_event(event: bytes, ending: dict) -> str:

@@ -88,7 +88,7 @@ the whole answer in the form that the question wants.
 
 First say in a sentence or two what the question needs and how you divide the work. Then write three Python
 lists of equal length: model_id, the models' numbers; subtasks, strings; access_list, for each step ["all"] to
-show it all earlier steps, {indices}or [] to show it none."""  # indices: FINE_GRAINED; `parse` takes them
+show it all earlier steps, {indices}or [] to show it none."""  # indices: FINE_GRAINED or ""
 
 
 def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace | None" = None,
@@ -385,8 +385,8 @@ def check_steps(workflow: Workflow, task: Task):
 
 
 def once_each(written, groups: list[list]):
-    """What a conductor yields, whose completions stand in groups[i][j]. ValueError for one that it wrote
-    twice, or unasked."""
+    """What a conductor yields, which the caller puts into groups[i][j]. ValueError for a completion that it
+    wrote twice, or unasked."""
     for i, j, *rest in written:
         if not 0 <= i < len(groups) or not 0 <= j < len(groups[i]) or groups[i][j]:
             raise ValueError(f"the conductor wrote completion {j} of chat {i} twice, or unasked")
@@ -479,8 +479,8 @@ def work():
 
 
 class Running:
-    """The workflows of a `with`, which waits for them at its end and raises what one has raised. `failed` is
-    set as soon as one has, or the block itself."""
+    """The workflows of a `with`, which at its end, unless it has raised, waits for them and raises what one
+    has raised. `failed` is set as soon as one has, or the block itself."""
     def __init__(self):
         self.futures = []
         self.failed = threading.Event()
@@ -886,7 +886,7 @@ def show(file: str, number: int | None = None) -> str:
             trace = found and trace_from(found)
             if number is not None:
                 told = view(trace) if trace else printable(f"no workflow:\n{row['text']}")
-                return f"{told}\nReward: {row['reward']}" if "reward" in row else told
+                return told + (f"\nReward: {row['reward']:g}" if row.get("reward") is not None else "")
             worth = f"reward {row['reward']:g}" if row.get("reward") is not None else ""
             state = shape(trace.workflow) if trace else "no workflow"
             said = " ".join((trace.question if trace else row["text"]).split())

@@ -413,7 +413,7 @@ def test_an_answer_that_is_taken_back_is_none():
                    "It is false that", "I doubt that", "It is unlikely that", "It isn't so that"):
         assert not same_math(final_answer(f"{before} the answer is 5."), "5"), before
     assert not same_math(final_answer("The answer is 5 because I think so. No, it is 6."), "5")
-    for after in (" because 2 + 3 = 5.", ", since 2 + 3 = 5.", ".\nThat is all.", ". So ends it."):
+    for after in (" because 2 + 3 = 5. And we are done.", " because 2+3=5. No other value works.", " because 2 + 3 = 5.", ", since 2 + 3 = 5.", ".\nThat is all.", ". So ends it."):
         assert final_answer(f"Final answer:\n5{after}") == final_answer(f"It is not 6. The answer is 5{after}") == "5", after
 
 
@@ -466,7 +466,7 @@ LETTERS = [
     ("<answer>A, B</answer>", None), ("<answer>A/B</answer>", None), ("<answer>(A) and (C)</answer>", None),
     ("<answer>A. mitochondria or B. the nucleus</answer>", None), ("The answer is A.\nThe answer is B.", None),
     ("The answer is A. No, the answer is B.", None), ("The answer is B because I think so. No, it is C.\nDone.", None),
-    ("The answer is B because it has a wall. So much for that.\nDone.", "B"), ("<answer>(A) the nucleus</answer>", None), ("Answer: A and C", None),
+    ("The answer is B because it has a wall. No other option fits.\nDone.", "B"), ("The answer is B because ATP is made there. And that is all.", "B"), ("<answer>(A) the nucleus</answer>", None), ("Answer: A and C", None),
     ("Option A is correct and option B is correct.", None), ("The answer is A. <answer>B</answer>", "B"),
     ("<answer>A</answer> Wait. <answer>C</answer>", "C"), (r"The answer is A. No: \boxed{D}", "D"),
     ('<answer>"B"</answer>', "B"), ("<answer>'B'</answer>", "B"), ("<answer>[B]</answer>", "B"), ("<answer>B;</answer>", "B"),

@@ -86,14 +86,18 @@ def test_resuming_tidies_what_a_kill_left(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("module, name, call", [(train, "write_tensors", 2), (train, "write_json", 4), (train.os, "rename", 2),
-                                               (train.shutil, "rmtree", 3), (train.shutil, "rmtree", 4)])
+                                               (train.shutil, "rmtree", 1)])
 def test_a_checkpoint_has_a_number_only_while_it_is_whole(module, name, call, tmp_path, monkeypatch, in_process):
     """Whatever ends the run within the writing of a checkpoint, or the removing of one, those that are listed can be resumed."""
     ended = []
 
     def end(*arguments, **options):
+        if name == "rmtree" and not os.path.exists(f"{arguments[0]}/model.safetensors"):
+            return whole(*arguments, **options)
         ended.append(name)
         if len(ended) == call:
+            if name == "rmtree":  # amid the removing
+                os.remove(f"{arguments[0]}/model.safetensors")
             raise InterruptedError("the end")
         return whole(*arguments, **options)
 

@@ -171,6 +171,21 @@ def test_a_stream_that_fails_midway_is_not_told_twice():
     assert told == ["The "] and len(server.requests) == 1
 
 
+def test_a_host_that_refuses_to_stream_by_an_error_in_a_200_is_asked_without():
+    error = {"error": {"code": 400, "message": "Your organization must be verified to stream this model."}}
+    told = []
+    with Rogue(lambda n, c: http(error if "stream" in server.requests[n][2] else GOOD)) as server:
+        worker(server).chat(CHAT, on_text=told.append)
+    assert told == ["Because."] and len(server.requests) == 2
+
+
+@pytest.mark.parametrize("cut, text", [(b"data: [DON", "So."), (b'data: {"choices": [], "usa', "So."), (b'data: {"cho', None)])
+def test_half_an_event_at_the_end_is_none(cut, text, waits):
+    whole = b'data: {"choices": [{"delta": {"content": "So."}, "finish_reason": "stop"}]}\n\n' if text else b""
+    with Rogue(lambda n, c: http(whole + cut, Content_Type="text/event-stream") if n == 0 else http(GOOD)) as server:
+        assert worker(server, timeout=120).chat(CHAT, on_text=lambda piece: None).text == (text or "Because.")
+
+
 @pytest.mark.parametrize("stream", [
     b'data:\n\ndata: {"choices": [{"delta": {"content": "So."}, "finish_reason": "stop"}], "usage": {"prompt_tokens": 1, "completion_tokens": 2}}\n\n',
     b'data: {"choices": [{"delta": {"content": "So."}, "finish_reason": "stop"}]}\n\n'

@@ -63,6 +63,7 @@ def test_openai_on_the_wire(monkeypatch):
         ("openai", "o3", {"logit_bias": {}, "max_tokens": 9}, {"max_completion_tokens": 9}),
         # At OpenRouter both may not be said, if they differ.
         ("openai", "z/z", {"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, {"reasoning": {"effort": "high"}}),
+        ("openai", "z/z", {"reasoning_effort": "high", "reasoning": {"exclude": True}}, {"reasoning": {"effort": "high"}}),
         ("openai", "z/z", {"reasoning": {"enabled": False, "exclude": True}}, {"reasoning": {"enabled": False, "exclude": True}}),
         ("anthropic", "claude-opus-4-6", {"seed": 1, "max_tokens": 9}, {"max_tokens": 9}),  # at best a wish, in OpenAI's own words
         (
