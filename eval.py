@@ -372,8 +372,9 @@ def operate(name: str, x, y=None):
         return x ** int(y)
     if exact:
         return OPERATORS[name](x, y)
-    if name == "^" and size(y) and y.denominator > 3 and (size(x) or FINE) > FINE / y.denominator ** 4:
-        raise ArithmeticError("a high root of a large number comes close to anything")
+    if name == "^" and size(y) and y.denominator > 3 and x not in CONSTANTS.values():
+        if (size(x) or FINE) > FINE / y.denominator ** 4:  # What is no fraction may itself be a root.
+            raise ArithmeticError("a high root of a large number comes close to anything")
     result = OPERATORS[name](float(x), float(y))
     if name in "+-":
         low, high = sorted((abs(x), abs(y)))

@@ -1096,7 +1096,7 @@ def events_of(pieces):
             if line.startswith(b"data:") and line[5:].strip():  # else blank, a comment, another field
                 yield line[5:].strip()
     if rest.startswith(b"data:"):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             json.loads(rest[5:])
             yield rest[5:].strip()
 

@@ -350,9 +350,10 @@ def ask(task: Task, prompting: Prompting) -> list[dict]:
 def too_long(prompts: list[list[int]], room: int, n: int):
     """Yield what a conductor says of prompts of more than `room` tokens."""
     for i, prompt in enumerate(prompts):
-        why = f"the prompt has {len(prompt)} tokens, and the Conductor can read {room}"
         if len(prompt) > room:
-            yield from ((i, j, WorkerError(why, bad_request=True)) for j in range(n))
+            why = f"the prompt has {len(prompt)} tokens, and the Conductor can read {room}"
+            for j in range(n):
+                yield i, j, WorkerError(why, bad_request=True)
 
 
 def unwritten(rollout: Rollout) -> Trace:
@@ -394,6 +395,7 @@ def once_each(written, groups: list[list]):
 
 
 def check_whole(groups: list[list]):
+    """ValueError where the conductor left completions out."""
     missing = [(i, j) for i, group in enumerate(groups) for j, rollout in enumerate(group) if not rollout]
     if missing:
         raise ValueError(f"the conductor has not written (chat, completion) {missing[:9]}")
@@ -436,7 +438,7 @@ def conduct(conductor, tasks: list[Task], rounds: int = 0, prompting: Prompting 
 def worker_conductor(worker, name: str = ""):
     """A worker as the Conductor of `roll_out` (Table 11). A small limit of its tokens is doubled, as in the
     paper, to at most 8,192. There are no ids, and a lost call is an error. name: as in Task."""
-    limits = {name: max(n, min(2 * n, 8192)) for name, n in worker.params.items() if name in LIMITS and n}
+    limits = {key: max(n, min(2 * n, 8192)) for key, n in worker.params.items() if key in LIMITS and n}
 
     def conductor(chats, n, first):
         def call(which):

@@ -405,6 +405,12 @@ def test_final_answer_without_box_or_tag():
     assert final_answer(r"It is $\boxed{36}\%$.") == final_answer(r"It is $\boxed{36}^\circ$.") == "36"
 
 
+@pytest.mark.parametrize("answer, gold", [("e^{0.25}", r"e^{\frac14}"), (r"\sqrt[5]{e}", "e^{1/5}"), ("2e^{-0.1}", r"2e^{-\frac{1}{10}}"),
+                                          (r"\sqrt[4]{\pi}", r"\pi^{1/4}"), (r"\sqrt[12]{2}", "2^{1/12}")])
+def test_high_roots_of_constants_and_of_small_numbers(answer, gold):
+    assert same_math(answer, gold)
+
+
 def test_an_answer_that_is_taken_back_is_none():
     for after in (" But it may be 6.", " It could also be 6.", " Perhaps it is 6.", "\nWait, 6.", "\nAlternatively, 6", " However, 6 fits.",
                   " Or 6.", " And 6.", " No, 6.", " Not quite.", " Actually, 6.", " Maybe it is 6.", " It may be 6.", " It might be 6."):

@@ -15,7 +15,7 @@ PACKAGES = {"torch", "tokenizers", "safetensors", "numpy", "requests", "tqdm"}
 BESIDE = {"model": {"huggingface_hub"},  # which tokenizers depends on
           "train": {"tensorboard", "wandb"}}
 # No file grows beyond these lines, nor what a newcomer reads, above the folds together, unless somebody means it to.
-MOST_LINES = {"model": 530, "sample": 380, "workers": 1416, "workflow": 1139, "grpo": 350, "eval": 3087, "train": 1436}
+MOST_LINES = {"model": 530, "sample": 380, "workers": 1416, "workflow": 1141, "grpo": 350, "eval": 3088, "train": 1436}
 MOST_ABOVE_THE_FOLDS = 1128
 
 

@@ -179,7 +179,8 @@ def test_a_host_that_refuses_to_stream_by_an_error_in_a_200_is_asked_without():
     assert told == ["Because."] and len(server.requests) == 2
 
 
-@pytest.mark.parametrize("cut, text", [(b"data: [DON", "So."), (b'data: {"choices": [], "usa', "So."), (b'data: {"cho', None)])
+@pytest.mark.parametrize("cut, text", [(b"data: [DON", "So."), (b'data: {"choices": [], "usa', "So."), (b'data: {"cho', None),
+                                       (b"data:" + b"[" * 100_000, "So.")])
 def test_half_an_event_at_the_end_is_none(cut, text, waits):
     whole = b'data: {"choices": [{"delta": {"content": "So."}, "finish_reason": "stop"}]}\n\n' if text else b""
     with Rogue(lambda n, c: http(whole + cut, Content_Type="text/event-stream") if n == 0 else http(GOOD)) as server:
