@@ -1,30 +1,24 @@
 """Qwen2.5 in PyTorch: config, layers, tokenizer and chat template, Hugging Face checkpoints in and out.
 
-    python model.py Qwen/Qwen2.5-7B      fetch a checkpoint and describe it; a folder is only described
-
-Module names are Hugging Face's, so a state dict *is* a checkpoint. Attention is a function, `attend`,
-that the caller may replace: sample.py passes one with a KV cache, grpo.py one with a shared prompt. Read
-sample.py next.
+Module names are Hugging Face's, so a state dict *is* a checkpoint. Attention is a function, `attend`, which
+a caller may replace: sample.py passes one with a KV cache, grpo.py one with a shared prompt. Next: sample.py.
 """
-import dataclasses
+import argparse
 import difflib
 import glob
 import inspect
 import json
 import os
 import re
-import shutil
-import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as BPE
 from torch.utils.checkpoint import checkpoint
-
 
 @dataclass
 class Config:
@@ -46,25 +40,28 @@ class Config:
 
     @classmethod
     def from_pretrained(cls, path: str) -> "Config":
-        """Read config.json of a folder or repository. ValueError for what is not implemented."""
-        return cls(**config_values(path, dataclasses.fields(cls)))
+        """Read config.json of a folder or repository. ValueError names what is wrong or not implemented."""
+        file = os.path.join(fetch(path, "config.json"), "config.json")
+        found = read_json(file)
+        if isinstance(found.get("rope_parameters"), dict):  # transformers 5 writes RoPE's keys in here
+            found = {**found["rope_parameters"], **found}
+        scaled = found.get("rope_scaling") or found.get("rope_type", "default") != "default"
+        if found.get("model_type") not in ("qwen2", "llama") or scaled or found.get("use_sliding_window"):
+            raise ValueError(f"{file}: model_type is {found.get('model_type')!r}; implemented are qwen2 and "
+                             "llama, without RoPE scaling and sliding windows")
+        for field in fields(cls):
+            value = found.get(field.name)
+            if not isinstance(value, int | float) or field.type is not bool and not 0 < value < 1e9:
+                raise ValueError(f"{file}: {field.name} is {value!r}, which is no sensible number")
+        if found["hidden_size"] % (2 * found["num_attention_heads"]) or found["num_hidden_layers"] > 1000:
+            raise ValueError(f"{file}: its numbers of channels, heads and layers make no model")
+        return cls(**{field.name: field.type(found[field.name]) for field in fields(cls)})
 
-
-# -----------------------------------------------------------------------------------------------------------
-# Layers. B sequences of T tokens, C channels, H heads over Hkv key-value heads of D channels, V tokens
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
+# ---- Layers: B sequences of T tokens, C channels, H heads over Hkv key-value heads of D channels, V tokens
+class RMSNorm(nn.RMSNorm):
     def forward(self, x):
-        h = x.float()
-        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * h.to(x.dtype)
-
+        # Normalize in fp32, round, then weigh, as transformers does: F.rms_norm with a weight rounds last.
+        return self.weight * F.rms_norm(x.float(), self.normalized_shape, eps=self.eps).to(x.dtype)
 
 def rotary(positions, config: Config):
     """RoPE's tables cos and sin in fp32 for integer positions (B, T): each (B, 1, T, D/2)."""
@@ -73,12 +70,10 @@ def rotary(positions, config: Config):
     angle = positions[:, None, :, None].float() * frequency  # (B, 1, T, D/2)
     return angle.cos(), angle.sin()
 
-
 def rotate(x, cos, sin):
     """Rotate x (B, H, T, D) by its positions. Qwen pairs channel i with i + D/2."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
-
 
 def causal(layer_idx: int, q, k, v):
     """The plain `attend`: token i of q (B, H, T, D) attends to 0 … i of k and v (B, Hkv, T, D)."""
@@ -86,7 +81,6 @@ def causal(layer_idx: int, q, k, v):
     if q.device.type == "cpu":  # bf16 would be no faster there
         q, k, v = q.float(), k.float(), v.float()
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).to(dtype)
-
 
 class Attention(nn.Module):
     def __init__(self, config: Config, layer_idx: int):
@@ -101,12 +95,10 @@ class Attention(nn.Module):
 
     def forward(self, x, cos, sin, attend):
         B, T, C = x.shape
-        q = self.q_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, H, T, D)
-        k = self.k_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, Hkv, T, D)
-        v = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, Hkv, T, D)
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)  # (B, T, H*D) and twice (B, T, Hkv*D)
+        q, k, v = (y.view(B, T, -1, self.head_dim).transpose(1, 2) for y in (q, k, v))  # (B, H or Hkv, T, D)
         y = attend(self.layer_idx, rotate(q, cos, sin), rotate(k, cos, sin), v)  # (B, H, T, D)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, C))
-
 
 class MLP(nn.Module):
     def __init__(self, config: Config):
@@ -117,7 +109,6 @@ class MLP(nn.Module):
 
     def forward(self, x):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # SwiGLU
-
 
 class Layer(nn.Module):
     def __init__(self, config: Config, layer_idx: int):
@@ -130,7 +121,6 @@ class Layer(nn.Module):
     def forward(self, x, cos, sin, attend):
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
-
 
 class Qwen(nn.Module):
     def __init__(self, config: Config):
@@ -183,23 +173,76 @@ class Qwen(nn.Module):
         shard(model) applies FSDP in place, and a rank keeps only its part of each tensor."""
         with torch.device("meta"):
             model = cls(Config.from_pretrained(path))
-        load_tensors(model, path, dtype, device, shard)
+        if shard:
+            from torch.distributed.tensor import distribute_tensor  # here, as it takes half a second
+            shard(model)
+        parameters = dict(model.named_parameters())
+        folder = fetch(path, "model.safetensors", "model-*.safetensors")
+        state = {}
+        for file in sorted(glob.glob("model*.safetensors", root_dir=folder)):
+            try:
+                state |= load_file(os.path.join(folder, file))  # mapped into memory, not read yet
+            except SafetensorError as e:
+                raise ValueError(f"{folder}/{file} is damaged: {e}") from None
+        if not any(name.endswith("bias") for name in state):  # A Llama is a Qwen2 whose biases are 0.
+            state |= {name: torch.zeros(p.shape) for name, p in parameters.items() if name.endswith("bias")}
+        for name, tensor in state.items():
+            state[name] = tensor.to(device, dtype)
+            if shard and name in parameters:
+                like = parameters[name]
+                part = distribute_tensor(state[name], like.device_mesh, like.placements, src_data_rank=None)
+                state[name] = part.clone().to(device)  # a clone, lest the whole live on
+        if model.config.tie_word_embeddings:
+            state["lm_head.weight"] = state.get("model.embed_tokens.weight")
+        try:
+            model.load_state_dict(state, assign=True)
+        except RuntimeError as e:  # names the tensors that are missing, unexpected or misshapen
+            raise ValueError(f"{path} does not fit its config.json: {str(e)[:400]}") from None
+        if model.config.tie_word_embeddings:
+            model.lm_head.weight = model.model.embed_tokens.weight
         return model
 
     def save_pretrained(self, path: str):
-        """Write config.json and safetensors in Hugging Face's layout."""
-        write_tensors(path, self.config, self.named_parameters())
+        save_weights(path, self.config, dict(self.named_parameters()))
 
+# ---- Precision ------------------------------------------------------------------------------------------
+torch.backends.cuda.enable_cudnn_sdp(False)  # On Hopper it reportedly plans each new length for a second.
 
-# -----------------------------------------------------------------------------------------------------------
-# Appendix: the tokenizer, fp32 products, checkpoint files, the Hugging Face hub, JSON, command lines
+def compute_dtype(device, name: str = "") -> torch.dtype:
+    """The dtype of computation: bf16 or fp32 as named, or "": bf16 where the device has units for it."""
+    if torch.device(device).type == "cuda":
+        has_units = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        has_units = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    name = name or ("bf16" if has_units else "fp32")
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
 
+def matmul_fp32(a, b):
+    """a (…, N, K) @ b (…, K, M), accumulated and returned in fp32. For bf16 on CUDA it has no gradient."""
+    if a.device.type != "cuda" or a.dtype == torch.float32:
+        return a.float() @ b.float()
+    product = torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out_dtype=torch.float32)
+    return product.view(*a.shape[:-1], b.shape[-1])
+
+class HeadFP32(torch.autograd.Function):
+    """hidden (N, C) times weight (V, C), both bf16: logits (N, V) in fp32. A logit of 20 that is rounded to
+    bf16 is off by up to 0.06, and so is a log-probability. Gradients are bf16, as all of them are."""
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(hidden, weight)
+        if hidden.device.type == "cuda":
+            return torch.mm(hidden, weight.T, out_dtype=torch.float32)
+        # A CPU's cache holds 2,048 rows in fp32, but not the whole weight.
+        return torch.cat([matmul_fp32(hidden, rows.T) for rows in weight.split(2048)], dim=-1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, weight = ctx.saved_tensors
+        grad = grad.to(weight.dtype)
+        return grad @ weight, grad.T @ hidden
+
+# ---- The tokenizer --------------------------------------------------------------------------------------
 SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
-CHAT_TEMPLATE = (  # Qwen2.5's ChatML for transformers, without its tool calls
-    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\n" + SYSTEM + "<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-
 
 class Tokenizer:
     """A Hugging Face tokenizer.json with Qwen2.5's chat template. `len` counts the ids in use; a model may
@@ -210,33 +253,27 @@ class Tokenizer:
 
     def __init__(self, bpe: BPE):
         self.bpe = bpe
-        self.bpe.encode_special_tokens = True  # if a text spells special tokens, they are encoded as text
-        self.start_id = bpe.token_to_id("<|im_start|>")
-        self.eos_id = bpe.token_to_id("<|im_end|>")
-        if self.start_id is None or self.eos_id is None:
-            raise ValueError("the tokenizer has no <|im_start|> and <|im_end|>: it is not a ChatML tokenizer")
+        bpe.encode_special_tokens = True  # if a text spells special tokens, they are encoded as text
         bpe.no_truncation()
         bpe.no_padding()
-        if {self.start_id, self.eos_id} & {*self.encode("<|im_start|><|im_end|>")}:
-            raise ValueError("the tokenizer makes control tokens of text: <|im_start|> is not special in it")
+        self.start_id = bpe.token_to_id("<|im_start|>")
+        self.eos_id = bpe.token_to_id("<|im_end|>")
+        if {self.start_id, self.eos_id} & {None, *self.encode("<|im_start|><|im_end|>")}:
+            raise ValueError("no ChatML tokenizer: <|im_start|> and <|im_end|> must be special tokens")
         end_of_document = bpe.token_to_id("<|endoftext|>")  # what base models, never taught to chat, end with
         self.end_ids = [i for i in (self.eos_id, end_of_document) if i is not None]
 
     @classmethod
     def from_pretrained(cls, path: str) -> "Tokenizer":
-        file = checkpoint_file(path, "tokenizer.json")
+        file = os.path.join(fetch(path, "tokenizer.json"), "tokenizer.json")
         try:
-            bpe = BPE.from_file(file)
+            return cls(BPE.from_file(file))
         except Exception as e:  # tokenizers has no class of its own for its errors
-            raise ValueError(f"{file} is damaged: {e}") from None
-        return cls(bpe)
+            raise ValueError(f"cannot read {file}: {e}") from None
 
     def save_pretrained(self, path: str):
-        """Write what transformers and vLLM need to use it alike."""
+        """Write tokenizer.json, and in generation_config.json where transformers and vLLM stop."""
         self.bpe.save(os.path.join(path, "tokenizer.json"))
-        write_json(os.path.join(path, "tokenizer_config.json"), {
-            "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE,
-            "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "clean_up_tokenization_spaces": False})
         write_json(os.path.join(path, "generation_config.json"), {"eos_token_id": self.end_ids})
 
     def __len__(self) -> int:
@@ -255,211 +292,41 @@ class Tokenizer:
             messages = [{"role": "system", "content": SYSTEM}, *messages]
         ids = []
         for message in messages:
-            turn = self.encode(f"{message['role']}\n{message['content']}")
-            ids += [self.start_id, *turn, self.eos_id, *self.encode("\n")]
+            text = f"{message['role']}\n{message['content']}"
+            ids += [self.start_id, *self.encode(text), self.eos_id, *self.encode("\n")]
         return [*ids, self.start_id, *self.encode("assistant\n")]
 
-
-def compute_dtype(device, name: str = "") -> torch.dtype:
-    """The dtype of computation: bf16 or fp32 as named, or "": bf16 where the device has units for it."""
-    if name not in ("", "bf16", "fp32"):
-        raise ValueError(f"--dtype={name}: there are bf16 and fp32")
-    if torch.device(device).type == "cuda":
-        has_units = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        has_units = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    return torch.bfloat16 if name == "bf16" or has_units and not name else torch.float32
-
-
-torch.backends.cuda.enable_cudnn_sdp(False)  # On Hopper it reportedly plans each new length for a second.
-
-
-def matmul_fp32(a, b):
-    """a (…, N, K) @ b (…, K, M), accumulated and returned in fp32. For bf16 on CUDA it has no gradient."""
-    if a.device.type != "cuda" or a.dtype == torch.float32:
-        return a.float() @ b.float()
-    if a.dim() == 2:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    product = torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out_dtype=torch.float32)
-    return product.view(*a.shape[:-1], b.shape[-1])
-
-
-class HeadFP32(torch.autograd.Function):
-    """hidden (N, C) times weight (V, C), both bf16: logits (N, V) in fp32. A logit of 20 that is rounded to
-    bf16 is off by up to 0.06, and so is a log-probability. Gradients are bf16, as all of them are."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight):
-        ctx.save_for_backward(hidden, weight)
-        if hidden.device.type == "cuda":
-            return matmul_fp32(hidden, weight.T)
-        # A CPU wants them in fp32: piece by piece, so that they stay in its cache. There oneDNN may make bf16
-        # of them again, which loses nothing, and its sums are fp32.
-        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
-        try:
-            return torch.cat([matmul_fp32(hidden, piece.T) for piece in weight.split(2048)], dim=-1)
-        finally:
-            torch.backends.mkldnn.matmul.fp32_precision = "none"
-
-    @staticmethod
-    def backward(ctx, grad):
-        hidden, weight = ctx.saved_tensors
-        grad = grad.to(weight.dtype)
-        return grad @ weight, grad.T @ hidden
-
-
-WEIGHTS = "model*.safetensors"  # the files that hold a model, one or many
-
-
+# ---- Files ----------------------------------------------------------------------------------------------
 def fetch(name: str, *patterns: str) -> str:
     """The folder of a checkpoint: `name` itself if it is one, else that of the repository `name` of the hub,
     whose files that match a pattern are brought into Hugging Face's cache. OSError says what failed."""
     if os.path.isdir(name):
         return name
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
-        raise FileNotFoundError(f"no checkpoint in {name!r}, which is neither a folder here nor a name like "
-                                "Qwen/Qwen2.5-7B: train.py --out=DIR makes DIR/checkpoint")
     from huggingface_hub import snapshot_download
     try:
         return snapshot_download(name, allow_patterns=list(patterns))
     except Exception as e:  # its errors are of many classes, its transport's among them
-        raise OSError(f"{name} is no folder here, and the Hugging Face hub did not give it. Check name "
-                      f"and network; a gated repository needs HF_TOKEN.\nThe hub's client says: {e}") from e
+        raise OSError(f"{name} is no folder, and the hub did not give it (gated: set HF_TOKEN): {e}") from e
 
-
-def config_values(path: str, wanted) -> dict:
-    """What config.json says under the names of some of dataclasses.fields, which have the types."""
-    file = checkpoint_file(path, "config.json")
-    found = read_json(file)
-    if found.get("model_type") not in ("qwen2", "llama"):
-        raise ValueError(f"{file}: model_type is {found.get('model_type')!r}, "
-                         "this is an implementation of 'qwen2' (Qwen2.5, dense), which can read a 'llama'")
-    rope = found.get("rope_parameters") or {}  # transformers 5 moved rope_theta in here
-    scaled = found.get("rope_scaling") or rope.get("rope_type", "default") != "default"
-    if scaled or found.get("use_sliding_window"):
-        raise ValueError(f"{file}: RoPE scaling and sliding windows are not implemented")
-    if found.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"{file}: hidden_act is {found['hidden_act']!r}, and 'silu' is what is implemented")
-    found.setdefault("rope_theta", rope.get("rope_theta"))
-    values, lacks = {}, []
-    for field in wanted:
-        value = found.get(field.name)
-        if field.type is float and type(value) is int:
-            value = float(value)
-        if type(value) is not field.type or not (value is False or 0 < value < 1e12):
-            lacks.append(field.name)
-        values[field.name] = value
-    if lacks:
-        raise ValueError(f"{file} lacks {', '.join(lacks)}, or has no sensible number there")
-    return values
-
-
-def checkpoint_file(path: str, name: str) -> str:
-    """The file of that name in a folder or repository. FileNotFoundError if it is not there."""
-    file = os.path.join(fetch(path, name), name)
-    if not os.path.exists(file):
-        within = os.path.join(path, "checkpoint")
-        hint = f"{within} is one" if os.path.isdir(within) else "train.py --out=DIR makes DIR/checkpoint"
-        raise FileNotFoundError(f"no checkpoint in {path}: {file} is missing; {hint}")
-    return file
-
-
-def load_tensors(model: Qwen, path: str, dtype, device, shard):
-    """Give a model on the meta device its weights: see Qwen.from_pretrained."""
-    parts = dict(shard(model).named_parameters()) if shard else None
-    state = {}
-    for name, tensor in read_tensors(fetch(path, WEIGHTS), model):
-        tensor = tensor.to(device, dtype)
-        state[name] = local_part(tensor, parts[name], device) if shard else tensor
-    model.load_state_dict(state, assign=True, strict=False)  # A tied head may be missing.
-    if model.config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
-
-
-def read_tensors(path: str, model: Qwen):
-    """Yield (name, tensor) for each parameter of `model`, which may be on the meta device, from a folder.
-    ValueError names the tensor that is missing, unexpected or misshapen. A Llama (SmolLM2, for instance) is a
-    Qwen2 whose biases are 0."""
-    wanted = dict(model.named_parameters())  # a tied head is in here once, as the embedding
-    files = sorted(glob.glob(os.path.join(glob.escape(path), WEIGHTS)))
-    if not files:
-        raise FileNotFoundError(f"{path} holds no {WEIGHTS}")
-    for file in files:
-        try:
-            f = safe_open(file, framework="pt")
-        except SafetensorError as e:
-            raise ValueError(f"{file} is damaged: {e}") from None
-        for name in f.keys():
-            if name == "lm_head.weight" and model.config.tie_word_embeddings:
-                continue
-            if name not in wanted:
-                raise ValueError(f"{file} has an unexpected (or repeated) tensor {name}")
-            shape = f.get_slice(name).get_shape()
-            expected = list(wanted.pop(name).shape)
-            if shape != expected:
-                raise ValueError(f"{file}: {name} has shape {shape}, config.json says {expected}")
-            yield name, f.get_tensor(name)
-    if read_json(os.path.join(path, "config.json"))["model_type"] == "llama":
-        for name in [name for name in wanted if name.endswith("bias")]:
-            yield name, torch.zeros(wanted.pop(name).shape)
-    if wanted:
-        raise ValueError(f"{path} lacks {len(wanted)} tensors, first {next(iter(wanted))}")
-
-
-def local_part(tensor, like, device):
-    """This rank's part of a tensor, distributed as the DTensor `like` is. A clone, lest the whole live on."""
-    from torch.distributed.tensor import distribute_tensor  # here, as it takes half a second
-    part = distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
-    return part.clone().to(device)
-
-
-def write_tensors(path: str, config: Config, tensors, shard_bytes: int = 4 << 30):
-    """Write config.json, and (name, tensor) pairs as safetensors of at most `shard_bytes`, with their index.
-    The pairs are consumed one by one, so that a sharded model can gather each tensor as it is written."""
+def save_weights(path: str, config: Config, state: dict):
+    """Write config.json and model.safetensors in Hugging Face's layout. A reader never sees half a file."""
     os.makedirs(path, exist_ok=True)
-    for stale in glob.glob(os.path.join(glob.escape(path), WEIGHTS + "*")):
-        os.remove(stale)
-    weight_map = {}  # the file of each tensor
-    shards = []  # the bytes of each file
-    shard = {}
-
-    def flush():
-        shards.append(sum(tensor.nbytes for tensor in shard.values()))
-        file = f"model-{len(shards):05d}.safetensors"
-        save_file(shard, os.path.join(path, file), metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(shard, file))
-        shard.clear()
-
-    for name, tensor in tensors:
-        tensor = tensor.detach().cpu().contiguous()
-        if shard and sum(held.nbytes for held in shard.values()) + tensor.nbytes > shard_bytes:
-            flush()
-        shard[name] = tensor
-    flush()
-    config_file = os.path.join(path, "config.json")
-    write_json(config_file, {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2",
-                             "hidden_act": "silu", "torch_dtype": str(tensor.dtype).removeprefix("torch."),
-                             **dataclasses.asdict(config)})
-    for file in set(weight_map.values()):  # safetensors lets nobody but the owner read its files
-        shutil.copymode(config_file, os.path.join(path, file))
-    if len(shards) == 1:
-        os.replace(os.path.join(path, file), os.path.join(path, "model.safetensors"))
-    else:
-        index = {"metadata": {"total_size": sum(shards)}, "weight_map": weight_map}
-        write_json(os.path.join(path, "model.safetensors.index.json"), index)
-
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    write_json(os.path.join(path, "config.json"), {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu",
+        "torch_dtype": str(next(iter(state.values())).dtype).removeprefix("torch."), **asdict(config)})
+    file = os.path.join(path, "model.safetensors")
+    save_file(state, file + ".tmp", metadata={"format": "pt"})  # readable by its owner alone
+    os.chmod(file + ".tmp", os.stat(os.path.join(path, "config.json")).st_mode)
+    os.replace(file + ".tmp", file)
 
 def read_json(file: str) -> dict:
     """The object in a JSON file. ValueError names the file if it holds something else."""
     with open(file, encoding="utf-8") as f:
         try:
-            value = json.load(f)
-        except (ValueError, RecursionError) as e:
-            raise ValueError(f"{file} is no JSON: {e}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{file} is not a JSON object")
-    return value
-
+            return dict(json.load(f))
+        except (ValueError, TypeError, RecursionError) as e:
+            raise ValueError(f"{file} holds no JSON object: {e}") from None
 
 def write_json(file: str, value):
     """Write JSON beside the file, then rename: a reader never sees half of it."""
@@ -467,64 +334,26 @@ def write_json(file: str, value):
         json.dump(value, f, indent=2, ensure_ascii=False)
     os.replace(file + ".tmp", file)
 
-
-ALSO_CALLED = {"checkpoint": "init_from", "init_from": "checkpoint"}  # in another of the programs
-
-
+# ---- Command lines --------------------------------------------------------------------------------------
 def configure(settings, argv: list[str]) -> list[str]:
     """Apply `--key=value` words to a dataclass in place, typed by its present values; return the other words.
-
-    `--key` alone turns a bool on, --help prints them all. SystemExit says what is wrong, and names the key
-    nearest to one unknown."""
-    if "--help" in argv:
-        flags = "\n".join(inspect.getsource(type(settings)).splitlines()[2:])
-        flags = re.sub(r"(?m)^    (\w+): \w+ = ", r"  --\1=", flags)
-        print(f"{sys.modules[type(settings).__module__].__doc__}\n{flags}")  # at once: `| head` may end first
-        sys.exit()
-    known = [field.name for field in dataclasses.fields(settings)]
-    for word in argv:
-        if not word.startswith("--"):
-            continue
-        key, equals, value = word[2:].partition("=")
-        if key not in known:
-            near = difflib.get_close_matches(key, known)
-            if ALSO_CALLED.get(key) in known:
-                near = [ALSO_CALLED[key]]
-            hint = f"did you mean --{near[0]}?" if near else f"there are {', '.join(known)}"
-            raise SystemExit(f"unknown setting --{key}; {hint}")
-        default = getattr(settings, key)
-        kind = type(default)
-        if not equals and kind is not bool:
-            raise SystemExit(f"--{key} needs a value: --{key}=VALUE, with = and no blank")
-        try:
-            if not equals:
-                value = True
-            elif kind is bool:
-                value = {"true": True, "1": True, "false": False, "0": False}[value.lower()]
-            elif value.startswith("~"):  # which a shell leaves as it is behind --key=
-                value = os.path.expanduser(value)
-            setattr(settings, key, kind(value))
-        except (ValueError, KeyError):
-            example = default or {int: 1, float: 1e-3, bool: True}[kind]
-            raise SystemExit(f"{word}: expected {kind.__name__}, as in --{key}={example}") from None
-    return [word for word in argv if not word.startswith("--")]
-
-
-def main(argv):
-    if len(argv) != 1 or argv[0] == "--help":
-        raise SystemExit(__doc__)
-    try:
-        config = Config.from_pretrained(argv[0])  # first, lest the gigabytes of another architecture come
-        folder = fetch(argv[0], WEIGHTS, "tokenizer.json")
-    except (OSError, ValueError) as e:
-        raise SystemExit(str(e)) from None
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in Qwen(config).parameters())
-    layers, kv_heads = config.num_hidden_layers, config.num_key_value_heads
-    print(f"{folder}: {parameters:,} parameters, {layers} layers, {config.num_attention_heads} heads "
-          f"over {kv_heads} key-value heads of {config.head_dim}")
-    print(f"keys and values in bf16: {4 * layers * kv_heads * config.head_dim:,} bytes a token")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    `--key` alone turns a bool on, --help prints them all. A wrong word ends the program with status 2."""
+    comments = dict(re.findall(r"(?m)^    (\w+): .*?  # (.*)", inspect.getsource(type(settings))))
+    parser = argparse.ArgumentParser(
+        usage=argparse.SUPPRESS, description=inspect.getmodule(type(settings)).__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    truth = {"true": True, "false": False}
+    for key, value in vars(settings).items():
+        kind = {"type": os.path.expanduser if isinstance(value, str) else type(value)}  # shells leave --key=~
+        if isinstance(value, bool):
+            kind = {"type": lambda text: truth.get(text.lower(), text), "choices": truth.values()}
+            argv = [f"{word}=true" if word == f"--{key}" else word for word in argv]
+        text = f"{comments.get(key, '')} [{value}]".replace("%", "%%")
+        parser.add_argument(f"--{key}", default=value, help=text, **kind)
+    found, words = parser.parse_known_args(argv)
+    for word in words:
+        if word.startswith("--"):
+            near = difflib.get_close_matches(word, [f"--{key}" for key in vars(settings)], 1)
+            parser.error(f"unknown setting {word}; did you mean {near[0] if near else '--help'}?")
+    vars(settings).update(vars(found))
+    return words

@@ -8,16 +8,11 @@ token to the model; its query q sees both parts, [shared prompt | own tokens], u
 
     w = softmax([q · K_prompt | q · K_own] / √D),    y = w_prompt · V_prompt + w_own · V_own
 
-This is `attend_shared`. The appendix has the `Grid`; its `prefill` computes the shared part. Finished rows go
-on drawing, in vain, until `compact` drops them. Read workers.py next.
+This is `attend_shared`. Finished rows go on drawing, in vain, until `compact` drops them. Next: workers.py.
 """
-import collections
-import contextlib
 import hashlib
 import math
-import signal
 import sys
-import threading
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,9 +20,10 @@ import torch
 
 from model import Qwen, Tokenizer, causal, compute_dtype, configure, matmul_fp32
 
-READ_AT_ONCE = 1 << 15  # prompt tokens in one grid, padding included: it bounds the cache
 CHECK = 8  # steps from one look for finished rows to the next
-
+BUCKET = {"cuda": 128, "cpu": 32}  # steps from one `compact` to the next; a multiple of CHECK
+PAD = {"cuda": 64, "cpu": 1}  # lengths are padded to a multiple of this, which tensor cores like
+PREFILL_TOKENS = 8192  # prompt tokens that are computed at once
 
 @dataclass
 class Completion:
@@ -35,42 +31,51 @@ class Completion:
     logprobs: list[float]  # of each token under the sampling distribution (greedy: at temperature 1)
     finished: bool  # False: cut off at max_new_tokens
 
+def generate(model: Qwen, prompts: list[list[int]], n: int = 1, *args, **settings) -> list[list[Completion]]:
+    """All that generate_each yields, as [prompt][rollout]."""
+    completions = [[None] * n for _ in prompts]
+    for i, j, completion in generate_each(model, prompts, n, *args, **settings):
+        completions[i][j] = completion
+    return completions
 
 @torch.inference_mode()
 def generate_each(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tokens: int = 1024,
-                  temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, eos_id: int | list[int] = (),
-                  seed: int = 0, n_ids: int | None = None, first: int = 0):
-    """n rollouts of each prompt. Prompts are token ids, as Tokenizer.chat makes them. Yields (prompt index,
-    rollout index, Completion) as rollouts end.
+                  temperature: float = 1.0, eos_id: int | list[int] = (), seed: int = 0,
+                  n_ids: int | None = None, numbers: list[list[int]] | None = None):
+    """Sample n rollouts of each prompt; yield (prompt index, rollout index, Completion) as each ends.
 
-    eos_id: the token or tokens that end a rollout. n_ids: only ids below it are sampled, as Qwen2.5 pads its
-    vocabulary. first: the number of each prompt's first rollout. A draw depends only on the seed, the prompt
-    (and which repeat of it) and the rollout's number: two ranks, with first=0 and first=n, draw what one
-    would with 2n rollouts."""
-    check_sampling(prompts, n, max_new_tokens, temperature, top_p, top_k)
-    how = dict(temperature=temperature, top_p=top_p, top_k=top_k, n_ids=n_ids)  # for `draw`
-    seeds = row_seeds(prompts, n, seed, first)
-    at_once = max(1, READ_AT_ONCE // max(map(len, prompts)))
-    for start in range(0, len(prompts), at_once):
-        some = prompts[start:start + at_once]
-        grid = Grid(model, some, n, max_new_tokens, seeds[start * n:(start + len(some)) * n], how, eos_id)
-        grid.prefill(some)  # This draws every rollout's first token.
-        for count in range(1, max_new_tokens + 1):  # how many tokens every rollout has
-            last = count == max_new_tokens
-            if last or count % CHECK == 0:
-                for number, completion in grid.harvest(last):
-                    yield start + number // n, number % n, completion
-            if not grid.going:
-                break
-            grid.step(count)
-        del grid  # before the next one is allocated
+    prompts: token ids. A temperature below 1e-6 is greedy. eos_id: what ends a rollout. n_ids: only ids below
+    it are drawn, as Qwen2.5 pads its vocabulary. numbers: of each prompt's n rollouts, else 0 … n-1. A draw
+    depends on the seed, the prompt (and which repeat of it) and the rollout's number, and on nothing else."""
+    if not prompts or not all(prompts) or n < 1 or max_new_tokens < 1 or not 0 <= temperature < math.inf:
+        raise ValueError("generate needs prompts with tokens, n and max_new_tokens >= 1 and temperature >= 0")
+    seeds = torch.tensor(row_seeds(prompts, numbers or [range(n)] * len(prompts), seed))  # (len(prompts), n)
+    rest = (max_new_tokens, partial(draw, temperature=temperature, n_ids=n_ids), eos_id)
+    Q, R = grid_shape(model, max(map(len, prompts)), max_new_tokens, n)
+    for i in range(0, len(prompts), Q):
+        for j in range(0, n, R):  # A grid is gone before the next is made, as its cache is large.
+            for q, r, completion in Grid(model, prompts[i:i + Q], seeds[i:i + Q, j:j + R], *rest).run():
+                yield i + q, j + r, completion
 
+def grid_shape(model, longest: int, max_new_tokens: int, n: int) -> tuple[int, int]:
+    """How many prompts and how many of their n rollouts one grid holds. Its keys and values take at most a
+    fifth of a GPU's memory: beside the weights of a 7B there is room for them on 24 GB."""
+    device = model.device
+    limit = torch.cuda.get_device_properties(device).total_memory // 5 if device.type == "cuda" else 2 << 30
+    channels = model.config.num_key_value_heads * model.config.head_dim
+    token = 2 * len(model.model.layers) * channels * model.lm_head.weight.itemsize  # bytes
+    prompt, row = (token * padded(length, device) for length in (longest, max_new_tokens))
+    R = math.ceil(n / math.ceil(n / max(1, (limit - prompt) // row)))  # equal shares of n
+    return max(1, limit // (prompt + R * row)), R
+
+def padded(length: int, device) -> int:
+    return math.ceil(length / PAD[device.type]) * PAD[device.type]
 
 def attend_shared(grid, layer_idx, q, k, v):
     """Attention of each row's newest token, own token number t - 1: N = Q*R rows, q (N, H, 1, D), k and v
     (N, Hkv, 1, D), which it stores. It sees its prompt's P places and T own places; grid.mask is -inf where
     these are padding or still empty. G query heads share a key-value head. Returns (N, H, 1, D)."""
-    Q, R, P, T, Hkv, D = grid.Q, grid.R, grid.P, grid.T, k.shape[1], grid.D
+    Q, R, P, T, Hkv, D = grid.Q, grid.R, grid.P, grid.T, k.shape[1], k.shape[3]
     prompt_k, prompt_v = grid.prompt_kv[layer_idx]  # each (Q, Hkv, P, D)
     own_kv = grid.own_kv[layer_idx][..., :T, :]  # (2, N, Hkv, T, D)
     own_kv.index_copy_(3, grid.t - 1, torch.stack((k, v)).to(own_kv.dtype))  # into the cache
@@ -88,135 +93,99 @@ def attend_shared(grid, layer_idx, q, k, v):
     y = y + prompt_y.view(Q, Hkv, R, -1, D).transpose(1, 2)
     return y.to(k.dtype).view(q.shape)
 
-
-# -----------------------------------------------------------------------------------------------------------
-# Appendix: the grid of rollouts and its KV cache, random numbers, CUDA graphs, the command line
-
-def generate(model, prompts, n=1, max_new_tokens=1024, temperature=1.0, top_p=1.0, top_k=0, eos_id=(),
-             seed=0, n_ids=None, on_finish=None, first=0) -> list[list[Completion]]:
-    """As `generate_each`, but returns all, as [prompt][rollout], after on_finish(prompt index, rollout index,
-    Completion) for each."""
-    completions = [[None] * n for _ in prompts]
-    for i, j, completion in generate_each(model, prompts, n, max_new_tokens, temperature, top_p, top_k,
-                                          eos_id, seed, n_ids, first):
-        completions[i][j] = completion
-        if on_finish:
-            on_finish(i, j, completion)
-    return completions
-
-
-def check_sampling(prompts, n, max_new_tokens, temperature, top_p, top_k):
-    if not prompts or not all(prompts) or n < 1 or max_new_tokens < 1:
-        raise ValueError("generate needs prompts, none of them empty, n >= 1 and max_new_tokens >= 1")
-    if not 0 <= temperature < math.inf or not 0 < top_p <= 1 or top_k < 0:
-        raise ValueError("generate needs temperature >= 0, 0 < top_p <= 1 and top_k >= 0, "
-                         f"not {temperature}, {top_p}, {top_k}")
-
-
-BUCKET = {"cuda": 128, "cpu": 32}  # steps from one `compact` to the next; a multiple of CHECK
-PREFILL_TOKENS = 8192  # prompt tokens that are computed at once
-PAD = {"cuda": 64, "cpu": 1}  # prompts are padded to a multiple of this, which tensor cores like
-GRAPH = {"cuda": True, "cpu": False}  # whether a decode step is captured as a CUDA graph
-
-
+# ---- The grid -------------------------------------------------------------------------------------------
 class Grid:
     """The rollouts that are being sampled: Q prompts × R rows, N = Q*R cells, all with t tokens of their own.
-    The newest of these, number t - 1, was drawn and not yet fed to the model: `decode` does that.
+    The newest of these, number t - 1, was drawn and not yet fed to the model: `decode` does that. P is the
+    padded length of the prompts, T the room for own tokens that a step looks at, V the number of ids."""
 
-    Below, P is the padded length of the prompts, T the room for own tokens that a step looks at, Hkv the
-    key-value heads, G the query heads on each, D a head's channels, V the ids."""
-
-    def __init__(self, model, prompts, n, max_new_tokens, seeds, how, eos_id):
-        config, device = model.config, model.device
+    def __init__(self, model, prompts, seeds, max_new_tokens, draw_from, eos_id):
         self.model = model
-        self.device = device
-        self.how = how  # to draw
-        self.Q, self.R = len(prompts), n
-        self.P = self.padded(max(map(len, prompts)))
+        self.prompts = prompts
+        self.draw_from = draw_from  # logits (N, V), uniforms (N) -> tokens and log-probabilities (N)
+        self.device = model.device
+        self.Q, self.R = self.shape = seeds.shape  # `compact` makes Q and R smaller
+        self.P = padded(max(map(len, prompts)), self.device)
+        room = padded(max_new_tokens, self.device)
+        self.T = min(BUCKET[self.device.type], room)
         self.steps = 0  # taken since the shapes changed
         self.graph = None  # the captured step
-        # What was sampled, a line for each of the Q*n rollouts.
-        N = self.Q * n
-        self.tokens = torch.zeros(N, max_new_tokens, dtype=torch.long, device=device)
-        self.logprobs = torch.zeros(N, max_new_tokens, dtype=torch.float32, device=device)
-        self.lengths = torch.zeros(N, dtype=torch.long, device=device)  # 0 while a rollout goes on
+        N = seeds.numel()
         self.going = list(range(N))  # the rollouts that were not harvested
-        # The grid, flat. A finished rollout stays in its cell until it is compacted away.
-        self.rollouts = torch.arange(N, device=device)  # (N) the number of the one that a cell holds
-        self.seeds = torch.tensor(seeds, device=device)  # (N)
-        self.newest = torch.zeros_like(self.rollouts)  # (N) each cell's last token
-        self.t = torch.zeros(1, dtype=torch.long, device=device)
-        self.ends = torch.tensor(eos_id, dtype=torch.long, device=device).view(-1)
-        # Keys and values of each layer, allocated once. A CPU attends in fp32, as `causal` does. They begin
-        # as zeros, since NaN would stay NaN under a weight of 0.
-        room = self.padded(max_new_tokens)
-        self.T = min(BUCKET[device.type], room)
-        self.D = config.head_dim
-        heads = config.num_key_value_heads
-        kv = dict(dtype=torch.float32 if device.type == "cpu" else model.lm_head.weight.dtype, device=device)
-        layers = range(config.num_hidden_layers)
-        self.prompt_kv = [torch.zeros(2, self.Q, heads, self.P, self.D, **kv) for _ in layers]
-        self.own_kv = [torch.zeros(2, N, heads, room, self.D, **kv) for _ in layers]
-        # What is added to scores: -inf where a prompt is padded, and for own tokens that are yet to come.
-        self.prompt_length = torch.tensor([len(p) for p in prompts], device=device)  # (Q)
-        self.mask = torch.full((self.Q, self.P + room), -torch.inf, device=device)
-        is_prompt = torch.arange(self.P + room, device=device) < self.prompt_length[:, None]
-        self.mask.masked_fill_(is_prompt, 0.0)
+        with self.device:
+            self.tokens = torch.zeros(N, max_new_tokens, dtype=torch.long)  # of each rollout
+            self.logprobs = torch.zeros(N, max_new_tokens, dtype=torch.float32)
+            self.lengths = torch.zeros(N, dtype=torch.long)  # 0 while a rollout goes on
+            self.ends = torch.tensor(eos_id, dtype=torch.long).view(-1)
+            self.t = torch.zeros(1, dtype=torch.long)
+            # The cells. A finished rollout stays in its cell until it is compacted away.
+            self.rollouts = torch.arange(N)  # the number of the one that a cell holds
+            self.seeds = seeds.flatten().to(self.device)
+            self.newest = torch.zeros(N, dtype=torch.long)  # each cell's last token
+            # What is added to scores: -inf where a prompt is padded, and for own tokens that are yet to come.
+            self.prompt_length = torch.tensor([len(prompt) for prompt in prompts])  # (Q)
+            is_prompt = torch.arange(self.P + room) < self.prompt_length[:, None]
+            self.mask = torch.where(is_prompt, 0.0, -torch.inf)  # (Q, P + room)
+        self.prompt_kv = cache(model, self.Q, self.P)
+        self.own_kv = cache(model, N, room)
 
-    def padded(self, length: int) -> int:
-        pad = PAD[self.device.type]
-        return math.ceil(length / pad) * pad
+    def run(self):
+        """Yield (row, column, Completion) of each rollout as it ends."""
+        self.prefill()  # draws every rollout's first token
+        most = self.tokens.shape[1]
+        for count in range(1, most + 1):  # how many tokens every rollout has
+            if count % CHECK == 0 or count == most:
+                yield from self.harvest(count, last=count == most)
+            if not self.going:
+                return
+            if count % BUCKET[self.device.type] == 0:
+                compact(self)
+            self.step()
 
-    def prefill(self, prompts):
-        """Compute the prompts, not too many at once, and draw every rollout's first token."""
+    def prefill(self):
+        """Keep the prompts' keys and values, not too many at once, and draw every rollout's first token."""
+        logits = []
         at_once = max(1, PREFILL_TOKENS // self.P)
-        pieces = range(0, self.Q, at_once)
-        logits = [self.prefill_some(begin, prompts[begin:begin + at_once]) for begin in pieces]
+        for begin in range(0, self.Q, at_once):
+            rows = slice(begin, begin + at_once)
+            prompts = self.prompts[rows]
+            width = padded(max(map(len, prompts)), self.device)
+            ids = [p + [0] * (width - len(p)) for p in prompts]  # Causal attention never looks to the right.
+            last = self.prompt_length[rows, None, None] - 1  # (q, 1, 1)
+            def attend(layer_idx, q, k, v):
+                self.prompt_kv[layer_idx][:, rows, :, :width] = torch.stack((k, v))
+                return causal(layer_idx, q, k, v)
+            def head(hidden):  # (q, width, C) -> (q, V), of the last tokens only
+                return self.model.logits(hidden.take_along_dim(last, dim=1)[:, 0])
+            logits.append(self.model(torch.tensor(ids, device=self.device), attend=attend, head=head))
         self.draw_next(torch.cat(logits).repeat_interleave(self.R, 0))
 
-    def prefill_some(self, begin, prompts):
-        """Keep the keys and values of q prompts, the first of which is number `begin`: logits (q, V)."""
-        width = self.padded(max(map(len, prompts)))
-        rows = slice(begin, begin + len(prompts))
-        last = self.prompt_length[rows, None, None] - 1  # (q, 1, 1)
-        # Padding stands on the right, where causal attention never looks.
-        ids = [prompt + [0] * (width - len(prompt)) for prompt in prompts]
-        ids = torch.tensor(ids, device=self.device)  # (q, width)
-
-        def attend(layer_idx, q, k, v):
-            self.prompt_kv[layer_idx][:, rows, :, :width] = torch.stack((k, v))
-            return causal(layer_idx, q, k, v)
-
-        def head(hidden):  # (q, width, C) -> (q, V), of the last tokens only
-            return self.model.logits(hidden.take_along_dim(last, dim=1)[:, 0])
-
-        return self.model(ids, attend=attend, head=head)
-
-    def step(self, count):
-        """Draw every cell's next token, beyond the `count` that it has. On CUDA the first step at new shapes
-        runs as it is, which readies the libraries, the second is captured, and then the graph is replayed."""
-        if count % BUCKET[self.device.type] == 0:
-            compact(self)
-        if GRAPH[self.device.type] and self.steps == 1:
-            self.graph = capture(self.decode, self.graph)
-        if GRAPH[self.device.type] and self.steps > 0:
-            self.graph.replay()
-        else:
+    def step(self):
+        """Draw every cell's next token. On CUDA the first step at new shapes runs as it is, which readies the
+        libraries, the second is captured as a graph, which is replayed from then on."""
+        if self.device.type == "cpu" or self.steps == 0:
             self.decode()
+        else:
+            if self.steps == 1:
+                # The graph before goes with this, and clears the capture stream's cuBLAS workspace (pytorch
+                # issue 193402). It lies in their common pool, which nobody else uses while there is one grid.
+                graph, pool = torch.cuda.CUDAGraph(), self.graph.pool() if self.graph else None
+                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                    self.decode()
+                self.graph = graph
+            self.graph.replay()
         self.steps += 1
 
     def decode(self):
-        """Feed every cell's newest token and draw the next. Nothing here waits for the device or moves what
-        the next step reads, so a graph can replay it."""
+        """Feed every cell's newest token and draw the next, in place and without waiting, as a graph must."""
         self.mask.index_fill_(1, self.P + self.t - 1, 0.0)  # the newest token becomes visible
-        position = self.prompt_length + self.t - 1  # (Q)
-        positions = position[:, None].expand(self.Q, self.R).reshape(-1, 1)  # (N, 1)
+        positions = (self.prompt_length + self.t - 1).repeat_interleave(self.R)[:, None]  # (N, 1)
         logits = self.model(self.newest[:, None], positions, partial(attend_shared, self))  # (N, 1, V)
         self.draw_next(logits[:, 0])
 
     def draw_next(self, logits):
         """Draw token number t of every cell from logits (N, V)."""
-        token, logprob = draw(logits, uniform(self.seeds, self.t), **self.how)
+        token, logprob = self.draw_from(logits, uniform(self.seeds, self.t))
         self.tokens[self.rollouts, self.t] = token
         self.logprobs[self.rollouts, self.t] = logprob
         length = self.lengths[self.rollouts]
@@ -225,15 +194,21 @@ class Grid:
         self.newest.copy_(token)
         self.t.add_(1)
 
-    def harvest(self, last):
-        """Yield number and completion of each rollout that newly ended, or of all that are left if `last`."""
+    def harvest(self, count: int, last: bool):
+        """Yield (row, column, Completion) of what newly ended, or of all that is left if `last`."""
         lengths = self.lengths.tolist()
         ended = [i for i in self.going if last or lengths[i]]
         self.going = [i for i in self.going if not (last or lengths[i])]
-        for i, tokens, logprobs in zip(ended, self.tokens[ended].tolist(), self.logprobs[ended].tolist()):
-            length = lengths[i] or len(tokens)
-            yield i, Completion(tokens[:length], logprobs[:length], finished=lengths[i] > 0)
+        drawn = zip(ended, self.tokens[:, :count][ended].tolist(), self.logprobs[:, :count][ended].tolist())
+        for i, tokens, logprobs in drawn:
+            length = lengths[i] or count
+            yield *divmod(i, self.shape[1]), Completion(tokens[:length], logprobs[:length], lengths[i] > 0)
 
+def cache(model, rows: int, length: int) -> list:
+    """Room for each layer's keys and values. Zeros, as NaN would stay NaN under a weight of 0."""
+    dtype = torch.float32 if model.device.type == "cpu" else model.lm_head.weight.dtype  # as `causal` attends
+    shape = (2, rows, model.config.num_key_value_heads, length, model.config.head_dim)
+    return [torch.zeros(shape, dtype=dtype, device=model.device) for _ in model.model.layers]
 
 def compact(grid: Grid):
     """Drop prompts whose rollouts have all finished, keep of the others as many rows as the one with most
@@ -258,36 +233,17 @@ def compact(grid: Grid):
     grid.T = min(grid.T + BUCKET[grid.device.type], grid.own_kv[0].shape[3])
     grid.steps = 0
 
-
-def draw(logits, u, temperature=1.0, top_p=1.0, top_k=0, n_ids=None):
-    """Sample from logits (N, V) with uniforms u (N): tokens and their log-probabilities, (N) each.
-
-    Only ids below n_ids are drawn. A temperature below 1e-6 is greedy, with log-probabilities at 1. top_k
-    keeps the k likeliest tokens; then top_p keeps the fewest of these whose renormalised mass reaches it."""
-    logits = logits[:, :n_ids]
-    if temperature < 1e-6:
-        tokens = logits.argmax(-1)
-        return tokens, logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
-    logp = (logits / temperature).log_softmax(-1)
-    if top_k or top_p < 1:
-        logp = truncated(logp, top_p, top_k)
+# ---- Draws ----------------------------------------------------------------------------------------------
+def draw(logits, u, temperature=1.0, n_ids=None):
+    """Sample from logits (N, V) with uniforms u (N): tokens and their log-probabilities, (N) each. Only ids
+    below n_ids are drawn. A temperature below 1e-6 is greedy, with log-probabilities at 1."""
+    greedy = temperature < 1e-6
+    logits = logits[:, :n_ids] if greedy or temperature == 1 else logits[:, :n_ids] / temperature
+    logp = logits.log_softmax(-1)
     mass = logp.exp().cumsum(-1)
-    target = u * mass[:, -1]
-    tokens = torch.searchsorted(mass, target[:, None], right=True)  # Even u = 0 draws no token of mass 0.
+    target = u[:, None] * mass[:, -1:]  # (N, 1); even u = 0 draws no token of mass 0
+    tokens = logits.argmax(-1, True) if greedy else torch.searchsorted(mass, target, right=True)  # (N, 1)
     return tokens[:, 0], logp.gather(-1, tokens)[:, 0]
-
-
-def truncated(logp, top_p, top_k):
-    """The distributions logp (N, V), in logarithms, cut to their likeliest tokens: see `draw`."""
-    ranked, order = logp.sort(-1, descending=True)
-    if top_k:
-        ranked[:, top_k:].fill_(-torch.inf)
-    ranked = ranked.log_softmax(-1)
-    p = ranked.exp()
-    mass_before = p.cumsum(-1) - p
-    ranked.masked_fill_(mass_before >= top_p, -torch.inf)
-    return torch.empty_like(logp).scatter_(-1, order, ranked.log_softmax(-1))
-
 
 def uniform(seeds, step):
     """One number in [0, 1) per row from its seed (int64) and the step (an int64 tensor), by splitmix64."""
@@ -296,85 +252,39 @@ def uniform(seeds, step):
     z = (z ^ (z >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
     return (z >> 41 & (1 << 23) - 1).float() / (1 << 23)
 
-
-def row_seeds(prompts, n: int, seed: int, first: int) -> list[int]:
+def row_seeds(prompts, numbers, seed: int) -> list[list[int]]:
     """A 64-bit seed for each rollout, by the seed, the prompt, how often it was listed before, its number."""
-    listed = collections.Counter()
     seeds = []
-    for prompt in map(tuple, prompts):
-        what = (seed, prompt, listed[prompt]) if prompt in listed else (seed, prompt)
-        listed[prompt] += 1
+    for i, prompt in enumerate(prompts):
+        repeats = prompts[:i].count(prompt)
+        what = (seed, tuple(prompt), repeats) if repeats else (seed, tuple(prompt))
         key = hashlib.blake2b(repr(what).encode()).digest()
-        for number in range(first, first + n):
-            digest = hashlib.blake2b(b"%d" % number, key=key, digest_size=8).digest()
-            seeds.append(int.from_bytes(digest, "big", signed=True))
+        digests = [hashlib.blake2b(b"%d" % number, key=key, digest_size=8).digest() for number in numbers[i]]
+        seeds.append([int.from_bytes(digest, "big", signed=True) for digest in digests])
     return seeds
 
-
-def capture(decode, before):
-    """All kernels of decode() as one CUDA graph, in the memory pool of the graph before it, which must still
-    exist. Threads that call CUDA meanwhile cannot break it, nor can signals."""
-    graph = torch.cuda.CUDAGraph()
-    pool = before.pool() if before else None
-    with signals_wait(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        decode()
-    return graph
-
-
-@contextlib.contextmanager
-def signals_wait():
-    """Ctrl-C and SIGTERM take effect after this block: an exception amid a capture aborts the process."""
-    came, handlers = [], {}
-    if threading.current_thread() is threading.main_thread():  # no other thread gets signals
-        for number in (signal.SIGINT, signal.SIGTERM):
-            handlers[number] = signal.signal(number, lambda number, frame: came.append(number))
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    for number in came:
-        signal.raise_signal(number)
-
-
+# ---- The command line -----------------------------------------------------------------------------------
 @dataclass
 class Settings:
-    checkpoint: str = ""  # a folder with a Hugging Face checkpoint, or a repository's name
-    system: str = ""  # the system prompt; "" is Qwen's own
-    n: int = 1
+    checkpoint: str = ""  # a folder in Hugging Face's layout, or a repository's name
+    n: int = 1  # answers
     max_new_tokens: int = 512
     temperature: float = 0.7
-    top_p: float = 0.8
-    top_k: int = 20
     seed: int = 0
-    dtype: str = ""  # bf16 or fp32; "": what the device computes best
-
-
-def main(argv):
-    s = Settings()
-    words = configure(s, argv)
-    if not s.checkpoint or not words:
-        raise SystemExit('usage: python sample.py --checkpoint=FOLDER "a prompt"   (--help: all settings)')
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    messages = [{"role": "user", "content": " ".join(words)}]
-    if s.system:
-        messages.insert(0, {"role": "system", "content": s.system})
-    try:
-        tokenizer = Tokenizer.from_pretrained(s.checkpoint)
-        model = Qwen.from_pretrained(s.checkpoint, compute_dtype(device, s.dtype), device)
-        prompt = tokenizer.chat(messages)
-        room = model.config.max_position_embeddings - len(prompt)
-        if room < 1:
-            raise ValueError(f"the prompt has {len(prompt)} tokens, {1 - room} too many for this model")
-        [completions] = generate(model, [prompt], s.n, min(s.max_new_tokens, room), s.temperature, s.top_p,
-                                 s.top_k, tokenizer.end_ids, s.seed, len(tokenizer))
-    except (OSError, ValueError) as e:
-        raise SystemExit(str(e)) from None
-    except KeyboardInterrupt:
-        raise SystemExit("interrupted") from None
-    for c in completions:
-        print(tokenizer.decode(c.tokens) + ("" if c.finished else " …"))
-
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    settings = Settings()
+    words = configure(settings, sys.argv[1:])
+    if not settings.checkpoint or not words:
+        raise SystemExit('usage: python sample.py --checkpoint=FOLDER "a prompt"   (--help: all settings)')
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        tokenizer = Tokenizer.from_pretrained(settings.checkpoint)
+        model = Qwen.from_pretrained(settings.checkpoint, compute_dtype(device), device)
+        prompt = tokenizer.chat([{"role": "user", "content": " ".join(words)}])
+        [completions] = generate(model, [prompt], settings.n, settings.max_new_tokens, settings.temperature,
+                                 tokenizer.end_ids, settings.seed, len(tokenizer))
+    except (OSError, ValueError) as e:
+        raise SystemExit(str(e)) from None
+    for c in completions:
+        print(tokenizer.decode(c.tokens) + ("" if c.finished else " …"))

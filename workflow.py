@@ -1,16 +1,16 @@
 """A workflow: ask the Conductor for it, parse it, run it on the workers, recurse; show and serve it (§3).
 
-    python workflow.py "a question" --checkpoint=DIR [--pool=NAME] [--rounds=1]      NAME: see workers.py
-    python workflow.py serve --checkpoint=DIR   # the Conductor as an OpenAI-compatible model on 127.0.0.1
-    python workflow.py show FILE [N]            # the traces in a run's traces/*.jsonl, or number N of them
+    python workflow.py "a question"                  # answered by assets/laptop/ and the local specialists
+    python workflow.py "a question" --checkpoint=DIR --pool=mine.json [--rounds=1] [--only=NAME,NAME]
+    python workflow.py "a question" --conductor=WORKER --pool=mine.json      # an LLM of the pool conducts
+    python workflow.py serve [the same flags]        # an OpenAI-compatible server on 127.0.0.1
+    python workflow.py show FILE [N]                 # the lines of a run's traces/*.jsonl, or all of line N
 
-The Conductor writes three Python lists: who (`model_id`), what (`subtasks`), and which earlier steps each may
-see (`access_list`). `messages` asks for them, `parse` reads them, `submit` runs them, a `Trace` is what
-happened, and `roll_out` does all of it for many questions. A further round shows the Conductor the answer
-and asks again (§3.2): in use that is `conduct`, in the appendix, in training train.second_rounds. Workers and
-steps are counted from 0. Read grpo.py next."""
+The Conductor writes three Python lists: which worker (`model_id`), what it is told (`subtasks`), and which
+earlier steps it sees (`access_list`). `messages` asks for them, `parse` reads them, `roll_out` runs them. A
+`Rollout` is the record of all that. Workers and steps are counted from 0. Read grpo.py next."""
 import ast
-import difflib
+import functools
 import itertools
 import json
 import os
@@ -20,20 +20,16 @@ import sys
 import textwrap
 import threading
 import time
-import traceback
-import unicodedata
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
-from http.server import BaseHTTPRequestHandler
 from multiprocessing.pool import ThreadPool
 
 import torch
 
-from model import Qwen, Tokenizer, compute_dtype, configure, fetch, read_json
-from sample import Completion, generate_each
-from workers import (LIMITS, LOCAL, WISHES, Handler, Reply, Server, WorkerError, load_pool, loopback_server,
-                     unset_in, warn)
+from model import Qwen, Tokenizer, compute_dtype, configure, fetch, read_json, write_json
+from sample import generate_each
+from workers import LOCAL, QUESTION, TASK, Handler, Reply, WorkerError, load_pool, loopback_server
+
+ASSETS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets")
 
 
 class WorkflowError(ValueError):
@@ -45,32 +41,85 @@ class Step:
     worker: int
     subtask: str
     access: list[int]  # the earlier steps whose subtask and response the worker sees
-    wrote_all: bool = field(default=False, compare=False)  # in a further round it also sees the last answer
+    wrote_all: bool = field(default=False, compare=False)  # "all": in a further round the last answer too
 
 
 @dataclass
 class Workflow:
     steps: list[Step]
-    written: str = field(default="", compare=False, repr=False)  # all that the Conductor wrote
+
+
+@dataclass
+class Rollout:
+    """A question, the workflow that a Conductor wrote for it, and what became of that."""
+    question: str
+    pool: list = field(default_factory=list)  # Workers; step.worker is an index of it
+    workers: list[int] | None = None  # the numbers of those it may name (§3.2: a subset); None: all
+    problem: object = None  # eval.py's Problem, for the grader
+    name: str = ""  # prefix of its calls' ids, by which Replay knows them; "": they are not replayed
+    number: int = 0  # among the rollouts of its question: it seeds the draws
+    previous: "Rollout | None" = None  # the round before (§3.2)
+    # What the Conductor wrote. The next four are empty unless a model wrote it.
+    written: str = ""
+    prompt: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # of the tokens, when they were drawn
+    finished: bool = True  # False: cut off at max_new_tokens
+    # What became of it
+    workflow: Workflow | None = None
+    invalid: str = ""  # why what was written is no workflow
+    names: list[str] = field(default_factory=list)  # each step's worker
+    replies: list[Reply | None] = field(default_factory=list)  # each step's; None: lost, or never asked
+    error: str | None = None  # why there is no answer: the rollout is lost, which is not wrong
+    seconds: float = 0.0  # from its writing to its judgement
+    right: bool | None = None  # None: lost, or nobody graded; False also for what is no workflow
+    failure: str = ""  # what is wrong with the answer, in the grader's words
+    reward: float | None = None  # §3.1, by train.py; None: lost
+    advantage: float = 0.0  # Eq. 2, by grpo.py
+
+    @property
+    def responses(self) -> list[str]:
+        return [reply.text if reply else "" for reply in self.replies]
+
+    @property
+    def answer(self) -> str:
+        """The last step's response; without steps the answer of the round before; "" where there is none."""
+        if self.error or self.workflow is None:
+            return ""
+        return self.responses[-1] if self.replies else self.previous.answer
+
+    def rounds(self) -> list["Rollout"]:
+        """The rounds before, the first one first, and this one. What follows counts all of them."""
+        return [*(self.previous.rounds() if self.previous else []), self]
+
+    @property
+    def all_replies(self) -> list[Reply]:
+        return [reply for rollout in self.rounds() for reply in rollout.replies if reply]
+
+    @property
+    def calls(self) -> int:
+        return len(self.all_replies)
+
+    @property
+    def tokens_used(self) -> int:
+        return sum(reply.prompt_tokens + reply.completion_tokens for reply in self.all_replies)
+
+    @property
+    def cost(self) -> float | None:
+        """Dollars; None where the cost of a call is unknown."""
+        costs = [reply.cost for reply in self.all_replies]
+        return None if None in costs else sum(costs)
 
 
 # ------------------------------------------------------------------------------------------------------------
-# The prompt (App. E). The laptop's is only "5 models, 5 steps." and the question (`short_chat`): there the
-# format comes from the warm start. That, examples and the texts of further rounds are in the appendix.
+# The prompt (App. E)
 
 @dataclass
 class Prompting:
-    """How a Conductor is asked for a workflow; conductor.json beside a checkpoint remembers it."""
-    style: str = "full"  # or zero-shot, fine-grained (App. B.8), short (the laptop world's)
-    examples: str = "ood"  # few-shot examples: "ood", unlike the training's tasks; "in"; "mixed" (Table 4)
-    subtasks: bool = True  # False: there are none, and every worker is to solve the question (App. B.7)
+    """How a Conductor is asked for a workflow. conductor.json beside a checkpoint holds it."""
+    prompt: str = "ood"  # few-shot examples: ood, in, mixed (Table 4); zero-shot: none; short: the laptop's
     max_steps: int = 5
     max_new_tokens: int = 1024
-    named: bool = False  # each worker has a letter beside its number
-    # what else conductor.json says
-    dtype: str = ""  # for computation: bf16, fp32, or "": as the device likes
-    pool: str = ""  # --pool in training; if it is a local one, also in use
-    workers: list[str] = field(default_factory=list)  # that pool's names, in the order of their numbers
 
 
 ROLE = """You conduct a team of language models. You never answer the question yourself: you write a workflow
@@ -88,706 +137,7 @@ the whole answer in the form that the question wants.
 
 First say in a sentence or two what the question needs and how you divide the work. Then write three Python
 lists of equal length: model_id, the models' numbers; subtasks, strings; access_list, for each step ["all"] to
-show it all earlier steps, {indices}or [] to show it none."""  # indices: FINE_GRAINED or ""
-
-
-def messages(question: str, n_workers: int, max_steps: int = 5, previous: "Trace | None" = None,
-             prompting: Prompting = Prompting(), letters: str = "") -> list[dict]:
-    """The chat that asks the Conductor for a workflow, or, after the round `previous`, for one more (§3.2).
-
-    prompting: its style, examples and subtasks. letters: one for each model, or "". In a subset of the pool
-    (§3.2) numbers change, but letters do not."""
-    is_short = prompting.style == "short"
-    first_turns = short_chat if is_short else full_chat
-    again = SHORT_AGAIN if is_short else AGAIN
-    chat = first_turns(question, n_workers, max_steps, prompting, letters)
-    for trace in (previous.rounds() if previous else []):
-        written = trace.workflow.written or as_lists(trace.workflow, prompting.subtasks)
-        chat += [{"role": "assistant", "content": written},
-                 {"role": "user", "content": again.format(answer=trace.answer, max_steps=max_steps)}]
-    return chat
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Parse. How lists are found and read, and what makes lists a workflow: in the appendix.
-
-def parse(text: str, n_workers: int, max_steps: int = 5, allow_empty: bool = False,
-          subtasks: bool = True) -> Workflow:
-    """The last valid workflow in a Conductor's completion: three lists in a row, in any order.
-
-    allow_empty: three empty lists mean to keep the answer (§3.2). subtasks=False: there are two lists, and
-    every subtask is to solve the question."""
-    names = ["model_id", "subtasks", "access_list"] if subtasks else ["model_id", "access_list"]
-    workflow = Workflow([], written=text)
-    for i, (worker, subtask, access) in enumerate(last_rows(text, names, n_workers, max_steps, allow_empty)):
-        wrote_all = "all" in access
-        indices = [*range(i)] if wrote_all else sorted(set(access))
-        workflow.steps.append(Step(worker, subtask, indices, wrote_all))
-    return workflow
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Run
-
-@dataclass
-class Task:
-    """What the Conductor is asked, and how the answer is wanted."""
-    question: str
-    pool: list  # the workers it may use: objects with name, letter and chat(messages, call_id, **options)
-    previous: "Trace | None" = None  # the round before
-    problem: object = None  # eval.py's Problem, which the grader gets
-    name: str = ""  # prefix of its calls' ids, in all rounds; "": no --replay
-    # for the server and the command line
-    last_call: dict = field(default_factory=dict)  # options of the last step's call: on_text, max_tokens, …
-    before_step: object = lambda i, name: None  # called before step i; its WorkerError ends the workflow
-
-
-@dataclass
-class Trace:
-    """One workflow as it ran. calls, tokens and cost include earlier rounds."""
-    question: str
-    workflow: Workflow
-    workers: list[str]  # each step's worker, by name
-    replies: list[Reply | None]  # None: the call failed, or a failure came before it
-    seconds: float = 0.0  # wall time of this round
-    error: str | None = None  # why there is no answer; then the rollout is left out of training
-    previous: "Trace | None" = None  # the round before
-    right: bool | None = None  # what the grader says of the answer; None: nobody graded, or a call was lost
-    bad_request: bool = False  # the error is the fault of who asks: HTTP 400
-
-    @property
-    def responses(self) -> list[str]:
-        return [reply.text if reply else "" for reply in self.replies]
-
-    @property
-    def answer(self) -> str:
-        """The last step's response; without steps, the answer of the round before; "" after an error."""
-        if self.error:
-            return ""
-        return self.replies[-1].text if self.replies else self.previous.answer
-
-    def rounds(self) -> list["Trace"]:
-        """This trace and those before it, the first round first."""
-        return [*(self.previous.rounds() if self.previous else []), self]
-
-    # What it took
-
-    @property
-    def all_replies(self) -> list[Reply]:
-        return [reply for trace in self.rounds() for reply in trace.replies if reply]
-
-    @property
-    def calls(self) -> int:
-        return len(self.all_replies)
-
-    @property
-    def tokens(self) -> int:
-        return sum(reply.prompt_tokens + reply.completion_tokens for reply in self.all_replies)
-
-    @property
-    def cost(self) -> float | None:
-        """Dollars; None where one of the calls has an unknown cost."""
-        costs = [reply.cost for reply in self.all_replies]
-        return None if None in costs else sum(costs)
-
-
-def worker_chat(question: str, turns: list[tuple[str, str]], subtask: str) -> list[dict]:
-    """What a worker sees: the question, past turns of (subtask, response), its own subtask."""
-    chat = []
-    for past_subtask, response in turns:
-        chat += [{"role": "user", "content": f"Your task:\n{past_subtask}"},
-                 {"role": "assistant", "content": response}]
-    chat.append({"role": "user", "content": f"Your task:\n{subtask}"})
-    chat[0]["content"] = f"Question:\n{question}\n\n{chat[0]['content']}"
-    return chat
-
-
-def submit(workflow: Workflow, task: Task, number: int = 0, is_stopped=lambda: False,
-           on_end=lambda trace: trace) -> Future:
-    """Start a workflow. Its steps run in threads, each after the steps that it sees. A WorkerError becomes
-    Trace.error, after which, or once is_stopped(), no further step starts. The calls that run are awaited, so
-    that their cost is counted.
-
-    Returns a future of on_end(trace), by default the trace; it raises any other exception, which is a bug.
-    number: the rollout's, for calls' ids."""
-    check_steps(workflow, task)
-    steps = workflow.steps
-    names = [task.pool[step.worker].name for step in steps]
-    trace = Trace(task.question, workflow, names, [None] * len(steps), previous=task.previous)
-    begun = time.monotonic()
-    futures = []  # of the steps
-
-    def run_step(i):
-        step = steps[i]
-        wait_for_all([futures[j] for j in step.access])
-        if trace.error or is_stopped():
-            trace.error = trace.error or "stopped, as something else has failed"
-            return
-        turns = [(steps[j].subtask, trace.replies[j].text) for j in step.access]
-        if step.wrote_all:
-            turns = last_turn(task.previous) + turns
-        chat = worker_chat(task.question, turns, step.subtask)
-        is_last = i == len(steps) - 1
-        options = task.last_call if is_last else {}
-        try:
-            task.before_step(i, names[i])
-            worker = task.pool[step.worker]
-            trace.replies[i] = worker.chat(chat, call_id=id_of_call(trace, task.name, number, i), **options)
-        except WorkerError as e:
-            trace.error = f"step {i}: {e}"
-            trace.bad_request = e.bad_request and is_last  # Only this call has a client's options.
-
-    def end():
-        wait_for_all(futures)
-        trace.seconds = time.monotonic() - begun
-        return on_end(trace)
-
-    for i in range(len(steps)):
-        futures.append(in_thread(run_step, i))
-    return in_thread(end)
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Roll out: question → prompt → completion → workflow → answer → right or wrong
-
-@dataclass
-class Rollout:
-    """One completion and all that becomes of it, from its tokens to its advantage."""
-    task: Task
-    written: str  # what the Conductor wrote
-    prompt: list[int] = field(default_factory=list)  # empty unless a model wrote it
-    completion: Completion | None = None  # the tokens of `written`; None unless a model wrote it
-    trace: Trace | None = None  # None: what was written is no workflow
-    invalid: str = ""  # why it is none
-    reward: float | None = None  # set in train.py (§3.1); None: a call was lost
-    advantage: float = 0.0  # set in grpo.py (Eq. 2)
-    importance: list[float] | None = None  # weights of the tokens (grpo.set_importance), an option
-
-    @property
-    def right(self) -> bool | None:
-        """Whether the answer is right; False without a workflow; None if a call was lost or nobody graded."""
-        return self.trace.right if self.trace else False
-
-
-# A `conductor`, in small letters, is a generator: conductor(chats, n, first) writes n completions a chat. As
-# soon as one has ended it yields the number i of its chat, its number j (0 … n-1), and then
-#     text, prompt ids, Completion    if a model wrote it (`model_conductor`)
-#     text                            if a worker did (`worker_conductor`), or anything else
-#     WorkerError                     if it could not be written
-# It is rollout number first + j: of 64 on two ranks, the second writes n = 32 from first = 32 on.
-
-
-def model_conductor(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature=1.0, seed=0):
-    """A model as the `conductor` of roll_out. A prompt that is too long fails alone."""
-    room = model.config.max_position_embeddings - prompting.max_new_tokens
-
-    def conductor(chats, n, first):
-        prompts = [tokenizer.chat(chat) for chat in chats]
-        fits = [i for i, prompt in enumerate(prompts) if len(prompt) <= room]
-        yield from too_long(prompts, room, n)
-        if fits:
-            each = generate_each(model, [prompts[i] for i in fits], n, prompting.max_new_tokens, temperature,
-                                 eos_id=tokenizer.end_ids, seed=seed, n_ids=len(tokenizer), first=first)
-            for k, j, completion in each:
-                yield fits[k], j, tokenizer.decode(completion.tokens), prompts[fits[k]], completion
-    return conductor
-
-
-def roll_out(conductor, tasks: list[Task], n: int = 1, prompting: Prompting = Prompting(), grade=None,
-             edit=None, first: int = 0, on_finish=None) -> list[list[Rollout]]:
-    """n rollouts of each task, as [task][rollout]. A workflow runs as soon as it is written, and is graded as
-    soon as it has run, while others are being written.
-
-    conductor: see above. grade(task.problem, answer) -> bool; without it no answer is right or wrong.
-    edit(workflow) -> workflow, for ablations. first: the number of each task's first rollout.
-    on_finish(rollout) is called from any thread. Any exception but a WorkerError stops everything."""
-    groups = [[None] * n for _ in tasks]
-    if not tasks or not n:
-        return groups
-
-    def complete(rollout, trace):
-        rollout.trace = trace
-        if trace and grade and not trace.error:
-            trace.right = grade(rollout.task.problem, trace.answer)
-        if on_finish:
-            on_finish(rollout)
-
-    chats = [ask(task, prompting) for task in tasks]  # by `messages`
-    with Running() as running:  # Its end waits for all. Once anything has raised, no further step starts.
-        for i, j, written, *by_model in once_each(conductor(chats, n, first), groups):
-            if running.failed.is_set():
-                break
-            task = tasks[i]
-            rollout = groups[i][j] = Rollout(task, written, *by_model)
-            if isinstance(written, WorkerError):
-                complete(rollout, unwritten(rollout))
-                continue
-            try:
-                workflow = parse(written, len(task.pool), prompting.max_steps, subtasks=prompting.subtasks,
-                                 allow_empty=task.previous is not None)
-            except WorkflowError as e:
-                rollout.invalid = str(e)
-                complete(rollout, None)
-                continue
-            if edit:
-                workflow = edit(workflow)
-            on_end = partial(complete, rollout)
-            running.add(submit(workflow, task, first + j, running.failed.is_set, on_end))
-    check_whole(groups)
-    return groups
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Appendix: further rounds, a worker as the Conductor, threads, reading lists, few-shot examples, views, the
-# server, the command line
-
-def ask(task: Task, prompting: Prompting) -> list[dict]:
-    """The chat that asks a Conductor, in the way it knows, for a workflow."""
-    letters = "".join(worker.letter for worker in task.pool) if prompting.named else ""
-    return messages(task.question, len(task.pool), prompting.max_steps, task.previous, prompting, letters)
-
-
-def too_long(prompts: list[list[int]], room: int, n: int):
-    """Yield what a conductor says of prompts of more than `room` tokens."""
-    for i, prompt in enumerate(prompts):
-        if len(prompt) > room:
-            why = f"the prompt has {len(prompt)} tokens, and the Conductor can read {room}"
-            for j in range(n):
-                yield i, j, WorkerError(why, bad_request=True)
-
-
-def unwritten(rollout: Rollout) -> Trace:
-    """The trace of a rollout whose text is the WorkerError with which the conductor failed."""
-    error, rollout.written = rollout.written, ""
-    task = rollout.task
-    return Trace(task.question, Workflow([]), [], [], error=str(error), previous=task.previous,
-                 bad_request=error.bad_request)
-
-
-def last_turn(previous: Trace | None) -> list[tuple[str, str]]:
-    """[(subtask, response)] of the answer of the round before, which steps with "all" see first; or []."""
-    rounds = previous.rounds() if previous else []
-    with_steps = [trace for trace in rounds if trace.replies]  # of which the first round always has some
-    return [(trace.workflow.steps[-1].subtask, trace.answer) for trace in with_steps[-1:]]
-
-
-def id_of_call(trace: Trace, name: str, number: int, step: int) -> str:
-    """By which --replay knows a call; "" without a name."""
-    return f"{name}/{number}/{len(trace.rounds()) - 1}/{step}" if name else ""
-
-
-def check_steps(workflow: Workflow, task: Task):
-    """ValueError for a workflow, made by hand, that `parse` would not have let pass."""
-    if not workflow.steps and task.previous is None:
-        raise ValueError("a workflow without steps keeps the previous answer, but there is none")
-    for i, step in enumerate(workflow.steps):
-        if not 0 <= step.worker < len(task.pool) or not {*step.access} <= {*range(i)}:
-            raise ValueError(f"step {i} has no worker of the pool, or sees what is no earlier step: {step}")
-
-
-def once_each(written, groups: list[list]):
-    """What a conductor yields, which the caller puts into groups[i][j]. ValueError for a completion that it
-    wrote twice, or unasked."""
-    for i, j, *rest in written:
-        if not 0 <= i < len(groups) or not 0 <= j < len(groups[i]) or groups[i][j]:
-            raise ValueError(f"the conductor wrote completion {j} of chat {i} twice, or unasked")
-        yield i, j, *rest
-
-
-def check_whole(groups: list[list]):
-    """ValueError where the conductor left completions out."""
-    missing = [(i, j) for i, group in enumerate(groups) for j, rollout in enumerate(group) if not rollout]
-    if missing:
-        raise ValueError(f"the conductor has not written (chat, completion) {missing[:9]}")
-
-
-def execute(workflow: Workflow, question: str, pool: list, previous=None, name="") -> "Trace":
-    """Run a workflow and wait for its trace: see `submit`. name: as in Task."""
-    return submit(workflow, Task(question, pool, previous, name=name)).result()
-
-
-def conduct(conductor, tasks: list[Task], rounds: int = 0, prompting: Prompting = Prompting(), tries: int = 3,
-            grade=None, edit=None, on_finish=None, hung_up=lambda: False) -> list[Rollout]:
-    """One rollout a task, and up to `rounds` more in view of the answer, until empty lists keep it (§3.2).
-
-    Text that does not parse is drawn again, `tries` times in all, under the next rollout numbers. A task that
-    then still has no workflow ends with the round before, and in the first round without a trace. Once
-    hung_up(), as nobody waits for the answer, no try and no round begins. The rest is as in roll_out."""
-    asked = tasks
-    if rounds > 0:  # Only the last round's answer is told as it comes.
-        asked = [replace(task, last_call={**task.last_call, "on_text": None}) for task in tasks]
-    rollouts = [None] * len(tasks)
-    left = range(len(tasks))  # the tasks without a workflow
-    for attempt in range(tries):
-        groups = roll_out(conductor, [asked[i] for i in left], 1, prompting, grade, edit, attempt, on_finish)
-        for i, [rollout] in zip(left, groups):
-            rollouts[i] = rollout
-        left = [i for i in left if not rollouts[i].trace and not hung_up()]
-
-    going = [i for i, r in enumerate(rollouts) if r.trace and r.trace.workflow.steps and not r.trace.error]
-    if rounds > 0 and going and not hung_up():
-        again = [replace(tasks[i], previous=rollouts[i].trace) for i in going]
-        later = conduct(conductor, again, rounds - 1, prompting, tries, grade, edit, on_finish, hung_up)
-        for i, rollout in zip(going, later):
-            trace = rollout.trace
-            if trace and (trace.workflow.steps or not trace.error):  # no call for it was lost
-                rollouts[i] = rollout
-    return rollouts
-
-
-def worker_conductor(worker, name: str = ""):
-    """A worker as the Conductor of `roll_out` (Table 11). A small limit of its tokens is doubled, as in the
-    paper, to at most 8,192. There are no ids, and a lost call is an error. name: as in Task."""
-    limits = {key: max(n, min(2 * n, 8192)) for key, n in worker.params.items() if key in LIMITS and n}
-
-    def conductor(chats, n, first):
-        def call(which):
-            i, j = which
-            try:
-                return i, j, worker.chat(chats[i], call_id=name and f"{name}/{first + j}", **limits).text
-            except WorkerError as e:
-                return i, j, e
-
-        calls = [*itertools.product(range(len(chats)), range(n))]
-        with ThreadPool(min(worker.concurrency, len(calls))) as threads:  # its own: `jobs` are the steps'
-            yield from threads.imap_unordered(call, calls)
-    return conductor
-
-
-# The calls of all workflows are made by up to 1,024 threads; how many a worker gets at a time is its
-# `concurrency`. They are daemons, unlike a ThreadPoolExecutor's: a program that ends does not wait for calls.
-# Jobs begin in the order in which they came, so a job may wait for earlier ones, and for no later one.
-jobs = queue.SimpleQueue()  # of (future, function, arguments)
-idle, unborn = threading.Semaphore(0), threading.Semaphore(1024)  # threads that wait; that may still start
-
-
-def in_thread(function, *arguments) -> Future:
-    """Run a function in one of the threads; the future gets what it returns or raises."""
-    future = Future()
-    jobs.put((future, function, arguments))
-    if not idle.acquire(blocking=False) and unborn.acquire(blocking=False):
-        threading.Thread(target=work, daemon=True).start()
-    return future
-
-
-def work():
-    while True:
-        future, function, arguments = jobs.get()
-        try:
-            future.set_result(function(*arguments))
-        except BaseException as e:
-            future.set_exception(e)
-        idle.release()
-
-
-class Running:
-    """The workflows of a `with`, which at its end, unless it has raised, waits for them and raises what one
-    has raised. `failed` is set as soon as one has, or the block itself."""
-    def __init__(self):
-        self.futures = []
-        self.failed = threading.Event()
-
-    def add(self, future: Future):
-        self.futures.append(future)
-        future.add_done_callback(lambda ended: ended.exception() and self.failed.set())
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, *_):
-        try:
-            if kind is None:
-                wait_for_all(self.futures)
-        finally:
-            self.failed.set()  # After a good end nothing is left to stop.
-
-
-def wait_for_all(futures: list):
-    """Wait, and raise the first exception as soon as there is one."""
-    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-    for future in done:
-        future.result()
-
-
-# Reading lists. One tokeniser passes over the text once and never gives a token up, and every repetition in a
-# name is bounded, so hostile text costs linear time. Only flat lists of strings and numbers are evaluated.
-
-NAME = r"""(?<![A-Za-z0-9_])(?P<name>model\\?_id|subtasks|access\\?_list)[\s*`"'”’]{0,20}
-    # JSON and Markdown quote it; some annotate it: model_id: list[int] = …
-    (?:[:：]\s{0,4}[A-Za-z][\w.]{0,20}\s{0,4}(?:\[[^=\n]{0,60}\])?\s{0,4}(?==))?
-    [:=：＝][\s*`]{0,20}(?=[\[［])"""
-UNNAMED = NAME.replace("?P<name>", "?:")
-# A string may hold a raw newline, but not one before a list's name: such a string was never closed.
-NEWLINE = r"\n(?![ *`\"'-]{0,8}" + UNNAMED + ")"
-TRIPLE = "|".join(rf"{q * 3}(?:[^{q}\\\0]+|\\.|{q}(?!{q * 2}))*" for q in "\"'")
-PLAIN = "|".join(rf"{q}(?:[^{q}\\\n\0]+|\\.|{NEWLINE})*" for q in "\"'")
-SMART = "|".join(rf"[{q}](?:[^{q}\\\n\0]+|\\.|{NEWLINE}|[{q}](?!\s{{0,8}}[],，］]))*" for q in ("“”", "‘’"))
-TOKEN = re.compile(rf"""(?P<atom>[][,［］，]|(?:\d+(?:\.\d*)?(?:[eE]\d+)?|True|False|None)(?!\w))
-    |(?P<next>(?={UNNAMED}))
-    |(?P<string>(?P<raw>[rR]?)(?:(?:{TRIPLE})(?P<end3>\"\"\"|\'\'\')?|(?:{PLAIN}|{SMART})(?P<end>["'“”‘’])?))
-    |(?P<comment>(?:\#|//)[^\n]*)
-    |(?P<other>-?\w+|\S)""", re.DOTALL | re.VERBOSE)
-LIST_BEGINS = re.compile(NAME, re.VERBOSE)
-MORE = re.compile(r"[ \t]*(?:\*[ \t]*\w|\+|\[|\.\w+\()")  # makes an expression of a list: [0]*6, [0].pop()
-# Some models go on to invent a further question, and its workflow is none for this one.
-NEXT_QUESTION = re.compile(r"^[\s>#*]{0,8}(?:\w{1,12} )?[Qq]uestion(?: \d{1,3})?[* ]{0,4}[:：]", re.MULTILINE)
-
-
-def lists_in(text: str):
-    """Yield the name of each list in the text, and its value or in words what is wrong with it, up to a next
-    question."""
-    position = 0
-    while begin := LIST_BEGINS.search(text, position):
-        if position and NEXT_QUESTION.search(text, position, begin.start()):
-            return
-        value, position = read_list(text, begin.end())
-        yield begin["name"].replace("\\", ""), value
-
-
-def read_list(text: str, start: int) -> tuple[list | str, int]:
-    """The list that opens at text[start], or what is wrong with it, and where the reading ended."""
-    pieces, depth = [], 0
-    for token in TOKEN.finditer(text, start):
-        kind, piece = token.lastgroup, token[0]
-        if kind == "atom":
-            piece = unicodedata.normalize("NFKC", piece)  # full-width punctuation and digits
-            depth += (piece == "[") - (piece == "]")
-            pieces.append(piece)
-        elif kind == "next":
-            return "the list is not closed", token.end()
-        elif kind == "string" and (token["end"] or token["end3"]):
-            pieces.append(repr(string_value(token)))
-        elif kind == "string":
-            return "a string is not closed", token.end()
-        if kind == "other" or depth > 2:
-            return f"{piece!r:.20} does not belong there", token.end()
-        if depth == 0:
-            break
-    else:
-        return "the list is not closed", len(text)
-    end = token.end()
-    if MORE.match(text, end):
-        return f"{text[end:end + 8].strip()!r} follows the list, which has to be written out", end
-    try:
-        return ast.literal_eval(" ".join(pieces)), end
-    except (ValueError, SyntaxError) as e:  # also of numbers of thousands of digits
-        return getattr(e, "msg", str(e)), end
-
-
-def last_rows(text: str, names: list[str], n_workers: int, max_steps: int, allow_empty: bool) -> list[tuple]:
-    """(worker, subtask, access list) of each step of the last valid workflow. WorkflowError without any."""
-    rows = None
-    error = "model_id: the list is missing"
-    window = []  # the last len(names) lists, as (name, value): together they may be a workflow
-    for name, value in lists_in(text):
-        if name not in names:
-            continue
-        window = [*window, (name, value)][-len(names):]
-        try:  # This raises until the window holds every list once.
-            rows = checked_rows(dict(window), names, n_workers, max_steps, allow_empty)
-        except WorkflowError as e:
-            error = str(e)
-            continue
-        # In the prompt's order access_list is the last list: clear the window, so that a following workflow
-        # that is cut off cannot use these lists too. In any other order the end is unknown: keep the window.
-        if [name for name, _ in window] == names:
-            window = []
-    if rows is None:
-        raise WorkflowError(error)
-    return rows
-
-
-def checked_rows(found: dict, names: list[str], n_workers: int, max_steps: int, allow_empty: bool):
-    """(worker, subtask, access list) of each step. found: by name, each list or in words why it is none.
-    WorkflowError if they are not all there, or make no workflow."""
-    for name in names:
-        value = found.get(name, "the list is missing")
-        if type(value) is str:
-            raise WorkflowError(f"{name}: {value}")
-    sizes = {name: len(found[name]) for name in names}
-    n = sizes["model_id"]
-    if {*sizes.values()} != {n}:
-        raise WorkflowError(f"the lists differ in length: {sizes}")
-    if n > max_steps or n == 0 and not allow_empty:
-        raise WorkflowError(f"model_id: {n} steps, where 1 to {max_steps} are allowed")
-    accesses = [["all"] if access == "all" else access for access in found["access_list"]]
-    rows = list(zip(found["model_id"], found.get("subtasks", [SOLVE_IT] * n), accesses))
-    for i, (worker, subtask, access) in enumerate(rows):
-        if type(worker) is not int or not 0 <= worker < n_workers:
-            raise WorkflowError(f"model_id: step {i} names {worker!r:.20}, not one of 0 to {n_workers - 1}")
-        if type(subtask) is not str:
-            raise WorkflowError(f"subtasks: step {i} is no text: {subtask!r:.20}")
-        if type(access) is not list:
-            raise WorkflowError(f"access_list: step {i} reads {access!r:.20}, no list")
-        for j in access:
-            if j != "all" and (type(j) is not int or not 0 <= j < i):
-                raise WorkflowError(f"access_list: step {i} reads {j!r:.20}, no earlier step")
-    return rows
-
-
-def as_lists(workflow: Workflow, subtasks: bool = True) -> str:
-    """The lists as a Conductor writes them, with ["all"] for all earlier steps. What was parsed is parsed
-    alike again."""
-    steps = workflow.steps
-    access = []
-    for i, step in enumerate(steps):
-        everything = step.wrote_all or (i > 0 and step.access == [*range(i)])
-        access.append('["all"]' if everything else str(step.access))
-    lines = [f"model_id = {[step.worker for step in steps]}"]
-    if subtasks:
-        lines.append(f"subtasks = [{', '.join(quoted(step.subtask) for step in steps)}]")
-    return "\n".join([*lines, f"access_list = [{', '.join(access)}]"])
-
-
-def quoted(text: str) -> str:
-    """A string literal that Python, JSON and `string_value` read alike."""
-    def escaped(m):
-        return "\\" + m[0] if m[0] in '"\\' else f"\\u{ord(m[0]):04x}"
-    return '"' + re.sub(r'["\\\x00-\x1f]', escaped, text) + '"'
-
-
-# In a string that a model wrote, \n, \t and \r are Python's newline, tab and return, or begin a command of
-# LaTeX. After \r a letter follows in LaTeX only. LaTeX's commands with n and t are these; what follows a
-# newline or tab in other text never completes one, but for the few in LIKE_WORDS ("\nless" may be a newline
-# and "less"). They count as LaTeX within $…$ and where a relation or a symbol can stand: at the beginning,
-# and after a word and a space.
-COMMAND = re.compile(r"""r[A-Za-z]+
-    |n(?:abla|at(?:ural|nums)|cong|e|earrow|eg(?:(?:med|thick|thin)space)?|eq|exists|[gl]eqq?|[gl]eqslant|gtr
-      |ew(?:command|environment|line|page)|i|icefrac|[lL]eft(?:right)?arrow|[rR]ightarrow|less|mid|oindent
-      |obreak(?:space)?|olimits|onumber|orm|ormalsize|ot|otag|otin|otni|parallel|prec(?:eq)?|sim|succ(?:eq)?
-      |short(?:mid|parallel)|su[bp]set(?:eqq?)?|triangle(?:left|right)(?:eq)?|u|ull|[vV][dD]ash|warrow)
-    |t(?:ag|anh?|au|binom|ext[a-z]*|frac|g|h|herefore|heta|hetasym|hick(?:approx|sim|space)|hinspace|ilde|imes
-      |iny|o|oggle|op|r|riangle[a-z]*|t|wohead(?:left|right)arrow)""", re.VERBOSE)
-LIKE_WORDS = {"ne", "nexists", "ni", "nless", "nmid", "nparallel", "nsim", "nsubset", "nu"}
-RELATION_FITS = re.compile(r"^$|[\w)}\]$] $|[&({_^=+|]$")
-HEX = r"u[0-9a-fA-F]{4}|U000[0-9a-fA-F]{5}|x(?=.?\d)[0-9a-fA-F]{2}"
-ESCAPE = re.compile(rf"\\((?P<hex>{HEX})|[A-Za-z]+|.)|\$", re.DOTALL)
-CONTROL = {"n": "\n", "t": "\t", "r": "\r"}
-
-
-def string_value(token) -> str | None:
-    """What a closed string token says, without its escapes, but with its LaTeX; None where it holds half of a
-    surrogate pair, which is no text."""
-    quotes = 3 if token["end3"] else 1
-    text = token["string"][len(token["raw"]) + quotes:-quotes]
-    commands = [m[1] for m in ESCAPE.finditer(text) if m[1] and m[1].isalpha()]
-    sure = [c for c in commands if c[0] not in CONTROL or COMMAND.fullmatch(c) and c not in LIKE_WORDS]
-    in_math = False
-
-    def unescaped(m):
-        nonlocal in_math
-        what = m[1]
-        if what is None:
-            in_math = not in_math
-        elif m["hex"]:
-            return chr(int(what[1:], 16))
-        elif what[0] in CONTROL:
-            latex = COMMAND.fullmatch(what)
-            if latex and what in LIKE_WORDS:
-                latex = in_math or RELATION_FITS.search(text[max(0, m.start() - 2):m.start()])
-            if not latex:
-                return CONTROL[what[0]] + what[1:]
-        elif what == "\n":
-            return ""
-        elif what in "\"'/" or what == "\\" and not sure:  # In LaTeX written as it is, \\ is a line break.
-            return what
-        return m[0]
-
-    value = text if token["raw"] else ESCAPE.sub(unescaped, text)
-    try:
-        return value.encode("utf-16", "surrogatepass").decode("utf-16")  # joins the pairs that JSON writes
-    except UnicodeDecodeError:
-        return None
-
-
-# Few-shot examples (Table 4): question, plan, steps. Those of tasks that no training set holds ("ood") are
-# the default: nearer ones are copied, not explored beyond.
-TAGS = "Reason inside <idea> tags and put the result inside <answer> tags."
-MEDICINE = (
-    "A heavy drinker is confused, with jerking eyes and low blood sugar. What must precede the glucose?",
-    "One clinical rule decides. Two models recall it without seeing each other, and a third settles it.",
-    (4, f"Name the syndrome that fits these findings and the deficiency behind it. {TAGS}", []),
-    (1, f"Explain what glucose alone could do to this patient, and what prevents it. {TAGS}", []),
-    (6, "Resolve any conflict between both responses and give the treatment inside <answer> tags.", "all"))
-COUNTDOWN = (
-    "Using each of 3, 7, 8 and 25 once, with + - * / and parentheses, write an expression that equals 76.",
-    "The search is small enough for one careful model.",
-    (2, f"Try products near 76 first, and verify the arithmetic before you answer. {TAGS}", []))
-LIMIT = (
-    "Find the limit of n(e - (1 + 1/n)^n) as n goes to infinity.",
-    "An expansion solves it, but signs go wrong easily, so another model should check it numerically.",
-    (0, f"Expand (1 + 1/n)^n in powers of 1/n up to the first order and derive the limit. {TAGS}", []),
-    (5, f"Test the limit at n = 1000, correct the derivation if they disagree, and give it. {TAGS}", "all"))
-LONG_COUNTDOWN = (
-    "Using each of 2, 4, 6, 11 and 75 at most once, with + - * /, write an expression that equals 437.",
-    "One model lays out routes and another follows them, a third searches alone, and a last one verifies.",
-    (3, "Do not solve it. List three products close to 437 and the difference that each leaves.", []),
-    (6, f"Follow the routes above until one works out with the numbers left. {TAGS}", "all"),
-    (0, f"Search for an expression in your own way, starting from the largest number. {TAGS}", []),
-    (4, "Recompute every expression and put one that uses no number twice inside <answer> tags.", "all"))
-COMPETITION = (  # like MATH
-    "How many positive divisors of 2^5 * 3^4 * 5 are multiples of 12?",
-    "Counting exponents settles it. One model counts, and another confirms the count in a second way.",
-    (2, f"Count the allowed exponents of each prime and multiply. {TAGS}", []),
-    (5, f"Count again after dividing by 12, settle any difference, and give the number. {TAGS}", "all"))
-CHOICE = (  # like MMLU
-    "Which gas makes up most of the atmosphere of Mars?\nA. nitrogen\nB. carbon dioxide\nC. argon\nD. oxygen",
-    "This is a single fact that one model recalls.",
-    (1, f"Recall the composition of the atmosphere and give the letter of the right option. {TAGS}", []))
-SHORT_ANSWER = (  # like RLPR
-    "A firm has fixed costs of 1200 and sells at 20 a unit what costs it 14. Where does it break even?",
-    "Profit and margin are easily mixed up: two models work alone and a third decides.",
-    (3, f"Write down revenue and cost as functions of the quantity and set them equal. {TAGS}", []),
-    (6, f"Find the contribution of a unit and divide the fixed costs by it. {TAGS}", []),
-    (0, "Compare both results, correct what is wrong, and give the quantity inside <answer> tags.", "all"))
-PROGRAM = (  # like LiveCodeBench
-    "Read n and a list of n integers. Print the length of the longest run of equal neighbours.",
-    "A plan with the edge cases first, then the program, then tests; a last model hands it in.",
-    (4, "Do not write code. Describe a pass in constant memory, and list the edge cases.", []),
-    (2, "Write the whole Python program by this plan, reading from standard input.", "all"),
-    (5, "Go through the program by hand for the edge cases, and say which line fails, if any.", "all"),
-    (6, "Give the corrected program as one block of Python, and nothing else.", "all"))
-EXAMPLES = {
-    "ood": (MEDICINE, COUNTDOWN, LIMIT, LONG_COUNTDOWN),
-    "in": (SHORT_ANSWER, CHOICE, COMPETITION, PROGRAM),
-    "mixed": (MEDICINE, COUNTDOWN, COMPETITION, PROGRAM),
-}
-
-
-def shown_examples(style: str, which: str, n_workers: int, max_steps: int, subtasks: bool) -> list[str]:
-    """The few-shot examples that keep to the limits of the prompt they stand in."""
-    if style not in ("full", "zero-shot", "fine-grained"):
-        raise ValueError(f"style {style!r}: there are full, zero-shot, fine-grained and short")
-    if which not in EXAMPLES:
-        raise ValueError(f"examples {which!r}: there are {', '.join(EXAMPLES)}")
-    shown = []
-    for question, plan, *rows in EXAMPLES[which]:
-        if len(rows) <= max_steps and style != "zero-shot":
-            steps = [Step(worker % n_workers, subtask, [], sees == "all") for worker, subtask, sees in rows]
-            shown.append(f"Example question: {question}\n\n{plan}\n{as_lists(Workflow(steps), subtasks)}")
-    return shown
-
-
-def full_chat(question: str, n_workers: int, max_steps: int, prompting: Prompting, letters: str):
-    style, subtasks = prompting.style, prompting.subtasks
-    role = ROLE if subtasks else ROLE_WITHOUT_SUBTASKS
-    parts = [role.format(max_steps=max_steps, indices=FINE_GRAINED if style == "fine-grained" else "")]
-    parts += shown_examples(style, prompting.examples, n_workers, max_steps, subtasks)
-    models = [f"Model {i} ({letters[i]})" if letters else f"Model {i}" for i in range(n_workers)]
-    parts.append(f"Question: {question}\n\nModels: {', '.join(models)}")
-    return [{"role": "user", "content": "\n\n".join(parts)}]
-
-
-def short_chat(question: str, n_workers: int, max_steps: int, prompting: Prompting, letters: str):
-    models = f"{n_workers} models"
-    if letters:
-        models = "Models " + " ".join(f"{letter} {i}" for i, letter in enumerate(letters))
-    return [{"role": "system", "content": f"{models}, {max_steps} steps."},
-            {"role": "user", "content": question}]
-
-
-# Only the style fine-grained offers lists of indices; `parse` always takes them.
-FINE_GRAINED = "a list such as [0, 2] to show it those steps, counted from 0, "
+show it all earlier steps, or [] to show it none."""
 AGAIN = """Your workflow ended in this response:
 
 {answer}
@@ -795,61 +145,488 @@ AGAIN = """Your workflow ended in this response:
 If it should go to the user as it is, write all lists empty. If not, write a new workflow of up to {max_steps}
 steps; "all" then shows a step this response too."""
 SHORT_AGAIN = "Response: {answer}\nWrite a workflow, or empty lists to keep it."
-SOLVE_IT = "Solve the question."  # every worker's subtask where the Conductor is asked for none
-ROLE_WITHOUT_SUBTASKS = """You conduct a team of language models. You never answer the question yourself: you
-write a workflow by which they answer it.
-
-A workflow has one to {max_steps} steps. Every step has two parts:
-- a model: the number of the model that does it,
-- an access list: which earlier steps that model is shown.
-Each model gets the question, then the responses of the steps it is shown, as past turns of a chat, and is
-told to solve the question, and nothing else. The models differ in what they are good at, and a model may be
-used more than once. The response to the last step goes to the user as it is.
-
-First say in a sentence or two what the question needs and how you divide the work. Then write two Python
-lists of equal length: model_id, the models' numbers; access_list, for each step ["all"] to show it all
-earlier steps, {indices}or [] to show it none."""
-
-# Views
-
-def shape(workflow: Workflow) -> str:
-    """One shot; chain: every step sees the one before; fan-out: the last step sees all others, which see
-    nothing; or mixed. "no steps" keeps the answer of the round before."""
-    seen = [step.access for step in workflow.steps]
-    n = len(seen)
-    if n < 2:
-        return "one shot" if n else "no steps"
-    if all(i - 1 in seen[i] for i in range(1, n)):
-        return "chain"
-    if seen[-1] == [*range(n - 1)] and not any(seen[:-1]):
-        return "fan-out"
-    return "mixed"
 
 
-def view(trace: Trace) -> str:
-    """All rounds for a terminal: who was told what, saw which steps, and answered what."""
-    out = [f"Question: {trace.question}"]
-    for number, turn in enumerate(trace.rounds()):
+def messages(question: str, workers: int | list[int], max_steps: int = 5, previous: Rollout | None = None,
+             prompt: str = "ood") -> list[dict]:
+    """The chat that asks the Conductor for a workflow, or, after the round `previous`, for one more (§3.2).
+
+    workers: how many there are, or the numbers of those that may be named. prompt: see Prompting."""
+    numbers = [*range(workers)] if isinstance(workers, int) else workers
+    if prompt == "short":  # The format comes from the warm start.
+        models = f"{workers} models" if isinstance(workers, int) else f"Models {' '.join(map(str, numbers))}"
+        chat = [{"role": "system", "content": f"{models}, {max_steps} steps."},
+                {"role": "user", "content": question}]
+    else:
+        models = ", ".join(f"Model {number}" for number in numbers)
+        parts = [ROLE.format(max_steps=max_steps), *few_shot_examples(prompt, numbers, max_steps),
+                 f"Question: {question}\n\nModels: {models}"]
+        chat = [{"role": "user", "content": "\n\n".join(parts)}]
+    again = SHORT_AGAIN if prompt == "short" else AGAIN
+    for rollout in previous.rounds() if previous else []:
+        chat += [{"role": "assistant", "content": rollout.written or as_lists(rollout.workflow)},
+                 {"role": "user", "content": again.format(answer=rollout.answer, max_steps=max_steps)}]
+    return chat
+
+
+def few_shot_examples(prompt: str, numbers: list[int], max_steps: int) -> list[str]:
+    """The examples that keep to the prompt's limits, with workers that may be named. Those of tasks that no
+    training set holds ("ood") are the default: nearer ones are copied, not explored beyond (Table 4)."""
+    with open(os.path.join(ASSETS, "examples.json"), encoding="utf-8") as file:
+        known = {"zero-shot": [], **json.load(file)}
+    if prompt not in known:
+        raise ValueError(f"prompt {prompt!r}: there are {', '.join(known)} and short")
+    shown = []
+    for example in known[prompt]:
+        steps = []
+        for worker, subtask, access in zip(example["model_id"], example["subtasks"], example["access_list"]):
+            steps.append(Step(numbers[worker % len(numbers)], subtask, [], access == ["all"]))
+        if len(steps) <= max_steps:
+            lists = as_lists(Workflow(steps))
+            shown.append(f"Example question: {example['question']}\n\n{example['plan']}\n{lists}")
+    return shown
+
+
+def ask(rollout: Rollout, prompting: Prompting) -> list[dict]:
+    """The chat that asks for a rollout's workflow."""
+    everyone = rollout.workers is None or len(rollout.workers) == len(rollout.pool)
+    workers = len(rollout.pool) if everyone else rollout.workers
+    return messages(rollout.question, workers, prompting.max_steps, rollout.previous, prompting.prompt)
+
+
+def as_lists(workflow: Workflow) -> str:
+    """The three lists as a Conductor writes them, with ["all"] for all earlier steps; `parse` reads them."""
+    access = []
+    for i, step in enumerate(workflow.steps):
+        everything = step.wrote_all or i > 0 and step.access == [*range(i)]
+        access.append('["all"]' if everything else str(step.access))
+    workers = [step.worker for step in workflow.steps]
+    subtasks = ", ".join(json.dumps(step.subtask, ensure_ascii=False) for step in workflow.steps)
+    return f"model_id = {workers}\nsubtasks = [{subtasks}]\naccess_list = [{', '.join(access)}]"
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Parse
+
+LISTS = ("model_id", "subtasks", "access_list")
+READ = 50_000  # characters of a text, from its end, that are read
+# A list's name and what may stand around it: Markdown's or JSON's quotes, an annotation such as list[int].
+NAME = r"""(?<![A-Za-z0-9_])
+    (?P<name>model(?:\\?_|[ -])ids?|sub-?tasks?|access(?:\\?_|[ -])lists?)[\s*`"']{0,20}
+    (?::\s{0,4}[A-Za-z][\w.]{0,20}\s{0,4}(?:\[[^=\n]{0,60}\])?\s{0,4}(?==))?
+    [:=][\s*`]{0,20}(?:(?:python|json)\s)?(?=\[)"""
+LIST = re.compile(NAME, re.VERBOSE | re.IGNORECASE)
+# In a list. A string may hold a newline, but not one before a list's name: such a string was never closed.
+NEWLINE = r"\n(?![ *`\"'-]{0,8}" + NAME.replace("?P<name>", "?:") + ")"
+TRIPLE = "|".join(rf"{q * 3}(?:[^{q}\\]+|\\.|{q}(?!{q * 2}))*" for q in "\"'")
+PLAIN = "|".join(rf"{q}(?:[^{q}\\\n]+|\\.|{NEWLINE})*" for q in "\"'")
+TOKEN = re.compile(rf"""(?P<atom>[][]|[0-9,()\s]+)|(?P<comment>\#[^\n]*)
+    |(?P<string>(?P<raw>r?)(?:(?P<body3>{TRIPLE})(?P<end3>\"\"\"|\'\'\')?|(?P<body>{PLAIN})(?P<end>["'])?))
+    |(?P<other>\w+|.)""", re.VERBOSE | re.IGNORECASE | re.DOTALL)
+# Some models go on to invent another question, whose workflow is none for this one.
+ANOTHER = re.compile(r"^[\s>#*]{0,8}(?P<example>example )?(?:\w{1,12} )?question(?: \d{1,3})?[* ]{0,4}:",
+                     re.MULTILINE | re.IGNORECASE)
+
+
+def parse(text: str, workers: int | list[int], max_steps: int = 5, allow_empty: bool = False) -> Workflow:
+    """The last valid workflow in a Conductor's completion: three neighbouring lists, in any order.
+
+    workers: how many there are, or the numbers of those that may be named. allow_empty: three empty lists are
+    a workflow without steps, which keeps the answer (§3.2)."""
+    numbers = [*range(workers)] if isinstance(workers, int) else workers
+    steps = None
+    error = WorkflowError("model_id: the list is missing")
+    window = []  # the last three lists
+    for name, value in lists_in(text[-READ:]):
+        window = [*window, (name, value)][-3:]
+        try:  # This raises until the window holds every list once.
+            steps = steps_of(dict(window), numbers, max_steps, allow_empty)
+        except WorkflowError as e:
+            error = e
+            continue
+        # A later attempt that is cut off must not use the lists of this one. Only the prompt's order says
+        # where this one ends.
+        if tuple(dict(window)) == LISTS:
+            window = []
+    if steps is None:
+        raise error
+    return Workflow(steps)
+
+
+def lists_in(text: str) -> list[tuple]:
+    """(name, value) of each list that answers this question; the value is a str where the list is broken, and
+    says how. Lists before a "Question:" that repeats this one are few-shot examples."""
+    found, is_example, position = [], False, 0
+    while begin := LIST.search(text, position):
+        for another in ANOTHER.finditer(text, position, begin.start()):
+            if found and not is_example:
+                return found
+            found, is_example = [], bool(another["example"])
+        value, position = read_list(text, begin.end())
+        initial = begin["name"][0].lower()
+        found.append((next(name for name in LISTS if name[0] == initial), value))
+    return found
+
+
+def read_list(text: str, start: int) -> tuple[list | str, int]:
+    """The list that opens at text[start], or what is wrong with it, and where the reading ended. Only digits,
+    commas, brackets and strings are evaluated."""
+    pieces, depth = [], 0
+    for token in TOKEN.finditer(text, start):
+        kind, piece = token.lastgroup, token[0]
+        if kind == "other":
+            return f"{piece!r:.20} does not belong there", token.end()
+        if kind == "string":
+            if not (token["end"] or token["end3"]):
+                return "a string is not closed", token.end()
+            pieces.append(repr(string_value(token)))
+        if kind == "atom":
+            pieces.append(piece)
+            depth += (piece == "[") - (piece == "]")
+        if depth == 0 or depth > 3:
+            break
+    if depth:
+        return "the list is not closed", token.end()
+    try:
+        return ast.literal_eval("".join(pieces)), token.end()
+    except (ValueError, SyntaxError) as e:  # also for a number of thousands of digits
+        return getattr(e, "msg", str(e)), token.end()
+
+
+# \n, \t and \r in a model's string are a newline, a tab and a return, or begin one of these commands of
+# LaTeX.
+ESCAPE = re.compile(r"""\\(?:(?P<latex>[^\\"'/nrtu\n]|u(?![0-9a-fA-F]{4})|r(?=[A-Za-z])
+    |(?<![.:;!?]\\)n(?=(?:abla|e[gq]?|u|ot(?:in)?|mid|[gl]eq|exists|earrow|warrow|parallel|subseteq)
+        (?![A-Za-z]|\.[a-z]))
+    |t(?=(?:imes|heta|ext[a-z]*|[fb]rac|frac|anh?|au|op?|ilde|riangle[a-z]*|herefore|binom|ag|iny)
+        (?![A-Za-z])))
+    |u(?P<code>[0-9a-fA-F]{4})|(?P<plain>.))""", re.DOTALL | re.VERBOSE)
+CONTROL = {"n": "\n", "t": "\t", "r": "\r", "\n": ""}
+
+
+def string_value(token) -> str:
+    """What a string literal of Python or JSON says, also where LaTeX stands in it as it is."""
+    body = (token["body3"] or token["body"])[3 if token["body3"] else 1:]
+    # Where one backslash is LaTeX's, all are: \\ ends a line there.
+    is_latex = any(escape["latex"] for escape in ESCAPE.finditer(body))
+
+    def meaning(escape):
+        if escape["latex"] or is_latex and escape["plain"] == "\\":
+            return escape[0]
+        if escape["code"]:
+            return chr(int(escape["code"], 16))
+        return CONTROL.get(escape["plain"], escape["plain"])
+
+    value = body if token["raw"] else ESCAPE.sub(meaning, body)
+    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # JSON writes 😀 as two halves.
+
+
+def steps_of(lists: dict, numbers: list[int], max_steps: int, allow_empty: bool) -> list[Step]:
+    """The steps that three lists describe. A value that is a str says what is wrong with its list."""
+    for name in LISTS:
+        value = lists.get(name, "the list is missing")
+        if isinstance(value, str):
+            raise WorkflowError(f"{name}: {value}")
+    sizes = {name: len(lists[name]) for name in LISTS}
+    n = sizes["model_id"]
+    if {*sizes.values()} != {n}:
+        raise WorkflowError(f"the lists differ in length: {sizes}")
+    if n > max_steps or n == 0 and not allow_empty:
+        raise WorkflowError(f"model_id: {n} steps, where 1 to {max_steps} are allowed")
+    steps = []
+    for i, (worker, subtask, access) in enumerate(zip(*(lists[name] for name in LISTS))):
+        seen = ["all"] if access == "all" else access
+        if type(worker) is not int or worker not in numbers:
+            raise WorkflowError(f"model_id: step {i} names {worker!r:.20}; there are {numbers}")
+        if type(subtask) is not str:
+            raise WorkflowError(f"subtasks: step {i} is no text: {subtask!r:.20}")
+        if type(seen) is not list or not all(j == "all" or type(j) is int and j < i for j in seen):
+            raise WorkflowError(f"access_list: step {i} reads {access!r:.40}, no list of earlier steps")
+        wrote_all = "all" in seen
+        steps.append(Step(worker, subtask, [*range(i)] if wrote_all else sorted({*seen}), wrote_all))
+    return steps
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Run
+
+def worker_chat(question: str, turns: list[tuple[str, str]], subtask: str) -> list[dict]:
+    """What a worker sees: the question, past turns of (subtask, response), its own subtask."""
+    chat = []
+    for past_subtask, response in turns:
+        chat += [{"role": "user", "content": TASK + past_subtask}, {"role": "assistant", "content": response}]
+    chat.append({"role": "user", "content": TASK + subtask})
+    chat[0]["content"] = f"{QUESTION}{question}\n\n{chat[0]['content']}"
+    return chat
+
+
+def call_worker(rollout: Rollout, i: int) -> Reply:
+    """Make the call of step i, whose inputs are there. A WorkerError loses the rollout."""
+    step = rollout.workflow.steps[i]
+    turns = [(rollout.workflow.steps[j].subtask, rollout.replies[j].text) for j in step.access]
+    if step.wrote_all and rollout.previous:  # It also sees the last answer (§3.2).
+        last = [r for r in rollout.previous.rounds() if r.replies][-1]
+        turns.insert(0, (last.workflow.steps[-1].subtask, last.answer))
+    chat = worker_chat(rollout.question, turns, step.subtask)
+    return rollout.pool[step.worker].chat(chat, call_id=call_id(rollout, i))
+
+
+def call_id(rollout: Rollout, step: int | str) -> str:
+    """By which Replay knows a call of a rollout; "" where it has no name."""
+    return rollout.name and f"{rollout.name}/{rollout.number}/{len(rollout.rounds()) - 1}/{step}"
+
+
+@functools.cache
+def threads() -> ThreadPool:
+    """The threads that call workers and graders. They are daemons: the end of a program does not wait for
+    them. How many calls a worker gets at a time is its `concurrency`."""
+    return ThreadPool(1024)
+
+
+def roll_out(rollouts: list[Rollout], write=None, prompting: Prompting = Prompting(), failure=None, edit=None,
+             call=call_worker, on_end=None, timeout: float = float("inf")) -> list[Rollout]:
+    """Write, parse, run and judge rollouts in place, each as soon as it can be, and return them.
+
+    write: see the writers below; a rollout that has a workflow already is only run. failure(problem, answer)
+    says what is wrong with an answer, "" if nothing. edit(workflow) -> workflow, for ablations. call(rollout,
+    i) makes step i's call, in a thread. timeout: seconds from its writing after which a rollout is lost; what
+    comes later is ignored. Once anything but a WorkerError is raised no further step starts."""
+    news = queue.SimpleQueue()  # (rollout, step or None for its judgement, result or exception), from threads
+    running = {}  # by id, oldest first: [rollout, when it began, its steps that have started, jobs at work]
+
+    def in_thread(rollout, i, function, *arguments):
+        def job():
+            try:
+                news.put((rollout, i, function(*arguments)))
+            except Exception as e:
+                news.put((rollout, i, e))
+        threads().apply_async(job)
+
+    def begin(rollout):
+        running[id(rollout)] = [rollout, time.monotonic(), set(), 0]
+        if rollout.workflow is None and not rollout.error:
+            read(rollout, prompting)
+        if rollout.workflow is None:
+            return end(rollout)
+        if edit:
+            rollout.workflow = edit(rollout.workflow)
+        check_steps(rollout)
+        rollout.names = [rollout.pool[step.worker].name for step in rollout.workflow.steps]
+        rollout.replies = [None] * len(rollout.names)
+        go_on(rollout)
+
+    def go_on(rollout):
+        """Start each step whose inputs are there; once no step is at work, judge."""
+        state = running[id(rollout)]
+        for i, step in enumerate(rollout.workflow.steps):
+            if i not in state[2] and not rollout.error and all(rollout.replies[j] for j in step.access):
+                state[2].add(i)
+                state[3] += 1
+                in_thread(rollout, i, call, rollout, i)
+        if state[3] == 0 and failure and not rollout.error:
+            in_thread(rollout, None, failure, rollout.problem, rollout.answer)
+        elif state[3] == 0:
+            end(rollout)
+
+    def hear(rollout, i, result):
+        if isinstance(result, Exception) and not isinstance(result, WorkerError):
+            raise result
+        if id(rollout) not in running:
+            return  # It was lost by its timeout.
+        if i is None:
+            rollout.failure = result
+            rollout.right = not result
+            return end(rollout)
+        running[id(rollout)][3] -= 1
+        if isinstance(result, WorkerError):
+            rollout.error = rollout.error or f"step {i}: {result}"
+        else:
+            rollout.replies[i] = result
+        go_on(rollout)
+
+    def end(rollout):
+        _, begun, _, _ = running.pop(id(rollout))
+        rollout.seconds = time.monotonic() - begun
+        if rollout.invalid and failure:
+            rollout.right = False
+        if on_end:
+            on_end(rollout)
+
+    given = [rollout for rollout in rollouts if rollout.workflow]
+    unwritten = [rollout for rollout in rollouts if not rollout.workflow]
+    for rollout in itertools.chain(given, write(unwritten) if unwritten else []):
+        begin(rollout)
+        while not news.empty():
+            hear(*news.get())
+    while running:
+        oldest, begun, _, _ = next(iter(running.values()))
+        try:
+            hear(*news.get(timeout=min(max(0.0, begun + timeout - time.monotonic()), 3600.0)))
+        except queue.Empty:
+            if time.monotonic() >= begun + timeout:
+                oldest.error = f"it took longer than {timeout:g} s"
+                end(oldest)
+    return rollouts
+
+
+def read(rollout: Rollout, prompting: Prompting):
+    """Parse what was written into .workflow, or say in .invalid why it is none."""
+    workers = len(rollout.pool) if rollout.workers is None else rollout.workers
+    is_further = rollout.previous is not None
+    try:
+        rollout.workflow = parse(rollout.written, workers, prompting.max_steps, allow_empty=is_further)
+    except WorkflowError as e:
+        rollout.invalid = str(e)
+
+
+def check_steps(rollout: Rollout):
+    """ValueError for a workflow made by hand that `parse` would not have let pass."""
+    if not rollout.workflow.steps and rollout.previous is None:
+        raise ValueError("a workflow without steps keeps the previous answer, but there is none")
+    for i, step in enumerate(rollout.workflow.steps):
+        if not 0 <= step.worker < len(rollout.pool) or not {*step.access} <= {*range(i)}:
+            raise ValueError(f"step {i} has no worker of the pool, or sees what is no earlier step: {step}")
+
+
+def execute(workflow: Workflow, question: str, pool: list, previous: Rollout | None = None) -> Rollout:
+    """Run a workflow that is there."""
+    return roll_out([Rollout(question, pool, previous=previous, workflow=workflow)])[0]
+
+
+def conduct(write, rollouts: list[Rollout], rounds: int = 0, prompting: Prompting = Prompting(),
+            tries: int = 3, **settings) -> list[Rollout]:
+    """Answer questions, in use and evaluation, and return the last round of each.
+
+    What is no workflow is written again, `tries` times in all, under the next numbers. Then come up to
+    `rounds` rounds more in view of the answer, until empty lists keep it (§3.2). A round in which no workflow
+    is written leaves the round before. settings: as of roll_out."""
+    last = [*rollouts]
+    for attempt in range(tries):
+        if attempt:
+            last = [again(r, number=r.number + 1) if r.invalid else r for r in last]
+        roll_out([r for r in last if not r.workflow and not r.error], write, prompting, **settings)
+    going = [i for i, r in enumerate(last) if r.workflow and r.workflow.steps and not r.error]
+    if rounds and going:
+        asked = [again(rollouts[i], previous=last[i]) for i in going]
+        for i, rollout in zip(going, conduct(write, asked, rounds - 1, prompting, tries, **settings)):
+            if rollout.workflow:
+                last[i] = rollout
+    return last
+
+
+def again(rollout: Rollout, **changes) -> Rollout:
+    """A rollout that asks what this one asked, and has not been written."""
+    asked = ("question", "pool", "workers", "problem", "name", "number", "previous")
+    return Rollout(**{name: getattr(rollout, name) for name in asked} | changes)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Writers. write(rollouts) is a generator: it fills in what was written, or .error, and yields each rollout as
+# soon as that is there.
+
+def model_writer(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature=1.0, seed=0):
+    """A model as the Conductor. A draw depends on the seed, the prompt and the rollout's number alone. A
+    prompt that is too long loses its rollout."""
+    room = model.config.max_position_embeddings - prompting.max_new_tokens
+
+    def write(rollouts):
+        groups = {}  # of rollouts with the same prompt, which is computed once
+        for rollout in rollouts:
+            chat = ask(rollout, prompting)
+            group = groups.setdefault((rollout.name, str(chat)), [])
+            rollout.prompt = group[0].prompt if group else tokenizer.chat(chat)
+            if len(rollout.prompt) <= room:
+                group.append(rollout)
+                continue
+            rollout.error = f"the prompt has {len(rollout.prompt)} tokens, and the Conductor can read {room}"
+            yield rollout
+        for n in {len(group) for group in groups.values() if group}:
+            batch = [group for group in groups.values() if len(group) == n]
+            numbers = [[rollout.number for rollout in group] for group in batch]
+            each = generate_each(model, [group[0].prompt for group in batch], n, prompting.max_new_tokens,
+                                 temperature, tokenizer.end_ids, seed, len(tokenizer), numbers)
+            for i, j, completion in each:
+                rollout = batch[i][j]
+                rollout.written = tokenizer.decode(completion.tokens)
+                rollout.tokens, rollout.logprobs = completion.tokens, completion.logprobs
+                rollout.finished = completion.finished
+                yield rollout
+    return write
+
+
+def worker_writer(worker, prompting: Prompting):
+    """A worker as the Conductor (Table 11). A small limit of its tokens is doubled, as in the paper, to at
+    most 8,192. A lost call is the rollout's error."""
+    limits = {name: max(n, min(2 * n, 8192)) for name, n in worker.params.items()
+              if name in ("max_tokens", "max_completion_tokens")}
+
+    def write_one(rollout):
+        try:
+            chat = ask(rollout, prompting)
+            rollout.written = worker.chat(chat, call_id=call_id(rollout, "conductor"), **limits).text
+        except WorkerError as e:
+            rollout.error = str(e)
+        return rollout
+
+    def write(rollouts):
+        yield from threads().imap_unordered(write_one, rollouts)
+    return write
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Rollouts in files and for the eye
+
+def strip(rollout: Rollout) -> Rollout:
+    """A copy of all rounds without pool and problem, for other ranks and for files."""
+    return replace(rollout, pool=[], problem=None, previous=rollout.previous and strip(rollout.previous))
+
+
+def rollout_to_json(rollout: Rollout, with_tokens: bool = False) -> dict:
+    """A dict for json.dumps, of which `rollout_from_json` makes an equal rollout, but for pool and problem
+    and, unless with_tokens, what the model read and drew. Totals are added for readers of the file."""
+    values = asdict(strip(rollout))
+    values |= {name: getattr(rollout, name) for name in ("answer", "calls", "tokens_used", "cost")}
+    one = values
+    while one and not with_tokens:
+        one |= {"prompt": [], "tokens": [], "logprobs": []}
+        one = one["previous"]
+    return values
+
+
+def rollout_from_json(values: dict) -> Rollout:
+    """The rollout of which rollout_to_json made these values."""
+    rollout = Rollout(**{f.name: values[f.name] for f in fields(Rollout) if f.name in values})
+    rollout.replies = [reply and Reply(**reply) for reply in rollout.replies]
+    if rollout.workflow:
+        rollout.workflow = Workflow([Step(**step) for step in rollout.workflow["steps"]])
+    if rollout.previous:
+        rollout.previous = rollout_from_json(rollout.previous)
+    return rollout
+
+
+def view(rollout: Rollout) -> str:
+    """All rounds for a terminal: which worker was told what, saw which steps, and answered what."""
+    out = [f"Question: {rollout.question}"]
+    for number, one in enumerate(rollout.rounds()):
         if number:
             out.append(f"\nRound {number}")
-        for i, (step, name, reply) in enumerate(zip(turn.workflow.steps, turn.workers, turn.replies)):
+        steps = one.workflow.steps if one.workflow else []
+        for i, (step, name, reply) in enumerate(zip(steps, one.names, one.replies)):
             sees = f"steps {step.access}" if step.access else "the question"
-            if step.wrote_all:
-                sees = "all before"
+            sees = "all before" if step.wrote_all else sees
             out.append(f"\nStep {i}: {name} (model {step.worker}), sees {sees}: {step.subtask}")
-            text = "(none)"
-            if reply:
-                text = reply.text if reply.text.strip() else f"(empty; it ended by {reply.finish!r})"
+            text = reply.text or f"(empty; it ended by {reply.finish!r})" if reply else "(none)"
             out.append(textwrap.indent(text, "    "))
-        if turn.error:
-            out.append(f"\nFailed: {turn.error}")
-        elif not turn.replies:
+        if one.error or one.workflow is None:
+            out.append(f"\nFailed: {one.error or one.invalid}\n{one.written if one.invalid else ''}")
+        elif not steps:
             out.append("\nThe answer is kept.")
-    calls = "1 call" if trace.calls == 1 else f"{trace.calls} calls"
-    cost = "unknown cost" if trace.cost is None else f"${trace.cost:.4f}"
-    seconds = sum(turn.seconds for turn in trace.rounds())
-    tokens = trace.tokens or ("unknown" if trace.calls else 0)
-    out.append(f"\nAnswer: {trace.answer}\n{calls}, {tokens} tokens, {cost}, {seconds:.1f} s")
+    calls = "1 call" if rollout.calls == 1 else f"{rollout.calls} calls"
+    cost = "unknown cost" if rollout.cost is None else f"${rollout.cost:.4f}"
+    seconds = sum(one.seconds for one in rollout.rounds())
+    out.append(f"\nAnswer: {rollout.answer}\n{calls}, {rollout.tokens_used} tokens, {cost}, {seconds:.1f} s")
+    if rollout.reward is not None:
+        out.append(f"Reward: {rollout.reward:g}")
     return printable("\n".join(out))
 
 
@@ -859,282 +636,199 @@ def printable(text: str) -> str:
     return re.sub(commands, "\ufffd", text.replace("\r\n", "\n"))
 
 
-def trace_to_json(trace: Trace) -> dict:
-    """A dict for json.dumps; `trace_from` makes an equal trace of it."""
-    return {**asdict(trace), "answer": trace.answer, "calls": trace.calls, "tokens": trace.tokens,
-            "cost": trace.cost}
-
-
-def trace_from(d: dict) -> Trace:
-    """The trace of which trace_to_json made d."""
-    workflow = Workflow([Step(**step) for step in d["workflow"]["steps"]], d["workflow"]["written"])
-    replies = [reply and Reply(**reply) for reply in d["replies"]]
-    previous = d["previous"] and trace_from(d["previous"])
-    own = {key: d.get(key) for key in ("question", "workers", "seconds", "error", "right", "bad_request")}
-    return Trace(**own, workflow=workflow, replies=replies, previous=previous)
-
-
 def show(file: str, number: int | None = None) -> str:
-    """The traces in a run's or an evaluation's JSON lines, a line each, or all of one."""
+    """The rollouts in a run's or an evaluation's JSON lines, a line each, or all of one."""
     with open(file, encoding="utf-8") as f:
         lines = f.readlines()
     out = []
     for i in range(len(lines)) if number is None else [number]:
-        if i >= len(lines):
-            raise ValueError(f"{file} has no line {i}, counted from 0")
         try:
-            row = json.loads(lines[i])
-            found = row if "workflow" in row else row.get("trace")
-            trace = found and trace_from(found)
-            if number is not None:
-                told = view(trace) if trace else printable(f"no workflow:\n{row['text']}")
-                return told + (f"\nReward: {row['reward']:g}" if row.get("reward") is not None else "")
-            worth = f"reward {row['reward']:g}" if row.get("reward") is not None else ""
-            state = shape(trace.workflow) if trace else "no workflow"
-            said = " ".join((trace.question if trace else row["text"]).split())
-            names = f"  [{' > '.join(trace.workers)}]" if trace else ""
-            out.append(f"{i:>5}  {worth:<12}{state:<14}{said:.60}{names}")
-        except (ValueError, TypeError, KeyError, AttributeError) as e:
-            raise ValueError(f"{file}, line {i}, holds no trace: {e!r}") from None
+            rollout = rollout_from_json(json.loads(lines[i]))
+        except (ValueError, TypeError, LookupError, AttributeError) as e:
+            raise ValueError(f"{file}, line {i}, holds no rollout: {e!r}") from None
+        if number is not None:
+            return view(rollout)
+        worth = "" if rollout.reward is None else f"reward {rollout.reward:g}"
+        workers = " > ".join(rollout.names) if rollout.workflow else "no workflow"
+        out.append(f"{i:>5}  {worth:<12}{' '.join(rollout.question.split()):.60}  [{workers}]")
     return printable("\n".join(out))
 
 
+# ------------------------------------------------------------------------------------------------------------
+# Checkpoints: what conductor.json beside the model says
+
+def save_prompting(folder: str, prompting: Prompting, pool_spec: str, names: list[str]):
+    """Write conductor.json: how this Conductor is asked, the pool of its training, and that pool's names."""
+    values = asdict(prompting) | {"pool": pool_spec, "workers": names}
+    write_json(os.path.join(folder, "conductor.json"), values)
+
+
+def read_prompting(path: str) -> tuple[Prompting, str, list[str]]:
+    """(prompting, pool, its workers' names) of a checkpoint, in a folder or the Hugging Face hub. Without a
+    conductor.json the full prompt and ("", [])."""
+    file = os.path.join(fetch(path, "conductor.json"), "conductor.json")
+    known = read_json(file) if os.path.exists(file) else {}
+    if "style" in known:
+        raise ValueError(f"{file} is of an earlier format, with letters for workers: train it again")
+    values = {f.name: known.get(f.name, getattr(Prompting, f.name)) for f in fields(Prompting)}
+    if [*map(type, values.values())] != [str, int, int] or not 1 <= values["max_steps"] <= 100:
+        raise ValueError(f"{file}: expected a prompt's name, max_steps and max_new_tokens, not {values}")
+    return Prompting(**values), str(known.get("pool", "")), [str(name) for name in known.get("workers", [])]
+
+
+def load_conductor(path: str) -> tuple[Qwen, Tokenizer, Prompting]:
+    """The model and tokenizer of a checkpoint, and how it is asked. A CPU computes in fp32, the same
+    everywhere."""
+    prompting, _, _ = read_prompting(path)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = Qwen.from_pretrained(path, compute_dtype(device, "" if device == "cuda" else "fp32"), device)
+    return model, Tokenizer.from_pretrained(path), prompting
+
+
+# ------------------------------------------------------------------------------------------------------------
 # The server
 
-NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}}  # Some clients always send these.
-SILENCE = 15.0  # seconds after which a stream says that the workers are still busy
-
-
-def conductor_server(conductor, pool: list, prompting: Prompting, rounds: int, port: int) -> Server:
+def conductor_server(write, pool: list, workers: list[int] | None, prompting: Prompting, rounds: int,
+                     port: int, silence: float = 15.0):
     """An OpenAI-compatible server on 127.0.0.1, bound but not started, of the models conductor (one round)
-    and conductor-recursive (`rounds` more). conductor is called from many threads.
-
-    The question is the whole conversation. A stream brings the last step's text as it comes where that is the
-    answer for sure, else whole. usage is the workers' together, usage.cost in dollars (null where unknown). A
-    workflow that fails is a 502 that says not to try, and pay, again; a 400 where the client asked for what
-    the last worker cannot do. A client that hangs up stops it."""
+    and conductor-recursive (`rounds` more). The question is the whole conversation. usage and its cost, in
+    dollars, are the workers' together; `workflow` says who did what. After so many seconds of silence a
+    stream says that the workers are busy. A client that hangs up stops its workflow."""
     further = {"conductor": 0, "conductor-recursive": rounds}
+    numbers = itertools.count(step=10)  # A question that is asked again gets other draws.
+    writing = threading.Lock()
 
     class ConductorHandler(Handler):
         models = [*further]
-        log_message = BaseHTTPRequestHandler.log_message  # a line a request
+
+        def call(self, rollout, i):
+            if self.hung_up():
+                raise WorkerError("stopped, as nobody waits for the answer")
+            return call_worker(rollout, i)
+
+        def write(self, rollouts):
+            with writing:  # one client's at a time
+                yield from write(rollouts)
 
         def complete(self, body):
-            said = body["messages"]
-            question = said[0]["content"]
-            if len(said) > 1:
-                question = "\n\n".join(f"{message['role']}: {message['content']}" for message in said)
+            chat = body["messages"]
+            question = chat[0]["content"]
+            if len(chat) > 1:
+                question = "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in chat)
             question = question.encode(errors="replace").decode()  # JSON can spell half an emoji.
-            wishes = {key: body[key] for key in WISHES if body.get(key) not in (None, NEUTRAL.get(key))}
-            if "max_completion_tokens" in wishes:  # a younger name for the same
-                wishes["max_tokens"] = wishes.pop("max_completion_tokens")
-            told = queue.SimpleQueue()  # pieces of the answer, then the Rollout or the exception
-            stream = body.get("stream")
-
-            def before_step(i, name):
-                if self.hung_up():
-                    raise WorkerError("stopped, as nobody waits for the answer")
-
-            last_call = {"on_text": told.put, **wishes} if stream else wishes
-            task = Task(question, pool, last_call=last_call, before_step=before_step)
-
-            def run():
-                try:
-                    told.put(*conduct(conductor, [task], further[body["model"]], prompting,
-                                      hung_up=self.hung_up))
-                except Exception as bug:
-                    told.put(bug)
-
-            threading.Thread(target=run, daemon=True).start()
-            streamed = False
-            item = ""
-            while isinstance(item, str):
-                try:
-                    item = told.get(timeout=SILENCE if stream else None)
-                except queue.Empty:
-                    self.send_piece(": the workers are busy\n\n")  # a comment, which clients pass over
-                    continue
-                if isinstance(item, str):
-                    self.send_chunk({"content": item})
-                    streamed = True
-            if isinstance(item, Exception):
-                raise item
-            trace = item.trace
-            if trace is None:
-                return self.fail(502, f"the Conductor wrote no workflow: {item.invalid}", retry=False)
-            while trace.error and trace.previous and not streamed:  # The answer of the round before is paid.
-                trace = trace.previous
-            if trace.error:
-                is_clients = trace.bad_request and (wishes or not trace.workflow.steps)
-                return self.fail(400 if is_clients else 502, trace.error, retry=False)
-            n_in = sum(reply.prompt_tokens for reply in trace.all_replies)
-            usage = {"prompt_tokens": n_in, "completion_tokens": trace.tokens - n_in,
-                     "total_tokens": trace.tokens, "cost": trace.cost}
-            finish = "length" if trace.all_replies[-1].finish == "length" else "stop"
-            if not streamed:
-                return self.reply(trace.answer, finish, usage)
-            self.end_stream(finish, usage)
+            rollout = Rollout(question, pool, workers, number=next(numbers))
+            done = threads().apply_async(
+                conduct, (self.write, [rollout], further[body["model"]], prompting), {"call": self.call})
+            while not done.ready():
+                if body.get("stream"):
+                    self.send_comment("the workers are busy")
+                done.wait(silence)
+            [rollout] = done.get()
+            while rollout.error and rollout.previous:  # The answer of the round before is paid.
+                rollout = rollout.previous
+            if rollout.error or rollout.workflow is None:
+                why = rollout.error or f"the Conductor wrote no workflow: {rollout.invalid}"
+                return self.fail(502, why, retry=False)
+            n_in = sum(reply.prompt_tokens for reply in rollout.all_replies)
+            usage = {"prompt_tokens": n_in, "completion_tokens": rollout.tokens_used - n_in,
+                     "total_tokens": rollout.tokens_used, "cost": rollout.cost}
+            steps = [{"round": number, "worker": name, "subtask": step.subtask, "access": step.access}
+                     for number, one in enumerate(rollout.rounds())
+                     for step, name in zip(one.workflow.steps, one.names)]
+            finish = "length" if rollout.all_replies[-1].finish == "length" else "stop"
+            self.reply(rollout.answer, finish, usage, workflow=steps)
 
     return loopback_server(port, ConductorHandler)
 
 
-def from_one_thread(conductor):
-    """(ask_for, work_on): ask_for is a conductor of one chat for many threads; work_on does what it is asked,
-    for ever, in the thread that calls it. What is asked while a batch is being written becomes the next.
-
-    The main thread is to call work_on: torch aborts a program that ends while a daemon thread is in it."""
-    asked = queue.SimpleQueue()  # of (chat, future of what is written)
-
-    def ask_for(chats, n, first):
-        written = Future()
-        asked.put((chats[0], written))
-        yield 0, 0, *written.result()
-
-    def work_on():
-        for number in itertools.count():  # A chat that is asked again draws other numbers.
-            batch = [asked.get()]
-            while len(batch) < 64 and not asked.empty():
-                batch.append(asked.get())
-            chats, futures = zip(*batch)
-            waiting = dict(enumerate(futures))
-            bug = ValueError("the conductor left out this chat")
-            try:
-                for i, _, *written in conductor(chats, 1, number):
-                    waiting.pop(i).set_result(written)
-            except Exception as e:
-                warn(traceback.format_exc())
-                bug = e.with_traceback(None)  # which would keep the grid, gigabytes of a GPU's memory
-            for future in waiting.values():
-                future.set_exception(bug)
-    return ask_for, work_on
-
-
+# ------------------------------------------------------------------------------------------------------------
 # The command line
-
-def prompting_of(path: str) -> Prompting:
-    """How the Conductor in a folder, or a repository of the Hugging Face hub, is asked: train.py tells it in
-    conductor.json."""
-    file = os.path.join(fetch(path, "conductor.json"), "conductor.json")
-    known = read_json(file) if os.path.exists(file) else {}
-    prompting = Prompting(**{f.name: known[f.name] for f in fields(Prompting) if f.name in known})
-    for f in fields(Prompting):
-        if type(getattr(prompting, f.name)) is not type(getattr(Prompting(), f.name)):
-            raise ValueError(f"{file}: {f.name} is {getattr(prompting, f.name)!r}")
-    if not all(isinstance(name, str) for name in prompting.workers):
-        raise ValueError(f"{file}: workers are names, not {prompting.workers!r}")
-    if not 1 <= prompting.max_steps <= 100:  # Every step is paid.
-        raise ValueError(f"{file}: max_steps is {prompting.max_steps}, and may be 1 to 100")
-    return prompting
-
-
-def pool_of(checkpoint: str) -> str:
-    """The local pool with which the Conductor in a folder was trained. ValueError if it was another: whose
-    hosts read the questions and are paid is for the user to say, and not for whoever made the folder."""
-    known = prompting_of(checkpoint).pool if os.path.isdir(checkpoint) else ""
-    if known and known not in LOCAL:
-        raise ValueError(f"say which workers to ask: this Conductor learned with --pool={printable(known)}")
-    return known or "local"
-
-
-def warn_of_others(prompting: Prompting, pool: list):
-    """Say so where the workers are not those whose numbers, or letters, a Conductor has learned."""
-    names = [worker.name for worker in pool]
-    others = names != prompting.workers
-    if prompting.named:  # Letters stay the same in a subset.
-        others = not {*names} <= {*prompting.workers}
-    if others and prompting.workers:
-        known, here = ", ".join(prompting.workers), ", ".join(names)
-        print(printable(f"the Conductor learned with {known}, and takes {here} for these"), file=sys.stderr)
-
-
-def load_conductor(path: str) -> tuple[Qwen, Tokenizer, Prompting]:
-    """The model and tokenizer of such a folder or repository, and how it is asked."""
-    prompting = prompting_of(path)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = Qwen.from_pretrained(path, compute_dtype(device, prompting.dtype), device)
-    return model, Tokenizer.from_pretrained(path), prompting
-
-
-def subset(pool: list, only: str) -> list:
-    """The workers of a pool whose names stand in `only`, with commas between; all of them for ""."""
-    wanted = [name.strip() for name in only.split(",") if name.strip()]
-    known = [worker.name for worker in pool]
-    for name in wanted:
-        if name not in known:
-            raise ValueError(f"no worker {name!r}; the pool has {', '.join(known)}")
-    return [worker for worker in pool if worker.name in wanted or not wanted]
-
 
 @dataclass
 class Settings:
-    checkpoint: str = "out/laptop/checkpoint"  # the Conductor
-    pool: str = ""  # "": that of the Conductor's training, which must be given if it was not a local one
-    only: str = ""  # some of its workers, by name, with commas between: the others are not to be used
-    conductor: str = ""  # a worker of the pool in the Conductor's seat instead (Table 11), on no bill
-    budget: float = 0.0  # dollars that the workers may cost together; 0: no limit
-    rounds: int = 0  # recursion rounds after the first workflow
+    checkpoint: str = os.path.join(ASSETS, "laptop")  # the Conductor: a folder, or a name on the hub
+    pool: str = ""  # the workers: see workers.py; "": the local pool of the Conductor's training
+    only: str = ""  # some of the pool's workers, by name, with commas between
+    conductor: str = ""  # a worker of the pool that conducts, instead of a checkpoint
+    budget: float = 0.0  # dollars that all calls may cost together; 0: no limit
+    rounds: int = 0  # further rounds in view of the answer (§3.2)
     temperature: float = 0.2
-    port: int = 8400
+    port: int = 8400  # of serve
+
+
+def numbers_of(names: str, pool: list) -> list[int]:
+    """The numbers in the pool of workers named with commas between."""
+    known = [worker.name for worker in pool]
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    for name in wanted:
+        if name not in known:
+            raise ValueError(f"no worker {name!r}; the pool has {', '.join(known)}")
+    return sorted({known.index(name) for name in wanted})
+
+
+def choose_pool(checkpoint: str, pool: str) -> str:
+    """The pool to use with a Conductor. ValueError where it does not fit, or where the user has to name it:
+    whose hosts read the questions and are paid is not for a checkpoint to say."""
+    try:
+        _, spec, _ = read_prompting(checkpoint)
+    except OSError as e:
+        raise ValueError(f"{e}\ntrain.py trains a Conductor; with --conductor=WORKER an LLM of the pool "
+                         "conducts")
+    if spec in LOCAL and pool not in ("", *LOCAL):
+        raise ValueError(f"{checkpoint} knows the laptop's specialists only. Let an LLM of your pool "
+                         f"conduct, --conductor=WORKER, or train: train.py --preset=own --pool={pool}")
+    if not pool and spec not in ("", *LOCAL):
+        raise ValueError(f"say which workers to ask: this Conductor learned with --pool={printable(spec)}")
+    return pool or spec or "local"
+
+
+def answer_or_serve(settings: Settings, question: str):
+    """Answer the question, or serve if it is "serve"."""
+    spec = settings.pool or "local"
+    if not settings.conductor:
+        spec = choose_pool(settings.checkpoint, settings.pool)
+    pool = load_pool(spec, budget=settings.budget)
+    workers = numbers_of(settings.only, pool) or None
+    if settings.conductor:
+        [seat] = numbers_of(settings.conductor, pool)
+        prompting = Prompting()
+        write = worker_writer(pool[seat], prompting)
+    else:
+        model, tokenizer, prompting = load_conductor(settings.checkpoint)
+        write = model_writer(model, tokenizer, prompting, settings.temperature)
+    if question == "serve":
+        server = conductor_server(write, pool, workers, prompting, settings.rounds or 1, settings.port)
+        url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+        print(f"{url} has the models conductor and conductor-recursive; Ctrl-C ends it", flush=True)
+        server.serve_forever()
+
+    def call(rollout, i):
+        if sys.stderr.isatty():
+            print(f"step {i}: {rollout.names[i]} is asked …", file=sys.stderr)
+        return call_worker(rollout, i)
+
+    [rollout] = conduct(write, [Rollout(question, pool, workers)], settings.rounds, prompting, call=call)
+    print(view(rollout))
+    if settings.conductor:
+        print(f"with the Conductor's: {sum(w.calls for w in pool)} calls, ${sum(w.spent for w in pool):.4f}")
+    if rollout.error or rollout.workflow is None:
+        raise SystemExit("the workflow failed")
 
 
 def main(argv):
-    s = Settings()
-    words = configure(s, argv)
-    if not "".join(words).strip():
+    settings = Settings()
+    words = configure(settings, argv)
+    if not "".join(words).strip() or settings.rounds < 0 or words[0] == "serve" and words[1:]:
         raise SystemExit(__doc__)
-    near = difflib.get_close_matches(" ".join(words), ["serve", "show"], cutoff=0.7)
-    if near and words[0] not in near:
-        raise SystemExit(f"{words[0]!r} is no question; did you mean {near[0]}?")
     try:
         if words[0] == "show":
-            if len(words) not in (2, 3) or not words[-1].isdecimal() and len(words) == 3:
-                raise SystemExit("usage: python workflow.py show FILE [N], where N counts traces from 0")
             return print(show(words[1], *map(int, words[2:])))
-        if words[0] == "serve" and words[1:] or s.rounds < 0:
-            raise SystemExit("usage: python workflow.py serve, with --rounds=0 or more, and no other words")
-        everyone = load_pool(s.pool or ("local" if s.conductor else pool_of(s.checkpoint)), budget=s.budget)
-        pool = subset(everyone, s.only)
-        for lack in unset_in(pool):
-            print(f"not set in the environment: {lack}", file=sys.stderr)
-        if s.conductor:
-            seat = subset(everyone, s.conductor)
-            if len(seat) > 1:
-                raise ValueError(f"--conductor={s.conductor}: one worker, please")
-            conductor = worker_conductor(*seat)
-            prompting = Prompting()
-        else:
-            model, tokenizer, prompting = load_conductor(s.checkpoint)
-            warn_of_others(prompting, pool)
-            conductor = model_conductor(model, tokenizer, prompting, s.temperature)
-        if words == ["serve"]:
-            return serve_until_interrupted(conductor, pool, prompting, s)
         question = " ".join(words).encode(errors="replace").decode()  # The shell may pass what is no UTF-8.
-        task = Task(question, pool)
-        if sys.stderr.isatty():
-            task.before_step = lambda i, name: sys.stderr.write(f"step {i}: {name} is asked …\n")
-        [rollout] = conduct(conductor, [task], s.rounds, prompting)
-        if rollout.trace is None:
-            hint = "It knows the workers of its training by their numbers: is --pool theirs?"
-            raise SystemExit(f"the Conductor wrote no workflow, in the last of 3 tries: {rollout.invalid}\n"
-                             + (printable(rollout.written) if s.conductor else hint))
-        print(view(rollout.trace))
-        sys.exit(rollout.trace.error and "the workflow failed")
+        answer_or_serve(settings, question)
     except (OSError, ValueError, WorkerError) as e:
         raise SystemExit(str(e)) from None
     except KeyboardInterrupt:
         raise SystemExit("interrupted") from None
-
-
-def serve_until_interrupted(conductor, pool, prompting, s: Settings):
-    """Clients wait in threads of their own; the main thread writes their workflows, unless a worker does."""
-    wait_for_ever = threading.Event().wait
-    if not s.conductor:
-        conductor, wait_for_ever = from_one_thread(conductor)
-    server = conductor_server(conductor, pool, prompting, s.rounds or 1, s.port)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_address[1]}/v1"
-    print(f"{url} has the models conductor and conductor-recursive; Ctrl-C ends it", flush=True)
-    wait_for_ever()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Draw what train.py and eval.py have written (needs matplotlib: pip install matplotlib).
 
-    python assets/plot.py RUN         a training run, as RUN/curve.png: accuracy by kind beside the best worker
-                                      alone (Fig. 3), workers' shares of the steps (Fig. 7), steps (Fig. 8)
-    python assets/plot.py FILE.json   what eval.py wrote with --out, as FILE.png: cost and accuracy (Fig. 5),
-                                      lengths of workflows (Fig. 8), workers' shares by round (Fig. 10)
+python assets/plot.py RUN         a training run, as RUN/curve.png: accuracy by kind beside the best
+worker
+                                  alone (Fig. 3), workers' shares of the steps (Fig. 7), steps (Fig. 8)
+python assets/plot.py FILE.json   what eval.py wrote with --out, as FILE.png: cost and accuracy (Fig. 5),
+                                  lengths of workflows (Fig. 8), workers' shares by round (Fig. 10)
 """
+
 import json
 import os
 import sys
@@ -15,7 +17,7 @@ def smooth(values: list, span: int = 10) -> list:
     means = []
     for i in range(len(values)):
         first = max(0, i - span + 1)
-        window = [value for value in values[first:i + 1] if value is not None]
+        window = [value for value in values[first : i + 1] if value is not None]
         means.append(sum(window) / len(window) if window else None)
     return means
 
@@ -28,7 +30,9 @@ def best_single(run: str) -> tuple[str, float] | None:
     with open(file) as f:
         rows = json.load(f)
     others = ("Conductor", "random workflows")
-    alone = {name: row["all"] for name, row in rows.items() if "all" in row and name not in others}  # not all calls were lost
+    alone = {
+        name: row["all"] for name, row in rows.items() if "all" in row and name not in others
+    }  # not all calls were lost
     return max(alone.items(), key=lambda item: item[1]) if alone else None
 
 
@@ -37,13 +41,22 @@ def draw_run(plt, run: str) -> str:
         lines = [json.loads(line) for line in f]
     if not lines:
         raise ValueError(f"{run}/metrics.jsonl is empty: the run has not finished an iteration")
-    figure, (top, steps, workers) = plt.subplots(3, figsize=(8, 9), height_ratios=(2, 1, 1), layout="constrained", sharex=True)
+    figure, (top, steps, workers) = plt.subplots(
+        3, figsize=(8, 9), height_ratios=(2, 1, 1), layout="constrained", sharex=True
+    )
     iterations = [line["iteration"] for line in lines]
     for axes, key in ((top, "by_kind"), (steps, "steps_by_kind"), (workers, "workers")):
         missing = 0.0 if key == "workers" else None  # a worker who was not asked has no share
         for name in dict.fromkeys(name for line in lines for name in line[key]):
-            axes.plot(iterations, smooth([line[key].get(name, missing) for line in lines]), linewidth=1.2, label=name)
-    top.plot(iterations, smooth([line["accuracy"] for line in lines]), color="black", linewidth=2.4, label="all")
+            axes.plot(
+                iterations,
+                smooth([line[key].get(name, missing) for line in lines]),
+                linewidth=1.2,
+                label=name,
+            )
+    top.plot(
+        iterations, smooth([line["accuracy"] for line in lines]), color="black", linewidth=2.4, label="all"
+    )
     best = best_single(run)
     if best:
         top.axhline(best[1], color="grey", linestyle="--", label=f"{best[0]} alone, on held-out problems")
@@ -93,8 +106,10 @@ def draw_evaluation(plt, path: str) -> str:
         x = row["cents" if priced else "tokens"]
         scatter.errorbar(x, row["accuracy"], row["95 % ±"], fmt="o")
         scatter.annotate(name, (x, row["accuracy"]), xytext=(4, 4), textcoords="offset points", fontsize=8)
-    scatter.set(xlabel="cents a question" if priced else "workers' tokens a question",
-                ylabel="accuracy, %, with its 95 % interval")
+    scatter.set(
+        xlabel="cents a question" if priced else "workers' tokens a question",
+        ylabel="accuracy, %, with its 95 % interval",
+    )
     if lengths:
         bars(panels[1, 0], lengths, "share of the workflows")
         bars(panels[2, 0], by_round, "share of the steps")

@@ -1,31 +1,43 @@
-"""Everything that is timed: python tests/bench.py NAME [--key=value …], where NAME is a function below.
+"""Everything that is timed: python tests/bench.py [NAME …] [--key=value …], all of the functions below unless
+named.
 
-Each benchmark prints its numbers and ends with one line of JSON. What is compared takes turns in one run, as a machine is not equally fast
-all the time."""
+Each prints its numbers and ends with one line of JSON. What is compared takes turns in one run, as a machine
+is not equally fast all the time. On a GPU: python tests/bench.py sampler --model=7b --rows=64,128,256
+--prompt=512 --new=512"""
+
 import dataclasses
-import importlib.util
 import inspect
 import json
 import math
 import os
-import statistics
+import resource
 import sys
+import threading
 import time
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-import sample
 from model import Config, Qwen, compute_dtype
+from sample import generate
+
+SHAPES = {  # of random weights
+    "small": Config(4096, 256, 768, 6, 4, 2, tie_word_embeddings=True),
+    "0.5b": Config(151936, 896, 4864, 24, 14, 2, tie_word_embeddings=True),
+    "1.5b": Config(151936, 1536, 8960, 28, 12, 2, tie_word_embeddings=True),
+    "3b": Config(151936, 2048, 11008, 36, 16, 2, tie_word_embeddings=True),
+    "7b": Config(),
+}
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NAME = torch.cuda.get_device_name() if DEVICE.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
 
 
-def timed(job, device="cpu") -> float:
+def timed(job) -> float:
     """Seconds that job() takes."""
     began = time.perf_counter()
     job()
-    if torch.device(device).type == "cuda":
+    if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - began
 
@@ -36,92 +48,110 @@ def report(result: dict):
         if isinstance(value, float):
             result[key] = float(f"{value:.4g}")
         print(f"{key:<34}{result[key]!s:>24}")
-    print(json.dumps(result))
+    print(json.dumps(result), flush=True)
 
 
-# -------------------------------------------------------------------------------------------------------------
-# sample.py
-
-SHAPES = {  # --model: shapes of random weights
-    "small": Config(4096, 256, 768, 6, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True),
-    "0.5b": Config(151936, 896, 4864, 24, num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True),
-    "7b": Config(),
-}
-
-
-def random_model(name: str, dtype, device) -> Qwen:
+def random_model(shape: str, dtype) -> Qwen:
     with torch.device("meta"):
-        model = Qwen(SHAPES[name])
-    model.to(dtype).to_empty(device=device)
+        model = Qwen(SHAPES[shape])
+    model.to(dtype).to_empty(device=DEVICE)
     if model.config.tie_word_embeddings:  # to_empty gives each a weight of its own
         model.lm_head.weight = model.model.embed_tokens.weight
     with torch.no_grad():
-        for key, p in model.named_parameters():
-            p.fill_(1.0) if "norm" in key else p.normal_(std=0.02)
+        for name, p in model.named_parameters():
+            p.fill_(1.0) if "norm" in name else p.normal_(std=0.02)
     return model
 
 
 def transformers_model(model: Qwen):
     """The same weights, not copied, in transformers' implementation."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
+
     rope = {"rope_type": "default", "rope_theta": model.config.rope_theta}
     with torch.device("meta"):
         theirs = Qwen2ForCausalLM(Qwen2Config(**dataclasses.asdict(model.config), rope_parameters=rope))
     theirs.load_state_dict(model.state_dict(), assign=True)
-    with torch.device(model.device):  # its tables are no parameters
+    with torch.device(DEVICE):  # its tables are no parameters
         theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config)
     return theirs
 
 
-def copy_bandwidth(device) -> float:
+def copied_bytes_a_second() -> float:
     """Bytes read and written in a second by the fastest of ten copies of 4 GiB (on a CPU 256 MiB)."""
-    a = torch.ones(2 ** (32 if device.type == "cuda" else 28), dtype=torch.uint8, device=device)
+    a = torch.ones(2 ** (32 if DEVICE.type == "cuda" else 28), dtype=torch.uint8, device=DEVICE)
     b = torch.zeros_like(a)
-    return 2 * a.numel() / min(timed(lambda: b.copy_(a), device) for _ in range(10))
+    return 2 * a.numel() / min(timed(lambda: b.copy_(a)) for _ in range(10))
 
 
-def sampler(model="small", rows="64", questions="4", prompt="500", new="64", others="transformers,unshared", rounds="2", dtype=""):
-    """Tokens per second of `rows` rollouts over `questions` prompts of `prompt` random ids, each of `new` tokens.
+def multiplied_flops_a_second(dtype) -> float:
+    """Floating-point operations of the fastest of ten large matrix products."""
+    size = 8192 if DEVICE.type == "cuda" else 1024
+    a = torch.randn(size, size, device=DEVICE).to(dtype)
+    return 2 * size**3 / min(timed(lambda: a @ a) for _ in range(10))
 
-    Beside it stand transformers' generate and generate with a prompt for every rollout; all take turns, and the best of
-    `rounds` counts. The roofline: a decode step has to read the weights and the live keys and values once, here at
-    the rate at which this machine copies. --model=7b --rows=64,128,256 --new=512 --others= on a GPU, where capturing a
-    graph, once in 128 tokens, takes as long as many steps and counts too."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    qwen = random_model(model, compute_dtype(device, dtype), device)
-    config, copies = qwen.config, copy_bandwidth(device)
-    Q, P, new = int(questions), int(prompt), int(new)
-    size = qwen.lm_head.weight.element_size()
-    embedding = 0 if config.tie_word_embeddings else qwen.lm_head.weight.numel()  # of which a step reads some rows only
-    weights = size * (sum(p.numel() for p in qwen.parameters()) - embedding)
-    kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * size  # bytes a token
-    prompts = torch.randint(config.vocab_size, (Q, P), generator=torch.Generator().manual_seed(0)).tolist()
-    for count in map(int, rows.split(",")):
-        n = count // Q
-        jobs = {"ours": lambda: sample.generate(qwen, prompts, n, new), "prefill": lambda: sample.generate(qwen, prompts, n, 1)}
-        if "unshared" in others:
-            jobs["unshared"] = lambda: sample.generate(qwen, [p for p in prompts for _ in range(n)], 1, new)
-        if "transformers" in others:
-            theirs, ids = transformers_model(qwen), torch.tensor(prompts, device=device)
+
+def sampler(
+    model="small", rows="64", questions=4, prompt=500, new=64, beside="transformers,unshared", dtype=""
+):
+    """Tokens a second of `rows` rollouts of `questions` prompts of `prompt` random ids, each of `new` tokens,
+    beside transformers' generate and a prompt for every rollout; the best of two turns counts. The roofline:
+    a decode step reads the weights and the live keys and values once, at the rate at which this machine
+    copies."""
+    qwen = random_model(model, compute_dtype(DEVICE, dtype))
+    config = qwen.config
+    copies = copied_bytes_a_second()
+    item = qwen.lm_head.weight.element_size()
+    # Of an embedding that is not also the head a step reads a few rows only.
+    embedding = 0 if config.tie_word_embeddings else qwen.lm_head.weight.numel()
+    weights = item * (sum(p.numel() for p in qwen.parameters()) - embedding)
+    kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * item  # bytes a token
+    prompts = torch.randint(config.vocab_size, (questions, prompt)).tolist()
+    for count in map(int, str(rows).split(",")):
+        n = count // questions
+        jobs = {
+            "ours": lambda: generate(qwen, prompts, n, new),
+            "prefill": lambda: generate(qwen, prompts, n, 1),
+        }
+        if "unshared" in beside:
+            jobs["unshared"] = lambda: generate(qwen, [p for p in prompts for _ in range(n)], 1, new)
+        if "transformers" in beside:
+            theirs, ids = transformers_model(qwen), torch.tensor(prompts, device=DEVICE)
             jobs["transformers"] = lambda: theirs.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-                num_return_sequences=n, min_new_tokens=new, max_new_tokens=new, eos_token_id=None, pad_token_id=0)
-        sample.generate(qwen, prompts, n, 3)  # readies what is made once
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                num_return_sequences=n,
+                min_new_tokens=new,
+                max_new_tokens=new,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        generate(qwen, prompts, n, 3)  # makes what is made once
         best = dict.fromkeys(jobs, math.inf)
-        for _ in range(int(rounds)):
+        for _ in range(2):
             for name, job in jobs.items():
-                best[name] = min(best[name], timed(job, device))
+                best[name] = min(best[name], timed(job))
         step = (best["ours"] - best["prefill"]) / (new - 1)
-        read = weights + kv * (Q * P + n * Q * new / 2)
+        read = weights + kv * (questions * prompt + n * questions * new / 2)
         result = {
-            "device": torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads",
-            "model": model, "dtype": str(qwen.lm_head.weight.dtype), "rows": n * Q, "questions": Q, "prompt": P, "new": new,
-            "prefill tokens/s": Q * P / best["prefill"], "decode tokens/s": n * Q / step, "ms a step": 1000 * step,
-            "tokens/s": n * Q * new / best["ours"], "GB/s": read / step / 1e9, "GB/s of a copy": copies / 1e9,
-            "share of the roofline": read / step / copies}
-        if device.type == "cuda":
+            "benchmark": "sampler",
+            "device": NAME,
+            "model": model,
+            "dtype": str(qwen.lm_head.weight.dtype),
+            "rows": n * questions,
+            "questions": questions,
+            "prompt": prompt,
+            "new": new,
+            "prefill tokens/s": questions * prompt / best["prefill"],
+            "decode tokens/s": n * questions / step,
+            "tokens/s": n * questions * new / best["ours"],
+            "GB/s": read / step / 1e9,
+            "share of the roofline": read / step / copies,
+        }
+        if DEVICE.type == "cuda":
             result["peak GB"] = torch.cuda.max_memory_allocated() / 1e9
         for name in ("unshared", "transformers"):
             if name in jobs:
@@ -129,159 +159,152 @@ def sampler(model="small", rows="64", questions="4", prompt="500", new="64", oth
         report(result)
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------
-# grpo.py
-
-
-def kept_bytes(job) -> int:
-    """The bytes that job() keeps for its backward pass."""
-    sizes = {}
-
-    def count(tensor):
-        storage = tensor.untyped_storage()
-        sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        alive = job()
-    del alive
-    return sum(sizes.values())
-
-
-def update(width="512", layers="4", vocabulary="4096", prompt="1000", n="64", length="250", budget="9000", dtype=""):
-    """One group of n rollouts, forward and backward in micro-batches of at most `budget` tokens: with the prompt once in
-    each (grpo.packed_logprobs) against once for every rollout. What each keeps for the backward pass is that of 16
-    rollouts. MFU, where the device's peak is known, counts forward and backward pass with the prompt once, as train.py does.
-
-    --width=3584 --layers=4 --vocabulary=152064 on a GPU."""
+def update(model="small", prompt=1000, n=64, length=250, budget=9000, dtype=""):
+    """Forward and backward pass of one group of n rollouts, in micro-batches of at most `budget` tokens, with
+    the prompt once in each (grpo.packed_logprobs) and once for every rollout. Utilisation is the share of a
+    large matrix product's rate, and counts the prompt once."""
     from grpo import packed_logprobs
-    from train import forward_flops, speeds
-    width, layers, vocabulary, P, n, length, budget = map(int, (width, layers, vocabulary, prompt, n, length, budget))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(0)
-    head = 128 if width >= 1024 else 64
-    shape = Config(vocabulary, width, 16 * width // 3 // 64 * 64, layers, width // head, max(1, width // head // 7))
-    model = Qwen(shape).to(device, compute_dtype(device, dtype))
-    asked, written = torch.randint(vocabulary, (P,)).tolist(), torch.randint(vocabulary, (n, length)).tolist()
 
-    def shared(completions):
-        return [(asked, completions)]
-
-    def naive(completions):
-        return [(asked, [completion]) for completion in completions]
+    qwen = random_model(model, compute_dtype(DEVICE, dtype))
+    config = qwen.config
+    asked = torch.randint(config.vocab_size, (prompt,)).tolist()
+    written = torch.randint(config.vocab_size, (n, length)).tolist()
 
     def step(groups):
-        logprobs, _ = packed_logprobs(model, groups)
+        logprobs, _ = packed_logprobs(qwen, groups)
         logprobs.sum().backward()
-        model.zero_grad()
+        qwen.zero_grad()
 
-    ways = {"shared": (shared, (budget - P) // length), "naive": (naive, max(1, budget // (P + length)))}
-    result = {"parameters": sum(p.numel() for p in model.parameters()), "device": device.type, "threads": torch.get_num_threads()}
-    for name, (way, at_once) in ways.items():
-        result[f"kept_gigabytes_{name}"] = kept_bytes(lambda way=way: packed_logprobs(model, way(written[:16]))) / 1e9
-        size = at_once if device.type == "cuda" else 2
-        timed(lambda: step(way(written[:size])), device)  # readies what is made once, on a GPU the kernels and memory of a shape
-        result[f"seconds_{name}"] = 0.0
-    for half in (written[:n // 2], written[n // 2:]):
-        for name, (way, at_once) in ways.items():
-            for i in range(0, len(half), at_once):
-                result[f"seconds_{name}"] += timed(lambda part=way(half[i:i + at_once]): step(part), device)
-    result["times_as_fast"] = result["seconds_naive"] / result["seconds_shared"]
-    result["times_less_kept"] = result["kept_gigabytes_naive"] / result["kept_gigabytes_shared"]
-    flops = 3 * forward_flops(shape, P, n * length, P + length / 2)
-    result["teraflops"] = flops / result["seconds_shared"] / 1e12
-    result["mfu"] = result["teraflops"] * 1e12 / speeds()[0] if speeds() else None
+    ways = {
+        "shared": (lambda some: [(asked, some)], max(1, (budget - prompt) // length)),
+        "naive": (lambda some: [(asked, [one]) for one in some], max(1, budget // (prompt + length))),
+    }
+    seconds = dict.fromkeys(ways, 0.0)
+    for lay_out, size in ways.values():
+        step(lay_out(written[:size]))  # makes what is made once
+    for half in (written[: n // 2], written[n // 2 :]):
+        for name, (lay_out, size) in ways.items():
+            for i in range(0, len(half), size):
+                seconds[name] += timed(lambda: step(lay_out(half[i : i + size])))
+    matrices = sum(p.numel() for name, p in qwen.named_parameters() if p.dim() > 1 and "embed" not in name)
+    matrices += qwen.lm_head.weight.numel() if config.tie_word_embeddings else 0
+    seen = n * length * (prompt + length / 2) + prompt**2 / 2  # pairs of a token and one that it sees
+    flops = 6 * matrices * (prompt + n * length) + 12 * config.num_hidden_layers * config.hidden_size * seen
+    rate = flops / seconds["shared"]
+    result = {
+        "benchmark": "update",
+        "device": NAME,
+        "model": model,
+        "dtype": str(qwen.lm_head.weight.dtype),
+        "tokens/s": n * length / seconds["shared"],
+        "teraflops": rate / 1e12,
+        "utilisation": rate / multiplied_flops_a_second(qwen.lm_head.weight.dtype),
+        "times as fast as naive": seconds["naive"] / seconds["shared"],
+    }
+    if DEVICE.type == "cuda":
+        result["peak GB"] = torch.cuda.max_memory_allocated() / 1e9
     report(result)
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------
-# workers.py
+class Patient(BaseHTTPRequestHandler):
+    """A worker that takes its server's `latency`."""
+
+    protocol_version = "HTTP/1.1"
+    answer = json.dumps(
+        {
+            "choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}],
+            "usage": {"prompt_tokens": 1, "completion_tokens": 1},
+        }
+    ).encode()
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        time.sleep(self.server.latency)
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(self.answer)))
+        self.end_headers()
+        self.wfile.write(self.answer)
+
+    def log_message(self, *arguments):
+        pass
 
 
-def client(workflows=256, steps=3, latency=0.05):
-    """Chains of calls, as workflows make them, all at once over five workers that take `latency` seconds: wall time beside the least
-    possible, and this process's CPU time of a call."""
-    from workers import load_pool, local_server
-    workflows, steps, latency = int(workflows), int(steps), float(latency)
-    pool = load_pool("local", local_server(latency)[0])
+def workflows(count=512, steps=3, latency=1.0):
+    """Wall time of `count` chains of `steps` calls that take `latency` seconds each, all at once, beside the
+    least possible."""
+    from workers import Worker
+    from workflow import Rollout, Step, Workflow, roll_out
 
-    def chain(k):
-        for i in range(steps):
-            pool[(k + i) % len(pool)].chat([{"role": "user", "content": "Question:\nWhat is 6 * 7?\n\nYour task:\nWork it out."}])
-
-    with ThreadPoolExecutor(workflows) as threads:
-        list(threads.map(chain, range(workflows)))  # opens the connections and starts the threads
-        begun, before = time.monotonic(), os.times()
-        list(threads.map(chain, range(workflows)))
-        wall, cpu = time.monotonic() - begun, sum(os.times()[:2]) - sum(before[:2])
-    calls, slots = workflows * steps, sum(worker.concurrency for worker in pool)
-    print(json.dumps({"calls": calls, "at_a_time": slots, "latency_ms": 1000 * latency, "wall_seconds": round(wall, 4),
-                      "times_the_least": round(wall / (math.ceil(calls / slots) * latency), 3),
-                      "client_cpu_ms_per_call": round(1000 * cpu / calls, 3)}))
-
-
-# ---------------------------------------------------------------------------------------------------------------------------------
-# eval.py
-
-
-def sandbox(solutions="60", tests="100", against=""):
-    """How many small solutions a second the sandbox takes, with one at a time on each core, and how much CPU time
-    a test costs in a solution of many. against=FILE compares with another edition of eval.py, turn by turn."""
-    import eval as evaluation
-
-    editions = {"here": evaluation}
-    if against:
-        editions["there"] = load_edition(against)
-    program = """
-def count(words):
-    seen = {}
-    for word in words:
-        seen[word] = seen.get(word, 0) + 1
-    return [list(pair) for pair in sorted(seen.items())]
-"""
-    words = [[], ["a"], ["a", "b", "a"], ["x"] * 50, [*"abracadabra"], [*"mississippi"], ["", " "]]
-    few = [[json.dumps(w), json.dumps(sorted(map(list, Counter(w).items())))] for w in words]
-    many = [[f"{i}\n", f"{i + 1}\n"] for i in range(int(tests))]
-    cores = len(os.sched_getaffinity(0))
-    numbers = {name: {"per_second": [], "cpu_ms_per_test": []} for name in editions}
-    turns = 3
-    for _ in range(turns):
-        for name, edition in editions.items():
-            begun = time.perf_counter()
-            with ThreadPoolExecutor(cores) as threads:
-                rounds = range(int(solutions) // turns)
-                passed = list(threads.map(lambda _: edition.passes_livecodebench(program, few, "count"), rounds))
-            numbers[name]["per_second"].append(len(passed) / (time.perf_counter() - begun))
-            before = os.times()
-            passed.append(edition.passes_livecodebench("print(int(input()) + 1)", many))
-            after = os.times()
-            used = sum(after[:4]) - sum(before[:4])
-            numbers[name]["cpu_ms_per_test"].append(1000 * used / len(many))
-            assert all(passed), "a right solution did not pass"
-    found = {"cores": cores}
-    for name, measured in numbers.items():
-        found[name] = {what: round(statistics.median(values), 2) for what, values in measured.items()}
-        per_second, cpu = found[name].values()
-        print(f"{name}: {per_second} solutions a second, {cpu} ms of CPU a test")
-    print(json.dumps(found))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Patient)
+    server.latency = latency
+    server.socket.listen(1024)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/v1"
+    pool = [Worker("openai", url, "patient", name=f"worker {i}", concurrency=128) for i in range(4)]
+    rounds = math.ceil(count * steps / (4 * 128))  # of calls at a time, as many as the workers have slots
+    rollouts = []
+    for k in range(count):
+        chain = [Step((k + i) % 4, "Go on.", [*range(i)]) for i in range(steps)]
+        rollouts.append(Rollout("Is it?", pool, workflow=Workflow(chain)))
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    seconds = timed(lambda: roll_out(rollouts))
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    assert all(rollout.answer == "yes" for rollout in rollouts), rollouts[0].error
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    report(
+        {
+            "benchmark": "workflows",
+            "workflows": count,
+            "steps": steps,
+            "latency": latency,
+            "seconds": seconds,
+            "the least": rounds * latency,
+            "times the least": seconds / (rounds * latency),
+            "CPU ms a call": 1000 * cpu / (count * steps),
+        }
+    )  # the server's included
 
 
-def load_edition(path):
-    """Another eval.py as a module beside this one."""
-    spec = importlib.util.spec_from_file_location("other_eval", path)
-    module = sys.modules["other_eval"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def sandbox(tests=60):
+    """CPU time of a test of a small right program in the sandbox, beside that of a bare Python."""
+    import subprocess
+
+    from eval import passes_livecodebench
+
+    def cpu(job) -> float:
+        before = os.times()
+        job()
+        return sum(os.times()[:4]) - sum(before[:4])
+
+    inputs = [[f"{i}\n", f"{i + 1}\n"] for i in range(tests)]
+    bare = cpu(lambda: [subprocess.run([sys.executable, "-I", "-c", "pass"]) for _ in range(tests)])
+    boxed = cpu(lambda: passes_livecodebench("print(int(input()) + 1)", inputs))
+    report(
+        {
+            "benchmark": "sandbox",
+            "tests": tests,
+            "CPU ms a test": 1000 * boxed / tests,
+            "times a bare Python": boxed / bare,
+        }
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------
+BENCHMARKS = {job.__name__: job for job in (sampler, update, workflows, sandbox)}
+
+
+def main(argv):
+    names = [word for word in argv if not word.startswith("--")] or [*BENCHMARKS]
+    flags = dict(word.removeprefix("--").partition("=")[::2] for word in argv if word.startswith("--"))
+    for name in names:
+        if name not in BENCHMARKS:
+            raise SystemExit(f"no benchmark {name!r}; there are {', '.join(BENCHMARKS)}")
+        known = inspect.signature(BENCHMARKS[name]).parameters
+        if len(names) == 1 and not set(flags) <= set(known):
+            flags = ", ".join(f"--{p.name}={p.default}" for p in known.values())
+            raise SystemExit(f"{name} has the flags {flags}")
+        chosen = {key: type(known[key].default)(value) for key, value in flags.items() if key in known}
+        BENCHMARKS[name](**chosen)
+
 
 if __name__ == "__main__":
-    here = {name: f for name, f in vars(sys.modules["__main__"]).items() if inspect.isfunction(f) and f.__module__ == "__main__"
-            and all(p.default is not p.empty for p in inspect.signature(f).parameters.values())}  # others are called by these
-    if sys.argv[1:2] == [] or sys.argv[1] not in here:
-        raise SystemExit(f"usage: python tests/bench.py NAME [--key=value …], with NAME one of {', '.join(here) or '(none yet)'}")
-    known = inspect.signature(here[sys.argv[1]]).parameters
-    flags = dict(flag.removeprefix("--").partition("=")[::2] for flag in sys.argv[2:])
-    if not all(key in known and value for key, value in flags.items()):
-        raise SystemExit(f"usage: python tests/bench.py {sys.argv[1]}{''.join(f' [--{p.name}={p.default}]' for p in known.values())}")
-    here[sys.argv[1]](**flags)
+    main(sys.argv[1:])

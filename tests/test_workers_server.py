@@ -1,7 +1,13 @@
-"""The loopback server against what OpenAI's API reference says, and against clients that misbehave."""
+"""The loopback server against OpenAI's API reference and odd clients; the laptop world."""
 import contextlib
 import json
+import os
+import random
+import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -9,16 +15,17 @@ import pytest
 import requests
 
 import workers
-from workers import Handler, Server, SpecialistHandler
+from workers import (KINDS, LOCAL, PHRASES, QUESTION, SPECIALISTS, TASK, Handler, SpecialistHandler,
+                     best_chance, laptop_questions, load_pool, loopback_server, specialist)
 
-CHAT = [{"role": "user", "content": "Question:\nWhat is 6 * 7?"}]
-ASK = {"model": "calculator", "messages": CHAT}
+ROOT = os.path.dirname(os.path.abspath(workers.__file__))
+ASK = {"model": "calculator", "messages": [{"role": "user", "content": "Question:\nWhat is 6 * 7?"}]}
 
 
 @contextlib.contextmanager
 def served(handler):
     """A running server with this handler: its address."""
-    server = Server(("127.0.0.1", 0), handler)
+    server = loopback_server(0, handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -34,19 +41,18 @@ def url():
 
 
 class Parrot(Handler):
-    """Says what it is asked, in one of the ways that `complete` may end."""
-    models = ["parrot", "a/b c"]
+    """Ends a request in one of the ways that `complete` may."""
+    models = ["parrot"]
 
     def complete(self, body):
         text = body["messages"][-1]["content"]
         if text == "bug":
             raise KeyError("a bug")
+        if body.get("stream"):
+            self.send_comment("busy")
         if text == "fail":
             return self.fail(502, "the workers are down", retry=False)
-        if text == "fail midway":
-            self.send_chunk({"content": "Well"})
-            return self.fail(502, "the workers are down")
-        self.reply(text, "stop", {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3})
+        self.reply(json.dumps(body["messages"]), "length", {"total_tokens": 3}, workflow=["who"])
 
 
 @pytest.fixture(scope="module")
@@ -56,241 +62,119 @@ def parrot():
 
 
 def post(url, body, path="/v1/chat/completions", **headers):
-    data = body if isinstance(body, (bytes, str)) else json.dumps(body)
-    return requests.post(
-        url + path, data=data, headers={"Content-Type": "application/json", **headers}, timeout=20
-    )
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json", **headers}
+    return requests.post(url + path, data, headers=headers, timeout=60)
 
 
-def error(answer):
-    return answer.json()["error"]["message"]
+def say(text, **more):
+    return {"model": "parrot", "messages": [{"role": "user", "content": text}], **more}
+
+
+def request(body, version=b"1.1"):
+    return (b"POST /v1/chat/completions HTTP/%s\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%s") % (version, len(body), body)
 
 
 def raw(url, data):
-    """What the server answers to these bytes until it closes the connection."""
-    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=20) as conn:
+    """All that the server answers to these bytes."""
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=60) as conn:
         conn.sendall(data)
         conn.shutdown(socket.SHUT_WR)
         return b"".join(iter(lambda: conn.recv(1 << 16), b""))
 
 
-def until(condition):
-    """Wait for what must happen soon."""
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
-def events(answer):
-    """The events of a stream, which must end with [DONE]."""
-    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
-    assert lines.pop() == "[DONE]"
-    return [json.loads(line) for line in lines]
+def events(text):
+    """The events of a stream that has ended as it should."""
+    pieces = [piece for piece in text.split("\n\n") if piece.startswith("data: ")]
+    assert pieces.pop() == "data: [DONE]"
+    return [json.loads(piece.removeprefix("data: ")) for piece in pieces]
 
 
 def test_a_completion(url):
     answer = post(url, ASK).json()
-    assert (
-        answer["object"] == "chat.completion"
-        and answer["id"].startswith("chatcmpl-")
-        and answer["model"] == "calculator"
-    )
     assert answer["choices"] == [
         {"index": 0, "message": {"role": "assistant", "content": "42"}, "finish_reason": "stop"}]
     assert answer["usage"] == {"prompt_tokens": 6, "completion_tokens": 1, "total_tokens": 7}
-    assert abs(answer["created"] - time.time()) < 60
+    assert (answer["object"], answer["model"]) == ("chat.completion", "calculator")
+    assert answer["id"].startswith("chatcmpl-") and abs(answer["created"] - time.time()) < 600
 
 
-def test_a_stream(url):
-    plain = events(post(url, {**ASK, "stream": True}))
-    full = events(post(url, {**ASK, "stream": True, "stream_options": {"include_usage": True}}))
-    assert [event["choices"] for event in plain] == [
-        [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}],
-        [{"index": 0, "delta": {"content": "42"}, "finish_reason": None}],
-        [{"index": 0, "delta": {}, "finish_reason": "stop"}]]
-    assert len({event["id"] for event in plain}) == 1 and plain[0]["object"] == "chat.completion.chunk"
-    assert full[3]["choices"] == [] and full[3]["usage"]["total_tokens"] == 7 and len(full) == 4
-    assert post(url, {**ASK, "stream": True}).headers["Content-Type"] == "text/event-stream"
+def test_a_stream(parrot):
+    """First the role; comments; the text; why it ended, with extra fields; the usage, where it is wanted."""
+    text = post(parrot, say("hi", stream=True, stream_options={"include_usage": True})).text
+    first, told, last, usage = events(text)
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert text.index('"role"') < text.index(": busy\n\n") < text.index("hi")
+    assert "hi" in told["choices"][0]["delta"]["content"] and told["object"] == "chat.completion.chunk"
+    assert last["choices"] == [{"index": 0, "delta": {}, "finish_reason": "length"}]
+    assert last["workflow"] == ["who"]
+    assert (usage["choices"], usage["usage"]) == ([], {"total_tokens": 3})
+    assert len(events(post(parrot, say("hi", stream=True)).text)) == 3
 
 
-def test_models_health_and_paths(url, parrot):
-    with requests.Session() as session:  # all on one connection
-        def get(path):
-            return session.get(parrot + path, timeout=20)
-        assert get("/health").json() == {"status": "ok"} and get("/health?deep=1").ok
-        assert [card["id"] for card in get("/v1/models?limit=9").json()["data"]] == ["parrot", "a/b c"]
-        assert get("/v1/models/a%2Fb%20c").json()["id"] == get("/v1/models/a/b%20c").json()["id"] == "a/b c"
-        for path in ("/", "/v1", "/v1/models/", "/v1/models/cat", "/v1/chat/completions", "/healthy"):
-            assert get(path).status_code == 404 and "GET /health" in error(get(path)), path
-        assert session.post(parrot + "/v1/completions", json={}, timeout=20).status_code == 404
-        assert session.post(
-            parrot + "/v1/chat/completions?x=1", json={**ASK, "model": "parrot"}, timeout=20
-        ).ok
-    answer = session.put(parrot + "/v1/models", json={}, timeout=20)
-    assert answer.status_code == 501 and "PUT" in error(answer)
+def test_a_stream_ends_with_its_connection_for_old_clients_too(parrot):
+    body = json.dumps(say("hi", stream=True)).encode()
+    head, _, stream = raw(parrot, request(body, b"1.0")).partition(b"\r\n\r\n")
+    assert b"Content-Type: text/event-stream" in head and b"chunked" not in head
+    assert stream.endswith(b"data: [DONE]\n\n") and len(events(stream.decode())) == 3
 
 
-@pytest.mark.parametrize(
-    "change, status, says",
-    [
-        ({"model": "cat"}, 404, "no model 'cat'"),
-        ({"model": 3}, 400, "model"),
-        ({"messages": []}, 400, "at least one"),
-        ({"messages": "Hi."}, 400, "a list"),
-        ({"messages": ["Hi."]}, 400, "role"),
-        ({"messages": [{"role": "tool"}]}, 400, "role"),
-        ({"messages": [{"role": "user", "content": 3}]}, 400, "text"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, "text"),
-        ({"tools": [{"type": "function"}]}, 400, "tools is not supported"),
-        ({"n": 2}, 400, "n: expected a number from 1 to 1"),
-        ({"top_k": 3}, 400, "top_k is not supported"),
-        ({"max_tokens": 0}, 400, "max_tokens: expected"),
-        ({"logprobs": True}, 400, "logprobs is not supported"),
-        ({"response_format": {"type": "json_object"}}, 400, "response_format"),
-    ],
-)
-def test_what_is_not_supported_is_said(url, change, status, says):
-    answer = post(url, {**ASK, **change})
-    assert answer.status_code == status and says in error(answer)
+def test_one_connection_serves_many_requests(parrot):
+    get = b"GET /%s HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    answer = raw(parrot, get % b"health" + request(json.dumps(say("hi")).encode()) + get % b"health?deep=1")
+    assert answer.count(b"HTTP/1.1 200 OK") == 3 and answer.count(b'{"status": "ok"}') == 2
+    cards = requests.get(parrot + "/v1/models", timeout=60).json()["data"]
+    assert [card["id"] for card in cards] == ["parrot"]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {
-            "tools": [],
-            "n": 1,
-            "logprobs": False,
-            "stream": None,
-            "stream_options": None,
-            "temperature": 0.3,
-            "user": "me",
-        },
-        {"response_format": {"type": "text"}},
-        {
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "text", "text": "Question:"},
-                        {"type": "text", "text": "What is 6 * 7?"},
-                    ],
-                }
-            ]
-        },
-    ],
-)
-def test_what_clients_send_is_taken(url, change):
-    assert post(url, {**ASK, **change}).json()["choices"][0]["message"]["content"] == "42"
+@pytest.mark.parametrize("content, text", [
+    (None, ""), ("a", "a"), ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "a\nb")])
+def test_what_clients_send_becomes_plain_text(parrot, content, text):
+    body = say("x", temperature=0, tools=[], user="me")
+    body["messages"] = [{"role": "developer", "content": "So."}, {"role": "user", "content": content}]
+    told = json.loads(post(parrot, body).json()["choices"][0]["message"]["content"])
+    assert told == [{"role": "system", "content": "So."}, {"role": "user", "content": text}]
 
 
-def test_null_content_and_the_developers_role(parrot):
-    talk = [{"role": "developer", "content": "Be brief."}, {"role": "assistant", "content": None}]
-    assert (
-        post(parrot, {"model": "parrot", "messages": talk}).json()["choices"][0]["message"]["content"] == ""
-    )
-    assert workers.plain_chat({"model": "parrot", "messages": talk})["messages"] == [
-        {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": ""}]
+@pytest.mark.parametrize("body, headers, status, says", [
+    (say("x", model="cat"), {}, 404, "no model 'cat'.*parrot"), (say("x", model=["a"]), {}, 404, "no model"),
+    ({"model": "parrot"}, {}, 400, "messages"), (say("x", messages=[]), {}, 400, "messages"),
+    (say("x", messages=["Hi."]), {}, 400, "messages"), (say("x", messages="Hi."), {}, 400, "messages"),
+    (say("x", messages=[{"role": "tool", "content": "x"}]), {}, 400, "a role is one of system"),
+    (say([{"type": "image_url"}]), {}, 400, "TEXT"), (say(3), {}, 400, "TEXT"),
+    (b"", {}, 400, "expected"), (b"[" * 100_000, {}, 400, "expected"), (b"\xff", {}, 400, "expected"),
+    (say("x"), {"Content-Type": "text/plain"}, 415, "Content-Type: application/json"),  # from any web page
+    (say("x"), {"Host": "attacker.example"}, 403, "Host: localhost"),
+    (say("x"), {"Host": "127.0.0.1.attacker.example"}, 403, "Host"),
+    (say("fail"), {}, 502, "workers are down"), (say("bug"), {}, 500, "KeyError: 'a bug'"),
+], ids=str)
+def test_errors_are_worded_as_openai_words_them(parrot, body, headers, status, says):
+    answer = post(parrot, body, **headers)
+    error = answer.json()["error"]
+    assert answer.status_code == status and re.search(says, error["message"])
+    assert error["type"] == ("server_error" if status >= 500 else "invalid_request_error")
+    assert answer.headers.get("x-should-retry") == ("false" if status >= 500 else None)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"3",
-        b"\xff",
-        b"[" * 1_000_000,
-        b'{"model": ' + b"9" * 10_000 + b"}",
-        b'{"a":' * 100_000,
-    ],
-    ids=lambda body: repr(body[:9]),
-)
-def test_a_body_that_is_no_chat(url, body):
-    answer = post(url, body)
-    assert answer.status_code == 400 and "expected" in error(answer)
+def test_paths_that_are_not_there_and_odd_lengths(parrot):
+    for path in ("/", "/v1", "/v1/models/parrot", "/v1/chat/completions"):
+        assert "GET /health" in requests.get(parrot + path, timeout=60).json()["error"]["message"]
+    assert post(parrot, {}, "/v1/completions").status_code == 404
+    for length in (b"-5", b"ten", b"99999999999", b"3\r\nTransfer-Encoding: chunked"):
+        answer = raw(parrot, b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: %s\r\n\r\nxx" % length)
+        assert answer.startswith(b"HTTP/1.1 413 ") and answer.count(b"HTTP/1.1") == 1
 
 
-def test_only_json_from_this_machine(url):
-    assert post(url, ASK, **{"Content-Type": "text/plain"}).status_code == 415
-    for host in (
-        "attacker.example",
-        "127.0.0.1.attacker.example",
-        "localhost.attacker.example:80",
-        "[::1",
-        "",
-    ):
-        answer = post(url, ASK, Host=host)
-        assert answer.status_code == 403 and "Host" in error(answer), host
-    assert (
-        requests.get(url + "/v1/models", headers={"Host": "attacker.example"}, timeout=20).status_code == 403
-    )
-    for host in ("localhost", "localhost:8765", "127.0.0.1", "127.1.2.3:1", "[::1]:8765"):
-        assert post(url, ASK, Host=host).ok, host
+def test_an_error_ends_a_stream(parrot):
+    text = post(parrot, say("fail", stream=True)).text
+    last = text.split("\n\n")[-2]
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the workers are down"
+    assert "[DONE]" not in text
 
 
-def test_an_upload_in_chunks_is_refused_and_is_not_the_next_request(url):
-    inner = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
-    answer = raw(url, head + b"%x\r\n%s\r\n0\r\n\r\n" % (len(inner), inner))
-    assert answer.startswith(b"HTTP/1.1 411 Length Required\r\n") and answer.count(b"HTTP/1.1") == 1
-    assert b"\r\nConnection: close\r\n" in answer
-    answer = requests.post(url + "/v1/chat/completions", data=iter([b"x" * 100_000] * 20), timeout=20)
-    assert answer.status_code == 411
-
-
-@pytest.mark.parametrize(
-    "head, status",
-    [
-        (b"Content-Length: 99999999999999", 413),
-        (b"Content-Length: 200000000", 413),
-        (b"Content-Length: -5", 413),
-        (b"Content-Length: ten", 413),
-    ],
-)
-def test_odd_lengths(url, head, status):
-    answer = raw(url, b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n" + head + b"\r\n\r\nxx")
-    assert answer.startswith(b"HTTP/1.1 %d " % status) and answer.count(b"HTTP/1.1") == 1
-
-
-def test_no_http(url):
-    head, _, body = raw(url, b"EHLO mail.example\r\n\r\n").partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 400 ") and json.loads(body)["error"]
-    assert raw(url, b"") == b""
-
-
-def test_failures(parrot, capfd):
-    failed = post(parrot, {"model": "parrot", "messages": [{"role": "user", "content": "fail"}]})
-    assert failed.status_code == 502 and failed.headers["x-should-retry"] == "false"
-    assert failed.json()["error"]["type"] == "server_error" and error(failed) == "the workers are down"
-    midway = post(
-        parrot, {"model": "parrot", "messages": [{"role": "user", "content": "fail midway"}], "stream": True}
-    )
-    assert (
-        midway.ok
-        and json.loads(midway.text.split("\n\n")[2].removeprefix("data: "))["error"]["message"]
-        == "the workers are down"
-    )
-    assert "[DONE]" not in midway.text and capfd.readouterr().err == ""
-    bug = post(parrot, {"model": "parrot", "messages": [{"role": "user", "content": "bug"}]})
-    assert bug.status_code == 500 and bug.headers["x-should-retry"] == "false"
-    assert "KeyError: 'a bug'" in capfd.readouterr().err  # whoever runs the server sees where
-
-
-def test_who_has_gone_when_it_is_refused_leaves_no_traceback():
-    """Of a connection that the client has reset, shutdown says that there is none."""
-    handler = Parrot.__new__(Parrot)
-    handler.connection = socket.socket()  # it was never connected
-    handler.fail = lambda status, message: None
-    with handler.connection:
-        handler.refuse(403, "expected a loopback address as Host")
-    assert handler.close_connection
-
-
-def test_a_client_that_hangs_up_is_seen_and_leaves_no_traceback(capfd):
-    asked, go_on, seen = threading.Event(), threading.Event(), []
+def test_a_client_that_hangs_up_is_seen():
+    seen, asked, over = [], threading.Event(), threading.Event()
 
     class Slow(Handler):
         models = ["slow"]
@@ -298,68 +182,118 @@ def test_a_client_that_hangs_up_is_seen_and_leaves_no_traceback(capfd):
         def complete(self, body):
             seen.append(self.hung_up())
             asked.set()
-            go_on.wait(20)
-            until(self.hung_up)
+            while not self.hung_up():
+                over.wait(0.01)
             seen.append(True)
-            for _ in range(100):
-                self.send_chunk({"content": "x" * 10_000})  # into nowhere
-            seen.append("the stream went on")
+            over.set()
 
-        def finish(self):
-            super().finish()
-            seen.append("finished")
-
-    with served(Slow) as url:
-        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=20) as conn:
-            body = json.dumps({**ASK, "model": "slow", "stream": True}).encode()
-            conn.sendall(
-                b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-                b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
-            )
-            assert asked.wait(20)
-        go_on.set()
-        until(lambda: "finished" in seen)
-    assert seen == [False, True, "finished"] and capfd.readouterr().err == ""
+    with served(Slow) as url, socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as conn:
+        conn.sendall(request(json.dumps(say("x", model="slow")).encode()))
+        assert asked.wait(60)
+        conn.close()
+        assert over.wait(60) and seen == [False, True]
 
 
-def test_many_clients_at_once_and_no_thread_is_left(url):
-    before, answers = threading.active_count(), []
-
-    def client(i):
-        chat = [{"role": "user", "content": f"Question:\nWhat is {i} + 1?"}]
-        answers.append((i, post(url, {**ASK, "messages": chat, "stream": bool(i % 2)}).text))
-    threads = [threading.Thread(target=client, args=(i,)) for i in range(64)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert len(answers) == 64 and all(f'"content": "{i + 1}"' in text for i, text in answers)
-    until(lambda: threading.active_count() <= before)
+def chat(question, subtask, *turns):
+    """A chat as workflow.py words it."""
+    said = [{"role": role, "content": text} for past, response in turns
+            for role, text in (("user", TASK + past), ("assistant", response))]
+    said.append({"role": "user", "content": TASK + subtask})
+    said[0]["content"] = f"{QUESTION}{question}\n\n{said[0]['content']}"
+    return said
 
 
-def test_head_has_no_body_and_the_host_may_be_in_capitals(url):
-    answer = requests.head(url.removesuffix("/v1") + "/health", headers={"Host": "LOCALHOST"}, timeout=20)
-    assert answer.status_code == 200 and answer.content == b"" and int(answer.headers["Content-Length"]) > 0
+NOTHING, LOST = "I am a {}; I find nothing here to work on.", "I have lost the thread."
 
 
-def test_a_stream_ends_in_its_last_chunk_and_the_connection_stays(url, parrot):
-    """RFC 9112, 7.1: a client can tell a stream's end from a broken connection. HTTP/1.0 knows no chunks: there
-    it ends with the connection."""
-    with requests.Session() as session:
-        for _ in range(3):
-            answer = session.post(url + "/v1/chat/completions", json={**ASK, "stream": True}, timeout=20)
-            assert len(events(answer)) == 3 and answer.headers["Transfer-Encoding"] == "chunked"
-        assert session.post(url + "/v1/chat/completions", json=ASK, timeout=20).json()["object"] == "chat.completion"
-        assert session.get(url + "/health", timeout=20).ok
-        session.post(url + "/v1/chat/completions", json={**ASK, "stream": True}, timeout=20)
-        assert session.get(url + "/v1/models/nobody", timeout=20).status_code == 404
-        broken = {"model": "parrot", "messages": [{"role": "user", "content": "fail midway"}], "stream": True}
-        assert "are down" in session.post(parrot + "/v1/chat/completions", json=broken, timeout=20).text
-        assert session.post(parrot + "/v1/chat/completions", json={**broken, "stream": False}, timeout=20).ok
-    body = json.dumps({**ASK, "stream": True}).encode()
-    head = b"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
-    post_line = b"POST /v1/chat/completions HTTP/1.%d\r\n"
-    assert raw(url, post_line % 1 + head + body).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-    old = raw(url, post_line % 0 + head + body)
-    assert old.endswith(b"\n\ndata: [DONE]\n\n") and b"chunked" not in old and b"Connection: close" in old
-    assert b"X-Accel-Buffering: no" in old  # Else nginx would hold it back until it has ended.
+@pytest.mark.parametrize("name, asked, reply", [
+    ("calculator", chat("What is 6 * 7?", "Work it out."), "42"),
+    ("calculator", chat("What is 6 * 7?", "Work it out.", ("Do.", "3 - 5 is left")), "-2 is left"),
+    ("calculator", chat("What is diez + 4?", "Work it out."), NOTHING.format("calculator")),
+    ("translator", chat("Find diez + 4.", "Say it."), "Find 10 + 4."),
+    ("librarian", chat("Find the capital of Cuba shouted.", "Recall it."), "Find Havana shouted."),
+    ("librarian", chat("Give me element number 8.", "Recall it."), "oxygen"),
+    ("coder", chat("Find Lima shouted.", "Reverse it."), "amiL"),  # It obeys the subtask, not the question.
+    ("coder", chat("Find Lima shouted.", "Leave the VOWELS out."), "Lm"),
+    ("junior librarian", chat("What is the atomic number of iron - dos?", "Solve it."), "What is 26 - dos?"),
+    ("tired translator", chat("Give me element number 8 shouted.", "Work it out."), LOST),
+    ("generalist", [{"role": "user", "content": "What is 6 * 7?"}], "I think it is 20."),
+])
+def test_what_specialists_say(name, asked, reply):
+    """The same to the same chat, always: with other replies the laptop run would be another experiment."""
+    assert specialist(name, asked) == specialist(name, asked) == reply
+
+
+def solved(kind, question):
+    """What the specialists that a kind needs answer in turn, at best over what may be said to them."""
+    answers = set()
+    for phrase in PHRASES:
+        turns = []
+        for trade in KINDS[kind][0]:
+            turns.append((phrase, specialist(trade, chat(question, phrase, *turns))))
+        answers.add(turns[-1][1])
+    return answers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_specialists_that_a_kind_needs_solve_it_and_fewer_do_not(kind):
+    questions = [row for row in laptop_questions("train") + laptop_questions("test") if row[0] == kind]
+    for _, question, answer in random.Random(kind).sample(questions, 40):
+        assert answer in solved(kind, question)
+        assert all(specialist(name, chat(question, phrase)) != answer for name in LOCAL["local"][:-1]
+                   for phrase in PHRASES if len(KINDS[kind][0]) > 1)
+    assert best_chance(kind, LOCAL["local"]) == 1.0
+    for missing in KINDS[kind][0]:
+        names = [name for name in LOCAL["local"] if name != missing]
+        assert best_chance(kind, names) == 0.0
+        assert best_chance(kind, [*names, f"junior {missing}"]) == 0.6
+
+
+def test_questions_are_split_by_their_expressions():
+    train, test = laptop_questions("train"), laptop_questions("test")
+
+    def expressions(questions):
+        return {re.sub(r"^(What is|Find|Tell me|Give me) |[?.]$", "", row[1]) for row in questions}
+
+    assert not expressions(train) & expressions(test)
+    assert 0.2 < len(test) / len(train + test) < 0.3
+    assert {kind for kind, _, _ in train} == {kind for kind, _, _ in test} == set(KINDS)
+    assert {len(KINDS[kind][0]) for kind, _, _ in laptop_questions("train", most=1)} == {1}
+    assert ("foreign", "Find dos * tres.", "6") in train + test
+
+
+def test_a_local_pool_is_free_and_answers_over_http():
+    pool = load_pool("local:pairs", budget=1.0)
+    assert [one.name for one in pool] == LOCAL["local:pairs"] and not workers.costs_money(pool)
+    for one in pool:
+        reply = one.chat(ASK["messages"])
+        assert (reply.text, reply.cost) == (specialist(one.name, ASK["messages"]), 0.0)
+    assert all(reply.text for reply in workers.first_words(pool))
+    assert load_pool("local")[0].base_url == pool[0].base_url  # One server a process.
+    assert load_pool("local", "http://127.0.0.1:9/v1")[0].base_url == "http://127.0.0.1:9/v1"
+    assert set(LOCAL["local"] + LOCAL["local:pairs"] + LOCAL["local:tired"]) == set(SPECIALISTS)
+
+
+def test_the_server_imports_no_torch_and_gets_no_key():
+    code = """if True:
+        import os, sys, workers
+        os.environ["OPENAI_API_KEY"] = "sk-planted"
+        url, process = workers.local_server()
+        print("torch" in sys.modules, open(f"/proc/{process.pid}/environ").read())"""
+    if not os.path.exists("/proc/self/environ"):
+        pytest.skip("shows another process's environment by /proc")
+    shown = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True, timeout=120)
+    assert shown.startswith("False ") and "PATH=" in shown and "planted" not in shown
+
+
+@pytest.mark.parametrize("death", [None, signal.SIGKILL, signal.SIGINT])
+def test_the_server_ends_with_its_parent(death):
+    code = "import workers; print(workers.local_server()[0], flush=True); input()"
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True, stdin=subprocess.PIPE,
+                              stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    port = int(re.search(r":(\d+)/", parent.stdout.readline())[1])
+    with socket.create_connection(("127.0.0.1", port), timeout=120) as conn:
+        parent.stdin.close() if death is None else parent.send_signal(death)
+        with contextlib.suppress(ConnectionError):
+            assert conn.recv(1) == b""  # The connection ends with the server.
+    parent.wait(120)

@@ -1,213 +1,136 @@
-"""Runs of train.py in processes of their own, for the tests of training."""
-import contextlib
+"""Runs of train.py in processes of their own, and workers for them that count their calls and can be held
+up."""
 import functools
 import json
-import multiprocessing
 import os
-import pathlib
-import runpy
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from multiprocessing import forkserver
+import zlib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import pytest
-import torch.distributed as dist
-
-import train
-from eval import Problem, grade
-from workflow import WorkflowError, parse
-
-ROOT = os.path.dirname(os.path.abspath(train.__file__))
-ENV = {
-    **os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1",
-    "HF_HUB_OFFLINE": "1"}
-SHORT = [
-    "--warm_steps=65", "--warm_batch=16", "--warm_lr=6e-3", "--width=64", "--layers=2", "--iterations=6",
-    "--questions=8", "--rollouts=16", "--max_new_tokens=64", "--lr=1e-3", "--minibatches=4", "--beta=0.1",
-    "--test=8"]
-TINY = [
-    "--warm_steps=1", "--warm_batch=2", "--width=16", "--layers=1", "--iterations=1", "--questions=2",
-    "--rollouts=2", "--test=1"]
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 
 
-def launch(*argv):
-    """`python ARGV` at the repository's root, in a session of its own, with both outputs in pipes."""
-    return subprocess.Popen(
-        [sys.executable, *argv], cwd=ROOT, env=ENV, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        start_new_session=True)
+def launch(*flags, ranks=1):
+    """Start train.py on one rank, or under torchrun on two, in a session of its own."""
+    command = [sys.executable, *(TORCHRUN if ranks == 2 else ()), "train.py", *flags]
+    return subprocess.Popen(command, cwd=ROOT, env=ENV, text=True, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, start_new_session=True)
 
 
-class Forked:
-    """`python ARGV` as well, but forked from a process that has imported train.py already: this takes two
-    thirds of the time of a tiny run. With more ranks it is what `torchrun ARGV` starts. env: more of the
-    environment.
-
-    What is forked has the same seed of hashes and of `random`. Of two runs that shall be alike to the bit
-    one is therefore a process of its own."""
-
-    def __init__(self, *argv, ranks=1, **env):
-        self.args, self.folder, self.processes = argv, tempfile.TemporaryDirectory(), []
-        if ranks > 1:  # The ranks meet in a store that is held here, as torchrun holds one.
-            self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            env |= {
-                "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": self.store.port, "TORCHELASTIC_USE_AGENT_STORE": True,
-                "TORCHELASTIC_RESTART_COUNT": 0}
-        for rank in range(ranks):
-            if ranks > 1:
-                env |= {"RANK": rank, "LOCAL_RANK": rank}
-            how = (argv, self.folder.name, {name: str(value) for name, value in env.items()})
-            self.processes.append(fork_server().Process(target=program, args=how))
-            self.processes[-1].start()
-        self.pids = [process.pid for process in self.processes]
-
-    def poll(self):
-        """None as long as all ranks run."""
-        return next((p.exitcode for p in self.processes if p.exitcode is not None), None)
-
-    def communicate(self, timeout):
-        end = time.monotonic() + timeout
-        for process in self.processes:
-            process.join(max(0.0, end - time.monotonic()))
-            if process.exitcode is None:
-                raise subprocess.TimeoutExpired(self.args, timeout)
-        self.returncode = next(filter(None, (process.exitcode for process in self.processes)), 0)
-        return [pathlib.Path(self.folder.name, name).read_text() for name in ("out", "err")]
+def end_of(process):
+    """(status, stdout, stderr) of a process that comes to its end."""
+    try:
+        out, err = process.communicate(timeout=400)
+    finally:
+        kill(process)
+    return process.returncode, out, err
 
 
-def program(argv, folder, env):
-    """What a forked process does: `python ARGV` in a session of its own, with its outputs in FOLDER."""
-    os.setsid()
-    for fd, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
-    os.environ.update(env)
-    sys.argv = list(argv)
-    runpy.run_path(os.path.join(ROOT, argv[0]), run_name="__main__")
-
-
-@functools.cache
-def fork_server():
-    """Start the process that Forked's are forked from, once."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["train", "train_runs"])
-    with pytest.MonkeyPatch.context() as changed:
-        changed.chdir(ROOT)
-        for name, value in {**ENV, "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}.items():
-            changed.setenv(name, value)
-        forkserver.ensure_running()
-    return context
+def train(*flags, ranks=1):
+    """The output of a run that has to end well."""
+    status, out, err = end_of(launch(*flags, ranks=ranks))
+    assert status == 0, f"{flags}\n{out}\n{err}"
+    return out
 
 
 def kill(process):
-    """SIGKILL, to all ranks and what is in their sessions."""
-    for pid in getattr(process, "pids", None) or [process.pid]:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
+    """SIGKILL to all ranks."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
 
 
-class Ended:
-    """A process that has ended, and after `launch` whatever it started too: its children hold the other ends
-    of these pipes."""
-
-    def __init__(self, process, timeout=200):
-        try:
-            self.out, self.err = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            kill(process)
-            self.out, self.err = process.communicate(timeout=20)
-            pytest.fail(f"{process.args} did not end:\n{self.out}\n{self.err}")
-        self.status = process.returncode
-
-
-def in_pairs(commands, ranks=1):
-    """The ends of all commands, of which two run at a time."""
-    ends, running = [], []
-    for argv in commands:
-        running.append(Forked(*argv, ranks=ranks))
-        if len(running) == 2:
-            ends.append(Ended(running.pop(0)))
-    return ends + [Ended(process) for process in running]
-
-
-def well(end):
-    """The end, which must be a good one."""
-    assert end.status == 0 and "Traceback" not in end.err, f"{end.out}\n{end.err}"
-    return end
-
-
-def runs(*commands, ranks=1):
-    """The ends of all commands; each must succeed."""
-    return [well(end) for end in in_pairs(commands, ranks)]
+def kill_when(condition, process):
+    """SIGKILL as soon as a condition holds, which has to be before the process ends."""
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.001)
+    kill(process)
+    process.communicate()
 
 
 def metrics(out):
-    with open(f"{out}/metrics.jsonl") as f:
-        return [json.loads(line) for line in f]
+    if not os.path.exists(f"{out}/metrics.jsonl"):
+        return []
+    with open(f"{out}/metrics.jsonl") as file:
+        return [json.loads(line) for line in file if line.endswith("\n")]
 
 
-def rollouts(out, iteration):
-    """Traces as dicts; of each, "text" is all that the Conductor wrote, and "trace" is None where that is no
-    workflow."""
-    with open(f"{out}/traces/{iteration:05d}.jsonl") as f:
-        rows = [{"trace": None, **json.loads(line)} for line in f]
-    return [{"text": row["trace"] and row["trace"]["workflow"]["written"], **row} for row in rows]
-
-
-def recount(out, iteration):
-    """Assert that an iteration's metrics are what its traces say, and that the rewards are §3.1's. Returns
-    the traces."""
-    rows, line = rollouts(out, iteration), metrics(out)[iteration]
-    for row in rows:
-        trace = row["trace"]
-        if trace is None:
-            assert row["reward"] == 0
-            with pytest.raises(WorkflowError):
-                parse(row["text"], 5)
-        elif trace["error"]:
-            assert row["reward"] is None
-        else:
-            assert row["reward"] == (1 if grade(Problem("", "", row["answer"], ""), trace["answer"]) else 0.5)
-            assert trace["calls"] == len(trace["workflow"]["steps"]) == len(parse(row["text"], 5).steps)
-    known, ran = (
-        [row for row in rows if row["reward"] is not None], [row["trace"] for row in rows if row["trace"]])
-
-    def mean(values):
-        return pytest.approx(sum(values) / len(values)) if values else None
-
-    assert (line["iteration"], line["lost"], line["calls"]) == (
-        iteration, len(rows) - len(known), sum(t["calls"] for t in ran))
-    assert line["reward"] == mean([row["reward"] for row in known])
-    assert line["accuracy"] == mean([row["reward"] == 1 for row in known])
-    assert line["parsed"] == mean([row["trace"] is not None for row in rows])
-    assert line["steps"] == mean([len(t["workflow"]["steps"]) for t in ran])
-    groups = {
-        p: [row["reward"] for row in known if row["problem"] == p] for p in {row["problem"] for row in rows}}
-    assert line["flat"] == mean([len(set(groups[row["problem"]])) < 2 for row in rows])
-    steps = [name for t in ran for name in t["workers"]]
-    assert line["workers"] == {name: pytest.approx(steps.count(name) / len(steps)) for name in steps}
-    for kind, accuracy in line["by_kind"].items():
-        assert accuracy == mean(
-            [row["reward"] == 1 for row in known if row["problem"].startswith(f"{kind}/")])
-    assert set(line["by_kind"]) == {row["problem"].split("/")[0] for row in rows}
-    return rows
-
-
-def timeless(line):
-    return {
-        key: value for key, value in line.items() if key not in ("seconds", "tokens_per_second", "memory")}
+def traces(out, iteration):
+    with open(f"{out}/traces/{iteration:05d}.jsonl") as file:
+        return [json.loads(line) for line in file]
 
 
 def weights(out):
-    with open(f"{out}/checkpoint/model.safetensors", "rb") as f:
-        return f.read()
+    with open(f"{out}/checkpoint/model.safetensors", "rb") as file:
+        return file.read()
 
 
-def until(condition, process, seconds=120):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.communicate(timeout=20)
-        assert time.monotonic() < end
-        time.sleep(0.02)
+@functools.cache
+def trained():
+    """The folder and the output of a short run of the laptop preset on one rank."""
+    out = tempfile.mkdtemp() + "/run"
+    said = train("--preset=laptop", f"--out={out}", "--warm_steps=70", "--iterations=2", "--questions=9",
+                 "--rollouts=8", "--test=9", "--save_every=1")
+    return out, said
+
+
+class Workers:
+    """Two priced workers on loopback that answer a letter, by a hash of what they are asked. They count their
+    calls and hold every call back while `open` is not set."""
+
+    def __init__(self, folder):
+        self.calls, self.open, self.lock = 0, threading.Event(), threading.Lock()
+        self.open.set()
+        workers = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self):
+                asked = self.rfile.read(int(self.headers["Content-Length"]))
+                if b"Say hello" not in asked:
+                    with workers.lock:
+                        workers.calls += 1
+                    workers.open.wait()
+                message = {"role": "assistant", "content": "AB"[zlib.crc32(asked) % 2]}
+                usage = {"prompt_tokens": 100, "completion_tokens": 10}
+                choice = {"message": message, "finish_reason": "stop"}
+                body = json.dumps({"choices": [choice], "usage": usage})
+                try:
+                    self.send_response(200)
+                    self.send_header("Content-Length", str(len(body)))
+                    self.end_headers()
+                    self.wfile.write(body.encode())
+                except OSError:  # The run was killed.
+                    self.close_connection = True
+
+            def log_message(self, *_):
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+        self.pool, self.data = f"{folder}/pool.json", f"{folder}/questions.jsonl"
+        with open(self.pool, "w") as file:
+            json.dump([{"name": name, "protocol": "openai", "base_url": url, "model": name, "price": [1, 10],
+                        "params": {"max_tokens": 10}, "concurrency": 1} for name in ("left", "right")], file)
+        with open(self.data, "w") as file:
+            for i in range(8):
+                row = {"question": f"Give me {i}.", "answer": "AB"[i % 2], "grader": "exact"}
+                file.write(json.dumps(row) + "\n")
+
+    def flags(self, *more):
+        """Flags of a short run with these workers, from the checkpoint of `trained`."""
+        return ("--preset=laptop", f"--init_from={trained()[0]}/checkpoint", f"--pool={self.pool}",
+                f"--data={self.data}", "--budget=1", "--questions=4", "--rollouts=4", "--minibatches=2",
+                "--max_new_tokens=64", "--max_steps=2", "--test=2", *more)

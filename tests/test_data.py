@@ -1,0 +1,285 @@
+"""Problems: the laptop world's, benchmarks from a local server that answers as the hub documents, and your
+own files."""
+
+import base64
+import json
+import pickle
+import re
+import threading
+import zlib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+import eval as evaluation
+from eval import GRADERS, grade, load, prepare, read_problems
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub and its dataset viewer: `rows` by (data set, config, split), `files` by data set and path. `seen`
+    has the requests; the next answers have the statuses in `faults`."""
+    monkeypatch.chdir(tmp_path)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            url = urlsplit(self.path)
+            hub.seen.append((self.command, self.path, self.headers["Authorization"]))
+            if hub.faults:
+                return self.answer(hub.faults.pop(0), b"busy", {"Retry-After": "0"})
+            if url.path == "/rows":
+                asked = {key: value for key, (value,) in parse_qs(url.query).items()}
+                rows = hub.rows.get((asked["dataset"], asked["config"], asked["split"]))
+                if rows is None:
+                    return self.answer(404, b'{"error": "Not found."}')
+                start, n = int(asked["offset"]), int(asked["length"])
+                page = [
+                    {"row_idx": i, "row": rows[i], "truncated_cells": []}
+                    for i in range(len(rows))[start : start + n]
+                ]
+                return self.answer(200, json.dumps({"rows": page, "num_rows_total": len(rows)}).encode())
+            body = hub.files.get(url.path.replace("/resolve/main", "").removeprefix("/datasets/"))
+            if body is None:
+                return self.answer(404, b"", {"X-Error-Code": "EntryNotFound"})
+            self.answer(200, body, {"ETag": '"1"', "X-Repo-Commit": "c" * 40})
+
+        do_HEAD = do_GET
+
+        def answer(self, status, body, headers=()):
+            self.send_response(status)
+            for name, value in {**dict(headers), "Content-Length": len(body)}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        def log_message(self, *arguments):
+            pass
+
+    hub = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    hub.rows, hub.files, hub.seen, hub.faults = {}, {}, [], []
+    threading.Thread(target=hub.serve_forever, daemon=True).start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    yield hub
+    hub.shutdown()
+    hub.server_close()
+
+
+def jsonl(rows) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+# The laptop world
+
+
+def test_the_laptop_worlds_splits_share_no_expression():
+    train, test = load("laptop", "train"), load("laptop", "test")
+
+    def expressions(problems):
+        return {re.fullmatch(r"(What is|Find|Tell me|Give me) (.*)[?.]", p.question)[2] for p in problems}
+
+    assert not expressions(train) & expressions(test)
+    assert {p.kind for p in train} == {p.kind for p in test} and len({p.kind for p in test[:9]}) == 9
+    assert load("laptop", "test", 10) == test[:10]
+    assert {p.kind for p in load("laptop:1", "train", 400)} < {p.kind for p in train}
+    for problem in test[:50]:
+        assert grade(problem, problem.answer) and not grade(problem, problem.answer + "0")
+
+
+# Benchmarks
+
+
+def test_math500_is_split_by_a_hash_of_its_questions(hub):
+    rows = [{"problem": f"What is {i} + 1?", "answer": str(i + 1), "level": i % 5 + 1} for i in range(500)]
+    hub.files["HuggingFaceH4/MATH-500/test.jsonl"] = jsonl(rows)
+    train, test = load("math500", "train"), load("math500", "test")
+    assert (len(train), len(test)) == (300, 100) and not {p.question for p in train} & {
+        p.question for p in test
+    }
+    problem = test[0]
+    assert (
+        problem.question.endswith(GRADERS["math"].ask)
+        and problem.kind == "math500"
+        and 1 <= problem.level <= 5
+    )
+    assert grade(problem, f"So it is \\boxed{{{problem.answer}}}.") and not grade(problem, "\\boxed{-1}")
+    seen = len(hub.seen)
+    assert load("math500", "test") == test and len(hub.seen) == seen  # from the file that is there now
+
+
+def test_parquet_comes_by_the_viewers_pages_and_a_killed_fetch_goes_on(hub):
+    rows = [{"question": f"q{i}", "choices": ["a", "b", "c", "d"], "answer": i % 4} for i in range(14042)]
+    hub.rows["cais/mmlu", "all", "test"] = rows
+    hub.faults = [429, 503]
+    problems = load("mmlu", "test", 20)
+    assert len(problems) == 20 and "A. a\nB. b" in problems[0].question
+    assert grade(problems[0], f"<answer>{problems[0].answer}</answer>")
+    seen = len(hub.seen)
+    assert load("mmlu", "test", 20) == problems and len(hub.seen) == seen
+    pages = sorted(evaluation.os.listdir("data/cais/mmlu/all/test"))
+    evaluation.os.remove(f"data/cais/mmlu/all/test/{pages[3]}")
+    assert load("mmlu", "test", 20) == problems and len(hub.seen) == seen + 1
+
+
+def test_a_benchmark_that_changed_or_is_missing_is_an_error_that_says_what_to_do(hub):
+    with pytest.raises(OSError, match="set HF_TOKEN"):
+        load("gpqa", "test")
+    hub.rows["yentinglin/aime_2025", "default", "train"] = [{"problem": "q", "answer": "1"}] * 29
+    with pytest.raises(OSError, match="not all 30 rows"):
+        load("aime25", "test")
+
+
+def test_gpqa_shuffles_its_choices_by_a_fixed_seed(hub):
+    head = "Question,Correct Answer,Incorrect Answer 1,Incorrect Answer 2,Incorrect Answer 3\n"
+    lines = "".join(f'"What, {i}?",right,wrong,worse,worst\n' for i in range(198))
+    hub.files["Idavidrein/gpqa/gpqa_diamond.csv"] = (head + lines).encode()
+    problems = load("gpqa", "test")
+    assert len(problems) == 198 and len({p.answer for p in problems}) == 4
+    for problem in problems[:20]:
+        assert f"{problem.answer}. right" in problem.question and grade(
+            problem, f"<answer>{problem.answer}</answer>"
+        )
+
+
+def programs(n: int) -> list[dict]:
+    hidden = json.dumps([{"input": "2", "output": "3", "testtype": "stdin"}])
+    packed = base64.b64encode(zlib.compress(pickle.dumps(hidden))).decode()
+    public = json.dumps([{"input": "1", "output": "2", "testtype": "stdin"}])
+    return [
+        {
+            "question_id": f"{i}",
+            "question_content": f"Add {i}.",
+            "starter_code": "",
+            "difficulty": "hard",
+            "metadata": "{}",
+            "public_test_cases": public,
+            "private_test_cases": packed,
+        }
+        for i in range(n)
+    ]
+
+
+def test_livecodebenchs_hidden_tests_stay_packed_until_they_are_used(hub):
+    hub.files["livecodebench/code_generation_lite/test6.jsonl"] = jsonl(programs(175))
+    problem = load("livecodebench", "test", 3)[0]
+    assert {*problem.extra["tests"]} == {"file", "at"}
+    assert evaluation.tests_of(problem) == [["1", "2"], ["2", "3"]]
+
+
+def test_a_pickle_that_is_more_than_text_is_never_run(hub):
+    class Bomb:
+        def __reduce__(self):
+            return open, ("boom", "w")
+
+    rows = programs(175)
+    for row in rows:
+        row["private_test_cases"] = base64.b64encode(zlib.compress(pickle.dumps(Bomb()))).decode()
+    hub.files["livecodebench/code_generation_lite/test6.jsonl"] = jsonl(rows)
+    problem = load("livecodebench", "test", 1)[0]
+    with pytest.raises(ValueError, match="no tests of"):
+        evaluation.tests_of(problem)
+    assert not evaluation.os.path.exists("boom")
+
+
+def test_prepare_takes_the_hardest_and_load_reads_them(hub, capsys):
+    math = [{"problem": f"What is {i} + 1?", "answer": str(i + 1), "level": i % 5 + 1} for i in range(500)]
+    hub.files["HuggingFaceH4/MATH-500/test.jsonl"] = jsonl(math)
+    hub.files["livecodebench/code_generation_lite/test.jsonl"] = jsonl(programs(400))
+    hub.rows["cais/mmlu", "all", "auxiliary_train"] = [
+        {"question": f"q{i}", "choices": ["a", "b", "c", "d"], "answer": i % 4} for i in range(99842)
+    ]
+    hub.rows["openbmb/RLPR-Train-Dataset", "default", "train"] = [
+        {
+            "prompt": [{}, {"content": f"r{i}"}],
+            "extra_info": {"reasoning_score": i % 7},
+            "reward_model": {"ground_truth": str(i)},
+        }
+        for i in range(77687)
+    ]
+    prepare(evaluation.Settings())
+    problems = load("paper", "train")
+    kinds = [problem.kind for problem in problems]
+    assert {kind: kinds.count(kind) for kind in kinds} == {
+        "math500": 240,
+        "mmlu": 240,
+        "rlpr": 240,
+        "livecodebench": 240,
+    }
+    assert min(p.level for p in problems if p.kind == "math500") > 1
+    assert {p.kind for p in load("recursion", "train")} == {"livecodebench", "rlpr"}
+    assert "licence" in capsys.readouterr().out
+
+
+# Your own
+
+
+def write(tmp_path, *rows) -> str:
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def test_an_own_question_is_told_how_to_answer_and_marked_by_its_grader(tmp_path):
+    file = write(
+        tmp_path,
+        {"question": "What is 40 + 2?", "answer": "42", "grader": "math"},
+        {"question": "Who wrote Emma?", "answer": "Jane Austen", "grader": "short", "kind": "books"},
+        {
+            "question": "Which is a fruit?",
+            "answer": "B",
+            "grader": "letter",
+            "extra": {"choices": ["stone", "apple"]},
+        },
+        {"question": "The capital of France? Answer in \\boxed{}.", "answer": "Paris", "grader": "exact"},
+    )
+    math, short, letter, exact = read_problems(file)
+    assert math.question.endswith("\\boxed{}.") and grade(math, "It is \\boxed{42}.") and math.kind == "math"
+    assert short.kind == "books" and grade(short, "<answer>jane austen</answer>")
+    assert "A. stone\nB. apple" in letter.question and grade(letter, "<answer>B</answer>")
+    assert (
+        exact.question.count("\\boxed") == 1
+        and grade(exact, "\\boxed{paris.}")
+        and not grade(exact, "\\boxed{Rome}")
+    )
+
+
+def test_from_twenty_rows_on_every_fifth_is_held_out(tmp_path):
+    rows = [{"question": f"q{i}", "answer": f"a{i}", "grader": "exact"} for i in range(25)]
+    file = write(tmp_path, *rows)
+    train, test = load(file, "train"), load(file, "test")
+    assert len(train) == 20 and [p.answer for p in test] == ["a4", "a9", "a14", "a19", "a24"]
+    file = write(tmp_path, *rows[:19])
+    assert load(file, "train") == load(file, "test") and len(load(file, "test")) == 19
+
+
+FAULTS = {  # a row: what the error says of it
+    '{"question": "q", "answer": "a"}\n': "grader has to be one of exact, same, math",
+    '{"question": "q", "grader": "exact"}\n': "answer is missing",
+    '{"question": "q", "answer": 42, "grader": "math"}\n': "answer is missing, or of another type than str",
+    '{"question": "q", "answer": "B", "grader": "letter"}\n': '"choices"',
+    '{"question": "q", "answer": "C", "grader": "letter", "extra": {"choices": ["a", "b"]}}\n': "letter of",
+    '{"question": "q", "answer": "", "grader": "math"}\n': "no response could be ''",
+    '{"question": "q", "answer": "a", "grader": "exact", "colour": 1}\n': "there is no field 'colour'",
+    '{"question": "", "answer": "a", "grader": "exact"}\n': "0 characters",
+    '{"question": "q", "answer": "", "grader": "code", "extra": {"function": null, "tests": "x"}}\n': "pairs",
+    '{"question": "q", "answer": "", "grader": "code", "extra": {"function": "f", "tests": [["[", ""]]}}\n'
+    "": "JSON",
+    '{"question": \n': "no JSON object",
+}
+
+
+@pytest.mark.parametrize("row, why", FAULTS.items(), ids=range(len(FAULTS)))
+def test_what_a_row_lacks_is_said_with_its_line(tmp_path, row, why):
+    file = write(tmp_path, {"question": "q", "answer": "a", "grader": "exact"}, row)
+    with pytest.raises(ValueError) as error:
+        read_problems(file)
+    assert "line 2" in str(error.value) and why in str(error.value)
+
+
+def test_unknown_names_are_errors_that_list_what_there_is(tmp_path):
+    with pytest.raises(ValueError, match="there are laptop"):
+        load("labtop", "test")
+    with pytest.raises(OSError, match="is missing; write it"):
+        load(str(tmp_path / "none.jsonl"), "test")

@@ -1,0 +1,440 @@
+"""Workers on the wire: what is sent and read, what becomes of servers that fail, money, pools."""
+import contextlib
+import json
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from servers import CHAT, GOOD, OddServer, http
+
+import workers
+from workers import Budget, Replay, Reply, Worker, WorkerError, check_pool, load_pool
+
+ROOT = os.path.dirname(os.path.abspath(workers.__file__))
+KEY = "sk-planted-0123456789"
+QUICK = 1.5  # A timeout in seconds; the pauses between attempts grow with it, from 5 ms here.
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    monkeypatch.setenv("PLANTED", KEY)
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+
+
+def worker(server, **fields):
+    return Worker(**{"protocol": "openai", "base_url": server.url, "model": "m", "timeout": 30, **fields})
+
+
+def pool_file(folder, *entries):
+    (folder / "pool.json").write_text(json.dumps(entries))
+    return str(folder / "pool.json")
+
+
+# Protocols, against the providers' documentation
+
+TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi."},
+        {"role": "assistant", "content": " "}, {"role": "user", "content": "Why?"}]
+
+
+def on_the_wire(response, overrides=(), **fields):
+    """One call: the request's head in lower case, its body, and the reply."""
+    with OddServer(http(response)) as server:
+        reply = worker(server, **fields).chat(TALK, **dict(overrides))
+    [(_, head, body)] = server.requests
+    return head.lower(), body, reply
+
+
+def test_openai_on_the_wire():
+    """Parameters and headers are sent as they are, overrides win; a blank turn, which some refuse, is not."""
+    head, body, reply = on_the_wire(GOOD, {"max_completion_tokens": 9}, api_key_env="PLANTED", price=[1, 10],
+                                    headers={"X-Title": "ours"},
+                                    params={"max_completion_tokens": 5, "reasoning": {"effort": "low"}})
+    assert head.startswith("post /v1/chat/completions http/1.1")
+    assert f"\r\nauthorization: bearer {KEY}\r\n" in head and "\r\nx-title: ours\r\n" in head
+    assert body == {"model": "m", "max_completion_tokens": 9, "reasoning": {"effort": "low"},
+                    "messages": [*TALK[:2], {"role": "assistant", "content": "(empty)"}, TALK[3]]}
+    assert reply == Reply("Because.", 10, 2, pytest.approx(30e-6), reply.seconds) and reply.seconds > 0
+    assert "authorization" not in on_the_wire(GOOD)[0]
+
+
+def test_anthropic_on_the_wire():
+    answer = {"content": [{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "Be"},
+                          {"type": "text", "text": "cause."}], "stop_reason": "max_tokens",
+              "usage": {"input_tokens": 10, "output_tokens": 7, "cache_read_input_tokens": 100}}
+    head, body, reply = on_the_wire(answer, protocol="anthropic", api_key_env="PLANTED", price=[3, 15])
+    assert head.startswith("post /v1/messages http/1.1") and f"\r\nx-api-key: {KEY}\r\n" in head
+    assert "\r\nanthropic-version: 2023-06-01\r\n" in head
+    assert body == {"model": "m", "max_tokens": 4096, "system": "Be brief.",
+                    "messages": [TALK[1], {"role": "assistant", "content": "(empty)"}, TALK[3]]}
+    assert reply == Reply("Because.", 110, 7, pytest.approx(435e-6), reply.seconds, "length")
+
+
+def answer(content="Because.", finish="stop", usage=GOOD["usage"], **message):
+    choice = {"message": {"content": content, **message}, "finish_reason": finish}
+    return {"choices": [choice], "usage": usage}
+
+
+@pytest.mark.parametrize("response, text, finish", [
+    (answer(None, "length"), "", "length"),
+    (answer("", "content_filter"), "", "content_filter"),
+    (answer(None, refusal="I will not."), "I will not.", "stop"),
+    (answer([{"type": "thinking", "thinking": "Hm"}, {"type": "text", "text": "A"}]), "A", "stop"),
+    (answer("Hm.", None), "Hm.", "stop"),
+    (answer("<think>Why? Because.</think>\n\nSo."), "So.", "stop"),
+    (answer("Why? Because.</think>So."), "So.", "stop"),  # whose template wrote the first tag
+    (answer("<think>Why? Bec", "length"), "", "length"),
+    (answer("So <think> is a tag."), "So <think> is a tag.", "stop"),
+])
+def test_what_models_answer(response, text, finish):
+    _, _, reply = on_the_wire(response)
+    assert (reply.text, reply.finish) == (text, finish)
+
+
+@pytest.mark.parametrize("usage, price, cost", [
+    ({"prompt_tokens": 10, "completion_tokens": 2}, [1, 10], 30e-6),
+    ({"prompt_tokens": 10, "completion_tokens": 2}, None, None),
+    ({"prompt_tokens": 10, "completion_tokens": 2}, [0, 0], 0),
+    (None, [1, 10], None),
+    ({"prompt_tokens": -10, "completion_tokens": 2}, [1, 10], None),
+    ({"prompt_tokens": 10, "completion_tokens": "2"}, [1, 10], None),
+    ({"prompt_tokens": 10, "completion_tokens": 0}, [1, 10], None),  # There is a text: nobody counted.
+    ({"prompt_tokens": 10, "completion_tokens": 2, "total_tokens": 112}, [1, 10], 1030e-6),  # with thoughts
+    ({"prompt_tokens": 10, "completion_tokens": 2, "cost": 0.25}, [1, 10], 0.25),  # OpenRouter's bill
+    ({"prompt_tokens": 10, "completion_tokens": 2, "cost": 0.25}, None, 0.25),
+    ({"prompt_tokens": 10, "completion_tokens": 2, "cost": 0}, [1, 10], 30e-6),
+    ({"prompt_tokens": 10, "completion_tokens": 2, "cost": 0.25, "is_byok": True}, [1, 10], 30e-6),
+])
+def test_what_a_reply_costs(usage, price, cost):
+    """An unknown price or usage is unknown, not zero."""
+    with OddServer(http(answer(usage=usage))) as server:
+        one = worker(server, price=price)
+        reply = one.chat(CHAT)
+    assert reply.cost == (cost and pytest.approx(cost))
+    assert (one.calls, one.spent, one.unpriced) == (1, reply.cost or 0.0, cost is None)
+
+
+def test_a_python_function_is_a_worker(tmp_path):
+    (tmp_path / "tools.py").write_text(
+        "from workers import Reply\n"
+        "def search(messages): return 'found ' + messages[-1]['content']\n"
+        "def agent(messages): return Reply('done', 5, 6, 0.25)\n"
+        "def broken(messages): raise ValueError('no net')\n"
+        "def silent(messages): pass\n")
+    names = ["search", "agent", "broken", "silent"]
+    entries = [{"protocol": "python", "function": f"tools.py:{name}"} for name in names]
+    pool = load_pool(pool_file(tmp_path, *entries))
+    assert [one.name for one in pool] == names and not workers.costs_money(pool)
+    assert pool[0].chat(CHAT).text == "found Why?" and pool[0].chat(CHAT).cost == 0.0
+    assert pool[1].chat(CHAT).cost == pool[1].spent == 0.25
+    for one, says in ((pool[2], "broken: ValueError: no net"), (pool[3], "silent: TypeError")):
+        with pytest.raises(WorkerError, match=says):
+            one.chat(CHAT)
+
+
+def cut(n, conn):
+    conn.sendall(http(GOOD)[:-20])
+
+
+def flood(n, conn):
+    conn.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000000\r\n\r\n")
+    for _ in range(100):
+        conn.sendall(b"x" * 1_000_000)
+
+
+def refused(status, message="no", code=None, **headers):
+    return http({"error": {"message": message, "code": code}}, status, **headers)
+
+
+@pytest.mark.parametrize("play, asked, says", [  # what a server does, how often two attempts ask, the error
+    # What may help is tried again.
+    (refused(500), 2, "HTTP 500.*no"),
+    (http(b"<h1>Bad gateway</h1>", 502), 2, "HTTP 502.*Bad gateway"),
+    (refused(503), 2, "HTTP 503"),
+    (http({"error": {"message": "upstream died", "code": 502}}), 2, "HTTP 502.*upstream died"),
+    (http({"error": "model is loading"}), 2, "HTTP 500.*model is loading"),
+    (http(answer("Bec", "error")), 2, "failed midway"),
+    (lambda n, conn: None, 2, "Error"),
+    (cut, 2, "Error"),
+    (b"220 mail.example ESMTP\r\n\r\n", 2, "Error"),
+    (http(b" \n "), 2, "no reply"),
+    # What cannot help is not, nor is what is paid.
+    *((refused(status), 1, f"HTTP {status}.*no") for status in (400, 401, 402, 403, 404, 413, 422)),
+    (refused(502, X_Should_Retry="false"), 1, "HTTP 502"),
+    (http({"error": {"message": "too long", "code": 400}}), 1, "HTTP 400.*too long"),
+    (http(b"", 302, Location="http://127.0.0.1:9/v1"), 1, "HTTP 302"),
+    (http(json.dumps(GOOD).encode()[:-9]), 1, "no reply as openai"),
+    (http(b"[" * 100_000), 1, "no reply as openai"),
+    (http([GOOD]), 1, "no reply as openai"),
+    (http({"choices": []}), 1, "no reply as openai"),
+    (http(answer(42)), 1, "no reply as openai"),
+    (flood, 1, "larger than 32 MiB"),
+    # Waiting mends no account: OpenAI's, Anthropic's, Google's and OpenRouter's words.
+    (refused(429, "You exceeded it", "insufficient_quota"), 1, "HTTP 429.*You exceeded it"),
+    (refused(400, "Your credit balance is too low"), 1, "credit balance"),
+    (refused(429, "GenerateRequestsPerDayPerProjectPerModel-FreeTier"), 1, "PerDay"),
+    (refused(429, "Rate limit exceeded: free-models-per-day. Add credits"), 1, "per-day"),
+])
+def test_what_ends_a_call(play, asked, says):
+    with OddServer(play) as server, pytest.raises(WorkerError, match=f"^jane: .*{says}.*attempt {asked},"):
+        worker(server, name="jane", attempts=2, timeout=QUICK, deadline=60).chat(CHAT)
+    assert len(server.requests) == asked
+
+
+@pytest.mark.parametrize("status, times", [(429, 7), (503, 7), (529, 7), (500, 5)])
+def test_a_busy_provider_is_asked_until_it_answers_and_a_broken_one_six_times(status, times):
+    with OddServer([refused(status)] * times + [http(GOOD)]) as server:
+        assert worker(server, timeout=QUICK, deadline=60).chat(CHAT).text == "Because."
+    assert len(server.requests) == times + 1
+    with OddServer(refused(500)) as server, pytest.raises(WorkerError, match="attempt 6,"):
+        worker(server, timeout=QUICK, deadline=60).chat(CHAT)
+
+
+def test_the_wait_that_is_asked_for_is_kept():
+    with OddServer([refused(429, Retry_After="0.3"), http(GOOD)]) as server:
+        worker(server, timeout=QUICK).chat(CHAT)
+    assert server.requests[1][0] - server.requests[0][0] >= 0.3
+    with OddServer(refused(429, Retry_After="3600")) as server, pytest.raises(WorkerError, match="HTTP 429"):
+        worker(server).chat(CHAT)
+    assert len(server.requests) == 1  # It would lie beyond the deadline.
+
+
+@pytest.mark.parametrize("sent", [0, 20, -30], ids=["before the head", "in the head", "in the body"])
+def test_a_slow_answer_is_one_reply_to_one_request(sent):
+    waits, go_on = threading.Event(), threading.Event()
+
+    def slow(n, conn):
+        conn.sendall(http(GOOD)[:sent])
+        waits.set()
+        assert go_on.wait(60)
+        return http(GOOD)[sent:]
+
+    with OddServer(slow) as server, ThreadPoolExecutor(1) as thread:
+        reply = thread.submit(worker(server, timeout=60).chat, CHAT)
+        assert waits.wait(60) and not reply.done()
+        go_on.set()
+        assert reply.result().text == "Because." and len(server.requests) == 1
+
+
+@pytest.mark.parametrize("begins", [b"", http(GOOD)[:-20], b"HTTP/1.1 200 OK\r\n\r\n"])
+@pytest.mark.parametrize("drip", [b"", b" "])
+def test_who_does_not_answer_in_time_is_not_asked_again(begins, drip):
+    def late(n, conn):
+        conn.sendall(begins)
+        while not server.over.wait(0.01):
+            conn.sendall(drip if begins else b"")
+
+    with OddServer(late) as server, pytest.raises(WorkerError, match="no whole answer|no reply"):
+        worker(server, timeout=0.3).chat(CHAT)
+    assert len(server.requests) == 1
+
+
+def test_who_cannot_be_reached():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/v1"
+    with pytest.raises(WorkerError, match="gone: .*refused.*attempt 6,"):
+        Worker("openai", url, "m", name="gone", timeout=QUICK, deadline=60).chat(CHAT)
+    with pytest.raises(WorkerError, match="resolve.*attempt 1,"):
+        Worker("openai", "http://nobody.invalid/v1", "m").chat(CHAT)
+
+
+def test_no_key_is_in_any_error_or_file(tmp_path):
+    echo = refused(400, f"Incorrect key {KEY}\x1b[2J and {KEY[:9]}... in header-secret")
+    with OddServer([http(GOOD), echo]) as server:
+        one = worker(server, api_key_env="PLANTED", headers={"X-Pass": "header-secret"})
+        one.replay = Replay(tmp_path / "r")
+        one.chat(CHAT, call_id="0")
+        with pytest.raises(WorkerError, match="Incorrect key") as caught:
+            one.chat(CHAT)
+    for text in (str(caught.value), repr(one), (tmp_path / "r").read_text()):
+        assert KEY not in text and "header-secret" not in text and "\x1b" not in text
+    assert len(str(caught.value)) < 600 and caught.value.__cause__ is None
+    with pytest.raises(WorkerError, match=r"\$ABSENT is not set"):
+        Worker("openai", "http://h/v1", "m", api_key_env="ABSENT").chat(CHAT)
+
+
+def test_concurrency_is_a_workers_own():
+    with OddServer(lambda n, conn: server.over.wait(0.02) or http(GOOD)) as server:
+        one = worker(server, concurrency=3)
+        with ThreadPoolExecutor(12) as threads:
+            list(threads.map(lambda _: one.chat(CHAT), range(24)))
+        assert server.most <= 3 and one.calls == 24
+
+
+def test_a_replay_makes_a_second_run_free(tmp_path):
+    def five(one):
+        asked = [(CHAT, "a", 1), (CHAT, "b", 1), (CHAT * 2, "a", 1), (CHAT, "a", 2), (CHAT, "a", 1)]
+        return [one.chat(chat, call_id, top_p=top_p) for chat, call_id, top_p in asked]
+
+    numbered = [http(answer(f"{n} \u2028 \r\n é \ud83d")) for n in range(9)]
+    with OddServer(numbered) as server:
+        first = worker(server, price=[1, 10], replay=Replay(tmp_path / "replay"))
+        replies = five(first)
+        again = worker(server, price=[1, 10], replay=Replay(tmp_path / "replay"), budget=Budget(0.0))
+        assert five(again) == replies and len(server.requests) == 4
+        assert again.spent == first.spent == pytest.approx(5 * 30e-6)  # The bill is a whole run's.
+        first.chat(CHAT)  # Without a call_id it is asked, and not kept.
+        worker(server, name="another", replay=Replay(tmp_path / "replay")).chat(CHAT, call_id="a")
+        assert len(server.requests) == 6
+
+
+def test_torn_lines_are_ignored_and_harm_no_other(tmp_path):
+    with OddServer(http(GOOD)) as server:
+        for call_id in "ab":
+            worker(server, replay=Replay(tmp_path / "replay")).chat(CHAT, call_id=call_id)
+        (tmp_path / "replay").write_bytes((tmp_path / "replay").read_bytes()[:-30])  # A kill.
+        for asked in (3, 3):
+            one = worker(server, replay=Replay(tmp_path / "replay"))
+            one.chat(CHAT, call_id="a"), one.chat(CHAT, call_id="b")
+            assert len(server.requests) == asked
+
+
+def keep_fifty(path, name):
+    for i in range(50):
+        Replay(path).keep(f"{name}{i}", Reply("x" * 3000, 1, 2, None, 0.5))
+
+
+def test_processes_append_at_the_same_time(tmp_path):
+    path = tmp_path / "replay"
+    processes = [multiprocessing.Process(target=keep_fifty, args=(path, name)) for name in "abc"]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert set(Replay(path).replies) == {f"{name}{i}" for name in "abc" for i in range(50)}
+
+
+def test_a_budget_is_never_passed():
+    """Calls of up to $0.0012, in fact $0.001: of twenty at once under $0.005 four are made."""
+    usage = {"prompt_tokens": 0, "completion_tokens": 100}
+    budget = Budget(0.005)
+    fields = {"price": [0, 10], "params": {"max_tokens": 120}, "budget": budget}
+    with OddServer(http(answer(usage=usage))) as server:
+        pool = [worker(server, name=name, **fields) for name in "ab"]
+
+        def ask(i):
+            try:
+                return pool[i % 2].chat(CHAT).cost
+            except WorkerError as e:
+                assert "the budget of $0.005 is spent" in str(e)
+
+        with ThreadPoolExecutor(20) as threads:
+            paid = [cost for cost in threads.map(ask, range(20)) if cost]
+    assert paid == [pytest.approx(0.001)] * 4 == [pytest.approx(0.001)] * len(server.requests)
+    assert budget.refused and budget.left == pytest.approx(0.001)
+
+
+@pytest.mark.parametrize("answers, unknown", [
+    ([refused(400)], 0), ([refused(429), http(GOOD)], 0), ([refused(503), http(GOOD)], 0),
+    ([refused(500), refused(400)], 1), ([http(b"{")], 1), ([http(answer(usage=None))], 1),
+    ([http(answer("Bec", "error")), http(GOOD)], 0),  # OpenRouter bills no such answer.
+    ([http({"error": {"message": "x", "code": 503}}), http(GOOD)], 1),  # The model had begun.
+])
+def test_an_attempt_that_may_be_billed_counts_whole(answers, unknown):
+    budget = Budget(1.0)
+    with OddServer(answers) as server:
+        one = worker(server, price=[0, 10], params={"max_tokens": 1000}, budget=budget, timeout=QUICK)
+        try:
+            known = one.chat(CHAT).cost or 0.0
+        except WorkerError:
+            known = 0.0
+    assert budget.left == pytest.approx(1 - unknown * 0.01 - known) and budget.running == 0
+
+
+def test_the_most_that_a_call_can_cost_is_reserved():
+    """OpenRouter may choose a host that is dearer than the price, up to max_price."""
+    seen = []
+    params = {"max_tokens": 1000, "provider": {"max_price": {"prompt": 0, "completion": 20}}}
+    with OddServer(lambda n, conn: seen.append(budget.left) or http(GOOD)) as server:
+        budget = Budget(1.0)
+        worker(server, price=[0, 10], params=params, budget=budget).chat(CHAT)
+        with pytest.raises(WorkerError, match="budget"):
+            worker(server, budget=budget).chat(CHAT)  # Nobody knows its price.
+    assert seen == [pytest.approx(1 - 0.02)] and budget.left == pytest.approx(1 - 20e-6)
+
+
+RIGHT = {"protocol": "openai", "base_url": "http://h/v1", "model": "m"}
+
+
+@pytest.mark.parametrize("change, field", [
+    ({"modle": ""}, "modle"), ({"model": ""}, "model"), ({"base_url": ""}, "base_url"),
+    ({"base_url": f"https://me:{KEY}@h/v1"}, "base_url"), ({"base_url": "https://h/v1?v=1"}, "base_url"),
+    ({"protocol": "smtp"}, "protocol"), ({"protocol": []}, "protocol"), ({"api_key_env": KEY}, "api_key_env"),
+    ({"api_key_env": "ABSENT"}, r"\$ABSENT"), ({"params": [1]}, "params"), ({"params": {"n": 2}}, "params"),
+    ({"headers": {"a": 1}}, "headers"), ({"price": 3}, "price"), ({"price": [1]}, "price"),
+    ({"price": [1, -1]}, "price"), ({"price": [1, "2"]}, "price"), ({"concurrency": 0}, "concurrency"),
+    ({"concurrency": 1.5}, "concurrency"), ({"timeout": "1"}, "timeout"), ({"timeout": -1}, "timeout"),
+    ({"deadline": float("inf")}, "deadline"), ({"attempts": True}, "attempts"),
+    ({"protocol": "python"}, "function"), ({"protocol": "python", "function": "absent.py:f"}, "function"),
+])
+def test_a_bad_field_is_named_with_its_worker_and_not_shown(change, field, tmp_path):
+    spec = pool_file(tmp_path, {**RIGHT, "name": "good"}, {**RIGHT, "name": "bad", **change})
+    with pytest.raises(ValueError, match=f"pool.json:\nbad: .*{field}") as caught:
+        load_pool(spec)
+    assert KEY not in str(caught.value) and "good" not in str(caught.value)
+
+
+def test_everything_that_is_missing_is_said_at_once():
+    changes = [{"api_key_env": "ABSENT"}, {"timeout": 0, "modle": "m"}, {"name": "m"}]
+    said = "\n".join(check_pool([*({**RIGHT, **change} for change in changes), {}]))
+    for word in ("ABSENT", "timeout", "modle", "name: another", "worker 3: protocol"):
+        assert word in said
+
+
+@pytest.mark.parametrize("fields, says", [({}, "price"), ({"price": [1, 2]}, "max_tokens"),
+                                          ({"price": [1, 2], "params": {"max_tokens": "9"}}, "max_tokens")])
+def test_a_budget_needs_to_know_the_most_that_a_call_costs(fields, says):
+    assert not check_pool([{**RIGHT, **fields}])
+    [said] = check_pool([{**RIGHT, **fields}], budget=1.0)
+    assert says in said
+
+
+def test_what_is_no_pool(tmp_path):
+    for text in ("", "[", "{}", "3", "[3]"):
+        (tmp_path / "pool.json").write_text(text)
+        with pytest.raises(ValueError, match="pool.json: .*there are local, .*today"):
+            load_pool(str(tmp_path / "pool.json"))
+
+
+@pytest.mark.parametrize("name", [file.removesuffix(".json") for file in os.listdir(f"{ROOT}/assets/pools")])
+def test_a_pool_that_comes_along_can_be_used_with_its_keys_alone(name, monkeypatch):
+    entries = workers.read_pool(name)
+    for variable in {entry["api_key_env"] for entry in entries}:
+        monkeypatch.delenv(variable, raising=False)
+        assert any(f"${variable} is not set" in said for said in check_pool(entries))
+        monkeypatch.setenv(variable, KEY)
+    assert not check_pool(entries, budget=10.0) and workers.costs_money(entries)
+    assert workers.probable_cost(entries, 9) == workers.probable_cost(load_pool(name), 9) > 0
+
+
+@pytest.mark.parametrize("change, costs, dollars", [
+    ({"price": [1, 10]}, True, 10 * 0.008), ({"price": [0, 0]}, False, 0), ({}, True, None),
+    ({"base_url": "http://localhost:80/v1"}, False, 0), ({"base_url": "http://localhost.eu/v1"}, True, None),
+])
+def test_what_costs_money_needs_a_budget(change, costs, dollars):
+    pool = [{**RIGHT, **change}]
+    assert workers.costs_money(pool) == costs
+    assert workers.probable_cost(pool, 10) == (dollars and pytest.approx(dollars))
+    workers.demand_budget(pool, 1.0, 10, "training")
+    expected = pytest.raises(ValueError, match="training costs money.* 10 calls.*--budget")
+    with expected if costs else contextlib.nullcontext():
+        workers.demand_budget(pool, 0.0, 10, "training")
+
+
+def test_the_command_asks_each_worker_for_a_word(tmp_path):
+    def run(*entries):
+        command = [sys.executable, "workers.py", f"--pool={pool_file(tmp_path, *entries)}"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+    with OddServer(http(GOOD)) as good, OddServer(refused(401)) as bad, OddServer(http(answer(""))) as mute:
+        entries = [{**RIGHT, "base_url": one.url, "model": one.url[-8:]} for one in (good, bad, mute)]
+        all_three, fine = run(*entries), run(entries[0])
+    up, down, silent = all_three.stdout.splitlines()
+    assert "12 tokens, unknown cost" in up and "HTTP 401" in down and "empty" in silent
+    assert all_three.returncode == 1 and fine.returncode == 0 and fine.stdout.startswith(good.url[-8:])
