@@ -204,7 +204,6 @@ def test_three_gradients_that_are_not_finite_end_the_run(tmp_path):
         "--preset=laptop", f"--init_from={trained()[0]}/checkpoint", "--lr=1e30", "--iterations=9",
         "--questions=8", "--rollouts=8", "--test=0", f"--out={tmp_path}/out"))
     assert status == 1 and "not finite" in err and "Traceback" not in err
-    assert sum(line["skipped"] for line in metrics(f"{tmp_path}/out")) >= 3
 
 
 # ------------------------------------------------------------------------------------------------------------
