@@ -20,7 +20,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 
 # Sampling and learning want blocks of very different sizes, which segments that grow can serve in turn. torch
@@ -38,7 +38,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from tqdm import tqdm
 
 import eval as evaluation
-from eval import GRADERS, grade_once, load, mean, measure, progress
+from eval import grade_once, load, mean, measure, progress
 from grpo import HEAD_LOGITS, packed_logprobs, set_advantages, update
 from model import Config, Qwen, Tokenizer, compute_dtype, configure, fetch, read_json, write_json
 from workers import LOCAL, Reply, WorkerError, check_pool, costs_money, demand_budget, first_words, load_pool
@@ -161,17 +161,13 @@ def second_rounds(groups: list[list[Rollout]], settings: Settings, iteration: in
     return asked
 
 
-def roll_out_on_all_ranks(sampler: Qwen, run: Run, asked: list[Rollout], settings: Settings, seed, clock):
-    """Roll out every question settings.rollouts times. Each rank does a part of every question's, and all
-    ranks get all of them, as [question][rollout]: the same on any number of ranks."""
+def roll_out_on_all_ranks(sampler: Qwen, run: Run, asked: list[Rollout], settings: Settings, seed: int):
+    """Roll out every question settings.rollouts times. Each rank does a part of every question's, and all get
+    all of them, as [question][rollout]: the same on any number of ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     numbers = range(settings.rollouts * rank // world, settings.rollouts * (rank + 1) // world)
     mine = [replace(question, number=number) for question in asked for number in numbers]
-
-    def write(rollouts):
-        yield from model_writer(sampler, run.tokenizer, run.prompting, temperature=1.0, seed=seed)(rollouts)
-        clock.lap("sampling")  # What follows is waiting for workers.
-
+    write = model_writer(sampler, run.tokenizer, run.prompting, temperature=1.0, seed=seed)
     with progress("rollouts of rank 0", len(mine)) as bar:
         roll_out(mine, write, run.prompting, failure=grade_once(), edit=ablation(settings),
                  on_end=lambda rollout: bar.update(), timeout=settings.workflow_timeout)
@@ -181,13 +177,12 @@ def roll_out_on_all_ranks(sampler: Qwen, run: Run, asked: list[Rollout], setting
     for question in asked:
         for r in groups[question.name]:
             r.pool, r.problem, r.previous = question.pool, question.problem, question.previous
-    clock.lap("workers")
     return [*groups.values()]
 
 
 def reward(rollout: Rollout, settings: Settings) -> float | None:
-    """§3.1: 0 without a workflow, 0.5 for a wrong answer, 1 for a right one. --cost_weight, which the paper
-    has not, takes the calls' dollars from it. None: a call was lost, or has an unknown cost that would
+    """§3.1: 0 without a workflow, 0.5 for a wrong answer, 1 for a right one; less its calls' dollars, weighed
+    by --cost_weight, which the paper has not. None: a call was lost, or has an unknown cost that would
     count."""
     if rollout.right is None:
         return None
@@ -221,32 +216,32 @@ def train(settings: Settings, device: str):
     """The whole run, on every rank."""
     run = set_up(settings, device)  # It loads the newest checkpoint (--resume), or begins, with a warm start.
     for iteration in range(run.begin, settings.iterations):
-        clock = Clock()
+        began = time.perf_counter()
         groups = read_rollouts(run, settings, iteration)  # of a run that was killed
         if groups is None:
             sampler = whole_copy(run.model)  # FSDP splits the weights over the ranks.
             seed = settings.seed * 1_000_000 + iteration  # for sampling; second rounds add 500,000
             asked = first_rounds(run, settings, iteration)
-            groups = roll_out_on_all_ranks(sampler, run, asked, settings, seed, clock)
+            groups = roll_out_on_all_ranks(sampler, run, asked, settings, seed)
             if settings.recursion:
                 asked = second_rounds(groups, settings, iteration)
-                groups += roll_out_on_all_ranks(sampler, run, asked, settings, seed + 500_000, clock)
+                groups += roll_out_on_all_ranks(sampler, run, asked, settings, seed + 500_000)
             del sampler  # The sampler and the gradients do not both fit.
             torch.cuda.empty_cache()  # Learning wants blocks of other sizes; and sampling again, below.
         for rollout in itertools.chain(*groups):
             rollout.reward = reward(rollout, settings)                                            # §3.1
         set_advantages(groups, settings.recursion)                                                # Eq. 2
         write_rollouts(settings, iteration, groups)
+        rolled_out = time.perf_counter()
         reports = learn(run, groups, settings, iteration)                                         # Eq. 1
         torch.cuda.empty_cache()
-        clock.lap("training")
+        seconds = {"rollouts": rolled_out - began, "learning": time.perf_counter() - rolled_out}
 
         done, held_out = iteration + 1, None
         if done % settings.save_every == 0 and done < settings.iterations:
-            evaluated = evaluate(run, run.test[:MEASURED], settings, f"test:{iteration}")
-            held_out = measure([evaluated])["accuracy"]
-            clock.lap("evaluation")
-        log(settings, metrics(iteration, groups, reports, held_out, clock.seconds))
+            answered = evaluate(run, run.test[:MEASURED], settings, f"test:{iteration}")
+            held_out = measure([answered])["accuracy"]
+        log(settings, metrics(iteration, groups, reports, held_out) | {"seconds": seconds})
         is_spent = any(all_gather([run.pool[0].budget and run.pool[0].budget.refused]))
         if is_spent or done % settings.save_every == 0 or done == settings.iterations:
             save(run, settings, done)
@@ -261,8 +256,7 @@ def train(settings: Settings, device: str):
 # Before and after the loop
 
 def set_up(settings: Settings, device: str) -> Run:
-    """All that the loop needs, on every rank, after a look at what the run lacks. With --dry_run it ends
-    here."""
+    """All that the loop needs, on every rank, after a look at what is lacking. --dry_run ends here."""
     found = on_rank0(lambda: [path for path in checkpoints(settings.out) if os.path.exists(f"{path}/state")])
     is_resumed = settings.resume and len(found) > 0
     start = found[-1] if is_resumed else settings.init_from  # "": a new tiny model
@@ -283,9 +277,7 @@ def set_up(settings: Settings, device: str) -> Run:
     torch.manual_seed(settings.seed)
     if settings.offload and device == "cuda":  # Adam runs on the CPU, where torchrun allows one thread.
         torch.set_num_threads(max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    if settings.grader:
-        GRADERS["own"] = evaluation.load_grader(settings.grader)
-    problems, test = load(settings.data, "train"), load(settings.data, "test", settings.test)
+    problems, test = load_problems(settings)
     if costs_money(read_pool(settings.pool, url)):
         settings.replay = settings.replay or f"{settings.out}/replies"
     on_rank0(lambda: open_folder(settings, begin))
@@ -298,9 +290,9 @@ def set_up(settings: Settings, device: str) -> Run:
     else:
         model, tokenizer = tiny_conductor(settings, problems, len(pool))
         shard(model, settings, device)
+    names = ", ".join(worker.name for worker in pool)
     print0(f"{n:,} parameters on {dist.get_world_size()} x {device} in {dtype_for(config, device)}, lr "
-           f"{settings.lr:g}, {len(problems):,} problems, {len(pool)} workers: "
-           f"{', '.join(worker.name for worker in pool)}")
+           f"{settings.lr:g}, {len(problems):,} problems, {len(pool)} workers: {names}")
     if settings.warm_steps and not is_resumed:
         print0(f"warm start: {settings.warm_steps} steps of the format")
         warm_start(model, tokenizer, problems, len(pool), settings)
@@ -320,8 +312,14 @@ def set_up(settings: Settings, device: str) -> Run:
     return run
 
 
-ABLATIONS = {"": {}, "subtasks": {"subtask": "Solve the question."},
-             "access": {"access": [], "wrote_all": False}}
+def load_problems(settings: Settings) -> tuple[list, list]:
+    """The problems to train on, and the held-out ones."""
+    return (load(settings.data, "train", grader=settings.grader),
+            load(settings.data, "test", settings.test, grader=settings.grader))
+
+
+ABLATIONS = {
+    "": {}, "subtasks": {"subtask": "Solve the question."}, "access": {"access": [], "wrote_all": False}}
 
 
 def ablation(settings: Settings):
@@ -348,8 +346,8 @@ def evaluate(run: Run, problems: list, settings: Settings, name: str) -> list[Ro
     name: of the evaluation, for the replay file."""
     rank, world = dist.get_rank(), dist.get_world_size()
     write = model_writer(whole_copy(run.model), run.tokenizer, run.prompting, temperature=0.0)
-    rounds = int(settings.recursion)
-    system = evaluation.conductor(write, run.prompting, rounds=rounds, edit=ablation(settings))
+    rounds = 1 if settings.recursion else 0
+    system = evaluation.conductor(write, run.prompting, rounds, edit=ablation(settings))
     mine = problems[rank::world]
     shares = all_gather([[strip(r) for r in system(mine, [run.pool] * len(mine), name)]])
     return [replace(shares[i % world][i // world], problem=problem) for i, problem in enumerate(problems)]
@@ -412,8 +410,7 @@ def whole_copy(model: Qwen) -> Qwen:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# The tiny Conductor: a tokenizer and a model made on the spot, and the warm start, which teaches the format
-# only
+# The tiny Conductor, made on the spot, and the warm start, which teaches the format only
 
 def tiny_tokenizer(texts: list[str]) -> Tokenizer:
     """A byte-level BPE like Qwen2.5's, of 900 tokens. Its pieces differ: a quoted subtask, a list's opening,
@@ -483,9 +480,8 @@ def random_lesson(problem, rng: random.Random, n_workers: int, settings: Setting
 
 
 def random_completion(problem, rng: random.Random, workers: list[int], settings: Settings) -> str:
-    """A random workflow in a Conductor's words, which say nothing about whether it is good. A tiny one's plan
-    is the question, and the number of steps stands where it can be counted: it helps to write two more
-    lists."""
+    """A random workflow in a Conductor's words, which do not say whether it is good. A tiny one's plan is the
+    question, and the number of steps stands where it can be counted: it helps to write two more lists."""
     phrases = SENTENCES if settings.init_from else evaluation.phrases_for(problem)
     workflow = evaluation.random_workflow(rng, workers, settings.max_steps, phrases)
     if settings.init_from:
@@ -533,15 +529,15 @@ def warm_start(model: Qwen, tokenizer: Tokenizer, problems: list, n_workers: int
 GIB = 1 << 30
 
 
-def metrics(iteration: int, groups: list, reports: list[dict], held_out, seconds: dict) -> dict:
+def metrics(iteration: int, groups: list[list[Rollout]], reports: list[dict], held_out: float | None) -> dict:
     """A line of metrics.jsonl. Means are over first rounds; `again` is about second ones. None is unknown."""
     rollouts = [*itertools.chain(*groups)]
     first = [r for r in rollouts if r.previous is None]
     known = [r for r in first if r.reward is not None]
     ran = [r for r in first if r.workflow]
+    again = [r for r in rollouts if r.previous is not None and r.reward is not None]
     costs = [reply.cost for r in rollouts for reply in r.replies if reply]
     names = Counter(name for r in ran for name in r.names)
-    kinds = dict.fromkeys(r.problem.kind for r in first)
     m = {
         "iteration": iteration,
         "reward": mean([r.reward for r in known]),
@@ -558,22 +554,22 @@ def metrics(iteration: int, groups: list, reports: list[dict], held_out, seconds
         "cut": mean([not r.finished for r in rollouts]),  # share that reached max_new_tokens
         "skipped": sum(report["skipped"] for report in reports),
         "gap": reports[0]["gap"],  # see grpo.statistics, also for the next ones
+        "memory": torch.cuda.max_memory_allocated() / GIB,  # of rank 0's GPU
+        "workers": {name: n / names.total() for name, n in names.items()},  # shares of the steps
+        "by_kind": {}, "steps_by_kind": {}, "again": {},
     }
     for key in ("approx_kl", "clipfrac", "kl", "entropy", "grad_norm"):
         m[key] = mean([report[key] for report in reports if report[key] is not None])
-    m["by_kind"] = {kind: mean([r.right for r in known if r.problem.kind == kind]) for kind in kinds}
-    m["steps_by_kind"] = {
-        kind: mean([len(r.workflow.steps) for r in ran if r.problem.kind == kind]) for kind in kinds}
-    m["workers"] = {name: n / names.total() for name, n in names.items()}  # shares of the steps
-    again = [r for r in rollouts if r.previous is not None and r.reward is not None]
-    m["again"] = {}
-    for right in (True, False) if again else ():  # Empty lists keep the answer of the round before.
-        kept = [r.workflow is not None and not r.workflow.steps for r in again if r.previous.right == right]
-        m["again"] |= {"kept_right" if right else "kept_wrong": mean(kept)}
+    for kind in dict.fromkeys(r.problem.kind for r in first):
+        m["by_kind"][kind] = mean([r.right for r in known if r.problem.kind == kind])
+        m["steps_by_kind"][kind] = mean([len(r.workflow.steps) for r in ran if r.problem.kind == kind])
     if again:
-        m["again"] |= {"before": mean([r.previous.right for r in again]),
-                       "accuracy": mean([r.right for r in again])}
-    return m | {"memory": torch.cuda.max_memory_allocated() / GIB, "seconds": seconds}  # of rank 0's GPU
+        m["again"]["before"] = mean([r.previous.right for r in again])
+        m["again"]["accuracy"] = mean([r.right for r in again])
+        for was_right in (True, False):  # Empty lists keep the answer of the round before.
+            kept = [r.workflow and not r.workflow.steps for r in again if r.previous.right == was_right]
+            m["again"]["kept right" if was_right else "kept wrong"] = mean([*map(bool, kept)])
+    return m
 
 
 ON_SCREEN = ("reward", "accuracy", "held_out", "parsed", "flat", "lost", "steps", "cost", "tokens", "cut",
@@ -610,18 +606,6 @@ def print0(line: str):
     if dist.get_rank() == 0:
         tqdm.write(line)
         sys.stdout.flush()
-
-
-class Clock:
-    """The seconds of an iteration, by part. What passes between two laps is spent on the second's part."""
-
-    def __init__(self):
-        self.seconds, self.last = defaultdict(float), time.perf_counter()
-
-    def lap(self, part: str):
-        now = time.perf_counter()
-        self.seconds[part] += now - self.last
-        self.last = now
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -661,8 +645,8 @@ def leave(why: str):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# State and resume. Rollouts are on disk before they are learned from. What is random follows from the seed
-# and the iteration: these rollouts, the weights and Adam's moments are all that resuming needs
+# State and resume. What is random follows from the seed and the iteration: a checkpoint's weights, Adam's
+# moments and the rollouts since are all that resuming needs
 
 def write_rollouts(settings: Settings, iteration: int, groups: list[list[Rollout]]):
     """Write all rollouts of an iteration, with what their workers said and all that learning needs."""
@@ -671,9 +655,8 @@ def write_rollouts(settings: Settings, iteration: int, groups: list[list[Rollout
     file = f"{settings.out}/traces/{iteration:05d}.jsonl"
     with open(file + ".tmp", "w", encoding="utf-8") as traces:
         for r in itertools.chain(*groups):
-            row = {"problem": r.problem.id, "expected": r.problem.answer}
-            row = rollout_to_json(r, with_tokens=True) | row
-            traces.write(json.dumps(row) + "\n")
+            about = {"problem": r.problem.id, "expected": r.problem.answer}
+            traces.write(json.dumps(rollout_to_json(r, with_tokens=True) | about) + "\n")
     os.replace(file + ".tmp", file)
 
 
@@ -715,9 +698,8 @@ def trained(run: Run) -> dict[str, torch.Tensor]:
     """What training changes: fp32 weights, and Adam's two moments of each."""
     state = {}
     for name, p in run.model.named_parameters():
-        state[name] = p.detach()
-        for moment in ("exp_avg", "exp_avg_sq"):
-            state[f"{moment} {name}"] = run.optimizer.state[p][moment]
+        state |= {name: p.detach(), f"{name} exp_avg": run.optimizer.state[p]["exp_avg"],
+                  f"{name} exp_avg_sq": run.optimizer.state[p]["exp_avg_sq"]}
     return state
 
 
@@ -727,7 +709,7 @@ def save(run: Run, settings: Settings, done: int):
     folder = f"{settings.out}/checkpoints/unfinished"
     on_rank0(lambda: shutil.rmtree(folder, ignore_errors=True))
     save_for_use(run, settings, folder)
-    writer = dcp.HuggingFaceStorageWriter(f"{folder}/state", save_distributed=True)
+    writer = dcp.HuggingFaceStorageWriter(f"{folder}/state", save_distributed=True)  # safetensors
     dcp.save(trained(run), storage_writer=writer)
     steps = int(next(iter(run.optimizer.state.values()))["step"])
 
@@ -780,8 +762,7 @@ SHAPES = {  # of models that may not be here yet
     "Qwen/Qwen2.5-0.5B-Instruct": Config(151936, 896, 4864, 24, 14, 2, tie_word_embeddings=True)}
 WORDS = {"ablate": (*ABLATIONS,), "sandbox": ("bwrap", "none"),
          "prompt": ("ood", "in", "mixed", "zero-shot", "short")}
-# The least that a setting may be; of other whole numbers it is 1, else 0.
-LEAST = {"rollouts": 2, "warm_steps": -1, "test": 0, "subset": 0, "seed": 0}
+LEAST = {"rollouts": 2, "warm_steps": -1, "test": 0, "subset": 0, "seed": 0}  # of other whole numbers 1
 
 
 def preflight(settings: Settings, start: str, device: str) -> tuple[Config | None, str | None, str]:
@@ -811,24 +792,22 @@ def preflight(settings: Settings, start: str, device: str) -> tuple[Config | Non
     lacking += check_pool(entries, settings.budget)
     if settings.subset > len(entries) > 0:
         lacking.append(f"workers: --subset={settings.subset}, and the pool has {len(entries)}")
-    if settings.grader:
-        GRADERS["own"] = attempt("a grader", evaluation.load_grader, settings.grader)
-    problems = settings.data and attempt("problems", load, settings.data, "train") or []
-    if settings.data:
-        problems += attempt("problems to test", load, settings.data, "test", settings.test) or []
-    if any(problem.grader in ("code", "unittest") for problem in problems):
+    problems = settings.data and attempt("problems", load_problems, settings) or ((), ())
+    if any(problem.grader in ("code", "unittest") for problem in itertools.chain(*problems)):
         lacking += filter(None, [evaluation.check_sandbox()])
     if os.path.exists(f"{settings.out}/settings.json") and not settings.resume:
         lacking.append(f"another --out: {settings.out} holds a run, with which --resume goes on")
     if entries:
-        questions = settings.iterations * settings.questions
-        workflows = questions * settings.rollouts * (1 + settings.recursion / 2)
+        workflows = settings.iterations * settings.questions * settings.rollouts
+        workflows *= 1.5 if settings.recursion else 1
         workflows += settings.iterations // settings.save_every * MEASURED + 2 * settings.test
         calls = round(3 * workflows + len(entries) * settings.test)
         cost = probable_cost(entries, calls)
         cost = "an unknown number of dollars" if cost is None else f"${cost:,.2f}"
         print0(f"calls     about {calls:,}, three a workflow, for {cost}")
         attempt("a budget", demand_budget, entries, settings.budget, calls, "this run")
+        if settings.cost_weight and probable_cost(entries, 1) is None:
+            lacking.append("prices: --cost_weight takes dollars from the reward, and a worker has no price")
     if config:
         attempt("room", check_room, settings, config, device)
     if entries and not lacking:  # A word of each worker may cost money.
@@ -844,47 +823,44 @@ def check_room(settings: Settings, config: Config, device: str):
     n, world, dtype = count_parameters(config), dist.get_world_size(), dtype_for(config, device)
     C, L, V, width = config.hidden_size, config.num_hidden_layers, config.vocab_size, dtype.itemsize
     T = settings.token_budget + PROMPT  # tokens of a packed row
-    drawn = settings.questions * settings.rollouts // world * settings.max_new_tokens  # tokens
-    cached = 2 * config.num_key_value_heads * config.head_dim * L * width  # a token's keys and values
-    layer = T * (10 * C + 5 * config.intermediate_size) * width  # a layer's activations
+    drawn = settings.questions * (PROMPT + settings.rollouts // world * settings.max_new_tokens)  # tokens
+    cached = 2 * config.num_key_value_heads * config.head_dim * L * width  # bytes of a token in the cache
+    layer = T * (10 * C + 5 * config.intermediate_size) * width  # bytes of a layer's activations
     activations = layer + L * T * C * width if n >= TINY else L * layer
-    gathered = (2 * width + 4) * (2 * C * V + 2 * n / L)  # embedding, head, two layers, their gradients
-    state = 16 * n / world
-    reference = width * n * bool(settings.beta)
-    sampling = width * n + cached * (settings.questions * PROMPT + drawn)
-    learning = gathered + activations + 20 * min(T * V, HEAD_LOGITS[device])
+    gathered = (2 * width + 4) * (2 * C * V + 2 * n / L)  # embedding, head, two layers, and their gradients
+    state, reference = 16 * n / world / GIB, width * n * bool(settings.beta) / GIB
+    sampling = (width * n + cached * drawn) / GIB
+    learning = (gathered + activations + 20 * min(T * V, HEAD_LOGITS[device])) / GIB
     most = state * (not settings.offload) + reference + max(sampling, learning)
-    saved = n * (24 + width * (bool(settings.beta) + math.ceil(settings.iterations / settings.save_every)))
-    present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     if device == "cuda":
-        present = torch.cuda.mem_get_info()[1]
+        present = torch.cuda.mem_get_info()[1] / GIB
+    n_checkpoints = math.ceil(settings.iterations / settings.save_every) + bool(settings.beta)
+    saved = (24 + width * n_checkpoints) * n / GIB  # with two states while one is written
     os.makedirs(settings.out, exist_ok=True)
-    free = shutil.disk_usage(settings.out).free
+    free = shutil.disk_usage(settings.out).free / GIB
     if settings.dry_run or n >= TINY:
         print0(f"""model     {n / 1e9:.3f} billion parameters, computed in {dtype} by {world} processes
-memory    {state / GIB:.1f} GiB a process: weights, gradients and Adam's state
-memory    {reference / GIB:.1f} GiB: the reference policy of the KL
-memory    {sampling / GIB:.1f} GiB to sample: a whole copy, its keys and values
-memory    {learning / GIB:.1f} GiB to learn: gathered weights, activations, logits
-memory    {most / GIB:.1f} GiB at most at a time, of {present / GIB:.1f}
-disk      {saved / GIB:.1f} GiB, of {free / GIB:.1f} free""")
-    if most > present:
-        raise ValueError(f"{most / GIB:.1f} GiB of memory, of {present / GIB:.1f}: more GPUs, --offload or a "
-                         "smaller --token_budget take less")
-    if saved > free:
-        raise ValueError(f"{saved / GIB:.1f} GiB of disk, of {free / GIB:.1f} in {settings.out}")
+memory    {state:.1f} GiB a process: weights, gradients and Adam's state
+memory    {reference:.1f} GiB: the reference policy of the KL
+memory    {sampling:.1f} GiB to sample: a whole copy, its keys and values
+memory    {learning:.1f} GiB to learn: gathered weights, activations, logits
+memory    {most:.1f} GiB at most at a time, of {present:.1f}
+disk      {saved:.1f} GiB, of {free:.1f} free""")
+    if most > present or saved > free:
+        raise ValueError(f"{most:.1f} GiB of memory, of {present:.1f}, and {saved:.1f} GiB of disk, of "
+                         f"{free:.1f}; more GPUs, --offload and a smaller --token_budget take less memory")
 
 
 def largest_step(model: Qwen, optimizer, reference: Qwen | None, settings: Settings):
-    """The largest update once, with a learning rate of 0, so that an out-of-memory error comes before any
-    worker is paid: two micro-batches, as gradients are there in the second. Adam's state is zeros again after
-    it."""
+    """The largest update once, with a learning rate of 0, so that an out-of-memory error comes before anybody
+    is paid: two micro-batches, as gradients are there in the second. Adam's state is zeros again after it."""
     size, prompt = (settings.token_budget, PROMPT) if model.device.type == "cuda" else (64, 8)
     length = min(settings.max_new_tokens, size)
     rollout = Rollout("", prompt=[0] * prompt, tokens=[0] * length, logprobs=[0.0] * length, advantage=1.0)
     optimizer.param_groups[0]["lr"] = 0.0
-    report = update(model, optimizer, [rollout] * (2 * (size // length)), beta=settings.beta,
-                    reference=reference, token_budget=size)
+    rollouts = [rollout] * (size // length) * 2
+    report = update(model, optimizer, rollouts, beta=settings.beta, reference=reference, token_budget=size)
     if report["skipped"]:
         leave("the gradient of a first step is not finite: the weights to start from are damaged")
     for state in optimizer.state.values():
@@ -911,8 +887,8 @@ def try_largest_step(settings: Settings, config: Config, device: str):
 # ------------------------------------------------------------------------------------------------------------
 # The command line
 
-def read_command(argv: list[str]) -> tuple[Settings, str, str]:
-    """The settings, the kind of device, and why the preset was chosen, "" if it was named."""
+def read_command(argv: list[str]) -> tuple[Settings, str]:
+    """The settings of a command line, and the kind of device. It prints which preset it chose, and why."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # on this machine
     gpus = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
     device = "cuda" if len(gpus) >= processes else "cpu"
@@ -921,21 +897,22 @@ def read_command(argv: list[str]) -> tuple[Settings, str, str]:
         preset, why = "laptop", "a tiny Conductor, as there is no GPU for each process"
     elif processes > 1 and min(gpus) > 75e9:
         preset, why = "large", "Qwen2.5-7B, as there are GPUs of 80 GB"
-    named = Settings(preset=preset)
+    named = Settings()
     words = configure(named, argv)
-    if named.preset not in PRESETS or words:
+    if not named.preset and os.environ.get("RANK", "0") == "0":
+        print(f"--preset={preset}, free of charge in the laptop world: {why}")
+    preset = named.preset or preset
+    if preset not in PRESETS or words:
         known = ", ".join(PRESETS)
-        raise SystemExit(f"expected --key=value, a --preset of {known}, not {words or named.preset}")
-    settings = Settings(preset=named.preset, **PRESETS[named.preset])
+        raise SystemExit(f"expected --key=value, and a --preset of {known}, not {words or preset}")
+    settings = Settings(**PRESETS[preset])
     configure(settings, argv)
-    settings.out = os.path.normpath(settings.out or f"out/{settings.preset}")
-    is_named = any(word.startswith("--preset") for word in argv)
-    said = f"--preset={preset}, free of charge in the laptop world: {why}"
-    return settings, device, "" if is_named else said
+    settings.preset, settings.out = preset, os.path.normpath(settings.out or f"out/{preset}")
+    return settings, device
 
 
 def main(argv: list[str]):
-    settings, device, why = read_command(argv)
+    settings, device = read_command(argv)
     own_store = {}
     if "RANK" not in os.environ:  # which torchrun sets
         own_store = dict(store=dist.HashStore(), rank=0, world_size=1)
@@ -946,8 +923,6 @@ def main(argv: list[str]):
     # Objects go over gloo. A rank may wait for another's workers longer than NCCL's ten minutes.
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=datetime.timedelta(hours=3), **own_store)
-    if why:
-        print0(why)
     train(settings, device)
     dist.destroy_process_group()  # not after one rank's error: NCCL would wait for the others
 

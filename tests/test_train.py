@@ -204,6 +204,7 @@ def test_three_gradients_that_are_not_finite_end_the_run(tmp_path):
         "--preset=laptop", f"--init_from={trained()[0]}/checkpoint", "--lr=1e30", "--iterations=9",
         "--questions=8", "--rollouts=8", "--test=0", f"--out={tmp_path}/out"))
     assert status == 1 and "not finite" in err and "Traceback" not in err
+    assert len(metrics(f"{tmp_path}/out")) < 9
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -255,14 +256,15 @@ def test_a_dry_run_says_what_a_run_takes_and_does_its_largest_step(tmp_path):
 @pytest.mark.parametrize("gpus, ranks, preset", [([], 2, "laptop"), ([80], 2, "laptop"),
                                                  ([80, 80], 2, "large"), ([24, 24], 2, "small"),
                                                  ([80, 80], 1, "small"), ([80], 1, "small")])
-def test_the_bare_command_takes_what_fits_the_device(gpus, ranks, preset, monkeypatch):
+def test_the_bare_command_takes_what_fits_the_device(gpus, ranks, preset, monkeypatch, capsys):
     cards = [type("Card", (), {"total_memory": size * 10**9}) for size in gpus]
     monkeypatch.setattr("torch.cuda.device_count", lambda: len(cards))
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda i: cards[i])
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    settings, device, why = training.read_command([])
-    assert settings.preset == preset and f"--preset={preset}" in why and settings.pool == "local"
+    settings, device = training.read_command([])
+    assert settings.preset == preset and f"--preset={preset}" in capsys.readouterr().out
     assert (device == "cpu") == (preset == "laptop") and settings.out == f"out/{preset}"
+    assert settings.pool == "local"
 
 
 def test_only_what_a_user_names_costs_money():
