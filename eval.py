@@ -56,7 +56,6 @@ from workflow import load_conductor, model_writer, roll_out, rollout_to_json, wo
 
 SOLVE_IT = "Solve the question."
 
-
 @dataclass
 class Problem:
     id: str
@@ -70,9 +69,7 @@ class Problem:
     def __post_init__(self):
         self.kind = self.kind or self.grader
 
-
-# -----------------------------------------------------------------------------------------------------------
-# Running code
+# ---- Running code ------------------------------------------------------------------------------------------
 #
 # Each test is one fresh Python behind bwrap (bubblewrap 0.8 or newer). The program sees Python and the
 # system's libraries, read-only, a small empty /tmp, its input and its own processes: no network, no key, no
@@ -129,12 +126,10 @@ if name:
     os._exit(0)
 """
 
-
 def use_sandbox(name: str):
     """Choose how programs run: behind "bwrap", or with "none", where they have all that their user has."""
     global SANDBOX
     SANDBOX = name
-
 
 def check_sandbox() -> str:
     """Return "" if programs can run here, else why not and what to do."""
@@ -144,7 +139,6 @@ def check_sandbox() -> str:
         return f"{error}. {REMEDY}"
     return ""
 
-
 @functools.cache
 def free_cores() -> queue.SimpleQueue:
     """The cores on which this rank runs tests, one at a time on each: its share of the machine's."""
@@ -153,7 +147,6 @@ def free_cores() -> queue.SimpleQueue:
     for core in cores[rank::ranks] or [cores[rank % len(cores)]]:
         free.put(core)
     return free
-
 
 def bwrap() -> list[str]:
     """The command that runs another one in the sandbox."""
@@ -172,7 +165,6 @@ def bwrap() -> list[str]:
         command += ["--dir", os.path.dirname(path), "--ro-bind-try", path, path]
     return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
 
-
 def memory_file(stack: ExitStack, text: str) -> int:
     """A new file's descriptor. It takes no disk, and RLIMIT_FSIZE bounds what a program writes."""
     file = os.memfd_create("test")
@@ -180,7 +172,6 @@ def memory_file(stack: ExitStack, text: str) -> int:
     os.write(file, text.encode(errors="surrogatepass"))
     os.lseek(file, 0, os.SEEK_SET)
     return file
-
 
 def run_test(program: str, name: str | None, test: str, seconds: float, memory: int, prelude: str = PRELUDE):
     """Run a program on one test: see `run_code`. Return (what it printed or returned, its errors' last line);
@@ -226,7 +217,6 @@ def run_test(program: str, name: str | None, test: str, seconds: float, memory: 
             return None, error or f"ended with status {process.returncode}"
         return os.pread(output, 32 << 20, 0), error
 
-
 def run_code(program: str, name: str | None, tests: list[str], seconds: float, memory: int = 4) -> list:
     """Run a program that nobody has read. Without a name it is __main__ and reads a test from standard input;
     else its function (or Solution's method) of that name gets a test's lines, JSON arguments. Returns what
@@ -237,7 +227,6 @@ def run_code(program: str, name: str | None, tests: list[str], seconds: float, m
         outputs.append(run_test(program, name, tests[len(outputs)], seconds, memory)[0])
     return outputs + [None] * (len(tests) - len(outputs))
 
-
 def extract_code(response: str) -> str:
     """Return the last fenced block of a response that says it is Python, or else the last; its end may be
     missing. Without a block, what is in the last <answer> tag."""
@@ -247,7 +236,6 @@ def extract_code(response: str) -> str:
     in_python = [code for language, code in blocks if re.fullmatch("(?i)py(thon)?3?", language)]
     in_any = [code for _, code in blocks]
     return textwrap.dedent((in_python or in_any or [inside if tag else ""])[-1]).strip("\n")
-
 
 def same_output(out: bytes | None, expected: str, returned: bool) -> bool:
     """Judge by the rules of LiveCodeBench's lcb_runner/evaluation/testing_util.py: a returned value (JSON) by
@@ -268,7 +256,6 @@ def same_output(out: bytes | None, expected: str, returned: bool) -> bool:
     except (ValueError, RecursionError, InvalidOperation):  # other lines, no JSON, too deep, no numbers
         return False
 
-
 def find_wrong_test(code: str, tests: list[list[str]], fn_name: str | None, seconds: float) -> str:
     """Run a program on tests, [input, expected output] each, up to the first that is wrong; return what is
     wrong with it, or "". fn_name is LiveCodeBench's metadata["func_name"]; seconds are a test's."""
@@ -283,16 +270,13 @@ def find_wrong_test(code: str, tests: list[list[str]], fn_name: str | None, seco
             return f"test {number} of {len(tests)}: {got}expected {expected[:200]!r}. {error[:200]}".strip()
     return ""
 
-
 def passes_livecodebench(code: str, tests: list, fn_name: str | None = None, seconds: float = 6.0) -> bool:
     """Whether a program passes all tests of a LiveCodeBench problem: see `find_wrong_test`."""
     return not find_wrong_test(code, tests, fn_name, seconds)
 
-
 def livecodebench_failure(problem, response: str) -> str:
     """Return "" if a response's program is right, else what is wrong with its first wrong test."""
     return find_wrong_test(extract_code(response), tests_of(problem), problem.extra["function"], 6.0)
-
 
 # BigCodeBench's tests patch a solution's module and look into what it returns: they share its process
 UNITTESTS = r"""
@@ -309,7 +293,6 @@ def run_unittests(code):
     return result.testsRun > 0 and result.wasSuccessful() and not result.skipped
 """
 
-
 def find_failed_unittest(code: str, test: str, entry_point: str, code_prompt: str, seconds: float) -> str:
     """Run the class TestCases of a BigCodeBench problem's `test` on a solution; return why it fails, or "".
     The solution is "calibrated" as in bigcodebench/evaluate.py: code_prompt and `pass` stand before it. It
@@ -319,20 +302,16 @@ def find_failed_unittest(code: str, test: str, entry_point: str, code_prompt: st
     out, error = run_test(UNITTESTS, "run_unittests", given, seconds, memory=32, prelude="")
     return "" if out == b"true" else error[:400] or "not every test ran"
 
-
 def passes_bigcodebench(code: str, test: str, entry_point: str, code_prompt: str, seconds=240.0) -> bool:
     """Whether a solution passes a BigCodeBench problem's tests: see `find_failed_unittest`."""
     return not find_failed_unittest(code, test, entry_point, code_prompt, seconds)
-
 
 def bigcodebench_failure(problem, response: str) -> str:
     """Return "" if a response's solution passes its problem's tests, else why one fails."""
     extra, code = problem.extra, extract_code(response)
     return find_failed_unittest(code, extra["test"], extra["entry_point"], extra["code_prompt"], 240.0)
 
-
-# -----------------------------------------------------------------------------------------------------------
-# Graders
+# ---- Graders -----------------------------------------------------------------------------------------------
 #
 # A grader finds what a response answers and compares what that means: numbers, expressions, lists, intervals,
 # words, letters. What has no sure reading equals only its own text. Nothing of a response is ever run.
@@ -353,7 +332,6 @@ CLAIM = re.compile(r"(?im)\b(?:answer|(?:option|choice)(?! *\(?[A-J]\b))\b[^\n.:
 DENIED = re.compile(r"(?i)(?:\b(?:not|never|if|whether|unless|wrong|false|doubt|unlikely)\b|n't\b)[^.!?\n]*$")
 HEDGED = re.compile(
     r"(?i)\W*(?:no,|(?:but|or|however|wait|not|alternatively|perhaps|maybe|it may)\b|actually)")
-
 
 def boxed(response: str) -> str | None:
     """The content of the last \\boxed{} or <answer>, or of a list of boxes with only "," or "and" between
@@ -377,7 +355,6 @@ def boxed(response: str) -> str | None:
     is_changed = BEFORE.search(before) or AFTER.match(response[end:][:LONGEST])
     return "" if is_changed else re.sub(r"\\boxed(?=\{)", "", ", ".join(dict.fromkeys(parts))).strip()
 
-
 def claims(response: str) -> list[str]:
     """What follows each "answer is", "answer:" or "correct option is", to the end of its sentence or to its
     reason; "" where that is denied or taken back."""
@@ -389,7 +366,6 @@ def claims(response: str) -> list[str]:
         is_doubtful = DENIED.search(before[-200:]) or HEDGED.match("".join(later))
         found.append("" if is_doubtful else re.sub(r"(?<!\.)\.$", "", said).strip("* "))
     return found
-
 
 def final_answer(response: str) -> str:
     """What a response answers: its last \\boxed{} or <answer>, else its last claim, else its last line if it
@@ -404,7 +380,6 @@ def final_answer(response: str) -> str:
     found = re.sub(r"(?i)^(?:(?:so|thus|hence|therefore|it is)\b[, ]*)+", "", found.strip("* "))
     return re.sub(r"(?<=[^.])\.$", "", found).strip()
 
-
 def copied(answer: str, question: str, gold: str) -> bool:
     """Whether an answer repeats a formula of the question: \\sqrt{192} is no answer to "Simplify
     $\\sqrt{192}$". A policy can tell a worker to write that, so it does not pay."""
@@ -412,13 +387,11 @@ def copied(answer: str, question: str, gold: str) -> bool:
     is_formula = said.count(" ") > 2 and re.search(r"[-+*/^\\]", one_spelling(answer)) is not None
     return is_formula and said in asked and said != wanted
 
-
 def operands(formula: str) -> str:
     """The operands of a formula but for 0 and 1, each between blanks."""
     text = one_spelling(formula).replace(r"\frac", " ").removesuffix("units")
     found = re.findall(r"\\[A-Za-z]+|[\d.]+|[^\W\d_]", text)
     return "".join(f" {operand} " for operand in found if not re.fullmatch(r"[01](\.0+)?|\.", operand))
-
 
 # One spelling for LaTeX and plain text: a character for a sign, ⟦a&b⏎c&d⟧ for a matrix, ⦃...⦄ for a set,
 # ∨ for "or"
@@ -471,7 +444,6 @@ RULES = [(re.compile(pattern), new) for pattern, new in (  # in this order
      lambda m: "".join(re.split("([>≥])", m[0])[::-1]).translate(str.maketrans(">≥", "<≤"))),  # x > 3
 )]
 
-
 def one_spelling(text: str) -> str:
     text = " ".join(text[:2 * LONGEST].split()).translate(CHARACTERS)
     for pattern, new in RULES:
@@ -480,19 +452,16 @@ def one_spelling(text: str) -> str:
         text = re.sub(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)", lambda m: m[0].replace(",", ""), text)
     return text.strip()
 
-
 def lower(text: str) -> str:
     """Without the capitals of words, but not those of units and symbols (Mmol, AaBb, CO)."""
     word = r"\b(?!M[b-df-hj-np-tv-z]|[MP](?:mol|ohm))(?:[A-Z](?=[a-z]{2})|(?:In|Of|On|To|No)\b)"
     return re.sub(word, lambda m: m[0].lower(), text)
-
 
 def as_text(text: str) -> str:
     """What is compared where two texts in one spelling are compared as texts: (D) is D, CO_2 is CO2."""
     text = re.sub(r"(?<=[A-Z])([a-z]?) ?_(\d)|^\(([A-Z])\)$", r"\1\2\3", text)
     text = re.sub(r"\^\{([-+\w])\}(?!\d)", r"^\1 ", text)
     return lower(re.sub(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])", "", text))
-
 
 # Numbers: a Fraction, which is exact, where they are rational, else a float, or with i a complex number
 
@@ -507,15 +476,12 @@ POINTS = [Fraction(n, 2) for n in range(-16, 17)]  # at which letters have value
 POINTS += map(Fraction, (-37000, -7000, 19000, 10 ** 6, 1, 4, 9, 10, 11, 12, 14, 15, 16, 20))
 NO_VALUE = (ArithmeticError, ValueError, TypeError)
 
-
 class Unreadable(Exception):
     """A text has no sure reading."""
-
 
 def size(x) -> int:
     """The bits of a fraction's two numbers, of another number 0."""
     return x.numerator.bit_length() + x.denominator.bit_length() if isinstance(x, Fraction) else 0
-
 
 def operate(sign: str, x, y):
     """x + y, x - y, x * y, x / y or x ^ y; ArithmeticError without a value, or where floats would hide it."""
@@ -538,7 +504,6 @@ def operate(sign: str, x, y):
         raise ArithmeticError("too fine, too small or too large")
     return result
 
-
 def apply(function: str, x):
     """A function's value; ArithmeticError where floats would hide something."""
     if function == r"\abs":
@@ -549,11 +514,9 @@ def apply(function: str, x):
     result = FUNCTIONS[function](x)
     return result if abs(result) > 1e-13 else Fraction(0)
 
-
 @cache
 def at_points(letter: str) -> list:
     return random.Random(letter).sample(POINTS, len(POINTS))
-
 
 TOKEN = re.compile(r"\s*((?:\d+(?:\.\d*)?|\.\d+)(?:_\d+)?|\\[A-Za-z]+|[A-Za-zα-ωΔℓ](?:_\w+)?'*|\S)")
 CLOSING = {"(": ")", "[": "]", "{": "}"}
@@ -564,7 +527,6 @@ UNSURE = re.compile(  # a word, but not ab, xyz; f(x), T(n/4), but not x(x+1); A
     rf"|(?<![\\A-Za-z_])[a-z{CAPITALS}](?:_\w+)?'*\s*\(-?[^-+()]*\)|^[\d.]+(?:-[\d.]+)+$"
     rf"|^\s*[{CAPITALS}](?:[\s*-]*[{CAPITALS}])+\s*$"
     r"|[A-Z] ?\^ ?\{? ?(?:-|T).*[A-Z]|[A-Z].*[A-Z] ?\^ ?\{? ?(?:-|T)")
-
 
 class Expression:
     """Reads an expression by recursive descent. `values` are its values at the points (one without letters),
@@ -649,7 +611,6 @@ class Expression:
         self.letters.add(token)
         return at_points(token)[len(self.values)]
 
-
 # A unit is a factor times base units, which are letters
 
 UNITS = dict(pair.partition("=")[::2] for pair in (
@@ -669,11 +630,9 @@ BASE = r"\unit"
 SYMBOL = "(" + "|".join(sorted(UNITS, key=len, reverse=True)) + r")(?:(?<=\w\w)e?s)?(?![A-Za-zΩ])"
 QUANTITY = re.compile(rf"(.*?[\d)}}π])( ?)((?:{SYMBOL}(?: ?\^ ?\{{?-?\d\}}?|\d\b)?[ */()]*)+)")
 
-
 def in_base(unit: str) -> str:
     """A unit as an expression: "(1000*(\\unitm))" for km."""
     return re.sub(SYMBOL, lambda m: f"({in_base(UNITS[m[1]]) or BASE + m[1]})", unit)
-
 
 def quantity(text: str) -> tuple:
     """The number of a quantity, and its product with its unit in base units (None without a unit)."""
@@ -690,7 +649,6 @@ def quantity(text: str) -> tuple:
     below = f"/({below.replace('/', '*')})" if below else ""
     return number, Expression(in_base(f"({m[1]})*{above}{below}"))
 
-
 # Whether two answers mean the same
 
 LETTER = r"(?:[α-ωΔℓ]|(?!(?i:no|n[ae]|[lg][te]|if|or)(?![A-Za-z]))[A-Za-z]{1,2})(?:_(?!no|wrong)\w+)?(?!\w)"
@@ -700,7 +658,6 @@ NAME = (  # x, \angle ABC, f^{-1}(x), P(A|B), (x, y)
 NAMED = re.compile(rf"({NAME})\s*(?:=|∈(?=.*[,⦄∪]))\s*([^=]*)")
 BOUNDED = re.compile(rf"(?:([^<≤]+)([<≤]))?\s*({NAME})\s*(?:([<≤])([^<≤]+))?")
 OPEN, CLOSE = "([{⦃⟨⟦", ")]}⦄⟩⟧"
-
 
 def split(text: str, marks: str) -> list[str]:
     """The parts of a text between marks outside of all brackets."""
@@ -713,7 +670,6 @@ def split(text: str, marks: str) -> list[str]:
         else:
             parts[-1] += character
     return [part.strip() for part in parts]
-
 
 def structure(text: str) -> tuple:
     """What an answer is the value of ("" or a name), its kind ("" for a number or a word) and its parts."""
@@ -748,7 +704,6 @@ def structure(text: str) -> tuple:
     parts = split(inner, ",")
     return ("", text[0] + text[-1], parts) if is_nested_set or len(parts) > 1 else ("", "", [text])
 
-
 def equal(xs: list, ys: list, tolerance: float = 0.0) -> bool:
     """Whether enough values are there on both sides and all are equal, irrational ones but for rounding."""
     count = max(len(xs), len(ys))
@@ -765,7 +720,6 @@ def equal(xs: list, ys: list, tolerance: float = 0.0) -> bool:
         is_long = max(size(x), size(y)) > FINE - 10  # a long decimal is no root
         both += is_exact or tolerance > 0 or not is_long
     return both >= min(3, count)
-
 
 def same_number(x: str, y: str, tolerance: float) -> bool:
     """Whether two numbers or expressions are equal. A unit may be missing on one side. 20% is 0.2, or 20 if
@@ -789,7 +743,6 @@ def same_number(x: str, y: str, tolerance: float) -> bool:
         return False
     return equal(mine.values, gold.values, tolerance)
 
-
 def same_curve(x: str, y: str) -> bool:
     """Whether two equations in several letters are the same up to a factor."""
     mine, gold = [Expression(re.sub("(.*)=(.*)", r"(\1)-(\2)", text)) for text in (x, y)]
@@ -797,7 +750,6 @@ def same_curve(x: str, y: str) -> bool:
     ratios = [operate("/", one, other) for one, other in pairs if one and other]
     is_curve = len(mine.letters) > 1 and 2 < len(ratios) == len(pairs)
     return is_curve and equal(ratios, ratios[:1])
-
 
 def same(x: str, y: str, tolerance: float = 0.0) -> bool:
     """Whether an answer means what the gold one does, both in one spelling."""
@@ -828,7 +780,6 @@ def same(x: str, y: str, tolerance: float = 0.0) -> bool:
         gold.remove(match)
     return True
 
-
 def same_math(answer: str, gold: str, tolerance: float = 0.0) -> bool:
     """Whether two answers in LaTeX or plain text mean the same: lists and sets in any order; tuples,
     intervals and matrices in theirs; "x =" and a unit may be missing on one side. Numbers are equal, or
@@ -836,7 +787,6 @@ def same_math(answer: str, gold: str, tolerance: float = 0.0) -> bool:
     if max(len(answer), len(gold)) > LONGEST:
         return answer.strip() == gold.strip() != ""
     return same(one_spelling(answer), one_spelling(gold), tolerance)
-
 
 def same_short(answer: str, gold: str) -> bool:
     """Whether a short free answer is the gold one (RLPR, from WebInstruct-verified): the same words but for
@@ -850,18 +800,15 @@ def same_short(answer: str, gold: str) -> bool:
     said, wanted = [re.sub(article, "", one_spelling(text)) for text in (answer, gold)]
     return lower(said).replace("-", " ").split() == lower(wanted).replace("-", " ").split() != []
 
-
 LETTERS = "ABCDEFGHIJ"  # of choices
 INTRODUCTION = re.compile(
     r"(?i)^(?:(?:the|correct|final|best|answer|option|choice|is|so|thus|hence|therefore)\b[\s:,]*)+")
-
 
 def plain(text: str) -> str:
     """A choice or an answer without capitals, markup and words that only introduce it; all signs count."""
     text = re.sub(rf"\\(?:text|math)(?:rm|bf|it|tt)?\s*\{{({IN_BRACES})\}}", r"\1", text[:LONGEST])
     text = " ".join(re.sub(r"\\[()\[\]]|\*\*|[`$]", " ", text).split()).rstrip(".; ")
     return lower(INTRODUCTION.sub("", text))
-
 
 def letter_of(text: str, choices: list) -> str | None:
     """The letter that a text is: "B", "(B)", "B. its own text", or the text of just one choice."""
@@ -875,7 +822,6 @@ def letter_of(text: str, choices: list) -> str | None:
     own, rest = (re.sub(r"^(\(?)(?:an?|the)\s", r"\1", said) for said in (choices[number], m[2]))
     is_praised = re.fullmatch(r"is (?:the )?(?:correct|right|best)(?: \w+)?", rest)
     return LETTERS[number] if is_praised or rest in ("", own, f"({own})") else None
-
 
 def pick_letter(response: str, choices: list) -> str | None:
     """The letter that a response commits to: in its last \\boxed{} or <answer>, else in every claim, else in
@@ -891,8 +837,6 @@ def pick_letter(response: str, choices: list) -> str | None:
     return picked.pop() if len(picked) == 1 else None
 
 
-
-
 # The table of graders
 
 class Grader(NamedTuple):
@@ -900,7 +844,6 @@ class Grader(NamedTuple):
     extra: tuple     # the fields that its problems have in `extra`
     check: Callable  # check(problem, response) -> "" if it is right, else what is wrong with it
     agree: Callable  # agree(problem, one, other) -> whether two responses answer the same, for votes
-
 
 def text_grader(ask: str, read: Callable, same: Callable, extra: tuple = ()) -> Grader:
     """A grader that reads an answer by read(response, *extra) and compares it by same(answer, gold)."""
@@ -919,22 +862,18 @@ def text_grader(ask: str, read: Callable, same: Callable, extra: tuple = ()) -> 
 
     return Grader(ask, extra, check, agree)
 
-
 def spoken(response: str) -> str:
     """What the last \\boxed{} or <answer>, or else all says, in lower case, without marks at the ends."""
     found = boxed(response)
     text = " ".join((response if found is None else found).casefold().split())
     return text.strip(" .,;:!?'\"`*_$()“”‘’") or text
 
-
 def check_letters(problem: Problem, response: str) -> str:
     """The laptop's grader: the response is the answer, letter by letter."""
     return "" if response.strip() == problem.answer else f"answered {response[:200]}"
 
-
 def same_response(problem: Problem, one: str, other: str) -> bool:
     return one.strip() == other.strip() != ""
-
 
 def load_grader(spec: str) -> Grader:
     """The grader of "FILE.py:FUNCTION", for a function(problem, response) -> bool."""
@@ -952,7 +891,6 @@ def load_grader(spec: str) -> Grader:
         return "" if own_grade(problem, response) else f"answered {response[-200:]}"
 
     return Grader("", (), check, same_response)
-
 
 BLOCK = "Put all of it, imports included, in one ```python block."
 GRADERS = {
@@ -972,17 +910,14 @@ GRADERS = {
         ("test", "entry_point", "code_prompt"), bigcodebench_failure, same_response),
 }
 
-
 def failure(problem: Problem, response: str) -> str:
     """"" if a response answers the problem, else why it does not, in words for a trace."""
     if problem.grader not in GRADERS:
         raise ValueError(f"problem {problem.id}: no grader {problem.grader!r}, only {', '.join(GRADERS)}")
     return GRADERS[problem.grader].check(problem, response)
 
-
 def grade(problem: Problem, response: str) -> bool:
     return failure(problem, response) == ""
-
 
 def grade_once():
     """A `failure` that judges equal answers to one problem once: a group often writes the same program."""
@@ -996,13 +931,10 @@ def grade_once():
         return known[key]
     return judge
 
-
-# -----------------------------------------------------------------------------------------------------------
-# Problems: the laptop world's, benchmarks', your own
+# ---- Problems: the laptop world's, benchmarks', your own ---------------------------------------------------
 
 LAPTOP = {"laptop": 3, "laptop:1": 1, "laptop:2": 2}  # the most workers that a question needs
 DATA = "data"  # in the current directory: what is fetched, and what `prepare` writes
-
 
 def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
     """Load at most `limit` problems of a split, "train" or "test", in an order that never changes.
@@ -1030,7 +962,6 @@ def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
         problems = benchmark(name, split, limit)
     return problems[:limit]
 
-
 def unknown_problems(name: str, split: str) -> str:
     """Say what `load` knows where it does not know these, else "". Nothing is read."""
     anywhere = name in LAPTOP or name in MIXES or name.endswith(".jsonl")
@@ -1038,7 +969,6 @@ def unknown_problems(name: str, split: str) -> str:
         return ""
     known = [*LAPTOP, *MIXES, *(f"{source} ({part})" for source, part in SOURCES), "files *.jsonl"]
     return f"no problems {name!r}, split {split!r}: there are {', '.join(known)}"
-
 
 def interleave(problems: list[Problem], rng: random.Random, again: bool = False) -> list[Problem]:
     """Shuffle, with the kinds taking turns. again: a small kind starts again until the largest is through,
@@ -1052,7 +982,6 @@ def interleave(problems: list[Problem], rng: random.Random, again: bool = False)
     turns = itertools.product(range(most), kinds.values())
     return [group[i % len(group)] for i, group in turns if again or i < len(group)]
 
-
 def worded(question: str, ask: str, choices=(), code: str = "") -> str:
     """A question with its options, its code, and how to answer, where it does not say that itself."""
     options = "\n".join(f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices))
@@ -1061,24 +990,20 @@ def worded(question: str, ask: str, choices=(), code: str = "") -> str:
         ask = ""
     return "\n\n".join(filter(None, [question.strip(), options, block, ask]))
 
-
 # Benchmarks. A row of a data set, the n-th, becomes a problem:
 
 def math_problem(row: dict, n: int) -> Problem:
     question = worded(row["problem"], GRADERS["math"].ask)
     return Problem(f"{n}", question, str(row["answer"]).strip(), "math", level=row.get("level", 0))
 
-
 def rlpr_problem(row: dict, n: int) -> Problem:
     question = worded(row["prompt"][1]["content"], GRADERS["short"].ask)
     level = row["extra_info"]["reasoning_score"] or 0
     return Problem(f"{n}", question, row["reward_model"]["ground_truth"].strip(), "short", level=level)
 
-
 def choice_problem(row: dict, n: int) -> Problem:
     question = worded(row["question"], GRADERS["letter"].ask, row["choices"])
     return Problem(f"{n}", question, LETTERS[row["answer"]], "letter", extra={"choices": row["choices"]})
-
 
 def gpqa_problem(row: dict, n: int) -> Problem:
     """Its right answer is the first of four, which a fixed seed shuffles."""
@@ -1086,7 +1011,6 @@ def gpqa_problem(row: dict, n: int) -> Problem:
     order = random.Random(n).sample(range(4), 4)
     choices = [row[names[i]].strip() for i in order]
     return choice_problem({"question": row["Question"], "choices": choices, "answer": order.index(0)}, n)
-
 
 def livecodebench_problem(row: dict, n: int) -> Problem:
     """Its tests, up to hundreds of MB, stay in their file until `tests_of` reads them."""
@@ -1096,12 +1020,10 @@ def livecodebench_problem(row: dict, n: int) -> Problem:
     extra = {"function": json.loads(row["metadata"]).get("func_name"), "tests": row["place"]}
     return Problem(row["question_id"], question, "", "code", level=level, extra=extra)
 
-
 def bigcodebench_problem(row: dict, n: int) -> Problem:
     question = worded("", GRADERS["unittest"].ask, code=row["complete_prompt"])
     extra = {column: row[column] for column in GRADERS["unittest"].extra}
     return Problem(row["task_id"], question, "", "unittest", extra=extra)
-
 
 class Source(NamedTuple):
     """A data set on the Hugging Face hub, in a JSONL or CSV file, or in Parquet, which the hub's dataset
@@ -1112,7 +1034,6 @@ class Source(NamedTuple):
     licence: str
     problem: Callable  # problem(row, n) -> Problem
     drawn: bool = False  # it is large: pages come in a random order, and no more than are needed
-
 
 MATH = Source("HuggingFaceH4/MATH-500", "test.jsonl", 500, "MIT", math_problem)
 RLPR = Source("openbmb/RLPR-Train-Dataset", "default/train", 77687, "CC BY-NC 4.0", rlpr_problem, drawn=True)
@@ -1133,7 +1054,6 @@ SOURCES = {  # The counts of App. A.2 stand in brackets; where the paper does no
     ("gpqa", "test"): Source("Idavidrein/gpqa", "gpqa_diamond.csv", 198, "CC BY 4.0; gated: accept its terms",
                              gpqa_problem),  # [198]
 }
-
 
 def benchmark(name: str, split: str, limit: int | None = None) -> list[Problem]:
     """The first `limit` problems in a fixed random order; rows that are not in DATA are fetched."""
@@ -1162,11 +1082,9 @@ def benchmark(name: str, split: str, limit: int | None = None) -> list[Problem]:
         random.Random(0).shuffle(problems)
     return problems[:limit]
 
-
 def question_hash(problem: Problem) -> int:
     """A number that is equal for equal questions, whatever the order of the rows."""
     return zlib.crc32(problem.question.encode())
-
 
 def hub_file(repository: str, file: str) -> str:
     """The path of a data set's file, which is fetched once; $HF_TOKEN opens gated ones."""
@@ -1176,7 +1094,6 @@ def hub_file(repository: str, file: str) -> str:
         folder = f"{DATA}/{repository}"
         hf_hub_download(repository, file, repo_type="dataset", local_dir=folder, endpoint=endpoint)
     return path
-
 
 def rows_of_file(source: Source):
     """Yield (number, row); a JSONL row knows its own place."""
@@ -1190,7 +1107,6 @@ def rows_of_file(source: Source):
         for n, line in enumerate(file):
             yield n, json.loads(line) | {"place": {"file": source.rows, "at": at}}
             at += len(line)
-
 
 def rows_of_viewer(source: Source):
     """Yield (number, row), page by page; a page is fetched when its turn comes, and kept in a file."""
@@ -1207,7 +1123,6 @@ def rows_of_viewer(source: Source):
                 write_json(file, {"rows": fetch_page(source, start, min(size, source.count - start))})
             yield from enumerate(read_json(file)["rows"], start)
             bar.update()
-
 
 def fetch_page(source: Source, start: int, n: int) -> list[dict]:
     """GET /rows?dataset=&config=&split=&offset=&length= (huggingface.co/docs/dataset-viewer/rows) gives
@@ -1233,16 +1148,13 @@ def fetch_page(source: Source, start: int, n: int) -> list[dict]:
         raise ValueError(f"{answer.url}: other rows than asked for, or not {source.count:,} in all")
     return [row["row"] for row in page["rows"]]
 
-
 TESTS_MAX = 1 << 29  # bytes of one problem's hidden tests, unpacked
-
 
 def tests_of(problem: Problem) -> list[list[str]]:
     """A program's tests, [input, output] each, read from where they stand if the problem has only their
     place."""
     tests = problem.extra["tests"]
     return stored_tests(problem.id, **tests) if isinstance(tests, dict) else tests
-
 
 @functools.lru_cache(2)
 def stored_tests(id: str, file: str, at: int) -> list[list[str]]:
@@ -1270,11 +1182,9 @@ def stored_tests(id: str, file: str, at: int) -> list[list[str]]:
         raise ValueError(f"{path}, byte {at}: no tests of {id} ({type(e).__name__}: {e}); remove the file, "
                          "and it is fetched again") from e
 
-
 # Your own problems: a JSON object a line
 
 LONGEST_QUESTION = 100_000  # characters
-
 
 def read_problems(file: str) -> list[Problem]:
     """Read problems from a JSONL file. A line has "question", "answer", "grader", "extra" where the grader
@@ -1309,7 +1219,6 @@ def read_problems(file: str) -> list[Problem]:
         raise ValueError("\n".join(faults[:20] + rest) or f"{file} is empty")
     return problems
 
-
 def own_problem(row: dict) -> Problem:
     """The problem of a row without faults, whose question shows its options and says how to answer."""
     problem = Problem(**row)
@@ -1321,7 +1230,6 @@ def own_problem(row: dict) -> Problem:
         ask = f"Write the Python function {problem.extra['function']}. {BLOCK}"
     problem.question = worded(problem.question, ask, [] if shown else choices)
     return problem
-
 
 def faults_of(row: dict) -> list[str]:
     """What is missing or wrong in the row of an own problem, a sentence each."""
@@ -1355,7 +1263,6 @@ def faults_of(row: dict) -> list[str]:
         faults.append("half of a surrogate pair is no text")
     return faults
 
-
 def faults_of_tests(tests, function) -> list[str]:
     """A function's input is a line of JSON for each of its arguments, its output JSON. A file may name a
     place of LiveCodeBench's tests, as `prepare` does, and no other file."""
@@ -1377,10 +1284,8 @@ def faults_of_tests(tests, function) -> list[str]:
             return [f"a function's arguments, a line each, and its result are JSON, not {text!r:.60}"]
     return []
 
-
 def are_texts(value) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
 
 # What the paper's Conductor learns from (App. A.2: 960 problems, by "difficulty and diversity"), and what its
 # further rounds are learned from: a part of these (App. A.1)
@@ -1390,7 +1295,6 @@ MIXES = {
     "recursion": {"livecodebench": 175, "rlpr": 175},
 }
 CANDIDATES = 600  # problems of each benchmark, at most, among which `prepare` chooses
-
 
 def prepare(settings):
     """Write data/paper.jsonl and data/recursion.jsonl: of each benchmark the hardest candidates where levels
@@ -1423,7 +1327,6 @@ def prepare(settings):
         os.replace(file + ".tmp", file)
         print(f"{file}: {len(problems)} problems")
 
-
 def with_spread(name: str, problems: list[Problem], pool: list) -> list[Problem]:
     """The problems that some workers solve alone and others do not. Where all agree, rewards hardly differ,
     and a group teaches nothing. A problem on which a call was lost is left out."""
@@ -1437,7 +1340,6 @@ def with_spread(name: str, problems: list[Problem], pool: list) -> list[Problem]
     print(f"{name}: workers differ on {verdicts.count({True, False})} of {len(problems)}; {', '.join(told)}")
     return [problem for problem, verdict in zip(problems, verdicts) if verdict == {True, False}]
 
-
 # -----------------------------------------------------------------------------------------------------------
 # Systems: system(problems, pools, name) -> rollouts, one a problem, judged. pools are the problems' workers;
 # name begins the calls' ids, by which --replay knows them, and seeds what is random. Most systems only plan a
@@ -1446,17 +1348,14 @@ def with_spread(name: str, problems: list[Problem], pool: list) -> list[Problem]
 REFLECT = "Check the last response for mistakes, correct them, and give the whole answer in its final form."
 AGGREGATE = "Compare the responses, decide which is right, and give the whole answer in its final form."
 
-
 def begin(problems: list[Problem], pools: list, name: str) -> list[Rollout]:
     pairs = zip(problems, pools, strict=True)
     return [Rollout(p.question, pool, problem=p, name=f"{name}/{p.id}") for p, pool in pairs]
-
 
 def finish(rollouts: list[Rollout], name: str, call=call_worker) -> list[Rollout]:
     """Run and judge rollouts whose workflow is there."""
     with progress(name, len(rollouts)) as bar:
         return roll_out(rollouts, failure=grade_once(), call=call, on_end=lambda rollout: bar.update())
-
 
 def planned(plan):
     """The system that runs the workflow plan(rollout) on each problem."""
@@ -1467,7 +1366,6 @@ def planned(plan):
         return finish(rollouts, name)
     return system
 
-
 # Workers without a Conductor see the bare question
 
 def ask_bare(rollout: Rollout, i: int, times: int = 1) -> Reply:
@@ -1476,7 +1374,6 @@ def ask_bare(rollout: Rollout, i: int, times: int = 1) -> Reply:
     worker = rollout.pool[rollout.workflow.steps[i].worker]
     limits = {key: times * n for key, n in worker.params.items() if key in LIMITS and times > 1}
     return worker.chat([{"role": "user", "content": rollout.question}], call_id(rollout, i), **limits)
-
 
 def ask_each(problems, pools, name, workers: list[int], times: int = 1) -> list[list[Rollout]]:
     """What each of these workers answers to the bare question: [problem][worker]."""
@@ -1487,13 +1384,11 @@ def ask_each(problems, pools, name, workers: list[int], times: int = 1) -> list[
     finish(list(itertools.chain(*groups)), name, partial(ask_bare, times=times))
     return groups
 
-
 def single(worker: int, times: int = 1):
     """One call of one worker."""
     def system(problems, pools, name):
         return [rollout for [rollout] in ask_each(problems, pools, name, [worker], times)]
     return system
-
 
 def vote(rollouts: list[Rollout], chosen: int) -> Rollout:
     """Rollouts of one step each as one that costs what all cost and is lost where a call was. The chosen one
@@ -1505,7 +1400,6 @@ def vote(rollouts: list[Rollout], chosen: int) -> Rollout:
                    replies=[rollout.replies[0] for rollout in ordered], previous=None,
                    error=errors[0] if errors else None, right=None if errors else ordered[-1].right)
 
-
 def consensus(worker: int):
     """That of a worker's five answers with which most of them agree, as the problem's grader sees it."""
     def system(problems, pools, name):
@@ -1516,7 +1410,6 @@ def consensus(worker: int):
             votes.append(vote(rollouts, agreeing.index(max(agreeing))))
         return votes
     return system
-
 
 def smoothie(problems, pools, name, dependent: bool = True) -> list[Rollout]:
     """Smoothie (arXiv 2412.04692): all answer, and that worker's answer counts whose answers are most like
@@ -1532,7 +1425,6 @@ def smoothie(problems, pools, name, dependent: bool = True) -> list[Rollout]:
         likeness[:] = likeness.sum(0)
     return [vote(rollouts, int(row.argmax())) for rollouts, row in zip(groups, likeness)]
 
-
 # Workflows that nobody has learned
 
 def reflect(worker: int):
@@ -1540,22 +1432,18 @@ def reflect(worker: int):
     steps = [Step(worker, REFLECT if i else SOLVE_IT, list(range(i))) for i in range(5)]
     return planned(lambda rollout: Workflow(steps))
 
-
 def propose_and_aggregate(rollout: Rollout) -> Workflow:
     """A Mixture of Agents of one layer: every worker proposes, and a random one aggregates."""
     everyone = list(range(len(rollout.pool)))
     aggregator = random.Random(rollout.name).choice(everyone)
     return Workflow([*(Step(i, SOLVE_IT, []) for i in everyone), Step(aggregator, AGGREGATE, everyone)])
 
-
 OTHER_PHRASES = (SOLVE_IT, "Plan how to solve it.", "Check the last response.", "Improve the last response.",
                  "Give the whole answer.")  # for problems that are not of the laptop world
-
 
 def phrases_for(problem: Problem) -> tuple:
     """The subtasks of random workflows for a problem."""
     return PHRASES if problem.id.startswith("laptop/") else OTHER_PHRASES
-
 
 def random_workflow(rng: random.Random, workers: list[int], max_steps: int = 5, phrases=PHRASES) -> Workflow:
     """1 to max_steps steps, short workflows more often; each a random worker, a random phrase, and nine times
@@ -1568,11 +1456,9 @@ def random_workflow(rng: random.Random, workers: list[int], max_steps: int = 5, 
         steps.append(Step(worker, subtask, list(range(i)) if rng.random() < 0.9 else []))
     return Workflow(steps)
 
-
 def plan_at_random(rollout: Rollout) -> Workflow:
     workers = list(range(len(rollout.pool)))
     return random_workflow(random.Random(rollout.name), workers, phrases=phrases_for(rollout.problem))
-
 
 def baselines(problems: list[Problem], pool: list) -> dict[str, list[Rollout]]:
     """Rollouts of every single worker, and of random workflows."""
@@ -1580,7 +1466,6 @@ def baselines(problems: list[Problem], pool: list) -> dict[str, list[Rollout]]:
     groups = ask_each(problems, pools, "workers", range(len(pool)))
     singles = {worker.name: [group[k] for group in groups] for k, worker in enumerate(pool)}
     return {**singles, "random workflows": planned(plan_at_random)(problems, pools, "random")}
-
 
 # The Conductor, and edits of what it wrote, which take something away from it
 
@@ -1599,7 +1484,6 @@ def conductor(write, prompting: Prompting, rounds: int = 0, edit=None, tries: in
                            edit=edit, on_end=on_end)
     return system
 
-
 def draw_subset(problem: Problem, pool: list, k: int, rng: random.Random) -> list[int]:
     """The numbers of k local specialists by chance, among whom are some who can solve a laptop problem."""
     teams = itertools.combinations(range(len(pool)), min(k, len(pool)))
@@ -1608,26 +1492,21 @@ def draw_subset(problem: Problem, pool: list, k: int, rng: random.Random) -> lis
         raise ValueError(f"no {k} of {', '.join(w.name for w in pool)} can solve {problem.question!r}")
     return list(rng.choice(able))
 
-
 def change_steps(workflow: Workflow, **changes) -> Workflow:
     return Workflow([replace(step, **changes) for step in workflow.steps])
-
 
 # Systems that learn from their rewards on lessons, which are train problems
 
 CALL_COST = 0.02  # where a right answer is worth 1
-
 
 def rewards(rollouts: list[Rollout]) -> np.ndarray:
     """1 for a right answer, less the cost of its calls; nan where a worker was lost."""
     right = np.array([rollout.right for rollout in rollouts], float)
     return right - CALL_COST * np.array([rollout.calls for rollout in rollouts])
 
-
 def lesson(problem: Problem, setup, workflow=None) -> Rollout:
     """A rollout whose calls are named alike in all lessons: what is asked again is in the replay file."""
     return Rollout(problem.question, setup.pool, problem=problem, name="lesson", workflow=workflow)
-
 
 def trigrams(question: str) -> torch.Tensor:
     """How often each trigram stands in a question, hashed: (4096)."""
@@ -1635,7 +1514,6 @@ def trigrams(question: str) -> torch.Tensor:
     places = torch.tensor([zlib.crc32(trigram.encode()) % 4096 for trigram in found], dtype=torch.int64)
     counts = places.bincount(minlength=4096).float()
     return counts / counts.norm().clamp(min=1)
-
 
 def router(setup):
     """The worker who is likeliest right, by a logistic regression on trigrams. RouterDC (NeurIPS 2024) learns
@@ -1660,11 +1538,9 @@ def router(setup):
         return finish(rollouts, name, ask_bare)
     return system
 
-
 MODES = ("single", "chain", "reflection", "debate")
 AGENTS = 5  # at most; in all modes but "single" there are two or more
 TRIES = 8  # designs of each lesson at a time
-
 
 def masrouter(setup):
     """MasRouter (arXiv 2502.11133) in small: a mode of collaboration, the number of agents and their workers,
@@ -1699,7 +1575,6 @@ def masrouter(setup):
         return collaboration([int(scores.argmax()) for scores in heads])
     return planned(plan)
 
-
 def collaboration(design: list[int]) -> Workflow:
     """The workflow of a mode, a number of agents and five workers."""
     mode = MODES[design[0]]
@@ -1713,12 +1588,10 @@ def collaboration(design: list[int]) -> Workflow:
             steps[i].access = list(range(i))
     return Workflow(steps)
 
-
 ROLES = {"thinker": "Solve what comes first, and say how to go on from there.", "worker": SOLVE_IT,
          "verifier": "Check the last response. Say ACCEPT if it is right and whole, else what is wrong."}
 ACCEPTS = re.compile(r"\bACCEPT\b|nothing here to work on")  # the second is what a specialist says
 POPULATION = 32
-
 
 def trinity(setup):
     """TRINITY (arXiv 2512.04695) in small: turn by turn a linear head on a small model's hidden state picks a
@@ -1783,7 +1656,6 @@ def trinity(setup):
     head = axes @ mean  # (C + 1, W + 3)
     return lambda problems, pools, name: take_turns(begin(problems, pools, name), [head] * len(problems))
 
-
 # The table: make(setup) -> system
 
 class System(NamedTuple):
@@ -1792,23 +1664,19 @@ class System(NamedTuple):
     calls: float = 1  # a question, about; 0: one of each worker
     lessons: int = 0  # calls to learn, about
 
-
 def from_checkpoint(setup, edit=None):
     model, tokenizer, prompting = load_conductor(setup.checkpoint)
     prompting = replace(prompting, prompt=setup.prompt or prompting.prompt)
     write = model_writer(model, tokenizer, prompting, temperature=0.0)
     return conductor(write, prompting, setup.rounds, edit, subset=setup.subset)
 
-
 def in_the_seat(setup):
     """A worker in the Conductor's seat, who tries the format ten times (in the paper without end)."""
     prompting = Prompting(prompt=setup.prompt or Prompting.prompt)
     return conductor(worker_writer(setup.pool[setup.worker], prompting), prompting, setup.rounds, tries=10)
 
-
 def edited(**changes):
     return lambda setup: from_checkpoint(setup, partial(change_steps, **changes))
-
 
 SYSTEMS = {
     "conductor": System(from_checkpoint, "checkpoint", 3),
@@ -1829,16 +1697,13 @@ SYSTEMS = {
     "trinity": System(trinity, "lessons, trinity", 3, 40_000),
 }
 
-
-# -----------------------------------------------------------------------------------------------------------
-# Measure, and tables
+# ---- Measure, and tables -----------------------------------------------------------------------------------
 
 COLUMNS = {  # of a row, with the digits behind the point; a row's other keys are kinds
     "accuracy": 1, "±": 1, "lost": 0, "calls": 2, "steps": 2, "tokens": 0, "dollars": 5, "dollars/right": 5,
     "calls to learn": 0}
 STUDENT = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 7: 2.365, 9: 2.262, 14: 2.145, 29: 2.045,
            99: 1.984}
-
 
 def measure(repeats: list[list[Rollout]]) -> dict:
     """What a system's rollouts [repeat][problem] come to, as one flat row: the share of right answers; ± its
@@ -1864,10 +1729,8 @@ def measure(repeats: list[list[Rollout]]) -> dict:
         row[kind] = mean([rollout.right for rollout in known if rollout.problem.kind == kind])
     return row
 
-
 def mean(values: list) -> float | None:
     return sum(values) / len(values) if values else None
-
 
 def interval(values: list[float]) -> float | None:
     """The mean's 95 % interval, as ± around it, by Student's t; None for fewer than two values."""
@@ -1876,13 +1739,11 @@ def interval(values: list[float]) -> float | None:
     t = [t for freedom, t in STUDENT.items() if freedom < len(values)][-1]
     return t * statistics.stdev(values) / math.sqrt(len(values))
 
-
 def best_single(rows: dict[str, dict], names: list[str]) -> dict[str, dict]:
     """What the best single worker got and cost on the same questions, chosen in hindsight."""
     known = [name for name in names if name in rows and rows[name]["accuracy"] is not None]
     best = max(known, key=lambda name: rows[name]["accuracy"], default="")
     return {f"best single worker: {best}": rows[best]} if best else {}
-
 
 def table(rows: dict[str, dict], title: str = "") -> str:
     """Rows of `measure` under their heads, accuracies in %; "?" is unknown, a blank not there."""
@@ -1906,7 +1767,6 @@ def table(rows: dict[str, dict], title: str = "") -> str:
         texts.append("  ".join(columns).rstrip())
     return "\n".join(texts)
 
-
 def paper_rows(benchmark: str) -> dict[str, dict]:
     """The paper's numbers about a benchmark, or the "average" of four: other questions and other models."""
     rows = {}
@@ -1916,7 +1776,6 @@ def paper_rows(benchmark: str) -> dict[str, dict]:
                 costs = {key: cells[key] for key in ("tokens", "dollars") if key in cells}
                 rows[f"paper, {number}: {system}"] = {"accuracy": cells[benchmark] / 100, **costs}
     return rows
-
 
 def average(files: list[str]) -> dict[str, dict]:
     """Each system's mean row over what several seeds wrote with --out; ± is over these."""
@@ -1931,15 +1790,12 @@ def average(files: list[str]) -> dict[str, dict]:
         raise ValueError("an average takes two or more files of the same systems: eval.py average FILE FILE")
     return rows
 
-
 def progress(what: str, total: int) -> tqdm:
     """A bar on a terminal (disable=None), of rank 0 only."""
     hidden = os.environ.get("RANK", "0") != "0" or None
     return tqdm(desc=what, total=total, disable=hidden, leave=False)
 
-
-# -----------------------------------------------------------------------------------------------------------
-# The command line
+# ---- The command line --------------------------------------------------------------------------------------
 
 @dataclass
 class Settings:
@@ -1962,7 +1818,6 @@ class Settings:
     replay: str = ""  # a file that keeps the replies: what is started again pays for nothing twice
     out: str = ""  # a file for the numbers, as JSON; FILE.jsonl gets the traces, for workflow.py show
 
-
 def chosen_systems(settings, names: list[str]) -> tuple[list[tuple[str, str]], list[str]]:
     """(system, worker or "") of what --systems says, and what is wrong with it."""
     chosen, faults = [], []
@@ -1980,9 +1835,7 @@ def chosen_systems(settings, names: list[str]) -> tuple[list[tuple[str, str]], l
             chosen += [(name, player) for player in ([who] if who else names if by_worker else [""])]
     return list(dict.fromkeys(chosen)), faults
 
-
 LESSONS = 256  # train problems that a learned system learns from
-
 
 def evaluate(settings: Settings):
     """Measure every chosen system on every benchmark, and print the tables. What is wrong is said at once,
@@ -2042,7 +1895,6 @@ def evaluate(settings: Settings):
         raise SystemExit(f"the budget of ${settings.budget:g} is spent, and what came after is not counted: "
                          "give a larger --budget, and --replay=FILE so that nothing is paid twice")
 
-
 def write_results(out: str, numbers: dict, data: str = "", label: str = "", repeats=()):
     """Write the numbers so far to the file `out`, and rollouts beside it, for workflow.py show."""
     if out:
@@ -2052,7 +1904,6 @@ def write_results(out: str, numbers: dict, data: str = "", label: str = "", repe
             for rollout in itertools.chain(*repeats):
                 row = {"system": label, "benchmark": data, "problem_id": rollout.problem.id}
                 file.write(json.dumps(row | rollout_to_json(rollout)) + "\n")
-
 
 def main(argv):
     settings = Settings()
@@ -2074,7 +1925,6 @@ def main(argv):
     except KeyboardInterrupt:
         hint = "" if settings.replay else "; --replay=FILE keeps what is paid"
         raise SystemExit("interrupted" + hint) from None
-
 
 if __name__ == "__main__":
     main(sys.argv[1:])

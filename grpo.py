@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from model import Qwen, causal
 from workflow import Rollout
 
-
 def advantages(rewards, mask=None):
     """Eq. 2 for the rewards (Q, G) of Q groups: (r - mean) / std in each group. Returns (Q, G).
 
@@ -28,7 +27,6 @@ def advantages(rewards, mask=None):
     std = ((centred ** 2).sum(1) / count).sqrt()               # (Q), divided by n, not by n - 1
     return centred / std.clamp(min=1e-6)[:, None]
 
-
 def set_advantages(groups: list[list[Rollout]], recursion=False):
     """Write every rollout's advantage from its group's rewards; None is masked. The groups are of one size.
 
@@ -41,10 +39,7 @@ def set_advantages(groups: list[list[Rollout]], recursion=False):
         for rollout, advantage in zip(group, row):
             rollout.advantage = weight * advantage
 
-
-# ------------------------------------------------------------------------------------------------------------
-# Token log-probabilities
-
+# ---- Token log-probabilities -------------------------------------------------------------------------------
 
 def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference: Qwen | None = None):
     """(2, N) with gradient, for the N tokens of the completions in groups [(prompt, completions)], in order.
@@ -63,16 +58,12 @@ def packed_logprobs(model: Qwen, groups, temperature=1.0, n_ids=None, reference:
     return model(*row, lambda hidden: of_targets(
         model, hidden[0, predictors], targets, temperature, n_ids, reference, ref_hidden))
 
-
 def token_logprobs(model: Qwen, prompt: list[int], completions: list[list[int]], temperature=1.0, n_ids=None):
     """log π of the tokens of a prompt's completions, a 1-D tensor for each, with gradient."""
     logprobs, _ = packed_logprobs(model, [(prompt, completions)], temperature, n_ids)
     return list(logprobs.split([len(completion) for completion in completions]))
 
-
-# ------------------------------------------------------------------------------------------------------------
-# The loss (Eq. 1) and the update
-
+# ---- The loss (Eq. 1) and the update -----------------------------------------------------------------------
 
 def surrogate(logprobs, old, advantage, clip):
     """Eq. 1 without the KL, to be maximised: min(ρA, clip(ρ, 1-ε, 1+ε)A) with ρ = π/π_old, token by token
@@ -80,7 +71,6 @@ def surrogate(logprobs, old, advantage, clip):
     ratio = (logprobs - old).exp()
     clipped = ratio.clamp(1 - clip, 1 + clip)
     return torch.minimum(ratio * advantage, clipped * advantage)
-
 
 def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, reference: Qwen | None = None,
            temperature=1.0, n_ids=None, token_budget=16384, max_grad_norm=1.0) -> dict:
@@ -111,7 +101,6 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
     means = {name: total / tokens if tokens else None for name, total in zip(STATISTICS, totals)}
     return means | {"grad_norm": norm, "skipped": int(not math.isfinite(norm))}
 
-
 def clipped_step(model, optimizer, max_grad_norm: float) -> float:
     """Take an optimizer step on the gradient clipped to max_grad_norm, if it is finite. Return its norm."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
@@ -121,9 +110,7 @@ def clipped_step(model, optimizer, max_grad_norm: float) -> float:
     optimizer.zero_grad(set_to_none=True)
     return norm
 
-
 STATISTICS = ("gap", "approx_kl", "clipfrac", "entropy", "kl")
-
 
 @torch.no_grad()
 def statistics(new, old, kl, clip):
@@ -135,10 +122,7 @@ def statistics(new, old, kl, clip):
     per_token = (log_ratio.abs(), ratio - 1 - log_ratio, clipped, -new, kl, torch.ones_like(new))
     return torch.stack([x.sum() for x in per_token])
 
-
-# ------------------------------------------------------------------------------------------------------------
-# The packed row, micro-batches, ranks
-
+# ---- The packed row, micro-batches, ranks ------------------------------------------------------------------
 
 def pack(groups, device):
     """Lay out groups [(prompt, completions)] as one row, as drawn in packed_logprobs: those four tensors,
@@ -168,7 +152,6 @@ def pack(groups, device):
 
     return *(torch.tensor(x, device=device) for x in (ids, positions, targets, predictors)), attend
 
-
 def pad(P: int, completions, device):
     """For attention a group's completions are padded to the longest of them, L. Of the group above these are
         places      2 (1)| 3  4          (n, L)   where each token stands in its group; (padding)
@@ -181,7 +164,6 @@ def pad(P: int, completions, device):
     # Padding points at many places, as a GPU adds up the gradients of one in turn.
     places = torch.where(is_real, begins + column, column)      # (n, L)
     return places.to(device), is_real.flatten().nonzero()[:, 0].to(device)
-
 
 def attend_group(layer_idx, q, k, v, P, places, real):
     """Attention in one group: its completions see the prompt and their own past, not each other.
@@ -200,9 +182,7 @@ def attend_group(layer_idx, q, k, v, P, places, real):
     y = y.index_select(0, real).transpose(0, 1)[None]           # (1, H, S-P, D)
     return torch.cat((prompt, y), 2)
 
-
 HEAD_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 22}  # logits in one tensor
-
 
 def of_targets(model, hidden, targets, temperature, n_ids, reference=None, ref_hidden=None):
     """What packed_logprobs returns, (2, N), from the hidden states (N, C) that predict the targets (N) and
@@ -228,7 +208,6 @@ def of_targets(model, hidden, targets, temperature, n_ids, reference=None, ref_h
     parts = zip(hidden.split(size), targets.split(size), ref_hidden.split(size))
     return torch.cat([checkpoint(of_part, *part, use_reentrant=False) for part in parts], 1)
 
-
 def micro_batches(rollouts: list[Rollout], token_budget: int) -> list[list[Rollout]]:
     """Split rollouts into lists of at most `token_budget` tokens, or of one rollout that is longer. Those of
     a prompt stand together and by length, so that little is padded. A prompt counts once, and a list's first
@@ -244,12 +223,10 @@ def micro_batches(rollouts: list[Rollout], token_budget: int) -> list[list[Rollo
         batches[-1].append(r)
     return batches
 
-
 def by_prompt(batch: list[Rollout]):
     """A micro-batch as groups for packed_logprobs; an empty one as any token, so that it takes part."""
     groups = itertools.groupby(batch, lambda r: r.prompt)
     return [(prompt, [r.tokens for r in rollouts]) for prompt, rollouts in groups] or [([0], [[0]])]
-
 
 def all_reduce(values: list[float], device, op=dist.ReduceOp.SUM) -> list[float]:
     """The sum of each number over ranks, or what else op says."""

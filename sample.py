@@ -59,7 +59,7 @@ def generate_each(model: Qwen, prompts: list[list[int]], n: int = 1, max_new_tok
 
 def grid_shape(model, longest: int, max_new_tokens: int, n: int) -> tuple[int, int]:
     """How many prompts and how many of their n rollouts one grid holds. Its keys and values take at most a
-    fifth of a GPU's memory: beside the weights of a 7B there is room for them on 24 GB."""
+    fifth of a GPU's memory, for which a 7B leaves room on 24 GB, or some 2 GiB of a CPU's."""
     device = model.device
     limit = torch.cuda.get_device_properties(device).total_memory // 5 if device.type == "cuda" else 2 << 30
     channels = model.config.num_key_value_heads * model.config.head_dim
@@ -238,8 +238,8 @@ def draw(logits, u, temperature=1.0, n_ids=None):
     """Sample from logits (N, V) with uniforms u (N): tokens and their log-probabilities, (N) each. Only ids
     below n_ids are drawn. A temperature below 1e-6 is greedy, with log-probabilities at 1."""
     greedy = temperature < 1e-6
-    logits = logits[:, :n_ids] if greedy or temperature == 1 else logits[:, :n_ids] / temperature
-    logp = logits.log_softmax(-1)
+    logits = logits[:, :n_ids]
+    logp = (logits if greedy or temperature == 1 else logits / temperature).log_softmax(1)
     mass = logp.exp().cumsum(-1)
     target = u[:, None] * mass[:, -1:]  # (N, 1); even u = 0 draws no token of mass 0
     tokens = logits.argmax(-1, True) if greedy else torch.searchsorted(mass, target, right=True)  # (N, 1)

@@ -46,7 +46,6 @@ from workers import probable_cost, read_pool
 from workflow import Prompting, Rollout, Workflow, as_lists, messages, model_writer, parse, roll_out
 from workflow import rollout_from_json, rollout_to_json, save_prompting, strip
 
-
 @dataclass
 class Settings:
     preset: str = ""  # one of PRESETS; "": what fits the device. The values below are those of laptop
@@ -91,7 +90,6 @@ class Settings:
     resume: bool = False  # go on from the newest checkpoint in --out
     dry_run: bool = False  # say what the run takes and lacks, and do the largest update
 
-
 # App. A.1. What is "" has to be said on the command line.
 PAPER = dict(init_from="Qwen/Qwen2.5-7B", data="paper", pool="", prompt="ood", max_new_tokens=1024,
              iterations=200, questions=4, minibatches=1, beta=0.0, lr=1e-6, beta2=0.999)
@@ -115,7 +113,6 @@ PRESETS = {
 MEASURED = 72  # held-out problems, at each checkpoint
 TINY = 10_000_000  # parameters below which a model is none that was pretrained
 
-
 @dataclass
 class Run:
     """What the iterations need beside the settings."""
@@ -130,9 +127,7 @@ class Run:
     reference: Qwen | None = None  # π_ref, of the KL
     skipped: int = 0  # steps in a row, up to now, whose gradient was not finite
 
-
-# ------------------------------------------------------------------------------------------------------------
-# One iteration: first rounds, second rounds, reward, update. Then the run
+# ---- One iteration: first rounds, second rounds, reward, update. Then the run ------------------------------
 
 def first_rounds(run: Run, settings: Settings, iteration: int) -> list[Rollout]:
     """An iteration's questions: the next ones of the data, which begins again after its end. Each may use the
@@ -147,7 +142,6 @@ def first_rounds(run: Run, settings: Settings, iteration: int) -> list[Rollout]:
         asked.append(Rollout(problem.question, run.pool, workers, problem, name=f"{settings.seed}/{i}"))
     return asked
 
-
 def second_rounds(groups: list[list[Rollout]], settings: Settings, iteration: int) -> list[Rollout]:
     """Half of the questions again, each with the answer of one of its first rollouts, drawn by chance (§3.2).
     They come on top: with 4 questions (4 + 2) × 64 rollouts, 384 (the paper's A.1: 256)."""
@@ -159,7 +153,6 @@ def second_rounds(groups: list[list[Rollout]], settings: Settings, iteration: in
             r = random.Random(f"{settings.seed} {iteration} {i}").choice(answered)
             asked.append(Rollout(r.question, r.pool, r.workers, r.problem, r.name, previous=r))
     return asked
-
 
 def roll_out_on_all_ranks(sampler: Qwen, run: Run, asked: list[Rollout], settings: Settings, seed: int):
     """Roll out every question settings.rollouts times. Each rank does a part of every question's, and all get
@@ -179,7 +172,6 @@ def roll_out_on_all_ranks(sampler: Qwen, run: Run, asked: list[Rollout], setting
             r.pool, r.problem, r.previous = question.pool, question.problem, question.previous
     return [*groups.values()]
 
-
 def reward(rollout: Rollout, settings: Settings) -> float | None:
     """§3.1: 0 without a workflow, 0.5 for a wrong answer, 1 for a right one; less its calls' dollars, weighed
     by --cost_weight, which the paper has not. None: a call was lost, or has an unknown cost that would
@@ -192,7 +184,6 @@ def reward(rollout: Rollout, settings: Settings) -> float | None:
     if settings.cost_weight:
         return None if rollout.cost is None else value - settings.cost_weight * rollout.cost
     return value
-
 
 def learn(run: Run, groups: list[list[Rollout]], settings: Settings, iteration: int) -> list[dict]:
     """Eq. 1: an optimizer step on each minibatch. From the second step on π is not the sampler's, and the
@@ -210,7 +201,6 @@ def learn(run: Run, groups: list[list[Rollout]], settings: Settings, iteration: 
         if run.skipped == 3:
             leave("three gradients in a row were not finite: try a smaller --lr from the last checkpoint on")
     return reports
-
 
 def train(settings: Settings, device: str):
     """The whole run, on every rank."""
@@ -251,9 +241,7 @@ def train(settings: Settings, device: str):
                   "another --budget goes on")
     finish(run, settings)
 
-
-# ------------------------------------------------------------------------------------------------------------
-# Before and after the loop
+# ---- Before and after the loop -----------------------------------------------------------------------------
 
 def set_up(settings: Settings, device: str) -> Run:
     """All that the loop needs, on every rank, after a look at what is lacking. --dry_run ends here."""
@@ -311,26 +299,22 @@ def set_up(settings: Settings, device: str) -> Run:
         restore(run, start)
     return run
 
-
 def load_problems(settings: Settings) -> tuple[list, list]:
     """The problems to train on, and the held-out ones."""
-    return (load(settings.data, "train", grader=settings.grader),
-            load(settings.data, "test", settings.test, grader=settings.grader))
-
+    if settings.grader:
+        evaluation.GRADERS["own"] = evaluation.load_grader(settings.grader)
+    return load(settings.data, "train"), load(settings.data, "test", settings.test)
 
 ABLATIONS = {
     "": {}, "subtasks": {"subtask": "Solve the question."}, "access": {"access": [], "wrote_all": False}}
-
 
 def ablation(settings: Settings):
     """What --ablate does to a workflow before it runs; None if nothing."""
     changes = ABLATIONS[settings.ablate]
     return changes and (lambda workflow: Workflow([replace(step, **changes) for step in workflow.steps]))
 
-
 def adam(model: Qwen, beta2: float):
     return torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, beta2), weight_decay=0.0, fused=True)
-
 
 def schedule(step: int, steps: int, warmup: float) -> float:
     """Linear warm-up over a share of the steps, then a cosine to 0 (App. A.1)."""
@@ -339,7 +323,6 @@ def schedule(step: int, steps: int, warmup: float) -> float:
         return (step + 1) / warm
     share = (step - warm) / max(1, steps - warm)  # of the way down
     return 0.5 * (1 + math.cos(math.pi * share))
-
 
 def evaluate(run: Run, problems: list, settings: Settings, name: str) -> list[Rollout]:
     """The greedy Conductor's rollout for each problem. The ranks take turns at the problems, and all get all.
@@ -351,7 +334,6 @@ def evaluate(run: Run, problems: list, settings: Settings, name: str) -> list[Ro
     mine = problems[rank::world]
     shares = all_gather([[strip(r) for r in system(mine, [run.pool] * len(mine), name)]])
     return [replace(shares[i % world][i // world], problem=problem) for i, problem in enumerate(problems)]
-
 
 def finish(run: Run, settings: Settings):
     """The table on held-out problems beside every worker and random workflows, the bill, how to ask it."""
@@ -368,19 +350,15 @@ def finish(run: Run, settings: Settings):
     words = ["workflow.py", question, f"--checkpoint={settings.out}/checkpoint", f"--pool={settings.pool}"]
     print0(f"Ask it: python {shlex.join(words)}")
 
-
-# ------------------------------------------------------------------------------------------------------------
-# The model on all ranks (FSDP)
+# ---- The model on all ranks (FSDP) -------------------------------------------------------------------------
 
 def count_parameters(config: Config) -> int:
     with torch.device("meta"):
         return sum(p.numel() for p in Qwen(config).parameters())
 
-
 def dtype_for(config: Config, device) -> torch.dtype:
     """In which a model computes; weights in training, gradients and Adam's moments are fp32."""
     return torch.float32 if count_parameters(config) < TINY else compute_dtype(device)
-
 
 def shard(model: Qwen, settings: Settings, device: str) -> Qwen:
     """FSDP2: fp32 weights, gradients and Adam's state in equal parts on all ranks. Pretrained models compute
@@ -395,7 +373,6 @@ def shard(model: Qwen, settings: Settings, device: str) -> Qwen:
         fully_shard(module, mesh=mesh, mp_policy=mixed, offload_policy=offload)
     return model
 
-
 @torch.no_grad()
 def whole_copy(model: Qwen) -> Qwen:
     """A whole copy of the sharded model in the dtype of computation; every rank gets one."""
@@ -408,9 +385,7 @@ def whole_copy(model: Qwen) -> Qwen:
         whole.lm_head.weight = whole.model.embed_tokens.weight
     return whole
 
-
-# ------------------------------------------------------------------------------------------------------------
-# The tiny Conductor, made on the spot, and the warm start, which teaches the format only
+# ---- The tiny Conductor, made on the spot, and the warm start, which teaches the format only ---------------
 
 def tiny_tokenizer(texts: list[str]) -> Tokenizer:
     """A byte-level BPE like Qwen2.5's, of 900 tokens. Its pieces differ: a quoted subtask, a list's opening,
@@ -429,11 +404,9 @@ def tiny_tokenizer(texts: list[str]) -> Tokenizer:
                                                       initial_alphabet=alphabet, show_progress=False))
     return Tokenizer(bpe)
 
-
 def tiny_config(vocabulary: int = 900) -> Config:
     return Config(vocabulary, 128, 384, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
                   rope_theta=100.0, tie_word_embeddings=True, max_position_embeddings=1024)
-
 
 def tiny_conductor(settings: Settings, problems: list, n_workers: int) -> tuple[Qwen, Tokenizer]:
     rng = random.Random(settings.seed)
@@ -449,7 +422,6 @@ def tiny_conductor(settings: Settings, problems: list, n_workers: int) -> tuple[
             torch.nn.init.normal_(p, std=0.1 if "embed" in name else 0.06)
     return model, tokenizer
 
-
 # A pretrained Conductor writes its subtasks word by word: it starts from sentences that are made of these.
 ORDERS = ("Work on {}", "Simplify {}", "Find {}", "Process {}", "Compute {}", "Translate {}", "Recall {}",
           "Answer {}", "Explain {}", "Reverse {}", "Write {} in capitals", "Leave the vowels out of {}")
@@ -457,7 +429,6 @@ OBJECTS = ("it", "the text", "the word", "the name", "the number", "the question
            "what is left")
 MANNERS = ("", "", "", " carefully", " step by step", " in one word")  # half of the sentences have none
 SENTENCES = [order.format(what) + manner + "." for order in ORDERS for what in OBJECTS for manner in MANNERS]
-
 
 def random_lesson(problem, rng: random.Random, n_workers: int, settings: Settings) -> tuple[list[dict], str]:
     """A chat and a completion in the right format. With warm_subsets only some workers may be named. A share
@@ -478,7 +449,6 @@ def random_lesson(problem, rng: random.Random, n_workers: int, settings: Setting
     named = n_workers if len(workers) == n_workers else workers
     return messages(problem.question, named, settings.max_steps, previous, settings.prompt), completion
 
-
 def random_completion(problem, rng: random.Random, workers: list[int], settings: Settings) -> str:
     """A random workflow in a Conductor's words, which do not say whether it is good. A tiny one's plan is the
     question, and the number of steps stands where it can be counted: it helps to write two more lists."""
@@ -488,7 +458,6 @@ def random_completion(problem, rng: random.Random, workers: list[int], settings:
         return as_lists(workflow)
     first, others = as_lists(workflow).split("\n", 1)
     return f"Plan: {problem.question}\n{first} # {len(workflow.steps)} steps\n{others}"
-
 
 def warm_start(model: Qwen, tokenizer: Tokenizer, problems: list, n_workers: int, settings: Settings):
     """Supervised learning of random workflows in the right format. For the tiny model the question's own text
@@ -522,12 +491,9 @@ def warm_start(model: Qwen, tokenizer: Tokenizer, problems: list, n_workers: int
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-
-# ------------------------------------------------------------------------------------------------------------
-# What a run prints and writes
+# ---- What a run prints and writes --------------------------------------------------------------------------
 
 GIB = 1 << 30
-
 
 def metrics(iteration: int, groups: list[list[Rollout]], reports: list[dict], held_out: float | None) -> dict:
     """A line of metrics.jsonl. Means are over first rounds; `again` is about second ones. None is unknown."""
@@ -571,10 +537,8 @@ def metrics(iteration: int, groups: list[list[Rollout]], reports: list[dict], he
             m["again"]["kept right" if was_right else "kept wrong"] = mean([*map(bool, kept)])
     return m
 
-
 ON_SCREEN = ("reward", "accuracy", "held_out", "parsed", "flat", "lost", "steps", "cost", "tokens", "cut",
              "gap", "kl", "grad_norm", "skipped", "memory")
-
 
 def log(settings: Settings, m: dict):
     """Write metrics to metrics.jsonl, and the most telling ones to the screen."""
@@ -593,7 +557,6 @@ def log(settings: Settings, m: dict):
     lost = f", the first by: {m['error']}" if m["error"] else ""
     print0(f"{m['iteration'] + 1:4d}/{settings.iterations} {' '.join(words)}{lost}")
 
-
 def print_bill(pool: list):
     """Say what all ranks' calls have cost, those that were replayed included."""
     spent = all_gather([(worker.calls, worker.spent, worker.unpriced) for worker in pool])
@@ -601,15 +564,12 @@ def print_bill(pool: list):
     beside = f", and {unknown:,} of them at an unknown price" if unknown else ""
     print0(f"The bill: {calls:,} calls for ${dollars:.2f}{beside}")
 
-
 def print0(line: str):
     if dist.get_rank() == 0:
         tqdm.write(line)
         sys.stdout.flush()
 
-
-# ------------------------------------------------------------------------------------------------------------
-# Ranks
+# ---- Ranks -------------------------------------------------------------------------------------------------
 
 def on_rank0(job):
     """Run `job` on rank 0 and return its result on all ranks. What it raises ends all, with one message."""
@@ -624,13 +584,11 @@ def on_rank0(job):
         leave(result[1])
     return result[0]
 
-
 def all_gather(mine: list) -> list:
     """The concatenation of every rank's list, on every rank."""
     lists = [None] * dist.get_world_size()
     dist.all_gather_object(lists, mine)
     return [*itertools.chain(*lists)]
-
 
 def my_share(rollouts: list[Rollout]) -> list[Rollout]:
     """This rank's part of some rollouts: neighbours, which share prompts, with as many tokens as others'."""
@@ -638,11 +596,9 @@ def my_share(rollouts: list[Rollout]) -> list[Rollout]:
     owners = [(end - 1) * dist.get_world_size() // ends[-1] for end in ends]
     return [rollout for rollout, owner in zip(rollouts, owners) if owner == dist.get_rank()]
 
-
 def leave(why: str):
     """End the program on all ranks, which all call this, with a message on one; "": all is well."""
     raise SystemExit((why if dist.get_rank() == 0 else 1) if why else 0)
-
 
 # ------------------------------------------------------------------------------------------------------------
 # State and resume. What is random follows from the seed and the iteration: a checkpoint's weights, Adam's
@@ -659,7 +615,6 @@ def write_rollouts(settings: Settings, iteration: int, groups: list[list[Rollout
             traces.write(json.dumps(rollout_to_json(r, with_tokens=True) | about) + "\n")
     os.replace(file + ".tmp", file)
 
-
 def read_rollouts(run: Run, settings: Settings, iteration: int) -> list[list[Rollout]] | None:
     """What `write_rollouts` wrote of an iteration that no checkpoint holds; None if nothing."""
     file = f"{settings.out}/traces/{iteration:05d}.jsonl"
@@ -671,12 +626,10 @@ def read_rollouts(run: Run, settings: Settings, iteration: int) -> list[list[Rol
     rollouts = [replace(r, pool=run.pool, problem=problems[r.problem]) for r in rollouts]
     return [rollouts[i:i + settings.rollouts] for i in range(0, len(rollouts), settings.rollouts)]
 
-
 def checkpoints(out: str) -> list[str]:
     """The folders of a run's checkpoints, oldest first."""
     names = os.listdir(f"{out}/checkpoints") if os.path.exists(f"{out}/checkpoints") else []
     return [f"{out}/checkpoints/{name}" for name in sorted(names) if name.isdigit()]
-
 
 def open_folder(settings: Settings, begin: int):
     """Begin to write in --out, or go on: metrics.jsonl is cut after so many iterations."""
@@ -693,7 +646,6 @@ def open_folder(settings: Settings, begin: int):
         import wandb
         wandb.init(project="conductor", config=asdict(settings), dir=settings.out)
 
-
 def trained(run: Run) -> dict[str, torch.Tensor]:
     """What training changes: fp32 weights, and Adam's two moments of each."""
     state = {}
@@ -701,7 +653,6 @@ def trained(run: Run) -> dict[str, torch.Tensor]:
         state |= {name: p.detach(), f"{name} exp_avg": run.optimizer.state[p]["exp_avg"],
                   f"{name} exp_avg_sq": run.optimizer.state[p]["exp_avg_sq"]}
     return state
-
 
 def save(run: Run, settings: Settings, done: int):
     """A checkpoint after `done` iterations: weights for use, and in state/ what resuming needs, of which each
@@ -719,7 +670,6 @@ def save(run: Run, settings: Settings, done: int):
         tidy(settings.out)
     on_rank0(give_number)
 
-
 def tidy(out: str):
     """Point `checkpoint` at the newest one, which alone keeps its state/."""
     *earlier, newest = checkpoints(out)
@@ -730,7 +680,6 @@ def tidy(out: str):
     os.replace(f"{link}.new", link)
     for folder in earlier:
         shutil.rmtree(f"{folder}/state", ignore_errors=True)
-
 
 def save_for_use(run: Run, settings: Settings, folder: str):
     """Weights in the dtype of computation, tokenizer and conductor.json, in Hugging Face's layout."""
@@ -744,7 +693,6 @@ def save_for_use(run: Run, settings: Settings, folder: str):
         whole.save_pretrained(folder)
     on_rank0(write)
 
-
 def restore(run: Run, folder: str):
     """What training changes, as `save` left it, also on another number of ranks."""
     dcp.load(trained(run), storage_reader=dcp.HuggingFaceStorageReader(f"{folder}/state"))
@@ -752,9 +700,7 @@ def restore(run: Run, folder: str):
     for state in run.optimizer.state.values():
         state["step"].fill_(steps)
 
-
-# ------------------------------------------------------------------------------------------------------------
-# What a run needs
+# ---- What a run needs --------------------------------------------------------------------------------------
 
 PROMPT = 1000  # tokens of a prompt, as the estimate assumes
 SHAPES = {  # of models that may not be here yet
@@ -763,7 +709,6 @@ SHAPES = {  # of models that may not be here yet
 WORDS = {"ablate": (*ABLATIONS,), "sandbox": ("bwrap", "none"),
          "prompt": ("ood", "in", "mixed", "zero-shot", "short")}
 LEAST = {"rollouts": 2, "warm_steps": -1, "test": 0, "subset": 0, "seed": 0}  # of other whole numbers 1
-
 
 def preflight(settings: Settings, start: str, device: str) -> tuple[Config | None, str | None, str]:
     """What would fail late fails here, all of it at once. Returns the model's shape, the address of the local
@@ -817,7 +762,6 @@ def preflight(settings: Settings, start: str, device: str) -> tuple[Config | Non
     url = entries[0]["base_url"] if entries and settings.pool in LOCAL else None
     return config, url, "\n  ".join(["the run lacks", *lacking]) + hint if lacking else ""
 
-
 def check_room(settings: Settings, config: Config, device: str):
     """Print what the run takes of memory and disk. ValueError where that is not there."""
     n, world, dtype = count_parameters(config), dist.get_world_size(), dtype_for(config, device)
@@ -851,7 +795,6 @@ disk      {saved:.1f} GiB, of {free:.1f} free""")
         raise ValueError(f"{most:.1f} GiB of memory, of {present:.1f}, and {saved:.1f} GiB of disk, of "
                          f"{free:.1f}; more GPUs, --offload and a smaller --token_budget take less memory")
 
-
 def largest_step(model: Qwen, optimizer, reference: Qwen | None, settings: Settings):
     """The largest update once, with a learning rate of 0, so that an out-of-memory error comes before anybody
     is paid: two micro-batches, as gradients are there in the second. Adam's state is zeros again after it."""
@@ -866,7 +809,6 @@ def largest_step(model: Qwen, optimizer, reference: Qwen | None, settings: Setti
     for state in optimizer.state.values():
         for tensor in state.values():
             tensor.zero_()
-
 
 def try_largest_step(settings: Settings, config: Config, device: str):
     """Do the largest step with random weights, which take what real ones take, and say what that is."""
@@ -883,9 +825,7 @@ def try_largest_step(settings: Settings, config: Config, device: str):
     used = torch.cuda.max_memory_allocated() / GIB  # 0 without a GPU
     print0(f"the largest step took {time.perf_counter() - began:.1f} s and {used:.1f} GiB of GPU memory")
 
-
-# ------------------------------------------------------------------------------------------------------------
-# The command line
+# ---- The command line --------------------------------------------------------------------------------------
 
 def read_command(argv: list[str]) -> tuple[Settings, str]:
     """The settings of a command line, and the kind of device. It prints which preset it chose, and why."""
@@ -910,7 +850,6 @@ def read_command(argv: list[str]) -> tuple[Settings, str]:
     settings.preset, settings.out = preset, os.path.normpath(settings.out or f"out/{preset}")
     return settings, device
 
-
 def main(argv: list[str]):
     settings, device = read_command(argv)
     own_store = {}
@@ -925,7 +864,6 @@ def main(argv: list[str]):
     dist.init_process_group(backend, timeout=datetime.timedelta(hours=3), **own_store)
     train(settings, device)
     dist.destroy_process_group()  # not after one rank's error: NCCL would wait for the others
-
 
 if __name__ == "__main__":
     main(sys.argv[1:])

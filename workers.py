@@ -37,10 +37,8 @@ urllib3.connection.HTTPConnection.default_socket_options += [  # A probe a minut
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", 0x10), 60)]  # 0x10: on macOS
 
-
 class WorkerError(Exception):
     """A call failed or was not made, which is no wrong answer. The text holds no key."""
-
 
 @dataclass
 class Reply:
@@ -50,7 +48,6 @@ class Reply:
     cost: float | None  # dollars; None: unknown
     seconds: float = 0.0  # of the attempt that was answered
     finish: str = "stop"  # why it ended, in the provider's word; "length": cut off
-
 
 @dataclass
 class Worker:
@@ -147,9 +144,7 @@ class Worker:
                 raise WorkerError(f"{self.name}: {why[:400]} (attempt {number}, after {now - begun:.1f} s)")
             time.sleep(pause)
 
-
-# ------------------------------------------------------------------------------------------------------------
-# What may come of an attempt
+# ---- What may come of an attempt ---------------------------------------------------------------------------
 
 class Failure(WorkerError):
     """No reply. wait: seconds, at least, to another attempt; None: none would help. busy: the provider is: it
@@ -159,11 +154,9 @@ class Failure(WorkerError):
         super().__init__(text)
         self.wait, self.busy, self.cost = wait, busy, cost
 
-
 # No wait helps where one of these is said of an account, by OpenAI, Anthropic, Google or OpenRouter.
 SPENT = ("insufficient_quota|billing_not_active|credit balance is too low|credits are depleted|PerDay|per-day"
          "|API usage limits|(spend|usage)_limit_|monthly spending cap|credit_balance_exhausted")
-
 
 def read_response(worker: Worker, response: requests.Response, end: float) -> Reply:
     """The Reply in a response whose body is there by time.monotonic() == end; Failure where there is none."""
@@ -194,7 +187,6 @@ def read_response(worker: Worker, response: requests.Response, end: float) -> Re
     finish = "length" if finish in CUT_OFF else str(finish or "stop")
     return Reply(text, n_in if known else 0, n_out if known else 0, cost, finish=finish)
 
-
 def refusal(response: requests.Response, code, text: str) -> Failure:
     """What a provider says that does not answer. code: OpenRouter's within a 200, once a model began."""
     status = response.status_code
@@ -208,7 +200,6 @@ def refusal(response: requests.Response, code, text: str) -> Failure:
     cost = 0.0 if response.status_code != 200 and (status < 500 or busy) else None
     return Failure(f"HTTP {status} of {response.url}: {text}", wait if again else None, busy, cost)
 
-
 def broken(error: Exception, seconds: float) -> Failure:
     """Why no whole response came within so many seconds, or what a function raised."""
     errors = urllib3.exceptions
@@ -220,13 +211,11 @@ def broken(error: Exception, seconds: float) -> Failure:
     unsent = isinstance(cause, (errors.NewConnectionError, errors.ConnectTimeoutError))
     return Failure(f"{type(cause).__name__}: {cause}", None if final else 0.0, cost=0.0 if unsent else None)
 
-
 def find(data, *path):
     """What stands at this path of names in nested objects; None where nothing does."""
     for name in path:
         data = data.get(name) if isinstance(data, dict) else None
     return data
-
 
 # Protocols: a function writes path, headers and body; another reads text, why it ended, tokens in and out
 
@@ -234,7 +223,6 @@ def openai_request(model: str, messages: list[dict], params: dict, api_key: str)
     """platform.openai.com/docs/api-reference/chat, which OpenRouter, vLLM, Ollama and llama.cpp speak."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     return "/chat/completions", headers, {"model": model, "messages": messages, **params}
-
 
 def openai_reply(data: dict) -> tuple:
     choice, usage = data["choices"][0], data.get("usage") or {}
@@ -250,14 +238,12 @@ def openai_reply(data: dict) -> tuple:
         n_out = max(n_out, total - n_in)  # Some count the reasoning in the total only.
     return text, choice.get("finish_reason"), n_in, n_out
 
-
 def anthropic_request(model: str, messages: list[dict], params: dict, api_key: str) -> tuple[str, dict, dict]:
     """platform.claude.com/docs/en/api/messages, which needs max_tokens and takes the system's words apart."""
     system = "\n\n".join(message["content"] for message in messages if message["role"] == "system")
     turns = [message for message in messages if message["role"] != "system"]
     body = {"model": model, "max_tokens": 4096, "messages": turns, **({"system": system} if system else {})}
     return "/messages", {"x-api-key": api_key, "anthropic-version": "2023-06-01"}, {**body, **params}
-
 
 def anthropic_reply(data: dict) -> tuple:
     usage = data.get("usage") or {}
@@ -266,14 +252,12 @@ def anthropic_reply(data: dict) -> tuple:
     text = "".join(part["text"] for part in data["content"] if part["type"] == "text")
     return text, data.get("stop_reason"), n_in, usage.get("output_tokens")
 
-
 PROTOCOLS = {
     "openai": (openai_request, openai_reply),
     "anthropic": (anthropic_request, anthropic_reply),
     "python": (openai_request, None),  # It is not sent; its length bounds what it may cost.
 }
 CUT_OFF = ("length", "max_tokens", "model_context_window_exceeded")  # what ends an answer too early
-
 
 @functools.cache
 def load_function(spec: str):
@@ -284,12 +268,9 @@ def load_function(spec: str):
     file.loader.exec_module(module)
     return getattr(module, name)
 
-
-# ------------------------------------------------------------------------------------------------------------
-# Pools, and what they cost
+# ---- Pools, and what they cost -----------------------------------------------------------------------------
 
 FIELDS = {name: kind for name, kind in Worker.__annotations__.items() if name not in ("replay", "budget")}
-
 
 def read_pool(spec: str, local_url: str | None = None) -> list[dict]:
     """The entries of a pool, by name or JSON file, unchecked; ValueError says what there is. A local pool
@@ -313,7 +294,6 @@ def read_pool(spec: str, local_url: str | None = None) -> list[dict]:
             entry["function"] = os.path.join(os.path.dirname(os.path.abspath(path)), str(entry["function"]))
     return entries
 
-
 def check_pool(entries: list[dict], budget: float = 0.0) -> list[str]:
     """All that is missing or odd in a pool, a sentence each, by worker and field. No call is made, no value
     is shown, which may be a misplaced key."""
@@ -336,7 +316,6 @@ def check_pool(entries: list[dict], budget: float = 0.0) -> list[str]:
         sentences += [f"{name}: {problem}" for problem in problems]
     return sentences
 
-
 def check_values(entry: dict) -> list[str]:
     """What is wrong in an entry whose fields and types are right."""
     python, variable = entry.get("protocol") == "python", entry.get("api_key_env") or "PATH"
@@ -358,7 +337,6 @@ def check_values(entry: dict) -> list[str]:
     }
     return [sentence for sentence, is_so in expected.items() if not is_so]
 
-
 def load_pool(spec: str, local_url: str | None = None, replay: str = "", budget: float = 0.0,
               ranks: int = 1) -> list[Worker]:
     """The workers of a pool. replay: a file of replies. budget: dollars that they may spend together; 0: no
@@ -370,7 +348,6 @@ def load_pool(spec: str, local_url: str | None = None, replay: str = "", budget:
     kept, purse = Replay(replay) if replay else None, Budget(budget / ranks) if budget else None
     pool = [Worker(**entry, replay=kept, budget=purse) for entry in entries]
     return [replace(worker, concurrency=max(1, worker.concurrency // ranks)) for worker in pool]
-
 
 def first_words(pool: list[Worker]) -> list[Reply | WorkerError]:
     """Ask each worker for a word, all at once; an empty one is an error."""
@@ -385,7 +362,6 @@ def first_words(pool: list[Worker]) -> list[Reply | WorkerError]:
 
     with ThreadPool(len(pool) or 1) as threads:
         return threads.map(ask, pool)
-
 
 class Replay:
     """Replies in a file, a JSON line each: what a killed run has paid for is free when it is run again. Any
@@ -409,7 +385,6 @@ class Replay:
         self.replies[key] = reply
         line = "\n" + json.dumps({"key": key, "reply": asdict(reply)})
         os.write(self.file, line.encode())  # in one write: the lines of several processes do not mix
-
 
 class Budget:
     """Dollars that a pool may spend. An attempt reserves the most that it can cost and returns what it did
@@ -436,7 +411,6 @@ class Budget:
             self.running -= 1
             self.room.notify_all()
 
-
 def most_dollars(entry: dict, params: dict, body: dict) -> float:
     """Dollars that a call can cost: infinitely many where nobody knows the price or the most tokens."""
     price = entry.get("price") or ([0, 0] if entry["protocol"] == "python" else None)
@@ -449,7 +423,6 @@ def most_dollars(entry: dict, params: dict, body: dict) -> float:
     n_in = len(json.dumps(body)) + 512  # A token is at least a byte, and a chat template adds some.
     dollars_in = max(price[0], dearest.get("prompt", 0)) * n_in
     return (dollars_in + max(price[1], dearest.get("completion", 0)) * max(limits)) / 1e6
-
 
 def probable_cost(pool: list[Worker] | list[dict], calls: int) -> float | None:
     """Dollars for evenly spread calls of 1,000 tokens in and 700 out; None where a price is unknown.
@@ -464,10 +437,8 @@ def probable_cost(pool: list[Worker] | list[dict], calls: int) -> float | None:
         dollars += (1000 * price[0] + 700 * price[1]) / 1e6 * calls / len(pool)
     return dollars
 
-
 def costs_money(pool: list[Worker] | list[dict]) -> bool:
     return probable_cost(pool, 1) != 0.0
-
 
 def demand_budget(pool: list[Worker] | list[dict], budget: float, calls: int, what: str):
     """ValueError where `what` costs money and has no budget."""
@@ -475,7 +446,6 @@ def demand_budget(pool: list[Worker] | list[dict], budget: float, calls: int, wh
         dollars = probable_cost(pool, calls)
         dollars = "nobody knows how much" if dollars is None else f"probably ${dollars:,.2f}"
         raise ValueError(f"{what} costs money, {dollars} for {calls:,} calls: say --budget=DOLLARS")
-
 
 # ------------------------------------------------------------------------------------------------------------
 # The laptop world: little honest programs, which see what a worker sees, not the answer; their questions.
@@ -529,18 +499,15 @@ LOCAL = {
     "local:tired": [f"{sort}{trade}" for trade in TRADES for sort in ("tired ", "junior ")],  # on a bad day
 }
 
-
 def sums(left: dict, right: dict) -> dict:
     """Every sum, difference and product of two expressions, with its value."""
     triples = itertools.product(left, right, SIGNS)
     return {f"{a} {sign} {b}": str(SIGNS[sign](int(left[a]), int(right[b]))) for a, b, sign in triples}
 
-
 def spelled(values: dict) -> dict:
     """Every expression with every wish of how to spell its value."""
     pairs = itertools.product(values.items(), ORDERS.values())
     return {f"{name} {wish}": work(value) for (name, value), (_, work, wish) in pairs}
-
 
 KINDS = {  # of question: whom it needs, and its expressions with their values
     "arithmetic": (["calculator"], sums(DIGITS, DIGITS)),
@@ -554,7 +521,6 @@ KINDS = {  # of question: whom it needs, and its expressions with their values
     "foreign+fact+arithmetic": (["librarian", "translator", "calculator"], sums(NUMBERS, SPANISH)),
 }
 
-
 def laptop_questions(split: str, most: int = 3) -> list[tuple[str, str, str]]:
     """(kind, question, answer) of the kinds that need at most so many workers. A quarter of each kind's
     expressions is for "test", the others for "train", whatever the sentence around them."""
@@ -565,7 +531,6 @@ def laptop_questions(split: str, most: int = 3) -> list[tuple[str, str, str]]:
         found += [(kind, frame.format(name), values[name]) for name in chosen for frame in FRAMES]
     return found
 
-
 def best_chance(kind: str, names: list[str]) -> float:
     """How often the best workflow over specialists of these names answers a question of this kind: always
     where each trade that it needs has one who never gives up; 0.0: nobody can."""
@@ -575,12 +540,10 @@ def best_chance(kind: str, names: list[str]) -> float:
         chance *= max((SKILL.get(sort, 0.0) for sort in sorts), default=0.0)
     return chance
 
-
 def hashed(what: str, asked) -> float:
     """A number in [0, 1) that is a hash of what was asked: asked the same, a specialist says the same."""
     digest = hashlib.sha256(json.dumps([what, asked]).encode()).digest()
     return int.from_bytes(digest[:4], "big") / 2**32
-
 
 def rewrite(text: str, trade: str, order: str) -> str:
     """A text with a trade's work done, "" if there is none. The rest stays: another can go on from there."""
@@ -588,7 +551,6 @@ def rewrite(text: str, trade: str, order: str) -> str:
     rewritten = re.sub(pattern, lambda match: work(match, order), text)
     answer = re.sub(r"^(?:What is|Find|Tell me|Give me) (\S+)[?.]\Z", r"\1", rewritten)  # "What is 7?" is 7.
     return answer if rewritten != text else ""
-
 
 def specialist(name: str, messages: list[dict]) -> str:
     """What a local worker says. One of a trade works on the newest text that it sees, the last response or
@@ -613,15 +575,12 @@ def specialist(name: str, messages: list[dict]) -> str:
     answer = rewrite([question, *responses][-1], trade, order)
     return answer or f"I am a {trade}; I find nothing here to work on."
 
-
 SPECIALISTS = [f"{sort} {trade}".strip() for sort in SKILL for trade in TRADES] + ["generalist"]
-
 
 # ------------------------------------------------------------------------------------------------------------
 # The server: OpenAI's chat completions on loopback, for the specialists and for workflow.py
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-
 
 class Handler(BaseHTTPRequestHandler):
     """A subclass has `models`, names, and `complete`, which gets a request's body; body["messages"] is a list
@@ -737,7 +696,6 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *args):
         pass
 
-
 class SpecialistHandler(Handler):
     """The local specialists. A token is a word."""
     models = SPECIALISTS
@@ -750,10 +708,8 @@ class SpecialistHandler(Handler):
         usage = {"prompt_tokens": n_in, "completion_tokens": n_out, "total_tokens": n_in + n_out}
         self.reply(text, usage=usage)
 
-
 class Server(ThreadingHTTPServer):
     request_queue_size = 1024  # With 5, the default, clients that connect at once wait a second.
-
 
 def loopback_server(port: int, handler: type[Handler]) -> Server:
     """A server that is bound, not yet started; ValueError says why it could not be."""
@@ -761,7 +717,6 @@ def loopback_server(port: int, handler: type[Handler]) -> Server:
         return Server(("127.0.0.1", port), handler)
     except (OSError, OverflowError) as e:
         raise ValueError(f"cannot serve on 127.0.0.1:{port}: {e}; choose another --port=N (0: any)") from None
-
 
 def serve_specialists(port: int, latency: float = 0.0, child: bool = False):
     """The specialists on 127.0.0.1 until Ctrl-C, or as a child until stdin ends, however the parent dies."""
@@ -771,7 +726,6 @@ def serve_specialists(port: int, latency: float = 0.0, child: bool = False):
     if child:
         threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
     server.serve_forever()
-
 
 @functools.cache
 def local_server(latency: float = 0.0) -> tuple[str, subprocess.Popen]:
@@ -783,7 +737,6 @@ def local_server(latency: float = 0.0) -> tuple[str, subprocess.Popen]:
         env={name: os.environ[name] for name in keep if name in os.environ}, stdin=subprocess.PIPE,
         stdout=subprocess.PIPE, start_new_session=True)  # Ctrl-C is the parent's affair.
     return process.stdout.readline().strip(), process
-
 
 def main():
     parser = argparse.ArgumentParser(usage=__doc__)
@@ -802,7 +755,6 @@ def main():
             told = f"{reply.seconds:.2f} s, {reply.prompt_tokens + reply.completion_tokens} tokens, {dollars}"
         print(f"{worker.name:<24}{told}")
     sys.exit(any(isinstance(reply, WorkerError) for reply in replies))
-
 
 if __name__ == "__main__":
     try:

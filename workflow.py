@@ -6,8 +6,7 @@
     python workflow.py serve [the same flags]        # an OpenAI-compatible server on 127.0.0.1
     python workflow.py show FILE [N]                 # the lines of a run's traces/*.jsonl, or all of line N
 
-The Conductor writes three Python lists: which worker (`model_id`), what it is told (`subtasks`), and which
-earlier steps it sees (`access_list`). `messages` asks for them, `parse` reads them, `roll_out` runs them. A
+The Conductor writes three Python lists: `messages` asks for them, `parse` reads them, `roll_out` runs them. A
 `Rollout` is the record of all that. Workers and steps are counted from 0. Read grpo.py next."""
 import ast
 import functools
@@ -17,7 +16,6 @@ import os
 import queue
 import re
 import sys
-import textwrap
 import threading
 import time
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -31,10 +29,8 @@ from workers import LOCAL, QUESTION, TASK, Handler, Reply, WorkerError, load_poo
 
 ASSETS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets")
 
-
 class WorkflowError(ValueError):
     """A text is no workflow; the message says which list is wrong and why."""
-
 
 @dataclass
 class Step:
@@ -43,11 +39,9 @@ class Step:
     access: list[int]  # the earlier steps whose subtask and response the worker sees
     wrote_all: bool = field(default=False, compare=False)  # "all": in a further round the last answer too
 
-
 @dataclass
 class Workflow:
     steps: list[Step]
-
 
 @dataclass
 class Rollout:
@@ -59,13 +53,11 @@ class Rollout:
     name: str = ""  # prefix of its calls' ids, by which Replay knows them; "": they are not replayed
     number: int = 0  # among the rollouts of its question: it seeds the draws
     previous: "Rollout | None" = None  # the round before (§3.2)
-    # What the Conductor wrote. The next four are empty unless a model wrote it.
-    written: str = ""
-    prompt: list[int] = field(default_factory=list)
+    written: str = ""  # by the Conductor
+    prompt: list[int] = field(default_factory=list)  # in tokens, if a model wrote; also the next two
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # of the tokens, when they were drawn
     finished: bool = True  # False: cut off at max_new_tokens
-    # What became of it
     workflow: Workflow | None = None
     invalid: str = ""  # why what was written is no workflow
     names: list[str] = field(default_factory=list)  # each step's worker
@@ -84,7 +76,7 @@ class Rollout:
     @property
     def answer(self) -> str:
         """The last step's response; without steps the answer of the round before; "" where there is none."""
-        if self.error or self.workflow is None:
+        if self.error or not self.workflow or not self.replies and not self.previous:
             return ""
         return self.responses[-1] if self.replies else self.previous.answer
 
@@ -110,17 +102,13 @@ class Rollout:
         costs = [reply.cost for reply in self.all_replies]
         return None if None in costs else sum(costs)
 
-
-# ------------------------------------------------------------------------------------------------------------
-# The prompt (App. E)
-
+# ---- The prompt (App. E) ---------------------------------------------------------------------------------
 @dataclass
 class Prompting:
     """How a Conductor is asked for a workflow. conductor.json beside a checkpoint holds it."""
     prompt: str = "ood"  # few-shot examples: ood, in, mixed (Table 4); zero-shot: none; short: the laptop's
     max_steps: int = 5
     max_new_tokens: int = 1024
-
 
 ROLE = """You conduct a team of language models. You never answer the question yourself: you write a workflow
 by which they answer it.
@@ -146,11 +134,9 @@ If it should go to the user as it is, write all lists empty. If not, write a new
 steps; "all" then shows a step this response too."""
 SHORT_AGAIN = "Response: {answer}\nWrite a workflow, or empty lists to keep it."
 
-
 def messages(question: str, workers: int | list[int], max_steps: int = 5, previous: Rollout | None = None,
              prompt: str = "ood") -> list[dict]:
     """The chat that asks the Conductor for a workflow, or, after the round `previous`, for one more (§3.2).
-
     workers: how many there are, or the numbers of those that may be named. prompt: see Prompting."""
     numbers = [*range(workers)] if isinstance(workers, int) else workers
     if prompt == "short":  # The format comes from the warm start.
@@ -158,9 +144,18 @@ def messages(question: str, workers: int | list[int], max_steps: int = 5, previo
         chat = [{"role": "system", "content": f"{models}, {max_steps} steps."},
                 {"role": "user", "content": question}]
     else:
+        known = {"zero-shot": [], **read_json(os.path.join(ASSETS, "examples.json"))}
+        if prompt not in known:
+            raise ValueError(f"prompt {prompt!r}: there are {', '.join(known)} and short")
+        parts = [ROLE.format(max_steps=max_steps)]
+        for example in known[prompt]:
+            rows = zip(example["model_id"], example["subtasks"], example["access_list"])
+            steps = [Step(numbers[i % len(numbers)], task, [], seen == ["all"]) for i, task, seen in rows]
+            lists = as_lists(Workflow(steps))
+            if len(steps) <= max_steps:
+                parts.append(f"Example question: {example['question']}\n\n{example['plan']}\n{lists}")
         models = ", ".join(f"Model {number}" for number in numbers)
-        parts = [ROLE.format(max_steps=max_steps), *few_shot_examples(prompt, numbers, max_steps),
-                 f"Question: {question}\n\nModels: {models}"]
+        parts.append(f"Question: {question}\n\nModels: {models}")
         chat = [{"role": "user", "content": "\n\n".join(parts)}]
     again = SHORT_AGAIN if prompt == "short" else AGAIN
     for rollout in previous.rounds() if previous else []:
@@ -168,48 +163,22 @@ def messages(question: str, workers: int | list[int], max_steps: int = 5, previo
                  {"role": "user", "content": again.format(answer=rollout.answer, max_steps=max_steps)}]
     return chat
 
-
-def few_shot_examples(prompt: str, numbers: list[int], max_steps: int) -> list[str]:
-    """The examples that keep to the prompt's limits, with workers that may be named. Those of tasks that no
-    training set holds ("ood") are the default: nearer ones are copied, not explored beyond (Table 4)."""
-    with open(os.path.join(ASSETS, "examples.json"), encoding="utf-8") as file:
-        known = {"zero-shot": [], **json.load(file)}
-    if prompt not in known:
-        raise ValueError(f"prompt {prompt!r}: there are {', '.join(known)} and short")
-    shown = []
-    for example in known[prompt]:
-        steps = []
-        for worker, subtask, access in zip(example["model_id"], example["subtasks"], example["access_list"]):
-            steps.append(Step(numbers[worker % len(numbers)], subtask, [], access == ["all"]))
-        if len(steps) <= max_steps:
-            lists = as_lists(Workflow(steps))
-            shown.append(f"Example question: {example['question']}\n\n{example['plan']}\n{lists}")
-    return shown
-
-
 def ask(rollout: Rollout, prompting: Prompting) -> list[dict]:
     """The chat that asks for a rollout's workflow."""
     everyone = rollout.workers is None or len(rollout.workers) == len(rollout.pool)
     workers = len(rollout.pool) if everyone else rollout.workers
     return messages(rollout.question, workers, prompting.max_steps, rollout.previous, prompting.prompt)
 
-
 def as_lists(workflow: Workflow) -> str:
     """The three lists as a Conductor writes them, with ["all"] for all earlier steps; `parse` reads them."""
-    access = []
-    for i, step in enumerate(workflow.steps):
-        everything = step.wrote_all or i > 0 and step.access == [*range(i)]
-        access.append('["all"]' if everything else str(step.access))
+    access = [["all"] if step.wrote_all or 0 < i and step.access == [*range(i)] else step.access
+              for i, step in enumerate(workflow.steps)]
+    subtasks = json.dumps([step.subtask for step in workflow.steps], ensure_ascii=False)
     workers = [step.worker for step in workflow.steps]
-    subtasks = ", ".join(json.dumps(step.subtask, ensure_ascii=False) for step in workflow.steps)
-    return f"model_id = {workers}\nsubtasks = [{subtasks}]\naccess_list = [{', '.join(access)}]"
+    return f"model_id = {workers}\nsubtasks = {subtasks}\naccess_list = {json.dumps(access)}"
 
-
-# ------------------------------------------------------------------------------------------------------------
-# Parse
-
+# ---- Parse -----------------------------------------------------------------------------------------------
 LISTS = ("model_id", "subtasks", "access_list")
-READ = 50_000  # characters of a text, from its end, that are read
 # A list's name and what may stand around it: Markdown's or JSON's quotes, an annotation such as list[int].
 NAME = r"""(?<![A-Za-z0-9_])
     (?P<name>model(?:\\?_|[ -])ids?|sub-?tasks?|access(?:\\?_|[ -])lists?)[\s*`"']{0,20}
@@ -217,84 +186,59 @@ NAME = r"""(?<![A-Za-z0-9_])
     [:=][\s*`]{0,20}(?:(?:python|json)\s)?(?=\[)"""
 LIST = re.compile(NAME, re.VERBOSE | re.IGNORECASE)
 # In a list. A string may hold a newline, but not one before a list's name: such a string was never closed.
-NEWLINE = r"\n(?![ *`\"'-]{0,8}" + NAME.replace("?P<name>", "?:") + ")"
-TRIPLE = "|".join(rf"{q * 3}(?:[^{q}\\]+|\\.|{q}(?!{q * 2}))*" for q in "\"'")
-PLAIN = "|".join(rf"{q}(?:[^{q}\\\n]+|\\.|{NEWLINE})*" for q in "\"'")
-TOKEN = re.compile(rf"""(?P<atom>[][]|[0-9,()\s]+)|(?P<comment>\#[^\n]*)
-    |(?P<string>(?P<raw>r?)(?:(?P<body3>{TRIPLE})(?P<end3>\"\"\"|\'\'\')?|(?P<body>{PLAIN})(?P<end>["'])?))
+TOKEN = re.compile(rf"""(?P<atom>[][]|[0-9,()\s]+)|\#[^\n]*
+    |(?P<raw>r?)(?P<quote>\"\"\"|'''|["'])
+     (?P<body>(?:[^"'\\\n]+|(?!(?P=quote))["']|\\.|\n(?![ *`"'-]{{0,8}}{NAME.replace("?P<name>", "?:")}))*)
+     (?P<end>(?P=quote))?
     |(?P<other>\w+|.)""", re.VERBOSE | re.IGNORECASE | re.DOTALL)
-# Some models go on to invent another question, whose workflow is none for this one.
-ANOTHER = re.compile(r"^[\s>#*]{0,8}(?P<example>example )?(?:\w{1,12} )?question(?: \d{1,3})?[* ]{0,4}:",
-                     re.MULTILINE | re.IGNORECASE)
-
+QUESTIONS = re.compile(r"^[\s>#*]{0,8}(?P<example>example )?(?:\w{1,12} )?question(?: \d{1,3})?[* ]{0,4}:",
+                       re.MULTILINE | re.IGNORECASE)
 
 def parse(text: str, workers: int | list[int], max_steps: int = 5, allow_empty: bool = False) -> Workflow:
-    """The last valid workflow in a Conductor's completion: three neighbouring lists, in any order.
-
-    workers: how many there are, or the numbers of those that may be named. allow_empty: three empty lists are
-    a workflow without steps, which keeps the answer (§3.2)."""
+    """The last valid workflow in the last 50,000 characters: three neighbouring lists, in any order. workers:
+    as of `messages`. allow_empty: three empty lists are a workflow that keeps the answer (§3.2)."""
     numbers = [*range(workers)] if isinstance(workers, int) else workers
-    steps = None
-    error = WorkflowError("model_id: the list is missing")
-    window = []  # the last three lists
-    for name, value in lists_in(text[-READ:]):
+    workflow, error, window = None, WorkflowError("model_id: the list is missing"), []
+    text, position, is_example = text[-50_000:], 0, False
+    while begin := LIST.search(text, position):
+        questions = [*QUESTIONS.finditer(text, position, begin.start())]
+        if questions and not is_example and (window or workflow):
+            break  # Some models invent another question, whose workflow is none for this one.
+        if questions:
+            workflow, window, is_example = None, [], bool(questions[-1]["example"])
+        value, position = read_list(text, begin.end())
+        name = next(name for name in LISTS if name[0] == begin["name"][0].lower())
         window = [*window, (name, value)][-3:]
         try:  # This raises until the window holds every list once.
-            steps = steps_of(dict(window), numbers, max_steps, allow_empty)
+            workflow = Workflow(steps_of(dict(window), numbers, max_steps, allow_empty))
         except WorkflowError as e:
             error = e
-            continue
-        # A later attempt that is cut off must not use the lists of this one. Only the prompt's order says
-        # where this one ends.
-        if tuple(dict(window)) == LISTS:
-            window = []
-    if steps is None:
+        else:  # In the prompt's order these lists end here: a later attempt that is cut off needs its own.
+            window = [] if tuple(dict(window)) == LISTS else window
+    if workflow is None:
         raise error
-    return Workflow(steps)
-
-
-def lists_in(text: str) -> list[tuple]:
-    """(name, value) of each list that answers this question; the value is a str where the list is broken, and
-    says how. Lists before a "Question:" that repeats this one are few-shot examples."""
-    found, is_example, position = [], False, 0
-    while begin := LIST.search(text, position):
-        for another in ANOTHER.finditer(text, position, begin.start()):
-            if found and not is_example:
-                return found
-            found, is_example = [], bool(another["example"])
-        value, position = read_list(text, begin.end())
-        initial = begin["name"][0].lower()
-        found.append((next(name for name in LISTS if name[0] == initial), value))
-    return found
-
+    return workflow
 
 def read_list(text: str, start: int) -> tuple[list | str, int]:
     """The list that opens at text[start], or what is wrong with it, and where the reading ended. Only digits,
     commas, brackets and strings are evaluated."""
     pieces, depth = [], 0
     for token in TOKEN.finditer(text, start):
-        kind, piece = token.lastgroup, token[0]
-        if kind == "other":
-            return f"{piece!r:.20} does not belong there", token.end()
-        if kind == "string":
-            if not (token["end"] or token["end3"]):
-                return "a string is not closed", token.end()
-            pieces.append(repr(string_value(token)))
-        if kind == "atom":
-            pieces.append(piece)
-            depth += (piece == "[") - (piece == "]")
+        if token["other"]:
+            return f"{token[0]!r:.20} does not belong there", token.end()
+        if token["quote"] and not token["end"]:
+            return "a string is not closed", token.end()
+        pieces.append(repr(string_value(token)) if token["quote"] else token["atom"] or "")
+        depth += (token[0] == "[") - (token[0] == "]")
         if depth == 0 or depth > 3:
             break
-    if depth:
-        return "the list is not closed", token.end()
     try:
-        return ast.literal_eval("".join(pieces)), token.end()
+        value = "the list is not closed" if depth else ast.literal_eval("".join(pieces))
     except (ValueError, SyntaxError) as e:  # also for a number of thousands of digits
-        return getattr(e, "msg", str(e)), token.end()
+        value = getattr(e, "msg", str(e))
+    return value, token.end()
 
-
-# \n, \t and \r in a model's string are a newline, a tab and a return, or begin one of these commands of
-# LaTeX.
+# \n, \t and \r in a string are a newline, a tab and a return, or begin one of these commands of LaTeX.
 ESCAPE = re.compile(r"""\\(?:(?P<latex>[^\\"'/nrtu\n]|u(?![0-9a-fA-F]{4})|r(?=[A-Za-z])
     |(?<![.:;!?]\\)n(?=(?:abla|e[gq]?|u|ot(?:in)?|mid|[gl]eq|exists|earrow|warrow|parallel|subseteq)
         (?![A-Za-z]|\.[a-z]))
@@ -303,38 +247,32 @@ ESCAPE = re.compile(r"""\\(?:(?P<latex>[^\\"'/nrtu\n]|u(?![0-9a-fA-F]{4})|r(?=[A
     |u(?P<code>[0-9a-fA-F]{4})|(?P<plain>.))""", re.DOTALL | re.VERBOSE)
 CONTROL = {"n": "\n", "t": "\t", "r": "\r", "\n": ""}
 
-
 def string_value(token) -> str:
     """What a string literal of Python or JSON says, also where LaTeX stands in it as it is."""
-    body = (token["body3"] or token["body"])[3 if token["body3"] else 1:]
-    # Where one backslash is LaTeX's, all are: \\ ends a line there.
-    is_latex = any(escape["latex"] for escape in ESCAPE.finditer(body))
+    # Where one backslash is LaTeX's, all are: \\\\ ends a line there.
+    is_latex = any(escape["latex"] for escape in ESCAPE.finditer(token["body"]))
 
     def meaning(escape):
         if escape["latex"] or is_latex and escape["plain"] == "\\":
             return escape[0]
-        if escape["code"]:
-            return chr(int(escape["code"], 16))
-        return CONTROL.get(escape["plain"], escape["plain"])
-
-    value = body if token["raw"] else ESCAPE.sub(meaning, body)
+        code, plain = escape["code"], escape["plain"]
+        return chr(int(code, 16)) if code else CONTROL.get(plain, plain)
+    value = token["body"] if token["raw"] else ESCAPE.sub(meaning, token["body"])
     return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # JSON writes 😀 as two halves.
-
 
 def steps_of(lists: dict, numbers: list[int], max_steps: int, allow_empty: bool) -> list[Step]:
     """The steps that three lists describe. A value that is a str says what is wrong with its list."""
-    for name in LISTS:
-        value = lists.get(name, "the list is missing")
-        if isinstance(value, str):
-            raise WorkflowError(f"{name}: {value}")
-    sizes = {name: len(lists[name]) for name in LISTS}
-    n = sizes["model_id"]
-    if {*sizes.values()} != {n}:
+    columns = {name: lists.get(name, "the list is missing") for name in LISTS}
+    for name, column in columns.items():
+        if isinstance(column, str):
+            raise WorkflowError(f"{name}: {column}")
+    sizes = {name: len(column) for name, column in columns.items()}
+    if len({*sizes.values()}) > 1:
         raise WorkflowError(f"the lists differ in length: {sizes}")
-    if n > max_steps or n == 0 and not allow_empty:
-        raise WorkflowError(f"model_id: {n} steps, where 1 to {max_steps} are allowed")
+    if not (0 if allow_empty else 1) <= sizes["model_id"] <= max_steps:
+        raise WorkflowError(f"model_id: {sizes['model_id']} steps, where 1 to {max_steps} are allowed")
     steps = []
-    for i, (worker, subtask, access) in enumerate(zip(*(lists[name] for name in LISTS))):
+    for i, (worker, subtask, access) in enumerate(zip(*columns.values())):
         seen = ["all"] if access == "all" else access
         if type(worker) is not int or worker not in numbers:
             raise WorkflowError(f"model_id: step {i} names {worker!r:.20}; there are {numbers}")
@@ -342,90 +280,79 @@ def steps_of(lists: dict, numbers: list[int], max_steps: int, allow_empty: bool)
             raise WorkflowError(f"subtasks: step {i} is no text: {subtask!r:.20}")
         if type(seen) is not list or not all(j == "all" or type(j) is int and j < i for j in seen):
             raise WorkflowError(f"access_list: step {i} reads {access!r:.40}, no list of earlier steps")
-        wrote_all = "all" in seen
-        steps.append(Step(worker, subtask, [*range(i)] if wrote_all else sorted({*seen}), wrote_all))
+        seen = [*range(i)] if "all" in seen else seen
+        steps.append(Step(worker, subtask, sorted({*seen}), "all" in access))
     return steps
 
-
-# ------------------------------------------------------------------------------------------------------------
-# Run
-
-def worker_chat(question: str, turns: list[tuple[str, str]], subtask: str) -> list[dict]:
-    """What a worker sees: the question, past turns of (subtask, response), its own subtask."""
-    chat = []
-    for past_subtask, response in turns:
-        chat += [{"role": "user", "content": TASK + past_subtask}, {"role": "assistant", "content": response}]
-    chat.append({"role": "user", "content": TASK + subtask})
-    chat[0]["content"] = f"{QUESTION}{question}\n\n{chat[0]['content']}"
-    return chat
-
-
+# ---- Run -------------------------------------------------------------------------------------------------
 def call_worker(rollout: Rollout, i: int) -> Reply:
-    """Make the call of step i, whose inputs are there. A WorkerError loses the rollout."""
-    step = rollout.workflow.steps[i]
-    turns = [(rollout.workflow.steps[j].subtask, rollout.replies[j].text) for j in step.access]
-    if step.wrote_all and rollout.previous:  # It also sees the last answer (§3.2).
+    """Make the call of step i: the question, past turns of (subtask, response), and its own subtask."""
+    steps = rollout.workflow.steps
+    turns = [(steps[j].subtask, rollout.replies[j].text) for j in steps[i].access]
+    if steps[i].wrote_all and rollout.previous:  # It also sees the last answer (§3.2).
         last = [r for r in rollout.previous.rounds() if r.replies][-1]
         turns.insert(0, (last.workflow.steps[-1].subtask, last.answer))
-    chat = worker_chat(rollout.question, turns, step.subtask)
-    return rollout.pool[step.worker].chat(chat, call_id=call_id(rollout, i))
-
+    chat = []
+    for subtask, response in turns:
+        chat += [{"role": "user", "content": TASK + subtask}, {"role": "assistant", "content": response}]
+    chat.append({"role": "user", "content": TASK + steps[i].subtask})
+    chat[0]["content"] = f"{QUESTION}{rollout.question}\n\n{chat[0]['content']}"
+    return rollout.pool[steps[i].worker].chat(chat, call_id=call_id(rollout, i))
 
 def call_id(rollout: Rollout, step: int | str) -> str:
     """By which Replay knows a call of a rollout; "" where it has no name."""
     return rollout.name and f"{rollout.name}/{rollout.number}/{len(rollout.rounds()) - 1}/{step}"
 
-
 @functools.cache
 def threads() -> ThreadPool:
-    """The threads that call workers and graders. They are daemons: the end of a program does not wait for
-    them. How many calls a worker gets at a time is its `concurrency`."""
+    """The threads that call workers and graders. As daemons they do not keep a program from its end."""
     return ThreadPool(1024)
 
-
 def roll_out(rollouts: list[Rollout], write=None, prompting: Prompting = Prompting(), failure=None, edit=None,
-             call=call_worker, on_end=None, timeout: float = float("inf")) -> list[Rollout]:
+             call=call_worker, on_end=None, timeout: float = 1e9) -> list[Rollout]:
     """Write, parse, run and judge rollouts in place, each as soon as it can be, and return them.
-
-    write: see the writers below; a rollout that has a workflow already is only run. failure(problem, answer)
-    says what is wrong with an answer, "" if nothing. edit(workflow) -> workflow, for ablations. call(rollout,
-    i) makes step i's call, in a thread. timeout: seconds from its writing after which a rollout is lost; what
-    comes later is ignored. Once anything but a WorkerError is raised no further step starts."""
+    write: see the writers below; a rollout with a workflow is only run. failure(problem, answer) says what is
+    wrong with an answer, "" if nothing. edit(workflow) -> workflow is for ablations. call(rollout, i) makes a
+    step's call, in a thread; a WorkerError loses the rollout, and so do `timeout` seconds after its writing.
+    Once anything else is raised no further step starts."""
     news = queue.SimpleQueue()  # (rollout, step or None for its judgement, result or exception), from threads
-    running = {}  # by id, oldest first: [rollout, when it began, its steps that have started, jobs at work]
+    running = {}  # by id, oldest first: (rollout, when it began, its steps at work)
 
     def in_thread(rollout, i, function, *arguments):
-        def job():
-            try:
-                news.put((rollout, i, function(*arguments)))
-            except Exception as e:
-                news.put((rollout, i, e))
-        threads().apply_async(job)
+        def tell(result):
+            news.put((rollout, i, result))
+        threads().apply_async(function, arguments, callback=tell, error_callback=tell)
 
     def begin(rollout):
-        running[id(rollout)] = [rollout, time.monotonic(), set(), 0]
+        running[id(rollout)] = (rollout, time.monotonic(), set())
         if rollout.workflow is None and not rollout.error:
-            read(rollout, prompting)
+            limits = (rollout.workers or len(rollout.pool), prompting.max_steps, rollout.previous is not None)
+            try:
+                rollout.workflow = parse(rollout.written, *limits)
+            except WorkflowError as e:
+                rollout.invalid = str(e)
+                rollout.right = False if failure else None
         if rollout.workflow is None:
             return end(rollout)
-        if edit:
-            rollout.workflow = edit(rollout.workflow)
-        check_steps(rollout)
+        rollout.workflow = edit(rollout.workflow) if edit else rollout.workflow
+        for i, step in enumerate(rollout.workflow.steps):
+            if step.worker not in range(len(rollout.pool)) or not {*step.access} <= {*range(i)}:
+                raise ValueError(f"step {i} has no worker of the pool, or sees what is no earlier step")
         rollout.names = [rollout.pool[step.worker].name for step in rollout.workflow.steps]
         rollout.replies = [None] * len(rollout.names)
         go_on(rollout)
 
     def go_on(rollout):
         """Start each step whose inputs are there; once no step is at work, judge."""
-        state = running[id(rollout)]
+        _, _, at_work = running[id(rollout)]
         for i, step in enumerate(rollout.workflow.steps):
-            if i not in state[2] and not rollout.error and all(rollout.replies[j] for j in step.access):
-                state[2].add(i)
-                state[3] += 1
+            is_open = rollout.replies[i] is None and i not in at_work and not rollout.error
+            if is_open and all(rollout.replies[j] for j in step.access):
+                at_work.add(i)
                 in_thread(rollout, i, call, rollout, i)
-        if state[3] == 0 and failure and not rollout.error:
+        if not at_work and failure and not rollout.error:
             in_thread(rollout, None, failure, rollout.problem, rollout.answer)
-        elif state[3] == 0:
+        elif not at_work:
             end(rollout)
 
     def hear(rollout, i, result):
@@ -434,10 +361,9 @@ def roll_out(rollouts: list[Rollout], write=None, prompting: Prompting = Prompti
         if id(rollout) not in running:
             return  # It was lost by its timeout.
         if i is None:
-            rollout.failure = result
-            rollout.right = not result
+            rollout.failure, rollout.right = result, not result
             return end(rollout)
-        running[id(rollout)][3] -= 1
+        running[id(rollout)][2].remove(i)
         if isinstance(result, WorkerError):
             rollout.error = rollout.error or f"step {i}: {result}"
         else:
@@ -445,10 +371,8 @@ def roll_out(rollouts: list[Rollout], write=None, prompting: Prompting = Prompti
         go_on(rollout)
 
     def end(rollout):
-        _, begun, _, _ = running.pop(id(rollout))
+        _, begun, _ = running.pop(id(rollout))
         rollout.seconds = time.monotonic() - begun
-        if rollout.invalid and failure:
-            rollout.right = False
         if on_end:
             on_end(rollout)
 
@@ -459,74 +383,44 @@ def roll_out(rollouts: list[Rollout], write=None, prompting: Prompting = Prompti
         while not news.empty():
             hear(*news.get())
     while running:
-        oldest, begun, _, _ = next(iter(running.values()))
+        oldest, begun, _ = next(iter(running.values()))
         try:
-            hear(*news.get(timeout=min(max(0.0, begun + timeout - time.monotonic()), 3600.0)))
+            hear(*news.get(timeout=max(0.0, begun + timeout - time.monotonic())))
         except queue.Empty:
-            if time.monotonic() >= begun + timeout:
-                oldest.error = f"it took longer than {timeout:g} s"
-                end(oldest)
+            oldest.error = f"it took longer than {timeout:g} s"
+            end(oldest)
     return rollouts
-
-
-def read(rollout: Rollout, prompting: Prompting):
-    """Parse what was written into .workflow, or say in .invalid why it is none."""
-    workers = len(rollout.pool) if rollout.workers is None else rollout.workers
-    is_further = rollout.previous is not None
-    try:
-        rollout.workflow = parse(rollout.written, workers, prompting.max_steps, allow_empty=is_further)
-    except WorkflowError as e:
-        rollout.invalid = str(e)
-
-
-def check_steps(rollout: Rollout):
-    """ValueError for a workflow made by hand that `parse` would not have let pass."""
-    if not rollout.workflow.steps and rollout.previous is None:
-        raise ValueError("a workflow without steps keeps the previous answer, but there is none")
-    for i, step in enumerate(rollout.workflow.steps):
-        if not 0 <= step.worker < len(rollout.pool) or not {*step.access} <= {*range(i)}:
-            raise ValueError(f"step {i} has no worker of the pool, or sees what is no earlier step: {step}")
-
 
 def execute(workflow: Workflow, question: str, pool: list, previous: Rollout | None = None) -> Rollout:
     """Run a workflow that is there."""
     return roll_out([Rollout(question, pool, previous=previous, workflow=workflow)])[0]
 
-
 def conduct(write, rollouts: list[Rollout], rounds: int = 0, prompting: Prompting = Prompting(),
             tries: int = 3, **settings) -> list[Rollout]:
     """Answer questions, in use and evaluation, and return the last round of each.
-
-    What is no workflow is written again, `tries` times in all, under the next numbers. Then come up to
-    `rounds` rounds more in view of the answer, until empty lists keep it (§3.2). A round in which no workflow
-    is written leaves the round before. settings: as of roll_out."""
-    last = [*rollouts]
-    for attempt in range(tries):
-        if attempt:
-            last = [again(r, number=r.number + 1) if r.invalid else r for r in last]
+    What is no workflow is written again, `tries` times in all, under the next numbers. Up to `rounds` rounds
+    more see the answer, until empty lists keep it (§3.2) or none is written. settings: as of roll_out."""
+    last = rollouts
+    for _ in range(tries):
+        last = [again(r, number=r.number + 1) if r.invalid else r for r in last]
         roll_out([r for r in last if not r.workflow and not r.error], write, prompting, **settings)
     going = [i for i, r in enumerate(last) if r.workflow and r.workflow.steps and not r.error]
     if rounds and going:
         asked = [again(rollouts[i], previous=last[i]) for i in going]
         for i, rollout in zip(going, conduct(write, asked, rounds - 1, prompting, tries, **settings)):
-            if rollout.workflow:
-                last[i] = rollout
+            last[i] = rollout if rollout.workflow else last[i]
     return last
-
 
 def again(rollout: Rollout, **changes) -> Rollout:
     """A rollout that asks what this one asked, and has not been written."""
     asked = ("question", "pool", "workers", "problem", "name", "number", "previous")
     return Rollout(**{name: getattr(rollout, name) for name in asked} | changes)
 
-
-# ------------------------------------------------------------------------------------------------------------
-# Writers. write(rollouts) is a generator: it fills in what was written, or .error, and yields each rollout as
-# soon as that is there.
+# ---- Writers ---------------------------------------------------------------------------------------------
+# write(rollouts) fills in what was written, or .error, and yields each rollout once that is there.
 
 def model_writer(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature=1.0, seed=0):
-    """A model as the Conductor. A draw depends on the seed, the prompt and the rollout's number alone. A
-    prompt that is too long loses its rollout."""
+    """A model as the Conductor. A draw depends on the seed, the prompt and the rollout's number alone."""
     room = model.config.max_position_embeddings - prompting.max_new_tokens
 
     def write(rollouts):
@@ -548,15 +442,12 @@ def model_writer(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temper
             for i, j, completion in each:
                 rollout = batch[i][j]
                 rollout.written = tokenizer.decode(completion.tokens)
-                rollout.tokens, rollout.logprobs = completion.tokens, completion.logprobs
-                rollout.finished = completion.finished
+                vars(rollout).update(vars(completion))  # tokens, logprobs, finished
                 yield rollout
     return write
 
-
 def worker_writer(worker, prompting: Prompting):
-    """A worker as the Conductor (Table 11). A small limit of its tokens is doubled, as in the paper, to at
-    most 8,192. A lost call is the rollout's error."""
+    """A worker as the Conductor (Table 11). A limit of its tokens is doubled, to at most 8,192."""
     limits = {name: max(n, min(2 * n, 8192)) for name, n in worker.params.items()
               if name in ("max_tokens", "max_completion_tokens")}
 
@@ -567,31 +458,20 @@ def worker_writer(worker, prompting: Prompting):
         except WorkerError as e:
             rollout.error = str(e)
         return rollout
+    return functools.partial(threads().imap_unordered, write_one)
 
-    def write(rollouts):
-        yield from threads().imap_unordered(write_one, rollouts)
-    return write
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Rollouts in files and for the eye
-
-def strip(rollout: Rollout) -> Rollout:
+# ---- Rollouts and checkpoints in files -------------------------------------------------------------------
+def strip(rollout: Rollout, **changes) -> Rollout:
     """A copy of all rounds without pool and problem, for other ranks and for files."""
-    return replace(rollout, pool=[], problem=None, previous=rollout.previous and strip(rollout.previous))
-
+    previous = rollout.previous and strip(rollout.previous, **changes)
+    return replace(rollout, pool=[], problem=None, previous=previous, **changes)
 
 def rollout_to_json(rollout: Rollout, with_tokens: bool = False) -> dict:
     """A dict for json.dumps, of which `rollout_from_json` makes an equal rollout, but for pool and problem
     and, unless with_tokens, what the model read and drew. Totals are added for readers of the file."""
-    values = asdict(strip(rollout))
-    values |= {name: getattr(rollout, name) for name in ("answer", "calls", "tokens_used", "cost")}
-    one = values
-    while one and not with_tokens:
-        one |= {"prompt": [], "tokens": [], "logprobs": []}
-        one = one["previous"]
-    return values
-
+    changes = {} if with_tokens else {"prompt": [], "tokens": [], "logprobs": []}
+    totals = {name: getattr(rollout, name) for name in ("answer", "calls", "tokens_used", "cost")}
+    return asdict(strip(rollout, **changes)) | totals
 
 def rollout_from_json(values: dict) -> Rollout:
     """The rollout of which rollout_to_json made these values."""
@@ -599,42 +479,34 @@ def rollout_from_json(values: dict) -> Rollout:
     rollout.replies = [reply and Reply(**reply) for reply in rollout.replies]
     if rollout.workflow:
         rollout.workflow = Workflow([Step(**step) for step in rollout.workflow["steps"]])
-    if rollout.previous:
-        rollout.previous = rollout_from_json(rollout.previous)
+    rollout.previous = rollout.previous and rollout_from_json(rollout.previous)
     return rollout
-
 
 def view(rollout: Rollout) -> str:
     """All rounds for a terminal: which worker was told what, saw which steps, and answered what."""
     out = [f"Question: {rollout.question}"]
     for number, one in enumerate(rollout.rounds()):
-        if number:
-            out.append(f"\nRound {number}")
         steps = one.workflow.steps if one.workflow else []
+        out += [f"\nRound {number}: {len(steps) or 'no'} steps"] if number else []
         for i, (step, name, reply) in enumerate(zip(steps, one.names, one.replies)):
-            sees = f"steps {step.access}" if step.access else "the question"
-            sees = "all before" if step.wrote_all else sees
-            out.append(f"\nStep {i}: {name} (model {step.worker}), sees {sees}: {step.subtask}")
+            seen = "all before" if step.wrote_all else f"steps {step.access}"
+            sees = seen if step.access or step.wrote_all else "the question"
             text = reply.text or f"(empty; it ended by {reply.finish!r})" if reply else "(none)"
-            out.append(textwrap.indent(text, "    "))
-        if one.error or one.workflow is None:
+            out.append(f"\nStep {i}: {name} (model {step.worker}), sees {sees}: {step.subtask}")
+            out.append("    " + text.replace("\n", "\n    "))
+        if one.error or one.invalid:
             out.append(f"\nFailed: {one.error or one.invalid}\n{one.written if one.invalid else ''}")
-        elif not steps:
-            out.append("\nThe answer is kept.")
-    calls = "1 call" if rollout.calls == 1 else f"{rollout.calls} calls"
-    cost = "unknown cost" if rollout.cost is None else f"${rollout.cost:.4f}"
+    cost = "unknown" if rollout.cost is None else f"${rollout.cost:.4f}"
     seconds = sum(one.seconds for one in rollout.rounds())
-    out.append(f"\nAnswer: {rollout.answer}\n{calls}, {rollout.tokens_used} tokens, {cost}, {seconds:.1f} s")
-    if rollout.reward is not None:
-        out.append(f"Reward: {rollout.reward:g}")
+    out.append(f"\nAnswer: {rollout.answer}")
+    out.append(f"Calls: {rollout.calls}, tokens: {rollout.tokens_used}, cost: {cost}, {seconds:.1f} s")
+    out += [] if rollout.reward is None else [f"Reward: {rollout.reward:g}"]
     return printable("\n".join(out))
-
 
 def printable(text: str) -> str:
     """Without the characters by which a text could command the terminal, or turn its direction."""
     commands = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
     return re.sub(commands, "\ufffd", text.replace("\r\n", "\n"))
-
 
 def show(file: str, number: int | None = None) -> str:
     """The rollouts in a run's or an evaluation's JSON lines, a line each, or all of one."""
@@ -646,79 +518,63 @@ def show(file: str, number: int | None = None) -> str:
             rollout = rollout_from_json(json.loads(lines[i]))
         except (ValueError, TypeError, LookupError, AttributeError) as e:
             raise ValueError(f"{file}, line {i}, holds no rollout: {e!r}") from None
-        if number is not None:
-            return view(rollout)
         worth = "" if rollout.reward is None else f"reward {rollout.reward:g}"
         workers = " > ".join(rollout.names) if rollout.workflow else "no workflow"
         out.append(f"{i:>5}  {worth:<12}{' '.join(rollout.question.split()):.60}  [{workers}]")
-    return printable("\n".join(out))
+    return printable("\n".join(out)) if number is None else view(rollout)
 
-
-# ------------------------------------------------------------------------------------------------------------
-# Checkpoints: what conductor.json beside the model says
-
-def save_prompting(folder: str, prompting: Prompting, pool_spec: str, names: list[str]):
+def save_prompting(folder: str, prompting: Prompting, pool: str, names: list[str]):
     """Write conductor.json: how this Conductor is asked, the pool of its training, and that pool's names."""
-    values = asdict(prompting) | {"pool": pool_spec, "workers": names}
-    write_json(os.path.join(folder, "conductor.json"), values)
-
+    write_json(os.path.join(folder, "conductor.json"), asdict(prompting) | {"pool": pool, "workers": names})
 
 def read_prompting(path: str) -> tuple[Prompting, str, list[str]]:
-    """(prompting, pool, its workers' names) of a checkpoint, in a folder or the Hugging Face hub. Without a
-    conductor.json the full prompt and ("", [])."""
+    """(prompting, pool, its workers' names) of a checkpoint; its conductor.json may be missing."""
     file = os.path.join(fetch(path, "conductor.json"), "conductor.json")
     known = read_json(file) if os.path.exists(file) else {}
     if "style" in known:
         raise ValueError(f"{file} is of an earlier format, with letters for workers: train it again")
-    values = {f.name: known.get(f.name, getattr(Prompting, f.name)) for f in fields(Prompting)}
+    values = {f.name: known.get(f.name, f.default) for f in fields(Prompting)}
     if [*map(type, values.values())] != [str, int, int] or not 1 <= values["max_steps"] <= 100:
         raise ValueError(f"{file}: expected a prompt's name, max_steps and max_new_tokens, not {values}")
     return Prompting(**values), str(known.get("pool", "")), [str(name) for name in known.get("workers", [])]
 
-
 def load_conductor(path: str) -> tuple[Qwen, Tokenizer, Prompting]:
-    """The model and tokenizer of a checkpoint, and how it is asked. A CPU computes in fp32, the same
-    everywhere."""
+    """The model and tokenizer of a checkpoint, and how it is asked. A CPU computes in fp32."""
     prompting, _, _ = read_prompting(path)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = Qwen.from_pretrained(path, compute_dtype(device, "" if device == "cuda" else "fp32"), device)
     return model, Tokenizer.from_pretrained(path), prompting
 
-
-# ------------------------------------------------------------------------------------------------------------
-# The server
-
+# ---- The server and the command line ---------------------------------------------------------------------
 def conductor_server(write, pool: list, workers: list[int] | None, prompting: Prompting, rounds: int,
                      port: int, silence: float = 15.0):
     """An OpenAI-compatible server on 127.0.0.1, bound but not started, of the models conductor (one round)
-    and conductor-recursive (`rounds` more). The question is the whole conversation. usage and its cost, in
-    dollars, are the workers' together; `workflow` says who did what. After so many seconds of silence a
-    stream says that the workers are busy. A client that hangs up stops its workflow."""
-    further = {"conductor": 0, "conductor-recursive": rounds}
+    and conductor-recursive (`rounds` more). The question is the whole conversation; usage, with its cost in
+    dollars, is the workers' together. After so many seconds of silence a stream says that they are busy."""
     numbers = itertools.count(step=10)  # A question that is asked again gets other draws.
     writing = threading.Lock()
 
+    def write_alone(rollouts):
+        with writing:  # one client's at a time
+            yield from write(rollouts)
+
     class ConductorHandler(Handler):
-        models = [*further]
+        models = ["conductor", "conductor-recursive"]
 
         def call(self, rollout, i):
             if self.hung_up():
                 raise WorkerError("stopped, as nobody waits for the answer")
             return call_worker(rollout, i)
 
-        def write(self, rollouts):
-            with writing:  # one client's at a time
-                yield from write(rollouts)
-
         def complete(self, body):
-            chat = body["messages"]
-            question = chat[0]["content"]
-            if len(chat) > 1:
-                question = "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in chat)
+            turns = body["messages"]
+            question = "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
+            question = question if turns[1:] else turns[0]["content"]
             question = question.encode(errors="replace").decode()  # JSON can spell half an emoji.
             rollout = Rollout(question, pool, workers, number=next(numbers))
-            done = threads().apply_async(
-                conduct, (self.write, [rollout], further[body["model"]], prompting), {"call": self.call})
+            further = rounds if body["model"] == "conductor-recursive" else 0
+            done = threads().apply_async(conduct, (write_alone, [rollout], further, prompting),
+                                         {"call": self.call})
             while not done.ready():
                 if body.get("stream"):
                     self.send_comment("the workers are busy")
@@ -726,7 +582,7 @@ def conductor_server(write, pool: list, workers: list[int] | None, prompting: Pr
             [rollout] = done.get()
             while rollout.error and rollout.previous:  # The answer of the round before is paid.
                 rollout = rollout.previous
-            if rollout.error or rollout.workflow is None:
+            if rollout.error or rollout.invalid:
                 why = rollout.error or f"the Conductor wrote no workflow: {rollout.invalid}"
                 return self.fail(502, why, retry=False)
             n_in = sum(reply.prompt_tokens for reply in rollout.all_replies)
@@ -740,10 +596,6 @@ def conductor_server(write, pool: list, workers: list[int] | None, prompting: Pr
 
     return loopback_server(port, ConductorHandler)
 
-
-# ------------------------------------------------------------------------------------------------------------
-# The command line
-
 @dataclass
 class Settings:
     checkpoint: str = os.path.join(ASSETS, "laptop")  # the Conductor: a folder, or a name on the hub
@@ -755,16 +607,13 @@ class Settings:
     temperature: float = 0.2
     port: int = 8400  # of serve
 
-
 def numbers_of(names: str, pool: list) -> list[int]:
     """The numbers in the pool of workers named with commas between."""
     known = [worker.name for worker in pool]
     wanted = [name.strip() for name in names.split(",") if name.strip()]
-    for name in wanted:
-        if name not in known:
-            raise ValueError(f"no worker {name!r}; the pool has {', '.join(known)}")
+    if not {*wanted} <= {*known}:
+        raise ValueError(f"no such worker: {names}; the pool has {', '.join(known)}")
     return sorted({known.index(name) for name in wanted})
-
 
 def choose_pool(checkpoint: str, pool: str) -> str:
     """The pool to use with a Conductor. ValueError where it does not fit, or where the user has to name it:
@@ -772,26 +621,21 @@ def choose_pool(checkpoint: str, pool: str) -> str:
     try:
         _, spec, _ = read_prompting(checkpoint)
     except OSError as e:
-        raise ValueError(f"{e}\ntrain.py trains a Conductor; with --conductor=WORKER an LLM of the pool "
-                         "conducts")
+        raise ValueError(f"{e}\ntrain.py trains one; with --conductor=WORKER an LLM of the pool conducts")
     if spec in LOCAL and pool not in ("", *LOCAL):
-        raise ValueError(f"{checkpoint} knows the laptop's specialists only. Let an LLM of your pool "
-                         f"conduct, --conductor=WORKER, or train: train.py --preset=own --pool={pool}")
+        raise ValueError(f"{checkpoint} knows the laptop's specialists only. Let an LLM of yours conduct, "
+                         f"--conductor=WORKER, or train: train.py --preset=own --pool={pool}")
     if not pool and spec not in ("", *LOCAL):
         raise ValueError(f"say which workers to ask: this Conductor learned with --pool={printable(spec)}")
     return pool or spec or "local"
 
-
 def answer_or_serve(settings: Settings, question: str):
     """Answer the question, or serve if it is "serve"."""
-    spec = settings.pool or "local"
-    if not settings.conductor:
-        spec = choose_pool(settings.checkpoint, settings.pool)
+    spec = settings.pool or "local" if settings.conductor else choose_pool(settings.checkpoint, settings.pool)
     pool = load_pool(spec, budget=settings.budget)
     workers = numbers_of(settings.only, pool) or None
     if settings.conductor:
-        [seat] = numbers_of(settings.conductor, pool)
-        prompting = Prompting()
+        [seat], prompting = numbers_of(settings.conductor, pool), Prompting()
         write = worker_writer(pool[seat], prompting)
     else:
         model, tokenizer, prompting = load_conductor(settings.checkpoint)
@@ -811,25 +655,22 @@ def answer_or_serve(settings: Settings, question: str):
     print(view(rollout))
     if settings.conductor:
         print(f"with the Conductor's: {sum(w.calls for w in pool)} calls, ${sum(w.spent for w in pool):.4f}")
-    if rollout.error or rollout.workflow is None:
-        raise SystemExit("the workflow failed")
-
+    if rollout.error or rollout.invalid:
+        raise ValueError("the workflow failed")
 
 def main(argv):
     settings = Settings()
     words = configure(settings, argv)
-    if not "".join(words).strip() or settings.rounds < 0 or words[0] == "serve" and words[1:]:
+    question = " ".join(words).encode(errors="replace").decode()  # The shell may pass what is no UTF-8.
+    if not question.strip() or settings.rounds < 0 or words[0] == "serve" and words[1:]:
         raise SystemExit(__doc__)
     try:
         if words[0] == "show":
-            return print(show(words[1], *map(int, words[2:])))
-        question = " ".join(words).encode(errors="replace").decode()  # The shell may pass what is no UTF-8.
-        answer_or_serve(settings, question)
-    except (OSError, ValueError, WorkerError) as e:
-        raise SystemExit(str(e)) from None
-    except KeyboardInterrupt:
-        raise SystemExit("interrupted") from None
-
+            print(show(words[1], *map(int, words[2:])))
+        else:
+            answer_or_serve(settings, question)
+    except (OSError, ValueError, WorkerError, KeyboardInterrupt) as e:
+        raise SystemExit(str(e) or "interrupted") from None
 
 if __name__ == "__main__":
     main(sys.argv[1:])

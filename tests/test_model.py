@@ -1,6 +1,5 @@
 """The model against transformers, checkpoints in and out, the hub, the tokenizer, the command line."""
 import dataclasses
-import functools
 import json
 import os
 import subprocess
@@ -117,8 +116,7 @@ def test_bf16_is_as_close_as_transformers_own(saved):
     assert (ours(IDS) - half).norm() < (half - full).norm()
 
 def test_logits_are_fp32():
-    """From bf16 hidden states and weights come logits as near to double precision as fp32 allows, and the
-    gradients of double precision rounded to bf16."""
+    """From bf16 come logits as near to double precision as fp32 allows; its gradients are rounded to bf16."""
     model = tiny(vocab_size=9000).bfloat16()
     hidden = torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(3)).bfloat16().requires_grad_()
     weight = model.lm_head.weight
@@ -131,8 +129,7 @@ def test_logits_are_fp32():
         assert grad.dtype == torch.bfloat16 and (grad - double).norm() < 0.01 * double.norm()
 
 def test_norm_rope_and_attention_compute_in_fp32():
-    """bf16 goes in and comes out, rounded only there: bit for bit transformers' norm, RoPE and attention on a
-    CPU in fp32 rounded once."""
+    """bf16 goes in and comes out, rounded only there; the norm is transformers' to the bit."""
     torch.manual_seed(0)
     ours, theirs = RMSNorm(48, 1e-3).bfloat16(), Qwen2RMSNorm(48, 1e-3).bfloat16()
     ours.weight.data.uniform_(0.5, 1.5)
@@ -140,11 +137,9 @@ def test_norm_rope_and_attention_compute_in_fp32():
     x = torch.randn(2, 4, 99, 48).bfloat16()
     assert torch.equal(ours(x), theirs(x))
     cos, sin = rotary(torch.arange(30_000, 30_099).expand(2, 99), Config())
-    assert cos.dtype == sin.dtype == torch.float32 and cos.shape == sin.shape == (2, 1, 99, 64)
     x = torch.randn(2, 4, 99, 128).bfloat16()
     assert torch.equal(rotate(x, cos, sin), rotate(x.float(), cos, sin).bfloat16())
-    q, k, v = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
-    q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+    q, k, v = (torch.randn(2, heads, 9, 8).bfloat16() for heads in (4, 2, 2))
     assert torch.equal(causal(0, q, k, v), causal(0, q.float(), k.float(), v.float()).bfloat16())
 
 def test_attend_and_head_may_be_replaced():
@@ -173,8 +168,7 @@ def test_a_new_7b_has_the_published_size():
 
 # ---- Saving, and bad checkpoints ----------------------------------------------------------------------
 def test_saving_over_a_checkpoint_leaves_nothing_of_it(tmp_path):
-    """The folder held a model in many files; then it holds another, for us and for transformers, while the
-    first, whose weights are mapped from those files, stays what it was. All its files can be read alike."""
+    """Not of one in many files, nor does the model that was loaded from them change. All can read the new."""
     theirs = shake(Qwen2ForCausalLM(Qwen2Config(**shape_of("grouped"))))
     theirs.save_pretrained(tmp_path, max_shard_size="20KB")
     first, second = Qwen.from_pretrained(str(tmp_path)), shake(tiny(), seed=5)
@@ -199,11 +193,9 @@ def test_a_wrong_tensor_is_named(change, words, saved):
         Qwen.from_pretrained(str(saved))
 
 def test_a_tied_head_may_be_there(tmp_path):
-    model = tiny("tied")
+    model, file = tiny("tied"), tmp_path / "model.safetensors"
     model.save_pretrained(str(tmp_path))
-    file = tmp_path / "model.safetensors"
-    assert "lm_head.weight" not in load_file(file)
-    save_file({**load_file(file), "lm_head.weight": torch.zeros(61, 48)}, file)
+    save_file(load_file(file) | {"lm_head.weight": torch.zeros(61, 48)}, file)
     assert torch.equal(Qwen.from_pretrained(str(tmp_path))(IDS), model(IDS))
 
 @pytest.mark.parametrize("changes, words", [
@@ -230,11 +222,6 @@ def test_a_damaged_file_is_named(file, text, saved):
         Tokenizer.from_pretrained(str(saved))
         Qwen.from_pretrained(str(saved))
 
-def test_pickles_are_never_read(saved):
-    os.rename(saved / "model.safetensors", saved / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="Missing key"):
-        Qwen.from_pretrained(str(saved))
-
 RANKS = """import sys, torch, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from model import Qwen
@@ -255,10 +242,9 @@ dist.destroy_process_group()
 def test_each_rank_keeps_its_part_of_every_tensor(shape, tmp_path):
     tiny(shape, vocab_size=64).save_pretrained(str(tmp_path))
     (tmp_path / "ranks.py").write_text(RANKS)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", tmp_path / "ranks.py", tmp_path]
     environment = {**os.environ, "PYTHONPATH": ROOT, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [*torchrun, tmp_path / "ranks.py", tmp_path]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-m", *command], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
 
 # ---- The hub ------------------------------------------------------------------------------------------
@@ -272,16 +258,11 @@ def test_a_repository_is_loaded_by_its_name(saved, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     Tokenizer(bpe()).save_pretrained(str(saved))
-    (saved / "pytorch_model.bin").write_bytes(b"pickle")
     assert len(Tokenizer.from_pretrained("Org/Tiny-1.5B")) == len(Tokenizer(bpe()))
     assert torch.equal(Qwen.from_pretrained("Org/Tiny-1.5B")(IDS), tiny()(IDS))
     assert asked == [["tokenizer.json"], ["config.json"], ["model.safetensors"]]
     with pytest.raises(OSError, match="Org/Other is no folder, and the hub .*division by zero"):
         Qwen.from_pretrained("Org/Other")
-    edit(saved / "config.json", model_type="gemma2")
-    with pytest.raises(ValueError, match="gemma2"):
-        Qwen.from_pretrained("Org/Tiny-1.5B")
-    assert asked[3:] == [["config.json"]] * 2
 
 @pytest.mark.parametrize("name", ["../up", "Org/", "", "/nowhere", "out/laptop/checkpoint"])
 def test_neither_a_folder_nor_a_name(name):
@@ -298,8 +279,7 @@ You are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""  # Qwen2.5's, without its tool calls
 
-@functools.cache
-def trained_bpe() -> str:
+def bpe() -> BPE:
     """A byte-level BPE of about 300 tokens with ChatML's control tokens behind them, as in Qwen2.5."""
     made = BPE(models.BPE())
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -307,17 +287,13 @@ def trained_bpe() -> str:
     trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
     made.train_from_iterator(TEXTS * 5, trainer)
     made.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    return made.to_str()
-
-def bpe() -> BPE:
-    return BPE.from_str(trained_bpe())
+    return made
 
 @pytest.mark.parametrize("chat", [
     [("user", "Which model?")], [("system", "Be brief."), ("user", "12345 + 67 = ?")],
     [("user", "a\n"), ("assistant", "\n b "), ("user", "")], [("user", TEXTS[2]), ("assistant", TEXTS[1])]])
 def test_chat_equals_the_template_in_transformers(chat, tmp_path):
-    """The ids of a conversation are those of transformers' apply_chat_template on the folder we wrote, and
-    its generate stops where a turn ends."""
+    """The ids of a conversation are transformers' own, and its generate stops where a turn ends."""
     ours, messages = Tokenizer(bpe()), [{"role": role, "content": content} for role, content in chat]
     ours.save_pretrained(str(tmp_path))
     theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path, chat_template=TEMPLATE)
