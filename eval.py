@@ -1352,7 +1352,7 @@ def begin(problems: list[Problem], pools: list, name: str) -> list[Rollout]:
     pairs = zip(problems, pools, strict=True)
     return [Rollout(p.question, pool, problem=p, name=f"{name}/{p.id}") for p, pool in pairs]
 
-def finish(rollouts: list[Rollout], name: str, call=call_worker) -> list[Rollout]:
+def run_and_judge(rollouts: list[Rollout], name: str, call=call_worker) -> list[Rollout]:
     """Run and judge rollouts whose workflow is there."""
     with progress(name, len(rollouts)) as bar:
         return roll_out(rollouts, failure=grade_once(), call=call, on_end=lambda rollout: bar.update())
@@ -1363,7 +1363,7 @@ def planned(plan):
         rollouts = begin(problems, pools, name)
         for rollout in rollouts:
             rollout.workflow = plan(rollout)
-        return finish(rollouts, name)
+        return run_and_judge(rollouts, name)
     return system
 
 # Workers without a Conductor see the bare question
@@ -1381,7 +1381,7 @@ def ask_each(problems, pools, name, workers: list[int], times: int = 1) -> list[
     for rollout in begin(problems, pools, name):
         steps = [Step(worker, rollout.question, []) for worker in workers]
         groups.append([replace(rollout, number=i, workflow=Workflow([step])) for i, step in enumerate(steps)])
-    finish(list(itertools.chain(*groups)), name, partial(ask_bare, times=times))
+    run_and_judge(list(itertools.chain(*groups)), name, partial(ask_bare, times=times))
     return groups
 
 def single(worker: int, times: int = 1):
@@ -1535,7 +1535,7 @@ def router(setup):
         for rollout in rollouts:
             best = int((trigrams(rollout.question) @ weights).argmax())
             rollout.workflow = Workflow([Step(best, rollout.question, [])])
-        return finish(rollouts, name, ask_bare)
+        return run_and_judge(rollouts, name, ask_bare)
     return system
 
 MODES = ("single", "chain", "reflection", "debate")
@@ -1837,7 +1837,7 @@ def chosen_systems(settings, names: list[str]) -> tuple[list[tuple[str, str]], l
 
 LESSONS = 256  # train problems that a learned system learns from
 
-def evaluate(settings: Settings):
+def compare_systems(settings: Settings):
     """Measure every chosen system on every benchmark, and print the tables. What is wrong is said at once,
     before anybody is asked."""
     faults, names, tests, lessons = [], [], {}, {}
@@ -1919,7 +1919,7 @@ def main(argv):
         elif words:
             raise SystemExit(f"there is no command {' '.join(words)!r}\n\n{__doc__}")
         else:
-            evaluate(settings)
+            compare_systems(settings)
     except (OSError, ValueError, WorkerError) as e:
         raise SystemExit(str(e)) from None
     except KeyboardInterrupt:

@@ -41,8 +41,8 @@ import eval as evaluation
 from eval import grade_once, load, mean, measure, progress
 from grpo import HEAD_LOGITS, packed_logprobs, set_advantages, update
 from model import Config, Qwen, Tokenizer, compute_dtype, configure, fetch, read_json, write_json
-from workers import LOCAL, Reply, WorkerError, check_pool, costs_money, demand_budget, first_words, load_pool
-from workers import probable_cost, read_pool
+from workers import LOCAL, PHRASES, Reply, WorkerError, check_pool, costs_money, demand_budget, first_words
+from workers import load_pool, probable_cost, read_pool
 from workflow import Prompting, Rollout, Workflow, as_lists, messages, model_writer, parse, roll_out
 from workflow import rollout_from_json, rollout_to_json, save_prompting, strip
 
@@ -229,7 +229,7 @@ def train(settings: Settings, device: str):
 
         done, held_out = iteration + 1, None
         if done % settings.save_every == 0 and done < settings.iterations:
-            answered = evaluate(run, run.test[:MEASURED], settings, f"test:{iteration}")
+            answered = conduct_problems(run, run.test[:MEASURED], settings, f"test:{iteration}")
             held_out = measure([answered])["accuracy"]
         log(settings, metrics(iteration, groups, reports, held_out) | {"seconds": seconds})
         is_spent = any(all_gather([run.pool[0].budget and run.pool[0].budget.refused]))
@@ -239,7 +239,7 @@ def train(settings: Settings, device: str):
             print_bill(run.pool)
             leave(f"the budget is spent: stopped after iteration {done}, with a checkpoint; --resume with "
                   "another --budget goes on")
-    finish(run, settings)
+    print_results(run, settings)
 
 # ---- Before and after the loop -----------------------------------------------------------------------------
 
@@ -324,7 +324,7 @@ def schedule(step: int, steps: int, warmup: float) -> float:
     share = (step - warm) / max(1, steps - warm)  # of the way down
     return 0.5 * (1 + math.cos(math.pi * share))
 
-def evaluate(run: Run, problems: list, settings: Settings, name: str) -> list[Rollout]:
+def conduct_problems(run: Run, problems: list, settings: Settings, name: str) -> list[Rollout]:
     """The greedy Conductor's rollout for each problem. The ranks take turns at the problems, and all get all.
     name: of the evaluation, for the replay file."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -335,11 +335,11 @@ def evaluate(run: Run, problems: list, settings: Settings, name: str) -> list[Ro
     shares = all_gather([[strip(r) for r in system(mine, [run.pool] * len(mine), name)]])
     return [replace(shares[i % world][i // world], problem=problem) for i, problem in enumerate(problems)]
 
-def finish(run: Run, settings: Settings):
+def print_results(run: Run, settings: Settings):
     """The table on held-out problems beside every worker and random workflows, the bill, how to ask it."""
     print0(f"the checkpoint is in {settings.out}/checkpoint; {len(run.test)} held-out problems follow")
     run.optimizer = run.reference = None  # The evaluation shall have their memory.
-    rollouts = evaluate(run, run.test, settings, "test")
+    rollouts = conduct_problems(run, run.test, settings, "test")
     if dist.get_rank() == 0 and run.test:
         systems = {"Conductor": rollouts, **evaluation.baselines(run.test, run.pool)}
         rows = {name: measure([answered]) for name, answered in systems.items()}
@@ -452,7 +452,9 @@ def random_lesson(problem, rng: random.Random, n_workers: int, settings: Setting
 def random_completion(problem, rng: random.Random, workers: list[int], settings: Settings) -> str:
     """A random workflow in a Conductor's words, which do not say whether it is good. A tiny one's plan is the
     question, and the number of steps stands where it can be counted: it helps to write two more lists."""
-    phrases = SENTENCES if settings.init_from else evaluation.phrases_for(problem)
+    phrases = evaluation.phrases_for(problem)
+    if settings.init_from and phrases is PHRASES:  # A pretrained model composes sentences.
+        phrases = SENTENCES
     workflow = evaluation.random_workflow(rng, workers, settings.max_steps, phrases)
     if settings.init_from:
         return as_lists(workflow)

@@ -175,6 +175,15 @@ def test_lessons_of_the_warm_start_are_random_workflows(init_from):
     assert as_lists(Workflow([])) not in random_lesson(problem, rng, 5, Settings())[1]
 
 
+@pytest.mark.parametrize("init_from", ["", "a pretrained model"])
+def test_workers_of_other_problems_are_not_told_what_only_the_laptops_coder_obeys(init_from):
+    problem = Problem("mine.jsonl/1", "Who wrote Emma?", "Jane Austen", "short")
+    settings = Settings(init_from=init_from, data="mine.jsonl")
+    told = "".join(random_lesson(problem, random.Random(i), 5, settings)[1] for i in range(100)).lower()
+    assert "solve the question" in told
+    assert not any(word in told for word in ("vowels", "reverse", "capitals"))
+
+
 # ------------------------------------------------------------------------------------------------------------
 # What ends a run, or part of it
 
