@@ -3,6 +3,7 @@ functions."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -325,6 +326,13 @@ def command(*words, cwd=ROOT):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     return run.returncode, run.stdout, run.stderr
+
+
+def test_the_readmes_question_is_answered_as_it_says(tmp_path):
+    with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as file:
+        [(question, shown)] = re.findall(r'workflow.py "([^"]+)"\n(Question:.*?)```', file.read(), re.DOTALL)
+    status, out, err = command(question, cwd=tmp_path)
+    assert status == 0 and out.startswith(shown.rstrip()), err
 
 
 def test_a_question_is_answered_right_after_the_clone(tmp_path):
