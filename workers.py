@@ -22,6 +22,7 @@ import threading
 import time
 import zlib
 from dataclasses import asdict, dataclass, field, replace
+from email.utils import parsedate_to_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.pool import ThreadPool
 
@@ -29,7 +30,7 @@ import requests
 from requests.packages import urllib3  # which requests is made of
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-LOOPBACK = r"https?://(127\.[\d.]+|localhost|\[::1\])(:\d+)?(/|$)"
+LOOPBACK = r"(?i)https?://(127\.[\d.]+|localhost|\[::1\])(:\d+)?(/|$)"
 MAX_BODY = 32 << 20  # bytes of a request or a response
 LIMITS = ("max_tokens", "max_completion_tokens")  # the parameters that limit an answer
 jitter = random.Random()  # The global generator's draws belong to the experiment.
@@ -48,6 +49,8 @@ class Reply:
     cost: float | None  # dollars; None: unknown
     seconds: float = 0.0  # of the attempt that was answered
     finish: str = "stop"  # why it ended, in the provider's word; "length": cut off
+
+# ---- A call ------------------------------------------------------------------------------------------------
 
 @dataclass
 class Worker:
@@ -86,8 +89,9 @@ class Worker:
 
         overrides win over params. call_id names the call within a run: a rerun finds its reply in `replay`.
         That takes nothing from the budget, but counts in `spent`: the bill is a whole run's. A busy provider
-        (429, 503, 529) is asked again when it says, until the deadline; after another 5xx or a lost line six
-        times. A timeout, a spent account, another 4xx, an unknown host end the call. Raises WorkerError."""
+        (429, 503, 529) is asked again when it says, until the deadline; after another 5xx, a 408, a 409 or a
+        lost line six times. A timeout, a spent account, another 4xx, an unknown host end the call.
+        Raises WorkerError."""
         params = {**self.params, **overrides}
         key = self.replay.key(self, messages, params, call_id) if self.replay and call_id else None
         reply = self.replay.replies.get(key) if key else None
@@ -135,7 +139,7 @@ class Worker:
 
             failures += not outcome.busy
             pause = min(30, self.timeout / 300 * 2 ** min(number - 1, 9))  # 2, 4, 8 … s at a timeout of 600
-            pause = (outcome.wait or 0.0) + pause * jitter.uniform(0.5, 1)  # Not all shall come back at once.
+            pause = max(0.0, outcome.wait or 0.0) + pause * jitter.uniform(0.5, 1)  # Not all shall come back at once.
             late = now + pause > begun + self.deadline
             if late or outcome.wait is None or failures == 6 or number == self.attempts:
                 why = "".join(filter(str.isprintable, " ".join(str(outcome).split())))
@@ -143,8 +147,6 @@ class Worker:
                     why = why.replace(secret, "***")
                 raise WorkerError(f"{self.name}: {why[:400]} (attempt {number}, after {now - begun:.1f} s)")
             time.sleep(pause)
-
-# ---- What may come of an attempt ---------------------------------------------------------------------------
 
 class Failure(WorkerError):
     """No reply. wait: seconds, at least, to another attempt; None: none would help. busy: the provider is: it
@@ -182,8 +184,7 @@ def read_response(worker: Worker, response: requests.Response, end: float) -> Re
     zeros = text and not n_out and any(worker.price or [])  # as some gateways fill in
     cost = find(data, "usage", "cost")  # dollars, by OpenRouter and by our own server
     if type(cost) not in (int, float) or cost <= 0 or find(data, "usage", "is_byok"):
-        priced = worker.price and known and not zeros
-        cost = (n_in * worker.price[0] + n_out * worker.price[1]) / 1e6 if priced else None
+        cost = dollars(worker.price, n_in, n_out) if worker.price and known and not zeros else None
     finish = "length" if finish in CUT_OFF else str(finish or "stop")
     return Reply(text, n_in if known else 0, n_out if known else 0, cost, finish=finish)
 
@@ -192,13 +193,15 @@ def refusal(response: requests.Response, code, text: str) -> Failure:
     status = response.status_code
     if status == 200:
         status = code if code in range(400, 600) else 500
-    asked = response.headers.get("Retry-After", "")
-    wait = float(asked) if re.fullmatch(r"\d+(\.\d+)?", asked) else 0.0
-    busy = status in (429, 503, 529)
-    final = re.search(SPENT, text) or response.headers.get("x-should-retry") == "false"
-    again = (busy or status >= 500) and not final
-    cost = 0.0 if response.status_code != 200 and (status < 500 or busy) else None
-    return Failure(f"HTTP {status} of {response.url}: {text}", wait if again else None, busy, cost)
+    busy, broke = status in (429, 503, 529), status in (408, 409) or status >= 500
+    wait, asked = 0.0, response.headers.get("Retry-After", "")
+    with contextlib.suppress(ValueError):  # It is a number of seconds, a date, or nothing of use.
+        is_number = re.fullmatch(r"\d+(\.\d+)?", asked)
+        wait = float(asked) if is_number else parsedate_to_datetime(asked).timestamp() - time.time()
+    if re.search(SPENT, text) or response.headers.get("x-should-retry") == "false" or not (busy or broke):
+        wait = None
+    cost = 0.0 if response.status_code != 200 and (busy or not broke) else None
+    return Failure(f"HTTP {status} of {response.url}: {text}", wait, busy, cost)
 
 def broken(error: Exception, seconds: float) -> Failure:
     """Why no whole response came within so many seconds, or what a function raised."""
@@ -217,7 +220,7 @@ def find(data, *path):
         data = data.get(name) if isinstance(data, dict) else None
     return data
 
-# Protocols: a function writes path, headers and body; another reads text, why it ended, tokens in and out
+# ---- Protocols: a function writes path, headers and body; another reads text, why it ended, tokens in, out --
 
 def openai_request(model: str, messages: list[dict], params: dict, api_key: str) -> tuple[str, dict, dict]:
     """platform.openai.com/docs/api-reference/chat, which OpenRouter, vLLM, Ollama and llama.cpp speak."""
@@ -268,9 +271,27 @@ def load_function(spec: str):
     file.loader.exec_module(module)
     return getattr(module, name)
 
-# ---- Pools, and what they cost -----------------------------------------------------------------------------
+# ---- Pools -------------------------------------------------------------------------------------------------
 
-FIELDS = {name: kind for name, kind in Worker.__annotations__.items() if name not in ("replay", "budget")}
+COUNT = (int, lambda n: 0 < n < 1e6, "a whole number above 0")
+SECONDS = (int | float, lambda n: 0 < n < 1e6, "a number above 0, of seconds")
+FIELDS = {  # of a worker in a file: its type, what holds for its value, and both in words
+    "protocol": (str, lambda name: name in PROTOCOLS, f"one of {', '.join(PROTOCOLS)}"),
+    "base_url": (str, functools.partial(re.fullmatch, r"https?://[^/@?#\s]+(/[^?#\s]*)?"),
+                 "http(s)://HOST/…, without a password or a query"),
+    "model": (str, bool, "its name at the provider"),
+    "name": (str, bool, "a text"),
+    "api_key_env": (str, functools.partial(re.fullmatch, "[A-Z][A-Z0-9_]*"),
+                    "the name of a variable, in capitals, not the key"),
+    "params": (dict, lambda params: not params.keys() & {"n", "stream"},
+               "an object without n and stream: a call gives one whole reply"),
+    "headers": (dict, lambda headers: all(isinstance(text, str) for text in headers.values()), "texts"),
+    "price": (list, lambda price: [type(dollars) in (int, float) and 0 <= dollars < 1e6 for dollars in price]
+              == [True, True], "[input, output], dollars per million tokens"),
+    "concurrency": COUNT, "timeout": SECONDS, "deadline": SECONDS, "attempts": COUNT,
+    "function": (str, lambda spec: os.path.isfile(spec.rpartition(":")[0]),
+                 "FILE.py:NAME, the file beside the pool's"),
+}
 
 def read_pool(spec: str, local_url: str | None = None) -> list[dict]:
     """The entries of a pool, by name or JSON file, unchecked; ValueError says what there is. A local pool
@@ -280,18 +301,19 @@ def read_pool(spec: str, local_url: str | None = None) -> list[dict]:
         return [{**same, "model": name} for name in LOCAL[spec]]
     pools = os.path.join(FOLDER, "assets", "pools")
     named = sorted(file.removesuffix(".json") for file in os.listdir(pools))
-    path = os.path.join(pools, f"{spec}.json") if spec in named else spec
+    path = os.path.join(pools, f"{spec}.json") if spec in named else os.path.abspath(spec)
     try:
         with open(path, encoding="utf-8") as file:
-            entries = [dict(entry) for entry in json.load(file)]
+            rows = json.load(file)
+        entries = [{key: value for key, value in row.items() if value is not None} for row in rows]
         if not entries:
             raise ValueError("no workers")
-    except (OSError, ValueError, TypeError) as e:
+    except (OSError, ValueError, TypeError, AttributeError) as e:
         known = f"there are {', '.join([*LOCAL, *named])}, or a JSON list of objects of {', '.join(FIELDS)}"
         raise ValueError(f"--pool={spec}: {e}; {known}") from None
     for entry in entries:
-        if entry.get("function"):  # Its file stands beside the pool's.
-            entry["function"] = os.path.join(os.path.dirname(os.path.abspath(path)), str(entry["function"]))
+        if "function" in entry:  # Its file stands beside the pool's.
+            entry["function"] = os.path.join(os.path.dirname(path), str(entry["function"]))
     return entries
 
 def check_pool(entries: list[dict], budget: float = 0.0) -> list[str]:
@@ -299,43 +321,26 @@ def check_pool(entries: list[dict], budget: float = 0.0) -> list[str]:
     is shown, which may be a misplaced key."""
     sentences, names = [], []
     for number, entry in enumerate(entries):
-        problems = [f"{key}: there is no such field" for key in entry if key not in FIELDS]
-        for key, kind in FIELDS.items():
+        needed = ["function"] if entry.get("protocol") == "python" else ["protocol", "base_url", "model"]
+        wrong = {key: "there is no such field" for key in entry if key not in FIELDS}
+        for key, (kind, is_right, expected) in FIELDS.items():
             value = entry.get(key)
-            if key in entry and (not isinstance(value, kind) or isinstance(value, bool)):
-                problems.append(f"{key}: expected {getattr(kind, '__name__', kind)}")
-            elif isinstance(value, int | float) and not 0 < value < 1e6:
-                problems.append(f"{key}: expected a number above 0 and below a million")
-        problems = problems or check_values(entry)
-        if budget and not problems and most_dollars(entry, entry.get("params", {}), {}) == float("inf"):
-            problems = ["price, params: a budget needs a price (of your own: [0, 0]) and max_tokens"]
-        function = str(entry.get("function") or f":worker {number}").rpartition(":")[2]
-        name = entry.get("name") or entry.get("model") or function
-        problems += ["name: another worker has it, too"] if name in names else []
+            right = isinstance(value, kind) and not isinstance(value, bool) and is_right(value)
+            if not right and key in [*entry, *needed]:
+                wrong[key] = f"expected {expected}"
+        variable = entry.get("api_key_env")
+        if variable and "api_key_env" not in wrong and not os.environ.get(variable):
+            wrong["api_key_env"] = f"${variable} is not set"
+        if budget and not wrong.keys() & {"protocol", "price", "params"}:
+            if most_dollars(entry, entry.get("params", {}), {}) == float("inf"):
+                wrong["price, params"] = "a budget needs a price (of your own: [0, 0]) and max_tokens"
+        function = str(entry.get("function", "")).rpartition(":")[2]
+        name = entry.get("name") or entry.get("model") or function or f"worker {number}"
+        if name in names:
+            wrong["name"] = "another worker has it, too"
         names.append(name)
-        sentences += [f"{name}: {problem}" for problem in problems]
+        sentences += [f"{name}: {key}: {sentence}" for key, sentence in wrong.items()]
     return sentences
-
-def check_values(entry: dict) -> list[str]:
-    """What is wrong in an entry whose fields and types are right."""
-    python, variable = entry.get("protocol") == "python", entry.get("api_key_env") or "PATH"
-    price, params = entry.get("price") or [0, 0], entry.get("params", {})
-    prices = [dollars for dollars in price if type(dollars) in (int, float) and 0 <= dollars < 1e6]
-    file = entry.get("function", "").rpartition(":")[0]
-    is_name = re.fullmatch("[A-Z][A-Z0-9_]*", variable)
-    url = re.fullmatch(r"https?://[^/@?#\s]+(/[^?#\s]*)?", entry.get("base_url", ""))
-    expected = {
-        f"protocol: expected one of {', '.join(PROTOCOLS)}": entry.get("protocol") in PROTOCOLS,
-        "function: expected FILE.py:NAME, the file beside the pool's": not python or os.path.isfile(file),
-        "model: expected its name at the provider": python or entry.get("model"),
-        "base_url: expected http(s)://HOST/…, without a password or a query": python or url,
-        "api_key_env: expected the name of a variable, in capitals, not the key": is_name,
-        f"api_key_env: ${variable if is_name else ''} is not set": os.environ.get(variable),
-        "headers: expected texts": all(isinstance(value, str) for value in entry.get("headers", {}).values()),
-        "params: leave out n and stream: a call gives one whole reply": not params.keys() & {"n", "stream"},
-        "price: expected [input, output], dollars per million tokens": len(price) == len(prices) == 2,
-    }
-    return [sentence for sentence, is_so in expected.items() if not is_so]
 
 def load_pool(spec: str, local_url: str | None = None, replay: str = "", budget: float = 0.0,
               ranks: int = 1) -> list[Worker]:
@@ -352,15 +357,15 @@ def load_pool(spec: str, local_url: str | None = None, replay: str = "", budget:
 def first_words(pool: list[Worker]) -> list[Reply | WorkerError]:
     """Ask each worker for a word, all at once; an empty one is an error."""
     def ask(worker):
-        limits = {"timeout": min(worker.timeout, 120), "deadline": min(worker.deadline, 120), "attempts": 2}
+        hurried = replace(worker, timeout=min(worker.timeout, 120), deadline=120, attempts=2)
         try:
-            reply = replace(worker, **limits).chat([{"role": "user", "content": "Say hello."}])
+            reply = hurried.chat([{"role": "user", "content": "Say hello."}])
         except WorkerError as e:
             return e
         empty = WorkerError(f"{worker.name}: the answer to a hello is empty, ended by {reply.finish!r}")
         return reply if reply.text.strip() else empty
 
-    with ThreadPool(len(pool) or 1) as threads:
+    with ThreadPool(len(pool)) as threads:
         return threads.map(ask, pool)
 
 class Replay:
@@ -385,6 +390,8 @@ class Replay:
         self.replies[key] = reply
         line = "\n" + json.dumps({"key": key, "reply": asdict(reply)})
         os.write(self.file, line.encode())  # in one write: the lines of several processes do not mix
+
+# ---- Money -------------------------------------------------------------------------------------------------
 
 class Budget:
     """Dollars that a pool may spend. An attempt reserves the most that it can cost and returns what it did
@@ -411,31 +418,33 @@ class Budget:
             self.running -= 1
             self.room.notify_all()
 
+def dollars(price: list, n_in: int, n_out: int) -> float:
+    return (n_in * price[0] + n_out * price[1]) / 1e6
+
 def most_dollars(entry: dict, params: dict, body: dict) -> float:
     """Dollars that a call can cost: infinitely many where nobody knows the price or the most tokens."""
-    price = entry.get("price") or ([0, 0] if entry["protocol"] == "python" else None)
-    limits = [params[name] for name in LIMITS if name in params]
+    price = entry["price"] if entry.get("price") else [0, 0] if entry["protocol"] == "python" else None
     if price and not any(price):
         return 0.0
+    limits = [params[name] for name in LIMITS if name in params]
     if price is None or not limits or not all(type(limit) is int and limit > 0 for limit in limits):
         return float("inf")
     dearest = find(params, "provider", "max_price") or {}  # OpenRouter may choose a host up to this price.
-    n_in = len(json.dumps(body)) + 512  # A token is at least a byte, and a chat template adds some.
-    dollars_in = max(price[0], dearest.get("prompt", 0)) * n_in
-    return (dollars_in + max(price[1], dearest.get("completion", 0)) * max(limits)) / 1e6
+    price = [max(price[0], dearest.get("prompt", 0)), max(price[1], dearest.get("completion", 0))]
+    return dollars(price, len(json.dumps(body)) + 512, max(limits))  # A token is at least a byte of the body.
 
 def probable_cost(pool: list[Worker] | list[dict], calls: int) -> float | None:
     """Dollars for evenly spread calls of 1,000 tokens in and 700 out; None where a price is unknown.
     A function and a server on loopback are free unless they have a price."""
-    dollars = 0.0
+    total = 0.0
     for worker in pool:
         entry = worker if isinstance(worker, dict) else vars(worker)
         own = entry["protocol"] == "python" or re.match(LOOPBACK, entry.get("base_url", ""))
         price = entry.get("price") or ([0, 0] if own else None)
         if price is None:
             return None
-        dollars += (1000 * price[0] + 700 * price[1]) / 1e6 * calls / len(pool)
-    return dollars
+        total += dollars(price, 1000, 700) * calls / len(pool)
+    return total
 
 def costs_money(pool: list[Worker] | list[dict]) -> bool:
     return probable_cost(pool, 1) != 0.0
@@ -443,9 +452,9 @@ def costs_money(pool: list[Worker] | list[dict]) -> bool:
 def demand_budget(pool: list[Worker] | list[dict], budget: float, calls: int, what: str):
     """ValueError where `what` costs money and has no budget."""
     if costs_money(pool) and not budget:
-        dollars = probable_cost(pool, calls)
-        dollars = "nobody knows how much" if dollars is None else f"probably ${dollars:,.2f}"
-        raise ValueError(f"{what} costs money, {dollars} for {calls:,} calls: say --budget=DOLLARS")
+        cost = probable_cost(pool, calls)
+        cost = "nobody knows how much" if cost is None else f"probably ${cost:,.2f}"
+        raise ValueError(f"{what} costs money, {cost} for {calls:,} calls: say --budget=DOLLARS")
 
 # ------------------------------------------------------------------------------------------------------------
 # The laptop world: little honest programs, which see what a worker sees, not the answer; their questions.
@@ -455,36 +464,41 @@ QUESTION, TASK = "Question:\n", "Your task:\n"  # how workflow.py words a turn
 SKILL = {"": 1.0, "junior": 0.6, "tired": 0.7}  # how likely one of that sort is not to give up
 FRAMES = ("What is {}?", "Find {}.", "Tell me {}.", "Give me {}.")  # the sentences around an expression
 SIGNS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
-DIGITS = {str(n): str(n) for n in range(2, 40)}
-SPANISH = {word: str(i + 1) for i, word in enumerate((
-    "uno dos tres cuatro cinco seis siete ocho nueve diez once doce trece catorce quince dieciséis "
-    "diecisiete dieciocho diecinueve veinte veintiuno veintidós veintitrés veinticuatro veinticinco "
-    "veintiséis veintisiete veintiocho veintinueve treinta").split())}
-ELEMENTS = (
-    "hydrogen helium lithium beryllium boron carbon nitrogen oxygen fluorine neon sodium magnesium "
-    "aluminium silicon phosphorus sulfur chlorine argon potassium calcium scandium titanium vanadium "
-    "chromium manganese iron cobalt nickel copper zinc").split()
-NUMBERS = {f"the atomic number of {element}": str(i + 1) for i, element in enumerate(ELEMENTS)}
-NAMES = {f"element number {i + 1}": element for i, element in enumerate(ELEMENTS)}
-CITIES = {"the capital of " + country: city for country, city in (pair.split("-") for pair in (
-    "Austria-Vienna Belgium-Brussels Chile-Santiago Cuba-Havana Denmark-Copenhagen Egypt-Cairo "
-    "Finland-Helsinki France-Paris Germany-Berlin Ghana-Accra Greece-Athens Hungary-Budapest "
-    "Iceland-Reykjavik Iran-Tehran Iraq-Baghdad Ireland-Dublin Italy-Rome Japan-Tokyo Jordan-Amman "
-    "Kenya-Nairobi Lebanon-Beirut Libya-Tripoli Nepal-Kathmandu Norway-Oslo Peru-Lima Poland-Warsaw "
-    "Portugal-Lisbon Qatar-Doha Russia-Moscow Senegal-Dakar Spain-Madrid Sweden-Stockholm Syria-Damascus "
-    "Thailand-Bangkok Tunisia-Tunis Uruguay-Montevideo").split())}
-FACTS = {**NUMBERS, **CITIES, **NAMES}
-WORDS = (
-    "planet river garden window market silver dragon castle forest bridge winter summer orange yellow "
-    "purple candle basket rocket guitar violin doctor farmer sailor pirate monkey rabbit turtle spider "
-    "butter cheese pepper ginger cotton velvet marble copper bronze tunnel harbor island desert valley "
-    "meadow canyon glacier volcano thunder shadow mirror").split()
 ORDERS = {  # a word that the coder obeys: a phrase with it, what it does, what questions say for it
     "reverse": ("Reverse it.", lambda word: word[::-1], "turned around"),
     "capitals": ("Write it in capitals.", str.upper, "shouted"),
     "vowels": ("Leave out the vowels.", lambda word: re.sub("[aeiouAEIOU]", "", word), "thinned out"),
 }
 PHRASES = ("Work it out.", "Find the value.", *(phrase for phrase, _, _ in ORDERS.values()))  # subtasks
+
+def numbered(words: str) -> dict:
+    return {word: str(i) for i, word in enumerate(words.split(), 1)}
+
+DIGITS = {str(n): str(n) for n in range(2, 40)}
+SPANISH = numbered(
+    "uno dos tres cuatro cinco seis siete ocho nueve diez once doce trece catorce quince dieciséis diecisiete "
+    "dieciocho diecinueve veinte veintiuno veintidós veintitrés veinticuatro veinticinco veintiséis "
+    "veintisiete veintiocho veintinueve treinta")
+ELEMENTS = numbered(
+    "hydrogen helium lithium beryllium boron carbon nitrogen oxygen fluorine neon sodium magnesium aluminium "
+    "silicon phosphorus sulfur chlorine argon potassium calcium scandium titanium vanadium chromium manganese "
+    "iron cobalt nickel copper zinc")
+COUNTRIES = (
+    "Austria-Vienna Belgium-Brussels Chile-Santiago Cuba-Havana Denmark-Copenhagen Egypt-Cairo "
+    "Finland-Helsinki France-Paris Germany-Berlin Ghana-Accra Greece-Athens Hungary-Budapest "
+    "Iceland-Reykjavik Iran-Tehran Iraq-Baghdad Ireland-Dublin Italy-Rome Japan-Tokyo Jordan-Amman "
+    "Kenya-Nairobi Lebanon-Beirut Libya-Tripoli Nepal-Kathmandu Norway-Oslo Peru-Lima Poland-Warsaw "
+    "Portugal-Lisbon Qatar-Doha Russia-Moscow Senegal-Dakar Spain-Madrid Sweden-Stockholm Syria-Damascus "
+    "Thailand-Bangkok Tunisia-Tunis Uruguay-Montevideo")
+WORDS = (
+    "planet river garden window market silver dragon castle forest bridge winter summer orange yellow purple "
+    "candle basket rocket guitar violin doctor farmer sailor pirate monkey rabbit turtle spider butter cheese "
+    "pepper ginger cotton velvet marble copper bronze tunnel harbor island desert valley meadow canyon glacier "
+    "volcano thunder shadow mirror")
+NUMBERS = {f"the atomic number of {element}": number for element, number in ELEMENTS.items()}
+NAMES = {f"element number {number}": element for element, number in ELEMENTS.items()}
+CITIES = dict(f"the capital of {pair}".split("-") for pair in COUNTRIES.split())
+FACTS = {**NUMBERS, **CITIES, **NAMES}
 
 TRADES = {  # what each understands in a text, and what it makes of a match of it, under one of the ORDERS
     "calculator": (r"\b(\d{1,6}) ([-+*]) (\d{1,6})\b", lambda m, _: str(SIGNS[m[2]](int(m[1]), int(m[3])))),
@@ -498,6 +512,7 @@ LOCAL = {
     "local:pairs": [f"{sort}{trade}" for trade in TRADES for sort in ("", "junior ")],  # a weaker one too
     "local:tired": [f"{sort}{trade}" for trade in TRADES for sort in ("tired ", "junior ")],  # on a bad day
 }
+SPECIALISTS = list(dict.fromkeys(itertools.chain(*LOCAL.values())))
 
 def sums(left: dict, right: dict) -> dict:
     """Every sum, difference and product of two expressions, with its value."""
@@ -512,7 +527,7 @@ def spelled(values: dict) -> dict:
 KINDS = {  # of question: whom it needs, and its expressions with their values
     "arithmetic": (["calculator"], sums(DIGITS, DIGITS)),
     "fact": (["librarian"], FACTS),
-    "string": (["coder"], spelled({word: word for word in WORDS})),
+    "string": (["coder"], spelled({word: word for word in WORDS.split()})),
     "number": (["translator"], SPANISH),
     "foreign": (["translator", "calculator"], sums(SPANISH, SPANISH)),
     "fact+arithmetic": (["librarian", "calculator"], sums(NUMBERS, DIGITS)),
@@ -526,9 +541,9 @@ def laptop_questions(split: str, most: int = 3) -> list[tuple[str, str, str]]:
     expressions is for "test", the others for "train", whatever the sentence around them."""
     found = []
     for kind, (needed, values) in KINDS.items():
-        held_out = {name: zlib.crc32(name.encode()) % 4 == 0 for name in values if len(needed) <= most}
-        chosen = [name for name in held_out if held_out[name] == (split == "test")]
-        found += [(kind, frame.format(name), values[name]) for name in chosen for frame in FRAMES]
+        if len(needed) <= most:
+            chosen = [name for name in values if (zlib.crc32(name.encode()) % 4 == 0) == (split == "test")]
+            found += [(kind, frame.format(name), values[name]) for name in chosen for frame in FRAMES]
     return found
 
 def best_chance(kind: str, names: list[str]) -> float:
@@ -556,13 +571,9 @@ def specialist(name: str, messages: list[dict]) -> str:
     """What a local worker says. One of a trade works on the newest text that it sees, the last response or
     else the question. Only the coder minds the subtask; told no order, he guesses. The generalist tries every
     trade, on one in eight of the questions."""
-    said, responses = messages[0]["content"], []
-    question, _, subtask = said.removeprefix(QUESTION).partition("\n\n" + TASK)
-    if not said.startswith(QUESTION):
-        question, subtask = said, ""
-    elif len(messages) > 1:
-        subtask = messages[-1]["content"].removeprefix(TASK)
-        responses = [message["content"] for message in messages if message["role"] == "assistant"]
+    question = messages[0]["content"].removeprefix(QUESTION).partition("\n\n" + TASK)[0]
+    subtask = messages[-1]["content"].partition(TASK)[2].lower()
+    responses = [message["content"] for message in messages if message["role"] == "assistant"]
     guess = list(ORDERS)[int(len(ORDERS) * hashed("order", question))]
     if name == "generalist":
         chance = hashed(name, messages)
@@ -571,11 +582,9 @@ def specialist(name: str, messages: list[dict]) -> str:
     sort, _, trade = name.rpartition(" ")
     if hashed(sort, messages) >= SKILL[sort]:
         return "I have lost the thread."
-    order = next((order for order in ORDERS if order in subtask.lower()), guess)
+    order = next((order for order in ORDERS if order in subtask), guess)
     answer = rewrite([question, *responses][-1], trade, order)
     return answer or f"I am a {trade}; I find nothing here to work on."
-
-SPECIALISTS = [f"{sort} {trade}".strip() for sort in SKILL for trade in TRADES] + ["generalist"]
 
 # ------------------------------------------------------------------------------------------------------------
 # The server: OpenAI's chat completions on loopback, for the specialists and for workflow.py
@@ -599,14 +608,14 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return self.fail(413, f"expected a Content-Length of at most {MAX_BODY}, and no upload in chunks")
         data = self.rfile.read(int(length))
-        if not re.fullmatch(r"(?i)(localhost|127\.[\d.]+|\[::1\])(:\d+)?", self.headers.get("Host", "")):
+        if not re.match(LOOPBACK, f"http://{self.headers.get('Host')}"):
             # A web page whose host's name comes to mean 127.0.0.1 could otherwise use the server.
             return self.fail(403, "expected a loopback address as Host; a proxy has to send Host: localhost")
         if asked == "GET /health":
             return self.send(200, {"status": "ok"})
         if asked == "GET /v1/models":
-            data = [{"id": name, "object": "model", "created": 0, "owned_by": "us"} for name in self.models]
-            return self.send(200, {"object": "list", "data": data})
+            cards = [{"id": name, "object": "model", "created": 0, "owned_by": "us"} for name in self.models]
+            return self.send(200, {"object": "list", "data": cards})
         if asked != "POST /v1/chat/completions":
             return self.fail(404, f"no {asked}; there are GET /health, /v1/models, POST /v1/chat/completions")
         if self.headers.get_content_type() != "application/json":  # Any web page may send other types here.
@@ -684,10 +693,8 @@ class Handler(BaseHTTPRequestHandler):
         """Whether the client has closed the connection: nobody waits for the answer any more."""
         try:
             return self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-        except BlockingIOError:  # There is nothing to read: it waits.
-            return False
-        except OSError:
-            return True
+        except OSError as e:
+            return not isinstance(e, BlockingIOError)  # which says that there is nothing to read: it waits
 
     def handle(self):
         with contextlib.suppress(ConnectionError):  # A client that has gone is no fault of the server.
@@ -699,10 +706,8 @@ class Handler(BaseHTTPRequestHandler):
 class SpecialistHandler(Handler):
     """The local specialists. A token is a word."""
     models = SPECIALISTS
-    latency = 0.0  # seconds
 
     def complete(self, body: dict):
-        time.sleep(self.latency)
         text = specialist(body["model"], body["messages"])
         n_in, n_out = sum(len(m["content"].split()) for m in body["messages"]), len(text.split())
         usage = {"prompt_tokens": n_in, "completion_tokens": n_out, "total_tokens": n_in + n_out}
@@ -718,9 +723,8 @@ def loopback_server(port: int, handler: type[Handler]) -> Server:
     except (OSError, OverflowError) as e:
         raise ValueError(f"cannot serve on 127.0.0.1:{port}: {e}; choose another --port=N (0: any)") from None
 
-def serve_specialists(port: int, latency: float = 0.0, child: bool = False):
+def serve_specialists(port: int, child: bool = False):
     """The specialists on 127.0.0.1 until Ctrl-C, or as a child until stdin ends, however the parent dies."""
-    SpecialistHandler.latency = latency
     server = loopback_server(port, SpecialistHandler)
     print(f"http://127.0.0.1:{server.server_address[1]}/v1", flush=True)
     if child:
@@ -728,14 +732,13 @@ def serve_specialists(port: int, latency: float = 0.0, child: bool = False):
     server.serve_forever()
 
 @functools.cache
-def local_server(latency: float = 0.0) -> tuple[str, subprocess.Popen]:
-    """Start the specialists' server, once a process and latency: its URL and process. It gets no key."""
+def local_server() -> tuple[str, subprocess.Popen]:
+    """Start the specialists' server, once a process: its URL and process. It gets no key."""
     keep = ("PATH", "HOME", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "TMPDIR")
-    code = f"import workers; workers.serve_specialists(0, {latency}, child=True)"
     process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=FOLDER, text=True,
-        env={name: os.environ[name] for name in keep if name in os.environ}, stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, start_new_session=True)  # Ctrl-C is the parent's affair.
+        [sys.executable, "-c", "import workers; workers.serve_specialists(0, child=True)"], cwd=FOLDER,
+        env={name: os.environ[name] for name in keep if name in os.environ}, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)  # Ctrl-C is the parent's.
     return process.stdout.readline().strip(), process
 
 def main():
@@ -747,14 +750,15 @@ def main():
     if settings.command == "serve":
         return serve_specialists(settings.port)
     pool = load_pool(settings.pool)
-    replies = first_words(pool)
-    for worker, reply in zip(pool, replies):
-        told = str(reply).removeprefix(f"{worker.name}: ")
-        if isinstance(reply, Reply):
-            dollars = "unknown cost" if reply.cost is None else f"${reply.cost:.6f}"
-            told = f"{reply.seconds:.2f} s, {reply.prompt_tokens + reply.completion_tokens} tokens, {dollars}"
-        print(f"{worker.name:<24}{told}")
-    sys.exit(any(isinstance(reply, WorkerError) for reply in replies))
+    words = first_words(pool)
+    for worker, word in zip(pool, words):
+        if isinstance(word, WorkerError):
+            print(word)
+            continue
+        cost = "unknown cost" if word.cost is None else f"${word.cost:.6f}"
+        tokens = word.prompt_tokens + word.completion_tokens
+        print(f"{worker.name:<24}{word.seconds:.2f} s, {tokens} tokens, {cost}")
+    sys.exit(any(isinstance(word, WorkerError) for word in words))
 
 if __name__ == "__main__":
     try:
