@@ -9,12 +9,12 @@ import argparse
 import contextlib
 import functools
 import hashlib
-import importlib.util
 import itertools
 import json
 import os
 import random
 import re
+import runpy
 import socket
 import subprocess
 import sys
@@ -33,7 +33,7 @@ FOLDER = os.path.dirname(os.path.abspath(__file__))
 LOOPBACK = r"(?i)https?://(127\.[\d.]+|localhost|\[::1\])(:\d+)?(/|$)"
 MAX_BODY = 32 << 20  # bytes of a request or a response
 LIMITS = ("max_tokens", "max_completion_tokens")  # the parameters that limit an answer
-jitter = random.Random()  # The global generator's draws belong to the experiment.
+jitter = random.Random()  # Not all calls shall come back at once; the global draws are the experiment's.
 urllib3.connection.HTTPConnection.default_socket_options += [  # A probe a minute keeps a silent line open.
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", 0x10), 60)]  # 0x10: on macOS
@@ -50,8 +50,6 @@ class Reply:
     seconds: float = 0.0  # of the attempt that was answered
     finish: str = "stop"  # why it ended, in the provider's word; "length": cut off
 
-# ---- A call ------------------------------------------------------------------------------------------------
-
 @dataclass
 class Worker:
     """One member of a pool. Any number of threads may call `chat`."""
@@ -64,16 +62,14 @@ class Worker:
     headers: dict = field(default_factory=dict, repr=False)  # sent as they are
     price: list | None = None  # dollars per million tokens, [input, output]; None: unknown
     concurrency: int = 16  # calls at a time
-    timeout: int | float = 600  # seconds that an answer may take
-    deadline: int | float | None = None  # seconds after which no attempt begins; None: three timeouts
-    attempts: int | None = None  # at most; None: six failures, and while a provider is busy, the deadline
+    timeout: int | float = 600  # seconds that an answer may take; after three times as many no attempt begins
+    attempts: int | None = None  # at most; None: as many as `chat` says
     function: str = ""  # FILE.py:NAME of protocol python: it gets the messages, and returns text or a Reply
     replay: object = field(default=None, repr=False)  # a Replay
     budget: object = field(default=None, repr=False)  # a Budget
 
     def __post_init__(self):
         self.name = self.name or self.model or self.function.rpartition(":")[2]
-        self.deadline = self.deadline or 3 * self.timeout
         self.run_function = load_function(self.function) if self.protocol == "python" else None
         self.session = requests.Session()
         for scheme in ("http://", "https://"):
@@ -81,17 +77,15 @@ class Worker:
         self.session.trust_env = not re.match(LOOPBACK, self.base_url)  # no proxy before one's own machine
         self.session.auth = lambda request: request  # Else a netrc's password would take the key's place.
         self.slots, self.lock = threading.Semaphore(self.concurrency), threading.Lock()
-        self.calls, self.unpriced = 0, 0  # all calls, and those of unknown cost
-        self.spent = 0.0  # dollars, those of replayed replies included
+        self.calls = self.unpriced = self.spent = 0  # calls, of unknown cost, dollars; all with replayed ones
 
     def chat(self, messages: list[dict], call_id: str = "", **overrides) -> Reply:
         """Ask for the next turn of a chat: [{"role": "system", "user" or "assistant", "content": text}, …].
 
-        overrides win over params. call_id names the call within a run: a rerun finds its reply in `replay`.
-        That takes nothing from the budget, but counts in `spent`: the bill is a whole run's. A busy provider
-        (429, 503, 529) is asked again when it says, until the deadline; after another 5xx, a 408, a 409 or a
-        lost line six times. A timeout, a spent account, another 4xx, an unknown host end the call.
-        Raises WorkerError."""
+        overrides win over params. call_id names the call within a run: a rerun finds its reply in `replay`;
+        `spent` counts it, the budget does not. A busy provider (429, 503, 529) is asked again when it says,
+        for three timeouts; after another 5xx, a 408, a 409 or a lost line six times. Raises WorkerError then,
+        and at once after a timeout, another 4xx, for a spent account or an unknown host."""
         params = {**self.params, **overrides}
         key = self.replay.key(self, messages, params, call_id) if self.replay and call_id else None
         reply = self.replay.replies.get(key) if key else None
@@ -109,8 +103,6 @@ class Worker:
     def ask(self, messages: list[dict], params: dict) -> Reply:
         """Make one attempt after another, as `chat` says."""
         api_key = os.environ.get(self.api_key_env or "", "").strip()
-        if self.api_key_env and not api_key:
-            raise WorkerError(f"{self.name}: ${self.api_key_env} is not set in the environment")
         turns = [m if m["content"].strip() else {**m, "content": "(empty)"} for m in messages]
         path, headers, body = PROTOCOLS[self.protocol][0](self.model, turns, params, api_key)
         most = most_dollars(vars(self), params, body) if self.budget else 0.0
@@ -139,22 +131,22 @@ class Worker:
 
             failures += not outcome.busy
             pause = min(30, self.timeout / 300 * 2 ** min(number - 1, 9))  # 2, 4, 8 … s at a timeout of 600
-            pause = max(0.0, outcome.wait or 0.0) + pause * jitter.uniform(0.5, 1)  # Not all shall come back at once.
-            late = now + pause > begun + self.deadline
+            pause = max(0.0, outcome.wait or 0.0) + pause * jitter.uniform(0.5, 1)
+            late = now + pause > begun + 3 * self.timeout
             if late or outcome.wait is None or failures == 6 or number == self.attempts:
-                why = "".join(filter(str.isprintable, " ".join(str(outcome).split())))
+                why = "".join(filter(str.isprintable, " ".join(outcome.text.split())))
                 for secret in filter(None, [api_key, *self.headers.values()]):
                     why = why.replace(secret, "***")
                 raise WorkerError(f"{self.name}: {why[:400]} (attempt {number}, after {now - begun:.1f} s)")
             time.sleep(pause)
 
-class Failure(WorkerError):
-    """No reply. wait: seconds, at least, to another attempt; None: none would help. busy: the provider is: it
-    may be asked often. cost: 0.0 where nothing is billed for sure; None: it may have cost money."""
-
-    def __init__(self, text: str, wait: float | None = None, busy: bool = False, cost: float | None = None):
-        super().__init__(text)
-        self.wait, self.busy, self.cost = wait, busy, cost
+@dataclass
+class Failure(Exception):
+    """An attempt without a reply."""
+    text: str
+    wait: float | None = None  # seconds, at least, to another attempt; None: none would help
+    busy: bool = False  # whether the provider is: it may be asked often
+    cost: float | None = None  # 0.0 where nothing is billed for sure; None: it may have cost money
 
 # No wait helps where one of these is said of an account, by OpenAI, Anthropic, Google or OpenRouter.
 SPENT = ("insufficient_quota|billing_not_active|credit balance is too low|credits are depleted|PerDay|per-day"
@@ -181,12 +173,12 @@ def read_response(worker: Worker, response: requests.Response, end: float) -> Re
         # OpenRouter sends blanks while it waits, and nothing more if its host dies: only these are unpaid.
         raise Failure(f"no reply as {worker.protocol} defines it: {text[:300]!r}", None if text else 0.0)
     known = all(type(n) is int and 0 <= n < 1e9 for n in (n_in, n_out))
-    zeros = text and not n_out and any(worker.price or [])  # as some gateways fill in
     cost = find(data, "usage", "cost")  # dollars, by OpenRouter and by our own server
     if type(cost) not in (int, float) or cost <= 0 or find(data, "usage", "is_byok"):
-        cost = dollars(worker.price, n_in, n_out) if worker.price and known and not zeros else None
-    finish = "length" if finish in CUT_OFF else str(finish or "stop")
-    return Reply(text, n_in if known else 0, n_out if known else 0, cost, finish=finish)
+        zeros = text and not n_out and any(worker.price or [])  # as some gateways fill in
+        priced = worker.price and known and not zeros
+        cost = (n_in * worker.price[0] + n_out * worker.price[1]) / 1e6 if priced else None
+    return Reply(text, n_in if known else 0, n_out if known else 0, cost, finish=str(finish or "stop"))
 
 def refusal(response: requests.Response, code, text: str) -> Failure:
     """What a provider says that does not answer. code: OpenRouter's within a 200, once a model began."""
@@ -220,7 +212,7 @@ def find(data, *path):
         data = data.get(name) if isinstance(data, dict) else None
     return data
 
-# ---- Protocols: a function writes path, headers and body; another reads text, why it ended, tokens in, out --
+# ---- Protocols: one function writes path, headers, body; one reads text, why it ended, tokens in and out ---
 
 def openai_request(model: str, messages: list[dict], params: dict, api_key: str) -> tuple[str, dict, dict]:
     """platform.openai.com/docs/api-reference/chat, which OpenRouter, vLLM, Ollama and llama.cpp speak."""
@@ -253,44 +245,39 @@ def anthropic_reply(data: dict) -> tuple:
     cached = [usage.get(f"cache_{part}_input_tokens") or 0 for part in ("creation", "read")]
     n_in = usage["input_tokens"] + sum(cached) if "input_tokens" in usage else None  # as the others count
     text = "".join(part["text"] for part in data["content"] if part["type"] == "text")
-    return text, data.get("stop_reason"), n_in, usage.get("output_tokens")
+    cut_off = data.get("stop_reason") in ("max_tokens", "model_context_window_exceeded")
+    return text, "length" if cut_off else data.get("stop_reason"), n_in, usage.get("output_tokens")
 
 PROTOCOLS = {
     "openai": (openai_request, openai_reply),
     "anthropic": (anthropic_request, anthropic_reply),
     "python": (openai_request, None),  # It is not sent; its length bounds what it may cost.
 }
-CUT_OFF = ("length", "max_tokens", "model_context_window_exceeded")  # what ends an answer too early
 
 @functools.cache
 def load_function(spec: str):
-    """The function NAME of FILE.py:NAME, whose file is run once."""
+    """The function NAME of FILE.py:NAME, whose file is run."""
     path, _, name = spec.rpartition(":")
-    file = importlib.util.spec_from_file_location(os.path.basename(path).removesuffix(".py"), path)
-    module = importlib.util.module_from_spec(file)
-    file.loader.exec_module(module)
-    return getattr(module, name)
+    names = runpy.run_path(path)
+    if name not in names:
+        raise ValueError(f"{path} has no function {name}")
+    return names[name]
 
-# ---- Pools -------------------------------------------------------------------------------------------------
+# ---- Pools, and what they cost -----------------------------------------------------------------------------
 
-COUNT = (int, lambda n: 0 < n < 1e6, "a whole number above 0")
-SECONDS = (int | float, lambda n: 0 < n < 1e6, "a number above 0, of seconds")
-FIELDS = {  # of a worker in a file: its type, what holds for its value, and both in words
-    "protocol": (str, lambda name: name in PROTOCOLS, f"one of {', '.join(PROTOCOLS)}"),
-    "base_url": (str, functools.partial(re.fullmatch, r"https?://[^/@?#\s]+(/[^?#\s]*)?"),
-                 "http(s)://HOST/…, without a password or a query"),
-    "model": (str, bool, "its name at the provider"),
-    "name": (str, bool, "a text"),
-    "api_key_env": (str, functools.partial(re.fullmatch, "[A-Z][A-Z0-9_]*"),
-                    "the name of a variable, in capitals, not the key"),
-    "params": (dict, lambda params: not params.keys() & {"n", "stream"},
-               "an object without n and stream: a call gives one whole reply"),
-    "headers": (dict, lambda headers: all(isinstance(text, str) for text in headers.values()), "texts"),
-    "price": (list, lambda price: [type(dollars) in (int, float) and 0 <= dollars < 1e6 for dollars in price]
-              == [True, True], "[input, output], dollars per million tokens"),
-    "concurrency": COUNT, "timeout": SECONDS, "deadline": SECONDS, "attempts": COUNT,
-    "function": (str, lambda spec: os.path.isfile(spec.rpartition(":")[0]),
-                 "FILE.py:NAME, the file beside the pool's"),
+FIELDS = {  # of a worker in a file: a pattern for its value as JSON, and the same in words
+    "protocol": ('"(openai|anthropic|python)"', "openai, anthropic or python"),
+    "base_url": (r'"https?://[^"/@?#\s]+(/[^"?#\s]*)?"', "http(s)://HOST/…, without a password or a query"),
+    "model": ('".+"', "its name at the provider"),
+    "name": ('".+"', "a text"),
+    "api_key_env": ('"[A-Z][A-Z0-9_]*"', "the name of a variable, in capitals, not the key"),
+    "params": (r'\{(?!.*"(n|stream)":).*\}', "an object without n and stream: a call gives one whole reply"),
+    "headers": (r'\{("[^"]*": "[^"]*"(, )?)*\}', "an object of texts"),
+    "price": (r"\[\d[\d.e-]*, \d[\d.e-]*\]", "[input, output], dollars per million tokens"),
+    "concurrency": (r"[1-9]\d{0,5}", "a whole number above 0"),
+    "attempts": (r"[1-9]\d{0,5}", "a whole number above 0"),
+    "timeout": (r"(?=.*[1-9])\d{1,6}(\.\d+)?", "seconds, above 0"),
+    "function": (r'".+:\w+"', "FILE.py:NAME, the file beside the pool's"),
 }
 
 def read_pool(spec: str, local_url: str | None = None) -> list[dict]:
@@ -322,24 +309,24 @@ def check_pool(entries: list[dict], budget: float = 0.0) -> list[str]:
     sentences, names = [], []
     for number, entry in enumerate(entries):
         needed = ["function"] if entry.get("protocol") == "python" else ["protocol", "base_url", "model"]
-        wrong = {key: "there is no such field" for key in entry if key not in FIELDS}
-        for key, (kind, is_right, expected) in FIELDS.items():
-            value = entry.get(key)
-            right = isinstance(value, kind) and not isinstance(value, bool) and is_right(value)
-            if not right and key in [*entry, *needed]:
+        wrong = {}
+        for key in [*entry, *needed]:
+            pattern, expected = FIELDS.get(key, ("", "no such field"))
+            if not re.fullmatch(pattern, json.dumps(entry.get(key))):
                 wrong[key] = f"expected {expected}"
-        variable = entry.get("api_key_env")
+        variable, file = entry.get("api_key_env"), str(entry.get("function", "")).rpartition(":")[0]
         if variable and "api_key_env" not in wrong and not os.environ.get(variable):
             wrong["api_key_env"] = f"${variable} is not set"
+        if file and not os.path.isfile(file):
+            wrong["function"] = f"there is no file {file}"
         if budget and not wrong.keys() & {"protocol", "price", "params"}:
             if most_dollars(entry, entry.get("params", {}), {}) == float("inf"):
                 wrong["price, params"] = "a budget needs a price (of your own: [0, 0]) and max_tokens"
         function = str(entry.get("function", "")).rpartition(":")[2]
-        name = entry.get("name") or entry.get("model") or function or f"worker {number}"
-        if name in names:
+        names.append(entry.get("name") or entry.get("model") or function or f"worker {number}")
+        if names[-1] in names[:-1]:
             wrong["name"] = "another worker has it, too"
-        names.append(name)
-        sentences += [f"{name}: {key}: {sentence}" for key, sentence in wrong.items()]
+        sentences += [f"{names[-1]}: {key}: {sentence}" for key, sentence in wrong.items()]
     return sentences
 
 def load_pool(spec: str, local_url: str | None = None, replay: str = "", budget: float = 0.0,
@@ -357,13 +344,12 @@ def load_pool(spec: str, local_url: str | None = None, replay: str = "", budget:
 def first_words(pool: list[Worker]) -> list[Reply | WorkerError]:
     """Ask each worker for a word, all at once; an empty one is an error."""
     def ask(worker):
-        hurried = replace(worker, timeout=min(worker.timeout, 120), deadline=120, attempts=2)
         try:
+            hurried = replace(worker, timeout=min(worker.timeout, 120), attempts=2)
             reply = hurried.chat([{"role": "user", "content": "Say hello."}])
         except WorkerError as e:
             return e
-        empty = WorkerError(f"{worker.name}: the answer to a hello is empty, ended by {reply.finish!r}")
-        return reply if reply.text.strip() else empty
+        return reply if reply.text.strip() else WorkerError(f"{worker.name}: an empty answer to a hello")
 
     with ThreadPool(len(pool)) as threads:
         return threads.map(ask, pool)
@@ -391,8 +377,6 @@ class Replay:
         line = "\n" + json.dumps({"key": key, "reply": asdict(reply)})
         os.write(self.file, line.encode())  # in one write: the lines of several processes do not mix
 
-# ---- Money -------------------------------------------------------------------------------------------------
-
 class Budget:
     """Dollars that a pool may spend. An attempt reserves the most that it can cost and returns what it did
     not: what providers report never passes the budget. One of unknown cost counts whole."""
@@ -418,33 +402,28 @@ class Budget:
             self.running -= 1
             self.room.notify_all()
 
-def dollars(price: list, n_in: int, n_out: int) -> float:
-    return (n_in * price[0] + n_out * price[1]) / 1e6
-
 def most_dollars(entry: dict, params: dict, body: dict) -> float:
     """Dollars that a call can cost: infinitely many where nobody knows the price or the most tokens."""
-    price = entry["price"] if entry.get("price") else [0, 0] if entry["protocol"] == "python" else None
+    price = entry.get("price") or ([0, 0] if entry["protocol"] == "python" else None)
+    limits = [params[name] for name in LIMITS if name in params]
     if price and not any(price):
         return 0.0
-    limits = [params[name] for name in LIMITS if name in params]
     if price is None or not limits or not all(type(limit) is int and limit > 0 for limit in limits):
         return float("inf")
     dearest = find(params, "provider", "max_price") or {}  # OpenRouter may choose a host up to this price.
-    price = [max(price[0], dearest.get("prompt", 0)), max(price[1], dearest.get("completion", 0))]
-    return dollars(price, len(json.dumps(body)) + 512, max(limits))  # A token is at least a byte of the body.
+    n_in = len(json.dumps(body)) + 512  # A token is at least a byte, and a chat template adds some.
+    dollars_in = max(price[0], dearest.get("prompt", 0)) * n_in
+    return (dollars_in + max(price[1], dearest.get("completion", 0)) * max(limits)) / 1e6
 
 def probable_cost(pool: list[Worker] | list[dict], calls: int) -> float | None:
     """Dollars for evenly spread calls of 1,000 tokens in and 700 out; None where a price is unknown.
     A function and a server on loopback are free unless they have a price."""
-    total = 0.0
-    for worker in pool:
-        entry = worker if isinstance(worker, dict) else vars(worker)
-        own = entry["protocol"] == "python" or re.match(LOOPBACK, entry.get("base_url", ""))
-        price = entry.get("price") or ([0, 0] if own else None)
-        if price is None:
-            return None
-        total += dollars(price, 1000, 700) * calls / len(pool)
-    return total
+    entries = [worker if isinstance(worker, dict) else vars(worker) for worker in pool]
+    own = [e.get("protocol") == "python" or re.match(LOOPBACK, str(e.get("base_url"))) for e in entries]
+    prices = [entry.get("price") or ([0, 0] if is_own else None) for entry, is_own in zip(entries, own)]
+    if None in prices:
+        return None
+    return sum(1000 * price[0] + 700 * price[1] for price in prices) / 1e6 * calls / len(pool)
 
 def costs_money(pool: list[Worker] | list[dict]) -> bool:
     return probable_cost(pool, 1) != 0.0
@@ -471,33 +450,27 @@ ORDERS = {  # a word that the coder obeys: a phrase with it, what it does, what 
 }
 PHRASES = ("Work it out.", "Find the value.", *(phrase for phrase, _, _ in ORDERS.values()))  # subtasks
 
-def numbered(words: str) -> dict:
-    return {word: str(i) for i, word in enumerate(words.split(), 1)}
-
+SPANISH, ELEMENTS, COUNTRIES, WORDS = (words.split() for words in """
+uno dos tres cuatro cinco seis siete ocho nueve diez once doce trece catorce quince dieciséis diecisiete
+dieciocho diecinueve veinte veintiuno veintidós veintitrés veinticuatro veinticinco veintiséis veintisiete
+veintiocho veintinueve treinta;
+hydrogen helium lithium beryllium boron carbon nitrogen oxygen fluorine neon sodium magnesium aluminium
+silicon phosphorus sulfur chlorine argon potassium calcium scandium titanium vanadium chromium manganese iron
+cobalt nickel copper zinc;
+Austria-Vienna Belgium-Brussels Chile-Santiago Cuba-Havana Denmark-Copenhagen Egypt-Cairo Finland-Helsinki
+France-Paris Germany-Berlin Ghana-Accra Greece-Athens Hungary-Budapest Iceland-Reykjavik Iran-Tehran
+Iraq-Baghdad Ireland-Dublin Italy-Rome Japan-Tokyo Jordan-Amman Kenya-Nairobi Lebanon-Beirut Libya-Tripoli
+Nepal-Kathmandu Norway-Oslo Peru-Lima Poland-Warsaw Portugal-Lisbon Qatar-Doha Russia-Moscow Senegal-Dakar
+Spain-Madrid Sweden-Stockholm Syria-Damascus Thailand-Bangkok Tunisia-Tunis Uruguay-Montevideo;
+planet river garden window market silver dragon castle forest bridge winter summer orange yellow purple candle
+basket rocket guitar violin doctor farmer sailor pirate monkey rabbit turtle spider butter cheese pepper
+ginger cotton velvet marble copper bronze tunnel harbor island desert valley meadow canyon glacier volcano
+thunder shadow mirror""".split(";"))
 DIGITS = {str(n): str(n) for n in range(2, 40)}
-SPANISH = numbered(
-    "uno dos tres cuatro cinco seis siete ocho nueve diez once doce trece catorce quince dieciséis diecisiete "
-    "dieciocho diecinueve veinte veintiuno veintidós veintitrés veinticuatro veinticinco veintiséis "
-    "veintisiete veintiocho veintinueve treinta")
-ELEMENTS = numbered(
-    "hydrogen helium lithium beryllium boron carbon nitrogen oxygen fluorine neon sodium magnesium aluminium "
-    "silicon phosphorus sulfur chlorine argon potassium calcium scandium titanium vanadium chromium manganese "
-    "iron cobalt nickel copper zinc")
-COUNTRIES = (
-    "Austria-Vienna Belgium-Brussels Chile-Santiago Cuba-Havana Denmark-Copenhagen Egypt-Cairo "
-    "Finland-Helsinki France-Paris Germany-Berlin Ghana-Accra Greece-Athens Hungary-Budapest "
-    "Iceland-Reykjavik Iran-Tehran Iraq-Baghdad Ireland-Dublin Italy-Rome Japan-Tokyo Jordan-Amman "
-    "Kenya-Nairobi Lebanon-Beirut Libya-Tripoli Nepal-Kathmandu Norway-Oslo Peru-Lima Poland-Warsaw "
-    "Portugal-Lisbon Qatar-Doha Russia-Moscow Senegal-Dakar Spain-Madrid Sweden-Stockholm Syria-Damascus "
-    "Thailand-Bangkok Tunisia-Tunis Uruguay-Montevideo")
-WORDS = (
-    "planet river garden window market silver dragon castle forest bridge winter summer orange yellow purple "
-    "candle basket rocket guitar violin doctor farmer sailor pirate monkey rabbit turtle spider butter cheese "
-    "pepper ginger cotton velvet marble copper bronze tunnel harbor island desert valley meadow canyon glacier "
-    "volcano thunder shadow mirror")
-NUMBERS = {f"the atomic number of {element}": number for element, number in ELEMENTS.items()}
-NAMES = {f"element number {number}": element for element, number in ELEMENTS.items()}
-CITIES = dict(f"the capital of {pair}".split("-") for pair in COUNTRIES.split())
+SPANISH = {word: str(n) for n, word in enumerate(SPANISH, 1)}
+NUMBERS = {f"the atomic number of {element}": str(n) for n, element in enumerate(ELEMENTS, 1)}
+NAMES = {f"element number {n}": element for n, element in enumerate(ELEMENTS, 1)}
+CITIES = dict(f"the capital of {pair}".split("-") for pair in COUNTRIES)
 FACTS = {**NUMBERS, **CITIES, **NAMES}
 
 TRADES = {  # what each understands in a text, and what it makes of a match of it, under one of the ORDERS
@@ -527,7 +500,7 @@ def spelled(values: dict) -> dict:
 KINDS = {  # of question: whom it needs, and its expressions with their values
     "arithmetic": (["calculator"], sums(DIGITS, DIGITS)),
     "fact": (["librarian"], FACTS),
-    "string": (["coder"], spelled({word: word for word in WORDS.split()})),
+    "string": (["coder"], spelled({word: word for word in WORDS})),
     "number": (["translator"], SPANISH),
     "foreign": (["translator", "calculator"], sums(SPANISH, SPANISH)),
     "fact+arithmetic": (["librarian", "calculator"], sums(NUMBERS, DIGITS)),
@@ -539,20 +512,17 @@ KINDS = {  # of question: whom it needs, and its expressions with their values
 def laptop_questions(split: str, most: int = 3) -> list[tuple[str, str, str]]:
     """(kind, question, answer) of the kinds that need at most so many workers. A quarter of each kind's
     expressions is for "test", the others for "train", whatever the sentence around them."""
-    found = []
-    for kind, (needed, values) in KINDS.items():
-        if len(needed) <= most:
-            chosen = [name for name in values if (zlib.crc32(name.encode()) % 4 == 0) == (split == "test")]
-            found += [(kind, frame.format(name), values[name]) for name in chosen for frame in FRAMES]
-    return found
+    return [(kind, frame.format(name), answer)
+            for kind, (needed, values) in KINDS.items() if len(needed) <= most
+            for name, answer in values.items() if (zlib.crc32(name.encode()) % 4 == 0) == (split == "test")
+            for frame in FRAMES]
 
 def best_chance(kind: str, names: list[str]) -> float:
     """How often the best workflow over specialists of these names answers a question of this kind: always
     where each trade that it needs has one who never gives up; 0.0: nobody can."""
     chance = 1.0
     for trade in KINDS[kind][0]:
-        sorts = [name.removesuffix(trade).strip() for name in names if name.endswith(trade)]
-        chance *= max((SKILL.get(sort, 0.0) for sort in sorts), default=0.0)
+        chance *= max((SKILL[sort] for sort in SKILL if f"{sort} {trade}".strip() in names), default=0.0)
     return chance
 
 def hashed(what: str, asked) -> float:
@@ -589,47 +559,42 @@ def specialist(name: str, messages: list[dict]) -> str:
 # ------------------------------------------------------------------------------------------------------------
 # The server: OpenAI's chat completions on loopback, for the specialists and for workflow.py
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-
 class Handler(BaseHTTPRequestHandler):
     """A subclass has `models`, names, and `complete`, which gets a request's body; body["messages"] is a list
     of {"role": "system", "user" or "assistant", "content": text}. It calls `reply` or `fail` once, and before
     that `send_comment` as often as it likes, where body["stream"] is true."""
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
+    roles = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
     models: list[str] = []
     streaming = False  # whether a stream has begun: the connection ends with it
 
     def answer(self):
         """Answer one request, by its path, or say what is wrong with it."""
         asked = f"{self.command} {self.path}".partition("?")[0]
-        length = self.headers.get("Content-Length", "0")
-        if not length.isdecimal() or int(length) > MAX_BODY or "Transfer-Encoding" in self.headers:
-            self.close_connection = True
-            return self.fail(413, f"expected a Content-Length of at most {MAX_BODY}, and no upload in chunks")
-        data = self.rfile.read(int(length))
-        if not re.match(LOOPBACK, f"http://{self.headers.get('Host')}"):
-            # A web page whose host's name comes to mean 127.0.0.1 could otherwise use the server.
-            return self.fail(403, "expected a loopback address as Host; a proxy has to send Host: localhost")
-        if asked == "GET /health":
-            return self.send(200, {"status": "ok"})
-        if asked == "GET /v1/models":
-            cards = [{"id": name, "object": "model", "created": 0, "owned_by": "us"} for name in self.models]
-            return self.send(200, {"object": "list", "data": cards})
+        length = re.fullmatch(r"\d{1,8}", self.headers.get("Content-Length", ""))
+        data = self.rfile.read(int(length[0])) if length else b""
+        cards = [{"id": name, "object": "model", "created": 0, "owned_by": "us"} for name in self.models]
+        pages = {"GET /health": {"status": "ok"}, "GET /v1/models": {"object": "list", "data": cards}}
+        if asked in pages:
+            return self.send(200, pages[asked])
         if asked != "POST /v1/chat/completions":
-            return self.fail(404, f"no {asked}; there are GET /health, /v1/models, POST /v1/chat/completions")
-        if self.headers.get_content_type() != "application/json":  # Any web page may send other types here.
-            return self.fail(415, "send the header Content-Type: application/json")
+            return self.fail(404, f"no {asked}; there are {', '.join(pages)}, POST /v1/chat/completions")
+        is_local = re.match(LOOPBACK, f"http://{self.headers.get('Host')}")
+        if not length or not is_local or self.headers.get_content_type() != "application/json":
+            self.close_connection = True
+            # A web page may send other types here, or from a host that comes to mean 127.0.0.1.
+            return self.fail(403, "expected Content-Length, Content-Type: application/json, Host: localhost")
         try:
             self.body, messages = json.loads(data), []
             for message in self.body["messages"]:
                 content = message["content"] or ""  # a text, null, or a list of parts
                 texts = [content] if isinstance(content, str) else [part["text"] for part in content]
-                messages.append({"role": ROLES[message["role"]], "content": "\n".join(texts)})
+                messages.append({"role": self.roles[message["role"]], "content": "\n".join(texts)})
             self.body["messages"], model, _ = messages, self.body["model"], messages[0]
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
             return self.fail(400, 'expected {"model": NAME, "messages": [{"role": ROLE, "content": TEXT}]}; '
-                                  f"a role is one of {', '.join(ROLES)}")
+                                  f"a role is one of {', '.join(self.roles)}")
         if model not in self.models:
             return self.fail(404, f"there is no model {model!r}; there are {', '.join(self.models)}")
         self.card = {"id": f"chatcmpl-{time.time_ns()}", "created": int(time.time()), "model": model}
@@ -641,14 +606,13 @@ class Handler(BaseHTTPRequestHandler):
 
     do_GET = do_POST = answer
 
-    def send(self, status: int, data: dict | None, **headers):
-        """Send the head and the JSON body of a response, or, without data, the head of a stream."""
-        body = b"" if data is None else json.dumps(data).encode()
-        if body:
-            headers |= {"Content-Type": "application/json", "Content-Length": len(body)}
+    def send(self, status: int, data: dict, **headers):
+        """Send a response in JSON."""
+        body = json.dumps(data).encode()
         self.send_response(status)
+        headers |= {"Content-Type": "application/json", "Content-Length": len(body)}
         for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
 
@@ -658,7 +622,7 @@ class Handler(BaseHTTPRequestHandler):
         error = {"error": {"message": message, "type": kind, "param": None, "code": None}}
         if self.streaming:
             return self.send_piece(f"data: {json.dumps(error)}\n\n")
-        self.send(status, error, **({} if retry else {"x_should_retry": "false"}))
+        self.send(status, error, **({} if retry else {"x-should-retry": "false"}))
 
     def reply(self, text: str, finish: str = "stop", usage: dict | None = None, **extra):
         """Answer with a completion. extra: further fields, which clients pass over."""
@@ -666,10 +630,7 @@ class Handler(BaseHTTPRequestHandler):
             choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish}
             answer = {**self.card, "object": "chat.completion", "choices": [choice], "usage": usage, **extra}
             return self.send(200, answer)
-        self.send_event({"content": text})
-        self.send_event({}, finish, **extra)
-        if find(self.body, "stream_options", "include_usage"):
-            self.send_event({}, choices=[], usage=usage)
+        self.send_event({"content": text}, finish, usage=usage, **extra)
         self.send_piece("data: [DONE]\n\n")
 
     def send_comment(self, text: str):
@@ -685,7 +646,8 @@ class Handler(BaseHTTPRequestHandler):
         """Send a part of a stream. The first begins it; it ends with the connection, as also in HTTP/1.0."""
         if not self.streaming:
             self.streaming = self.close_connection = True
-            self.send(200, None, Content_Type="text/event-stream", X_Accel_Buffering="no", Connection="close")
+            head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
+            self.wfile.write(head.encode())
             self.send_event({"role": "assistant", "content": ""})
         self.wfile.write(text.encode())
 
@@ -713,31 +675,29 @@ class SpecialistHandler(Handler):
         usage = {"prompt_tokens": n_in, "completion_tokens": n_out, "total_tokens": n_in + n_out}
         self.reply(text, usage=usage)
 
-class Server(ThreadingHTTPServer):
-    request_queue_size = 1024  # With 5, the default, clients that connect at once wait a second.
-
-def loopback_server(port: int, handler: type[Handler]) -> Server:
+def loopback_server(port: int, handler: type[Handler]) -> ThreadingHTTPServer:
     """A server that is bound, not yet started; ValueError says why it could not be."""
     try:
-        return Server(("127.0.0.1", port), handler)
+        server = ThreadingHTTPServer(("127.0.0.1", port), handler)
     except (OSError, OverflowError) as e:
         raise ValueError(f"cannot serve on 127.0.0.1:{port}: {e}; choose another --port=N (0: any)") from None
+    server.socket.listen(1024)  # With a queue of 5, the default, clients that connect at once wait a second.
+    return server
 
-def serve_specialists(port: int, child: bool = False):
-    """The specialists on 127.0.0.1 until Ctrl-C, or as a child until stdin ends, however the parent dies."""
+def serve_specialists(port: int, wait=threading.Event().wait):
+    """The specialists on 127.0.0.1 until `wait` returns."""
     server = loopback_server(port, SpecialistHandler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     print(f"http://127.0.0.1:{server.server_address[1]}/v1", flush=True)
-    if child:
-        threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
-    server.serve_forever()
+    wait()
 
 @functools.cache
 def local_server() -> tuple[str, subprocess.Popen]:
-    """Start the specialists' server, once a process: its URL and process. It gets no key."""
+    """The specialists' server, once a process: its URL and process, which gets no key and ends with us."""
     keep = ("PATH", "HOME", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "TMPDIR")
     process = subprocess.Popen(
-        [sys.executable, "-c", "import workers; workers.serve_specialists(0, child=True)"], cwd=FOLDER,
-        env={name: os.environ[name] for name in keep if name in os.environ}, text=True,
+        [sys.executable, "-c", "import sys, workers; workers.serve_specialists(0, sys.stdin.read)"],
+        cwd=FOLDER, env={name: os.environ[name] for name in keep if name in os.environ}, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)  # Ctrl-C is the parent's.
     return process.stdout.readline().strip(), process
 
@@ -752,18 +712,15 @@ def main():
     pool = load_pool(settings.pool)
     words = first_words(pool)
     for worker, word in zip(pool, words):
-        if isinstance(word, WorkerError):
-            print(word)
-            continue
-        cost = "unknown cost" if word.cost is None else f"${word.cost:.6f}"
-        tokens = word.prompt_tokens + word.completion_tokens
-        print(f"{worker.name:<24}{word.seconds:.2f} s, {tokens} tokens, {cost}")
+        if isinstance(word, Reply):
+            cost = "unknown cost" if word.cost is None else f"${word.cost:.6f}"
+            tokens = word.prompt_tokens + word.completion_tokens
+            word = f"{worker.name:<24}{word.seconds:.2f} s, {tokens} tokens, {cost}"
+        print(word)
     sys.exit(any(isinstance(word, WorkerError) for word in words))
 
 if __name__ == "__main__":
     try:
         main()
-    except (ValueError, WorkerError) as e:
-        sys.exit(str(e))
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
+    except (ValueError, KeyboardInterrupt) as e:
+        sys.exit(str(e) or "interrupted")

@@ -183,17 +183,17 @@ def refused(status, message="no", code=None, **headers):
 ])
 def test_what_ends_a_call(play, asked, says):
     with OddServer(play) as server, pytest.raises(WorkerError, match=f"^jane: .*{says}.*attempt {asked},"):
-        worker(server, name="jane", attempts=2, timeout=QUICK, deadline=60).chat(CHAT)
+        worker(server, name="jane", attempts=2, timeout=QUICK).chat(CHAT)
     assert len(server.requests) == asked
 
 
 @pytest.mark.parametrize("status, times", [(429, 7), (503, 7), (529, 7), (500, 5)])
 def test_a_busy_provider_is_asked_until_it_answers_and_a_broken_one_six_times(status, times):
     with OddServer([refused(status)] * times + [http(GOOD)]) as server:
-        assert worker(server, timeout=QUICK, deadline=60).chat(CHAT).text == "Because."
+        assert worker(server, timeout=QUICK).chat(CHAT).text == "Because."
     assert len(server.requests) == times + 1
     with OddServer(refused(500)) as server, pytest.raises(WorkerError, match="attempt 6,"):
-        worker(server, timeout=QUICK, deadline=60).chat(CHAT)
+        worker(server, timeout=QUICK).chat(CHAT)
 
 
 def test_the_wait_that_is_asked_for_is_kept():
@@ -239,7 +239,7 @@ def test_who_cannot_be_reached():
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}/v1"
     with pytest.raises(WorkerError, match="gone: .*refused.*attempt 6,"):
-        Worker("openai", url, "m", name="gone", timeout=QUICK, deadline=60).chat(CHAT)
+        Worker("openai", url, "m", name="gone", timeout=QUICK).chat(CHAT)
     with pytest.raises(WorkerError, match="resolve.*attempt 1,"):
         Worker("openai", "http://nobody.invalid/v1", "m").chat(CHAT)
 
@@ -255,8 +255,6 @@ def test_no_key_is_in_any_error_or_file(tmp_path):
     for text in (str(caught.value), repr(one), (tmp_path / "r").read_text()):
         assert KEY not in text and "header-secret" not in text and "\x1b" not in text
     assert len(str(caught.value)) < 600 and caught.value.__cause__ is None
-    with pytest.raises(WorkerError, match=r"\$ABSENT is not set"):
-        Worker("openai", "http://h/v1", "m", api_key_env="ABSENT").chat(CHAT)
 
 
 def test_concurrency_is_a_workers_own():
