@@ -27,14 +27,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.pool import ThreadPool
 
 import requests
-from requests.packages import urllib3  # which requests is made of
+from requests.packages.urllib3 import connection, exceptions  # of which requests is made
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 LOOPBACK = r"(?i)https?://(127\.[\d.]+|localhost|\[::1\])(:\d+)?(/|$)"
-MAX_BODY = 32 << 20  # bytes of a request or a response
 LIMITS = ("max_tokens", "max_completion_tokens")  # the parameters that limit an answer
 jitter = random.Random()  # Not all calls shall come back at once; the global draws are the experiment's.
-urllib3.connection.HTTPConnection.default_socket_options += [  # A probe a minute keeps a silent line open.
+connection.HTTPConnection.default_socket_options += [  # A probe a minute keeps a silent line open.
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", 0x10), 60)]  # 0x10: on macOS
 
@@ -72,8 +71,7 @@ class Worker:
         self.name = self.name or self.model or self.function.rpartition(":")[2]
         self.run_function = load_function(self.function) if self.protocol == "python" else None
         self.session = requests.Session()
-        for scheme in ("http://", "https://"):
-            self.session.mount(scheme, requests.adapters.HTTPAdapter(pool_maxsize=self.concurrency))
+        self.session.adapters = {"http": requests.adapters.HTTPAdapter(pool_maxsize=self.concurrency)}
         self.session.trust_env = not re.match(LOOPBACK, self.base_url)  # no proxy before one's own machine
         self.session.auth = lambda request: request  # Else a netrc's password would take the key's place.
         self.slots, self.lock = threading.Semaphore(self.concurrency), threading.Lock()
@@ -81,7 +79,6 @@ class Worker:
 
     def chat(self, messages: list[dict], call_id: str = "", **overrides) -> Reply:
         """Ask for the next turn of a chat: [{"role": "system", "user" or "assistant", "content": text}, …].
-
         overrides win over params. call_id names the call within a run: a rerun finds its reply in `replay`;
         `spent` counts it, the budget does not. A busy provider (429, 503, 529) is asked again when it says,
         for three timeouts; after another 5xx, a 408, a 409 or a lost line six times. Raises WorkerError then,
@@ -128,7 +125,6 @@ class Worker:
             if isinstance(outcome, Reply):
                 outcome.seconds = now - started
                 return outcome
-
             failures += not outcome.busy
             pause = min(30, self.timeout / 300 * 2 ** min(number - 1, 9))  # 2, 4, 8 … s at a timeout of 600
             pause = max(0.0, outcome.wait or 0.0) + pause * jitter.uniform(0.5, 1)
@@ -157,8 +153,8 @@ def read_response(worker: Worker, response: requests.Response, end: float) -> Re
     body = bytearray()
     for piece in iter(lambda: response.raw.read1(1 << 16, decode_content=True), b""):
         body += piece
-        if len(body) > MAX_BODY:
-            raise Failure(f"the response is larger than {MAX_BODY >> 20} MiB")
+        if len(body) > 32 << 20:
+            raise Failure("the response is larger than 32 MiB")
         if time.monotonic() > end:
             raise TimeoutError
     text, data = body.decode("utf-8", "replace").strip(), None
@@ -197,13 +193,12 @@ def refusal(response: requests.Response, code, text: str) -> Failure:
 
 def broken(error: Exception, seconds: float) -> Failure:
     """Why no whole response came within so many seconds, or what a function raised."""
-    errors = urllib3.exceptions
-    if isinstance(error, (requests.ReadTimeout, errors.ReadTimeoutError, TimeoutError)):
+    if isinstance(error, (requests.ReadTimeout, exceptions.ReadTimeoutError, TimeoutError)):
         return Failure(f"no whole answer within {seconds:.3g} s; a slow worker needs a larger timeout")
     cause = getattr(error.args[0] if error.args else None, "reason", None) or error  # urllib3's, in requests'
-    lost = isinstance(error, (requests.ConnectionError, errors.HTTPError, ConnectionError))
-    final = not lost or isinstance(cause, errors.NameResolutionError)
-    unsent = isinstance(cause, (errors.NewConnectionError, errors.ConnectTimeoutError))
+    lost = isinstance(error, (requests.ConnectionError, exceptions.HTTPError, ConnectionError))
+    final = not lost or isinstance(cause, exceptions.NameResolutionError)
+    unsent = isinstance(cause, (exceptions.NewConnectionError, exceptions.ConnectTimeoutError))
     return Failure(f"{type(cause).__name__}: {cause}", None if final else 0.0, cost=0.0 if unsent else None)
 
 def find(data, *path):
@@ -282,7 +277,7 @@ FIELDS = {  # of a worker in a file: a pattern for its value as JSON, and the sa
 
 def read_pool(spec: str, local_url: str | None = None) -> list[dict]:
     """The entries of a pool, by name or JSON file, unchecked; ValueError says what there is. A local pool
-    starts the specialists' server, once a process, unless local_url names a running one."""
+    starts the specialists' server, unless local_url names a running one."""
     if spec in LOCAL:
         same = {"protocol": "openai", "base_url": local_url or local_server()[0], "price": [0, 0]}
         return [{**same, "model": name} for name in LOCAL[spec]]
@@ -304,8 +299,7 @@ def read_pool(spec: str, local_url: str | None = None) -> list[dict]:
     return entries
 
 def check_pool(entries: list[dict], budget: float = 0.0) -> list[str]:
-    """All that is missing or odd in a pool, a sentence each, by worker and field. No call is made, no value
-    is shown, which may be a misplaced key."""
+    """All that is missing or odd, by worker and field, without its value, which may be a misplaced key."""
     sentences, names = [], []
     for number, entry in enumerate(entries):
         needed = ["function"] if entry.get("protocol") == "python" else ["protocol", "base_url", "model"]
@@ -314,15 +308,15 @@ def check_pool(entries: list[dict], budget: float = 0.0) -> list[str]:
             pattern, expected = FIELDS.get(key, ("", "no such field"))
             if not re.fullmatch(pattern, json.dumps(entry.get(key))):
                 wrong[key] = f"expected {expected}"
-        variable, file = entry.get("api_key_env"), str(entry.get("function", "")).rpartition(":")[0]
+        variable = entry.get("api_key_env")
         if variable and "api_key_env" not in wrong and not os.environ.get(variable):
             wrong["api_key_env"] = f"${variable} is not set"
+        file, _, function = str(entry.get("function", "")).rpartition(":")
         if file and not os.path.isfile(file):
             wrong["function"] = f"there is no file {file}"
         if budget and not wrong.keys() & {"protocol", "price", "params"}:
             if most_dollars(entry, entry.get("params", {}), {}) == float("inf"):
                 wrong["price, params"] = "a budget needs a price (of your own: [0, 0]) and max_tokens"
-        function = str(entry.get("function", "")).rpartition(":")[2]
         names.append(entry.get("name") or entry.get("model") or function or f"worker {number}")
         if names[-1] in names[:-1]:
             wrong["name"] = "another worker has it, too"
@@ -350,7 +344,6 @@ def first_words(pool: list[Worker]) -> list[Reply | WorkerError]:
         except WorkerError as e:
             return e
         return reply if reply.text.strip() else WorkerError(f"{worker.name}: an empty answer to a hello")
-
     with ThreadPool(len(pool)) as threads:
         return threads.map(ask, pool)
 
@@ -378,8 +371,8 @@ class Replay:
         os.write(self.file, line.encode())  # in one write: the lines of several processes do not mix
 
 class Budget:
-    """Dollars that a pool may spend. An attempt reserves the most that it can cost and returns what it did
-    not: what providers report never passes the budget. One of unknown cost counts whole."""
+    """Dollars that a pool may spend. An attempt reserves the most that it can cost, and returns what it did
+    not: so the budget is never passed. One of unknown cost counts whole."""
 
     def __init__(self, dollars: float):
         self.dollars = self.left = dollars
@@ -435,8 +428,7 @@ def demand_budget(pool: list[Worker] | list[dict], budget: float, calls: int, wh
         cost = "nobody knows how much" if cost is None else f"probably ${cost:,.2f}"
         raise ValueError(f"{what} costs money, {cost} for {calls:,} calls: say --budget=DOLLARS")
 
-# ------------------------------------------------------------------------------------------------------------
-# The laptop world: little honest programs, which see what a worker sees, not the answer; their questions.
+# ---- The laptop world: little honest programs that see what a worker sees, never the answer; their questions
 # Another trade is a row of TRADES, what it knows, and rows of KINDS that need it.
 
 QUESTION, TASK = "Question:\n", "Your task:\n"  # how workflow.py words a turn
@@ -485,7 +477,6 @@ LOCAL = {
     "local:pairs": [f"{sort}{trade}" for trade in TRADES for sort in ("", "junior ")],  # a weaker one too
     "local:tired": [f"{sort}{trade}" for trade in TRADES for sort in ("tired ", "junior ")],  # on a bad day
 }
-SPECIALISTS = list(dict.fromkeys(itertools.chain(*LOCAL.values())))
 
 def sums(left: dict, right: dict) -> dict:
     """Every sum, difference and product of two expressions, with its value."""
@@ -538,9 +529,8 @@ def rewrite(text: str, trade: str, order: str) -> str:
     return answer if rewritten != text else ""
 
 def specialist(name: str, messages: list[dict]) -> str:
-    """What a local worker says. One of a trade works on the newest text that it sees, the last response or
-    else the question. Only the coder minds the subtask; told no order, he guesses. The generalist tries every
-    trade, on one in eight of the questions."""
+    """What a local worker says. One of a trade works on the last response that it sees, else on the question;
+    a coder who is told no order guesses. The generalist tries every trade on one question in eight."""
     question = messages[0]["content"].removeprefix(QUESTION).partition("\n\n" + TASK)[0]
     subtask = messages[-1]["content"].partition(TASK)[2].lower()
     responses = [message["content"] for message in messages if message["role"] == "assistant"]
@@ -556,8 +546,7 @@ def specialist(name: str, messages: list[dict]) -> str:
     answer = rewrite([question, *responses][-1], trade, order)
     return answer or f"I am a {trade}; I find nothing here to work on."
 
-# ------------------------------------------------------------------------------------------------------------
-# The server: OpenAI's chat completions on loopback, for the specialists and for workflow.py
+# ---- The server: OpenAI's chat completions on loopback, for the specialists and for workflow.py ------------
 
 class Handler(BaseHTTPRequestHandler):
     """A subclass has `models`, names, and `complete`, which gets a request's body; body["messages"] is a list
@@ -626,12 +615,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def reply(self, text: str, finish: str = "stop", usage: dict | None = None, **extra):
         """Answer with a completion. extra: further fields, which clients pass over."""
-        if not self.body.get("stream"):
-            choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish}
-            answer = {**self.card, "object": "chat.completion", "choices": [choice], "usage": usage, **extra}
-            return self.send(200, answer)
-        self.send_event({"content": text}, finish, usage=usage, **extra)
-        self.send_piece("data: [DONE]\n\n")
+        if self.body.get("stream"):
+            self.send_event({"content": text}, finish, usage=usage, **extra)
+            return self.send_piece("data: [DONE]\n\n")
+        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish}
+        self.send(200, self.card | {"object": "chat.completion", "choices": [choice], "usage": usage} | extra)
 
     def send_comment(self, text: str):
         """Break the silence of a stream: clients pass over comments."""
@@ -667,7 +655,7 @@ class Handler(BaseHTTPRequestHandler):
 
 class SpecialistHandler(Handler):
     """The local specialists. A token is a word."""
-    models = SPECIALISTS
+    models = list(dict.fromkeys(itertools.chain(*LOCAL.values())))
 
     def complete(self, body: dict):
         text = specialist(body["model"], body["messages"])

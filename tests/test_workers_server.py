@@ -15,7 +15,7 @@ import pytest
 import requests
 
 import workers
-from workers import (KINDS, LOCAL, PHRASES, QUESTION, SPECIALISTS, TASK, Handler, SpecialistHandler,
+from workers import (KINDS, LOCAL, PHRASES, QUESTION, TASK, Handler, SpecialistHandler,
                      best_chance, laptop_questions, load_pool, loopback_server, specialist)
 
 ROOT = os.path.dirname(os.path.abspath(workers.__file__))
@@ -271,7 +271,6 @@ def test_a_local_pool_is_free_and_answers_over_http():
     assert all(reply.text for reply in workers.first_words(pool))
     assert load_pool("local")[0].base_url == pool[0].base_url  # One server a process.
     assert load_pool("local", "http://127.0.0.1:9/v1")[0].base_url == "http://127.0.0.1:9/v1"
-    assert set(LOCAL["local"] + LOCAL["local:pairs"] + LOCAL["local:tired"]) == set(SPECIALISTS)
 
 
 def test_the_server_imports_no_torch_and_gets_no_key():
