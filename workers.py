@@ -442,7 +442,7 @@ ORDERS = {  # a word that the coder obeys: a phrase with it, what it does, what 
 }
 PHRASES = ("Work it out.", "Find the value.", *(phrase for phrase, _, _ in ORDERS.values()))  # subtasks
 
-SPANISH, ELEMENTS, COUNTRIES, WORDS = (words.split() for words in """
+NUMERALS, ELEMENTS, COUNTRIES, WORDS = (words.split() for words in """
 uno dos tres cuatro cinco seis siete ocho nueve diez once doce trece catorce quince dieciséis diecisiete
 dieciocho diecinueve veinte veintiuno veintidós veintitrés veinticuatro veinticinco veintiséis veintisiete
 veintiocho veintinueve treinta;
@@ -459,7 +459,7 @@ basket rocket guitar violin doctor farmer sailor pirate monkey rabbit turtle spi
 ginger cotton velvet marble copper bronze tunnel harbor island desert valley meadow canyon glacier volcano
 thunder shadow mirror""".split(";"))
 DIGITS = {str(n): str(n) for n in range(2, 40)}
-SPANISH = {word: str(n) for n, word in enumerate(SPANISH, 1)}
+SPANISH = {word: str(n) for n, word in enumerate(NUMERALS, 1)}
 NUMBERS = {f"the atomic number of {element}": str(n) for n, element in enumerate(ELEMENTS, 1)}
 NAMES = {f"element number {n}": element for n, element in enumerate(ELEMENTS, 1)}
 CITIES = dict(f"the capital of {pair}".split("-") for pair in COUNTRIES)
