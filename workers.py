@@ -414,7 +414,7 @@ def probable_cost(pool: list[Worker] | list[dict], calls: int) -> float | None:
     entries = [worker if isinstance(worker, dict) else vars(worker) for worker in pool]
     own = [e.get("protocol") == "python" or re.match(LOOPBACK, str(e.get("base_url"))) for e in entries]
     prices = [entry.get("price") or ([0, 0] if is_own else None) for entry, is_own in zip(entries, own)]
-    if None in prices:
+    if not all(re.fullmatch(FIELDS["price"][0], json.dumps(price)) for price in prices):
         return None
     return sum(1000 * price[0] + 700 * price[1] for price in prices) / 1e6 * calls / len(pool)
 

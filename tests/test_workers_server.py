@@ -34,12 +34,6 @@ def served(handler):
         server.server_close()
 
 
-@pytest.fixture(scope="module")
-def url():
-    with served(SpecialistHandler) as url:
-        yield url
-
-
 class Parrot(Handler):
     """Ends a request in one of the ways that `complete` may."""
     models = ["parrot"]
@@ -91,8 +85,9 @@ def events(text):
     return [json.loads(piece.removeprefix("data: ")) for piece in pieces]
 
 
-def test_a_completion(url):
-    answer = post(url, ASK).json()
+def test_a_completion():
+    with served(SpecialistHandler) as url:
+        answer = post(url, ASK).json()
     assert answer["choices"] == [
         {"index": 0, "message": {"role": "assistant", "content": "42"}, "finish_reason": "stop"}]
     assert answer["usage"] == {"prompt_tokens": 6, "completion_tokens": 1, "total_tokens": 7}
