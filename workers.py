@@ -573,7 +573,7 @@ class Handler(BaseHTTPRequestHandler):
         if not length or not is_local or self.headers.get_content_type() != "application/json":
             self.close_connection = True
             # A web page may send other types here, or from a host that comes to mean 127.0.0.1.
-            return self.fail(403, "expected Content-Length, Content-Type: application/json, Host: localhost")
+            return self.fail(403, "send Content-Type: application/json, Host: localhost and a Content-Length")
         try:
             self.body, messages = json.loads(data), []
             for message in self.body["messages"]:
