@@ -75,7 +75,7 @@ class Worker:
         self.session.trust_env = not re.match(LOOPBACK, self.base_url)  # no proxy before one's own machine
         self.session.auth = lambda request: request  # Else a netrc's password would take the key's place.
         self.slots, self.lock = threading.Semaphore(self.concurrency), threading.Lock()
-        self.calls = self.unpriced = self.spent = 0  # calls, of unknown cost, dollars; all with replayed ones
+        self.calls = self.unpriced = self.spent = 0  # calls, those of unknown cost, dollars, all with replays
 
     def chat(self, messages: list[dict], call_id: str = "", **overrides) -> Reply:
         """Ask for the next turn of a chat: [{"role": "system", "user" or "assistant", "content": text}, …].
@@ -348,8 +348,8 @@ def first_words(pool: list[Worker]) -> list[Reply | WorkerError]:
         return threads.map(ask, pool)
 
 class Replay:
-    """Replies in a file, a JSON line each: what a killed run has paid for is free when it is run again. Any
-    number of processes may append. A line begins with its newline: one that a kill tore off does no harm."""
+    """Replies in a file, a JSON line each: what a killed run has paid for is free when it is run again. As
+    processes share the file, a line is one write, and begins with its newline: a torn one harms no other."""
 
     def __init__(self, path: str):
         self.file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -367,8 +367,7 @@ class Replay:
 
     def keep(self, key: str, reply: Reply):
         self.replies[key] = reply
-        line = "\n" + json.dumps({"key": key, "reply": asdict(reply)})
-        os.write(self.file, line.encode())  # in one write: the lines of several processes do not mix
+        os.write(self.file, f"\n{json.dumps({'key': key, 'reply': asdict(reply)})}".encode())
 
 class Budget:
     """Dollars that a pool may spend. An attempt reserves the most that it can cost, and returns what it did
@@ -533,7 +532,7 @@ def specialist(name: str, messages: list[dict]) -> str:
     a coder who is told no order guesses. The generalist tries every trade on one question in eight."""
     question = messages[0]["content"].removeprefix(QUESTION).partition("\n\n" + TASK)[0]
     subtask = messages[-1]["content"].partition(TASK)[2].lower()
-    responses = [message["content"] for message in messages if message["role"] == "assistant"]
+    texts = [question, *(message["content"] for message in messages if message["role"] == "assistant")]
     guess = list(ORDERS)[int(len(ORDERS) * hashed("order", question))]
     if name == "generalist":
         chance = hashed(name, messages)
@@ -543,8 +542,7 @@ def specialist(name: str, messages: list[dict]) -> str:
     if hashed(sort, messages) >= SKILL[sort]:
         return "I have lost the thread."
     order = next((order for order in ORDERS if order in subtask), guess)
-    answer = rewrite([question, *responses][-1], trade, order)
-    return answer or f"I am a {trade}; I find nothing here to work on."
+    return rewrite(texts[-1], trade, order) or f"I am a {trade}; I find nothing here to work on."
 
 # ---- The server: OpenAI's chat completions on loopback, for the specialists and for workflow.py ------------
 
