@@ -1,17 +1,13 @@
 """Problems, graders, running code, systems, tables: how good is a Conductor, and what do others reach (§4)?
 
-    python eval.py [--systems=conductor,workers,moa] [--benchmarks=math500,gpqa,mine.jsonl] [--pool=NAME
-    --budget=50] python eval.py prepare [--pool=NAME --budget=50]     # write the training problems of the
-    paper's run python eval.py average FILE.json FILE.json …         # the mean of what several seeds wrote
-    with --out
+    python eval.py [--systems=conductor,workers,moa] [--benchmarks=math500,gpqa,mine.jsonl] [--pool=NAME]
+    python eval.py prepare [--pool=NAME --budget=50]   # write the training problems of the paper's run
+    python eval.py average FILE.json FILE.json         # the mean of what several seeds wrote with --out
 
 Everything here is a table with functions: a grader is a row of GRADERS, a benchmark of SOURCES, a system of
 SYSTEMS. Read train.py next."""
 import base64
 import csv
-import difflib
-import functools
-import importlib.util
 import itertools
 import json
 import math
@@ -23,7 +19,6 @@ import re
 import select
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -35,8 +30,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
-from functools import cache
-from functools import partial
+from functools import cache, lru_cache, partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -49,10 +43,10 @@ from requests.packages.urllib3.util.retry import Retry
 from tqdm import tqdm
 
 from model import configure, read_json, write_json
-from workers import LIMITS, LOCAL, PHRASES, Reply, WorkerError, best_chance, demand_budget, laptop_questions
-from workers import load_pool
-from workflow import ASSETS, Prompting, Rollout, Step, Workflow, call_id, call_worker, choose_pool, conduct
-from workflow import load_conductor, model_writer, roll_out, rollout_to_json, worker_writer
+from workers import (LIMITS, LOCAL, PHRASES, Reply, WorkerError, best_chance, costs_money, demand_budget,
+                     laptop_questions, load_function, load_pool)
+from workflow import (ASSETS, Prompting, Rollout, Step, Workflow, call_id, call_worker, choose_pool, conduct,
+                      load_conductor, model_writer, roll_out, rollout_to_json, worker_writer)
 
 SOLVE_IT = "Solve the question."
 
@@ -68,6 +62,10 @@ class Problem:
 
     def __post_init__(self):
         self.kind = self.kind or self.grader
+
+def require(condition, otherwise: str):
+    if not condition:
+        raise ValueError(otherwise)
 
 # ---- Running code ------------------------------------------------------------------------------------------
 #
@@ -117,8 +115,7 @@ with contextlib.suppress(SystemExit):            # whatever its code, as in Live
 if name:
     owner = module.Solution() if hasattr(module, "Solution") else module
     value = getattr(owner, name)(*map(json.loads, lines))
-    if isinstance(value, tuple):
-        value = list(value)
+    value = list(value) if isinstance(value, tuple) else value
     text = json.dumps(value, default=lambda scalar: scalar.item())  # numpy's scalars
     if json.loads(text) != value:                # tuples inside, keys that are no strings
         raise TypeError("JSON hides what this value is")
@@ -139,7 +136,7 @@ def check_sandbox() -> str:
         return f"{error}. {REMEDY}"
     return ""
 
-@functools.cache
+@cache
 def free_cores() -> queue.SimpleQueue:
     """The cores on which this rank runs tests, one at a time on each: its share of the machine's."""
     rank, ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -180,14 +177,14 @@ def run_test(program: str, name: str | None, test: str, seconds: float, memory: 
         core = free_cores().get()
         stack.callback(free_cores().put, core)
         user = FIRST_USER + core if os.getuid() == 0 else None
-        processes = 64 if user or SANDBOX == "bwrap" else 10_000  # here all of this user's count
-        limits = {"AS": memory << 30, "STACK": 64 << 20, "CPU": int(seconds) + 2, "FSIZE": 32 << 20,
-                  "NOFILE": 64, "NPROC": processes, "CORE": 1}  # at 0 a program of the system's gets dumps
-        command, folder = bwrap(), "/tmp"
+        command, folder, processes = bwrap(), "/tmp", 64
         if SANDBOX == "none":
             command, folder = [], tempfile.mkdtemp()
             stack.callback(subprocess.run, ["rm", "-rf", folder])
             os.chown(folder, user or -1, user or -1)
+            processes = 64 if user else 10_000  # here all of this user's count
+        limits = {"AS": memory << 30, "STACK": 64 << 20, "CPU": int(seconds) + 2, "FSIZE": 32 << 20,
+                  "NOFILE": 64, "NPROC": processes, "CORE": 1}  # at 0 a program of the system's gets dumps
         job = dict(program=program, name=name, prelude=prelude, core=core, user=user, limits=limits)
         asked, given, output, errors = [memory_file(stack, text) for text in (json.dumps(job), test, "", "")]
         ready = os.eventfd(0)
@@ -256,11 +253,10 @@ def same_output(out: bytes | None, expected: str, returned: bool) -> bool:
     except (ValueError, RecursionError, InvalidOperation):  # other lines, no JSON, too deep, no numbers
         return False
 
-def find_wrong_test(code: str, tests: list[list[str]], fn_name: str | None, seconds: float) -> str:
+def find_wrong_test(code: str, tests: list, fn_name: str | None = None, seconds: float = 6.0) -> str:
     """Run a program on tests, [input, expected output] each, up to the first that is wrong; return what is
     wrong with it, or "". fn_name is LiveCodeBench's metadata["func_name"]; seconds are a test's."""
-    if not tests:
-        raise ValueError("a LiveCodeBench problem without tests: nothing can be graded by it, load it again")
+    require(tests, "a LiveCodeBench problem without tests: nothing can be graded by it, load it again")
     if not code.strip():
         return "no code in the response"
     for number, (given, expected) in enumerate(tests, 1):
@@ -271,12 +267,7 @@ def find_wrong_test(code: str, tests: list[list[str]], fn_name: str | None, seco
     return ""
 
 def passes_livecodebench(code: str, tests: list, fn_name: str | None = None, seconds: float = 6.0) -> bool:
-    """Whether a program passes all tests of a LiveCodeBench problem: see `find_wrong_test`."""
     return not find_wrong_test(code, tests, fn_name, seconds)
-
-def livecodebench_failure(problem, response: str) -> str:
-    """Return "" if a response's program is right, else what is wrong with its first wrong test."""
-    return find_wrong_test(extract_code(response), tests_of(problem), problem.extra["function"], 6.0)
 
 # BigCodeBench's tests patch a solution's module and look into what it returns: they share its process
 UNITTESTS = r"""
@@ -293,23 +284,16 @@ def run_unittests(code):
     return result.testsRun > 0 and result.wasSuccessful() and not result.skipped
 """
 
-def find_failed_unittest(code: str, test: str, entry_point: str, code_prompt: str, seconds: float) -> str:
-    """Run the class TestCases of a BigCodeBench problem's `test` on a solution; return why it fails, or "".
-    The solution is "calibrated" as in bigcodebench/evaluate.py: code_prompt and `pass` stand before it. It
-    needs the libraries of BigCodeBench's Requirements/requirements-eval.txt. seconds are the whole class's.
-    For evaluation, not as a reward: a solution may patch unittest, or return what equals everything."""
+def find_failed_unittest(code: str, test: str, code_prompt: str, seconds: float = 240.0) -> str:
+    """Run the class TestCases of a BigCodeBench problem on a solution; return why it fails, or "". As in
+    bigcodebench/evaluate.py, code_prompt and `pass` stand before the solution, and all need the libraries of
+    Requirements/requirements-eval.txt. No reward: a solution may patch unittest. seconds: of all tests."""
     given = json.dumps(f"{code_prompt}\n    pass\n{code}\n{test}")
     out, error = run_test(UNITTESTS, "run_unittests", given, seconds, memory=32, prelude="")
     return "" if out == b"true" else error[:400] or "not every test ran"
 
 def passes_bigcodebench(code: str, test: str, entry_point: str, code_prompt: str, seconds=240.0) -> bool:
-    """Whether a solution passes a BigCodeBench problem's tests: see `find_failed_unittest`."""
-    return not find_failed_unittest(code, test, entry_point, code_prompt, seconds)
-
-def bigcodebench_failure(problem, response: str) -> str:
-    """Return "" if a response's solution passes its problem's tests, else why one fails."""
-    extra, code = problem.extra, extract_code(response)
-    return find_failed_unittest(code, extra["test"], extra["entry_point"], extra["code_prompt"], 240.0)
+    return not find_failed_unittest(code, test, code_prompt, seconds)
 
 # ---- Graders -----------------------------------------------------------------------------------------------
 #
@@ -836,7 +820,6 @@ def pick_letter(response: str, choices: list) -> str | None:
     picked = {letter_of(text, choices) for text in said}
     return picked.pop() if len(picked) == 1 else None
 
-
 # The table of graders
 
 class Grader(NamedTuple):
@@ -859,8 +842,16 @@ def text_grader(ask: str, read: Callable, same: Callable, extra: tuple = ()) -> 
     def agree(problem, one, other):
         found = answer(problem, one)
         return found != "" and same(found, answer(problem, other))
-
     return Grader(ask, extra, check, agree)
+
+def own_grader(right: Callable) -> Grader:
+    """The grader of a function right(problem, response) -> bool."""
+    def check(problem, response):
+        return "" if right(problem, response) else f"answered {response[-200:]}"
+    return Grader("", (), check, same_response)
+
+def same_response(problem: Problem, one: str, other: str) -> bool:
+    return one.strip() == other.strip() != ""
 
 def spoken(response: str) -> str:
     """What the last \\boxed{} or <answer>, or else all says, in lower case, without marks at the ends."""
@@ -868,52 +859,37 @@ def spoken(response: str) -> str:
     text = " ".join((response if found is None else found).casefold().split())
     return text.strip(" .,;:!?'\"`*_$()“”‘’") or text
 
-def check_letters(problem: Problem, response: str) -> str:
-    """The laptop's grader: the response is the answer, letter by letter."""
-    return "" if response.strip() == problem.answer else f"answered {response[:200]}"
+def check_program(problem: Problem, response: str) -> str:
+    return find_wrong_test(extract_code(response), tests_of(problem), problem.extra["function"])
 
-def same_response(problem: Problem, one: str, other: str) -> bool:
-    return one.strip() == other.strip() != ""
-
-def load_grader(spec: str) -> Grader:
-    """The grader of "FILE.py:FUNCTION", for a function(problem, response) -> bool."""
-    file, _, name = spec.rpartition(":")
-    if not file.endswith(".py") or not os.path.isfile(file):
-        raise ValueError(f"--grader={spec}: no Python file {file!r}; say --grader=FILE.py:FUNCTION")
-    module_spec = importlib.util.spec_from_file_location("own_grader", file)
-    module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
-    own_grade = vars(module).get(name)
-    if not callable(own_grade):
-        raise ValueError(f"--grader={spec}: {file} has no function {name}(problem, response)")
-
-    def check(problem, response):
-        return "" if own_grade(problem, response) else f"answered {response[-200:]}"
-
-    return Grader("", (), check, same_response)
+def check_solution(problem: Problem, response: str) -> str:
+    return find_failed_unittest(extract_code(response), problem.extra["test"], problem.extra["code_prompt"])
 
 BLOCK = "Put all of it, imports included, in one ```python block."
 GRADERS = {
     "exact": text_grader("Put the final answer, and nothing else, in <answer> tags.", spoken,
                          lambda answer, gold: answer == spoken(gold)),
-    "same": Grader("", (), check_letters, same_response),
+    "same": own_grader(lambda problem, response: response.strip() == problem.answer),  # the laptop world's
     "math": text_grader("Put the final answer in \\boxed{}.", final_answer, same_math),
     "short": text_grader("Put the final answer, as short as possible, in <answer> tags.", final_answer,
                          same_short),
     "letter": text_grader("Put the letter of the right option in <answer> tags.", pick_letter, operator.eq,
                           ("choices",)),
-    "code": Grader(
-        f"Write a Python program that reads from standard input and writes to standard output. {BLOCK}",
-        ("tests", "function"), livecodebench_failure, same_response),
-    "unittest": Grader(
-        f"Complete the code above. {BLOCK}",
-        ("test", "entry_point", "code_prompt"), bigcodebench_failure, same_response),
+    "code": Grader(f"Write a Python program from standard input to standard output. {BLOCK}",
+                   ("tests", "function"), check_program, same_response),
+    "unittest": Grader(f"Complete the code above. {BLOCK}", ("test", "entry_point", "code_prompt"),
+                       check_solution, same_response),
 }
+
+def load_grader(spec: str) -> Grader:
+    """The grader of "FILE.py:FUNCTION", for a function(problem, response) -> bool."""
+    try:
+        return own_grader(load_function(spec))
+    except (OSError, ValueError) as e:  # no such file, no such function
+        raise ValueError(f"--grader={spec}: {e}; say --grader=FILE.py:FUNCTION") from e
 
 def failure(problem: Problem, response: str) -> str:
     """"" if a response answers the problem, else why it does not, in words for a trace."""
-    if problem.grader not in GRADERS:
-        raise ValueError(f"problem {problem.id}: no grader {problem.grader!r}, only {', '.join(GRADERS)}")
     return GRADERS[problem.grader].check(problem, response)
 
 def grade(problem: Problem, response: str) -> bool:
@@ -942,37 +918,27 @@ def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
     name: "laptop" ("laptop:1", "laptop:2"), a benchmark of SOURCES, a mix of MIXES ("train" is the file that
     `prepare` writes, "test" all tests of its parts), or FILE.jsonl, of which from 20 rows on every fifth is
     "test". ValueError says what there is, OSError what could not be fetched."""
-    if unknown := unknown_problems(name, split):
-        raise ValueError(unknown)
     if name.endswith(".jsonl"):
         problems = read_problems(name)
         if len(problems) >= 20:
             problems = [p for i, p in enumerate(problems) if (i % 5 == 4) == (split == "test")]
     elif name in LAPTOP:
-        problems = []
-        for kind, question, answer in laptop_questions(split, LAPTOP[name]):
-            problems.append(Problem(f"laptop/{kind}/{question}", question, answer, "same", kind))
+        problems = [Problem(f"laptop/{kind}/{question}", question, answer, "same", kind)
+                    for kind, question, answer in laptop_questions(split, LAPTOP[name])]
         problems = interleave(problems, random.Random(0), again=True)
     elif name in MIXES and split == "train":
         problems = read_problems(f"{DATA}/{name}.jsonl")
     elif name in MIXES:
-        parts = [load(part, "test", limit) for part in MIXES[name]]
-        problems = interleave(list(itertools.chain(*parts)), random.Random(0))
+        parts = itertools.chain(*(load(part, "test", limit) for part in MIXES[name]))
+        problems = interleave(list(parts), random.Random(0))
     else:
+        known = ", ".join([*LAPTOP, *MIXES, *SOURCES])
+        require(source_of(name, split), f"no problems {name!r} ({split}): there are {known}, files *.jsonl")
         problems = benchmark(name, split, limit)
     return problems[:limit]
 
-def unknown_problems(name: str, split: str) -> str:
-    """Say what `load` knows where it does not know these, else "". Nothing is read."""
-    anywhere = name in LAPTOP or name in MIXES or name.endswith(".jsonl")
-    if split in ("train", "test") and (anywhere or (name, split) in SOURCES):
-        return ""
-    known = [*LAPTOP, *MIXES, *(f"{source} ({part})" for source, part in SOURCES), "files *.jsonl"]
-    return f"no problems {name!r}, split {split!r}: there are {', '.join(known)}"
-
 def interleave(problems: list[Problem], rng: random.Random, again: bool = False) -> list[Problem]:
-    """Shuffle, with the kinds taking turns. again: a small kind starts again until the largest is through,
-    else it drops out."""
+    """Shuffle, with the kinds taking turns. again: a small kind starts again until the largest is through."""
     kinds = {}
     for problem in problems:
         kinds.setdefault(problem.kind, []).append(problem)
@@ -982,31 +948,34 @@ def interleave(problems: list[Problem], rng: random.Random, again: bool = False)
     turns = itertools.product(range(most), kinds.values())
     return [group[i % len(group)] for i, group in turns if again or i < len(group)]
 
-def worded(question: str, ask: str, choices=(), code: str = "") -> str:
-    """A question with its options, its code, and how to answer, where it does not say that itself."""
-    options = "\n".join(f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices))
-    block = f"```python\n{code.strip()}\n```" if code.strip() else ""
-    if ask in question or re.search(r"\\boxed|<answer>", question):
-        ask = ""
-    return "\n\n".join(filter(None, [question.strip(), options, block, ask]))
+def with_instructions(problem: Problem) -> Problem:
+    """The problem whose question shows its options and says how to answer, where it did not."""
+    question, extra = problem.question.strip(), problem.extra
+    options = [f"{letter}. {choice}" for letter, choice in zip(LETTERS, extra.get("choices", []))]
+    if options and not all(choice in question for choice in extra["choices"]):
+        question += "\n\n" + "\n".join(options)
+    ask = GRADERS[problem.grader].ask
+    if extra.get("function"):
+        own = f"Write the Python function {extra['function']}. {BLOCK}"
+        ask = GRADERS["unittest"].ask if "```python" in question else own
+    if ask not in question and not re.search(r"\\boxed|<answer>", question):
+        question += "\n\n" + ask
+    return replace(problem, question=question, answer=problem.answer.strip())
 
 # Benchmarks. A row of a data set, the n-th, becomes a problem:
 
 def math_problem(row: dict, n: int) -> Problem:
-    question = worded(row["problem"], GRADERS["math"].ask)
-    return Problem(f"{n}", question, str(row["answer"]).strip(), "math", level=row.get("level", 0))
+    return Problem(f"{n}", row["problem"], str(row["answer"]), "math", level=row.get("level", 0))
 
 def rlpr_problem(row: dict, n: int) -> Problem:
-    question = worded(row["prompt"][1]["content"], GRADERS["short"].ask)
-    level = row["extra_info"]["reasoning_score"] or 0
-    return Problem(f"{n}", question, row["reward_model"]["ground_truth"].strip(), "short", level=level)
+    question, answer = row["prompt"][1]["content"], row["reward_model"]["ground_truth"]
+    return Problem(f"{n}", question, answer, "short", level=row["extra_info"]["reasoning_score"] or 0)
 
 def choice_problem(row: dict, n: int) -> Problem:
-    question = worded(row["question"], GRADERS["letter"].ask, row["choices"])
-    return Problem(f"{n}", question, LETTERS[row["answer"]], "letter", extra={"choices": row["choices"]})
+    extra = {"choices": row["choices"]}
+    return Problem(f"{n}", row["question"], LETTERS[row["answer"]], "letter", extra=extra)
 
 def gpqa_problem(row: dict, n: int) -> Problem:
-    """Its right answer is the first of four, which a fixed seed shuffles."""
     names = ["Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"]
     order = random.Random(n).sample(range(4), 4)
     choices = [row[names[i]].strip() for i in order]
@@ -1014,20 +983,20 @@ def gpqa_problem(row: dict, n: int) -> Problem:
 
 def livecodebench_problem(row: dict, n: int) -> Problem:
     """Its tests, up to hundreds of MB, stay in their file until `tests_of` reads them."""
-    code = row["starter_code"]
-    question = worded(row["question_content"], GRADERS["unittest" if code else "code"].ask, code=code)
+    question = row["question_content"]
+    if row["starter_code"]:
+        question += f"\n\n```python\n{row['starter_code'].strip()}\n```"
     level = ["easy", "medium", "hard"].index(row["difficulty"]) + 1
     extra = {"function": json.loads(row["metadata"]).get("func_name"), "tests": row["place"]}
     return Problem(row["question_id"], question, "", "code", level=level, extra=extra)
 
 def bigcodebench_problem(row: dict, n: int) -> Problem:
-    question = worded("", GRADERS["unittest"].ask, code=row["complete_prompt"])
+    question = f"```python\n{row['complete_prompt'].strip()}\n```"
     extra = {column: row[column] for column in GRADERS["unittest"].extra}
     return Problem(row["task_id"], question, "", "unittest", extra=extra)
 
 class Source(NamedTuple):
-    """A data set on the Hugging Face hub, in a JSONL or CSV file, or in Parquet, which the hub's dataset
-    viewer gives as JSON."""
+    """A data set on the Hugging Face hub: a JSONL or CSV file, or Parquet, by the hub's dataset viewer."""
     repository: str
     rows: str  # the file, or the viewer's config/split
     count: int
@@ -1035,65 +1004,55 @@ class Source(NamedTuple):
     problem: Callable  # problem(row, n) -> Problem
     drawn: bool = False  # it is large: pages come in a random order, and no more than are needed
 
-MATH = Source("HuggingFaceH4/MATH-500", "test.jsonl", 500, "MIT", math_problem)
-RLPR = Source("openbmb/RLPR-Train-Dataset", "default/train", 77687, "CC BY-NC 4.0", rlpr_problem, drawn=True)
-EXAMS = Source("cais/mmlu", "all/auxiliary_train", 99842, "MIT", choice_problem, drawn=True)
-PROGRAMS = Source("livecodebench/code_generation_lite", "test.jsonl", 400, "CC", livecodebench_problem)
-SOURCES = {  # The counts of App. A.2 stand in brackets; where the paper does not say, the choice is ours.
-    ("math500", "train"): MATH,  # 300 [300], by a hash of the question
-    ("math500", "test"): MATH,  # 100 others [100]
-    ("mmlu", "train"): EXAMS,  # other exams [99,842]
-    ("mmlu", "test"): EXAMS._replace(rows="all/test", count=14042, drawn=False),  # [14,042]
-    ("rlpr", "train"): RLPR,  # three fifths, by such a hash [46,620 of 77,700]
-    ("rlpr", "test"): RLPR,  # one fifth [15,540]
-    ("livecodebench", "train"): PROGRAMS,  # V1, up to March 2024 [V1]
-    ("livecodebench", "test"): PROGRAMS._replace(rows="test6.jsonl", count=175),  # what V6 added [V6]
-    ("aime25", "test"): Source("yentinglin/aime_2025", "default/train", 30, "not said", math_problem),  # [30]
-    ("bigcodebench", "test"): Source("bigcode/bigcodebench-hard", "default/v0.1.4", 148, "Apache 2.0",
-                                     bigcodebench_problem),  # [148]
-    ("gpqa", "test"): Source("Idavidrein/gpqa", "gpqa_diamond.csv", 198, "CC BY 4.0; gated: accept its terms",
-                             gpqa_problem),  # [198]
+SOURCES = {  # A hash of the question divides what has one source for both splits. [Counts of App. A.2]
+    "math500": Source("HuggingFaceH4/MATH-500", "test.jsonl", 500, "MIT", math_problem),  # [300 and 100]
+    "rlpr": Source("openbmb/RLPR-Train-Dataset", "default/train", 77687, "CC BY-NC 4.0", rlpr_problem,
+                   drawn=True),  # [46,620 and 15,540 of 77,700]
+    "mmlu/train": Source("cais/mmlu", "all/auxiliary_train", 99842, "MIT", choice_problem, drawn=True),
+    "mmlu/test": Source("cais/mmlu", "all/test", 14042, "MIT", choice_problem),  # [14,042]
+    "livecodebench/train": Source("livecodebench/code_generation_lite", "test.jsonl", 400, "CC",
+                                  livecodebench_problem),  # V1, up to March 2024 [V1]
+    "livecodebench/test": Source("livecodebench/code_generation_lite", "test6.jsonl", 175, "CC",
+                                 livecodebench_problem),  # what V6 added [V6]
+    "aime25/test": Source("yentinglin/aime_2025", "default/train", 30, "not said", math_problem),  # [30]
+    "bigcodebench/test": Source("bigcode/bigcodebench-hard", "default/v0.1.4", 148, "Apache 2.0",
+                                bigcodebench_problem),  # [148]
+    "gpqa/test": Source("Idavidrein/gpqa", "gpqa_diamond.csv", 198, "CC BY 4.0; gated: accept its terms",
+                        gpqa_problem),  # [198]
 }
 
+def source_of(name: str, split: str) -> Source | None:
+    return SOURCES.get(name) or SOURCES.get(f"{name}/{split}")
+
 def benchmark(name: str, split: str, limit: int | None = None) -> list[Problem]:
-    """The first `limit` problems in a fixed random order; rows that are not in DATA are fetched."""
-    source = SOURCES[name, split]
+    """The first `limit` problems in a fixed random order; rows that are not in DATA are fetched. Of what has
+    one source for both splits, a fifth is for testing, and three are for training."""
+    source = source_of(name, split)
     rows = rows_of_file if source.rows.endswith((".jsonl", ".csv")) else rows_of_viewer
     problems = []
     try:
         for n, row in rows(source):
-            problem = source.problem(row, n)
-            problem.id, problem.kind = f"{name}/{problem.id}", name
-            # RLPR has one split for all: a fifth is for testing, three for training, one for nobody.
-            fifth = question_hash(problem) % 5
-            if name != "rlpr" or (fifth == 0 if split == "test" else fifth > 1):
-                problems.append(problem)
+            problem = with_instructions(source.problem(row, n))
+            fifth = zlib.crc32(problem.question.encode()) % 5
+            if name not in SOURCES or (fifth == 0 if split == "test" else fifth > 1):
+                problems.append(replace(problem, id=f"{name}/{problem.id}", kind=name))
             if source.drawn and len(problems) == limit:
                 break
     except (OSError, LookupError, TypeError, ValueError, AttributeError) as e:
-        raise OSError(f"{name}: not all {source.count:,} rows of https://huggingface.co/datasets/"
-                      f"{source.repository} are there, or they have changed: {type(e).__name__}: {e}\n"
+        page = f"https://huggingface.co/datasets/{source.repository}"
+        raise OSError(f"{name}: not all {source.count:,} rows of {page} are there: {type(e).__name__}: {e}\n"
                       "Try again to go on where it stopped. If that page asks to accept terms, do that and "
                       f"set HF_TOKEN. If a file in {DATA}/{source.repository} is damaged, remove it.") from e
-    if name == "math500":
-        problems.sort(key=question_hash)
-        problems = problems[:300] if split == "train" else problems[-100:]
     if not source.drawn:
         random.Random(0).shuffle(problems)
     return problems[:limit]
 
-def question_hash(problem: Problem) -> int:
-    """A number that is equal for equal questions, whatever the order of the rows."""
-    return zlib.crc32(problem.question.encode())
-
 def hub_file(repository: str, file: str) -> str:
     """The path of a data set's file, which is fetched once; $HF_TOKEN opens gated ones."""
-    path = f"{DATA}/{repository}/{file}"
-    if not os.path.exists(path):
-        endpoint = os.environ.get("HF_ENDPOINT") or None
-        folder = f"{DATA}/{repository}"
+    folder, endpoint = f"{DATA}/{repository}", os.environ.get("HF_ENDPOINT") or None
+    if not os.path.exists(f"{folder}/{file}"):
         hf_hub_download(repository, file, repo_type="dataset", local_dir=folder, endpoint=endpoint)
-    return path
+    return f"{folder}/{file}"
 
 def rows_of_file(source: Source):
     """Yield (number, row); a JSONL row knows its own place."""
@@ -1102,89 +1061,66 @@ def rows_of_file(source: Source):
         with open(path, newline="", encoding="utf-8") as file:
             yield from enumerate(csv.DictReader(file))
         return
+    start = 0
     with open(path, "rb") as file:
-        at = 0
         for n, line in enumerate(file):
-            yield n, json.loads(line) | {"place": {"file": source.rows, "at": at}}
-            at += len(line)
+            yield n, json.loads(line) | {"place": {"file": source.rows, "at": start}}
+            start += len(line)
 
 def rows_of_viewer(source: Source):
-    """Yield (number, row), page by page; a page is fetched when its turn comes, and kept in a file."""
-    size = 50 if source.drawn else 100  # 100 is the most there is
-    starts = list(range(0, source.count, size))
+    """Yield (number, row), page by page; a page is fetched when its turn comes, and kept in a file. GET /rows
+    (huggingface.co/docs/dataset-viewer/rows) gives {"rows": [{"row_idx", "row", "truncated_cells"}], …}."""
+    viewer = os.environ.get("HF_ENDPOINT") or "https://datasets-server.huggingface.co"
+    hub = requests.Session()
+    retry = Retry(8, connect=2, backoff_factor=2, status_forcelist=(429, 500, 502, 503, 504))
+    for scheme in ("https://", "http://"):  # A rate limit lasts five minutes.
+        hub.mount(scheme, HTTPAdapter(max_retries=retry))
+    starts = list(range(0, source.count, 100))  # The viewer gives at most 100 rows.
     if source.drawn:
         random.Random(0).shuffle(starts)
     folder = f"{DATA}/{source.repository}/{source.rows}"
     os.makedirs(folder, exist_ok=True)
-    with progress(source.repository, len(starts)) as bar:
-        for start in starts:
-            file = f"{folder}/{start}.json"
-            if not os.path.exists(file):
-                write_json(file, {"rows": fetch_page(source, start, min(size, source.count - start))})
-            yield from enumerate(read_json(file)["rows"], start)
-            bar.update()
-
-def fetch_page(source: Source, start: int, n: int) -> list[dict]:
-    """GET /rows?dataset=&config=&split=&offset=&length= (huggingface.co/docs/dataset-viewer/rows) gives
-    {"rows": [{"row_idx", "row", "truncated_cells"}], "num_rows_total", …}. A rate limit is over in five
-    minutes, and so long it tries again."""
-    hub = requests.Session()
-    retry = Retry(8, connect=2, backoff_factor=2, status_forcelist=(429, 500, 502, 503, 504))
-    for scheme in ("https://", "http://"):
-        hub.mount(scheme, HTTPAdapter(max_retries=retry))
-    token = os.environ.get("HF_TOKEN", "").strip()
-    if not re.fullmatch("[!-~]*", token):  # what a header can hold: requests would print it
-        raise OSError("HF_TOKEN is no token: it has blanks or characters beyond ASCII")
-    viewer = (os.environ.get("HF_ENDPOINT") or "https://datasets-server.huggingface.co").rstrip("/")
-    config, split = source.rows.split("/")
-    asked = {"dataset": source.repository, "config": config, "split": split, "offset": start, "length": n}
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    answer = hub.get(f"{viewer}/rows", params=asked, headers=headers, timeout=60)
-    if not answer.ok:
-        raise OSError(f"{answer.url}: HTTP {answer.status_code} {answer.text[:300]}")
-    page = answer.json()
-    whole = [row["row_idx"] for row in page["rows"] if not row["truncated_cells"]]
-    if whole != list(range(start, start + n)) or page["num_rows_total"] != source.count:
-        raise ValueError(f"{answer.url}: other rows than asked for, or not {source.count:,} in all")
-    return [row["row"] for row in page["rows"]]
-
-TESTS_MAX = 1 << 29  # bytes of one problem's hidden tests, unpacked
+    for start in tqdm(starts, source.repository, disable=None, leave=False):
+        file = f"{folder}/{start}.json"
+        if not os.path.exists(file):
+            config, split = source.rows.split("/")
+            n = min(100, source.count - start)
+            asked = dict(dataset=source.repository, config=config, split=split, offset=start, length=n)
+            answer = hub.get(f"{viewer.rstrip('/')}/rows", params=asked, timeout=60)
+            answer.raise_for_status()
+            rows = answer.json()["rows"]
+            whole = [row["row_idx"] for row in rows if not row["truncated_cells"]]
+            require(whole == [*range(start, start + n)], f"{answer.url}: rows are missing")
+            write_json(file, {"rows": [row["row"] for row in rows]})
+        yield from enumerate(read_json(file)["rows"], start)
 
 def tests_of(problem: Problem) -> list[list[str]]:
-    """A program's tests, [input, output] each, read from where they stand if the problem has only their
-    place."""
+    """A program's tests, [input, output] each, which the problem has, or whose place in a file it has."""
     tests = problem.extra["tests"]
     return stored_tests(problem.id, **tests) if isinstance(tests, dict) else tests
 
-@functools.lru_cache(2)
+@lru_cache(2)
 def stored_tests(id: str, file: str, at: int) -> list[list[str]]:
     """The public and hidden tests of a LiveCodeBench problem. A function's input is its arguments, each a
-    line of JSON. The hidden ones are JSON in a pickle in zlib in base64
-    (lcb_runner/benchmarks/code_generation.py of LiveCodeBench). The pickle is never run: the JSON is cut out
-    of it."""
-    path = hub_file(PROGRAMS.repository, file)
+    line of JSON. The hidden ones are JSON in a pickle in zlib in base64 (lcb_runner/benchmarks/
+    code_generation.py of LiveCodeBench). The pickle is never run: the JSON is cut out of it."""
+    path = hub_file(SOURCES["livecodebench/test"].repository, file)
     try:
         with open(path, "rb") as rows:
             rows.seek(at)
             row = json.loads(rows.readline())
-        if id != f"livecodebench/{row['question_id']}":
-            raise ValueError(f"there stands {row['question_id']}")
+        require(id == f"livecodebench/{row['question_id']}", f"there stands {row['question_id']}")
         hidden = row["private_test_cases"].encode()
         if not hidden.startswith(b"["):
-            unzip = zlib.decompressobj()
-            hidden = unzip.decompress(base64.b64decode(hidden, validate=True), TESTS_MAX)
-            if not unzip.eof:
-                raise ValueError(f"cut off, or more than {TESTS_MAX:,} bytes")
+            hidden = zlib.decompressobj().decompress(base64.b64decode(hidden), 1 << 29)  # 512 MiB at most
             hidden = hidden[hidden.index(b"[{"):hidden.rindex(b"}]") + 2]
         tests = json.loads(row["public_test_cases"]) + json.loads(hidden)
         return [[test["input"], test["output"]] for test in tests]
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, zlib.error) as e:
+    except (LookupError, TypeError, ValueError, RecursionError, zlib.error) as e:
         raise ValueError(f"{path}, byte {at}: no tests of {id} ({type(e).__name__}: {e}); remove the file, "
                          "and it is fetched again") from e
 
 # Your own problems: a JSON object a line
-
-LONGEST_QUESTION = 100_000  # characters
 
 def read_problems(file: str) -> list[Problem]:
     """Read problems from a JSONL file. A line has "question", "answer", "grader", "extra" where the grader
@@ -1194,95 +1130,57 @@ def read_problems(file: str) -> list[Problem]:
 
     ValueError says of every line what is missing or wrong."""
     if not os.path.exists(file):
-        prepared = file in [f"{DATA}/{name}.jsonl" for name in MIXES]
-        example = '{"question": "…", "answer": "…", "grader": "exact"}'
-        remedy = "python eval.py prepare writes it" if prepared else f"write it: a line is {example}"
-        raise FileNotFoundError(f"{file} is missing; {remedy}")
+        raise FileNotFoundError(f"{file} is missing (`python eval.py prepare` writes {DATA}/paper.jsonl)")
     problems, faults = [], []
     with open(file, "rb") as lines:
         for n, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
             try:
-                row = {"id": f"{os.path.basename(file)}/{n}", **json.loads(line)}
-            except (ValueError, TypeError, RecursionError) as e:
-                faults.append(f"{file}, line {n}: no JSON object: {e}")
-                continue
-            if "own" in GRADERS:
-                row.setdefault("grader", "own")
-            wrong = faults_of(row)
-            faults += [f"{file}, line {n}: {fault}" for fault in wrong]
-            if not wrong:
-                problems.append(own_problem(row))
-    if faults or not problems:
-        rest = [f"… and {len(faults) - 20} more"] if len(faults) > 20 else []
-        raise ValueError("\n".join(faults[:20] + rest) or f"{file} is empty")
+                if line.strip():
+                    problems.append(own_problem(line, f"{os.path.basename(file)}/{n}"))
+            except ValueError as e:
+                faults.append(f"{file}, line {n}: {e}")
+    require(problems and not faults, "\n".join(faults[:20]) or f"{file} is empty")
     return problems
 
-def own_problem(row: dict) -> Problem:
-    """The problem of a row without faults, whose question shows its options and says how to answer."""
-    problem = Problem(**row)
-    problem.answer = problem.answer.strip()
-    choices = problem.extra.get("choices", [])
-    shown = all(choice in problem.question for choice in choices)
-    ask = GRADERS[problem.grader].ask
-    if problem.extra.get("function"):
-        ask = f"Write the Python function {problem.extra['function']}. {BLOCK}"
-    problem.question = worded(problem.question, ask, [] if shown else choices)
-    return problem
+def own_problem(line: bytes, id: str) -> Problem:
+    """The problem of a line. ValueError says what is missing or wrong."""
+    try:
+        problem = Problem(**{"id": id, "grader": "own", **json.loads(line)})
+    except (ValueError, TypeError, RecursionError) as e:  # not JSON, or a field is missing or unknown
+        raise ValueError(e) from None
+    for field_name, kind in Problem.__annotations__.items():
+        value = getattr(problem, field_name)
+        require(isinstance(value, kind), f"{field_name} is of another type than {kind.__name__}")
+    known = f"grader has to be one of {', '.join(GRADERS)}; your own: --grader=mine.py:grade"
+    require(problem.grader in GRADERS, known)
+    extra, answer = problem.extra, problem.answer.strip()
+    missing = [f'"{key}": …' for key in GRADERS[problem.grader].extra if key not in extra]
+    require(not missing, f'the grader {problem.grader} needs "extra": {{{", ".join(missing)}}}')
+    require(problem.question.strip(), "question: it has 0 characters")
+    if problem.grader == "code":
+        check_tests(extra["tests"], extra["function"])
+    elif problem.grader == "letter":
+        right = are_texts(extra["choices"]) and answer in [*LETTERS[:len(extra["choices"])]]
+        require(right, f"choices are texts, and the answer is the letter of one, not {answer!r}")
+    elif problem.grader != "unittest":
+        require(answer and "\\boxed" not in answer, f"answer: nothing equals {answer!r}; give it bare")
+    return with_instructions(problem)
 
-def faults_of(row: dict) -> list[str]:
-    """What is missing or wrong in the row of an own problem, a sentence each."""
-    known = Problem.__dataclass_fields__
-    faults = [f"there is no field {key!r}, only {', '.join(known)}" for key in row if key not in known]
-    kinds = dict(question=str, answer=str, id=str, kind=str, level=int, extra=dict)
-    for key, kind in kinds.items():
-        if not isinstance(row.get(key, kind() if key in ("kind", "level", "extra") else None), kind):
-            faults.append(f"{key} is missing, or of another type than {kind.__name__}")
-    if row.get("grader") not in [*GRADERS]:
-        faults.append(f"grader has to be one of {', '.join(GRADERS)}; your own: --grader=mine.py:grade")
-    if row.get("kind") in COLUMNS:
-        faults.append(f"kind: {row['kind']!r} is a column of tables; rename it")
-    if faults:
-        return faults
-    extra, answer = row.get("extra", {}), row["answer"].strip()
-    missing = [f'"{key}": …' for key in GRADERS[row["grader"]].extra if key not in extra]
-    if missing:
-        faults.append(f'the grader {row["grader"]} needs "extra": {{{", ".join(missing)}}}')
-    elif row["grader"] == "code":
-        faults += faults_of_tests(extra["tests"], extra["function"])
-    elif row["grader"] == "letter":
-        choices = extra["choices"]
-        if not are_texts(choices) or not answer or answer not in [*LETTERS[:len(choices)]]:
-            faults.append(f"choices are texts, and the answer is the letter of one, not {answer!r}")
-    elif row["grader"] != "unittest" and (not answer or "\\boxed" in answer):
-        faults.append(f"answer: no response could be {answer!r}; give the bare answer")
-    if not 0 < len(row["question"].strip()) <= LONGEST_QUESTION:
-        faults.append(f"question: it has {len(row['question']):,} characters, not 1 to {LONGEST_QUESTION:,}")
-    if re.search("[\ud800-\udfff]", row["question"] + answer):
-        faults.append("half of a surrogate pair is no text")
-    return faults
-
-def faults_of_tests(tests, function) -> list[str]:
-    """A function's input is a line of JSON for each of its arguments, its output JSON. A file may name a
-    place of LiveCodeBench's tests, as `prepare` does, and no other file."""
-    if isinstance(tests, dict):
-        files = [source.rows for source in SOURCES.values() if source.repository == PROGRAMS.repository]
-        placed = {*tests} == {"file", "at"} and tests["file"] in files and type(tests["at"]) is int
-        return [] if placed else ["tests are a list of pairs of texts, [input, output]"]
-    if not isinstance(tests, list) or not tests or not all(are_texts(t) and len(t) == 2 for t in tests):
-        return ["tests are a list of pairs of texts, [input, output]"]
-    if function is None:
-        silent = not any(expected.strip() for _, expected in tests)
-        return ["the tests expect no output: any program passes"] if silent else []
-    if not isinstance(function, str) or not function.isidentifier():
-        return ["function is a name, or null for a program"]
-    for text in [line for given, expected in tests for line in [*given.rstrip("\n").split("\n"), expected]]:
+def check_tests(tests, function):
+    """ValueError says what is wrong with tests. A function's arguments and result are lines of JSON."""
+    if isinstance(tests, dict) and tests.get("file") in ("test.jsonl", "test6.jsonl"):
+        return  # a place in LiveCodeBench's files, as `prepare` writes it
+    pairs = isinstance(tests, list) and all(are_texts(test) and len(test) == 2 for test in tests)
+    require(tests and pairs, "tests are a list of pairs of texts, [input, output]")
+    is_name = isinstance(function, str) and function.isidentifier()
+    require(is_name or function is None, "function is a name, or null for a program")
+    is_silent = not any(output.strip() for _, output in tests)
+    require(not is_silent, "the tests expect no output: any program passes")
+    for text in "\n".join(itertools.chain(*tests)).split("\n") if function else []:
         try:
             json.loads(text, parse_int=str)  # There may be thousands of digits.
         except ValueError:
-            return [f"a function's arguments, a line each, and its result are JSON, not {text!r:.60}"]
-    return []
+            raise ValueError(f"arguments, a line each, and results are JSON, not {text!r:.60}") from None
 
 def are_texts(value) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
@@ -1297,53 +1195,43 @@ MIXES = {
 CANDIDATES = 600  # problems of each benchmark, at most, among which `prepare` chooses
 
 def prepare(settings):
-    """Write data/paper.jsonl and data/recursion.jsonl: of each benchmark the hardest candidates where levels
+    """Write DATA/paper.jsonl and DATA/recursion.jsonl: of each benchmark the hardest candidates where levels
     are known, else the first; with a pool only such on which its workers differ."""
+    os.makedirs(DATA, exist_ok=True)
+    replay = settings.replay or f"{DATA}/replies"
     pool = []
     if settings.pool:
-        os.makedirs(DATA, exist_ok=True)
-        pool = load_pool(settings.pool, replay=settings.replay or f"{DATA}/replies", budget=settings.budget)
+        pool = load_pool(settings.pool, replay=replay, budget=settings.budget)
         calls = CANDIDATES * len(MIXES["paper"]) * len(pool)
         demand_budget(pool, settings.budget, calls, "asking every worker every candidate")
-    candidates, chosen, second = {}, [], []
-    for name in MIXES["paper"]:  # All are fetched before anybody is asked.
-        source = SOURCES[name, "train"]
-        print(f"{name}: {source.repository}, licence: {source.licence}")
-        candidates[name] = [p for p in load(name, "train", CANDIDATES) if p.grader == "code" or p.answer]
+    chosen, rng = {}, random.Random(0)
     for name, n in MIXES["paper"].items():
-        found = with_spread(name, candidates[name], pool) if pool else candidates[name]
-        hardest = sorted(found, key=lambda problem: -problem.level)  # Equals keep their order.
-        print(f"{name}: {min(n, len(found))} problems taken of {len(found)}, {n} wanted")
-        chosen += hardest[:n]
-    rng = random.Random(0)
-    for name, n in MIXES["recursion"].items():
-        ours = [problem for problem in chosen if problem.kind == name]
-        second += rng.sample(ours, min(n, len(ours)))
-    for name, problems in (("paper", chosen), ("recursion", second)):
-        file = f"{DATA}/{name}.jsonl"
-        lines = [json.dumps(asdict(problem)) + "\n" for problem in interleave(problems, rng)]
+        source = source_of(name, "train")
+        print(f"{name}: {source.repository}, licence: {source.licence}")
+        found = [p for p in load(name, "train", CANDIDATES) if p.grader == "code" or p.answer]
+        if pool:  # Where all workers agree, rewards hardly differ, and a group teaches nothing.
+            asked = ask_each(found, [pool] * len(found), f"prepare {name}", range(len(pool)))
+            broke = pool[0].budget and pool[0].budget.refused
+            require(not broke, "the budget is spent: `prepare` goes on where it stopped with a larger one")
+            verdicts = [{rollout.right for rollout in rollouts} for rollouts in asked]  # None: a lost call
+            print(f"{name}: {verdicts.count({True})} solved by all, {verdicts.count({False})} by none")
+            found = [p for p, verdict in zip(found, verdicts) if verdict == {True, False}]
+        chosen[name] = sorted(found, key=lambda problem: -problem.level)[:n]  # Equals keep their order.
+        print(f"{name}: {len(chosen[name])} problems taken of {len(found)}, {n} wanted")
+    for mix, parts in MIXES.items():
+        problems = []
+        for name, n in parts.items():
+            problems += rng.sample(chosen[name], min(n, len(chosen[name])))
+        file = f"{DATA}/{mix}.jsonl"
         with open(file + ".tmp", "w") as out:
-            out.writelines(lines)
+            out.writelines(json.dumps(asdict(problem)) + "\n" for problem in interleave(problems, rng))
         os.replace(file + ".tmp", file)
         print(f"{file}: {len(problems)} problems")
 
-def with_spread(name: str, problems: list[Problem], pool: list) -> list[Problem]:
-    """The problems that some workers solve alone and others do not. Where all agree, rewards hardly differ,
-    and a group teaches nothing. A problem on which a call was lost is left out."""
-    asked = ask_each(problems, [pool] * len(problems), f"prepare {name}", range(len(pool)))
-    if pool[0].budget and pool[0].budget.refused:
-        raise ValueError("the budget is spent, and nothing was written: `prepare` goes on where it stopped "
-                         "with a larger --budget")
-    verdicts = [{rollout.right for rollout in rollouts} for rollouts in asked]
-    told = [f"all solve {verdicts.count({True})}", f"none solves {verdicts.count({False})}",
-            f"a call was lost on {sum(None in verdict for verdict in verdicts)}"]
-    print(f"{name}: workers differ on {verdicts.count({True, False})} of {len(problems)}; {', '.join(told)}")
-    return [problem for problem, verdict in zip(problems, verdicts) if verdict == {True, False}]
-
-# -----------------------------------------------------------------------------------------------------------
-# Systems: system(problems, pools, name) -> rollouts, one a problem, judged. pools are the problems' workers;
-# name begins the calls' ids, by which --replay knows them, and seeds what is random. Most systems only plan a
-# workflow, which workflow.py runs.
+# ---- Systems -----------------------------------------------------------------------------------------------
+#
+# system(problems, pools, name) -> rollouts, one a problem, judged. pools are the problems' workers; name
+# begins the calls' ids, by which --replay knows them, and seeds what is random.
 
 REFLECT = "Check the last response for mistakes, correct them, and give the whole answer in its final form."
 AGGREGATE = "Compare the responses, decide which is right, and give the whole answer in its final form."
@@ -1357,20 +1245,19 @@ def run_and_judge(rollouts: list[Rollout], name: str, call=call_worker) -> list[
     with progress(name, len(rollouts)) as bar:
         return roll_out(rollouts, failure=grade_once(), call=call, on_end=lambda rollout: bar.update())
 
-def planned(plan):
+def planned(plan, call=call_worker):
     """The system that runs the workflow plan(rollout) on each problem."""
     def system(problems, pools, name):
         rollouts = begin(problems, pools, name)
         for rollout in rollouts:
             rollout.workflow = plan(rollout)
-        return run_and_judge(rollouts, name)
+        return run_and_judge(rollouts, name, call)
     return system
 
 # Workers without a Conductor see the bare question
 
 def ask_bare(rollout: Rollout, i: int, times: int = 1) -> Reply:
-    """Make the call of a step whose worker sees the question alone, and may write so many times its
-    tokens."""
+    """Call a step's worker with the question alone. It may write so many times its tokens."""
     worker = rollout.pool[rollout.workflow.steps[i].worker]
     limits = {key: times * n for key, n in worker.params.items() if key in LIMITS and times > 1}
     return worker.chat([{"role": "user", "content": rollout.question}], call_id(rollout, i), **limits)
@@ -1384,12 +1271,6 @@ def ask_each(problems, pools, name, workers: list[int], times: int = 1) -> list[
     run_and_judge(list(itertools.chain(*groups)), name, partial(ask_bare, times=times))
     return groups
 
-def single(worker: int, times: int = 1):
-    """One call of one worker."""
-    def system(problems, pools, name):
-        return [rollout for [rollout] in ask_each(problems, pools, name, [worker], times)]
-    return system
-
 def vote(rollouts: list[Rollout], chosen: int) -> Rollout:
     """Rollouts of one step each as one that costs what all cost and is lost where a call was. The chosen one
     stands last, and is the answer."""
@@ -1400,30 +1281,26 @@ def vote(rollouts: list[Rollout], chosen: int) -> Rollout:
                    replies=[rollout.replies[0] for rollout in ordered], previous=None,
                    error=errors[0] if errors else None, right=None if errors else ordered[-1].right)
 
-def consensus(worker: int):
-    """That of a worker's five answers with which most of them agree, as the problem's grader sees it."""
+def elect(workers: list[int] | None, likeness=None, dependent: bool = True, times: int = 1):
+    """These workers, or all, answer the bare question. The answer that is most like the others counts, by
+    likeness(problem, one, other), else by the problem's grader; if not dependent (on the question), that of
+    the worker whose answers are so over all questions."""
     def system(problems, pools, name):
-        votes = []
-        for problem, rollouts in zip(problems, ask_each(problems, pools, name, [worker] * 5)):
-            agree = GRADERS[problem.grader].agree
-            agreeing = [sum(agree(problem, one.answer, r.answer) for r in rollouts) for one in rollouts]
-            votes.append(vote(rollouts, agreeing.index(max(agreeing))))
-        return votes
+        groups = ask_each(problems, pools, name, workers or range(len(pools[0])), times)
+        scores = np.zeros((len(groups), len(groups[0])))  # (P, W)
+        for row, problem, rollouts in zip(scores, problems, groups):
+            like = likeness or GRADERS[problem.grader].agree
+            for i, other in itertools.product(range(len(row)), rollouts):
+                row[i] += like(problem, rollouts[i].answer, other.answer)
+        if not dependent:
+            scores[:] = scores.sum(0)
+        return [vote(rollouts, int(row.argmax())) for rollouts, row in zip(groups, scores)]
     return system
 
-def smoothie(problems, pools, name, dependent: bool = True) -> list[Rollout]:
-    """Smoothie (arXiv 2412.04692): all answer, and that worker's answer counts whose answers are most like
-    the others', to this question (sample-dependent) or to all questions (independent). Likeness is the share
-    of words in common; the original's is of sentence embeddings, and over neighbouring questions too."""
-    groups = ask_each(problems, pools, name, range(len(pools[0])))
-    likeness = np.zeros((len(groups), len(pools[0])))  # (P, W)
-    for i, rollouts in enumerate(groups):
-        words = [set(re.findall(r"\w+", rollout.answer.casefold())) for rollout in rollouts]
-        for k, mine in enumerate(words):
-            likeness[i, k] = sum(len(mine & other) / max(len(mine | other), 1) for other in words)
-    if not dependent:
-        likeness[:] = likeness.sum(0)
-    return [vote(rollouts, int(row.argmax())) for rollouts, row in zip(groups, likeness)]
+def common_words(problem: Problem, one: str, other: str) -> float:
+    """Smoothie (arXiv 2412.04692) compares sentence embeddings instead, over neighbouring questions too."""
+    first, second = (set(re.findall(r"\w+", answer.casefold())) for answer in (one, other))
+    return len(first & second) / max(len(first | second), 1)
 
 # Workflows that nobody has learned
 
@@ -1438,19 +1315,16 @@ def propose_and_aggregate(rollout: Rollout) -> Workflow:
     aggregator = random.Random(rollout.name).choice(everyone)
     return Workflow([*(Step(i, SOLVE_IT, []) for i in everyone), Step(aggregator, AGGREGATE, everyone)])
 
-OTHER_PHRASES = (SOLVE_IT, "Plan how to solve it.", "Check the last response.", "Improve the last response.",
-                 "Give the whole answer.")  # for problems that are not of the laptop world
-
 def phrases_for(problem: Problem) -> tuple:
     """The subtasks of random workflows for a problem."""
-    return PHRASES if problem.id.startswith("laptop/") else OTHER_PHRASES
+    others = (SOLVE_IT, "Plan how to solve it.", REFLECT, AGGREGATE)
+    return PHRASES if problem.id.startswith("laptop/") else others
 
 def random_workflow(rng: random.Random, workers: list[int], max_steps: int = 5, phrases=PHRASES) -> Workflow:
     """1 to max_steps steps, short workflows more often; each a random worker, a random phrase, and nine times
     in ten all that came before. A tiny Conductor's warm start is made of such workflows."""
-    n_steps = min(rng.randint(1, max_steps), rng.randint(1, max_steps))
     steps = []
-    for i in range(n_steps):
+    for i in range(min(rng.randint(1, max_steps), rng.randint(1, max_steps))):
         worker = rng.choice(workers)
         subtask = rng.choice(phrases)
         steps.append(Step(worker, subtask, list(range(i)) if rng.random() < 0.9 else []))
@@ -1463,39 +1337,34 @@ def plan_at_random(rollout: Rollout) -> Workflow:
 def baselines(problems: list[Problem], pool: list) -> dict[str, list[Rollout]]:
     """Rollouts of every single worker, and of random workflows."""
     pools = [pool] * len(problems)
-    groups = ask_each(problems, pools, "workers", range(len(pool)))
-    singles = {worker.name: [group[k] for group in groups] for k, worker in enumerate(pool)}
-    return {**singles, "random workflows": planned(plan_at_random)(problems, pools, "random")}
+    by_worker = zip(*ask_each(problems, pools, "workers", range(len(pool))))
+    singles = {worker.name: list(rollouts) for worker, rollouts in zip(pool, by_worker)}
+    return singles | {"random workflows": planned(plan_at_random)(problems, pools, "random")}
 
-# The Conductor, and edits of what it wrote, which take something away from it
+# The Conductor
 
 def conductor(write, prompting: Prompting, rounds: int = 0, edit=None, tries: int = 1, subset: int = 0):
     """The system of a Conductor that writes by `write` (workflow.py). rounds: §3.2. edit(workflow) ->
-    workflow. subset: each problem has its own workers, so many, who can solve it (laptop world)."""
+    workflow takes something away. subset: each problem has its own workers, so many, who can solve it."""
     def system(problems, pools, name):
         rollouts = begin(problems, pools, name)
         rng = random.Random(0)
         for rollout in rollouts if subset else []:
             rollout.workers = draw_subset(rollout.problem, rollout.pool, subset, rng)
         with progress(name, len(rollouts)) as bar:
-            def on_end(rollout):
-                bar.update(rollout.number == 0 and rollout.previous is None)
-            return conduct(write, rollouts, rounds, prompting=prompting, tries=tries, failure=grade_once(),
-                           edit=edit, on_end=on_end)
+            return conduct(write, rollouts, rounds, prompting, tries, failure=grade_once(), edit=edit,
+                           on_end=lambda rollout: bar.update(rollout.previous is None and not rollout.number))
     return system
 
 def draw_subset(problem: Problem, pool: list, k: int, rng: random.Random) -> list[int]:
     """The numbers of k local specialists by chance, among whom are some who can solve a laptop problem."""
     teams = itertools.combinations(range(len(pool)), min(k, len(pool)))
     able = [team for team in teams if best_chance(problem.kind, [pool[i].name for i in team])]
-    if not able:
-        raise ValueError(f"no {k} of {', '.join(w.name for w in pool)} can solve {problem.question!r}")
+    require(able, f"no {k} of {', '.join(worker.name for worker in pool)} can solve {problem.question!r}")
     return list(rng.choice(able))
 
-def change_steps(workflow: Workflow, **changes) -> Workflow:
-    return Workflow([replace(step, **changes) for step in workflow.steps])
-
-# Systems that learn from their rewards on lessons, which are train problems
+# Systems that learn from lessons, which are train problems. All ask under one name: what is asked again is in
+# the replay file.
 
 CALL_COST = 0.02  # where a right answer is worth 1
 
@@ -1504,89 +1373,81 @@ def rewards(rollouts: list[Rollout]) -> np.ndarray:
     right = np.array([rollout.right for rollout in rollouts], float)
     return right - CALL_COST * np.array([rollout.calls for rollout in rollouts])
 
-def lesson(problem: Problem, setup, workflow=None) -> Rollout:
-    """A rollout whose calls are named alike in all lessons: what is asked again is in the replay file."""
-    return Rollout(problem.question, setup.pool, problem=problem, name="lesson", workflow=workflow)
-
-def trigrams(question: str) -> torch.Tensor:
-    """How often each trigram stands in a question, hashed: (4096)."""
-    found = [question[i:i + 3].casefold() for i in range(len(question) - 2)]
-    places = torch.tensor([zlib.crc32(trigram.encode()) % 4096 for trigram in found], dtype=torch.int64)
-    counts = places.bincount(minlength=4096).float()
-    return counts / counts.norm().clamp(min=1)
+def trigrams(questions: list[str]) -> torch.Tensor:
+    """How often each trigram stands in each question, hashed and normalized: (Q, 4096)."""
+    counts = torch.zeros(len(questions), 4096)
+    for row, question in zip(counts, questions):
+        for i in range(len(question) - 2):
+            trigram = question[i:i + 3].casefold()
+            row[zlib.crc32(trigram.encode()) % 4096] += 1
+    return torch.nn.functional.normalize(counts)
 
 def router(setup):
     """The worker who is likeliest right, by a logistic regression on trigrams. RouterDC (NeurIPS 2024) learns
     from each worker's success too, but by a fine-tuned encoder and contrastive losses."""
     asked = ask_each(setup.lessons, [setup.pool] * len(setup.lessons), "lesson", range(len(setup.pool)))
-    right = [[math.nan if r.right is None else float(r.right) for r in row] for row in asked]
-    right = torch.tensor(right)  # (P, W)
-    x = torch.stack([trigrams(problem.question) for problem in setup.lessons])  # (P, 4096)
+    right = np.array([[rollout.right for rollout in row] for row in asked], np.float32)
+    right = torch.from_numpy(right)  # (P, W), nan where a call was lost
+    known = ~right.isnan()
+    x = trigrams([problem.question for problem in setup.lessons])  # (P, 4096)
     weights = torch.zeros(4096, len(setup.pool), requires_grad=True)
     optimizer = torch.optim.Adam([weights], lr=0.1, weight_decay=1e-4)
     for _ in range(300):
         optimizer.zero_grad()
-        known = ~right.isnan()
         torch.nn.functional.binary_cross_entropy_with_logits((x @ weights)[known], right[known]).backward()
         optimizer.step()
 
-    def system(problems, pools, name):
-        rollouts = begin(problems, pools, name)
-        for rollout in rollouts:
-            best = int((trigrams(rollout.question) @ weights).argmax())
-            rollout.workflow = Workflow([Step(best, rollout.question, [])])
-        return run_and_judge(rollouts, name, ask_bare)
-    return system
+    def plan(rollout):
+        best = int((trigrams([rollout.question]) @ weights).argmax())
+        return Workflow([Step(best, rollout.question, [])])
+    return planned(plan, ask_bare)
 
-MODES = ("single", "chain", "reflection", "debate")
-AGENTS = 5  # at most; in all modes but "single" there are two or more
+AGENTS = 5  # at most
+SHAPES = [[(SOLVE_IT, [])]]  # (subtask, access) of each agent
+for n in range(2, AGENTS + 1):
+    before = [list(range(i)) for i in range(n)]
+    SHAPES.append([(SOLVE_IT, seen[-1:]) for seen in before])  # a chain
+    SHAPES.append([(REFLECT if seen else SOLVE_IT, seen) for seen in before])  # reflection
+    SHAPES.append([(SOLVE_IT, [])] * (n - 1) + [(AGGREGATE, before[-1])])  # a debate
 TRIES = 8  # designs of each lesson at a time
 
 def masrouter(setup):
-    """MasRouter (arXiv 2502.11133) in small: a mode of collaboration, the number of agents and their workers,
-    each linear in the question's trigrams, by policy gradient on the reward. The original encodes the
-    question with a language model, infers the mode through a latent variable, gives each agent a role, and
-    makes each choice in view of those before. Here calls cost instead of tokens, and entropy is rewarded."""
+    """MasRouter (arXiv 2502.11133) in small: a shape of collaboration and each agent's worker, linear in the
+    question's trigrams, by policy gradient. The original encodes the question with a language model, gives
+    agents roles, makes each choice in view of those before, and counts tokens instead of calls."""
     rng = random.Random(setup.seed)
     torch.manual_seed(setup.seed)
-    sizes = [len(MODES), AGENTS - 1] + [len(setup.pool)] * AGENTS
+    sizes = [len(SHAPES)] + [len(setup.pool)] * AGENTS
+    n_agents = torch.tensor([len(shape) for shape in SHAPES])
     weights = torch.zeros(4096, sum(sizes), requires_grad=True)
     optimizer = torch.optim.Adam([weights], lr=0.05)
+
+    def build(choices):
+        agents = zip(choices[1:], SHAPES[choices[0]])
+        return Workflow([Step(worker, subtask, access) for worker, (subtask, access) in agents])
+
     for _ in tqdm(range(setup.effort * 5), "masrouter learns", disable=None):
         batch = rng.sample(setup.lessons, min(32, len(setup.lessons)))
-        x = torch.stack([trigrams(problem.question) for problem in batch])  # (B, 4096)
-        heads = [torch.distributions.Categorical(logits=scores) for scores in (x @ weights).split(sizes, -1)]
-        choices = [head.sample([TRIES]) for head in heads]  # 7 of (T, B)
-        designs = torch.stack(choices, -1)  # (T, B, 7)
-        logp = torch.stack([head.log_prob(choice) for head, choice in zip(heads, choices)], -1)  # (T, B, 7)
-        pairs = zip(batch * TRIES, designs.flatten(0, 1).tolist())
-        rollouts = [lesson(problem, setup, collaboration(design)) for problem, design in pairs]
+        scores = trigrams([problem.question for problem in batch]) @ weights
+        heads = [torch.distributions.Categorical(logits=part) for part in scores.split(sizes, -1)]
+        choices = torch.stack([head.sample([TRIES]) for head in heads])  # (6, T, B)
+        rollouts = begin(batch * TRIES, [setup.pool] * len(batch) * TRIES, "lesson")
+        for rollout, choice in zip(rollouts, choices.flatten(1).T.tolist()):
+            rollout.workflow = build(choice)
         value = torch.tensor(rewards(roll_out(rollouts, failure=grade_once()))).view(TRIES, -1)  # (T, B)
         advantage = (value - value.nanmean(0)).nan_to_num()
-        agents = torch.where(designs[..., 0] == 0, 1, designs[..., 1] + 2)  # (T, B)
-        used = torch.stack([agents > 0, agents > 1, *(agents > i for i in range(AGENTS))], -1)  # (T, B, 7)
+        used = n_agents[choices[0]] > torch.tensor([0, *range(AGENTS)])[:, None, None]  # (6, T, B)
+        logp = torch.stack([head.log_prob(choice) for head, choice in zip(heads, choices)])  # (6, T, B)
         entropy = torch.stack([head.entropy() for head in heads]).mean()
         optimizer.zero_grad()
-        (-(advantage[..., None] * logp * used).mean() - 0.02 * entropy).backward()
+        loss = -(advantage * logp * used).mean() - 0.02 * entropy
+        loss.backward()
         optimizer.step()
 
     def plan(rollout):
-        heads = (trigrams(rollout.question) @ weights).split(sizes)
-        return collaboration([int(scores.argmax()) for scores in heads])
+        scores = trigrams([rollout.question])[0] @ weights
+        return build([int(part.argmax()) for part in scores.split(sizes)])
     return planned(plan)
-
-def collaboration(design: list[int]) -> Workflow:
-    """The workflow of a mode, a number of agents and five workers."""
-    mode = MODES[design[0]]
-    n = 1 if mode == "single" else design[1] + 2
-    steps = [Step(worker, SOLVE_IT, []) for worker in design[2:2 + n]]
-    for i in range(1, n):
-        if mode == "chain":
-            steps[i].access = [i - 1]
-        elif mode == "reflection" or i == n - 1:
-            steps[i].subtask = REFLECT if mode == "reflection" else AGGREGATE
-            steps[i].access = list(range(i))
-    return Workflow(steps)
 
 ROLES = {"thinker": "Solve what comes first, and say how to go on from there.", "worker": SOLVE_IT,
          "verifier": "Check the last response. Say ACCEPT if it is right and whole, else what is wrong."}
@@ -1595,76 +1456,77 @@ POPULATION = 32
 
 def trinity(setup):
     """TRINITY (arXiv 2512.04695) in small: turn by turn a linear head on a small model's hidden state picks a
-    worker and its role, and is evolved on the reward. In the original the model has 0.6 B parameters, of
-    whose singular values some evolve too, by a separable CMA-ES, and all turns are read. Here the head acts
-    on 24 principal components, model and workers read the newest turn alone, calls cost, and the evolution
-    has a fixed step."""
+    worker and its role, and is evolved on the reward. The original's model has 0.6 B parameters, some evolved
+    too, by a separable CMA-ES, and all turns are read. Here the head sees 24 principal components, model and
+    workers see the newest turn alone, and calls cost."""
     rng = random.Random(setup.seed)
     model, tokenizer, _ = load_conductor(setup.trinity)
 
-    @functools.lru_cache(100_000)
+    @lru_cache(100_000)
     def state_of(text):
-        """The last hidden state at the last token but one of a prompt, and a 1 for a bias: (C + 1)."""
         ids = tokenizer.chat([{"role": "system", "content": ""}, {"role": "user", "content": text}])
         ids = torch.tensor([ids[-model.config.max_position_embeddings:]], device=model.device)
         with torch.no_grad():
-            hidden = model(ids, head=lambda x: x[0, -2])  # (C)
-        return np.append(hidden.float().cpu().numpy(), np.float32(1))
-
-    def take_turns(rollouts, heads):
-        """Up to five turns, each a round (§3.2) of one step, until a verifier accepts. The answer is the last
-        response in the role worker. heads: (C + 1, W + 3) for each rollout."""
-        turns = [[] for _ in rollouts]
-        roles = [[] for _ in rollouts]
-        going = range(len(rollouts))
-        for _ in range(5):
-            for i in going:
-                newest = turns[i][-1] if turns[i] else None
-                text = rollouts[i].question + (f"\n{roles[i][-1]}: {newest.answer}" if newest else "")
-                scores = state_of(text) @ heads[i]  # (W + 3)
-                worker = int(scores[:-len(ROLES)].argmax())
-                roles[i].append([*ROLES][scores[-len(ROLES):].argmax()])
-                step = Step(worker, ROLES[roles[i][-1]], [], wrote_all=True)
-                turns[i].append(replace(rollouts[i], previous=newest, workflow=Workflow([step])))
-            roll_out([turns[i][-1] for i in going], failure=grade_once())
-            going = [i for i in going if not turns[i][-1].error
-                     and not (roles[i][-1] == "verifier" and ACCEPTS.search(turns[i][-1].answer))]
-        votes = []
-        for row, names in zip(turns, roles):
-            by_worker = [j for j, role in enumerate(names) if role == "worker"]
-            votes.append(vote(row, by_worker[-1] if by_worker else len(row) - 1))
-        return votes
+            hidden = model(ids, head=lambda x: x[0, -2])  # (C), at the last token but one
+        return hidden.float().cpu().numpy()
 
     texts = [problem.question for problem in setup.lessons]
     for row in ask_each(setup.lessons, [setup.pool] * len(setup.lessons), "lesson", range(len(setup.pool))):
         texts += [f"{r.question}\n{rng.choice([*ROLES])}: {r.answer}" for r in row]
-    states = np.stack([state_of(text) for text in texts])  # (N, C + 1)
-    usual = states.mean(0)[:-1]  # (C)
-    _, scale, axes = np.linalg.svd(states[:, :-1] - usual, full_matrices=False)
-    axes = (axes.T / (scale + 1e-3 * scale[0]) * math.sqrt(len(states)))[:, :24]  # to variances of 1
-    axes = np.vstack([axes, -usual @ axes])  # (C + 1, c): and to means of 0
-    axes = np.column_stack([axes, np.eye(len(axes))[-1]])  # (C + 1, c + 1): and a bias
-    mean = np.zeros((axes.shape[1], len(setup.pool) + len(ROLES)))  # (c + 1, W + 3)
+    states = np.stack([state_of(text) for text in texts])  # (N, C)
+    center = states.mean(0)
+    _, scale, axes = np.linalg.svd(states - center, full_matrices=False)
+    deviations = (scale + 1e-3 * scale[0]) / math.sqrt(len(states))
+    axes = (axes.T / deviations)[:, :24]  # (C, 24), to variances of 1
+
+    def take_turns(rollouts, heads):
+        """Play up to five rounds (§3.2) of one step, until a verifier accepts. The last response in the role
+        worker counts. heads: by a rollout's number, (25, W + 3)."""
+        def write(rollouts):
+            for rollout in rollouts:
+                last = rollout.previous
+                text = rollout.question + (f"\n{last.written}: {last.answer}" if last else "")
+                features = np.append((state_of(text) - center) @ axes, 1.0)  # (25), with a bias
+                for_worker, for_role = np.split(features @ heads[rollout.number], [-len(ROLES)])
+                rollout.written = [*ROLES][for_role.argmax()]
+                step = Step(int(for_worker.argmax()), ROLES[rollout.written], [], wrote_all=True)
+                accepted = last and last.written == "verifier" and ACCEPTS.search(last.answer)
+                rollout.workflow = Workflow([] if accepted else [step])
+                yield rollout
+
+        votes = []
+        for rollout in conduct(write, rollouts, rounds=4, tries=1, failure=grade_once(),
+                               call=lambda rollout, i: call_worker(replace(rollout, number=0), i)):
+            turns = [turn for turn in rollout.rounds() if turn.workflow.steps]
+            by_worker = [i for i, turn in enumerate(turns) if turn.written == "worker"]
+            votes.append(vote(turns, [len(turns) - 1, *by_worker][-1]))
+        return votes
+
+    head = np.zeros((axes.shape[1] + 1, len(setup.pool) + len(ROLES)))  # (25, W + 3)
     noise = np.random.default_rng(setup.seed)
     for _ in tqdm(range(setup.effort), "trinity evolves", disable=None):
         batch = rng.sample(setup.lessons, min(32, len(setup.lessons)))
-        steps = noise.standard_normal((POPULATION, *mean.shape))
-        rollouts = [lesson(problem, setup) for problem in batch for _ in steps]
-        found = rewards(take_turns(rollouts, [*(axes @ (mean + steps))] * len(batch)))
-        order = np.nan_to_num(found).reshape(len(batch), -1).mean(0).argsort()
-        mean += steps[order[-POPULATION // 4:]].mean(0)  # The larger it grows, the less a step turns it.
-    head = axes @ mean  # (C + 1, W + 3)
-    return lambda problems, pools, name: take_turns(begin(problems, pools, name), [head] * len(problems))
+        steps = noise.standard_normal((POPULATION, *head.shape))
+        rollouts = begin(batch, [setup.pool] * len(batch), "lesson")
+        rollouts = [replace(rollout, number=k) for k in range(POPULATION) for rollout in rollouts]
+        found = rewards(take_turns(rollouts, head + steps)).reshape(POPULATION, -1)
+        order = np.nan_to_num(found).mean(1).argsort()
+        head += steps[order[-POPULATION // 4:]].mean(0)  # The larger it grows, the less a step turns it.
+    return lambda problems, pools, name: take_turns(begin(problems, pools, name), [head])
 
 # The table: make(setup) -> system
 
 class System(NamedTuple):
-    make: Callable  # of a Setup
-    needs: str = ""  # "worker": each worker of the pool plays in turn, or that of NAME:WORKER
+    make: Callable  # of the settings, with `pool`, `worker` (its number) and `lessons`
+    needs: str = ""  # "worker": the pool's workers play in turn
     calls: float = 1  # a question, about; 0: one of each worker
-    lessons: int = 0  # calls to learn, about
+    lessons: int = 0  # calls to learn, about, if none is made twice
 
-def from_checkpoint(setup, edit=None):
+def from_checkpoint(setup, **changes):
+    """The Conductor, each of whose steps is changed."""
+    def edit(workflow):
+        return Workflow([replace(step, **changes) for step in workflow.steps])
+
     model, tokenizer, prompting = load_conductor(setup.checkpoint)
     prompting = replace(prompting, prompt=setup.prompt or prompting.prompt)
     write = model_writer(model, tokenizer, prompting, temperature=0.0)
@@ -1675,32 +1537,29 @@ def in_the_seat(setup):
     prompting = Prompting(prompt=setup.prompt or Prompting.prompt)
     return conductor(worker_writer(setup.pool[setup.worker], prompting), prompting, setup.rounds, tries=10)
 
-def edited(**changes):
-    return lambda setup: from_checkpoint(setup, partial(change_steps, **changes))
-
 SYSTEMS = {
     "conductor": System(from_checkpoint, "checkpoint", 3),
-    "no-subtasks": System(edited(subtask=SOLVE_IT), "checkpoint", 3),  # App. B.7
-    "no-access": System(edited(access=[], wrote_all=False), "checkpoint", 3),
-    "one-worker": System(lambda setup: edited(worker=setup.worker)(setup), "checkpoint, worker", 3),
+    "no-subtasks": System(partial(from_checkpoint, subtask=SOLVE_IT), "checkpoint", 3),  # App. B.7
+    "no-access": System(partial(from_checkpoint, access=[], wrote_all=False), "checkpoint", 3),
+    "one-worker": System(lambda setup: from_checkpoint(setup, worker=setup.worker), "checkpoint, worker", 3),
     "seat": System(in_the_seat, "worker", 4),
-    "workers": System(lambda setup: single(setup.worker), "worker"),
-    "context": System(lambda setup: single(setup.worker, times=5), "worker"),  # five times the tokens
-    "consensus": System(lambda setup: consensus(setup.worker), "worker", 5),
+    "workers": System(lambda setup: elect([setup.worker]), "worker"),
+    "context": System(lambda setup: elect([setup.worker], times=5), "worker"),  # five times the tokens
+    "consensus": System(lambda setup: elect([setup.worker] * 5), "worker", 5),
     "reflect": System(lambda setup: reflect(setup.worker), "worker", 5),
     "random": System(lambda setup: planned(plan_at_random), calls=2.2),
     "moa": System(lambda setup: planned(propose_and_aggregate), calls=0),
-    "smoothie": System(lambda setup: smoothie, calls=0),
-    "smoothie-independent": System(lambda setup: partial(smoothie, dependent=False), calls=0),
+    "smoothie": System(lambda setup: elect(None, common_words), calls=0),
+    "smoothie-independent": System(lambda setup: elect(None, common_words, dependent=False), calls=0),
     "router": System(router, "lessons", 1, 2_000),
-    "masrouter": System(masrouter, "lessons", 2, 20_000),
+    "masrouter": System(masrouter, "lessons", 2, 15_000),
     "trinity": System(trinity, "lessons, trinity", 3, 40_000),
 }
 
 # ---- Measure, and tables -----------------------------------------------------------------------------------
 
 COLUMNS = {  # of a row, with the digits behind the point; a row's other keys are kinds
-    "accuracy": 1, "±": 1, "lost": 0, "calls": 2, "steps": 2, "tokens": 0, "dollars": 5, "dollars/right": 5,
+    "accuracy": 1, "±": 1, "lost": 0, "calls": 2, "tokens": 0, "dollars": 5, "dollars/right": 5,
     "calls to learn": 0}
 STUDENT = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 7: 2.365, 9: 2.262, 14: 2.145, 29: 2.045,
            99: 1.984}
@@ -1708,8 +1567,8 @@ STUDENT = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 7: 2.365, 9: 2.262,
 def measure(repeats: list[list[Rollout]]) -> dict:
     """What a system's rollouts [repeat][problem] come to, as one flat row: the share of right answers; ± its
     95 % interval, over repeats, or over problems where there is one repeat; how many were lost; the mean
-    calls, steps of the last round, tokens and dollars (None: unknown) of the others, and what a right answer
-    costs; the share of right answers by kind. What a Conductor costs itself is in none."""
+    calls, tokens and dollars (None: unknown) of the others, and what a right answer costs; the share of right
+    answers by kind. What a Conductor costs itself is in none."""
     judged = [[rollout for rollout in rollouts if rollout.right is not None] for rollouts in repeats]
     shares = [mean([rollout.right for rollout in rollouts]) for rollouts in judged if rollouts]
     known = list(itertools.chain(*judged))
@@ -1721,7 +1580,6 @@ def measure(repeats: list[list[Rollout]]) -> dict:
            "±": interval(shares if len(repeats) > 1 else [*right, 0, 0, 1, 1]) if known else None,
            "lost": sum(map(len, repeats)) - len(known),
            "calls": mean([rollout.calls for rollout in known]),
-           "steps": mean([len(rollout.workflow.steps) if rollout.workflow else 0 for rollout in known]),
            "tokens": mean([rollout.tokens_used for rollout in known]),
            "dollars": mean(costs) if priced else None,
            "dollars/right": sum(costs) / sum(right) if priced and any(right) else None}
@@ -1737,13 +1595,7 @@ def interval(values: list[float]) -> float | None:
     if len(values) < 2:
         return None
     t = [t for freedom, t in STUDENT.items() if freedom < len(values)][-1]
-    return t * statistics.stdev(values) / math.sqrt(len(values))
-
-def best_single(rows: dict[str, dict], names: list[str]) -> dict[str, dict]:
-    """What the best single worker got and cost on the same questions, chosen in hindsight."""
-    known = [name for name in names if name in rows and rows[name]["accuracy"] is not None]
-    best = max(known, key=lambda name: rows[name]["accuracy"], default="")
-    return {f"best single worker: {best}": rows[best]} if best else {}
+    return t * float(np.std(values, ddof=1)) / math.sqrt(len(values))
 
 def table(rows: dict[str, dict], title: str = "") -> str:
     """Rows of `measure` under their heads, accuracies in %; "?" is unknown, a blank not there."""
@@ -1751,21 +1603,16 @@ def table(rows: dict[str, dict], title: str = "") -> str:
     heads = [head for head in COLUMNS if head in present] + [key for key in present if key not in COLUMNS]
     lines = [[title, *heads]]
     for name, row in rows.items():
-        cells = [name]
+        lines.append([name])
         for head in heads:
-            value = row.get(head)
+            value = row.get(head, "")
             if isinstance(value, (int, float)):
-                percent = head in ("accuracy", "±") or head not in COLUMNS
-                cells.append(f"{100 * value if percent else value:.{COLUMNS.get(head, 1)}f}")
-            else:
-                cells.append("?" if head in row else "")
-        lines.append(cells)
+                scale = 1 if head in COLUMNS and head not in ("accuracy", "±") else 100
+                value = f"{scale * value:.{COLUMNS.get(head, 1)}f}"
+            lines[-1].append("?" if value is None else value)
     widths = [max(map(len, column)) for column in zip(*lines)]
-    texts = []
-    for name, *cells in lines:
-        columns = [f"{name:<{widths[0]}}", *map(str.rjust, cells, widths[1:])]
-        texts.append("  ".join(columns).rstrip())
-    return "\n".join(texts)
+    texts = ["  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]) for name, *cells in lines]
+    return "\n".join(map(str.rstrip, texts))
 
 def paper_rows(benchmark: str) -> dict[str, dict]:
     """The paper's numbers about a benchmark, or the "average" of four: other questions and other models."""
@@ -1780,14 +1627,15 @@ def paper_rows(benchmark: str) -> dict[str, dict]:
 def average(files: list[str]) -> dict[str, dict]:
     """Each system's mean row over what several seeds wrote with --out; ± is over these."""
     runs = [read_json(file) for file in files]
+    shared = [name for run in runs[:1] for name in run if all(name in other for other in runs)]
+    enough = len(runs) > 1 and shared
+    require(enough, "an average takes two or more files of the same systems: eval.py average FILE FILE")
     rows = {}
-    for name in [name for name in runs[0] if all(name in run for run in runs)] if len(runs) > 1 else []:
+    for name in shared:
         found = [run[name] for run in runs]
-        rows[name] = {key: mean([row[key] for row in found]) for key in found[0]
-                      if all(row.get(key) is not None for row in found)}
+        keys = [key for key in found[0] if all(row.get(key) is not None for row in found)]
+        rows[name] = {key: mean([row[key] for row in found]) for key in keys}
         rows[name]["±"] = interval([row["accuracy"] for row in found])
-    if not rows:
-        raise ValueError("an average takes two or more files of the same systems: eval.py average FILE FILE")
     return rows
 
 def progress(what: str, total: int) -> tqdm:
@@ -1799,7 +1647,8 @@ def progress(what: str, total: int) -> tqdm:
 
 @dataclass
 class Settings:
-    systems: str = "conductor,workers,random"  # of SYSTEMS, NAME:WORKER for one worker
+    systems: str = "conductor,workers,random"  # of SYSTEMS
+    worker: str = ""  # the one that plays in systems of one worker; "": each in turn
     benchmarks: str = "laptop"  # math500, mmlu, rlpr, livecodebench, aime25, bigcodebench, gpqa, FILE.jsonl
     checkpoint: str = os.path.join(ASSETS, "laptop")  # the Conductor
     pool: str = ""  # "": that of the Conductor's training if it is local; `prepare` then asks nobody
@@ -1818,92 +1667,74 @@ class Settings:
     replay: str = ""  # a file that keeps the replies: what is started again pays for nothing twice
     out: str = ""  # a file for the numbers, as JSON; FILE.jsonl gets the traces, for workflow.py show
 
-def chosen_systems(settings, names: list[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """(system, worker or "") of what --systems says, and what is wrong with it."""
-    chosen, faults = [], []
-    for word in filter(None, map(str.strip, settings.systems.split(","))):
-        name, _, who = word.partition(":")
-        by_worker = name in SYSTEMS and "worker" in SYSTEMS[name].needs
-        if name not in SYSTEMS:
-            near = difflib.get_close_matches(name, SYSTEMS, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            faults.append(f"--systems={word}: {hint}there are {', '.join(SYSTEMS)}")
-        elif who and not (by_worker and who in names):
-            known = ", ".join(names)
-            faults.append(f"--systems={word}: {name} takes no worker, or the pool has only {known}")
-        else:
-            chosen += [(name, player) for player in ([who] if who else names if by_worker else [""])]
-    return list(dict.fromkeys(chosen)), faults
-
 LESSONS = 256  # train problems that a learned system learns from
 
 def compare_systems(settings: Settings):
-    """Measure every chosen system on every benchmark, and print the tables. What is wrong is said at once,
-    before anybody is asked."""
-    faults, names, tests, lessons = [], [], {}, {}
-    needs = " ".join(SYSTEMS[word.split(":")[0]].needs for word in settings.systems.split(",")
-                     if word.split(":")[0] in SYSTEMS)
-    try:
-        spec = settings.pool or "local"
-        if "checkpoint" in needs:
-            spec = choose_pool(settings.checkpoint, settings.pool)
-        pool = load_pool(spec, replay=settings.replay, budget=settings.budget)
-        names = [worker.name for worker in pool]
-    except (ValueError, OSError) as e:
-        faults.append(str(e))
-    chosen, wrong = chosen_systems(settings, names)
-    faults += wrong if names else []
-    if min(settings.limit, settings.repeats) < 1:
-        faults.append("--limit and --repeats are from 1 on")
+    """Measure every chosen system on every benchmark, and print the tables."""
+    names = [name.strip() for name in settings.systems.split(",")]
+    unknown = ", ".join(name for name in names if name not in SYSTEMS)
+    require(not unknown, f"--systems: there is no {unknown}, only {', '.join(SYSTEMS)}")
+    require(settings.limit > 0 and settings.repeats > 0, "--limit and --repeats are from 1 on")
+    needs = " ".join(SYSTEMS[name].needs for name in names)
+    spec = settings.pool or "local"
+    if "checkpoint" in needs:
+        spec = choose_pool(settings.checkpoint, settings.pool)
+    pool = load_pool(spec, replay=settings.replay, budget=settings.budget)
+    workers = [worker.name for worker in pool]
+    players = [i for i, worker in enumerate(workers) if settings.worker in ("", worker)]
+    require(players, f"--worker={settings.worker}: the pool has only {', '.join(workers)}")
+    chosen = {}  # what a table calls it: (system, the number of its worker)
+    for name in names:
+        by_worker = "worker" in SYSTEMS[name].needs
+        for number in players if by_worker else [0]:
+            chosen[f"{name} {workers[number]}" if by_worker else name] = SYSTEMS[name], number
+    tests, lessons = {}, {}
     for data in settings.benchmarks.split(","):
-        try:
-            tests[data] = load(data, "test", settings.limit)
-            lessons[data] = load(settings.lessons or data, "train", LESSONS) if "lessons" in needs else []
-        except (ValueError, OSError) as e:
-            faults.append(str(e))
-    if settings.subset and (settings.benchmarks not in LAPTOP or spec not in LOCAL):
-        faults.append("--subset is for --benchmarks=laptop and local pools, whose skills are known")
-    if any(problem.grader in ("code", "unittest") for problems in tests.values() for problem in problems):
-        faults.append(check_sandbox())
-    if any(faults):
-        raise ValueError("\n".join(filter(None, faults)))
-    calls = sum(len(problems) * settings.repeats * (SYSTEMS[name].calls or len(pool)) + SYSTEMS[name].lessons
-                for problems in tests.values() for name, _ in chosen)
-    demand_budget(pool, settings.budget, round(calls), "this evaluation")
+        tests[data] = load(data, "test", settings.limit)
+        lessons[data] = load(settings.lessons or data, "train", LESSONS) if "lessons" in needs else []
+    is_local = spec in LOCAL and settings.benchmarks in LAPTOP
+    require(is_local or not settings.subset, "--subset is for the laptop world, where skills are known")
+    if any(problem.grader in ("code", "unittest") for problem in itertools.chain(*tests.values())):
+        refused = check_sandbox()
+        require(not refused, refused)
+    calls = 0
+    for problems, (system, _) in itertools.product(tests.values(), chosen.values()):
+        calls += round(len(problems) * settings.repeats * (system.calls or len(pool))) + system.lessons
+    demand_budget(pool, settings.budget, calls, "this evaluation")
+    twice = "lessons" in needs and costs_money(pool) and not settings.replay
+    require(not twice, "who learns asks much again: give --replay=FILE, which pays for it once")
     numbers = {}
     for data, problems in tests.items():
         rows = {}
-        for name, player in chosen:
-            label = f"{name} {player}".strip()
+        for label, (system, number) in chosen.items():
             before = sum(worker.calls for worker in pool)
-            setup = SimpleNamespace(**vars(settings) | {
-                "pool": pool, "worker": names.index(player) if player else 0, "lessons": lessons[data]})
-            system = SYSTEMS[name].make(setup)
+            setup = vars(settings) | {"pool": pool, "worker": number, "lessons": lessons[data]}
+            play = system.make(SimpleNamespace(**setup))
             learned = sum(worker.calls for worker in pool) - before
-            repeats = [system(problems, [pool] * len(problems), f"{data}/{label}/{repeat}")
+            repeats = [play(problems, [pool] * len(problems), f"{data}/{label}/{repeat}")
                        for repeat in range(settings.repeats)]
             rows[label] = measure(repeats) | ({"calls to learn": learned} if learned else {})
-            write_results(settings.out, numbers | {f"{data}, {label}": row for label, row in rows.items()},
-                          data, label, repeats)
-        rows |= best_single(rows, [f"workers {name}" for name in names])
-        if data in LAPTOP and spec in LOCAL and not settings.subset:
-            rows["best workflows"] = {"accuracy": mean([best_chance(p.kind, names) for p in problems])}
-        numbers |= {f"{data}, {label}": row for label, row in rows.items()}
-        write_results(settings.out, numbers)
+            numbers[f"{data}, {label}"] = rows[label]
+            if settings.out:
+                write_results(settings.out, numbers, {"system": label, "benchmark": data}, repeats)
+        singles = [label for label in rows if label.startswith("workers ")]
+        if singles:  # in hindsight, on the same questions
+            best = max(singles, key=lambda label: rows[label]["accuracy"] or 0)
+            rows[f"best single worker: {best.removeprefix('workers ')}"] = rows[best]
+        if is_local and not settings.subset:
+            rows["best workflows"] = {"accuracy": mean([best_chance(p.kind, workers) for p in problems])}
         print("\n" + table({**rows, **paper_rows(data)}, f"{data}, {len(problems)} problems, %"))
     if pool[0].budget and pool[0].budget.refused:
         raise SystemExit(f"the budget of ${settings.budget:g} is spent, and what came after is not counted: "
                          "give a larger --budget, and --replay=FILE so that nothing is paid twice")
 
-def write_results(out: str, numbers: dict, data: str = "", label: str = "", repeats=()):
-    """Write the numbers so far to the file `out`, and rollouts beside it, for workflow.py show."""
-    if out:
-        write_json(out, numbers)
-        mode = "a" if len(numbers) > 1 or not repeats else "w"
-        with open(out.removesuffix(".json") + ".jsonl", mode) as file:
-            for rollout in itertools.chain(*repeats):
-                row = {"system": label, "benchmark": data, "problem_id": rollout.problem.id}
-                file.write(json.dumps(row | rollout_to_json(rollout)) + "\n")
+def write_results(out: str, numbers: dict, about: dict, repeats: list[list[Rollout]]):
+    """Write all numbers to the file `out`, and rollouts behind the others beside it, for workflow.py show."""
+    write_json(out, numbers)
+    with open(out.removesuffix(".json") + ".jsonl", "a" if len(numbers) > 1 else "w") as file:
+        for rollout in itertools.chain(*repeats):
+            row = about | {"problem_id": rollout.problem.id} | rollout_to_json(rollout)
+            file.write(json.dumps(row) + "\n")
 
 def main(argv):
     settings = Settings()
@@ -1923,8 +1754,7 @@ def main(argv):
     except (OSError, ValueError, WorkerError) as e:
         raise SystemExit(str(e)) from None
     except KeyboardInterrupt:
-        hint = "" if settings.replay else "; --replay=FILE keeps what is paid"
-        raise SystemExit("interrupted" + hint) from None
+        raise SystemExit("interrupted; with --replay=FILE the same command goes on") from None
 
 if __name__ == "__main__":
     main(sys.argv[1:])

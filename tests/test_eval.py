@@ -40,17 +40,8 @@ PROBLEMS = [
 
 
 def play(name, pool, worker=0, **settings):
-    setup = SimpleNamespace(
-        pool=pool,
-        worker=worker,
-        lessons=PROBLEMS * 4,
-        seed=1,
-        effort=2,
-        prompt="",
-        rounds=0,
-        subset=0,
-        **settings,
-    )
+    setup = SimpleNamespace(pool=pool, worker=worker, lessons=PROBLEMS * 4, seed=1, effort=2, prompt="",
+                            rounds=0, subset=0, **settings)
     return SYSTEMS[name].make(setup)(PROBLEMS, [pool] * len(PROBLEMS), "test/0")
 
 
@@ -127,14 +118,8 @@ def test_ablations_edit_what_the_conductor_wrote():
     problems = load("laptop", "test", 20)
     shares = {}
     for name in ("conductor", "no-subtasks", "no-access", "one-worker"):
-        setup = SimpleNamespace(
-            pool=pool,
-            worker=0,
-            prompt="",
-            rounds=0,
-            subset=0,
-            checkpoint=os.path.join(ROOT, "assets", "laptop"),
-        )
+        setup = SimpleNamespace(pool=pool, worker=0, prompt="", rounds=0, subset=0,
+                                checkpoint=os.path.join(ROOT, "assets", "laptop"))
         rollouts = SYSTEMS[name].make(setup)(problems, [pool] * len(problems), name)
         shares[name] = measure([rollouts])["accuracy"]
         steps = [step for rollout in rollouts for step in rollout.workflow.steps]
@@ -157,25 +142,15 @@ def test_a_subset_can_solve_its_problem():
 
 def judged(right, cost=0.5, error=None, kind="sum"):
     reply = Reply("42", 10, 2, cost, 0.0)
-    return Rollout(
-        "q",
-        problem=Problem("p", "q", "42", "exact", kind),
-        workflow=Workflow([Step(0, "x", [])]),
-        names=["a"],
-        replies=[None if error else reply],
-        error=error,
-        right=None if error else right,
-    )
+    return Rollout("q", problem=Problem("p", "q", "42", "exact", kind), names=["a"],
+                   workflow=Workflow([Step(0, "x", [])]), replies=[None if error else reply], error=error,
+                   right=None if error else right)
 
 
 def test_a_row_has_the_numbers_of_one_system():
     row = measure([[judged(True), judged(False), judged(True, kind="riddle"), judged(None, error="lost")]])
-    assert (
-        row["accuracy"] == pytest.approx(2 / 3)
-        and row["lost"] == 1
-        and row["calls"] == 1
-        and row["tokens"] == 12
-    )
+    assert row["accuracy"] == pytest.approx(2 / 3)
+    assert (row["lost"], row["calls"], row["tokens"]) == (1, 1, 12)
     assert row["dollars"] == 0.5 and row["dollars/right"] == pytest.approx(0.75)
     assert row["sum"] == 0.5 and row["riddle"] == 1.0
     assert measure([[judged(True, cost=None)]])["dollars"] is None
@@ -202,11 +177,8 @@ def test_several_seeds_are_averaged(tmp_path):
         with open(files[-1], "w") as file:
             json.dump({"conductor": {"accuracy": share, "calls": 2.0, "dollars": None}}, file)
     row = average(files)["conductor"]
-    assert (
-        row["accuracy"] == pytest.approx(0.95)
-        and row["calls"] == 2.0
-        and row["±"] == pytest.approx(0.635, abs=1e-3)
-    )
+    assert row["accuracy"] == pytest.approx(0.95) and row["calls"] == 2.0
+    assert row["±"] == pytest.approx(0.635, abs=1e-3)
     with pytest.raises(ValueError, match="two or more files"):
         average(files[:1])
 
@@ -236,13 +208,8 @@ def test_equal_answers_to_a_problem_are_judged_once():
 
 
 def command(*words, cwd):
-    run = subprocess.run(
-        [sys.executable, os.path.join(ROOT, "eval.py"), *words],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    run = subprocess.run([sys.executable, os.path.join(ROOT, "eval.py"), *words], capture_output=True,
+                         text=True, cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return run.returncode, run.stdout, run.stderr
 
 
@@ -254,33 +221,27 @@ def test_own_workers_questions_and_grader_make_a_table(tmp_path):
     (tmp_path / "pool.json").write_text('[{"protocol": "python", "function": "tools.py:up", "name": "up"}]')
     rows = [{"question": f"Say it loud: {word}", "answer": word.upper()} for word in ("yes", "no")]
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    status, out, err = command(
-        "--systems=workers",
-        "--pool=pool.json",
-        "--benchmarks=mine.jsonl",
-        "--grader=tools.py:fine",
-        "--out=numbers.json",
-        cwd=tmp_path,
-    )
+    status, out, err = command("--systems=workers", "--pool=pool.json", "--benchmarks=mine.jsonl",
+                               "--grader=tools.py:fine", "--out=numbers.json", cwd=tmp_path)
     assert status == 0 and "workers up" in out and "best single worker" in out, err
     assert json.loads((tmp_path / "numbers.json").read_text())["mine.jsonl, workers up"]["accuracy"] == 1.0
     traces = (tmp_path / "numbers.jsonl").read_text().splitlines()
     assert len(traces) == 2 and json.loads(traces[0])["right"] is True
 
 
-def test_all_that_is_wrong_is_said_at_once(tmp_path):
-    (tmp_path / "mine.jsonl").write_text('{"question": "q", "answer": "a"}\n')
-    status, out, err = command(
-        "--systems=conducter,workers:nobody", "--benchmarks=mine.jsonl,mathematics", cwd=tmp_path
-    )
-    for what in (
-        "did you mean conductor",
-        "the pool has only calculator",
-        "grader has to be one of",
-        "mathematics",
-    ):
-        assert what in err
-    assert status and "Traceback" not in err
+@pytest.mark.parametrize("words, why", [
+    (["--systems=conducter"], "there is no conducter, only conductor, "),
+    (["--systems=workers", "--worker=nobody"], "the pool has only calculator, "),
+    (["--benchmarks=mine.jsonl"], "mine.jsonl, line 2: grader has to be one of exact, "),
+    (["--benchmarks=mathematics"], "no problems 'mathematics'"),
+    (["--benchmarks=mine.jsonl", "--grader=mine.py:grade"], "say --grader=FILE.py:FUNCTION"),
+    (["--pool=today", "--systems=workers"], "OPENAI_API_KEY"),
+    (["--limit=0"], "from 1 on"),
+])
+def test_what_is_wrong_is_said_before_anybody_is_asked(tmp_path, words, why):
+    (tmp_path / "mine.jsonl").write_text('\n{"question": "q", "answer": "a"}\n')
+    status, out, err = command(*words, cwd=tmp_path)
+    assert status and why in err and "Traceback" not in err
 
 
 def test_a_pool_that_costs_needs_a_budget_and_says_how_much(tmp_path):

@@ -7,12 +7,11 @@ import socket
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 
-from eval import (bigcodebench_failure, check_sandbox, extract_code, livecodebench_failure,
-                  passes_bigcodebench, passes_livecodebench, run_code, same_output, use_sandbox)
+from eval import (Problem, check_sandbox, extract_code, failure, passes_bigcodebench, passes_livecodebench,
+                  run_code, same_output, use_sandbox)
 
 REFUSED = check_sandbox()
 sandboxed = pytest.mark.skipif(bool(REFUSED), reason=REFUSED)
@@ -171,8 +170,8 @@ def test_many_at_once():
 
 
 def livecodebench(code, *tests):
-    problem = SimpleNamespace(extra={"tests": tests, "function": None})
-    return livecodebench_failure(problem, f"```python\n{code}\n```")
+    problem = Problem("id", "question", "", "code", extra={"tests": [*tests], "function": None})
+    return failure(problem, f"```python\n{code}\n```")
 
 
 @sandboxed
@@ -185,8 +184,8 @@ def livecodebench(code, *tests):
     ("", "no code"),
 ])
 def test_a_failure_names_the_first_wrong_test(code, told):
-    failure = livecodebench(code, ["1", "2"], ["2", "4"], ["3", "6"])
-    assert told in failure and bool(told) == bool(failure) and len(failure) < 700
+    why = livecodebench(code, ["1", "2"], ["2", "4"], ["3", "6"])
+    assert told in why and bool(told) == bool(why) and len(why) < 700
     with pytest.raises(ValueError, match="without tests"):
         livecodebench(code)
 
@@ -229,8 +228,8 @@ class TestCases(unittest.TestCase):
 def test_bigcodebench(code, told):
     assert passes_bigcodebench(code, TESTS, "task_func", PROMPT, 60) == (not told)
     extra = {"test": TESTS, "entry_point": "task_func", "code_prompt": PROMPT}
-    failure = bigcodebench_failure(SimpleNamespace(extra=extra), f"```python\n{code}\n```")
-    assert told in failure and bool(told) == bool(failure)
+    why = failure(Problem("id", "question", "", "unittest", extra=extra), f"```python\n{code}\n```")
+    assert told in why and bool(told) == bool(why)
 
 
 # -----------------------------------------------------------------------------------------------------------
