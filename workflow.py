@@ -151,8 +151,8 @@ def messages(question: str, workers: int | list[int], max_steps: int = 5, previo
         for example in known[prompt]:
             rows = zip(example["model_id"], example["subtasks"], example["access_list"])
             steps = [Step(numbers[i % len(numbers)], task, [], seen == ["all"]) for i, task, seen in rows]
-            lists = as_lists(Workflow(steps))
             if len(steps) <= max_steps:
+                lists = as_lists(Workflow(steps))
                 parts.append(f"Example question: {example['question']}\n\n{example['plan']}\n{lists}")
         models = ", ".join(f"Model {number}" for number in numbers)
         parts.append(f"Question: {question}\n\nModels: {models}")
@@ -179,20 +179,19 @@ def as_lists(workflow: Workflow) -> str:
 
 # ---- Parse -----------------------------------------------------------------------------------------------
 LISTS = ("model_id", "subtasks", "access_list")
-# A list's name and what may stand around it: Markdown's or JSON's quotes, an annotation such as list[int].
+# A list's name and what may stand around it: Markdown's or JSON's quotes, list[int], a remark in brackets.
 NAME = r"""(?<![A-Za-z0-9_])
     (?P<name>model(?:\\?_|[ -])ids?|sub-?tasks?|access(?:\\?_|[ -])lists?)[\s*`"']{0,20}
-    (?::\s{0,4}[A-Za-z][\w.]{0,20}\s{0,4}(?:\[[^=\n]{0,60}\])?\s{0,4}(?==))?
-    [:=][\s*`]{0,20}(?:(?:python|json)\s)?(?=\[)"""
-LIST = re.compile(NAME, re.VERBOSE | re.IGNORECASE)
+    (?::\s{0,4}[A-Za-z][\w.]{0,20}\s{0,4}(?:\[[^=\n]{0,60}\])?\s{0,4}(?==)|\([^()\n]{0,80}\))?
+    [\s*`]{0,9}[:=][\s*`]{0,20}(?:(?:python|json)\s)?(?=\[)"""
+HEADING = r"""^[\s>#*]{0,8}(?P<example>example[ ])?(?:\w{1,12}[ ])?question(?:[ ]\d{1,3})?[* ]{0,4}:"""
+MARK = re.compile(f"{NAME}|{HEADING}", re.VERBOSE | re.IGNORECASE | re.MULTILINE)
 # In a list. A string may hold a newline, but not one before a list's name: such a string was never closed.
 TOKEN = re.compile(rf"""(?P<atom>[][]|[0-9,()\s]+)|\#[^\n]*
     |(?P<raw>r?)(?P<quote>\"\"\"|'''|["'])
      (?P<body>(?:[^"'\\\n]+|(?!(?P=quote))["']|\\.|\n(?![ *`"'-]{{0,8}}{NAME.replace("?P<name>", "?:")}))*)
      (?P<end>(?P=quote))?
     |(?P<other>\w+|.)""", re.VERBOSE | re.IGNORECASE | re.DOTALL)
-QUESTIONS = re.compile(r"^[\s>#*]{0,8}(?P<example>example )?(?:\w{1,12} )?question(?: \d{1,3})?[* ]{0,4}:",
-                       re.MULTILINE | re.IGNORECASE)
 
 def parse(text: str, workers: int | list[int], max_steps: int = 5, allow_empty: bool = False) -> Workflow:
     """The last valid workflow in the last 50,000 characters: three neighbouring lists, in any order. workers:
@@ -200,14 +199,15 @@ def parse(text: str, workers: int | list[int], max_steps: int = 5, allow_empty: 
     numbers = [*range(workers)] if isinstance(workers, int) else workers
     workflow, error, window = None, WorkflowError("model_id: the list is missing"), []
     text, position, is_example = text[-50_000:], 0, False
-    while begin := LIST.search(text, position):
-        questions = [*QUESTIONS.finditer(text, position, begin.start())]
-        if questions and not is_example and (window or workflow):
-            break  # Some models invent another question, whose workflow is none for this one.
-        if questions:
-            workflow, window, is_example = None, [], bool(questions[-1]["example"])
-        value, position = read_list(text, begin.end())
-        name = next(name for name in LISTS if name[0] == begin["name"][0].lower())
+    while mark := MARK.search(text, position):
+        if not mark["name"]:  # a question's heading
+            if (window or workflow) and not is_example:
+                break  # Some models invent another question, whose workflow is none for this one.
+            workflow, window, position = None, [], mark.end()
+            is_example = bool(mark["example"])
+            continue
+        value, position = read_list(text, mark.end())
+        name = next(name for name in LISTS if name[0].upper() == mark["name"][0].upper())
         window = [*window, (name, value)][-3:]
         try:  # This raises until the window holds every list once.
             workflow = Workflow(steps_of(dict(window), numbers, max_steps, allow_empty))
@@ -225,54 +225,55 @@ def read_list(text: str, start: int) -> tuple[list | str, int]:
     pieces, depth = [], 0
     for token in TOKEN.finditer(text, start):
         if token["other"]:
-            return f"{token[0]!r:.20} does not belong there", token.end()
+            return f"{token[0]!r:.20} does not belong there", token.start()
         if token["quote"] and not token["end"]:
             return "a string is not closed", token.end()
-        pieces.append(repr(string_value(token)) if token["quote"] else token["atom"] or "")
+        if token["quote"]:
+            pieces.append(repr(token["body"] if token["raw"] else string_value(token["body"])))
+        pieces.append(token["atom"] or "")
         depth += (token[0] == "[") - (token[0] == "]")
         if depth == 0 or depth > 3:
             break
+    if depth:
+        return "the list is not closed", token.end()
     try:
-        value = "the list is not closed" if depth else ast.literal_eval("".join(pieces))
+        return ast.literal_eval("".join(pieces)), token.end()
     except (ValueError, SyntaxError) as e:  # also for a number of thousands of digits
-        value = getattr(e, "msg", str(e))
-    return value, token.end()
+        return getattr(e, "msg", str(e)), token.end()
 
 # \n, \t and \r in a string are a newline, a tab and a return, or begin one of these commands of LaTeX.
 ESCAPE = re.compile(r"""\\(?:(?P<latex>[^\\"'/nrtu\n]|u(?![0-9a-fA-F]{4})|r(?=[A-Za-z])
     |(?<![.:;!?]\\)n(?=(?:abla|e[gq]?|u|ot(?:in)?|mid|[gl]eq|exists|earrow|warrow|parallel|subseteq)
         (?![A-Za-z]|\.[a-z]))
-    |t(?=(?:imes|heta|ext[a-z]*|[fb]rac|frac|anh?|au|op?|ilde|riangle[a-z]*|herefore|binom|ag|iny)
-        (?![A-Za-z])))
-    |u(?P<code>[0-9a-fA-F]{4})|(?P<plain>.))""", re.DOTALL | re.VERBOSE)
+    |t(?=(?:imes|heta|ext[a-z]*|frac|anh?|au|op?|ilde|riangle[a-z]*|herefore|binom|ag|iny)(?![A-Za-z])))
+    |u(?P<code>[0-9a-fA-F]{4})|(?P<plain>.))""", re.VERBOSE | re.DOTALL)
 CONTROL = {"n": "\n", "t": "\t", "r": "\r", "\n": ""}
 
-def string_value(token) -> str:
+def string_value(body: str) -> str:
     """What a string literal of Python or JSON says, also where LaTeX stands in it as it is."""
-    # Where one backslash is LaTeX's, all are: \\\\ ends a line there.
-    is_latex = any(escape["latex"] for escape in ESCAPE.finditer(token["body"]))
+    is_latex = any(escape["latex"] for escape in ESCAPE.finditer(body))  # Then \\\\ ends a line.
 
     def meaning(escape):
         if escape["latex"] or is_latex and escape["plain"] == "\\":
             return escape[0]
         code, plain = escape["code"], escape["plain"]
         return chr(int(code, 16)) if code else CONTROL.get(plain, plain)
-    value = token["body"] if token["raw"] else ESCAPE.sub(meaning, token["body"])
-    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # JSON writes 😀 as two halves.
+    text = ESCAPE.sub(meaning, body)
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # JSON writes 😀 as two halves.
 
 def steps_of(lists: dict, numbers: list[int], max_steps: int, allow_empty: bool) -> list[Step]:
     """The steps that three lists describe. A value that is a str says what is wrong with its list."""
-    columns = {name: lists.get(name, "the list is missing") for name in LISTS}
-    for name, column in columns.items():
-        if isinstance(column, str):
-            raise WorkflowError(f"{name}: {column}")
-    sizes = {name: len(column) for name, column in columns.items()}
-    if len({*sizes.values()}) > 1:
-        raise WorkflowError(f"the lists differ in length: {sizes}")
-    if not (0 if allow_empty else 1) <= sizes["model_id"] <= max_steps:
-        raise WorkflowError(f"model_id: {sizes['model_id']} steps, where 1 to {max_steps} are allowed")
+    for name in LISTS:
+        if not isinstance(lists.get(name), list):
+            raise WorkflowError(f"{name}: {lists.get(name, 'the list is missing')}")
+    n, *others = [len(lists[name]) for name in LISTS]
+    if others != [n, n]:
+        raise WorkflowError(f"{', '.join(LISTS)} differ in length: {n}, {others[0]} and {others[1]}")
+    if n > max_steps or n == 0 and not allow_empty:
+        raise WorkflowError(f"model_id: {n} steps, where 1 to {max_steps} are allowed")
     steps = []
-    for i, (worker, subtask, access) in enumerate(zip(*columns.values())):
+    for i in range(n):
+        worker, subtask, access = (lists[name][i] for name in LISTS)
         seen = ["all"] if access == "all" else access
         if type(worker) is not int or worker not in numbers:
             raise WorkflowError(f"model_id: step {i} names {worker!r:.20}; there are {numbers}")
@@ -280,8 +281,8 @@ def steps_of(lists: dict, numbers: list[int], max_steps: int, allow_empty: bool)
             raise WorkflowError(f"subtasks: step {i} is no text: {subtask!r:.20}")
         if type(seen) is not list or not all(j == "all" or type(j) is int and j < i for j in seen):
             raise WorkflowError(f"access_list: step {i} reads {access!r:.40}, no list of earlier steps")
-        seen = [*range(i)] if "all" in seen else seen
-        steps.append(Step(worker, subtask, sorted({*seen}), "all" in access))
+        wrote_all = "all" in seen
+        steps.append(Step(worker, subtask, [*range(i)] if wrote_all else sorted({*seen}), wrote_all))
     return steps
 
 # ---- Run -------------------------------------------------------------------------------------------------
@@ -308,6 +309,40 @@ def threads() -> ThreadPool:
     """The threads that call workers and graders. As daemons they do not keep a program from its end."""
     return ThreadPool(1024)
 
+def live(rollout: Rollout, prompting: Prompting, failure, edit, call):
+    """Parse, run and judge a rollout that is written. A generator: it yields what threads can do by now, as
+    (step, function, arguments), and is sent (step, result or WorkerError) each time that one is done."""
+    if not rollout.workflow and not rollout.error:
+        limits = (rollout.workers or len(rollout.pool), prompting.max_steps, rollout.previous is not None)
+        try:
+            rollout.workflow = parse(rollout.written, *limits)
+        except WorkflowError as e:
+            rollout.invalid = str(e)
+            rollout.right = False if failure else None
+    if not rollout.workflow:
+        return
+    rollout.workflow = edit(rollout.workflow) if edit else rollout.workflow
+    steps = rollout.workflow.steps
+    for i, step in enumerate(steps):
+        if step.worker not in range(len(rollout.pool)) or not {*step.access} <= {*range(i)}:
+            raise ValueError(f"step {i} has no worker of the pool, or sees what is no earlier step")
+    rollout.names = [rollout.pool[step.worker].name for step in steps]
+    rollout.replies = [None] * len(steps)
+    ready, at_work = [i for i, step in enumerate(steps) if not step.access], 0
+    while ready or at_work:
+        at_work += len(ready)
+        done, result = yield [(i, call, (rollout, i)) for i in ready]
+        at_work -= 1
+        if isinstance(result, WorkerError):
+            rollout.error = rollout.error or f"step {done}: {result}"
+        else:
+            rollout.replies[done] = result
+        ready = [i for i, step in enumerate(steps) if done in step.access and not rollout.error
+                 and all(rollout.replies[j] for j in step.access)]
+    if failure and not rollout.error:
+        _, rollout.failure = yield [(None, failure, (rollout.problem, rollout.answer))]
+        rollout.right = not rollout.failure
+
 def roll_out(rollouts: list[Rollout], write=None, prompting: Prompting = Prompting(), failure=None, edit=None,
              call=call_worker, on_end=None, timeout: float = 1e9) -> list[Rollout]:
     """Write, parse, run and judge rollouts in place, each as soon as it can be, and return them.
@@ -315,80 +350,41 @@ def roll_out(rollouts: list[Rollout], write=None, prompting: Prompting = Prompti
     wrong with an answer, "" if nothing. edit(workflow) -> workflow is for ablations. call(rollout, i) makes a
     step's call, in a thread; a WorkerError loses the rollout, and so do `timeout` seconds after its writing.
     Once anything else is raised no further step starts."""
-    news = queue.SimpleQueue()  # (rollout, step or None for its judgement, result or exception), from threads
-    running = {}  # by id, oldest first: (rollout, when it began, its steps at work)
+    news = queue.SimpleQueue()  # (rollout, (step, result or exception)), from threads
+    running = {}  # by id, oldest first: (rollout, its life, when it began)
 
-    def in_thread(rollout, i, function, *arguments):
-        def tell(result):
-            news.put((rollout, i, result))
-        threads().apply_async(function, arguments, callback=tell, error_callback=tell)
-
-    def begin(rollout):
-        running[id(rollout)] = (rollout, time.monotonic(), set())
-        if rollout.workflow is None and not rollout.error:
-            limits = (rollout.workers or len(rollout.pool), prompting.max_steps, rollout.previous is not None)
-            try:
-                rollout.workflow = parse(rollout.written, *limits)
-            except WorkflowError as e:
-                rollout.invalid = str(e)
-                rollout.right = False if failure else None
-        if rollout.workflow is None:
-            return end(rollout)
-        rollout.workflow = edit(rollout.workflow) if edit else rollout.workflow
-        for i, step in enumerate(rollout.workflow.steps):
-            if step.worker not in range(len(rollout.pool)) or not {*step.access} <= {*range(i)}:
-                raise ValueError(f"step {i} has no worker of the pool, or sees what is no earlier step")
-        rollout.names = [rollout.pool[step.worker].name for step in rollout.workflow.steps]
-        rollout.replies = [None] * len(rollout.names)
-        go_on(rollout)
-
-    def go_on(rollout):
-        """Start each step whose inputs are there; once no step is at work, judge."""
-        _, _, at_work = running[id(rollout)]
-        for i, step in enumerate(rollout.workflow.steps):
-            is_open = rollout.replies[i] is None and i not in at_work and not rollout.error
-            if is_open and all(rollout.replies[j] for j in step.access):
-                at_work.add(i)
-                in_thread(rollout, i, call, rollout, i)
-        if not at_work and failure and not rollout.error:
-            in_thread(rollout, None, failure, rollout.problem, rollout.answer)
-        elif not at_work:
-            end(rollout)
-
-    def hear(rollout, i, result):
-        if isinstance(result, Exception) and not isinstance(result, WorkerError):
-            raise result
+    def go_on(rollout, done=None):
+        """Tell a rollout what a thread has done, and let threads do what follows from that."""
+        if done and isinstance(done[1], Exception) and not isinstance(done[1], WorkerError):
+            raise done[1]
         if id(rollout) not in running:
             return  # It was lost by its timeout.
-        if i is None:
-            rollout.failure, rollout.right = result, not result
-            return end(rollout)
-        running[id(rollout)][2].remove(i)
-        if isinstance(result, WorkerError):
-            rollout.error = rollout.error or f"step {i}: {result}"
-        else:
-            rollout.replies[i] = result
-        go_on(rollout)
-
-    def end(rollout):
-        _, begun, _ = running.pop(id(rollout))
-        rollout.seconds = time.monotonic() - begun
-        if on_end:
-            on_end(rollout)
+        _, life, begun = running[id(rollout)]
+        try:
+            for step, function, arguments in life.send(done):
+                tell = functools.partial(lambda step, result: news.put((rollout, (step, result))), step)
+                threads().apply_async(function, arguments, callback=tell, error_callback=tell)
+        except StopIteration:
+            del running[id(rollout)]
+            rollout.seconds = time.monotonic() - begun
+            if on_end:
+                on_end(rollout)
 
     given = [rollout for rollout in rollouts if rollout.workflow]
     unwritten = [rollout for rollout in rollouts if not rollout.workflow]
     for rollout in itertools.chain(given, write(unwritten) if unwritten else []):
-        begin(rollout)
+        running[id(rollout)] = (rollout, live(rollout, prompting, failure, edit, call), time.monotonic())
+        go_on(rollout)
         while not news.empty():
-            hear(*news.get())
+            go_on(*news.get())
     while running:
-        oldest, begun, _ = next(iter(running.values()))
+        oldest, life, begun = next(iter(running.values()))
         try:
-            hear(*news.get(timeout=max(0.0, begun + timeout - time.monotonic())))
+            go_on(*news.get(timeout=max(0.0, begun + timeout - time.monotonic())))
         except queue.Empty:
             oldest.error = f"it took longer than {timeout:g} s"
-            end(oldest)
+            life.close()
+            go_on(oldest)
     return rollouts
 
 def execute(workflow: Workflow, question: str, pool: list, previous: Rollout | None = None) -> Rollout:
@@ -400,21 +396,16 @@ def conduct(write, rollouts: list[Rollout], rounds: int = 0, prompting: Promptin
     """Answer questions, in use and evaluation, and return the last round of each.
     What is no workflow is written again, `tries` times in all, under the next numbers. Up to `rounds` rounds
     more see the answer, until empty lists keep it (§3.2) or none is written. settings: as of roll_out."""
-    last = rollouts
+    last = [replace(rollout) for rollout in rollouts]  # copies: what was asked is asked again
     for _ in range(tries):
-        last = [again(r, number=r.number + 1) if r.invalid else r for r in last]
+        last = [replace(rollouts[i], number=r.number + 1) if r.invalid else r for i, r in enumerate(last)]
         roll_out([r for r in last if not r.workflow and not r.error], write, prompting, **settings)
     going = [i for i, r in enumerate(last) if r.workflow and r.workflow.steps and not r.error]
     if rounds and going:
-        asked = [again(rollouts[i], previous=last[i]) for i in going]
+        asked = [replace(rollouts[i], previous=last[i]) for i in going]
         for i, rollout in zip(going, conduct(write, asked, rounds - 1, prompting, tries, **settings)):
             last[i] = rollout if rollout.workflow else last[i]
     return last
-
-def again(rollout: Rollout, **changes) -> Rollout:
-    """A rollout that asks what this one asked, and has not been written."""
-    asked = ("question", "pool", "workers", "problem", "name", "number", "previous")
-    return Rollout(**{name: getattr(rollout, name) for name in asked} | changes)
 
 # ---- Writers ---------------------------------------------------------------------------------------------
 # write(rollouts) fills in what was written, or .error, and yields each rollout once that is there.
@@ -422,6 +413,7 @@ def again(rollout: Rollout, **changes) -> Rollout:
 def model_writer(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature=1.0, seed=0):
     """A model as the Conductor. A draw depends on the seed, the prompt and the rollout's number alone."""
     room = model.config.max_position_embeddings - prompting.max_new_tokens
+    one_at_a_time = threading.Lock()  # a server's clients share the model
 
     def write(rollouts):
         groups = {}  # of rollouts with the same prompt, which is computed once
@@ -439,11 +431,12 @@ def model_writer(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temper
             numbers = [[rollout.number for rollout in group] for group in batch]
             each = generate_each(model, [group[0].prompt for group in batch], n, prompting.max_new_tokens,
                                  temperature, tokenizer.end_ids, seed, len(tokenizer), numbers)
-            for i, j, completion in each:
-                rollout = batch[i][j]
-                rollout.written = tokenizer.decode(completion.tokens)
-                vars(rollout).update(vars(completion))  # tokens, logprobs, finished
-                yield rollout
+            with one_at_a_time:
+                for i, j, completion in each:
+                    rollout = batch[i][j]
+                    rollout.written = tokenizer.decode(completion.tokens)
+                    vars(rollout).update(vars(completion))  # tokens, logprobs, finished
+                    yield rollout
     return write
 
 def worker_writer(worker, prompting: Prompting):
@@ -477,8 +470,7 @@ def rollout_from_json(values: dict) -> Rollout:
     """The rollout of which rollout_to_json made these values."""
     rollout = Rollout(**{f.name: values[f.name] for f in fields(Rollout) if f.name in values})
     rollout.replies = [reply and Reply(**reply) for reply in rollout.replies]
-    if rollout.workflow:
-        rollout.workflow = Workflow([Step(**step) for step in rollout.workflow["steps"]])
+    rollout.workflow = rollout.workflow and Workflow([Step(**step) for step in rollout.workflow["steps"]])
     rollout.previous = rollout.previous and rollout_from_json(rollout.previous)
     return rollout
 
@@ -489,8 +481,8 @@ def view(rollout: Rollout) -> str:
         steps = one.workflow.steps if one.workflow else []
         out += [f"\nRound {number}: {len(steps) or 'no'} steps"] if number else []
         for i, (step, name, reply) in enumerate(zip(steps, one.names, one.replies)):
-            seen = "all before" if step.wrote_all else f"steps {step.access}"
-            sees = seen if step.access or step.wrote_all else "the question"
+            sees = f"steps {step.access}" if step.access else "the question"
+            sees = "all before" if step.wrote_all else sees
             text = reply.text or f"(empty; it ended by {reply.finish!r})" if reply else "(none)"
             out.append(f"\nStep {i}: {name} (model {step.worker}), sees {sees}: {step.subtask}")
             out.append("    " + text.replace("\n", "\n    "))
@@ -530,13 +522,12 @@ def save_prompting(folder: str, prompting: Prompting, pool: str, names: list[str
 def read_prompting(path: str) -> tuple[Prompting, str, list[str]]:
     """(prompting, pool, its workers' names) of a checkpoint; its conductor.json may be missing."""
     file = os.path.join(fetch(path, "conductor.json"), "conductor.json")
-    known = read_json(file) if os.path.exists(file) else {}
-    if "style" in known:
-        raise ValueError(f"{file} is of an earlier format, with letters for workers: train it again")
-    values = {f.name: known.get(f.name, f.default) for f in fields(Prompting)}
-    if [*map(type, values.values())] != [str, int, int] or not 1 <= values["max_steps"] <= 100:
-        raise ValueError(f"{file}: expected a prompt's name, max_steps and max_new_tokens, not {values}")
-    return Prompting(**values), str(known.get("pool", "")), [str(name) for name in known.get("workers", [])]
+    known = {"pool": "", "workers": [], **asdict(Prompting())}
+    known |= read_json(file) if os.path.exists(file) else {}
+    asked = [known[f.name] for f in fields(Prompting)]
+    if "style" in known or [*map(type, asked)] != [str, int, int] or not 1 <= asked[1] <= 100:
+        raise ValueError(f"{file} is of an earlier format, or says max_steps or another value wrong: train again")
+    return Prompting(*asked), known["pool"], known["workers"]
 
 def load_conductor(path: str) -> tuple[Qwen, Tokenizer, Prompting]:
     """The model and tokenizer of a checkpoint, and how it is asked. A CPU computes in fp32."""
@@ -552,11 +543,6 @@ def conductor_server(write, pool: list, workers: list[int] | None, prompting: Pr
     and conductor-recursive (`rounds` more). The question is the whole conversation; usage, with its cost in
     dollars, is the workers' together. After so many seconds of silence a stream says that they are busy."""
     numbers = itertools.count(step=10)  # A question that is asked again gets other draws.
-    writing = threading.Lock()
-
-    def write_alone(rollouts):
-        with writing:  # one client's at a time
-            yield from write(rollouts)
 
     class ConductorHandler(Handler):
         models = ["conductor", "conductor-recursive"]
@@ -567,14 +553,12 @@ def conductor_server(write, pool: list, workers: list[int] | None, prompting: Pr
             return call_worker(rollout, i)
 
         def complete(self, body):
-            turns = body["messages"]
-            question = "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
-            question = question if turns[1:] else turns[0]["content"]
-            question = question.encode(errors="replace").decode()  # JSON can spell half an emoji.
+            turns = [f"{turn['role']}: {turn['content']}" for turn in body["messages"]]
+            text = "\n\n".join(turns) if turns[1:] else body["messages"][0]["content"]
+            question = text.encode(errors="replace").decode()  # JSON can spell half an emoji.
             rollout = Rollout(question, pool, workers, number=next(numbers))
             further = rounds if body["model"] == "conductor-recursive" else 0
-            done = threads().apply_async(conduct, (write_alone, [rollout], further, prompting),
-                                         {"call": self.call})
+            done = threads().apply_async(conduct, (write, [rollout], further, prompting), {"call": self.call})
             while not done.ready():
                 if body.get("stream"):
                     self.send_comment("the workers are busy")
@@ -629,8 +613,14 @@ def choose_pool(checkpoint: str, pool: str) -> str:
         raise ValueError(f"say which workers to ask: this Conductor learned with --pool={printable(spec)}")
     return pool or spec or "local"
 
-def answer_or_serve(settings: Settings, question: str):
-    """Answer the question, or serve if it is "serve"."""
+def main(argv):
+    settings = Settings()
+    words = configure(settings, argv)
+    question = " ".join(words).encode(errors="replace").decode()  # The shell may pass what is no UTF-8.
+    if not question.strip() or settings.rounds < 0 or words == ["show"] or words[0] == "serve" and words[1:]:
+        raise SystemExit(__doc__)
+    if words[0] == "show":
+        return print(show(words[1], *map(int, words[2:])))
     spec = settings.pool or "local" if settings.conductor else choose_pool(settings.checkpoint, settings.pool)
     pool = load_pool(spec, budget=settings.budget)
     workers = numbers_of(settings.only, pool) or None
@@ -658,19 +648,8 @@ def answer_or_serve(settings: Settings, question: str):
     if rollout.error or rollout.invalid:
         raise ValueError("the workflow failed")
 
-def main(argv):
-    settings = Settings()
-    words = configure(settings, argv)
-    question = " ".join(words).encode(errors="replace").decode()  # The shell may pass what is no UTF-8.
-    if not question.strip() or settings.rounds < 0 or words[0] == "serve" and words[1:]:
-        raise SystemExit(__doc__)
+if __name__ == "__main__":
     try:
-        if words[0] == "show":
-            print(show(words[1], *map(int, words[2:])))
-        else:
-            answer_or_serve(settings, question)
+        main(sys.argv[1:])
     except (OSError, ValueError, WorkerError, KeyboardInterrupt) as e:
         raise SystemExit(str(e) or "interrupted") from None
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
