@@ -228,18 +228,15 @@ def read_list(text: str, start: int) -> tuple[list | str, int]:
             return f"{token[0]!r:.20} does not belong there", token.start()
         if token["quote"] and not token["end"]:
             return "a string is not closed", token.end()
-        if token["quote"]:
-            pieces.append(repr(token["body"] if token["raw"] else string_value(token["body"])))
-        pieces.append(token["atom"] or "")
+        pieces.append(repr(string_value(token)) if token["quote"] else token["atom"] or "")
         depth += (token[0] == "[") - (token[0] == "]")
         if depth == 0 or depth > 3:
             break
-    if depth:
-        return "the list is not closed", token.end()
     try:
-        return ast.literal_eval("".join(pieces)), token.end()
+        value = "the list is not closed" if depth else ast.literal_eval("".join(pieces))
     except (ValueError, SyntaxError) as e:  # also for a number of thousands of digits
-        return getattr(e, "msg", str(e)), token.end()
+        value = getattr(e, "msg", str(e))
+    return value, token.end()
 
 # \n, \t and \r in a string are a newline, a tab and a return, or begin one of these commands of LaTeX.
 ESCAPE = re.compile(r"""\\(?:(?P<latex>[^\\"'/nrtu\n]|u(?![0-9a-fA-F]{4})|r(?=[A-Za-z])
@@ -249,17 +246,17 @@ ESCAPE = re.compile(r"""\\(?:(?P<latex>[^\\"'/nrtu\n]|u(?![0-9a-fA-F]{4})|r(?=[A
     |u(?P<code>[0-9a-fA-F]{4})|(?P<plain>.))""", re.VERBOSE | re.DOTALL)
 CONTROL = {"n": "\n", "t": "\t", "r": "\r", "\n": ""}
 
-def string_value(body: str) -> str:
+def string_value(token) -> str:
     """What a string literal of Python or JSON says, also where LaTeX stands in it as it is."""
-    is_latex = any(escape["latex"] for escape in ESCAPE.finditer(body))  # Then \\\\ ends a line.
+    is_latex = any(escape["latex"] for escape in ESCAPE.finditer(token["body"]))  # Then \\\\ ends a line.
 
     def meaning(escape):
         if escape["latex"] or is_latex and escape["plain"] == "\\":
             return escape[0]
         code, plain = escape["code"], escape["plain"]
         return chr(int(code, 16)) if code else CONTROL.get(plain, plain)
-    text = ESCAPE.sub(meaning, body)
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # JSON writes 😀 as two halves.
+    text = token["body"] if token["raw"] else ESCAPE.sub(meaning, token["body"])
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # JSON writes 😀 in two halves.
 
 def steps_of(lists: dict, numbers: list[int], max_steps: int, allow_empty: bool) -> list[Step]:
     """The steps that three lists describe. A value that is a str says what is wrong with its list."""
@@ -288,16 +285,16 @@ def steps_of(lists: dict, numbers: list[int], max_steps: int, allow_empty: bool)
 # ---- Run -------------------------------------------------------------------------------------------------
 def call_worker(rollout: Rollout, i: int) -> Reply:
     """Make the call of step i: the question, past turns of (subtask, response), and its own subtask."""
-    steps = rollout.workflow.steps
-    turns = [(steps[j].subtask, rollout.replies[j].text) for j in steps[i].access]
+    steps, texts = rollout.workflow.steps, []
     if steps[i].wrote_all and rollout.previous:  # It also sees the last answer (§3.2).
         last = [r for r in rollout.previous.rounds() if r.replies][-1]
-        turns.insert(0, (last.workflow.steps[-1].subtask, last.answer))
-    chat = []
-    for subtask, response in turns:
-        chat += [{"role": "user", "content": TASK + subtask}, {"role": "assistant", "content": response}]
-    chat.append({"role": "user", "content": TASK + steps[i].subtask})
-    chat[0]["content"] = f"{QUESTION}{rollout.question}\n\n{chat[0]['content']}"
+        texts += [TASK + last.workflow.steps[-1].subtask, last.answer]
+    for j in steps[i].access:
+        texts += [TASK + steps[j].subtask, rollout.replies[j].text]
+    texts.append(TASK + steps[i].subtask)
+    texts[0] = f"{QUESTION}{rollout.question}\n\n{texts[0]}"
+    roles = itertools.cycle(["user", "assistant"])
+    chat = [{"role": role, "content": text} for role, text in zip(roles, texts)]
     return rollout.pool[steps[i].worker].chat(chat, call_id=call_id(rollout, i))
 
 def call_id(rollout: Rollout, step: int | str) -> str:
@@ -346,10 +343,10 @@ def live(rollout: Rollout, prompting: Prompting, failure, edit, call):
 def roll_out(rollouts: list[Rollout], write=None, prompting: Prompting = Prompting(), failure=None, edit=None,
              call=call_worker, on_end=None, timeout: float = 1e9) -> list[Rollout]:
     """Write, parse, run and judge rollouts in place, each as soon as it can be, and return them.
-    write: see the writers below; a rollout with a workflow is only run. failure(problem, answer) says what is
-    wrong with an answer, "" if nothing. edit(workflow) -> workflow is for ablations. call(rollout, i) makes a
-    step's call, in a thread; a WorkerError loses the rollout, and so do `timeout` seconds after its writing.
-    Once anything else is raised no further step starts."""
+    write: see the writers below; None: their workflows are there. failure(problem, answer) says what is wrong
+    with an answer, "" if nothing. edit(workflow) -> workflow is for ablations. call(rollout, i) makes a step's
+    call, in a thread; a WorkerError loses the rollout, and so do `timeout` seconds after its writing. Once
+    anything else is raised no further step starts."""
     news = queue.SimpleQueue()  # (rollout, (step, result or exception)), from threads
     running = {}  # by id, oldest first: (rollout, its life, when it began)
 
@@ -370,9 +367,7 @@ def roll_out(rollouts: list[Rollout], write=None, prompting: Prompting = Prompti
             if on_end:
                 on_end(rollout)
 
-    given = [rollout for rollout in rollouts if rollout.workflow]
-    unwritten = [rollout for rollout in rollouts if not rollout.workflow]
-    for rollout in itertools.chain(given, write(unwritten) if unwritten else []):
+    for rollout in write(rollouts) if write else rollouts:
         running[id(rollout)] = (rollout, live(rollout, prompting, failure, edit, call), time.monotonic())
         go_on(rollout)
         while not news.empty():
@@ -407,9 +402,7 @@ def conduct(write, rollouts: list[Rollout], rounds: int = 0, prompting: Promptin
             last[i] = rollout if rollout.workflow else last[i]
     return last
 
-# ---- Writers ---------------------------------------------------------------------------------------------
-# write(rollouts) fills in what was written, or .error, and yields each rollout once that is there.
-
+# ---- Writers: write(rollouts) sets .written or .error, and yields each rollout as soon as that is there ---
 def model_writer(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature=1.0, seed=0):
     """A model as the Conductor. A draw depends on the seed, the prompt and the rollout's number alone."""
     room = model.config.max_position_embeddings - prompting.max_new_tokens
@@ -522,12 +515,11 @@ def save_prompting(folder: str, prompting: Prompting, pool: str, names: list[str
 def read_prompting(path: str) -> tuple[Prompting, str, list[str]]:
     """(prompting, pool, its workers' names) of a checkpoint; its conductor.json may be missing."""
     file = os.path.join(fetch(path, "conductor.json"), "conductor.json")
-    known = {"pool": "", "workers": [], **asdict(Prompting())}
-    known |= read_json(file) if os.path.exists(file) else {}
-    asked = [known[f.name] for f in fields(Prompting)]
-    if "style" in known or [*map(type, asked)] != [str, int, int] or not 1 <= asked[1] <= 100:
-        raise ValueError(f"{file} is of an earlier format, or says max_steps or another value wrong: train again")
-    return Prompting(*asked), known["pool"], known["workers"]
+    saved = read_json(file) if os.path.exists(file) else {}
+    prompting = Prompting(*(saved.get(f.name, f.default) for f in fields(Prompting)))
+    if "style" in saved or prompting.max_steps not in range(1, 101):
+        raise ValueError(f"{file} is of an earlier format, or its max_steps is no 1 to 100: train it again")
+    return prompting, str(saved.get("pool", "")), saved.get("workers", [])
 
 def load_conductor(path: str) -> tuple[Qwen, Tokenizer, Prompting]:
     """The model and tokenizer of a checkpoint, and how it is asked. A CPU computes in fp32."""
