@@ -148,12 +148,11 @@ def messages(question: str, workers: int | list[int], max_steps: int = 5, previo
         if prompt not in known:
             raise ValueError(f"prompt {prompt!r}: there are {', '.join(known)} and short")
         parts = [ROLE.format(max_steps=max_steps)]
-        for example in known[prompt]:
-            rows = zip(example["model_id"], example["subtasks"], example["access_list"])
-            steps = [Step(numbers[i % len(numbers)], task, [], seen == ["all"]) for i, task, seen in rows]
-            if len(steps) <= max_steps:
-                lists = as_lists(Workflow(steps))
-                parts.append(f"Example question: {example['question']}\n\n{example['plan']}\n{lists}")
+        for case in known[prompt]:
+            workflow = Workflow([Step(numbers[i % len(numbers)], subtask, [], bool(access))
+                                 for i, subtask, access in case["steps"]])
+            if len(workflow.steps) <= max_steps:
+                parts.append(f"Example question: {case['question']}\n\n{case['plan']}\n{as_lists(workflow)}")
         models = ", ".join(f"Model {number}" for number in numbers)
         parts.append(f"Question: {question}\n\nModels: {models}")
         chat = [{"role": "user", "content": "\n\n".join(parts)}]
@@ -180,16 +179,16 @@ def as_lists(workflow: Workflow) -> str:
 # ---- Parse -----------------------------------------------------------------------------------------------
 LISTS = ("model_id", "subtasks", "access_list")
 # A list's name and what may stand around it: Markdown's or JSON's quotes, list[int], a remark in brackets.
-NAME = r"""(?<![A-Za-z0-9_])
-    (?P<name>model(?:\\?_|[ -])ids?|sub-?tasks?|access(?:\\?_|[ -])lists?)[\s*`"']{0,20}
+NAME = r"""(?<![A-Za-z0-9_])(?:(?P<model_id>model(?:\\?_|[ -])ids?)|(?P<subtasks>sub-?tasks?)
+    |(?P<access_list>access(?:\\?_|[ -])lists?))[\s*`"']{0,20}
     (?::\s{0,4}[A-Za-z][\w.]{0,20}\s{0,4}(?:\[[^=\n]{0,60}\])?\s{0,4}(?==)|\([^()\n]{0,80}\))?
     [\s*`]{0,9}[:=][\s*`]{0,20}(?:(?:python|json)\s)?(?=\[)"""
-HEADING = r"""^[\s>#*]{0,8}(?P<example>example[ ])?(?:\w{1,12}[ ])?question(?:[ ]\d{1,3})?[* ]{0,4}:"""
+HEADING = r"(?P<heading>^[\s>#*]{0,8}(?P<example>example\ )?(?:\w{1,12}\ )?question(?:\ \d{1,3})?[* ]{0,4}:)"
 MARK = re.compile(f"{NAME}|{HEADING}", re.VERBOSE | re.IGNORECASE | re.MULTILINE)
 # In a list. A string may hold a newline, but not one before a list's name: such a string was never closed.
 TOKEN = re.compile(rf"""(?P<atom>[][]|[0-9,()\s]+)|\#[^\n]*
     |(?P<raw>r?)(?P<quote>\"\"\"|'''|["'])
-     (?P<body>(?:[^"'\\\n]+|(?!(?P=quote))["']|\\.|\n(?![ *`"'-]{{0,8}}{NAME.replace("?P<name>", "?:")}))*)
+     (?P<body>(?:[^"'\\\n]+|(?!(?P=quote))["']|\\.|\n(?![ *`"'-]{{0,8}}{re.sub("P<.*?>", ":", NAME)}))*)
      (?P<end>(?P=quote))?
     |(?P<other>\w+|.)""", re.VERBOSE | re.IGNORECASE | re.DOTALL)
 
@@ -200,15 +199,14 @@ def parse(text: str, workers: int | list[int], max_steps: int = 5, allow_empty: 
     workflow, error, window = None, WorkflowError("model_id: the list is missing"), []
     text, position, is_example = text[-50_000:], 0, False
     while mark := MARK.search(text, position):
-        if not mark["name"]:  # a question's heading
+        if mark["heading"]:  # of a question
             if (window or workflow) and not is_example:
                 break  # Some models invent another question, whose workflow is none for this one.
             workflow, window, position = None, [], mark.end()
             is_example = bool(mark["example"])
             continue
         value, position = read_list(text, mark.end())
-        name = next(name for name in LISTS if name[0].upper() == mark["name"][0].upper())
-        window = [*window, (name, value)][-3:]
+        window = [*window, (mark.lastgroup, value)][-3:]
         try:  # This raises until the window holds every list once.
             workflow = Workflow(steps_of(dict(window), numbers, max_steps, allow_empty))
         except WorkflowError as e:
@@ -278,8 +276,7 @@ def steps_of(lists: dict, numbers: list[int], max_steps: int, allow_empty: bool)
             raise WorkflowError(f"subtasks: step {i} is no text: {subtask!r:.20}")
         if type(seen) is not list or not all(j == "all" or type(j) is int and j < i for j in seen):
             raise WorkflowError(f"access_list: step {i} reads {access!r:.40}, no list of earlier steps")
-        wrote_all = "all" in seen
-        steps.append(Step(worker, subtask, [*range(i)] if wrote_all else sorted({*seen}), wrote_all))
+        steps.append(Step(worker, subtask, [*range(i)] if "all" in seen else sorted({*seen}), "all" in seen))
     return steps
 
 # ---- Run -------------------------------------------------------------------------------------------------
@@ -343,10 +340,9 @@ def live(rollout: Rollout, prompting: Prompting, failure, edit, call):
 def roll_out(rollouts: list[Rollout], write=None, prompting: Prompting = Prompting(), failure=None, edit=None,
              call=call_worker, on_end=None, timeout: float = 1e9) -> list[Rollout]:
     """Write, parse, run and judge rollouts in place, each as soon as it can be, and return them.
-    write: see the writers below; None: their workflows are there. failure(problem, answer) says what is wrong
-    with an answer, "" if nothing. edit(workflow) -> workflow is for ablations. call(rollout, i) makes a step's
-    call, in a thread; a WorkerError loses the rollout, and so do `timeout` seconds after its writing. Once
-    anything else is raised no further step starts."""
+    write: see the writers below; None: the workflows are there. failure(problem, answer) says what is wrong,
+    or "". edit(workflow) -> workflow is for ablations. call(rollout, i) makes a step's call, in a thread. A
+    WorkerError loses a rollout, as do `timeout` seconds after its writing. Any other error ends the run."""
     news = queue.SimpleQueue()  # (rollout, (step, result or exception)), from threads
     running = {}  # by id, oldest first: (rollout, its life, when it began)
 
@@ -359,7 +355,7 @@ def roll_out(rollouts: list[Rollout], write=None, prompting: Prompting = Prompti
         _, life, begun = running[id(rollout)]
         try:
             for step, function, arguments in life.send(done):
-                tell = functools.partial(lambda step, result: news.put((rollout, (step, result))), step)
+                tell = lambda result, step=step: news.put((rollout, (step, result)))
                 threads().apply_async(function, arguments, callback=tell, error_callback=tell)
         except StopIteration:
             del running[id(rollout)]
@@ -523,10 +519,9 @@ def read_prompting(path: str) -> tuple[Prompting, str, list[str]]:
 
 def load_conductor(path: str) -> tuple[Qwen, Tokenizer, Prompting]:
     """The model and tokenizer of a checkpoint, and how it is asked. A CPU computes in fp32."""
-    prompting, _, _ = read_prompting(path)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = Qwen.from_pretrained(path, compute_dtype(device, "" if device == "cuda" else "fp32"), device)
-    return model, Tokenizer.from_pretrained(path), prompting
+    return model, Tokenizer.from_pretrained(path), read_prompting(path)[0]
 
 # ---- The server and the command line ---------------------------------------------------------------------
 def conductor_server(write, pool: list, workers: list[int] | None, prompting: Prompting, rounds: int,
@@ -569,7 +564,6 @@ def conductor_server(write, pool: list, workers: list[int] | None, prompting: Pr
                      for step, name in zip(one.workflow.steps, one.names)]
             finish = "length" if rollout.all_replies[-1].finish == "length" else "stop"
             self.reply(rollout.answer, finish, usage, workflow=steps)
-
     return loopback_server(port, ConductorHandler)
 
 @dataclass
@@ -629,8 +623,7 @@ def main(argv):
         server.serve_forever()
 
     def call(rollout, i):
-        if sys.stderr.isatty():
-            print(f"step {i}: {rollout.names[i]} is asked …", file=sys.stderr)
+        print(f"step {i}: {rollout.names[i]} is asked …", file=sys.stderr)
         return call_worker(rollout, i)
 
     [rollout] = conduct(write, [Rollout(question, pool, workers)], settings.rounds, prompting, call=call)
