@@ -630,8 +630,7 @@ def main(argv):
     print(view(rollout))
     if settings.conductor:
         print(f"with the Conductor's: {sum(w.calls for w in pool)} calls, ${sum(w.spent for w in pool):.4f}")
-    if rollout.error or rollout.invalid:
-        raise ValueError("the workflow failed")
+    sys.exit("the workflow failed" if rollout.error or rollout.invalid else 0)
 
 if __name__ == "__main__":
     try:
