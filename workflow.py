@@ -163,9 +163,9 @@ def messages(question: str, workers: int | list[int], max_steps: int = 5, previo
     return chat
 
 def ask(rollout: Rollout, prompting: Prompting) -> list[dict]:
-    """The chat that asks for a rollout's workflow."""
-    everyone = rollout.workers is None or len(rollout.workers) == len(rollout.pool)
-    workers = len(rollout.pool) if everyone else rollout.workers
+    """The chat that asks for a rollout's workflow. A subset of all workers is no subset."""
+    is_subset = len(rollout.workers or rollout.pool) < len(rollout.pool)
+    workers = rollout.workers if is_subset else len(rollout.pool)
     return messages(rollout.question, workers, prompting.max_steps, rollout.previous, prompting.prompt)
 
 def as_lists(workflow: Workflow) -> str:
@@ -303,8 +303,8 @@ def threads() -> ThreadPool:
     """The threads that call workers and graders. As daemons they do not keep a program from its end."""
     return ThreadPool(1024)
 
-def live(rollout: Rollout, prompting: Prompting, failure, edit, call):
-    """Parse, run and judge a rollout that is written. A generator: it yields what threads can do by now, as
+def carry_out(rollout: Rollout, prompting: Prompting, failure, edit, call):
+    """Parse, run and judge one rollout that is written. A generator: it yields what threads can do by now, as
     (step, function, arguments), and is sent (step, result or WorkerError) each time that one is done."""
     if not rollout.workflow and not rollout.error:
         limits = (rollout.workers or len(rollout.pool), prompting.max_steps, rollout.previous is not None)
@@ -313,7 +313,7 @@ def live(rollout: Rollout, prompting: Prompting, failure, edit, call):
         except WorkflowError as e:
             rollout.invalid = str(e)
             rollout.right = False if failure else None
-    if not rollout.workflow:
+    if rollout.error or not rollout.workflow:
         return
     rollout.workflow = edit(rollout.workflow) if edit else rollout.workflow
     steps = rollout.workflow.steps
@@ -322,7 +322,8 @@ def live(rollout: Rollout, prompting: Prompting, failure, edit, call):
             raise ValueError(f"step {i} has no worker of the pool, or sees what is no earlier step")
     rollout.names = [rollout.pool[step.worker].name for step in steps]
     rollout.replies = [None] * len(steps)
-    ready, at_work = [i for i, step in enumerate(steps) if not step.access], 0
+    ready = [i for i, step in enumerate(steps) if not step.access]
+    at_work = 0
     while ready or at_work:
         at_work += len(ready)
         done, result = yield [(i, call, (rollout, i)) for i in ready]
@@ -343,18 +344,18 @@ def roll_out(rollouts: list[Rollout], write=None, prompting: Prompting = Prompti
     write: see the writers below; None: the workflows are there. failure(problem, answer) says what is wrong,
     or "". edit(workflow) -> workflow is for ablations. call(rollout, i) makes a step's call, in a thread. A
     WorkerError loses a rollout, as do `timeout` seconds after its writing. Any other error ends the run."""
-    news = queue.SimpleQueue()  # (rollout, (step, result or exception)), from threads
-    running = {}  # by id, oldest first: (rollout, its life, when it began)
+    news = queue.SimpleQueue()  # (rollout, event) from threads; an event is (step, result or exception)
+    running = {}  # by id, oldest first: (rollout, its generator, when it began)
 
-    def go_on(rollout, done=None):
-        """Tell a rollout what a thread has done, and let threads do what follows from that."""
-        if done and isinstance(done[1], Exception) and not isinstance(done[1], WorkerError):
-            raise done[1]
+    def go_on(rollout, event=None):
+        """Let threads do what an event makes possible, and close the record of a rollout that is over."""
+        if event and isinstance(event[1], Exception) and not isinstance(event[1], WorkerError):
+            raise event[1]
         if id(rollout) not in running:
             return  # It was lost by its timeout.
-        _, life, begun = running[id(rollout)]
+        _, work, begun = running[id(rollout)]
         try:
-            for step, function, arguments in life.send(done):
+            for step, function, arguments in work.send(event):
                 tell = lambda result, step=step: news.put((rollout, (step, result)))
                 threads().apply_async(function, arguments, callback=tell, error_callback=tell)
         except StopIteration:
@@ -364,17 +365,17 @@ def roll_out(rollouts: list[Rollout], write=None, prompting: Prompting = Prompti
                 on_end(rollout)
 
     for rollout in write(rollouts) if write else rollouts:
-        running[id(rollout)] = (rollout, live(rollout, prompting, failure, edit, call), time.monotonic())
+        running[id(rollout)] = (rollout, carry_out(rollout, prompting, failure, edit, call), time.monotonic())
         go_on(rollout)
         while not news.empty():
             go_on(*news.get())
     while running:
-        oldest, life, begun = next(iter(running.values()))
+        oldest, work, begun = next(iter(running.values()))
         try:
             go_on(*news.get(timeout=max(0.0, begun + timeout - time.monotonic())))
         except queue.Empty:
             oldest.error = f"it took longer than {timeout:g} s"
-            life.close()
+            work.close()
             go_on(oldest)
     return rollouts
 
