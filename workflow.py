@@ -25,7 +25,7 @@ import torch
 
 from model import Qwen, Tokenizer, compute_dtype, configure, fetch, read_json, write_json
 from sample import generate_each
-from workers import LOCAL, QUESTION, TASK, Handler, Reply, WorkerError, load_pool, loopback_server
+from workers import LIMITS, LOCAL, QUESTION, TASK, Handler, Reply, WorkerError, load_pool, loopback_server
 
 ASSETS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets")
 
@@ -431,8 +431,7 @@ def model_writer(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temper
 
 def worker_writer(worker, prompting: Prompting):
     """A worker as the Conductor (Table 11). A limit of its tokens is doubled, to at most 8,192."""
-    limits = {name: max(n, min(2 * n, 8192)) for name, n in worker.params.items()
-              if name in ("max_tokens", "max_completion_tokens")}
+    limits = {name: max(n, min(2 * n, 8192)) for name, n in worker.params.items() if name in LIMITS}
 
     def write_one(rollout):
         try:
@@ -533,7 +532,7 @@ def conductor_server(write, pool: list, workers: list[int] | None, prompting: Pr
     numbers = itertools.count(step=10)  # A question that is asked again gets other draws.
 
     class ConductorHandler(Handler):
-        models = ["conductor", "conductor-recursive"]
+        models = {"conductor": 0, "conductor-recursive": rounds}  # and their further rounds
 
         def call(self, rollout, i):
             if self.hung_up():
@@ -545,8 +544,8 @@ def conductor_server(write, pool: list, workers: list[int] | None, prompting: Pr
             text = "\n\n".join(turns) if turns[1:] else body["messages"][0]["content"]
             question = text.encode(errors="replace").decode()  # JSON can spell half an emoji.
             rollout = Rollout(question, pool, workers, number=next(numbers))
-            further = rounds if body["model"] == "conductor-recursive" else 0
-            done = threads().apply_async(conduct, (write, [rollout], further, prompting), {"call": self.call})
+            arguments = (write, [rollout], self.models[body["model"]], prompting)
+            done = threads().apply_async(conduct, arguments, {"call": self.call})
             while not done.ready():
                 if body.get("stream"):
                     self.send_comment("the workers are busy")
