@@ -218,14 +218,14 @@ def parse(text: str, workers: int | list[int], max_steps: int = 5, allow_empty: 
     return workflow
 
 def read_list(text: str, start: int) -> tuple[list | str, int]:
-    """The list that opens at text[start], or what is wrong with it, and where the reading ended. Only digits,
+    """The list that opens at text[start], or what is wrong with it, and where to search on. Only digits,
     commas, brackets and strings are evaluated."""
     pieces, depth = [], 0
     for token in TOKEN.finditer(text, start):
         if token["other"]:
             return f"{token[0]!r:.20} does not belong there", token.start()
         if token["quote"] and not token["end"]:
-            return "a string is not closed", token.end()
+            return "a string is not closed", token.start("body")
         pieces.append(repr(string_value(token)) if token["quote"] else token["atom"] or "")
         depth += (token[0] == "[") - (token[0] == "]")
         if depth == 0 or depth > 3:

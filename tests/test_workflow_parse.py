@@ -47,6 +47,7 @@ def lists(model_id="[1, 0]", subtasks='["a", "b"]', access='[[], ["all"]]'):
 REFUSED = {  # text: what the error says
     "I would ask model 0.": "model_id: the list is missing",
     f"model_id = [1]\nsubtasks = ['a'\n\nQuestion: Why?\n{OTHER}": "subtasks",
+    f"model_id = [1]\nsubtasks = ['a\n\nQuestion: Why?\n{OTHER}": "subtasks",
     "model_id = [1, 0]\nsubtasks = ['a', 'b']": "access_list: the list is missing",
     lists(model_id="[1]"): "differ in length",
     lists("[]", "[]", "[]"): "0 steps",
