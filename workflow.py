@@ -25,7 +25,7 @@ import torch
 
 from model import Qwen, Tokenizer, compute_dtype, configure, fetch, read_json, write_json
 from sample import generate_each
-from workers import LOCAL, QUESTION, TASK, Handler, Reply, WorkerError, load_pool, loopback_server
+from workers import LIMITS, LOCAL, QUESTION, TASK, Handler, Reply, WorkerError, load_pool, loopback_server
 
 ASSETS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets")
 
@@ -148,12 +148,11 @@ def messages(question: str, workers: int | list[int], max_steps: int = 5, previo
         if prompt not in known:
             raise ValueError(f"prompt {prompt!r}: there are {', '.join(known)} and short")
         parts = [ROLE.format(max_steps=max_steps)]
-        for example in known[prompt]:
-            rows = zip(example["model_id"], example["subtasks"], example["access_list"])
-            steps = [Step(numbers[i % len(numbers)], task, [], seen == ["all"]) for i, task, seen in rows]
-            lists = as_lists(Workflow(steps))
-            if len(steps) <= max_steps:
-                parts.append(f"Example question: {example['question']}\n\n{example['plan']}\n{lists}")
+        for case in known[prompt]:
+            workflow = Workflow([Step(numbers[i % len(numbers)], subtask, [], bool(access))
+                                 for i, subtask, access in case["steps"]])
+            if len(workflow.steps) <= max_steps:
+                parts.append(f"Example question: {case['question']}\n\n{case['plan']}\n{as_lists(workflow)}")
         models = ", ".join(f"Model {number}" for number in numbers)
         parts.append(f"Question: {question}\n\nModels: {models}")
         chat = [{"role": "user", "content": "\n\n".join(parts)}]
@@ -164,9 +163,9 @@ def messages(question: str, workers: int | list[int], max_steps: int = 5, previo
     return chat
 
 def ask(rollout: Rollout, prompting: Prompting) -> list[dict]:
-    """The chat that asks for a rollout's workflow."""
-    everyone = rollout.workers is None or len(rollout.workers) == len(rollout.pool)
-    workers = len(rollout.pool) if everyone else rollout.workers
+    """The chat that asks for a rollout's workflow. A subset of all workers is no subset."""
+    is_subset = len(rollout.workers or rollout.pool) < len(rollout.pool)
+    workers = rollout.workers if is_subset else len(rollout.pool)
     return messages(rollout.question, workers, prompting.max_steps, rollout.previous, prompting.prompt)
 
 def as_lists(workflow: Workflow) -> str:
@@ -179,20 +178,19 @@ def as_lists(workflow: Workflow) -> str:
 
 # ---- Parse -----------------------------------------------------------------------------------------------
 LISTS = ("model_id", "subtasks", "access_list")
-# A list's name and what may stand around it: Markdown's or JSON's quotes, an annotation such as list[int].
-NAME = r"""(?<![A-Za-z0-9_])
-    (?P<name>model(?:\\?_|[ -])ids?|sub-?tasks?|access(?:\\?_|[ -])lists?)[\s*`"']{0,20}
-    (?::\s{0,4}[A-Za-z][\w.]{0,20}\s{0,4}(?:\[[^=\n]{0,60}\])?\s{0,4}(?==))?
-    [:=][\s*`]{0,20}(?:(?:python|json)\s)?(?=\[)"""
-LIST = re.compile(NAME, re.VERBOSE | re.IGNORECASE)
+# A list's name and what may stand around it: Markdown's or JSON's quotes, list[int], a remark in brackets.
+NAME = r"""(?<![A-Za-z0-9_])(?:(?P<model_id>model(?:\\?_|[ -])ids?)|(?P<subtasks>sub-?tasks?)
+    |(?P<access_list>access(?:\\?_|[ -])lists?))[\s*`"']{0,20}
+    (?::\s{0,4}[A-Za-z][\w.]{0,20}\s{0,4}(?:\[[^=\n]{0,60}\])?\s{0,4}(?==)|\([^()\n]{0,80}\))?
+    [\s*`]{0,9}[:=][\s*`]{0,20}(?:(?:python|json)\s)?(?=\[)"""
+HEADING = r"(?P<heading>^[\s>#*]{0,8}(?P<example>example\ )?(?:\w{1,12}\ )?question(?:\ \d{1,3})?[* ]{0,4}:)"
+MARK = re.compile(f"{NAME}|{HEADING}", re.VERBOSE | re.IGNORECASE | re.MULTILINE)
 # In a list. A string may hold a newline, but not one before a list's name: such a string was never closed.
 TOKEN = re.compile(rf"""(?P<atom>[][]|[0-9,()\s]+)|\#[^\n]*
     |(?P<raw>r?)(?P<quote>\"\"\"|'''|["'])
-     (?P<body>(?:[^"'\\\n]+|(?!(?P=quote))["']|\\.|\n(?![ *`"'-]{{0,8}}{NAME.replace("?P<name>", "?:")}))*)
+     (?P<body>(?:[^"'\\\n]+|(?!(?P=quote))["']|\\.|\n(?![ *`"'-]{{0,8}}{re.sub("P<.*?>", ":", NAME)}))*)
      (?P<end>(?P=quote))?
     |(?P<other>\w+|.)""", re.VERBOSE | re.IGNORECASE | re.DOTALL)
-QUESTIONS = re.compile(r"^[\s>#*]{0,8}(?P<example>example )?(?:\w{1,12} )?question(?: \d{1,3})?[* ]{0,4}:",
-                       re.MULTILINE | re.IGNORECASE)
 
 def parse(text: str, workers: int | list[int], max_steps: int = 5, allow_empty: bool = False) -> Workflow:
     """The last valid workflow in the last 50,000 characters: three neighbouring lists, in any order. workers:
@@ -200,15 +198,15 @@ def parse(text: str, workers: int | list[int], max_steps: int = 5, allow_empty: 
     numbers = [*range(workers)] if isinstance(workers, int) else workers
     workflow, error, window = None, WorkflowError("model_id: the list is missing"), []
     text, position, is_example = text[-50_000:], 0, False
-    while begin := LIST.search(text, position):
-        questions = [*QUESTIONS.finditer(text, position, begin.start())]
-        if questions and not is_example and (window or workflow):
-            break  # Some models invent another question, whose workflow is none for this one.
-        if questions:
-            workflow, window, is_example = None, [], bool(questions[-1]["example"])
-        value, position = read_list(text, begin.end())
-        name = next(name for name in LISTS if name[0] == begin["name"][0].lower())
-        window = [*window, (name, value)][-3:]
+    while mark := MARK.search(text, position):
+        if mark["heading"]:  # of a question
+            if (window or workflow) and not is_example:
+                break  # Some models invent another question, whose workflow is none for this one.
+            workflow, window, position = None, [], mark.end()
+            is_example = bool(mark["example"])
+            continue
+        value, position = read_list(text, mark.end())
+        window = [*window, (mark.lastgroup, value)][-3:]
         try:  # This raises until the window holds every list once.
             workflow = Workflow(steps_of(dict(window), numbers, max_steps, allow_empty))
         except WorkflowError as e:
@@ -220,14 +218,14 @@ def parse(text: str, workers: int | list[int], max_steps: int = 5, allow_empty: 
     return workflow
 
 def read_list(text: str, start: int) -> tuple[list | str, int]:
-    """The list that opens at text[start], or what is wrong with it, and where the reading ended. Only digits,
+    """The list that opens at text[start], or what is wrong with it, and where to search on. Only digits,
     commas, brackets and strings are evaluated."""
     pieces, depth = [], 0
     for token in TOKEN.finditer(text, start):
         if token["other"]:
-            return f"{token[0]!r:.20} does not belong there", token.end()
+            return f"{token[0]!r:.20} does not belong there", token.start()
         if token["quote"] and not token["end"]:
-            return "a string is not closed", token.end()
+            return "a string is not closed", token.start("body")
         pieces.append(repr(string_value(token)) if token["quote"] else token["atom"] or "")
         depth += (token[0] == "[") - (token[0] == "]")
         if depth == 0 or depth > 3:
@@ -242,37 +240,35 @@ def read_list(text: str, start: int) -> tuple[list | str, int]:
 ESCAPE = re.compile(r"""\\(?:(?P<latex>[^\\"'/nrtu\n]|u(?![0-9a-fA-F]{4})|r(?=[A-Za-z])
     |(?<![.:;!?]\\)n(?=(?:abla|e[gq]?|u|ot(?:in)?|mid|[gl]eq|exists|earrow|warrow|parallel|subseteq)
         (?![A-Za-z]|\.[a-z]))
-    |t(?=(?:imes|heta|ext[a-z]*|[fb]rac|frac|anh?|au|op?|ilde|riangle[a-z]*|herefore|binom|ag|iny)
-        (?![A-Za-z])))
-    |u(?P<code>[0-9a-fA-F]{4})|(?P<plain>.))""", re.DOTALL | re.VERBOSE)
+    |t(?=(?:imes|heta|ext[a-z]*|frac|anh?|au|op?|ilde|riangle[a-z]*|herefore|binom|ag|iny)(?![A-Za-z])))
+    |u(?P<code>[0-9a-fA-F]{4})|(?P<plain>.))""", re.VERBOSE | re.DOTALL)
 CONTROL = {"n": "\n", "t": "\t", "r": "\r", "\n": ""}
 
 def string_value(token) -> str:
     """What a string literal of Python or JSON says, also where LaTeX stands in it as it is."""
-    # Where one backslash is LaTeX's, all are: \\\\ ends a line there.
-    is_latex = any(escape["latex"] for escape in ESCAPE.finditer(token["body"]))
+    is_latex = any(escape["latex"] for escape in ESCAPE.finditer(token["body"]))  # Then \\\\ ends a line.
 
     def meaning(escape):
         if escape["latex"] or is_latex and escape["plain"] == "\\":
             return escape[0]
         code, plain = escape["code"], escape["plain"]
         return chr(int(code, 16)) if code else CONTROL.get(plain, plain)
-    value = token["body"] if token["raw"] else ESCAPE.sub(meaning, token["body"])
-    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # JSON writes 😀 as two halves.
+    text = token["body"] if token["raw"] else ESCAPE.sub(meaning, token["body"])
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # JSON writes 😀 in two halves.
 
 def steps_of(lists: dict, numbers: list[int], max_steps: int, allow_empty: bool) -> list[Step]:
     """The steps that three lists describe. A value that is a str says what is wrong with its list."""
-    columns = {name: lists.get(name, "the list is missing") for name in LISTS}
-    for name, column in columns.items():
-        if isinstance(column, str):
-            raise WorkflowError(f"{name}: {column}")
-    sizes = {name: len(column) for name, column in columns.items()}
-    if len({*sizes.values()}) > 1:
-        raise WorkflowError(f"the lists differ in length: {sizes}")
-    if not (0 if allow_empty else 1) <= sizes["model_id"] <= max_steps:
-        raise WorkflowError(f"model_id: {sizes['model_id']} steps, where 1 to {max_steps} are allowed")
+    for name in LISTS:
+        if not isinstance(lists.get(name), list):
+            raise WorkflowError(f"{name}: {lists.get(name, 'the list is missing')}")
+    n, *others = [len(lists[name]) for name in LISTS]
+    if others != [n, n]:
+        raise WorkflowError(f"{', '.join(LISTS)} differ in length: {n}, {others[0]} and {others[1]}")
+    if n > max_steps or n == 0 and not allow_empty:
+        raise WorkflowError(f"model_id: {n} steps, where 1 to {max_steps} are allowed")
     steps = []
-    for i, (worker, subtask, access) in enumerate(zip(*columns.values())):
+    for i in range(n):
+        worker, subtask, access = (lists[name][i] for name in LISTS)
         seen = ["all"] if access == "all" else access
         if type(worker) is not int or worker not in numbers:
             raise WorkflowError(f"model_id: step {i} names {worker!r:.20}; there are {numbers}")
@@ -280,23 +276,22 @@ def steps_of(lists: dict, numbers: list[int], max_steps: int, allow_empty: bool)
             raise WorkflowError(f"subtasks: step {i} is no text: {subtask!r:.20}")
         if type(seen) is not list or not all(j == "all" or type(j) is int and j < i for j in seen):
             raise WorkflowError(f"access_list: step {i} reads {access!r:.40}, no list of earlier steps")
-        seen = [*range(i)] if "all" in seen else seen
-        steps.append(Step(worker, subtask, sorted({*seen}), "all" in access))
+        steps.append(Step(worker, subtask, [*range(i)] if "all" in seen else sorted({*seen}), "all" in seen))
     return steps
 
 # ---- Run -------------------------------------------------------------------------------------------------
 def call_worker(rollout: Rollout, i: int) -> Reply:
     """Make the call of step i: the question, past turns of (subtask, response), and its own subtask."""
-    steps = rollout.workflow.steps
-    turns = [(steps[j].subtask, rollout.replies[j].text) for j in steps[i].access]
+    steps, texts = rollout.workflow.steps, []
     if steps[i].wrote_all and rollout.previous:  # It also sees the last answer (§3.2).
         last = [r for r in rollout.previous.rounds() if r.replies][-1]
-        turns.insert(0, (last.workflow.steps[-1].subtask, last.answer))
-    chat = []
-    for subtask, response in turns:
-        chat += [{"role": "user", "content": TASK + subtask}, {"role": "assistant", "content": response}]
-    chat.append({"role": "user", "content": TASK + steps[i].subtask})
-    chat[0]["content"] = f"{QUESTION}{rollout.question}\n\n{chat[0]['content']}"
+        texts += [TASK + last.workflow.steps[-1].subtask, last.answer]
+    for j in steps[i].access:
+        texts += [TASK + steps[j].subtask, rollout.replies[j].text]
+    texts.append(TASK + steps[i].subtask)
+    texts[0] = f"{QUESTION}{rollout.question}\n\n{texts[0]}"
+    roles = itertools.cycle(["user", "assistant"])
+    chat = [{"role": role, "content": text} for role, text in zip(roles, texts)]
     return rollout.pool[steps[i].worker].chat(chat, call_id=call_id(rollout, i))
 
 def call_id(rollout: Rollout, step: int | str) -> str:
@@ -308,87 +303,80 @@ def threads() -> ThreadPool:
     """The threads that call workers and graders. As daemons they do not keep a program from its end."""
     return ThreadPool(1024)
 
+def carry_out(rollout: Rollout, prompting: Prompting, failure, edit, call):
+    """Parse, run and judge one rollout that is written. A generator: it yields what threads can do by now, as
+    (step, function, arguments), and is sent (step, result or WorkerError) each time that one is done."""
+    if not rollout.workflow and not rollout.error:
+        limits = (rollout.workers or len(rollout.pool), prompting.max_steps, rollout.previous is not None)
+        try:
+            rollout.workflow = parse(rollout.written, *limits)
+        except WorkflowError as e:
+            rollout.invalid = str(e)
+            rollout.right = False if failure else None
+    if rollout.error or not rollout.workflow:
+        return
+    rollout.workflow = edit(rollout.workflow) if edit else rollout.workflow
+    steps = rollout.workflow.steps
+    for i, step in enumerate(steps):
+        if step.worker not in range(len(rollout.pool)) or not {*step.access} <= {*range(i)}:
+            raise ValueError(f"step {i} has no worker of the pool, or sees what is no earlier step")
+    rollout.names = [rollout.pool[step.worker].name for step in steps]
+    rollout.replies = [None] * len(steps)
+    ready = [i for i, step in enumerate(steps) if not step.access]
+    at_work = 0
+    while ready or at_work:
+        at_work += len(ready)
+        done, result = yield [(i, call, (rollout, i)) for i in ready]
+        at_work -= 1
+        if isinstance(result, WorkerError):
+            rollout.error = rollout.error or f"step {done}: {result}"
+        else:
+            rollout.replies[done] = result
+        ready = [i for i, step in enumerate(steps) if done in step.access and not rollout.error
+                 and all(rollout.replies[j] for j in step.access)]
+    if failure and not rollout.error:
+        _, rollout.failure = yield [(None, failure, (rollout.problem, rollout.answer))]
+        rollout.right = not rollout.failure
+
 def roll_out(rollouts: list[Rollout], write=None, prompting: Prompting = Prompting(), failure=None, edit=None,
              call=call_worker, on_end=None, timeout: float = 1e9) -> list[Rollout]:
     """Write, parse, run and judge rollouts in place, each as soon as it can be, and return them.
-    write: see the writers below; a rollout with a workflow is only run. failure(problem, answer) says what is
-    wrong with an answer, "" if nothing. edit(workflow) -> workflow is for ablations. call(rollout, i) makes a
-    step's call, in a thread; a WorkerError loses the rollout, and so do `timeout` seconds after its writing.
-    Once anything else is raised no further step starts."""
-    news = queue.SimpleQueue()  # (rollout, step or None for its judgement, result or exception), from threads
-    running = {}  # by id, oldest first: (rollout, when it began, its steps at work)
+    write: see the writers below; None: the workflows are there. failure(problem, answer) says what is wrong,
+    or "". edit(workflow) -> workflow is for ablations. call(rollout, i) makes a step's call, in a thread. A
+    WorkerError loses a rollout, as do `timeout` seconds after its writing. Any other error ends the run."""
+    news = queue.SimpleQueue()  # (rollout, event) from threads; an event is (step, result or exception)
+    running = {}  # by id, oldest first: (rollout, its generator, when it began)
 
-    def in_thread(rollout, i, function, *arguments):
-        def tell(result):
-            news.put((rollout, i, result))
-        threads().apply_async(function, arguments, callback=tell, error_callback=tell)
-
-    def begin(rollout):
-        running[id(rollout)] = (rollout, time.monotonic(), set())
-        if rollout.workflow is None and not rollout.error:
-            limits = (rollout.workers or len(rollout.pool), prompting.max_steps, rollout.previous is not None)
-            try:
-                rollout.workflow = parse(rollout.written, *limits)
-            except WorkflowError as e:
-                rollout.invalid = str(e)
-                rollout.right = False if failure else None
-        if rollout.workflow is None:
-            return end(rollout)
-        rollout.workflow = edit(rollout.workflow) if edit else rollout.workflow
-        for i, step in enumerate(rollout.workflow.steps):
-            if step.worker not in range(len(rollout.pool)) or not {*step.access} <= {*range(i)}:
-                raise ValueError(f"step {i} has no worker of the pool, or sees what is no earlier step")
-        rollout.names = [rollout.pool[step.worker].name for step in rollout.workflow.steps]
-        rollout.replies = [None] * len(rollout.names)
-        go_on(rollout)
-
-    def go_on(rollout):
-        """Start each step whose inputs are there; once no step is at work, judge."""
-        _, _, at_work = running[id(rollout)]
-        for i, step in enumerate(rollout.workflow.steps):
-            is_open = rollout.replies[i] is None and i not in at_work and not rollout.error
-            if is_open and all(rollout.replies[j] for j in step.access):
-                at_work.add(i)
-                in_thread(rollout, i, call, rollout, i)
-        if not at_work and failure and not rollout.error:
-            in_thread(rollout, None, failure, rollout.problem, rollout.answer)
-        elif not at_work:
-            end(rollout)
-
-    def hear(rollout, i, result):
-        if isinstance(result, Exception) and not isinstance(result, WorkerError):
-            raise result
+    def go_on(rollout, event=None):
+        """Let threads do what an event makes possible, and close the record of a rollout that is over."""
+        if event and isinstance(event[1], Exception) and not isinstance(event[1], WorkerError):
+            raise event[1]
         if id(rollout) not in running:
             return  # It was lost by its timeout.
-        if i is None:
-            rollout.failure, rollout.right = result, not result
-            return end(rollout)
-        running[id(rollout)][2].remove(i)
-        if isinstance(result, WorkerError):
-            rollout.error = rollout.error or f"step {i}: {result}"
-        else:
-            rollout.replies[i] = result
-        go_on(rollout)
-
-    def end(rollout):
-        _, begun, _ = running.pop(id(rollout))
-        rollout.seconds = time.monotonic() - begun
-        if on_end:
-            on_end(rollout)
-
-    given = [rollout for rollout in rollouts if rollout.workflow]
-    unwritten = [rollout for rollout in rollouts if not rollout.workflow]
-    for rollout in itertools.chain(given, write(unwritten) if unwritten else []):
-        begin(rollout)
-        while not news.empty():
-            hear(*news.get())
-    while running:
-        oldest, begun, _ = next(iter(running.values()))
+        _, work, begun = running[id(rollout)]
         try:
-            hear(*news.get(timeout=max(0.0, begun + timeout - time.monotonic())))
+            for step, function, arguments in work.send(event):
+                tell = lambda result, step=step: news.put((rollout, (step, result)))
+                threads().apply_async(function, arguments, callback=tell, error_callback=tell)
+        except StopIteration:
+            del running[id(rollout)]
+            rollout.seconds = time.monotonic() - begun
+            if on_end:
+                on_end(rollout)
+
+    for rollout in write(rollouts) if write else rollouts:
+        running[id(rollout)] = (rollout, carry_out(rollout, prompting, failure, edit, call), time.monotonic())
+        go_on(rollout)
+        while not news.empty():
+            go_on(*news.get())
+    while running:
+        oldest, work, begun = next(iter(running.values()))
+        try:
+            go_on(*news.get(timeout=max(0.0, begun + timeout - time.monotonic())))
         except queue.Empty:
             oldest.error = f"it took longer than {timeout:g} s"
-            end(oldest)
+            work.close()
+            go_on(oldest)
     return rollouts
 
 def execute(workflow: Workflow, question: str, pool: list, previous: Rollout | None = None) -> Rollout:
@@ -400,28 +388,22 @@ def conduct(write, rollouts: list[Rollout], rounds: int = 0, prompting: Promptin
     """Answer questions, in use and evaluation, and return the last round of each.
     What is no workflow is written again, `tries` times in all, under the next numbers. Up to `rounds` rounds
     more see the answer, until empty lists keep it (§3.2) or none is written. settings: as of roll_out."""
-    last = rollouts
+    last = [replace(rollout) for rollout in rollouts]  # copies: what was asked is asked again
     for _ in range(tries):
-        last = [again(r, number=r.number + 1) if r.invalid else r for r in last]
+        last = [replace(rollouts[i], number=r.number + 1) if r.invalid else r for i, r in enumerate(last)]
         roll_out([r for r in last if not r.workflow and not r.error], write, prompting, **settings)
     going = [i for i, r in enumerate(last) if r.workflow and r.workflow.steps and not r.error]
     if rounds and going:
-        asked = [again(rollouts[i], previous=last[i]) for i in going]
+        asked = [replace(rollouts[i], previous=last[i]) for i in going]
         for i, rollout in zip(going, conduct(write, asked, rounds - 1, prompting, tries, **settings)):
             last[i] = rollout if rollout.workflow else last[i]
     return last
 
-def again(rollout: Rollout, **changes) -> Rollout:
-    """A rollout that asks what this one asked, and has not been written."""
-    asked = ("question", "pool", "workers", "problem", "name", "number", "previous")
-    return Rollout(**{name: getattr(rollout, name) for name in asked} | changes)
-
-# ---- Writers ---------------------------------------------------------------------------------------------
-# write(rollouts) fills in what was written, or .error, and yields each rollout once that is there.
-
+# ---- Writers: write(rollouts) sets .written or .error, and yields each rollout as soon as that is there ---
 def model_writer(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature=1.0, seed=0):
     """A model as the Conductor. A draw depends on the seed, the prompt and the rollout's number alone."""
     room = model.config.max_position_embeddings - prompting.max_new_tokens
+    one_at_a_time = threading.Lock()  # a server's clients share the model
 
     def write(rollouts):
         groups = {}  # of rollouts with the same prompt, which is computed once
@@ -439,17 +421,17 @@ def model_writer(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temper
             numbers = [[rollout.number for rollout in group] for group in batch]
             each = generate_each(model, [group[0].prompt for group in batch], n, prompting.max_new_tokens,
                                  temperature, tokenizer.end_ids, seed, len(tokenizer), numbers)
-            for i, j, completion in each:
-                rollout = batch[i][j]
-                rollout.written = tokenizer.decode(completion.tokens)
-                vars(rollout).update(vars(completion))  # tokens, logprobs, finished
-                yield rollout
+            with one_at_a_time:
+                for i, j, completion in each:
+                    rollout = batch[i][j]
+                    rollout.written = tokenizer.decode(completion.tokens)
+                    vars(rollout).update(vars(completion))  # tokens, logprobs, finished
+                    yield rollout
     return write
 
 def worker_writer(worker, prompting: Prompting):
     """A worker as the Conductor (Table 11). A limit of its tokens is doubled, to at most 8,192."""
-    limits = {name: max(n, min(2 * n, 8192)) for name, n in worker.params.items()
-              if name in ("max_tokens", "max_completion_tokens")}
+    limits = {name: max(n, min(2 * n, 8192)) for name, n in worker.params.items() if name in LIMITS}
 
     def write_one(rollout):
         try:
@@ -477,8 +459,7 @@ def rollout_from_json(values: dict) -> Rollout:
     """The rollout of which rollout_to_json made these values."""
     rollout = Rollout(**{f.name: values[f.name] for f in fields(Rollout) if f.name in values})
     rollout.replies = [reply and Reply(**reply) for reply in rollout.replies]
-    if rollout.workflow:
-        rollout.workflow = Workflow([Step(**step) for step in rollout.workflow["steps"]])
+    rollout.workflow = rollout.workflow and Workflow([Step(**step) for step in rollout.workflow["steps"]])
     rollout.previous = rollout.previous and rollout_from_json(rollout.previous)
     return rollout
 
@@ -489,8 +470,8 @@ def view(rollout: Rollout) -> str:
         steps = one.workflow.steps if one.workflow else []
         out += [f"\nRound {number}: {len(steps) or 'no'} steps"] if number else []
         for i, (step, name, reply) in enumerate(zip(steps, one.names, one.replies)):
-            seen = "all before" if step.wrote_all else f"steps {step.access}"
-            sees = seen if step.access or step.wrote_all else "the question"
+            sees = f"steps {step.access}" if step.access else "the question"
+            sees = "all before" if step.wrote_all else sees
             text = reply.text or f"(empty; it ended by {reply.finish!r})" if reply else "(none)"
             out.append(f"\nStep {i}: {name} (model {step.worker}), sees {sees}: {step.subtask}")
             out.append("    " + text.replace("\n", "\n    "))
@@ -530,20 +511,17 @@ def save_prompting(folder: str, prompting: Prompting, pool: str, names: list[str
 def read_prompting(path: str) -> tuple[Prompting, str, list[str]]:
     """(prompting, pool, its workers' names) of a checkpoint; its conductor.json may be missing."""
     file = os.path.join(fetch(path, "conductor.json"), "conductor.json")
-    known = read_json(file) if os.path.exists(file) else {}
-    if "style" in known:
-        raise ValueError(f"{file} is of an earlier format, with letters for workers: train it again")
-    values = {f.name: known.get(f.name, f.default) for f in fields(Prompting)}
-    if [*map(type, values.values())] != [str, int, int] or not 1 <= values["max_steps"] <= 100:
-        raise ValueError(f"{file}: expected a prompt's name, max_steps and max_new_tokens, not {values}")
-    return Prompting(**values), str(known.get("pool", "")), [str(name) for name in known.get("workers", [])]
+    saved = read_json(file) if os.path.exists(file) else {}
+    prompting = Prompting(*(saved.get(f.name, f.default) for f in fields(Prompting)))
+    if "style" in saved or prompting.max_steps not in range(1, 101):
+        raise ValueError(f"{file} is of an earlier format, or its max_steps is no 1 to 100: train it again")
+    return prompting, str(saved.get("pool", "")), saved.get("workers", [])
 
 def load_conductor(path: str) -> tuple[Qwen, Tokenizer, Prompting]:
     """The model and tokenizer of a checkpoint, and how it is asked. A CPU computes in fp32."""
-    prompting, _, _ = read_prompting(path)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = Qwen.from_pretrained(path, compute_dtype(device, "" if device == "cuda" else "fp32"), device)
-    return model, Tokenizer.from_pretrained(path), prompting
+    return model, Tokenizer.from_pretrained(path), read_prompting(path)[0]
 
 # ---- The server and the command line ---------------------------------------------------------------------
 def conductor_server(write, pool: list, workers: list[int] | None, prompting: Prompting, rounds: int,
@@ -552,14 +530,9 @@ def conductor_server(write, pool: list, workers: list[int] | None, prompting: Pr
     and conductor-recursive (`rounds` more). The question is the whole conversation; usage, with its cost in
     dollars, is the workers' together. After so many seconds of silence a stream says that they are busy."""
     numbers = itertools.count(step=10)  # A question that is asked again gets other draws.
-    writing = threading.Lock()
-
-    def write_alone(rollouts):
-        with writing:  # one client's at a time
-            yield from write(rollouts)
 
     class ConductorHandler(Handler):
-        models = ["conductor", "conductor-recursive"]
+        models = {"conductor": 0, "conductor-recursive": rounds}  # and their further rounds
 
         def call(self, rollout, i):
             if self.hung_up():
@@ -567,14 +540,12 @@ def conductor_server(write, pool: list, workers: list[int] | None, prompting: Pr
             return call_worker(rollout, i)
 
         def complete(self, body):
-            turns = body["messages"]
-            question = "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
-            question = question if turns[1:] else turns[0]["content"]
-            question = question.encode(errors="replace").decode()  # JSON can spell half an emoji.
+            turns = [f"{turn['role']}: {turn['content']}" for turn in body["messages"]]
+            text = "\n\n".join(turns) if turns[1:] else body["messages"][0]["content"]
+            question = text.encode(errors="replace").decode()  # JSON can spell half an emoji.
             rollout = Rollout(question, pool, workers, number=next(numbers))
-            further = rounds if body["model"] == "conductor-recursive" else 0
-            done = threads().apply_async(conduct, (write_alone, [rollout], further, prompting),
-                                         {"call": self.call})
+            arguments = (write, [rollout], self.models[body["model"]], prompting)
+            done = threads().apply_async(conduct, arguments, {"call": self.call})
             while not done.ready():
                 if body.get("stream"):
                     self.send_comment("the workers are busy")
@@ -593,7 +564,6 @@ def conductor_server(write, pool: list, workers: list[int] | None, prompting: Pr
                      for step, name in zip(one.workflow.steps, one.names)]
             finish = "length" if rollout.all_replies[-1].finish == "length" else "stop"
             self.reply(rollout.answer, finish, usage, workflow=steps)
-
     return loopback_server(port, ConductorHandler)
 
 @dataclass
@@ -629,8 +599,14 @@ def choose_pool(checkpoint: str, pool: str) -> str:
         raise ValueError(f"say which workers to ask: this Conductor learned with --pool={printable(spec)}")
     return pool or spec or "local"
 
-def answer_or_serve(settings: Settings, question: str):
-    """Answer the question, or serve if it is "serve"."""
+def main(argv):
+    settings = Settings()
+    words = configure(settings, argv)
+    question = " ".join(words).encode(errors="replace").decode()  # The shell may pass what is no UTF-8.
+    if not question.strip() or settings.rounds < 0 or words == ["show"] or words[0] == "serve" and words[1:]:
+        raise SystemExit(__doc__)
+    if words[0] == "show":
+        return print(show(words[1], *map(int, words[2:])))
     spec = settings.pool or "local" if settings.conductor else choose_pool(settings.checkpoint, settings.pool)
     pool = load_pool(spec, budget=settings.budget)
     workers = numbers_of(settings.only, pool) or None
@@ -647,30 +623,17 @@ def answer_or_serve(settings: Settings, question: str):
         server.serve_forever()
 
     def call(rollout, i):
-        if sys.stderr.isatty():
-            print(f"step {i}: {rollout.names[i]} is asked …", file=sys.stderr)
+        print(f"step {i}: {rollout.names[i]} is asked …", file=sys.stderr)
         return call_worker(rollout, i)
 
     [rollout] = conduct(write, [Rollout(question, pool, workers)], settings.rounds, prompting, call=call)
     print(view(rollout))
     if settings.conductor:
         print(f"with the Conductor's: {sum(w.calls for w in pool)} calls, ${sum(w.spent for w in pool):.4f}")
-    if rollout.error or rollout.invalid:
-        raise ValueError("the workflow failed")
-
-def main(argv):
-    settings = Settings()
-    words = configure(settings, argv)
-    question = " ".join(words).encode(errors="replace").decode()  # The shell may pass what is no UTF-8.
-    if not question.strip() or settings.rounds < 0 or words[0] == "serve" and words[1:]:
-        raise SystemExit(__doc__)
-    try:
-        if words[0] == "show":
-            print(show(words[1], *map(int, words[2:])))
-        else:
-            answer_or_serve(settings, question)
-    except (OSError, ValueError, WorkerError, KeyboardInterrupt) as e:
-        raise SystemExit(str(e) or "interrupted") from None
+    sys.exit("the workflow failed" if rollout.error or rollout.invalid else 0)
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except (OSError, ValueError, WorkerError, KeyboardInterrupt) as e:
+        raise SystemExit(str(e) or "interrupted") from None

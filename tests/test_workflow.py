@@ -1,6 +1,4 @@
-"""The prompt, the run of a workflow, further rounds, writers and commands, with workers that are Python
-functions."""
-
+"""The prompt, the run, further rounds, writers and commands, with workers that are Python functions."""
 import json
 import os
 import re
@@ -14,33 +12,12 @@ import torch
 from model import Config, Qwen, Tokenizer
 from sample import generate
 from workers import Reply, WorkerError
-from workflow import (
-    Prompting,
-    Rollout,
-    Step,
-    Workflow,
-    as_lists,
-    ask,
-    call_worker,
-    conduct,
-    execute,
-    messages,
-    model_writer,
-    parse,
-    read_prompting,
-    roll_out,
-    rollout_from_json,
-    rollout_to_json,
-    save_prompting,
-    show,
-    strip,
-    view,
-    worker_writer,
-)
+from workflow import Prompting, Rollout, Step, Workflow, as_lists, ask, call_worker, conduct, execute
+from workflow import messages, model_writer, parse, read_prompting, roll_out, rollout_from_json
+from workflow import rollout_to_json, save_prompting, show, strip, view, worker_writer
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LAPTOP = os.path.join(ROOT, "assets", "laptop")
-
 
 class Player:
     """A worker that is a function of its messages; it remembers what it was asked."""
@@ -53,14 +30,11 @@ class Player:
         self.ids.append(call_id)
         return Reply(self.answer(messages), 10, 2, 0.5, 0.0)
 
-
 def lost(messages):
     raise WorkerError("nobody answers")
 
-
 def lists(*steps) -> str:
     return as_lists(Workflow([Step(worker, subtask, access) for worker, subtask, access in steps]))
-
 
 def writer(*texts):
     """A writer that writes these texts in turn, and remembers the chats that asked for them."""
@@ -75,16 +49,13 @@ def writer(*texts):
     write.chats = []
     return write
 
-
 # The prompt
-
 
 def test_the_full_prompt_has_the_rules_the_examples_the_question_and_the_models():
     [turn] = messages("How many?", 3, max_steps=4)
     text = turn["content"]
-    assert "one to 4 steps" in text and text.endswith(
-        "Question: How many?\n\nModels: Model 0, Model 1, Model 2"
-    )
+    assert "one to 4 steps" in text
+    assert text.endswith("Question: How many?\n\nModels: Model 0, Model 1, Model 2")
     shown = text.split("Example question: ")[1:]
     assert len(shown) == 4
     for example in shown:  # Each is itself a workflow over these models.
@@ -94,7 +65,6 @@ def test_the_full_prompt_has_the_rules_the_examples_the_question_and_the_models(
     with pytest.raises(ValueError, match="there are zero-shot, ood, in, mixed and short"):
         messages("How many?", 3, prompt="long")
 
-
 def test_a_subset_names_workers_by_their_numbers_in_the_pool():
     text = messages("How many?", [0, 3, 5])[0]["content"]
     assert text.endswith("Models: Model 0, Model 3, Model 5")
@@ -103,7 +73,6 @@ def test_a_subset_names_workers_by_their_numbers_in_the_pool():
     assert messages("How many?", [0, 3], prompt="short")[0]["content"] == "Models 0 3, 5 steps."
     assert messages("How many?", 2, prompt="short")[0]["content"] == "2 models, 5 steps."
 
-
 def test_a_further_round_shows_what_was_written_and_what_came_of_it():
     pool = [Player("a", lambda m: "41")]
     first = execute(Workflow([Step(0, "Solve it.", [])]), "How many?", pool)
@@ -111,29 +80,19 @@ def test_a_further_round_shows_what_was_written_and_what_came_of_it():
     assert [turn["role"] for turn in chat] == ["user", "assistant", "user"]
     assert chat[1]["content"] == lists((0, "Solve it.", [])) and "41" in chat[2]["content"]
 
-
 # The run
-
 
 def test_a_worker_sees_the_question_the_steps_it_may_see_and_its_subtask():
     pool = [Player("a", lambda m: "one"), Player("b", lambda m: "two"), Player("c", lambda m: "three")]
     steps = [Step(0, "First.", []), Step(1, "Second.", []), Step(2, "Last.", [1])]
     rollout = execute(Workflow(steps), "Why?", pool)
     assert rollout.answer == "three" and rollout.responses == ["one", "two", "three"]
-    assert (rollout.calls, rollout.tokens_used, rollout.cost) == (3, 36, 1.5) and rollout.names == [
-        "a",
-        "b",
-        "c",
-    ]
+    assert (rollout.calls, rollout.tokens_used, rollout.cost) == (3, 36, 1.5)
+    assert rollout.names == ["a", "b", "c"]
     assert pool[0].asked == [[{"role": "user", "content": "Question:\nWhy?\n\nYour task:\nFirst."}]]
-    assert pool[2].asked == [
-        [
-            {"role": "user", "content": "Question:\nWhy?\n\nYour task:\nSecond."},
-            {"role": "assistant", "content": "two"},
-            {"role": "user", "content": "Your task:\nLast."},
-        ]
-    ]
-
+    assert pool[2].asked == [[{"role": "user", "content": "Question:\nWhy?\n\nYour task:\nSecond."},
+                              {"role": "assistant", "content": "two"},
+                              {"role": "user", "content": "Your task:\nLast."}]]
 
 def test_steps_that_do_not_see_one_another_run_at_the_same_time():
     together = threading.Barrier(3)  # passed only by three at once
@@ -145,7 +104,6 @@ def test_steps_that_do_not_see_one_another_run_at_the_same_time():
     pool = [Player(name, meet) for name in "abc"]
     assert execute(Workflow([Step(i, "Meet.", []) for i in range(3)]), "Who?", pool).responses == ["met"] * 3
 
-
 def test_a_lost_call_loses_the_rollout_and_starts_no_step_that_needs_it():
     pool = [Player("a", lost), Player("b", lambda m: "b")]
     rollout = Rollout("Why?", pool, workflow=Workflow([Step(0, "x", []), Step(1, "y", [0])]))
@@ -153,22 +111,19 @@ def test_a_lost_call_loses_the_rollout_and_starts_no_step_that_needs_it():
     assert rollout.error == "step 0: nobody answers" and rollout.right is None and rollout.answer == ""
     assert pool[1].asked == []
 
-
 def test_rollouts_are_judged_and_what_is_no_workflow_is_wrong():
     pool = [Player("a", lambda m: "42")]
     write = writer(lists((0, "Solve it.", [])), "I say 42.", lists((0, "Solve it.", [])))
     rollouts = [Rollout("q", pool, problem=gold) for gold in ("42", "42", "43")]
     ended = []
-    roll_out(
-        rollouts,
-        write,
-        failure=lambda gold, answer: "" if gold == answer else f"not {answer}",
-        on_end=ended.append,
-    )
+
+    def failure(gold, answer):
+        return "" if gold == answer else f"not {answer}"
+
+    roll_out(rollouts, write, failure=failure, on_end=ended.append)
     assert [r.right for r in rollouts] == [True, False, False]
     assert rollouts[1].workflow is None and "model_id" in rollouts[1].invalid
     assert rollouts[2].failure == "not 42" and len(ended) == 3
-
 
 def test_a_rollout_that_takes_too_long_is_lost_and_its_late_reply_ignored():
     release, answered = threading.Event(), threading.Event()
@@ -185,7 +140,6 @@ def test_a_rollout_that_takes_too_long_is_lost_and_its_late_reply_ignored():
     assert answered.wait(60)
     assert slow.error == "it took longer than 0.2 s" and slow.replies == [None] and quick.answer == "b"
 
-
 def test_a_bug_in_a_worker_or_a_grader_stops_everything():
     workflow = Workflow([Step(0, "x", [])])
     with pytest.raises(ZeroDivisionError):
@@ -193,23 +147,18 @@ def test_a_bug_in_a_worker_or_a_grader_stops_everything():
     with pytest.raises(ZeroDivisionError):
         roll_out([Rollout("q", [Player("a", lambda m: "b")], workflow=workflow)], failure=lambda p, a: 1 / 0)
 
-
 @pytest.mark.parametrize("step", [Step(1, "x", []), Step(0, "x", [0])])
 def test_a_workflow_by_hand_that_cannot_run_is_refused(step):
     with pytest.raises(ValueError, match="step 0 has no worker of the pool, or sees what is no earlier step"):
         execute(Workflow([step]), "q", [Player("a", lambda m: "b")])
 
-
 def test_calls_have_the_names_by_which_a_rerun_finds_them():
     pool = [Player("a", lambda m: "b")]
-    roll_out(
-        [Rollout("q", pool, name="1/7", number=3, workflow=Workflow([Step(0, "x", []), Step(0, "y", [])]))]
-    )
+    workflow = Workflow([Step(0, "x", []), Step(0, "y", [])])
+    roll_out([Rollout("q", pool, name="1/7", number=3, workflow=workflow)])
     assert sorted(pool[0].ids) == ["1/7/3/0/0", "1/7/3/0/1"]
 
-
 # Further rounds
-
 
 def test_what_does_not_parse_is_written_again_and_then_given_up():
     pool = [Player("a", lambda m: "b")]
@@ -218,57 +167,40 @@ def test_what_does_not_parse_is_written_again_and_then_given_up():
     [rollout] = conduct(writer("hm", "hm", "hm"), [Rollout("q", pool)])
     assert rollout.workflow is None and rollout.invalid
 
-
 def test_rounds_go_on_until_empty_lists_keep_the_answer():
     answers = iter(["41", "42"])
     pool = [Player("a", lambda m: next(answers))]
-    first, second = (
-        lists((0, "Solve it.", [])),
-        'model_id = [0]\nsubtasks = ["Check."]\naccess_list = [["all"]]',
-    )
-    write = writer(first, second, lists())
+    second = 'model_id = [0]\nsubtasks = ["Check."]\naccess_list = [["all"]]'
+    write = writer(lists((0, "Solve it.", [])), second, lists())
     [rollout] = conduct(write, [Rollout("q", pool)], rounds=5)
     assert rollout.answer == "42" and len(rollout.rounds()) == 3 and rollout.calls == 2
-    assert [turn["content"] for turn in pool[0].asked[1]] == [
-        "Question:\nq\n\nYour task:\nSolve it.",
-        "41",
-        "Your task:\nCheck.",
-    ]  # "all" shows the last answer too
+    said = [turn["content"] for turn in pool[0].asked[1]]  # "all" shows the last answer too
+    assert said == ["Question:\nq\n\nYour task:\nSolve it.", "41", "Your task:\nCheck."]
     assert len(write.chats[2]) == 5
-
 
 def test_a_round_without_a_workflow_leaves_the_round_before():
     pool = [Player("a", lambda m: "41")]
     [rollout] = conduct(writer(lists((0, "x", [])), "hm", "hm", "hm"), [Rollout("q", pool)], rounds=1)
     assert rollout.answer == "41" and len(rollout.rounds()) == 1
 
-
 # Writers
-
 
 @pytest.fixture(scope="module")
 def tiny():
     tokenizer = Tokenizer.from_pretrained(LAPTOP)
     torch.manual_seed(0)
-    model = Qwen(
-        Config(len(tokenizer), 32, 64, 2, 2, 1, tie_word_embeddings=True, max_position_embeddings=256)
-    )
-    return model, tokenizer
-
+    config = Config(len(tokenizer), 32, 64, 2, 2, 1, tie_word_embeddings=True, max_position_embeddings=256)
+    return Qwen(config), tokenizer
 
 def test_a_model_writes_the_same_on_any_number_of_ranks(tiny):
     model, tokenizer = tiny
-    prompting = Prompting("short", 5, 12)
     pool = [Player("a", lambda m: "b")] * 3
+    questions = ("What is dos?", "What is 2 + 2?")
 
     def write(numbers):
-        rollouts = [
-            Rollout(q, pool, number=number) for q in ("What is dos?", "What is 2 + 2?") for number in numbers
-        ]
-        return {
-            (r.question, r.number): (r.tokens, r.written)
-            for r in model_writer(model, tokenizer, prompting, seed=5)(rollouts)
-        }
+        rollouts = [Rollout(question, pool, number=i) for question in questions for i in numbers]
+        written = model_writer(model, tokenizer, Prompting("short", 5, 12), seed=5)(rollouts)
+        return {(r.question, r.number): (r.tokens, r.written) for r in written}
 
     together = write(range(4))
     assert {**write(range(2)), **write(range(2, 4))} == together
@@ -276,13 +208,11 @@ def test_a_model_writes_the_same_on_any_number_of_ranks(tiny):
     expected = generate(model, [prompt], 4, 12, eos_id=tokenizer.end_ids, seed=5, n_ids=len(tokenizer))[0]
     assert [together["What is dos?", number][0] for number in range(4)] == [c.tokens for c in expected]
 
-
 def test_a_prompt_that_is_too_long_loses_its_rollout_alone(tiny):
     pool = [Player("a", lambda m: "b")]
     rollouts = [Rollout("word " * 300, pool), Rollout("What is dos?", pool)]
     written = list(model_writer(*tiny, Prompting("short", 5, 12))(rollouts))
     assert len(written) == 2 and "the Conductor can read" in rollouts[0].error and rollouts[1].tokens
-
 
 def test_a_worker_in_the_seat_gets_the_prompt_and_its_lost_call_is_an_error():
     seat = Player("seat", lambda m: lists((0, "x", [])) if "Question: good" in m[0]["content"] else lost(m))
@@ -290,9 +220,7 @@ def test_a_worker_in_the_seat_gets_the_prompt_and_its_lost_call_is_an_error():
     rollouts = roll_out([Rollout("good", pool), Rollout("bad", pool)], worker_writer(seat, Prompting()))
     assert [(r.answer, r.error) for r in rollouts] == [("b", None), ("", "nobody answers")]
 
-
 # Files and commands
-
 
 def test_a_rollout_survives_json_and_its_stripped_copy_lacks_only_pool_and_problem():
     pool = [Player("a", lambda m: "41\x1b[31m")]
@@ -305,7 +233,6 @@ def test_a_rollout_survives_json_and_its_stripped_copy_lacks_only_pool_and_probl
     text = view(rollout)
     assert "Round 1" in text and "Reward: 0.5" in text and "\x1b" not in text
 
-
 def test_conductor_json_says_how_a_conductor_is_asked(tmp_path):
     save_prompting(str(tmp_path), Prompting("short", 3, 64), "local", ["a", "b"])
     assert read_prompting(str(tmp_path)) == (Prompting("short", 3, 64), "local", ["a", "b"])
@@ -316,17 +243,10 @@ def test_conductor_json_says_how_a_conductor_is_asked(tmp_path):
     with pytest.raises(ValueError, match="earlier format"):
         read_prompting(str(tmp_path))
 
-
 def command(*words, cwd=ROOT):
-    run = subprocess.run(
-        [sys.executable, os.path.join(ROOT, "workflow.py"), *words],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    run = subprocess.run([sys.executable, os.path.join(ROOT, "workflow.py"), *words], cwd=cwd, text=True,
+                         capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return run.returncode, run.stdout, run.stderr
-
 
 def test_the_readmes_question_is_answered_as_it_says(tmp_path):
     with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as file:
@@ -334,13 +254,11 @@ def test_the_readmes_question_is_answered_as_it_says(tmp_path):
     status, out, err = command(question, cwd=tmp_path)
     assert status == 0 and out.startswith(shown.rstrip()), err
 
-
 def test_a_question_is_answered_right_after_the_clone(tmp_path):
     status, out, err = command("What is the atomic number of nickel - treinta?", cwd=tmp_path)
     assert status == 0 and "\nAnswer: -2\n" in out, err
     status, out, err = command("What is 6 * 7?", "--only=translator,generalist", cwd=tmp_path)
     assert "calculator" not in out
-
 
 WRONG = {  # words: what the error says
     (): 'python workflow.py "a question"',
@@ -352,12 +270,10 @@ WRONG = {  # words: what the error says
     ("show", "nowhere.jsonl"): "nowhere.jsonl",
 }
 
-
 @pytest.mark.parametrize("words, why", WRONG.items(), ids=range(len(WRONG)))
 def test_what_a_user_does_wrong_is_said(words, why):
     status, out, err = command(*words)
     assert status and why in out + err and "Traceback" not in err
-
 
 def test_an_llm_conducts_without_any_training_and_is_on_the_bill(tmp_path):
     (tmp_path / "tools.py").write_text(
@@ -365,13 +281,11 @@ def test_an_llm_conducts_without_any_training_and_is_on_the_bill(tmp_path):
         "    return 'model_id = [1]\\nsubtasks = [\"Answer it.\"]\\naccess_list = [[]]'\n\n"
         "def answer(messages):\n    return 'forty-two'\n"
     )
-    pool = [
-        {"protocol": "python", "function": f"tools.py:{name}", "name": name} for name in ("write", "answer")
-    ]
+    pool = [{"protocol": "python", "function": f"tools.py:{name}", "name": name}
+            for name in ("write", "answer")]
     (tmp_path / "pool.json").write_text(json.dumps(pool))
     status, out, err = command("Why?", "--conductor=write", "--pool=pool.json", cwd=tmp_path)
     assert status == 0 and "Answer: forty-two" in out and "with the Conductor's: 2 calls" in out, err
-
 
 def test_show_lists_rollouts_and_shows_one(tmp_path):
     pool = [Player("a", lambda m: "41")]
@@ -382,7 +296,6 @@ def test_show_lists_rollouts_and_shows_one(tmp_path):
     file.write_text("{}\n")
     with pytest.raises(ValueError, match="line 0, holds no rollout"):
         show(str(file))
-
 
 def test_a_call_can_be_replaced():
     seen = []

@@ -11,7 +11,6 @@ import requests
 from workers import Reply, WorkerError
 from workflow import Prompting, Step, Workflow, as_lists, conductor_server
 
-
 class Player:
     def __init__(self, name, answer):
         self.name, self.answer, self.asked = name, answer, 0
@@ -20,14 +19,11 @@ class Player:
         self.asked += 1
         return Reply(self.answer(messages), 10, 2, 0.25, 0.0)
 
-
 def lost(messages):
     raise WorkerError("nobody answers")
 
-
 def chain(*workers):
     return as_lists(Workflow([Step(worker, "Go on.", [*range(i)]) for i, worker in enumerate(workers)]))
-
 
 @contextlib.contextmanager
 def served(pool, *texts, silence=15.0):
@@ -45,11 +41,9 @@ def served(pool, *texts, silence=15.0):
     server.shutdown()
     server.server_close()
 
-
 def post(url, **body):
     body = {"model": "conductor", "messages": [{"role": "user", "content": "Why?"}]} | body
     return requests.post(f"{url}/v1/chat/completions", json=body, timeout=60)
-
 
 def test_an_answer_has_everybodys_usage_and_says_who_did_what():
     pool = [Player("a", lambda m: "draft"), Player("b", lambda m: "answer")]
@@ -61,19 +55,12 @@ def test_an_answer_has_everybodys_usage_and_says_who_did_what():
     assert [(step["worker"], step["access"]) for step in data["workflow"]] == [("a", []), ("b", [0])]
     assert names == ["conductor", "conductor-recursive"]
 
-
 def test_the_question_is_the_whole_conversation():
     seen = []
     with served([Player("a", lambda m: seen.append(m[0]["content"]) or "b")], chain(0)) as url:
-        post(
-            url,
-            messages=[
-                {"role": "system", "content": "Be short."},
-                {"role": "user", "content": [{"type": "text", "text": "Why?"}]},
-            ],
-        )
+        post(url, messages=[{"role": "system", "content": "Be short."},
+                            {"role": "user", "content": [{"type": "text", "text": "Why?"}]}])
     assert seen == ["Question:\nsystem: Be short.\n\nuser: Why?\n\nYour task:\nGo on."]
-
 
 def test_the_recursive_model_looks_again():
     answers = iter(["41", "42"])
@@ -82,12 +69,10 @@ def test_the_recursive_model_looks_again():
     assert data["choices"][0]["message"]["content"] == "42"
     assert [step["round"] for step in data["workflow"]] == [0, 1]
 
-
 def events(response):
     lines = [line.decode() for line in response.iter_lines() if line]
     data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
     return [json.loads(d) for d in data[:-1]], data[-1], [line for line in lines if line.startswith(":")]
-
 
 def test_a_stream_begins_with_the_role_and_ends_with_the_answer():
     with served([Player("a", lambda m: "answer")], chain(0)) as url:
@@ -95,7 +80,6 @@ def test_a_stream_begins_with_the_role_and_ends_with_the_answer():
     assert chunks[0]["choices"][0]["delta"]["role"] == "assistant" and end == "[DONE]"
     assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks if c["choices"]) == "answer"
     assert chunks[-1]["usage"]["total_tokens"] == 12
-
 
 def test_a_silent_stream_says_that_workers_are_busy():
     go_on = threading.Event()
@@ -115,12 +99,10 @@ def test_a_silent_stream_says_that_workers_are_busy():
             rest = b"\n".join(lines)
     assert b"answer" in rest and b"[DONE]" in rest
 
-
 FAILURES = {
     "a lost call": ([lost], [chain(0)], "nobody answers"),
     "no workflow": ([str], ["hm"], "the Conductor wrote no workflow: model_id: the list is missing"),
 }
-
 
 @pytest.mark.parametrize("answers, texts, why", FAILURES.values(), ids=FAILURES)
 def test_a_failure_is_a_502_that_asks_not_to_pay_again(answers, texts, why):
@@ -130,7 +112,6 @@ def test_a_failure_is_a_502_that_asks_not_to_pay_again(answers, texts, why):
         assert response.headers["x-should-retry"] == "false"
         _, last, _ = events(post(url, stream=True))
         assert why in last
-
 
 def test_a_client_that_hangs_up_stops_the_workflow():
     begun, go_on = threading.Event(), threading.Event()
@@ -154,7 +135,6 @@ def test_a_client_that_hangs_up_stops_the_workflow():
         go_on.set()
         assert post(url, messages=[{"role": "user", "content": "Next?"}]).status_code == 200  # it serves on
     assert second.asked == 1  # by the client that waited
-
 
 def test_clients_are_served_side_by_side():
     together = threading.Barrier(4)
