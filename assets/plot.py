@@ -28,18 +28,22 @@ STYLE = {"axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation":
          "text.parse_math": False, "savefig.dpi": 150}
 DOT = dict(marker="o", markersize=7, markeredgecolor="white", clip_on=False, zorder=3)
 
-def read_rows(file: str) -> list[dict]:
-    """The lines of a file that train.py writes. ValueError if there are none."""
+def read(file: str):
+    """What a JSON file holds, or a list of what the lines of a JSONL file hold."""
     if not os.path.exists(file) or not os.path.getsize(file):
-        raise ValueError(f"{file} is missing or empty; train.py writes it when an iteration has ended")
-    with open(file, encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
+        raise ValueError(f"{file} is missing or empty; a run writes it when its first iteration has ended")
+    with open(file, encoding="utf-8") as f:
+        try:
+            return json.load(f) if file.endswith(".json") else [json.loads(line) for line in f]
+        except ValueError as e:
+            raise ValueError(f"{file} is damaged, or still being written: {e}") from None
 
 def rolling_mean(values: list) -> list[float]:
     """For each value the mean of the last ten that are known (not None); NaN where none is yet."""
     means, known = [], []
     for value in values:
-        known += [] if value is None else [value]
+        if value is not None:
+            known.append(value)
         means.append(mean(known[-10:] or [math.nan]))
     return means
 
@@ -49,8 +53,9 @@ def label(axes, ends: list[tuple[float, float, str, str]]):
     axes.figure.draw_without_rendering()  # which lays out the axes
     gap = 0.17 * axes.figure.dpi / axes.get_window_extent().height
     low, high = axes.get_ylim()
+    ordered = sorted(ends, key=lambda end: (end[0], -end[1]))  # so that lines do not cross
     height = -1.0
-    for n_above, (y, x, text, ink) in zip(reversed(range(len(ends))), sorted(ends)):
+    for n_above, (y, x, text, ink) in zip(reversed(range(len(ends))), ordered):
         height = max(height + gap, (y - low) / (high - low))
         height = min(height, 1 - n_above * gap)
         line = dict(arrowstyle="-", color=ink, linewidth=0.5, shrinkA=2, shrinkB=6)
@@ -66,31 +71,30 @@ def draw_accuracy(axes, rows: list[dict], name: str, ink: str) -> tuple:
     iterations = [row["iteration"] + 1 for row in rows]
     means = rolling_mean([row["accuracy"] for row in rows])
     axes.plot(iterations, means, color=ink, linewidth=2)
-    axes.set(ylim=(0, 1), title="Accuracy: in training (line), on held-out questions (dots)")
+    axes.set(xmargin=0, ylim=(0, 1), title="Accuracy: in training (line), on held-out questions (dots)")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.yaxis.set_major_formatter("{x:.0%}")
     end = means[-1]
     return end, iterations[-1], f"{name} {end:.0%}", ink
 
 def draw_run(run: str) -> str:
-    rows = read_rows(f"{run}/metrics.jsonl")
+    rows = read(f"{run}/metrics.jsonl")
     iterations = [row["iteration"] + 1 for row in rows]
-    kinds = list(dict.fromkeys(kind for row in rows for kind in row["by_kind"]))
+    kinds = {kind for row in rows for kind in row["by_kind"]}
     band = 0.3 + 0.2 * len(kinds)  # inches
     heights = (2.2, band, band, 1.6)
     figure = plt.figure(figsize=(8, sum(heights)), layout="constrained")
     top, right, steps, bottom = figure.subplots(4, sharex=True, height_ratios=heights)
     ends = [draw_accuracy(top, rows, "all kinds", DARK)]
     if os.path.exists(f"{run}/test.json"):
-        with open(f"{run}/test.json", encoding="utf-8") as file:
-            accuracy = {name: row["accuracy"] or 0 for name, row in json.load(file).items()}
+        tested = read(f"{run}/test.json")
+        accuracy = {name: row["accuracy"] or 0 for name, row in tested.items()}
         top.plot(iterations[-1], accuracy.pop("Conductor"), color=DARK, **DOT)
         best = max(accuracy, key=accuracy.get)
         top.axhline(accuracy[best], color=GREY, linestyle="--", linewidth=1.2)
         ends.append((accuracy[best], iterations[-1], f"{best} alone {accuracy[best]:.0%}", GREY))
-    draw_bands(right, rows, "by_kind", kinds, "Blues", 1, "{:.0%}")
-    right.set_title("Accuracy by kind of question")
-    draw_bands(steps, rows, "steps_by_kind", kinds, "Greys", 4, "{:.1f}")
-    steps.set_title("Steps of a workflow")
+    draw_bands(right, rows, "by_kind", "Accuracy by kind of question", "Blues", 1, "{:.0%}")
+    draw_bands(steps, rows, "steps_by_kind", "Steps of a workflow", "Greys", 4, "{:.1f}")
     label(top, ends)
 
     inks = worker_inks(rows)
@@ -105,12 +109,14 @@ def draw_run(run: str) -> str:
     label(bottom, ends)
     return f"{run}/curve.png"
 
-def draw_bands(axes, rows: list[dict], key: str, kinds: list[str], shades: str, most: float, form: str):
+def draw_bands(axes, rows: list[dict], key: str, title: str, shades: str, most: float, form: str):
     """Draw a band for each kind of question, the darker the larger a metric, with its last mean beside it."""
+    kinds = list(dict.fromkeys(kind for row in rows for kind in row[key]))
     means = [rolling_mean([row[key].get(kind) for row in rows]) for kind in kinds]
     begin, end = rows[0]["iteration"], rows[-1]["iteration"] + 1
     axes.imshow(means, shades, aspect="auto", interpolation="nearest", vmin=-0.08 * most, vmax=1.2 * most,
                 extent=(begin + 0.5, end + 0.5, len(kinds) - 0.5, -0.5))
+    axes.set_title(title)
     axes.set_yticks(range(len(kinds)), kinds)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
@@ -127,7 +133,7 @@ def compare_runs(runs: list[str]) -> str:
     ends = []
     for run, ink in zip(runs, itertools.cycle(INKS)):
         name = os.path.basename(os.path.normpath(run))
-        ends.append(draw_accuracy(axes, read_rows(f"{run}/metrics.jsonl"), name, ink))
+        ends.append(draw_accuracy(axes, read(f"{run}/metrics.jsonl"), name, ink))
     axes.set_xlabel("iteration (means of the last ten)")
     label(axes, ends)
     return "accuracy.png"
@@ -139,7 +145,7 @@ GAP, LINE, HALF = 0.27, 0.17, 0.8  # inches: between boxes, of a line of text, o
 def read_kinds(file: str) -> dict[str, list[dict]]:
     """An iteration's judged first rounds by kind of question: their problem's id without the last part."""
     kinds = {}
-    for rollout in read_rows(file):
+    for rollout in read(file):
         if rollout["previous"] is None and rollout["right"] is not None:
             kinds.setdefault(rollout["problem"].rpartition("/")[0], []).append(rollout)
     return kinds
@@ -147,7 +153,7 @@ def read_kinds(file: str) -> dict[str, list[dict]]:
 def draw_workflows(run: str) -> str:
     """Draw the most frequent workflow for one kind of question, that of most steps in the end, at four points
     of a run. As most changes are early, these are: of 1000 iterations the 1st, 10th, 100th and last."""
-    inks = worker_inks(read_rows(f"{run}/metrics.jsonl"))
+    inks = worker_inks(read(f"{run}/metrics.jsonl"))
     files = sorted(glob.glob(f"{run}/traces/*.jsonl")) or [f"{run}/traces/00000.jsonl"]
     last = read_kinds(files[-1])
     kind = max(last, key=lambda kind: mean(len(rollout["names"]) for rollout in last[kind]))
@@ -209,7 +215,7 @@ def draw_box(axes, x: float, top: float, name: str, ink: str, lines: list[str]) 
     axes.add_patch(FancyBboxPatch((x - HALF, top), 2 * HALF, height, "round,pad=0,rounding_size=0.06",
                                   facecolor="white", edgecolor=ink))
     look = dict(ha="center", va="top", fontsize=9, linespacing=1.3)
-    axes.text(x, top + 0.06, name, weight="bold", color=ink, **look)
+    axes.text(x, top + 0.06, f"{name:.20}", weight="bold", color=ink, **look)
     axes.text(x, top + 0.06 + LINE, "\n".join(lines), **look)
     return top, top + height
 
@@ -231,10 +237,8 @@ def draw_arrow(axes, x: float, spans: list[tuple[float, float]], source: int):
 
 def draw_evaluation(path: str) -> str:
     """Draw each benchmark's systems: what a question costs, and the accuracy with its 95 % interval."""
-    with open(path, encoding="utf-8") as file:
-        numbers = json.load(file)
     benchmarks = {}
-    for name, row in numbers.items():
+    for name, row in read(path).items():
         benchmark, _, system = name.rpartition(", ")
         if row.get("calls") and not system.startswith("best single worker"):  # It has a point of its own.
             benchmarks.setdefault(benchmark, {})[system.removeprefix("workers ")] = row
@@ -255,6 +259,7 @@ def draw_evaluation(path: str) -> str:
             axes.plot(x, y, color=ink, **DOT)
             ends.append((y, x, name, ink))
         axes.set_xlim(left=0)
+        axes.locator_params("y", steps=(1, 2, 5, 10))
         axes.yaxis.set_major_formatter("{x:.0%}")
         label(axes, ends)
     return path.removesuffix(".json") + ".png"
