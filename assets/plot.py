@@ -25,7 +25,7 @@ INKS = ["#2166ac", "#c1512d", "#2e8555", "#8e5aa8", "#a87b00", "#3a8fb0", "#c252
 DARK, GREY, GREEN, RED = "#222222", "#808080", "#2e8555", "#b3261e"
 STYLE = {"axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left", "text.color": DARK,
          "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": GREY,
-         "text.parse_math": False, "savefig.dpi": 150}
+         "text.parse_math": False, "savefig.dpi": 150, "backend": "agg"}
 DOT = dict(marker="o", markersize=7, markeredgecolor="white", clip_on=False, zorder=3)
 
 def read(file: str):
@@ -58,7 +58,7 @@ def label(axes, ends: list[tuple[float, float, str, str]]):
     for n_above, (y, x, text, ink) in zip(reversed(range(len(ends))), ordered):
         height = max(height + gap, (y - low) / (high - low))
         height = min(height, 1 - n_above * gap)
-        line = dict(arrowstyle="-", color=ink, linewidth=0.5, shrinkA=2, shrinkB=6)
+        line = dict(arrowstyle="-", color=ink, linewidth=0.5, shrinkA=2, shrinkB=6, relpos=(0, 0.5))
         axes.annotate(text, (x, y), (1.02, height), "data", "axes fraction", line, color=ink, va="center")
 
 # ---- Runs --------------------------------------------------------------------------------------------------
@@ -90,6 +90,7 @@ def draw_run(run: str) -> str:
         tested = read(f"{run}/test.json")
         accuracy = {name: row["accuracy"] or 0 for name, row in tested.items()}
         top.plot(iterations[-1], accuracy.pop("Conductor"), color=DARK, **DOT)
+        accuracy.pop("random workflows", None)
         best = max(accuracy, key=accuracy.get)
         top.axhline(accuracy[best], color=GREY, linestyle="--", linewidth=1.2)
         ends.append((accuracy[best], iterations[-1], f"{best} alone {accuracy[best]:.0%}", GREY))
@@ -99,7 +100,8 @@ def draw_run(run: str) -> str:
 
     inks = worker_inks(rows)
     shares = [rolling_mean([row["workers"].get(name, 0) for row in rows]) for name in inks]
-    bottom.stackplot(iterations, shares, colors=inks.values(), alpha=0.75, edgecolor="white")
+    if inks:  # There are none where nothing was a workflow.
+        bottom.stackplot(iterations, shares, colors=inks.values(), alpha=0.75, edgecolor="white")
     bottom.set(ylim=(0, 1), title="Workers' shares of the steps", xlabel="iteration (means of the last ten)")
     bottom.yaxis.set_major_formatter("{x:.0%}")
     ends, height = [], 0
@@ -156,7 +158,7 @@ def draw_workflows(run: str) -> str:
     inks = worker_inks(read(f"{run}/metrics.jsonl"))
     files = sorted(glob.glob(f"{run}/traces/*.jsonl")) or [f"{run}/traces/00000.jsonl"]
     last = read_kinds(files[-1])
-    kind = max(last, key=lambda kind: mean(len(rollout["names"]) for rollout in last[kind]))
+    kind = max(last, key=lambda kind: mean(len(rollout["names"]) for rollout in last[kind]), default="")
     found = {}
     for share in (0, 1 / 3, 2 / 3, 1):
         target = len(files) ** share - 1
@@ -165,6 +167,8 @@ def draw_workflows(run: str) -> str:
             if any(rollout["workflow"] for rollout in rollouts):
                 found[files[i]] = rollouts  # of the nearest iteration that has such a question
                 break
+    if not found:
+        raise ValueError(f"{files[-1]} has no workflow that was judged")
     axes = plt.figure().add_axes((0, 0, 1, 1))  # in inches
     name = kind.rpartition("/")[2]
     axes.text(0.2, 0.25, f"The most frequent workflow for questions of the kind {name}", weight="bold")
@@ -240,13 +244,17 @@ def draw_evaluation(path: str) -> str:
     benchmarks = {}
     for name, row in read(path).items():
         benchmark, _, system = name.rpartition(", ")
-        if row.get("calls") and not system.startswith("best single worker"):  # It has a point of its own.
+        is_repeated = system.startswith("best single worker")
+        if row.get("calls") is not None and not is_repeated:
             benchmarks.setdefault(benchmark, {})[system.removeprefix("workers ")] = row
+    if not benchmarks:
+        raise ValueError("it has no system that was measured")
     columns = min(2, len(benchmarks))
     height = math.ceil(len(benchmarks) / columns)
     figure = plt.figure(figsize=(8, 3.6 * height), layout="constrained")
     for number, (benchmark, rows) in enumerate(benchmarks.items(), 1):
-        for key in ("calls", "tokens", "dollars"):
+        cost = "calls"
+        for key in ("tokens", "dollars"):
             values = [row[key] for row in rows.values()]
             if None not in values and any(values):
                 cost = key
@@ -258,7 +266,7 @@ def draw_evaluation(path: str) -> str:
             axes.vlines(x, max(0, y - margin), min(1, y + margin), ink)
             axes.plot(x, y, color=ink, **DOT)
             ends.append((y, x, name, ink))
-        axes.set_xlim(left=0)
+        axes.set(xlim=(0, None), ylabel="accuracy")
         axes.locator_params("y", steps=(1, 2, 5, 10))
         axes.yaxis.set_major_formatter("{x:.0%}")
         label(axes, ends)
