@@ -124,7 +124,8 @@ def draw_bands(axes, rows: list[dict], key: str, title: str, shades: str, most: 
     axes.spines[:].set_visible(False)
     for i, values in enumerate(means):
         axes.axhline(i + 0.5, color="white", linewidth=2)
-        axes.annotate(form.format(values[-1]), (1.02, i), xycoords=("axes fraction", "data"), va="center")
+        text = form.format(values[-1]).replace("nan", "?")
+        axes.annotate(text, (1.02, i), xycoords=("axes fraction", "data"), va="center")
 
 def worker_inks(rows: list[dict]) -> dict[str, str]:
     names = sorted({name for row in rows for name in row["workers"]})
@@ -186,56 +187,51 @@ def graph(rollout: dict) -> tuple:
     """Whom a workflow asks, and who sees which steps."""
     return tuple((step["worker"], *step["access"]) for step in rollout["workflow"]["steps"])
 
-def most_frequent(rollouts: list[dict], key) -> list[dict]:
-    """Those that share the most frequent key(rollout)."""
-    value = mode(map(key, rollouts))
-    return [rollout for rollout in rollouts if key(rollout) == value]
-
 def draw_workflow(axes, x: float, rollouts: list[dict], inks: dict[str, str]) -> float:
     """Draw the graph that most workflows share, with the texts of one of them. Returns where it ends."""
-    alike = most_frequent([rollout for rollout in rollouts if rollout["workflow"]], graph)
+    ran = [rollout for rollout in rollouts if rollout["workflow"]]
+    common = mode(map(graph, ran))
+    alike = [rollout for rollout in ran if graph(rollout) == common]
+    alike.sort(key=lambda rollout: rollout["right"])
+    shown = alike[len(alike) // 2]  # right if most of them are
     share = len(alike) / len(rollouts)
     right = mean(rollout["right"] for rollout in alike)
-    typical = most_frequent(alike, lambda rollout: rollout["right"])
-    shown = most_frequent(typical, lambda rollout: str(rollout["workflow"]))[0]
     axes.text(x, 0.82, f"{share:.0%} of all workflows", ha="center", fontsize=9)
-    spans = [draw_box(axes, x, 0.95, "question", GREY, wrap(shown["question"], 4))]
+    spans = []
+    draw_box(axes, x, spans, [], "question", GREY, wrap(shown["question"], 4))
     for name, step, reply in zip(shown["names"], shown["workflow"]["steps"], shown["replies"]):
+        sources = [i + 1 for i in step["access"]] or [0]
         lines = wrap(step["subtask"], 4) + wrap("→ " + reply["text"], 2)
-        spans.append(draw_box(axes, x, spans[-1][1] + GAP, name, inks[name], lines))
-        for source in [i + 1 for i in step["access"]] or [0]:
-            draw_arrow(axes, x, spans, source)
+        draw_box(axes, x, spans, sources, name, inks[name], lines)
     ink = GREEN if shown["right"] else RED
-    spans.append(draw_box(axes, x, spans[-1][1] + GAP, f"{right:.0%} right", ink, wrap(shown["answer"], 2)))
-    draw_arrow(axes, x, spans, len(spans) - 2)
+    draw_box(axes, x, spans, [len(spans) - 1], f"{right:.0%} right", ink, wrap(shown["answer"], 2))
     return spans[-1][1]
 
 def wrap(text: str, most: int) -> list[str]:
     return textwrap.wrap(" ".join(text.split()), 22, max_lines=most, placeholder=" …")
 
-def draw_box(axes, x: float, top: float, name: str, ink: str, lines: list[str]) -> tuple[float, float]:
-    """Draw a box around a name and lines. Returns its top and its bottom."""
+def draw_box(axes, x: float, spans: list[tuple], sources: list[int], name: str, ink: str, lines: list[str]):
+    """Draw a box under others and add it to their spans, (top, bottom) each. An arrow comes from each source,
+    straight from the box above, else around those between: on the right, from the question on the left."""
+    top = spans[-1][1] + GAP if spans else 0.95
     height = 0.12 + LINE * (1 + len(lines))
-    axes.add_patch(FancyBboxPatch((x - HALF, top), 2 * HALF, height, "round,pad=0,rounding_size=0.06",
-                                  facecolor="white", edgecolor=ink))
+    spans.append((top, top + height))
+    style = "round,pad=0,rounding_size=0.06"
+    axes.add_patch(FancyBboxPatch((x - HALF, top), 2 * HALF, height, style, facecolor="white", edgecolor=ink))
     look = dict(ha="center", va="top", fontsize=9, linespacing=1.3)
     axes.text(x, top + 0.06, f"{name:.20}", weight="bold", color=ink, **look)
     axes.text(x, top + 0.06 + LINE, "\n".join(lines), **look)
-    return top, top + height
-
-def draw_arrow(axes, x: float, spans: list[tuple[float, float]], source: int):
-    """Draw an arrow from a box to the last one: straight from the box above it, else around those between, on
-    the right, or from the question on the left."""
-    start = (x, spans[-2][1])
-    tip = (x, spans[-1][0])
-    bend = 0
-    if source < len(spans) - 2:
-        side = HALF if source else -HALF
-        start = (x + side, mean(spans[source]))
-        tip = (x + side, mean(spans[-1]))
-        bend = 0.4 * side / (start[1] - tip[1])
-    arrow = dict(arrowstyle="-|>", color=GREY, shrinkA=0, shrinkB=0, connectionstyle=f"arc3,rad={bend}")
-    axes.annotate("", tip, start, arrowprops=arrow)
+    for source in sources:
+        start = (x, top - GAP)
+        tip = (x, top)
+        bend = 0
+        if source < len(spans) - 2:
+            side = HALF if source else -HALF
+            start = (x + side, mean(spans[source]))
+            tip = (x + side, mean(spans[-1]))
+            bend = 0.4 * side / (start[1] - tip[1])
+        arrow = dict(arrowstyle="-|>", color=GREY, shrinkA=0, shrinkB=0, connectionstyle=f"arc3,rad={bend}")
+        axes.annotate("", tip, start, arrowprops=arrow)
 
 # ---- An evaluation -----------------------------------------------------------------------------------------
 
@@ -244,8 +240,7 @@ def draw_evaluation(path: str) -> str:
     benchmarks = {}
     for name, row in read(path).items():
         benchmark, _, system = name.rpartition(", ")
-        is_repeated = system.startswith("best single worker")
-        if row.get("calls") is not None and not is_repeated:
+        if row.get("calls") is not None and "best single worker" not in name:  # It is there already.
             benchmarks.setdefault(benchmark, {})[system.removeprefix("workers ")] = row
     if not benchmarks:
         raise ValueError("it has no system that was measured")
