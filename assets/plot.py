@@ -1,137 +1,292 @@
 """Draw what train.py and eval.py have written (needs matplotlib: pip install matplotlib).
 
-python assets/plot.py RUN         a training run, as RUN/curve.png: accuracy by kind beside the best
-worker
-                                  alone (Fig. 3), workers' shares of the steps (Fig. 7), steps (Fig. 8)
-python assets/plot.py FILE.json   what eval.py wrote with --out, as FILE.png: cost and accuracy (Fig. 5),
-                                  lengths of workflows (Fig. 8), workers' shares by round (Fig. 10)
-"""
+    python assets/plot.py RUN              accuracy, steps, workers (Figs. 3, 7, 8): RUN/curve.png
+    python assets/plot.py RUN RUN …        the accuracy of several runs: accuracy.png
+    python assets/plot.py workflows RUN    what the Conductor wrote in the course of a run: RUN/workflows.png
+    python assets/plot.py FILE.json        cost and accuracy, of eval.py --out=FILE.json: FILE.png
 
+RUN is the folder that train.py calls --out. With --out=FILE.png or FILE.svg the picture goes there."""
+import glob
+import itertools
 import json
+import math
 import os
 import sys
+import textwrap
+from statistics import mean, mode
 
+try:
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import FancyBboxPatch
+except ImportError:
+    raise SystemExit("drawing needs matplotlib: pip install matplotlib") from None
 
-def smooth(values: list, span: int = 10) -> list:
-    """Means of the last `span` values that are known; None where none is."""
-    means = []
-    for i in range(len(values)):
-        first = max(0, i - span + 1)
-        window = [value for value in values[first : i + 1] if value is not None]
-        means.append(sum(window) / len(window) if window else None)
+INKS = ["#2166ac", "#c1512d", "#2e8555", "#8e5aa8", "#a87b00", "#3a8fb0", "#c2528b"]
+DARK, GREY, GREEN, RED = "#222222", "#808080", "#2e8555", "#b3261e"
+STYLE = {"axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left", "text.color": DARK,
+         "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": GREY,
+         "text.parse_math": False, "savefig.dpi": 150, "backend": "agg"}
+DOT = dict(marker="o", markersize=7, markeredgecolor="white", clip_on=False, zorder=3)
+
+def read(file: str):
+    """What a JSON file holds, or a list of what the lines of a JSONL file hold."""
+    if not os.path.exists(file) or not os.path.getsize(file):
+        raise ValueError(f"{file} is missing or empty; a run writes it when its first iteration has ended")
+    with open(file, encoding="utf-8") as f:
+        try:
+            return json.load(f) if file.endswith(".json") else [json.loads(line) for line in f]
+        except ValueError as e:
+            raise ValueError(f"{file} is damaged, or still being written: {e}") from None
+
+def rolling_mean(values: list) -> list[float]:
+    """For each value the mean of the last ten that are known (not None); NaN where none is yet."""
+    means, known = [], []
+    for value in values:
+        if value is not None:
+            known.append(value)
+        means.append(mean(known[-10:] or [math.nan]))
     return means
 
+def label(axes, ends: list[tuple[float, float, str, str]]):
+    """Write texts, (y, x, text, ink) each, at the right of the axes, with a line to its point. They are moved
+    apart: up from the lowest one on, but not above the axes."""
+    axes.figure.draw_without_rendering()  # which lays out the axes
+    gap = 0.17 * axes.figure.dpi / axes.get_window_extent().height
+    low, high = axes.get_ylim()
+    ordered = sorted(ends, key=lambda end: (end[0], -end[1]))  # so that lines do not cross
+    height = -1.0
+    for n_above, (y, x, text, ink) in zip(reversed(range(len(ends))), ordered):
+        height = max(height + gap, (y - low) / (high - low))
+        height = min(height, 1 - n_above * gap)
+        line = dict(arrowstyle="-", color=ink, linewidth=0.5, shrinkA=2, shrinkB=6, relpos=(0, 0.5))
+        axes.annotate(text, (x, y), (1.02, height), "data", "axes fraction", line, color=ink, va="center")
 
-def best_single(run: str) -> tuple[str, float] | None:
-    """Name and accuracy of the best worker alone on the held-out problems, once the run has ended."""
-    file = os.path.join(run, "test.json")
-    if not os.path.exists(file):
-        return None
-    with open(file) as f:
-        rows = json.load(f)
-    others = ("Conductor", "random workflows")
-    alone = {
-        name: row["all"] for name, row in rows.items() if "all" in row and name not in others
-    }  # not all calls were lost
-    return max(alone.items(), key=lambda item: item[1]) if alone else None
+# ---- Runs --------------------------------------------------------------------------------------------------
 
+def draw_accuracy(axes, rows: list[dict], name: str, ink: str) -> tuple:
+    """Draw a run's accuracy: sampled as a line, held-out as dots. Returns the label of the line's end."""
+    for row in rows:
+        if row["held_out"] is not None:
+            axes.plot(row["iteration"] + 1, row["held_out"], color=ink, **DOT)
+    iterations = [row["iteration"] + 1 for row in rows]
+    means = rolling_mean([row["accuracy"] for row in rows])
+    axes.plot(iterations, means, color=ink, linewidth=2)
+    axes.set(xmargin=0, ylim=(0, 1), title="Accuracy: in training (line), on held-out questions (dots)")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.yaxis.set_major_formatter("{x:.0%}")
+    end = means[-1]
+    return end, iterations[-1], f"{name} {end:.0%}", ink
 
-def draw_run(plt, run: str) -> str:
-    with open(os.path.join(run, "metrics.jsonl")) as f:
-        lines = [json.loads(line) for line in f]
-    if not lines:
-        raise ValueError(f"{run}/metrics.jsonl is empty: the run has not finished an iteration")
-    figure, (top, steps, workers) = plt.subplots(
-        3, figsize=(8, 9), height_ratios=(2, 1, 1), layout="constrained", sharex=True
-    )
-    iterations = [line["iteration"] for line in lines]
-    for axes, key in ((top, "by_kind"), (steps, "steps_by_kind"), (workers, "workers")):
-        missing = 0.0 if key == "workers" else None  # a worker who was not asked has no share
-        for name in dict.fromkeys(name for line in lines for name in line[key]):
-            axes.plot(
-                iterations,
-                smooth([line[key].get(name, missing) for line in lines]),
-                linewidth=1.2,
-                label=name,
-            )
-    top.plot(
-        iterations, smooth([line["accuracy"] for line in lines]), color="black", linewidth=2.4, label="all"
-    )
-    best = best_single(run)
-    if best:
-        top.axhline(best[1], color="grey", linestyle="--", label=f"{best[0]} alone, on held-out problems")
-    top.set(ylabel="accuracy of sampled workflows", ylim=(0, 1))
-    steps.set(ylabel="steps, colours as above")
-    workers.set(ylabel="share of the steps", ylim=(0, None), xlabel="iteration (mean of the last 10)")
-    top.legend(fontsize=8)
-    workers.legend(fontsize=8)
-    file = os.path.join(run, "curve.png")
-    figure.savefig(file, dpi=90)
-    return file
+def draw_run(run: str) -> str:
+    rows = read(f"{run}/metrics.jsonl")
+    iterations = [row["iteration"] + 1 for row in rows]
+    kinds = {kind for row in rows for kind in row["by_kind"]}
+    band = 0.3 + 0.2 * len(kinds)  # inches
+    heights = (2.2, band, band, 1.6)
+    figure = plt.figure(figsize=(8, sum(heights)), layout="constrained")
+    top, right, steps, bottom = figure.subplots(4, sharex=True, height_ratios=heights)
+    ends = [draw_accuracy(top, rows, "all kinds", DARK)]
+    if os.path.exists(f"{run}/test.json"):
+        tested = read(f"{run}/test.json")
+        accuracy = {name: row["accuracy"] or 0 for name, row in tested.items()}
+        top.plot(iterations[-1], accuracy.pop("Conductor"), color=DARK, **DOT)
+        accuracy.pop("random workflows", None)
+        best = max(accuracy, key=accuracy.get)
+        top.axhline(accuracy[best], color=GREY, linestyle="--", linewidth=1.2)
+        ends.append((accuracy[best], iterations[-1], f"{best} alone {accuracy[best]:.0%}", GREY))
+    draw_bands(right, rows, "by_kind", "Accuracy by kind of question", "Blues", 1, "{:.0%}")
+    draw_bands(steps, rows, "steps_by_kind", "Steps of a workflow", "Greys", 4, "{:.1f}")
+    label(top, ends)
 
+    inks = worker_inks(rows)
+    shares = [rolling_mean([row["workers"].get(name, 0) for row in rows]) for name in inks]
+    if inks:  # There are none where nothing was a workflow.
+        bottom.stackplot(iterations, shares, colors=inks.values(), alpha=0.75, edgecolor="white")
+    bottom.set(ylim=(0, 1), title="Workers' shares of the steps", xlabel="iteration (means of the last ten)")
+    bottom.yaxis.set_major_formatter("{x:.0%}")
+    ends, height = [], 0
+    for name, (*_, share) in zip(inks, shares):
+        ends.append((height + share / 2, iterations[-1], f"{name} {share:.0%}", inks[name]))
+        height += share
+    label(bottom, ends)
+    return f"{run}/curve.png"
 
-def bars(axes, groups: dict[str, dict[str, float]], title: str):
-    """Bars side by side: a group for each name, and in it the shares by key."""
-    keys = sorted({key for shares in groups.values() for key in shares})
-    width = 0.8 / max(len(groups), 1)
-    for i, (name, shares) in enumerate(groups.items()):
-        left = [k + i * width for k in range(len(keys))]
-        heights = [shares.get(key, 0.0) for key in keys]
-        axes.bar(left, heights, width, label=name)
-    middle = (len(groups) - 1) * width / 2
-    axes.set_xticks([k + middle for k in range(len(keys))], keys, rotation=20)
-    axes.set(ylabel=title, ylim=(0, 1))
-    axes.legend(fontsize=8)
+def draw_bands(axes, rows: list[dict], key: str, title: str, shades: str, most: float, form: str):
+    """Draw a band for each kind of question, the darker the larger a metric, with its last mean beside it."""
+    kinds = list(dict.fromkeys(kind for row in rows for kind in row[key]))
+    means = [rolling_mean([row[key].get(kind) for row in rows]) for kind in kinds]
+    begin, end = rows[0]["iteration"], rows[-1]["iteration"] + 1
+    axes.imshow(means, shades, aspect="auto", interpolation="nearest", vmin=-0.08 * most, vmax=1.2 * most,
+                extent=(begin + 0.5, end + 0.5, len(kinds) - 0.5, -0.5))
+    axes.set_title(title)
+    axes.set_yticks(range(len(kinds)), kinds)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    for i, values in enumerate(means):
+        axes.axhline(i + 0.5, color="white", linewidth=2)
+        text = form.format(values[-1]).replace("nan", "?")
+        axes.annotate(text, (1.02, i), xycoords=("axes fraction", "data"), va="center")
 
+def worker_inks(rows: list[dict]) -> dict[str, str]:
+    names = sorted({name for row in rows for name in row["workers"]})
+    return dict(zip(names, itertools.cycle(INKS)))
 
-def draw_evaluation(plt, path: str) -> str:
-    with open(path) as f:
-        rows = json.load(f)
-    measured, lengths, by_round = {}, {}, {}
-    for name, row in rows.items():
-        if "tokens" in row and row["accuracy"] is not None:
-            measured[name] = row
-        if "lengths" in row:
-            lengths[name] = row["lengths"]
-        for key, shares in row.items():
-            if key.startswith("workers, round"):
-                by_round[name + key.removeprefix("workers")] = shares
-    if not measured:
-        raise ValueError(f"{path} is not what eval.py writes with --out")
-    n = 3 if lengths else 1
-    figure, panels = plt.subplots(n, figsize=(8, 1 + 3.5 * n), layout="constrained", squeeze=False)
-    scatter = panels[0, 0]
-    priced = all(row["cents"] for row in measured.values())
-    for name, row in measured.items():
-        x = row["cents" if priced else "tokens"]
-        scatter.errorbar(x, row["accuracy"], row["95 % ±"], fmt="o")
-        scatter.annotate(name, (x, row["accuracy"]), xytext=(4, 4), textcoords="offset points", fontsize=8)
-    scatter.set(
-        xlabel="cents a question" if priced else "workers' tokens a question",
-        ylabel="accuracy, %, with its 95 % interval",
-    )
-    if lengths:
-        bars(panels[1, 0], lengths, "share of the workflows")
-        bars(panels[2, 0], by_round, "share of the steps")
-    file = path.removesuffix(".json") + ".png"
-    figure.savefig(file, dpi=120)
-    return file
+def compare_runs(runs: list[str]) -> str:
+    axes = plt.figure(figsize=(8, 4), layout="constrained").add_subplot()
+    ends = []
+    for run, ink in zip(runs, itertools.cycle(INKS)):
+        name = os.path.basename(os.path.normpath(run))
+        ends.append(draw_accuracy(axes, read(f"{run}/metrics.jsonl"), name, ink))
+    axes.set_xlabel("iteration (means of the last ten)")
+    label(axes, ends)
+    return "accuracy.png"
 
+# ---- Workflows ---------------------------------------------------------------------------------------------
 
-def main(argv):
-    if len(argv) != 1 or argv[0].startswith("-"):
+GAP, LINE, HALF = 0.27, 0.17, 0.8  # inches: between boxes, of a line of text, of a box's width
+
+def read_kinds(file: str) -> dict[str, list[dict]]:
+    """An iteration's judged first rounds by kind of question: their problem's id without the last part."""
+    kinds = {}
+    for rollout in read(file):
+        if rollout["previous"] is None and rollout["right"] is not None:
+            kinds.setdefault(rollout["problem"].rpartition("/")[0], []).append(rollout)
+    return kinds
+
+def draw_workflows(run: str) -> str:
+    """Draw the most frequent workflow for one kind of question, that of most steps in the end, at four points
+    of a run. As most changes are early, these are: of 1000 iterations the 1st, 10th, 100th and last."""
+    inks = worker_inks(read(f"{run}/metrics.jsonl"))
+    files = sorted(glob.glob(f"{run}/traces/*.jsonl")) or [f"{run}/traces/00000.jsonl"]
+    last = read_kinds(files[-1])
+    kind = max(last, key=lambda kind: mean(len(rollout["names"]) for rollout in last[kind]), default="")
+    found = {}
+    for share in (0, 1 / 3, 2 / 3, 1):
+        target = len(files) ** share - 1
+        for i in sorted(range(len(files)), key=lambda i: abs(i - target)):
+            rollouts = read_kinds(files[i]).get(kind, [])
+            if any(rollout["workflow"] for rollout in rollouts):
+                found[files[i]] = rollouts  # of the nearest iteration that has such a question
+                break
+    if not found:
+        raise ValueError(f"{files[-1]} has no workflow that was judged")
+    axes = plt.figure().add_axes((0, 0, 1, 1))  # in inches
+    name = kind.rpartition("/")[2]
+    axes.text(0.2, 0.25, f"The most frequent workflow for questions of the kind {name}", weight="bold")
+    height = 0
+    for x, (file, rollouts) in zip((1, 3, 5, 7), found.items()):
+        iteration = int(os.path.basename(file).removesuffix(".jsonl")) + 1
+        axes.text(x, 0.65, f"iteration {iteration}", weight="bold", ha="center")
+        height = max(height, draw_workflow(axes, x, rollouts, inks) + 0.15)
+    axes.figure.set_size_inches(8, height)
+    axes.set(xlim=(0, 8), ylim=(height, 0))
+    axes.axis("off")
+    return f"{run}/workflows.png"
+
+def graph(rollout: dict) -> tuple:
+    """Whom a workflow asks, and who sees which steps."""
+    return tuple((step["worker"], *step["access"]) for step in rollout["workflow"]["steps"])
+
+def draw_workflow(axes, x: float, rollouts: list[dict], inks: dict[str, str]) -> float:
+    """Draw the graph that most workflows share, with the texts of one of them. Returns where it ends."""
+    ran = [rollout for rollout in rollouts if rollout["workflow"]]
+    common = mode(map(graph, ran))
+    alike = [rollout for rollout in ran if graph(rollout) == common]
+    alike.sort(key=lambda rollout: rollout["right"])
+    shown = alike[len(alike) // 2]  # right if most of them are
+    share = len(alike) / len(rollouts)
+    right = mean(rollout["right"] for rollout in alike)
+    axes.text(x, 0.82, f"{share:.0%} of all workflows", ha="center", fontsize=9)
+    spans = []
+    draw_box(axes, x, spans, [], "question", GREY, wrap(shown["question"], 4))
+    for name, step, reply in zip(shown["names"], shown["workflow"]["steps"], shown["replies"]):
+        sources = [i + 1 for i in step["access"]] or [0]
+        lines = wrap(step["subtask"], 4) + wrap("→ " + reply["text"], 2)
+        draw_box(axes, x, spans, sources, name, inks[name], lines)
+    ink = GREEN if shown["right"] else RED
+    draw_box(axes, x, spans, [len(spans) - 1], f"{right:.0%} right", ink, wrap(shown["answer"], 2))
+    return spans[-1][1]
+
+def wrap(text: str, most: int) -> list[str]:
+    return textwrap.wrap(" ".join(text.split()), 22, max_lines=most, placeholder=" …")
+
+def draw_box(axes, x: float, spans: list[tuple], sources: list[int], name: str, ink: str, lines: list[str]):
+    """Draw a box under others and add it to their spans, (top, bottom) each. An arrow comes from each source,
+    straight from the box above, else around those between: on the right, from the question on the left."""
+    top = spans[-1][1] + GAP if spans else 0.95
+    height = 0.12 + LINE * (1 + len(lines))
+    spans.append((top, top + height))
+    style = "round,pad=0,rounding_size=0.06"
+    axes.add_patch(FancyBboxPatch((x - HALF, top), 2 * HALF, height, style, facecolor="white", edgecolor=ink))
+    look = dict(ha="center", va="top", fontsize=9, linespacing=1.3)
+    axes.text(x, top + 0.06, f"{name:.20}", weight="bold", color=ink, **look)
+    axes.text(x, top + 0.06 + LINE, "\n".join(lines), **look)
+    for source in sources:
+        start = (x, top - GAP)
+        tip = (x, top)
+        bend = 0
+        if source < len(spans) - 2:
+            side = HALF if source else -HALF
+            start = (x + side, mean(spans[source]))
+            tip = (x + side, mean(spans[-1]))
+            bend = 0.4 * side / (start[1] - tip[1])
+        arrow = dict(arrowstyle="-|>", color=GREY, shrinkA=0, shrinkB=0, connectionstyle=f"arc3,rad={bend}")
+        axes.annotate("", tip, start, arrowprops=arrow)
+
+# ---- An evaluation -----------------------------------------------------------------------------------------
+
+def draw_evaluation(path: str) -> str:
+    """Draw each benchmark's systems: what a question costs, and the accuracy with its 95 % interval."""
+    benchmarks = {}
+    for name, row in read(path).items():
+        benchmark, _, system = name.rpartition(", ")
+        if row.get("calls") is not None and "best single worker" not in name:  # It is there already.
+            benchmarks.setdefault(benchmark, {})[system.removeprefix("workers ")] = row
+    if not benchmarks:
+        raise ValueError("it has no system that was measured")
+    columns = min(2, len(benchmarks))
+    height = math.ceil(len(benchmarks) / columns)
+    figure = plt.figure(figsize=(8, 3.6 * height), layout="constrained")
+    for number, (benchmark, rows) in enumerate(benchmarks.items(), 1):
+        cost = "calls"
+        for key in ("tokens", "dollars"):
+            values = [row[key] for row in rows.values()]
+            if None not in values and any(values):
+                cost = key
+        axes = figure.add_subplot(height, columns, number, title=benchmark, xlabel=f"{cost} a question")
+        ends = []
+        for name, row in rows.items():
+            x, y, margin = row[cost], row["accuracy"], row["±"] or 0
+            ink = INKS[0] if name.lower() == "conductor" else DARK
+            axes.vlines(x, max(0, y - margin), min(1, y + margin), ink)
+            axes.plot(x, y, color=ink, **DOT)
+            ends.append((y, x, name, ink))
+        axes.set(xlim=(0, None), ylabel="accuracy")
+        axes.locator_params("y", steps=(1, 2, 5, 10))
+        axes.yaxis.set_major_formatter("{x:.0%}")
+        label(axes, ends)
+    return path.removesuffix(".json") + ".png"
+
+def main(argv: list[str]):
+    words = [word for word in argv if not word.startswith("--out=")]
+    out = [word.removeprefix("--out=") for word in argv if word.startswith("--out=")]
+    if not words or any(word.startswith("-") for word in words):
         raise SystemExit(__doc__)
+    plt.rcParams.update(STYLE)
     try:
-        import matplotlib.pyplot as plt
-    except ImportError:
-        raise SystemExit("drawing needs matplotlib: pip install matplotlib") from None
-    plt.switch_backend("Agg")
-    try:
-        draw = draw_evaluation if argv[0].endswith(".json") else draw_run
-        print(draw(plt, argv[0]))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
-        raise SystemExit(f"{argv[0]}: {type(e).__name__}: {e}") from None
-
+        if words[0] == "workflows" and len(words) == 2:
+            file = draw_workflows(words[1])
+        elif len(words) > 1:
+            file = compare_runs(words)
+        else:
+            file = draw_evaluation(*words) if words[0].endswith(".json") else draw_run(*words)
+        file = out[-1] if out else file
+        plt.savefig(file)
+    except (OSError, ValueError) as e:
+        raise SystemExit(f"{' '.join(words)} cannot be drawn: {e}") from None
+    except (LookupError, TypeError, AttributeError) as e:
+        raise SystemExit(f"{' '.join(words)} is not what train.py or eval.py writes today: {e!r}") from None
+    print(file)
 
 if __name__ == "__main__":
     main(sys.argv[1:])
