@@ -230,8 +230,6 @@ FAULTS = {  # a row: what the error says of it
     '{"question": "q", "answer": "a", "grader": "exact", "colour": 1}\n': "unexpected keyword argument",
     '{"question": "", "answer": "a", "grader": "exact"}\n': "0 characters",
     '{"question": "q", "answer": "", "grader": "code", "extra": {"function": null, "tests": "x"}}\n': "pairs",
-    '{"question": "q", "answer": "", "grader": "code", "extra": {"function": "f", "tests": [["[", "1"]]}}\n'
-    "": "JSON",
     '{"question": \n': "Expecting value",
 }
 
