@@ -16,7 +16,6 @@ import json
 import math
 import os
 import random
-import shlex
 import shutil
 import sys
 import time
@@ -419,8 +418,9 @@ def conduct_problems(run: Run, problems: list, settings: Settings, name: str) ->
     return [replace(rollout, problem=problem) for rollout, problem in zip(rollouts, problems)]
 
 def print_results(run: Run, settings: Settings):
-    """The table on held-out problems beside every worker and random workflows, the bill, how to ask it."""
-    print0(f"the checkpoint is in {settings.out}/checkpoint; {len(run.test)} held-out problems follow")
+    """The table on held-out problems beside every worker and random workflows, and the bill."""
+    flags = f"--checkpoint={settings.out}/checkpoint --pool={settings.pool}"
+    print0(f"python workflow.py QUESTION {flags} asks it; {len(run.test)} held-out problems follow")
     run.optimizer = run.reference = None  # The evaluation shall have their memory.
     rollouts = conduct_problems(run, run.test, settings, "test")
     if dist.get_rank() == 0 and run.test:
@@ -431,9 +431,6 @@ def print_results(run: Run, settings: Settings):
     bills = all_gather([(worker.calls, worker.spent, worker.unpriced) for worker in run.pool])
     calls, dollars, unknown = map(sum, zip(*bills))  # with those that were replayed
     print0(f"The bill: {calls:,} calls for ${dollars:.2f}, {unknown:,} of them at an unknown price")
-    question = min((problem.question for problem in run.problems), key=len)
-    flags = [question, f"--checkpoint={settings.out}/checkpoint", f"--pool={settings.pool}"]
-    print0(f"Ask it: python workflow.py {shlex.join(flags)}")
 
 # ---- What a run needs --------------------------------------------------------------------------------------
 
@@ -478,22 +475,23 @@ def preflight(settings: Settings, start: str, device: str) -> tuple[Config | Non
         lacking += filter(None, [evaluation.check_sandbox()])
     rows = attempt("workers", read_pool, settings.pool) or []
     lacking += check_pool(rows, settings.budget)
-    attempt("money", check_money, settings, rows)
+    if rows:
+        attempt("money", check_money, settings, rows)
     if settings.subset > len(rows) > 0:
         lacking.append(f"workers: --subset={settings.subset}, and the pool has {len(rows)}")
     if not lacking:
         pool = load_pool(settings.pool, rows[0].get("base_url"), budget=settings.budget)
         lacking += [str(word) for word in first_words(pool) if isinstance(word, WorkerError)]  # It may cost.
     if lacking and settings.preset != "laptop":
-        lacking.append("--preset=laptop lacks nothing of this")
+        lacking.append("(--preset=laptop needs nothing of this)")
     return config, rows, "\n  ".join(["the run lacks", *lacking]) if lacking else ""
 
 def check_money(settings: Settings, rows: list[dict]):
     """Print the run's calls and what they cost. ValueError where a budget or a price is missing."""
-    workflows = settings.iterations * settings.questions * settings.rollouts
-    workflows += settings.recursion * workflows // 2
-    workflows += settings.iterations // settings.save_every * MEASURED + 2 * settings.test
-    calls = 3 * workflows + len(rows) * settings.test
+    rollouts = settings.iterations * settings.questions * settings.rollouts
+    rollouts += settings.recursion * rollouts // 2
+    measured = settings.iterations // settings.save_every * MEASURED + 2 * settings.test
+    calls = 3 * (rollouts + measured) + len(rows) * settings.test
     cost = probable_cost(rows, calls)
     dollars = "an unknown number of dollars" if cost is None else f"${cost:,.2f}"
     print0(f"calls     about {calls:,}, three a workflow, for {dollars}")
@@ -529,8 +527,8 @@ memory    {learning / GIB:.1f} GiB to learn: gathered weights, activations, logi
 memory    {most / GIB:.1f} GiB at most at a time, of {present / GIB:.1f}
 disk      {saved / GIB:.1f} GiB, of {free / GIB:.1f} free""")
     if most > present or saved > free:
-        raise ValueError(f"{most / GIB:.1f} GiB of memory, of {present / GIB:.1f}; disk, {saved / GIB:.1f} of "
-                         f"{free / GIB:.1f}. More GPUs, --offload, a smaller --token_budget take less")
+        raise ValueError(f"{most / GIB:.1f} of {present / GIB:.1f} GiB of memory, {saved / GIB:.1f} of "
+                         f"{free / GIB:.1f} of disk; more GPUs, --offload or a smaller --token_budget help")
 
 def largest_step(model: Qwen, optimizer, reference: Qwen | None, settings: Settings):
     """The largest update once, with a learning rate of 0, so that an out-of-memory error comes before anybody
@@ -539,9 +537,7 @@ def largest_step(model: Qwen, optimizer, reference: Qwen | None, settings: Setti
     length = min(settings.max_new_tokens, size)
     rollout = Rollout("", prompt=[0] * prompt, tokens=[0] * length, logprobs=[0.0] * length, advantage=1.0)
     rollouts = [rollout] * (size // length) * 2
-    report = update(model, optimizer, rollouts, beta=settings.beta, reference=reference, token_budget=size)
-    if report["skipped"]:
-        leave("the gradient of a first step is not finite: the weights to start from are damaged")
+    update(model, optimizer, rollouts, beta=settings.beta, reference=reference, token_budget=size)
     for state in optimizer.state.values():
         for tensor in state.values():
             tensor.zero_()
@@ -680,7 +676,7 @@ def log(run: Run, settings: Settings, iteration: int, groups: list, reports: lis
         "seconds": run.seconds, "by_kind": {}, "steps_by_kind": {},
     }
     for key in ("approx_kl", "clipfrac", "kl", "entropy", "grad_norm"):
-        m[key] = mean([report[key] for report in reports if report[key] is not None])
+        m[key] = mean([r[key] for r in reports if r[key] is not None and math.isfinite(r[key])])
     for kind in dict.fromkeys(r.problem.kind for r in first):
         m["by_kind"][kind] = mean([r.right for r in known if r.problem.kind == kind])
         m["steps_by_kind"][kind] = mean([len(r.workflow.steps) for r in ran if r.problem.kind == kind])
@@ -736,7 +732,8 @@ def save(run: Run, settings: Settings, done: int):
     save_for_use(run, settings, folder)
     writer = dcp.HuggingFaceStorageWriter(folder / "state", save_distributed=True)  # safetensors
     dcp.save(trained(run), storage_writer=writer)
-    on_rank0(lambda: folder.rename(folder.with_name(f"{done:05d}")) and tidy(Path(settings.out)))
+    on_rank0(lambda: folder.rename(folder.with_name(f"{done:05d}")))
+    on_rank0(lambda: tidy(Path(settings.out)))
 
 def save_for_use(run: Run, settings: Settings, folder: Path):
     """Write weights in the dtype of computation, tokenizer and conductor.json, in Hugging Face's layout."""
@@ -787,8 +784,7 @@ def read_command(argv: list[str]) -> tuple[Settings, str]:
         print(f"--preset={preset}, free of charge in the laptop world: {why}")
     preset = settings.preset or preset
     if preset not in PRESETS or words:
-        known = ", ".join(PRESETS)
-        raise SystemExit(f"expected --key=value, and a --preset of {known}, not {words or preset}")
+        raise SystemExit(f"expected --key=value, --preset one of {', '.join(PRESETS)}, not {words or preset}")
     settings = Settings(**PRESETS[preset])
     configure(settings, argv)
     settings.preset, settings.out = preset, os.path.normpath(settings.out or f"out/{preset}")

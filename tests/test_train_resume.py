@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from train_runs import Workers, end_of, kill_when, launch, metrics, traces, train, trained, weights
 
 def timeless(line):
-    return {key: value for key, value in line.items() if "seconds" not in key and "tokens/s" not in key and key != "memory"}
+    return {key: value for key, value in line.items() if key not in ("seconds", "memory") and "/s" not in key}
 
 def test_a_run_killed_in_every_phase_ends_with_the_same_weights(tmp_path):
     workers = Workers(tmp_path)
@@ -40,13 +40,12 @@ def test_a_run_killed_in_every_phase_ends_with_the_same_weights(tmp_path):
     said = train(*flags, f"--out={killed}", "--resume")
     assert weights(killed) == weights(whole) != weights(trained()[0])
     assert [*map(timeless, metrics(killed))] == [*map(timeless, metrics(whole))]
-    # What was on its way when a run was killed, at most a call of each worker, is paid again, and nothing
-    # else.
+    # What was on its way at a kill is paid again, at most a call of each worker, and nothing else.
     assert calls <= workers.calls <= calls + 4 * 2
     assert sorted(os.listdir(f"{killed}/checkpoints")) == sorted(os.listdir(f"{whole}/checkpoints"))
     assert "going on" in said
 
-def test_only_the_newest_checkpoint_has_a_state_and_rollouts_lose_their_tokens(tmp_path):
+def test_only_the_newest_checkpoint_has_a_state():
     out, _ = trained()
     before, newest = (f"{out}/checkpoints/{name}" for name in ("00001", "00002"))
     assert os.path.exists(f"{newest}/state") and not os.path.exists(f"{before}/state")
@@ -55,8 +54,7 @@ def test_only_the_newest_checkpoint_has_a_state_and_rollouts_lose_their_tokens(t
 
 @pytest.mark.parametrize("first", [1, 2])
 def test_a_run_goes_on_on_another_number_of_ranks(first, tmp_path):
-    """Weights and Adam's moments are read as they were written, so the next step is the same but for
-    rounding."""
+    """Weights and Adam's moments are read as they were written: the next step differs by rounding only."""
     flags = ("--preset=laptop", f"--init_from={trained()[0]}/checkpoint", "--iterations=2", "--questions=4",
              "--rollouts=8", "--minibatches=1", "--save_every=1", "--test=0")
     ends = []

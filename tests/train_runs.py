@@ -1,5 +1,4 @@
-"""Runs of train.py in processes of their own, and workers for them that count their calls and can be held
-up."""
+"""Runs of train.py in processes of their own, and workers for them that count their calls and can be held."""
 import functools
 import json
 import os
