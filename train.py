@@ -7,8 +7,8 @@
 
 Every field of Settings is a flag, --key=value. A run writes into --out: metrics.jsonl (a line an iteration),
 traces/ (every rollout with what its workers said), checkpoints/, and a link `checkpoint` to the newest one.
-If it is killed, the same command with --resume goes on: it learns again from the rollouts that are on disk,
-and pays for none twice. On a CPU the weights become those of a run that was never killed."""
+After a kill the same command with --resume learns again from the rollouts that are on disk, and pays for none
+twice. On a CPU the weights become those of a run that was never killed."""
 import ctypes
 import datetime
 import itertools
@@ -567,13 +567,12 @@ def dtype_for(config: Config, device) -> torch.dtype:
     return torch.float32 if count_parameters(config) < TINY else compute_dtype(device)
 
 def shard(model: Qwen, settings: Settings, device: str) -> Qwen:
-    """FSDP2: fp32 weights, gradients and Adam's state in equal parts on all ranks. Pretrained models compute
-    each layer again in the backward pass, as all activations would not fit."""
-    mixed = MixedPrecisionPolicy(param_dtype=dtype_for(model.config, device), reduce_dtype=torch.float32,
-                                 cast_forward_inputs=False)
+    """FSDP2: fp32 weights, gradients and Adam's state in equal parts on all ranks."""
+    dtype = dtype_for(model.config, device)
+    mixed = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=device == "cuda") if settings.offload else OffloadPolicy()
     mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
-    model.recompute = count_parameters(model.config) >= TINY
+    model.recompute = count_parameters(model.config) >= TINY  # All layers' activations would not fit.
     model.compute_device = torch.device(device) if settings.offload else None
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=mesh, mp_policy=mixed, offload_policy=offload)
