@@ -123,7 +123,7 @@ class Run:
     begin: int  # the iteration to begin with
     reference: Qwen | None = None  # π_ref, of the KL
     skipped: int = 0  # steps in a row, up to now, whose gradient was not finite
-    seconds: Counter = field(default_factory=Counter)  # of the iteration, by part
+    seconds: dict = field(default_factory=dict)  # of the iteration, by part
 
 # ---- The run: each iteration rolls out first and second rounds, rewards them and learns --------------------
 
@@ -131,7 +131,7 @@ def train(settings: Settings, device: str):
     """The whole run, on every rank."""
     run = set_up(settings, device)  # It loads the newest checkpoint (--resume), or begins, with a warm start.
     for iteration in range(run.begin, settings.iterations):
-        began, run.seconds = time.perf_counter(), Counter()
+        began, run.seconds = time.perf_counter(), {"sampling": 0.0}
         groups = read_rollouts(run, settings, iteration)  # of a run that was killed
         if groups is None:
             sampler = whole_copy(run.model)  # FSDP splits the weights over the ranks.
