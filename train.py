@@ -213,8 +213,7 @@ def first_rounds(run: Run, settings: Settings, iteration: int) -> list[Rollout]:
     return asked
 
 def second_rounds(groups: list[list[Rollout]], settings: Settings, iteration: int) -> list[Rollout]:
-    """Half of the questions again, each with the answer of one of its first rollouts, by chance (§3.2). They
-    come on top: with 4 questions (4 + 2) × 64 rollouts, 384 (the paper's A.1: 256)."""
+    """Half of the questions again, each with the answer of one of its first rollouts (§3.2)."""
     half = (0, 1) if iteration % 2 == 0 else (2, 3)  # of each four; every other one may be of one kind
     asked = []
     for i, group in enumerate(groups):
@@ -247,7 +246,7 @@ def roll_out_on_all_ranks(sampler: Qwen, run: Run, asked: list[Rollout], setting
             r.pool, r.problem, r.previous = question.pool, question.problem, question.previous
     return [*groups.values()]
 
-ABLATIONS = {"": None, "subtasks": {"subtask": "Solve the question."},
+ABLATIONS = {"": {}, "subtasks": {"subtask": "Solve the question."},
              "access": {"access": [], "wrote_all": False}}
 
 def ablation(settings: Settings):
