@@ -7,8 +7,8 @@
 
 Every field of Settings is a flag, --key=value. A run writes into --out: metrics.jsonl (a line an iteration),
 traces/ (every rollout with what its workers said), checkpoints/, and a link `checkpoint` to the newest one.
-If it is killed, the same command with --resume goes on: it learns again from the rollouts that are on disk,
-and pays for none twice. On a CPU the weights become those of a run that was never killed."""
+After a kill the same command with --resume learns again from the rollouts that are on disk, and pays for none
+twice. On a CPU the weights become those of a run that was never killed."""
 import ctypes
 import datetime
 import itertools
@@ -16,32 +16,31 @@ import json
 import math
 import os
 import random
-import shlex
 import shutil
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 # Sampling and learning want blocks of very different sizes, which segments that grow can serve in turn. torch
 # reads this when it is imported, older versions under the second name.
 for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
     os.environ.setdefault(variable, "expandable_segments:True")
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
 from tokenizers import AddedToken, Regex, Tokenizer as BPE, decoders, models, pre_tokenizers, trainers
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from tqdm import tqdm
 
 import eval as evaluation
-from eval import grade_once, load, mean, measure, progress
+from eval import mean, measure, progress
 from grpo import HEAD_LOGITS, packed_logprobs, set_advantages, update
-from model import Config, Qwen, Tokenizer, compute_dtype, configure, fetch, read_json, write_json
-from workers import LOCAL, PHRASES, Reply, WorkerError, check_pool, costs_money, demand_budget, first_words
+from model import Config, Qwen, Tokenizer, compute_dtype, configure, fetch, write_json
+from workers import Reply, WorkerError, check_pool, costs_money, demand_budget, first_words
 from workers import load_pool, probable_cost, read_pool
 from workflow import Prompting, Rollout, Workflow, as_lists, messages, model_writer, parse, roll_out
 from workflow import rollout_from_json, rollout_to_json, save_prompting, strip
@@ -58,7 +57,6 @@ class Settings:
     # the workers, and what they may cost
     pool: str = "local"  # a name that workers.py knows, or FILE.json
     budget: float = 0.0  # dollars, from this start of the run on; 0: no limit, where nothing costs
-    replay: str = ""  # a file that keeps the replies; "": OUT/replies where workers cost money
     workflow_timeout: float = 1800.0  # seconds after which a rollout is lost, not waited for
     # how the Conductor is asked, and what is done to its workflows
     prompt: str = "short"  # the laptop's line; ood, in, mixed: few-shot examples; zero-shot
@@ -111,12 +109,10 @@ PRESETS = {
     "recursive": dict(TUNE, pool="local:tired", recursion=True),
 }
 MEASURED = 72  # held-out problems, at each checkpoint
-TINY = 10_000_000  # parameters below which a model is none that was pretrained
 
 @dataclass
 class Run:
     """What the iterations need beside the settings."""
-    begin: int  # the iteration to begin with
     pool: list  # of workers
     problems: list
     test: list  # held-out problems
@@ -124,89 +120,18 @@ class Run:
     model: Qwen  # sharded (FSDP)
     optimizer: torch.optim.Optimizer
     prompting: Prompting
+    begin: int  # the iteration to begin with
     reference: Qwen | None = None  # π_ref, of the KL
     skipped: int = 0  # steps in a row, up to now, whose gradient was not finite
+    seconds: dict = field(default_factory=dict)  # of the iteration, by part
 
-# ---- One iteration: first rounds, second rounds, reward, update. Then the run ------------------------------
-
-def first_rounds(run: Run, settings: Settings, iteration: int) -> list[Rollout]:
-    """An iteration's questions: the next ones of the data, which begins again after its end. Each may use the
-    whole pool, or settings.subset or more of its workers, drawn by chance (§3.2; the paper: exactly k)."""
-    everyone = range(len(run.pool))
-    asked = []
-    for i in range(iteration * settings.questions, (iteration + 1) * settings.questions):
-        problem = run.problems[i % len(run.problems)]
-        rng = random.Random(f"{settings.seed} {i}")
-        size = rng.randint(settings.subset or len(everyone), len(everyone))
-        workers = sorted(rng.sample(everyone, size))
-        asked.append(Rollout(problem.question, run.pool, workers, problem, name=f"{settings.seed}/{i}"))
-    return asked
-
-def second_rounds(groups: list[list[Rollout]], settings: Settings, iteration: int) -> list[Rollout]:
-    """Half of the questions again, each with the answer of one of its first rollouts, drawn by chance (§3.2).
-    They come on top: with 4 questions (4 + 2) × 64 rollouts, 384 (the paper's A.1: 256)."""
-    half = (0, 1) if iteration % 2 == 0 else (2, 3)  # of each four; every other one may be of one kind
-    asked = []
-    for i, group in enumerate(groups):
-        answered = [r for r in group if r.workflow and r.right is not None]
-        if i % 4 in half and answered:
-            r = random.Random(f"{settings.seed} {iteration} {i}").choice(answered)
-            asked.append(Rollout(r.question, r.pool, r.workers, r.problem, r.name, previous=r))
-    return asked
-
-def roll_out_on_all_ranks(sampler: Qwen, run: Run, asked: list[Rollout], settings: Settings, seed: int):
-    """Roll out every question settings.rollouts times. Each rank does a part of every question's, and all get
-    all of them, as [question][rollout]: the same on any number of ranks."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    numbers = range(settings.rollouts * rank // world, settings.rollouts * (rank + 1) // world)
-    mine = [replace(question, number=number) for question in asked for number in numbers]
-    write = model_writer(sampler, run.tokenizer, run.prompting, temperature=1.0, seed=seed)
-    with progress("rollouts of rank 0", len(mine)) as bar:
-        roll_out(mine, write, run.prompting, failure=grade_once(), edit=ablation(settings),
-                 on_end=lambda rollout: bar.update(), timeout=settings.workflow_timeout)
-    groups = {question.name: [] for question in asked}
-    for r in all_gather([strip(r) for r in mine]):  # Connections and hidden tests cannot be sent.
-        groups[r.name].append(r)
-    for question in asked:
-        for r in groups[question.name]:
-            r.pool, r.problem, r.previous = question.pool, question.problem, question.previous
-    return [*groups.values()]
-
-def reward(rollout: Rollout, settings: Settings) -> float | None:
-    """§3.1: 0 without a workflow, 0.5 for a wrong answer, 1 for a right one; less its calls' dollars, weighed
-    by --cost_weight, which the paper has not. None: a call was lost, or has an unknown cost that would
-    count."""
-    if rollout.right is None:
-        return None
-    if rollout.workflow is None:
-        return 0.0
-    value = 1.0 if rollout.right else 0.5
-    if settings.cost_weight:
-        return None if rollout.cost is None else value - settings.cost_weight * rollout.cost
-    return value
-
-def learn(run: Run, groups: list[list[Rollout]], settings: Settings, iteration: int) -> list[dict]:
-    """Eq. 1: an optimizer step on each minibatch. From the second step on π is not the sampler's, and the
-    clip acts. Returns what `update` says of each step."""
-    run.optimizer.param_groups[0]["lr"] = settings.lr * schedule(iteration, settings.iterations, 0.03)
-    beta = settings.beta * (1 - iteration / settings.iterations)
-    rewarded = [[r for r in group if r.reward is not None] for group in groups]  # The others were lost.
-    reports = []
-    for m in range(settings.minibatches):
-        minibatch = my_share([r for group in rewarded for r in group[m::settings.minibatches]])
-        report = update(run.model, run.optimizer, minibatch, beta=beta, reference=run.reference,
-                        n_ids=len(run.tokenizer), token_budget=settings.token_budget)
-        reports.append(report)
-        run.skipped = run.skipped + 1 if report["skipped"] else 0
-        if run.skipped == 3:
-            leave("three gradients in a row were not finite: try a smaller --lr from the last checkpoint on")
-    return reports
+# ---- The run: each iteration rolls out first and second rounds, rewards them and learns --------------------
 
 def train(settings: Settings, device: str):
     """The whole run, on every rank."""
     run = set_up(settings, device)  # It loads the newest checkpoint (--resume), or begins, with a warm start.
     for iteration in range(run.begin, settings.iterations):
-        began = time.perf_counter()
+        began, run.seconds = time.perf_counter(), {"sampling": 0.0}
         groups = read_rollouts(run, settings, iteration)  # of a run that was killed
         if groups is None:
             sampler = whole_copy(run.model)  # FSDP splits the weights over the ranks.
@@ -225,32 +150,206 @@ def train(settings: Settings, device: str):
         rolled_out = time.perf_counter()
         reports = learn(run, groups, settings, iteration)                                         # Eq. 1
         torch.cuda.empty_cache()
-        seconds = {"rollouts": rolled_out - began, "learning": time.perf_counter() - rolled_out}
+        run.seconds |= {"rollouts": rolled_out - began, "learning": time.perf_counter() - rolled_out}
 
         done, held_out = iteration + 1, None
-        if done % settings.save_every == 0 and done < settings.iterations:
+        is_due, is_last = done % settings.save_every == 0, done == settings.iterations
+        if is_due and not is_last:
             answered = conduct_problems(run, run.test[:MEASURED], settings, f"test:{iteration}")
             held_out = measure([answered])["accuracy"]
-        log(settings, metrics(iteration, groups, reports, held_out) | {"seconds": seconds})
+        log(run, settings, iteration, groups, reports, held_out)
         is_spent = any(all_gather([run.pool[0].budget and run.pool[0].budget.refused]))
-        if is_spent or done % settings.save_every == 0 or done == settings.iterations:
+        if is_due or is_last or is_spent:
             save(run, settings, done)
         if is_spent:
-            print_bill(run.pool)
             leave(f"the budget is spent: stopped after iteration {done}, with a checkpoint; --resume with "
                   "another --budget goes on")
     print_results(run, settings)
+
+def reward(rollout: Rollout, settings: Settings) -> float | None:
+    """§3.1: 0 without a workflow, 0.5 for a wrong answer, 1 for a right one; less its calls' dollars by
+    --cost_weight, which the paper has not. None: a call was lost, or its cost would count and is unknown."""
+    if rollout.right is None:
+        return None
+    if rollout.workflow is None:
+        return 0.0
+    value = 1.0 if rollout.right else 0.5
+    if settings.cost_weight:
+        return None if rollout.cost is None else value - settings.cost_weight * rollout.cost
+    return value
+
+def learn(run: Run, groups: list[list[Rollout]], settings: Settings, iteration: int) -> list[dict]:
+    """Eq. 1: an optimizer step on each minibatch. From the second step on π is not the sampler's, and the
+    clip acts. Returns what `update` says of each step."""
+    run.optimizer.param_groups[0]["lr"] = settings.lr * schedule(iteration, settings.iterations, 0.03)
+    beta = settings.beta * (1 - iteration / settings.iterations)
+    rewarded = [[r for r in group if r.reward is not None] for group in groups]  # The others were lost.
+    reports = []
+    for m in range(settings.minibatches):
+        minibatch = my_share([r for group in rewarded for r in group[m::settings.minibatches]])
+        reports.append(update(run.model, run.optimizer, minibatch, beta=beta, reference=run.reference,
+                              n_ids=len(run.tokenizer), token_budget=settings.token_budget))
+        run.skipped = run.skipped + 1 if reports[-1]["skipped"] else 0
+        if run.skipped == 3:
+            leave("three gradients in a row were not finite: try a smaller --lr from the last checkpoint on")
+    return reports
+
+def schedule(step: int, steps: int, warmup: float) -> float:
+    """Linear warm-up over a share of the steps, then a cosine to 0 (App. A.1)."""
+    warm = max(1, round(warmup * steps))
+    if step < warm:
+        return (step + 1) / warm
+    return 0.5 * (1 + math.cos(math.pi * ((step - warm) / max(1, steps - warm))))
+
+def first_rounds(run: Run, settings: Settings, iteration: int) -> list[Rollout]:
+    """An iteration's questions: the next ones of the data, which begins again after its end. Each may use the
+    whole pool, or settings.subset or more of its workers, drawn by chance (§3.2; the paper: exactly k)."""
+    asked, everyone = [], len(run.pool)
+    for i in range(iteration * settings.questions, (iteration + 1) * settings.questions):
+        problem = run.problems[i % len(run.problems)]
+        rng = random.Random(f"{settings.seed} {i}")
+        workers = sorted(rng.sample(range(everyone), rng.randint(settings.subset or everyone, everyone)))
+        asked.append(Rollout(problem.question, run.pool, workers, problem, name=f"{settings.seed}/{i}"))
+    return asked
+
+def second_rounds(groups: list[list[Rollout]], settings: Settings, iteration: int) -> list[Rollout]:
+    """Half of the questions again, each with the answer of one of its first rollouts (§3.2)."""
+    half = (0, 1) if iteration % 2 == 0 else (2, 3)  # of each four; every other one may be of one kind
+    asked = []
+    for i, group in enumerate(groups):
+        answered = [r for r in group if r.workflow and r.right is not None]
+        if i % 4 in half and answered:
+            r = random.Random(f"{settings.seed} {iteration} {i}").choice(answered)
+            asked.append(Rollout(r.question, r.pool, r.workers, r.problem, r.name, previous=r))
+    return asked
+
+def roll_out_on_all_ranks(sampler: Qwen, run: Run, asked: list[Rollout], settings: Settings, seed: int):
+    """Roll out every question settings.rollouts times. Each rank does a part of every question's, and all get
+    all of them, as [question][rollout]: the same on any number of ranks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    numbers = range(settings.rollouts * rank // world, settings.rollouts * (rank + 1) // world)
+    mine = [replace(question, number=number) for question in asked for number in numbers]
+
+    def write(rollouts):
+        began = time.perf_counter()
+        yield from model_writer(sampler, run.tokenizer, run.prompting, temperature=1.0, seed=seed)(rollouts)
+        run.seconds["sampling"] += time.perf_counter() - began  # Then it waits for workers.
+
+    with progress("rollouts of rank 0", len(mine)) as bar:
+        roll_out(mine, write, run.prompting, failure=evaluation.grade_once(), edit=ablation(settings),
+                 on_end=lambda rollout: bar.update(), timeout=settings.workflow_timeout)
+    groups = {question.name: [] for question in asked}
+    for r in all_gather([strip(r) for r in mine]):  # Connections and hidden tests cannot be sent.
+        groups[r.name].append(r)
+    for question in asked:
+        for r in groups[question.name]:
+            r.pool, r.problem, r.previous = question.pool, question.problem, question.previous
+    return [*groups.values()]
+
+ABLATIONS = {"": {}, "subtasks": {"subtask": "Solve the question."},
+             "access": {"access": [], "wrote_all": False}}
+
+def ablation(settings: Settings):
+    """What --ablate does to a workflow before it runs; None if nothing."""
+    changes = ABLATIONS[settings.ablate]
+    return changes and (lambda workflow: Workflow([replace(step, **changes) for step in workflow.steps]))
+
+# ---- The tiny Conductor, made on the spot, and the warm start, which teaches the format only ---------------
+
+TINY = 10_000_000  # parameters below which a model is none that was pretrained
+TINY_CONFIG = Config(900, 128, 384, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                     rope_theta=100.0, tie_word_embeddings=True, max_position_embeddings=1024)
+
+def tiny_conductor(problems: list, n_workers: int, settings: Settings) -> tuple[Qwen, Tokenizer]:
+    """A Qwen2.5 of half a million parameters and a byte-level BPE of 900 tokens. A quoted subtask, a list's
+    opening, an empty or "all" access list, three empty lists are one token: choosing one is one decision."""
+    pieces = (r'(?:\b\w+ = \[\]\n?){2,3}', r'\p{L}+\n', r'\n\w+ = \[', r',? ?"[^"\d\n]*"', r' ?\["all"\],?',
+              r' ?\[\],?', r' ?\p{L}+', r' ?\d', r' ?[^\s\p{L}\d]+', r'\s+')
+    bpe = BPE(models.BPE())
+    split = pre_tokenizers.Split(Regex("|".join(pieces)), "isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])
+    bpe.decoder = decoders.ByteLevel()
+    special = [AddedToken(f"<|{name}|>", special=True, normalized=False)
+               for name in ("endoftext", "im_start", "im_end")]
+    rng, texts = random.Random(settings.seed), []
+    for problem in problems[:4000]:
+        chat, completion = random_lesson(problem, rng, n_workers, settings)
+        chat.append({"role": "assistant", "content": completion})
+        texts += [f"{turn['role']}\n{turn['content']}" for turn in chat]
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=TINY_CONFIG.vocab_size, special_tokens=special, show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer = Tokenizer(bpe)
+    model = Qwen(replace(TINY_CONFIG, vocab_size=len(tokenizer)))
+    for name, p in model.named_parameters():
+        if p.dim() > 1:  # wider than Qwen's 0.02: so narrow a model then learns to copy in a hundred steps
+            torch.nn.init.normal_(p, std=0.1 if "embed" in name else 0.06)
+    return model, tokenizer
+
+def random_completion(problem, rng: random.Random, workers: list[int], settings: Settings) -> str:
+    """A random workflow in a Conductor's words, which do not say whether it is good. A tiny one's plan is the
+    question, and the number of steps stands where it can be counted: it helps to write two more lists."""
+    workflow = evaluation.random_workflow(rng, workers, settings.max_steps, evaluation.phrases_for(problem))
+    if settings.init_from:
+        return as_lists(workflow)
+    first, others = as_lists(workflow).split("\n", 1)
+    return f"Plan: {problem.question}\n{first} # {len(workflow.steps)} steps\n{others}"
+
+def random_lesson(problem, rng: random.Random, n_workers: int, settings: Settings) -> tuple[list[dict], str]:
+    """A chat and a completion in the right format. A share `warm_second` are second rounds: the chat holds an
+    earlier workflow and some response, and the completion is a new workflow or three empty lists."""
+    workers = [*range(n_workers)]
+    if settings.warm_subsets:
+        workers = sorted(rng.sample(workers, rng.randint(min(2, n_workers), n_workers)))
+    completion, previous = random_completion(problem, rng, workers, settings), None
+    if rng.random() < settings.warm_second:
+        response = rng.choice((problem.answer, problem.question, "I have lost the thread.",
+                               "I find nothing here to work on."))
+        previous = Rollout(problem.question, written=completion, replies=[Reply(response, 0, 0, 0.0)],
+                           workflow=parse(completion, workers, settings.max_steps))
+        completion = rng.choice((random_completion(problem, rng, workers, settings), as_lists(Workflow([]))))
+    named = n_workers if len(workers) == n_workers else workers
+    return messages(problem.question, named, settings.max_steps, previous, settings.prompt), completion
+
+def warm_start(run: Run, settings: Settings):
+    """Learn to write random workflows in the right format; what a good one is, nothing here says. For the
+    tiny model the question's text enters the loss a little, so that it learns to tell questions apart. The
+    logits are divided by 1.5 here and not in sampling: there the format is then nearly certain, while free
+    choices, such as the worker, stay as even as in the data."""
+    is_tiny = not settings.init_from
+    lr, batch = (6e-3, 32) if is_tiny else (2e-4, 16)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rng, optimizer = random.Random(settings.seed), adam(run.model, 0.98)
+    for step in tqdm(range(settings.warm_steps), "warm start", disable=rank > 0 or None, leave=False):
+        rows, weights = [], []
+        for problem in rng.choices(run.problems, k=max(batch, world)):  # A rank without one would fail.
+            chat, completion = random_lesson(problem, rng, len(run.pool), settings)
+            prompt = run.tokenizer.chat(chat)
+            written = run.tokenizer.encode(completion) + [run.tokenizer.eos_id]
+            known = 1 if is_tiny else len(prompt)  # The tokens after these enter the loss.
+            rows.append((prompt[:known], [prompt[known:] + written]))
+            weights.append([0.1] * (len(prompt) - known) + [1.0] * len(written))
+        total = sum(map(sum, weights))
+        logprobs, _ = packed_logprobs(run.model, rows[rank::world], 1.5)
+        weight = torch.tensor([*itertools.chain(*weights[rank::world])], device=run.model.device)
+        loss = -(logprobs * weight).sum() * world / total  # FSDP averages gradients over ranks.
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = lr * schedule(step, settings.warm_steps, 0.05)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
 # ---- Before and after the loop -----------------------------------------------------------------------------
 
 def set_up(settings: Settings, device: str) -> Run:
     """All that the loop needs, on every rank, after a look at what is lacking. --dry_run ends here."""
-    found = on_rank0(lambda: [path for path in checkpoints(settings.out) if os.path.exists(f"{path}/state")])
-    is_resumed = settings.resume and len(found) > 0
-    start = found[-1] if is_resumed else settings.init_from  # "": a new tiny model
-    begin = int(os.path.basename(start)) if is_resumed else 0
+    states = sorted(Path(settings.out).glob("checkpoints/[0-9]*/state"))
+    state = states[-1] if settings.resume and states else None  # None: the run begins
+    start = str(state.parent) if state else settings.init_from  # "": a new tiny model
+    begin = int(state.parent.name) if state else 0
     evaluation.use_sandbox(settings.sandbox)
-    config, url, lacking = on_rank0(lambda: preflight(settings, start, device))
+    config, rows, lacking = on_rank0(lambda: preflight(settings, start, device))
     if settings.dry_run and config:
         try_largest_step(settings, config, device)
     if settings.dry_run and not lacking:
@@ -266,78 +365,61 @@ def set_up(settings: Settings, device: str) -> Run:
     if settings.offload and device == "cuda":  # Adam runs on the CPU, where torchrun allows one thread.
         torch.set_num_threads(max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     problems, test = load_problems(settings)
-    if costs_money(read_pool(settings.pool, url)):
-        settings.replay = settings.replay or f"{settings.out}/replies"
-    on_rank0(lambda: open_folder(settings, begin))
-    pool = load_pool(settings.pool, url, settings.replay, settings.budget, ranks=dist.get_world_size())
     if start:
         on_rank0(lambda: fetch(start, "*.json", "*.safetensors"))  # One rank downloads.
         tokenizer = Tokenizer.from_pretrained(start)
         model = Qwen.from_pretrained(start, device="cpu" if settings.offload else device,
                                      shard=lambda whole: shard(whole, settings, device))
     else:
-        model, tokenizer = tiny_conductor(settings, problems, len(pool))
+        model, tokenizer = tiny_conductor(problems, len(rows), settings)
         shard(model, settings, device)
-    names = ", ".join(worker.name for worker in pool)
-    print0(f"{n:,} parameters on {dist.get_world_size()} x {device} in {dtype_for(config, device)}, lr "
-           f"{settings.lr:g}, {len(problems):,} problems, {len(pool)} workers: {names}")
-    if settings.warm_steps and not is_resumed:
-        print0(f"warm start: {settings.warm_steps} steps of the format")
-        warm_start(model, tokenizer, problems, len(pool), settings)
     prompting = Prompting(settings.prompt, settings.max_steps, settings.max_new_tokens)
-    run = Run(begin, pool, problems, test, tokenizer, model, adam(model, settings.beta2), prompting)
+    longest = max((*problems, *test), key=lambda problem: len(problem.question))
+    chat = messages(longest.question, len(rows), settings.max_steps, prompt=settings.prompt)
+    if len(tokenizer.chat(chat)) + settings.max_new_tokens > config.max_position_embeddings:
+        leave(f"{longest.id} is too long: its prompt and --max_new_tokens={settings.max_new_tokens} are more "
+              f"than the {config.max_position_embeddings:,} tokens that the Conductor can read")
+    on_rank0(lambda: open_folder(settings, begin))
+    replay = f"{settings.out}/replies" if costs_money(rows) else ""
+    pool = load_pool(settings.pool, rows[0].get("base_url"), replay, settings.budget, dist.get_world_size())
+    run = Run(pool, problems, test, tokenizer, model, adam(model, settings.beta2), prompting, begin)
+    print0(f"{n:,} parameters on {dist.get_world_size()} x {device} in {dtype_for(config, device)}, lr "
+           f"{settings.lr:g}, {len(problems):,} problems, {len(pool)} workers: "
+           f"{', '.join(worker.name for worker in pool)}")
+    if settings.warm_steps and not state:
+        print0(f"warm start: {settings.warm_steps} steps of the format")
+        warm_start(run, settings)
     if settings.beta:
-        folder = f"{settings.out}/reference"
-        earlier = f"{os.path.dirname(settings.init_from)}/reference"  # of the run that this one starts from
-        if not is_resumed and os.path.exists(earlier):
+        folder, earlier = Path(settings.out, "reference"), Path(settings.init_from).parent / "reference"
+        if not state and earlier.exists():  # of the run that this one starts from
             on_rank0(lambda: shutil.copytree(earlier, folder, dirs_exist_ok=True))
-        elif not is_resumed:
+        elif not state:
             save_for_use(run, settings, folder)
         run.reference = Qwen.from_pretrained(folder, dtype_for(config, device), device)
     largest_step(model, run.optimizer, run.reference, settings)
-    if is_resumed:
-        restore(run, start)
+    if state:
+        dcp.load(trained(run), storage_reader=dcp.HuggingFaceStorageReader(state))
     return run
 
 def load_problems(settings: Settings) -> tuple[list, list]:
     """The problems to train on, and the held-out ones."""
     if settings.grader:
         evaluation.GRADERS["own"] = evaluation.load_grader(settings.grader)
-    return load(settings.data, "train"), load(settings.data, "test", settings.test)
-
-ABLATIONS = {
-    "": {}, "subtasks": {"subtask": "Solve the question."}, "access": {"access": [], "wrote_all": False}}
-
-def ablation(settings: Settings):
-    """What --ablate does to a workflow before it runs; None if nothing."""
-    changes = ABLATIONS[settings.ablate]
-    return changes and (lambda workflow: Workflow([replace(step, **changes) for step in workflow.steps]))
-
-def adam(model: Qwen, beta2: float):
-    return torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, beta2), weight_decay=0.0, fused=True)
-
-def schedule(step: int, steps: int, warmup: float) -> float:
-    """Linear warm-up over a share of the steps, then a cosine to 0 (App. A.1)."""
-    warm = max(1, round(warmup * steps))
-    if step < warm:
-        return (step + 1) / warm
-    share = (step - warm) / max(1, steps - warm)  # of the way down
-    return 0.5 * (1 + math.cos(math.pi * share))
+    return evaluation.load(settings.data, "train"), evaluation.load(settings.data, "test", settings.test)
 
 def conduct_problems(run: Run, problems: list, settings: Settings, name: str) -> list[Rollout]:
-    """The greedy Conductor's rollout for each problem. The ranks take turns at the problems, and all get all.
-    name: of the evaluation, for the replay file."""
+    """The greedy Conductor's rollout for each problem, a part on each rank. name: of the replies."""
     rank, world = dist.get_rank(), dist.get_world_size()
     write = model_writer(whole_copy(run.model), run.tokenizer, run.prompting, temperature=0.0)
-    rounds = 1 if settings.recursion else 0
-    system = evaluation.conductor(write, run.prompting, rounds, edit=ablation(settings))
-    mine = problems[rank::world]
-    shares = all_gather([[strip(r) for r in system(mine, [run.pool] * len(mine), name)]])
-    return [replace(shares[i % world][i // world], problem=problem) for i, problem in enumerate(problems)]
+    system = evaluation.conductor(write, run.prompting, int(settings.recursion), edit=ablation(settings))
+    mine = problems[len(problems) * rank // world:len(problems) * (rank + 1) // world]
+    rollouts = all_gather([strip(r) for r in system(mine, [run.pool] * len(mine), name)])
+    return [replace(rollout, problem=problem) for rollout, problem in zip(rollouts, problems)]
 
 def print_results(run: Run, settings: Settings):
-    """The table on held-out problems beside every worker and random workflows, the bill, how to ask it."""
-    print0(f"the checkpoint is in {settings.out}/checkpoint; {len(run.test)} held-out problems follow")
+    """The table on held-out problems beside every worker and random workflows, and the bill."""
+    flags = f"--checkpoint={settings.out}/checkpoint --pool={settings.pool}"
+    print0(f"python workflow.py QUESTION {flags} asks it; {len(run.test)} held-out problems follow")
     run.optimizer = run.reference = None  # The evaluation shall have their memory.
     rollouts = conduct_problems(run, run.test, settings, "test")
     if dist.get_rank() == 0 and run.test:
@@ -345,12 +427,135 @@ def print_results(run: Run, settings: Settings):
         rows = {name: measure([answered]) for name, answered in systems.items()}
         write_json(f"{settings.out}/test.json", rows)
         print0(f"\n{evaluation.table(rows, f'{len(run.test)} problems')}\n")
-    print_bill(run.pool)
-    question = min((problem.question for problem in run.problems), key=len)
-    words = ["workflow.py", question, f"--checkpoint={settings.out}/checkpoint", f"--pool={settings.pool}"]
-    print0(f"Ask it: python {shlex.join(words)}")
+    bills = all_gather([(worker.calls, worker.spent, worker.unpriced) for worker in run.pool])
+    calls, dollars, unknown = map(sum, zip(*bills))  # with those that were replayed
+    print0(f"The bill: {calls:,} calls for ${dollars:.2f}, {unknown:,} of them at an unknown price")
 
-# ---- The model on all ranks (FSDP) -------------------------------------------------------------------------
+# ---- What a run needs --------------------------------------------------------------------------------------
+
+PROMPT = 1000  # tokens of a prompt, as the estimate assumes
+SHAPES = {  # of models that may not be here yet
+    "Qwen/Qwen2.5-7B": Config(),
+    "Qwen/Qwen2.5-0.5B-Instruct": Config(151936, 896, 4864, 24, 14, 2, tie_word_embeddings=True)}
+WORDS = {"ablate": [*ABLATIONS], "sandbox": ["bwrap", "none"],
+         "prompt": ["ood", "in", "mixed", "zero-shot", "short"]}
+LEAST = {"rollouts": 2, "warm_steps": -1, "test": 0, "subset": 0, "seed": 0}  # of other whole numbers 1
+
+def preflight(settings: Settings, start: str, device: str) -> tuple[Config | None, list[dict], str]:
+    """The model's shape, the pool's rows, and all that would fail late, as a text; "" if nothing."""
+    lacking = []
+
+    def attempt(what, job, *arguments):
+        """What a job returns; or None, and what is wrong is on the list."""
+        try:
+            return job(*arguments)
+        except (OSError, ValueError, LookupError, TypeError, SafetensorError) as e:
+            lacking.append(f"{what}: {e}")
+
+    for key, value in vars(settings).items():
+        least = LEAST.get(key, int(type(value) is int))
+        if type(value) in (int, float) and not least <= value < math.inf:
+            lacking.append(f"--{key}={value}: expected {least} or more")
+        if value not in WORDS.get(key, [value]):
+            lacking.append(f"--{key}={value}: there are {', '.join(filter(None, WORDS[key]))}")
+    if os.path.exists(f"{settings.out}/settings.json") and not settings.resume:
+        lacking.append(f"another --out: {settings.out} holds a run, with which --resume goes on")
+    for file in Path(f"{start}/state").glob("*"):
+        attempt(f"{file} that is not damaged; once {settings.out}/checkpoints is removed, --resume learns "
+                "again from the rollouts that are on disk", safe_open, file, "pt")
+    config = TINY_CONFIG
+    if start or settings.preset == "own":
+        config = attempt(f"--init_from={start}", Config.from_pretrained, start) or SHAPES.get(start)
+    if config:
+        attempt("room", check_room, settings, config, device)
+    train_test = attempt(f"--data={settings.data}", load_problems, settings) or ([], [])
+    problems = [*itertools.chain(*train_test)]
+    if any(problem.grader in ("code", "unittest") for problem in problems):
+        lacking += filter(None, [evaluation.check_sandbox()])
+    rows = attempt("workers", read_pool, settings.pool) or []
+    lacking += check_pool(rows, settings.budget)
+    if rows:
+        attempt("money", check_money, settings, rows)
+    if settings.subset > len(rows) > 0:
+        lacking.append(f"workers: --subset={settings.subset}, and the pool has {len(rows)}")
+    if not lacking:
+        pool = load_pool(settings.pool, rows[0].get("base_url"), budget=settings.budget)
+        lacking += [str(word) for word in first_words(pool) if isinstance(word, WorkerError)]  # It may cost.
+    if lacking and settings.preset != "laptop":
+        lacking.append("(--preset=laptop needs nothing of this)")
+    return config, rows, "\n  ".join(["the run lacks", *lacking]) if lacking else ""
+
+def check_money(settings: Settings, rows: list[dict]):
+    """Print the run's calls and what they cost. ValueError where a budget or a price is missing."""
+    rollouts = settings.iterations * settings.questions * settings.rollouts
+    rollouts += settings.recursion * rollouts // 2
+    measured = settings.iterations // settings.save_every * MEASURED + 2 * settings.test
+    calls = 3 * (rollouts + measured) + len(rows) * settings.test
+    cost = probable_cost(rows, calls)
+    dollars = "an unknown number of dollars" if cost is None else f"${cost:,.2f}"
+    print0(f"calls     about {calls:,}, three a workflow, for {dollars}")
+    demand_budget(rows, settings.budget, calls, "this run")
+    if settings.cost_weight and cost is None:
+        raise ValueError("--cost_weight takes dollars from the reward, and a worker has no price")
+
+def check_room(settings: Settings, config: Config, device: str):
+    """Print what the run takes of memory and disk. ValueError where that is not there."""
+    n, world, dtype = count_parameters(config), dist.get_world_size(), dtype_for(config, device)
+    C, L, V, width = config.hidden_size, config.num_hidden_layers, config.vocab_size, dtype.itemsize
+    T = settings.token_budget + PROMPT  # tokens of a packed row
+    drawn = settings.questions * (PROMPT + settings.rollouts // world * settings.max_new_tokens)  # tokens
+    cached = 2 * config.num_key_value_heads * config.head_dim * L * width  # bytes of a token in the cache
+    activations = T * (L * C + 10 * C + 5 * config.intermediate_size) * width  # layers' inputs, one layer
+    gathered = (2 * width + 4) * (2 * C * V + 2 * n / L)  # embedding, head, two layers, and their gradients
+    state, reference = 16 * n / world * (not settings.offload), width * n * bool(settings.beta)
+    sampling = width * n + cached * drawn
+    learning = gathered + activations + 20 * min(T * V, HEAD_LOGITS[device])
+    most = state + reference + max(sampling, learning)
+    present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if device == "cuda":
+        present = torch.cuda.mem_get_info()[1]
+    n_checkpoints = math.ceil(settings.iterations / settings.save_every) + bool(settings.beta)
+    saved = (24 + width * n_checkpoints) * n  # with two states while one is written
+    free = shutil.disk_usage(next(filter(Path.exists, Path(settings.out, "new").absolute().parents))).free
+    if settings.dry_run or n >= TINY:
+        print0(f"""model     {n / 1e9:.3f} billion parameters, computed in {dtype} by {world} processes
+memory    {state / GIB:.1f} GiB a process: weights, gradients and Adam's state
+memory    {reference / GIB:.1f} GiB: the reference policy of the KL
+memory    {sampling / GIB:.1f} GiB to sample: a whole copy, its keys and values
+memory    {learning / GIB:.1f} GiB to learn: gathered weights, activations, logits
+memory    {most / GIB:.1f} GiB at most at a time, of {present / GIB:.1f}
+disk      {saved / GIB:.1f} GiB, of {free / GIB:.1f} free""")
+    if most > present or saved > free:
+        raise ValueError(f"{most / GIB:.1f} of {present / GIB:.1f} GiB of memory, {saved / GIB:.1f} of "
+                         f"{free / GIB:.1f} of disk; more GPUs, --offload or a smaller --token_budget help")
+
+def largest_step(model: Qwen, optimizer, reference: Qwen | None, settings: Settings):
+    """The largest update once, with a learning rate of 0, so that an out-of-memory error comes before anybody
+    is paid: two micro-batches, as gradients are there in the second. Adam's state is zeros again after it."""
+    size, prompt = (settings.token_budget, PROMPT) if model.device.type == "cuda" else (64, 8)
+    length = min(settings.max_new_tokens, size)
+    rollout = Rollout("", prompt=[0] * prompt, tokens=[0] * length, logprobs=[0.0] * length, advantage=1.0)
+    rollouts = [rollout] * (size // length) * 2
+    update(model, optimizer, rollouts, beta=settings.beta, reference=reference, token_budget=size)
+    for state in optimizer.state.values():
+        for tensor in state.values():
+            tensor.zero_()
+
+def try_largest_step(settings: Settings, config: Config, device: str):
+    """Do the largest step with random weights, which take what real ones take, and say what that is."""
+    if device == "cpu" and count_parameters(config) > 1e8:
+        return print0("the largest step was not tried: it takes a GPU")
+    with torch.device("meta"):
+        model = shard(Qwen(config), settings, device)
+    model.to_empty(device="cpu" if settings.offload else device)
+    for p in model.parameters():
+        p.detach().to_local().normal_(std=0.02)
+    began = time.perf_counter()
+    largest_step(model, adam(model, 0.99), whole_copy(model) if settings.beta else None, settings)
+    used = torch.cuda.max_memory_allocated() / GIB  # 0 without a GPU
+    print0(f"the largest step took {time.perf_counter() - began:.1f} s and {used:.1f} GiB of GPU memory")
+
+# ---- Ranks, and the model on all of them (FSDP) ------------------------------------------------------------
 
 def count_parameters(config: Config) -> int:
     with torch.device("meta"):
@@ -361,13 +566,12 @@ def dtype_for(config: Config, device) -> torch.dtype:
     return torch.float32 if count_parameters(config) < TINY else compute_dtype(device)
 
 def shard(model: Qwen, settings: Settings, device: str) -> Qwen:
-    """FSDP2: fp32 weights, gradients and Adam's state in equal parts on all ranks. Pretrained models compute
-    each layer again in the backward pass, as all activations would not fit."""
-    mixed = MixedPrecisionPolicy(param_dtype=dtype_for(model.config, device), reduce_dtype=torch.float32,
-                                 cast_forward_inputs=False)
+    """FSDP2: fp32 weights, gradients and Adam's state in equal parts on all ranks."""
+    dtype = dtype_for(model.config, device)
+    mixed = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=device == "cuda") if settings.offload else OffloadPolicy()
-    mesh = init_device_mesh(device, (dist.get_world_size(),))
-    model.recompute = count_parameters(model.config) >= TINY
+    mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
+    model.recompute = count_parameters(model.config) >= TINY  # All layers' activations would not fit.
     model.compute_device = torch.device(device) if settings.offload else None
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=mesh, mp_policy=mixed, offload_policy=offload)
@@ -385,127 +589,66 @@ def whole_copy(model: Qwen) -> Qwen:
         whole.lm_head.weight = whole.model.embed_tokens.weight
     return whole
 
-# ---- The tiny Conductor, made on the spot, and the warm start, which teaches the format only ---------------
+def adam(model: Qwen, beta2: float):
+    return torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, beta2), weight_decay=0.0, fused=True)
 
-def tiny_tokenizer(texts: list[str]) -> Tokenizer:
-    """A byte-level BPE like Qwen2.5's, of 900 tokens. Its pieces differ: a quoted subtask, a list's opening,
-    an empty or "all" access list and three empty lists are one token each: choosing one is one decision."""
-    pieces = (r'(?:\b\w+ = \[\]\n?){2,3}', r'\p{L}+\n', r'\n\w+ = \[', r',? ?"[^"\d\n]*"', r' ?\["all"\],?',
-              r' ?\[\],?', r' ?\p{L}+', r' ?\d', r' ?[^\s\p{L}\d]+', r'\s+')
-    bpe = BPE(models.BPE())
-    split = pre_tokenizers.Split(Regex("|".join(pieces)), "isolated")
-    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])
-    bpe.decoder = decoders.ByteLevel()
-    names = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-    special = [AddedToken(name, special=True, normalized=False) for name in names]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=900, special_tokens=special,
-                                                      initial_alphabet=alphabet, show_progress=False))
-    return Tokenizer(bpe)
+def on_rank0(job):
+    """Run `job` on rank 0 and return its result on all ranks. What it raises ends all, with one message."""
+    result = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            result[0] = job()
+        except (OSError, ValueError, WorkerError) as e:
+            result[1] = str(e)
+    dist.broadcast_object_list(result)
+    if result[1] is not None:
+        leave(result[1])
+    return result[0]
 
-def tiny_config(vocabulary: int = 900) -> Config:
-    return Config(vocabulary, 128, 384, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                  rope_theta=100.0, tie_word_embeddings=True, max_position_embeddings=1024)
+def leave(why: str):
+    """End the program on all ranks, which all call this, with a message on one; "": all is well."""
+    status = why if dist.get_rank() == 0 else 1
+    raise SystemExit(status if why else 0)
 
-def tiny_conductor(settings: Settings, problems: list, n_workers: int) -> tuple[Qwen, Tokenizer]:
-    rng = random.Random(settings.seed)
-    texts = []
-    for problem in problems[:4000]:
-        chat, completion = random_lesson(problem, rng, n_workers, settings)
-        texts += [f"{turn['role']}\n{turn['content']}" for turn in chat]
-        texts.append(f"assistant\n{completion}")
-    tokenizer = tiny_tokenizer(texts)
-    model = Qwen(tiny_config(len(tokenizer)))
-    for name, p in model.named_parameters():
-        if p.dim() > 1:  # wider than Qwen's 0.02: so narrow a model then learns to copy in a hundred steps
-            torch.nn.init.normal_(p, std=0.1 if "embed" in name else 0.06)
-    return model, tokenizer
+def all_gather(mine: list) -> list:
+    """The concatenation of every rank's list, on every rank."""
+    lists = [None] * dist.get_world_size()
+    dist.all_gather_object(lists, mine)
+    return [*itertools.chain(*lists)]
 
-# A pretrained Conductor writes its subtasks word by word: it starts from sentences that are made of these.
-ORDERS = ("Work on {}", "Simplify {}", "Find {}", "Process {}", "Compute {}", "Translate {}", "Recall {}",
-          "Answer {}", "Explain {}", "Reverse {}", "Write {} in capitals", "Leave the vowels out of {}")
-OBJECTS = ("it", "the text", "the word", "the name", "the number", "the question", "what is asked",
-           "what is left")
-MANNERS = ("", "", "", " carefully", " step by step", " in one word")  # half of the sentences have none
-SENTENCES = [order.format(what) + manner + "." for order in ORDERS for what in OBJECTS for manner in MANNERS]
+def my_share(rollouts: list[Rollout]) -> list[Rollout]:
+    """This rank's part of some rollouts: neighbours, which share prompts, with as many tokens as others'."""
+    ends = [*itertools.accumulate(len(r.tokens) for r in rollouts)]
+    owners = [(end - 1) * dist.get_world_size() // ends[-1] for end in ends]
+    return [rollout for rollout, owner in zip(rollouts, owners) if owner == dist.get_rank()]
 
-def random_lesson(problem, rng: random.Random, n_workers: int, settings: Settings) -> tuple[list[dict], str]:
-    """A chat and a completion in the right format. With warm_subsets only some workers may be named. A share
-    `warm_second` are second rounds: the chat holds an earlier workflow and some response, and the completion
-    is by chance a new workflow or three empty lists."""
-    workers = [*range(n_workers)]
-    if settings.warm_subsets:
-        workers = sorted(rng.sample(workers, rng.randint(min(2, n_workers), n_workers)))
-    completion = random_completion(problem, rng, workers, settings)
-    previous = None
-    if rng.random() < settings.warm_second:
-        response = rng.choice((problem.answer, problem.question, "I have lost the thread.",
-                               "I find nothing here to work on."))
-        previous = Rollout(problem.question, written=completion, replies=[Reply(response, 0, 0, 0.0)],
-                           workflow=parse(completion, workers, settings.max_steps))
-        completion = random_completion(problem, rng, workers, settings)
-        completion = rng.choice((completion, as_lists(Workflow([]))))
-    named = n_workers if len(workers) == n_workers else workers
-    return messages(problem.question, named, settings.max_steps, previous, settings.prompt), completion
+def print0(line: str):
+    if dist.get_rank() == 0:
+        tqdm.write(line)
+        sys.stdout.flush()
 
-def random_completion(problem, rng: random.Random, workers: list[int], settings: Settings) -> str:
-    """A random workflow in a Conductor's words, which do not say whether it is good. A tiny one's plan is the
-    question, and the number of steps stands where it can be counted: it helps to write two more lists."""
-    phrases = evaluation.phrases_for(problem)
-    if settings.init_from and phrases is PHRASES:  # A pretrained model composes sentences.
-        phrases = SENTENCES
-    workflow = evaluation.random_workflow(rng, workers, settings.max_steps, phrases)
-    if settings.init_from:
-        return as_lists(workflow)
-    first, others = as_lists(workflow).split("\n", 1)
-    return f"Plan: {problem.question}\n{first} # {len(workflow.steps)} steps\n{others}"
-
-def warm_start(model: Qwen, tokenizer: Tokenizer, problems: list, n_workers: int, settings: Settings):
-    """Supervised learning of random workflows in the right format. For the tiny model the question's own text
-    enters the loss a little, so that it learns to tell questions apart; what a good workflow is, nothing here
-    says.
-
-    The logits are divided by 1.5 here and not in sampling: there the format is then nearly certain, while
-    free choices, such as the worker, stay as even as in the data."""
-    is_tiny = not settings.init_from
-    lr, batch = (6e-3, 32) if is_tiny else (2e-4, 16)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    rng = random.Random(settings.seed)
-    readable = [p for p in problems if len(p.question) < model.config.max_position_embeddings] or problems
-    optimizer = adam(model, 0.98)
-    for step in tqdm(range(settings.warm_steps), "warm start", disable=rank > 0 or None, leave=False):
-        rows, weights = [], []
-        for problem in rng.choices(readable, k=max(batch, world)):  # A rank without one would fail.
-            chat, completion = random_lesson(problem, rng, n_workers, settings)
-            prompt = tokenizer.chat(chat)
-            written = tokenizer.encode(completion) + [tokenizer.eos_id]
-            known = 1 if is_tiny else len(prompt)  # The tokens after these enter the loss.
-            rows.append((prompt[:known], [prompt[known:] + written]))
-            weights.append([0.1] * (len(prompt) - known) + [1.0] * len(written))
-        total = sum(sum(row) for row in weights)
-        logprobs, _ = packed_logprobs(model, rows[rank::world], 1.5)
-        weight = torch.tensor([w for row in weights[rank::world] for w in row], device=model.device)
-        loss = -(logprobs * weight).sum() * world / total  # FSDP averages gradients over ranks.
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.param_groups[0]["lr"] = lr * schedule(step, settings.warm_steps, 0.05)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-# ---- What a run prints and writes --------------------------------------------------------------------------
+# ---- What a run writes -------------------------------------------------------------------------------------
+# What is random follows from the seed and the iteration: a checkpoint's weights, Adam's moments and the
+# rollouts since are all that resuming needs.
 
 GIB = 1 << 30
+ON_SCREEN = ("reward", "accuracy", "held_out", "parsed", "flat", "lost", "steps", "cost", "tokens", "cut",
+             "gap", "kl", "grad_norm", "skipped", "memory", "again_before", "again_accuracy")
 
-def metrics(iteration: int, groups: list[list[Rollout]], reports: list[dict], held_out: float | None) -> dict:
-    """A line of metrics.jsonl. Means are over first rounds; `again` is about second ones. None is unknown."""
+def log(run: Run, settings: Settings, iteration: int, groups: list, reports: list[dict], held_out):
+    """Write a line of metrics.jsonl, and its most telling numbers to the screen. Means are over first rounds;
+    again_… is of second rounds, beside the answers that these began with. None is unknown."""
+    if dist.get_rank():
+        return
     rollouts = [*itertools.chain(*groups)]
     first = [r for r in rollouts if r.previous is None]
     known = [r for r in first if r.reward is not None]
     ran = [r for r in first if r.workflow]
-    again = [r for r in rollouts if r.previous is not None and r.reward is not None]
+    again = [r for r in rollouts if r.previous and r.reward is not None]
     costs = [reply.cost for r in rollouts for reply in r.replies if reply]
     names = Counter(name for r in ran for name in r.names)
+    drawn = sum(len(r.tokens) for r in rollouts)
+    learned = sum(len(r.tokens) for r in rollouts if r.advantage or settings.beta)
     m = {
         "iteration": iteration,
         "reward": mean([r.reward for r in known]),
@@ -524,114 +667,25 @@ def metrics(iteration: int, groups: list[list[Rollout]], reports: list[dict], he
         "gap": reports[0]["gap"],  # see grpo.statistics, also for the next ones
         "memory": torch.cuda.max_memory_allocated() / GIB,  # of rank 0's GPU
         "workers": {name: n / names.total() for name, n in names.items()},  # shares of the steps
-        "by_kind": {}, "steps_by_kind": {}, "again": {},
+        "again_before": mean([r.previous.right for r in again]),
+        "again_accuracy": mean([r.right for r in again]),
+        "sampling tokens/s": drawn / (run.seconds["sampling"] or math.inf),  # 0: they were on disk
+        "learning tokens/s": learned / run.seconds["learning"],  # tokens that have a gradient
+        "seconds": run.seconds, "by_kind": {}, "steps_by_kind": {},
     }
     for key in ("approx_kl", "clipfrac", "kl", "entropy", "grad_norm"):
-        m[key] = mean([report[key] for report in reports if report[key] is not None])
+        m[key] = mean([r[key] for r in reports if r[key] is not None and math.isfinite(r[key])])
     for kind in dict.fromkeys(r.problem.kind for r in first):
         m["by_kind"][kind] = mean([r.right for r in known if r.problem.kind == kind])
         m["steps_by_kind"][kind] = mean([len(r.workflow.steps) for r in ran if r.problem.kind == kind])
-    if again:
-        m["again"]["before"] = mean([r.previous.right for r in again])
-        m["again"]["accuracy"] = mean([r.right for r in again])
-        for was_right in (True, False):  # Empty lists keep the answer of the round before.
-            kept = [r.workflow and not r.workflow.steps for r in again if r.previous.right == was_right]
-            m["again"]["kept right" if was_right else "kept wrong"] = mean([*map(bool, kept)])
-    return m
-
-ON_SCREEN = ("reward", "accuracy", "held_out", "parsed", "flat", "lost", "steps", "cost", "tokens", "cut",
-             "gap", "kl", "grad_norm", "skipped", "memory")
-
-def log(settings: Settings, m: dict):
-    """Write metrics to metrics.jsonl, and the most telling ones to the screen."""
-    if dist.get_rank():
-        return
-    for key, value in m.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            m[key] = None  # JSON knows no NaN.
     with open(f"{settings.out}/metrics.jsonl", "a") as file:
         file.write(json.dumps(m) + "\n")
     if settings.wandb:
         sys.modules["wandb"].log(m)
-    shown = {key: m[key] for key in ON_SCREEN} | m["seconds"]
-    shown |= {f"again {key}": value for key, value in m["again"].items()}
+    shown = {key: m[key] for key in ON_SCREEN} | run.seconds
     words = [f"{key} {value:.3g}" for key, value in shown.items() if value is not None]
     lost = f", the first by: {m['error']}" if m["error"] else ""
-    print0(f"{m['iteration'] + 1:4d}/{settings.iterations} {' '.join(words)}{lost}")
-
-def print_bill(pool: list):
-    """Say what all ranks' calls have cost, those that were replayed included."""
-    spent = all_gather([(worker.calls, worker.spent, worker.unpriced) for worker in pool])
-    calls, dollars, unknown = (sum(column) for column in zip(*spent))
-    beside = f", and {unknown:,} of them at an unknown price" if unknown else ""
-    print0(f"The bill: {calls:,} calls for ${dollars:.2f}{beside}")
-
-def print0(line: str):
-    if dist.get_rank() == 0:
-        tqdm.write(line)
-        sys.stdout.flush()
-
-# ---- Ranks -------------------------------------------------------------------------------------------------
-
-def on_rank0(job):
-    """Run `job` on rank 0 and return its result on all ranks. What it raises ends all, with one message."""
-    result = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            result[0] = job()
-        except (OSError, ValueError, WorkerError) as e:
-            result[1] = str(e)
-    dist.broadcast_object_list(result)
-    if result[1] is not None:
-        leave(result[1])
-    return result[0]
-
-def all_gather(mine: list) -> list:
-    """The concatenation of every rank's list, on every rank."""
-    lists = [None] * dist.get_world_size()
-    dist.all_gather_object(lists, mine)
-    return [*itertools.chain(*lists)]
-
-def my_share(rollouts: list[Rollout]) -> list[Rollout]:
-    """This rank's part of some rollouts: neighbours, which share prompts, with as many tokens as others'."""
-    ends = np.cumsum([len(r.tokens) for r in rollouts])
-    owners = [(end - 1) * dist.get_world_size() // ends[-1] for end in ends]
-    return [rollout for rollout, owner in zip(rollouts, owners) if owner == dist.get_rank()]
-
-def leave(why: str):
-    """End the program on all ranks, which all call this, with a message on one; "": all is well."""
-    raise SystemExit((why if dist.get_rank() == 0 else 1) if why else 0)
-
-# ------------------------------------------------------------------------------------------------------------
-# State and resume. What is random follows from the seed and the iteration: a checkpoint's weights, Adam's
-# moments and the rollouts since are all that resuming needs
-
-def write_rollouts(settings: Settings, iteration: int, groups: list[list[Rollout]]):
-    """Write all rollouts of an iteration, with what their workers said and all that learning needs."""
-    if dist.get_rank():
-        return
-    file = f"{settings.out}/traces/{iteration:05d}.jsonl"
-    with open(file + ".tmp", "w", encoding="utf-8") as traces:
-        for r in itertools.chain(*groups):
-            about = {"problem": r.problem.id, "expected": r.problem.answer}
-            traces.write(json.dumps(rollout_to_json(r, with_tokens=True) | about) + "\n")
-    os.replace(file + ".tmp", file)
-
-def read_rollouts(run: Run, settings: Settings, iteration: int) -> list[list[Rollout]] | None:
-    """What `write_rollouts` wrote of an iteration that no checkpoint holds; None if nothing."""
-    file = f"{settings.out}/traces/{iteration:05d}.jsonl"
-    lines = on_rank0(lambda: open(file, encoding="utf-8").readlines() if os.path.exists(file) else None)
-    if lines is None:
-        return None
-    problems = {problem.id: problem for problem in run.problems}
-    rollouts = [rollout_from_json(json.loads(line)) for line in lines]
-    rollouts = [replace(r, pool=run.pool, problem=problems[r.problem]) for r in rollouts]
-    return [rollouts[i:i + settings.rollouts] for i in range(0, len(rollouts), settings.rollouts)]
-
-def checkpoints(out: str) -> list[str]:
-    """The folders of a run's checkpoints, oldest first."""
-    names = os.listdir(f"{out}/checkpoints") if os.path.exists(f"{out}/checkpoints") else []
-    return [f"{out}/checkpoints/{name}" for name in sorted(names) if name.isdigit()]
+    print0(f"{iteration + 1:4d}/{settings.iterations} {' '.join(words)}{lost}")
 
 def open_folder(settings: Settings, begin: int):
     """Begin to write in --out, or go on: metrics.jsonl is cut after so many iterations."""
@@ -641,191 +695,74 @@ def open_folder(settings: Settings, begin: int):
         file.seek(0)
         file.truncate(sum(map(len, itertools.islice(file, begin))))
     if begin:
-        tidy(settings.out)
+        tidy(Path(settings.out))
     if settings.resume:
         print0(f"going on in {settings.out} after iteration {begin}")
     if settings.wandb:
         import wandb
         wandb.init(project="conductor", config=asdict(settings), dir=settings.out)
 
-def trained(run: Run) -> dict[str, torch.Tensor]:
-    """What training changes: fp32 weights, and Adam's two moments of each."""
-    state = {}
-    for name, p in run.model.named_parameters():
-        state |= {name: p.detach(), f"{name} exp_avg": run.optimizer.state[p]["exp_avg"],
-                  f"{name} exp_avg_sq": run.optimizer.state[p]["exp_avg_sq"]}
-    return state
+def write_rollouts(settings: Settings, iteration: int, groups: list[list[Rollout]]):
+    """Write all rollouts of an iteration, with what their workers said and all that learning needs."""
+    if dist.get_rank():
+        return
+    file = Path(settings.out, f"traces/{iteration:05d}.jsonl")
+    with open(f"{file}.tmp", "w") as traces:
+        for r in itertools.chain(*groups):
+            row = rollout_to_json(r, with_tokens=True)
+            traces.write(json.dumps(row | {"problem": r.problem.id, "expected": r.problem.answer}) + "\n")
+    os.replace(f"{file}.tmp", file)
+
+def read_rollouts(run: Run, settings: Settings, iteration: int) -> list[list[Rollout]] | None:
+    """What `write_rollouts` wrote of an iteration that no checkpoint holds; None if nothing."""
+    file = Path(settings.out, f"traces/{iteration:05d}.jsonl")
+    if not file.exists():
+        return None
+    problems = {problem.id: problem for problem in run.problems}
+    rollouts = [rollout_from_json(json.loads(line)) for line in file.read_text().splitlines()]
+    rollouts = [replace(r, pool=run.pool, problem=problems[r.problem]) for r in rollouts]
+    return [rollouts[i:i + settings.rollouts] for i in range(0, len(rollouts), settings.rollouts)]
 
 def save(run: Run, settings: Settings, done: int):
     """A checkpoint after `done` iterations: weights for use, and in state/ what resuming needs, of which each
     rank writes its part. A folder has a number only while it is whole."""
-    folder = f"{settings.out}/checkpoints/unfinished"
-    on_rank0(lambda: shutil.rmtree(folder, ignore_errors=True))
+    folder = Path(settings.out, "checkpoints/unfinished")
     save_for_use(run, settings, folder)
-    writer = dcp.HuggingFaceStorageWriter(f"{folder}/state", save_distributed=True)  # safetensors
+    writer = dcp.HuggingFaceStorageWriter(folder / "state", save_distributed=True)  # safetensors
     dcp.save(trained(run), storage_writer=writer)
-    steps = int(next(iter(run.optimizer.state.values()))["step"])
+    on_rank0(lambda: folder.rename(folder.with_name(f"{done:05d}")))
+    on_rank0(lambda: tidy(Path(settings.out)))
 
-    def give_number():
-        write_json(f"{folder}/training.json", {"optimizer_steps": steps})
-        os.rename(folder, f"{settings.out}/checkpoints/{done:05d}")
-        tidy(settings.out)
-    on_rank0(give_number)
-
-def tidy(out: str):
-    """Point `checkpoint` at the newest one, which alone keeps its state/."""
-    *earlier, newest = checkpoints(out)
-    link = f"{out}/checkpoint"
-    if os.path.lexists(f"{link}.new"):  # left by a kill
-        os.remove(f"{link}.new")
-    os.symlink(os.path.relpath(newest, out), f"{link}.new")
-    os.replace(f"{link}.new", link)
-    for folder in earlier:
-        shutil.rmtree(f"{folder}/state", ignore_errors=True)
-
-def save_for_use(run: Run, settings: Settings, folder: str):
-    """Weights in the dtype of computation, tokenizer and conductor.json, in Hugging Face's layout."""
+def save_for_use(run: Run, settings: Settings, folder: Path):
+    """Write weights in the dtype of computation, tokenizer and conductor.json, in Hugging Face's layout."""
     whole = whole_copy(run.model)
 
     def write():
-        os.makedirs(folder, exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
         pool = os.path.abspath(settings.pool) if os.path.isfile(settings.pool) else settings.pool
         save_prompting(folder, run.prompting, pool, [worker.name for worker in run.pool])
         run.tokenizer.save_pretrained(folder)
         whole.save_pretrained(folder)
     on_rank0(write)
 
-def restore(run: Run, folder: str):
-    """What training changes, as `save` left it, also on another number of ranks."""
-    dcp.load(trained(run), storage_reader=dcp.HuggingFaceStorageReader(f"{folder}/state"))
-    steps = read_json(f"{folder}/training.json")["optimizer_steps"]
-    for state in run.optimizer.state.values():
-        state["step"].fill_(steps)
+def trained(run: Run) -> dict[str, torch.Tensor]:
+    """What training changes: fp32 weights, and Adam's step and two moments of each."""
+    state = {}
+    for name, p in run.model.named_parameters():
+        state[name] = p.detach()
+        state |= {f"{name} {key}": tensor for key, tensor in run.optimizer.state[p].items()}
+    return state
 
-# ---- What a run needs --------------------------------------------------------------------------------------
-
-PROMPT = 1000  # tokens of a prompt, as the estimate assumes
-SHAPES = {  # of models that may not be here yet
-    "Qwen/Qwen2.5-7B": Config(),
-    "Qwen/Qwen2.5-0.5B-Instruct": Config(151936, 896, 4864, 24, 14, 2, tie_word_embeddings=True)}
-WORDS = {"ablate": (*ABLATIONS,), "sandbox": ("bwrap", "none"),
-         "prompt": ("ood", "in", "mixed", "zero-shot", "short")}
-LEAST = {"rollouts": 2, "warm_steps": -1, "test": 0, "subset": 0, "seed": 0}  # of other whole numbers 1
-
-def preflight(settings: Settings, start: str, device: str) -> tuple[Config | None, str | None, str]:
-    """What would fail late fails here, all of it at once. Returns the model's shape, the address of the local
-    specialists, and what is lacking, "" if nothing."""
-    lacking = []
-
-    def attempt(what, job, *arguments):
-        """What a job returns; or None, and what is wrong is on the list."""
-        try:
-            return job(*arguments)
-        except (OSError, ValueError) as e:
-            lacking.append(f"{what}: {e}")
-
-    for key, value in asdict(settings).items():
-        least = LEAST.get(key, int(type(value) is int))
-        if type(value) in (int, float) and not least <= value < math.inf:
-            lacking.append(f"--{key}={value}: expected {least} or more")
-        if key in WORDS and value not in WORDS[key]:
-            lacking.append(f"--{key}={value}: there are {', '.join(filter(None, WORDS[key]))}")
-        if PRESETS[settings.preset].get(key) == value == "":
-            lacking.append(f"--{key}=…, which the preset {settings.preset} leaves to you; see --help")
-    config = tiny_config()
-    if start or settings.preset == "own":
-        config = start and attempt("a model", Config.from_pretrained, start) or SHAPES.get(start)
-    entries = settings.pool and attempt("workers", read_pool, settings.pool) or []
-    lacking += check_pool(entries, settings.budget)
-    if settings.subset > len(entries) > 0:
-        lacking.append(f"workers: --subset={settings.subset}, and the pool has {len(entries)}")
-    problems = settings.data and attempt("problems", load_problems, settings) or ((), ())
-    if any(problem.grader in ("code", "unittest") for problem in itertools.chain(*problems)):
-        lacking += filter(None, [evaluation.check_sandbox()])
-    if os.path.exists(f"{settings.out}/settings.json") and not settings.resume:
-        lacking.append(f"another --out: {settings.out} holds a run, with which --resume goes on")
-    if entries:
-        workflows = settings.iterations * settings.questions * settings.rollouts
-        workflows *= 1.5 if settings.recursion else 1
-        workflows += settings.iterations // settings.save_every * MEASURED + 2 * settings.test
-        calls = round(3 * workflows + len(entries) * settings.test)
-        cost = probable_cost(entries, calls)
-        cost = "an unknown number of dollars" if cost is None else f"${cost:,.2f}"
-        print0(f"calls     about {calls:,}, three a workflow, for {cost}")
-        attempt("a budget", demand_budget, entries, settings.budget, calls, "this run")
-        if settings.cost_weight and probable_cost(entries, 1) is None:
-            lacking.append("prices: --cost_weight takes dollars from the reward, and a worker has no price")
-    if config:
-        attempt("room", check_room, settings, config, device)
-    if entries and not lacking:  # A word of each worker may cost money.
-        pool = load_pool(settings.pool, entries[0].get("base_url"), budget=settings.budget)
-        lacking += [str(word) for word in first_words(pool) if isinstance(word, WorkerError)]
-    hint = "\nThe laptop world needs nothing: --preset=laptop" if settings.preset != "laptop" else ""
-    url = entries[0]["base_url"] if entries and settings.pool in LOCAL else None
-    return config, url, "\n  ".join(["the run lacks", *lacking]) + hint if lacking else ""
-
-def check_room(settings: Settings, config: Config, device: str):
-    """Print what the run takes of memory and disk. ValueError where that is not there."""
-    n, world, dtype = count_parameters(config), dist.get_world_size(), dtype_for(config, device)
-    C, L, V, width = config.hidden_size, config.num_hidden_layers, config.vocab_size, dtype.itemsize
-    T = settings.token_budget + PROMPT  # tokens of a packed row
-    drawn = settings.questions * (PROMPT + settings.rollouts // world * settings.max_new_tokens)  # tokens
-    cached = 2 * config.num_key_value_heads * config.head_dim * L * width  # bytes of a token in the cache
-    layer = T * (10 * C + 5 * config.intermediate_size) * width  # bytes of a layer's activations
-    activations = layer + L * T * C * width if n >= TINY else L * layer
-    gathered = (2 * width + 4) * (2 * C * V + 2 * n / L)  # embedding, head, two layers, and their gradients
-    state, reference = 16 * n / world / GIB, width * n * bool(settings.beta) / GIB
-    sampling = (width * n + cached * drawn) / GIB
-    learning = (gathered + activations + 20 * min(T * V, HEAD_LOGITS[device])) / GIB
-    most = state * (not settings.offload) + reference + max(sampling, learning)
-    present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-    if device == "cuda":
-        present = torch.cuda.mem_get_info()[1] / GIB
-    n_checkpoints = math.ceil(settings.iterations / settings.save_every) + bool(settings.beta)
-    saved = (24 + width * n_checkpoints) * n / GIB  # with two states while one is written
-    os.makedirs(settings.out, exist_ok=True)
-    free = shutil.disk_usage(settings.out).free / GIB
-    if settings.dry_run or n >= TINY:
-        print0(f"""model     {n / 1e9:.3f} billion parameters, computed in {dtype} by {world} processes
-memory    {state:.1f} GiB a process: weights, gradients and Adam's state
-memory    {reference:.1f} GiB: the reference policy of the KL
-memory    {sampling:.1f} GiB to sample: a whole copy, its keys and values
-memory    {learning:.1f} GiB to learn: gathered weights, activations, logits
-memory    {most:.1f} GiB at most at a time, of {present:.1f}
-disk      {saved:.1f} GiB, of {free:.1f} free""")
-    if most > present or saved > free:
-        raise ValueError(f"{most:.1f} GiB of memory, of {present:.1f}, and {saved:.1f} GiB of disk, of "
-                         f"{free:.1f}; more GPUs, --offload and a smaller --token_budget take less memory")
-
-def largest_step(model: Qwen, optimizer, reference: Qwen | None, settings: Settings):
-    """The largest update once, with a learning rate of 0, so that an out-of-memory error comes before anybody
-    is paid: two micro-batches, as gradients are there in the second. Adam's state is zeros again after it."""
-    size, prompt = (settings.token_budget, PROMPT) if model.device.type == "cuda" else (64, 8)
-    length = min(settings.max_new_tokens, size)
-    rollout = Rollout("", prompt=[0] * prompt, tokens=[0] * length, logprobs=[0.0] * length, advantage=1.0)
-    optimizer.param_groups[0]["lr"] = 0.0
-    rollouts = [rollout] * (size // length) * 2
-    report = update(model, optimizer, rollouts, beta=settings.beta, reference=reference, token_budget=size)
-    if report["skipped"]:
-        leave("the gradient of a first step is not finite: the weights to start from are damaged")
-    for state in optimizer.state.values():
-        for tensor in state.values():
-            tensor.zero_()
-
-def try_largest_step(settings: Settings, config: Config, device: str):
-    """Do the largest step with random weights, which take what real ones take, and say what that is."""
-    if device == "cpu" and count_parameters(config) > 1e8:
-        return print0("the largest step was not tried: it takes a GPU")
-    with torch.device("meta"):
-        model = shard(Qwen(config), settings, device)
-    model.to_empty(device="cpu" if settings.offload else device)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.to_local().normal_(std=0.02)
-    began = time.perf_counter()
-    largest_step(model, adam(model, 0.99), whole_copy(model) if settings.beta else None, settings)
-    used = torch.cuda.max_memory_allocated() / GIB  # 0 without a GPU
-    print0(f"the largest step took {time.perf_counter() - began:.1f} s and {used:.1f} GiB of GPU memory")
+def tidy(out: Path):
+    """Point `checkpoint` at the newest one, which alone keeps its state/."""
+    *earlier, newest = sorted(out.glob("checkpoints/[0-9]*"))
+    link = out / "checkpoint.new"
+    link.unlink(missing_ok=True)  # left by a kill
+    link.symlink_to(newest.relative_to(out))
+    link.replace(out / "checkpoint")
+    for folder in earlier:
+        shutil.rmtree(folder / "state", ignore_errors=True)
 
 # ---- The command line --------------------------------------------------------------------------------------
 
@@ -839,14 +776,13 @@ def read_command(argv: list[str]) -> tuple[Settings, str]:
         preset, why = "laptop", "a tiny Conductor, as there is no GPU for each process"
     elif processes > 1 and min(gpus) > 75e9:
         preset, why = "large", "Qwen2.5-7B, as there are GPUs of 80 GB"
-    named = Settings()
-    words = configure(named, argv)
-    if not named.preset and os.environ.get("RANK", "0") == "0":
+    settings = Settings()
+    words = configure(settings, argv)
+    if not settings.preset and os.environ.get("RANK", "0") == "0":
         print(f"--preset={preset}, free of charge in the laptop world: {why}")
-    preset = named.preset or preset
+    preset = settings.preset or preset
     if preset not in PRESETS or words:
-        known = ", ".join(PRESETS)
-        raise SystemExit(f"expected --key=value, and a --preset of {known}, not {words or preset}")
+        raise SystemExit(f"expected --key=value, --preset one of {', '.join(PRESETS)}, not {words or preset}")
     settings = Settings(**PRESETS[preset])
     configure(settings, argv)
     settings.preset, settings.out = preset, os.path.normpath(settings.out or f"out/{preset}")
@@ -854,17 +790,19 @@ def read_command(argv: list[str]) -> tuple[Settings, str]:
 
 def main(argv: list[str]):
     settings, device = read_command(argv)
-    own_store = {}
-    if "RANK" not in os.environ:  # which torchrun sets
-        own_store = dict(store=dist.HashStore(), rank=0, world_size=1)
-    elif sys.platform == "linux":
+    own_store = dict(store=dist.HashStore(), rank=0, world_size=1)
+    if "RANK" in os.environ:  # which torchrun sets
+        own_store = {}
         ctypes.CDLL(None).prctl(1, 9)  # If torchrun is killed, so is its child (PR_SET_PDEATHSIG, SIGKILL).
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     # Objects go over gloo. A rank may wait for another's workers longer than NCCL's ten minutes.
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=datetime.timedelta(hours=3), **own_store)
-    train(settings, device)
+    try:
+        train(settings, device)
+    except torch.OutOfMemoryError as e:
+        raise SystemExit(f"{e}\nMore GPUs, --offload or a smaller --token_budget take less memory.") from None
     dist.destroy_process_group()  # not after one rank's error: NCCL would wait for the others
 
 if __name__ == "__main__":

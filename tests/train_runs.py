@@ -1,5 +1,4 @@
-"""Runs of train.py in processes of their own, and workers for them that count their calls and can be held
-up."""
+"""Runs of train.py in processes of their own, and workers for them that count their calls and can be held."""
 import functools
 import json
 import os
@@ -16,13 +15,11 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 
-
 def launch(*flags, ranks=1):
     """Start train.py on one rank, or under torchrun on two, in a session of its own."""
     command = [sys.executable, *(TORCHRUN if ranks == 2 else ()), "train.py", *flags]
     return subprocess.Popen(command, cwd=ROOT, env=ENV, text=True, stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE, start_new_session=True)
-
 
 def end_of(process):
     """(status, stdout, stderr) of a process that comes to its end."""
@@ -32,13 +29,11 @@ def end_of(process):
         kill(process)
     return process.returncode, out, err
 
-
 def train(*flags, ranks=1):
     """The output of a run that has to end well."""
     status, out, err = end_of(launch(*flags, ranks=ranks))
     assert status == 0, f"{flags}\n{out}\n{err}"
     return out
-
 
 def kill(process):
     """SIGKILL to all ranks."""
@@ -46,7 +41,6 @@ def kill(process):
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
-
 
 def kill_when(condition, process):
     """SIGKILL as soon as a condition holds, which has to be before the process ends."""
@@ -56,23 +50,19 @@ def kill_when(condition, process):
     kill(process)
     process.communicate()
 
-
 def metrics(out):
     if not os.path.exists(f"{out}/metrics.jsonl"):
         return []
     with open(f"{out}/metrics.jsonl") as file:
         return [json.loads(line) for line in file if line.endswith("\n")]
 
-
 def traces(out, iteration):
     with open(f"{out}/traces/{iteration:05d}.jsonl") as file:
         return [json.loads(line) for line in file]
 
-
 def weights(out):
     with open(f"{out}/checkpoint/model.safetensors", "rb") as file:
         return file.read()
-
 
 @functools.cache
 def trained():
@@ -81,7 +71,6 @@ def trained():
     said = train("--preset=laptop", f"--out={out}", "--warm_steps=70", "--iterations=2", "--questions=9",
                  "--rollouts=8", "--test=9", "--save_every=1")
     return out, said
-
 
 class Workers:
     """Two priced workers on loopback that answer a letter, by a hash of what they are asked. They count their
