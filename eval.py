@@ -128,13 +128,12 @@ def use_sandbox(name: str):
     global SANDBOX
     SANDBOX = name
 
-def check_sandbox() -> str:
-    """Return "" if programs can run here, else why not and what to do."""
+def check_sandbox():
+    """OSError says why no program can run here, and what to do."""
     try:
         run_code("", None, [""], 60.0)
-    except (OSError, AttributeError) as error:  # systems other than Linux lack some functions of os
-        return f"{error}. {REMEDY}"
-    return ""
+    except (OSError, AttributeError) as e:  # systems other than Linux lack some functions of os
+        raise OSError(f"{e}. {REMEDY}") from None
 
 @cache
 def free_cores() -> queue.SimpleQueue:
@@ -1198,13 +1197,6 @@ def plan_at_random(rollout: Rollout) -> Workflow:
     workers = list(range(len(rollout.pool)))
     return random_workflow(random.Random(rollout.name), workers, phrases=phrases_for(rollout.problem))
 
-def baselines(problems: list[Problem], pool: list) -> dict[str, list[Rollout]]:
-    """Rollouts of every single worker, and of random workflows."""
-    pools = [pool] * len(problems)
-    by_worker = zip(*ask_each(problems, pools, "workers", range(len(pool))))
-    singles = {worker.name: list(rollouts) for worker, rollouts in zip(pool, by_worker)}
-    return singles | {"random workflows": planned(plan_at_random)(problems, pools, "random")}
-
 # The Conductor
 
 def conductor(write, prompting: Prompting, rounds: int = 0, edit=None, tries: int = 1, subset: int = 0):
@@ -1386,15 +1378,21 @@ class System(NamedTuple):
     calls: float = 1  # a question, about; 0: one of each worker
     lessons: int = 0  # calls to learn, about, if none is made twice
 
-def from_checkpoint(setup, **changes):
-    """The Conductor, each of whose steps is changed."""
-    def edit(workflow):
-        return Workflow([replace(step, **changes) for step in workflow.steps])
+def change_steps(workflow: Workflow, **changes) -> Workflow:
+    return Workflow([replace(step, **changes) for step in workflow.steps])
 
+ABLATIONS = {"": None, "subtasks": partial(change_steps, subtask=SOLVE_IT),  # App. B.7
+             "access": partial(change_steps, access=[], wrote_all=False)}
+
+def from_checkpoint(setup, edit=None):
+    """The Conductor, whose workflows are edited before they run."""
     model, tokenizer, prompting = load_conductor(setup.checkpoint)
     prompting = replace(prompting, prompt=setup.prompt or prompting.prompt)
     write = model_writer(model, tokenizer, prompting, temperature=0.0)
     return conductor(write, prompting, setup.rounds, edit, subset=setup.subset)
+
+def one_worker(setup):
+    return from_checkpoint(setup, partial(change_steps, worker=setup.worker))
 
 def in_the_seat(setup):
     """A worker in the Conductor's seat, who tries the format ten times (in the paper without end)."""
@@ -1403,9 +1401,9 @@ def in_the_seat(setup):
 
 SYSTEMS = {
     "conductor": System(from_checkpoint, "checkpoint", 3),
-    "no-subtasks": System(partial(from_checkpoint, subtask=SOLVE_IT), "checkpoint", 3),  # App. B.7
-    "no-access": System(partial(from_checkpoint, access=[], wrote_all=False), "checkpoint", 3),
-    "one-worker": System(lambda setup: from_checkpoint(setup, worker=setup.worker), "checkpoint, worker", 3),
+    "no-subtasks": System(partial(from_checkpoint, edit=ABLATIONS["subtasks"]), "checkpoint", 3),
+    "no-access": System(partial(from_checkpoint, edit=ABLATIONS["access"]), "checkpoint", 3),
+    "one-worker": System(one_worker, "checkpoint, worker", 3),
     "seat": System(in_the_seat, "worker", 4),
     "workers": System(lambda setup: elect([setup.worker]), "worker"),
     "context": System(lambda setup: elect([setup.worker], times=5), "worker"),  # five times the tokens
@@ -1559,8 +1557,7 @@ def compare_systems(settings: Settings):
     is_local = spec in LOCAL and settings.benchmarks in LAPTOP
     require(is_local or not settings.subset, "--subset is for the laptop world, where skills are known")
     if any(problem.grader in ("code", "unittest") for problem in itertools.chain(*tests.values())):
-        refused = check_sandbox()
-        require(not refused, refused)
+        check_sandbox()
     calls = 0
     for problems, (system, _) in itertools.product(tests.values(), chosen.values()):
         calls += round(len(problems) * settings.repeats * (system.calls or len(pool))) + system.lessons

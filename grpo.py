@@ -101,6 +101,19 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
     means = {name: total / tokens if tokens else None for name, total in zip(STATISTICS, totals)}
     return means | {"grad_norm": norm, "skipped": int(not math.isfinite(norm))}
 
+def schedule(step: int, steps: int, warmup: float) -> float:
+    """The learning rate's factor: linear warm-up over a share of the steps, then a cosine to 0 (App. A.1)."""
+    warm = max(1, round(warmup * steps))
+    if step < warm:
+        return (step + 1) / warm
+    return 0.5 * (1 + math.cos(math.pi * ((step - warm) / max(1, steps - warm))))
+
+def my_share(rollouts: list[Rollout]) -> list[Rollout]:
+    """This rank's part of some rollouts: neighbours, which share prompts, with as many tokens as others'."""
+    ends = [*itertools.accumulate(len(r.tokens) for r in rollouts)]
+    owners = [(end - 1) * dist.get_world_size() // ends[-1] for end in ends]
+    return [rollout for rollout, owner in zip(rollouts, owners) if owner == dist.get_rank()]
+
 def clipped_step(model, optimizer, max_grad_norm: float) -> float:
     """Take an optimizer step on the gradient clipped to max_grad_norm, if it is finite. Return its norm."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)

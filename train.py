@@ -20,7 +20,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 # Sampling and learning want blocks of very different sizes, which segments that grow can serve in turn. torch
@@ -31,14 +31,13 @@ for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError, safe_open
 from tokenizers import AddedToken, Regex, Tokenizer as BPE, decoders, models, pre_tokenizers, trainers
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from tqdm import tqdm
 
 import eval as evaluation
-from eval import mean, measure, progress
-from grpo import HEAD_LOGITS, packed_logprobs, set_advantages, update
+from eval import ABLATIONS, mean, measure, progress
+from grpo import HEAD_LOGITS, my_share, packed_logprobs, schedule, set_advantages, update
 from model import Config, Qwen, Tokenizer, compute_dtype, configure, fetch, write_json
 from workers import Reply, WorkerError, check_pool, costs_money, demand_budget, first_words
 from workers import load_pool, probable_cost, read_pool
@@ -79,8 +78,7 @@ class Settings:
     offload: bool = False  # weights, gradients and Adam's state in the CPU's memory
     # the warm start, which teaches the format
     warm_steps: int = -1  # -1: 400 for a new tiny model, 120 for one below 3B that is no Conductor, else 0
-    warm_second: float = 0.0  # share of its lessons that are second rounds
-    warm_subsets: bool = False  # its lessons name subsets of the workers
+    warm_extensions: bool = False  # its lessons name subsets of the workers, and some are second rounds
     # what is measured and kept
     test: int = 225  # held-out problems at the end, and the first MEASURED of them at each checkpoint
     save_every: int = 40  # iterations between checkpoints
@@ -93,7 +91,7 @@ PAPER = dict(init_from="Qwen/Qwen2.5-7B", data="paper", pool="", prompt="ood", m
              iterations=200, questions=4, minibatches=1, beta=0.0, lr=1e-6, beta2=0.999)
 # The extensions of §3.2, in a laptop world with two workers for each trade. They start from "pairs", and
 # their KL is to the policy that "pairs" started from, which still explores all workers and lengths.
-PAIRS = dict(pool="local:pairs", warm_steps=1000, warm_second=0.2, warm_subsets=True)
+PAIRS = dict(pool="local:pairs", warm_steps=1000, warm_extensions=True)
 TUNE = dict(PAIRS, init_from="out/pairs/checkpoint", warm_steps=0, iterations=160, lr=3e-4, beta=0.05)
 PRESETS = {
     "laptop": {},
@@ -123,7 +121,6 @@ class Run:
     begin: int  # the iteration to begin with
     reference: Qwen | None = None  # π_ref, of the KL
     skipped: int = 0  # steps in a row, up to now, whose gradient was not finite
-    seconds: dict = field(default_factory=dict)  # of the iteration, by part
 
 # ---- The run: each iteration rolls out first and second rounds, rewards them and learns --------------------
 
@@ -131,7 +128,7 @@ def train(settings: Settings, device: str):
     """The whole run, on every rank."""
     run = set_up(settings, device)  # It loads the newest checkpoint (--resume), or begins, with a warm start.
     for iteration in range(run.begin, settings.iterations):
-        began, run.seconds = time.perf_counter(), {"sampling": 0.0}
+        began = time.perf_counter()
         groups = read_rollouts(run, settings, iteration)  # of a run that was killed
         if groups is None:
             sampler = whole_copy(run.model)  # FSDP splits the weights over the ranks.
@@ -150,14 +147,14 @@ def train(settings: Settings, device: str):
         rolled_out = time.perf_counter()
         reports = learn(run, groups, settings, iteration)                                         # Eq. 1
         torch.cuda.empty_cache()
-        run.seconds |= {"rollouts": rolled_out - began, "learning": time.perf_counter() - rolled_out}
+        seconds = {"rollouts": rolled_out - began, "learning": time.perf_counter() - rolled_out}
 
         done, held_out = iteration + 1, None
         is_due, is_last = done % settings.save_every == 0, done == settings.iterations
         if is_due and not is_last:
             answered = conduct_problems(run, run.test[:MEASURED], settings, f"test:{iteration}")
             held_out = measure([answered])["accuracy"]
-        log(run, settings, iteration, groups, reports, held_out)
+        log(settings, iteration, groups, reports, held_out, seconds)
         is_spent = any(all_gather([run.pool[0].budget and run.pool[0].budget.refused]))
         if is_due or is_last or is_spent:
             save(run, settings, done)
@@ -194,13 +191,6 @@ def learn(run: Run, groups: list[list[Rollout]], settings: Settings, iteration: 
             leave("three gradients in a row were not finite: try a smaller --lr from the last checkpoint on")
     return reports
 
-def schedule(step: int, steps: int, warmup: float) -> float:
-    """Linear warm-up over a share of the steps, then a cosine to 0 (App. A.1)."""
-    warm = max(1, round(warmup * steps))
-    if step < warm:
-        return (step + 1) / warm
-    return 0.5 * (1 + math.cos(math.pi * ((step - warm) / max(1, steps - warm))))
-
 def first_rounds(run: Run, settings: Settings, iteration: int) -> list[Rollout]:
     """An iteration's questions: the next ones of the data, which begins again after its end. Each may use the
     whole pool, or settings.subset or more of its workers, drawn by chance (§3.2; the paper: exactly k)."""
@@ -229,30 +219,13 @@ def roll_out_on_all_ranks(sampler: Qwen, run: Run, asked: list[Rollout], setting
     rank, world = dist.get_rank(), dist.get_world_size()
     numbers = range(settings.rollouts * rank // world, settings.rollouts * (rank + 1) // world)
     mine = [replace(question, number=number) for question in asked for number in numbers]
-
-    def write(rollouts):
-        began = time.perf_counter()
-        yield from model_writer(sampler, run.tokenizer, run.prompting, temperature=1.0, seed=seed)(rollouts)
-        run.seconds["sampling"] += time.perf_counter() - began  # Then it waits for workers.
-
+    write = model_writer(sampler, run.tokenizer, run.prompting, temperature=1.0, seed=seed)
     with progress("rollouts of rank 0", len(mine)) as bar:
-        roll_out(mine, write, run.prompting, failure=evaluation.grade_once(), edit=ablation(settings),
+        roll_out(mine, write, run.prompting, evaluation.grade_once(), ABLATIONS[settings.ablate],
                  on_end=lambda rollout: bar.update(), timeout=settings.workflow_timeout)
-    groups = {question.name: [] for question in asked}
-    for r in all_gather([strip(r) for r in mine]):  # Connections and hidden tests cannot be sent.
-        groups[r.name].append(r)
-    for question in asked:
-        for r in groups[question.name]:
-            r.pool, r.problem, r.previous = question.pool, question.problem, question.previous
-    return [*groups.values()]
-
-ABLATIONS = {"": {}, "subtasks": {"subtask": "Solve the question."},
-             "access": {"access": [], "wrote_all": False}}
-
-def ablation(settings: Settings):
-    """What --ablate does to a workflow before it runs; None if nothing."""
-    changes = ABLATIONS[settings.ablate]
-    return changes and (lambda workflow: Workflow([replace(step, **changes) for step in workflow.steps]))
+    everybodys = all_gather([strip(r) for r in mine])  # Connections and hidden tests cannot be sent.
+    return [[replace(r, pool=question.pool, problem=question.problem, previous=question.previous)
+             for r in everybodys if r.name == question.name] for question in asked]
 
 # ---- The tiny Conductor, made on the spot, and the warm start, which teaches the format only ---------------
 
@@ -297,13 +270,13 @@ def random_completion(problem, rng: random.Random, workers: list[int], settings:
     return f"Plan: {problem.question}\n{first} # {len(workflow.steps)} steps\n{others}"
 
 def random_lesson(problem, rng: random.Random, n_workers: int, settings: Settings) -> tuple[list[dict], str]:
-    """A chat and a completion in the right format. A share `warm_second` are second rounds: the chat holds an
-    earlier workflow and some response, and the completion is a new workflow or three empty lists."""
+    """A chat and a completion in the right format. With warm_extensions a fifth are second rounds: the chat
+    holds an earlier workflow and some response, and the completion is a new workflow or three empty lists."""
     workers = [*range(n_workers)]
-    if settings.warm_subsets:
+    if settings.warm_extensions:
         workers = sorted(rng.sample(workers, rng.randint(min(2, n_workers), n_workers)))
     completion, previous = random_completion(problem, rng, workers, settings), None
-    if rng.random() < settings.warm_second:
+    if rng.random() < 0.2 * settings.warm_extensions:
         response = rng.choice((problem.answer, problem.question, "I have lost the thread.",
                                "I find nothing here to work on."))
         previous = Rollout(problem.question, written=completion, replies=[Reply(response, 0, 0, 0.0)],
@@ -374,11 +347,6 @@ def set_up(settings: Settings, device: str) -> Run:
         model, tokenizer = tiny_conductor(problems, len(rows), settings)
         shard(model, settings, device)
     prompting = Prompting(settings.prompt, settings.max_steps, settings.max_new_tokens)
-    longest = max((*problems, *test), key=lambda problem: len(problem.question))
-    chat = messages(longest.question, len(rows), settings.max_steps, prompt=settings.prompt)
-    if len(tokenizer.chat(chat)) + settings.max_new_tokens > config.max_position_embeddings:
-        leave(f"{longest.id} is too long: its prompt and --max_new_tokens={settings.max_new_tokens} are more "
-              f"than the {config.max_position_embeddings:,} tokens that the Conductor can read")
     on_rank0(lambda: open_folder(settings, begin))
     replay = f"{settings.out}/replies" if costs_money(rows) else ""
     pool = load_pool(settings.pool, rows[0].get("base_url"), replay, settings.budget, dist.get_world_size())
@@ -391,8 +359,8 @@ def set_up(settings: Settings, device: str) -> Run:
         warm_start(run, settings)
     if settings.beta:
         folder, earlier = Path(settings.out, "reference"), Path(settings.init_from).parent / "reference"
-        if not state and earlier.exists():  # of the run that this one starts from
-            on_rank0(lambda: shutil.copytree(earlier, folder, dirs_exist_ok=True))
+        if settings.init_from and earlier.exists():  # of the run that this one starts from
+            folder = earlier
         elif not state:
             save_for_use(run, settings, folder)
         run.reference = Qwen.from_pretrained(folder, dtype_for(config, device), device)
@@ -411,25 +379,23 @@ def conduct_problems(run: Run, problems: list, settings: Settings, name: str) ->
     """The greedy Conductor's rollout for each problem, a part on each rank. name: of the replies."""
     rank, world = dist.get_rank(), dist.get_world_size()
     write = model_writer(whole_copy(run.model), run.tokenizer, run.prompting, temperature=0.0)
-    system = evaluation.conductor(write, run.prompting, int(settings.recursion), edit=ablation(settings))
+    system = evaluation.conductor(write, run.prompting, int(settings.recursion), ABLATIONS[settings.ablate])
     mine = problems[len(problems) * rank // world:len(problems) * (rank + 1) // world]
     rollouts = all_gather([strip(r) for r in system(mine, [run.pool] * len(mine), name)])
     return [replace(rollout, problem=problem) for rollout, problem in zip(rollouts, problems)]
 
 def print_results(run: Run, settings: Settings):
-    """The table on held-out problems beside every worker and random workflows, and the bill."""
+    """What eval.py says of the last checkpoint, beside every worker and random workflows, on rank 0."""
     flags = f"--checkpoint={settings.out}/checkpoint --pool={settings.pool}"
-    print0(f"python workflow.py QUESTION {flags} asks it; {len(run.test)} held-out problems follow")
+    print0(f"python workflow.py QUESTION {flags} asks it; {settings.test} held-out problems follow")
     run.optimizer = run.reference = None  # The evaluation shall have their memory.
-    rollouts = conduct_problems(run, run.test, settings, "test")
-    if dist.get_rank() == 0 and run.test:
-        systems = {"Conductor": rollouts, **evaluation.baselines(run.test, run.pool)}
-        rows = {name: measure([answered]) for name, answered in systems.items()}
-        write_json(f"{settings.out}/test.json", rows)
-        print0(f"\n{evaluation.table(rows, f'{len(run.test)} problems')}\n")
-    bills = all_gather([(worker.calls, worker.spent, worker.unpriced) for worker in run.pool])
-    calls, dollars, unknown = map(sum, zip(*bills))  # with those that were replayed
-    print0(f"The bill: {calls:,} calls for ${dollars:.2f}, {unknown:,} of them at an unknown price")
+    left = sum(all_gather([run.pool[0].budget.left if settings.budget else 0.0]))  # dollars
+    if dist.get_rank() == 0 and settings.test:
+        systems = f"{'no-' + settings.ablate if settings.ablate else 'conductor'},workers,random"
+        evaluation.compare_systems(evaluation.Settings(
+            systems=systems, benchmarks=settings.data, checkpoint=f"{settings.out}/checkpoint", budget=left,
+            pool=settings.pool, limit=settings.test, rounds=int(settings.recursion),
+            replay=f"{settings.out}/replies" if left else "", out=f"{settings.out}/test.json"))
 
 # ---- What a run needs --------------------------------------------------------------------------------------
 
@@ -449,7 +415,7 @@ def preflight(settings: Settings, start: str, device: str) -> tuple[Config | Non
         """What a job returns; or None, and what is wrong is on the list."""
         try:
             return job(*arguments)
-        except (OSError, ValueError, LookupError, TypeError, SafetensorError) as e:
+        except (OSError, ValueError, LookupError, TypeError) as e:
             lacking.append(f"{what}: {e}")
 
     for key, value in vars(settings).items():
@@ -460,9 +426,6 @@ def preflight(settings: Settings, start: str, device: str) -> tuple[Config | Non
             lacking.append(f"--{key}={value}: there are {', '.join(filter(None, WORDS[key]))}")
     if os.path.exists(f"{settings.out}/settings.json") and not settings.resume:
         lacking.append(f"another --out: {settings.out} holds a run, with which --resume goes on")
-    for file in Path(f"{start}/state").glob("*"):
-        attempt(f"{file} that is not damaged; once {settings.out}/checkpoints is removed, --resume learns "
-                "again from the rollouts that are on disk", safe_open, file, "pt")
     config = TINY_CONFIG
     if start or settings.preset == "own":
         config = attempt(f"--init_from={start}", Config.from_pretrained, start) or SHAPES.get(start)
@@ -471,7 +434,7 @@ def preflight(settings: Settings, start: str, device: str) -> tuple[Config | Non
     train_test = attempt(f"--data={settings.data}", load_problems, settings) or ([], [])
     problems = [*itertools.chain(*train_test)]
     if any(problem.grader in ("code", "unittest") for problem in problems):
-        lacking += filter(None, [evaluation.check_sandbox()])
+        attempt("code", evaluation.check_sandbox)
     rows = attempt("workers", read_pool, settings.pool) or []
     lacking += check_pool(rows, settings.budget)
     if rows:
@@ -492,8 +455,7 @@ def check_money(settings: Settings, rows: list[dict]):
     measured = settings.iterations // settings.save_every * MEASURED + 2 * settings.test
     calls = 3 * (rollouts + measured) + len(rows) * settings.test
     cost = probable_cost(rows, calls)
-    dollars = "an unknown number of dollars" if cost is None else f"${cost:,.2f}"
-    print0(f"calls     about {calls:,}, three a workflow, for {dollars}")
+    print0(f"about {calls:,} calls, three a workflow, for ${'?' if cost is None else f'{cost:,.2f}'}")
     demand_budget(rows, settings.budget, calls, "this run")
     if settings.cost_weight and cost is None:
         raise ValueError("--cost_weight takes dollars from the reward, and a worker has no price")
@@ -507,24 +469,24 @@ def check_room(settings: Settings, config: Config, device: str):
     cached = 2 * config.num_key_value_heads * config.head_dim * L * width  # bytes of a token in the cache
     activations = T * (L * C + 10 * C + 5 * config.intermediate_size) * width  # layers' inputs, one layer
     gathered = (2 * width + 4) * (2 * C * V + 2 * n / L)  # embedding, head, two layers, and their gradients
-    state, reference = 16 * n / world * (not settings.offload), width * n * bool(settings.beta)
-    sampling = width * n + cached * drawn
-    learning = gathered + activations + 20 * min(T * V, HEAD_LOGITS[device])
+    needed = {
+        "weights, gradients and Adam's state": 16 * n / world * (not settings.offload),
+        "the reference policy of the KL": width * n * bool(settings.beta),
+        "to sample: a whole copy, its keys and values": width * n + cached * drawn,
+        "to learn: gathered weights, activations, logits":
+            gathered + activations + 20 * min(T * V, HEAD_LOGITS[device])}
+    state, reference, sampling, learning = needed.values()
     most = state + reference + max(sampling, learning)
-    present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if device == "cuda":
-        present = torch.cuda.mem_get_info()[1]
+    in_cpu = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    present = torch.cuda.mem_get_info()[1] if device == "cuda" else in_cpu
     n_checkpoints = math.ceil(settings.iterations / settings.save_every) + bool(settings.beta)
     saved = (24 + width * n_checkpoints) * n  # with two states while one is written
     free = shutil.disk_usage(next(filter(Path.exists, Path(settings.out, "new").absolute().parents))).free
     if settings.dry_run or n >= TINY:
-        print0(f"""model     {n / 1e9:.3f} billion parameters, computed in {dtype} by {world} processes
-memory    {state / GIB:.1f} GiB a process: weights, gradients and Adam's state
-memory    {reference / GIB:.1f} GiB: the reference policy of the KL
-memory    {sampling / GIB:.1f} GiB to sample: a whole copy, its keys and values
-memory    {learning / GIB:.1f} GiB to learn: gathered weights, activations, logits
-memory    {most / GIB:.1f} GiB at most at a time, of {present / GIB:.1f}
-disk      {saved / GIB:.1f} GiB, of {free / GIB:.1f} free""")
+        needed |= {f"at most at a time, of {present / GIB:.1f}": most}
+        needed |= {f"of disk, where {free / GIB:.1f} are free": saved}
+        print0(f"{n / 1e9:.3f} billion parameters, computed in {dtype} by {world} processes, which take each")
+        print0("\n".join(f"{size / GIB:9.1f} GiB {what}" for what, size in needed.items()))
     if most > present or saved > free:
         raise ValueError(f"{most / GIB:.1f} of {present / GIB:.1f} GiB of memory, {saved / GIB:.1f} of "
                          f"{free / GIB:.1f} of disk; more GPUs, --offload or a smaller --token_budget help")
@@ -616,12 +578,6 @@ def all_gather(mine: list) -> list:
     dist.all_gather_object(lists, mine)
     return [*itertools.chain(*lists)]
 
-def my_share(rollouts: list[Rollout]) -> list[Rollout]:
-    """This rank's part of some rollouts: neighbours, which share prompts, with as many tokens as others'."""
-    ends = [*itertools.accumulate(len(r.tokens) for r in rollouts)]
-    owners = [(end - 1) * dist.get_world_size() // ends[-1] for end in ends]
-    return [rollout for rollout, owner in zip(rollouts, owners) if owner == dist.get_rank()]
-
 def print0(line: str):
     if dist.get_rank() == 0:
         tqdm.write(line)
@@ -632,12 +588,10 @@ def print0(line: str):
 # rollouts since are all that resuming needs.
 
 GIB = 1 << 30
-ON_SCREEN = ("reward", "accuracy", "held_out", "parsed", "flat", "lost", "steps", "cost", "tokens", "cut",
-             "gap", "kl", "grad_norm", "skipped", "memory", "again_before", "again_accuracy")
 
-def log(run: Run, settings: Settings, iteration: int, groups: list, reports: list[dict], held_out):
-    """Write a line of metrics.jsonl, and its most telling numbers to the screen. Means are over first rounds;
-    again_… is of second rounds, beside the answers that these began with. None is unknown."""
+def log(settings: Settings, iteration: int, groups: list, reports: list[dict], held_out, seconds: dict):
+    """Write a line of metrics.jsonl, and its numbers to the screen. Means are over first rounds; again_… is
+    of second rounds, beside the answers that these began with. None is unknown."""
     if dist.get_rank():
         return
     rollouts = [*itertools.chain(*groups)]
@@ -647,8 +601,6 @@ def log(run: Run, settings: Settings, iteration: int, groups: list, reports: lis
     again = [r for r in rollouts if r.previous and r.reward is not None]
     costs = [reply.cost for r in rollouts for reply in r.replies if reply]
     names = Counter(name for r in ran for name in r.names)
-    drawn = sum(len(r.tokens) for r in rollouts)
-    learned = sum(len(r.tokens) for r in rollouts if r.advantage or settings.beta)
     m = {
         "iteration": iteration,
         "reward": mean([r.reward for r in known]),
@@ -663,17 +615,14 @@ def log(run: Run, settings: Settings, iteration: int, groups: list, reports: lis
         "cost": None if None in costs else sum(costs),  # dollars
         "tokens": mean([len(r.tokens) for r in rollouts]),  # of a completion
         "cut": mean([not r.finished for r in rollouts]),  # share that reached max_new_tokens
-        "skipped": sum(report["skipped"] for report in reports),
         "gap": reports[0]["gap"],  # see grpo.statistics, also for the next ones
         "memory": torch.cuda.max_memory_allocated() / GIB,  # of rank 0's GPU
         "workers": {name: n / names.total() for name, n in names.items()},  # shares of the steps
         "again_before": mean([r.previous.right for r in again]),
         "again_accuracy": mean([r.right for r in again]),
-        "sampling tokens/s": drawn / (run.seconds["sampling"] or math.inf),  # 0: they were on disk
-        "learning tokens/s": learned / run.seconds["learning"],  # tokens that have a gradient
-        "seconds": run.seconds, "by_kind": {}, "steps_by_kind": {},
+        **seconds, "by_kind": {}, "steps_by_kind": {},
     }
-    for key in ("approx_kl", "clipfrac", "kl", "entropy", "grad_norm"):
+    for key in ("approx_kl", "clipfrac", "kl", "entropy", "grad_norm", "skipped"):
         m[key] = mean([r[key] for r in reports if r[key] is not None and math.isfinite(r[key])])
     for kind in dict.fromkeys(r.problem.kind for r in first):
         m["by_kind"][kind] = mean([r.right for r in known if r.problem.kind == kind])
@@ -682,10 +631,9 @@ def log(run: Run, settings: Settings, iteration: int, groups: list, reports: lis
         file.write(json.dumps(m) + "\n")
     if settings.wandb:
         sys.modules["wandb"].log(m)
-    shown = {key: m[key] for key in ON_SCREEN} | run.seconds
-    words = [f"{key} {value:.3g}" for key, value in shown.items() if value is not None]
+    words = [f"{key} {value:.3g}" for key, value in m.items() if isinstance(value, (int, float))]
     lost = f", the first by: {m['error']}" if m["error"] else ""
-    print0(f"{iteration + 1:4d}/{settings.iterations} {' '.join(words)}{lost}")
+    print0(f"{iteration + 1:4d}/{settings.iterations} {' '.join(words[1:])}{lost}")
 
 def open_folder(settings: Settings, begin: int):
     """Begin to write in --out, or go on: metrics.jsonl is cut after so many iterations."""

@@ -88,12 +88,12 @@ def draw_run(run: str) -> str:
     ends = [draw_accuracy(top, rows, "all kinds", DARK)]
     if os.path.exists(f"{run}/test.json"):
         tested = read(f"{run}/test.json")
-        accuracy = {name: row["accuracy"] or 0 for name, row in tested.items()}
-        top.plot(iterations[-1], accuracy.pop("Conductor"), color=DARK, **DOT)
-        accuracy.pop("random workflows", None)
-        best = max(accuracy, key=accuracy.get)
+        accuracy = {name.split(", ")[-1]: row["accuracy"] or 0 for name, row in tested.items()}
+        best = max((name for name in accuracy if name.startswith("workers ")), key=accuracy.get)
+        top.plot(iterations[-1], [*accuracy.values()][0], color=DARK, **DOT)
         top.axhline(accuracy[best], color=GREY, linestyle="--", linewidth=1.2)
-        ends.append((accuracy[best], iterations[-1], f"{best} alone {accuracy[best]:.0%}", GREY))
+        text = f"{best.removeprefix('workers ')} alone {accuracy[best]:.0%}"
+        ends.append((accuracy[best], iterations[-1], text, GREY))
     draw_bands(right, rows, "by_kind", "Accuracy by kind of question", "Blues", 1, "{:.0%}")
     draw_bands(steps, rows, "steps_by_kind", "Steps of a workflow", "Greys", 4, "{:.1f}")
     label(top, ends)

@@ -26,7 +26,7 @@ RIGHT = r"""
 20\% ¦ 20% ¦ 20 percent ¦ 20\,\% ¦ 0.2
 20\% ¦ 20
 60^\circ ¦ 60^{\circ} ¦ 60° ¦ 60 degrees ¦ 60\degree ¦ \angle ABC = 60^\circ ¦ 60
-5 cm ¦ 5~\mathrm{cm} ¦ x = 5\text{ cm} ¦ 5\mbox{ inches} ¦ 5 units ¦ 5 people ¦ 5.0 ¦ five ¦ 5
+5 cm ¦ 5~\mathrm{cm} ¦ x = 5\text{ cm} ¦ 5\mbox{ inches} ¦ 5 units ¦ 5 people ¦ 5.0 ¦ 5
 135 ft^2 ¦ 135 square feet ¦ 135\text{ sq. ft} ¦ 135 ¦ 135\text{ square feet}
 5000 m ¦ 5{,}000\text{ meters} ¦ 5 kilometers ¦ 5\text{ km}
 50\text{ cents} ¦ \$ 0.50 ¦ 0.5 dollars ¦ \$0.50
@@ -49,7 +49,6 @@ e^{i\pi} ¦ -1
 x_2x_{1}+1 ¦ 1+x_1x_2
 k_B\theta ¦ \theta k_B
 |x-3| ¦ \left|3-x\right|
-y-3=2x ¦ 2x - y + 3 = 0 ¦ 4x-2y=-6 ¦ y=2x+3
 1 and -3 ¦ -3, 1 ¦ x=1 or x=-3 ¦ \{1,-3\} ¦ -1\pm2 ¦ 1; -3 ¦ 1,-3
 x=1, y=2 ¦ y=2, x=1
 (x, y) = (1,2) ¦ \left( 1, 2 \right) ¦ (1.0,2) ¦ (1,2)
@@ -74,8 +73,9 @@ WRONG = r"""
 5 MW ¦ 5 W ¦ 5\text{ mW}
 3 minutes ¦ 3 days ¦ 3 hours
 20% decrease ¦ 20% increase
-(2,1) ¦ [1,2] ¦ (1,2] ¦ 1,2 ¦ (1,2,3) ¦ (y,x)=(1,2) ¦ 1 ¦ (1,2)
+(2,1) ¦ [1,2] ¦ (1,2] ¦ 1,2 ¦ (1,2,3) ¦ (x=2,y=1) ¦ 1 ¦ (1,2)
 1 ¦ 1,3 ¦ 1,-3,5 ¦ 1,1 ¦ (1,-3) ¦ -1,3 ¦ 1,-3
+(1,4),(3,2) ¦ (1,3),(2,4) ¦ (1,2,3,4) ¦ (1,2),(3,4)
 y=3, x=2 ¦ x=3, y=2
 x=6 ¦ y=5 ¦ x=5 \text{ if } y>0 ¦ 2x=10 ¦ x^2=25 ¦ x=5
 x<3 ¦ x\ge 3 ¦ y>3 ¦ (-\infty,3) ¦ 3 ¦ x>3
@@ -192,8 +192,7 @@ COMMITTED = [
         "${}$ m/s", "{}\n\n6")),
     ("Adding up.\nThe answer is **12**", "12"), (" 42 \n", "42"),
     ("The answer is 5 because 2 + 3 = 5. No other value works.", "5"), ("So we get\n\n42", "42"),
-    ("Final answer:\n5.\nThat is all.", "5"), ("Therefore, it is 42.", "42"), ("I doubt. " * 12, ""),
-    *((f"The answer is 5.{after}", "") for after in (" But it may be 6.", "\nWait, 6.", " No, 6.")),
+    ("Final answer:\n5.\nThat is all.", "5"), ("I doubt. " * 12, ""),
     *((f"{before} the answer is 5.", "") for before in ("It is not true that", "If x is 3,", "I doubt that")),
 ]
 

@@ -13,8 +13,13 @@ import pytest
 from eval import (Problem, check_sandbox, extract_code, failure, passes_bigcodebench, passes_livecodebench,
                   run_code, same_output, use_sandbox)
 
-REFUSED = check_sandbox()
-sandboxed = pytest.mark.skipif(bool(REFUSED), reason=REFUSED)
+def refused():
+    try:
+        check_sandbox()
+    except OSError as e:
+        return str(e)
+
+sandboxed = pytest.mark.skipif(refused() is not None, reason=str(refused()))
 
 
 def output(program, test="", seconds=60.0, **more):
@@ -396,8 +401,8 @@ def test_a_bwrap_that_may_not_is_refused_in_its_words(tmp_path, monkeypatch):
     bwrap.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     bwrap.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    refusal = check_sandbox()
-    assert "bwrap: No permissions" in refusal and "apparmor_restrict_unprivileged_userns=0" in refusal
+    with pytest.raises(OSError, match="bwrap: No permissions(?s:.*)apparmor_restrict_unprivileged_userns=0"):
+        check_sandbox()
     with pytest.raises(OSError, match="No permissions"):  # no wrong answer
         passes_livecodebench("print(1)", [["", "1"]])
 
@@ -407,8 +412,8 @@ def test_no_sandbox(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "planted")
     use_sandbox("none")
     try:
-        if refused := check_sandbox():
-            pytest.skip(refused)
+        if refused():
+            pytest.skip(refused())
         assert passes(SUMS[0], ["1\n2\n3", "6"]) and not passes("print(input())", ["1", "2"])
         assert run_code("while True:\n    pass", None, [""], 1) == [None]
         program = "import os\nprint(os.getcwd(), os.getuid(), 'OPENAI_API_KEY' in os.environ)"

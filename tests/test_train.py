@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from eval import Problem, load
-from train import PRESETS, Run, Settings, ablation, first_rounds, random_lesson, read_command, reward
+from train import ABLATIONS, PRESETS, Run, Settings, first_rounds, random_lesson, read_command, reward
 from train import schedule, second_rounds
 from train_runs import Workers, end_of, launch, metrics, traces, train, trained
 from workers import LOCAL, Reply
@@ -56,16 +56,16 @@ def test_the_metrics_of_a_run_are_what_its_traces_say(iteration):
     assert line["workers"] == {name: pytest.approx(names.count(name) / len(names)) for name in names}
     for kind, accuracy in line["by_kind"].items():
         assert accuracy == mean(row["reward"] == 1 for row in rows if problems[row["problem"]].kind == kind)
-    assert line["sampling tokens/s"] > 0 < line["learning tokens/s"]
+    assert line["rollouts"] > 0 < line["learning"]  # seconds
     assert line["gap"] < 1e-4  # between the sampler's log-probabilities and the trainer's
 
 def test_a_run_says_how_it_goes_and_leaves_a_conductor_to_ask(tmp_path):
     out, said = trained()
-    assert "warm start" in said and "2/2 reward" in said and "the bill" in said.lower()
+    assert "warm start" in said and "2/2 reward" in said
     table = {line.split("  ")[0] for line in said.splitlines()}
-    assert {"Conductor", *LOCAL["local"], "random workflows"} <= table
+    assert {"conductor", *(f"workers {name}" for name in LOCAL["local"]), "random"} <= table
     with open(f"{out}/test.json") as file:
-        assert 0 <= json.load(file)["Conductor"]["accuracy"] <= 1
+        assert 0 <= json.load(file)["laptop, conductor"]["accuracy"] <= 1
     assert f"--checkpoint={out}/checkpoint" in said
     prompting, pool, names = read_prompting(f"{out}/checkpoint")
     assert (prompting.prompt, pool, names) == ("short", "local", [*LOCAL["local"]])
@@ -133,17 +133,16 @@ def test_the_learning_rate_rises_and_falls():
     assert all(a >= b for a, b in itertools.pairwise(rates[2:])) and 0 < rates[-1] < 0.001
 
 def test_ablations_edit_the_workflow():
-    told = ablation(Settings(ablate="subtasks"))(WORKFLOW)
+    told = ABLATIONS["subtasks"](WORKFLOW)
     assert {step.subtask for step in told.steps} == {"Solve the question."} and told.steps[1].access == [0]
-    blind = ablation(Settings(ablate="access"))(WORKFLOW)
+    blind = ABLATIONS["access"](WORKFLOW)
     assert [(step.access, step.wrote_all) for step in blind.steps] == [([], False)] * 2
     assert [step.subtask for step in blind.steps] == ["Find it.", "Check it."]
-    assert not ablation(Settings())
 
 @pytest.mark.parametrize("init_from", ["", "a pretrained model"])
 def test_lessons_of_the_warm_start_are_random_workflows(init_from):
     problem = load("laptop", "train", 1)[0]
-    settings = Settings(warm_second=0.5, warm_subsets=True, init_from=init_from)
+    settings = Settings(warm_extensions=True, init_from=init_from)
     rng, seconds, kept, sizes = random.Random(0), 0, 0, set()
     for _ in range(200):
         chat, completion = random_lesson(problem, rng, 5, settings)
@@ -155,7 +154,7 @@ def test_lessons_of_the_warm_start_are_random_workflows(init_from):
         seconds, kept = seconds + is_second, kept + (not steps)
         sizes |= {len(named)}
         assert problem.question in chat[1]["content"]
-    assert 70 < seconds < 130 and 25 < kept < 75 and sizes == {2, 3, 4, 5}
+    assert 20 < seconds < 65 and 5 < kept < 40 and sizes == {2, 3, 4, 5}
     assert as_lists(Workflow([])) not in random_lesson(problem, rng, 5, Settings())[1]
 
 @pytest.mark.parametrize("init_from", ["", "a pretrained model"])
@@ -214,14 +213,6 @@ def test_own_runs_name_all_that_is_missing_at_once():
     for missing in ("--init_from", "--pool", "--data", "--rollouts=1", "--ablate=every", "--preset=laptop"):
         assert missing in err, missing
 
-def test_a_question_that_is_too_long_for_the_model_is_named(tmp_path):
-    workers = Workers(tmp_path)
-    with open(workers.data, "a") as file:
-        file.write(json.dumps({"question": "word " * 2000, "answer": "A", "grader": "exact"}) + "\n")
-    status, _, err = end_of(launch(*workers.flags(f"--out={tmp_path}/out")))
-    assert status == 1 and "questions.jsonl" in err and "1,024" in err and "Traceback" not in err
-    assert not os.path.exists(f"{tmp_path}/out")
-
 def test_a_pool_that_costs_money_needs_a_budget(tmp_path):
     workers = Workers(tmp_path)
     flags = [flag for flag in workers.flags(f"--out={tmp_path}/out") if not flag.startswith("--budget")]
@@ -233,7 +224,7 @@ def test_a_dry_run_says_what_a_run_takes_and_does_its_largest_step(tmp_path):
     said = train("--preset=laptop", "--dry_run", f"--out={tmp_path}/out")
     for word in ("calls", "$0.00", "GiB", "disk", "the largest step took", "lacks nothing"):
         assert word in said, word
-    assert said.count("memory") >= 5 and not os.path.exists(f"{tmp_path}/out")
+    assert said.count("GiB") >= 6 and not os.path.exists(f"{tmp_path}/out")
     pool = [{"protocol": "openai", "base_url": "https://example.com/v1", "model": "m", "price": [1, 2],
              "params": {"max_tokens": 99}, "api_key_env": "A_KEY_THAT_IS_NOT_SET"}]
     (tmp_path / "pool.json").write_text(json.dumps(pool))
