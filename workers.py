@@ -253,10 +253,10 @@ PROTOCOLS = {
 def load_function(spec: str):
     """The function NAME of FILE.py:NAME, whose file is run."""
     path, _, name = spec.rpartition(":")
-    names = runpy.run_path(path)
-    if name not in names:
+    function = runpy.run_path(path).get(name)
+    if not callable(function):
         raise ValueError(f"{path} has no function {name}")
-    return names[name]
+    return function
 
 # ---- Pools, and what they cost -----------------------------------------------------------------------------
 

@@ -23,7 +23,8 @@ def plot(tmp_path):
     (tmp_path / "run/traces").mkdir(parents=True)
     files = {"run/metrics.jsonl": [metrics, metrics | {"iteration": 1, "held_out": None, "accuracy": 0.5}],
              "run/traces/00000.jsonl": [failed], "run/traces/00001.jsonl": [failed, rollout],
-             "run/test.json": [{"x, conductor": row, "x, workers a": row}], "old/metrics.jsonl": [{"iteration": 0}],
+             "run/test.json": [{"x, conductor": row, "x, workers a": row}],
+             "old/metrics.jsonl": [{"iteration": 0}],
              "n.json": [{"x, conductor": row, "y, conductor": row, "y, workers a": row}]}
     (tmp_path / "old").mkdir()
     for file, rows in files.items():

@@ -1,7 +1,6 @@
 """Runs that are killed in any phase go on as if nothing had happened, on any number of ranks, and pay for
 nothing twice."""
 import os
-import shutil
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from safetensors.torch import load_file
 from train_runs import Workers, end_of, kill_when, launch, metrics, traces, train, trained, weights
 
 def timeless(line):
-    return {key: value for key, value in line.items() if key not in ("seconds", "memory") and "/s" not in key}
+    return {key: value for key, value in line.items() if key not in ("rollouts", "learning", "memory")}
 
 def test_a_run_killed_in_every_phase_ends_with_the_same_weights(tmp_path):
     workers = Workers(tmp_path)
@@ -91,13 +90,6 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew_with_what_it_rolle
     asked, written = workers.calls, traces(f"{tmp_path}/out", 0)
     train(*flags, "--resume", "--test=0")
     assert workers.calls == asked and traces(f"{tmp_path}/out", 0) == written
-
-def test_a_damaged_state_is_named(tmp_path):
-    out = shutil.copytree(trained()[0], f"{tmp_path}/out", symlinks=True)
-    [file] = os.listdir(f"{out}/checkpoint/state")
-    os.truncate(f"{out}/checkpoint/state/{file}", 5000)
-    status, _, err = end_of(launch("--preset=laptop", f"--out={out}", "--resume"))
-    assert status == 1 and f"00002/state/{file}" in err and "--resume" in err and "Traceback" not in err
 
 def test_a_folder_that_holds_a_run_is_not_written_into():
     out, _ = trained()
