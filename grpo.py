@@ -29,6 +29,8 @@ def advantages(rewards, mask=None):
 
 def set_advantages(groups: list[list[Rollout]], recursion=False):
     """Write every rollout's advantage from its group's rewards; None is masked. The groups are of one size.
+    The KL counts by the share of wrong answers: what is unsolved stays explored, what is solved may become
+    certain.
 
     With recursion the advantages of every first round are weighed by a quarter, whether its question is asked
     again or not. The paper scales the rewards instead, which the division by std would undo."""
@@ -36,8 +38,10 @@ def set_advantages(groups: list[list[Rollout]], recursion=False):
     mask = [[r.reward is not None for r in group] for group in groups]
     for group, row in zip(groups, advantages(rewards, mask).tolist()):
         weight = 0.25 if recursion and group[0].previous is None else 1.0
+        known = [not r.right for r in group if r.right is not None] or [True]
+        wrong = sum(known) / len(known)
         for rollout, advantage in zip(group, row):
-            rollout.advantage = weight * advantage
+            rollout.advantage, rollout.kl_weight = weight * advantage, wrong
 
 # ---- Token log-probabilities -------------------------------------------------------------------------------
 
@@ -75,24 +79,26 @@ def surrogate(logprobs, old, advantage, clip):
 def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, reference: Qwen | None = None,
            temperature=1.0, n_ids=None, token_budget=16384, max_grad_norm=1.0) -> dict:
     """One optimizer step on Eq. 1 over all ranks' rollouts; `rollouts` are this rank's share. log π_old is in
-    rollout.logprobs. All ranks skip a step whose gradient is not finite. beta > 0 needs a reference.
+    rollout.logprobs, and its KL weighs beta * rollout.kl_weight. All ranks skip a step whose gradient is not
+    finite. beta > 0 needs a reference.
 
     Returns the means of `statistics` over all ranks' tokens that have a gradient, None without any;
     grad_norm before clipping; and skipped, 0 or 1."""
     device = model.device
     world = dist.get_world_size() if dist.is_initialized() else 1
     [n_rollouts] = all_reduce([len(rollouts)], device)
-    # Without a KL, rollouts of advantage 0 have no gradient: they count only in the divisor.
-    batches = micro_batches([r for r in rollouts if r.advantage or beta], token_budget)
+    # Rollouts with neither an advantage nor a KL have no gradient: they count only in the divisor.
+    batches = micro_batches([r for r in rollouts if r.advantage or beta * r.kl_weight], token_budget)
     [most] = all_reduce([len(batches)], device, dist.ReduceOp.MAX)
     sums = torch.zeros(len(STATISTICS) + 1, dtype=torch.float64, device=device)
     for i in range(int(most)):  # FSDP needs equally many forward passes on all ranks.
         batch = batches[i] if i < len(batches) else []  # An empty one runs a dummy token.
-        rows = [(x, r.advantage, 1 / (n_rollouts * len(r.tokens))) for r in batch for x in r.logprobs]
-        old, advantage, scale = torch.tensor(rows, device=device).view(-1, 3).T  # (N) each, as the tokens
+        rows = [(x, r.advantage, beta * r.kl_weight, 1 / (n_rollouts * len(r.tokens)))
+                for r in batch for x in r.logprobs]
+        old, advantage, weight, scale = torch.tensor(rows, device=device).view(-1, 4).T  # (N) each, as tokens
         new, kl = packed_logprobs(model, by_prompt(batch), temperature, n_ids, reference if beta else None)
         new, kl = new[:len(old)], kl[:len(old)]  # without an empty batch's dummy token
-        objective = ((surrogate(new, old, advantage, clip) - beta * kl) * scale).sum()
+        objective = ((surrogate(new, old, advantage, clip) - weight * kl) * scale).sum()
         (-objective * world).backward()  # FSDP divides by world; the divisor is of all ranks already
         sums += statistics(new, old, kl, clip)
 

@@ -7,8 +7,8 @@
 
 Every field of Settings is a flag, --key=value. A run writes into --out: metrics.jsonl (a line an iteration),
 traces/ (every rollout with what its workers said), checkpoints/, and a link `checkpoint` to the newest one.
-After a kill the same command with --resume learns again from the rollouts that are on disk, and pays for none
-twice. On a CPU the weights become those of a run that was never killed."""
+After a kill the same command with --resume goes on, with the rollouts that are on disk: none is paid
+twice."""
 import ctypes
 import datetime
 import itertools
@@ -31,7 +31,7 @@ for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from tokenizers import AddedToken, Regex, Tokenizer as BPE, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer as BPE, decoders, models, pre_tokenizers, trainers
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from tqdm import tqdm
 
@@ -66,12 +66,13 @@ class Settings:
     recursion: bool = False  # half of the questions get a second round (§3.2)
     # the objective (§3.1, Eqs. 1 and 2), and AdamW without weight decay
     cost_weight: float = 0.0  # reward lost per dollar of a workflow's calls
-    iterations: int = 360
+    iterations: int = 240
     questions: int = 8  # of an iteration
+    review: float = 0.1  # chance to be asked of a question whose kind is always answered; 1: each in its turn
     rollouts: int = 64  # of a question
     minibatches: int = 4  # optimizer steps of an iteration, each on its part of every group
-    beta: float = 0.1  # weight of the KL to a reference policy; it fades to 0 over the run
-    lr: float = 0.0  # 0: 1e-3 for a tiny model, else 1e-6
+    beta: float = 0.2  # weight of the KL to a reference policy, on a question that is never answered
+    lr: float = 7e-4
     beta2: float = 0.99
     # the device
     token_budget: int = 8192  # tokens of a micro-batch
@@ -88,7 +89,7 @@ class Settings:
 
 # App. A.1. What is "" has to be said on the command line.
 PAPER = dict(init_from="Qwen/Qwen2.5-7B", data="paper", pool="", prompt="ood", max_new_tokens=1024,
-             iterations=200, questions=4, minibatches=1, beta=0.0, lr=1e-6, beta2=0.999)
+             iterations=200, questions=4, review=1.0, minibatches=1, beta=0.0, lr=1e-6, beta2=0.999)
 # The extensions of §3.2, in a laptop world with two workers for each trade. They start from "pairs", and
 # their KL is to the policy that "pairs" started from, which still explores all workers and lengths.
 PAIRS = dict(pool="local:pairs", warm_steps=1000, warm_extensions=True)
@@ -106,6 +107,7 @@ PRESETS = {
     "pools": dict(TUNE, subset=4),
     "recursive": dict(TUNE, pool="local:tired", recursion=True),
 }
+RARE = 2.0  # the advantage of right rollouts that are a fifth of their group; of fewer it is larger
 MEASURED = 72  # held-out problems, at each checkpoint
 
 @dataclass
@@ -119,6 +121,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     prompting: Prompting
     begin: int  # the iteration to begin with
+    wrong: dict[str, torch.Tensor]  # the running share of wrong answers, by kind of question
     reference: Qwen | None = None  # π_ref, of the KL
     skipped: int = 0  # steps in a row, up to now, whose gradient was not finite
 
@@ -144,6 +147,8 @@ def train(settings: Settings, device: str):
             rollout.reward = reward(rollout, settings)                                            # §3.1
         set_advantages(groups, settings.recursion)                                                # Eq. 2
         write_rollouts(settings, iteration, groups)
+        for group in groups:
+            run.wrong[group[0].problem.kind].lerp_(torch.tensor(group[0].kl_weight), 0.3)
         rolled_out = time.perf_counter()
         reports = learn(run, groups, settings, iteration)                                         # Eq. 1
         torch.cuda.empty_cache()
@@ -176,31 +181,34 @@ def reward(rollout: Rollout, settings: Settings) -> float | None:
     return value
 
 def learn(run: Run, groups: list[list[Rollout]], settings: Settings, iteration: int) -> list[dict]:
-    """Eq. 1: an optimizer step on each minibatch. From the second step on π is not the sampler's, and the
-    clip acts. Returns what `update` says of each step."""
+    """Eq. 1: an optimizer step on each minibatch; what is rarely right is in all of them. From the second
+    step on π is not the sampler's, and the clip acts. Returns what `update` says of each step."""
     run.optimizer.param_groups[0]["lr"] = settings.lr * schedule(iteration, settings.iterations, 0.03)
-    beta = settings.beta * (1 - iteration / settings.iterations)
     rewarded = [[r for r in group if r.reward is not None] for group in groups]  # The others were lost.
     reports = []
     for m in range(settings.minibatches):
-        minibatch = my_share([r for group in rewarded for r in group[m::settings.minibatches]])
-        reports.append(update(run.model, run.optimizer, minibatch, beta=beta, reference=run.reference,
-                              n_ids=len(run.tokenizer), token_budget=settings.token_budget))
+        batch = my_share([r for group in rewarded for i, r in enumerate(group)
+                          if i % settings.minibatches == m or r.advantage > RARE])
+        reports.append(update(run.model, run.optimizer, batch, beta=settings.beta, n_ids=len(run.tokenizer),
+                              reference=run.reference, token_budget=settings.token_budget))
         run.skipped = run.skipped + 1 if reports[-1]["skipped"] else 0
         if run.skipped == 3:
             leave("three gradients in a row were not finite: try a smaller --lr from the last checkpoint on")
     return reports
 
 def first_rounds(run: Run, settings: Settings, iteration: int) -> list[Rollout]:
-    """An iteration's questions: the next ones of the data, which begins again after its end. Each may use the
-    whole pool, or settings.subset or more of its workers, drawn by chance (§3.2; the paper: exactly k)."""
-    asked, everyone = [], len(run.pool)
-    for i in range(iteration * settings.questions, (iteration + 1) * settings.questions):
+    """An iteration's questions: the next ones of the data, which begins again after its end. One is passed
+    over the likelier, the oftener its kind is answered. Each may use the whole pool, or settings.subset or
+    more of its workers, drawn by chance (§3.2; the paper: exactly k)."""
+    asked, everyone, rng = [], len(run.pool), random.Random(f"{settings.seed} {iteration}")
+    for i in itertools.count(round(iteration * settings.questions / settings.review)):
+        if len(asked) == settings.questions:
+            return asked
         problem = run.problems[i % len(run.problems)]
-        rng = random.Random(f"{settings.seed} {i}")
-        workers = sorted(rng.sample(range(everyone), rng.randint(settings.subset or everyone, everyone)))
-        asked.append(Rollout(problem.question, run.pool, workers, problem, name=f"{settings.seed}/{i}"))
-    return asked
+        if rng.random() < max(settings.review, run.wrong[problem.kind]):
+            workers = sorted(rng.sample(range(everyone), rng.randint(settings.subset or everyone, everyone)))
+            name = f"{settings.seed}/{iteration}/{i}"
+            asked.append(Rollout(problem.question, run.pool, workers, problem, name=name))
 
 def second_rounds(groups: list[list[Rollout]], settings: Settings, iteration: int) -> list[Rollout]:
     """Half of the questions again, each with the answer of one of its first rollouts (§3.2)."""
@@ -243,15 +251,13 @@ def tiny_conductor(problems: list, n_workers: int, settings: Settings) -> tuple[
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])
     bpe.decoder = decoders.ByteLevel()
-    special = [AddedToken(f"<|{name}|>", special=True, normalized=False)
-               for name in ("endoftext", "im_start", "im_end")]
     rng, texts = random.Random(settings.seed), []
     for problem in problems[:4000]:
         chat, completion = random_lesson(problem, rng, n_workers, settings)
-        chat.append({"role": "assistant", "content": completion})
-        texts += [f"{turn['role']}\n{turn['content']}" for turn in chat]
+        texts += [f"{turn['role']}\n{turn['content']}" for turn in chat] + [f"assistant\n{completion}"]
     bpe.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=TINY_CONFIG.vocab_size, special_tokens=special, show_progress=False,
+        vocab_size=TINY_CONFIG.vocab_size, show_progress=False,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
     tokenizer = Tokenizer(bpe)
     model = Qwen(replace(TINY_CONFIG, vocab_size=len(tokenizer)))
@@ -325,12 +331,9 @@ def set_up(settings: Settings, device: str) -> Run:
     config, rows, lacking = on_rank0(lambda: preflight(settings, start, device))
     if settings.dry_run and config:
         try_largest_step(settings, config, device)
-    if settings.dry_run and not lacking:
-        print0("the run lacks nothing; without --dry_run it begins")
     if settings.dry_run or lacking:
         leave(lacking)
     n = count_parameters(config)
-    settings.lr = settings.lr or (1e-3 if n < TINY else 1e-6)
     if settings.warm_steps < 0:
         is_conductor = os.path.exists(f"{start}/conductor.json")
         settings.warm_steps = 400 if not start else 120 if n < 3e9 and not is_conductor else 0
@@ -350,10 +353,10 @@ def set_up(settings: Settings, device: str) -> Run:
     on_rank0(lambda: open_folder(settings, begin))
     replay = f"{settings.out}/replies" if costs_money(rows) else ""
     pool = load_pool(settings.pool, rows[0].get("base_url"), replay, settings.budget, dist.get_world_size())
-    run = Run(pool, problems, test, tokenizer, model, adam(model, settings.beta2), prompting, begin)
-    print0(f"{n:,} parameters on {dist.get_world_size()} x {device} in {dtype_for(config, device)}, lr "
-           f"{settings.lr:g}, {len(problems):,} problems, {len(pool)} workers: "
-           f"{', '.join(worker.name for worker in pool)}")
+    wrong = {problem.kind: torch.ones(()) for problem in problems}
+    run = Run(pool, problems, test, tokenizer, model, adam(model, settings.beta2), prompting, begin, wrong)
+    print0(f"{n:,} parameters in {dtype_for(config, device)} on {dist.get_world_size()} x {device}, "
+           f"{len(problems):,} problems, workers: {', '.join(worker.name for worker in pool)}")
     if settings.warm_steps and not state:
         print0(f"warm start: {settings.warm_steps} steps of the format")
         warm_start(run, settings)
@@ -386,8 +389,7 @@ def conduct_problems(run: Run, problems: list, settings: Settings, name: str) ->
 
 def print_results(run: Run, settings: Settings):
     """What eval.py says of the last checkpoint, beside every worker and random workflows, on rank 0."""
-    flags = f"--checkpoint={settings.out}/checkpoint --pool={settings.pool}"
-    print0(f"python workflow.py QUESTION {flags} asks it; {settings.test} held-out problems follow")
+    print0(f"python workflow.py QUESTION --checkpoint={settings.out}/checkpoint asks it; a table follows")
     run.optimizer = run.reference = None  # The evaluation shall have their memory.
     left = sum(all_gather([run.pool[0].budget.left if settings.budget else 0.0]))  # dollars
     if dist.get_rank() == 0 and settings.test:
@@ -431,8 +433,7 @@ def preflight(settings: Settings, start: str, device: str) -> tuple[Config | Non
         config = attempt(f"--init_from={start}", Config.from_pretrained, start) or SHAPES.get(start)
     if config:
         attempt("room", check_room, settings, config, device)
-    train_test = attempt(f"--data={settings.data}", load_problems, settings) or ([], [])
-    problems = [*itertools.chain(*train_test)]
+    problems = sum(attempt(f"--data={settings.data}", load_problems, settings) or ([], []), [])
     if any(problem.grader in ("code", "unittest") for problem in problems):
         attempt("code", evaluation.check_sandbox)
     rows = attempt("workers", read_pool, settings.pool) or []
@@ -469,24 +470,23 @@ def check_room(settings: Settings, config: Config, device: str):
     cached = 2 * config.num_key_value_heads * config.head_dim * L * width  # bytes of a token in the cache
     activations = T * (L * C + 10 * C + 5 * config.intermediate_size) * width  # layers' inputs, one layer
     gathered = (2 * width + 4) * (2 * C * V + 2 * n / L)  # embedding, head, two layers, and their gradients
-    needed = {
-        "weights, gradients and Adam's state": 16 * n / world * (not settings.offload),
-        "the reference policy of the KL": width * n * bool(settings.beta),
-        "to sample: a whole copy, its keys and values": width * n + cached * drawn,
-        "to learn: gathered weights, activations, logits":
-            gathered + activations + 20 * min(T * V, HEAD_LOGITS[device])}
-    state, reference, sampling, learning = needed.values()
+    state, reference = 16 * n / world * (not settings.offload), width * n * bool(settings.beta)
+    sampling = width * n + cached * drawn
+    learning = gathered + activations + 20 * min(T * V, HEAD_LOGITS[device])
     most = state + reference + max(sampling, learning)
     in_cpu = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     present = torch.cuda.mem_get_info()[1] if device == "cuda" else in_cpu
-    n_checkpoints = math.ceil(settings.iterations / settings.save_every) + bool(settings.beta)
+    n_checkpoints = settings.iterations // settings.save_every + 2
     saved = (24 + width * n_checkpoints) * n  # with two states while one is written
     free = shutil.disk_usage(next(filter(Path.exists, Path(settings.out, "new").absolute().parents))).free
     if settings.dry_run or n >= TINY:
-        needed |= {f"at most at a time, of {present / GIB:.1f}": most}
-        needed |= {f"of disk, where {free / GIB:.1f} are free": saved}
-        print0(f"{n / 1e9:.3f} billion parameters, computed in {dtype} by {world} processes, which take each")
-        print0("\n".join(f"{size / GIB:9.1f} GiB {what}" for what, size in needed.items()))
+        print0(f"{n / 1e9:.3f} billion parameters, computed in {dtype} by {world} processes; GiB of each:")
+        print0(f"{state / GIB:9.1f} weights, gradients and Adam's state\n"
+               f"{reference / GIB:9.1f} the reference policy of the KL\n"
+               f"{sampling / GIB:9.1f} to sample: a whole copy, its keys and values\n"
+               f"{learning / GIB:9.1f} to learn: gathered weights, activations, logits\n"
+               f"{most / GIB:9.1f} at most at a time, of {present / GIB:.1f}\n"
+               f"{saved / GIB:9.1f} of disk, of {free / GIB:.1f} that are free")
     if most > present or saved > free:
         raise ValueError(f"{most / GIB:.1f} of {present / GIB:.1f} GiB of memory, {saved / GIB:.1f} of "
                          f"{free / GIB:.1f} of disk; more GPUs, --offload or a smaller --token_budget help")
@@ -580,18 +580,16 @@ def all_gather(mine: list) -> list:
 
 def print0(line: str):
     if dist.get_rank() == 0:
-        tqdm.write(line)
-        sys.stdout.flush()
+        print(line, flush=True)
 
 # ---- What a run writes -------------------------------------------------------------------------------------
-# What is random follows from the seed and the iteration: a checkpoint's weights, Adam's moments and the
-# rollouts since are all that resuming needs.
+# What is random follows from the seed and the iteration: resuming needs no state of a generator.
 
 GIB = 1 << 30
 
 def log(settings: Settings, iteration: int, groups: list, reports: list[dict], held_out, seconds: dict):
-    """Write a line of metrics.jsonl, and its numbers to the screen. Means are over first rounds; again_… is
-    of second rounds, beside the answers that these began with. None is unknown."""
+    """Write a line of metrics.jsonl, and its numbers to the screen. Means are over first rounds,
+    again_accuracy is of second ones. None is unknown."""
     if dist.get_rank():
         return
     rollouts = [*itertools.chain(*groups)]
@@ -618,7 +616,6 @@ def log(settings: Settings, iteration: int, groups: list, reports: list[dict], h
         "gap": reports[0]["gap"],  # see grpo.statistics, also for the next ones
         "memory": torch.cuda.max_memory_allocated() / GIB,  # of rank 0's GPU
         "workers": {name: n / names.total() for name, n in names.items()},  # shares of the steps
-        "again_before": mean([r.previous.right for r in again]),
         "again_accuracy": mean([r.right for r in again]),
         **seconds, "by_kind": {}, "steps_by_kind": {},
     }
@@ -644,8 +641,6 @@ def open_folder(settings: Settings, begin: int):
         file.truncate(sum(map(len, itertools.islice(file, begin))))
     if begin:
         tidy(Path(settings.out))
-    if settings.resume:
-        print0(f"going on in {settings.out} after iteration {begin}")
     if settings.wandb:
         import wandb
         wandb.init(project="conductor", config=asdict(settings), dir=settings.out)
@@ -695,8 +690,9 @@ def save_for_use(run: Run, settings: Settings, folder: Path):
     on_rank0(write)
 
 def trained(run: Run) -> dict[str, torch.Tensor]:
-    """What training changes: fp32 weights, and Adam's step and two moments of each."""
-    state = {}
+    """What training changes: fp32 weights, Adam's step and two moments of each, and what is known of
+    kinds."""
+    state = {f"wrong {kind}": share for kind, share in run.wrong.items()}
     for name, p in run.model.named_parameters():
         state[name] = p.detach()
         state |= {f"{name} {key}": tensor for key, tensor in run.optimizer.state[p].items()}
@@ -747,10 +743,7 @@ def main(argv: list[str]):
     # Objects go over gloo. A rank may wait for another's workers longer than NCCL's ten minutes.
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=datetime.timedelta(hours=3), **own_store)
-    try:
-        train(settings, device)
-    except torch.OutOfMemoryError as e:
-        raise SystemExit(f"{e}\nMore GPUs, --offload or a smaller --token_budget take less memory.") from None
+    train(settings, device)
     dist.destroy_process_group()  # not after one rank's error: NCCL would wait for the others
 
 if __name__ == "__main__":

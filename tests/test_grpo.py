@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -47,9 +48,8 @@ def near(model):
     return other
 
 
-def rollout(prompt, tokens, logprobs, advantage=0.0, reward=None, previous=None):
-    return Rollout("", [], prompt=prompt, tokens=tokens, logprobs=logprobs, advantage=advantage,
-                   reward=reward, previous=previous)
+def rollout(prompt, tokens, logprobs, advantage=0.0, **others):
+    return Rollout("", [], prompt=prompt, tokens=tokens, logprobs=logprobs, advantage=advantage, **others)
 
 
 def ids(n, seed):
@@ -111,6 +111,13 @@ def test_first_rounds_weigh_a_quarter_where_there_are_second_ones():
         assert [x.advantage for x in group] == pytest.approx(row, rel=1e-5)
     set_advantages(groups)
     assert [x.advantage for x in groups[0]] == pytest.approx([-1.0, 1.0, 0.0])
+
+
+def test_the_kl_weighs_the_share_of_wrong_answers():
+    for rights, share in (([True, False, None, False], 2 / 3), ([True, True], 0.0), ([None, None], 1.0)):
+        group = [rollout([1], [2], [0.0], reward=0.5, right=right) for right in rights]
+        set_advantages([group])
+        assert [r.kl_weight for r in group] == pytest.approx([share] * len(group))
 
 
 def test_surrogate_by_hand():
@@ -210,10 +217,11 @@ def group(model, prompt_length, lengths, advantages, seed):
 
 
 def four_groups(model):
-    """Groups of different sizes and lengths, one of them without spread."""
-    return [group(model, 7, [3, 11, 1, 6, 8], [1.0, -0.5, 0.7, -1.2, 0.0], 1),
-            group(model, 1, [5, 2, 9], [0.4, 1.1, -1.5], 2), group(model, 12, [4, 4], [0.0, 0.0], 3),
-            group(model, 4, [13, 1, 2, 7], [-0.3, 0.9, -0.9, 0.3], 4)]
+    """Groups of different sizes and lengths, whose KLs weigh differently; one of them without spread."""
+    groups = [group(model, 7, [3, 11, 1, 6, 8], [1.0, -0.5, 0.7, -1.2, 0.0], 1),
+              group(model, 1, [5, 2, 9], [0.4, 1.1, -1.5], 2), group(model, 12, [4, 4], [0.0, 0.0], 3),
+              group(model, 4, [13, 1, 2, 7], [-0.3, 0.9, -0.9, 0.3], 4)]
+    return [[replace(r, kl_weight=i / 3) for r in some] for i, some in enumerate(groups)]
 
 
 def all_rollouts(model):
@@ -233,9 +241,9 @@ def loop(model, rollouts, clip=0.2, beta=0.0, reference=None, max_grad_norm=1e9,
         gain = 0.0
         for p, old, k in zip(new, r.logprobs, kl):
             ratio = torch.exp(p - old)
-            gain += min(ratio * r.advantage, ratio.clamp(1 - clip, 1 + clip) * r.advantage) - beta * k
+            gain += min(ratio * r.advantage, ratio.clamp(1 - clip, 1 + clip) * r.advantage) - beta * r.kl_weight * k
         total = total - gain / len(r.tokens) / len(rollouts)
-        if r.advantage or beta:  # the others are not computed
+        if r.advantage or beta * r.kl_weight:  # the others are not computed
             tokens += len(new)
             log_ratio = new.detach() - torch.tensor(r.logprobs)
             stats["gap"] += log_ratio.abs().sum()
