@@ -751,10 +751,7 @@ GRADERS = {
 
 def load_grader(spec: str) -> Grader:
     """The grader of "FILE.py:FUNCTION", for a function(problem, response) -> bool."""
-    try:
-        return own_grader(load_function(spec))
-    except (OSError, ValueError) as e:  # no such file, no such function
-        raise ValueError(f"--grader={spec}: {e}; say --grader=FILE.py:FUNCTION") from e
+    return own_grader(load_function(spec))
 
 def failure(problem: Problem, response: str) -> str:
     """"" if a response answers the problem, else why it does not, in words for a trace."""

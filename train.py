@@ -39,8 +39,8 @@ import eval as evaluation
 from eval import ABLATIONS, mean, measure, progress
 from grpo import HEAD_LOGITS, my_share, packed_logprobs, schedule, set_advantages, update
 from model import Config, Qwen, Tokenizer, compute_dtype, configure, fetch, write_json
-from workers import Reply, WorkerError, check_pool, costs_money, demand_budget, first_words
-from workers import load_pool, probable_cost, read_pool
+from workers import LOCAL, Reply, WorkerError, check_pool, demand_budget, first_words, load_pool
+from workers import probable_cost, read_pool
 from workflow import Prompting, Rollout, Workflow, as_lists, messages, model_writer, parse, roll_out
 from workflow import rollout_from_json, rollout_to_json, save_prompting, strip
 
@@ -152,7 +152,7 @@ def train(settings: Settings, device: str):
         rolled_out = time.perf_counter()
         reports = learn(run, groups, settings, iteration)                                         # Eq. 1
         torch.cuda.empty_cache()
-        seconds = {"rollouts": rolled_out - began, "learning": time.perf_counter() - rolled_out}
+        seconds = {"rollout_s": rolled_out - began, "learning_s": time.perf_counter() - rolled_out}
 
         done, held_out = iteration + 1, None
         is_due, is_last = done % settings.save_every == 0, done == settings.iterations
@@ -243,8 +243,8 @@ TINY_CONFIG = Config(900, 128, 384, num_hidden_layers=2, num_attention_heads=4, 
 
 def tiny_conductor(problems: list, n_workers: int, settings: Settings) -> tuple[Qwen, Tokenizer]:
     """A Qwen2.5 of half a million parameters and a byte-level BPE of 900 tokens. A quoted subtask, a list's
-    opening, an empty or "all" access list, three empty lists are one token: choosing one is one decision."""
-    pieces = (r'(?:\b\w+ = \[\]\n?){2,3}', r'\p{L}+\n', r'\n\w+ = \[', r',? ?"[^"\d\n]*"', r' ?\["all"\],?',
+    opening, an empty or "all" access list, empty lists alone are one token: choosing one is one decision."""
+    pieces = (r'(?:\b\w+ = \[\]\n?){2,}', r'\p{L}+\n', r'\n\w+ = \[', r',? ?"[^"\d\n]*"', r' ?\["all"\],?',
               r' ?\[\],?', r' ?\p{L}+', r' ?\d', r' ?[^\s\p{L}\d]+', r'\s+')
     bpe = BPE(models.BPE())
     split = pre_tokenizers.Split(Regex("|".join(pieces)), "isolated")
@@ -268,7 +268,7 @@ def tiny_conductor(problems: list, n_workers: int, settings: Settings) -> tuple[
 
 def random_completion(problem, rng: random.Random, workers: list[int], settings: Settings) -> str:
     """A random workflow in a Conductor's words, which do not say whether it is good. A tiny one's plan is the
-    question, and the number of steps stands where it can be counted: it helps to write two more lists."""
+    question, and the number of steps stands where it can be counted: it helps to write the other lists."""
     workflow = evaluation.random_workflow(rng, workers, settings.max_steps, evaluation.phrases_for(problem))
     if settings.init_from:
         return as_lists(workflow)
@@ -277,7 +277,7 @@ def random_completion(problem, rng: random.Random, workers: list[int], settings:
 
 def random_lesson(problem, rng: random.Random, n_workers: int, settings: Settings) -> tuple[list[dict], str]:
     """A chat and a completion in the right format. With warm_extensions a fifth are second rounds: the chat
-    holds an earlier workflow and some response, and the completion is a new workflow or three empty lists."""
+    holds an earlier workflow and some response, and the completion is a new workflow or empty lists."""
     workers = [*range(n_workers)]
     if settings.warm_extensions:
         workers = sorted(rng.sample(workers, rng.randint(min(2, n_workers), n_workers)))
@@ -351,7 +351,7 @@ def set_up(settings: Settings, device: str) -> Run:
         shard(model, settings, device)
     prompting = Prompting(settings.prompt, settings.max_steps, settings.max_new_tokens)
     on_rank0(lambda: open_folder(settings, begin))
-    replay = f"{settings.out}/replies" if costs_money(rows) else ""
+    replay = "" if settings.pool in LOCAL else f"{settings.out}/replies"
     pool = load_pool(settings.pool, rows[0].get("base_url"), replay, settings.budget, dist.get_world_size())
     wrong = {problem.kind: torch.ones(()) for problem in problems}
     run = Run(pool, problems, test, tokenizer, model, adam(model, settings.beta2), prompting, begin, wrong)
@@ -397,7 +397,7 @@ def print_results(run: Run, settings: Settings):
         evaluation.compare_systems(evaluation.Settings(
             systems=systems, benchmarks=settings.data, checkpoint=f"{settings.out}/checkpoint", budget=left,
             pool=settings.pool, limit=settings.test, rounds=int(settings.recursion),
-            replay=f"{settings.out}/replies" if left else "", out=f"{settings.out}/test.json"))
+            replay=f"{settings.out}/replies", out=f"{settings.out}/test.json"))
 
 # ---- What a run needs --------------------------------------------------------------------------------------
 
@@ -426,8 +426,8 @@ def preflight(settings: Settings, start: str, device: str) -> tuple[Config | Non
             lacking.append(f"--{key}={value}: expected {least} or more")
         if value not in WORDS.get(key, [value]):
             lacking.append(f"--{key}={value}: there are {', '.join(filter(None, WORDS[key]))}")
-    if os.path.exists(f"{settings.out}/settings.json") and not settings.resume:
-        lacking.append(f"another --out: {settings.out} holds a run, with which --resume goes on")
+    if os.path.exists(f"{settings.out}/settings.json") != settings.resume:
+        lacking.append(f"--out={settings.out} holds {'no' if settings.resume else 'a'} run: see --resume")
     config = TINY_CONFIG
     if start or settings.preset == "own":
         config = attempt(f"--init_from={start}", Config.from_pretrained, start) or SHAPES.get(start)
@@ -613,7 +613,7 @@ def log(settings: Settings, iteration: int, groups: list, reports: list[dict], h
         "cost": None if None in costs else sum(costs),  # dollars
         "tokens": mean([len(r.tokens) for r in rollouts]),  # of a completion
         "cut": mean([not r.finished for r in rollouts]),  # share that reached max_new_tokens
-        "gap": reports[0]["gap"],  # see grpo.statistics, also for the next ones
+        "gap": reports[0]["gap"],  # see grpo.statistics, also for the last ones
         "memory": torch.cuda.max_memory_allocated() / GIB,  # of rank 0's GPU
         "workers": {name: n / names.total() for name, n in names.items()},  # shares of the steps
         "again_accuracy": mean([r.right for r in again]),

@@ -253,6 +253,8 @@ PROTOCOLS = {
 def load_function(spec: str):
     """The function NAME of FILE.py:NAME, whose file is run."""
     path, _, name = spec.rpartition(":")
+    if not os.path.isfile(path):
+        raise ValueError(f"{spec}: no file {path!r}; expected FILE.py:NAME")
     function = runpy.run_path(path).get(name)
     if not callable(function):
         raise ValueError(f"{path} has no function {name}")
@@ -298,6 +300,9 @@ def read_pool(spec: str, local_url: str | None = None) -> list[dict]:
             entry["function"] = os.path.join(os.path.dirname(path), str(entry["function"]))
     return entries
 
+def name_of(entry: dict) -> str:
+    return entry.get("name") or entry.get("model") or str(entry.get("function", "")).rpartition(":")[2]
+
 def check_pool(entries: list[dict], budget: float = 0.0) -> list[str]:
     """All that is missing or odd, by worker and field, without its value, which may be a misplaced key."""
     sentences, names = [], []
@@ -311,13 +316,13 @@ def check_pool(entries: list[dict], budget: float = 0.0) -> list[str]:
         variable = entry.get("api_key_env")
         if variable and "api_key_env" not in wrong and not os.environ.get(variable):
             wrong["api_key_env"] = f"${variable} is not set"
-        file, _, function = str(entry.get("function", "")).rpartition(":")
+        file = str(entry.get("function", "")).rpartition(":")[0]
         if file and not os.path.isfile(file):
             wrong["function"] = f"there is no file {file}"
         if budget and not wrong.keys() & {"protocol", "price", "params"}:
             if most_dollars(entry, entry.get("params", {}), {}) == float("inf"):
                 wrong["price, params"] = "a budget needs a price (of your own: [0, 0]) and max_tokens"
-        names.append(entry.get("name") or entry.get("model") or function or f"worker {number}")
+        names.append(name_of(entry) or f"worker {number}")
         if names[-1] in names[:-1]:
             wrong["name"] = "another worker has it, too"
         sentences += [f"{names[-1]}: {key}: {sentence}" for key, sentence in wrong.items()]

@@ -6,7 +6,7 @@
     python workflow.py serve [the same flags]        # an OpenAI-compatible server on 127.0.0.1
     python workflow.py show FILE [N]                 # the lines of a run's traces/*.jsonl, or all of line N
 
-The Conductor writes three Python lists: `messages` asks for them, `parse` reads them, `roll_out` runs them. A
+The Conductor writes Python lists: `messages` asks for them, `parse` reads them, `roll_out` runs them. A
 `Rollout` is the record of all that. Workers and steps are counted from 0. Read grpo.py next."""
 import ast
 import functools
@@ -25,7 +25,8 @@ import torch
 
 from model import Qwen, Tokenizer, compute_dtype, configure, fetch, read_json, write_json
 from sample import generate_each
-from workers import LIMITS, LOCAL, QUESTION, TASK, Handler, Reply, WorkerError, load_pool, loopback_server
+from workers import (LIMITS, LOCAL, QUESTION, TASK, Handler, Reply, WorkerError, load_pool, loopback_server,
+                     name_of, read_pool)
 
 ASSETS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets")
 
@@ -114,7 +115,7 @@ class Prompting:
 ROLE = """You conduct a team of language models. You never answer the question yourself: you write a workflow
 by which they answer it.
 
-A workflow has one to {max_steps} steps. Every step has three parts:
+A workflow has one to {max_steps} steps. Every step has these parts:
 - a model: the number of the model that does it,
 - a subtask: what you tell that model, in plain words: to solve the question from scratch, to improve or check
   an earlier response, to plan, to recall facts, or whatever else helps a later model,
@@ -124,7 +125,7 @@ chat, and then its own subtask, and nothing else. The models differ in what they
 be used more than once. The response to the last step goes to the user as it is, so its subtask has to ask for
 the whole answer in the form that the question wants.
 
-First say in a sentence or two what the question needs and how you divide the work. Then write three Python
+First say in a sentence or two what the question needs and how you divide the work. Then write Python
 lists of equal length: model_id, the models' numbers; subtasks, strings; access_list, for each step ["all"] to
 show it all earlier steps, or [] to show it none."""
 AGAIN = """Your workflow ended in this response:
@@ -170,7 +171,7 @@ def ask(rollout: Rollout, prompting: Prompting) -> list[dict]:
     return messages(rollout.question, workers, prompting.max_steps, rollout.previous, prompting.prompt)
 
 def as_lists(workflow: Workflow) -> str:
-    """The three lists as a Conductor writes them, with ["all"] for all earlier steps; `parse` reads them."""
+    """The lists as a Conductor writes them, with ["all"] for all earlier steps; `parse` reads them."""
     access = [["all"] if step.wrote_all or 0 < i and step.access == [*range(i)] else step.access
               for i, step in enumerate(workflow.steps)]
     subtasks = json.dumps([step.subtask for step in workflow.steps], ensure_ascii=False)
@@ -187,15 +188,15 @@ NAME = r"""(?<![A-Za-z0-9_])(?:(?P<model_id>model(?:\\?_|[ -])ids?)|(?P<subtasks
 HEADING = r"(?P<heading>^[\s>#*]{0,8}(?P<example>example\ )?(?:\w{1,12}\ )?question(?:\ \d{1,3})?[* ]{0,4}:)"
 MARK = re.compile(f"{NAME}|{HEADING}", re.VERBOSE | re.IGNORECASE | re.MULTILINE)
 # In a list. A string may hold a newline, but not one before a list's name: such a string was never closed.
-TOKEN = re.compile(rf"""(?P<atom>[][]|[0-9,()\s]+)|\#[^\n]*
+TOKEN = re.compile(rf"""(?P<atom>[][]|[0-9.,()\s]+)|\#[^\n]*
     |(?P<raw>r?)(?P<quote>\"\"\"|'''|["'])
      (?P<body>(?:[^"'\\\n]+|(?!(?P=quote))["']|\\.|\n(?![ *`"'-]{{0,8}}{re.sub("P<.*?>", ":", NAME)}))*)
      (?P<end>(?P=quote))?
     |(?P<other>\w+|.)""", re.VERBOSE | re.IGNORECASE | re.DOTALL)
 
 def parse(text: str, workers: int | list[int], max_steps: int = 5, allow_empty: bool = False) -> Workflow:
-    """The last valid workflow in the last 50,000 characters: three neighbouring lists, in any order. workers:
-    as of `messages`. allow_empty: three empty lists are a workflow that keeps the answer (§3.2)."""
+    """The last valid workflow in the last 50,000 characters: neighbouring lists, in any order. workers: as of
+    `messages`. allow_empty: lists that are all empty are a workflow that keeps the answer (§3.2)."""
     numbers = [*range(workers)] if isinstance(workers, int) else workers
     workflow, error, window = None, WorkflowError("model_id: the list is missing"), []
     text, position, is_example = text[-50_000:], 0, False
@@ -207,7 +208,7 @@ def parse(text: str, workers: int | list[int], max_steps: int = 5, allow_empty: 
             is_example = bool(mark["example"])
             continue
         value, position = read_list(text, mark.end())
-        window = [*window, (mark.lastgroup, value)][-3:]
+        window = [*window, (mark.lastgroup, value)][-len(LISTS):]
         try:  # This raises until the window holds every list once.
             workflow = Workflow(steps_of(dict(window), numbers, max_steps, allow_empty))
         except WorkflowError as e:
@@ -258,13 +259,13 @@ def string_value(token) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # JSON writes 😀 in two halves.
 
 def steps_of(lists: dict, numbers: list[int], max_steps: int, allow_empty: bool) -> list[Step]:
-    """The steps that three lists describe. A value that is a str says what is wrong with its list."""
+    """The steps that the lists describe. Instead of a list `read_list` may say, as a str, what is wrong."""
     for name in LISTS:
         if not isinstance(lists.get(name), list):
             raise WorkflowError(f"{name}: {lists.get(name, 'the list is missing')}")
-    n, *others = [len(lists[name]) for name in LISTS]
-    if others != [n, n]:
-        raise WorkflowError(f"{', '.join(LISTS)} differ in length: {n}, {others[0]} and {others[1]}")
+    n, *others = lengths = [len(lists[name]) for name in LISTS]
+    if {*others} != {n}:
+        raise WorkflowError(f"{', '.join(LISTS)} differ in length: {lengths}")
     if n > max_steps or n == 0 and not allow_empty:
         raise WorkflowError(f"model_id: {n} steps, where 1 to {max_steps} are allowed")
     steps = []
@@ -590,12 +591,12 @@ def choose_pool(checkpoint: str, pool: str) -> str:
     """The pool to use with a Conductor. ValueError where it does not fit, or where the user has to name it:
     whose hosts read the questions and are paid is not for a checkpoint to say."""
     try:
-        _, spec, _ = read_prompting(checkpoint)
+        _, spec, names = read_prompting(checkpoint)
     except OSError as e:
         raise ValueError(f"{e}\ntrain.py trains one; with --conductor=WORKER an LLM of the pool conducts")
-    if spec in LOCAL and pool not in ("", *LOCAL):
-        raise ValueError(f"{checkpoint} knows the laptop's specialists only. Let an LLM of yours conduct, "
-                         f"--conductor=WORKER, or train: train.py --preset=own --pool={pool}")
+    if pool and names and not {spec, pool} <= {*LOCAL} and [*map(name_of, read_pool(pool))] != names:
+        raise ValueError(f"{checkpoint} knows {printable(', '.join(names))}, in this order: name yours so, "
+                         "train with --preset=own, or let one conduct (--conductor; eval.py: --systems=seat)")
     if not pool and spec not in ("", *LOCAL):
         raise ValueError(f"say which workers to ask: this Conductor learned with --pool={printable(spec)}")
     return pool or spec or "local"

@@ -230,7 +230,7 @@ def test_own_workers_questions_and_grader_make_a_table(tmp_path):
     (["--systems=workers", "--worker=nobody"], "the pool has only calculator, "),
     (["--benchmarks=mine.jsonl"], "mine.jsonl, line 2: grader has to be one of exact, "),
     (["--benchmarks=mathematics"], "no problems 'mathematics'"),
-    (["--benchmarks=mine.jsonl", "--grader=mine.py:grade"], "say --grader=FILE.py:FUNCTION"),
+    (["--benchmarks=mine.jsonl", "--grader=mine.py:grade"], "no file 'mine.py'; expected FILE.py:NAME"),
     (["--pool=today", "--systems=workers"], "OPENAI_API_KEY"),
     (["--limit=0"], "from 1 on"),
 ])

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from train_runs import Workers, end_of, kill_when, launch, metrics, traces, train, trained, weights
 
 def timeless(line):
-    return {key: value for key, value in line.items() if key not in ("rollouts", "learning", "memory")}
+    return {key: value for key, value in line.items() if key not in ("rollout_s", "learning_s", "memory")}
 
 def test_a_run_killed_in_every_phase_ends_with_the_same_weights(tmp_path):
     workers = Workers(tmp_path)
