@@ -433,12 +433,11 @@ def model_writer(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temper
 
 def worker_writer(worker, prompting: Prompting):
     """A worker as the Conductor (Table 11). A limit of its tokens is doubled, to at most 8,192."""
-    limits = {name: max(n, min(2 * n, 8192)) for name, n in worker.params.items() if name in LIMITS}
+    most = {name: max(n, min(2 * n, 8192)) for name, n in worker.params.items() if name in LIMITS}
 
     def write_one(rollout):
         try:
-            chat = ask(rollout, prompting)
-            rollout.written = worker.chat(chat, call_id=call_id(rollout, "conductor"), **limits).text
+            rollout.written = worker.chat(ask(rollout, prompting), call_id(rollout, "conductor"), **most).text
         except WorkerError as e:
             rollout.error = str(e)
         return rollout

@@ -241,7 +241,8 @@ def loop(model, rollouts, clip=0.2, beta=0.0, reference=None, max_grad_norm=1e9,
         gain = 0.0
         for p, old, k in zip(new, r.logprobs, kl):
             ratio = torch.exp(p - old)
-            gain += min(ratio * r.advantage, ratio.clamp(1 - clip, 1 + clip) * r.advantage) - beta * r.kl_weight * k
+            gain += min(ratio * r.advantage, ratio.clamp(1 - clip, 1 + clip) * r.advantage)
+            gain -= beta * r.kl_weight * k
         total = total - gain / len(r.tokens) / len(rollouts)
         if r.advantage or beta * r.kl_weight:  # the others are not computed
             tokens += len(new)
