@@ -210,11 +210,11 @@ def test_a_run_with_everything_of_ones_own(tmp_path):
     workers = Workers(tmp_path)
     with open(workers.data, "a") as file:
         for i in range(8, 20):
-            file.write(json.dumps({"question": f"Give me {i}.", "answer": "A", "grader": "exact"}) + "\n")
+            file.write(json.dumps({"question": f"What is {i} + 7?", "answer": "A", "grader": "same"}) + "\n")
     flags = workers.flags(f"--out={tmp_path}/out", "--prompt=short", "--iterations=1", "--test=9")
     said = train("--preset=own", *flags[1:])
     assert "16 problems, workers: left, right" in said and "4 problems" in said and "warm start" not in said
-    assert not os.path.exists(f"{tmp_path}/out/reference") and f"--pool={workers.pool}" in said
+    assert not os.path.exists(f"{tmp_path}/out/reference") and f"--checkpoint={tmp_path}" in said
 
 def test_own_runs_name_all_that_is_missing_at_once():
     status, _, err = end_of(launch("--preset=own", "--dry_run", "--rollouts=1", "--ablate=everything"))
