@@ -112,7 +112,8 @@ class Workers:
         self.pool, self.data = f"{folder}/pool.json", f"{folder}/questions.jsonl"
         with open(self.pool, "w") as file:
             json.dump([{"name": name, "protocol": "openai", "base_url": url, "model": name, "price": [1, 10],
-                        "params": {"max_tokens": 10}, "concurrency": 1} for name in ("left", "right", "up", "down", "in")], file)
+                        "params": {"max_tokens": 10}, "concurrency": 1}
+                       for name in ("left", "right", "up", "down", "in")], file)
         with open(self.data, "w") as file:
             for i in range(8):
                 row = {"question": f"What is {i} + 7?", "answer": "AB"[i % 2], "grader": "same"}
