@@ -401,6 +401,8 @@ def one_spelling(text: str) -> str:
 
 # An expression is read by rewriting: what is read becomes one character, which stands for its values. They
 # have 100 digits, at 12 points (a letter has a value of its own at each), so that only what is equal agrees.
+# With capitals for such characters 2x+\frac{1}{3} becomes (AB+\frac{C}{D}), then (AB+\fracEF), (AB+G), (H+G)
+# and J: read_operand reads numbers and letters, reduce a bracket without brackets inside, by the STEPS.
 DIGITS = decimal.Context(prec=100, traps=[])  # what has no value is NaN
 PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459230781640628620899862803")
 POINTS = [Decimal(n) / 8 for n in (*range(-12, 13), *range(16, 176, 8))]
@@ -440,6 +442,7 @@ UNSURE = re.compile(  # a word, but not ab or mgh; f(x), T(n/4), but not x(x+1);
     r"|^(?:[A-Zα-λν-ορ-ω](?:\^\{?-?[\dT]\}?)?[ *-]*){2,}$")
 
 def read_operand(values: list, m: re.Match) -> str:
+    """The character of a number or a letter, whose values join `values`."""
     token = m[0]
     if token.startswith("\\"):
         return token
@@ -449,12 +452,13 @@ def read_operand(values: list, m: re.Match) -> str:
     return chr((NUMBER if is_number else VALUE) + len(values) - 1)
 
 def step(values: list, kind: int, function: Callable, m: re.Match) -> str:
+    """The character of what a function makes of the values in a match."""
     columns = [values[ord(character) % 0x800] for character in m[0] if character >= "\ue000"]
     values.append([function(*numbers) for numbers in zip(*columns)])
     return chr(kind + len(values) - 1)
 
 def reduce(values: list, m: re.Match) -> str:
-    """The character of a bracket."""
+    """A bracket's one character, or what is left of it where it has no sure reading."""
     text = m[0][1:-1].replace(" ", "").replace("-", "+-")
     for pattern, kind, function in STEPS:
         text = pattern.sub(partial(step, values, kind, function), text)
@@ -1327,8 +1331,7 @@ SYSTEMS = {
 COLUMNS = {  # of a row, with the digits behind the point; a row's other keys are kinds
     "accuracy": 1, "±": 1, "lost": 0, "calls": 2, "tokens": 0, "dollars": 5, "dollars/right": 5,
     "calls to learn": 0}
-STUDENT = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 7: 2.365, 9: 2.262, 14: 2.145, 29: 2.045,
-           99: 1.984}
+STUDENT = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 7: 2.365, 9: 2.262, 29: 2.045, 99: 1.984}
 
 def measure(repeats: list[list[Rollout]]) -> dict:
     """What a system's rollouts [repeat][problem] come to, as one flat row: the share of right answers; ± its
@@ -1392,12 +1395,9 @@ def paper_rows(benchmark: str) -> dict[str, dict]:
 
 def average(files: list[str]) -> dict[str, dict]:
     """Each system's mean row over what several seeds wrote with --out; ± is over these."""
-    runs = [read_json(file) for file in files]
-    shared = [name for run in runs[:1] for name in run if all(name in other for other in runs)]
-    enough = len(runs) > 1 and shared
-    require(enough, "an average takes two or more files of the same systems: eval.py average FILE FILE")
-    rows = {}
-    for name in shared:
+    require(len(files) > 1, "an average takes two or more files: eval.py average FILE FILE")
+    runs, rows = [read_json(file) for file in files], {}
+    for name in [name for name in runs[0] if all(name in run for run in runs)]:
         found = [run[name] for run in runs]
         keys = [key for key in found[0] if all(row.get(key) is not None for row in found)]
         rows[name] = {key: mean([row[key] for row in found]) for key in keys}

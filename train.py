@@ -476,8 +476,7 @@ def check_room(settings: Settings, config: Config, device: str):
     most = state + reference + max(sampling, learning)
     in_cpu = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     present = torch.cuda.mem_get_info()[1] if device == "cuda" else in_cpu
-    n_checkpoints = settings.iterations // settings.save_every + 2
-    saved = (24 + width * n_checkpoints) * n  # with two states while one is written
+    saved = (24 + width * (settings.iterations // settings.save_every + 2)) * n  # two states for a while
     free = shutil.disk_usage(next(filter(Path.exists, Path(settings.out, "new").absolute().parents))).free
     if settings.dry_run or n >= TINY:
         print0(f"{n / 1e9:.3f} billion parameters, computed in {dtype} by {world} processes; GiB of each:")
@@ -584,7 +583,6 @@ def print0(line: str):
 
 # ---- What a run writes -------------------------------------------------------------------------------------
 # What is random follows from the seed and the iteration: resuming needs no state of a generator.
-
 GIB = 1 << 30
 
 def log(settings: Settings, iteration: int, groups: list, reports: list[dict], held_out, seconds: dict):
@@ -596,7 +594,6 @@ def log(settings: Settings, iteration: int, groups: list, reports: list[dict], h
     first = [r for r in rollouts if r.previous is None]
     known = [r for r in first if r.reward is not None]
     ran = [r for r in first if r.workflow]
-    again = [r for r in rollouts if r.previous and r.reward is not None]
     costs = [reply.cost for r in rollouts for reply in r.replies if reply]
     names = Counter(name for r in ran for name in r.names)
     m = {
@@ -616,7 +613,7 @@ def log(settings: Settings, iteration: int, groups: list, reports: list[dict], h
         "gap": reports[0]["gap"],  # see grpo.statistics, also for the last ones
         "memory": torch.cuda.max_memory_allocated() / GIB,  # of rank 0's GPU
         "workers": {name: n / names.total() for name, n in names.items()},  # shares of the steps
-        "again_accuracy": mean([r.right for r in again]),
+        "again_accuracy": mean([r.right for r in rollouts if r.previous and r.reward is not None]),
         **seconds, "by_kind": {}, "steps_by_kind": {},
     }
     for key in ("approx_kl", "clipfrac", "kl", "entropy", "grad_norm", "skipped"):
@@ -747,4 +744,7 @@ def main(argv: list[str]):
     dist.destroy_process_group()  # not after one rank's error: NCCL would wait for the others
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted; the same command with --resume goes on") from None

@@ -283,6 +283,8 @@ def read_pool(spec: str, local_url: str | None = None) -> list[dict]:
     if spec in LOCAL:
         same = {"protocol": "openai", "base_url": local_url or local_server()[0], "price": [0, 0]}
         return [{**same, "model": name} for name in LOCAL[spec]]
+    if not spec:
+        raise ValueError("no workers are named: say --pool=NAME or --pool=FILE.json")
     pools = os.path.join(FOLDER, "assets", "pools")
     named = sorted(file.removesuffix(".json") for file in os.listdir(pools))
     path = os.path.join(pools, f"{spec}.json") if spec in named else os.path.abspath(spec)

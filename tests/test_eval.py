@@ -11,27 +11,11 @@ import pytest
 
 import eval as evaluation
 from eval import SYSTEMS, Problem, average, draw_subset, load, measure, random_workflow, table
-from workers import Reply, WorkerError, load_pool
+from players import Player, lost
+from workers import Reply, load_pool
 from workflow import Rollout, Step, Workflow
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-
-
-class Player:
-    """A worker that is a function of its messages."""
-
-    def __init__(self, name, answer, **params):
-        self.name, self.answer, self.params, self.asked, self.overrides = name, answer, params, [], []
-
-    def chat(self, messages, call_id="", **overrides):
-        self.asked.append(messages)
-        self.overrides.append(overrides)
-        return Reply(self.answer(messages), 10, 2, 0.5, 0.0)
-
-
-def lost(messages):
-    raise WorkerError("nobody answers")
-
 
 PROBLEMS = [
     Problem("p/0", "6 * 7?", "42", "exact", "sum"),

@@ -11,27 +11,13 @@ import torch
 
 from model import Config, Qwen, Tokenizer
 from sample import generate
-from workers import Reply, WorkerError
+from players import Player, lost
 from workflow import Prompting, Rollout, Step, Workflow, as_lists, ask, call_worker, conduct, execute
 from workflow import messages, model_writer, parse, read_prompting, roll_out, rollout_from_json
 from workflow import rollout_to_json, save_prompting, show, strip, view, worker_writer
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LAPTOP = os.path.join(ROOT, "assets", "laptop")
-
-class Player:
-    """A worker that is a function of its messages; it remembers what it was asked."""
-
-    def __init__(self, name, answer, **params):
-        self.name, self.answer, self.params, self.asked, self.ids = name, answer, params, [], []
-
-    def chat(self, messages, call_id="", **overrides):
-        self.asked.append(messages)
-        self.ids.append(call_id)
-        return Reply(self.answer(messages), 10, 2, 0.5, 0.0)
-
-def lost(messages):
-    raise WorkerError("nobody answers")
 
 def lists(*steps) -> str:
     return as_lists(Workflow([Step(worker, subtask, access) for worker, subtask, access in steps]))

@@ -73,8 +73,8 @@ def trained():
     return out, said
 
 class Workers:
-    """Five priced workers on loopback that answer a letter, by a hash of what they are asked. They count their
-    calls and hold every call back while `open` is not set."""
+    """Five priced workers on loopback that answer a letter, by a hash of what they are asked. They count the
+    calls and hold every one back while `open` is not set."""
 
     def __init__(self, folder):
         self.calls, self.open, self.lock = 0, threading.Event(), threading.Lock()
