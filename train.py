@@ -39,8 +39,8 @@ import eval as evaluation
 from eval import ABLATIONS, mean, measure, progress
 from grpo import HEAD_LOGITS, my_share, packed_logprobs, schedule, set_advantages, update
 from model import Config, Qwen, Tokenizer, compute_dtype, configure, fetch, write_json
-from workers import LOCAL, Reply, WorkerError, check_pool, demand_budget, first_words, load_pool
-from workers import probable_cost, read_pool
+from workers import LOCAL, Reply, WorkerError, check_pool, demand_budget, first_words, load_function
+from workers import load_pool, probable_cost, read_pool
 from workflow import Prompting, Rollout, Workflow, as_lists, messages, model_writer, parse, roll_out
 from workflow import rollout_from_json, rollout_to_json, save_prompting, strip
 
@@ -375,7 +375,7 @@ def set_up(settings: Settings, device: str) -> Run:
 def load_problems(settings: Settings) -> tuple[list, list]:
     """The problems to train on, and the held-out ones."""
     if settings.grader:
-        evaluation.GRADERS["own"] = evaluation.load_grader(settings.grader)
+        evaluation.GRADERS["own"] = evaluation.own_grader(load_function(settings.grader))
     return evaluation.load(settings.data, "train"), evaluation.load(settings.data, "test", settings.test)
 
 def conduct_problems(run: Run, problems: list, settings: Settings, name: str) -> list[Rollout]:
@@ -433,13 +433,13 @@ def preflight(settings: Settings, start: str, device: str) -> tuple[Config | Non
         config = attempt(f"--init_from={start}", Config.from_pretrained, start) or SHAPES.get(start)
     if config:
         attempt("room", check_room, settings, config, device)
-    problems = sum(attempt(f"--data={settings.data}", load_problems, settings) or ([], []), [])
-    if any(problem.grader in ("code", "unittest") for problem in problems):
+    problems, test = attempt(f"--data={settings.data}", load_problems, settings) or ([], [])
+    if any(problem.grader in ("code", "unittest") for problem in problems + test):
         attempt("code", evaluation.check_sandbox)
     rows = attempt("workers", read_pool, settings.pool) or []
     lacking += check_pool(rows, settings.budget)
     if rows:
-        attempt("money", check_money, settings, rows)
+        attempt("money", check_money, settings, rows, len(test))
     if settings.subset > len(rows) > 0:
         lacking.append(f"workers: --subset={settings.subset}, and the pool has {len(rows)}")
     if not lacking:
@@ -449,16 +449,15 @@ def preflight(settings: Settings, start: str, device: str) -> tuple[Config | Non
         lacking.append("(--preset=laptop needs nothing of this)")
     return config, rows, "\n  ".join(["the run lacks", *lacking]) if lacking else ""
 
-def check_money(settings: Settings, rows: list[dict]):
+def check_money(settings: Settings, rows: list[dict], n_test: int):
     """Print the run's calls and what they cost. ValueError where a budget or a price is missing."""
     rollouts = settings.iterations * settings.questions * settings.rollouts
     rollouts += settings.recursion * rollouts // 2
-    measured = settings.iterations // settings.save_every * MEASURED + 2 * settings.test
-    calls = 3 * (rollouts + measured) + len(rows) * settings.test
-    cost = probable_cost(rows, calls)
-    print0(f"about {calls:,} calls, three a workflow, for ${'?' if cost is None else f'{cost:,.2f}'}")
+    measured = settings.iterations // settings.save_every * min(MEASURED, n_test) + 2 * n_test
+    calls = 3 * (rollouts + measured) + len(rows) * n_test
+    print0(f"about {calls:,} calls, three a workflow")
     demand_budget(rows, settings.budget, calls, "this run")
-    if settings.cost_weight and cost is None:
+    if settings.cost_weight and probable_cost(rows, calls) is None:
         raise ValueError("--cost_weight takes dollars from the reward, and a worker has no price")
 
 def check_room(settings: Settings, config: Config, device: str):

@@ -424,15 +424,15 @@ def probable_cost(pool: list[Worker] | list[dict], calls: int) -> float | None:
         return None
     return sum(1000 * price[0] + 700 * price[1] for price in prices) / 1e6 * calls / len(pool)
 
-def costs_money(pool: list[Worker] | list[dict]) -> bool:
-    return probable_cost(pool, 1) != 0.0
-
 def demand_budget(pool: list[Worker] | list[dict], budget: float, calls: int, what: str):
-    """ValueError where `what` costs money and has no budget."""
-    if costs_money(pool) and not budget:
-        cost = probable_cost(pool, calls)
+    """Print what `what` probably costs. ValueError where it costs money and has no budget."""
+    cost = probable_cost(pool, calls)
+    if cost != 0.0:
         cost = "nobody knows how much" if cost is None else f"probably ${cost:,.2f}"
-        raise ValueError(f"{what} costs money, {cost} for {calls:,} calls: say --budget=DOLLARS")
+        sentence = f"{what} costs money, {cost} for {calls:,} calls"
+        if not budget:
+            raise ValueError(f"{sentence}: say --budget=DOLLARS")
+        print(sentence, flush=True)
 
 # ---- The laptop world: little honest programs that see what a worker sees, never the answer; their questions
 # Another trade is a row of TRADES, what it knows, and rows of KINDS that need it.
@@ -665,8 +665,7 @@ class SpecialistHandler(Handler):
     def complete(self, body: dict):
         text = specialist(body["model"], body["messages"])
         n_in, n_out = sum(len(m["content"].split()) for m in body["messages"]), len(text.split())
-        usage = {"prompt_tokens": n_in, "completion_tokens": n_out, "total_tokens": n_in + n_out}
-        self.reply(text, usage=usage)
+        self.reply(text, usage=dict(prompt_tokens=n_in, completion_tokens=n_out, total_tokens=n_in + n_out))
 
 def loopback_server(port: int, handler: type[Handler]) -> ThreadingHTTPServer:
     """A server that is bound, not yet started; ValueError says why it could not be."""

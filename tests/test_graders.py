@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from eval import (GRADERS, Problem, failure, final_answer, grade, load_grader, pick_letter, same_math,
+from eval import (GRADERS, Problem, failure, final_answer, grade, own_grader, pick_letter, same_math,
                   same_short)
+from workers import load_function
 
 
 def rows(table: str) -> list[tuple]:
@@ -271,12 +272,12 @@ def test_exact_ignores_case_marks_and_spaces_at_the_ends_and_same_ignores_nothin
 def test_a_grader_of_ones_own(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def grade(problem, response):\n    return len(response) <= 3\n")
-    own = load_grader(f"{file}:grade")
+    own = own_grader(load_function(f"{file}:grade"))
     problem = Problem("p", "Be short.", "", "exact")
     assert own.check(problem, "yes") == "" and own.check(problem, "certainly") != ""
     for spec in (f"{file}:judge", "none.py:grade"):
         with pytest.raises(ValueError, match=r"judge|none\.py"):
-            load_grader(spec)
+            load_function(spec)
 
 
 HOSTILE = [

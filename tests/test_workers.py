@@ -182,7 +182,7 @@ def test_a_python_function_is_a_worker(tmp_path):
     names = ["search", "agent", "broken", "silent"]
     entries = [{"protocol": "python", "function": f"tools.py:{name}"} for name in names]
     pool = load_pool(pool_file(tmp_path, *entries))
-    assert [one.name for one in pool] == names and not workers.costs_money(pool)
+    assert [one.name for one in pool] == names and workers.probable_cost(pool, 1) == 0
     assert pool[0].chat(CHAT).text == "found Why?" and pool[0].chat(CHAT).cost == 0.0
     assert pool[1].chat(CHAT).cost == pool[1].spent == 0.25
     for one, says in ((pool[2], "broken: ValueError: no net"), (pool[3], "silent: TypeError")):
@@ -440,7 +440,7 @@ def test_a_pool_that_comes_along_can_be_used_with_its_keys_alone(name, monkeypat
         monkeypatch.delenv(variable, raising=False)
         assert any(f"${variable} is not set" in said for said in check_pool(entries))
         monkeypatch.setenv(variable, KEY)
-    assert not check_pool(entries, budget=10.0) and workers.costs_money(entries)
+    assert not check_pool(entries, budget=10.0) and workers.probable_cost(entries, 1) != 0
     assert workers.probable_cost(entries, 9) == workers.probable_cost(load_pool(name), 9) > 0
 
 
@@ -451,7 +451,7 @@ def test_a_pool_that_comes_along_can_be_used_with_its_keys_alone(name, monkeypat
 ])
 def test_what_costs_money_needs_a_budget(change, costs, dollars):
     pool = [{**RIGHT, **change}]
-    assert workers.costs_money(pool) == costs
+    assert (workers.probable_cost(pool, 1) != 0) == costs
     assert workers.probable_cost(pool, 10) == (dollars and pytest.approx(dollars))
     workers.demand_budget(pool, 1.0, 10, "training")
     expected = pytest.raises(ValueError, match="training costs money.* 10 calls.*--budget")
