@@ -1,8 +1,7 @@
 """Qwen2.5 in PyTorch: config, layers, tokenizer and chat template, Hugging Face checkpoints in and out.
 
 Module names are Hugging Face's, so a state dict *is* a checkpoint. Attention is a function, `attend`, which
-a caller may replace: sample.py passes one with a KV cache, grpo.py one with a shared prompt. Next: sample.py.
-"""
+a caller may replace: sample.py's has a KV cache, grpo.py's a shared prompt. Read sample.py next."""
 import argparse
 import difflib
 import glob
@@ -203,7 +202,16 @@ class Qwen(nn.Module):
         return model
 
     def save_pretrained(self, path: str):
-        save_weights(path, self.config, dict(self.named_parameters()))
+        """Write config.json and model.safetensors, as Hugging Face does. A reader never sees half a file."""
+        os.makedirs(path, exist_ok=True)
+        state = {name: p.detach().cpu().contiguous() for name, p in self.named_parameters()}
+        write_json(os.path.join(path, "config.json"), {
+            "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu",
+            "torch_dtype": str(self.lm_head.weight.dtype).removeprefix("torch."), **asdict(self.config)})
+        file = os.path.join(path, "model.safetensors")
+        save_file(state, file + ".tmp", metadata={"format": "pt"})  # readable by its owner alone
+        os.chmod(file + ".tmp", os.stat(os.path.join(path, "config.json")).st_mode)
+        os.replace(file + ".tmp", file)
 
 # ---- Precision ------------------------------------------------------------------------------------------
 torch.backends.cuda.enable_cudnn_sdp(False)  # On Hopper it reportedly plans each new length for a second.
@@ -243,6 +251,9 @@ class HeadFP32(torch.autograd.Function):
 
 # ---- The tokenizer --------------------------------------------------------------------------------------
 SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+JINJA = ("{% if messages[0]['role'] != 'system' %}<|im_start|>system\n" + SYSTEM + "<|im_end|>\n{% endif %}"
+         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")  # what `chat` does, in Jinja
 
 class Tokenizer:
     """A Hugging Face tokenizer.json with Qwen2.5's chat template. `len` counts the ids in use; a model may
@@ -260,8 +271,8 @@ class Tokenizer:
         self.eos_id = bpe.token_to_id("<|im_end|>")
         if {self.start_id, self.eos_id} & {None, *self.encode("<|im_start|><|im_end|>")}:
             raise ValueError("no ChatML tokenizer: <|im_start|> and <|im_end|> must be special tokens")
-        end_of_document = bpe.token_to_id("<|endoftext|>")  # what base models, never taught to chat, end with
-        self.end_ids = [i for i in (self.eos_id, end_of_document) if i is not None]
+        ends = (self.eos_id, bpe.token_to_id("<|endoftext|>"))  # with which base models end what they write
+        self.end_ids = [i for i in ends if i is not None]
 
     @classmethod
     def from_pretrained(cls, path: str) -> "Tokenizer":
@@ -272,8 +283,10 @@ class Tokenizer:
             raise ValueError(f"cannot read {file}: {e}") from None
 
     def save_pretrained(self, path: str):
-        """Write tokenizer.json, and in generation_config.json where transformers and vLLM stop."""
+        """Write tokenizer.json, and for transformers and vLLM the chat template and where they stop."""
         self.bpe.save(os.path.join(path, "tokenizer.json"))
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": JINJA}
+        write_json(os.path.join(path, "tokenizer_config.json"), {**config, "eos_token": "<|im_end|>"})
         write_json(os.path.join(path, "generation_config.json"), {"eos_token_id": self.end_ids})
 
     def __len__(self) -> int:
@@ -307,18 +320,6 @@ def fetch(name: str, *patterns: str) -> str:
         return snapshot_download(name, allow_patterns=list(patterns))
     except Exception as e:  # its errors are of many classes, its transport's among them
         raise OSError(f"{name} is no folder, and the hub did not give it (gated: set HF_TOKEN): {e}") from e
-
-def save_weights(path: str, config: Config, state: dict):
-    """Write config.json and model.safetensors in Hugging Face's layout. A reader never sees half a file."""
-    os.makedirs(path, exist_ok=True)
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-    write_json(os.path.join(path, "config.json"), {
-        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu",
-        "torch_dtype": str(next(iter(state.values())).dtype).removeprefix("torch."), **asdict(config)})
-    file = os.path.join(path, "model.safetensors")
-    save_file(state, file + ".tmp", metadata={"format": "pt"})  # readable by its owner alone
-    os.chmod(file + ".tmp", os.stat(os.path.join(path, "config.json")).st_mode)
-    os.replace(file + ".tmp", file)
 
 def read_json(file: str) -> dict:
     """The object in a JSON file. ValueError names the file if it holds something else."""
