@@ -482,7 +482,7 @@ def view(rollout: Rollout) -> str:
     seconds = sum(one.seconds for one in rollout.rounds())
     out.append(f"\nAnswer: {rollout.answer}")
     out.append(f"Calls: {rollout.calls}, tokens: {rollout.tokens_used}, cost: {cost}, {seconds:.1f} s")
-    out += [] if rollout.reward is None else [f"Reward: {rollout.reward:g}"]
+    out += [] if rollout.right is None else [f"Judged: {rollout.failure or rollout.invalid or 'right'}"]
     return printable("\n".join(out))
 
 def printable(text: str) -> str:
@@ -500,9 +500,9 @@ def show(file: str, number: int | None = None) -> str:
             rollout = rollout_from_json(json.loads(lines[i]))
         except (ValueError, TypeError, LookupError, AttributeError) as e:
             raise ValueError(f"{file}, line {i}, holds no rollout: {e!r}") from None
-        worth = "" if rollout.reward is None else f"reward {rollout.reward:g}"
+        verdict = {True: "right", False: "wrong", None: "lost" if rollout.error else ""}[rollout.right]
         workers = " > ".join(rollout.names) if rollout.workflow else "no workflow"
-        out.append(f"{i:>5}  {worth:<12}{' '.join(rollout.question.split()):.60}  [{workers}]")
+        out.append(f"{i:>5}  {verdict:<7}{' '.join(rollout.question.split()):.60}  [{workers}]")
     return printable("\n".join(out)) if number is None else view(rollout)
 
 def save_prompting(folder: str, prompting: Prompting, pool: str, names: list[str]):

@@ -217,7 +217,7 @@ def test_a_rollout_survives_json_and_its_stripped_copy_lacks_only_pool_and_probl
     assert whole == strip(rollout)
     assert rollout_from_json(rollout_to_json(rollout)).tokens == [] and rollout.tokens == [3]
     text = view(rollout)
-    assert "Round 1" in text and "Reward: 0.5" in text and "\x1b" not in text
+    assert "Round 1" in text and "Answer: 41" in text and "\x1b" not in text
 
 def test_conductor_json_says_how_a_conductor_is_asked(tmp_path):
     save_prompting(str(tmp_path), Prompting("short", 3, 64), "local", ["a", "b"])
@@ -279,6 +279,10 @@ def test_show_lists_rollouts_and_shows_one(tmp_path):
     file = tmp_path / "0.jsonl"
     file.write_text("".join(json.dumps(rollout_to_json(r)) + "\n" for r in rollouts))
     assert len(show(str(file)).splitlines()) == 2 and "Question: q1" in show(str(file), 1)
+    rollouts[0].right, rollouts[1].right, rollouts[1].failure = True, False, "answered 41"
+    file.write_text("".join(json.dumps(rollout_to_json(r)) + "\n" for r in rollouts))
+    assert [line.split()[1] for line in show(str(file)).splitlines()] == ["right", "wrong"]
+    assert "Judged: right" in show(str(file), 0) and "Judged: answered 41" in show(str(file), 1)
     file.write_text("{}\n")
     with pytest.raises(ValueError, match="line 0, holds no rollout"):
         show(str(file))
