@@ -608,7 +608,8 @@ class Grader(NamedTuple):
     agree: Callable  # agree(problem, one, other) -> whether two responses answer the same, for votes
 
 def text_grader(ask: str, read: Callable, same: Callable, extra: tuple = ()) -> Grader:
-    """A grader that reads an answer by read(response, *extra) and compares it by same(answer, gold)."""
+    """A grader that reads an answer, a text or None, by read(response, *extra), compares it by
+    same(answer, gold), and refuses what repeats a formula of the question."""
     def answer(problem, response):
         return read(response, *[problem.extra[name] for name in extra]) or ""
 
@@ -624,9 +625,12 @@ def text_grader(ask: str, read: Callable, same: Callable, extra: tuple = ()) -> 
     return Grader(ask, extra, check, agree)
 
 def own_grader(right: Callable) -> Grader:
-    """The grader of a function right(problem, response) -> bool."""
+    """The grader of a function right(problem, response) -> bool. Votes compare whole responses."""
     def check(problem, response):
-        return "" if right(problem, response) else f"answered {response[-200:]}"
+        try:
+            return "" if right(problem, response) else f"answered {response[-200:]}"
+        except Exception as e:
+            raise ValueError(f"the grader failed on {problem.id}: {type(e).__name__}: {e}") from e
     return Grader("", (), check, same_response)
 
 def same_response(problem: Problem, one: str, other: str) -> bool:
@@ -704,7 +708,7 @@ def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
         parts = itertools.chain(*(load(part, "test", limit) for part in MIXES[name]))
         problems = interleave(list(parts), random.Random(0))
     else:
-        known = ", ".join([*LAPTOP, *MIXES, *SOURCES])
+        known = ", ".join(dict.fromkeys([*LAPTOP, *MIXES, *(key.split("/")[0] for key in SOURCES)]))
         require(source_of(name, split), f"no problems {name!r} ({split}): there are {known}, files *.jsonl")
         problems = benchmark(name, split, limit)
     return problems[:limit]
@@ -776,7 +780,7 @@ class Source(NamedTuple):
     problem: Callable  # problem(row, n) -> Problem
     drawn: bool = False  # it is large: pages come in a random order, and no more than are needed
 
-SOURCES = {  # A hash of the question divides what has one source for both splits. [Counts of App. A.2]
+SOURCES = {  # by NAME/SPLIT, or by NAME where a hash of the question divides it. [Counts of App. A.2]
     "math500": Source("HuggingFaceH4/MATH-500", "test.jsonl", 500, "MIT", math_problem),  # [300 and 100]
     "rlpr": Source("openbmb/RLPR-Train-Dataset", "default/train", 77687, "CC BY-NC 4.0", rlpr_problem,
                    drawn=True),  # [46,620 and 15,540 of 77,700]
@@ -794,7 +798,7 @@ SOURCES = {  # A hash of the question divides what has one source for both split
 }
 
 def source_of(name: str, split: str) -> Source | None:
-    return SOURCES.get(name) or SOURCES.get(f"{name}/{split}")
+    return SOURCES.get(f"{name}/{split}") or SOURCES.get(name if "/" not in name else "")
 
 def benchmark(name: str, split: str, limit: int | None = None) -> list[Problem]:
     """The first `limit` problems in a fixed random order; rows that are not in DATA are fetched. Of what has
@@ -930,11 +934,10 @@ def own_problem(line: bytes, id: str) -> Problem:
     require(problem.question.strip(), "question: it has 0 characters")
     if problem.grader == "code":
         check_tests(extra["tests"], extra["function"])
-    elif problem.grader == "letter":
-        right = are_texts(extra["choices"]) and answer in [*LETTERS[:len(extra["choices"])]]
-        require(right, f"choices are texts, and the answer is the letter of one, not {answer!r}")
-    elif problem.grader != "unittest":
-        require(answer and "\\boxed" not in answer, f"answer: nothing equals {answer!r}; give it bare")
+    elif problem.grader not in ("unittest", "own"):
+        require(are_texts(extra.get("choices", [])), "choices are a list of texts")
+        fault = failure(problem, answer if problem.grader == "same" else f"<answer>{answer}</answer>")
+        require(answer and not fault, f"answer: nothing equals {answer!r}; give it bare, a choice's letter")
     return with_instructions(problem)
 
 def check_tests(tests, function):
@@ -1020,19 +1023,19 @@ def planned(plan, call=call_worker):
 
 # Workers without a Conductor see the bare question
 
-def ask_bare(rollout: Rollout, i: int, times: int = 1) -> Reply:
+def ask_bare(rollout: Rollout, i: int, times: int = 1, **overrides) -> Reply:
     """Call a step's worker with the question alone. It may write so many times its tokens."""
     worker = rollout.pool[rollout.workflow.steps[i].worker]
-    limits = {key: times * n for key, n in worker.params.items() if key in LIMITS and times > 1}
-    return worker.chat([{"role": "user", "content": rollout.question}], call_id(rollout, i), **limits)
+    overrides |= {key: times * n for key, n in worker.params.items() if key in LIMITS and times > 1}
+    return worker.chat([{"role": "user", "content": rollout.question}], call_id(rollout, i), **overrides)
 
-def ask_each(problems, pools, name, workers: list[int], times: int = 1) -> list[list[Rollout]]:
+def ask_each(problems, pools, name, workers: list[int], call=ask_bare) -> list[list[Rollout]]:
     """What each of these workers answers to the bare question: [problem][worker]."""
     groups = []
     for rollout in begin(problems, pools, name):
         steps = [Step(worker, rollout.question, []) for worker in workers]
         groups.append([replace(rollout, number=i, workflow=Workflow([step])) for i, step in enumerate(steps)])
-    run_and_judge(list(itertools.chain(*groups)), name, partial(ask_bare, times=times))
+    run_and_judge(list(itertools.chain(*groups)), name, call)
     return groups
 
 def vote(rollouts: list[Rollout], chosen: int) -> Rollout:
@@ -1045,12 +1048,12 @@ def vote(rollouts: list[Rollout], chosen: int) -> Rollout:
                    replies=[rollout.replies[0] for rollout in ordered], previous=None,
                    error=errors[0] if errors else None, right=None if errors else ordered[-1].right)
 
-def elect(workers: list[int] | None, likeness=None, dependent: bool = True, times: int = 1):
+def elect(workers: list[int] | None, likeness=None, dependent: bool = True, call=ask_bare):
     """These workers, or all, answer the bare question. The answer that is most like the others counts, by
     likeness(problem, one, other), else by the problem's grader; if not dependent (on the question), that of
     the worker whose answers are so over all questions."""
     def system(problems, pools, name):
-        groups = ask_each(problems, pools, name, workers or range(len(pools[0])), times)
+        groups = ask_each(problems, pools, name, workers or range(len(pools[0])), call)
         scores = np.zeros((len(groups), len(groups[0])))  # (P, W)
         for row, problem, rollouts in zip(scores, problems, groups):
             like = likeness or GRADERS[problem.grader].agree
@@ -1299,7 +1302,7 @@ SYSTEMS = {
                          "checkpoint, worker", 3),
     "seat": System(in_the_seat, "worker", 4),
     "workers": System(lambda setup: elect([setup.worker]), "worker"),
-    "context": System(lambda setup: elect([setup.worker], times=5), "worker"),  # five times the tokens
+    "context": System(lambda setup: elect([setup.worker], call=partial(ask_bare, times=5)), "worker"),
     "consensus": System(lambda setup: elect([setup.worker] * 5), "worker", 5),
     "reflect": System(lambda setup: reflect(setup.worker), "worker", 5),
     "random": System(lambda setup: planned(plan_at_random), calls=2.2),
@@ -1390,7 +1393,7 @@ def progress(what: str, total: int) -> tqdm:
 class Settings:
     systems: str = "conductor,workers,random"  # of SYSTEMS
     worker: str = ""  # the one that plays in systems of one worker; "": each in turn
-    benchmarks: str = "laptop"  # math500, mmlu, rlpr, livecodebench, aime25, bigcodebench, gpqa, FILE.jsonl
+    benchmarks: str = "laptop"  # laptop, names of SOURCES or FILE.jsonl, with commas between
     checkpoint: str = os.path.join(ASSETS, "laptop")  # the Conductor
     pool: str = ""  # "": that of the Conductor's training if it is local; `prepare` then asks nobody
     limit: int = 225  # problems of each benchmark, at most
@@ -1454,6 +1457,9 @@ def compare_systems(settings: Settings):
             repeats = [play(problems, [pool] * len(problems), f"{data}/{label}/{repeat}")
                        for repeat in range(settings.repeats)]
             rows[label] = measure(repeats) | ({"calls to learn": learned} if learned else {})
+            errors = [rollout.error for rollout in itertools.chain(*repeats) if rollout.error]
+            if errors:
+                print(f"{label}: {len(errors)} lost, the first by: {errors[0]}")
             numbers[f"{data}, {label}"] = rows[label]
             if settings.out:
                 write_results(settings.out, numbers, {"system": label, "benchmark": data}, repeats)

@@ -267,13 +267,13 @@ def tiny_conductor(problems: list, n_workers: int, settings: Settings) -> tuple[
     return model, tokenizer
 
 def random_completion(problem, rng: random.Random, workers: list[int], settings: Settings) -> str:
-    """A random workflow in a Conductor's words, which do not say whether it is good. A tiny one's plan is the
-    question, and the number of steps stands where it can be counted: it helps to write the other lists."""
+    """A random workflow in a Conductor's words, which do not say whether it is good. A tiny one's plan is how
+    the question begins. The number of steps stands where it can be counted, for the other lists."""
     workflow = evaluation.random_workflow(rng, workers, settings.max_steps, evaluation.phrases_for(problem))
     if settings.init_from:
         return as_lists(workflow)
     first, others = as_lists(workflow).split("\n", 1)
-    return f"Plan: {problem.question}\n{first} # {len(workflow.steps)} steps\n{others}"
+    return f"Plan: {' '.join(problem.question.split()[:12])}\n{first} # {len(workflow.steps)} steps\n{others}"
 
 def random_lesson(problem, rng: random.Random, n_workers: int, settings: Settings) -> tuple[list[dict], str]:
     """A chat and a completion in the right format. With warm_extensions a fifth are second rounds: the chat
@@ -455,9 +455,10 @@ def check_money(settings: Settings, rows: list[dict], n_test: int):
     rollouts += settings.recursion * rollouts // 2
     measured = settings.iterations // settings.save_every * min(MEASURED, n_test) + 2 * n_test
     calls = 3 * (rollouts + measured) + len(rows) * n_test
-    print0(f"about {calls:,} calls, three a workflow")
+    cost = probable_cost(rows, calls)
+    print0(f"about {calls:,} calls, three a workflow" + ", at no cost" * (cost == 0))
     demand_budget(rows, settings.budget, calls, "this run")
-    if settings.cost_weight and probable_cost(rows, calls) is None:
+    if settings.cost_weight and cost is None:
         raise ValueError("--cost_weight takes dollars from the reward, and a worker has no price")
 
 def check_room(settings: Settings, config: Config, device: str):

@@ -225,7 +225,7 @@ FAULTS = {  # a row: what the error says of it
     '{"question": "q", "grader": "exact"}\n': "missing 1 required positional argument: 'answer'",
     '{"question": "q", "answer": 42, "grader": "math"}\n': "answer is of another type than str",
     '{"question": "q", "answer": "B", "grader": "letter"}\n': '"choices"',
-    '{"question": "q", "answer": "C", "grader": "letter", "extra": {"choices": ["a", "b"]}}\n': "letter of",
+    '{"question": "q", "answer": "C", "grader": "letter", "extra": {"choices": ["a", "b"]}}\n': "equals",
     '{"question": "q", "answer": "", "grader": "math"}\n': "nothing equals ''",
     '{"question": "q", "answer": "a", "grader": "exact", "colour": 1}\n': "unexpected keyword argument",
     '{"question": "", "answer": "a", "grader": "exact"}\n': "0 characters",
@@ -243,7 +243,8 @@ def test_what_a_row_lacks_is_said_with_its_line(tmp_path, row, why):
 
 
 def test_unknown_names_are_errors_that_list_what_there_is(tmp_path):
-    with pytest.raises(ValueError, match="there are laptop"):
-        load("labtop", "test")
+    for name in ("labtop", "gpqa/test"):  # the second would train on test questions
+        with pytest.raises(ValueError, match="there are laptop"):
+            load(name, "train")
     with pytest.raises(OSError, match="is missing"):
         load(str(tmp_path / "none.jsonl"), "test")

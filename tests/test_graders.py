@@ -275,6 +275,8 @@ def test_a_grader_of_ones_own(tmp_path):
     own = own_grader(load_function(f"{file}:grade"))
     problem = Problem("p", "Be short.", "", "exact")
     assert own.check(problem, "yes") == "" and own.check(problem, "certainly") != ""
+    with pytest.raises(ValueError, match="grader failed on p: TypeError"):
+        own.check(problem, None)
     for spec in (f"{file}:judge", "none.py:grade"):
         with pytest.raises(ValueError, match=r"judge|none\.py"):
             load_function(spec)
