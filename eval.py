@@ -308,8 +308,11 @@ for _ in range(8):
 BOX = rf"(?s:\\[bf]?box(?:ed)?\s{{0,9}}(?:\{{({IN_BRACES})\}}|(\d)))"
 BETWEEN = r"(?:[\s$*,;]|\\[(),; ]|\b(?:and|or)\b|\\text\{ *(?:and|or) *\}|\b[A-Za-z](?:_\d)? *=)*"
 BOXES = re.compile(f"{BOX}(?:{BETWEEN}{BOX})*")
-BEFORE = re.compile(r"(?:(?<!\n)-|[+/√^]|\\(?:sqrt|neq?|pm)|\bnot) ?[${]*\Z")  # what changes a box
-AFTER = re.compile(r"[$ ]*(?:[!/×±]|\^(?!\{?\\circ)|\\(?:cdot|times|pm)\b|\w+llion\b|, ?\d|or [$\d])")
+BEFORE = re.compile(  # what changes a box
+    r"(?:(?:(?<!\n)-|[+/√^≠|]|\\(?:sqrt|ln|neq?|pm)|\b(?:not|minus)) ?[${]*|\d(?:\\,)?|\\frac\{)\Z")
+AFTER = re.compile(
+    r"[A-Za-z\d({|]|\)\^|[$ ]*(?:[!/×±+]|\.\d|[-,;*] ?[$\d]|\^(?!\{?\\circ)"
+    r"|\\(?:cdot|times|pm|pi|ln|%)(?![a-z])|(?:\\text\{ *)?(?:\w+llion\b|(?:or|and)\b[ }]*[-$\d]))")
 CLAIM = re.compile(r"(?im)\b(?:answer|(?:option|choice)(?! *\(?[A-J]\b))\b[^\n.:?]{0,40}?"
                    r"(?:\b(?:is|(?:must|should|would) be)\b|:)[\s:*]*|\bfinal answer\b[* ]*\n\s*|^####\s")
 DENIED = re.compile(r"(?i)(?:\b(?:not|never|if|whether|unless|wrong|false|doubt|unlikely)\b|n't\b)[^.!?\n]*$")
@@ -423,13 +426,12 @@ CONSTANTS = {"π": math.pi, "e": math.e, "i": 1j}
 
 def apply(function: Callable, *columns: list) -> list:
     """The values of a function, point by point."""
-    values = []
-    for numbers in zip(*columns):
+    def at_point(*numbers):
         try:
-            values.append(function(*numbers))
+            return function(*numbers)
         except (ArithmeticError, ValueError):
-            values.append(math.nan)
-    return values
+            return math.nan
+    return [*map(at_point, *columns)]
 
 def power(x, y):
     if isinstance(x, Fraction) and (x.numerator * x.denominator).bit_length() * abs(y) > 2000:
@@ -480,9 +482,8 @@ class Reading:
         last = ""
         while True:
             sign = self.tokens[0]
-            strength, function = OPERATORS.get(sign[0], (0, None))
-            if sign in self.known:
-                strength, function = 3, operator.mul
+            beside = (3, operator.mul) if sign in self.known else (0, None)  # 2x, or the end
+            strength, function = OPERATORS.get(sign[0], beside)
             if strength < weakest:
                 return value
             if last == "/" and strength > 1 or last == sign == "^":
@@ -507,16 +508,15 @@ class Reading:
             value = [Fraction(token)] * self.n if token[0] in ".0123456789" else self.known[token]
         return apply(lambda x: x * math.pi / 180, value) if self.take("°") else value
 
-UNITS = {}  # in base units, which are letters
+UNITS = {}  # a unit is a factor times base units, which are letters
 for pair in (
-        "m g s mol celsius degree person unit apple way outcome dollar cent=0.01*dollar people=person "
-        "°=degree %=0.01 K=kelvin A=ampere V=volt km=1000*m cm=0.01*m mm=0.001*m meter=m kilometer=1000*m "
-        "L=0.001*m^3 centimeter=0.01*m kg=1000*g mg=0.001*g gram=g kilogram=1000*g mL=0.000001*m^3 second=s min=60*s "
-        "minute=60*s h=3600*s hour=3600*s day=86400*s N=1000*g*m*s^{-2} Pa=1000*g*m^{-1}*s^{-2} in=0.0254*m "
-        "MPa=10^9*g*m^{-1}*s^{-2} J=1000*g*m^2*s^{-2} kJ=10^6*g*m^2*s^{-2} W=1000*g*m^2*s^{-3} inch=0.0254*m "
-        "ft=0.3048*m foot=0.3048*m feet=0.3048*m yard=0.9144*m mi=1609.344*m mile=1609.344*m").split():
+        "m g s mol K A V celsius degree person unit apple way outcome dollar cent=0.01*dollar people=person "
+        "%=0.01 °=degree km=1000*m cm=0.01*m mm=0.001*m kg=1000*g mg=0.001*g L=0.001*m^3 mL=0.001*L "
+        "N=kg*m/s^2 Pa=N/m^2 MPa=10^6*Pa J=N*m kJ=1000*J W=J/s meter=m kilometer=km centimeter=cm gram=g "
+        "kilogram=kg second=s min=60*s minute=min h=60*min hour=h day=24*h in=0.0254*m inch=in ft=12*in "
+        "foot=ft feet=ft yard=3*ft mi=1760*yard mile=mi").split():
     name, _, meaning = pair.partition("=")
-    UNITS[name] = "(" + re.sub("[a-z]+", r"u_{\g<0>}", meaning or name) + ")"
+    UNITS[name] = f"({re.sub('[^-0-9.*/^{}()]+', lambda m: UNITS[m[0]], meaning) or 'u_{' + name + '}'})"
 SYMBOL = "(" + "|".join(sorted(UNITS, key=len, reverse=True)) + r")(?:(?<=\w\w)e?s)?(?![A-Za-z])"
 QUANTITY = re.compile(  # not 5m, 5x m, \sin 5 m, 2π°, 5%%
     r"(?!.*π.*°|.*[%°].)((?:[^\\a-z]|\\frac|\\root)*[\d)}π])(?: |(?![A-Za-z](?:$|[^A-Za-z])))"
