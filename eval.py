@@ -7,8 +7,8 @@
 Everything here is a table with functions: a grader is a row of GRADERS, a benchmark of SOURCES, a system of
 SYSTEMS. Read train.py next."""
 import base64
+import cmath
 import csv
-import decimal
 import itertools
 import json
 import math
@@ -30,6 +30,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from decimal import Decimal, InvalidOperation
+from fractions import Fraction
 from functools import cache, lru_cache, partial
 from html.entities import html5
 from types import SimpleNamespace
@@ -296,8 +297,8 @@ def passes_bigcodebench(code: str, test: str, entry_point: str, code_prompt: str
     return not find_failed_unittest(code, test, code_prompt, seconds)
 
 # ---- Graders -----------------------------------------------------------------------------------------------
-# A grader finds what a response answers and compares what that means. What has no sure reading equals only
-# its own text. Nothing of a response is ever run.
+# A grader finds what a response answers, brings it and the gold answer to one spelling, takes both apart, and
+# compares the values of their parts. What has no sure reading equals only its own text. Nothing is ever run.
 
 LONGEST = 1000  # characters of an answer: a longer one equals only its own text
 IN_BRACES = ""
@@ -306,8 +307,11 @@ for _ in range(8):
 BOX = rf"(?s:\\[bf]?box(?:ed)?\s{{0,9}}(?:\{{({IN_BRACES})\}}|(\d)))"
 BETWEEN = r"(?:[\s$*,;]|\\[(),; ]|\b(?:and|or)\b|\\text\{ *(?:and|or) *\}|\b[A-Za-z](?:_\d)? *=)*"
 BOXES = re.compile(f"{BOX}(?:{BETWEEN}{BOX})*")
-BEFORE = re.compile(r"(?:(?<!\n)-|[+/√^]|\\(?:sqrt|neq?|pm)|\bnot) ?[${]*\Z")  # what changes a box
-AFTER = re.compile(r"[$ ]*(?:[!/×±]|\^(?!\{?\\circ)|\\(?:cdot|times|pm)\b|\w+llion\b|, ?\d|or [$\d])")
+BEFORE = re.compile(  # what changes a box
+    r"(?:(?:(?<!\n)-|[+/√^≠|]|\\(?:sqrt|ln|neq?|pm)|\b(?:not|minus)) ?[${]*|\d(?:\\,)?|\\frac\{)\Z")
+AFTER = re.compile(
+    r"[A-Za-z\d({|]|\)\^|[$ ]*(?:[!/×±+]|\.\d|[-,;*] ?[$\d]|\^(?!\{?\\circ)"
+    r"|\\(?:cdot|times|pm|pi|ln|%)(?![a-z])|(?:\\text\{ *)?(?:\w+llion\b|(?:or|and)\b[ }]*[-$\d]))")
 CLAIM = re.compile(r"(?im)\b(?:answer|(?:option|choice)(?! *\(?[A-J]\b))\b[^\n.:?]{0,40}?"
                    r"(?:\b(?:is|(?:must|should|would) be)\b|:)[\s:*]*|\bfinal answer\b[* ]*\n\s*|^####\s")
 DENIED = re.compile(r"(?i)(?:\b(?:not|never|if|whether|unless|wrong|false|doubt|unlikely)\b|n't\b)[^.!?\n]*$")
@@ -351,44 +355,60 @@ def copied(answer: str, question: str, gold: str) -> bool:
     is_formula = said.count(" ") > 2 or "\\" in said
     return is_formula and said in asked and said != wanted and re.search(r"[-+*/^\\]", answer) is not None
 
-# One spelling: a character for a sign, ⟦a&b,c&d⟧ for a matrix, ⦃...⦄ for a set, ∨ for "or"
+# One spelling: a character for a sign, ⟦a&b,c&d⟧ for a matrix, ⦃...⦄ for a set, ∨ for "or", x∈[1,∞) for x≥1
 SIGNS = {name.rstrip(";"): sign for name, sign in html5.items() if len(sign) == 1}  # named as in LaTeX
 SIGNS |= dict(pair.split("=") for pair in (
-    r"cdot=* times=* div=/ infty=∞ infinity=∞ leqslant=≤ geqslant=≥ emptyset=⦃⦄ degree=° lvert=| rvert=| "
-    r"varnothing=⦃⦄ mid=| neq=≠ varphi=φ varepsilon=ε %=% {=⦃ }=⦄ \=, begin=⟦ end=⟧").split())
-SIGNS |= dict.fromkeys([*"!,;: ()[]$", "quad", "displaystyle", "left", "right"], " ")
-CHARACTERS = dict(zip("·⋅∗×−–—÷µΩ’", "****---/μΩ'")) | {"√": r"\sqrt ", "½": r"\frac12", "∅": "⦃⦄"}
+    r"cdot=* div=/ infty=∞ infinity=∞ leqslant=≤ geqslant=≥ neq=≠ emptyset=⦃⦄ varnothing=⦃⦄ degree=° lvert=| "
+    r"rvert=| mid=| varphi=φ varepsilon=ε dfrac=\frac tfrac=\frac cfrac=\frac %=% $=＄ {=⦃ }=⦄ \=,").split())
+SIGNS |= dict.fromkeys([*"!,;: ()[]", "quad", "displaystyle", "left", "right"], " ")
+CHARACTERS = dict(zip("·⋅∗−–—÷µΩ’", "***---/μΩ'")) | {"√": r"\sqrt ", "½": r"\frac12", "∅": "⦃⦄"}
 RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻₀₁₂₃₄₅₆₇₈₉", "0123456789+-0123456789")
 LETTER = r"(?:(?!NO)[A-Z]{1,2}|[a-zα-ωΔℓ])(?:_\w{1,3}|_\{\w{1,3}\})?(?!\w)"
-NAMED = re.compile(rf"^(?:m?[∠▵][A-Z]+|\({LETTER}(?:,{LETTER})+\)|{LETTER}(?:\^\{{?-1\}}?|'+)?"
-                   r"(?:\((?:[^()=A-Za-z]|[A-Za-z](?![A-Za-z]))*\))?)(?:=|∈(?=[(\[⦃]))")  # x=, P(A|B)=, x∈
+NAMED = re.compile(  # ∠ABC=, x=, f^{-1}(x)=, P(A|B)=, x∈(1,2), (x,y)=(1,2)
+    rf"(?:m?[∠▵][A-Z]+|{LETTER}(?:\^\{{?-1\}}?|'+)?(?:\((?:[^()=A-Za-z]|[A-Za-z](?![A-Za-z]))*\))?)"
+    r"(?:=|∈(?=[(\[⦃]))|\((?:x,y|x,y,z|a,b|a,b,c|m,n|p,q|r,θ)\)=(?=\()")
+
+def as_interval(m: re.Match) -> str:
+    """x∈[1,2) for 1≤x<2 and for 2>x≥1."""
+    low, below, name, above, high = m.groups("")
+    if {">", "≥"} & {below, above}:
+        low, below, above, high = high, above, below, low
+    opening, closing = "[" if below in ("≤", "≥") else "(", "]" if above in ("≤", "≥") else ")"
+    return f"{name}∈{opening}{low or '-∞'},{high or '∞'}{closing}"
 
 RULES = [(re.compile(pattern), new) for pattern, new in (  # in this order
-    (rf"^\s*\{{({IN_BRACES})\}}\s*$", r"\1"),
-    (r"[⁰¹²³⁴-⁻]+", lambda m: "^{" + m[0].translate(RAISED) + "}"),
-    (r"[₀-₉]+", lambda m: "_{" + m[0].translate(RAISED) + "}"),
-    (r"(?<!\\)\$|(?<=[\w.,;)}{])~", " "), (r",\s*\\!\s*", ","),                 # dollars of mathematics, 5~cm
-    (r"\^\s*(\{)?\s*(?:\\circ(?![A-Za-z])|°)(?(1)\s*\})", "°"), (r"\\[dtc]frac", r"\\frac"),
-    (r"\*\*|`", ""), (r"(?<![\\A-Za-z])(sqrt|pi|infinity|sin|cos|tan|exp|ln|log)(?![A-Za-z])", r"\\\1"),
-    (r"\\([A-Za-z]+|.)", lambda m: SIGNS.get(m[1], m[0])),                      # \cdot, \le, \,
-    (r"([⟦⟧])\{(?:[pb]?matrix|array)\}(?:\{[clr|\s]*\})?", r"\1"), (r",\s*⟧", "⟧"),
+    (rf"^\s*\{{({IN_BRACES})\}}\s*$", r"\1"),                                          # {5}
+    (r"[⁰¹²³⁴-⁻]+", lambda m: "^{" + m[0].translate(RAISED) + "}"),                    # x²
+    (r"[₀-₉]+", lambda m: "_{" + m[0].translate(RAISED) + "}"),                        # CO₂
+    (r"(?<!\\)\$|(?<=[\w.,;)}{])~", " "),                                              # $x$, 5~cm
+    (r"(?<=\d)(?:\\,|,?\s*\\!)\s*(?=\d{3})", ","),                                     # 1\,000
+    (r"\\begin\{(?:[pb]?matrix|array)\}(?:\{[clr|\s]*\})?", "⟦"),
+    (r"(?:\\\\\s*)?\\end\{(?:[pb]?matrix|array)\}", "⟧"),
+    (r"(?<![\\A-Za-z])(sqrt|pi|infinity|(?:arc)?(?:sin|cos|tan)|exp|ln|log)(?![A-Za-z])", r"\\\1"),
+    (r"\\(sin|cos|tan)\s*\^\s*(?:\{\s*-1\s*\}|-1)", r"\\arc\1"),                       # \sin^{-1} x
+    (r"\^\s*(\{)?\s*(?:\\circ(?![A-Za-z])|°)(?(1)\s*\})", "°"),                        # 60^{\circ}
+    (r"\\([A-Za-z]+|.)", lambda m: SIGNS.get(m[1], m[0])),                             # \cdot, \le, \,
     (rf"\\(?:(?:text|math)(?:rm|bf|it)?(?![A-Za-z])|mbox|boldsymbol)\s*\{{(?!\}})({IN_BRACES})\}}", r"\1"),
-    (r"(?<![\d.,(\[{⦃-])[1-9]\d{0,2}(?:(?:\{,\}|[ ,])\d{3})+(?![\d)\]}⦄]|,\d)",
-     lambda m: re.sub(r"\D", "", m[0])),                                        # 1{,}000
-    (r"(?<=\d)[eE]([-+]?\d+)", r"*10^{\1}"), (r"(?<=\d)\s*[xX]\s*(?=10\^)", "*"),  # 3e8, 3 x 10^8
-    (r"(?<=\d) *million\b", "*1000000"), (r"(?i)^ *(?:the|an?) (?=\w\w)", ""), (r"^ *(?:[a-z] *)?≈", ""),
-    (r"<=", "≤"), (r">=", "≥"), (r"(?<=\w) per (?=\w)", "/"), (r"\bsq(?:uare|\.)? (\w+)", r"\1^2"),
-    (r",?\s*(?<!\\)\bor\b\s*", "∨"), (r",?\s*(?<!\\)\band\b\s*|;", ","),        # separators of lists
-    (r"\|([^|]*)\|", r"\\abs{\1}"), (r"(?<=\d)\s+(\d+)/(\d+)(?![\d/])", r"\\frac{\1}{\2}"),  # |x|, 2 1/3
-    (r"\\frac\s*(\d)", r"\\frac{\1}"), (r"(\\frac\{[^{}]*\})\s*(\d)", r"\1{\2}"),  # \frac12
-    (r"(?<![\d.^_}/])(\d+)\s*\\frac\s*\{(\d+)\}\s*\{(\d+)\}", r"(\1+\2/\3)"),
-    (r"\\log_(\w|\{[^{}]*\})", r"\\frac{1}{\\ln{\1}}\\ln "), (r"\\sqrt\s*\[(\w+)\]", r"\\root{\1}"),
-    (r"(\\(?:sin|cos|tan|ln|log))\s*\^(\w|\{\w+\})\s*(\d*\w|\{[^{}]*\}|\([^()]*\))", r"(\1{\3})^\2"),
-    (r"_\{(\w)\}(?!\d)", r"_\1 "), (r"\^\{([-+\w])\}(?!\w)", r"^\1 "), (r"\^(-\d+)", r"^{\1}"),
-    (r"\s+", " "), (r"(?:(?<!\.)\.|[\\,;])\s*$|(?<=[^x=\s])\s*≈.*$", ""),        # a full stop, "≈ 1.41"
-    (r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])", ""), (r"^\(([A-Z])\)$", r"\1"),
-    (r"(?<![^,∨⦃⦄])([^,∨⦃⦄±]*)±([^,∨⦃⦄]*)", r"\1+\2,\1-1*\2"), (r"(?<![a-z]{2})∨(?![a-z]{2})", ","),
-    (r"^([^<>≤≥]+)>([^<>≤≥]+)$", r"\2<\1"), (r"^([^<>≤≥]+)≥([^<>≤≥]+)$", r"\2≤\1"),
+    (r"(?<![\d.,(\[{⦃-])[1-9]\d{0,2}(?:(?:\{,\}|,)\d{3})+(?![\d)\]}⦄]|,\d)",           # 1{,}000
+     lambda m: re.sub(r"\D", "", m[0])),
+    (r"(?<=\d)\s*(?:[xX]\s*10\^\{?|[eE])([-+]?\d+)\}?", r"*10^{\1}"),                  # 3 x 10^8, 3e8
+    (r"(?<=\d) *million\b", "*1000000"), (r"＄ *([\d.*]*\d)", r"\1 dollars"),           # \$5 million
+    (r" ?percent\b", "%"), (r" ?\bdegrees?\b", "°"), (r"° ?C(?:elsius)?\b", " celsius"),
+    (r"(?<=\w) per (?=\w)", "/"), (r"\bsq(?:uare|\.)? (\w+)", r"\1^2"),                # square feet per day
+    (r"(?i)^ *(?:the|an?) (?=\w\w)", ""), (r"<=", "≤"), (r">=", "≥"),
+    (r",?\s*(?<!\\)\bor\b\s*", "∨"), (r",?\s*(?<!\\)\band\b\s*|;", ","),               # 1, 2 and 3
+    (r"\|([^|]*)\|", r"\\abs{\1}"), (r"\\log_(\w|\{[^{}]*\})", r"\\frac{1}{\\ln{\1}}\\ln "),
+    (r"\\sqrt *\[(\w+)\]", r"\\root{\1}"), (r"\\sqrt(?![a-z])", r"\\root2 "),          # \sqrt[3]{x}, \sqrt{x}
+    (r"([_^])\{([-+\w])\}", r"\1\2 "), (r"\^(-\d+)", r"^{\1}"),                        # x_{1}, 10^-3
+    (r"\s+", " "), (r"(?<![A-Za-z0-9])\s|\s(?![A-Za-z0-9])", ""),                      # only "5 cm" has one
+    (r"(?:(?<!\.)\.|[\\,;])$", ""),                                                    # a full stop
+    (r"(?<=[^x=])≈-?\d*\.\d+\D*$|^(?:[a-z]=?)?≈(?=\d*\.)", ""),                        # √2 ≈ 1.41, ≈ 1.41
+    (r"\\frac(\d)", r"\\frac{\1}"), (r"(\\frac\{[^{}]*\})(\d)", r"\1{\2}"),            # \frac12
+    (r"(?<![\d.^_}/])(\d+)(?: (\d+)/(\d+)|\\frac\{(\d+)\}\{(\d+)\})(?![\d/])", r"(\1+\2\4/\3\5)"),  # 2 1/3
+    (r"(?<![^,∨⦃⦄])([^,∨⦃⦄±]*)±([^,∨⦃⦄]*)", r"\1+\2,\1-1*\2"),                         # 3±√2
+    (rf"(?<![^,∨])(?=[^,∨]*[<>≤≥])(?:([^<>≤≥,∨]+)([<>≤≥]))?({LETTER})(?:([<>≤≥])([^<>≤≥,∨]+))?(?![^,∨])",
+     as_interval),                                                                     # 1<x≤2
+    (r"∨(?=\w∈[(\[])", "∪"), (r"(?<![a-z]{2})∨(?![a-z]{2})", ","), (r"[(\[](⟦[^⟦⟧]*⟧)[)\]]", r"\1"),
     (r"\b(?!M[^aeiouy]|Mohm|Pmol)[A-Z](?=[a-z]{2})|\b(?:In|Of|On|To|No)\b", lambda m: m[0].lower()),
     (r"^(?:[A-Z][a-z]?(?:_\{?\d+\}? ?)?){2,}$", lambda m: re.sub("[_{} ]", "", m[0])),  # CO_2
 )]
@@ -399,102 +419,110 @@ def one_spelling(text: str) -> str:
         text = pattern.sub(new, text)
     return text
 
-# An expression is read by rewriting: what is read becomes one character, which stands for its values. They
-# have 100 digits, at 12 points (a letter has a value of its own at each), so that only what is equal agrees.
-# With capitals for such characters 2x+\frac{1}{3} becomes (AB+\frac{C}{D}), then (AB+\fracEF), (AB+G), (H+G)
-# and J: read_operand reads numbers and letters, reduce a bracket without brackets inside, by the STEPS.
-DIGITS = decimal.Context(prec=100, traps=[])  # what has no value is NaN
-PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459230781640628620899862803")
-POINTS = [Decimal(n) / 8 for n in (*range(-12, 13), *range(16, 176, 8))]
-CONSTANTS = {"π": [PI] * 12, "e": [DIGITS.exp(1)] * 12}
+# An expression is read by recursive descent into its values at 12 points, which each letter takes in an order
+# of its own. What is rational is a Fraction, which is exact; the rest are floats, complex or NaN.
+POINTS = [Fraction(n, 8) for n in (1, 5, 9, 13, 15, 21, 29, 37, 75, 811, -11, -131)]
+CONSTANTS = {"π": [math.pi] * 12, "e": [math.e] * 12, "i": [1j] * 12}
 
-def sine(x: Decimal) -> Decimal:
-    x = DIGITS.remainder_near(x, 2 * PI)
-    terms = [x]
-    for k in range(2, 90, 2):
-        ratio = -x * x / (k * k + k)
-        terms.append(terms[-1] * ratio)
-    return round(sum(terms), 60)
+def apply(function: Callable, *columns: list) -> list:
+    """The values of a function, point by point."""
+    def at_point(*numbers):
+        try:
+            return function(*numbers)
+        except (ArithmeticError, ValueError):
+            return math.nan
+    return [*map(at_point, *columns)]
 
-def product(*factors: Decimal) -> Decimal:
-    return math.prod(factors)
+def power(x, y):
+    bits = (x.numerator * x.denominator).bit_length() if isinstance(x, Fraction) else 0
+    if bits * abs(y) > 2000:
+        raise OverflowError
+    return x ** y
 
-NUMBER, VALUE, GROUP = 0xE000, 0xE800, 0xF000  # a kind's first character; A: any, B: no number, G: group
-KINDS = str.maketrans({"A": "[\ue000-\uf8ff]", "B": "[\ue800-\uf8ff]", "G": "[\uf000-\uf8ff]"})
-FUNCTIONS = {"sin": sine, "cos": lambda x: sine(x + PI / 2), "exp": Decimal.exp, "ln": Decimal.ln,
-             "tan": lambda x: sine(x) / sine(x + PI / 2), "log": Decimal.log10, "abs": abs}
-CALLS = [(rf"\\{name}G", VALUE, function) for name, function in FUNCTIONS.items()]
-STEPS = [(re.compile(pattern.translate(KINDS)), kind, function) for pattern, kind, function in (
-    (r"\\fracAA", VALUE, operator.truediv), (r"\\sqrtA", VALUE, Decimal.sqrt),
-    (r"\\rootAA", VALUE, lambda n, x: x ** (1 / n)),
-    ("A°", VALUE, lambda x: x * PI / 180), *CALLS, (r"(?<!\^)A\^A(?!\^)", VALUE, operator.pow),
-    (r"(?<=[a-z])A+(?!/|A)", GROUP, product), *CALLS,            # \sin 2x
-    (r"(?<!/)(?<!A)AB+", VALUE, product),                        # 2x, but not x2, and not 1/2x
-    (r"(?<!/)A(?:\*A)+", VALUE, product), (r"(?<!/)A/A(?![/*])", VALUE, operator.truediv),
-    ("-A", VALUE, operator.neg), (r"^\+?A(?:\+A)*$", GROUP, lambda *terms: sum(terms)),
-)]
-INNERMOST = re.compile(r"\([^][(){}]*\)|\[[^][(){}]*\]|\{[^][(){}]*\}")
-OPERAND = re.compile(r"\\[a-z]+|(?:\d+\.?\d*|\.\d+|[A-Za-zα-ωΔℓ∞])(?:_\w(?![^\W_])|_\{\w+\}|_\w)?'*")
-UNSURE = re.compile(  # a word, but not ab or mgh; f(x), T(n/4), but not x(x+1); 3-2; A B, Q^{-1} A Q
+FUNCTIONS = {
+    r"\sin": cmath.sin, r"\cos": cmath.cos, r"\tan": cmath.tan, r"\exp": cmath.exp, r"\arcsin": cmath.asin,
+    r"\arccos": cmath.acos, r"\arctan": cmath.atan, r"\ln": cmath.log, r"\log": cmath.log10, r"\abs": abs,
+    r"\frac": operator.truediv, r"\root": lambda n, x: power(x, 1 / n)}
+OPERATORS = {  # how strongly each binds, and what it does: a product also before a bracket or a command
+    "+": (1, operator.add), "-": (1, operator.sub), "/": (2, operator.truediv), "^": (4, power),
+    **dict.fromkeys("*×(\\", (2, operator.mul))}
+CLOSING = {"(": ")", "{": "}", "[": "]"}
+VARIABLE = r"[A-Za-zα-ωΔℓ∞](?:_\{\w+\}|_\w)?'*"
+TOKEN = re.compile(rf"\\[A-Za-z]+|\d+\.?\d*|\.\d+|{VARIABLE}|\S")
+LONG = re.compile(r"\d{10}|\.\d{9}|10\^\{-(?:\d\d|9)")  # among floats: 1.41421356237 is not √2
+UNSURE = re.compile(  # a word, but not ab or mgh; f(x), T(n/4), but not x(x+1); 3-2; A B, Q^{-1} A Q; v×u
     r"(?<![\\A-Za-z_{])(?!(?:[abcf-z][a-df-hj-np-tv-z]|[b-df-hj-np-tv-z]{3}|abc|xyz)(?![A-Za-z]))[A-Za-z]{2,}"
-    r"|(?<![\\A-Za-z])[fg](?:_\w+)?'*(?:\^(?:\w|\{[^{}]*\}))?[(\[]|[\ue000-\uf8ff]|^\{|\d\{"
+    r"|(?<![\\A-Za-z])[fg](?:_\w+)?'*(?:\^(?:\w|\{[^{}]*\}))?[(\[]"
     r"|(?<![\\A-Za-z_])[A-Za-zα-λν-ορ-ωΔℓ](?:_\w+)?'*\(-?[^-+()]*\)|^\(?[\d.]+(?:-[\d.]+)+(?:$|\))"
-    r"|^(?:[A-Zα-λν-ορ-ω](?:\^\{?-?[\dT]\}?)?[ *-]*){2,}$")
+    r"|^(?:[A-Zα-λν-ορ-ω](?:\^\{?-?[\dT]\}?)?[ *-]*){2,}$|^[A-Za-z]×[A-Za-z]$")
 
-def read_operand(values: list, m: re.Match) -> str:
-    """The character of a number or a letter, whose values join `values`."""
-    token = m[0]
-    if token.startswith("\\"):
-        return token
-    is_number = re.fullmatch(r"[\d.]+", token)
-    drawn = random.Random(token).choices(POINTS, k=12)
-    values.append([Decimal(token)] * 12 if is_number else CONSTANTS.get(token, drawn))
-    return chr((NUMBER if is_number else VALUE) + len(values) - 1)
+class Reading:
+    """An expression's letters, how many operands it has, and its values: none without a sure reading."""
+    def __init__(self, text: str):
+        self.tokens = [*TOKEN.findall(text), "end"]
+        operands = [token for token in self.tokens[:-1] if re.match(r"[\w.∞]", token)]
+        self.work = len(operands)
+        self.letters = {token for token in operands if re.fullmatch(VARIABLE, token)} - {*CONSTANTS}
+        self.known = CONSTANTS | {x: random.Random(x).sample(POINTS, 12) for x in self.letters}
+        try:
+            values = [] if self.work > 200 or UNSURE.search(text) else self.read(1)
+        except (KeyError, ValueError, RecursionError):
+            values = []
+        self.values = values if self.tokens == ["end"] else []
 
-def step(values: list, kind: int, function: Callable, m: re.Match) -> str:
-    """The character of what a function makes of the values in a match."""
-    columns = [values[ord(character) % 0x800] for character in m[0] if character >= "\ue000"]
-    values.append([function(*numbers) for numbers in zip(*columns)])
-    return chr(kind + len(values) - 1)
+    def take(self, tokens: str) -> bool:
+        """Takes the next token if it is one of these."""
+        return self.tokens[0] in tokens and bool(self.tokens.pop(0))
 
-def reduce(values: list, m: re.Match) -> str:
-    """A bracket's one character, or what is left of it where it has no sure reading."""
-    text = m[0][1:-1].replace(" ", "").replace("-", "+-")
-    for pattern, kind, function in STEPS:
-        text = pattern.sub(partial(step, values, kind, function), text)
-    return text
+    def read(self, weakest: int) -> list:
+        """The values of what comes next, up to an operator that binds more weakly."""
+        is_signed = weakest == 1 and self.tokens[0] in "+-"
+        value = [Fraction(0)] * 12 if is_signed else self.operand()
+        last = ""
+        while True:
+            sign = self.tokens[0]
+            beside = (3, operator.mul) if sign in self.known else (0, None)  # 2x, or the end
+            strength, function = OPERATORS.get(sign[0], beside)
+            if strength < weakest:
+                return value
+            if last == "/" and strength > 1 or last == sign == "^":
+                raise ValueError("1/2x or 2^3^2")
+            self.take("+-*×/^")
+            value = apply(function, value, self.read(4 if sign == "/" else strength + 1))
+            last = sign
 
-@lru_cache(999)
-def read(text: str) -> tuple:
-    """The letters of an expression, the number of its operands, its values: none without a sure reading."""
-    operands = [token for token in OPERAND.findall(text) if token[0] != "\\"]
-    letters = {token for token in operands if not re.fullmatch(r"[\d.]+", token)} - {*CONSTANTS}
-    if len(operands) > 200 or UNSURE.search(text):
-        return letters, 0, []
-    letters |= {"|x|"} if letters and r"\abs" in text else set()  # which is x at too many points
-    values = []
-    text = "(" + OPERAND.sub(partial(read_operand, values), text) + ")"
-    while INNERMOST.search(text):
-        text = INNERMOST.sub(partial(reduce, values), text)
-    return letters, len(operands), values[-1] if re.fullmatch("[\uf000-\uf8ff]", text) else []
+    def operand(self) -> list:
+        token = self.tokens.pop(0)
+        if token in CLOSING:
+            value = self.read(1)
+            if not self.take(CLOSING[token]):
+                raise ValueError("a bracket is missing")
+        elif token in (r"\frac", r"\root"):
+            value = apply(FUNCTIONS[token], self.operand(), self.operand())
+        elif token in FUNCTIONS:  # \sin^2 2x is (\sin(2x))^2
+            exponent = self.operand() if self.take("^") else [Fraction(1)] * 12
+            value = self.operand() if self.tokens[0] in CLOSING else self.read(3)
+            value = apply(power, apply(FUNCTIONS[token], value), exponent)
+        else:
+            value = [Fraction(token)] * 12 if token[0] in ".0123456789" else self.known[token]
+        return apply(lambda x: x * math.pi / 180, value) if self.take("°") else value
 
 UNITS = {}  # a unit is a factor times base units, which are letters
 for pair in (
-        "m g s mol K A V arcdegree celsius person unit apple way outcome km=1000*m cm=0.01*m mm=0.001*m "
-        "kg=1000*g mg=0.001*g L=0.001*m^3 mL=0.001*L N=kg*m/s^2 Pa=N/m^2 MPa=10^6*Pa J=N*m kJ=1000*J W=J/s "
-        "meter=m kilometer=km centimeter=cm gram=g kilogram=kg second=s min=60*s minute=min h=60*min hour=h "
-        "day=24*h in=0.0254*m inch=in ft=12*in foot=ft feet=ft yard=3*ft mi=1760*yard mile=mi %=0.01 "
-        "percent=% dollar=1 cent=0.01 °=arcdegree degree=° °C=celsius people=person").split():
+        "m g s mol K A V celsius degree person unit apple way outcome dollar cent=0.01*dollar people=person "
+        "%=0.01 °=degree km=1000*m cm=0.01*m mm=0.001*m kg=1000*g mg=0.001*g L=0.001*m^3 mL=0.001*L "
+        "N=kg*m/s^2 Pa=N/m^2 MPa=10^6*Pa J=N*m kJ=1000*J W=J/s meter=m kilometer=km centimeter=cm gram=g "
+        "kilogram=kg second=s min=60*s minute=min h=60*min hour=h day=24*h in=0.0254*m inch=in ft=12*in "
+        "foot=ft feet=ft yard=3*ft mi=1760*yard mile=mi").split():
     name, _, meaning = pair.partition("=")
-    meaning = re.sub(r"[^-\d.*/^{}()]+", lambda m: UNITS[m[0]], meaning)
-    UNITS[name] = f"({meaning or 'u_{' + name + '}'})"
+    UNITS[name] = f"({re.sub('[^-0-9.*/^{}()]+', lambda m: UNITS[m[0]], meaning) or 'u_{' + name + '}'})"
 SYMBOL = "(" + "|".join(sorted(UNITS, key=len, reverse=True)) + r")(?:(?<=\w\w)e?s)?(?![A-Za-z])"
-QUANTITY = re.compile(  # not 5m, 5x m, \sin 5 m, 2π°
-    r"(?!.*π.*(?:°|deg))((?:[^\\a-z]|\\frac|\\sqrt)*[\d)}π])(?: |(?![A-Za-z](?:$|[^A-Za-z])))"
+QUANTITY = re.compile(  # not 5m, 5x m, \sin 5 m, 2π°, 5%%
+    r"(?!.*π.*°|.*[%°].)((?:[^\\a-z]|\\frac|\\root)*[\d)}π])(?: |(?![A-Za-z](?:$|[^A-Za-z])))"
     rf"((?:{SYMBOL}(?: ?\^ ?\{{?-?\d\}}?|\d\b)?[ */()]*)+)")
 
 def quantity(text: str) -> tuple:
-    """A quantity without and with its unit."""
+    """A quantity without and with its unit. 20% is 0.2, or 20 if it was asked what percentage."""
     m = QUANTITY.fullmatch(text)
     if not m:
         return text, text
@@ -504,72 +532,76 @@ def quantity(text: str) -> tuple:
     is_share = "%" in units and not re.fullmatch(r"-?[1-9][\d.]*", number)
     return whole if is_share else number, whole
 
-def take_apart(text: str) -> tuple[str, list]:
-    """The kind of an answer and its parts: , for 1,2 and {1,2}; (), for (1,2); = for x=1; "" if it is one."""
+def take_apart(text: str, separators: str = ",∪=∈<≤&") -> tuple[str, list]:
+    """The kind of an answer and its parts: , for 1,2 and {1,2}; () for (1,2); = for x=1; "" if it is one."""
     depths = [*itertools.accumulate("([{⦃⟨⟦".count(sign) - ")]}⦄⟩⟧".count(sign) for sign in text)]
-    for separator in ",∪=∈<≤&":
+    for separator in separators:
         marked = ["\n" if pair == (separator, 0) else pair[0] for pair in zip(text, depths)]
         parts = "".join(marked).split("\n")
         if len(parts) > 1:
             return separator, parts
     kind = text[:1] + text[-1:]
-    inner, parts = take_apart(text[1:-1]) if kind in "() [] [) (] {} ⟨⟩ ⟦⟧ ⦃⦄".split() else ("", [text])
+    if separators == "," or kind not in "() [] [) (] ⟨⟩ ⟦⟧ ⦃⦄".split():
+        return "", [text]
+    inner, parts = take_apart(text[1:-1], ",")
     if kind == "⦃⦄":
         return ",", parts
-    return (kind + inner, parts) if inner == "," or kind == "⟦⟧" else ("", [text])
+    return (kind, parts) if inner or kind == "⟦⟧" else ("", [text])
 
 def equal(x: str, y: str, tolerance: float) -> bool:
-    letters, _, values = read(x)
-    gold_letters, _, gold_values = read(y)
-    pairs = [pair for pair in zip(values, gold_values) if sum(pair).is_finite()]
-    wrong = [x for x, y in pairs if abs(x - y) > Decimal(tolerance or 1e-45) * abs(y)]
-    return letters == gold_letters and len(pairs) > 2 and not wrong
-
-def same_quantity(x: str, y: str, tolerance: float) -> bool:
-    """Whether two expressions are equal. A unit may be missing on one side; 20% is 0.2, or 20 if it was asked
-    what percentage. What is still to be worked out is no answer: the question often holds it."""
-    (x, whole), (y, gold_whole) = quantity(x), quantity(y)
-    letters, work, values = read(y)
-    is_work = not letters and read(x)[1] > work + 2
-    if is_work or not values:
+    """Whether two expressions have values at three points or more, and all agree.
+    What is still to be worked out is no answer: the question often holds it."""
+    mine, gold = Reading(x), Reading(y)
+    differences = apply(operator.sub, mine.values, gold.values)
+    is_exact = all(isinstance(x, Fraction) for x in differences)
+    is_work = not gold.letters and mine.work > gold.work + 2
+    if mine.letters != gold.letters or is_work or not is_exact and LONG.search(f"{x} {y}"):
         return False
-    if "." not in y or letters:
+    if any(not letter.startswith("u_") for letter in gold.letters):
         tolerance = 0.0
-    is_bare = x == whole or y == gold_whole
-    return is_bare and equal(x, y, tolerance) or equal(whole, gold_whole, tolerance)
+    error = Fraction(tolerance or (0 if is_exact else 1e-12))
+    agree = [abs(x) <= error * abs(y) for x, y in zip(differences, gold.values)
+             if is_exact or abs(x) < math.inf and 1e-9 < abs(y) < 1e9]
+    return len(agree) > 2 and all(agree)
 
 def same(x: str, y: str, tolerance: float = 0.0) -> bool:
-    """Whether two answers in one spelling mean the same. "x=" may be missing on one side."""
+    """Whether two answers in one spelling mean the same."""
     if x == y:
         return x != ""
     (kind, parts), (gold_kind, gold) = take_apart(x), take_apart(y)
-    if kind != gold_kind:
-        bare, gold_bare = NAMED.sub("", x), NAMED.sub("", y)
-        return (bare, gold_bare) != (x, y) and same(bare, gold_bare, tolerance)
-    if not kind:
-        return same_quantity(x, y, tolerance)
-    if len(parts) != len(gold) or parts[50:]:
+    if kind != gold_kind or len(parts) != len(gold) or len(parts) > 50:
         return False
+    if not kind:
+        (x, whole), (y, gold_whole) = quantity(x), quantity(y)
+        is_bare = x == whole or y == gold_whole  # a unit may be missing on one side
+        return is_bare and equal(x, y, tolerance) or equal(whole, gold_whole, tolerance)
     if kind not in ",∪=":
         return all(map(same, parts, gold))
-    pairs = [[same(part, other) for other in gold] for part in parts]
-    times = [*map(sum, zip(*pairs))]  # how often each part of gold is there
-    return all({n for n, is_same in zip(times, row) if is_same} == {sum(row)} for row in pairs)
+    for part in parts:  # in any order
+        found = [other for other in gold if same(part, other)]
+        if not found:
+            return False
+        gold.remove(found[0])
+    return True
 
 def same_math(answer: str, gold: str, tolerance: float = 0.0) -> bool:
     """Whether two answers in LaTeX or plain text mean the same; "x =" and a unit may be missing on one side.
     Numbers are equal, or within the tolerance (a share) where the gold one has a decimal point."""
     if max(len(answer), len(gold)) > LONGEST:
         return answer.strip() == gold.strip() != ""
-    with decimal.localcontext(DIGITS):
-        return same(one_spelling(answer), one_spelling(gold), tolerance)
+    texts = [one_spelling(answer), one_spelling(gold)]
+    names = {m[0] for m in map(NAMED.match, texts) if m}
+    bare = [text.replace(*names, "") for text in texts] if len(names) == 1 else texts  # 1,-3 for x=1,x=-3
+    if "=" not in "".join(bare):
+        texts = bare
+    return same(*texts, tolerance if "." in texts[1] else 0.0)
 
 def same_short(answer: str, gold: str) -> bool:
     """Whether a short free answer is the gold one (RLPR): the same words but for case, articles and marks, or
     the same mathematics, within 1% of a gold number with a decimal point, which was measured or rounded."""
     if re.fullmatch(r"[^\W\d_]{2}(?:[^\W\d_]|[-\s,.;:'\"“”])*", gold):  # a is one only before all others
-        article = r"(?i)^\s*an?\s(?=\s*\w)|\bthe\s|\ban\s|[.,;:'\"“”*]"
-        answer, gold = [re.sub(article, "", text).replace("-", " ") for text in (answer, gold)]
+        mark = r"(?i)^\s*an?\s(?=\s*\w)|\bthe\s|\ban\s|[.,;:'\"“”*]"
+        answer, gold = [re.sub(r"(?<=\w)-(?=\w)", " ", re.sub(mark, "", text)) for text in (answer, gold)]
     return same_math(answer, gold, 0.01)
 
 LETTERS = "ABCDEFGHIJ"  # of choices

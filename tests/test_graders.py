@@ -41,6 +41,9 @@ $5$ ¦ \(5\) ¦ 5. ¦ \boldsymbol{5} ¦ {5} ¦ \displaystyle 5 ¦ |-5| ¦ \text{
 \pi/6 ¦ \frac16\pi ¦ \frac{\pi}{6}
 \sin 30^\circ ¦ \cos 60° ¦ \sin(\frac{\pi}{6}) ¦ \frac12
 3i + 2 ¦ 2 + 3i
+(1+i)^2 ¦ \frac{4}{-2i} ¦ 2i
+e^{i\pi/3} ¦ \cos\frac{\pi}{3}+i\sin\frac{\pi}{3} ¦ \frac{1+i\sqrt{3}}{2}
+\arctan 1 ¦ \sin^{-1}\frac{\sqrt2}{2} ¦ \frac{\pi}{4}
 \frac{x}{7}+\frac27 ¦ (x+2)/7 ¦ y = \frac{x+2}{7} ¦ h^{-1}(x)=\frac{x+2}{7} ¦ \frac{x+2}{7}
 (3p^2+4)(2p^2-1) ¦ 6p^4+5p^2-4
 \sin x\cos x ¦ \cos x \sin x ¦ \frac12\sin 2x
@@ -53,15 +56,16 @@ x=1, y=2 ¦ y=2, x=1
 (x, y) = (1,2) ¦ \left( 1, 2 \right) ¦ (1.0,2) ¦ (1,2)
 \varnothing ¦ \{\} ¦ ∅ ¦ \emptyset
 x >= 3 ¦ 3 \leq x ¦ x \geq 3
-x \in [3,\infty) ¦ [3,\infty)
-(-\infty,-8)\cup(8,\infty) ¦ (8,\infty)\cup(-\infty,-8)
+x \in [3,\infty) ¦ x \geq 3 ¦ 3 \leq x ¦ [3,\infty)
+1 < x \leq 2 ¦ 2 \geq x > 1 ¦ (1,2]
+(-\infty,-8)\cup(8,\infty) ¦ x<-8\text{ or }x>8 ¦ (8,\infty)\cup(-\infty,-8)
 \begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix} ¦ \begin{pmatrix} 1&\frac42\\3&4\\ \end{pmatrix}
 Devon, navin ¦ \text{Navin}, \text{Devon}
 \frac{12}{7} \approx 1.71 ¦ \frac{12}{7}
 2516_{8} ¦ 2516_8
 """
 WRONG = r"""
-5.01 ¦ 6 ¦ 55 ¦ -5 ¦ 5x ¦ 5i ¦ \pm 5 ¦ 5, 6 ¦ 5 or 6 ¦ (5 ¦ 5) ¦ 5! ¦ 5^2 ¦ 5\% less ¦ 5
+5.01 ¦ 6 ¦ 55 ¦ -5 ¦ 5x ¦ 5i ¦ \pm 5 ¦ 5, 6 ¦ 5 or 6 ¦ (5 ¦ 5) ¦ 5! ¦ 5^2 ¦ 5\% less ¦ 5\%\% ¦ 5\approx 6 ¦ 5
 0.333 ¦ 0.33333333 ¦ 2\frac13 ¦ \frac{1}{3}
 3.14 ¦ 3.14159265358979 ¦ \frac{22}{7} ¦ \frac{355}{113} ¦ 180 ¦ \pi
 1.4142135623730951 ¦ \frac{14142135623}{10000000000} ¦ \sqrt{2}+10^{-20} ¦ \sqrt{2}
@@ -71,7 +75,8 @@ WRONG = r"""
 5 MW ¦ 5 W ¦ 5\text{ mW}
 3 minutes ¦ 3 days ¦ 3 hours
 20% decrease ¦ 20% increase
-(2,1) ¦ [1,2] ¦ (1,2] ¦ 1,2 ¦ (1,2,3) ¦ (x=2,y=1) ¦ 1 ¦ (1,2)
+\$5 ¦ 5 dollars ¦ 5 cents
+(2,1) ¦ [1,2] ¦ (1,2] ¦ 1,2 ¦ (1,2,3) ¦ (x=2,y=1) ¦ (y,x)=(1,2) ¦ (y=1,x=2) ¦ 1 ¦ (1,2)
 1 ¦ 1,3 ¦ 1,-3,5 ¦ 1,1 ¦ (1,-3) ¦ -1,3 ¦ 1,-3
 (1,4),(3,2) ¦ (1,3),(2,4) ¦ (1,2,3,4) ¦ (1,2),(3,4)
 y=3, x=2 ¦ x=3, y=2
@@ -183,7 +188,7 @@ COMMITTED = [
     *((text, "") for text in (
         "", "<answer>5", r"\boxed{5} and then \boxed{6", r"\boxed{}", r"-\boxed{5}", r"\boxed{5}^2",
         r"\boxed{5}/6", r"\sqrt{\boxed{5}}", r"x\neq\boxed{5}", r"not $\boxed{5}$", r"\boxed{5} or $6$",
-        r"\boxed{5} \times 10^3", r"$\boxed{5}$ million", r"\boxed{5}, 6")),
+        r"\boxed{5} \times 10^3", r"$\boxed{5}$ million", r"\boxed{5}, 6", r"\boxed{5}i", r"2\boxed{5}")),
     *((text.format(r"\boxed{5}"), "5") for text in (
         "So $x={}$.", r"\[ {} \]", "**{}**", "{} units", r"{} \mathrm{{~cm}}", "Step 3: {}", "2\n{}",
         r"{}\pmod{{13}}", "**Answer**\n\n$${}$$", "So it is:\n- **${}$**", "$${}$$\n\n- $x=3$ is excluded.",
