@@ -2,7 +2,6 @@
 
     python eval.py [--systems=conductor,workers,moa] [--benchmarks=math500,gpqa,mine.jsonl] [--pool=NAME]
     python eval.py prepare [--pool=NAME --budget=50]   # write the training problems of the paper's run
-    python eval.py average FILE.json FILE.json         # the mean of what several seeds wrote with --out
 
 Everything here is a table with functions: a grader is a row of GRADERS, a benchmark of SOURCES, a system of
 SYSTEMS. Read train.py next."""
@@ -33,7 +32,6 @@ from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from functools import cache, lru_cache, partial
 from html.entities import html5
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -45,10 +43,10 @@ from requests.packages.urllib3.util.retry import Retry
 from tqdm import tqdm
 
 from model import configure, read_json, write_json
-from workers import (LIMITS, LOCAL, PHRASES, Reply, WorkerError, best_chance, demand_budget, laptop_questions,
-                     load_function, load_pool)
+from workers import (LIMITS, PHRASES, Reply, WorkerError, demand_budget, laptop_questions, load_function,
+                     load_pool)
 from workflow import (ASSETS, Prompting, Rollout, Step, Workflow, call_id, call_worker, choose_pool, conduct,
-                      load_conductor, model_writer, roll_out, rollout_to_json, worker_writer)
+                      load_conductor, model_writer, numbers_of, roll_out, rollout_to_json, worker_writer)
 
 SOLVE_IT = "Solve the question."
 
@@ -964,22 +962,14 @@ def own_problem(line: bytes, id: str) -> Problem:
     missing = [f'"{key}": …' for key in GRADERS[problem.grader].extra if key not in extra]
     require(not missing, f'the grader {problem.grader} needs "extra": {{{", ".join(missing)}}}')
     require(problem.question.strip(), "question: it has 0 characters")
-    if problem.grader == "code":
-        check_tests(extra["tests"], extra["function"])
+    if problem.grader == "code":  # `prepare` writes the place of LiveCodeBench's tests instead
+        pairs = isinstance(extra["tests"], dict) or all(map(are_texts, extra["tests"]))
+        require(extra["tests"] and pairs, "tests are pairs of texts, [input, output]")
     elif problem.grader not in ("unittest", "own"):
         require(are_texts(extra.get("choices", [])), "choices are a list of texts")
         fault = failure(problem, answer if problem.grader == "same" else f"<answer>{answer}</answer>")
         require(answer and not fault, f"answer: nothing equals {answer!r}; give it bare, a choice's letter")
     return with_instructions(problem)
-
-def check_tests(tests, function):
-    """ValueError says what is wrong with tests, or with the name of the function that gets their lines."""
-    if isinstance(tests, dict) and tests.get("file") in ("test.jsonl", "test6.jsonl"):
-        return  # a place in LiveCodeBench's files, as `prepare` writes it
-    pairs = isinstance(tests, list) and all(are_texts(test) and len(test) == 2 for test in tests)
-    require(tests and pairs, "tests are a list of pairs of texts, [input, output]")
-    is_name = isinstance(function, str) and function.isidentifier()
-    require(is_name or function is None, "function is a name, or null for a program")
 
 def are_texts(value) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
@@ -997,10 +987,9 @@ def prepare(settings):
     """Write DATA/paper.jsonl and DATA/recursion.jsonl: of each benchmark the hardest candidates where levels
     are known, else the first; with a pool only such on which its workers differ."""
     os.makedirs(DATA, exist_ok=True)
-    replay = settings.replay or f"{DATA}/replies"
     pool = []
     if settings.pool:
-        pool = load_pool(settings.pool, replay=replay, budget=settings.budget)
+        pool = load_pool(settings.pool, replay=settings.replay or f"{DATA}/replies", budget=settings.budget)
         calls = CANDIDATES * len(MIXES["paper"]) * len(pool)
         demand_budget(pool, settings.budget, calls, "asking every worker every candidate")
     chosen, rng = {}, random.Random(0)
@@ -1080,10 +1069,9 @@ def vote(rollouts: list[Rollout], chosen: int) -> Rollout:
                    replies=[rollout.replies[0] for rollout in ordered], previous=None,
                    error=errors[0] if errors else None, right=None if errors else ordered[-1].right)
 
-def elect(workers: list[int] | None, likeness=None, dependent: bool = True, call=ask_bare):
+def elect(workers: list[int] | None, likeness=None, call=ask_bare):
     """These workers, or all, answer the bare question. The answer that is most like the others counts, by
-    likeness(problem, one, other), else by the problem's grader; if not dependent (on the question), that of
-    the worker whose answers are so over all questions."""
+    likeness(problem, one, other), else by the problem's grader."""
     def system(problems, pools, name):
         groups = ask_each(problems, pools, name, workers or range(len(pools[0])), call)
         scores = np.zeros((len(groups), len(groups[0])))  # (P, W)
@@ -1091,8 +1079,6 @@ def elect(workers: list[int] | None, likeness=None, dependent: bool = True, call
             like = likeness or GRADERS[problem.grader].agree
             for i, other in itertools.product(range(len(row)), rollouts):
                 row[i] += like(problem, rollouts[i].answer, other.answer)
-        if not dependent:
-            scores[:] = scores.sum(0)
         return [vote(rollouts, int(row.argmax())) for rollouts, row in zip(groups, scores)]
     return system
 
@@ -1135,43 +1121,32 @@ def plan_at_random(rollout: Rollout) -> Workflow:
 
 # The Conductor
 
-def conductor(write, prompting: Prompting, rounds: int = 0, edit=None, tries: int = 1, subset: int = 0):
+def conductor(write, prompting: Prompting, rounds: int = 0, edit=None, tries: int = 1, only: str = ""):
     """The system of a Conductor that writes by `write` (workflow.py). rounds: §3.2. edit(workflow) ->
-    workflow takes something away. subset: each problem has its own workers, so many, who can solve it."""
+    workflow takes something away. only: the workers that it may name (§3.2), with commas between."""
     def system(problems, pools, name):
         rollouts = begin(problems, pools, name)
-        rng = random.Random(0)
-        for rollout in rollouts if subset else []:
-            rollout.workers = draw_subset(rollout.problem, rollout.pool, subset, rng)
+        for rollout in rollouts:
+            rollout.workers = numbers_of(only, rollout.pool) or None
         with progress(name, len(rollouts)) as bar:
             return conduct(write, rollouts, rounds, prompting, tries, failure=grade_once(), edit=edit,
                            on_end=lambda rollout: bar.update(rollout.previous is None and not rollout.number))
     return system
 
-def draw_subset(problem: Problem, pool: list, k: int, rng: random.Random) -> list[int]:
-    """The numbers of k local specialists by chance, among whom are some who can solve a laptop problem."""
-    teams = itertools.combinations(range(len(pool)), min(k, len(pool)))
-    able = [team for team in teams if best_chance(problem.kind, [pool[i].name for i in team])]
-    require(able, f"no {k} of {', '.join(worker.name for worker in pool)} can solve {problem.question!r}")
-    return list(rng.choice(able))
-
 # Systems that learn from lessons, which are train problems. All ask under one name: what is asked again is in
 # the replay file.
 
-CALL_COST = 0.02  # where a right answer is worth 1
-
 def rewards(rollouts: list[Rollout]) -> np.ndarray:
-    """1 for a right answer, less the cost of its calls; nan where a worker was lost."""
+    """1 for a right answer, less 0.02 for each of its calls; nan where a worker was lost."""
     right = np.array([rollout.right for rollout in rollouts], float)
-    return right - CALL_COST * np.array([rollout.calls for rollout in rollouts])
+    return right - 0.02 * np.array([rollout.calls for rollout in rollouts])
 
 def trigrams(questions: list[str]) -> torch.Tensor:
     """How often each trigram stands in each question, hashed and normalized: (Q, 4096)."""
     counts = torch.zeros(len(questions), 4096)
     for row, question in zip(counts, questions):
         for i in range(len(question) - 2):
-            trigram = question[i:i + 3].casefold()
-            row[zlib.crc32(trigram.encode()) % 4096] += 1
+            row[zlib.crc32(question[i:i + 3].casefold().encode()) % 4096] += 1
     return torch.nn.functional.normalize(counts)
 
 def router(setup):
@@ -1256,14 +1231,10 @@ def trinity(setup):
             hidden = model(ids, head=lambda x: x[0, -2])  # (C), at the last token but one
         return hidden.float().cpu().numpy()
 
-    texts = [problem.question for problem in setup.lessons]
-    for row in ask_each(setup.lessons, [setup.pool] * len(setup.lessons), "lesson", range(len(setup.pool))):
-        texts += [f"{r.question}\n{rng.choice([*ROLES])}: {r.answer}" for r in row]
-    states = np.stack([state_of(text) for text in texts])  # (N, C)
+    states = np.stack([state_of(problem.question) for problem in setup.lessons])  # (P, C)
     center = states.mean(0)
     _, scale, axes = np.linalg.svd(states - center, full_matrices=False)
-    deviations = (scale + 1e-3 * scale[0]) / math.sqrt(len(states))
-    axes = (axes.T / deviations)[:, :24]  # (C, 24), to variances of 1
+    axes = math.sqrt(len(states)) * axes[:24].T / scale[:24]  # (C, 24), to variances of 1
 
     def take_turns(rollouts, heads):
         """Play up to five rounds (§3.2) of one step, until a verifier accepts. The last response in the role
@@ -1319,7 +1290,7 @@ def from_checkpoint(setup, edit=None):
     model, tokenizer, prompting = load_conductor(setup.checkpoint)
     prompting = replace(prompting, prompt=setup.prompt or prompting.prompt)
     write = model_writer(model, tokenizer, prompting, temperature=0.0)
-    return conductor(write, prompting, setup.rounds, edit, subset=setup.subset)
+    return conductor(write, prompting, setup.rounds, edit, only=setup.only)
 
 def in_the_seat(setup):
     """A worker in the Conductor's seat, who tries the format ten times (in the paper without end)."""
@@ -1340,7 +1311,6 @@ SYSTEMS = {
     "random": System(lambda setup: planned(plan_at_random), calls=2.2),
     "moa": System(lambda setup: planned(propose_and_aggregate), calls=0),
     "smoothie": System(lambda setup: elect(None, common_words), calls=0),
-    "smoothie-independent": System(lambda setup: elect(None, common_words, dependent=False), calls=0),
     "router": System(router, "lessons", 1, 2_000),
     "masrouter": System(masrouter, "lessons", 2, 15_000),
     "trinity": System(trinity, "lessons, trinity", 3, 40_000),
@@ -1351,40 +1321,33 @@ SYSTEMS = {
 COLUMNS = {  # of a row, with the digits behind the point; a row's other keys are kinds
     "accuracy": 1, "±": 1, "lost": 0, "calls": 2, "tokens": 0, "dollars": 5, "dollars/right": 5,
     "calls to learn": 0}
-STUDENT = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 7: 2.365, 9: 2.262, 29: 2.045, 99: 1.984}
 
-def measure(repeats: list[list[Rollout]]) -> dict:
-    """What a system's rollouts [repeat][problem] come to, as one flat row: the share of right answers; ± its
-    95 % interval, over repeats, or over problems where there is one repeat; how many were lost; the mean
-    calls, tokens and dollars (None: unknown) of the others, and what a right answer costs; the share of right
-    answers by kind. What a Conductor costs itself is in none."""
-    judged = [[rollout for rollout in rollouts if rollout.right is not None] for rollouts in repeats]
-    shares = [mean([rollout.right for rollout in rollouts]) for rollouts in judged if rollouts]
-    known = list(itertools.chain(*judged))
+def measure(rollouts: list[Rollout]) -> dict:
+    """What a system's rollouts come to, as one flat row: the share of right answers; ± its 95 % interval,
+    over problems; how many were lost; the mean calls, tokens and dollars (None: unknown) of the others, and
+    what a right answer costs; the share of right answers by kind. A Conductor's own cost is in none."""
+    known = [rollout for rollout in rollouts if rollout.right is not None]
     right = [rollout.right for rollout in known]
     costs = [rollout.cost for rollout in known]
     priced = known and None not in costs
-    row = {"accuracy": mean(shares),
-           # Two right and two wrong ones more (Agresti & Coull): a few that are all right prove little.
-           "±": interval(shares if len(repeats) > 1 else [*right, 0, 0, 1, 1]) if known else None,
-           "lost": sum(map(len, repeats)) - len(known),
+    by_problem = {}
+    for rollout in known:
+        by_problem.setdefault(rollout.problem.id, []).append(rollout.right)
+    # Two right and two wrong ones more (Agresti & Coull): a few that are all right prove little.
+    shares = [*map(mean, by_problem.values()), 0, 0, 1, 1]
+    row = {"accuracy": mean(right),
+           "±": 1.96 * float(np.std(shares)) / math.sqrt(len(shares)) if known else None,
+           "lost": len(rollouts) - len(known),
            "calls": mean([rollout.calls for rollout in known]),
            "tokens": mean([rollout.tokens_used for rollout in known]),
            "dollars": mean(costs) if priced else None,
            "dollars/right": sum(costs) / sum(right) if priced and any(right) else None}
-    for kind in dict.fromkeys(rollout.problem.kind for rollouts in repeats for rollout in rollouts):
+    for kind in dict.fromkeys(rollout.problem.kind for rollout in rollouts):
         row[kind] = mean([rollout.right for rollout in known if rollout.problem.kind == kind])
     return row
 
 def mean(values: list) -> float | None:
     return sum(values) / len(values) if values else None
-
-def interval(values: list[float]) -> float | None:
-    """The mean's 95 % interval, as ± around it, by Student's t; None for fewer than two values."""
-    if len(values) < 2:
-        return None
-    t = [t for freedom, t in STUDENT.items() if freedom < len(values)][-1]
-    return t * float(np.std(values, ddof=1)) / math.sqrt(len(values))
 
 def table(rows: dict[str, dict], title: str = "") -> str:
     """Rows of `measure` under their heads, accuracies in %; "?" is unknown, a blank not there."""
@@ -1403,17 +1366,6 @@ def table(rows: dict[str, dict], title: str = "") -> str:
     texts = ["  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]) for name, *cells in lines]
     return "\n".join(map(str.rstrip, texts))
 
-def average(files: list[str]) -> dict[str, dict]:
-    """Each system's mean row over what several seeds wrote with --out; ± is over these."""
-    require(len(files) > 1, "an average takes two or more files: eval.py average FILE FILE")
-    runs, rows = [read_json(file) for file in files], {}
-    for name in [name for name in runs[0] if all(name in run for run in runs)]:
-        found = [run[name] for run in runs]
-        keys = [key for key in found[0] if all(row.get(key) is not None for row in found)]
-        rows[name] = {key: mean([row[key] for row in found]) for key in keys}
-        rows[name]["±"] = interval([row["accuracy"] for row in found])
-    return rows
-
 def progress(what: str, total: int) -> tqdm:
     """A bar on a terminal (disable=None), of rank 0 only."""
     hidden = os.environ.get("RANK", "0") != "0" or None
@@ -1431,7 +1383,7 @@ class Settings:
     limit: int = 225  # problems of each benchmark, at most
     repeats: int = 1
     rounds: int = 0  # further ones of a Conductor (§3.2)
-    subset: int = 0  # each problem has its own workers, so many (laptop world)
+    only: str = ""  # the workers that a Conductor may name, with commas between; "": all
     prompt: str = ""  # ood, in, mixed, zero-shot; "": as in the Conductor's training
     lessons: str = ""  # whose train problems the learned systems learn from; "": the benchmark's own
     trinity: str = "out/laptop/reference"  # the model whose hidden states the system trinity reads
@@ -1440,7 +1392,7 @@ class Settings:
     sandbox: str = "bwrap"  # or none: for a container that can be thrown away
     seed: int = 1  # of what masrouter and trinity draw
     budget: float = 0.0  # dollars that the workers may cost
-    replay: str = ""  # a file that keeps the replies: what is started again pays for nothing twice
+    replay: str = ""  # a file that keeps the replies; "": with a budget data/replies, else none
     out: str = ""  # a file for the numbers, as JSON; FILE.jsonl gets the traces, for workflow.py show
 
 LESSONS = 256  # train problems that a learned system learns from
@@ -1452,10 +1404,9 @@ def compare_systems(settings: Settings):
     require(not unknown, f"--systems: there is no {unknown}, only {', '.join(SYSTEMS)}")
     require(settings.limit > 0 and settings.repeats > 0, "--limit and --repeats are from 1 on")
     needs = " ".join(SYSTEMS[name].needs for name in names)
-    spec = settings.pool or "local"
-    if "checkpoint" in needs:
-        spec = choose_pool(settings.checkpoint, settings.pool)
-    pool = load_pool(spec, replay=settings.replay, budget=settings.budget)
+    spec = choose_pool(settings.checkpoint, settings.pool) if "checkpoint" in needs else settings.pool
+    replay = settings.replay or (f"{DATA}/replies" if settings.budget else "")  # What is paid is kept.
+    pool = load_pool(spec or "local", replay=replay, budget=settings.budget)
     workers = [worker.name for worker in pool]
     players = [i for i, worker in enumerate(workers) if settings.worker in ("", worker)]
     require(players, f"--worker={settings.worker}: the pool has only {', '.join(workers)}")
@@ -1468,49 +1419,42 @@ def compare_systems(settings: Settings):
     for data in settings.benchmarks.split(","):
         tests[data] = load(data, "test", settings.limit)
         lessons[data] = load(settings.lessons or data, "train", LESSONS) if "lessons" in needs else []
-    is_local = spec in LOCAL and settings.benchmarks in LAPTOP
-    require(is_local or not settings.subset, "--subset is for the laptop world, where skills are known")
     if any(problem.grader in ("code", "unittest") for problem in itertools.chain(*tests.values())):
         check_sandbox()
-    calls = 0
-    for problems, (system, _) in itertools.product(tests.values(), chosen.values()):
-        calls += round(len(problems) * settings.repeats * (system.calls or len(pool))) + system.lessons
+    pairs = itertools.product(tests.values(), chosen.values())
+    calls = sum(round(len(p) * settings.repeats * (s.calls or len(pool))) + s.lessons for p, (s, _) in pairs)
     demand_budget(pool, settings.budget, calls, "this evaluation")
-    twice = "lessons" in needs and settings.budget and not settings.replay
-    require(not twice, "who learns asks much again: give --replay=FILE, which pays for it once")
     numbers, paper = {}, read_json(os.path.join(ASSETS, "paper.json"))  # other questions and other models
     for data, problems in tests.items():
         rows = {}
         for label, (system, number) in chosen.items():
             before = sum(worker.calls for worker in pool)
-            setup = vars(settings) | {"pool": pool, "worker": number, "lessons": lessons[data]}
-            play = system.make(SimpleNamespace(**setup))
+            play = system.make(replace(settings, pool=pool, worker=number, lessons=lessons[data]))
             learned = sum(worker.calls for worker in pool) - before
-            repeats = [play(problems, [pool] * len(problems), f"{data}/{label}/{repeat}")
-                       for repeat in range(settings.repeats)]
-            rows[label] = measure(repeats) | ({"calls to learn": learned} if learned else {})
-            errors = [rollout.error for rollout in itertools.chain(*repeats) if rollout.error]
+            rollouts = []
+            for repeat in range(settings.repeats):
+                rollouts += play(problems, [pool] * len(problems), f"{data}/{label}/{repeat}")
+            rows[label] = measure(rollouts) | ({"calls to learn": learned} if learned else {})
+            errors = [rollout.error for rollout in rollouts if rollout.error]
             if errors:
                 print(f"{label}: {len(errors)} lost, the first by: {errors[0]}")
             numbers[f"{data}, {label}"] = rows[label]
             if settings.out:
-                write_results(settings.out, numbers, {"system": label, "benchmark": data}, repeats)
+                write_results(settings.out, numbers, {"system": label, "benchmark": data}, rollouts)
         singles = [label for label in rows if label.startswith("workers ")]
         if singles:  # in hindsight, on the same questions
             best = max(singles, key=lambda label: rows[label]["accuracy"] or 0)
             rows[f"best single worker: {best.removeprefix('workers ')}"] = rows[best]
-        if is_local and not settings.subset:
-            rows["best workflows"] = {"accuracy": mean([best_chance(p.kind, workers) for p in problems])}
         print("\n" + table(rows | paper.get(data, {}), f"{data}, {len(problems)} problems, %"))
     if pool[0].budget and pool[0].budget.refused:
         raise SystemExit(f"the budget of ${settings.budget:g} is spent, and what came after is not counted: "
-                         "give a larger --budget, and --replay=FILE so that nothing is paid twice")
+                         "give a larger --budget, and nothing is paid twice")
 
-def write_results(out: str, numbers: dict, about: dict, repeats: list[list[Rollout]]):
+def write_results(out: str, numbers: dict, about: dict, rollouts: list[Rollout]):
     """Write all numbers to the file `out`, and rollouts behind the others beside it, for workflow.py show."""
     write_json(out, numbers)
     with open(out.removesuffix(".json") + ".jsonl", "a" if len(numbers) > 1 else "w") as file:
-        for rollout in itertools.chain(*repeats):
+        for rollout in rollouts:
             row = about | {"problem_id": rollout.problem.id} | rollout_to_json(rollout)
             file.write(json.dumps(row) + "\n")
 
@@ -1521,9 +1465,7 @@ def main(argv):
         use_sandbox(settings.sandbox)
         if settings.grader:
             GRADERS["own"] = own_grader(load_function(settings.grader))
-        if words[:1] == ["average"]:
-            print(table(average(words[1:])))
-        elif words == ["prepare"]:
+        if words == ["prepare"]:
             prepare(settings)
         elif words:
             raise SystemExit(f"there is no command {' '.join(words)!r}\n\n{__doc__}")
@@ -1532,7 +1474,7 @@ def main(argv):
     except (OSError, ValueError, WorkerError) as e:
         raise SystemExit(str(e)) from None
     except KeyboardInterrupt:
-        raise SystemExit("interrupted; with --replay=FILE the same command goes on") from None
+        raise SystemExit("interrupted; the same command goes on with the replies that it kept") from None
 
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -158,7 +158,7 @@ def train(settings: Settings, device: str):
         is_due, is_last = done % settings.save_every == 0, done == settings.iterations
         if is_due and not is_last:
             answered = conduct_problems(run, run.test[:MEASURED], settings, f"test:{iteration}")
-            held_out = measure([answered])["accuracy"]
+            held_out = measure(answered)["accuracy"]
         log(settings, iteration, groups, reports, held_out, seconds)
         is_spent = any(all_gather([run.pool[0].budget and run.pool[0].budget.refused]))
         if is_due or is_last or is_spent:

@@ -359,6 +359,7 @@ class Replay:
     processes share the file, a line is one write, and begins with its newline: a torn one harms no other."""
 
     def __init__(self, path: str):
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         self.file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self.replies = {}
         with open(path, encoding="utf-8", errors="replace") as file:
@@ -513,14 +514,6 @@ def laptop_questions(split: str, most: int = 3) -> list[tuple[str, str, str]]:
             for kind, (needed, values) in KINDS.items() if len(needed) <= most
             for name, answer in values.items() if (zlib.crc32(name.encode()) % 4 == 0) == (split == "test")
             for frame in FRAMES]
-
-def best_chance(kind: str, names: list[str]) -> float:
-    """How often the best workflow over specialists of these names answers a question of this kind: always
-    where each trade that it needs has one who never gives up; 0.0: nobody can."""
-    chance = 1.0
-    for trade in KINDS[kind][0]:
-        chance *= max((SKILL[sort] for sort in SKILL if f"{sort} {trade}".strip() in names), default=0.0)
-    return chance
 
 def hashed(what: str, asked) -> float:
     """A number in [0, 1) that is a hash of what was asked: asked the same, a specialist says the same."""

@@ -16,7 +16,7 @@ import requests
 
 import workers
 from workers import (KINDS, LOCAL, PHRASES, QUESTION, TASK, Handler, SpecialistHandler,
-                     best_chance, laptop_questions, load_pool, loopback_server, specialist)
+                     laptop_questions, load_pool, loopback_server, specialist)
 
 ROOT = os.path.dirname(os.path.abspath(workers.__file__))
 ASK = {"model": "calculator", "messages": [{"role": "user", "content": "Question:\nWhat is 6 * 7?"}]}
@@ -229,11 +229,6 @@ def test_the_specialists_that_a_kind_needs_solve_it_and_fewer_do_not(kind):
         assert answer in [solve(kind, question, phrase) for phrase in PHRASES]
         assert all(specialist(name, chat(question, phrase)) != answer for name in LOCAL["local"][:-1]
                    for phrase in PHRASES if len(KINDS[kind][0]) > 1)
-    assert best_chance(kind, LOCAL["local"]) == 1.0
-    for missing in KINDS[kind][0]:
-        names = [name for name in LOCAL["local"] if name != missing]
-        assert best_chance(kind, names) == 0.0
-        assert best_chance(kind, [*names, f"junior {missing}"]) == 0.6
 
 
 def test_questions_are_split_by_their_expressions():
