@@ -66,10 +66,10 @@ class Settings:
     recursion: bool = False  # half of the questions get a second round (§3.2)
     # the objective (§3.1, Eqs. 1 and 2), and AdamW without weight decay
     cost_weight: float = 0.0  # reward lost per dollar of a workflow's calls
-    iterations: int = 240
-    questions: int = 8  # of an iteration
+    iterations: int = 160
+    questions: int = 32  # of an iteration
     review: float = 0.1  # chance to be asked of a question whose kind is always answered; 1: each in its turn
-    rollouts: int = 64  # of a question
+    rollouts: int = 16  # of a question
     minibatches: int = 4  # optimizer steps of an iteration, each on its part of every group
     beta: float = 0.2  # weight of the KL to a reference policy, on a question that is never answered
     lr: float = 7e-4
@@ -88,8 +88,8 @@ class Settings:
     dry_run: bool = False  # say what the run takes and lacks, and do the largest update
 
 # App. A.1. What is "" has to be said on the command line.
-PAPER = dict(init_from="Qwen/Qwen2.5-7B", data="paper", pool="", prompt="ood", max_new_tokens=1024,
-             iterations=200, questions=4, review=1.0, minibatches=1, beta=0.0, lr=1e-6, beta2=0.999)
+PAPER = dict(init_from="Qwen/Qwen2.5-7B", data="paper", pool="", prompt="ood", iterations=200, lr=1e-6,
+             max_new_tokens=1024, questions=4, rollouts=64, review=1.0, minibatches=1, beta=0.0, beta2=0.999)
 # The extensions of §3.2, in a laptop world with two workers for each trade. They start from "pairs", and
 # their KL is to the policy that "pairs" started from, which still explores all workers and lengths.
 PAIRS = dict(pool="local:pairs", warm_steps=1000, warm_extensions=True)
@@ -103,7 +103,7 @@ PRESETS = {
     "paper-recursive": dict(PAPER, init_from="out/paper/checkpoint", data="recursion", recursion=True,
                             iterations=20, token_budget=4096),
     "own": dict(PAPER, init_from="", data=""),
-    "pairs": dict(PAIRS, iterations=540),
+    "pairs": dict(PAIRS, iterations=360),
     "pools": dict(TUNE, subset=4),
     "recursive": dict(TUNE, pool="local:tired", recursion=True),
 }
