@@ -1,7 +1,7 @@
 """Draw what train.py and eval.py have written (needs matplotlib: pip install matplotlib).
 
     python assets/plot.py RUN              accuracy, steps, workers (Figs. 3, 7, 8): RUN/curve.png
-    python assets/plot.py RUN RUN …        the accuracy of several runs: accuracy.png
+    python assets/plot.py RUN RUN …        the accuracy of several runs: accuracy.png, and the mean in the end
     python assets/plot.py workflows RUN    what the Conductor wrote in the course of a run: RUN/workflows.png
     python assets/plot.py FILE.json        cost and accuracy, of eval.py --out=FILE.json: FILE.png
 
@@ -13,7 +13,7 @@ import math
 import os
 import sys
 import textwrap
-from statistics import mean, mode
+from statistics import mean, mode, stdev
 
 try:
     import matplotlib.pyplot as plt
@@ -139,7 +139,20 @@ def compare_runs(runs: list[str]) -> str:
         ends.append(draw_accuracy(axes, read(f"{run}/metrics.jsonl"), name, ink))
     axes.set_xlabel("iteration (means of the last ten)")
     label(axes, ends)
+    print_ends(runs)
     return "accuracy.png"
+
+def print_ends(runs: list[str]):
+    """Say how each run that has ended answers held-out questions, its worst kind, and the mean over runs."""
+    shares = []
+    for run in filter(lambda run: os.path.exists(f"{run}/test.json"), runs):
+        row = next(iter(read(f"{run}/test.json").values()))
+        kinds = {kind for line in read(f"{run}/metrics.jsonl") for kind in line["by_kind"]} & row.keys()
+        worst = min(kinds, key=row.get)
+        print(f"{run}: {row['accuracy']:.1%}, {worst} {row[worst]:.0%}, {row['calls']:.2f} calls")
+        shares.append(row["accuracy"])
+    if len(shares) > 1:
+        print(f"mean {mean(shares):.1%}, standard deviation {stdev(shares):.1%}")
 
 # ---- Workflows ---------------------------------------------------------------------------------------------
 
