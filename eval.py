@@ -706,7 +706,7 @@ def grade_once():
     locks, known = {}, {}
 
     def judge(problem, response):
-        key = problem.id, response
+        key = problem.id, problem.answer, response
         with locks.setdefault(key, threading.Lock()):
             if key not in known:
                 known[key] = failure(problem, response)
@@ -942,7 +942,7 @@ def read_problems(file: str) -> list[Problem]:
             try:
                 if line.strip():
                     problems.append(own_problem(line, f"{os.path.basename(file)}/{n}"))
-            except ValueError as e:
+            except (ValueError, TypeError) as e:
                 faults.append(f"{file}, line {n}: {e}")
     require(problems and not faults, "\n".join(faults[:20]) or f"{file} is empty")
     return problems
@@ -963,7 +963,7 @@ def own_problem(line: bytes, id: str) -> Problem:
     require(not missing, f'the grader {problem.grader} needs "extra": {{{", ".join(missing)}}}')
     require(problem.question.strip(), "question: it has 0 characters")
     if problem.grader == "code":  # `prepare` writes the place of LiveCodeBench's tests instead
-        pairs = isinstance(extra["tests"], dict) or all(map(are_texts, extra["tests"]))
+        pairs = isinstance(extra["tests"], dict) or all(are_texts(p) and len(p) == 2 for p in extra["tests"])
         require(extra["tests"] and pairs, "tests are pairs of texts, [input, output]")
     elif problem.grader not in ("unittest", "own"):
         require(are_texts(extra.get("choices", [])), "choices are a list of texts")
@@ -1234,7 +1234,7 @@ def trinity(setup):
     states = np.stack([state_of(problem.question) for problem in setup.lessons])  # (P, C)
     center = states.mean(0)
     _, scale, axes = np.linalg.svd(states - center, full_matrices=False)
-    axes = math.sqrt(len(states)) * axes[:24].T / scale[:24]  # (C, 24), to variances of 1
+    axes = math.sqrt(len(states)) * axes[:24].T / (scale[:24] + 1e-3 * scale[0])  # (C, 24), to variances of 1
 
     def take_turns(rollouts, heads):
         """Play up to five rounds (§3.2) of one step, until a verifier accepts. The last response in the role
@@ -1313,7 +1313,7 @@ SYSTEMS = {
     "smoothie": System(lambda setup: elect(None, common_words), calls=0),
     "router": System(router, "lessons", 1, 2_000),
     "masrouter": System(masrouter, "lessons", 2, 15_000),
-    "trinity": System(trinity, "lessons, trinity", 3, 40_000),
+    "trinity": System(trinity, "lessons", 3, 40_000),
 }
 
 # ---- Measure, and tables -----------------------------------------------------------------------------------
@@ -1343,7 +1343,7 @@ def measure(rollouts: list[Rollout]) -> dict:
            "dollars": mean(costs) if priced else None,
            "dollars/right": sum(costs) / sum(right) if priced and any(right) else None}
     for kind in dict.fromkeys(rollout.problem.kind for rollout in rollouts):
-        row[kind] = mean([rollout.right for rollout in known if rollout.problem.kind == kind])
+        row.setdefault(kind, mean([rollout.right for rollout in known if rollout.problem.kind == kind]))
     return row
 
 def mean(values: list) -> float | None:
@@ -1392,7 +1392,7 @@ class Settings:
     sandbox: str = "bwrap"  # or none: for a container that can be thrown away
     seed: int = 1  # of what masrouter and trinity draw
     budget: float = 0.0  # dollars that the workers may cost
-    replay: str = ""  # a file that keeps the replies; "": with a budget data/replies, else none
+    replay: str = ""  # a file of replies, which are not asked for again; "": with a budget data/replies
     out: str = ""  # a file for the numbers, as JSON; FILE.jsonl gets the traces, for workflow.py show
 
 LESSONS = 256  # train problems that a learned system learns from
@@ -1421,9 +1421,9 @@ def compare_systems(settings: Settings):
         lessons[data] = load(settings.lessons or data, "train", LESSONS) if "lessons" in needs else []
     if any(problem.grader in ("code", "unittest") for problem in itertools.chain(*tests.values())):
         check_sandbox()
-    pairs = itertools.product(tests.values(), chosen.values())
-    calls = sum(round(len(p) * settings.repeats * (s.calls or len(pool))) + s.lessons for p, (s, _) in pairs)
-    demand_budget(pool, settings.budget, calls, "this evaluation")
+    calls = sum(len(problems) * settings.repeats * (1 + settings.rounds) * (system.calls or len(pool))
+                + system.lessons for problems in tests.values() for system, _ in chosen.values())
+    demand_budget(pool, settings.budget, round(calls), "this evaluation")
     numbers, paper = {}, read_json(os.path.join(ASSETS, "paper.json"))  # other questions and other models
     for data, problems in tests.items():
         rows = {}

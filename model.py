@@ -257,7 +257,7 @@ JINJA = ("{% if messages[0]['role'] != 'system' %}<|im_start|>system\n" + SYSTEM
 
 class Tokenizer:
     """A Hugging Face tokenizer.json with Qwen2.5's chat template. `len` counts the ids in use; a model may
-    have more. `eos_id` ends a turn of a chat. A model has ended what it writes with any of `end_ids`.
+    have more. `eos_id` ends a turn of a chat, any of `end_ids` what a model writes, base models included.
 
     Text never turns into control tokens: only `chat` writes <|im_start|> and <|im_end|>, so a question or a
     worker's reply that spells them cannot end its own turn."""
@@ -271,8 +271,7 @@ class Tokenizer:
         self.eos_id = bpe.token_to_id("<|im_end|>")
         if {self.start_id, self.eos_id} & {None, *self.encode("<|im_start|><|im_end|>")}:
             raise ValueError("no ChatML tokenizer: <|im_start|> and <|im_end|> must be special tokens")
-        ends = (self.eos_id, bpe.token_to_id("<|endoftext|>"))  # with which base models end what they write
-        self.end_ids = [i for i in ends if i is not None]
+        self.end_ids = [i for i in (self.eos_id, bpe.token_to_id("<|endoftext|>")) if i is not None]
 
     @classmethod
     def from_pretrained(cls, path: str) -> "Tokenizer":
@@ -285,8 +284,9 @@ class Tokenizer:
     def save_pretrained(self, path: str):
         """Write tokenizer.json, and for transformers and vLLM the chat template and where they stop."""
         self.bpe.save(os.path.join(path, "tokenizer.json"))
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": JINJA}
-        write_json(os.path.join(path, "tokenizer_config.json"), {**config, "eos_token": "<|im_end|>"})
+        write_json(os.path.join(path, "tokenizer_config.json"), {
+            "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
+            "chat_template": JINJA, "eos_token": "<|im_end|>"})
         write_json(os.path.join(path, "generation_config.json"), {"eos_token_id": self.end_ids})
 
     def __len__(self) -> int:

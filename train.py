@@ -569,6 +569,7 @@ def on_rank0(job):
 def leave(why: str):
     """End the program on all ranks, which all call this, with a message on one; "": all is well."""
     status = why if dist.get_rank() == 0 else 1
+    dist.destroy_process_group()  # Else its threads may abort the program at its end.
     raise SystemExit(status if why else 0)
 
 def all_gather(mine: list) -> list:
@@ -687,8 +688,7 @@ def save_for_use(run: Run, settings: Settings, folder: Path):
     on_rank0(write)
 
 def trained(run: Run) -> dict[str, torch.Tensor]:
-    """What training changes: fp32 weights, Adam's step and two moments of each, and what is known of
-    kinds."""
+    """What training changes: fp32 weights, Adam's step and moments, and what is known of kinds."""
     state = {f"wrong {kind}": share for kind, share in run.wrong.items()}
     for name, p in run.model.named_parameters():
         state[name] = p.detach()

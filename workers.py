@@ -85,12 +85,13 @@ class Worker:
         and at once after a timeout, another 4xx, for a spent account or an unknown host."""
         params = {**self.params, **overrides}
         key = self.replay.key(self, messages, params, call_id) if self.replay and call_id else None
-        reply = self.replay.replies.get(key) if key else None
-        if reply is None:
-            with self.slots:
-                reply = self.ask(messages, params)
-            if key:
-                self.replay.keep(key, reply)
+        with self.replay.locks.setdefault(key, threading.Lock()) if key else contextlib.nullcontext():
+            reply = self.replay.replies.get(key) if key else None  # What is asked twice at once is paid once.
+            if reply is None:
+                with self.slots:
+                    reply = self.ask(messages, params)
+                if key:
+                    self.replay.keep(key, reply)
         with self.lock:
             self.calls += 1
             self.spent += reply.cost or 0.0
@@ -361,7 +362,7 @@ class Replay:
     def __init__(self, path: str):
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         self.file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        self.replies = {}
+        self.replies, self.locks = {}, {}  # by key
         with open(path, encoding="utf-8", errors="replace") as file:
             for line in file:
                 with contextlib.suppress(ValueError, TypeError, KeyError):  # a torn line
@@ -370,7 +371,7 @@ class Replay:
 
     def key(self, worker: Worker, messages: list[dict], params: dict, call_id: str) -> str:
         url = "" if re.match(LOOPBACK, worker.base_url) else worker.base_url  # Ports change.
-        asked = [worker.name, worker.protocol, url, worker.model, messages, params, call_id]
+        asked = [worker.name, worker.protocol, url, worker.model + worker.function, messages, params, call_id]
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
     def keep(self, key: str, reply: Reply):

@@ -482,7 +482,7 @@ def view(rollout: Rollout) -> str:
     seconds = sum(one.seconds for one in rollout.rounds())
     out.append(f"\nAnswer: {rollout.answer}")
     out.append(f"Calls: {rollout.calls}, tokens: {rollout.tokens_used}, cost: {cost}, {seconds:.1f} s")
-    out += [] if rollout.right is None else [f"Judged: {rollout.failure or rollout.invalid or 'right'}"]
+    out += [] if rollout.right is None else [f"Right: {rollout.right}. {rollout.failure}{rollout.invalid}"]
     return printable("\n".join(out))
 
 def printable(text: str) -> str:

@@ -143,13 +143,13 @@ def compare_runs(runs: list[str]) -> str:
     return "accuracy.png"
 
 def print_ends(runs: list[str]):
-    """Say how each run that has ended answers held-out questions, its worst kind, and the mean over runs."""
+    """Say how each run that has ended answers held-out questions, and the mean over runs."""
     shares = []
     for run in filter(lambda run: os.path.exists(f"{run}/test.json"), runs):
         row = next(iter(read(f"{run}/test.json").values()))
-        kinds = {kind for line in read(f"{run}/metrics.jsonl") for kind in line["by_kind"]} & row.keys()
-        worst = min(kinds, key=row.get)
-        print(f"{run}: {row['accuracy']:.1%}, {worst} {row[worst]:.0%}, {row['calls']:.2f} calls")
+        kinds = {kind for line in read(f"{run}/metrics.jsonl") for kind in line["by_kind"]}
+        worst = min(row.get(kind) or 0 for kind in kinds)
+        print(f"{run}: {row['accuracy']:.1%}, the worst kind {worst:.0%}, {row['calls']:.2f} calls")
         shares.append(row["accuracy"])
     if len(shares) > 1:
         print(f"mean {mean(shares):.1%}, standard deviation {stdev(shares):.1%}")

@@ -334,6 +334,9 @@ def test_a_replay_makes_a_second_run_free(tmp_path):
         first.chat(CHAT)  # Without a call_id it is asked, and not kept.
         worker(server, name="another", replay=Replay(tmp_path / "replay")).chat(CHAT, call_id="a")
         assert len(server.requests) == 6
+        with ThreadPoolExecutor(8) as threads:  # What is asked by many at once is paid once.
+            assert len({*threads.map(lambda _: first.chat(CHAT, "c").text, range(8))}) == 1
+        assert len(server.requests) == 7
 
 
 def test_torn_lines_are_ignored_and_harm_no_other(tmp_path):

@@ -282,7 +282,7 @@ def test_show_lists_rollouts_and_shows_one(tmp_path):
     rollouts[0].right, rollouts[1].right, rollouts[1].failure = True, False, "answered 41"
     file.write_text("".join(json.dumps(rollout_to_json(r)) + "\n" for r in rollouts))
     assert [line.split()[1] for line in show(str(file)).splitlines()] == ["right", "wrong"]
-    assert "Judged: right" in show(str(file), 0) and "Judged: answered 41" in show(str(file), 1)
+    assert "Right: True" in show(str(file), 0) and "Right: False. answered 41" in show(str(file), 1)
     file.write_text("{}\n")
     with pytest.raises(ValueError, match="line 0, holds no rollout"):
         show(str(file))
