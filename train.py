@@ -456,7 +456,7 @@ def check_money(settings: Settings, rows: list[dict], n_test: int):
     measured = settings.iterations // settings.save_every * min(MEASURED, n_test) + 2 * n_test
     calls = 3 * (rollouts + measured) + len(rows) * n_test
     cost = probable_cost(rows, calls)
-    print0(f"about {calls:,} calls, three a workflow" + ", at no cost" * (cost == 0))
+    print0(f"about {calls:,} calls, three a workflow" + (", at no cost" if cost == 0 else ""))
     demand_budget(rows, settings.budget, calls, "this run")
     if settings.cost_weight and cost is None:
         raise ValueError("--cost_weight takes dollars from the reward, and a worker has no price")
