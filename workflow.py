@@ -151,8 +151,8 @@ def messages(question: str, workers: int | list[int], max_steps: int = 5, previo
             raise ValueError(f"prompt {prompt!r}: there are {', '.join(known)} and short")
         parts = [ROLE.format(max_steps=max_steps)]
         for case in known[prompt]:
-            workflow = Workflow([Step(numbers[i % len(numbers)], subtask, [], bool(access))
-                                 for i, subtask, access in case["steps"]])
+            steps = [Step(**step) for step in case["steps"]]
+            workflow = Workflow([replace(s, worker=numbers[s.worker % len(numbers)]) for s in steps])
             if len(workflow.steps) <= max_steps:
                 parts.append(f"Example question: {case['question']}\n\n{case['plan']}\n{as_lists(workflow)}")
         models = ", ".join(f"Model {number}" for number in numbers)
@@ -174,15 +174,14 @@ def as_lists(workflow: Workflow) -> str:
     """The lists as a Conductor writes them, with ["all"] for all earlier steps; `parse` reads them."""
     access = [["all"] if step.wrote_all or 0 < i and step.access == [*range(i)] else step.access
               for i, step in enumerate(workflow.steps)]
-    subtasks = json.dumps([step.subtask for step in workflow.steps], ensure_ascii=False)
-    workers = [step.worker for step in workflow.steps]
-    return f"model_id = {workers}\nsubtasks = {subtasks}\naccess_list = {json.dumps(access)}"
+    lists = zip(LISTS, ([s.worker for s in workflow.steps], [s.subtask for s in workflow.steps], access))
+    return "\n".join(f"{name} = {json.dumps(values, ensure_ascii=False)}" for name, values in lists)
 
 # ---- Parse -----------------------------------------------------------------------------------------------
-LISTS = ("model_id", "subtasks", "access_list")
+LISTS = {"model_id": r"model(?:\\?_|[ -])ids?", "subtasks": "sub-?tasks?",
+         "access_list": r"access(?:\\?_|[ -])lists?"}  # a step's parts, and how models write their names
 # A list's name and what may stand around it: Markdown's or JSON's quotes, list[int], a remark in brackets.
-NAME = r"""(?<![A-Za-z0-9_])(?:(?P<model_id>model(?:\\?_|[ -])ids?)|(?P<subtasks>sub-?tasks?)
-    |(?P<access_list>access(?:\\?_|[ -])lists?))[\s*`"']{0,20}
+NAME = "(?<![A-Za-z0-9_])(?:" + "|".join(f"(?P<{name}>{LISTS[name]})" for name in LISTS) + r""")[\s*`"']{0,20}
     (?::\s{0,4}[A-Za-z][\w.]{0,20}\s{0,4}(?:\[[^=\n]{0,60}\])?\s{0,4}(?==)|\([^()\n]{0,80}\))?
     [\s*`]{0,9}[:=][\s*`]{0,20}(?:(?:python|json)\s)?(?=\[)"""
 HEADING = r"(?P<heading>^[\s>#*]{0,8}(?P<example>example\ )?(?:\w{1,12}\ )?question(?:\ \d{1,3})?[* ]{0,4}:)"
@@ -214,7 +213,7 @@ def parse(text: str, workers: int | list[int], max_steps: int = 5, allow_empty: 
         except WorkflowError as e:
             error = e
         else:  # In the prompt's order these lists end here: a later attempt that is cut off needs its own.
-            window = [] if tuple(dict(window)) == LISTS else window
+            window = [] if [*dict(window)] == [*LISTS] else window
     if workflow is None:
         raise error
     return workflow
@@ -284,16 +283,17 @@ def steps_of(lists: dict, numbers: list[int], max_steps: int, allow_empty: bool)
 # ---- Run -------------------------------------------------------------------------------------------------
 def call_worker(rollout: Rollout, i: int) -> Reply:
     """Make the call of step i: the question, past turns of (subtask, response), and its own subtask."""
-    steps, texts = rollout.workflow.steps, []
+    steps = rollout.workflow.steps
+    sees = [(steps[j], rollout.replies[j].text) for j in steps[i].access]
     if steps[i].wrote_all and rollout.previous:  # It also sees the last answer (§3.2).
         last = [r for r in rollout.previous.rounds() if r.replies][-1]
-        texts += [TASK + last.workflow.steps[-1].subtask, last.answer]
-    for j in steps[i].access:
-        texts += [TASK + steps[j].subtask, rollout.replies[j].text]
-    texts.append(TASK + steps[i].subtask)
+        sees.insert(0, (last.workflow.steps[-1], last.answer))
+    texts = []
+    for step, response in [*sees, (steps[i], "")]:
+        texts += [TASK + step.subtask, response]
     texts[0] = f"{QUESTION}{rollout.question}\n\n{texts[0]}"
     roles = itertools.cycle(["user", "assistant"])
-    chat = [{"role": role, "content": text} for role, text in zip(roles, texts)]
+    chat = [{"role": role, "content": text} for role, text in zip(roles, texts[:-1])]
     return rollout.pool[steps[i].worker].chat(chat, call_id=call_id(rollout, i))
 
 def call_id(rollout: Rollout, step: int | str) -> str:
@@ -450,8 +450,8 @@ def strip(rollout: Rollout, **changes) -> Rollout:
     return replace(rollout, pool=[], problem=None, previous=previous, **changes)
 
 def rollout_to_json(rollout: Rollout, with_tokens: bool = False) -> dict:
-    """A dict for json.dumps, of which `rollout_from_json` makes an equal rollout, but for pool and problem
-    and, unless with_tokens, what the model read and drew. Totals are added for readers of the file."""
+    """A dict for json.dumps and `rollout_from_json`: without pool and problem and, unless with_tokens, what
+    the model read and drew, and with totals for readers of the file."""
     changes = {} if with_tokens else {"prompt": [], "tokens": [], "logprobs": []}
     totals = {name: getattr(rollout, name) for name in ("answer", "calls", "tokens_used", "cost")}
     return asdict(strip(rollout, **changes)) | totals
