@@ -31,7 +31,7 @@ for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from tokenizers import Regex, Tokenizer as BPE, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as BPE, decoders, models, pre_tokenizers, trainers
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from tqdm import tqdm
 
@@ -41,7 +41,7 @@ from grpo import HEAD_LOGITS, my_share, packed_logprobs, schedule, set_advantage
 from model import Config, Qwen, Tokenizer, compute_dtype, configure, fetch, write_json
 from workers import LOCAL, Reply, WorkerError, check_pool, demand_budget, first_words, load_function
 from workers import load_pool, probable_cost, read_pool
-from workflow import Prompting, Rollout, Workflow, as_lists, messages, model_writer, parse, roll_out
+from workflow import Prompting, Rollout, Workflow, as_lists, messages, model_writer, roll_out
 from workflow import rollout_from_json, rollout_to_json, save_prompting, strip
 
 @dataclass
@@ -66,7 +66,7 @@ class Settings:
     recursion: bool = False  # half of the questions get a second round (§3.2)
     # the objective (§3.1, Eqs. 1 and 2), and AdamW without weight decay
     cost_weight: float = 0.0  # reward lost per dollar of a workflow's calls
-    iterations: int = 160
+    iterations: int = 120
     questions: int = 32  # of an iteration
     review: float = 0.1  # chance to be asked of a question whose kind is always answered; 1: each in its turn
     rollouts: int = 16  # of a question
@@ -93,7 +93,7 @@ PAPER = dict(init_from="Qwen/Qwen2.5-7B", data="paper", pool="", prompt="ood", i
 # The extensions of §3.2, in a laptop world with two workers for each trade. They start from "pairs", and
 # their KL is to the policy that "pairs" started from, which still explores all workers and lengths.
 PAIRS = dict(pool="local:pairs", warm_steps=1000, warm_extensions=True)
-TUNE = dict(PAIRS, init_from="out/pairs/checkpoint", warm_steps=0, iterations=160, lr=3e-4, beta=0.05)
+TUNE = dict(PAIRS, init_from="out/pairs/checkpoint", warm_steps=0, iterations=120, lr=3e-4, beta=0.05)
 PRESETS = {
     "laptop": {},
     "small": dict(init_from="Qwen/Qwen2.5-0.5B-Instruct", data="laptop:1", max_steps=3, iterations=100,
@@ -103,7 +103,7 @@ PRESETS = {
     "paper-recursive": dict(PAPER, init_from="out/paper/checkpoint", data="recursion", recursion=True,
                             iterations=20, token_budget=4096),
     "own": dict(PAPER, init_from="", data=""),
-    "pairs": dict(PAIRS, iterations=360),
+    "pairs": dict(PAIRS, iterations=240),
     "pools": dict(TUNE, subset=4),
     "recursive": dict(TUNE, pool="local:tired", recursion=True),
 }
@@ -242,14 +242,10 @@ TINY_CONFIG = Config(900, 128, 384, num_hidden_layers=2, num_attention_heads=4, 
                      rope_theta=100.0, tie_word_embeddings=True, max_position_embeddings=1024)
 
 def tiny_conductor(problems: list, n_workers: int, settings: Settings) -> tuple[Qwen, Tokenizer]:
-    """A Qwen2.5 of half a million parameters and a byte-level BPE of 900 tokens. A quoted subtask, a list's
-    opening, an empty or "all" access list, empty lists alone are one token: choosing one is one decision."""
-    pieces = (r'(?:\b\w+ = \[\]\n?){2,}', r'\p{L}+\n', r'\n\w+ = \[', r',? ?"[^"\d\n]*"', r' ?\["all"\],?',
-              r' ?\[\],?', r' ?\p{L}+', r' ?\d', r' ?[^\s\p{L}\d]+', r'\s+')
+    """A Qwen2.5 of half a million parameters, and a byte-level BPE of 900 tokens made from random lessons."""
     bpe = BPE(models.BPE())
-    split = pre_tokenizers.Split(Regex("|".join(pieces)), "isolated")
-    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     bpe.decoder = decoders.ByteLevel()
     rng, texts = random.Random(settings.seed), []
     for problem in problems[:4000]:
@@ -266,30 +262,23 @@ def tiny_conductor(problems: list, n_workers: int, settings: Settings) -> tuple[
             torch.nn.init.normal_(p, std=0.1 if "embed" in name else 0.06)
     return model, tokenizer
 
-def random_completion(problem, rng: random.Random, workers: list[int], settings: Settings) -> str:
-    """A random workflow in a Conductor's words, which do not say whether it is good. A tiny one's plan is how
-    the question begins. The number of steps stands where it can be counted, for the other lists."""
-    workflow = evaluation.random_workflow(rng, workers, settings.max_steps, evaluation.phrases_for(problem))
-    if settings.init_from:
-        return as_lists(workflow)
-    first, others = as_lists(workflow).split("\n", 1)
-    return f"Plan: {' '.join(problem.question.split()[:12])}\n{first} # {len(workflow.steps)} steps\n{others}"
-
 def random_lesson(problem, rng: random.Random, n_workers: int, settings: Settings) -> tuple[list[dict], str]:
-    """A chat and a completion in the right format. With warm_extensions a fifth are second rounds: the chat
-    holds an earlier workflow and some response, and the completion is a new workflow or empty lists."""
-    workers = [*range(n_workers)]
+    """A chat and a random workflow, which does not say what a good one is. With warm_extensions a fifth are
+    second rounds: the chat holds an earlier workflow and some response; a new one or empty lists follow."""
+    workers, previous = [*range(n_workers)], None
     if settings.warm_extensions:
         workers = sorted(rng.sample(workers, rng.randint(min(2, n_workers), n_workers)))
-    completion, previous = random_completion(problem, rng, workers, settings), None
+    phrases = evaluation.phrases_for(problem)
+    workflow = evaluation.random_workflow(rng, workers, settings.max_steps, phrases)
     if rng.random() < 0.2 * settings.warm_extensions:
         response = rng.choice((problem.answer, problem.question, "I have lost the thread.",
                                "I find nothing here to work on."))
-        previous = Rollout(problem.question, written=completion, replies=[Reply(response, 0, 0, 0.0)],
-                           workflow=parse(completion, workers, settings.max_steps))
-        completion = rng.choice((random_completion(problem, rng, workers, settings), as_lists(Workflow([]))))
+        previous = Rollout(problem.question, workflow=workflow, replies=[Reply(response, 0, 0, 0.0)])
+        another = evaluation.random_workflow(rng, workers, settings.max_steps, phrases)
+        workflow = rng.choice((another, Workflow([])))
     named = n_workers if len(workers) == n_workers else workers
-    return messages(problem.question, named, settings.max_steps, previous, settings.prompt), completion
+    chat = messages(problem.question, named, settings.max_steps, previous, settings.prompt)
+    return chat, as_lists(workflow)
 
 def warm_start(run: Run, settings: Settings):
     """Learn to write random workflows in the right format; what a good one is, nothing here says. For the

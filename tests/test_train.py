@@ -147,10 +147,9 @@ def test_ablations_edit_the_workflow():
     assert [(step.access, step.wrote_all) for step in blind.steps] == [([], False)] * 2
     assert [step.subtask for step in blind.steps] == ["Find it.", "Check it."]
 
-@pytest.mark.parametrize("init_from", ["", "a pretrained model"])
-def test_lessons_of_the_warm_start_are_random_workflows(init_from):
+def test_lessons_of_the_warm_start_are_random_workflows():
     problem = load("laptop", "train", 1)[0]
-    settings = Settings(warm_extensions=True, init_from=init_from)
+    settings = Settings(warm_extensions=True)
     rng, seconds, kept, sizes = random.Random(0), 0, 0, set()
     for _ in range(200):
         chat, completion = random_lesson(problem, rng, 5, settings)
@@ -165,15 +164,12 @@ def test_lessons_of_the_warm_start_are_random_workflows(init_from):
     assert 20 < seconds < 65 and 5 < kept < 40 and sizes == {2, 3, 4, 5}
     assert as_lists(Workflow([])) not in random_lesson(problem, rng, 5, Settings())[1]
 
-@pytest.mark.parametrize("init_from", ["", "a pretrained model"])
-def test_workers_of_other_problems_are_not_told_what_only_the_laptops_coder_obeys(init_from):
+def test_workers_of_other_problems_are_not_told_what_only_the_laptops_coder_obeys():
     problem = Problem("mine.jsonl/1", "Who wrote Emma?", "Jane Austen", "short")
-    settings = Settings(init_from=init_from, data="mine.jsonl")
+    settings = Settings(data="mine.jsonl")
     told = "".join(random_lesson(problem, random.Random(i), 5, settings)[1] for i in range(100)).lower()
     assert "solve the question" in told
     assert not any(word in told for word in ("vowels", "reverse", "capitals"))
-    long = replace(problem, question="Who wrote Emma? " * 99)  # whose repetition would not fit
-    assert random_lesson(long, random.Random(0), 5, settings)[1].count("Emma") < 9
 
 # ---- What ends a run, or part of it ------------------------------------------------------------------------
 
