@@ -263,22 +263,25 @@ def tiny_conductor(problems: list, n_workers: int, settings: Settings) -> tuple[
     return model, tokenizer
 
 def random_lesson(problem, rng: random.Random, n_workers: int, settings: Settings) -> tuple[list[dict], str]:
-    """A chat and a random workflow, which does not say what a good one is. With warm_extensions a fifth are
-    second rounds: the chat holds an earlier workflow and some response; a new one or empty lists follow."""
+    """A chat and a random workflow, which does not say what a good one is. A tiny Conductor's plan before it is
+    how the question begins. With warm_extensions a fifth are second rounds: the chat holds an earlier
+    workflow and some response; a new one or empty lists follow."""
     workers, previous = [*range(n_workers)], None
     if settings.warm_extensions:
         workers = sorted(rng.sample(workers, rng.randint(min(2, n_workers), n_workers)))
     phrases = evaluation.phrases_for(problem)
+    plan = "" if settings.init_from else f"Plan: {' '.join(problem.question.split()[:12])}\n"
     workflow = evaluation.random_workflow(rng, workers, settings.max_steps, phrases)
+    completion = plan + as_lists(workflow)
     if rng.random() < 0.2 * settings.warm_extensions:
         response = rng.choice((problem.answer, problem.question, "I have lost the thread.",
                                "I find nothing here to work on."))
-        previous = Rollout(problem.question, workflow=workflow, replies=[Reply(response, 0, 0, 0.0)])
+        previous = Rollout(problem.question, written=completion, workflow=workflow,
+                           replies=[Reply(response, 0, 0, 0.0)])
         another = evaluation.random_workflow(rng, workers, settings.max_steps, phrases)
-        workflow = rng.choice((another, Workflow([])))
+        completion = rng.choice((plan + as_lists(another), as_lists(Workflow([]))))
     named = n_workers if len(workers) == n_workers else workers
-    chat = messages(problem.question, named, settings.max_steps, previous, settings.prompt)
-    return chat, as_lists(workflow)
+    return messages(problem.question, named, settings.max_steps, previous, settings.prompt), completion
 
 def warm_start(run: Run, settings: Settings):
     """Learn to write random workflows in the right format; what a good one is, nothing here says. For the
@@ -445,7 +448,8 @@ def check_money(settings: Settings, rows: list[dict], n_test: int):
     measured = settings.iterations // settings.save_every * min(MEASURED, n_test) + 2 * n_test
     calls = 3 * (rollouts + measured) + len(rows) * n_test
     cost = probable_cost(rows, calls)
-    print0(f"about {calls:,} calls, three a workflow" + (", at no cost" if cost == 0 else ""))
+    if cost == 0:
+        print0(f"about {calls:,} calls, three a workflow, at no cost")
     demand_budget(rows, settings.budget, calls, "this run")
     if settings.cost_weight and cost is None:
         raise ValueError("--cost_weight takes dollars from the reward, and a worker has no price")

@@ -170,6 +170,8 @@ def test_workers_of_other_problems_are_not_told_what_only_the_laptops_coder_obey
     told = "".join(random_lesson(problem, random.Random(i), 5, settings)[1] for i in range(100)).lower()
     assert "solve the question" in told
     assert not any(word in told for word in ("vowels", "reverse", "capitals"))
+    long = replace(problem, question="Who wrote Emma? " * 99)  # whose repetition would not fit
+    assert random_lesson(long, random.Random(0), 5, settings)[1].count("Emma") < 9
 
 # ---- What ends a run, or part of it ------------------------------------------------------------------------
 
