@@ -263,9 +263,9 @@ def tiny_conductor(problems: list, n_workers: int, settings: Settings) -> tuple[
     return model, tokenizer
 
 def random_lesson(problem, rng: random.Random, n_workers: int, settings: Settings) -> tuple[list[dict], str]:
-    """A chat and a random workflow, which does not say what a good one is. A tiny Conductor's plan before it is
-    how the question begins. With warm_extensions a fifth are second rounds: the chat holds an earlier
-    workflow and some response; a new one or empty lists follow."""
+    """A chat and a random workflow, which does not say what a good one is, behind a plan: a tiny Conductor's
+    is how the question begins. With warm_extensions a fifth are second rounds: the chat holds an earlier
+    workflow and some response; a new workflow or empty lists follow."""
     workers, previous = [*range(n_workers)], None
     if settings.warm_extensions:
         workers = sorted(rng.sample(workers, rng.randint(min(2, n_workers), n_workers)))
