@@ -172,9 +172,9 @@ def ask(rollout: Rollout, prompting: Prompting) -> list[dict]:
 
 def as_lists(workflow: Workflow) -> str:
     """The lists as a Conductor writes them, with ["all"] for all earlier steps; `parse` reads them."""
-    access = [["all"] if step.wrote_all or 0 < i and step.access == [*range(i)] else step.access
-              for i, step in enumerate(workflow.steps)]
-    lists = zip(LISTS, ([s.worker for s in workflow.steps], [s.subtask for s in workflow.steps], access))
+    steps = workflow.steps
+    access = [["all"] if s.wrote_all or 0 < i == len({*s.access}) else s.access for i, s in enumerate(steps)]
+    lists = zip(LISTS, ([s.worker for s in steps], [s.subtask for s in steps], access), strict=True)
     return "\n".join(f"{name} = {json.dumps(values, ensure_ascii=False)}" for name, values in lists)
 
 # ---- Parse -----------------------------------------------------------------------------------------------
