@@ -27,21 +27,25 @@ def advantages(rewards, mask=None):
     std = ((centred ** 2).sum(1) / count).sqrt()               # (Q), divided by n, not by n - 1
     return centred / std.clamp(min=1e-6)[:, None]
 
-def set_advantages(groups: list[list[Rollout]], recursion=False):
-    """Write every rollout's advantage from its group's rewards; None is masked. The groups are of one size.
-    The KL counts by the share of wrong answers: what is unsolved stays explored, what is solved may become
-    certain.
+def set_advantages(groups: list[list[Rollout]], recursion=False, cost_weight=0.0):
+    """Write every rollout's advantage from its group's rewards, where None is masked, and the group's share
+    of wrong answers. The groups are of one size.
 
     With recursion the advantages of every first round are weighed by a quarter, whether its question is asked
-    again or not. The paper scales the rewards instead, which the division by std would undo."""
+    again or not. The paper scales the rewards instead, which the division by std would undo. So it would for
+    cost_weight, which is therefore no part of the reward: the advantage that is lost with each dollar that a
+    rollout's calls cost more than the mean of its group."""
     rewards = [[r.reward or 0.0 for r in group] for group in groups]
     mask = [[r.reward is not None for r in group] for group in groups]
     for group, row in zip(groups, advantages(rewards, mask).tolist()):
         weight = 0.25 if recursion and group[0].previous is None else 1.0
-        known = [not r.right for r in group if r.right is not None] or [True]
-        wrong = sum(known) / len(known)
+        known = [r for r in group if r.reward is not None]
+        dollars = sum(r.cost for r in known) / len(known) if cost_weight and known else 0.0  # their mean
         for rollout, advantage in zip(group, row):
-            rollout.advantage, rollout.kl_weight = weight * advantage, wrong
+            if cost_weight and rollout.reward is not None:
+                advantage -= cost_weight * (rollout.cost - dollars)
+            rollout.advantage = weight * advantage
+            rollout.wrong_share = sum(not r.right for r in known) / len(known) if known else 1.0
 
 # ---- Token log-probabilities -------------------------------------------------------------------------------
 
@@ -78,9 +82,10 @@ def surrogate(logprobs, old, advantage, clip):
 
 def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, reference: Qwen | None = None,
            temperature=1.0, n_ids=None, token_budget=16384, max_grad_norm=1.0) -> dict:
-    """One optimizer step on Eq. 1 over all ranks' rollouts; `rollouts` are this rank's share. log π_old is in
-    rollout.logprobs, and its KL weighs beta * rollout.kl_weight. All ranks skip a step whose gradient is not
-    finite. beta > 0 needs a reference.
+    """One optimizer step on Eq. 1 over all ranks' rollouts; `rollouts` are this rank's share. The objective
+    is the mean over rollouts of the mean over a completion's tokens. log π_old is in rollout.logprobs. The KL
+    weighs beta * rollout.wrong_share: what is unsolved stays explored, what is solved may become certain.
+    beta > 0 needs a reference. All ranks skip a step whose gradient is not finite.
 
     Returns the means of `statistics` over all ranks' tokens that have a gradient, None without any;
     grad_norm before clipping; and skipped, 0 or 1."""
@@ -88,12 +93,12 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
     world = dist.get_world_size() if dist.is_initialized() else 1
     [n_rollouts] = all_reduce([len(rollouts)], device)
     # Rollouts with neither an advantage nor a KL have no gradient: they count only in the divisor.
-    batches = micro_batches([r for r in rollouts if r.advantage or beta * r.kl_weight], token_budget)
+    batches = micro_batches([r for r in rollouts if r.advantage or beta * r.wrong_share], token_budget)
     [most] = all_reduce([len(batches)], device, dist.ReduceOp.MAX)
     sums = torch.zeros(len(STATISTICS) + 1, dtype=torch.float64, device=device)
     for i in range(int(most)):  # FSDP needs equally many forward passes on all ranks.
         batch = batches[i] if i < len(batches) else []  # An empty one runs a dummy token.
-        rows = [(x, r.advantage, beta * r.kl_weight, 1 / (n_rollouts * len(r.tokens)))
+        rows = [(x, r.advantage, beta * r.wrong_share, 1 / (n_rollouts * len(r.tokens)))
                 for r in batch for x in r.logprobs]
         old, advantage, weight, scale = torch.tensor(rows, device=device).view(-1, 4).T  # (N) each, as tokens
         new, kl = packed_logprobs(model, by_prompt(batch), temperature, n_ids, reference if beta else None)

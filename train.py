@@ -65,7 +65,7 @@ class Settings:
     subset: int = 0  # each question may use so many or more of the workers (§3.2); 0: all
     recursion: bool = False  # half of the questions get a second round (§3.2)
     # the objective (§3.1, Eqs. 1 and 2), and AdamW without weight decay
-    cost_weight: float = 0.0  # reward lost per dollar of a workflow's calls
+    cost_weight: float = 0.0  # advantage lost with each dollar above the mean of a question's rollouts
     iterations: int = 120
     questions: int = 32  # of an iteration
     review: float = 0.1  # chance to be asked of a question whose kind is always answered; 1: each in its turn
@@ -107,7 +107,7 @@ PRESETS = {
     "pools": dict(TUNE, subset=4),
     "recursive": dict(TUNE, pool="local:tired", recursion=True),
 }
-RARE = 2.0  # the advantage of right rollouts that are a fifth of their group; of fewer it is larger
+RARE = 0.8  # share of wrong answers to a question above which its right ones are in every minibatch
 MEASURED = 72  # held-out problems, at each checkpoint
 
 @dataclass
@@ -145,10 +145,11 @@ def train(settings: Settings, device: str):
             torch.cuda.empty_cache()  # Learning wants blocks of other sizes; and sampling again, below.
         for rollout in itertools.chain(*groups):
             rollout.reward = reward(rollout, settings)                                            # §3.1
-        set_advantages(groups, settings.recursion)                                                # Eq. 2
+        set_advantages(groups, settings.recursion, settings.cost_weight)                          # Eq. 2
         write_rollouts(settings, iteration, groups)
         for group in groups:
-            run.wrong[group[0].problem.kind].lerp_(torch.tensor(group[0].kl_weight), 0.3)
+            if any(r.reward is not None for r in group):
+                run.wrong[group[0].problem.kind].lerp_(torch.tensor(group[0].wrong_share), 0.3)
         rolled_out = time.perf_counter()
         reports = learn(run, groups, settings, iteration)                                         # Eq. 1
         torch.cuda.empty_cache()
@@ -169,26 +170,24 @@ def train(settings: Settings, device: str):
     print_results(run, settings)
 
 def reward(rollout: Rollout, settings: Settings) -> float | None:
-    """§3.1: 0 without a workflow, 0.5 for a wrong answer, 1 for a right one; less its calls' dollars by
-    --cost_weight, which the paper has not. None: a call was lost, or its cost would count and is unknown."""
-    if rollout.right is None:
+    """§3.1: 0 without a workflow, 0.5 for a wrong answer, 1 for a right one. None: a call was lost, or its
+    cost would count (--cost_weight) and is unknown."""
+    if rollout.right is None or settings.cost_weight and rollout.cost is None:
         return None
     if rollout.workflow is None:
         return 0.0
-    value = 1.0 if rollout.right else 0.5
-    if settings.cost_weight:
-        return None if rollout.cost is None else value - settings.cost_weight * rollout.cost
-    return value
+    return 1.0 if rollout.right else 0.5
 
 def learn(run: Run, groups: list[list[Rollout]], settings: Settings, iteration: int) -> list[dict]:
-    """Eq. 1: an optimizer step on each minibatch; what is rarely right is in all of them. From the second
-    step on π is not the sampler's, and the clip acts. Returns what `update` says of each step."""
+    """Eq. 1: an optimizer step on each minibatch. What is rarely right is in all of them, else the KL of the
+    other steps undoes what one of them has learned; this is not in the paper. From the second step on π is
+    not the sampler's, and the clip acts. Returns what `update` says of each step."""
     run.optimizer.param_groups[0]["lr"] = settings.lr * schedule(iteration, settings.iterations, 0.03)
     rewarded = [[r for r in group if r.reward is not None] for group in groups]  # The others were lost.
     reports = []
     for m in range(settings.minibatches):
         batch = my_share([r for group in rewarded for i, r in enumerate(group)
-                          if i % settings.minibatches == m or r.advantage > RARE])
+                          if i % settings.minibatches == m or r.right and r.wrong_share > RARE])
         reports.append(update(run.model, run.optimizer, batch, beta=settings.beta, n_ids=len(run.tokenizer),
                               reference=run.reference, token_budget=settings.token_budget))
         run.skipped = run.skipped + 1 if reports[-1]["skipped"] else 0
@@ -197,14 +196,14 @@ def learn(run: Run, groups: list[list[Rollout]], settings: Settings, iteration: 
     return reports
 
 def first_rounds(run: Run, settings: Settings, iteration: int) -> list[Rollout]:
-    """An iteration's questions: the next ones of the data, which begins again after its end. One is passed
-    over the likelier, the oftener its kind is answered. Each may use the whole pool, or settings.subset or
-    more of its workers, drawn by chance (§3.2; the paper: exactly k)."""
+    """An iteration's questions: with review=1 the next ones of the data, which begins again after its end;
+    else drawn by chance, and passed over the likelier, the oftener their kind is answered. Each may use the
+    whole pool, or settings.subset or more of its workers, drawn by chance (§3.2; the paper: exactly k)."""
     asked, everyone, rng = [], len(run.pool), random.Random(f"{settings.seed} {iteration}")
-    for i in itertools.count(round(iteration * settings.questions / settings.review)):
+    for i in itertools.count(iteration * settings.questions):
         if len(asked) == settings.questions:
             return asked
-        problem = run.problems[i % len(run.problems)]
+        problem = run.problems[i % len(run.problems)] if settings.review == 1 else rng.choice(run.problems)
         if rng.random() < max(settings.review, run.wrong[problem.kind]):
             workers = sorted(rng.sample(range(everyone), rng.randint(settings.subset or everyone, everyone)))
             name = f"{settings.seed}/{iteration}/{i}"
@@ -212,7 +211,7 @@ def first_rounds(run: Run, settings: Settings, iteration: int) -> list[Rollout]:
 
 def second_rounds(groups: list[list[Rollout]], settings: Settings, iteration: int) -> list[Rollout]:
     """Half of the questions again, each with the answer of one of its first rollouts (§3.2)."""
-    half = (0, 1) if iteration % 2 == 0 else (2, 3)  # of each four; every other one may be of one kind
+    half = (0, 1) if iteration % 2 == 0 else (2, 3)  # of each four: data may alternate between two kinds
     asked = []
     for i, group in enumerate(groups):
         answered = [r for r in group if r.workflow and r.right is not None]
@@ -342,6 +341,10 @@ def set_up(settings: Settings, device: str) -> Run:
         model, tokenizer = tiny_conductor(problems, len(rows), settings)
         shard(model, settings, device)
     prompting = Prompting(settings.prompt, settings.max_steps, settings.max_new_tokens)
+    longest = max((problem.question for problem in problems + test), key=len)
+    n_read = len(tokenizer.chat(messages(longest, len(rows), settings.max_steps, prompt=settings.prompt)))
+    if n_read + settings.max_new_tokens > model.config.max_position_embeddings:
+        leave(f"the Conductor cannot read the {n_read} tokens of its prompt with the question {longest:.60}…")
     on_rank0(lambda: open_folder(settings, begin))
     replay = "" if settings.pool in LOCAL else f"{settings.out}/replies"
     pool = load_pool(settings.pool, rows[0].get("base_url"), replay, settings.budget, dist.get_world_size())
@@ -399,7 +402,7 @@ SHAPES = {  # of models that may not be here yet
     "Qwen/Qwen2.5-0.5B-Instruct": Config(151936, 896, 4864, 24, 14, 2, tie_word_embeddings=True)}
 WORDS = {"ablate": [*ABLATIONS], "sandbox": ["bwrap", "none"],
          "prompt": ["ood", "in", "mixed", "zero-shot", "short"]}
-LEAST = {"rollouts": 2, "warm_steps": -1, "test": 0, "subset": 0, "seed": 0}  # of other whole numbers 1
+LEAST = {"rollouts": 2, "review": 0.01, "warm_steps": -1, "test": 0, "subset": 0, "seed": 0}
 
 def preflight(settings: Settings, start: str, device: str) -> tuple[Config | None, list[dict], str]:
     """The model's shape, the pool's rows, and all that would fail late, as a text; "" if nothing."""
@@ -413,7 +416,7 @@ def preflight(settings: Settings, start: str, device: str) -> tuple[Config | Non
             lacking.append(f"{what}: {e}")
 
     for key, value in vars(settings).items():
-        least = LEAST.get(key, int(type(value) is int))
+        least = LEAST.get(key, int(type(value) is int))  # 1 for other whole numbers
         if type(value) in (int, float) and not least <= value < math.inf:
             lacking.append(f"--{key}={value}: expected {least} or more")
         if value not in WORDS.get(key, [value]):
@@ -434,9 +437,9 @@ def preflight(settings: Settings, start: str, device: str) -> tuple[Config | Non
         attempt("money", check_money, settings, rows, len(test))
     if settings.subset > len(rows) > 0:
         lacking.append(f"workers: --subset={settings.subset}, and the pool has {len(rows)}")
-    if not lacking:
+    if not lacking and not (settings.dry_run and probable_cost(rows, 1)):  # A dry run pays for no word.
         pool = load_pool(settings.pool, rows[0].get("base_url"), budget=settings.budget)
-        lacking += [str(word) for word in first_words(pool) if isinstance(word, WorkerError)]  # It may cost.
+        lacking += [str(word) for word in first_words(pool) if isinstance(word, WorkerError)]
     if lacking and settings.preset != "laptop":
         lacking.append("(--preset=laptop needs nothing of this)")
     return config, rows, "\n  ".join(["the run lacks", *lacking]) if lacking else ""

@@ -69,7 +69,7 @@ class Rollout:
     failure: str = ""  # what is wrong with the answer, in the grader's words
     reward: float | None = None  # §3.1, by train.py; None: lost
     advantage: float = 0.0  # Eq. 2, by grpo.py
-    kl_weight: float = 1.0  # by grpo.py, too
+    wrong_share: float = 1.0  # of the answers to its question, by grpo.py, too
 
     @property
     def responses(self) -> list[str]:

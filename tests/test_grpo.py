@@ -20,6 +20,7 @@ from grpo import STATISTICS, advantages, by_prompt, micro_batches, packed_logpro
 from grpo import token_logprobs, update
 from model import Config, Qwen
 from sample import generate
+from workers import Reply
 from workflow import Rollout
 
 torch.set_num_threads(1)
@@ -113,11 +114,21 @@ def test_first_rounds_weigh_a_quarter_where_there_are_second_ones():
     assert [x.advantage for x in groups[0]] == pytest.approx([-1.0, 1.0, 0.0])
 
 
+def test_dollars_above_the_mean_of_the_group_cost_advantage():
+    """Beside the division by std, which would make any difference in price as large as a wrong answer's."""
+    group = [rollout([1], [2], [0.0], reward=x, right=x == 1.0, replies=[Reply("", 1, 1, cost)])
+             for x, cost in ((1.0, 0.04), (1.0, 0.01), (0.5, 0.01), (0.5, 0.02), (None, None))]
+    set_advantages([group], cost_weight=5.0)
+    assert [r.advantage for r in group] == pytest.approx([0.9, 1.05, -0.95, -1.0, 0.0], rel=1e-5)
+    set_advantages([group[:2]], cost_weight=5.0)
+    assert [r.advantage for r in group[:2]] == pytest.approx([-0.075, 0.075], rel=1e-5)
+
+
 def test_the_kl_weighs_the_share_of_wrong_answers():
     for rights, share in (([True, False, None, False], 2 / 3), ([True, True], 0.0), ([None, None], 1.0)):
-        group = [rollout([1], [2], [0.0], reward=0.5, right=right) for right in rights]
+        group = [rollout([1], [2], [0.0], reward=right and float(right), right=right) for right in rights]
         set_advantages([group])
-        assert [r.kl_weight for r in group] == pytest.approx([share] * len(group))
+        assert [r.wrong_share for r in group] == pytest.approx([share] * len(group))
 
 
 def test_surrogate_by_hand():
@@ -221,7 +232,7 @@ def four_groups(model):
     groups = [group(model, 7, [3, 11, 1, 6, 8], [1.0, -0.5, 0.7, -1.2, 0.0], 1),
               group(model, 1, [5, 2, 9], [0.4, 1.1, -1.5], 2), group(model, 12, [4, 4], [0.0, 0.0], 3),
               group(model, 4, [13, 1, 2, 7], [-0.3, 0.9, -0.9, 0.3], 4)]
-    return [[replace(r, kl_weight=i / 3) for r in some] for i, some in enumerate(groups)]
+    return [[replace(r, wrong_share=i / 3) for r in some] for i, some in enumerate(groups)]
 
 
 def all_rollouts(model):
@@ -242,9 +253,9 @@ def loop(model, rollouts, clip=0.2, beta=0.0, reference=None, max_grad_norm=1e9,
         for p, old, k in zip(new, r.logprobs, kl):
             ratio = torch.exp(p - old)
             gain += min(ratio * r.advantage, ratio.clamp(1 - clip, 1 + clip) * r.advantage)
-            gain -= beta * r.kl_weight * k
+            gain -= beta * r.wrong_share * k
         total = total - gain / len(r.tokens) / len(rollouts)
-        if r.advantage or beta * r.kl_weight:  # the others are not computed
+        if r.advantage or beta * r.wrong_share:  # the others are not computed
             tokens += len(new)
             log_ratio = new.detach() - torch.tensor(r.logprobs)
             stats["gap"] += log_ratio.abs().sum()

@@ -88,8 +88,7 @@ def of(right, workflow=WORKFLOW, cost=0.0, **more):
     (of(True), 0.0, 1.0),
     (of(None, error="a lost call"), 0.0, None),
     (of(True, cost=0.02), 0.0, 1.0),
-    (of(True, cost=0.02), 5.0, 0.9),
-    (of(False, cost=0.02), 5.0, 0.4),
+    (of(True, cost=0.02), 5.0, 1.0),
     (of(False, None), 5.0, 0.0),
     (of(True, cost=None), 0.0, 1.0),
     (of(True, cost=None), 5.0, None),  # An unknown price is not 0.
@@ -108,6 +107,12 @@ def test_first_rounds_take_the_next_questions_and_begin_again():
     assert all(r.workers == [0, 1, 2, 3, 4] for r in asked[0])
     names = [r.name for r in itertools.chain(*asked)]
     assert names == [f"1/{i // 4}/{i}" for i in range(12)]  # by which a replay file knows them
+
+def test_every_question_of_a_small_file_is_asked_in_time():
+    run = a_run(80)
+    run.wrong = {"same": torch.tensor(0.5)}
+    asked = {r.question for i in range(60) for r in first_rounds(run, Settings(), i)}
+    assert len(asked) == 80
 
 def test_what_is_always_answered_is_seldom_asked():
     run = a_run()
