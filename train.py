@@ -344,7 +344,8 @@ def set_up(settings: Settings, device: str) -> Run:
     longest = max((problem.question for problem in problems + test), key=len)
     n_read = len(tokenizer.chat(messages(longest, len(rows), settings.max_steps, prompt=settings.prompt)))
     if n_read + settings.max_new_tokens > model.config.max_position_embeddings:
-        leave(f"the Conductor cannot read the {n_read} tokens of its prompt with the question {longest:.60}…")
+        leave(f"the Conductor cannot read the {n_read} tokens of its prompt and write "
+              f"--max_new_tokens={settings.max_new_tokens}: {longest:.60}")
     on_rank0(lambda: open_folder(settings, begin))
     replay = "" if settings.pool in LOCAL else f"{settings.out}/replies"
     pool = load_pool(settings.pool, rows[0].get("base_url"), replay, settings.budget, dist.get_world_size())

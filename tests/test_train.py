@@ -216,8 +216,11 @@ def test_a_run_with_everything_of_ones_own(tmp_path):
     with open(workers.data, "a") as file:
         for i in range(8, 20):
             file.write(json.dumps({"question": f"What is {i} + 7?", "answer": "A", "grader": "same"}) + "\n")
-    flags = workers.flags(f"--out={tmp_path}/out", "--prompt=short", "--iterations=1", "--test=9")
-    said = train("--preset=own", *flags[1:])
+    flags = workers.flags("--prompt=short", "--iterations=1", "--test=9")
+    status, _, err = end_of(launch("--preset=own", *flags[1:], f"--out={tmp_path}/none"))
+    assert status == 1 and "cannot read the 29 tokens" in err  # with 1,024 to be written
+    said = train("--preset=own", *flags[1:], f"--out={tmp_path}/out", "--max_new_tokens=96")
+    assert metrics(f"{tmp_path}/out")[0]["lost"] == 0
     assert "16 problems, workers: left, right" in said and "4 problems" in said and "warm start" not in said
     assert not os.path.exists(f"{tmp_path}/out/reference") and f"--checkpoint={tmp_path}" in said
 
