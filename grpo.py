@@ -192,16 +192,15 @@ def pad(P: int, completions, device):
 def attend_group(layer_idx, q, k, v, P, places, real):
     """Attention in one group: its completions see the prompt and their own past, not each other.
     q (1, H, S, D), k and v (1, Hkv, S, D) -> (1, H, S, D)."""
+    def take(x):  # (1, h, S, D) -> (n, h, L, D), with a faster gradient than x[0][:, places] has
+        return x[0].index_select(1, places.flatten()).unflatten(1, places.shape).transpose(0, 1)
+
     prompt = causal(layer_idx, q[:, :, :P], k[:, :, :P], v[:, :, :P])
-    rows = []
-    for x in (k, v):
-        before = x[:, :, :P].expand(len(places), -1, -1, -1)    # (n, Hkv, P, D), a view
-        own = x[0][:, places].transpose(0, 1)                   # (n, Hkv, L, D)
-        rows.append(torch.cat((before, own), 2))
-    own = q[0][:, places].transpose(0, 1)                       # (n, H, L, D)
+    k, v = (torch.cat((x[:, :, :P].expand(len(places), -1, -1, -1), take(x)), 2) for x in (k, v))
+    # k, v (n, Hkv, P+L, D): the prompt's, and each completion's own. Padding is at the end: nobody sees it.
     # A mask as a tensor would take the kernel of quadratic memory, and is_causal aligns at the upper left.
-    mask = causal_lower_right(own.shape[2], rows[0].shape[2])   # Padding is at the end: nobody sees it.
-    y = F.scaled_dot_product_attention(own, *rows, attn_mask=mask, enable_gqa=True)
+    mask = causal_lower_right(places.shape[1], k.shape[2])
+    y = F.scaled_dot_product_attention(take(q), k, v, attn_mask=mask, enable_gqa=True)  # (n, H, L, D)
     y = y.transpose(1, 2).flatten(0, 1)                         # (n*L, H, D)
     y = y.index_select(0, real).transpose(0, 1)[None]           # (1, H, S-P, D)
     return torch.cat((prompt, y), 2)

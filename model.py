@@ -60,19 +60,19 @@ class Config:
 class RMSNorm(nn.RMSNorm):
     def forward(self, x):
         # Normalize in fp32, round, then weigh, as transformers does: F.rms_norm with a weight rounds last.
-        return self.weight * F.rms_norm(x.float(), self.normalized_shape, eps=self.eps).to(x.dtype)
+        return self.weight * F.rms_norm(x, self.normalized_shape, eps=self.eps)
 
 def rotary(positions, config: Config):
-    """RoPE's tables cos and sin in fp32 for integer positions (B, T): each (B, 1, T, D/2)."""
+    """RoPE's tables in fp32 for integer positions (B, T): cos cos and -sin sin, each (B, 1, T, D)."""
     exponent = torch.arange(0, config.head_dim, 2, device=positions.device).float() / config.head_dim
     frequency = config.rope_theta ** -exponent               # (D/2)
     angle = positions[:, None, :, None].float() * frequency  # (B, 1, T, D/2)
-    return angle.cos(), angle.sin()
+    return angle.cos().repeat(1, 1, 1, 2), torch.cat((-angle.sin(), angle.sin()), -1)
 
 def rotate(x, cos, sin):
     """Rotate x (B, H, T, D) by its positions. Qwen pairs channel i with i + D/2."""
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    y = x.float()
+    return (y * cos + y.roll(y.shape[-1] // 2, -1) * sin).to(x.dtype)
 
 def causal(layer_idx: int, q, k, v):
     """The plain `attend`: token i of q (B, H, T, D) attends to 0 … i of k and v (B, Hkv, T, D)."""

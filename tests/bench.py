@@ -166,6 +166,7 @@ def update(model="small", prompt=1000, n=64, length=250, budget=9000, dtype=""):
     from grpo import packed_logprobs
 
     qwen = random_model(model, compute_dtype(DEVICE, dtype))
+    qwen.recompute = model != "small"  # as in training
     config = qwen.config
     asked = torch.randint(config.vocab_size, (prompt,)).tolist()
     written = torch.randint(config.vocab_size, (n, length)).tolist()
