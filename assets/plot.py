@@ -3,7 +3,8 @@
     python assets/plot.py RUN              accuracy, steps, workers (Figs. 3, 7, 8): RUN/curve.png
     python assets/plot.py RUN RUN …        the accuracy of several runs: accuracy.png, and the mean in the end
     python assets/plot.py workflows RUN    what the Conductor wrote in the course of a run: RUN/workflows.png
-    python assets/plot.py FILE.json        cost and accuracy, of eval.py --out=FILE.json: FILE.png
+    python assets/plot.py FILE.json …      cost and accuracy, of eval.py --out=FILE.json: FILE.png; of several
+                                           files, whose Conductors are called as the files are
 
 RUN is the folder that train.py calls --out. With --out=FILE.png or FILE.svg the picture goes there."""
 import glob
@@ -248,13 +249,17 @@ def draw_box(axes, x: float, spans: list[tuple], sources: list[int], name: str, 
 
 # ---- An evaluation -----------------------------------------------------------------------------------------
 
-def draw_evaluation(path: str) -> str:
+def draw_evaluations(paths: list[str]) -> str:
     """Draw each benchmark's systems: what a question costs, and the accuracy with its 95 % interval."""
-    benchmarks = {}
-    for name, row in read(path).items():
-        benchmark, _, system = name.rpartition(", ")
-        if row.get("calls") is not None and "best single worker" not in name:  # It is there already.
-            benchmarks.setdefault(benchmark, {})[system.removeprefix("workers ")] = row
+    benchmarks, conductors = {}, {"conductor"}
+    for path in paths:
+        for name, row in read(path).items():
+            benchmark, _, system = name.rpartition(", ")
+            if system == "conductor" and len(paths) > 1:
+                system = os.path.basename(path).removesuffix(".json")
+                conductors.add(system)
+            if row.get("calls") is not None and "best single worker" not in name:  # It is there already.
+                benchmarks.setdefault(benchmark, {})[system.removeprefix("workers ")] = row
     if not benchmarks:
         raise ValueError("it has no system that was measured")
     columns = min(2, len(benchmarks))
@@ -270,7 +275,7 @@ def draw_evaluation(path: str) -> str:
         ends = []
         for name, row in rows.items():
             x, y, margin = row[cost], row["accuracy"], row["±"] or 0
-            ink = INKS[0] if name.lower() == "conductor" else DARK
+            ink = INKS[0] if name in conductors else DARK
             axes.vlines(x, max(0, y - margin), min(1, y + margin), ink)
             axes.plot(x, y, color=ink, **DOT)
             ends.append((y, x, name, ink))
@@ -278,7 +283,7 @@ def draw_evaluation(path: str) -> str:
         axes.locator_params("y", steps=(1, 2, 5, 10))
         axes.yaxis.set_major_formatter("{x:.0%}")
         label(axes, ends)
-    return path.removesuffix(".json") + ".png"
+    return paths[0].removesuffix(".json") + ".png"
 
 def main(argv: list[str]):
     words = [word for word in argv if not word.startswith("--out=")]
@@ -289,10 +294,10 @@ def main(argv: list[str]):
     try:
         if words[0] == "workflows" and len(words) == 2:
             file = draw_workflows(words[1])
-        elif len(words) > 1:
-            file = compare_runs(words)
+        elif all(word.endswith(".json") for word in words):
+            file = draw_evaluations(words)
         else:
-            file = draw_evaluation(*words) if words[0].endswith(".json") else draw_run(*words)
+            file = draw_run(*words) if len(words) == 1 else compare_runs(words)
         file = out[-1] if out else file
         plt.savefig(file)
     except (OSError, ValueError) as e:

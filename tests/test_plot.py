@@ -33,11 +33,12 @@ def plot(tmp_path):
     return lambda *words: subprocess.run([sys.executable, SCRIPT, *words], cwd=tmp_path, capture_output=True)
 
 @pytest.mark.parametrize("words, file", [("run", "run/curve.png"), ("run run/ --out=both.svg", "both.svg"),
-                                         ("workflows run", "run/workflows.png"), ("n.json", "n.png")])
+                                         ("workflows run", "run/workflows.png"), ("n.json", "n.png"),
+                                         ("n.json run/test.json", "n.png")])
 def test_a_picture_comes_out(plot, tmp_path, words, file):
     done = plot(*words.split())
     assert (done.returncode, done.stderr) == (0, b"") and done.stdout.decode().endswith(file + "\n")
-    assert (b"mean 50.0%" in done.stdout) == ("run/" in words)
+    assert (b"mean 50.0%" in done.stdout) == ("run run/" in words)
     assert (tmp_path / file).read_bytes()[:5] == (b"<?xml" if file.endswith("svg") else b"\x89PNG\r")
 
 @pytest.mark.parametrize("words, error", [("none", b"none/metrics.jsonl is missing"), ("old", b"by_kind"),
