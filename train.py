@@ -423,9 +423,12 @@ def preflight(settings: Settings, start: str, device: str) -> tuple[Config | Non
         if value not in WORDS.get(key, [value]):
             lacking.append(f"--{key}={value}: there are {', '.join(filter(None, WORDS[key]))}")
     if os.path.exists(f"{settings.out}/settings.json") != settings.resume:
-        lacking.append(f"--out={settings.out} holds {'no' if settings.resume else 'a'} run: see --resume")
+        what = "no run to resume" if settings.resume else "a run: --resume goes on with it, or say another"
+        lacking.append(f"--out={settings.out} holds {what}")
+    if settings.preset == "own" and not start:
+        lacking.append("--init_from is missing: a model's folder, or its name on Hugging Face's hub")
     config = TINY_CONFIG
-    if start or settings.preset == "own":
+    if start:
         config = attempt(f"--init_from={start}", Config.from_pretrained, start) or SHAPES.get(start)
     if config:
         attempt("room", check_room, settings, config, device)
