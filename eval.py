@@ -935,7 +935,7 @@ def read_problems(file: str) -> list[Problem]:
 
     ValueError says of every line what is missing or wrong."""
     if not os.path.exists(file):
-        raise FileNotFoundError(f"{file} is missing (`python eval.py prepare` writes {DATA}/paper.jsonl)")
+        raise FileNotFoundError(f"{file} is missing (`python eval.py prepare` writes paper and recursion)")
     problems, faults = [], []
     with open(file, "rb") as lines:
         for n, line in enumerate(lines, 1):
