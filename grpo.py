@@ -98,6 +98,7 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
     sums = torch.zeros(len(STATISTICS) + 1, dtype=torch.float64, device=device)
     for i in range(int(most)):  # FSDP needs equally many forward passes on all ranks.
         batch = batches[i] if i < len(batches) else []  # An empty one runs a dummy token.
+        # What a rollout has one of is repeated for each of its tokens.
         rows = [(x, r.advantage, beta * r.wrong_share, 1 / (n_rollouts * len(r.tokens)))
                 for r in batch for x in r.logprobs]
         old, advantage, weight, scale = torch.tensor(rows, device=device).view(-1, 4).T  # (N) each, as tokens

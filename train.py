@@ -133,7 +133,7 @@ def train(settings: Settings, device: str):
     for iteration in range(run.begin, settings.iterations):
         began = time.perf_counter()
         groups = read_rollouts(run, settings, iteration)  # of a run that was killed
-        if groups is None:
+        if groups is None:  # the usual case
             sampler = whole_copy(run.model)  # FSDP splits the weights over the ranks.
             seed = settings.seed * 1_000_000 + iteration  # for sampling; second rounds add 500,000
             asked = first_rounds(run, settings, iteration)
@@ -147,7 +147,7 @@ def train(settings: Settings, device: str):
             rollout.reward = reward(rollout, settings)                                            # §3.1
         set_advantages(groups, settings.recursion, settings.cost_weight)                          # Eq. 2
         write_rollouts(settings, iteration, groups)
-        for group in groups:
+        for group in groups:  # a running share of wrong answers, by which first_rounds asks solved kinds less
             if any(r.reward is not None for r in group):
                 run.wrong[group[0].problem.kind].lerp_(torch.tensor(group[0].wrong_share), 0.3)
         rolled_out = time.perf_counter()
@@ -187,7 +187,7 @@ def learn(run: Run, groups: list[list[Rollout]], settings: Settings, iteration: 
     reports = []
     for m in range(settings.minibatches):
         batch = my_share([r for group in rewarded for i, r in enumerate(group)
-                          if i % settings.minibatches == m or r.right and r.wrong_share > RARE])
+                          if i % settings.minibatches == m or (r.right and r.wrong_share > RARE)])
         reports.append(update(run.model, run.optimizer, batch, beta=settings.beta, n_ids=len(run.tokenizer),
                               reference=run.reference, token_budget=settings.token_budget))
         run.skipped = run.skipped + 1 if reports[-1]["skipped"] else 0
