@@ -98,7 +98,7 @@ def update(model: Qwen, optimizer, rollouts: list[Rollout], clip=0.2, beta=0.0, 
     sums = torch.zeros(len(STATISTICS) + 1, dtype=torch.float64, device=device)
     for i in range(int(most)):  # FSDP needs equally many forward passes on all ranks.
         batch = batches[i] if i < len(batches) else []  # An empty one runs a dummy token.
-        # What a rollout has one of is repeated for each of its tokens.
+        # A rollout's advantage, KL weight and scale are repeated for each of its tokens.
         rows = [(x, r.advantage, beta * r.wrong_share, 1 / (n_rollouts * len(r.tokens)))
                 for r in batch for x in r.logprobs]
         old, advantage, weight, scale = torch.tensor(rows, device=device).view(-1, 4).T  # (N) each, as tokens
@@ -193,18 +193,18 @@ def pad(P: int, completions, device):
 def attend_group(layer_idx, q, k, v, P, places, real):
     """Attention in one group: its completions see the prompt and their own past, not each other.
     q (1, H, S, D), k and v (1, Hkv, S, D) -> (1, H, S, D)."""
-    def take(x):  # (1, h, S, D) -> (n, h, L, D), with a faster gradient than x[0][:, places] has
-        return x[0].index_select(1, places.flatten()).unflatten(1, places.shape).transpose(0, 1)
+    n, L = places.shape
+    def own(x):  # (1, h, S, D) -> (n, h, L, D); the gradient of x[0][:, places] would be slower
+        return x[0].index_select(1, places.flatten()).unflatten(1, (n, L)).transpose(0, 1)
+    def seen(x):  # (1, Hkv, S, D) -> (n, Hkv, P+L, D)
+        return torch.cat((x[:, :, :P].expand(n, -1, -1, -1), own(x)), 2)
 
     prompt = causal(layer_idx, q[:, :, :P], k[:, :, :P], v[:, :, :P])
-    k, v = (torch.cat((x[:, :, :P].expand(len(places), -1, -1, -1), take(x)), 2) for x in (k, v))
-    # k, v (n, Hkv, P+L, D): the prompt's, and each completion's own. Padding is at the end: nobody sees it.
     # A mask as a tensor would take the kernel of quadratic memory, and is_causal aligns at the upper left.
-    mask = causal_lower_right(places.shape[1], k.shape[2])
-    y = F.scaled_dot_product_attention(take(q), k, v, attn_mask=mask, enable_gqa=True)  # (n, H, L, D)
-    y = y.transpose(1, 2).flatten(0, 1)                         # (n*L, H, D)
-    y = y.index_select(0, real).transpose(0, 1)[None]           # (1, H, S-P, D)
-    return torch.cat((prompt, y), 2)
+    mask = causal_lower_right(L, P + L)  # Padding is at the end: nobody sees it.
+    y = F.scaled_dot_product_attention(own(q), seen(k), seen(v), attn_mask=mask, enable_gqa=True)
+    y = y.transpose(1, 2).flatten(0, 1).index_select(0, real)  # (n, H, L, D) -> (S-P, H, D)
+    return torch.cat((prompt, y.transpose(0, 1)[None]), 2)
 
 HEAD_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 22}  # logits in one tensor
 

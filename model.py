@@ -70,7 +70,7 @@ def rotary(positions, config: Config):
     return angle.cos().repeat(1, 1, 1, 2), torch.cat((-angle.sin(), angle.sin()), -1)
 
 def rotate(x, cos, sin):
-    """Rotate x (B, H, T, D) by its positions. Qwen pairs channel i with i + D/2."""
+    """Rotate x (B, H, T, D) by `rotary`'s tables. Qwen pairs channel i with i + D/2: a roll swaps them."""
     y = x.float()
     return (y * cos + y.roll(y.shape[-1] // 2, -1) * sin).to(x.dtype)
 

@@ -423,7 +423,7 @@ def preflight(settings: Settings, start: str, device: str) -> tuple[Config | Non
         if value not in WORDS.get(key, [value]):
             lacking.append(f"--{key}={value}: there are {', '.join(filter(None, WORDS[key]))}")
     if os.path.exists(f"{settings.out}/settings.json") != settings.resume:
-        what = "no run to resume" if settings.resume else "a run: --resume goes on with it, or say another"
+        what = "no run to resume" if settings.resume else "a run: --resume goes on with it; or choose another"
         lacking.append(f"--out={settings.out} holds {what}")
     if settings.preset == "own" and not start:
         lacking.append("--init_from is missing: a model's folder, or its name on Hugging Face's hub")

@@ -256,7 +256,7 @@ def draw_evaluations(paths: list[str]) -> str:
         for name, row in read(path).items():
             benchmark, _, system = name.rpartition(", ")
             if system == "conductor" and len(paths) > 1:
-                system = os.path.basename(path).removesuffix(".json")
+                system = path.removesuffix(".json")
                 conductors.add(system)
             if row.get("calls") is not None and "best single worker" not in name:  # It is there already.
                 benchmarks.setdefault(benchmark, {})[system.removeprefix("workers ")] = row

@@ -34,11 +34,14 @@ def plot(tmp_path):
 
 @pytest.mark.parametrize("words, file", [("run", "run/curve.png"), ("run run/ --out=both.svg", "both.svg"),
                                          ("workflows run", "run/workflows.png"), ("n.json", "n.png"),
-                                         ("n.json run/test.json", "n.png")])
+                                         ("n.json run/test.json --out=all.svg", "all.svg")])
 def test_a_picture_comes_out(plot, tmp_path, words, file):
     done = plot(*words.split())
     assert (done.returncode, done.stderr) == (0, b"") and done.stdout.decode().endswith(file + "\n")
     assert (b"mean 50.0%" in done.stdout) == ("run run/" in words)
+    if file == "all.svg":  # Conductors of several files are named apart.
+        drawn = (tmp_path / file).read_bytes()
+        assert b"<!-- n -->" in drawn and b"<!-- run/test -->" in drawn
     assert (tmp_path / file).read_bytes()[:5] == (b"<?xml" if file.endswith("svg") else b"\x89PNG\r")
 
 @pytest.mark.parametrize("words, error", [("none", b"none/metrics.jsonl is missing"), ("old", b"by_kind"),
