@@ -216,14 +216,13 @@ class Qwen(nn.Module):
 # ---- Precision ------------------------------------------------------------------------------------------
 torch.backends.cuda.enable_cudnn_sdp(False)  # On Hopper it reportedly plans each new length for a second.
 
-def compute_dtype(device, name: str = "") -> torch.dtype:
-    """The dtype of computation: bf16 or fp32 as named, or "": bf16 where the device has units for it."""
+def compute_dtype(device) -> torch.dtype:
+    """The dtype of computation: bf16 where the device has units for it, else fp32."""
     if torch.device(device).type == "cuda":
         has_units = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         has_units = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    name = name or ("bf16" if has_units else "fp32")
-    return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
+    return torch.bfloat16 if has_units else torch.float32
 
 def matmul_fp32(a, b):
     """a (…, N, K) @ b (…, K, M), accumulated and returned in fp32. For bf16 on CUDA it has no gradient."""
@@ -240,8 +239,9 @@ class HeadFP32(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight)
         if hidden.device.type == "cuda":
             return torch.mm(hidden, weight.T, out_dtype=torch.float32)
-        # A CPU's cache holds 2,048 rows in fp32, but not the whole weight.
-        return torch.cat([matmul_fp32(hidden, rows.T) for rows in weight.split(2048)], dim=-1)
+        # A CPU rounds the product to bf16. What that loses, as another one, is had sooner than fp32.
+        rounded = hidden @ weight.T
+        return rounded.float() + torch.addmm(rounded, hidden, weight.T, beta=-1)
 
     @staticmethod
     def backward(ctx, grad):

@@ -237,6 +237,7 @@ def roll_out_on_all_ranks(sampler: Qwen, run: Run, asked: list[Rollout], setting
 # ---- The tiny Conductor, made on the spot, and the warm start, which teaches the format only ---------------
 
 TINY = 10_000_000  # parameters below which a model is none that was pretrained
+RECOMPUTED = 300_000_000  # parameters from which on the activations of all layers at a time would not fit
 TINY_CONFIG = Config(900, 128, 384, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
                      rope_theta=100.0, tie_word_embeddings=True, max_position_embeddings=1024)
 
@@ -300,10 +301,9 @@ def warm_start(run: Run, settings: Settings):
             known = 1 if is_tiny else len(prompt)  # The tokens after these enter the loss.
             rows.append((prompt[:known], [prompt[known:] + written]))
             weights.append([0.1] * (len(prompt) - known) + [1.0] * len(written))
-        total = sum(map(sum, weights))
         logprobs, _ = packed_logprobs(run.model, rows[rank::world], 1.5)
         weight = torch.tensor([*itertools.chain(*weights[rank::world])], device=run.model.device)
-        loss = -(logprobs * weight).sum() * world / total  # FSDP averages gradients over ranks.
+        loss = -(logprobs * weight).sum() * world / sum(map(sum, weights))  # FSDP averages over ranks.
         loss.backward()
         torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
         optimizer.param_groups[0]["lr"] = lr * schedule(step, settings.warm_steps, 0.05)
@@ -468,7 +468,7 @@ def check_room(settings: Settings, config: Config, device: str):
     T = settings.token_budget + PROMPT  # tokens of a packed row
     drawn = settings.questions * (PROMPT + settings.rollouts // world * settings.max_new_tokens)  # tokens
     cached = 2 * config.num_key_value_heads * config.head_dim * L * width  # bytes of a token in the cache
-    activations = T * (L * C + 10 * C + 5 * config.intermediate_size) * width  # layers' inputs, one layer
+    activations = T * (L * C + (L if n < RECOMPUTED else 1) * (10 * C + 5 * config.intermediate_size)) * width
     gathered = (2 * width + 4) * (2 * C * V + 2 * n / L)  # embedding, head, two layers, and their gradients
     state, reference = 16 * n / world * (not settings.offload), width * n * bool(settings.beta)
     sampling = width * n + cached * drawn
@@ -532,7 +532,7 @@ def shard(model: Qwen, settings: Settings, device: str) -> Qwen:
     mixed = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=device == "cuda") if settings.offload else OffloadPolicy()
     mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
-    model.recompute = count_parameters(model.config) >= TINY  # All layers' activations would not fit.
+    model.recompute = count_parameters(model.config) >= RECOMPUTED
     model.compute_device = torch.device(device) if settings.offload else None
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=mesh, mp_policy=mixed, offload_policy=offload)

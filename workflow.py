@@ -521,7 +521,7 @@ def read_prompting(path: str) -> tuple[Prompting, str, list[str]]:
 def load_conductor(path: str) -> tuple[Qwen, Tokenizer, Prompting]:
     """The model and tokenizer of a checkpoint, and how it is asked. A CPU computes in fp32."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = Qwen.from_pretrained(path, compute_dtype(device, "" if device == "cuda" else "fp32"), device)
+    model = Qwen.from_pretrained(path, compute_dtype(device) if device == "cuda" else torch.float32, device)
     return model, Tokenizer.from_pretrained(path), read_prompting(path)[0]
 
 # ---- The server and the command line ---------------------------------------------------------------------

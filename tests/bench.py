@@ -97,7 +97,7 @@ def sampler(
     beside transformers' generate and a prompt for every rollout; the best of two turns counts. The roofline:
     a decode step reads the weights and the live keys and values once, at the rate at which this machine
     copies."""
-    qwen = random_model(model, compute_dtype(DEVICE, dtype))
+    qwen = random_model(model, getattr(torch, dtype) if dtype else compute_dtype(DEVICE))
     config = qwen.config
     copies = copied_bytes_a_second()
     item = qwen.lm_head.weight.element_size()
@@ -165,7 +165,7 @@ def update(model="small", prompt=1000, n=64, length=250, budget=9000, dtype=""):
     large matrix product's rate, and counts the prompt once."""
     from grpo import packed_logprobs
 
-    qwen = random_model(model, compute_dtype(DEVICE, dtype))
+    qwen = random_model(model, getattr(torch, dtype) if dtype else compute_dtype(DEVICE))
     qwen.recompute = model != "small"  # as in training
     config = qwen.config
     asked = torch.randint(config.vocab_size, (prompt,)).tolist()
