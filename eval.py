@@ -1031,7 +1031,7 @@ def begin(problems: list[Problem], pools: list, name: str) -> list[Rollout]:
 def run_and_judge(rollouts: list[Rollout], name: str, call=call_worker) -> list[Rollout]:
     """Run and judge rollouts whose workflow is there."""
     with progress(name, len(rollouts)) as bar:
-        return roll_out(rollouts, failure=grade_once(), call=call, on_end=lambda rollout: bar.update())
+        return roll_out(rollouts, judge=grade_once(), call=call, on_end=lambda rollout: bar.update())
 
 def planned(plan, call=call_worker):
     """The system that runs the workflow plan(rollout) on each problem."""
@@ -1129,7 +1129,7 @@ def conductor(write, prompting: Prompting, rounds: int = 0, edit=None, tries: in
         for rollout in rollouts:
             rollout.workers = numbers_of(only, rollout.pool) or None
         with progress(name, len(rollouts)) as bar:
-            return conduct(write, rollouts, rounds, prompting, tries, failure=grade_once(), edit=edit,
+            return conduct(write, rollouts, rounds, prompting, tries, judge=grade_once(), edit=edit,
                            on_end=lambda rollout: bar.update(rollout.previous is None and not rollout.number))
     return system
 
@@ -1195,7 +1195,7 @@ def masrouter(setup):
         rollouts = begin(batch * TRIES, [setup.pool] * len(batch) * TRIES, "lesson")
         for rollout, choice in zip(rollouts, choices.flatten(1).T.tolist()):
             rollout.workflow = build(choice)
-        value = torch.tensor(rewards(roll_out(rollouts, failure=grade_once()))).view(TRIES, -1)  # (T, B)
+        value = torch.tensor(rewards(roll_out(rollouts, judge=grade_once()))).view(TRIES, -1)  # (T, B)
         advantage = (value - value.nanmean(0)).nan_to_num()
         used = n_agents[choices[0]] > torch.tensor([0, *range(AGENTS)])[:, None, None]  # (6, T, B)
         logp = torch.stack([head.log_prob(choice) for head, choice in zip(heads, choices)])  # (6, T, B)
@@ -1252,7 +1252,7 @@ def trinity(setup):
                 yield rollout
 
         votes = []
-        for rollout in conduct(write, rollouts, rounds=4, tries=1, failure=grade_once(),
+        for rollout in conduct(write, rollouts, rounds=4, tries=1, judge=grade_once(),
                                call=lambda rollout, i: call_worker(replace(rollout, number=0), i)):
             turns = [turn for turn in rollout.rounds() if turn.workflow.steps]
             by_worker = [i for i, turn in enumerate(turns) if turn.written == "worker"]

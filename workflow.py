@@ -305,16 +305,16 @@ def threads() -> ThreadPool:
     """The threads that call workers and graders. As daemons they do not keep a program from its end."""
     return ThreadPool(1024)
 
-def carry_out(rollout: Rollout, prompting: Prompting, failure, edit, call):
-    """Parse, run and judge one rollout that is written. A generator: it yields what threads can do by now, as
-    (step, function, arguments), and is sent (step, result or WorkerError) each time that one is done."""
+def carry_out(rollout: Rollout, prompting: Prompting, judge, edit, call):
+    """Parse, run and judge one rollout that is written. A generator of what threads can do by now; it is sent
+    each result or WorkerError. [(0, call, …)] -> (0, reply) -> [(1, call, …)] -> … (None, failure)."""
     if not rollout.workflow and not rollout.error:
         limits = (rollout.workers or len(rollout.pool), prompting.max_steps, rollout.previous is not None)
         try:
             rollout.workflow = parse(rollout.written, *limits)
         except WorkflowError as e:
             rollout.invalid = str(e)
-            rollout.right = False if failure else None
+            rollout.right = False if judge else None
     if rollout.error or not rollout.workflow:
         return
     rollout.workflow = edit(rollout.workflow) if edit else rollout.workflow
@@ -336,14 +336,14 @@ def carry_out(rollout: Rollout, prompting: Prompting, failure, edit, call):
             rollout.replies[done] = result
         ready = [i for i, step in enumerate(steps) if done in step.access and not rollout.error
                  and all(rollout.replies[j] for j in step.access)]
-    if failure and not rollout.error:
-        _, rollout.failure = yield [(None, failure, (rollout.problem, rollout.answer))]
+    if judge and not rollout.error:
+        _, rollout.failure = yield [(None, judge, (rollout.problem, rollout.answer))]
         rollout.right = not rollout.failure
 
-def roll_out(rollouts: list[Rollout], write=None, prompting: Prompting = Prompting(), failure=None, edit=None,
+def roll_out(rollouts: list[Rollout], write=None, prompting: Prompting = Prompting(), judge=None, edit=None,
              call=call_worker, on_end=None, timeout: float = 1e9) -> list[Rollout]:
     """Write, parse, run and judge rollouts in place, each as soon as it can be, and return them.
-    write: see the writers below; None: the workflows are there. failure(problem, answer) says what is wrong,
+    write: see the writers below; None: the workflows are there. judge(problem, answer) says what is wrong,
     or "". edit(workflow) -> workflow is for ablations. call(rollout, i) makes a step's call, in a thread. A
     WorkerError loses a rollout, as do `timeout` seconds after its writing. Any other error ends the run."""
     news = queue.SimpleQueue()  # (rollout, event) from threads; an event is (step, result or exception)
@@ -367,7 +367,7 @@ def roll_out(rollouts: list[Rollout], write=None, prompting: Prompting = Prompti
                 on_end(rollout)
 
     for rollout in write(rollouts) if write else rollouts:
-        running[id(rollout)] = (rollout, carry_out(rollout, prompting, failure, edit, call), time.monotonic())
+        running[id(rollout)] = (rollout, carry_out(rollout, prompting, judge, edit, call), time.monotonic())
         go_on(rollout)
         while not news.empty():
             go_on(*news.get())
@@ -471,8 +471,8 @@ def view(rollout: Rollout) -> str:
         steps = one.workflow.steps if one.workflow else []
         out += [f"\nRound {number}: {len(steps) or 'no'} steps"] if number else []
         for i, (step, name, reply) in enumerate(zip(steps, one.names, one.replies)):
-            sees = f"steps {step.access}" if step.access else "the question"
-            sees = "all before" if step.wrote_all else sees
+            some = f"steps {step.access}" if step.access else "the question"
+            sees = "all before" if step.wrote_all else some
             text = reply.text or f"(empty; it ended by {reply.finish!r})" if reply else "(none)"
             out.append(f"\nStep {i}: {name} (model {step.worker}), sees {sees}: {step.subtask}")
             out.append("    " + text.replace("\n", "\n    "))

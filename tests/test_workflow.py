@@ -93,7 +93,7 @@ def test_steps_that_do_not_see_one_another_run_at_the_same_time():
 def test_a_lost_call_loses_the_rollout_and_starts_no_step_that_needs_it():
     pool = [Player("a", lost), Player("b", lambda m: "b")]
     rollout = Rollout("Why?", pool, workflow=Workflow([Step(0, "x", []), Step(1, "y", [0])]))
-    roll_out([rollout], failure=lambda problem, answer: "wrong")
+    roll_out([rollout], judge=lambda problem, answer: "wrong")
     assert rollout.error == "step 0: nobody answers" and rollout.right is None and rollout.answer == ""
     assert pool[1].asked == []
 
@@ -103,10 +103,10 @@ def test_rollouts_are_judged_and_what_is_no_workflow_is_wrong():
     rollouts = [Rollout("q", pool, problem=gold) for gold in ("42", "42", "43")]
     ended = []
 
-    def failure(gold, answer):
+    def judge(gold, answer):
         return "" if gold == answer else f"not {answer}"
 
-    roll_out(rollouts, write, failure=failure, on_end=ended.append)
+    roll_out(rollouts, write, judge=judge, on_end=ended.append)
     assert [r.right for r in rollouts] == [True, False, False]
     assert rollouts[1].workflow is None and "model_id" in rollouts[1].invalid
     assert rollouts[2].failure == "not 42" and len(ended) == 3
@@ -131,7 +131,7 @@ def test_a_bug_in_a_worker_or_a_grader_stops_everything():
     with pytest.raises(ZeroDivisionError):
         execute(workflow, "q", [Player("a", lambda m: str(1 / 0))])
     with pytest.raises(ZeroDivisionError):
-        roll_out([Rollout("q", [Player("a", lambda m: "b")], workflow=workflow)], failure=lambda p, a: 1 / 0)
+        roll_out([Rollout("q", [Player("a", lambda m: "b")], workflow=workflow)], judge=lambda p, a: 1 / 0)
 
 @pytest.mark.parametrize("step", [Step(1, "x", []), Step(0, "x", [0])])
 def test_a_workflow_by_hand_that_cannot_run_is_refused(step):
