@@ -715,22 +715,21 @@ def grade_once():
 
 # ---- Problems: the laptop world's, benchmarks', your own ---------------------------------------------------
 
-LAPTOP = {"laptop": 3, "laptop:1": 1, "laptop:2": 2}  # the most workers that a question needs
 DATA = "data"  # in the current directory: what is fetched, and what `prepare` writes
 
 def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
     """Load at most `limit` problems of a split, "train" or "test", in an order that never changes.
 
-    name: "laptop" ("laptop:1", "laptop:2"), a benchmark of SOURCES, a mix of MIXES ("train" is the file that
-    `prepare` writes, "test" all tests of its parts), or FILE.jsonl, of which from 20 rows on every fifth is
-    "test". ValueError says what there is, OSError what could not be fetched."""
+    name: "laptop", a benchmark of SOURCES, a mix of MIXES ("train" is the file that `prepare` writes, "test"
+    all tests of its parts), or FILE.jsonl, of which from 20 rows on every fifth is "test". ValueError says
+    what there is, OSError what could not be fetched."""
     if name.endswith(".jsonl"):
         problems = read_problems(name)
         if len(problems) >= 20:
             problems = [p for i, p in enumerate(problems) if (i % 5 == 4) == (split == "test")]
-    elif name in LAPTOP:
+    elif name == "laptop":
         problems = [Problem(f"laptop/{kind}/{question}", question, answer, "same", kind)
-                    for kind, question, answer in laptop_questions(split, LAPTOP[name])]
+                    for kind, question, answer in laptop_questions(split)]
         problems = interleave(problems, random.Random(0), again=True)
     elif name in MIXES and split == "train":
         problems = read_problems(f"{DATA}/{name}.jsonl")
@@ -738,7 +737,7 @@ def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
         parts = itertools.chain(*(load(part, "test", limit) for part in MIXES[name]))
         problems = interleave(list(parts), random.Random(0))
     else:
-        known = ", ".join(dict.fromkeys([*LAPTOP, *MIXES, *(key.split("/")[0] for key in SOURCES)]))
+        known = ", ".join(dict.fromkeys(["laptop", *MIXES, *(key.split("/")[0] for key in SOURCES)]))
         require(source_of(name, split), f"no problems {name!r} ({split}): there are {known}, files *.jsonl")
         problems = benchmark(name, split, limit)
     return problems[:limit]

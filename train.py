@@ -96,8 +96,8 @@ PAIRS = dict(pool="local:pairs", warm_steps=1000, warm_extensions=True)
 TUNE = dict(PAIRS, init_from="out/pairs/checkpoint", warm_steps=0, iterations=120, lr=3e-4, beta=0.05)
 PRESETS = {
     "laptop": {},
-    "small": dict(init_from="Qwen/Qwen2.5-0.5B-Instruct", data="laptop:1", max_steps=3, iterations=100,
-                  lr=5e-5, token_budget=4096, save_every=20),
+    "small": dict(init_from="Qwen/Qwen2.5-0.5B-Instruct", max_steps=3, questions=16, iterations=80, lr=5e-5,
+                  token_budget=4096, save_every=20),
     "large": dict(PAPER, data="laptop", pool="local"),
     "paper": PAPER,
     "paper-recursive": dict(PAPER, init_from="out/paper/checkpoint", data="recursion", recursion=True,

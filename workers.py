@@ -508,11 +508,10 @@ KINDS = {  # of question: whom it needs, and its expressions with their values
     "foreign+fact+arithmetic": (["librarian", "translator", "calculator"], sums(NUMBERS, SPANISH)),
 }
 
-def laptop_questions(split: str, most: int = 3) -> list[tuple[str, str, str]]:
-    """(kind, question, answer) of the kinds that need at most so many workers. A quarter of each kind's
-    expressions is for "test", the others for "train", whatever the sentence around them."""
-    return [(kind, frame.format(name), answer)
-            for kind, (needed, values) in KINDS.items() if len(needed) <= most
+def laptop_questions(split: str) -> list[tuple[str, str, str]]:
+    """(kind, question, answer) of all kinds. A quarter of each kind's expressions is for "test", the others
+    for "train", whatever the sentence around them."""
+    return [(kind, frame.format(name), answer) for kind, (_, values) in KINDS.items()
             for name, answer in values.items() if (zlib.crc32(name.encode()) % 4 == 0) == (split == "test")
             for frame in FRAMES]
 

@@ -81,7 +81,6 @@ def test_the_laptop_worlds_splits_share_no_expression():
     assert not expressions(train) & expressions(test)
     assert {p.kind for p in train} == {p.kind for p in test} and len({p.kind for p in test[:9]}) == 9
     assert load("laptop", "test", 10) == test[:10]
-    assert {p.kind for p in load("laptop:1", "train", 400)} < {p.kind for p in train}
     for problem in test[:50]:
         assert grade(problem, problem.answer) and not grade(problem, problem.answer + "0")
 
