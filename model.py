@@ -239,7 +239,7 @@ class HeadFP32(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight)
         if hidden.device.type == "cuda":
             return torch.mm(hidden, weight.T, out_dtype=torch.float32)
-        # A CPU rounds the product to bf16. What that loses, as another one, is had sooner than fp32.
+        # On a CPU the product is rounded to bf16. A second one adds what that lost: faster than fp32.
         rounded = hidden @ weight.T
         return rounded.float() + torch.addmm(rounded, hidden, weight.T, beta=-1)
 

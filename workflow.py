@@ -471,8 +471,8 @@ def view(rollout: Rollout) -> str:
         steps = one.workflow.steps if one.workflow else []
         out += [f"\nRound {number}: {len(steps) or 'no'} steps"] if number else []
         for i, (step, name, reply) in enumerate(zip(steps, one.names, one.replies)):
-            some = f"steps {step.access}" if step.access else "the question"
-            sees = "all before" if step.wrote_all else some
+            sees = f"steps {step.access}" if step.access else "the question"
+            sees = "all before" if step.wrote_all else sees
             text = reply.text or f"(empty; it ended by {reply.finish!r})" if reply else "(none)"
             out.append(f"\nStep {i}: {name} (model {step.worker}), sees {sees}: {step.subtask}")
             out.append("    " + text.replace("\n", "\n    "))

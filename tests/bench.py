@@ -51,10 +51,10 @@ def report(result: dict):
     print(json.dumps(result), flush=True)
 
 
-def random_model(shape: str, dtype) -> Qwen:
+def random_model(shape: str, dtype: str) -> Qwen:
     with torch.device("meta"):
         model = Qwen(SHAPES[shape])
-    model.to(dtype).to_empty(device=DEVICE)
+    model.to(getattr(torch, dtype) if dtype else compute_dtype(DEVICE)).to_empty(device=DEVICE)
     if model.config.tie_word_embeddings:  # to_empty gives each a weight of its own
         model.lm_head.weight = model.model.embed_tokens.weight
     with torch.no_grad():
@@ -97,7 +97,7 @@ def sampler(
     beside transformers' generate and a prompt for every rollout; the best of two turns counts. The roofline:
     a decode step reads the weights and the live keys and values once, at the rate at which this machine
     copies."""
-    qwen = random_model(model, getattr(torch, dtype) if dtype else compute_dtype(DEVICE))
+    qwen = random_model(model, dtype)
     config = qwen.config
     copies = copied_bytes_a_second()
     item = qwen.lm_head.weight.element_size()
@@ -165,7 +165,7 @@ def update(model="small", prompt=1000, n=64, length=250, budget=9000, dtype=""):
     large matrix product's rate, and counts the prompt once."""
     from grpo import packed_logprobs
 
-    qwen = random_model(model, getattr(torch, dtype) if dtype else compute_dtype(DEVICE))
+    qwen = random_model(model, dtype)
     qwen.recompute = model != "small"  # as in training
     config = qwen.config
     asked = torch.randint(config.vocab_size, (prompt,)).tolist()
