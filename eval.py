@@ -944,6 +944,7 @@ def read_problems(file: str) -> list[Problem]:
             except (ValueError, TypeError) as e:
                 faults.append(f"{file}, line {n}: {e}")
     require(problems and not faults, "\n".join(faults[:20]) or f"{file} is empty")
+    require(len({p.id for p in problems}) == len(problems), f"{file}: two lines have one id")
     return problems
 
 def own_problem(line: bytes, id: str) -> Problem:
@@ -951,7 +952,7 @@ def own_problem(line: bytes, id: str) -> Problem:
     try:
         problem = Problem(**{"id": id, "grader": "own", **json.loads(line)})
     except (ValueError, TypeError, RecursionError) as e:  # not JSON, or a field is missing or unknown
-        raise ValueError(e) from None
+        raise ValueError(f"expected an object of {', '.join(Problem.__annotations__)}: {e}") from None
     for field_name, kind in Problem.__annotations__.items():
         value = getattr(problem, field_name)
         require(isinstance(value, kind), f"{field_name} is of another type than {kind.__name__}")
@@ -966,8 +967,8 @@ def own_problem(line: bytes, id: str) -> Problem:
         require(extra["tests"] and pairs, "tests are pairs of texts, [input, output]")
     elif problem.grader not in ("unittest", "own"):
         require(are_texts(extra.get("choices", [])), "choices are a list of texts")
-        fault = failure(problem, answer if problem.grader == "same" else f"<answer>{answer}</answer>")
-        require(answer and not fault, f"answer: nothing equals {answer!r}; give it bare, a choice's letter")
+        faulty = all(failure(problem, text) for text in (answer, f"<answer>{answer}</answer>"))
+        require(answer and not faulty, f"answer: nothing equals {answer!r}; give it bare, a choice's letter")
     return with_instructions(problem)
 
 def are_texts(value) -> bool:

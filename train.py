@@ -37,7 +37,7 @@ from tqdm import tqdm
 
 import eval as evaluation
 from eval import ABLATIONS, mean, measure, progress
-from grpo import HEAD_LOGITS, my_share, packed_logprobs, schedule, set_advantages, update
+from grpo import HEAD_LOGITS, clipped_step, my_share, packed_logprobs, schedule, set_advantages, update
 from model import Config, Qwen, Tokenizer, compute_dtype, configure, fetch, write_json
 from workers import LOCAL, Reply, WorkerError, check_pool, demand_budget, first_words, load_function
 from workers import load_pool, probable_cost, read_pool
@@ -293,22 +293,22 @@ def warm_start(run: Run, settings: Settings):
     rank, world = dist.get_rank(), dist.get_world_size()
     rng, optimizer = random.Random(settings.seed), adam(run.model, 0.98)
     for step in tqdm(range(settings.warm_steps), "warm start", disable=rank > 0 or None, leave=False):
-        rows, weights = [], []
-        for problem in rng.choices(run.problems, k=max(batch, world)):  # A rank without one would fail.
+        rows, weights = [], []  # for packed_logprobs, and of the rows' tokens in the loss
+        for problem in rng.choices(run.problems, k=-(-batch // world) * world):  # as many for each rank
             chat, completion = random_lesson(problem, rng, len(run.pool), settings)
             prompt = run.tokenizer.chat(chat)
             written = run.tokenizer.encode(completion) + [run.tokenizer.eos_id]
             known = 1 if is_tiny else len(prompt)  # The tokens after these enter the loss.
             rows.append((prompt[:known], [prompt[known:] + written]))
             weights.append([0.1] * (len(prompt) - known) + [1.0] * len(written))
-        logprobs, _ = packed_logprobs(run.model, rows[rank::world], 1.5)
-        weight = torch.tensor([*itertools.chain(*weights[rank::world])], device=run.model.device)
-        loss = -(logprobs * weight).sum() * world / sum(map(sum, weights))  # FSDP averages over ranks.
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+        total, longest = sum(map(sum, weights)), max(len(known) + len(rest) for known, [rest] in rows)
+        stride = world * max(1, settings.token_budget // longest)  # lessons of a micro-batch, over all ranks
+        for i in range(rank, len(rows), stride):
+            logprobs, _ = packed_logprobs(run.model, rows[i:i + stride:world], 1.5)
+            weight = torch.tensor([*itertools.chain(*weights[i:i + stride:world])], device=run.model.device)
+            (-(logprobs * weight).sum() * world / total).backward()  # FSDP averages over ranks.
         optimizer.param_groups[0]["lr"] = lr * schedule(step, settings.warm_steps, 0.05)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        clipped_step(run.model, optimizer, 1.0)
 
 # ---- Before and after the loop -----------------------------------------------------------------------------
 
@@ -435,6 +435,8 @@ def preflight(settings: Settings, start: str, device: str) -> tuple[Config | Non
     problems, test = attempt(f"--data={settings.data}", load_problems, settings) or ([], [])
     if any(problem.grader in ("code", "unittest") for problem in problems + test):
         attempt("code", evaluation.check_sandbox)
+    for problem in [problem for problem in problems if problem.grader == "own"][:1]:
+        attempt(f"--grader={settings.grader}", evaluation.failure, problem, problem.answer)
     rows = attempt("workers", read_pool, settings.pool) or []
     lacking += check_pool(rows, settings.budget)
     if rows:
@@ -444,8 +446,6 @@ def preflight(settings: Settings, start: str, device: str) -> tuple[Config | Non
     if not lacking and not (settings.dry_run and probable_cost(rows, 1)):  # A dry run pays for no word.
         pool = load_pool(settings.pool, rows[0].get("base_url"), budget=settings.budget)
         lacking += [str(word) for word in first_words(pool) if isinstance(word, WorkerError)]
-    if lacking and settings.preset != "laptop":
-        lacking.append("(--preset=laptop needs nothing of this)")
     return config, rows, "\n  ".join(["the run lacks", *lacking]) if lacking else ""
 
 def check_money(settings: Settings, rows: list[dict], n_test: int):
@@ -459,7 +459,7 @@ def check_money(settings: Settings, rows: list[dict], n_test: int):
         print0(f"about {calls:,} calls, three a workflow, at no cost")
     demand_budget(rows, settings.budget, calls, "this run")
     if settings.cost_weight and cost is None:
-        raise ValueError("--cost_weight takes dollars from the reward, and a worker has no price")
+        raise ValueError("--cost_weight weighs dollars, and a worker has no price")
 
 def check_room(settings: Settings, config: Config, device: str):
     """Print what the run takes of memory and disk. ValueError where that is not there."""
@@ -587,8 +587,8 @@ def print0(line: str):
 GIB = 1 << 30
 
 def log(settings: Settings, iteration: int, groups: list, reports: list[dict], held_out, seconds: dict):
-    """Write a line of metrics.jsonl, and its numbers to the screen. Means are over first rounds,
-    again_accuracy is of second ones. None is unknown."""
+    """Write a line of metrics.jsonl, and its numbers to the screen. Rewards, accuracies and steps
+    are of first rounds, again_accuracy of second ones, the rest of both. None is unknown."""
     if dist.get_rank():
         return
     rollouts = [*itertools.chain(*groups)]

@@ -256,7 +256,10 @@ def load_function(spec: str):
     path, _, name = spec.rpartition(":")
     if not os.path.isfile(path):
         raise ValueError(f"{spec}: no file {path!r}; expected FILE.py:NAME")
-    function = runpy.run_path(path).get(name)
+    try:
+        function = runpy.run_path(path).get(name)
+    except Exception as e:
+        raise ValueError(f"{path} cannot be imported: {type(e).__name__}: {e}") from e
     if not callable(function):
         raise ValueError(f"{path} has no function {name}")
     return function
@@ -313,7 +316,7 @@ def check_pool(entries: list[dict], budget: float = 0.0) -> list[str]:
         needed = ["function"] if entry.get("protocol") == "python" else ["protocol", "base_url", "model"]
         wrong = {}
         for key in [*entry, *needed]:
-            pattern, expected = FIELDS.get(key, ("", "no such field"))
+            pattern, expected = FIELDS.get(key, ("", f"one of {', '.join(FIELDS)}"))
             if not re.fullmatch(pattern, json.dumps(entry.get(key))):
                 wrong[key] = f"expected {expected}"
         variable = entry.get("api_key_env")
@@ -529,7 +532,7 @@ def rewrite(text: str, trade: str, order: str) -> str:
 
 def specialist(name: str, messages: list[dict]) -> str:
     """What a local worker says. One of a trade works on the last response that it sees, else on the question;
-    a coder who is told no order guesses. The generalist tries every trade on one question in eight."""
+    a coder who is told no order guesses. The generalist tries every trade on one prompt in eight."""
     question = messages[0]["content"].removeprefix(QUESTION).partition("\n\n" + TASK)[0]
     subtask = messages[-1]["content"].partition(TASK)[2].lower()
     texts = [question, *(message["content"] for message in messages if message["role"] == "assistant")]

@@ -303,7 +303,7 @@ def call_id(rollout: Rollout, step: int | str) -> str:
 @functools.cache
 def threads() -> ThreadPool:
     """The threads that call workers and graders. As daemons they do not keep a program from its end."""
-    return ThreadPool(1024)
+    return ThreadPool(512)
 
 def carry_out(rollout: Rollout, prompting: Prompting, judge, edit, call):
     """Parse, run and judge one rollout that is written. A generator of what threads can do by now; it is sent

@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 import eval as evaluation
-from eval import GRADERS, grade, load, prepare, read_problems
+from eval import GRADERS, grade, load, own_grader, prepare, read_problems
 
 
 @pytest.fixture
@@ -208,6 +208,19 @@ def test_an_own_question_is_told_how_to_answer_and_marked_by_its_grader(tmp_path
     assert "A. stone\nB. apple" in letter.question and grade(letter, "<answer>B</answer>")
     assert exact.question.count("\\boxed") == 1 and grade(exact, "\\boxed{paris.}")
     assert not grade(exact, "\\boxed{Rome}")
+
+
+def test_a_new_row_of_graders_may_read_what_it_likes(tmp_path, monkeypatch):
+    """A bare number here, where others read what stands in tags."""
+    monkeypatch.setitem(GRADERS, "number", own_grader(lambda p, said: float(said) == float(p.answer)))
+    [problem] = read_problems(write(tmp_path, {"question": "2 + 2?", "answer": "4", "grader": "number"}))
+    assert grade(problem, "4.0") and not grade(problem, "5")
+
+
+def test_two_rows_with_one_id_are_refused(tmp_path):
+    row = {"question": "q", "answer": "a", "grader": "exact", "id": "one"}
+    with pytest.raises(ValueError, match="two lines have one id"):
+        read_problems(write(tmp_path, row, {**row, "question": "another"}))
 
 
 def test_from_twenty_rows_on_every_fifth_is_held_out(tmp_path):

@@ -282,8 +282,10 @@ def test_a_grader_of_ones_own(tmp_path):
     assert own.check(problem, "yes") == "" and own.check(problem, "certainly") != ""
     with pytest.raises(ValueError, match="grader failed on p: TypeError"):
         own.check(problem, None)
-    for spec in (f"{file}:judge", "none.py:grade"):
-        with pytest.raises(ValueError, match=r"judge|none\.py"):
+    (tmp_path / "bad.py").write_text("import nothing_of_this_name\n")
+    (tmp_path / "worse.py").write_text("def grade(:\n")
+    for spec in (f"{file}:judge", "none.py:grade", f"{tmp_path}/bad.py:grade", f"{tmp_path}/worse.py:grade"):
+        with pytest.raises(ValueError, match=r"judge|none\.py|bad.*ModuleNotFound|worse.*SyntaxError"):
             load_function(spec)
 
 

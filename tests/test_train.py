@@ -8,11 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from eval import Problem, load
+from grpo import packed_logprobs
 from train import ABLATIONS, PRESETS, Run, Settings, first_rounds, random_lesson, read_command, reward
-from train import schedule, second_rounds
+from train import schedule, second_rounds, tiny_conductor, warm_start
 from train_runs import Workers, end_of, launch, metrics, traces, train, trained
 from workers import LOCAL, Reply
 from workflow import Rollout, Step, Workflow, WorkflowError, as_lists, parse, read_prompting
@@ -169,6 +171,28 @@ def test_lessons_of_the_warm_start_are_random_workflows():
     assert 20 < seconds < 65 and 5 < kept < 40 and sizes == {2, 3, 4, 5}
     assert as_lists(Workflow([])) not in random_lesson(problem, rng, 5, Settings())[1]
 
+def test_a_step_of_the_warm_start_is_made_of_rows_within_the_token_budget(monkeypatch):
+    """On many GPUs as on one; its gradient is that of the whole batch."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        problems, ends, rows = load("laptop", "train", 99), [], []
+        monkeypatch.setattr("train.packed_logprobs", lambda model, groups, *rest: (
+            rows.append(sum(len(prompt) + len(text) for prompt, [text] in groups)),
+            packed_logprobs(model, groups, *rest))[1])
+        for budget in (8192, 300, 1):
+            settings = Settings(token_budget=budget, warm_steps=3)
+            torch.manual_seed(0)
+            model, tokenizer = tiny_conductor(problems, 5, settings)
+            run = Run([None] * 5, problems, [], tokenizer, model, None, None, 0, {})
+            warm_start(run, settings)
+            ends.append((len(rows), max(rows), model.model.layers[0].mlp.up_proj.weight))
+            rows.clear()
+    finally:
+        dist.destroy_process_group()
+    (whole, _, one), (few, most, another), (each, _, third) = ends
+    assert whole == 3 and 3 < few < each == 96 and most <= 300
+    assert torch.allclose(one, another, atol=1e-4) and torch.allclose(one, third, atol=1e-4)
+
 def test_workers_of_other_problems_are_not_told_what_only_the_laptops_coder_obeys():
     problem = Problem("mine.jsonl/1", "Who wrote Emma?", "Jane Austen", "short")
     settings = Settings(data="mine.jsonl")
@@ -227,8 +251,17 @@ def test_a_run_with_everything_of_ones_own(tmp_path):
 def test_own_runs_name_all_that_is_missing_at_once():
     status, _, err = end_of(launch("--preset=own", "--dry_run", "--rollouts=1", "--ablate=everything"))
     assert status == 1 and "Traceback" not in err
-    for missing in ("--init_from", "--pool", "--data", "--rollouts=1", "--ablate=every", "--preset=laptop"):
+    for missing in ("--init_from", "--pool", "--data", "--rollouts=1", "--ablate=every"):
         assert missing in err, missing
+
+def test_a_grader_that_fails_is_known_before_anything_is_paid(tmp_path):
+    workers = Workers(tmp_path)
+    (tmp_path / "mine.py").write_text("def grade(problem, response):\n    return problem['answer']\n")
+    (tmp_path / "mine.jsonl").write_text('{"question": "q", "answer": "a"}\n')
+    status, _, err = end_of(launch(*workers.flags(
+        f"--out={tmp_path}/out", f"--data={tmp_path}/mine.jsonl", f"--grader={tmp_path}/mine.py:grade")))
+    assert status == 1 and "the grader failed on mine.jsonl/1: TypeError" in err and "Traceback" not in err
+    assert workers.calls == 0
 
 def test_a_pool_that_costs_money_needs_a_budget(tmp_path):
     workers = Workers(tmp_path)

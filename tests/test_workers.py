@@ -424,7 +424,7 @@ def test_a_bad_field_is_named_with_its_worker_and_not_shown(change, field, tmp_p
 def test_everything_that_is_missing_is_said_at_once():
     changes = [{"api_key_env": "ABSENT"}, {"timeout": 0, "modle": "m"}, {"name": "m"}]
     said = check_pool([*({**RIGHT, **change} for change in changes), {}], budget=1.0)
-    for sentence in ("m: api_key_env: $ABSENT", "m: price", "m: timeout", "m: modle: expected no such",
+    for sentence in ("m: api_key_env: $ABSENT", "m: price", "m: timeout", "m: modle: expected one of",
                      "m: name: another", "worker 3: protocol", "worker 3: base_url", "worker 3: model"):
         assert any(one.startswith(sentence) for one in said)
 
