@@ -31,10 +31,10 @@ def set_advantages(groups: list[list[Rollout]], recursion=False, cost_weight=0.0
     """Write every rollout's advantage from its group's rewards, where None is masked, and the group's share
     of wrong answers. The groups are of one size.
 
-    With recursion the advantages of every first round are weighed by a quarter, whether its question is asked
-    again or not. The paper scales the rewards instead, which the division by std would undo. So it would for
-    cost_weight, which is therefore no part of the reward: the advantage that is lost with each dollar that a
-    rollout's calls cost more than the mean of its group."""
+    With recursion every first round's advantage counts a quarter, whether its question is asked again or not:
+    the paper scales the rewards, which the division by std would undo. Nor are costs a part of the reward: by
+    cost_weight, a rollout loses that much advantage for each dollar that its calls cost above the mean of its
+    group."""
     rewards = [[r.reward or 0.0 for r in group] for group in groups]
     mask = [[r.reward is not None for r in group] for group in groups]
     for group, row in zip(groups, advantages(rewards, mask).tolist()):

@@ -342,7 +342,7 @@ def carry_out(rollout: Rollout, prompting: Prompting, judge, edit, call):
 
 def roll_out(rollouts: list[Rollout], write=None, prompting: Prompting = Prompting(), judge=None, edit=None,
              call=call_worker, on_end=None, timeout: float = 1e9) -> list[Rollout]:
-    """Write, parse, run and judge rollouts in place, each as soon as it can be, and return them.
+    """Write, parse, run and judge rollouts in place, some while others are written, and return them.
     write: see the writers below; None: the workflows are there. judge(problem, answer) says what is wrong,
     or "". edit(workflow) -> workflow is for ablations. call(rollout, i) makes a step's call, in a thread. A
     WorkerError loses a rollout, as do `timeout` seconds after its writing. Any other error ends the run."""
