@@ -727,6 +727,7 @@ def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
         problems = read_problems(name)
         if len(problems) >= 20:
             problems = [p for i, p in enumerate(problems) if (i % 5 == 4) == (split == "test")]
+        problems = interleave(problems, random.Random(0))  # A file may be sorted by kind.
     elif name == "laptop":
         problems = [Problem(f"laptop/{kind}/{question}", question, answer, "same", kind)
                     for kind, question, answer in laptop_questions(split)]
@@ -953,9 +954,8 @@ def own_problem(line: bytes, id: str) -> Problem:
         problem = Problem(**{"id": id, "grader": "own", **json.loads(line)})
     except (ValueError, TypeError, RecursionError) as e:  # not JSON, or a field is missing or unknown
         raise ValueError(f"expected an object of {', '.join(Problem.__annotations__)}: {e}") from None
-    for field_name, kind in Problem.__annotations__.items():
-        value = getattr(problem, field_name)
-        require(isinstance(value, kind), f"{field_name} is of another type than {kind.__name__}")
+    for key, kind in Problem.__annotations__.items():
+        require(isinstance(getattr(problem, key), kind), f"{key} is of another type than {kind.__name__}")
     known = f"grader has to be one of {', '.join(GRADERS)}; your own: --grader=mine.py:grade"
     require(problem.grader in GRADERS, known)
     extra, answer = problem.extra, problem.answer.strip()

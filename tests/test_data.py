@@ -227,9 +227,19 @@ def test_from_twenty_rows_on_every_fifth_is_held_out(tmp_path):
     rows = [{"question": f"q{i}", "answer": f"a{i}", "grader": "exact"} for i in range(25)]
     file = write(tmp_path, *rows)
     train, test = load(file, "train"), load(file, "test")
-    assert len(train) == 20 and [p.answer for p in test] == ["a4", "a9", "a14", "a19", "a24"]
+    assert len(train) == 20 and {p.answer for p in test} == {"a4", "a9", "a14", "a19", "a24"}
     file = write(tmp_path, *rows[:19])
     assert load(file, "train") == load(file, "test") and len(load(file, "test")) == 19
+
+
+def test_kinds_take_turns_where_a_file_is_sorted_by_them(tmp_path):
+    """Else the first held-out ones, which a run measures, would be of one kind."""
+    rows = [{"question": f"q{i}", "answer": "x", "grader": "exact", "kind": kind}
+            for i, kind in enumerate("aaaaaaaaaabbbbbbbbbbccccc")]
+    file = write(tmp_path, *rows)
+    assert [p.kind for p in load(file, "test")] == ["a", "b", "c", "a", "b"]
+    assert [p.kind for p in load(file, "train", 6)] == ["a", "b", "c"] * 2
+    assert load(file, "train") == load(file, "train")
 
 
 FAULTS = {  # a row: what the error says of it
