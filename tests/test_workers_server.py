@@ -268,7 +268,9 @@ def test_the_server_imports_no_torch_and_gets_no_key():
 
 @pytest.mark.parametrize("death", [None, signal.SIGKILL, signal.SIGINT])
 def test_the_server_ends_with_its_parent(death):
-    code = "import workers; print(workers.local_server()[0], flush=True); input()"
+    # A shell's background job ignores SIGINT, and so would this.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import workers; " \
+           "print(workers.local_server()[0], flush=True); input()"
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True, stdin=subprocess.PIPE,
                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     port = int(re.search(r":(\d+)/", parent.stdout.readline())[1])
