@@ -293,7 +293,7 @@ def warm_start(run: Run, settings: Settings):
     rank, world = dist.get_rank(), dist.get_world_size()
     rng, optimizer = random.Random(settings.seed), adam(run.model, 0.98)
     for step in tqdm(range(settings.warm_steps), "warm start", disable=rank > 0 or None, leave=False):
-        rows, weights = [], []  # for packed_logprobs, and of the rows' tokens in the loss
+        rows, weights = [], []  # lessons as packed_logprobs takes them; what their tokens count in the loss
         for problem in rng.choices(run.problems, k=-(-batch // world) * world):  # as many for each rank
             chat, completion = random_lesson(problem, rng, len(run.pool), settings)
             prompt = run.tokenizer.chat(chat)
@@ -301,7 +301,7 @@ def warm_start(run: Run, settings: Settings):
             known = 1 if is_tiny else len(prompt)  # The tokens after these enter the loss.
             rows.append((prompt[:known], [prompt[known:] + written]))
             weights.append([0.1] * (len(prompt) - known) + [1.0] * len(written))
-        total, longest = sum(map(sum, weights)), max(len(known) + len(rest) for known, [rest] in rows)
+        total, longest = sum(map(sum, weights)), max(len(begun) + len(rest) for begun, [rest] in rows)
         stride = world * max(1, settings.token_budget // longest)  # lessons of a micro-batch, over all ranks
         for i in range(rank, len(rows), stride):
             logprobs, _ = packed_logprobs(run.model, rows[i:i + stride:world], 1.5)
@@ -587,8 +587,8 @@ def print0(line: str):
 GIB = 1 << 30
 
 def log(settings: Settings, iteration: int, groups: list, reports: list[dict], held_out, seconds: dict):
-    """Write a line of metrics.jsonl, and its numbers to the screen. Rewards, accuracies and steps
-    are of first rounds, again_accuracy of second ones, the rest of both. None is unknown."""
+    """Write a line of metrics.jsonl, and its numbers to the screen. What is said of workflows is
+    of first rounds, again_accuracy of second ones; flat, tokens, cut and sums of both. None is unknown."""
     if dist.get_rank():
         return
     rollouts = [*itertools.chain(*groups)]
