@@ -2,6 +2,7 @@
 
 Module names are Hugging Face's, so a state dict *is* a checkpoint. Attention is a function, `attend`, which
 a caller may replace: sample.py's has a KV cache, grpo.py's a shared prompt. Read sample.py next."""
+
 import argparse
 import difflib
 import glob
@@ -19,9 +20,11 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as BPE
 from torch.utils.checkpoint import checkpoint
 
+
 @dataclass
 class Config:
     """Qwen2.5's shape, by the keys of Hugging Face's config.json. The defaults: Qwen2.5-7B-Instruct."""
+
     vocab_size: int = 152064
     hidden_size: int = 3584
     intermediate_size: int = 18944
@@ -42,19 +45,31 @@ class Config:
         """Read config.json of a folder or repository. ValueError names what is wrong or not implemented."""
         file = os.path.join(fetch(path, "config.json"), "config.json")
         found = read_json(file)
-        if isinstance(found.get("rope_parameters"), dict):  # transformers 5 writes RoPE's keys in here
+        if isinstance(
+            found.get("rope_parameters"), dict
+        ):  # transformers 5 writes RoPE's keys in here
             found = {**found["rope_parameters"], **found}
         scaled = found.get("rope_scaling") or found.get("rope_type", "default") != "default"
-        if found.get("model_type") not in ("qwen2", "llama") or scaled or found.get("use_sliding_window"):
-            raise ValueError(f"{file}: model_type is {found.get('model_type')!r}; implemented are qwen2 and "
-                             "llama, without RoPE scaling and sliding windows")
+        if (
+            found.get("model_type") not in ("qwen2", "llama")
+            or scaled
+            or found.get("use_sliding_window")
+        ):
+            raise ValueError(
+                f"{file}: model_type is {found.get('model_type')!r}; implemented are qwen2 and "
+                "llama, without RoPE scaling and sliding windows"
+            )
         for field in fields(cls):
             value = found.get(field.name)
             if not isinstance(value, int | float) or field.type is not bool and not 0 < value < 1e9:
                 raise ValueError(f"{file}: {field.name} is {value!r}, which is no sensible number")
-        if found["hidden_size"] % (2 * found["num_attention_heads"]) or found["num_hidden_layers"] > 1000:
+        if (
+            found["hidden_size"] % (2 * found["num_attention_heads"])
+            or found["num_hidden_layers"] > 1000
+        ):
             raise ValueError(f"{file}: its numbers of channels, heads and layers make no model")
         return cls(**{field.name: field.type(found[field.name]) for field in fields(cls)})
+
 
 # ---- Layers: B sequences of T tokens, C channels, H heads over Hkv key-value heads of D channels, V tokens
 class RMSNorm(nn.RMSNorm):
@@ -62,17 +77,22 @@ class RMSNorm(nn.RMSNorm):
         # Normalize in fp32, round, then weigh, as transformers does: F.rms_norm with a weight rounds last.
         return self.weight * F.rms_norm(x, self.normalized_shape, eps=self.eps)
 
+
 def rotary(positions, config: Config):
     """RoPE's tables in fp32 for integer positions (B, T): cos cos and -sin sin, each (B, 1, T, D)."""
-    exponent = torch.arange(0, config.head_dim, 2, device=positions.device).float() / config.head_dim
-    frequency = config.rope_theta ** -exponent               # (D/2)
+    exponent = (
+        torch.arange(0, config.head_dim, 2, device=positions.device).float() / config.head_dim
+    )
+    frequency = config.rope_theta**-exponent  # (D/2)
     angle = positions[:, None, :, None].float() * frequency  # (B, 1, T, D/2)
     return angle.cos().repeat(1, 1, 1, 2), torch.cat((-angle.sin(), angle.sin()), -1)
+
 
 def rotate(x, cos, sin):
     """Rotate x (B, H, T, D) by `rotary`'s tables. Qwen pairs channel i with i + D/2: a roll swaps them."""
     y = x.float()
     return (y * cos + y.roll(y.shape[-1] // 2, -1) * sin).to(x.dtype)
+
 
 def causal(layer_idx: int, q, k, v):
     """The plain `attend`: token i of q (B, H, T, D) attends to 0 … i of k and v (B, Hkv, T, D)."""
@@ -80,6 +100,7 @@ def causal(layer_idx: int, q, k, v):
     if q.device.type == "cpu":  # bf16 would be no faster there
         q, k, v = q.float(), k.float(), v.float()
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).to(dtype)
+
 
 class Attention(nn.Module):
     def __init__(self, config: Config, layer_idx: int):
@@ -94,10 +115,17 @@ class Attention(nn.Module):
 
     def forward(self, x, cos, sin, attend):
         B, T, C = x.shape
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)  # (B, T, H*D) and twice (B, T, Hkv*D)
-        q, k, v = (y.view(B, T, -1, self.head_dim).transpose(1, 2) for y in (q, k, v))  # (B, H or Hkv, T, D)
+        q, k, v = (
+            self.q_proj(x),
+            self.k_proj(x),
+            self.v_proj(x),
+        )  # (B, T, H*D) and twice (B, T, Hkv*D)
+        q, k, v = (
+            y.view(B, T, -1, self.head_dim).transpose(1, 2) for y in (q, k, v)
+        )  # (B, H or Hkv, T, D)
         y = attend(self.layer_idx, rotate(q, cos, sin), rotate(k, cos, sin), v)  # (B, H, T, D)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, C))
+
 
 class MLP(nn.Module):
     def __init__(self, config: Config):
@@ -108,6 +136,7 @@ class MLP(nn.Module):
 
     def forward(self, x):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # SwiGLU
+
 
 class Layer(nn.Module):
     def __init__(self, config: Config, layer_idx: int):
@@ -121,16 +150,22 @@ class Layer(nn.Module):
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
+
 class Qwen(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        self.compute_device = None  # where to compute if the weights are in the CPU's memory (--offload)
+        self.compute_device = (
+            None  # where to compute if the weights are in the CPU's memory (--offload)
+        )
         self.recompute = False  # True: activation checkpointing, a layer at a time
-        self.model = nn.ModuleDict({  # so Hugging Face's names begin with `model.`, except lm_head
-            "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
-            "layers": nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers)),
-            "norm": RMSNorm(config.hidden_size, config.rms_norm_eps)})
+        self.model = nn.ModuleDict(
+            {  # so Hugging Face's names begin with `model.`, except lm_head
+                "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
+                "layers": nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers)),
+                "norm": RMSNorm(config.hidden_size, config.rms_norm_eps),
+            }
+        )
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -154,13 +189,17 @@ class Qwen(nn.Module):
                 x = checkpoint(layer, x, cos, sin, attend, use_reentrant=False)
             else:
                 x = layer(x, cos, sin, attend)
-        return (head or self.logits)(self.model.norm(x))  # inside forward: only here FSDP has all of lm_head
+        return (head or self.logits)(
+            self.model.norm(x)
+        )  # inside forward: only here FSDP has all of lm_head
 
     def logits(self, hidden):
         """hidden (…, C) -> logits (…, V) in fp32. bf16 would be too coarse for a ratio π/π_old."""
         if hidden.dtype == torch.float32:
             return self.lm_head(hidden)
-        return HeadFP32.apply(hidden.flatten(0, -2), self.lm_head.weight).view(*hidden.shape[:-1], -1)
+        return HeadFP32.apply(hidden.flatten(0, -2), self.lm_head.weight).view(
+            *hidden.shape[:-1], -1
+        )
 
     @property
     def device(self) -> torch.device:
@@ -173,7 +212,10 @@ class Qwen(nn.Module):
         with torch.device("meta"):
             model = cls(Config.from_pretrained(path))
         if shard:
-            from torch.distributed.tensor import distribute_tensor  # here, as it takes half a second
+            from torch.distributed.tensor import (
+                distribute_tensor,
+            )  # here, as it takes half a second
+
             shard(model)
         parameters = dict(model.named_parameters())
         folder = fetch(path, "model.safetensors", "model-*.safetensors")
@@ -183,13 +225,21 @@ class Qwen(nn.Module):
                 state |= load_file(os.path.join(folder, file))  # mapped into memory, not read yet
             except SafetensorError as e:
                 raise ValueError(f"{folder}/{file} is damaged: {e}") from None
-        if not any(name.endswith("bias") for name in state):  # A Llama is a Qwen2 whose biases are 0.
-            state |= {name: torch.zeros(p.shape) for name, p in parameters.items() if name.endswith("bias")}
+        if not any(
+            name.endswith("bias") for name in state
+        ):  # A Llama is a Qwen2 whose biases are 0.
+            state |= {
+                name: torch.zeros(p.shape)
+                for name, p in parameters.items()
+                if name.endswith("bias")
+            }
         for name, tensor in state.items():
             state[name] = tensor.to(device, dtype)
             if shard and name in parameters:
                 like = parameters[name]
-                part = distribute_tensor(state[name], like.device_mesh, like.placements, src_data_rank=None)
+                part = distribute_tensor(
+                    state[name], like.device_mesh, like.placements, src_data_rank=None
+                )
                 state[name] = part.clone().to(device)  # a clone, lest the whole live on
         if model.config.tie_word_embeddings:
             state["lm_head.weight"] = state.get("model.embed_tokens.weight")
@@ -205,16 +255,27 @@ class Qwen(nn.Module):
         """Write config.json and model.safetensors, as Hugging Face does. A reader never sees half a file."""
         os.makedirs(path, exist_ok=True)
         state = {name: p.detach().cpu().contiguous() for name, p in self.named_parameters()}
-        write_json(os.path.join(path, "config.json"), {
-            "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu",
-            "torch_dtype": str(self.lm_head.weight.dtype).removeprefix("torch."), **asdict(self.config)})
+        write_json(
+            os.path.join(path, "config.json"),
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "model_type": "qwen2",
+                "hidden_act": "silu",
+                "torch_dtype": str(self.lm_head.weight.dtype).removeprefix("torch."),
+                **asdict(self.config),
+            },
+        )
         file = os.path.join(path, "model.safetensors")
         save_file(state, file + ".tmp", metadata={"format": "pt"})  # readable by its owner alone
         os.chmod(file + ".tmp", os.stat(os.path.join(path, "config.json")).st_mode)
         os.replace(file + ".tmp", file)
 
+
 # ---- Precision ------------------------------------------------------------------------------------------
-torch.backends.cuda.enable_cudnn_sdp(False)  # On Hopper it reportedly plans each new length for a second.
+torch.backends.cuda.enable_cudnn_sdp(
+    False
+)  # On Hopper it reportedly plans each new length for a second.
+
 
 def compute_dtype(device) -> torch.dtype:
     """The dtype of computation: bf16 where the device has units for it, else fp32."""
@@ -224,6 +285,7 @@ def compute_dtype(device) -> torch.dtype:
         has_units = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     return torch.bfloat16 if has_units else torch.float32
 
+
 def matmul_fp32(a, b):
     """a (…, N, K) @ b (…, K, M), accumulated and returned in fp32. For bf16 on CUDA it has no gradient."""
     if a.device.type != "cuda" or a.dtype == torch.float32:
@@ -231,9 +293,11 @@ def matmul_fp32(a, b):
     product = torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out_dtype=torch.float32)
     return product.view(*a.shape[:-1], b.shape[-1])
 
+
 class HeadFP32(torch.autograd.Function):
     """hidden (N, C) times weight (V, C), both bf16: logits (N, V) in fp32. A logit of 20 that is rounded to
     bf16 is off by up to 0.06, and so is a log-probability. Gradients are bf16, as all of them are."""
+
     @staticmethod
     def forward(ctx, hidden, weight):
         ctx.save_for_backward(hidden, weight)
@@ -249,11 +313,17 @@ class HeadFP32(torch.autograd.Function):
         grad = grad.to(weight.dtype)
         return grad @ weight, grad.T @ hidden
 
+
 # ---- The tokenizer --------------------------------------------------------------------------------------
 SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
-JINJA = ("{% if messages[0]['role'] != 'system' %}<|im_start|>system\n" + SYSTEM + "<|im_end|>\n{% endif %}"
-         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")  # what `chat` does, in Jinja
+JINJA = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\n"
+    + SYSTEM
+    + "<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)  # what `chat` does, in Jinja
+
 
 class Tokenizer:
     """A Hugging Face tokenizer.json with Qwen2.5's chat template. `len` counts the ids in use; a model may
@@ -264,13 +334,17 @@ class Tokenizer:
 
     def __init__(self, bpe: BPE):
         self.bpe = bpe
-        bpe.encode_special_tokens = True  # if a text spells special tokens, they are encoded as text
+        bpe.encode_special_tokens = (
+            True  # if a text spells special tokens, they are encoded as text
+        )
         bpe.no_truncation()
         bpe.no_padding()
         self.start_id = bpe.token_to_id("<|im_start|>")
         self.eos_id = bpe.token_to_id("<|im_end|>")
         if {self.start_id, self.eos_id} & {None, *self.encode("<|im_start|><|im_end|>")}:
-            raise ValueError("no ChatML tokenizer: <|im_start|> and <|im_end|> must be special tokens")
+            raise ValueError(
+                "no ChatML tokenizer: <|im_start|> and <|im_end|> must be special tokens"
+            )
         self.end_ids = [i for i in (self.eos_id, bpe.token_to_id("<|endoftext|>")) if i is not None]
 
     @classmethod
@@ -284,9 +358,15 @@ class Tokenizer:
     def save_pretrained(self, path: str):
         """Write tokenizer.json, and for transformers and vLLM the chat template and where they stop."""
         self.bpe.save(os.path.join(path, "tokenizer.json"))
-        write_json(os.path.join(path, "tokenizer_config.json"), {
-            "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
-            "chat_template": JINJA, "eos_token": "<|im_end|>"})
+        write_json(
+            os.path.join(path, "tokenizer_config.json"),
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "clean_up_tokenization_spaces": False,
+                "chat_template": JINJA,
+                "eos_token": "<|im_end|>",
+            },
+        )
         write_json(os.path.join(path, "generation_config.json"), {"eos_token_id": self.end_ids})
 
     def __len__(self) -> int:
@@ -309,6 +389,7 @@ class Tokenizer:
             ids += [self.start_id, *self.encode(text), self.eos_id, *self.encode("\n")]
         return [*ids, self.start_id, *self.encode("assistant\n")]
 
+
 # ---- Files ----------------------------------------------------------------------------------------------
 def fetch(name: str, *patterns: str) -> str:
     """The folder of a checkpoint: `name` itself if it is one, else that of the repository `name` of the hub,
@@ -316,10 +397,14 @@ def fetch(name: str, *patterns: str) -> str:
     if os.path.isdir(name):
         return name
     from huggingface_hub import snapshot_download
+
     try:
         return snapshot_download(name, allow_patterns=list(patterns))
     except Exception as e:  # its errors are of many classes, its transport's among them
-        raise OSError(f"{name} is no folder, and the hub did not give it (gated: set HF_TOKEN): {e}") from e
+        raise OSError(
+            f"{name} is no folder, and the hub did not give it (gated: set HF_TOKEN): {e}"
+        ) from e
+
 
 def read_json(file: str) -> dict:
     """The object in a JSON file. ValueError names the file if it holds something else."""
@@ -329,11 +414,13 @@ def read_json(file: str) -> dict:
         except (ValueError, TypeError, RecursionError) as e:
             raise ValueError(f"{file} holds no JSON object: {e}") from None
 
+
 def write_json(file: str, value):
     """Write JSON beside the file, then rename: a reader never sees half of it."""
     with open(file + ".tmp", "w", encoding="utf-8") as f:
         json.dump(value, f, indent=2, ensure_ascii=False)
     os.replace(file + ".tmp", file)
+
 
 # ---- Command lines --------------------------------------------------------------------------------------
 def configure(settings, argv: list[str]) -> list[str]:
@@ -341,11 +428,16 @@ def configure(settings, argv: list[str]) -> list[str]:
     `--key` alone turns a bool on, --help prints them all. A wrong word ends the program with status 2."""
     comments = dict(re.findall(r"(?m)^    (\w+): .*?  # (.*)", inspect.getsource(type(settings))))
     parser = argparse.ArgumentParser(
-        usage=argparse.SUPPRESS, description=inspect.getmodule(type(settings)).__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter)
+        usage=argparse.SUPPRESS,
+        description=inspect.getmodule(type(settings)).__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     truth = {"true": True, "false": False}
     for key, value in vars(settings).items():
-        kind = {"type": os.path.expanduser if isinstance(value, str) else type(value)}  # shells leave --key=~
+        kind = {
+            "type": os.path.expanduser if isinstance(value, str) else type(value)
+        }  # shells leave --key=~
         if isinstance(value, bool):
             kind = {"type": lambda text: truth.get(text.lower(), text), "choices": truth.values()}
             argv = [f"{word}=true" if word == f"--{key}" else word for word in argv]

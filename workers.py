@@ -5,6 +5,7 @@
 
 NAME is local, local:pairs or local:tired (the laptop world), a name in assets/pools/, or a JSON file: a list
 of objects whose keys are Worker's fields. Read workflow.py next."""
+
 import argparse
 import contextlib
 import functools
@@ -32,13 +33,18 @@ from requests.packages.urllib3 import connection, exceptions  # of which request
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 LOOPBACK = r"(?i)https?://(127\.[\d.]+|localhost|\[::1\])(:\d+)?(/|$)"
 LIMITS = ("max_tokens", "max_completion_tokens")  # the parameters that limit an answer
-jitter = random.Random()  # Not all calls shall come back at once; the global draws are the experiment's.
+jitter = (
+    random.Random()
+)  # Not all calls shall come back at once; the global draws are the experiment's.
 connection.HTTPConnection.default_socket_options += [  # A probe a minute keeps a silent line open.
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", 0x10), 60)]  # 0x10: on macOS
+    (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", 0x10), 60),
+]  # 0x10: on macOS
+
 
 class WorkerError(Exception):
     """A call failed or was not made, which is no wrong answer. The text holds no key."""
+
 
 @dataclass
 class Reply:
@@ -49,21 +55,29 @@ class Reply:
     seconds: float = 0.0  # of the attempt that was answered
     finish: str = "stop"  # why it ended, in the provider's word; "length": cut off
 
+
 @dataclass
 class Worker:
     """One member of a pool. Any number of threads may call `chat`."""
+
     protocol: str  # openai, anthropic or python
     base_url: str = ""  # what stands before the protocol's path: https://api.openai.com/v1
     model: str = ""
     name: str = ""  # the model's, or the function's, unless given
     api_key_env: str | None = None  # the environment variable that holds the key
-    params: dict = field(default_factory=dict)  # sent as they are, beside the model and the messages
+    params: dict = field(
+        default_factory=dict
+    )  # sent as they are, beside the model and the messages
     headers: dict = field(default_factory=dict, repr=False)  # sent as they are
     price: list | None = None  # dollars per million tokens, [input, output]; None: unknown
     concurrency: int = 16  # calls at a time
-    timeout: int | float = 600  # seconds that an answer may take; after three times as many no attempt begins
+    timeout: int | float = (
+        600  # seconds that an answer may take; after three times as many no attempt begins
+    )
     attempts: int | None = None  # at most; None: as many as `chat` says
-    function: str = ""  # FILE.py:NAME of protocol python: it gets the messages, and returns text or a Reply
+    function: str = (
+        ""  # FILE.py:NAME of protocol python: it gets the messages, and returns text or a Reply
+    )
     replay: object = field(default=None, repr=False)  # a Replay
     budget: object = field(default=None, repr=False)  # a Budget
 
@@ -71,11 +85,19 @@ class Worker:
         self.name = self.name or self.model or self.function.rpartition(":")[2]
         self.run_function = load_function(self.function) if self.protocol == "python" else None
         self.session = requests.Session()
-        self.session.adapters = {"http": requests.adapters.HTTPAdapter(pool_maxsize=self.concurrency)}
-        self.session.trust_env = not re.match(LOOPBACK, self.base_url)  # no proxy before one's own machine
-        self.session.auth = lambda request: request  # Else a netrc's password would take the key's place.
+        self.session.adapters = {
+            "http": requests.adapters.HTTPAdapter(pool_maxsize=self.concurrency)
+        }
+        self.session.trust_env = not re.match(
+            LOOPBACK, self.base_url
+        )  # no proxy before one's own machine
+        self.session.auth = lambda request: (
+            request
+        )  # Else a netrc's password would take the key's place.
         self.slots, self.lock = threading.Semaphore(self.concurrency), threading.Lock()
-        self.calls = self.unpriced = self.spent = 0  # calls, those of unknown cost, dollars, all with replays
+        self.calls = self.unpriced = self.spent = (
+            0  # calls, those of unknown cost, dollars, all with replays
+        )
 
     def chat(self, messages: list[dict], call_id: str = "", **overrides) -> Reply:
         """Ask for the next turn of a chat: [{"role": "system", "user" or "assistant", "content": text}, …].
@@ -85,8 +107,12 @@ class Worker:
         and at once after a timeout, another 4xx, for a spent account or an unknown host."""
         params = {**self.params, **overrides}
         key = self.replay.key(self, messages, params, call_id) if self.replay and call_id else None
-        with self.replay.locks.setdefault(key, threading.Lock()) if key else contextlib.nullcontext():
-            reply = self.replay.replies.get(key) if key else None  # What is asked twice at once is paid once.
+        with (
+            self.replay.locks.setdefault(key, threading.Lock()) if key else contextlib.nullcontext()
+        ):
+            reply = (
+                self.replay.replies.get(key) if key else None
+            )  # What is asked twice at once is paid once.
             if reply is None:
                 with self.slots:
                     reply = self.ask(messages, params)
@@ -113,11 +139,18 @@ class Worker:
                 if self.run_function:
                     answer = self.run_function(messages)
                     cost = None if any(self.price or []) else 0.0
-                    outcome = answer if isinstance(answer, Reply) else Reply("" + answer, 0, 0, cost)
+                    outcome = (
+                        answer if isinstance(answer, Reply) else Reply("" + answer, 0, 0, cost)
+                    )
                 else:
-                    with self.session.post(self.base_url.rstrip("/") + path, json=body, stream=True,
-                                           headers={**headers, **self.headers}, allow_redirects=False,
-                                           timeout=(10, self.timeout)) as response:
+                    with self.session.post(
+                        self.base_url.rstrip("/") + path,
+                        json=body,
+                        stream=True,
+                        headers={**headers, **self.headers},
+                        allow_redirects=False,
+                        timeout=(10, self.timeout),
+                    ) as response:
                         outcome = read_response(self, response, started + self.timeout)
             except Exception as e:
                 outcome = e if isinstance(e, Failure) else broken(e, time.monotonic() - started)
@@ -127,27 +160,37 @@ class Worker:
                 outcome.seconds = now - started
                 return outcome
             failures += not outcome.busy
-            pause = min(30, self.timeout / 300 * 2 ** min(number - 1, 9))  # 2, 4, 8 … s at a timeout of 600
+            pause = min(
+                30, self.timeout / 300 * 2 ** min(number - 1, 9)
+            )  # 2, 4, 8 … s at a timeout of 600
             pause = max(0.0, outcome.wait or 0.0) + pause * jitter.uniform(0.5, 1)
             late = now + pause > begun + 3 * self.timeout
             if late or outcome.wait is None or failures == 6 or number == self.attempts:
                 why = "".join(filter(str.isprintable, " ".join(outcome.text.split())))
                 for secret in filter(None, [api_key, *self.headers.values()]):
                     why = why.replace(secret, "***")
-                raise WorkerError(f"{self.name}: {why[:400]} (attempt {number}, after {now - begun:.1f} s)")
+                raise WorkerError(
+                    f"{self.name}: {why[:400]} (attempt {number}, after {now - begun:.1f} s)"
+                )
             time.sleep(pause)
+
 
 @dataclass
 class Failure(Exception):
     """An attempt without a reply."""
+
     text: str
     wait: float | None = None  # seconds, at least, to another attempt; None: none would help
     busy: bool = False  # whether the provider is: it may be asked often
     cost: float | None = None  # 0.0 where nothing is billed for sure; None: it may have cost money
 
+
 # No wait helps where one of these is said of an account, by OpenAI, Anthropic, Google or OpenRouter.
-SPENT = ("insufficient_quota|billing_not_active|credit balance is too low|credits are depleted|PerDay|per-day"
-         "|API usage limits|(spend|usage)_limit_|monthly spending cap|credit_balance_exhausted")
+SPENT = (
+    "insufficient_quota|billing_not_active|credit balance is too low|credits are depleted|PerDay|per-day"
+    "|API usage limits|(spend|usage)_limit_|monthly spending cap|credit_balance_exhausted"
+)
+
 
 def read_response(worker: Worker, response: requests.Response, end: float) -> Reply:
     """The Reply in a response whose body is there by time.monotonic() == end; Failure where there is none."""
@@ -165,17 +208,24 @@ def read_response(worker: Worker, response: requests.Response, end: float) -> Re
         raise refusal(response, find(data, "error", "code"), text)
     try:
         text, finish, n_in, n_out = PROTOCOLS[worker.protocol][1](data)
-        text = text.encode(errors="replace").decode()  # Half of an emoji, as JSON can spell it, is no text.
+        text = text.encode(
+            errors="replace"
+        ).decode()  # Half of an emoji, as JSON can spell it, is no text.
     except (LookupError, TypeError, AttributeError, ValueError):
         # OpenRouter sends blanks while it waits, and nothing more if its host dies: only these are unpaid.
-        raise Failure(f"no reply as {worker.protocol} defines it: {text[:300]!r}", None if text else 0.0)
+        raise Failure(
+            f"no reply as {worker.protocol} defines it: {text[:300]!r}", None if text else 0.0
+        )
     known = all(type(n) is int and 0 <= n < 1e9 for n in (n_in, n_out))
     cost = find(data, "usage", "cost")  # dollars, by OpenRouter and by our own server
     if type(cost) not in (int, float) or cost <= 0 or find(data, "usage", "is_byok"):
         zeros = text and not n_out and any(worker.price or [])  # as some gateways fill in
         priced = worker.price and known and not zeros
         cost = (n_in * worker.price[0] + n_out * worker.price[1]) / 1e6 if priced else None
-    return Reply(text, n_in if known else 0, n_out if known else 0, cost, finish=str(finish or "stop"))
+    return Reply(
+        text, n_in if known else 0, n_out if known else 0, cost, finish=str(finish or "stop")
+    )
+
 
 def refusal(response: requests.Response, code, text: str) -> Failure:
     """What a provider says that does not answer. code: OpenRouter's within a 200, once a model began."""
@@ -187,20 +237,32 @@ def refusal(response: requests.Response, code, text: str) -> Failure:
     with contextlib.suppress(ValueError):  # It is a number of seconds, a date, or nothing of use.
         is_number = re.fullmatch(r"\d+(\.\d+)?", asked)
         wait = float(asked) if is_number else parsedate_to_datetime(asked).timestamp() - time.time()
-    if re.search(SPENT, text) or response.headers.get("x-should-retry") == "false" or not (busy or broke):
+    if (
+        re.search(SPENT, text)
+        or response.headers.get("x-should-retry") == "false"
+        or not (busy or broke)
+    ):
         wait = None
     cost = 0.0 if response.status_code != 200 and (busy or not broke) else None
     return Failure(f"HTTP {status} of {response.url}: {text}", wait, busy, cost)
 
+
 def broken(error: Exception, seconds: float) -> Failure:
     """Why no whole response came within so many seconds, or what a function raised."""
     if isinstance(error, (requests.ReadTimeout, exceptions.ReadTimeoutError, TimeoutError)):
-        return Failure(f"no whole answer within {seconds:.3g} s; a slow worker needs a larger timeout")
-    cause = getattr(error.args[0] if error.args else None, "reason", None) or error  # urllib3's, in requests'
+        return Failure(
+            f"no whole answer within {seconds:.3g} s; a slow worker needs a larger timeout"
+        )
+    cause = (
+        getattr(error.args[0] if error.args else None, "reason", None) or error
+    )  # urllib3's, in requests'
     lost = isinstance(error, (requests.ConnectionError, exceptions.HTTPError, ConnectionError))
     final = not lost or isinstance(cause, exceptions.NameResolutionError)
     unsent = isinstance(cause, (exceptions.NewConnectionError, exceptions.ConnectTimeoutError))
-    return Failure(f"{type(cause).__name__}: {cause}", None if final else 0.0, cost=0.0 if unsent else None)
+    return Failure(
+        f"{type(cause).__name__}: {cause}", None if final else 0.0, cost=0.0 if unsent else None
+    )
+
 
 def find(data, *path):
     """What stands at this path of names in nested objects; None where nothing does."""
@@ -208,16 +270,23 @@ def find(data, *path):
         data = data.get(name) if isinstance(data, dict) else None
     return data
 
+
 # ---- Protocols: one function writes path, headers, body; one reads text, why it ended, tokens in and out ---
 
-def openai_request(model: str, messages: list[dict], params: dict, api_key: str) -> tuple[str, dict, dict]:
+
+def openai_request(
+    model: str, messages: list[dict], params: dict, api_key: str
+) -> tuple[str, dict, dict]:
     """platform.openai.com/docs/api-reference/chat, which OpenRouter, vLLM, Ollama and llama.cpp speak."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     return "/chat/completions", headers, {"model": model, "messages": messages, **params}
 
+
 def openai_reply(data: dict) -> tuple:
     choice, usage = data["choices"][0], data.get("usage") or {}
-    if choice.get("finish_reason") == "error" or choice.get("error"):  # OpenRouter's, which it does not bill
+    if choice.get("finish_reason") == "error" or choice.get(
+        "error"
+    ):  # OpenRouter's, which it does not bill
         raise Failure(f"the provider failed midway: {choice.get('error')}", wait=0.0, cost=0.0)
     text = choice["message"].get("content") or choice["message"].get("refusal") or ""
     if isinstance(text, list):  # of parts, as Mistral's thinking models answer
@@ -229,26 +298,43 @@ def openai_reply(data: dict) -> tuple:
         n_out = max(n_out, total - n_in)  # Some count the reasoning in the total only.
     return text, choice.get("finish_reason"), n_in, n_out
 
-def anthropic_request(model: str, messages: list[dict], params: dict, api_key: str) -> tuple[str, dict, dict]:
+
+def anthropic_request(
+    model: str, messages: list[dict], params: dict, api_key: str
+) -> tuple[str, dict, dict]:
     """platform.claude.com/docs/en/api/messages, which needs max_tokens and takes the system's words apart."""
     system = "\n\n".join(message["content"] for message in messages if message["role"] == "system")
     turns = [message for message in messages if message["role"] != "system"]
-    body = {"model": model, "max_tokens": 4096, "messages": turns, **({"system": system} if system else {})}
-    return "/messages", {"x-api-key": api_key, "anthropic-version": "2023-06-01"}, {**body, **params}
+    body = {
+        "model": model,
+        "max_tokens": 4096,
+        "messages": turns,
+        **({"system": system} if system else {}),
+    }
+    return (
+        "/messages",
+        {"x-api-key": api_key, "anthropic-version": "2023-06-01"},
+        {**body, **params},
+    )
+
 
 def anthropic_reply(data: dict) -> tuple:
     usage = data.get("usage") or {}
     cached = [usage.get(f"cache_{part}_input_tokens") or 0 for part in ("creation", "read")]
-    n_in = usage["input_tokens"] + sum(cached) if "input_tokens" in usage else None  # as the others count
+    n_in = (
+        usage["input_tokens"] + sum(cached) if "input_tokens" in usage else None
+    )  # as the others count
     text = "".join(part["text"] for part in data["content"] if part["type"] == "text")
     cut_off = data.get("stop_reason") in ("max_tokens", "model_context_window_exceeded")
     return text, "length" if cut_off else data.get("stop_reason"), n_in, usage.get("output_tokens")
+
 
 PROTOCOLS = {
     "openai": (openai_request, openai_reply),
     "anthropic": (anthropic_request, anthropic_reply),
     "python": (openai_request, None),  # It is not sent; its length bounds what it may cost.
 }
+
 
 @functools.cache
 def load_function(spec: str):
@@ -264,15 +350,22 @@ def load_function(spec: str):
         raise ValueError(f"{path} has no function {name}")
     return function
 
+
 # ---- Pools, and what they cost -----------------------------------------------------------------------------
 
 FIELDS = {  # of a worker in a file: a pattern for its value as JSON, and the same in words
     "protocol": ('"(openai|anthropic|python)"', "openai, anthropic or python"),
-    "base_url": (r'"https?://[^"/@?#\s]+(/[^"?#\s]*)?"', "http(s)://HOST/…, without a password or a query"),
+    "base_url": (
+        r'"https?://[^"/@?#\s]+(/[^"?#\s]*)?"',
+        "http(s)://HOST/…, without a password or a query",
+    ),
     "model": ('".+"', "its name at the provider"),
     "name": ('".+"', "a text"),
     "api_key_env": ('"[A-Z][A-Z0-9_]*"', "the name of a variable, in capitals, not the key"),
-    "params": (r'\{(?!.*"(n|stream)":).*\}', "an object without n and stream: a call gives one whole reply"),
+    "params": (
+        r'\{(?!.*"(n|stream)":).*\}',
+        "an object without n and stream: a call gives one whole reply",
+    ),
     "headers": (r'\{("[^"]*": "[^"]*"(, )?)*\}', "an object of texts"),
     "price": (r"\[\d[\d.e-]*, \d[\d.e-]*\]", "[input, output], dollars per million tokens"),
     "concurrency": (r"[1-9]\d{0,5}", "a whole number above 0"),
@@ -280,6 +373,7 @@ FIELDS = {  # of a worker in a file: a pattern for its value as JSON, and the sa
     "timeout": (r"(?=.*[1-9])\d{1,6}(\.\d+)?", "seconds, above 0"),
     "function": (r'".+:\w+"', "FILE.py:NAME, the file beside the pool's"),
 }
+
 
 def read_pool(spec: str, local_url: str | None = None) -> list[dict]:
     """The entries of a pool, by name or JSON file, unchecked; ValueError says what there is. A local pool
@@ -306,14 +400,20 @@ def read_pool(spec: str, local_url: str | None = None) -> list[dict]:
             entry["function"] = os.path.join(os.path.dirname(path), str(entry["function"]))
     return entries
 
+
 def name_of(entry: dict) -> str:
-    return entry.get("name") or entry.get("model") or str(entry.get("function", "")).rpartition(":")[2]
+    return (
+        entry.get("name") or entry.get("model") or str(entry.get("function", "")).rpartition(":")[2]
+    )
+
 
 def check_pool(entries: list[dict], budget: float = 0.0) -> list[str]:
     """All that is missing or odd, by worker and field, without its value, which may be a misplaced key."""
     sentences, names = [], []
     for number, entry in enumerate(entries):
-        needed = ["function"] if entry.get("protocol") == "python" else ["protocol", "base_url", "model"]
+        needed = (
+            ["function"] if entry.get("protocol") == "python" else ["protocol", "base_url", "model"]
+        )
         wrong = {}
         for key in [*entry, *needed]:
             pattern, expected = FIELDS.get(key, ("", f"one of {', '.join(FIELDS)}"))
@@ -327,15 +427,19 @@ def check_pool(entries: list[dict], budget: float = 0.0) -> list[str]:
             wrong["function"] = f"there is no file {file}"
         if budget and not wrong.keys() & {"protocol", "price", "params"}:
             if most_dollars(entry, entry.get("params", {}), {}) == float("inf"):
-                wrong["price, params"] = "a budget needs a price (of your own: [0, 0]) and max_tokens"
+                wrong["price, params"] = (
+                    "a budget needs a price (of your own: [0, 0]) and max_tokens"
+                )
         names.append(name_of(entry) or f"worker {number}")
         if names[-1] in names[:-1]:
             wrong["name"] = "another worker has it, too"
         sentences += [f"{names[-1]}: {key}: {sentence}" for key, sentence in wrong.items()]
     return sentences
 
-def load_pool(spec: str, local_url: str | None = None, replay: str = "", budget: float = 0.0,
-              ranks: int = 1) -> list[Worker]:
+
+def load_pool(
+    spec: str, local_url: str | None = None, replay: str = "", budget: float = 0.0, ranks: int = 1
+) -> list[Worker]:
     """The workers of a pool. replay: a file of replies. budget: dollars that they may spend together; 0: no
     limit. ranks: how many processes share budget and concurrency. ValueError says all that is wrong."""
     entries = read_pool(spec, local_url)
@@ -346,17 +450,25 @@ def load_pool(spec: str, local_url: str | None = None, replay: str = "", budget:
     pool = [Worker(**entry, replay=kept, budget=purse) for entry in entries]
     return [replace(worker, concurrency=max(1, worker.concurrency // ranks)) for worker in pool]
 
+
 def first_words(pool: list[Worker]) -> list[Reply | WorkerError]:
     """Ask each worker for a word, all at once; an empty one is an error."""
+
     def ask(worker):
         try:
             hurried = replace(worker, timeout=min(worker.timeout, 120), attempts=2)
             reply = hurried.chat([{"role": "user", "content": "Say hello."}])
         except WorkerError as e:
             return e
-        return reply if reply.text.strip() else WorkerError(f"{worker.name}: an empty answer to a hello")
+        return (
+            reply
+            if reply.text.strip()
+            else WorkerError(f"{worker.name}: an empty answer to a hello")
+        )
+
     with ThreadPool(len(pool)) as threads:
         return threads.map(ask, pool)
+
 
 class Replay:
     """Replies in a file, a JSON line each: what a killed run has paid for is free when it is run again. As
@@ -374,12 +486,21 @@ class Replay:
 
     def key(self, worker: Worker, messages: list[dict], params: dict, call_id: str) -> str:
         url = "" if re.match(LOOPBACK, worker.base_url) else worker.base_url  # Ports change.
-        asked = [worker.name, worker.protocol, url, worker.model + worker.function, messages, params, call_id]
+        asked = [
+            worker.name,
+            worker.protocol,
+            url,
+            worker.model + worker.function,
+            messages,
+            params,
+            call_id,
+        ]
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
     def keep(self, key: str, reply: Reply):
         self.replies[key] = reply
         os.write(self.file, f"\n{json.dumps({'key': key, 'reply': asdict(reply)})}".encode())
+
 
 class Budget:
     """Dollars that a pool may spend. An attempt reserves the most that it can cost, and returns what it did
@@ -393,10 +514,14 @@ class Budget:
 
     def reserve(self, most: float):
         with self.room:
-            self.room.wait_for(lambda: most <= self.left or not self.running)  # Others may give some back.
+            self.room.wait_for(
+                lambda: most <= self.left or not self.running
+            )  # Others may give some back.
             if most > self.left:
                 self.refused = True
-                raise WorkerError(f"the budget of ${self.dollars:g} is spent, but for ${self.left:.4f}")
+                raise WorkerError(
+                    f"the budget of ${self.dollars:g} is spent, but for ${self.left:.4f}"
+                )
             self.left -= most
             self.running += 1
 
@@ -406,6 +531,7 @@ class Budget:
             self.running -= 1
             self.room.notify_all()
 
+
 def most_dollars(entry: dict, params: dict, body: dict) -> float:
     """Dollars that a call can cost: infinitely many where nobody knows the price or the most tokens."""
     price = entry.get("price") or ([0, 0] if entry["protocol"] == "python" else None)
@@ -414,20 +540,28 @@ def most_dollars(entry: dict, params: dict, body: dict) -> float:
         return 0.0
     if price is None or not limits or not all(type(limit) is int and limit > 0 for limit in limits):
         return float("inf")
-    dearest = find(params, "provider", "max_price") or {}  # OpenRouter may choose a host up to this price.
+    dearest = (
+        find(params, "provider", "max_price") or {}
+    )  # OpenRouter may choose a host up to this price.
     n_in = len(json.dumps(body)) + 512  # A token is at least a byte, and a chat template adds some.
     dollars_in = max(price[0], dearest.get("prompt", 0)) * n_in
     return (dollars_in + max(price[1], dearest.get("completion", 0)) * max(limits)) / 1e6
+
 
 def probable_cost(pool: list[Worker] | list[dict], calls: int) -> float | None:
     """Dollars for evenly spread calls of 1,000 tokens in and 700 out; None where a price is unknown.
     A function and a server on loopback are free unless they have a price."""
     entries = [worker if isinstance(worker, dict) else vars(worker) for worker in pool]
-    own = [e.get("protocol") == "python" or re.match(LOOPBACK, str(e.get("base_url"))) for e in entries]
-    prices = [entry.get("price") or ([0, 0] if is_own else None) for entry, is_own in zip(entries, own)]
+    own = [
+        e.get("protocol") == "python" or re.match(LOOPBACK, str(e.get("base_url"))) for e in entries
+    ]
+    prices = [
+        entry.get("price") or ([0, 0] if is_own else None) for entry, is_own in zip(entries, own)
+    ]
     if not all(re.fullmatch(FIELDS["price"][0], json.dumps(price)) for price in prices):
         return None
     return sum(1000 * price[0] + 700 * price[1] for price in prices) / 1e6 * calls / len(pool)
+
 
 def demand_budget(pool: list[Worker] | list[dict], budget: float, calls: int, what: str):
     """Print what `what` probably costs. ValueError where it costs money and has no budget."""
@@ -439,21 +573,37 @@ def demand_budget(pool: list[Worker] | list[dict], budget: float, calls: int, wh
             raise ValueError(f"{sentence}: say --budget=DOLLARS")
         print(sentence, flush=True)
 
+
 # ---- The laptop world: little honest programs that see what a worker sees, never the answer; their questions
 # Another trade is a row of TRADES, what it knows, and rows of KINDS that need it.
 
 QUESTION, TASK = "Question:\n", "Your task:\n"  # how workflow.py words a turn
 SKILL = {"": 1.0, "junior": 0.6, "tired": 0.7}  # how likely one of that sort is not to give up
-FRAMES = ("What is {}?", "Find {}.", "Tell me {}.", "Give me {}.")  # the sentences around an expression
+FRAMES = (
+    "What is {}?",
+    "Find {}.",
+    "Tell me {}.",
+    "Give me {}.",
+)  # the sentences around an expression
 SIGNS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 ORDERS = {  # a word that the coder obeys: a phrase with it, what it does, what questions say for it
     "reverse": ("Reverse it.", lambda word: word[::-1], "turned around"),
     "capitals": ("Write it in capitals.", str.upper, "shouted"),
-    "vowels": ("Leave out the vowels.", lambda word: re.sub("[aeiouAEIOU]", "", word), "thinned out"),
+    "vowels": (
+        "Leave out the vowels.",
+        lambda word: re.sub("[aeiouAEIOU]", "", word),
+        "thinned out",
+    ),
 }
-PHRASES = ("Work it out.", "Find the value.", *(phrase for phrase, _, _ in ORDERS.values()))  # subtasks
+PHRASES = (
+    "Work it out.",
+    "Find the value.",
+    *(phrase for phrase, _, _ in ORDERS.values()),
+)  # subtasks
 
-NUMERALS, ELEMENTS, COUNTRIES, WORDS = (words.split() for words in """
+NUMERALS, ELEMENTS, COUNTRIES, WORDS = (
+    words.split()
+    for words in """
 uno dos tres cuatro cinco seis siete ocho nueve diez once doce trece catorce quince dieciséis diecisiete
 dieciocho diecinueve veinte veintiuno veintidós veintitrés veinticuatro veinticinco veintiséis veintisiete
 veintiocho veintinueve treinta;
@@ -468,7 +618,8 @@ Spain-Madrid Sweden-Stockholm Syria-Damascus Thailand-Bangkok Tunisia-Tunis Urug
 planet river garden window market silver dragon castle forest bridge winter summer orange yellow purple candle
 basket rocket guitar violin doctor farmer sailor pirate monkey rabbit turtle spider butter cheese pepper
 ginger cotton velvet marble copper bronze tunnel harbor island desert valley meadow canyon glacier volcano
-thunder shadow mirror""".split(";"))
+thunder shadow mirror""".split(";")
+)
 DIGITS = {str(n): str(n) for n in range(2, 40)}
 SPANISH = {word: str(n) for n, word in enumerate(NUMERALS, 1)}
 NUMBERS = {f"the atomic number of {element}": str(n) for n, element in enumerate(ELEMENTS, 1)}
@@ -477,27 +628,44 @@ CITIES = dict(f"the capital of {pair}".split("-") for pair in COUNTRIES)
 FACTS = {**NUMBERS, **CITIES, **NAMES}
 
 TRADES = {  # what each understands in a text, and what it makes of a match of it, under one of the ORDERS
-    "calculator": (r"\b(\d{1,6}) ([-+*]) (\d{1,6})\b", lambda m, _: str(SIGNS[m[2]](int(m[1]), int(m[3])))),
+    "calculator": (
+        r"\b(\d{1,6}) ([-+*]) (\d{1,6})\b",
+        lambda m, _: str(SIGNS[m[2]](int(m[1]), int(m[3]))),
+    ),
     "translator": (r"\w+", lambda m, _: SPANISH.get(m[0], m[0])),
-    "librarian": (r"the (atomic number|capital) of \w+|element number \d+",
-                  lambda m, _: FACTS.get(m[0], m[0])),
-    "coder": (r"\b(\w+) (turned around|shouted|thinned out)", lambda m, order: ORDERS[order][1](m[1])),
+    "librarian": (
+        r"the (atomic number|capital) of \w+|element number \d+",
+        lambda m, _: FACTS.get(m[0], m[0]),
+    ),
+    "coder": (
+        r"\b(\w+) (turned around|shouted|thinned out)",
+        lambda m, order: ORDERS[order][1](m[1]),
+    ),
 }
 LOCAL = {
     "local": [*TRADES, "generalist"],
-    "local:pairs": [f"{sort}{trade}" for trade in TRADES for sort in ("", "junior ")],  # a weaker one too
-    "local:tired": [f"{sort}{trade}" for trade in TRADES for sort in ("tired ", "junior ")],  # on a bad day
+    "local:pairs": [
+        f"{sort}{trade}" for trade in TRADES for sort in ("", "junior ")
+    ],  # a weaker one too
+    "local:tired": [
+        f"{sort}{trade}" for trade in TRADES for sort in ("tired ", "junior ")
+    ],  # on a bad day
 }
+
 
 def sums(left: dict, right: dict) -> dict:
     """Every sum, difference and product of two expressions, with its value."""
     triples = itertools.product(left, right, SIGNS)
-    return {f"{a} {sign} {b}": str(SIGNS[sign](int(left[a]), int(right[b]))) for a, b, sign in triples}
+    return {
+        f"{a} {sign} {b}": str(SIGNS[sign](int(left[a]), int(right[b]))) for a, b, sign in triples
+    }
+
 
 def spelled(values: dict) -> dict:
     """Every expression with every wish of how to spell its value."""
     pairs = itertools.product(values.items(), ORDERS.values())
     return {f"{name} {wish}": work(value) for (name, value), (_, work, wish) in pairs}
+
 
 KINDS = {  # of question: whom it needs, and its expressions with their values
     "arithmetic": (["calculator"], sums(DIGITS, DIGITS)),
@@ -511,31 +679,44 @@ KINDS = {  # of question: whom it needs, and its expressions with their values
     "foreign+fact+arithmetic": (["librarian", "translator", "calculator"], sums(NUMBERS, SPANISH)),
 }
 
+
 def laptop_questions(split: str) -> list[tuple[str, str, str]]:
     """(kind, question, answer) of all kinds. A quarter of each kind's expressions is for "test", the others
     for "train", whatever the sentence around them."""
-    return [(kind, frame.format(name), answer) for kind, (_, values) in KINDS.items()
-            for name, answer in values.items() if (zlib.crc32(name.encode()) % 4 == 0) == (split == "test")
-            for frame in FRAMES]
+    return [
+        (kind, frame.format(name), answer)
+        for kind, (_, values) in KINDS.items()
+        for name, answer in values.items()
+        if (zlib.crc32(name.encode()) % 4 == 0) == (split == "test")
+        for frame in FRAMES
+    ]
+
 
 def hashed(what: str, asked) -> float:
     """A number in [0, 1) that is a hash of what was asked: asked the same, a specialist says the same."""
     digest = hashlib.sha256(json.dumps([what, asked]).encode()).digest()
     return int.from_bytes(digest[:4], "big") / 2**32
 
+
 def rewrite(text: str, trade: str, order: str) -> str:
     """A text with a trade's work done, "" if there is none. The rest stays: another can go on from there."""
     pattern, work = TRADES[trade]
     rewritten = re.sub(pattern, lambda match: work(match, order), text)
-    answer = re.sub(r"^(?:What is|Find|Tell me|Give me) (\S+)[?.]\Z", r"\1", rewritten)  # "What is 7?" is 7.
+    answer = re.sub(
+        r"^(?:What is|Find|Tell me|Give me) (\S+)[?.]\Z", r"\1", rewritten
+    )  # "What is 7?" is 7.
     return answer if rewritten != text else ""
+
 
 def specialist(name: str, messages: list[dict]) -> str:
     """What a local worker says. One of a trade works on the last response that it sees, else on the question;
     a coder who is told no order guesses. The generalist tries every trade on one prompt in eight."""
     question = messages[0]["content"].removeprefix(QUESTION).partition("\n\n" + TASK)[0]
     subtask = messages[-1]["content"].partition(TASK)[2].lower()
-    texts = [question, *(message["content"] for message in messages if message["role"] == "assistant")]
+    texts = [
+        question,
+        *(message["content"] for message in messages if message["role"] == "assistant"),
+    ]
     guess = list(ORDERS)[int(len(ORDERS) * hashed("order", question))]
     if name == "generalist":
         chance = hashed(name, messages)
@@ -547,12 +728,15 @@ def specialist(name: str, messages: list[dict]) -> str:
     order = next((order for order in ORDERS if order in subtask), guess)
     return rewrite(texts[-1], trade, order) or f"I am a {trade}; I find nothing here to work on."
 
+
 # ---- The server: OpenAI's chat completions on loopback, for the specialists and for workflow.py ------------
+
 
 class Handler(BaseHTTPRequestHandler):
     """A subclass has `models`, names, and `complete`, which gets a request's body; body["messages"] is a list
     of {"role": "system", "user" or "assistant", "content": text}. It calls `reply` or `fail` once, and before
     that `send_comment` as often as it likes, where body["stream"] is true."""
+
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     roles = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -564,30 +748,50 @@ class Handler(BaseHTTPRequestHandler):
         asked = f"{self.command} {self.path}".partition("?")[0]
         length = re.fullmatch(r"\d{1,8}", self.headers.get("Content-Length", ""))
         data = self.rfile.read(int(length[0])) if length else b""
-        cards = [{"id": name, "object": "model", "created": 0, "owned_by": "us"} for name in self.models]
-        pages = {"GET /health": {"status": "ok"}, "GET /v1/models": {"object": "list", "data": cards}}
+        cards = [
+            {"id": name, "object": "model", "created": 0, "owned_by": "us"} for name in self.models
+        ]
+        pages = {
+            "GET /health": {"status": "ok"},
+            "GET /v1/models": {"object": "list", "data": cards},
+        }
         if asked in pages:
             return self.send(200, pages[asked])
         if asked != "POST /v1/chat/completions":
-            return self.fail(404, f"no {asked}; there are {', '.join(pages)}, POST /v1/chat/completions")
+            return self.fail(
+                404, f"no {asked}; there are {', '.join(pages)}, POST /v1/chat/completions"
+            )
         is_local = re.match(LOOPBACK, f"http://{self.headers.get('Host')}")
         if not length or not is_local or self.headers.get_content_type() != "application/json":
             self.close_connection = True
             # A web page may send other types here, or from a host that comes to mean 127.0.0.1.
-            return self.fail(403, "send Content-Type: application/json, Host: localhost and a Content-Length")
+            return self.fail(
+                403, "send Content-Type: application/json, Host: localhost and a Content-Length"
+            )
         try:
             self.body, messages = json.loads(data), []
             for message in self.body["messages"]:
                 content = message["content"] or ""  # a text, null, or a list of parts
-                texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+                texts = (
+                    [content] if isinstance(content, str) else [part["text"] for part in content]
+                )
                 messages.append({"role": self.roles[message["role"]], "content": "\n".join(texts)})
             self.body["messages"], model, _ = messages, self.body["model"], messages[0]
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-            return self.fail(400, 'expected {"model": NAME, "messages": [{"role": ROLE, "content": TEXT}]}; '
-                                  f"a role is one of {', '.join(self.roles)}")
+            return self.fail(
+                400,
+                'expected {"model": NAME, "messages": [{"role": ROLE, "content": TEXT}]}; '
+                f"a role is one of {', '.join(self.roles)}",
+            )
         if model not in self.models:
-            return self.fail(404, f"there is no model {model!r}; there are {', '.join(self.models)}")
-        self.card = {"id": f"chatcmpl-{time.time_ns()}", "created": int(time.time()), "model": model}
+            return self.fail(
+                404, f"there is no model {model!r}; there are {', '.join(self.models)}"
+            )
+        self.card = {
+            "id": f"chatcmpl-{time.time_ns()}",
+            "created": int(time.time()),
+            "model": model,
+        }
         try:
             self.complete(self.body)
         except Exception as bug:  # The client has to hear of it, too.
@@ -619,8 +823,15 @@ class Handler(BaseHTTPRequestHandler):
         if self.body.get("stream"):
             self.send_event({"content": text}, finish, usage=usage, **extra)
             return self.send_piece("data: [DONE]\n\n")
-        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish}
-        self.send(200, self.card | {"object": "chat.completion", "choices": [choice], "usage": usage} | extra)
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": text},
+            "finish_reason": finish,
+        }
+        self.send(
+            200,
+            self.card | {"object": "chat.completion", "choices": [choice], "usage": usage} | extra,
+        )
 
     def send_comment(self, text: str):
         """Break the silence of a stream: clients pass over comments."""
@@ -645,32 +856,46 @@ class Handler(BaseHTTPRequestHandler):
         try:
             return self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
         except OSError as e:
-            return not isinstance(e, BlockingIOError)  # which says that there is nothing to read: it waits
+            return not isinstance(
+                e, BlockingIOError
+            )  # which says that there is nothing to read: it waits
 
     def handle(self):
-        with contextlib.suppress(ConnectionError):  # A client that has gone is no fault of the server.
+        with contextlib.suppress(
+            ConnectionError
+        ):  # A client that has gone is no fault of the server.
             super().handle()
 
     def log_message(self, *args):
         pass
 
+
 class SpecialistHandler(Handler):
     """The local specialists. A token is a word."""
+
     models = list(dict.fromkeys(itertools.chain(*LOCAL.values())))
 
     def complete(self, body: dict):
         text = specialist(body["model"], body["messages"])
         n_in, n_out = sum(len(m["content"].split()) for m in body["messages"]), len(text.split())
-        self.reply(text, usage=dict(prompt_tokens=n_in, completion_tokens=n_out, total_tokens=n_in + n_out))
+        self.reply(
+            text, usage=dict(prompt_tokens=n_in, completion_tokens=n_out, total_tokens=n_in + n_out)
+        )
+
 
 def loopback_server(port: int, handler: type[Handler]) -> ThreadingHTTPServer:
     """A server that is bound, not yet started; ValueError says why it could not be."""
     try:
         server = ThreadingHTTPServer(("127.0.0.1", port), handler)
     except (OSError, OverflowError) as e:
-        raise ValueError(f"cannot serve on 127.0.0.1:{port}: {e}; choose another --port=N (0: any)") from None
-    server.socket.listen(1024)  # With a queue of 5, the default, clients that connect at once wait a second.
+        raise ValueError(
+            f"cannot serve on 127.0.0.1:{port}: {e}; choose another --port=N (0: any)"
+        ) from None
+    server.socket.listen(
+        1024
+    )  # With a queue of 5, the default, clients that connect at once wait a second.
     return server
+
 
 def serve_specialists(port: int, wait=threading.Event().wait):
     """The specialists on 127.0.0.1 until `wait` returns."""
@@ -679,15 +904,31 @@ def serve_specialists(port: int, wait=threading.Event().wait):
     print(f"http://127.0.0.1:{server.server_address[1]}/v1", flush=True)
     wait()
 
+
 @functools.cache
 def local_server() -> tuple[str, subprocess.Popen]:
     """The specialists' server, once a process: its URL and process, which gets no key and ends with us."""
-    keep = ("PATH", "HOME", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "TMPDIR")
+    keep = (
+        "PATH",
+        "HOME",
+        "LANG",
+        "LC_ALL",
+        "PYTHONPATH",
+        "PYTHONHOME",
+        "LD_LIBRARY_PATH",
+        "TMPDIR",
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", "import sys, workers; workers.serve_specialists(0, sys.stdin.read)"],
-        cwd=FOLDER, env={name: os.environ[name] for name in keep if name in os.environ}, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)  # Ctrl-C is the parent's.
+        cwd=FOLDER,
+        env={name: os.environ[name] for name in keep if name in os.environ},
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )  # Ctrl-C is the parent's.
     return process.stdout.readline().strip(), process
+
 
 def main():
     parser = argparse.ArgumentParser(usage=__doc__)
@@ -706,6 +947,7 @@ def main():
             word = f"{worker.name:<24}{word.seconds:.2f} s, {tokens} tokens, {cost}"
         print(word)
     sys.exit(any(isinstance(word, WorkerError) for word in words))
+
 
 if __name__ == "__main__":
     try:

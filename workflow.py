@@ -8,6 +8,7 @@
 
 The Conductor writes Python lists: `messages` asks for them, `parse` reads them, `roll_out` runs them. A
 `Rollout` is the record of all that. Workers and steps are counted from 0. Read grpo.py next."""
+
 import ast
 import functools
 import itertools
@@ -25,44 +26,68 @@ import torch
 
 from model import Qwen, Tokenizer, compute_dtype, configure, fetch, read_json, write_json
 from sample import generate_each
-from workers import (LIMITS, LOCAL, QUESTION, TASK, Handler, Reply, WorkerError, load_pool, loopback_server,
-                     name_of, read_pool)
+from workers import (
+    LIMITS,
+    LOCAL,
+    QUESTION,
+    TASK,
+    Handler,
+    Reply,
+    WorkerError,
+    load_pool,
+    loopback_server,
+    name_of,
+    read_pool,
+)
 
 ASSETS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets")
 
+
 class WorkflowError(ValueError):
     """A text is no workflow; the message says which list is wrong and why."""
+
 
 @dataclass
 class Step:
     worker: int
     subtask: str
     access: list[int]  # the earlier steps whose subtask and response the worker sees
-    wrote_all: bool = field(default=False, compare=False)  # "all": in a further round the last answer too
+    wrote_all: bool = field(
+        default=False, compare=False
+    )  # "all": in a further round the last answer too
+
 
 @dataclass
 class Workflow:
     steps: list[Step]
 
+
 @dataclass
 class Rollout:
     """A question, the workflow that a Conductor wrote for it, and what became of that."""
+
     question: str
     pool: list = field(default_factory=list)  # Workers; step.worker is an index of it
     workers: list[int] | None = None  # the numbers of those it may name (§3.2: a subset); None: all
     problem: object = None  # eval.py's Problem, for the grader
-    name: str = ""  # prefix of its calls' ids, by which Replay knows them; "": they are not replayed
+    name: str = (
+        ""  # prefix of its calls' ids, by which Replay knows them; "": they are not replayed
+    )
     number: int = 0  # among the rollouts of its question: it seeds the draws
     previous: "Rollout | None" = None  # the round before (§3.2)
     written: str = ""  # by the Conductor
-    prompt: list[int] = field(default_factory=list)  # in tokens, if a model wrote; also the next two
+    prompt: list[int] = field(
+        default_factory=list
+    )  # in tokens, if a model wrote; also the next two
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # of the tokens, when they were drawn
     finished: bool = True  # False: cut off at max_new_tokens
     workflow: Workflow | None = None
     invalid: str = ""  # why what was written is no workflow
     names: list[str] = field(default_factory=list)  # each step's worker
-    replies: list[Reply | None] = field(default_factory=list)  # each step's; None: lost, or never asked
+    replies: list[Reply | None] = field(
+        default_factory=list
+    )  # each step's; None: lost, or never asked
     error: str | None = None  # why there is no answer: the rollout is lost, which is not wrong
     seconds: float = 0.0  # from its writing to its judgement
     right: bool | None = None  # None: lost, or nobody graded; False also for what is no workflow
@@ -104,13 +129,18 @@ class Rollout:
         costs = [reply.cost for reply in self.all_replies]
         return None if None in costs else sum(costs)
 
+
 # ---- The prompt (App. E) ---------------------------------------------------------------------------------
 @dataclass
 class Prompting:
     """How a Conductor is asked for a workflow. conductor.json beside a checkpoint holds it."""
-    prompt: str = "ood"  # few-shot examples: ood, in, mixed (Table 4); zero-shot: none; short: the laptop's
+
+    prompt: str = (
+        "ood"  # few-shot examples: ood, in, mixed (Table 4); zero-shot: none; short: the laptop's
+    )
     max_steps: int = 5
     max_new_tokens: int = 1024
+
 
 ROLE = """You conduct a team of language models. You never answer the question yourself: you write a workflow
 by which they answer it.
@@ -136,15 +166,27 @@ If it should go to the user as it is, write all lists empty. If not, write a new
 steps; "all" then shows a step this response too."""
 SHORT_AGAIN = "Response: {answer}\nWrite a workflow, or empty lists to keep it."
 
-def messages(question: str, workers: int | list[int], max_steps: int = 5, previous: Rollout | None = None,
-             prompt: str = "ood") -> list[dict]:
+
+def messages(
+    question: str,
+    workers: int | list[int],
+    max_steps: int = 5,
+    previous: Rollout | None = None,
+    prompt: str = "ood",
+) -> list[dict]:
     """The chat that asks the Conductor for a workflow, or, after the round `previous`, for one more (§3.2).
     workers: how many there are, or the numbers of those that may be named. prompt: see Prompting."""
     numbers = [*range(workers)] if isinstance(workers, int) else workers
     if prompt == "short":  # The format comes from the warm start.
-        models = f"{workers} models" if isinstance(workers, int) else f"Models {' '.join(map(str, numbers))}"
-        chat = [{"role": "system", "content": f"{models}, {max_steps} steps."},
-                {"role": "user", "content": question}]
+        models = (
+            f"{workers} models"
+            if isinstance(workers, int)
+            else f"Models {' '.join(map(str, numbers))}"
+        )
+        chat = [
+            {"role": "system", "content": f"{models}, {max_steps} steps."},
+            {"role": "user", "content": question},
+        ]
     else:
         known = {"zero-shot": [], **read_json(os.path.join(ASSETS, "examples.json"))}
         if prompt not in known:
@@ -152,48 +194,75 @@ def messages(question: str, workers: int | list[int], max_steps: int = 5, previo
         parts = [ROLE.format(max_steps=max_steps)]
         for case in known[prompt]:
             steps = [Step(**step) for step in case["steps"]]
-            workflow = Workflow([replace(s, worker=numbers[s.worker % len(numbers)]) for s in steps])
+            workflow = Workflow(
+                [replace(s, worker=numbers[s.worker % len(numbers)]) for s in steps]
+            )
             if len(workflow.steps) <= max_steps:
-                parts.append(f"Example question: {case['question']}\n\n{case['plan']}\n{as_lists(workflow)}")
+                parts.append(
+                    f"Example question: {case['question']}\n\n{case['plan']}\n{as_lists(workflow)}"
+                )
         models = ", ".join(f"Model {number}" for number in numbers)
         parts.append(f"Question: {question}\n\nModels: {models}")
         chat = [{"role": "user", "content": "\n\n".join(parts)}]
     again = SHORT_AGAIN if prompt == "short" else AGAIN
     for rollout in previous.rounds() if previous else []:
-        chat += [{"role": "assistant", "content": rollout.written or as_lists(rollout.workflow)},
-                 {"role": "user", "content": again.format(answer=rollout.answer, max_steps=max_steps)}]
+        chat += [
+            {"role": "assistant", "content": rollout.written or as_lists(rollout.workflow)},
+            {"role": "user", "content": again.format(answer=rollout.answer, max_steps=max_steps)},
+        ]
     return chat
+
 
 def ask(rollout: Rollout, prompting: Prompting) -> list[dict]:
     """The chat that asks for a rollout's workflow. A subset of all workers is no subset."""
     is_subset = len(rollout.workers or rollout.pool) < len(rollout.pool)
     workers = rollout.workers if is_subset else len(rollout.pool)
-    return messages(rollout.question, workers, prompting.max_steps, rollout.previous, prompting.prompt)
+    return messages(
+        rollout.question, workers, prompting.max_steps, rollout.previous, prompting.prompt
+    )
+
 
 def as_lists(workflow: Workflow) -> str:
     """The lists as a Conductor writes them, with ["all"] for all earlier steps; `parse` reads them."""
     steps = workflow.steps
-    access = [["all"] if s.wrote_all or 0 < i == len({*s.access}) else s.access for i, s in enumerate(steps)]
+    access = [
+        ["all"] if s.wrote_all or 0 < i == len({*s.access}) else s.access
+        for i, s in enumerate(steps)
+    ]
     lists = zip(LISTS, ([s.worker for s in steps], [s.subtask for s in steps], access), strict=True)
     return "\n".join(f"{name} = {json.dumps(values, ensure_ascii=False)}" for name, values in lists)
 
+
 # ---- Parse -----------------------------------------------------------------------------------------------
-LISTS = {"model_id": r"model(?:\\?_|[ -])ids?", "subtasks": "sub-?tasks?",
-         "access_list": r"access(?:\\?_|[ -])lists?"}  # a step's parts, and how models write their names
+LISTS = {
+    "model_id": r"model(?:\\?_|[ -])ids?",
+    "subtasks": "sub-?tasks?",
+    "access_list": r"access(?:\\?_|[ -])lists?",
+}  # a step's parts, and how models write their names
 # A list's name and what may stand around it: Markdown's or JSON's quotes, list[int], a remark in brackets.
-NAME = "(?<![A-Za-z0-9_])(?:" + "|".join(f"(?P<{name}>{LISTS[name]})" for name in LISTS) + r""")[\s*`"']{0,20}
+NAME = (
+    "(?<![A-Za-z0-9_])(?:"
+    + "|".join(f"(?P<{name}>{LISTS[name]})" for name in LISTS)
+    + r""")[\s*`"']{0,20}
     (?::\s{0,4}[A-Za-z][\w.]{0,20}\s{0,4}(?:\[[^=\n]{0,60}\])?\s{0,4}(?==)|\([^()\n]{0,80}\))?
     [\s*`]{0,9}[:=][\s*`]{0,20}(?:(?:python|json)\s)?(?=\[)"""
+)
 HEADING = r"(?P<heading>^[\s>#*]{0,8}(?P<example>example\ )?(?:\w{1,12}\ )?question(?:\ \d{1,3})?[* ]{0,4}:)"
 MARK = re.compile(f"{NAME}|{HEADING}", re.VERBOSE | re.IGNORECASE | re.MULTILINE)
 # In a list. A string may hold a newline, but not one before a list's name: such a string was never closed.
-TOKEN = re.compile(rf"""(?P<atom>[][]|[0-9.,()\s]+)|\#[^\n]*
+TOKEN = re.compile(
+    rf"""(?P<atom>[][]|[0-9.,()\s]+)|\#[^\n]*
     |(?P<raw>r?)(?P<quote>\"\"\"|'''|["'])
      (?P<body>(?:[^"'\\\n]+|(?!(?P=quote))["']|\\.|\n(?![ *`"'-]{{0,8}}{re.sub("P<.*?>", ":", NAME)}))*)
      (?P<end>(?P=quote))?
-    |(?P<other>\w+|.)""", re.VERBOSE | re.IGNORECASE | re.DOTALL)
+    |(?P<other>\w+|.)""",
+    re.VERBOSE | re.IGNORECASE | re.DOTALL,
+)
 
-def parse(text: str, workers: int | list[int], max_steps: int = 5, allow_empty: bool = False) -> Workflow:
+
+def parse(
+    text: str, workers: int | list[int], max_steps: int = 5, allow_empty: bool = False
+) -> Workflow:
     """The last valid workflow in the last 50,000 characters: neighbouring lists, in any order. workers: as of
     `messages`. allow_empty: lists that are all empty are a workflow that keeps the answer (§3.2)."""
     numbers = [*range(workers)] if isinstance(workers, int) else workers
@@ -207,7 +276,7 @@ def parse(text: str, workers: int | list[int], max_steps: int = 5, allow_empty: 
             is_example = bool(mark["example"])
             continue
         value, position = read_list(text, mark.end())
-        window = [*window, (mark.lastgroup, value)][-len(LISTS):]
+        window = [*window, (mark.lastgroup, value)][-len(LISTS) :]
         try:  # This raises until the window holds every list once.
             workflow = Workflow(steps_of(dict(window), numbers, max_steps, allow_empty))
         except WorkflowError as e:
@@ -217,6 +286,7 @@ def parse(text: str, workers: int | list[int], max_steps: int = 5, allow_empty: 
     if workflow is None:
         raise error
     return workflow
+
 
 def read_list(text: str, start: int) -> tuple[list | str, int]:
     """The list that opens at text[start], or what is wrong with it, and where to search on. Only digits,
@@ -237,25 +307,36 @@ def read_list(text: str, start: int) -> tuple[list | str, int]:
         value = getattr(e, "msg", str(e))
     return value, token.end()
 
+
 # \n, \t and \r in a string are a newline, a tab and a return, or begin one of these commands of LaTeX.
-ESCAPE = re.compile(r"""\\(?:(?P<latex>[^\\"'/nrtu\n]|u(?![0-9a-fA-F]{4})|r(?=[A-Za-z])
+ESCAPE = re.compile(
+    r"""\\(?:(?P<latex>[^\\"'/nrtu\n]|u(?![0-9a-fA-F]{4})|r(?=[A-Za-z])
     |(?<![.:;!?]\\)n(?=(?:abla|e[gq]?|u|ot(?:in)?|mid|[gl]eq|exists|earrow|warrow|parallel|subseteq)
         (?![A-Za-z]|\.[a-z]))
     |t(?=(?:imes|heta|ext[a-z]*|frac|anh?|au|op?|ilde|riangle[a-z]*|herefore|binom|ag|iny)(?![A-Za-z])))
-    |u(?P<code>[0-9a-fA-F]{4})|(?P<plain>.))""", re.VERBOSE | re.DOTALL)
+    |u(?P<code>[0-9a-fA-F]{4})|(?P<plain>.))""",
+    re.VERBOSE | re.DOTALL,
+)
 CONTROL = {"n": "\n", "t": "\t", "r": "\r", "\n": ""}
+
 
 def string_value(token) -> str:
     """What a string literal of Python or JSON says, also where LaTeX stands in it as it is."""
-    is_latex = any(escape["latex"] for escape in ESCAPE.finditer(token["body"]))  # Then \\\\ ends a line.
+    is_latex = any(
+        escape["latex"] for escape in ESCAPE.finditer(token["body"])
+    )  # Then \\\\ ends a line.
 
     def meaning(escape):
         if escape["latex"] or is_latex and escape["plain"] == "\\":
             return escape[0]
         code, plain = escape["code"], escape["plain"]
         return chr(int(code, 16)) if code else CONTROL.get(plain, plain)
+
     text = token["body"] if token["raw"] else ESCAPE.sub(meaning, token["body"])
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # JSON writes 😀 in two halves.
+    return text.encode("utf-16", "surrogatepass").decode(
+        "utf-16", "replace"
+    )  # JSON writes 😀 in two halves.
+
 
 def steps_of(lists: dict, numbers: list[int], max_steps: int, allow_empty: bool) -> list[Step]:
     """The steps that the lists describe. Instead of a list `read_list` may say, as a str, what is wrong."""
@@ -276,9 +357,14 @@ def steps_of(lists: dict, numbers: list[int], max_steps: int, allow_empty: bool)
         if type(subtask) is not str:
             raise WorkflowError(f"subtasks: step {i} is no text: {subtask!r:.20}")
         if type(seen) is not list or not all(j == "all" or type(j) is int and j < i for j in seen):
-            raise WorkflowError(f"access_list: step {i} reads {access!r:.40}, no list of earlier steps")
-        steps.append(Step(worker, subtask, [*range(i)] if "all" in seen else sorted({*seen}), "all" in seen))
+            raise WorkflowError(
+                f"access_list: step {i} reads {access!r:.40}, no list of earlier steps"
+            )
+        steps.append(
+            Step(worker, subtask, [*range(i)] if "all" in seen else sorted({*seen}), "all" in seen)
+        )
     return steps
+
 
 # ---- Run -------------------------------------------------------------------------------------------------
 def call_worker(rollout: Rollout, i: int) -> Reply:
@@ -296,20 +382,27 @@ def call_worker(rollout: Rollout, i: int) -> Reply:
     chat = [{"role": role, "content": text} for role, text in zip(roles, texts[:-1])]
     return rollout.pool[steps[i].worker].chat(chat, call_id=call_id(rollout, i))
 
+
 def call_id(rollout: Rollout, step: int | str) -> str:
     """By which Replay knows a call of a rollout; "" where it has no name."""
     return rollout.name and f"{rollout.name}/{rollout.number}/{len(rollout.rounds()) - 1}/{step}"
+
 
 @functools.cache
 def threads() -> ThreadPool:
     """The threads that call workers and graders. As daemons they do not keep a program from its end."""
     return ThreadPool(512)
 
+
 def carry_out(rollout: Rollout, prompting: Prompting, judge, edit, call):
     """Parse, run and judge one rollout that is written. A generator of what threads can do by now; it is sent
     each result or WorkerError. [(0, call, …)] -> (0, reply) -> [(1, call, …)] -> … (None, failure)."""
     if not rollout.workflow and not rollout.error:
-        limits = (rollout.workers or len(rollout.pool), prompting.max_steps, rollout.previous is not None)
+        limits = (
+            rollout.workers or len(rollout.pool),
+            prompting.max_steps,
+            rollout.previous is not None,
+        )
         try:
             rollout.workflow = parse(rollout.written, *limits)
         except WorkflowError as e:
@@ -334,19 +427,35 @@ def carry_out(rollout: Rollout, prompting: Prompting, judge, edit, call):
             rollout.error = rollout.error or f"step {done}: {result}"
         else:
             rollout.replies[done] = result
-        ready = [i for i, step in enumerate(steps) if done in step.access and not rollout.error
-                 and all(rollout.replies[j] for j in step.access)]
+        ready = [
+            i
+            for i, step in enumerate(steps)
+            if done in step.access
+            and not rollout.error
+            and all(rollout.replies[j] for j in step.access)
+        ]
     if judge and not rollout.error:
         _, rollout.failure = yield [(None, judge, (rollout.problem, rollout.answer))]
         rollout.right = not rollout.failure
 
-def roll_out(rollouts: list[Rollout], write=None, prompting: Prompting = Prompting(), judge=None, edit=None,
-             call=call_worker, on_end=None, timeout: float = 1e9) -> list[Rollout]:
+
+def roll_out(
+    rollouts: list[Rollout],
+    write=None,
+    prompting: Prompting = Prompting(),
+    judge=None,
+    edit=None,
+    call=call_worker,
+    on_end=None,
+    timeout: float = 1e9,
+) -> list[Rollout]:
     """Write, parse, run and judge rollouts in place, some while others are written, and return them.
     write: see the writers below; None: the workflows are there. judge(problem, answer) says what is wrong,
     or "". edit(workflow) -> workflow is for ablations. call(rollout, i) makes a step's call, in a thread. A
     WorkerError loses a rollout, as do `timeout` seconds after its writing. Any other error ends the run."""
-    news = queue.SimpleQueue()  # (rollout, event) from threads; an event is (step, result or exception)
+    news = (
+        queue.SimpleQueue()
+    )  # (rollout, event) from threads; an event is (step, result or exception)
     running = {}  # by id, oldest first: (rollout, its generator, when it began)
 
     def go_on(rollout, event=None):
@@ -367,7 +476,11 @@ def roll_out(rollouts: list[Rollout], write=None, prompting: Prompting = Prompti
                 on_end(rollout)
 
     for rollout in write(rollouts) if write else rollouts:
-        running[id(rollout)] = (rollout, carry_out(rollout, prompting, judge, edit, call), time.monotonic())
+        running[id(rollout)] = (
+            rollout,
+            carry_out(rollout, prompting, judge, edit, call),
+            time.monotonic(),
+        )
         go_on(rollout)
         while not news.empty():
             go_on(*news.get())
@@ -381,25 +494,41 @@ def roll_out(rollouts: list[Rollout], write=None, prompting: Prompting = Prompti
             go_on(oldest)
     return rollouts
 
-def execute(workflow: Workflow, question: str, pool: list, previous: Rollout | None = None) -> Rollout:
+
+def execute(
+    workflow: Workflow, question: str, pool: list, previous: Rollout | None = None
+) -> Rollout:
     """Run a workflow that is there."""
     return roll_out([Rollout(question, pool, previous=previous, workflow=workflow)])[0]
 
-def conduct(write, rollouts: list[Rollout], rounds: int = 0, prompting: Prompting = Prompting(),
-            tries: int = 3, **settings) -> list[Rollout]:
+
+def conduct(
+    write,
+    rollouts: list[Rollout],
+    rounds: int = 0,
+    prompting: Prompting = Prompting(),
+    tries: int = 3,
+    **settings,
+) -> list[Rollout]:
     """Answer questions, in use and evaluation, and return the last round of each.
     What is no workflow is written again, `tries` times in all, under the next numbers. Up to `rounds` rounds
     more see the answer, until empty lists keep it (§3.2) or none is written. settings: as of roll_out."""
     last = [replace(rollout) for rollout in rollouts]  # copies: what was asked is asked again
     for _ in range(tries):
-        last = [replace(rollouts[i], number=r.number + 1) if r.invalid else r for i, r in enumerate(last)]
+        last = [
+            replace(rollouts[i], number=r.number + 1) if r.invalid else r
+            for i, r in enumerate(last)
+        ]
         roll_out([r for r in last if not r.workflow and not r.error], write, prompting, **settings)
     going = [i for i, r in enumerate(last) if r.workflow and r.workflow.steps and not r.error]
     if rounds and going:
         asked = [replace(rollouts[i], previous=last[i]) for i in going]
-        for i, rollout in zip(going, conduct(write, asked, rounds - 1, prompting, tries, **settings)):
+        for i, rollout in zip(
+            going, conduct(write, asked, rounds - 1, prompting, tries, **settings)
+        ):
             last[i] = rollout if rollout.workflow else last[i]
     return last
+
 
 # ---- Writers: write(rollouts) sets .written or .error, and yields each rollout as soon as that is there ---
 def model_writer(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature=1.0, seed=0):
@@ -416,20 +545,33 @@ def model_writer(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temper
             if len(rollout.prompt) <= room:
                 group.append(rollout)
                 continue
-            rollout.error = f"the prompt has {len(rollout.prompt)} tokens, and the Conductor can read {room}"
+            rollout.error = (
+                f"the prompt has {len(rollout.prompt)} tokens, and the Conductor can read {room}"
+            )
             yield rollout
         for n in {len(group) for group in groups.values() if group}:
             batch = [group for group in groups.values() if len(group) == n]
             numbers = [[rollout.number for rollout in group] for group in batch]
-            each = generate_each(model, [group[0].prompt for group in batch], n, prompting.max_new_tokens,
-                                 temperature, tokenizer.end_ids, seed, len(tokenizer), numbers)
+            each = generate_each(
+                model,
+                [group[0].prompt for group in batch],
+                n,
+                prompting.max_new_tokens,
+                temperature,
+                tokenizer.end_ids,
+                seed,
+                len(tokenizer),
+                numbers,
+            )
             with one_at_a_time:
                 for i, j, completion in each:
                     rollout = batch[i][j]
                     rollout.written = tokenizer.decode(completion.tokens)
                     vars(rollout).update(vars(completion))  # tokens, logprobs, finished
                     yield rollout
+
     return write
+
 
 def worker_writer(worker, prompting: Prompting):
     """A worker as the Conductor (Table 11). A limit of its tokens is doubled, to at most 8,192."""
@@ -437,17 +579,22 @@ def worker_writer(worker, prompting: Prompting):
 
     def write_one(rollout):
         try:
-            rollout.written = worker.chat(ask(rollout, prompting), call_id(rollout, "conductor"), **most).text
+            rollout.written = worker.chat(
+                ask(rollout, prompting), call_id(rollout, "conductor"), **most
+            ).text
         except WorkerError as e:
             rollout.error = str(e)
         return rollout
+
     return functools.partial(threads().imap_unordered, write_one)
+
 
 # ---- Rollouts and checkpoints in files -------------------------------------------------------------------
 def strip(rollout: Rollout, **changes) -> Rollout:
     """A copy of all rounds without pool and problem, for other ranks and for files."""
     previous = rollout.previous and strip(rollout.previous, **changes)
     return replace(rollout, pool=[], problem=None, previous=previous, **changes)
+
 
 def rollout_to_json(rollout: Rollout, with_tokens: bool = False) -> dict:
     """A dict for json.dumps and `rollout_from_json`: without pool and problem and, unless with_tokens, what
@@ -456,13 +603,17 @@ def rollout_to_json(rollout: Rollout, with_tokens: bool = False) -> dict:
     totals = {name: getattr(rollout, name) for name in ("answer", "calls", "tokens_used", "cost")}
     return asdict(strip(rollout, **changes)) | totals
 
+
 def rollout_from_json(values: dict) -> Rollout:
     """The rollout of which rollout_to_json made these values."""
     rollout = Rollout(**{f.name: values[f.name] for f in fields(Rollout) if f.name in values})
     rollout.replies = [reply and Reply(**reply) for reply in rollout.replies]
-    rollout.workflow = rollout.workflow and Workflow([Step(**step) for step in rollout.workflow["steps"]])
+    rollout.workflow = rollout.workflow and Workflow(
+        [Step(**step) for step in rollout.workflow["steps"]]
+    )
     rollout.previous = rollout.previous and rollout_from_json(rollout.previous)
     return rollout
+
 
 def view(rollout: Rollout) -> str:
     """All rounds for a terminal: which worker was told what, saw which steps, and answered what."""
@@ -477,18 +628,28 @@ def view(rollout: Rollout) -> str:
             out.append(f"\nStep {i}: {name} (model {step.worker}), sees {sees}: {step.subtask}")
             out.append("    " + text.replace("\n", "\n    "))
         if one.error or one.invalid:
-            out.append(f"\nFailed: {one.error or one.invalid}\n{one.written if one.invalid else ''}")
+            out.append(
+                f"\nFailed: {one.error or one.invalid}\n{one.written if one.invalid else ''}"
+            )
     cost = "unknown" if rollout.cost is None else f"${rollout.cost:.4f}"
     seconds = sum(one.seconds for one in rollout.rounds())
     out.append(f"\nAnswer: {rollout.answer}")
-    out.append(f"Calls: {rollout.calls}, tokens: {rollout.tokens_used}, cost: {cost}, {seconds:.1f} s")
-    out += [] if rollout.right is None else [f"Right: {rollout.right}. {rollout.failure}{rollout.invalid}"]
+    out.append(
+        f"Calls: {rollout.calls}, tokens: {rollout.tokens_used}, cost: {cost}, {seconds:.1f} s"
+    )
+    out += (
+        []
+        if rollout.right is None
+        else [f"Right: {rollout.right}. {rollout.failure}{rollout.invalid}"]
+    )
     return printable("\n".join(out))
+
 
 def printable(text: str) -> str:
     """Without the characters by which a text could command the terminal, or turn its direction."""
     commands = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
     return re.sub(commands, "\ufffd", text.replace("\r\n", "\n"))
+
 
 def show(file: str, number: int | None = None) -> str:
     """The rollouts in a run's or an evaluation's JSON lines, a line each, or all of one."""
@@ -500,14 +661,20 @@ def show(file: str, number: int | None = None) -> str:
             rollout = rollout_from_json(json.loads(lines[i]))
         except (ValueError, TypeError, LookupError, AttributeError) as e:
             raise ValueError(f"{file}, line {i}, holds no rollout: {e!r}") from None
-        verdict = {True: "right", False: "wrong", None: "lost" if rollout.error else ""}[rollout.right]
+        verdict = {True: "right", False: "wrong", None: "lost" if rollout.error else ""}[
+            rollout.right
+        ]
         workers = " > ".join(rollout.names) if rollout.workflow else "no workflow"
         out.append(f"{i:>5}  {verdict:<7}{' '.join(rollout.question.split()):.60}  [{workers}]")
     return printable("\n".join(out)) if number is None else view(rollout)
 
+
 def save_prompting(folder: str, prompting: Prompting, pool: str, names: list[str]):
     """Write conductor.json: how this Conductor is asked, the pool of its training, and that pool's names."""
-    write_json(os.path.join(folder, "conductor.json"), asdict(prompting) | {"pool": pool, "workers": names})
+    write_json(
+        os.path.join(folder, "conductor.json"), asdict(prompting) | {"pool": pool, "workers": names}
+    )
+
 
 def read_prompting(path: str) -> tuple[Prompting, str, list[str]]:
     """(prompting, pool, its workers' names) of a checkpoint; its conductor.json may be missing."""
@@ -515,18 +682,31 @@ def read_prompting(path: str) -> tuple[Prompting, str, list[str]]:
     saved = read_json(file) if os.path.exists(file) else {}
     prompting = Prompting(*(saved.get(f.name, f.default) for f in fields(Prompting)))
     if "style" in saved or prompting.max_steps not in range(1, 101):
-        raise ValueError(f"{file} is of an earlier format, or its max_steps is no 1 to 100: train it again")
+        raise ValueError(
+            f"{file} is of an earlier format, or its max_steps is no 1 to 100: train it again"
+        )
     return prompting, str(saved.get("pool", "")), saved.get("workers", [])
+
 
 def load_conductor(path: str) -> tuple[Qwen, Tokenizer, Prompting]:
     """The model and tokenizer of a checkpoint, and how it is asked. A CPU computes in fp32."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = Qwen.from_pretrained(path, compute_dtype(device) if device == "cuda" else torch.float32, device)
+    model = Qwen.from_pretrained(
+        path, compute_dtype(device) if device == "cuda" else torch.float32, device
+    )
     return model, Tokenizer.from_pretrained(path), read_prompting(path)[0]
 
+
 # ---- The server and the command line ---------------------------------------------------------------------
-def conductor_server(write, pool: list, workers: list[int] | None, prompting: Prompting, rounds: int,
-                     port: int, silence: float = 15.0):
+def conductor_server(
+    write,
+    pool: list,
+    workers: list[int] | None,
+    prompting: Prompting,
+    rounds: int,
+    port: int,
+    silence: float = 15.0,
+):
     """An OpenAI-compatible server on 127.0.0.1, bound but not started, of the models conductor (one round)
     and conductor-recursive (`rounds` more). The question is the whole conversation; usage, with its cost in
     dollars, is the workers' together. After so many seconds of silence a stream says that they are busy."""
@@ -558,18 +738,28 @@ def conductor_server(write, pool: list, workers: list[int] | None, prompting: Pr
                 why = rollout.error or f"the Conductor wrote no workflow: {rollout.invalid}"
                 return self.fail(502, why, retry=False)
             n_in = sum(reply.prompt_tokens for reply in rollout.all_replies)
-            usage = {"prompt_tokens": n_in, "completion_tokens": rollout.tokens_used - n_in,
-                     "total_tokens": rollout.tokens_used, "cost": rollout.cost}
-            steps = [{"round": number, "worker": name, "subtask": step.subtask, "access": step.access}
-                     for number, one in enumerate(rollout.rounds())
-                     for step, name in zip(one.workflow.steps, one.names)]
+            usage = {
+                "prompt_tokens": n_in,
+                "completion_tokens": rollout.tokens_used - n_in,
+                "total_tokens": rollout.tokens_used,
+                "cost": rollout.cost,
+            }
+            steps = [
+                {"round": number, "worker": name, "subtask": step.subtask, "access": step.access}
+                for number, one in enumerate(rollout.rounds())
+                for step, name in zip(one.workflow.steps, one.names)
+            ]
             finish = "length" if rollout.all_replies[-1].finish == "length" else "stop"
             self.reply(rollout.answer, finish, usage, workflow=steps)
+
     return loopback_server(port, ConductorHandler)
+
 
 @dataclass
 class Settings:
-    checkpoint: str = os.path.join(ASSETS, "laptop")  # the Conductor: a folder, or a name on the hub
+    checkpoint: str = os.path.join(
+        ASSETS, "laptop"
+    )  # the Conductor: a folder, or a name on the hub
     pool: str = ""  # the workers: see workers.py; "": the local pool of the Conductor's training
     only: str = ""  # some of the pool's workers, by name, with commas between
     conductor: str = ""  # a worker of the pool that conducts, instead of a checkpoint
@@ -577,6 +767,7 @@ class Settings:
     rounds: int = 0  # further rounds in view of the answer (§3.2)
     temperature: float = 0.2
     port: int = 8400  # of serve
+
 
 def numbers_of(names: str, pool: list) -> list[int]:
     """The numbers in the pool of workers named with commas between."""
@@ -586,29 +777,54 @@ def numbers_of(names: str, pool: list) -> list[int]:
         raise ValueError(f"no such worker: {names}; the pool has {', '.join(known)}")
     return sorted({known.index(name) for name in wanted})
 
+
 def choose_pool(checkpoint: str, pool: str) -> str:
     """The pool to use with a Conductor. ValueError where it does not fit, or where the user has to name it:
     whose hosts read the questions and are paid is not for a checkpoint to say."""
     try:
         _, spec, names = read_prompting(checkpoint)
     except OSError as e:
-        raise ValueError(f"{e}\ntrain.py trains one; with --conductor=WORKER an LLM of the pool conducts")
-    if pool and names and not {spec, pool} <= {*LOCAL} and [*map(name_of, read_pool(pool))] != names:
-        raise ValueError(f"{checkpoint} knows {printable(', '.join(names))}, in this order: name yours so, "
-                         "train with --preset=own, or let one conduct (--conductor; eval.py: --systems=seat)")
+        raise ValueError(
+            f"{e}\ntrain.py trains one; with --conductor=WORKER an LLM of the pool conducts"
+        )
+    if (
+        pool
+        and names
+        and not {spec, pool} <= {*LOCAL}
+        and [*map(name_of, read_pool(pool))] != names
+    ):
+        raise ValueError(
+            f"{checkpoint} knows {printable(', '.join(names))}, in this order: name yours so, "
+            "train with --preset=own, or let one conduct (--conductor; eval.py: --systems=seat)"
+        )
     if not pool and spec not in ("", *LOCAL):
-        raise ValueError(f"say which workers to ask: this Conductor learned with --pool={printable(spec)}")
+        raise ValueError(
+            f"say which workers to ask: this Conductor learned with --pool={printable(spec)}"
+        )
     return pool or spec or "local"
+
 
 def main(argv):
     settings = Settings()
     words = configure(settings, argv)
-    question = " ".join(words).encode(errors="replace").decode()  # The shell may pass what is no UTF-8.
-    if not question.strip() or settings.rounds < 0 or words == ["show"] or words[0] == "serve" and words[1:]:
+    question = (
+        " ".join(words).encode(errors="replace").decode()
+    )  # The shell may pass what is no UTF-8.
+    if (
+        not question.strip()
+        or settings.rounds < 0
+        or words == ["show"]
+        or words[0] == "serve"
+        and words[1:]
+    ):
         raise SystemExit(__doc__)
     if words[0] == "show":
         return print(show(words[1], *map(int, words[2:])))
-    spec = settings.pool or "local" if settings.conductor else choose_pool(settings.checkpoint, settings.pool)
+    spec = (
+        settings.pool or "local"
+        if settings.conductor
+        else choose_pool(settings.checkpoint, settings.pool)
+    )
     pool = load_pool(spec, budget=settings.budget)
     workers = numbers_of(settings.only, pool) or None
     if settings.conductor:
@@ -618,7 +834,9 @@ def main(argv):
         model, tokenizer, prompting = load_conductor(settings.checkpoint)
         write = model_writer(model, tokenizer, prompting, settings.temperature)
     if question == "serve":
-        server = conductor_server(write, pool, workers, prompting, settings.rounds or 1, settings.port)
+        server = conductor_server(
+            write, pool, workers, prompting, settings.rounds or 1, settings.port
+        )
         url = f"http://127.0.0.1:{server.server_address[1]}/v1"
         print(f"{url} has the models conductor and conductor-recursive; Ctrl-C ends it", flush=True)
         server.serve_forever()
@@ -627,11 +845,16 @@ def main(argv):
         print(f"step {i}: {rollout.names[i]} is asked …", file=sys.stderr)
         return call_worker(rollout, i)
 
-    [rollout] = conduct(write, [Rollout(question, pool, workers)], settings.rounds, prompting, call=call)
+    [rollout] = conduct(
+        write, [Rollout(question, pool, workers)], settings.rounds, prompting, call=call
+    )
     print(view(rollout))
     if settings.conductor:
-        print(f"with the Conductor's: {sum(w.calls for w in pool)} calls, ${sum(w.spent for w in pool):.4f}")
+        print(
+            f"with the Conductor's: {sum(w.calls for w in pool)} calls, ${sum(w.spent for w in pool):.4f}"
+        )
     sys.exit("the workflow failed" if rollout.error or rollout.invalid else 0)
+
 
 if __name__ == "__main__":
     try:

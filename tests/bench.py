@@ -30,7 +30,11 @@ SHAPES = {  # of random weights
     "7b": Config(),
 }
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-NAME = torch.cuda.get_device_name() if DEVICE.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+NAME = (
+    torch.cuda.get_device_name()
+    if DEVICE.type == "cuda"
+    else f"CPU, {torch.get_num_threads()} threads"
+)
 
 
 def timed(job) -> float:
@@ -69,7 +73,9 @@ def transformers_model(model: Qwen):
 
     rope = {"rope_type": "default", "rope_theta": model.config.rope_theta}
     with torch.device("meta"):
-        theirs = Qwen2ForCausalLM(Qwen2Config(**dataclasses.asdict(model.config), rope_parameters=rope))
+        theirs = Qwen2ForCausalLM(
+            Qwen2Config(**dataclasses.asdict(model.config), rope_parameters=rope)
+        )
     theirs.load_state_dict(model.state_dict(), assign=True)
     with torch.device(DEVICE):  # its tables are no parameters
         theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config)
@@ -91,7 +97,13 @@ def multiplied_flops_a_second(dtype) -> float:
 
 
 def sampler(
-    model="small", rows="64", questions=4, prompt=500, new=64, beside="transformers,unshared", dtype=""
+    model="small",
+    rows="64",
+    questions=4,
+    prompt=500,
+    new=64,
+    beside="transformers,unshared",
+    dtype="",
 ):
     """Tokens a second of `rows` rollouts of `questions` prompts of `prompt` random ids, each of `new` tokens,
     beside transformers' generate and a prompt for every rollout; the best of two turns counts. The roofline:
@@ -104,7 +116,9 @@ def sampler(
     # Of an embedding that is not also the head a step reads a few rows only.
     embedding = 0 if config.tie_word_embeddings else qwen.lm_head.weight.numel()
     weights = item * (sum(p.numel() for p in qwen.parameters()) - embedding)
-    kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * item  # bytes a token
+    kv = (
+        2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * item
+    )  # bytes a token
     prompts = torch.randint(config.vocab_size, (questions, prompt)).tolist()
     for count in map(int, str(rows).split(",")):
         n = count // questions
@@ -113,7 +127,9 @@ def sampler(
             "prefill": lambda: generate(qwen, prompts, n, 1),
         }
         if "unshared" in beside:
-            jobs["unshared"] = lambda: generate(qwen, [p for p in prompts for _ in range(n)], 1, new)
+            jobs["unshared"] = lambda: generate(
+                qwen, [p for p in prompts for _ in range(n)], 1, new
+            )
         if "transformers" in beside:
             theirs, ids = transformers_model(qwen), torch.tensor(prompts, device=DEVICE)
             jobs["transformers"] = lambda: theirs.generate(
@@ -178,7 +194,10 @@ def update(model="small", prompt=1000, n=64, length=250, budget=9000, dtype=""):
 
     ways = {
         "shared": (lambda some: [(asked, some)], max(1, (budget - prompt) // length)),
-        "naive": (lambda some: [(asked, [one]) for one in some], max(1, budget // (prompt + length))),
+        "naive": (
+            lambda some: [(asked, [one]) for one in some],
+            max(1, budget // (prompt + length)),
+        ),
     }
     seconds = dict.fromkeys(ways, 0.0)
     for lay_out, size in ways.values():
@@ -187,10 +206,17 @@ def update(model="small", prompt=1000, n=64, length=250, budget=9000, dtype=""):
         for name, (lay_out, size) in ways.items():
             for i in range(0, len(half), size):
                 seconds[name] += timed(lambda: step(lay_out(half[i : i + size])))
-    matrices = sum(p.numel() for name, p in qwen.named_parameters() if p.dim() > 1 and "embed" not in name)
+    matrices = sum(
+        p.numel() for name, p in qwen.named_parameters() if p.dim() > 1 and "embed" not in name
+    )
     matrices += qwen.lm_head.weight.numel() if config.tie_word_embeddings else 0
-    seen = n * length * (prompt + length / 2) + prompt**2 / 2  # pairs of a token and one that it sees
-    flops = 6 * matrices * (prompt + n * length) + 12 * config.num_hidden_layers * config.hidden_size * seen
+    seen = (
+        n * length * (prompt + length / 2) + prompt**2 / 2
+    )  # pairs of a token and one that it sees
+    flops = (
+        6 * matrices * (prompt + n * length)
+        + 12 * config.num_hidden_layers * config.hidden_size * seen
+    )
     rate = flops / seconds["shared"]
     result = {
         "benchmark": "update",
@@ -243,7 +269,9 @@ def workflows(count=512, steps=3, latency=1.0):
     multiprocessing.get_context("fork").Process(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}/v1"
     pool = [Worker("openai", url, "patient", name=f"worker {i}", concurrency=128) for i in range(4)]
-    rounds = math.ceil(count * steps / (4 * 128))  # of calls at a time, as many as the workers have slots
+    rounds = math.ceil(
+        count * steps / (4 * 128)
+    )  # of calls at a time, as many as the workers have slots
     rollouts = []
     for k in range(count):
         chain = [Step((k + i) % 4, "Go on.", [*range(i)]) for i in range(steps)]
@@ -296,7 +324,9 @@ BENCHMARKS = {job.__name__: job for job in (sampler, update, workflows, sandbox)
 
 def main(argv):
     names = [word for word in argv if not word.startswith("--")] or [*BENCHMARKS]
-    flags = dict(word.removeprefix("--").partition("=")[::2] for word in argv if word.startswith("--"))
+    flags = dict(
+        word.removeprefix("--").partition("=")[::2] for word in argv if word.startswith("--")
+    )
     for name in names:
         if name not in BENCHMARKS:
             raise SystemExit(f"no benchmark {name!r}; there are {', '.join(BENCHMARKS)}")
@@ -304,7 +334,9 @@ def main(argv):
         if len(names) == 1 and not set(flags) <= set(known):
             flags = ", ".join(f"--{p.name}={p.default}" for p in known.values())
             raise SystemExit(f"{name} has the flags {flags}")
-        chosen = {key: type(known[key].default)(value) for key, value in flags.items() if key in known}
+        chosen = {
+            key: type(known[key].default)(value) for key, value in flags.items() if key in known
+        }
         BENCHMARKS[name](**chosen)
 
 

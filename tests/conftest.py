@@ -1,4 +1,5 @@
 """Tests import the seven files from the repository's root, wherever they are started."""
+
 import os
 import sys
 

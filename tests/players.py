@@ -1,5 +1,7 @@
 """Workers without a server, for tests of who asks them."""
+
 from workers import Reply, WorkerError
+
 
 class Player:
     """A worker that is a function of its messages; it remembers what it was asked, and how."""
@@ -13,6 +15,7 @@ class Player:
         self.ids.append(call_id)
         self.overrides.append(overrides)
         return Reply(self.answer(messages), 10, 2, 0.5, 0.0)
+
 
 def lost(messages):
     raise WorkerError("nobody answers")

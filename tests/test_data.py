@@ -34,9 +34,11 @@ def hub(tmp_path, monkeypatch):
                 if rows is None:
                     return self.answer(404, b'{"error": "Not found."}')
                 start, n = int(asked["offset"]), int(asked["length"])
-                some = range(len(rows))[start:start + n]
+                some = range(len(rows))[start : start + n]
                 page = [{"row_idx": i, "row": rows[i], "truncated_cells": []} for i in some]
-                return self.answer(200, json.dumps({"rows": page, "num_rows_total": len(rows)}).encode())
+                return self.answer(
+                    200, json.dumps({"rows": page, "num_rows_total": len(rows)}).encode()
+                )
             body = hub.files.get(url.path.replace("/resolve/main", "").removeprefix("/datasets/"))
             if body is None:
                 return self.answer(404, b"", {"X-Error-Code": "EntryNotFound"})
@@ -76,10 +78,15 @@ def test_the_laptop_worlds_splits_share_no_expression():
     train, test = load("laptop", "train"), load("laptop", "test")
 
     def expressions(problems):
-        return {re.fullmatch(r"(What is|Find|Tell me|Give me) (.*)[?.]", p.question)[2] for p in problems}
+        return {
+            re.fullmatch(r"(What is|Find|Tell me|Give me) (.*)[?.]", p.question)[2]
+            for p in problems
+        }
 
     assert not expressions(train) & expressions(test)
-    assert {p.kind for p in train} == {p.kind for p in test} and len({p.kind for p in test[:9]}) == 9
+    assert {p.kind for p in train} == {p.kind for p in test} and len(
+        {p.kind for p in test[:9]}
+    ) == 9
     assert load("laptop", "test", 10) == test[:10]
     for problem in test[:50]:
         assert grade(problem, problem.answer) and not grade(problem, problem.answer + "0")
@@ -89,20 +96,34 @@ def test_the_laptop_worlds_splits_share_no_expression():
 
 
 def test_math500_is_split_by_a_hash_of_its_questions(hub):
-    rows = [{"problem": f"What is {i} + 1?", "answer": str(i + 1), "level": i % 5 + 1} for i in range(500)]
+    rows = [
+        {"problem": f"What is {i} + 1?", "answer": str(i + 1), "level": i % 5 + 1}
+        for i in range(500)
+    ]
     hub.files["HuggingFaceH4/MATH-500/test.jsonl"] = jsonl(rows)
     train, test = load("math500", "train"), load("math500", "test")
     assert 270 < len(train) < 330 and 70 < len(test) < 130
     assert not {p.question for p in train} & {p.question for p in test}
     problem = test[0]
-    assert problem.question.endswith(GRADERS["math"].ask) and problem.kind == "math500" and problem.level > 0
-    assert grade(problem, f"So it is \\boxed{{{problem.answer}}}.") and not grade(problem, "\\boxed{-1}")
+    assert (
+        problem.question.endswith(GRADERS["math"].ask)
+        and problem.kind == "math500"
+        and problem.level > 0
+    )
+    assert grade(problem, f"So it is \\boxed{{{problem.answer}}}.") and not grade(
+        problem, "\\boxed{-1}"
+    )
     seen = len(hub.seen)
-    assert load("math500", "test") == test and len(hub.seen) == seen  # from the file that is there now
+    assert (
+        load("math500", "test") == test and len(hub.seen) == seen
+    )  # from the file that is there now
 
 
 def test_parquet_comes_by_the_viewers_pages_and_a_killed_fetch_goes_on(hub):
-    rows = [{"question": f"q{i}", "choices": ["a", "b", "c", "d"], "answer": i % 4} for i in range(14042)]
+    rows = [
+        {"question": f"q{i}", "choices": ["a", "b", "c", "d"], "answer": i % 4}
+        for i in range(14042)
+    ]
     hub.rows["cais/mmlu", "all", "test"] = rows
     hub.faults = [429, 503]
     problems = load("mmlu", "test", 20)
@@ -138,8 +159,13 @@ def programs(n: int) -> list[dict]:
     hidden = json.dumps([{"input": "2", "output": "3", "testtype": "stdin"}])
     packed = base64.b64encode(zlib.compress(pickle.dumps(hidden))).decode()
     public = json.dumps([{"input": "1", "output": "2", "testtype": "stdin"}])
-    row = {"starter_code": "", "difficulty": "hard", "metadata": "{}", "public_test_cases": public,
-           "private_test_cases": packed}
+    row = {
+        "starter_code": "",
+        "difficulty": "hard",
+        "metadata": "{}",
+        "public_test_cases": public,
+        "private_test_cases": packed,
+    }
     return [{"question_id": f"{i}", "question_content": f"Add {i}.", **row} for i in range(n)]
 
 
@@ -166,14 +192,24 @@ def test_a_pickle_that_is_more_than_text_is_never_run(hub):
 
 
 def test_prepare_takes_the_hardest_and_load_reads_them(hub, capsys):
-    math = [{"problem": f"What is {i} + 1?", "answer": str(i + 1), "level": i % 5 + 1} for i in range(500)]
+    math = [
+        {"problem": f"What is {i} + 1?", "answer": str(i + 1), "level": i % 5 + 1}
+        for i in range(500)
+    ]
     hub.files["HuggingFaceH4/MATH-500/test.jsonl"] = jsonl(math)
     hub.files["livecodebench/code_generation_lite/test.jsonl"] = jsonl(programs(400))
     hub.rows["cais/mmlu", "all", "auxiliary_train"] = [
-        {"question": f"q{i}", "choices": ["a", "b", "c", "d"], "answer": i % 4} for i in range(99842)]
+        {"question": f"q{i}", "choices": ["a", "b", "c", "d"], "answer": i % 4}
+        for i in range(99842)
+    ]
     hub.rows["openbmb/RLPR-Train-Dataset", "default", "train"] = [
-        {"prompt": [{}, {"content": f"r{i}"}], "extra_info": {"reasoning_score": i % 7},
-         "reward_model": {"ground_truth": str(i)}} for i in range(77687)]
+        {
+            "prompt": [{}, {"content": f"r{i}"}],
+            "extra_info": {"reasoning_score": i % 7},
+            "reward_model": {"ground_truth": str(i)},
+        }
+        for i in range(77687)
+    ]
     prepare(evaluation.Settings())
     problems = load("paper", "train")
     kinds = [problem.kind for problem in problems]
@@ -189,7 +225,9 @@ def test_prepare_takes_the_hardest_and_load_reads_them(hub, capsys):
 
 def write(tmp_path, *rows) -> str:
     file = tmp_path / "mine.jsonl"
-    file.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    file.write_text(
+        "".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows)
+    )
     return str(file)
 
 
@@ -197,13 +235,30 @@ def test_an_own_question_is_told_how_to_answer_and_marked_by_its_grader(tmp_path
     file = write(
         tmp_path,
         {"question": "What is 40 + 2?", "answer": "42", "grader": "math"},
-        {"question": "Who wrote Emma?", "answer": "Jane Austen", "grader": "short", "kind": "books"},
-        {"question": "A fruit?", "answer": "B", "grader": "letter",
-         "extra": {"choices": ["stone", "apple"]}},
-        {"question": "The capital of France? Answer in \\boxed{}.", "answer": "Paris", "grader": "exact"},
+        {
+            "question": "Who wrote Emma?",
+            "answer": "Jane Austen",
+            "grader": "short",
+            "kind": "books",
+        },
+        {
+            "question": "A fruit?",
+            "answer": "B",
+            "grader": "letter",
+            "extra": {"choices": ["stone", "apple"]},
+        },
+        {
+            "question": "The capital of France? Answer in \\boxed{}.",
+            "answer": "Paris",
+            "grader": "exact",
+        },
     )
     math, short, letter, exact = read_problems(file)
-    assert math.question.endswith("\\boxed{}.") and grade(math, "It is \\boxed{42}.") and math.kind == "math"
+    assert (
+        math.question.endswith("\\boxed{}.")
+        and grade(math, "It is \\boxed{42}.")
+        and math.kind == "math"
+    )
     assert short.kind == "books" and grade(short, "<answer>jane austen</answer>")
     assert "A. stone\nB. apple" in letter.question and grade(letter, "<answer>B</answer>")
     assert exact.question.count("\\boxed") == 1 and grade(exact, "\\boxed{paris.}")
@@ -212,8 +267,12 @@ def test_an_own_question_is_told_how_to_answer_and_marked_by_its_grader(tmp_path
 
 def test_a_new_row_of_graders_may_read_what_it_likes(tmp_path, monkeypatch):
     """A bare number here, where others read what stands in tags."""
-    monkeypatch.setitem(GRADERS, "number", own_grader(lambda p, said: float(said) == float(p.answer)))
-    [problem] = read_problems(write(tmp_path, {"question": "2 + 2?", "answer": "4", "grader": "number"}))
+    monkeypatch.setitem(
+        GRADERS, "number", own_grader(lambda p, said: float(said) == float(p.answer))
+    )
+    [problem] = read_problems(
+        write(tmp_path, {"question": "2 + 2?", "answer": "4", "grader": "number"})
+    )
     assert grade(problem, "4.0") and not grade(problem, "5")
 
 
@@ -234,8 +293,10 @@ def test_from_twenty_rows_on_every_fifth_is_held_out(tmp_path):
 
 def test_kinds_take_turns_where_a_file_is_sorted_by_them(tmp_path):
     """Else the first held-out ones, which a run measures, would be of one kind."""
-    rows = [{"question": f"q{i}", "answer": "x", "grader": "exact", "kind": kind}
-            for i, kind in enumerate("aaaaaaaaaabbbbbbbbbbccccc")]
+    rows = [
+        {"question": f"q{i}", "answer": "x", "grader": "exact", "kind": kind}
+        for i, kind in enumerate("aaaaaaaaaabbbbbbbbbbccccc")
+    ]
     file = write(tmp_path, *rows)
     assert [p.kind for p in load(file, "test")] == ["a", "b", "c", "a", "b"]
     assert [p.kind for p in load(file, "train", 6)] == ["a", "b", "c"] * 2

@@ -24,8 +24,17 @@ PROBLEMS = [
 
 
 def play(name, pool, worker=0, **settings):
-    setup = SimpleNamespace(pool=pool, worker=worker, lessons=PROBLEMS * 4, seed=1, effort=2, prompt="",
-                            rounds=0, only="", **settings)
+    setup = SimpleNamespace(
+        pool=pool,
+        worker=worker,
+        lessons=PROBLEMS * 4,
+        seed=1,
+        effort=2,
+        prompt="",
+        rounds=0,
+        only="",
+        **settings,
+    )
     return SYSTEMS[name].make(setup)(PROBLEMS, [pool] * len(PROBLEMS), "test/0")
 
 
@@ -41,7 +50,9 @@ def test_a_single_worker_sees_the_bare_question():
 def test_consensus_takes_what_most_answers_agree_on_and_pays_for_all():
     answers = iter(["41", "42", "42", "40", "42"] * 2)
     for rollout in play("consensus", [Player("a", lambda m: next(answers))]):
-        assert rollout.answer == "42" and rollout.right and rollout.calls == 5 and rollout.cost == 2.5
+        assert (
+            rollout.answer == "42" and rollout.right and rollout.calls == 5 and rollout.cost == 2.5
+        )
 
 
 def test_a_vote_is_lost_where_a_call_was():
@@ -59,7 +70,13 @@ def test_smoothie_takes_the_answer_that_is_most_like_the_others():
 def test_reflection_and_the_mixture_of_agents_are_workflows():
     pool = [Player("a", lambda m: "42"), Player("b", lambda m: "41")]
     reflected = play("reflect", pool, worker=1)[0]
-    assert [step.access for step in reflected.workflow.steps] == [[], [0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
+    assert [step.access for step in reflected.workflow.steps] == [
+        [],
+        [0],
+        [0, 1],
+        [0, 1, 2],
+        [0, 1, 2, 3],
+    ]
     assert set(reflected.names) == {"b"}
     mixed = play("moa", pool)[0]
     assert mixed.names[:2] == ["a", "b"] and mixed.workflow.steps[-1].access == [0, 1]
@@ -92,13 +109,20 @@ def test_random_workflows_obey_their_limits():
         workflow = random_workflow(rng, [2, 5], max_steps=3)
         assert 1 <= len(workflow.steps) <= 3 and {step.worker for step in workflow.steps} <= {2, 5}
 
+
 def test_ablations_edit_what_the_conductor_wrote():
     pool = load_pool("local")
     problems = load("laptop", "test", 20)
     shares = {}
     for name in ("conductor", "no-subtasks", "no-access", "one-worker"):
-        setup = SimpleNamespace(pool=pool, worker=0, prompt="", rounds=0, only="",
-                                checkpoint=os.path.join(ROOT, "assets", "laptop"))
+        setup = SimpleNamespace(
+            pool=pool,
+            worker=0,
+            prompt="",
+            rounds=0,
+            only="",
+            checkpoint=os.path.join(ROOT, "assets", "laptop"),
+        )
         rollouts = SYSTEMS[name].make(setup)(problems, [pool] * len(problems), name)
         shares[name] = measure(rollouts)["accuracy"]
         steps = [step for rollout in rollouts for step in rollout.workflow.steps]
@@ -122,13 +146,21 @@ def test_a_conductor_may_name_only_some_workers():
 
 def judged(right, cost=0.5, error=None, kind="sum", name="p"):
     reply = Reply("42", 10, 2, cost, 0.0)
-    return Rollout("q", problem=Problem(name, "q", "42", "exact", kind), names=["a"],
-                   workflow=Workflow([Step(0, "x", [])]), replies=[None if error else reply], error=error,
-                   right=None if error else right)
+    return Rollout(
+        "q",
+        problem=Problem(name, "q", "42", "exact", kind),
+        names=["a"],
+        workflow=Workflow([Step(0, "x", [])]),
+        replies=[None if error else reply],
+        error=error,
+        right=None if error else right,
+    )
 
 
 def test_a_row_has_the_numbers_of_one_system():
-    row = measure([judged(True), judged(False), judged(True, kind="riddle"), judged(None, error="lost")])
+    row = measure(
+        [judged(True), judged(False), judged(True, kind="riddle"), judged(None, error="lost")]
+    )
     assert row["accuracy"] == pytest.approx(2 / 3)
     assert (row["lost"], row["calls"], row["tokens"]) == (1, 1, 12)
     assert row["dollars"] == 0.5 and row["dollars/right"] == pytest.approx(0.75)
@@ -137,8 +169,12 @@ def test_a_row_has_the_numbers_of_one_system():
 
 
 def test_the_interval_is_over_problems():
-    row = measure([judged(right, name=name) for right, name in ((True, "p"), (False, "p"), (True, "q"))])
-    assert row["accuracy"] == pytest.approx(2 / 3)  # shares 0.5 and 1, and 0, 0, 1, 1: variance 0.2014
+    row = measure(
+        [judged(right, name=name) for right, name in ((True, "p"), (False, "p"), (True, "q"))]
+    )
+    assert row["accuracy"] == pytest.approx(
+        2 / 3
+    )  # shares 0.5 and 1, and 0, 0, 1, 1: variance 0.2014
     assert row["±"] == pytest.approx(1.96 * (0.2014 / 6) ** 0.5, abs=1e-3)
 
 
@@ -174,8 +210,13 @@ def test_equal_answers_to_a_problem_are_judged_once():
 
 
 def command(*words, cwd):
-    run = subprocess.run([sys.executable, os.path.join(ROOT, "eval.py"), *words], capture_output=True,
-                         text=True, cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    run = subprocess.run(
+        [sys.executable, os.path.join(ROOT, "eval.py"), *words],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     return run.returncode, run.stdout, run.stderr
 
 
@@ -184,26 +225,43 @@ def test_own_workers_questions_and_grader_make_a_table(tmp_path):
         "def up(messages):\n    return messages[-1]['content'].upper()\n\n"
         "def fine(problem, response):\n    return response.endswith(problem.answer)\n"
     )
-    (tmp_path / "pool.json").write_text('[{"protocol": "python", "function": "tools.py:up", "name": "up"}]')
+    (tmp_path / "pool.json").write_text(
+        '[{"protocol": "python", "function": "tools.py:up", "name": "up"}]'
+    )
     rows = [{"question": f"Say it loud: {word}", "answer": word.upper()} for word in ("yes", "no")]
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    status, out, err = command("--systems=workers", "--pool=pool.json", "--benchmarks=mine.jsonl",
-                               "--grader=tools.py:fine", "--out=numbers.json", cwd=tmp_path)
+    status, out, err = command(
+        "--systems=workers",
+        "--pool=pool.json",
+        "--benchmarks=mine.jsonl",
+        "--grader=tools.py:fine",
+        "--out=numbers.json",
+        cwd=tmp_path,
+    )
     assert status == 0 and "workers up" in out and "best single worker" in out, err
-    assert json.loads((tmp_path / "numbers.json").read_text())["mine.jsonl, workers up"]["accuracy"] == 1.0
+    assert (
+        json.loads((tmp_path / "numbers.json").read_text())["mine.jsonl, workers up"]["accuracy"]
+        == 1.0
+    )
     traces = (tmp_path / "numbers.jsonl").read_text().splitlines()
     assert len(traces) == 2 and json.loads(traces[0])["right"] is True
 
 
-@pytest.mark.parametrize("words, why", [
-    (["--systems=conducter"], "there is no conducter, only conductor, "),
-    (["--systems=workers", "--worker=nobody"], "the pool has only calculator, "),
-    (["--benchmarks=mine.jsonl"], "mine.jsonl, line 2: grader has to be one of exact, "),
-    (["--benchmarks=mathematics"], "no problems 'mathematics'"),
-    (["--benchmarks=mine.jsonl", "--grader=mine.py:grade"], "no file 'mine.py'; expected FILE.py:NAME"),
-    (["--pool=today", "--systems=workers"], "OPENAI_API_KEY"),
-    (["--limit=0"], "from 1 on"),
-])
+@pytest.mark.parametrize(
+    "words, why",
+    [
+        (["--systems=conducter"], "there is no conducter, only conductor, "),
+        (["--systems=workers", "--worker=nobody"], "the pool has only calculator, "),
+        (["--benchmarks=mine.jsonl"], "mine.jsonl, line 2: grader has to be one of exact, "),
+        (["--benchmarks=mathematics"], "no problems 'mathematics'"),
+        (
+            ["--benchmarks=mine.jsonl", "--grader=mine.py:grade"],
+            "no file 'mine.py'; expected FILE.py:NAME",
+        ),
+        (["--pool=today", "--systems=workers"], "OPENAI_API_KEY"),
+        (["--limit=0"], "from 1 on"),
+    ],
+)
 def test_what_is_wrong_is_said_before_anybody_is_asked(tmp_path, words, why):
     (tmp_path / "mine.jsonl").write_text('\n{"question": "q", "answer": "a"}\n')
     status, out, err = command(*words, cwd=tmp_path)
@@ -211,7 +269,14 @@ def test_what_is_wrong_is_said_before_anybody_is_asked(tmp_path, words, why):
 
 
 def test_a_pool_that_costs_needs_a_budget_and_says_how_much(tmp_path):
-    pool = [{"protocol": "openai", "base_url": "http://127.0.0.1:9/v1", "model": "m", "price": [1000, 2000]}]
+    pool = [
+        {
+            "protocol": "openai",
+            "base_url": "http://127.0.0.1:9/v1",
+            "model": "m",
+            "price": [1000, 2000],
+        }
+    ]
     (tmp_path / "pool.json").write_text(json.dumps(pool))
     status, out, err = command("--systems=workers", "--pool=pool.json", cwd=tmp_path)
     assert status and "--budget=" in err and "$" in err and "Traceback" not in err

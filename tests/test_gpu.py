@@ -1,6 +1,7 @@
 """On a GPU: fp32 logits against double precision, the sampler against a full forward, packed rows against a
 CPU, and short runs of train.py. The order is that of first contact: what fails first likely explains what
 fails after it."""
+
 import copy
 import json
 import os
@@ -47,7 +48,9 @@ def test_logits_are_fp32(rows, wide):
 
 @pytest.mark.parametrize("length", [2, 999, 1051])
 def test_attention_runs_in_flash(length):
-    q, k, v = (torch.randn(1, h, length, 128, device="cuda", dtype=torch.bfloat16) for h in (28, 4, 4))
+    q, k, v = (
+        torch.randn(1, h, length, 128, device="cuda", dtype=torch.bfloat16) for h in (28, 4, 4)
+    )
     chosen = torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=True)
     assert SDPBackend(chosen) == SDPBackend.FLASH_ATTENTION
 
@@ -62,11 +65,13 @@ def test_the_sampler_is_the_policy_of_a_full_forward(wide):
         for c in rollouts:
             ids = torch.tensor([prompt + c.tokens], device="cuda")
             with torch.no_grad():
-                logp = wide(ids)[0, len(prompt) - 1:-1, :151_000].log_softmax(-1)
-            drawn = logp.gather(1, ids[0, len(prompt):, None])[:, 0]
+                logp = wide(ids)[0, len(prompt) - 1 : -1, :151_000].log_softmax(-1)
+            drawn = logp.gather(1, ids[0, len(prompt) :, None])[:, 0]
             gaps.append((drawn - torch.tensor(c.logprobs, device="cuda")).abs())
     gaps = torch.cat(gaps)
-    print(f"|sampler - full forward|: mean {gaps.mean():.5f}, largest {gaps.max():.5f} of {len(gaps)} tokens")
+    print(
+        f"|sampler - full forward|: mean {gaps.mean():.5f}, largest {gaps.max():.5f} of {len(gaps)} tokens"
+    )
     assert gaps.mean() < 0.02 and gaps.max() < 0.3
 
 
@@ -88,7 +93,13 @@ def train(out, *flags) -> list[dict]:
     """The metrics of a run on every GPU that is here, two at most."""
     torch.cuda.empty_cache()  # what this process has cached others cannot have
     ranks = min(2, torch.cuda.device_count())
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={ranks}",
+    ]
     command = [*torchrun, "train.py", f"--out={out}", *flags]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
@@ -102,10 +113,21 @@ def test_seven_billions_widths_are_trained_saved_and_resumed(tmp_path):
     torch.manual_seed(0)
     model = Qwen(Config(vocab_size=32_000, num_hidden_layers=2)).bfloat16()
     model.save_pretrained(str(tmp_path / "wide"))
-    Tokenizer.from_pretrained(os.path.join(ROOT, "assets", "laptop")).save_pretrained(str(tmp_path / "wide"))
-    flags = ["--preset=small", f"--init_from={tmp_path}/wide", "--questions=2", "--rollouts=32",
-             "--beta=0.01", "--max_new_tokens=256", "--token_budget=2048", "--save_every=2", "--test=8",
-             "--warm_steps=0"]
+    Tokenizer.from_pretrained(os.path.join(ROOT, "assets", "laptop")).save_pretrained(
+        str(tmp_path / "wide")
+    )
+    flags = [
+        "--preset=small",
+        f"--init_from={tmp_path}/wide",
+        "--questions=2",
+        "--rollouts=32",
+        "--beta=0.01",
+        "--max_new_tokens=256",
+        "--token_budget=2048",
+        "--save_every=2",
+        "--test=8",
+        "--warm_steps=0",
+    ]
     train(tmp_path / "out", *flags, "--iterations=2")
     lines = train(tmp_path / "out", *flags, "--iterations=4", "--resume", "--offload")
     assert [line["iteration"] for line in lines] == [0, 1, 2, 3]

@@ -1,4 +1,5 @@
 """Graders: tables of answers judged by hand, attacks on them, and texts made to break them."""
+
 import json
 import math
 import random
@@ -8,8 +9,17 @@ import sys
 
 import pytest
 
-from eval import (GRADERS, Problem, failure, final_answer, grade, own_grader, pick_letter, same_math,
-                  same_short)
+from eval import (
+    GRADERS,
+    Problem,
+    failure,
+    final_answer,
+    grade,
+    own_grader,
+    pick_letter,
+    same_math,
+    same_short,
+)
 from workers import load_function
 
 
@@ -132,21 +142,46 @@ def test_polynomials_their_expansions_and_one_spoilt_term():
 GOLDS = r"""\frac{12}{7} ¦ -5 ¦ 0.25 ¦ 3\sqrt{3} ¦ \frac{5\pi}{4} ¦ 4x^2-6x+4 ¦ (3,-3,1) ¦ -15+8i ¦ 1,-3
     ¦ \frac{2a+b}{2} ¦ 5\text{ km} ¦ 135\text{ square feet} ¦ (-\infty,-8)\cup(8,\infty) ¦ 2x+3y=7 ¦ x>=4
     ¦ \begin{pmatrix}1&-2\\3&4\end{pmatrix} ¦ 60^\circ ¦ 2+\sqrt{7} ¦ \$6.50"""
-SPOILS = (("+", "-"), ("-", "+"), ("[", "("), (")", "]"), ("x", "y"), ("a", "c"), ("km", "m"), ("feet", "in"),
-          ("square ", ""), (">=", ">"), (r"\sqrt", ""), (r"\pi", ""), (r"\cup", ","), ("i", "j"))
+SPOILS = (
+    ("+", "-"),
+    ("-", "+"),
+    ("[", "("),
+    (")", "]"),
+    ("x", "y"),
+    ("a", "c"),
+    ("km", "m"),
+    ("feet", "in"),
+    ("square ", ""),
+    (">=", ">"),
+    (r"\sqrt", ""),
+    (r"\pi", ""),
+    (r"\cup", ","),
+    ("i", "j"),
+)
 
 
 @pytest.mark.parametrize("gold", [gold.strip() for gold in GOLDS.split(" ¦ ")])
 def test_rewritten_answers_are_right_and_spoilt_ones_wrong(gold):
     """Other spellings; one digit, sign, bracket, letter or unit changed, something put beside it."""
     fraction = re.compile(r"\\frac\{(\d+)\}\{(\d+)\}")
-    for same in (f"${gold}$", rf"\({gold}\)", f" {gold} . ", gold.replace("+", " + ").replace(",", ", "),
-                 gold.replace(r"\frac", r"\dfrac"), fraction.sub(r"\1/\2", gold), gold.replace("-", "−")):
+    for same in (
+        f"${gold}$",
+        rf"\({gold}\)",
+        f" {gold} . ",
+        gold.replace("+", " + ").replace(",", ", "),
+        gold.replace(r"\frac", r"\dfrac"),
+        fraction.sub(r"\1/\2", gold),
+        gold.replace("-", "−"),
+    ):
         assert same_math(same, gold), same
     beside = (" or 0", r"\text{ or more}", "!", "^2", "?", r" \pm 1", ", 17", r"\ldots", "07")
-    spoilt = {gold + more for more in beside} | {rf"\text{{not }} {gold}", rf"\neg {gold}", f"-{gold}"}
+    spoilt = {gold + more for more in beside} | {
+        rf"\text{{not }} {gold}",
+        rf"\neg {gold}",
+        f"-{gold}",
+    }
     for m in re.finditer(r"\d", gold):
-        spoilt.add(gold[:m.start()] + str((int(m[0]) + 1) % 10) + gold[m.end():])
+        spoilt.add(gold[: m.start()] + str((int(m[0]) + 1) % 10) + gold[m.end() :])
     spoilt.update(gold.replace(old, new, 1) for old, new in SPOILS)
     for wrong in spoilt - {gold}:
         assert not same_math(wrong, gold), wrong
@@ -172,31 +207,77 @@ Fe³⁺ ¦ Fe^{2+}
 """
 
 
-@pytest.mark.parametrize("answer, gold, right", [(*row, True) for row in rows(SHORT_RIGHT)]
-                         + [(*row, False) for row in rows(SHORT_WRONG)])
+@pytest.mark.parametrize(
+    "answer, gold, right",
+    [(*row, True) for row in rows(SHORT_RIGHT)] + [(*row, False) for row in rows(SHORT_WRONG)],
+)
 def test_short_answers(answer, gold, right):
     assert same_short(answer, gold) is right
 
 
 COMMITTED = [
-    (r"so \boxed{5}", "5"), (r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"\fbox{7}", "7"),
-    (r"\boxed{\{1, 2\}}", r"\{1, 2\}"), (r"our answer is $\boxed 2$.", "2"), ("<answer> 5 </answer>", "5"),
-    ("<answer>1</answer> no, <answer>2</answer>", "2"), (r"<answer>5</answer> \boxed{6}", "6"),
-    (r"<answer>\boxed{5}</answer>", "{5}"), ("<answer>a\nb</answer>", "a\nb"),
-    (r"\boxed{5}, \boxed{6}", "5, 6"), (r"$x=\boxed{5}$ or $x = \boxed{6}$", "5, 6"),
+    (r"so \boxed{5}", "5"),
+    (r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+    (r"\fbox{7}", "7"),
+    (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+    (r"our answer is $\boxed 2$.", "2"),
+    ("<answer> 5 </answer>", "5"),
+    ("<answer>1</answer> no, <answer>2</answer>", "2"),
+    (r"<answer>5</answer> \boxed{6}", "6"),
+    (r"<answer>\boxed{5}</answer>", "{5}"),
+    ("<answer>a\nb</answer>", "a\nb"),
+    (r"\boxed{5}, \boxed{6}", "5, 6"),
+    (r"$x=\boxed{5}$ or $x = \boxed{6}$", "5, 6"),
     (r"\boxed{5}, then \boxed{6}", "6"),
-    *((text, "") for text in (
-        "", "<answer>5", r"\boxed{5} and then \boxed{6", r"\boxed{}", r"-\boxed{5}", r"\boxed{5}^2",
-        r"\boxed{5}/6", r"\sqrt{\boxed{5}}", r"x\neq\boxed{5}", r"not $\boxed{5}$", r"\boxed{5} or $6$",
-        r"\boxed{5} \times 10^3", r"$\boxed{5}$ million", r"\boxed{5}, 6", r"\boxed{5}i", r"2\boxed{5}")),
-    *((text.format(r"\boxed{5}"), "5") for text in (
-        "So $x={}$.", r"\[ {} \]", "**{}**", "{} units", r"{} \mathrm{{~cm}}", "Step 3: {}", "2\n{}",
-        r"{}\pmod{{13}}", "**Answer**\n\n$${}$$", "So it is:\n- **${}$**", "$${}$$\n\n- $x=3$ is excluded.",
-        "${}$ m/s", "{}\n\n6")),
-    ("Adding up.\nThe answer is **12**", "12"), (" 42 \n", "42"),
-    ("The answer is 5 because 2 + 3 = 5. No other value works.", "5"), ("So we get\n\n42", "42"),
-    ("Final answer:\n5.\nThat is all.", "5"), ("I doubt. " * 12, ""),
-    *((f"{before} the answer is 5.", "") for before in ("It is not true that", "If x is 3,", "I doubt that")),
+    *(
+        (text, "")
+        for text in (
+            "",
+            "<answer>5",
+            r"\boxed{5} and then \boxed{6",
+            r"\boxed{}",
+            r"-\boxed{5}",
+            r"\boxed{5}^2",
+            r"\boxed{5}/6",
+            r"\sqrt{\boxed{5}}",
+            r"x\neq\boxed{5}",
+            r"not $\boxed{5}$",
+            r"\boxed{5} or $6$",
+            r"\boxed{5} \times 10^3",
+            r"$\boxed{5}$ million",
+            r"\boxed{5}, 6",
+            r"\boxed{5}i",
+            r"2\boxed{5}",
+        )
+    ),
+    *(
+        (text.format(r"\boxed{5}"), "5")
+        for text in (
+            "So $x={}$.",
+            r"\[ {} \]",
+            "**{}**",
+            "{} units",
+            r"{} \mathrm{{~cm}}",
+            "Step 3: {}",
+            "2\n{}",
+            r"{}\pmod{{13}}",
+            "**Answer**\n\n$${}$$",
+            "So it is:\n- **${}$**",
+            "$${}$$\n\n- $x=3$ is excluded.",
+            "${}$ m/s",
+            "{}\n\n6",
+        )
+    ),
+    ("Adding up.\nThe answer is **12**", "12"),
+    (" 42 \n", "42"),
+    ("The answer is 5 because 2 + 3 = 5. No other value works.", "5"),
+    ("So we get\n\n42", "42"),
+    ("Final answer:\n5.\nThat is all.", "5"),
+    ("I doubt. " * 12, ""),
+    *(
+        (f"{before} the answer is 5.", "")
+        for before in ("It is not true that", "If x is 3,", "I doubt that")
+    ),
 ]
 
 
@@ -207,17 +288,45 @@ def test_what_a_response_answers(response, answer):
 
 CHOICES = ["mitochondria", "The nucleus.", "a ribosome", "All of the above"]
 LETTERS = [
-    *((form.format("B"), "B") for form in (
-        "<answer>{}</answer>", r"\boxed{{{}}}", "Answer: ({})", r"\boxed{{\text{{{}}}}}",
-        "{}.", "({})", "option {}", "Long thoughts.\n\n**{}**", "So option {} is correct.",
-        "Is it A or B? Let us see.\nAnswer: {}", "The answer is {} because A and C say less.")),
-    ("<answer>b. the nucleus</answer>", "B"), ("<answer>Nucleus</answer>", "B"), ("Answer: a ribosome.", "C"),
-    ("The answer is A. <answer>B</answer>", "B"), ("The answer is B. Yes, the answer is B.", "B"),
-    *((text, None) for text in (
-        "", "I am not sure.", "<answer>A", "<answer>E</answer>", "<answer>A or B</answer>",
-        "The answer is not A.", "The answer is A.\nThe answer is B.", "The answer is a bird.",
-        "A ribosome makes proteins.", "<answer>(A) the nucleus</answer>", "<answer>B (mitochondria)</answer>",
-        "A. no\nB. no\nC. yes\nD. no", "(A) mitochondria\n(B) the nucleus\n(C) a ribosome")),
+    *(
+        (form.format("B"), "B")
+        for form in (
+            "<answer>{}</answer>",
+            r"\boxed{{{}}}",
+            "Answer: ({})",
+            r"\boxed{{\text{{{}}}}}",
+            "{}.",
+            "({})",
+            "option {}",
+            "Long thoughts.\n\n**{}**",
+            "So option {} is correct.",
+            "Is it A or B? Let us see.\nAnswer: {}",
+            "The answer is {} because A and C say less.",
+        )
+    ),
+    ("<answer>b. the nucleus</answer>", "B"),
+    ("<answer>Nucleus</answer>", "B"),
+    ("Answer: a ribosome.", "C"),
+    ("The answer is A. <answer>B</answer>", "B"),
+    ("The answer is B. Yes, the answer is B.", "B"),
+    *(
+        (text, None)
+        for text in (
+            "",
+            "I am not sure.",
+            "<answer>A",
+            "<answer>E</answer>",
+            "<answer>A or B</answer>",
+            "The answer is not A.",
+            "The answer is A.\nThe answer is B.",
+            "The answer is a bird.",
+            "A ribosome makes proteins.",
+            "<answer>(A) the nucleus</answer>",
+            "<answer>B (mitochondria)</answer>",
+            "A. no\nB. no\nC. yes\nD. no",
+            "(A) mitochondria\n(B) the nucleus\n(C) a ribosome",
+        )
+    ),
 ]
 
 
@@ -229,7 +338,12 @@ def test_letters(response, letter):
 def test_letters_of_odd_choices():
     odd = ["15x + 15", "–15x + 18", "( 'a', 2 )", "isupper()"]
     for letter, text in zip("ABCD", odd):
-        for form in (f"{letter}. {text}", f"{letter}\n{text}", f"{letter} ({text})", f"({letter}) {text}."):
+        for form in (
+            f"{letter}. {text}",
+            f"{letter}\n{text}",
+            f"{letter} ({text})",
+            f"({letter}) {text}.",
+        ):
             assert pick_letter(f"<answer>{form}</answer>", odd) == letter, form
     assert pick_letter("<answer>B</answer>", ["B", "A"]) == "B"  # a letter is a letter first
     assert pick_letter("<answer>7</answer>", ["7", "7", "8"]) is None
@@ -237,16 +351,29 @@ def test_letters_of_odd_choices():
     assert pick_letter("<answer>mW</answer>", ["MW", "W", "kW"]) is None
 
 
-@pytest.mark.parametrize("answer, question, gold, right", [
-    *((form.format(r"\sqrt{192}"), r"Simplify $\sqrt{192}$.", r"8\sqrt3", False)
-      for form in ("{}", r"\,{}", "x = {}", "{} + 0", r"1 \cdot {}", "{}/1", r"\frac{{{}}}{{1}}")),
-    (r"8\sqrt{3}", r"Simplify $\sqrt{192}$.", r"8\sqrt3", True),
-    (r"\frac{27}{30}", r"Reduce $\frac{27}{30}$ to lowest terms.", r"\frac{9}{10}", False),
-    ("(x + 1)(x+2)", "Expand $(x+1) (x+2)$.", "x^2+3x+2", False),
-    (r"\frac{2}{3}", r"Which is larger, $\frac{2}{3}$ or $\frac{3}{5}$?", r"\frac23", True),
-    ("50^\\circ", r"Find $x$, where $\tan x = \cos 50^{\circ}$.", r"50^\circ", True),
-    ("2", "What is $2+2-2$?", "2", True),
-])
+@pytest.mark.parametrize(
+    "answer, question, gold, right",
+    [
+        *(
+            (form.format(r"\sqrt{192}"), r"Simplify $\sqrt{192}$.", r"8\sqrt3", False)
+            for form in (
+                "{}",
+                r"\,{}",
+                "x = {}",
+                "{} + 0",
+                r"1 \cdot {}",
+                "{}/1",
+                r"\frac{{{}}}{{1}}",
+            )
+        ),
+        (r"8\sqrt{3}", r"Simplify $\sqrt{192}$.", r"8\sqrt3", True),
+        (r"\frac{27}{30}", r"Reduce $\frac{27}{30}$ to lowest terms.", r"\frac{9}{10}", False),
+        ("(x + 1)(x+2)", "Expand $(x+1) (x+2)$.", "x^2+3x+2", False),
+        (r"\frac{2}{3}", r"Which is larger, $\frac{2}{3}$ or $\frac{3}{5}$?", r"\frac23", True),
+        ("50^\\circ", r"Find $x$, where $\tan x = \cos 50^{\circ}$.", r"50^\circ", True),
+        ("2", "What is $2+2-2$?", "2", True),
+    ],
+)
 def test_to_repeat_the_questions_formula_is_no_answer(answer, question, gold, right):
     assert grade(Problem("p", question, gold, "math"), rf"\boxed{{{answer}}}") is right
 
@@ -261,17 +388,28 @@ def test_why_an_answer_is_wrong_and_whether_two_agree():
     assert not agree(problem, r"\boxed{1}", r"\boxed{2}")
     letters = Problem("p", "Which?", "B", "letter", extra={"choices": CHOICES})
     assert grade(letters, "<answer>nucleus</answer>")
-    assert [GRADERS["letter"].agree(letters, "B.", other) for other in ("Answer: (b)", "?")] == [True, False]
+    assert [GRADERS["letter"].agree(letters, "B.", other) for other in ("Answer: (b)", "?")] == [
+        True,
+        False,
+    ]
 
 
 def test_exact_ignores_case_marks_and_spaces_at_the_ends_and_same_ignores_nothing():
     paris = Problem("p", "The capital?", "Paris", "exact")
-    for response in ("paris", " Paris. ", "**Paris**", "<answer>Paris!</answer>", r"It is \boxed{Paris}"):
+    for response in (
+        "paris",
+        " Paris. ",
+        "**Paris**",
+        "<answer>Paris!</answer>",
+        r"It is \boxed{Paris}",
+    ):
         assert grade(paris, response), response
     for response in ("Par is", "Paris, France", "", "It is Paris", "-Paris"):
         assert not grade(paris, response), response
     shouted = Problem("p", "Shout: monkey", "MONKEY", "same")
-    assert grade(shouted, "MONKEY") and not grade(shouted, "monkey") and not grade(shouted, "MONKEY.")
+    assert (
+        grade(shouted, "MONKEY") and not grade(shouted, "monkey") and not grade(shouted, "MONKEY.")
+    )
 
 
 def test_a_grader_of_ones_own(tmp_path):
@@ -284,19 +422,53 @@ def test_a_grader_of_ones_own(tmp_path):
         own.check(problem, None)
     (tmp_path / "bad.py").write_text("import nothing_of_this_name\n")
     (tmp_path / "worse.py").write_text("def grade(:\n")
-    for spec in (f"{file}:judge", "none.py:grade", f"{tmp_path}/bad.py:grade", f"{tmp_path}/worse.py:grade"):
-        with pytest.raises(ValueError, match=r"judge|none\.py|bad.*ModuleNotFound|worse.*SyntaxError"):
+    for spec in (
+        f"{file}:judge",
+        "none.py:grade",
+        f"{tmp_path}/bad.py:grade",
+        f"{tmp_path}/worse.py:grade",
+    ):
+        with pytest.raises(
+            ValueError, match=r"judge|none\.py|bad.*ModuleNotFound|worse.*SyntaxError"
+        ):
             load_function(spec)
 
 
 HOSTILE = [
-    "{" * 10 ** 5 + "1" + "}" * 10 ** 5, "1" * 10 ** 6, "9^9^9", "9^{9^{9^{9^9}}}", "10^{-99999999999}",
-    "(" * 480 + "1" + ")" * 480, "(1," * 240 + "1" + ")" * 240, "-" * 990 + "1", "^".join(["2"] * 480),
-    ",".join(["1"] * 480), "*".join(["9^{300}"] * 100), "400!*" * 150 + "1", "(x+1)^{9000}", "±1" * 400,
-    "5" + "abcdefgh" * 120, r"\text{" * 150, r"\begin{pmatrix}" * 60, "=".join("x" * 450), "1" + ",000" * 240,
-    r"\sin" * 240, r"\frac" * 190, "5 m" + "/s" * 400, "<" * 990, "|" * 990, "α_" * 450, "\n" * 10 ** 6,
-    r"\boxed{" * 150000, r"\boxed{" + "\\" * 10 ** 6, "<answer>" * 150000, "answer is " * 100000,
-    "<answer>" + "the " * 250000 + "</answer>", "option A is" + " " * 10 ** 6, r"\boxed{5}" + "** " * 300]
+    "{" * 10**5 + "1" + "}" * 10**5,
+    "1" * 10**6,
+    "9^9^9",
+    "9^{9^{9^{9^9}}}",
+    "10^{-99999999999}",
+    "(" * 480 + "1" + ")" * 480,
+    "(1," * 240 + "1" + ")" * 240,
+    "-" * 990 + "1",
+    "^".join(["2"] * 480),
+    ",".join(["1"] * 480),
+    "*".join(["9^{300}"] * 100),
+    "400!*" * 150 + "1",
+    "(x+1)^{9000}",
+    "±1" * 400,
+    "5" + "abcdefgh" * 120,
+    r"\text{" * 150,
+    r"\begin{pmatrix}" * 60,
+    "=".join("x" * 450),
+    "1" + ",000" * 240,
+    r"\sin" * 240,
+    r"\frac" * 190,
+    "5 m" + "/s" * 400,
+    "<" * 990,
+    "|" * 990,
+    "α_" * 450,
+    "\n" * 10**6,
+    r"\boxed{" * 150000,
+    r"\boxed{" + "\\" * 10**6,
+    "<answer>" * 150000,
+    "answer is " * 100000,
+    "<answer>" + "the " * 250000 + "</answer>",
+    "option A is" + " " * 10**6,
+    r"\boxed{5}" + "** " * 300,
+]
 
 
 def test_hostile_answers_take_bounded_time_and_memory():
@@ -315,7 +487,9 @@ for text in json.load(sys.stdin):
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
     command = [sys.executable, "-c", program]
-    ran = subprocess.run(command, input=json.dumps(HOSTILE), capture_output=True, text=True, timeout=300)
+    ran = subprocess.run(
+        command, input=json.dumps(HOSTILE), capture_output=True, text=True, timeout=300
+    )
     assert ran.returncode == 0, ran.stderr
     assert int(ran.stdout) < 200  # MiB
 
@@ -323,8 +497,27 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 def test_no_text_raises():
     rng = random.Random(0)
     pieces = list("0123456789xyzi+-*/^_=<>(){}[]|,.;!%$ °√²½∞±≈&") + [
-        r"\frac", r"\sqrt", r"\boxed{", r"\text{", r"\pi", r"\le", r"\cup", " or ", "<answer>", "</answer>",
-        "answer is ", r"\begin{pmatrix}", r"\end{pmatrix}", r"\\", r"\log_", "°", "km", "not ", r"\{", r"\}"]
+        r"\frac",
+        r"\sqrt",
+        r"\boxed{",
+        r"\text{",
+        r"\pi",
+        r"\le",
+        r"\cup",
+        " or ",
+        "<answer>",
+        "</answer>",
+        "answer is ",
+        r"\begin{pmatrix}",
+        r"\end{pmatrix}",
+        r"\\",
+        r"\log_",
+        "°",
+        "km",
+        "not ",
+        r"\{",
+        r"\}",
+    ]
     for _ in range(1500):
         text, other = ("".join(rng.choices(pieces, k=rng.randint(1, 25))) for _ in range(2))
         problem = Problem("p", other, other, "math")

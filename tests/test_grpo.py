@@ -1,4 +1,5 @@
 """GRPO against hand-worked numbers, a loop without packing, and itself on one, two and three ranks."""
+
 import copy
 import datetime
 import functools
@@ -16,7 +17,15 @@ from torch.distributed.fsdp import fully_shard
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import grpo
-from grpo import STATISTICS, advantages, by_prompt, micro_batches, packed_logprobs, set_advantages, surrogate
+from grpo import (
+    STATISTICS,
+    advantages,
+    by_prompt,
+    micro_batches,
+    packed_logprobs,
+    set_advantages,
+    surrogate,
+)
 from grpo import token_logprobs, update
 from model import Config, Qwen
 from sample import generate
@@ -30,9 +39,18 @@ END = 2
 def tiny(seed=0, **changes):
     """A random model whose predictions are neither flat nor certain and in which every parameter counts."""
     torch.manual_seed(seed)
-    shape = dict(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                 num_attention_heads=4, num_key_value_heads=2, rope_theta=100.0, rms_norm_eps=1e-6,
-                 tie_word_embeddings=True, max_position_embeddings=128)
+    shape = dict(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rope_theta=100.0,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        max_position_embeddings=128,
+    )
     model = Qwen(Config(**(shape | changes)))
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -50,7 +68,9 @@ def near(model):
 
 
 def rollout(prompt, tokens, logprobs, advantage=0.0, **others):
-    return Rollout("", [], prompt=prompt, tokens=tokens, logprobs=logprobs, advantage=advantage, **others)
+    return Rollout(
+        "", [], prompt=prompt, tokens=tokens, logprobs=logprobs, advantage=advantage, **others
+    )
 
 
 def ids(n, seed):
@@ -59,13 +79,15 @@ def ids(n, seed):
 
 def every_logprob(model, prompt, tokens, temperature=1.0, n_ids=None):
     """Log-probabilities (T, V) of all ids at each position of one completion, by a forward of its own."""
-    logits = model(torch.tensor([prompt + tokens]))[0, len(prompt) - 1:-1, :n_ids]
+    logits = model(torch.tensor([prompt + tokens]))[0, len(prompt) - 1 : -1, :n_ids]
     return (logits / temperature).log_softmax(-1)
 
 
 def naive(model, prompt, tokens, temperature=1.0, n_ids=None):
     """Log-probabilities (T) of one completion."""
-    return every_logprob(model, prompt, tokens, temperature, n_ids)[torch.arange(len(tokens)), tokens]
+    return every_logprob(model, prompt, tokens, temperature, n_ids)[
+        torch.arange(len(tokens)), tokens
+    ]
 
 
 def same(a, b, tolerance=1e-5):
@@ -73,11 +95,16 @@ def same(a, b, tolerance=1e-5):
     a, b = list(a), list(b)
     assert len(a) == len(b)
     for i, (x, y) in enumerate(zip(a, b)):
-        assert (x - y).norm() <= tolerance * y.norm() + 1e-9, (i, float((x - y).norm()), float(y.norm()))
+        assert (x - y).norm() <= tolerance * y.norm() + 1e-9, (
+            i,
+            float((x - y).norm()),
+            float(y.norm()),
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------
 # Advantages, surrogate and KL, by hand
+
 
 def test_advantages_by_hand():
     """(r - mean) / std with the group's own std; groups do not touch each other."""
@@ -103,7 +130,11 @@ def test_lost_rollouts_are_in_no_statistic(junk):
 def test_first_rounds_weigh_a_quarter_where_there_are_second_ones():
     """§3.2: whether a first round's question is asked again or not; without recursion nothing is weighed."""
     first, groups = rollout([1], [2], [0.0]), []
-    for rewards, previous in (([0.0, 1.0, None], None), ([0.0, 0.5, 0.5], None), ([0.0, 1.0, None], first)):
+    for rewards, previous in (
+        ([0.0, 1.0, None], None),
+        ([0.0, 0.5, 0.5], None),
+        ([0.0, 1.0, None], first),
+    ):
         groups.append([rollout([1], [2], [0.0], reward=x, previous=previous) for x in rewards])
     set_advantages(groups, recursion=True)
     r = math.sqrt(2)  # of [0, .5, .5]: mean 1/3, std √2/6
@@ -116,8 +147,10 @@ def test_first_rounds_weigh_a_quarter_where_there_are_second_ones():
 
 def test_dollars_above_the_mean_of_the_group_cost_advantage():
     """Beside the division by std, which would make any difference in price as large as a wrong answer's."""
-    group = [rollout([1], [2], [0.0], reward=x, right=x == 1.0, replies=[Reply("", 1, 1, cost)])
-             for x, cost in ((1.0, 0.04), (1.0, 0.01), (0.5, 0.01), (0.5, 0.02), (None, None))]
+    group = [
+        rollout([1], [2], [0.0], reward=x, right=x == 1.0, replies=[Reply("", 1, 1, cost)])
+        for x, cost in ((1.0, 0.04), (1.0, 0.01), (0.5, 0.01), (0.5, 0.02), (None, None))
+    ]
     set_advantages([group], cost_weight=5.0)
     assert [r.advantage for r in group] == pytest.approx([0.9, 1.05, -0.95, -1.0, 0.0], rel=1e-5)
     set_advantages([group[:2]], cost_weight=5.0)
@@ -125,8 +158,14 @@ def test_dollars_above_the_mean_of_the_group_cost_advantage():
 
 
 def test_the_kl_weighs_the_share_of_wrong_answers():
-    for rights, share in (([True, False, None, False], 2 / 3), ([True, True], 0.0), ([None, None], 1.0)):
-        group = [rollout([1], [2], [0.0], reward=right and float(right), right=right) for right in rights]
+    for rights, share in (
+        ([True, False, None, False], 2 / 3),
+        ([True, True], 0.0),
+        ([None, None], 1.0),
+    ):
+        group = [
+            rollout([1], [2], [0.0], reward=right and float(right), right=right) for right in rights
+        ]
         set_advantages([group])
         assert [r.wrong_share for r in group] == pytest.approx([share] * len(group))
 
@@ -137,8 +176,11 @@ def test_surrogate_by_hand():
     ratio, old = torch.tensor([1.5, 0.5, 1.1, 1.0]), torch.tensor([-1.0, -2.0, -0.3, 0.0])
     new = old + ratio.log()
     each = torch.tensor([2.0, -2.0, 0.0, 1.0])
-    for advantage, expected in ((2.0, [2.4, 1.0, 2.2, 2.0]), (-2.0, [-3.0, -1.6, -2.2, -2.0]),
-                                (each, [2.4, -1.6, 0.0, 1.0])):
+    for advantage, expected in (
+        (2.0, [2.4, 1.0, 2.2, 2.0]),
+        (-2.0, [-3.0, -1.6, -2.2, -2.0]),
+        (each, [2.4, -1.6, 0.0, 1.0]),
+    ):
         torch.testing.assert_close(surrogate(new, old, advantage, 0.2), torch.tensor(expected))
 
 
@@ -149,7 +191,9 @@ def test_kl_by_hand():
     with torch.no_grad():
         model.lm_head.weight.zero_()
     reference = copy.deepcopy(model)
-    reference.logits = lambda hidden: torch.tensor([math.log(2), 0.0, 0.0, 7.0]).expand(len(hidden), 4)
+    reference.logits = lambda hidden: torch.tensor([math.log(2), 0.0, 0.0, 7.0]).expand(
+        len(hidden), 4
+    )
     logprobs, kl = packed_logprobs(model, [([0, 1], [[2, 0, 1]])], n_ids=3, reference=reference)
     torch.testing.assert_close(logprobs, torch.full((3,), -math.log(3)))
     torch.testing.assert_close(kl, torch.full((3,), 0.5 * math.log(3 / 2) + 0.5 * math.log(3 / 4)))
@@ -163,9 +207,17 @@ CASES = {  # the lengths of each group's prompt and completions; how; the model'
     "one token each": ([(5, [1, 1, 1])], {}, {}),
     "one rollout": ([(9, [5])], {}, {}),
     "temperature and ids": ([(6, [2, 8, 5])], dict(temperature=0.7, n_ids=37), {}),
-    "untied, every head": ([(6, [2, 8, 5])], {}, dict(tie_word_embeddings=False, num_key_value_heads=4)),
+    "untied, every head": (
+        [(6, [2, 8, 5])],
+        {},
+        dict(tie_word_embeddings=False, num_key_value_heads=4),
+    ),
     "one kv head": ([(6, [2, 8, 5])], dict(temperature=1.5), dict(num_key_value_heads=1)),
-    "several groups": ([(7, [3, 11, 1]), (1, [4]), (12, [1, 1, 2, 5])], dict(temperature=0.7, n_ids=37), {}),
+    "several groups": (
+        [(7, [3, 11, 1]), (1, [4]), (12, [1, 1, 2, 5])],
+        dict(temperature=0.7, n_ids=37),
+        {},
+    ),
 }
 
 
@@ -180,7 +232,9 @@ def test_packed_equals_one_forward_per_rollout(case, chunk, monkeypatch):
     for i, (P, lengths) in enumerate(sizes):
         groups.append((ids(P, i), [ids(n, 50 * i + j) for j, n in enumerate(lengths, 10)]))
     completions = [(prompt, c) for prompt, some in groups for c in some]
-    weights = [torch.randn(len(c), generator=torch.Generator().manual_seed(len(c))) for _, c in completions]
+    weights = [
+        torch.randn(len(c), generator=torch.Generator().manual_seed(len(c))) for _, c in completions
+    ]
 
     def run(logprobs):
         total = sum((w * x).sum() for w, x in zip(weights, logprobs))
@@ -191,7 +245,7 @@ def test_packed_equals_one_forward_per_rollout(case, chunk, monkeypatch):
     expected, reference = run([naive(model, prompt, c, **how) for prompt, c in completions])
     same(values, expected)
     same(gradients, reference)
-    same(token_logprobs(model, *groups[0], **how), expected[:len(groups[0][1])])
+    same(token_logprobs(model, *groups[0], **how), expected[: len(groups[0][1])])
 
 
 def test_the_row_of_the_drawing():
@@ -199,7 +253,11 @@ def test_the_row_of_the_drawing():
     cpu = torch.device("cpu")
     *row, _ = grpo.pack([([5, 6], [[7], [8, 9]]), ([3], [[4]])], cpu)
     assert [x.tolist() for x in row] == [
-        [5, 6, 7, 8, 9, 3, 4], [0, 1, 2, 2, 3, 0, 1], [7, 8, 9, 4], [1, 1, 3, 5]]
+        [5, 6, 7, 8, 9, 3, 4],
+        [0, 1, 2, 2, 3, 0, 1],
+        [7, 8, 9, 4],
+        [1, 1, 3, 5],
+    ]
     assert [x.tolist() for x in grpo.pad(2, [[7], [8, 9]], cpu)] == [[[2, 1], [3, 4]], [0, 2, 3]]
 
 
@@ -207,12 +265,15 @@ def test_the_prompt_is_computed_once():
     """One forward over a row that holds each prompt once and each completion once, without padding."""
     model, shapes = tiny(), []
     model.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
-    packed_logprobs(model, [(ids(7, 0), [ids(n, n) for n in (3, 11, 1, 6)]), (ids(5, 1), [ids(2, 2)] * 3)])
+    packed_logprobs(
+        model, [(ids(7, 0), [ids(n, n) for n in (3, 11, 1, 6)]), (ids(5, 1), [ids(2, 2)] * 3)]
+    )
     assert shapes == [(1, 7 + 3 + 11 + 1 + 6 + 5 + 3 * 2)]
 
 
 # ------------------------------------------------------------------------------------------------------------
 # The update: packed against a written-out loop
+
 
 def group(model, prompt_length, lengths, advantages, seed):
     """Rollouts of one prompt; the sampler's log-probabilities are off by enough that some tokens are clipped;
@@ -229,9 +290,12 @@ def group(model, prompt_length, lengths, advantages, seed):
 
 def four_groups(model):
     """Groups of different sizes and lengths, whose KLs weigh differently; one of them without spread."""
-    groups = [group(model, 7, [3, 11, 1, 6, 8], [1.0, -0.5, 0.7, -1.2, 0.0], 1),
-              group(model, 1, [5, 2, 9], [0.4, 1.1, -1.5], 2), group(model, 12, [4, 4], [0.0, 0.0], 3),
-              group(model, 4, [13, 1, 2, 7], [-0.3, 0.9, -0.9, 0.3], 4)]
+    groups = [
+        group(model, 7, [3, 11, 1, 6, 8], [1.0, -0.5, 0.7, -1.2, 0.0], 1),
+        group(model, 1, [5, 2, 9], [0.4, 1.1, -1.5], 2),
+        group(model, 12, [4, 4], [0.0, 0.0], 3),
+        group(model, 4, [13, 1, 2, 7], [-0.3, 0.9, -0.9, 0.3], 4),
+    ]
     return [[replace(r, wrong_share=i / 3) for r in some] for i, some in enumerate(groups)]
 
 
@@ -239,7 +303,16 @@ def all_rollouts(model):
     return sum(four_groups(model), [])
 
 
-def loop(model, rollouts, clip=0.2, beta=0.0, reference=None, max_grad_norm=1e9, temperature=1.0, n_ids=None):
+def loop(
+    model,
+    rollouts,
+    clip=0.2,
+    beta=0.0,
+    reference=None,
+    max_grad_norm=1e9,
+    temperature=1.0,
+    n_ids=None,
+):
     """Eq. 1 without packing, batches or ranks: the gradient for every parameter, and the statistics."""
     total, tokens, stats = 0.0, 0, dict.fromkeys(STATISTICS, 0.0)
     for r in rollouts:
@@ -266,7 +339,10 @@ def loop(model, rollouts, clip=0.2, beta=0.0, reference=None, max_grad_norm=1e9,
     gradients = torch.autograd.grad(total, list(model.parameters()))
     norm = math.sqrt(sum(float(g.norm()) ** 2 for g in gradients))
     stats = {name: float(value) / tokens for name, value in stats.items()}
-    return [g * min(1, max_grad_norm / norm) for g in gradients], stats | {"grad_norm": norm, "skipped": 0}
+    return [g * min(1, max_grad_norm / norm) for g in gradients], stats | {
+        "grad_norm": norm,
+        "skipped": 0,
+    }
 
 
 def step(model, rollouts, **how):
@@ -275,13 +351,20 @@ def step(model, rollouts, **how):
     moved = copy.deepcopy(model)
     sgd = torch.optim.SGD(moved.parameters(), lr=1.0)
     stats = update(moved, sgd, rollouts, **{"max_grad_norm": 1e9, **how})
-    return [old.detach() - new.detach() for old, new in zip(model.parameters(), moved.parameters())], stats
+    return [
+        old.detach() - new.detach() for old, new in zip(model.parameters(), moved.parameters())
+    ], stats
 
 
 @pytest.mark.parametrize("budget", [1, 20, 10_000])
-@pytest.mark.parametrize("how", [{}, dict(clip=0.1, max_grad_norm=0.7), dict(temperature=0.8, n_ids=37),
-                                 dict(beta=0.3)], ids=str)
-@pytest.mark.parametrize("shape", [{}, dict(tie_word_embeddings=False, num_key_value_heads=1)], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [{}, dict(clip=0.1, max_grad_norm=0.7), dict(temperature=0.8, n_ids=37), dict(beta=0.3)],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "shape", [{}, dict(tie_word_embeddings=False, num_key_value_heads=1)], ids=str
+)
 def test_update_equals_a_written_out_loop(shape, how, budget):
     """Gradient and statistics equal the loop's over all rollouts (a group without spread is in the mean),
     whatever the budget of a micro-batch."""
@@ -340,6 +423,7 @@ def test_sampler_and_trainer_are_one_policy(how):
 # ------------------------------------------------------------------------------------------------------------
 # Micro-batches
 
+
 @pytest.mark.parametrize("budget", [1, 15, 20, 33, 10_000])
 def test_micro_batches_lose_and_repeat_nothing(budget):
     """Each rollout comes once, those of a prompt together, and only a rollout that is alone may exceed the
@@ -356,13 +440,20 @@ def test_micro_batches_lose_and_repeat_nothing(budget):
         assert cost <= budget or len(batch) == 1
 
 
-@pytest.mark.parametrize("budget, shapes, expected", [
-    (12, [(10, [8, 2, 6, 4])], [[2, 4, 6], [8]]),
-    (11, [(10, [8, 2, 6, 4])], [[2, 4], [6], [8]]),
-    (13, [(3, [2, 2]), (4, [5])], [[2, 2, 5]]),
-    (12, [(3, [2, 2]), (4, [5])], [[2, 2], [5]]),
-    (8192, [(20_000, [250] * 64)], [[250] * 32, [250] * 32]),  # A long prompt is computed twice, no more.
-])
+@pytest.mark.parametrize(
+    "budget, shapes, expected",
+    [
+        (12, [(10, [8, 2, 6, 4])], [[2, 4, 6], [8]]),
+        (11, [(10, [8, 2, 6, 4])], [[2, 4], [6], [8]]),
+        (13, [(3, [2, 2]), (4, [5])], [[2, 2, 5]]),
+        (12, [(3, [2, 2]), (4, [5])], [[2, 2], [5]]),
+        (
+            8192,
+            [(20_000, [250] * 64)],
+            [[250] * 32, [250] * 32],
+        ),  # A long prompt is computed twice, no more.
+    ],
+)
 def test_micro_batches_fill_the_budget_with_alike_lengths(budget, shapes, expected):
     rollouts = []
     for i, (P, lengths) in enumerate(shapes):
@@ -373,10 +464,16 @@ def test_micro_batches_fill_the_budget_with_alike_lengths(budget, shapes, expect
 # ------------------------------------------------------------------------------------------------------------
 # Ranks: real processes, gloo, fully_shard
 
-SHARES = {1: [[0, 1, 2, 3]], 2: [[1], [3, 0, 2]], 3: [[0, 1, 2], [], [3]]}  # the groups of each rank: uneven
+SHARES = {
+    1: [[0, 1, 2, 3]],
+    2: [[1], [3, 0, 2]],
+    3: [[0, 1, 2], [], [3]],
+}  # the groups of each rank: uneven
 RUNS = {  # what is updated, and how
     "plain": dict(token_budget=20, max_grad_norm=1e9),
-    "clipped with KL": dict(token_budget=10_000, max_grad_norm=0.05, beta=0.3, temperature=0.9, n_ids=37),
+    "clipped with KL": dict(
+        token_budget=10_000, max_grad_norm=0.05, beta=0.3, temperature=0.9, n_ids=37
+    ),
     "no spread": dict(token_budget=20),
     "not finite": dict(token_budget=20),  # one rollout of one rank
 }
@@ -425,14 +522,19 @@ def ranks(tmp_path_factory):
     """{(world, rank): {run: outcome}} of real processes."""
     folder = str(tmp_path_factory.mktemp("ranks"))
     spawn = multiprocessing.get_context("spawn")
-    processes = [spawn.Process(target=one_rank, args=(rank, folder), daemon=True) for rank in range(3)]
+    processes = [
+        spawn.Process(target=one_rank, args=(rank, folder), daemon=True) for rank in range(3)
+    ]
     for process in processes:
         process.start()
     for process in processes:
         process.join(300)
     assert [process.exitcode for process in processes] == [0, 0, 0]
-    return {(world, rank): torch.load(f"{folder}/{world}-{rank}.pt")
-            for world in SHARES for rank in range(world)}
+    return {
+        (world, rank): torch.load(f"{folder}/{world}-{rank}.pt")
+        for world in SHARES
+        for rank in range(world)
+    }
 
 
 one_process = functools.cache(outcome)  # which shards nothing
@@ -453,6 +555,8 @@ def test_any_number_of_ranks_gives_the_same_update(world, run, ranks):
         got, got_stats, forwards = ranks[world, rank][run]
         same([got[name] for name in weights], weights.values(), 2e-6)
         for name, value in stats.items():
-            expected = value if value is None else pytest.approx(value, rel=1e-4, abs=1e-7, nan_ok=True)
+            expected = (
+                value if value is None else pytest.approx(value, rel=1e-4, abs=1e-7, nan_ok=True)
+            )
             assert got_stats[name] == expected, name
         assert got_stats["skipped"] == (run == "not finite") and forwards == most

@@ -1,4 +1,5 @@
 """Programs that nobody has read: what honest ones need, how they are judged, what the others do not get."""
+
 import contextlib
 import glob
 import os
@@ -10,8 +11,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from eval import (Problem, check_sandbox, extract_code, failure, passes_bigcodebench, passes_livecodebench,
-                  run_code, same_output, use_sandbox)
+from eval import (
+    Problem,
+    check_sandbox,
+    extract_code,
+    failure,
+    passes_bigcodebench,
+    passes_livecodebench,
+    run_code,
+    same_output,
+    use_sandbox,
+)
+
 
 def refused():
     try:
@@ -19,12 +30,13 @@ def refused():
     except OSError as e:
         return str(e)
 
+
 sandboxed = pytest.mark.skipif(refused() is not None, reason=str(refused()))
 
 
 def output(program, test="", seconds=60.0, **more):
     """What a program prints, or None if it fails."""
-    out, = run_code(program, None, [test], seconds, **more)
+    (out,) = run_code(program, None, [test], seconds, **more)
     return None if out is None else out.decode()
 
 
@@ -36,21 +48,26 @@ def passes(code, *tests, fn_name=None):
 # Reading a response, judging an output
 
 
-@pytest.mark.parametrize("response, code", [
-    ("So:\n```python\nprint(1)\n```\nDone.", "print(1)"),
-    ("```python\nprint(1)\n```\nIt prints:\n```\n1\n```", "print(1)"),
-    ("```python\nfirst\n```\n```Python3\nsecond\n```\nRun it:\n```bash\npython main.py\n```", "second"),
-    ("```python\nx = 1\n```\n<answer>B</answer>", "x = 1"),
-    ("<answer>print(1)</answer> no, <answer>\nprint(2)\n</answer>", "print(2)"),
-    ("<answer>```python\nprint(3)```</answer>", "print(3)"),
-    ("cut off:\n```python\nfor x in y:\n    print(x)", "for x in y:\n    print(x)"),
-    ("1. item\n   ```python\n   if x:\n       y()\n   ```", "if x:\n    y()"),
-    ("```python\nprint('```')\n```", "print('```')"),
-    ("`inline` only", ""),
-])
+@pytest.mark.parametrize(
+    "response, code",
+    [
+        ("So:\n```python\nprint(1)\n```\nDone.", "print(1)"),
+        ("```python\nprint(1)\n```\nIt prints:\n```\n1\n```", "print(1)"),
+        (
+            "```python\nfirst\n```\n```Python3\nsecond\n```\nRun it:\n```bash\npython main.py\n```",
+            "second",
+        ),
+        ("```python\nx = 1\n```\n<answer>B</answer>", "x = 1"),
+        ("<answer>print(1)</answer> no, <answer>\nprint(2)\n</answer>", "print(2)"),
+        ("<answer>```python\nprint(3)```</answer>", "print(3)"),
+        ("cut off:\n```python\nfor x in y:\n    print(x)", "for x in y:\n    print(x)"),
+        ("1. item\n   ```python\n   if x:\n       y()\n   ```", "if x:\n    y()"),
+        ("```python\nprint('```')\n```", "print('```')"),
+        ("`inline` only", ""),
+    ],
+)
 def test_extract(response, code):
     assert extract_code(response) == code
-
 
 
 PRINTED = [
@@ -80,8 +97,10 @@ RETURNED = [
 ]
 
 
-@pytest.mark.parametrize("out, expected, same, returned",
-                         [(*row, False) for row in PRINTED] + [(*row, True) for row in RETURNED])
+@pytest.mark.parametrize(
+    "out, expected, same, returned",
+    [(*row, False) for row in PRINTED] + [(*row, True) for row in RETURNED],
+)
 def test_same_output(out, expected, same, returned):
     assert same_output(out, expected, returned) == same
 
@@ -119,37 +138,54 @@ def test_honest_programs(program):
 
 
 @sandboxed
-@pytest.mark.parametrize("program", [
-    "print(6)\n1 / 0", "print(6", "import no_such_module", "print(6, flush=True)\nos._exit(3)",
-    "print(6, flush=True)\nos.kill(os.getpid(), 9)", "print(7)", "", "\0", "'\ud800'"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        "print(6)\n1 / 0",
+        "print(6",
+        "import no_such_module",
+        "print(6, flush=True)\nos._exit(3)",
+        "print(6, flush=True)\nos.kill(os.getpid(), 9)",
+        "print(7)",
+        "",
+        "\0",
+        "'\ud800'",
+    ],
+)
 def test_failing_programs(program):
     assert not passes("import os\n" + program, ["", "6"])
 
 
 @sandboxed
-@pytest.mark.parametrize("code", [
-    "class Solution:\n    def add(self, a: List[int], b: int) -> List[int]:\n"
-    "        print('debugging', [9])\n        return tuple(x + b for x in a)",
-    "def add(a, b):\n    return [x + b for x in a]\nif __name__ == '__main__':\n    raise SystemExit(1)",
-    "import numpy as np\ndef add(a, b):\n    return [np.int64(x + b) for x in a]",
-    "seen = []\ndef add(a, b):\n    seen.append(1)\n    assert len(seen) == 1\n"
-    "    return [x + b for x in a]",  # each test starts afresh
-])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "class Solution:\n    def add(self, a: List[int], b: int) -> List[int]:\n"
+        "        print('debugging', [9])\n        return tuple(x + b for x in a)",
+        "def add(a, b):\n    return [x + b for x in a]\nif __name__ == '__main__':\n    raise SystemExit(1)",
+        "import numpy as np\ndef add(a, b):\n    return [np.int64(x + b) for x in a]",
+        "seen = []\ndef add(a, b):\n    seen.append(1)\n    assert len(seen) == 1\n"
+        "    return [x + b for x in a]",  # each test starts afresh
+    ],
+)
 def test_functions(code):
     assert passes(code, ["[1, 2]\n10", "[11, 12]"], ["[]\n1", "[]"], fn_name="add")
 
 
 @sandboxed
-@pytest.mark.parametrize("value, expected, same", [
-    ("(1, 2)", "[1, 2]", True),  # at the top alone a tuple is a list
-    ("[(1, 2)]", "[[1, 2]]", False),
-    ("{1: 2}", '{"1": 2}', False),
-    ("defaultdict(int, a=1)", '{"a": 1}', True),
-    ("10 ** 6000 + n", "1" + "0" * 6000, True),
-    ("[1, 2.0, True, None, 'x']", '[1, 2, 1, null, "x"]', True),
-    ("{1}", "[1]", False),
-    ("'x' * 40_000_000", '"x"', False),
-])
+@pytest.mark.parametrize(
+    "value, expected, same",
+    [
+        ("(1, 2)", "[1, 2]", True),  # at the top alone a tuple is a list
+        ("[(1, 2)]", "[[1, 2]]", False),
+        ("{1: 2}", '{"1": 2}', False),
+        ("defaultdict(int, a=1)", '{"a": 1}', True),
+        ("10 ** 6000 + n", "1" + "0" * 6000, True),
+        ("[1, 2.0, True, None, 'x']", '[1, 2, 1, null, "x"]', True),
+        ("{1}", "[1]", False),
+        ("'x' * 40_000_000", '"x"', False),
+    ],
+)
 def test_values_as_in_the_official_grader(value, expected, same):
     """lcb_runner/evaluation/testing_util.py: prediction == json.loads(expected), a tuple on top a list."""
     assert passes(f"def f(n):\n    return {value}", ["0", expected], fn_name="f") == same
@@ -164,7 +200,9 @@ def test_what_stands_before_a_program_is_no_solution():
 @sandboxed
 def test_many_at_once():
     """More programs than cores, each in a /tmp of its own."""
-    program = "import os\nopen(input(), 'w').close()\nprint([n for n in os.listdir() if n.isdigit()])"
+    program = (
+        "import os\nopen(input(), 'w').close()\nprint([n for n in os.listdir() if n.isdigit()])"
+    )
     with ThreadPoolExecutor(4) as threads:
         outs = list(threads.map(lambda i: output(program, str(i)), range(8)))
     assert outs == [f"['{i}']\n" for i in range(8)]
@@ -180,14 +218,20 @@ def livecodebench(code, *tests):
 
 
 @sandboxed
-@pytest.mark.parametrize("code, told", [
-    ("print(int(input()) * 2)", ""),
-    ("print(int(input()) + 1)", "test 2 of 3: got '3\\n', expected '4'."),
-    ("print(12 // (2 - int(input())) // 6)", "ZeroDivisionError: "),
-    ("n = input()\nprint(2 if n == '1' else undefined)", "test 2 of 3: expected '4'. NameError: "),
-    ("import os\nos._exit(7)", "test 1 of 3: expected '2'. ended with status 7"),
-    ("", "no code"),
-])
+@pytest.mark.parametrize(
+    "code, told",
+    [
+        ("print(int(input()) * 2)", ""),
+        ("print(int(input()) + 1)", "test 2 of 3: got '3\\n', expected '4'."),
+        ("print(12 // (2 - int(input())) // 6)", "ZeroDivisionError: "),
+        (
+            "n = input()\nprint(2 if n == '1' else undefined)",
+            "test 2 of 3: expected '4'. NameError: ",
+        ),
+        ("import os\nos._exit(7)", "test 1 of 3: expected '2'. ended with status 7"),
+        ("", "no code"),
+    ],
+)
 def test_a_failure_names_the_first_wrong_test(code, told):
     why = livecodebench(code, ["1", "2"], ["2", "4"], ["3", "6"])
     assert told in why and bool(told) == bool(why) and len(why) < 700
@@ -196,9 +240,12 @@ def test_a_failure_names_the_first_wrong_test(code, told):
 
 
 PROMPT = "from collections import Counter\ndef task_func(words, n=2):\n"
-RIGHT = PROMPT + """    if n < 1:
+RIGHT = (
+    PROMPT
+    + """    if n < 1:
         raise ValueError('n')
     return [w for w, _ in Counter(words).most_common(n)]"""
+)
 TESTS = """
 import unittest
 class TestCases(unittest.TestCase):
@@ -217,19 +264,25 @@ class TestCases(unittest.TestCase):
 
 
 @sandboxed
-@pytest.mark.parametrize("code, told", [
-    (RIGHT, ""),
-    (RIGHT.removeprefix("from collections import Counter\n"), ""),  # the prompt stands before it
-    (RIGHT + "\nprint(task_func(['a']))\nif __name__ == '__main__':\n    1 / 0", ""),
-    ("pass", "TypeError"),  # the prompt's own function, with `pass`
-    (RIGHT.replace("if n < 1", "if n < 0"), "test_case_2"),
-    (RIGHT.replace("most_common(n)", "most_common(2)"), "test_case_4"),  # one subtest of two
-    (RIGHT + "\n)", "SyntaxError"),
-    ("import sys\nsys.exit(0)", "not every test ran"),
-    ("import os\ndef task_func(*_):\n    os._exit(0)", "not every test ran"),
-    ("import sys\ndef task_func(*_):\n    sys.exit(0)", "SystemExit"),
-    ("import unittest\ndef task_func(*_):\n    raise unittest.SkipTest", "not every test ran"),
-])
+@pytest.mark.parametrize(
+    "code, told",
+    [
+        (RIGHT, ""),
+        (
+            RIGHT.removeprefix("from collections import Counter\n"),
+            "",
+        ),  # the prompt stands before it
+        (RIGHT + "\nprint(task_func(['a']))\nif __name__ == '__main__':\n    1 / 0", ""),
+        ("pass", "TypeError"),  # the prompt's own function, with `pass`
+        (RIGHT.replace("if n < 1", "if n < 0"), "test_case_2"),
+        (RIGHT.replace("most_common(n)", "most_common(2)"), "test_case_4"),  # one subtest of two
+        (RIGHT + "\n)", "SyntaxError"),
+        ("import sys\nsys.exit(0)", "not every test ran"),
+        ("import os\ndef task_func(*_):\n    os._exit(0)", "not every test ran"),
+        ("import sys\ndef task_func(*_):\n    sys.exit(0)", "SystemExit"),
+        ("import unittest\ndef task_func(*_):\n    raise unittest.SkipTest", "not every test ran"),
+    ],
+)
 def test_bigcodebench(code, told):
     assert passes_bigcodebench(code, TESTS, "task_func", PROMPT, 60) == (not told)
     extra = {"test": TESTS, "entry_point": "task_func", "code_prompt": PROMPT}
@@ -286,14 +339,20 @@ except OSError:
     assert victim.poll() is None
     victim.kill()
     victim.wait()
-    assert said == "refused\n" and secret.read_text() == "42" and os.listdir(secret.parent) == [secret.name]
+    assert (
+        said == "refused\n"
+        and secret.read_text() == "42"
+        and os.listdir(secret.parent) == [secret.name]
+    )
 
 
 @sandboxed
 def test_no_key(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "planted")
-    program = "import glob, os\nprint(dict(os.environ))\nfor file in glob.glob('/proc/[0-9]*/environ'):\n" \
-              "    if os.access(file, os.R_OK):\n        print(open(file).read())"
+    program = (
+        "import glob, os\nprint(dict(os.environ))\nfor file in glob.glob('/proc/[0-9]*/environ'):\n"
+        "    if os.access(file, os.R_OK):\n        print(open(file).read())"
+    )
     out = output(program)
     assert "PATH" in out and "OPENAI" not in out and "planted" not in out
 
@@ -311,8 +370,10 @@ def running(word):
 @pytest.mark.parametrize("end", ["print('left')", "time.sleep(600)"])
 def test_what_a_program_starts_ends_with_it(end):
     word = f"600.{secrets.randbelow(10**12):012}"  # seconds
-    program = f"import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n" \
-              f"        os.execl('/bin/sleep', 'sleep', '{word}')\n    os._exit(0)\n{end}"
+    program = (
+        f"import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
+        f"        os.execl('/bin/sleep', 'sleep', '{word}')\n    os._exit(0)\n{end}"
+    )
     run_code(program, None, [""], 2)
     deadline = time.monotonic() + 60
     while running(word) and time.monotonic() < deadline:
@@ -350,25 +411,31 @@ except (MemoryError, OSError, RecursionError):
 
 
 @sandboxed
-@pytest.mark.parametrize("program", [
-    "while True:\n    pass",
-    "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()",
-    "import os\nos.kill(os.getpid(), 19)\nimport time\ntime.sleep(60)",
-    "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass",
-])
+@pytest.mark.parametrize(
+    "program",
+    [
+        "while True:\n    pass",
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()",
+        "import os\nos.kill(os.getpid(), 19)\nimport time\ntime.sleep(60)",
+        "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass",
+    ],
+)
 def test_it_ends(program):
     assert run_code(program, None, ["", ""], 1) == [None, None]
 
 
 @sandboxed
-@pytest.mark.parametrize("program", [
-    "import os\ndef f(x):\n    os._exit(0)",
-    "import sys\ndef f(x):\n    sys.exit(0)",
-    "def f(x):\n    print('PASS', True, '42')\n    return 0",
-    "class E(int):\n    __eq__ = lambda *_: True\n    __hash__ = int.__hash__\ndef f(x):\n    return E(0)",
-    "from unittest.mock import ANY\ndef f(x):\n    return ANY",
-    "import json\njson.dumps = lambda *a, **k: 'true'\ndef f(x):\n    return 0",
-])
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import os\ndef f(x):\n    os._exit(0)",
+        "import sys\ndef f(x):\n    sys.exit(0)",
+        "def f(x):\n    print('PASS', True, '42')\n    return 0",
+        "class E(int):\n    __eq__ = lambda *_: True\n    __hash__ = int.__hash__\ndef f(x):\n    return E(0)",
+        "from unittest.mock import ANY\ndef f(x):\n    return ANY",
+        "import json\njson.dumps = lambda *a, **k: 'true'\ndef f(x):\n    return 0",
+    ],
+)
 def test_forged_success(program):
     assert not passes(program, ["1", "42"], fn_name="f")
 
@@ -398,10 +465,14 @@ print(re.findall(half + "[0-9a-f]{16}", text), half in text)
 
 def test_a_bwrap_that_may_not_is_refused_in_its_words(tmp_path, monkeypatch):
     bwrap = tmp_path / "bwrap"
-    bwrap.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    bwrap.write_text(
+        "#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n"
+    )
     bwrap.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(OSError, match="bwrap: No permissions(?s:.*)apparmor_restrict_unprivileged_userns=0"):
+    with pytest.raises(
+        OSError, match="bwrap: No permissions(?s:.*)apparmor_restrict_unprivileged_userns=0"
+    ):
         check_sandbox()
     with pytest.raises(OSError, match="No permissions"):  # no wrong answer
         passes_livecodebench("print(1)", [["", "1"]])

@@ -1,4 +1,5 @@
 """Generation against transformers, full forward passes without a cache, and a plain sampler written out."""
+
 import gc
 import math
 import os
@@ -19,36 +20,51 @@ from test_model import bpe
 torch.set_num_threads(1)
 LONG = 80  # more own tokens than two buckets of the cache
 
+
 def tiny(vocab=40, **changes):
     """A random model whose next token is neither certain nor uniform and depends on everything before it."""
     torch.manual_seed(0)
-    shape = dict(vocab_size=vocab, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                 num_attention_heads=4, num_key_value_heads=2, rope_theta=1000.0, tie_word_embeddings=True)
+    shape = dict(
+        vocab_size=vocab,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rope_theta=1000.0,
+        tie_word_embeddings=True,
+    )
     model = Qwen(Config(**shape | changes))
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.uniform_(0.5, 1.5) if "norm" in name else p.normal_(std=0.25)
     return model
 
+
 MODEL = tiny()
+
 
 def make(*lengths, vocab=40):
     """Random prompts of these lengths."""
     g = torch.Generator().manual_seed(0)
     return [torch.randint(vocab, (n,), generator=g).tolist() for n in lengths]
 
+
 PROMPTS = make(5, 1, 17, 70)  # mixed lengths, one token, longer than a bucket
+
 
 @torch.no_grad()
 def full_logprobs(model, prompt, tokens, temperature=1.0, n_ids=None):
     """The log-probabilities (len(tokens), V) of what follows a prompt, from one full forward pass."""
-    logits = model(torch.tensor([prompt + tokens]))[0, len(prompt) - 1:, :n_ids]
-    return (logits.double() / temperature).log_softmax(-1)[:len(tokens) or None]
+    logits = model(torch.tensor([prompt + tokens]))[0, len(prompt) - 1 :, :n_ids]
+    return (logits.double() / temperature).log_softmax(-1)[: len(tokens) or None]
+
 
 def check_logprobs(model, prompt, completion, tolerance=2e-4, **settings):
     expected = full_logprobs(model, prompt, completion.tokens, **settings)
     expected = expected.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0].tolist()
     assert completion.logprobs == pytest.approx(expected, abs=tolerance)
+
 
 def close(a, b):
     """Two lists of completions are the same, up to rounding in the log-probabilities."""
@@ -56,11 +72,13 @@ def close(a, b):
     for x, y in zip(a, b):
         assert x.logprobs == pytest.approx(y.logprobs, abs=1e-4)
 
+
 def widths(model, *args, **settings):
     """generate, and the shape of the ids of every forward pass it made, in order."""
     shapes = []
     with model.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape))):
         return generate(model, *args, **settings), shapes
+
 
 # ---- What is drawn ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("heads, kv, tied", [(4, 2, True), (4, 4, False), (4, 1, True)])
@@ -74,13 +92,24 @@ def test_greedy_equals_transformers(heads, kv, tied, tmp_path):
         ours = generate(model, PROMPTS, max_new_tokens=LONG, temperature=0, eos_id=eos)
         for prompt, [c] in zip(PROMPTS, ours):
             ids = torch.tensor([prompt])
-            out = theirs.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0,
-                                  max_new_tokens=LONG, eos_token_id=eos or None)
-            assert c.tokens == out[0, len(prompt):].tolist() and c.finished == (c.tokens[-1] in eos)
+            out = theirs.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                pad_token_id=0,
+                max_new_tokens=LONG,
+                eos_token_id=eos or None,
+            )
+            assert c.tokens == out[0, len(prompt) :].tolist() and c.finished == (
+                c.tokens[-1] in eos
+            )
             check_logprobs(model, prompt, c)
     assert len({len(c.tokens) for [c] in ours}) > 1  # they did not all end together
 
-@pytest.mark.parametrize("settings", [dict(), dict(temperature=0.7), dict(temperature=1.3, n_ids=30)])
+
+@pytest.mark.parametrize(
+    "settings", [dict(), dict(temperature=0.7), dict(temperature=1.3, n_ids=30)]
+)
 def test_logprobs_are_those_of_a_full_forward(settings):
     """Also of rollouts that outlive others by several buckets of the cache; in bf16 up to its rounding."""
     for model, tolerance in ((MODEL, 2e-4), (tiny().bfloat16(), 0.1)):
@@ -91,18 +120,27 @@ def test_logprobs_are_those_of_a_full_forward(settings):
             for c in rollouts:
                 check_logprobs(model, prompt, c, tolerance, **settings)
 
-@pytest.mark.parametrize("settings", [dict(), dict(temperature=2.0), dict(temperature=0.5, n_ids=7)], ids=str)
+
+@pytest.mark.parametrize(
+    "settings", [dict(), dict(temperature=2.0), dict(temperature=0.5, n_ids=7)], ids=str
+)
 def test_frequencies_fit_a_plain_sampler(settings):
     """First and second tokens come as often as they should: steps and rollouts are independent."""
     model, [prompt] = tiny(vocab=9), make(4, vocab=9)
     [rollouts] = generate(model, [prompt], n=4000, max_new_tokens=2, seed=3, **settings)
     first = full_logprobs(model, prompt, [], **settings)[0].exp().tolist()
-    second = [full_logprobs(model, [*prompt, a], [], **settings)[0].exp().tolist() for a in range(len(first))]
-    expected = {(a, b): first[a] * second[a][b] for a in range(len(first)) for b in range(len(first))}
+    second = [
+        full_logprobs(model, [*prompt, a], [], **settings)[0].exp().tolist()
+        for a in range(len(first))
+    ]
+    expected = {
+        (a, b): first[a] * second[a][b] for a in range(len(first)) for b in range(len(first))
+    }
     counts = Counter(tuple(c.tokens) for c in rollouts)
     assert counts.keys() <= expected.keys()
     for pair, p in expected.items():
         assert abs(counts[pair] - 4000 * p) <= 5 * math.sqrt(4000 * p * (1 - p)) + 1, pair
+
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_ids_beyond_the_tokenizer_never_appear(temperature):
@@ -114,6 +152,7 @@ def test_ids_beyond_the_tokenizer_never_appear(temperature):
         out = generate(model, prompts, 16, 20, temperature, n_ids=n_ids)
         assert (max(t for rollouts in out for c in rollouts for t in c.tokens) >= 30) == reached
         check_logprobs(model, prompts[0], out[0][0], n_ids=n_ids)
+
 
 # ---- Seeds --------------------------------------------------------------------------------------------
 def test_a_draw_depends_on_seed_prompt_and_number_alone():
@@ -130,6 +169,7 @@ def test_a_draw_depends_on_seed_prompt_and_number_alone():
     for others in (twice[1], generate(MODEL, [a], n=8, **settings | {"seed": 6})[0]):
         assert not long & {tuple(x.tokens) for x in others}
 
+
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_numbered_rollouts_are_those_of_one_call(ranks):
     """Whoever samples which numbers of which prompts, together they are the rollouts of one call."""
@@ -142,16 +182,23 @@ def test_numbered_rollouts_are_those_of_one_call(ranks):
         close(parts[0], [whole[0][number] for number in mine])
         close(parts[1], [whole[1][number] for number in others])
 
+
 # ---- Ends, and who is in the batch --------------------------------------------------------------------
 @pytest.mark.parametrize("eos", [3, [3, 4, 11]], ids=str)
 def test_a_rollout_ends_with_its_end_token(eos):
     """Finished: the end token is the last and the only one. Cut off: full length and no end token."""
     ends = {eos} if isinstance(eos, int) else set(eos)
     out = [c for rollouts in generate(MODEL, PROMPTS, 16, 30, eos_id=eos, seed=2) for c in rollouts]
-    assert {c.tokens[-1] for c in out if c.finished} == ends and {c.finished for c in out} == {True, False}
+    assert {c.tokens[-1] for c in out if c.finished} == ends and {c.finished for c in out} == {
+        True,
+        False,
+    }
     for c in out:
         assert len(c.tokens) == len(c.logprobs) and not ends & set(c.tokens[:-1])
-        assert c.tokens[-1] in ends if c.finished else len(c.tokens) == 30 and c.tokens[-1] not in ends
+        assert (
+            c.tokens[-1] in ends if c.finished else len(c.tokens) == 30 and c.tokens[-1] not in ends
+        )
+
 
 def test_an_end_at_the_very_last_token_counts_as_finished():
     [[c]] = generate(MODEL, PROMPTS[:1], max_new_tokens=20, temperature=0)
@@ -159,15 +206,19 @@ def test_an_end_at_the_very_last_token_counts_as_finished():
     [[end]] = generate(MODEL, PROMPTS[:1], max_new_tokens=k, temperature=0, eos_id=c.tokens[k - 1])
     assert end == Completion(c.tokens[:k], pytest.approx(c.logprobs[:k], abs=1e-4), True)
 
+
 def test_each_rollout_is_yielded_once_soon_after_its_end():
     """And nobody who takes them is in inference mode."""
     forwards, seen = [], []
-    with MODEL.register_forward_pre_hook(lambda *_: forwards.append(torch.is_inference_mode_enabled())):
+    with MODEL.register_forward_pre_hook(
+        lambda *_: forwards.append(torch.is_inference_mode_enabled())
+    ):
         for i, j, c in generate_each(MODEL, PROMPTS, 8, LONG, eos_id=[3, 4], seed=1):
             assert not torch.is_inference_mode_enabled()
             assert len(c.tokens) <= len(forwards) < len(c.tokens) + sample.CHECK
             seen.append((i, j))
     assert all(forwards) and sorted(seen) == [(i, j) for i in range(4) for j in range(8)] != seen
+
 
 def test_one_prefill_per_prompt_and_finished_rows_leave():
     """Prompts are computed once; then come steps of one token, over ever fewer rows, until all have ended."""
@@ -178,13 +229,15 @@ def test_one_prefill_per_prompt_and_finished_rows_leave():
     longest = max(len(c.tokens) for rollouts in out for c in rollouts)
     assert longest < 500 and longest - 1 <= len(rows) < longest + sample.CHECK
 
+
 def test_many_prompts_are_computed_in_pieces():
     """30 prompts of up to 1,000 tokens are not computed at once, and every rollout is what it is alone."""
     prompts = make(*[300] * 29, 1000)
     out, shapes = widths(MODEL, prompts, 2, 12)
     assert all(count * length <= 8192 for count, length in shapes) and shapes[-1] == (60, 1)
     for i in (0, 15, 29):
-        close(out[i], generate(MODEL, prompts[i:i + 1], 2, 12)[0])
+        close(out[i], generate(MODEL, prompts[i : i + 1], 2, 12)[0])
+
 
 def test_the_bytes_of_keys_and_values_cap_the_rows_of_a_grid():
     """Rows of 100,000 tokens do not all fit: they take turns, one grid at a time, and are what they were."""
@@ -203,19 +256,24 @@ def test_the_bytes_of_keys_and_values_cap_the_rows_of_a_grid():
     for mine, theirs in zip(many, few):
         close(mine, theirs)
 
+
 class NothingWaits(TorchDispatchMode):
     """Fails where a result has to reach the host or comes from it: a CUDA graph cannot hold that."""
+
     waits = ("item", "_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "lift_fresh")
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         assert function.overloadpacket.__name__ not in self.waits, function
         return function(*args, **(kwargs or {}))
 
+
 @torch.inference_mode()
 def test_a_step_can_be_captured_as_a_graph():
     """It neither waits for the device nor moves what it reads and writes: a graph replays it."""
     seeds = torch.arange(8).view(4, 2)
-    grid = sample.Grid(MODEL, PROMPTS, seeds, 20, lambda logits, u: sample.draw(logits, u, 0.7, 30), [3])
+    grid = sample.Grid(
+        MODEL, PROMPTS, seeds, 20, lambda logits, u: sample.draw(logits, u, 0.7, 30), [3]
+    )
     grid.prefill()
     places = {name: x.data_ptr() for name, x in vars(grid).items() if isinstance(x, torch.Tensor)}
     with NothingWaits():
@@ -223,12 +281,23 @@ def test_a_step_can_be_captured_as_a_graph():
             grid.decode()
     assert {name: getattr(grid, name).data_ptr() for name in places} == places and int(grid.t) == 6
 
-@pytest.mark.parametrize("prompts, settings", [
-    ([], {}), ([[1], []], {}), ([[1]], dict(n=0)), ([[1]], dict(max_new_tokens=0)),
-    ([[1]], dict(temperature=-1.0)), ([[1]], dict(temperature=math.nan))], ids=str)
+
+@pytest.mark.parametrize(
+    "prompts, settings",
+    [
+        ([], {}),
+        ([[1], []], {}),
+        ([[1]], dict(n=0)),
+        ([[1]], dict(max_new_tokens=0)),
+        ([[1]], dict(temperature=-1.0)),
+        ([[1]], dict(temperature=math.nan)),
+    ],
+    ids=str,
+)
 def test_nothing_to_sample_is_an_error(prompts, settings):
     with pytest.raises(ValueError, match="generate needs"):
         generate(MODEL, prompts, **settings)
+
 
 # ---- The program --------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
@@ -238,22 +307,40 @@ def folder(tmp_path_factory):
     tiny(vocab=310).save_pretrained(path)
     return path
 
+
 def program(*words):
     """Exit status, output and errors of sample.py."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     command = [sys.executable, sample.__file__, *words]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     return run.returncode, run.stdout, run.stderr
+
 
 def test_the_program_answers_from_a_checkpoint(folder):
     """It prints n answers to the chat prompt of its words, the same for the same seed."""
     command = f"--checkpoint={folder}", "--n=3", "--max_new_tokens=9", "two", "words"
     status, out, _ = program(*command)
-    assert status == 0 and " …\n" in out and program(*command)[1] == out != program(*command, "--seed=5")[1]
+    assert (
+        status == 0
+        and " …\n" in out
+        and program(*command)[1] == out != program(*command, "--seed=5")[1]
+    )
 
-@pytest.mark.parametrize("words, said", [
-    (["--checkpoint=x"], "usage"), (["--checkpoint=/nowhere", "hi"], "/nowhere is no folder"),
-    (["--chekpoint=x", "hi"], "did you mean --checkpoint?"), (["--checkpoint={}", "hi", "--n=0"], "n and")])
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--checkpoint=x"], "usage"),
+        (["--checkpoint=/nowhere", "hi"], "/nowhere is no folder"),
+        (["--chekpoint=x", "hi"], "did you mean --checkpoint?"),
+        (["--checkpoint={}", "hi", "--n=0"], "n and"),
+    ],
+)
 def test_the_program_says_what_is_wrong(words, said, folder):
     status, _, error = program(*(word.format(folder) for word in words))
     assert status and said in error and "Traceback" not in error

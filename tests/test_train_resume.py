@@ -1,5 +1,6 @@
 """Runs that are killed in any phase go on as if nothing had happened, on any number of ranks, and pay for
 nothing twice."""
+
 import os
 
 import pytest
@@ -7,8 +8,14 @@ import torch
 from safetensors.torch import load_file
 from train_runs import Workers, end_of, kill_when, launch, metrics, traces, train, trained, weights
 
+
 def timeless(line):
-    return {key: value for key, value in line.items() if key not in ("rollout_s", "learning_s", "memory")}
+    return {
+        key: value
+        for key, value in line.items()
+        if key not in ("rollout_s", "learning_s", "memory")
+    }
+
 
 def test_a_run_killed_in_every_phase_ends_with_the_same_weights(tmp_path):
     workers = Workers(tmp_path)
@@ -43,6 +50,7 @@ def test_a_run_killed_in_every_phase_ends_with_the_same_weights(tmp_path):
     assert calls <= workers.calls <= calls + 4 * 5
     assert sorted(os.listdir(f"{killed}/checkpoints")) == sorted(os.listdir(f"{whole}/checkpoints"))
 
+
 def test_only_the_newest_checkpoint_has_a_state():
     out, _ = trained()
     before, newest = (f"{out}/checkpoints/{name}" for name in ("00001", "00002"))
@@ -50,11 +58,20 @@ def test_only_the_newest_checkpoint_has_a_state():
     assert sorted(os.listdir(f"{out}/traces")) == ["00000.jsonl", "00001.jsonl"]
     assert os.readlink(f"{out}/checkpoint") == "checkpoints/00002"
 
+
 @pytest.mark.parametrize("first", [1, 2])
 def test_a_run_goes_on_on_another_number_of_ranks(first, tmp_path):
     """Weights and Adam's moments are read as they were written: the next step differs by rounding only."""
-    flags = ("--preset=laptop", f"--init_from={trained()[0]}/checkpoint", "--iterations=2", "--questions=4",
-             "--rollouts=8", "--minibatches=1", "--save_every=1", "--test=0")
+    flags = (
+        "--preset=laptop",
+        f"--init_from={trained()[0]}/checkpoint",
+        "--iterations=2",
+        "--questions=4",
+        "--rollouts=8",
+        "--minibatches=1",
+        "--save_every=1",
+        "--test=0",
+    )
     ends = []
     for name, second in (("same", first), ("other", 3 - first)):
         out = f"{tmp_path}/{name}"
@@ -67,13 +84,26 @@ def test_a_run_goes_on_on_another_number_of_ranks(first, tmp_path):
     for name, tensor in ends[0].items():
         torch.testing.assert_close(tensor, ends[1][name], rtol=1e-3, atol=1e-4)
 
+
 def test_two_ranks_roll_out_and_learn_what_one_does(tmp_path):
-    flags = ("--preset=laptop", f"--init_from={trained()[0]}/checkpoint", "--iterations=1", "--questions=8",
-             "--rollouts=8", "--minibatches=1", "--test=0")
+    flags = (
+        "--preset=laptop",
+        f"--init_from={trained()[0]}/checkpoint",
+        "--iterations=1",
+        "--questions=8",
+        "--rollouts=8",
+        "--minibatches=1",
+        "--test=0",
+    )
     for ranks in (1, 2):
         train(*flags, f"--out={tmp_path}/{ranks}", ranks=ranks)
-    one, two = ([(row["problem"], row["written"], row["reward"]) for row in traces(f"{tmp_path}/{ranks}", 0)]
-                for ranks in (1, 2))
+    one, two = (
+        [
+            (row["problem"], row["written"], row["reward"])
+            for row in traces(f"{tmp_path}/{ranks}", 0)
+        ]
+        for ranks in (1, 2)
+    )
     # What shares a batch with a rollout changes it by rounding only, which may turn a token now and then.
     same = sum(a == b for a, b in zip(one, two))
     assert len(one) == len(two) == 64 and same >= 60
@@ -82,6 +112,7 @@ def test_two_ranks_roll_out_and_learn_what_one_does(tmp_path):
         assert b[key] == pytest.approx(a[key], rel=1e-3 if same == 64 else 0.2), key
     assert max(a["gap"], b["gap"]) < 1e-4
 
+
 def test_a_run_killed_before_its_first_checkpoint_begins_anew_with_what_it_rolled_out(tmp_path):
     workers = Workers(tmp_path)
     flags = workers.flags("--iterations=1", f"--out={tmp_path}/out")
@@ -89,6 +120,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew_with_what_it_rolle
     asked, written = workers.calls, traces(f"{tmp_path}/out", 0)
     train(*flags, "--resume", "--test=0")
     assert workers.calls == asked and traces(f"{tmp_path}/out", 0) == written
+
 
 def test_a_folder_that_holds_a_run_is_not_written_into():
     out, _ = trained()

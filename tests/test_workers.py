@@ -1,4 +1,5 @@
 """Workers on the wire: what is sent and read, what becomes of servers that fail, money, pools."""
+
 import contextlib
 import json
 import multiprocessing
@@ -21,15 +22,24 @@ from workers import Budget, Replay, Reply, Worker, WorkerError, check_pool, load
 ROOT = os.path.dirname(os.path.abspath(workers.__file__))
 KEY = "sk-planted-0123456789"
 CHAT = [{"role": "user", "content": "Why?"}]
-GOOD = {"choices": [{"message": {"role": "assistant", "content": "Because."}, "finish_reason": "stop"}],
-        "usage": {"prompt_tokens": 10, "completion_tokens": 2}}
+GOOD = {
+    "choices": [{"message": {"role": "assistant", "content": "Because."}, "finish_reason": "stop"}],
+    "usage": {"prompt_tokens": 10, "completion_tokens": 2},
+}
 QUICK = 3  # A timeout in seconds; the pauses between attempts grow with it, from 10 ms here.
 
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
     monkeypatch.setenv("PLANTED", KEY)
-    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+    for name in (
+        "http_proxy",
+        "https_proxy",
+        "all_proxy",
+        "HTTP_PROXY",
+        "HTTPS_PROXY",
+        "ALL_PROXY",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -37,12 +47,15 @@ def http(body, status=200, **headers):
     """A whole HTTP response as bytes; a body that is no bytes is sent as JSON."""
     body = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items())
-    return f"HTTP/1.1 {status} Whatever\r\nContent-Length: {len(body)}\r\n{lines}\r\n".encode() + body
+    return (
+        f"HTTP/1.1 {status} Whatever\r\nContent-Length: {len(body)}\r\n{lines}\r\n".encode() + body
+    )
 
 
 class OddServer(socketserver.ThreadingTCPServer):
     """play(n, conn) gets a request's number and returns bytes to send, or does worse to conn and returns
     None, which ends the connection. Bytes are always sent, a list in turn. .requests: (time, head, body)."""
+
     daemon_threads = True
     request_queue_size = 64
 
@@ -81,7 +94,9 @@ class OddServer(socketserver.ThreadingTCPServer):
 
 
 def worker(server, **fields):
-    return Worker(**{"protocol": "openai", "base_url": server.url, "model": "m", "timeout": 30, **fields})
+    return Worker(
+        **{"protocol": "openai", "base_url": server.url, "model": "m", "timeout": 30, **fields}
+    )
 
 
 def pool_file(folder, *entries):
@@ -91,8 +106,12 @@ def pool_file(folder, *entries):
 
 # Protocols, against the providers' documentation
 
-TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi."},
-        {"role": "assistant", "content": " "}, {"role": "user", "content": "Why?"}]
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi."},
+    {"role": "assistant", "content": " "},
+    {"role": "user", "content": "Why?"},
+]
 
 
 def on_the_wire(response, overrides=(), **fields):
@@ -105,26 +124,49 @@ def on_the_wire(response, overrides=(), **fields):
 
 def test_openai_on_the_wire():
     """Parameters and headers are sent as they are, overrides win; a blank turn, which some refuse, is not."""
-    head, body, reply = on_the_wire(GOOD, {"max_completion_tokens": 9}, api_key_env="PLANTED", price=[1, 10],
-                                    headers={"X-Title": "ours"},
-                                    params={"max_completion_tokens": 5, "reasoning": {"effort": "low"}})
+    head, body, reply = on_the_wire(
+        GOOD,
+        {"max_completion_tokens": 9},
+        api_key_env="PLANTED",
+        price=[1, 10],
+        headers={"X-Title": "ours"},
+        params={"max_completion_tokens": 5, "reasoning": {"effort": "low"}},
+    )
     assert head.startswith("post /v1/chat/completions http/1.1")
     assert f"\r\nauthorization: bearer {KEY}\r\n" in head and "\r\nx-title: ours\r\n" in head
-    assert body == {"model": "m", "max_completion_tokens": 9, "reasoning": {"effort": "low"},
-                    "messages": [*TALK[:2], {"role": "assistant", "content": "(empty)"}, TALK[3]]}
-    assert reply == Reply("Because.", 10, 2, pytest.approx(30e-6), reply.seconds) and reply.seconds > 0
+    assert body == {
+        "model": "m",
+        "max_completion_tokens": 9,
+        "reasoning": {"effort": "low"},
+        "messages": [*TALK[:2], {"role": "assistant", "content": "(empty)"}, TALK[3]],
+    }
+    assert (
+        reply == Reply("Because.", 10, 2, pytest.approx(30e-6), reply.seconds) and reply.seconds > 0
+    )
     assert "authorization" not in on_the_wire(GOOD)[0]
 
 
 def test_anthropic_on_the_wire():
-    answer = {"content": [{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "Be"},
-                          {"type": "text", "text": "cause."}], "stop_reason": "max_tokens",
-              "usage": {"input_tokens": 10, "output_tokens": 7, "cache_read_input_tokens": 100}}
-    head, body, reply = on_the_wire(answer, protocol="anthropic", api_key_env="PLANTED", price=[3, 15])
+    answer = {
+        "content": [
+            {"type": "thinking", "thinking": "Hm."},
+            {"type": "text", "text": "Be"},
+            {"type": "text", "text": "cause."},
+        ],
+        "stop_reason": "max_tokens",
+        "usage": {"input_tokens": 10, "output_tokens": 7, "cache_read_input_tokens": 100},
+    }
+    head, body, reply = on_the_wire(
+        answer, protocol="anthropic", api_key_env="PLANTED", price=[3, 15]
+    )
     assert head.startswith("post /v1/messages http/1.1") and f"\r\nx-api-key: {KEY}\r\n" in head
     assert "\r\nanthropic-version: 2023-06-01\r\n" in head
-    assert body == {"model": "m", "max_tokens": 4096, "system": "Be brief.",
-                    "messages": [TALK[1], {"role": "assistant", "content": "(empty)"}, TALK[3]]}
+    assert body == {
+        "model": "m",
+        "max_tokens": 4096,
+        "system": "Be brief.",
+        "messages": [TALK[1], {"role": "assistant", "content": "(empty)"}, TALK[3]],
+    }
     assert reply == Reply("Because.", 110, 7, pytest.approx(435e-6), reply.seconds, "length")
 
 
@@ -133,36 +175,62 @@ def answer(content="Because.", finish="stop", usage=GOOD["usage"], **message):
     return {"choices": [choice], "usage": usage}
 
 
-@pytest.mark.parametrize("response, text, finish", [
-    (answer(None, "length"), "", "length"),
-    (answer("", "content_filter"), "", "content_filter"),
-    (answer(None, refusal="I will not."), "I will not.", "stop"),
-    (answer([{"type": "thinking", "thinking": "Hm"}, {"type": "text", "text": "A"}]), "A", "stop"),
-    (answer("Hm.", None), "Hm.", "stop"),
-    (answer("<think>Why? Because.</think>\n\nSo."), "So.", "stop"),
-    (answer("Why? Because.</think>So."), "So.", "stop"),  # whose template wrote the first tag
-    (answer("<think>Why? Bec", "length"), "", "length"),
-    (answer("So <think> is a tag."), "So <think> is a tag.", "stop"),
-])
+@pytest.mark.parametrize(
+    "response, text, finish",
+    [
+        (answer(None, "length"), "", "length"),
+        (answer("", "content_filter"), "", "content_filter"),
+        (answer(None, refusal="I will not."), "I will not.", "stop"),
+        (
+            answer([{"type": "thinking", "thinking": "Hm"}, {"type": "text", "text": "A"}]),
+            "A",
+            "stop",
+        ),
+        (answer("Hm.", None), "Hm.", "stop"),
+        (answer("<think>Why? Because.</think>\n\nSo."), "So.", "stop"),
+        (answer("Why? Because.</think>So."), "So.", "stop"),  # whose template wrote the first tag
+        (answer("<think>Why? Bec", "length"), "", "length"),
+        (answer("So <think> is a tag."), "So <think> is a tag.", "stop"),
+    ],
+)
 def test_what_models_answer(response, text, finish):
     _, _, reply = on_the_wire(response)
     assert (reply.text, reply.finish) == (text, finish)
 
 
-@pytest.mark.parametrize("usage, price, cost", [
-    ({"prompt_tokens": 10, "completion_tokens": 2}, [1, 10], 30e-6),
-    ({"prompt_tokens": 10, "completion_tokens": 2}, None, None),
-    ({"prompt_tokens": 10, "completion_tokens": 2}, [0, 0], 0),
-    (None, [1, 10], None),
-    ({"prompt_tokens": -10, "completion_tokens": 2}, [1, 10], None),
-    ({"prompt_tokens": 10, "completion_tokens": "2"}, [1, 10], None),
-    ({"prompt_tokens": 10, "completion_tokens": 0}, [1, 10], None),  # There is a text: nobody counted.
-    ({"prompt_tokens": 10, "completion_tokens": 2, "total_tokens": 112}, [1, 10], 1030e-6),  # with thoughts
-    ({"prompt_tokens": 10, "completion_tokens": 2, "cost": 0.25}, [1, 10], 0.25),  # OpenRouter's bill
-    ({"prompt_tokens": 10, "completion_tokens": 2, "cost": 0.25}, None, 0.25),
-    ({"prompt_tokens": 10, "completion_tokens": 2, "cost": 0}, [1, 10], 30e-6),
-    ({"prompt_tokens": 10, "completion_tokens": 2, "cost": 0.25, "is_byok": True}, [1, 10], 30e-6),
-])
+@pytest.mark.parametrize(
+    "usage, price, cost",
+    [
+        ({"prompt_tokens": 10, "completion_tokens": 2}, [1, 10], 30e-6),
+        ({"prompt_tokens": 10, "completion_tokens": 2}, None, None),
+        ({"prompt_tokens": 10, "completion_tokens": 2}, [0, 0], 0),
+        (None, [1, 10], None),
+        ({"prompt_tokens": -10, "completion_tokens": 2}, [1, 10], None),
+        ({"prompt_tokens": 10, "completion_tokens": "2"}, [1, 10], None),
+        (
+            {"prompt_tokens": 10, "completion_tokens": 0},
+            [1, 10],
+            None,
+        ),  # There is a text: nobody counted.
+        (
+            {"prompt_tokens": 10, "completion_tokens": 2, "total_tokens": 112},
+            [1, 10],
+            1030e-6,
+        ),  # with thoughts
+        (
+            {"prompt_tokens": 10, "completion_tokens": 2, "cost": 0.25},
+            [1, 10],
+            0.25,
+        ),  # OpenRouter's bill
+        ({"prompt_tokens": 10, "completion_tokens": 2, "cost": 0.25}, None, 0.25),
+        ({"prompt_tokens": 10, "completion_tokens": 2, "cost": 0}, [1, 10], 30e-6),
+        (
+            {"prompt_tokens": 10, "completion_tokens": 2, "cost": 0.25, "is_byok": True},
+            [1, 10],
+            30e-6,
+        ),
+    ],
+)
 def test_what_a_reply_costs(usage, price, cost):
     """An unknown price or usage is unknown, not zero."""
     with OddServer(http(answer(usage=usage))) as server:
@@ -178,7 +246,8 @@ def test_a_python_function_is_a_worker(tmp_path):
         "def search(messages): return 'found ' + messages[-1]['content']\n"
         "def agent(messages): return Reply('done', 5, 6, 0.25)\n"
         "def broken(messages): raise ValueError('no net')\n"
-        "def silent(messages): pass\n")
+        "def silent(messages): pass\n"
+    )
     names = ["search", "agent", "broken", "silent"]
     entries = [{"protocol": "python", "function": f"tools.py:{name}"} for name in names]
     pool = load_pool(pool_file(tmp_path, *entries))
@@ -206,44 +275,59 @@ def refused(status, message="no", code=None, **headers):
     return http({"error": {"message": message, "code": code}}, status, **headers)
 
 
-@pytest.mark.parametrize("play, asked, says", [  # what a server does, how often two attempts ask, the error
-    # What may help is tried again.
-    *((refused(status), 2, f"HTTP {status}.*no") for status in (408, 409, 429, 500, 503, 529)),
-    (http(b"<h1>Bad gateway</h1>", 502), 2, "HTTP 502.*Bad gateway"),
-    (http({"error": {"message": "upstream died", "code": 502}}), 2, "HTTP 502.*upstream died"),
-    (http({"error": "model is loading"}), 2, "HTTP 500.*model is loading"),
-    (http(answer("Bec", "error")), 2, "failed midway"),
-    (lambda n, conn: None, 2, "Error"),
-    (cut, 2, "Error"),
-    (b"220 mail.example ESMTP\r\n\r\n", 2, "Error"),
-    (http(b" \n "), 2, "no reply"),
-    # What cannot help is not, nor is what is paid.
-    *((refused(status), 1, f"HTTP {status}.*no") for status in (400, 401, 402, 403, 404, 413, 422)),
-    (refused(502, X_Should_Retry="false"), 1, "HTTP 502"),
-    (http({"error": {"message": "too long", "code": 400}}), 1, "HTTP 400.*too long"),
-    (http(b"", 302, Location="http://127.0.0.1:9/v1"), 1, "HTTP 302"),
-    (http(json.dumps(GOOD).encode()[:-9]), 1, "no reply as openai"),
-    (http(b"[" * 100_000), 1, "no reply as openai"),
-    (http([GOOD]), 1, "no reply as openai"),
-    (http({"choices": []}), 1, "no reply as openai"),
-    (http(answer(42)), 1, "no reply as openai"),
-    (flood, 1, "larger than 32 MiB"),
-    # Waiting mends no account: OpenAI's, Anthropic's, Google's and OpenRouter's words.
-    (refused(429, "You exceeded it", "insufficient_quota"), 1, "HTTP 429.*You exceeded it"),
-    (refused(400, "Your credit balance is too low"), 1, "credit balance"),
-    (refused(429, "GenerateRequestsPerDayPerProjectPerModel-FreeTier"), 1, "PerDay"),
-    (refused(429, "Rate limit exceeded: free-models-per-day. Add credits"), 1, "per-day"),
-])
+@pytest.mark.parametrize(
+    "play, asked, says",
+    [  # what a server does, how often two attempts ask, the error
+        # What may help is tried again.
+        *((refused(status), 2, f"HTTP {status}.*no") for status in (408, 409, 429, 500, 503, 529)),
+        (http(b"<h1>Bad gateway</h1>", 502), 2, "HTTP 502.*Bad gateway"),
+        (http({"error": {"message": "upstream died", "code": 502}}), 2, "HTTP 502.*upstream died"),
+        (http({"error": "model is loading"}), 2, "HTTP 500.*model is loading"),
+        (http(answer("Bec", "error")), 2, "failed midway"),
+        (lambda n, conn: None, 2, "Error"),
+        (cut, 2, "Error"),
+        (b"220 mail.example ESMTP\r\n\r\n", 2, "Error"),
+        (http(b" \n "), 2, "no reply"),
+        # What cannot help is not, nor is what is paid.
+        *(
+            (refused(status), 1, f"HTTP {status}.*no")
+            for status in (400, 401, 402, 403, 404, 413, 422)
+        ),
+        (refused(502, X_Should_Retry="false"), 1, "HTTP 502"),
+        (http({"error": {"message": "too long", "code": 400}}), 1, "HTTP 400.*too long"),
+        (http(b"", 302, Location="http://127.0.0.1:9/v1"), 1, "HTTP 302"),
+        (http(json.dumps(GOOD).encode()[:-9]), 1, "no reply as openai"),
+        (http(b"[" * 100_000), 1, "no reply as openai"),
+        (http([GOOD]), 1, "no reply as openai"),
+        (http({"choices": []}), 1, "no reply as openai"),
+        (http(answer(42)), 1, "no reply as openai"),
+        (flood, 1, "larger than 32 MiB"),
+        # Waiting mends no account: OpenAI's, Anthropic's, Google's and OpenRouter's words.
+        (refused(429, "You exceeded it", "insufficient_quota"), 1, "HTTP 429.*You exceeded it"),
+        (refused(400, "Your credit balance is too low"), 1, "credit balance"),
+        (refused(429, "GenerateRequestsPerDayPerProjectPerModel-FreeTier"), 1, "PerDay"),
+        (refused(429, "Rate limit exceeded: free-models-per-day. Add credits"), 1, "per-day"),
+    ],
+)
 def test_what_ends_a_call(play, asked, says):
-    with OddServer(play) as server, pytest.raises(WorkerError, match=f"^jane: .*{says}.*attempt {asked},"):
+    with (
+        OddServer(play) as server,
+        pytest.raises(WorkerError, match=f"^jane: .*{says}.*attempt {asked},"),
+    ):
         worker(server, name="jane", attempts=2, timeout=QUICK).chat(CHAT)
     assert len(server.requests) == asked
 
 
-@pytest.mark.parametrize("status, asked", [(429, 8), (503, 8), (529, 8), (408, 6), (409, 6), (500, 6)])
+@pytest.mark.parametrize(
+    "status, asked", [(429, 8), (503, 8), (529, 8), (408, 6), (409, 6), (500, 6)]
+)
 def test_a_busy_provider_is_asked_until_it_answers_and_a_broken_one_six_times(status, asked):
     with OddServer([refused(status)] * 7 + [http(GOOD)]) as server:
-        with pytest.raises(WorkerError, match="attempt 6,") if asked == 6 else contextlib.nullcontext():
+        with (
+            pytest.raises(WorkerError, match="attempt 6,")
+            if asked == 6
+            else contextlib.nullcontext()
+        ):
             assert worker(server, timeout=QUICK).chat(CHAT).text == "Because."
     assert len(server.requests) == asked
 
@@ -253,13 +337,21 @@ def test_the_wait_that_is_asked_for_is_kept():
         with OddServer([refused(429, Retry_After=wait), http(GOOD)]) as server:
             worker(server, timeout=QUICK).chat(CHAT)
         assert server.requests[1][0] - server.requests[0][0] >= least
-    for wait in ("3600", formatdate(time.time() + 3600, usegmt=True)):  # It is longer than a call may take.
-        with OddServer(refused(429, Retry_After=wait)) as server, pytest.raises(WorkerError, match="429"):
+    for wait in (
+        "3600",
+        formatdate(time.time() + 3600, usegmt=True),
+    ):  # It is longer than a call may take.
+        with (
+            OddServer(refused(429, Retry_After=wait)) as server,
+            pytest.raises(WorkerError, match="429"),
+        ):
             worker(server).chat(CHAT)
         assert len(server.requests) == 1
 
 
-@pytest.mark.parametrize("sent", [0, 20, -30], ids=["before the head", "in the head", "in the body"])
+@pytest.mark.parametrize(
+    "sent", [0, 20, -30], ids=["before the head", "in the head", "in the body"]
+)
 def test_a_slow_answer_is_one_reply_to_one_request(sent):
     waits, go_on = threading.Event(), threading.Event()
 
@@ -328,7 +420,9 @@ def test_a_replay_makes_a_second_run_free(tmp_path):
     with OddServer(numbered) as server:
         first = worker(server, price=[1, 10], replay=Replay(tmp_path / "replay"))
         replies = five(first)
-        again = worker(server, price=[1, 10], replay=Replay(tmp_path / "replay"), budget=Budget(0.0))
+        again = worker(
+            server, price=[1, 10], replay=Replay(tmp_path / "replay"), budget=Budget(0.0)
+        )
         assert five(again) == replies and len(server.requests) == 4
         assert again.spent == first.spent == pytest.approx(5 * 30e-6)  # The bill is a whole run's.
         first.chat(CHAT)  # Without a call_id it is asked, and not kept.
@@ -372,16 +466,28 @@ def test_a_budget_is_never_passed():
     assert len(server.requests) == 4 and budget.refused and budget.left == pytest.approx(0.001)
 
 
-@pytest.mark.parametrize("answers, left", [  # of a dollar, where a call costs $0.00002 and at most $0.01
-    ([refused(400)], 1), ([refused(429), http(GOOD)], 1 - 20e-6), ([refused(503), http(GOOD)], 1 - 20e-6),
-    ([refused(500), refused(400)], 0.99), ([http(b"{")], 0.99), ([http(answer(usage=None))], 0.99),
-    ([http(answer("Bec", "error")), http(GOOD)], 1 - 20e-6),  # OpenRouter bills no such answer.
-    ([http({"error": {"message": "x", "code": 503}}), http(GOOD)], 0.99 - 20e-6),  # The model had begun.
-])
+@pytest.mark.parametrize(
+    "answers, left",
+    [  # of a dollar, where a call costs $0.00002 and at most $0.01
+        ([refused(400)], 1),
+        ([refused(429), http(GOOD)], 1 - 20e-6),
+        ([refused(503), http(GOOD)], 1 - 20e-6),
+        ([refused(500), refused(400)], 0.99),
+        ([http(b"{")], 0.99),
+        ([http(answer(usage=None))], 0.99),
+        ([http(answer("Bec", "error")), http(GOOD)], 1 - 20e-6),  # OpenRouter bills no such answer.
+        (
+            [http({"error": {"message": "x", "code": 503}}), http(GOOD)],
+            0.99 - 20e-6,
+        ),  # The model had begun.
+    ],
+)
 def test_an_attempt_that_may_be_billed_counts_whole(answers, left):
     budget = Budget(1.0)
     with OddServer(answers) as server, contextlib.suppress(WorkerError):
-        worker(server, price=[0, 10], params={"max_tokens": 1000}, budget=budget, timeout=QUICK).chat(CHAT)
+        worker(
+            server, price=[0, 10], params={"max_tokens": 1000}, budget=budget, timeout=QUICK
+        ).chat(CHAT)
     assert budget.left == pytest.approx(left, abs=1e-9) and budget.running == 0
 
 
@@ -400,22 +506,44 @@ def test_the_most_that_a_call_can_cost_is_reserved():
 RIGHT = {"protocol": "openai", "base_url": "http://h/v1", "model": "m"}
 
 
-@pytest.mark.parametrize("change, field", [
-    ({"modle": ""}, "modle"), ({"model": ""}, "model"), ({"base_url": ""}, "base_url"),
-    ({"base_url": f"https://me:{KEY}@h/v1"}, "base_url"), ({"base_url": "https://h/v1?v=1"}, "base_url"),
-    ({"protocol": "smtp"}, "protocol"), ({"protocol": []}, "protocol"), ({"api_key_env": KEY}, "api_key_env"),
-    ({"api_key_env": "ABSENT"}, r"\$ABSENT"), ({"params": [1]}, "params"), ({"params": {"n": 2}}, "params"),
-    ({"headers": {"a": 1}}, "headers"), ({"headers": ["a"]}, "headers"), ({"price": 3}, "price"),
-    ({"price": [1]}, "price"), ({"price": [1, -1]}, "price"), ({"price": [1, "2"]}, "price"),
-    ({"concurrency": 0}, "concurrency"), ({"concurrency": 1.5}, "concurrency"), ({"timeout": "1"}, "timeout"),
-    ({"timeout": -1}, "timeout"), ({"timeout": 0.0}, "timeout"), ({"attempts": True}, "attempts"),
-    ({"protocol": "python"}, "function"), ({"protocol": "python", "function": "absent.py:f"}, "function"),
-    ({"price": None}, "a budget needs a price"), ({"price": [1, 2]}, "max_tokens"),
-    ({"price": [1, 2], "params": {"max_tokens": "9"}}, "max_tokens"),
-])
+@pytest.mark.parametrize(
+    "change, field",
+    [
+        ({"modle": ""}, "modle"),
+        ({"model": ""}, "model"),
+        ({"base_url": ""}, "base_url"),
+        ({"base_url": f"https://me:{KEY}@h/v1"}, "base_url"),
+        ({"base_url": "https://h/v1?v=1"}, "base_url"),
+        ({"protocol": "smtp"}, "protocol"),
+        ({"protocol": []}, "protocol"),
+        ({"api_key_env": KEY}, "api_key_env"),
+        ({"api_key_env": "ABSENT"}, r"\$ABSENT"),
+        ({"params": [1]}, "params"),
+        ({"params": {"n": 2}}, "params"),
+        ({"headers": {"a": 1}}, "headers"),
+        ({"headers": ["a"]}, "headers"),
+        ({"price": 3}, "price"),
+        ({"price": [1]}, "price"),
+        ({"price": [1, -1]}, "price"),
+        ({"price": [1, "2"]}, "price"),
+        ({"concurrency": 0}, "concurrency"),
+        ({"concurrency": 1.5}, "concurrency"),
+        ({"timeout": "1"}, "timeout"),
+        ({"timeout": -1}, "timeout"),
+        ({"timeout": 0.0}, "timeout"),
+        ({"attempts": True}, "attempts"),
+        ({"protocol": "python"}, "function"),
+        ({"protocol": "python", "function": "absent.py:f"}, "function"),
+        ({"price": None}, "a budget needs a price"),
+        ({"price": [1, 2]}, "max_tokens"),
+        ({"price": [1, 2], "params": {"max_tokens": "9"}}, "max_tokens"),
+    ],
+)
 def test_a_bad_field_is_named_with_its_worker_and_not_shown(change, field, tmp_path):
     free = {**RIGHT, "price": [0, 0]}
-    spec = pool_file(tmp_path, {**free, "name": "good", "timeout": None}, {**free, "name": "bad", **change})
+    spec = pool_file(
+        tmp_path, {**free, "name": "good", "timeout": None}, {**free, "name": "bad", **change}
+    )
     with pytest.raises(ValueError, match=f"pool.json:\nbad: .*{field}") as caught:
         load_pool(spec, budget=1.0)
     assert KEY not in str(caught.value) and "good" not in str(caught.value)
@@ -424,8 +552,16 @@ def test_a_bad_field_is_named_with_its_worker_and_not_shown(change, field, tmp_p
 def test_everything_that_is_missing_is_said_at_once():
     changes = [{"api_key_env": "ABSENT"}, {"timeout": 0, "modle": "m"}, {"name": "m"}]
     said = check_pool([*({**RIGHT, **change} for change in changes), {}], budget=1.0)
-    for sentence in ("m: api_key_env: $ABSENT", "m: price", "m: timeout", "m: modle: expected one of",
-                     "m: name: another", "worker 3: protocol", "worker 3: base_url", "worker 3: model"):
+    for sentence in (
+        "m: api_key_env: $ABSENT",
+        "m: price",
+        "m: timeout",
+        "m: modle: expected one of",
+        "m: name: another",
+        "worker 3: protocol",
+        "worker 3: base_url",
+        "worker 3: model",
+    ):
         assert any(one.startswith(sentence) for one in said)
 
 
@@ -436,7 +572,9 @@ def test_what_is_no_pool(tmp_path):
             load_pool(str(tmp_path / "pool.json"))
 
 
-@pytest.mark.parametrize("name", [file.removesuffix(".json") for file in os.listdir(f"{ROOT}/assets/pools")])
+@pytest.mark.parametrize(
+    "name", [file.removesuffix(".json") for file in os.listdir(f"{ROOT}/assets/pools")]
+)
 def test_a_pool_that_comes_along_can_be_used_with_its_keys_alone(name, monkeypatch):
     entries = workers.read_pool(name)
     for variable in {entry["api_key_env"] for entry in entries}:
@@ -447,11 +585,17 @@ def test_a_pool_that_comes_along_can_be_used_with_its_keys_alone(name, monkeypat
     assert workers.probable_cost(entries, 9) == workers.probable_cost(load_pool(name), 9) > 0
 
 
-@pytest.mark.parametrize("change, costs, dollars", [
-    ({"price": [1, 10]}, True, 10 * 0.008), ({"price": [0, 0]}, False, 0), ({}, True, None),
-    ({"base_url": "http://localhost:80/v1"}, False, 0), ({"base_url": "http://localhost.eu/v1"}, True, None),
-    ({"price": [1, "2"], "protocol": []}, True, None),
-])
+@pytest.mark.parametrize(
+    "change, costs, dollars",
+    [
+        ({"price": [1, 10]}, True, 10 * 0.008),
+        ({"price": [0, 0]}, False, 0),
+        ({}, True, None),
+        ({"base_url": "http://localhost:80/v1"}, False, 0),
+        ({"base_url": "http://localhost.eu/v1"}, True, None),
+        ({"price": [1, "2"], "protocol": []}, True, None),
+    ],
+)
 def test_what_costs_money_needs_a_budget(change, costs, dollars):
     pool = [{**RIGHT, **change}]
     assert (workers.probable_cost(pool, 1) != 0) == costs
@@ -467,9 +611,17 @@ def test_the_command_asks_each_worker_for_a_word(tmp_path):
         command = [sys.executable, "workers.py", f"--pool={pool_file(tmp_path, *entries)}"]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
-    with OddServer(http(GOOD)) as good, OddServer(refused(401)) as bad, OddServer(http(answer(""))) as mute:
-        entries = [{**RIGHT, "base_url": one.url, "model": one.url[-8:]} for one in (good, bad, mute)]
+    with (
+        OddServer(http(GOOD)) as good,
+        OddServer(refused(401)) as bad,
+        OddServer(http(answer(""))) as mute,
+    ):
+        entries = [
+            {**RIGHT, "base_url": one.url, "model": one.url[-8:]} for one in (good, bad, mute)
+        ]
         all_three, fine = run(*entries), run(entries[0])
     up, down, silent = all_three.stdout.splitlines()
     assert "12 tokens, unknown cost" in up and "HTTP 401" in down and "empty" in silent
-    assert all_three.returncode == 1 and fine.returncode == 0 and fine.stdout.startswith(good.url[-8:])
+    assert (
+        all_three.returncode == 1 and fine.returncode == 0 and fine.stdout.startswith(good.url[-8:])
+    )

@@ -1,4 +1,5 @@
 """The loopback server against OpenAI's API reference and odd clients; the laptop world."""
+
 import contextlib
 import json
 import os
@@ -15,11 +16,25 @@ import pytest
 import requests
 
 import workers
-from workers import (KINDS, LOCAL, PHRASES, QUESTION, TASK, Handler, SpecialistHandler,
-                     laptop_questions, load_pool, loopback_server, specialist)
+from workers import (
+    KINDS,
+    LOCAL,
+    PHRASES,
+    QUESTION,
+    TASK,
+    Handler,
+    SpecialistHandler,
+    laptop_questions,
+    load_pool,
+    loopback_server,
+    specialist,
+)
 
 ROOT = os.path.dirname(os.path.abspath(workers.__file__))
-ASK = {"model": "calculator", "messages": [{"role": "user", "content": "Question:\nWhat is 6 * 7?"}]}
+ASK = {
+    "model": "calculator",
+    "messages": [{"role": "user", "content": "Question:\nWhat is 6 * 7?"}],
+}
 
 
 @contextlib.contextmanager
@@ -36,6 +51,7 @@ def served(handler):
 
 class Parrot(Handler):
     """Ends a request in one of the ways that `complete` may."""
+
     models = ["parrot"]
 
     def complete(self, body):
@@ -66,8 +82,10 @@ def say(text, **more):
 
 
 def request(body, version=b"1.1"):
-    return (b"POST /v1/chat/completions HTTP/%s\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            b"Content-Length: %d\r\n\r\n%s") % (version, len(body), body)
+    return (
+        b"POST /v1/chat/completions HTTP/%s\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n%s"
+    ) % (version, len(body), body)
 
 
 def raw(url, data):
@@ -89,7 +107,8 @@ def test_a_completion():
     with served(SpecialistHandler) as url:
         answer = post(url, ASK).json()
     assert answer["choices"] == [
-        {"index": 0, "message": {"role": "assistant", "content": "42"}, "finish_reason": "stop"}]
+        {"index": 0, "message": {"role": "assistant", "content": "42"}, "finish_reason": "stop"}
+    ]
     assert answer["usage"] == {"prompt_tokens": 6, "completion_tokens": 1, "total_tokens": 7}
     assert (answer["object"], answer["model"]) == ("chat.completion", "calculator")
     assert answer["id"].startswith("chatcmpl-") and abs(answer["created"] - time.time()) < 600
@@ -112,33 +131,60 @@ def test_a_stream_ends_with_its_connection(parrot, version):
 
 def test_one_connection_serves_many_requests(parrot):
     get = b"GET /%s HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    answer = raw(parrot, get % b"health" + request(json.dumps(say("hi")).encode()) + get % b"health?deep=1")
+    answer = raw(
+        parrot, get % b"health" + request(json.dumps(say("hi")).encode()) + get % b"health?deep=1"
+    )
     assert answer.count(b"HTTP/1.1 200 OK") == 3 and answer.count(b'{"status": "ok"}') == 2
     cards = requests.get(parrot + "/v1/models", timeout=60).json()["data"]
     assert [card["id"] for card in cards] == ["parrot"]
 
 
-@pytest.mark.parametrize("content, text", [
-    (None, ""), ("a", "a"), ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "a\nb")])
+@pytest.mark.parametrize(
+    "content, text",
+    [
+        (None, ""),
+        ("a", "a"),
+        ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "a\nb"),
+    ],
+)
 def test_what_clients_send_becomes_plain_text(parrot, content, text):
     body = say("x", temperature=0, tools=[], user="me")
-    body["messages"] = [{"role": "developer", "content": "So."}, {"role": "user", "content": content}]
+    body["messages"] = [
+        {"role": "developer", "content": "So."},
+        {"role": "user", "content": content},
+    ]
     told = json.loads(post(parrot, body).json()["choices"][0]["message"]["content"])
     assert told == [{"role": "system", "content": "So."}, {"role": "user", "content": text}]
 
 
-@pytest.mark.parametrize("body, headers, status, says", [
-    (say("x", model="cat"), {}, 404, "no model 'cat'.*parrot"), (say("x", model=["a"]), {}, 404, "no model"),
-    ({"model": "parrot"}, {}, 400, "messages"), (say("x", messages=[]), {}, 400, "messages"),
-    (say("x", messages=["Hi."]), {}, 400, "messages"), (say("x", messages="Hi."), {}, 400, "messages"),
-    (say("x", messages=[{"role": "tool", "content": "x"}]), {}, 400, "a role is one of system"),
-    (say([{"type": "image_url"}]), {}, 400, "TEXT"), (say(3), {}, 400, "TEXT"),
-    (b"", {}, 400, "expected"), (b"[" * 100_000, {}, 400, "expected"), (b"\xff", {}, 400, "expected"),
-    (say("x"), {"Content-Type": "text/plain"}, 403, "Content-Type: application/json"),  # from any web page
-    (say("x"), {"Host": "attacker.example"}, 403, "Host: localhost"),
-    (say("x"), {"Host": "127.0.0.1.attacker.example"}, 403, "Host"),
-    (say("fail"), {}, 502, "workers are down"), (say("bug"), {}, 500, "KeyError: 'a bug'"),
-], ids=str)
+@pytest.mark.parametrize(
+    "body, headers, status, says",
+    [
+        (say("x", model="cat"), {}, 404, "no model 'cat'.*parrot"),
+        (say("x", model=["a"]), {}, 404, "no model"),
+        ({"model": "parrot"}, {}, 400, "messages"),
+        (say("x", messages=[]), {}, 400, "messages"),
+        (say("x", messages=["Hi."]), {}, 400, "messages"),
+        (say("x", messages="Hi."), {}, 400, "messages"),
+        (say("x", messages=[{"role": "tool", "content": "x"}]), {}, 400, "a role is one of system"),
+        (say([{"type": "image_url"}]), {}, 400, "TEXT"),
+        (say(3), {}, 400, "TEXT"),
+        (b"", {}, 400, "expected"),
+        (b"[" * 100_000, {}, 400, "expected"),
+        (b"\xff", {}, 400, "expected"),
+        (
+            say("x"),
+            {"Content-Type": "text/plain"},
+            403,
+            "Content-Type: application/json",
+        ),  # from any web page
+        (say("x"), {"Host": "attacker.example"}, 403, "Host: localhost"),
+        (say("x"), {"Host": "127.0.0.1.attacker.example"}, 403, "Host"),
+        (say("fail"), {}, 502, "workers are down"),
+        (say("bug"), {}, 500, "KeyError: 'a bug'"),
+    ],
+    ids=str,
+)
 def test_errors_are_worded_as_openai_words_them(parrot, body, headers, status, says):
     answer = post(parrot, body, **headers)
     error = answer.json()["error"]
@@ -177,7 +223,10 @@ def test_a_client_that_hangs_up_is_seen():
                 time.sleep(0.01)
             gone.set()
 
-    with served(Slow) as url, socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as conn:
+    with (
+        served(Slow) as url,
+        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as conn,
+    ):
         conn.sendall(request(json.dumps(say("x", model="slow")).encode()))
         assert waits.wait(60) and not gone.is_set()
         conn.close()
@@ -186,8 +235,11 @@ def test_a_client_that_hangs_up_is_seen():
 
 def chat(question, subtask, *turns):
     """A chat as workflow.py words it."""
-    said = [{"role": role, "content": text} for past, response in turns
-            for role, text in (("user", TASK + past), ("assistant", response))]
+    said = [
+        {"role": role, "content": text}
+        for past, response in turns
+        for role, text in (("user", TASK + past), ("assistant", response))
+    ]
     said.append({"role": "user", "content": TASK + subtask})
     said[0]["content"] = f"{QUESTION}{question}\n\n{said[0]['content']}"
     return said
@@ -196,19 +248,38 @@ def chat(question, subtask, *turns):
 NOTHING, LOST = "I am a {}; I find nothing here to work on.", "I have lost the thread."
 
 
-@pytest.mark.parametrize("name, asked, reply", [
-    ("calculator", chat("What is 6 * 7?", "Work it out."), "42"),
-    ("calculator", chat("What is 6 * 7?", "Work it out.", ("Do.", "3 - 5 is left")), "-2 is left"),
-    ("calculator", chat("What is diez + 4?", "Work it out."), NOTHING.format("calculator")),
-    ("translator", chat("Find diez + 4.", "Say it."), "Find 10 + 4."),
-    ("librarian", chat("Find the capital of Cuba shouted.", "Recall it."), "Find Havana shouted."),
-    ("librarian", chat("Give me element number 8.", "Recall it."), "oxygen"),
-    ("coder", chat("Find Lima shouted.", "Reverse it."), "amiL"),  # It obeys the subtask, not the question.
-    ("coder", chat("Find Lima shouted.", "Leave the VOWELS out."), "Lm"),
-    ("junior librarian", chat("What is the atomic number of iron - dos?", "Solve it."), "What is 26 - dos?"),
-    ("tired translator", chat("Give me element number 8 shouted.", "Work it out."), LOST),
-    ("generalist", [{"role": "user", "content": "What is 6 * 7?"}], "I think it is 20."),
-])
+@pytest.mark.parametrize(
+    "name, asked, reply",
+    [
+        ("calculator", chat("What is 6 * 7?", "Work it out."), "42"),
+        (
+            "calculator",
+            chat("What is 6 * 7?", "Work it out.", ("Do.", "3 - 5 is left")),
+            "-2 is left",
+        ),
+        ("calculator", chat("What is diez + 4?", "Work it out."), NOTHING.format("calculator")),
+        ("translator", chat("Find diez + 4.", "Say it."), "Find 10 + 4."),
+        (
+            "librarian",
+            chat("Find the capital of Cuba shouted.", "Recall it."),
+            "Find Havana shouted.",
+        ),
+        ("librarian", chat("Give me element number 8.", "Recall it."), "oxygen"),
+        (
+            "coder",
+            chat("Find Lima shouted.", "Reverse it."),
+            "amiL",
+        ),  # It obeys the subtask, not the question.
+        ("coder", chat("Find Lima shouted.", "Leave the VOWELS out."), "Lm"),
+        (
+            "junior librarian",
+            chat("What is the atomic number of iron - dos?", "Solve it."),
+            "What is 26 - dos?",
+        ),
+        ("tired translator", chat("Give me element number 8 shouted.", "Work it out."), LOST),
+        ("generalist", [{"role": "user", "content": "What is 6 * 7?"}], "I think it is 20."),
+    ],
+)
 def test_what_specialists_say(name, asked, reply):
     """The same to the same chat, always: with other replies the laptop run would be another experiment."""
     assert specialist(name, asked) == specialist(name, asked) == reply
@@ -224,11 +295,17 @@ def solve(kind, question, phrase):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_specialists_that_a_kind_needs_solve_it_and_fewer_do_not(kind):
-    questions = [row for row in laptop_questions("train") + laptop_questions("test") if row[0] == kind]
+    questions = [
+        row for row in laptop_questions("train") + laptop_questions("test") if row[0] == kind
+    ]
     for _, question, answer in random.Random(kind).sample(questions, 40):
         assert answer in [solve(kind, question, phrase) for phrase in PHRASES]
-        assert all(specialist(name, chat(question, phrase)) != answer for name in LOCAL["local"][:-1]
-                   for phrase in PHRASES if len(KINDS[kind][0]) > 1)
+        assert all(
+            specialist(name, chat(question, phrase)) != answer
+            for name in LOCAL["local"][:-1]
+            for phrase in PHRASES
+            if len(KINDS[kind][0]) > 1
+        )
 
 
 def test_questions_are_split_by_their_expressions():
@@ -245,7 +322,9 @@ def test_questions_are_split_by_their_expressions():
 
 def test_a_local_pool_is_free_and_answers_over_http():
     pool = load_pool("local:pairs", budget=1.0)
-    assert [one.name for one in pool] == LOCAL["local:pairs"] and workers.probable_cost(pool, 1) == 0
+    assert [one.name for one in pool] == LOCAL["local:pairs"] and workers.probable_cost(
+        pool, 1
+    ) == 0
     for one in pool:
         reply = one.chat(ASK["messages"])
         assert (reply.text, reply.cost) == (specialist(one.name, ASK["messages"]), 0.0)
@@ -269,10 +348,18 @@ def test_the_server_imports_no_torch_and_gets_no_key():
 @pytest.mark.parametrize("death", [None, signal.SIGKILL, signal.SIGINT])
 def test_the_server_ends_with_its_parent(death):
     # A shell's background job ignores SIGINT, and so would this.
-    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import workers; " \
-           "print(workers.local_server()[0], flush=True); input()"
-    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True, stdin=subprocess.PIPE,
-                              stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import workers; "
+        "print(workers.local_server()[0], flush=True); input()"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
     port = int(re.search(r":(\d+)/", parent.stdout.readline())[1])
     with socket.create_connection(("127.0.0.1", port), timeout=120) as conn:
         parent.stdin.close() if death is None else parent.send_signal(death)

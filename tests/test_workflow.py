@@ -1,4 +1,5 @@
 """The prompt, the run, further rounds, writers and commands, with workers that are Python functions."""
+
 import json
 import os
 import re
@@ -12,15 +13,27 @@ import torch
 from model import Config, Qwen, Tokenizer
 from sample import generate
 from players import Player, lost
-from workflow import Prompting, Rollout, Step, Workflow, as_lists, ask, call_worker, conduct, execute
+from workflow import (
+    Prompting,
+    Rollout,
+    Step,
+    Workflow,
+    as_lists,
+    ask,
+    call_worker,
+    conduct,
+    execute,
+)
 from workflow import messages, model_writer, parse, read_prompting, roll_out, rollout_from_json
 from workflow import rollout_to_json, save_prompting, show, strip, view, worker_writer
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LAPTOP = os.path.join(ROOT, "assets", "laptop")
 
+
 def lists(*steps) -> str:
     return as_lists(Workflow([Step(worker, subtask, access) for worker, subtask, access in steps]))
+
 
 def writer(*texts):
     """A writer that writes these texts in turn, and remembers the chats that asked for them."""
@@ -35,7 +48,9 @@ def writer(*texts):
     write.chats = []
     return write
 
+
 # The prompt
+
 
 def test_the_full_prompt_has_the_rules_the_examples_the_question_and_the_models():
     [turn] = messages("How many?", 3, max_steps=4)
@@ -51,6 +66,7 @@ def test_the_full_prompt_has_the_rules_the_examples_the_question_and_the_models(
     with pytest.raises(ValueError, match="there are zero-shot, ood, in, mixed and short"):
         messages("How many?", 3, prompt="long")
 
+
 def test_a_subset_names_workers_by_their_numbers_in_the_pool():
     text = messages("How many?", [0, 3, 5])[0]["content"]
     assert text.endswith("Models: Model 0, Model 3, Model 5")
@@ -59,6 +75,7 @@ def test_a_subset_names_workers_by_their_numbers_in_the_pool():
     assert messages("How many?", [0, 3], prompt="short")[0]["content"] == "Models 0 3, 5 steps."
     assert messages("How many?", 2, prompt="short")[0]["content"] == "2 models, 5 steps."
 
+
 def test_a_further_round_shows_what_was_written_and_what_came_of_it():
     pool = [Player("a", lambda m: "41")]
     first = execute(Workflow([Step(0, "Solve it.", [])]), "How many?", pool)
@@ -66,19 +83,30 @@ def test_a_further_round_shows_what_was_written_and_what_came_of_it():
     assert [turn["role"] for turn in chat] == ["user", "assistant", "user"]
     assert chat[1]["content"] == lists((0, "Solve it.", [])) and "41" in chat[2]["content"]
 
+
 # The run
 
+
 def test_a_worker_sees_the_question_the_steps_it_may_see_and_its_subtask():
-    pool = [Player("a", lambda m: "one"), Player("b", lambda m: "two"), Player("c", lambda m: "three")]
+    pool = [
+        Player("a", lambda m: "one"),
+        Player("b", lambda m: "two"),
+        Player("c", lambda m: "three"),
+    ]
     steps = [Step(0, "First.", []), Step(1, "Second.", []), Step(2, "Last.", [1])]
     rollout = execute(Workflow(steps), "Why?", pool)
     assert rollout.answer == "three" and rollout.responses == ["one", "two", "three"]
     assert (rollout.calls, rollout.tokens_used, rollout.cost) == (3, 36, 1.5)
     assert rollout.names == ["a", "b", "c"]
     assert pool[0].asked == [[{"role": "user", "content": "Question:\nWhy?\n\nYour task:\nFirst."}]]
-    assert pool[2].asked == [[{"role": "user", "content": "Question:\nWhy?\n\nYour task:\nSecond."},
-                              {"role": "assistant", "content": "two"},
-                              {"role": "user", "content": "Your task:\nLast."}]]
+    assert pool[2].asked == [
+        [
+            {"role": "user", "content": "Question:\nWhy?\n\nYour task:\nSecond."},
+            {"role": "assistant", "content": "two"},
+            {"role": "user", "content": "Your task:\nLast."},
+        ]
+    ]
+
 
 def test_steps_that_do_not_see_one_another_run_at_the_same_time():
     together = threading.Barrier(3)  # passed only by three at once
@@ -88,14 +116,21 @@ def test_steps_that_do_not_see_one_another_run_at_the_same_time():
         return "met"
 
     pool = [Player(name, meet) for name in "abc"]
-    assert execute(Workflow([Step(i, "Meet.", []) for i in range(3)]), "Who?", pool).responses == ["met"] * 3
+    assert (
+        execute(Workflow([Step(i, "Meet.", []) for i in range(3)]), "Who?", pool).responses
+        == ["met"] * 3
+    )
+
 
 def test_a_lost_call_loses_the_rollout_and_starts_no_step_that_needs_it():
     pool = [Player("a", lost), Player("b", lambda m: "b")]
     rollout = Rollout("Why?", pool, workflow=Workflow([Step(0, "x", []), Step(1, "y", [0])]))
     roll_out([rollout], judge=lambda problem, answer: "wrong")
-    assert rollout.error == "step 0: nobody answers" and rollout.right is None and rollout.answer == ""
+    assert (
+        rollout.error == "step 0: nobody answers" and rollout.right is None and rollout.answer == ""
+    )
     assert pool[1].asked == []
+
 
 def test_rollouts_are_judged_and_what_is_no_workflow_is_wrong():
     pool = [Player("a", lambda m: "42")]
@@ -111,6 +146,7 @@ def test_rollouts_are_judged_and_what_is_no_workflow_is_wrong():
     assert rollouts[1].workflow is None and "model_id" in rollouts[1].invalid
     assert rollouts[2].failure == "not 42" and len(ended) == 3
 
+
 def test_a_rollout_that_takes_too_long_is_lost_and_its_late_reply_ignored():
     release, answered = threading.Event(), threading.Event()
 
@@ -124,19 +160,29 @@ def test_a_rollout_that_takes_too_long_is_lost_and_its_late_reply_ignored():
     roll_out([slow, quick], timeout=0.2)
     release.set()
     assert answered.wait(60)
-    assert slow.error == "it took longer than 0.2 s" and slow.replies == [None] and quick.answer == "b"
+    assert (
+        slow.error == "it took longer than 0.2 s" and slow.replies == [None] and quick.answer == "b"
+    )
+
 
 def test_a_bug_in_a_worker_or_a_grader_stops_everything():
     workflow = Workflow([Step(0, "x", [])])
     with pytest.raises(ZeroDivisionError):
         execute(workflow, "q", [Player("a", lambda m: str(1 / 0))])
     with pytest.raises(ZeroDivisionError):
-        roll_out([Rollout("q", [Player("a", lambda m: "b")], workflow=workflow)], judge=lambda p, a: 1 / 0)
+        roll_out(
+            [Rollout("q", [Player("a", lambda m: "b")], workflow=workflow)],
+            judge=lambda p, a: 1 / 0,
+        )
+
 
 @pytest.mark.parametrize("step", [Step(1, "x", []), Step(0, "x", [0])])
 def test_a_workflow_by_hand_that_cannot_run_is_refused(step):
-    with pytest.raises(ValueError, match="step 0 has no worker of the pool, or sees what is no earlier step"):
+    with pytest.raises(
+        ValueError, match="step 0 has no worker of the pool, or sees what is no earlier step"
+    ):
         execute(Workflow([step]), "q", [Player("a", lambda m: "b")])
+
 
 def test_calls_have_the_names_by_which_a_rerun_finds_them():
     pool = [Player("a", lambda m: "b")]
@@ -144,7 +190,9 @@ def test_calls_have_the_names_by_which_a_rerun_finds_them():
     roll_out([Rollout("q", pool, name="1/7", number=3, workflow=workflow)])
     assert sorted(pool[0].ids) == ["1/7/3/0/0", "1/7/3/0/1"]
 
+
 # Further rounds
+
 
 def test_what_does_not_parse_is_written_again_and_then_given_up():
     pool = [Player("a", lambda m: "b")]
@@ -152,6 +200,7 @@ def test_what_does_not_parse_is_written_again_and_then_given_up():
     assert rollout.answer == "b" and rollout.number == 2
     [rollout] = conduct(writer("hm", "hm", "hm"), [Rollout("q", pool)])
     assert rollout.workflow is None and rollout.invalid
+
 
 def test_rounds_go_on_until_empty_lists_keep_the_answer():
     answers = iter(["41", "42"])
@@ -164,19 +213,27 @@ def test_rounds_go_on_until_empty_lists_keep_the_answer():
     assert said == ["Question:\nq\n\nYour task:\nSolve it.", "41", "Your task:\nCheck."]
     assert len(write.chats[2]) == 5
 
+
 def test_a_round_without_a_workflow_leaves_the_round_before():
     pool = [Player("a", lambda m: "41")]
-    [rollout] = conduct(writer(lists((0, "x", [])), "hm", "hm", "hm"), [Rollout("q", pool)], rounds=1)
+    [rollout] = conduct(
+        writer(lists((0, "x", [])), "hm", "hm", "hm"), [Rollout("q", pool)], rounds=1
+    )
     assert rollout.answer == "41" and len(rollout.rounds()) == 1
 
+
 # Writers
+
 
 @pytest.fixture(scope="module")
 def tiny():
     tokenizer = Tokenizer.from_pretrained(LAPTOP)
     torch.manual_seed(0)
-    config = Config(len(tokenizer), 32, 64, 2, 2, 1, tie_word_embeddings=True, max_position_embeddings=256)
+    config = Config(
+        len(tokenizer), 32, 64, 2, 2, 1, tie_word_embeddings=True, max_position_embeddings=256
+    )
     return Qwen(config), tokenizer
+
 
 def test_a_model_writes_the_same_on_any_number_of_ranks(tiny):
     model, tokenizer = tiny
@@ -191,22 +248,36 @@ def test_a_model_writes_the_same_on_any_number_of_ranks(tiny):
     together = write(range(4))
     assert {**write(range(2)), **write(range(2, 4))} == together
     prompt = tokenizer.chat(messages("What is dos?", 3, prompt="short"))
-    expected = generate(model, [prompt], 4, 12, eos_id=tokenizer.end_ids, seed=5, n_ids=len(tokenizer))[0]
-    assert [together["What is dos?", number][0] for number in range(4)] == [c.tokens for c in expected]
+    expected = generate(
+        model, [prompt], 4, 12, eos_id=tokenizer.end_ids, seed=5, n_ids=len(tokenizer)
+    )[0]
+    assert [together["What is dos?", number][0] for number in range(4)] == [
+        c.tokens for c in expected
+    ]
+
 
 def test_a_prompt_that_is_too_long_loses_its_rollout_alone(tiny):
     pool = [Player("a", lambda m: "b")]
     rollouts = [Rollout("word " * 300, pool), Rollout("What is dos?", pool)]
     written = list(model_writer(*tiny, Prompting("short", 5, 12))(rollouts))
-    assert len(written) == 2 and "the Conductor can read" in rollouts[0].error and rollouts[1].tokens
+    assert (
+        len(written) == 2 and "the Conductor can read" in rollouts[0].error and rollouts[1].tokens
+    )
+
 
 def test_a_worker_in_the_seat_gets_the_prompt_and_its_lost_call_is_an_error():
-    seat = Player("seat", lambda m: lists((0, "x", [])) if "Question: good" in m[0]["content"] else lost(m))
+    seat = Player(
+        "seat", lambda m: lists((0, "x", [])) if "Question: good" in m[0]["content"] else lost(m)
+    )
     pool = [Player("a", lambda m: "b")]
-    rollouts = roll_out([Rollout("good", pool), Rollout("bad", pool)], worker_writer(seat, Prompting()))
+    rollouts = roll_out(
+        [Rollout("good", pool), Rollout("bad", pool)], worker_writer(seat, Prompting())
+    )
     assert [(r.answer, r.error) for r in rollouts] == [("b", None), ("", "nobody answers")]
 
+
 # Files and commands
+
 
 def test_a_rollout_survives_json_and_its_stripped_copy_lacks_only_pool_and_problem():
     pool = [Player("a", lambda m: "41\x1b[31m")]
@@ -219,32 +290,46 @@ def test_a_rollout_survives_json_and_its_stripped_copy_lacks_only_pool_and_probl
     text = view(rollout)
     assert "Round 1" in text and "Answer: 41" in text and "\x1b" not in text
 
+
 def test_conductor_json_says_how_a_conductor_is_asked(tmp_path):
     save_prompting(str(tmp_path), Prompting("short", 3, 64), "local", ["a", "b"])
     assert read_prompting(str(tmp_path)) == (Prompting("short", 3, 64), "local", ["a", "b"])
-    (tmp_path / "conductor.json").write_text('{"prompt": "short", "max_steps": 1000000, "max_new_tokens": 9}')
+    (tmp_path / "conductor.json").write_text(
+        '{"prompt": "short", "max_steps": 1000000, "max_new_tokens": 9}'
+    )
     with pytest.raises(ValueError, match="max_steps"):
         read_prompting(str(tmp_path))
     (tmp_path / "conductor.json").write_text('{"style": "short", "named": true}')
     with pytest.raises(ValueError, match="earlier format"):
         read_prompting(str(tmp_path))
 
+
 def command(*words, cwd=ROOT):
-    run = subprocess.run([sys.executable, os.path.join(ROOT, "workflow.py"), *words], cwd=cwd, text=True,
-                         capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    run = subprocess.run(
+        [sys.executable, os.path.join(ROOT, "workflow.py"), *words],
+        cwd=cwd,
+        text=True,
+        capture_output=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     return run.returncode, run.stdout, run.stderr
+
 
 def test_the_readmes_question_is_answered_as_it_says(tmp_path):
     with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as file:
-        [(question, shown)] = re.findall(r'workflow.py "([^"]+)"\n(Question:.*?)```', file.read(), re.DOTALL)
+        [(question, shown)] = re.findall(
+            r'workflow.py "([^"]+)"\n(Question:.*?)```', file.read(), re.DOTALL
+        )
     status, out, err = command(question, cwd=tmp_path)
     assert status == 0 and out.startswith(shown.rstrip()), err
+
 
 def test_a_question_is_answered_right_after_the_clone(tmp_path):
     status, out, err = command("What is the atomic number of nickel - treinta?", cwd=tmp_path)
     assert status == 0 and "\nAnswer: -2\n" in out, err
     status, out, err = command("What is 6 * 7?", "--only=translator,generalist", cwd=tmp_path)
     assert "calculator" not in out
+
 
 WRONG = {  # words: what the error says
     (): 'python workflow.py "a question"',
@@ -256,10 +341,12 @@ WRONG = {  # words: what the error says
     ("show", "nowhere.jsonl"): "nowhere.jsonl",
 }
 
+
 @pytest.mark.parametrize("words, why", WRONG.items(), ids=range(len(WRONG)))
 def test_what_a_user_does_wrong_is_said(words, why):
     status, out, err = command(*words)
     assert status and why in out + err and "Traceback" not in err
+
 
 def test_an_llm_conducts_without_any_training_and_is_on_the_bill(tmp_path):
     (tmp_path / "tools.py").write_text(
@@ -267,11 +354,16 @@ def test_an_llm_conducts_without_any_training_and_is_on_the_bill(tmp_path):
         "    return 'model_id = [1]\\nsubtasks = [\"Answer it.\"]\\naccess_list = [[]]'\n\n"
         "def answer(messages):\n    return 'forty-two'\n"
     )
-    pool = [{"protocol": "python", "function": f"tools.py:{name}", "name": name}
-            for name in ("write", "answer")]
+    pool = [
+        {"protocol": "python", "function": f"tools.py:{name}", "name": name}
+        for name in ("write", "answer")
+    ]
     (tmp_path / "pool.json").write_text(json.dumps(pool))
     status, out, err = command("Why?", "--conductor=write", "--pool=pool.json", cwd=tmp_path)
-    assert status == 0 and "Answer: forty-two" in out and "with the Conductor's: 2 calls" in out, err
+    assert status == 0 and "Answer: forty-two" in out and "with the Conductor's: 2 calls" in out, (
+        err
+    )
+
 
 def test_show_lists_rollouts_and_shows_one(tmp_path):
     pool = [Player("a", lambda m: "41")]
@@ -287,6 +379,7 @@ def test_show_lists_rollouts_and_shows_one(tmp_path):
     with pytest.raises(ValueError, match="line 0, holds no rollout"):
         show(str(file))
 
+
 def test_a_call_can_be_replaced():
     seen = []
 
@@ -294,5 +387,8 @@ def test_a_call_can_be_replaced():
         seen.append((rollout.question, i))
         return call_worker(rollout, i)
 
-    roll_out([Rollout("q", [Player("a", lambda m: "b")], workflow=Workflow([Step(0, "x", [])]))], call=call)
+    roll_out(
+        [Rollout("q", [Player("a", lambda m: "b")], workflow=Workflow([Step(0, "x", [])]))],
+        call=call,
+    )
     assert seen == [("q", 0)]

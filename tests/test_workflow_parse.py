@@ -18,12 +18,22 @@ ACCEPTED = {
     "in a fence": f"```python\n{PLAIN}\n```",
     "single quotes": "model_id = [1, 0]\nsubtasks = ['Solve it.', 'Check it.']\naccess_list = [[], ['all']]",
     "JSON": '{"model_id": [1, 0], "subtasks": ["Solve it.", "Check it."], "access_list": [[], ["all"]]}',
-    "bold names": PLAIN.replace("access_list", "**access_list**").replace("model_id", "**model_id**"),
-    "bullets": PLAIN.replace("model_id", "- `model_id`").replace("subt", "- subt").replace("acc", "* acc"),
-    "remarks": PLAIN.replace("model_id =", "model_id (who):").replace("access_list =", "access_list (sees):"),
+    "bold names": PLAIN.replace("access_list", "**access_list**").replace(
+        "model_id", "**model_id**"
+    ),
+    "bullets": PLAIN.replace("model_id", "- `model_id`")
+    .replace("subt", "- subt")
+    .replace("acc", "* acc"),
+    "remarks": PLAIN.replace("model_id =", "model_id (who):").replace(
+        "access_list =", "access_list (sees):"
+    ),
     "escaped for Markdown": PLAIN.replace("_", "\\_"),
-    "annotated": PLAIN.replace(" =", ": list[int] =", 1).replace("subtasks =", "subtasks: List[str] ="),
-    "plural and capitals": PLAIN.replace("model_id", "Model_IDs").replace("access_list", "ACCESS_LISTS"),
+    "annotated": PLAIN.replace(" =", ": list[int] =", 1).replace(
+        "subtasks =", "subtasks: List[str] ="
+    ),
+    "plural and capitals": PLAIN.replace("model_id", "Model_IDs").replace(
+        "access_list", "ACCESS_LISTS"
+    ),
     "bare all": PLAIN.replace('["all"]', '"all"'),
     "indices": PLAIN.replace('["all"]', "[0]"),
     "another order": "\n".join(reversed(PLAIN.split("\n"))),
@@ -37,12 +47,15 @@ ACCEPTED = {
     "examples told again before": f"Example question: Why?\n{OTHER}\n\nQuestion: this one\n{PLAIN}",
 }
 
+
 @pytest.mark.parametrize("text", ACCEPTED.values(), ids=ACCEPTED)
 def test_what_models_write_is_read(text):
     assert parse(text, 4).steps == TWO
 
+
 def lists(model_id="[1, 0]", subtasks='["a", "b"]', access='[[], ["all"]]'):
     return f"model_id = {model_id}\nsubtasks = {subtasks}\naccess_list = {access}"
+
 
 REFUSED = {  # text: what the error says
     "I would ask model 0.": "model_id: the list is missing",
@@ -67,10 +80,12 @@ REFUSED = {  # text: what the error says
     lists(model_id=f"[{'9' * 9000}, 0]"): "model_id",
 }
 
+
 @pytest.mark.parametrize("text, why", REFUSED.items(), ids=range(len(REFUSED)))
 def test_what_is_no_workflow_is_refused_with_a_reason(text, why):
     with pytest.raises(WorkflowError, match=f"(?s).*{why.replace('[', '.').replace(']', '.')}"):
         parse(text, 4)
+
 
 def test_steps_are_limited_and_workers_may_be_a_subset():
     six = lists("[0, 0, 0, 0, 0, 0]", str(["a"] * 6), str([[]] * 6))
@@ -81,8 +96,10 @@ def test_steps_are_limited_and_workers_may_be_a_subset():
     with pytest.raises(WorkflowError, match="names 1"):
         parse(PLAIN, [0, 3, 5])
 
+
 def test_empty_lists_keep_the_answer_only_in_a_further_round():
     assert parse(lists("[]", "[]", "[]"), 4, allow_empty=True) == Workflow([])
+
 
 STRINGS = {  # as a model writes it between double quotes: what it says
     'Say \\"yes\\".': 'Say "yes".',
@@ -98,10 +115,12 @@ STRINGS = {  # as a model writes it between double quotes: what it says
     "first\nsecond": "first\nsecond",
 }
 
+
 @pytest.mark.parametrize("written, said", STRINGS.items())
 def test_strings_say_what_their_writer_meant(written, said):
     text = f'model_id = [0]\nsubtasks = ["{written}"]\naccess_list = [[]]'
     assert parse(text, 1).steps[0].subtask == said
+
 
 def test_as_lists_is_read_back_whatever_the_subtask():
     rng = random.Random(0)
@@ -113,12 +132,38 @@ def test_as_lists_is_read_back_whatever_the_subtask():
         assert [(s.worker, s.access) for s in found] == [(2, []), (0, [0]), (1, [1])]
         if "\\" not in subtask:  # A lone backslash may be LaTeX's.
             assert found[0].subtask == found[2].subtask == subtask
-    assert json.loads(as_lists(Workflow(steps)).split("subtasks = ")[1].split("\n")[0])[1] == "Go on."
+    assert (
+        json.loads(as_lists(Workflow(steps)).split("subtasks = ")[1].split("\n")[0])[1] == "Go on."
+    )
+
 
 def test_any_text_is_parsed_or_refused():
     rng = random.Random(1)
-    pieces = ["model_id", "subtasks", "access_list", " = ", ": ", "[", "]", "[]", '"', "'", '"all"', "0", "1",
-              ",", "\n", "\\", "#", "'''", "Question:", "{", "}", "é", "ſubtasks = ["]
+    pieces = [
+        "model_id",
+        "subtasks",
+        "access_list",
+        " = ",
+        ": ",
+        "[",
+        "]",
+        "[]",
+        '"',
+        "'",
+        '"all"',
+        "0",
+        "1",
+        ",",
+        "\n",
+        "\\",
+        "#",
+        "'''",
+        "Question:",
+        "{",
+        "}",
+        "é",
+        "ſubtasks = [",
+    ]
     for _ in range(3000):
         text = "".join(rng.choices(pieces, k=rng.randint(0, 40)))
         try:
@@ -127,8 +172,20 @@ def test_any_text_is_parsed_or_refused():
             continue
         assert 1 <= len(workflow.steps) <= 5
 
-HOSTILE = ["model_id = [", '"' * 7, 'model_id = ["\\', "access_list = [[[", "subtasks = ['a\n", "model_id (",
-           "model_id: a[", "**model_id**:" + " " * 19, "Question: model_id = ", "\\n\\t\\frac"]
+
+HOSTILE = [
+    "model_id = [",
+    '"' * 7,
+    'model_id = ["\\',
+    "access_list = [[[",
+    "subtasks = ['a\n",
+    "model_id (",
+    "model_id: a[",
+    "**model_id**:" + " " * 19,
+    "Question: model_id = ",
+    "\\n\\t\\frac",
+]
+
 
 @pytest.mark.parametrize("piece", HOSTILE)
 def test_the_cost_of_hostile_text_does_not_grow_with_its_length(piece):

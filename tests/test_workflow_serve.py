@@ -11,6 +11,7 @@ import requests
 from workers import Reply, WorkerError
 from workflow import Prompting, Step, Workflow, as_lists, conductor_server
 
+
 class Player:
     def __init__(self, name, answer):
         self.name, self.answer, self.asked = name, answer, 0
@@ -19,11 +20,16 @@ class Player:
         self.asked += 1
         return Reply(self.answer(messages), 10, 2, 0.25, 0.0)
 
+
 def lost(messages):
     raise WorkerError("nobody answers")
 
+
 def chain(*workers):
-    return as_lists(Workflow([Step(worker, "Go on.", [*range(i)]) for i, worker in enumerate(workers)]))
+    return as_lists(
+        Workflow([Step(worker, "Go on.", [*range(i)]) for i, worker in enumerate(workers)])
+    )
+
 
 @contextlib.contextmanager
 def served(pool, *texts, silence=15.0):
@@ -41,9 +47,11 @@ def served(pool, *texts, silence=15.0):
     server.shutdown()
     server.server_close()
 
+
 def post(url, **body):
     body = {"model": "conductor", "messages": [{"role": "user", "content": "Why?"}]} | body
     return requests.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+
 
 def test_an_answer_has_everybodys_usage_and_says_who_did_what():
     pool = [Player("a", lambda m: "draft"), Player("b", lambda m: "answer")]
@@ -51,16 +59,31 @@ def test_an_answer_has_everybodys_usage_and_says_who_did_what():
         data = post(url).json()
         names = [card["id"] for card in requests.get(f"{url}/v1/models", timeout=60).json()["data"]]
     assert data["choices"][0]["message"] == {"role": "assistant", "content": "answer"}
-    assert data["usage"] == {"prompt_tokens": 20, "completion_tokens": 4, "total_tokens": 24, "cost": 0.5}
-    assert [(step["worker"], step["access"]) for step in data["workflow"]] == [("a", []), ("b", [0])]
+    assert data["usage"] == {
+        "prompt_tokens": 20,
+        "completion_tokens": 4,
+        "total_tokens": 24,
+        "cost": 0.5,
+    }
+    assert [(step["worker"], step["access"]) for step in data["workflow"]] == [
+        ("a", []),
+        ("b", [0]),
+    ]
     assert names == ["conductor", "conductor-recursive"]
+
 
 def test_the_question_is_the_whole_conversation():
     seen = []
     with served([Player("a", lambda m: seen.append(m[0]["content"]) or "b")], chain(0)) as url:
-        post(url, messages=[{"role": "system", "content": "Be short."},
-                            {"role": "user", "content": [{"type": "text", "text": "Why?"}]}])
+        post(
+            url,
+            messages=[
+                {"role": "system", "content": "Be short."},
+                {"role": "user", "content": [{"type": "text", "text": "Why?"}]},
+            ],
+        )
     assert seen == ["Question:\nsystem: Be short.\n\nuser: Why?\n\nYour task:\nGo on."]
+
 
 def test_the_recursive_model_looks_again():
     answers = iter(["41", "42"])
@@ -69,17 +92,29 @@ def test_the_recursive_model_looks_again():
     assert data["choices"][0]["message"]["content"] == "42"
     assert [step["round"] for step in data["workflow"]] == [0, 1]
 
+
 def events(response):
     lines = [line.decode() for line in response.iter_lines() if line]
     data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
-    return [json.loads(d) for d in data[:-1]], data[-1], [line for line in lines if line.startswith(":")]
+    return (
+        [json.loads(d) for d in data[:-1]],
+        data[-1],
+        [line for line in lines if line.startswith(":")],
+    )
+
 
 def test_a_stream_begins_with_the_role_and_ends_with_the_answer():
     with served([Player("a", lambda m: "answer")], chain(0)) as url:
-        chunks, end, comments = events(post(url, stream=True, stream_options={"include_usage": True}))
+        chunks, end, comments = events(
+            post(url, stream=True, stream_options={"include_usage": True})
+        )
     assert chunks[0]["choices"][0]["delta"]["role"] == "assistant" and end == "[DONE]"
-    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks if c["choices"]) == "answer"
+    assert (
+        "".join(c["choices"][0]["delta"].get("content", "") for c in chunks if c["choices"])
+        == "answer"
+    )
     assert chunks[-1]["usage"]["total_tokens"] == 12
+
 
 def test_a_silent_stream_says_that_workers_are_busy():
     go_on = threading.Event()
@@ -89,8 +124,14 @@ def test_a_silent_stream_says_that_workers_are_busy():
         return "answer"
 
     with served([Player("a", wait)], chain(0), silence=0.05) as url:
-        body = {"model": "conductor", "messages": [{"role": "user", "content": "Why?"}], "stream": True}
-        with requests.post(f"{url}/v1/chat/completions", json=body, stream=True, timeout=60) as response:
+        body = {
+            "model": "conductor",
+            "messages": [{"role": "user", "content": "Why?"}],
+            "stream": True,
+        }
+        with requests.post(
+            f"{url}/v1/chat/completions", json=body, stream=True, timeout=60
+        ) as response:
             lines = response.iter_lines()
             busy = 0
             while busy < 3:  # Three comments come while the worker works.
@@ -99,10 +140,16 @@ def test_a_silent_stream_says_that_workers_are_busy():
             rest = b"\n".join(lines)
     assert b"answer" in rest and b"[DONE]" in rest
 
+
 FAILURES = {
     "a lost call": ([lost], [chain(0)], "nobody answers"),
-    "no workflow": ([str], ["hm"], "the Conductor wrote no workflow: model_id: the list is missing"),
+    "no workflow": (
+        [str],
+        ["hm"],
+        "the Conductor wrote no workflow: model_id: the list is missing",
+    ),
 }
+
 
 @pytest.mark.parametrize("answers, texts, why", FAILURES.values(), ids=FAILURES)
 def test_a_failure_is_a_502_that_asks_not_to_pay_again(answers, texts, why):
@@ -112,6 +159,7 @@ def test_a_failure_is_a_502_that_asks_not_to_pay_again(answers, texts, why):
         assert response.headers["x-should-retry"] == "false"
         _, last, _ = events(post(url, stream=True))
         assert why in last
+
 
 def test_a_client_that_hangs_up_stops_the_workflow():
     begun, go_on = threading.Event(), threading.Event()
@@ -133,8 +181,11 @@ def test_a_client_that_hangs_up_stops_the_workflow():
             )
             assert begun.wait(60)
         go_on.set()
-        assert post(url, messages=[{"role": "user", "content": "Next?"}]).status_code == 200  # it serves on
+        assert (
+            post(url, messages=[{"role": "user", "content": "Next?"}]).status_code == 200
+        )  # it serves on
     assert second.asked == 1  # by the client that waited
+
 
 def test_clients_are_served_side_by_side():
     together = threading.Barrier(4)
@@ -145,7 +196,9 @@ def test_clients_are_served_side_by_side():
 
     with served([Player("a", meet)], chain(0)) as url:
         found = []
-        clients = [threading.Thread(target=lambda: found.append(post(url).status_code)) for _ in range(4)]
+        clients = [
+            threading.Thread(target=lambda: found.append(post(url).status_code)) for _ in range(4)
+        ]
         for client in clients:
             client.start()
         for client in clients:

@@ -1,4 +1,5 @@
 """Runs of train.py in processes of their own, and workers for them that count their calls and can be held."""
+
 import functools
 import json
 import os
@@ -15,11 +16,20 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 
+
 def launch(*flags, ranks=1):
     """Start train.py on one rank, or under torchrun on two, in a session of its own."""
     command = [sys.executable, *(TORCHRUN if ranks == 2 else ()), "train.py", *flags]
-    return subprocess.Popen(command, cwd=ROOT, env=ENV, text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, start_new_session=True)
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=ENV,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
 
 def end_of(process):
     """(status, stdout, stderr) of a process that comes to its end."""
@@ -29,11 +39,13 @@ def end_of(process):
         kill(process)
     return process.returncode, out, err
 
+
 def train(*flags, ranks=1):
     """The output of a run that has to end well."""
     status, out, err = end_of(launch(*flags, ranks=ranks))
     assert status == 0, f"{flags}\n{out}\n{err}"
     return out
+
 
 def kill(process):
     """SIGKILL to all ranks."""
@@ -41,6 +53,7 @@ def kill(process):
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
+
 
 def kill_when(condition, process):
     """SIGKILL as soon as a condition holds, which has to be before the process ends."""
@@ -50,27 +63,40 @@ def kill_when(condition, process):
     kill(process)
     process.communicate()
 
+
 def metrics(out):
     if not os.path.exists(f"{out}/metrics.jsonl"):
         return []
     with open(f"{out}/metrics.jsonl") as file:
         return [json.loads(line) for line in file if line.endswith("\n")]
 
+
 def traces(out, iteration):
     with open(f"{out}/traces/{iteration:05d}.jsonl") as file:
         return [json.loads(line) for line in file]
+
 
 def weights(out):
     with open(f"{out}/checkpoint/model.safetensors", "rb") as file:
         return file.read()
 
+
 @functools.cache
 def trained():
     """The folder and the output of a short run of the laptop preset on one rank."""
     out = tempfile.mkdtemp() + "/run"
-    said = train("--preset=laptop", f"--out={out}", "--warm_steps=100", "--iterations=2", "--questions=9",
-                 "--rollouts=8", "--test=9", "--save_every=1")
+    said = train(
+        "--preset=laptop",
+        f"--out={out}",
+        "--warm_steps=100",
+        "--iterations=2",
+        "--questions=9",
+        "--rollouts=8",
+        "--test=9",
+        "--save_every=1",
+    )
     return out, said
+
 
 class Workers:
     """Five priced workers on loopback that answer a letter, by a hash of what they are asked. They count the
@@ -111,9 +137,21 @@ class Workers:
         url = f"http://127.0.0.1:{server.server_address[1]}/v1"
         self.pool, self.data = f"{folder}/pool.json", f"{folder}/questions.jsonl"
         with open(self.pool, "w") as file:
-            json.dump([{"name": name, "protocol": "openai", "base_url": url, "model": name, "price": [1, 10],
-                        "params": {"max_tokens": 10}, "concurrency": 1}
-                       for name in ("left", "right", "up", "down", "in")], file)
+            json.dump(
+                [
+                    {
+                        "name": name,
+                        "protocol": "openai",
+                        "base_url": url,
+                        "model": name,
+                        "price": [1, 10],
+                        "params": {"max_tokens": 10},
+                        "concurrency": 1,
+                    }
+                    for name in ("left", "right", "up", "down", "in")
+                ],
+                file,
+            )
         with open(self.data, "w") as file:
             for i in range(8):
                 row = {"question": f"What is {i} + 7?", "answer": "AB"[i % 2], "grader": "same"}
@@ -121,6 +159,15 @@ class Workers:
 
     def flags(self, *more):
         """Flags of a short run with these workers, from the checkpoint of `trained`."""
-        return ("--preset=laptop", f"--init_from={trained()[0]}/checkpoint", f"--pool={self.pool}",
-                f"--data={self.data}", "--budget=1", "--questions=4", "--rollouts=4", "--minibatches=2",
-                "--test=2", *more)
+        return (
+            "--preset=laptop",
+            f"--init_from={trained()[0]}/checkpoint",
+            f"--pool={self.pool}",
+            f"--data={self.data}",
+            "--budget=1",
+            "--questions=4",
+            "--rollouts=4",
+            "--minibatches=2",
+            "--test=2",
+            *more,
+        )
