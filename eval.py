@@ -1413,7 +1413,7 @@ AGGREGATE = (
 
 def begin(problems: list[Problem], pools: list, name: str) -> list[Rollout]:
     pairs = zip(problems, pools, strict=True)
-    return [Rollout(p.question, pool, problem=p, name=f"{name}/{p.id}") for p, pool in pairs]
+    return [Rollout(p.question, pool, problem=p, call_prefix=f"{name}/{p.id}") for p, pool in pairs]
 
 
 def run_and_judge(rollouts: list[Rollout], name: str, call=call_worker) -> list[Rollout]:
@@ -1510,7 +1510,7 @@ def reflect(worker: int):
 def propose_and_aggregate(rollout: Rollout) -> Workflow:
     """A Mixture of Agents of one layer: every worker proposes, and a random one aggregates."""
     everyone = list(range(len(rollout.pool)))
-    aggregator = random.Random(rollout.name).choice(everyone)
+    aggregator = random.Random(rollout.call_prefix).choice(everyone)
     return Workflow(
         [*(Step(i, SOLVE_IT, []) for i in everyone), Step(aggregator, AGGREGATE, everyone)]
     )
@@ -1538,7 +1538,7 @@ def random_workflow(
 def plan_at_random(rollout: Rollout) -> Workflow:
     workers = list(range(len(rollout.pool)))
     return random_workflow(
-        random.Random(rollout.name), workers, phrases=phrases_for(rollout.problem)
+        random.Random(rollout.call_prefix), workers, phrases=phrases_for(rollout.problem)
     )
 
 
@@ -1546,9 +1546,9 @@ def plan_at_random(rollout: Rollout) -> Workflow:
 
 
 def conductor(
-    write, prompting: Prompting, rounds: int = 0, edit=None, tries: int = 1, only: str = ""
+    write, prompting: Prompting, extra_rounds: int = 0, edit=None, tries: int = 1, only: str = ""
 ):
-    """The system of a Conductor that writes by `write` (workflow.py). rounds: §3.2. edit(workflow) ->
+    """The system of a Conductor that writes by `write` (workflow.py). extra_rounds: §3.2. edit(workflow) ->
     workflow takes something away. only: the workers that it may name (§3.2), with commas between."""
 
     def system(problems, pools, name):
@@ -1559,7 +1559,7 @@ def conductor(
             return conduct(
                 write,
                 rollouts,
-                rounds,
+                extra_rounds,
                 prompting,
                 tries,
                 judge=grade_once(),
@@ -1713,7 +1713,7 @@ def trinity(setup):
         for rollout in conduct(
             write,
             rollouts,
-            rounds=4,
+            extra_rounds=4,
             tries=1,
             judge=grade_once(),
             call=lambda rollout, i: call_worker(replace(rollout, number=0), i),
@@ -1762,16 +1762,16 @@ ABLATIONS = {
 def from_checkpoint(setup, edit=None):
     """The Conductor, whose workflows are edited before they run."""
     model, tokenizer, prompting = load_conductor(setup.checkpoint)
-    prompting = replace(prompting, prompt=setup.prompt or prompting.prompt)
+    prompting = replace(prompting, prompt_style=setup.prompt_style or prompting.prompt_style)
     write = model_writer(model, tokenizer, prompting, temperature=0.0)
-    return conductor(write, prompting, setup.rounds, edit, only=setup.only)
+    return conductor(write, prompting, setup.extra_rounds, edit, only=setup.only)
 
 
 def in_the_seat(setup):
     """A worker in the Conductor's seat, who tries the format ten times (in the paper without end)."""
-    prompting = Prompting(prompt=setup.prompt or Prompting.prompt)
+    prompting = Prompting(prompt_style=setup.prompt_style or Prompting.prompt_style)
     return conductor(
-        worker_writer(setup.pool[setup.worker], prompting), prompting, setup.rounds, tries=10
+        worker_writer(setup.pool[setup.worker], prompting), prompting, setup.extra_rounds, tries=10
     )
 
 
@@ -1889,9 +1889,9 @@ class Settings:
     )
     limit: int = 225  # problems of each benchmark, at most
     repeats: int = 1
-    rounds: int = 0  # further ones of a Conductor (§3.2)
+    extra_rounds: int = 0  # further ones of a Conductor (§3.2)
     only: str = ""  # the workers that a Conductor may name, with commas between; "": all
-    prompt: str = ""  # ood, in, mixed, zero-shot; "": as in the Conductor's training
+    prompt_style: str = ""  # ood, in, mixed, zero-shot; "": as in the Conductor's training
     lessons: str = (
         ""  # whose train problems the learned systems learn from; "": the benchmark's own
     )
@@ -1943,7 +1943,7 @@ def compare_systems(settings: Settings):
     if any(problem.grader in ("code", "unittest") for problem in itertools.chain(*tests.values())):
         check_sandbox()
     calls = sum(
-        len(problems) * settings.repeats * (1 + settings.rounds) * (system.calls or len(pool))
+        len(problems) * settings.repeats * (1 + settings.extra_rounds) * (system.calls or len(pool))
         + system.lessons
         for problems in tests.values()
         for system, _ in chosen.values()
@@ -1986,7 +1986,7 @@ def write_results(out: str, numbers: dict, about: dict, rollouts: list[Rollout])
     write_json(out, numbers)
     with open(out.removesuffix(".json") + ".jsonl", "a" if len(numbers) > 1 else "w") as file:
         for rollout in rollouts:
-            row = about | {"problem_id": rollout.problem.id} | rollout_to_json(rollout)
+            row = about | rollout_to_json(rollout)
             file.write(json.dumps(row) + "\n")
 
 

@@ -296,10 +296,10 @@ def micro_batches(rollouts: list[Rollout], token_budget: int) -> list[list[Rollo
     a prompt stand together and by length, so that little is padded. A prompt counts once, and a list's first
     not at all: else a long prompt would fill the budget, and be computed again for every few completions."""
     batches, size = [], 0
-    for r in sorted(rollouts, key=lambda r: (r.prompt, len(r.tokens))):
+    for r in sorted(rollouts, key=lambda r: (r.prompt_ids, len(r.tokens))):
         size += len(r.tokens)
-        if batches and r.prompt != batches[-1][-1].prompt:
-            size += len(r.prompt)
+        if batches and r.prompt_ids != batches[-1][-1].prompt_ids:
+            size += len(r.prompt_ids)
         if not batches or size > token_budget:
             batches.append([])
             size = len(r.tokens)
@@ -309,7 +309,7 @@ def micro_batches(rollouts: list[Rollout], token_budget: int) -> list[list[Rollo
 
 def by_prompt(batch: list[Rollout]):
     """A micro-batch as groups for packed_logprobs; an empty one as any token, so that it takes part."""
-    groups = itertools.groupby(batch, lambda r: r.prompt)
+    groups = itertools.groupby(batch, lambda r: r.prompt_ids)
     return [(prompt, [r.tokens for r in rollouts]) for prompt, rollouts in groups] or [([0], [[0]])]
 
 

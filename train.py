@@ -53,7 +53,15 @@ from grpo import (
     update,
 )
 from model import Config, Qwen, Tokenizer, compute_dtype, configure, fetch, write_json
-from workers import LOCAL, Reply, WorkerError, check_pool, demand_budget, first_words, load_function
+from workers import (
+    LOCAL,
+    Reply,
+    WorkerError,
+    check_pool,
+    demand_budget,
+    ping_workers,
+    load_function,
+)
 from workers import load_pool, probable_cost, read_pool
 from workflow import Prompting, Rollout, Workflow, as_lists, messages, model_writer, roll_out
 from workflow import rollout_from_json, rollout_to_json, save_prompting, strip
@@ -77,7 +85,7 @@ class Settings:
     budget: float = 0.0  # dollars, from this start of the run on; 0: no limit, where nothing costs
     workflow_timeout: float = 1800.0  # seconds after which a rollout is lost, not waited for
     # how the Conductor is asked, and what is done to its workflows
-    prompt: str = "short"  # the laptop's line; ood, in, mixed: few-shot examples; zero-shot
+    prompt_style: str = "short"  # the laptop's line; ood, in, mixed: few-shot examples; zero-shot
     max_steps: int = 5
     max_new_tokens: int = 96
     ablate: str = ""  # subtasks: each becomes "Solve the question."; access: no step sees another
@@ -88,11 +96,11 @@ class Settings:
         0.0  # advantage lost with each dollar above the mean of a question's rollouts
     )
     iterations: int = 120
-    questions: int = 32  # of an iteration
-    review: float = (
+    n_questions: int = 32  # of an iteration
+    ask_solved_probability: float = (
         0.1  # chance to be asked of a question whose kind is always answered; 1: each in its turn
     )
-    rollouts: int = 16  # of a question
+    n_rollouts: int = 16  # of a question
     minibatches: int = 4  # optimizer steps of an iteration, each on its part of every group
     beta: float = (
         0.2  # weight of the KL to a reference policy, on a question that is never answered
@@ -110,9 +118,7 @@ class Settings:
         False  # its lessons name subsets of the workers, and some are second rounds
     )
     # what is measured and kept
-    test: int = (
-        225  # held-out problems at the end, and the first MEASURED of them at each checkpoint
-    )
+    n_test: int = 225  # held-out problems at the end, and the first N_TEST_AT_CHECKPOINT of them at each checkpoint
     save_every: int = 40  # iterations between checkpoints
     wandb: bool = False  # wandb also gets the metrics
     resume: bool = False  # go on from the newest checkpoint in --out
@@ -124,13 +130,13 @@ PAPER = dict(
     init_from="Qwen/Qwen2.5-7B",
     data="paper",
     pool="",
-    prompt="ood",
+    prompt_style="ood",
     iterations=200,
     lr=1e-6,
     max_new_tokens=1024,
-    questions=4,
-    rollouts=64,
-    review=1.0,
+    n_questions=4,
+    n_rollouts=64,
+    ask_solved_probability=1.0,
     minibatches=1,
     beta=0.0,
     beta2=0.999,
@@ -146,7 +152,7 @@ PRESETS = {
     "small": dict(
         init_from="Qwen/Qwen2.5-0.5B-Instruct",
         max_steps=3,
-        questions=16,
+        n_questions=16,
         iterations=80,
         lr=5e-5,
         token_budget=4096,
@@ -167,8 +173,10 @@ PRESETS = {
     "pools": dict(TUNE, subset=4),
     "recursive": dict(TUNE, pool="local:tired", recursion=True),
 }
-RARE = 0.8  # share of wrong answers to a question above which its right ones are in every minibatch
-MEASURED = 72  # held-out problems, at each checkpoint
+RARELY_RIGHT = (
+    0.8  # share of wrong answers to a question above which its right ones are in every minibatch
+)
+N_TEST_AT_CHECKPOINT = 72  # held-out problems, at each checkpoint
 
 
 @dataclass
@@ -183,7 +191,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     prompting: Prompting
     begin: int  # the iteration to begin with
-    wrong: dict[str, torch.Tensor]  # the running share of wrong answers, by kind of question
+    wrong_share: dict[str, torch.Tensor]  # the running share of wrong answers, by kind of question
     reference: Qwen | None = None  # π_ref, of the KL
     skipped: int = 0  # steps in a row, up to now, whose gradient was not finite
 
@@ -197,7 +205,7 @@ def train(settings: Settings, device: str):
         settings, device
     )  # It loads the newest checkpoint (--resume), or begins, with a warm start.
     for iteration in range(run.begin, settings.iterations):
-        began = time.perf_counter()
+        started = time.perf_counter()
         groups = read_rollouts(run, settings, iteration)  # of a run that was killed
         if groups is None:  # the usual case
             sampler = whole_copy(run.model)  # FSDP splits the weights over the ranks.
@@ -217,16 +225,23 @@ def train(settings: Settings, device: str):
             groups
         ):  # a running share of wrong answers, by which first_rounds asks solved kinds less
             if any(r.reward is not None for r in group):
-                run.wrong[group[0].problem.kind].lerp_(torch.tensor(group[0].wrong_share), 0.3)
+                run.wrong_share[group[0].problem.kind].lerp_(
+                    torch.tensor(group[0].wrong_share), 0.3
+                )
         rolled_out = time.perf_counter()
         reports = learn(run, groups, settings, iteration)  # Eq. 1
         torch.cuda.empty_cache()
-        seconds = {"rollout_s": rolled_out - began, "learning_s": time.perf_counter() - rolled_out}
+        seconds = {
+            "rollout_s": rolled_out - started,
+            "learning_s": time.perf_counter() - rolled_out,
+        }
 
         done, held_out = iteration + 1, None
         is_due, is_last = done % settings.save_every == 0, done == settings.iterations
         if is_due and not is_last:
-            answered = conduct_problems(run, run.test[:MEASURED], settings, f"test:{iteration}")
+            answered = conduct_problems(
+                run, run.test[:N_TEST_AT_CHECKPOINT], settings, f"test:{iteration}"
+            )
             held_out = measure(answered)["accuracy"]
         log(settings, iteration, groups, reports, held_out, seconds)
         is_spent = any(all_gather([run.pool[0].budget and run.pool[0].budget.refused]))
@@ -267,7 +282,7 @@ def learn(run: Run, groups: list[list[Rollout]], settings: Settings, iteration: 
                 r
                 for group in rewarded
                 for i, r in enumerate(group)
-                if i % settings.minibatches == m or (r.right and r.wrong_share > RARE)
+                if i % settings.minibatches == m or (r.right and r.wrong_share > RARELY_RIGHT)
             ]
         )
         reports.append(
@@ -290,24 +305,24 @@ def learn(run: Run, groups: list[list[Rollout]], settings: Settings, iteration: 
 
 
 def first_rounds(run: Run, settings: Settings, iteration: int) -> list[Rollout]:
-    """An iteration's questions: with review=1 the next ones of the data, which begins again after its end;
+    """An iteration's questions: with ask_solved_probability=1 the next ones of the data, which begins again after its end;
     else drawn by chance, and passed over the likelier, the oftener their kind is answered. Each may use the
     whole pool, or settings.subset or more of its workers, drawn by chance (§3.2; the paper: exactly k)."""
     asked, everyone, rng = [], len(run.pool), random.Random(f"{settings.seed} {iteration}")
-    for i in itertools.count(iteration * settings.questions):
-        if len(asked) == settings.questions:
+    for i in itertools.count(iteration * settings.n_questions):
+        if len(asked) == settings.n_questions:
             return asked
         problem = (
             run.problems[i % len(run.problems)]
-            if settings.review == 1
+            if settings.ask_solved_probability == 1
             else rng.choice(run.problems)
         )
-        if rng.random() < max(settings.review, run.wrong[problem.kind]):
+        if rng.random() < max(settings.ask_solved_probability, run.wrong_share[problem.kind]):
             workers = sorted(
                 rng.sample(range(everyone), rng.randint(settings.subset or everyone, everyone))
             )
             name = f"{settings.seed}/{iteration}/{i}"
-            asked.append(Rollout(problem.question, run.pool, workers, problem, name=name))
+            asked.append(Rollout(problem.question, run.pool, workers, problem, call_prefix=name))
 
 
 def second_rounds(groups: list[list[Rollout]], settings: Settings, iteration: int) -> list[Rollout]:
@@ -320,17 +335,19 @@ def second_rounds(groups: list[list[Rollout]], settings: Settings, iteration: in
         answered = [r for r in group if r.workflow and r.right is not None]
         if i % 4 in half and answered:
             r = random.Random(f"{settings.seed} {iteration} {i}").choice(answered)
-            asked.append(Rollout(r.question, r.pool, r.workers, r.problem, r.name, previous=r))
+            asked.append(
+                Rollout(r.question, r.pool, r.workers, r.problem, r.call_prefix, previous=r)
+            )
     return asked
 
 
 def roll_out_on_all_ranks(
     sampler: Qwen, run: Run, asked: list[Rollout], settings: Settings, seed: int
 ):
-    """Roll out every question settings.rollouts times. Each rank does a part of every question's, and all get
+    """Roll out every question settings.n_rollouts times. Each rank does a part of every question's, and all get
     all of them, as [question][rollout]: the same on any number of ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    numbers = range(settings.rollouts * rank // world, settings.rollouts * (rank + 1) // world)
+    numbers = range(settings.n_rollouts * rank // world, settings.n_rollouts * (rank + 1) // world)
     mine = [replace(question, number=number) for question in asked for number in numbers]
     write = model_writer(sampler, run.tokenizer, run.prompting, temperature=1.0, seed=seed)
     with progress("rollouts of rank 0", len(mine)) as bar:
@@ -350,7 +367,7 @@ def roll_out_on_all_ranks(
         [
             replace(r, pool=question.pool, problem=question.problem, previous=question.previous)
             for r in everybodys
-            if r.name == question.name
+            if r.call_prefix == question.call_prefix
         ]
         for question in asked
     ]
@@ -440,7 +457,7 @@ def random_lesson(
         completion = rng.choice((plan + as_lists(another), as_lists(Workflow([]))))
     named = n_workers if len(workers) == n_workers else workers
     return messages(
-        problem.question, named, settings.max_steps, previous, settings.prompt
+        problem.question, named, settings.max_steps, previous, settings.prompt_style
     ), completion
 
 
@@ -524,10 +541,12 @@ def set_up(settings: Settings, device: str) -> Run:
     else:
         model, tokenizer = tiny_conductor(problems, len(rows), settings)
         shard(model, settings, device)
-    prompting = Prompting(settings.prompt, settings.max_steps, settings.max_new_tokens)
+    prompting = Prompting(settings.prompt_style, settings.max_steps, settings.max_new_tokens)
     longest = max((problem.question for problem in problems + test), key=len)
     n_read = len(
-        tokenizer.chat(messages(longest, len(rows), settings.max_steps, prompt=settings.prompt))
+        tokenizer.chat(
+            messages(longest, len(rows), settings.max_steps, prompt_style=settings.prompt_style)
+        )
     )
     if n_read + settings.max_new_tokens > model.config.max_position_embeddings:
         leave(
@@ -571,7 +590,7 @@ def load_problems(settings: Settings) -> tuple[list, list]:
     if settings.grader:
         evaluation.GRADERS["own"] = evaluation.own_grader(load_function(settings.grader))
     return evaluation.load(settings.data, "train"), evaluation.load(
-        settings.data, "test", settings.test
+        settings.data, "test", settings.n_test
     )
 
 
@@ -594,7 +613,7 @@ def print_results(run: Run, settings: Settings):
     )
     run.optimizer = run.reference = None  # The evaluation shall have their memory.
     left = sum(all_gather([run.pool[0].budget.left if settings.budget else 0.0]))  # dollars
-    if dist.get_rank() == 0 and settings.test:
+    if dist.get_rank() == 0 and settings.n_test:
         systems = f"{'no-' + settings.ablate if settings.ablate else 'conductor'},workers,random"
         evaluation.compare_systems(
             evaluation.Settings(
@@ -603,8 +622,8 @@ def print_results(run: Run, settings: Settings):
                 checkpoint=f"{settings.out}/checkpoint",
                 budget=left,
                 pool=settings.pool,
-                limit=settings.test,
-                rounds=int(settings.recursion),
+                limit=settings.n_test,
+                extra_rounds=int(settings.recursion),
                 replay=f"{settings.out}/replies",
                 out=f"{settings.out}/test.json",
             )
@@ -621,9 +640,16 @@ SHAPES = {  # of models that may not be here yet
 WORDS = {
     "ablate": [*ABLATIONS],
     "sandbox": ["bwrap", "none"],
-    "prompt": ["ood", "in", "mixed", "zero-shot", "short"],
+    "prompt_style": ["ood", "in", "mixed", "zero-shot", "short"],
 }
-LEAST = {"rollouts": 2, "review": 0.01, "warm_steps": -1, "test": 0, "subset": 0, "seed": 0}
+MINIMUM = {
+    "n_rollouts": 2,
+    "ask_solved_probability": 0.01,
+    "warm_steps": -1,
+    "n_test": 0,
+    "subset": 0,
+    "seed": 0,
+}
 
 
 def preflight(settings: Settings, start: str, device: str) -> tuple[Config | None, list[dict], str]:
@@ -638,7 +664,7 @@ def preflight(settings: Settings, start: str, device: str) -> tuple[Config | Non
             lacking.append(f"{what}: {e}")
 
     for key, value in vars(settings).items():
-        least = LEAST.get(key, int(type(value) is int))  # 1 for other whole numbers
+        least = MINIMUM.get(key, int(type(value) is int))  # 1 for other whole numbers
         if type(value) in (int, float) and not least <= value < math.inf:
             lacking.append(f"--{key}={value}: expected {least} or more")
         if value not in WORDS.get(key, [value]):
@@ -674,15 +700,17 @@ def preflight(settings: Settings, start: str, device: str) -> tuple[Config | Non
         settings.dry_run and probable_cost(rows, 1)
     ):  # A dry run pays for no word.
         pool = load_pool(settings.pool, rows[0].get("base_url"), budget=settings.budget)
-        lacking += [str(word) for word in first_words(pool) if isinstance(word, WorkerError)]
+        lacking += [str(word) for word in ping_workers(pool) if isinstance(word, WorkerError)]
     return config, rows, "\n  ".join(["the run lacks", *lacking]) if lacking else ""
 
 
 def check_money(settings: Settings, rows: list[dict], n_test: int):
     """Print the run's calls and what they cost. ValueError where a budget or a price is missing."""
-    rollouts = settings.iterations * settings.questions * settings.rollouts
+    rollouts = settings.iterations * settings.n_questions * settings.n_rollouts
     rollouts += settings.recursion * rollouts // 2
-    measured = settings.iterations // settings.save_every * min(MEASURED, n_test) + 2 * n_test
+    measured = (
+        settings.iterations // settings.save_every * min(N_TEST_AT_CHECKPOINT, n_test) + 2 * n_test
+    )
     calls = 3 * (rollouts + measured) + len(rows) * n_test
     cost = probable_cost(rows, calls)
     if cost == 0:
@@ -697,8 +725,8 @@ def check_room(settings: Settings, config: Config, device: str):
     n, world, dtype = count_parameters(config), dist.get_world_size(), dtype_for(config, device)
     C, L, V, width = config.hidden_size, config.num_hidden_layers, config.vocab_size, dtype.itemsize
     T = settings.token_budget + PROMPT  # tokens of a packed row
-    drawn = settings.questions * (
-        PROMPT + settings.rollouts // world * settings.max_new_tokens
+    drawn = settings.n_questions * (
+        PROMPT + settings.n_rollouts // world * settings.max_new_tokens
     )  # tokens
     cached = (
         2 * config.num_key_value_heads * config.head_dim * L * width
@@ -746,7 +774,7 @@ def largest_step(model: Qwen, optimizer, reference: Qwen | None, settings: Setti
     size, prompt = (settings.token_budget, PROMPT) if model.device.type == "cuda" else (64, 8)
     length = min(settings.max_new_tokens, size)
     rollout = Rollout(
-        "", prompt=[0] * prompt, tokens=[0] * length, logprobs=[0.0] * length, advantage=1.0
+        "", prompt_ids=[0] * prompt, tokens=[0] * length, logprobs=[0.0] * length, advantage=1.0
     )
     rollouts = [rollout] * (size // length) * 2
     update(model, optimizer, rollouts, beta=settings.beta, reference=reference, token_budget=size)
@@ -764,11 +792,11 @@ def try_largest_step(settings: Settings, config: Config, device: str):
     model.to_empty(device="cpu" if settings.offload else device)
     for p in model.parameters():
         p.detach().to_local().normal_(std=0.02)
-    began = time.perf_counter()
+    started = time.perf_counter()
     largest_step(model, adam(model, 0.99), whole_copy(model) if settings.beta else None, settings)
     used = torch.cuda.max_memory_allocated() / GIB  # 0 without a GPU
     print0(
-        f"the largest step took {time.perf_counter() - began:.1f} s and {used:.1f} GiB of GPU memory"
+        f"the largest step took {time.perf_counter() - started:.1f} s and {used:.1f} GiB of GPU memory"
     )
 
 
@@ -936,9 +964,7 @@ def write_rollouts(settings: Settings, iteration: int, groups: list[list[Rollout
     with open(f"{file}.tmp", "w") as traces:
         for r in itertools.chain(*groups):
             row = rollout_to_json(r, with_tokens=True)
-            traces.write(
-                json.dumps(row | {"problem": r.problem.id, "expected": r.problem.answer}) + "\n"
-            )
+            traces.write(json.dumps(row | {"expected": r.problem.answer}) + "\n")
     os.replace(f"{file}.tmp", file)
 
 
@@ -949,8 +975,10 @@ def read_rollouts(run: Run, settings: Settings, iteration: int) -> list[list[Rol
         return None
     problems = {problem.id: problem for problem in run.problems}
     rollouts = [rollout_from_json(json.loads(line)) for line in file.read_text().splitlines()]
-    rollouts = [replace(r, pool=run.pool, problem=problems[r.problem]) for r in rollouts]
-    return [rollouts[i : i + settings.rollouts] for i in range(0, len(rollouts), settings.rollouts)]
+    rollouts = [replace(r, pool=run.pool, problem=problems[r.problem_id]) for r in rollouts]
+    return [
+        rollouts[i : i + settings.n_rollouts] for i in range(0, len(rollouts), settings.n_rollouts)
+    ]
 
 
 def save(run: Run, settings: Settings, done: int):
@@ -981,7 +1009,7 @@ def save_for_use(run: Run, settings: Settings, folder: Path):
 
 def trained(run: Run) -> dict[str, torch.Tensor]:
     """What training changes: fp32 weights, Adam's step and moments, and what is known of kinds."""
-    state = {f"wrong {kind}": share for kind, share in run.wrong.items()}
+    state = {f"wrong {kind}": share for kind, share in run.wrong_share.items()}
     for name, p in run.model.named_parameters():
         state[name] = p.detach()
         state |= {f"{name} {key}": tensor for key, tensor in run.optimizer.state[p].items()}

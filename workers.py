@@ -115,7 +115,7 @@ class Worker:
             )  # What is asked twice at once is paid once.
             if reply is None:
                 with self.slots:
-                    reply = self.ask(messages, params)
+                    reply = self.send(messages, params)
                 if key:
                     self.replay.keep(key, reply)
         with self.lock:
@@ -124,14 +124,14 @@ class Worker:
             self.unpriced += reply.cost is None
         return reply
 
-    def ask(self, messages: list[dict], params: dict) -> Reply:
+    def send(self, messages: list[dict], params: dict) -> Reply:
         """Make one attempt after another, as `chat` says."""
         api_key = os.environ.get(self.api_key_env or "", "").strip()
         turns = [m if m["content"].strip() else {**m, "content": "(empty)"} for m in messages]
         path, headers, body = PROTOCOLS[self.protocol][0](self.model, turns, params, api_key)
         most = most_dollars(vars(self), params, body) if self.budget else 0.0
         purse = self.budget or Budget(float("inf"))
-        begun, failures = time.monotonic(), 0
+        first_sent, failures = time.monotonic(), 0
         for number in itertools.count(1):
             purse.reserve(most)
             started = time.monotonic()
@@ -164,13 +164,13 @@ class Worker:
                 30, self.timeout / 300 * 2 ** min(number - 1, 9)
             )  # 2, 4, 8 … s at a timeout of 600
             pause = max(0.0, outcome.wait or 0.0) + pause * jitter.uniform(0.5, 1)
-            late = now + pause > begun + 3 * self.timeout
+            late = now + pause > first_sent + 3 * self.timeout
             if late or outcome.wait is None or failures == 6 or number == self.attempts:
                 why = "".join(filter(str.isprintable, " ".join(outcome.text.split())))
                 for secret in filter(None, [api_key, *self.headers.values()]):
                     why = why.replace(secret, "***")
                 raise WorkerError(
-                    f"{self.name}: {why[:400]} (attempt {number}, after {now - begun:.1f} s)"
+                    f"{self.name}: {why[:400]} (attempt {number}, after {now - first_sent:.1f} s)"
                 )
             time.sleep(pause)
 
@@ -451,7 +451,7 @@ def load_pool(
     return [replace(worker, concurrency=max(1, worker.concurrency // ranks)) for worker in pool]
 
 
-def first_words(pool: list[Worker]) -> list[Reply | WorkerError]:
+def ping_workers(pool: list[Worker]) -> list[Reply | WorkerError]:
     """Ask each worker for a word, all at once; an empty one is an error."""
 
     def ask(worker):
@@ -741,7 +741,7 @@ class Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     roles = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
     models: list[str] = []
-    streaming = False  # whether a stream has begun: the connection ends with it
+    streaming = False  # whether a stream has first_sent: the connection ends with it
 
     def answer(self):
         """Answer one request, by its path, or say what is wrong with it."""
@@ -939,7 +939,7 @@ def main():
     if settings.command == "serve":
         return serve_specialists(settings.port)
     pool = load_pool(settings.pool)
-    words = first_words(pool)
+    words = ping_workers(pool)
     for worker, word in zip(pool, words):
         if isinstance(word, Reply):
             cost = "unknown cost" if word.cost is None else f"${word.cost:.6f}"

@@ -1,7 +1,7 @@
 """A workflow: ask the Conductor for it, parse it, run it on the workers, recurse; show and serve it (§3).
 
     python workflow.py "a question"                  # answered by assets/laptop/ and the local specialists
-    python workflow.py "a question" --checkpoint=DIR --pool=mine.json [--rounds=1] [--only=NAME,NAME]
+    python workflow.py "a question" --checkpoint=DIR --pool=mine.json [--extra_rounds=1] [--only=NAME,NAME]
     python workflow.py "a question" --conductor=WORKER --pool=mine.json      # an LLM of the pool conducts
     python workflow.py serve [the same flags]        # an OpenAI-compatible server on 127.0.0.1
     python workflow.py show FILE [N]                 # the lines of a run's traces/*.jsonl, or all of line N
@@ -70,13 +70,14 @@ class Rollout:
     pool: list = field(default_factory=list)  # Workers; step.worker is an index of it
     workers: list[int] | None = None  # the numbers of those it may name (§3.2: a subset); None: all
     problem: object = None  # eval.py's Problem, for the grader
-    name: str = (
+    problem_id: str = ""  # of a rollout that was read from a file
+    call_prefix: str = (
         ""  # prefix of its calls' ids, by which Replay knows them; "": they are not replayed
     )
     number: int = 0  # among the rollouts of its question: it seeds the draws
     previous: "Rollout | None" = None  # the round before (§3.2)
     written: str = ""  # by the Conductor
-    prompt: list[int] = field(
+    prompt_ids: list[int] = field(
         default_factory=list
     )  # in tokens, if a model wrote; also the next two
     tokens: list[int] = field(default_factory=list)
@@ -135,7 +136,7 @@ class Rollout:
 class Prompting:
     """How a Conductor is asked for a workflow. conductor.json beside a checkpoint holds it."""
 
-    prompt: str = (
+    prompt_style: str = (
         "ood"  # few-shot examples: ood, in, mixed (Table 4); zero-shot: none; short: the laptop's
     )
     max_steps: int = 5
@@ -172,12 +173,12 @@ def messages(
     workers: int | list[int],
     max_steps: int = 5,
     previous: Rollout | None = None,
-    prompt: str = "ood",
+    prompt_style: str = "ood",
 ) -> list[dict]:
     """The chat that asks the Conductor for a workflow, or, after the round `previous`, for one more (§3.2).
-    workers: how many there are, or the numbers of those that may be named. prompt: see Prompting."""
+    workers: how many there are, or the numbers of those that may be named. prompt_style: see Prompting."""
     numbers = [*range(workers)] if isinstance(workers, int) else workers
-    if prompt == "short":  # The format comes from the warm start.
+    if prompt_style == "short":  # The format comes from the warm start.
         models = (
             f"{workers} models"
             if isinstance(workers, int)
@@ -189,10 +190,12 @@ def messages(
         ]
     else:
         known = {"zero-shot": [], **read_json(os.path.join(ASSETS, "examples.json"))}
-        if prompt not in known:
-            raise ValueError(f"prompt {prompt!r}: there are {', '.join(known)} and short")
+        if prompt_style not in known:
+            raise ValueError(
+                f"prompt_style {prompt_style!r}: there are {', '.join(known)} and short"
+            )
         parts = [ROLE.format(max_steps=max_steps)]
-        for case in known[prompt]:
+        for case in known[prompt_style]:
             steps = [Step(**step) for step in case["steps"]]
             workflow = Workflow(
                 [replace(s, worker=numbers[s.worker % len(numbers)]) for s in steps]
@@ -204,7 +207,7 @@ def messages(
         models = ", ".join(f"Model {number}" for number in numbers)
         parts.append(f"Question: {question}\n\nModels: {models}")
         chat = [{"role": "user", "content": "\n\n".join(parts)}]
-    again = SHORT_AGAIN if prompt == "short" else AGAIN
+    again = SHORT_AGAIN if prompt_style == "short" else AGAIN
     for rollout in previous.rounds() if previous else []:
         chat += [
             {"role": "assistant", "content": rollout.written or as_lists(rollout.workflow)},
@@ -213,12 +216,12 @@ def messages(
     return chat
 
 
-def ask(rollout: Rollout, prompting: Prompting) -> list[dict]:
+def conductor_chat(rollout: Rollout, prompting: Prompting) -> list[dict]:
     """The chat that asks for a rollout's workflow. A subset of all workers is no subset."""
     is_subset = len(rollout.workers or rollout.pool) < len(rollout.pool)
     workers = rollout.workers if is_subset else len(rollout.pool)
     return messages(
-        rollout.question, workers, prompting.max_steps, rollout.previous, prompting.prompt
+        rollout.question, workers, prompting.max_steps, rollout.previous, prompting.prompt_style
     )
 
 
@@ -385,7 +388,10 @@ def call_worker(rollout: Rollout, i: int) -> Reply:
 
 def call_id(rollout: Rollout, step: int | str) -> str:
     """By which Replay knows a call of a rollout; "" where it has no name."""
-    return rollout.name and f"{rollout.name}/{rollout.number}/{len(rollout.rounds()) - 1}/{step}"
+    return (
+        rollout.call_prefix
+        and f"{rollout.call_prefix}/{rollout.number}/{len(rollout.rounds()) - 1}/{step}"
+    )
 
 
 @functools.cache
@@ -464,14 +470,14 @@ def roll_out(
             raise event[1]
         if id(rollout) not in running:
             return  # It was lost by its timeout.
-        _, work, begun = running[id(rollout)]
+        _, work, started = running[id(rollout)]
         try:
             for step, function, arguments in work.send(event):
                 tell = lambda result, step=step: news.put((rollout, (step, result)))
                 threads().apply_async(function, arguments, callback=tell, error_callback=tell)
         except StopIteration:
             del running[id(rollout)]
-            rollout.seconds = time.monotonic() - begun
+            rollout.seconds = time.monotonic() - started
             if on_end:
                 on_end(rollout)
 
@@ -485,9 +491,9 @@ def roll_out(
         while not news.empty():
             go_on(*news.get())
     while running:
-        oldest, work, begun = next(iter(running.values()))
+        oldest, work, started = next(iter(running.values()))
         try:
-            go_on(*news.get(timeout=max(0.0, begun + timeout - time.monotonic())))
+            go_on(*news.get(timeout=max(0.0, started + timeout - time.monotonic())))
         except queue.Empty:
             oldest.error = f"it took longer than {timeout:g} s"
             work.close()
@@ -505,13 +511,13 @@ def execute(
 def conduct(
     write,
     rollouts: list[Rollout],
-    rounds: int = 0,
+    extra_rounds: int = 0,
     prompting: Prompting = Prompting(),
     tries: int = 3,
     **settings,
 ) -> list[Rollout]:
     """Answer questions, in use and evaluation, and return the last round of each.
-    What is no workflow is written again, `tries` times in all, under the next numbers. Up to `rounds` rounds
+    What is no workflow is written again, `tries` times in all, under the next numbers. Up to `extra_rounds` rounds
     more see the answer, until empty lists keep it (§3.2) or none is written. settings: as of roll_out."""
     last = [replace(rollout) for rollout in rollouts]  # copies: what was asked is asked again
     for _ in range(tries):
@@ -521,10 +527,10 @@ def conduct(
         ]
         roll_out([r for r in last if not r.workflow and not r.error], write, prompting, **settings)
     going = [i for i, r in enumerate(last) if r.workflow and r.workflow.steps and not r.error]
-    if rounds and going:
+    if extra_rounds and going:
         asked = [replace(rollouts[i], previous=last[i]) for i in going]
         for i, rollout in zip(
-            going, conduct(write, asked, rounds - 1, prompting, tries, **settings)
+            going, conduct(write, asked, extra_rounds - 1, prompting, tries, **settings)
         ):
             last[i] = rollout if rollout.workflow else last[i]
     return last
@@ -539,22 +545,20 @@ def model_writer(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temper
     def write(rollouts):
         groups = {}  # of rollouts with the same prompt, which is computed once
         for rollout in rollouts:
-            chat = ask(rollout, prompting)
-            group = groups.setdefault((rollout.name, str(chat)), [])
-            rollout.prompt = group[0].prompt if group else tokenizer.chat(chat)
-            if len(rollout.prompt) <= room:
+            chat = conductor_chat(rollout, prompting)
+            group = groups.setdefault((rollout.call_prefix, str(chat)), [])
+            rollout.prompt_ids = group[0].prompt_ids if group else tokenizer.chat(chat)
+            if len(rollout.prompt_ids) <= room:
                 group.append(rollout)
                 continue
-            rollout.error = (
-                f"the prompt has {len(rollout.prompt)} tokens, and the Conductor can read {room}"
-            )
+            rollout.error = f"the prompt has {len(rollout.prompt_ids)} tokens, and the Conductor can read {room}"
             yield rollout
         for n in {len(group) for group in groups.values() if group}:
             batch = [group for group in groups.values() if len(group) == n]
             numbers = [[rollout.number for rollout in group] for group in batch]
             each = generate_each(
                 model,
-                [group[0].prompt for group in batch],
+                [group[0].prompt_ids for group in batch],
                 n,
                 prompting.max_new_tokens,
                 temperature,
@@ -580,7 +584,7 @@ def worker_writer(worker, prompting: Prompting):
     def write_one(rollout):
         try:
             rollout.written = worker.chat(
-                ask(rollout, prompting), call_id(rollout, "conductor"), **most
+                conductor_chat(rollout, prompting), call_id(rollout, "conductor"), **most
             ).text
         except WorkerError as e:
             rollout.error = str(e)
@@ -599,13 +603,19 @@ def strip(rollout: Rollout, **changes) -> Rollout:
 def rollout_to_json(rollout: Rollout, with_tokens: bool = False) -> dict:
     """A dict for json.dumps and `rollout_from_json`: without pool and problem and, unless with_tokens, what
     the model read and drew, and with totals for readers of the file."""
-    changes = {} if with_tokens else {"prompt": [], "tokens": [], "logprobs": []}
+    changes = {} if with_tokens else {"prompt_ids": [], "tokens": [], "logprobs": []}
     totals = {name: getattr(rollout, name) for name in ("answer", "calls", "tokens_used", "cost")}
-    return asdict(strip(rollout, **changes)) | totals
+    values = asdict(strip(rollout, **changes))
+    del values["problem"]
+    if rollout.problem:
+        values["problem_id"] = rollout.problem.id
+    return values | totals
 
 
 def rollout_from_json(values: dict) -> Rollout:
     """The rollout of which rollout_to_json made these values."""
+    old_keys = {"name": "call_prefix", "prompt": "prompt_ids", "problem": "problem_id"}
+    values = {old_keys.get(key, key): value for key, value in values.items()}
     rollout = Rollout(**{f.name: values[f.name] for f in fields(Rollout) if f.name in values})
     rollout.replies = [reply and Reply(**reply) for reply in rollout.replies]
     rollout.workflow = rollout.workflow and Workflow(
@@ -680,6 +690,7 @@ def read_prompting(path: str) -> tuple[Prompting, str, list[str]]:
     """(prompting, pool, its workers' names) of a checkpoint; its conductor.json may be missing."""
     file = os.path.join(fetch(path, "conductor.json"), "conductor.json")
     saved = read_json(file) if os.path.exists(file) else {}
+    saved = {"prompt_style" if key == "prompt" else key: value for key, value in saved.items()}
     prompting = Prompting(*(saved.get(f.name, f.default) for f in fields(Prompting)))
     if "style" in saved or prompting.max_steps not in range(1, 101):
         raise ValueError(
@@ -703,17 +714,17 @@ def conductor_server(
     pool: list,
     workers: list[int] | None,
     prompting: Prompting,
-    rounds: int,
+    extra_rounds: int,
     port: int,
     silence: float = 15.0,
 ):
     """An OpenAI-compatible server on 127.0.0.1, bound but not started, of the models conductor (one round)
-    and conductor-recursive (`rounds` more). The question is the whole conversation; usage, with its cost in
+    and conductor-recursive (`extra_rounds` more). The question is the whole conversation; usage, with its cost in
     dollars, is the workers' together. After so many seconds of silence a stream says that they are busy."""
     numbers = itertools.count(step=10)  # A question that is asked again gets other draws.
 
     class ConductorHandler(Handler):
-        models = {"conductor": 0, "conductor-recursive": rounds}  # and their further rounds
+        models = {"conductor": 0, "conductor-recursive": extra_rounds}  # and their further rounds
 
         def call(self, rollout, i):
             if self.hung_up():
@@ -764,7 +775,7 @@ class Settings:
     only: str = ""  # some of the pool's workers, by name, with commas between
     conductor: str = ""  # a worker of the pool that conducts, instead of a checkpoint
     budget: float = 0.0  # dollars that all calls may cost together; 0: no limit
-    rounds: int = 0  # further rounds in view of the answer (§3.2)
+    extra_rounds: int = 0  # further rounds in view of the answer (§3.2)
     temperature: float = 0.2
     port: int = 8400  # of serve
 
@@ -812,7 +823,7 @@ def main(argv):
     )  # The shell may pass what is no UTF-8.
     if (
         not question.strip()
-        or settings.rounds < 0
+        or settings.extra_rounds < 0
         or words == ["show"]
         or words[0] == "serve"
         and words[1:]
@@ -835,7 +846,7 @@ def main(argv):
         write = model_writer(model, tokenizer, prompting, settings.temperature)
     if question == "serve":
         server = conductor_server(
-            write, pool, workers, prompting, settings.rounds or 1, settings.port
+            write, pool, workers, prompting, settings.extra_rounds or 1, settings.port
         )
         url = f"http://127.0.0.1:{server.server_address[1]}/v1"
         print(f"{url} has the models conductor and conductor-recursive; Ctrl-C ends it", flush=True)
@@ -846,7 +857,7 @@ def main(argv):
         return call_worker(rollout, i)
 
     [rollout] = conduct(
-        write, [Rollout(question, pool, workers)], settings.rounds, prompting, call=call
+        write, [Rollout(question, pool, workers)], settings.extra_rounds, prompting, call=call
     )
     print(view(rollout))
     if settings.conductor:

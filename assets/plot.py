@@ -203,7 +203,7 @@ def read_kinds(file: str) -> dict[str, list[dict]]:
     kinds = {}
     for rollout in read(file):
         if rollout["previous"] is None and rollout["right"] is not None:
-            kinds.setdefault(rollout["problem"].rpartition("/")[0], []).append(rollout)
+            kinds.setdefault(rollout["problem_id"].rpartition("/")[0], []).append(rollout)
     return kinds
 
 

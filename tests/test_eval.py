@@ -30,8 +30,8 @@ def play(name, pool, worker=0, **settings):
         lessons=PROBLEMS * 4,
         seed=1,
         effort=2,
-        prompt="",
-        rounds=0,
+        prompt_style="",
+        extra_rounds=0,
         only="",
         **settings,
     )
@@ -118,8 +118,8 @@ def test_ablations_edit_what_the_conductor_wrote():
         setup = SimpleNamespace(
             pool=pool,
             worker=0,
-            prompt="",
-            rounds=0,
+            prompt_style="",
+            extra_rounds=0,
             only="",
             checkpoint=os.path.join(ROOT, "assets", "laptop"),
         )

@@ -119,13 +119,13 @@ def test_seven_billions_widths_are_trained_saved_and_resumed(tmp_path):
     flags = [
         "--preset=small",
         f"--init_from={tmp_path}/wide",
-        "--questions=2",
-        "--rollouts=32",
+        "--n_questions=2",
+        "--n_rollouts=32",
         "--beta=0.01",
         "--max_new_tokens=256",
         "--token_budget=2048",
         "--save_every=2",
-        "--test=8",
+        "--n_test=8",
         "--warm_steps=0",
     ]
     train(tmp_path / "out", *flags, "--iterations=2")
@@ -137,7 +137,7 @@ def test_seven_billions_widths_are_trained_saved_and_resumed(tmp_path):
 
 
 def test_the_laptop_run_learns_on_a_gpu(tmp_path):
-    lines = train(tmp_path / "out", "--preset=laptop", "--iterations=60", "--test=8")
+    lines = train(tmp_path / "out", "--preset=laptop", "--iterations=60", "--n_test=8")
     rewards = [line["reward"] for line in lines]
     assert max(line["gap"] for line in lines) < 1e-3, "fp32: is TF32 switched on?"
     assert sum(rewards[-5:]) > sum(rewards[:5]) + 0.25, rewards

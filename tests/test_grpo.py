@@ -69,7 +69,7 @@ def near(model):
 
 def rollout(prompt, tokens, logprobs, advantage=0.0, **others):
     return Rollout(
-        "", [], prompt=prompt, tokens=tokens, logprobs=logprobs, advantage=advantage, **others
+        "", [], prompt_ids=prompt, tokens=tokens, logprobs=logprobs, advantage=advantage, **others
     )
 
 
@@ -316,11 +316,11 @@ def loop(
     """Eq. 1 without packing, batches or ranks: the gradient for every parameter, and the statistics."""
     total, tokens, stats = 0.0, 0, dict.fromkeys(STATISTICS, 0.0)
     for r in rollouts:
-        logp = every_logprob(model, r.prompt, r.tokens, temperature, n_ids)
+        logp = every_logprob(model, r.prompt_ids, r.tokens, temperature, n_ids)
         new, kl = logp[torch.arange(len(r.tokens)), r.tokens], torch.zeros(len(r.tokens))
         if beta:
             with torch.no_grad():
-                ref = every_logprob(reference, r.prompt, r.tokens, temperature, n_ids)
+                ref = every_logprob(reference, r.prompt_ids, r.tokens, temperature, n_ids)
             kl = (ref.exp() * (ref - logp)).sum(-1)
         gain = 0.0
         for p, old, k in zip(new, r.logprobs, kl):

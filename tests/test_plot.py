@@ -19,7 +19,7 @@ def plot(tmp_path):
     step = {"worker": 0, "subtask": "Think.", "access": []}
     rollout = {
         "question": "What is $x$?",
-        "problem": "mine/1",
+        "problem_id": "mine/1",
         "previous": None,
         "right": True,
         "names": ["a", "b"],

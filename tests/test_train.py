@@ -41,7 +41,7 @@ def test_the_metrics_of_a_run_are_what_its_traces_say(iteration):
     rows, line = traces(out, iteration), metrics(out)[iteration]
     problems = {problem.id: problem for problem in load("laptop", "train")}
     for row in rows:
-        problem = problems[row["problem"]]
+        problem = problems[row["problem_id"]]
         assert (row["question"], row["expected"]) == (problem.question, problem.answer)
         try:
             steps = parse(row["written"], len(LOCAL["local"])).steps
@@ -72,7 +72,7 @@ def test_the_metrics_of_a_run_are_what_its_traces_say(iteration):
     }
     for kind, accuracy in line["by_kind"].items():
         assert accuracy == mean(
-            row["reward"] == 1 for row in rows if problems[row["problem"]].kind == kind
+            row["reward"] == 1 for row in rows if problems[row["problem_id"]].kind == kind
         )
     assert line["rollout_s"] > 0 < line["learning_s"]
     assert line["gap"] < 1e-4  # between the sampler's log-probabilities and the trainer's
@@ -87,7 +87,7 @@ def test_a_run_says_how_it_goes_and_leaves_a_conductor_to_ask(tmp_path):
         assert 0 <= json.load(file)["laptop, conductor"]["accuracy"] <= 1
     assert f"--checkpoint={out}/checkpoint" in said
     prompting, pool, names = read_prompting(f"{out}/checkpoint")
-    assert (prompting.prompt, pool, names) == ("short", "local", [*LOCAL["local"]])
+    assert (prompting.prompt_style, pool, names) == ("short", "local", [*LOCAL["local"]])
     assert metrics(out)[0]["held_out"] is not None  # measured with the checkpoint
     assert metrics(out)[0]["parsed"] > 0.5  # The warm start teaches the format.
     assert len(show(f"{out}/traces/00000.jsonl").splitlines()) == 72
@@ -131,17 +131,17 @@ def a_run(n_problems=6, n_workers=5):
 
 
 def test_first_rounds_take_the_next_questions_and_begin_again():
-    settings = Settings(questions=4, review=1.0)
+    settings = Settings(n_questions=4, ask_solved_probability=1.0)
     asked = [first_rounds(a_run(), settings, iteration) for iteration in range(3)]
     assert [r.question[-1] for r in itertools.chain(*asked)] == [*"012345012345"]
     assert all(r.workers == [0, 1, 2, 3, 4] for r in asked[0])
-    names = [r.name for r in itertools.chain(*asked)]
+    names = [r.call_prefix for r in itertools.chain(*asked)]
     assert names == [f"1/{i // 4}/{i}" for i in range(12)]  # by which a replay file knows them
 
 
 def test_every_question_of_a_small_file_is_asked_in_time():
     run = a_run(80)
-    run.wrong = {"same": torch.tensor(0.5)}
+    run.wrong_share = {"same": torch.tensor(0.5)}
     asked = {r.question for i in range(60) for r in first_rounds(run, Settings(), i)}
     assert len(asked) == 80
 
@@ -149,7 +149,7 @@ def test_every_question_of_a_small_file_is_asked_in_time():
 def test_what_is_always_answered_is_seldom_asked():
     run = a_run()
     run.problems = [Problem(str(i), f"question {i}", "", "same", "ab"[i % 2]) for i in range(200)]
-    run.wrong = {"a": torch.tensor(0.0), "b": torch.tensor(0.5)}
+    run.wrong_share = {"a": torch.tensor(0.0), "b": torch.tensor(0.5)}
     kinds = [r.problem.kind for i in range(50) for r in first_rounds(run, Settings(), i)]
     assert (
         0.1 < kinds.count("a") / kinds.count("b") < 0.35 and len(kinds) == 50 * Settings().questions
@@ -157,18 +157,18 @@ def test_what_is_always_answered_is_seldom_asked():
 
 
 def test_with_subset_a_question_has_some_of_the_workers():
-    asked = first_rounds(a_run(), Settings(questions=300, subset=2), 0)
+    asked = first_rounds(a_run(), Settings(n_questions=300, subset=2), 0)
     assert {len(r.workers) for r in asked} == {2, 3, 4, 5}
     assert {worker for r in asked for worker in r.workers} == {0, 1, 2, 3, 4}
     assert all(r.workers == sorted({*r.workers}) for r in asked)
-    assert asked == first_rounds(a_run(), Settings(questions=300, subset=2), 0)
-    assert asked != first_rounds(a_run(), Settings(questions=300, subset=2, seed=2), 0)
+    assert asked == first_rounds(a_run(), Settings(n_questions=300, subset=2), 0)
+    assert asked != first_rounds(a_run(), Settings(n_questions=300, subset=2, seed=2), 0)
 
 
 def test_half_of_the_questions_get_a_second_round_with_an_answer_of_the_first():
     groups = [
         [
-            replace(of(right), question=f"q{i}", number=j, name=f"1/{i}")
+            replace(of(right), question=f"q{i}", number=j, call_prefix=f"1/{i}")
             for j, right in enumerate((True, False, None))
         ]
         for i in range(8)
@@ -179,7 +179,7 @@ def test_half_of_the_questions_get_a_second_round_with_an_answer_of_the_first():
         assert [r.question for r in asked] == expected
         for r in asked:
             assert r.previous.right is not None and r.previous.question == r.question
-            assert (r.name, r.written, r.workflow) == (r.previous.name, "", None)
+            assert (r.call_prefix, r.written, r.workflow) == (r.previous.call_prefix, "", None)
 
 
 def test_the_learning_rate_rises_and_falls():
@@ -290,9 +290,9 @@ def test_a_rollout_whose_workers_are_stuck_is_lost_not_waited_for(tmp_path):
     train(
         *workers.flags(
             "--iterations=1",
-            "--rollouts=32",
+            "--n_rollouts=32",
             "--workflow_timeout=0.2",
-            "--test=0",
+            "--n_test=0",
             f"--out={tmp_path}/out",
         )
     )
@@ -307,9 +307,9 @@ def test_three_gradients_that_are_not_finite_end_the_run(tmp_path):
             f"--init_from={trained()[0]}/checkpoint",
             "--lr=1e30",
             "--iterations=9",
-            "--questions=8",
-            "--rollouts=8",
-            "--test=0",
+            "--n_questions=8",
+            "--n_rollouts=8",
+            "--n_test=0",
             f"--out={tmp_path}/out",
         )
     )
@@ -330,7 +330,7 @@ def test_a_run_with_everything_of_ones_own(tmp_path):
                 json.dumps({"question": f"What is {i} + 7?", "answer": "A", "grader": "same"})
                 + "\n"
             )
-    flags = workers.flags("--prompt=short", "--iterations=1", "--test=9")
+    flags = workers.flags("--prompt_style=short", "--iterations=1", "--n_test=9")
     status, _, err = end_of(launch("--preset=own", *flags[1:], f"--out={tmp_path}/none"))
     assert status == 1 and "cannot read the 29 tokens" in err  # with 1,024 to be written
     said = train("--preset=own", *flags[1:], f"--out={tmp_path}/out", "--max_new_tokens=96")
@@ -345,10 +345,10 @@ def test_a_run_with_everything_of_ones_own(tmp_path):
 
 def test_own_runs_name_all_that_is_missing_at_once():
     status, _, err = end_of(
-        launch("--preset=own", "--dry_run", "--rollouts=1", "--ablate=everything")
+        launch("--preset=own", "--dry_run", "--n_rollouts=1", "--ablate=everything")
     )
     assert status == 1 and "Traceback" not in err
-    for missing in ("--init_from", "--pool", "--data", "--rollouts=1", "--ablate=every"):
+    for missing in ("--init_from", "--pool", "--data", "--n_rollouts=1", "--ablate=every"):
         assert missing in err, missing
 
 

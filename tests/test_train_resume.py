@@ -66,11 +66,11 @@ def test_a_run_goes_on_on_another_number_of_ranks(first, tmp_path):
         "--preset=laptop",
         f"--init_from={trained()[0]}/checkpoint",
         "--iterations=2",
-        "--questions=4",
-        "--rollouts=8",
+        "--n_questions=4",
+        "--n_rollouts=8",
         "--minibatches=1",
         "--save_every=1",
-        "--test=0",
+        "--n_test=0",
     )
     ends = []
     for name, second in (("same", first), ("other", 3 - first)):
@@ -90,16 +90,16 @@ def test_two_ranks_roll_out_and_learn_what_one_does(tmp_path):
         "--preset=laptop",
         f"--init_from={trained()[0]}/checkpoint",
         "--iterations=1",
-        "--questions=8",
-        "--rollouts=8",
+        "--n_questions=8",
+        "--n_rollouts=8",
         "--minibatches=1",
-        "--test=0",
+        "--n_test=0",
     )
     for ranks in (1, 2):
         train(*flags, f"--out={tmp_path}/{ranks}", ranks=ranks)
     one, two = (
         [
-            (row["problem"], row["written"], row["reward"])
+            (row["problem_id"], row["written"], row["reward"])
             for row in traces(f"{tmp_path}/{ranks}", 0)
         ]
         for ranks in (1, 2)
@@ -118,7 +118,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew_with_what_it_rolle
     flags = workers.flags("--iterations=1", f"--out={tmp_path}/out")
     kill_when(lambda: os.path.exists(f"{tmp_path}/out/traces/00000.jsonl"), launch(*flags))
     asked, written = workers.calls, traces(f"{tmp_path}/out", 0)
-    train(*flags, "--resume", "--test=0")
+    train(*flags, "--resume", "--n_test=0")
     assert workers.calls == asked and traces(f"{tmp_path}/out", 0) == written
 
 

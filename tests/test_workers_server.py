@@ -328,7 +328,7 @@ def test_a_local_pool_is_free_and_answers_over_http():
     for one in pool:
         reply = one.chat(ASK["messages"])
         assert (reply.text, reply.cost) == (specialist(one.name, ASK["messages"]), 0.0)
-    assert all(reply.text for reply in workers.first_words(pool))
+    assert all(reply.text for reply in workers.ping_workers(pool))
     assert load_pool("local")[0].base_url == pool[0].base_url  # One server a process.
     assert load_pool("local", "http://127.0.0.1:9/v1")[0].base_url == "http://127.0.0.1:9/v1"
 

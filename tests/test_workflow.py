@@ -19,7 +19,7 @@ from workflow import (
     Step,
     Workflow,
     as_lists,
-    ask,
+    conductor_chat,
     call_worker,
     conduct,
     execute,
@@ -41,7 +41,7 @@ def writer(*texts):
 
     def write(rollouts):
         for rollout in rollouts:
-            write.chats.append(ask(rollout, Prompting()))
+            write.chats.append(conductor_chat(rollout, Prompting()))
             rollout.written = left.pop(0)
             yield rollout
 
@@ -61,10 +61,12 @@ def test_the_full_prompt_has_the_rules_the_examples_the_question_and_the_models(
     assert len(shown) == 4
     for example in shown:  # Each is itself a workflow over these models.
         assert all(step.worker < 3 for step in parse(example, 3, max_steps=4).steps)
-    assert "Example" not in messages("How many?", 3, prompt="zero-shot")[0]["content"]
-    assert messages("How many?", 3, prompt="in") != messages("How many?", 3, prompt="mixed")
+    assert "Example" not in messages("How many?", 3, prompt_style="zero-shot")[0]["content"]
+    assert messages("How many?", 3, prompt_style="in") != messages(
+        "How many?", 3, prompt_style="mixed"
+    )
     with pytest.raises(ValueError, match="there are zero-shot, ood, in, mixed and short"):
-        messages("How many?", 3, prompt="long")
+        messages("How many?", 3, prompt_style="long")
 
 
 def test_a_subset_names_workers_by_their_numbers_in_the_pool():
@@ -72,8 +74,10 @@ def test_a_subset_names_workers_by_their_numbers_in_the_pool():
     assert text.endswith("Models: Model 0, Model 3, Model 5")
     for example in text.split("Example question: ")[1:]:
         assert {step.worker for step in parse(example, [0, 3, 5]).steps} <= {0, 3, 5}
-    assert messages("How many?", [0, 3], prompt="short")[0]["content"] == "Models 0 3, 5 steps."
-    assert messages("How many?", 2, prompt="short")[0]["content"] == "2 models, 5 steps."
+    assert (
+        messages("How many?", [0, 3], prompt_style="short")[0]["content"] == "Models 0 3, 5 steps."
+    )
+    assert messages("How many?", 2, prompt_style="short")[0]["content"] == "2 models, 5 steps."
 
 
 def test_a_further_round_shows_what_was_written_and_what_came_of_it():
@@ -187,7 +191,7 @@ def test_a_workflow_by_hand_that_cannot_run_is_refused(step):
 def test_calls_have_the_names_by_which_a_rerun_finds_them():
     pool = [Player("a", lambda m: "b")]
     workflow = Workflow([Step(0, "x", []), Step(0, "y", [])])
-    roll_out([Rollout("q", pool, name="1/7", number=3, workflow=workflow)])
+    roll_out([Rollout("q", pool, call_prefix="1/7", number=3, workflow=workflow)])
     assert sorted(pool[0].ids) == ["1/7/3/0/0", "1/7/3/0/1"]
 
 
@@ -207,7 +211,7 @@ def test_rounds_go_on_until_empty_lists_keep_the_answer():
     pool = [Player("a", lambda m: next(answers))]
     second = 'model_id = [0]\nsubtasks = ["Check."]\naccess_list = [["all"]]'
     write = writer(lists((0, "Solve it.", [])), second, lists())
-    [rollout] = conduct(write, [Rollout("q", pool)], rounds=5)
+    [rollout] = conduct(write, [Rollout("q", pool)], extra_rounds=5)
     assert rollout.answer == "42" and len(rollout.rounds()) == 3 and rollout.calls == 2
     said = [turn["content"] for turn in pool[0].asked[1]]  # "all" shows the last answer too
     assert said == ["Question:\nq\n\nYour task:\nSolve it.", "41", "Your task:\nCheck."]
@@ -217,7 +221,7 @@ def test_rounds_go_on_until_empty_lists_keep_the_answer():
 def test_a_round_without_a_workflow_leaves_the_round_before():
     pool = [Player("a", lambda m: "41")]
     [rollout] = conduct(
-        writer(lists((0, "x", [])), "hm", "hm", "hm"), [Rollout("q", pool)], rounds=1
+        writer(lists((0, "x", [])), "hm", "hm", "hm"), [Rollout("q", pool)], extra_rounds=1
     )
     assert rollout.answer == "41" and len(rollout.rounds()) == 1
 
@@ -247,7 +251,7 @@ def test_a_model_writes_the_same_on_any_number_of_ranks(tiny):
 
     together = write(range(4))
     assert {**write(range(2)), **write(range(2, 4))} == together
-    prompt = tokenizer.chat(messages("What is dos?", 3, prompt="short"))
+    prompt = tokenizer.chat(messages("What is dos?", 3, prompt_style="short"))
     expected = generate(
         model, [prompt], 4, 12, eos_id=tokenizer.end_ids, seed=5, n_ids=len(tokenizer)
     )[0]
@@ -283,7 +287,7 @@ def test_a_rollout_survives_json_and_its_stripped_copy_lacks_only_pool_and_probl
     pool = [Player("a", lambda m: "41\x1b[31m")]
     first = execute(Workflow([Step(0, "Solve it.", [])]), "q", pool)
     rollout = execute(Workflow([Step(0, "Check.", [], True)]), "q", pool, previous=first)
-    rollout.prompt, rollout.tokens, rollout.logprobs, rollout.reward = [1, 2], [3], [-0.1], 0.5
+    rollout.prompt_ids, rollout.tokens, rollout.logprobs, rollout.reward = [1, 2], [3], [-0.1], 0.5
     whole = rollout_from_json(json.loads(json.dumps(rollout_to_json(rollout, with_tokens=True))))
     assert whole == strip(rollout)
     assert rollout_from_json(rollout_to_json(rollout)).tokens == [] and rollout.tokens == [3]

@@ -90,9 +90,9 @@ def trained():
         f"--out={out}",
         "--warm_steps=100",
         "--iterations=2",
-        "--questions=9",
-        "--rollouts=8",
-        "--test=9",
+        "--n_questions=9",
+        "--n_rollouts=8",
+        "--n_test=9",
         "--save_every=1",
     )
     return out, said
@@ -165,9 +165,9 @@ class Workers:
             f"--pool={self.pool}",
             f"--data={self.data}",
             "--budget=1",
-            "--questions=4",
-            "--rollouts=4",
+            "--n_questions=4",
+            "--n_rollouts=4",
             "--minibatches=2",
-            "--test=2",
+            "--n_test=2",
             *more,
         )
