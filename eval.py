@@ -94,330 +94,614 @@ def require(condition, otherwise: str):
         raise ValueError(otherwise)
 
 
-# ---- Running code ------------------------------------------------------------------------------------------
-#
-# Each test is one fresh Python behind bwrap (bubblewrap 0.8 or newer). The program sees Python and the
-# system's libraries, read-only, a small empty /tmp, its input and its own processes: no network, no key, no
-# file of yours. What it prints or returns is judged here, by expected outputs that never went in.
+# ---- Problems: the laptop world's, benchmarks', your own ---------------------------------------------------
 
-PREPARED = (
-    "string",
-    "re",
-    "datetime",
-    "collections",
-    "heapq",
-    "bisect",
-    "copy",
-    "math",
-    "random",
-    "statistics",
-    "itertools",
-    "functools",
-    "operator",
-    "io",
-    "sys",
-    "json",
-)
-# What LiveCodeBench puts before a program: import_string in its lcb_runner/evaluation/testing_util.py
-PRELUDE = "\n".join(
-    [
-        *(f"from {module} import *" for module in (*PREPARED, "builtins", "typing")),
-        f"import {', '.join(PREPARED)}",
-        "sys.setrecursionlimit(50_000)",
-        "sys.set_int_max_str_digits(50_000)",
-    ]
-)
-FIRST_USER = (
-    61184  # root becomes this user plus the core's number; systemd keeps these for passing services
-)
-SANDBOX = "bwrap"
-REMEDY = """On Linux, install bubblewrap 0.8 or newer (apt-get install bubblewrap). Where it may not make
-namespaces: on Ubuntu 24.04, sysctl -w kernel.apparmor_restrict_unprivileged_userns=0; in Docker, --cap-add
-SYS_ADMIN and --security-opt seccomp=unconfined, apparmor=unconfined, systempaths=unconfined. In a container
-that can be thrown away: --sandbox=none (root's programs run as another user, who has to read Python)."""
-
-DRIVER = """
-import contextlib, json, os, resource, sys, types
-
-job_file, ready, output = map(int, sys.argv[1:])
-job = json.load(open(job_file))
-for limit, value in job["limits"].items():
-    with contextlib.suppress(ValueError):        # where the hard limit is lower already
-        resource.setrlimit(getattr(resource, "RLIMIT_" + limit), (value, value))
-open("/proc/self/oom_score_adj", "w").write("1000")  # when memory runs out, the kernel ends this first
-os.sched_setaffinity(0, [job["core"]])
-if job["user"]:
-    os.setgroups([])
-    os.setgid(job["user"])
-    os.setuid(job["user"])                       # with it go all capabilities
-
-name = job["name"]
-module = types.ModuleType("solution" if name else "__main__")
-sys.modules[module.__name__] = module
-sys.argv = ["solution.py"]
-exec(job["prelude"], vars(module))
-vars(module).pop(name, None)                     # the prelude's own gcd is no solution
-os.eventfd_write(ready, 1)                       # from here on the time counts
-
-lines = sys.stdin.buffer.read().split(b"\\n") if name else []
-with contextlib.suppress(SystemExit):            # whatever its code, as in LiveCodeBench
-    exec(compile(job["program"], "solution.py", "exec"), vars(module))
-if name:
-    owner = module.Solution() if hasattr(module, "Solution") else module
-    value = getattr(owner, name)(*map(json.loads, lines))
-    value = list(value) if isinstance(value, tuple) else value
-    text = json.dumps(value, default=lambda scalar: scalar.item())  # numpy's scalars
-    if json.loads(text) != value:                # tuples inside, keys that are no strings
-        raise TypeError("JSON hides what this value is")
-    os.write(output, text.encode())
-    os._exit(0)
-"""
+DATA = "data"  # in the current directory: what is fetched, and what `prepare` writes
 
 
-def use_sandbox(name: str):
-    """Choose how programs run: behind "bwrap", or with "none", where they have all that their user has."""
-    global SANDBOX
-    SANDBOX = name
+def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
+    """Load at most `limit` problems of a split, "train" or "test", in an order that never changes.
 
-
-def check_sandbox():
-    """OSError says why no program can run here, and what to do."""
-    try:
-        run_code("", None, [""], 60.0)
-    except (OSError, AttributeError) as e:  # systems other than Linux lack some functions of os
-        raise OSError(f"{e}. {REMEDY}") from None
-
-
-@cache
-def free_cores() -> queue.SimpleQueue:
-    """The cores on which this rank runs tests, one at a time on each: its share of the machine's."""
-    rank, ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    cores, free = sorted(os.sched_getaffinity(0)), queue.SimpleQueue()
-    for core in cores[rank::ranks] or [cores[rank % len(cores)]]:
-        free.put(core)
-    return free
-
-
-def bwrap() -> list[str]:
-    """The command that runs another one in the sandbox."""
-    shown = {"/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/hosts"}
-    python = os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))
-    for prefix in ("/usr", "/usr/local", sys.prefix, sys.base_prefix, python):
-        shown.update(f"{prefix}/{part}" for part in ("bin", "lib", "lib64", "share", "pyvenv.cfg"))
-    users = ["--unshare-user"]
-    if os.getuid() == 0:  # in a namespace of users the limit of root's processes would not count
-        users = ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-    command = [
-        shutil.which("bwrap") or "bwrap",
-        *users,
-        "--unshare-pid",
-        "--unshare-net",
-        "--unshare-ipc",
-        "--unshare-uts",
-        "--new-session",
-        "--die-with-parent",
-        "--proc",
-        "/proc",
-        "--dev",
-        "/dev",
-    ]
-    for folder in ("/tmp", "/dev/shm"):
-        command += ["--perms", "1777", "--size", str(128 << 20), "--tmpfs", folder]
-    for path in sorted(
-        shown
-    ):  # after /tmp, where Python may stand. --dir makes parents that all can enter
-        command += ["--dir", os.path.dirname(path), "--ro-bind-try", path, path]
-    return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
-
-
-def memory_file(stack: ExitStack, text: str) -> int:
-    """A new file's descriptor. It takes no disk, and RLIMIT_FSIZE bounds what a program writes."""
-    file = os.memfd_create("test")
-    stack.callback(os.close, file)
-    os.write(file, text.encode(errors="surrogatepass"))
-    os.lseek(file, 0, os.SEEK_SET)
-    return file
-
-
-def run_test(
-    program: str, name: str | None, test: str, seconds: float, memory: int, prelude: str = PRELUDE
-):
-    """Run a program on one test: see `run_code`. Return (what it printed or returned, its errors' last line);
-    (None, the reason) if it crashed or took too long."""
-    with ExitStack() as stack:
-        core = free_cores().get()
-        stack.callback(free_cores().put, core)
-        user = FIRST_USER + core if os.getuid() == 0 else None
-        command, folder, processes = bwrap(), "/tmp", 64
-        if SANDBOX == "none":
-            command, folder = [], tempfile.mkdtemp()
-            stack.callback(subprocess.run, ["rm", "-rf", folder])
-            os.chown(folder, user or -1, user or -1)
-            processes = 64 if user else 10_000  # here all of this user's count
-        limits = {
-            "AS": memory << 30,
-            "STACK": 64 << 20,
-            "CPU": int(seconds) + 2,
-            "FSIZE": 32 << 20,
-            "NOFILE": 64,
-            "NPROC": processes,
-            "CORE": 1,
-        }  # at 0 a program of the system's gets dumps
-        job = dict(program=program, name=name, prelude=prelude, core=core, user=user, limits=limits)
-        asked, given, output, errors = [
-            memory_file(stack, text) for text in (json.dumps(job), test, "", "")
+    name: "laptop", a benchmark of SOURCES, a mix of MIXES ("train" is the file that `prepare` writes, "test"
+    all tests of its parts), or FILE.jsonl, of which from 20 rows on every fifth is "test". ValueError says
+    what there is, OSError what could not be fetched."""
+    if name.endswith(".jsonl"):
+        problems = read_problems(name)
+        if len(problems) >= 20:
+            problems = [p for i, p in enumerate(problems) if (i % 5 == 4) == (split == "test")]
+        problems = interleave(problems, random.Random(0))  # A file may be sorted by kind.
+    elif name == "laptop":
+        problems = [
+            Problem(f"laptop/{kind}/{question}", question, answer, "same", kind)
+            for kind, question, answer in laptop_questions(split)
         ]
-        ready = os.eventfd(0)
-        stack.callback(os.close, ready)
-        inherited = [asked, ready, output]
-        process = subprocess.Popen(
-            [*command, sys.executable, "-I", "-X", "utf8", "-c", DRIVER, *map(str, inherited)],
-            cwd=folder,
-            stdin=given,
-            stdout=subprocess.DEVNULL if name else output,
-            stderr=errors,
-            pass_fds=inherited,
-            start_new_session=True,  # and no variable of yours, which may be a key
-            env=dict(
-                PATH=os.defpath,
-                HOME=folder,
-                TMPDIR=folder,
-                USER="me",
-                TZ="UTC",
-                OMP_NUM_THREADS="1",
-            ),
+        problems = interleave(problems, random.Random(0), again=True)
+    elif name in MIXES and split == "train":
+        problems = read_problems(f"{DATA}/{name}.jsonl")
+    elif name in MIXES:
+        parts = itertools.chain(*(load(part, "test", limit) for part in MIXES[name]))
+        problems = interleave(list(parts), random.Random(0))
+    else:
+        known = ", ".join(
+            dict.fromkeys(["laptop", *MIXES, *(key.split("/")[0] for key in SOURCES)])
         )
-        end = os.pidfd_open(process.pid)
-        stack.callback(os.close, end)
-        poll = select.poll()
-        poll.register(end, select.POLLIN)
-        poll.register(ready, select.POLLIN)
-        started = ready in dict(poll.poll(60_000))  # ms, on a machine however busy
-        poll.unregister(ready)
-        ended = poll.poll(1000 * seconds if started else 0)
-        os.killpg(
-            process.pid, signal.SIGKILL
-        )  # bwrap and its first process, with which all others end
-        process.wait()
-        error = (
-            os.pread(errors, 32 << 20, 0)[-4000:].decode(errors="replace").strip().split("\n")[-1]
+        require(
+            source_of(name, split),
+            f"no problems {name!r} ({split}): there are {known}, files *.jsonl",
         )
-        if not started:
-            raise OSError(
-                f"no program can run here: {error or f'Python ended as {process.returncode}'}"
-            )
-        if not ended:
-            return None, f"no end within {seconds:g} s"
-        if process.returncode:
-            return None, error or f"ended with status {process.returncode}"
-        return os.pread(output, 32 << 20, 0), error
+        problems = benchmark(name, split, limit)
+    return problems[:limit]
 
 
-def run_code(
-    program: str, name: str | None, tests: list[str], seconds: float, memory: int = 4
-) -> list:
-    """Run a program that nobody has read. Without a name it is __main__ and reads a test from standard input;
-    else its function (or Solution's method) of that name gets a test's lines, JSON arguments. Returns what
-    each test printed or, as JSON, returned (bytes); None from the first on that crashed, took over `seconds`,
-    or needed over `memory` GiB in a process. OSError if no program can run here."""
-    outputs = []
-    while len(outputs) < len(tests) and None not in outputs:
-        outputs.append(run_test(program, name, tests[len(outputs)], seconds, memory)[0])
-    return outputs + [None] * (len(tests) - len(outputs))
+def interleave(problems: list[Problem], rng: random.Random, again: bool = False) -> list[Problem]:
+    """Shuffle, with the kinds taking turns. again: a small kind starts again until the largest is through."""
+    kinds = {}
+    for problem in problems:
+        kinds.setdefault(problem.kind, []).append(problem)
+    for group in kinds.values():
+        rng.shuffle(group)
+    most = max(map(len, kinds.values()), default=0)
+    turns = itertools.product(range(most), kinds.values())
+    return [group[i % len(group)] for i, group in turns if again or i < len(group)]
 
 
-def extract_code(response: str) -> str:
-    """Return the last fenced block of a response that says it is Python, or else the last; its end may be
-    missing. Without a block, what is in the last <answer> tag."""
-    end = r"(?:^[ \t]*```(?!\w)|```[ \t]*(?:</answer>|\r?$)|\Z)"
-    blocks = re.findall(r"```([\w+#.-]*)[ \t]*\r?\n(.*?)" + end, response, re.DOTALL | re.MULTILINE)
-    _, tag, inside = response.rpartition("</answer>")[0].rpartition("<answer>")
-    in_python = [code for language, code in blocks if re.fullmatch("(?i)py(thon)?3?", language)]
-    in_any = [code for _, code in blocks]
-    return textwrap.dedent((in_python or in_any or [inside if tag else ""])[-1]).strip("\n")
+def with_instructions(problem: Problem) -> Problem:
+    """The problem whose question shows its options and says how to answer, where it did not."""
+    question, extra = problem.question.strip(), problem.extra
+    options = [f"{letter}. {choice}" for letter, choice in zip(LETTERS, extra.get("choices", []))]
+    if options and not all(choice in question for choice in extra["choices"]):
+        question += "\n\n" + "\n".join(options)
+    ask = GRADERS[problem.grader].ask
+    if extra.get("function"):
+        own = f"Write the Python function {extra['function']}. {BLOCK}"
+        ask = GRADERS["unittest"].ask if "```python" in question else own
+    if ask not in question and not re.search(r"\\boxed|<answer>", question):
+        question += "\n\n" + ask
+    return replace(problem, question=question, answer=problem.answer.strip())
 
 
-def same_output(out: bytes | None, expected: str, returned: bool) -> bool:
-    """Judge by the rules of LiveCodeBench's lcb_runner/evaluation/testing_util.py: a returned value (JSON) by
-    value; what is printed line by line, stripped, as text or as Decimal tokens."""
-    most = 1000 + 10 * len(
-        expected.encode(errors="surrogatepass")
-    )  # bytes; 0.500000 is right for 0.5
-    if out is None or len(out) > most:
-        return False
+# Your own problems: a JSON object a line
+
+
+def read_problems(file: str) -> list[Problem]:
+    """Read problems from a JSONL file. A line has "question", "answer", "grader", "extra" where the grader
+    needs it, and if wanted "kind" (what tables group by), "id" and "level":
+
+        {"question": "Who wrote Emma?", "answer": "Jane Austen", "grader": "short"}
+
+    ValueError says of every line what is missing or wrong."""
+    if not os.path.exists(file):
+        raise FileNotFoundError(
+            f"{file} is missing (`python eval.py prepare` writes paper and recursion)"
+        )
+    problems, faults = [], []
+    with open(file, "rb") as lines:
+        for n, line in enumerate(lines, 1):
+            try:
+                if line.strip():
+                    problems.append(own_problem(line, f"{os.path.basename(file)}/{n}"))
+            except (ValueError, TypeError) as e:
+                faults.append(f"{file}, line {n}: {e}")
+    require(problems and not faults, "\n".join(faults[:20]) or f"{file} is empty")
+    require(len({p.id for p in problems}) == len(problems), f"{file}: two lines have one id")
+    return problems
+
+
+def own_problem(line: bytes, id: str) -> Problem:
+    """The problem of a line. ValueError says what is missing or wrong."""
     try:
-        if returned:  # Python reads no int of more than 4,300 digits; a Decimal of it is as exact
-            return json.loads(out, parse_int=Decimal) == json.loads(expected, parse_int=Decimal)
-        printed, wanted = (
-            text.strip().split("\n") for text in (out.decode(errors="replace"), expected)
-        )
-        for mine, theirs in zip(printed, wanted, strict=True):
-            tokens = theirs.split()
-            given = mine.split(None, len(tokens))  # one more, if there are more
-            if mine.strip() != theirs.strip() and [*map(Decimal, given)] != [*map(Decimal, tokens)]:
-                return False
-        return True
+        problem = Problem(**{"id": id, "grader": "own", **json.loads(line)})
     except (
         ValueError,
+        TypeError,
         RecursionError,
-        InvalidOperation,
-    ):  # other lines, no JSON, too deep, no numbers
-        return False
+    ) as e:  # not JSON, or a field is missing or unknown
+        raise ValueError(
+            f"expected an object of {', '.join(Problem.__annotations__)}: {e}"
+        ) from None
+    for key, kind in Problem.__annotations__.items():
+        require(
+            isinstance(getattr(problem, key), kind),
+            f"{key} is of another type than {kind.__name__}",
+        )
+    known = f"grader has to be one of {', '.join(GRADERS)}; your own: --grader=mine.py:grade"
+    require(problem.grader in GRADERS, known)
+    extra, answer = problem.extra, problem.answer.strip()
+    missing = [f'"{key}": …' for key in GRADERS[problem.grader].extra if key not in extra]
+    require(not missing, f'the grader {problem.grader} needs "extra": {{{", ".join(missing)}}}')
+    require(problem.question.strip(), "question: it has 0 characters")
+    if problem.grader == "code":  # `prepare` writes the place of LiveCodeBench's tests instead
+        pairs = isinstance(extra["tests"], dict) or all(
+            are_texts(p) and len(p) == 2 for p in extra["tests"]
+        )
+        require(extra["tests"] and pairs, "tests are pairs of texts, [input, output]")
+    elif problem.grader not in ("unittest", "own"):
+        require(are_texts(extra.get("choices", [])), "choices are a list of texts")
+        faulty = all(failure(problem, text) for text in (answer, f"<answer>{answer}</answer>"))
+        require(
+            answer and not faulty,
+            f"answer: nothing equals {answer!r}; give it bare, a choice's letter",
+        )
+    return with_instructions(problem)
 
 
-def find_wrong_test(
-    code: str, tests: list, fn_name: str | None = None, seconds: float = 6.0
-) -> str:
-    """Run a program on tests, [input, expected output] each, up to the first that is wrong; return what is
-    wrong with it, or "". fn_name is LiveCodeBench's metadata["func_name"]; seconds are a test's."""
-    require(
-        tests, "a LiveCodeBench problem without tests: nothing can be graded by it, load it again"
+def are_texts(value) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+# ---- Systems -----------------------------------------------------------------------------------------------
+#
+# system(problems, pools, name) -> rollouts, one a problem, judged. pools are the problems' workers; name
+# begins the calls' ids, by which --replay knows them, and seeds what is random.
+
+REFLECT = "Check the last response for mistakes, correct them, and give the whole answer in its final form."
+AGGREGATE = (
+    "Compare the responses, decide which is right, and give the whole answer in its final form."
+)
+
+
+def begin(problems: list[Problem], pools: list, name: str) -> list[Rollout]:
+    pairs = zip(problems, pools, strict=True)
+    return [Rollout(p.question, pool, problem=p, call_prefix=f"{name}/{p.id}") for p, pool in pairs]
+
+
+def run_and_judge(rollouts: list[Rollout], name: str, call=call_worker) -> list[Rollout]:
+    """Run and judge rollouts whose workflow is there."""
+    with progress(name, len(rollouts)) as bar:
+        return roll_out(
+            rollouts, judge=grade_once(), call=call, on_end=lambda rollout: bar.update()
+        )
+
+
+def planned(plan, call=call_worker):
+    """The system that runs the workflow plan(rollout) on each problem."""
+
+    def system(problems, pools, name):
+        rollouts = begin(problems, pools, name)
+        for rollout in rollouts:
+            rollout.workflow = plan(rollout)
+        return run_and_judge(rollouts, name, call)
+
+    return system
+
+
+# Workers without a Conductor see the bare question
+
+
+def ask_bare(rollout: Rollout, i: int, times: int = 1, **overrides) -> Reply:
+    """Call a step's worker with the question alone. It may write so many times its tokens."""
+    worker = rollout.pool[rollout.workflow.steps[i].worker]
+    overrides |= {key: times * n for key, n in worker.params.items() if key in LIMITS and times > 1}
+    return worker.chat(
+        [{"role": "user", "content": rollout.question}], call_id(rollout, i), **overrides
     )
-    if not code.strip():
-        return "no code in the response"
-    for number, (given, expected) in enumerate(tests, 1):
-        out, error = run_test(code, fn_name, given, seconds, memory=4)
-        if not same_output(out, expected, fn_name is not None):
-            got = "" if out is None else f"got {out[:200].decode(errors='replace')!r}, "
-            return f"test {number} of {len(tests)}: {got}expected {expected[:200]!r}. {error[:200]}".strip()
-    return ""
 
 
-def passes_livecodebench(
-    code: str, tests: list, fn_name: str | None = None, seconds: float = 6.0
-) -> bool:
-    return not find_wrong_test(code, tests, fn_name, seconds)
+def ask_each(problems, pools, name, workers: list[int], call=ask_bare) -> list[list[Rollout]]:
+    """What each of these workers answers to the bare question: [problem][worker]."""
+    groups = []
+    for rollout in begin(problems, pools, name):
+        steps = [Step(worker, rollout.question, []) for worker in workers]
+        groups.append(
+            [replace(rollout, number=i, workflow=Workflow([step])) for i, step in enumerate(steps)]
+        )
+    run_and_judge(list(itertools.chain(*groups)), name, call)
+    return groups
 
 
-# BigCodeBench's tests patch a solution's module and look into what it returns: they share its process
-UNITTESTS = r"""
-import os, re, sys, types, unittest
-
-def run_unittests(code):
-    module = sys.modules["__test__"] = types.ModuleType("__test__")
-    vars(module).update(sys=sys, os=os, environ=os.environ, __file__="__test__.py")
-    exec(compile(code, "__test__.py", "exec"), vars(module))
-    result = unittest.TestResult()
-    unittest.defaultTestLoader.loadTestsFromTestCase(module.TestCases).run(result)
-    for case, trace in result.failures + result.errors:
-        print(case, re.search(r"^(?!Traceback)\S.*", trace, re.MULTILINE)[0], file=sys.stderr)
-    return result.testsRun > 0 and result.wasSuccessful() and not result.skipped
-"""
-
-
-def find_failed_unittest(code: str, test: str, code_prompt: str, seconds: float = 240.0) -> str:
-    """Run the class TestCases of a BigCodeBench problem on a solution; return why it fails, or "". As in
-    bigcodebench/evaluate.py, code_prompt and `pass` stand before the solution, and all need the libraries of
-    Requirements/requirements-eval.txt. No reward: a solution may patch unittest. seconds: of all tests."""
-    given = json.dumps(f"{code_prompt}\n    pass\n{code}\n{test}")
-    out, error = run_test(UNITTESTS, "run_unittests", given, seconds, memory=32, prelude="")
-    return "" if out == b"true" else error[:400] or "not every test ran"
+def vote(rollouts: list[Rollout], chosen: int) -> Rollout:
+    """Rollouts of one step each as one that costs what all cost and is lost where a call was. The chosen one
+    stands last, and is the answer."""
+    ordered = [*rollouts[:chosen], *rollouts[chosen + 1 :], rollouts[chosen]]
+    errors = [rollout.error for rollout in ordered if rollout.error]
+    return replace(
+        ordered[-1],
+        workflow=Workflow([rollout.workflow.steps[0] for rollout in ordered]),
+        names=[rollout.names[0] for rollout in ordered],
+        replies=[rollout.replies[0] for rollout in ordered],
+        previous=None,
+        error=errors[0] if errors else None,
+        right=None if errors else ordered[-1].right,
+    )
 
 
-def passes_bigcodebench(
-    code: str, test: str, entry_point: str, code_prompt: str, seconds=240.0
-) -> bool:
-    return not find_failed_unittest(code, test, code_prompt, seconds)
+def elect(workers: list[int] | None, likeness=None, call=ask_bare):
+    """These workers, or all, answer the bare question. The answer that is most like the others counts, by
+    likeness(problem, one, other), else by the problem's grader."""
+
+    def system(problems, pools, name):
+        groups = ask_each(problems, pools, name, workers or range(len(pools[0])), call)
+        scores = np.zeros((len(groups), len(groups[0])))  # (P, W)
+        for row, problem, rollouts in zip(scores, problems, groups):
+            like = likeness or GRADERS[problem.grader].agree
+            for i, other in itertools.product(range(len(row)), rollouts):
+                row[i] += like(problem, rollouts[i].answer, other.answer)
+        return [vote(rollouts, int(row.argmax())) for rollouts, row in zip(groups, scores)]
+
+    return system
+
+
+def common_words(problem: Problem, one: str, other: str) -> float:
+    """Smoothie (arXiv 2412.04692) compares sentence embeddings instead, over neighbouring questions too."""
+    first, second = (set(re.findall(r"\w+", answer.casefold())) for answer in (one, other))
+    return len(first & second) / max(len(first | second), 1)
+
+
+# Workflows that nobody has learned
+
+
+def reflect(worker: int):
+    """A worker that reflects four times on what it has answered."""
+    steps = [Step(worker, REFLECT if i else SOLVE_IT, list(range(i))) for i in range(5)]
+    return planned(lambda rollout: Workflow(steps))
+
+
+def propose_and_aggregate(rollout: Rollout) -> Workflow:
+    """A Mixture of Agents of one layer: every worker proposes, and a random one aggregates."""
+    everyone = list(range(len(rollout.pool)))
+    aggregator = random.Random(rollout.call_prefix).choice(everyone)
+    return Workflow(
+        [*(Step(i, SOLVE_IT, []) for i in everyone), Step(aggregator, AGGREGATE, everyone)]
+    )
+
+
+def phrases_for(problem: Problem) -> tuple:
+    """The subtasks of random workflows for a problem."""
+    others = (SOLVE_IT, "Plan how to solve it.", REFLECT, AGGREGATE)
+    return PHRASES if problem.id.startswith("laptop/") else others
+
+
+def random_workflow(
+    rng: random.Random, workers: list[int], max_steps: int = 5, phrases=PHRASES
+) -> Workflow:
+    """1 to max_steps steps, short workflows more often; each a random worker, a random phrase, and nine times
+    in ten all that came before. A tiny Conductor's warm start is made of such workflows."""
+    steps = []
+    for i in range(min(rng.randint(1, max_steps), rng.randint(1, max_steps))):
+        worker = rng.choice(workers)
+        subtask = rng.choice(phrases)
+        steps.append(Step(worker, subtask, list(range(i)) if rng.random() < 0.9 else []))
+    return Workflow(steps)
+
+
+def plan_at_random(rollout: Rollout) -> Workflow:
+    workers = list(range(len(rollout.pool)))
+    return random_workflow(
+        random.Random(rollout.call_prefix), workers, phrases=phrases_for(rollout.problem)
+    )
+
+
+# The Conductor
+
+
+def conductor(
+    write, prompting: Prompting, extra_rounds: int = 0, edit=None, tries: int = 1, only: str = ""
+):
+    """The system of a Conductor that writes by `write` (workflow.py). extra_rounds: §3.2. edit(workflow) ->
+    workflow takes something away. only: the workers that it may name (§3.2), with commas between."""
+
+    def system(problems, pools, name):
+        rollouts = begin(problems, pools, name)
+        for rollout in rollouts:
+            rollout.workers = numbers_of(only, rollout.pool) or None
+        with progress(name, len(rollouts)) as bar:
+            return conduct(
+                write,
+                rollouts,
+                extra_rounds,
+                prompting,
+                tries,
+                judge=grade_once(),
+                edit=edit,
+                on_end=lambda rollout: bar.update(rollout.previous is None and not rollout.number),
+            )
+
+    return system
+
+
+# Systems that learn from lessons, which are train problems. All ask under one name: what is asked again is in
+# the replay file.
+
+
+def rewards(rollouts: list[Rollout]) -> np.ndarray:
+    """1 for a right answer, less 0.02 for each of its calls; nan where a worker was lost."""
+    right = np.array([rollout.right for rollout in rollouts], float)
+    return right - 0.02 * np.array([rollout.calls for rollout in rollouts])
+
+
+def trigrams(questions: list[str]) -> torch.Tensor:
+    """How often each trigram stands in each question, hashed and normalized: (Q, 4096)."""
+    counts = torch.zeros(len(questions), 4096)
+    for row, question in zip(counts, questions):
+        for i in range(len(question) - 2):
+            row[zlib.crc32(question[i : i + 3].casefold().encode()) % 4096] += 1
+    return torch.nn.functional.normalize(counts)
+
+
+def router(setup):
+    """The worker who is likeliest right, by ridge regression on trigrams. RouterDC (NeurIPS 2024) learns from
+    each worker's success too, but by a fine-tuned encoder and contrastive losses."""
+    asked = ask_each(
+        setup.lessons, [setup.pool] * len(setup.lessons), "lesson", range(len(setup.pool))
+    )
+    right = np.array([[rollout.right for rollout in row] for row in asked], np.float32)
+    right = torch.from_numpy(right).nan_to_num(0.5)  # (P, W); a call was lost where it is nan
+    x = trigrams([problem.question for problem in setup.lessons])  # (P, 4096)
+    weights = x.T @ torch.linalg.solve(x @ x.T + torch.eye(len(x)), right)  # (4096, W)
+
+    def plan(rollout):
+        best = int((trigrams([rollout.question]) @ weights).argmax())
+        return Workflow([Step(best, rollout.question, [])])
+
+    return planned(plan, ask_bare)
+
+
+AGENTS = 5  # at most
+SHAPES = [[(SOLVE_IT, [])]]  # (subtask, access) of each agent
+for n in range(2, AGENTS + 1):
+    before = [list(range(i)) for i in range(n)]
+    SHAPES.append([(SOLVE_IT, seen[-1:]) for seen in before])  # a chain
+    SHAPES.append([(REFLECT if seen else SOLVE_IT, seen) for seen in before])  # reflection
+    SHAPES.append([(SOLVE_IT, [])] * (n - 1) + [(AGGREGATE, before[-1])])  # a debate
+TRIES = 8  # designs of each lesson at a time
+
+
+def masrouter(setup):
+    """MasRouter (arXiv 2502.11133) in small: a shape of collaboration and each agent's worker, linear in the
+    question's trigrams, by policy gradient. The original encodes the question with a language model, gives
+    agents roles, makes each choice in view of those before, and counts tokens instead of calls."""
+    rng = random.Random(setup.seed)
+    torch.manual_seed(setup.seed)
+    sizes = [len(SHAPES)] + [len(setup.pool)] * AGENTS
+    n_agents = torch.tensor([len(shape) for shape in SHAPES])
+    weights = torch.zeros(4096, sum(sizes), requires_grad=True)
+    optimizer = torch.optim.Adam([weights], lr=0.05)
+
+    def build(choices):
+        agents = zip(choices[1:], SHAPES[choices[0]])
+        return Workflow([Step(worker, subtask, access) for worker, (subtask, access) in agents])
+
+    for _ in tqdm(range(setup.effort * 5), "masrouter learns", disable=None):
+        batch = rng.sample(setup.lessons, min(32, len(setup.lessons)))
+        scores = trigrams([problem.question for problem in batch]) @ weights
+        heads = [torch.distributions.Categorical(logits=part) for part in scores.split(sizes, -1)]
+        choices = torch.stack([head.sample([TRIES]) for head in heads])  # (6, T, B)
+        rollouts = begin(batch * TRIES, [setup.pool] * len(batch) * TRIES, "lesson")
+        for rollout, choice in zip(rollouts, choices.flatten(1).T.tolist()):
+            rollout.workflow = build(choice)
+        value = torch.tensor(rewards(roll_out(rollouts, judge=grade_once()))).view(
+            TRIES, -1
+        )  # (T, B)
+        advantage = (value - value.nanmean(0)).nan_to_num()
+        used = n_agents[choices[0]] > torch.tensor([0, *range(AGENTS)])[:, None, None]  # (6, T, B)
+        logp = torch.stack(
+            [head.log_prob(choice) for head, choice in zip(heads, choices)]
+        )  # (6, T, B)
+        entropy = torch.stack([head.entropy() for head in heads]).mean()
+        optimizer.zero_grad()
+        loss = -(advantage * logp * used).mean() - 0.02 * entropy
+        loss.backward()
+        optimizer.step()
+
+    def plan(rollout):
+        scores = trigrams([rollout.question])[0] @ weights
+        return build([int(part.argmax()) for part in scores.split(sizes)])
+
+    return planned(plan)
+
+
+ROLES = {
+    "thinker": "Solve what comes first, and say how to go on from there.",
+    "worker": SOLVE_IT,
+    "verifier": "Check the last response. Say ACCEPT if it is right and whole, else what is wrong.",
+}
+ACCEPTS = re.compile(r"\bACCEPT\b|nothing here to work on")  # the second is what a specialist says
+POPULATION = 32
+
+
+def trinity(setup):
+    """TRINITY (arXiv 2512.04695) in small: turn by turn a linear head on a small model's hidden state picks a
+    worker and its role, and is evolved on the reward. The original's model has 0.6 B parameters, some evolved
+    too, by a separable CMA-ES, and all turns are read. Here the head sees 24 principal components, model and
+    workers see the newest turn alone, and calls cost."""
+    rng = random.Random(setup.seed)
+    model, tokenizer, _ = load_conductor(setup.trinity)
+
+    @lru_cache(100_000)
+    def state_of(text):
+        ids = tokenizer.chat([{"role": "system", "content": ""}, {"role": "user", "content": text}])
+        ids = torch.tensor([ids[-model.config.max_position_embeddings :]], device=model.device)
+        with torch.no_grad():
+            hidden = model(ids, head=lambda x: x[0, -2])  # (C), at the last token but one
+        return hidden.float().cpu().numpy()
+
+    states = np.stack([state_of(problem.question) for problem in setup.lessons])  # (P, C)
+    center = states.mean(0)
+    _, scale, axes = np.linalg.svd(states - center, full_matrices=False)
+    axes = (
+        math.sqrt(len(states)) * axes[:24].T / (scale[:24] + 1e-3 * scale[0])
+    )  # (C, 24), to variances of 1
+
+    def take_turns(rollouts, heads):
+        """Play up to five rounds (§3.2) of one step, until a verifier accepts. The last response in the role
+        worker counts. heads: by a rollout's number, (25, W + 3)."""
+
+        def write(rollouts):
+            for rollout in rollouts:
+                last = rollout.previous
+                text = rollout.question + (f"\n{last.written}: {last.answer}" if last else "")
+                features = np.append((state_of(text) - center) @ axes, 1.0)  # (25), with a bias
+                for_worker, for_role = np.split(features @ heads[rollout.number], [-len(ROLES)])
+                rollout.written = [*ROLES][for_role.argmax()]
+                step = Step(int(for_worker.argmax()), ROLES[rollout.written], [], wrote_all=True)
+                accepted = last and last.written == "verifier" and ACCEPTS.search(last.answer)
+                rollout.workflow = Workflow([] if accepted else [step])
+                yield rollout
+
+        votes = []
+        for rollout in conduct(
+            write,
+            rollouts,
+            extra_rounds=4,
+            tries=1,
+            judge=grade_once(),
+            call=lambda rollout, i: call_worker(replace(rollout, number=0), i),
+        ):
+            turns = [turn for turn in rollout.rounds() if turn.workflow.steps]
+            by_worker = [i for i, turn in enumerate(turns) if turn.written == "worker"]
+            votes.append(vote(turns, [len(turns) - 1, *by_worker][-1]))
+        return votes
+
+    head = np.zeros((axes.shape[1] + 1, len(setup.pool) + len(ROLES)))  # (25, W + 3)
+    noise = np.random.default_rng(setup.seed)
+    for _ in tqdm(range(setup.effort), "trinity evolves", disable=None):
+        batch = rng.sample(setup.lessons, min(32, len(setup.lessons)))
+        steps = noise.standard_normal((POPULATION, *head.shape))
+        rollouts = begin(batch, [setup.pool] * len(batch), "lesson")
+        rollouts = [replace(rollout, number=k) for k in range(POPULATION) for rollout in rollouts]
+        found = rewards(take_turns(rollouts, head + steps)).reshape(POPULATION, -1)
+        order = np.nan_to_num(found).mean(1).argsort()
+        head += steps[order[-POPULATION // 4 :]].mean(
+            0
+        )  # The larger it grows, the less a step turns it.
+    return lambda problems, pools, name: take_turns(begin(problems, pools, name), [head])
+
+
+# The table: make(setup) -> system
+
+
+class System(NamedTuple):
+    make: Callable  # of the settings, with `pool`, `worker` (its number) and `lessons`
+    needs: str = ""  # "worker": the pool's workers play in turn
+    calls: float = 1  # a question, about; 0: one of each worker
+    lessons: int = 0  # calls to learn, about, if none is made twice
+
+
+def change_steps(workflow: Workflow, **changes) -> Workflow:
+    return Workflow([replace(step, **changes) for step in workflow.steps])
+
+
+ABLATIONS = {
+    "": None,
+    "subtasks": partial(change_steps, subtask=SOLVE_IT),  # App. B.7
+    "access": partial(change_steps, access=[], wrote_all=False),
+}
+
+
+def from_checkpoint(setup, edit=None):
+    """The Conductor, whose workflows are edited before they run."""
+    model, tokenizer, prompting = load_conductor(setup.checkpoint)
+    prompting = replace(prompting, prompt_style=setup.prompt_style or prompting.prompt_style)
+    write = model_writer(model, tokenizer, prompting, temperature=0.0)
+    return conductor(write, prompting, setup.extra_rounds, edit, only=setup.only)
+
+
+def in_the_seat(setup):
+    """A worker in the Conductor's seat, who tries the format ten times (in the paper without end)."""
+    prompting = Prompting(prompt_style=setup.prompt_style or Prompting.prompt_style)
+    return conductor(
+        worker_writer(setup.pool[setup.worker], prompting), prompting, setup.extra_rounds, tries=10
+    )
+
+
+SYSTEMS = {
+    "conductor": System(from_checkpoint, "checkpoint", 3),
+    "no-subtasks": System(partial(from_checkpoint, edit=ABLATIONS["subtasks"]), "checkpoint", 3),
+    "no-access": System(partial(from_checkpoint, edit=ABLATIONS["access"]), "checkpoint", 3),
+    "one-worker": System(
+        lambda setup: from_checkpoint(setup, partial(change_steps, worker=setup.worker)),
+        "checkpoint, worker",
+        3,
+    ),
+    "seat": System(in_the_seat, "worker", 4),
+    "workers": System(lambda setup: elect([setup.worker]), "worker"),
+    "context": System(
+        lambda setup: elect([setup.worker], call=partial(ask_bare, times=5)), "worker"
+    ),
+    "consensus": System(lambda setup: elect([setup.worker] * 5), "worker", 5),
+    "reflect": System(lambda setup: reflect(setup.worker), "worker", 5),
+    "random": System(lambda setup: planned(plan_at_random), calls=2.2),
+    "moa": System(lambda setup: planned(propose_and_aggregate), calls=0),
+    "smoothie": System(lambda setup: elect(None, common_words), calls=0),
+    "router": System(router, "lessons", 1, 2_000),
+    "masrouter": System(masrouter, "lessons", 2, 15_000),
+    "trinity": System(trinity, "lessons", 3, 40_000),
+}
+
+# ---- Measure, and tables -----------------------------------------------------------------------------------
+
+COLUMNS = {  # of a row, with the digits behind the point; a row's other keys are kinds
+    "accuracy": 1,
+    "±": 1,
+    "lost": 0,
+    "calls": 2,
+    "tokens": 0,
+    "dollars": 5,
+    "dollars/right": 5,
+    "calls to learn": 0,
+}
+
+
+def measure(rollouts: list[Rollout]) -> dict:
+    """What a system's rollouts come to, as one flat row: the share of right answers; ± its 95 % interval,
+    over problems; how many were lost; the mean calls, tokens and dollars (None: unknown) of the others, and
+    what a right answer costs; the share of right answers by kind. A Conductor's own cost is in none."""
+    known = [rollout for rollout in rollouts if rollout.right is not None]
+    right = [rollout.right for rollout in known]
+    costs = [rollout.cost for rollout in known]
+    priced = known and None not in costs
+    by_problem = {}
+    for rollout in known:
+        by_problem.setdefault(rollout.problem.id, []).append(rollout.right)
+    # Two right and two wrong ones more (Agresti & Coull): a few that are all right prove little.
+    shares = [*map(mean, by_problem.values()), 0, 0, 1, 1]
+    row = {
+        "accuracy": mean(right),
+        "±": 1.96 * float(np.std(shares)) / math.sqrt(len(shares)) if known else None,
+        "lost": len(rollouts) - len(known),
+        "calls": mean([rollout.calls for rollout in known]),
+        "tokens": mean([rollout.tokens_used for rollout in known]),
+        "dollars": mean(costs) if priced else None,
+        "dollars/right": sum(costs) / sum(right) if priced and any(right) else None,
+    }
+    for kind in dict.fromkeys(rollout.problem.kind for rollout in rollouts):
+        row.setdefault(
+            kind, mean([rollout.right for rollout in known if rollout.problem.kind == kind])
+        )
+    return row
+
+
+def mean(values: list) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def table(rows: dict[str, dict], title: str = "") -> str:
+    """Rows of `measure` under their heads, accuracies in %; "?" is unknown, a blank not there."""
+    present = dict.fromkeys(key for row in rows.values() for key in row)
+    heads = [head for head in COLUMNS if head in present] + [
+        key for key in present if key not in COLUMNS
+    ]
+    lines = [[title, *heads]]
+    for name, row in rows.items():
+        lines.append([name])
+        for head in heads:
+            value = row.get(head, "")
+            if isinstance(value, (int, float)):
+                scale = 1 if head in COLUMNS and head not in ("accuracy", "±") else 100
+                value = f"{scale * value:.{COLUMNS.get(head, 1)}f}"
+            lines[-1].append("?" if value is None else value)
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    texts = [
+        "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])])
+        for name, *cells in lines
+    ]
+    return "\n".join(map(str.rstrip, texts))
+
+
+def progress(what: str, total: int) -> tqdm:
+    """A bar on a terminal (disable=None), of rank 0 only."""
+    hidden = os.environ.get("RANK", "0") != "0" or None
+    return tqdm(desc=what, total=total, disable=hidden, leave=False)
 
 
 # ---- Graders -----------------------------------------------------------------------------------------------
@@ -1002,73 +1286,9 @@ def grade_once():
     return judge
 
 
-# ---- Problems: the laptop world's, benchmarks', your own ---------------------------------------------------
+# ---- Benchmarks --------------------------------------------------------------------------------------------
 
-DATA = "data"  # in the current directory: what is fetched, and what `prepare` writes
-
-
-def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
-    """Load at most `limit` problems of a split, "train" or "test", in an order that never changes.
-
-    name: "laptop", a benchmark of SOURCES, a mix of MIXES ("train" is the file that `prepare` writes, "test"
-    all tests of its parts), or FILE.jsonl, of which from 20 rows on every fifth is "test". ValueError says
-    what there is, OSError what could not be fetched."""
-    if name.endswith(".jsonl"):
-        problems = read_problems(name)
-        if len(problems) >= 20:
-            problems = [p for i, p in enumerate(problems) if (i % 5 == 4) == (split == "test")]
-        problems = interleave(problems, random.Random(0))  # A file may be sorted by kind.
-    elif name == "laptop":
-        problems = [
-            Problem(f"laptop/{kind}/{question}", question, answer, "same", kind)
-            for kind, question, answer in laptop_questions(split)
-        ]
-        problems = interleave(problems, random.Random(0), again=True)
-    elif name in MIXES and split == "train":
-        problems = read_problems(f"{DATA}/{name}.jsonl")
-    elif name in MIXES:
-        parts = itertools.chain(*(load(part, "test", limit) for part in MIXES[name]))
-        problems = interleave(list(parts), random.Random(0))
-    else:
-        known = ", ".join(
-            dict.fromkeys(["laptop", *MIXES, *(key.split("/")[0] for key in SOURCES)])
-        )
-        require(
-            source_of(name, split),
-            f"no problems {name!r} ({split}): there are {known}, files *.jsonl",
-        )
-        problems = benchmark(name, split, limit)
-    return problems[:limit]
-
-
-def interleave(problems: list[Problem], rng: random.Random, again: bool = False) -> list[Problem]:
-    """Shuffle, with the kinds taking turns. again: a small kind starts again until the largest is through."""
-    kinds = {}
-    for problem in problems:
-        kinds.setdefault(problem.kind, []).append(problem)
-    for group in kinds.values():
-        rng.shuffle(group)
-    most = max(map(len, kinds.values()), default=0)
-    turns = itertools.product(range(most), kinds.values())
-    return [group[i % len(group)] for i, group in turns if again or i < len(group)]
-
-
-def with_instructions(problem: Problem) -> Problem:
-    """The problem whose question shows its options and says how to answer, where it did not."""
-    question, extra = problem.question.strip(), problem.extra
-    options = [f"{letter}. {choice}" for letter, choice in zip(LETTERS, extra.get("choices", []))]
-    if options and not all(choice in question for choice in extra["choices"]):
-        question += "\n\n" + "\n".join(options)
-    ask = GRADERS[problem.grader].ask
-    if extra.get("function"):
-        own = f"Write the Python function {extra['function']}. {BLOCK}"
-        ask = GRADERS["unittest"].ask if "```python" in question else own
-    if ask not in question and not re.search(r"\\boxed|<answer>", question):
-        question += "\n\n" + ask
-    return replace(problem, question=question, answer=problem.answer.strip())
-
-
-# Benchmarks. A row of a data set, the n-th, becomes a problem:
+# A row of a data set, the n-th, becomes a problem:
 
 
 def math_problem(row: dict, n: int) -> Problem:
@@ -1274,75 +1494,6 @@ def stored_tests(id: str, file: str, at: int) -> list[list[str]]:
         ) from e
 
 
-# Your own problems: a JSON object a line
-
-
-def read_problems(file: str) -> list[Problem]:
-    """Read problems from a JSONL file. A line has "question", "answer", "grader", "extra" where the grader
-    needs it, and if wanted "kind" (what tables group by), "id" and "level":
-
-        {"question": "Who wrote Emma?", "answer": "Jane Austen", "grader": "short"}
-
-    ValueError says of every line what is missing or wrong."""
-    if not os.path.exists(file):
-        raise FileNotFoundError(
-            f"{file} is missing (`python eval.py prepare` writes paper and recursion)"
-        )
-    problems, faults = [], []
-    with open(file, "rb") as lines:
-        for n, line in enumerate(lines, 1):
-            try:
-                if line.strip():
-                    problems.append(own_problem(line, f"{os.path.basename(file)}/{n}"))
-            except (ValueError, TypeError) as e:
-                faults.append(f"{file}, line {n}: {e}")
-    require(problems and not faults, "\n".join(faults[:20]) or f"{file} is empty")
-    require(len({p.id for p in problems}) == len(problems), f"{file}: two lines have one id")
-    return problems
-
-
-def own_problem(line: bytes, id: str) -> Problem:
-    """The problem of a line. ValueError says what is missing or wrong."""
-    try:
-        problem = Problem(**{"id": id, "grader": "own", **json.loads(line)})
-    except (
-        ValueError,
-        TypeError,
-        RecursionError,
-    ) as e:  # not JSON, or a field is missing or unknown
-        raise ValueError(
-            f"expected an object of {', '.join(Problem.__annotations__)}: {e}"
-        ) from None
-    for key, kind in Problem.__annotations__.items():
-        require(
-            isinstance(getattr(problem, key), kind),
-            f"{key} is of another type than {kind.__name__}",
-        )
-    known = f"grader has to be one of {', '.join(GRADERS)}; your own: --grader=mine.py:grade"
-    require(problem.grader in GRADERS, known)
-    extra, answer = problem.extra, problem.answer.strip()
-    missing = [f'"{key}": …' for key in GRADERS[problem.grader].extra if key not in extra]
-    require(not missing, f'the grader {problem.grader} needs "extra": {{{", ".join(missing)}}}')
-    require(problem.question.strip(), "question: it has 0 characters")
-    if problem.grader == "code":  # `prepare` writes the place of LiveCodeBench's tests instead
-        pairs = isinstance(extra["tests"], dict) or all(
-            are_texts(p) and len(p) == 2 for p in extra["tests"]
-        )
-        require(extra["tests"] and pairs, "tests are pairs of texts, [input, output]")
-    elif problem.grader not in ("unittest", "own"):
-        require(are_texts(extra.get("choices", [])), "choices are a list of texts")
-        faulty = all(failure(problem, text) for text in (answer, f"<answer>{answer}</answer>"))
-        require(
-            answer and not faulty,
-            f"answer: nothing equals {answer!r}; give it bare, a choice's letter",
-        )
-    return with_instructions(problem)
-
-
-def are_texts(value) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
 # What the paper's Conductor learns from (App. A.2: 960 problems, by "difficulty and diversity"), and what its
 # further rounds are learned from: a part of these (App. A.1)
 
@@ -1400,479 +1551,330 @@ def prepare(settings):
         print(f"{file}: {len(problems)} problems")
 
 
-# ---- Systems -----------------------------------------------------------------------------------------------
+# ---- Running code ------------------------------------------------------------------------------------------
 #
-# system(problems, pools, name) -> rollouts, one a problem, judged. pools are the problems' workers; name
-# begins the calls' ids, by which --replay knows them, and seeds what is random.
+# Each test is one fresh Python behind bwrap (bubblewrap 0.8 or newer). The program sees Python and the
+# system's libraries, read-only, a small empty /tmp, its input and its own processes: no network, no key, no
+# file of yours. What it prints or returns is judged here, by expected outputs that never went in.
 
-REFLECT = "Check the last response for mistakes, correct them, and give the whole answer in its final form."
-AGGREGATE = (
-    "Compare the responses, decide which is right, and give the whole answer in its final form."
+PREPARED = (
+    "string",
+    "re",
+    "datetime",
+    "collections",
+    "heapq",
+    "bisect",
+    "copy",
+    "math",
+    "random",
+    "statistics",
+    "itertools",
+    "functools",
+    "operator",
+    "io",
+    "sys",
+    "json",
 )
+# What LiveCodeBench puts before a program: import_string in its lcb_runner/evaluation/testing_util.py
+PRELUDE = "\n".join(
+    [
+        *(f"from {module} import *" for module in (*PREPARED, "builtins", "typing")),
+        f"import {', '.join(PREPARED)}",
+        "sys.setrecursionlimit(50_000)",
+        "sys.set_int_max_str_digits(50_000)",
+    ]
+)
+FIRST_USER = (
+    61184  # root becomes this user plus the core's number; systemd keeps these for passing services
+)
+SANDBOX = "bwrap"
+REMEDY = """On Linux, install bubblewrap 0.8 or newer (apt-get install bubblewrap). Where it may not make
+namespaces: on Ubuntu 24.04, sysctl -w kernel.apparmor_restrict_unprivileged_userns=0; in Docker, --cap-add
+SYS_ADMIN and --security-opt seccomp=unconfined, apparmor=unconfined, systempaths=unconfined. In a container
+that can be thrown away: --sandbox=none (root's programs run as another user, who has to read Python)."""
+
+DRIVER = """
+import contextlib, json, os, resource, sys, types
+
+job_file, ready, output = map(int, sys.argv[1:])
+job = json.load(open(job_file))
+for limit, value in job["limits"].items():
+    with contextlib.suppress(ValueError):        # where the hard limit is lower already
+        resource.setrlimit(getattr(resource, "RLIMIT_" + limit), (value, value))
+open("/proc/self/oom_score_adj", "w").write("1000")  # when memory runs out, the kernel ends this first
+os.sched_setaffinity(0, [job["core"]])
+if job["user"]:
+    os.setgroups([])
+    os.setgid(job["user"])
+    os.setuid(job["user"])                       # with it go all capabilities
+
+name = job["name"]
+module = types.ModuleType("solution" if name else "__main__")
+sys.modules[module.__name__] = module
+sys.argv = ["solution.py"]
+exec(job["prelude"], vars(module))
+vars(module).pop(name, None)                     # the prelude's own gcd is no solution
+os.eventfd_write(ready, 1)                       # from here on the time counts
+
+lines = sys.stdin.buffer.read().split(b"\\n") if name else []
+with contextlib.suppress(SystemExit):            # whatever its code, as in LiveCodeBench
+    exec(compile(job["program"], "solution.py", "exec"), vars(module))
+if name:
+    owner = module.Solution() if hasattr(module, "Solution") else module
+    value = getattr(owner, name)(*map(json.loads, lines))
+    value = list(value) if isinstance(value, tuple) else value
+    text = json.dumps(value, default=lambda scalar: scalar.item())  # numpy's scalars
+    if json.loads(text) != value:                # tuples inside, keys that are no strings
+        raise TypeError("JSON hides what this value is")
+    os.write(output, text.encode())
+    os._exit(0)
+"""
 
 
-def begin(problems: list[Problem], pools: list, name: str) -> list[Rollout]:
-    pairs = zip(problems, pools, strict=True)
-    return [Rollout(p.question, pool, problem=p, call_prefix=f"{name}/{p.id}") for p, pool in pairs]
+def use_sandbox(name: str):
+    """Choose how programs run: behind "bwrap", or with "none", where they have all that their user has."""
+    global SANDBOX
+    SANDBOX = name
 
 
-def run_and_judge(rollouts: list[Rollout], name: str, call=call_worker) -> list[Rollout]:
-    """Run and judge rollouts whose workflow is there."""
-    with progress(name, len(rollouts)) as bar:
-        return roll_out(
-            rollouts, judge=grade_once(), call=call, on_end=lambda rollout: bar.update()
-        )
+def check_sandbox():
+    """OSError says why no program can run here, and what to do."""
+    try:
+        run_code("", None, [""], 60.0)
+    except (OSError, AttributeError) as e:  # systems other than Linux lack some functions of os
+        raise OSError(f"{e}. {REMEDY}") from None
 
 
-def planned(plan, call=call_worker):
-    """The system that runs the workflow plan(rollout) on each problem."""
-
-    def system(problems, pools, name):
-        rollouts = begin(problems, pools, name)
-        for rollout in rollouts:
-            rollout.workflow = plan(rollout)
-        return run_and_judge(rollouts, name, call)
-
-    return system
+@cache
+def free_cores() -> queue.SimpleQueue:
+    """The cores on which this rank runs tests, one at a time on each: its share of the machine's."""
+    rank, ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    cores, free = sorted(os.sched_getaffinity(0)), queue.SimpleQueue()
+    for core in cores[rank::ranks] or [cores[rank % len(cores)]]:
+        free.put(core)
+    return free
 
 
-# Workers without a Conductor see the bare question
+def bwrap() -> list[str]:
+    """The command that runs another one in the sandbox."""
+    shown = {"/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/hosts"}
+    python = os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))
+    for prefix in ("/usr", "/usr/local", sys.prefix, sys.base_prefix, python):
+        shown.update(f"{prefix}/{part}" for part in ("bin", "lib", "lib64", "share", "pyvenv.cfg"))
+    users = ["--unshare-user"]
+    if os.getuid() == 0:  # in a namespace of users the limit of root's processes would not count
+        users = ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    command = [
+        shutil.which("bwrap") or "bwrap",
+        *users,
+        "--unshare-pid",
+        "--unshare-net",
+        "--unshare-ipc",
+        "--unshare-uts",
+        "--new-session",
+        "--die-with-parent",
+        "--proc",
+        "/proc",
+        "--dev",
+        "/dev",
+    ]
+    for folder in ("/tmp", "/dev/shm"):
+        command += ["--perms", "1777", "--size", str(128 << 20), "--tmpfs", folder]
+    for path in sorted(
+        shown
+    ):  # after /tmp, where Python may stand. --dir makes parents that all can enter
+        command += ["--dir", os.path.dirname(path), "--ro-bind-try", path, path]
+    return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
 
 
-def ask_bare(rollout: Rollout, i: int, times: int = 1, **overrides) -> Reply:
-    """Call a step's worker with the question alone. It may write so many times its tokens."""
-    worker = rollout.pool[rollout.workflow.steps[i].worker]
-    overrides |= {key: times * n for key, n in worker.params.items() if key in LIMITS and times > 1}
-    return worker.chat(
-        [{"role": "user", "content": rollout.question}], call_id(rollout, i), **overrides
-    )
+def memory_file(stack: ExitStack, text: str) -> int:
+    """A new file's descriptor. It takes no disk, and RLIMIT_FSIZE bounds what a program writes."""
+    file = os.memfd_create("test")
+    stack.callback(os.close, file)
+    os.write(file, text.encode(errors="surrogatepass"))
+    os.lseek(file, 0, os.SEEK_SET)
+    return file
 
 
-def ask_each(problems, pools, name, workers: list[int], call=ask_bare) -> list[list[Rollout]]:
-    """What each of these workers answers to the bare question: [problem][worker]."""
-    groups = []
-    for rollout in begin(problems, pools, name):
-        steps = [Step(worker, rollout.question, []) for worker in workers]
-        groups.append(
-            [replace(rollout, number=i, workflow=Workflow([step])) for i, step in enumerate(steps)]
-        )
-    run_and_judge(list(itertools.chain(*groups)), name, call)
-    return groups
-
-
-def vote(rollouts: list[Rollout], chosen: int) -> Rollout:
-    """Rollouts of one step each as one that costs what all cost and is lost where a call was. The chosen one
-    stands last, and is the answer."""
-    ordered = [*rollouts[:chosen], *rollouts[chosen + 1 :], rollouts[chosen]]
-    errors = [rollout.error for rollout in ordered if rollout.error]
-    return replace(
-        ordered[-1],
-        workflow=Workflow([rollout.workflow.steps[0] for rollout in ordered]),
-        names=[rollout.names[0] for rollout in ordered],
-        replies=[rollout.replies[0] for rollout in ordered],
-        previous=None,
-        error=errors[0] if errors else None,
-        right=None if errors else ordered[-1].right,
-    )
-
-
-def elect(workers: list[int] | None, likeness=None, call=ask_bare):
-    """These workers, or all, answer the bare question. The answer that is most like the others counts, by
-    likeness(problem, one, other), else by the problem's grader."""
-
-    def system(problems, pools, name):
-        groups = ask_each(problems, pools, name, workers or range(len(pools[0])), call)
-        scores = np.zeros((len(groups), len(groups[0])))  # (P, W)
-        for row, problem, rollouts in zip(scores, problems, groups):
-            like = likeness or GRADERS[problem.grader].agree
-            for i, other in itertools.product(range(len(row)), rollouts):
-                row[i] += like(problem, rollouts[i].answer, other.answer)
-        return [vote(rollouts, int(row.argmax())) for rollouts, row in zip(groups, scores)]
-
-    return system
-
-
-def common_words(problem: Problem, one: str, other: str) -> float:
-    """Smoothie (arXiv 2412.04692) compares sentence embeddings instead, over neighbouring questions too."""
-    first, second = (set(re.findall(r"\w+", answer.casefold())) for answer in (one, other))
-    return len(first & second) / max(len(first | second), 1)
-
-
-# Workflows that nobody has learned
-
-
-def reflect(worker: int):
-    """A worker that reflects four times on what it has answered."""
-    steps = [Step(worker, REFLECT if i else SOLVE_IT, list(range(i))) for i in range(5)]
-    return planned(lambda rollout: Workflow(steps))
-
-
-def propose_and_aggregate(rollout: Rollout) -> Workflow:
-    """A Mixture of Agents of one layer: every worker proposes, and a random one aggregates."""
-    everyone = list(range(len(rollout.pool)))
-    aggregator = random.Random(rollout.call_prefix).choice(everyone)
-    return Workflow(
-        [*(Step(i, SOLVE_IT, []) for i in everyone), Step(aggregator, AGGREGATE, everyone)]
-    )
-
-
-def phrases_for(problem: Problem) -> tuple:
-    """The subtasks of random workflows for a problem."""
-    others = (SOLVE_IT, "Plan how to solve it.", REFLECT, AGGREGATE)
-    return PHRASES if problem.id.startswith("laptop/") else others
-
-
-def random_workflow(
-    rng: random.Random, workers: list[int], max_steps: int = 5, phrases=PHRASES
-) -> Workflow:
-    """1 to max_steps steps, short workflows more often; each a random worker, a random phrase, and nine times
-    in ten all that came before. A tiny Conductor's warm start is made of such workflows."""
-    steps = []
-    for i in range(min(rng.randint(1, max_steps), rng.randint(1, max_steps))):
-        worker = rng.choice(workers)
-        subtask = rng.choice(phrases)
-        steps.append(Step(worker, subtask, list(range(i)) if rng.random() < 0.9 else []))
-    return Workflow(steps)
-
-
-def plan_at_random(rollout: Rollout) -> Workflow:
-    workers = list(range(len(rollout.pool)))
-    return random_workflow(
-        random.Random(rollout.call_prefix), workers, phrases=phrases_for(rollout.problem)
-    )
-
-
-# The Conductor
-
-
-def conductor(
-    write, prompting: Prompting, extra_rounds: int = 0, edit=None, tries: int = 1, only: str = ""
+def run_test(
+    program: str, name: str | None, test: str, seconds: float, memory: int, prelude: str = PRELUDE
 ):
-    """The system of a Conductor that writes by `write` (workflow.py). extra_rounds: §3.2. edit(workflow) ->
-    workflow takes something away. only: the workers that it may name (§3.2), with commas between."""
-
-    def system(problems, pools, name):
-        rollouts = begin(problems, pools, name)
-        for rollout in rollouts:
-            rollout.workers = numbers_of(only, rollout.pool) or None
-        with progress(name, len(rollouts)) as bar:
-            return conduct(
-                write,
-                rollouts,
-                extra_rounds,
-                prompting,
-                tries,
-                judge=grade_once(),
-                edit=edit,
-                on_end=lambda rollout: bar.update(rollout.previous is None and not rollout.number),
-            )
-
-    return system
-
-
-# Systems that learn from lessons, which are train problems. All ask under one name: what is asked again is in
-# the replay file.
-
-
-def rewards(rollouts: list[Rollout]) -> np.ndarray:
-    """1 for a right answer, less 0.02 for each of its calls; nan where a worker was lost."""
-    right = np.array([rollout.right for rollout in rollouts], float)
-    return right - 0.02 * np.array([rollout.calls for rollout in rollouts])
-
-
-def trigrams(questions: list[str]) -> torch.Tensor:
-    """How often each trigram stands in each question, hashed and normalized: (Q, 4096)."""
-    counts = torch.zeros(len(questions), 4096)
-    for row, question in zip(counts, questions):
-        for i in range(len(question) - 2):
-            row[zlib.crc32(question[i : i + 3].casefold().encode()) % 4096] += 1
-    return torch.nn.functional.normalize(counts)
-
-
-def router(setup):
-    """The worker who is likeliest right, by ridge regression on trigrams. RouterDC (NeurIPS 2024) learns from
-    each worker's success too, but by a fine-tuned encoder and contrastive losses."""
-    asked = ask_each(
-        setup.lessons, [setup.pool] * len(setup.lessons), "lesson", range(len(setup.pool))
-    )
-    right = np.array([[rollout.right for rollout in row] for row in asked], np.float32)
-    right = torch.from_numpy(right).nan_to_num(0.5)  # (P, W); a call was lost where it is nan
-    x = trigrams([problem.question for problem in setup.lessons])  # (P, 4096)
-    weights = x.T @ torch.linalg.solve(x @ x.T + torch.eye(len(x)), right)  # (4096, W)
-
-    def plan(rollout):
-        best = int((trigrams([rollout.question]) @ weights).argmax())
-        return Workflow([Step(best, rollout.question, [])])
-
-    return planned(plan, ask_bare)
-
-
-AGENTS = 5  # at most
-SHAPES = [[(SOLVE_IT, [])]]  # (subtask, access) of each agent
-for n in range(2, AGENTS + 1):
-    before = [list(range(i)) for i in range(n)]
-    SHAPES.append([(SOLVE_IT, seen[-1:]) for seen in before])  # a chain
-    SHAPES.append([(REFLECT if seen else SOLVE_IT, seen) for seen in before])  # reflection
-    SHAPES.append([(SOLVE_IT, [])] * (n - 1) + [(AGGREGATE, before[-1])])  # a debate
-TRIES = 8  # designs of each lesson at a time
-
-
-def masrouter(setup):
-    """MasRouter (arXiv 2502.11133) in small: a shape of collaboration and each agent's worker, linear in the
-    question's trigrams, by policy gradient. The original encodes the question with a language model, gives
-    agents roles, makes each choice in view of those before, and counts tokens instead of calls."""
-    rng = random.Random(setup.seed)
-    torch.manual_seed(setup.seed)
-    sizes = [len(SHAPES)] + [len(setup.pool)] * AGENTS
-    n_agents = torch.tensor([len(shape) for shape in SHAPES])
-    weights = torch.zeros(4096, sum(sizes), requires_grad=True)
-    optimizer = torch.optim.Adam([weights], lr=0.05)
-
-    def build(choices):
-        agents = zip(choices[1:], SHAPES[choices[0]])
-        return Workflow([Step(worker, subtask, access) for worker, (subtask, access) in agents])
-
-    for _ in tqdm(range(setup.effort * 5), "masrouter learns", disable=None):
-        batch = rng.sample(setup.lessons, min(32, len(setup.lessons)))
-        scores = trigrams([problem.question for problem in batch]) @ weights
-        heads = [torch.distributions.Categorical(logits=part) for part in scores.split(sizes, -1)]
-        choices = torch.stack([head.sample([TRIES]) for head in heads])  # (6, T, B)
-        rollouts = begin(batch * TRIES, [setup.pool] * len(batch) * TRIES, "lesson")
-        for rollout, choice in zip(rollouts, choices.flatten(1).T.tolist()):
-            rollout.workflow = build(choice)
-        value = torch.tensor(rewards(roll_out(rollouts, judge=grade_once()))).view(
-            TRIES, -1
-        )  # (T, B)
-        advantage = (value - value.nanmean(0)).nan_to_num()
-        used = n_agents[choices[0]] > torch.tensor([0, *range(AGENTS)])[:, None, None]  # (6, T, B)
-        logp = torch.stack(
-            [head.log_prob(choice) for head, choice in zip(heads, choices)]
-        )  # (6, T, B)
-        entropy = torch.stack([head.entropy() for head in heads]).mean()
-        optimizer.zero_grad()
-        loss = -(advantage * logp * used).mean() - 0.02 * entropy
-        loss.backward()
-        optimizer.step()
-
-    def plan(rollout):
-        scores = trigrams([rollout.question])[0] @ weights
-        return build([int(part.argmax()) for part in scores.split(sizes)])
-
-    return planned(plan)
-
-
-ROLES = {
-    "thinker": "Solve what comes first, and say how to go on from there.",
-    "worker": SOLVE_IT,
-    "verifier": "Check the last response. Say ACCEPT if it is right and whole, else what is wrong.",
-}
-ACCEPTS = re.compile(r"\bACCEPT\b|nothing here to work on")  # the second is what a specialist says
-POPULATION = 32
-
-
-def trinity(setup):
-    """TRINITY (arXiv 2512.04695) in small: turn by turn a linear head on a small model's hidden state picks a
-    worker and its role, and is evolved on the reward. The original's model has 0.6 B parameters, some evolved
-    too, by a separable CMA-ES, and all turns are read. Here the head sees 24 principal components, model and
-    workers see the newest turn alone, and calls cost."""
-    rng = random.Random(setup.seed)
-    model, tokenizer, _ = load_conductor(setup.trinity)
-
-    @lru_cache(100_000)
-    def state_of(text):
-        ids = tokenizer.chat([{"role": "system", "content": ""}, {"role": "user", "content": text}])
-        ids = torch.tensor([ids[-model.config.max_position_embeddings :]], device=model.device)
-        with torch.no_grad():
-            hidden = model(ids, head=lambda x: x[0, -2])  # (C), at the last token but one
-        return hidden.float().cpu().numpy()
-
-    states = np.stack([state_of(problem.question) for problem in setup.lessons])  # (P, C)
-    center = states.mean(0)
-    _, scale, axes = np.linalg.svd(states - center, full_matrices=False)
-    axes = (
-        math.sqrt(len(states)) * axes[:24].T / (scale[:24] + 1e-3 * scale[0])
-    )  # (C, 24), to variances of 1
-
-    def take_turns(rollouts, heads):
-        """Play up to five rounds (§3.2) of one step, until a verifier accepts. The last response in the role
-        worker counts. heads: by a rollout's number, (25, W + 3)."""
-
-        def write(rollouts):
-            for rollout in rollouts:
-                last = rollout.previous
-                text = rollout.question + (f"\n{last.written}: {last.answer}" if last else "")
-                features = np.append((state_of(text) - center) @ axes, 1.0)  # (25), with a bias
-                for_worker, for_role = np.split(features @ heads[rollout.number], [-len(ROLES)])
-                rollout.written = [*ROLES][for_role.argmax()]
-                step = Step(int(for_worker.argmax()), ROLES[rollout.written], [], wrote_all=True)
-                accepted = last and last.written == "verifier" and ACCEPTS.search(last.answer)
-                rollout.workflow = Workflow([] if accepted else [step])
-                yield rollout
-
-        votes = []
-        for rollout in conduct(
-            write,
-            rollouts,
-            extra_rounds=4,
-            tries=1,
-            judge=grade_once(),
-            call=lambda rollout, i: call_worker(replace(rollout, number=0), i),
-        ):
-            turns = [turn for turn in rollout.rounds() if turn.workflow.steps]
-            by_worker = [i for i, turn in enumerate(turns) if turn.written == "worker"]
-            votes.append(vote(turns, [len(turns) - 1, *by_worker][-1]))
-        return votes
-
-    head = np.zeros((axes.shape[1] + 1, len(setup.pool) + len(ROLES)))  # (25, W + 3)
-    noise = np.random.default_rng(setup.seed)
-    for _ in tqdm(range(setup.effort), "trinity evolves", disable=None):
-        batch = rng.sample(setup.lessons, min(32, len(setup.lessons)))
-        steps = noise.standard_normal((POPULATION, *head.shape))
-        rollouts = begin(batch, [setup.pool] * len(batch), "lesson")
-        rollouts = [replace(rollout, number=k) for k in range(POPULATION) for rollout in rollouts]
-        found = rewards(take_turns(rollouts, head + steps)).reshape(POPULATION, -1)
-        order = np.nan_to_num(found).mean(1).argsort()
-        head += steps[order[-POPULATION // 4 :]].mean(
-            0
-        )  # The larger it grows, the less a step turns it.
-    return lambda problems, pools, name: take_turns(begin(problems, pools, name), [head])
-
-
-# The table: make(setup) -> system
-
-
-class System(NamedTuple):
-    make: Callable  # of the settings, with `pool`, `worker` (its number) and `lessons`
-    needs: str = ""  # "worker": the pool's workers play in turn
-    calls: float = 1  # a question, about; 0: one of each worker
-    lessons: int = 0  # calls to learn, about, if none is made twice
-
-
-def change_steps(workflow: Workflow, **changes) -> Workflow:
-    return Workflow([replace(step, **changes) for step in workflow.steps])
-
-
-ABLATIONS = {
-    "": None,
-    "subtasks": partial(change_steps, subtask=SOLVE_IT),  # App. B.7
-    "access": partial(change_steps, access=[], wrote_all=False),
-}
-
-
-def from_checkpoint(setup, edit=None):
-    """The Conductor, whose workflows are edited before they run."""
-    model, tokenizer, prompting = load_conductor(setup.checkpoint)
-    prompting = replace(prompting, prompt_style=setup.prompt_style or prompting.prompt_style)
-    write = model_writer(model, tokenizer, prompting, temperature=0.0)
-    return conductor(write, prompting, setup.extra_rounds, edit, only=setup.only)
-
-
-def in_the_seat(setup):
-    """A worker in the Conductor's seat, who tries the format ten times (in the paper without end)."""
-    prompting = Prompting(prompt_style=setup.prompt_style or Prompting.prompt_style)
-    return conductor(
-        worker_writer(setup.pool[setup.worker], prompting), prompting, setup.extra_rounds, tries=10
-    )
-
-
-SYSTEMS = {
-    "conductor": System(from_checkpoint, "checkpoint", 3),
-    "no-subtasks": System(partial(from_checkpoint, edit=ABLATIONS["subtasks"]), "checkpoint", 3),
-    "no-access": System(partial(from_checkpoint, edit=ABLATIONS["access"]), "checkpoint", 3),
-    "one-worker": System(
-        lambda setup: from_checkpoint(setup, partial(change_steps, worker=setup.worker)),
-        "checkpoint, worker",
-        3,
-    ),
-    "seat": System(in_the_seat, "worker", 4),
-    "workers": System(lambda setup: elect([setup.worker]), "worker"),
-    "context": System(
-        lambda setup: elect([setup.worker], call=partial(ask_bare, times=5)), "worker"
-    ),
-    "consensus": System(lambda setup: elect([setup.worker] * 5), "worker", 5),
-    "reflect": System(lambda setup: reflect(setup.worker), "worker", 5),
-    "random": System(lambda setup: planned(plan_at_random), calls=2.2),
-    "moa": System(lambda setup: planned(propose_and_aggregate), calls=0),
-    "smoothie": System(lambda setup: elect(None, common_words), calls=0),
-    "router": System(router, "lessons", 1, 2_000),
-    "masrouter": System(masrouter, "lessons", 2, 15_000),
-    "trinity": System(trinity, "lessons", 3, 40_000),
-}
-
-# ---- Measure, and tables -----------------------------------------------------------------------------------
-
-COLUMNS = {  # of a row, with the digits behind the point; a row's other keys are kinds
-    "accuracy": 1,
-    "±": 1,
-    "lost": 0,
-    "calls": 2,
-    "tokens": 0,
-    "dollars": 5,
-    "dollars/right": 5,
-    "calls to learn": 0,
-}
-
-
-def measure(rollouts: list[Rollout]) -> dict:
-    """What a system's rollouts come to, as one flat row: the share of right answers; ± its 95 % interval,
-    over problems; how many were lost; the mean calls, tokens and dollars (None: unknown) of the others, and
-    what a right answer costs; the share of right answers by kind. A Conductor's own cost is in none."""
-    known = [rollout for rollout in rollouts if rollout.right is not None]
-    right = [rollout.right for rollout in known]
-    costs = [rollout.cost for rollout in known]
-    priced = known and None not in costs
-    by_problem = {}
-    for rollout in known:
-        by_problem.setdefault(rollout.problem.id, []).append(rollout.right)
-    # Two right and two wrong ones more (Agresti & Coull): a few that are all right prove little.
-    shares = [*map(mean, by_problem.values()), 0, 0, 1, 1]
-    row = {
-        "accuracy": mean(right),
-        "±": 1.96 * float(np.std(shares)) / math.sqrt(len(shares)) if known else None,
-        "lost": len(rollouts) - len(known),
-        "calls": mean([rollout.calls for rollout in known]),
-        "tokens": mean([rollout.tokens_used for rollout in known]),
-        "dollars": mean(costs) if priced else None,
-        "dollars/right": sum(costs) / sum(right) if priced and any(right) else None,
-    }
-    for kind in dict.fromkeys(rollout.problem.kind for rollout in rollouts):
-        row.setdefault(
-            kind, mean([rollout.right for rollout in known if rollout.problem.kind == kind])
+    """Run a program on one test: see `run_code`. Return (what it printed or returned, its errors' last line);
+    (None, the reason) if it crashed or took too long."""
+    with ExitStack() as stack:
+        core = free_cores().get()
+        stack.callback(free_cores().put, core)
+        user = FIRST_USER + core if os.getuid() == 0 else None
+        command, folder, processes = bwrap(), "/tmp", 64
+        if SANDBOX == "none":
+            command, folder = [], tempfile.mkdtemp()
+            stack.callback(subprocess.run, ["rm", "-rf", folder])
+            os.chown(folder, user or -1, user or -1)
+            processes = 64 if user else 10_000  # here all of this user's count
+        limits = {
+            "AS": memory << 30,
+            "STACK": 64 << 20,
+            "CPU": int(seconds) + 2,
+            "FSIZE": 32 << 20,
+            "NOFILE": 64,
+            "NPROC": processes,
+            "CORE": 1,
+        }  # at 0 a program of the system's gets dumps
+        job = dict(program=program, name=name, prelude=prelude, core=core, user=user, limits=limits)
+        asked, given, output, errors = [
+            memory_file(stack, text) for text in (json.dumps(job), test, "", "")
+        ]
+        ready = os.eventfd(0)
+        stack.callback(os.close, ready)
+        inherited = [asked, ready, output]
+        process = subprocess.Popen(
+            [*command, sys.executable, "-I", "-X", "utf8", "-c", DRIVER, *map(str, inherited)],
+            cwd=folder,
+            stdin=given,
+            stdout=subprocess.DEVNULL if name else output,
+            stderr=errors,
+            pass_fds=inherited,
+            start_new_session=True,  # and no variable of yours, which may be a key
+            env=dict(
+                PATH=os.defpath,
+                HOME=folder,
+                TMPDIR=folder,
+                USER="me",
+                TZ="UTC",
+                OMP_NUM_THREADS="1",
+            ),
         )
-    return row
+        end = os.pidfd_open(process.pid)
+        stack.callback(os.close, end)
+        poll = select.poll()
+        poll.register(end, select.POLLIN)
+        poll.register(ready, select.POLLIN)
+        started = ready in dict(poll.poll(60_000))  # ms, on a machine however busy
+        poll.unregister(ready)
+        ended = poll.poll(1000 * seconds if started else 0)
+        os.killpg(
+            process.pid, signal.SIGKILL
+        )  # bwrap and its first process, with which all others end
+        process.wait()
+        error = (
+            os.pread(errors, 32 << 20, 0)[-4000:].decode(errors="replace").strip().split("\n")[-1]
+        )
+        if not started:
+            raise OSError(
+                f"no program can run here: {error or f'Python ended as {process.returncode}'}"
+            )
+        if not ended:
+            return None, f"no end within {seconds:g} s"
+        if process.returncode:
+            return None, error or f"ended with status {process.returncode}"
+        return os.pread(output, 32 << 20, 0), error
 
 
-def mean(values: list) -> float | None:
-    return sum(values) / len(values) if values else None
+def run_code(
+    program: str, name: str | None, tests: list[str], seconds: float, memory: int = 4
+) -> list:
+    """Run a program that nobody has read. Without a name it is __main__ and reads a test from standard input;
+    else its function (or Solution's method) of that name gets a test's lines, JSON arguments. Returns what
+    each test printed or, as JSON, returned (bytes); None from the first on that crashed, took over `seconds`,
+    or needed over `memory` GiB in a process. OSError if no program can run here."""
+    outputs = []
+    while len(outputs) < len(tests) and None not in outputs:
+        outputs.append(run_test(program, name, tests[len(outputs)], seconds, memory)[0])
+    return outputs + [None] * (len(tests) - len(outputs))
 
 
-def table(rows: dict[str, dict], title: str = "") -> str:
-    """Rows of `measure` under their heads, accuracies in %; "?" is unknown, a blank not there."""
-    present = dict.fromkeys(key for row in rows.values() for key in row)
-    heads = [head for head in COLUMNS if head in present] + [
-        key for key in present if key not in COLUMNS
-    ]
-    lines = [[title, *heads]]
-    for name, row in rows.items():
-        lines.append([name])
-        for head in heads:
-            value = row.get(head, "")
-            if isinstance(value, (int, float)):
-                scale = 1 if head in COLUMNS and head not in ("accuracy", "±") else 100
-                value = f"{scale * value:.{COLUMNS.get(head, 1)}f}"
-            lines[-1].append("?" if value is None else value)
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    texts = [
-        "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])])
-        for name, *cells in lines
-    ]
-    return "\n".join(map(str.rstrip, texts))
+def extract_code(response: str) -> str:
+    """Return the last fenced block of a response that says it is Python, or else the last; its end may be
+    missing. Without a block, what is in the last <answer> tag."""
+    end = r"(?:^[ \t]*```(?!\w)|```[ \t]*(?:</answer>|\r?$)|\Z)"
+    blocks = re.findall(r"```([\w+#.-]*)[ \t]*\r?\n(.*?)" + end, response, re.DOTALL | re.MULTILINE)
+    _, tag, inside = response.rpartition("</answer>")[0].rpartition("<answer>")
+    in_python = [code for language, code in blocks if re.fullmatch("(?i)py(thon)?3?", language)]
+    in_any = [code for _, code in blocks]
+    return textwrap.dedent((in_python or in_any or [inside if tag else ""])[-1]).strip("\n")
 
 
-def progress(what: str, total: int) -> tqdm:
-    """A bar on a terminal (disable=None), of rank 0 only."""
-    hidden = os.environ.get("RANK", "0") != "0" or None
-    return tqdm(desc=what, total=total, disable=hidden, leave=False)
+def same_output(out: bytes | None, expected: str, returned: bool) -> bool:
+    """Judge by the rules of LiveCodeBench's lcb_runner/evaluation/testing_util.py: a returned value (JSON) by
+    value; what is printed line by line, stripped, as text or as Decimal tokens."""
+    most = 1000 + 10 * len(
+        expected.encode(errors="surrogatepass")
+    )  # bytes; 0.500000 is right for 0.5
+    if out is None or len(out) > most:
+        return False
+    try:
+        if returned:  # Python reads no int of more than 4,300 digits; a Decimal of it is as exact
+            return json.loads(out, parse_int=Decimal) == json.loads(expected, parse_int=Decimal)
+        printed, wanted = (
+            text.strip().split("\n") for text in (out.decode(errors="replace"), expected)
+        )
+        for mine, theirs in zip(printed, wanted, strict=True):
+            tokens = theirs.split()
+            given = mine.split(None, len(tokens))  # one more, if there are more
+            if mine.strip() != theirs.strip() and [*map(Decimal, given)] != [*map(Decimal, tokens)]:
+                return False
+        return True
+    except (
+        ValueError,
+        RecursionError,
+        InvalidOperation,
+    ):  # other lines, no JSON, too deep, no numbers
+        return False
+
+
+def find_wrong_test(
+    code: str, tests: list, fn_name: str | None = None, seconds: float = 6.0
+) -> str:
+    """Run a program on tests, [input, expected output] each, up to the first that is wrong; return what is
+    wrong with it, or "". fn_name is LiveCodeBench's metadata["func_name"]; seconds are a test's."""
+    require(
+        tests, "a LiveCodeBench problem without tests: nothing can be graded by it, load it again"
+    )
+    if not code.strip():
+        return "no code in the response"
+    for number, (given, expected) in enumerate(tests, 1):
+        out, error = run_test(code, fn_name, given, seconds, memory=4)
+        if not same_output(out, expected, fn_name is not None):
+            got = "" if out is None else f"got {out[:200].decode(errors='replace')!r}, "
+            return f"test {number} of {len(tests)}: {got}expected {expected[:200]!r}. {error[:200]}".strip()
+    return ""
+
+
+def passes_livecodebench(
+    code: str, tests: list, fn_name: str | None = None, seconds: float = 6.0
+) -> bool:
+    return not find_wrong_test(code, tests, fn_name, seconds)
+
+
+# BigCodeBench's tests patch a solution's module and look into what it returns: they share its process
+UNITTESTS = r"""
+import os, re, sys, types, unittest
+
+def run_unittests(code):
+    module = sys.modules["__test__"] = types.ModuleType("__test__")
+    vars(module).update(sys=sys, os=os, environ=os.environ, __file__="__test__.py")
+    exec(compile(code, "__test__.py", "exec"), vars(module))
+    result = unittest.TestResult()
+    unittest.defaultTestLoader.loadTestsFromTestCase(module.TestCases).run(result)
+    for case, trace in result.failures + result.errors:
+        print(case, re.search(r"^(?!Traceback)\S.*", trace, re.MULTILINE)[0], file=sys.stderr)
+    return result.testsRun > 0 and result.wasSuccessful() and not result.skipped
+"""
+
+
+def find_failed_unittest(code: str, test: str, code_prompt: str, seconds: float = 240.0) -> str:
+    """Run the class TestCases of a BigCodeBench problem on a solution; return why it fails, or "". As in
+    bigcodebench/evaluate.py, code_prompt and `pass` stand before the solution, and all need the libraries of
+    Requirements/requirements-eval.txt. No reward: a solution may patch unittest. seconds: of all tests."""
+    given = json.dumps(f"{code_prompt}\n    pass\n{code}\n{test}")
+    out, error = run_test(UNITTESTS, "run_unittests", given, seconds, memory=32, prelude="")
+    return "" if out == b"true" else error[:400] or "not every test ran"
+
+
+def passes_bigcodebench(
+    code: str, test: str, entry_point: str, code_prompt: str, seconds=240.0
+) -> bool:
+    return not find_failed_unittest(code, test, code_prompt, seconds)
 
 
 # ---- The command line --------------------------------------------------------------------------------------
