@@ -71,6 +71,8 @@ class Rollout:
     workers: list[int] | None = None  # the numbers of those it may name (§3.2: a subset); None: all
     problem: object = None  # eval.py's Problem, for the grader
     problem_id: str = ""  # of a rollout that was read from a file
+    # The turns before the question: {"role": "system", "user" or "assistant", "content": text}.
+    context: list[dict] = field(default_factory=list)
     call_prefix: str = (
         ""  # prefix of its calls' ids, by which Replay knows them; "": they are not replayed
     )
@@ -141,6 +143,8 @@ class Prompting:
     )
     max_steps: int = 5
     max_new_tokens: int = 1024
+    # Whether it reads each worker's note. Without notes it knows workers by their numbers alone.
+    notes: bool = False
 
 
 ROLE = """You conduct a team of language models. You never answer the question yourself: you write a workflow
@@ -174,9 +178,20 @@ def messages(
     max_steps: int = 5,
     previous: Rollout | None = None,
     prompt_style: str = "ood",
+    notes: list[str] | None = None,
+    context: list[dict] | None = None,
 ) -> list[dict]:
-    """The chat that asks the Conductor for a workflow, or, after the round `previous`, for one more (§3.2).
-    workers: how many there are, or the numbers of those that may be named. prompt_style: see Prompting."""
+    """Return the chat that asks the Conductor for a workflow.
+
+    Args:
+        question: What the workers are to answer.
+        workers: How many workers there are, or the numbers of those that may be named.
+        max_steps: The largest number of steps that the Conductor may write.
+        previous: The round before this one, whose answer the Conductor may keep (§3.2).
+        prompt_style: See Prompting.
+        notes: What each worker of the whole pool is good at, by its number; None shows numbers alone.
+        context: The turns before the question. The short prompt leaves them out.
+    """
     numbers = [*range(workers)] if isinstance(workers, int) else workers
     if prompt_style == "short":  # The format comes from the warm start.
         models = (
@@ -184,6 +199,10 @@ def messages(
             if isinstance(workers, int)
             else f"Models {' '.join(map(str, numbers))}"
         )
+        if (
+            notes
+        ):  # A tiny model finds a number only where it touches the note: "calculator0, coder1".
+            models = ", ".join(f"{notes[number]}{number}" for number in numbers)
         chat = [
             {"role": "system", "content": f"{models}, {max_steps} steps."},
             {"role": "user", "content": question},
@@ -204,8 +223,14 @@ def messages(
                 parts.append(
                     f"Example question: {case['question']}\n\n{case['plan']}\n{as_lists(workflow)}"
                 )
-        models = ", ".join(f"Model {number}" for number in numbers)
-        parts.append(f"Question: {question}\n\nModels: {models}")
+        if context:
+            turns = [f"{turn['role']}: {turn['content']}" for turn in context]
+            parts.append("\n\n".join(["The conversation so far:", *turns]))
+        if notes:
+            models = "".join(f"\nModel {number}: {notes[number]}" for number in numbers)
+        else:
+            models = " " + ", ".join(f"Model {number}" for number in numbers)
+        parts.append(f"Question: {question}\n\nModels:{models}")
         chat = [{"role": "user", "content": "\n\n".join(parts)}]
     again = SHORT_AGAIN if prompt_style == "short" else AGAIN
     for rollout in previous.rounds() if previous else []:
@@ -220,8 +245,15 @@ def conductor_chat(rollout: Rollout, prompting: Prompting) -> list[dict]:
     """The chat that asks for a rollout's workflow. A subset of all workers is no subset."""
     is_subset = len(rollout.workers or rollout.pool) < len(rollout.pool)
     workers = rollout.workers if is_subset else len(rollout.pool)
+    notes = [worker.note for worker in rollout.pool] if prompting.notes else None
     return messages(
-        rollout.question, workers, prompting.max_steps, rollout.previous, prompting.prompt_style
+        rollout.question,
+        workers,
+        prompting.max_steps,
+        rollout.previous,
+        prompting.prompt_style,
+        notes,
+        rollout.context,
     )
 
 
@@ -371,7 +403,8 @@ def steps_of(lists: dict, numbers: list[int], max_steps: int, allow_empty: bool)
 
 # ---- Run -------------------------------------------------------------------------------------------------
 def call_worker(rollout: Rollout, i: int) -> Reply:
-    """Make the call of step i: the question, past turns of (subtask, response), and its own subtask."""
+    """Make the call of step i: the turns before the question, the question, past turns of (subtask,
+    response), and the step's own subtask."""
     steps = rollout.workflow.steps
     sees = [(steps[j], rollout.replies[j].text) for j in steps[i].access]
     if steps[i].wrote_all and rollout.previous:  # It also sees the last answer (§3.2).
@@ -383,6 +416,7 @@ def call_worker(rollout: Rollout, i: int) -> Reply:
     texts[0] = f"{QUESTION}{rollout.question}\n\n{texts[0]}"
     roles = itertools.cycle(["user", "assistant"])
     chat = [{"role": role, "content": text} for role, text in zip(roles, texts[:-1])]
+    chat = [*rollout.context, *chat]
     return rollout.pool[steps[i].worker].chat(chat, call_id=call_id(rollout, i))
 
 

@@ -80,6 +80,49 @@ def test_a_subset_names_workers_by_their_numbers_in_the_pool():
     assert messages("How many?", 2, prompt_style="short")[0]["content"] == "2 models, 5 steps."
 
 
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "4"},
+]
+
+
+def test_turns_before_the_question_reach_the_full_prompt_and_the_workers():
+    text = messages("And times 3?", 2, context=TURNS)[0]["content"]
+    conversation = "system: Be brief.\n\nuser: What is 2 + 2?\n\nassistant: 4"
+    assert text.endswith(
+        f"The conversation so far:\n\n{conversation}\n\nQuestion: And times 3?\n\n"
+        "Models: Model 0, Model 1"
+    )
+    alone = messages("And times 3?", 2, prompt_style="short")
+    assert messages("And times 3?", 2, prompt_style="short", context=TURNS) == alone
+
+    pool = [Player("a", lambda m: "12")]
+    rollout = Rollout("And times 3?", pool, context=TURNS, written=lists((0, "Solve it.", [])))
+    roll_out([rollout])
+    asked = {"role": "user", "content": "Question:\nAnd times 3?\n\nYour task:\nSolve it."}
+    assert pool[0].asked == [[*TURNS, asked]]
+    assert conductor_chat(rollout, Prompting())[0]["content"].count("What is 2 + 2?") == 1
+    assert rollout_from_json(json.loads(json.dumps(rollout_to_json(rollout)))).context == TURNS
+
+
+def test_notes_stand_beside_the_numbers_of_their_workers():
+    notes = ["It computes.", "It translates.", "It codes."]
+    text = messages("How many?", [0, 2], notes=notes)[0]["content"]
+    assert text.endswith("Models:\nModel 0: It computes.\nModel 2: It codes.")
+    short = messages("How many?", 2, prompt_style="short", notes=["calculator", "coder"])
+    assert short[0]["content"] == "calculator0, coder1, 5 steps."
+
+    pool = [Player("a", lambda m: "b"), Player("c", lambda m: "d")]
+    for player, note in zip(pool, ("adder", "poet")):
+        player.note = note
+    told, untold = (
+        conductor_chat(Rollout("q", pool), Prompting("short", notes=notes))[0]["content"]
+        for notes in (True, False)
+    )
+    assert (told, untold) == ("adder0, poet1, 5 steps.", "2 models, 5 steps.")
+
+
 def test_a_further_round_shows_what_was_written_and_what_came_of_it():
     pool = [Player("a", lambda m: "41")]
     first = execute(Workflow([Step(0, "Solve it.", [])]), "How many?", pool)
