@@ -3,14 +3,16 @@
 Module names are Hugging Face's, so a state dict *is* a checkpoint. Attention is a function, `attend`, which
 a caller may replace: sample.py's has a KV cache, grpo.py's a shared prompt. Read sample.py next."""
 
-import argparse
 import difflib
 import glob
-import inspect
 import json
+import math
 import os
 import re
-from dataclasses import asdict, dataclass, fields
+import shutil
+import sys
+import textwrap
+from dataclasses import asdict, dataclass, field, fields
 
 import torch
 import torch.nn as nn
@@ -59,16 +61,16 @@ class Config:
                 f"{file}: model_type is {found.get('model_type')!r}; implemented are qwen2 and "
                 "llama, without RoPE scaling and sliding windows"
             )
-        for field in fields(cls):
-            value = found.get(field.name)
-            if not isinstance(value, int | float) or field.type is not bool and not 0 < value < 1e9:
-                raise ValueError(f"{file}: {field.name} is {value!r}, which is no sensible number")
+        for f in fields(cls):
+            value = found.get(f.name)
+            if not isinstance(value, int | float) or f.type is not bool and not 0 < value < 1e9:
+                raise ValueError(f"{file}: {f.name} is {value!r}, which is no sensible number")
         if (
             found["hidden_size"] % (2 * found["num_attention_heads"])
             or found["num_hidden_layers"] > 1000
         ):
             raise ValueError(f"{file}: its numbers of channels, heads and layers make no model")
-        return cls(**{field.name: field.type(found[field.name]) for field in fields(cls)})
+        return cls(**{f.name: f.type(found[f.name]) for f in fields(cls)})
 
 
 # ---- Layers: B sequences of T tokens, C channels, H heads over Hkv key-value heads of D channels, V tokens
@@ -422,31 +424,113 @@ def write_json(file: str, value):
     os.replace(file + ".tmp", file)
 
 
-# ---- Command lines --------------------------------------------------------------------------------------
+# ---- Command lines ----------------------------------------------------------------------------
+def flag(default, help: str):
+    """A field of a settings dataclass. Every field is a command-line flag, whose help text this is."""
+    return field(default=default, metadata={"help": help})
+
+
 def configure(settings, argv: list[str]) -> list[str]:
-    """Apply `--key=value` words to a dataclass in place, typed by its present values; return the other words.
-    `--key` alone turns a bool on, --help prints them all. A wrong word ends the program with status 2."""
-    comments = dict(re.findall(r"(?m)^    (\w+): .*?  # (.*)", inspect.getsource(type(settings))))
-    parser = argparse.ArgumentParser(
-        usage=argparse.SUPPRESS,
-        description=inspect.getmodule(type(settings)).__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    truth = {"true": True, "false": False}
-    for key, value in vars(settings).items():
-        kind = {
-            "type": os.path.expanduser if isinstance(value, str) else type(value)
-        }  # shells leave --key=~
-        if isinstance(value, bool):
-            kind = {"type": lambda text: truth.get(text.lower(), text), "choices": truth.values()}
-            argv = [f"{word}=true" if word == f"--{key}" else word for word in argv]
-        text = f"{comments.get(key, '')} [{value}]".replace("%", "%%")
-        parser.add_argument(f"--{key}", default=value, help=text, **kind)
-    found, words = parser.parse_known_args(argv)
-    for word in words:
-        if word.startswith("--"):
-            near = difflib.get_close_matches(word, [f"--{key}" for key in vars(settings)], 1)
-            parser.error(f"unknown setting {word}; did you mean {near[0] if near else '--help'}?")
-    vars(settings).update(vars(found))
+    """Set the fields of a dataclass from command-line flags; return the words that are not flags.
+
+    `--lr=1e-3` and `--lr 1e-3` set the field `lr`; its present value determines the type. A bool is
+    switched by `--resume` and `--no-resume`, or set by `--resume=false`. Whatever follows `--` is
+    not a flag. `--help` prints all flags and exits. A wrong flag exits with status 2 and one line
+    that names it, and leaves the settings as they were.
+    """
+    values = {}
+    words = []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        if word == "--":
+            words += rest
+            break
+        match = re.fullmatch(r"--?([A-Za-z][\w-]*)(?:=(.*))?", word, re.DOTALL)
+        if match is None:
+            words.append(word)
+            continue
+
+        name, text = match.groups()
+        if word in ("-h", "--help"):
+            print(help_page(settings))
+            raise SystemExit(0)
+        if name.startswith("no-") and is_switch(settings, name[3:]) and text is None:
+            name = name[3:]
+            text = "false"
+        if name not in vars(settings) or word[:2] != "--":
+            usage_error(f"unknown flag {word}; did you mean {nearest_flag(settings, name)}?")
+        if text is None:
+            text = take_value(rest, is_switch(settings, name))
+        values[name] = parse_value(name, text, type(getattr(settings, name)))
+
+    vars(settings).update(values)
     return words
+
+
+def is_switch(settings, name: str) -> bool:
+    return isinstance(getattr(settings, name, None), bool)
+
+
+def nearest_flag(settings, name: str) -> str:
+    """The flag whose spelling is closest to `name`, or --help if none is close."""
+    switches = [f"no-{known}" for known in vars(settings) if is_switch(settings, known)]
+    nearest = difflib.get_close_matches(name, [*vars(settings), *switches], n=1)
+    return f"--{nearest[0] if nearest else 'help'}"
+
+
+def take_value(rest: list[str], switch: bool) -> str | None:
+    """Remove the value of a flag from the words that follow it, and return it; None if there is none.
+
+    A switch takes nothing but a truth value: in `--resume "a question"` the question is not its value.
+    """
+    if switch:
+        return rest.pop(0) if rest and rest[0].lower() in ("true", "false") else "true"
+    return rest.pop(0) if rest and not re.match("--?[A-Za-z]", rest[0]) else None
+
+
+def parse_value(name: str, text: str | None, kind: type):
+    """The bool, int, float or string that `text` spells; a usage error if it spells none."""
+    if text is None:
+        usage_error(f"--{name} needs a value: --{name}=VALUE")
+    if kind is str:
+        return os.path.expanduser(text)  # A shell leaves the ~ of --out=~/run as it is.
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            usage_error(f"--{name} is true or false, not {text!r}")
+        return text.lower() == "true"
+    try:
+        value = kind(text)
+    except ValueError:
+        value = math.nan
+    if value != value or value in (math.inf, -math.inf):
+        usage_error(f"--{name} is {'a whole' if kind is int else 'a finite'} number, not {text!r}")
+    return value
+
+
+def usage_error(message: str):
+    """Exit with status 2 and one line on stderr."""
+    print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def help_page(settings) -> str:
+    """The docstring of the module that defines the settings, then a table of its flags."""
+    rows = {}
+    for f in fields(settings):
+        default = getattr(settings, f.name)
+        text = f.metadata.get("help", "")
+        if isinstance(default, bool):
+            rows[f"--[no-]{f.name}"] = f"{text} [{'on' if default else 'off'}]"
+        else:
+            kind = {int: "INTEGER", float: "NUMBER", str: "TEXT"}[type(default)]
+            rows[f"--{f.name} {kind}"] = f"{text} [{default}]" if default != "" else text
+
+    width = min(100, shutil.get_terminal_size().columns)
+    indent = max(map(len, rows)) + 4
+    lines = [sys.modules[type(settings).__module__].__doc__.rstrip()]
+    lines += ["", "Flags, as --flag=VALUE or --flag VALUE, with their defaults in brackets:", ""]
+    for name, text in rows.items():
+        first = f"  {name}".ljust(indent)
+        lines += textwrap.wrap(first + text, width, subsequent_indent=" " * indent)
+    return "\n".join(lines)

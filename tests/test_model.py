@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from model import Config, Qwen, RMSNorm, Tokenizer, causal, configure, fetch, rotary, rotate
+from model import Config, Qwen, RMSNorm, Tokenizer, causal, configure, fetch, flag, rotary, rotate
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 torch.set_num_threads(1)
@@ -431,46 +431,73 @@ def test_a_tokenizer_without_control_tokens_is_refused(tmp_path):
             Tokenizer.from_pretrained(str(tmp_path))
 
 
-# ---- The command line ---------------------------------------------------------------------------------
+# ---- The command line -----------------------------------------------------------------------------
 @dataclasses.dataclass
 class Settings:
-    steps: int = 3
-    lr: float = 1e-3  # of AdamW, 50% of what it was
-    init_from: str = ""
-    out: str = "out"
-    resume: bool = False
-    verbose: bool = True
+    steps: int = flag(3, "optimizer steps")
+    lr: float = flag(1e-3, "peak learning rate of AdamW, 50% of what it was")
+    init_from: str = flag("", "a checkpoint's folder")
+    out: str = flag("out", "the folder to write to, which is made if it is not there yet, " * 3)
+    resume: bool = flag(False, "continue")
+    verbose: bool = flag(True, "print more")
 
 
 def test_configure_types_values_by_their_fields():
     """Values are parsed as what stands there, the last word wins, and plain words come back in order."""
     settings = Settings()
-    argv = [
-        "a",
-        "--steps=10",
-        "--lr=3e-4",
-        "--out=a=b",
-        "--resume",
-        "b c",
-        "--verbose=False",
-        "--steps=-4",
-    ]
+    argv = ["a", "--steps=10", "--lr=3e-4", "--out=a=b", "--resume", "b c"]
+    argv += ["--verbose=False", "--steps=-4"]
     assert configure(settings, argv) == ["a", "b c"]
     assert settings == Settings(-4, 3e-4, out="a=b", resume=True, verbose=False)
     assert configure(settings, ["--resume=false", "--verbose=TRUE", "--out=~", "--lr=2"]) == []
     assert settings == Settings(-4, 2.0, out=os.path.expanduser("~")) and type(settings.lr) is float
 
 
-def test_help_prints_the_settings_with_their_comments(capsys):
+def test_configure_takes_the_next_word_as_a_value():
+    settings = Settings()
+    argv = ["a", "--lr", "-3e-4", "--out", "two words", "b", "--steps", "-4", "--init_from", ""]
+    assert configure(settings, argv) == ["a", "b"]
+    assert settings == Settings(-4, -3e-4, out="two words")
+
+
+@pytest.mark.parametrize(
+    "argv, expected, words",
+    [
+        (["--resume", "--no-verbose"], (True, False), []),
+        (["--resume", "--no-resume"], (False, True), []),
+        (["--no-resume", "--resume"], (True, True), []),
+        (["--resume", "false", "--verbose", "True"], (False, True), []),
+        (["--resume", "a question", "false"], (True, True), ["a question", "false"]),
+        (["--no-verbose", "true"], (False, False), ["true"]),
+        (["-3 + 4 = ?", "--resume", "--what is this?", "-"], (True, True), None),
+        (["--resume", "--", "--no-resume", "--x"], (True, True), ["--no-resume", "--x"]),
+    ],
+)
+def test_switches(argv, expected, words):
+    settings = Settings()
+    found = configure(settings, argv)
+    assert (settings.resume, settings.verbose) == expected
+    assert found == ([word for word in argv if word != "--resume"] if words is None else words)
+
+
+@pytest.mark.parametrize("columns", ["80", "100", "250"])
+def test_help_is_a_page_of_flags_in_two_columns(columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
     with pytest.raises(SystemExit) as end:
         configure(Settings(), ["--steps=2", "--help"])
-    out = " ".join(capsys.readouterr().out.split())
-    assert (
-        end.value.code == 0
-        and out.startswith(__doc__)
-        and "of AdamW, 50% of what it was [0.001]" in out
-    )
-    assert all(f"--{key}" in out for key in vars(Settings()))
+    out = capsys.readouterr().out
+    assert end.value.code == 0 and out.startswith(__doc__.rstrip())
+    page = out[len(__doc__.rstrip()) :].splitlines()
+    assert max(map(len, page)) <= min(100, int(columns))
+    rows = {line.split()[0]: line for line in page if line.startswith("  --")}
+    names = ["--steps", "--lr", "--init_from", "--out", "--[no-]resume", "--[no-]verbose"]
+    assert [*rows] == names
+    assert rows["--steps"].split() == ["--steps", "INTEGER", "optimizer", "steps", "[3]"]
+    assert rows["--lr"].split()[-1] == "[0.001]" and "50% of" in rows["--lr"]
+    assert rows["--init_from"].endswith("a checkpoint's folder")
+    assert rows["--[no-]resume"].endswith("[off]") and rows["--[no-]verbose"].endswith("[on]")
+    wrapped = page[page.index(rows["--out"]) + 1]
+    assert wrapped.index(wrapped.split()[0]) == rows["--out"].index("the folder")
 
 
 @pytest.mark.parametrize(
@@ -478,11 +505,19 @@ def test_help_prints_the_settings_with_their_comments(capsys):
     [
         ("--step=1", "did you mean --steps?"),
         ("--Resume", "did you mean --resume?"),
-        ("--zzzzz=1", "--zzzzz=1"),
-        ("--steps=1.5", "--steps: invalid int value: '1.5'"),
-        ("--steps", "--steps: expected one argument"),
-        ("--lr=fast", "--lr: invalid float value: 'fast'"),
-        ("--resume=maybe", "--resume: invalid choice: 'maybe'"),
+        ("--no-verbos", "did you mean --no-verbose?"),
+        ("--no-steps", "did you mean --steps?"),
+        ("--init-from=x", "did you mean --init_from?"),
+        ("-lr=1", "did you mean --lr?"),
+        ("--zzzzz=1", "unknown flag --zzzzz=1; did you mean --help?"),
+        ("--steps=1.5", "--steps is a whole number, not '1.5'"),
+        ("--steps=nan", "--steps is a whole number, not 'nan'"),
+        ("--steps", "--steps needs a value: --steps=VALUE"),
+        ("--lr=fast", "--lr is a finite number, not 'fast'"),
+        ("--lr=nan", "--lr is a finite number, not 'nan'"),
+        ("--lr=-inf", "--lr is a finite number, not '-inf'"),
+        ("--lr=1e999", "--lr is a finite number, not '1e999'"),
+        ("--resume=maybe", "--resume is true or false, not 'maybe'"),
     ],
 )
 def test_configure_refuses_what_it_does_not_know(word, said, capsys):
@@ -491,6 +526,11 @@ def test_configure_refuses_what_it_does_not_know(word, said, capsys):
     with pytest.raises(SystemExit) as end:
         configure(settings, ["--lr=1", word])
     error = capsys.readouterr().err
-    assert (
-        end.value.code == 2 and said in error and error.count("\n") == 1 and settings == Settings()
-    )
+    assert end.value.code == 2 and said in error and error.count("\n") == 1
+    assert settings == Settings()
+
+
+def test_a_flag_is_not_the_value_of_the_flag_before_it(capsys):
+    with pytest.raises(SystemExit):
+        configure(Settings(), ["--out", "--resume"])
+    assert "--out needs a value" in capsys.readouterr().err
