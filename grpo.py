@@ -1,7 +1,22 @@
-"""GRPO: rewards → advantages → token log-probabilities → loss → update (Eqs. 1 and 2 of the paper).
+"""GRPO: turns the rewards of sampled rollouts into one update of the policy.
 
-The rollouts of one prompt are a group. A micro-batch goes through the model as one packed row: each prompt
-once, then all its completions. Read eval.py next."""
+1. Sample. For each question q the policy writes a group of G completions o_1 … o_G. sample.py also
+   keeps log π_old(o_it), the log-probability with which it drew token t of completion i.
+2. Reward. workflow.py runs each completion's workflow and eval.py grades the answer. The reward is
+   r_i = 0 (no workflow), 0.5 (wrong answer) or 1 (right answer); see `reward` in train.py.
+3. Compare (Eq. 2, `advantages`). A completion's advantage is the distance of its reward from the
+   group's mean, in standard deviations of the group:  A_i = (r_i - mean(r)) / std(r).
+4. Score again (`packed_logprobs`). The model in training computes log π(o_it) of the same tokens.
+   A micro-batch is one row of tokens: each prompt once, followed by all of its completions.
+5. Clip (`surrogate`). With the ratio ρ_it = π(o_it) / π_old(o_it), a token contributes
+   S_it = min(ρ_it · A_i, clip(ρ_it, 1 - ε, 1 + ε) · A_i).
+6. Average (Eq. 1, `update`) over the M completions of all groups and the tokens of each:
+   J = 1/M · Σ_i 1/|o_i| · Σ_t (S_it - β_i · KL_it),
+   where KL_it = Σ_v π_ref(v) · log(π_ref(v) / π(v)) over all ids v that could stand there.
+   The paper has no KL (β = 0). Here β_i = β · (share of wrong answers in the group of i).
+7. Step (`clipped_step`). Adam follows the gradient of J, clipped to a norm of at most 1.
+
+Read eval.py next."""
 
 import itertools
 import math
@@ -15,87 +30,127 @@ from torch.utils.checkpoint import checkpoint
 from model import Qwen, causal
 from workflow import Rollout
 
+# ---- Advantages (Eq. 2) --------------------------------------------------------------------------
+
 
 def advantages(rewards, mask=None):
-    """Eq. 2 for the rewards (Q, G) of Q groups: (r - mean) / std in each group. Returns (Q, G).
+    """Return the advantage (r - mean) / std of each reward within its group (Eq. 2).
 
-    mask (Q, G) is False for lost rollouts: they are in no statistic and get 0. Equal rewards also give 0."""
+    In the first group two of four rollouts are right (mean 0.75, standard deviation 0.25), in the
+    second group none is:
+
+        advantages([[0.5, 0.5, 1.0, 1.0],          [[-1, -1, 1, 1],
+                    [0.5, 0.5, 0.5, 0.5]])    ->    [ 0,  0, 0, 0]]
+
+    Args:
+        rewards: (Q, G), the rewards of the G rollouts of each of Q questions.
+        mask: (Q, G), False where a rollout was lost. A lost rollout takes no part in the mean and
+            the standard deviation, and its advantage is 0.
+
+    Returns:
+        (Q, G) in fp32. A group of equal rewards gets zeros.
+    """
     rewards = torch.as_tensor(rewards, dtype=torch.float32)
     mask = torch.ones_like(rewards) if mask is None else torch.as_tensor(mask).float()
     count = mask.sum(1).clamp(min=1)  # (Q)
     mean = (rewards * mask).sum(1) / count  # (Q)
     centred = (rewards - mean[:, None]) * mask  # (Q, G)
-    centred[centred.abs() < 1e-6] = 0.0  # Else rounding would become an advantage.
-    std = ((centred**2).sum(1) / count).sqrt()  # (Q), divided by n, not by n - 1
+    centred[centred.abs() < 1e-6] = 0.0  # the rounding error of a mean of equal rewards
+    std = ((centred**2).sum(1) / count).sqrt()  # (Q), the population's: divided by n, not n - 1
     return centred / std.clamp(min=1e-6)[:, None]
 
 
 def set_advantages(groups: list[list[Rollout]], recursion=False, cost_weight=0.0):
-    """Write every rollout's advantage from its group's rewards, where None is masked, and the group's share
-    of wrong answers. The groups are of one size.
+    """Set `advantage` and `wrong_share` of every rollout from the rewards of its group.
 
-    With recursion every first round's advantage counts a quarter, whether its question is asked again or not:
-    the paper scales the rewards, which the division by std would undo. Nor are costs a part of the reward: by
-    cost_weight, a rollout loses that much advantage for each dollar that its calls cost above the mean of its
-    group."""
-    rewards = [[r.reward or 0.0 for r in group] for group in groups]
-    mask = [[r.reward is not None for r in group] for group in groups]
+    A reward of None marks a lost rollout. All groups have the same size.
+
+    Args:
+        recursion: Divide the advantages of first rounds by 4. The paper weighs the reward of a
+            first round by a quarter, but the division by std in Eq. 2 would cancel such a factor.
+        cost_weight: The advantage that a rollout loses for each dollar that it costs above its
+            group's mean. It is subtracted after Eq. 2, whose division by std would blow up even a
+            tiny difference in cost.
+    """
+    rewards = [[rollout.reward or 0.0 for rollout in group] for group in groups]
+    mask = [[rollout.reward is not None for rollout in group] for group in groups]
     for group, row in zip(groups, advantages(rewards, mask).tolist()):
         weight = 0.25 if recursion and group[0].previous is None else 1.0
-        known = [r for r in group if r.reward is not None]
-        dollars = (
-            sum(r.cost for r in known) / len(known) if cost_weight and known else 0.0
-        )  # their mean
+        known = [rollout for rollout in group if rollout.reward is not None]
+        wrong_share = 1.0
+        if known:
+            wrong_share = sum(not rollout.right for rollout in known) / len(known)
+        mean_cost = 0.0
+        if known and cost_weight:
+            mean_cost = sum(rollout.cost for rollout in known) / len(known)  # dollars
+
         for rollout, advantage in zip(group, row):
             if cost_weight and rollout.reward is not None:
-                advantage -= cost_weight * (rollout.cost - dollars)
+                advantage -= cost_weight * (rollout.cost - mean_cost)
             rollout.advantage = weight * advantage
-            rollout.wrong_share = sum(not r.right for r in known) / len(known) if known else 1.0
+            rollout.wrong_share = wrong_share
 
 
-# ---- Token log-probabilities -------------------------------------------------------------------------------
+# ---- Log-probabilities of the completions' tokens ------------------------------------------------
 
 
 def packed_logprobs(
     model: Qwen, groups, temperature=1.0, n_ids=None, reference: Qwen | None = None
 ):
-    """(2, N) with gradient, for the N tokens of the completions in groups [(prompt, completions)], in order.
-    Row 0: log π of each token. Row 1: KL(π_ref ‖ π) over the vocabulary there, or 0 without a reference.
-    temperature and n_ids: as in sampling."""
-    # All groups become one row. The prompt 5 6 with completions 7 and 8 9 is laid out as
-    #     ids         5  6 | 7 | 8  9      (T)
-    #     positions   0  1 | 2 | 2  3      (T)  each completion goes on where its prompt ends
-    #     targets            7   8  9      (N)  the tokens whose log-probabilities are wanted
-    #     predictors         1   1  3      (N)  the places in the row whose output predicts them
-    # `attend_group` (below): a prompt attends to itself once, each completion to [prompt | own past].
+    """Return log π and the KL to a reference for every token of some completions, with gradient.
+
+    All groups form one row of tokens. The prompt 5 6 with the completions 7 and 8 9 is laid out as
+
+        ids         5  6 | 7 | 8  9      (T)
+        positions   0  1 | 2 | 2  3      (T)  each completion starts where its prompt ends
+        targets            7   8  9      (N)  the tokens whose log-probabilities are wanted
+        predictors         1   1  3      (N)  the places in the row whose output predicts them
+
+    A completion attends to its prompt and to itself, not to the other completions.
+
+    Args:
+        groups: [(prompt, completions)], all of them lists of token ids.
+        temperature, n_ids: As the completions were sampled.
+        reference: π_ref. Without one the KL is 0.
+
+    Returns:
+        (2, N) in fp32 for the N tokens of all completions, in order. Row 0 is log π of the token,
+        row 1 is KL(π_ref ‖ π) of the distributions over all ids at its place.
+    """
     ids, positions, targets, predictors, attend = pack(groups, model.device)
-    row = (ids[None], positions[None], attend)
-    with torch.no_grad():
-        ref_hidden = (
-            reference(*row, lambda hidden: hidden[0, predictors]) if reference else None
-        )  # (N, C)
-    return model(
-        *row,
-        lambda hidden: of_targets(
-            model, hidden[0, predictors], targets, temperature, n_ids, reference, ref_hidden
-        ),
-    )
+
+    def predicting(hidden):  # (1, T, C) -> (N, C)
+        return hidden[0, predictors]
+
+    ref_hidden = None
+    if reference:
+        with torch.no_grad():
+            ref_hidden = reference(ids[None], positions[None], attend, predicting)
+
+    def head(hidden):  # (1, T, C) -> (2, N)
+        hidden = predicting(hidden)
+        return of_targets(model, hidden, targets, temperature, n_ids, reference, ref_hidden)
+
+    return model(ids[None], positions[None], attend, head)
 
 
 def token_logprobs(
     model: Qwen, prompt: list[int], completions: list[list[int]], temperature=1.0, n_ids=None
 ):
-    """log π of the tokens of a prompt's completions, a 1-D tensor for each, with gradient."""
+    """Return log π of the tokens of one prompt's completions: a 1-D tensor each, with gradient."""
     logprobs, _ = packed_logprobs(model, [(prompt, completions)], temperature, n_ids)
     return list(logprobs.split([len(completion) for completion in completions]))
 
 
-# ---- The loss (Eq. 1) and the update -----------------------------------------------------------------------
+# ---- The objective (Eq. 1) and the update --------------------------------------------------------
 
 
 def surrogate(logprobs, old, advantage, clip):
-    """Eq. 1 without the KL, to be maximised: min(ρA, clip(ρ, 1-ε, 1+ε)A) with ρ = π/π_old, token by token
-    (Eq. 1 prints one ρ per completion). All are 1-D over tokens."""
+    """Return min(ρA, clip(ρ, 1 - ε, 1 + ε)A) of each token, with ρ = π / π_old. It is maximised.
+
+    Eq. 1 prints one ratio for a whole completion; here, as in GRPO, each token has its own.
+    All arguments but clip (ε) are 1-D over tokens.
+    """
     ratio = (logprobs - old).exp()
     clipped = ratio.clamp(1 - clip, 1 + clip)
     return torch.minimum(ratio * advantage, clipped * advantage)
@@ -113,41 +168,47 @@ def update(
     token_budget=16384,
     max_grad_norm=1.0,
 ) -> dict:
-    """One optimizer step on Eq. 1 over all ranks' rollouts; `rollouts` are this rank's share. The objective
-    is the mean over rollouts of the mean over a completion's tokens. log π_old is in rollout.logprobs. The KL
-    weighs beta * rollout.wrong_share: what is unsolved stays explored, what is solved may become certain.
-    beta > 0 needs a reference. All ranks skip a step whose gradient is not finite.
+    """Take one optimizer step on Eq. 1 over the rollouts of all ranks.
 
-    Returns the means of `statistics` over all ranks' tokens that have a gradient, None without any;
-    grad_norm before clipping; and skipped, 0 or 1."""
+    If the gradient is not finite, all ranks skip the step.
+
+    Args:
+        rollouts: This rank's share, with `advantage` and `wrong_share` set.
+        clip: ε of Eq. 1.
+        beta: Weight of the KL, which is multiplied by each rollout's wrong_share: the policy keeps
+            exploring questions that it fails and may become certain about those that it solves.
+        reference: π_ref; needed if beta > 0.
+        temperature, n_ids: As the rollouts were sampled.
+        token_budget: The largest number of tokens in a micro-batch.
+        max_grad_norm: The gradient is scaled down to this norm.
+
+    Returns:
+        The means of `statistics` over the tokens of all ranks that have a gradient (None if there
+        are none), grad_norm before clipping, and skipped (0 or 1).
+    """
+    # Rollouts with neither an advantage nor a KL have no gradient. They only count in the mean.
     device = model.device
+    with_gradient = [r for r in rollouts if r.advantage or beta * r.wrong_share]
+    batches = micro_batches(with_gradient, token_budget)
+
+    # FSDP gathers weights in every forward pass, so all ranks need equally many. A rank that has no
+    # batch left runs a dummy token, whose loss is an empty sum.
     world = dist.get_world_size() if dist.is_initialized() else 1
     [n_rollouts] = all_reduce([len(rollouts)], device)
-    # Rollouts with neither an advantage nor a KL have no gradient: they count only in the divisor.
-    batches = micro_batches(
-        [r for r in rollouts if r.advantage or beta * r.wrong_share], token_budget
-    )
-    [most] = all_reduce([len(batches)], device, dist.ReduceOp.MAX)
+    [most_batches] = all_reduce([len(batches)], device, dist.ReduceOp.MAX)
+    batches += [[]] * (int(most_batches) - len(batches))
+
     sums = torch.zeros(len(STATISTICS) + 1, dtype=torch.float64, device=device)
-    for i in range(int(most)):  # FSDP needs equally many forward passes on all ranks.
-        batch = batches[i] if i < len(batches) else []  # An empty one runs a dummy token.
-        # A rollout's advantage, KL weight and scale are repeated for each of its tokens.
-        rows = [
-            (x, r.advantage, beta * r.wrong_share, 1 / (n_rollouts * len(r.tokens)))
-            for r in batch
-            for x in r.logprobs
-        ]
-        old, advantage, weight, scale = (
-            torch.tensor(rows, device=device).view(-1, 4).T
-        )  # (N) each, as tokens
+    for batch in batches:
+        old, advantage, kl_weight, scale = token_columns(batch, beta, n_rollouts, device)
         new, kl = packed_logprobs(
             model, by_prompt(batch), temperature, n_ids, reference if beta else None
         )
-        new, kl = new[: len(old)], kl[: len(old)]  # without an empty batch's dummy token
-        objective = ((surrogate(new, old, advantage, clip) - weight * kl) * scale).sum()
-        (
-            -objective * world
-        ).backward()  # FSDP divides by world; the divisor is of all ranks already
+        new, kl = new[: len(old)], kl[: len(old)]  # drops the dummy token
+        per_token = surrogate(new, old, advantage, clip) - kl_weight * kl
+        objective = (per_token * scale).sum()
+        # FSDP averages gradients over ranks, but `scale` divides by all ranks' rollouts already.
+        (-objective * world).backward()
         sums += statistics(new, old, kl, clip)
 
     norm = clipped_step(model, optimizer, max_grad_norm)
@@ -156,8 +217,24 @@ def update(
     return means | {"grad_norm": norm, "skipped": int(not math.isfinite(norm))}
 
 
+def token_columns(batch: list[Rollout], beta: float, n_rollouts: float, device):
+    """Return what Eq. 1 needs for each token of a batch, beside its new log-probability.
+
+    The four columns, each (N), are log π_old, the advantage, the weight of the KL, and the weight
+    of the token in the mean over rollouts and their tokens.
+    """
+    rows = []
+    for rollout in batch:
+        kl_weight = beta * rollout.wrong_share
+        scale = 1 / (n_rollouts * len(rollout.tokens))
+        for logprob in rollout.logprobs:
+            rows.append((logprob, rollout.advantage, kl_weight, scale))
+    return torch.tensor(rows, device=device).view(-1, 4).T
+
+
 def schedule(step: int, steps: int, warmup: float) -> float:
-    """The learning rate's factor: linear warm-up over a share of the steps, then a cosine to 0 (App. A.1)."""
+    """Return the learning rate's factor: a linear warm-up over a share of the steps, then a cosine
+    down to 0 (App. A.1)."""
     warm = max(1, round(warmup * steps))
     if step < warm:
         return (step + 1) / warm
@@ -165,18 +242,23 @@ def schedule(step: int, steps: int, warmup: float) -> float:
 
 
 def my_share(rollouts: list[Rollout]) -> list[Rollout]:
-    """This rank's part of some rollouts: neighbours, which share prompts, with as many tokens as others'."""
+    """Return this rank's part of the rollouts: neighbours, because they share prompts, that have
+    about as many tokens as the part of any other rank."""
     ends = [*itertools.accumulate(len(r.tokens) for r in rollouts)]
     owners = [(end - 1) * dist.get_world_size() // ends[-1] for end in ends]
     return [rollout for rollout, owner in zip(rollouts, owners) if owner == dist.get_rank()]
 
 
 def clipped_step(model, optimizer, max_grad_norm: float) -> float:
-    """Take an optimizer step on the gradient clipped to max_grad_norm, if it is finite. Return its norm."""
+    """Clip the gradient to max_grad_norm, take an optimizer step, and clear the gradient.
+
+    Returns the norm before clipping, which is the same on all ranks. If it is not finite, no step
+    is taken.
+    """
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    norm = float(
-        norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    )  # the same on all ranks
+    if hasattr(norm, "full_tensor"):  # FSDP: each rank has its own shards' part
+        norm = norm.full_tensor()
+    norm = float(norm)
     if math.isfinite(norm):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -188,21 +270,27 @@ STATISTICS = ("gap", "approx_kl", "clipfrac", "entropy", "kl")
 
 @torch.no_grad()
 def statistics(new, old, kl, clip):
-    """The sums over tokens of |log π - log π_sampler|, KL(π_old ‖ π) as ρ - 1 - log ρ, whether ρ is clipped,
-    -log π of what was sampled, and KL(π_ref ‖ π); and how many tokens these are."""
+    """Return sums over tokens, in the order of STATISTICS, and the number of tokens.
+
+    gap:        |log π - log π_old|
+    approx_kl:  ρ - 1 - log ρ, an estimate of KL(π_old ‖ π)
+    clipfrac:   1 where ρ lies outside 1 - ε … 1 + ε
+    entropy:    -log π, whose mean over sampled tokens estimates the entropy
+    kl:         KL(π_ref ‖ π)
+    """
     log_ratio = new - old
     ratio = log_ratio.exp()
-    clipped = (ratio - 1).abs() > clip
-    per_token = (log_ratio.abs(), ratio - 1 - log_ratio, clipped, -new, kl, torch.ones_like(new))
+    is_clipped = (ratio - 1).abs() > clip
+    per_token = (log_ratio.abs(), ratio - 1 - log_ratio, is_clipped, -new, kl, torch.ones_like(new))
     return torch.stack([x.sum() for x in per_token])
 
 
-# ---- The packed row, micro-batches, ranks ------------------------------------------------------------------
+# ---- The packed row ------------------------------------------------------------------------------
 
 
 def pack(groups, device):
-    """Lay out groups [(prompt, completions)] as one row, as drawn in packed_logprobs: those four tensors,
-    and the `attend` by which a completion sees its prompt and its own past."""
+    """Lay out groups [(prompt, completions)] as one row, as drawn in packed_logprobs. Returns those
+    four tensors, and the `attend` by which a completion sees its prompt and its own past."""
     ids, positions, targets, predictors = [], [], [], []
     sizes, layout = [], []
     for prompt, completions in groups:
@@ -230,9 +318,11 @@ def pack(groups, device):
 
 
 def pad(P: int, completions, device):
-    """For attention a group's completions are padded to the longest of them, L. Of the group above these are
-    places      2 (1)| 3  4          (n, L)   where each token stands in its group; (padding)
-    real        0      2  3          (S - P)  which of the n*L are no padding
+    """Pad a group's completions to the longest of them, L. For the group drawn in packed_logprobs,
+    where (1) is padding, this returns
+
+        places      2 (1)| 3  4          (n, L)   where each token stands in its group
+        real        0      2  3          (S - P)  which of the n*L are no padding
     """
     lengths = torch.tensor([[len(completion)] for completion in completions])  # (n, 1)
     column = torch.arange(lengths.max())
@@ -255,66 +345,83 @@ def attend_group(layer_idx, q, k, v, P, places, real):
         return torch.cat((x[:, :, :P].expand(n, -1, -1, -1), own(x)), 2)
 
     prompt = causal(layer_idx, q[:, :, :P], k[:, :, :P], v[:, :, :P])
-    # A mask as a tensor would take the kernel of quadratic memory, and is_causal aligns at the upper left.
+    # A tensor as mask would select a kernel that takes quadratic memory, and is_causal would align
+    # at the upper left.
     mask = causal_lower_right(L, P + L)  # Padding is at the end: nobody sees it.
     y = F.scaled_dot_product_attention(own(q), seen(k), seen(v), attn_mask=mask, enable_gqa=True)
     y = y.transpose(1, 2).flatten(0, 1).index_select(0, real)  # (n, H, L, D) -> (S-P, H, D)
     return torch.cat((prompt, y.transpose(0, 1)[None]), 2)
 
 
-HEAD_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 22}  # logits in one tensor
+HEAD_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 22}  # how many logits exist at a time
 
 
 def of_targets(model, hidden, targets, temperature, n_ids, reference=None, ref_hidden=None):
-    """What packed_logprobs returns, (2, N), from the hidden states (N, C) that predict the targets (N) and
-    those of the reference. It goes part by part, and the backward pass makes each part's logits again: all
-    of them, (N, V), would take gigabytes.
+    """Return packed_logprobs' (2, N) from the hidden states (N, C) that predict the targets (N).
 
-    GRPO estimates the KL from the sampled token, by π_ref/π - log(π_ref/π) - 1. The expected gradient is that
-    of KL(π_ref ‖ π), but single ones are huge where π is far below π_ref. So the KL itself is computed."""
+    All logits, (N, V), would take gigabytes. They are computed a part at a time, and once more in
+    the backward pass, so that no part's logits have to be kept.
 
-    def all_logprobs(policy, hidden):  # (n, C) -> (n, V)
-        logits = policy.logits(hidden)[:, :n_ids]
-        return (logits if temperature == 1 else logits / temperature).log_softmax(-1)
+    The KL is summed over all ids. GRPO usually estimates it from the sampled token alone, as
+    π_ref/π - log(π_ref/π) - 1. The mean of that estimate's gradient is right, but single gradients
+    are huge where π is far below π_ref.
+    """
 
     def of_part(hidden, target, ref_hidden):  # (n, C), (n), (n, C) -> (2, n)
-        logp = all_logprobs(model, hidden)
+        logp = all_logprobs(model, hidden, temperature, n_ids)
         kl = torch.zeros(len(hidden), device=hidden.device)
         if reference:
-            ref = all_logprobs(reference, ref_hidden).detach()
+            ref = all_logprobs(reference, ref_hidden, temperature, n_ids).detach()
             kl = (ref.exp() * (ref - logp)).sum(-1)
         return torch.stack((logp.gather(1, target[:, None])[:, 0], kl))
 
+    if reference is None:
+        ref_hidden = hidden  # a placeholder that of_part does not read
     size = max(1, HEAD_LOGITS[model.device.type] // model.config.vocab_size)
-    ref_hidden = ref_hidden if reference else hidden  # which then nobody looks at
     parts = zip(hidden.split(size), targets.split(size), ref_hidden.split(size))
     return torch.cat([checkpoint(of_part, *part, use_reentrant=False) for part in parts], 1)
 
 
+def all_logprobs(policy: Qwen, hidden, temperature, n_ids):
+    """Return log π of all ids below n_ids: hidden states (n, C) -> (n, n_ids) in fp32."""
+    logits = policy.logits(hidden)[:, :n_ids]
+    if temperature != 1:
+        logits = logits / temperature
+    return logits.log_softmax(-1)
+
+
+# ---- Micro-batches and ranks ---------------------------------------------------------------------
+
+
 def micro_batches(rollouts: list[Rollout], token_budget: int) -> list[list[Rollout]]:
-    """Split rollouts into lists of at most `token_budget` tokens, or of one rollout that is longer. Those of
-    a prompt stand together and by length, so that little is padded. A prompt counts once, and a list's first
-    not at all: else a long prompt would fill the budget, and be computed again for every few completions."""
+    """Split rollouts into batches of at most `token_budget` tokens each.
+
+    A longer rollout is a batch of its own. Rollouts of one prompt stand together, the short ones
+    first. A prompt counts once in a batch, and the first prompt of a batch not at all: a long
+    prompt would fill the budget, and would have to be computed again for every few completions.
+    """
     batches, size = [], 0
-    for r in sorted(rollouts, key=lambda r: (r.prompt_ids, len(r.tokens))):
-        size += len(r.tokens)
-        if batches and r.prompt_ids != batches[-1][-1].prompt_ids:
-            size += len(r.prompt_ids)
+    for rollout in sorted(rollouts, key=lambda r: (r.prompt_ids, len(r.tokens))):
+        size += len(rollout.tokens)
+        if batches and rollout.prompt_ids != batches[-1][-1].prompt_ids:
+            size += len(rollout.prompt_ids)
         if not batches or size > token_budget:
             batches.append([])
-            size = len(r.tokens)
-        batches[-1].append(r)
+            size = len(rollout.tokens)
+        batches[-1].append(rollout)
     return batches
 
 
 def by_prompt(batch: list[Rollout]):
-    """A micro-batch as groups for packed_logprobs; an empty one as any token, so that it takes part."""
-    groups = itertools.groupby(batch, lambda r: r.prompt_ids)
-    return [(prompt, [r.tokens for r in rollouts]) for prompt, rollouts in groups] or [([0], [[0]])]
+    """Return a batch as the groups of packed_logprobs. An empty batch becomes one dummy token."""
+    if not batch:
+        return [([0], [[0]])]
+    groups = itertools.groupby(batch, lambda rollout: rollout.prompt_ids)
+    return [(prompt, [rollout.tokens for rollout in rollouts]) for prompt, rollouts in groups]
 
 
 def all_reduce(values: list[float], device, op=dist.ReduceOp.SUM) -> list[float]:
-    """The sum of each number over ranks, or what else op says."""
+    """Return each number's sum over all ranks (or another reduction, `op`)."""
     total = torch.tensor(values, dtype=torch.float64, device=device)
     if dist.is_initialized():
         dist.all_reduce(total, op)
