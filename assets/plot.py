@@ -1,12 +1,13 @@
-"""Draw what train.py and eval.py have written (needs matplotlib: pip install matplotlib).
+"""Draw what train.py and eval.py write. Needs matplotlib: pip install matplotlib.
 
-    python assets/plot.py RUN              accuracy, steps, workers (Figs. 3, 7, 8): RUN/curve.png
-    python assets/plot.py RUN RUN …        the accuracy of several runs: accuracy.png, and the mean in the end
-    python assets/plot.py workflows RUN    what the Conductor wrote in the course of a run: RUN/workflows.png
-    python assets/plot.py FILE.json …      cost and accuracy, of eval.py --out=FILE.json: FILE.png; of several
-                                           files, whose Conductors are called as the files are
+    python assets/plot.py RUN            RUN/curve.png: accuracy, steps, workers (Figs. 3, 7, 8)
+    python assets/plot.py RUN RUN ...    accuracy.png: the held-out accuracy of several runs
+    python assets/plot.py workflows RUN  RUN/workflows.png: the commonest workflow, four times
+    python assets/plot.py subtasks RUN   RUN/subtasks.png: how often workers get their usual subtask
+    python assets/plot.py FILE.json ...  FILE.png: cost and accuracy, of eval.py --out=FILE.json
 
-RUN is the folder that train.py calls --out. With --out=FILE.png or FILE.svg the picture goes there."""
+RUN is the folder that train.py calls --out. NAME=RUN and NAME=FILE.json set the name in the
+picture. --out=PICTURE.png or --out=PICTURE.svg writes the picture there."""
 
 import glob
 import itertools
@@ -15,7 +16,11 @@ import math
 import os
 import sys
 import textwrap
+from collections import Counter
 from statistics import mean, mode, stdev
+
+if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv[1:]}:
+    raise SystemExit(print(__doc__))
 
 try:
     import matplotlib.pyplot as plt
@@ -23,8 +28,17 @@ try:
 except ImportError:
     raise SystemExit("drawing needs matplotlib: pip install matplotlib") from None
 
-INKS = ["#2166ac", "#c1512d", "#2e8555", "#8e5aa8", "#a87b00", "#3a8fb0", "#c2528b"]
-DARK, GREY, GREEN, RED = "#222222", "#808080", "#2e8555", "#b3261e"
+INKS = [
+    "#2166ac",
+    "#d07a1f",
+    "#8e5aa8",
+    "#a08a00",
+    "#3a8fb0",
+    "#c2528b",
+    "#7a5c48",
+]  # of workers, of runs
+DARK, GREY = "#222222", "#808080"
+RIGHT, WRONG = "#1f7a4d", "#b3261e"  # no worker has these
 STYLE = {
     "axes.titlesize": 10,
     "axes.titleweight": "bold",
@@ -35,17 +49,17 @@ STYLE = {
     "axes.edgecolor": GREY,
     "text.parse_math": False,
     "savefig.dpi": 150,
+    "savefig.bbox": "tight",  # no text touches an edge
+    "savefig.pad_inches": 0.15,
     "backend": "agg",
 }
 DOT = dict(marker="o", markersize=7, markeredgecolor="white", clip_on=False, zorder=3)
 
 
 def read(file: str):
-    """What a JSON file holds, or a list of what the lines of a JSONL file hold."""
+    """Return the content of a JSON file, or one object for each line of a JSONL file."""
     if not os.path.exists(file) or not os.path.getsize(file):
-        raise ValueError(
-            f"{file} is missing or empty; a run writes it when its first iteration has ended"
-        )
+        raise ValueError(f"{file} is missing or empty; a run writes it after its first iteration")
     with open(file, encoding="utf-8") as f:
         try:
             return json.load(f) if file.endswith(".json") else [json.loads(line) for line in f]
@@ -53,8 +67,18 @@ def read(file: str):
             raise ValueError(f"{file} is damaged, or still being written: {e}") from None
 
 
+def named(word: str) -> tuple[str, str]:
+    """Split NAME=PATH. Without a NAME, the name is the last part of the path without its ending."""
+    name, _, path = word.rpartition("=")
+    return name or os.path.splitext(os.path.basename(os.path.normpath(path)))[0], path
+
+
 def rolling_mean(values: list) -> list[float]:
-    """For each value the mean of the last ten that are known (not None); NaN where none is yet."""
+    """Return, for each value, the mean of the last ten known ones (not None); NaN before the first.
+
+    >>> rolling_mean([None, 0.0, 1.0])
+    [nan, 0.0, 0.5]
+    """
     means, known = [], []
     for value in values:
         if value is not None:
@@ -64,12 +88,15 @@ def rolling_mean(values: list) -> list[float]:
 
 
 def label(axes, ends: list[tuple[float, float, str, str]]):
-    """Write texts, (y, x, text, ink) each, at the right of the axes, with a line to its point. They are moved
-    apart: up from the lowest one on, but not above the axes."""
-    axes.figure.draw_without_rendering()  # which lays out the axes
+    """Write texts to the right of the axes, each joined to its point by a thin line.
+
+    `ends` holds (y, x, text, ink). Texts that would overlap are moved apart, from the lowest one
+    up, but never above the axes."""
+    axes.figure.draw_without_rendering()  # lays out the axes, so that their height is known
     gap = 0.17 * axes.figure.dpi / axes.get_window_extent().height
     low, high = axes.get_ylim()
-    ordered = sorted(ends, key=lambda end: (end[0], -end[1]))  # so that lines do not cross
+
+    ordered = sorted(ends, key=lambda end: (end[0], -end[1]))  # so that the lines do not cross
     height = -1.0
     for n_above, (y, x, text, ink) in zip(reversed(range(len(ends))), ordered):
         height = max(height + gap, (y - low) / (high - low))
@@ -80,70 +107,77 @@ def label(axes, ends: list[tuple[float, float, str, str]]):
         )
 
 
-# ---- Runs --------------------------------------------------------------------------------------------------
+# ---- Runs
 
 
-def draw_accuracy(axes, rows: list[dict], name: str, ink: str) -> tuple:
-    """Draw a run's accuracy: sampled as a line, held-out as dots. Returns the label of the line's end."""
-    for row in rows:
-        if row["held_out"] is not None:
-            axes.plot(row["iteration"] + 1, row["held_out"], color=ink, **DOT)
-    iterations = [row["iteration"] + 1 for row in rows]
-    means = rolling_mean([row["accuracy"] for row in rows])
-    axes.plot(iterations, means, color=ink, linewidth=2)
+def held_out_curve(run: str, rows: list[dict]) -> tuple[list[int], list[float]]:
+    """Return the iterations at which held-out accuracy is known, and the accuracies.
+
+    The last one is test.json's, which the table after the run prints."""
+    points = {row["iteration"] + 1: row["held_out"] for row in rows if row["held_out"] is not None}
+    if os.path.exists(f"{run}/test.json"):
+        conductor = next(iter(read(f"{run}/test.json").values()))
+        points[rows[-1]["iteration"] + 1] = conductor["accuracy"]
+    return [*points], [*points.values()]
+
+
+def draw_accuracy(axes, run: str, rows: list[dict], name: str, ink: str) -> list[tuple]:
+    """Draw a run's held-out accuracy (bold) and its accuracy in training (thin). Return a label."""
+    training = [row["iteration"] + 1 for row in rows]
+    sampled = rolling_mean([row["accuracy"] for row in rows])
+    axes.plot(training, sampled, color=ink, linewidth=1, alpha=0.6)
+
+    iterations, accuracies = held_out_curve(run, rows)
+    axes.plot(iterations, accuracies, color=ink, linewidth=3, **DOT)
+
     axes.set(
-        xmargin=0, ylim=(0, 1), title="Accuracy: in training (line), on held-out questions (dots)"
+        xmargin=0, ylim=(0, 1), title="Accuracy: on held-out questions (bold), in training (thin)"
     )
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.yaxis.set_major_formatter("{x:.0%}")
-    end = means[-1]
-    return end, iterations[-1], f"{name} {end:.0%}", ink
+    if not iterations:
+        return [(sampled[-1], training[-1], f"{name} {sampled[-1]:.0%} in training", ink)]
+    return [(accuracies[-1], iterations[-1], f"{name} {accuracies[-1]:.1%}", ink)]
 
 
 def draw_run(run: str) -> str:
+    """Draw accuracy, accuracy and steps by kind of question, and the workers' shares of one run."""
     rows = read(f"{run}/metrics.jsonl")
-    iterations = [row["iteration"] + 1 for row in rows]
     kinds = {kind for row in rows for kind in row["by_kind"]}
     band = 0.3 + 0.2 * len(kinds)  # inches
     heights = (2.2, band, band, 1.6)
     figure = plt.figure(figsize=(8, sum(heights)), layout="constrained")
     top, right, steps, bottom = figure.subplots(4, sharex=True, height_ratios=heights)
-    ends = [draw_accuracy(top, rows, "all kinds", DARK)]
+
+    ends = draw_accuracy(top, run, rows, "all kinds", DARK)
     if os.path.exists(f"{run}/test.json"):
-        tested = read(f"{run}/test.json")
-        accuracy = {name.split(", ")[-1]: row["accuracy"] or 0 for name, row in tested.items()}
-        best = max((name for name in accuracy if name.startswith("workers ")), key=accuracy.get)
-        top.plot(iterations[-1], [*accuracy.values()][0], color=DARK, **DOT)
-        top.axhline(accuracy[best], color=GREY, linestyle="--", linewidth=1.2)
-        text = f"{best.removeprefix('workers ')} alone {accuracy[best]:.0%}"
-        ends.append((accuracy[best], iterations[-1], text, GREY))
+        ends += draw_best_worker(top, read(f"{run}/test.json"), rows[-1]["iteration"] + 1)
     draw_bands(right, rows, "by_kind", "Accuracy by kind of question", "Blues", 1, "{:.0%}")
     draw_bands(steps, rows, "steps_by_kind", "Steps of a workflow", "Greys", 4, "{:.1f}")
     label(top, ends)
-
-    inks = worker_inks(rows)
-    shares = [rolling_mean([row["workers"].get(name, 0) for row in rows]) for name in inks]
-    if inks:  # There are none where nothing was a workflow.
-        bottom.stackplot(iterations, shares, colors=inks.values(), alpha=0.75, edgecolor="white")
-    bottom.set(
-        ylim=(0, 1),
-        title="Workers' shares of the steps",
-        xlabel="iteration (means of the last ten)",
-    )
-    bottom.yaxis.set_major_formatter("{x:.0%}")
-    ends, height = [], 0
-    for name, (*_, share) in zip(inks, shares):
-        ends.append((height + share / 2, iterations[-1], f"{name} {share:.0%}", inks[name]))
-        height += share
-    label(bottom, ends)
+    draw_worker_shares(bottom, rows)
     return f"{run}/curve.png"
 
 
+def draw_best_worker(axes, tested: dict, last: int) -> list[tuple]:
+    """Draw the accuracy of the best worker alone as a dashed line. Return its label."""
+    alone = {
+        name.rpartition(", workers ")[2]: row["accuracy"] or 0
+        for name, row in tested.items()
+        if ", workers " in name
+    }
+    if not alone:
+        return []
+    best = max(alone, key=alone.get)
+    axes.axhline(alone[best], color=GREY, linestyle="--", linewidth=1.2)
+    return [(alone[best], last, f"{best} alone {alone[best]:.1%}", GREY)]
+
+
 def draw_bands(axes, rows: list[dict], key: str, title: str, shades: str, most: float, form: str):
-    """Draw a band for each kind of question, the darker the larger a metric, with its last mean beside it."""
+    """Draw a band for each kind of question, darker for larger values, and its last mean."""
     kinds = list(dict.fromkeys(kind for row in rows for kind in row[key]))
     means = [rolling_mean([row[key].get(kind) for row in rows]) for kind in kinds]
-    begin, end = rows[0]["iteration"], rows[-1]["iteration"] + 1
+    start, end = rows[0]["iteration"], rows[-1]["iteration"] + 1
     axes.imshow(
         means,
         shades,
@@ -151,7 +185,7 @@ def draw_bands(axes, rows: list[dict], key: str, title: str, shades: str, most: 
         interpolation="nearest",
         vmin=-0.08 * most,
         vmax=1.2 * most,
-        extent=(begin + 0.5, end + 0.5, len(kinds) - 0.5, -0.5),
+        extent=(start + 0.5, end + 0.5, len(kinds) - 0.5, -0.5),
     )
     axes.set_title(title)
     axes.set_yticks(range(len(kinds)), kinds)
@@ -163,76 +197,154 @@ def draw_bands(axes, rows: list[dict], key: str, title: str, shades: str, most: 
         axes.annotate(text, (1.02, i), xycoords=("axes fraction", "data"), va="center")
 
 
+def draw_worker_shares(axes, rows: list[dict]):
+    """Stack the workers' shares of all steps."""
+    iterations = [row["iteration"] + 1 for row in rows]
+    inks = worker_inks(rows)
+    shares = [rolling_mean([row["workers"].get(name, 0) for row in rows]) for name in inks]
+    if inks:  # a run in which nothing was a workflow has none
+        axes.stackplot(iterations, shares, colors=inks.values(), alpha=0.75, edgecolor="white")
+    axes.set(
+        ylim=(0, 1),
+        title="Workers' shares of the steps",
+        xlabel="iteration (means of the last ten)",
+    )
+    axes.yaxis.set_major_formatter("{x:.0%}")
+
+    ends, height = [], 0
+    for name, (*_, share) in zip(inks, shares):
+        ends.append((height + share / 2, iterations[-1], f"{name} {share:.0%}", inks[name]))
+        height += share
+    label(axes, ends)
+
+
 def worker_inks(rows: list[dict]) -> dict[str, str]:
     names = sorted({name for row in rows for name in row["workers"]})
     return dict(zip(names, itertools.cycle(INKS)))
 
 
-def compare_runs(runs: list[str]) -> str:
+def compare_runs(words: list[str]) -> str:
+    """Draw the accuracies of several runs into one picture, and print how each run ends."""
     axes = plt.figure(figsize=(8, 4), layout="constrained").add_subplot()
     ends = []
-    for run, ink in zip(runs, itertools.cycle(INKS)):
-        name = os.path.basename(os.path.normpath(run))
-        ends.append(draw_accuracy(axes, read(f"{run}/metrics.jsonl"), name, ink))
-    axes.set_xlabel("iteration (means of the last ten)")
+    for (name, run), ink in zip(map(named, words), itertools.cycle(INKS)):
+        ends += draw_accuracy(axes, run, read(f"{run}/metrics.jsonl"), name, ink)
+    axes.set_xlabel("iteration (thin lines: means of the last ten)")
     label(axes, ends)
-    print_ends(runs)
+    print_ends(words)
     return "accuracy.png"
 
 
-def print_ends(runs: list[str]):
-    """Say how each run that has ended answers held-out questions, and the mean over runs."""
-    shares = []
-    for run in filter(lambda run: os.path.exists(f"{run}/test.json"), runs):
+def print_ends(words: list[str]):
+    """Print the held-out accuracy at the end of each finished run, and the mean over runs."""
+    accuracies = []
+    for name, run in map(named, words):
+        if not os.path.exists(f"{run}/test.json"):
+            continue
         row = next(iter(read(f"{run}/test.json").values()))
         kinds = {kind for line in read(f"{run}/metrics.jsonl") for kind in line["by_kind"]}
-        worst = min(row.get(kind) or 0 for kind in kinds)
-        print(f"{run}: {row['accuracy']:.1%}, the worst kind {worst:.0%}, {row['calls']:.2f} calls")
-        shares.append(row["accuracy"])
-    if len(shares) > 1:
-        print(f"mean {mean(shares):.1%}, standard deviation {stdev(shares):.1%}")
+        lowest = min(row.get(kind) or 0 for kind in kinds)
+        print(f"{name}: {row['accuracy']:.1%}, lowest kind {lowest:.0%}, {row['calls']:.2f} calls")
+        accuracies.append(row["accuracy"])
+    if len(accuracies) > 1:
+        print(f"mean {mean(accuracies):.1%}, standard deviation {stdev(accuracies):.1%}")
 
 
-# ---- Workflows ---------------------------------------------------------------------------------------------
+# ---- Traces
+
+
+def trace_files(run: str) -> list[str]:
+    """Return the files of a run's rollouts, one for each iteration, oldest first."""
+    return sorted(glob.glob(f"{run}/traces/*.jsonl")) or [f"{run}/traces/00000.jsonl"]
+
+
+def read_kinds(file: str) -> dict[str, list[dict]]:
+    """Return an iteration's judged first rounds by kind of question."""
+    kinds = {}
+    for rollout in read(file):
+        if rollout["previous"] is None and rollout["right"] is not None:
+            kind = rollout.get("kind") or rollout["problem_id"].rpartition("/")[0]
+            kinds.setdefault(kind, []).append(rollout)
+    return kinds
+
+
+def draw_subtasks(run: str) -> str:
+    """Draw, for each worker, the share of its steps that have one of its usual subtasks.
+
+    Usual subtasks are those of a tenth or more of the worker's steps in the last iteration."""
+    files = trace_files(run)
+    inks = worker_inks(read(f"{run}/metrics.jsonl"))
+    told = [subtasks_by_worker(file) for file in files]
+    axes = plt.figure(figsize=(8, 4), layout="constrained").add_subplot()
+    iterations = [int(os.path.basename(file).removesuffix(".jsonl")) + 1 for file in files]
+
+    ends = []
+    for name, ink in inks.items():
+        last = told[-1].get(name, Counter())
+        usual = [subtask for subtask, n in last.items() if n >= last.total() / 10]
+        shares = []
+        for by_worker in told:
+            counts = by_worker.get(name, Counter())
+            n_usual = sum(counts[subtask] for subtask in usual)
+            shares.append(n_usual / counts.total() if counts else None)
+        means = rolling_mean(shares)
+        axes.plot(iterations, means, color=ink, linewidth=2)
+        words = textwrap.shorten(" / ".join(sorted(usual)), 48, placeholder=" ...")
+        ends.append((means[-1], iterations[-1], f"{name}: {words}", ink))
+
+    axes.set(
+        xmargin=0,
+        ylim=(0, 1),
+        title="Share of a worker's steps with the subtasks that it is told at the end",
+        xlabel="iteration (means of the last ten)",
+    )
+    axes.yaxis.set_major_formatter("{x:.0%}")
+    label(axes, ends)
+    return f"{run}/subtasks.png"
+
+
+def subtasks_by_worker(file: str) -> dict[str, Counter]:
+    """Count the subtasks that each worker is told in one iteration."""
+    counts = {}
+    for rollout in read(file):
+        if rollout["workflow"]:
+            for name, step in zip(rollout["names"], rollout["workflow"]["steps"]):
+                counts.setdefault(name, Counter())[step["subtask"]] += 1
+    return counts
+
+
+# ---- Workflows
 
 GAP, LINE, HALF = 0.27, 0.17, 0.8  # inches: between boxes, of a line of text, of a box's width
 
 
-def read_kinds(file: str) -> dict[str, list[dict]]:
-    """An iteration's judged first rounds by kind of question: their problem's id without the last part."""
-    kinds = {}
-    for rollout in read(file):
-        if rollout["previous"] is None and rollout["right"] is not None:
-            kinds.setdefault(rollout["problem_id"].rpartition("/")[0], []).append(rollout)
-    return kinds
-
-
 def draw_workflows(run: str) -> str:
-    """Draw the most frequent workflow for one kind of question, that of most steps in the end, at four points
-    of a run. As most changes are early, these are: of 1000 iterations the 1st, 10th, 100th and last."""
+    """Draw the commonest workflow for one kind of question at four points of a run.
+
+    The kind is the one with most steps at the end. Most changes are early, so the points are spread
+    evenly over the logarithm: of 1,000 iterations the 1st, 10th, 100th and last."""
     inks = worker_inks(read(f"{run}/metrics.jsonl"))
-    files = sorted(glob.glob(f"{run}/traces/*.jsonl")) or [f"{run}/traces/00000.jsonl"]
+    files = trace_files(run)
     last = read_kinds(files[-1])
-    kind = max(
-        last, key=lambda kind: mean(len(rollout["names"]) for rollout in last[kind]), default=""
-    )
-    found = {}
+    n_steps = {kind: mean(len(r["names"]) for r in rollouts) for kind, rollouts in last.items()}
+    kind = max(n_steps, key=n_steps.get, default="")
+
+    chosen = {}  # file -> its rollouts of this kind
     for share in (0, 1 / 3, 2 / 3, 1):
         target = len(files) ** share - 1
         for i in sorted(range(len(files)), key=lambda i: abs(i - target)):
             rollouts = read_kinds(files[i]).get(kind, [])
             if any(rollout["workflow"] for rollout in rollouts):
-                found[files[i]] = rollouts  # of the nearest iteration that has such a question
+                chosen[files[i]] = rollouts
                 break
-    if not found:
+    if not chosen:
         raise ValueError(f"{files[-1]} has no workflow that was judged")
+
     axes = plt.figure().add_axes((0, 0, 1, 1))  # in inches
-    name = kind.rpartition("/")[2]
-    axes.text(
-        0.2, 0.25, f"The most frequent workflow for questions of the kind {name}", weight="bold"
-    )
+    title = f"The commonest workflow for questions of the kind {kind.rpartition('/')[2]}"
+    axes.text(0.2, 0.25, title, weight="bold")
     height = 0
-    for x, (file, rollouts) in zip((1, 3, 5, 7), found.items()):
+    for x, (file, rollouts) in zip((1, 3, 5, 7), chosen.items()):
         iteration = int(os.path.basename(file).removesuffix(".jsonl")) + 1
         axes.text(x, 0.65, f"iteration {iteration}", weight="bold", ha="center")
         height = max(height, draw_workflow(axes, x, rollouts, inks) + 0.15)
@@ -243,27 +355,28 @@ def draw_workflows(run: str) -> str:
 
 
 def graph(rollout: dict) -> tuple:
-    """Whom a workflow asks, and who sees which steps."""
+    """Return what makes two workflows alike: whom they ask, and who sees which steps."""
     return tuple((step["worker"], *step["access"]) for step in rollout["workflow"]["steps"])
 
 
 def draw_workflow(axes, x: float, rollouts: list[dict], inks: dict[str, str]) -> float:
-    """Draw the graph that most workflows share, with the texts of one of them. Returns where it ends."""
+    """Draw the commonest graph with the texts of one rollout. Return its lower end, in inches."""
     ran = [rollout for rollout in rollouts if rollout["workflow"]]
     common = mode(map(graph, ran))
     alike = [rollout for rollout in ran if graph(rollout) == common]
     alike.sort(key=lambda rollout: rollout["right"])
-    shown = alike[len(alike) // 2]  # right if most of them are
+    shown = alike[len(alike) // 2]  # a right one if most of them are right
     share = len(alike) / len(rollouts)
     right = mean(rollout["right"] for rollout in alike)
     axes.text(x, 0.82, f"{share:.0%} of all workflows", ha="center", fontsize=9)
+
     spans = []
     draw_box(axes, x, spans, [], "question", GREY, wrap(shown["question"], 4))
     for name, step, reply in zip(shown["names"], shown["workflow"]["steps"], shown["replies"]):
         sources = [i + 1 for i in step["access"]] or [0]
         lines = wrap(step["subtask"], 4) + wrap("→ " + reply["text"], 2)
         draw_box(axes, x, spans, sources, name, inks[name], lines)
-    ink = GREEN if shown["right"] else RED
+    ink = RIGHT if shown["right"] else WRONG
     draw_box(axes, x, spans, [len(spans) - 1], f"{right:.0%} right", ink, wrap(shown["answer"], 2))
     return spans[-1][1]
 
@@ -275,8 +388,10 @@ def wrap(text: str, most: int) -> list[str]:
 def draw_box(
     axes, x: float, spans: list[tuple], sources: list[int], name: str, ink: str, lines: list[str]
 ):
-    """Draw a box under others and add it to their spans, (top, bottom) each. An arrow comes from each source,
-    straight from the box above, else around those between: on the right, from the question on the left."""
+    """Draw a box below the others and an arrow from each source, and add the box to `spans`.
+
+    A span is (top, bottom) in inches. The arrow from the box above is straight. Others bend around
+    the boxes between: those from a step on the right, those from the question on the left."""
     top = spans[-1][1] + GAP if spans else 0.95
     height = 0.12 + LINE * (1 + len(lines))
     spans.append((top, top + height))
@@ -287,6 +402,7 @@ def draw_box(
     look = dict(ha="center", va="top", fontsize=9, linespacing=1.3)
     axes.text(x, top + 0.06, f"{name:.20}", weight="bold", color=ink, **look)
     axes.text(x, top + 0.06 + LINE, "\n".join(lines), **look)
+
     for source in sources:
         start = (x, top - GAP)
         tip = (x, top)
@@ -302,24 +418,31 @@ def draw_box(
         axes.annotate("", tip, start, arrowprops=arrow)
 
 
-# ---- An evaluation -----------------------------------------------------------------------------------------
+# ---- Evaluations
 
 
-def draw_evaluations(paths: list[str]) -> str:
-    """Draw each benchmark's systems: what a question costs, and the accuracy with its 95 % interval."""
+def read_evaluations(words: list[str]) -> tuple[dict[str, dict], set[str]]:
+    """Return {benchmark: {system: row}} of all files, and which of the systems are Conductors.
+
+    The Conductors of several files are told apart by the names of their files."""
     benchmarks, conductors = {}, {"conductor"}
-    for path in paths:
-        for name, row in read(path).items():
-            benchmark, _, system = name.rpartition(", ")
-            if system == "conductor" and len(paths) > 1:
-                system = path.removesuffix(".json")
-                conductors.add(system)
-            if (
-                row.get("calls") is not None and "best single worker" not in name
-            ):  # It is there already.
-                benchmarks.setdefault(benchmark, {})[system.removeprefix("workers ")] = row
+    for name, path in map(named, words):
+        for key, row in read(path).items():
+            benchmark, _, system = key.rpartition(", ")
+            if row.get("calls") is None:  # a row of the paper, or one that was derived from others
+                continue
+            if system == "conductor" and len(words) > 1:
+                system = name
+                conductors.add(name)
+            benchmarks.setdefault(benchmark, {})[system.removeprefix("workers ")] = row
     if not benchmarks:
         raise ValueError("it has no system that was measured")
+    return benchmarks, conductors
+
+
+def draw_evaluations(words: list[str]) -> str:
+    """Draw each system's cost of a question and its accuracy with a 95 % interval."""
+    benchmarks, conductors = read_evaluations(words)
     columns = min(2, len(benchmarks))
     height = math.ceil(len(benchmarks) / columns)
     figure = plt.figure(figsize=(8, 3.6 * height), layout="constrained")
@@ -329,9 +452,8 @@ def draw_evaluations(paths: list[str]) -> str:
             values = [row[key] for row in rows.values()]
             if None not in values and any(values):
                 cost = key
-        axes = figure.add_subplot(
-            height, columns, number, title=benchmark, xlabel=f"{cost} a question"
-        )
+        title = named(benchmark)[0]  # a benchmark may be a user's file
+        axes = figure.add_subplot(height, columns, number, title=title, xlabel=f"{cost} a question")
         ends = []
         for name, row in rows.items():
             x, y, margin = row[cost], row["accuracy"], row["±"] or 0
@@ -343,7 +465,19 @@ def draw_evaluations(paths: list[str]) -> str:
         axes.locator_params("y", steps=(1, 2, 5, 10))
         axes.yaxis.set_major_formatter("{x:.0%}")
         label(axes, ends)
-    return paths[0].removesuffix(".json") + ".png"
+    return os.path.splitext(named(words[0])[1])[0] + ".png"
+
+
+def draw(words: list[str]) -> str:
+    """Draw what the words of the command line ask for. Return the file that the picture goes to."""
+    commands = {"workflows": draw_workflows, "subtasks": draw_subtasks}
+    if words[0] in commands and len(words) == 2:
+        return commands[words[0]](words[1])
+    if all(word.endswith(".json") for word in words):
+        return draw_evaluations(words)
+    if len(words) == 1:
+        return draw_run(words[0])
+    return compare_runs(words)
 
 
 def main(argv: list[str]):
@@ -351,14 +485,10 @@ def main(argv: list[str]):
     out = [word.removeprefix("--out=") for word in argv if word.startswith("--out=")]
     if not words or any(word.startswith("-") for word in words):
         raise SystemExit(__doc__)
+
     plt.rcParams.update(STYLE)
     try:
-        if words[0] == "workflows" and len(words) == 2:
-            file = draw_workflows(words[1])
-        elif all(word.endswith(".json") for word in words):
-            file = draw_evaluations(words)
-        else:
-            file = draw_run(*words) if len(words) == 1 else compare_runs(words)
+        file = draw(words)
         file = out[-1] if out else file
         plt.savefig(file)
     except (OSError, ValueError) as e:

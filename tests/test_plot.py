@@ -64,8 +64,9 @@ def plot(tmp_path):
         ("run", "run/curve.png"),
         ("run run/ --out=both.svg", "both.svg"),
         ("workflows run", "run/workflows.png"),
+        ("subtasks run", "run/subtasks.png"),
         ("n.json", "n.png"),
-        ("n.json run/test.json --out=all.svg", "all.svg"),
+        ("n.json tests=run/test.json --out=all.svg", "all.svg"),
     ],
 )
 def test_a_picture_comes_out(plot, tmp_path, words, file):
@@ -74,7 +75,7 @@ def test_a_picture_comes_out(plot, tmp_path, words, file):
     assert (b"mean 50.0%" in done.stdout) == ("run run/" in words)
     if file == "all.svg":  # Conductors of several files are named apart.
         drawn = (tmp_path / file).read_bytes()
-        assert b"<!-- n -->" in drawn and b"<!-- run/test -->" in drawn
+        assert b"<!-- n -->" in drawn and b"<!-- tests -->" in drawn
     assert (tmp_path / file).read_bytes()[:5] == (
         b"<?xml" if file.endswith("svg") else b"\x89PNG\r"
     )
