@@ -1,7 +1,9 @@
-"""Qwen2.5 in PyTorch: config, layers, tokenizer and chat template, Hugging Face checkpoints in and out.
+"""Qwen2.5 in PyTorch: config, layers, tokenizer and chat template, Hugging Face checkpoints.
 
-Module names are Hugging Face's, so a state dict *is* a checkpoint. Attention is a function, `attend`, which
-a caller may replace: sample.py's has a KV cache, grpo.py's a shared prompt. Read sample.py next."""
+Parameters have the names that Hugging Face gives them, so a model's state dict is a checkpoint.
+Attention is a function, `attend`, which a caller can replace: sample.py passes one with a KV cache,
+grpo.py one for completions that share a prompt. Read sample.py next.
+"""
 
 import difflib
 import glob
@@ -25,7 +27,10 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass
 class Config:
-    """Qwen2.5's shape, by the keys of Hugging Face's config.json. The defaults: Qwen2.5-7B-Instruct."""
+    """The shape of a model, with the keys of Hugging Face's config.json.
+
+    The defaults are those of Qwen2.5-7B-Instruct.
+    """
 
     vocab_size: int = 152064
     hidden_size: int = 3584
@@ -44,62 +49,77 @@ class Config:
 
     @classmethod
     def from_pretrained(cls, path: str) -> "Config":
-        """Read config.json of a folder or repository. ValueError names what is wrong or not implemented."""
+        """Read config.json from a folder or from a repository of the Hugging Face hub.
+
+        Raises ValueError, which names the key, if a value is wrong or not implemented.
+        """
         file = os.path.join(fetch(path, "config.json"), "config.json")
         found = read_json(file)
-        if isinstance(
-            found.get("rope_parameters"), dict
-        ):  # transformers 5 writes RoPE's keys in here
+        if isinstance(found.get("rope_parameters"), dict):  # transformers 5 nests RoPE's keys.
             found = {**found["rope_parameters"], **found}
-        scaled = found.get("rope_scaling") or found.get("rope_type", "default") != "default"
-        if (
-            found.get("model_type") not in ("qwen2", "llama")
-            or scaled
-            or found.get("use_sliding_window")
-        ):
+
+        is_scaled = found.get("rope_scaling") or found.get("rope_type", "default") != "default"
+        is_known = found.get("model_type") in ("qwen2", "llama")
+        if not is_known or is_scaled or found.get("use_sliding_window"):
             raise ValueError(
                 f"{file}: model_type is {found.get('model_type')!r}; implemented are qwen2 and "
                 "llama, without RoPE scaling and sliding windows"
             )
         for f in fields(cls):
             value = found.get(f.name)
-            if not isinstance(value, int | float) or f.type is not bool and not 0 < value < 1e9:
+            is_number = isinstance(value, int | float)
+            if not is_number or (f.type is not bool and not 0 < value < 1e9):
                 raise ValueError(f"{file}: {f.name} is {value!r}, which is no sensible number")
-        if (
-            found["hidden_size"] % (2 * found["num_attention_heads"])
-            or found["num_hidden_layers"] > 1000
-        ):
+        has_even_heads = found["hidden_size"] % (2 * found["num_attention_heads"]) == 0
+        if not has_even_heads or found["num_hidden_layers"] > 1000:
             raise ValueError(f"{file}: its numbers of channels, heads and layers make no model")
         return cls(**{f.name: f.type(found[f.name]) for f in fields(cls)})
 
 
-# ---- Layers: B sequences of T tokens, C channels, H heads over Hkv key-value heads of D channels, V tokens
+# ---- Layers ------------------------------------------------------------------------------------
+# Shapes: B sequences, T tokens, C channels, H query heads, Hkv key-value heads, D channels per
+# head, V tokens in the vocabulary.
+
+
 class RMSNorm(nn.RMSNorm):
     def forward(self, x):
-        # Normalize in fp32, round, then weigh, as transformers does: F.rms_norm with a weight rounds last.
+        # Normalize in fp32, round to the dtype of x, then multiply by the weight, as transformers
+        # does. F.rms_norm with a weight rounds after the multiplication.
         return self.weight * F.rms_norm(x, self.normalized_shape, eps=self.eps)
 
 
 def rotary(positions, config: Config):
-    """RoPE's tables in fp32 for integer positions (B, T): cos cos and -sin sin, each (B, 1, T, D)."""
-    exponent = (
-        torch.arange(0, config.head_dim, 2, device=positions.device).float() / config.head_dim
-    )
-    frequency = config.rope_theta**-exponent  # (D/2)
+    """Return the tables of rotary position embeddings (RoPE, arXiv:2104.09864) in fp32.
+
+    Args:
+        positions: the integer position of each token, (B, T).
+
+    Returns:
+        cos and sin, (B, 1, T, D) each. Both halves of D hold the same angles; the first half of sin
+        is negated, as `rotate` needs it.
+    """
+    channels = torch.arange(0, config.head_dim, 2, device=positions.device)  # (D/2,)
+    frequency = config.rope_theta ** -(channels.float() / config.head_dim)  # radians per token
     angle = positions[:, None, :, None].float() * frequency  # (B, 1, T, D/2)
     return angle.cos().repeat(1, 1, 1, 2), torch.cat((-angle.sin(), angle.sin()), -1)
 
 
 def rotate(x, cos, sin):
-    """Rotate x (B, H, T, D) by `rotary`'s tables. Qwen pairs channel i with i + D/2: a roll swaps them."""
+    """Rotate the queries or keys x (B, H, T, D) by the tables of `rotary`, in fp32.
+
+    Channel i and channel i + D/2 are one pair, and rolling by D/2 exchanges them.
+    """
     y = x.float()
     return (y * cos + y.roll(y.shape[-1] // 2, -1) * sin).to(x.dtype)
 
 
 def causal(layer_idx: int, q, k, v):
-    """The plain `attend`: token i of q (B, H, T, D) attends to 0 … i of k and v (B, Hkv, T, D)."""
+    """The default `attend`: each token attends to itself and to all tokens before it.
+
+    q is (B, H, T, D), k and v are (B, Hkv, T, D); returns (B, H, T, D).
+    """
     dtype = q.dtype
-    if q.device.type == "cpu":  # bf16 would be no faster there
+    if q.device.type == "cpu":  # Attention in bf16 is not faster there.
         q, k, v = q.float(), k.float(), v.float()
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).to(dtype)
 
@@ -107,7 +127,7 @@ def causal(layer_idx: int, q, k, v):
 class Attention(nn.Module):
     def __init__(self, config: Config, layer_idx: int):
         super().__init__()
-        self.layer_idx = layer_idx  # by which `attend` finds its KV cache
+        self.layer_idx = layer_idx  # tells `attend` which layer's KV cache to use
         self.head_dim = config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=True)
@@ -116,17 +136,13 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
     def forward(self, x, cos, sin, attend):
-        B, T, C = x.shape
-        q, k, v = (
-            self.q_proj(x),
-            self.k_proj(x),
-            self.v_proj(x),
-        )  # (B, T, H*D) and twice (B, T, Hkv*D)
-        q, k, v = (
-            y.view(B, T, -1, self.head_dim).transpose(1, 2) for y in (q, k, v)
-        )  # (B, H or Hkv, T, D)
+        B, T, _ = x.shape
+        heads = (B, T, -1, self.head_dim)
+        q = self.q_proj(x).view(heads).transpose(1, 2)  # (B, H, T, D)
+        k = self.k_proj(x).view(heads).transpose(1, 2)  # (B, Hkv, T, D)
+        v = self.v_proj(x).view(heads).transpose(1, 2)  # (B, Hkv, T, D)
         y = attend(self.layer_idx, rotate(q, cos, sin), rotate(k, cos, sin), v)  # (B, H, T, D)
-        return self.o_proj(y.transpose(1, 2).reshape(B, T, C))
+        return self.o_proj(y.transpose(1, 2).flatten(2))  # (B, T, C)
 
 
 class MLP(nn.Module):
@@ -157,12 +173,11 @@ class Qwen(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        self.compute_device = (
-            None  # where to compute if the weights are in the CPU's memory (--offload)
-        )
-        self.recompute = False  # True: activation checkpointing, a layer at a time
+        self.compute_device = None  # set if weights wait in the CPU's memory (--offload)
+        self.recompute = False  # True: activation checkpointing, one layer at a time
+        # In Hugging Face's checkpoints every name but that of lm_head begins with `model.`.
         self.model = nn.ModuleDict(
-            {  # so Hugging Face's names begin with `model.`, except lm_head
+            {
                 "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
                 "layers": nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers)),
                 "norm": RMSNorm(config.hidden_size, config.rms_norm_eps),
@@ -171,6 +186,7 @@ class Qwen(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+
         for name, p in self.named_parameters():
             if p.dim() > 1:
                 nn.init.normal_(p, std=0.02)
@@ -178,10 +194,15 @@ class Qwen(nn.Module):
                 nn.init.zeros_(p)
 
     def forward(self, ids, positions=None, attend=causal, head=None):
-        """ids (B, T) -> logits (B, T, V) in fp32, or what `head` returns.
+        """Return the logits (B, T, V) of token ids (B, T) in fp32, or whatever `head` returns.
 
-        positions (B, T) are 0 … T-1 unless given. attend(layer_idx, q, k, v) -> (B, H, T, D) replaces causal.
-        head(hidden (B, T, C)) replaces `logits`, for instance to compute fewer positions."""
+        Args:
+            positions: (B, T); 0 … T-1 in each sequence unless given.
+            attend: computes attention in place of `causal`: (layer_idx, q, k, v) -> (B, H, T, D).
+            head: computes the result from hidden states (B, T, C) in place of `logits`, for
+                instance at fewer positions. It runs inside `forward` because only here FSDP has
+                gathered the weights of lm_head.
+        """
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
         cos, sin = rotary(positions, self.config)
@@ -191,17 +212,15 @@ class Qwen(nn.Module):
                 x = checkpoint(layer, x, cos, sin, attend, use_reentrant=False)
             else:
                 x = layer(x, cos, sin, attend)
-        return (head or self.logits)(
-            self.model.norm(x)
-        )  # inside forward: only here FSDP has all of lm_head
+        hidden = self.model.norm(x)
+        return head(hidden) if head else self.logits(hidden)
 
     def logits(self, hidden):
-        """hidden (…, C) -> logits (…, V) in fp32. bf16 would be too coarse for a ratio π/π_old."""
+        """hidden (…, C) -> logits (…, V) in fp32: bf16 is too coarse for the ratio π/π_old."""
         if hidden.dtype == torch.float32:
             return self.lm_head(hidden)
-        return HeadFP32.apply(hidden.flatten(0, -2), self.lm_head.weight).view(
-            *hidden.shape[:-1], -1
-        )
+        rows = hidden.flatten(0, -2)  # (N, C)
+        return HeadFP32.apply(rows, self.lm_head.weight).view(*hidden.shape[:-1], -1)
 
     @property
     def device(self) -> torch.device:
@@ -209,78 +228,94 @@ class Qwen(nn.Module):
 
     @classmethod
     def from_pretrained(cls, path: str, dtype=torch.float32, device="cpu", shard=None) -> "Qwen":
-        """Load a folder, or a repository of the Hugging Face hub. ValueError names a wrong config or tensor.
-        shard(model) applies FSDP in place, and a rank keeps only its part of each tensor."""
-        with torch.device("meta"):
+        """Load a checkpoint from a folder or from a repository of the Hugging Face hub.
+
+        Args:
+            shard: shard(model) applies FSDP to the empty model in place; each rank then keeps only
+                its part of every tensor.
+
+        Raises ValueError, which names the tensor or key, if a file is damaged or does not fit.
+        """
+        with torch.device("meta"):  # without memory: load_state_dict assigns the tensors
             model = cls(Config.from_pretrained(path))
         if shard:
-            from torch.distributed.tensor import (
-                distribute_tensor,
-            )  # here, as it takes half a second
-
             shard(model)
+        state = read_tensors(path)
         parameters = dict(model.named_parameters())
-        folder = fetch(path, "model.safetensors", "model-*.safetensors")
-        state = {}
-        for file in sorted(glob.glob("model*.safetensors", root_dir=folder)):
-            try:
-                state |= load_file(os.path.join(folder, file))  # mapped into memory, not read yet
-            except SafetensorError as e:
-                raise ValueError(f"{folder}/{file} is damaged: {e}") from None
-        if not any(
-            name.endswith("bias") for name in state
-        ):  # A Llama is a Qwen2 whose biases are 0.
-            state |= {
-                name: torch.zeros(p.shape)
-                for name, p in parameters.items()
-                if name.endswith("bias")
-            }
+
+        # A Llama is a Qwen2 whose biases are zero.
+        if not any(name.endswith("bias") for name in state):
+            for name, p in parameters.items():
+                if name.endswith("bias"):
+                    state[name] = torch.zeros(p.shape)
         for name, tensor in state.items():
             state[name] = tensor.to(device, dtype)
             if shard and name in parameters:
-                like = parameters[name]
-                part = distribute_tensor(
-                    state[name], like.device_mesh, like.placements, src_data_rank=None
-                )
-                state[name] = part.clone().to(device)  # a clone, lest the whole live on
+                state[name] = own_part(state[name], parameters[name]).to(device)
         if model.config.tie_word_embeddings:
             state["lm_head.weight"] = state.get("model.embed_tokens.weight")
+
         try:
             model.load_state_dict(state, assign=True)
         except RuntimeError as e:  # names the tensors that are missing, unexpected or misshapen
             raise ValueError(f"{path} does not fit its config.json: {str(e)[:400]}") from None
-        if model.config.tie_word_embeddings:
+        if model.config.tie_word_embeddings:  # Assigning has separated the two.
             model.lm_head.weight = model.model.embed_tokens.weight
         return model
 
     def save_pretrained(self, path: str):
-        """Write config.json and model.safetensors, as Hugging Face does. A reader never sees half a file."""
+        """Write config.json and model.safetensors as Hugging Face does.
+
+        Both are renamed into place, so a reader never sees half of a file.
+        """
         os.makedirs(path, exist_ok=True)
-        state = {name: p.detach().cpu().contiguous() for name, p in self.named_parameters()}
-        write_json(
-            os.path.join(path, "config.json"),
-            {
-                "architectures": ["Qwen2ForCausalLM"],
-                "model_type": "qwen2",
-                "hidden_act": "silu",
-                "torch_dtype": str(self.lm_head.weight.dtype).removeprefix("torch."),
-                **asdict(self.config),
-            },
-        )
+        config_file = os.path.join(path, "config.json")
+        config = {
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "hidden_act": "silu",
+            "torch_dtype": str(self.lm_head.weight.dtype).removeprefix("torch."),
+            **asdict(self.config),
+        }
+        write_json(config_file, config)
+
         file = os.path.join(path, "model.safetensors")
-        save_file(state, file + ".tmp", metadata={"format": "pt"})  # readable by its owner alone
-        os.chmod(file + ".tmp", os.stat(os.path.join(path, "config.json")).st_mode)
+        state = {name: p.detach().cpu().contiguous() for name, p in self.named_parameters()}
+        save_file(state, file + ".tmp", metadata={"format": "pt"})
+        os.chmod(
+            file + ".tmp", os.stat(config_file).st_mode
+        )  # safetensors lets only the owner read
         os.replace(file + ".tmp", file)
 
 
-# ---- Precision ------------------------------------------------------------------------------------------
-torch.backends.cuda.enable_cudnn_sdp(
-    False
-)  # On Hopper it reportedly plans each new length for a second.
+def read_tensors(path: str) -> dict[str, torch.Tensor]:
+    """Return all tensors of a checkpoint by name. They are mapped into memory and not read yet."""
+    folder = fetch(path, "model.safetensors", "model-*.safetensors")
+    state = {}
+    for file in sorted(glob.glob("model*.safetensors", root_dir=folder)):
+        try:
+            state |= load_file(os.path.join(folder, file))
+        except SafetensorError as e:
+            raise ValueError(f"{folder}/{file} is damaged: {e}") from None
+    return state
+
+
+def own_part(tensor, parameter):
+    """Return this rank's part of a whole tensor, distributed as the FSDP parameter is."""
+    from torch.distributed.tensor import distribute_tensor  # here because it takes half a second
+
+    mesh, placements = parameter.device_mesh, parameter.placements
+    part = distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+    return part.clone()  # A view would keep the whole tensor in memory.
+
+
+# ---- Precision ---------------------------------------------------------------------------------
+# On Hopper, cuDNN's attention reportedly spends a second to plan each new length.
+torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def compute_dtype(device) -> torch.dtype:
-    """The dtype of computation: bf16 where the device has units for it, else fp32."""
+    """Return the dtype of computation: bf16 where the device has units for it, else fp32."""
     if torch.device(device).type == "cuda":
         has_units = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
@@ -289,7 +324,7 @@ def compute_dtype(device) -> torch.dtype:
 
 
 def matmul_fp32(a, b):
-    """a (…, N, K) @ b (…, K, M), accumulated and returned in fp32. For bf16 on CUDA it has no gradient."""
+    """Return a (…, N, K) @ b (…, K, M), accumulated in fp32. On CUDA, bf16 has no gradient here."""
     if a.device.type != "cuda" or a.dtype == torch.float32:
         return a.float() @ b.float()
     product = torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out_dtype=torch.float32)
@@ -297,15 +332,19 @@ def matmul_fp32(a, b):
 
 
 class HeadFP32(torch.autograd.Function):
-    """hidden (N, C) times weight (V, C), both bf16: logits (N, V) in fp32. A logit of 20 that is rounded to
-    bf16 is off by up to 0.06, and so is a log-probability. Gradients are bf16, as all of them are."""
+    """Multiply hidden states (N, C) by weight (V, C), both bf16; return logits (N, V) in fp32.
+
+    A logit of 20 that is rounded to bf16 is wrong by up to 0.06, and so is its log-probability.
+    Gradients are bf16, like all others.
+    """
 
     @staticmethod
     def forward(ctx, hidden, weight):
         ctx.save_for_backward(hidden, weight)
         if hidden.device.type == "cuda":
             return torch.mm(hidden, weight.T, out_dtype=torch.float32)
-        # On a CPU the product is rounded to bf16. A second one adds what that lost: faster than fp32.
+        # A CPU rounds the product to bf16. A second product, minus the rounded first one, is what
+        # the rounding lost. Two of them are faster than one in fp32.
         rounded = hidden @ weight.T
         return rounded.float() + torch.addmm(rounded, hidden, weight.T, beta=-1)
 
@@ -316,29 +355,31 @@ class HeadFP32(torch.autograd.Function):
         return grad @ weight, grad.T @ hidden
 
 
-# ---- The tokenizer --------------------------------------------------------------------------------------
+# ---- Tokenizer ---------------------------------------------------------------------------------
 SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+# `Tokenizer.chat` as a Jinja template, for other programs.
 JINJA = (
     "{% if messages[0]['role'] != 'system' %}<|im_start|>system\n"
     + SYSTEM
     + "<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)  # what `chat` does, in Jinja
+)
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer.json with Qwen2.5's chat template. `len` counts the ids in use; a model may
-    have more. `eos_id` ends a turn of a chat, any of `end_ids` what a model writes, base models included.
+    """A Hugging Face tokenizer.json with the chat template of Qwen2.5 (ChatML).
 
-    Text never turns into control tokens: only `chat` writes <|im_start|> and <|im_end|>, so a question or a
-    worker's reply that spells them cannot end its own turn."""
+    `len` is the number of ids in use; a model may have more. `eos_id` ends a turn of a chat. Any of
+    `end_ids` ends what a model writes; a base model ends with <|endoftext|>.
+
+    Text never becomes a control token: <|im_start|> and <|im_end|> come from `chat` alone, so a
+    question or a worker's reply that spells them cannot end its own turn.
+    """
 
     def __init__(self, bpe: BPE):
         self.bpe = bpe
-        bpe.encode_special_tokens = (
-            True  # if a text spells special tokens, they are encoded as text
-        )
+        bpe.encode_special_tokens = True  # as plain text
         bpe.no_truncation()
         bpe.no_padding()
         self.start_id = bpe.token_to_id("<|im_start|>")
@@ -351,24 +392,23 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(cls, path: str) -> "Tokenizer":
+        """Read tokenizer.json from a folder or from a repository of the Hugging Face hub."""
         file = os.path.join(fetch(path, "tokenizer.json"), "tokenizer.json")
         try:
             return cls(BPE.from_file(file))
-        except Exception as e:  # tokenizers has no class of its own for its errors
+        except Exception as e:  # tokenizers raises Exception itself
             raise ValueError(f"cannot read {file}: {e}") from None
 
     def save_pretrained(self, path: str):
-        """Write tokenizer.json, and for transformers and vLLM the chat template and where they stop."""
+        """Write tokenizer.json, and for other programs the chat template and the end tokens."""
         self.bpe.save(os.path.join(path, "tokenizer.json"))
-        write_json(
-            os.path.join(path, "tokenizer_config.json"),
-            {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "clean_up_tokenization_spaces": False,
-                "chat_template": JINJA,
-                "eos_token": "<|im_end|>",
-            },
-        )
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "chat_template": JINJA,
+            "eos_token": "<|im_end|>",
+        }
+        write_json(os.path.join(path, "tokenizer_config.json"), config)
         write_json(os.path.join(path, "generation_config.json"), {"eos_token_id": self.end_ids})
 
     def __len__(self) -> int:
@@ -378,11 +418,15 @@ class Tokenizer:
         return self.bpe.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
-        """The text of the ids, without control tokens."""
+        """Return the text of the ids, without control tokens."""
         return self.bpe.decode(ids, skip_special_tokens=True)
 
     def chat(self, messages: list[dict]) -> list[int]:
-        """The ids of a conversation [{"role", "content"}, …] up to where the assistant speaks next."""
+        """Return the ids of a conversation up to the place where the assistant speaks next.
+
+        Args:
+            messages: the turns, {"role": "system", "user" or "assistant", "content": text} each.
+        """
         if messages[0]["role"] != "system":
             messages = [{"role": "system", "content": SYSTEM}, *messages]
         ids = []
@@ -392,24 +436,27 @@ class Tokenizer:
         return [*ids, self.start_id, *self.encode("assistant\n")]
 
 
-# ---- Files ----------------------------------------------------------------------------------------------
+# ---- Files -------------------------------------------------------------------------------------
 def fetch(name: str, *patterns: str) -> str:
-    """The folder of a checkpoint: `name` itself if it is one, else that of the repository `name` of the hub,
-    whose files that match a pattern are brought into Hugging Face's cache. OSError says what failed."""
+    """Return the folder of a checkpoint.
+
+    If `name` is not a folder, it is a repository of the Hugging Face hub: its files that match a
+    pattern are downloaded into Hugging Face's cache. Raises OSError if that fails.
+    """
     if os.path.isdir(name):
         return name
     from huggingface_hub import snapshot_download
 
     try:
         return snapshot_download(name, allow_patterns=list(patterns))
-    except Exception as e:  # its errors are of many classes, its transport's among them
+    except Exception as e:  # The hub and its transport raise errors of many classes.
         raise OSError(
             f"{name} is no folder, and the hub did not give it (gated: set HF_TOKEN): {e}"
         ) from e
 
 
 def read_json(file: str) -> dict:
-    """The object in a JSON file. ValueError names the file if it holds something else."""
+    """Return the object in a JSON file. ValueError names a file that holds something else."""
     with open(file, encoding="utf-8") as f:
         try:
             return dict(json.load(f))
@@ -418,7 +465,7 @@ def read_json(file: str) -> dict:
 
 
 def write_json(file: str, value):
-    """Write JSON beside the file, then rename: a reader never sees half of it."""
+    """Write JSON to a temporary file, then rename it: a reader never sees half of a file."""
     with open(file + ".tmp", "w", encoding="utf-8") as f:
         json.dump(value, f, indent=2, ensure_ascii=False)
     os.replace(file + ".tmp", file)
@@ -426,7 +473,7 @@ def write_json(file: str, value):
 
 # ---- Command lines ----------------------------------------------------------------------------
 def flag(default, help: str):
-    """A field of a settings dataclass. Every field is a command-line flag, whose help text this is."""
+    """Make a field of a settings dataclass, which is a flag of the command line with this help."""
     return field(default=default, metadata={"help": help})
 
 
@@ -480,9 +527,9 @@ def nearest_flag(settings, name: str) -> str:
 
 
 def take_value(rest: list[str], switch: bool) -> str | None:
-    """Remove the value of a flag from the words that follow it, and return it; None if there is none.
+    """Remove a flag's value from the words that follow the flag, and return it, or None.
 
-    A switch takes nothing but a truth value: in `--resume "a question"` the question is not its value.
+    A switch only takes a truth value: in `--resume "a question"` the question is another word.
     """
     if switch:
         return rest.pop(0) if rest and rest[0].lower() in ("true", "false") else "true"
