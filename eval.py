@@ -151,12 +151,12 @@ def with_instructions(problem: Problem) -> Problem:
     options = [f"{letter}. {choice}" for letter, choice in zip(LETTERS, extra.get("choices", []))]
     if options and not all(choice in question for choice in extra["choices"]):
         question += "\n\n" + "\n".join(options)
-    ask = GRADERS[problem.grader].ask
+    instruction = GRADERS[problem.grader].instruction
     if extra.get("function"):
         own = f"Write the Python function {extra['function']}. {BLOCK}"
-        ask = GRADERS["unittest"].ask if "```python" in question else own
-    if ask not in question and not re.search(r"\\boxed|<answer>", question):
-        question += "\n\n" + ask
+        instruction = GRADERS["unittest"].instruction if "```python" in question else own
+    if instruction not in question and not re.search(r"\\boxed|<answer>", question):
+        question += "\n\n" + instruction
     return replace(problem, question=question, answer=problem.answer.strip())
 
 
@@ -704,36 +704,81 @@ def progress(what: str, total: int) -> tqdm:
     return tqdm(desc=what, total=total, disable=hidden, leave=False)
 
 
-# ---- Graders -----------------------------------------------------------------------------------------------
-# A grader finds what a response answers, brings it and the gold answer to one spelling, takes both apart, and
-# compares the values of their parts. What has no sure reading equals only its own text. Nothing is ever run.
+# ---- Graders ------------------------------------------------------------------------------------
+#
+# Grading takes four steps: find the answer in the response, bring it and the gold answer to one
+# spelling, split both into parts, and compare the values of the parts. An answer without a certain
+# reading equals only its own text. Answers are parsed, never executed.
 
-LONGEST = 1000  # characters of an answer: a longer one equals only its own text
+LONGEST = 1000  # characters; a longer answer equals only its own text
+
+# Step 1: find the answer in the response
+
+# Text whose braces are balanced, up to eight levels deep: a{b{c}}
 IN_BRACES = ""
 for _ in range(8):
     IN_BRACES = rf"(?:\\.|[^{{}}\\]|\{{{IN_BRACES}\}})*"
+
+# \boxed{5}, \fbox{5}, or \boxed 5, where only one digit is in the box
 BOX = rf"(?s:\\[bf]?box(?:ed)?\s{{0,9}}(?:\{{({IN_BRACES})\}}|(\d)))"
+
+# One answer in several boxes: \boxed{5} and $x_2 = \boxed{6}$
 BETWEEN = r"(?:[\s$*,;]|\\[(),; ]|\b(?:and|or)\b|\\text\{ *(?:and|or) *\}|\b[A-Za-z](?:_\d)? *=)*"
 BOXES = re.compile(f"{BOX}(?:{BETWEEN}{BOX})*")
-BEFORE = re.compile(  # what changes a box
-    r"(?:(?:(?<!\n)-|[+/√^≠|]|\\(?:sqrt|ln|neq?|pm)|\b(?:not|minus)) ?[${]*|\d(?:\\,)?|\\frac\{)\Z"
+
+# What stands before or after a box and makes the answer something else than the box's content
+BEFORE = re.compile(
+    r"""(?x)(?:
+        (?: (?<!\n)-                # -\boxed{5}; at the start of a line, "-" marks an item
+          | [+/√^≠|]                # 1/\boxed{5}
+          | \\(?:sqrt|ln|neq?|pm)   # \sqrt{\boxed{5}}
+          | \b(?:not|minus)         # not \boxed{5}
+        )[ ]?[${]*
+      | \d(?:\\,)?                  # 2\boxed{5}
+      | \\frac\{                    # \frac{\boxed{5}}{2}
+    )\Z"""
 )
 AFTER = re.compile(
-    r"[A-Za-z\d({|]|\)\^|[$ ]*(?:[!/×±+]|\.\d|[-,;*] ?[$\d]|\^(?!\{?\\circ)"
-    r"|\\(?:cdot|times|pm|pi|ln|%)(?![a-z])|(?:\\text\{ *)?(?:\w+llion\b|(?:or|and)\b[ }]*[-$\d]))"
+    r"""(?x)
+        [A-Za-z\d({|]                               # \boxed{5}x
+      | \)\^                                        # (\boxed{5})^2
+      | [$ ]*(?:
+            [!/×±+]                                 # \boxed{5}!
+          | \.\d                                    # \boxed{5}.5
+          | [-,;*][ ]?[$\d]                         # \boxed{5}, 6
+          | \^(?!\{?\\circ)                         # \boxed{5}^2, but not \boxed{5}^\circ
+          | \\(?:cdot|times|pm|pi|ln|%)(?![a-z])    # \boxed{5} \times 10^3
+          | (?:\\text\{[ ]*)?(?:
+                \w+llion\b                          # \boxed{5} million
+              | (?:or|and)\b[ }]*[-$\d]             # \boxed{5} or $6$
+            )
+        )"""
 )
+
+# "The answer is", "Answer:", "the right option should be", "#### " (GSM8K), a line "Final answer"
 CLAIM = re.compile(
-    r"(?im)\b(?:answer|(?:option|choice)(?! *\(?[A-J]\b))\b[^\n.:?]{0,40}?"
-    r"(?:\b(?:is|(?:must|should|would) be)\b|:)[\s:*]*|\bfinal answer\b[* ]*\n\s*|^####\s"
+    r"""(?xim)
+        \b(?:answer|(?:option|choice)(?![ ]*\(?[A-J]\b))\b[^\n.:?]{0,40}?
+            (?:\b(?:is|(?:must|should|would)[ ]be)\b|:)[\s:*]*
+      | \bfinal[ ]answer\b[* ]*\n\s*
+      | ^\#\#\#\#\s"""
 )
+
+# "I doubt that ...": a claim in the rest of such a sentence does not count
 DENIED = re.compile(
     r"(?i)(?:\b(?:not|never|if|whether|unless|wrong|false|doubt|unlikely)\b|n't\b)[^.!?\n]*$"
 )
 
+# Where a claim ends: at the end of its sentence or line, or where a reason begins
+END_OF_CLAIM = re.compile(r"(?<=[^.])\.[*$]*\s+(?=[A-Z])|\n|[,;.]?\s(?:because|since)\b")
+
 
 def boxed(response: str) -> str | None:
-    """The content of the last \\boxed{} or <answer>, or of several with only "," or "and" between them; None
-    without one; "" if the last does not close, or if something beside it changes it."""
+    r"""Return the content of the last \boxed{} or <answer>; None if the response has neither.
+
+    Boxes with only "," or "and" between them are one answer: "\boxed{5} or \boxed{6}" -> "5, 6".
+    Returns "" if the last box does not close, or if a neighbour changes it, as in "-\boxed{5}".
+    """
     text = re.sub("(?i)<answer>", r"\\boxed{", response[-100 * LONGEST :])
     text = re.sub("(?i)</answer>", "}\n.\n", text).replace("**", " ")
     *_, last = [None, *BOXES.finditer(text)]
@@ -741,164 +786,236 @@ def boxed(response: str) -> str | None:
         return "" if r"\boxed{" in text else None
     if BEFORE.search(text, 0, last.start()) or AFTER.match(text, last.end()):
         return ""
-    parts = [braced or digit for braced, digit in re.findall(BOX, last[0])]
-    return ", ".join(dict.fromkeys(parts)).replace(r"\boxed", "").strip()
+    contents = [in_braces or digit for in_braces, digit in re.findall(BOX, last[0])]
+    return ", ".join(dict.fromkeys(contents)).replace(r"\boxed", "").strip()
 
 
 def claims(response: str) -> list[str]:
-    """What follows each "answer is" or "answer:" in its sentence, without a reason; "" where it is denied."""
+    """Return what each claim says, without its reason; "" for a claim that is denied.
+
+    "The answer is 5 because 2+3=5." -> ["5"];  "If x is 3, the answer is 4." -> [""]
+    """
     found = []
-    for m in CLAIM.finditer(response[-5 * LONGEST :]):
-        before, after = m.string[: m.start()], m.string[m.end() :]
-        said = re.split(
-            r"(?<=[^.])\.[*$]*\s+(?=[A-Z])|\n|[,;.]?\s(?:because|since)\b", after[:LONGEST]
-        )[0]
-        found.append("" if DENIED.search(before[-200:]) else said.strip("* "))
+    for match in CLAIM.finditer(response[-5 * LONGEST :]):
+        before = match.string[: match.start()][-200:]
+        after = match.string[match.end() :][:LONGEST]
+        found.append("" if DENIED.search(before) else END_OF_CLAIM.split(after)[0].strip("* "))
     return found
 
 
 def final_answer(response: str) -> str:
-    """The last \\boxed{} or <answer>, else the last claim, else the last line if it is short, else ""."""
-    found = boxed(response)
-    if found is None:
-        last = response[-LONGEST:].strip().rpartition("\n")[2]
-        *_, found = [last if len(last) < 100 else "", *claims(response)]
-    return re.sub(r"(?<=[^.])\.$", "", found.strip("* ")).strip("* ")
+    r"""Return the text of the answer: the last \boxed{} or <answer>, else the last claim, else the
+    last line if it is short, else ""."""
+    answer = boxed(response)
+    if answer is None:
+        last_line = response[-LONGEST:].strip().rpartition("\n")[2]
+        *_, answer = [last_line if len(last_line) < 100 else "", *claims(response)]
+    return re.sub(r"(?<=[^.])\.$", "", answer.strip("* ")).strip("* ")
 
 
-def copied(answer: str, question: str, gold: str) -> bool:
-    """Whether an answer repeats a formula of the question: \\sqrt{192} is no answer to "Simplify
-    $\\sqrt{192}$". A policy can tell a worker to write that, so it does not pay."""
-    operand = (
-        r"\\(?!frac)[A-Za-z]+|(?![01](?:\.0*)?(?![\d.]))\d[\d.]*|(?<![A-Za-z])[^\W\d_](?![a-z])"
-    )
-    texts = [one_spelling(re.sub(r"^\s*\w\s*=", "", text)) for text in (answer, question, gold)]
-    said, asked, wanted = [" ".join(["", *re.findall(operand, text), ""]) for text in texts]
-    is_formula = said.count(" ") > 2 or "\\" in said
-    return (
-        is_formula
-        and said in asked
-        and said != wanted
-        and re.search(r"[-+*/^\\]", answer) is not None
-    )
+# Step 2: bring it to one spelling. A matrix is written as ⟦a&b,c&d⟧, a set as ⦃a,b⦄, "or" as ∨, and
+# an inequality as an interval.
 
 
-# One spelling: a character for a sign, ⟦a&b,c&d⟧ for a matrix, ⦃...⦄ for a set, ∨ for "or", x∈[1,∞) for x≥1
-SIGNS = {
-    name.rstrip(";"): sign for name, sign in html5.items() if len(sign) == 1
-}  # named as in LaTeX
+def normalize(text: str) -> str:
+    r"""Bring an answer to one spelling: "$\left(\dfrac12,\; x²\right)$" -> "(\frac{1}{2},x^2 )"."""
+    text = " ".join(text[: 2 * LONGEST].split()).translate(CHARACTERS)
+    for pattern, replacement in RULES:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def as_interval(match: re.Match) -> str:
+    """Write an inequality as an interval: 2>x≥1 -> x∈[1,2)"""
+    low, below, name, above, high = match.groups("")
+    if {">", "≥"} & {below, above}:
+        low, below, above, high = high, above, below, low
+    opening = "[" if below in ("≤", "≥") else "("
+    closing = "]" if above in ("≤", "≥") else ")"
+    return f"{name}∈{opening}{low or '-∞'},{high or '∞'}{closing}"
+
+
+# One character, from Unicode, for another
+CHARACTERS = str.maketrans(
+    dict(zip("·⋅∗−–—÷µΩ’", "***---/μΩ'")) | {"√": r"\sqrt ", "½": r"\frac12", "∅": "⦃⦄"}
+)
+RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻₀₁₂₃₄₅₆₇₈₉", "0123456789+-0123456789")
+
+# The character that a LaTeX command stands for: \le is ≤. HTML names most of them as LaTeX does.
+SIGNS = {name.rstrip(";"): sign for name, sign in html5.items() if len(sign) == 1}
 SIGNS |= dict(
     pair.split("=")
     for pair in (
-        r"cdot=* div=/ infty=∞ infinity=∞ leqslant=≤ geqslant=≥ neq=≠ emptyset=⦃⦄ varnothing=⦃⦄ degree=° lvert=| "
-        r"rvert=| mid=| varphi=φ varepsilon=ε dfrac=\frac tfrac=\frac cfrac=\frac %=% $=＄ {=⦃ }=⦄ \=,"
+        r"cdot=* div=/ infty=∞ infinity=∞ leqslant=≤ geqslant=≥ neq=≠ emptyset=⦃⦄ varnothing=⦃⦄ "
+        r"degree=° lvert=| rvert=| mid=| varphi=φ varepsilon=ε "
+        r"dfrac=\frac tfrac=\frac cfrac=\frac %=% $=＄ {=⦃ }=⦄ \=,"
     ).split()
 )
 SIGNS |= dict.fromkeys([*"!,;: ()[]", "quad", "displaystyle", "left", "right"], " ")
-CHARACTERS = dict(zip("·⋅∗−–—÷µΩ’", "***---/μΩ'")) | {"√": r"\sqrt ", "½": r"\frac12", "∅": "⦃⦄"}
-RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻₀₁₂₃₄₅₆₇₈₉", "0123456789+-0123456789")
+
+# A variable, with or without a subscript: x, AB, θ, x_1
 LETTER = r"(?:(?!NO)[A-Z]{1,2}|[a-zα-ωΔℓ])(?:_\w{1,3}|_\{\w{1,3}\})?(?!\w)"
-NAMED = re.compile(  # ∠ABC=, x=, f^{-1}(x)=, P(A|B)=, x∈(1,2), (x,y)=(1,2)
+
+# A name before an answer, which one side may omit: ∠ABC=, x=, f^{-1}(x)=, P(A|B)=, x∈, (x,y)=
+NAMED = re.compile(
     rf"(?:m?[∠▵][A-Z]+|{LETTER}(?:\^\{{?-1\}}?|'+)?(?:\((?:[^()=A-Za-z]|[A-Za-z](?![A-Za-z]))*\))?)"
     r"(?:=|∈(?=[(\[⦃]))|\((?:x,y|x,y,z|a,b|a,b,c|m,n|p,q|r,θ)\)=(?=\()"
 )
 
-
-def as_interval(m: re.Match) -> str:
-    """x∈[1,2) for 1≤x<2 and for 2>x≥1."""
-    low, below, name, above, high = m.groups("")
-    if {">", "≥"} & {below, above}:
-        low, below, above, high = high, above, below, low
-    opening, closing = "[" if below in ("≤", "≥") else "(", "]" if above in ("≤", "≥") else ")"
-    return f"{name}∈{opening}{low or '-∞'},{high or '∞'}{closing}"
-
-
+# A pattern and its replacement, in the order of their application. Comments show what each does.
+# fmt: off
 RULES = [
-    (re.compile(pattern), new)
-    for pattern, new in (  # in this order
-        (rf"^\s*\{{({IN_BRACES})\}}\s*$", r"\1"),  # {5}
-        (r"[⁰¹²³⁴-⁻]+", lambda m: "^{" + m[0].translate(RAISED) + "}"),  # x²
-        (r"[₀-₉]+", lambda m: "_{" + m[0].translate(RAISED) + "}"),  # CO₂
-        (r"(?<!\\)\$|(?<=[\w.,;)}{])~", " "),  # $x$, 5~cm
-        (r"(?<=\d)(?:\\,|,?\s*\\!)\s*(?=\d{3})", ","),  # 1\,000
-        (r"\\begin\{(?:[pb]?matrix|array)\}(?:\{[clr|\s]*\})?", "⟦"),
-        (r"(?:\\\\\s*)?\\end\{(?:[pb]?matrix|array)\}", "⟧"),
-        (
-            r"(?<![\\A-Za-z])(sqrt|pi|infinity|(?:arc)?(?:sin|cos|tan)|exp|ln|log)(?![A-Za-z])",
-            r"\\\1",
-        ),
-        (r"\\(sin|cos|tan)\s*\^\s*(?:\{\s*-1\s*\}|-1)", r"\\arc\1"),  # \sin^{-1} x
-        (r"\^\s*(\{)?\s*(?:\\circ(?![A-Za-z])|°)(?(1)\s*\})", "°"),  # 60^{\circ}
-        (r"\\([A-Za-z]+|.)", lambda m: SIGNS.get(m[1], m[0])),  # \cdot, \le, \,
-        (
-            rf"\\(?:(?:text|math)(?:rm|bf|it)?(?![A-Za-z])|mbox|boldsymbol)\s*\{{(?!\}})({IN_BRACES})\}}",
-            r"\1",
-        ),
-        (
-            r"(?<![\d.,(\[{⦃-])[1-9]\d{0,2}(?:(?:\{,\}|,)\d{3})+(?![\d)\]}⦄]|,\d)",  # 1{,}000
-            lambda m: re.sub(r"\D", "", m[0]),
-        ),
-        (r"(?<=\d)\s*(?:[xX]\s*10\^\{?|[eE])([-+]?\d+)\}?", r"*10^{\1}"),  # 3 x 10^8, 3e8
-        (r"(?<=\d) *million\b", "*1000000"),
-        (r"＄ *([\d.*]*\d)", r"\1 dollars"),  # \$5 million
-        (r" ?percent\b", "%"),
-        (r" ?\bdegrees?\b", "°"),
-        (r"° ?C(?:elsius)?\b", " celsius"),
-        (r"(?<=\w) per (?=\w)", "/"),
-        (r"\bsq(?:uare|\.)? (\w+)", r"\1^2"),  # square feet per day
-        (r"(?i)^ *(?:the|an?) (?=\w\w)", ""),
-        (r"<=", "≤"),
-        (r">=", "≥"),
-        (r",?\s*(?<!\\)\bor\b\s*", "∨"),
-        (r",?\s*(?<!\\)\band\b\s*|;", ","),  # 1, 2 and 3
-        (r"\|([^|]*)\|", r"\\abs{\1}"),
-        (r"\\log_(\w|\{[^{}]*\})", r"\\frac{1}{\\ln{\1}}\\ln "),
-        (r"\\sqrt *\[(\w+)\]", r"\\root{\1}"),
-        (r"\\sqrt(?![a-z])", r"\\root2 "),  # \sqrt[3]{x}, \sqrt{x}
-        (r"([_^])\{([-+\w])\}", r"\1\2 "),
-        (r"\^(-\d+)", r"^{\1}"),  # x_{1}, 10^-3
-        (r"\s+", " "),
-        (r"(?<![A-Za-z0-9])\s|\s(?![A-Za-z0-9])", ""),  # only "5 cm" has one
-        (r"(?:(?<!\.)\.|[\\,;])$", ""),  # a full stop
-        (r"(?<=[^x=])≈-?\d*\.\d+\D*$|^(?:[a-z]=?)?≈(?=\d*\.)", ""),  # √2 ≈ 1.41, ≈ 1.41
-        (r"\\frac(\d)", r"\\frac{\1}"),
-        (r"(\\frac\{[^{}]*\})(\d)", r"\1{\2}"),  # \frac12
-        (
-            r"(?<![\d.^_}/])(\d+)(?: (\d+)/(\d+)|\\frac\{(\d+)\}\{(\d+)\})(?![\d/])",
-            r"(\1+\2\4/\3\5)",
-        ),  # 2 1/3
-        (r"(?<![^,∨⦃⦄])([^,∨⦃⦄±]*)±([^,∨⦃⦄]*)", r"\1+\2,\1-1*\2"),  # 3±√2
-        (
-            rf"(?<![^,∨])(?=[^,∨]*[<>≤≥])(?:([^<>≤≥,∨]+)([<>≤≥]))?({LETTER})(?:([<>≤≥])([^<>≤≥,∨]+))?(?![^,∨])",
-            as_interval,
-        ),  # 1<x≤2
-        (r"∨(?=\w∈[(\[])", "∪"),
-        (r"(?<![a-z]{2})∨(?![a-z]{2})", ","),
-        (r"[(\[](⟦[^⟦⟧]*⟧)[)\]]", r"\1"),
-        (
-            r"\b(?!M[^aeiouy]|Mohm|Pmol)[A-Z](?=[a-z]{2})|\b(?:In|Of|On|To|No)\b",
-            lambda m: m[0].lower(),
-        ),
-        (r"^(?:[A-Z][a-z]?(?:_\{?\d+\}? ?)?){2,}$", lambda m: re.sub("[_{} ]", "", m[0])),  # CO_2
-    )
+    # {5} -> 5
+    (rf"^\s*\{{({IN_BRACES})\}}\s*$", r"\1"),
+    # x² -> x^{2}
+    (r"[⁰¹²³⁴-⁻]+", lambda m: "^{" + m[0].translate(RAISED) + "}"),
+    # CO₂ -> CO_{2}
+    (r"[₀-₉]+", lambda m: "_{" + m[0].translate(RAISED) + "}"),
+    # $x$, 5~cm: dollar signs and ties are spaces
+    (r"(?<!\\)\$|(?<=[\w.,;)}{])~", " "),
+    # 1\,000 and 1,\!000 -> 1,000
+    (r"(?<=\d)(?:\\,|,?\s*\\!)\s*(?=\d{3})", ","),
+    # \begin{pmatrix} -> ⟦
+    (r"\\begin\{(?:[pb]?matrix|array)\}(?:\{[clr|\s]*\})?", "⟦"),
+    (r"(?:\\\\\s*)?\\end\{(?:[pb]?matrix|array)\}", "⟧"),
+    # sqrt(2) -> \sqrt(2)
+    (r"(?<![\\A-Za-z])(sqrt|pi|infinity|(?:arc)?(?:sin|cos|tan)|exp|ln|log)(?![A-Za-z])", r"\\\1"),
+    # \sin^{-1} x -> \arcsin x
+    (r"\\(sin|cos|tan)\s*\^\s*(?:\{\s*-1\s*\}|-1)", r"\\arc\1"),
+    # 60^{\circ} -> 60°
+    (r"\^\s*(\{)?\s*(?:\\circ(?![A-Za-z])|°)(?(1)\s*\})", "°"),
+    # \le -> ≤
+    (r"\\([A-Za-z]+|.)", lambda m: SIGNS.get(m[1], m[0])),
+    # \text{cm} -> cm
+    (rf"\\(?:(?:text|math)(?:rm|bf|it)?(?![A-Za-z])|mbox|boldsymbol)\s*\{{(?!\}})({IN_BRACES})\}}",
+     r"\1"),
+    # 1,000 and 1{,}000 -> 1000, but not in (1,000)
+    (r"(?<![\d.,(\[{⦃-])[1-9]\d{0,2}(?:(?:\{,\}|,)\d{3})+(?![\d)\]}⦄]|,\d)",
+     lambda m: re.sub(r"\D", "", m[0])),
+    # 3 x 10^8 and 3e8 -> 3*10^{8}
+    (r"(?<=\d)\s*(?:[xX]\s*10\^\{?|[eE])([-+]?\d+)\}?", r"*10^{\1}"),
+    # 5 million -> 5*1000000
+    (r"(?<=\d) *million\b", "*1000000"),
+    # \$5 -> 5 dollars
+    (r"＄ *([\d.*]*\d)", r"\1 dollars"),
+    # 5 percent -> 5%
+    (r" ?percent\b", "%"),
+    # 5 degrees -> 5°
+    (r" ?\bdegrees?\b", "°"),
+    # 5°C -> 5 celsius
+    (r"° ?C(?:elsius)?\b", " celsius"),
+    # feet per day -> feet/day
+    (r"(?<=\w) per (?=\w)", "/"),
+    # square feet -> feet^2
+    (r"\bsq(?:uare|\.)? (\w+)", r"\1^2"),
+    # The cell -> cell
+    (r"(?i)^ *(?:the|an?) (?=\w\w)", ""),
+    # x<=1 -> x≤1
+    (r"<=", "≤"),
+    (r">=", "≥"),
+    # 1 or 2 -> 1∨2
+    (r",?\s*(?<!\\)\bor\b\s*", "∨"),
+    # 1, 2 and 3 -> 1, 2,3
+    (r",?\s*(?<!\\)\band\b\s*|;", ","),
+    # |x| -> \abs{x}
+    (r"\|([^|]*)\|", r"\\abs{\1}"),
+    # \log_2 8 -> \frac{1}{\ln{2}}\ln 8
+    (r"\\log_(\w|\{[^{}]*\})", r"\\frac{1}{\\ln{\1}}\\ln "),
+    # \sqrt[3]{x} -> \root{3}{x}
+    (r"\\sqrt *\[(\w+)\]", r"\\root{\1}"),
+    # \sqrt{x} -> \root2 {x}
+    (r"\\sqrt(?![a-z])", r"\\root2 "),
+    # x_{1} -> x_1
+    (r"([_^])\{([-+\w])\}", r"\1\2 "),
+    # 10^-3 -> 10^{-3}
+    (r"\^(-\d+)", r"^{\1}"),
+    # Only spaces between letters or digits stay: 5 cm
+    (r"\s+", " "),
+    (r"(?<![A-Za-z0-9])\s|\s(?![A-Za-z0-9])", ""),
+    # 5. -> 5
+    (r"(?:(?<!\.)\.|[\\,;])$", ""),
+    # √2 ≈ 1.41 -> √2, and ≈ 1.41 -> 1.41
+    (r"(?<=[^x=])≈-?\d*\.\d+\D*$|^(?:[a-z]=?)?≈(?=\d*\.)", ""),
+    # \frac12 -> \frac{1}{2}
+    (r"\\frac(\d)", r"\\frac{\1}"),
+    (r"(\\frac\{[^{}]*\})(\d)", r"\1{\2}"),
+    # 2 1/3 and 2\frac{1}{3} -> (2+1/3)
+    (r"(?<![\d.^_}/])(\d+)(?: (\d+)/(\d+)|\\frac\{(\d+)\}\{(\d+)\})(?![\d/])", r"(\1+\2\4/\3\5)"),
+    # 3±√2 -> 3+√2,3-1*√2
+    (r"(?<![^,∨⦃⦄])([^,∨⦃⦄±]*)±([^,∨⦃⦄]*)", r"\1+\2,\1-1*\2"),
+    # 1<x≤2 -> x∈(1,2]
+    (r"(?<![^,∨])(?=[^,∨]*[<>≤≥])(?:([^<>≤≥,∨]+)([<>≤≥]))?"
+     rf"({LETTER})(?:([<>≤≥])([^<>≤≥,∨]+))?(?![^,∨])", as_interval),
+    # x∈(1,2)∨x∈(3,4) -> x∈(1,2)∪x∈(3,4), and 1∨2 -> 1,2
+    (r"∨(?=\w∈[(\[])", "∪"),
+    (r"(?<![a-z]{2})∨(?![a-z]{2})", ","),
+    # (⟦1&2⟧) -> ⟦1&2⟧
+    (r"[(\[](⟦[^⟦⟧]*⟧)[)\]]", r"\1"),
+    # Mitosis -> mitosis, but not MW or Mpa
+    (r"\b(?!M[^aeiouy]|Mohm|Pmol)[A-Z](?=[a-z]{2})|\b(?:In|Of|On|To|No)\b", lambda m: m[0].lower()),
+    # CO_2 -> CO2
+    (r"^(?:[A-Z][a-z]?(?:_\{?\d+\}? ?)?){2,}$", lambda m: re.sub("[_{} ]", "", m[0])),
 ]
+# fmt: on
+RULES = [(re.compile(pattern), replacement) for pattern, replacement in RULES]
+
+# Step 3: split it into parts
 
 
-def one_spelling(text: str) -> str:
-    text = " ".join(text[: 2 * LONGEST].split()).translate(str.maketrans(CHARACTERS))
-    for pattern, new in RULES:
-        text = pattern.sub(new, text)
-    return text
+def split_parts(text: str, separators: str = ",∪=∈<≤&") -> tuple[str, list[str]]:
+    """Return the kind of an answer, and its parts.
+
+    1,2 and {1,2} -> (",", ["1", "2"])
+    (1,2)         -> ("()", ["1", "2"])
+    x=1           -> ("=", ["x", "1"])
+    5             -> ("", ["5"])
+    """
+    # Split at the first of the separators that stands outside of all brackets.
+    opened = itertools.accumulate("([{⦃⟨⟦".count(sign) - ")]}⦄⟩⟧".count(sign) for sign in text)
+    depths = list(opened)
+    for separator in separators:
+        marked = ["\n" if pair == (separator, 0) else pair[0] for pair in zip(text, depths)]
+        parts = "".join(marked).split("\n")
+        if len(parts) > 1:
+            return separator, parts
+
+    # Else look into the brackets around it.
+    kind = text[:1] + text[-1:]
+    if separators == "," or kind not in "() [] [) (] ⟨⟩ ⟦⟧ ⦃⦄".split():
+        return "", [text]
+    inner_kind, parts = split_parts(text[1:-1], ",")
+    if kind == "⦃⦄":
+        return ",", parts
+    return (kind, parts) if inner_kind or kind == "⟦⟧" else ("", [text])
 
 
-# An expression is read by recursive descent into its values at 12 points, which each letter takes in an order
-# of its own. What is rational is a Fraction, which is exact; the rest are floats, complex or NaN.
+# Step 4: compare values. Each letter of an expression takes the values of POINTS in an order of its
+# own, so an expression has 12 values. Rational values are Fractions, which are exact; others are
+# floats or complex numbers, and nan where the expression is undefined.
+
 POINTS = [Fraction(n, 8) for n in (1, 5, 9, 13, 15, 21, 29, 37, 75, 811, -11, -131)]
 CONSTANTS = {"π": [math.pi] * 12, "e": [math.e] * 12, "i": [1j] * 12}
+VARIABLE = r"[A-Za-zα-ωΔℓ∞](?:_\{\w+\}|_\w)?'*"  # x, x_1, x_{12}, y'
+TOKEN = re.compile(rf"\\[A-Za-z]+|\d+\.?\d*|\.\d+|{VARIABLE}|\S")
+
+# Numbers that come so close to others that floats cannot tell them apart: 1.41421356237 is not √2
+LONG = re.compile(r"\d{10}|\.\d{9}|10\^\{-(?:\d\d|9)")
+
+# Texts without a certain reading
+UNSURE = re.compile(
+    r"""(?x)
+        (?<![\\A-Za-z_{])                                        # a word, but not ab or mgh
+        (?!(?:[abcf-z][a-df-hj-np-tv-z]|[b-df-hj-np-tv-z]{3}|abc|xyz)(?![A-Za-z]))[A-Za-z]{2,}
+      | (?<![\\A-Za-z])[fg](?:_\w+)?'*(?:\^(?:\w|\{[^{}]*\}))?[(\[]    # f(x), g^2(x)
+      | (?<![\\A-Za-z_])[A-Za-zα-λν-ορ-ωΔℓ](?:_\w+)?'*\(-?[^-+()]*\)   # T(n/4), but not x(x+1)
+      | ^\(?[\d.]+(?:-[\d.]+)+(?:$|\))                           # 1914-1918
+      | ^(?:[A-Zα-λν-ορ-ω](?:\^\{?-?[\dT]\}?)?[ *-]*){2,}$       # A^{-1}B, where AB is not BA
+      | ^[A-Za-z]×[A-Za-z]$                                      # v×u"""
+)
 
 
-def apply(function: Callable, *columns: list) -> list:
-    """The values of a function, point by point."""
+def at_each_point(function: Callable, *columns: list) -> list:
+    """Apply a function to its arguments' values, point by point; nan where it is undefined."""
 
     def at_point(*numbers):
         try:
@@ -910,27 +1027,88 @@ def apply(function: Callable, *columns: list) -> list:
 
 
 def power(x, y):
+    """Return x**y. Raises OverflowError if the exact value had more than about 2,000 bits."""
     bits = (x.numerator * x.denominator).bit_length() if isinstance(x, Fraction) else 0
     if bits * abs(y) > 2000:
         raise OverflowError
     return x**y
 
 
+class Expression:
+    """An expression, parsed by recursive descent.
+
+    values: its value at each of the 12 points; empty if it has no certain reading
+    letters: its variables, units included
+    n_operands: how many numbers and letters it holds
+    """
+
+    def __init__(self, text: str):
+        self.tokens = [*TOKEN.findall(text), "end"]
+        operands = [token for token in self.tokens[:-1] if re.match(r"[\w.∞]", token)]
+        self.n_operands = len(operands)
+        self.letters = {token for token in operands if re.fullmatch(VARIABLE, token)} - {*CONSTANTS}
+        self.known = CONSTANTS | {x: random.Random(x).sample(POINTS, 12) for x in self.letters}
+        try:
+            values = [] if self.n_operands > 200 or UNSURE.search(text) else self.read(1)
+        except (KeyError, ValueError, RecursionError):
+            values = []
+        self.values = values if self.tokens == ["end"] else []
+
+    def take(self, tokens: str) -> bool:
+        """Remove the next token if it is one of these; return whether it was."""
+        if self.tokens[0] not in tokens:
+            return False
+        self.tokens.pop(0)
+        return True
+
+    def read(self, weakest: int) -> list:
+        """Return the values of what comes next, up to an operator weaker than `weakest`."""
+        is_signed = weakest == 1 and self.tokens[0] in "+-"
+        value = [Fraction(0)] * 12 if is_signed else self.read_operand()
+        last_sign = ""
+        while True:
+            sign = self.tokens[0]
+            side_by_side = (3, operator.mul) if sign in self.known else (0, None)  # 2x, or the end
+            strength, function = OPERATORS.get(sign[0], side_by_side)
+            if strength < weakest:
+                return value
+            if last_sign == "/" and strength > 1 or last_sign == sign == "^":
+                raise ValueError("1/2x and 2^3^2 have two readings")
+            self.take("+-*×/^")
+            value = at_each_point(function, value, self.read(4 if sign == "/" else strength + 1))
+            last_sign = sign
+
+    def read_operand(self) -> list:
+        """Return the values of a number, a letter, a bracket, or a function and its argument."""
+        token = self.tokens.pop(0)
+        if token in CLOSING:
+            value = self.read(1)
+            if not self.take(CLOSING[token]):
+                raise ValueError("a bracket is missing")
+        elif token in (r"\frac", r"\root"):
+            value = at_each_point(FUNCTIONS[token], self.read_operand(), self.read_operand())
+        elif token in FUNCTIONS:  # \sin^2 2x is (\sin(2x))^2
+            exponent = self.read_operand() if self.take("^") else [Fraction(1)] * 12
+            argument = self.read_operand() if self.tokens[0] in CLOSING else self.read(3)
+            value = at_each_point(power, at_each_point(FUNCTIONS[token], argument), exponent)
+        elif token[0] in ".0123456789":
+            value = [Fraction(token)] * 12
+        else:
+            value = self.known[token]
+        return at_each_point(lambda x: x * math.pi / 180, value) if self.take("°") else value
+
+
+# fmt: off
 FUNCTIONS = {
-    r"\sin": cmath.sin,
-    r"\cos": cmath.cos,
-    r"\tan": cmath.tan,
-    r"\exp": cmath.exp,
-    r"\arcsin": cmath.asin,
-    r"\arccos": cmath.acos,
-    r"\arctan": cmath.atan,
-    r"\ln": cmath.log,
-    r"\log": cmath.log10,
-    r"\abs": abs,
-    r"\frac": operator.truediv,
+    r"\sin": cmath.sin, r"\arcsin": cmath.asin, r"\exp": cmath.exp, r"\abs": abs,
+    r"\cos": cmath.cos, r"\arccos": cmath.acos, r"\ln": cmath.log, r"\frac": operator.truediv,
+    r"\tan": cmath.tan, r"\arctan": cmath.atan, r"\log": cmath.log10,
     r"\root": lambda n, x: power(x, 1 / n),
 }
-OPERATORS = {  # how strongly each binds, and what it does: a product also before a bracket or a command
+# fmt: on
+# How strongly each operator binds, and its function. A bracket or a command after an operand
+# multiplies: 2(x+1), 2\pi.
+OPERATORS = {
     "+": (1, operator.add),
     "-": (1, operator.sub),
     "/": (2, operator.truediv),
@@ -938,180 +1116,125 @@ OPERATORS = {  # how strongly each binds, and what it does: a product also befor
     **dict.fromkeys("*×(\\", (2, operator.mul)),
 }
 CLOSING = {"(": ")", "{": "}", "[": "]"}
-VARIABLE = r"[A-Za-zα-ωΔℓ∞](?:_\{\w+\}|_\w)?'*"
-TOKEN = re.compile(rf"\\[A-Za-z]+|\d+\.?\d*|\.\d+|{VARIABLE}|\S")
-LONG = re.compile(r"\d{10}|\.\d{9}|10\^\{-(?:\d\d|9)")  # among floats: 1.41421356237 is not √2
-UNSURE = re.compile(  # a word, but not ab or mgh; f(x), T(n/4), but not x(x+1); 3-2; A B, Q^{-1} A Q; v×u
-    r"(?<![\\A-Za-z_{])(?!(?:[abcf-z][a-df-hj-np-tv-z]|[b-df-hj-np-tv-z]{3}|abc|xyz)(?![A-Za-z]))[A-Za-z]{2,}"
-    r"|(?<![\\A-Za-z])[fg](?:_\w+)?'*(?:\^(?:\w|\{[^{}]*\}))?[(\[]"
-    r"|(?<![\\A-Za-z_])[A-Za-zα-λν-ορ-ωΔℓ](?:_\w+)?'*\(-?[^-+()]*\)|^\(?[\d.]+(?:-[\d.]+)+(?:$|\))"
-    r"|^(?:[A-Zα-λν-ορ-ω](?:\^\{?-?[\dT]\}?)?[ *-]*){2,}$|^[A-Za-z]×[A-Za-z]$"
-)
 
-
-class Reading:
-    """An expression's letters, how many operands it has, and its values: none without a sure reading."""
-
-    def __init__(self, text: str):
-        self.tokens = [*TOKEN.findall(text), "end"]
-        operands = [token for token in self.tokens[:-1] if re.match(r"[\w.∞]", token)]
-        self.work = len(operands)
-        self.letters = {token for token in operands if re.fullmatch(VARIABLE, token)} - {*CONSTANTS}
-        self.known = CONSTANTS | {x: random.Random(x).sample(POINTS, 12) for x in self.letters}
-        try:
-            values = [] if self.work > 200 or UNSURE.search(text) else self.read(1)
-        except (KeyError, ValueError, RecursionError):
-            values = []
-        self.values = values if self.tokens == ["end"] else []
-
-    def take(self, tokens: str) -> bool:
-        """Takes the next token if it is one of these."""
-        return self.tokens[0] in tokens and bool(self.tokens.pop(0))
-
-    def read(self, weakest: int) -> list:
-        """The values of what comes next, up to an operator that binds more weakly."""
-        is_signed = weakest == 1 and self.tokens[0] in "+-"
-        value = [Fraction(0)] * 12 if is_signed else self.operand()
-        last = ""
-        while True:
-            sign = self.tokens[0]
-            beside = (3, operator.mul) if sign in self.known else (0, None)  # 2x, or the end
-            strength, function = OPERATORS.get(sign[0], beside)
-            if strength < weakest:
-                return value
-            if last == "/" and strength > 1 or last == sign == "^":
-                raise ValueError("1/2x or 2^3^2")
-            self.take("+-*×/^")
-            value = apply(function, value, self.read(4 if sign == "/" else strength + 1))
-            last = sign
-
-    def operand(self) -> list:
-        token = self.tokens.pop(0)
-        if token in CLOSING:
-            value = self.read(1)
-            if not self.take(CLOSING[token]):
-                raise ValueError("a bracket is missing")
-        elif token in (r"\frac", r"\root"):
-            value = apply(FUNCTIONS[token], self.operand(), self.operand())
-        elif token in FUNCTIONS:  # \sin^2 2x is (\sin(2x))^2
-            exponent = self.operand() if self.take("^") else [Fraction(1)] * 12
-            value = self.operand() if self.tokens[0] in CLOSING else self.read(3)
-            value = apply(power, apply(FUNCTIONS[token], value), exponent)
-        else:
-            value = [Fraction(token)] * 12 if token[0] in ".0123456789" else self.known[token]
-        return apply(lambda x: x * math.pi / 180, value) if self.take("°") else value
-
-
-UNITS = {}  # a unit is a factor times base units, which are letters
+# A unit is a factor times base units, which are letters: UNITS["km"] is (1000*(u_{m}))
+UNITS = {}
 for pair in (
-    "m g s mol K A V celsius degree person unit apple way outcome dollar cent=0.01*dollar people=person "
-    "%=0.01 °=degree km=1000*m cm=0.01*m mm=0.001*m kg=1000*g mg=0.001*g L=0.001*m^3 mL=0.001*L "
-    "N=kg*m/s^2 Pa=N/m^2 MPa=10^6*Pa J=N*m kJ=1000*J W=J/s meter=m kilometer=km centimeter=cm gram=g "
-    "kilogram=kg second=s min=60*s minute=min h=60*min hour=h day=24*h in=0.0254*m inch=in ft=12*in "
-    "foot=ft feet=ft yard=3*ft mi=1760*yard mile=mi"
+    "m g s mol K A V celsius degree person unit apple way outcome dollar cent=0.01*dollar "
+    "people=person %=0.01 °=degree km=1000*m cm=0.01*m mm=0.001*m kg=1000*g mg=0.001*g L=0.001*m^3 "
+    "mL=0.001*L N=kg*m/s^2 Pa=N/m^2 MPa=10^6*Pa J=N*m kJ=1000*J W=J/s meter=m kilometer=km "
+    "centimeter=cm gram=g kilogram=kg second=s min=60*s minute=min h=60*min hour=h day=24*h "
+    "in=0.0254*m inch=in ft=12*in foot=ft feet=ft yard=3*ft mi=1760*yard mile=mi"
 ).split():
-    name, _, meaning = pair.partition("=")
-    UNITS[name] = (
-        f"({re.sub('[^-0-9.*/^{}()]+', lambda m: UNITS[m[0]], meaning) or 'u_{' + name + '}'})"
-    )
-SYMBOL = "(" + "|".join(sorted(UNITS, key=len, reverse=True)) + r")(?:(?<=\w\w)e?s)?(?![A-Za-z])"
-QUANTITY = re.compile(  # not 5m, 5x m, \sin 5 m, 2π°, 5%%
+    unit, _, meaning = pair.partition("=")
+    in_base_units = re.sub("[^-0-9.*/^{}()]+", lambda m: UNITS[m[0]], meaning)
+    UNITS[unit] = f"({in_base_units or 'u_{' + unit + '}'})"
+
+# A unit, also in the plural; and a number with units: 5 cm, 9.8 m/s^2. Not a quantity: 5m, 5x m,
+# \sin 5 m, 2π°, 5%%
+UNIT = "(" + "|".join(sorted(UNITS, key=len, reverse=True)) + r")(?:(?<=\w\w)e?s)?(?![A-Za-z])"
+QUANTITY = re.compile(
     r"(?!.*π.*°|.*[%°].)((?:[^\\a-z]|\\frac|\\root)*[\d)}π])(?: |(?![A-Za-z](?:$|[^A-Za-z])))"
-    rf"((?:{SYMBOL}(?: ?\^ ?\{{?-?\d\}}?|\d\b)?[ */()]*)+)"
+    rf"((?:{UNIT}(?: ?\^ ?\{{?-?\d\}}?|\d\b)?[ */()]*)+)"
 )
 
 
-def quantity(text: str) -> tuple:
-    """A quantity without and with its unit. 20% is 0.2, or 20 if it was asked what percentage."""
-    m = QUANTITY.fullmatch(text)
-    if not m:
+def split_unit(text: str) -> tuple[str, str]:
+    """Return a quantity without its unit, and as an expression in base units.
+
+    "5 km" -> ("5", "(5)*(1000*(u_{m}))");  "5" -> ("5", "5")
+    20% is 20 as well as 0.2, because the question may ask for a percentage.
+    """
+    match = QUANTITY.fullmatch(text)
+    if not match:
         return text, text
-    number, units, _ = m.groups()
-    units = re.sub("/(.*)", r"/(\1)", units)  # K too is below in J/mol K
-    whole = f"({number})*" + re.sub(SYMBOL, lambda symbol: UNITS[symbol[1]], units)
+    number, units, _ = match.groups()
+    units = re.sub("/(.*)", r"/(\1)", units)  # in J/mol K, the K too stands below
+    in_base_units = f"({number})*" + re.sub(UNIT, lambda m: UNITS[m[1]], units)
     is_share = "%" in units and not re.fullmatch(r"-?[1-9][\d.]*", number)
-    return whole if is_share else number, whole
+    return in_base_units if is_share else number, in_base_units
 
 
-def take_apart(text: str, separators: str = ",∪=∈<≤&") -> tuple[str, list]:
-    """The kind of an answer and its parts: , for 1,2 and {1,2}; () for (1,2); = for x=1; "" if it is one."""
-    depths = [*itertools.accumulate("([{⦃⟨⟦".count(sign) - ")]}⦄⟩⟧".count(sign) for sign in text)]
-    for separator in separators:
-        marked = ["\n" if pair == (separator, 0) else pair[0] for pair in zip(text, depths)]
-        parts = "".join(marked).split("\n")
-        if len(parts) > 1:
-            return separator, parts
-    kind = text[:1] + text[-1:]
-    if separators == "," or kind not in "() [] [) (] ⟨⟩ ⟦⟧ ⦃⦄".split():
-        return "", [text]
-    inner, parts = take_apart(text[1:-1], ",")
-    if kind == "⦃⦄":
-        return ",", parts
-    return (kind, parts) if inner or kind == "⟦⟧" else ("", [text])
-
-
-def equal(x: str, y: str, tolerance: float) -> bool:
-    """Whether two expressions have values at three points or more, and all agree.
-    What is still to be worked out is no answer: the question often holds it."""
-    mine, gold = Reading(x), Reading(y)
-    differences = apply(operator.sub, mine.values, gold.values)
-    is_exact = all(isinstance(x, Fraction) for x in differences)
-    is_work = not gold.letters and mine.work > gold.work + 2
-    if mine.letters != gold.letters or is_work or not is_exact and LONG.search(f"{x} {y}"):
+def same_value(answer: str, gold: str, tolerance: float) -> bool:
+    """Whether two expressions agree at three points or more, and at no point differ."""
+    mine, theirs = Expression(answer), Expression(gold)
+    if mine.letters != theirs.letters:
         return False
-    if any(not letter.startswith("u_") for letter in gold.letters):
-        tolerance = 0.0
-    error = Fraction(tolerance or (0 if is_exact else 1e-12))
+    # An expression that is still to be worked out is no answer: the question often contains it.
+    if not theirs.letters and mine.n_operands > theirs.n_operands + 2:
+        return False
+    differences = at_each_point(operator.sub, mine.values, theirs.values)
+    is_exact = all(isinstance(difference, Fraction) for difference in differences)
+    if not is_exact and LONG.search(f"{answer} {gold}"):
+        return False
+
+    is_formula = any(not letter.startswith("u_") for letter in theirs.letters)
+    rounding = 0 if is_exact else 1e-12
+    error = Fraction(rounding if is_formula else tolerance or rounding)
     agree = [
-        abs(x) <= error * abs(y)
-        for x, y in zip(differences, gold.values)
-        if is_exact or abs(x) < math.inf and 1e-9 < abs(y) < 1e9
+        abs(difference) <= error * abs(value)
+        for difference, value in zip(differences, theirs.values)
+        if is_exact or abs(difference) < math.inf and 1e-9 < abs(value) < 1e9
     ]
     return len(agree) > 2 and all(agree)
 
 
-def same(x: str, y: str, tolerance: float = 0.0) -> bool:
-    """Whether two answers in one spelling mean the same."""
-    if x == y:
-        return x != ""
-    (kind, parts), (gold_kind, gold) = take_apart(x), take_apart(y)
-    if kind != gold_kind or len(parts) != len(gold) or len(parts) > 50:
+def same_parts(answer: str, gold: str, tolerance: float = 0.0) -> bool:
+    """Whether two normalized answers have the same kind and the same parts.
+
+    The parts of lists, sets, unions and equations may stand in any order.
+    """
+    if answer == gold:
+        return answer != ""
+    kind, parts = split_parts(answer)
+    gold_kind, gold_parts = split_parts(gold)
+    if kind != gold_kind or len(parts) != len(gold_parts) or len(parts) > 50:
         return False
-    if not kind:
-        (x, whole), (y, gold_whole) = quantity(x), quantity(y)
-        is_bare = x == whole or y == gold_whole  # a unit may be missing on one side
-        return is_bare and equal(x, y, tolerance) or equal(whole, gold_whole, tolerance)
+
+    if kind == "":
+        number, whole = split_unit(answer)
+        gold_number, gold_whole = split_unit(gold)
+        may_drop_unit = number == whole or gold_number == gold_whole  # one of them has no unit
+        return (may_drop_unit and same_value(number, gold_number, tolerance)) or same_value(
+            whole, gold_whole, tolerance
+        )
     if kind not in ",∪=":
-        return all(map(same, parts, gold))
-    for part in parts:  # in any order
-        found = [other for other in gold if same(part, other)]
-        if not found:
+        return all(map(same_parts, parts, gold_parts))
+    for part in parts:
+        equals = [other for other in gold_parts if same_parts(part, other)]
+        if not equals:
             return False
-        gold.remove(found[0])
+        gold_parts.remove(equals[0])
     return True
 
 
 def same_math(answer: str, gold: str, tolerance: float = 0.0) -> bool:
-    """Whether two answers in LaTeX or plain text mean the same; "x =" and a unit may be missing on one side.
-    Numbers are equal, or within the tolerance (a share) where the gold one has a decimal point."""
+    r"""Whether two answers in LaTeX or plain text mean the same: "x = \frac12" and "0.5".
+
+    A name ("x =") or a unit may be missing on one side. If the gold answer has a decimal point,
+    numbers may differ by the tolerance, which is relative.
+    """
     if max(len(answer), len(gold)) > LONGEST:
         return answer.strip() == gold.strip() != ""
-    texts = [one_spelling(answer), one_spelling(gold)]
-    names = {m[0] for m in map(NAMED.match, texts) if m}
-    bare = (
-        [text.replace(*names, "") for text in texts] if len(names) == 1 else texts
-    )  # 1,-3 for x=1,x=-3
-    if "=" not in "".join(bare):
+    texts = [normalize(answer), normalize(gold)]
+
+    # Drop the name, which is one on both sides: 1,-3 for x=1,x=-3
+    names = {match[0] for match in map(NAMED.match, texts) if match}
+    bare = [text.replace(*names, "") for text in texts] if len(names) == 1 else texts
+    if not any("=" in text for text in bare):
         texts = bare
-    return same(*texts, tolerance if "." in texts[1] else 0.0)
+    return same_parts(*texts, tolerance if "." in texts[1] else 0.0)
 
 
 def same_short(answer: str, gold: str) -> bool:
-    """Whether a short free answer is the gold one (RLPR): the same words but for case, articles and marks, or
-    the same mathematics, within 1% of a gold number with a decimal point, which was measured or rounded."""
-    if re.fullmatch(
-        r"[^\W\d_]{2}(?:[^\W\d_]|[-\s,.;:'\"“”])*", gold
-    ):  # a is one only before all others
+    """Whether a short free answer is the gold one (RLPR).
+
+    Words may differ in case, articles and punctuation: "An increase." is "increase". Numbers may
+    differ by 1 % if the gold one has a decimal point, for then it was measured or rounded.
+    """
+    is_words = re.fullmatch(r"[^\W\d_]{2}(?:[^\W\d_]|[-\s,.;:'\"“”])*", gold)
+    if is_words:
+        # "a" is an article only at the start; elsewhere it may be a name
         mark = r"(?i)^\s*an?\s(?=\s*\w)|\bthe\s|\ban\s|[.,;:'\"“”*]"
         answer, gold = [
             re.sub(r"(?<=\w)-(?=\w)", " ", re.sub(mark, "", text)) for text in (answer, gold)
@@ -1119,88 +1242,119 @@ def same_short(answer: str, gold: str) -> bool:
     return same_math(answer, gold, 0.01)
 
 
-LETTERS = "ABCDEFGHIJ"  # of choices
+def repeats_formula(answer: str, question: str, gold: str) -> bool:
+    r"""Whether an answer repeats a formula of the question, as \sqrt{192} does for
+    "Simplify $\sqrt{192}$".
+
+    A policy can tell a worker to repeat the formula, so this must not pay. Only operands and
+    commands are compared, without 0 and 1, which change nothing in x+0 and 1x.
+    """
+    operand = (
+        r"\\(?!frac)[A-Za-z]+|(?![01](?:\.0*)?(?![\d.]))\d[\d.]*|(?<![A-Za-z])[^\W\d_](?![a-z])"
+    )
+    texts = [normalize(re.sub(r"^\s*\w\s*=", "", text)) for text in (answer, question, gold)]
+    mine, asked, wanted = [" ".join(["", *re.findall(operand, text), ""]) for text in texts]
+    is_formula = mine.count(" ") > 2 or "\\" in mine
+    has_operator = re.search(r"[-+*/^\\]", answer) is not None
+    return is_formula and has_operator and mine in asked and mine != wanted
+
+
+# Letters of multiple-choice questions
+
+LETTERS = "ABCDEFGHIJ"
+# "So the answer is (B)", "**B**", "B is correct", "B. its text", "B (its text)".
+# The groups are the letter and the text.
 CHOICE = re.compile(
-    r"(?i)(?:(?:the|correct|final|best|answer|option|choice|is|so|thus|hence|therefore)\b[\s:,]*)*"
-    r"[(\[\"'“*_]*([A-J])(?![^\W_])[)\]\"'”*_]*(?:[\s):,.;]|-(?=\s))*"
-    r"(?:is (?:the )?(?:correct|right|best)(?: \w+)?$)?\(?(?:the |an? )?(.*?)"
+    r"""(?xi)
+        (?:(?:the|correct|final|best|answer|option|choice|is|so|thus|hence|therefore)\b[\s:,]*)*
+        [(\["'“*_]*([A-J])(?![^\W_])[)\]"'”*_]*(?:[\s):,.;]|-(?=\s))*
+        (?:is[ ](?:the[ ])?(?:correct|right|best)(?:[ ]\w+)?$)?
+        \(?(?:the[ ]|an?[ ])?(.*?)"""
 )
 
 
-def letter_of(text: str, choices: list) -> str | None:
-    """The letter that a text is: "B", "(B)", "B. its own text", or the text of just one of the choices."""
-    text = one_spelling(text[:LONGEST])
-    m = CHOICE.fullmatch(text)
-    letter, rest = (m[1].upper(), m[2]) if m else ("", "")
-    found = [
-        other
-        for other, choice in zip(LETTERS, choices)
-        if choice == text not in LETTERS
-        or other == letter
-        and rest in ("", choice, choice + ")", choice.lstrip("("))
-    ]
-    return found[0] if len(found) == 1 else None
+def letter_of(text: str, choices: list[str]) -> str | None:
+    """Return the letter that a text names, or None.
+
+    The text is the letter, "B" or "(B)"; the letter with its choice, "B. the nucleus"; or the text
+    of exactly one choice, "the nucleus".
+    """
+    text = normalize(text[:LONGEST])
+    match = CHOICE.fullmatch(text)
+    letter, rest = (match[1].upper(), match[2]) if match else ("", "")
+    named = []
+    for own_letter, choice in zip(LETTERS, choices):
+        is_its_text = choice == text not in LETTERS
+        own_texts = ("", choice, choice + ")", choice.lstrip("("))
+        if is_its_text or (own_letter == letter and rest in own_texts):
+            named.append(own_letter)
+    return named[0] if len(named) == 1 else None
 
 
-def pick_letter(response: str, choices: list) -> str | None:
-    """The letter that a response commits to: in its last \\boxed{} or <answer>, else in every claim, else in
-    its last sentences; as the letter, as the text of one choice, or as both. None without one, or several."""
-    choices = [one_spelling(choice) for choice in choices]
-    found = boxed(response)
-    said = claims(response)[-99:] if found is None else [found]
+def pick_letter(response: str, choices: list[str]) -> str | None:
+    r"""Return the letter that a response commits to; None if it names none, or several.
+
+    It is read from the last \boxed{} or <answer>, else from all claims, else from the last
+    sentences.
+    """
+    choices = [normalize(choice) for choice in choices]
+    in_box = boxed(response)
+    said = claims(response)[-99:] if in_box is None else [in_box]
     said = [text for text in said if letter_of(text, choices) or re.search(r"\b[A-J]\b", text)]
-    if found is None and not said:
-        said = [
-            text
-            for text in re.split(r"[.!?]\s|\n", response[-LONGEST:])
-            if letter_of(text, choices)
-        ]
+    if in_box is None and not said:
+        sentences = re.split(r"[.!?]\s|\n", response[-LONGEST:])
+        said = [text for text in sentences if letter_of(text, choices)]
     picked = {letter_of(text, choices) for text in said}
     return picked.pop() if len(picked) == 1 else None
 
 
-# The table of graders
+# A grader
 
 
 class Grader(NamedTuple):
-    ask: str  # what a question that does not say how to answer is told
-    extra: tuple  # the fields that its problems have in `extra`
-    check: Callable  # check(problem, response) -> "" if it is right, else what is wrong with it
-    agree: (
-        Callable  # agree(problem, one, other) -> whether two responses answer the same, for votes
-    )
+    instruction: str  # appended to a question that does not specify an answer format
+    extra: tuple  # the keys of Problem.extra that it reads
+    check: Callable  # check(problem, response) -> "" if right, else what is wrong, for a trace
+    agree: Callable  # agree(problem, one, other) -> whether two responses answer alike, for votes
 
 
-def text_grader(ask: str, read: Callable, same: Callable, extra: tuple = ()) -> Grader:
-    """A grader that reads an answer, a text or None, by read(response, *extra), compares it by
-    same(answer, gold), and refuses what repeats a formula of the question."""
+def text_grader(instruction: str, read: Callable, same: Callable, extra: tuple = ()) -> Grader:
+    """Return a grader that compares texts, and refuses to accept a formula of the question.
 
-    def answer(problem, response):
-        return read(response, *[problem.extra[name] for name in extra]) or ""
+    Args:
+        read: read(response, *values of extra) -> the answer, or None
+        same: same(answer, gold) -> whether the answer is right
+    """
+
+    def read_answer(problem, response):
+        return read(response, *[problem.extra[key] for key in extra]) or ""
 
     def check(problem, response):
-        found = answer(problem, response)
-        if not found or not same(found, problem.answer):
-            return f"answered {found[:200]}" if found else "no answer found"
-        return (
-            "repeated the question's formula"
-            if copied(found, problem.question, problem.answer)
-            else ""
-        )
+        answer = read_answer(problem, response)
+        if not answer:
+            return "no answer found"
+        if not same(answer, problem.answer):
+            return f"answered {answer[:200]}"
+        if repeats_formula(answer, problem.question, problem.answer):
+            return "repeated the question's formula"
+        return ""
 
     def agree(problem, one, other):
-        found = answer(problem, one)
-        return found != "" and same(found, answer(problem, other))
+        answer = read_answer(problem, one)
+        return answer != "" and same(answer, read_answer(problem, other))
 
-    return Grader(ask, extra, check, agree)
+    return Grader(instruction, extra, check, agree)
 
 
-def own_grader(right: Callable) -> Grader:
-    """The grader of a function right(problem, response) -> bool. Votes compare whole responses."""
+def own_grader(is_right: Callable) -> Grader:
+    """Return the grader of a user's function is_right(problem, response) -> bool.
+
+    In votes, two responses agree if they are the same text.
+    """
 
     def check(problem, response):
         try:
-            return "" if right(problem, response) else f"answered {response[-200:]}"
+            return "" if is_right(problem, response) else f"answered {response[-200:]}"
         except Exception as e:
             raise ValueError(f"the grader failed on {problem.id}: {type(e).__name__}: {e}") from e
 
@@ -1211,8 +1365,9 @@ def same_response(problem: Problem, one: str, other: str) -> bool:
     return one.strip() == other.strip() != ""
 
 
-def spoken(response: str) -> str:
-    """What the last \\boxed{} or <answer>, or else all says, in lower case, without marks at the ends."""
+def bare_text(response: str) -> str:
+    r"""Return the last \boxed{} or <answer>, else the whole response, in lower case and without
+    punctuation at its ends."""
     found = boxed(response)
     text = " ".join((response if found is None else found).casefold().split())
     return text.strip(" .,;:!?'\"`*_$()“”‘’") or text
@@ -1223,48 +1378,12 @@ def check_program(problem: Problem, response: str) -> str:
 
 
 def check_solution(problem: Problem, response: str) -> str:
-    return find_failed_unittest(
-        extract_code(response), problem.extra["test"], problem.extra["code_prompt"]
-    )
-
-
-BLOCK = "Put all of it, imports included, in one ```python block."
-GRADERS = {
-    "exact": text_grader(
-        "Put the final answer, and nothing else, in <answer> tags.",
-        spoken,
-        lambda answer, gold: answer == spoken(gold),
-    ),
-    "same": own_grader(
-        lambda problem, response: response.strip() == problem.answer
-    ),  # the laptop world's
-    "math": text_grader("Put the final answer in \\boxed{}.", final_answer, same_math),
-    "short": text_grader(
-        "Put the final answer, as short as possible, in <answer> tags.", final_answer, same_short
-    ),
-    "letter": text_grader(
-        "Put the letter of the right option in <answer> tags.",
-        pick_letter,
-        operator.eq,
-        ("choices",),
-    ),
-    "code": Grader(
-        f"Write a Python program from standard input to standard output. {BLOCK}",
-        ("tests", "function"),
-        check_program,
-        same_response,
-    ),
-    "unittest": Grader(
-        f"Complete the code above. {BLOCK}",
-        ("test", "entry_point", "code_prompt"),
-        check_solution,
-        same_response,
-    ),
-}
+    test, code_prompt = problem.extra["test"], problem.extra["code_prompt"]
+    return find_failed_unittest(extract_code(response), test, code_prompt)
 
 
 def failure(problem: Problem, response: str) -> str:
-    """ "" if a response answers the problem, else why it does not, in words for a trace."""
+    """Return "" if a response answers the problem, else the reason why it does not, for a trace."""
     return GRADERS[problem.grader].check(problem, response)
 
 
@@ -1272,8 +1391,11 @@ def grade(problem: Problem, response: str) -> bool:
     return failure(problem, response) == ""
 
 
-def grade_once():
-    """A `failure` that judges equal answers to one problem once: a group often writes the same program."""
+def grade_once() -> Callable:
+    """Return a `failure` that judges equal responses to a problem only once.
+
+    The rollouts of a group often contain the same program.
+    """
     locks, known = {}, {}
 
     def judge(problem, response):
@@ -1284,6 +1406,40 @@ def grade_once():
         return known[key]
 
     return judge
+
+
+BLOCK = "Put all of it, imports included, in one ```python block."
+GRADERS = {
+    "exact": text_grader(
+        "Put the final answer, and nothing else, in <answer> tags.",
+        bare_text,
+        lambda answer, gold: answer == bare_text(gold),
+    ),
+    # The laptop world's, whose workers answer with nothing but the answer
+    "same": own_grader(lambda problem, response: response.strip() == problem.answer),
+    "math": text_grader("Put the final answer in \\boxed{}.", final_answer, same_math),
+    "short": text_grader(
+        "Put the final answer, as short as possible, in <answer> tags.", final_answer, same_short
+    ),
+    "letter": text_grader(
+        "Put the letter of the right option in <answer> tags.",
+        pick_letter,
+        operator.eq,
+        extra=("choices",),
+    ),
+    "code": Grader(
+        f"Write a Python program from standard input to standard output. {BLOCK}",
+        extra=("tests", "function"),
+        check=check_program,
+        agree=same_response,
+    ),
+    "unittest": Grader(
+        f"Complete the code above. {BLOCK}",
+        extra=("test", "entry_point", "code_prompt"),
+        check=check_solution,
+        agree=same_response,
+    ),
+}
 
 
 # ---- Benchmarks --------------------------------------------------------------------------------------------
@@ -1551,31 +1707,72 @@ def prepare(settings):
         print(f"{file}: {len(problems)} problems")
 
 
-# ---- Running code ------------------------------------------------------------------------------------------
+# ---- Running code --------------------------------------------------------------------------------
 #
-# Each test is one fresh Python behind bwrap (bubblewrap 0.8 or newer). The program sees Python and the
-# system's libraries, read-only, a small empty /tmp, its input and its own processes: no network, no key, no
-# file of yours. What it prints or returns is judged here, by expected outputs that never went in.
+# `run_code` runs a program on tests. The functions that judge follow: LiveCodeBench's programs are
+# judged by what they print or return, BigCodeBench's by their unit tests.
 
+SANDBOX = "bwrap"
+
+
+def use_sandbox(name: str):
+    """Choose how programs run: in "bwrap", or with "none", as any program of their user."""
+    global SANDBOX
+    SANDBOX = name
+
+
+def check_sandbox():
+    """Raise OSError, with a remedy, if no program can run here."""
+    try:
+        run_code("", None, [""], 60.0)
+    except (OSError, AttributeError) as e:  # outside Linux, os lacks some functions
+        raise OSError(f"{e}. {REMEDY}") from None
+
+
+def run_code(
+    program: str, name: str | None, tests: list[str], seconds: float, memory: int = 4
+) -> list[bytes | None]:
+    """Run a program that nobody has read on each test, every time in a fresh sandbox (bubblewrap).
+
+    Args:
+        name: the function, or method of Solution, to call with the test's lines, which are JSON;
+            None for a program that is __main__ and reads the test from standard input
+        seconds: time limit of a test
+        memory: GiB of each process
+
+    Returns what each test printed or, as JSON, returned. It is None for a test that crashed or took
+    too long, and for all tests after it. Raises OSError if no program can run here.
+
+    The sandbox protects against
+        * reading or changing files: the program sees Python and the system's libraries, read-only,
+          and an empty /tmp of 128 MiB
+        * the network: there is only a loopback device of its own
+        * stealing keys: it inherits no environment variable and no open file
+        * looking up or forging answers: expected outputs never enter, and are compared out here
+        * other processes: it sees and signals only its own, at most 64, and all end with the test
+        * exhausting the machine: limits on time, memory, output, files, and one core for each test
+
+    It does not protect against
+        * faults of the kernel or of bubblewrap: there is no filter of system calls
+        * memory that many processes fill together: the limit is a process's. When memory runs out,
+          the kernel ends the program first.
+        * a BigCodeBench solution that patches unittest, since its tests share its process
+        * anything but the limits with --sandbox=none, where root's programs run as another user
+    """
+    outputs = []
+    while len(outputs) < len(tests) and None not in outputs:
+        output, _ = run_test(program, name, tests[len(outputs)], seconds, memory)
+        outputs.append(output)
+    return outputs + [None] * (len(tests) - len(outputs))
+
+
+# What LiveCodeBench puts before a program (import_string in lcb_runner/evaluation/testing_util.py)
+# fmt: off
 PREPARED = (
-    "string",
-    "re",
-    "datetime",
-    "collections",
-    "heapq",
-    "bisect",
-    "copy",
-    "math",
-    "random",
-    "statistics",
-    "itertools",
-    "functools",
-    "operator",
-    "io",
-    "sys",
-    "json",
+    "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random",
+    "statistics", "itertools", "functools", "operator", "io", "sys", "json",
 )
-# What LiveCodeBench puts before a program: import_string in its lcb_runner/evaluation/testing_util.py
+# fmt: on
 PRELUDE = "\n".join(
     [
         *(f"from {module} import *" for module in (*PREPARED, "builtins", "typing")),
@@ -1584,111 +1781,94 @@ PRELUDE = "\n".join(
         "sys.set_int_max_str_digits(50_000)",
     ]
 )
-FIRST_USER = (
-    61184  # root becomes this user plus the core's number; systemd keeps these for passing services
-)
-SANDBOX = "bwrap"
-REMEDY = """On Linux, install bubblewrap 0.8 or newer (apt-get install bubblewrap). Where it may not make
-namespaces: on Ubuntu 24.04, sysctl -w kernel.apparmor_restrict_unprivileged_userns=0; in Docker, --cap-add
-SYS_ADMIN and --security-opt seccomp=unconfined, apparmor=unconfined, systempaths=unconfined. In a container
-that can be thrown away: --sandbox=none (root's programs run as another user, who has to read Python)."""
-
-DRIVER = """
-import contextlib, json, os, resource, sys, types
-
-job_file, ready, output = map(int, sys.argv[1:])
-job = json.load(open(job_file))
-for limit, value in job["limits"].items():
-    with contextlib.suppress(ValueError):        # where the hard limit is lower already
-        resource.setrlimit(getattr(resource, "RLIMIT_" + limit), (value, value))
-open("/proc/self/oom_score_adj", "w").write("1000")  # when memory runs out, the kernel ends this first
-os.sched_setaffinity(0, [job["core"]])
-if job["user"]:
-    os.setgroups([])
-    os.setgid(job["user"])
-    os.setuid(job["user"])                       # with it go all capabilities
-
-name = job["name"]
-module = types.ModuleType("solution" if name else "__main__")
-sys.modules[module.__name__] = module
-sys.argv = ["solution.py"]
-exec(job["prelude"], vars(module))
-vars(module).pop(name, None)                     # the prelude's own gcd is no solution
-os.eventfd_write(ready, 1)                       # from here on the time counts
-
-lines = sys.stdin.buffer.read().split(b"\\n") if name else []
-with contextlib.suppress(SystemExit):            # whatever its code, as in LiveCodeBench
-    exec(compile(job["program"], "solution.py", "exec"), vars(module))
-if name:
-    owner = module.Solution() if hasattr(module, "Solution") else module
-    value = getattr(owner, name)(*map(json.loads, lines))
-    value = list(value) if isinstance(value, tuple) else value
-    text = json.dumps(value, default=lambda scalar: scalar.item())  # numpy's scalars
-    if json.loads(text) != value:                # tuples inside, keys that are no strings
-        raise TypeError("JSON hides what this value is")
-    os.write(output, text.encode())
-    os._exit(0)
-"""
 
 
-def use_sandbox(name: str):
-    """Choose how programs run: behind "bwrap", or with "none", where they have all that their user has."""
-    global SANDBOX
-    SANDBOX = name
+def run_test(
+    program: str, name: str | None, test: str, seconds: float, memory: int, prelude: str = PRELUDE
+) -> tuple[bytes | None, str]:
+    """Run a program on one test (see `run_code`), after the prelude, whose time does not count.
+
+    Returns what it printed or returned, and the last line of its errors; or (None, reason) if it
+    crashed or took too long.
+    """
+    with ExitStack() as stack:
+        core = free_cores().get()
+        stack.callback(free_cores().put, core)
+        user = FIRST_USER + core if os.getuid() == 0 else None
+        if SANDBOX == "none":
+            command, folder = [], temporary_folder(stack, user)
+        else:
+            command, folder = sandbox_command(), "/tmp"
+
+        # The files that the process inherits
+        job = {
+            "program": program,
+            "name": name,
+            "prelude": prelude,
+            "core": core,
+            "user": user,
+            "limits": limits(seconds, memory, user),
+        }
+        job_file = memory_file(stack, json.dumps(job))
+        stdin = memory_file(stack, test)
+        output = memory_file(stack)
+        errors = memory_file(stack)
+        ready = os.eventfd(0)
+        stack.callback(os.close, ready)
+        inherited = [job_file, ready, output]
+
+        python = [sys.executable, "-I", "-X", "utf8", "-c", DRIVER]
+        process = subprocess.Popen(
+            [*command, *python, *map(str, inherited)],
+            cwd=folder,
+            stdin=stdin,
+            stdout=subprocess.DEVNULL if name else output,
+            stderr=errors,
+            pass_fds=inherited,
+            start_new_session=True,
+            env={
+                "PATH": os.defpath,
+                "HOME": folder,
+                "TMPDIR": folder,
+                "USER": "me",
+                "TZ": "UTC",
+                "OMP_NUM_THREADS": "1",
+            },
+        )
+        started, ended = wait_and_kill(process, ready, seconds)
+
+        error_text = os.pread(errors, MAX_OUTPUT, 0)[-4000:].decode(errors="replace")
+        error = error_text.strip().split("\n")[-1]
+        if not started:
+            reason = error or f"Python ended as {process.returncode}"
+            raise OSError(f"no program can run here: {reason}")
+        if not ended:
+            return None, f"no end within {seconds:g} s"
+        if process.returncode:
+            return None, error or f"ended with status {process.returncode}"
+        return os.pread(output, MAX_OUTPUT, 0), error
 
 
-def check_sandbox():
-    """OSError says why no program can run here, and what to do."""
-    try:
-        run_code("", None, [""], 60.0)
-    except (OSError, AttributeError) as e:  # systems other than Linux lack some functions of os
-        raise OSError(f"{e}. {REMEDY}") from None
+def wait_and_kill(process: subprocess.Popen, ready: int, seconds: float) -> tuple[bool, bool]:
+    """Wait until the driver is ready, then at most `seconds` for its end; then kill what is left.
+
+    Returns whether the program started, and whether it ended in time.
+    """
+    end = os.pidfd_open(process.pid)
+    poll = select.poll()
+    poll.register(end, select.POLLIN)
+    poll.register(ready, select.POLLIN)
+    started = ready in dict(poll.poll(60_000))  # ms, enough for a busy machine
+    poll.unregister(ready)
+    ended = bool(poll.poll(1000 * seconds if started else 0))
+    os.killpg(process.pid, signal.SIGKILL)  # bwrap and its init, with which all others end
+    process.wait()
+    os.close(end)
+    return started, ended
 
 
-@cache
-def free_cores() -> queue.SimpleQueue:
-    """The cores on which this rank runs tests, one at a time on each: its share of the machine's."""
-    rank, ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    cores, free = sorted(os.sched_getaffinity(0)), queue.SimpleQueue()
-    for core in cores[rank::ranks] or [cores[rank % len(cores)]]:
-        free.put(core)
-    return free
-
-
-def bwrap() -> list[str]:
-    """The command that runs another one in the sandbox."""
-    shown = {"/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/hosts"}
-    python = os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))
-    for prefix in ("/usr", "/usr/local", sys.prefix, sys.base_prefix, python):
-        shown.update(f"{prefix}/{part}" for part in ("bin", "lib", "lib64", "share", "pyvenv.cfg"))
-    users = ["--unshare-user"]
-    if os.getuid() == 0:  # in a namespace of users the limit of root's processes would not count
-        users = ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-    command = [
-        shutil.which("bwrap") or "bwrap",
-        *users,
-        "--unshare-pid",
-        "--unshare-net",
-        "--unshare-ipc",
-        "--unshare-uts",
-        "--new-session",
-        "--die-with-parent",
-        "--proc",
-        "/proc",
-        "--dev",
-        "/dev",
-    ]
-    for folder in ("/tmp", "/dev/shm"):
-        command += ["--perms", "1777", "--size", str(128 << 20), "--tmpfs", folder]
-    for path in sorted(
-        shown
-    ):  # after /tmp, where Python may stand. --dir makes parents that all can enter
-        command += ["--dir", os.path.dirname(path), "--ro-bind-try", path, path]
-    return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
-
-
-def memory_file(stack: ExitStack, text: str) -> int:
-    """A new file's descriptor. It takes no disk, and RLIMIT_FSIZE bounds what a program writes."""
+def memory_file(stack: ExitStack, text: str = "") -> int:
+    """Return the descriptor of a new file in memory, which RLIMIT_FSIZE bounds."""
     file = os.memfd_create("test")
     stack.callback(os.close, file)
     os.write(file, text.encode(errors="surrogatepass"))
@@ -1696,147 +1876,177 @@ def memory_file(stack: ExitStack, text: str) -> int:
     return file
 
 
-def run_test(
-    program: str, name: str | None, test: str, seconds: float, memory: int, prelude: str = PRELUDE
-):
-    """Run a program on one test: see `run_code`. Return (what it printed or returned, its errors' last line);
-    (None, the reason) if it crashed or took too long."""
-    with ExitStack() as stack:
-        core = free_cores().get()
-        stack.callback(free_cores().put, core)
-        user = FIRST_USER + core if os.getuid() == 0 else None
-        command, folder, processes = bwrap(), "/tmp", 64
-        if SANDBOX == "none":
-            command, folder = [], tempfile.mkdtemp()
-            stack.callback(subprocess.run, ["rm", "-rf", folder])
-            os.chown(folder, user or -1, user or -1)
-            processes = 64 if user else 10_000  # here all of this user's count
-        limits = {
-            "AS": memory << 30,
-            "STACK": 64 << 20,
-            "CPU": int(seconds) + 2,
-            "FSIZE": 32 << 20,
-            "NOFILE": 64,
-            "NPROC": processes,
-            "CORE": 1,
-        }  # at 0 a program of the system's gets dumps
-        job = dict(program=program, name=name, prelude=prelude, core=core, user=user, limits=limits)
-        asked, given, output, errors = [
-            memory_file(stack, text) for text in (json.dumps(job), test, "", "")
-        ]
-        ready = os.eventfd(0)
-        stack.callback(os.close, ready)
-        inherited = [asked, ready, output]
-        process = subprocess.Popen(
-            [*command, sys.executable, "-I", "-X", "utf8", "-c", DRIVER, *map(str, inherited)],
-            cwd=folder,
-            stdin=given,
-            stdout=subprocess.DEVNULL if name else output,
-            stderr=errors,
-            pass_fds=inherited,
-            start_new_session=True,  # and no variable of yours, which may be a key
-            env=dict(
-                PATH=os.defpath,
-                HOME=folder,
-                TMPDIR=folder,
-                USER="me",
-                TZ="UTC",
-                OMP_NUM_THREADS="1",
-            ),
-        )
-        end = os.pidfd_open(process.pid)
-        stack.callback(os.close, end)
-        poll = select.poll()
-        poll.register(end, select.POLLIN)
-        poll.register(ready, select.POLLIN)
-        started = ready in dict(poll.poll(60_000))  # ms, on a machine however busy
-        poll.unregister(ready)
-        ended = poll.poll(1000 * seconds if started else 0)
-        os.killpg(
-            process.pid, signal.SIGKILL
-        )  # bwrap and its first process, with which all others end
-        process.wait()
-        error = (
-            os.pread(errors, 32 << 20, 0)[-4000:].decode(errors="replace").strip().split("\n")[-1]
-        )
-        if not started:
-            raise OSError(
-                f"no program can run here: {error or f'Python ended as {process.returncode}'}"
-            )
-        if not ended:
-            return None, f"no end within {seconds:g} s"
-        if process.returncode:
-            return None, error or f"ended with status {process.returncode}"
-        return os.pread(output, 32 << 20, 0), error
+def temporary_folder(stack: ExitStack, user: int | None) -> str:
+    """Make the working folder of a program without a sandbox; it belongs to the program's user."""
+    folder = tempfile.mkdtemp()
+    stack.callback(subprocess.run, ["rm", "-rf", folder])
+    os.chown(folder, user or -1, user or -1)
+    return folder
 
 
-def run_code(
-    program: str, name: str | None, tests: list[str], seconds: float, memory: int = 4
-) -> list:
-    """Run a program that nobody has read. Without a name it is __main__ and reads a test from standard input;
-    else its function (or Solution's method) of that name gets a test's lines, JSON arguments. Returns what
-    each test printed or, as JSON, returned (bytes); None from the first on that crashed, took over `seconds`,
-    or needed over `memory` GiB in a process. OSError if no program can run here."""
-    outputs = []
-    while len(outputs) < len(tests) and None not in outputs:
-        outputs.append(run_test(program, name, tests[len(outputs)], seconds, memory)[0])
-    return outputs + [None] * (len(tests) - len(outputs))
+@cache
+def free_cores() -> queue.SimpleQueue:
+    """Return the queue of idle cores, one test each: this rank's share of the machine's cores."""
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    n_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    cores = sorted(os.sched_getaffinity(0))
+    free = queue.SimpleQueue()
+    for core in cores[rank::n_ranks] or [cores[rank % len(cores)]]:
+        free.put(core)
+    return free
+
+
+FIRST_USER = 61184  # root's programs run as this user plus the core; systemd's range for such users
+MAX_OUTPUT = 32 << 20  # bytes
+
+
+def limits(seconds: float, memory: int, user: int | None) -> dict[str, int]:
+    """Return the resource limits of a program: RLIMIT_x by x."""
+    counts_all_of_the_user = SANDBOX == "none" and not user
+    return {
+        "AS": memory << 30,
+        "STACK": 64 << 20,
+        "CPU": int(seconds) + 2,
+        "FSIZE": MAX_OUTPUT,
+        "NOFILE": 64,
+        "NPROC": 10_000 if counts_all_of_the_user else 64,
+        "CORE": 1,  # byte; at 0 a program that collects core dumps would get one
+    }
+
+
+def sandbox_command() -> list[str]:
+    """Return the bwrap command that runs another command in the sandbox."""
+    # Python and the system's libraries
+    shown = {"/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/hosts"}
+    python = os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))
+    for prefix in ("/usr", "/usr/local", sys.prefix, sys.base_prefix, python):
+        shown.update(f"{prefix}/{part}" for part in ("bin", "lib", "lib64", "share", "pyvenv.cfg"))
+
+    # Root stays in its user namespace: in a new one, RLIMIT_NPROC would not bound root's processes.
+    users = ["--unshare-user"]
+    if os.getuid() == 0:
+        users = ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+
+    command = [shutil.which("bwrap") or "bwrap", *users]
+    command += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
+    command += ["--new-session", "--die-with-parent", "--proc", "/proc", "--dev", "/dev"]
+    for folder in ("/tmp", "/dev/shm"):
+        command += ["--perms", "1777", "--size", str(128 << 20), "--tmpfs", folder]
+    for path in sorted(shown):  # after /tmp, where Python may be installed
+        command += ["--dir", os.path.dirname(path)]  # makes parents that every user can enter
+        command += ["--ro-bind-try", path, path]
+    return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
+
+
+REMEDY = """On Linux, install bubblewrap 0.8 or newer (apt-get install bubblewrap). Where it may not
+make namespaces: on Ubuntu 24.04, sysctl -w kernel.apparmor_restrict_unprivileged_userns=0; in
+Docker, --cap-add SYS_ADMIN and --security-opt seccomp=unconfined, apparmor=unconfined,
+systempaths=unconfined. In a container that can be thrown away: --sandbox=none (root's programs run
+as another user, who has to read Python)."""
+
+# What runs in the sandbox. Its arguments are the file descriptors of the job, of the event "ready",
+# and of the output.
+DRIVER = """
+import contextlib, json, os, resource, sys, types
+
+job_file, ready, output = map(int, sys.argv[1:])
+job = json.load(open(job_file))
+for limit, value in job["limits"].items():
+    with contextlib.suppress(ValueError):  # the hard limit is lower already
+        resource.setrlimit(getattr(resource, "RLIMIT_" + limit), (value, value))
+open("/proc/self/oom_score_adj", "w").write("1000")  # the first to end when memory runs out
+os.sched_setaffinity(0, [job["core"]])
+if job["user"]:
+    os.setgroups([])
+    os.setgid(job["user"])
+    os.setuid(job["user"])  # drops all capabilities
+
+name = job["name"]
+module = types.ModuleType("solution" if name else "__main__")
+sys.modules[module.__name__] = module
+sys.argv = ["solution.py"]
+exec(job["prelude"], vars(module))
+vars(module).pop(name, None)  # the prelude's own gcd is no solution
+os.eventfd_write(ready, 1)  # the time limit begins here
+
+lines = sys.stdin.buffer.read().split(b"\\n") if name else []
+with contextlib.suppress(SystemExit):  # whatever its status, as in LiveCodeBench
+    exec(compile(job["program"], "solution.py", "exec"), vars(module))
+if name:
+    owner = module.Solution() if hasattr(module, "Solution") else module
+    value = getattr(owner, name)(*map(json.loads, lines))
+    value = list(value) if isinstance(value, tuple) else value
+    text = json.dumps(value, default=lambda scalar: scalar.item())  # numpy's scalars
+    if json.loads(text) != value:  # tuples inside, keys that are not strings
+        raise TypeError("JSON hides what this value is")
+    os.write(output, text.encode())
+    os._exit(0)
+"""
+
+# Judging: LiveCodeBench
 
 
 def extract_code(response: str) -> str:
-    """Return the last fenced block of a response that says it is Python, or else the last; its end may be
-    missing. Without a block, what is in the last <answer> tag."""
+    """Return the last fenced block that says it is Python, else the last block, whose end may be
+    missing; without a block, the content of the last <answer> tag.
+
+    "So:\\n```python\\nprint(1)\\n```\\nIt prints:\\n```\\n1\\n```" -> "print(1)"
+    """
     end = r"(?:^[ \t]*```(?!\w)|```[ \t]*(?:</answer>|\r?$)|\Z)"
     blocks = re.findall(r"```([\w+#.-]*)[ \t]*\r?\n(.*?)" + end, response, re.DOTALL | re.MULTILINE)
     _, tag, inside = response.rpartition("</answer>")[0].rpartition("<answer>")
     in_python = [code for language, code in blocks if re.fullmatch("(?i)py(thon)?3?", language)]
     in_any = [code for _, code in blocks]
-    return textwrap.dedent((in_python or in_any or [inside if tag else ""])[-1]).strip("\n")
+    candidates = in_python or in_any or [inside if tag else ""]
+    return textwrap.dedent(candidates[-1]).strip("\n")
 
 
 def same_output(out: bytes | None, expected: str, returned: bool) -> bool:
-    """Judge by the rules of LiveCodeBench's lcb_runner/evaluation/testing_util.py: a returned value (JSON) by
-    value; what is printed line by line, stripped, as text or as Decimal tokens."""
-    most = 1000 + 10 * len(
-        expected.encode(errors="surrogatepass")
-    )  # bytes; 0.500000 is right for 0.5
-    if out is None or len(out) > most:
+    """Whether an output is the expected one (LiveCodeBench, lcb_runner/evaluation/testing_util.py).
+
+    A returned value, in JSON, is compared by value. Printed lines are compared as stripped text, or
+    token by token as decimal numbers: "1.0 2" equals "1 2.0".
+    """
+    longest = 1000 + 10 * len(expected.encode(errors="surrogatepass"))  # 0.500000 may stand for 0.5
+    if out is None or len(out) > longest:
         return False
     try:
-        if returned:  # Python reads no int of more than 4,300 digits; a Decimal of it is as exact
+        if returned:  # Python refuses an int of over 4,300 digits; Decimal reads it, as exactly
             return json.loads(out, parse_int=Decimal) == json.loads(expected, parse_int=Decimal)
-        printed, wanted = (
-            text.strip().split("\n") for text in (out.decode(errors="replace"), expected)
-        )
-        for mine, theirs in zip(printed, wanted, strict=True):
-            tokens = theirs.split()
-            given = mine.split(None, len(tokens))  # one more, if there are more
-            if mine.strip() != theirs.strip() and [*map(Decimal, given)] != [*map(Decimal, tokens)]:
+        lines = out.decode(errors="replace").strip().split("\n")
+        expected_lines = expected.strip().split("\n")
+        for line, expected_line in zip(lines, expected_lines, strict=True):
+            expected_tokens = expected_line.split()
+            tokens = line.split(None, len(expected_tokens))  # one more, if there are more
+            is_same_text = line.strip() == expected_line.strip()
+            if not is_same_text and [*map(Decimal, tokens)] != [*map(Decimal, expected_tokens)]:
                 return False
         return True
-    except (
-        ValueError,
-        RecursionError,
-        InvalidOperation,
-    ):  # other lines, no JSON, too deep, no numbers
-        return False
+    except (ValueError, RecursionError, InvalidOperation):
+        return False  # another number of lines, no JSON, nested too deeply, no numbers
 
 
 def find_wrong_test(
     code: str, tests: list, fn_name: str | None = None, seconds: float = 6.0
 ) -> str:
-    """Run a program on tests, [input, expected output] each, up to the first that is wrong; return what is
-    wrong with it, or "". fn_name is LiveCodeBench's metadata["func_name"]; seconds are a test's."""
+    """Run a program on its tests up to the first wrong one. Return what is wrong there, or "".
+
+    Args:
+        tests: [input, expected output] pairs
+        fn_name: LiveCodeBench's metadata["func_name"]; None if the program prints
+        seconds: time limit of each test
+    """
     require(
         tests, "a LiveCodeBench problem without tests: nothing can be graded by it, load it again"
     )
     if not code.strip():
         return "no code in the response"
-    for number, (given, expected) in enumerate(tests, 1):
-        out, error = run_test(code, fn_name, given, seconds, memory=4)
-        if not same_output(out, expected, fn_name is not None):
+    for number, (test, expected) in enumerate(tests, 1):
+        out, error = run_test(code, fn_name, test, seconds, memory=4)
+        if not same_output(out, expected, returned=fn_name is not None):
             got = "" if out is None else f"got {out[:200].decode(errors='replace')!r}, "
-            return f"test {number} of {len(tests)}: {got}expected {expected[:200]!r}. {error[:200]}".strip()
+            wrong = f"{got}expected {expected[:200]!r}. {error[:200]}"
+            return f"test {number} of {len(tests)}: {wrong}".strip()
     return ""
 
 
@@ -1846,7 +2056,28 @@ def passes_livecodebench(
     return not find_wrong_test(code, tests, fn_name, seconds)
 
 
-# BigCodeBench's tests patch a solution's module and look into what it returns: they share its process
+# Judging: BigCodeBench. Its tests patch a solution's module and inspect what it returns, so both
+# run in one process.
+
+
+def find_failed_unittest(code: str, test: str, code_prompt: str, seconds: float = 240.0) -> str:
+    """Run a BigCodeBench problem's class TestCases on a solution. Return why it fails, or "".
+
+    As in bigcodebench/evaluate.py, code_prompt and `pass` stand before the solution, and the
+    libraries of Requirements/requirements-eval.txt have to be installed. Do not train on it: a
+    solution may patch unittest. seconds: time limit of all tests together.
+    """
+    source = json.dumps(f"{code_prompt}\n    pass\n{code}\n{test}")
+    out, error = run_test(UNITTESTS, "run_unittests", source, seconds, memory=32, prelude="")
+    return "" if out == b"true" else error[:400] or "not every test ran"
+
+
+def passes_bigcodebench(
+    code: str, test: str, entry_point: str, code_prompt: str, seconds: float = 240.0
+) -> bool:
+    return not find_failed_unittest(code, test, code_prompt, seconds)
+
+
 UNITTESTS = r"""
 import os, re, sys, types, unittest
 
@@ -1860,21 +2091,6 @@ def run_unittests(code):
         print(case, re.search(r"^(?!Traceback)\S.*", trace, re.MULTILINE)[0], file=sys.stderr)
     return result.testsRun > 0 and result.wasSuccessful() and not result.skipped
 """
-
-
-def find_failed_unittest(code: str, test: str, code_prompt: str, seconds: float = 240.0) -> str:
-    """Run the class TestCases of a BigCodeBench problem on a solution; return why it fails, or "". As in
-    bigcodebench/evaluate.py, code_prompt and `pass` stand before the solution, and all need the libraries of
-    Requirements/requirements-eval.txt. No reward: a solution may patch unittest. seconds: of all tests."""
-    given = json.dumps(f"{code_prompt}\n    pass\n{code}\n{test}")
-    out, error = run_test(UNITTESTS, "run_unittests", given, seconds, memory=32, prelude="")
-    return "" if out == b"true" else error[:400] or "not every test ran"
-
-
-def passes_bigcodebench(
-    code: str, test: str, entry_point: str, code_prompt: str, seconds=240.0
-) -> bool:
-    return not find_failed_unittest(code, test, code_prompt, seconds)
 
 
 # ---- The command line --------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def test_math500_is_split_by_a_hash_of_its_questions(hub):
     assert not {p.question for p in train} & {p.question for p in test}
     problem = test[0]
     assert (
-        problem.question.endswith(GRADERS["math"].ask)
+        problem.question.endswith(GRADERS["math"].instruction)
         and problem.kind == "math500"
         and problem.level > 0
     )
