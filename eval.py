@@ -47,6 +47,7 @@ from model import configure, read_json, write_json
 from workers import (
     LIMITS,
     PHRASES,
+    SOLVE_IT,
     Reply,
     WorkerError,
     demand_budget,
@@ -71,8 +72,6 @@ from workflow import (
     rollout_to_json,
     worker_writer,
 )
-
-SOLVE_IT = "Solve the question."
 
 
 @dataclass

@@ -95,7 +95,7 @@ class Settings:
     cost_weight: float = (
         0.0  # advantage lost with each dollar above the mean of a question's rollouts
     )
-    iterations: int = 120
+    iterations: int = 160
     n_questions: int = 32  # of an iteration
     ask_solved_probability: float = (
         0.1  # chance to be asked of a question whose kind is always answered; 1: each in its turn

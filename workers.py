@@ -574,7 +574,7 @@ def demand_budget(pool: list[Worker] | list[dict], budget: float, calls: int, wh
         print(sentence, flush=True)
 
 
-# ---- The laptop world: little honest programs that see what a worker sees, never the answer; their questions
+# ---- The laptop world: small honest programs that see what a worker sees, never the answer; their questions
 # Another trade is a row of TRADES, what it knows, and rows of KINDS that need it.
 
 QUESTION, TASK = "Question:\n", "Your task:\n"  # how workflow.py words a turn
@@ -586,20 +586,17 @@ FRAMES = (
     "Give me {}.",
 )  # the sentences around an expression
 SIGNS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
-ORDERS = {  # a word that the coder obeys: a phrase with it, what it does, what questions say for it
-    "reverse": ("Reverse it.", lambda word: word[::-1], "turned around"),
-    "capitals": ("Write it in capitals.", str.upper, "shouted"),
-    "vowels": (
-        "Leave out the vowels.",
-        lambda word: re.sub("[aeiouAEIOU]", "", word),
-        "thinned out",
-    ),
+SPELLINGS = {  # what a question says -> the coder's instruction, and what it does to a word
+    "turned around": ("Reverse it.", lambda word: word[::-1]),
+    "shouted": ("Write it in capitals.", str.upper),
+    "thinned out": ("Leave out the vowels.", lambda word: re.sub("[aeiouAEIOU]", "", word)),
 }
-PHRASES = (
-    "Work it out.",
-    "Find the value.",
-    *(phrase for phrase, _, _ in ORDERS.values()),
-)  # subtasks
+
+# A worker obeys an instruction of its own trade. Of the messages with a vague instruction, or with
+# none, it works on this share; of those with an instruction of another trade, on that one.
+VAGUE_WORKS, OTHERS_WORK = 0.7, 0.3
+VAGUE = ("Work it out.", "Find the value.")
+SOLVE_IT = "Solve the question."  # vague, too: what systems without subtasks tell every worker
 
 NUMERALS, ELEMENTS, COUNTRIES, WORDS = (
     words.split()
@@ -627,21 +624,26 @@ NAMES = {f"element number {n}": element for n, element in enumerate(ELEMENTS, 1)
 CITIES = dict(f"the capital of {pair}".split("-") for pair in COUNTRIES)
 FACTS = {**NUMBERS, **CITIES, **NAMES}
 
-TRADES = {  # what each understands in a text, and what it makes of a match of it, under one of the ORDERS
+TRADES = {  # name -> a pattern of what it understands, and what each instruction makes of a match
     "calculator": (
         r"\b(\d{1,6}) ([-+*]) (\d{1,6})\b",
-        lambda m, _: str(SIGNS[m[2]](int(m[1]), int(m[3]))),
+        {"Calculate it.": lambda m: str(SIGNS[m[2]](int(m[1]), int(m[3])))},
     ),
-    "translator": (r"\w+", lambda m, _: SPANISH.get(m[0], m[0])),
+    "translator": (r"\w+", {"Translate it.": lambda m: SPANISH.get(m[0], m[0])}),
     "librarian": (
         r"the (atomic number|capital) of \w+|element number \d+",
-        lambda m, _: FACTS.get(m[0], m[0]),
+        {"Look it up.": lambda m: FACTS.get(m[0], m[0])},
     ),
     "coder": (
-        r"\b(\w+) (turned around|shouted|thinned out)",
-        lambda m, order: ORDERS[order][1](m[1]),
+        rf"\b(\w+) ({'|'.join(SPELLINGS)})",
+        {
+            instruction: lambda m, spell=spell: spell(m[1])
+            for instruction, spell in SPELLINGS.values()
+        },
     ),
 }
+# The subtasks of random workflows.
+PHRASES = (*VAGUE, *itertools.chain(*(instructions for _, instructions in TRADES.values())))
 LOCAL = {
     "local": [*TRADES, "generalist"],
     "local:pairs": [
@@ -662,9 +664,9 @@ def sums(left: dict, right: dict) -> dict:
 
 
 def spelled(values: dict) -> dict:
-    """Every expression with every wish of how to spell its value."""
-    pairs = itertools.product(values.items(), ORDERS.values())
-    return {f"{name} {wish}": work(value) for (name, value), (_, work, wish) in pairs}
+    """Return every expression with every wish of how to spell its value."""
+    pairs = itertools.product(values.items(), SPELLINGS.items())
+    return {f"{name} {wish}": spell(value) for (name, value), (wish, (_, spell)) in pairs}
 
 
 KINDS = {  # of question: whom it needs, and its expressions with their values
@@ -698,35 +700,75 @@ def hashed(what: str, asked) -> float:
     return int.from_bytes(digest[:4], "big") / 2**32
 
 
-def rewrite(text: str, trade: str, order: str) -> str:
-    """A text with a trade's work done, "" if there is none. The rest stays: another can go on from there."""
-    pattern, work = TRADES[trade]
-    rewritten = re.sub(pattern, lambda match: work(match, order), text)
-    answer = re.sub(
-        r"^(?:What is|Find|Tell me|Give me) (\S+)[?.]\Z", r"\1", rewritten
-    )  # "What is 7?" is 7.
+def rewrite(text: str, trade: str, instruction: str) -> str:
+    """Return the text with a trade's work done in it, or "" where there is nothing to do.
+
+    The rest of the text stays, so that another worker can continue:
+    rewrite("Find dos + 3.", "translator", "Translate it.") is "Find 2 + 3.".
+    """
+    pattern, works = TRADES[trade]
+    rewritten = re.sub(pattern, works[instruction], text)
+    # "What is 7?" becomes "7".
+    answer = re.sub(r"^(?:What is|Find|Tell me|Give me) (\S+)[?.]\Z", r"\1", rewritten)
     return answer if rewritten != text else ""
 
 
+def guess(trade: str, question: str) -> str:
+    """Return one of a trade's instructions, always the same for a question."""
+    own = list(TRADES[trade][1])
+    return own[int(len(own) * hashed("order", question))]
+
+
+def instruction_heard(trade: str, subtask: str, question: str, messages: list[dict]) -> str:
+    """Return the instruction that a worker of this trade follows, or "" if it does not know what to do."""
+
+    def is_told(instruction):
+        words = re.escape(instruction.rstrip("."))
+        return re.search(rf"\b{words}\b", subtask, re.IGNORECASE)
+
+    own = list(filter(is_told, TRADES[trade][1]))
+    if own:
+        return own[0]
+    if any(is_told(instruction) for instruction in PHRASES if instruction not in VAGUE):
+        share = OTHERS_WORK
+    elif not subtask or any(map(is_told, (*VAGUE, SOLVE_IT))):
+        share = VAGUE_WORKS
+    else:
+        share = 0.0
+    works = hashed(f"{trade} listens", messages) < share
+    return guess(trade, question) if works else ""
+
+
 def specialist(name: str, messages: list[dict]) -> str:
-    """What a local worker says. One of a trade works on the last response that it sees, else on the question;
-    a coder who is told no order guesses. The generalist tries every trade on one prompt in eight."""
-    question = messages[0]["content"].removeprefix(QUESTION).partition("\n\n" + TASK)[0]
-    subtask = messages[-1]["content"].partition(TASK)[2].lower()
-    texts = [
-        question,
-        *(message["content"] for message in messages if message["role"] == "assistant"),
-    ]
-    guess = list(ORDERS)[int(len(ORDERS) * hashed("order", question))]
+    """Return what a local worker says.
+
+    A worker of a trade works on the last response that it is shown, otherwise on the question. The
+    question is in the last user turn that begins with QUESTION; an earlier conversation may precede
+    it. The generalist tries every trade on one prompt in eight.
+    """
+    # Find the question, the responses after it, and the subtask.
+    users = [i for i, message in enumerate(messages) if message["role"] == "user"] or [0]
+    asking = [i for i in users if messages[i]["content"].startswith(QUESTION)] or users
+    asked, *later = messages[asking[-1] :]
+    question = asked["content"].removeprefix(QUESTION).partition("\n\n" + TASK)[0]
+    responses = [message["content"] for message in later if message["role"] == "assistant"]
+    subtask = messages[-1]["content"].partition(TASK)[2].strip()
+
+    # Answer in the worker's manner.
     if name == "generalist":
         chance = hashed(name, messages)
-        answers = [rewrite(question, trade, guess) for trade in TRADES if chance < 1 / 8]
+        if chance >= 1 / 8:
+            return f"I think it is {chance * 100:.0f}."
+        answers = [rewrite(question, trade, guess(trade, question)) for trade in TRADES]
         return next(filter(None, answers), f"I think it is {chance * 100:.0f}.")
     sort, _, trade = name.rpartition(" ")
     if hashed(sort, messages) >= SKILL[sort]:
         return "I have lost the thread."
-    order = next((order for order in ORDERS if order in subtask), guess)
-    return rewrite(texts[-1], trade, order) or f"I am a {trade}; I find nothing here to work on."
+    instruction = instruction_heard(trade, subtask, question, messages)
+    if not instruction:
+        return f"I am a {trade}; I do not know what to do."
+    text = [question, *responses][-1]
+    return rewrite(text, trade, instruction) or f"I am a {trade}; I find nothing here to work on."
 
 
 # ---- The server: OpenAI's chat completions on loopback, for the specialists and for workflow.py ------------

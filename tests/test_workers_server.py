@@ -1,9 +1,8 @@
-"""The loopback server against OpenAI's API reference and odd clients; the laptop world."""
+"""The loopback server against OpenAI's API reference and odd clients; the local pool's process."""
 
 import contextlib
 import json
 import os
-import random
 import re
 import signal
 import socket
@@ -17,14 +16,9 @@ import requests
 
 import workers
 from workers import (
-    KINDS,
     LOCAL,
-    PHRASES,
-    QUESTION,
-    TASK,
     Handler,
     SpecialistHandler,
-    laptop_questions,
     load_pool,
     loopback_server,
     specialist,
@@ -231,93 +225,6 @@ def test_a_client_that_hangs_up_is_seen():
         assert waits.wait(60) and not gone.is_set()
         conn.close()
         assert gone.wait(60)
-
-
-def chat(question, subtask, *turns):
-    """A chat as workflow.py words it."""
-    said = [
-        {"role": role, "content": text}
-        for past, response in turns
-        for role, text in (("user", TASK + past), ("assistant", response))
-    ]
-    said.append({"role": "user", "content": TASK + subtask})
-    said[0]["content"] = f"{QUESTION}{question}\n\n{said[0]['content']}"
-    return said
-
-
-NOTHING, LOST = "I am a {}; I find nothing here to work on.", "I have lost the thread."
-
-
-@pytest.mark.parametrize(
-    "name, asked, reply",
-    [
-        ("calculator", chat("What is 6 * 7?", "Work it out."), "42"),
-        (
-            "calculator",
-            chat("What is 6 * 7?", "Work it out.", ("Do.", "3 - 5 is left")),
-            "-2 is left",
-        ),
-        ("calculator", chat("What is diez + 4?", "Work it out."), NOTHING.format("calculator")),
-        ("translator", chat("Find diez + 4.", "Say it."), "Find 10 + 4."),
-        (
-            "librarian",
-            chat("Find the capital of Cuba shouted.", "Recall it."),
-            "Find Havana shouted.",
-        ),
-        ("librarian", chat("Give me element number 8.", "Recall it."), "oxygen"),
-        (
-            "coder",
-            chat("Find Lima shouted.", "Reverse it."),
-            "amiL",
-        ),  # It obeys the subtask, not the question.
-        ("coder", chat("Find Lima shouted.", "Leave the VOWELS out."), "Lm"),
-        (
-            "junior librarian",
-            chat("What is the atomic number of iron - dos?", "Solve it."),
-            "What is 26 - dos?",
-        ),
-        ("tired translator", chat("Give me element number 8 shouted.", "Work it out."), LOST),
-        ("generalist", [{"role": "user", "content": "What is 6 * 7?"}], "I think it is 20."),
-    ],
-)
-def test_what_specialists_say(name, asked, reply):
-    """The same to the same chat, always: with other replies the laptop run would be another experiment."""
-    assert specialist(name, asked) == specialist(name, asked) == reply
-
-
-def solve(kind, question, phrase):
-    """What the specialists that a kind needs answer in turn, if each is told a phrase."""
-    turns = []
-    for trade in KINDS[kind][0]:
-        turns.append((phrase, specialist(trade, chat(question, phrase, *turns))))
-    return turns[-1][1]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_specialists_that_a_kind_needs_solve_it_and_fewer_do_not(kind):
-    questions = [
-        row for row in laptop_questions("train") + laptop_questions("test") if row[0] == kind
-    ]
-    for _, question, answer in random.Random(kind).sample(questions, 40):
-        assert answer in [solve(kind, question, phrase) for phrase in PHRASES]
-        assert all(
-            specialist(name, chat(question, phrase)) != answer
-            for name in LOCAL["local"][:-1]
-            for phrase in PHRASES
-            if len(KINDS[kind][0]) > 1
-        )
-
-
-def test_questions_are_split_by_their_expressions():
-    train, test = laptop_questions("train"), laptop_questions("test")
-
-    def expressions(questions):
-        return {re.sub(r"^(What is|Find|Tell me|Give me) |[?.]$", "", row[1]) for row in questions}
-
-    assert not expressions(train) & expressions(test)
-    assert 0.2 < len(test) / len(train + test) < 0.3
-    assert {kind for kind, _, _ in train} == {kind for kind, _, _ in test} == set(KINDS)
-    assert ("foreign", "Find dos * tres.", "6") in train + test
 
 
 def test_a_local_pool_is_free_and_answers_over_http():
