@@ -1,14 +1,16 @@
-"""Batched generation with a KV cache: one prefill per prompt, many rollouts.
+"""Batched generation with a KV cache whose prompt part is shared by all rollouts of a prompt.
 
     python sample.py --checkpoint=Qwen/Qwen2.5-0.5B-Instruct "a prompt"      or a folder
 
-GRPO asks the same prompt n times, so a prompt's keys and values are computed and stored once, and each
-rollout stores only its own. The rollouts form a grid of Q prompts × R rows. A step feeds each row's newest
-token to the model; its query q sees both parts, [shared prompt | own tokens], under one softmax:
+GRPO samples n rollouts of every prompt. The prompt's keys and values are computed and stored once;
+each rollout stores only those of its own tokens. The rollouts form a grid of Q prompts × R rows. A
+step feeds the newest token of every row to the model. The token's query q attends to the prompt
+and to the row's own tokens under one softmax:
 
     w = softmax([q · K_prompt | q · K_own] / √D),    y = w_prompt · V_prompt + w_own · V_own
 
-This is `attend_shared`. Finished rows go on drawing, in vain, until `compact` drops them. Next: workers.py.
+`attend_shared` computes this. The row of a finished rollout goes on drawing tokens that nobody
+reads, until `compact` drops it. Read workers.py next.
 """
 
 import hashlib
@@ -21,25 +23,28 @@ import torch
 
 from model import Qwen, Tokenizer, causal, compute_dtype, configure, matmul_fp32
 
-CHECK = 8  # steps from one look for finished rows to the next
-BUCKET = {"cuda": 128, "cpu": 32}  # steps from one `compact` to the next; a multiple of CHECK
-PAD = {"cuda": 64, "cpu": 1}  # lengths are padded to a multiple of this, which tensor cores like
-PREFILL_TOKENS = 8192  # prompt tokens that are computed at once
+CHECK = 8  # steps between two looks for finished rollouts
+BUCKET = {"cuda": 128, "cpu": 32}  # steps between two calls of `compact`; a multiple of CHECK
+PAD = {"cuda": 64, "cpu": 1}  # lengths are padded to a multiple of this, for tensor cores
+PREFILL_TOKENS = 8192  # prompt tokens in one forward pass
 
 
 @dataclass
 class Completion:
-    tokens: list[int]  # the end token included when finished
-    logprobs: list[
-        float
-    ]  # of each token under the sampling distribution (greedy: at temperature 1)
+    """One rollout: its token ids and the log-probability with which each was drawn.
+
+    A greedy rollout has the log-probabilities at temperature 1.
+    """
+
+    tokens: list[int]  # with the end token, if finished
+    logprobs: list[float]
     finished: bool  # False: cut off at max_new_tokens
 
 
 def generate(
     model: Qwen, prompts: list[list[int]], n: int = 1, *args, **settings
 ) -> list[list[Completion]]:
-    """All that generate_each yields, as [prompt][rollout]."""
+    """Return n rollouts of each prompt as [prompt][rollout]; the arguments are generate_each's."""
     completions = [[None] * n for _ in prompts]
     for i, j, completion in generate_each(model, prompts, n, *args, **settings):
         completions[i][j] = completion
@@ -58,11 +63,20 @@ def generate_each(
     n_ids: int | None = None,
     numbers: list[list[int]] | None = None,
 ):
-    """Sample n rollouts of each prompt; yield (prompt index, rollout index, Completion) as each ends.
+    """Sample n rollouts of each prompt; yield (prompt index, rollout index, Completion) as each
+    ends.
 
-    prompts: token ids. A temperature below 1e-6 is greedy. eos_id: what ends a rollout. n_ids: only ids below
-    it are drawn, as Qwen2.5 pads its vocabulary. numbers: of each prompt's n rollouts, else 0 … n-1. A draw
-    depends on the seed, the prompt (and which repeat of it) and the rollout's number, and on nothing else."""
+    A rollout depends on the seed, its prompt, its number, and how often the same prompt stood
+    earlier in the list. It does not depend on the other prompts or on the number of rollouts.
+
+    Args:
+        prompts: Token ids.
+        temperature: Below 1e-6 the likeliest token is taken.
+        eos_id: The id or ids that end a rollout.
+        n_ids: Only ids below it are drawn. (Qwen2.5's vocabulary is padded with unused ids.)
+        numbers: The numbers of each prompt's n rollouts; 0 … n-1 unless given. Ranks that sample
+            different numbers of one prompt together sample what one rank would.
+    """
     if (
         not prompts
         or not all(prompts)
@@ -73,94 +87,131 @@ def generate_each(
         raise ValueError(
             "generate needs prompts with tokens, n and max_new_tokens >= 1 and temperature >= 0"
         )
-    seeds = torch.tensor(
-        row_seeds(prompts, numbers or [range(n)] * len(prompts), seed)
-    )  # (len(prompts), n)
-    rest = (max_new_tokens, partial(draw, temperature=temperature, n_ids=n_ids), eos_id)
+    numbers = numbers or [range(n)] * len(prompts)
+    seeds = torch.tensor(row_seeds(prompts, numbers, seed))  # (len(prompts), n)
+    draw_from = partial(draw, temperature=temperature, n_ids=n_ids)
+
+    # Each grid is freed before the next one is made, because its cache is large.
     Q, R = grid_shape(model, max(map(len, prompts)), max_new_tokens, n)
     for i in range(0, len(prompts), Q):
-        for j in range(0, n, R):  # A grid is gone before the next is made, as its cache is large.
-            for q, r, completion in Grid(
-                model, prompts[i : i + Q], seeds[i : i + Q, j : j + R], *rest
-            ).run():
+        for j in range(0, n, R):
+            some = (prompts[i : i + Q], seeds[i : i + Q, j : j + R])
+            for q, r, completion in Grid(model, *some, max_new_tokens, draw_from, eos_id).run():
                 yield i + q, j + r, completion
 
 
 def grid_shape(model, longest: int, max_new_tokens: int, n: int) -> tuple[int, int]:
-    """How many prompts and how many of their n rollouts one grid holds. Its keys and values take at most a
-    fifth of a GPU's memory, for which a 7B leaves room on 24 GB, or some 2 GiB of a CPU's."""
+    """Return how many prompts and how many of their n rollouts one grid holds.
+
+    The keys and values of a grid take at most 2 GiB of a CPU's memory, or a fifth of a GPU's: a 7B
+    leaves that much of 24 GB.
+    """
     device = model.device
-    limit = (
-        torch.cuda.get_device_properties(device).total_memory // 5
-        if device.type == "cuda"
-        else 2 << 30
-    )
+    limit = 2 << 30  # bytes
+    if device.type == "cuda":
+        limit = torch.cuda.get_device_properties(device).total_memory // 5
+
     channels = model.config.num_key_value_heads * model.config.head_dim
     token = 2 * len(model.model.layers) * channels * model.lm_head.weight.itemsize  # bytes
-    prompt, row = (token * padded(length, device) for length in (longest, max_new_tokens))
-    R = math.ceil(n / math.ceil(n / max(1, (limit - prompt) // row)))  # equal shares of n
-    return max(1, limit // (prompt + R * row)), R
+    prompt = token * padded(longest, device)
+    row = token * padded(max_new_tokens, device)
+
+    rows_that_fit = max(1, (limit - prompt) // row)
+    n_grids = math.ceil(n / rows_that_fit)
+    R = math.ceil(n / n_grids)  # equal shares of n
+    Q = max(1, limit // (prompt + R * row))
+    return Q, R
 
 
 def padded(length: int, device) -> int:
+    """Return the length rounded up to a multiple of PAD."""
     return math.ceil(length / PAD[device.type]) * PAD[device.type]
 
 
+# ---- Attention -----------------------------------------------------------------------------------
+
+
 def attend_shared(grid, layer_idx, q, k, v):
-    """Attention of each row's newest token, own token number t - 1: N = Q*R rows, q (N, H, 1, D), k and v
-    (N, Hkv, 1, D), which it stores. It sees its prompt's P places and T own places; grid.mask is -inf where
-    these are padding or still empty. G query heads share a key-value head. Returns (N, H, 1, D)."""
-    Q, R, P, T, Hkv, D = grid.Q, grid.R, grid.P, grid.T, k.shape[1], k.shape[3]
+    """Store the newest token's key and value of each row, and return its attention (N, H, 1, D).
+
+    q is (N, H, 1, D), k and v are (N, Hkv, 1, D), for N = Q*R rows that all have t own tokens. A
+    row sees the P places of its prompt and T places of its own; grid.mask is -inf where a place is
+    padding or still empty. G = H/Hkv query heads share one head of keys and values.
+    """
+    Q, R, P, T = grid.Q, grid.R, grid.P, grid.T
+    Hkv, D = k.shape[1], k.shape[3]
     prompt_k, prompt_v = grid.prompt_kv[layer_idx]  # each (Q, Hkv, P, D)
     own_kv = grid.own_kv[layer_idx][..., :T, :]  # (2, N, Hkv, T, D)
-    own_kv.index_copy_(3, grid.t - 1, torch.stack((k, v)).to(own_kv.dtype))  # into the cache
+    own_kv.index_copy_(3, grid.t - 1, torch.stack((k, v)).to(own_kv.dtype))
     own_k, own_v = own_kv.unflatten(1, (Q, R))  # each (Q, R, Hkv, T, D)
+
+    # Scores. All R*G queries of a prompt and a head are one matrix, as they meet the same keys.
     own_q = q.view(Q, R, Hkv, -1, D)  # (Q, R, Hkv, G, D)
     own_scores = matmul_fp32(own_q, own_k.mT)  # (Q, R, Hkv, G, T)
-    prompt_q = own_q.transpose(1, 2).flatten(2, 3)  # (Q, Hkv, R*G, D): all rows look at one prompt
+    prompt_q = own_q.transpose(1, 2).flatten(2, 3)  # (Q, Hkv, R*G, D)
     prompt_scores = matmul_fp32(prompt_q, prompt_k.mT).view(Q, Hkv, R, -1, P)  # (Q, Hkv, R, G, P)
+
+    # One softmax over both.
     scores = torch.cat((prompt_scores, own_scores.transpose(1, 2).contiguous()), -1)
     mask = grid.mask[:, None, None, None, : P + T]
     scores = torch.add(mask, scores, alpha=D**-0.5)  # mask + scores / √D: (Q, Hkv, R, G, P + T)
     weights = scores.softmax(-1).to(own_kv.dtype)
-    y = matmul_fp32(weights[..., P:].transpose(1, 2), own_v)  # (Q, R, Hkv, G, D)
+
+    # The weighted mean of the values.
+    own_y = matmul_fp32(weights[..., P:].transpose(1, 2), own_v)  # (Q, R, Hkv, G, D)
     prompt_y = matmul_fp32(weights[..., :P].flatten(2, 3), prompt_v)  # (Q, Hkv, R*G, D)
-    y = y + prompt_y.view(Q, Hkv, R, -1, D).transpose(1, 2)
+    y = own_y + prompt_y.view(Q, Hkv, R, -1, D).transpose(1, 2)
     return y.to(k.dtype).view(q.shape)
 
 
-# ---- The grid -------------------------------------------------------------------------------------------
+# ---- The grid ------------------------------------------------------------------------------------
+
+
 class Grid:
-    """The rollouts that are being sampled: Q prompts × R rows, N = Q*R cells, all with t tokens of their own.
-    The newest of these, number t - 1, was drawn and not yet fed to the model: `decode` does that. P is the
-    padded length of the prompts, T the room for own tokens that a step looks at, V the number of ids."""
+    """The rollouts that are being sampled: Q prompts × R rows, N = Q*R cells.
+
+    Every cell has drawn t tokens. The newest one, number t - 1, is not yet part of the cache;
+    `decode` feeds it to the model. P is the padded length of the prompts, T the number of places
+    for own tokens that a step looks at, V the number of ids.
+
+    A finished rollout keeps its cell until `compact` drops it. So `rollouts`, `seeds` and `newest`
+    have one entry for each cell that is left, and `tokens`, `logprobs` and `lengths` one for each
+    rollout that the grid started with.
+    """
 
     def __init__(self, model, prompts, seeds, max_new_tokens, draw_from, eos_id):
+        """Allocate the grid. seeds are (Q, R), in the order of prompts.
+
+        draw_from maps logits (N, V) and uniforms (N) to tokens (N) and their log-probabilities (N).
+        """
         self.model = model
         self.prompts = prompts
-        self.draw_from = (
-            draw_from  # logits (N, V), uniforms (N) -> tokens and log-probabilities (N)
-        )
+        self.draw_from = draw_from
         self.device = model.device
-        self.Q, self.R = self.shape = seeds.shape  # `compact` makes Q and R smaller
+        self.shape = seeds.shape
+        self.Q, self.R = seeds.shape  # `compact` makes them smaller
         self.P = padded(max(map(len, prompts)), self.device)
         room = padded(max_new_tokens, self.device)
         self.T = min(BUCKET[self.device.type], room)
-        self.steps = 0  # taken since the shapes changed
-        self.graph = None  # the captured step
+        self.steps = 0  # since the shapes changed
+        self.graph = None  # the CUDA graph of a step
         N = seeds.numel()
-        self.going = list(range(N))  # the rollouts that were not harvested
+        self.running = list(range(N))  # the rollouts that were not yielded yet
+
         with self.device:
-            self.tokens = torch.zeros(N, max_new_tokens, dtype=torch.long)  # of each rollout
+            # What the rollouts are.
+            self.tokens = torch.zeros(N, max_new_tokens, dtype=torch.long)
             self.logprobs = torch.zeros(N, max_new_tokens, dtype=torch.float32)
             self.lengths = torch.zeros(N, dtype=torch.long)  # 0 while a rollout goes on
             self.ends = torch.tensor(eos_id, dtype=torch.long).view(-1)
             self.t = torch.zeros(1, dtype=torch.long)
-            # The cells. A finished rollout stays in its cell until it is compacted away.
-            self.rollouts = torch.arange(N)  # the number of the one that a cell holds
+
+            # What is in the cells.
+            self.rollouts = torch.arange(N)  # the number of a cell's rollout
             self.seeds = seeds.flatten().to(self.device)
             self.newest = torch.zeros(N, dtype=torch.long)  # each cell's last token
-            # What is added to scores: -inf where a prompt is padded, and for own tokens that are yet to come.
+
+            # Added to scores: -inf for a prompt's padding and for own tokens that are yet to come.
             self.prompt_length = torch.tensor([len(prompt) for prompt in prompts])  # (Q)
             is_prompt = torch.arange(self.P + room) < self.prompt_length[:, None]
             self.mask = torch.where(is_prompt, 0.0, -torch.inf)  # (Q, P + room)
@@ -169,28 +220,28 @@ class Grid:
 
     def run(self):
         """Yield (row, column, Completion) of each rollout as it ends."""
-        self.prefill()  # draws every rollout's first token
-        most = self.tokens.shape[1]
-        for count in range(1, most + 1):  # how many tokens every rollout has
-            if count % CHECK == 0 or count == most:
-                yield from self.harvest(count, last=count == most)
-            if not self.going:
+        self.prefill()
+        max_new_tokens = self.tokens.shape[1]
+        for count in range(1, max_new_tokens + 1):  # how many tokens every cell has drawn
+            is_last = count == max_new_tokens
+            if count % CHECK == 0 or is_last:
+                yield from self.harvest(count, is_last)
+            if not self.running:
                 return
             if count % BUCKET[self.device.type] == 0:
                 compact(self)
             self.step()
 
     def prefill(self):
-        """Keep the prompts' keys and values, not too many at once, and draw every rollout's first token."""
+        """Store the prompts' keys and values, some at a time, and draw all first tokens."""
         logits = []
         at_once = max(1, PREFILL_TOKENS // self.P)
-        for begin in range(0, self.Q, at_once):
-            rows = slice(begin, begin + at_once)
+        for start in range(0, self.Q, at_once):
+            rows = slice(start, start + at_once)
             prompts = self.prompts[rows]
             width = padded(max(map(len, prompts)), self.device)
-            ids = [
-                p + [0] * (width - len(p)) for p in prompts
-            ]  # Causal attention never looks to the right.
+            # Causal attention never looks at the padding, which is on the right.
+            ids = [prompt + [0] * (width - len(prompt)) for prompt in prompts]
             last = self.prompt_length[rows, None, None] - 1  # (q, 1, 1)
 
             def attend(layer_idx, q, k, v):
@@ -200,34 +251,44 @@ class Grid:
             def head(hidden):  # (q, width, C) -> (q, V), of the last tokens only
                 return self.model.logits(hidden.take_along_dim(last, dim=1)[:, 0])
 
-            logits.append(
-                self.model(torch.tensor(ids, device=self.device), attend=attend, head=head)
-            )
+            ids = torch.tensor(ids, device=self.device)
+            logits.append(self.model(ids, attend=attend, head=head))
         self.draw_next(torch.cat(logits).repeat_interleave(self.R, 0))
 
     def step(self):
-        """Draw every cell's next token. On CUDA the first step at new shapes runs as it is, which readies the
-        libraries, the second is captured as a graph, which is replayed from then on."""
+        """Draw every cell's next token.
+
+        On CUDA the first step at new shapes runs as it is, which initialises the libraries. The
+        second one is captured as a graph, which is replayed from then on.
+        """
         if self.device.type == "cpu" or self.steps == 0:
             self.decode()
         else:
             if self.steps == 1:
-                # The graph before goes with this, and clears the capture stream's cuBLAS workspace (pytorch
-                # issue 193402). It lies in their common pool, which nobody else uses while there is one grid.
-                graph, pool = torch.cuda.CUDAGraph(), self.graph.pool() if self.graph else None
-                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                    self.decode()
-                self.graph = graph
+                self.capture()
             self.graph.replay()
         self.steps += 1
 
+    def capture(self):
+        """Capture `decode` as a CUDA graph."""
+        # The graph before is freed with this assignment, and its end clears the cuBLAS workspace of
+        # the capture stream (pytorch issue 193402). The workspace lies in the pool that both graphs
+        # share and that nobody else uses, since there is one grid at a time.
+        graph = torch.cuda.CUDAGraph()
+        pool = self.graph.pool() if self.graph else None
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            self.decode()
+        self.graph = graph
+
     def decode(self):
-        """Feed every cell's newest token and draw the next, in place and without waiting, as a graph must."""
+        """Feed every cell's newest token to the model and draw the next one.
+
+        All of it happens in place and without waiting for the device, as a graph requires.
+        """
         self.mask.index_fill_(1, self.P + self.t - 1, 0.0)  # the newest token becomes visible
         positions = (self.prompt_length + self.t - 1).repeat_interleave(self.R)[:, None]  # (N, 1)
-        logits = self.model(
-            self.newest[:, None], positions, partial(attend_shared, self)
-        )  # (N, 1, V)
+        attend = partial(attend_shared, self)
+        logits = self.model(self.newest[:, None], positions, attend)  # (N, 1, V)
         self.draw_next(logits[:, 0])
 
     def draw_next(self, logits):
@@ -241,39 +302,47 @@ class Grid:
         self.newest.copy_(token)
         self.t.add_(1)
 
-    def harvest(self, count: int, last: bool):
-        """Yield (row, column, Completion) of what newly ended, or of all that is left if `last`."""
+    def harvest(self, count: int, is_last: bool):
+        """Yield (row, column, Completion) of the rollouts that ended since the last call, or of all
+        that are left if `is_last`."""
         lengths = self.lengths.tolist()
-        ended = [i for i in self.going if last or lengths[i]]
-        self.going = [i for i in self.going if not (last or lengths[i])]
-        drawn = zip(
-            ended, self.tokens[:, :count][ended].tolist(), self.logprobs[:, :count][ended].tolist()
-        )
-        for i, tokens, logprobs in drawn:
+        ended = [i for i in self.running if is_last or lengths[i]]
+        self.running = [i for i in self.running if not (is_last or lengths[i])]
+        tokens = self.tokens[:, :count][ended].tolist()
+        logprobs = self.logprobs[:, :count][ended].tolist()
+        for i, its_tokens, its_logprobs in zip(ended, tokens, logprobs):
+            finished = lengths[i] > 0
             length = lengths[i] or count
-            yield (
-                *divmod(i, self.shape[1]),
-                Completion(tokens[:length], logprobs[:length], lengths[i] > 0),
-            )
+            row, column = divmod(i, self.shape[1])
+            yield row, column, Completion(its_tokens[:length], its_logprobs[:length], finished)
 
 
 def cache(model, rows: int, length: int) -> list:
-    """Room for each layer's keys and values. Zeros, as NaN would stay NaN under a weight of 0."""
-    dtype = (
-        torch.float32 if model.device.type == "cpu" else model.lm_head.weight.dtype
-    )  # as `causal` attends
+    """Return room for each layer's keys and values, (2, rows, Hkv, length, D) each.
+
+    It is filled with zeros, because a NaN would stay NaN under a weight of 0.
+    """
+    dtype = model.lm_head.weight.dtype
+    if model.device.type == "cpu":
+        dtype = torch.float32  # in which `causal` attends there
     shape = (2, rows, model.config.num_key_value_heads, length, model.config.head_dim)
     return [torch.zeros(shape, dtype=dtype, device=model.device) for _ in model.model.layers]
 
 
 def compact(grid: Grid):
-    """Drop prompts whose rollouts have all finished, keep of the others as many rows as the one with most
-    live rows needs, and let the next steps see BUCKET more own tokens. New shapes need a new CUDA graph."""
-    live = (grid.lengths[grid.rollouts] == 0).view(grid.Q, grid.R)
-    prompts = live.any(1).nonzero()[:, 0]  # (Q') those that go on
-    R = int(live.sum(1).max())  # the most live rows of a prompt
-    order = live[prompts].int().sort(dim=1, descending=True, stable=True).indices[:, :R]  # (Q', R)
-    cells = (prompts[:, None] * grid.R + order).flatten()  # (N')
+    """Drop finished rows, and let the next steps see BUCKET more own tokens.
+
+    Prompts whose rollouts have all finished are dropped. The others keep as many rows as the prompt
+    with the most running rollouts needs. New shapes need a new CUDA graph.
+    """
+    # Which prompts (Q') stay, and which R' cells of each: the running ones come first.
+    is_running = (grid.lengths[grid.rollouts] == 0).view(grid.Q, grid.R)
+    prompts = is_running.any(1).nonzero()[:, 0]  # (Q')
+    R = int(is_running.sum(1).max())
+    order = is_running[prompts].int().sort(dim=1, descending=True, stable=True).indices
+    cells = (prompts[:, None] * grid.R + order[:, :R]).flatten()  # (Q'*R')
+
+    # Move them to the front.
     if len(cells) < len(grid.rollouts):
         grid.rollouts = grid.rollouts[cells]
         grid.seeds = grid.seeds[cells]
@@ -285,52 +354,68 @@ def compact(grid: Grid):
             own_kv[:, : len(cells), :, : grid.T] = own_kv[:, cells, :, : grid.T]
             grid.prompt_kv[i] = prompt_kv[:, : len(prompts)]
             grid.own_kv[i] = own_kv[:, : len(cells)]
-        grid.Q, grid.R = len(prompts), R
+        grid.Q = len(prompts)
+        grid.R = R
+
     grid.T = min(grid.T + BUCKET[grid.device.type], grid.own_kv[0].shape[3])
     grid.steps = 0
 
 
-# ---- Draws ----------------------------------------------------------------------------------------------
+# ---- Draws ---------------------------------------------------------------------------------------
+
+
 def draw(logits, u, temperature=1.0, n_ids=None):
-    """Sample from logits (N, V) with uniforms u (N): tokens and their log-probabilities, (N) each. Only ids
-    below n_ids are drawn. A temperature below 1e-6 is greedy, with log-probabilities at 1."""
-    greedy = temperature < 1e-6
+    """Sample one id per row of logits (N, V), each by a uniform number from u (N).
+
+    Returns tokens (N) and their log-probabilities (N). Only ids below n_ids are drawn. A
+    temperature below 1e-6 takes the likeliest id, and its log-probability at temperature 1.
+    """
+    is_greedy = temperature < 1e-6
     logits = logits[:, :n_ids]
-    logp = (logits if greedy or temperature == 1 else logits / temperature).log_softmax(1)
-    mass = logp.exp().cumsum(-1)
-    target = u[:, None] * mass[:, -1:]  # (N, 1); even u = 0 draws no token of mass 0
-    tokens = (
-        logits.argmax(-1, True) if greedy else torch.searchsorted(mass, target, right=True)
-    )  # (N, 1)
+    scaled = logits if is_greedy or temperature == 1 else logits / temperature
+    logp = scaled.log_softmax(1)
+    if is_greedy:
+        tokens = logits.argmax(-1, True)  # (N, 1)
+    else:
+        # The token is the first whose cumulative probability exceeds u. The last sum is not quite
+        # 1, so it scales u. No token of probability 0 is drawn, even at u = 0.
+        mass = logp.exp().cumsum(-1)
+        tokens = torch.searchsorted(mass, u[:, None] * mass[:, -1:], right=True)
     return tokens[:, 0], logp.gather(-1, tokens)[:, 0]
 
 
 def uniform(seeds, step):
-    """One number in [0, 1) per row from its seed (int64) and the step (an int64 tensor), by splitmix64."""
-    z = (
-        seeds + (step + 1) * -0x61C8864680B583EB
-    )  # int64 wraps around; the constants are splitmix64's, signed
+    """Return a number in [0, 1) for each row from its seed (N, int64) and the step (int64).
+
+    It is output number `step` of the generator splitmix64, of which 23 bits are used. int64 wraps
+    around, and the constants are splitmix64's, as signed numbers.
+    """
+    z = seeds + (step + 1) * -0x61C8864680B583EB
     z = (z ^ (z >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
     z = (z ^ (z >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
     return (z >> 41 & (1 << 23) - 1).float() / (1 << 23)
 
 
 def row_seeds(prompts, numbers, seed: int) -> list[list[int]]:
-    """A 64-bit seed for each rollout, by the seed, the prompt, how often it was listed before, its number."""
+    """Return a 64-bit seed for each rollout of each prompt.
+
+    It is a hash of the seed, the prompt, how often this prompt stood earlier in the list, and the
+    rollout's number.
+    """
     seeds = []
     for i, prompt in enumerate(prompts):
         repeats = prompts[:i].count(prompt)
-        what = (seed, tuple(prompt), repeats) if repeats else (seed, tuple(prompt))
-        key = hashlib.blake2b(repr(what).encode()).digest()
-        digests = [
-            hashlib.blake2b(b"%d" % number, key=key, digest_size=8).digest()
-            for number in numbers[i]
-        ]
-        seeds.append([int.from_bytes(digest, "big", signed=True) for digest in digests])
+        identity = (seed, tuple(prompt), repeats) if repeats else (seed, tuple(prompt))
+        key = hashlib.blake2b(repr(identity).encode()).digest()
+        row = []
+        for number in numbers[i]:
+            digest = hashlib.blake2b(b"%d" % number, key=key, digest_size=8).digest()
+            row.append(int.from_bytes(digest, "big", signed=True))
+        seeds.append(row)
     return seeds
 
 
-# ---- The command line -----------------------------------------------------------------------------------
+# ---- The command line ----------------------------------------------------------------------------
 @dataclass
 class Settings:
     checkpoint: str = ""  # a folder in Hugging Face's layout, or a repository's name
