@@ -31,7 +31,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from html.entities import html5
 from typing import NamedTuple
 
@@ -54,6 +54,7 @@ from workers import (
     laptop_questions,
     load_function,
     load_pool,
+    once,
 )
 from workflow import (
     ASSETS,
@@ -1883,7 +1884,7 @@ def temporary_folder(stack: ExitStack, user: int | None) -> str:
     return folder
 
 
-@cache
+@once
 def free_cores() -> queue.SimpleQueue:
     """Return the queue of idle cores, one test each: this rank's share of the machine's cores."""
     rank = int(os.environ.get("LOCAL_RANK", 0))

@@ -42,6 +42,18 @@ connection.HTTPConnection.default_socket_options += [  # A probe a minute keeps 
 ]  # 0x10: on macOS
 
 
+def once(function):
+    """functools.cache for threads: simultaneous first callers get one and the same result."""
+    lock, cached = threading.Lock(), functools.cache(function)
+
+    @functools.wraps(function)
+    def locked():
+        with lock:
+            return cached()
+
+    return locked
+
+
 class WorkerError(Exception):
     """A call failed or was not made, which is no wrong answer. The text holds no key."""
 
@@ -947,7 +959,7 @@ def serve_specialists(port: int, wait=threading.Event().wait):
     wait()
 
 
-@functools.cache
+@once
 def local_server() -> tuple[str, subprocess.Popen]:
     """The specialists' server, once a process: its URL and process, which gets no key and ends with us."""
     keep = (

@@ -10,7 +10,8 @@ The Conductor writes Python lists: `messages` asks for them, `parse` reads them,
 `Rollout` is the record of all that. Workers and steps are counted from 0. Read grpo.py next."""
 
 import ast
-import functools
+import collections
+import contextlib
 import itertools
 import json
 import os
@@ -20,7 +21,6 @@ import sys
 import threading
 import time
 from dataclasses import asdict, dataclass, field, fields, replace
-from multiprocessing.pool import ThreadPool
 
 import torch
 
@@ -428,10 +428,50 @@ def call_id(rollout: Rollout, step: int | str) -> str:
     )
 
 
-@functools.cache
-def threads() -> ThreadPool:
-    """The threads that call workers and graders. As daemons they do not keep a program from its end."""
-    return ThreadPool(512)
+class Threads:
+    """Run jobs side by side, each in a thread, of which a new one starts where none is free.
+
+    ThreadPool of multiprocessing starts all its threads at once, and breaks where the system allows
+    fewer. That of concurrent.futures keeps a program from its end until the last call is answered.
+    """
+
+    def __init__(self, limit: int):
+        self.limit = limit  # threads
+        self.started = 0
+        self.idle = 0
+        self.jobs = collections.deque()  # (function, arguments, tell)
+        self.changed = threading.Condition()
+
+    def run(self, function, arguments: tuple, tell):
+        """Call function(*arguments) in a thread, and there tell(its result, or its exception)."""
+        with self.changed:
+            self.jobs.append((function, arguments, tell))
+            self.changed.notify()
+            if len(self.jobs) <= self.idle or self.started == self.limit:
+                return
+            try:
+                threading.Thread(target=self.work, daemon=True).start()
+                self.started += 1
+            except RuntimeError:  # The system allows no more threads: the job waits for one.
+                if not self.started:
+                    raise
+
+    def work(self):
+        while True:
+            with self.changed:
+                self.idle += 1
+                self.changed.wait_for(lambda: self.jobs)
+                self.idle -= 1
+                function, arguments, tell = self.jobs.popleft()
+            try:
+                result = function(*arguments)
+            except Exception as error:
+                result = error
+            tell(result)
+
+
+# They call workers and graders. No job may wait for another one: all threads could wait so.
+THREADS = Threads(512)
 
 
 def carry_out(rollout: Rollout, prompting: Prompting, judge, edit, call):
@@ -508,7 +548,7 @@ def roll_out(
         try:
             for step, function, arguments in work.send(event):
                 tell = lambda result, step=step: news.put((rollout, (step, result)))
-                threads().apply_async(function, arguments, callback=tell, error_callback=tell)
+                THREADS.run(function, arguments, tell)
         except StopIteration:
             del running[id(rollout)]
             rollout.seconds = time.monotonic() - started
@@ -624,7 +664,17 @@ def worker_writer(worker, prompting: Prompting):
             rollout.error = str(e)
         return rollout
 
-    return functools.partial(threads().imap_unordered, write_one)
+    def write(rollouts):
+        written = queue.SimpleQueue()
+        for rollout in rollouts:
+            THREADS.run(write_one, (rollout,), written.put)
+        for _ in rollouts:
+            rollout = written.get()
+            if isinstance(rollout, Exception):
+                raise rollout
+            yield rollout
+
+    return write
 
 
 # ---- Rollouts and checkpoints in files -------------------------------------------------------------------
@@ -770,13 +820,25 @@ def conductor_server(
             text = "\n\n".join(turns) if turns[1:] else body["messages"][0]["content"]
             question = text.encode(errors="replace").decode()  # JSON can spell half an emoji.
             rollout = Rollout(question, pool, workers, number=next(numbers))
-            arguments = (write, [rollout], self.models[body["model"]], prompting)
-            done = threads().apply_async(conduct, arguments, {"call": self.call})
-            while not done.ready():
+            ended = queue.SimpleQueue()  # gets the last round, or an exception
+
+            def conduct_one():
+                try:
+                    extra = self.models[body["model"]]
+                    ended.put(conduct(write, [rollout], extra, prompting, call=self.call)[0])
+                except Exception as error:
+                    ended.put(error)
+
+            threading.Thread(target=conduct_one, daemon=True).start()
+            last = None
+            while last is None:
                 if body.get("stream"):
                     self.send_comment("the workers are busy")
-                done.wait(silence)
-            [rollout] = done.get()
+                with contextlib.suppress(queue.Empty):
+                    last = ended.get(timeout=silence)
+            if isinstance(last, Exception):
+                raise last
+            rollout = last
             while rollout.error and rollout.previous:  # The answer of the round before is paid.
                 rollout = rollout.previous
             if rollout.error or rollout.invalid:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
@@ -238,6 +239,24 @@ def test_a_local_pool_is_free_and_answers_over_http():
     assert all(reply.text for reply in workers.ping_workers(pool))
     assert load_pool("local")[0].base_url == pool[0].base_url  # One server a process.
     assert load_pool("local", "http://127.0.0.1:9/v1")[0].base_url == "http://127.0.0.1:9/v1"
+
+
+def test_simultaneous_first_callers_get_one_and_the_same_result():
+    together, made = threading.Barrier(8), []
+
+    @workers.once
+    def make():
+        time.sleep(0.01)  # Long enough for the others to come.
+        made.append(object())
+        return made[-1]
+
+    def call(_):
+        together.wait(60)
+        return make()
+
+    with ThreadPoolExecutor(8) as callers:
+        assert set(callers.map(call, range(8))) == {*made}
+    assert len(made) == 1
 
 
 def test_the_server_imports_no_torch_and_gets_no_key():

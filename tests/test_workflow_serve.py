@@ -2,12 +2,15 @@
 
 import contextlib
 import json
+import queue
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
 
+import workflow
 from workers import Reply, WorkerError
 from workflow import Prompting, Step, Workflow, as_lists, conductor_server
 
@@ -32,16 +35,16 @@ def chain(*workers):
 
 
 @contextlib.contextmanager
-def served(pool, *texts, silence=15.0):
+def served(pool, *texts, silence=15.0, write=None):
     """The URL of a server whose Conductor writes these texts in turn, the last one for ever."""
     left = list(texts)
 
-    def write(rollouts):
+    def write_texts(rollouts):
         for rollout in rollouts:
             rollout.written = left.pop(0) if len(left) > 1 else left[0]
             yield rollout
 
-    server = conductor_server(write, pool, None, Prompting(), 1, 0, silence)
+    server = conductor_server(write or write_texts, pool, None, Prompting(), 1, 0, silence)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()
@@ -185,6 +188,51 @@ def test_a_client_that_hangs_up_stops_the_workflow():
             post(url, messages=[{"role": "user", "content": "Next?"}]).status_code == 200
         )  # it serves on
     assert second.asked == 1  # by the client that waited
+
+
+def test_more_clients_than_threads_for_calls_are_all_answered(monkeypatch):
+    """Each request has a thread of its own: none takes one of those that its calls need."""
+    monkeypatch.setattr(workflow, "THREADS", workflow.Threads(2))
+    everyone_asks = threading.Barrier(8)
+
+    def write(rollouts):
+        everyone_asks.wait(60)
+        for rollout in rollouts:
+            rollout.written = chain(0, 0)
+            yield rollout
+
+    with served([Player("a", lambda m: "b")], write=write) as url:
+        with ThreadPoolExecutor(8) as clients:
+            found = list(clients.map(lambda _: post(url).status_code, range(8)))
+    assert found == [200] * 8
+
+
+def test_threads_are_started_as_needed_and_up_to_a_limit():
+    pool, results, gate = workflow.Threads(3), queue.SimpleQueue(), threading.Event()
+    pool.run(divmod, (7, 2), results.put)
+    assert results.get(timeout=60) == (3, 1) and pool.started == 1
+    for _ in range(10):
+        pool.run(gate.wait, (60,), results.put)
+    pool.run(divmod, (1, 0), results.put)
+    assert pool.started == 3
+    gate.set()
+    found = [type(results.get(timeout=60)) for _ in range(11)]
+    assert sorted(found, key=str) == [ZeroDivisionError] + [bool] * 10
+
+
+def test_jobs_wait_for_a_thread_where_the_system_allows_no_more(monkeypatch):
+    pool, results = workflow.Threads(512), queue.SimpleQueue()
+    pool.run(divmod, (7, 2), results.put)
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    for _ in range(20):
+        pool.run(divmod, (9, 2), results.put)
+    assert [results.get(timeout=60) for _ in range(21)] == [(3, 1)] + [(4, 1)] * 20
+    with pytest.raises(RuntimeError, match="thread"):
+        workflow.Threads(512).run(divmod, (7, 2), results.put)
 
 
 def test_clients_are_served_side_by_side():
