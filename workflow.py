@@ -1,13 +1,16 @@
-"""A workflow: ask the Conductor for it, parse it, run it on the workers, recurse; show and serve it (§3).
+"""Workflows (§3): asking for one, parsing it, running it, recursion, display and the server.
 
-    python workflow.py "a question"                  # answered by assets/laptop/ and the local specialists
-    python workflow.py "a question" --checkpoint=DIR --pool=mine.json [--extra_rounds=1] [--only=NAME,NAME]
-    python workflow.py "a question" --conductor=WORKER --pool=mine.json      # an LLM of the pool conducts
-    python workflow.py serve [the same flags]        # an OpenAI-compatible server on 127.0.0.1
-    python workflow.py show FILE [N]                 # the lines of a run's traces/*.jsonl, or all of line N
+    python workflow.py "a question"            # assets/laptop/ conducts the local specialists
+    python workflow.py "a question" --pool=mine.json --checkpoint=DIR [--extra_rounds=1]
+    python workflow.py "a question" --pool=mine.json --conductor=WORKER  # an LLM conducts
+    python workflow.py serve [the same flags]  # an OpenAI-compatible server
+    python workflow.py show FILE               # list the rollouts in a run's traces/*.jsonl
+    python workflow.py show FILE N             # show the rollout on line N
 
-The Conductor writes Python lists: `messages` asks for them, `parse` reads them, `roll_out` runs them. A
-`Rollout` is the record of all that. Workers and steps are counted from 0. Read grpo.py next."""
+The Conductor writes a workflow as three Python lists: `messages` asks for them, `parse` reads them,
+and `roll_out` runs the workflow. A `Rollout` records all of it. Workers, steps, rounds and lines
+are counted from 0. Read grpo.py next.
+"""
 
 import ast
 import collections
@@ -20,11 +23,12 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 
 import torch
 
-from model import Qwen, Tokenizer, compute_dtype, configure, fetch, read_json, write_json
+from model import Qwen, Tokenizer, compute_dtype, configure, fetch, flag, read_json, write_json
 from sample import generate_each
 from workers import (
     LIMITS,
@@ -44,17 +48,18 @@ ASSETS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets")
 
 
 class WorkflowError(ValueError):
-    """A text is no workflow; the message says which list is wrong and why."""
+    """A text holds no valid workflow. The message names the list at fault and what is wrong."""
 
 
 @dataclass
 class Step:
-    worker: int
-    subtask: str
-    access: list[int]  # the earlier steps whose subtask and response the worker sees
-    wrote_all: bool = field(
-        default=False, compare=False
-    )  # "all": in a further round the last answer too
+    """One call of a worker."""
+
+    worker: int  # the worker's number in the pool
+    subtask: str  # what the worker is told to do
+    access: list[int]  # the earlier steps whose subtasks and responses the worker sees
+    # Whether the Conductor wrote "all". A worker then sees the previous round's answer, too.
+    wrote_all: bool = field(default=False, compare=False)
 
 
 @dataclass
@@ -64,40 +69,47 @@ class Workflow:
 
 @dataclass
 class Rollout:
-    """A question, the workflow that a Conductor wrote for it, and what became of that."""
+    """A question, the workflow that a Conductor wrote for it, and what came of it.
 
+    A rollout is lost (it has an `error`) if a call failed, so that nobody knows what the workflow
+    would have answered. A lost rollout is neither right nor wrong.
+    """
+
+    # The question
     question: str
-    pool: list = field(default_factory=list)  # Workers; step.worker is an index of it
-    workers: list[int] | None = None  # the numbers of those it may name (§3.2: a subset); None: all
-    problem: object = None  # eval.py's Problem, for the grader
-    problem_id: str = ""  # of a rollout that was read from a file
+    pool: list = field(default_factory=list)  # of Workers; Step.worker is an index into it
+    workers: list[int] | None = None  # the workers that may be used (§3.2); None: the whole pool
+    problem: object = None  # eval.py's Problem, by which the answer is judged
+    problem_id: str = ""  # stands for `problem` in a file
     # The turns before the question: {"role": "system", "user" or "assistant", "content": text}.
     context: list[dict] = field(default_factory=list)
-    call_prefix: str = (
-        ""  # prefix of its calls' ids, by which Replay knows them; "": they are not replayed
-    )
-    number: int = 0  # among the rollouts of its question: it seeds the draws
-    previous: "Rollout | None" = None  # the round before (§3.2)
-    written: str = ""  # by the Conductor
-    prompt_ids: list[int] = field(
-        default_factory=list
-    )  # in tokens, if a model wrote; also the next two
+    previous: "Rollout | None" = None  # the round before this one (§3.2)
+    number: int = 0  # distinguishes the rollouts of a question, and seeds the sampler
+    call_prefix: str = ""  # makes call ids unique, for Replay; "": the calls are not replayed
+
+    # What the Conductor wrote; the token fields are empty unless a local model wrote it
+    written: str = ""
+    prompt_ids: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)  # of the tokens, when they were drawn
+    logprobs: list[float] = field(default_factory=list)  # of the tokens, as they were sampled
     finished: bool = True  # False: cut off at max_new_tokens
     workflow: Workflow | None = None
-    invalid: str = ""  # why what was written is no workflow
-    names: list[str] = field(default_factory=list)  # each step's worker
+    invalid: str = ""  # why `written` is not a workflow
+
+    # What the workers made of it
+    names: list[str] = field(default_factory=list)  # the name of each step's worker
     replies: list[Reply | None] = field(
         default_factory=list
-    )  # each step's; None: lost, or never asked
-    error: str | None = None  # why there is no answer: the rollout is lost, which is not wrong
-    seconds: float = 0.0  # from its writing to its judgement
-    right: bool | None = None  # None: lost, or nobody graded; False also for what is no workflow
+    )  # None: the call failed or was not made
+    error: str | None = None  # why the rollout is lost
+    seconds: float = 0.0  # from the end of writing to the verdict
+
+    # What it is worth
+    right: bool | None = None  # False also without a workflow; None: lost, or not judged
     failure: str = ""  # what is wrong with the answer, in the grader's words
-    reward: float | None = None  # §3.1, by train.py; None: lost
-    advantage: float = 0.0  # Eq. 2, by grpo.py
-    wrong_share: float = 1.0  # of the answers to its question, by grpo.py, too
+    reward: float | None = None  # §3.1, set by train.py; None: lost
+    advantage: float = 0.0  # Eq. 2, set by grpo.py
+    wrong_share: float = 1.0  # of the answers to the same question, set by grpo.py
 
     @property
     def responses(self) -> list[str]:
@@ -105,14 +117,18 @@ class Rollout:
 
     @property
     def answer(self) -> str:
-        """The last step's response; without steps the answer of the round before; "" where there is none."""
-        if self.error or not self.workflow or not self.replies and not self.previous:
+        """The last step's response. A round without steps keeps the previous round's answer."""
+        if self.error or not self.workflow:
             return ""
-        return self.responses[-1] if self.replies else self.previous.answer
+        if self.replies:
+            return self.responses[-1]
+        return self.previous.answer if self.previous else ""
 
     def rounds(self) -> list["Rollout"]:
-        """The rounds before, the first one first, and this one. What follows counts all of them."""
+        """Return the previous rounds, oldest first, and this one."""
         return [*(self.previous.rounds() if self.previous else []), self]
+
+    # Totals over all rounds:
 
     @property
     def all_replies(self) -> list[Reply]:
@@ -128,46 +144,167 @@ class Rollout:
 
     @property
     def cost(self) -> float | None:
-        """Dollars; None where the cost of a call is unknown."""
+        """Dollars; None if the cost of a call is unknown."""
         costs = [reply.cost for reply in self.all_replies]
         return None if None in costs else sum(costs)
 
 
-# ---- The prompt (App. E) ---------------------------------------------------------------------------------
+# ---- The format: one list for each part of a step ------------------------------------------------
+
+
+@dataclass
+class ListFormat:
+    """One of the lists that make up a workflow; element i belongs to step i."""
+
+    name: str  # as the prompt and `as_lists` spell it
+    spellings: str  # a regular expression for the spellings that models use
+    part: str  # what the prompt says about this part of a step
+    elements: str  # what the prompt says about the list's elements
+    write: Callable  # (step, its index) -> the element
+    read: Callable  # (element, step's index, allowed workers) -> fields of Step, or a WorkflowError
+
+
+def read_worker(element, i: int, workers: list[int]) -> dict:
+    if type(element) is not int or element not in workers:
+        raise WorkflowError(f"names {element!r:.20}; there are {workers}")
+    return {"worker": element}
+
+
+def read_subtask(element, i: int, workers: list[int]) -> dict:
+    if type(element) is not str:
+        raise WorkflowError(f"is no text: {element!r:.20}")
+    return {"subtask": element}
+
+
+def write_access(step: Step, i: int) -> list:
+    sees_all_steps = 0 < i == len({*step.access})
+    return ["all"] if step.wrote_all or sees_all_steps else step.access
+
+
+def read_access(element, i: int, workers: list[int]) -> dict:
+    access = ["all"] if element == "all" else element
+    if type(access) is not list or not all(j == "all" or type(j) is int and j < i for j in access):
+        raise WorkflowError(f"reads {element!r:.40}, no list of earlier steps")
+    if "all" in access:
+        return {"access": [*range(i)], "wrote_all": True}
+    return {"access": sorted({*access})}
+
+
+# In the order in which the prompt asks for them.
+LISTS = [
+    ListFormat(
+        name="model_id",
+        spellings=r"model(?:\\?_|[ -])ids?",
+        part="a model: the number of the model that does it",
+        elements="the models' numbers",
+        write=lambda step, i: step.worker,
+        read=read_worker,
+    ),
+    ListFormat(
+        name="subtasks",
+        spellings="sub-?tasks?",
+        part="a subtask: what you tell that model, in plain words: to solve the question from "
+        "scratch, to improve or check\n  an earlier response, to plan, to recall facts, or "
+        "whatever else helps a later model",
+        elements="strings",
+        write=lambda step, i: step.subtask,
+        read=read_subtask,
+    ),
+    ListFormat(
+        name="access_list",
+        spellings=r"access(?:\\?_|[ -])lists?",
+        part="an access list: which earlier steps that model is shown",
+        elements='for each step ["all"] to\nshow it all earlier steps, or [] to show it none',
+        write=write_access,
+        read=read_access,
+    ),
+]
+NAMES = [form.name for form in LISTS]
+
+
+def as_lists(workflow: Workflow) -> str:
+    """Return a workflow as a Conductor writes it; `parse` is the inverse."""
+    lines = []
+    for form in LISTS:
+        elements = [form.write(step, i) for i, step in enumerate(workflow.steps)]
+        lines.append(f"{form.name} = {json.dumps(elements, ensure_ascii=False)}")
+    return "\n".join(lines)
+
+
+def steps_of(lists: dict, workers: list[int], max_steps: int, allow_empty: bool) -> list[Step]:
+    """Return the steps that the lists spell out.
+
+    Args:
+        lists: Each list by its name, as `read_list` returns it: a list, or what is wrong with it.
+        workers: The numbers of the workers that may be used.
+        max_steps: The largest number of steps that is allowed.
+        allow_empty: Whether there may be no steps at all.
+
+    Raises:
+        WorkflowError: A list is missing or wrong, or the lists do not fit together.
+    """
+    for name in NAMES:
+        if not isinstance(lists.get(name), list):
+            raise WorkflowError(f"{name}: {lists.get(name, 'the list is missing')}")
+    lengths = [len(lists[name]) for name in NAMES]
+    n_steps = lengths[0]
+    if len({*lengths}) > 1:
+        raise WorkflowError(f"{', '.join(NAMES)} differ in length: {lengths}")
+    if n_steps > max_steps or n_steps == 0 and not allow_empty:
+        raise WorkflowError(f"{NAMES[0]}: {n_steps} steps, where 1 to {max_steps} are allowed")
+
+    steps = []
+    for i in range(n_steps):
+        values = {}
+        for form in LISTS:
+            try:
+                values |= form.read(lists[form.name][i], i, workers)
+            except WorkflowError as e:
+                raise WorkflowError(f"{form.name}: step {i} {e}") from None
+        steps.append(Step(**values))
+    return steps
+
+
+# ---- The prompt (App. E) -------------------------------------------------------------------------
+
+
 @dataclass
 class Prompting:
     """How a Conductor is asked for a workflow. conductor.json beside a checkpoint holds it."""
 
-    prompt_style: str = (
-        "ood"  # few-shot examples: ood, in, mixed (Table 4); zero-shot: none; short: the laptop's
-    )
+    # Few-shot examples from other tasks (ood), the same tasks (in) or both (mixed), as in Table 4;
+    # zero-shot: none; short: the laptop's two lines, which rely on a warm start for the format.
+    prompt_style: str = "ood"
     max_steps: int = 5
     max_new_tokens: int = 1024
-    # Whether it reads each worker's note. Without notes it knows workers by their numbers alone.
+    # Whether the Conductor reads each worker's note. If not, it knows workers by number alone.
     notes: bool = False
 
 
-ROLE = """You conduct a team of language models. You never answer the question yourself: you write a workflow
+ROLE = """\
+You conduct a team of language models. You never answer the question yourself: you write a \
+workflow
 by which they answer it.
 
 A workflow has one to {max_steps} steps. Every step has these parts:
-- a model: the number of the model that does it,
-- a subtask: what you tell that model, in plain words: to solve the question from scratch, to improve or check
-  an earlier response, to plan, to recall facts, or whatever else helps a later model,
-- an access list: which earlier steps that model is shown.
-Each model gets the question, then the subtasks and responses of the steps it is shown, as past turns of a
-chat, and then its own subtask, and nothing else. The models differ in what they are good at, and a model may
-be used more than once. The response to the last step goes to the user as it is, so its subtask has to ask for
+{parts}.
+Each model gets the question, then the subtasks and responses of the steps it is shown, as past \
+turns of a
+chat, and then its own subtask, and nothing else. The models differ in what they are good at, and \
+a model may
+be used more than once. The response to the last step goes to the user as it is, so its subtask \
+has to ask for
 the whole answer in the form that the question wants.
 
-First say in a sentence or two what the question needs and how you divide the work. Then write Python
-lists of equal length: model_id, the models' numbers; subtasks, strings; access_list, for each step ["all"] to
-show it all earlier steps, or [] to show it none."""
+First say in a sentence or two what the question needs and how you divide the work. Then write \
+Python
+lists of equal length: {lists}."""
 AGAIN = """Your workflow ended in this response:
 
 {answer}
 
-If it should go to the user as it is, write all lists empty. If not, write a new workflow of up to {max_steps}
+If it should go to the user as it is, write all lists empty. If not, write a new workflow of up \
+to {max_steps}
 steps; "all" then shows a step this response too."""
 SHORT_AGAIN = "Response: {answer}\nWrite a workflow, or empty lists to keep it."
 
@@ -185,64 +322,88 @@ def messages(
 
     Args:
         question: What the workers are to answer.
-        workers: How many workers there are, or the numbers of those that may be named.
-        max_steps: The largest number of steps that the Conductor may write.
+        workers: The number of workers, or the numbers of those that may be used.
+        max_steps: The largest number of steps that is allowed.
         previous: The round before this one, whose answer the Conductor may keep (§3.2).
         prompt_style: See Prompting.
-        notes: What each worker of the whole pool is good at, by its number; None shows numbers alone.
+        notes: What each worker of the pool is good at; None shows their numbers alone.
         context: The turns before the question. The short prompt leaves them out.
     """
     numbers = [*range(workers)] if isinstance(workers, int) else workers
-    if prompt_style == "short":  # The format comes from the warm start.
-        models = (
-            f"{workers} models"
-            if isinstance(workers, int)
-            else f"Models {' '.join(map(str, numbers))}"
-        )
-        if (
-            notes
-        ):  # A tiny model finds a number only where it touches the note: "calculator0, coder1".
-            models = ", ".join(f"{notes[number]}{number}" for number in numbers)
+    if prompt_style == "short":
+        again = SHORT_AGAIN
         chat = [
-            {"role": "system", "content": f"{models}, {max_steps} steps."},
+            {"role": "system", "content": f"{short_pool(workers, notes)}, {max_steps} steps."},
             {"role": "user", "content": question},
         ]
     else:
-        known = {"zero-shot": [], **read_json(os.path.join(ASSETS, "examples.json"))}
-        if prompt_style not in known:
-            raise ValueError(
-                f"prompt_style {prompt_style!r}: there are {', '.join(known)} and short"
-            )
-        parts = [ROLE.format(max_steps=max_steps)]
-        for case in known[prompt_style]:
-            steps = [Step(**step) for step in case["steps"]]
-            workflow = Workflow(
-                [replace(s, worker=numbers[s.worker % len(numbers)]) for s in steps]
-            )
-            if len(workflow.steps) <= max_steps:
-                parts.append(
-                    f"Example question: {case['question']}\n\n{case['plan']}\n{as_lists(workflow)}"
-                )
-        if context:
-            turns = [f"{turn['role']}: {turn['content']}" for turn in context]
-            parts.append("\n\n".join(["The conversation so far:", *turns]))
-        if notes:
-            models = "".join(f"\nModel {number}: {notes[number]}" for number in numbers)
-        else:
-            models = " " + ", ".join(f"Model {number}" for number in numbers)
-        parts.append(f"Question: {question}\n\nModels:{models}")
-        chat = [{"role": "user", "content": "\n\n".join(parts)}]
-    again = SHORT_AGAIN if prompt_style == "short" else AGAIN
-    for rollout in previous.rounds() if previous else []:
-        chat += [
-            {"role": "assistant", "content": rollout.written or as_lists(rollout.workflow)},
-            {"role": "user", "content": again.format(answer=rollout.answer, max_steps=max_steps)},
+        again = AGAIN
+        parts = ",\n".join(f"- {form.part}" for form in LISTS)
+        lists = "; ".join(f"{form.name}, {form.elements}" for form in LISTS)
+        blocks = [
+            ROLE.format(max_steps=max_steps, parts=parts, lists=lists),
+            *example_blocks(prompt_style, numbers, max_steps),
+            *context_blocks(context),
+            f"Question: {question}",
+            full_pool(numbers, notes),
         ]
+        chat = [{"role": "user", "content": "\n\n".join(blocks)}]
+
+    for rollout in previous.rounds() if previous else []:
+        written = rollout.written or as_lists(rollout.workflow)
+        chat.append({"role": "assistant", "content": written})
+        text = again.format(answer=rollout.answer, max_steps=max_steps)
+        chat.append({"role": "user", "content": text})
     return chat
 
 
+def short_pool(workers: int | list[int], notes: list[str] | None) -> str:
+    """Return the short prompt's words for a pool: "3 models", "Models 0 2" or "adder0, coder2".
+
+    The last form shows notes. Note and number touch because a tiny model learns to copy the token
+    that follows a known one, and does not learn to find a number that stands further away.
+    """
+    if notes:
+        numbers = range(workers) if isinstance(workers, int) else workers
+        return ", ".join(f"{notes[number]}{number}" for number in numbers)
+    if isinstance(workers, int):
+        return f"{workers} models"
+    return f"Models {' '.join(map(str, workers))}"
+
+
+def full_pool(numbers: list[int], notes: list[str] | None) -> str:
+    """Return the paper's prompt's words for a pool, one line a worker if there are notes."""
+    if notes:
+        return "\n".join(["Models:", *(f"Model {number}: {notes[number]}" for number in numbers)])
+    return "Models: " + ", ".join(f"Model {number}" for number in numbers)
+
+
+def example_blocks(prompt_style: str, numbers: list[int], max_steps: int) -> list[str]:
+    """Return few-shot examples, each a question, a plan and a workflow of allowed workers."""
+    sets = {"zero-shot": [], **read_json(os.path.join(ASSETS, "examples.json"))}
+    if prompt_style not in sets:
+        raise ValueError(f"prompt_style {prompt_style!r}: there are {', '.join(sets)} and short")
+
+    blocks = []
+    for example in sets[prompt_style]:
+        steps = [Step(**values) for values in example["steps"]]
+        for step in steps:
+            step.worker = numbers[step.worker % len(numbers)]
+        if len(steps) <= max_steps:
+            lists = as_lists(Workflow(steps))
+            blocks.append(f"Example question: {example['question']}\n\n{example['plan']}\n{lists}")
+    return blocks
+
+
+def context_blocks(context: list[dict] | None) -> list[str]:
+    """Return the turns before the question as text, under a heading."""
+    turns = [f"{turn['role']}: {turn['content']}" for turn in context or []]
+    return ["The conversation so far:", *turns] if turns else []
+
+
 def conductor_chat(rollout: Rollout, prompting: Prompting) -> list[dict]:
-    """The chat that asks for a rollout's workflow. A subset of all workers is no subset."""
+    """Return the chat that asks for a rollout's workflow."""
+    # Workers are listed one by one only if some of the pool may not be used.
     is_subset = len(rollout.workers or rollout.pool) < len(rollout.pool)
     workers = rollout.workers if is_subset else len(rollout.pool)
     notes = [worker.note for worker in rollout.pool] if prompting.notes else None
@@ -257,38 +418,29 @@ def conductor_chat(rollout: Rollout, prompting: Prompting) -> list[dict]:
     )
 
 
-def as_lists(workflow: Workflow) -> str:
-    """The lists as a Conductor writes them, with ["all"] for all earlier steps; `parse` reads them."""
-    steps = workflow.steps
-    access = [
-        ["all"] if s.wrote_all or 0 < i == len({*s.access}) else s.access
-        for i, s in enumerate(steps)
-    ]
-    lists = zip(LISTS, ([s.worker for s in steps], [s.subtask for s in steps], access), strict=True)
-    return "\n".join(f"{name} = {json.dumps(values, ensure_ascii=False)}" for name, values in lists)
+# ---- Parsing -------------------------------------------------------------------------------------
 
-
-# ---- Parse -----------------------------------------------------------------------------------------------
-LISTS = {
-    "model_id": r"model(?:\\?_|[ -])ids?",
-    "subtasks": "sub-?tasks?",
-    "access_list": r"access(?:\\?_|[ -])lists?",
-}  # a step's parts, and how models write their names
-# A list's name and what may stand around it: Markdown's or JSON's quotes, list[int], a remark in brackets.
+# The name of a list, and what models put between it and the opening bracket: quotes of Markdown or
+# JSON, a type (list[int]), a remark in parentheses, and = or :.
 NAME = (
     "(?<![A-Za-z0-9_])(?:"
-    + "|".join(f"(?P<{name}>{LISTS[name]})" for name in LISTS)
+    + "|".join(f"(?P<{form.name}>{form.spellings})" for form in LISTS)
     + r""")[\s*`"']{0,20}
     (?::\s{0,4}[A-Za-z][\w.]{0,20}\s{0,4}(?:\[[^=\n]{0,60}\])?\s{0,4}(?==)|\([^()\n]{0,80}\))?
     [\s*`]{0,9}[:=][\s*`]{0,20}(?:(?:python|json)\s)?(?=\[)"""
 )
-HEADING = r"(?P<heading>^[\s>#*]{0,8}(?P<example>example\ )?(?:\w{1,12}\ )?question(?:\ \d{1,3})?[* ]{0,4}:)"
+# A line that begins with "Question:" or "Example question 2:", perhaps in bold.
+HEADING = r"""(?P<heading>^[\s>#*]{0,8}(?P<example>example\ )?
+    (?:\w{1,12}\ )?question(?:\ \d{1,3})?[* ]{0,4}:)"""
 MARK = re.compile(f"{NAME}|{HEADING}", re.VERBOSE | re.IGNORECASE | re.MULTILINE)
-# In a list. A string may hold a newline, but not one before a list's name: such a string was never closed.
+
+# A token of a list. A string may hold newlines, but if a list's name follows one of them, the
+# string was never closed.
+UNNAMED = re.sub("P<.*?>", ":", NAME)  # without group names, which a pattern may not repeat
 TOKEN = re.compile(
     rf"""(?P<atom>[][]|[0-9.,()\s]+)|\#[^\n]*
     |(?P<raw>r?)(?P<quote>\"\"\"|'''|["'])
-     (?P<body>(?:[^"'\\\n]+|(?!(?P=quote))["']|\\.|\n(?![ *`"'-]{{0,8}}{re.sub("P<.*?>", ":", NAME)}))*)
+     (?P<body>(?:[^"'\\\n]+|(?!(?P=quote))["']|\\.|\n(?![ *`"'-]{{0,8}}{UNNAMED}))*)
      (?P<end>(?P=quote))?
     |(?P<other>\w+|.)""",
     re.VERBOSE | re.IGNORECASE | re.DOTALL,
@@ -298,35 +450,61 @@ TOKEN = re.compile(
 def parse(
     text: str, workers: int | list[int], max_steps: int = 5, allow_empty: bool = False
 ) -> Workflow:
-    """The last valid workflow in the last 50,000 characters: neighbouring lists, in any order. workers: as of
-    `messages`. allow_empty: lists that are all empty are a workflow that keeps the answer (§3.2)."""
+    """Return the last valid workflow in a text: neighbouring lists, in any order.
+
+    Only the last 50,000 characters are read.
+
+    Args:
+        text: What a model wrote.
+        workers: The number of workers, or the numbers of those that may be used.
+        max_steps: The largest number of steps that is allowed.
+        allow_empty: Whether lists that are all empty are a workflow, which keeps an answer (§3.2).
+
+    Raises:
+        WorkflowError: There is no valid workflow; the last attempt at one is wrong in this way.
+    """
     numbers = [*range(workers)] if isinstance(workers, int) else workers
-    workflow, error, window = None, WorkflowError("model_id: the list is missing"), []
-    text, position, is_example = text[-50_000:], 0, False
+    text = text[-50_000:]
+    workflow = None
+    error = WorkflowError(f"{NAMES[0]}: the list is missing")
+    window = []  # the last lists, as (name, list)
+    is_example = False  # whether the last heading is that of an example
+    position = 0
     while mark := MARK.search(text, position):
-        if mark["heading"]:  # of a question
+        if mark["heading"]:
+            # Some models go on to invent another question, whose workflow does not count.
             if (window or workflow) and not is_example:
-                break  # Some models invent another question, whose workflow is none for this one.
-            workflow, window, position = None, [], mark.end()
+                break
+            workflow = None
+            window = []
             is_example = bool(mark["example"])
+            position = mark.end()
             continue
+
         value, position = read_list(text, mark.end())
         window = [*window, (mark.lastgroup, value)][-len(LISTS) :]
         try:  # This raises until the window holds every list once.
             workflow = Workflow(steps_of(dict(window), numbers, max_steps, allow_empty))
         except WorkflowError as e:
             error = e
-        else:  # In the prompt's order these lists end here: a later attempt that is cut off needs its own.
-            window = [] if [*dict(window)] == [*LISTS] else window
+        else:
+            # Lists in the prompt's order end here. What follows is a new attempt.
+            window = [] if [*dict(window)] == NAMES else window
     if workflow is None:
         raise error
     return workflow
 
 
 def read_list(text: str, start: int) -> tuple[list | str, int]:
-    """The list that opens at text[start], or what is wrong with it, and where to search on. Only digits,
-    commas, brackets and strings are evaluated."""
-    pieces, depth = [], 0
+    """Read the list that opens at text[start].
+
+    Only brackets, digits, commas and strings are evaluated.
+
+    Returns:
+        The list, or a str that says what is wrong with it; and the position at which to search on.
+    """
+    pieces = []
+    depth = 0
     for token in TOKEN.finditer(text, start):
         if token["other"]:
             return f"{token[0]!r:.20} does not belong there", token.start()
@@ -336,96 +514,80 @@ def read_list(text: str, start: int) -> tuple[list | str, int]:
         depth += (token[0] == "[") - (token[0] == "]")
         if depth == 0 or depth > 3:
             break
+    if depth:
+        return "the list is not closed", token.end()
     try:
-        value = "the list is not closed" if depth else ast.literal_eval("".join(pieces))
-    except (ValueError, SyntaxError) as e:  # also for a number of thousands of digits
-        value = getattr(e, "msg", str(e))
-    return value, token.end()
+        return ast.literal_eval("".join(pieces)), token.end()
+    except (ValueError, SyntaxError) as e:  # such as a number with thousands of digits
+        return getattr(e, "msg", str(e)), token.end()
 
 
-# \n, \t and \r in a string are a newline, a tab and a return, or begin one of these commands of LaTeX.
+# A backslash and what follows it in a string: a command of LaTeX that was not escaped, the code of
+# a character, or one character. \n, \t and \r count as LaTeX only if they begin a known command.
 ESCAPE = re.compile(
     r"""\\(?:(?P<latex>[^\\"'/nrtu\n]|u(?![0-9a-fA-F]{4})|r(?=[A-Za-z])
     |(?<![.:;!?]\\)n(?=(?:abla|e[gq]?|u|ot(?:in)?|mid|[gl]eq|exists|earrow|warrow|parallel|subseteq)
         (?![A-Za-z]|\.[a-z]))
-    |t(?=(?:imes|heta|ext[a-z]*|frac|anh?|au|op?|ilde|riangle[a-z]*|herefore|binom|ag|iny)(?![A-Za-z])))
+    |t(?=(?:imes|heta|ext[a-z]*|frac|anh?|au|op?|ilde|riangle[a-z]*|herefore|binom|ag|iny)
+        (?![A-Za-z])))
     |u(?P<code>[0-9a-fA-F]{4})|(?P<plain>.))""",
     re.VERBOSE | re.DOTALL,
 )
 CONTROL = {"n": "\n", "t": "\t", "r": "\r", "\n": ""}
 
 
-def string_value(token) -> str:
-    """What a string literal of Python or JSON says, also where LaTeX stands in it as it is."""
-    is_latex = any(
-        escape["latex"] for escape in ESCAPE.finditer(token["body"])
-    )  # Then \\\\ ends a line.
+def string_value(token: re.Match) -> str:
+    """Return what a string literal of Python or JSON means, including LaTeX that was not escaped.
 
-    def meaning(escape):
-        if escape["latex"] or is_latex and escape["plain"] == "\\":
+    The literal "Is \\theta = \\"x\\"?" means: Is \\theta = "x"?
+    """
+    has_latex = any(escape["latex"] for escape in ESCAPE.finditer(token["body"]))
+
+    def meaning(escape: re.Match) -> str:
+        ends_latex_line = has_latex and escape["plain"] == "\\"
+        if escape["latex"] or ends_latex_line:
             return escape[0]
-        code, plain = escape["code"], escape["plain"]
-        return chr(int(code, 16)) if code else CONTROL.get(plain, plain)
+        if escape["code"]:
+            return chr(int(escape["code"], 16))
+        return CONTROL.get(escape["plain"], escape["plain"])
 
     text = token["body"] if token["raw"] else ESCAPE.sub(meaning, token["body"])
-    return text.encode("utf-16", "surrogatepass").decode(
-        "utf-16", "replace"
-    )  # JSON writes 😀 in two halves.
+    # JSON writes an emoji as two surrogates; join them.
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def steps_of(lists: dict, numbers: list[int], max_steps: int, allow_empty: bool) -> list[Step]:
-    """The steps that the lists describe. Instead of a list `read_list` may say, as a str, what is wrong."""
-    for name in LISTS:
-        if not isinstance(lists.get(name), list):
-            raise WorkflowError(f"{name}: {lists.get(name, 'the list is missing')}")
-    n, *others = lengths = [len(lists[name]) for name in LISTS]
-    if {*others} != {n}:
-        raise WorkflowError(f"{', '.join(LISTS)} differ in length: {lengths}")
-    if n > max_steps or n == 0 and not allow_empty:
-        raise WorkflowError(f"model_id: {n} steps, where 1 to {max_steps} are allowed")
-    steps = []
-    for i in range(n):
-        worker, subtask, access = (lists[name][i] for name in LISTS)
-        seen = ["all"] if access == "all" else access
-        if type(worker) is not int or worker not in numbers:
-            raise WorkflowError(f"model_id: step {i} names {worker!r:.20}; there are {numbers}")
-        if type(subtask) is not str:
-            raise WorkflowError(f"subtasks: step {i} is no text: {subtask!r:.20}")
-        if type(seen) is not list or not all(j == "all" or type(j) is int and j < i for j in seen):
-            raise WorkflowError(
-                f"access_list: step {i} reads {access!r:.40}, no list of earlier steps"
-            )
-        steps.append(
-            Step(worker, subtask, [*range(i)] if "all" in seen else sorted({*seen}), "all" in seen)
-        )
-    return steps
+# ---- Running -------------------------------------------------------------------------------------
 
 
-# ---- Run -------------------------------------------------------------------------------------------------
 def call_worker(rollout: Rollout, i: int) -> Reply:
-    """Make the call of step i: the turns before the question, the question, past turns of (subtask,
-    response), and the step's own subtask."""
+    """Make the call of step i and return the reply.
+
+    The worker gets the turns before the question, the question, the subtask and response of each
+    step that it sees as past turns, and its own subtask.
+    """
     steps = rollout.workflow.steps
-    sees = [(steps[j], rollout.replies[j].text) for j in steps[i].access]
-    if steps[i].wrote_all and rollout.previous:  # It also sees the last answer (§3.2).
-        last = [r for r in rollout.previous.rounds() if r.replies][-1]
-        sees.insert(0, (last.workflow.steps[-1], last.answer))
-    texts = []
-    for step, response in [*sees, (steps[i], "")]:
-        texts += [TASK + step.subtask, response]
-    texts[0] = f"{QUESTION}{rollout.question}\n\n{texts[0]}"
-    roles = itertools.cycle(["user", "assistant"])
-    chat = [{"role": role, "content": text} for role, text in zip(roles, texts[:-1])]
-    chat = [*rollout.context, *chat]
-    return rollout.pool[steps[i].worker].chat(chat, call_id=call_id(rollout, i))
+    past = [(steps[j].subtask, rollout.replies[j].text) for j in steps[i].access]
+    if steps[i].wrote_all and rollout.previous:  # It also sees the previous rounds' answer (§3.2).
+        last = [earlier for earlier in rollout.previous.rounds() if earlier.replies][-1]
+        past.insert(0, (last.workflow.steps[-1].subtask, last.answer))
+
+    chat = []
+    for subtask, response in past:
+        chat.append({"role": "user", "content": TASK + subtask})
+        chat.append({"role": "assistant", "content": response})
+    chat.append({"role": "user", "content": TASK + steps[i].subtask})
+    chat[0]["content"] = f"{QUESTION}{rollout.question}\n\n{chat[0]['content']}"
+
+    worker = rollout.pool[steps[i].worker]
+    return worker.chat([*rollout.context, *chat], call_id=call_id(rollout, i))
 
 
 def call_id(rollout: Rollout, step: int | str) -> str:
-    """By which Replay knows a call of a rollout; "" where it has no name."""
-    return (
-        rollout.call_prefix
-        and f"{rollout.call_prefix}/{rollout.number}/{len(rollout.rounds()) - 1}/{step}"
-    )
+    """Return the id by which Replay recognises a call; "" if the calls are not replayed."""
+    if not rollout.call_prefix:
+        return ""
+    round_number = len(rollout.rounds()) - 1
+    return f"{rollout.call_prefix}/{rollout.number}/{round_number}/{step}"
 
 
 class Threads:
@@ -475,45 +637,58 @@ THREADS = Threads(512)
 
 
 def carry_out(rollout: Rollout, prompting: Prompting, judge, edit, call):
-    """Parse, run and judge one rollout that is written. A generator of what threads can do by now; it is sent
-    each result or WorkerError. [(0, call, …)] -> (0, reply) -> [(1, call, …)] -> … (None, failure)."""
+    """Parse, run and judge one written rollout, in a generator that leaves waiting to its caller.
+
+    It yields the jobs that threads can do now, each as (step, function, arguments), and is sent one
+    (step, result) whenever a job is done. A WorkerError is a result, too. If step 1 sees step 0:
+
+        next(work)               # returns [(0, call, (rollout, 0))]
+        work.send((0, reply))    # returns [(1, call, (rollout, 1))]
+        work.send((1, reply))    # returns [(None, judge, (rollout.problem, "the answer"))]
+        work.send((None, ""))    # raises StopIteration; rollout.right is True
+    """
+    # Parse.
     if not rollout.workflow and not rollout.error:
-        limits = (
-            rollout.workers or len(rollout.pool),
-            prompting.max_steps,
-            rollout.previous is not None,
-        )
+        workers = rollout.workers or len(rollout.pool)
+        keeping_is_allowed = rollout.previous is not None
         try:
-            rollout.workflow = parse(rollout.written, *limits)
+            rollout.workflow = parse(
+                rollout.written, workers, prompting.max_steps, keeping_is_allowed
+            )
         except WorkflowError as e:
             rollout.invalid = str(e)
             rollout.right = False if judge else None
     if rollout.error or not rollout.workflow:
         return
-    rollout.workflow = edit(rollout.workflow) if edit else rollout.workflow
+    if edit:
+        rollout.workflow = edit(rollout.workflow)
+
+    # Check. `parse` guarantees this, but a workflow may also come from `edit` or from a caller.
     steps = rollout.workflow.steps
     for i, step in enumerate(steps):
         if step.worker not in range(len(rollout.pool)) or not {*step.access} <= {*range(i)}:
             raise ValueError(f"step {i} has no worker of the pool, or sees what is no earlier step")
+
+    # Run. A step is ready as soon as the steps that it sees are answered.
     rollout.names = [rollout.pool[step.worker].name for step in steps]
     rollout.replies = [None] * len(steps)
     ready = [i for i, step in enumerate(steps) if not step.access]
-    at_work = 0
-    while ready or at_work:
-        at_work += len(ready)
+    n_running = 0
+    while ready or n_running:
+        n_running += len(ready)
         done, result = yield [(i, call, (rollout, i)) for i in ready]
-        at_work -= 1
+        n_running -= 1
         if isinstance(result, WorkerError):
             rollout.error = rollout.error or f"step {done}: {result}"
         else:
             rollout.replies[done] = result
-        ready = [
-            i
-            for i, step in enumerate(steps)
-            if done in step.access
-            and not rollout.error
-            and all(rollout.replies[j] for j in step.access)
-        ]
+        ready = []
+        if not rollout.error:
+            for i, step in enumerate(steps):
+                if done in step.access and all(rollout.replies[j] for j in step.access):
+                    ready.append(i)
+
+    # Judge.
     if judge and not rollout.error:
         _, rollout.failure = yield [(None, judge, (rollout.problem, rollout.answer))]
         rollout.right = not rollout.failure
@@ -529,56 +704,70 @@ def roll_out(
     on_end=None,
     timeout: float = 1e9,
 ) -> list[Rollout]:
-    """Write, parse, run and judge rollouts in place, some while others are written, and return them.
-    write: see the writers below; None: the workflows are there. judge(problem, answer) says what is wrong,
-    or "". edit(workflow) -> workflow is for ablations. call(rollout, i) makes a step's call, in a thread. A
-    WorkerError loses a rollout, as do `timeout` seconds after its writing. Any other error ends the run."""
-    news = (
-        queue.SimpleQueue()
-    )  # (rollout, event) from threads; an event is (step, result or exception)
-    running = {}  # by id, oldest first: (rollout, its generator, when it began)
+    """Write, parse, run and judge rollouts in place, and return them.
 
-    def go_on(rollout, event=None):
-        """Let threads do what an event makes possible, and close the record of a rollout that is over."""
+    Workflows start to run while others are still being written.
+
+    Args:
+        rollouts: Their questions, pools and problems are set.
+        write: A writer, as below; None if the workflows are set.
+        prompting: How the Conductor was asked.
+        judge: judge(problem, answer) returns what is wrong with an answer, or ""; None: no verdict.
+        edit: edit(workflow) returns the workflow to run instead, for ablations.
+        call: call(rollout, i) makes the call of step i; it runs in a thread.
+        on_end: on_end(rollout) is called when a rollout is over.
+        timeout: Seconds after its writing at which a rollout is lost.
+
+    Raises:
+        Whatever a call or the judge raises, except that a WorkerError loses its rollout instead.
+    """
+    events = queue.SimpleQueue()  # from the threads: (rollout, (step, result or exception))
+    running = {}  # id(rollout) -> (rollout, its generator, start time), oldest first
+
+    def advance(rollout: Rollout, event: tuple | None = None):
+        """Pass an event to a rollout, and start the jobs that it makes possible."""
         if event and isinstance(event[1], Exception) and not isinstance(event[1], WorkerError):
             raise event[1]
         if id(rollout) not in running:
-            return  # It was lost by its timeout.
+            return  # The reply comes after the rollout's timeout.
         _, work, started = running[id(rollout)]
         try:
-            for step, function, arguments in work.send(event):
-                tell = lambda result, step=step: news.put((rollout, (step, result)))
-                THREADS.run(function, arguments, tell)
+            jobs = work.send(event)
         except StopIteration:
             del running[id(rollout)]
             rollout.seconds = time.monotonic() - started
             if on_end:
                 on_end(rollout)
+            return
+        for step, function, arguments in jobs:
+            tell = lambda result, step=step: events.put((rollout, (step, result)))
+            THREADS.run(function, arguments, tell)
 
+    # Start each rollout when it is written, and handle events in between.
     for rollout in write(rollouts) if write else rollouts:
-        running[id(rollout)] = (
-            rollout,
-            carry_out(rollout, prompting, judge, edit, call),
-            time.monotonic(),
-        )
-        go_on(rollout)
-        while not news.empty():
-            go_on(*news.get())
+        work = carry_out(rollout, prompting, judge, edit, call)
+        running[id(rollout)] = (rollout, work, time.monotonic())
+        advance(rollout)
+        while not events.empty():
+            advance(*events.get())
+
+    # Wait for events. The oldest rollout is the next to run out of time.
     while running:
         oldest, work, started = next(iter(running.values()))
+        seconds_left = max(0.0, started + timeout - time.monotonic())
         try:
-            go_on(*news.get(timeout=max(0.0, started + timeout - time.monotonic())))
+            advance(*events.get(timeout=seconds_left))
         except queue.Empty:
             oldest.error = f"it took longer than {timeout:g} s"
             work.close()
-            go_on(oldest)
+            advance(oldest)
     return rollouts
 
 
 def execute(
     workflow: Workflow, question: str, pool: list, previous: Rollout | None = None
 ) -> Rollout:
-    """Run a workflow that is there."""
+    """Run a given workflow on a question."""
     return roll_out([Rollout(question, pool, previous=previous, workflow=workflow)])[0]
 
 
@@ -590,47 +779,70 @@ def conduct(
     tries: int = 3,
     **settings,
 ) -> list[Rollout]:
-    """Answer questions, in use and evaluation, and return the last round of each.
-    What is no workflow is written again, `tries` times in all, under the next numbers. Up to `extra_rounds` rounds
-    more see the answer, until empty lists keep it (§3.2) or none is written. settings: as of roll_out."""
-    last = [replace(rollout) for rollout in rollouts]  # copies: what was asked is asked again
+    """Answer questions, and return the last round of each. The rollouts themselves stay unchanged.
+
+    Args:
+        write: A writer, as below.
+        rollouts: The questions.
+        extra_rounds: How many more rounds may follow the first (§3.2). A question has fewer if the
+            Conductor keeps an answer by empty lists, or writes no valid workflow.
+        prompting: How the Conductor is asked.
+        tries: How often a workflow is written before an invalid one is accepted as a failure. Each
+            try has the next number, so that it is sampled anew.
+        settings: Further arguments of roll_out.
+    """
+    last = [replace(rollout) for rollout in rollouts]
     for _ in range(tries):
-        last = [
-            replace(rollouts[i], number=r.number + 1) if r.invalid else r
-            for i, r in enumerate(last)
-        ]
-        roll_out([r for r in last if not r.workflow and not r.error], write, prompting, **settings)
-    going = [i for i, r in enumerate(last) if r.workflow and r.workflow.steps and not r.error]
-    if extra_rounds and going:
-        asked = [replace(rollouts[i], previous=last[i]) for i in going]
-        for i, rollout in zip(
-            going, conduct(write, asked, extra_rounds - 1, prompting, tries, **settings)
-        ):
-            last[i] = rollout if rollout.workflow else last[i]
+        for i, rollout in enumerate(last):
+            if rollout.invalid:
+                last[i] = replace(rollouts[i], number=rollout.number + 1)
+        pending = [rollout for rollout in last if not rollout.workflow and not rollout.error]
+        roll_out(pending, write, prompting, **settings)
+
+    open_ended = [i for i, r in enumerate(last) if r.workflow and r.workflow.steps and not r.error]
+    if extra_rounds and open_ended:
+        asked = [replace(rollouts[i], previous=last[i]) for i in open_ended]
+        further = conduct(write, asked, extra_rounds - 1, prompting, tries, **settings)
+        for i, rollout in zip(open_ended, further):
+            if rollout.workflow:
+                last[i] = rollout
     return last
 
 
-# ---- Writers: write(rollouts) sets .written or .error, and yields each rollout as soon as that is there ---
+# ---- Writers -------------------------------------------------------------------------------------
+
+# A writer is a function write(rollouts). It asks a Conductor for each rollout's workflow, sets
+# `written` or `error`, and yields the rollout at once, in whatever order they are finished.
+
+
 def model_writer(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature=1.0, seed=0):
-    """A model as the Conductor. A draw depends on the seed, the prompt and the rollout's number alone."""
+    """Return the writer of a local model.
+
+    What it writes depends on nothing but the seed, the prompt and the rollout's number.
+    """
     room = model.config.max_position_embeddings - prompting.max_new_tokens
     one_at_a_time = threading.Lock()  # a server's clients share the model
 
     def write(rollouts):
-        groups = {}  # of rollouts with the same prompt, which is computed once
+        # Rollouts with the same prompt form a group, whose prompt is computed once.
+        groups = {}
         for rollout in rollouts:
             chat = conductor_chat(rollout, prompting)
             group = groups.setdefault((rollout.call_prefix, str(chat)), [])
             rollout.prompt_ids = group[0].prompt_ids if group else tokenizer.chat(chat)
-            if len(rollout.prompt_ids) <= room:
+            n_tokens = len(rollout.prompt_ids)
+            if n_tokens <= room:
                 group.append(rollout)
-                continue
-            rollout.error = f"the prompt has {len(rollout.prompt_ids)} tokens, and the Conductor can read {room}"
-            yield rollout
+            else:
+                rollout.error = (
+                    f"the prompt has {n_tokens} tokens, and the Conductor can read {room}"
+                )
+                yield rollout
+
+        # Groups of one size form a batch.
         for n in {len(group) for group in groups.values() if group}:
             batch = [group for group in groups.values() if len(group) == n]
-            numbers = [[rollout.number for rollout in group] for group in batch]
-            each = generate_each(
+            completions = generate_each(
                 model,
                 [group[0].prompt_ids for group in batch],
                 n,
@@ -639,27 +851,34 @@ def model_writer(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temper
                 tokenizer.end_ids,
                 seed,
                 len(tokenizer),
-                numbers,
+                [[rollout.number for rollout in group] for group in batch],
             )
             with one_at_a_time:
-                for i, j, completion in each:
+                for i, j, completion in completions:
                     rollout = batch[i][j]
                     rollout.written = tokenizer.decode(completion.tokens)
-                    vars(rollout).update(vars(completion))  # tokens, logprobs, finished
+                    rollout.tokens = completion.tokens
+                    rollout.logprobs = completion.logprobs
+                    rollout.finished = completion.finished
                     yield rollout
 
     return write
 
 
 def worker_writer(worker, prompting: Prompting):
-    """A worker as the Conductor (Table 11). A limit of its tokens is doubled, to at most 8,192."""
-    most = {name: max(n, min(2 * n, 8192)) for name, n in worker.params.items() if name in LIMITS}
+    """Return the writer of a worker that takes the Conductor's seat (Table 11).
 
-    def write_one(rollout):
+    If the worker's tokens are limited, a workflow may have twice as many, up to 8,192.
+    """
+    limits = {}
+    for name, limit in worker.params.items():
+        if name in LIMITS:
+            limits[name] = max(limit, min(2 * limit, 8192))
+
+    def write_one(rollout: Rollout) -> Rollout:
+        chat = conductor_chat(rollout, prompting)
         try:
-            rollout.written = worker.chat(
-                conductor_chat(rollout, prompting), call_id(rollout, "conductor"), **most
-            ).text
+            rollout.written = worker.chat(chat, call_id(rollout, "conductor"), **limits).text
         except WorkerError as e:
             rollout.error = str(e)
         return rollout
@@ -677,101 +896,121 @@ def worker_writer(worker, prompting: Prompting):
     return write
 
 
-# ---- Rollouts and checkpoints in files -------------------------------------------------------------------
+# ---- Rollouts in files and on the screen ---------------------------------------------------------
+
+
 def strip(rollout: Rollout, **changes) -> Rollout:
-    """A copy of all rounds without pool and problem, for other ranks and for files."""
+    """Return a copy of all rounds without pools and problems, for other ranks and for files."""
     previous = rollout.previous and strip(rollout.previous, **changes)
     return replace(rollout, pool=[], problem=None, previous=previous, **changes)
 
 
 def rollout_to_json(rollout: Rollout, with_tokens: bool = False) -> dict:
-    """A dict for json.dumps and `rollout_from_json`: without pool and problem and, unless with_tokens, what
-    the model read and drew, and with totals for readers of the file."""
+    """Return a rollout as a dict for json.dumps.
+
+    The problem is replaced by its id, the pool is left out, and so are token ids and
+    log-probabilities unless `with_tokens`. Totals are added for readers of the file.
+    """
     changes = {} if with_tokens else {"prompt_ids": [], "tokens": [], "logprobs": []}
-    totals = {name: getattr(rollout, name) for name in ("answer", "calls", "tokens_used", "cost")}
     values = asdict(strip(rollout, **changes))
     del values["problem"]
     if rollout.problem:
         values["problem_id"] = rollout.problem.id
-    return values | totals
+    for name in ("answer", "calls", "tokens_used", "cost"):
+        values[name] = getattr(rollout, name)
+    return values
 
 
 def rollout_from_json(values: dict) -> Rollout:
-    """The rollout of which rollout_to_json made these values."""
+    """Return the rollout that a dict of rollout_to_json describes, also one with older keys."""
     old_keys = {"name": "call_prefix", "prompt": "prompt_ids", "problem": "problem_id"}
     values = {old_keys.get(key, key): value for key, value in values.items()}
     rollout = Rollout(**{f.name: values[f.name] for f in fields(Rollout) if f.name in values})
     rollout.replies = [reply and Reply(**reply) for reply in rollout.replies]
-    rollout.workflow = rollout.workflow and Workflow(
-        [Step(**step) for step in rollout.workflow["steps"]]
-    )
-    rollout.previous = rollout.previous and rollout_from_json(rollout.previous)
+    if rollout.workflow:
+        rollout.workflow = Workflow([Step(**step) for step in rollout.workflow["steps"]])
+    if rollout.previous:
+        rollout.previous = rollout_from_json(rollout.previous)
     return rollout
 
 
 def view(rollout: Rollout) -> str:
-    """All rounds for a terminal: which worker was told what, saw which steps, and answered what."""
-    out = [f"Question: {rollout.question}"]
+    """Return all rounds as text: who was told what, saw which steps, and answered what."""
+    lines = [f"Question: {rollout.question}"]
     for number, one in enumerate(rollout.rounds()):
         steps = one.workflow.steps if one.workflow else []
-        out += [f"\nRound {number}: {len(steps) or 'no'} steps"] if number else []
-        for i, (step, name, reply) in enumerate(zip(steps, one.names, one.replies)):
-            sees = f"steps {step.access}" if step.access else "the question"
-            sees = "all before" if step.wrote_all else sees
-            text = reply.text or f"(empty; it ended by {reply.finish!r})" if reply else "(none)"
-            out.append(f"\nStep {i}: {name} (model {step.worker}), sees {sees}: {step.subtask}")
-            out.append("    " + text.replace("\n", "\n    "))
-        if one.error or one.invalid:
-            out.append(
-                f"\nFailed: {one.error or one.invalid}\n{one.written if one.invalid else ''}"
-            )
+        if number:
+            lines.append(f"\nRound {number}: {len(steps) or 'no'} steps")
+        for i in range(len(one.replies)):
+            lines += view_step(one, i)
+        if one.error:
+            lines.append(f"\nFailed: {one.error}")
+        elif one.invalid:
+            lines.append(f"\nFailed: {one.invalid}\n{one.written}")
+
     cost = "unknown" if rollout.cost is None else f"${rollout.cost:.4f}"
     seconds = sum(one.seconds for one in rollout.rounds())
-    out.append(f"\nAnswer: {rollout.answer}")
-    out.append(
+    lines.append(f"\nAnswer: {rollout.answer}")
+    lines.append(
         f"Calls: {rollout.calls}, tokens: {rollout.tokens_used}, cost: {cost}, {seconds:.1f} s"
     )
-    out += (
-        []
-        if rollout.right is None
-        else [f"Right: {rollout.right}. {rollout.failure}{rollout.invalid}"]
-    )
-    return printable("\n".join(out))
+    if rollout.right is not None:
+        lines.append(f"Right: {rollout.right}. {rollout.failure}{rollout.invalid}")
+    return printable("\n".join(lines))
+
+
+def view_step(rollout: Rollout, i: int) -> list[str]:
+    step = rollout.workflow.steps[i]
+    reply = rollout.replies[i]
+    if step.wrote_all:
+        sees = "all before"
+    else:
+        sees = f"steps {step.access}" if step.access else "the question"
+    if reply:
+        text = reply.text or f"(empty; it ended by {reply.finish!r})"
+    else:
+        text = "(none)"
+    head = f"\nStep {i}: {rollout.names[i]} (model {step.worker}), sees {sees}: {step.subtask}"
+    return [head, "    " + text.replace("\n", "\n    ")]
 
 
 def printable(text: str) -> str:
-    """Without the characters by which a text could command the terminal, or turn its direction."""
+    """Return text without the characters that control a terminal or turn its writing direction."""
     commands = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
     return re.sub(commands, "\ufffd", text.replace("\r\n", "\n"))
 
 
 def show(file: str, number: int | None = None) -> str:
-    """The rollouts in a run's or an evaluation's JSON lines, a line each, or all of one."""
+    """Return a line for each rollout in a file of JSON lines, or all about the one on line N."""
     with open(file, encoding="utf-8") as f:
         lines = f.readlines()
-    out = []
+    rows = []
     for i in range(len(lines)) if number is None else [number]:
         try:
             rollout = rollout_from_json(json.loads(lines[i]))
         except (ValueError, TypeError, LookupError, AttributeError) as e:
             raise ValueError(f"{file}, line {i}, holds no rollout: {e!r}") from None
-        verdict = {True: "right", False: "wrong", None: "lost" if rollout.error else ""}[
-            rollout.right
-        ]
+        verdict = {True: "right", False: "wrong", None: "lost" if rollout.error else ""}
         workers = " > ".join(rollout.names) if rollout.workflow else "no workflow"
-        out.append(f"{i:>5}  {verdict:<7}{' '.join(rollout.question.split()):.60}  [{workers}]")
-    return printable("\n".join(out)) if number is None else view(rollout)
+        question = " ".join(rollout.question.split())
+        rows.append(f"{i:>5}  {verdict[rollout.right]:<7}{question:.60}  [{workers}]")
+    return printable("\n".join(rows)) if number is None else view(rollout)
+
+
+# ---- Checkpoints ---------------------------------------------------------------------------------
 
 
 def save_prompting(folder: str, prompting: Prompting, pool: str, names: list[str]):
-    """Write conductor.json: how this Conductor is asked, the pool of its training, and that pool's names."""
-    write_json(
-        os.path.join(folder, "conductor.json"), asdict(prompting) | {"pool": pool, "workers": names}
-    )
+    """Write conductor.json: how a Conductor is asked, its pool's spec, and the workers' names."""
+    values = asdict(prompting) | {"pool": pool, "workers": names}
+    write_json(os.path.join(folder, "conductor.json"), values)
 
 
 def read_prompting(path: str) -> tuple[Prompting, str, list[str]]:
-    """(prompting, pool, its workers' names) of a checkpoint; its conductor.json may be missing."""
+    """Read conductor.json; return the prompting, the pool's spec, and the workers' names.
+
+    A checkpoint without conductor.json, such as a base model, gets the defaults.
+    """
     file = os.path.join(fetch(path, "conductor.json"), "conductor.json")
     saved = read_json(file) if os.path.exists(file) else {}
     saved = {"prompt_style" if key == "prompt" else key: value for key, value in saved.items()}
@@ -784,12 +1023,46 @@ def read_prompting(path: str) -> tuple[Prompting, str, list[str]]:
 
 
 def load_conductor(path: str) -> tuple[Qwen, Tokenizer, Prompting]:
-    """The model and tokenizer of a checkpoint, and how it is asked. A CPU computes in fp32."""
+    """Return a checkpoint's model (fp32 on a CPU), its tokenizer, and how it is asked."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = Qwen.from_pretrained(
-        path, compute_dtype(device) if device == "cuda" else torch.float32, device
-    )
+    dtype = compute_dtype(device) if device == "cuda" else torch.float32
+    model = Qwen.from_pretrained(path, dtype, device)
     return model, Tokenizer.from_pretrained(path), read_prompting(path)[0]
+
+
+def choose_pool(checkpoint: str, pool: str) -> str:
+    """Return the spec of the pool to use with a Conductor.
+
+    Raises:
+        ValueError: The pool does not fit the Conductor, or the user has to name it: a checkpoint
+            from somebody else must not decide which hosts read the questions and are paid.
+    """
+    try:
+        _, spec, names = read_prompting(checkpoint)
+    except OSError as e:
+        raise ValueError(
+            f"{e}\ntrain.py trains one; with --conductor=WORKER an LLM of the pool conducts"
+        )
+    are_local = {spec, pool} <= {*LOCAL}
+    if pool and names and not are_local and [name_of(row) for row in read_pool(pool)] != names:
+        raise ValueError(
+            f"{checkpoint} knows {printable(', '.join(names))}, in this order: name yours so, "
+            "train with --preset=own, or let one conduct (--conductor; eval.py: --systems=seat)"
+        )
+    if not pool and spec not in ("", *LOCAL):
+        raise ValueError(
+            f"say which workers to ask: this Conductor learned with --pool={printable(spec)}"
+        )
+    return pool or spec or "local"
+
+
+def numbers_of(names: str, pool: list) -> list[int]:
+    """Return the pool's numbers of workers that are named with commas between."""
+    known = [worker.name for worker in pool]
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    if not {*wanted} <= {*known}:
+        raise ValueError(f"no such worker: {names}; the pool has {', '.join(known)}")
+    return sorted({known.index(name) for name in wanted})
 
 
 # ---- The server and the command line ---------------------------------------------------------------------
@@ -862,84 +1135,50 @@ def conductor_server(
     return loopback_server(port, ConductorHandler)
 
 
+# ---- The command line ----------------------------------------------------------------------------
+
+
 @dataclass
 class Settings:
-    checkpoint: str = os.path.join(
-        ASSETS, "laptop"
-    )  # the Conductor: a folder, or a name on the hub
-    pool: str = ""  # the workers: see workers.py; "": the local pool of the Conductor's training
-    only: str = ""  # some of the pool's workers, by name, with commas between
-    conductor: str = ""  # a worker of the pool that conducts, instead of a checkpoint
-    budget: float = 0.0  # dollars that all calls may cost together; 0: no limit
-    extra_rounds: int = 0  # further rounds in view of the answer (§3.2)
-    temperature: float = 0.2
-    port: int = 8400  # of serve
+    checkpoint: str = flag(
+        os.path.join(ASSETS, "laptop"), "the Conductor: a folder, or a name on the Hugging Face hub"
+    )
+    pool: str = flag("", "the workers, as of workers.py; default: the Conductor's own local pool")
+    only: str = flag("", "the workers that may be used, by name, with commas between; default: all")
+    conductor: str = flag("", "a worker of the pool that conducts instead of the checkpoint")
+    budget: float = flag(0.0, "dollars that all calls together may cost; 0: no limit")
+    extra_rounds: int = flag(0, "how many more workflows may follow the first (§3.2)")
+    temperature: float = flag(0.2, "the Conductor's sampling temperature")
+    port: int = flag(8400, "of serve")
 
 
-def numbers_of(names: str, pool: list) -> list[int]:
-    """The numbers in the pool of workers named with commas between."""
-    known = [worker.name for worker in pool]
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    if not {*wanted} <= {*known}:
-        raise ValueError(f"no such worker: {names}; the pool has {', '.join(known)}")
-    return sorted({known.index(name) for name in wanted})
-
-
-def choose_pool(checkpoint: str, pool: str) -> str:
-    """The pool to use with a Conductor. ValueError where it does not fit, or where the user has to name it:
-    whose hosts read the questions and are paid is not for a checkpoint to say."""
-    try:
-        _, spec, names = read_prompting(checkpoint)
-    except OSError as e:
-        raise ValueError(
-            f"{e}\ntrain.py trains one; with --conductor=WORKER an LLM of the pool conducts"
-        )
-    if (
-        pool
-        and names
-        and not {spec, pool} <= {*LOCAL}
-        and [*map(name_of, read_pool(pool))] != names
-    ):
-        raise ValueError(
-            f"{checkpoint} knows {printable(', '.join(names))}, in this order: name yours so, "
-            "train with --preset=own, or let one conduct (--conductor; eval.py: --systems=seat)"
-        )
-    if not pool and spec not in ("", *LOCAL):
-        raise ValueError(
-            f"say which workers to ask: this Conductor learned with --pool={printable(spec)}"
-        )
-    return pool or spec or "local"
-
-
-def main(argv):
+def main(argv: list[str]):
     settings = Settings()
     words = configure(settings, argv)
-    question = (
-        " ".join(words).encode(errors="replace").decode()
-    )  # The shell may pass what is no UTF-8.
-    if (
-        not question.strip()
-        or settings.extra_rounds < 0
-        or words == ["show"]
-        or words[0] == "serve"
-        and words[1:]
-    ):
+    # The shell may pass bytes that are not UTF-8.
+    question = " ".join(words).encode(errors="replace").decode()
+    has_no_question = not question.strip() or words == ["show"]
+    if has_no_question or settings.extra_rounds < 0 or words[0] == "serve" and words[1:]:
         raise SystemExit(__doc__)
     if words[0] == "show":
-        return print(show(words[1], *map(int, words[2:])))
-    spec = (
-        settings.pool or "local"
-        if settings.conductor
-        else choose_pool(settings.checkpoint, settings.pool)
-    )
+        print(show(words[1], *map(int, words[2:])))
+        return
+
+    # The workers, and who conducts them.
+    if settings.conductor:
+        spec = settings.pool or "local"
+    else:
+        spec = choose_pool(settings.checkpoint, settings.pool)
     pool = load_pool(spec, budget=settings.budget)
     workers = numbers_of(settings.only, pool) or None
     if settings.conductor:
-        [seat], prompting = numbers_of(settings.conductor, pool), Prompting()
-        write = worker_writer(pool[seat], prompting)
+        [number] = numbers_of(settings.conductor, pool)
+        prompting = Prompting()
+        write = worker_writer(pool[number], prompting)
     else:
         model, tokenizer, prompting = load_conductor(settings.checkpoint)
         write = model_writer(model, tokenizer, prompting, settings.temperature)
+
     if question == "serve":
         server = conductor_server(
             write, pool, workers, prompting, settings.extra_rounds or 1, settings.port
@@ -952,14 +1191,13 @@ def main(argv):
         print(f"step {i}: {rollout.names[i]} is asked …", file=sys.stderr)
         return call_worker(rollout, i)
 
-    [rollout] = conduct(
-        write, [Rollout(question, pool, workers)], settings.extra_rounds, prompting, call=call
-    )
+    asked = Rollout(question, pool, workers)
+    [rollout] = conduct(write, [asked], settings.extra_rounds, prompting, call=call)
     print(view(rollout))
     if settings.conductor:
-        print(
-            f"with the Conductor's: {sum(w.calls for w in pool)} calls, ${sum(w.spent for w in pool):.4f}"
-        )
+        calls = sum(worker.calls for worker in pool)
+        spent = sum(worker.spent for worker in pool)
+        print(f"with the Conductor's: {calls} calls, ${spent:.4f}")
     sys.exit("the workflow failed" if rollout.error or rollout.invalid else 0)
 
 
