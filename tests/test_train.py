@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from eval import Problem, load
+from eval import ABLATIONS, Problem, load
 from grpo import packed_logprobs
 from train import (
-    ABLATIONS,
     PRESETS,
     Run,
     Settings,
@@ -23,8 +22,11 @@ from train import (
     random_lesson,
     read_command,
     reward,
+    schedule,
+    second_rounds,
+    tiny_conductor,
+    warm_start,
 )
-from train import schedule, second_rounds, tiny_conductor, warm_start
 from train_runs import Workers, end_of, launch, metrics, traces, train, trained
 from workers import LOCAL, Reply
 from workflow import Rollout, Step, Workflow, WorkflowError, as_lists, parse, read_prompting
@@ -125,14 +127,18 @@ def test_the_reward(rollout, cost_weight, expected):
 
 def a_run(n_problems=6, n_workers=5):
     problems = [Problem(str(i), f"question {i}", "", "same") for i in range(n_problems)]
-    return Run(
-        ["worker"] * n_workers, problems, [], None, None, None, None, 0, {"same": torch.ones(())}
-    )
+    shares = {"same": torch.ones(())}
+    return Run(["worker"] * n_workers, problems, [], None, None, None, None, 0, shares)
+
+
+def asked_in(run, settings, iteration):
+    """The questions that an iteration asks."""
+    return [*itertools.islice(first_rounds(run, settings, iteration), settings.n_questions)]
 
 
 def test_first_rounds_take_the_next_questions_and_begin_again():
     settings = Settings(n_questions=4, ask_solved_probability=1.0)
-    asked = [first_rounds(a_run(), settings, iteration) for iteration in range(3)]
+    asked = [asked_in(a_run(), settings, iteration) for iteration in range(3)]
     assert [r.question[-1] for r in itertools.chain(*asked)] == [*"012345012345"]
     assert all(r.workers == [0, 1, 2, 3, 4] for r in asked[0])
     names = [r.call_prefix for r in itertools.chain(*asked)]
@@ -142,7 +148,7 @@ def test_first_rounds_take_the_next_questions_and_begin_again():
 def test_every_question_of_a_small_file_is_asked_in_time():
     run = a_run(80)
     run.wrong_share = {"same": torch.tensor(0.5)}
-    asked = {r.question for i in range(60) for r in first_rounds(run, Settings(), i)}
+    asked = {r.question for i in range(60) for r in asked_in(run, Settings(), i)}
     assert len(asked) == 80
 
 
@@ -150,19 +156,20 @@ def test_what_is_always_answered_is_seldom_asked():
     run = a_run()
     run.problems = [Problem(str(i), f"question {i}", "", "same", "ab"[i % 2]) for i in range(200)]
     run.wrong_share = {"a": torch.tensor(0.0), "b": torch.tensor(0.5)}
-    kinds = [r.problem.kind for i in range(50) for r in first_rounds(run, Settings(), i)]
+    kinds = [r.problem.kind for i in range(50) for r in asked_in(run, Settings(), i)]
     assert (
-        0.1 < kinds.count("a") / kinds.count("b") < 0.35 and len(kinds) == 50 * Settings().questions
+        0.1 < kinds.count("a") / kinds.count("b") < 0.35
+        and len(kinds) == 50 * Settings().n_questions
     )
 
 
 def test_with_subset_a_question_has_some_of_the_workers():
-    asked = first_rounds(a_run(), Settings(n_questions=300, subset=2), 0)
+    asked = asked_in(a_run(), Settings(n_questions=300, subset=2), 0)
     assert {len(r.workers) for r in asked} == {2, 3, 4, 5}
     assert {worker for r in asked for worker in r.workers} == {0, 1, 2, 3, 4}
     assert all(r.workers == sorted({*r.workers}) for r in asked)
-    assert asked == first_rounds(a_run(), Settings(n_questions=300, subset=2), 0)
-    assert asked != first_rounds(a_run(), Settings(n_questions=300, subset=2, seed=2), 0)
+    assert asked == asked_in(a_run(), Settings(n_questions=300, subset=2), 0)
+    assert asked != asked_in(a_run(), Settings(n_questions=300, subset=2, seed=2), 0)
 
 
 def test_half_of_the_questions_get_a_second_round_with_an_answer_of_the_first():
