@@ -1,10 +1,14 @@
-"""Problems, graders, running code, systems, tables: how good is a Conductor, and what do others reach (§4)?
+"""Compare a Conductor with its workers and with other systems (§4).
 
-    python eval.py [--systems=conductor,workers,moa] [--benchmarks=math500,gpqa,mine.jsonl] [--pool=NAME]
-    python eval.py prepare [--pool=NAME --budget=50]   # write the training problems of the paper's run
+    python eval.py [--systems=conductor,workers,moa] [--benchmarks=math500,gpqa,mine.jsonl]
+    [--pool=NAME] python eval.py --systems=assets/rivals.py:masrouter  # a system of a file, which
+    may be your own python eval.py prepare [--pool=NAME --budget=50]     # write the training
+    problems of the paper's run
 
-Everything here is a table with functions: a grader is a row of GRADERS, a benchmark of SOURCES, a system of
-SYSTEMS. Read train.py next."""
+The first three sections are to be read: problems, systems, measurements. The next three are to be
+looked up: graders, benchmarks, and how code is run. A grader is a row of GRADERS, a benchmark of
+SOURCES, a system of SYSTEMS. Read train.py next.
+"""
 
 import base64
 import cmath
@@ -37,13 +41,12 @@ from typing import NamedTuple
 
 import numpy as np
 import requests
-import torch
 from huggingface_hub import hf_hub_download
 from requests.adapters import HTTPAdapter
 from requests.packages.urllib3.util.retry import Retry
 from tqdm import tqdm
 
-from model import configure, read_json, write_json
+from model import configure, flag, read_json, write_json
 from workers import (
     LIMITS,
     PHRASES,
@@ -53,6 +56,7 @@ from workers import (
     demand_budget,
     laptop_questions,
     load_function,
+    load_name,
     load_pool,
     once,
 )
@@ -77,84 +81,103 @@ from workflow import (
 
 @dataclass
 class Problem:
+    """A question, and what its grader needs to judge a response."""
+
     id: str
     question: str
     answer: str
     grader: str  # a row of GRADERS
-    kind: str = ""  # what tables group by: the grader's name unless given
-    level: int = 0  # the larger, the harder; 0: unknown
-    extra: dict = field(default_factory=dict)  # what its grader needs besides
+    kind: str = ""  # tables report each kind's accuracy; without one it is the grader's name
+    level: int = 0  # the difficulty: larger is harder, 0 is unknown
+    extra: dict = field(default_factory=dict)  # for example {"choices": ["a stone", "an apple"]}
 
     def __post_init__(self):
         self.kind = self.kind or self.grader
 
 
 def require(condition, otherwise: str):
+    """Raise a ValueError that says `otherwise` unless the condition holds."""
     if not condition:
         raise ValueError(otherwise)
 
 
-# ---- Problems: the laptop world's, benchmarks', your own ---------------------------------------------------
+# ---- Problems: the laptop world's, benchmarks', your own -----------------------------------------
 
-DATA = "data"  # in the current directory: what is fetched, and what `prepare` writes
+DATA = "data"  # a folder in the current directory: downloaded data sets, prepared problems, replies
 
 
 def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
-    """Load at most `limit` problems of a split, "train" or "test", in an order that never changes.
+    """Return the first problems of a split, in an order that never changes.
 
-    name: "laptop", a benchmark of SOURCES, a mix of MIXES ("train" is the file that `prepare` writes, "test"
-    all tests of its parts), or FILE.jsonl, of which from 20 rows on every fifth is "test". ValueError says
-    what there is, OSError what could not be fetched."""
+    Args:
+        name: "laptop"; a benchmark of SOURCES; a mix of MIXES, whose "train" is the file that
+            `prepare` writes and whose "test" is the tests of all its parts; or FILE.jsonl, with
+            your own problems.
+        split: "train" or "test".
+        limit: The largest number of problems; None returns all of them.
+
+    Raises:
+        ValueError: There is no such name, or a line of the file is wrong.
+        OSError: A data set could not be downloaded.
+    """
     if name.endswith(".jsonl"):
-        problems = read_problems(name)
-        if len(problems) >= 20:
-            problems = [p for i, p in enumerate(problems) if (i % 5 == 4) == (split == "test")]
-        problems = interleave(problems, random.Random(0))  # A file may be sorted by kind.
+        problems = split_of_file(name, split)
     elif name == "laptop":
-        problems = [
-            Problem(f"laptop/{kind}/{question}", question, answer, "same", kind)
-            for kind, question, answer in laptop_questions(split)
-        ]
-        problems = interleave(problems, random.Random(0), again=True)
+        problems = laptop_problems(split)
     elif name in MIXES and split == "train":
         problems = read_problems(f"{DATA}/{name}.jsonl")
     elif name in MIXES:
-        parts = itertools.chain(*(load(part, "test", limit) for part in MIXES[name]))
-        problems = interleave(list(parts), random.Random(0))
-    else:
-        known = ", ".join(
-            dict.fromkeys(["laptop", *MIXES, *(key.split("/")[0] for key in SOURCES)])
-        )
-        require(
-            source_of(name, split),
-            f"no problems {name!r} ({split}): there are {known}, files *.jsonl",
-        )
+        parts = [load(part, "test", limit) for part in MIXES[name]]
+        problems = interleave(list(itertools.chain(*parts)), random.Random(0))
+    elif source_of(name, split):
         problems = benchmark(name, split, limit)
+    else:
+        benchmarks = [key.split("/")[0] for key in SOURCES]
+        known = ", ".join(dict.fromkeys(["laptop", *MIXES, *benchmarks]))
+        raise ValueError(f"no problems {name!r} ({split}): there are {known}, files *.jsonl")
     return problems[:limit]
 
 
-def interleave(problems: list[Problem], rng: random.Random, again: bool = False) -> list[Problem]:
-    """Shuffle, with the kinds taking turns. again: a small kind starts again until the largest is through."""
+def laptop_problems(split: str) -> list[Problem]:
+    problems = [
+        Problem(f"laptop/{kind}/{question}", question, answer, "same", kind)
+        for kind, question, answer in laptop_questions(split)
+    ]
+    return interleave(problems, random.Random(0), repeat=True)
+
+
+def interleave(problems: list[Problem], rng: random.Random, repeat: bool = False) -> list[Problem]:
+    """Shuffle the problems of each kind, then let the kinds take turns.
+
+    With `repeat`, smaller kinds start over until the largest kind is used up.
+    """
     kinds = {}
     for problem in problems:
         kinds.setdefault(problem.kind, []).append(problem)
     for group in kinds.values():
         rng.shuffle(group)
-    most = max(map(len, kinds.values()), default=0)
-    turns = itertools.product(range(most), kinds.values())
-    return [group[i % len(group)] for i, group in turns if again or i < len(group)]
+    largest = max(map(len, kinds.values()), default=0)
+    turns = itertools.product(range(largest), kinds.values())
+    return [group[i % len(group)] for i, group in turns if repeat or i < len(group)]
 
 
 def with_instructions(problem: Problem) -> Problem:
-    """The problem whose question shows its options and says how to answer, where it did not."""
-    question, extra = problem.question.strip(), problem.extra
-    options = [f"{letter}. {choice}" for letter, choice in zip(LETTERS, extra.get("choices", []))]
-    if options and not all(choice in question for choice in extra["choices"]):
+    """Return the problem with a question that lists its options and says how to answer.
+
+    Whatever the question already contains is not added again.
+    """
+    question = problem.question.strip()
+    choices = problem.extra.get("choices", [])
+    if not all(choice in question for choice in choices):
+        options = [f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices)]
         question += "\n\n" + "\n".join(options)
+
+    function = problem.extra.get("function")
     instruction = GRADERS[problem.grader].instruction
-    if extra.get("function"):
-        own = f"Write the Python function {extra['function']}. {BLOCK}"
-        instruction = GRADERS["unittest"].instruction if "```python" in question else own
+    if function and "```python" in question:
+        instruction = GRADERS["unittest"].instruction
+    elif function:
+        instruction = f"Write the Python function {function}. {BLOCK}"
     if instruction not in question and not re.search(r"\\boxed|<answer>", question):
         question += "\n\n" + instruction
     return replace(problem, question=question, answer=problem.answer.strip())
@@ -163,90 +186,118 @@ def with_instructions(problem: Problem) -> Problem:
 # Your own problems: a JSON object a line
 
 
+def split_of_file(file: str, split: str) -> list[Problem]:
+    """Return a split of your own problems.
+
+    Of 20 lines or more, every fifth is for testing. Fewer lines are used for both training and
+    testing. The kinds take turns, since a file may be sorted by them.
+    """
+    problems = read_problems(file)
+    if len(problems) >= 20:
+        wanted = [4] if split == "test" else [0, 1, 2, 3]
+        problems = [problem for i, problem in enumerate(problems) if i % 5 in wanted]
+    return interleave(problems, random.Random(0))
+
+
 def read_problems(file: str) -> list[Problem]:
-    """Read problems from a JSONL file. A line has "question", "answer", "grader", "extra" where the grader
-    needs it, and if wanted "kind" (what tables group by), "id" and "level":
+    """Return the problems of a JSONL file.
 
-        {"question": "Who wrote Emma?", "answer": "Jane Austen", "grader": "short"}
+    A line is a JSON object with "question", "answer", "grader" and, where the grader needs it,
+    "extra"; "kind", "id" and "level" are optional. Example:
 
-    ValueError says of every line what is missing or wrong."""
+        {"question": "Who wrote Emma?", "answer": "Jane Austen", "grader": "short", "kind": "books"}
+
+    Raises:
+        ValueError: What is missing or wrong, line by line.
+    """
     if not os.path.exists(file):
-        raise FileNotFoundError(
-            f"{file} is missing (`python eval.py prepare` writes paper and recursion)"
-        )
+        hint = "`python eval.py prepare` writes paper and recursion"
+        raise FileNotFoundError(f"{file} is missing ({hint})")
     problems, faults = [], []
     with open(file, "rb") as lines:
-        for n, line in enumerate(lines, 1):
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
             try:
-                if line.strip():
-                    problems.append(own_problem(line, f"{os.path.basename(file)}/{n}"))
+                problems.append(parse_problem(line, f"{os.path.basename(file)}/{number}"))
             except (ValueError, TypeError) as e:
-                faults.append(f"{file}, line {n}: {e}")
-    require(problems and not faults, "\n".join(faults[:20]) or f"{file} is empty")
+                faults.append(f"{file}, line {number}: {e}")
+    require(not faults, "\n".join(faults[:20]))
+    require(problems, f"{file} is empty")
     require(len({p.id for p in problems}) == len(problems), f"{file}: two lines have one id")
     return problems
 
 
-def own_problem(line: bytes, id: str) -> Problem:
-    """The problem of a line. ValueError says what is missing or wrong."""
+def parse_problem(line: bytes, default_id: str) -> Problem:
+    """Return the problem that a line describes, or raise a ValueError that says what is wrong with
+    it."""
     try:
-        problem = Problem(**{"id": id, "grader": "own", **json.loads(line)})
-    except (
-        ValueError,
-        TypeError,
-        RecursionError,
-    ) as e:  # not JSON, or a field is missing or unknown
-        raise ValueError(
-            f"expected an object of {', '.join(Problem.__annotations__)}: {e}"
-        ) from None
-    for key, kind in Problem.__annotations__.items():
-        require(
-            isinstance(getattr(problem, key), kind),
-            f"{key} is of another type than {kind.__name__}",
-        )
-    known = f"grader has to be one of {', '.join(GRADERS)}; your own: --grader=mine.py:grade"
-    require(problem.grader in GRADERS, known)
-    extra, answer = problem.extra, problem.answer.strip()
-    missing = [f'"{key}": …' for key in GRADERS[problem.grader].extra if key not in extra]
-    require(not missing, f'the grader {problem.grader} needs "extra": {{{", ".join(missing)}}}')
-    require(problem.question.strip(), "question: it has 0 characters")
-    if problem.grader == "code":  # `prepare` writes the place of LiveCodeBench's tests instead
-        pairs = isinstance(extra["tests"], dict) or all(
-            are_texts(p) and len(p) == 2 for p in extra["tests"]
-        )
-        require(extra["tests"] and pairs, "tests are pairs of texts, [input, output]")
-    elif problem.grader not in ("unittest", "own"):
-        require(are_texts(extra.get("choices", [])), "choices are a list of texts")
-        faulty = all(failure(problem, text) for text in (answer, f"<answer>{answer}</answer>"))
-        require(
-            answer and not faulty,
-            f"answer: nothing equals {answer!r}; give it bare, a choice's letter",
-        )
+        problem = Problem(**{"id": default_id, "grader": "own", **json.loads(line)})
+    except (ValueError, TypeError, RecursionError) as e:  # no JSON, or a missing or unknown field
+        expected = ", ".join(Problem.__annotations__)
+        raise ValueError(f"expected an object of {expected}: {e}") from None
+    check_problem(problem)
     return with_instructions(problem)
+
+
+def check_problem(problem: Problem):
+    """Raise a ValueError if a field has the wrong type, or if the grader cannot work with the
+    problem."""
+    for key, kind in Problem.__annotations__.items():
+        message = f"{key} is of another type than {kind.__name__}"
+        require(isinstance(getattr(problem, key), kind), message)
+    known = ", ".join(GRADERS)
+    message = f"grader has to be one of {known}; your own: --grader=mine.py:grade"
+    require(problem.grader in GRADERS, message)
+
+    extra = problem.extra
+    missing = [f'"{key}": …' for key in GRADERS[problem.grader].extra if key not in extra]
+    message = f'the grader {problem.grader} needs "extra": {{{", ".join(missing)}}}'
+    require(not missing, message)
+    require(problem.question.strip(), "question: it has 0 characters")
+    require(are_texts(extra.get("choices", [])), "choices are a list of texts")
+
+    # A program's tests are in the line or, in a file that `prepare` wrote, a position in the
+    # benchmark's file.
+    tests = extra["tests"] if problem.grader == "code" else {"file": "", "at": 0}
+    if not isinstance(tests, dict):
+        are_pairs = all(are_texts(pair) and len(pair) == 2 for pair in tests)
+        require(tests and are_pairs, "tests are pairs of texts, [input, output]")
+
+    # A grader that cannot recognise the right answer would call every response wrong.
+    if problem.grader not in ("code", "unittest", "own"):
+        answer = problem.answer.strip()
+        is_recognised = not all(failure(problem, x) for x in (answer, f"<answer>{answer}</answer>"))
+        message = f"answer: nothing equals {answer!r}; give it bare, a choice's letter"
+        require(answer and is_recognised, message)
 
 
 def are_texts(value) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
-# ---- Systems -----------------------------------------------------------------------------------------------
+# ---- Systems -------------------------------------------------------------------------------------
 #
-# system(problems, pools, name) -> rollouts, one a problem, judged. pools are the problems' workers; name
-# begins the calls' ids, by which --replay knows them, and seeds what is random.
+# A system is a function system(problems, pools, name) -> rollouts: one judged rollout a problem.
+# pools: the workers of each problem. name: the beginning of the calls' ids, by which a replay file
+# knows them; it also seeds what the system draws.
 
-REFLECT = "Check the last response for mistakes, correct them, and give the whole answer in its final form."
+REFLECT = (
+    "Check the last response for mistakes, correct them, and give the whole answer in its final "
+    "form."
+)
 AGGREGATE = (
     "Compare the responses, decide which is right, and give the whole answer in its final form."
 )
 
 
-def begin(problems: list[Problem], pools: list, name: str) -> list[Rollout]:
+def new_rollouts(problems: list[Problem], pools: list, name: str) -> list[Rollout]:
     pairs = zip(problems, pools, strict=True)
     return [Rollout(p.question, pool, problem=p, call_prefix=f"{name}/{p.id}") for p, pool in pairs]
 
 
 def run_and_judge(rollouts: list[Rollout], name: str, call=call_worker) -> list[Rollout]:
-    """Run and judge rollouts whose workflow is there."""
+    """Run the workflows that these rollouts already have, and judge their answers."""
     with progress(name, len(rollouts)) as bar:
         return roll_out(
             rollouts, judge=grade_once(), call=call, on_end=lambda rollout: bar.update()
@@ -254,10 +305,10 @@ def run_and_judge(rollouts: list[Rollout], name: str, call=call_worker) -> list[
 
 
 def planned(plan, call=call_worker):
-    """The system that runs the workflow plan(rollout) on each problem."""
+    """Return the system that runs the workflow plan(rollout) on every problem."""
 
     def system(problems, pools, name):
-        rollouts = begin(problems, pools, name)
+        rollouts = new_rollouts(problems, pools, name)
         for rollout in rollouts:
             rollout.workflow = plan(rollout)
         return run_and_judge(rollouts, name, call)
@@ -265,33 +316,39 @@ def planned(plan, call=call_worker):
     return system
 
 
-# Workers without a Conductor see the bare question
+# Workers that see the bare question
 
 
 def ask_bare(rollout: Rollout, i: int, times: int = 1, **overrides) -> Reply:
-    """Call a step's worker with the question alone. It may write so many times its tokens."""
+    """Make the call of step i with nothing but the question, and return the reply.
+
+    times: The worker may write so many times as many tokens as its parameters allow.
+    """
     worker = rollout.pool[rollout.workflow.steps[i].worker]
-    overrides |= {key: times * n for key, n in worker.params.items() if key in LIMITS and times > 1}
-    return worker.chat(
-        [{"role": "user", "content": rollout.question}], call_id(rollout, i), **overrides
-    )
+    if times > 1:
+        limits = {key: value for key, value in worker.params.items() if key in LIMITS}
+        overrides |= {key: times * value for key, value in limits.items()}
+    chat = [{"role": "user", "content": rollout.question}]
+    return worker.chat(chat, call_id(rollout, i), **overrides)
 
 
 def ask_each(problems, pools, name, workers: list[int], call=ask_bare) -> list[list[Rollout]]:
-    """What each of these workers answers to the bare question: [problem][worker]."""
+    """Put every bare question to each of these workers. Return a rollout for each:
+    [problem][worker]."""
     groups = []
-    for rollout in begin(problems, pools, name):
-        steps = [Step(worker, rollout.question, []) for worker in workers]
-        groups.append(
-            [replace(rollout, number=i, workflow=Workflow([step])) for i, step in enumerate(steps)]
-        )
+    for rollout in new_rollouts(problems, pools, name):
+        workflows = [Workflow([Step(worker, rollout.question, [])]) for worker in workers]
+        groups.append([replace(rollout, number=i, workflow=w) for i, w in enumerate(workflows)])
     run_and_judge(list(itertools.chain(*groups)), name, call)
     return groups
 
 
-def vote(rollouts: list[Rollout], chosen: int) -> Rollout:
-    """Rollouts of one step each as one that costs what all cost and is lost where a call was. The chosen one
-    stands last, and is the answer."""
+def merge(rollouts: list[Rollout], chosen: int) -> Rollout:
+    """Return one rollout whose answer is that of the chosen one and whose cost is that of all.
+
+    Each rollout has one step. The chosen one becomes the last step, whose response is the answer.
+    The merged rollout is lost if any of the rollouts is.
+    """
     ordered = [*rollouts[:chosen], *rollouts[chosen + 1 :], rollouts[chosen]]
     errors = [rollout.error for rollout in ordered if rollout.error]
     return replace(
@@ -305,25 +362,39 @@ def vote(rollouts: list[Rollout], chosen: int) -> Rollout:
     )
 
 
-def elect(workers: list[int] | None, likeness=None, call=ask_bare):
-    """These workers, or all, answer the bare question. The answer that is most like the others counts, by
-    likeness(problem, one, other), else by the problem's grader."""
+def vote(workers: list[int] | None, likeness=None, call=ask_bare):
+    """Return the system that takes the answer most like the others that the workers gave.
+
+    The answers "42", "41" and "42.0" to a question with the grader "math" have 2, 1 and 2 answers
+    like themselves, so the first one is taken. Without a majority it is the first answer of all.
+
+    Args:
+        workers: The pool numbers of the workers to ask; one may appear several times. None asks
+            them all.
+        likeness: likeness(problem, answer, other) -> number; by default 1 where the problem's
+            grader finds that both answers say the same.
+        call: Makes the call of a step.
+    """
 
     def system(problems, pools, name):
         groups = ask_each(problems, pools, name, workers or range(len(pools[0])), call)
-        scores = np.zeros((len(groups), len(groups[0])))  # (P, W)
-        for row, problem, rollouts in zip(scores, problems, groups):
-            like = likeness or GRADERS[problem.grader].agree
-            for i, other in itertools.product(range(len(row)), rollouts):
-                row[i] += like(problem, rollouts[i].answer, other.answer)
-        return [vote(rollouts, int(row.argmax())) for rollouts, row in zip(groups, scores)]
+        return [elect(problem, rollouts) for problem, rollouts in zip(problems, groups)]
+
+    def elect(problem, rollouts):
+        like = likeness or GRADERS[problem.grader].agree
+        answers = [rollout.answer for rollout in rollouts]
+        scores = [sum(like(problem, answer, other) for other in answers) for answer in answers]
+        return merge(rollouts, scores.index(max(scores)))
 
     return system
 
 
-def common_words(problem: Problem, one: str, other: str) -> float:
-    """Smoothie (arXiv 2412.04692) compares sentence embeddings instead, over neighbouring questions too."""
-    first, second = (set(re.findall(r"\w+", answer.casefold())) for answer in (one, other))
+def common_words(problem: Problem, answer: str, other: str) -> float:
+    """Return the number of words in both answers over the number of words in either.
+
+    Smoothie (arXiv 2412.04692) compares sentence embeddings instead, also over similar questions.
+    """
+    first, second = (set(re.findall(r"\w+", text.casefold())) for text in (answer, other))
     return len(first & second) / max(len(first | second), 1)
 
 
@@ -331,31 +402,34 @@ def common_words(problem: Problem, one: str, other: str) -> float:
 
 
 def reflect(worker: int):
-    """A worker that reflects four times on what it has answered."""
+    """Return the system of one worker that answers, and then revises its answer four times."""
     steps = [Step(worker, REFLECT if i else SOLVE_IT, list(range(i))) for i in range(5)]
     return planned(lambda rollout: Workflow(steps))
 
 
 def propose_and_aggregate(rollout: Rollout) -> Workflow:
-    """A Mixture of Agents of one layer: every worker proposes, and a random one aggregates."""
+    """Return a Mixture of Agents of one layer: every worker proposes, and a random one
+    aggregates."""
     everyone = list(range(len(rollout.pool)))
+    proposals = [Step(worker, SOLVE_IT, []) for worker in everyone]
     aggregator = random.Random(rollout.call_prefix).choice(everyone)
-    return Workflow(
-        [*(Step(i, SOLVE_IT, []) for i in everyone), Step(aggregator, AGGREGATE, everyone)]
-    )
+    return Workflow([*proposals, Step(aggregator, AGGREGATE, everyone)])
 
 
 def phrases_for(problem: Problem) -> tuple:
-    """The subtasks of random workflows for a problem."""
-    others = (SOLVE_IT, "Plan how to solve it.", REFLECT, AGGREGATE)
-    return PHRASES if problem.id.startswith("laptop/") else others
+    """Return the subtasks from which random workflows for this problem draw."""
+    general = (SOLVE_IT, "Plan how to solve it.", REFLECT, AGGREGATE)
+    return PHRASES if problem.id.startswith("laptop/") else general
 
 
 def random_workflow(
     rng: random.Random, workers: list[int], max_steps: int = 5, phrases=PHRASES
 ) -> Workflow:
-    """1 to max_steps steps, short workflows more often; each a random worker, a random phrase, and nine times
-    in ten all that came before. A tiny Conductor's warm start is made of such workflows."""
+    """Return a workflow of 1 to max_steps steps; short ones are more likely.
+
+    Each step has a random worker and a random phrase, and sees all earlier steps with probability
+    0.9, else none. The warm start of a small Conductor teaches the format with such workflows.
+    """
     steps = []
     for i in range(min(rng.randint(1, max_steps), rng.randint(1, max_steps))):
         worker = rng.choice(workers)
@@ -365,10 +439,9 @@ def random_workflow(
 
 
 def plan_at_random(rollout: Rollout) -> Workflow:
+    rng = random.Random(rollout.call_prefix)
     workers = list(range(len(rollout.pool)))
-    return random_workflow(
-        random.Random(rollout.call_prefix), workers, phrases=phrases_for(rollout.problem)
-    )
+    return random_workflow(rng, workers, phrases=phrases_for(rollout.problem))
 
 
 # The Conductor
@@ -377,11 +450,19 @@ def plan_at_random(rollout: Rollout) -> Workflow:
 def conductor(
     write, prompting: Prompting, extra_rounds: int = 0, edit=None, tries: int = 1, only: str = ""
 ):
-    """The system of a Conductor that writes by `write` (workflow.py). extra_rounds: §3.2. edit(workflow) ->
-    workflow takes something away. only: the workers that it may name (§3.2), with commas between."""
+    """Return the system of a Conductor.
+
+    Args:
+        write: One of workflow.py's writers.
+        prompting: How the Conductor is asked.
+        extra_rounds: How many more rounds may see the answer and revise it (§3.2).
+        edit: edit(workflow) -> workflow changes each workflow before it runs, for ablations.
+        tries: How often the Conductor is asked until it writes a valid workflow.
+        only: The names of the workers that it may use, separated by commas (§3.2); "" allows all.
+    """
 
     def system(problems, pools, name):
-        rollouts = begin(problems, pools, name)
+        rollouts = new_rollouts(problems, pools, name)
         for rollout in rollouts:
             rollout.workers = numbers_of(only, rollout.pool) or None
         with progress(name, len(rollouts)) as bar:
@@ -399,184 +480,6 @@ def conductor(
     return system
 
 
-# Systems that learn from lessons, which are train problems. All ask under one name: what is asked again is in
-# the replay file.
-
-
-def rewards(rollouts: list[Rollout]) -> np.ndarray:
-    """1 for a right answer, less 0.02 for each of its calls; nan where a worker was lost."""
-    right = np.array([rollout.right for rollout in rollouts], float)
-    return right - 0.02 * np.array([rollout.calls for rollout in rollouts])
-
-
-def trigrams(questions: list[str]) -> torch.Tensor:
-    """How often each trigram stands in each question, hashed and normalized: (Q, 4096)."""
-    counts = torch.zeros(len(questions), 4096)
-    for row, question in zip(counts, questions):
-        for i in range(len(question) - 2):
-            row[zlib.crc32(question[i : i + 3].casefold().encode()) % 4096] += 1
-    return torch.nn.functional.normalize(counts)
-
-
-def router(setup):
-    """The worker who is likeliest right, by ridge regression on trigrams. RouterDC (NeurIPS 2024) learns from
-    each worker's success too, but by a fine-tuned encoder and contrastive losses."""
-    asked = ask_each(
-        setup.lessons, [setup.pool] * len(setup.lessons), "lesson", range(len(setup.pool))
-    )
-    right = np.array([[rollout.right for rollout in row] for row in asked], np.float32)
-    right = torch.from_numpy(right).nan_to_num(0.5)  # (P, W); a call was lost where it is nan
-    x = trigrams([problem.question for problem in setup.lessons])  # (P, 4096)
-    weights = x.T @ torch.linalg.solve(x @ x.T + torch.eye(len(x)), right)  # (4096, W)
-
-    def plan(rollout):
-        best = int((trigrams([rollout.question]) @ weights).argmax())
-        return Workflow([Step(best, rollout.question, [])])
-
-    return planned(plan, ask_bare)
-
-
-AGENTS = 5  # at most
-SHAPES = [[(SOLVE_IT, [])]]  # (subtask, access) of each agent
-for n in range(2, AGENTS + 1):
-    before = [list(range(i)) for i in range(n)]
-    SHAPES.append([(SOLVE_IT, seen[-1:]) for seen in before])  # a chain
-    SHAPES.append([(REFLECT if seen else SOLVE_IT, seen) for seen in before])  # reflection
-    SHAPES.append([(SOLVE_IT, [])] * (n - 1) + [(AGGREGATE, before[-1])])  # a debate
-TRIES = 8  # designs of each lesson at a time
-
-
-def masrouter(setup):
-    """MasRouter (arXiv 2502.11133) in small: a shape of collaboration and each agent's worker, linear in the
-    question's trigrams, by policy gradient. The original encodes the question with a language model, gives
-    agents roles, makes each choice in view of those before, and counts tokens instead of calls."""
-    rng = random.Random(setup.seed)
-    torch.manual_seed(setup.seed)
-    sizes = [len(SHAPES)] + [len(setup.pool)] * AGENTS
-    n_agents = torch.tensor([len(shape) for shape in SHAPES])
-    weights = torch.zeros(4096, sum(sizes), requires_grad=True)
-    optimizer = torch.optim.Adam([weights], lr=0.05)
-
-    def build(choices):
-        agents = zip(choices[1:], SHAPES[choices[0]])
-        return Workflow([Step(worker, subtask, access) for worker, (subtask, access) in agents])
-
-    for _ in tqdm(range(setup.effort * 5), "masrouter learns", disable=None):
-        batch = rng.sample(setup.lessons, min(32, len(setup.lessons)))
-        scores = trigrams([problem.question for problem in batch]) @ weights
-        heads = [torch.distributions.Categorical(logits=part) for part in scores.split(sizes, -1)]
-        choices = torch.stack([head.sample([TRIES]) for head in heads])  # (6, T, B)
-        rollouts = begin(batch * TRIES, [setup.pool] * len(batch) * TRIES, "lesson")
-        for rollout, choice in zip(rollouts, choices.flatten(1).T.tolist()):
-            rollout.workflow = build(choice)
-        value = torch.tensor(rewards(roll_out(rollouts, judge=grade_once()))).view(
-            TRIES, -1
-        )  # (T, B)
-        advantage = (value - value.nanmean(0)).nan_to_num()
-        used = n_agents[choices[0]] > torch.tensor([0, *range(AGENTS)])[:, None, None]  # (6, T, B)
-        logp = torch.stack(
-            [head.log_prob(choice) for head, choice in zip(heads, choices)]
-        )  # (6, T, B)
-        entropy = torch.stack([head.entropy() for head in heads]).mean()
-        optimizer.zero_grad()
-        loss = -(advantage * logp * used).mean() - 0.02 * entropy
-        loss.backward()
-        optimizer.step()
-
-    def plan(rollout):
-        scores = trigrams([rollout.question])[0] @ weights
-        return build([int(part.argmax()) for part in scores.split(sizes)])
-
-    return planned(plan)
-
-
-ROLES = {
-    "thinker": "Solve what comes first, and say how to go on from there.",
-    "worker": SOLVE_IT,
-    "verifier": "Check the last response. Say ACCEPT if it is right and whole, else what is wrong.",
-}
-ACCEPTS = re.compile(r"\bACCEPT\b|nothing here to work on")  # the second is what a specialist says
-POPULATION = 32
-
-
-def trinity(setup):
-    """TRINITY (arXiv 2512.04695) in small: turn by turn a linear head on a small model's hidden state picks a
-    worker and its role, and is evolved on the reward. The original's model has 0.6 B parameters, some evolved
-    too, by a separable CMA-ES, and all turns are read. Here the head sees 24 principal components, model and
-    workers see the newest turn alone, and calls cost."""
-    rng = random.Random(setup.seed)
-    model, tokenizer, _ = load_conductor(setup.trinity)
-
-    @lru_cache(100_000)
-    def state_of(text):
-        ids = tokenizer.chat([{"role": "system", "content": ""}, {"role": "user", "content": text}])
-        ids = torch.tensor([ids[-model.config.max_position_embeddings :]], device=model.device)
-        with torch.no_grad():
-            hidden = model(ids, head=lambda x: x[0, -2])  # (C), at the last token but one
-        return hidden.float().cpu().numpy()
-
-    states = np.stack([state_of(problem.question) for problem in setup.lessons])  # (P, C)
-    center = states.mean(0)
-    _, scale, axes = np.linalg.svd(states - center, full_matrices=False)
-    axes = (
-        math.sqrt(len(states)) * axes[:24].T / (scale[:24] + 1e-3 * scale[0])
-    )  # (C, 24), to variances of 1
-
-    def take_turns(rollouts, heads):
-        """Play up to five rounds (§3.2) of one step, until a verifier accepts. The last response in the role
-        worker counts. heads: by a rollout's number, (25, W + 3)."""
-
-        def write(rollouts):
-            for rollout in rollouts:
-                last = rollout.previous
-                text = rollout.question + (f"\n{last.written}: {last.answer}" if last else "")
-                features = np.append((state_of(text) - center) @ axes, 1.0)  # (25), with a bias
-                for_worker, for_role = np.split(features @ heads[rollout.number], [-len(ROLES)])
-                rollout.written = [*ROLES][for_role.argmax()]
-                step = Step(int(for_worker.argmax()), ROLES[rollout.written], [], wrote_all=True)
-                accepted = last and last.written == "verifier" and ACCEPTS.search(last.answer)
-                rollout.workflow = Workflow([] if accepted else [step])
-                yield rollout
-
-        votes = []
-        for rollout in conduct(
-            write,
-            rollouts,
-            extra_rounds=4,
-            tries=1,
-            judge=grade_once(),
-            call=lambda rollout, i: call_worker(replace(rollout, number=0), i),
-        ):
-            turns = [turn for turn in rollout.rounds() if turn.workflow.steps]
-            by_worker = [i for i, turn in enumerate(turns) if turn.written == "worker"]
-            votes.append(vote(turns, [len(turns) - 1, *by_worker][-1]))
-        return votes
-
-    head = np.zeros((axes.shape[1] + 1, len(setup.pool) + len(ROLES)))  # (25, W + 3)
-    noise = np.random.default_rng(setup.seed)
-    for _ in tqdm(range(setup.effort), "trinity evolves", disable=None):
-        batch = rng.sample(setup.lessons, min(32, len(setup.lessons)))
-        steps = noise.standard_normal((POPULATION, *head.shape))
-        rollouts = begin(batch, [setup.pool] * len(batch), "lesson")
-        rollouts = [replace(rollout, number=k) for k in range(POPULATION) for rollout in rollouts]
-        found = rewards(take_turns(rollouts, head + steps)).reshape(POPULATION, -1)
-        order = np.nan_to_num(found).mean(1).argsort()
-        head += steps[order[-POPULATION // 4 :]].mean(
-            0
-        )  # The larger it grows, the less a step turns it.
-    return lambda problems, pools, name: take_turns(begin(problems, pools, name), [head])
-
-
-# The table: make(setup) -> system
-
-
-class System(NamedTuple):
-    make: Callable  # of the settings, with `pool`, `worker` (its number) and `lessons`
-    needs: str = ""  # "worker": the pool's workers play in turn
-    calls: float = 1  # a question, about; 0: one of each worker
-    lessons: int = 0  # calls to learn, about, if none is made twice
-
-
 def change_steps(workflow: Workflow, **changes) -> Workflow:
     return Workflow([replace(step, **changes) for step in workflow.steps])
 
@@ -588,49 +491,98 @@ ABLATIONS = {
 }
 
 
-def from_checkpoint(setup, edit=None):
-    """The Conductor, whose workflows are edited before they run."""
-    model, tokenizer, prompting = load_conductor(setup.checkpoint)
-    prompting = replace(prompting, prompt_style=setup.prompt_style or prompting.prompt_style)
+# The table of systems
+
+
+@dataclass
+class Setup:
+    """What a system is made from."""
+
+    settings: "Settings"
+    pool: list  # Workers
+    worker: int  # the pool number of the worker that plays, for a system that needs one
+    lessons: list[Problem]  # train problems, for a system that learns
+
+
+class System(NamedTuple):
+    make: Callable  # make(setup) -> system
+    needs: tuple = ()  # of "checkpoint", "worker" (each of the pool in turn) and "lessons"
+    calls: float = 1  # calls a question, roughly; 0: one for each worker of the pool
+    calls_to_learn: int = 0  # roughly, if no call is made twice
+
+
+def trained_conductor(setup: Setup, edit=None):
+    """Return the system of the Conductor at --checkpoint."""
+    settings = setup.settings
+    model, tokenizer, prompting = load_conductor(settings.checkpoint)
+    prompting = replace(prompting, prompt_style=settings.prompt_style or prompting.prompt_style)
     write = model_writer(model, tokenizer, prompting, temperature=0.0)
-    return conductor(write, prompting, setup.extra_rounds, edit, only=setup.only)
+    return conductor(write, prompting, settings.extra_rounds, edit, only=settings.only)
 
 
-def in_the_seat(setup):
-    """A worker in the Conductor's seat, who tries the format ten times (in the paper without end)."""
-    prompting = Prompting(prompt_style=setup.prompt_style or Prompting.prompt_style)
-    return conductor(
-        worker_writer(setup.pool[setup.worker], prompting), prompting, setup.extra_rounds, tries=10
-    )
+def without_subtasks(setup: Setup):
+    return trained_conductor(setup, ABLATIONS["subtasks"])
 
 
+def without_access(setup: Setup):
+    return trained_conductor(setup, ABLATIONS["access"])
+
+
+def with_one_worker(setup: Setup):
+    return trained_conductor(setup, partial(change_steps, worker=setup.worker))
+
+
+def as_conductor(setup: Setup):
+    """Return the system in which a worker conducts.
+
+    It is asked up to ten times for a valid workflow; the paper asks without end (Table 11).
+    """
+    settings = setup.settings
+    prompting = Prompting(prompt_style=settings.prompt_style or Prompting.prompt_style)
+    write = worker_writer(setup.pool[setup.worker], prompting)
+    return conductor(write, prompting, settings.extra_rounds, tries=10)
+
+
+def with_five_times_the_tokens(setup: Setup):
+    return vote([setup.worker], call=partial(ask_bare, times=5))
+
+
+# fmt: off
 SYSTEMS = {
-    "conductor": System(from_checkpoint, "checkpoint", 3),
-    "no-subtasks": System(partial(from_checkpoint, edit=ABLATIONS["subtasks"]), "checkpoint", 3),
-    "no-access": System(partial(from_checkpoint, edit=ABLATIONS["access"]), "checkpoint", 3),
-    "one-worker": System(
-        lambda setup: from_checkpoint(setup, partial(change_steps, worker=setup.worker)),
-        "checkpoint, worker",
-        3,
-    ),
-    "seat": System(in_the_seat, "worker", 4),
-    "workers": System(lambda setup: elect([setup.worker]), "worker"),
-    "context": System(
-        lambda setup: elect([setup.worker], call=partial(ask_bare, times=5)), "worker"
-    ),
-    "consensus": System(lambda setup: elect([setup.worker] * 5), "worker", 5),
-    "reflect": System(lambda setup: reflect(setup.worker), "worker", 5),
+    "conductor": System(trained_conductor, ("checkpoint",), 3),
+    "no-subtasks": System(without_subtasks, ("checkpoint",), 3),
+    "no-access": System(without_access, ("checkpoint",), 3),
+    "one-worker": System(with_one_worker, ("checkpoint", "worker"), 3),
+    "seat": System(as_conductor, ("worker",), 4),
+    "workers": System(lambda setup: vote([setup.worker]), ("worker",)),
+    "context": System(with_five_times_the_tokens, ("worker",)),
+    "consensus": System(lambda setup: vote([setup.worker] * 5), ("worker",), 5),
+    "reflect": System(lambda setup: reflect(setup.worker), ("worker",), 5),
     "random": System(lambda setup: planned(plan_at_random), calls=2.2),
     "moa": System(lambda setup: planned(propose_and_aggregate), calls=0),
-    "smoothie": System(lambda setup: elect(None, common_words), calls=0),
-    "router": System(router, "lessons", 1, 2_000),
-    "masrouter": System(masrouter, "lessons", 2, 15_000),
-    "trinity": System(trinity, "lessons", 3, 40_000),
+    "smoothie": System(lambda setup: vote(None, common_words), calls=0),
 }
+# fmt: on
 
-# ---- Measure, and tables -----------------------------------------------------------------------------------
 
-COLUMNS = {  # of a row, with the digits behind the point; a row's other keys are kinds
+def named_systems(names: str) -> dict[str, System]:
+    """Return the systems of --systems by name: rows of SYSTEMS, or FILE.py:NAME."""
+    systems = {}
+    for word in names.split(","):
+        spec = word.strip()
+        path, _, name = spec.rpartition(":")
+        system = load_name(spec) if path else SYSTEMS.get(name)
+        known = f"only {', '.join(SYSTEMS)}, and FILE.py:NAME"
+        require(system is not None, f"--systems: there is no {spec}, {known}")
+        require(isinstance(system, System), f"--systems: {spec} is no eval.System")
+        require(systems.get(name, system) == system, f"--systems: two systems are called {name}")
+        systems[name] = system
+    return systems
+
+
+# ---- Measurements --------------------------------------------------------------------------------
+
+COLUMNS = {  # name -> decimal places; a row's other keys are kinds of questions
     "accuracy": 1,
     "±": 1,
     "lost": 0,
@@ -640,34 +592,33 @@ COLUMNS = {  # of a row, with the digits behind the point; a row's other keys ar
     "dollars/right": 5,
     "calls to learn": 0,
 }
+LESSONS = 256  # train problems from which a system learns
 
 
 def measure(rollouts: list[Rollout]) -> dict:
-    """What a system's rollouts come to, as one flat row: the share of right answers; ± its 95 % interval,
-    over problems; how many were lost; the mean calls, tokens and dollars (None: unknown) of the others, and
-    what a right answer costs; the share of right answers by kind. A Conductor's own cost is in none."""
+    """Return the row of a system: one number a column, then the share of right answers by kind.
+
+    Lost rollouts are counted but otherwise ignored. "±" is half of the 95 % confidence interval of
+    the accuracy over problems. "calls", "tokens" and "dollars" are means a question, without those
+    of the Conductor itself; None stands for an unknown price. "dollars/right" is the cost of a
+    right answer.
+    """
     known = [rollout for rollout in rollouts if rollout.right is not None]
     right = [rollout.right for rollout in known]
     costs = [rollout.cost for rollout in known]
-    priced = known and None not in costs
-    by_problem = {}
-    for rollout in known:
-        by_problem.setdefault(rollout.problem.id, []).append(rollout.right)
-    # Two right and two wrong ones more (Agresti & Coull): a few that are all right prove little.
-    shares = [*map(mean, by_problem.values()), 0, 0, 1, 1]
+    is_priced = known and None not in costs
     row = {
         "accuracy": mean(right),
-        "±": 1.96 * float(np.std(shares)) / math.sqrt(len(shares)) if known else None,
+        "±": margin(known),
         "lost": len(rollouts) - len(known),
         "calls": mean([rollout.calls for rollout in known]),
         "tokens": mean([rollout.tokens_used for rollout in known]),
-        "dollars": mean(costs) if priced else None,
-        "dollars/right": sum(costs) / sum(right) if priced and any(right) else None,
+        "dollars": mean(costs) if is_priced else None,
+        "dollars/right": sum(costs) / sum(right) if is_priced and any(right) else None,
     }
     for kind in dict.fromkeys(rollout.problem.kind for rollout in rollouts):
-        row.setdefault(
-            kind, mean([rollout.right for rollout in known if rollout.problem.kind == kind])
-        )
+        of_kind = [rollout.right for rollout in known if rollout.problem.kind == kind]
+        row.setdefault(kind, mean(of_kind))
     return row
 
 
@@ -675,32 +626,165 @@ def mean(values: list) -> float | None:
     return sum(values) / len(values) if values else None
 
 
+def margin(rollouts: list[Rollout]) -> float | None:
+    """Return half of the accuracy's 95 % interval over problems.
+
+    Two right and two wrong problems are added (Agresti and Coull), so that a handful of right
+    answers is not taken for certainty.
+    """
+    by_problem = {}
+    for rollout in rollouts:
+        by_problem.setdefault(rollout.problem.id, []).append(rollout.right)
+    shares = [*map(mean, by_problem.values()), 0, 0, 1, 1]
+    return 1.96 * float(np.std(shares)) / math.sqrt(len(shares)) if rollouts else None
+
+
+def compare_systems(settings: "Settings"):
+    """Measure every chosen system on every benchmark, and print a table for each benchmark."""
+    require(settings.limit > 0 and settings.repeats > 0, "--limit and --repeats are from 1 on")
+    systems = named_systems(settings.systems)
+    needs = set(itertools.chain(*(system.needs for system in systems.values())))
+    pool_name = settings.pool or "local"
+    if "checkpoint" in needs:
+        pool_name = choose_pool(settings.checkpoint, settings.pool)
+    pool = load_pool(pool_name, replay=replay_file(settings), budget=settings.budget)
+    rows_to_play = players(systems, pool, settings.worker)
+    tests, lessons = load_tests_and_lessons(settings, with_lessons="lessons" in needs)
+    n_calls = estimated_calls(settings, tests, [s for s, _ in rows_to_play.values()], len(pool))
+    demand_budget(pool, settings.budget, n_calls, "this evaluation")
+
+    numbers = {}
+    paper = read_json(os.path.join(ASSETS, "paper.json"))  # of other questions and other models
+    for benchmark_name, problems in tests.items():
+        rows = {}
+        for label, (system, worker) in rows_to_play.items():
+            setup = Setup(settings, pool, worker, lessons[benchmark_name])
+            name = f"{benchmark_name}/{label}"
+            rollouts, rows[label] = play(setup, system, problems, name)
+            errors = [rollout.error for rollout in rollouts if rollout.error]
+            if errors:
+                print(f"{label}: {len(errors)} lost, the first by: {errors[0]}")
+            numbers[f"{benchmark_name}, {label}"] = rows[label]
+            if settings.out:
+                about = {"system": label, "benchmark": benchmark_name}
+                write_results(settings.out, numbers, about, rollouts)
+        rows |= best_single_worker(rows) | paper.get(benchmark_name, {})
+        print("\n" + table(rows, f"{benchmark_name}, {len(problems)} problems, %"))
+
+    if pool[0].budget and pool[0].budget.refused:
+        raise SystemExit(
+            f"the budget of ${settings.budget:g} is spent, and what came after is not counted: "
+            "give a larger --budget, and nothing is paid twice"
+        )
+
+
+def replay_file(settings: "Settings") -> str:
+    """Return the file that keeps paid replies; "" where nothing is paid and no file was asked
+    for."""
+    return settings.replay or (f"{DATA}/replies" if settings.budget else "")
+
+
+def players(systems: dict, pool: list, only: str) -> dict[str, tuple[System, int]]:
+    """Return the systems to play by the label of their row, each with the number of its worker."""
+    names = [worker.name for worker in pool]
+    numbers = [number for number, name in enumerate(names) if only in ("", name)]
+    require(numbers, f"--worker={only}: the pool has only {', '.join(names)}")
+    labelled = {}
+    for system_name, system in systems.items():
+        if "worker" in system.needs:
+            labelled |= {f"{system_name} {names[number]}": (system, number) for number in numbers}
+        else:
+            labelled[system_name] = (system, 0)
+    return labelled
+
+
+def load_tests_and_lessons(settings: "Settings", with_lessons: bool) -> tuple[dict, dict]:
+    """Return the test problems of each benchmark, and the train problems for systems that learn."""
+    tests, lessons = {}, {}
+    for name in settings.benchmarks.split(","):
+        tests[name] = load(name, "test", settings.limit)
+        lessons[name] = load(settings.lessons or name, "train", LESSONS) if with_lessons else []
+    if any(problem.grader in ("code", "unittest") for problem in itertools.chain(*tests.values())):
+        check_sandbox()
+    return tests, lessons
+
+
+def estimated_calls(
+    settings: "Settings", tests: dict, systems: list[System], n_workers: int
+) -> int:
+    total = 0.0
+    for problems in tests.values():
+        questions = len(problems) * settings.repeats * (1 + settings.extra_rounds)
+        for system in systems:
+            total += questions * (system.calls or n_workers) + system.calls_to_learn
+    return round(total)
+
+
+def play(
+    setup: Setup, system: System, problems: list[Problem], name: str
+) -> tuple[list[Rollout], dict]:
+    """Make a system and let it answer the problems --repeats times. Return its rollouts and its
+    row."""
+    calls_before = sum(worker.calls for worker in setup.pool)
+    answer = system.make(setup)
+    calls_to_learn = sum(worker.calls for worker in setup.pool) - calls_before
+    rollouts = []
+    for repeat in range(setup.settings.repeats):
+        rollouts += answer(problems, [setup.pool] * len(problems), f"{name}/{repeat}")
+    row = measure(rollouts)
+    if calls_to_learn:
+        row["calls to learn"] = calls_to_learn
+    return rollouts, row
+
+
+def best_single_worker(rows: dict[str, dict]) -> dict[str, dict]:
+    """Return the row of the worker that was best on these very questions, if workers played
+    alone."""
+    singles = [label for label in rows if label.startswith("workers ")]
+    if not singles:
+        return {}
+    best = max(singles, key=lambda label: rows[label]["accuracy"] or 0)
+    return {f"best single worker: {best.removeprefix('workers ')}": rows[best]}
+
+
 def table(rows: dict[str, dict], title: str = "") -> str:
-    """Rows of `measure` under their heads, accuracies in %; "?" is unknown, a blank not there."""
+    """Format rows of `measure`, with accuracies in %. "?" is unknown, a blank does not apply."""
     present = dict.fromkeys(key for row in rows.values() for key in row)
-    heads = [head for head in COLUMNS if head in present] + [
-        key for key in present if key not in COLUMNS
-    ]
+    kinds = [key for key in present if key not in COLUMNS]
+    heads = [head for head in COLUMNS if head in present] + kinds
     lines = [[title, *heads]]
     for name, row in rows.items():
-        lines.append([name])
-        for head in heads:
-            value = row.get(head, "")
-            if isinstance(value, (int, float)):
-                scale = 1 if head in COLUMNS and head not in ("accuracy", "±") else 100
-                value = f"{scale * value:.{COLUMNS.get(head, 1)}f}"
-            lines[-1].append("?" if value is None else value)
+        lines.append([name, *(cell(head, row.get(head, "")) for head in heads)])
     widths = [max(map(len, column)) for column in zip(*lines)]
-    texts = [
-        "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])])
-        for name, *cells in lines
-    ]
-    return "\n".join(map(str.rstrip, texts))
+    texts = []
+    for name, *cells in lines:
+        texts.append(
+            "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]).rstrip()
+        )
+    return "\n".join(texts)
+
+
+def cell(head: str, value) -> str:
+    if value is None:
+        return "?"
+    if isinstance(value, str):
+        return value
+    is_share = head in ("accuracy", "±") or head not in COLUMNS
+    return f"{100 * value if is_share else value:.{COLUMNS.get(head, 1)}f}"
+
+
+def write_results(out: str, numbers: dict, about: dict, rollouts: list[Rollout]):
+    """Write all numbers to the file `out`, and append the rollouts to the .jsonl file beside it."""
+    write_json(out, numbers)
+    with open(out.removesuffix(".json") + ".jsonl", "a" if len(numbers) > 1 else "w") as file:
+        for rollout in rollouts:
+            row = about | rollout_to_json(rollout)
+            file.write(json.dumps(row) + "\n")
 
 
 def progress(what: str, total: int) -> tqdm:
-    """A bar on a terminal (disable=None), of rank 0 only."""
-    hidden = os.environ.get("RANK", "0") != "0" or None
+    """Return a progress bar, which only rank 0 shows, and only on a terminal."""
+    hidden = os.environ.get("RANK", "0") != "0" or None  # tqdm reads None as "unless a terminal"
     return tqdm(desc=what, total=total, disable=hidden, leave=False)
 
 
@@ -1442,38 +1526,51 @@ GRADERS = {
 }
 
 
-# ---- Benchmarks --------------------------------------------------------------------------------------------
-
-# A row of a data set, the n-th, becomes a problem:
+# ---- Benchmarks ----------------------------------------------------------------------------------
+#
+# A function turns row number n of a data set into a problem. Its docstring shows a row, shortened.
 
 
 def math_problem(row: dict, n: int) -> Problem:
+    """MATH-500: {"problem": "What is $2+2$?", "answer": "4", "level": 1}. AIME has no level."""
     return Problem(f"{n}", row["problem"], str(row["answer"]), "math", level=row.get("level", 0))
 
 
 def rlpr_problem(row: dict, n: int) -> Problem:
-    question, answer = row["prompt"][1]["content"], row["reward_model"]["ground_truth"]
-    return Problem(
-        f"{n}", question, answer, "short", level=row["extra_info"]["reasoning_score"] or 0
-    )
+    """RLPR: {"prompt": [{"role": "system", …}, {"role": "user", "content": "The unit of force?"}],
+    "reward_model": {"ground_truth": "newton"}, "extra_info": {"reasoning_score": 3}}
+    """
+    question = row["prompt"][1]["content"]
+    answer = row["reward_model"]["ground_truth"]
+    level = row["extra_info"]["reasoning_score"] or 0
+    return Problem(f"{n}", question, answer, "short", level=level)
 
 
 def choice_problem(row: dict, n: int) -> Problem:
+    """MMLU: {"question": "A fruit?", "choices": ["stone", "apple", "tin", "tar"], "answer": 1}"""
     extra = {"choices": row["choices"]}
     return Problem(f"{n}", row["question"], LETTERS[row["answer"]], "letter", extra=extra)
 
 
 def gpqa_problem(row: dict, n: int) -> Problem:
+    """GPQA: {"Question": "A fruit?", "Correct Answer": "apple", "Incorrect Answer 1": "stone", …}
+
+    The order of the four choices depends on n alone.
+    """
     names = ["Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"]
     order = random.Random(n).sample(range(4), 4)
     choices = [row[names[i]].strip() for i in order]
-    return choice_problem(
-        {"question": row["Question"], "choices": choices, "answer": order.index(0)}, n
-    )
+    row = {"question": row["Question"], "choices": choices, "answer": order.index(0)}
+    return choice_problem(row, n)
 
 
 def livecodebench_problem(row: dict, n: int) -> Problem:
-    """Its tests, up to hundreds of MB, stay in their file until `tests_of` reads them."""
+    """LiveCodeBench: {"question_id": "abc301_a", "question_content": "Print the sum.",
+    "starter_code": "", "difficulty": "easy", "metadata": "{}", "public_test_cases": "[…]",
+    "private_test_cases": "…"}
+
+    The tests take up to hundreds of MB. The problem holds only their position in the file.
+    """
     question = row["question_content"]
     if row["starter_code"]:
         question += f"\n\n```python\n{row['starter_code'].strip()}\n```"
@@ -1483,77 +1580,51 @@ def livecodebench_problem(row: dict, n: int) -> Problem:
 
 
 def bigcodebench_problem(row: dict, n: int) -> Problem:
+    """BigCodeBench: {"task_id": "BigCodeBench/13", "complete_prompt": "def task_func(path): …",
+    "code_prompt": "def task_func(path):", "test": "class TestCases …", "entry_point": "task_func"}
+    """
     question = f"```python\n{row['complete_prompt'].strip()}\n```"
     extra = {column: row[column] for column in GRADERS["unittest"].extra}
     return Problem(row["task_id"], question, "", "unittest", extra=extra)
 
 
+# Reading the rows
+
+
 class Source(NamedTuple):
-    """A data set on the Hugging Face hub: a JSONL or CSV file, or Parquet, by the hub's dataset viewer."""
+    """A data set on the Hugging Face hub."""
 
     repository: str
-    rows: str  # the file, or the viewer's config/split
+    rows: str  # a JSONL or CSV file, or CONFIG/SPLIT of the hub's dataset viewer
     count: int
     licence: str
     problem: Callable  # problem(row, n) -> Problem
-    drawn: bool = False  # it is large: pages come in a random order, and no more than are needed
-
-
-SOURCES = {  # by NAME/SPLIT, or by NAME where a hash of the question divides it. [Counts of App. A.2]
-    "math500": Source(
-        "HuggingFaceH4/MATH-500", "test.jsonl", 500, "MIT", math_problem
-    ),  # [300 and 100]
-    "rlpr": Source(
-        "openbmb/RLPR-Train-Dataset",
-        "default/train",
-        77687,
-        "CC BY-NC 4.0",
-        rlpr_problem,
-        drawn=True,
-    ),  # [46,620 and 15,540 of 77,700]
-    "mmlu/train": Source(
-        "cais/mmlu", "all/auxiliary_train", 99842, "MIT", choice_problem, drawn=True
-    ),
-    "mmlu/test": Source("cais/mmlu", "all/test", 14042, "MIT", choice_problem),  # [14,042]
-    "livecodebench/train": Source(
-        "livecodebench/code_generation_lite", "test.jsonl", 400, "CC", livecodebench_problem
-    ),  # V1, up to March 2024 [V1]
-    "livecodebench/test": Source(
-        "livecodebench/code_generation_lite", "test6.jsonl", 175, "CC", livecodebench_problem
-    ),  # what V6 added [V6]
-    "aime25/test": Source(
-        "yentinglin/aime_2025", "default/train", 30, "not said", math_problem
-    ),  # [30]
-    "bigcodebench/test": Source(
-        "bigcode/bigcodebench-hard", "default/v0.1.4", 148, "Apache 2.0", bigcodebench_problem
-    ),  # [148]
-    "gpqa/test": Source(
-        "Idavidrein/gpqa",
-        "gpqa_diamond.csv",
-        198,
-        "CC BY 4.0; gated: accept its terms",
-        gpqa_problem,
-    ),  # [198]
-}
+    is_sampled: bool = False  # a large set: pages are read in random order, as many as are needed
 
 
 def source_of(name: str, split: str) -> Source | None:
-    return SOURCES.get(f"{name}/{split}") or SOURCES.get(name if "/" not in name else "")
+    whole = SOURCES.get(name) if "/" not in name else None  # for both splits
+    return SOURCES.get(f"{name}/{split}") or whole
 
 
 def benchmark(name: str, split: str, limit: int | None = None) -> list[Problem]:
-    """The first `limit` problems in a fixed random order; rows that are not in DATA are fetched. Of what has
-    one source for both splits, a fifth is for testing, and three are for training."""
+    """Return the first `limit` problems of a benchmark in a random order that never changes.
+
+    Rows that are not in DATA yet are downloaded. A data set that serves both splits is divided by a
+    hash of the question: a fifth is for testing, three fifths are for training, and a fifth is
+    unused.
+    """
     source = source_of(name, split)
+    fifths = [0] if split == "test" else [2, 3, 4]
     rows = rows_of_file if source.rows.endswith((".jsonl", ".csv")) else rows_of_viewer
     problems = []
     try:
         for n, row in rows(source):
             problem = with_instructions(source.problem(row, n))
-            fifth = zlib.crc32(problem.question.encode()) % 5
-            if name not in SOURCES or (fifth == 0 if split == "test" else fifth > 1):
+            is_whole_split = name not in SOURCES
+            if is_whole_split or zlib.crc32(problem.question.encode()) % 5 in fifths:
                 problems.append(replace(problem, id=f"{name}/{problem.id}", kind=name))
-            if source.drawn and len(problems) == limit:
+            if source.is_sampled and len(problems) == limit:
                 break
     except (OSError, LookupError, TypeError, ValueError, AttributeError) as e:
         page = f"https://huggingface.co/datasets/{source.repository}"
@@ -1562,21 +1633,24 @@ def benchmark(name: str, split: str, limit: int | None = None) -> list[Problem]:
             "Try again to go on where it stopped. If that page asks to accept terms, do that and "
             f"set HF_TOKEN. If a file in {DATA}/{source.repository} is damaged, remove it."
         ) from e
-    if not source.drawn:
+    if not source.is_sampled:
         random.Random(0).shuffle(problems)
     return problems[:limit]
 
 
 def hub_file(repository: str, file: str) -> str:
-    """The path of a data set's file, which is fetched once; $HF_TOKEN opens gated ones."""
-    folder, endpoint = f"{DATA}/{repository}", os.environ.get("HF_ENDPOINT") or None
+    """Return the local path of a data set's file, which is downloaded once. HF_TOKEN opens gated
+    sets."""
+    folder = f"{DATA}/{repository}"
+    endpoint = os.environ.get("HF_ENDPOINT") or None
     if not os.path.exists(f"{folder}/{file}"):
         hf_hub_download(repository, file, repo_type="dataset", local_dir=folder, endpoint=endpoint)
     return f"{folder}/{file}"
 
 
 def rows_of_file(source: Source):
-    """Yield (number, row); a JSONL row knows its own place."""
+    """Yield (number, row) for the rows of a CSV or JSONL file; a JSONL row also gets its
+    position."""
     path = hub_file(source.repository, source.rows)
     if path.endswith(".csv"):
         with open(path, newline="", encoding="utf-8") as file:
@@ -1590,45 +1664,63 @@ def rows_of_file(source: Source):
 
 
 def rows_of_viewer(source: Source):
-    """Yield (number, row), page by page; a page is fetched when its turn comes, and kept in a file. GET /rows
-    (huggingface.co/docs/dataset-viewer/rows) gives {"rows": [{"row_idx", "row", "truncated_cells"}], …}."""
-    viewer = os.environ.get("HF_ENDPOINT") or "https://datasets-server.huggingface.co"
-    hub = requests.Session()
-    retry = Retry(8, connect=2, backoff_factor=2, status_forcelist=(429, 500, 502, 503, 504))
-    hub.adapters = {"http": HTTPAdapter(max_retries=retry)}  # A rate limit lasts five minutes.
-    starts = list(range(0, source.count, 100))  # The viewer gives at most 100 rows.
-    if source.drawn:
+    """Yield (number, row) for rows of the dataset viewer.
+
+    A page is fetched when its turn comes, and kept in a file.
+    """
+    starts = list(range(0, source.count, 100))  # The viewer gives at most 100 rows at a time.
+    if source.is_sampled:
         random.Random(0).shuffle(starts)
     folder = f"{DATA}/{source.repository}/{source.rows}"
     os.makedirs(folder, exist_ok=True)
+    hub = requests.Session()
+    # Waiting 2, 4, 8, … s outlasts a rate limit of five minutes.
+    retry = Retry(8, connect=2, backoff_factor=2, status_forcelist=(429, 500, 502, 503, 504))
+    hub.adapters = {"http": HTTPAdapter(max_retries=retry)}
     for start in tqdm(starts, source.repository, disable=None, leave=False):
         file = f"{folder}/{start}.json"
         if not os.path.exists(file):
-            config, split = source.rows.split("/")
-            n = min(100, source.count - start)
-            asked = dict(
-                dataset=source.repository, config=config, split=split, offset=start, length=n
-            )
-            answer = hub.get(f"{viewer.rstrip('/')}/rows", params=asked, timeout=60)
-            answer.raise_for_status()
-            rows = answer.json()["rows"]
-            whole = [row["row_idx"] for row in rows if not row["truncated_cells"]]
-            require(whole == [*range(start, start + n)], f"{answer.url}: rows are missing")
-            write_json(file, {"rows": [row["row"] for row in rows]})
+            write_json(file, {"rows": fetch_page(hub, source, start)})
         yield from enumerate(read_json(file)["rows"], start)
 
 
+def fetch_page(hub: requests.Session, source: Source, start: int) -> list[dict]:
+    """Return up to 100 rows from number `start` on.
+
+    GET /rows (huggingface.co/docs/dataset-viewer/rows) answers
+    {"rows": [{"row_idx": 0, "row": {…}, "truncated_cells": []}, …], …}.
+    """
+    config, split = source.rows.split("/")
+    length = min(100, source.count - start)
+    query = {"dataset": source.repository, "config": config, "split": split}
+    query |= {"offset": start, "length": length}
+    viewer = os.environ.get("HF_ENDPOINT") or "https://datasets-server.huggingface.co"
+    response = hub.get(f"{viewer.rstrip('/')}/rows", params=query, timeout=60)
+    response.raise_for_status()
+    rows = response.json()["rows"]
+    whole = [row["row_idx"] for row in rows if not row["truncated_cells"]]
+    require(whole == [*range(start, start + length)], f"{response.url}: rows are missing")
+    return [row["row"] for row in rows]
+
+
+# The tests of programs
+
+
 def tests_of(problem: Problem) -> list[list[str]]:
-    """A program's tests, [input, output] each, which the problem has, or whose place in a file it has."""
+    """Return a program's tests as [input, output] pairs, from the benchmark's file if they are
+    there."""
     tests = problem.extra["tests"]
     return stored_tests(problem.id, **tests) if isinstance(tests, dict) else tests
 
 
 @lru_cache(2)
 def stored_tests(id: str, file: str, at: int) -> list[list[str]]:
-    """The public and hidden tests of a LiveCodeBench problem. A function's input is its arguments, each a
-    line of JSON. The hidden ones are JSON in a pickle in zlib in base64 (lcb_runner/benchmarks/
-    code_generation.py of LiveCodeBench). The pickle is never run: the JSON is cut out of it."""
+    """Return the public and hidden tests of the LiveCodeBench problem at byte `at` of a file.
+
+    The input of a function is its arguments, each a line of JSON. Hidden tests are JSON in a pickle
+    in zlib in base64 (lcb_runner/benchmarks/code_generation.py of LiveCodeBench). The pickle is not
+    loaded, since loading could run code: the JSON is cut out of its bytes.
+    """
     path = hub_file(SOURCES["livecodebench/test"].repository, file)
     try:
         with open(path, "rb") as rows:
@@ -1637,74 +1729,108 @@ def stored_tests(id: str, file: str, at: int) -> list[list[str]]:
         require(id == f"livecodebench/{row['question_id']}", f"there stands {row['question_id']}")
         hidden = row["private_test_cases"].encode()
         if not hidden.startswith(b"["):
-            hidden = zlib.decompressobj().decompress(
-                base64.b64decode(hidden), 1 << 29
-            )  # 512 MiB at most
-            hidden = hidden[hidden.index(b"[{") : hidden.rindex(b"}]") + 2]
+            packed = base64.b64decode(hidden)
+            pickled = zlib.decompressobj().decompress(packed, 1 << 29)  # 512 MiB at most
+            hidden = pickled[pickled.index(b"[{") : pickled.rindex(b"}]") + 2]
         tests = json.loads(row["public_test_cases"]) + json.loads(hidden)
         return [[test["input"], test["output"]] for test in tests]
     except (LookupError, TypeError, ValueError, RecursionError, zlib.error) as e:
-        raise ValueError(
-            f"{path}, byte {at}: no tests of {id} ({type(e).__name__}: {e}); remove the file, "
-            "and it is fetched again"
-        ) from e
+        reason = f"no tests of {id} ({type(e).__name__}: {e})"
+        remedy = "remove the file, and it is fetched again"
+        raise ValueError(f"{path}, byte {at}: {reason}; {remedy}") from e
 
 
-# What the paper's Conductor learns from (App. A.2: 960 problems, by "difficulty and diversity"), and what its
-# further rounds are learned from: a part of these (App. A.1)
+# The table of benchmarks: NAME/SPLIT, or NAME where one data set serves both splits.
+# In brackets, the numbers of problems in the paper (App. A.2).
+# fmt: off
+SOURCES = {
+    # [300 for training, 100 for testing]
+    "math500": Source("HuggingFaceH4/MATH-500", "test.jsonl", 500, "MIT", math_problem),
+    # [46,620 and 15,540 of 77,700]
+    "rlpr": Source(
+        "openbmb/RLPR-Train-Dataset", "default/train", 77687, "CC BY-NC 4.0", rlpr_problem, True),
+    "mmlu/train": Source("cais/mmlu", "all/auxiliary_train", 99842, "MIT", choice_problem, True),
+    "mmlu/test": Source("cais/mmlu", "all/test", 14042, "MIT", choice_problem),  # [14,042]
+    # Release V1, up to March 2024, and what release V6 added [V1 and V6]
+    "livecodebench/train": Source(
+        "livecodebench/code_generation_lite", "test.jsonl", 400, "CC", livecodebench_problem),
+    "livecodebench/test": Source(
+        "livecodebench/code_generation_lite", "test6.jsonl", 175, "CC", livecodebench_problem),
+    # [30]
+    "aime25/test": Source("yentinglin/aime_2025", "default/train", 30, "not said", math_problem),
+    # [148]
+    "bigcodebench/test": Source(
+        "bigcode/bigcodebench-hard", "default/v0.1.4", 148, "Apache 2.0", bigcodebench_problem),
+    # [198]
+    "gpqa/test": Source(
+        "Idavidrein/gpqa", "gpqa_diamond.csv", 198, "CC BY 4.0; gated: accept its terms",
+        gpqa_problem),
+}
+# fmt: on
+
+
+# The training problems of the paper's run
 
 MIXES = {
+    # 960 problems, chosen by "difficulty and diversity" (App. A.2)
     "paper": {"math500": 240, "mmlu": 240, "rlpr": 240, "livecodebench": 240},
+    # the part of them with which further rounds are trained (App. A.1)
     "recursion": {"livecodebench": 175, "rlpr": 175},
 }
-CANDIDATES = 600  # problems of each benchmark, at most, among which `prepare` chooses
+CANDIDATES = 600  # the largest number of problems of each benchmark among which `prepare` chooses
 
 
-def prepare(settings):
-    """Write DATA/paper.jsonl and DATA/recursion.jsonl: of each benchmark the hardest candidates where levels
-    are known, else the first; with a pool only such on which its workers differ."""
+def prepare(settings: "Settings"):
+    """Write DATA/paper.jsonl and DATA/recursion.jsonl.
+
+    The problems are the hardest candidates of each benchmark where levels are known, else the
+    first. With a pool they are only such candidates on which its workers differ: where all agree,
+    the rewards of a group hardly differ, and it teaches nothing.
+    """
     os.makedirs(DATA, exist_ok=True)
     pool = []
     if settings.pool:
-        pool = load_pool(
-            settings.pool, replay=settings.replay or f"{DATA}/replies", budget=settings.budget
-        )
-        calls = CANDIDATES * len(MIXES["paper"]) * len(pool)
-        demand_budget(pool, settings.budget, calls, "asking every worker every candidate")
-    chosen, rng = {}, random.Random(0)
-    for name, n in MIXES["paper"].items():
+        replay = settings.replay or f"{DATA}/replies"
+        pool = load_pool(settings.pool, replay=replay, budget=settings.budget)
+        n_calls = CANDIDATES * len(MIXES["paper"]) * len(pool)
+        demand_budget(pool, settings.budget, n_calls, "asking every worker every candidate")
+    chosen = {}
+    for name, wanted in MIXES["paper"].items():
         source = source_of(name, "train")
         print(f"{name}: {source.repository}, licence: {source.licence}")
-        found = [p for p in load(name, "train", CANDIDATES) if p.grader == "code" or p.answer]
-        if pool:  # Where all workers agree, rewards hardly differ, and a group teaches nothing.
-            asked = ask_each(found, [pool] * len(found), f"prepare {name}", range(len(pool)))
-            broke = pool[0].budget and pool[0].budget.refused
-            require(
-                not broke,
-                "the budget is spent: `prepare` goes on where it stopped with a larger one",
-            )
-            verdicts = [
-                {rollout.right for rollout in rollouts} for rollouts in asked
-            ]  # None: a lost call
-            print(
-                f"{name}: {verdicts.count({True})} solved by all, {verdicts.count({False})} by none"
-            )
-            found = [p for p, verdict in zip(found, verdicts) if verdict == {True, False}]
-        chosen[name] = sorted(found, key=lambda problem: -problem.level)[
-            :n
-        ]  # Equals keep their order.
-        print(f"{name}: {len(chosen[name])} problems taken of {len(found)}, {n} wanted")
+        problems = load(name, "train", CANDIDATES)
+        candidates = [p for p in problems if p.grader == "code" or p.answer]
+        if pool:
+            candidates = those_on_which_workers_differ(name, candidates, pool)
+        hardest_first = sorted(candidates, key=lambda problem: -problem.level)
+        chosen[name] = hardest_first[:wanted]
+        print(f"{name}: {len(chosen[name])} problems taken of {len(candidates)}, {wanted} wanted")
+
+    rng = random.Random(0)
     for mix, parts in MIXES.items():
         problems = []
-        for name, n in parts.items():
-            problems += rng.sample(chosen[name], min(n, len(chosen[name])))
+        for name, wanted in parts.items():
+            problems += rng.sample(chosen[name], min(wanted, len(chosen[name])))
         file = f"{DATA}/{mix}.jsonl"
-        with open(file + ".tmp", "w") as out:
-            out.writelines(
-                json.dumps(asdict(problem)) + "\n" for problem in interleave(problems, rng)
-            )
-        os.replace(file + ".tmp", file)
+        write_problems(file, interleave(problems, rng))
         print(f"{file}: {len(problems)} problems")
+
+
+def those_on_which_workers_differ(name: str, problems: list[Problem], pool: list) -> list[Problem]:
+    """Ask every worker every problem; return the problems that some solve and others do not."""
+    groups = ask_each(problems, [pool] * len(problems), f"prepare {name}", range(len(pool)))
+    is_spent = pool[0].budget and pool[0].budget.refused
+    remedy = "`prepare` goes on where it stopped with a larger one"
+    require(not is_spent, f"the budget is spent: {remedy}")
+    verdicts = [{rollout.right for rollout in group} for group in groups]  # None: a lost call
+    print(f"{name}: {verdicts.count({True})} solved by all, {verdicts.count({False})} by none")
+    return [p for p, verdict in zip(problems, verdicts) if verdict == {True, False}]
+
+
+def write_problems(file: str, problems: list[Problem]):
+    with open(file + ".tmp", "w") as out:
+        out.writelines(json.dumps(asdict(problem)) + "\n" for problem in problems)
+    os.replace(file + ".tmp", file)
 
 
 # ---- Running code --------------------------------------------------------------------------------
@@ -2093,119 +2219,52 @@ def run_unittests(code):
 """
 
 
-# ---- The command line --------------------------------------------------------------------------------------
+# ---- The command line ----------------------------------------------------------------------------
 
 
 @dataclass
 class Settings:
-    systems: str = "conductor,workers,random"  # of SYSTEMS
-    worker: str = ""  # the one that plays in systems of one worker; "": each in turn
-    benchmarks: str = "laptop"  # laptop, names of SOURCES or FILE.jsonl, with commas between
-    checkpoint: str = os.path.join(ASSETS, "laptop")  # the Conductor
-    pool: str = (
-        ""  # "": that of the Conductor's training if it is local; `prepare` then asks nobody
+    systems: str = flag(
+        "conductor,workers,random",
+        "rows of SYSTEMS or FILE.py:NAME, separated by commas; NAME is an eval.System",
     )
-    limit: int = 225  # problems of each benchmark, at most
-    repeats: int = 1
-    extra_rounds: int = 0  # further ones of a Conductor (§3.2)
-    only: str = ""  # the workers that a Conductor may name, with commas between; "": all
-    prompt_style: str = ""  # ood, in, mixed, zero-shot; "": as in the Conductor's training
-    lessons: str = (
-        ""  # whose train problems the learned systems learn from; "": the benchmark's own
+    worker: str = flag(
+        "", "the worker that plays in systems of one worker; by default each in turn"
     )
-    trinity: str = "out/laptop/reference"  # the model whose hidden states the system trinity reads
-    effort: int = 100  # of trinity's generations; five times as many steps of masrouter
-    grader: str = ""  # mine.py:grade, for own problems that name none
-    sandbox: str = "bwrap"  # or none: for a container that can be thrown away
-    seed: int = 1  # of what masrouter and trinity draw
-    budget: float = 0.0  # dollars that the workers may cost
-    replay: str = (
-        ""  # a file of replies, which are not asked for again; "": with a budget data/replies
+    benchmarks: str = flag(
+        "laptop", "laptop, benchmarks of SOURCES or FILE.jsonl, separated by commas"
     )
-    out: str = (
-        ""  # a file for the numbers, as JSON; FILE.jsonl gets the traces, for workflow.py show
+    checkpoint: str = flag(os.path.join(ASSETS, "laptop"), "the folder of the Conductor")
+    pool: str = flag(
+        "",
+        "the workers (see workers.py); by default those of the Conductor's training, if they are "
+        "local. `prepare` asks nobody without it",
     )
-
-
-LESSONS = 256  # train problems that a learned system learns from
-
-
-def compare_systems(settings: Settings):
-    """Measure every chosen system on every benchmark, and print the tables."""
-    names = [name.strip() for name in settings.systems.split(",")]
-    unknown = ", ".join(name for name in names if name not in SYSTEMS)
-    require(not unknown, f"--systems: there is no {unknown}, only {', '.join(SYSTEMS)}")
-    require(settings.limit > 0 and settings.repeats > 0, "--limit and --repeats are from 1 on")
-    needs = " ".join(SYSTEMS[name].needs for name in names)
-    spec = (
-        choose_pool(settings.checkpoint, settings.pool) if "checkpoint" in needs else settings.pool
+    limit: int = flag(225, "the largest number of problems of a benchmark")
+    repeats: int = flag(1, "how often each problem is asked")
+    extra_rounds: int = flag(0, "further rounds in which a Conductor may revise (§3.2)")
+    only: str = flag(
+        "", "the workers that a Conductor may use, separated by commas; by default all"
     )
-    replay = settings.replay or (
-        f"{DATA}/replies" if settings.budget else ""
-    )  # What is paid is kept.
-    pool = load_pool(spec or "local", replay=replay, budget=settings.budget)
-    workers = [worker.name for worker in pool]
-    players = [i for i, worker in enumerate(workers) if settings.worker in ("", worker)]
-    require(players, f"--worker={settings.worker}: the pool has only {', '.join(workers)}")
-    chosen = {}  # what a table calls it: (system, the number of its worker)
-    for name in names:
-        by_worker = "worker" in SYSTEMS[name].needs
-        for number in players if by_worker else [0]:
-            chosen[f"{name} {workers[number]}" if by_worker else name] = SYSTEMS[name], number
-    tests, lessons = {}, {}
-    for data in settings.benchmarks.split(","):
-        tests[data] = load(data, "test", settings.limit)
-        lessons[data] = (
-            load(settings.lessons or data, "train", LESSONS) if "lessons" in needs else []
-        )
-    if any(problem.grader in ("code", "unittest") for problem in itertools.chain(*tests.values())):
-        check_sandbox()
-    calls = sum(
-        len(problems) * settings.repeats * (1 + settings.extra_rounds) * (system.calls or len(pool))
-        + system.lessons
-        for problems in tests.values()
-        for system, _ in chosen.values()
+    prompt_style: str = flag(
+        "",
+        "few-shot examples: ood, in, mixed, zero-shot; by default as in the Conductor's training",
     )
-    demand_budget(pool, settings.budget, round(calls), "this evaluation")
-    numbers, paper = (
-        {},
-        read_json(os.path.join(ASSETS, "paper.json")),
-    )  # other questions and other models
-    for data, problems in tests.items():
-        rows = {}
-        for label, (system, number) in chosen.items():
-            before = sum(worker.calls for worker in pool)
-            play = system.make(replace(settings, pool=pool, worker=number, lessons=lessons[data]))
-            learned = sum(worker.calls for worker in pool) - before
-            rollouts = []
-            for repeat in range(settings.repeats):
-                rollouts += play(problems, [pool] * len(problems), f"{data}/{label}/{repeat}")
-            rows[label] = measure(rollouts) | ({"calls to learn": learned} if learned else {})
-            errors = [rollout.error for rollout in rollouts if rollout.error]
-            if errors:
-                print(f"{label}: {len(errors)} lost, the first by: {errors[0]}")
-            numbers[f"{data}, {label}"] = rows[label]
-            if settings.out:
-                write_results(settings.out, numbers, {"system": label, "benchmark": data}, rollouts)
-        singles = [label for label in rows if label.startswith("workers ")]
-        if singles:  # in hindsight, on the same questions
-            best = max(singles, key=lambda label: rows[label]["accuracy"] or 0)
-            rows[f"best single worker: {best.removeprefix('workers ')}"] = rows[best]
-        print("\n" + table(rows | paper.get(data, {}), f"{data}, {len(problems)} problems, %"))
-    if pool[0].budget and pool[0].budget.refused:
-        raise SystemExit(
-            f"the budget of ${settings.budget:g} is spent, and what came after is not counted: "
-            "give a larger --budget, and nothing is paid twice"
-        )
-
-
-def write_results(out: str, numbers: dict, about: dict, rollouts: list[Rollout]):
-    """Write all numbers to the file `out`, and rollouts behind the others beside it, for workflow.py show."""
-    write_json(out, numbers)
-    with open(out.removesuffix(".json") + ".jsonl", "a" if len(numbers) > 1 else "w") as file:
-        for rollout in rollouts:
-            row = about | rollout_to_json(rollout)
-            file.write(json.dumps(row) + "\n")
+    lessons: str = flag(
+        "",
+        "the benchmark from whose train problems systems learn; by default the one that tests them",
+    )
+    grader: str = flag("", "FILE.py:NAME that judges own problems which name no grader")
+    sandbox: str = flag(
+        "bwrap", "how code runs: bwrap, or none in a container that can be thrown away"
+    )
+    seed: int = flag(1, "the seed of what a learning system draws")
+    budget: float = flag(0.0, "dollars that the workers may cost; 0: no limit, for free workers")
+    replay: str = flag(
+        "",
+        "a file of replies, which are not paid again; by default data/replies if there is a budget",
+    )
+    out: str = flag("", "a file for the numbers, as JSON; FILE.jsonl gets the traces")
 
 
 def main(argv):
@@ -2224,10 +2283,12 @@ def main(argv):
     except (OSError, ValueError, WorkerError) as e:
         raise SystemExit(str(e)) from None
     except KeyboardInterrupt:
-        raise SystemExit(
-            "interrupted; the same command goes on with the replies that it kept"
-        ) from None
+        message = "interrupted; the same command goes on with the replies that it kept"
+        raise SystemExit(message) from None
 
 
 if __name__ == "__main__":
+    sys.modules["eval"] = sys.modules[
+        "__main__"
+    ]  # a user's file that imports eval gets this module
     main(sys.argv[1:])

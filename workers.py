@@ -349,16 +349,22 @@ PROTOCOLS = {
 
 
 @functools.cache
-def load_function(spec: str):
-    """The function NAME of FILE.py:NAME, whose file is run."""
+def load_name(spec: str):
+    """Run FILE.py and return what NAME stands for in it, or None. spec is FILE.py:NAME."""
     path, _, name = spec.rpartition(":")
     if not os.path.isfile(path):
         raise ValueError(f"{spec}: no file {path!r}; expected FILE.py:NAME")
     try:
-        function = runpy.run_path(path).get(name)
+        return runpy.run_path(path).get(name)
     except Exception as e:
         raise ValueError(f"{path} cannot be imported: {type(e).__name__}: {e}") from e
+
+
+def load_function(spec: str):
+    """Run FILE.py and return its function NAME. spec is FILE.py:NAME."""
+    function = load_name(spec)
     if not callable(function):
+        path, _, name = spec.rpartition(":")
         raise ValueError(f"{path} has no function {name}")
     return function
 

@@ -5,14 +5,13 @@ import os
 import subprocess
 import sys
 import threading
-from types import SimpleNamespace
 
 import pytest
 
 import eval as evaluation
-from eval import SYSTEMS, Problem, load, measure, random_workflow, table
+from eval import SYSTEMS, Problem, Settings, Setup, load, measure, random_workflow, table
 from players import Player, lost
-from workers import Reply, load_pool
+from workers import Reply, load_name, load_pool
 from workflow import Prompting, Rollout, Step, Workflow
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -24,18 +23,9 @@ PROBLEMS = [
 
 
 def play(name, pool, worker=0, **settings):
-    setup = SimpleNamespace(
-        pool=pool,
-        worker=worker,
-        lessons=PROBLEMS * 4,
-        seed=1,
-        effort=2,
-        prompt_style="",
-        extra_rounds=0,
-        only="",
-        **settings,
-    )
-    return SYSTEMS[name].make(setup)(PROBLEMS, [pool] * len(PROBLEMS), "test/0")
+    system = SYSTEMS.get(name) or load_name(f"{ROOT}/assets/rivals.py:{name}")
+    setup = Setup(Settings(**settings), pool, worker, PROBLEMS * 4)
+    return system.make(setup)(PROBLEMS, [pool] * len(PROBLEMS), "test/0")
 
 
 def test_a_single_worker_sees_the_bare_question():
@@ -90,10 +80,14 @@ def test_the_router_learns_which_worker_to_ask():
     assert [r.right for r in play("router", pool)] == [True, True]
 
 
-def test_masrouter_and_trinity_learn_from_rewards_and_answer(tmp_path):
+def test_masrouter_and_trinity_learn_from_rewards_and_answer(monkeypatch):
     pool = [Player("a", lambda m: "42"), Player("b", lambda m: "?")]
+    laptop = os.path.join(ROOT, "assets", "laptop")
     for name in ("masrouter", "trinity"):
-        rollouts = play(name, pool, trinity=os.path.join(ROOT, "assets", "laptop"))
+        constants = load_name(f"{ROOT}/assets/rivals.py:{name}").make.__globals__
+        for key, value in {"CHECKPOINT": laptop, "GENERATIONS": 2, "STEPS": 10}.items():
+            monkeypatch.setitem(constants, key, value)
+        rollouts = play(name, pool)
         assert len(rollouts) == 2 and all(r.right is not None and r.calls for r in rollouts)
 
 
@@ -117,15 +111,9 @@ def test_ablations_edit_what_the_conductor_wrote():
     problems = load("laptop", "test", 20)
     shares = {}
     for name in ("conductor", "no-subtasks", "no-access", "one-worker"):
-        setup = SimpleNamespace(
-            pool=pool,
-            worker=0,
-            prompt_style="",
-            extra_rounds=0,
-            only="",
-            checkpoint=os.path.join(ROOT, "assets", "laptop"),
+        rollouts = SYSTEMS[name].make(Setup(Settings(), pool, 0, []))(
+            problems, [pool] * len(problems), name
         )
-        rollouts = SYSTEMS[name].make(setup)(problems, [pool] * len(problems), name)
         shares[name] = measure(rollouts)["accuracy"]
         steps = [step for rollout in rollouts for step in rollout.workflow.steps]
         assert name != "no-subtasks" or {step.subtask for step in steps} == {"Solve the question."}
@@ -141,6 +129,21 @@ def test_a_conductor_may_name_only_some_workers():
     for only, right in (("b", [True, True]), ("a", [False, False])):
         system = evaluation.conductor(write, Prompting(), only=only)
         assert [r.right for r in system(PROBLEMS, [pool] * 2, "test")] == right
+
+
+def test_a_system_of_a_users_file_shares_the_modules_of_the_running_program(tmp_path):
+    """Its eval is the program itself, so that one table of graders exists."""
+    (tmp_path / "mine.py").write_text(
+        "import sys\nimport eval\n"
+        "def make(setup):\n"
+        "    assert eval is sys.modules['__main__'] and 'own' in eval.GRADERS\n"
+        "    return eval.planned(eval.plan_at_random)\n"
+        "mine = eval.System(make)\n"
+        "def grade(problem, response):\n    return True\n"
+    )
+    words = ["--systems=mine.py:mine", "--limit=3", "--grader=mine.py:grade"]
+    status, out, err = command(*words, cwd=tmp_path)
+    assert status == 0 and "\nmine " in out, err
 
 
 # Measure
@@ -253,6 +256,7 @@ def test_own_workers_questions_and_grader_make_a_table(tmp_path):
     "words, why",
     [
         (["--systems=conducter"], "there is no conducter, only conductor, "),
+        (["--systems=mine.py:system"], "no file 'mine.py'; expected FILE.py:NAME"),
         (["--systems=workers", "--worker=nobody"], "the pool has only calculator, "),
         (["--benchmarks=mine.jsonl"], "mine.jsonl, line 2: grader has to be one of exact, "),
         (["--benchmarks=mathematics"], "no problems 'mathematics'"),

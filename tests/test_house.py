@@ -42,7 +42,12 @@ def read(name: str) -> str:
 
 @pytest.mark.parametrize(
     "file",
-    [*(f"{name}.py" for name in ORDER), *(f"tests/{name}" for name in TESTS), "assets/plot.py"],
+    [
+        *(f"{name}.py" for name in ORDER),
+        *(f"tests/{name}" for name in TESTS),
+        "assets/plot.py",
+        "assets/rivals.py",
+    ],
 )
 def test_lines_are_at_most_140_columns_wide(file):
     wide = [i for i, line in enumerate(read(file).split("\n"), 1) if len(line) > 140]

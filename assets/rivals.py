@@ -1,0 +1,261 @@
+"""Systems that learn to choose workers, in small versions: python eval.py
+--systems=assets/rivals.py:NAME
+
+NAME is router, masrouter or trinity. They learn from --lessons, which are train problems, and draw
+with --seed. All calls of a lesson have one name, so that a replay file pays for a repeated call
+once.
+"""
+
+import math
+import random
+import re
+import zlib
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from eval import (
+    AGGREGATE,
+    REFLECT,
+    SOLVE_IT,
+    Setup,
+    System,
+    ask_bare,
+    ask_each,
+    grade_once,
+    merge,
+    new_rollouts,
+    planned,
+)
+from workflow import Rollout, Step, Workflow, call_worker, conduct, load_conductor, roll_out
+
+LESSON = "lesson"  # what the names of all calls for learning begin with
+BATCH = 32  # lessons at a time
+N_TRIGRAMS = 4096  # hash values
+
+
+def rewards(rollouts: list[Rollout]) -> np.ndarray:
+    """Return 1 for each right answer, minus 0.02 a call; nan for a lost rollout."""
+    right = np.array([rollout.right for rollout in rollouts], float)
+    return right - 0.02 * np.array([rollout.calls for rollout in rollouts])
+
+
+def trigrams(questions: list[str]) -> torch.Tensor:
+    """Return how often each hashed trigram occurs in each question, normalized: (Q, 4096)."""
+    counts = torch.zeros(len(questions), N_TRIGRAMS)
+    for row, question in zip(counts, questions):
+        for i in range(len(question) - 2):
+            row[zlib.crc32(question[i : i + 3].casefold().encode()) % N_TRIGRAMS] += 1
+    return torch.nn.functional.normalize(counts)
+
+
+# ---- Router --------------------------------------------------------------------------------------
+
+
+def learn_router(setup: Setup):
+    """Return the system that asks the worker who is most likely right.
+
+    Ridge regression predicts each worker's success from the question's trigrams. RouterDC (NeurIPS
+    2024) also learns from each worker's success, but with a fine-tuned encoder and contrastive
+    losses.
+    """
+    pools = [setup.pool] * len(setup.lessons)
+    answered = ask_each(setup.lessons, pools, LESSON, range(len(setup.pool)))
+    right = np.array([[rollout.right for rollout in group] for group in answered], np.float32)
+    right = torch.from_numpy(right).nan_to_num(0.5)  # (P, W); nan: a lost call
+    x = trigrams([problem.question for problem in setup.lessons])  # (P, 4096)
+    weights = x.T @ torch.linalg.solve(x @ x.T + torch.eye(len(x)), right)  # (4096, W)
+
+    def plan(rollout):
+        best = int((trigrams([rollout.question]) @ weights).argmax())
+        return Workflow([Step(best, rollout.question, [])])
+
+    return planned(plan, ask_bare)
+
+
+router = System(learn_router, ("lessons",), calls=1, calls_to_learn=2_000)
+
+# ---- MasRouter -----------------------------------------------------------------------------------
+
+STEPS = 500  # of the policy gradient
+DESIGNS = 8  # designs to try for each lesson of a step
+AGENTS = 5  # the largest number in a shape
+
+
+def shapes() -> list[list[tuple[str, list[int]]]]:
+    """Return the shapes of collaboration: each agent's subtask and the agents whose responses it
+    sees."""
+    found = [[(SOLVE_IT, [])]]
+    for n in range(2, AGENTS + 1):
+        before = [list(range(i)) for i in range(n)]
+        chain = [(SOLVE_IT, seen[-1:]) for seen in before]
+        reflection = [(REFLECT if seen else SOLVE_IT, seen) for seen in before]
+        debate = [(SOLVE_IT, [])] * (n - 1) + [(AGGREGATE, before[-1])]
+        found += [chain, reflection, debate]
+    return found
+
+
+SHAPES = shapes()
+
+
+def build(choices: list[int]) -> Workflow:
+    """Return the workflow of a shape's number and five workers, of which the shape may use
+    fewer."""
+    shape, *workers = choices
+    steps = []
+    for worker, (subtask, access) in zip(workers, SHAPES[shape]):
+        steps.append(Step(worker, subtask, access))
+    return Workflow(steps)
+
+
+def learn_masrouter(setup: Setup):
+    """Return a small MasRouter (arXiv 2502.11133).
+
+    A linear policy on the question's trigrams draws a shape and each agent's worker, and learns by
+    policy gradient. The original encodes the question with a language model, gives agents roles,
+    makes each choice depend on those before, and counts tokens instead of calls.
+    """
+    rng = random.Random(setup.settings.seed)
+    torch.manual_seed(setup.settings.seed)
+    sizes = [len(SHAPES)] + [len(setup.pool)] * AGENTS
+    n_agents = torch.tensor([len(shape) for shape in SHAPES])
+    # A head counts if the shape has more agents than this: the shape's own head, then the agents'.
+    first_use = torch.tensor([0, *range(AGENTS)])[:, None, None]
+    weights = torch.zeros(N_TRIGRAMS, sum(sizes), requires_grad=True)
+    optimizer = torch.optim.Adam([weights], lr=0.05)
+
+    for _ in tqdm(range(STEPS), "masrouter learns", disable=None):
+        # Draw designs, and let them answer.
+        batch = rng.sample(setup.lessons, min(BATCH, len(setup.lessons)))
+        scores = trigrams([problem.question for problem in batch]) @ weights
+        heads = [torch.distributions.Categorical(logits=part) for part in scores.split(sizes, -1)]
+        choices = torch.stack([head.sample([DESIGNS]) for head in heads])  # (6, T, B)
+        pools = [setup.pool] * len(batch) * DESIGNS
+        rollouts = new_rollouts(batch * DESIGNS, pools, LESSON)
+        for rollout, choice in zip(rollouts, choices.flatten(1).T.tolist()):
+            rollout.workflow = build(choice)
+        roll_out(rollouts, judge=grade_once())
+
+        # Reinforce what did better than the other designs for its lesson.
+        value = torch.tensor(rewards(rollouts)).view(DESIGNS, -1)  # (T, B)
+        advantage = (value - value.nanmean(0)).nan_to_num()
+        is_used = n_agents[choices[0]] > first_use  # (6, T, B)
+        logp = torch.stack([head.log_prob(choice) for head, choice in zip(heads, choices)])
+        entropy = torch.stack([head.entropy() for head in heads]).mean()
+        loss = -(advantage * logp * is_used).mean() - 0.02 * entropy
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    def plan(rollout):
+        scores = trigrams([rollout.question])[0] @ weights
+        return build([int(part.argmax()) for part in scores.split(sizes)])
+
+    return planned(plan)
+
+
+masrouter = System(learn_masrouter, ("lessons",), calls=2, calls_to_learn=15_000)
+
+# ---- TRINITY -------------------------------------------------------------------------------------
+
+CHECKPOINT = "out/laptop/reference"  # the model whose hidden states are read
+GENERATIONS = 100
+POPULATION = 32
+ROLES = {
+    "thinker": "Solve what comes first, and say how to go on from there.",
+    "worker": SOLVE_IT,
+    "verifier": "Check the last response. Say ACCEPT if it is right and whole, else what is wrong.",
+}
+ACCEPTS = re.compile(r"\bACCEPT\b|nothing here to work on")  # the second is a specialist's phrase
+
+
+def hidden_states():
+    """Return a function text -> the hidden state (C) of the model at the last token but one."""
+    model, tokenizer, _ = load_conductor(CHECKPOINT)
+
+    @lru_cache(100_000)
+    def state_of(text):
+        ids = tokenizer.chat([{"role": "system", "content": ""}, {"role": "user", "content": text}])
+        ids = torch.tensor([ids[-model.config.max_position_embeddings :]], device=model.device)
+        with torch.no_grad():
+            hidden = model(ids, head=lambda x: x[0, -2])  # (C)
+        return hidden.float().cpu().numpy()
+
+    return state_of
+
+
+def principal_axes(states: np.ndarray) -> np.ndarray:
+    """Return the 24 principal axes of centered states (P, C), scaled to variances of 1: (C, 24)."""
+    _, scale, axes = np.linalg.svd(states, full_matrices=False)
+    return math.sqrt(len(states)) * axes[:24].T / (scale[:24] + 1e-3 * scale[0])
+
+
+def learn_trinity(setup: Setup):
+    """Return a small TRINITY (arXiv 2512.04695).
+
+    Turn by turn, a linear head on a small model's hidden state picks a worker and its role.
+    Evolution improves the head. The original's model has 0.6 B parameters, some of which evolve
+    too, by a separable CMA-ES, and it reads all turns. Here the head sees 24 principal components,
+    the model and the workers see the newest turn alone, and calls cost.
+    """
+    state_of = hidden_states()
+    states = np.stack([state_of(problem.question) for problem in setup.lessons])  # (P, C)
+    center = states.mean(0)
+    axes = principal_axes(states - center)  # (C, 24)
+
+    def choose_turns(rollouts, heads):
+        """Write the next step of each rollout, or an empty workflow once a verifier has
+        accepted."""
+        for rollout in rollouts:
+            last = rollout.previous
+            text = rollout.question + (f"\n{last.written}: {last.answer}" if last else "")
+            features = np.append((state_of(text) - center) @ axes, 1.0)  # (25), with a bias
+            for_worker, for_role = np.split(features @ heads[rollout.number], [-len(ROLES)])
+            rollout.written = [*ROLES][for_role.argmax()]
+            step = Step(int(for_worker.argmax()), ROLES[rollout.written], [], wrote_all=True)
+            is_accepted = last and last.written == "verifier" and ACCEPTS.search(last.answer)
+            rollout.workflow = Workflow([] if is_accepted else [step])
+            yield rollout
+
+    def take_turns(rollouts, heads):
+        """Play up to five rounds (§3.2) of one step; the last "worker" response counts.
+
+        heads: A head (25, W + 3) for each rollout's number.
+        """
+        final_rounds = conduct(
+            lambda rollouts: choose_turns(rollouts, heads),
+            rollouts,
+            extra_rounds=4,
+            tries=1,
+            judge=grade_once(),
+            call=lambda rollout, i: call_worker(replace(rollout, number=0), i),
+        )
+        merged = []
+        for rollout in final_rounds:
+            turns = [turn for turn in rollout.rounds() if turn.workflow.steps]
+            by_worker = [i for i, turn in enumerate(turns) if turn.written == "worker"]
+            merged.append(merge(turns, [len(turns) - 1, *by_worker][-1]))
+        return merged
+
+    # Evolve the head: move it by the mean of the steps in the best quarter of a generation.
+    rng = random.Random(setup.settings.seed)
+    noise = np.random.default_rng(setup.settings.seed)
+    head = np.zeros((axes.shape[1] + 1, len(setup.pool) + len(ROLES)))  # (25, W + 3)
+    for _ in tqdm(range(GENERATIONS), "trinity evolves", disable=None):
+        batch = rng.sample(setup.lessons, min(BATCH, len(setup.lessons)))
+        steps = noise.standard_normal((POPULATION, *head.shape))
+        originals = new_rollouts(batch, [setup.pool] * len(batch), LESSON)
+        rollouts = []
+        for number in range(POPULATION):
+            rollouts += [replace(rollout, number=number) for rollout in originals]
+        fitness = rewards(take_turns(rollouts, head + steps)).reshape(POPULATION, -1)
+        order = np.nan_to_num(fitness).mean(1).argsort()
+        # The head keeps growing, so that later steps turn it less.
+        head += steps[order[-POPULATION // 4 :]].mean(0)
+    return lambda problems, pools, name: take_turns(new_rollouts(problems, pools, name), [head])
+
+
+trinity = System(learn_trinity, ("lessons",), calls=3, calls_to_learn=40_000)
