@@ -1,10 +1,11 @@
-"""Workers: language models over HTTP or Python functions, pools of them, and the laptop world.
+"""Workers: language models over HTTP, Python functions, pools of them, and the laptop world.
 
-    python workers.py [--pool=NAME]         # ask each for a word: seconds, tokens, dollars, or what is wrong
-    python workers.py serve [--port=8765]   # serve the laptop world's specialists to any OpenAI client
+    python workers.py [--pool=NAME]          call every worker once, and report what is wrong
+    python workers.py serve [--port=8765]    serve the laptop world's workers to any OpenAI client
 
-NAME is local, local:pairs or local:tired (the laptop world), a name in assets/pools/, or a JSON file: a list
-of objects whose keys are Worker's fields. Read workflow.py next."""
+NAME is local, local:pairs or local:tired (the laptop world), the name of a file in assets/pools/,
+or a JSON file with a list of objects whose keys are fields of Worker. Read workflow.py next.
+"""
 
 import argparse
 import contextlib
@@ -28,18 +29,21 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.pool import ThreadPool
 
 import requests
-from requests.packages.urllib3 import connection, exceptions  # of which requests is made
+from requests.packages.urllib3 import connection, exceptions
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
+# The URL of a server on this machine.
 LOOPBACK = r"(?i)https?://(127\.[\d.]+|localhost|\[::1\])(:\d+)?(/|$)"
-LIMITS = ("max_tokens", "max_completion_tokens")  # the parameters that limit an answer
-jitter = (
-    random.Random()
-)  # Not all calls shall come back at once; the global draws are the experiment's.
-connection.HTTPConnection.default_socket_options += [  # A probe a minute keeps a silent line open.
+LIMITS = ("max_tokens", "max_completion_tokens")  # the parameters that bound a reply's length
+MAX_BODY = 32 << 20  # bytes of a response
+HARD_FAILURES = 6  # attempts that may fail although the provider is not busy
+jitter = random.Random()  # for pauses only: an experiment's draws come from its own generators
+
+# Probe a silent connection once a minute, so that no router drops it while a model thinks.
+connection.HTTPConnection.default_socket_options += [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", 0x10), 60),
-]  # 0x10: on macOS
+    (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", 0x10), 60),  # 0x10: its number on macOS
+]
 
 
 def once(function):
@@ -55,81 +59,85 @@ def once(function):
 
 
 class WorkerError(Exception):
-    """A call failed or was not made, which is no wrong answer. The text holds no key."""
+    """A call failed or was not made; that is no wrong answer. The text holds no key."""
 
 
 @dataclass
 class Reply:
-    text: str  # the model's own words; they may be empty, or cut off
-    prompt_tokens: int  # with cached ones; 0 if unknown
-    completion_tokens: int  # with those of the reasoning; 0 if unknown
-    cost: float | None  # dollars; None: unknown
+    """What a worker answered, and what the call took."""
+
+    text: str  # the model's own words, without its thoughts; may be empty or cut off
+    prompt_tokens: int  # cached ones included; 0 if unknown
+    completion_tokens: int  # those of the reasoning included; 0 if unknown
+    cost: float | None  # dollars; None if unknown
     seconds: float = 0.0  # of the attempt that was answered
-    finish: str = "stop"  # why it ended, in the provider's word; "length": cut off
+    finish: str = "stop"  # why the text ended, in the provider's word; "length": it was cut off
 
 
 @dataclass
 class Worker:
-    """One member of a pool. Any number of threads may call `chat`."""
+    """One member of a pool. Any number of threads may call `chat` at the same time."""
 
     protocol: str  # openai, anthropic or python
-    base_url: str = ""  # what stands before the protocol's path: https://api.openai.com/v1
+    base_url: str = ""  # what precedes the protocol's path: https://api.openai.com/v1
     model: str = ""
-    name: str = ""  # the model's, or the function's, unless given
+    name: str = ""  # "": the model's, or the function's
     api_key_env: str | None = None  # the environment variable that holds the key
-    params: dict = field(
-        default_factory=dict
-    )  # sent as they are, beside the model and the messages
-    headers: dict = field(default_factory=dict, repr=False)  # sent as they are
+    params: dict = field(default_factory=dict)  # sent unchanged, beside the model and the messages
+    headers: dict = field(default_factory=dict, repr=False)  # sent unchanged
     price: list | None = None  # dollars per million tokens, [input, output]; None: unknown
-    concurrency: int = 16  # calls at a time
-    timeout: int | float = (
-        600  # seconds that an answer may take; after three times as many no attempt begins
-    )
-    attempts: int | None = None  # at most; None: as many as `chat` says
-    function: str = (
-        ""  # FILE.py:NAME of protocol python: it gets the messages, and returns text or a Reply
-    )
+    concurrency: int = 16  # calls at the same time
+    timeout: int | float = 600  # seconds for one attempt; no attempt starts after three timeouts
+    attempts: int | None = None  # at most; None: as many as `chat` describes
+    # For the protocol python: FILE.py:NAME, a function from messages to a text or a Reply.
+    function: str = ""
     replay: object = field(default=None, repr=False)  # a Replay
     budget: object = field(default=None, repr=False)  # a Budget
 
     def __post_init__(self):
         self.name = self.name or self.model or self.function.rpartition(":")[2]
         self.run_function = load_function(self.function) if self.protocol == "python" else None
+        self.slots = threading.Semaphore(self.concurrency)
+
         self.session = requests.Session()
-        self.session.adapters = {
-            "http": requests.adapters.HTTPAdapter(pool_maxsize=self.concurrency)
-        }
-        self.session.trust_env = not re.match(
-            LOOPBACK, self.base_url
-        )  # no proxy before one's own machine
-        self.session.auth = lambda request: (
-            request
-        )  # Else a netrc's password would take the key's place.
-        self.slots, self.lock = threading.Semaphore(self.concurrency), threading.Lock()
-        self.calls = self.unpriced = self.spent = (
-            0  # calls, those of unknown cost, dollars, all with replays
-        )
+        adapter = requests.adapters.HTTPAdapter(pool_maxsize=self.concurrency)
+        self.session.adapters = {"http": adapter}
+        self.session.trust_env = not re.match(LOOPBACK, self.base_url)  # no proxy to this machine
+        # Without an auth of its own, requests would replace our key by a password from ~/.netrc.
+        self.session.auth = lambda request: request
+
+        self.lock = threading.Lock()  # guards the three sums below
+        self.calls = 0  # replayed ones included, as in the other two
+        self.spent = 0.0  # dollars
+        self.unpriced = 0  # calls of unknown cost
 
     def chat(self, messages: list[dict], call_id: str = "", **overrides) -> Reply:
-        """Ask for the next turn of a chat: [{"role": "system", "user" or "assistant", "content": text}, …].
-        overrides win over params. call_id names the call within a run: a rerun finds its reply in `replay`;
-        `spent` counts it, the budget does not. A busy provider (429, 503, 529) is asked again when it says,
-        for three timeouts; after another 5xx, a 408, a 409 or a lost line six times. Raises WorkerError then,
-        and at once after a timeout, another 4xx, for a spent account or an unknown host."""
+        """Return the worker's next turn of a chat.
+
+        A busy provider (429, 503, 529) is called again, when it asks to be, for three timeouts.
+        After another 5xx, a 408, a 409 or a lost connection there are six attempts.
+
+        Args:
+            messages: [{"role": "system", "user" or "assistant", "content": text}, ...].
+            call_id: the call's name within a run, under which `replay` keeps the reply. A reply
+                that is found there counts in `spent`, but not in the budget. "": never replayed.
+            overrides: parameters that take precedence over `params`.
+
+        Raises:
+            WorkerError: the attempts above have failed; at once after a timeout, after any other
+                4xx, and where the account is exhausted, the host unknown or the budget spent.
+        """
         params = {**self.params, **overrides}
-        key = self.replay.key(self, messages, params, call_id) if self.replay and call_id else None
-        with (
-            self.replay.locks.setdefault(key, threading.Lock()) if key else contextlib.nullcontext()
-        ):
-            reply = (
-                self.replay.replies.get(key) if key else None
-            )  # What is asked twice at once is paid once.
-            if reply is None:
-                with self.slots:
+        if self.replay and call_id:
+            key = self.replay.key(self, messages, params, call_id)
+            with self.replay.locks.setdefault(key, threading.Lock()):  # Equal calls are paid once.
+                reply = self.replay.replies.get(key)
+                if reply is None:
                     reply = self.send(messages, params)
-                if key:
                     self.replay.keep(key, reply)
+        else:
+            reply = self.send(messages, params)
+
         with self.lock:
             self.calls += 1
             self.spent += reply.cost or 0.0
@@ -137,54 +145,83 @@ class Worker:
         return reply
 
     def send(self, messages: list[dict], params: dict) -> Reply:
-        """Make one attempt after another, as `chat` says."""
+        """Send the request, and send it again as long as `chat` promises.
+
+        The retries of `requests` would not do: each attempt has to reserve what it may cost.
+        """
         api_key = os.environ.get(self.api_key_env or "", "").strip()
         turns = [m if m["content"].strip() else {**m, "content": "(empty)"} for m in messages]
-        path, headers, body = PROTOCOLS[self.protocol][0](self.model, turns, params, api_key)
-        most = most_dollars(vars(self), params, body) if self.budget else 0.0
-        purse = self.budget or Budget(float("inf"))
-        first_sent, failures = time.monotonic(), 0
-        for number in itertools.count(1):
-            purse.reserve(most)
-            started = time.monotonic()
-            try:
-                if self.run_function:
-                    answer = self.run_function(messages)
-                    cost = None if any(self.price or []) else 0.0
-                    outcome = (
-                        answer if isinstance(answer, Reply) else Reply("" + answer, 0, 0, cost)
+        write_request, _ = PROTOCOLS[self.protocol]
+        path, headers, body = write_request(self.model, turns, params, api_key)
+        budget = self.budget or Budget(float("inf"))
+        reserved = highest_cost(vars(self), params, body) if self.budget else 0.0
+
+        with self.slots:
+            first_sent = time.monotonic()
+            hard_failures = 0
+            for attempt in itertools.count(1):
+                budget.reserve(reserved)
+                sent = time.monotonic()
+                outcome = self.send_once(messages, path, headers, body)
+                budget.settle(reserved, outcome.cost)
+                now = time.monotonic()
+                if isinstance(outcome, Reply):
+                    outcome.seconds = now - sent
+                    return outcome
+
+                hard_failures += not outcome.busy
+                pause = self.pause_after(attempt, outcome)
+                is_last = hard_failures == HARD_FAILURES or attempt == self.attempts
+                is_late = now + pause > first_sent + 3 * self.timeout
+                if outcome.wait is None or is_last or is_late:
+                    reason = self.without_secrets(outcome.text, api_key)
+                    seconds = now - first_sent
+                    raise WorkerError(
+                        f"{self.name}: {reason} (attempt {attempt}, after {seconds:.1f} s)"
                     )
-                else:
-                    with self.session.post(
-                        self.base_url.rstrip("/") + path,
-                        json=body,
-                        stream=True,
-                        headers={**headers, **self.headers},
-                        allow_redirects=False,
-                        timeout=(10, self.timeout),
-                    ) as response:
-                        outcome = read_response(self, response, started + self.timeout)
-            except Exception as e:
-                outcome = e if isinstance(e, Failure) else broken(e, time.monotonic() - started)
-            purse.settle(most, outcome.cost)
-            now = time.monotonic()
-            if isinstance(outcome, Reply):
-                outcome.seconds = now - started
-                return outcome
-            failures += not outcome.busy
-            pause = min(
-                30, self.timeout / 300 * 2 ** min(number - 1, 9)
-            )  # 2, 4, 8 … s at a timeout of 600
-            pause = max(0.0, outcome.wait or 0.0) + pause * jitter.uniform(0.5, 1)
-            late = now + pause > first_sent + 3 * self.timeout
-            if late or outcome.wait is None or failures == 6 or number == self.attempts:
-                why = "".join(filter(str.isprintable, " ".join(outcome.text.split())))
-                for secret in filter(None, [api_key, *self.headers.values()]):
-                    why = why.replace(secret, "***")
-                raise WorkerError(
-                    f"{self.name}: {why[:400]} (attempt {number}, after {now - first_sent:.1f} s)"
-                )
-            time.sleep(pause)
+                time.sleep(pause)
+
+    def send_once(self, messages: list[dict], path: str, headers: dict, body: dict):
+        """Call the Python function, or post the request and read the response.
+
+        Returns:
+            A Reply or a Failure.
+        """
+        sent = time.monotonic()
+        try:
+            if self.run_function:
+                answer = self.run_function(messages)
+                cost = None if any(self.price or []) else 0.0
+                return answer if isinstance(answer, Reply) else Reply("" + answer, 0, 0, cost)
+            with self.session.post(
+                self.base_url.rstrip("/") + path,
+                json=body,
+                headers={**headers, **self.headers},
+                stream=True,
+                allow_redirects=False,
+                timeout=(10, self.timeout),  # seconds to connect, and between two packets
+            ) as response:
+                return read_response(self, response, sent + self.timeout)
+        except Failure as failure:
+            return failure
+        except Exception as e:  # a lost connection, a timeout, or whatever the function raised
+            return broken(e, time.monotonic() - sent)
+
+    def pause_after(self, attempt: int, failure: "Failure") -> float:
+        """Return the seconds until the next attempt.
+
+        They are what the provider asks for, plus a backoff with jitter, so that not all callers
+        return at the same moment: 2, 4, 8 ... s with the default timeout, at most 30 s.
+        """
+        backoff = min(30, self.timeout / 300 * 2 ** min(attempt - 1, 9))
+        return max(0.0, failure.wait or 0.0) + backoff * jitter.uniform(0.5, 1)
+
+    def without_secrets(self, text: str, api_key: str) -> str:
+        """Return one printable line of at most 400 characters, with keys and headers masked."""
+        line = "".join(filter(str.isprintable, " ".join(text.split())))
+        for secret in filter(None, [api_key, *self.headers.values()]):
+            line = line.replace(secret, "***")
+        return line[:400]
 
 
 @dataclass
@@ -192,159 +229,177 @@ class Failure(Exception):
     """An attempt without a reply."""
 
     text: str
-    wait: float | None = None  # seconds, at least, to another attempt; None: none would help
-    busy: bool = False  # whether the provider is: it may be asked often
-    cost: float | None = None  # 0.0 where nothing is billed for sure; None: it may have cost money
+    wait: float | None = None  # at least so many seconds to the next attempt; None: no other helps
+    busy: bool = False  # Is the provider only busy? Then it may be called more than six times.
+    cost: float | None = None  # 0.0: certainly not billed; None: it may have cost money
 
 
-# No wait helps where one of these is said of an account, by OpenAI, Anthropic, Google or OpenRouter.
-SPENT = (
-    "insufficient_quota|billing_not_active|credit balance is too low|credits are depleted|PerDay|per-day"
-    "|API usage limits|(spend|usage)_limit_|monthly spending cap|credit_balance_exhausted"
+# What OpenAI, Anthropic, Google and OpenRouter say of an account that waiting does not fill.
+EXHAUSTED = (
+    "insufficient_quota|billing_not_active|credit balance is too low|credits are depleted"
+    "|PerDay|per-day|API usage limits|(spend|usage)_limit_|monthly spending cap"
+    "|credit_balance_exhausted"
 )
 
 
-def read_response(worker: Worker, response: requests.Response, end: float) -> Reply:
-    """The Reply in a response whose body is there by time.monotonic() == end; Failure where there is none."""
+def read_response(worker: Worker, response: requests.Response, deadline: float) -> Reply:
+    """Read a response until time.monotonic() == deadline. Raises Failure if it holds no reply."""
     body = bytearray()
     for piece in iter(lambda: response.raw.read1(1 << 16, decode_content=True), b""):
         body += piece
-        if len(body) > 32 << 20:
+        if len(body) > MAX_BODY:
             raise Failure("the response is larger than 32 MiB")
-        if time.monotonic() > end:
+        if time.monotonic() > deadline:
             raise TimeoutError
-    text, data = body.decode("utf-8", "replace").strip(), None
+
+    text = body.decode("utf-8", "replace").strip()
+    data = None
     with contextlib.suppress(ValueError, RecursionError):
         data = json.loads(text)
     if response.status_code != 200 or find(data, "error"):
         raise refusal(response, find(data, "error", "code"), text)
+
+    _, read_reply = PROTOCOLS[worker.protocol]
     try:
-        text, finish, n_in, n_out = PROTOCOLS[worker.protocol][1](data)
-        text = text.encode(
-            errors="replace"
-        ).decode()  # Half of an emoji, as JSON can spell it, is no text.
+        answer, finish, n_in, n_out = read_reply(data)
+        answer = answer.encode(errors="replace").decode()  # JSON can spell half an emoji.
     except (LookupError, TypeError, AttributeError, ValueError):
-        # OpenRouter sends blanks while it waits, and nothing more if its host dies: only these are unpaid.
-        raise Failure(
-            f"no reply as {worker.protocol} defines it: {text[:300]!r}", None if text else 0.0
-        )
+        # OpenRouter sends blanks while it waits for a host, and nothing else if the host dies.
+        wait = None if text else 0.0
+        raise Failure(f"no reply as {worker.protocol} defines it: {text[:300]!r}", wait)
+
     known = all(type(n) is int and 0 <= n < 1e9 for n in (n_in, n_out))
-    cost = find(data, "usage", "cost")  # dollars, by OpenRouter and by our own server
+    cost = find(data, "usage", "cost")  # dollars, from OpenRouter and from our own server
     if type(cost) not in (int, float) or cost <= 0 or find(data, "usage", "is_byok"):
-        zeros = text and not n_out and any(worker.price or [])  # as some gateways fill in
-        priced = worker.price and known and not zeros
-        cost = (n_in * worker.price[0] + n_out * worker.price[1]) / 1e6 if priced else None
-    return Reply(
-        text, n_in if known else 0, n_out if known else 0, cost, finish=str(finish or "stop")
-    )
+        # Some gateways fill in zeros where they have not counted.
+        uncounted = answer and not n_out and any(worker.price or [])
+        cost = None
+        if worker.price and known and not uncounted:
+            cost = (n_in * worker.price[0] + n_out * worker.price[1]) / 1e6
+    tokens = (n_in, n_out) if known else (0, 0)
+    return Reply(answer, *tokens, cost, finish=str(finish or "stop"))
 
 
 def refusal(response: requests.Response, code, text: str) -> Failure:
-    """What a provider says that does not answer. code: OpenRouter's within a 200, once a model began."""
+    """Return what it means that a provider answers with an error.
+
+    Args:
+        code: the status that OpenRouter writes into a 200 when a model fails after it started.
+        text: the response's body.
+    """
     status = response.status_code
     if status == 200:
         status = code if code in range(400, 600) else 500
-    busy, broke = status in (429, 503, 529), status in (408, 409) or status >= 500
-    wait, asked = 0.0, response.headers.get("Retry-After", "")
-    with contextlib.suppress(ValueError):  # It is a number of seconds, a date, or nothing of use.
-        is_number = re.fullmatch(r"\d+(\.\d+)?", asked)
-        wait = float(asked) if is_number else parsedate_to_datetime(asked).timestamp() - time.time()
-    if (
-        re.search(SPENT, text)
-        or response.headers.get("x-should-retry") == "false"
-        or not (busy or broke)
-    ):
-        wait = None
-    cost = 0.0 if response.status_code != 200 and (busy or not broke) else None
-    return Failure(f"HTTP {status} of {response.url}: {text}", wait, busy, cost)
+    busy = status in (429, 503, 529)
+    is_broken = status in (408, 409) or status >= 500
+    exhausted = re.search(EXHAUSTED, text)
+    final = response.headers.get("x-should-retry") == "false"
+
+    wait = None
+    if (busy or is_broken) and not exhausted and not final:
+        wait = 0.0
+        retry_after = response.headers.get("Retry-After", "")
+        with contextlib.suppress(ValueError):  # a number of seconds, a date, or something unusable
+            if re.fullmatch(r"\d+(\.\d+)?", retry_after):
+                wait = float(retry_after)
+            else:
+                wait = parsedate_to_datetime(retry_after).timestamp() - time.time()
+    is_unpaid = response.status_code != 200 and (busy or not is_broken)
+    return Failure(
+        f"HTTP {status} of {response.url}: {text}", wait, busy, cost=0.0 if is_unpaid else None
+    )
 
 
 def broken(error: Exception, seconds: float) -> Failure:
-    """Why no whole response came within so many seconds, or what a function raised."""
+    """Return why no whole response came within so many seconds, or what a function raised."""
     if isinstance(error, (requests.ReadTimeout, exceptions.ReadTimeoutError, TimeoutError)):
         return Failure(
             f"no whole answer within {seconds:.3g} s; a slow worker needs a larger timeout"
         )
-    cause = (
-        getattr(error.args[0] if error.args else None, "reason", None) or error
-    )  # urllib3's, in requests'
-    lost = isinstance(error, (requests.ConnectionError, exceptions.HTTPError, ConnectionError))
-    final = not lost or isinstance(cause, exceptions.NameResolutionError)
-    unsent = isinstance(cause, (exceptions.NewConnectionError, exceptions.ConnectTimeoutError))
+    # requests wraps the error of urllib3, which says what happened.
+    cause = getattr(error.args[0] if error.args else None, "reason", None) or error
+    is_lost = isinstance(error, (requests.ConnectionError, exceptions.HTTPError, ConnectionError))
+    is_unknown_host = isinstance(cause, exceptions.NameResolutionError)
+    is_unsent = isinstance(cause, (exceptions.NewConnectionError, exceptions.ConnectTimeoutError))
     return Failure(
-        f"{type(cause).__name__}: {cause}", None if final else 0.0, cost=0.0 if unsent else None
+        f"{type(cause).__name__}: {cause}",
+        wait=0.0 if is_lost and not is_unknown_host else None,
+        cost=0.0 if is_unsent else None,
     )
 
 
-def find(data, *path):
-    """What stands at this path of names in nested objects; None where nothing does."""
+def find(data, *path: str):
+    """Return what stands at this path of names in nested objects, or None."""
     for name in path:
         data = data.get(name) if isinstance(data, dict) else None
     return data
 
 
-# ---- Protocols: one function writes path, headers, body; one reads text, why it ended, tokens in and out ---
+# ---- Protocols: one function writes a request, one reads a reply -------------------------------
 
 
-def openai_request(
-    model: str, messages: list[dict], params: dict, api_key: str
-) -> tuple[str, dict, dict]:
-    """platform.openai.com/docs/api-reference/chat, which OpenRouter, vLLM, Ollama and llama.cpp speak."""
+def openai_request(model: str, messages: list[dict], params: dict, api_key: str) -> tuple:
+    """Return path, headers and body of platform.openai.com/docs/api-reference/chat.
+
+    OpenRouter, vLLM, Ollama, llama.cpp and most other servers speak this protocol.
+    """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     return "/chat/completions", headers, {"model": model, "messages": messages, **params}
 
 
 def openai_reply(data: dict) -> tuple:
-    choice, usage = data["choices"][0], data.get("usage") or {}
-    if choice.get("finish_reason") == "error" or choice.get(
-        "error"
-    ):  # OpenRouter's, which it does not bill
+    """Return text, reason to finish, prompt tokens and completion tokens of a response."""
+    choice = data["choices"][0]
+    if choice.get("finish_reason") == "error" or choice.get("error"):
+        # OpenRouter reports a provider's failure like this, and does not bill it.
         raise Failure(f"the provider failed midway: {choice.get('error')}", wait=0.0, cost=0.0)
+
     text = choice["message"].get("content") or choice["message"].get("refusal") or ""
-    if isinstance(text, list):  # of parts, as Mistral's thinking models answer
+    if isinstance(text, list):  # Mistral's thinking models answer in parts.
         text = "".join(part["text"] for part in text if part["type"] == "text")
-    # Some servers leave thoughts in, whole or cut off, which the next worker would read.
+    # Some servers leave thoughts in the text, whole or cut off. The next worker must not read them.
     text = re.sub(r"\A(.*</think>\s*|\s*<think>.*)", "", text, flags=re.DOTALL)
+
+    usage = data.get("usage") or {}
     n_in, n_out, total = (usage.get(f"{part}_tokens") for part in ("prompt", "completion", "total"))
     if None not in (n_in, n_out, total):
         n_out = max(n_out, total - n_in)  # Some count the reasoning in the total only.
     return text, choice.get("finish_reason"), n_in, n_out
 
 
-def anthropic_request(
-    model: str, messages: list[dict], params: dict, api_key: str
-) -> tuple[str, dict, dict]:
-    """platform.claude.com/docs/en/api/messages, which needs max_tokens and takes the system's words apart."""
-    system = "\n\n".join(message["content"] for message in messages if message["role"] == "system")
+def anthropic_request(model: str, messages: list[dict], params: dict, api_key: str) -> tuple:
+    """Return path, headers and body of platform.claude.com/docs/en/api/messages.
+
+    The API requires max_tokens, and takes system messages apart from the turns.
+    """
+    headers = {"x-api-key": api_key, "anthropic-version": "2023-06-01"}
+    system = [message["content"] for message in messages if message["role"] == "system"]
     turns = [message for message in messages if message["role"] != "system"]
-    body = {
-        "model": model,
-        "max_tokens": 4096,
-        "messages": turns,
-        **({"system": system} if system else {}),
-    }
-    return (
-        "/messages",
-        {"x-api-key": api_key, "anthropic-version": "2023-06-01"},
-        {**body, **params},
-    )
+    body = {"model": model, "max_tokens": 4096, "messages": turns}
+    if system:
+        body["system"] = "\n\n".join(system)
+    return "/messages", headers, {**body, **params}
 
 
 def anthropic_reply(data: dict) -> tuple:
-    usage = data.get("usage") or {}
-    cached = [usage.get(f"cache_{part}_input_tokens") or 0 for part in ("creation", "read")]
-    n_in = (
-        usage["input_tokens"] + sum(cached) if "input_tokens" in usage else None
-    )  # as the others count
+    """Return text, reason to finish, prompt tokens and completion tokens of a response."""
     text = "".join(part["text"] for part in data["content"] if part["type"] == "text")
-    cut_off = data.get("stop_reason") in ("max_tokens", "model_context_window_exceeded")
-    return text, "length" if cut_off else data.get("stop_reason"), n_in, usage.get("output_tokens")
+    finish = data.get("stop_reason")
+    if finish in ("max_tokens", "model_context_window_exceeded"):
+        finish = "length"
+
+    usage = data.get("usage") or {}
+    n_in = None
+    if "input_tokens" in usage:  # Unlike the others, Anthropic does not count cached ones there.
+        cached = [usage.get(f"cache_{part}_input_tokens") or 0 for part in ("creation", "read")]
+        n_in = usage["input_tokens"] + sum(cached)
+    return text, finish, n_in, usage.get("output_tokens")
 
 
-PROTOCOLS = {
+PROTOCOLS = {  # name -> (what writes its requests, what reads its replies)
     "openai": (openai_request, openai_reply),
     "anthropic": (anthropic_request, anthropic_reply),
-    "python": (openai_request, None),  # It is not sent; its length bounds what it may cost.
+    "python": (openai_request, None),  # Nothing is sent; the request's length bounds the cost.
 }
 
 
@@ -369,9 +424,10 @@ def load_function(spec: str):
     return function
 
 
-# ---- Pools, and what they cost -----------------------------------------------------------------------------
+# ---- Pools -------------------------------------------------------------------------------------
 
-FIELDS = {  # of a worker in a file: a pattern for its value as JSON, and the same in words
+# A field of a pool's row -> a pattern of its value as JSON, and what is expected, in words.
+FIELDS = {
     "protocol": ('"(openai|anthropic|python)"', "openai, anthropic or python"),
     "base_url": (
         r'"https?://[^"/@?#\s]+(/[^"?#\s]*)?"',
@@ -394,13 +450,21 @@ FIELDS = {  # of a worker in a file: a pattern for its value as JSON, and the sa
 
 
 def read_pool(spec: str, local_url: str | None = None) -> list[dict]:
-    """The entries of a pool, by name or JSON file, unchecked; ValueError says what there is. A local pool
-    starts the specialists' server, unless local_url names a running one."""
+    """Return the rows of a pool, not yet checked.
+
+    Args:
+        spec: a name or a JSON file, as described at the top of this file.
+        local_url: a running server of the laptop world; None: start one where the pool needs it.
+
+    Raises:
+        ValueError: there is no such pool; the text lists those that exist.
+    """
     if spec in LOCAL:
         same = {"protocol": "openai", "base_url": local_url or local_server()[0], "price": [0, 0]}
         return [{**same, "model": name} for name in LOCAL[spec]]
     if not spec:
         raise ValueError("no workers are named: say --pool=NAME or --pool=FILE.json")
+
     pools = os.path.join(FOLDER, "assets", "pools")
     named = sorted(file.removesuffix(".json") for file in os.listdir(pools))
     path = os.path.join(pools, f"{spec}.json") if spec in named else os.path.abspath(spec)
@@ -411,32 +475,39 @@ def read_pool(spec: str, local_url: str | None = None) -> list[dict]:
         if not entries:
             raise ValueError("no workers")
     except (OSError, ValueError, TypeError, AttributeError) as e:
-        known = f"there are {', '.join([*LOCAL, *named])}, or a JSON list of objects of {', '.join(FIELDS)}"
-        raise ValueError(f"--pool={spec}: {e}; {known}") from None
+        names = ", ".join([*LOCAL, *named])
+        expected = f"there are {names}, or a JSON list of objects of {', '.join(FIELDS)}"
+        raise ValueError(f"--pool={spec}: {e}; {expected}") from None
+
     for entry in entries:
-        if "function" in entry:  # Its file stands beside the pool's.
+        if "function" in entry:  # Its file is looked for beside the pool's.
             entry["function"] = os.path.join(os.path.dirname(path), str(entry["function"]))
     return entries
 
 
 def name_of(entry: dict) -> str:
-    return (
-        entry.get("name") or entry.get("model") or str(entry.get("function", "")).rpartition(":")[2]
-    )
+    function = str(entry.get("function", "")).rpartition(":")[2]
+    return entry.get("name") or entry.get("model") or function
 
 
 def check_pool(entries: list[dict], budget: float = 0.0) -> list[str]:
-    """All that is missing or odd, by worker and field, without its value, which may be a misplaced key."""
-    sentences, names = [], []
+    """Return a sentence for everything that is missing or wrong in the rows of a pool.
+
+    It names the worker and the field, not the value, which may be a key in the wrong place.
+    """
+    sentences = []
+    names = []
     for number, entry in enumerate(entries):
-        needed = (
-            ["function"] if entry.get("protocol") == "python" else ["protocol", "base_url", "model"]
-        )
+        # Fields whose value does not match their pattern, and fields that are missing.
         wrong = {}
-        for key in [*entry, *needed]:
+        is_function = entry.get("protocol") == "python"
+        required = ["function"] if is_function else ["protocol", "base_url", "model"]
+        for key in [*entry, *required]:
             pattern, expected = FIELDS.get(key, ("", f"one of {', '.join(FIELDS)}"))
             if not re.fullmatch(pattern, json.dumps(entry.get(key))):
                 wrong[key] = f"expected {expected}"
+
+        # What the environment, the disk and the budget lack.
         variable = entry.get("api_key_env")
         if variable and "api_key_env" not in wrong and not os.environ.get(variable):
             wrong["api_key_env"] = f"${variable} is not set"
@@ -444,58 +515,73 @@ def check_pool(entries: list[dict], budget: float = 0.0) -> list[str]:
         if file and not os.path.isfile(file):
             wrong["function"] = f"there is no file {file}"
         if budget and not wrong.keys() & {"protocol", "price", "params"}:
-            if most_dollars(entry, entry.get("params", {}), {}) == float("inf"):
-                wrong["price, params"] = (
-                    "a budget needs a price (of your own: [0, 0]) and max_tokens"
-                )
-        names.append(name_of(entry) or f"worker {number}")
-        if names[-1] in names[:-1]:
+            if highest_cost(entry, entry.get("params", {}), {}) == float("inf"):
+                remedy = "a budget needs a price (of your own: [0, 0]) and max_tokens"
+                wrong["price, params"] = remedy
+
+        name = name_of(entry) or f"worker {number}"
+        if name in names:
             wrong["name"] = "another worker has it, too"
-        sentences += [f"{names[-1]}: {key}: {sentence}" for key, sentence in wrong.items()]
+        names.append(name)
+        sentences += [f"{name}: {key}: {sentence}" for key, sentence in wrong.items()]
     return sentences
 
 
 def load_pool(
     spec: str, local_url: str | None = None, replay: str = "", budget: float = 0.0, ranks: int = 1
 ) -> list[Worker]:
-    """The workers of a pool. replay: a file of replies. budget: dollars that they may spend together; 0: no
-    limit. ranks: how many processes share budget and concurrency. ValueError says all that is wrong."""
+    """Return the workers of a pool.
+
+    Args:
+        spec, local_url: see `read_pool`.
+        replay: a file in which replies are kept and found again; "": none.
+        budget: dollars that all workers may spend together; 0: no limit.
+        ranks: the number of processes that share the budget and each worker's concurrency.
+
+    Raises:
+        ValueError: the text says everything that is wrong with the pool.
+    """
     entries = read_pool(spec, local_url)
-    problems = check_pool(entries, budget)
-    if problems:
-        raise ValueError("\n".join([f"--pool={spec}:", *problems]))
-    kept, purse = Replay(replay) if replay else None, Budget(budget / ranks) if budget else None
-    pool = [Worker(**entry, replay=kept, budget=purse) for entry in entries]
+    sentences = check_pool(entries, budget)
+    if sentences:
+        raise ValueError("\n".join([f"--pool={spec}:", *sentences]))
+    shared = {
+        "replay": Replay(replay) if replay else None,
+        "budget": Budget(budget / ranks) if budget else None,
+    }
+    pool = [Worker(**entry, **shared) for entry in entries]
     return [replace(worker, concurrency=max(1, worker.concurrency // ranks)) for worker in pool]
 
 
 def ping_workers(pool: list[Worker]) -> list[Reply | WorkerError]:
-    """Ask each worker for a word, all at once; an empty one is an error."""
+    """Say hello to every worker at the same time. An empty reply counts as an error."""
 
-    def ask(worker):
+    def ping(worker):
+        hurried = replace(worker, timeout=min(worker.timeout, 120), attempts=2)
         try:
-            hurried = replace(worker, timeout=min(worker.timeout, 120), attempts=2)
             reply = hurried.chat([{"role": "user", "content": "Say hello."}])
         except WorkerError as e:
             return e
-        return (
-            reply
-            if reply.text.strip()
-            else WorkerError(f"{worker.name}: an empty answer to a hello")
-        )
+        if not reply.text.strip():
+            return WorkerError(f"{worker.name}: an empty answer to a hello")
+        return reply
 
     with ThreadPool(len(pool)) as threads:
-        return threads.map(ask, pool)
+        return threads.map(ping, pool)
 
 
 class Replay:
-    """Replies in a file, a JSON line each: what a killed run has paid for is free when it is run again. As
-    processes share the file, a line is one write, and begins with its newline: a torn one harms no other."""
+    """Replies in a file, one JSON line each: what a killed run has paid for is free in its rerun.
+
+    Several processes may append to the file. A line is one write and begins with its newline, so
+    that the torn last line of a killed process damages no other.
+    """
 
     def __init__(self, path: str):
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         self.file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        self.replies, self.locks = {}, {}  # by key
+        self.replies = {}  # by key
+        self.locks = {}  # by key; a call holds its lock until its reply is there
         with open(path, encoding="utf-8", errors="replace") as file:
             for line in file:
                 with contextlib.suppress(ValueError, TypeError, KeyError):  # a torn line
@@ -503,106 +589,109 @@ class Replay:
                     self.replies[row["key"]] = Reply(**row["reply"])
 
     def key(self, worker: Worker, messages: list[dict], params: dict, call_id: str) -> str:
+        """Return a hash of everything that distinguishes a call from others."""
         url = "" if re.match(LOOPBACK, worker.base_url) else worker.base_url  # Ports change.
-        asked = [
-            worker.name,
-            worker.protocol,
-            url,
-            worker.model + worker.function,
-            messages,
-            params,
-            call_id,
-        ]
-        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+        model = worker.model + worker.function
+        call = [worker.name, worker.protocol, url, model, messages, params, call_id]
+        return hashlib.sha256(json.dumps(call, sort_keys=True).encode()).hexdigest()
 
     def keep(self, key: str, reply: Reply):
         self.replies[key] = reply
         os.write(self.file, f"\n{json.dumps({'key': key, 'reply': asdict(reply)})}".encode())
 
 
+# ---- Money -------------------------------------------------------------------------------------
+
+
 class Budget:
-    """Dollars that a pool may spend. An attempt reserves the most that it can cost, and returns what it did
-    not: so the budget is never passed. One of unknown cost counts whole."""
+    """Dollars that a pool may spend, and never exceeds.
+
+    An attempt reserves the most that it can cost, and afterwards returns what it did not use. An
+    attempt of unknown cost keeps all that it reserved.
+    """
 
     def __init__(self, dollars: float):
-        self.dollars = self.left = dollars
+        self.dollars = dollars
+        self.left = dollars
         self.room = threading.Condition()
         self.running = 0  # attempts
-        self.refused = False  # whether a call has been, for want of money
+        self.refused = False  # Has a call been refused for want of money?
 
-    def reserve(self, most: float):
+    def reserve(self, dollars: float):
+        """Take this sum, waiting while running attempts may return enough. Raises WorkerError."""
         with self.room:
-            self.room.wait_for(
-                lambda: most <= self.left or not self.running
-            )  # Others may give some back.
-            if most > self.left:
+            self.room.wait_for(lambda: dollars <= self.left or not self.running)
+            if dollars > self.left:
                 self.refused = True
                 raise WorkerError(
                     f"the budget of ${self.dollars:g} is spent, but for ${self.left:.4f}"
                 )
-            self.left -= most
+            self.left -= dollars
             self.running += 1
 
-    def settle(self, most: float, cost: float | None):
+    def settle(self, reserved: float, cost: float | None):
+        """Return what a finished attempt reserved and did not cost."""
         with self.room:
-            self.left += 0.0 if cost is None else most - cost
+            if cost is not None:
+                self.left += reserved - cost
             self.running -= 1
             self.room.notify_all()
 
 
-def most_dollars(entry: dict, params: dict, body: dict) -> float:
-    """Dollars that a call can cost: infinitely many where nobody knows the price or the most tokens."""
-    price = entry.get("price") or ([0, 0] if entry["protocol"] == "python" else None)
-    limits = [params[name] for name in LIMITS if name in params]
+def highest_cost(entry: dict, params: dict, body: dict) -> float:
+    """Return the most dollars that a call can cost, inf if its price or length has no bound."""
+    is_function = entry["protocol"] == "python"
+    price = entry.get("price") or ([0, 0] if is_function else None)
     if price and not any(price):
         return 0.0
-    if price is None or not limits or not all(type(limit) is int and limit > 0 for limit in limits):
+    limits = [params[name] for name in LIMITS if name in params]
+    is_bounded = limits and all(type(limit) is int and limit > 0 for limit in limits)
+    if price is None or not is_bounded:
         return float("inf")
-    dearest = (
-        find(params, "provider", "max_price") or {}
-    )  # OpenRouter may choose a host up to this price.
-    n_in = len(json.dumps(body)) + 512  # A token is at least a byte, and a chat template adds some.
-    dollars_in = max(price[0], dearest.get("prompt", 0)) * n_in
-    return (dollars_in + max(price[1], dearest.get("completion", 0)) * max(limits)) / 1e6
+
+    n_in = len(json.dumps(body)) + 512  # A token is at least a byte; a chat template adds some.
+    ceiling = find(params, "provider", "max_price") or {}  # OpenRouter may choose a host up to it.
+    dollars_in = max(price[0], ceiling.get("prompt", 0)) * n_in
+    dollars_out = max(price[1], ceiling.get("completion", 0)) * max(limits)
+    return (dollars_in + dollars_out) / 1e6
 
 
 def probable_cost(pool: list[Worker] | list[dict], calls: int) -> float | None:
-    """Dollars for evenly spread calls of 1,000 tokens in and 700 out; None where a price is unknown.
-    A function and a server on loopback are free unless they have a price."""
-    entries = [worker if isinstance(worker, dict) else vars(worker) for worker in pool]
-    own = [
-        e.get("protocol") == "python" or re.match(LOOPBACK, str(e.get("base_url"))) for e in entries
-    ]
-    prices = [
-        entry.get("price") or ([0, 0] if is_own else None) for entry, is_own in zip(entries, own)
-    ]
-    if not all(re.fullmatch(FIELDS["price"][0], json.dumps(price)) for price in prices):
-        return None
-    return sum(1000 * price[0] + 700 * price[1] for price in prices) / 1e6 * calls / len(pool)
+    """Return the dollars that evenly spread calls cost, 1,000 tokens in and 700 out each.
+
+    None if a price is unknown. A function and a server on this machine are free unless they have
+    a price.
+    """
+    dollars = 0.0
+    for worker in pool:
+        entry = worker if isinstance(worker, dict) else vars(worker)
+        is_own = entry.get("protocol") == "python" or re.match(LOOPBACK, str(entry.get("base_url")))
+        price = entry.get("price") or ([0, 0] if is_own else None)
+        if not re.fullmatch(FIELDS["price"][0], json.dumps(price)):
+            return None
+        dollars += (1000 * price[0] + 700 * price[1]) / 1e6
+    return dollars * calls / len(pool)
 
 
-def demand_budget(pool: list[Worker] | list[dict], budget: float, calls: int, what: str):
-    """Print what `what` probably costs. ValueError where it costs money and has no budget."""
+def demand_budget(pool: list[Worker] | list[dict], budget: float, calls: int, purpose: str):
+    """Print what `purpose` probably costs. Raises ValueError if it costs money without a budget."""
     cost = probable_cost(pool, calls)
     if cost != 0.0:
-        cost = "nobody knows how much" if cost is None else f"probably ${cost:,.2f}"
-        sentence = f"{what} costs money, {cost} for {calls:,} calls"
+        estimate = "nobody knows how much" if cost is None else f"probably ${cost:,.2f}"
+        sentence = f"{purpose} costs money, {estimate} for {calls:,} calls"
         if not budget:
             raise ValueError(f"{sentence}: say --budget=DOLLARS")
         print(sentence, flush=True)
 
 
-# ---- The laptop world: small honest programs that see what a worker sees, never the answer; their questions
-# Another trade is a row of TRADES, what it knows, and rows of KINDS that need it.
+# ---- The laptop world --------------------------------------------------------------------------
+# Its workers are small honest programs that see what a worker sees and never the answer. Another
+# trade is a row of TRADES, the facts that it knows, and rows of KINDS that need it.
 
-QUESTION, TASK = "Question:\n", "Your task:\n"  # how workflow.py words a turn
-SKILL = {"": 1.0, "junior": 0.6, "tired": 0.7}  # how likely one of that sort is not to give up
-FRAMES = (
-    "What is {}?",
-    "Find {}.",
-    "Tell me {}.",
-    "Give me {}.",
-)  # the sentences around an expression
+QUESTION = "Question:\n"  # the headings under which workflow.py writes a question and a subtask
+TASK = "Your task:\n"
+SKILL = {"": 1.0, "junior": 0.6, "tired": 0.7}  # sort of worker -> share of calls it works on
+FRAMES = ("What is {}?", "Find {}.", "Tell me {}.", "Give me {}.")  # questions around an expression
 SIGNS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 SPELLINGS = {  # what a question says -> the coder's instruction, and what it does to a word
     "turned around": ("Reverse it.", lambda word: word[::-1]),
@@ -610,31 +699,37 @@ SPELLINGS = {  # what a question says -> the coder's instruction, and what it do
     "thinned out": ("Leave out the vowels.", lambda word: re.sub("[aeiouAEIOU]", "", word)),
 }
 
-# A worker obeys an instruction of its own trade. Of the messages with a vague instruction, or with
-# none, it works on this share; of those with an instruction of another trade, on that one.
-VAGUE_WORKS, OTHERS_WORK = 0.7, 0.3
+# A worker always obeys an instruction of its own trade.
+VAGUE_WORKS = 0.7  # Given a vague instruction, or none, it works on this share of the messages,
+OTHERS_WORK = 0.3  # and given an instruction of another trade, on this one.
 VAGUE = ("Work it out.", "Find the value.")
 SOLVE_IT = "Solve the question."  # vague, too: what systems without subtasks tell every worker
 
-NUMERALS, ELEMENTS, COUNTRIES, WORDS = (
-    words.split()
-    for words in """
-uno dos tres cuatro cinco seis siete ocho nueve diez once doce trece catorce quince dieciséis diecisiete
-dieciocho diecinueve veinte veintiuno veintidós veintitrés veinticuatro veinticinco veintiséis veintisiete
-veintiocho veintinueve treinta;
-hydrogen helium lithium beryllium boron carbon nitrogen oxygen fluorine neon sodium magnesium aluminium
-silicon phosphorus sulfur chlorine argon potassium calcium scandium titanium vanadium chromium manganese iron
-cobalt nickel copper zinc;
-Austria-Vienna Belgium-Brussels Chile-Santiago Cuba-Havana Denmark-Copenhagen Egypt-Cairo Finland-Helsinki
-France-Paris Germany-Berlin Ghana-Accra Greece-Athens Hungary-Budapest Iceland-Reykjavik Iran-Tehran
-Iraq-Baghdad Ireland-Dublin Italy-Rome Japan-Tokyo Jordan-Amman Kenya-Nairobi Lebanon-Beirut Libya-Tripoli
-Nepal-Kathmandu Norway-Oslo Peru-Lima Poland-Warsaw Portugal-Lisbon Qatar-Doha Russia-Moscow Senegal-Dakar
-Spain-Madrid Sweden-Stockholm Syria-Damascus Thailand-Bangkok Tunisia-Tunis Uruguay-Montevideo;
-planet river garden window market silver dragon castle forest bridge winter summer orange yellow purple candle
-basket rocket guitar violin doctor farmer sailor pirate monkey rabbit turtle spider butter cheese pepper
-ginger cotton velvet marble copper bronze tunnel harbor island desert valley meadow canyon glacier volcano
-thunder shadow mirror""".split(";")
-)
+NUMERALS = """
+uno dos tres cuatro cinco seis siete ocho nueve diez once doce trece catorce quince dieciséis
+diecisiete dieciocho diecinueve veinte veintiuno veintidós veintitrés veinticuatro veinticinco
+veintiséis veintisiete veintiocho veintinueve treinta
+""".split()
+ELEMENTS = """
+hydrogen helium lithium beryllium boron carbon nitrogen oxygen fluorine neon sodium magnesium
+aluminium silicon phosphorus sulfur chlorine argon potassium calcium scandium titanium vanadium
+chromium manganese iron cobalt nickel copper zinc
+""".split()
+COUNTRIES = """
+Austria-Vienna Belgium-Brussels Chile-Santiago Cuba-Havana Denmark-Copenhagen Egypt-Cairo
+Finland-Helsinki France-Paris Germany-Berlin Ghana-Accra Greece-Athens Hungary-Budapest
+Iceland-Reykjavik Iran-Tehran Iraq-Baghdad Ireland-Dublin Italy-Rome Japan-Tokyo Jordan-Amman
+Kenya-Nairobi Lebanon-Beirut Libya-Tripoli Nepal-Kathmandu Norway-Oslo Peru-Lima Poland-Warsaw
+Portugal-Lisbon Qatar-Doha Russia-Moscow Senegal-Dakar Spain-Madrid Sweden-Stockholm
+Syria-Damascus Thailand-Bangkok Tunisia-Tunis Uruguay-Montevideo
+""".split()
+WORDS = """
+planet river garden window market silver dragon castle forest bridge winter summer orange yellow
+purple candle basket rocket guitar violin doctor farmer sailor pirate monkey rabbit turtle
+spider butter cheese pepper ginger cotton velvet marble copper bronze tunnel harbor island
+desert valley meadow canyon glacier volcano thunder shadow mirror
+""".split()
+
 DIGITS = {str(n): str(n) for n in range(2, 40)}
 SPANISH = {word: str(n) for n, word in enumerate(NUMERALS, 1)}
 NUMBERS = {f"the atomic number of {element}": str(n) for n, element in enumerate(ELEMENTS, 1)}
@@ -662,23 +757,21 @@ TRADES = {  # name -> a pattern of what it understands, and what each instructio
 }
 # The subtasks of random workflows.
 PHRASES = (*VAGUE, *itertools.chain(*(instructions for _, instructions in TRADES.values())))
-LOCAL = {
+LOCAL = {  # pool -> its workers, "[sort ]trade"
     "local": [*TRADES, "generalist"],
-    "local:pairs": [
-        f"{sort}{trade}" for trade in TRADES for sort in ("", "junior ")
-    ],  # a weaker one too
-    "local:tired": [
-        f"{sort}{trade}" for trade in TRADES for sort in ("tired ", "junior ")
-    ],  # on a bad day
+    "local:pairs": [f"{sort}{trade}" for trade in TRADES for sort in ("", "junior ")],
+    "local:tired": [f"{sort}{trade}" for trade in TRADES for sort in ("tired ", "junior ")],
 }
 
 
 def sums(left: dict, right: dict) -> dict:
-    """Every sum, difference and product of two expressions, with its value."""
-    triples = itertools.product(left, right, SIGNS)
-    return {
-        f"{a} {sign} {b}": str(SIGNS[sign](int(left[a]), int(right[b]))) for a, b, sign in triples
-    }
+    """Return every sum, difference and product of two expressions, with its value."""
+    values = {}
+    for a, x in left.items():
+        for b, y in right.items():
+            for sign, compute in SIGNS.items():
+                values[f"{a} {sign} {b}"] = str(compute(int(x), int(y)))
+    return values
 
 
 def spelled(values: dict) -> dict:
@@ -687,7 +780,7 @@ def spelled(values: dict) -> dict:
     return {f"{name} {wish}": spell(value) for (name, value), (wish, (_, spell)) in pairs}
 
 
-KINDS = {  # of question: whom it needs, and its expressions with their values
+KINDS = {  # kind of question -> the trades it needs, and its expressions with their values
     "arithmetic": (["calculator"], sums(DIGITS, DIGITS)),
     "fact": (["librarian"], FACTS),
     "string": (["coder"], spelled({word: word for word in WORDS})),
@@ -701,20 +794,22 @@ KINDS = {  # of question: whom it needs, and its expressions with their values
 
 
 def laptop_questions(split: str) -> list[tuple[str, str, str]]:
-    """(kind, question, answer) of all kinds. A quarter of each kind's expressions is for "test", the others
-    for "train", whatever the sentence around them."""
-    return [
-        (kind, frame.format(name), answer)
-        for kind, (_, values) in KINDS.items()
-        for name, answer in values.items()
-        if (zlib.crc32(name.encode()) % 4 == 0) == (split == "test")
-        for frame in FRAMES
-    ]
+    """Return (kind, question, answer) of all questions of a split, "train" or "test".
+
+    A quarter of each kind's expressions is for "test", in whichever sentence they stand.
+    """
+    rows = []
+    for kind, (_, values) in KINDS.items():
+        for expression, answer in values.items():
+            is_test = zlib.crc32(expression.encode()) % 4 == 0
+            if is_test == (split == "test"):
+                rows += [(kind, frame.format(expression), answer) for frame in FRAMES]
+    return rows
 
 
-def hashed(what: str, asked) -> float:
-    """A number in [0, 1) that is a hash of what was asked: asked the same, a specialist says the same."""
-    digest = hashlib.sha256(json.dumps([what, asked]).encode()).digest()
+def hashed(purpose: str, content) -> float:
+    """Return a number in [0, 1) that is a hash of both, so that equal calls get equal replies."""
+    digest = hashlib.sha256(json.dumps([purpose, content]).encode()).digest()
     return int.from_bytes(digest[:4], "big") / 2**32
 
 
@@ -738,7 +833,7 @@ def guess(trade: str, question: str) -> str:
 
 
 def instruction_heard(trade: str, subtask: str, question: str, messages: list[dict]) -> str:
-    """Return the instruction that a worker of this trade follows, or "" if it does not know what to do."""
+    """Return the instruction that a worker of this trade follows; "" if it knows none to follow."""
 
     def is_told(instruction):
         words = re.escape(instruction.rstrip("."))
@@ -967,26 +1062,20 @@ def serve_specialists(port: int, wait=threading.Event().wait):
 
 @once
 def local_server() -> tuple[str, subprocess.Popen]:
-    """The specialists' server, once a process: its URL and process, which gets no key and ends with us."""
-    keep = (
-        "PATH",
-        "HOME",
-        "LANG",
-        "LC_ALL",
-        "PYTHONPATH",
-        "PYTHONHOME",
-        "LD_LIBRARY_PATH",
-        "TMPDIR",
-    )
+    """Start the specialists' server, once a process; return its URL and its process.
+
+    The server gets no key, and ends with this process.
+    """
+    names = "PATH HOME LANG LC_ALL PYTHONPATH PYTHONHOME LD_LIBRARY_PATH TMPDIR".split()
     process = subprocess.Popen(
         [sys.executable, "-c", "import sys, workers; workers.serve_specialists(0, sys.stdin.read)"],
         cwd=FOLDER,
-        env={name: os.environ[name] for name in keep if name in os.environ},
+        env={name: os.environ[name] for name in names if name in os.environ},
         text=True,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        start_new_session=True,
-    )  # Ctrl-C is the parent's.
+        start_new_session=True,  # Ctrl-C reaches the parent only.
+    )
     return process.stdout.readline().strip(), process
 
 
@@ -998,15 +1087,17 @@ def main():
     settings = parser.parse_args()
     if settings.command == "serve":
         return serve_specialists(settings.port)
+
     pool = load_pool(settings.pool)
-    words = ping_workers(pool)
-    for worker, word in zip(pool, words):
-        if isinstance(word, Reply):
-            cost = "unknown cost" if word.cost is None else f"${word.cost:.6f}"
-            tokens = word.prompt_tokens + word.completion_tokens
-            word = f"{worker.name:<24}{word.seconds:.2f} s, {tokens} tokens, {cost}"
-        print(word)
-    sys.exit(any(isinstance(word, WorkerError) for word in words))
+    replies = ping_workers(pool)
+    for worker, reply in zip(pool, replies):
+        if isinstance(reply, WorkerError):
+            print(reply)
+            continue
+        cost = "unknown cost" if reply.cost is None else f"${reply.cost:.6f}"
+        tokens = reply.prompt_tokens + reply.completion_tokens
+        print(f"{worker.name:<24}{reply.seconds:.2f} s, {tokens} tokens, {cost}")
+    sys.exit(any(isinstance(reply, WorkerError) for reply in replies))
 
 
 if __name__ == "__main__":
