@@ -182,12 +182,23 @@ def write_access(step: Step, i: int) -> list:
 
 
 def read_access(element, i: int, workers: list[int]) -> dict:
-    access = ["all"] if element == "all" else element
-    if type(access) is not list or not all(j == "all" or type(j) is int and j < i for j in access):
+    if element is None:
+        return {"access": []}
+    access = ["all"] if is_all(element) else element
+    if type(access) is not list or not all(is_all(j) or is_step(j, i) for j in access):
         raise WorkflowError(f"reads {element!r:.40}, no list of earlier steps")
-    if "all" in access:
+    if any(is_all(j) for j in access):
         return {"access": [*range(i)], "wrote_all": True}
     return {"access": sorted({*access})}
+
+
+def is_all(value) -> bool:
+    return type(value) is str and value.strip().lower() == "all"
+
+
+def is_step(value, n: int) -> bool:
+    """Whether a value is the number of one of the first n steps."""
+    return type(value) is int and 0 <= value < n
 
 
 # In the order in which the prompt asks for them.
@@ -438,7 +449,7 @@ MARK = re.compile(f"{NAME}|{HEADING}", re.VERBOSE | re.IGNORECASE | re.MULTILINE
 # string was never closed.
 UNNAMED = re.sub("P<.*?>", ":", NAME)  # without group names, which a pattern may not repeat
 TOKEN = re.compile(
-    rf"""(?P<atom>[][]|[0-9.,()\s]+)|\#[^\n]*
+    rf"""(?P<atom>[][]|[0-9.,()\s]+)|\#[^\n]*|(?P<nothing>(?:none|null)\b)
     |(?P<raw>r?)(?P<quote>\"\"\"|'''|["'])
      (?P<body>(?:[^"'\\\n]+|(?!(?P=quote))["']|\\.|\n(?![ *`"'-]{{0,8}}{UNNAMED}))*)
      (?P<end>(?P=quote))?
@@ -450,8 +461,11 @@ TOKEN = re.compile(
 def parse(
     text: str, workers: int | list[int], max_steps: int = 5, allow_empty: bool = False
 ) -> Workflow:
-    """Return the last valid workflow in a text: neighbouring lists, in any order.
+    """Return the last valid workflow in a text.
 
+    A workflow is an attempt that has each list once. As many neighbouring lists as there are, in
+    the prompt's order, always form an attempt. Otherwise a list whose name the present attempt
+    already has begins a new one, so that a whole attempt never mixes with one that was cut off.
     Only the last 50,000 characters are read.
 
     Args:
@@ -462,43 +476,71 @@ def parse(
 
     Raises:
         WorkflowError: There is no valid workflow; the last attempt at one is wrong in this way.
+
+    Example: the second attempt in this text is cut off, so the first one counts.
+
+        Two models should do.
+        subtasks: ["Solve it.", "Check it."]
+        **model_id** = [1, 0]
+        access_list = [[], ["all"]]
+        Or: model_id = [2, 0]
+        subtasks = ["Pl
+
+    parse(text, workers=3) returns
+    Workflow([Step(1, "Solve it.", []), Step(0, "Check it.", [0], wrote_all=True)]).
     """
     numbers = [*range(workers)] if isinstance(workers, int) else workers
     text = text[-50_000:]
     workflow = None
     error = WorkflowError(f"{NAMES[0]}: the list is missing")
-    window = []  # the last lists, as (name, list)
+    recent = []  # the lists since the last heading, as (name, list)
+    attempt = {}  # name -> list
     is_example = False  # whether the last heading is that of an example
     position = 0
     while mark := MARK.search(text, position):
         if mark["heading"]:
             # Some models go on to invent another question, whose workflow does not count.
-            if (window or workflow) and not is_example:
+            if recent and not is_example:
                 break
             workflow = None
-            window = []
+            recent = []
+            attempt = {}
             is_example = bool(mark["example"])
             position = mark.end()
             continue
 
+        name = mark.lastgroup
         value, position = read_list(text, mark.end())
-        window = [*window, (mark.lastgroup, value)][-len(LISTS) :]
-        try:  # This raises until the window holds every list once.
-            workflow = Workflow(steps_of(dict(window), numbers, max_steps, allow_empty))
+        recent.append((name, value))
+        neighbours = dict(recent[-len(LISTS) :])
+        if [*neighbours] == NAMES:
+            attempt = neighbours
+        elif name in attempt:
+            attempt = {name: value}
+        else:
+            attempt[name] = value
+        try:
+            workflow = Workflow(steps_of(attempt, numbers, max_steps, allow_empty))
         except WorkflowError as e:
             error = e
-        else:
-            # Lists in the prompt's order end here. What follows is a new attempt.
-            window = [] if [*dict(window)] == NAMES else window
     if workflow is None:
         raise error
     return workflow
 
 
+# What follows a list that a program would have to compute, as in [0] * 6 or [0, 1][:1]. A lone
+# asterisk or two are Markdown's.
+COMPUTED = re.compile(
+    r"""\[|\.\w+\(|[ \t]*(?:\\?[*×][ \t]*(?:\d|\w+(?:\(|[ \t]*(?:[,\n]|$)))
+    |\+[ \t]*[\w(\["']|if\b[^\n]{0,80}\belse\b)""",
+    re.VERBOSE,
+)
+
+
 def read_list(text: str, start: int) -> tuple[list | str, int]:
     """Read the list that opens at text[start].
 
-    Only brackets, digits, commas and strings are evaluated.
+    Only brackets, digits, commas, strings and None are evaluated.
 
     Returns:
         The list, or a str that says what is wrong with it; and the position at which to search on.
@@ -510,16 +552,23 @@ def read_list(text: str, start: int) -> tuple[list | str, int]:
             return f"{token[0]!r:.20} does not belong there", token.start()
         if token["quote"] and not token["end"]:
             return "a string is not closed", token.start("body")
-        pieces.append(repr(string_value(token)) if token["quote"] else token["atom"] or "")
+        if token["quote"]:
+            pieces.append(repr(string_value(token)))
+        else:
+            pieces.append("None" if token["nothing"] else token["atom"] or "")
         depth += (token[0] == "[") - (token[0] == "]")
         if depth == 0 or depth > 3:
             break
+
+    end = token.end()
     if depth:
-        return "the list is not closed", token.end()
+        return "the list is not closed", end
+    if COMPUTED.match(text, end):
+        return "the list is computed; write it out", end
     try:
-        return ast.literal_eval("".join(pieces)), token.end()
-    except (ValueError, SyntaxError) as e:  # such as a number with thousands of digits
-        return getattr(e, "msg", str(e)), token.end()
+        return ast.literal_eval("".join(pieces)), end
+    except (ValueError, SyntaxError):  # such as a missing comma, or thousands of digits
+        return "this is no Python list", end
 
 
 # A backslash and what follows it in a string: a command of LaTeX that was not escaped, the code of

@@ -3,9 +3,11 @@
 import json
 import random
 import time
+from dataclasses import dataclass
 
 import pytest
 
+import workflow
 from workflow import Step, Workflow, WorkflowError, as_lists, parse
 
 TWO = [Step(1, "Solve it.", []), Step(0, "Check it.", [0])]
@@ -57,6 +59,147 @@ def lists(model_id="[1, 0]", subtasks='["a", "b"]', access='[[], ["all"]]'):
     return f"model_id = {model_id}\nsubtasks = {subtasks}\naccess_list = {access}"
 
 
+M = "model_id = [1]\n"
+S = "subtasks = ['Solve it.']\n"
+A = "access_list = [[]]\n"
+M2 = "model_id = [2]\n"
+S2 = "subtasks = ['Look it up.']\n"
+A2 = "access_list = [['all']]\n"
+FIRST = Step(1, "Solve it.", [])
+SECOND = Step(2, "Look it up.", [])
+
+ATTEMPTS = {  # lists of two attempts in the order of the text: the workflow that they make up
+    "the second is cut off, in the prompt's order": (S + M + A + M2 + S2, FIRST),
+    "the second is cut off, in another order": (A + S + M + S2 + M2, FIRST),
+    "both have the prompt's order, the second is cut off": (M + S + A + M2 + S2, FIRST),
+    "the second is cut off within a list": (S + A + M + M2 + "subtasks = ['Look", FIRST),
+    "the second is cut off after one list": (A + S + M + S2, FIRST),
+    "the first is cut off, the second has the prompt's order": (S + M2 + S2 + A2, SECOND),
+    "the first has two lists, the second the prompt's order": (A + S + M2 + S2 + A2, SECOND),
+    "the first is cut off, the second has its order": (S + A + S2 + A2 + M2, SECOND),
+    "the first is cut off within a list": ("model_id = [1\n" + M2 + S2 + A2, SECOND),
+    "both are whole, in two orders": (S + M + A + M2 + A2 + S2, SECOND),
+    "the second is whole and wrong": (M + S + A + S2 + "model_id = [9]\n" + A2, FIRST),
+}
+
+
+@pytest.mark.parametrize("text, step", ATTEMPTS.values(), ids=ATTEMPTS)
+def test_an_attempt_that_is_cut_off_never_mixes_with_another(text, step):
+    assert parse(text, 4).steps == [step]
+
+
+NOT_WHOLE = [M + S + M2 + A2, S + M + S2, A + M + A2 + M2, M + M2 + S, S + A + S2 + A2]
+
+
+@pytest.mark.parametrize("text", NOT_WHOLE, ids=range(len(NOT_WHOLE)))
+def test_attempts_that_are_all_cut_off_make_no_workflow(text):
+    with pytest.raises(WorkflowError, match="the list is missing"):
+        parse(text, 4)
+
+
+ACCESS = {  # an element of the second step: what the step sees
+    '["All"]': [0],
+    '["ALL"]': [0],
+    '"ALL"': [0],
+    "'All'": [0],
+    "[' all ']": [0],
+    '["all", 0]': [0],
+    "null": [],
+    "None": [],
+    "[0, 0]": [0],
+    "(0,)": WorkflowError,
+    "0": WorkflowError,
+    "[None]": WorkflowError,
+    '["all", 1]': WorkflowError,
+    '["all", "x"]': WorkflowError,
+    '["none"]': WorkflowError,
+    '["0"]': WorkflowError,
+    "[1]": WorkflowError,
+    "[0.0]": WorkflowError,
+    "[[0]]": WorkflowError,
+    '""': WorkflowError,
+    "{}": WorkflowError,
+    "true": WorkflowError,
+    "[-1]": WorkflowError,
+    "all": WorkflowError,
+    "...": WorkflowError,
+}
+
+
+@pytest.mark.parametrize("element, sees", ACCESS.items(), ids=ACCESS)
+def test_access_is_all_nothing_or_earlier_steps(element, sees):
+    text = lists(access=f"[[], {element}]")
+    if sees is WorkflowError:
+        with pytest.raises(WorkflowError, match="access_list: .{10}") as caught:
+            parse(text, 4)
+        assert "object at" not in str(caught.value)
+    else:
+        assert parse(text, 4).steps[1].access == sees
+
+
+COMPUTED = [
+    "[0] * 6",
+    "[0]*6",
+    "[0]\\*6",
+    "[0] * n",
+    "[0] * len(subtasks)",
+    "[0] + [1]",
+    "[0] + rest",
+    "[0][:1]",
+    "[0].copy()",
+    "[0] if hard else [1]",
+    "[0, 1][0]",
+]
+
+
+@pytest.mark.parametrize("value", COMPUTED)
+@pytest.mark.parametrize("name", ["model_id", "subtasks", "access_list"])
+def test_a_list_that_would_have_to_be_computed_is_refused(name, value):
+    text = M + S + A
+    whole = {"model_id": "[1]", "subtasks": "['Solve it.']", "access_list": "[[]]"}[name]
+    text = text.replace(whole, value.replace("[0]", whole).replace("[0, 1]", whole))
+    with pytest.raises(WorkflowError, match=f"{name}: .*is computed"):
+        parse(text, 4)
+
+
+BEHIND = [
+    "`",
+    "**",
+    "*",
+    " ** these are the models",
+    " * a remark",
+    ", ",
+    "  # 2 * 3",
+    " (one)",
+    ".",
+]
+
+
+@pytest.mark.parametrize("text", BEHIND)
+def test_marks_and_remarks_may_follow_a_list(text):
+    assert parse(PLAIN.replace("\n", f"{text}\n") + text, 4).steps == TWO
+
+
+def test_another_list_is_one_more_row(monkeypatch):
+    @dataclass
+    class StepWithLimit(Step):
+        limit: int = 100
+
+    row = workflow.ListFormat(
+        name="limits",
+        spellings="limits?",
+        part="a limit",
+        elements="numbers",
+        write=lambda step, i: step.limit,
+        read=lambda element, i, workers: {"limit": element},
+    )
+    monkeypatch.setattr(workflow, "Step", StepWithLimit)
+    monkeypatch.setattr(workflow, "LISTS", [*workflow.LISTS, row])
+    text = as_lists(Workflow([StepWithLimit(1, "Solve it.", [], limit=7)]))
+    assert text == 'model_id = [1]\nsubtasks = ["Solve it."]\naccess_list = [[]]\nlimits = [7]'
+    assert "- a limit." in workflow.messages("q", 2)[0]["content"]
+
+
 REFUSED = {  # text: what the error says
     "I would ask model 0.": "model_id: the list is missing",
     f"model_id = [1]\nsubtasks = ['a'\n\nQuestion: Why?\n{OTHER}": "subtasks",
@@ -64,7 +207,7 @@ REFUSED = {  # text: what the error says
     "model_id = [1, 0]\nsubtasks = ['a', 'b']": "access_list: the list is missing",
     lists(model_id="[1]"): "differ in length",
     lists("[]", "[]", "[]"): "0 steps",
-    lists("[0] * 6", str(["a"] * 6), str([[]] * 6)): "differ in length",
+    lists("[0] * 6", str(["a"] * 6), str([[]] * 6)): "model_id: the list is computed",
     lists(model_id="[4, 0]"): "step 0 names 4",
     lists(model_id='["1", 0]'): "step 0 names '1'",
     lists(model_id="[-1, 0]"): "model_id",
@@ -184,6 +327,9 @@ HOSTILE = [
     "**model_id**:" + " " * 19,
     "Question: model_id = ",
     "\\n\\t\\frac",
+    "model_id = [] if ",
+    "model_id = [] * a",
+    "model_id=[]" + " " * 19,
 ]
 
 
