@@ -739,8 +739,26 @@ def carry_out(rollout: Rollout, prompting: Prompting, judge, edit, call):
 
     # Judge.
     if judge and not rollout.error:
-        _, rollout.failure = yield [(None, judge, (rollout.problem, rollout.answer))]
-        rollout.right = not rollout.failure
+        _, verdict = yield [(None, judge, (rollout.problem, rollout.answer))]
+        if isinstance(verdict, WorkerError):
+            rollout.error = f"the grader: {verdict}"
+        else:
+            rollout.failure = verdict
+            rollout.right = not verdict
+
+
+def failed_call(error: Exception) -> WorkerError:
+    """Return the WorkerError because of which an exception was raised; raise the exception if none."""
+    pending = [error]
+    seen = []
+    while pending:
+        one = pending.pop()
+        if isinstance(one, WorkerError):
+            return one
+        if one is not None and one not in seen:
+            seen.append(one)
+            pending += [one.__context__, one.__cause__, *getattr(one, "exceptions", ())]
+    raise error
 
 
 def roll_out(
@@ -768,15 +786,17 @@ def roll_out(
         timeout: Seconds after its writing at which a rollout is lost.
 
     Raises:
-        Whatever a call or the judge raises, except that a WorkerError loses its rollout instead.
+        Whatever a call or the judge raises. Only a WorkerError, and what is raised because of one,
+            loses the rollout instead.
     """
     events = queue.SimpleQueue()  # from the threads: (rollout, (step, result or exception))
     running = {}  # id(rollout) -> (rollout, its generator, start time), oldest first
 
     def advance(rollout: Rollout, event: tuple | None = None):
         """Pass an event to a rollout, and start the jobs that it makes possible."""
-        if event and isinstance(event[1], Exception) and not isinstance(event[1], WorkerError):
-            raise event[1]
+        if event and isinstance(event[1], Exception):
+            step, error = event
+            event = (step, failed_call(error))
         if id(rollout) not in running:
             return  # The reply comes after the rollout's timeout.
         _, work, started = running[id(rollout)]
@@ -1114,7 +1134,7 @@ def numbers_of(names: str, pool: list) -> list[int]:
     return sorted({known.index(name) for name in wanted})
 
 
-# ---- The server and the command line ---------------------------------------------------------------------
+# ---- The server ----------------------------------------------------------------------------------
 def conductor_server(
     write,
     pool: list,

@@ -10,9 +10,11 @@ import threading
 import pytest
 import torch
 
+from eval import Problem, own_grader
 from model import Config, Qwen, Tokenizer
-from sample import generate
 from players import Player, lost
+from sample import generate
+from workers import WorkerError
 from workflow import (
     Prompting,
     Rollout,
@@ -221,6 +223,66 @@ def test_a_bug_in_a_worker_or_a_grader_stops_everything():
             [Rollout("q", [Player("a", lambda m: "b")], workflow=workflow)],
             judge=lambda p, a: 1 / 0,
         )
+
+
+def ask_judge(problem, answer):
+    raise WorkerError("the judge is down")
+
+
+def wrap(problem, answer):
+    try:
+        ask_judge(problem, answer)
+    except WorkerError as e:
+        raise ValueError("the grader failed") from e
+
+
+def wrap_twice(problem, answer):
+    try:
+        wrap(problem, answer)
+    except ValueError:
+        raise RuntimeError("no verdict") from None  # The context is kept, though it is not shown.
+
+
+def fail_while_handling(problem, answer):
+    try:
+        ask_judge(problem, answer)
+    except WorkerError:
+        raise KeyError("verdict") from ZeroDivisionError("another cause")
+
+
+@pytest.mark.parametrize("judge", [ask_judge, wrap, wrap_twice, fail_while_handling])
+def test_a_failed_call_of_the_grader_loses_the_rollout_and_nothing_else(judge):
+    def judge_one(problem, answer):
+        return judge(problem, answer) if problem == "hard" else ""
+
+    pool = [Player("a", lambda m: "b")]
+    workflow = Workflow([Step(0, "x", [])])
+    hard, easy = (
+        Rollout("q", pool, problem=problem, workflow=workflow) for problem in ("hard", "easy")
+    )
+    roll_out([hard, easy], judge=judge_one)
+    assert (hard.error, hard.right, hard.failure) == ("the grader: the judge is down", None, "")
+    assert easy.right and easy.error is None
+    hard.problem = None
+    assert rollout_from_json(json.loads(json.dumps(rollout_to_json(hard)))) == strip(hard)
+
+
+def test_a_users_grader_may_ask_a_judge_whose_calls_fail():
+    judge = own_grader(lambda problem, response: ask_judge(problem, response)).check
+    problem = Problem("1", "q", "b", "own")
+    rollout = Rollout("q", [Player("a", lambda m: "b")], problem=problem)
+    rollout.workflow = Workflow([Step(0, "x", [])])
+    roll_out([rollout], judge=judge)
+    assert rollout.error == "the grader: the judge is down" and rollout.right is None
+
+
+def test_a_wrapped_failure_of_a_workers_call_loses_the_rollout():
+    def call(rollout, i):
+        wrap("q", "b")
+
+    rollout = Rollout("q", [Player("a", lambda m: "b")], workflow=Workflow([Step(0, "x", [])]))
+    roll_out([rollout], call=call)
+    assert rollout.error == "step 0: the judge is down"
 
 
 @pytest.mark.parametrize("step", [Step(1, "x", []), Step(0, "x", [0])])
