@@ -229,10 +229,11 @@ def read_problems(file: str) -> list[Problem]:
 
 
 def parse_problem(line: bytes, default_id: str) -> Problem:
-    """Return the problem that a line describes, or raise a ValueError that says what is wrong with
-    it."""
+    """Return the problem that a line describes. A ValueError says what is wrong with the line."""
     try:
-        problem = Problem(**{"id": default_id, "grader": "own", **json.loads(line)})
+        # JSON can spell half an emoji, "\ud83d", which no request could carry; it becomes "?".
+        text = json.dumps(json.loads(line), ensure_ascii=False).encode(errors="replace")
+        problem = Problem(**{"id": default_id, "grader": "own", **json.loads(text)})
     except (ValueError, TypeError, RecursionError) as e:  # no JSON, or a missing or unknown field
         expected = ", ".join(Problem.__annotations__)
         raise ValueError(f"expected an object of {expected}: {e}") from None
@@ -265,7 +266,7 @@ def check_problem(problem: Problem):
         require(tests and are_pairs, "tests are pairs of texts, [input, output]")
 
     # A grader that cannot recognise the right answer would call every response wrong.
-    if problem.grader not in ("code", "unittest", "own"):
+    if GRADERS[problem.grader].is_free:
         answer = problem.answer.strip()
         is_recognised = not all(failure(problem, x) for x in (answer, f"<answer>{answer}</answer>"))
         message = f"answer: nothing equals {answer!r}; give it bare, a choice's letter"
@@ -642,6 +643,8 @@ def margin(rollouts: list[Rollout]) -> float | None:
 def compare_systems(settings: "Settings"):
     """Measure every chosen system on every benchmark, and print a table for each benchmark."""
     require(settings.limit > 0 and settings.repeats > 0, "--limit and --repeats are from 1 on")
+    folder = os.path.dirname(os.path.abspath(settings.out))
+    require(os.path.isdir(folder), f"--out={settings.out}: there is no folder {folder}")
     systems = named_systems(settings.systems)
     needs = set(itertools.chain(*(system.needs for system in systems.values())))
     pool_name = settings.pool or "local"
@@ -678,10 +681,13 @@ def compare_systems(settings: "Settings"):
         )
 
 
-def replay_file(settings: "Settings") -> str:
-    """Return the file that keeps paid replies; "" where nothing is paid and no file was asked
-    for."""
-    return settings.replay or (f"{DATA}/replies" if settings.budget else "")
+def replay_file(settings: "Settings", command: str = "") -> str:
+    """Return the file that keeps the workers' replies; "" if they are not kept.
+
+    `prepare` always keeps them, a comparison only where they cost money.
+    """
+    is_kept = settings.pool if command == "prepare" else settings.budget
+    return settings.replay or (f"{DATA}/replies" if is_kept else "")
 
 
 def players(systems: dict, pool: list, only: str) -> dict[str, tuple[System, int]]:
@@ -774,9 +780,13 @@ def cell(head: str, value) -> str:
 
 
 def write_results(out: str, numbers: dict, about: dict, rollouts: list[Rollout]):
-    """Write all numbers to the file `out`, and append the rollouts to the .jsonl file beside it."""
-    write_json(out, numbers)
-    with open(out.removesuffix(".json") + ".jsonl", "a" if len(numbers) > 1 else "w") as file:
+    """Write all numbers to NAME.json, and append the rollouts to NAME.jsonl.
+
+    `out` is NAME, with or without one of these endings. The first numbers start a new NAME.jsonl.
+    """
+    name = re.sub(r"\.jsonl?$", "", out)
+    write_json(f"{name}.json", numbers)
+    with open(f"{name}.jsonl", "a" if len(numbers) > 1 else "w") as file:
         for rollout in rollouts:
             row = about | rollout_to_json(rollout)
             file.write(json.dumps(row) + "\n")
@@ -1400,6 +1410,7 @@ class Grader(NamedTuple):
     extra: tuple  # the keys of Problem.extra that it reads
     check: Callable  # check(problem, response) -> "" if right, else what is wrong, for a trace
     agree: Callable  # agree(problem, one, other) -> whether two responses answer alike, for votes
+    is_free: bool = False  # asks no model, so that it may be tried whenever a file is read
 
 
 def text_grader(instruction: str, read: Callable, same: Callable, extra: tuple = ()) -> Grader:
@@ -1427,7 +1438,7 @@ def text_grader(instruction: str, read: Callable, same: Callable, extra: tuple =
         answer = read_answer(problem, one)
         return answer != "" and same(answer, read_answer(problem, other))
 
-    return Grader(instruction, extra, check, agree)
+    return Grader(instruction, extra, check, agree, is_free=True)
 
 
 def own_grader(is_right: Callable) -> Grader:
@@ -1500,7 +1511,9 @@ GRADERS = {
         lambda answer, gold: answer == bare_text(gold),
     ),
     # The laptop world's, whose workers answer with nothing but the answer
-    "same": own_grader(lambda problem, response: response.strip() == problem.answer),
+    "same": own_grader(lambda problem, response: response.strip() == problem.answer)._replace(
+        is_free=True
+    ),
     "math": text_grader("Put the final answer in \\boxed{}.", final_answer, same_math),
     "short": text_grader(
         "Put the final answer, as short as possible, in <answer> tags.", final_answer, same_short
@@ -1790,7 +1803,7 @@ def prepare(settings: "Settings"):
     os.makedirs(DATA, exist_ok=True)
     pool = []
     if settings.pool:
-        replay = settings.replay or f"{DATA}/replies"
+        replay = replay_file(settings, "prepare")
         pool = load_pool(settings.pool, replay=replay, budget=settings.budget)
         n_calls = CANDIDATES * len(MIXES["paper"]) * len(pool)
         demand_budget(pool, settings.budget, n_calls, "asking every worker every candidate")
@@ -2264,7 +2277,11 @@ class Settings:
         "",
         "a file of replies, which are not paid again; by default data/replies if there is a budget",
     )
-    out: str = flag("", "a file for the numbers, as JSON; FILE.jsonl gets the traces")
+    out: str = flag(
+        "",
+        "NAME or NAME.json: NAME.json gets the numbers, and NAME.jsonl the rollouts, for "
+        "`workflow.py show`",
+    )
 
 
 def main(argv):
@@ -2283,8 +2300,10 @@ def main(argv):
     except (OSError, ValueError, WorkerError) as e:
         raise SystemExit(str(e)) from None
     except KeyboardInterrupt:
-        message = "interrupted; the same command goes on with the replies that it kept"
-        raise SystemExit(message) from None
+        file = replay_file(settings, *words)
+        kept = f"the same command goes on with the replies in {file}"
+        lost = "no replies are kept; --replay=FILE would keep them"
+        raise SystemExit(f"interrupted: {kept if file else lost}") from None
 
 
 if __name__ == "__main__":

@@ -276,6 +276,25 @@ def test_a_new_row_of_graders_may_read_what_it_likes(tmp_path, monkeypatch):
     assert grade(problem, "4.0") and not grade(problem, "5")
 
 
+def test_a_grader_that_asks_a_judge_is_not_called_when_a_file_is_read(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setitem(GRADERS, "judge", own_grader(lambda p, said: asked.append(said) or True))
+    monkeypatch.setitem(GRADERS, "bare", GRADERS["code"]._replace(check=asked.append, extra=()))
+    rows = [{"question": f"q{i}", "answer": "a", "grader": "judge"} for i in range(5)]
+    read_problems(write(tmp_path, *rows, {**rows[0], "grader": "bare"}))
+    assert asked == []
+    assert grade(read_problems(write(tmp_path, *rows))[0], "x") and asked == ["x"]
+
+
+def test_half_an_emoji_becomes_a_question_mark(tmp_path):
+    half, whole = r"\ud83d", r"\ud83d\ude00"
+    row = f'"question": "Pick {half}{whole}", "kind": "{half}", "answer": "A", "grader": "letter"'
+    file = write(tmp_path, f'{{{row}, "extra": {{"choices": ["{half}", "b"]}}}}\n')
+    [problem] = read_problems(file)
+    text = json.dumps(problem.__dict__, ensure_ascii=False)
+    assert text.encode() and "Pick ?😀" in problem.question and problem.kind == "?"
+
+
 def test_two_rows_with_one_id_are_refused(tmp_path):
     row = {"question": "q", "answer": "a", "grader": "exact", "id": "one"}
     with pytest.raises(ValueError, match="two lines have one id"):

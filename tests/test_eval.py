@@ -252,6 +252,37 @@ def test_own_workers_questions_and_grader_make_a_table(tmp_path):
     assert len(traces) == 2 and json.loads(traces[0])["right"] is True
 
 
+@pytest.mark.parametrize("out", ["ev", "ev.json", "ev.jsonl"])
+def test_the_two_files_of_out_differ_in_their_ending_alone(tmp_path, monkeypatch, out):
+    monkeypatch.chdir(tmp_path)
+    problem = Problem("p/0", "q", "42", "exact")
+    for numbers in ({"a": 1}, {"a": 1, "b": 2}):
+        evaluation.write_results(out, numbers, {"system": "a"}, [Rollout("q", problem=problem)])
+    assert sorted(os.listdir()) == ["ev.json", "ev.jsonl"]
+    assert json.loads((tmp_path / "ev.json").read_text()) == {"a": 1, "b": 2}
+    assert len((tmp_path / "ev.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ([], "no replies are kept"),
+        (["--budget=1"], "the replies in data/replies"),
+        (["--replay=mine"], "the replies in mine"),
+        (["prepare"], "no replies are kept"),
+        (["prepare", "--pool=local"], "the replies in data/replies"),
+    ],
+)
+def test_an_interrupt_says_whether_replies_are_kept(monkeypatch, words, said):
+    def interrupt(settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluation, "compare_systems", interrupt)
+    monkeypatch.setattr(evaluation, "prepare", interrupt)
+    with pytest.raises(SystemExit, match=f"interrupted: .*{said}"):
+        evaluation.main(words)
+
+
 @pytest.mark.parametrize(
     "words, why",
     [
@@ -266,6 +297,7 @@ def test_own_workers_questions_and_grader_make_a_table(tmp_path):
         ),
         (["--pool=today", "--systems=workers"], "OPENAI_API_KEY"),
         (["--limit=0"], "from 1 on"),
+        (["--out=nowhere/ev.json"], "there is no folder "),
     ],
 )
 def test_what_is_wrong_is_said_before_anybody_is_asked(tmp_path, words, why):
