@@ -1,4 +1,7 @@
-"""Qwen2.5 in PyTorch: config, layers, tokenizer and chat template, Hugging Face checkpoints.
+"""Qwen2.5, dense Qwen3 and Llama in PyTorch: config, layers, tokenizer, Hugging Face checkpoints.
+
+One class covers the three model types, which differ in their biases, in the norms of queries and
+keys, and in the size of a head. Config says which are there.
 
 Parameters have the names that Hugging Face gives them, so a model's state dict is a checkpoint.
 Attention is a function, `attend`, which a caller can replace: sample.py passes one with a KV cache,
@@ -14,22 +17,31 @@ import re
 import shutil
 import sys
 import textwrap
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields, replace
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as BPE
 from torch.utils.checkpoint import checkpoint
+
+
+ARCHITECTURES = {  # by model type
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+}
 
 
 @dataclass
 class Config:
     """The shape of a model, with the keys of Hugging Face's config.json.
 
-    The defaults are those of Qwen2.5-7B-Instruct.
+    The defaults are those of Qwen2.5-7B-Instruct. A value of None follows from the model type.
     """
 
     vocab_size: int = 152064
@@ -42,10 +54,23 @@ class Config:
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 32768
+    model_type: str = "qwen2"
+    head_dim: int | None = None
+    attention_bias: bool | None = None  # of q_proj, k_proj and v_proj
+    attention_output_bias: bool | None = None  # of o_proj; our own key
+    qk_norm: bool | None = None  # normalize each head's queries and keys; our own key
+    rope_scaling: dict | None = None  # of Llama 3.1 and later; see `stretch`
 
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
+    def __post_init__(self):
+        is_qwen3 = self.model_type == "qwen3"
+        if self.head_dim is None:
+            self.head_dim = 128 if is_qwen3 else self.hidden_size // self.num_attention_heads
+        if self.attention_bias is None:
+            self.attention_bias = self.model_type == "qwen2"
+        if self.attention_output_bias is None:
+            self.attention_output_bias = self.attention_bias and self.model_type != "qwen2"
+        if self.qk_norm is None:
+            self.qk_norm = is_qwen3
 
     @classmethod
     def from_pretrained(cls, path: str) -> "Config":
@@ -55,25 +80,54 @@ class Config:
         """
         file = os.path.join(fetch(path, "config.json"), "config.json")
         found = read_json(file)
-        if isinstance(found.get("rope_parameters"), dict):  # transformers 5 nests RoPE's keys.
-            found = {**found["rope_parameters"], **found}
+        rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
+        if not isinstance(rope, dict):
+            raise ValueError(f"{file}: {rope!r} is not a description of RoPE scaling")
+        found = rope | found  # transformers 5 puts rope_theta into rope_parameters
 
-        is_scaled = found.get("rope_scaling") or found.get("rope_type", "default") != "default"
-        is_known = found.get("model_type") in ("qwen2", "llama")
-        if not is_known or is_scaled or found.get("use_sliding_window"):
-            raise ValueError(
-                f"{file}: model_type is {found.get('model_type')!r}; implemented are qwen2 and "
-                "llama, without RoPE scaling and sliding windows"
-            )
+        # Refuse what would load and then compute something else.
+        model_type, act = found.get("model_type"), found.get("hidden_act", "silu")
+        rope_type = rope.get("rope_type") or rope.get("type") or "default"
+        refused = {
+            f"model_type is {model_type!r}": model_type not in ARCHITECTURES,
+            f"hidden_act is {act!r}": act != "silu",
+            f"RoPE scaling is {rope_type!r}": rope_type not in ("default", "llama3"),
+            "use_sliding_window asks for sliding windows": found.get("use_sliding_window"),
+            "mlp_bias is true": found.get("mlp_bias"),
+        }
+        for what, is_refused in refused.items():
+            if is_refused:
+                raise ValueError(f"{file}: {what}, which is not implemented")
+        found["rope_scaling"] = None
+        if rope_type == "llama3":
+            found["rope_scaling"] = {"rope_type": rope_type} | {k: rope.get(k) for k in LLAMA3_ROPE}
+            for key in LLAMA3_ROPE:
+                if not is_positive(rope.get(key)):
+                    raise ValueError(f"{file}: {key} of its RoPE scaling is {rope.get(key)!r}")
+
+        # Read every field. Those that may be None follow from the model type.
+        values = {}
         for f in fields(cls):
             value = found.get(f.name)
-            is_number = isinstance(value, int | float)
-            if not is_number or (f.type is not bool and not 0 < value < 1e9):
-                raise ValueError(f"{file}: {f.name} is {value!r}, which is no sensible number")
-        has_even_heads = found["hidden_size"] % (2 * found["num_attention_heads"]) == 0
-        if not has_even_heads or found["num_hidden_layers"] > 1000:
+            if value is None and f.default is None:
+                continue
+            is_number = f.type in (int, float, int | None)
+            if not isinstance(value, f.type | int) or (is_number and not is_positive(value)):
+                raise ValueError(f"{file}: {f.name} is {value!r}, which makes no sense")
+            values[f.name] = value
+        config = cls(**values)
+        heads = config.num_attention_heads
+        if (
+            heads % config.num_key_value_heads
+            or config.head_dim % 2
+            or config.num_hidden_layers > 1000
+        ):
             raise ValueError(f"{file}: its numbers of channels, heads and layers make no model")
-        return cls(**{f.name: f.type(found[f.name]) for f in fields(cls)})
+        return config
+
+
+def is_positive(value) -> bool:
+    return isinstance(value, int | float) and 0 < value < 1e9
 
 
 # ---- Layers ------------------------------------------------------------------------------------
@@ -100,8 +154,25 @@ def rotary(positions, config: Config):
     """
     channels = torch.arange(0, config.head_dim, 2, device=positions.device)  # (D/2,)
     frequency = config.rope_theta ** -(channels.float() / config.head_dim)  # radians per token
+    if config.rope_scaling:
+        frequency = stretch(frequency, config.rope_scaling)
     angle = positions[:, None, :, None].float() * frequency  # (B, 1, T, D/2)
     return angle.cos().repeat(1, 1, 1, 2), torch.cat((-angle.sin(), angle.sin()), -1)
+
+
+LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def stretch(frequency, scaling: dict):
+    """Return RoPE's frequencies for a longer context, as Llama 3.1 computes them.
+
+    A frequency that makes more than high_freq_factor turns within the original context stays. One
+    that makes fewer than low_freq_factor turns is divided by `factor`. Between them, interpolate.
+    """
+    factor, low, high, length = (scaling[key] for key in LLAMA3_ROPE)
+    turns = length * frequency / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)  # the share that is not divided
+    return frequency * (kept + (1 - kept) / factor)
 
 
 def rotate(x, cos, sin):
@@ -129,17 +200,24 @@ class Attention(nn.Module):
         super().__init__()
         self.layer_idx = layer_idx  # tells `attend` which layer's KV cache to use
         self.head_dim = config.head_dim
+        C = config.hidden_size
+        q_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=True)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=True)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=True)
-        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.q_proj = nn.Linear(C, q_size, bias=config.attention_bias)
+        self.k_proj = nn.Linear(C, kv_size, bias=config.attention_bias)
+        self.v_proj = nn.Linear(C, kv_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(q_size, C, bias=config.attention_output_bias)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        else:
+            self.q_norm = self.k_norm = nn.Identity()
 
     def forward(self, x, cos, sin, attend):
         B, T, _ = x.shape
         heads = (B, T, -1, self.head_dim)
-        q = self.q_proj(x).view(heads).transpose(1, 2)  # (B, H, T, D)
-        k = self.k_proj(x).view(heads).transpose(1, 2)  # (B, Hkv, T, D)
+        q = self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2)  # (B, H, T, D)
+        k = self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2)  # (B, Hkv, T, D)
         v = self.v_proj(x).view(heads).transpose(1, 2)  # (B, Hkv, T, D)
         y = attend(self.layer_idx, rotate(q, cos, sin), rotate(k, cos, sin), v)  # (B, H, T, D)
         return self.o_proj(y.transpose(1, 2).flatten(2))  # (B, T, C)
@@ -243,11 +321,8 @@ class Qwen(nn.Module):
         state = read_tensors(path)
         parameters = dict(model.named_parameters())
 
-        # A Llama is a Qwen2 whose biases are zero.
-        if not any(name.endswith("bias") for name in state):
-            for name, p in parameters.items():
-                if name.endswith("bias"):
-                    state[name] = torch.zeros(p.shape)
+        if is_llama_with_zero_bias(model.config):
+            state = {name: p for name, p in state.items() if not name.endswith("o_proj.bias")}
         for name, tensor in state.items():
             state[name] = tensor.to(device, dtype)
             if shard and name in parameters:
@@ -266,26 +341,41 @@ class Qwen(nn.Module):
     def save_pretrained(self, path: str):
         """Write config.json and model.safetensors as Hugging Face does.
 
-        Both are renamed into place, so a reader never sees half of a file.
+        Both are renamed into place, so a reader never sees half of a file. A Qwen2 with another
+        tokenizer than Qwen's in the folder is written as a Llama (see `has_qwen_tokenizer`).
         """
         os.makedirs(path, exist_ok=True)
+        state = {name: p.detach().cpu().contiguous() for name, p in self.named_parameters()}
+        config = self.config
+        if config.model_type == "qwen2" and not has_qwen_tokenizer(path):
+            config = replace(config, model_type="llama")
+        if is_llama_with_zero_bias(config):
+            for i in range(config.num_hidden_layers):
+                bias = torch.zeros(config.hidden_size, dtype=self.lm_head.weight.dtype)
+                state[f"model.layers.{i}.self_attn.o_proj.bias"] = bias
+
         config_file = os.path.join(path, "config.json")
-        config = {
-            "architectures": ["Qwen2ForCausalLM"],
-            "model_type": "qwen2",
+        keys = {
+            "architectures": [ARCHITECTURES[config.model_type]],
             "hidden_act": "silu",
             "torch_dtype": str(self.lm_head.weight.dtype).removeprefix("torch."),
-            **asdict(self.config),
         }
-        write_json(config_file, config)
-
+        write_json(config_file, keys | asdict(config))
         file = os.path.join(path, "model.safetensors")
-        state = {name: p.detach().cpu().contiguous() for name, p in self.named_parameters()}
         save_file(state, file + ".tmp", metadata={"format": "pt"})
         os.chmod(
             file + ".tmp", os.stat(config_file).st_mode
         )  # safetensors lets only the owner read
         os.replace(file + ".tmp", file)
+
+
+def is_llama_with_zero_bias(config: Config) -> bool:
+    """Return whether the checkpoint, but not the model, has a bias of o_proj.
+
+    In transformers a Llama with attention_bias has one; a Qwen2 saved as a Llama gets zeros.
+    """
+    is_llama = config.model_type == "llama"
+    return is_llama and config.attention_bias and not config.attention_output_bias
 
 
 def read_tensors(path: str) -> dict[str, torch.Tensor]:
@@ -355,47 +445,118 @@ class HeadFP32(torch.autograd.Function):
         return grad @ weight, grad.T @ hidden
 
 
-# ---- Tokenizer ---------------------------------------------------------------------------------
-SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
-# `Tokenizer.chat` as a Jinja template, for other programs.
-JINJA = (
-    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\n"
-    + SYSTEM
-    + "<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+# ---- Chat templates ----------------------------------------------------------------------------
+@dataclass
+class ChatTemplate:
+    """How a conversation is written. Words in <|…|> are control tokens."""
+
+    turn: str  # one message, with {role} and {content}
+    ends: tuple[str, ...]  # the token that ends a turn, then others that end what a model writes
+    begin: str = ""  # stands before the first turn
+    system: str = ""  # the system message of a conversation that has none
+    opening: str = ""  # how the assistant's next answer begins
+    clean: Callable = lambda role, content: content  # what is written of a message
+    jinja_clean: str = "m['content']"  # `clean` in Jinja
+
+    def answer(self) -> str:
+        """The beginning of the assistant's next turn."""
+        return self.turn.partition("{content}")[0].format(role="assistant") + self.opening
+
+    def jinja(self) -> str:
+        """The whole template in Jinja, as other programs read it from tokenizer_config.json."""
+        system = self.turn.format(role="system", content=self.system)
+        if_missing = "{% if messages[0]['role'] != 'system' %}" + system + "{% endif %}"
+        turn = self.turn.format(role="{{ m['role'] }}", content="{{ " + self.jinja_clean + " }}")
+        turns = "{% for m in messages %}" + turn + "{% endfor %}"
+        answer = "{% if add_generation_prompt %}" + self.answer() + "{% endif %}"
+        return self.begin + (if_missing if self.system else "") + turns + answer
+
+
+def without_thoughts(role: str, content: str) -> str:
+    """Remove the thinking block of an earlier answer, as Qwen3's template does."""
+    return content.split("</think>")[-1].lstrip("\n") if role == "assistant" else content
+
+
+CONTROL_TOKEN = r"(<\|\w+\|>)"
+CHATML = "<|im_start|>{role}\n{content}<|im_end|>\n"
+CHATML_ENDS = ("<|im_end|>", "<|endoftext|>")
+QWEN2_CHAT = ChatTemplate(
+    CHATML,
+    CHATML_ENDS,
+    system="You are Qwen, created by Alibaba Cloud. You are a helpful assistant.",
+)
+QWEN3_CHAT = ChatTemplate(
+    CHATML,
+    CHATML_ENDS,
+    opening="<think>\n\n</think>\n\n",  # an empty thinking block: Qwen3 then answers at once
+    clean=without_thoughts,
+    jinja_clean=(
+        "m['content'].split('</think>')[-1].lstrip('\\n') if m['role'] == 'assistant'"
+        " else m['content']"
+    ),
+)
+LLAMA3_CHAT = ChatTemplate(
+    "<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>",
+    ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
+    begin="<|begin_of_text|>",
+    clean=lambda role, content: content.strip(),
+    jinja_clean="m['content'] | trim",
 )
 
 
+def find_template(bpe: BPE, model_type: str) -> ChatTemplate:
+    """Return the template whose control tokens the tokenizer has.
+
+    For ChatML, that is Qwen3's in a model of this type and Qwen2.5's in any other. Raises ValueError
+    if there is no such template, or if text can spell its control tokens.
+    """
+    for template in (QWEN3_CHAT if model_type == "qwen3" else QWEN2_CHAT, LLAMA3_CHAT):
+        tokens = re.findall(CONTROL_TOKEN, template.turn)
+        ids = {bpe.token_to_id(token) for token in tokens}
+        as_text = bpe.encode("".join(tokens), add_special_tokens=False).ids
+        if not ids & {None, *as_text}:
+            return template
+    raise ValueError(
+        "no ChatML tokenizer, nor one of Llama 3: <|im_start|> and <|im_end|>, or "
+        "<|start_header_id|>, <|end_header_id|> and <|eot_id|>, must be special tokens"
+    )
+
+
+# ---- Tokenizer ---------------------------------------------------------------------------------
 class Tokenizer:
-    """A Hugging Face tokenizer.json with the chat template of Qwen2.5 (ChatML).
+    """A Hugging Face tokenizer.json with its chat template (ChatML or Llama 3).
 
-    `len` is the number of ids in use; a model may have more. `eos_id` ends a turn of a chat. Any of
-    `end_ids` ends what a model writes; a base model ends with <|endoftext|>.
+    `len` is the largest id plus one; a model may have room for more. `eos_id` ends a turn of a
+    chat. Any of `end_ids` ends what a model writes; a base model ends a text with <|endoftext|>.
 
-    Text never becomes a control token: <|im_start|> and <|im_end|> come from `chat` alone, so a
-    question or a worker's reply that spells them cannot end its own turn.
+    Text never becomes a control token. Only `chat` writes those, so a question or a worker's reply
+    that spells <|im_end|> cannot end its own turn.
     """
 
-    def __init__(self, bpe: BPE):
+    def __init__(self, bpe: BPE, model_type: str = "qwen2"):
         self.bpe = bpe
         bpe.encode_special_tokens = True  # as plain text
         bpe.no_truncation()
         bpe.no_padding()
-        self.start_id = bpe.token_to_id("<|im_start|>")
-        self.eos_id = bpe.token_to_id("<|im_end|>")
-        if {self.start_id, self.eos_id} & {None, *self.encode("<|im_start|><|im_end|>")}:
-            raise ValueError(
-                "no ChatML tokenizer: <|im_start|> and <|im_end|> must be special tokens"
-            )
-        self.end_ids = [i for i in (self.eos_id, bpe.token_to_id("<|endoftext|>")) if i is not None]
+        self.template = find_template(bpe, model_type)
+        self.ends = [end for end in self.template.ends if bpe.token_to_id(end) is not None]
+        self.end_ids = [bpe.token_to_id(end) for end in self.ends]
+        self.start_id = bpe.token_to_id(re.findall(CONTROL_TOKEN, self.template.turn)[0])
+        self.eos_id = self.end_ids[0]
+        self.n_ids = 1 + max(bpe.get_vocab(with_added_tokens=True).values())
 
     @classmethod
     def from_pretrained(cls, path: str) -> "Tokenizer":
-        """Read tokenizer.json from a folder or from a repository of the Hugging Face hub."""
-        file = os.path.join(fetch(path, "tokenizer.json"), "tokenizer.json")
+        """Read tokenizer.json from a folder or from a repository of the Hugging Face hub.
+
+        The model type in config.json, if there is one, chooses between the templates of ChatML.
+        """
+        folder = fetch(path, "tokenizer.json", "config.json")
+        file = os.path.join(folder, "tokenizer.json")
+        config_file = os.path.join(folder, "config.json")
+        config = read_json(config_file) if os.path.exists(config_file) else {}
         try:
-            return cls(BPE.from_file(file))
+            return cls(BPE.from_file(file), config.get("model_type", "qwen2"))
         except Exception as e:  # tokenizers raises Exception itself
             raise ValueError(f"cannot read {file}: {e}") from None
 
@@ -404,15 +565,23 @@ class Tokenizer:
         self.bpe.save(os.path.join(path, "tokenizer.json"))
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_input_names": ["input_ids", "attention_mask"],
             "clean_up_tokenization_spaces": False,
-            "chat_template": JINJA,
-            "eos_token": "<|im_end|>",
+            "chat_template": self.template.jinja(),
+            "eos_token": self.ends[0],
+            "pad_token": self.ends[-1],
+            "unk_token": None,
         }
         write_json(os.path.join(path, "tokenizer_config.json"), config)
-        write_json(os.path.join(path, "generation_config.json"), {"eos_token_id": self.end_ids})
+        generation = {"eos_token_id": self.end_ids, "pad_token_id": self.end_ids[-1]}
+        write_json(os.path.join(path, "generation_config.json"), generation)
+
+        # How a model that is already here has to be written depends on its tokenizer.
+        if os.path.exists(os.path.join(path, "model.safetensors")):
+            Qwen.from_pretrained(path, dtype=None).save_pretrained(path)
 
     def __len__(self) -> int:
-        return self.bpe.get_vocab_size(with_added_tokens=True)
+        return self.n_ids
 
     def encode(self, text: str) -> list[int]:
         return self.bpe.encode(text, add_special_tokens=False).ids
@@ -427,13 +596,68 @@ class Tokenizer:
         Args:
             messages: the turns, {"role": "system", "user" or "assistant", "content": text} each.
         """
-        if messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": SYSTEM}, *messages]
-        ids = []
+        template = self.template
+        if template.system and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": template.system}, *messages]
+        ids = self.fill(template.begin)
         for message in messages:
-            text = f"{message['role']}\n{message['content']}"
-            ids += [self.start_id, *self.encode(text), self.eos_id, *self.encode("\n")]
-        return [*ids, self.start_id, *self.encode("assistant\n")]
+            role = message["role"]
+            ids += self.fill(template.turn, role, template.clean(role, message["content"]))
+        return ids + self.fill(template.answer())
+
+    def fill(self, template: str, role: str = "", content: str = "") -> list[int]:
+        """Return the ids of a part of a chat template.
+
+        Control tokens of the template become their ids; role and content are text whatever they spell.
+        """
+        ids = []
+        for part in re.split(CONTROL_TOKEN, template):
+            if re.fullmatch(CONTROL_TOKEN, part):
+                ids.append(self.bpe.token_to_id(part))
+            else:
+                ids += self.encode(part.format(role=role, content=content))
+        return ids
+
+
+def check_ids(tokenizer: Tokenizer, config: Config):
+    """Raise ValueError if the tokenizer has ids for which the model has no embedding."""
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(
+            f"tokenizer.json has ids up to {len(tokenizer) - 1}, but the model's vocab_size is "
+            f"{config.vocab_size}: they do not belong together"
+        )
+
+
+# Qwen's tokenizers split text into these before they look for tokens (Qwen2.5's tokenizer.json).
+QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def qwen_bpe() -> BPE:
+    """Return an empty byte-level BPE that normalizes and splits text as Qwen's tokenizers do."""
+    bpe = BPE(models.BPE())
+    words = pre_tokenizers.Split(Regex(QWEN_WORDS), behavior="isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
+    bpe.normalizer = normalizers.NFC()
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([words, as_bytes])
+    bpe.decoder = decoders.ByteLevel()
+    return bpe
+
+
+def has_qwen_tokenizer(folder: str) -> bool:
+    """Return whether the tokenizer.json of a folder, if there is one, splits text as Qwen's do.
+
+    With model_type qwen2, transformers 5 reads the vocabulary and the merges of tokenizer.json and
+    ignores how it splits text, so another tokenizer would silently get other ids.
+    """
+    file = os.path.join(folder, "tokenizer.json")
+    if not os.path.exists(file):
+        return True
+    found = read_json(file)
+    wanted = json.loads(qwen_bpe().to_str())
+    return all(found.get(key) == wanted[key] for key in ("normalizer", "pre_tokenizer"))
 
 
 # ---- Files -------------------------------------------------------------------------------------
@@ -471,7 +695,7 @@ def write_json(file: str, value):
     os.replace(file + ".tmp", file)
 
 
-# ---- Command lines ----------------------------------------------------------------------------
+# ---- Command lines -----------------------------------------------------------------------------
 def flag(default, help: str):
     """Make a field of a settings dataclass, which is a flag of the command line with this help."""
     return field(default=default, metadata={"help": help})
