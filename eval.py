@@ -13,6 +13,7 @@ SOURCES, a system of SYSTEMS. Read train.py next.
 import base64
 import cmath
 import csv
+import hashlib
 import itertools
 import json
 import math
@@ -24,6 +25,7 @@ import re
 import select
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -503,11 +505,14 @@ class Setup:
     pool: list  # Workers
     worker: int  # the pool number of the worker that plays, for a system that needs one
     lessons: list[Problem]  # train problems, for a system that learns
+    played: dict[str, list[Rollout]] = field(default_factory=dict)  # by the label of their row
+    remarks: list[str] = field(default_factory=list)  # sentences to print below the table
 
 
 class System(NamedTuple):
     make: Callable  # make(setup) -> system
-    needs: tuple = ()  # of "checkpoint", "worker" (each of the pool in turn) and "lessons"
+    # Of "checkpoint", "worker" (each of the pool in turn), "lessons", and systems that play before
+    needs: tuple = ()
     calls: float = 1  # calls a question, roughly; 0: one for each worker of the pool
     calls_to_learn: int = 0  # roughly, if no call is made twice
 
@@ -548,6 +553,37 @@ def with_five_times_the_tokens(setup: Setup):
     return vote([setup.worker], call=partial(ask_bare, times=5))
 
 
+def best_of_n(setup: Setup):
+    """Return the system that puts n answers of the best worker to a vote, at the Conductor's spend.
+
+    The best worker is the best in hindsight, which favours this rival of the Conductor.
+    """
+    alone = workers_alone(setup.played)
+    best = best_worker(alone)
+    n = answers_for_the_same(measure(setup.played["conductor"]), measure(alone[best]))
+    number = [worker.name for worker in setup.pool].index(best)
+    system = vote([number] * n)
+    setup.remarks.append(f"best-of-n: {n} answers of {best} to each question, put to a vote")
+
+    def system_with_remark(problems, pools, name):
+        rollouts = system(problems, pools, name)
+        if all(len({*rollout.responses}) == 1 for rollout in rollouts if not rollout.error):
+            setup.remarks.append("best-of-n is degenerate: all answers to a question are the same")
+        return rollouts
+
+    return system_with_remark
+
+
+def answers_for_the_same(conductor_row: dict, worker_row: dict) -> int:
+    """Return how many answers of a worker cost what the Conductor costs, rounded up.
+
+    At $0.005 against $0.002 these are 3. Where nothing costs, or nobody knows, calls are counted.
+    """
+    unit = "dollars" if conductor_row["dollars"] and worker_row["dollars"] else "calls"
+    ratio = (conductor_row[unit] or 1.0) / (worker_row[unit] or 1.0)
+    return max(1, math.ceil(ratio - 1e-9))
+
+
 # fmt: off
 SYSTEMS = {
     "conductor": System(trained_conductor, ("checkpoint",), 3),
@@ -562,6 +598,7 @@ SYSTEMS = {
     "random": System(lambda setup: planned(plan_at_random), calls=2.2),
     "moa": System(lambda setup: planned(propose_and_aggregate), calls=0),
     "smoothie": System(lambda setup: vote(None, common_words), calls=0),
+    "best-of-n": System(best_of_n, ("conductor", "workers"), 3),
 }
 # fmt: on
 
@@ -586,13 +623,20 @@ def named_systems(names: str) -> dict[str, System]:
 COLUMNS = {  # name -> decimal places; a row's other keys are kinds of questions
     "accuracy": 1,
     "±": 1,
+    "vs best": 1,
+    "from": 1,
+    "to": 1,
+    "shows": 1,
     "lost": 0,
     "calls": 2,
-    "tokens": 0,
+    "seconds": 2,
     "dollars": 5,
+    "tokens": 0,
     "dollars/right": 5,
     "calls to learn": 0,
 }
+SHARES = ("accuracy", "±", "vs best", "from", "to", "shows")  # these and kinds are printed in %
+WIDTH = 120  # columns of a printed table
 LESSONS = 256  # train problems from which a system learns
 
 
@@ -600,9 +644,9 @@ def measure(rollouts: list[Rollout]) -> dict:
     """Return the row of a system: one number a column, then the share of right answers by kind.
 
     Lost rollouts are counted but otherwise ignored. "±" is half of the 95 % confidence interval of
-    the accuracy over problems. "calls", "tokens" and "dollars" are means a question, without those
-    of the Conductor itself; None stands for an unknown price. "dollars/right" is the cost of a
-    right answer.
+    the accuracy over problems. "calls", "tokens" and "dollars" are means a question, and "seconds"
+    is the median; the Conductor itself is in none of them. "dollars/right" is the cost of a right
+    answer. None stands for what is unknown, such as dollars without a price.
     """
     known = [rollout for rollout in rollouts if rollout.right is not None]
     right = [rollout.right for rollout in known]
@@ -613,6 +657,7 @@ def measure(rollouts: list[Rollout]) -> dict:
         "±": margin(known),
         "lost": len(rollouts) - len(known),
         "calls": mean([rollout.calls for rollout in known]),
+        "seconds": statistics.median(map(latency, known)) if known else None,
         "tokens": mean([rollout.tokens_used for rollout in known]),
         "dollars": mean(costs) if is_priced else None,
         "dollars/right": sum(costs) / sum(right) if is_priced and any(right) else None,
@@ -627,52 +672,198 @@ def mean(values: list) -> float | None:
     return sum(values) / len(values) if values else None
 
 
+def latency(rollout: Rollout) -> float:
+    """Return the seconds from the question to the answer, as far as the workers need them.
+
+    Steps that do not see each other run at the same time: steps 0 and 1 of 2 s and 3 s, and step 2
+    of 4 s that sees both, take 7 s. A replayed reply counts with the seconds that it once took.
+    """
+    seconds = 0.0
+    for one_round in rollout.rounds():
+        ends = []
+        steps = one_round.workflow.steps if one_round.workflow else []
+        for step, reply in zip(steps, one_round.replies):
+            start = max([ends[i] for i in step.access], default=0.0)
+            ends.append(start + (reply.seconds if reply else 0.0))
+        seconds += max(ends, default=0.0)
+    return seconds
+
+
+def right_by_problem(rollouts: list[Rollout]) -> dict[str, float]:
+    """Return the share of right answers to each problem, by its id; lost rollouts do not count."""
+    answers = {}
+    for rollout in rollouts:
+        if rollout.right is not None:
+            answers.setdefault(rollout.problem.id, []).append(rollout.right)
+    return {id: mean(right) for id, right in answers.items()}
+
+
 def margin(rollouts: list[Rollout]) -> float | None:
     """Return half of the accuracy's 95 % interval over problems.
 
     Two right and two wrong problems are added (Agresti and Coull), so that a handful of right
     answers is not taken for certainty.
     """
-    by_problem = {}
-    for rollout in rollouts:
-        by_problem.setdefault(rollout.problem.id, []).append(rollout.right)
-    shares = [*map(mean, by_problem.values()), 0, 0, 1, 1]
+    shares = [*right_by_problem(rollouts).values(), 0, 0, 1, 1]
     return 1.96 * float(np.std(shares)) / math.sqrt(len(shares)) if rollouts else None
 
 
+def paired_difference(rollouts: list[Rollout], others: list[Rollout]) -> dict:
+    """Return by how much the accuracy on common problems is above that of the others.
+
+    "from" and "to" are the 95 % interval, a bootstrap over problems. "shows" is the smallest true
+    difference that so many problems would show with a probability of 80 %: 2.8 standard errors.
+    These three are None where all problems differ by the same amount, which says nothing about
+    chance.
+
+    Example: right on a, b and c against right on a alone. The differences are 0, 1 and 1, their
+    mean is 0.67 and its standard error 0.33: "shows" is 0.93.
+    """
+    shares, other_shares = right_by_problem(rollouts), right_by_problem(others)
+    common = [id for id in shares if id in other_shares]
+    differences = np.array([shares[id] - other_shares[id] for id in common])
+    row = dict.fromkeys(["vs best", "from", "to", "shows"])
+    if common:
+        row["vs best"] = float(differences.mean())
+    if np.unique(differences).size > 1:
+        rng = np.random.default_rng(0)
+        means = [rng.choice(differences, len(common)).mean() for _ in range(2000)]
+        row["from"], row["to"] = map(float, np.percentile(means, [2.5, 97.5]))
+        row["shows"] = 2.8 * float(differences.std(ddof=1)) / math.sqrt(len(common))
+    return row
+
+
+# What the workers reach without a Conductor
+
+
+def workers_alone(played: dict[str, list[Rollout]]) -> dict[str, list[Rollout]]:
+    """Return the rollouts of the system "workers" by the name of the worker."""
+    head = "workers "
+    return {
+        label.removeprefix(head): rollouts
+        for label, rollouts in played.items()
+        if label.startswith(head)
+    }
+
+
+def best_worker(alone: dict[str, list[Rollout]]) -> str:
+    return max(alone, key=lambda name: measure(alone[name])["accuracy"] or 0)
+
+
+def best_by_other_half(alone: dict[str, list[Rollout]]) -> list[Rollout]:
+    """Return, for each half of the problems, the rollouts of the worker that is best on the other.
+
+    Whoever is best on the very questions that measure it was also lucky; this one was not chosen on
+    them. A hash of a problem's id decides its half.
+    """
+    chosen = []
+    for half in (0, 1):
+        others = {
+            name: [rollout for rollout in rollouts if half_of(rollout) != half]
+            for name, rollouts in alone.items()
+        }
+        best = best_worker(others)
+        chosen += [rollout for rollout in alone[best] if half_of(rollout) == half]
+    return chosen
+
+
+def half_of(rollout: Rollout) -> int:
+    return hashlib.sha256(rollout.problem.id.encode()).digest()[0] % 2
+
+
+def headroom(right: np.ndarray) -> dict[str, dict]:
+    """Return the rows that say how much a perfect choice between workers would bring.
+
+    The oracle is right if any worker is. Part of that is luck, since one worker that answers twice
+    is right more often, too. The last two rows tell luck from skill: "either of two workers" is a
+    mean over pairs of workers, "either of one worker's two answers" over workers and their draws.
+
+    right: (workers, draws, problems), nan where a rollout was lost; such problems are left out.
+    """
+    n_workers, n_draws, _ = right.shape
+    right = right[:, :, ~np.isnan(right).any((0, 1))]
+    pairs = itertools.combinations(range(n_workers), 2)
+    draws = itertools.combinations(range(n_draws), 2)
+    accuracies = {
+        "oracle": [right.max(0)],
+        "either of two workers": [np.maximum(right[i], right[j]) for i, j in pairs],
+        "either of one worker's two answers": [
+            np.maximum(right[:, i], right[:, j]) for i, j in draws
+        ],
+    }
+    rows = {}
+    for label, found in accuracies.items():
+        if found:
+            rows[label] = {"accuracy": float(np.mean(found)) if right.size else None}
+    return rows
+
+
+def compare_with_workers(rows: dict, played: dict, repeats: int, remarks: list[str]):
+    """Complete the rows of a benchmark by what the workers reach alone, if they played.
+
+    Every row gets its paired difference to the best worker; rows for the best worker and for the
+    headroom are added, and sentences that explain them.
+    """
+    alone = workers_alone(played)
+    if not alone:
+        return
+    best = best_worker(alone)
+    for label, rollouts in played.items():
+        if label != f"workers {best}":
+            rows[label] |= paired_difference(rollouts, alone[best])
+    by_other_half = best_by_other_half(alone)
+    rows["best single worker, in hindsight"] = measure(alone[best])
+    rows["best single worker, by other half"] = measure(by_other_half) | paired_difference(
+        by_other_half, alone[best]
+    )
+    if len(alone) > 1:
+        right = [[rollout.right for rollout in rollouts] for rollouts in alone.values()]
+        rows |= headroom(np.array(right, float).reshape(len(alone), repeats, -1))
+        is_lucky = "" if repeats > 1 else "; --repeats=2 adds how much of that is luck"
+        remarks.append(f"oracle: right if any worker is{is_lucky}")
+    remarks += [
+        f"best single worker: {best}, who is best on these questions; by other half: for each half "
+        "of them, the worker who is best on the other",
+        "vs best: the difference to the best worker in hindsight on the same questions, with its "
+        "95 % interval (from, to)",
+        "shows: the smallest difference that so many questions show four times out of five",
+    ]
+
+
+# The comparison
+
+
 def compare_systems(settings: "Settings"):
-    """Measure every chosen system on every benchmark, and print a table for each benchmark."""
+    """Measure every chosen system on every benchmark, and print tables for each benchmark."""
     require(settings.limit > 0 and settings.repeats > 0, "--limit and --repeats are from 1 on")
-    folder = os.path.dirname(os.path.abspath(settings.out))
-    require(os.path.isdir(folder), f"--out={settings.out}: there is no folder {folder}")
     systems = named_systems(settings.systems)
     needs = set(itertools.chain(*(system.needs for system in systems.values())))
     pool_name = settings.pool or "local"
     if "checkpoint" in needs:
         pool_name = choose_pool(settings.checkpoint, settings.pool)
     pool = load_pool(pool_name, replay=replay_file(settings), budget=settings.budget)
-    rows_to_play = players(systems, pool, settings.worker)
+    players = label_players(systems, pool, settings.worker)
     tests, lessons = load_tests_and_lessons(settings, with_lessons="lessons" in needs)
-    n_calls = estimated_calls(settings, tests, [s for s, _ in rows_to_play.values()], len(pool))
+    n_calls = estimated_calls(settings, tests, [s for s, _ in players.values()], len(pool))
     demand_budget(pool, settings.budget, n_calls, "this evaluation")
+    start_results(settings.out)
 
     numbers = {}
-    paper = read_json(os.path.join(ASSETS, "paper.json"))  # of other questions and other models
     for benchmark_name, problems in tests.items():
+        played = {}
         rows = {}
-        for label, (system, worker) in rows_to_play.items():
-            setup = Setup(settings, pool, worker, lessons[benchmark_name])
-            name = f"{benchmark_name}/{label}"
-            rollouts, rows[label] = play(setup, system, problems, name)
-            errors = [rollout.error for rollout in rollouts if rollout.error]
-            if errors:
-                print(f"{label}: {len(errors)} lost, the first by: {errors[0]}")
+        remarks = []
+        for label, (system, worker) in players.items():
+            setup = Setup(settings, pool, worker, lessons[benchmark_name], played, remarks)
+            played[label], rows[label] = play(setup, system, problems, f"{benchmark_name}/{label}")
             numbers[f"{benchmark_name}, {label}"] = rows[label]
-            if settings.out:
-                about = {"system": label, "benchmark": benchmark_name}
-                write_results(settings.out, numbers, about, rollouts)
-        rows |= best_single_worker(rows) | paper.get(benchmark_name, {})
-        print("\n" + table(rows, f"{benchmark_name}, {len(problems)} problems, %"))
+            about = {"system": label, "benchmark": benchmark_name}
+            write_results(settings.out, numbers, about, played[label])
+        compare_with_workers(rows, played, settings.repeats, remarks)
+        numbers |= {f"{benchmark_name}, {label}": row for label, row in rows.items()}
+        write_results(settings.out, numbers)
+        print_tables(f"{benchmark_name}, {len(problems)} problems, %", rows, remarks)
+        print_paper(benchmark_name, pool)
 
     if pool[0].budget and pool[0].budget.refused:
         raise SystemExit(
@@ -690,18 +881,27 @@ def replay_file(settings: "Settings", command: str = "") -> str:
     return settings.replay or (f"{DATA}/replies" if is_kept else "")
 
 
-def players(systems: dict, pool: list, only: str) -> dict[str, tuple[System, int]]:
-    """Return the systems to play by the label of their row, each with the number of its worker."""
+def label_players(systems: dict, pool: list, only: str) -> dict[str, tuple[System, int]]:
+    """Return the systems to play by the label of their row, each with the number of its worker.
+
+    A system that compares itself with the rows of others plays after them.
+    """
     names = [worker.name for worker in pool]
     numbers = [number for number, name in enumerate(names) if only in ("", name)]
     require(numbers, f"--worker={only}: the pool has only {', '.join(names)}")
-    labelled = {}
+    players = {}
+    waiting = {}
     for system_name, system in systems.items():
-        if "worker" in system.needs:
-            labelled |= {f"{system_name} {names[number]}": (system, number) for number in numbers}
+        rivals = [need for need in system.needs if need in SYSTEMS]
+        missing = ", ".join(rival for rival in rivals if rival not in systems)
+        require(not missing, f"--systems: {system_name} needs the rows of {missing}, too")
+        if rivals:
+            waiting[system_name] = (system, 0)
+        elif "worker" in system.needs:
+            players |= {f"{system_name} {names[number]}": (system, number) for number in numbers}
         else:
-            labelled[system_name] = (system, 0)
-    return labelled
+            players[system_name] = (system, 0)
+    return players | waiting
 
 
 def load_tests_and_lessons(settings: "Settings", with_lessons: bool) -> tuple[dict, dict]:
@@ -729,8 +929,7 @@ def estimated_calls(
 def play(
     setup: Setup, system: System, problems: list[Problem], name: str
 ) -> tuple[list[Rollout], dict]:
-    """Make a system and let it answer the problems --repeats times. Return its rollouts and its
-    row."""
+    """Make a system and let it answer the problems --repeats times. Return rollouts and row."""
     calls_before = sum(worker.calls for worker in setup.pool)
     answer = system.make(setup)
     calls_to_learn = sum(worker.calls for worker in setup.pool) - calls_before
@@ -740,34 +939,57 @@ def play(
     row = measure(rollouts)
     if calls_to_learn:
         row["calls to learn"] = calls_to_learn
+    errors = [rollout.error for rollout in rollouts if rollout.error]
+    if errors:
+        print(f"{name}: {len(errors)} lost, the first by: {errors[0]}")
     return rollouts, row
 
 
-def best_single_worker(rows: dict[str, dict]) -> dict[str, dict]:
-    """Return the row of the worker that was best on these very questions, if workers played
-    alone."""
-    singles = [label for label in rows if label.startswith("workers ")]
-    if not singles:
-        return {}
-    best = max(singles, key=lambda label: rows[label]["accuracy"] or 0)
-    return {f"best single worker: {best.removeprefix('workers ')}": rows[best]}
+# Tables and files
 
 
-def table(rows: dict[str, dict], title: str = "") -> str:
-    """Format rows of `measure`, with accuracies in %. "?" is unknown, a blank does not apply."""
+def print_tables(title: str, rows: dict[str, dict], remarks: list[str]):
+    """Print the columns of COLUMNS, the remarks, and a second table with the accuracy by kind."""
     present = dict.fromkeys(key for row in rows.values() for key in row)
     kinds = [key for key in present if key not in COLUMNS]
-    heads = [head for head in COLUMNS if head in present] + kinds
-    lines = [[title, *heads]]
-    for name, row in rows.items():
-        lines.append([name, *(cell(head, row.get(head, "")) for head in heads)])
-    widths = [max(map(len, column)) for column in zip(*lines)]
+    heads = [head for head in COLUMNS if head in present]
+    if not any(row.get("dollars") for row in rows.values()):
+        heads.remove("dollars/right")
+    print("\n" + table(rows, title, heads))
+    for remark in dict.fromkeys(remarks):
+        print(textwrap.fill(remark, WIDTH, subsequent_indent="  "))
+    if len(kinds) > 1:
+        print("\n" + table(rows, "accuracy by kind, %", kinds))
+
+
+def table(rows: dict[str, dict], title: str = "", heads: list[str] | None = None) -> str:
+    """Format these columns of rows, or all. "?" is unknown, a blank does not apply.
+
+    Columns beyond WIDTH continue in another table below, without the rows that are blank there.
+    """
+    present = dict.fromkeys(key for row in rows.values() for key in row)
+    kinds = [key for key in present if key not in COLUMNS]
+    heads = heads or [head for head in COLUMNS if head in present] + kinds
+    names = [shorten(name) for name in (title, *rows)]
+    blocks = []
+    room = 0
+    for head in heads:
+        column = [shorten(head), *(cell(head, row.get(head, "")) for row in rows.values())]
+        width = max(map(len, column))
+        if not blocks or room < 2 + width:
+            blocks.append([[name.ljust(max(map(len, names))) for name in names]])
+            room = WIDTH - len(blocks[-1][0][0])
+        blocks[-1].append([text.rjust(width) for text in column])
+        room -= 2 + width
     texts = []
-    for name, *cells in lines:
-        texts.append(
-            "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]).rstrip()
-        )
-    return "\n".join(texts)
+    for block in blocks:
+        lines = [cells for cells in zip(*block) if any(map(str.strip, cells[1:]))]
+        texts.append("\n".join("  ".join(cells).rstrip() for cells in lines))
+    return "\n\n".join(texts)
+
+
+def shorten(text: str, longest: int = 50) -> str:
+    return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
 def cell(head: str, value) -> str:
@@ -775,21 +997,43 @@ def cell(head: str, value) -> str:
         return "?"
     if isinstance(value, str):
         return value
-    is_share = head in ("accuracy", "±") or head not in COLUMNS
+    is_share = head in SHARES or head not in COLUMNS
     return f"{100 * value if is_share else value:.{COLUMNS.get(head, 1)}f}"
 
 
-def write_results(out: str, numbers: dict, about: dict, rollouts: list[Rollout]):
-    """Write all numbers to NAME.json, and append the rollouts to NAME.jsonl.
+def print_paper(benchmark_name: str, pool: list):
+    """Print what the paper reports for a benchmark, in the setting of this pool (App. A.3)."""
+    limits = [worker.params.get(name) for worker in pool for name in LIMITS]
+    is_constrained = all(limit <= 4096 for limit in limits if isinstance(limit, int))
+    setting = "constrained" if is_constrained else "unconstrained"
+    paper = read_json(os.path.join(ASSETS, "paper.json"))
+    rows = paper.get(benchmark_name, {}).get(setting)
+    if rows:
+        title = f"the paper, {setting} workers, %"
+        print("\n" + table(rows, title) + "\nOther models answered, and in part other questions.")
 
-    `out` is NAME, with or without one of these endings. The first numbers start a new NAME.jsonl.
-    """
-    name = re.sub(r"\.jsonl?$", "", out)
-    write_json(f"{name}.json", numbers)
-    with open(f"{name}.jsonl", "a" if len(numbers) > 1 else "w") as file:
+
+def start_results(out: str):
+    """Empty the file of rollouts, so that what follows is of one comparison."""
+    if out:
+        folder = os.path.dirname(os.path.abspath(out))
+        require(os.path.isdir(folder), f"--out={out}: there is no folder {folder}")
+        open(f"{without_ending(out)}.jsonl", "w").close()
+
+
+def write_results(out: str, numbers: dict, about: dict | None = None, rollouts: list = ()):
+    """Write all numbers to NAME.json, and append rollouts to NAME.jsonl; see --out."""
+    if not out:
+        return
+    write_json(f"{without_ending(out)}.json", numbers)
+    with open(f"{without_ending(out)}.jsonl", "a") as file:
         for rollout in rollouts:
             row = about | rollout_to_json(rollout)
             file.write(json.dumps(row) + "\n")
+
+
+def without_ending(out: str) -> str:
+    return re.sub(r"\.jsonl?$", "", out)
 
 
 def progress(what: str, total: int) -> tqdm:

@@ -190,6 +190,132 @@ def test_a_table_tells_unknown_from_absent():
     assert lines[1].split() == ["a", "50.0", "?"] and lines[2].split() == ["b", "25.0"]
 
 
+def test_seconds_are_those_of_the_longest_chain_of_steps():
+    """Steps 0 and 1 run side by side; step 2 sees both; a second round follows."""
+    steps = [Step(0, "x", []), Step(0, "x", []), Step(0, "x", [0, 1])]
+    replies = [Reply("a", 1, 1, 0.0, seconds) for seconds in (2.0, 3.0, 4.0)]
+    first = Rollout("q", workflow=Workflow(steps), replies=replies)
+    assert evaluation.latency(first) == 7.0
+    again = Rollout("q", workflow=Workflow(steps[:1]), replies=replies[:1], previous=first)
+    assert evaluation.latency(again) == 9.0
+    assert evaluation.latency(Rollout("q", invalid="no lists")) == 0.0
+
+
+def of_worker(right: str, n_repeats: int = 1, cost=0.5) -> list[Rollout]:
+    """Rollouts of problems p0, p1, …, right where the text has a 1, lost where it has a dot."""
+    n_problems = len(right) // n_repeats
+    rollouts = []
+    for i, letter in enumerate(right):
+        error = "lost" if letter == "." else None
+        rollouts.append(judged(letter == "1", cost, error, name=f"p{i % n_problems}"))
+    return rollouts
+
+
+def test_a_paired_difference_is_over_the_problems_that_both_answered():
+    row = evaluation.paired_difference(of_worker("111."), of_worker("1001"))
+    assert row["vs best"] == pytest.approx(2 / 3)
+    assert row["shows"] == pytest.approx(2.8 * (1 / 3) ** 0.5 / 3**0.5)  # variance 1/3 of 0, 1, 1
+    assert 0 <= row["from"] <= 2 / 3 <= row["to"] <= 1
+    same = evaluation.paired_difference(of_worker("11"), of_worker("00"))
+    assert same == {"vs best": 1.0, "from": None, "to": None, "shows": None}
+
+
+def test_the_interval_of_a_difference_is_the_bootstraps_and_never_changes():
+    rows = [
+        evaluation.paired_difference(of_worker("1011" * 100), of_worker("0010" * 100))
+        for _ in range(2)
+    ]
+    assert rows[0] == rows[1] and rows[0]["vs best"] == 0.5
+    error = rows[0]["shows"] / 2.8  # half of the differences are 1, half are 0
+    assert error == pytest.approx(0.5 / 20, rel=0.01)
+    assert rows[0]["from"] == pytest.approx(0.5 - 1.96 * error, abs=0.005)
+    assert rows[0]["to"] == pytest.approx(0.5 + 1.96 * error, abs=0.005)
+
+
+def test_repeats_of_a_problem_count_as_one_problem():
+    row = evaluation.paired_difference(of_worker("1110", 2), of_worker("0000", 2))
+    assert row["vs best"] == pytest.approx(0.75)  # shares 1 and 0.5, with a variance of 0.125
+    assert row["shows"] == pytest.approx(2.8 * 0.125**0.5 / 2**0.5)
+
+
+def test_the_best_worker_is_also_chosen_on_the_other_half():
+    """Each worker knows one half: who is best on a half knows nothing of the other."""
+    problems = [judged(True, name=f"p{i}") for i in range(40)]
+    halves = [evaluation.half_of(rollout) for rollout in problems]
+    assert 10 < sum(halves) < 30
+    first = of_worker("".join(str(1 - half) for half in halves))
+    second = of_worker("".join(str(half) for half in halves))
+    chosen = evaluation.best_by_other_half({"first": first, "second": second})
+    assert sorted(r.problem.id for r in chosen) == sorted(r.problem.id for r in problems)
+    assert measure(chosen)["accuracy"] == 0.0
+
+
+def test_headroom_tells_luck_from_skill():
+    """Two workers, two draws each, four problems, of which the last was lost once."""
+    nan = float("nan")
+    first = [[1, 1, 0, 1], [1, 0, 0, 1]]
+    second = [[0, 1, 1, 1], [0, 1, 0, nan]]
+    right = evaluation.np.array([first, second])
+    rows = evaluation.headroom(right)
+    assert rows["oracle"]["accuracy"] == pytest.approx(5 / 6)  # 1 1 1 and 1 1 0
+    assert rows["either of two workers"]["accuracy"] == pytest.approx(5 / 6)
+    assert rows["either of one worker's two answers"]["accuracy"] == pytest.approx(4 / 6)
+    assert "either of one worker's two answers" not in evaluation.headroom(right[:, :1])
+
+
+def test_best_of_n_spends_what_the_conductor_spends():
+    pool = [Player("a", lambda m: "41"), Player("b", lambda m: "42")]
+    played = {
+        "conductor": of_worker("1111", cost=1.2),
+        "workers a": of_worker("0000"),
+        "workers b": of_worker("1101"),
+    }
+    setup = Setup(Settings(), pool, 0, [], played)
+    rollouts = SYSTEMS["best-of-n"].make(setup)(PROBLEMS, [pool] * 2, "test/0")
+    assert [(r.names, r.right) for r in rollouts] == [(["b"] * 3, True)] * 2  # $1.2 over $0.5
+    assert "3 answers of b" in setup.remarks[0] and "degenerate" in setup.remarks[1]
+
+
+@pytest.mark.parametrize(
+    "conductor, worker, n",
+    [
+        ({"dollars": 0.005, "calls": 3.0}, {"dollars": 0.002, "calls": 1.0}, 3),
+        ({"dollars": 0.006, "calls": 9.0}, {"dollars": 0.002, "calls": 1.0}, 3),
+        ({"dollars": 0.0, "calls": 1.68}, {"dollars": 0.0, "calls": 1.0}, 2),
+        ({"dollars": None, "calls": 2.2}, {"dollars": 0.1, "calls": 1.0}, 3),
+        ({"dollars": 0.001, "calls": 2.0}, {"dollars": 0.01, "calls": 1.0}, 1),
+        ({"dollars": None, "calls": None}, {"dollars": None, "calls": None}, 1),
+    ],
+)
+def test_how_many_answers_cost_the_same(conductor, worker, n):
+    assert evaluation.answers_for_the_same(conductor, worker) == n
+
+
+def test_no_table_is_wider_than_120_columns():
+    kinds = {f"{kind}+a kind with a long name": 0.5 for kind in "abcdefghijkl"}
+    row = measure([judged(True)]) | {"vs best": -0.5, "from": -0.6, "to": 0.1, "shows": 0.2}
+    rows = {"workers " + "very " * 40: row | kinds, "oracle": {"accuracy": 1.0}}
+    text = table(rows, "a benchmark with a long name, 100,000 problems, %")
+    assert max(map(len, text.splitlines())) <= 120
+    for kind in kinds:
+        assert text.count(kind) == 1
+    assert text.count("oracle") == 1  # It has nothing but an accuracy.
+
+
+def test_the_papers_numbers_are_those_of_the_pools_setting(capsys):
+    constrained = Player("a", None, max_tokens=4096)
+    free = Player("b", None, max_completion_tokens=65_535)
+    evaluation.print_paper("math500", [constrained])
+    text = capsys.readouterr().out
+    assert "Table 7: Gemini 2.5 Pro " in text and "85.3" in text and "Table 1:" not in text
+    evaluation.print_paper("gpqa", [constrained, free])
+    text = capsys.readouterr().out
+    assert "Table 1: GPT-5" in text and "Table 11: GPT-5 conducts three workers" in text
+    assert "86.4" in text and "Table 8:" not in text
+    evaluation.print_paper("mine.jsonl", [free])
+    assert capsys.readouterr().out == ""
+
+
 def test_equal_answers_to_a_problem_are_judged_once():
     seen = []
 
@@ -244,6 +370,7 @@ def test_own_workers_questions_and_grader_make_a_table(tmp_path):
         cwd=tmp_path,
     )
     assert status == 0 and "workers up" in out and "best single worker" in out, err
+    assert max(map(len, out.splitlines())) <= 120
     assert (
         json.loads((tmp_path / "numbers.json").read_text())["mine.jsonl, workers up"]["accuracy"]
         == 1.0
@@ -256,7 +383,9 @@ def test_own_workers_questions_and_grader_make_a_table(tmp_path):
 def test_the_two_files_of_out_differ_in_their_ending_alone(tmp_path, monkeypatch, out):
     monkeypatch.chdir(tmp_path)
     problem = Problem("p/0", "q", "42", "exact")
-    for numbers in ({"a": 1}, {"a": 1, "b": 2}):
+    for numbers in ({"old": 0}, {"a": 1}, {"a": 1, "b": 2}):
+        if len(numbers) == 1:
+            evaluation.start_results(out)
         evaluation.write_results(out, numbers, {"system": "a"}, [Rollout("q", problem=problem)])
     assert sorted(os.listdir()) == ["ev.json", "ev.jsonl"]
     assert json.loads((tmp_path / "ev.json").read_text()) == {"a": 1, "b": 2}
@@ -297,6 +426,7 @@ def test_an_interrupt_says_whether_replies_are_kept(monkeypatch, words, said):
         ),
         (["--pool=today", "--systems=workers"], "OPENAI_API_KEY"),
         (["--limit=0"], "from 1 on"),
+        (["--systems=workers,best-of-n"], "best-of-n needs the rows of conductor"),
         (["--out=nowhere/ev.json"], "there is no folder "),
     ],
 )
