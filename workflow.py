@@ -6,6 +6,7 @@
     python workflow.py serve [the same flags]  # an OpenAI-compatible server
     python workflow.py show FILE               # list the rollouts in a run's traces/*.jsonl
     python workflow.py show FILE N             # show the rollout on line N
+    python workflow.py show --examples FILE …  # few-shot examples from right rollouts, for train.py
 
 The Conductor writes a workflow as three Python lists: `messages` asks for them, `parse` reads them,
 and `roll_out` runs the workflow. A `Rollout` records all of it. Workers, steps, rounds and lines
@@ -15,6 +16,7 @@ are counted from 0. Read grpo.py next.
 import ast
 import collections
 import contextlib
+import difflib
 import itertools
 import json
 import os
@@ -23,7 +25,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 
 import torch
@@ -290,6 +292,8 @@ class Prompting:
     max_new_tokens: int = 1024
     # Whether the Conductor reads each worker's note. If not, it knows workers by number alone.
     notes: bool = False
+    # Few-shot examples of one's own, instead of those that prompt_style names; see read_examples.
+    examples: list[dict] = field(default_factory=list)
 
 
 ROLE = """\
@@ -328,6 +332,7 @@ def messages(
     prompt_style: str = "ood",
     notes: list[str] | None = None,
     context: list[dict] | None = None,
+    examples: list[dict] | None = None,
 ) -> list[dict]:
     """Return the chat that asks the Conductor for a workflow.
 
@@ -339,6 +344,7 @@ def messages(
         prompt_style: See Prompting.
         notes: What each worker of the pool is good at; None shows their numbers alone.
         context: The turns before the question. The short prompt leaves them out.
+        examples: See Prompting. The short prompt leaves them out, too.
     """
     numbers = [*range(workers)] if isinstance(workers, int) else workers
     if prompt_style == "short":
@@ -353,7 +359,7 @@ def messages(
         lists = "; ".join(f"{form.name}, {form.elements}" for form in LISTS)
         blocks = [
             ROLE.format(max_steps=max_steps, parts=parts, lists=lists),
-            *example_blocks(prompt_style, numbers, max_steps),
+            *example_blocks(examples or named_examples(prompt_style), numbers, max_steps),
             *context_blocks(context),
             f"Question: {question}",
             full_pool(numbers, notes),
@@ -389,14 +395,17 @@ def full_pool(numbers: list[int], notes: list[str] | None) -> str:
     return "Models: " + ", ".join(f"Model {number}" for number in numbers)
 
 
-def example_blocks(prompt_style: str, numbers: list[int], max_steps: int) -> list[str]:
-    """Return few-shot examples, each a question, a plan and a workflow of allowed workers."""
+def named_examples(prompt_style: str) -> list[dict]:
     sets = {"zero-shot": [], **read_json(os.path.join(ASSETS, "examples.json"))}
     if prompt_style not in sets:
         raise ValueError(f"prompt_style {prompt_style!r}: there are {', '.join(sets)} and short")
+    return sets[prompt_style]
 
+
+def example_blocks(examples: list[dict], numbers: list[int], max_steps: int) -> list[str]:
+    """Return few-shot examples as text: a question, a plan, and a workflow of allowed workers."""
     blocks = []
-    for example in sets[prompt_style]:
+    for example in examples:
         steps = [Step(**values) for values in example["steps"]]
         for step in steps:
             step.worker = numbers[step.worker % len(numbers)]
@@ -412,12 +421,21 @@ def context_blocks(context: list[dict] | None) -> list[str]:
     return ["The conversation so far:", *turns] if turns else []
 
 
-def conductor_chat(rollout: Rollout, prompting: Prompting) -> list[dict]:
-    """Return the chat that asks for a rollout's workflow."""
+def conductor_chat(rollout: Rollout, prompting: Prompting, with_names: bool = False) -> list[dict]:
+    """Return the chat that asks for a rollout's workflow.
+
+    with_names: Whether each worker's name stands before its note, if it has one.
+    """
     # Workers are listed one by one only if some of the pool may not be used.
     is_subset = len(rollout.workers or rollout.pool) < len(rollout.pool)
     workers = rollout.workers if is_subset else len(rollout.pool)
-    notes = [worker.note for worker in rollout.pool] if prompting.notes else None
+    notes = None
+    if with_names:
+        notes = [
+            ", ".join(filter(None, [one.name, getattr(one, "note", "")])) for one in rollout.pool
+        ]
+    elif prompting.notes:
+        notes = [one.note for one in rollout.pool]
     return messages(
         rollout.question,
         workers,
@@ -426,6 +444,7 @@ def conductor_chat(rollout: Rollout, prompting: Prompting) -> list[dict]:
         prompting.prompt_style,
         notes,
         rollout.context,
+        prompting.examples,
     )
 
 
@@ -937,7 +956,7 @@ def model_writer(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temper
 def worker_writer(worker, prompting: Prompting):
     """Return the writer of a worker that takes the Conductor's seat (Table 11).
 
-    If the worker's tokens are limited, a workflow may have twice as many, up to 8,192.
+    Unlike a trained Conductor, it has to be told who the workers are: it reads names and notes. If the worker's tokens are limited, a workflow may have twice as many, up to 8,192.
     """
     limits = {}
     for name, limit in worker.params.items():
@@ -945,7 +964,7 @@ def worker_writer(worker, prompting: Prompting):
             limits[name] = max(limit, min(2 * limit, 8192))
 
     def write_one(rollout: Rollout) -> Rollout:
-        chat = conductor_chat(rollout, prompting)
+        chat = conductor_chat(rollout, prompting, with_names=True)
         try:
             rollout.written = worker.chat(chat, call_id(rollout, "conductor"), **limits).text
         except WorkerError as e:
@@ -1049,21 +1068,102 @@ def printable(text: str) -> str:
     return re.sub(commands, "\ufffd", text.replace("\r\n", "\n"))
 
 
+def read_rollouts(file: str) -> list[Rollout]:
+    """Read a file of JSON lines, such as a run's traces/0.jsonl."""
+    if not os.path.isfile(file):
+        raise ValueError(f"there is no file {file}; a run's traces are in its folder traces/")
+    rollouts = []
+    with open(file, encoding="utf-8", errors="replace") as f:
+        for i, line in enumerate(f):
+            try:
+                rollouts.append(rollout_from_json(json.loads(line)))
+            except (ValueError, TypeError, LookupError, AttributeError) as e:
+                raise ValueError(f"{file}, line {i}, holds no rollout: {e!r}") from None
+    if not rollouts:
+        raise ValueError(f"{file} is empty")
+    return rollouts
+
+
 def show(file: str, number: int | None = None) -> str:
     """Return a line for each rollout in a file of JSON lines, or all about the one on line N."""
-    with open(file, encoding="utf-8") as f:
-        lines = f.readlines()
+    rollouts = read_rollouts(file)
+    if number is not None:
+        if number not in range(len(rollouts)):
+            raise ValueError(f"{file} has lines 0 to {len(rollouts) - 1}, and no line {number}")
+        return view(rollouts[number])
+
     rows = []
-    for i in range(len(lines)) if number is None else [number]:
-        try:
-            rollout = rollout_from_json(json.loads(lines[i]))
-        except (ValueError, TypeError, LookupError, AttributeError) as e:
-            raise ValueError(f"{file}, line {i}, holds no rollout: {e!r}") from None
+    for i, rollout in enumerate(rollouts):
         verdict = {True: "right", False: "wrong", None: "lost" if rollout.error else ""}
         workers = " > ".join(rollout.names) if rollout.workflow else "no workflow"
         question = " ".join(rollout.question.split())
         rows.append(f"{i:>5}  {verdict[rollout.right]:<7}{question:.60}  [{workers}]")
-    return printable("\n".join(rows)) if number is None else view(rollout)
+    return printable("\n".join(rows))
+
+
+# ---- Few-shot examples of one's own --------------------------------------------------------------
+
+# A file of examples has the form of assets/examples.json: {name of a set: [example, …]}. An example
+# is {"question": text, "plan": text, "steps": [{"worker": 0, "subtask": text, "access": []}, …]}.
+
+
+def choose_examples(rollouts: list[Rollout], n: int = 4) -> list[dict]:
+    """Return up to n examples of right answers, which vary in their steps and workers.
+
+    Each next one is the rollout that adds a new number of steps and the most new workers.
+    """
+    left = []
+    for one in rollouts:
+        if one.right and one.workflow.steps and not one.previous and not one.context:
+            left.append(one)
+    chosen = []
+    while left and len(chosen) < n:
+        lengths = {len(one.workflow.steps) for one in chosen}
+        workers = {step.worker for one in chosen for step in one.workflow.steps}
+
+        def news(rollout: Rollout) -> tuple:
+            steps = rollout.workflow.steps
+            return len(steps) not in lengths, len({step.worker for step in steps} - workers)
+
+        best = max(left, key=news)
+        chosen.append(best)
+        left = [one for one in left if one.question != best.question]
+    return [as_example(rollout) for rollout in chosen]
+
+
+def as_example(rollout: Rollout) -> dict:
+    # The plan is what the Conductor wrote before the first list, without marks such as ```python.
+    mark = MARK.search(rollout.written)
+    plan = rollout.written[: mark.start()] if mark else ""
+    plan = plan.rpartition("</think>")[2].partition("```")[0].strip(" \n*-#{\"'`")
+    return {
+        "question": rollout.question,
+        "plan": plan,
+        "steps": [asdict(step) for step in rollout.workflow.steps],
+    }
+
+
+def read_examples(file: str) -> list[dict]:
+    """Return the examples of all sets in a file, such as `workflow.py show --examples` writes."""
+    sets = read_json(file).values()
+    return check_examples(itertools.chain.from_iterable(sets), file)
+
+
+def check_examples(examples: Iterable[dict], file: str) -> list[dict]:
+    """Return examples as a list; raise a ValueError that names their file if one is malformed."""
+    checked = []
+    try:
+        for example in examples:
+            lists = as_lists(Workflow([Step(**values) for values in example["steps"]]))
+            parse(lists, workers=1000, max_steps=100)
+            if not isinstance(example["question"], str) or not isinstance(example["plan"], str):
+                raise TypeError("question and plan are texts")
+            checked.append(example)
+    except (TypeError, LookupError, ValueError) as e:
+        raise ValueError(
+            f"{file}: an example is wrong ({e!r}); `workflow.py show --examples FILE` writes such a file"
+        ) from None
+    return checked
 
 
 # ---- Checkpoints ---------------------------------------------------------------------------------
@@ -1081,14 +1181,20 @@ def read_prompting(path: str) -> tuple[Prompting, str, list[str]]:
     A checkpoint without conductor.json, such as a base model, gets the defaults.
     """
     file = os.path.join(fetch(path, "conductor.json"), "conductor.json")
-    saved = read_json(file) if os.path.exists(file) else {}
-    saved = {"prompt_style" if key == "prompt" else key: value for key, value in saved.items()}
-    prompting = Prompting(*(saved.get(f.name, f.default) for f in fields(Prompting)))
-    if "style" in saved or prompting.max_steps not in range(1, 101):
+    if not os.path.exists(file):
+        return Prompting(), "", []
+    saved = read_json(file)
+    if "prompt" in saved:  # the key of an earlier edition
+        saved["prompt_style"] = saved.pop("prompt")
+    values = {f.name: saved[f.name] for f in fields(Prompting) if f.name in saved}
+    missing = {"prompt_style", "max_steps", "max_new_tokens"} - {*values}
+    if missing or saved["max_steps"] not in range(1, 101):
         raise ValueError(
-            f"{file} is of an earlier format, or its max_steps is no 1 to 100: train it again"
+            f"{file} is of an earlier format (it lacks {', '.join(sorted(missing)) or 'nothing'}) "
+            "or its max_steps is not from 1 to 100: train the Conductor again"
         )
-    return prompting, str(saved.get("pool", "")), saved.get("workers", [])
+    values["examples"] = check_examples(values.get("examples", []), file)
+    return Prompting(**values), str(saved.get("pool", "")), saved.get("workers", [])
 
 
 def load_conductor(path: str) -> tuple[Qwen, Tokenizer, Prompting]:
@@ -1107,22 +1213,38 @@ def choose_pool(checkpoint: str, pool: str) -> str:
             from somebody else must not decide which hosts read the questions and are paid.
     """
     try:
-        _, spec, names = read_prompting(checkpoint)
+        prompting, trained_spec, names = read_prompting(checkpoint)
     except OSError as e:
         raise ValueError(
             f"{e}\ntrain.py trains one; with --conductor=WORKER an LLM of the pool conducts"
         )
-    are_local = {spec, pool} <= {*LOCAL}
-    if pool and names and not are_local and [name_of(row) for row in read_pool(pool)] != names:
+    if not pool and trained_spec not in ("", *LOCAL):
+        spec = printable(trained_spec)
+        raise ValueError(f"say which workers to ask: this Conductor learned with --pool={spec}")
+
+    spec = pool or trained_spec or "local"
+    rows = read_pool(spec)
+    present = [name_of(row) for row in rows]
+    if prompting.notes:
+        silent = [name for name, row in zip(present, rows) if not row.get("note")]
+        if silent:
+            raise ValueError(
+                f"{checkpoint} knows workers by their notes: give a note to {', '.join(silent)}"
+            )
+        return spec
+
+    # Without notes it knows workers by their place. In the laptop world a trade has a place, which
+    # a tired coder may take as well as a coder.
+    is_local = {trained_spec, spec} <= {*LOCAL}
+    known = [name.split()[-1] if is_local else name for name in names]
+    if names and known != [name.split()[-1] if is_local else name for name in present]:
         raise ValueError(
-            f"{checkpoint} knows {printable(', '.join(names))}, in this order: name yours so, "
-            "train with --preset=own, or let one conduct (--conductor; eval.py: --systems=seat)"
+            f"{checkpoint} knows {printable(', '.join(names))}, in this order, and --pool={spec} "
+            f"has {', '.join(present)}: name yours so, train a Conductor for them (train.py "
+            "--preset=own; for a local pool --preset=laptop --pool=…), or let one of them conduct "
+            "(--conductor; eval.py: --systems=seat)"
         )
-    if not pool and spec not in ("", *LOCAL):
-        raise ValueError(
-            f"say which workers to ask: this Conductor learned with --pool={printable(spec)}"
-        )
-    return pool or spec or "local"
+    return spec
 
 
 def numbers_of(names: str, pool: list) -> list[int]:
@@ -1219,19 +1341,53 @@ class Settings:
     extra_rounds: int = flag(0, "how many more workflows may follow the first (§3.2)")
     temperature: float = flag(0.2, "the Conductor's sampling temperature")
     port: int = flag(8400, "of serve")
+    examples: bool = flag(False, "show: write few-shot examples, for train.py --examples=FILE")
+
+
+COMMANDS = {"show": "show FILE", "serve": "serve"}
+QUOTES = 'a question goes in quotes: python workflow.py "What is 6 * 7?"'
+
+
+def show_words(words: list[str], examples: bool) -> str:
+    """Return what `show` prints for the words behind it."""
+    if not words or len(words) > 2 and not examples:
+        raise ValueError(f"show takes a FILE of traces and perhaps a line's number; {QUOTES}")
+    if examples:
+        rollouts = itertools.chain(*map(read_rollouts, words))
+        return json.dumps({"own": choose_examples(rollouts)}, indent=1, ensure_ascii=False)
+    if words[1:] and not words[1].isdecimal():
+        raise ValueError(f"show FILE N: {words[1]!r} is no line's number; {QUOTES}")
+    return show(words[0], *map(int, words[1:]))
+
+
+def question_of(words: list[str]) -> str:
+    """Return the question that the command line asks, or standard input if there are no words."""
+    text = " ".join(words)
+    if not words and sys.stdin and not sys.stdin.isatty():
+        text = sys.stdin.buffer.read().decode(errors="replace")
+    elif words:
+        # "how" stands for itself, lest it is taken for show.
+        likely = [*COMMANDS, "help", "how"]
+        [near] = difflib.get_close_matches(words[0].lower(), likely, 1, 0.75) or ["how"]
+        if near != "how":
+            raise ValueError(f"did you mean {COMMANDS.get(near, '--help')}? If not, {QUOTES}")
+    # The shell may pass bytes that are not UTF-8.
+    question = text.encode(errors="replace").decode()
+    if not question.strip():
+        raise ValueError(f"there is no question; {QUOTES}; --help lists all commands and flags")
+    return question
 
 
 def main(argv: list[str]):
     settings = Settings()
     words = configure(settings, argv)
-    # The shell may pass bytes that are not UTF-8.
-    question = " ".join(words).encode(errors="replace").decode()
-    has_no_question = not question.strip() or words == ["show"]
-    if has_no_question or settings.extra_rounds < 0 or words[0] == "serve" and words[1:]:
-        raise SystemExit(__doc__)
-    if words[0] == "show":
-        print(show(words[1], *map(int, words[2:])))
+    for name in ("budget", "extra_rounds", "temperature"):
+        if getattr(settings, name) < 0:
+            raise ValueError(f"--{name} is at least 0")
+    if words[:1] == ["show"]:
+        print(show_words(words[1:], settings.examples), flush=True)
         return
+    question = "serve" if words == ["serve"] else question_of(words)
 
     # The workers, and who conducts them.
     if settings.conductor:
@@ -1262,16 +1418,20 @@ def main(argv: list[str]):
 
     asked = Rollout(question, pool, workers)
     [rollout] = conduct(write, [asked], settings.extra_rounds, prompting, call=call)
-    print(view(rollout))
+    print(view(rollout), flush=True)
     if settings.conductor:
         calls = sum(worker.calls for worker in pool)
         spent = sum(worker.spent for worker in pool)
-        print(f"with the Conductor's: {calls} calls, ${spent:.4f}")
+        print(f"with the Conductor's: {calls} calls, ${spent:.4f}", flush=True)
     sys.exit("the workflow failed" if rollout.error or rollout.invalid else 0)
 
 
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
+    except BrokenPipeError:
+        # Whoever read the output, such as head, has enough of it. Python would complain again when
+        # it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError, WorkerError, KeyboardInterrupt) as e:
         raise SystemExit(str(e) or "interrupted") from None

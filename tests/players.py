@@ -7,7 +7,7 @@ class Player:
     """A worker that is a function of its messages; it remembers what it was asked, and how."""
 
     def __init__(self, name, answer, **params):
-        self.name, self.answer, self.params = name, answer, params
+        self.name, self.answer, self.params, self.note = name, answer, params, ""
         self.asked, self.ids, self.overrides = [], [], []
 
     def chat(self, messages, call_id="", **overrides):

@@ -14,6 +14,7 @@ from eval import Problem, own_grader
 from model import Config, Qwen, Tokenizer
 from players import Player, lost
 from sample import generate
+import workers
 from workers import WorkerError
 from workflow import (
     Prompting,
@@ -21,13 +22,28 @@ from workflow import (
     Step,
     Workflow,
     as_lists,
-    conductor_chat,
     call_worker,
+    choose_examples,
+    choose_pool,
     conduct,
+    conductor_chat,
     execute,
+    main,
+    messages,
+    model_writer,
+    parse,
+    question_of,
+    read_examples,
+    read_prompting,
+    roll_out,
+    rollout_from_json,
+    rollout_to_json,
+    save_prompting,
+    show,
+    strip,
+    view,
+    worker_writer,
 )
-from workflow import messages, model_writer, parse, read_prompting, roll_out, rollout_from_json
-from workflow import rollout_to_json, save_prompting, show, strip, view, worker_writer
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LAPTOP = os.path.join(ROOT, "assets", "laptop")
@@ -385,6 +401,72 @@ def test_a_worker_in_the_seat_gets_the_prompt_and_its_lost_call_is_an_error():
     assert [(r.answer, r.error) for r in rollouts] == [("b", None), ("", "nobody answers")]
 
 
+def test_a_worker_in_the_seat_reads_names_and_notes():
+    pool = [Player("deep", lambda m: "b"), Player("quick", lambda m: "c")]
+    pool[1].note = "It answers short questions."
+    seat = Player("seat", lambda m: lists((1, "x", [])))
+    roll_out([Rollout("q", pool)], worker_writer(seat, Prompting()))
+    asked = seat.asked[0][0]["content"]
+    assert asked.endswith("Models:\nModel 0: deep\nModel 1: quick, It answers short questions.")
+
+
+def test_examples_of_ones_own_replace_the_prompts(tmp_path):
+    example = {
+        "question": "Why?",
+        "plan": "One is enough.",
+        "steps": [{"worker": 4, "subtask": "Say why.", "access": []}],
+    }
+    (tmp_path / "mine.json").write_text(json.dumps({"own": [example]}))
+    examples = read_examples(str(tmp_path / "mine.json"))
+    text = messages("How?", 3, examples=examples)[0]["content"]
+    shown = 'Example question: Why?\n\nOne is enough.\nmodel_id = [1]\nsubtasks = ["Say why."]'
+    assert shown in text and text.count("Example question") == 1
+    prompting = Prompting("ood", examples=examples)
+    assert conductor_chat(Rollout("How?", [None] * 3), prompting)[0]["content"] == text
+    save_prompting(str(tmp_path), prompting, "local", [])
+    assert read_prompting(str(tmp_path))[0] == prompting
+
+    wrong = [
+        {"question": "Why?"},
+        example | {"plan": None},
+        example | {"steps": [{"worker": 0, "subtask": "x", "access": [0]}]},
+        example | {"steps": []},
+        "Why?",
+    ]
+    for examples in (5, [5], *([one] for one in wrong)):
+        (tmp_path / "mine.json").write_text(json.dumps({"own": examples}))
+        with pytest.raises(ValueError, match="an example is wrong"):
+            read_examples(str(tmp_path / "mine.json"))
+
+
+def test_examples_from_traces_are_right_and_vary():
+    def rollout(question, *workers, right=True):
+        steps = [Step(worker, f"Do {question}.", []) for worker in workers]
+        written = f"Plan {question}.\n```python\n{as_lists(Workflow(steps))}\n```"
+        return Rollout(question, written=written, workflow=Workflow(steps), right=right)
+
+    rollouts = [
+        rollout("a", 0, 1),
+        rollout("b", 0, 1),
+        rollout("c", 2, 3, right=False),
+        rollout("d", 1, 1, 2),
+        rollout("e", 0),
+        rollout("f", 2, 1),
+        rollout("g", 4, 0),
+    ]
+    examples = choose_examples(rollouts)
+    assert [example["question"] for example in examples] == ["a", "d", "e", "g"]
+    assert examples[0] == {
+        "question": "a",
+        "plan": "Plan a.",
+        "steps": [
+            {"worker": worker, "subtask": "Do a.", "access": [], "wrote_all": False}
+            for worker in (0, 1)
+        ],
+    }
+    assert choose_examples([]) == []
+
+
 # Files and commands
 
 
@@ -413,11 +495,52 @@ def test_conductor_json_says_how_a_conductor_is_asked(tmp_path):
         read_prompting(str(tmp_path))
 
 
-def command(*words, cwd=ROOT):
+def pool_file(folder, *rows) -> str:
+    values = [{"protocol": "openai", "base_url": "http://127.0.0.1:1"} | row for row in rows]
+    path = folder / f"{len(os.listdir(folder))}.json"
+    path.write_text(json.dumps(values))
+    return str(path)
+
+
+def test_a_conductor_without_notes_knows_its_pool_by_name_and_place(tmp_path):
+    save_prompting(str(tmp_path), Prompting("short"), "mine.json", ["a", "b"])
+    rows = [{"model": "x", "name": "a"}, {"model": "y", "name": "b"}]
+    assert choose_pool(str(tmp_path), pool_file(tmp_path, *rows))
+    for wrong in (rows[::-1], rows[:1], [*rows, {"model": "z"}]):
+        with pytest.raises(ValueError, match="knows a, b, in this order, and --pool"):
+            choose_pool(str(tmp_path), pool_file(tmp_path, *wrong))
+
+
+def test_a_conductor_without_notes_knows_its_local_pool(monkeypatch):
+    assert choose_pool(LAPTOP, "") == choose_pool(LAPTOP, "local") == "local"
+    with pytest.raises(ValueError, match="--pool=local:pairs has calculator, junior calculator"):
+        choose_pool(LAPTOP, "local:pairs")
+    monkeypatch.setitem(workers.LOCAL, "local", [*workers.LOCAL["local"], "gardener"])
+    for pool in ("", "local"):
+        with pytest.raises(ValueError, match="generalist, gardener: name yours so"):
+            choose_pool(LAPTOP, pool)
+
+
+def test_a_tired_local_worker_may_stand_for_another_of_its_trade(tmp_path):
+    save_prompting(str(tmp_path), Prompting("short"), "local:pairs", workers.LOCAL["local:pairs"])
+    assert choose_pool(str(tmp_path), "local:tired") == "local:tired"
+
+
+def test_a_conductor_with_notes_meets_any_pool_that_has_notes(tmp_path):
+    save_prompting(str(tmp_path), Prompting("short", notes=True), "local", ["a", "b"])
+    rows = [{"model": name, "note": f"{name} does it."} for name in "xyz"]
+    pool = pool_file(tmp_path, *rows)
+    assert choose_pool(str(tmp_path), pool) == pool
+    with pytest.raises(ValueError, match="knows workers by their notes: give a note to w, v"):
+        choose_pool(str(tmp_path), pool_file(tmp_path, *rows, {"model": "w"}, {"model": "v"}))
+
+
+def command(*words, cwd=ROOT, stdin=""):
     run = subprocess.run(
         [sys.executable, os.path.join(ROOT, "workflow.py"), *words],
         cwd=cwd,
         text=True,
+        input=stdin,
         capture_output=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
@@ -442,21 +565,80 @@ def test_a_question_is_answered_right_after_the_clone(tmp_path):
     assert "calculator" not in out
 
 
+def test_a_question_may_come_from_standard_input(tmp_path):
+    status, out, err = command("--only=calculator", cwd=tmp_path, stdin="What is 6 * 7?\n")
+    assert status == 0 and out.startswith("Question: What is 6 * 7?"), err
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory) -> str:
+    """A file of two rollouts, of which the first is right."""
+    pool = [Player("a", lambda m: "41")]
+    rollouts = [execute(Workflow([Step(0, "Solve it.", [])]), f"q{i}", pool) for i in range(2)]
+    rollouts[0].right = True
+    file = tmp_path_factory.mktemp("traces") / "0.jsonl"
+    file.write_text("".join(json.dumps(rollout_to_json(r)) + "\n" for r in rollouts))
+    return str(file)
+
+
+QUOTED = 'python workflow.py "What is 6 * 7?"'
 WRONG = {  # words: what the error says
-    (): 'python workflow.py "a question"',
+    (): QUOTED,
+    ("",): QUOTED,
+    ("help",): "--help",
+    ("server",): "did you mean serve?",
+    ("Serve",): "did you mean serve?",
+    ("serve", "me", "a", "poem"): QUOTED,
+    ("shwo", "out.jsonl", "3"): "did you mean show FILE?",
+    ("show",): "show takes a FILE",
+    ("show", "me", "the", "capital"): QUOTED,
+    ("show", "TRACE", "x"): "'x' is no line's number",
+    ("show", "TRACE", "1.5"): "'1.5' is no line's number",
+    ("show", "TRACE", "-1"): "'-1' is no line's number",
+    ("show", "TRACE", "99"): "has lines 0 to 1, and no line 99",
+    ("show", "TRACE", "1", "2"): "show takes a FILE",
+    ("show", "nowhere.jsonl"): "there is no file nowhere.jsonl",
+    ("show", ROOT): "there is no file",
+    ("show", os.path.join(LAPTOP, "model.safetensors")): "holds no rollout",
+    ("show", os.devnull): "there is no file",
+    ("show", "--examples"): "show takes a FILE",
     ("What is 6 * 7?", "--chekpoint=x"): "did you mean --checkpoint",
     ("What is 6 * 7?", "--checkpoint=nowhere"): "--conductor=WORKER",
     ("What is 6 * 7?", "--only=nobody"): "the pool has calculator",
     ("What is 6 * 7?", "--pool=nowhere.json"): "nowhere.json",
     ("What is 6 * 7?", "--pool=today"): "--preset=own",
-    ("show", "nowhere.jsonl"): "nowhere.jsonl",
+    ("What is 6 * 7?", "--extra_rounds=-1"): "--extra_rounds is at least 0",
+    ("What is 6 * 7?", "--budget=-1"): "--budget is at least 0",
+    ("What is 6 * 7?", "--budget=nan"): "--budget is a finite number",
+    ("What is 6 * 7?", "--temperature=-0.5"): "--temperature is at least 0",
+    ("serve", "--extra_rounds=-1"): "--extra_rounds is at least 0",
 }
 
 
 @pytest.mark.parametrize("words, why", WRONG.items(), ids=range(len(WRONG)))
-def test_what_a_user_does_wrong_is_said(words, why):
-    status, out, err = command(*words)
-    assert status and why in out + err and "Traceback" not in err
+def test_what_a_user_does_wrong_is_said(words, why, trace, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    words = [trace if word == "TRACE" else word for word in words]
+    with pytest.raises((ValueError, OSError, SystemExit)) as caught:
+        main(words)
+    assert why in f"{caught.value} {capsys.readouterr().err}"
+
+
+def test_a_reader_that_has_enough_is_no_error(trace):
+    words = [sys.executable, os.path.join(ROOT, "workflow.py"), "show", trace]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait() == 0
+
+
+def test_an_error_of_the_command_line_is_one_sentence(trace):
+    status, out, err = command("show", trace, "99")
+    assert (status, out, err.count("\n")) == (1, "", 1)
+
+
+@pytest.mark.parametrize("words", [["how", "many", "apples?"], ["Who", "am", "I?"], ["show me it"]])
+def test_a_question_may_begin_with_any_word(words):
+    assert question_of(words) == " ".join(words)
 
 
 def test_an_llm_conducts_without_any_training_and_is_on_the_bill(tmp_path):
@@ -489,6 +671,16 @@ def test_show_lists_rollouts_and_shows_one(tmp_path):
     file.write_text("{}\n")
     with pytest.raises(ValueError, match="line 0, holds no rollout"):
         show(str(file))
+    file.write_text("")
+    with pytest.raises(ValueError, match="is empty"):
+        show(str(file), 0)
+
+
+def test_show_writes_examples_of_several_files(tmp_path, trace, capsys):
+    main(["show", "--examples", trace, trace])
+    (tmp_path / "mine.json").write_text(capsys.readouterr().out)
+    [example] = read_examples(str(tmp_path / "mine.json"))
+    assert example["question"] == "q0"
 
 
 def test_a_call_can_be_replaced():
