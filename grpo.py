@@ -20,15 +20,20 @@ Read eval.py next."""
 
 import itertools
 import math
+from inspect import signature
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
-from model import Qwen, causal
+from model import Qwen, in_bf16_on_gpu
 from workflow import Rollout
+
+# Newer versions of torch want to be told that there are fewer heads of keys than of queries.
+GQA = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 # ---- Advantages (Eq. 2) --------------------------------------------------------------------------
 
@@ -289,68 +294,78 @@ def statistics(new, old, kl, clip):
 
 
 def pack(groups, device):
-    """Lay out groups [(prompt, completions)] as one row, as drawn in packed_logprobs. Returns those
-    four tensors, and the `attend` by which a completion sees its prompt and its own past."""
-    ids, positions, targets, predictors = [], [], [], []
-    sizes, layout = [], []
-    for prompt, completions in groups:
-        begin, P = len(ids), len(prompt)
-        ids += prompt
-        positions += range(P)
-        for completion in completions:
-            predictors += [begin + P - 1, *range(len(ids), len(ids) + len(completion) - 1)]
-            positions += range(P, P + len(completion))
-            targets += completion
-            ids += completion
-        sizes.append(len(ids) - begin)
-        layout.append((P, *pad(P, completions, device)))
+    """Lay out groups [(prompt, completions)] as the row that packed_logprobs draws.
 
-    def attend(layer_idx, q, k, v):  # q (1, H, T, D), k and v (1, Hkv, T, D)
-        dtype = q.dtype
-        y = []
-        if device.type == "cpu":  # the fused kernel's backward pass in bf16 is slow there
-            q, k, v = q.float(), k.float(), v.float()
-        for *qkv, group in zip(q.split(sizes, 2), k.split(sizes, 2), v.split(sizes, 2), layout):
-            y.append(attend_group(layer_idx, *qkv, *group))
-        return torch.cat(y, 2).to(dtype)
-
-    return *(torch.tensor(x, device=device) for x in (ids, positions, targets, predictors)), attend
-
-
-def pad(P: int, completions, device):
-    """Pad a group's completions to the longest of them, L. For the group drawn in packed_logprobs,
-    where (1) is padding, this returns
-
-        places      2 (1)| 3  4          (n, L)   where each token stands in its group
-        real        0      2  3          (S - P)  which of the n*L are no padding
+    Returns ids, positions, targets and predictors as tensors, and the `attend` for this row.
     """
-    lengths = torch.tensor([[len(completion)] for completion in completions])  # (n, 1)
-    column = torch.arange(lengths.max())
-    is_real = column < lengths  # (n, L)
-    begins = P + lengths.cumsum(0) - lengths  # (n, 1)
-    # Padding points at many places, as a GPU adds up the gradients of one in turn.
-    places = torch.where(is_real, begins + column, column)  # (n, L)
-    return places.to(device), is_real.flatten().nonzero()[:, 0].to(device)
+    ids, positions, targets, predictors = [], [], [], []
+    lengths = []  # of each piece of the row, which is a prompt or a completion
+    seen = []  # the places in the row that the last token of each piece sees
+    for prompt, completions in groups:
+        prompt_places = range(len(ids), len(ids) + len(prompt))
+        ids += prompt
+        positions += range(len(prompt))
+        lengths.append(len(prompt))
+        seen.append([*prompt_places])
+        for completion in completions:
+            places = range(len(ids), len(ids) + len(completion))
+            ids += completion
+            positions += range(len(prompt), len(prompt) + len(completion))
+            targets += completion
+            predictors += [prompt_places[-1], *places[:-1]]
+            lengths.append(len(completion))
+            seen.append([*prompt_places, *places])
+
+    row = [torch.tensor(x, device=device) for x in (ids, positions, targets, predictors)]
+    return *row, packed_attention(lengths, seen, device)
 
 
-def attend_group(layer_idx, q, k, v, P, places, real):
-    """Attention in one group: its completions see the prompt and their own past, not each other.
-    q (1, H, S, D), k and v (1, Hkv, S, D) -> (1, H, S, D)."""
-    n, L = places.shape
+def packed_attention(lengths: list[int], seen: list[list[int]], device):
+    """Return the `attend` for a row of pieces.
 
-    def own(x):  # (1, h, S, D) -> (n, h, L, D); the gradient of x[0][:, places] would be slower
-        return x[0].index_select(1, places.flatten()).unflatten(1, (n, L)).transpose(0, 1)
+    Args:
+        lengths: How many tokens each piece has, T in all.
+        seen: The places in the row that a piece's last token sees. The token n places before it
+            sees all but the last n of them.
+    """
+    places = torch.tensor([*itertools.chain(*seen)], device=device)  # (S)
+    n_seen = [len(some) for some in seen]
+    ends = []  # the cumulative lengths that varlen_attn takes: of the T queries, and of the S keys
+    for sizes in (lengths, n_seen):
+        cumulative = [0, *itertools.accumulate(sizes)]
+        ends.append(torch.tensor(cumulative, dtype=torch.int32, device=device))
 
-    def seen(x):  # (1, Hkv, S, D) -> (n, Hkv, P+L, D)
-        return torch.cat((x[:, :, :P].expand(n, -1, -1, -1), own(x)), 2)
+    def attend(layer_idx, q, k, v):  # q (1, H, T, D), k and v (1, Hkv, T, D) -> (1, H, T, D)
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # (T, H or Hkv, D)
+        # Gathered in fp32, as the gradients of all completions add up in the prompt's keys.
+        k = k.float().index_select(0, places)  # (S, Hkv, D)
+        v = v.float().index_select(0, places)
+        if in_bf16_on_gpu(q):
+            longest = (max(lengths), max(n_seen))
+            k, v = k.to(q.dtype), v.to(q.dtype)
+            y = varlen_attn(q, k, v, *ends, *longest, window_size=(-1, 0), **GQA)
+        else:
+            y = attend_in_turn(q.float(), k, v, lengths, n_seen).to(q.dtype)
+        return y.transpose(0, 1)[None]
 
-    prompt = causal(layer_idx, q[:, :, :P], k[:, :, :P], v[:, :, :P])
-    # A tensor as mask would select a kernel that takes quadratic memory, and is_causal would align
-    # at the upper left.
-    mask = causal_lower_right(L, P + L)  # Padding is at the end: nobody sees it.
-    y = F.scaled_dot_product_attention(own(q), seen(k), seen(v), attn_mask=mask, enable_gqa=True)
-    y = y.transpose(1, 2).flatten(0, 1).index_select(0, real)  # (n, H, L, D) -> (S-P, H, D)
-    return torch.cat((prompt, y.transpose(0, 1)[None]), 2)
+    return attend
+
+
+def attend_in_turn(q, k, v, lengths: list[int], n_seen: list[int]):
+    """Compute what varlen_attn computes in one kernel, piece by piece: q (T, H, D) -> (T, H, D).
+
+    k and v (S, Hkv, D) hold what the pieces see, one piece after another. On a CPU this is done in
+    fp32, because the fused kernel's backward pass is slow in bf16.
+    """
+    y = []
+    for own_q, its_k, its_v in zip(q.split(lengths), k.split(n_seen), v.split(n_seen)):
+        own_q, its_k, its_v = (x.transpose(0, 1)[None] for x in (own_q, its_k, its_v))
+        # is_causal would align the diagonal at the upper left, and a tensor as mask would choose a
+        # kernel that takes quadratic memory.
+        mask = causal_lower_right(own_q.shape[2], its_k.shape[2])
+        piece = F.scaled_dot_product_attention(own_q, its_k, its_v, mask, enable_gqa=True)
+        y.append(piece[0].transpose(0, 1))
+    return torch.cat(y)
 
 
 HEAD_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 22}  # how many logits exist at a time

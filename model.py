@@ -413,6 +413,11 @@ def compute_dtype(device) -> torch.dtype:
     return torch.bfloat16 if has_units else torch.float32
 
 
+def in_bf16_on_gpu(x) -> bool:
+    """Return whether x is a bf16 tensor on CUDA, which the fused kernels compute with."""
+    return x.is_cuda and x.dtype == torch.bfloat16
+
+
 def matmul_fp32(a, b):
     """Return a (…, N, K) @ b (…, K, M), accumulated in fp32. On CUDA, bf16 has no gradient here."""
     if a.device.type != "cuda" or a.dtype == torch.float32:

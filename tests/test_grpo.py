@@ -249,16 +249,72 @@ def test_packed_equals_one_forward_per_rollout(case, chunk, monkeypatch):
 
 
 def test_the_row_of_the_drawing():
-    """The example in the docstrings of packed_logprobs and pad, and a second group after it."""
-    cpu = torch.device("cpu")
-    *row, _ = grpo.pack([([5, 6], [[7], [8, 9]]), ([3], [[4]])], cpu)
+    """The example in the docstring of packed_logprobs, and a second group after it."""
+    *row, _ = grpo.pack([([5, 6], [[7], [8, 9]]), ([3], [[4]])], torch.device("cpu"))
     assert [x.tolist() for x in row] == [
         [5, 6, 7, 8, 9, 3, 4],
         [0, 1, 2, 2, 3, 0, 1],
         [7, 8, 9, 4],
         [1, 1, 3, 5],
     ]
-    assert [x.tolist() for x in grpo.pad(2, [[7], [8, 9]], cpu)] == [[[2, 1], [3, 4]], [0, 2, 3]]
+
+
+def written_out(q, k, v, owners):
+    """Attention of a packed row (1, H, T, D) in double precision, one query at a time.
+
+    owners: of each token its group and its completion, 0 for the prompt.
+    """
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    y = torch.zeros(q.shape, dtype=torch.double)
+    for i, (group, completion) in enumerate(owners):
+        seen = [j for j in range(i + 1) if owners[j] in ((group, 0), (group, completion))]
+        for head in range(q.shape[1]):
+            scores = k[0, head, seen].double() @ q[0, head, i].double() / math.sqrt(q.shape[3])
+            y[0, head, i] = scores.softmax(0) @ v[0, head, seen].double()
+    return y
+
+
+def varlen(q, k, v, q_ends, k_ends, max_q, max_k, *, window_size, enable_gqa=False):
+    """torch's varlen_attn by its documentation, in plain operations."""
+    assert window_size == (-1, 0), "causal, aligned at the lower right"
+    assert {x.dtype for x in (q_ends, k_ends)} == {torch.int32}
+    assert (max_q, max_k) == (q_ends.diff().max(), k_ends.diff().max())
+    y = torch.empty_like(q)
+    for i in range(len(q_ends) - 1):
+        queries = slice(q_ends[i], q_ends[i + 1])
+        keys = slice(k_ends[i], k_ends[i + 1])
+        own_q, its_k, its_v = (
+            x.float().transpose(0, 1) for x in (q[queries], k[keys], v[keys])
+        )  # (H or Hkv, n, D)
+        its_k, its_v = (x.repeat_interleave(q.shape[1] // k.shape[1], 0) for x in (its_k, its_v))
+        scores = own_q @ its_k.mT / math.sqrt(q.shape[2])
+        n, m = scores.shape[1:]
+        scores = scores.masked_fill(torch.ones(n, m).tril(m - n) == 0, -torch.inf)
+        y[queries] = (scores.softmax(-1) @ its_v).transpose(0, 1).to(y.dtype)
+    return y
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_attention_of_a_packed_row(kernel, monkeypatch):
+    """Each completion sees its prompt and its own past. The GPU's kernel gets what says so."""
+    dtype = torch.float32
+    if kernel:  # as on CUDA, where varlen_attn computes in bf16
+        dtype = torch.bfloat16
+        monkeypatch.setattr(grpo, "in_bf16_on_gpu", lambda x: x.dtype == torch.bfloat16)
+        monkeypatch.setattr(grpo, "varlen_attn", varlen)
+    groups = [([1] * 5, [[2], [3] * 4, [4] * 2]), ([5], [[6] * 3])]
+    owners = []
+    for i, (prompt, completions) in enumerate(groups):
+        for j, piece in enumerate([prompt, *completions]):
+            owners += [(i, j)] * len(piece)
+    *_, attend = grpo.pack(groups, torch.device("cpu"))
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, h, len(owners), 16, generator=g).to(dtype) for h in (4, 2, 2))
+    y = attend(0, q, k, v)
+    assert y.dtype == dtype and y.shape == q.shape
+    torch.testing.assert_close(
+        y.double(), written_out(q, k, v, owners), rtol=0, atol=2e-2 if kernel else 1e-6
+    )
 
 
 def test_the_prompt_is_computed_once():
