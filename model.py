@@ -234,6 +234,63 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # SwiGLU
 
 
+class LoRALinear(nn.Linear):
+    """A frozen Linear plus a trained low-rank part: W x + b + B (A x) (LoRA, arXiv:2106.09685).
+
+    A (rank, in) starts with random rows of length 1 and B (out, rank) with zeros, so at first nothing
+    is added. Both are fp32, and computed in the dtype of x. There is no factor alpha/rank: with as many
+    orthogonal rows as `in`, a step of plain SGD changes B A exactly as it would change W.
+    """
+
+    def __init__(self, linear: nn.Linear, rank: int):
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.weight = linear.weight
+        self.bias = linear.bias
+        A, B = self.start(rank, linear.weight.device)
+        self.lora_A = nn.Parameter(A)
+        self.lora_B = nn.Parameter(B)
+
+    def start(self, rank: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return new values of A and B."""
+        A = F.normalize(torch.randn(rank, self.in_features, device=device))
+        return A, torch.zeros(self.out_features, rank, device=device)
+
+    def forward(self, x):
+        low = F.linear(x, self.lora_A.to(x.dtype))  # (…, rank)
+        return super().forward(x) + F.linear(low, self.lora_B.to(x.dtype))
+
+
+def add_lora(model: "Qwen", rank: int):
+    """Freeze a model in place and add matrices of this rank to every Linear of its layers.
+
+    For example:
+
+        add_lora(model, rank=16)
+        optimizer = AdamW([p for p in model.parameters() if p.requires_grad])
+        …
+        sampler.load_state_dict(merge_lora(model.state_dict()))
+    """
+    model.requires_grad_(False)
+    for layer in model.model.layers:
+        linears = {
+            n: module for n, module in layer.named_modules() if isinstance(module, nn.Linear)
+        }
+        for name, linear in linears.items():
+            layer.set_submodule(name, LoRALinear(linear, rank))
+
+
+def merge_lora(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a state dict in which every W is W + B A, computed in fp32, and no A and B are left."""
+    merged = {name: tensor for name, tensor in state.items() if ".lora_" not in name}
+    for name, A in state.items():
+        if name.endswith(".lora_A"):
+            B = state[name.replace("lora_A", "lora_B")]
+            weight = name.replace("lora_A", "weight")
+            whole = torch.addmm(merged[weight].float(), B.float(), A.float())
+            merged[weight] = whole.to(merged[weight].dtype)
+    return merged
+
+
 class Layer(nn.Module):
     def __init__(self, config: Config, layer_idx: int):
         super().__init__()
@@ -305,17 +362,23 @@ class Qwen(nn.Module):
         return self.compute_device or self.lm_head.weight.device
 
     @classmethod
-    def from_pretrained(cls, path: str, dtype=torch.float32, device="cpu", shard=None) -> "Qwen":
+    def from_pretrained(
+        cls, path: str, dtype=torch.float32, device="cpu", shard=None, lora_rank=0
+    ) -> "Qwen":
         """Load a checkpoint from a folder or from a repository of the Hugging Face hub.
 
         Args:
+            dtype: of the weights; None keeps the file's. The matrices of LoRA are always fp32.
             shard: shard(model) applies FSDP to the empty model in place; each rank then keeps only
                 its part of every tensor.
+            lora_rank: freeze the weights and train matrices of this rank (`add_lora`); 0: do not.
 
         Raises ValueError, which names the tensor or key, if a file is damaged or does not fit.
         """
         with torch.device("meta"):  # without memory: load_state_dict assigns the tensors
             model = cls(Config.from_pretrained(path))
+        if lora_rank:
+            add_lora(model, lora_rank)
         if shard:
             shard(model)
         state = read_tensors(path)
@@ -323,8 +386,12 @@ class Qwen(nn.Module):
 
         if is_llama_with_zero_bias(model.config):
             state = {name: p for name, p in state.items() if not name.endswith("o_proj.bias")}
+        for name, module in model.named_modules():
+            if isinstance(module, LoRALinear):
+                A, B = module.start(lora_rank, "cpu")
+                state |= {f"{name}.lora_A": A, f"{name}.lora_B": B}
         for name, tensor in state.items():
-            state[name] = tensor.to(device, dtype)
+            state[name] = tensor.to(device, torch.float32 if ".lora_" in name else dtype)
             if shard and name in parameters:
                 state[name] = own_part(state[name], parameters[name]).to(device)
         if model.config.tie_word_embeddings:
@@ -346,6 +413,7 @@ class Qwen(nn.Module):
         """
         os.makedirs(path, exist_ok=True)
         state = {name: p.detach().cpu().contiguous() for name, p in self.named_parameters()}
+        state = merge_lora(state)
         config = self.config
         if config.model_type == "qwen2" and not has_qwen_tokenizer(path):
             config = replace(config, model_type="llama")
@@ -512,8 +580,9 @@ LLAMA3_CHAT = ChatTemplate(
 def find_template(bpe: BPE, model_type: str) -> ChatTemplate:
     """Return the template whose control tokens the tokenizer has.
 
-    For ChatML, that is Qwen3's in a model of this type and Qwen2.5's in any other. Raises ValueError
-    if there is no such template, or if text can spell its control tokens.
+    For ChatML, that is Qwen3's in a model of this type and Qwen2.5's in any other.
+
+    Raises ValueError if there is no such template, or if text can spell its control tokens.
     """
     for template in (QWEN3_CHAT if model_type == "qwen3" else QWEN2_CHAT, LLAMA3_CHAT):
         tokens = re.findall(CONTROL_TOKEN, template.turn)
@@ -613,7 +682,7 @@ class Tokenizer:
     def fill(self, template: str, role: str = "", content: str = "") -> list[int]:
         """Return the ids of a part of a chat template.
 
-        Control tokens of the template become their ids; role and content are text whatever they spell.
+        The template's control tokens become control tokens; role and content are always text.
         """
         ids = []
         for part in re.split(CONTROL_TOKEN, template):

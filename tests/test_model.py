@@ -17,8 +17,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from grpo import packed_logprobs
-from model import Config, Qwen, RMSNorm, Tokenizer, causal, check_ids, configure, fetch, flag
-from model import rotary, rotate
+from model import Config, LoRALinear, Qwen, RMSNorm, Tokenizer, add_lora, causal, check_ids
+from model import configure, fetch, flag, merge_lora, rotary, rotate
 from sample import generate
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -48,7 +48,7 @@ def shape_of(shape):
 
 @torch.no_grad()
 def shake(module, seed=0):
-    """Fill every parameter with numbers so large that each, biases and norms too, shows in logits."""
+    """Fill all parameters with numbers so large that each, a bias or a norm too, shows in logits."""
     torch.manual_seed(seed)
     for name, p in module.named_parameters():
         p.uniform_(0.5, 1.5) if "norm" in name else p.normal_(std=0.2 if p.dim() > 1 else 0.5)
@@ -78,7 +78,7 @@ def saved(tmp_path):
     return tmp_path
 
 
-# ---- The model and its checkpoints against transformers -----------------------------------------------
+# ---- The model and its checkpoints against transformers -------------------------------------------
 @pytest.mark.parametrize("shape", SHAPES)
 def test_transformers_loads_ours_with_equal_logits_and_gradients(shape, tmp_path):
     ours = tiny(shape)
@@ -403,8 +403,8 @@ def test_a_damaged_file_is_named(file, text, saved):
 
 
 RANKS = """import sys, torch, torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from model import Qwen
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from model import Qwen, merge_lora
 dist.init_process_group("gloo")
 path, whole = sys.argv[1], Qwen.from_pretrained(sys.argv[1])
 def shard(model):
@@ -419,6 +419,27 @@ for (name, a), b in zip(sharded.named_parameters(), whole.parameters(), strict=T
     assert local.untyped_storage().nbytes() == local.nbytes < b.nbytes, name
 ids = torch.arange(20)[None]
 assert (sharded(ids) - whole(ids)).abs().max() < 1e-4
+
+# LoRA: a frozen base in bf16 and trained matrices in fp32 share a unit of FSDP.
+def shard_bf16(model):
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    for part in (*model.model.layers, model):
+        fully_shard(part, mp_policy=policy)
+models = []
+for shard in (None, shard_bf16):
+    torch.manual_seed(1)  # on all ranks
+    models.append(Qwen.from_pretrained(path, torch.bfloat16, shard=shard, lora_rank=4))
+for step in range(2):
+    for model in models:
+        model.zero_grad()
+        model(ids).logsumexp(-1).sum().backward()
+        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01).step()
+    for (name, a), b in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert a.dtype == b.dtype == (torch.float32 if "lora_" in name else torch.bfloat16), name
+        assert torch.equal(a, b.full_tensor()), name
+        assert a.requires_grad == b.requires_grad == ("lora_" in name), name
+        assert not a.requires_grad or a.grad.any() or (step == 0 and "lora_A" in name), name
+        assert not a.requires_grad or b.grad.dtype == torch.float32, name
 dist.destroy_process_group()
 """
 
@@ -444,6 +465,95 @@ def test_each_rank_keeps_its_part_of_every_tensor(shape, tmp_path):
         [sys.executable, "-m", *command], env=environment, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr
+
+
+# ---- LoRA -----------------------------------------------------------------------------------------
+def loss_of(model):
+    return torch.nn.functional.cross_entropy(model(IDS)[:, :-1].transpose(1, 2), IDS[:, 1:])
+
+
+def with_lora(rank=3, **changes):
+    """A model with LoRA whose B is no longer zero, and the same model with all of it merged."""
+    model = tiny(**changes)
+    add_lora(model, rank)
+    for name, p in model.named_parameters():
+        if name.endswith("lora_B"):
+            torch.nn.init.normal_(p, std=0.1)
+    merged = Qwen(model.config)
+    merged.load_state_dict(merge_lora(model.state_dict()))
+    return model, merged
+
+
+def test_lora_starts_as_the_model_itself_and_trains_nothing_else():
+    model = tiny()
+    before = model(IDS)
+    add_lora(model, 3)
+    assert torch.equal(model(IDS), before)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    linears = "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj".split()
+    linears += "mlp.gate_proj mlp.up_proj mlp.down_proj".split()
+    names = {
+        f"model.layers.{i}.{name}.lora_{x}" for i in range(3) for name in linears for x in "AB"
+    }
+    assert trained.keys() == names
+    A, B = (trained[f"model.layers.0.mlp.down_proj.lora_{x}"] for x in "AB")
+    assert A.shape == (3, 72) and B.shape == (48, 3) and not B.any()
+    torch.testing.assert_close(A.norm(dim=1), torch.ones(3))
+
+
+def test_lora_has_the_gradients_of_the_formula():
+    """With W' = W + B A and its gradient G: that of B is G Aᵀ, that of A is Bᵀ G."""
+    model, merged = with_lora()
+    torch.testing.assert_close(model(IDS), merged(IDS), **CLOSE)
+    for each in (model, merged):
+        loss_of(each).backward()
+    whole = dict(merged.named_parameters())
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
+    assert len(layers) == 21
+    for name, m in layers.items():
+        G = whole[f"{name}.weight"].grad
+        assert m.weight.grad is None
+        torch.testing.assert_close(m.lora_B.grad, G @ m.lora_A.T, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(m.lora_A.grad, m.lora_B.T @ G, rtol=1e-4, atol=1e-6)
+
+
+def test_with_full_rank_a_step_of_sgd_is_that_of_the_whole_matrix():
+    """If A is orthogonal and B zero, B A after one step is the step that W would have taken."""
+    model, full = tiny(), tiny()
+    add_lora(model, 72)  # the width of the widest input
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
+    for m in layers.values():
+        m.lora_A = torch.nn.Parameter(torch.linalg.qr(torch.randn(m.in_features, m.in_features))[0])
+        m.lora_B = torch.nn.Parameter(torch.zeros(m.out_features, m.in_features))
+    for each in (model, full):
+        loss_of(each).backward()
+        trained = [p for p in each.parameters() if p.grad is not None]
+        torch.optim.SGD(trained, lr=0.5).step()
+    start, stepped = tiny().state_dict(), full.state_dict()
+    for name, m in layers.items():
+        step = stepped[f"{name}.weight"] - start[f"{name}.weight"]
+        assert step.abs().max() > 1e-3
+        torch.testing.assert_close(m.lora_B @ m.lora_A, step, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lora_over_a_checkpoint(dtype, saved):
+    """The base has the dtype of computation, the matrices fp32; what is saved is merged."""
+    torch.manual_seed(3)
+    model = Qwen.from_pretrained(str(saved), dtype, lora_rank=2)
+    for name, p in model.named_parameters():
+        assert p.dtype == (torch.float32 if "lora_" in name else dtype), name
+        assert p.requires_grad == ("lora_" in name), name
+        if name.endswith("lora_B"):
+            torch.nn.init.normal_(p, std=0.1)
+    model.save_pretrained(str(saved / "merged"))
+    merged = Qwen.from_pretrained(str(saved / "merged"), dtype)
+    assert merged.state_dict().keys() == tiny().state_dict().keys()
+    assert not torch.equal(merged(IDS), Qwen.from_pretrained(str(saved), dtype)(IDS))
+    if dtype == torch.float32:
+        torch.testing.assert_close(merged(IDS), model(IDS), **CLOSE)
+    else:
+        assert (merged(IDS) - model(IDS)).norm() < 0.05 * model(IDS).norm()
 
 
 # ---- The hub -----------------------------------------------------------------------------------
@@ -560,7 +670,7 @@ def test_a_llama_may_speak_chatml():
 
 @pytest.mark.parametrize("text", [*TEXTS, CONTROL])
 def test_text_survives_the_round_trip_and_holds_no_control_token(text):
-    """decode(encode(text)) is the text, even if it spells control tokens; real ones are left out."""
+    """decode(encode(text)) is the text, even if it spells control tokens; real ones are dropped."""
     tokenizer = Tokenizer(bpe())
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text == tokenizer.decode([*ids, *tokenizer.end_ids])
