@@ -2041,16 +2041,17 @@ def prepare(settings: "Settings"):
     """Write DATA/paper.jsonl and DATA/recursion.jsonl.
 
     The problems are the hardest candidates of each benchmark where levels are known, else the
-    first. With a pool they are only such candidates on which its workers differ: where all agree,
-    the rewards of a group hardly differ, and it teaches nothing.
+    first. With a pool, its workers answer every candidate twice, the headroom is printed, and only
+    candidates that can teach are taken.
     """
     os.makedirs(DATA, exist_ok=True)
     pool = []
     if settings.pool:
+        check_sandbox()
         replay = replay_file(settings, "prepare")
         pool = load_pool(settings.pool, replay=replay, budget=settings.budget)
-        n_calls = CANDIDATES * len(MIXES["paper"]) * len(pool)
-        demand_budget(pool, settings.budget, n_calls, "asking every worker every candidate")
+        n_calls = 2 * CANDIDATES * len(MIXES["paper"]) * len(pool)
+        demand_budget(pool, settings.budget, n_calls, "asking every worker every candidate twice")
     chosen = {}
     for name, wanted in MIXES["paper"].items():
         source = source_of(name, "train")
@@ -2058,7 +2059,9 @@ def prepare(settings: "Settings"):
         problems = load(name, "train", CANDIDATES)
         candidates = [p for p in problems if p.grader == "code" or p.answer]
         if pool:
-            candidates = those_on_which_workers_differ(name, candidates, pool)
+            right = ask_twice(name, candidates, pool)
+            print_headroom(name, right, [worker.name for worker in pool])
+            candidates = list(itertools.compress(candidates, can_teach(right)))
         hardest_first = sorted(candidates, key=lambda problem: -problem.level)
         chosen[name] = hardest_first[:wanted]
         print(f"{name}: {len(chosen[name])} problems taken of {len(candidates)}, {wanted} wanted")
@@ -2073,15 +2076,44 @@ def prepare(settings: "Settings"):
         print(f"{file}: {len(problems)} problems")
 
 
-def those_on_which_workers_differ(name: str, problems: list[Problem], pool: list) -> list[Problem]:
-    """Ask every worker every problem; return the problems that some solve and others do not."""
-    groups = ask_each(problems, [pool] * len(problems), f"prepare {name}", range(len(pool)))
-    is_spent = pool[0].budget and pool[0].budget.refused
-    remedy = "`prepare` goes on where it stopped with a larger one"
-    require(not is_spent, f"the budget is spent: {remedy}")
-    verdicts = [{rollout.right for rollout in group} for group in groups]  # None: a lost call
-    print(f"{name}: {verdicts.count({True})} solved by all, {verdicts.count({False})} by none")
-    return [p for p, verdict in zip(problems, verdicts) if verdict == {True, False}]
+def ask_twice(name: str, problems: list[Problem], pool: list) -> np.ndarray:
+    """Ask every worker every problem twice. Return what is right: (workers, 2, problems).
+
+    A lost call is nan. The two draws are calls of their own also in a replay file.
+    """
+    draws = []
+    for draw in range(2):
+        prefix = f"prepare {name}/{draw}"
+        groups = ask_each(problems, [pool] * len(problems), prefix, range(len(pool)))
+        draws.append([[rollout.right for rollout in group] for group in groups])
+        is_spent = pool[0].budget and pool[0].budget.refused
+        remedy = "with a larger one `prepare` goes on where it stopped"
+        require(not is_spent, f"the budget is spent: {remedy}")
+    right = np.array(draws, float).reshape(2, len(problems), len(pool))
+    return right.transpose(2, 0, 1)
+
+
+def can_teach(right: np.ndarray) -> np.ndarray:
+    """Return for each problem whether one worker is right twice and another one wrong twice.
+
+    Only then is the choice of a worker more than luck. right: as of `ask_twice`.
+    """
+    is_always_right = (right == 1).all(1)  # (workers, problems)
+    is_always_wrong = (right == 0).all(1)
+    return is_always_right.any(0) & is_always_wrong.any(0)
+
+
+def print_headroom(name: str, right: np.ndarray, workers: list[str]):
+    """Print what there is to gain over the best worker. right: as of `ask_twice`."""
+    accuracies = [mean(list(draws[~np.isnan(draws)])) or 0.0 for draws in right]
+    best = int(np.argmax(accuracies))
+    rows = {f"best worker: {workers[best]}": {"accuracy": accuracies[best]}}
+    rows |= headroom(right)
+    rows["share of problems that can teach"] = {"accuracy": mean(list(can_teach(right)))}
+    print(table(rows, f"{name}, {right.shape[2]} candidates, %"))
+    print(
+        "The oracle by chance is either of one worker's two answers, beside either of two workers."
+    )
 
 
 def write_problems(file: str, problems: list[Problem]):

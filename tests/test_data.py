@@ -220,6 +220,74 @@ def test_prepare_takes_the_hardest_and_load_reads_them(hub, capsys):
     assert "licence" in capsys.readouterr().out
 
 
+WORKERS = """
+import collections, re, threading
+
+lock, asked = threading.Lock(), collections.Counter()
+
+def note(text):
+    with lock, open("calls", "a") as file:
+        file.write(text + "\\n")
+    return text
+
+def adder(messages):
+    a, b = re.findall(r"[0-9]+", messages[0]["content"])[:2]
+    return note(f"\\\\boxed{{{int(a) + int(b)}}}")
+
+def lucky(messages):
+    with lock:
+        asked[str(messages)] += 1
+    return adder(messages) if asked[str(messages)] == 1 else note("I was lucky before.")
+
+def lost(messages):
+    return note("I do not know.")
+"""
+
+
+def test_prepare_asks_twice_and_keeps_what_can_teach(hub, tmp_path, monkeypatch, capsys):
+    """What the adder always solves and the lost one never can teach; paid replies are kept."""
+    rows = [{"problem": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(500)]
+    hub.files["HuggingFaceH4/MATH-500/test.jsonl"] = jsonl(rows)
+    monkeypatch.setattr(evaluation, "MIXES", {"paper": {"math500": 4}})
+    monkeypatch.setattr(evaluation, "CANDIDATES", 6)
+    monkeypatch.setattr(evaluation, "check_sandbox", lambda: None)
+    (tmp_path / "tools.py").write_text(WORKERS)
+
+    def pool(*names):
+        row = {"protocol": "python", "price": [0, 1], "params": {"max_tokens": 1000}}
+        rows = [{**row, "function": f"tools.py:{name}"} for name in names]
+        (tmp_path / "pool.json").write_text(json.dumps(rows))
+        return evaluation.Settings(pool="pool.json", budget=1.0)
+
+    # A budget for a few calls: the next run asks for the others alone.
+    settings = pool("adder", "lost")
+    settings.budget = 0.0055
+    with pytest.raises(ValueError, match="the budget is spent: with a larger one"):
+        prepare(settings)
+    paid = len((tmp_path / "calls").read_text().splitlines())
+    assert 0 < paid < 24
+    settings.budget = 1.0
+    prepare(settings)
+    assert len((tmp_path / "calls").read_text().splitlines()) == 6 * 2 * 2
+    printed = capsys.readouterr().out
+    assert re.search(r"best worker: adder +100.0\noracle +100.0\n", printed)
+    assert re.search(r"either of two workers +100.0\n.*two answers +50.0\n", printed)
+    assert re.search(r"problems that can teach +100.0\n", printed)
+    assert len(load("paper", "train")) == 4
+
+    # A worker that is right once only was lucky.
+    prepare(pool("lucky", "lost"))
+    printed = capsys.readouterr().out
+    assert re.search(r"best worker: lucky +50.0\noracle +50.0\n", printed)
+    assert re.search(r"problems that can teach +0.0\n", printed)
+
+
+def test_a_lost_call_teaches_nothing():
+    nan = float("nan")
+    right = evaluation.np.array([[[1, 1, nan, 1], [1, 1, 1, 0]], [[0, nan, 0, 0], [0, 0, 0, 0]]])
+    assert evaluation.can_teach(right).tolist() == [True, False, False, False]
+
+
 # Your own
 
 
