@@ -8,20 +8,25 @@ or a JSON file with a list of objects whose keys are fields of Worker. Read work
 """
 
 import argparse
+import base64
 import contextlib
 import functools
 import hashlib
+import hmac
+import ipaddress
 import itertools
 import json
 import os
 import random
 import re
 import runpy
+import select
 import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.parse
 import zlib
 from dataclasses import asdict, dataclass, field, replace
 from email.utils import parsedate_to_datetime
@@ -884,141 +889,309 @@ def specialist(name: str, messages: list[dict]) -> str:
     return rewrite(text, trade, instruction) or f"I am a {trade}; I find nothing here to work on."
 
 
-# ---- The server: OpenAI's chat completions on loopback, for the specialists and for workflow.py ------------
+# ---- The server: OpenAI's chat completions, for the specialists and for workflow.py ------------------------
+
+LONGEST_BODY = 64 << 20  # bytes
+LONGEST_CHAT = 4_000_000  # characters, about a million tokens: more than any worker reads
+CHAT_PATH = "/v1/chat/completions"
+PATHS = f"there are GET /health, GET /v1/models, GET /v1/models/NAME and POST {CHAT_PATH}"
+# The Host headers that programs on this machine send. A web page whose own name was made to mean
+# 127.0.0.1 (DNS rebinding) sends that name.
+OWN_HOSTS = r"(?i)(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?"
+# Parameter: (the values that are served, what every other value asks for)
+PARAMETERS = {
+    "n": ([None, 1], "more than one answer"),
+    "tool_choice": ([None, "none", "auto"], "tool calls"),
+    "function_call": ([None, "none", "auto"], "function calls"),
+    "response_format": ([None, {"type": "text"}], "formats other than text"),
+    "modalities": ([None, ["text"]], "anything but text"),
+    "logprobs": ([None, False], "log-probabilities"),
+    "top_logprobs": ([None, 0], "log-probabilities"),
+}
+
+
+class Refusal(Exception):
+    """An HTTP error to answer a request with. code: OpenAI's word for it, where there is one."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, **headers):
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.headers = headers
+
+
+def plain_messages(messages: list[dict], roles: dict[str, str]) -> list[dict]:
+    """Return messages whose content is a text, where OpenAI also allows null and lists of parts."""
+    plain = []
+    for message in messages:
+        content = message["content"] or ""
+        parts = [{"text": content}] if isinstance(content, str) else content
+        for part in parts:
+            kind = part.get("type", "text")
+            if kind != "text":
+                expected = '{"type": "text", "text": TEXT}'
+                raise Refusal(400, f"this server reads no {kind!r:.40}; send {expected}")
+        text = "\n".join(part["text"] for part in parts)
+        text = text.encode(errors="replace").decode()  # JSON can spell half of an emoji.
+        plain.append({"role": roles[message["role"]], "content": text})
+    if not plain:
+        raise ValueError("no messages")
+    length = sum(len(message["content"]) for message in plain)
+    if length > LONGEST_CHAT:
+        sentence = f"the messages have {length:,} characters; at most {LONGEST_CHAT:,} are read"
+        raise Refusal(400, sentence, "context_length_exceeded")
+    return plain
+
+
+def check_parameters(body: dict):
+    """Refuse a request for something that this server lacks. Make a list of the stop texts."""
+    for name, (served, what) in PARAMETERS.items():
+        if body.get(name) not in served:
+            value = json.dumps(body[name])
+            raise Refusal(400, f"{name}={value:.80} asks for {what}, which this server lacks")
+    stop = body.get("stop") or []
+    body["stop"] = [stop] if isinstance(stop, str) else stop
+    is_list = isinstance(body["stop"], list)
+    if not is_list or not all(isinstance(text, str) for text in body["stop"]):
+        raise Refusal(400, "stop: expected a text or a list of texts")
+
+
+def cut(text: str, stops: list[str]) -> str:
+    """Return a text up to the first of the stop texts. cut("a. b. c", ["c", "."]) == "a"."""
+    return min((text.partition(stop)[0] for stop in stops if stop), key=len, default=text)
+
+
+def content_security_policy(page: bytes) -> str:
+    """Allow an HTML page its own scripts and styles, its own server, and nothing else."""
+    sources = {}
+    for tag in ("script", "style"):
+        texts = re.findall(rb"<%b>(.*?)</%b>" % (tag.encode(), tag.encode()), page, re.DOTALL)
+        digests = [base64.b64encode(hashlib.sha256(text).digest()).decode() for text in texts]
+        sources[tag] = " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"
+    return (
+        f"default-src 'none'; script-src {sources['script']}; style-src {sources['style']}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
 
 
 class Handler(BaseHTTPRequestHandler):
-    """A subclass has `models`, names, and `complete`, which gets a request's body; body["messages"] is a list
-    of {"role": "system", "user" or "assistant", "content": text}. It calls `reply` or `fail` once, and before
-    that `send_comment` as often as it likes, where body["stream"] is true."""
+    """Answer the requests of one connection as OpenAI's API does.
+
+    A subclass has `models` and `complete(body)`. The messages in the body are plain: each is
+    {"role": "system", "user" or "assistant", "content": text}. `complete` raises Refusal, or calls
+    `reply` or `fail` once. Before that, where body["stream"] is true, it may call `send_event` and
+    `send_comment` any number of times.
+    """
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
+    timeout = 60  # seconds that one read from the client, or one write to it, may take
     roles = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
     models: list[str] = []
-    streaming = False  # whether a stream has first_sent: the connection ends with it
+    public_paths: tuple[str, ...] = ()  # They need no key.
+    unread = False  # Is there a body that was not read? Then the connection ends with the answer.
+    streaming = False  # Has a stream started? The connection ends with it.
 
     def answer(self):
-        """Answer one request, by its path, or say what is wrong with it."""
-        asked = f"{self.command} {self.path}".partition("?")[0]
-        length = re.fullmatch(r"\d{1,8}", self.headers.get("Content-Length", ""))
-        data = self.rfile.read(int(length[0])) if length else b""
-        cards = [
-            {"id": name, "object": "model", "created": 0, "owned_by": "us"} for name in self.models
-        ]
-        pages = {
-            "GET /health": {"status": "ok"},
-            "GET /v1/models": {"object": "list", "data": cards},
-        }
-        if asked in pages:
-            return self.send(200, pages[asked])
-        if asked != "POST /v1/chat/completions":
-            return self.fail(
-                404, f"no {asked}; there are {', '.join(pages)}, POST /v1/chat/completions"
-            )
-        is_local = re.match(LOOPBACK, f"http://{self.headers.get('Host')}")
-        if not length or not is_local or self.headers.get_content_type() != "application/json":
-            self.close_connection = True
-            # A web page may send other types here, or from a host that comes to mean 127.0.0.1.
-            return self.fail(
-                403, "send Content-Type: application/json, Host: localhost and a Content-Length"
-            )
+        """Answer one request, or say what is wrong with it."""
+        path = urllib.parse.unquote(self.path.partition("?")[0])
+        length = self.headers.get("Content-Length", "0")
+        self.unread = length != "0" or "Transfer-Encoding" in self.headers
         try:
-            self.body, messages = json.loads(data), []
-            for message in self.body["messages"]:
-                content = message["content"] or ""  # a text, null, or a list of parts
-                texts = (
-                    [content] if isinstance(content, str) else [part["text"] for part in content]
-                )
-                messages.append({"role": self.roles[message["role"]], "content": "\n".join(texts)})
-            self.body["messages"], model, _ = messages, self.body["model"], messages[0]
+            self.check_client(path)
+            if path == CHAT_PATH:
+                self.check_method("POST", path)
+                self.chat(self.read_body())
+            else:
+                content = self.page(path)
+                self.check_method("GET", path)
+                self.send(200, content)
+        except Refusal as refusal:
+            self.fail(refusal.status, refusal.message, code=refusal.code, **refusal.headers)
+        if self.unread:
+            self.drop_input()
+
+    do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = answer
+
+    def check_client(self, path: str):
+        """Refuse a client that comes by another machine's name, or without the key."""
+        host = self.headers.get("Host", "")
+        if self.server.is_local and not re.fullmatch(OWN_HOSTS, host):
+            raise Refusal(403, "this server is for programs on its machine: send Host: localhost")
+        if self.server.api_key and path not in self.public_paths:
+            scheme, _, key = self.headers.get("Authorization", "").partition(" ")
+            given = key.strip().encode("latin-1")  # http.server has decoded it so.
+            is_right = hmac.compare_digest(given, self.server.api_key.encode())
+            if scheme.lower() != "bearer" or not is_right:
+                sentence = "send this server's key, as Authorization: Bearer KEY"
+                raise Refusal(401, sentence, "invalid_api_key", **{"WWW-Authenticate": "Bearer"})
+
+    def check_method(self, method: str, path: str):
+        allowed = ["GET", "HEAD"] if method == "GET" else [method]
+        if self.command not in allowed:
+            sentence = f"no {self.command} {path:.80}; {PATHS}"
+            raise Refusal(405, sentence, Allow=", ".join(allowed))
+
+    def page(self, path: str) -> dict | list | bytes:
+        """Return what is at a path: JSON, or an HTML page."""
+        card = {"object": "model", "created": 0, "owned_by": "us"}
+        name = path.removeprefix("/v1/models/")
+        if path == "/health":
+            return {"status": "ok"}
+        if path == "/v1/models":
+            return {"object": "list", "data": [{"id": name, **card} for name in self.models]}
+        if name in self.models:
+            return {"id": name, **card}
+        if name != path:
+            raise self.no_model(name)
+        raise Refusal(404, f"no {self.command} {path:.80}; {PATHS}")
+
+    def no_model(self, name) -> Refusal:
+        sentence = f"there is no model {name!r:.80}; there are {', '.join(self.models)}"
+        return Refusal(404, sentence, "model_not_found")
+
+    def read_body(self) -> bytes:
+        """Return the body of a request. It must be JSON, which no web page may send here."""
+        length = self.headers.get("Content-Length", "")
+        if "Transfer-Encoding" in self.headers or not re.fullmatch(r"\d{1,18}", length):
+            raise Refusal(411, "send a Content-Length, and the body as it is, not in chunks")
+        if int(length) > LONGEST_BODY:
+            raise Refusal(413, f"send a Content-Length of at most {LONGEST_BODY:,}")
+        if self.headers.get_content_type() != "application/json":
+            raise Refusal(403, "send Content-Type: application/json")
+        try:
+            data = self.rfile.read(int(length))
+        except TimeoutError:
+            raise Refusal(408, f"nothing came for {self.timeout} s, and the body is not whole")
+        self.unread = False
+        return data
+
+    def chat(self, data: bytes):
+        """Check the body of a request for a completion, and complete it."""
+        try:
+            self.body = json.loads(data)
+            self.body["messages"] = plain_messages(self.body["messages"], self.roles)
+            model = self.body["model"]
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-            return self.fail(
-                400,
-                'expected {"model": NAME, "messages": [{"role": ROLE, "content": TEXT}]}; '
-                f"a role is one of {', '.join(self.roles)}",
-            )
+            expected = '{"model": NAME, "messages": [{"role": ROLE, "content": TEXT}]}'
+            roles = ", ".join(self.roles)
+            raise Refusal(400, f"expected {expected}; a role is one of {roles}") from None
         if model not in self.models:
-            return self.fail(
-                404, f"there is no model {model!r}; there are {', '.join(self.models)}"
-            )
-        self.card = {
-            "id": f"chatcmpl-{time.time_ns()}",
-            "created": int(time.time()),
-            "model": model,
-        }
+            raise self.no_model(model)
+        check_parameters(self.body)
+
+        now = time.time_ns()
+        self.card = {"id": f"chatcmpl-{now}", "created": now // 10**9, "model": model}
         try:
             self.complete(self.body)
+        except (Refusal, ConnectionError, TimeoutError):
+            raise
         except Exception as bug:  # The client has to hear of it, too.
             self.fail(500, f"{type(bug).__name__}: {bug}", retry=False)
             raise
 
-    do_GET = do_POST = answer
+    def reply(self, text: str, finish: str = "stop", usage: dict | None = None, **extra):
+        """Answer with a completion. extra: further fields, which clients pass over."""
+        shown = cut(text, self.body["stop"])
+        finish = finish if shown == text else "stop"
+        if not self.body.get("stream"):
+            message = {"role": "assistant", "content": shown}
+            choice = {"index": 0, "message": message, "finish_reason": finish}
+            completion = {"object": "chat.completion", "choices": [choice], "usage": usage}
+            self.send(200, self.card | completion | extra)
+            return
+        if find(self.body, "stream_options", "include_usage"):
+            self.send_event({"content": shown}, finish)
+            self.send_event(None, usage=usage, **extra)
+        else:
+            self.send_event({"content": shown}, finish, usage=usage, **extra)
+        self.send_piece("data: [DONE]\n\n")
 
-    def send(self, status: int, data: dict, **headers):
-        """Send a response in JSON."""
-        body = json.dumps(data).encode()
+    def fail(self, status: int, message: str, retry: bool = True, code=None, **headers):
+        """Answer with an error as OpenAI writes it. retry=False: do not ask, and pay, again."""
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        error = {"error": {"message": message, "type": kind, "param": None, "code": code}}
+        if self.streaming:
+            self.send_piece(f"data: {json.dumps(error)}\n\n")
+            return
+        if not retry:
+            headers["x-should-retry"] = "false"
+        self.send(status, error, **headers)
+
+    def send(self, status: int, content, **headers):
+        """Send a response: JSON, or an HTML page as bytes."""
+        is_page = isinstance(content, bytes)
+        body = content if is_page else json.dumps(content).encode()
+        headers["Content-Type"] = "text/html; charset=utf-8" if is_page else "application/json"
+        headers["Content-Length"] = len(body)
+        headers["X-Content-Type-Options"] = "nosniff"
+        if is_page:
+            headers["Content-Security-Policy"] = content_security_policy(body)
+        if self.unread or self.close_connection:
+            self.close_connection = True
+            headers["Connection"] = "close"
         self.send_response(status)
-        headers |= {"Content-Type": "application/json", "Content-Length": len(body)}
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body)
-
-    def fail(self, status: int, message: str, retry: bool = True):
-        """Answer with an error as OpenAI writes it. retry=False: not to be asked, and paid, again."""
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        error = {"error": {"message": message, "type": kind, "param": None, "code": None}}
-        if self.streaming:
-            return self.send_piece(f"data: {json.dumps(error)}\n\n")
-        self.send(status, error, **({} if retry else {"x-should-retry": "false"}))
-
-    def reply(self, text: str, finish: str = "stop", usage: dict | None = None, **extra):
-        """Answer with a completion. extra: further fields, which clients pass over."""
-        if self.body.get("stream"):
-            self.send_event({"content": text}, finish, usage=usage, **extra)
-            return self.send_piece("data: [DONE]\n\n")
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": text},
-            "finish_reason": finish,
-        }
-        self.send(
-            200,
-            self.card | {"object": "chat.completion", "choices": [choice], "usage": usage} | extra,
-        )
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def send_comment(self, text: str):
         """Break the silence of a stream: clients pass over comments."""
         self.send_piece(f": {text}\n\n")
 
-    def send_event(self, delta: dict, finish: str | None = None, **fields):
-        choices = [{"index": 0, "delta": delta, "finish_reason": finish}]
-        event = {**self.card, "object": "chat.completion.chunk", "choices": choices, **fields}
+    def send_event(self, delta: dict | None, finish: str | None = None, **extra):
+        """Send a chunk of a completion; without a delta, one that only has the extra fields."""
+        choices = [] if delta is None else [{"index": 0, "delta": delta, "finish_reason": finish}]
+        event = {**self.card, "object": "chat.completion.chunk", "choices": choices, **extra}
         self.send_piece(f"data: {json.dumps(event)}\n\n")
 
     def send_piece(self, text: str):
         """Send a part of a stream. The first begins it; it ends with the connection, as also in HTTP/1.0."""
         if not self.streaming:
-            self.streaming = self.close_connection = True
-            head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
-            self.wfile.write(head.encode())
+            self.streaming = True
+            self.close_connection = True
+            self.wfile.write(
+                b"HTTP/1.1 200 OK\r\n"
+                b"Content-Type: text/event-stream\r\n"
+                b"Cache-Control: no-cache\r\n"
+                b"X-Accel-Buffering: no\r\n"  # nginx passes each event on at once.
+                b"Connection: close\r\n\r\n"
+            )
             self.send_event({"role": "assistant", "content": ""})
         self.wfile.write(text.encode())
 
+    def send_error(self, code, message=None, explain=None):
+        """Answer what http.server itself refuses: a method that it does not know, odd headers."""
+        self.close_connection = True
+        if code == 501:
+            self.fail(405, f"{message}; {PATHS}", Allow="GET, HEAD, POST")
+        else:
+            self.fail(code, message or "this is no HTTP request")
+
+    def drop_input(self):
+        """Read what the client still sends. If the connection were closed at once, it could miss the answer."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            self.connection.settimeout(2)
+            for _ in range(LONGEST_BODY >> 16):
+                if not self.rfile.read1(1 << 16):
+                    break
+
     def hung_up(self) -> bool:
-        """Whether the client has closed the connection: nobody waits for the answer any more."""
+        """Return whether the client has closed the connection: nobody waits for the answer any more."""
+        poll = select.poll()
         try:
-            return self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-        except OSError as e:
-            return not isinstance(
-                e, BlockingIOError
-            )  # which says that there is nothing to read: it waits
+            poll.register(self.connection, select.POLLIN)
+            return bool(poll.poll(0)) and self.connection.recv(1, socket.MSG_PEEK) == b""
+        except (OSError, ValueError):
+            return True
 
     def handle(self):
-        with contextlib.suppress(
-            ConnectionError
-        ):  # A client that has gone is no fault of the server.
+        with contextlib.suppress(ConnectionError):  # The client is gone: there is nobody to answer.
             super().handle()
 
     def log_message(self, *args):
@@ -1032,24 +1205,66 @@ class SpecialistHandler(Handler):
 
     def complete(self, body: dict):
         text = specialist(body["model"], body["messages"])
-        n_in, n_out = sum(len(m["content"].split()) for m in body["messages"]), len(text.split())
-        self.reply(
-            text, usage=dict(prompt_tokens=n_in, completion_tokens=n_out, total_tokens=n_in + n_out)
-        )
+        n_in = sum(len(message["content"].split()) for message in body["messages"])
+        n_out = len(text.split())
+        usage = {
+            "prompt_tokens": n_in,
+            "completion_tokens": n_out,
+            "total_tokens": n_in + n_out,
+        }
+        self.reply(text, usage=usage)
 
 
-def loopback_server(port: int, handler: type[Handler]) -> ThreadingHTTPServer:
-    """A server that is bound, not yet started; ValueError says why it could not be."""
+class Server(ThreadingHTTPServer):
+    """A thread for each connection."""
+
+    request_queue_size = 1024  # With 5, the default, clients that connect at once wait a second.
+
+    def __init__(self, host: str, port: int, handler: type[Handler], api_key: str):
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.is_local = is_local(host)
+        self.api_key = api_key
+        super().__init__((host, port), handler)
+
+    def process_request(self, request, client_address):
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # The system allows no more threads.
+            sentence = b"too many connections: come again in 5 s"
+            request.sendall(
+                b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nConnection: close\r\n"
+                b"Content-Type: text/plain\r\nContent-Length: %d\r\n\r\n%b"
+                % (len(sentence), sentence)
+            )
+            self.shutdown_request(request)
+
+
+def is_local(host: str) -> bool:
+    """Return whether only this machine's programs reach a server at this address."""
     try:
-        server = ThreadingHTTPServer(("127.0.0.1", port), handler)
-    except (OSError, OverflowError) as e:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def loopback_server(
+    port: int, handler: type[Handler], host: str = "127.0.0.1", api_key: str = ""
+) -> Server:
+    """Return a server that is bound, but not started: on this machine only, unless a host is given.
+
+    Raises:
+        ValueError: It cannot be bound, or others could reach it and no key is asked of them.
+    """
+    if not is_local(host) and not api_key:
         raise ValueError(
-            f"cannot serve on 127.0.0.1:{port}: {e}; choose another --port=N (0: any)"
-        ) from None
-    server.socket.listen(
-        1024
-    )  # With a queue of 5, the default, clients that connect at once wait a second.
-    return server
+            f"--host={host} lets other machines in: set $CONDUCTOR_API_KEY to a key of your own, "
+            "which clients send as Authorization: Bearer KEY"
+        )
+    try:
+        return Server(host, port, handler, api_key)
+    except (OSError, OverflowError) as e:
+        sentence = f"cannot serve on {host}:{port}: {e}; choose another --port=N (0: any)"
+        raise ValueError(sentence) from None
 
 
 def serve_specialists(port: int, wait=threading.Event().wait):

@@ -15,17 +15,18 @@ are counted from 0. Read grpo.py next.
 
 import ast
 import collections
-import contextlib
 import difflib
+import functools
 import itertools
 import json
+import math
 import os
 import queue
 import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 
 import torch
@@ -38,8 +39,11 @@ from workers import (
     QUESTION,
     TASK,
     Handler,
+    Refusal,
     Reply,
+    Server,
     WorkerError,
+    demand_budget,
     load_pool,
     loopback_server,
     name_of,
@@ -903,29 +907,34 @@ def conduct(
 # `written` or `error`, and yields the rollout at once, in whatever order they are finished.
 
 
+LONGEST_TOKEN = 16  # characters; the tokens of no language are longer on average
+
+
 def model_writer(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature=1.0, seed=0):
     """Return the writer of a local model.
 
     What it writes depends on nothing but the seed, the prompt and the rollout's number.
     """
     room = model.config.max_position_embeddings - prompting.max_new_tokens
-    one_at_a_time = threading.Lock()  # a server's clients share the model
+    limit = f"the Conductor can read {room:,} tokens"
 
     def write(rollouts):
         # Rollouts with the same prompt form a group, whose prompt is computed once.
         groups = {}
         for rollout in rollouts:
             chat = conductor_chat(rollout, prompting)
+            length = sum(len(turn["content"]) for turn in chat)
+            if length > LONGEST_TOKEN * room:  # It is not worth tokenizing.
+                rollout.error = f"the prompt has {length:,} characters: {limit}"
+                yield rollout
+                continue
             group = groups.setdefault((rollout.call_prefix, str(chat)), [])
             rollout.prompt_ids = group[0].prompt_ids if group else tokenizer.chat(chat)
-            n_tokens = len(rollout.prompt_ids)
-            if n_tokens <= room:
-                group.append(rollout)
-            else:
-                rollout.error = (
-                    f"the prompt has {n_tokens} tokens, and the Conductor can read {room}"
-                )
+            if len(rollout.prompt_ids) > room:
+                rollout.error = f"the prompt has {len(rollout.prompt_ids):,} tokens: {limit}"
                 yield rollout
+                continue
+            group.append(rollout)
 
         # Groups of one size form a batch.
         for n in {len(group) for group in groups.values() if group}:
@@ -941,14 +950,13 @@ def model_writer(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temper
                 len(tokenizer),
                 [[rollout.number for rollout in group] for group in batch],
             )
-            with one_at_a_time:
-                for i, j, completion in completions:
-                    rollout = batch[i][j]
-                    rollout.written = tokenizer.decode(completion.tokens)
-                    rollout.tokens = completion.tokens
-                    rollout.logprobs = completion.logprobs
-                    rollout.finished = completion.finished
-                    yield rollout
+            for i, j, completion in completions:
+                rollout = batch[i][j]
+                rollout.written = tokenizer.decode(completion.tokens)
+                rollout.tokens = completion.tokens
+                rollout.logprobs = completion.logprobs
+                rollout.finished = completion.finished
+                yield rollout
 
     return write
 
@@ -1257,6 +1265,298 @@ def numbers_of(names: str, pool: list) -> list[int]:
 
 
 # ---- The server ----------------------------------------------------------------------------------
+#
+# A request waits in a thread of its own and writes to its client. It is conducted in one of the
+# CONDUCTING threads, and its calls run in THREADS: no thread waits for another one of its pool.
+
+CONDUCTING = 256  # requests that are conducted at the same time
+WAITING = 1024  # requests that may wait for their turn
+# How the error of a lost rollout shows what to answer; with anything else the status is 502.
+STATUS_OF_ERROR = {"the budget of $": 402, "the prompt has ": 400}
+
+
+class Admission:
+    """Count the requests in the server, and tell one too many when there will be room for it.
+
+    If requests take 10 s each, of 256 at a time one ends every 39 ms. Of those that find no room,
+    the first is told to come again in 39 ms, the second in 78 ms and so on, in whole seconds.
+    """
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.inside = 0
+        self.mean_seconds = 10.0  # that a request is conducted for; 10 is a guess
+        self.next_room = 0.0  # when a place becomes free that nobody was told of, by time.monotonic
+
+    def enter(self):
+        with self.lock:
+            if self.inside < CONDUCTING + WAITING:
+                self.inside += 1
+                return
+            now = time.monotonic()
+            self.next_room = max(self.next_room, now) + self.mean_seconds / CONDUCTING
+            # The openai client waits no longer than a minute.
+            seconds = min(60, math.ceil(self.next_room - now))
+        sentence = f"{self.inside:,} requests are being answered: come again in {seconds} s"
+        raise Refusal(503, sentence, **{"Retry-After": seconds})
+
+    def leave(self):
+        with self.lock:
+            self.inside -= 1
+
+    def note(self, seconds: float):
+        """Take the time of one more request into the mean, in which the last twenty count most."""
+        with self.lock:
+            self.mean_seconds += 0.1 * (seconds - self.mean_seconds)
+
+
+@dataclass
+class Service:
+    """What the requests of a server share."""
+
+    write: Callable  # a writer, as above
+    pool: list
+    workers: list[int] | None
+    prompting: Prompting
+    extra_rounds: int  # of the model conductor-recursive
+    silence: float  # seconds after which a stream says that it is alive
+    run: str  # the folder of the training run that the page shows; "": none
+    # A question that is asked again gets other draws; `conduct` takes up to ten numbers of each.
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(step=10))
+    conducting: Threads = field(default_factory=lambda: Threads(CONDUCTING))
+    admission: Admission = field(default_factory=Admission)
+
+
+class ConductorHandler(Handler):
+    """Serve the models `conductor`, of one round, and `conductor-recursive`, and the page."""
+
+    models = ["conductor", "conductor-recursive"]
+    public_paths = ("/",)
+    is_gone = False  # Has a write to the client failed?
+
+    def page(self, path: str):
+        service = self.server.service
+        file = os.path.join(ASSETS, "page.html")
+        if path == "/" and os.path.exists(file):
+            with open(file, "rb") as f:
+                return f.read()
+        content = run_page(service.run, path) if service.run else None
+        return super().page(path) if content is None else content
+
+    def complete(self, body: dict):
+        """Answer the last user message of a chat, and log one line about it."""
+        started = time.monotonic()
+        last = None
+        outcome = "failed"
+        try:
+            asked = self.question(body["messages"])
+            self.server.service.admission.enter()
+            try:
+                last = self.conduct_and_stream(asked)
+            finally:
+                self.server.service.admission.leave()
+            outcome = self.answer_with(last)
+        except Refusal as refusal:
+            outcome = f"{refusal.status}, {refusal.message}"
+            raise
+        except (ConnectionError, TimeoutError):
+            outcome = "the client hung up"
+            raise
+        finally:
+            self.log(body["model"], outcome, last, time.monotonic() - started)
+
+    def question(self, messages: list[dict]) -> Rollout:
+        """Make a rollout of a chat: the last user message is the question, the rest its context."""
+        service = self.server.service
+        places = [i for i, message in enumerate(messages) if message["role"] == "user"]
+        if not places:
+            raise Refusal(400, "messages: there is no user message to answer")
+        last = places[-1]
+        return Rollout(
+            messages[last]["content"],
+            service.pool,
+            service.workers,
+            number=next(service.numbers),
+            context=messages[:last] + messages[last + 1 :],
+        )
+
+    def conduct_and_stream(self, asked: Rollout) -> Rollout:
+        """Conduct a question in another thread, and stream what happens. Return its last round."""
+        service = self.server.service
+        events = queue.SimpleQueue()  # workflow events; at the end the last round or an exception
+
+        def call(rollout, i):
+            if self.hung_up():
+                raise WorkerError("stopped, as nobody waits for the answer")
+            events.put(start_event(rollout, i))
+            reply = call_worker(rollout, i)
+            events.put(reply_event(rollout, i, reply))
+            return reply
+
+        def conduct_question():
+            if self.hung_up():  # while it waited for its turn
+                raise ConnectionAbortedError
+            started = time.monotonic()
+            extra_rounds = service.extra_rounds if self.card["model"] == self.models[1] else 0
+            [last] = conduct(service.write, [asked], extra_rounds, service.prompting, call=call)
+            service.admission.note(time.monotonic() - started)
+            return last
+
+        service.conducting.run(conduct_question, (), events.put)
+        while True:
+            try:
+                event = events.get(timeout=service.silence)
+            except queue.Empty:
+                event = None
+            if isinstance(event, Exception):
+                raise event
+            if isinstance(event, Rollout):
+                return event
+            if self.body.get("stream"):
+                self.stream(event)
+
+    def stream(self, event: dict | None):
+        """Show a client what happens as its model's reasoning; None: nothing has for a while."""
+        if self.hung_up():
+            return
+        try:
+            if event is None:
+                self.send_comment("the workers are busy")
+            else:
+                self.send_event({"reasoning_content": in_words(event)}, workflow_event=event)
+        except (ConnectionError, TimeoutError):
+            self.is_gone = True
+
+    def hung_up(self) -> bool:
+        return self.is_gone or super().hung_up()
+
+    def answer_with(self, last: Rollout) -> str:
+        """Answer with the last round that has an answer. Return what the log says of it."""
+        if self.hung_up():
+            return "the client hung up"
+        while last.error and last.previous:  # The answer of the round before is paid.
+            last = last.previous
+        if last.error or last.invalid:
+            sentence = last.error or f"the Conductor wrote no workflow: {last.invalid}"
+            found = [status for text, status in STATUS_OF_ERROR.items() if text in sentence]
+            status = found[0] if found else 502
+            if status == 502 and self.body.get("stream"):
+                # Some proxies replace the body of a 502; in a stream the sentence passes.
+                self.send_comment("the workflow failed")
+            raise Refusal(status, sentence, **{"x-should-retry": "false"})
+
+        prompt_tokens = sum(reply.prompt_tokens for reply in last.all_replies)
+        usage = {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": last.tokens_used - prompt_tokens,
+            "total_tokens": last.tokens_used,
+            "cost": last.cost,  # dollars
+        }
+        workflow = []
+        for one in last.rounds():
+            for i, reply in enumerate(one.replies):
+                workflow.append(start_event(one, i) | reply_event(one, i, reply))
+        finish = "length" if last.all_replies[-1].finish == "length" else "stop"
+        self.reply(last.answer, finish, usage, workflow=workflow)
+        return "answered"
+
+    def log(self, model: str, outcome: str, last: Rollout | None, seconds: float):
+        """Print one line about a request: model, outcome, steps, seconds, dollars, what is left."""
+        parts = [f"{model}: {outcome}"]
+        if last:
+            cost = "cost unknown" if last.cost is None else f"${last.cost:.4f}"
+            parts += [f"{last.calls} steps", f"{seconds:.1f} s", cost]
+        budget = getattr(self.server.service.pool[0], "budget", None)
+        if budget:
+            parts.append(f"${budget.left:.4f} left")
+        print(printable(", ".join(parts)), file=sys.stderr, flush=True)
+
+
+def start_event(rollout: Rollout, i: int) -> dict:
+    """Describe step i of a rollout, which starts."""
+    step = rollout.workflow.steps[i]
+    return {
+        "round": len(rollout.rounds()) - 1,
+        "step": i,
+        "worker": rollout.names[i],
+        "subtask": step.subtask,
+        "access": step.access,
+    }
+
+
+def reply_event(rollout: Rollout, i: int, reply: Reply) -> dict:
+    """Describe the reply to step i of a rollout."""
+    return {
+        "round": len(rollout.rounds()) - 1,
+        "step": i,
+        "reply": reply.text,
+        "seconds": reply.seconds,
+        "cost": reply.cost,
+    }
+
+
+def in_words(event: dict) -> str:
+    """Describe an event for a chat front end, where the events of parallel steps may mix."""
+    step = f"Step {event['step']}" + (f" of round {event['round']}" if event["round"] else "")
+    if "reply" in event:
+        return f"{step}, answered in {event['seconds']:.1f} s:\n{event['reply']}\n\n"
+    return f"{step}, {event['worker']} is told: {event['subtask']}\n\n"
+
+
+def run_page(run: str, path: str) -> dict | list | None:
+    """Return what the page shows of a training run: its settings, its metrics, or the rollouts of
+    one iteration. Nothing else in the folder, or outside of it, can be asked for."""
+    traces = re.fullmatch(r"/run/traces/(\d{1,9})", path)
+    names = {"/run/settings": "settings.json", "/run/metrics": "metrics.jsonl"}
+    if not traces and path not in names:
+        return None
+    name = f"traces/{int(traces[1]):05d}.jsonl" if traces else names[path]
+    try:
+        with open(os.path.join(run, name), encoding="utf-8") as file:
+            text = file.read()
+    except FileNotFoundError:
+        raise Refusal(404, f"this run has no {name} yet") from None
+    read = functools.partial(json.loads, parse_constant=lambda name: None)  # Browsers know no NaN.
+    if name == "settings.json":
+        return read(text)
+    whole_lines = text.split("\n")[:-1]  # The run may be writing another one.
+    return [read(line) for line in whole_lines]
+
+
+def share_batches(write):
+    """Return a writer for many threads, which writes what they ask at the same time as one batch.
+
+    One thread calls `write`, each time with all rollouts that wait by then.
+    """
+    waiting = queue.SimpleQueue()  # (rollout, the queue on which it is awaited)
+
+    def write_batches():
+        while True:
+            batch = [waiting.get()]
+            while not waiting.empty():
+                batch.append(waiting.get())
+            written = {id(rollout): queue_of_caller for rollout, queue_of_caller in batch}
+            try:
+                for rollout in write([rollout for rollout, _ in batch]):
+                    written.pop(id(rollout)).put(rollout)
+            except Exception as error:
+                for queue_of_caller in written.values():
+                    queue_of_caller.put(error)
+
+    def write_shared(rollouts):
+        written = queue.SimpleQueue()
+        for rollout in rollouts:
+            waiting.put((rollout, written))
+        for _ in rollouts:
+            result = written.get()
+            if isinstance(result, Exception):
+                raise result
+            yield result
+
+    threading.Thread(target=write_batches, daemon=True).start()
+    return write_shared
+
+
 def conductor_server(
     write,
     pool: list,
@@ -1265,65 +1565,41 @@ def conductor_server(
     extra_rounds: int,
     port: int,
     silence: float = 15.0,
-):
-    """An OpenAI-compatible server on 127.0.0.1, bound but not started, of the models conductor (one round)
-    and conductor-recursive (`extra_rounds` more). The question is the whole conversation; usage, with its cost in
-    dollars, is the workers' together. After so many seconds of silence a stream says that they are busy."""
-    numbers = itertools.count(step=10)  # A question that is asked again gets other draws.
+    host: str = "127.0.0.1",
+    api_key: str = "",
+    run: str = "",
+) -> Server:
+    """Return an OpenAI-compatible server that is bound, but not started.
 
-    class ConductorHandler(Handler):
-        models = {"conductor": 0, "conductor-recursive": extra_rounds}  # and their further rounds
+    Args:
+        write: A writer. Many threads call it at the same time.
+        workers: The numbers of the workers that may be used; None: the whole pool.
+        extra_rounds: How many rounds the model conductor-recursive has after the first.
+        silence: Seconds after which a stream says that its workers are busy.
+        host: 127.0.0.1 for programs on this machine. Any other address needs an api_key.
+        api_key: What clients have to send as Bearer; "": nothing.
+        run: The folder of a training run that the page shows.
+    """
+    server = loopback_server(port, ConductorHandler, host, api_key)
+    server.service = Service(write, pool, workers, prompting, extra_rounds, silence, run)
+    return server
 
-        def call(self, rollout, i):
-            if self.hung_up():
-                raise WorkerError("stopped, as nobody waits for the answer")
-            return call_worker(rollout, i)
 
-        def complete(self, body):
-            turns = [f"{turn['role']}: {turn['content']}" for turn in body["messages"]]
-            text = "\n\n".join(turns) if turns[1:] else body["messages"][0]["content"]
-            question = text.encode(errors="replace").decode()  # JSON can spell half an emoji.
-            rollout = Rollout(question, pool, workers, number=next(numbers))
-            ended = queue.SimpleQueue()  # gets the last round, or an exception
-
-            def conduct_one():
-                try:
-                    extra = self.models[body["model"]]
-                    ended.put(conduct(write, [rollout], extra, prompting, call=self.call)[0])
-                except Exception as error:
-                    ended.put(error)
-
-            threading.Thread(target=conduct_one, daemon=True).start()
-            last = None
-            while last is None:
-                if body.get("stream"):
-                    self.send_comment("the workers are busy")
-                with contextlib.suppress(queue.Empty):
-                    last = ended.get(timeout=silence)
-            if isinstance(last, Exception):
-                raise last
-            rollout = last
-            while rollout.error and rollout.previous:  # The answer of the round before is paid.
-                rollout = rollout.previous
-            if rollout.error or rollout.invalid:
-                why = rollout.error or f"the Conductor wrote no workflow: {rollout.invalid}"
-                return self.fail(502, why, retry=False)
-            n_in = sum(reply.prompt_tokens for reply in rollout.all_replies)
-            usage = {
-                "prompt_tokens": n_in,
-                "completion_tokens": rollout.tokens_used - n_in,
-                "total_tokens": rollout.tokens_used,
-                "cost": rollout.cost,
-            }
-            steps = [
-                {"round": number, "worker": name, "subtask": step.subtask, "access": step.access}
-                for number, one in enumerate(rollout.rounds())
-                for step, name in zip(one.workflow.steps, one.names)
-            ]
-            finish = "length" if rollout.all_replies[-1].finish == "length" else "stop"
-            self.reply(rollout.answer, finish, usage, workflow=steps)
-
-    return loopback_server(port, ConductorHandler)
+def serve(settings: "Settings", write, pool: list, workers: list[int] | None, prompting: Prompting):
+    """Serve until somebody presses Ctrl-C."""
+    if settings.run and not os.path.exists(os.path.join(settings.run, "settings.json")):
+        raise ValueError(f"--run={settings.run}: no training run wrote its settings.json there")
+    key = os.environ.get("CONDUCTOR_API_KEY", "").strip()
+    extra_rounds = settings.extra_rounds or 1
+    address = {"port": settings.port, "host": settings.host}
+    server = conductor_server(
+        write, pool, workers, prompting, extra_rounds, **address, api_key=key, run=settings.run
+    )
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    url = f"http://{host}:{server.server_address[1]}"
+    print(f"{url}/v1 has the models {' and '.join(ConductorHandler.models)};", end=" ")
+    print(f"{url}/ shows workflows; Ctrl-C ends it", flush=True)
+    server.serve_forever()
 
 
 # ---- The command line ----------------------------------------------------------------------------
@@ -1340,7 +1616,9 @@ class Settings:
     budget: float = flag(0.0, "dollars that all calls together may cost; 0: no limit")
     extra_rounds: int = flag(0, "how many more workflows may follow the first (§3.2)")
     temperature: float = flag(0.2, "the Conductor's sampling temperature")
-    port: int = flag(8400, "of serve")
+    port: int = flag(8400, "serve: the port; 0: any free one")
+    host: str = flag("127.0.0.1", "serve: the address; one that others reach needs a key")
+    run: str = flag("", "serve: a folder that train.py writes to, which the page shows")
     examples: bool = flag(False, "show: write few-shot examples, for train.py --examples=FILE")
 
 
@@ -1395,6 +1673,8 @@ def main(argv: list[str]):
     else:
         spec = choose_pool(settings.checkpoint, settings.pool)
     pool = load_pool(spec, budget=settings.budget)
+    if question == "serve":
+        demand_budget(pool, settings.budget, 1000, "serving")
     workers = numbers_of(settings.only, pool) or None
     if settings.conductor:
         [number] = numbers_of(settings.conductor, pool)
@@ -1405,12 +1685,10 @@ def main(argv: list[str]):
         write = model_writer(model, tokenizer, prompting, settings.temperature)
 
     if question == "serve":
-        server = conductor_server(
-            write, pool, workers, prompting, settings.extra_rounds or 1, settings.port
-        )
-        url = f"http://127.0.0.1:{server.server_address[1]}/v1"
-        print(f"{url} has the models conductor and conductor-recursive; Ctrl-C ends it", flush=True)
-        server.serve_forever()
+        if not settings.conductor:
+            write = share_batches(write)
+        serve(settings, write, pool, workers, prompting)
+        return
 
     def call(rollout, i):
         print(f"step {i}: {rollout.names[i]} is asked …", file=sys.stderr)

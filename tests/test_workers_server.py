@@ -1,6 +1,8 @@
 """The loopback server against OpenAI's API reference and odd clients; the local pool's process."""
 
+import base64
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -167,12 +169,8 @@ def test_what_clients_send_becomes_plain_text(parrot, content, text):
         (b"", {}, 400, "expected"),
         (b"[" * 100_000, {}, 400, "expected"),
         (b"\xff", {}, 400, "expected"),
-        (
-            say("x"),
-            {"Content-Type": "text/plain"},
-            403,
-            "Content-Type: application/json",
-        ),  # from any web page
+        # What follows any web page may send.
+        (say("x"), {"Content-Type": "text/plain"}, 403, "Content-Type: application/json"),
         (say("x"), {"Host": "attacker.example"}, 403, "Host: localhost"),
         (say("x"), {"Host": "127.0.0.1.attacker.example"}, 403, "Host"),
         (say("fail"), {}, 502, "workers are down"),
@@ -189,13 +187,219 @@ def test_errors_are_worded_as_openai_words_them(parrot, body, headers, status, s
 
 
 def test_paths_that_are_not_there_and_odd_lengths(parrot):
-    for path in ("/", "/v1", "/v1/models/parrot", "/v1/chat/completions"):
-        assert "GET /health" in requests.get(parrot + path, timeout=60).json()["error"]["message"]
+    for path in ("/", "/v1", "/v1/models/parrot/x", "/v1/chat/completions/"):
+        answer = requests.get(parrot + path, timeout=60)
+        assert answer.status_code == 404 and "there" in answer.json()["error"]["message"]
     assert post(parrot, {}, "/v1/completions").status_code == 404
-    for length in (b"-5", b"ten", b"99999999999"):
+    for length, status in ((b"-5", 411), (b"ten", 411), (b"99999999999", 413)):
         odd = request(b"{}").replace(b"Content-Length: 2", b"Content-Length: " + length)
         answer = raw(parrot, odd)
         assert b"a Content-Length" in answer and answer.count(b"HTTP/1.1") == 1
+        assert answer.startswith(b"HTTP/1.1 %d" % status)
+
+
+def test_a_model_has_a_card_of_its_own():
+    with served(SpecialistHandler) as url:
+        card = requests.get(f"{url}/v1/models/junior%20calculator", timeout=60).json()
+        unknown = requests.get(f"{url}/v1/models/cat", timeout=60)
+    assert (card["id"], card["object"]) == ("junior calculator", "model")
+    assert unknown.status_code == 404 and unknown.json()["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("method", ["PUT", "DELETE", "PATCH", "OPTIONS", "BREW", "POST"])
+def test_a_method_that_is_not_supported_gets_a_405_with_a_sentence(parrot, method):
+    answer = requests.request(method, f"{parrot}/v1/models", timeout=60)
+    assert answer.status_code == 405 and "GET" in answer.headers["Allow"]
+    assert f"POST {workers.CHAT_PATH}" in answer.json()["error"]["message"]
+    assert "Access-Control-Allow-Origin" not in answer.headers
+
+
+def test_a_chat_is_posted_and_a_head_has_no_body(parrot):
+    answer = requests.get(parrot + workers.CHAT_PATH, timeout=60)
+    assert (answer.status_code, answer.headers["Allow"]) == (405, "POST")
+    head = raw(parrot, b"HEAD /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200") and head.endswith(b"\r\n\r\n")
+
+
+def test_a_body_in_chunks_gets_a_411_with_a_sentence(parrot):
+    for pieces in ([b"{}"], [b"x" * 65536] * 64):
+        answer = requests.post(parrot + workers.CHAT_PATH, data=iter(pieces), timeout=60)
+        assert answer.status_code == 411 and "Content-Length" in answer.json()["error"]["message"]
+
+
+HOSTS = {
+    "localhost": True,
+    "LOCALHOST:8400": True,
+    "127.0.0.1:1": True,
+    "[::1]:8400": True,
+    "evil.example": False,
+    "127.0.0.1.evil.example": False,
+    "localhost.evil.example:80": False,
+    "127.0.0.1@evil.example": False,
+    "0.0.0.0": False,
+    "": False,
+}
+
+
+@pytest.mark.parametrize("host, is_ours", HOSTS.items(), ids=HOSTS)
+def test_the_host_is_checked_before_any_route(parrot, host, is_ours):
+    """A web page whose name is made to mean 127.0.0.1 sends that name, and must not read anything."""
+    for line in (b"GET /health", b"GET /v1/models", b"GET /", b"DELETE /x", b"POST /v1/chat"):
+        answer = raw(parrot, b"%b HTTP/1.1\r\nHost: %b\r\n\r\n" % (line, host.encode()))
+        assert answer.startswith(b"HTTP/1.1 403") != is_ours
+        assert is_ours or b"Host: localhost" in answer and b"parrot" not in answer
+
+
+def test_another_machine_needs_the_key():
+    """On every route but the public ones. The Host header may then name any machine."""
+
+    class Open(Parrot):
+        public_paths = ("/public",)
+
+        def page(self, path):
+            return {"page": path} if path == "/public" else super().page(path)
+
+    for host in ("0.0.0.0", "", "192.0.2.1", "example.org"):
+        with pytest.raises(ValueError, match="CONDUCTOR_API_KEY"):
+            loopback_server(0, Open, host)
+    server = loopback_server(0, Open, "0.0.0.0", "geheim-\u00e9")
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    keys = {
+        "Bearer geheim-\u00e9": 200,
+        "bearer  geheim-\u00e9": 200,
+        "Bearer geheim": 401,
+        "Bearer geheim-\u00e9\u00e9": 401,
+        "Basic geheim-\u00e9": 401,
+        "geheim-\u00e9": 401,
+        "": 401,
+    }
+    for key, status in keys.items():
+        headers = {"Authorization": key.encode(), "Host": "host.docker.internal"}
+        for path in ("/health", "/v1/models", "/v1/models/parrot"):
+            answer = requests.get(url + path, headers=headers, timeout=60)
+            assert answer.status_code == status
+        answer = post(url, say("hi"), **headers)
+        assert answer.status_code == status and "geheim" not in answer.text
+        assert status == 200 or answer.json()["error"]["code"] == "invalid_api_key"
+        assert requests.get(f"{url}/public", headers=headers, timeout=60).status_code == 200
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    "asked, missing",
+    [
+        ({"n": 2}, "n=2 asks for more than one answer"),
+        ({"tools": [{}], "tool_choice": "required"}, "tool calls"),
+        ({"tools": [{}], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool"),
+        ({"functions": [{}], "function_call": {"name": "f"}}, "function calls"),
+        ({"response_format": {"type": "json_object"}}, "response_format=.*json_object"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "formats"),
+        ({"logprobs": True}, "log-probabilities"),
+        ({"top_logprobs": 5}, "log-probabilities"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"messages": say([{"type": "image_url", "image_url": {}}])["messages"]}, "image_url"),
+        ({"messages": say([{"type": "input_audio"}])["messages"]}, "input_audio"),
+        ({"stop": 5}, "stop"),
+        ({"stop": ["a", None]}, "stop"),
+    ],
+    ids=str,
+)
+def test_what_is_missing_is_named(parrot, asked, missing):
+    answer = post(parrot, say("x") | asked)
+    assert answer.status_code == 400 and re.search(missing, answer.json()["error"]["message"])
+
+
+def test_parameters_that_ask_for_nothing_special_pass(parrot):
+    for asked in (
+        {"n": 1, "logprobs": False, "top_logprobs": 0, "response_format": {"type": "text"}},
+        {"n": None, "tools": [{"type": "function"}], "tool_choice": "auto", "stop": None},
+        {"tools": [], "tool_choice": "none", "modalities": ["text"], "stop": []},
+        {"temperature": 0.3, "max_tokens": 5, "seed": 1, "stream_options": None, "new": {}},
+    ):
+        assert post(parrot, say("x", **asked)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "stop, text",
+    [
+        ("b", "a"),
+        (["c", "b"], "a"),
+        (["d"], "abcabc"),
+        ("a", ""),
+        ("", "abcabc"),
+        (["", "ca"], "ab"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_cuts_the_answer(stop, text, stream):
+    class Alphabet(Handler):
+        models = ["parrot"]
+
+        def complete(self, body):
+            self.reply("abcabc", "length")
+
+    with served(Alphabet) as url:
+        answer = post(url, say("x", stop=stop, stream=stream))
+    choice = (events(answer.text)[-1] if stream else answer.json())["choices"][0]
+    assert choice.get("delta", choice.get("message"))["content"] == text
+    assert choice["finish_reason"] == ("length" if text == "abcabc" else "stop")
+
+
+def test_usage_comes_in_a_chunk_of_its_own_where_it_is_asked_for(parrot):
+    asked = say("hi", stream=True, stream_options={"include_usage": True})
+    *_, answer, usage = events(post(parrot, asked).text)
+    assert answer["choices"][0]["finish_reason"] == "length" and "usage" not in answer
+    assert (usage["choices"], usage["usage"]) == ([], {"total_tokens": 3})
+    assert usage["workflow"] == ["who"]
+
+
+def test_a_chat_that_is_too_long_is_refused_at_once(parrot):
+    answer = post(parrot, say("x" * 40_000_000))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    body = request(b"").replace(b"Length: 0", b"Length: 100000000")
+    assert raw(parrot, body).startswith(b"HTTP/1.1 413")
+
+
+def test_one_timeout_ends_a_sender_that_stops():
+    class Hasty(Parrot):
+        timeout = 0.05
+
+    with served(Hasty) as url:
+        port = int(url.rpartition(":")[2])
+        for sent, status in ((request(b"{}")[:-1], b"HTTP/1.1 408"), (b"GET /he", b"")):
+            with socket.create_connection(("127.0.0.1", port), timeout=60) as conn:
+                conn.sendall(sent)
+                assert conn.recv(1 << 16).startswith(status)
+
+
+def test_a_connection_for_which_there_is_no_thread_gets_a_503(parrot, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with socket.create_connection(("127.0.0.1", int(parrot.rpartition(":")[2]))) as conn:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            conn.settimeout(60)
+            answer = b"".join(iter(lambda: conn.recv(1 << 16), b""))
+    assert answer.startswith(b"HTTP/1.1 503") and b"Retry-After: " in answer
+    assert requests.get(f"{parrot}/health", timeout=60).status_code == 200
+
+
+def test_a_page_may_run_its_own_scripts_only():
+    class Site(Parrot):
+        def page(self, path):
+            return b"<style>a {}</style><p>hi</p><script>\nrun()</script><script>x</script>"
+
+    with served(Site) as url:
+        answer = requests.get(f"{url}/", timeout=60)
+    policy = answer.headers["Content-Security-Policy"]
+    digest = base64.b64encode(hashlib.sha256(b"\nrun()").digest()).decode()
+    assert f"script-src 'sha256-{digest}' 'sha256-" in policy
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert answer.headers["Content-Type"].startswith("text/html")
 
 
 def test_an_error_ends_a_stream(parrot):

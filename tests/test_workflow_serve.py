@@ -1,18 +1,22 @@
 """The OpenAI-compatible server of a Conductor, over real sockets."""
 
 import contextlib
+import inspect
 import json
+import os
 import queue
+import re
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import openai
 import pytest
 import requests
 
 import workflow
-from workers import Reply, WorkerError
-from workflow import Prompting, Step, Workflow, as_lists, conductor_server
+from workers import Budget, Refusal, Reply, WorkerError, load_pool
+from workflow import ASSETS, Prompting, Rollout, Step, Workflow, as_lists, conductor_server
 
 
 class Player:
@@ -35,7 +39,7 @@ def chain(*workers):
 
 
 @contextlib.contextmanager
-def served(pool, *texts, silence=15.0, write=None):
+def served(pool, *texts, silence=15.0, write=None, **settings):
     """The URL of a server whose Conductor writes these texts in turn, the last one for ever."""
     left = list(texts)
 
@@ -44,7 +48,9 @@ def served(pool, *texts, silence=15.0, write=None):
             rollout.written = left.pop(0) if len(left) > 1 else left[0]
             yield rollout
 
-    server = conductor_server(write or write_texts, pool, None, Prompting(), 1, 0, silence)
+    server = conductor_server(
+        write or write_texts, pool, None, Prompting(), 1, 0, silence, **settings
+    )
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()
@@ -68,24 +74,36 @@ def test_an_answer_has_everybodys_usage_and_says_who_did_what():
         "total_tokens": 24,
         "cost": 0.5,
     }
-    assert [(step["worker"], step["access"]) for step in data["workflow"]] == [
-        ("a", []),
-        ("b", [0]),
+    first = {"round": 0, "step": 0, "worker": "a", "subtask": "Go on.", "access": []}
+    second = {"round": 0, "step": 1, "worker": "b", "subtask": "Go on.", "access": [0]}
+    assert data["workflow"] == [
+        first | {"reply": "draft", "seconds": 0.0, "cost": 0.25},
+        second | {"reply": "answer", "seconds": 0.0, "cost": 0.25},
     ]
     assert names == ["conductor", "conductor-recursive"]
 
 
-def test_the_question_is_the_whole_conversation():
-    seen = []
-    with served([Player("a", lambda m: seen.append(m[0]["content"]) or "b")], chain(0)) as url:
-        post(
-            url,
-            messages=[
-                {"role": "system", "content": "Be short."},
-                {"role": "user", "content": [{"type": "text", "text": "Why?"}]},
-            ],
-        )
-    assert seen == ["Question:\nsystem: Be short.\n\nuser: Why?\n\nYour task:\nGo on."]
+def test_the_question_is_the_last_user_message_and_the_others_are_its_context():
+    seen, contexts = [], []
+
+    def write(rollouts):
+        for rollout in rollouts:
+            contexts.append(rollout.context)
+            rollout.written = chain(0)
+            yield rollout
+
+    turns = [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "Who?"},
+        {"role": "assistant", "content": "You."},
+    ]
+    question = {"role": "user", "content": [{"type": "text", "text": "Why?"}]}
+    with served([Player("a", lambda m: seen.append(m) or "b")], write=write) as url:
+        assert post(url, messages=[*turns, question]).status_code == 200
+        refused = post(url, messages=turns[:1])
+    asked = {"role": "user", "content": "Question:\nWhy?\n\nYour task:\nGo on."}
+    assert contexts == [turns] and seen == [[*turns, asked]]
+    assert refused.status_code == 400 and "user message" in refused.json()["error"]["message"]
 
 
 def test_the_recursive_model_looks_again():
@@ -119,6 +137,47 @@ def test_a_stream_begins_with_the_role_and_ends_with_the_answer():
     assert chunks[-1]["usage"]["total_tokens"] == 12
 
 
+def test_a_stream_shows_each_step_while_it_runs():
+    go_on = threading.Event()
+
+    def wait(messages):
+        assert go_on.wait(60)
+        return "answer"
+
+    pool = [Player("a", lambda m: "draft"), Player("b", wait)]
+    with served(pool, chain(0, 1)) as url:
+        body = {
+            "model": "conductor-recursive",
+            "messages": [{"role": "user", "content": "Why?"}],
+            "stream": True,
+        }
+        chunks = []
+        with requests.post(
+            f"{url}/v1/chat/completions", json=body, stream=True, timeout=60
+        ) as response:
+            for line in response.iter_lines(chunk_size=1):
+                if line.startswith(b"data: {"):
+                    chunks.append(json.loads(line.removeprefix(b"data: ")))
+                    if chunks[-1].get("workflow_event", {}).get("worker") == "b":
+                        go_on.set()  # The second worker answers only now.
+    told = [chunk for chunk in chunks if "workflow_event" in chunk]
+    found = [(e["round"], e["step"], e.get("reply")) for e in (c["workflow_event"] for c in told)]
+    one_round = [(0, None), (0, "draft"), (1, None), (1, "answer")]
+    assert found == [(number, *event) for number in (0, 1) for event in one_round]
+    assert told[0]["workflow_event"] == {
+        "round": 0,
+        "step": 0,
+        "worker": "a",
+        "subtask": "Go on.",
+        "access": [],
+    }
+    assert set(told[1]["workflow_event"]) == {"round", "step", "reply", "seconds", "cost"}
+    words = "".join(c["choices"][0]["delta"]["reasoning_content"] for c in told)
+    assert words.index("a is told: Go on.") < words.index("draft") < words.index("b is told")
+    assert [step["reply"] for step in chunks[-1]["workflow"]] == ["draft", "answer"] * 2
+    assert not any("content" in c["choices"][0]["delta"] for c in told)
+
+
 def test_a_silent_stream_says_that_workers_are_busy():
     go_on = threading.Event()
 
@@ -144,6 +203,10 @@ def test_a_silent_stream_says_that_workers_are_busy():
     assert b"answer" in rest and b"[DONE]" in rest
 
 
+def spent(messages):
+    raise WorkerError("the budget of $1 is spent, but for $0.0001")
+
+
 FAILURES = {
     "a lost call": ([lost], [chain(0)], "nobody answers"),
     "no workflow": (
@@ -152,6 +215,31 @@ FAILURES = {
         "the Conductor wrote no workflow: model_id: the list is missing",
     ),
 }
+
+
+def test_a_spent_budget_is_a_402(capfd):
+    with served([Player("a", spent)], chain(0)) as url:
+        response = post(url)
+    assert response.status_code == 402 and "budget of $1" in response.json()["error"]["message"]
+    assert response.headers["x-should-retry"] == "false"
+    assert capfd.readouterr().err.count("conductor: 402, step 0: the budget of $1 is spent") == 1
+
+
+def test_each_request_is_one_line_of_the_log(capfd):
+    """Its model, outcome, steps, seconds, dollars, and what is left of the budget."""
+    worker = Player("a", lambda m: "b")
+    worker.budget = Budget(1.0)
+    with served([worker], chain(0, 0)) as url:
+        post(url, model="conductor-recursive", stream=True)
+        post(url, messages=[{"role": "assistant", "content": "\x1b[2J"}])
+        requests.get(f"{url}/health", timeout=60)
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 2
+    left = r"\$1\.0000 left"
+    assert re.fullmatch(
+        rf"conductor-recursive: answered, 4 steps, \d\.\d s, \$1\.0000, {left}", lines[0]
+    )
+    assert re.fullmatch(rf"conductor: 400, messages: there is no user message.*{left}", lines[1])
 
 
 @pytest.mark.parametrize("answers, texts, why", FAILURES.values(), ids=FAILURES)
@@ -164,7 +252,19 @@ def test_a_failure_is_a_502_that_asks_not_to_pay_again(answers, texts, why):
         assert why in last
 
 
-def test_a_client_that_hangs_up_stops_the_workflow():
+def hang_up(url, question, until=None):
+    """Send a request, wait for an event, and close the connection."""
+    body = json.dumps({"model": "conductor", "messages": [{"role": "user", "content": question}]})
+    with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), timeout=60) as client:
+        client.sendall(
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+        )
+        if until:
+            assert until.wait(60)
+
+
+def test_a_client_that_hangs_up_stops_the_workflow(capfd):
     begun, go_on = threading.Event(), threading.Event()
 
     def first(messages):
@@ -173,21 +273,14 @@ def test_a_client_that_hangs_up_stops_the_workflow():
         return "draft"
 
     second = Player("b", lambda m: "answer")
-    pool = [Player("a", first), second]
-    with served(pool, chain(0, 1)) as url:
-        port = int(url.rsplit(":", 1)[1])
-        body = json.dumps({"model": "conductor", "messages": [{"role": "user", "content": "Why?"}]})
-        with socket.create_connection(("127.0.0.1", port)) as client:
-            client.sendall(
-                f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-                f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
-            )
-            assert begun.wait(60)
+    with served([Player("a", first), second], chain(0, 1)) as url:
+        hang_up(url, "Why?", begun)
         go_on.set()
-        assert (
-            post(url, messages=[{"role": "user", "content": "Next?"}]).status_code == 200
-        )  # it serves on
+        next_one = post(url, messages=[{"role": "user", "content": "Next?"}])
+        assert next_one.status_code == 200  # It serves on.
     assert second.asked == 1  # by the client that waited
+    log = capfd.readouterr().err
+    assert "conductor: the client hung up, 1 steps" in log and "Traceback" not in log
 
 
 def test_more_clients_than_threads_for_calls_are_all_answered(monkeypatch):
@@ -233,6 +326,212 @@ def test_jobs_wait_for_a_thread_where_the_system_allows_no_more(monkeypatch):
     assert [results.get(timeout=60) for _ in range(21)] == [(3, 1)] + [(4, 1)] * 20
     with pytest.raises(RuntimeError, match="thread"):
         workflow.Threads(512).run(divmod, (7, 2), results.put)
+
+
+def test_one_request_too_many_is_told_when_to_come_again(monkeypatch):
+    monkeypatch.setattr(workflow, "CONDUCTING", 2)
+    monkeypatch.setattr(workflow, "WAITING", 1)
+    entered, go_on = threading.Semaphore(0), threading.Event()
+    enter = workflow.Admission.enter
+
+    def enter_and_tell(admission):
+        enter(admission)
+        entered.release()
+
+    monkeypatch.setattr(workflow.Admission, "enter", enter_and_tell)
+    worker = Player("a", lambda m: go_on.wait(60) and "b")
+    with served([worker], chain(0)) as url, ThreadPoolExecutor(3) as clients:
+        first = [clients.submit(post, url) for _ in range(3)]
+        assert all(entered.acquire(timeout=60) for _ in range(3))
+        refused = post(url)
+        client = openai.OpenAI(api_key="none", base_url=f"{url}/v1", max_retries=0)
+        with pytest.raises(openai.InternalServerError, match="come again in"):
+            client.chat.completions.create(
+                model="conductor", messages=[{"role": "user", "content": "Why?"}]
+            )
+        go_on.set()
+        assert [one.result().status_code for one in first] == [200] * 3
+        assert post(url).status_code == 200
+    assert refused.status_code == 503 and 1 <= int(refused.headers["Retry-After"]) <= 60
+
+
+def test_clients_that_are_turned_away_come_back_one_after_the_other():
+    admission = workflow.Admission()
+    admission.inside = workflow.CONDUCTING + workflow.WAITING
+    admission.note(10.0)
+    waits = []
+    for _ in range(2560):
+        with pytest.raises(Refusal) as refused:
+            admission.enter()
+        waits.append(refused.value.headers["Retry-After"])
+    # Of 256 requests at a time, of 10 s each, 25.6 end in a second.
+    assert waits[:20] == [1] * 20 and waits == sorted(waits)
+    assert abs(waits[256] - 10) <= 1 and waits[-1] == 60
+    admission.leave()
+    admission.enter()
+
+
+def test_a_client_that_hangs_up_while_it_waits_is_not_conducted(monkeypatch):
+    monkeypatch.setattr(workflow, "CONDUCTING", 1)
+    go_on, at_work, questions = threading.Event(), threading.Event(), []
+
+    def write(rollouts):
+        for rollout in rollouts:
+            questions.append(rollout.question)
+            rollout.written = chain(0)
+            at_work.set()
+            assert go_on.wait(60)
+            yield rollout
+
+    def ask(question):
+        return post(url, messages=[{"role": "user", "content": question}]).status_code
+
+    with served([Player("a", str)], write=write) as url, ThreadPoolExecutor(2) as clients:
+        first = clients.submit(ask, "first")
+        assert at_work.wait(60)
+        hang_up(url, "second")
+        go_on.set()
+        assert first.result() == 200 and ask("third") == 200
+    assert questions == ["first", "third"]
+
+
+def test_prompts_that_wait_together_are_written_as_one_batch():
+    go_on, at_work, batches = threading.Event(), threading.Event(), []
+
+    def write(rollouts):
+        batches.append(len(rollouts))
+        at_work.set()
+        assert go_on.wait(60)
+        for rollout in reversed(rollouts):
+            rollout.written = rollout.question
+            if rollout.question == "bad":
+                raise KeyError("bad")
+            yield rollout
+
+    shared = workflow.share_batches(write)
+    ask = lambda question: [r.written for r in shared([Rollout(question)])]
+    with ThreadPoolExecutor(8) as clients:
+        first = clients.submit(ask, "first")
+        assert at_work.wait(60)
+        others = [clients.submit(ask, f"{i}") for i in range(7)]
+        while workflow_queue(shared).qsize() < 7:
+            pass
+        go_on.set()
+        assert first.result() == ["first"]
+        assert [one.result() for one in others] == [[f"{i}"] for i in range(7)]
+    assert batches == [1, 7]
+    with pytest.raises(KeyError):
+        ask("bad")
+    assert ask("good") == ["good"]  # It goes on.
+
+
+def workflow_queue(shared):
+    """The rollouts that wait for a shared writer."""
+    return inspect.getclosurevars(shared).nonlocals["waiting"]
+
+
+def test_what_is_written_does_not_depend_on_who_waits_beside():
+    model, tokenizer, prompting = workflow.load_conductor(os.path.join(ASSETS, "laptop"))
+    write = workflow.model_writer(model, tokenizer, prompting, temperature=2.0)
+    questions = ["What is 6 * 7?", "Find dos * tres.", "Find dos * tres.", "Give me Lima shouted."]
+
+    def asked():
+        pool = [Player(name, str) for name in "abcde"]
+        return [Rollout(q, pool, number=10 * i) for i, q in enumerate(questions)]
+
+    alone = [next(write([rollout])).tokens for rollout in asked()]
+    shared = workflow.share_batches(write)
+    with ThreadPoolExecutor(4) as clients:
+        together = list(clients.map(lambda rollout: next(shared([rollout])).tokens, asked()))
+    assert together == alone and alone[1] != alone[2]
+
+
+def test_turns_of_a_chat_as_open_webui_sends_them_are_each_answered_right():
+    """With a system message, earlier turns, and parameters of which most ask for nothing here."""
+    pool = load_pool("local")
+    workflows = {
+        "What is 6 * 7?": ("42", [Step(0, "Calculate it.", [])]),
+        "Find dos * tres.": ("6", [Step(1, "Translate it.", []), Step(0, "Calculate it.", [0])]),
+        "Give me element number 8.": ("oxygen", [Step(2, "Look it up.", [])]),
+    }
+
+    def write(rollouts):
+        for rollout in rollouts:
+            rollout.written = as_lists(Workflow(workflows[rollout.question][1]))
+            yield rollout
+
+    chat = [{"role": "system", "content": "You are helpful. What is 1 + 1? Answer in one word."}]
+    with served(pool, write=write) as url:
+        for question, (answer, _) in workflows.items():
+            chat.append({"role": "user", "content": question})
+            asked = {
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                "tools": [{"type": "function", "function": {"name": "search"}}],
+                "chat_id": "b5f0",
+            }
+            chunks, end, _ = events(post(url, messages=chat, **asked))
+            texts = [c["choices"][0]["delta"].get("content", "") for c in chunks if c["choices"]]
+            assert "".join(texts) == answer and end == "[DONE]"
+            chat.append({"role": "assistant", "content": answer})
+
+
+def test_the_shipped_conductor_reads_the_question_and_not_the_turns_before():
+    model, tokenizer, prompting = workflow.load_conductor(os.path.join(ASSETS, "laptop"))
+    write = workflow.model_writer(model, tokenizer, prompting, temperature=0.0)
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
+    pool = load_pool("local")
+    alone, in_a_chat = write(
+        [Rollout("What is 6 * 7?", pool), Rollout("What is 6 * 7?", pool, context=turns)]
+    )
+    assert alone.written == in_a_chat.written
+
+
+def test_a_prompt_that_the_conductor_cannot_read_is_a_400():
+    model, tokenizer, prompting = workflow.load_conductor(os.path.join(ASSETS, "laptop"))
+    write = workflow.share_batches(workflow.model_writer(model, tokenizer, prompting))
+    with served([Player("a", str)], write=write) as url:
+        for length in (3_000, 300_000, 3_900_000, 40_000_000):
+            response = post(url, messages=[{"role": "user", "content": "x " * (length // 2)}])
+            assert response.status_code == 400
+            assert re.search("tokens|characters", response.json()["error"]["message"])
+
+
+def test_the_page_and_a_run_and_nothing_else(tmp_path):
+    run = tmp_path / "run"
+    (run / "traces").mkdir(parents=True)
+    (tmp_path / "secret.json").write_text('"secret"')
+    (run / "secret.json").write_text('"secret"')
+    (run / "settings.json").write_text('{"out": "run"}')
+    (run / "metrics.jsonl").write_text('{"iteration": 0, "loss": NaN}\n{"iteration": 1}\n{"ite')
+    (run / "traces" / "00007.jsonl").write_text('{"question": "Why?"}\n')
+    with served([Player("a", str)], chain(0), run=str(run), api_key="key") as url:
+        get = lambda path, **headers: requests.get(f"{url}{path}", headers=headers, timeout=60)
+        page = get("/")
+        key = {"Authorization": "Bearer key"}
+        found = {path: get(f"/run/{path}", **key) for path in ("settings", "metrics", "traces/7")}
+        missing = ["/run/traces/8", "/run/secret", "/run/secret.json", "/run/../secret.json"]
+        missing += ["/run/traces/..%2Fsettings", "/run/traces/7.jsonl", "/assets/plot.py", "/run/"]
+        assert [get(path, **key).status_code for path in missing] == [404] * len(missing)
+        assert get("/run/settings").status_code == 401
+    assert page.status_code == 200 and b"<script>" in page.content
+    assert "script-src 'sha256-" in page.headers["Content-Security-Policy"]
+    assert found["settings"].json() == {"out": "run"}
+    assert found["metrics"].json() == [{"iteration": 0, "loss": None}, {"iteration": 1}]
+    assert found["traces/7"].json() == [{"question": "Why?"}]
+
+
+def test_serving_a_pool_that_costs_demands_a_budget(tmp_path, capsys):
+    worker = {"protocol": "openai", "base_url": "https://example.org/v1", "model": "m"}
+    worker |= {"price": [1, 2], "params": {"max_tokens": 10}}
+    pool = tmp_path / "pool.json"
+    pool.write_text(json.dumps([worker]))
+    with pytest.raises(ValueError, match="serving costs money, .*--budget"):
+        workflow.main(["serve", f"--pool={pool}", "--conductor=m"])
+    with pytest.raises(ValueError, match="CONDUCTOR_API_KEY"):
+        workflow.main(["serve", "--host=0.0.0.0"])
+    with pytest.raises(ValueError, match="--run=.*settings.json"):
+        workflow.main(["serve", f"--run={tmp_path}"])
 
 
 def test_clients_are_served_side_by_side():
