@@ -1231,11 +1231,14 @@ class Server(ThreadingHTTPServer):
             super().process_request(request, client_address)
         except RuntimeError:  # The system allows no more threads.
             sentence = b"too many connections: come again in 5 s"
-            request.sendall(
-                b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nConnection: close\r\n"
-                b"Content-Type: text/plain\r\nContent-Length: %d\r\n\r\n%b"
-                % (len(sentence), sentence)
-            )
+            with contextlib.suppress(OSError):
+                request.settimeout(1)
+                request.recv(1 << 16)  # A client whose request was not read may miss the answer.
+                request.sendall(
+                    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nConnection: close\r\n"
+                    b"Content-Type: text/plain\r\nContent-Length: %d\r\n\r\n%b"
+                    % (len(sentence), sentence)
+                )
             self.shutdown_request(request)
 
 
