@@ -486,14 +486,6 @@ def in_bf16_on_gpu(x) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16
 
 
-def matmul_fp32(a, b):
-    """Return a (…, N, K) @ b (…, K, M), accumulated in fp32. On CUDA, bf16 has no gradient here."""
-    if a.device.type != "cuda" or a.dtype == torch.float32:
-        return a.float() @ b.float()
-    product = torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out_dtype=torch.float32)
-    return product.view(*a.shape[:-1], b.shape[-1])
-
-
 class HeadFP32(torch.autograd.Function):
     """Multiply hidden states (N, C) by weight (V, C), both bf16; return logits (N, V) in fp32.
 

@@ -21,7 +21,13 @@ from functools import partial
 
 import torch
 
-from model import Qwen, Tokenizer, causal, compute_dtype, configure, matmul_fp32
+try:  # torch's CUDA builds bring it along
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+from model import Qwen, Tokenizer, causal, compute_dtype, configure
 
 CHECK = 8  # steps between two looks for finished rollouts
 BUCKET = {"cuda": 128, "cpu": 32}  # steps between two calls of `compact`; a multiple of CHECK
@@ -134,34 +140,177 @@ def padded(length: int, device) -> int:
 def attend_shared(grid, layer_idx, q, k, v):
     """Store the newest token's key and value of each row, and return its attention (N, H, 1, D).
 
-    q is (N, H, 1, D), k and v are (N, Hkv, 1, D), for N = Q*R rows that all have t own tokens. A
-    row sees the P places of its prompt and T places of its own; grid.mask is -inf where a place is
-    padding or still empty. G = H/Hkv query heads share one head of keys and values.
+    q is (N, H, 1, D), k and v are (N, Hkv, 1, D), for N = Q*R rows that all have t own tokens.
     """
-    Q, R, P, T = grid.Q, grid.R, grid.P, grid.T
-    Hkv, D = k.shape[1], k.shape[3]
-    prompt_k, prompt_v = grid.prompt_kv[layer_idx]  # each (Q, Hkv, P, D)
-    own_kv = grid.own_kv[layer_idx][..., :T, :]  # (2, N, Hkv, T, D)
+    prompt_kv = grid.prompt_kv[layer_idx]  # (2, Q, Hkv, P, D)
+    own_kv = grid.own_kv[layer_idx][..., : grid.T, :]  # (2, N, Hkv, T, D)
     own_kv.index_copy_(3, grid.t - 1, torch.stack((k, v)).to(own_kv.dtype))
-    own_k, own_v = own_kv.unflatten(1, (Q, R))  # each (Q, R, Hkv, T, D)
+    if triton and q.is_cuda:
+        return attend_in_kernels(q, prompt_kv, grid.prompt_length, own_kv, grid.t)
+    return attend_plainly(q, prompt_kv, own_kv, grid.mask[:, : grid.P + grid.T])
+
+
+def attend_plainly(q, prompt_kv, own_kv, mask):
+    """Return the attention of queries to their prompt and to their row's own tokens, in fp32.
+
+    Args:
+        q: (N, H, 1, D), one query for each of N = Q*R rows. G = H/Hkv heads share keys and values.
+        prompt_kv: Keys and values of the prompts, (2, Q, Hkv, P, D).
+        own_kv: Keys and values of the rows' own tokens, (2, N, Hkv, T, D).
+        mask: (Q, P + T), -inf where a place is padding or still empty, else 0.
+
+    Returns:
+        (N, H, 1, D) in the dtype of q.
+    """
+    _, Q, Hkv, P, D = prompt_kv.shape
+    R = q.shape[0] // Q
+    prompt_k, prompt_v = prompt_kv.float()  # each (Q, Hkv, P, D)
+    own_k, own_v = own_kv.float().unflatten(1, (Q, R))  # each (Q, R, Hkv, T, D)
 
     # Scores. All R*G queries of a prompt and a head are one matrix, as they meet the same keys.
-    own_q = q.view(Q, R, Hkv, -1, D)  # (Q, R, Hkv, G, D)
-    own_scores = matmul_fp32(own_q, own_k.mT)  # (Q, R, Hkv, G, T)
+    own_q = q.float().view(Q, R, Hkv, -1, D)  # (Q, R, Hkv, G, D)
+    own_scores = own_q @ own_k.mT  # (Q, R, Hkv, G, T)
     prompt_q = own_q.transpose(1, 2).flatten(2, 3)  # (Q, Hkv, R*G, D)
-    prompt_scores = matmul_fp32(prompt_q, prompt_k.mT).view(Q, Hkv, R, -1, P)  # (Q, Hkv, R, G, P)
+    prompt_scores = (prompt_q @ prompt_k.mT).view(Q, Hkv, R, -1, P)  # (Q, Hkv, R, G, P)
 
     # One softmax over both.
     scores = torch.cat((prompt_scores, own_scores.transpose(1, 2).contiguous()), -1)
-    mask = grid.mask[:, None, None, None, : P + T]
+    mask = mask[:, None, None, None, :]
     scores = torch.add(mask, scores, alpha=D**-0.5)  # mask + scores / √D: (Q, Hkv, R, G, P + T)
-    weights = scores.softmax(-1).to(own_kv.dtype)
+    weights = scores.softmax(-1)
 
     # The weighted mean of the values.
-    own_y = matmul_fp32(weights[..., P:].transpose(1, 2), own_v)  # (Q, R, Hkv, G, D)
-    prompt_y = matmul_fp32(weights[..., :P].flatten(2, 3), prompt_v)  # (Q, Hkv, R*G, D)
+    own_y = weights[..., P:].transpose(1, 2) @ own_v  # (Q, R, Hkv, G, D)
+    prompt_y = weights[..., :P].flatten(2, 3) @ prompt_v  # (Q, Hkv, R*G, D)
     y = own_y + prompt_y.view(Q, Hkv, R, -1, D).transpose(1, 2)
-    return y.to(k.dtype).view(q.shape)
+    return y.to(q.dtype).view(q.shape)
+
+
+def attend_in_kernels(q, prompt_kv, prompt_length, own_kv, t):
+    """Compute what attend_plainly does in two kernels, which keep the scores on the chip.
+
+    The first kernel attends to the prompts, for all rows of a prompt together. The second one goes
+    on with each row's own tokens, from where the first one left the softmax.
+
+    Args:
+        q, prompt_kv, own_kv: As for attend_plainly.
+        prompt_length: (Q), the tokens of each prompt that are not padding.
+        t: (1), the number of own tokens; every row has as many.
+    """
+    N, H, _, D = q.shape
+    Q, Hkv = prompt_kv.shape[1:3]
+    G = H // Hkv
+    q = q.contiguous()
+    y = torch.empty_like(q)
+    prompt_y = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    prompt_lse = torch.empty(N, H, dtype=torch.float32, device=q.device)
+
+    # A tile of 16 KB of keys suits cards with 160 KB of shared memory or more, 8 KB the others.
+    is_large = q.is_cuda and torch.cuda.get_device_capability(q.device) in ((8, 0), (9, 0), (10, 0))
+    D_PADDED = max(16, triton.next_power_of_2(D))
+    KEYS = (16384 if is_large else 8192) // (D_PADDED * q.element_size())
+    for B, kv, length, is_first in ((Q, prompt_kv, prompt_length, True), (N, own_kv, t, False)):
+        n_queries = N // B * G  # that share keys and values
+        QUERIES = 16 if n_queries <= 16 else 64
+        blocks = (B * Hkv, triton.cdiv(n_queries, QUERIES))
+        attend_to_part[blocks](
+            *(q, kv[0], kv[1], length, y, prompt_y, prompt_lse),
+            n_rows=N // B,
+            length_step=length.stride(0) if length.numel() == B else 0,
+            kv_row=kv.stride(1),
+            kv_head=kv.stride(2),
+            scale=D**-0.5,
+            Hkv=Hkv,
+            G=G,
+            D=D,
+            D_PADDED=D_PADDED,
+            QUERIES=QUERIES,
+            KEYS=max(16, min(64, KEYS)),
+            IS_FIRST=is_first,
+        )
+    return y
+
+
+if triton:
+
+    @triton.jit
+    def attend_to_part(
+        q,  # (N, Hkv, G, D)
+        k,  # (B, Hkv, places, D), with the strides kv_row, kv_head, D, 1; so is v
+        v,
+        length,  # how many places of row b are filled, at length + b * length_step
+        y,  # (N, Hkv, G, D), the result of the second part
+        prompt_y,  # (N, Hkv, G, D), the result of the first part, in fp32
+        prompt_lse,  # (N, Hkv, G), the log of the sum of exp(scores) of the first part
+        n_rows,  # N / B
+        length_step,
+        kv_row,
+        kv_head,
+        scale: tl.constexpr,
+        Hkv: tl.constexpr,
+        G: tl.constexpr,
+        D: tl.constexpr,
+        D_PADDED: tl.constexpr,
+        QUERIES: tl.constexpr,
+        KEYS: tl.constexpr,
+        IS_FIRST: tl.constexpr,
+    ):
+        """Attend with some of the queries that share the keys and values of row b and head h.
+
+        It takes KEYS keys at a time and keeps a running softmax, as FlashAttention does: the
+        largest score so far, the sum of exp(score - largest), and the sum of the values with these
+        weights. Where a larger score turns up, both sums are scaled down.
+        """
+        b = tl.program_id(0) // Hkv
+        h = tl.program_id(0) % Hkv
+        query = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
+        is_query = query < n_rows * G
+        place = ((b * n_rows + query // G) * Hkv + h) * G + query % G  # in (N, Hkv, G)
+        d = tl.arange(0, D_PADDED)
+        is_channel = d < D
+        tile = place[:, None] * D + d[None, :]
+        in_tile = is_query[:, None] & is_channel[None, :]
+        queries = tl.load(q + tile, in_tile, 0.0)
+
+        # The running softmax starts empty, or where the first part ended: as if that had been one
+        # key whose score is prompt_lse and whose value is prompt_y.
+        if IS_FIRST:
+            largest = tl.full((QUERIES,), -float("inf"), tl.float32)
+            total = tl.zeros((QUERIES,), tl.float32)
+            weighted = tl.zeros((QUERIES, D_PADDED), tl.float32)
+        else:
+            largest = tl.load(prompt_lse + place, is_query, 0.0)
+            total = tl.full((QUERIES,), 1.0, tl.float32)
+            weighted = tl.load(prompt_y + tile, in_tile, 0.0)
+
+        start = b.to(tl.int64) * kv_row + h * kv_head
+        end = tl.load(length + b * length_step)
+        n = tl.arange(0, KEYS)
+        for i in range(0, end, KEYS):
+            is_key = i + n < end
+            at = start + (i + n) * D
+            keys = tl.load(
+                k + at[None, :] + d[:, None], is_key[None, :] & is_channel[:, None], 0.0
+            )  # (D_PADDED, KEYS)
+            scores = tl.dot(queries, keys, input_precision="ieee") * scale
+            scores = tl.where(is_key[None, :], scores, -float("inf"))
+            new_largest = tl.maximum(largest, tl.max(scores, 1))
+            weights = tl.exp(scores - new_largest[:, None])
+            shrink = tl.exp(largest - new_largest)
+            values = tl.load(
+                v + at[:, None] + d[None, :], is_key[:, None] & is_channel[None, :], 0.0
+            )  # (KEYS, D_PADDED)
+            part = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+            weighted = weighted * shrink[:, None] + part
+            total = total * shrink + tl.sum(weights, 1)
+            largest = new_largest
+
+        mean = weighted / total[:, None]
+        if IS_FIRST:
+            tl.store(prompt_y + tile, mean, in_tile)
+            tl.store(prompt_lse + place, largest + tl.log(total), is_query)
+        else:
+            tl.store(y + tile, mean.to(y.dtype.element_ty), in_tile)
 
 
 # ---- The grid ------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ ORDER = [
 ]  # each imports only files before it
 PACKAGES = {
     "torch",
+    "triton",
     "tokenizers",
     "safetensors",
     "numpy",

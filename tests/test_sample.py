@@ -257,6 +257,55 @@ def test_the_bytes_of_keys_and_values_cap_the_rows_of_a_grid():
         close(mine, theirs)
 
 
+# ---- Attention ------------------------------------------------------------------------------------------
+ATTENTION = [  # prompts, rows of each, heads, key-value heads, channels; prompts' tokens; own tokens
+    (2, 3, 4, 2, 16, [5, 40], 9),
+    (1, 1, 2, 2, 8, [7], 1),  # fewer channels than a kernel's tile, one own token
+    (3, 12, 6, 1, 32, [80, 1, 17], 70),  # more queries and keys than a tile has
+    (2, 4, 8, 2, 24, [64, 3], 1),  # channels that are no power of two
+]
+
+
+# Half precision is float16 here, because the interpreter of Triton cannot multiply bf16.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("function", ["attend_plainly", "attend_in_kernels"])
+@pytest.mark.parametrize("shape", ATTENTION, ids=str)
+def test_attention_to_a_shared_prompt(shape, function, dtype):
+    """Each row sees its prompt and its own tokens, whatever stands in the places after them."""
+    if function == "attend_in_kernels" and not sample.triton:
+        pytest.skip("needs Triton")
+    Q, R, H, Hkv, D, lengths, t = shape
+    P, T = max(lengths) + 3, t + 5
+    g = torch.Generator().manual_seed(0)
+    q, prompt_kv, own_kv = (
+        torch.randn(size, generator=g).to(dtype)
+        for size in ((Q * R, H, 1, D), (2, Q, Hkv, P, D), (2, Q * R, Hkv, T, D))
+    )
+
+    expected = torch.empty(q.shape)
+    for row in range(Q * R):
+        length = lengths[row // R]
+        for head in range(H):
+            prompt = prompt_kv[:, row // R, head * Hkv // H, :length]
+            k, v = torch.cat((prompt, own_kv[:, row, head * Hkv // H, :t]), 1).float()
+            weights = (k @ q[row, head, 0].float() / math.sqrt(D)).softmax(0)
+            expected[row, head, 0] = weights @ v
+
+    if function == "attend_plainly":
+        mask = torch.full((Q, P + T), -torch.inf)
+        for prompt, length in enumerate(lengths):
+            mask[prompt, :length] = 0
+        mask[:, P : P + t] = 0
+        y = sample.attend_plainly(q, prompt_kv, own_kv, mask)
+    else:
+        cached = torch.cat((own_kv, own_kv), 1)[:, : Q * R]  # as `compact` leaves it
+        length = torch.tensor(lengths)
+        y = sample.attend_in_kernels(q, prompt_kv, length, cached, torch.tensor([t]))
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-3
+    assert y.dtype == dtype
+    torch.testing.assert_close(y.float(), expected, rtol=0, atol=tolerance)
+
+
 class NothingWaits(TorchDispatchMode):
     """Fails where a result has to reach the host or comes from it: a CUDA graph cannot hold that."""
 
