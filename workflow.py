@@ -104,9 +104,8 @@ class Rollout:
 
     # What the workers made of it
     names: list[str] = field(default_factory=list)  # the name of each step's worker
-    replies: list[Reply | None] = field(
-        default_factory=list
-    )  # None: the call failed or was not made
+    # Each step's reply; None: the call failed or was not made.
+    replies: list[Reply | None] = field(default_factory=list)
     error: str | None = None  # why the rollout is lost
     seconds: float = 0.0  # from the end of writing to the verdict
 
@@ -191,7 +190,7 @@ def read_access(element, i: int, workers: list[int]) -> dict:
     if element is None:
         return {"access": []}
     access = ["all"] if is_all(element) else element
-    if type(access) is not list or not all(is_all(j) or is_step(j, i) for j in access):
+    if type(access) is not list or not all(is_all(j) or is_step_before(j, i) for j in access):
         raise WorkflowError(f"reads {element!r:.40}, no list of earlier steps")
     if any(is_all(j) for j in access):
         return {"access": [*range(i)], "wrote_all": True}
@@ -202,12 +201,12 @@ def is_all(value) -> bool:
     return type(value) is str and value.strip().lower() == "all"
 
 
-def is_step(value, n: int) -> bool:
-    """Whether a value is the number of one of the first n steps."""
-    return type(value) is int and 0 <= value < n
+def is_step_before(value, i: int) -> bool:
+    return type(value) is int and 0 <= value < i
 
 
-# In the order in which the prompt asks for them.
+# In the order in which the prompt asks for them. For another list, add a row here and a field to
+# Step; the prompt, `as_lists` and `parse` follow.
 LISTS = [
     ListFormat(
         name="model_id",
@@ -252,7 +251,7 @@ def steps_of(lists: dict, workers: list[int], max_steps: int, allow_empty: bool)
     """Return the steps that the lists spell out.
 
     Args:
-        lists: Each list by its name, as `read_list` returns it: a list, or what is wrong with it.
+        lists: name -> what `read_list` returns for it: a list, or a text that says what is wrong.
         workers: The numbers of the workers that may be used.
         max_steps: The largest number of steps that is allowed.
         allow_empty: Whether there may be no steps at all.
@@ -486,9 +485,9 @@ def parse(
 ) -> Workflow:
     """Return the last valid workflow in a text.
 
-    A workflow is an attempt that has each list once. As many neighbouring lists as there are, in
-    the prompt's order, always form an attempt. Otherwise a list whose name the present attempt
-    already has begins a new one, so that a whole attempt never mixes with one that was cut off.
+    A model may make several attempts, and some may be cut off. Neighbouring lists in the prompt's
+    order, one of each name, always form an attempt. Otherwise an attempt ends where the name of
+    one of its lists appears again. So a complete attempt never mixes with one that was cut off.
     Only the last 50,000 characters are read.
 
     Args:
@@ -498,7 +497,7 @@ def parse(
         allow_empty: Whether lists that are all empty are a workflow, which keeps an answer (§3.2).
 
     Raises:
-        WorkflowError: There is no valid workflow; the last attempt at one is wrong in this way.
+        WorkflowError: There is no valid workflow. The message is about the last attempt.
 
     Example: the second attempt in this text is cut off, so the first one counts.
 
@@ -551,8 +550,8 @@ def parse(
     return workflow
 
 
-# What follows a list that a program would have to compute, as in [0] * 6 or [0, 1][:1]. A lone
-# asterisk or two are Markdown's.
+# What follows a list that is only a part of an expression, such as [0] * 6 or [0, 1][:1]. An
+# asterisk that is not followed by a factor belongs to Markdown.
 COMPUTED = re.compile(
     r"""\[|\.\w+\(|[ \t]*(?:\\?[*×][ \t]*(?:\d|\w+(?:\(|[ \t]*(?:[,\n]|$)))
     |\+[ \t]*[\w(\["']|if\b[^\n]{0,80}\belse\b)""",
@@ -609,9 +608,9 @@ CONTROL = {"n": "\n", "t": "\t", "r": "\r", "\n": ""}
 
 
 def string_value(token: re.Match) -> str:
-    """Return what a string literal of Python or JSON means, including LaTeX that was not escaped.
+    """Return the text that a string literal of Python or JSON stands for.
 
-    The literal "Is \\theta = \\"x\\"?" means: Is \\theta = "x"?
+    LaTeX in it may be unescaped: a literal with \\theta and \\"x\\" stands for \\theta and "x".
     """
     has_latex = any(escape["latex"] for escape in ESCAPE.finditer(token["body"]))
 
@@ -771,7 +770,10 @@ def carry_out(rollout: Rollout, prompting: Prompting, judge, edit, call):
 
 
 def failed_call(error: Exception) -> WorkerError:
-    """Return the WorkerError because of which an exception was raised; raise the exception if none."""
+    """Return the WorkerError that led to an exception; if there is none, raise the exception.
+
+    A grader that asks a judge may wrap the failure of its call in an exception of its own.
+    """
     pending = [error]
     seen = []
     while pending:
@@ -964,7 +966,8 @@ def model_writer(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temper
 def worker_writer(worker, prompting: Prompting):
     """Return the writer of a worker that takes the Conductor's seat (Table 11).
 
-    Unlike a trained Conductor, it has to be told who the workers are: it reads names and notes. If the worker's tokens are limited, a workflow may have twice as many, up to 8,192.
+    Nothing has taught it who the workers are, so it is shown their names and notes. If its tokens
+    are limited, a workflow may have twice as many, up to 8,192.
     """
     limits = {}
     for name, limit in worker.params.items():
@@ -1076,37 +1079,39 @@ def printable(text: str) -> str:
     return re.sub(commands, "\ufffd", text.replace("\r\n", "\n"))
 
 
-def read_rollouts(file: str) -> list[Rollout]:
-    """Read a file of JSON lines, such as a run's traces/0.jsonl."""
-    if not os.path.isfile(file):
-        raise ValueError(f"there is no file {file}; a run's traces are in its folder traces/")
-    rollouts = []
-    with open(file, encoding="utf-8", errors="replace") as f:
-        for i, line in enumerate(f):
-            try:
-                rollouts.append(rollout_from_json(json.loads(line)))
-            except (ValueError, TypeError, LookupError, AttributeError) as e:
-                raise ValueError(f"{file}, line {i}, holds no rollout: {e!r}") from None
-    if not rollouts:
-        raise ValueError(f"{file} is empty")
-    return rollouts
-
-
 def show(file: str, number: int | None = None) -> str:
     """Return a line for each rollout in a file of JSON lines, or all about the one on line N."""
-    rollouts = read_rollouts(file)
+    lines = read_lines(file)
     if number is not None:
-        if number not in range(len(rollouts)):
-            raise ValueError(f"{file} has lines 0 to {len(rollouts) - 1}, and no line {number}")
-        return view(rollouts[number])
+        if number not in range(len(lines)):
+            raise ValueError(f"{file} has lines 0 to {len(lines) - 1}, and no line {number}")
+        return view(read_rollout(file, number, lines[number]))
 
     rows = []
-    for i, rollout in enumerate(rollouts):
+    for i, line in enumerate(lines):
+        rollout = read_rollout(file, i, line)
         verdict = {True: "right", False: "wrong", None: "lost" if rollout.error else ""}
         workers = " > ".join(rollout.names) if rollout.workflow else "no workflow"
         question = " ".join(rollout.question.split())
         rows.append(f"{i:>5}  {verdict[rollout.right]:<7}{question:.60}  [{workers}]")
     return printable("\n".join(rows))
+
+
+def read_lines(file: str) -> list[str]:
+    if not os.path.isfile(file):
+        raise ValueError(f"there is no file {file}; a run's traces are in its folder traces/")
+    with open(file, encoding="utf-8", errors="replace") as f:
+        lines = f.readlines()
+    if not lines:
+        raise ValueError(f"{file} is empty")
+    return lines
+
+
+def read_rollout(file: str, number: int, line: str) -> Rollout:
+    try:
+        return rollout_from_json(json.loads(line))
+    except (ValueError, TypeError, LookupError, AttributeError) as e:
+        raise ValueError(f"{file}, line {number}, holds no rollout: {e!r}") from None
 
 
 # ---- Few-shot examples of one's own --------------------------------------------------------------
@@ -1116,31 +1121,39 @@ def show(file: str, number: int | None = None) -> str:
 
 
 def choose_examples(rollouts: list[Rollout], n: int = 4) -> list[dict]:
-    """Return up to n examples of right answers, which vary in their steps and workers.
+    """Return up to n examples of right answers to different questions.
 
-    Each next one is the rollout that adds a new number of steps and the most new workers.
+    Examples should vary: the next one is always a rollout whose number of steps no earlier example
+    has, and among those the one that adds the most workers.
     """
     left = []
-    for one in rollouts:
-        if one.right and one.workflow.steps and not one.previous and not one.context:
-            left.append(one)
+    for rollout in rollouts:
+        explains_itself = not rollout.previous and not rollout.context
+        if rollout.right and rollout.workflow.steps and explains_itself:
+            left.append(rollout)
+
     chosen = []
+    lengths = set()
+    workers = set()
     while left and len(chosen) < n:
-        lengths = {len(one.workflow.steps) for one in chosen}
-        workers = {step.worker for one in chosen for step in one.workflow.steps}
+        best = max(left, key=lambda r: (n_steps(r) not in lengths, len(workers_of(r) - workers)))
+        chosen.append(as_example(best))
+        lengths.add(n_steps(best))
+        workers |= workers_of(best)
+        left = [rollout for rollout in left if rollout.question != best.question]
+    return chosen
 
-        def news(rollout: Rollout) -> tuple:
-            steps = rollout.workflow.steps
-            return len(steps) not in lengths, len({step.worker for step in steps} - workers)
 
-        best = max(left, key=news)
-        chosen.append(best)
-        left = [one for one in left if one.question != best.question]
-    return [as_example(rollout) for rollout in chosen]
+def n_steps(rollout: Rollout) -> int:
+    return len(rollout.workflow.steps)
+
+
+def workers_of(rollout: Rollout) -> set[int]:
+    return {step.worker for step in rollout.workflow.steps}
 
 
 def as_example(rollout: Rollout) -> dict:
-    # The plan is what the Conductor wrote before the first list, without marks such as ```python.
+    """Return a rollout as an example, whose plan is what the Conductor wrote before the lists."""
     mark = MARK.search(rollout.written)
     plan = rollout.written[: mark.start()] if mark else ""
     plan = plan.rpartition("</think>")[2].partition("```")[0].strip(" \n*-#{\"'`")
@@ -1158,7 +1171,7 @@ def read_examples(file: str) -> list[dict]:
 
 
 def check_examples(examples: Iterable[dict], file: str) -> list[dict]:
-    """Return examples as a list; raise a ValueError that names their file if one is malformed."""
+    """Return the examples of a file as a list. A ValueError names the file if one is malformed."""
     checked = []
     try:
         for example in examples:
@@ -1169,7 +1182,7 @@ def check_examples(examples: Iterable[dict], file: str) -> list[dict]:
             checked.append(example)
     except (TypeError, LookupError, ValueError) as e:
         raise ValueError(
-            f"{file}: an example is wrong ({e!r}); `workflow.py show --examples FILE` writes such a file"
+            f"{file}: an example is wrong ({e!r}); `workflow.py show --examples` writes right ones"
         ) from None
     return checked
 
@@ -1631,7 +1644,9 @@ def show_words(words: list[str], examples: bool) -> str:
     if not words or len(words) > 2 and not examples:
         raise ValueError(f"show takes a FILE of traces and perhaps a line's number; {QUOTES}")
     if examples:
-        rollouts = itertools.chain(*map(read_rollouts, words))
+        rollouts = []
+        for file in words:
+            rollouts += [read_rollout(file, i, line) for i, line in enumerate(read_lines(file))]
         return json.dumps({"own": choose_examples(rollouts)}, indent=1, ensure_ascii=False)
     if words[1:] and not words[1].isdecimal():
         raise ValueError(f"show FILE N: {words[1]!r} is no line's number; {QUOTES}")

@@ -671,6 +671,10 @@ def test_show_lists_rollouts_and_shows_one(tmp_path):
     file.write_text("{}\n")
     with pytest.raises(ValueError, match="line 0, holds no rollout"):
         show(str(file))
+    file.write_text(json.dumps(rollout_to_json(rollouts[0])) + '\n{"question":')
+    assert "Question: q0" in show(str(file), 0)  # A line that was cut off does not matter here.
+    with pytest.raises(ValueError, match="line 1, holds no rollout"):
+        show(str(file))
     file.write_text("")
     with pytest.raises(ValueError, match="is empty"):
         show(str(file), 0)
