@@ -700,10 +700,12 @@ class Threads:
                 result = function(*arguments)
             except Exception as error:
                 result = error
+            except SystemExit:  # as a user's grader may raise; without a result the run would hang
+                result = RuntimeError(f"{function} called sys.exit")
             tell(result)
 
 
-# They call workers and graders. No job may wait for another one: all threads could wait so.
+# They call workers and graders. A job must not wait for another job: all threads could be waiting.
 THREADS = Threads(512)
 
 
@@ -1079,13 +1081,13 @@ def printable(text: str) -> str:
     return re.sub(commands, "\ufffd", text.replace("\r\n", "\n"))
 
 
-def show(file: str, number: int | None = None) -> str:
+def show(file: str, number: int | str | None = None) -> str:
     """Return a line for each rollout in a file of JSON lines, or all about the one on line N."""
     lines = read_lines(file)
     if number is not None:
-        if number not in range(len(lines)):
-            raise ValueError(f"{file} has lines 0 to {len(lines) - 1}, and no line {number}")
-        return view(read_rollout(file, number, lines[number]))
+        if str(number) not in [str(i) for i in range(len(lines))]:
+            raise ValueError(f"{file} has lines 0 to {len(lines) - 1}, and no line {number!r}")
+        return view(read_rollout(file, int(number), lines[int(number)]))
 
     rows = []
     for i, line in enumerate(lines):
@@ -1172,14 +1174,10 @@ def read_examples(file: str) -> list[dict]:
 
 def check_examples(examples: Iterable[dict], file: str) -> list[dict]:
     """Return the examples of a file as a list. A ValueError names the file if one is malformed."""
-    checked = []
     try:
-        for example in examples:
-            lists = as_lists(Workflow([Step(**values) for values in example["steps"]]))
-            parse(lists, workers=1000, max_steps=100)
-            if not isinstance(example["question"], str) or not isinstance(example["plan"], str):
-                raise TypeError("question and plan are texts")
-            checked.append(example)
+        checked = list(examples)
+        for block in example_blocks(checked, [*range(1000)], max_steps=100):
+            parse(block, workers=1000, max_steps=100)
     except (TypeError, LookupError, ValueError) as e:
         raise ValueError(
             f"{file}: an example is wrong ({e!r}); `workflow.py show --examples` writes right ones"
@@ -1640,7 +1638,7 @@ QUOTES = 'a question goes in quotes: python workflow.py "What is 6 * 7?"'
 
 
 def show_words(words: list[str], examples: bool) -> str:
-    """Return what `show` prints for the words behind it."""
+    """Return what `show` prints, given the words that follow it."""
     if not words or len(words) > 2 and not examples:
         raise ValueError(f"show takes a FILE of traces and perhaps a line's number; {QUOTES}")
     if examples:
@@ -1648,9 +1646,7 @@ def show_words(words: list[str], examples: bool) -> str:
         for file in words:
             rollouts += [read_rollout(file, i, line) for i, line in enumerate(read_lines(file))]
         return json.dumps({"own": choose_examples(rollouts)}, indent=1, ensure_ascii=False)
-    if words[1:] and not words[1].isdecimal():
-        raise ValueError(f"show FILE N: {words[1]!r} is no line's number; {QUOTES}")
-    return show(words[0], *map(int, words[1:]))
+    return show(*words)
 
 
 def question_of(words: list[str]) -> str:
@@ -1659,7 +1655,7 @@ def question_of(words: list[str]) -> str:
     if not words and sys.stdin and not sys.stdin.isatty():
         text = sys.stdin.buffer.read().decode(errors="replace")
     elif words:
-        # "how" stands for itself, lest it is taken for show.
+        # With "how" among the candidates, a question that begins with it is not taken for show.
         likely = [*COMMANDS, "help", "how"]
         [near] = difflib.get_close_matches(words[0].lower(), likely, 1, 0.75) or ["how"]
         if near != "how":
@@ -1680,7 +1676,8 @@ def main(argv: list[str]):
     if words[:1] == ["show"]:
         print(show_words(words[1:], settings.examples), flush=True)
         return
-    question = "serve" if words == ["serve"] else question_of(words)
+    is_server = words == ["serve"]
+    question = "" if is_server else question_of(words)
 
     # The workers, and who conducts them.
     if settings.conductor:
@@ -1688,7 +1685,7 @@ def main(argv: list[str]):
     else:
         spec = choose_pool(settings.checkpoint, settings.pool)
     pool = load_pool(spec, budget=settings.budget)
-    if question == "serve":
+    if is_server:
         demand_budget(pool, settings.budget, 1000, "serving")
     workers = numbers_of(settings.only, pool) or None
     if settings.conductor:
@@ -1699,7 +1696,7 @@ def main(argv: list[str]):
         model, tokenizer, prompting = load_conductor(settings.checkpoint)
         write = model_writer(model, tokenizer, prompting, settings.temperature)
 
-    if question == "serve":
+    if is_server:
         if not settings.conductor:
             write = share_batches(write)
         serve(settings, write, pool, workers, prompting)

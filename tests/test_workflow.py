@@ -301,6 +301,12 @@ def test_a_wrapped_failure_of_a_workers_call_loses_the_rollout():
     assert rollout.error == "step 0: the judge is down"
 
 
+def test_a_grader_that_ends_the_program_does_not_leave_it_hanging():
+    rollout = Rollout("q", [Player("a", lambda m: "b")], workflow=Workflow([Step(0, "x", [])]))
+    with pytest.raises(RuntimeError, match="called sys.exit"):
+        roll_out([rollout], judge=lambda p, a: sys.exit(1))
+
+
 @pytest.mark.parametrize("step", [Step(1, "x", []), Step(0, "x", [0])])
 def test_a_workflow_by_hand_that_cannot_run_is_refused(step):
     with pytest.raises(
@@ -428,7 +434,8 @@ def test_examples_of_ones_own_replace_the_prompts(tmp_path):
 
     wrong = [
         {"question": "Why?"},
-        example | {"plan": None},
+        {"question": "Why?", "steps": example["steps"]},
+        example | {"steps": [{"worker": "0", "subtask": "x", "access": []}]},
         example | {"steps": [{"worker": 0, "subtask": "x", "access": [0]}]},
         example | {"steps": []},
         "Why?",
@@ -592,10 +599,10 @@ WRONG = {  # words: what the error says
     ("shwo", "out.jsonl", "3"): "did you mean show FILE?",
     ("show",): "show takes a FILE",
     ("show", "me", "the", "capital"): QUOTED,
-    ("show", "TRACE", "x"): "'x' is no line's number",
-    ("show", "TRACE", "1.5"): "'1.5' is no line's number",
-    ("show", "TRACE", "-1"): "'-1' is no line's number",
-    ("show", "TRACE", "99"): "has lines 0 to 1, and no line 99",
+    ("show", "TRACE", "x"): "has lines 0 to 1, and no line 'x'",
+    ("show", "TRACE", "1.5"): "no line '1.5'",
+    ("show", "TRACE", "-1"): "no line '-1'",
+    ("show", "TRACE", "99"): "no line '99'",
     ("show", "TRACE", "1", "2"): "show takes a FILE",
     ("show", "nowhere.jsonl"): "there is no file nowhere.jsonl",
     ("show", ROOT): "there is no file",
