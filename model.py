@@ -237,9 +237,9 @@ class MLP(nn.Module):
 class LoRALinear(nn.Linear):
     """A frozen Linear plus a trained low-rank part: W x + b + B (A x) (LoRA, arXiv:2106.09685).
 
-    A (rank, in) starts with random rows of length 1 and B (out, rank) with zeros, so at first nothing
-    is added. Both are fp32, and computed in the dtype of x. There is no factor alpha/rank: with as many
-    orthogonal rows as `in`, a step of plain SGD changes B A exactly as it would change W.
+    A (rank, in) starts with random rows of length 1 and B (out, rank) with zeros, so at first
+    nothing is added. Both are fp32; products have the dtype of x. There is no factor alpha/rank: if A
+    is square and orthogonal, a step of plain SGD adds to B A what it would add to W.
     """
 
     def __init__(self, linear: nn.Linear, rank: int):
@@ -280,7 +280,7 @@ def add_lora(model: "Qwen", rank: int):
 
 
 def merge_lora(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a state dict in which every W is W + B A, computed in fp32, and no A and B are left."""
+    """Return a state dict without A and B, in which W is W + B A, computed in fp32."""
     merged = {name: tensor for name, tensor in state.items() if ".lora_" not in name}
     for name, A in state.items():
         if name.endswith(".lora_A"):

@@ -27,7 +27,7 @@ try:  # torch's CUDA builds bring it along
 except ImportError:
     triton = None
 
-from model import Qwen, Tokenizer, causal, compute_dtype, configure
+from model import Qwen, Tokenizer, causal, check_ids, compute_dtype, configure
 
 CHECK = 8  # steps between two looks for finished rollouts
 BUCKET = {"cuda": 128, "cpu": 32}  # steps between two calls of `compact`; a multiple of CHECK
@@ -93,12 +93,18 @@ def generate_each(
         raise ValueError(
             "generate needs prompts with tokens, n and max_new_tokens >= 1 and temperature >= 0"
         )
+    longest = max(map(len, prompts))
+    if longest > model.config.max_position_embeddings:
+        raise ValueError(
+            f"a prompt of {longest} tokens does not fit into the model's context of "
+            f"{model.config.max_position_embeddings} (max_position_embeddings)"
+        )
     numbers = numbers or [range(n)] * len(prompts)
     seeds = torch.tensor(row_seeds(prompts, numbers, seed))  # (len(prompts), n)
     draw_from = partial(draw, temperature=temperature, n_ids=n_ids)
 
     # Each grid is freed before the next one is made, because its cache is large.
-    Q, R = grid_shape(model, max(map(len, prompts)), max_new_tokens, n)
+    Q, R = grid_shape(model, longest, max_new_tokens, n)
     for i in range(0, len(prompts), Q):
         for j in range(0, n, R):
             some = (prompts[i : i + Q], seeds[i : i + Q, j : j + R])
@@ -585,6 +591,7 @@ if __name__ == "__main__":
     try:
         tokenizer = Tokenizer.from_pretrained(settings.checkpoint)
         model = Qwen.from_pretrained(settings.checkpoint, compute_dtype(device), device)
+        check_ids(tokenizer, model.config)
         prompt = tokenizer.chat([{"role": "user", "content": " ".join(words)}])
         [completions] = generate(
             model,

@@ -55,7 +55,8 @@ from tqdm import tqdm
 
 import eval as evaluation
 from grpo import HEAD_LOGITS, clipped_step, packed_logprobs, set_advantages, update
-from model import Config, Qwen, Tokenizer, compute_dtype, configure, fetch, flag, write_json
+from model import Config, Qwen, Tokenizer, check_ids, compute_dtype, configure, fetch, flag
+from model import write_json
 from workers import (
     LOCAL,
     Reply,
@@ -656,7 +657,7 @@ def set_up(settings: Settings, device: str) -> Run:
         wrong_share={problem.kind: torch.ones(()) for problem in problems},
     )
     print0(
-        f"{count_parameters(config):,} parameters in {dtype_for(config, device)} on "
+        f"{count_parameters(model.config):,} parameters in {dtype_for(config, device)} on "
         f"{dist.get_world_size()} x {device}, {len(problems):,} problems, workers: "
         f"{', '.join(worker.name for worker in pool)}"
     )
@@ -816,7 +817,7 @@ def preflight(settings: Settings, start: str, device: str) -> tuple[Config | Non
     # The model, and room for it.
     config = TINY_CONFIG
     if start:
-        config = attempt(f"--init_from={start}", Config.from_pretrained, start) or SHAPES.get(start)
+        config = attempt(f"--init_from={start}", read_shape, start) or SHAPES.get(start)
     if config:
         attempt("room", check_room, settings, config, device)
 
@@ -965,6 +966,13 @@ def try_largest_step(settings: Settings, config: Config, device: str):
 
 
 # ---- Ranks, and the model on all of them (FSDP) -------------------------------------------------
+
+
+def read_shape(start: str) -> Config:
+    """Return the config of a checkpoint. ValueError if its model lacks ids of its tokenizer."""
+    config = Config.from_pretrained(start)
+    check_ids(Tokenizer.from_pretrained(start), config)
+    return config
 
 
 def count_parameters(config: Config) -> int:

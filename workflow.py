@@ -31,7 +31,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 
 import torch
 
-from model import Qwen, Tokenizer, compute_dtype, configure, fetch, flag, read_json, write_json
+from model import Qwen, Tokenizer, check_ids, compute_dtype, configure, fetch, flag
+from model import read_json, write_json
 from sample import generate_each
 from workers import (
     LIMITS,
@@ -1220,8 +1221,10 @@ def load_conductor(path: str) -> tuple[Qwen, Tokenizer, Prompting]:
     """Return a checkpoint's model (fp32 on a CPU), its tokenizer, and how it is asked."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = compute_dtype(device) if device == "cuda" else torch.float32
+    tokenizer = Tokenizer.from_pretrained(path)
     model = Qwen.from_pretrained(path, dtype, device)
-    return model, Tokenizer.from_pretrained(path), read_prompting(path)[0]
+    check_ids(tokenizer, model.config)
+    return model, tokenizer, read_prompting(path)[0]
 
 
 def choose_pool(checkpoint: str, pool: str) -> str:

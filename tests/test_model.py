@@ -48,7 +48,7 @@ def shape_of(shape):
 
 @torch.no_grad()
 def shake(module, seed=0):
-    """Fill all parameters with numbers so large that each, a bias or a norm too, shows in logits."""
+    """Fill all parameters with numbers so large that each shows in the logits, biases as well."""
     torch.manual_seed(seed)
     for name, p in module.named_parameters():
         p.uniform_(0.5, 1.5) if "norm" in name else p.normal_(std=0.2 if p.dim() > 1 else 0.5)
@@ -78,7 +78,7 @@ def saved(tmp_path):
     return tmp_path
 
 
-# ---- The model and its checkpoints against transformers -------------------------------------------
+# ---- The model and its checkpoints against transformers ----------------------------------------
 @pytest.mark.parametrize("shape", SHAPES)
 def test_transformers_loads_ours_with_equal_logits_and_gradients(shape, tmp_path):
     ours = tiny(shape)
@@ -467,7 +467,7 @@ def test_each_rank_keeps_its_part_of_every_tensor(shape, tmp_path):
     assert run.returncode == 0, run.stderr
 
 
-# ---- LoRA -----------------------------------------------------------------------------------------
+# ---- LoRA --------------------------------------------------------------------------------------
 def loss_of(model):
     return torch.nn.functional.cross_entropy(model(IDS)[:, :-1].transpose(1, 2), IDS[:, 1:])
 

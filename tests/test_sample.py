@@ -381,6 +381,13 @@ def test_the_program_answers_from_a_checkpoint(folder):
     )
 
 
+def test_a_tokenizer_of_another_model_is_refused(tmp_path):
+    Tokenizer(bpe()).save_pretrained(str(tmp_path))
+    tiny(vocab=300).save_pretrained(str(tmp_path))
+    status, _, error = program(f"--checkpoint={tmp_path}", "hi")
+    assert status == 1 and "ids up to" in error and "Traceback" not in error
+
+
 @pytest.mark.parametrize(
     "words, said",
     [
@@ -388,6 +395,7 @@ def test_the_program_answers_from_a_checkpoint(folder):
         (["--checkpoint=/nowhere", "hi"], "/nowhere is no folder"),
         (["--chekpoint=x", "hi"], "did you mean --checkpoint?"),
         (["--checkpoint={}", "hi", "--n=0"], "n and"),
+        (["--checkpoint={}", "hi " * 40_000], "does not fit into the model's context of 32768"),
     ],
 )
 def test_the_program_says_what_is_wrong(words, said, folder):

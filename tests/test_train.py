@@ -14,6 +14,7 @@ import torch.distributed as dist
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from eval import ABLATIONS, Problem, load
 from grpo import packed_logprobs
+from model import Qwen
 from train import (
     PRESETS,
     Run,
@@ -83,6 +84,8 @@ def test_the_metrics_of_a_run_are_what_its_traces_say(iteration):
 def test_a_run_says_how_it_goes_and_leaves_a_conductor_to_ask(tmp_path):
     out, said = trained()
     assert "warm start" in said and "2/2 reward" in said
+    n_parameters = sum(p.numel() for p in Qwen.from_pretrained(f"{out}/checkpoint").parameters())
+    assert f"{n_parameters:,} parameters" in said
     table = {line.split("  ")[0] for line in said.splitlines()}
     assert {"conductor", *(f"workers {name}" for name in LOCAL["local"]), "random"} <= table
     with open(f"{out}/test.json") as file:
@@ -419,6 +422,18 @@ def test_a_dry_run_says_what_a_run_takes_and_does_its_largest_step(tmp_path):
     )
     assert status == 1 and "7.616 billion" in said and "$" in said
     assert "--init_from=Qwen" in err and "api_key_env" in err and "Traceback" not in err
+
+
+def test_a_dry_run_refuses_a_tokenizer_of_another_model(tmp_path):
+    """Its largest ids would have no embedding."""
+    problems = load("laptop", "train", 50)
+    model, tokenizer = tiny_conductor(problems, 5, Settings())
+    shape = replace(model.config, vocab_size=len(tokenizer) - 1)
+    tokenizer.save_pretrained(tmp_path)
+    Qwen(shape).save_pretrained(tmp_path)
+    flags = ("--preset=laptop", f"--init_from={tmp_path}", f"--out={tmp_path}/out")
+    status, _, err = end_of(launch(*flags, "--dry_run"))
+    assert status == 1 and f"ids up to {len(tokenizer) - 1}" in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize(
