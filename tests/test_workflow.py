@@ -563,8 +563,6 @@ def test_the_readmes_question_is_answered_as_it_says(tmp_path):
     assert status == 0 and out.startswith(shown.rstrip()), err
 
 
-# Strict: whoever ships a Conductor of the world that listens removes the mark.
-@pytest.mark.xfail(strict=True, reason="assets/laptop was trained before workers listened")
 def test_a_question_is_answered_right_after_the_clone(tmp_path):
     status, out, err = command("What is the atomic number of nickel - treinta?", cwd=tmp_path)
     assert status == 0 and "\nAnswer: -2\n" in out, err
