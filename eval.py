@@ -2583,7 +2583,5 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.modules["eval"] = sys.modules[
-        "__main__"
-    ]  # a user's file that imports eval gets this module
+    sys.modules["eval"] = sys.modules["__main__"]  # A user's file imports this very module.
     main(sys.argv[1:])

@@ -108,6 +108,11 @@ class Settings:
         0.0,
         "dollars that this start of the run may spend; 0: no limit, for workers that cost nothing",
     )
+    share_replies: bool = flag(
+        False,
+        "pay for equal calls of the training rollouts once, whichever rollout makes them; the "
+        "rollouts of a group are then correlated, as a worker's luck is the same for all of them",
+    )
     workflow_timeout: float = flag(1800.0, "seconds after which a rollout is lost")
 
     # How the Conductor is asked, and what is done to its workflows.
@@ -642,9 +647,16 @@ def set_up(settings: Settings, device: str) -> Run:
     check_longest_prompt(problems + test, len(entries), tokenizer, model.config, settings)
 
     on_rank0(lambda: open_folder(settings, first_iteration))
-    replay = "" if settings.pool in LOCAL else f"{settings.out}/replies"
-    local_url = entries[0].get("base_url")
-    pool = load_pool(settings.pool, local_url, replay, settings.budget, dist.get_world_size())
+    is_kept = settings.share_replies or settings.pool not in LOCAL  # Local replies cost nothing.
+    pool = load_pool(
+        settings.pool,
+        local_url=entries[0].get("base_url"),
+        replay=f"{settings.out}/replies" if is_kept else "",
+        budget=settings.budget,
+        ranks=dist.get_world_size(),
+        # The ids of training's calls begin with the seed, those of held-out problems do not.
+        share=f"{settings.seed}/" if settings.share_replies else "",
+    )
     run = Run(
         pool=pool,
         problems=problems,
@@ -1278,6 +1290,7 @@ def main(argv: list[str]):
 
 
 if __name__ == "__main__":
+    sys.modules["train"] = sys.modules["__main__"]  # A user's file imports this very module.
     try:
         main(sys.argv[1:])
     except KeyboardInterrupt:

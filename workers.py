@@ -24,6 +24,7 @@ import select
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 import urllib.parse
@@ -34,21 +35,19 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.pool import ThreadPool
 
 import requests
-from requests.packages.urllib3 import connection, exceptions
+from requests.packages.urllib3 import exceptions
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-# The URL of a server on this machine.
-LOOPBACK = r"(?i)https?://(127\.[\d.]+|localhost|\[::1\])(:\d+)?(/|$)"
+POOLS = os.path.join(FOLDER, "assets", "pools")
+# The URL of a server on this machine: 127.x.x.x, 0.0.0.0, localhost, [::1], [::ffff:127.x.x.x].
+LOOPBACK = (
+    r"(?i)https?://(127\.[\d.]+|0\.0\.0\.0|([\w.-]+\.)?localhost\.?"
+    r"|\[[0:]*[01:]\]|\[[0:]*:ffff:(127\.[\d.]+|7f[\da-f]{2}:[\da-f]+)\])(:\d+)?(/|$)"
+)
 LIMITS = ("max_tokens", "max_completion_tokens")  # the parameters that bound a reply's length
 MAX_BODY = 32 << 20  # bytes of a response
 HARD_FAILURES = 6  # attempts that may fail although the provider is not busy
 jitter = random.Random()  # for pauses only: an experiment's draws come from its own generators
-
-# Probe a silent connection once a minute, so that no router drops it while a model thinks.
-connection.HTTPConnection.default_socket_options += [
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", 0x10), 60),  # 0x10: its number on macOS
-]
 
 
 def once(function):
@@ -65,6 +64,22 @@ def once(function):
 
 class WorkerError(Exception):
     """A call failed or was not made; that is no wrong answer. The text holds no key."""
+
+
+class KeepAliveAdapter(requests.adapters.HTTPAdapter):
+    """Probes a silent connection once a minute, so that no router drops it while a model thinks."""
+
+    options = [
+        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),  # urllib3's default
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", 0x10), 60),  # 0x10: on macOS
+    ]
+
+    def init_poolmanager(self, *args, **kwargs):
+        super().init_poolmanager(*args, socket_options=self.options, **kwargs)
+
+    def proxy_manager_for(self, *args, **kwargs):
+        return super().proxy_manager_for(*args, socket_options=self.options, **kwargs)
 
 
 @dataclass
@@ -87,6 +102,7 @@ class Worker:
     base_url: str = ""  # what precedes the protocol's path: https://api.openai.com/v1
     model: str = ""
     name: str = ""  # "": the model's, or the function's
+    note: str = ""  # a sentence that tells a Conductor what this worker is good at
     api_key_env: str | None = None  # the environment variable that holds the key
     params: dict = field(default_factory=dict)  # sent unchanged, beside the model and the messages
     headers: dict = field(default_factory=dict, repr=False)  # sent unchanged
@@ -105,8 +121,7 @@ class Worker:
         self.slots = threading.Semaphore(self.concurrency)
 
         self.session = requests.Session()
-        adapter = requests.adapters.HTTPAdapter(pool_maxsize=self.concurrency)
-        self.session.adapters = {"http": adapter}
+        self.session.adapters = {"http": KeepAliveAdapter(pool_maxsize=self.concurrency)}
         self.session.trust_env = not re.match(LOOPBACK, self.base_url)  # no proxy to this machine
         # Without an auth of its own, requests would replace our key by a password from ~/.netrc.
         self.session.auth = lambda request: request
@@ -136,7 +151,7 @@ class Worker:
         if self.replay and call_id:
             key = self.replay.key(self, messages, params, call_id)
             with self.replay.locks.setdefault(key, threading.Lock()):  # Equal calls are paid once.
-                reply = self.replay.replies.get(key)
+                reply = self.replay.find(key)
                 if reply is None:
                     reply = self.send(messages, params)
                     self.replay.keep(key, reply)
@@ -223,7 +238,7 @@ class Worker:
 
     def without_secrets(self, text: str, api_key: str) -> str:
         """Return one printable line of at most 400 characters, with keys and headers masked."""
-        line = "".join(filter(str.isprintable, " ".join(text.split())))
+        line = one_line(text)
         for secret in filter(None, [api_key, *self.headers.values()]):
             line = line.replace(secret, "***")
         return line[:400]
@@ -257,7 +272,8 @@ def read_response(worker: Worker, response: requests.Response, deadline: float) 
         if time.monotonic() > deadline:
             raise TimeoutError
 
-    text = body.decode("utf-8", "replace").strip()
+    # Some servers begin with a byte order mark, which tells the encoding.
+    text = body.decode(json.detect_encoding(body), "replace").strip()
     data = None
     with contextlib.suppress(ValueError, RecursionError):
         data = json.loads(text)
@@ -266,23 +282,37 @@ def read_response(worker: Worker, response: requests.Response, deadline: float) 
 
     _, read_reply = PROTOCOLS[worker.protocol]
     try:
-        answer, finish, n_in, n_out = read_reply(data)
+        answer, finish = read_reply(data)
         answer = answer.encode(errors="replace").decode()  # JSON can spell half an emoji.
     except (LookupError, TypeError, AttributeError, ValueError):
         # OpenRouter sends blanks while it waits for a host, and nothing else if the host dies.
         wait = None if text else 0.0
         raise Failure(f"no reply as {worker.protocol} defines it: {text[:300]!r}", wait)
 
-    known = all(type(n) is int and 0 <= n < 1e9 for n in (n_in, n_out))
-    cost = find(data, "usage", "cost")  # dollars, from OpenRouter and from our own server
-    if type(cost) not in (int, float) or cost <= 0 or find(data, "usage", "is_byok"):
+    n_in, n_out, n_billed = read_usage(find(data, "usage"))
+    cost = billed_cost(response, data)
+    if cost is None and worker.price:
         # Some gateways fill in zeros where they have not counted.
-        uncounted = answer and not n_out and any(worker.price or [])
-        cost = None
-        if worker.price and known and not uncounted:
-            cost = (n_in * worker.price[0] + n_out * worker.price[1]) / 1e6
-    tokens = (n_in, n_out) if known else (0, 0)
-    return Reply(answer, *tokens, cost, finish=str(finish or "stop"))
+        is_counted = n_in is not None and (n_out or not answer or not any(worker.price))
+        if is_counted:
+            cost = (n_billed * worker.price[0] + n_out * worker.price[1]) / 1e6
+    return Reply(answer, n_in or 0, n_out or 0, cost, finish=str(finish or "stop"))
+
+
+def billed_cost(response: requests.Response, data: dict) -> float | None:
+    """Return the dollars that the server says it bills for a response, None if it does not say.
+
+    litellm says it in a header, OpenRouter and our own server in usage.cost. Zero is not believed:
+    both also write it where they do not know. With a key of one's own (BYOK), OpenRouter's figure
+    is only its fee.
+    """
+    sums = [0.0]
+    with contextlib.suppress(ValueError):
+        sums.append(float(response.headers.get("x-litellm-response-cost", "")))
+    cost = find(data, "usage", "cost")
+    if type(cost) in (int, float) and not find(data, "usage", "is_byok"):
+        sums.append(cost)
+    return max(dollars for dollars in sums if 0 <= dollars < 1e6) or None
 
 
 def refusal(response: requests.Response, code, text: str) -> Failure:
@@ -340,6 +370,11 @@ def find(data, *path: str):
     return data
 
 
+def one_line(text: str) -> str:
+    """Return a text as one line without characters that could control a terminal."""
+    return "".join(filter(str.isprintable, " ".join(text.split())))
+
+
 # ---- Protocols: one function writes a request, one reads a reply -------------------------------
 
 
@@ -353,23 +388,41 @@ def openai_request(model: str, messages: list[dict], params: dict, api_key: str)
 
 
 def openai_reply(data: dict) -> tuple:
-    """Return text, reason to finish, prompt tokens and completion tokens of a response."""
+    """Return the text of a response, and why it ended."""
     choice = data["choices"][0]
     if choice.get("finish_reason") == "error" or choice.get("error"):
         # OpenRouter reports a provider's failure like this, and does not bill it.
         raise Failure(f"the provider failed midway: {choice.get('error')}", wait=0.0, cost=0.0)
-
     text = choice["message"].get("content") or choice["message"].get("refusal") or ""
     if isinstance(text, list):  # Mistral's thinking models answer in parts.
-        text = "".join(part["text"] for part in text if part["type"] == "text")
-    # Some servers leave thoughts in the text, whole or cut off. The next worker must not read them.
-    text = re.sub(r"\A(.*</think>\s*|\s*<think>.*)", "", text, flags=re.DOTALL)
+        text = join_parts(text)
+    return without_thoughts(text), choice.get("finish_reason")
 
-    usage = data.get("usage") or {}
-    n_in, n_out, total = (usage.get(f"{part}_tokens") for part in ("prompt", "completion", "total"))
-    if None not in (n_in, n_out, total):
-        n_out = max(n_out, total - n_in)  # Some count the reasoning in the total only.
-    return text, choice.get("finish_reason"), n_in, n_out
+
+def join_parts(parts: list[dict]) -> str:
+    """Return the text of an answer in parts, without those that are thoughts or something else."""
+    return "".join(part.get("text") or "" for part in parts if part.get("type") == "text")
+
+
+def without_thoughts(text: str) -> str:
+    """Return a reply without the thoughts that some servers leave at its beginning.
+
+    They are a block in tags, or, where the server has cut off the opening tag, all that precedes
+    the first closing tag at the end of a line. A block that never closes is all thought. Nothing
+    else is removed, as an answer may speak of such tags:
+
+        "<think>Hm.</think>So."         -> "So."
+        "Hm.\n</think>\n\nSo."           -> "So."
+        "<think>Hm."                    -> ""
+        "Write <think>x</think> first." -> the same
+    """
+    if text.lstrip().startswith("<think>"):
+        return text.partition("</think>")[2].lstrip()
+    # At the end of the whole text only a tag on a line of its own counts: nothing would be left.
+    closing = re.search(r"</think>[ \t\r]*\n\s*|^[ \t]*</think>\s*\Z", text, re.MULTILINE)
+    if closing and "<think>" not in text[: closing.start()]:
+        return text[closing.end() :]
+    return text
 
 
 def anthropic_request(model: str, messages: list[dict], params: dict, api_key: str) -> tuple:
@@ -387,18 +440,49 @@ def anthropic_request(model: str, messages: list[dict], params: dict, api_key: s
 
 
 def anthropic_reply(data: dict) -> tuple:
-    """Return text, reason to finish, prompt tokens and completion tokens of a response."""
-    text = "".join(part["text"] for part in data["content"] if part["type"] == "text")
+    """Return the text of a response, and why it ended."""
     finish = data.get("stop_reason")
     if finish in ("max_tokens", "model_context_window_exceeded"):
         finish = "length"
+    return join_parts(data["content"]), finish
 
-    usage = data.get("usage") or {}
-    n_in = None
-    if "input_tokens" in usage:  # Unlike the others, Anthropic does not count cached ones there.
-        cached = [usage.get(f"cache_{part}_input_tokens") or 0 for part in ("creation", "read")]
-        n_in = usage["input_tokens"] + sum(cached)
-    return text, finish, n_in, usage.get("output_tokens")
+
+def read_usage(usage) -> tuple:
+    """Return what a response says of its tokens.
+
+    A token that is written to a cache is billed as 1.25 tokens, or as 2 if it stays for an hour
+    (platform.claude.com/docs/en/build-with-claude/prompt-caching). One that is read from a cache
+    is cheaper than others; how much differs between providers, and it is billed as a whole one.
+
+    Returns:
+        Prompt tokens, completion tokens, and how many prompt tokens are billed. All are None if
+        one of the counts is missing or is no count.
+    """
+
+    def count(*path):
+        n = find(usage, *path)
+        return 0 if n is None else n
+
+    written = count("cache_creation_input_tokens") or count(
+        "prompt_tokens_details", "cache_write_tokens"
+    )
+    for_an_hour = count("cache_creation", "ephemeral_1h_input_tokens")
+    read = count("cache_read_input_tokens")
+    total = count("total_tokens")
+    if find(usage, "input_tokens") is not None and find(usage, "prompt_tokens") is None:
+        # Anthropic's names. Its count of input tokens leaves out those of the cache.
+        n_in, n_out = usage["input_tokens"], find(usage, "output_tokens")
+        counted_apart = [written, read]
+    else:
+        n_in, n_out = find(usage, "prompt_tokens"), find(usage, "completion_tokens")
+        counted_apart = []
+
+    counts = [n_in, n_out, written, for_an_hour, read, total]
+    if not all(type(n) is int and 0 <= n < 1e9 for n in counts):
+        return None, None, None
+    n_in += sum(counted_apart)
+    n_out = max(n_out, total - n_in)  # Some count the reasoning in the total only.
+    return n_in, n_out, n_in + 0.25 * written + 0.75 * for_an_hour
 
 
 PROTOCOLS = {  # name -> (what writes its requests, what reads its replies)
@@ -408,14 +492,24 @@ PROTOCOLS = {  # name -> (what writes its requests, what reads its replies)
 }
 
 
+def file_hash(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.sha256(file.read()).hexdigest()
+
+
 @functools.cache
+def run_file(path: str, content_hash: str) -> dict:
+    """Run a Python file, once for each content that it has; return what its names stand for."""
+    return runpy.run_path(path)
+
+
 def load_name(spec: str):
     """Run FILE.py and return what NAME stands for in it, or None. spec is FILE.py:NAME."""
     path, _, name = spec.rpartition(":")
     if not os.path.isfile(path):
         raise ValueError(f"{spec}: no file {path!r}; expected FILE.py:NAME")
     try:
-        return runpy.run_path(path).get(name)
+        return run_file(path, file_hash(path)).get(name)
     except Exception as e:
         raise ValueError(f"{path} cannot be imported: {type(e).__name__}: {e}") from e
 
@@ -431,6 +525,8 @@ def load_function(spec: str):
 
 # ---- Pools -------------------------------------------------------------------------------------
 
+# Paths that a protocol adds to its base_url, or that another one would add.
+ENDPOINT = r"(?i)/(chat/completions|completions|messages|responses)/?$"
 # A field of a pool's row -> a pattern of its value as JSON, and what is expected, in words.
 FIELDS = {
     "protocol": ('"(openai|anthropic|python)"', "openai, anthropic or python"),
@@ -440,6 +536,7 @@ FIELDS = {
     ),
     "model": ('".+"', "its name at the provider"),
     "name": ('".+"', "a text"),
+    "note": (r'"(?!.*\\n).+"', "a text of one line"),
     "api_key_env": ('"[A-Z][A-Z0-9_]*"', "the name of a variable, in capitals, not the key"),
     "params": (
         r'\{(?!.*"(n|stream)":).*\}',
@@ -454,6 +551,11 @@ FIELDS = {
 }
 
 
+def pool_names() -> list[str]:
+    """Return the names of all pools that come with this repository."""
+    return [*LOCAL, *sorted(file.removesuffix(".json") for file in os.listdir(POOLS))]
+
+
 def read_pool(spec: str, local_url: str | None = None) -> list[dict]:
     """Return the rows of a pool, not yet checked.
 
@@ -466,13 +568,12 @@ def read_pool(spec: str, local_url: str | None = None) -> list[dict]:
     """
     if spec in LOCAL:
         same = {"protocol": "openai", "base_url": local_url or local_server()[0], "price": [0, 0]}
-        return [{**same, "model": name} for name in LOCAL[spec]]
+        return [{**same, "model": name, "note": local_note(name)} for name in LOCAL[spec]]
     if not spec:
         raise ValueError("no workers are named: say --pool=NAME or --pool=FILE.json")
 
-    pools = os.path.join(FOLDER, "assets", "pools")
-    named = sorted(file.removesuffix(".json") for file in os.listdir(pools))
-    path = os.path.join(pools, f"{spec}.json") if spec in named else os.path.abspath(spec)
+    is_named = spec in pool_names()
+    path = os.path.join(POOLS, f"{spec}.json") if is_named else os.path.abspath(spec)
     try:
         with open(path, encoding="utf-8") as file:
             rows = json.load(file)
@@ -480,7 +581,7 @@ def read_pool(spec: str, local_url: str | None = None) -> list[dict]:
         if not entries:
             raise ValueError("no workers")
     except (OSError, ValueError, TypeError, AttributeError) as e:
-        names = ", ".join([*LOCAL, *named])
+        names = ", ".join(pool_names())
         expected = f"there are {names}, or a JSON list of objects of {', '.join(FIELDS)}"
         raise ValueError(f"--pool={spec}: {e}; {expected}") from None
 
@@ -512,6 +613,10 @@ def check_pool(entries: list[dict], budget: float = 0.0) -> list[str]:
             if not re.fullmatch(pattern, json.dumps(entry.get(key))):
                 wrong[key] = f"expected {expected}"
 
+        ending = re.search(ENDPOINT, str(entry.get("base_url", "")))
+        if ending:
+            wrong["base_url"] = f"leave out {ending[0]} at its end, each call adds its path itself"
+
         # What the environment, the disk and the budget lack.
         variable = entry.get("api_key_env")
         if variable and "api_key_env" not in wrong and not os.environ.get(variable):
@@ -533,7 +638,12 @@ def check_pool(entries: list[dict], budget: float = 0.0) -> list[str]:
 
 
 def load_pool(
-    spec: str, local_url: str | None = None, replay: str = "", budget: float = 0.0, ranks: int = 1
+    spec: str,
+    local_url: str | None = None,
+    replay: str = "",
+    budget: float = 0.0,
+    ranks: int = 1,
+    share: str = "",
 ) -> list[Worker]:
     """Return the workers of a pool.
 
@@ -542,6 +652,7 @@ def load_pool(
         replay: a file in which replies are kept and found again; "": none.
         budget: dollars that all workers may spend together; 0: no limit.
         ranks: the number of processes that share the budget and each worker's concurrency.
+        share: see Replay.
 
     Raises:
         ValueError: the text says everything that is wrong with the pool.
@@ -551,7 +662,7 @@ def load_pool(
     if sentences:
         raise ValueError("\n".join([f"--pool={spec}:", *sentences]))
     shared = {
-        "replay": Replay(replay) if replay else None,
+        "replay": Replay(replay, share, is_local=spec in LOCAL) if replay else None,
         "budget": Budget(budget / ranks) if budget else None,
     }
     pool = [Worker(**entry, **shared) for entry in entries]
@@ -580,25 +691,56 @@ class Replay:
 
     Several processes may append to the file. A line is one write and begins with its newline, so
     that the torn last line of a killed process damages no other.
+
+    Args:
+        share: calls whose id begins with this are known by what they ask alone, so that equal
+            ones are paid once. "": an id is part of what a call is known by.
+        is_local: the workers are the laptop world's, whose port changes with each start.
     """
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, share: str = "", is_local: bool = False):
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        self.path = path
+        self.share = share
+        self.is_local = is_local
         self.file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self.replies = {}  # by key
         self.locks = {}  # by key; a call holds its lock until its reply is there
-        with open(path, encoding="utf-8", errors="replace") as file:
-            for line in file:
+        self.reading = threading.Lock()
+        self.n_read = 0  # bytes of the file, up to the newline before its last line
+        self.read_new_lines()
+
+    def read_new_lines(self):
+        """Read what was appended to the file, perhaps by another process."""
+        with self.reading, open(self.path, "rb") as file:
+            file.seek(self.n_read)
+            data = file.read()
+            self.n_read += max(data.rfind(b"\n"), 0)
+            for line in data.split(b"\n"):
                 with contextlib.suppress(ValueError, TypeError, KeyError):  # a torn line
                     row = json.loads(line)
                     self.replies[row["key"]] = Reply(**row["reply"])
 
     def key(self, worker: Worker, messages: list[dict], params: dict, call_id: str) -> str:
-        """Return a hash of everything that distinguishes a call from others."""
-        url = "" if re.match(LOOPBACK, worker.base_url) else worker.base_url  # Ports change.
-        model = worker.model + worker.function
+        """Return a hash of everything that a reply depends on, and of the call's id.
+
+        A Python function and the laptop world are known by their code, without what it imports.
+        """
+        url = file_hash(__file__) if self.is_local else worker.base_url
+        model = worker.model
+        if worker.function:
+            path, _, name = worker.function.rpartition(":")
+            model = f"{file_hash(path)}:{name}"
+        if self.share and call_id.startswith(self.share):
+            call_id = "shared"
         call = [worker.name, worker.protocol, url, model, messages, params, call_id]
         return hashlib.sha256(json.dumps(call, sort_keys=True).encode()).hexdigest()
+
+    def find(self, key: str) -> Reply | None:
+        """Return the reply that is kept under a key, by this process or by another."""
+        if key not in self.replies:
+            self.read_new_lines()
+        return self.replies.get(key)
 
     def keep(self, key: str, reply: Reply):
         self.replies[key] = reply
@@ -656,7 +798,8 @@ def highest_cost(entry: dict, params: dict, body: dict) -> float:
 
     n_in = len(json.dumps(body)) + 512  # A token is at least a byte; a chat template adds some.
     ceiling = find(params, "provider", "max_price") or {}  # OpenRouter may choose a host up to it.
-    dollars_in = max(price[0], ceiling.get("prompt", 0)) * n_in
+    rate = 2 if "cache_control" in params else 1  # what it costs to write to a cache
+    dollars_in = max(price[0], ceiling.get("prompt", 0)) * n_in * rate
     dollars_out = max(price[1], ceiling.get("completion", 0)) * max(limits)
     return (dollars_in + dollars_out) / 1e6
 
@@ -767,6 +910,15 @@ LOCAL = {  # pool -> its workers, "[sort ]trade"
     "local:pairs": [f"{sort}{trade}" for trade in TRADES for sort in ("", "junior ")],
     "local:tired": [f"{sort}{trade}" for trade in TRADES for sort in ("tired ", "junior ")],
 }
+
+
+def local_note(name: str) -> str:
+    """Return what a Conductor may be told about a local worker."""
+    instructions = TRADES.get(name.rpartition(" ")[2], ("", {}))[1]
+    if not instructions:
+        return f"It tries everything, and is seldom right; it is a {name}"
+    quoted = " or ".join(f'"{instruction}"' for instruction in instructions)
+    return f"Tell it {quoted}; it is a {name}"
 
 
 def sums(left: dict, right: dict) -> dict:
@@ -1298,10 +1450,15 @@ def local_server() -> tuple[str, subprocess.Popen]:
 
 
 def main():
-    parser = argparse.ArgumentParser(usage=__doc__)
-    parser.add_argument("command", nargs="?", choices=["serve"])
-    parser.add_argument("--pool", default="local")
-    parser.add_argument("--port", type=int, default=8765)
+    # model.configure would serve as well, but imports torch, for which a pool does not want to wait.
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", nargs="?", choices=["serve"], help="what to do; none: call")
+    pool_help = f"the workers to call: {', '.join(pool_names())} or FILE.json [local]"
+    parser.add_argument("--pool", default="local", metavar="NAME", help=pool_help)
+    port_help = "the port on which to serve; 0: any free one [8765]"
+    parser.add_argument("--port", default=8765, type=int, help=port_help)
     settings = parser.parse_args()
     if settings.command == "serve":
         return serve_specialists(settings.port)
@@ -1314,11 +1471,15 @@ def main():
             continue
         cost = "unknown cost" if reply.cost is None else f"${reply.cost:.6f}"
         tokens = reply.prompt_tokens + reply.completion_tokens
-        print(f"{worker.name:<24}{reply.seconds:.2f} s, {tokens} tokens, {cost}")
+        words = textwrap.shorten(one_line(reply.text), 60, placeholder=" …")
+        print(f"{worker.name:<24}{reply.seconds:.2f} s, {tokens} tokens, {cost}: {words}")
+        if worker.note:
+            print(" " * 24 + worker.note)
     sys.exit(any(isinstance(reply, WorkerError) for reply in replies))
 
 
 if __name__ == "__main__":
+    sys.modules["workers"] = sys.modules["__main__"]  # A user's file imports this very module.
     try:
         main()
     except (ValueError, KeyboardInterrupt) as e:

@@ -1720,6 +1720,7 @@ def main(argv: list[str]):
 
 
 if __name__ == "__main__":
+    sys.modules["workflow"] = sys.modules["__main__"]  # A user's file imports this very module.
     try:
         main(sys.argv[1:])
     except BrokenPipeError:

@@ -1,5 +1,6 @@
 """Workers on the wire: what is sent and read, what becomes of servers that fail, money, pools."""
 
+import ast
 import contextlib
 import json
 import multiprocessing
@@ -15,9 +16,19 @@ from concurrent.futures import ThreadPoolExecutor
 from email.utils import formatdate
 
 import pytest
+import requests
 
 import workers
-from workers import Budget, Replay, Reply, Worker, WorkerError, check_pool, load_pool
+from workers import (
+    Budget,
+    KeepAliveAdapter,
+    Replay,
+    Reply,
+    Worker,
+    WorkerError,
+    check_pool,
+    load_pool,
+)
 
 ROOT = os.path.dirname(os.path.abspath(workers.__file__))
 KEY = "sk-planted-0123456789"
@@ -175,6 +186,9 @@ def answer(content="Because.", finish="stop", usage=GOOD["usage"], **message):
     return {"choices": [choice], "usage": usage}
 
 
+BOXED = r'To strip it: re.sub(r"<think>.*?</think>", "", s). \boxed{5}'
+
+
 @pytest.mark.parametrize(
     "response, text, finish",
     [
@@ -188,14 +202,172 @@ def answer(content="Because.", finish="stop", usage=GOOD["usage"], **message):
         ),
         (answer("Hm.", None), "Hm.", "stop"),
         (answer("<think>Why? Because.</think>\n\nSo."), "So.", "stop"),
-        (answer("Why? Because.</think>So."), "So.", "stop"),  # whose template wrote the first tag
         (answer("<think>Why? Bec", "length"), "", "length"),
-        (answer("So <think> is a tag."), "So <think> is a tag.", "stop"),
+        (answer([{"type": "text"}, {"type": "text", "text": "A"}]), "A", "stop"),
+        (answer("<think>Hm.</think>" + BOXED), BOXED, "stop"),
     ],
 )
 def test_what_models_answer(response, text, finish):
     _, _, reply = on_the_wire(response)
     assert (reply.text, reply.finish) == (text, finish)
+
+
+@pytest.mark.parametrize(
+    "reply, text",
+    [
+        # A block at the beginning ends with its first closing tag.
+        ("<think>a</think>So.", "So."),
+        ("<think>a\nb\n</think>\n\nSo.\n", "So.\n"),
+        ("\n <think>a</think> So.", "So."),
+        ("<think></think>So.", "So."),
+        ("<think>\n\n</think>\n\nSo.", "So."),
+        (f"<think>a</think>{BOXED}", BOXED),
+        ("<think>a</think>b</think>\nc", "b</think>\nc"),
+        ("<think>a</think><think>b</think>c", "<think>b</think>c"),
+        ("<think>a <think>b</think> c", "c"),
+        ("<think>a</think>", ""),
+        ("<think>a</think>\n", ""),
+        # One that never closes is all thought.
+        ("<think>", ""),
+        ("<think>a\nb", ""),
+        (" <think>a <think> b", ""),
+        ("<think>a</thin", ""),
+        # Without an opening tag, thoughts end with the first closing tag at the end of a line.
+        ("a\n</think>\n\nSo.", "So."),
+        ("a</think>\nSo.", "So."),
+        ("a</think> \t\r\n  So.", "So."),
+        ("</think>\nSo.", "So."),
+        ("a\n</think>\nb\n</think>\nc", "b\n</think>\nc"),
+        ("It ends in </think> here.\n</think>\nSo.", "So."),
+        ("a\n</think>\nWrite <think>.", "Write <think>."),
+        ("a\n</think>", ""),
+        ("a\n</think>\n \n", ""),
+        # An answer may speak of tags.
+        ("BEGIN <think>x</think> AFTER", "BEGIN <think>x</think> AFTER"),
+        ("BEGIN <think>x</think>\nAFTER", "BEGIN <think>x</think>\nAFTER"),
+        ("BEGIN <think>\nx\n</think>\n", "BEGIN <think>\nx\n</think>\n"),
+        ("So <think> is a tag.", "So <think> is a tag."),
+        ("So </think> is a tag.", "So </think> is a tag."),
+        ("a</think>So.", "a</think>So."),
+        ("It ends with </think>", "It ends with </think>"),
+        ("<thinking>a</thinking>So.", "<thinking>a</thinking>So."),
+        ("`<think>` opens.", "`<think>` opens."),
+        (BOXED, BOXED),
+        (" So.\n", " So.\n"),
+        ("", ""),
+    ],
+)
+def test_thoughts_are_removed_and_nothing_else(reply, text):
+    assert workers.without_thoughts(reply) == text
+    assert on_the_wire(answer(reply))[2].text == text
+
+
+COUNTS = {"prompt_tokens": 10, "completion_tokens": 2}
+CLAUDE = {"content": [{"type": "text", "text": "Because."}], "stop_reason": "end_turn"}
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [
+        [],
+        [COUNTS],
+        "12",
+        7,
+        {},
+        {"prompt_tokens": "10", "completion_tokens": "2"},
+        {"prompt_tokens": 10, "completion_tokens": None},
+        {"prompt_tokens": 10.5, "completion_tokens": 2},
+        {"prompt_tokens": True, "completion_tokens": 2},
+        {"prompt_tokens": [10], "completion_tokens": {}},
+        {**COUNTS, "total_tokens": "12"},
+        {**COUNTS, "total_tokens": [12]},
+        {**COUNTS, "total_tokens": -12},
+        {**COUNTS, "cache_creation_input_tokens": "5"},
+        {**COUNTS, "prompt_tokens_details": {"cache_write_tokens": "5"}},
+        {"input_tokens": None, "output_tokens": 2},
+        {"input_tokens": "10", "output_tokens": 2},
+        {"input_tokens": 10, "output_tokens": 2, "cache_read_input_tokens": "5"},
+        {
+            "input_tokens": 10,
+            "output_tokens": 2,
+            "cache_creation": {"ephemeral_1h_input_tokens": []},
+        },
+        {**COUNTS, "cost": "0.1", "total_tokens": ""},
+        {**COUNTS, "cost": float("nan"), "total_tokens": "1"},
+    ],
+)
+@pytest.mark.parametrize("protocol", ["openai", "anthropic"])
+def test_an_odd_usage_loses_no_reply(usage, protocol):
+    response = answer(usage=usage) if protocol == "openai" else {**CLAUDE, "usage": usage}
+    _, _, reply = on_the_wire(response, protocol=protocol, price=[1, 10])
+    assert (reply.text, reply.prompt_tokens, reply.completion_tokens) == ("Because.", 0, 0)
+    assert reply.cost is None
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32-le"])
+def test_a_byte_order_mark_is_no_fault_of_a_reply(encoding):
+    _, _, reply = on_the_wire(json.dumps(answer("Olé."), ensure_ascii=False).encode(encoding))
+    assert reply.text == "Olé."
+
+
+WRITTEN = {"input_tokens": 10, "output_tokens": 2, "cache_creation_input_tokens": 100}
+
+
+@pytest.mark.parametrize(
+    "usage, dollars",
+    [  # at $1 a million prompt tokens and $10 a million completion tokens
+        (WRITTEN, 10 + 1.25 * 100 + 20),
+        ({**WRITTEN, "cache_read_input_tokens": 50}, 10 + 1.25 * 100 + 50 + 20),
+        (
+            {
+                **WRITTEN,
+                "cache_creation": {
+                    "ephemeral_5m_input_tokens": 40,
+                    "ephemeral_1h_input_tokens": 60,
+                },
+            },
+            10 + 1.25 * 40 + 2 * 60 + 20,
+        ),
+        ({**WRITTEN, "cache_creation": None, "cache_creation_input_tokens": None}, 10 + 20),
+        # litellm and OpenRouter count the cache among the prompt's tokens.
+        ({**COUNTS, "prompt_tokens": 110, "cache_creation_input_tokens": 100}, 10 + 125 + 20),
+        (
+            {**COUNTS, "prompt_tokens": 110, "prompt_tokens_details": {"cache_write_tokens": 100}},
+            10 + 125 + 20,
+        ),
+        (
+            {**COUNTS, "prompt_tokens": 110, "prompt_tokens_details": {"cached_tokens": 100}},
+            110 + 20,
+        ),
+    ],
+)
+def test_what_is_written_to_a_cache_costs_more(usage, dollars):
+    is_claude = "input_tokens" in usage
+    response = {**CLAUDE, "usage": usage} if is_claude else answer(usage=usage)
+    protocol = "anthropic" if is_claude else "openai"
+    _, _, reply = on_the_wire(response, protocol=protocol, price=[1, 10])
+    assert reply.cost == pytest.approx(dollars / 1e6)
+
+
+@pytest.mark.parametrize(
+    "header, usage, price, cost",
+    [
+        ("0.25", COUNTS, None, 0.25),
+        ("2.5e-1", COUNTS, [1, 10], 0.25),
+        ("0.25", None, None, 0.25),
+        ("0.25", {**COUNTS, "cost": 0.5}, None, 0.5),  # the dearer of two bills
+        ("0.0", COUNTS, [1, 10], 30e-6),
+        ("None", COUNTS, [1, 10], 30e-6),
+        ("nan", COUNTS, [1, 10], 30e-6),
+        ("inf", COUNTS, None, None),
+        ("-1", COUNTS, [1, 10], 30e-6),
+        ("", COUNTS, None, None),
+    ],
+)
+def test_litellms_header_is_the_cost(header, usage, price, cost):
+    response = http(answer(usage=usage), x_litellm_response_cost=header)
+    with OddServer(response) as server:
+        assert worker(server, price=price).chat(CHAT).cost == (cost and pytest.approx(cost))
 
 
 @pytest.mark.parametrize(
@@ -433,6 +605,65 @@ def test_a_replay_makes_a_second_run_free(tmp_path):
         assert len(server.requests) == 7
 
 
+def test_a_replay_knows_a_worker_by_its_whole_url(tmp_path):
+    """Two servers on one machine are two models, though they call themselves alike."""
+    with OddServer(http(answer("one"))) as one, OddServer(http(answer("two"))) as two:
+        for server, text in ((one, "one"), (two, "two"), (one, "one")):
+            player = worker(server, replay=Replay(tmp_path / "replay"))
+            assert player.chat(CHAT, call_id="a").text == text
+        assert len(one.requests) == len(two.requests) == 1
+
+
+def test_a_replay_knows_a_function_by_its_code(tmp_path):
+    tool = tmp_path / "tool.py"
+    spec = pool_file(tmp_path, {"protocol": "python", "function": "tool.py:answer"})
+
+    def replies(code, folder=tmp_path):
+        (folder / "tool.py").write_text(code)
+        [one] = load_pool(spec.replace(str(tmp_path), str(folder)), replay=tmp_path / "replay")
+        return one.chat(CHAT, call_id="a").text
+
+    first = (
+        "import itertools\nn = itertools.count()\ndef answer(messages): return f'{next(n)} old'\n"
+    )
+    assert replies(first) == replies(first) == "0 old"
+    assert replies(first.replace("old", "new")) == "0 new"
+    assert replies(first) == "0 old"
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    (moved / "pool.json").write_text((tmp_path / "pool.json").read_text())
+    tool.unlink()
+    assert replies(first, moved) == "0 old"
+
+
+def test_a_replay_knows_the_laptop_world_whatever_its_port(tmp_path):
+    [one, other] = [load_pool("local", f"http://127.0.0.1:{n}/v1", tmp_path / "r") for n in (9, 10)]
+    replay = one[0].replay
+    assert replay.key(one[0], CHAT, {}, "a") == replay.key(other[0], CHAT, {}, "a")
+    assert replay.key(one[0], CHAT, {}, "a") != replay.key(one[1], CHAT, {}, "a")
+
+
+def test_shared_replies_are_paid_once_whoever_asks(tmp_path):
+    """Ids that begin otherwise, as evaluation's do, are told apart as ever."""
+    numbered = [http(answer(str(n))) for n in range(9)]
+    with OddServer(numbered) as server:
+        one = worker(server, replay=Replay(tmp_path / "replay", share="7/"))
+        ids = ["7/0/1/0", "7/3/2/1", "8/0/1/0", "test:0/1", "test:0/2", "7/9/9/9"]
+        assert [one.chat(CHAT, i).text for i in ids] == ["0", "0", "1", "2", "3", "0"]
+        assert one.chat(CHAT, "7/0/1/0", top_p=1).text == "4"
+        assert one.chat(CHAT).text == "5"  # Without an id nothing is shared.
+        assert len(server.requests) == 6
+
+
+def test_a_replay_sees_what_other_processes_have_appended(tmp_path):
+    with OddServer([http(answer(str(n))) for n in range(9)]) as server:
+        early, other = (worker(server, replay=Replay(tmp_path / "r", share="7/")) for _ in "ab")
+        assert other.chat(CHAT, "7/0").text == early.chat(CHAT, "7/1").text == "0"
+        assert other.chat(CHAT * 2, "7/0").text == early.chat(CHAT * 2, "7/1").text == "1"
+        assert early.chat(CHAT * 3, "7/1").text == other.chat(CHAT * 3, "7/0").text == "2"
+        assert len(server.requests) == 3
+
+
 def test_torn_lines_are_ignored_and_harm_no_other(tmp_path):
     path, reply = tmp_path / "replay", Reply("x", 1, 2, None, 0.5)
     Replay(path).keep("a", reply), Replay(path).keep("b", reply)
@@ -514,6 +745,13 @@ RIGHT = {"protocol": "openai", "base_url": "http://h/v1", "model": "m"}
         ({"base_url": ""}, "base_url"),
         ({"base_url": f"https://me:{KEY}@h/v1"}, "base_url"),
         ({"base_url": "https://h/v1?v=1"}, "base_url"),
+        ({"base_url": "https://h/v1/chat/completions"}, "base_url: leave out /chat/completions"),
+        ({"base_url": "https://h/v1/Messages/"}, "base_url: leave out /Messages/"),
+        ({"base_url": "https://h/v1/completions"}, "base_url: leave out /completions"),
+        ({"base_url": "https://h/v1/responses"}, "base_url: leave out /responses"),
+        ({"note": 7}, "note"),
+        ({"note": ""}, "note"),
+        ({"note": "one\ntwo"}, "note"),
         ({"protocol": "smtp"}, "protocol"),
         ({"protocol": []}, "protocol"),
         ({"api_key_env": KEY}, "api_key_env"),
@@ -593,6 +831,10 @@ def test_a_pool_that_comes_along_can_be_used_with_its_keys_alone(name, monkeypat
         ({}, True, None),
         ({"base_url": "http://localhost:80/v1"}, False, 0),
         ({"base_url": "http://localhost.eu/v1"}, True, None),
+        ({"base_url": "http://0.0.0.0:11434/v1"}, False, 0),
+        ({"base_url": "http://localhost.:80/v1"}, False, 0),
+        ({"base_url": "http://[::ffff:127.0.0.1]:80/v1"}, False, 0),
+        ({"base_url": "http://[::ffff:8.8.8.8]:80/v1"}, True, None),
         ({"price": [1, "2"], "protocol": []}, True, None),
     ],
 )
@@ -606,22 +848,115 @@ def test_what_costs_money_needs_a_budget(change, costs, dollars):
         workers.demand_budget(pool, 0.0, 10, "training")
 
 
-def test_the_command_asks_each_worker_for_a_word(tmp_path):
-    def run(*entries):
-        command = [sys.executable, "workers.py", f"--pool={pool_file(tmp_path, *entries)}"]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+THIS_MACHINE = """127.0.0.1 127.1 127.0.0.1:80 localhost LOCALHOST:1 localhost. localhost.:80
+a.localhost 0.0.0.0 0.0.0.0:11434 [::1] [::1]:80 [::] [::]:80 [0:0:0:0:0:0:0:1] [::ffff:127.0.0.1]
+[::ffff:127.0.0.1]:9 [::FFFF:7f00:1] [0:0:0:0:0:ffff:127.0.0.1]""".split()
+OTHERS = """localhost.eu 127.evil.com evil.com localhost@evil.com 127.0.0.1@evil.com 10.0.0.1 [::2]
+evil.com:80/x.localhost [::ffff:8.8.8.8] [::11] [fe80::1] 0.0.0.0.evil.com notlocalhost 1270.0.0.1
+[::ffff:7e00:1] [2001::1] evil.com#.localhost""".split()
 
+
+def test_this_machine_is_called_without_a_proxy(monkeypatch):
+    for host in THIS_MACHINE:
+        one = Worker("openai", f"http://{host}/v1", "m")
+        assert not one.session.trust_env and workers.probable_cost([one], 1) == 0, host
+    for host in OTHERS:
+        one = Worker("openai", f"http://{host}/v1", "m")
+        assert one.session.trust_env and workers.probable_cost([one], 1) is None, host
+
+
+def test_connections_are_kept_alive_by_our_own_adapter(monkeypatch):
+    code = (
+        "from requests.packages.urllib3.connection import HTTPConnection as C; "
+        "before = list(C.default_socket_options); import workers; "
+        "assert C.default_socket_options == before"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
+    connection = requests.packages.urllib3.util.connection
+    connect, options = connection.create_connection, []
+
+    def spy(*args, **kwargs):
+        sock = connect(*args, **kwargs)
+        options.extend(sock.getsockopt(*option[:2]) for option in KeepAliveAdapter.options)
+        return sock
+
+    monkeypatch.setattr(connection, "create_connection", spy)
+    with OddServer(http(GOOD)) as server:
+        one = worker(server)
+        one.chat(CHAT)
+    assert all(options) and options[2] == 60
+    adapter = one.session.get_adapter(server.url)
+    proxy = adapter.proxy_manager_for("http://127.0.0.1:9")
+    assert proxy.connection_pool_kw["socket_options"] == KeepAliveAdapter.options
+
+
+@pytest.mark.parametrize("file", ["workers", "workflow", "eval", "train"])
+def test_a_module_that_runs_as_a_command_exists_once(file):
+    with open(os.path.join(ROOT, f"{file}.py"), encoding="utf-8") as source:
+        [command] = [node for node in ast.parse(source.read()).body if isinstance(node, ast.If)][
+            -1:
+        ]
+    assert ast.unparse(command.test) == "__name__ == '__main__'"
+    assert ast.unparse(command.body[0]) == f"sys.modules['{file}'] = sys.modules['__main__']"
+
+
+def test_a_users_file_gets_the_module_that_runs(tmp_path):
+    """Two functions of a file also share what the file holds."""
+    (tmp_path / "mine.py").write_text(
+        "import itertools, workers\n"
+        "numbers = itertools.count(1)\n"
+        "def tool(messages): return workers.Reply(f'Call {next(numbers)}.', 1, 1, 0.25)\n"
+        "def other(messages): return tool(messages)\n"
+    )
+    rows = [{"protocol": "python", "function": f"mine.py:{name}"} for name in ("tool", "other")]
+    run = run_command(f"--pool={pool_file(tmp_path, *rows)}")
+    assert run.returncode == 0, run.stdout
+    assert sorted(re.findall(r"2 tokens, \$0.250000: (.*)", run.stdout)) == ["Call 1.", "Call 2."]
+
+
+def run_command(*words):
+    command = [sys.executable, "workers.py", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_the_command_asks_each_worker_for_a_word(tmp_path):
+    """It shows the reply's first words: a worker may be healthy and yet not what it should be."""
+    talk = "No expression \x1b[2J found.\n" * 9
     with (
-        OddServer(http(GOOD)) as good,
+        OddServer(http(answer(talk))) as good,
         OddServer(refused(401)) as bad,
         OddServer(http(answer(""))) as mute,
     ):
-        entries = [
-            {**RIGHT, "base_url": one.url, "model": one.url[-8:]} for one in (good, bad, mute)
-        ]
-        all_three, fine = run(*entries), run(entries[0])
+        rows = [{**RIGHT, "base_url": one.url, "model": one.url[-8:]} for one in (good, bad, mute)]
+        all_three = run_command(f"--pool={pool_file(tmp_path, *rows)}")
+        rows[0]["note"] = "It is good at sums."
+        fine = run_command("--pool", pool_file(tmp_path, rows[0]))
     up, down, silent = all_three.stdout.splitlines()
-    assert "12 tokens, unknown cost" in up and "HTTP 401" in down and "empty" in silent
-    assert (
-        all_three.returncode == 1 and fine.returncode == 0 and fine.stdout.startswith(good.url[-8:])
-    )
+    assert "12 tokens, unknown cost: No expression [2J found. No" in up and "\x1b" not in up
+    assert up.endswith(" …") and len(up) < 120
+    assert "HTTP 401" in down and "empty" in silent
+    assert all_three.returncode == 1 and fine.returncode == 0
+    first, second = fine.stdout.splitlines()
+    assert first.startswith(good.url[-8:]) and second.strip() == "It is good at sums."
+
+
+def test_the_commands_help_and_its_errors():
+    shown = run_command("--help")
+    assert shown.returncode == 0
+    for part in (
+        "python workers.py serve",
+        "local:tired",
+        "today",
+        "--port",
+        "FILE.json",
+    ):
+        assert part in shown.stdout
+    for words, says in (
+        (["--prot=1"], "--port"),
+        (["sevre"], "serve"),
+        (["--port=x"], "--port"),
+        (["--pool=nowhere"], "there are local, "),
+    ):
+        failed = run_command(*words)
+        assert failed.returncode != 0 and says in failed.stderr, words
+        assert "Traceback" not in failed.stderr
