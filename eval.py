@@ -1060,9 +1060,9 @@ for _ in range(8):
 # \boxed{5}, \fbox{5}, or \boxed 5, where only one digit is in the box
 BOX = rf"(?s:\\[bf]?box(?:ed)?\s{{0,9}}(?:\{{({IN_BRACES})\}}|(\d)))"
 
-# One answer in several boxes: \boxed{5} and $x_2 = \boxed{6}$
+# One answer in several boxes, \boxed{5} and $x_2 = \boxed{6}$, or with its percent sign behind it
 BETWEEN = r"(?:[\s$*,;]|\\[(),; ]|\b(?:and|or)\b|\\text\{ *(?:and|or) *\}|\b[A-Za-z](?:_\d)? *=)*"
-BOXES = re.compile(f"{BOX}(?:{BETWEEN}{BOX})*")
+BOXES = re.compile(rf"{BOX}(?:{BETWEEN}{BOX})*(?:[ $]*\\?%)?")
 
 # What stands before or after a box and makes the answer something else than the box's content
 BEFORE = re.compile(
@@ -1083,32 +1083,42 @@ AFTER = re.compile(
       | [$ ]*(?:
             [!/×±+]                                 # \boxed{5}!
           | \.\d                                    # \boxed{5}.5
-          | [-,;*][ ]?[$\d]                         # \boxed{5}, 6
+          | [-,;*][ ]?(?:\d|\$[-\\\d])               # \boxed{5}, 6
           | \^(?!\{?\\circ)                         # \boxed{5}^2, but not \boxed{5}^\circ
-          | \\(?:cdot|times|pm|pi|ln|%)(?![a-z])    # \boxed{5} \times 10^3
+          | \\(?:cdot|times|pm|pi|ln)(?![a-z])      # \boxed{5} \times 10^3
           | (?:\\text\{[ ]*)?(?:
-                \w+llion\b                          # \boxed{5} million
+                (?:\w+llion|thousand|hundred|dozen)\b      # \boxed{5} million
               | (?:or|and)\b[ }]*[-$\d]             # \boxed{5} or $6$
             )
         )"""
 )
 
-# "The answer is", "Answer:", "the right option should be", "#### " (GSM8K), a line "Final answer"
+# "The answer is", "Answer:", "the right option should be", "#### " (GSM8K), a line "Final answer".
+# "Consider each option:" in a line of its own claims nothing.
 CLAIM = re.compile(
-    r"""(?xim)
+    r"""(?xim)(?:
         \b(?:answer|(?:option|choice)(?![ ]*\(?[A-J]\b))\b[^\n.:?]{0,40}?
-            (?:\b(?:is|(?:must|should|would)[ ]be)\b|:)[\s:*]*
-      | \bfinal[ ]answer\b[* ]*\n\s*
-      | ^\#\#\#\#\s"""
+            (?:\b(?:is|(?:must|should|would)[ ]be)\b|:)
+      | \bfinal[ ]answer\b[* ]*\n
+      | ^\#\#\#\#\s
+    )
+    (?:[\s:*$]|\\[\[(]|(?:likely|probably|therefore|thus|simply)\b)*"""
 )
+
+# Not a claim: the list of options behind "Let me check each option:"
+OPTIONS = re.compile(r"\W*A[).:][^\n]*\n\s*\W*B[).:]")
 
 # "I doubt that ...": a claim in the rest of such a sentence does not count
 DENIED = re.compile(
     r"(?i)(?:\b(?:not|never|if|whether|unless|wrong|false|doubt|unlikely)\b|n't\b)[^.!?\n]*$"
 )
 
-# Where a claim ends: at the end of its sentence or line, or where a reason begins
-END_OF_CLAIM = re.compile(r"(?<=[^.])\.[*$]*\s+(?=[A-Z])|\n|[,;.]?\s(?:because|since)\b")
+# Where a reason begins, and where a claim ends: there, or with its sentence
+REASON = re.compile(r"[,;.]?\s(?:because|since)\b")
+END = re.compile(rf"(?<=[^.])\.[*$]*\s+(?=[A-Z])|{REASON.pattern}")
+
+# The start of a line that gives a value to an unknown: "x =", "- $x_1 =", "Case 1: x ="
+UNKNOWN = re.compile(r"(?:Case )?[\W\d]*([A-Za-z])(?:_\w+|_\{\w+\})? *= *")
 
 
 def boxed(response: str) -> str | None:
@@ -1119,26 +1129,50 @@ def boxed(response: str) -> str | None:
     """
     text = re.sub("(?i)<answer>", r"\\boxed{", response[-100 * LONGEST :])
     text = re.sub("(?i)</answer>", "}\n.\n", text).replace("**", " ")
-    *_, last = [None, *BOXES.finditer(text)]
-    if last is None or r"\boxed{" in text[last.end() :]:
+    without_empty = re.sub(r"\\boxed\{\s*\}", "", text)  # "Put your answer in \boxed{}"
+    *_, last = [None, *BOXES.finditer(without_empty)]
+    if last is None or r"\boxed{" in without_empty[last.end() :]:
         return "" if r"\boxed{" in text else None
-    if BEFORE.search(text, 0, last.start()) or AFTER.match(text, last.end()):
+    if BEFORE.search(without_empty, 0, last.start()) or AFTER.match(without_empty, last.end()):
         return ""
     contents = [in_braces or digit for in_braces, digit in re.findall(BOX, last[0])]
-    return ", ".join(dict.fromkeys(contents)).replace(r"\boxed", "").strip()
+    percent = r"\%" if last[0].endswith("%") else ""
+    return ", ".join(dict.fromkeys(contents)).replace(r"\boxed", "").strip() + percent
 
 
 def claims(response: str) -> list[str]:
-    """Return what each claim says, without its reason; "" for a claim that is denied.
+    """Return the line that follows each claim, or "" if the claim is denied.
 
-    "The answer is 5 because 2+3=5." -> ["5"];  "If x is 3, the answer is 4." -> [""]
+    "The answer is 5 because 2+3=5." -> ["5 because 2+3=5."];  "If x is 3, the answer is 4." -> [""]
     """
     found = []
     for match in CLAIM.finditer(response[-5 * LONGEST :]):
         before = match.string[: match.start()][-200:]
         after = match.string[match.end() :][:LONGEST]
-        found.append("" if DENIED.search(before) else END_OF_CLAIM.split(after)[0].strip("* "))
+        if not OPTIONS.match(after):
+            found.append("" if DENIED.search(before) else solutions(after.split("\n")))
     return found
+
+
+def solutions(lines: list[str]) -> str:
+    """Return the first line, with the other values that the next lines give to its unknown.
+
+    ["x = 5", "x = 3", "So we get"] -> "x = 5, x = 3"
+    """
+    lines = [line for line in lines if re.search(r"\w", re.sub(r"\b(?:and|or)\b", "", line))]
+    answer = "".join(lines[:1])
+    unknown = UNKNOWN.match(answer)
+    for line in lines[1:]:
+        other = UNKNOWN.match(line)
+        if not unknown or not other or other[1] != unknown[1]:
+            break
+        value = re.sub(r"[\s,;.$]*(?:\b(?:or|and))?\s*$", "", line[other.end() :])
+        number = Expression(normalize(value))
+        if not number.values or number.letters:  # x = 2y, of which x = 5 follows
+            break
+        if not same_math(value, answer):
+            answer = f"{answer.rstrip(' ,;.$')}, {unknown[1]}={value}"
+    return answer
 
 
 def final_answer(response: str) -> str:
@@ -1146,8 +1180,12 @@ def final_answer(response: str) -> str:
     last line if it is short, else ""."""
     answer = boxed(response)
     if answer is None:
-        last_line = response[-LONGEST:].strip().rpartition("\n")[2]
-        *_, answer = [last_line if len(last_line) < 100 else "", *claims(response)]
+        last = solutions(response[-LONGEST:].split("\n")[::-1])
+        answer = last if len(last) < 100 else ""
+        *_, answer = [answer, *claims(response)]
+    else:
+        *_, answer = [answer, *claims(answer)]  # <answer>The answer is 5</answer>
+    answer = END.split(answer.strip("* "))[0]
     return re.sub(r"(?<=[^.])\.$", "", answer.strip("* ")).strip("* ")
 
 
@@ -1173,10 +1211,24 @@ def as_interval(match: re.Match) -> str:
     return f"{name}∈{opening}{low or '-∞'},{high or '∞'}{closing}"
 
 
+def repeating_decimal(match: re.Match) -> str:
+    """Write a repeating decimal as a fraction: 0.1\\overline{6} -> (15/90)"""
+    fixed = match[1] + match[2]
+    repeated = match[3] or match[4]
+    numerator = int(fixed + repeated) - int(fixed or 0)
+    return f"({numerator}/{'9' * len(repeated)}{'0' * len(match[2])})"
+
+
+# Words that multiply, and words for bases
+MULTIPLES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9}
+MULTIPLES |= {"trillion": 10**12}
+BASES = dict(zip("two three four five six seven eight nine ten".split(), range(2, 11)))
+
 # One character, from Unicode, for another
-CHARACTERS = str.maketrans(
-    dict(zip("·⋅∗−–—÷µΩ’", "***---/μΩ'")) | {"√": r"\sqrt ", "½": r"\frac12", "∅": "⦃⦄"}
-)
+CHARACTERS = dict(zip("·⋅∗−–—÷µΩ’", "***---/μΩ'"))
+CHARACTERS |= {"√": r"\sqrt ", "∛": r"\sqrt[3] ", "∅": "⦃⦄", "¢": " cents", "½": r"\frac12"}
+CHARACTERS |= {"¼": r"\frac14", "¾": r"\frac34", "⅓": r"\frac13", "⅔": r"\frac23"}
+CHARACTERS = str.maketrans(CHARACTERS)
 RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻₀₁₂₃₄₅₆₇₈₉", "0123456789+-0123456789")
 
 # The character that a LaTeX command stands for: \le is ≤. HTML names most of them as LaTeX does.
@@ -1184,25 +1236,30 @@ SIGNS = {name.rstrip(";"): sign for name, sign in html5.items() if len(sign) == 
 SIGNS |= dict(
     pair.split("=")
     for pair in (
-        r"cdot=* div=/ infty=∞ infinity=∞ leqslant=≤ geqslant=≥ neq=≠ emptyset=⦃⦄ varnothing=⦃⦄ "
+        r"cdot=* div=/ infty=∞ infinity=∞ inf=∞ leqslant=≤ geqslant=≥ neq=≠ emptyset=⦃⦄ varnothing=⦃⦄ "
         r"degree=° lvert=| rvert=| mid=| varphi=φ varepsilon=ε "
         r"dfrac=\frac tfrac=\frac cfrac=\frac %=% $=＄ {=⦃ }=⦄ \=,"
     ).split()
 )
 SIGNS |= dict.fromkeys([*"!,;: ()[]", "quad", "displaystyle", "left", "right"], " ")
+SIGNS |= dict.fromkeys(
+    [size + side for size in ("big", "Big", "bigg", "Bigg") for side in ("", "l", "r")], " "
+)
 
 # A variable, with or without a subscript: x, AB, θ, x_1
 LETTER = r"(?:(?!NO)[A-Z]{1,2}|[a-zα-ωΔℓ])(?:_\w{1,3}|_\{\w{1,3}\})?(?!\w)"
 
 # A name before an answer, which one side may omit: ∠ABC=, x=, f^{-1}(x)=, P(A|B)=, x∈, (x,y)=
 NAMED = re.compile(
-    rf"(?:m?[∠▵][A-Z]+|{LETTER}(?:\^\{{?-1\}}?|'+)?(?:\((?:[^()=A-Za-z]|[A-Za-z](?![A-Za-z]))*\))?)"
+    rf"(?:m?[∠▵][A-Z]+|(?:{LETTER}[+-])*{LETTER}(?:\^\{{?-1\}}?|'+)?(?:\((?:[^()=A-Za-z]|[A-Za-z](?![A-Za-z]))*\))?)"
     r"(?:=|∈(?=[(\[⦃]))|\((?:x,y|x,y,z|a,b|a,b,c|m,n|p,q|r,θ)\)=(?=\()"
 )
 
 # A pattern and its replacement, in the order of their application. Comments show what each does.
 # fmt: off
 RULES = [
+    # {7 \over 4} -> \frac{7}{4}
+    (r"\{([^{}]*)\\over(?![a-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
     # {5} -> 5
     (rf"^\s*\{{({IN_BRACES})\}}\s*$", r"\1"),
     # x² -> x^{2}
@@ -1211,13 +1268,17 @@ RULES = [
     (r"[₀-₉]+", lambda m: "_{" + m[0].translate(RAISED) + "}"),
     # $x$, 5~cm: dollar signs and ties are spaces
     (r"(?<!\\)\$|(?<=[\w.,;)}{])~", " "),
+    # 0.1\overline{6} -> (15/90)
+    (r"(\d*)\.(\d*)\\(?:overline|bar|dot)(?:\{(\d+)\}|(\d))", repeating_decimal),
     # 1\,000 and 1,\!000 -> 1,000
     (r"(?<=\d)(?:\\,|,?\s*\\!)\s*(?=\d{3})", ","),
     # \begin{pmatrix} -> ⟦
     (r"\\begin\{(?:[pb]?matrix|array)\}(?:\{[clr|\s]*\})?", "⟦"),
+    (r"\\\\\[\w+\]", r"\\\\"),
     (r"(?:\\\\\s*)?\\end\{(?:[pb]?matrix|array)\}", "⟧"),
     # sqrt(2) -> \sqrt(2)
-    (r"(?<![\\A-Za-z])(sqrt|pi|infinity|(?:arc)?(?:sin|cos|tan)|exp|ln|log)(?![A-Za-z])", r"\\\1"),
+    (r"(?<![\\A-Za-z])(sqrt|pi|inf(?:inity)?|(?:arc)?(?:sin|cos|tan)|csc|sec|cot|exp|ln|log)(?![A-Za-z])",
+     r"\\\1"),
     # \sin^{-1} x -> \arcsin x
     (r"\\(sin|cos|tan)\s*\^\s*(?:\{\s*-1\s*\}|-1)", r"\\arc\1"),
     # 60^{\circ} -> 60°
@@ -1227,17 +1288,19 @@ RULES = [
     # \text{cm} -> cm
     (rf"\\(?:(?:text|math)(?:rm|bf|it)?(?![A-Za-z])|mbox|boldsymbol)\s*\{{(?!\}})({IN_BRACES})\}}",
      r"\1"),
-    # 1,000 and 1{,}000 -> 1000, but not in (1,000)
-    (r"(?<![\d.,(\[{⦃-])[1-9]\d{0,2}(?:(?:\{,\}|,)\d{3})+(?![\d)\]}⦄]|,\d)",
-     lambda m: re.sub(r"\D", "", m[0])),
+    # -1,000 and 1{,}000 -> -1000 and 1000, but not in (1,000)
+    (r"(?<![\d.,(\[{⦃-])(?:- ?)?[1-9]\d{0,2}(?:(?:\{,\}|,)\d{3})+(?![\d)\]}⦄]|,\d)",
+     lambda m: re.sub(r"[^\d-]", "", m[0])),
+    # 10 000 -> 10000
+    (r"^-?[1-9]\d{0,2}(?: \d{3})+$", lambda m: m[0].replace(" ", "")),
     # 3 x 10^8 and 3e8 -> 3*10^{8}
     (r"(?<=\d)\s*(?:[xX]\s*10\^\{?|[eE])([-+]?\d+)\}?", r"*10^{\1}"),
     # 5 million -> 5*1000000
-    (r"(?<=\d) *million\b", "*1000000"),
+    (rf"(?<=\d) *({'|'.join(MULTIPLES)})\b", lambda m: f"*{MULTIPLES[m[1]]}"),
     # \$5 -> 5 dollars
-    (r"＄ *([\d.*]*\d)", r"\1 dollars"),
+    (r"(?:US ?)?＄ *([\d.*]*\d)", r"\1 dollars"),
     # 5 percent -> 5%
-    (r" ?percent\b", "%"),
+    (r" ?per ?cent\b", "%"),
     # 5 degrees -> 5°
     (r" ?\bdegrees?\b", "°"),
     # 5°C -> 5 celsius
@@ -1246,8 +1309,21 @@ RULES = [
     (r"(?<=\w) per (?=\w)", "/"),
     # square feet -> feet^2
     (r"\bsq(?:uare|\.)? (\w+)", r"\1^2"),
-    # The cell -> cell
-    (r"(?i)^ *(?:the|an?) (?=\w\w)", ""),
+    (r"\bcubic (\w+)", r"\1^3"),
+    # 1:03 p.m. -> 1:03 PM
+    (r"(?i)(?<=:\d\d) ?([ap])\.?m\b\.?", lambda m: f" {m[1].upper()}M"),
+    # The cell -> cell, but not A and B
+    (r"(?i)^ *(?:the|an?) (?!(?:and|or)\b)(?=\w\w)", ""),
+    # = 5 -> 5, about 5.3 -> 5.3
+    (r"^ *=|^ *(?:about|around|roughly|approx(?:imately|\.)?) (?=\d*\.\d)", ""),
+    # all real numbers, \mathbb{R} -> (-∞,∞)
+    (r"^ *(?:\w *∈ *)?(?:all real numbers|ℝ|\\(?:mathbb|Bbb) ?(?:R|\{R\})) *$", "(-∞,∞)"),
+    # (1,2) U (3,4) -> (1,2)∪(3,4)
+    (r"(?<=[)\]]) *U *(?=[(\[])", "∪"),
+    # (25)_8, 25 base 8, 25_{eight} -> 25_8
+    (r"\((\d+)\)(?=_)", r"\1"),
+    (r" \(?base (\d+)\)?$", r"_\1"),
+    (r"_\{ *(?:base )?(\w+) *\}$", lambda m: f"_{{{BASES.get(m[1], m[1])}}}"),
     # x<=1 -> x≤1
     (r"<=", "≤"),
     (r">=", "≥"),
@@ -1261,8 +1337,8 @@ RULES = [
     (r"\\log_(\w|\{[^{}]*\})", r"\\frac{1}{\\ln{\1}}\\ln "),
     # \sqrt[3]{x} -> \root{3}{x}
     (r"\\sqrt *\[(\w+)\]", r"\\root{\1}"),
-    # \sqrt{x} -> \root2 {x}
-    (r"\\sqrt(?![a-z])", r"\\root2 "),
+    # \sqrt{x} -> \root{2}{x}
+    (r"\\sqrt(?![a-z])", r"\\root{2}"),
     # x_{1} -> x_1
     (r"([_^])\{([-+\w])\}", r"\1\2 "),
     # 10^-3 -> 10^{-3}
@@ -1275,8 +1351,8 @@ RULES = [
     # √2 ≈ 1.41 -> √2, and ≈ 1.41 -> 1.41
     (r"(?<=[^x=])≈-?\d*\.\d+\D*$|^(?:[a-z]=?)?≈(?=\d*\.)", ""),
     # \frac12 -> \frac{1}{2}
-    (r"\\frac(\d)", r"\\frac{\1}"),
-    (r"(\\frac\{[^{}]*\})(\d)", r"\1{\2}"),
+    (r"\\frac ?(\d)", r"\\frac{\1}"),
+    (r"(\\frac\{[^{}]*\}) ?(\d)", r"\1{\2}"),
     # 2 1/3 and 2\frac{1}{3} -> (2+1/3)
     (r"(?<![\d.^_}/])(\d+)(?: (\d+)/(\d+)|\\frac\{(\d+)\}\{(\d+)\})(?![\d/])", r"(\1+\2\4/\3\5)"),
     # 3±√2 -> 3+√2,3-1*√2
@@ -1348,7 +1424,8 @@ UNSURE = re.compile(
       | (?<![\\A-Za-z_])[A-Za-zα-λν-ορ-ωΔℓ](?:_\w+)?'*\(-?[^-+()]*\)   # T(n/4), but not x(x+1)
       | ^\(?[\d.]+(?:-[\d.]+)+(?:$|\))                           # 1914-1918
       | ^(?:[A-Zα-λν-ορ-ω](?:\^\{?-?[\dT]\}?)?[ *-]*){2,}$       # A^{-1}B, where AB is not BA
-      | ^[A-Za-z]×[A-Za-z]$                                      # v×u"""
+      | ^[A-Za-z]×[A-Za-z]$                                      # v×u
+      | \\frac\{d[^{}]*\}\{d[A-Za-z]|d[a-z]/d[a-z]               # \frac{dy}{dx}"""
 )
 
 
@@ -1403,6 +1480,10 @@ class Expression:
         """Return the values of what comes next, up to an operator weaker than `weakest`."""
         is_signed = weakest == 1 and self.tokens[0] in "+-"
         value = [Fraction(0)] * 12 if is_signed else self.read_operand()
+        if self.take("!"):
+            if value[0] not in range(101) or len(set(value)) > 1:
+                raise ValueError("only factorials of small whole numbers are read")
+            value = [Fraction(math.factorial(int(value[0])))] * 12
         last_sign = ""
         while True:
             sign = self.tokens[0]
@@ -1441,6 +1522,9 @@ FUNCTIONS = {
     r"\sin": cmath.sin, r"\arcsin": cmath.asin, r"\exp": cmath.exp, r"\abs": abs,
     r"\cos": cmath.cos, r"\arccos": cmath.acos, r"\ln": cmath.log, r"\frac": operator.truediv,
     r"\tan": cmath.tan, r"\arctan": cmath.atan, r"\log": cmath.log10,
+    r"\csc": lambda x: 1 / cmath.sin(x),
+    r"\sec": lambda x: 1 / cmath.cos(x),
+    r"\cot": lambda x: 1 / cmath.tan(x),
     r"\root": lambda n, x: power(x, 1 / n),
 }
 # fmt: on
@@ -1458,11 +1542,17 @@ CLOSING = {"(": ")", "{": "}", "[": "]"}
 # A unit is a factor times base units, which are letters: UNITS["km"] is (1000*(u_{m}))
 UNITS = {}
 for pair in (
-    "m g s mol K A V celsius degree person unit apple way outcome dollar cent=0.01*dollar "
-    "people=person %=0.01 °=degree km=1000*m cm=0.01*m mm=0.001*m kg=1000*g mg=0.001*g L=0.001*m^3 "
-    "mL=0.001*L N=kg*m/s^2 Pa=N/m^2 MPa=10^6*Pa J=N*m kJ=1000*J W=J/s meter=m kilometer=km "
-    "centimeter=cm gram=g kilogram=kg second=s min=60*s minute=min h=60*min hour=h day=24*h "
-    "in=0.0254*m inch=in ft=12*in foot=ft feet=ft yard=3*ft mi=1760*yard mile=mi"
+    "m g s mol K A V celsius degree rad month year lb ounce gallon quart pint cup unit dollar "
+    "person child man woman student boy girl team player game match point side vertex edge way time "
+    "outcome solution integer number value digit factor divisor subset handshake marble card ball "
+    "book page question problem letter word triangle ticket coin cookie apple house car old=1 "
+    "people=person children=child men=man women=woman vertices=vertex radian=rad cent=0.01*dollar "
+    "%=0.01 °=degree deg=degree km=1000*m cm=0.01*m mm=0.001*m kg=1000*g mg=0.001*g L=0.001*m^3 "
+    "mL=0.001*L liter=L milliliter=mL N=kg*m/s^2 Pa=N/m^2 MPa=10^6*Pa J=N*m kJ=1000*J W=J/s "
+    "meter=m kilometer=km centimeter=cm millimeter=mm gram=g kilogram=kg second=s sec=s min=60*s "
+    "minute=min h=60*min hr=h hour=h day=24*h week=7*day yr=year in=0.0254*m inch=in ft=12*in "
+    "foot=ft feet=ft yard=3*ft yd=yard mi=1760*yard mile=mi mph=mi/h kph=km/h pound=lb oz=ounce "
+    "acre=4840*yd^2"
 ).split():
     unit, _, meaning = pair.partition("=")
     in_base_units = re.sub("[^-0-9.*/^{}()]+", lambda m: UNITS[m[0]], meaning)
@@ -1475,6 +1565,10 @@ QUANTITY = re.compile(
     r"(?!.*π.*°|.*[%°].)((?:[^\\a-z]|\\frac|\\root)*[\d)}π])(?: |(?![A-Za-z](?:$|[^A-Za-z])))"
     rf"((?:{UNIT}(?: ?\^ ?\{{?-?\d\}}?|\d\b)?[ */()]*)+)"
 )
+
+
+# A number with a unit that the table does not list: 13.6 eV. Both answers must have the same one.
+ODD_UNIT = re.compile(r"(.*\d[)}]?) ?([A-Za-z]{2}\S*)")
 
 
 def split_unit(text: str) -> tuple[str, str]:
@@ -1509,12 +1603,22 @@ def same_value(answer: str, gold: str, tolerance: float) -> bool:
     is_formula = any(not letter.startswith("u_") for letter in theirs.letters)
     rounding = 0 if is_exact else 1e-12
     error = Fraction(rounding if is_formula else tolerance or rounding)
+    rows = list(zip(differences, theirs.values, mine.values))
+    # x^{2/3} and \sqrt[3]{x^2} differ only where x is negative and one of them is not real.
+    real_rows = [row for row in rows if not any(is_imaginary(value) for value in row)]
+    has_logarithm = r"\ln" in answer + gold  # \ln x is not \ln |x|
+    if len(real_rows) > 2 and not has_logarithm:
+        rows = real_rows
     agree = [
         abs(difference) <= error * abs(value)
-        for difference, value in zip(differences, theirs.values)
+        for difference, value, _ in rows
         if is_exact or abs(difference) < math.inf and 1e-9 < abs(value) < 1e9
     ]
     return len(agree) > 2 and all(agree)
+
+
+def is_imaginary(value) -> bool:
+    return isinstance(value, complex) and abs(value.imag) > 1e-12 * abs(value.real)
 
 
 def same_parts(answer: str, gold: str, tolerance: float = 0.0) -> bool:
@@ -1532,12 +1636,20 @@ def same_parts(answer: str, gold: str, tolerance: float = 0.0) -> bool:
     if kind == "":
         number, whole = split_unit(answer)
         gold_number, gold_whole = split_unit(gold)
+        mine, theirs = ODD_UNIT.fullmatch(answer), ODD_UNIT.fullmatch(gold)
+        if mine and theirs and mine[2] == theirs[2] and not Expression(mine[2]).values:
+            return same_value(mine[1], theirs[1], tolerance)
         may_drop_unit = number == whole or gold_number == gold_whole  # one of them has no unit
         return (may_drop_unit and same_value(number, gold_number, tolerance)) or same_value(
             whole, gold_whole, tolerance
         )
     if kind not in ",∪=":
         return all(map(same_parts, parts, gold_parts))
+    if kind == "=" and len(parts) == 2 and not any(re.fullmatch(LETTER, x) for x in gold_parts):
+        # Terms may stand on other sides: 2x+4y=3 is 2x+4y-3=0. What is solved for y has to be solved.
+        moved, gold_moved = (f"{left}-({right})" for left, right in (parts, gold_parts))
+        if same_value(moved, gold_moved, 0.0) or same_value(moved, f"-({gold_moved})", 0.0):
+            return True
     for part in parts:
         equals = [other for other in gold_parts if same_parts(part, other)]
         if not equals:
@@ -1556,6 +1668,9 @@ def same_math(answer: str, gold: str, tolerance: float = 0.0) -> bool:
         return answer.strip() == gold.strip() != ""
     texts = [normalize(answer), normalize(gold)]
 
+    # The solutions x_1=1,x_2=-3 are those of x, if the gold answer does not number them.
+    if "=" not in texts[1]:
+        texts[0] = re.sub(r"(^|,)([a-z])_\w ?=", r"\1\2=", texts[0])
     # Drop the name, which is one on both sides: 1,-3 for x=1,x=-3
     names = {match[0] for match in map(NAMED.match, texts) if match}
     bare = [text.replace(*names, "") for text in texts] if len(names) == 1 else texts
@@ -1588,27 +1703,30 @@ def repeats_formula(answer: str, question: str, gold: str) -> bool:
     commands are compared, without 0 and 1, which change nothing in x+0 and 1x.
     """
     operand = (
-        r"\\(?!frac)[A-Za-z]+|(?![01](?:\.0*)?(?![\d.]))\d[\d.]*|(?<![A-Za-z])[^\W\d_](?![a-z])"
+        r"\\(?!frac)[A-Za-z]+|(?![01](?:\.0*)?(?![\d.]))\d[\d.]*!?|(?<![A-Za-z])[^\W\d_](?![a-z])"
     )
     texts = [normalize(re.sub(r"^\s*\w\s*=", "", text)) for text in (answer, question, gold)]
     mine, asked, wanted = [" ".join(["", *re.findall(operand, text), ""]) for text in texts]
-    is_formula = mine.count(" ") > 2 or "\\" in mine
-    has_operator = re.search(r"[-+*/^\\]", answer) is not None
+    is_formula = mine.count(" ") > 2 or re.search(r"[\\!]", mine) is not None
+    has_operator = re.search(r"[-+*/^\\!]", answer) is not None
     return is_formula and has_operator and mine in asked and mine != wanted
 
 
 # Letters of multiple-choice questions
 
 LETTERS = "ABCDEFGHIJ"
-# "So the answer is (B)", "**B**", "B is correct", "B. its text", "B (its text)".
+# "So the answer is (B)", "**B**", "B is correct", "B, not A", "B. its text", "B (its text)".
 # The groups are the letter and the text.
-CHOICE = re.compile(
+LETTER_FIRST = re.compile(
     r"""(?xi)
         (?:(?:the|correct|final|best|answer|option|choice|is|so|thus|hence|therefore)\b[\s:,]*)*
-        [(\["'“*_]*([A-J])(?![^\W_])[)\]"'”*_]*(?:[\s):,.;]|-(?=\s))*
+        [(\[{"'“*_]*([A-J])(?![^\W_])[)\]}"'”*_]*(?:[\s):,.;]|[-–—](?=\s))*
         (?:is[ ](?:the[ ])?(?:correct|right|best)(?:[ ]\w+)?$)?
-        \(?(?:the[ ]|an?[ ])?(.*?)"""
+        (?:(?:not|rather[ ]than|instead[ ]of)(?:[\s,()]|(?:[A-J]|or|nor|and)\b)+$)?
+        (.*)"""
 )
+# "its text (B)"
+LETTER_LAST = re.compile(r"(?i)(.*?)[\s,:-]*\((?:option |choice )?([A-J])\)[\s.]*")
 
 
 def letter_of(text: str, choices: list[str]) -> str | None:
@@ -1617,16 +1735,25 @@ def letter_of(text: str, choices: list[str]) -> str | None:
     The text is the letter, "B" or "(B)"; the letter with its choice, "B. the nucleus"; or the text
     of exactly one choice, "the nucleus".
     """
-    text = normalize(text[:LONGEST])
-    match = CHOICE.fullmatch(text)
-    letter, rest = (match[1].upper(), match[2]) if match else ("", "")
+    text = re.sub(r"\*\*|\$|\\(?:text|math)(?:bf|rm|it)?(?![a-z])", "", text[:LONGEST]).strip(" .")
+    first = LETTER_FIRST.fullmatch(text)
+    last = LETTER_LAST.fullmatch(text)
+    whole = bare_choice(text)
     named = []
-    for own_letter, choice in zip(LETTERS, choices):
-        is_its_text = choice == text not in LETTERS
-        own_texts = ("", choice, choice + ")", choice.lstrip("("))
-        if is_its_text or (own_letter == letter and rest in own_texts):
-            named.append(own_letter)
+    for letter, choice in zip(LETTERS, choices):
+        is_its_text = choice == whole not in LETTERS
+        stands_first = (
+            first and first[1].upper() == letter and bare_choice(first[2]) in ("", choice)
+        )
+        stands_last = last and last[2].upper() == letter and bare_choice(last[1]) == choice
+        if is_its_text or stands_first or stands_last:
+            named.append(letter)
     return named[0] if len(named) == 1 else None
+
+
+def bare_choice(text: str) -> str:
+    """Return a choice's text in one spelling, without brackets and full stops around it."""
+    return normalize(text.replace("**", "").strip("() ")).strip("(){}.")
 
 
 def pick_letter(response: str, choices: list[str]) -> str | None:
@@ -1635,14 +1762,27 @@ def pick_letter(response: str, choices: list[str]) -> str | None:
     It is read from the last \boxed{} or <answer>, else from all claims, else from the last
     sentences.
     """
-    choices = [normalize(choice) for choice in choices]
+    choices = [bare_choice(choice) for choice in choices]
     in_box = boxed(response)
-    said = claims(response)[-99:] if in_box is None else [in_box]
-    said = [text for text in said if letter_of(text, choices) or re.search(r"\b[A-J]\b", text)]
-    if in_box is None and not said:
-        sentences = re.split(r"[.!?]\s|\n", response[-LONGEST:])
-        said = [text for text in sentences if letter_of(text, choices)]
-    picked = {letter_of(text, choices) for text in said}
+    if in_box is None:
+        said = claims(response)[-99:]
+        ends = END
+    else:
+        said = [in_box, *claims(in_box)][-1:]
+        ends = REASON
+    picked = set()
+    for text in said:
+        letter = letter_of(text, choices) or letter_of(ends.split(text)[0], choices)
+        if letter or re.search(r"\b[A-J]\b", text):
+            picked.add(letter)
+    if in_box is None and not picked:
+        # "A. This is" is one sentence, which names no letter; and a question claims nothing
+        ends = r"(?<!\b[A-J])[.!]\s|\n|[^.!?\n]*\?"
+        sentences = re.split(ends, response[-LONGEST:])
+        for text in sentences:
+            letter = letter_of(text, choices)
+            if letter or re.match(r"\W*[A-J][).:]", text):
+                picked.add(letter)
     return picked.pop() if len(picked) == 1 else None
 
 

@@ -72,7 +72,41 @@ x \in [3,\infty) ¦ x \geq 3 ¦ 3 \leq x ¦ [3,\infty)
 \begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix} ¦ \begin{pmatrix} 1&\frac42\\3&4\\ \end{pmatrix}
 Devon, navin ¦ \text{Navin}, \text{Devon}
 \frac{12}{7} \approx 1.71 ¦ \frac{12}{7}
-2516_{8} ¦ 2516_8
+2516_{8} ¦ (2516)_8 ¦ 2516_{\text{eight}} ¦ (2516)_{8} ¦ 2516\text{ (base 8)} ¦ 2516_{\text{base }8} ¦ 2516_8
+√3/2 ¦ \sqrt3/2 ¦ sqrt3/2 ¦ (√3)/2 ¦ \sqrt{3}/2 ¦ √(3)/2 ¦ \dfrac{\sqrt 3}2 ¦ √(3/4) ¦ \frac{\sqrt{3}}{2}
+√2/2 ¦ \sqrt2/2 ¦ sqrt2/2 ¦ 1/√2 ¦ 1/sqrt2 ¦ 2^{-1/2} ¦ \frac{\sqrt{2}}{2}
+5√3/6 ¦ 5\sqrt3/6 ¦ (5√3)/6 ¦ 5sqrt(3)/6 ¦ \frac{5\sqrt{3}}{6}
+-√3/3 ¦ −\sqrt3/3 ¦ -1/√3 ¦ -\frac{\sqrt{3}}{3}
+3+√69/3 ¦ 2√69/6+3 ¦ (9+√69)/3 ¦ 3+\frac{\sqrt{69}}{3}
+∛2 ¦ \sqrt[3]2 ¦ 2^(1/3) ¦ \sqrt[3]{2}
+\sqrt[3]{x^2} ¦ (x^2)^{1/3} ¦ \left(\sqrt[3]{x}\right)^2 ¦ x^{2/3}
+{7 \over 4} ¦ \frac 74 ¦ \frac 7 4 ¦ 1¾ ¦ 1\,\frac{3}{4} ¦ 7/4
+0.\overline{3} ¦ .\bar{3} ¦ 0.\bar3 ¦ 0.3\overline{3} ¦ 0.\dot{3} ¦ \frac{1}{3}
+-1.1\overline{6} ¦ -\frac76
+-1,234 ¦ −1{,}234 ¦ -1\,234 ¦ -1,\!234 ¦ - 1,234 ¦ -1 234 ¦ x=-1,234 ¦ -1234
+14 400 ¦ 14\ 400 ¦ 14~400 ¦ 14{,}400\text{ ft} ¦ 14.4 thousand ¦ 14,\!400
+1 billion ¦ 1\text{ billion} ¦ 1\,000\,000\,000 ¦ 1,\!000,\!000,\!000
+US\$115,000 ¦ 115{,}000\text{ dollars} ¦ 115 thousand dollars ¦ \$115,\!000
+50¢ ¦ 50\text{ cents} ¦ \$0.50
+20 per cent ¦ 20\%
+5 cubic inches ¦ 5 gallons ¦ 5 lbs ¦ 5 years ¦ 5 years old ¦ 5 mph ¦ 5 students ¦ 5 weeks ¦ 5 children ¦ 5
+125\text{ cubic feet} ¦ 125 ft^3 ¦ 125
+5 miles per hour ¦ 5 mph
+π/3 radians ¦ \frac{\pi}{3}\text{ radians} ¦ \frac{\pi}{3} rad ¦ \frac{\pi}{3}
+180 deg ¦ 180^\circ
+x_1=1, x_2=-3 ¦ x_{1} = 1, \quad x_{2} = -3 ¦ x_1=-3\text{ or }x_2=1 ¦ 1,-3
+\big(7,6\big) ¦ \bigl(7, 6\bigr) ¦ \Bigg(7,6\Bigg) ¦ (7,6)
+\mathbb{R} ¦ \mathbb R ¦ ℝ ¦ x \in \mathbb{R} ¦ \text{all real numbers} ¦ (-inf, inf) ¦ (-\infty,\infty)
+(-∞, -8) U (8, ∞) ¦ (-\infty,-8)\cup(8,\infty)
+\begin{pmatrix} \dfrac{1}{2} \\[4pt] 3 \end{pmatrix} ¦ \begin{pmatrix} 1/2 \\ 3 \end{pmatrix}
+\csc x ¦ csc(x) ¦ \frac{1}{\sin x}
+\sec\theta ¦ sec θ ¦ 1/\cos\theta
+\cot^2 x ¦ \csc^2 x-1 ¦ \frac{\cos^2x}{\sin^2x}
+5! ¦ 5\cdot4! ¦ \frac{6!}{3!} ¦ 120
+2x+4y=3 ¦ 3=2x+4y ¦ 4y + 2x = 3 ¦ 2x+4y-3=0
+x^2+y^2-25=0 ¦ x^2+y^2=25
+m+n=5 ¦ = 5 ¦ 5
+1:03 p.m. ¦ 1:03 pm ¦ \text{1:03 PM}
 """
 WRONG = r"""
 5.01 ¦ 6 ¦ 55 ¦ -5 ¦ 5x ¦ 5i ¦ \pm 5 ¦ 5, 6 ¦ 5 or 6 ¦ (5 ¦ 5) ¦ 5! ¦ 5^2 ¦ 5\% less ¦ 5\%\% ¦ 5\approx 6 ¦ 5
@@ -111,6 +145,33 @@ A^{-1}B^{-1} ¦ B^{-1}A^{-1}
 Navin ¦ not Devon ¦ Devon or Navin ¦ Devon
 ACB ¦ abc ¦ ABC
 1002^2-502^2+298^2-202^2 ¦ 800000
+\frac{\sqrt2}{2}(x+1) ¦ \sqrt2/2(x+1) ¦ \sqrt{x+1} ¦ \sqrt[3]{x+1}
+√2/2 ¦ √(3/2) ¦ 2/√3 ¦ \sqrt{3}/4 ¦ \sqrt32 ¦ 3/2 ¦ 2\frac32 ¦ \frac{\sqrt{3}}{2}
+x^{3/2} ¦ x^2/3 ¦ \sqrt{x^3} ¦ x^{-2/3} ¦ \sqrt[3]{x^2}
+\sqrt{x^2} ¦ \sqrt{-x}^2 ¦ \ln e^{-x} ¦ x
+\ln x ¦ \ln|x|
+\frac{dy}{x^2} ¦ \frac{d^2y}{dx} ¦ \frac{y}{x^2} ¦ \frac{d^2y}{dx^2}
+y/x ¦ \frac{y}{x} ¦ \frac{dy}{dx}
+0.\overline{4} ¦ 0.0\overline{3} ¦ 0.\overline{31} ¦ 1.\overline{3} ¦ 0.\overline{3}\overline{1} ¦ \frac{1}{3}
+1,234 ¦ -1,23 ¦ -1, 234 ¦ -12,34 ¦ -1.234 ¦ 234 ¦ -1234
+12 345 ¦ (12,345)
+100\,200 ¦ 100 200 ¦ (100, 200)
+5 dozen ¦ 5 thousand ¦ 5 hundred ¦ 5 billion ¦ 5 halves ¦ 5 quarters ¦ 5 pairs ¦ 5 more ¦ 5 less ¦ 5 or more ¦ 5
+5 gallons ¦ 5 square inches ¦ 5 cubic feet ¦ 5 inches ¦ 5 cubic inches
+5 hours ¦ 5 months ¦ 60 ¦ 5 years
+\pi/3 degrees ¦ \pi/6 radians ¦ \frac{\pi}{3}
+x_1=1, x_2=3 ¦ x_1=1, y_2=-3 ¦ x_1=1 ¦ x_1=1, x_2=-3, x_3=0 ¦ 1,-3
+x_2=1, x_1=2 ¦ x_1=1, x_3=2 ¦ x_1=1, x_2=2
+\big(6,7\big) ¦ \big(7,6\big] ¦ \big\{7,6\big\} ¦ (7,6)
+\mathbb{Z} ¦ \mathbb{R}^2 ¦ \mathbb{R}\setminus\{0\} ¦ [0,\infty) ¦ all real numbers except 0 ¦ (-\infty,\infty)
+2516_9 ¦ (2516)_9 ¦ 2516_{\text{nine}} ¦ 2516_{88} ¦ 2517_8 ¦ 2516_8
+4! ¦ 5!! ¦ (5!)! ¦ -5! ¦ 5!+1 ¦ 120
+n!! ¦ (n+1)! ¦ n ¦ n!
+200! ¦ 200!+1
+\sec x ¦ \frac{1}{\cos x} ¦ \csc 2x ¦ \csc x
+2x+4y=-3 ¦ 2x+4y+3=0 ¦ x+2y=3 ¦ 2x-4y=3 ¦ 2x+4y-3 ¦ 2x+4y<3 ¦ 2x+4y=2x+4y ¦ 2x+4y-3=0
+y-2x=3 ¦ 2x-y+3=0 ¦ y=2x+3
+1:03 AM ¦ 1:30 PM ¦ 13:03 ¦ \text{1:03 PM}
 """
 
 
@@ -197,6 +258,10 @@ The mitochondria. ¦ mitochondria
 8.314 J/(mol·K) ¦ 8.314 J mol^{-1} K^{-1} ¦ 8.314 J/mol K
 \text{H}_2\text{SO}_4 ¦ H₂SO₄ ¦ H2SO4
 \frac{\pi}{2} ¦ 1.57
+about 5.3 ¦ approximately 5.3 ¦ 5.30 ¦ 5.3
+13.60 eV ¦ 13.6 \text{ eV} ¦ 13.6 eV
+2.0 kcal/mol ¦ 2.01 kcal/mol
+An increase in X and Y ¦ increase in X and Y
 """
 SHORT_WRONG = r"""
 London ¦ ¦ not Paris ¦ Paris, France ¦ Paris or London ¦ 5 ¦ Paris
@@ -204,6 +269,9 @@ CO ¦ C2O ¦ CO2
 Fe³⁺ ¦ Fe^{2+}
 9.6 ¦ 9.8 m/s ¦ -9.81 ¦ 9.81 s ¦ 9.81 m/s^2
 1939 ¦ 1944 ¦ 1944.9 ¦ 1945
+13.6 keV ¦ 13.6 J ¦ 12.6 eV ¦ 13.6 eV or 14 eV ¦ 13.6 eV
+1.06 xy ¦ 1.05 xy
+about 5.4 ¦ not about 5.3 ¦ at most 5.3 ¦ 5.3
 """
 
 
@@ -229,6 +297,24 @@ COMMITTED = [
     (r"\boxed{5}, \boxed{6}", "5, 6"),
     (r"$x=\boxed{5}$ or $x = \boxed{6}$", "5, 6"),
     (r"\boxed{5}, then \boxed{6}", "6"),
+    (r"So $\boxed{6},$ our answer.", "6"),
+    (r"The answer is $\boxed{6},$ because $2+4=6$.", "6"),
+    (r"$(100 - 64)\% = \boxed{36} \%$.", r"36\%"),
+    (r"$\boxed{36}$%", r"36\%"),
+    (r"\boxed{7}. (Final answer in \boxed{} format.)", "7"),
+    ("<answer>7</answer>\n<answer></answer>", "7"),
+    ("The answer is:\n$$\n12\n$$", "12"),
+    ("The answer is:\n\\[\n12\n\\]", "12"),
+    ("Therefore\n\\[\nx = 5\n\\]", "x = 5"),
+    ("<answer>The answer is 5.</answer>", "5"),
+    ("<answer>The answer is not 5.</answer>", "not 5"),
+    ("<answer>5 because 2 + 3 = 5.</answer>", "5"),
+    ("The answer is therefore 5.", "5"),
+    ("x=3\nx=5", "x=5, x=3"),
+    ("So:\n- $x_1 = 3$,\n\n- $x_2 = 5$.", "- $x_2 = 5, x=3"),
+    ("The answer is x=3\nx=5", "x=3, x=5"),
+    ("x = 2 + 3\nx = 5", "x = 5"),
+    ("x = 2y + 3\nx = 5", "x = 5"),
     *(
         (text, "")
         for text in (
@@ -246,6 +332,10 @@ COMMITTED = [
             r"\boxed{5} \times 10^3",
             r"$\boxed{5}$ million",
             r"\boxed{5}, 6",
+            r"$\boxed{5}$, $6$",
+            r"$\boxed{5}$, $-6$",
+            r"\boxed{5} dozen",
+            r"\boxed{5}\text{ thousand}",
             r"\boxed{5}i",
             r"2\boxed{5}",
         )
@@ -302,6 +392,20 @@ LETTERS = [
             "So option {} is correct.",
             "Is it A or B? Let us see.\nAnswer: {}",
             "The answer is {} because A and C say less.",
+            "The answer is likely ({}).",
+            "The answer is {}, not A.",
+            "The answer is ({}), rather than (A) or (C).",
+            "The answer is **{}. The nucleus**.",
+            "The answer is the nucleus ({}).",
+            "The correct answer is the nucleus (option {}).",
+            "<answer>{} - the nucleus</answer>",
+            "<answer>{} because all others are not cells.</answer>",
+            "<answer>{}. The nucleus.</answer>",
+            "<answer>{} (The nucleus.)</answer>",
+            r"\boxed{{\text{{{}. The nucleus.}}}}",
+            "Let me check each option:\n\nA) This is wrong.\nB) This fits.\n\nFinal answer: {}",
+            "The answer choices:\n\n(A) no\n(B) maybe\n\nThe answer is {}.",
+            "Thus {} is the right answer.",
         )
     ),
     ("<answer>b. the nucleus</answer>", "B"),
@@ -325,6 +429,19 @@ LETTERS = [
             "<answer>B (mitochondria)</answer>",
             "A. no\nB. no\nC. yes\nD. no",
             "(A) mitochondria\n(B) the nucleus\n(C) a ribosome",
+            "<answer>B. Mitochondria</answer>",
+            "<answer>mitochondria (B)</answer>",
+            "<answer>A\nB</answer>",
+            "The closest is (C), which is not correct.",
+            "The answer is (C), which is not correct.",
+            "Let us see.\n\nA. This one says",
+            "Let us see.\n\nA. Mitochondria\nB. The nuc",
+            "Let me analyze each option:\n\nA) mitochondria\nB) the nucleus",
+            "Statements I. and II. are true.",
+            "The answer is I and II.",
+            "Which is right? A? B?",
+            "I doubt the answer is B.",
+            "The answer is unlikely (B).",
         )
     ),
 ]
@@ -349,6 +466,13 @@ def test_letters_of_odd_choices():
     assert pick_letter("<answer>7</answer>", ["7", "7", "8"]) is None
     assert pick_letter("<answer>C. elegans</answer>", ["E. coli", "C. elegans", "yeast"]) == "B"
     assert pick_letter("<answer>mW</answer>", ["MW", "W", "kW"]) is None
+    both = ["A only", "B only", "neither", "A and B only"]
+    assert pick_letter("<answer>D. A and B only</answer>", both) == "D"
+    assert pick_letter("The answer is A and B only.", both) == "D"
+    reasons = ["It falls. Then it rises.", "It rests because of friction", "It rises.", "It stops"]
+    for letter, text in zip("ABCD", reasons):
+        for form in ("The answer is {}. {}", "Answer: {1} ({0})", "<answer>{}: {}</answer>"):
+            assert pick_letter(form.format(letter, text), reasons) == letter, form
 
 
 @pytest.mark.parametrize(
@@ -372,6 +496,8 @@ def test_letters_of_odd_choices():
         (r"\frac{2}{3}", r"Which is larger, $\frac{2}{3}$ or $\frac{3}{5}$?", r"\frac23", True),
         ("50^\\circ", r"Find $x$, where $\tan x = \cos 50^{\circ}$.", r"50^\circ", True),
         ("2", "What is $2+2-2$?", "2", True),
+        ("5!", "What is $5!$?", "120", False),
+        ("5!", "How many orders of 5 people are there?", "120", True),
     ],
 )
 def test_to_repeat_the_questions_formula_is_no_answer(answer, question, gold, right):
