@@ -1,0 +1,205 @@
+"""assets/page.html in headless Chromium, driven over WebDriver's HTTP interface (w3.org/TR/webdriver2).
+
+The server is the real one; its Conductor writes prepared workflows, and its workers are functions."""
+
+import base64
+import contextlib
+import json
+import re
+import shutil
+import subprocess
+import threading
+import time
+
+import pytest
+import requests
+
+from players import Player, lost
+from workflow import Prompting, Step, Workflow, as_lists, conductor_server
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+CHROMEDRIVER = shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    not (CHROMIUM and CHROMEDRIVER), reason="needs chromium and chromedriver"
+)
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
+    "--disable-background-networking --disable-component-update --disable-sync"
+).split()
+ENTER = "\ue007"  # WebDriver's code for the key
+
+
+class Browser:
+    """One tab of a headless Chromium."""
+
+    def __init__(self, driver: str):
+        options = {"binary": CHROMIUM, "args": FLAGS}
+        wanted = {"browserName": "chrome", "goog:chromeOptions": options}
+        self.url = f"{driver}/session"
+        session = self.call("POST", "", capabilities={"alwaysMatch": wanted})
+        self.url = f"{driver}/session/{session['sessionId']}"
+
+    def call(self, method: str, path: str, **body):
+        response = requests.request(method, self.url + path, json=body or {}, timeout=60)
+        value = response.json()["value"]
+        assert response.ok, value
+        return value
+
+    def open(self, url: str):
+        self.call("POST", "/url", url=url)
+
+    def run(self, script: str):
+        """Return what a script of one expression gives."""
+        return self.call("POST", "/execute/sync", script=f"return {script}", args=[])
+
+    def wait_for(self, script: str):
+        """Return the value of the expression as soon as it is true; fail after a minute."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            value = self.run(script)
+            if value:
+                return value
+            time.sleep(0.05)
+        raise AssertionError(f"never true: {script}\n{self.run('document.body.innerText')}")
+
+    def type(self, selector: str, text: str):
+        found = self.call("POST", "/element", using="css selector", value=selector)
+        [element] = found.values()
+        self.call("POST", f"/element/{element}/value", text=text)
+
+    def resize(self, width: int, height: int):
+        self.call("POST", "/window/rect", width=width, height=height)
+
+    def screenshot(self, path):
+        with open(path, "wb") as file:
+            file.write(base64.b64decode(self.call("GET", "/screenshot")))
+
+
+@pytest.fixture(scope="module")
+def browser():
+    driver = subprocess.Popen(
+        [CHROMEDRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        port = next(
+            found[1]
+            for line in driver.stdout
+            if (found := re.search(r"started successfully on port (\d+)", line))
+        )
+        tab = Browser(f"http://127.0.0.1:{port}")
+        yield tab
+        tab.call("DELETE", "")
+    finally:
+        driver.kill()
+
+
+@contextlib.contextmanager
+def served(pool, *workflows, **settings):
+    """The URL of a server whose Conductor writes these workflows in turn, the last one for ever."""
+    texts = [as_lists(Workflow([Step(*step) for step in steps])) for steps in workflows]
+
+    def write(rollouts):
+        for rollout in rollouts:
+            rollout.written = texts.pop(0) if len(texts) > 1 else texts[0]
+            yield rollout
+
+    server = conductor_server(write, pool, None, Prompting(), 1, 0, **settings)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+POOL = [
+    Player("planner", lambda messages: "Divide it."),
+    Player("solver", lambda messages: "6"),
+    Player("checker", lambda messages: "<b id=injected>7</b><script>document.title='x'</script>"),
+]
+CHAIN = [(0, "Plan it.", []), (1, "Solve it.", []), (2, "Check both.", [0, 1])]
+
+
+def ask(browser, url, question="What is 3 + 4?", done="#answer .answer"):
+    browser.open(url)
+    browser.wait_for("document.querySelector('#model').options.length > 0")
+    browser.run("document.querySelector('#question').value = ''")
+    browser.type("#question", question + ENTER)
+    browser.wait_for(f"document.querySelector({json.dumps(done)}) !== null")
+
+
+def test_a_question_is_asked_by_keyboard_and_its_workflow_is_drawn(browser):
+    with served(POOL, CHAIN) as url:
+        ask(browser, url)
+        boxes = browser.run("[...document.querySelectorAll('.box')].map(box => box.innerText)")
+        levels = browser.run("[...document.querySelectorAll('.level')].map(l => l.children.length)")
+        arrows = browser.run("document.querySelectorAll('.arrow').length")
+        total = browser.run("document.querySelector('#answer p').textContent")
+
+    assert levels == [2, 1] and arrows == 2
+    assert [text.split("\n")[0] for text in boxes] == ["0: planner", "1: solver", "2: checker"]
+    assert "Check both." in boxes[2] and "sees step 0, 1" in boxes[2] and "$0.5" in boxes[2]
+    assert total.startswith("3 calls") and "$1.5" in total
+
+
+def test_markup_in_a_reply_is_shown_as_text(browser):
+    with served(POOL, CHAIN) as url:
+        ask(browser, url)
+        assert browser.run("document.querySelector('#injected')") is None
+        assert browser.run("document.title") == "Conductor"
+        shown = browser.run("document.querySelector('#answer .answer').textContent")
+    assert shown == POOL[2].answer([])
+
+
+def test_a_second_round_stands_below_the_first(browser):
+    with served(POOL, CHAIN, [(1, "Solve it again.", [])], []) as url:
+        browser.open(url)
+        browser.wait_for("document.querySelector('#model').options.length > 1")
+        browser.run("document.querySelector('#model').value = 'conductor-recursive'")
+        browser.type("#question", ENTER)
+        browser.wait_for("document.querySelector('#answer .answer') !== null")
+        heads = browser.run("[...document.querySelectorAll('#rounds h2')].map(h => h.textContent)")
+    assert heads == ["Workflow", "Round 2"]
+
+
+def test_an_error_appears_in_the_box_of_the_step_that_failed(browser):
+    pool = [POOL[0], Player("away", lost)]
+    with served(pool, [(0, "Plan it.", []), (1, "Solve it.", [0])]) as url:
+        ask(browser, url, done=".box.failed")
+        failed = browser.run("document.querySelector('.box.failed').innerText")
+    assert failed.startswith("1: away") and "nobody answers" in failed
+
+
+def test_the_page_asks_for_a_key_and_keeps_it_in_memory_only(browser):
+    with served(POOL, CHAIN, api_key="sesame") as url:
+        browser.open(url)
+        browser.wait_for("!document.querySelector('#key-form').hidden")
+        browser.type("#key", "sesame" + ENTER)
+        browser.wait_for("document.querySelector('#model').options.length > 0")
+        browser.type("#question", ENTER)
+        browser.wait_for("document.querySelector('#answer .answer') !== null")
+        stores = "[localStorage.length, sessionStorage.length, document.cookie, location.href]"
+        assert browser.run(stores) == [0, 0, "", f"{url}/"]
+
+
+@pytest.mark.parametrize("width", [360, 1200])
+def test_nothing_is_wider_than_the_window(browser, width):
+    with served(POOL, CHAIN) as url:
+        browser.resize(width, 900)
+        ask(browser, url)
+        inside, document = browser.run("[innerWidth, document.documentElement.scrollWidth]")
+    assert document <= inside
+
+
+def test_no_other_origin_may_use_the_page_and_no_foreign_script_runs(browser):
+    with served(POOL, CHAIN) as url:
+        headers = requests.get(url, timeout=60).headers
+        browser.open(url)
+        loose = (
+            "document.body.append(Object.assign(document.createElement('script'), {text: 'x=1'}))"
+        )
+        browser.run(loose)
+        assert browser.run("typeof x") == "undefined"
+    policy = headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert "Access-Control-Allow-Origin" not in headers
