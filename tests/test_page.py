@@ -138,7 +138,7 @@ def test_a_question_is_asked_by_keyboard_and_its_workflow_is_drawn(browser):
 
     assert levels == [2, 1] and arrows == 2
     assert [text.split("\n")[0] for text in boxes] == ["0: planner", "1: solver", "2: checker"]
-    assert "Check both." in boxes[2] and "sees step 0, 1" in boxes[2] and "$0.5" in boxes[2]
+    assert "Check both." in boxes[2] and "sees steps 0, 1" in boxes[2] and "$0.5" in boxes[2]
     assert total.startswith("3 calls") and "$1.5" in total
 
 
@@ -203,3 +203,42 @@ def test_no_other_origin_may_use_the_page_and_no_foreign_script_runs(browser):
     policy = headers["Content-Security-Policy"]
     assert "default-src 'none'" in policy and "unsafe" not in policy
     assert "Access-Control-Allow-Origin" not in headers
+
+
+def test_a_run_is_shown_with_its_rollouts_and_its_curve(browser, tmp_path):
+    step = {"worker": 0, "subtask": "Look it up.", "access": []}
+    right = {
+        "question": "What is <b>six</b>?",
+        "call_prefix": "1/0/0",
+        "previous": None,
+        "workflow": {"steps": [step]},
+        "names": ["librarian"],
+        "replies": [{"text": "6"}],
+        "reward": 1.0,
+        "advantage": 0.7,
+        "right": True,
+        "error": None,
+        "invalid": "",
+        "failure": "",
+    }
+    none = {"workflow": None, "names": [], "replies": [], "reward": 0.0, "right": False}
+    rollouts = [right, right | none | {"invalid": "model_id: the list is missing"}]
+    row = {"iteration": 0, "accuracy": 0.5, "held_out": 0.25, "rollout_s": 60, "learning_s": 60}
+    settings = {"preset": "laptop", "iterations": 2}
+    (tmp_path / "traces").mkdir()
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "traces/00000.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rollouts))
+
+    with served(POOL, CHAIN, run=str(tmp_path)) as url:
+        browser.open(url)
+        browser.wait_for("!document.querySelector('#views').hidden")
+        browser.run("document.querySelector('#show-run').click()")
+        browser.wait_for("document.querySelectorAll('.card').length === 2")
+        cards = browser.run("[...document.querySelectorAll('.card')].map(c => c.innerText)")
+        state = browser.run("document.querySelector('#run-state').textContent")
+        points = browser.run("document.querySelectorAll('#curve .dot').length")
+
+    assert "right" in cards[0] and "advantage 0.70" in cards[0] and "librarian" in cards[0]
+    assert "no workflow" in cards[1] and "the list is missing" in cards[1]
+    assert state == "laptop: 1 of 2 iterations, about 2 min left" and points == 1
