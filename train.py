@@ -23,18 +23,23 @@ A run that was killed goes on with the same command and --resume."""
 
 import ctypes
 import datetime
+import fcntl
+import functools
+import importlib.util
 import itertools
 import json
 import math
 import os
 import random
 import shutil
+import socket
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 # Sampling and learning allocate blocks of very different sizes. Segments that can grow serve both.
 # torch reads the variable when it is imported; older versions know it by the second name.
@@ -44,7 +49,9 @@ for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer as BPE, decoders, models, pre_tokenizers, trainers
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -54,9 +61,21 @@ from torch.distributed.fsdp import (
 from tqdm import tqdm
 
 import eval as evaluation
-from grpo import HEAD_LOGITS, clipped_step, packed_logprobs, set_advantages, update
-from model import Config, Qwen, Tokenizer, check_ids, compute_dtype, configure, fetch, flag
-from model import write_json
+from grpo import HEAD_LOGITS, advantages, clipped_step, packed_logprobs, set_advantages, update
+from model import (
+    Config,
+    Qwen,
+    Tokenizer,
+    add_lora,
+    check_ids,
+    compute_dtype,
+    configure,
+    fetch,
+    flag,
+    merge_lora,
+    read_json,
+    write_json,
+)
 from workers import (
     LOCAL,
     Reply,
@@ -65,6 +84,7 @@ from workers import (
     demand_budget,
     load_function,
     load_pool,
+    name_of,
     ping_workers,
     probable_cost,
     read_pool,
@@ -74,8 +94,11 @@ from workflow import (
     Rollout,
     Workflow,
     as_lists,
+    call_worker,
+    conductor_chat,
     messages,
     model_writer,
+    read_examples,
     roll_out,
     rollout_from_json,
     rollout_to_json,
@@ -116,6 +139,13 @@ class Settings:
     workflow_timeout: float = flag(1800.0, "seconds after which a rollout is lost")
 
     # How the Conductor is asked, and what is done to its workflows.
+    notes: bool = flag(False, "the Conductor reads each worker's note")
+    shuffle: bool = flag(
+        False,
+        "each question has a random part of the pool, of --subset or more workers, in an "
+        "order of its own; only the notes tell who is who",
+    )
+    examples: str = flag("", "FILE of few-shot examples, instead of those of prompt_style")
     prompt_style: str = flag(
         "short", "short: one line; ood, in, mixed: few-shot examples; zero-shot: none"
     )
@@ -130,7 +160,14 @@ class Settings:
     )
     recursion: bool = flag(False, "half of the questions get a second round (section 3.2)")
 
+    recursion_rewards: str = flag(
+        "apart",
+        "what Eq. 2 compares: apart, the rewards of each round; together, those of both rounds; "
+        "sum, the sums of a first round and the second round that continues it",
+    )
+
     # The objective (section 3.1, equations 1 and 2), and AdamW without weight decay.
+    reward: str = flag("", "FILE.py:NAME, a function rollout -> float, instead of section 3.1's")
     cost_weight: float = flag(
         0.0, "advantage lost per dollar that a rollout costs above the mean of its question"
     )
@@ -151,6 +188,16 @@ class Settings:
     beta2: float = flag(0.99, "AdamW's second beta")
 
     # The device.
+    device: str = flag(
+        "",
+        "cuda or cpu; default: cuda for models of 10 million parameters or more, if there is a "
+        "GPU for each process",
+    )
+    lora_rank: int = flag(
+        0,
+        "train matrices of this rank beside each frozen Linear, with ten times the learning "
+        "rate; 0: train all weights",
+    )
     token_budget: int = flag(8192, "tokens of a micro-batch")
     offload: bool = flag(False, "keep weights, gradients and Adam's state in host memory")
 
@@ -223,6 +270,7 @@ PRESETS = {
     "pairs": dict(PAIRS, iterations=240),
     "pools": dict(TUNE, subset=4),
     "recursive": dict(TUNE, pool="local:tired", recursion=True),
+    "unseen": dict(notes=True, shuffle=True, subset=4, warm_steps=1600),
 }
 # A right answer is part of every minibatch if more than this share of its question's are wrong.
 RARELY_RIGHT = 0.8
@@ -244,7 +292,19 @@ class Run:
     first_iteration: int  # 0, or where the newest checkpoint ends
     wrong_share: dict[str, torch.Tensor]  # running share of wrong answers, by kind of question
     reference: Qwen | None = None  # the policy that the KL is measured against
+    last_saved: int | None = None  # iterations of the newest checkpoint
     skipped: int = 0  # optimizer steps in a row, up to now, whose gradient was not finite
+
+
+class Call(NamedTuple):
+    """How a call of a worker ended."""
+
+    end: float  # seconds since 1970
+    worker: str  # its name
+    is_answered: bool
+
+
+GO_ON = "--resume goes on, and asks only for what is missing; --budget=DOLLARS gives it more money."
 
 
 # ---- The run ------------------------------------------------------------------------------------
@@ -259,19 +319,26 @@ def train(settings: Settings, device: str):
     another number of ranks only changes the rounding.
     """
     run = set_up(settings, device)  # loads the newest checkpoint, or does the warm start
+    complete_metrics(run, settings)
+    recent = deque(maxlen=10)  # seconds of the last iterations
     for iteration in range(run.first_iteration, settings.iterations):
         started = time.perf_counter()
 
         # 1. Roll out: the Conductor writes workflows, workers carry them out, graders judge them.
         groups = read_rollouts(run, settings, iteration)  # if a kill came between here and saving
         if groups is None:
-            groups = collect_rollouts(run, settings, iteration)
+            groups, loss = collect_rollouts(run, settings, iteration)
+            torch.cuda.empty_cache()  # the sampler has gone; learning needs blocks of other sizes
+            if loss:
+                stop(run, settings, iteration, loss)
 
         # 2. Reward each rollout (section 3.1), then compare it with its question's others (Eq. 2).
-        for rollout in itertools.chain(*groups):
-            rollout.reward = reward(rollout, settings)
-        set_advantages(groups, settings.recursion, settings.cost_weight)
-        write_rollouts(settings, iteration, groups)
+        rollouts = list(itertools.chain(*groups))
+        rewards = on_rank0(lambda: [reward(rollout, settings) for rollout in rollouts])
+        for rollout, value in zip(rollouts, rewards):
+            rollout.reward = value
+        assign_advantages(groups, settings)
+        on_rank0(lambda: write_rollouts(settings, iteration, groups))
         track_wrong_shares(run, groups)
         rolled_out = time.perf_counter()
 
@@ -289,38 +356,90 @@ def train(settings: Settings, device: str):
         is_due = done % settings.save_every == 0
         held_out = None
         if is_due and not is_last:  # print_results measures the last checkpoint
-            problems = run.test[:N_TEST_AT_CHECKPOINT]
-            answered = conduct_problems(run, problems, settings, f"test:{iteration}")
-            held_out = evaluation.measure(answered)["accuracy"]
-        log(settings, metrics_of(iteration, groups, reports, held_out, seconds))
-        is_spent = any(all_gather([run.pool[0].budget and run.pool[0].budget.refused]))
+            held_out = measure_held_out(run, settings, iteration)
+        recent.append(time.perf_counter() - started)
+        seconds_left = sum(recent) / len(recent) * (settings.iterations - done)
+        metrics = metrics_of(iteration, groups, reports, held_out, seconds)
+        on_rank0(lambda: log(settings, metrics, seconds_left))
+        is_spent = budget_is_spent(run)  # while the held-out problems were measured
         if is_due or is_last or is_spent:
             save(run, settings, done)
         if is_spent:
             leave(
-                f"the budget is spent: stopped after iteration {done}, with a checkpoint; --resume "
-                "with another --budget goes on"
+                f"the budget is spent: stopped after iteration {done}, with a checkpoint. {GO_ON}"
             )
 
     print_results(run, settings)
 
 
-def collect_rollouts(run: Run, settings: Settings, iteration: int) -> list[list[Rollout]]:
-    """Return an iteration's rollouts, [question][rollout]; with recursion, second rounds last."""
+def collect_rollouts(
+    run: Run, settings: Settings, iteration: int
+) -> tuple[list[list[Rollout]], str]:
+    """Roll out an iteration: its first rounds and, with recursion, its second rounds.
+
+    Returns:
+        The rollouts, [question][rollout], second rounds last; and why too many of them are lost to
+        learn from them, or "".
+    """
     sampler = whole_copy(run.model)  # FSDP keeps only a part of the weights on each rank
+    calls = []  # this rank's calls of workers
+
+    def roll_out_all(asked: list[list[Rollout]], seed: int) -> list[list[Rollout]]:
+        mine = on_all_ranks(lambda: begin_rollouts(sampler, run, asked, settings, seed, calls))
+        return gather_rollouts(asked, mine)
+
     seed = settings.seed * 1_000_000 + iteration
+    questions = itertools.islice(first_rounds(run, settings, iteration), settings.n_questions)
+    groups = roll_out_all([copies(question, settings) for question in questions], seed)
+    loss = find_loss(run, groups, calls)
+    if settings.recursion and not loss:
+        groups += roll_out_all(second_groups(groups, settings, iteration), seed + 500_000)
+        loss = find_loss(run, groups, calls)
+    return groups, loss
 
-    asked = list(itertools.islice(first_rounds(run, settings, iteration), settings.n_questions))
-    groups = gather_rollouts(asked, begin_rollouts(sampler, run, asked, settings, seed))
 
-    if settings.recursion:
-        asked = second_rounds(groups, settings, iteration)
-        mine = begin_rollouts(sampler, run, asked, settings, seed + 500_000)
-        groups += gather_rollouts(asked, mine)
+def find_loss(run: Run, groups: list[list[Rollout]], calls: list[Call]) -> str:
+    """Return why an iteration has lost too much to learn from it, or "". All ranks call this.
 
-    del sampler  # the sampler and the gradients do not fit side by side
-    torch.cuda.empty_cache()  # learning needs blocks of other sizes
-    return groups
+    Calls that fail now and then only mask their rollouts. But a spent budget, or a worker that is
+    gone for good, would waste the rest of the run, and bias what is learned.
+    """
+    outcomes = {}  # whether each call was answered, in the order of time, by worker
+    for call in sorted(all_gather(calls)):
+        outcomes.setdefault(call.worker, []).append(call.is_answered)
+    gone = [name for name, last in outcomes.items() if len(last) >= 8 and not any(last[-8:])]
+    rollouts = list(itertools.chain(*groups))
+    errors = [r.error for r in rollouts if r.error]
+
+    if budget_is_spent(run):
+        loss = "the budget is spent"
+    elif gone:
+        loss = f"the last eight calls of {', '.join(gone)} all failed"
+    elif rollouts and len(errors) >= 0.75 * len(rollouts):
+        loss = f"{len(errors)} of {len(rollouts)} rollouts were lost"
+    else:
+        return ""
+    return f"{loss}, the first by: {errors[0]}" if errors else loss
+
+
+def stop(run: Run, settings: Settings, iteration: int, loss: str):
+    """End the run with a checkpoint from which it goes on with this iteration.
+
+    The iteration has no trace file yet, so it is rolled out again. Its workflows and the replies on
+    disk are the same as now; only what is missing is asked for.
+    """
+    if run.last_saved != iteration:
+        save(run, settings, iteration)
+    leave(
+        f"stopped in iteration {iteration + 1}, which is not learned, with a checkpoint: {loss}. "
+        f"{GO_ON}"
+    )
+
+
+def budget_is_spent(run: Run) -> bool:
+    """Return whether a call was refused on any rank, for want of money. All ranks call this."""
+    budget = run.pool[0].budget
+    return any(all_gather([budget is not None and budget.refused]))
 
 
 def first_rounds(run: Run, settings: Settings, iteration: int) -> Iterator[Rollout]:
@@ -330,7 +449,8 @@ def first_rounds(run: Run, settings: Settings, iteration: int) -> Iterator[Rollo
     after its end. Otherwise they are drawn at random, and the more often a kind of question is
     answered correctly, the more likely its questions are skipped. Each question may use the whole
     pool, or a random subset of at least `settings.subset` workers (section 3.2; in the paper the
-    size of the subset is fixed).
+    size of the subset is fixed). With settings.shuffle the subset is a pool of its own, in which
+    the workers are numbered in a random order.
     """
     rng = random.Random(f"{settings.seed} {iteration}")
     in_order = settings.ask_solved_probability == 1
@@ -341,8 +461,17 @@ def first_rounds(run: Run, settings: Settings, iteration: int) -> Iterator[Rollo
             continue
         n_workers = rng.randint(settings.subset or everyone, everyone)
         workers = sorted(rng.sample(range(everyone), n_workers))
+        pool = run.pool
+        if settings.shuffle:
+            pool = rng.sample(run.pool, n_workers)
+            workers = list(range(n_workers))
         call_prefix = f"{settings.seed}/{iteration}/{i}"
-        yield Rollout(problem.question, run.pool, workers, problem, call_prefix=call_prefix)
+        yield Rollout(problem.question, pool, workers, problem, call_prefix=call_prefix)
+
+
+def copies(question: Rollout, settings: Settings) -> list[Rollout]:
+    """Return the rollouts of a question, not yet written. Their numbers seed their draws."""
+    return [replace(question, number=number) for number in range(settings.n_rollouts)]
 
 
 def second_rounds(groups: list[list[Rollout]], settings: Settings, iteration: int) -> list[Rollout]:
@@ -362,18 +491,56 @@ def second_rounds(groups: list[list[Rollout]], settings: Settings, iteration: in
     return asked
 
 
-def begin_rollouts(
-    sampler: Qwen, run: Run, asked: list[Rollout], settings: Settings, seed: int
-) -> list[Rollout]:
-    """Roll out this rank's share of each question, and return it.
+def second_groups(
+    groups: list[list[Rollout]], settings: Settings, iteration: int
+) -> list[list[Rollout]]:
+    """Return the rollouts of an iteration's second rounds, [question][rollout], not yet written.
 
-    No rank waits for another here, so this may run in a thread while the model learns. Of a
-    question's n_rollouts every rank does a part; a rollout's draws depend on its number, not on
-    its rank.
+    All second rounds of a question continue the same first round; where rewards are summed, each
+    continues the first round of its own number, if that one has an answer.
     """
+    asked = [copies(question, settings) for question in second_rounds(groups, settings, iteration)]
+    if settings.recursion_rewards != "sum":
+        return asked
+    parents = {}
+    for r in itertools.chain(*groups):
+        if r.workflow and r.right is not None:
+            parents[r.call_prefix, r.number] = r
+    own = []
+    for group in asked:
+        with_parent = [r for r in group if (r.call_prefix, r.number) in parents]
+        own.append([replace(r, previous=parents[r.call_prefix, r.number]) for r in with_parent])
+    return own
+
+
+def begin_rollouts(
+    sampler: Qwen,
+    run: Run,
+    asked: list[list[Rollout]],
+    settings: Settings,
+    seed: int,
+    calls: list[Call],
+) -> list[Rollout]:
+    """Roll out this rank's share of each question's rollouts, and return it.
+
+    No rank waits for another here, so this may run in a thread while the model learns. The draws
+    of a rollout depend on its number, and not on its rank. Every call of a worker is appended to
+    `calls`.
+    """
+
+    def call(rollout: Rollout, step: int) -> Reply:
+        is_answered = False
+        try:
+            reply = call_worker(rollout, step)
+            is_answered = True
+            return reply
+        finally:
+            calls.append(Call(time.time(), rollout.names[step], is_answered))
+
     rank, world = dist.get_rank(), dist.get_world_size()
-    numbers = range(settings.n_rollouts * rank // world, settings.n_rollouts * (rank + 1) // world)
-    mine = [replace(question, number=number) for question in asked for number in numbers]
+    mine = []
+    for group in asked:
+        mine += group[len(group) * rank // world : len(group) * (rank + 1) // world]
     write = model_writer(sampler, run.tokenizer, run.prompting, temperature=1.0, seed=seed)
     with evaluation.progress("rollouts of rank 0", len(mine)) as bar:
         return roll_out(
@@ -382,35 +549,88 @@ def begin_rollouts(
             run.prompting,
             evaluation.grade_once(),
             evaluation.ABLATIONS[settings.ablate],
+            call,
             on_end=lambda rollout: bar.update(),
             timeout=settings.workflow_timeout,
         )
 
 
-def gather_rollouts(asked: list[Rollout], mine: list[Rollout]) -> list[list[Rollout]]:
-    """Return all ranks' rollouts, [question][rollout]. All ranks call this, and get the same."""
+def gather_rollouts(asked: list[list[Rollout]], mine: list[Rollout]) -> list[list[Rollout]]:
+    """Return all ranks' rollouts in the order of `asked`. All ranks call this, and get the same."""
     rollouts = all_gather([strip(r) for r in mine])  # connections and hidden tests are not sent
+    done = {(r.call_prefix, r.number): r for r in rollouts}
     groups = []
-    for question in asked:
-        shared = dict(pool=question.pool, problem=question.problem, previous=question.previous)
-        groups.append(
-            [replace(r, **shared) for r in rollouts if r.call_prefix == question.call_prefix]
-        )
+    for group in asked:
+        groups.append([])
+        for r in group:
+            kept_here = dict(pool=r.pool, problem=r.problem, previous=r.previous)
+            groups[-1].append(replace(done[r.call_prefix, r.number], **kept_here))
     return groups
 
 
 def reward(rollout: Rollout, settings: Settings) -> float | None:
     """Section 3.1: 0 without a workflow, 0.5 for a wrong answer, 1 for a right one.
 
-    None if a call was lost, or if its cost matters (--cost_weight) and is unknown.
+    None if a call was lost, or if its cost matters (--cost_weight) and is unknown. A function of
+    one's own (--reward) takes the place of the three numbers. Eq. 2 divides by the standard
+    deviation of a question's rewards: if its rollouts differ in nothing but a bonus of 0.01, that
+    bonus teaches as much as the difference between right and wrong does elsewhere.
     """
     if rollout.right is None:
         return None
     if settings.cost_weight and rollout.cost is None:
         return None
+    if settings.reward:
+        return own_reward(rollout, settings.reward)
     if rollout.workflow is None:
         return 0.0
     return 1.0 if rollout.right else 0.5
+
+
+def own_reward(rollout: Rollout, function: str) -> float:
+    """Return what a user's function says of a rollout. ValueError if it fails."""
+    try:
+        value = float(load_function(function)(rollout))
+        if not math.isfinite(value):
+            raise ValueError(f"it returned {value}")
+    except Exception as e:
+        raise ValueError(
+            f"--reward={function} failed on a rollout of {rollout.problem.id}: "
+            f"{type(e).__name__}: {e}"
+        ) from e
+    return value
+
+
+def assign_advantages(groups: list[list[Rollout]], settings: Settings):
+    """Set the advantage of every rollout: Eq. 2 over the rollouts of its question.
+
+    The paper multiplies the rewards of first rounds by 0.25 and normalises "across rounds". This
+    can mean: each round in a group of its own, where only advantages can be scaled ("apart"); one
+    group of both rounds ("together"); or the sum of a first round and the one that continues it,
+    which is the reward of both ("sum").
+    """
+    if settings.recursion_rewards == "apart":
+        return set_advantages(groups, settings.recursion, settings.cost_weight)
+    for group in groups:
+        set_advantages([group])  # sets the shares of wrong answers, too
+
+    def unit(r: Rollout):  # rollouts of one question and unit share a reward
+        is_first = r.previous is None
+        return r.call_prefix, r.number, is_first and settings.recursion_rewards == "together"
+
+    rewards = {}  # question -> unit -> reward; None if a part of it was lost
+    for r in itertools.chain(*groups):
+        units = rewards.setdefault(r.call_prefix, {})
+        before = units.get(unit(r), 0.0)
+        weight = 0.25 if r.previous is None else 1.0
+        units[unit(r)] = None if None in (before, r.reward) else before + weight * r.reward
+    advantage = {}
+    for units in rewards.values():
+        values = [[value or 0.0 for value in units.values()]]
+        mask = [[value is not None for value in units.values()]]
+        advantage |= zip(units, advantages(values, mask)[0].tolist())
+    for r in itertools.chain(*groups):
+        r.advantage = advantage[unit(r)]
 
 
 def track_wrong_shares(run: Run, groups: list[list[Rollout]]):
@@ -485,8 +705,8 @@ def my_share(rollouts: list[Rollout]) -> list[Rollout]:
 
 # A model with fewer parameters is not pretrained.
 TINY = 10_000_000
-# From this number of parameters on, the activations of all layers do not fit at the same time.
-RECOMPUTED = 300_000_000
+# A model with fewer parameters is gathered as a whole by FSDP, and keeps all its activations.
+SMALL = 300_000_000
 TINY_CONFIG = Config(
     vocab_size=900,
     hidden_size=128,
@@ -500,7 +720,9 @@ TINY_CONFIG = Config(
 )
 
 
-def tiny_conductor(problems: list, n_workers: int, settings: Settings) -> tuple[Qwen, Tokenizer]:
+def tiny_conductor(
+    problems: list, n_workers: int, settings: Settings, notes: list[str] | None = None
+) -> tuple[Qwen, Tokenizer]:
     """Return a new model of half a million parameters, and a tokenizer of 900 tokens for it.
 
     The tokenizer is a byte-level BPE that is trained on lessons of the warm start.
@@ -508,7 +730,7 @@ def tiny_conductor(problems: list, n_workers: int, settings: Settings) -> tuple[
     rng = random.Random(settings.seed)
     texts = []
     for problem in problems[:4000]:
-        chat, completion = random_lesson(problem, rng, n_workers, settings)
+        chat, completion = random_lesson(problem, rng, n_workers, settings, notes)
         texts += [f"{turn['role']}\n{turn['content']}" for turn in chat]
         texts.append(f"assistant\n{completion}")
 
@@ -535,7 +757,11 @@ def tiny_conductor(problems: list, n_workers: int, settings: Settings) -> tuple[
 
 
 def random_lesson(
-    problem, rng: random.Random, n_workers: int, settings: Settings
+    problem,
+    rng: random.Random,
+    n_workers: int,
+    settings: Settings,
+    notes: list[str] | None = None,
 ) -> tuple[list[dict], str]:
     """Return a chat that asks for a workflow, and a random workflow as the answer to learn.
 
@@ -544,15 +770,30 @@ def random_lesson(
     warm_extensions the chat names a random subset of the workers, and a fifth of the lessons are
     second rounds: the chat also holds a first workflow and some response to it, and the answer is
     another workflow, or empty lists, which keep the response.
+
+    With notes, one for each worker of the pool, a tiny Conductor's plan also names the workers by
+    the last words of their notes: "Use translator3, coder0". To find the number beside a note is a
+    matter of format, too, and it is learned where note and number are neighbours.
     """
     phrases = evaluation.phrases_for(problem)
+    if notes and settings.shuffle:
+        n_workers = rng.randint(settings.subset or n_workers, n_workers)
+        notes = rng.sample(notes, n_workers)
     workers = list(range(n_workers))
     if settings.warm_extensions:
         workers = sorted(rng.sample(workers, rng.randint(min(2, n_workers), n_workers)))
 
-    plan = "" if settings.init_from else f"Plan: {' '.join(problem.question.split()[:12])}\n"
+    def answer_with(workflow: Workflow) -> str:
+        if settings.init_from:
+            return as_lists(workflow)
+        plan = f"Plan: {' '.join(problem.question.split()[:12])}\n"
+        if notes:
+            named = [f"{notes[s.worker].split()[-1]}{s.worker}" for s in workflow.steps]
+            plan += f"Use {', '.join(named)}\n"
+        return plan + as_lists(workflow)
+
     workflow = evaluation.random_workflow(rng, workers, settings.max_steps, phrases)
-    completion = plan + as_lists(workflow)
+    completion = answer_with(workflow)
 
     previous = None
     if rng.random() < 0.2 * settings.warm_extensions:
@@ -560,11 +801,11 @@ def random_lesson(
         reply = Reply(rng.choice((problem.answer, problem.question, *lost)), 0, 0, 0.0)
         previous = Rollout(problem.question, written=completion, workflow=workflow, replies=[reply])
         another = evaluation.random_workflow(rng, workers, settings.max_steps, phrases)
-        completion = rng.choice((plan + as_lists(another), as_lists(Workflow([]))))
+        completion = rng.choice((answer_with(another), as_lists(Workflow([]))))
 
     named = n_workers if len(workers) == n_workers else workers
-    chat = messages(problem.question, named, settings.max_steps, previous, settings.prompt_style)
-    return chat, completion
+    how = dict(previous=previous, prompt_style=settings.prompt_style, notes=notes)
+    return messages(problem.question, named, settings.max_steps, **how), completion
 
 
 def warm_start(run: Run, settings: Settings):
@@ -580,8 +821,10 @@ def warm_start(run: Run, settings: Settings):
     rng = random.Random(settings.seed)
     n_lessons = math.ceil(batch_size / world) * world  # every rank learns as many
 
-    steps = range(settings.warm_steps)
-    for step in tqdm(steps, "warm start", disable=rank > 0 or None, leave=False):
+    started = time.perf_counter()
+    n_steps = settings.warm_steps
+    bar = tqdm(range(n_steps), "warm start", disable=rank > 0 or None, leave=False)
+    for step in bar:
         rows, weights = [], []  # lessons as packed_logprobs takes them; the weights of their tokens
         for problem in rng.choices(run.problems, k=n_lessons):
             row, row_weights = lesson_row(run, problem, rng, settings)
@@ -598,8 +841,13 @@ def warm_start(run: Run, settings: Settings):
             weight = torch.tensor([*itertools.chain(*weights[mine])], device=run.model.device)
             loss = -(logprobs * weight).sum() / total
             (loss * world).backward()  # FSDP averages over ranks
-        optimizer.param_groups[0]["lr"] = lr * schedule(step, settings.warm_steps, 0.05)
+        optimizer.param_groups[0]["lr"] = lr * schedule(step, n_steps, 0.05)
         clipped_step(run.model, optimizer, 1.0)
+
+        done = step + 1
+        if bar.disable and done % max(1, n_steps // 10) == 0:  # without a terminal
+            seconds_left = (time.perf_counter() - started) / done * (n_steps - done)
+            print0(f"warm start: {done}/{n_steps} steps, ETA {as_duration(seconds_left)}")
 
 
 def lesson_row(run: Run, problem, rng: random.Random, settings: Settings) -> tuple[tuple, list]:
@@ -608,7 +856,8 @@ def lesson_row(run: Run, problem, rng: random.Random, settings: Settings) -> tup
     For a tiny model the completion begins in the chat's second token: the text of the question
     enters the loss with a tenth of the weight, so that the model learns to tell questions apart.
     """
-    chat, answer = random_lesson(problem, rng, len(run.pool), settings)
+    notes = [worker.note for worker in run.pool] if settings.notes else None
+    chat, answer = random_lesson(problem, rng, len(run.pool), settings, notes)
     prompt = run.tokenizer.chat(chat)
     answer_ids = run.tokenizer.encode(answer) + [run.tokenizer.eos_id]
     start = len(prompt) if settings.init_from else 1
@@ -621,10 +870,12 @@ def lesson_row(run: Run, problem, rng: random.Random, settings: Settings) -> tup
 
 def set_up(settings: Settings, device: str) -> Run:
     """Check what is missing, and return everything that the loop needs. --dry_run ends here."""
-    states = sorted(Path(settings.out).glob("checkpoints/[0-9]*/state"))
-    state = states[-1] if settings.resume and states else None  # None: from the beginning
-    start = str(state.parent) if state else settings.init_from  # "": a new tiny model
-    first_iteration = int(state.parent.name) if state else 0
+    if not settings.dry_run:
+        on_rank0(lambda: lock(settings.out))
+        check_shared(settings.out)
+    checkpoint = on_rank0(lambda: newest_checkpoint(settings))  # None: from the beginning
+    start = str(checkpoint or settings.init_from)  # "": a new tiny model
+    first_iteration = int(checkpoint.name) if checkpoint else 0
 
     evaluation.use_sandbox(settings.sandbox)
     config, entries, missing = on_rank0(lambda: preflight(settings, start, device))
@@ -633,8 +884,6 @@ def set_up(settings: Settings, device: str) -> Run:
     if settings.dry_run or missing:
         leave(missing)
 
-    if settings.warm_steps < 0:
-        settings.warm_steps = default_warm_steps(start, config)
     if settings.offload and device == "cuda":
         # Adam runs on the CPU, where torchrun allows one thread.
         n_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -642,21 +891,25 @@ def set_up(settings: Settings, device: str) -> Run:
     torch.manual_seed(settings.seed)
 
     problems, test = load_problems(settings)
-    model, tokenizer = load_model(start, problems, len(entries), settings, device)
-    prompting = Prompting(settings.prompt_style, settings.max_steps, settings.max_new_tokens)
-    check_longest_prompt(problems + test, len(entries), tokenizer, model.config, settings)
+    notes = [entry.get("note", "") for entry in entries] if settings.notes else None
+    if start:
+        on_rank0(lambda: fetch(start, "*.json", "*.safetensors"))  # one rank downloads
+        model, tokenizer = on_all_ranks(lambda: load_model(start, settings, device))
+    else:
+        model, tokenizer = tiny_conductor(problems, len(entries), settings, notes)
+        shard(model, settings, device)
+    prompting = Prompting(
+        settings.prompt_style,
+        settings.max_steps,
+        settings.max_new_tokens,
+        notes=settings.notes,
+        examples=read_examples(settings.examples) if settings.examples else [],
+    )
 
     on_rank0(lambda: open_folder(settings, first_iteration))
-    is_kept = settings.share_replies or settings.pool not in LOCAL  # Local replies cost nothing.
-    pool = load_pool(
-        settings.pool,
-        local_url=entries[0].get("base_url"),
-        replay=f"{settings.out}/replies" if is_kept else "",
-        budget=settings.budget,
-        ranks=dist.get_world_size(),
-        # The ids of training's calls begin with the seed, those of held-out problems do not.
-        share=f"{settings.seed}/" if settings.share_replies else "",
-    )
+    if settings.warm_steps < 0:
+        settings.warm_steps = default_warm_steps(start, config)
+    pool = open_pool(settings)
     run = Run(
         pool=pool,
         problems=problems,
@@ -667,21 +920,27 @@ def set_up(settings: Settings, device: str) -> Run:
         prompting=prompting,
         first_iteration=first_iteration,
         wrong_share={problem.kind: torch.ones(()) for problem in problems},
+        last_saved=first_iteration if checkpoint else None,
     )
+    check_longest_prompt(run)
     print0(
         f"{count_parameters(model.config):,} parameters in {dtype_for(config, device)} on "
         f"{dist.get_world_size()} x {device}, {len(problems):,} problems, workers: "
         f"{', '.join(worker.name for worker in pool)}"
     )
 
-    if settings.warm_steps and not state:
+    on_all_ranks(lambda: check_traces(run, settings))
+
+    if settings.resume and not checkpoint:
+        print0("there is no checkpoint yet: the run starts again, with the rollouts on disk")
+    if settings.warm_steps and not checkpoint:
         print0(f"warm start: {settings.warm_steps} steps of the format")
         warm_start(run, settings)
     if settings.beta:
-        run.reference = load_reference(run, settings, device, is_new=not state)
+        run.reference = load_reference(run, settings, device, is_new=not checkpoint)
     largest_step(model, run.optimizer, run.reference, settings)
-    if state:
-        dcp.load(trained(run), storage_reader=dcp.HuggingFaceStorageReader(state))
+    if checkpoint:
+        load_state(run, checkpoint)
     return run
 
 
@@ -693,20 +952,49 @@ def default_warm_steps(start: str, config: Config) -> int:
     return 0 if is_conductor or count_parameters(config) >= 3e9 else 120
 
 
-def load_model(
-    start: str, problems: list, n_workers: int, settings: Settings, device: str
-) -> tuple[Qwen, Tokenizer]:
-    """Return the sharded model and the tokenizer of the checkpoint `start`, or new tiny ones."""
-    if not start:
-        model, tokenizer = tiny_conductor(problems, n_workers, settings)
-        return shard(model, settings, device), tokenizer
-    on_rank0(lambda: fetch(start, "*.json", "*.safetensors"))  # one rank downloads
+def load_model(start: str, settings: Settings, device: str) -> tuple[Qwen, Tokenizer]:
+    """Return the sharded model and the tokenizer of the checkpoint `start`.
+
+    With LoRA the weights are those of --init_from, also when the run goes on: a checkpoint's are
+    rounded after the matrices were added to them.
+    """
+    weights = settings.init_from if settings.lora_rank else start
+    config = Config.from_pretrained(weights)
     model = Qwen.from_pretrained(
-        start,
+        weights,
+        dtype_for(config, device) if settings.lora_rank else torch.float32,
         device="cpu" if settings.offload else device,
         shard=lambda whole: shard(whole, settings, device),
+        lora_rank=settings.lora_rank,
     )
     return model, Tokenizer.from_pretrained(start)
+
+
+def open_pool(settings: Settings) -> list:
+    """Return the workers, with the replies that were paid for and this rank's part of the money."""
+    is_kept = settings.share_replies or settings.pool not in LOCAL  # local replies cost nothing
+    local_url = start_specialists(settings) if settings.pool in LOCAL else None
+    ranks = dist.get_world_size()
+    return on_all_ranks(
+        lambda: load_pool(
+            settings.pool,
+            local_url=local_url,
+            replay=f"{settings.out}/replies" if is_kept else "",
+            budget=settings.budget,
+            ranks=ranks,
+            # The ids of training's calls begin with the seed, those of held-out problems do not.
+            share=f"{settings.seed}/" if settings.share_replies else "",
+        )
+    )
+
+
+def start_specialists(settings: Settings) -> str:
+    """Return the URL of this machine's local specialists, whose server its first rank starts."""
+    machine = os.environ.get("GROUP_RANK", "0")  # torchrun sets it
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    entries = on_all_ranks(lambda: read_pool(settings.pool) if is_first else [])
+    urls = dict(all_gather([(machine, entry["base_url"]) for entry in entries]))
+    return urls[machine]
 
 
 def load_reference(run: Run, settings: Settings, device: str, is_new: bool) -> Qwen:
@@ -721,7 +1009,17 @@ def load_reference(run: Run, settings: Settings, device: str, is_new: bool) -> Q
         folder = earlier
     elif is_new:
         save_for_use(run, settings, folder)
-    return Qwen.from_pretrained(folder, dtype_for(run.model.config, device), device)
+
+    def load():
+        try:
+            return Qwen.from_pretrained(folder, dtype_for(run.model.config, device), device)
+        except (OSError, ValueError) as e:
+            raise ValueError(
+                f"the policy {folder} is damaged: {e}. Delete {settings.out}/checkpoints; "
+                "--resume then starts again, with the rollouts on disk"
+            ) from None
+
+    return on_all_ranks(load)
 
 
 def load_problems(settings: Settings) -> tuple[list, list]:
@@ -732,18 +1030,41 @@ def load_problems(settings: Settings) -> tuple[list, list]:
     return train, evaluation.load(settings.data, "test", settings.n_test)
 
 
-def check_longest_prompt(
-    problems: list, n_workers: int, tokenizer: Tokenizer, config: Config, settings: Settings
-):
+def check_longest_prompt(run: Run):
     """Leave if the longest question and the Conductor's answer do not fit into its context."""
-    longest = max((problem.question for problem in problems), key=len)
-    chat = messages(longest, n_workers, settings.max_steps, prompt_style=settings.prompt_style)
-    n_read = len(tokenizer.chat(chat))
-    if n_read + settings.max_new_tokens > config.max_position_embeddings:
+    longest = max((problem.question for problem in run.problems + run.test), key=len)
+    chat = conductor_chat(Rollout(longest, run.pool), run.prompting)
+    n_read = len(run.tokenizer.chat(chat))
+    n_written = run.prompting.max_new_tokens
+    if n_read + n_written > run.model.config.max_position_embeddings:
         leave(
             f"the Conductor cannot read the {n_read} tokens of its prompt and write "
-            f"--max_new_tokens={settings.max_new_tokens}: {longest:.60}"
+            f"--max_new_tokens={n_written}: {longest:.60}"
         )
+
+
+def measure_held_out(run: Run, settings: Settings, iteration: int) -> float | None:
+    """Return the accuracy on the first held-out problems; None if the budget ends on the way."""
+    problems = run.test[:N_TEST_AT_CHECKPOINT]
+    answered = conduct_problems(run, problems, settings, f"test:{iteration}")
+    return None if budget_is_spent(run) else evaluation.measure(answered)["accuracy"]
+
+
+def complete_metrics(run: Run, settings: Settings):
+    """Measure the held-out problems of the newest checkpoint if the budget ended before."""
+    file = Path(settings.out, "metrics.jsonl")
+    lines = on_rank0(lambda: file.read_text().splitlines())
+    is_due = run.first_iteration % settings.save_every == 0
+    if not (lines and run.test and is_due and run.first_iteration < settings.iterations):
+        return
+    metrics = json.loads(lines[-1])
+    if metrics["iteration"] != run.first_iteration - 1 or metrics["held_out"] is not None:
+        return
+    metrics["held_out"] = measure_held_out(run, settings, metrics["iteration"])
+    if budget_is_spent(run):
+        leave(f"the budget is spent. {GO_ON}")
+    lines[-1] = json.dumps(metrics)
+    on_rank0(lambda: replace_file(file, lines))
 
 
 def conduct_problems(run: Run, problems: list, settings: Settings, name: str) -> list[Rollout]:
@@ -761,7 +1082,10 @@ def conduct_problems(run: Run, problems: list, settings: Settings, name: str) ->
         edit=evaluation.ABLATIONS[settings.ablate],
     )
     mine = problems[len(problems) * rank // world : len(problems) * (rank + 1) // world]
-    rollouts = all_gather([strip(r) for r in system(mine, [run.pool] * len(mine), name)])
+    pools = [run.pool] * len(mine)
+    if settings.shuffle:  # an order of its own for each problem
+        pools = [random.Random(p.id).sample(run.pool, len(run.pool)) for p in mine]
+    rollouts = all_gather([strip(r) for r in system(mine, pools, name)])
     return [replace(rollout, problem=problem) for rollout, problem in zip(rollouts, problems)]
 
 
@@ -769,6 +1093,10 @@ def print_results(run: Run, settings: Settings):
     """Print the table of eval.py for the last checkpoint, each worker and random workflows."""
     print0(f"python workflow.py QUESTION --checkpoint={settings.out}/checkpoint asks it; a table:")
     run.optimizer = run.reference = None  # free their memory for the evaluation
+    if settings.shuffle and settings.n_test:
+        rollouts = conduct_problems(run, run.test, settings, "test:shuffled")
+        accuracy = evaluation.measure(rollouts)["accuracy"]
+        print0(f"held out, each problem with a pool in an order of its own: {accuracy:.1%} right")
     dollars_left = sum(all_gather([run.pool[0].budget.left if settings.budget else 0.0]))
     if dist.get_rank() == 0 and settings.n_test:
         system = f"no-{settings.ablate}" if settings.ablate else "conductor"
@@ -796,6 +1124,8 @@ SHAPES = {  # of models that are perhaps not here yet
     "Qwen/Qwen2.5-0.5B-Instruct": Config(151936, 896, 4864, 24, 14, 2, tie_word_embeddings=True),
 }
 CHOICES = {
+    "device": ["", "cuda", "cpu"],
+    "recursion_rewards": ["apart", "together", "sum"],
     "ablate": [*evaluation.ABLATIONS],
     "sandbox": ["bwrap", "none"],
     "prompt_style": ["ood", "in", "mixed", "zero-shot", "short"],
@@ -807,6 +1137,7 @@ MINIMUM = {
     "warm_steps": -1,
     "n_test": 0,
     "subset": 0,
+    "lora_rank": 0,
     "seed": 0,
 }
 
@@ -818,6 +1149,8 @@ def preflight(settings: Settings, start: str, device: str) -> tuple[Config | Non
         The model's shape, the entries of the pool, and what is missing as a text; "" if nothing is.
     """
     missing = check_flags(settings)
+    are_flags_right = not missing
+    missing += check_run_folder(settings)
 
     def attempt(what: str, job: Callable, *arguments):
         """Return what a job returns; if it fails, note why, and return None."""
@@ -830,7 +1163,7 @@ def preflight(settings: Settings, start: str, device: str) -> tuple[Config | Non
     config = TINY_CONFIG
     if start:
         config = attempt(f"--init_from={start}", read_shape, start) or SHAPES.get(start)
-    if config:
+    if config and are_flags_right:
         attempt("room", check_room, settings, config, device)
 
     # The problems, and how they are graded.
@@ -841,11 +1174,19 @@ def preflight(settings: Settings, start: str, device: str) -> tuple[Config | Non
     if own:
         attempt(f"--grader={settings.grader}", evaluation.failure, own[0], own[0].answer)
 
+    if settings.examples:
+        attempt("--examples", read_examples, settings.examples)
+    if settings.reward:
+        attempt("--reward", load_function, settings.reward)
+
     # The workers, and the money for them.
     entries = attempt("workers", read_pool, settings.pool) or []
     missing += check_pool(entries, settings.budget)
-    if entries:
+    if entries and are_flags_right:
         attempt("money", check_money, settings, entries, len(test))
+    if settings.notes:
+        without = [name_of(entry) for entry in entries if not entry.get("note")]
+        missing += [f"workers: --notes, and {name} has no note" for name in without]
     if settings.subset > len(entries) > 0:
         missing.append(f"workers: --subset={settings.subset}, and the pool has {len(entries)}")
     is_free = probable_cost(entries, 1) == 0.0 if entries else True
@@ -867,17 +1208,29 @@ def check_flags(settings: Settings) -> list[str]:
         choices = CHOICES.get(key, [value])
         if value not in choices:
             faults.append(f"--{key}={value}: there are {', '.join(filter(None, choices))}")
-
-    is_run = os.path.exists(f"{settings.out}/settings.json")
-    if is_run and not settings.resume:
-        faults.append(
-            f"--out={settings.out} holds a run: --resume goes on with it; or choose another"
-        )
-    elif settings.resume and not is_run:
-        faults.append(f"--out={settings.out} holds no run to resume")
     if settings.preset == "own" and not settings.init_from:
         faults.append("--init_from is missing: a model's folder, or its name on Hugging Face's hub")
+    if settings.lora_rank and not settings.init_from:
+        faults.append("--lora_rank: there is no pretrained model to freeze without --init_from")
+    if settings.examples and settings.prompt_style == "short":
+        faults.append("--examples: --prompt_style=short shows none; choose zero-shot")
+    if settings.shuffle and not settings.notes:
+        faults.append("--shuffle: without --notes nothing tells who is who")
+    if settings.cost_weight and settings.recursion_rewards != "apart":
+        faults.append("--cost_weight needs --recursion_rewards=apart")
+    if settings.wandb and importlib.util.find_spec("wandb") is None:
+        faults.append("--wandb: the package wandb is not installed (pip install wandb)")
     return faults
+
+
+def check_run_folder(settings: Settings) -> list[str]:
+    """Return what keeps the run from writing into --out."""
+    is_run = os.path.exists(f"{settings.out}/settings.json")
+    if is_run and not settings.resume:
+        return [f"--out={settings.out} holds a run: --resume goes on with it; or choose another"]
+    if settings.resume and not is_run:
+        return [f"--out={settings.out} holds no run to resume"]
+    return []
 
 
 def check_money(settings: Settings, entries: list[dict], n_test: int):
@@ -897,49 +1250,112 @@ def check_money(settings: Settings, entries: list[dict], n_test: int):
         raise ValueError("--cost_weight weighs dollars, and a worker has no price")
 
 
+@dataclass
+class Room:
+    """Bytes that a process needs on the device, apart from what torch itself takes."""
+
+    weights: float  # fp32 weights and Adam's state, or a frozen base and LoRA's matrices
+    gradients: float
+    reference: float
+    sampling: float  # a whole copy of the model, its keys and values
+    learning: float  # gathered weights, activations, logits
+
+    @property
+    def most(self) -> float:
+        """The largest sum at a time. There are no gradients while the model samples."""
+        return self.weights + self.reference + max(self.sampling, self.gradients + self.learning)
+
+
+def room_for(settings: Settings, config: Config, device: str, recompute: bool) -> Room:
+    """Estimate what a process needs; with `recompute`, one layer's activations exist at a time."""
+    n, world = count_parameters(config), dist.get_world_size()
+    width = dtype_for(config, device).itemsize
+    hidden, layers, vocab = config.hidden_size, config.num_hidden_layers, config.vocab_size
+    n_trained = count_lora(config, settings.lora_rank) if settings.lora_rank else n
+    frozen = width * n if settings.lora_rank else 0
+
+    drawn = PROMPT + settings.n_rollouts // world * settings.max_new_tokens  # tokens of a question
+    token = 2 * config.num_key_value_heads * config.head_dim * layers * width  # its keys and values
+    cache = token * settings.n_questions * drawn
+    if device == "cuda":
+        cache = min(cache, device_bytes(device) / 5)  # the sampler's limit
+
+    row = settings.token_budget + PROMPT  # tokens of a packed row
+    alive = 1 if recompute else layers
+    activations = row * width * layers * hidden
+    activations += row * width * alive * (10 * hidden + 5 * config.intermediate_size)
+    gathered = (2 * width + 4) * (2 * hidden * vocab + 2 * n / layers)  # with their gradients
+    return Room(
+        weights=0 if settings.offload else (12 * n_trained + frozen) / world,
+        gradients=0 if settings.offload else 4 * n_trained / world,
+        reference=width * n if settings.beta else 0,
+        sampling=width * n + cache,
+        learning=gathered + activations + 20 * min(row * vocab, HEAD_LOGITS[device]),
+    )
+
+
+def device_bytes(device: str) -> int:
+    """Return the memory of a GPU, or this process's share of the machine's."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[1]
+    return host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def host_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def needs_recompute(settings: Settings, config: Config, device: str) -> bool:
+    """Return whether the activations of all layers do not fit at a time."""
+    if count_parameters(config) < SMALL:
+        return False
+    return room_for(settings, config, device, recompute=False).most > 0.9 * device_bytes(device)
+
+
 def check_room(settings: Settings, config: Config, device: str):
     """Print the memory and the disk that the run needs. ValueError if they are not there."""
     n, world, dtype = count_parameters(config), dist.get_world_size(), dtype_for(config, device)
-    width = dtype.itemsize
-    hidden, layers, vocab = config.hidden_size, config.num_hidden_layers, config.vocab_size
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # processes on this machine
+    room = room_for(settings, config, device, needs_recompute(settings, config, device))
+    n_trained = count_lora(config, settings.lora_rank) if settings.lora_rank else n
 
-    # Bytes of a process, apart from what torch itself takes.
-    state = 16 * n / world * (not settings.offload)
-    reference = width * n * bool(settings.beta)
-    drawn = PROMPT + settings.n_rollouts // world * settings.max_new_tokens  # tokens of a question
-    cache = 2 * config.num_key_value_heads * config.head_dim * layers * width  # bytes of a token
-    sampling = width * n + cache * settings.n_questions * drawn
-    row = settings.token_budget + PROMPT  # tokens of a packed row
-    alive = 1 if n >= RECOMPUTED else layers  # layers whose activations are there at a time
-    activations = row * width * (layers * hidden)
-    activations += row * width * alive * (10 * hidden + 5 * config.intermediate_size)
-    gathered = (2 * width + 4) * (2 * hidden * vocab + 2 * n / layers)  # with their gradients
-    logits = 20 * min(row * vocab, HEAD_LOGITS[device])
-    learning = gathered + activations + logits
-    most = state + reference + max(sampling, learning)
-
-    host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    present = torch.cuda.mem_get_info()[1] if device == "cuda" else host_memory
-    # Two states are there for a while, and weights of each checkpoint.
-    saved = (24 + width * (settings.iterations // settings.save_every + 2)) * n
+    # Rank 0 writes a whole copy of the weights; each rank writes its state file by file.
+    host = dtype.itemsize * n + 2 * STATE_FILE * here
+    if settings.offload:
+        host += here * 16 * n / world
+    if device == "cpu":
+        host += here * room.most
+    # On disk two states are there for a while, and the weights of each checkpoint.
+    n_checkpoints = settings.iterations // settings.save_every + 2
+    saved = 24 * n_trained + dtype.itemsize * n * n_checkpoints
     existing = next(filter(Path.exists, Path(settings.out, "new").absolute().parents))
-    free = shutil.disk_usage(existing).free
+    needs = {
+        f"at a time, of a {device}": (room.most, device_bytes(device)),
+        "of the machine's memory, to save a checkpoint": (host, host_bytes()),
+        "of disk": (saved, shutil.disk_usage(existing).free),
+    }
 
     if settings.dry_run or n >= TINY:
+        print0(f"{n / 1e9:.3f} billion parameters, computed in {dtype} by {world} processes; GiB:")
         print0(
-            f"{n / 1e9:.3f} billion parameters, computed in {dtype} by {world} processes; GiB of "
-            f"each:\n"
-            f"{state / GIB:9.1f} weights, gradients and Adam's state\n"
-            f"{reference / GIB:9.1f} the reference policy of the KL\n"
-            f"{sampling / GIB:9.1f} to sample: a whole copy, its keys and values\n"
-            f"{learning / GIB:9.1f} to learn: gathered weights, activations, logits\n"
-            f"{most / GIB:9.1f} at most at a time, of {present / GIB:.1f}\n"
-            f"{saved / GIB:9.1f} of disk, of {free / GIB:.1f} that are free"
+            f"{room.weights / GIB:9.1f} weights and Adam's state\n"
+            f"{room.gradients / GIB:9.1f} gradients\n"
+            f"{room.reference / GIB:9.1f} the reference policy of the KL\n"
+            f"{room.sampling / GIB:9.1f} to sample: a whole copy, its keys and values\n"
+            f"{room.learning / GIB:9.1f} to learn: gathered weights, activations, logits"
         )
-    if most > present or saved > free:
+        for what, (needed, present) in needs.items():
+            print0(f"{needed / GIB:9.1f} {what}; there are {present / GIB:.1f}")
+    lacking = [
+        f"{needed / GIB:.1f} GiB {what}, and there are {present / GIB:.1f}"
+        for what, (needed, present) in needs.items()
+        if needed > present
+    ]
+    if lacking:
         raise ValueError(
-            f"{most / GIB:.1f} of {present / GIB:.1f} GiB of memory, {saved / GIB:.1f} of "
-            f"{free / GIB:.1f} of disk; more GPUs, --offload or a smaller --token_budget help"
+            f"the run needs {'; '.join(lacking)}. More GPUs, --lora_rank, --offload, fewer "
+            "--n_questions or a smaller --token_budget take less memory; a larger --save_every "
+            "takes less disk"
         )
 
 
@@ -966,15 +1382,18 @@ def try_largest_step(settings: Settings, config: Config, device: str):
     if device == "cpu" and count_parameters(config) > 1e8:
         return print0("the largest step was not tried: it takes a GPU")
     with torch.device("meta"):
-        model = shard(Qwen(config), settings, device)
+        model = Qwen(config)
+        if settings.lora_rank:
+            add_lora(model, settings.lora_rank)
+        shard(model, settings, device)
     model.to_empty(device="cpu" if settings.offload else device)
     for p in model.parameters():
         p.detach().to_local().normal_(std=0.02)
     started = time.perf_counter()
     largest_step(model, adam(model, 0.99), whole_copy(model) if settings.beta else None, settings)
-    used = torch.cuda.max_memory_allocated() / GIB  # 0 without a GPU
     seconds = time.perf_counter() - started
-    print0(f"the largest step took {seconds:.1f} s and {used:.1f} GiB of GPU memory")
+    memory = f" and {torch.cuda.max_memory_allocated() / GIB:.1f} GiB of GPU memory"
+    print0(f"the largest step took {seconds:.1f} s{memory if device == 'cuda' else ''}")
 
 
 # ---- Ranks, and the model on all of them (FSDP) -------------------------------------------------
@@ -987,9 +1406,22 @@ def read_shape(start: str) -> Config:
     return config
 
 
-def count_parameters(config: Config) -> int:
+@functools.cache
+def count(shape: str, lora_rank: int) -> int:
+    """Return the number of weights of a config, in JSON, or of its LoRA matrices."""
     with torch.device("meta"):
-        return sum(p.numel() for p in Qwen(config).parameters())
+        model = Qwen(Config(**json.loads(shape)))
+        if lora_rank:
+            add_lora(model, lora_rank)
+        return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def count_parameters(config: Config) -> int:
+    return count(json.dumps(asdict(config)), 0)
+
+
+def count_lora(config: Config, rank: int) -> int:
+    return count(json.dumps(asdict(config)), rank)
 
 
 def dtype_for(config: Config, device) -> torch.dtype:
@@ -998,14 +1430,21 @@ def dtype_for(config: Config, device) -> torch.dtype:
 
 
 def shard(model: Qwen, settings: Settings, device: str) -> Qwen:
-    """Divide fp32 weights, gradients and Adam's state among the ranks (FSDP2), in place."""
+    """Divide weights, gradients and Adam's state among the ranks (FSDP2), in place.
+
+    What is trained is fp32. The frozen weights beside LoRA are in the dtype of computation.
+    """
     mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
     dtype = dtype_for(model.config, device)
     mixed = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=device == "cuda") if settings.offload else OffloadPolicy()
-    model.recompute = count_parameters(model.config) >= RECOMPUTED
+    for p in model.parameters():
+        if not p.requires_grad:
+            p.data = p.data.to(dtype)
+    model.recompute = needs_recompute(settings, model.config, device)
     model.compute_device = torch.device(device) if settings.offload else None
-    for module in (*model.model.layers, model):
+    layers = model.model.layers if count_parameters(model.config) >= SMALL else []
+    for module in (*layers, model):
         fully_shard(module, mesh=mesh, mp_policy=mixed, offload_policy=offload)
     return model
 
@@ -1016,34 +1455,38 @@ def whole_copy(model: Qwen) -> Qwen:
     with torch.device("meta"):
         whole = Qwen(model.config)
     dtype = dtype_for(model.config, model.device)
-    state = {
-        name: p.to(model.device, dtype, copy=True).full_tensor()
-        for name, p in model.named_parameters()
-    }
-    whole.load_state_dict(state, assign=True, strict=False)
+    state = {}
+    for name, p in model.named_parameters():
+        in_dtype = torch.float32 if ".lora_" in name else dtype
+        state[name] = p.to(model.device, in_dtype, copy=True).full_tensor()
+    whole.load_state_dict(merge_lora(state), assign=True, strict=False)
     if model.config.tie_word_embeddings:
         whole.lm_head.weight = whole.model.embed_tokens.weight
     return whole
 
 
 def adam(model: Qwen, beta2: float) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
-        model.parameters(), lr=0.0, betas=(0.9, beta2), weight_decay=0.0, fused=True
-    )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=0.0, betas=(0.9, beta2), weight_decay=0.0, fused=True)
+
+
+def on_all_ranks(job: Callable):
+    """Run a job on every rank, and return its result. If it fails on any rank, all ranks leave."""
+    result, error = None, None
+    try:
+        result = job()
+    except (OSError, ValueError, WorkerError) as e:
+        error = str(e)
+    errors = [error for error in all_gather([error]) if error is not None]
+    if errors:
+        leave(errors[0])
+    return result
 
 
 def on_rank0(job: Callable):
     """Run a job on rank 0, and return its result on all ranks. If it fails, all ranks leave."""
-    result, error = None, None
-    if dist.get_rank() == 0:
-        try:
-            result = job()
-        except (OSError, ValueError, WorkerError) as e:
-            error = str(e)
-    outcome = [result, error]
+    outcome = [on_all_ranks(job if dist.get_rank() == 0 else lambda: None)]
     dist.broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        leave(outcome[1])
     return outcome[0]
 
 
@@ -1128,10 +1571,8 @@ def metrics_of(
     return metrics
 
 
-def log(settings: Settings, metrics: dict):
-    """Write a line of metrics.jsonl, and print its numbers."""
-    if dist.get_rank():
-        return
+def log(settings: Settings, metrics: dict, seconds_left: float):
+    """Write a line of metrics.jsonl, and print its numbers and when the run will end."""
     with open(f"{settings.out}/metrics.jsonl", "a") as file:
         file.write(json.dumps(metrics) + "\n")
     if settings.wandb:
@@ -1140,16 +1581,55 @@ def log(settings: Settings, metrics: dict):
     del numbers["iteration"]
     words = " ".join(f"{key} {value:.3g}" for key, value in numbers.items())
     lost = f", the first by: {metrics['error']}" if metrics["error"] else ""
-    print0(f"{metrics['iteration'] + 1:4d}/{settings.iterations} {words}{lost}")
+    done = f"{metrics['iteration'] + 1:4d}/{settings.iterations}"
+    print0(f"{done} {words} ETA {as_duration(seconds_left)}{lost}")
+
+
+def as_duration(seconds: float) -> str:
+    """Return seconds as hours:minutes:seconds."""
+    return str(datetime.timedelta(seconds=round(seconds)))
+
+
+LOCKS = []  # files that stay open, and locked, until this process ends
+
+
+def lock(out: str):
+    """Keep other runs away from --out until this process ends. ValueError names the one there."""
+    os.makedirs(out, exist_ok=True)
+    file = open(f"{out}/lock", "a+")  # not truncated: it may name another run
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        raise ValueError(f"--out={out} is in use by a run with {file.read().strip()}") from None
+    except OSError as e:
+        print0(f"--out={out} is not locked, as its file system cannot do that: {e}")
+    file.truncate(0)
+    file.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    LOCKS.append(file)
+
+
+def check_shared(out: str):
+    """Leave if --out is not the same folder on all machines."""
+    name = on_rank0(lambda: f"shared-{os.getpid()}-{time.time_ns()}")
+    on_rank0(lambda: Path(out, name).touch())
+    hosts = all_gather([] if Path(out, name).exists() else [socket.gethostname()])
+    on_rank0(lambda: Path(out, name).unlink())
+    if hosts:
+        leave(
+            f"--out={out} on {', '.join({*hosts})} is not the folder of rank 0: all machines need "
+            "one that they share"
+        )
 
 
 def open_folder(settings: Settings, first_iteration: int):
     """Create --out. To resume, cut metrics.jsonl where the checkpoint ends."""
     os.makedirs(f"{settings.out}/traces", exist_ok=True)
     write_json(f"{settings.out}/settings.json", asdict(settings))
-    with open(f"{settings.out}/metrics.jsonl", "a+b") as file:
-        file.seek(0)
-        file.truncate(sum(map(len, itertools.islice(file, first_iteration))))
+    file = Path(settings.out, "metrics.jsonl")
+    lines = read_metrics(file) if file.exists() else []
+    replace_file(file, [line for line in lines if json.loads(line)["iteration"] < first_iteration])
     if first_iteration:
         tidy(Path(settings.out))
     if settings.wandb:
@@ -1158,28 +1638,118 @@ def open_folder(settings: Settings, first_iteration: int):
         wandb.init(project="conductor", config=asdict(settings), dir=settings.out)
 
 
+def read_metrics(file: Path) -> list[str]:
+    """Return the lines of metrics.jsonl. A kill may have torn the last one, which is left out."""
+    *lines, rest = file.read_text(errors="replace").split("\n")
+    for number, line in enumerate(lines, 1):
+        try:
+            json.loads(line)["iteration"]
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(
+                f"{file}, line {number}, is damaged: delete the line; only the curves will lack it"
+            ) from None
+    return lines
+
+
+def replace_file(file: Path, lines: Iterable[str]):
+    """Write a file so that it is there as a whole, or as it was before, whatever is killed."""
+    unfinished = Path(f"{file}.tmp")
+    with open(unfinished, "w") as f:
+        f.writelines(f"{line}\n" for line in lines)
+        f.flush()
+        os.fsync(f.fileno())
+    unfinished.replace(file)
+    sync(file.parent)
+
+
+def sync(path: Path):
+    """Have the disk hold what was written to a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def trace_file(settings: Settings, iteration: int) -> Path:
+    return Path(settings.out, f"traces/{iteration:05d}.jsonl")
+
+
 def write_rollouts(settings: Settings, iteration: int, groups: list[list[Rollout]]):
     """Write all rollouts of an iteration, with everything that learning needs."""
-    if dist.get_rank():
-        return
-    file = Path(settings.out, f"traces/{iteration:05d}.jsonl")
-    with open(f"{file}.tmp", "w") as traces:
-        for r in itertools.chain(*groups):
-            row = rollout_to_json(r, with_tokens=True)
-            traces.write(json.dumps(row | {"expected": r.problem.answer}) + "\n")
-    os.replace(f"{file}.tmp", file)
+    rows = []
+    for r in itertools.chain(*groups):
+        about = {"expected": r.problem.answer, "kind": r.problem.kind}
+        if settings.shuffle:
+            about["pool_names"] = [worker.name for worker in r.pool]
+        rows.append(json.dumps(rollout_to_json(r, with_tokens=True) | about))
+    replace_file(trace_file(settings, iteration), rows)
 
 
 def read_rollouts(run: Run, settings: Settings, iteration: int) -> list[list[Rollout]] | None:
-    """Return what `write_rollouts` wrote for an iteration that no checkpoint holds, or None."""
-    file = Path(settings.out, f"traces/{iteration:05d}.jsonl")
+    """Return what `write_rollouts` wrote for an iteration that no checkpoint holds, or None.
+
+    Raises:
+        ValueError: The file is damaged, or its questions are not in --data. It says what to do.
+    """
+    file = trace_file(settings, iteration)
     if not file.exists():
         return None
     problems = {problem.id: problem for problem in run.problems}
-    rollouts = [rollout_from_json(json.loads(line)) for line in file.read_text().splitlines()]
-    rollouts = [replace(r, pool=run.pool, problem=problems[r.problem_id]) for r in rollouts]
-    starts = range(0, len(rollouts), settings.n_rollouts)
-    return [rollouts[i : i + settings.n_rollouts] for i in starts]
+    groups = {}  # by question and round
+    try:
+        for line in file.read_text().splitlines():
+            r = rollout_from_json(json.loads(line))
+            group = groups.setdefault((r.call_prefix, r.previous is not None), [])
+            group.append(replace(r, pool=run.pool, problem=problems[r.problem_id]))
+    except (ValueError, TypeError, AttributeError) as e:
+        raise damaged_trace(file, str(e)) from None
+    except KeyError as e:
+        raise damaged_trace(file, f"--data={settings.data} has no problem {e}") from None
+
+    first = [group for group in groups.values() if group[0].previous is None]
+    asked = [copies(group[0], settings) for group in first]
+    if settings.recursion and all(map(len, first)):
+        asked += second_groups(first, settings, iteration)
+    found = [[(r.call_prefix, r.number) for r in group] for group in groups.values()]
+    expected = [[(r.call_prefix, r.number) for r in group] for group in asked if group]
+    if len(first) != settings.n_questions or found != expected:
+        raise damaged_trace(file, "rollouts are missing")
+    return list(groups.values())
+
+
+def damaged_trace(file: Path, why: str) -> ValueError:
+    return ValueError(
+        f"{file} cannot be used: {why}. Delete it, and --resume rolls its iteration out again; "
+        "replies that were paid for are not paid for again"
+    )
+
+
+def check_traces(run: Run, settings: Settings):
+    """Read the traces that the run will use, to find a damaged one before the run begins."""
+    for iteration in range(run.first_iteration, settings.iterations):
+        read_rollouts(run, settings, iteration)
+
+
+def newest_checkpoint(settings: Settings) -> Path | None:
+    """Return the checkpoint to resume from; None to begin. ValueError names a damaged one."""
+    if not settings.resume:
+        return None
+    with_state = []
+    for folder in sorted(Path(settings.out).glob("checkpoints/[0-9]*")):
+        try:
+            read_shape(str(folder))
+            safe_open(folder / "model.safetensors", "pt")  # reads the header, knows the file's size
+        except (OSError, ValueError, SafetensorError) as e:
+            raise damaged_checkpoint(folder, str(e)) from None
+        if (folder / "state").exists():
+            with_state.append(folder)
+    return with_state[-1] if with_state else None
+
+
+def damaged_checkpoint(folder: Path, why: str) -> ValueError:
+    return ValueError(
+        f"the checkpoint {folder} is damaged: {why}. Delete this folder, and --resume learns its "
+        "iterations again, from the rollouts on disk"
+    )
 
 
 def save(run: Run, settings: Settings, done: int):
@@ -1190,10 +1760,55 @@ def save(run: Run, settings: Settings, done: int):
     """
     folder = Path(settings.out, "checkpoints/unfinished")
     save_for_use(run, settings, folder)
-    writer = dcp.HuggingFaceStorageWriter(folder / "state", save_distributed=True)  # safetensors
-    dcp.save(trained(run), storage_writer=writer)
-    on_rank0(lambda: folder.rename(folder.with_name(f"{done:05d}")))
-    on_rank0(lambda: tidy(Path(settings.out)))
+    state = trained(run)
+    writer = dcp.HuggingFaceStorageWriter(
+        folder / "state", fqn_to_index_mapping=files_of(state), save_distributed=True
+    )
+    try:
+        dcp.save(state, storage_writer=writer)  # which syncs each file
+    except CheckpointException as e:  # on all ranks
+        leave(f"the checkpoint could not be written: {first_failure(e)}. {GO_ON}")
+
+    def finish():
+        finished = folder.with_name(f"{done:05d}")
+        shutil.rmtree(finished, ignore_errors=True)  # an earlier start's, which has no state
+        sync(folder / "state")
+        sync(folder)
+        folder.rename(finished)
+        sync(finished.parent)
+        tidy(Path(settings.out))
+
+    on_rank0(finish)
+    run.last_saved = done
+
+
+def first_failure(e: CheckpointException) -> str:
+    error, _ = next(iter(e.failures.values()))
+    return f"{type(error).__name__}: {error}"
+
+
+def load_state(run: Run, checkpoint: Path):
+    """Load what training changes. A kind of question that is new in --data keeps its share of 1."""
+    reader = dcp.HuggingFaceStorageReader(checkpoint / "state")
+    wanted = trained(run)
+
+    def check():
+        try:
+            saved = reader.read_metadata().state_dict_metadata
+        except Exception as e:  # safetensors has a class of its own, json and dicts have others
+            raise damaged_checkpoint(checkpoint, str(e)) from None
+        for name in [name for name in wanted if name.startswith("wrong ") and name not in saved]:
+            del wanted[name]
+        for name, tensor in wanted.items():
+            parts = saved[name].chunks if name in saved else []
+            if sum(math.prod(part.sizes) for part in parts) != tensor.numel():
+                raise damaged_checkpoint(checkpoint, f"of {name} there are only parts")
+
+    on_all_ranks(check)
+    try:
+        dcp.load(wanted, storage_reader=reader)
+    except CheckpointException as e:  # on all ranks
+        leave(str(damaged_checkpoint(checkpoint, first_failure(e))))
 
 
 def save_for_use(run: Run, settings: Settings, folder: Path):
@@ -1205,8 +1820,13 @@ def save_for_use(run: Run, settings: Settings, folder: Path):
         folder.mkdir(parents=True)
         pool = os.path.abspath(settings.pool) if os.path.isfile(settings.pool) else settings.pool
         save_prompting(folder, run.prompting, pool, [worker.name for worker in run.pool])
-        run.tokenizer.save_pretrained(folder)
-        whole.save_pretrained(folder)
+        try:
+            run.tokenizer.save_pretrained(folder)
+            whole.save_pretrained(folder)
+        except Exception as e:  # tokenizers and safetensors have no OSError
+            raise OSError(f"{folder} could not be written: {e}. {GO_ON}") from None
+        for file in folder.iterdir():
+            sync(file)
 
     on_rank0(write)
 
@@ -1215,14 +1835,36 @@ def trained(run: Run) -> dict[str, torch.Tensor]:
     """Return what training changes: fp32 weights, Adam's state, and the shares of wrong answers."""
     state = {f"wrong {kind}": share for kind, share in run.wrong_share.items()}
     for name, p in run.model.named_parameters():
-        state[name] = p.detach()
-        state |= {f"{name} {key}": tensor for key, tensor in run.optimizer.state[p].items()}
+        if p.requires_grad:
+            state[name] = p.detach()
+            state |= {f"{name} {key}": tensor for key, tensor in run.optimizer.state[p].items()}
     return state
 
 
+STATE_FILE = 1 << 30  # bytes of a file of the state
+
+
+def files_of(state: dict[str, torch.Tensor]) -> dict[str, int]:
+    """Return the number of the file that holds each tensor, from 1 on.
+
+    While a rank writes its part of a state, the file that it writes is twice in its memory.
+    """
+    files = {}
+    number, size = 1, 0
+    for name, tensor in state.items():
+        n_bytes = tensor.numel() * tensor.element_size() // dist.get_world_size()
+        if size and size + n_bytes > STATE_FILE:
+            number += 1
+            size = 0
+        files[name] = number
+        size += n_bytes
+    return files
+
+
 def tidy(out: Path):
-    """Point the link `checkpoint` at the newest checkpoint, and remove the state/ of the others."""
-    *earlier, newest = sorted(out.glob("checkpoints/[0-9]*"))
+    """Point the link `checkpoint` at the newest state, and remove the states of earlier ones."""
+    folders = sorted(out.glob("checkpoints/[0-9]*"))
+    *earlier, newest = [folder for folder in folders if (folder / "state").exists()]
     link = out / "checkpoint.new"
     link.unlink(missing_ok=True)  # a kill may have left it
     link.symlink_to(newest.relative_to(out))
@@ -1243,13 +1885,14 @@ def read_command(argv: list[str]) -> tuple[Settings, str]:
     gpu_bytes = [
         torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())
     ]
-    device = "cuda" if len(gpu_bytes) >= processes else "cpu"
+    has_gpus = len(gpu_bytes) >= processes
     given = Settings()
     words = configure(given, argv)
 
     preset = given.preset
     if not preset:
-        preset, why = default_preset(device, processes, gpu_bytes)
+        has_use = has_gpus and given.device != "cpu"
+        preset, why = default_preset(processes, gpu_bytes if has_use else [])
         if os.environ.get("RANK", "0") == "0":
             print(f"--preset={preset}, free of charge in the laptop world: {why}")
     if preset not in PRESETS or words:
@@ -1257,16 +1900,102 @@ def read_command(argv: list[str]) -> tuple[Settings, str]:
             f"expected --key=value, --preset one of {', '.join(PRESETS)}, not {words or preset}"
         )
 
-    settings = Settings(**PRESETS[preset])
+    settings = Settings(**PRESETS[preset], preset=preset)
+    if given.lora_rank:
+        settings.lr *= 10
     configure(settings, argv)
-    settings.preset = preset
     settings.out = os.path.normpath(settings.out or f"out/{preset}")
+    file = os.path.join(settings.out, "settings.json")
+    if settings.resume and os.path.exists(file):
+        settings = resumed_settings(file, settings.out, argv)
+
+    device = settings.device
+    if device == "cuda" and not has_gpus:
+        raise SystemExit(
+            f"--device=cuda: there are {len(gpu_bytes)} GPUs for {processes} processes"
+        )
+    if not device:
+        device = "cuda" if has_gpus and not is_tiny(settings.init_from) else "cpu"
     return settings, device
 
 
-def default_preset(device: str, processes: int, gpu_bytes: list[int]) -> tuple[str, str]:
-    """Return the preset for a device, and why it is the one."""
-    if device == "cpu":
+def is_tiny(init_from: str) -> bool:
+    """Return whether a model is so small that a CPU trains it faster than a GPU does."""
+    if not init_from:
+        return True
+    is_here = os.path.exists(f"{init_from}/config.json")
+    return is_here and count_parameters(Config.from_pretrained(init_from)) < TINY
+
+
+# Flags that may differ when a run is resumed, as they do not change what it learns.
+MAY_CHANGE = {
+    "budget",
+    "device",
+    "dry_run",
+    "iterations",
+    "n_test",
+    "offload",
+    "out",
+    "resume",
+    "save_every",
+    "token_budget",
+    "wandb",
+    "workflow_timeout",
+}
+# Names of flags in a settings.json of the third edition.
+OLD_FLAGS = {
+    "prompt": "prompt_style",
+    "questions": "n_questions",
+    "review": "ask_solved_probability",
+    "rollouts": "n_rollouts",
+    "test": "n_test",
+}
+# Flags that the third edition did not have.
+NEW_FLAGS = {"device", "examples", "lora_rank", "notes", "recursion_rewards", "reward"}
+NEW_FLAGS |= {"share_replies", "shuffle"}
+
+
+def resumed_settings(file: str, out: str, argv: list[str]) -> Settings:
+    """Return the settings in a run's settings.json, changed by the flags that may change.
+
+    SystemExit names flags that would make it another experiment.
+    """
+    try:
+        values = {OLD_FLAGS.get(key, key): value for key, value in read_json(file).items()}
+        saved = Settings(**values)
+    except (ValueError, TypeError) as e:
+        raise SystemExit(
+            f"{file} cannot be read: {e}. Delete it, and start the run again, with all its flags "
+            "and without --resume: its replies and rollouts are used again"
+        ) from None
+    absent = sorted({*vars(saved)} - {*values} - NEW_FLAGS)
+    if absent:
+        raise SystemExit(f"{file} does not say {', '.join(absent)}: it is of another train.py")
+
+    settings = replace(saved, dry_run=False)
+    configure(settings, argv)
+    settings.out = out
+    changed = [
+        f"--{key}={value} (the run has {getattr(saved, key)!r})"
+        for key, value in vars(settings).items()
+        if value != getattr(saved, key) and key not in MAY_CHANGE
+    ]
+    if changed:
+        raise SystemExit(
+            f"--resume goes on with the run in {out}, and this would be another experiment: "
+            f"{', '.join(changed)}. Leave these flags out, or choose another --out."
+        )
+    if settings.iterations != saved.iterations and os.environ.get("RANK", "0") == "0":
+        print(
+            f"--iterations={settings.iterations} instead of {saved.iterations}: from now on the "
+            "learning rate's cosine ends there"
+        )
+    return settings
+
+
+def default_preset(processes: int, gpu_bytes: list[int]) -> tuple[str, str]:
+    """Return the preset for the GPUs that can be used, and why it is the one."""
+    if not gpu_bytes:
         return "laptop", "a tiny Conductor, as there is no GPU for each process"
     if processes > 1 and min(gpu_bytes) > 75e9:
         return "large", "Qwen2.5-7B, as there are GPUs of 80 GB"

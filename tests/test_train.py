@@ -1,9 +1,10 @@
-"""One run from end to end, what each of its parts promises, and what it says to who lacks something."""
+"""One run from end to end, what its parts promise, and what it says to who lacks something."""
 
 import itertools
 import json
 import os
 import random
+import re
 import sys
 from dataclasses import replace
 
@@ -14,28 +15,47 @@ import torch.distributed as dist
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from eval import ABLATIONS, Problem, load
 from grpo import packed_logprobs
-from model import Qwen
+from model import Config, Qwen, configure
 from train import (
     PRESETS,
+    SHAPES,
+    Call,
     Run,
     Settings,
+    assign_advantages,
+    check_flags,
+    files_of,
+    find_loss,
     first_rounds,
+    needs_recompute,
     random_lesson,
     read_command,
     reward,
+    room_for,
     schedule,
+    second_groups,
     second_rounds,
     tiny_conductor,
     warm_start,
 )
-from train_runs import Workers, end_of, launch, metrics, traces, train, trained
+from train_runs import (
+    Workers,
+    end_of,
+    launch,
+    metrics,
+    timeless,
+    traces,
+    train,
+    trained,
+    weights,
+)
 from workers import LOCAL, Reply
 from workflow import Rollout, Step, Workflow, WorkflowError, as_lists, parse, read_prompting
 from workflow import rollout_from_json, show
 
 WORKFLOW = Workflow([Step(0, "Find it.", []), Step(1, "Check it.", [0], wrote_all=True)])
 
-# ---- A short run -------------------------------------------------------------------------------------------
+# ---- A short run ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("iteration", [0, 1])
@@ -100,7 +120,7 @@ def test_a_run_says_how_it_goes_and_leaves_a_conductor_to_ask(tmp_path):
         assert rollout_from_json(json.loads(next(file))).reward is not None
 
 
-# ---- Its parts ---------------------------------------------------------------------------------------------
+# ---- Its parts -----------------------------------------------------------------------------------
 
 
 def of(right, workflow=WORKFLOW, cost=0.0, **more):
@@ -148,6 +168,14 @@ def test_first_rounds_take_the_next_questions_and_begin_again():
     assert names == [f"1/{i // 4}/{i}" for i in range(12)]  # by which a replay file knows them
 
 
+def test_first_rounds_have_no_end_and_depend_on_the_seed_and_the_iteration_alone():
+    settings = Settings(n_questions=2)
+    one, other = (first_rounds(a_run(), settings, 3) for _ in range(2))
+    assert [*itertools.islice(one, 50)] == [*itertools.islice(other, 50)]
+    prefixes = [r.call_prefix for r in itertools.islice(one, 50)]
+    assert len({*prefixes}) == 50  # by which their replies are told apart
+
+
 def test_every_question_of_a_small_file_is_asked_in_time():
     run = a_run(80)
     run.wrong_share = {"same": torch.tensor(0.5)}
@@ -190,6 +218,89 @@ def test_half_of_the_questions_get_a_second_round_with_an_answer_of_the_first():
         for r in asked:
             assert r.previous.right is not None and r.previous.question == r.question
             assert (r.call_prefix, r.written, r.workflow) == (r.previous.call_prefix, "", None)
+
+
+def two_rounds(first, second):
+    """A question's rollouts of two rounds with these rewards; second i continues first i."""
+    parents = [of(True, reward=r, number=i, call_prefix="q") for i, r in enumerate(first)]
+    again = []
+    for i, r in enumerate(second):
+        again.append(of(True, reward=r, number=i, call_prefix="q", previous=parents[i]))
+    return [parents, again]
+
+
+@pytest.mark.parametrize(
+    "reading, expected",
+    [
+        # Each round by itself: (1, -1) and (-1, 1), and a quarter of the first one.
+        ("apart", [0.25, -0.25, -1, 1]),
+        # One group: (0.25, 0, 0.5, 1), whose mean is 0.4375 and whose deviation is 0.369755.
+        ("together", [-0.5071, -1.1832, 0.1690, 1.5213]),
+        # The sums 0.25 + 0.5 and 0 + 1.
+        ("sum", [-1, 1, -1, 1]),
+    ],
+)
+def test_the_readings_of_recursive_rewards(reading, expected):
+    groups = two_rounds([1.0, 0.0], [0.5, 1.0])
+    assign_advantages(groups, Settings(recursion=True, recursion_rewards=reading))
+    found = [r.advantage for r in itertools.chain(*groups)]
+    assert found == pytest.approx(expected, abs=1e-3)
+
+    groups = two_rounds([1.0, 0.0, 1.0], [0.5, 1.0, None])  # What is lost is in no statistic.
+    assign_advantages(groups, Settings(recursion=True, recursion_rewards=reading))
+    assert groups[1][2].advantage == 0
+    assert (groups[0][2].advantage == 0) == (reading == "sum")
+
+
+def test_where_rewards_are_summed_each_second_round_continues_its_own_first_one():
+    group = [of(right, number=i, call_prefix="q") for i, right in enumerate((True, False, None))]
+    settings = Settings(n_rollouts=3, recursion=True, recursion_rewards="sum")
+    [again] = second_groups([group], settings, 0)
+    assert [(r.number, r.previous is group[r.number]) for r in again] == [(0, True), (1, True)]
+    [again] = second_groups([group], replace(settings, recursion_rewards="apart"), 0)
+    assert len(again) == 3 and len({id(r.previous) for r in again}) == 1
+
+
+def test_a_reward_of_ones_own(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def short(rollout):\n    return rollout.right - 0.1 * len(rollout.workflow.steps)\n"
+    )
+    settings = Settings(reward=f"{tmp_path}/mine.py:short")
+    assert reward(of(True), settings) == pytest.approx(0.8)
+    assert reward(of(None, error="a lost call"), settings) is None
+    faulty = of(True, workflow=None, problem=Problem("p/1", "", "", "same"))
+    with pytest.raises(
+        ValueError, match="mine.py:short failed on a rollout of p/1: AttributeError"
+    ):
+        reward(faulty, settings)
+
+
+def test_a_shuffled_pool_is_a_pool_of_its_own():
+    run = a_run()
+    run.pool = [*"abcde"]
+    asked = asked_in(run, Settings(n_questions=300, subset=4, shuffle=True, notes=True), 0)
+    assert {len(r.pool) for r in asked} == {4, 5}
+    assert all(r.workers == [*range(len(r.pool))] and {*r.pool} <= {*"abcde"} for r in asked)
+    assert {r.pool[0] for r in asked} == {*"abcde"}
+
+
+def test_lessons_with_notes_find_the_numbers_of_workers():
+    problem = load("laptop", "train", 1)[0]
+    settings = Settings(notes=True, shuffle=True, subset=4)
+    notes = [f'Tell it "Do it."; it is a {name}' for name in LOCAL["local"]]
+    rng, sizes = random.Random(0), set()
+    for _ in range(50):
+        chat, completion = random_lesson(problem, rng, 5, settings, notes)
+        shown = re.findall(r"it is a (\w+?)(\d)", chat[0]["content"])
+        sizes.add(len(shown))
+        assert [int(number) for _, number in shown] == [*range(len(shown))]
+        name_of = {int(number): name for name, number in shown}
+        steps = parse(completion, len(shown)).steps
+        used = ", ".join(f"{name_of[step.worker]}{step.worker}" for step in steps)
+        assert f"\nUse {used}\n" in completion
+    assert sizes == {4, 5}
+    plain = random_lesson(problem, rng, 5, replace(settings, init_from="model"), notes)[1]
+    assert plain.startswith("model_id")  # A pretrained model needs no plan.
 
 
 def test_the_learning_rate_rises_and_falls():
@@ -271,43 +382,73 @@ def test_workers_of_other_problems_are_not_told_what_only_the_laptops_coder_obey
     assert random_lesson(long, random.Random(0), 5, settings)[1].count("Emma") < 9
 
 
-# ---- What ends a run, or part of it ------------------------------------------------------------------------
+# ---- What ends a run, or part of it --------------------------------------------------------------
 
 
-def test_a_spent_budget_ends_the_run_with_a_checkpoint(tmp_path):
-    """A call costs $0.0002 and reserves a little more. What was refused is lost, not punished."""
+@pytest.mark.parametrize("cause", ["budget", "key"])
+def test_a_run_that_stops_within_an_iteration_loses_nothing(cause, tmp_path):
+    """It ends with a checkpoint, and goes on as if nothing had happened: nothing is paid twice."""
     workers = Workers(tmp_path)
-    out = f"{tmp_path}/out"
-    status, said, err = end_of(
-        launch(*workers.flags("--iterations=40", "--budget=0.02", f"--out={out}"))
-    )
-    lines = metrics(out)
-    assert (
-        status == 1
-        and "the budget is spent" in err
-        and "--resume" in err
-        and "Traceback" not in err
-    )
-    assert 1 <= len(lines) < 40 and lines[-1]["lost"] > 0 and 0.01 < workers.calls * 0.0002 <= 0.02
-    assert os.path.exists(f"{out}/checkpoint/state") and sum(line["cost"] for line in lines) <= 0.02
-    lost = [row for row in traces(out, len(lines) - 1) if row["error"]]
-    assert lost and all(row["reward"] is None and "budget" in row["error"] for row in lost)
+    whole, stopped = f"{tmp_path}/whole", f"{tmp_path}/stopped"
+    flags = workers.flags("--iterations=4", "--save_every=2", "--n_rollouts=8")
+    train(*flags, f"--out={whole}")
+    calls, workers.calls = workers.calls, 0
+
+    if cause == "key":
+        workers.n_before_expiry = metrics(whole)[0]["calls"] + 3
+    budget = 0.0002 * calls / 3 if cause == "budget" else 1.0  # dollars; a call costs 0.0002
+    status, _, err = end_of(launch(*flags, f"--budget={budget}", f"--out={stopped}"))
+    reason = {"budget": "the budget is spent", "key": "all failed"}[cause]
+    assert status == 1 and reason in err and "--resume" in err and "Traceback" not in err
+    lines = metrics(stopped)
+    assert len(lines) < 4 and all(line["lost"] == 0 for line in lines)
+    assert len(os.listdir(f"{stopped}/traces")) == len(lines)
+    assert os.path.exists(f"{stopped}/checkpoints/{len(lines):05d}/state")
+
+    workers.n_before_expiry = float("inf")
+    train(*flags, f"--out={stopped}", "--resume")
+    assert workers.calls == calls
+    assert weights(stopped) == weights(whole)
+    assert [*map(timeless, metrics(stopped))] == [*map(timeless, metrics(whole))]
+
+
+def groups_of(outcomes):
+    """Groups of four rollouts of which some are lost, as a string of . and x says."""
+    rollouts = [
+        of(True) if c == "." else of(None, error=f"lost {i}") for i, c in enumerate(outcomes)
+    ]
+    return [rollouts[i : i + 4] for i in range(0, len(rollouts), 4)]
+
+
+@pytest.mark.parametrize(
+    "outcomes, calls, expected",
+    [
+        ("........", "a.b.a.b.", ""),
+        ("..x.x.x.", "axbxa.b.axbx", ""),  # calls fail now and then
+        ("xxx.xxx.", "a.b.", "6 of 8 rollouts were lost, the first by: lost 0"),
+        ("xxx.xx..", "a.b.", ""),
+        ("x...x...", "a." + "bx" * 7, ""),
+        ("x...x...", "a." + "bx" * 8 + "a.", "the last eight calls of b all failed"),
+        ("x...x...", "a." + "bx" * 8 + "b.", ""),
+    ],
+)
+def test_what_is_too_much_to_be_lost(outcomes, calls, expected, monkeypatch):
+    monkeypatch.setattr("train.all_gather", lambda mine: mine)
+    run = a_run()
+    run.pool = [type("Worker", (), {"budget": None})]
+    pairs = zip(calls[::2], calls[1::2])
+    made = [Call(float(i), worker, end == ".") for i, (worker, end) in enumerate(pairs)]
+    assert find_loss(run, groups_of(outcomes), made[::-1]).startswith(expected)
+    assert bool(expected) == bool(find_loss(run, groups_of(outcomes), made))
 
 
 def test_a_rollout_whose_workers_are_stuck_is_lost_not_waited_for(tmp_path):
     workers = Workers(tmp_path)
     workers.open.clear()
-    train(
-        *workers.flags(
-            "--iterations=1",
-            "--n_rollouts=32",
-            "--workflow_timeout=0.2",
-            "--n_test=0",
-            f"--out={tmp_path}/out",
-        )
-    )
-    [line] = metrics(f"{tmp_path}/out")
-    assert line["lost"] > 0 and "longer than" in line["error"] and line["calls"] == 0
+    flags = workers.flags("--iterations=1", "--workflow_timeout=0.2", "--n_test=0")
+    status, _, err = end_of(launch(*flags, f"--out={tmp_path}/out"))
+    assert status == 1 and "rollouts were lost" in err and "longer than" in err
+    assert not os.listdir(f"{tmp_path}/out/traces") and not metrics(f"{tmp_path}/out")
 
 
 def test_three_gradients_that_are_not_finite_end_the_run(tmp_path):
@@ -327,12 +468,13 @@ def test_three_gradients_that_are_not_finite_end_the_run(tmp_path):
     assert len(metrics(f"{tmp_path}/out")) < 9
 
 
-# ---- What it says before it begins -------------------------------------------------------------------------
+# ---- What it says before it begins ---------------------------------------------------------------
 
 
 def test_a_run_with_everything_of_ones_own(tmp_path):
-    """Without a KL, with what is held out of 20 rows measured at the end, and without a warm start, as the
-    model to start from is a Conductor already."""
+    """Without a KL; four of 20 rows are held out and measured at the end.
+
+    There is no warm start, as the model to start from is a Conductor already."""
     workers = Workers(tmp_path)
     with open(workers.data, "a") as file:
         for i in range(8, 20):
@@ -457,10 +599,85 @@ def test_the_bare_command_takes_what_fits_the_device(gpus, ranks, preset, monkey
     assert (device == "cpu") == (preset == "laptop") and settings.out == f"out/{preset}"
     assert settings.pool == "local"
 
+    # A tiny model is trained on the CPU, unless the user says otherwise.
+    assert read_command(["--preset=laptop"])[1] == "cpu"
+    assert read_command(["--device=cpu"])[0].preset == "laptop"
+    if len(gpus) >= ranks:
+        assert read_command(["--preset=laptop", "--device=cuda"])[1] == "cuda"
+    else:
+        with pytest.raises(SystemExit, match="--device=cuda: there are"):
+            read_command(["--preset=laptop", "--device=cuda"])
+
+
+def test_lora_takes_ten_times_the_learning_rate():
+    flags = ["--preset=small", "--lora_rank=16"]
+    assert read_command(flags)[0].lr == pytest.approx(5e-4)
+    assert read_command([*flags, "--lr=3e-4"])[0].lr == 3e-4
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """The arithmetic of a run on two GPUs of 80 GB."""
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    monkeypatch.setattr("train.device_bytes", lambda device: 79.2 * 2**30)
+    monkeypatch.setattr("train.compute_dtype", lambda device: torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "flags, low, high",
+    [
+        ([], 70, 77),  # the paper's run
+        (["--n_questions=8"], 65, 79),  # more questions at a time only take memory to sample
+        (["--lora_rank=16", "--n_questions=8"], 25, 45),
+        (["--offload"], 20, 40),
+        (["--iterations=2", "--n_questions=2", "--n_test=8"], 70, 77),  # the README's smoke run
+    ],
+)
+def test_what_7b_takes_of_two_gpus(flags, low, high, two_gpus):
+    settings = Settings(**PRESETS["large"])
+    configure(settings, flags)
+    recompute = needs_recompute(settings, Config(), "cuda")
+    assert recompute and low < room_for(settings, Config(), "cuda", recompute).most / 2**30 < high
+
+
+def test_a_small_model_recomputes_nothing_where_memory_suffices(two_gpus, monkeypatch):
+    shape = SHAPES["Qwen/Qwen2.5-0.5B-Instruct"]
+    settings = Settings(**PRESETS["small"])
+    assert not needs_recompute(settings, shape, "cuda")
+    monkeypatch.setattr("train.device_bytes", lambda device: 12 * 2**30)
+    assert needs_recompute(settings, shape, "cuda")
+
+
+def test_a_state_is_written_in_files_of_a_gibibyte(two_gpus):
+    state = {str(i): torch.empty(300 << 20, device="meta") for i in range(5)}  # 0.6 GiB a rank
+    assert [*files_of(state).values()] == [1, 2, 3, 4, 5]
+    state = {str(i): torch.empty(100 << 20, device="meta") for i in range(15)}  # 0.2 GiB a rank
+    assert [*files_of(state).values()] == [1] * 5 + [2] * 5 + [3] * 5
+
 
 def test_only_what_a_user_names_costs_money():
     for settings in (Settings(**values) for values in PRESETS.values()):
         assert settings.pool in ("", *LOCAL) and settings.budget == 0
+
+
+@pytest.mark.parametrize(
+    "flag, sentence",
+    [
+        ("--save_every=0", "--save_every=0: expected 1 or more"),
+        ("--iterations=0", "--iterations=0: expected 1 or more"),
+        ("--n_rollouts=1", "--n_rollouts=1: expected 2 or more"),
+        ("--ablate=everything", "--ablate=everything: there are subtasks, access"),
+        ("--recursion_rewards=x", "--recursion_rewards=x: there are apart, together, sum"),
+        ("--lora_rank=8", "--lora_rank: there is no pretrained model"),
+        ("--examples=mine.json", "--examples: --prompt_style=short shows none"),
+        ("--shuffle", "--shuffle: without --notes"),
+        ("--wandb", "--wandb: the package wandb is not installed"),
+    ],
+)
+def test_faulty_flags_are_named_before_anything_begins(flag, sentence, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    settings, _ = read_command(["--preset=laptop", flag])
+    assert any(fault.startswith(sentence) for fault in check_flags(settings))
 
 
 def test_unknown_presets_and_flags_are_named(capsys):

@@ -1,20 +1,37 @@
-"""Runs that are killed in any phase go on as if nothing had happened, on any number of ranks, and pay for
-nothing twice."""
+"""Runs that are killed in any phase go on as if nothing had happened, and pay for nothing twice."""
 
+import contextlib
+import fcntl
+import functools
 import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
-from train_runs import Workers, end_of, kill_when, launch, metrics, traces, train, trained, weights
 
-
-def timeless(line):
-    return {
-        key: value
-        for key, value in line.items()
-        if key not in ("rollout_s", "learning_s", "memory")
-    }
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import train as module
+from eval import load
+from model import Qwen, write_json
+from train import Settings, read_command, read_rollouts
+from train_runs import (
+    Workers,
+    end_of,
+    kill_when,
+    launch,
+    metrics,
+    timeless,
+    traces,
+    train,
+    trained,
+    weights,
+)
 
 
 def test_a_run_killed_in_every_phase_ends_with_the_same_weights(tmp_path):
@@ -38,7 +55,10 @@ def test_a_run_killed_in_every_phase_ends_with_the_same_weights(tmp_path):
     def when_saving():
         return os.path.exists(f"{killed}/checkpoints/unfinished")
 
-    for condition in (when_sampling, when_working, when_learning, when_saving):
+    def when_saved():  # The checkpoint is complete, and perhaps `checkpoint` does not point to it.
+        return os.path.exists(f"{killed}/checkpoints/00004")
+
+    for condition in (when_sampling, when_working, when_learning, when_saving, when_saved):
         asked = workers.calls
         resume = ["--resume"] if os.path.exists(killed) else []
         kill_when(condition, launch(*flags, f"--out={killed}", *resume))
@@ -49,6 +69,18 @@ def test_a_run_killed_in_every_phase_ends_with_the_same_weights(tmp_path):
     # What was on its way at a kill is paid again, at most a call of each worker, and nothing else.
     assert calls <= workers.calls <= calls + 4 * 5
     assert sorted(os.listdir(f"{killed}/checkpoints")) == sorted(os.listdir(f"{whole}/checkpoints"))
+
+    # What is damaged can be deleted: the iterations are learned again, from rollouts and replies.
+    before, workers.calls = weights(whole), 0
+    for name in os.listdir(f"{whole}/checkpoints"):
+        os.truncate(f"{whole}/checkpoints/{name}/model.safetensors", 1000)
+    os.truncate(f"{whole}/traces/00002.jsonl", 1000)
+    for damaged in ("checkpoints/00004", "checkpoints/00006", "traces/00002.jsonl"):
+        status, _, err = end_of(launch(*flags, f"--out={whole}", "--resume"))
+        assert status == 1 and damaged in err and "elete" in err and "Traceback" not in err
+        subprocess.run(["rm", "-r", f"{whole}/{damaged}"], check=True)
+    train(*flags, f"--out={whole}", "--resume")
+    assert weights(whole) == before and workers.calls == 0
 
 
 def test_only_the_newest_checkpoint_has_a_state():
@@ -61,7 +93,7 @@ def test_only_the_newest_checkpoint_has_a_state():
 
 @pytest.mark.parametrize("first", [1, 2])
 def test_a_run_goes_on_on_another_number_of_ranks(first, tmp_path):
-    """Weights and Adam's moments are read as they were written: the next step differs by rounding only."""
+    """Weights and Adam's moments are read as they were written: the next step only rounds otherwise."""
     flags = (
         "--preset=laptop",
         f"--init_from={trained()[0]}/checkpoint",
@@ -104,7 +136,7 @@ def test_two_ranks_roll_out_and_learn_what_one_does(tmp_path):
         ]
         for ranks in (1, 2)
     )
-    # What shares a batch with a rollout changes it by rounding only, which may turn a token now and then.
+    # What shares a batch with a rollout changes its rounding, which may turn a token now and then.
     same = sum(a == b for a, b in zip(one, two))
     assert len(one) == len(two) == 64 and same >= 60
     a, b = metrics(f"{tmp_path}/1")[0], metrics(f"{tmp_path}/2")[0]
@@ -128,3 +160,190 @@ def test_a_folder_that_holds_a_run_is_not_written_into():
     status, _, err = end_of(launch("--preset=laptop", f"--out={out}"))
     assert status == 1 and "--resume" in err and "--out" in err and "Traceback" not in err
     assert weights(out) == before
+
+
+# ---- What --resume takes for the same experiment -------------------------------------------------
+
+
+def resume(out, *flags):
+    """The settings of a run that goes on."""
+    return read_command(["--preset=laptop", f"--out={out}", "--resume", *flags])[0]
+
+
+def test_flags_that_are_not_given_are_the_runs(tmp_path):
+    saved = Settings(preset="laptop", lr=1e-3, n_rollouts=4, budget=2.0, out="elsewhere")
+    write_json(f"{tmp_path}/settings.json", vars(saved))
+    settings = resume(tmp_path)
+    expected = vars(saved) | {"out": str(tmp_path), "resume": True}
+    assert vars(settings) == expected
+    assert resume(tmp_path, "--lr=1e-3", "--budget=5", "--save_every=7").budget == 5
+
+
+def test_flags_that_change_the_experiment_are_refused_by_name(tmp_path, capsys):
+    write_json(f"{tmp_path}/settings.json", vars(Settings(preset="laptop", n_rollouts=4)))
+    with pytest.raises(SystemExit) as refused:
+        resume(tmp_path, "--n_rollouts=6", "--lr=1e-3", "--budget=3", "--seed=1")
+    assert "--n_rollouts=6" in str(refused.value) and "--lr=0.001" in str(refused.value)
+    assert "seed" not in str(refused.value) and "--budget=3" not in str(refused.value)
+    with pytest.raises(SystemExit, match="--preset='?small"):
+        read_command(["--preset=small", f"--out={tmp_path}", "--resume"])
+    assert resume(tmp_path, "--iterations=9").iterations == 9
+    assert "cosine" in capsys.readouterr().out
+
+
+def test_settings_of_the_third_edition_are_read(tmp_path):
+    values = vars(Settings(preset="laptop", n_rollouts=4, ask_solved_probability=0.5))
+    new = {*values} - {"n_questions", "n_rollouts", "n_test", "prompt_style"}
+    old = {key: values[key] for key in new - {"ask_solved_probability"} - module.NEW_FLAGS}
+    old |= {"questions": 3, "rollouts": 4, "test": 5, "prompt": "short", "review": 0.5}
+    write_json(f"{tmp_path}/settings.json", old)
+    settings = resume(tmp_path)
+    assert (settings.n_questions, settings.n_rollouts, settings.n_test) == (3, 4, 5)
+    assert (settings.prompt_style, settings.ask_solved_probability) == ("short", 0.5)
+
+    del old["lr"]  # A missing key is an error, and not a default.
+    write_json(f"{tmp_path}/settings.json", old)
+    with pytest.raises(SystemExit, match="does not say lr"):
+        resume(tmp_path)
+    Path(tmp_path, "settings.json").write_text("{")
+    with pytest.raises(SystemExit, match="Delete it"):
+        resume(tmp_path)
+
+
+def test_a_second_run_on_a_folder_is_kept_away(tmp_path):
+    with open(tmp_path / "lock", "w") as first:
+        first.write("pid 123 on a-host")
+        first.flush()
+        fcntl.flock(first, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="pid 123 on a-host"):
+            module.lock(str(tmp_path))
+    module.lock(str(tmp_path))  # The lock has gone with the first run.
+    assert f"pid {os.getpid()}" in Path(tmp_path, "lock").read_text()
+
+
+# ---- Damaged files -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():  # `leave` has destroyed it.
+            dist.destroy_process_group()
+
+
+@functools.cache
+def problems():
+    return load("laptop", "train")
+
+
+def lines_of(file):
+    return Path(file).read_text().splitlines(keepends=True)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda lines: [],
+        lambda lines: ["".join(lines)[:1000]],
+        lambda lines: lines[:-1],
+        lambda lines: lines[:-8],  # a whole question
+        lambda lines: [*lines[:3], "\0" * 50 + "\n", *lines[4:]],
+        lambda lines: [*lines[:3], "[1]\n", *lines[4:]],
+        lambda lines: [*lines[:3], lines[4], lines[3], *lines[5:]],
+        lambda lines: [
+            line.replace('"problem_id": "laptop/', '"problem_id": "no/') for line in lines
+        ],
+    ],
+)
+def test_a_damaged_trace_says_what_to_do(damage, tmp_path):
+    os.makedirs(tmp_path / "traces")
+    file = tmp_path / "traces/00000.jsonl"
+    lines = lines_of(f"{trained()[0]}/traces/00000.jsonl")
+    settings = Settings(out=str(tmp_path), n_questions=9, n_rollouts=8)
+    run = SimpleNamespace(problems=problems(), pool=[])
+    file.write_text("".join(lines))
+    assert [len(group) for group in read_rollouts(run, settings, 0)] == [8] * 9
+    file.write_text("".join(damage(lines)))
+    with pytest.raises(ValueError, match="00000.jsonl cannot be used.*Delete it"):
+        read_rollouts(run, settings, 0)
+
+
+def copy_of_run(tmp_path):
+    out = f"{tmp_path}/run"
+    shutil.copytree(trained()[0], out, symlinks=True)
+    return out, Settings(out=out, resume=True)
+
+
+def test_an_incomplete_checkpoint_says_what_to_do(tmp_path):
+    out, settings = copy_of_run(tmp_path)
+    assert module.newest_checkpoint(settings).name == "00002"
+    os.makedirs(f"{out}/checkpoints/00003")
+    with pytest.raises(ValueError, match="00003 is damaged.*Delete"):
+        module.newest_checkpoint(settings)
+    os.rmdir(f"{out}/checkpoints/00003")
+    os.truncate(f"{out}/checkpoints/00002/model.safetensors", 5000)
+    with pytest.raises(ValueError, match="00002 is damaged.*Delete"):
+        module.newest_checkpoint(settings)
+    shutil.rmtree(f"{out}/checkpoints/00002")
+    assert module.newest_checkpoint(settings) is None  # The run begins again, with its rollouts.
+
+
+def run_of(folder, kinds):
+    """A run whose model and optimizer are there to be loaded."""
+    settings = Settings()
+    model = Qwen.from_pretrained(folder, shard=lambda whole: module.shard(whole, settings, "cpu"))
+    run = SimpleNamespace(model=model, optimizer=module.adam(model, 0.99))
+    run.wrong_share = {kind: torch.ones(()) for kind in kinds}
+    module.largest_step(model, run.optimizer, None, Settings(beta=0.0))  # It makes Adam's state.
+    return run
+
+
+def truncate_to(size):
+    return lambda file: os.truncate(file, size)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        os.unlink,
+        truncate_to(0),
+        truncate_to(100),
+        truncate_to(100_000),
+        lambda file: Path(file).write_bytes(b"\xff" * 1000),
+    ],
+)
+def test_a_damaged_state_says_what_to_do(damage, tmp_path, capsys):
+    out, settings = copy_of_run(tmp_path)
+    checkpoint = module.newest_checkpoint(settings)
+    with one_rank():
+        run = run_of(checkpoint, ["fact", "a new kind"])
+        module.load_state(run, checkpoint)
+        assert run.wrong_share["a new kind"] == 1  # unknown as yet
+        [file] = [*checkpoint.glob("state/*")]
+        damage(file)
+        with pytest.raises(SystemExit, match="00002 is damaged.*Delete"):
+            module.load_state(run, checkpoint)
+
+
+def test_a_torn_line_of_metrics_says_what_to_do(tmp_path):
+    out, settings = copy_of_run(tmp_path)
+    file = Path(out, "metrics.jsonl")
+    first, second = lines_of(file)
+    file.write_text(first + second[:100])  # A kill tore the last line.
+    assert module.read_metrics(file) == [first.rstrip()]
+    file.write_text(first[:100] + second)
+    with pytest.raises(ValueError, match="line 1, is damaged: delete the line"):
+        module.read_metrics(file)
+    file.write_text(second)
+    module.open_folder(settings, first_iteration=2)
+    assert file.read_text() == second
+
+
+def test_a_full_disk_is_a_sentence(tmp_path):
+    file = tmp_path / "traces.jsonl"
+    os.symlink("/dev/full", f"{file}.tmp")
+    with one_rank(), pytest.raises(SystemExit, match="No space left"):
+        module.on_rank0(lambda: module.replace_file(file, ["a line"]))

@@ -1,4 +1,4 @@
-"""Runs of train.py in processes of their own, and workers for them that count their calls and can be held."""
+"""Runs of train.py in processes of their own, and workers for them that count their calls."""
 
 import functools
 import json
@@ -71,6 +71,12 @@ def metrics(out):
         return [json.loads(line) for line in file if line.endswith("\n")]
 
 
+def timeless(line):
+    """A line of metrics without what differs between two runs of the same experiment."""
+    varying = ("rollout_s", "learning_s", "memory")
+    return {key: value for key, value in line.items() if key not in varying}
+
+
 def traces(out, iteration):
     with open(f"{out}/traces/{iteration:05d}.jsonl") as file:
         return [json.loads(line) for line in file]
@@ -99,11 +105,17 @@ def trained():
 
 
 class Workers:
-    """Five priced workers on loopback that answer a letter, by a hash of what they are asked. They count the
-    calls and hold every one back while `open` is not set."""
+    """Five priced workers on loopback that answer a letter, by a hash of what they are asked.
+
+    They count the calls, and hold every one back while `open` is not set. After `n_before_expiry`
+    calls the key has expired, and they refuse all others.
+    """
 
     def __init__(self, folder):
-        self.calls, self.open, self.lock = 0, threading.Event(), threading.Lock()
+        self.calls = 0
+        self.n_before_expiry = float("inf")
+        self.open = threading.Event()
+        self.lock = threading.Lock()
         self.open.set()
         workers = self
 
@@ -112,16 +124,18 @@ class Workers:
 
             def do_POST(self):
                 asked = self.rfile.read(int(self.headers["Content-Length"]))
+                is_expired = False
                 if b"Say hello" not in asked:
                     with workers.lock:
-                        workers.calls += 1
+                        is_expired = workers.calls >= workers.n_before_expiry
+                        workers.calls += not is_expired
                     workers.open.wait()
                 message = {"role": "assistant", "content": "AB"[zlib.crc32(asked) % 2]}
                 usage = {"prompt_tokens": 100, "completion_tokens": 10}
                 choice = {"message": message, "finish_reason": "stop"}
                 body = json.dumps({"choices": [choice], "usage": usage})
                 try:
-                    self.send_response(200)
+                    self.send_response(401 if is_expired else 200)
                     self.send_header("Content-Length", str(len(body)))
                     self.end_headers()
                     self.wfile.write(body.encode())
