@@ -237,23 +237,6 @@ def token_columns(batch: list[Rollout], beta: float, n_rollouts: float, device):
     return torch.tensor(rows, device=device).view(-1, 4).T
 
 
-def schedule(step: int, steps: int, warmup: float) -> float:
-    """Return the learning rate's factor: a linear warm-up over a share of the steps, then a cosine
-    down to 0 (App. A.1)."""
-    warm = max(1, round(warmup * steps))
-    if step < warm:
-        return (step + 1) / warm
-    return 0.5 * (1 + math.cos(math.pi * ((step - warm) / max(1, steps - warm))))
-
-
-def my_share(rollouts: list[Rollout]) -> list[Rollout]:
-    """Return this rank's part of the rollouts: neighbours, because they share prompts, that have
-    about as many tokens as the part of any other rank."""
-    ends = [*itertools.accumulate(len(r.tokens) for r in rollouts)]
-    owners = [(end - 1) * dist.get_world_size() // ends[-1] for end in ends]
-    return [rollout for rollout, owner in zip(rollouts, owners) if owner == dist.get_rank()]
-
-
 def clipped_step(model, optimizer, max_grad_norm: float) -> float:
     """Clip the gradient to max_grad_norm, take an optimizer step, and clear the gradient.
 

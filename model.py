@@ -9,6 +9,7 @@ grpo.py one for completions that share a prompt. Read sample.py next.
 """
 
 import difflib
+import functools
 import glob
 import json
 import math
@@ -135,11 +136,58 @@ def is_positive(value) -> bool:
 # head, V tokens in the vocabulary.
 
 
+def in_bf16_on_gpu(x) -> bool:
+    """Return whether x is a bf16 tensor on CUDA. The fused kernels are for those only."""
+    return x.is_cuda and x.dtype == torch.bfloat16
+
+
+def fused(function):
+    """Decorate a function of tensors: it runs as one kernel if the first is a bf16 tensor on CUDA.
+
+    torch.compile makes the kernel. TORCHDYNAMO_DISABLE=1 turns it off.
+    """
+
+    @functools.wraps(function)
+    def run(x, *others):
+        if in_bf16_on_gpu(x) and os.environ.get("TORCHDYNAMO_DISABLE") != "1":
+            return compiled(function)(x, *others)
+        return function(x, *others)
+
+    return run
+
+
+@functools.cache
+def compiled(function):
+    """Return a function that compiles `function` when it is called with a new kind of tensors.
+
+    All sizes are of one kind, apart from sizes of 1 and a model's widths; with and without
+    gradients are two. After 64 kinds, the kernels that exist stay in use, and tensors of any other
+    kind are computed as the function is written.
+    """
+    announce_compilation()
+    torch._dynamo.config.recompile_limit = 64
+    return torch.compile(function, dynamic=True)
+
+
+@functools.cache
+def announce_compilation():
+    if os.environ.get("RANK", "0") == "0":
+        print("compiling kernels for this GPU, once per process", file=sys.stderr, flush=True)
+
+
 class RMSNorm(nn.RMSNorm):
     def forward(self, x):
-        # Normalize in fp32, round to the dtype of x, then multiply by the weight, as transformers
-        # does. F.rms_norm with a weight rounds after the multiplication.
-        return self.weight * F.rms_norm(x, self.normalized_shape, eps=self.eps)
+        return normalize(x, self.weight, self.eps)
+
+
+@fused
+def normalize(x, weight, eps: float):
+    """Return RMSNorm of x (…, C) in the dtype of x.
+
+    It normalizes in fp32, rounds, and then multiplies by the weight (C), as transformers does.
+    F.rms_norm with a weight rounds after the multiplication.
+    """
+    return weight * F.rms_norm(x, weight.shape, eps=eps)
 
 
 def rotary(positions, config: Config):
@@ -175,6 +223,7 @@ def stretch(frequency, scaling: dict):
     return frequency * (kept + (1 - kept) / factor)
 
 
+@fused
 def rotate(x, cos, sin):
     """Rotate the queries or keys x (B, H, T, D) by the tables of `rotary`, in fp32.
 
@@ -207,6 +256,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(C, kv_size, bias=config.attention_bias)
         self.v_proj = nn.Linear(C, kv_size, bias=config.attention_bias)
         self.o_proj = nn.Linear(q_size, C, bias=config.attention_output_bias)
+        self.joined = None  # what `join` makes of q_proj, k_proj and v_proj
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
@@ -216,9 +266,10 @@ class Attention(nn.Module):
     def forward(self, x, cos, sin, attend):
         B, T, _ = x.shape
         heads = (B, T, -1, self.head_dim)
-        q = self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2)  # (B, H, T, D)
-        k = self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2)  # (B, Hkv, T, D)
-        v = self.v_proj(x).view(heads).transpose(1, 2)  # (B, Hkv, T, D)
+        q, k, v = project(x, (self.q_proj, self.k_proj, self.v_proj), self.joined)
+        q = self.q_norm(q.view(heads)).transpose(1, 2)  # (B, H, T, D)
+        k = self.k_norm(k.view(heads)).transpose(1, 2)  # (B, Hkv, T, D)
+        v = v.view(heads).transpose(1, 2)  # (B, Hkv, T, D)
         y = attend(self.layer_idx, rotate(q, cos, sin), rotate(k, cos, sin), v)  # (B, H, T, D)
         return self.o_proj(y.transpose(1, 2).flatten(2))  # (B, T, C)
 
@@ -229,9 +280,41 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.joined = None  # what `join` makes of gate_proj and up_proj
 
     def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # SwiGLU
+        gate, up = project(x, (self.gate_proj, self.up_proj), self.joined)
+        return self.down_proj(swiglu(gate, up))
+
+
+@fused
+def swiglu(gate, up):
+    return F.silu(gate) * up
+
+
+def project(x, linears, joined):
+    """Return what each of the linears makes of x, in one product if they are joined."""
+    if joined is None:
+        return [linear(x) for linear in linears]
+    return F.linear(x, *joined).split([linear.out_features for linear in linears], dim=-1)
+
+
+@torch.no_grad()
+def join(*linears: nn.Linear):
+    """Return one weight and one bias (or None) that compute all of the linears, for `project`.
+
+    The weights and biases of the linears become views of these, so that nothing is stored twice.
+    """
+    sizes = [linear.out_features for linear in linears]
+    weight = torch.cat([linear.weight for linear in linears])
+    for linear, part in zip(linears, weight.split(sizes)):
+        linear.weight = nn.Parameter(part, requires_grad=False)
+    if linears[0].bias is None:
+        return weight, None
+    bias = torch.cat([linear.bias for linear in linears])
+    for linear, part in zip(linears, bias.split(sizes)):
+        linear.bias = nn.Parameter(part, requires_grad=False)
+    return weight, bias
 
 
 class LoRALinear(nn.Linear):
@@ -357,6 +440,19 @@ class Qwen(nn.Module):
         rows = hidden.flatten(0, -2)  # (N, C)
         return HeadFP32.apply(rows, self.lm_head.weight).view(*hidden.shape[:-1], -1)
 
+    def join(self) -> "Qwen":
+        """Join matrices that read the same vector, which makes sampling faster. Returns the model.
+
+        The parameters keep their names and become views of the joined matrices. No gradient
+        reaches them any more: this is for copies that only sample. LoRA has to be merged before.
+        """
+        self.requires_grad_(False)
+        for layer in self.model.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            attention.joined = join(attention.q_proj, attention.k_proj, attention.v_proj)
+            mlp.joined = join(mlp.gate_proj, mlp.up_proj)
+        return self
+
     @property
     def device(self) -> torch.device:
         return self.compute_device or self.lm_head.weight.device
@@ -479,11 +575,6 @@ def compute_dtype(device) -> torch.dtype:
     else:
         has_units = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     return torch.bfloat16 if has_units else torch.float32
-
-
-def in_bf16_on_gpu(x) -> bool:
-    """Return whether x is a bf16 tensor on CUDA, which the fused kernels compute with."""
-    return x.is_cuda and x.dtype == torch.bfloat16
 
 
 class HeadFP32(torch.autograd.Function):

@@ -1462,7 +1462,7 @@ def whole_copy(model: Qwen) -> Qwen:
     whole.load_state_dict(merge_lora(state), assign=True, strict=False)
     if model.config.tie_word_embeddings:
         whole.lm_head.weight = whole.model.embed_tokens.weight
-    return whole
+    return whole.join() if whole.device.type == "cuda" else whole
 
 
 def adam(model: Qwen, beta2: float) -> torch.optim.AdamW:

@@ -1224,6 +1224,8 @@ def load_conductor(path: str) -> tuple[Qwen, Tokenizer, Prompting]:
     tokenizer = Tokenizer.from_pretrained(path)
     model = Qwen.from_pretrained(path, dtype, device)
     check_ids(tokenizer, model.config)
+    if device == "cuda":
+        model.join()
     return model, tokenizer, read_prompting(path)[0]
 
 

@@ -1,5 +1,7 @@
 """Generation against transformers, full forward passes without a cache, and a plain sampler written out."""
 
+import copy
+import functools
 import gc
 import math
 import os
@@ -12,8 +14,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2ForCausalLM
 
+import model as model_file
 import sample
-from model import Config, Qwen, Tokenizer
+from model import Config, Qwen, Tokenizer, add_lora, merge_lora
 from sample import Completion, generate, generate_each
 from test_model import bpe
 
@@ -152,6 +155,25 @@ def test_ids_beyond_the_tokenizer_never_appear(temperature):
         out = generate(model, prompts, 16, 20, temperature, n_ids=n_ids)
         assert (max(t for rollouts in out for c in rollouts for t in c.tokens) >= 30) == reached
         check_logprobs(model, prompts[0], out[0][0], n_ids=n_ids)
+
+
+@pytest.mark.parametrize("V", [7, 512, 1300])
+def test_a_pick_in_blocks_is_a_pick(V):
+    """The GPU's way to an id: the same one, unless its share is at the border of two ids."""
+    g = torch.Generator().manual_seed(V)
+    mass = torch.randn(4000, V, generator=g).mul(3).softmax(-1)
+    mass[torch.rand(mass.shape, generator=g) < 0.3] = 0.0
+    mass[:, V // 2] += 1e-3
+    share = torch.randint(2**23, (4000, 1), generator=g) / 2**23
+    share[:50] = 0.0
+    share[50:100] = 1 - 2**-23
+    one, other = (how(mass, share) for how in (sample.pick, sample.pick_in_blocks))
+    assert mass.gather(1, other).all()
+    assert (one == other).float().mean() > 0.99
+    mass = mass.double() / mass.double().sum(-1, True)
+    end = mass.cumsum(-1).gather(1, other)
+    assert (end > share - 1e-6).all()
+    assert (end - mass.gather(1, other) < share + 1e-6).all()
 
 
 # ---- Seeds --------------------------------------------------------------------------------------------
@@ -304,6 +326,77 @@ def test_attention_to_a_shared_prompt(shape, function, dtype):
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
     assert y.dtype == dtype
     torch.testing.assert_close(y.float(), expected, rtol=0, atol=tolerance)
+
+
+# ---- What a GPU does otherwise --------------------------------------------------------------------------
+SHAPES = {
+    "qwen2": {},
+    "qwen3": dict(model_type="qwen3", head_dim=16),
+    "llama": dict(model_type="llama", tie_word_embeddings=False),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_joined_matrices_are_the_same_model(shape, tmp_path):
+    """The parameters keep names, shapes and values, and are stored once; a merged LoRA joins as well."""
+    model = tiny(**SHAPES[shape])
+    trained = copy.deepcopy(model)
+    add_lora(trained, rank=3)
+    with torch.no_grad():
+        for name, p in trained.named_parameters():
+            if ".lora_B" in name:
+                p.normal_(std=0.1)
+    merged = tiny(**SHAPES[shape])
+    merged.load_state_dict(merge_lora(trained.state_dict()))
+    for separate, lora in ((model, model), (merged, trained)):
+        joined = copy.deepcopy(separate).join()
+        for (name, p), (same_name, q) in zip(
+            separate.named_parameters(), joined.named_parameters(), strict=True
+        ):
+            assert name == same_name and torch.equal(p, q)
+        ids = torch.tensor([PROMPTS[2]])
+        assert torch.allclose(joined(ids), lora(ids), atol=1e-5)
+        close(generate(joined, PROMPTS, 2, 20)[3], generate(separate, PROMPTS, 2, 20)[3])
+
+        attention = joined.model.layers[0].self_attn
+        whole, bias = attention.joined
+        assert (
+            attention.v_proj.weight.data_ptr() == whole[-attention.v_proj.out_features :].data_ptr()
+        )
+        assert (bias is None) == (attention.v_proj.bias is None)
+        joined.save_pretrained(str(tmp_path))
+        assert torch.equal(Qwen.from_pretrained(str(tmp_path))(ids), separate(ids))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_compiled_functions_are_those_as_written(shape, monkeypatch, capsys):
+    """On CUDA in bf16. They are compiled once for any sizes, and the first time says so in a line."""
+    monkeypatch.setattr(model_file, "in_bf16_on_gpu", lambda x: x.dtype == torch.bfloat16)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    for name in ("compiled", "announce_compilation"):  # with caches of their own
+        function = getattr(model_file, name).__wrapped__
+        monkeypatch.setattr(model_file, name, functools.cache(function))
+    torch._dynamo.reset()
+    model = tiny(**SHAPES[shape]).bfloat16()
+    prompts = torch.randint(40, (5, 9), generator=torch.Generator().manual_seed(0))
+
+    def results(ids):
+        logits = model(ids)
+        gradients = torch.autograd.grad(logits.float().square().mean(), list(model.parameters()))
+        with torch.inference_mode():
+            return [logits.detach(), model(ids), *gradients]
+
+    compiled = [results(prompts[:n, :m]) for n, m in ((3, 5), (4, 9), (2, 7))]
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    compiled.append(results(prompts))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs > 0
+    assert capsys.readouterr().err.count("compiling kernels") == 1
+
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    monkeypatch.setattr(model_file, "compiled", None)
+    for ours, (n, m) in zip(compiled, ((3, 5), (4, 9), (2, 7), (5, 9))):
+        for x, y in zip(ours, results(prompts[:n, :m])):
+            assert torch.equal(x, y)
 
 
 class NothingWaits(TorchDispatchMode):
