@@ -53,6 +53,10 @@ def lists(*steps) -> str:
     return as_lists(Workflow([Step(worker, subtask, access) for worker, subtask, access in steps]))
 
 
+def one_step() -> Workflow:
+    return Workflow([Step(0, "x", [])])
+
+
 def writer(*texts):
     """A writer that writes these texts in turn, and remembers the chats that asked for them."""
     left = list(texts)
@@ -92,10 +96,12 @@ def test_a_subset_names_workers_by_their_numbers_in_the_pool():
     assert text.endswith("Models: Model 0, Model 3, Model 5")
     for example in text.split("Example question: ")[1:]:
         assert {step.worker for step in parse(example, [0, 3, 5]).steps} <= {0, 3, 5}
-    assert (
-        messages("How many?", [0, 3], prompt_style="short")[0]["content"] == "Models 0 3, 5 steps."
+    short_subset, short_pool = (
+        messages("How many?", workers, prompt_style="short")[0]["content"]
+        for workers in ([0, 3], 2)
     )
-    assert messages("How many?", 2, prompt_style="short")[0]["content"] == "2 models, 5 steps."
+    assert short_subset == "Models 0 3, 5 steps."
+    assert short_pool == "2 models, 5 steps."
 
 
 TURNS = [
@@ -146,7 +152,8 @@ def test_a_further_round_shows_what_was_written_and_what_came_of_it():
     first = execute(Workflow([Step(0, "Solve it.", [])]), "How many?", pool)
     chat = messages("How many?", 1, previous=first)
     assert [turn["role"] for turn in chat] == ["user", "assistant", "user"]
-    assert chat[1]["content"] == lists((0, "Solve it.", [])) and "41" in chat[2]["content"]
+    assert chat[1]["content"] == lists((0, "Solve it.", []))
+    assert "41" in chat[2]["content"]
 
 
 # The run
@@ -160,7 +167,8 @@ def test_a_worker_sees_the_question_the_steps_it_may_see_and_its_subtask():
     ]
     steps = [Step(0, "First.", []), Step(1, "Second.", []), Step(2, "Last.", [1])]
     rollout = execute(Workflow(steps), "Why?", pool)
-    assert rollout.answer == "three" and rollout.responses == ["one", "two", "three"]
+    assert rollout.responses == ["one", "two", "three"]
+    assert rollout.answer == "three"
     assert (rollout.calls, rollout.tokens_used, rollout.cost) == (3, 36, 1.5)
     assert rollout.names == ["a", "b", "c"]
     assert pool[0].asked == [[{"role": "user", "content": "Question:\nWhy?\n\nYour task:\nFirst."}]]
@@ -181,19 +189,17 @@ def test_steps_that_do_not_see_one_another_run_at_the_same_time():
         return "met"
 
     pool = [Player(name, meet) for name in "abc"]
-    assert (
-        execute(Workflow([Step(i, "Meet.", []) for i in range(3)]), "Who?", pool).responses
-        == ["met"] * 3
-    )
+    rollout = execute(Workflow([Step(i, "Meet.", []) for i in range(3)]), "Who?", pool)
+    assert rollout.responses == ["met"] * 3
 
 
 def test_a_lost_call_loses_the_rollout_and_starts_no_step_that_needs_it():
     pool = [Player("a", lost), Player("b", lambda m: "b")]
     rollout = Rollout("Why?", pool, workflow=Workflow([Step(0, "x", []), Step(1, "y", [0])]))
     roll_out([rollout], judge=lambda problem, answer: "wrong")
-    assert (
-        rollout.error == "step 0: nobody answers" and rollout.right is None and rollout.answer == ""
-    )
+    assert rollout.error == "step 0: nobody answers"
+    assert rollout.right is None
+    assert rollout.answer == ""
     assert pool[1].asked == []
 
 
@@ -208,8 +214,10 @@ def test_rollouts_are_judged_and_what_is_no_workflow_is_wrong():
 
     roll_out(rollouts, write, judge=judge, on_end=ended.append)
     assert [r.right for r in rollouts] == [True, False, False]
-    assert rollouts[1].workflow is None and "model_id" in rollouts[1].invalid
-    assert rollouts[2].failure == "not 42" and len(ended) == 3
+    assert rollouts[1].workflow is None
+    assert "model_id" in rollouts[1].invalid
+    assert rollouts[2].failure == "not 42"
+    assert len(ended) == 3
 
 
 def test_a_rollout_that_takes_too_long_is_lost_and_its_late_reply_ignored():
@@ -220,18 +228,18 @@ def test_a_rollout_that_takes_too_long_is_lost_and_its_late_reply_ignored():
         answered.set()
         return "late"
 
-    slow = Rollout("q", [Player("a", wait)], workflow=Workflow([Step(0, "x", [])]))
-    quick = Rollout("q", [Player("b", lambda m: "b")], workflow=Workflow([Step(0, "x", [])]))
+    slow = Rollout("q", [Player("a", wait)], workflow=one_step())
+    quick = Rollout("q", [Player("b", lambda m: "b")], workflow=one_step())
     roll_out([slow, quick], timeout=0.2)
     release.set()
     assert answered.wait(60)
-    assert (
-        slow.error == "it took longer than 0.2 s" and slow.replies == [None] and quick.answer == "b"
-    )
+    assert slow.error == "it took longer than 0.2 s"
+    assert slow.replies == [None]
+    assert quick.answer == "b"
 
 
 def test_a_bug_in_a_worker_or_a_grader_stops_everything():
-    workflow = Workflow([Step(0, "x", [])])
+    workflow = one_step()
     with pytest.raises(ZeroDivisionError):
         execute(workflow, "q", [Player("a", lambda m: str(1 / 0))])
     with pytest.raises(ZeroDivisionError):
@@ -272,13 +280,14 @@ def test_a_failed_call_of_the_grader_loses_the_rollout_and_nothing_else(judge):
         return judge(problem, answer) if problem == "hard" else ""
 
     pool = [Player("a", lambda m: "b")]
-    workflow = Workflow([Step(0, "x", [])])
+    workflow = one_step()
     hard, easy = (
         Rollout("q", pool, problem=problem, workflow=workflow) for problem in ("hard", "easy")
     )
     roll_out([hard, easy], judge=judge_one)
     assert (hard.error, hard.right, hard.failure) == ("the grader: the judge is down", None, "")
-    assert easy.right and easy.error is None
+    assert easy.right
+    assert easy.error is None
     hard.problem = None
     assert rollout_from_json(json.loads(json.dumps(rollout_to_json(hard)))) == strip(hard)
 
@@ -287,22 +296,23 @@ def test_a_users_grader_may_ask_a_judge_whose_calls_fail():
     judge = own_grader(lambda problem, response: ask_judge(problem, response)).check
     problem = Problem("1", "q", "b", "own")
     rollout = Rollout("q", [Player("a", lambda m: "b")], problem=problem)
-    rollout.workflow = Workflow([Step(0, "x", [])])
+    rollout.workflow = one_step()
     roll_out([rollout], judge=judge)
-    assert rollout.error == "the grader: the judge is down" and rollout.right is None
+    assert rollout.error == "the grader: the judge is down"
+    assert rollout.right is None
 
 
 def test_a_wrapped_failure_of_a_workers_call_loses_the_rollout():
     def call(rollout, i):
         wrap("q", "b")
 
-    rollout = Rollout("q", [Player("a", lambda m: "b")], workflow=Workflow([Step(0, "x", [])]))
+    rollout = Rollout("q", [Player("a", lambda m: "b")], workflow=one_step())
     roll_out([rollout], call=call)
     assert rollout.error == "step 0: the judge is down"
 
 
 def test_a_grader_that_ends_the_program_does_not_leave_it_hanging():
-    rollout = Rollout("q", [Player("a", lambda m: "b")], workflow=Workflow([Step(0, "x", [])]))
+    rollout = Rollout("q", [Player("a", lambda m: "b")], workflow=one_step())
     with pytest.raises(RuntimeError, match="called sys.exit"):
         roll_out([rollout], judge=lambda p, a: sys.exit(1))
 
@@ -328,9 +338,11 @@ def test_calls_have_the_names_by_which_a_rerun_finds_them():
 def test_what_does_not_parse_is_written_again_and_then_given_up():
     pool = [Player("a", lambda m: "b")]
     [rollout] = conduct(writer("hm", "hm", lists((0, "x", []))), [Rollout("q", pool)])
-    assert rollout.answer == "b" and rollout.number == 2
+    assert rollout.answer == "b"
+    assert rollout.number == 2
     [rollout] = conduct(writer("hm", "hm", "hm"), [Rollout("q", pool)])
-    assert rollout.workflow is None and rollout.invalid
+    assert rollout.workflow is None
+    assert rollout.invalid
 
 
 def test_rounds_go_on_until_empty_lists_keep_the_answer():
@@ -339,7 +351,9 @@ def test_rounds_go_on_until_empty_lists_keep_the_answer():
     second = 'model_id = [0]\nsubtasks = ["Check."]\naccess_list = [["all"]]'
     write = writer(lists((0, "Solve it.", [])), second, lists())
     [rollout] = conduct(write, [Rollout("q", pool)], extra_rounds=5)
-    assert rollout.answer == "42" and len(rollout.rounds()) == 3 and rollout.calls == 2
+    assert rollout.answer == "42"
+    assert len(rollout.rounds()) == 3
+    assert rollout.calls == 2
     said = [turn["content"] for turn in pool[0].asked[1]]  # "all" shows the last answer too
     assert said == ["Question:\nq\n\nYour task:\nSolve it.", "41", "Your task:\nCheck."]
     assert len(write.chats[2]) == 5
@@ -350,7 +364,8 @@ def test_a_round_without_a_workflow_leaves_the_round_before():
     [rollout] = conduct(
         writer(lists((0, "x", [])), "hm", "hm", "hm"), [Rollout("q", pool)], extra_rounds=1
     )
-    assert rollout.answer == "41" and len(rollout.rounds()) == 1
+    assert rollout.answer == "41"
+    assert len(rollout.rounds()) == 1
 
 
 # Writers
@@ -391,9 +406,9 @@ def test_a_prompt_that_is_too_long_loses_its_rollout_alone(tiny):
     pool = [Player("a", lambda m: "b")]
     rollouts = [Rollout("word " * 300, pool), Rollout("What is dos?", pool)]
     written = list(model_writer(*tiny, Prompting("short", 5, 12))(rollouts))
-    assert (
-        len(written) == 2 and "the Conductor can read" in rollouts[0].error and rollouts[1].tokens
-    )
+    assert len(written) == 2
+    assert "the Conductor can read" in rollouts[0].error
+    assert rollouts[1].tokens
 
 
 def test_a_worker_in_the_seat_gets_the_prompt_and_its_lost_call_is_an_error():
@@ -426,7 +441,8 @@ def test_examples_of_ones_own_replace_the_prompts(tmp_path):
     examples = read_examples(str(tmp_path / "mine.json"))
     text = messages("How?", 3, examples=examples)[0]["content"]
     shown = 'Example question: Why?\n\nOne is enough.\nmodel_id = [1]\nsubtasks = ["Say why."]'
-    assert shown in text and text.count("Example question") == 1
+    assert shown in text
+    assert text.count("Example question") == 1
     prompting = Prompting("ood", examples=examples)
     assert conductor_chat(Rollout("How?", [None] * 3), prompting)[0]["content"] == text
     save_prompting(str(tmp_path), prompting, "local", [])
@@ -484,9 +500,12 @@ def test_a_rollout_survives_json_and_its_stripped_copy_lacks_only_pool_and_probl
     rollout.prompt_ids, rollout.tokens, rollout.logprobs, rollout.reward = [1, 2], [3], [-0.1], 0.5
     whole = rollout_from_json(json.loads(json.dumps(rollout_to_json(rollout, with_tokens=True))))
     assert whole == strip(rollout)
-    assert rollout_from_json(rollout_to_json(rollout)).tokens == [] and rollout.tokens == [3]
+    assert rollout_from_json(rollout_to_json(rollout)).tokens == []
+    assert rollout.tokens == [3]
     text = view(rollout)
-    assert "Round 1" in text and "Answer: 41" in text and "\x1b" not in text
+    assert "Round 1" in text
+    assert "Answer: 41" in text
+    assert "\x1b" not in text
 
 
 def test_conductor_json_says_how_a_conductor_is_asked(tmp_path):
@@ -560,19 +579,22 @@ def test_the_readmes_question_is_answered_as_it_says(tmp_path):
             r'workflow.py "([^"]+)"\n(Question:.*?)```', file.read(), re.DOTALL
         )
     status, out, err = command(question, cwd=tmp_path)
-    assert status == 0 and out.startswith(shown.rstrip()), err
+    assert status == 0
+    assert out.startswith(shown.rstrip()), err
 
 
 def test_a_question_is_answered_right_after_the_clone(tmp_path):
     status, out, err = command("What is the atomic number of nickel - treinta?", cwd=tmp_path)
-    assert status == 0 and "\nAnswer: -2\n" in out, err
+    assert status == 0
+    assert "\nAnswer: -2\n" in out, err
     status, out, err = command("What is 6 * 7?", "--only=translator,generalist", cwd=tmp_path)
     assert "calculator" not in out
 
 
 def test_a_question_may_come_from_standard_input(tmp_path):
     status, out, err = command("--only=calculator", cwd=tmp_path, stdin="What is 6 * 7?\n")
-    assert status == 0 and out.startswith("Question: What is 6 * 7?"), err
+    assert status == 0
+    assert out.startswith("Question: What is 6 * 7?"), err
 
 
 @pytest.fixture(scope="module")
@@ -633,7 +655,8 @@ def test_a_reader_that_has_enough_is_no_error(trace):
     words = [sys.executable, os.path.join(ROOT, "workflow.py"), "show", trace]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()
-    assert process.stderr.read() == "" and process.wait() == 0
+    assert process.stderr.read() == ""
+    assert process.wait() == 0
 
 
 def test_an_error_of_the_command_line_is_one_sentence(trace):
@@ -658,9 +681,9 @@ def test_an_llm_conducts_without_any_training_and_is_on_the_bill(tmp_path):
     ]
     (tmp_path / "pool.json").write_text(json.dumps(pool))
     status, out, err = command("Why?", "--conductor=write", "--pool=pool.json", cwd=tmp_path)
-    assert status == 0 and "Answer: forty-two" in out and "with the Conductor's: 2 calls" in out, (
-        err
-    )
+    assert status == 0, err
+    assert "Answer: forty-two" in out
+    assert "with the Conductor's: 2 calls" in out
 
 
 def test_show_lists_rollouts_and_shows_one(tmp_path):
@@ -668,11 +691,13 @@ def test_show_lists_rollouts_and_shows_one(tmp_path):
     rollouts = [execute(Workflow([Step(0, "Solve it.", [])]), f"q{i}", pool) for i in range(2)]
     file = tmp_path / "0.jsonl"
     file.write_text("".join(json.dumps(rollout_to_json(r)) + "\n" for r in rollouts))
-    assert len(show(str(file)).splitlines()) == 2 and "Question: q1" in show(str(file), 1)
+    assert len(show(str(file)).splitlines()) == 2
+    assert "Question: q1" in show(str(file), 1)
     rollouts[0].right, rollouts[1].right, rollouts[1].failure = True, False, "answered 41"
     file.write_text("".join(json.dumps(rollout_to_json(r)) + "\n" for r in rollouts))
     assert [line.split()[1] for line in show(str(file)).splitlines()] == ["right", "wrong"]
-    assert "Right: True" in show(str(file), 0) and "Right: False. answered 41" in show(str(file), 1)
+    assert "Right: True" in show(str(file), 0)
+    assert "Right: False. answered 41" in show(str(file), 1)
     file.write_text("{}\n")
     with pytest.raises(ValueError, match="line 0, holds no rollout"):
         show(str(file))
@@ -700,7 +725,7 @@ def test_a_call_can_be_replaced():
         return call_worker(rollout, i)
 
     roll_out(
-        [Rollout("q", [Player("a", lambda m: "b")], workflow=Workflow([Step(0, "x", [])]))],
+        [Rollout("q", [Player("a", lambda m: "b")], workflow=one_step())],
         call=call,
     )
     assert seen == [("q", 0)]

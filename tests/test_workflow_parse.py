@@ -275,9 +275,8 @@ def test_as_lists_is_read_back_whatever_the_subtask():
         assert [(s.worker, s.access) for s in found] == [(2, []), (0, [0]), (1, [1])]
         if "\\" not in subtask:  # A lone backslash may be LaTeX's.
             assert found[0].subtask == found[2].subtask == subtask
-    assert (
-        json.loads(as_lists(Workflow(steps)).split("subtasks = ")[1].split("\n")[0])[1] == "Go on."
-    )
+    subtasks = as_lists(Workflow(steps)).split("\n")[1].removeprefix("subtasks = ")
+    assert json.loads(subtasks) == [steps[0].subtask, "Go on.", steps[2].subtask]
 
 
 def test_any_text_is_parsed_or_refused():
@@ -336,10 +335,10 @@ HOSTILE = [
 @pytest.mark.parametrize("piece", HOSTILE)
 def test_the_cost_of_hostile_text_does_not_grow_with_its_length(piece):
     def seconds(n):
-        began = time.process_time()
+        started = time.process_time()
         with pytest.raises(WorkflowError):
             parse(piece * (n // len(piece)), 2)
-        return time.process_time() - began
+        return time.process_time() - started
 
     seconds(60_000)
     assert seconds(2_000_000) < 20 * seconds(60_000) + 0.5  # the last 50,000 characters are read
