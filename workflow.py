@@ -1624,18 +1624,27 @@ def serve(settings: "Settings", write, pool: list, workers: list[int] | None, pr
 @dataclass
 class Settings:
     checkpoint: str = flag(
-        os.path.join(ASSETS, "laptop"), "the Conductor: a folder, or a name on the Hugging Face hub"
+        os.path.join(ASSETS, "laptop"),
+        "the Conductor: a folder, or a model on the Hugging Face hub",
     )
-    pool: str = flag("", "the workers, as of workers.py; default: the Conductor's own local pool")
-    only: str = flag("", "the workers that may be used, by name, with commas between; default: all")
-    conductor: str = flag("", "a worker of the pool that conducts instead of the checkpoint")
-    budget: float = flag(0.0, "dollars that all calls together may cost; 0: no limit")
-    extra_rounds: int = flag(0, "how many more workflows may follow the first (§3.2)")
-    temperature: float = flag(0.2, "the Conductor's sampling temperature")
-    port: int = flag(8400, "serve: the port; 0: any free one")
-    host: str = flag("127.0.0.1", "serve: the address; one that others reach needs a key")
-    run: str = flag("", "serve: a folder that train.py writes to, which the page shows")
-    examples: bool = flag(False, "show: write few-shot examples, for train.py --examples=FILE")
+    pool: str = flag(
+        "",
+        "the workers: local, a name in assets/pools/, or a JSON file; if empty, the local pool "
+        "that the Conductor was trained with",
+    )
+    only: str = flag(
+        "", "the names of the workers that may be used, with commas between; if empty, all"
+    )
+    conductor: str = flag("", "the name of a worker that conducts instead of the checkpoint")
+    budget: float = flag(0.0, "dollars that all calls may cost together; 0: no limit")
+    extra_rounds: int = flag(
+        0, "rounds after the first, in which the Conductor may replace the answer (§3.2)"
+    )
+    temperature: float = flag(0.2, "of the Conductor's sampling; 0: always the likeliest token")
+    port: int = flag(8400, "with serve: the port; 0: any free one")
+    host: str = flag("127.0.0.1", "with serve: the address; one that others reach needs a key")
+    run: str = flag("", "with serve: a folder that train.py writes to, which the page shows")
+    examples: bool = flag(False, "with show: write few-shot examples for train.py --examples=FILE")
 
 
 COMMANDS = {"show": "show FILE", "serve": "serve"}
