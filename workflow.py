@@ -435,9 +435,7 @@ def conductor_chat(rollout: Rollout, prompting: Prompting, with_names: bool = Fa
     workers = rollout.workers if is_subset else len(rollout.pool)
     notes = None
     if with_names:
-        notes = [
-            ", ".join(filter(None, [one.name, getattr(one, "note", "")])) for one in rollout.pool
-        ]
+        notes = [", ".join(filter(None, [one.name, one.note])) for one in rollout.pool]
     elif prompting.notes:
         notes = [one.note for one in rollout.pool]
     return messages(
