@@ -6,14 +6,18 @@ is not equally fast all the time. On a GPU: python tests/bench.py sampler --mode
 --prompt=512 --new=512"""
 
 import dataclasses
+import http.client
 import inspect
 import json
 import math
 import multiprocessing
 import os
+import re
 import resource
+import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
@@ -295,10 +299,77 @@ def workflows(count=512, steps=3, latency=1.0):
     )
 
 
+def resident_megabytes(pid: int) -> float:
+    """Memory that a process has in use now (Linux)."""
+    with open(f"/proc/{pid}/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def ask_server(port: int, count: int, at_once: int) -> list[str]:
+    """Ask `count` questions, each over a connection of its own. Return what is wrong with the answers."""
+    questions = [f"What is {2 + i % 38} * {2 + i // 38 % 38}?" for i in range(count)]
+
+    def ask(question):
+        try:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+            turns = [{"role": "user", "content": question}]
+            body = json.dumps({"model": "conductor", "messages": turns})
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", "/v1/chat/completions", body, headers)
+            response = connection.getresponse()
+            data = response.read()
+            connection.close()
+            return "" if response.status == 200 else f"{response.status} {data[:200]}"
+        except OSError as e:
+            return repr(e)
+
+    with ThreadPoolExecutor(at_once) as clients:
+        return [failure for failure in clients.map(ask, questions) if failure]
+
+
+def server(clients=600, requests=5000):
+    """`clients` requests to `workflow.py serve`, all at once, beside as many at 16 at a time, each
+    twice; then `requests`, 256 at a time, during which the server's memory should level off."""
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    process = subprocess.Popen(
+        [sys.executable, os.path.join(root, "workflow.py"), "serve", "--port=0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        port = int(re.search(r":(\d+)/", process.stdout.readline())[1])
+        failures = ask_server(port, 32, 16)  # makes what is made once
+        seconds = dict.fromkeys((16, clients), math.inf)
+        for at_once in (16, clients) * 2:
+            started = time.perf_counter()
+            failures += ask_server(port, clients, at_once)
+            seconds[at_once] = min(seconds[at_once], time.perf_counter() - started)
+        memory = [resident_megabytes(process.pid)]
+        for _ in range(5):
+            failures += ask_server(port, requests // 5, 256)
+            memory.append(resident_megabytes(process.pid))
+    finally:
+        process.terminate()
+        process.wait()
+    for failure in failures[:5]:
+        print(failure)
+    report(
+        {
+            "benchmark": "server",
+            "clients": clients,
+            "seconds at 16 at a time": seconds[16],
+            "seconds all at once": seconds[clients],
+            "all at once / 16 at a time": seconds[clients] / seconds[16],
+            "requests": 32 + 4 * clients + 5 * (requests // 5),
+            "failures": len(failures),
+            "MB before and per fifth": " ".join(f"{size:.0f}" for size in memory),
+        }
+    )
+
+
 def sandbox(tests=60):
     """CPU time of a test of a small right program in the sandbox, beside that of a bare Python."""
-    import subprocess
-
     from eval import passes_livecodebench
 
     def cpu(job) -> float:
@@ -319,7 +390,7 @@ def sandbox(tests=60):
     )
 
 
-BENCHMARKS = {job.__name__: job for job in (sampler, update, workflows, sandbox)}
+BENCHMARKS = {job.__name__: job for job in (sampler, update, workflows, server, sandbox)}
 
 
 def main(argv):
