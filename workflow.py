@@ -1483,7 +1483,8 @@ class ConductorHandler(Handler):
         budget = getattr(self.server.service.pool[0], "budget", None)
         if budget:
             parts.append(f"${budget.left:.4f} left")
-        print(printable(", ".join(parts)), file=sys.stderr, flush=True)
+        line = printable(", ".join(parts)) + "\n"  # in one piece: other threads print, too
+        print(line, end="", file=sys.stderr, flush=True)
 
 
 def start_event(rollout: Rollout, i: int) -> dict:
@@ -1596,6 +1597,9 @@ def conductor_server(
     """
     server = loopback_server(port, ConductorHandler, host, api_key)
     server.service = Service(write, pool, workers, prompting, extra_rounds, silence, run)
+    # Requests could otherwise take all threads that the system allows before these have any.
+    for threads in (server.service.conducting, THREADS):
+        threads.run(bool, (), lambda result: None)
     return server
 
 

@@ -534,6 +534,23 @@ def test_serving_a_pool_that_costs_demands_a_budget(tmp_path, capsys):
         workflow.main(["serve", f"--run={tmp_path}"])
 
 
+def test_requests_are_answered_where_no_thread_can_start_any_more(monkeypatch):
+    """Those for a connection can; they may have taken the last ones."""
+    start = threading.Thread.start
+
+    def start_connections_only(thread):
+        if "process_request" not in thread.name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(workflow, "THREADS", workflow.Threads(4))
+    with served([Player("a", lambda m: "b")], chain(0, 0)) as url:
+        monkeypatch.setattr(threading.Thread, "start", start_connections_only)
+        for _ in range(3):
+            assert post(url).status_code == 200
+        monkeypatch.undo()
+
+
 def test_clients_are_served_side_by_side():
     together = threading.Barrier(4)
 
