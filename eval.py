@@ -281,9 +281,9 @@ def are_texts(value) -> bool:
 
 # ---- Systems -------------------------------------------------------------------------------------
 #
-# A system is a function system(problems, pools, name) -> rollouts: one judged rollout a problem.
-# pools: the workers of each problem. name: the beginning of the calls' ids, by which a replay file
-# knows them; it also seeds what the system draws.
+# A system is a function system(problems, pools, name) -> rollouts. It answers each problem with the
+# workers of its pool, and returns one judged rollout a problem. The ids of its calls, by which a
+# replay file recognises them, start with the name, which also seeds whatever the system draws.
 
 REFLECT = (
     "Check the last response for mistakes, correct them, and give the whole answer in its final "
@@ -336,8 +336,7 @@ def ask_bare(rollout: Rollout, i: int, times: int = 1, **overrides) -> Reply:
 
 
 def ask_each(problems, pools, name, workers: list[int], call=ask_bare) -> list[list[Rollout]]:
-    """Put every bare question to each of these workers. Return a rollout for each:
-    [problem][worker]."""
+    """Ask each of these workers every bare question. Return their rollouts: [problem][worker]."""
     groups = []
     for rollout in new_rollouts(problems, pools, name):
         workflows = [Workflow([Step(worker, rollout.question, [])]) for worker in workers]
@@ -347,10 +346,10 @@ def ask_each(problems, pools, name, workers: list[int], call=ask_bare) -> list[l
 
 
 def merge(rollouts: list[Rollout], chosen: int) -> Rollout:
-    """Return one rollout whose answer is that of the chosen one and whose cost is that of all.
+    """Merge rollouts of one step each into one rollout with all their steps.
 
-    Each rollout has one step. The chosen one becomes the last step, whose response is the answer.
-    The merged rollout is lost if any of the rollouts is.
+    The chosen rollout's step comes last, so that its response is the answer. The merged rollout has
+    the cost of all, and is lost if one of them is lost.
     """
     ordered = [*rollouts[:chosen], *rollouts[chosen + 1 :], rollouts[chosen]]
     errors = [rollout.error for rollout in ordered if rollout.error]
@@ -366,16 +365,17 @@ def merge(rollouts: list[Rollout], chosen: int) -> Rollout:
 
 
 def vote(workers: list[int] | None, likeness=None, call=ask_bare):
-    """Return the system that takes the answer most like the others that the workers gave.
+    """Return the system that asks several workers and takes the answer most like all the others.
 
-    The answers "42", "41" and "42.0" to a question with the grader "math" have 2, 1 and 2 answers
-    like themselves, so the first one is taken. Without a majority it is the first answer of all.
+    Example with the grader "math": of the answers "41", "42" and "42.0", the first is like one of
+    the three (itself), the second and the third are like two. The second is taken, since of equals
+    the earliest wins.
 
     Args:
         workers: The pool numbers of the workers to ask; one may appear several times. None asks
             them all.
-        likeness: likeness(problem, answer, other) -> number; by default 1 where the problem's
-            grader finds that both answers say the same.
+        likeness: likeness(problem, answer, other) -> number. By default it is 1 if the problem's
+            grader takes both answers for the same, else 0.
         call: Makes the call of a step.
     """
 
@@ -499,22 +499,25 @@ ABLATIONS = {
 
 @dataclass
 class Setup:
-    """What a system is made from."""
+    """What a system is made from. A system reads what it needs."""
 
     settings: "Settings"
     pool: list  # Workers
-    worker: int  # the pool number of the worker that plays, for a system that needs one
-    lessons: list[Problem]  # train problems, for a system that learns
-    played: dict[str, list[Rollout]] = field(default_factory=dict)  # by the label of their row
-    remarks: list[str] = field(default_factory=list)  # sentences to print below the table
+    worker: int  # the pool number of the one worker that a system of one worker asks
+    lessons: list[Problem]  # train problems to learn from
+    # The rollouts of the systems that have already played, by the label of their row.
+    played: dict[str, list[Rollout]] = field(default_factory=dict)
+    # A system appends the sentences that are to be printed below the table.
+    remarks: list[str] = field(default_factory=list)
 
 
 class System(NamedTuple):
     make: Callable  # make(setup) -> system
-    # Of "checkpoint", "worker" (each of the pool in turn), "lessons", and systems that play before
+    # "checkpoint", "lessons", "worker" (the system plays once with each worker of the pool), or the
+    # names of systems that have to play first
     needs: tuple = ()
-    calls: float = 1  # calls a question, roughly; 0: one for each worker of the pool
-    calls_to_learn: int = 0  # roughly, if no call is made twice
+    calls: float = 1  # the estimated calls a question; 0: one for each worker of the pool
+    calls_to_learn: int = 0  # the estimated calls for learning
 
 
 def trained_conductor(setup: Setup, edit=None):
@@ -539,14 +542,18 @@ def with_one_worker(setup: Setup):
 
 
 def as_conductor(setup: Setup):
-    """Return the system in which a worker conducts.
+    """Return the system of an untrained LLM in the Conductor's seat (Table 11).
 
-    It is asked up to ten times for a valid workflow; the paper asks without end (Table 11).
+    The worker reads the names and notes of all workers. It gets ten attempts at a valid workflow;
+    the paper sets no limit.
     """
     settings = setup.settings
+    setup.remarks.append(
+        "seat: a prompted, untrained LLM conducts; its own calls are not in its row"
+    )
     prompting = Prompting(prompt_style=settings.prompt_style or Prompting.prompt_style)
     write = worker_writer(setup.pool[setup.worker], prompting)
-    return conductor(write, prompting, settings.extra_rounds, tries=10)
+    return conductor(write, prompting, settings.extra_rounds, tries=10, only=settings.only)
 
 
 def with_five_times_the_tokens(setup: Setup):
@@ -554,30 +561,32 @@ def with_five_times_the_tokens(setup: Setup):
 
 
 def best_of_n(setup: Setup):
-    """Return the system that puts n answers of the best worker to a vote, at the Conductor's spend.
+    """Return the system that spends as much as the Conductor on a vote of the best worker.
 
-    The best worker is the best in hindsight, which favours this rival of the Conductor.
+    The worker that is best on these very questions gives n answers to each. To choose it in
+    hindsight favours this rival of the Conductor.
     """
     alone = workers_alone(setup.played)
     best = best_worker(alone)
     n = answers_for_the_same(measure(setup.played["conductor"]), measure(alone[best]))
     number = [worker.name for worker in setup.pool].index(best)
     system = vote([number] * n)
-    setup.remarks.append(f"best-of-n: {n} answers of {best} to each question, put to a vote")
+    setup.remarks.append(f"best-of-n: a vote over n = {n} answers of {best} to each question")
 
     def system_with_remark(problems, pools, name):
         rollouts = system(problems, pools, name)
-        if all(len({*rollout.responses}) == 1 for rollout in rollouts if not rollout.error):
-            setup.remarks.append("best-of-n is degenerate: all answers to a question are the same")
+        answered = [rollout for rollout in rollouts if not rollout.error]
+        if answered and all(len({*rollout.responses}) == 1 for rollout in answered):
+            setup.remarks.append("best-of-n is degenerate: the worker always repeats its answer")
         return rollouts
 
     return system_with_remark
 
 
 def answers_for_the_same(conductor_row: dict, worker_row: dict) -> int:
-    """Return how many answers of a worker cost what the Conductor costs, rounded up.
+    """Return how many answers of a worker cost as much as the Conductor's, rounded up.
 
-    At $0.005 against $0.002 these are 3. Where nothing costs, or nobody knows, calls are counted.
+    Example: $0.005 a question against $0.002 gives 3. Without prices, calls are compared instead.
     """
     unit = "dollars" if conductor_row["dollars"] and worker_row["dollars"] else "calls"
     ratio = (conductor_row[unit] or 1.0) / (worker_row[unit] or 1.0)
@@ -641,12 +650,12 @@ LESSONS = 256  # train problems from which a system learns
 
 
 def measure(rollouts: list[Rollout]) -> dict:
-    """Return the row of a system: one number a column, then the share of right answers by kind.
+    """Return a system's row of the table: column -> number, and kind -> share of right answers.
 
-    Lost rollouts are counted but otherwise ignored. "±" is half of the 95 % confidence interval of
-    the accuracy over problems. "calls", "tokens" and "dollars" are means a question, and "seconds"
-    is the median; the Conductor itself is in none of them. "dollars/right" is the cost of a right
-    answer. None stands for what is unknown, such as dollars without a price.
+    Lost rollouts are counted, and otherwise ignored. "±" is half of the accuracy's 95 % confidence
+    interval. "calls", "tokens" and "dollars" are means per question, "seconds" is the median; none
+    of them includes the Conductor's own. "dollars/right" is the cost of a right answer. What is
+    unknown is None, such as dollars where a worker has no price.
     """
     known = [rollout for rollout in rollouts if rollout.right is not None]
     right = [rollout.right for rollout in known]
@@ -673,10 +682,11 @@ def mean(values: list) -> float | None:
 
 
 def latency(rollout: Rollout) -> float:
-    """Return the seconds from the question to the answer, as far as the workers need them.
+    """Return how many seconds the workers take to answer, if nobody has to wait for a worker.
 
-    Steps that do not see each other run at the same time: steps 0 and 1 of 2 s and 3 s, and step 2
-    of 4 s that sees both, take 7 s. A replayed reply counts with the seconds that it once took.
+    Steps run at the same time unless one sees the other. Example: steps 0 and 1 take 2 s and 3 s,
+    and step 2, which sees both, takes 4 s; the latency is 7 s. A reply from a replay file counts
+    with the seconds that it took when it was made.
     """
     seconds = 0.0
     for one_round in rollout.rounds():
@@ -690,7 +700,7 @@ def latency(rollout: Rollout) -> float:
 
 
 def right_by_problem(rollouts: list[Rollout]) -> dict[str, float]:
-    """Return the share of right answers to each problem, by its id; lost rollouts do not count."""
+    """Return problem id -> share of right answers. Lost rollouts are ignored."""
     answers = {}
     for rollout in rollouts:
         if rollout.right is not None:
@@ -699,25 +709,29 @@ def right_by_problem(rollouts: list[Rollout]) -> dict[str, float]:
 
 
 def margin(rollouts: list[Rollout]) -> float | None:
-    """Return half of the accuracy's 95 % interval over problems.
+    """Return half of the accuracy's 95 % confidence interval.
 
-    Two right and two wrong problems are added (Agresti and Coull), so that a handful of right
-    answers is not taken for certainty.
+    Two solved and two unsolved problems are added first (Agresti and Coull, 1998). Otherwise the
+    interval of five right answers out of five would have no width.
     """
     shares = [*right_by_problem(rollouts).values(), 0, 0, 1, 1]
     return 1.96 * float(np.std(shares)) / math.sqrt(len(shares)) if rollouts else None
 
 
 def paired_difference(rollouts: list[Rollout], others: list[Rollout]) -> dict:
-    """Return by how much the accuracy on common problems is above that of the others.
+    """Compare two systems on the problems that both answered.
 
-    "from" and "to" are the 95 % interval, a bootstrap over problems. "shows" is the smallest true
-    difference that so many problems would show with a probability of 80 %: 2.8 standard errors.
-    These three are None where all problems differ by the same amount, which says nothing about
-    chance.
+    Returns:
+        "vs best": The mean difference of their accuracies.
+        "from", "to": Its 95 % confidence interval, by bootstrap over problems.
+        "shows": The smallest true difference that this many problems would reveal with a
+            probability of 80 %, which is 2.8 standard errors.
 
-    Example: right on a, b and c against right on a alone. The differences are 0, 1 and 1, their
-    mean is 0.67 and its standard error 0.33: "shows" is 0.93.
+    Where the difference is the same on all problems, it has no spread to estimate these three from,
+    and they are None.
+
+    Example: one system solves a, b and c, the other only a. The differences are 0, 1 and 1, with a
+    mean of 0.67 and a standard error of 0.33, so "shows" is 0.93.
     """
     shares, other_shares = right_by_problem(rollouts), right_by_problem(others)
     common = [id for id in shares if id in other_shares]
@@ -751,10 +765,11 @@ def best_worker(alone: dict[str, list[Rollout]]) -> str:
 
 
 def best_by_other_half(alone: dict[str, list[Rollout]]) -> list[Rollout]:
-    """Return, for each half of the problems, the rollouts of the worker that is best on the other.
+    """Return the rollouts of the worker that is best on the *other* half, for each half.
 
-    Whoever is best on the very questions that measure it was also lucky; this one was not chosen on
-    them. A hash of a problem's id decides its half.
+    The worker that is best on the questions that measure it may owe that to luck. Here, one half
+    chooses the worker and the other half measures it, and then the other way round. A hash of a
+    problem's id decides its half.
     """
     chosen = []
     for half in (0, 1):
@@ -772,37 +787,38 @@ def half_of(rollout: Rollout) -> int:
 
 
 def headroom(right: np.ndarray) -> dict[str, dict]:
-    """Return the rows that say how much a perfect choice between workers would bring.
+    """Return the rows that show how much a better choice among the workers could gain.
 
-    The oracle is right if any worker is. Part of that is luck, since one worker that answers twice
-    is right more often, too. The last two rows tell luck from skill: "either of two workers" is a
-    mean over pairs of workers, "either of one worker's two answers" over workers and their draws.
+    "oracle" is the share of problems that at least one worker solves. Part of it is luck, since a
+    single worker that may answer twice also solves more problems. To tell luck from skill, compare
+    "either of two workers" (averaged over all pairs) with "either of one worker's two answers"
+    (averaged over all workers).
 
-    right: (workers, draws, problems), nan where a rollout was lost; such problems are left out.
+    Args:
+        right: Whether each answer is right: (workers, draws, problems). A problem with a lost
+            answer, which is nan, is left out.
     """
     n_workers, n_draws, _ = right.shape
     right = right[:, :, ~np.isnan(right).any((0, 1))]
+    if right.size == 0:
+        return {}
+    rows = {"oracle": {"accuracy": float(right.max(0).mean())}}
     pairs = itertools.combinations(range(n_workers), 2)
+    either = [float(np.maximum(right[i], right[j]).mean()) for i, j in pairs]
+    if either:
+        rows["either of two workers"] = {"accuracy": mean(either)}
     draws = itertools.combinations(range(n_draws), 2)
-    accuracies = {
-        "oracle": [right.max(0)],
-        "either of two workers": [np.maximum(right[i], right[j]) for i, j in pairs],
-        "either of one worker's two answers": [
-            np.maximum(right[:, i], right[:, j]) for i, j in draws
-        ],
-    }
-    rows = {}
-    for label, found in accuracies.items():
-        if found:
-            rows[label] = {"accuracy": float(np.mean(found)) if right.size else None}
+    either = [float(np.maximum(right[:, i], right[:, j]).mean()) for i, j in draws]
+    if either:
+        rows["either of one worker's two answers"] = {"accuracy": mean(either)}
     return rows
 
 
 def compare_with_workers(rows: dict, played: dict, repeats: int, remarks: list[str]):
-    """Complete the rows of a benchmark by what the workers reach alone, if they played.
+    """Compare all rows of a benchmark with what the workers reach alone, if "workers" played.
 
-    Every row gets its paired difference to the best worker; rows for the best worker and for the
-    headroom are added, and sentences that explain them.
+    Adds the paired difference to the best worker to every row, then rows for the best worker and
+    for the headroom, and the remarks that explain them.
     """
     alone = workers_alone(played)
     if not alone:
@@ -819,14 +835,14 @@ def compare_with_workers(rows: dict, played: dict, repeats: int, remarks: list[s
     if len(alone) > 1:
         right = [[rollout.right for rollout in rollouts] for rollouts in alone.values()]
         rows |= headroom(np.array(right, float).reshape(len(alone), repeats, -1))
-        is_lucky = "" if repeats > 1 else "; --repeats=2 adds how much of that is luck"
-        remarks.append(f"oracle: right if any worker is{is_lucky}")
+        hint = "" if repeats > 1 else "; --repeats=2 shows how much of that is luck"
+        remarks.append(f"oracle: right if any worker is right{hint}")
     remarks += [
-        f"best single worker: {best}, who is best on these questions; by other half: for each half "
-        "of them, the worker who is best on the other",
-        "vs best: the difference to the best worker in hindsight on the same questions, with its "
-        "95 % interval (from, to)",
-        "shows: the smallest difference that so many questions show four times out of five",
+        f"best single worker: in hindsight it is {best}; by other half: each half of the questions "
+        "is answered by the worker that is best on the other half",
+        "vs best: the accuracy minus that of the best worker in hindsight, on the same questions, "
+        "with its 95 % confidence interval (from, to)",
+        "shows: the smallest true difference that so many questions reveal in four cases of five",
     ]
 
 
@@ -873,18 +889,18 @@ def compare_systems(settings: "Settings"):
 
 
 def replay_file(settings: "Settings", command: str = "") -> str:
-    """Return the file that keeps the workers' replies; "" if they are not kept.
+    """Return the file that keeps the workers' replies, or "" if they are not kept.
 
-    `prepare` always keeps them, a comparison only where they cost money.
+    By default `prepare` keeps them, and a comparison keeps them if it has a budget.
     """
     is_kept = settings.pool if command == "prepare" else settings.budget
     return settings.replay or (f"{DATA}/replies" if is_kept else "")
 
 
 def label_players(systems: dict, pool: list, only: str) -> dict[str, tuple[System, int]]:
-    """Return the systems to play by the label of their row, each with the number of its worker.
+    """Return label of a row -> (system, number of its worker), in the order of playing.
 
-    A system that compares itself with the rows of others plays after them.
+    Systems that need others to play first come last.
     """
     names = [worker.name for worker in pool]
     numbers = [number for number, name in enumerate(names) if only in ("", name)]
@@ -929,7 +945,7 @@ def estimated_calls(
 def play(
     setup: Setup, system: System, problems: list[Problem], name: str
 ) -> tuple[list[Rollout], dict]:
-    """Make a system and let it answer the problems --repeats times. Return rollouts and row."""
+    """Make a system and let it answer all problems --repeats times; return its rollouts and row."""
     calls_before = sum(worker.calls for worker in setup.pool)
     answer = system.make(setup)
     calls_to_learn = sum(worker.calls for worker in setup.pool) - calls_before
@@ -963,9 +979,10 @@ def print_tables(title: str, rows: dict[str, dict], remarks: list[str]):
 
 
 def table(rows: dict[str, dict], title: str = "", heads: list[str] | None = None) -> str:
-    """Format these columns of rows, or all. "?" is unknown, a blank does not apply.
+    """Format rows of `measure` as text: the columns `heads`, by default all.
 
-    Columns beyond WIDTH continue in another table below, without the rows that are blank there.
+    "?" stands for None, and a cell without a value is blank. Columns that do not fit in WIDTH
+    continue in another table below, which leaves out the rows that are blank in it.
     """
     present = dict.fromkeys(key for row in rows.values() for key in row)
     kinds = [key for key in present if key not in COLUMNS]
@@ -1002,7 +1019,11 @@ def cell(head: str, value) -> str:
 
 
 def print_paper(benchmark_name: str, pool: list):
-    """Print what the paper reports for a benchmark, in the setting of this pool (App. A.3)."""
+    """Print the paper's results on a benchmark.
+
+    The paper has them for constrained workers, who may write 4,096 tokens, and for others. A limit
+    above that in the pool tells which of the two compare best with ours.
+    """
     limits = [worker.params.get(name) for worker in pool for name in LIMITS]
     is_constrained = all(limit <= 4096 for limit in limits if isinstance(limit, int))
     setting = "constrained" if is_constrained else "unconstrained"
@@ -1014,7 +1035,7 @@ def print_paper(benchmark_name: str, pool: list):
 
 
 def start_results(out: str):
-    """Empty the file of rollouts, so that what follows is of one comparison."""
+    """Check that the files of --out can be written, and empty the file of rollouts."""
     if out:
         folder = os.path.dirname(os.path.abspath(out))
         require(os.path.isdir(folder), f"--out={out}: there is no folder {folder}")

@@ -271,7 +271,7 @@ def test_best_of_n_spends_what_the_conductor_spends():
     setup = Setup(Settings(), pool, 0, [], played)
     rollouts = SYSTEMS["best-of-n"].make(setup)(PROBLEMS, [pool] * 2, "test/0")
     assert [(r.names, r.right) for r in rollouts] == [(["b"] * 3, True)] * 2  # $1.2 over $0.5
-    assert "3 answers of b" in setup.remarks[0] and "degenerate" in setup.remarks[1]
+    assert "n = 3 answers of b" in setup.remarks[0] and "degenerate" in setup.remarks[1]
 
 
 @pytest.mark.parametrize(
