@@ -65,7 +65,7 @@ class Step:
     worker: int  # the worker's number in the pool
     subtask: str  # what the worker is told to do
     access: list[int]  # the earlier steps whose subtasks and responses the worker sees
-    # Whether the Conductor wrote "all". A worker then sees the previous round's answer, too.
+    # Whether the Conductor wrote "all", which in a further round includes the last answer (§3.2).
     wrote_all: bool = field(default=False, compare=False)
 
 
@@ -84,10 +84,10 @@ class Rollout:
 
     # The question
     question: str
-    pool: list = field(default_factory=list)  # of Workers; Step.worker is an index into it
-    workers: list[int] | None = None  # the workers that may be used (§3.2); None: the whole pool
+    pool: list = field(default_factory=list)  # the Workers; Step.worker is an index into this list
+    workers: list[int] | None = None  # those that may be used (§3.2); None: the whole pool
     problem: object = None  # eval.py's Problem, by which the answer is judged
-    problem_id: str = ""  # stands for `problem` in a file
+    problem_id: str = ""  # the id of `problem`, in a rollout that was read from a file
     # The turns before the question: {"role": "system", "user" or "assistant", "content": text}.
     context: list[dict] = field(default_factory=list)
     previous: "Rollout | None" = None  # the round before this one (§3.2)
@@ -98,24 +98,24 @@ class Rollout:
     written: str = ""
     prompt_ids: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)  # of the tokens, as they were sampled
+    logprobs: list[float] = field(default_factory=list)  # of each token, when it was sampled
     finished: bool = True  # False: cut off at max_new_tokens
     workflow: Workflow | None = None
     invalid: str = ""  # why `written` is not a workflow
 
-    # What the workers made of it
+    # What the workers replied
     names: list[str] = field(default_factory=list)  # the name of each step's worker
     # Each step's reply; None: the call failed or was not made.
     replies: list[Reply | None] = field(default_factory=list)
     error: str | None = None  # why the rollout is lost
-    seconds: float = 0.0  # from the end of writing to the verdict
+    seconds: float = 0.0  # from the end of the writing to the verdict
 
-    # What it is worth
-    right: bool | None = None  # False also without a workflow; None: lost, or not judged
+    # The verdict
+    right: bool | None = None  # False also if there is no workflow; None: lost or not judged
     failure: str = ""  # what is wrong with the answer, in the grader's words
-    reward: float | None = None  # §3.1, set by train.py; None: lost
-    advantage: float = 0.0  # Eq. 2, set by grpo.py
-    wrong_share: float = 1.0  # of the answers to the same question, set by grpo.py
+    reward: float | None = None  # of §3.1, set by train.py; None: lost
+    advantage: float = 0.0  # of Eq. 2, set by grpo.py
+    wrong_share: float = 1.0  # among the answers to the same question, set by grpo.py
 
     @property
     def responses(self) -> list[str]:
@@ -167,7 +167,8 @@ class ListFormat:
     part: str  # what the prompt says about this part of a step
     elements: str  # what the prompt says about the list's elements
     write: Callable  # (step, its index) -> the element
-    read: Callable  # (element, step's index, allowed workers) -> fields of Step, or a WorkflowError
+    # (element, step's index, allowed workers) -> values of Step's fields, or a WorkflowError
+    read: Callable
 
 
 def read_worker(element, i: int, workers: list[int]) -> dict:
@@ -240,7 +241,7 @@ NAMES = [form.name for form in LISTS]
 
 
 def as_lists(workflow: Workflow) -> str:
-    """Return a workflow as a Conductor writes it; `parse` is the inverse."""
+    """Return a workflow as a Conductor writes it. `parse` reads it back."""
     lines = []
     for form in LISTS:
         elements = [form.write(step, i) for i, step in enumerate(workflow.steps)]
@@ -428,7 +429,10 @@ def context_blocks(context: list[dict] | None) -> list[str]:
 def conductor_chat(rollout: Rollout, prompting: Prompting, with_names: bool = False) -> list[dict]:
     """Return the chat that asks for a rollout's workflow.
 
-    with_names: Whether each worker's name stands before its note, if it has one.
+    Args:
+        rollout: The question.
+        prompting: How the Conductor is asked.
+        with_names: Show each worker's name, followed by its note if it has one.
     """
     # Workers are listed one by one only if some of the pool may not be used.
     is_subset = len(rollout.workers or rollout.pool) < len(rollout.pool)
@@ -468,11 +472,10 @@ MARK = re.compile(f"{NAME}|{HEADING}", re.VERBOSE | re.IGNORECASE | re.MULTILINE
 
 # A token of a list. A string may hold newlines, but if a list's name follows one of them, the
 # string was never closed.
-UNNAMED = re.sub("P<.*?>", ":", NAME)  # without group names, which a pattern may not repeat
 TOKEN = re.compile(
     rf"""(?P<atom>[][]|[0-9.,()\s]+)|\#[^\n]*|(?P<nothing>(?:none|null)\b)
     |(?P<raw>r?)(?P<quote>\"\"\"|'''|["'])
-     (?P<body>(?:[^"'\\\n]+|(?!(?P=quote))["']|\\.|\n(?![ *`"'-]{{0,8}}{UNNAMED}))*)
+     (?P<body>(?:[^"'\\\n]+|(?!(?P=quote))["']|\\.|\n(?![ *`"'-]{{0,8}}{NAME}))*)
      (?P<end>(?P=quote))?
     |(?P<other>\w+|.)""",
     re.VERBOSE | re.IGNORECASE | re.DOTALL,
@@ -588,7 +591,7 @@ def read_list(text: str, start: int) -> tuple[list | str, int]:
         return "the list is computed; write it out", end
     try:
         return ast.literal_eval("".join(pieces)), end
-    except (ValueError, SyntaxError):  # such as a missing comma, or thousands of digits
+    except (ValueError, SyntaxError):  # A comma is missing, or a number has thousands of digits.
         return "this is no Python list", end
 
 
@@ -632,12 +635,12 @@ def string_value(token: re.Match) -> str:
 def call_worker(rollout: Rollout, i: int) -> Reply:
     """Make the call of step i and return the reply.
 
-    The worker gets the turns before the question, the question, the subtask and response of each
-    step that it sees as past turns, and its own subtask.
+    The worker gets a chat: the turns before the question, the question, a pair of turns for each
+    step that it sees (its subtask, its response), and the worker's own subtask.
     """
     steps = rollout.workflow.steps
     past = [(steps[j].subtask, rollout.replies[j].text) for j in steps[i].access]
-    if steps[i].wrote_all and rollout.previous:  # It also sees the previous rounds' answer (§3.2).
+    if steps[i].wrote_all and rollout.previous:  # "all" includes the previous answer (§3.2).
         last = [earlier for earlier in rollout.previous.rounds() if earlier.replies][-1]
         past.insert(0, (last.workflow.steps[-1].subtask, last.answer))
 
@@ -661,7 +664,7 @@ def call_id(rollout: Rollout, step: int | str) -> str:
 
 
 class Threads:
-    """Run jobs side by side, each in a thread, of which a new one starts where none is free.
+    """A pool of threads that starts a new thread only if a job finds none idle.
 
     ThreadPool of multiprocessing starts all its threads at once, and breaks where the system allows
     fewer. That of concurrent.futures keeps a program from its end until the last call is answered.
@@ -675,7 +678,7 @@ class Threads:
         self.changed = threading.Condition()
 
     def run(self, function, arguments: tuple, tell):
-        """Call function(*arguments) in a thread, and there tell(its result, or its exception)."""
+        """Call function(*arguments) in a thread, which then calls tell(result or exception)."""
         with self.changed:
             self.jobs.append((function, arguments, tell))
             self.changed.notify()
@@ -699,12 +702,13 @@ class Threads:
                 result = function(*arguments)
             except Exception as error:
                 result = error
-            except SystemExit:  # as a user's grader may raise; without a result the run would hang
+            except SystemExit:  # A user's grader may raise it; without a result the run would hang.
                 result = RuntimeError(f"{function} called sys.exit")
             tell(result)
 
 
-# They call workers and graders. A job must not wait for another job: all threads could be waiting.
+# The threads that call workers and graders. A job must not wait for another job, or all threads
+# may end up waiting.
 THREADS = Threads(512)
 
 
@@ -812,8 +816,8 @@ def roll_out(
         timeout: Seconds after its writing at which a rollout is lost.
 
     Raises:
-        Whatever a call or the judge raises. Only a WorkerError, and what is raised because of one,
-            loses the rollout instead.
+        Any exception of a call or of the judge, unless a WorkerError led to it. In that case, only
+            the rollout is lost.
     """
     events = queue.SimpleQueue()  # from the threads: (rollout, (step, result or exception))
     running = {}  # id(rollout) -> (rollout, its generator, start time), oldest first
@@ -824,7 +828,7 @@ def roll_out(
             step, error = event
             event = (step, failed_call(error))
         if id(rollout) not in running:
-            return  # The reply comes after the rollout's timeout.
+            return  # The rollout has timed out, and this reply is late.
         _, work, started = running[id(rollout)]
         try:
             jobs = work.send(event)
@@ -1022,7 +1026,10 @@ def rollout_to_json(rollout: Rollout, with_tokens: bool = False) -> dict:
 
 
 def rollout_from_json(values: dict) -> Rollout:
-    """Return the rollout that a dict of rollout_to_json describes, also one with older keys."""
+    """Return the rollout that rollout_to_json turned into these values.
+
+    Keys of earlier editions are read, too.
+    """
     old_keys = {"name": "call_prefix", "prompt": "prompt_ids", "problem": "problem_id"}
     values = {old_keys.get(key, key): value for key, value in values.items()}
     rollout = Rollout(**{f.name: values[f.name] for f in fields(Rollout) if f.name in values})
@@ -1075,7 +1082,7 @@ def view_step(rollout: Rollout, i: int) -> list[str]:
 
 
 def printable(text: str) -> str:
-    """Return text without the characters that control a terminal or turn its writing direction."""
+    """Return a text without characters that control a terminal or reverse the writing direction."""
     commands = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
     return re.sub(commands, "\ufffd", text.replace("\r\n", "\n"))
 
@@ -1124,8 +1131,8 @@ def read_rollout(file: str, number: int, line: str) -> Rollout:
 def choose_examples(rollouts: list[Rollout], n: int = 4) -> list[dict]:
     """Return up to n examples of right answers to different questions.
 
-    Examples should vary: the next one is always a rollout whose number of steps no earlier example
-    has, and among those the one that adds the most workers.
+    To vary them, they are chosen one at a time: first by a number of steps that no example has yet,
+    then by how many workers they add to those of the earlier examples.
     """
     left = []
     for rollout in rollouts:
@@ -1202,7 +1209,7 @@ def read_prompting(path: str) -> tuple[Prompting, str, list[str]]:
     if not os.path.exists(file):
         return Prompting(), "", []
     saved = read_json(file)
-    if "prompt" in saved:  # the key of an earlier edition
+    if "prompt" in saved:  # as earlier editions called it
         saved["prompt_style"] = saved.pop("prompt")
     values = {f.name: saved[f.name] for f in fields(Prompting) if f.name in saved}
     missing = {"prompt_style", "max_steps", "max_new_tokens"} - {*values}
@@ -1270,7 +1277,7 @@ def choose_pool(checkpoint: str, pool: str) -> str:
 
 
 def numbers_of(names: str, pool: list) -> list[int]:
-    """Return the pool's numbers of workers that are named with commas between."""
+    """Return the numbers of the workers that are named in a list such as "coder,librarian"."""
     known = [worker.name for worker in pool]
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     if not {*wanted} <= {*known}:
@@ -1671,7 +1678,7 @@ def question_of(words: list[str]) -> str:
     if not words and sys.stdin and not sys.stdin.isatty():
         text = sys.stdin.buffer.read().decode(errors="replace")
     elif words:
-        # With "how" among the candidates, a question that begins with it is not taken for show.
+        # "how" is a candidate, so that a question which begins with it is not mistaken for "show".
         likely = [*COMMANDS, "help", "how"]
         [near] = difflib.get_close_matches(words[0].lower(), likely, 1, 0.75) or ["how"]
         if near != "how":
@@ -1737,8 +1744,8 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except BrokenPipeError:
-        # Whoever read the output, such as head, has enough of it. Python would complain again when
-        # it flushes at exit.
+        # The program that reads the output, such as head, has ended. What is left goes nowhere, or
+        # Python would complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError, WorkerError, KeyboardInterrupt) as e:
         raise SystemExit(str(e) or "interrupted") from None
