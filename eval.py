@@ -2527,9 +2527,11 @@ import contextlib, json, os, resource, sys, types
 
 job_file, ready, output = map(int, sys.argv[1:])
 job = json.load(open(job_file))
-for limit, value in job["limits"].items():
+for name, value in job["limits"].items():
+    limit = getattr(resource, "RLIMIT_" + name)
+    hard = resource.getrlimit(limit)[1] if name == "STACK" else value  # programs enlarge their stack
     with contextlib.suppress(ValueError):  # the hard limit is lower already
-        resource.setrlimit(getattr(resource, "RLIMIT_" + limit), (value, value))
+        resource.setrlimit(limit, (value, hard))
 open("/proc/self/oom_score_adj", "w").write("1000")  # the first to end when memory runs out
 os.sched_setaffinity(0, [job["core"]])
 if job["user"]:
@@ -2546,11 +2548,13 @@ vars(module).pop(name, None)  # the prelude's own gcd is no solution
 os.eventfd_write(ready, 1)  # the time limit begins here
 
 lines = sys.stdin.buffer.read().split(b"\\n") if name else []
+arguments = [json.loads(line) for line in lines if line.strip()]
 with contextlib.suppress(SystemExit):  # whatever its status, as in LiveCodeBench
     exec(compile(job["program"], "solution.py", "exec"), vars(module))
 if name:
-    owner = module.Solution() if hasattr(module, "Solution") else module
-    value = getattr(owner, name)(*map(json.loads, lines))
+    solution = getattr(module, "Solution", None)
+    owner = solution() if hasattr(solution, name) else module
+    value = getattr(owner, name)(*arguments)
     value = list(value) if isinstance(value, tuple) else value
     text = json.dumps(value, default=lambda scalar: scalar.item())  # numpy's scalars
     if json.loads(text) != value:  # tuples inside, keys that are not strings
@@ -2568,13 +2572,21 @@ def extract_code(response: str) -> str:
 
     "So:\\n```python\\nprint(1)\\n```\\nIt prints:\\n```\\n1\\n```" -> "print(1)"
     """
-    end = r"(?:^[ \t]*```(?!\w)|```[ \t]*(?:</answer>|\r?$)|\Z)"
-    blocks = re.findall(r"```([\w+#.-]*)[ \t]*\r?\n(.*?)" + end, response, re.DOTALL | re.MULTILINE)
+    blocks = [(match["info"], match["code"]) for match in FENCED.finditer(response)]
     _, tag, inside = response.rpartition("</answer>")[0].rpartition("<answer>")
-    in_python = [code for language, code in blocks if re.fullmatch("(?i)py(thon)?3?", language)]
+    in_python = [code for info, code in blocks if re.match(r"(?i)\W*py(?:thon)?3?\b", info)]
     in_any = [code for _, code in blocks]
     candidates = in_python or in_any or [inside if tag else ""]
     return textwrap.dedent(candidates[-1]).strip("\n")
+
+
+# A block between fences, ``` or ~~~, whose first line may say more than the language: ```python:a.py
+FENCED = re.compile(
+    r"""(?xsm)
+        (?P<fence>`{3,}|~{3,}) [ \t]* (?P<info>[^\n`]*) \n
+        (?P<code>.*?)
+        (?: ^[ \t]*(?P=fence)(?!\w) | (?P=fence)[ \t]*(?:</answer>|\r?$) | \Z )"""
+)
 
 
 def same_output(out: bytes | None, expected: str, returned: bool) -> bool:

@@ -64,6 +64,22 @@ def passes(code, *tests, fn_name=None):
         ("1. item\n   ```python\n   if x:\n       y()\n   ```", "if x:\n    y()"),
         ("```python\nprint('```')\n```", "print('```')"),
         ("`inline` only", ""),
+        *(
+            (f"{fence}\nprint(4)\n{fence[:3]}\nOutput:\n```\n4\n```", "print(4)")
+            for fence in (
+                "``` python",
+                "```python title=x",
+                "```python:a.py",
+                '```python {linenos="table"}',
+                "```{python}",
+                "```{.python}",
+                "```py",
+                "~~~python",
+            )
+        ),
+        ("````python\nprint('```\n```')\n````", "print('```\n```')"),
+        ("```pycon\n>>> 1\n```\n```c++\nint x;\n```", "int x;"),
+        ("```python\r\nprint(5)\r\n```\r\nDone.", "print(5)\r"),
     ],
 )
 def test_extract(response, code):
@@ -128,6 +144,8 @@ SUMS = [  # each prints the sum of the three numbers that it reads
     "import numpy as np\nprint(np.array(sys.stdin.read().split(), dtype=int).sum())",
     "import socket\nwith socket.create_server(('localhost', 0)) as server:\n"
     "    with socket.create_connection(server.getsockname()):\n        print(6)",
+    "import resource, threading\nresource.setrlimit(resource.RLIMIT_STACK, (1 << 28, -1))\n"
+    "threading.stack_size(1 << 27)\nthreading.Thread(target=lambda: print(6)).start()",
 ]
 
 
@@ -166,10 +184,11 @@ def test_failing_programs(program):
         "import numpy as np\ndef add(a, b):\n    return [np.int64(x + b) for x in a]",
         "seen = []\ndef add(a, b):\n    seen.append(1)\n    assert len(seen) == 1\n"
         "    return [x + b for x in a]",  # each test starts afresh
+        "class Solution:\n    pass\ndef add(a, b):\n    return [x + b for x in a]",
     ],
 )
 def test_functions(code):
-    assert passes(code, ["[1, 2]\n10", "[11, 12]"], ["[]\n1", "[]"], fn_name="add")
+    assert passes(code, ["[1, 2]\n10", "[11, 12]"], ["[]\n1\n", "[]"], fn_name="add")
 
 
 @sandboxed
