@@ -271,16 +271,19 @@ def read_kinds(file: str) -> dict[str, list[dict]]:
 def draw_subtasks(run: str) -> str:
     """Draw, for each worker, the share of its steps that have one of its usual subtasks.
 
-    Usual subtasks are those of a tenth or more of the worker's steps in the last iteration."""
+    Usual subtasks are those of a tenth or more of the worker's steps in the last iteration. A
+    worker that has less than a hundredth of all steps there is left out."""
     files = trace_files(run)
-    inks = worker_inks(read(f"{run}/metrics.jsonl"))
-    told = [subtasks_by_worker(file) for file in files]
-    axes = plt.figure(figsize=(8, 4), layout="constrained").add_subplot()
     iterations = [int(os.path.basename(file).removesuffix(".jsonl")) + 1 for file in files]
+    told = [subtasks_by_worker(file) for file in files]
+    n_steps = sum(counts.total() for counts in told[-1].values())
+    axes = plt.figure(figsize=(8, 4), layout="constrained").add_subplot()
 
     ends = []
-    for name, ink in inks.items():
+    for name, ink in worker_inks(read(f"{run}/metrics.jsonl")).items():
         last = told[-1].get(name, Counter())
+        if last.total() < n_steps / 100:
+            continue
         usual = [subtask for subtask, n in last.items() if n >= last.total() / 10]
         shares = []
         for by_worker in told:
@@ -289,13 +292,13 @@ def draw_subtasks(run: str) -> str:
             shares.append(n_usual / counts.total() if counts else None)
         means = rolling_mean(shares)
         axes.plot(iterations, means, color=ink, linewidth=2)
-        words = textwrap.shorten(" / ".join(sorted(usual)), 48, placeholder=" ...")
+        words = f"{len(usual)} subtasks" if len(usual) > 1 else textwrap.shorten("".join(usual), 32)
         ends.append((means[-1], iterations[-1], f"{name}: {words}", ink))
 
     axes.set(
         xmargin=0,
         ylim=(0, 1),
-        title="Share of a worker's steps with the subtasks that it is told at the end",
+        title="Share of a worker's steps that have its usual subtasks",
         xlabel="iteration (means of the last ten)",
     )
     axes.yaxis.set_major_formatter("{x:.0%}")
