@@ -1041,7 +1041,7 @@ def specialist(name: str, messages: list[dict]) -> str:
     return rewrite(text, trade, instruction) or f"I am a {trade}; I find nothing here to work on."
 
 
-# ---- The server: OpenAI's chat completions, for the specialists and for workflow.py ------------------------
+# ---- The server: OpenAI's chat completions, for the specialists and for workflow.py --------------
 
 LONGEST_BODY = 64 << 20  # bytes
 LONGEST_CHAT = 4_000_000  # characters, about a million tokens: more than any worker reads
@@ -1302,7 +1302,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_piece(f"data: {json.dumps(event)}\n\n")
 
     def send_piece(self, text: str):
-        """Send a part of a stream. The first begins it; it ends with the connection, as also in HTTP/1.0."""
+        """Send a piece of a stream. The first piece starts it; the connection's end ends it."""
         if not self.streaming:
             self.streaming = True
             self.close_connection = True
@@ -1325,7 +1325,7 @@ class Handler(BaseHTTPRequestHandler):
             self.fail(code, message or "this is no HTTP request")
 
     def drop_input(self):
-        """Read what the client still sends. If the connection were closed at once, it could miss the answer."""
+        """Read what the client still sends. If we hung up at once, it could miss the answer."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
             self.connection.settimeout(2)
@@ -1334,7 +1334,7 @@ class Handler(BaseHTTPRequestHandler):
                     break
 
     def hung_up(self) -> bool:
-        """Return whether the client has closed the connection: nobody waits for the answer any more."""
+        """Return whether the client has closed the connection, so that nobody waits for the answer."""
         poll = select.poll()
         try:
             poll.register(self.connection, select.POLLIN)

@@ -705,6 +705,7 @@ class Threads:
             except SystemExit:  # A user's grader may raise it; without a result the run would hang.
                 result = RuntimeError(f"{function} called sys.exit")
             tell(result)
+            del function, arguments, tell, result  # They would live on until the next job.
 
 
 # The threads that call workers and graders. A job must not wait for another job, or all threads
@@ -1287,38 +1288,45 @@ def numbers_of(names: str, pool: list) -> list[int]:
 
 # ---- The server ----------------------------------------------------------------------------------
 #
-# A request waits in a thread of its own and writes to its client. It is conducted in one of the
-# CONDUCTING threads, and its calls run in THREADS: no thread waits for another one of its pool.
+# Three kinds of threads serve a request: its own, which alone writes to the client; one of
+# CONDUCTING, in which `conduct` runs; and those of THREADS, which call the workers. No thread waits
+# for another one of its kind, so a crowd of requests cannot block itself.
 
 CONDUCTING = 256  # requests that are conducted at the same time
 WAITING = 1024  # requests that may wait for their turn
-# How the error of a lost rollout shows what to answer; with anything else the status is 502.
-STATUS_OF_ERROR = {"the budget of $": 402, "the prompt has ": 400}
+# Part of a lost rollout's error -> the status of the response, and OpenAI's word for it.
+ERRORS = {
+    "the budget of $": (402, "insufficient_quota"),
+    "the prompt has ": (400, "context_length_exceeded"),
+    "": (502, None),  # any other error
+}
 
 
 class Admission:
-    """Count the requests in the server, and tell one too many when there will be room for it.
+    """Limit the requests in the server, and tell the others when to come again.
 
-    If requests take 10 s each, of 256 at a time one ends every 39 ms. Of those that find no room,
-    the first is told to come again in 39 ms, the second in 78 ms and so on, in whole seconds.
+    Example: 256 requests are conducted at a time and take 10 s each, so one ends every 39 ms. The
+    first request that finds no room may come again after 39 ms, the second after 78 ms, and so on.
+    Each is told so in whole seconds, rounded up.
     """
 
     def __init__(self):
         self.lock = threading.Lock()
-        self.inside = 0
-        self.mean_seconds = 10.0  # that a request is conducted for; 10 is a guess
-        self.next_room = 0.0  # when a place becomes free that nobody was told of, by time.monotonic
+        self.inside = 0  # requests that are conducted or wait
+        self.mean_seconds = 10.0  # how long a request is conducted; at first a guess
+        self.next_room = 0.0  # the time at which the next unpromised place becomes free
 
     def enter(self):
+        """Count one more request, or refuse it."""
         with self.lock:
             if self.inside < CONDUCTING + WAITING:
                 self.inside += 1
                 return
             now = time.monotonic()
             self.next_room = max(self.next_room, now) + self.mean_seconds / CONDUCTING
-            # The openai client waits no longer than a minute.
+            # The openai client ignores a longer time.
             seconds = min(60, math.ceil(self.next_room - now))
-        sentence = f"{self.inside:,} requests are being answered: come again in {seconds} s"
+        sentence = f"the server is full of requests: come again in {seconds} s"
         raise Refusal(503, sentence, **{"Retry-After": seconds})
 
     def leave(self):
@@ -1326,36 +1334,38 @@ class Admission:
             self.inside -= 1
 
     def note(self, seconds: float):
-        """Take the time of one more request into the mean, in which the last twenty count most."""
+        """Update the running mean with the time that one more request took."""
         with self.lock:
             self.mean_seconds += 0.1 * (seconds - self.mean_seconds)
 
 
 @dataclass
 class Service:
-    """What the requests of a server share."""
+    """What all requests of a server share. conductor_server explains the first fields."""
 
-    write: Callable  # a writer, as above
+    write: Callable
     pool: list
     workers: list[int] | None
     prompting: Prompting
-    extra_rounds: int  # of the model conductor-recursive
-    silence: float  # seconds after which a stream says that it is alive
-    run: str  # the folder of the training run that the page shows; "": none
-    # A question that is asked again gets other draws; `conduct` takes up to ten numbers of each.
+    extra_rounds: int
+    silence: float
+    run: str
+    # Each request gets a number of its own, so a question that is asked again gets other draws.
+    # `conduct` uses up to three numbers, one for each of its tries.
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(step=10))
     conducting: Threads = field(default_factory=lambda: Threads(CONDUCTING))
     admission: Admission = field(default_factory=Admission)
 
 
 class ConductorHandler(Handler):
-    """Serve the models `conductor`, of one round, and `conductor-recursive`, and the page."""
+    """Answer questions with workflows, of one round or several, and serve the page."""
 
     models = ["conductor", "conductor-recursive"]
     public_paths = ("/",)
-    is_gone = False  # Has a write to the client failed?
+    write_failed = False  # Is the client known to be gone?
 
     def page(self, path: str):
+        """Return what is at a path: also the page, and what it shows of a training run."""
         service = self.server.service
         file = os.path.join(ASSETS, "page.html")
         if path == "/" and os.path.exists(file):
@@ -1365,7 +1375,7 @@ class ConductorHandler(Handler):
         return super().page(path) if content is None else content
 
     def complete(self, body: dict):
-        """Answer the last user message of a chat, and log one line about it."""
+        """Answer the last user message of a chat, and log one line about the request."""
         started = time.monotonic()
         last = None
         outcome = "failed"
@@ -1387,12 +1397,12 @@ class ConductorHandler(Handler):
             self.log(body["model"], outcome, last, time.monotonic() - started)
 
     def question(self, messages: list[dict]) -> Rollout:
-        """Make a rollout of a chat: the last user message is the question, the rest its context."""
+        """Return a rollout: the last user message is its question, the others are its context."""
         service = self.server.service
-        places = [i for i, message in enumerate(messages) if message["role"] == "user"]
-        if not places:
+        users = [i for i, message in enumerate(messages) if message["role"] == "user"]
+        if not users:
             raise Refusal(400, "messages: there is no user message to answer")
-        last = places[-1]
+        last = users[-1]
         return Rollout(
             messages[last]["content"],
             service.pool,
@@ -1402,9 +1412,9 @@ class ConductorHandler(Handler):
         )
 
     def conduct_and_stream(self, asked: Rollout) -> Rollout:
-        """Conduct a question in another thread, and stream what happens. Return its last round."""
+        """Conduct a question in another thread, stream its steps, and return the last round."""
         service = self.server.service
-        events = queue.SimpleQueue()  # workflow events; at the end the last round or an exception
+        events = queue.SimpleQueue()  # steps that start or end; last, the final round or an error
 
         def call(rollout, i):
             if self.hung_up():
@@ -1415,8 +1425,8 @@ class ConductorHandler(Handler):
             return reply
 
         def conduct_question():
-            if self.hung_up():  # while it waited for its turn
-                raise ConnectionAbortedError
+            if self.hung_up():
+                raise ConnectionAbortedError("the client left the line")
             started = time.monotonic()
             extra_rounds = service.extra_rounds if self.card["model"] == self.models[1] else 0
             [last] = conduct(service.write, [asked], extra_rounds, service.prompting, call=call)
@@ -1437,7 +1447,7 @@ class ConductorHandler(Handler):
                 self.stream(event)
 
     def stream(self, event: dict | None):
-        """Show a client what happens as its model's reasoning; None: nothing has for a while."""
+        """Send an event as reasoning, which front ends show. None: say that nothing happened."""
         if self.hung_up():
             return
         try:
@@ -1446,25 +1456,25 @@ class ConductorHandler(Handler):
             else:
                 self.send_event({"reasoning_content": in_words(event)}, workflow_event=event)
         except (ConnectionError, TimeoutError):
-            self.is_gone = True
+            self.write_failed = True
 
     def hung_up(self) -> bool:
-        return self.is_gone or super().hung_up()
+        """Return whether the client is gone."""
+        return self.write_failed or super().hung_up()
 
     def answer_with(self, last: Rollout) -> str:
-        """Answer with the last round that has an answer. Return what the log says of it."""
+        """Send the answer, from the last round that has one. Return what the log says about it."""
         if self.hung_up():
             return "the client hung up"
-        while last.error and last.previous:  # The answer of the round before is paid.
+        while last.error and last.previous:  # Its answer is there, and paid for.
             last = last.previous
         if last.error or last.invalid:
             sentence = last.error or f"the Conductor wrote no workflow: {last.invalid}"
-            found = [status for text, status in STATUS_OF_ERROR.items() if text in sentence]
-            status = found[0] if found else 502
+            status, code = next(ERRORS[part] for part in ERRORS if part in sentence)
             if status == 502 and self.body.get("stream"):
-                # Some proxies replace the body of a 502; in a stream the sentence passes.
+                # Some proxies replace the body of a 502. In a stream the sentence gets through.
                 self.send_comment("the workflow failed")
-            raise Refusal(status, sentence, **{"x-should-retry": "false"})
+            raise Refusal(status, sentence, code, **{"x-should-retry": "false"})
 
         prompt_tokens = sum(reply.prompt_tokens for reply in last.all_replies)
         usage = {
@@ -1482,7 +1492,7 @@ class ConductorHandler(Handler):
         return "answered"
 
     def log(self, model: str, outcome: str, last: Rollout | None, seconds: float):
-        """Print one line about a request: model, outcome, steps, seconds, dollars, what is left."""
+        """Print one line: the model, the outcome, steps, seconds, dollars, and what is left."""
         parts = [f"{model}: {outcome}"]
         if last:
             cost = "cost unknown" if last.cost is None else f"${last.cost:.4f}"
@@ -1490,12 +1500,13 @@ class ConductorHandler(Handler):
         budget = getattr(self.server.service.pool[0], "budget", None)
         if budget:
             parts.append(f"${budget.left:.4f} left")
-        line = printable(", ".join(parts)) + "\n"  # in one piece: other threads print, too
-        print(line, end="", file=sys.stderr, flush=True)
+        # `print` would write the newline apart, and lines of other threads between.
+        sys.stderr.write(printable(", ".join(parts)) + "\n")
+        sys.stderr.flush()
 
 
 def start_event(rollout: Rollout, i: int) -> dict:
-    """Describe step i of a rollout, which starts."""
+    """Return the event that step i of a rollout starts."""
     step = rollout.workflow.steps[i]
     return {
         "round": len(rollout.rounds()) - 1,
@@ -1507,7 +1518,7 @@ def start_event(rollout: Rollout, i: int) -> dict:
 
 
 def reply_event(rollout: Rollout, i: int, reply: Reply) -> dict:
-    """Describe the reply to step i of a rollout."""
+    """Return the event that step i of a rollout is answered."""
     return {
         "round": len(rollout.rounds()) - 1,
         "step": i,
@@ -1518,7 +1529,7 @@ def reply_event(rollout: Rollout, i: int, reply: Reply) -> dict:
 
 
 def in_words(event: dict) -> str:
-    """Describe an event for a chat front end, where the events of parallel steps may mix."""
+    """Return an event as text. It names its step, because parallel steps take turns in a stream."""
     step = f"Step {event['step']}" + (f" of round {event['round']}" if event["round"] else "")
     if "reply" in event:
         return f"{step}, answered in {event['seconds']:.1f} s:\n{event['reply']}\n\n"
@@ -1526,8 +1537,10 @@ def in_words(event: dict) -> str:
 
 
 def run_page(run: str, path: str) -> dict | list | None:
-    """Return what the page shows of a training run: its settings, its metrics, or the rollouts of
-    one iteration. Nothing else in the folder, or outside of it, can be asked for."""
+    """Return a training run's settings, its metrics, or the rollouts of an iteration, by the path.
+
+    None for any other path: no other file can be read.
+    """
     traces = re.fullmatch(r"/run/traces/(\d{1,9})", path)
     names = {"/run/settings": "settings.json", "/run/metrics": "metrics.jsonl"}
     if not traces and path not in names:
@@ -1538,32 +1551,33 @@ def run_page(run: str, path: str) -> dict | list | None:
             text = file.read()
     except FileNotFoundError:
         raise Refusal(404, f"this run has no {name} yet") from None
-    read = functools.partial(json.loads, parse_constant=lambda name: None)  # Browsers know no NaN.
+    read = functools.partial(json.loads, parse_constant=lambda name: None)  # browsers know no NaN
     if name == "settings.json":
         return read(text)
-    whole_lines = text.split("\n")[:-1]  # The run may be writing another one.
-    return [read(line) for line in whole_lines]
+    complete_lines = text.split("\n")[:-1]  # The run may be writing the next one.
+    return [read(line) for line in complete_lines]
 
 
 def share_batches(write):
-    """Return a writer for many threads, which writes what they ask at the same time as one batch.
+    """Return a writer that many threads can call, and that samples their prompts in batches.
 
-    One thread calls `write`, each time with all rollouts that wait by then.
+    A single thread calls `write`, each time with all rollouts that are waiting. What is written
+    does not depend on the batch: see model_writer.
     """
-    waiting = queue.SimpleQueue()  # (rollout, the queue on which it is awaited)
+    waiting = queue.SimpleQueue()  # (rollout, the queue from which its caller takes it)
 
     def write_batches():
         while True:
             batch = [waiting.get()]
             while not waiting.empty():
                 batch.append(waiting.get())
-            written = {id(rollout): queue_of_caller for rollout, queue_of_caller in batch}
+            callers = {id(rollout): caller for rollout, caller in batch}
             try:
                 for rollout in write([rollout for rollout, _ in batch]):
-                    written.pop(id(rollout)).put(rollout)
+                    callers.pop(id(rollout)).put(rollout)
             except Exception as error:
-                for queue_of_caller in written.values():
-                    queue_of_caller.put(error)
+                for caller in callers.values():
+                    caller.put(error)
 
     def write_shared(rollouts):
         written = queue.SimpleQueue()
@@ -1591,39 +1605,47 @@ def conductor_server(
     api_key: str = "",
     run: str = "",
 ) -> Server:
-    """Return an OpenAI-compatible server that is bound, but not started.
+    """Return an OpenAI-compatible server that is bound to its port, but not started.
 
     Args:
-        write: A writer. Many threads call it at the same time.
-        workers: The numbers of the workers that may be used; None: the whole pool.
-        extra_rounds: How many rounds the model conductor-recursive has after the first.
-        silence: Seconds after which a stream says that its workers are busy.
-        host: 127.0.0.1 for programs on this machine. Any other address needs an api_key.
-        api_key: What clients have to send as Bearer; "": nothing.
-        run: The folder of a training run that the page shows.
+        write: A writer. Up to CONDUCTING threads call it at the same time.
+        workers: The numbers of the workers that may be used; None for the whole pool.
+        prompting: How the Conductor is asked.
+        extra_rounds: How many rounds the model conductor-recursive may have after the first.
+        port: 0 for any free one.
+        silence: Seconds without an event after which a stream says that the workers are busy.
+        host: Only this machine reaches 127.0.0.1. An address that others reach needs an api_key.
+        api_key: The key that clients send as Bearer; "" if they need none.
+        run: The folder of a training run for the page to show; "" for none.
     """
     server = loopback_server(port, ConductorHandler, host, api_key)
     server.service = Service(write, pool, workers, prompting, extra_rounds, silence, run)
-    # Requests could otherwise take all threads that the system allows before these have any.
+    # Start one thread of each kind before requests take all threads that the system allows.
     for threads in (server.service.conducting, THREADS):
         threads.run(bool, (), lambda result: None)
     return server
 
 
 def serve(settings: "Settings", write, pool: list, workers: list[int] | None, prompting: Prompting):
-    """Serve until somebody presses Ctrl-C."""
+    """Serve a Conductor until Ctrl-C is pressed."""
     if settings.run and not os.path.exists(os.path.join(settings.run, "settings.json")):
         raise ValueError(f"--run={settings.run}: no training run wrote its settings.json there")
     key = os.environ.get("CONDUCTOR_API_KEY", "").strip()
-    extra_rounds = settings.extra_rounds or 1
-    address = {"port": settings.port, "host": settings.host}
     server = conductor_server(
-        write, pool, workers, prompting, extra_rounds, **address, api_key=key, run=settings.run
+        write,
+        pool,
+        workers,
+        prompting,
+        settings.extra_rounds or 1,
+        settings.port,
+        host=settings.host,
+        api_key=key,
+        run=settings.run,
     )
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     url = f"http://{host}:{server.server_address[1]}"
-    print(f"{url}/v1 has the models {' and '.join(ConductorHandler.models)};", end=" ")
-    print(f"{url}/ shows workflows; Ctrl-C ends it", flush=True)
+    models = " and ".join(ConductorHandler.models)
+    print(f"{url}/ shows workflows, {url}/v1 has the models {models}; Ctrl-C ends it", flush=True)
     server.serve_forever()
 
 
@@ -1651,8 +1673,11 @@ class Settings:
     )
     temperature: float = flag(0.2, "of the Conductor's sampling; 0: always the likeliest token")
     port: int = flag(8400, "with serve: the port; 0: any free one")
-    host: str = flag("127.0.0.1", "with serve: the address; one that others reach needs a key")
-    run: str = flag("", "with serve: a folder that train.py writes to, which the page shows")
+    host: str = flag(
+        "127.0.0.1",
+        "with serve: the address; one that other machines reach needs $CONDUCTOR_API_KEY",
+    )
+    run: str = flag("", "with serve: the folder of a training run for the page to show")
     examples: bool = flag(False, "with show: write few-shot examples for train.py --examples=FILE")
 
 

@@ -222,6 +222,7 @@ def test_a_spent_budget_is_a_402(capfd):
         response = post(url)
     assert response.status_code == 402 and "budget of $1" in response.json()["error"]["message"]
     assert response.headers["x-should-retry"] == "false"
+    assert response.json()["error"]["code"] == "insufficient_quota"
     assert capfd.readouterr().err.count("conductor: 402, step 0: the budget of $1 is spent") == 1
 
 
@@ -447,22 +448,18 @@ def test_what_is_written_does_not_depend_on_who_waits_beside():
 
 
 def test_turns_of_a_chat_as_open_webui_sends_them_are_each_answered_right():
-    """With a system message, earlier turns, and parameters of which most ask for nothing here."""
+    """By the shipped Conductor, with a system message, earlier turns, and tools to ignore."""
     pool = load_pool("local")
-    workflows = {
-        "What is 6 * 7?": ("42", [Step(0, "Calculate it.", [])]),
-        "Find dos * tres.": ("6", [Step(1, "Translate it.", []), Step(0, "Calculate it.", [0])]),
-        "Give me element number 8.": ("oxygen", [Step(2, "Look it up.", [])]),
+    model, tokenizer, prompting = workflow.load_conductor(os.path.join(ASSETS, "laptop"))
+    write = workflow.share_batches(workflow.model_writer(model, tokenizer, prompting, 0.2))
+    answers = {
+        "What is 6 * 7?": "42",
+        "Find dos * tres.": "6",
+        "Give me element number 8 shouted.": "OXYGEN",
     }
-
-    def write(rollouts):
-        for rollout in rollouts:
-            rollout.written = as_lists(Workflow(workflows[rollout.question][1]))
-            yield rollout
-
     chat = [{"role": "system", "content": "You are helpful. What is 1 + 1? Answer in one word."}]
     with served(pool, write=write) as url:
-        for question, (answer, _) in workflows.items():
+        for question, answer in answers.items():
             chat.append({"role": "user", "content": question})
             asked = {
                 "stream": True,
@@ -476,17 +473,6 @@ def test_turns_of_a_chat_as_open_webui_sends_them_are_each_answered_right():
             chat.append({"role": "assistant", "content": answer})
 
 
-def test_the_shipped_conductor_reads_the_question_and_not_the_turns_before():
-    model, tokenizer, prompting = workflow.load_conductor(os.path.join(ASSETS, "laptop"))
-    write = workflow.model_writer(model, tokenizer, prompting, temperature=0.0)
-    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
-    pool = load_pool("local")
-    alone, in_a_chat = write(
-        [Rollout("What is 6 * 7?", pool), Rollout("What is 6 * 7?", pool, context=turns)]
-    )
-    assert alone.written == in_a_chat.written
-
-
 def test_a_prompt_that_the_conductor_cannot_read_is_a_400():
     model, tokenizer, prompting = workflow.load_conductor(os.path.join(ASSETS, "laptop"))
     write = workflow.share_batches(workflow.model_writer(model, tokenizer, prompting))
@@ -494,6 +480,7 @@ def test_a_prompt_that_the_conductor_cannot_read_is_a_400():
         for length in (3_000, 300_000, 3_900_000, 40_000_000):
             response = post(url, messages=[{"role": "user", "content": "x " * (length // 2)}])
             assert response.status_code == 400
+            assert response.json()["error"]["code"] == "context_length_exceeded"
             assert re.search("tokens|characters", response.json()["error"]["message"])
 
 
