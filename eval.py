@@ -1,13 +1,12 @@
 """Compare a Conductor with its workers and with other systems (§4).
 
-    python eval.py [--systems=conductor,workers,moa] [--benchmarks=math500,gpqa,mine.jsonl]
-    [--pool=NAME] python eval.py --systems=assets/rivals.py:masrouter  # a system of a file, which
-    may be your own python eval.py prepare [--pool=NAME --budget=50]     # write the training
-    problems of the paper's run
+    python eval.py [--systems=conductor,workers,moa] [--benchmarks=gpqa,mine.jsonl] [--pool=NAME]
+    python eval.py --systems=assets/rivals.py:masrouter   # a system from a file, such as your own
+    python eval.py prepare [--pool=NAME --budget=50]      # write the paper's training problems
 
-The first three sections are to be read: problems, systems, measurements. The next three are to be
-looked up: graders, benchmarks, and how code is run. A grader is a row of GRADERS, a benchmark of
-SOURCES, a system of SYSTEMS. Read train.py next.
+Read the first three sections: problems, systems, measurements. Look up the next three: graders,
+benchmarks, running code. A system is a row of SYSTEMS, a grader of GRADERS, a benchmark of SOURCES.
+Read train.py next.
 """
 
 import base64
@@ -134,8 +133,7 @@ def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
     elif source_of(name, split):
         problems = benchmark(name, split, limit)
     else:
-        benchmarks = [key.split("/")[0] for key in SOURCES]
-        known = ", ".join(dict.fromkeys(["laptop", *MIXES, *benchmarks]))
+        known = ", ".join(["laptop", *MIXES, *BENCHMARKS])
         raise ValueError(f"no problems {name!r} ({split}): there are {known}, files *.jsonl")
     return problems[:limit]
 
@@ -2185,6 +2183,7 @@ SOURCES = {
         gpqa_problem),
 }
 # fmt: on
+BENCHMARKS = [*dict.fromkeys(key.split("/")[0] for key in SOURCES)]
 
 
 # The training problems of the paper's run
@@ -2688,48 +2687,48 @@ def run_unittests(code):
 class Settings:
     systems: str = flag(
         "conductor,workers,random",
-        "rows of SYSTEMS or FILE.py:NAME, separated by commas; NAME is an eval.System",
+        f"separated by commas, any of {', '.join(SYSTEMS)}, or FILE.py:NAME, where NAME is an "
+        "eval.System",
     )
-    worker: str = flag(
-        "", "the worker that plays in systems of one worker; by default each in turn"
-    )
+    worker: str = flag("", "the worker for systems of one worker; by default each in turn")
     benchmarks: str = flag(
-        "laptop", "laptop, benchmarks of SOURCES or FILE.jsonl, separated by commas"
+        "laptop",
+        f"separated by commas, any of laptop, {', '.join([*MIXES, *BENCHMARKS])}, or FILE.jsonl "
+        "with your own problems",
     )
-    checkpoint: str = flag(os.path.join(ASSETS, "laptop"), "the folder of the Conductor")
+    checkpoint: str = flag(os.path.join(ASSETS, "laptop"), "the Conductor's folder")
     pool: str = flag(
         "",
-        "the workers (see workers.py); by default those of the Conductor's training, if they are "
-        "local. `prepare` asks nobody without it",
+        "the workers: a name or a file, see workers.py. By default a comparison takes the local pool "
+        "of the Conductor's training, and `prepare` asks nobody",
     )
-    limit: int = flag(225, "the largest number of problems of a benchmark")
-    repeats: int = flag(1, "how often each problem is asked")
-    extra_rounds: int = flag(0, "further rounds in which a Conductor may revise (§3.2)")
+    limit: int = flag(225, "the largest number of problems of each benchmark")
+    repeats: int = flag(1, "how many times each problem is asked")
+    extra_rounds: int = flag(0, "rounds in which a Conductor may revise its answer (§3.2)")
     only: str = flag(
         "", "the workers that a Conductor may use, separated by commas; by default all"
     )
     prompt_style: str = flag(
-        "",
-        "few-shot examples: ood, in, mixed, zero-shot; by default as in the Conductor's training",
+        "", "few-shot examples: ood, in, mixed or zero-shot; by default those of the training"
     )
     lessons: str = flag(
-        "",
-        "the benchmark from whose train problems systems learn; by default the one that tests them",
+        "", "a benchmark with train problems for systems that learn; by default the tested one"
     )
-    grader: str = flag("", "FILE.py:NAME that judges own problems which name no grader")
+    grader: str = flag(
+        "", "FILE.py:NAME, a function (problem, response) -> bool for problems without a grader"
+    )
     sandbox: str = flag(
-        "bwrap", "how code runs: bwrap, or none in a container that can be thrown away"
+        "bwrap", "how programs run: bwrap, or none, which is for disposable containers only"
     )
-    seed: int = flag(1, "the seed of what a learning system draws")
-    budget: float = flag(0.0, "dollars that the workers may cost; 0: no limit, for free workers")
+    seed: int = flag(1, "the seed of systems that learn")
+    budget: float = flag(0.0, "dollars that all calls may cost; 0 is for workers that are free")
     replay: str = flag(
         "",
-        "a file of replies, which are not paid again; by default data/replies if there is a budget",
+        f"a file that keeps replies, so that no call is paid twice; by default {DATA}/replies for "
+        "`prepare` and with a budget",
     )
     out: str = flag(
-        "",
-        "NAME or NAME.json: NAME.json gets the numbers, and NAME.jsonl the rollouts, for "
-        "`workflow.py show`",
+        "", "NAME or NAME.json; numbers go to NAME.json, rollouts to NAME.jsonl (workflow.py show)"
     )
 
 
