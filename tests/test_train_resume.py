@@ -5,6 +5,7 @@ import fcntl
 import functools
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,8 @@ from eval import load
 from model import Qwen, write_json
 from train import Settings, read_command, read_rollouts
 from train_runs import (
+    ENV,
+    ROOT,
     Workers,
     end_of,
     kill_when,
@@ -115,6 +118,21 @@ def test_a_run_goes_on_on_another_number_of_ranks(first, tmp_path):
         assert len(os.listdir(f"{out}/checkpoint/state")) == second
     for name, tensor in ends[0].items():
         torch.testing.assert_close(tensor, ends[1][name], rtol=1e-3, atol=1e-4)
+
+
+def test_a_run_with_lora_goes_on_as_if_nothing_had_happened(tmp_path):
+    """Its state holds LoRA's matrices only; the frozen weights are those of --init_from."""
+    conductor = f"{trained()[0]}/checkpoint"
+    flags = ("--preset=laptop", f"--init_from={conductor}", "--lora_rank=4", "--iterations=2")
+    flags += ("--n_questions=4", "--n_rollouts=8", "--save_every=1", "--n_test=0")
+    whole, killed = f"{tmp_path}/whole", f"{tmp_path}/killed"
+    train(*flags, f"--out={whole}")
+    run = launch(*flags, f"--out={killed}")
+    kill_when(lambda: os.path.exists(f"{killed}/traces/00001.jsonl"), run)
+    train(*flags, f"--out={killed}", "--resume")
+    assert weights(killed) == weights(whole) != weights(trained()[0])
+    [state] = Path(whole).glob("checkpoint/state/*")
+    assert state.stat().st_size < os.path.getsize(f"{conductor}/model.safetensors") / 3
 
 
 def test_two_ranks_roll_out_and_learn_what_one_does(tmp_path):
@@ -347,3 +365,38 @@ def test_a_full_disk_is_a_sentence(tmp_path):
     os.symlink("/dev/full", f"{file}.tmp")
     with one_rank(), pytest.raises(SystemExit, match="No space left"):
         module.on_rank0(lambda: module.replace_file(file, ["a line"]))
+
+
+# ---- Several machines ----------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_not_shared_is_known_before_the_warm_start(tmp_path):
+    """Two machines, each with a folder of its own under the same name."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    machines = []
+    for rank in range(2):
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        command = [sys.executable, *("-m", "torch.distributed.run"), "--nnodes=2"]
+        command += [f"--node_rank={rank}", f"--master_port={port}", "--master_addr=127.0.0.1"]
+        command += ["--nproc_per_node=1", f"{ROOT}/train.py", "--preset=laptop", "--out=run"]
+        pipes = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        machine = subprocess.Popen(command, cwd=folder, env=ENV, start_new_session=True, **pipes)
+        machines.append(machine)
+    (status, said, err), _ = [end_of(machine) for machine in machines]
+    assert status == 1 and "is not the folder of rank 0" in err and "warm start" not in said
+
+
+def test_each_machine_asks_its_own_specialists(monkeypatch):
+    other = [("0", "http://127.0.0.1:1/v1")]
+    monkeypatch.setattr(module, "read_pool", lambda spec: [{"base_url": "http://127.0.0.1:2/v1"}])
+    monkeypatch.setattr(module, "on_all_ranks", lambda job: job())
+    monkeypatch.setattr(module, "all_gather", lambda mine: other + mine + [("1", url)] * (not mine))
+    url = "http://127.0.0.1:3/v1"
+    monkeypatch.setenv("GROUP_RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert module.start_specialists(Settings()) == "http://127.0.0.1:2/v1"
+    monkeypatch.setenv("LOCAL_RANK", "1")  # Its first rank has started them.
+    assert module.start_specialists(Settings()) == url
