@@ -76,6 +76,7 @@ from model import (
     read_json,
     write_json,
 )
+from sample import generate
 from workers import (
     LOCAL,
     Reply,
@@ -304,7 +305,8 @@ class Call(NamedTuple):
     is_answered: bool
 
 
-GO_ON = "--resume goes on, and asks only for what is missing; --budget=DOLLARS gives it more money."
+GO_ON = "--resume goes on, and asks only for what is missing."
+MORE_MONEY = f"{GO_ON} It needs another --budget=DOLLARS."
 
 
 # ---- The run ------------------------------------------------------------------------------------
@@ -432,7 +434,7 @@ def stop(run: Run, settings: Settings, iteration: int, loss: str):
         save(run, settings, iteration)
     leave(
         f"stopped in iteration {iteration + 1}, which is not learned, with a checkpoint: {loss}. "
-        f"{GO_ON}"
+        f"{MORE_MONEY if budget_is_spent(run) else GO_ON}"
     )
 
 
@@ -880,7 +882,7 @@ def set_up(settings: Settings, device: str) -> Run:
     evaluation.use_sandbox(settings.sandbox)
     config, entries, missing = on_rank0(lambda: preflight(settings, start, device))
     if settings.dry_run and config:
-        try_largest_step(settings, config, device)
+        try_run(settings, config, device, [] if missing else entries)
     if settings.dry_run or missing:
         leave(missing)
 
@@ -1062,7 +1064,7 @@ def complete_metrics(run: Run, settings: Settings):
         return
     metrics["held_out"] = measure_held_out(run, settings, metrics["iteration"])
     if budget_is_spent(run):
-        leave(f"the budget is spent. {GO_ON}")
+        leave(f"the budget is spent. {MORE_MONEY}")
     lines[-1] = json.dumps(metrics)
     on_rank0(lambda: replace_file(file, lines))
 
@@ -1320,7 +1322,7 @@ def check_room(settings: Settings, config: Config, device: str):
     n_trained = count_lora(config, settings.lora_rank) if settings.lora_rank else n
 
     # Rank 0 writes a whole copy of the weights; each rank writes its state file by file.
-    host = dtype.itemsize * n + 2 * STATE_FILE * here
+    host = dtype.itemsize * n + here * 2 * min(STATE_FILE, 12 * n_trained / world)
     if settings.offload:
         host += here * 16 * n / world
     if device == "cpu":
@@ -1377,8 +1379,8 @@ def largest_step(model: Qwen, optimizer, reference: Qwen | None, settings: Setti
             tensor.zero_()
 
 
-def try_largest_step(settings: Settings, config: Config, device: str):
-    """Do the largest update with random weights, and print its seconds and its memory."""
+def try_run(settings: Settings, config: Config, device: str, entries: list[dict]):
+    """Do the largest update with random weights, and print how long the run takes."""
     if device == "cpu" and count_parameters(config) > 1e8:
         return print0("the largest step was not tried: it takes a GPU")
     with torch.device("meta"):
@@ -1389,11 +1391,60 @@ def try_largest_step(settings: Settings, config: Config, device: str):
     model.to_empty(device="cpu" if settings.offload else device)
     for p in model.parameters():
         p.detach().to_local().normal_(std=0.02)
+
     started = time.perf_counter()
-    largest_step(model, adam(model, 0.99), whole_copy(model) if settings.beta else None, settings)
+    optimizer = adam(model, settings.beta2)
+    reference = whole_copy(model) if settings.beta else None
+    largest_step(model, optimizer, reference, settings)
     seconds = time.perf_counter() - started
     memory = f" and {torch.cuda.max_memory_allocated() / GIB:.1f} GiB of GPU memory"
     print0(f"the largest step took {seconds:.1f} s{memory if device == 'cuda' else ''}")
+
+    if not entries or probable_cost(entries, 1) != 0.0:
+        return print0("how long the run takes depends on its workers: the first iteration tells")
+    print_duration(model, optimizer, reference, settings, entries)
+
+
+def print_duration(
+    model: Qwen, optimizer, reference: Qwen | None, settings: Settings, entries: list[dict]
+):
+    """Time a part of an iteration whose workers are free, and print what the whole run takes."""
+    n_rollouts = settings.n_rollouts // dist.get_world_size()  # of a question, on this rank
+    n_prompt = 50 if settings.prompt_style == "short" else PROMPT  # tokens
+    n_written = settings.max_new_tokens // 2  # tokens of a completion, as the estimate assumes
+    n_new = min(32, settings.max_new_tokens)
+    prompts = [[i] * n_prompt for i in range(settings.n_questions)]
+    started = time.perf_counter()
+    generate(whole_copy(model), prompts, n_rollouts, n_new)
+    sampling = (time.perf_counter() - started) * n_written / n_new
+
+    rollout = Rollout("", prompt_ids=[0] * n_prompt, tokens=[0] * n_new, logprobs=[0.0] * n_new)
+    rollout.advantage = 1.0
+    rollouts = [rollout] * max(1, min(settings.token_budget, 4096) // n_new)
+    started = time.perf_counter()
+    update(model, optimizer, rollouts, beta=settings.beta, reference=reference)
+    learning = time.perf_counter() - started
+    n_tokens = settings.n_questions * n_rollouts * n_written
+    learning *= n_tokens / (len(rollouts) * n_new)
+
+    n_calls = 3 * settings.n_questions * settings.n_rollouts
+    calling = on_rank0(lambda: seconds_per_call(settings, entries)) * n_calls
+    total = settings.iterations * (sampling + learning + calling)
+    print0(
+        f"the run takes about {as_duration(total)}, with completions of {n_written} tokens: "
+        f"{settings.iterations} iterations of {sampling:.1f} s to sample, {calling:.1f} s to call "
+        f"workers and {learning:.1f} s to learn; a warm start and held-out problems come on top"
+    )
+
+
+def seconds_per_call(settings: Settings, entries: list[dict]) -> float:
+    """Return the seconds that a call of a worker takes while others are under way."""
+    pool = load_pool(settings.pool, entries[0].get("base_url"))
+    ping_workers(pool)
+    started = time.perf_counter()
+    for _ in range(5):
+        ping_workers(pool)
+    return (time.perf_counter() - started) / (5 * len(pool))
 
 
 # ---- Ranks, and the model on all of them (FSDP) -------------------------------------------------
