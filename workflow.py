@@ -726,15 +726,9 @@ def carry_out(rollout: Rollout, prompting: Prompting, judge, edit, call):
     """
     # Parse.
     if not rollout.workflow and not rollout.error:
-        workers = rollout.workers or len(rollout.pool)
-        keeping_is_allowed = rollout.previous is not None
-        try:
-            rollout.workflow = parse(
-                rollout.written, workers, prompting.max_steps, keeping_is_allowed
-            )
-        except WorkflowError as e:
-            rollout.invalid = str(e)
-            rollout.right = False if judge else None
+        parse_written(rollout, prompting)
+    if rollout.invalid and judge:
+        rollout.right = False
     if rollout.error or not rollout.workflow:
         return
     if edit:
@@ -773,6 +767,16 @@ def carry_out(rollout: Rollout, prompting: Prompting, judge, edit, call):
         else:
             rollout.failure = verdict
             rollout.right = not verdict
+
+
+def parse_written(rollout: Rollout, prompting: Prompting):
+    """Set the workflow of a rollout, or the reason why what was written is none."""
+    workers = rollout.workers or len(rollout.pool)
+    may_keep_answer = rollout.previous is not None
+    try:
+        rollout.workflow = parse(rollout.written, workers, prompting.max_steps, may_keep_answer)
+    except WorkflowError as e:
+        rollout.invalid = str(e)
 
 
 def failed_call(error: Exception) -> WorkerError:
@@ -1682,7 +1686,7 @@ class Settings:
 
 
 COMMANDS = {"show": "show FILE", "serve": "serve"}
-QUOTES = 'a question goes in quotes: python workflow.py "What is 6 * 7?"'
+QUOTES = 'a question goes in quotes: python workflow.py "a question"'
 
 
 def show_words(words: list[str], examples: bool) -> str:
@@ -1727,7 +1731,7 @@ def main(argv: list[str]):
     is_server = words == ["serve"]
     question = "" if is_server else question_of(words)
 
-    # The workers, and who conducts them.
+    # Get the workers, and the writer of the one who conducts them.
     if settings.conductor:
         spec = settings.pool or "local"
     else:
@@ -1748,20 +1752,26 @@ def main(argv: list[str]):
         if not settings.conductor:
             write = share_batches(write)
         serve(settings, write, pool, workers, prompting)
-        return
+    else:
+        asked = Rollout(question, pool, workers)
+        rollout = answer_and_print(asked, write, prompting, settings.extra_rounds)
+        sys.exit("the workflow failed" if rollout.error or rollout.invalid else 0)
+
+
+def answer_and_print(asked: Rollout, write, prompting: Prompting, extra_rounds: int) -> Rollout:
+    """Answer a question, and print its workflow and what everything cost."""
 
     def call(rollout, i):
         print(f"step {i}: {rollout.names[i]} is asked …", file=sys.stderr)
         return call_worker(rollout, i)
 
-    asked = Rollout(question, pool, workers)
-    [rollout] = conduct(write, [asked], settings.extra_rounds, prompting, call=call)
+    [rollout] = conduct(write, [asked], extra_rounds, prompting, call=call)
     print(view(rollout), flush=True)
-    if settings.conductor:
-        calls = sum(worker.calls for worker in pool)
-        spent = sum(worker.spent for worker in pool)
+    calls = sum(worker.calls for worker in asked.pool)
+    if calls > rollout.calls:  # A worker conducts, or a workflow was written again.
+        spent = sum(worker.spent for worker in asked.pool)
         print(f"with the Conductor's: {calls} calls, ${spent:.4f}", flush=True)
-    sys.exit("the workflow failed" if rollout.error or rollout.invalid else 0)
+    return rollout
 
 
 if __name__ == "__main__":

@@ -608,7 +608,7 @@ def trace(tmp_path_factory) -> str:
     return str(file)
 
 
-QUOTED = 'python workflow.py "What is 6 * 7?"'
+QUOTED = 'python workflow.py "a question"'
 WRONG = {  # words: what the error says
     (): QUOTED,
     ("",): QUOTED,
