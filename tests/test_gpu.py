@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
+import grpo
+import sample
 from grpo import packed_logprobs
 from model import Config, Qwen, Tokenizer
 from sample import generate
@@ -73,6 +75,58 @@ def test_the_sampler_is_the_policy_of_a_full_forward(wide):
         f"|sampler - full forward|: mean {gaps.mean():.5f}, largest {gaps.max():.5f} of {len(gaps)} tokens"
     )
     assert gaps.mean() < 0.02 and gaps.max() < 0.3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("channels", [32, 64, 80, 128])
+def test_the_kernels_of_a_step_attend_as_the_plain_function_does(channels, dtype):
+    """For few and many rows, and a prompt that is padded; what stands after the own tokens is not read."""
+    for Q, R, H, Hkv, own in ((4, 64, 28, 4, 130), (1, 1, 8, 8, 1), (2, 5, 6, 1, 63)):
+        lengths = torch.tensor([211 - 70 * i for i in range(Q)], device="cuda").clamp(min=1)
+        q = torch.randn(Q * R, H, 1, channels, device="cuda").to(dtype)
+        prompt_kv = torch.randn(2, Q, Hkv, 256, channels, device="cuda").to(dtype)
+        own_kv = torch.randn(2, Q * R + 3, Hkv, 192, channels, device="cuda").to(dtype)
+        own_kv = own_kv[:, : Q * R, :, :160]  # as in a grid that was compacted
+        own_kv[:, :, :, own:] = torch.nan
+        t = torch.tensor([own], device="cuda")
+        y = sample.attend_in_kernels(q, prompt_kv, lengths, own_kv, t)
+
+        place = torch.arange(256 + 160, device="cuda")
+        seen = (place < lengths[:, None]) | ((place >= 256) & (place < 256 + own))
+        mask = torch.where(seen, 0.0, -torch.inf)
+        expected = sample.attend_plainly(q.float(), prompt_kv, own_kv.nan_to_num(), mask)
+        tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(y.float(), expected, rtol=0, atol=tolerance)
+
+
+def test_a_packed_row_attends_in_one_kernel_as_it_does_in_turn():
+    """varlen_attn and the plain form have the same values and gradients, up to bf16's rounding."""
+    prompts = [[1] * 300, [2] * 5]
+    groups = [(prompt, [[3] * n for n in (1, 64, 200, 77)]) for prompt in prompts]
+    *_, attend = grpo.pack(groups, torch.device("cuda"))
+    T = sum(len(prompt) + 342 for prompt in prompts)
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):  # in one kernel; in turn
+        torch.manual_seed(0)
+        qkv = [torch.randn(1, h, T, 64, device="cuda").bfloat16() for h in (6, 2, 2)]
+        qkv = [x.to(dtype).requires_grad_() for x in qkv]
+        y = attend(0, *qkv)
+        direction = torch.randn(y.shape, device="cuda")
+        results.append([y, *torch.autograd.grad((y.float() * direction).sum(), qkv)])
+    for x, exact in zip(*results):
+        assert (x.float() - exact).norm() < 0.01 * exact.norm()
+
+
+def test_a_joined_and_compiled_model_is_the_model(wide, monkeypatch):
+    """bf16, 7B's widths: what fused kernels compute is as near to fp32 as what is not fused."""
+    ids = torch.randint(150_000, (2, 200), device="cuda")
+    compiled = wide(ids).log_softmax(-1)
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    with torch.no_grad():
+        plain = wide(ids).log_softmax(-1)
+        joined = copy.deepcopy(wide).join()(ids).log_softmax(-1)
+    for other in (compiled, joined):
+        assert (other - plain).abs().mean() < 0.02
 
 
 def test_a_packed_row_on_a_gpu_is_that_of_a_cpu():
@@ -137,7 +191,9 @@ def test_seven_billions_widths_are_trained_saved_and_resumed(tmp_path):
 
 
 def test_the_laptop_run_learns_on_a_gpu(tmp_path):
-    lines = train(tmp_path / "out", "--preset=laptop", "--iterations=60", "--n_test=8")
+    lines = train(
+        tmp_path / "out", "--preset=laptop", "--device=cuda", "--iterations=60", "--n_test=8"
+    )
     rewards = [line["reward"] for line in lines]
     assert max(line["gap"] for line in lines) < 1e-3, "fp32: is TF32 switched on?"
     assert sum(rewards[-5:]) > sum(rewards[:5]) + 0.25, rewards
