@@ -143,14 +143,15 @@ def padded(length: int, device) -> int:
 # ---- Attention -----------------------------------------------------------------------------------
 
 
-def attend_shared(grid, layer_idx, q, k, v):
+def attend_shared(grid, place, layer_idx, q, k, v):
     """Store the newest token's key and value of each row, and return its attention (N, H, 1, D).
 
     q is (N, H, 1, D), k and v are (N, Hkv, 1, D), for N = Q*R rows that all have t own tokens.
+    `place` is t - 1 (1), the newest one's place in the cache.
     """
     prompt_kv = grid.prompt_kv[layer_idx]  # (2, Q, Hkv, P, D)
     own_kv = grid.own_kv[layer_idx][..., : grid.T, :]  # (2, N, Hkv, T, D)
-    own_kv.index_copy_(3, grid.t - 1, torch.stack((k, v)).to(own_kv.dtype))
+    own_kv.index_copy_(3, place, torch.stack((k, v)).to(own_kv.dtype))
     if triton and q.is_cuda:
         return attend_in_kernels(q, prompt_kv, grid.prompt_length, own_kv, grid.t)
     return attend_plainly(q, prompt_kv, own_kv, grid.mask[:, : grid.P + grid.T])
@@ -440,9 +441,10 @@ class Grid:
 
         All of it happens in place and without waiting for the device, as a graph requires.
         """
-        self.mask.index_fill_(1, self.P + self.t - 1, 0.0)  # the newest token becomes visible
-        positions = (self.prompt_length + self.t - 1).repeat_interleave(self.R)[:, None]  # (N, 1)
-        attend = partial(attend_shared, self)
+        place = self.t - 1  # of the newest token
+        self.mask.index_fill_(1, self.P + place, 0.0)  # It becomes visible.
+        positions = (self.prompt_length + place).repeat_interleave(self.R)[:, None]  # (N, 1)
+        attend = partial(attend_shared, self, place)
         logits = self.model(self.newest[:, None], positions, attend)  # (N, 1, V)
         self.draw_next(logits[:, 0])
 
