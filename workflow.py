@@ -101,7 +101,7 @@ class Rollout:
     logprobs: list[float] = field(default_factory=list)  # of each token, when it was sampled
     finished: bool = True  # False: cut off at max_new_tokens
     workflow: Workflow | None = None
-    invalid: str = ""  # why `written` is not a workflow
+    invalid: str = ""  # why `written` is not a valid workflow
 
     # What the workers replied
     names: list[str] = field(default_factory=list)  # the name of each step's worker
@@ -113,9 +113,9 @@ class Rollout:
     # The verdict
     right: bool | None = None  # False also if there is no workflow; None: lost or not judged
     failure: str = ""  # what is wrong with the answer, in the grader's words
-    reward: float | None = None  # of §3.1, set by train.py; None: lost
-    advantage: float = 0.0  # of Eq. 2, set by grpo.py
-    wrong_share: float = 1.0  # among the answers to the same question, set by grpo.py
+    reward: float | None = None  # the reward of §3.1, set by train.py; None: lost
+    advantage: float = 0.0  # the advantage of Eq. 2, set by grpo.py
+    wrong_share: float = 1.0  # the share of wrong answers to the same question, set by grpo.py
 
     @property
     def responses(self) -> list[str]:
@@ -1214,7 +1214,7 @@ def read_prompting(path: str) -> tuple[Prompting, str, list[str]]:
     if not os.path.exists(file):
         return Prompting(), "", []
     saved = read_json(file)
-    if "prompt" in saved:  # as earlier editions called it
+    if "prompt" in saved:  # as earlier editions called prompt_style
         saved["prompt_style"] = saved.pop("prompt")
     values = {f.name: saved[f.name] for f in fields(Prompting) if f.name in saved}
     missing = {"prompt_style", "max_steps", "max_new_tokens"} - {*values}
