@@ -1047,9 +1047,6 @@ LONGEST_BODY = 64 << 20  # bytes
 LONGEST_CHAT = 4_000_000  # characters, about a million tokens: more than any worker reads
 CHAT_PATH = "/v1/chat/completions"
 PATHS = f"there are GET /health, GET /v1/models, GET /v1/models/NAME and POST {CHAT_PATH}"
-# The Host headers that programs on this machine send. A web page whose own name was made to mean
-# 127.0.0.1 (DNS rebinding) sends that name.
-OWN_HOSTS = r"(?i)(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?"
 # Parameter: (the values that are served, what every other value asks for)
 PARAMETERS = {
     "n": ([None, 1], "more than one answer"),
@@ -1169,8 +1166,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def check_client(self, path: str):
         """Refuse a client that comes by another machine's name, or without the key."""
+        # The page of a website whose name was made to mean 127.0.0.1 (DNS rebinding) sends that name.
         host = self.headers.get("Host", "")
-        if self.server.is_local and not re.fullmatch(OWN_HOSTS, host):
+        if self.server.is_local and not re.match(LOOPBACK, f"http://{host}"):
             raise Refusal(403, "this server is for programs on its machine: send Host: localhost")
         if self.server.api_key and path not in self.public_paths:
             scheme, _, key = self.headers.get("Authorization", "").partition(" ")

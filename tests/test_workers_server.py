@@ -236,7 +236,9 @@ HOSTS = {
     "127.0.0.1.evil.example": False,
     "localhost.evil.example:80": False,
     "127.0.0.1@evil.example": False,
-    "0.0.0.0": False,
+    "0.0.0.0:8400": True,
+    "localhost.": True,
+    "evil.example/localhost": False,
     "": False,
 }
 
