@@ -117,7 +117,12 @@ class Worker:
 
     def __post_init__(self):
         self.name = self.name or self.model or self.function.rpartition(":")[2]
-        self.run_function = load_function(self.function) if self.protocol == "python" else None
+        self.run_function = None
+        self.code = ""  # identifies what a Python function was loaded from
+        if self.protocol == "python":
+            self.run_function = load_function(self.function)
+            path, _, name = self.function.rpartition(":")
+            self.code = f"{file_hash(path)}:{name}"
         self.slots = threading.Semaphore(self.concurrency)
 
         self.session = requests.Session()
@@ -702,7 +707,7 @@ class Replay:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         self.path = path
         self.share = share
-        self.is_local = is_local
+        self.world = file_hash(__file__) if is_local else ""
         self.file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self.replies = {}  # by key
         self.locks = {}  # by key; a call holds its lock until its reply is there
@@ -726,11 +731,8 @@ class Replay:
 
         A Python function and the laptop world are known by their code, without what it imports.
         """
-        url = file_hash(__file__) if self.is_local else worker.base_url
-        model = worker.model
-        if worker.function:
-            path, _, name = worker.function.rpartition(":")
-            model = f"{file_hash(path)}:{name}"
+        url = self.world or worker.base_url
+        model = worker.model + worker.code
         if self.share and call_id.startswith(self.share):
             call_id = "shared"
         call = [worker.name, worker.protocol, url, model, messages, params, call_id]

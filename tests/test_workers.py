@@ -629,6 +629,12 @@ def test_a_replay_knows_a_function_by_its_code(tmp_path):
     assert replies(first) == replies(first) == "0 old"
     assert replies(first.replace("old", "new")) == "0 new"
     assert replies(first) == "0 old"
+    [loaded] = load_pool(spec, replay=tmp_path / "replay")
+    tool.write_text(
+        first.replace("old", "newer")
+    )  # during a run, which goes on with what it loaded
+    assert loaded.chat(CHAT, call_id="a").text == "0 old"
+    assert loaded.chat(CHAT, call_id="b").text == "1 old"
     moved = tmp_path / "moved"
     moved.mkdir()
     (moved / "pool.json").write_text((tmp_path / "pool.json").read_text())
