@@ -52,7 +52,8 @@ jitter = random.Random()  # for pauses only: an experiment's draws come from its
 
 def once(function):
     """functools.cache for threads: simultaneous first callers get one and the same result."""
-    lock, cached = threading.Lock(), functools.cache(function)
+    lock = threading.Lock()
+    cached = functools.cache(function)
 
     @functools.wraps(function)
     def locked():
@@ -63,7 +64,7 @@ def once(function):
 
 
 class WorkerError(Exception):
-    """A call failed or was not made; that is no wrong answer. The text holds no key."""
+    """A call failed or was not made. It does not count as a wrong answer. The text holds no key."""
 
 
 class KeepAliveAdapter(requests.adapters.HTTPAdapter):
@@ -91,7 +92,7 @@ class Reply:
     completion_tokens: int  # those of the reasoning included; 0 if unknown
     cost: float | None  # dollars; None if unknown
     seconds: float = 0.0  # of the attempt that was answered
-    finish: str = "stop"  # why the text ended, in the provider's word; "length": it was cut off
+    finish: str = "stop"  # why the text ends, in the provider's words; "length": it is cut off
 
 
 @dataclass
@@ -107,9 +108,9 @@ class Worker:
     params: dict = field(default_factory=dict)  # sent unchanged, beside the model and the messages
     headers: dict = field(default_factory=dict, repr=False)  # sent unchanged
     price: list | None = None  # dollars per million tokens, [input, output]; None: unknown
-    concurrency: int = 16  # calls at the same time
+    concurrency: int = 16  # the largest number of calls at the same time
     timeout: int | float = 600  # seconds for one attempt; no attempt starts after three timeouts
-    attempts: int | None = None  # at most; None: as many as `chat` describes
+    attempts: int | None = None  # the largest number for one call; None: as `chat` describes
     # For the protocol python: FILE.py:NAME, a function from messages to a text or a Reply.
     function: str = ""
     replay: object = field(default=None, repr=False)  # a Replay
@@ -118,7 +119,7 @@ class Worker:
     def __post_init__(self):
         self.name = self.name or self.model or self.function.rpartition(":")[2]
         self.run_function = None
-        self.code = ""  # identifies what a Python function was loaded from
+        self.code = ""  # of a Python function: a hash of its file, and its name
         if self.protocol == "python":
             self.run_function = load_function(self.function)
             path, _, name = self.function.rpartition(":")
@@ -131,26 +132,26 @@ class Worker:
         # Without an auth of its own, requests would replace our key by a password from ~/.netrc.
         self.session.auth = lambda request: request
 
-        self.lock = threading.Lock()  # guards the three sums below
-        self.calls = 0  # replayed ones included, as in the other two
+        self.lock = threading.Lock()  # guards these three sums, in which replayed calls count
+        self.calls = 0
         self.spent = 0.0  # dollars
         self.unpriced = 0  # calls of unknown cost
 
     def chat(self, messages: list[dict], call_id: str = "", **overrides) -> Reply:
         """Return the worker's next turn of a chat.
 
-        A busy provider (429, 503, 529) is called again, when it asks to be, for three timeouts.
-        After another 5xx, a 408, a 409 or a lost connection there are six attempts.
+        A busy provider (status 429, 503 or 529) is called again until three timeouts have passed.
+        After another 5xx, a 408, a 409 or a lost connection, there are at most six attempts.
 
         Args:
             messages: [{"role": "system", "user" or "assistant", "content": text}, ...].
-            call_id: the call's name within a run, under which `replay` keeps the reply. A reply
-                that is found there counts in `spent`, but not in the budget. "": never replayed.
+            call_id: the call's name within a run, by which `replay` finds its reply again. Such a
+                reply counts in `spent`, but not in the budget. "": the call is never replayed.
             overrides: parameters that take precedence over `params`.
 
         Raises:
-            WorkerError: the attempts above have failed; at once after a timeout, after any other
-                4xx, and where the account is exhausted, the host unknown or the budget spent.
+            WorkerError: all attempts failed; there is only one after a timeout, any other 4xx, an
+                unknown host or an exhausted account, and none if the budget is spent.
         """
         params = {**self.params, **overrides}
         if self.replay and call_id:
@@ -172,7 +173,8 @@ class Worker:
     def send(self, messages: list[dict], params: dict) -> Reply:
         """Send the request, and send it again as long as `chat` promises.
 
-        The retries of `requests` would not do: each attempt has to reserve what it may cost.
+        The retries that `requests` offers are of no use here, because each attempt first has to
+        reserve the money that it may cost.
         """
         api_key = os.environ.get(self.api_key_env or "", "").strip()
         turns = [m if m["content"].strip() else {**m, "content": "(empty)"} for m in messages]
@@ -254,12 +256,12 @@ class Failure(Exception):
     """An attempt without a reply."""
 
     text: str
-    wait: float | None = None  # at least so many seconds to the next attempt; None: no other helps
-    busy: bool = False  # Is the provider only busy? Then it may be called more than six times.
-    cost: float | None = None  # 0.0: certainly not billed; None: it may have cost money
+    wait: float | None = None  # seconds until another attempt may help; None: none would help
+    busy: bool = False  # The provider is only busy, so there may be more than six attempts.
+    cost: float | None = None  # dollars; 0.0 if it is certainly not billed, None if it may be
 
 
-# What OpenAI, Anthropic, Google and OpenRouter say of an account that waiting does not fill.
+# What OpenAI, Anthropic, Google and OpenRouter write if an account has no money or quota left.
 EXHAUSTED = (
     "insufficient_quota|billing_not_active|credit balance is too low|credits are depleted"
     "|PerDay|per-day|API usage limits|(spend|usage)_limit_|monthly spending cap"
@@ -294,37 +296,39 @@ def read_response(worker: Worker, response: requests.Response, deadline: float) 
         wait = None if text else 0.0
         raise Failure(f"no reply as {worker.protocol} defines it: {text[:300]!r}", wait)
 
-    n_in, n_out, n_billed = read_usage(find(data, "usage"))
+    tokens = read_usage(find(data, "usage"))
+    n_in, n_out, n_billed = tokens or (0, 0, 0)
     cost = billed_cost(response, data)
-    if cost is None and worker.price:
+    if cost is None and tokens and worker.price:
         # Some gateways fill in zeros where they have not counted.
-        is_counted = n_in is not None and (n_out or not answer or not any(worker.price))
+        is_counted = n_out or not answer or not any(worker.price)
         if is_counted:
             cost = (n_billed * worker.price[0] + n_out * worker.price[1]) / 1e6
-    return Reply(answer, n_in or 0, n_out or 0, cost, finish=str(finish or "stop"))
+    return Reply(answer, n_in, n_out, cost, finish=str(finish or "stop"))
 
 
 def billed_cost(response: requests.Response, data: dict) -> float | None:
-    """Return the dollars that the server says it bills for a response, None if it does not say.
+    """Return the dollars that the server itself names as a response's cost, or None.
 
-    litellm says it in a header, OpenRouter and our own server in usage.cost. Zero is not believed:
-    both also write it where they do not know. With a key of one's own (BYOK), OpenRouter's figure
-    is only its fee.
+    litellm writes them in a header, OpenRouter and our own server in usage.cost. A cost of zero
+    counts as not named, because servers also write it if they do not know a price. If users bring
+    their own key to OpenRouter (BYOK), its cost is only the fee.
     """
-    sums = [0.0]
+    named = [0.0]
     with contextlib.suppress(ValueError):
-        sums.append(float(response.headers.get("x-litellm-response-cost", "")))
+        named.append(float(response.headers.get("x-litellm-response-cost", "")))
     cost = find(data, "usage", "cost")
     if type(cost) in (int, float) and not find(data, "usage", "is_byok"):
-        sums.append(cost)
-    return max(dollars for dollars in sums if 0 <= dollars < 1e6) or None
+        named.append(cost)
+    return max(dollars for dollars in named if 0 <= dollars < 1e6) or None
 
 
 def refusal(response: requests.Response, code, text: str) -> Failure:
-    """Return what it means that a provider answers with an error.
+    """Return the Failure that an error response stands for: whether to wait, and for how long.
 
     Args:
-        code: the status that OpenRouter writes into a 200 when a model fails after it started.
+        code: the error's code in the body. OpenRouter puts a status there, inside of a 200, if a
+            model fails after it has started.
         text: the response's body.
     """
     status = response.status_code
@@ -351,7 +355,11 @@ def refusal(response: requests.Response, code, text: str) -> Failure:
 
 
 def broken(error: Exception, seconds: float) -> Failure:
-    """Return why no whole response came within so many seconds, or what a function raised."""
+    """Return the Failure for an exception: no whole response came, or a Python function raised it.
+
+    Args:
+        seconds: the time that the attempt took.
+    """
     if isinstance(error, (requests.ReadTimeout, exceptions.ReadTimeoutError, TimeoutError)):
         return Failure(
             f"no whole answer within {seconds:.3g} s; a slow worker needs a larger timeout"
@@ -369,7 +377,7 @@ def broken(error: Exception, seconds: float) -> Failure:
 
 
 def find(data, *path: str):
-    """Return what stands at this path of names in nested objects, or None."""
+    """Return the value at a path of keys in nested dicts, or None: find(data, "error", "code")."""
     for name in path:
         data = data.get(name) if isinstance(data, dict) else None
     return data
@@ -410,20 +418,20 @@ def join_parts(parts: list[dict]) -> str:
 
 
 def without_thoughts(text: str) -> str:
-    """Return a reply without the thoughts that some servers leave at its beginning.
+    r"""Return a reply without the thoughts that some servers leave at its beginning.
 
-    They are a block in tags, or, where the server has cut off the opening tag, all that precedes
-    the first closing tag at the end of a line. A block that never closes is all thought. Nothing
-    else is removed, as an answer may speak of such tags:
+    Thoughts are a block between tags. A block that never closes is all thought. If a server has
+    cut off the opening tag, thoughts end with the first closing tag that ends a line. Nothing else
+    is removed, because an answer may contain such tags:
 
         "<think>Hm.</think>So."         -> "So."
-        "Hm.\n</think>\n\nSo."           -> "So."
+        "Hm.\n</think>\n\nSo."         -> "So."
         "<think>Hm."                    -> ""
         "Write <think>x</think> first." -> the same
     """
     if text.lstrip().startswith("<think>"):
         return text.partition("</think>")[2].lstrip()
-    # At the end of the whole text only a tag on a line of its own counts: nothing would be left.
+    # A tag that ends the whole text must have its line to itself: nothing is left after it.
     closing = re.search(r"</think>[ \t\r]*\n\s*|^[ \t]*</think>\s*\Z", text, re.MULTILINE)
     if closing and "<think>" not in text[: closing.start()]:
         return text[closing.end() :]
@@ -452,41 +460,35 @@ def anthropic_reply(data: dict) -> tuple:
     return join_parts(data["content"]), finish
 
 
-def read_usage(usage) -> tuple:
-    """Return what a response says of its tokens.
+def read_usage(usage) -> tuple[int, int, float] | None:
+    """Return prompt tokens, completion tokens, and the number of prompt tokens to bill.
 
-    A token that is written to a cache is billed as 1.25 tokens, or as 2 if it stays for an hour
-    (platform.claude.com/docs/en/build-with-claude/prompt-caching). One that is read from a cache
-    is cheaper than others; how much differs between providers, and it is billed as a whole one.
+    Writing a token to a cache costs as much as 1.25 prompt tokens, or as 2 if it is kept for an
+    hour (platform.claude.com/docs/en/build-with-claude/prompt-caching). Reading one costs less
+    than a prompt token, by a factor that depends on the provider; it is billed as one.
 
-    Returns:
-        Prompt tokens, completion tokens, and how many prompt tokens are billed. All are None if
-        one of the counts is missing or is no count.
+    Returns None if a count is missing or is not a number of tokens.
     """
 
-    def count(*path):
+    def count(*path: str):
         n = find(usage, *path)
         return 0 if n is None else n
 
-    written = count("cache_creation_input_tokens") or count(
-        "prompt_tokens_details", "cache_write_tokens"
-    )
-    for_an_hour = count("cache_creation", "ephemeral_1h_input_tokens")
-    read = count("cache_read_input_tokens")
+    is_anthropic = find(usage, "prompt_tokens") is None
+    names = ("input", "output") if is_anthropic else ("prompt", "completion")
+    n_in, n_out = (find(usage, f"{name}_tokens") for name in names)
     total = count("total_tokens")
-    if find(usage, "input_tokens") is not None and find(usage, "prompt_tokens") is None:
-        # Anthropic's names. Its count of input tokens leaves out those of the cache.
-        n_in, n_out = usage["input_tokens"], find(usage, "output_tokens")
-        counted_apart = [written, read]
-    else:
-        n_in, n_out = find(usage, "prompt_tokens"), find(usage, "completion_tokens")
-        counted_apart = []
-
-    counts = [n_in, n_out, written, for_an_hour, read, total]
+    read = count("cache_read_input_tokens")
+    written = count("cache_creation_input_tokens")  # by Anthropic and litellm
+    written = written or count("prompt_tokens_details", "cache_write_tokens")  # by OpenRouter
+    for_an_hour = count("cache_creation", "ephemeral_1h_input_tokens")
+    counts = (n_in, n_out, total, read, written, for_an_hour)
     if not all(type(n) is int and 0 <= n < 1e9 for n in counts):
-        return None, None, None
-    n_in += sum(counted_apart)
-    n_out = max(n_out, total - n_in)  # Some count the reasoning in the total only.
+        return None
+
+    if is_anthropic:  # Its input tokens are those that have nothing to do with the cache.
+        n_in += read + written
+    n_out = max(n_out, total - n_in)  # Some servers count the reasoning in the total only.
     return n_in, n_out, n_in + 0.25 * written + 0.75 * for_an_hour
 
 
@@ -498,13 +500,14 @@ PROTOCOLS = {  # name -> (what writes its requests, what reads its replies)
 
 
 def file_hash(path: str) -> str:
+    """Return the SHA-256 hash of a file's content."""
     with open(path, "rb") as file:
         return hashlib.sha256(file.read()).hexdigest()
 
 
 @functools.cache
 def run_file(path: str, content_hash: str) -> dict:
-    """Run a Python file, once for each content that it has; return what its names stand for."""
+    """Run a Python file and return its global names. It runs again only if its content changed."""
     return runpy.run_path(path)
 
 
@@ -530,7 +533,7 @@ def load_function(spec: str):
 
 # ---- Pools -------------------------------------------------------------------------------------
 
-# Paths that a protocol adds to its base_url, or that another one would add.
+# An endpoint's path, which each call appends to base_url itself.
 ENDPOINT = r"(?i)/(chat/completions|completions|messages|responses)/?$"
 # A field of a pool's row -> a pattern of its value as JSON, and what is expected, in words.
 FIELDS = {
@@ -620,7 +623,7 @@ def check_pool(entries: list[dict], budget: float = 0.0) -> list[str]:
 
         ending = re.search(ENDPOINT, str(entry.get("base_url", "")))
         if ending:
-            wrong["base_url"] = f"leave out {ending[0]} at its end, each call adds its path itself"
+            wrong["base_url"] = f"leave out {ending[0]} at its end; each call appends its own path"
 
         # What the environment, the disk and the budget lack.
         variable = entry.get("api_key_env")
@@ -698,17 +701,17 @@ class Replay:
     that the torn last line of a killed process damages no other.
 
     Args:
-        share: calls whose id begins with this are known by what they ask alone, so that equal
-            ones are paid once. "": an id is part of what a call is known by.
-        is_local: the workers are the laptop world's, whose port changes with each start.
+        path: the file.
+        share: for calls whose id begins with this prefix, the id is ignored: equal calls get one
+            reply, which is paid once. "": no call shares its reply.
+        is_local: whether the workers are the laptop world's, whose port differs in each process.
     """
 
     def __init__(self, path: str, share: str = "", is_local: bool = False):
-        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        self.path = path
         self.share = share
         self.world = file_hash(__file__) if is_local else ""
-        self.file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        self.file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         self.replies = {}  # by key
         self.locks = {}  # by key; a call holds its lock until its reply is there
         self.reading = threading.Lock()
@@ -716,10 +719,10 @@ class Replay:
         self.read_new_lines()
 
     def read_new_lines(self):
-        """Read what was appended to the file, perhaps by another process."""
-        with self.reading, open(self.path, "rb") as file:
-            file.seek(self.n_read)
-            data = file.read()
+        """Read the lines that this or another process has appended."""
+        with self.reading:
+            n_new = os.fstat(self.file).st_size - self.n_read
+            data = os.pread(self.file, n_new, self.n_read)
             self.n_read += max(data.rfind(b"\n"), 0)
             for line in data.split(b"\n"):
                 with contextlib.suppress(ValueError, TypeError, KeyError):  # a torn line
@@ -727,24 +730,31 @@ class Replay:
                     self.replies[row["key"]] = Reply(**row["reply"])
 
     def key(self, worker: Worker, messages: list[dict], params: dict, call_id: str) -> str:
-        """Return a hash of everything that a reply depends on, and of the call's id.
+        """Return a hash of the call's id and of everything that its reply depends on.
 
-        A Python function and the laptop world are known by their code, without what it imports.
+        For a Python function that includes the content of its file, and for the laptop world the
+        content of this file.
         """
-        url = self.world or worker.base_url
-        model = worker.model + worker.code
-        if self.share and call_id.startswith(self.share):
-            call_id = "shared"
-        call = [worker.name, worker.protocol, url, model, messages, params, call_id]
+        is_shared = self.share and call_id.startswith(self.share)
+        call = [
+            worker.name,
+            worker.protocol,
+            self.world or worker.base_url,
+            worker.model + worker.code,
+            messages,
+            params,
+            "shared" if is_shared else call_id,
+        ]
         return hashlib.sha256(json.dumps(call, sort_keys=True).encode()).hexdigest()
 
     def find(self, key: str) -> Reply | None:
-        """Return the reply that is kept under a key, by this process or by another."""
+        """Return the reply that this or another process has kept under a key, or None."""
         if key not in self.replies:
             self.read_new_lines()
         return self.replies.get(key)
 
     def keep(self, key: str, reply: Reply):
+        """Keep a reply under a key, in memory and in the file."""
         self.replies[key] = reply
         os.write(self.file, f"\n{json.dumps({'key': key, 'reply': asdict(reply)})}".encode())
 
@@ -1450,7 +1460,7 @@ def local_server() -> tuple[str, subprocess.Popen]:
 
 
 def main():
-    # model.configure would serve as well, but imports torch, for which a pool does not want to wait.
+    # The other commands use model.configure; this one starts at once, because it imports no torch.
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
