@@ -216,14 +216,15 @@ def attend_in_kernels(q, prompt_kv, prompt_length, own_kv, t):
     is_large = q.is_cuda and torch.cuda.get_device_capability(q.device) in ((8, 0), (9, 0), (10, 0))
     D_PADDED = max(16, triton.next_power_of_2(D))
     KEYS = (16384 if is_large else 8192) // (D_PADDED * q.element_size())
-    for B, kv, length, is_first in ((Q, prompt_kv, prompt_length, True), (N, own_kv, t, False)):
+    parts = ((Q, prompt_kv, prompt_length, True), (N, own_kv, t.expand(N), False))
+    for B, kv, length, is_first in parts:
         n_queries = N // B * G  # that share keys and values
         QUERIES = 16 if n_queries <= 16 else 64
         blocks = (B * Hkv, triton.cdiv(n_queries, QUERIES))
         attend_to_part[blocks](
             *(q, kv[0], kv[1], length, y, prompt_y, prompt_lse),
             n_rows=N // B,
-            length_step=length.stride(0) if length.numel() == B else 0,
+            length_step=length.stride(0),
             kv_row=kv.stride(1),
             kv_head=kv.stride(2),
             scale=D**-0.5,

@@ -1,9 +1,11 @@
-"""Everything that is timed: python tests/bench.py [NAME …] [--key=value …], all of the functions below unless
-named.
+"""Everything that is timed. The functions below are the benchmarks; without a name all of them run.
 
-Each prints its numbers and ends with one line of JSON. What is compared takes turns in one run, as a machine
-is not equally fast all the time. On a GPU: python tests/bench.py sampler --model=7b --rows=64,128,256
---prompt=512 --new=512"""
+    python tests/bench.py [NAME …] [--key=value …]
+    python tests/bench.py sampler --model=7b --rows=64,128,256 --prompt=512 --new=512     on a GPU
+
+Each prints its numbers and ends with one line of JSON. Things that are compared take turns in one
+run, because a machine is not equally fast all the time.
+"""
 
 import dataclasses
 import http.client
@@ -42,12 +44,12 @@ NAME = (
 
 
 def timed(job) -> float:
-    """Seconds that job() takes."""
-    began = time.perf_counter()
+    """Return the seconds that job() takes."""
+    started = time.perf_counter()
     job()
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - began
+    return time.perf_counter() - started
 
 
 def report(result: dict):
@@ -72,7 +74,7 @@ def random_model(shape: str, dtype: str) -> Qwen:
 
 
 def transformers_model(model: Qwen):
-    """The same weights, not copied, in transformers' implementation."""
+    """Return the same weights, not copied, in transformers' implementation."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     rope = {"rope_type": "default", "rope_theta": model.config.rope_theta}
@@ -87,14 +89,15 @@ def transformers_model(model: Qwen):
 
 
 def copied_bytes_a_second() -> float:
-    """Bytes read and written in a second by the fastest of ten copies of 4 GiB (on a CPU 256 MiB)."""
+    """Return the bytes read and written per second by the fastest of ten copies of 4 GiB (on a CPU
+    256 MiB)."""
     a = torch.ones(2 ** (32 if DEVICE.type == "cuda" else 28), dtype=torch.uint8, device=DEVICE)
     b = torch.zeros_like(a)
     return 2 * a.numel() / min(timed(lambda: b.copy_(a)) for _ in range(10))
 
 
 def multiplied_flops_a_second(dtype) -> float:
-    """Floating-point operations of the fastest of ten large matrix products."""
+    """Return the floating-point operations per second of the fastest of ten matrix products."""
     size = 8192 if DEVICE.type == "cuda" else 1024
     a = torch.randn(size, size, device=DEVICE).to(dtype)
     return 2 * size**3 / min(timed(lambda: a @ a) for _ in range(10))
@@ -109,21 +112,23 @@ def sampler(
     beside="transformers,unshared",
     dtype="",
 ):
-    """Tokens a second of `rows` rollouts of `questions` prompts of `prompt` random ids, each of `new` tokens,
-    beside transformers' generate and a prompt for every rollout; the best of two turns counts. The roofline:
-    a decode step reads the weights and the live keys and values once, at the rate at which this machine
-    copies."""
+    """Measure the tokens per second of generate; the best of two turns counts.
+
+    `rows` rollouts of `questions` prompts are sampled; a prompt has `prompt` random ids, a rollout
+    `new` tokens. Beside it run transformers' generate, and generate without sharing: a prompt for
+    every rollout. On a GPU, the sampler's copy of the model is joined, as in training.
+
+    The roofline: at best, a decode step reads the weights and the live keys and values once, at the
+    rate at which this machine copies.
+    """
     qwen = random_model(model, dtype)
-    config = qwen.config
+    if DEVICE.type == "cuda":
+        qwen.join()
+    theirs = transformers_model(qwen) if "transformers" in beside else None
     copies = copied_bytes_a_second()
-    item = qwen.lm_head.weight.element_size()
-    # Of an embedding that is not also the head a step reads a few rows only.
-    embedding = 0 if config.tie_word_embeddings else qwen.lm_head.weight.numel()
-    weights = item * (sum(p.numel() for p in qwen.parameters()) - embedding)
-    kv = (
-        2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * item
-    )  # bytes a token
-    prompts = torch.randint(config.vocab_size, (questions, prompt)).tolist()
+    weights, kv = bytes_read(qwen)
+    prompts = torch.randint(qwen.config.vocab_size, (questions, prompt)).tolist()
+
     for count in map(int, str(rows).split(",")):
         n = count // questions
         jobs = {
@@ -131,30 +136,17 @@ def sampler(
             "prefill": lambda: generate(qwen, prompts, n, 1),
         }
         if "unshared" in beside:
-            jobs["unshared"] = lambda: generate(
-                qwen, [p for p in prompts for _ in range(n)], 1, new
-            )
-        if "transformers" in beside:
-            theirs, ids = transformers_model(qwen), torch.tensor(prompts, device=DEVICE)
-            jobs["transformers"] = lambda: theirs.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=True,
-                temperature=1.0,
-                top_k=0,
-                top_p=1.0,
-                num_return_sequences=n,
-                min_new_tokens=new,
-                max_new_tokens=new,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-        generate(qwen, prompts, n, 3)  # makes what is made once
+            repeated = [ids for ids in prompts for _ in range(n)]
+            jobs["unshared"] = lambda: generate(qwen, repeated, 1, new)
+        if theirs:
+            jobs["transformers"] = lambda: transformers_generate(theirs, prompts, n, new)
+        generate(qwen, prompts, n, 3)  # initialises libraries, compiles kernels
         best = dict.fromkeys(jobs, math.inf)
         for _ in range(2):
             for name, job in jobs.items():
                 best[name] = min(best[name], timed(job))
-        step = (best["ours"] - best["prefill"]) / (new - 1)
+
+        step = (best["ours"] - best["prefill"]) / (new - 1)  # seconds
         read = weights + kv * (questions * prompt + n * questions * new / 2)
         result = {
             "benchmark": "sampler",
@@ -179,62 +171,95 @@ def sampler(
         report(result)
 
 
+def bytes_read(qwen: Qwen) -> tuple[int, int]:
+    """Return the bytes that a decode step reads of the weights, and for each token in the cache."""
+    config = qwen.config
+    item = qwen.lm_head.weight.element_size()
+    # A step reads only a few rows of an embedding that is not also the head.
+    embedding = 0 if config.tie_word_embeddings else qwen.lm_head.weight.numel()
+    weights = item * (sum(p.numel() for p in qwen.parameters()) - embedding)
+    channels = config.num_key_value_heads * config.head_dim
+    return weights, 2 * item * config.num_hidden_layers * channels
+
+
+def transformers_generate(theirs, prompts: list[list[int]], n: int, new: int):
+    """Sample n rollouts of each prompt with transformers, `new` tokens each."""
+    ids = torch.tensor(prompts, device=DEVICE)
+    theirs.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        num_return_sequences=n,
+        min_new_tokens=new,
+        max_new_tokens=new,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+
+
 def update(model="small", prompt=1000, n=64, length=250, budget=9000, dtype=""):
-    """Forward and backward pass of one group of n rollouts, in micro-batches of at most `budget` tokens, with
-    the prompt once in each (grpo.packed_logprobs) and once for every rollout. Utilisation is the share of a
-    large matrix product's rate, and counts the prompt once."""
+    """Measure a forward and backward pass over a group of n rollouts (grpo.packed_logprobs).
+
+    A micro-batch has at most `budget` tokens. The prompt stands once in each ("shared"), or, beside
+    it, once for every rollout ("naive"). Utilisation is the share of a large matrix product's
+    floating-point operations per second; a prompt's operations count once.
+    """
     from grpo import packed_logprobs
 
     qwen = random_model(model, dtype)
-    qwen.recompute = model != "small"  # as in training
-    config = qwen.config
-    asked = torch.randint(config.vocab_size, (prompt,)).tolist()
-    written = torch.randint(config.vocab_size, (n, length)).tolist()
+    prompt_ids = torch.randint(qwen.config.vocab_size, (prompt,)).tolist()
+    completions = torch.randint(qwen.config.vocab_size, (n, length)).tolist()
 
     def step(groups):
         logprobs, _ = packed_logprobs(qwen, groups)
         logprobs.sum().backward()
         qwen.zero_grad()
 
-    ways = {
-        "shared": (lambda some: [(asked, some)], max(1, (budget - prompt) // length)),
+    ways = {  # the groups of some completions, and how many completions fit in a micro-batch
+        "shared": (lambda some: [(prompt_ids, some)], max(1, (budget - prompt) // length)),
         "naive": (
-            lambda some: [(asked, [one]) for one in some],
+            lambda some: [(prompt_ids, [one]) for one in some],
             max(1, budget // (prompt + length)),
         ),
     }
-    seconds = dict.fromkeys(ways, 0.0)
     for lay_out, size in ways.values():
-        step(lay_out(written[:size]))  # makes what is made once
-    for half in (written[: n // 2], written[n // 2 :]):
+        step(lay_out(completions[:size]))  # initialises libraries, compiles kernels
+    seconds = dict.fromkeys(ways, 0.0)
+    for half in (completions[: n // 2], completions[n // 2 :]):
         for name, (lay_out, size) in ways.items():
             for i in range(0, len(half), size):
                 seconds[name] += timed(lambda: step(lay_out(half[i : i + size])))
-    matrices = sum(
-        p.numel() for name, p in qwen.named_parameters() if p.dim() > 1 and "embed" not in name
-    )
-    matrices += qwen.lm_head.weight.numel() if config.tie_word_embeddings else 0
-    seen = (
-        n * length * (prompt + length / 2) + prompt**2 / 2
-    )  # pairs of a token and one that it sees
-    flops = (
-        6 * matrices * (prompt + n * length)
-        + 12 * config.num_hidden_layers * config.hidden_size * seen
-    )
-    rate = flops / seconds["shared"]
+
+    flops_a_second = update_flops(qwen, prompt, n, length) / seconds["shared"]
     result = {
         "benchmark": "update",
         "device": NAME,
         "model": model,
         "dtype": str(qwen.lm_head.weight.dtype),
         "tokens/s": n * length / seconds["shared"],
-        "teraflops": rate / 1e12,
-        "utilisation": rate / multiplied_flops_a_second(qwen.lm_head.weight.dtype),
+        "teraflops": flops_a_second / 1e12,
+        "utilisation": flops_a_second / multiplied_flops_a_second(qwen.lm_head.weight.dtype),
         "times as fast as naive": seconds["naive"] / seconds["shared"],
     }
     if DEVICE.type == "cuda":
         result["peak GB"] = torch.cuda.max_memory_allocated() / 1e9
     report(result)
+
+
+def update_flops(qwen: Qwen, prompt: int, n: int, length: int) -> float:
+    """Return the floating-point operations of forward and backward pass, with the prompt once."""
+    config = qwen.config
+    matrices = qwen.lm_head.weight.numel()
+    for p in qwen.model.layers.parameters():
+        if p.dim() > 1:
+            matrices += p.numel()
+    seen = n * length * (prompt + length / 2) + prompt**2 / 2  # pairs of a token and one it sees
+    channels = config.num_attention_heads * config.head_dim
+    tokens = prompt + n * length
+    return 6 * matrices * tokens + 12 * config.num_hidden_layers * channels * seen
 
 
 class Patient(BaseHTTPRequestHandler):
