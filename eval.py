@@ -1079,7 +1079,7 @@ for _ in range(8):
 # \boxed{5}, \fbox{5}, or \boxed 5, where only one digit is in the box
 BOX = rf"(?s:\\[bf]?box(?:ed)?\s{{0,9}}(?:\{{({IN_BRACES})\}}|(\d)))"
 
-# One answer in several boxes, \boxed{5} and $x_2 = \boxed{6}$, or with its percent sign behind it
+# One answer in several boxes, \boxed{5} and $x_2 = \boxed{6}$; or a box and its percent sign
 BETWEEN = r"(?:[\s$*,;]|\\[(),; ]|\b(?:and|or)\b|\\text\{ *(?:and|or) *\}|\b[A-Za-z](?:_\d)? *=)*"
 BOXES = re.compile(rf"{BOX}(?:{BETWEEN}{BOX})*(?:[ $]*\\?%)?")
 
@@ -1102,12 +1102,12 @@ AFTER = re.compile(
       | [$ ]*(?:
             [!/×±+]                                 # \boxed{5}!
           | \.\d                                    # \boxed{5}.5
-          | [-,;*][ ]?(?:\d|\$[-\\\d])               # \boxed{5}, 6
+          | [-,;*][ ]?(?:\d|\$[-\\\d])              # \boxed{5}, 6
           | \^(?!\{?\\circ)                         # \boxed{5}^2, but not \boxed{5}^\circ
           | \\(?:cdot|times|pm|pi|ln)(?![a-z])      # \boxed{5} \times 10^3
           | (?:\\text\{[ ]*)?(?:
-                (?:\w+llion|thousand|hundred|dozen)\b      # \boxed{5} million
-              | (?:or|and)\b[ }]*[-$\d]             # \boxed{5} or $6$
+                (?:\w+llion|thousand|hundred|dozen)\b   # \boxed{5} million
+              | (?:or|and)\b[ }]*[-$\d]                # \boxed{5} or $6$
             )
         )"""
 )
@@ -1124,19 +1124,19 @@ CLAIM = re.compile(
     (?:[\s:*$]|\\[\[(]|(?:likely|probably|therefore|thus|simply)\b)*"""
 )
 
-# Not a claim: the list of options behind "Let me check each option:"
+# The options that follow "Let me check each option:" are no claim
 OPTIONS = re.compile(r"\W*A[).:][^\n]*\n\s*\W*B[).:]")
 
-# "I doubt that ...": a claim in the rest of such a sentence does not count
+# The start of a sentence whose claim does not count: "I doubt that the answer is"
 DENIED = re.compile(
     r"(?i)(?:\b(?:not|never|if|whether|unless|wrong|false|doubt|unlikely)\b|n't\b)[^.!?\n]*$"
 )
 
-# Where a reason begins, and where a claim ends: there, or with its sentence
-REASON = re.compile(r"[,;.]?\s(?:because|since)\b")
+# A claim ends where its sentence ends or where a reason begins
+REASON = re.compile(r"[,;.]?\s(?:because|since)\b|,\s(?:as|where|so)\b")
 END = re.compile(rf"(?<=[^.])\.[*$]*\s+(?=[A-Z])|{REASON.pattern}")
 
-# The start of a line that gives a value to an unknown: "x =", "- $x_1 =", "Case 1: x ="
+# The start of a line that solves for an unknown: "x =", "- $x_1 =", "Case 1: x ="
 UNKNOWN = re.compile(r"(?:Case )?[\W\d]*([A-Za-z])(?:_\w+|_\{\w+\})? *= *")
 
 
@@ -1148,11 +1148,11 @@ def boxed(response: str) -> str | None:
     """
     text = re.sub("(?i)<answer>", r"\\boxed{", response[-100 * LONGEST :])
     text = re.sub("(?i)</answer>", "}\n.\n", text).replace("**", " ")
-    without_empty = re.sub(r"\\boxed\{\s*\}", "", text)  # "Put your answer in \boxed{}"
-    *_, last = [None, *BOXES.finditer(without_empty)]
-    if last is None or r"\boxed{" in without_empty[last.end() :]:
+    filled = re.sub(r"\\boxed\{\s*\}", "", text)  # without "Put your answer in \boxed{}"
+    *_, last = [None, *BOXES.finditer(filled)]
+    if last is None or r"\boxed{" in filled[last.end() :]:
         return "" if r"\boxed{" in text else None
-    if BEFORE.search(without_empty, 0, last.start()) or AFTER.match(without_empty, last.end()):
+    if BEFORE.search(filled, 0, last.start()) or AFTER.match(filled, last.end()):
         return ""
     contents = [in_braces or digit for in_braces, digit in re.findall(BOX, last[0])]
     percent = r"\%" if last[0].endswith("%") else ""
@@ -1174,9 +1174,9 @@ def claims(response: str) -> list[str]:
 
 
 def solutions(lines: list[str]) -> str:
-    """Return the first line, with the other values that the next lines give to its unknown.
+    """Return the first line, and what the next lines say if they solve for the same unknown.
 
-    ["x = 5", "x = 3", "So we get"] -> "x = 5, x = 3"
+    ["x = 5", "x = 3", "So we get"] -> "x = 5, x=3";  ["x = 5", "x = 2 + 3"] -> "x = 5"
     """
     lines = [line for line in lines if re.search(r"\w", re.sub(r"\b(?:and|or)\b", "", line))]
     answer = "".join(lines[:1])
@@ -1187,7 +1187,7 @@ def solutions(lines: list[str]) -> str:
             break
         value = re.sub(r"[\s,;.$]*(?:\b(?:or|and))?\s*$", "", line[other.end() :])
         number = Expression(normalize(value))
-        if not number.values or number.letters:  # x = 2y, of which x = 5 follows
+        if not number.values or number.letters:  # a step of a derivation, as x = 2y
             break
         if not same_math(value, answer):
             answer = f"{answer.rstrip(' ,;.$')}, {unknown[1]}={value}"
@@ -1198,12 +1198,11 @@ def final_answer(response: str) -> str:
     r"""Return the text of the answer: the last \boxed{} or <answer>, else the last claim, else the
     last line if it is short, else ""."""
     answer = boxed(response)
+    claimed = claims(response if answer is None else answer)  # <answer>The answer is 5</answer>
     if answer is None:
-        last = solutions(response[-LONGEST:].split("\n")[::-1])
-        answer = last if len(last) < 100 else ""
-        *_, answer = [answer, *claims(response)]
-    else:
-        *_, answer = [answer, *claims(answer)]  # <answer>The answer is 5</answer>
+        last_line = solutions(response[-LONGEST:].split("\n")[::-1])
+        answer = last_line if len(last_line) < 100 else ""
+    *_, answer = [answer, *claimed]
     answer = END.split(answer.strip("* "))[0]
     return re.sub(r"(?<=[^.])\.$", "", answer.strip("* ")).strip("* ")
 
@@ -1216,7 +1215,7 @@ def normalize(text: str) -> str:
     r"""Bring an answer to one spelling: "$\left(\dfrac12,\; x²\right)$" -> "(\frac{1}{2},x^2 )"."""
     text = " ".join(text[: 2 * LONGEST].split()).translate(CHARACTERS)
     for pattern, replacement in RULES:
-        text = pattern.sub(replacement, text)
+        text = re.sub(pattern, replacement, text)
     return text
 
 
@@ -1238,16 +1237,25 @@ def repeating_decimal(match: re.Match) -> str:
     return f"({numerator}/{'9' * len(repeated)}{'0' * len(match[2])})"
 
 
-# Words that multiply, and words for bases
-MULTIPLES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9}
-MULTIPLES |= {"trillion": 10**12}
-BASES = dict(zip("two three four five six seven eight nine ten".split(), range(2, 11)))
+# Words that multiply a number, and the words for a number's base
+MULTIPLES = {
+    "dozen": 12,
+    "hundred": 100,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+}
+BASES = dict(
+    zip("two three four five six seven eight nine ten eleven twelve".split(), range(2, 13))
+)
 
-# One character, from Unicode, for another
-CHARACTERS = dict(zip("·⋅∗−–—÷µΩ’", "***---/μΩ'"))
-CHARACTERS |= {"√": r"\sqrt ", "∛": r"\sqrt[3] ", "∅": "⦃⦄", "¢": " cents", "½": r"\frac12"}
-CHARACTERS |= {"¼": r"\frac14", "¾": r"\frac34", "⅓": r"\frac13", "⅔": r"\frac23"}
-CHARACTERS = str.maketrans(CHARACTERS)
+# What stands for a character of Unicode
+CHARACTERS = str.maketrans(
+    dict(zip("·⋅∗−–—÷µΩ’", "***---/μΩ'"))
+    | {"½": r"\frac12", "⅓": r"\frac13", "⅔": r"\frac23", "¼": r"\frac14", "¾": r"\frac34"}
+    | {"√": r"\sqrt ", "∛": r"\sqrt[3] ", "∅": "⦃⦄", "¢": " cents"}
+)
 RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻₀₁₂₃₄₅₆₇₈₉", "0123456789+-0123456789")
 
 # The character that a LaTeX command stands for: \le is ≤. HTML names most of them as LaTeX does.
@@ -1255,26 +1263,25 @@ SIGNS = {name.rstrip(";"): sign for name, sign in html5.items() if len(sign) == 
 SIGNS |= dict(
     pair.split("=")
     for pair in (
-        r"cdot=* div=/ infty=∞ infinity=∞ inf=∞ leqslant=≤ geqslant=≥ neq=≠ emptyset=⦃⦄ varnothing=⦃⦄ "
-        r"degree=° lvert=| rvert=| mid=| varphi=φ varepsilon=ε "
+        r"cdot=* div=/ infty=∞ infinity=∞ inf=∞ leqslant=≤ geqslant=≥ neq=≠ emptyset=⦃⦄ "
+        r"varnothing=⦃⦄ degree=° lvert=| rvert=| mid=| varphi=φ varepsilon=ε "
         r"dfrac=\frac tfrac=\frac cfrac=\frac %=% $=＄ {=⦃ }=⦄ \=,"
     ).split()
 )
 SIGNS |= dict.fromkeys([*"!,;: ()[]", "quad", "displaystyle", "left", "right"], " ")
-SIGNS |= dict.fromkeys(
-    [size + side for size in ("big", "Big", "bigg", "Bigg") for side in ("", "l", "r")], " "
-)
 
 # A variable, with or without a subscript: x, AB, θ, x_1
 LETTER = r"(?:(?!NO)[A-Z]{1,2}|[a-zα-ωΔℓ])(?:_\w{1,3}|_\{\w{1,3}\})?(?!\w)"
 
-# A name before an answer, which one side may omit: ∠ABC=, x=, f^{-1}(x)=, P(A|B)=, x∈, (x,y)=
+# A name before an answer, which one side may omit: ∠ABC=, x=, m+n=, f^{-1}(x)=, P(A|B)=, x∈, (x,y)=
 NAMED = re.compile(
-    rf"(?:m?[∠▵][A-Z]+|(?:{LETTER}[+-])*{LETTER}(?:\^\{{?-1\}}?|'+)?(?:\((?:[^()=A-Za-z]|[A-Za-z](?![A-Za-z]))*\))?)"
-    r"(?:=|∈(?=[(\[⦃]))|\((?:x,y|x,y,z|a,b|a,b,c|m,n|p,q|r,θ)\)=(?=\()"
+    rf"(?:m?[∠▵][A-Z]+|(?:{LETTER}[+-])*{LETTER}(?:\^\{{?-1\}}?|'+)?"
+    r"(?:\((?:[^()=A-Za-z]|[A-Za-z](?![A-Za-z]))*\))?)(?:=|∈(?=[(\[⦃]))"
+    r"|\((?:x,y|x,y,z|a,b|a,b,c|m,n|p,q|r,θ)\)=(?=\()"
 )
 
-# A pattern and its replacement, in the order of their application. Comments show what each does.
+# Patterns and their replacements, in the order in which they are applied. The comment above a row
+# shows what it does.
 # fmt: off
 RULES = [
     # {7 \over 4} -> \frac{7}{4}
@@ -1291,17 +1298,19 @@ RULES = [
     (r"(\d*)\.(\d*)\\(?:overline|bar|dot)(?:\{(\d+)\}|(\d))", repeating_decimal),
     # 1\,000 and 1,\!000 -> 1,000
     (r"(?<=\d)(?:\\,|,?\s*\\!)\s*(?=\d{3})", ","),
-    # \begin{pmatrix} -> ⟦
+    # \begin{pmatrix} -> ⟦, \\[2pt] -> \\, \end{pmatrix} -> ⟧
     (r"\\begin\{(?:[pb]?matrix|array)\}(?:\{[clr|\s]*\})?", "⟦"),
     (r"\\\\\[\w+\]", r"\\\\"),
     (r"(?:\\\\\s*)?\\end\{(?:[pb]?matrix|array)\}", "⟧"),
     # sqrt(2) -> \sqrt(2)
-    (r"(?<![\\A-Za-z])(sqrt|pi|inf(?:inity)?|(?:arc)?(?:sin|cos|tan)|csc|sec|cot|exp|ln|log)(?![A-Za-z])",
-     r"\\\1"),
+    (r"(?<![\\A-Za-z])(sqrt|pi|inf(?:inity)?|(?:arc)?(?:sin|cos|tan)|csc|sec|cot|exp|ln|log)"
+     r"(?![A-Za-z])", r"\\\1"),
     # \sin^{-1} x -> \arcsin x
     (r"\\(sin|cos|tan)\s*\^\s*(?:\{\s*-1\s*\}|-1)", r"\\arc\1"),
     # 60^{\circ} -> 60°
     (r"\^\s*(\{)?\s*(?:\\circ(?![A-Za-z])|°)(?(1)\s*\})", "°"),
+    # \big( -> (
+    (r"\\[bB]igg?[lr]?(?![A-Za-z])", ""),
     # \le -> ≤
     (r"\\([A-Za-z]+|.)", lambda m: SIGNS.get(m[1], m[0])),
     # \text{cm} -> cm
@@ -1326,7 +1335,7 @@ RULES = [
     (r"° ?C(?:elsius)?\b", " celsius"),
     # feet per day -> feet/day
     (r"(?<=\w) per (?=\w)", "/"),
-    # square feet -> feet^2
+    # square feet -> feet^2, cubic feet -> feet^3
     (r"\bsq(?:uare|\.)? (\w+)", r"\1^2"),
     (r"\bcubic (\w+)", r"\1^3"),
     # 1:03 p.m. -> 1:03 PM
@@ -1364,7 +1373,7 @@ RULES = [
     (r"\^(-\d+)", r"^{\1}"),
     # Only spaces between letters or digits stay: 5 cm
     (r"\s+", " "),
-    (r"(?<![A-Za-z0-9])\s|\s(?![A-Za-z0-9])", ""),
+    (r"(?<![A-Za-z0-9})π])\s|(?<=[})π])\s(?![A-Za-z])|\s(?![A-Za-z0-9])", ""),
     # 5. -> 5
     (r"(?:(?<!\.)\.|[\\,;])$", ""),
     # √2 ≈ 1.41 -> √2, and ≈ 1.41 -> 1.41
@@ -1390,8 +1399,6 @@ RULES = [
     (r"^(?:[A-Z][a-z]?(?:_\{?\d+\}? ?)?){2,}$", lambda m: re.sub("[_{} ]", "", m[0])),
 ]
 # fmt: on
-RULES = [(re.compile(pattern), replacement) for pattern, replacement in RULES]
-
 # Step 3: split it into parts
 
 
@@ -1460,6 +1467,14 @@ def at_each_point(function: Callable, *columns: list) -> list:
     return [*map(at_point, *columns)]
 
 
+def factorials(values: list) -> list:
+    """Return the factorials of values that are all the same whole number, up to 100."""
+    number = values[0]
+    if number not in range(101) or len(set(values)) > 1:
+        raise ValueError
+    return [Fraction(math.factorial(int(number)))] * 12
+
+
 def power(x, y):
     """Return x**y. Raises OverflowError if the exact value had more than about 2,000 bits."""
     bits = (x.numerator * x.denominator).bit_length() if isinstance(x, Fraction) else 0
@@ -1500,9 +1515,7 @@ class Expression:
         is_signed = weakest == 1 and self.tokens[0] in "+-"
         value = [Fraction(0)] * 12 if is_signed else self.read_operand()
         if self.take("!"):
-            if value[0] not in range(101) or len(set(value)) > 1:
-                raise ValueError("only factorials of small whole numbers are read")
-            value = [Fraction(math.factorial(int(value[0])))] * 12
+            value = factorials(value)
         last_sign = ""
         while True:
             sign = self.tokens[0]
@@ -1538,13 +1551,11 @@ class Expression:
 
 # fmt: off
 FUNCTIONS = {
-    r"\sin": cmath.sin, r"\arcsin": cmath.asin, r"\exp": cmath.exp, r"\abs": abs,
-    r"\cos": cmath.cos, r"\arccos": cmath.acos, r"\ln": cmath.log, r"\frac": operator.truediv,
-    r"\tan": cmath.tan, r"\arctan": cmath.atan, r"\log": cmath.log10,
-    r"\csc": lambda x: 1 / cmath.sin(x),
-    r"\sec": lambda x: 1 / cmath.cos(x),
-    r"\cot": lambda x: 1 / cmath.tan(x),
-    r"\root": lambda n, x: power(x, 1 / n),
+    r"\sin": cmath.sin, r"\csc": lambda x: 1 / cmath.sin(x), r"\arcsin": cmath.asin,
+    r"\cos": cmath.cos, r"\sec": lambda x: 1 / cmath.cos(x), r"\arccos": cmath.acos,
+    r"\tan": cmath.tan, r"\cot": lambda x: 1 / cmath.tan(x), r"\arctan": cmath.atan,
+    r"\exp": cmath.exp, r"\ln": cmath.log, r"\log": cmath.log10, r"\abs": abs,
+    r"\frac": operator.truediv, r"\root": lambda n, x: power(x, 1 / n),
 }
 # fmt: on
 # How strongly each operator binds, and its function. A bracket or a command after an operand
@@ -1562,8 +1573,8 @@ CLOSING = {"(": ")", "{": "}", "[": "]"}
 UNITS = {}
 for pair in (
     "m g s mol K A V celsius degree rad month year lb ounce gallon quart pint cup unit dollar "
-    "person child man woman student boy girl team player game match point side vertex edge way time "
-    "outcome solution integer number value digit factor divisor subset handshake marble card ball "
+    "person child man woman student boy girl team player game match point side vertex edge way "
+    "time outcome solution integer number value digit factor divisor subset handshake marble card ball "
     "book page question problem letter word triangle ticket coin cookie apple house car old=1 "
     "people=person children=child men=man women=woman vertices=vertex radian=rad cent=0.01*dollar "
     "%=0.01 °=degree deg=degree km=1000*m cm=0.01*m mm=0.001*m kg=1000*g mg=0.001*g L=0.001*m^3 "
@@ -1584,10 +1595,8 @@ QUANTITY = re.compile(
     r"(?!.*π.*°|.*[%°].)((?:[^\\a-z]|\\frac|\\root)*[\d)}π])(?: |(?![A-Za-z](?:$|[^A-Za-z])))"
     rf"((?:{UNIT}(?: ?\^ ?\{{?-?\d\}}?|\d\b)?[ */()]*)+)"
 )
-
-
-# A number with a unit that the table does not list: 13.6 eV. Both answers must have the same one.
-ODD_UNIT = re.compile(r"(.*\d[)}]?) ?([A-Za-z]{2}\S*)")
+# A number with any other unit: 13.6 eV
+OTHER_UNIT = re.compile(r"(.*\d[)}]?) ?([A-Za-z]{2}\S*)")
 
 
 def split_unit(text: str) -> tuple[str, str]:
@@ -1619,15 +1628,16 @@ def same_value(answer: str, gold: str, tolerance: float) -> bool:
     if not is_exact and LONG.search(f"{answer} {gold}"):
         return False
 
+    # Where a letter is negative, x^{2/3} and \sqrt[3]{x^2} differ: one of them is not real. Compare
+    # them where both are real, if there are such points. But \ln x is never \ln |x|.
+    rows = list(zip(differences, theirs.values, mine.values))
+    real_rows = [row for row in rows if all(map(is_real, row))]
+    if len(real_rows) > 2 and r"\ln" not in answer + gold:
+        rows = real_rows
+
     is_formula = any(not letter.startswith("u_") for letter in theirs.letters)
     rounding = 0 if is_exact else 1e-12
     error = Fraction(rounding if is_formula else tolerance or rounding)
-    rows = list(zip(differences, theirs.values, mine.values))
-    # x^{2/3} and \sqrt[3]{x^2} differ only where x is negative and one of them is not real.
-    real_rows = [row for row in rows if not any(is_imaginary(value) for value in row)]
-    has_logarithm = r"\ln" in answer + gold  # \ln x is not \ln |x|
-    if len(real_rows) > 2 and not has_logarithm:
-        rows = real_rows
     agree = [
         abs(difference) <= error * abs(value)
         for difference, value, _ in rows
@@ -1636,8 +1646,35 @@ def same_value(answer: str, gold: str, tolerance: float) -> bool:
     return len(agree) > 2 and all(agree)
 
 
-def is_imaginary(value) -> bool:
-    return isinstance(value, complex) and abs(value.imag) > 1e-12 * abs(value.real)
+def is_real(value) -> bool:
+    return not isinstance(value, complex) or abs(value.imag) <= 1e-12 * abs(value.real)
+
+
+def same_quantity(answer: str, gold: str, tolerance: float) -> bool:
+    """Whether two numbers or formulas are equal. One of them may lack its unit."""
+    # Units that are not in the table have to be the same.
+    mine, theirs = OTHER_UNIT.fullmatch(answer), OTHER_UNIT.fullmatch(gold)
+    if mine and theirs and mine[2] == theirs[2] and not Expression(mine[2]).values:
+        return same_value(mine[1], theirs[1], tolerance)
+
+    number, whole = split_unit(answer)
+    gold_number, gold_whole = split_unit(gold)
+    one_has_no_unit = number == whole or gold_number == gold_whole
+    if one_has_no_unit and same_value(number, gold_number, tolerance):
+        return True
+    return same_value(whole, gold_whole, tolerance)
+
+
+def same_equation(sides: list[str], gold_sides: list[str]) -> bool:
+    """Whether two equations are the same but for terms moved to the other side: 2x+4y=3, 2x+4y-3=0.
+
+    An equation that is solved for a letter equals only one that is solved, too.
+    """
+    if any(re.fullmatch(LETTER, side) for side in gold_sides):
+        return False
+    difference, gold_difference = (f"{left}-({right})" for left, right in (sides, gold_sides))
+    swapped = f"-({difference})"
+    return any(same_value(each, gold_difference, 0.0) for each in (difference, swapped))
 
 
 def same_parts(answer: str, gold: str, tolerance: float = 0.0) -> bool:
@@ -1649,26 +1686,17 @@ def same_parts(answer: str, gold: str, tolerance: float = 0.0) -> bool:
         return answer != ""
     kind, parts = split_parts(answer)
     gold_kind, gold_parts = split_parts(gold)
+    if kind == "=" and gold_kind == "":  # \frac{3}{4}=0.75
+        return all(same_parts(part, gold, tolerance) for part in parts)
     if kind != gold_kind or len(parts) != len(gold_parts) or len(parts) > 50:
         return False
 
     if kind == "":
-        number, whole = split_unit(answer)
-        gold_number, gold_whole = split_unit(gold)
-        mine, theirs = ODD_UNIT.fullmatch(answer), ODD_UNIT.fullmatch(gold)
-        if mine and theirs and mine[2] == theirs[2] and not Expression(mine[2]).values:
-            return same_value(mine[1], theirs[1], tolerance)
-        may_drop_unit = number == whole or gold_number == gold_whole  # one of them has no unit
-        return (may_drop_unit and same_value(number, gold_number, tolerance)) or same_value(
-            whole, gold_whole, tolerance
-        )
+        return same_quantity(answer, gold, tolerance)
     if kind not in ",∪=":
         return all(map(same_parts, parts, gold_parts))
-    if kind == "=" and len(parts) == 2 and not any(re.fullmatch(LETTER, x) for x in gold_parts):
-        # Terms may stand on other sides: 2x+4y=3 is 2x+4y-3=0. What is solved for y has to be solved.
-        moved, gold_moved = (f"{left}-({right})" for left, right in (parts, gold_parts))
-        if same_value(moved, gold_moved, 0.0) or same_value(moved, f"-({gold_moved})", 0.0):
-            return True
+    if kind == "=" and len(parts) == 2 and same_equation(parts, gold_parts):
+        return True
     for part in parts:
         equals = [other for other in gold_parts if same_parts(part, other)]
         if not equals:
@@ -1687,13 +1715,13 @@ def same_math(answer: str, gold: str, tolerance: float = 0.0) -> bool:
         return answer.strip() == gold.strip() != ""
     texts = [normalize(answer), normalize(gold)]
 
-    # The solutions x_1=1,x_2=-3 are those of x, if the gold answer does not number them.
+    # If the gold answer has no names, drop the numbers of solutions: x=1,x=-3 for x_1=1,x_2=-3
     if "=" not in texts[1]:
         texts[0] = re.sub(r"(^|,)([a-z])_\w ?=", r"\1\2=", texts[0])
-    # Drop the name, which is one on both sides: 1,-3 for x=1,x=-3
+    # Then drop the name if there is only one: 1,-3 for x=1,x=-3
     names = {match[0] for match in map(NAMED.match, texts) if match}
     bare = [text.replace(*names, "") for text in texts] if len(names) == 1 else texts
-    if not any("=" in text for text in bare):
+    if "=" not in bare[1]:
         texts = bare
     return same_parts(*texts, tolerance if "." in texts[1] else 0.0)
 
@@ -1726,9 +1754,9 @@ def repeats_formula(answer: str, question: str, gold: str) -> bool:
     )
     texts = [normalize(re.sub(r"^\s*\w\s*=", "", text)) for text in (answer, question, gold)]
     mine, asked, wanted = [" ".join(["", *re.findall(operand, text), ""]) for text in texts]
-    is_formula = mine.count(" ") > 2 or re.search(r"[\\!]", mine) is not None
-    has_operator = re.search(r"[-+*/^\\!]", answer) is not None
-    return is_formula and has_operator and mine in asked and mine != wanted
+    is_formula = mine.count(" ") > 2 or re.search(r"[\\!]", mine)
+    has_operator = re.search(r"[-+*/^\\!]", answer)
+    return bool(is_formula and has_operator) and mine in asked and mine != wanted
 
 
 # Letters of multiple-choice questions
@@ -1755,19 +1783,20 @@ def letter_of(text: str, choices: list[str]) -> str | None:
     of exactly one choice, "the nucleus".
     """
     text = re.sub(r"\*\*|\$|\\(?:text|math)(?:bf|rm|it)?(?![a-z])", "", text[:LONGEST]).strip(" .")
-    first = LETTER_FIRST.fullmatch(text)
-    last = LETTER_LAST.fullmatch(text)
     whole = bare_choice(text)
-    named = []
-    for letter, choice in zip(LETTERS, choices):
-        is_its_text = choice == whole not in LETTERS
-        stands_first = (
-            first and first[1].upper() == letter and bare_choice(first[2]) in ("", choice)
-        )
-        stands_last = last and last[2].upper() == letter and bare_choice(last[1]) == choice
-        if is_its_text or stands_first or stands_last:
-            named.append(letter)
-    return named[0] if len(named) == 1 else None
+    own_text = dict(zip(LETTERS, choices))
+    named = {letter for letter, choice in own_text.items() if choice == whole not in LETTERS}
+    first = LETTER_FIRST.fullmatch(text)
+    if first:
+        letter = first[1].upper()
+        if letter in own_text and bare_choice(first[2]) in ("", own_text[letter]):
+            named.add(letter)
+    last = LETTER_LAST.fullmatch(text)
+    if last:
+        letter = last[2].upper()
+        if letter in own_text and bare_choice(last[1]) == own_text[letter]:
+            named.add(letter)
+    return named.pop() if len(named) == 1 else None
 
 
 def bare_choice(text: str) -> str:
@@ -1783,22 +1812,21 @@ def pick_letter(response: str, choices: list[str]) -> str | None:
     """
     choices = [bare_choice(choice) for choice in choices]
     in_box = boxed(response)
-    if in_box is None:
-        said = claims(response)[-99:]
-        ends = END
-    else:
-        said = [in_box, *claims(in_box)][-1:]
-        ends = REASON
     picked = set()
+
+    # What is in the box, or claimed there; else all claims. A text that names no letter counts as
+    # another one, if it has a capital that might be one.
+    claimed = claims(response if in_box is None else in_box)[-99:]
+    said = claimed if in_box is None else [in_box, *claimed][-1:]
+    end = END if in_box is None else REASON
     for text in said:
-        letter = letter_of(text, choices) or letter_of(ends.split(text)[0], choices)
+        letter = letter_of(text, choices) or letter_of(end.split(text)[0], choices)
         if letter or re.search(r"\b[A-J]\b", text):
             picked.add(letter)
+
+    # The last sentences. "A. This is" is one sentence, and a question claims nothing.
     if in_box is None and not picked:
-        # "A. This is" is one sentence, which names no letter; and a question claims nothing
-        ends = r"(?<!\b[A-J])[.!]\s|\n|[^.!?\n]*\?"
-        sentences = re.split(ends, response[-LONGEST:])
-        for text in sentences:
+        for text in re.split(r"(?<!\b[A-J])[.!]\s|\n|[^.!?\n]*\?", response[-LONGEST:]):
             letter = letter_of(text, choices)
             if letter or re.match(r"\W*[A-J][).:]", text):
                 picked.add(letter)
@@ -2528,7 +2556,7 @@ job_file, ready, output = map(int, sys.argv[1:])
 job = json.load(open(job_file))
 for name, value in job["limits"].items():
     limit = getattr(resource, "RLIMIT_" + name)
-    hard = resource.getrlimit(limit)[1] if name == "STACK" else value  # programs enlarge their stack
+    hard = resource.getrlimit(limit)[1] if name == "STACK" else value  # honest programs raise it
     with contextlib.suppress(ValueError):  # the hard limit is lower already
         resource.setrlimit(limit, (value, hard))
 open("/proc/self/oom_score_adj", "w").write("1000")  # the first to end when memory runs out
@@ -2579,7 +2607,7 @@ def extract_code(response: str) -> str:
     return textwrap.dedent(candidates[-1]).strip("\n")
 
 
-# A block between fences, ``` or ~~~, whose first line may say more than the language: ```python:a.py
+# A block between fences, ``` or ~~~. Its first line may say more than the language: ```python:a.py
 FENCED = re.compile(
     r"""(?xsm)
         (?P<fence>`{3,}|~{3,}) [ \t]* (?P<info>[^\n`]*) \n

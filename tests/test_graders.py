@@ -105,7 +105,8 @@ x_1=1, x_2=-3 ¦ x_{1} = 1, \quad x_{2} = -3 ¦ x_1=-3\text{ or }x_2=1 ¦ 1,-3
 5! ¦ 5\cdot4! ¦ \frac{6!}{3!} ¦ 120
 2x+4y=3 ¦ 3=2x+4y ¦ 4y + 2x = 3 ¦ 2x+4y-3=0
 x^2+y^2-25=0 ¦ x^2+y^2=25
-m+n=5 ¦ = 5 ¦ 5
+m+n=5 ¦ = 5 ¦ 2+3=5 ¦ x=\frac{10}{2}=5 ¦ 5
+\frac{3}{4}=0.75 ¦ \frac{3}{4}\,\mathrm{m}^2 ¦ \frac{3}{4} m ¦ \frac{3}{4}
 1:03 p.m. ¦ 1:03 pm ¦ \text{1:03 PM}
 """
 WRONG = r"""
@@ -165,6 +166,7 @@ x_2=1, x_1=2 ¦ x_1=1, x_3=2 ¦ x_1=1, x_2=2
 \big(6,7\big) ¦ \big(7,6\big] ¦ \big\{7,6\big\} ¦ (7,6)
 \mathbb{Z} ¦ \mathbb{R}^2 ¦ \mathbb{R}\setminus\{0\} ¦ [0,\infty) ¦ all real numbers except 0 ¦ (-\infty,\infty)
 2516_9 ¦ (2516)_9 ¦ 2516_{\text{nine}} ¦ 2516_{88} ¦ 2517_8 ¦ 2516_8
+4=5 ¦ 2+4=5 ¦ x+1=5 ¦ 5=x+1 ¦ 5
 4! ¦ 5!! ¦ (5!)! ¦ -5! ¦ 5!+1 ¦ 120
 n!! ¦ (n+1)! ¦ n ¦ n!
 200! ¦ 200!+1
@@ -310,6 +312,7 @@ COMMITTED = [
     ("<answer>The answer is not 5.</answer>", "not 5"),
     ("<answer>5 because 2 + 3 = 5.</answer>", "5"),
     ("The answer is therefore 5.", "5"),
+    (r"So the answer is \(5\), as desired.", r"5\)"),
     ("x=3\nx=5", "x=5, x=3"),
     ("So:\n- $x_1 = 3$,\n\n- $x_2 = 5$.", "- $x_2 = 5, x=3"),
     ("The answer is x=3\nx=5", "x=3, x=5"),
