@@ -82,13 +82,13 @@ from workflow import (
 
 @dataclass
 class Problem:
-    """A question, and what its grader needs to judge a response."""
+    """A question, and what its grader needs to judge a response to it."""
 
     id: str
     question: str
     answer: str
     grader: str  # a row of GRADERS
-    kind: str = ""  # tables report each kind's accuracy; without one it is the grader's name
+    kind: str = ""  # tables show the accuracy of each kind; by default the grader's name
     level: int = 0  # the difficulty: larger is harder, 0 is unknown
     extra: dict = field(default_factory=dict)  # for example {"choices": ["a stone", "an apple"]}
 
@@ -102,18 +102,19 @@ def require(condition, otherwise: str):
         raise ValueError(otherwise)
 
 
-# ---- Problems: the laptop world's, benchmarks', your own -----------------------------------------
+# ---- Problems: from the laptop world, from benchmarks, and your own -------------------------------
 
-DATA = "data"  # a folder in the current directory: downloaded data sets, prepared problems, replies
+# A folder in the current directory for downloaded data sets, prepared problems and paid replies
+DATA = "data"
 
 
 def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
     """Return the first problems of a split, in an order that never changes.
 
     Args:
-        name: "laptop"; a benchmark of SOURCES; a mix of MIXES, whose "train" is the file that
-            `prepare` writes and whose "test" is the tests of all its parts; or FILE.jsonl, with
-            your own problems.
+        name: "laptop", a benchmark of SOURCES, a mix of MIXES, or FILE.jsonl with your own
+            problems. The train split of a mix is the file that `prepare` writes; its test split is
+            those of all its parts.
         split: "train" or "test".
         limit: The largest number of problems; None returns all of them.
 
@@ -183,7 +184,7 @@ def with_instructions(problem: Problem) -> Problem:
     return replace(problem, question=question, answer=problem.answer.strip())
 
 
-# Your own problems: a JSON object a line
+# Your own problems, one JSON object a line
 
 
 def split_of_file(file: str, split: str) -> list[Problem]:
@@ -213,7 +214,8 @@ def read_problems(file: str) -> list[Problem]:
     if not os.path.exists(file):
         hint = "`python eval.py prepare` writes paper and recursion"
         raise FileNotFoundError(f"{file} is missing ({hint})")
-    problems, faults = [], []
+    problems = []
+    faults = []
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -258,8 +260,7 @@ def check_problem(problem: Problem):
     require(problem.question.strip(), "question: it has 0 characters")
     require(are_texts(extra.get("choices", [])), "choices are a list of texts")
 
-    # A program's tests are in the line or, in a file that `prepare` wrote, a position in the
-    # benchmark's file.
+    # The tests of a program are pairs. `prepare` writes their position in another file instead.
     tests = extra["tests"] if problem.grader == "code" else {"file": "", "at": 0}
     if not isinstance(tests, dict):
         are_pairs = all(are_texts(pair) and len(pair) == 2 for pair in tests)
@@ -306,7 +307,7 @@ def run_and_judge(rollouts: list[Rollout], name: str, call=call_worker) -> list[
 
 
 def planned(plan, call=call_worker):
-    """Return the system that runs the workflow plan(rollout) on every problem."""
+    """Return the system that runs the workflow plan(rollout) for every problem."""
 
     def system(problems, pools, name):
         rollouts = new_rollouts(problems, pools, name)
@@ -321,9 +322,9 @@ def planned(plan, call=call_worker):
 
 
 def ask_bare(rollout: Rollout, i: int, times: int = 1, **overrides) -> Reply:
-    """Make the call of step i with nothing but the question, and return the reply.
+    """Send the worker of step i nothing but the question, and return its reply.
 
-    times: The worker may write so many times as many tokens as its parameters allow.
+    times: The factor by which the worker's limit on tokens is raised.
     """
     worker = rollout.pool[rollout.workflow.steps[i].worker]
     if times > 1:
@@ -391,9 +392,10 @@ def vote(workers: list[int] | None, likeness=None, call=ask_bare):
 
 
 def common_words(problem: Problem, answer: str, other: str) -> float:
-    """Return the number of words in both answers over the number of words in either.
+    """Return the share of all words of two answers that occur in both.
 
-    Smoothie (arXiv 2412.04692) compares sentence embeddings instead, also over similar questions.
+    Smoothie (arXiv 2412.04692) compares sentence embeddings instead, and does so over several
+    similar questions.
     """
     first, second = (set(re.findall(r"\w+", text.casefold())) for text in (answer, other))
     return len(first & second) / max(len(first | second), 1)
@@ -403,7 +405,7 @@ def common_words(problem: Problem, answer: str, other: str) -> float:
 
 
 def reflect(worker: int):
-    """Return the system of one worker that answers, and then revises its answer four times."""
+    """Return the system of one worker that answers and then revises its answer four times."""
     steps = [Step(worker, REFLECT if i else SOLVE_IT, list(range(i))) for i in range(5)]
     return planned(lambda rollout: Workflow(steps))
 
@@ -731,7 +733,8 @@ def paired_difference(rollouts: list[Rollout], others: list[Rollout]) -> dict:
     Example: one system solves a, b and c, the other only a. The differences are 0, 1 and 1, with a
     mean of 0.67 and a standard error of 0.33, so "shows" is 0.93.
     """
-    shares, other_shares = right_by_problem(rollouts), right_by_problem(others)
+    shares = right_by_problem(rollouts)
+    other_shares = right_by_problem(others)
     common = [id for id in shares if id in other_shares]
     differences = np.array([shares[id] - other_shares[id] for id in common])
     row = dict.fromkeys(["vs best", "from", "to", "shows"])
@@ -826,8 +829,8 @@ def compare_with_workers(rows: dict, played: dict, repeats: int, remarks: list[s
         if label != f"workers {best}":
             rows[label] |= paired_difference(rollouts, alone[best])
     by_other_half = best_by_other_half(alone)
-    rows["best single worker, in hindsight"] = measure(alone[best])
-    rows["best single worker, by other half"] = measure(by_other_half) | paired_difference(
+    rows["best single worker in hindsight"] = measure(alone[best])
+    rows["best single worker by other half"] = measure(by_other_half) | paired_difference(
         by_other_half, alone[best]
     )
     if len(alone) > 1:
@@ -920,7 +923,8 @@ def label_players(systems: dict, pool: list, only: str) -> dict[str, tuple[Syste
 
 def load_tests_and_lessons(settings: "Settings", with_lessons: bool) -> tuple[dict, dict]:
     """Return the test problems of each benchmark, and the train problems for systems that learn."""
-    tests, lessons = {}, {}
+    tests = {}
+    lessons = {}
     for name in settings.benchmarks.split(","):
         tests[name] = load(name, "test", settings.limit)
         lessons[name] = load(settings.lessons or name, "train", LESSONS) if with_lessons else []

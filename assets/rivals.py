@@ -1,9 +1,9 @@
-"""Systems that learn to choose workers, in small versions: python eval.py
---systems=assets/rivals.py:NAME
+"""Small versions of systems that learn to choose workers (§4 and arXiv 2512.04695).
 
-NAME is router, masrouter or trinity. They learn from --lessons, which are train problems, and draw
-with --seed. All calls of a lesson have one name, so that a replay file pays for a repeated call
-once.
+    python eval.py --systems=assets/rivals.py:NAME     # NAME is router, masrouter or trinity
+
+They learn from train problems (--lessons), and --seed seeds what they draw. With --replay=FILE, a
+call that is repeated while they learn is made once.
 """
 
 import math
@@ -32,9 +32,9 @@ from eval import (
 )
 from workflow import Rollout, Step, Workflow, call_worker, conduct, load_conductor, roll_out
 
-LESSON = "lesson"  # what the names of all calls for learning begin with
-BATCH = 32  # lessons at a time
-N_TRIGRAMS = 4096  # hash values
+LESSON = "lesson"  # the name of all rollouts for learning
+BATCH = 32  # lessons in a step of learning
+N_TRIGRAMS = 4096  # the number of hash values
 
 
 def rewards(rollouts: list[Rollout]) -> np.ndarray:
@@ -80,9 +80,9 @@ router = System(learn_router, ("lessons",), calls=1, calls_to_learn=2_000)
 
 # ---- MasRouter -----------------------------------------------------------------------------------
 
-STEPS = 500  # of the policy gradient
-DESIGNS = 8  # designs to try for each lesson of a step
-AGENTS = 5  # the largest number in a shape
+STEPS = 500  # steps of the policy gradient
+DESIGNS = 8  # designs tried for each lesson in a step
+AGENTS = 5  # the largest number of agents in a shape
 
 
 def shapes() -> list[list[tuple[str, list[int]]]]:
