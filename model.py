@@ -29,7 +29,6 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as BPE
 from torch.utils.checkpoint import checkpoint
 
-
 ARCHITECTURES = {  # by model type
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -83,47 +82,49 @@ class Config:
         rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
         if not isinstance(rope, dict):
             raise ValueError(f"{file}: {rope!r} is not a description of RoPE scaling")
+        rope = {"rope_type": rope.get("type", "default")} | rope
         found = rope | found  # transformers 5 puts rope_theta into rope_parameters
-
-        # Refuse what would load and then compute something else.
-        model_type, act = found.get("model_type"), found.get("hidden_act", "silu")
-        rope_type = rope.get("rope_type") or rope.get("type") or "default"
-        refused = {
-            f"model_type is {model_type!r}": model_type not in ARCHITECTURES,
-            f"hidden_act is {act!r}": act != "silu",
-            f"RoPE scaling is {rope_type!r}": rope_type not in ("default", "llama3"),
-            "use_sliding_window asks for sliding windows": found.get("use_sliding_window"),
-            "mlp_bias is true": found.get("mlp_bias"),
-        }
-        for what, is_refused in refused.items():
-            if is_refused:
-                raise ValueError(f"{file}: {what}, which is not implemented")
+        refuse_unknown(file, found)
         found["rope_scaling"] = None
-        if rope_type == "llama3":
-            found["rope_scaling"] = {"rope_type": rope_type} | {k: rope.get(k) for k in LLAMA3_ROPE}
-            for key in LLAMA3_ROPE:
-                if not is_positive(rope.get(key)):
-                    raise ValueError(f"{file}: {key} of its RoPE scaling is {rope.get(key)!r}")
+        if found["rope_type"] == "llama3":
+            keys = ("rope_type", *LLAMA3_ROPE)
+            found["rope_scaling"] = {key: found.get(key) for key in keys}
 
-        # Read every field. Those that may be None follow from the model type.
         values = {}
         for f in fields(cls):
             value = found.get(f.name)
             if value is None and f.default is None:
-                continue
+                continue  # It follows from the model type.
             is_number = f.type in (int, float, int | None)
             if not isinstance(value, f.type | int) or (is_number and not is_positive(value)):
                 raise ValueError(f"{file}: {f.name} is {value!r}, which makes no sense")
             values[f.name] = value
         config = cls(**values)
-        heads = config.num_attention_heads
-        if (
-            heads % config.num_key_value_heads
-            or config.head_dim % 2
-            or config.num_hidden_layers > 1000
-        ):
+
+        heads_per_kv_head = config.num_attention_heads / config.num_key_value_heads
+        is_shape = heads_per_kv_head.is_integer() and config.head_dim % 2 == 0
+        if not is_shape or config.num_hidden_layers > 1000:
             raise ValueError(f"{file}: its numbers of channels, heads and layers make no model")
         return config
+
+
+def refuse_unknown(file: str, found: dict):
+    """Raise ValueError if a model with this config.json would load but compute something else."""
+    act = found.get("hidden_act", "silu")
+    rope_type = found["rope_type"]
+    unknown = {
+        f"model_type is {found.get('model_type')!r}": found.get("model_type") not in ARCHITECTURES,
+        f"hidden_act is {act!r}": act != "silu",
+        f"RoPE scaling is {rope_type!r}": rope_type not in ("default", "llama3"),
+        "use_sliding_window asks for sliding windows": found.get("use_sliding_window"),
+        "mlp_bias is true": found.get("mlp_bias"),
+    }
+    for what, is_unknown in unknown.items():
+        if is_unknown:
+            raise ValueError(f"{file}: {what}, which is not implemented")
+    for key in LLAMA3_ROPE if rope_type == "llama3" else ():
+        if not is_positive(found.get(key)):
+            raise ValueError(f"{file}: {key} of its RoPE scaling is {found.get(key)!r}")
 
 
 def is_positive(value) -> bool:
@@ -320,8 +321,8 @@ class LoRALinear(nn.Linear):
     """A frozen Linear plus a trained low-rank part: W x + b + B (A x) (LoRA, arXiv:2106.09685).
 
     A (rank, in) starts with random rows of length 1 and B (out, rank) with zeros, so at first
-    nothing is added. Both are fp32; products have the dtype of x. There is no factor alpha/rank: if A
-    is square and orthogonal, a step of plain SGD adds to B A what it would add to W.
+    nothing is added. Both are fp32; the products have the dtype of x. There is no factor
+    alpha/rank: if A is square and orthogonal, a step of plain SGD adds to B A what it adds to W.
     """
 
     def __init__(self, linear: nn.Linear, rank: int):
@@ -354,11 +355,9 @@ def add_lora(model: "Qwen", rank: int):
     """
     model.requires_grad_(False)
     for layer in model.model.layers:
-        linears = {
-            n: module for n, module in layer.named_modules() if isinstance(module, nn.Linear)
-        }
-        for name, linear in linears.items():
-            layer.set_submodule(name, LoRALinear(linear, rank))
+        for name, module in list(layer.named_modules()):
+            if isinstance(module, nn.Linear):
+                layer.set_submodule(name, LoRALinear(module, rank))
 
 
 def merge_lora(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -479,12 +478,14 @@ class Qwen(nn.Module):
         state = read_tensors(path)
         parameters = dict(model.named_parameters())
 
+        # What the model has and the checkpoint does not, or the other way round.
         if is_llama_with_zero_bias(model.config):
             state = {name: p for name, p in state.items() if not name.endswith("o_proj.bias")}
         for name, module in model.named_modules():
             if isinstance(module, LoRALinear):
                 A, B = module.start(lora_rank, "cpu")
                 state |= {f"{name}.lora_A": A, f"{name}.lora_B": B}
+
         for name, tensor in state.items():
             state[name] = tensor.to(device, torch.float32 if ".lora_" in name else dtype)
             if shard and name in parameters:
@@ -526,9 +527,8 @@ class Qwen(nn.Module):
         write_json(config_file, keys | asdict(config))
         file = os.path.join(path, "model.safetensors")
         save_file(state, file + ".tmp", metadata={"format": "pt"})
-        os.chmod(
-            file + ".tmp", os.stat(config_file).st_mode
-        )  # safetensors lets only the owner read
+        # safetensors lets only the owner read what it writes.
+        os.chmod(file + ".tmp", os.stat(config_file).st_mode)
         os.replace(file + ".tmp", file)
 
 

@@ -198,7 +198,8 @@ def test_llama_3_scales_its_rope(key, tmp_path):
     """As transformers does, both with the keys of version 5 and with those of the hub's files."""
     theirs = theirs_in("llama", tmp_path, LLAMA3_SCALING)
     if key == "rope_scaling":
-        changes = dict(rope_theta=123.0, rope_scaling=LLAMA3_SCALING, rope_parameters=None)
+        old = {"type" if k == "rope_type" else k: v for k, v in LLAMA3_SCALING.items()}
+        changes = dict(rope_theta=123.0, rope_scaling=old, rope_parameters=None)
         edit(tmp_path / "config.json", **changes)
     ours = Qwen.from_pretrained(str(tmp_path))
     torch.testing.assert_close(ours(IDS), theirs(IDS).logits, **CLOSE)
