@@ -6,7 +6,10 @@ import json
 import os
 import queue
 import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -536,6 +539,29 @@ def test_requests_are_answered_where_no_thread_can_start_any_more(monkeypatch):
         for _ in range(3):
             assert post(url).status_code == 200
         monkeypatch.undo()
+
+
+def test_the_command_serves_the_shipped_conductor_until_it_is_interrupted():
+    # A shell's background job ignores SIGINT, and so would this.
+    command = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "import runpy; sys.argv = ['workflow.py', 'serve', '--port=0']; "
+        "runpy.run_path('workflow.py', run_name='__main__')"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", command],
+        cwd=os.path.dirname(ASSETS),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    url = re.match(r"http://[^/]+", process.stdout.readline())[0]
+    response = post(url, messages=[{"role": "user", "content": "What is 6 * 7?"}])
+    log = process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == "interrupted\n" and process.returncode == 1
+    assert response.json()["choices"][0]["message"]["content"] == "42"
+    assert re.fullmatch(r"conductor: answered, 1 steps, \d+\.\d s, \$0\.0000\n", log)
 
 
 def test_clients_are_served_side_by_side():
