@@ -622,7 +622,6 @@ def named_systems(names: str) -> dict[str, System]:
         known = f"only {', '.join(SYSTEMS)}, and FILE.py:NAME"
         require(system is not None, f"--systems: there is no {spec}, {known}")
         require(isinstance(system, System), f"--systems: {spec} is no eval.System")
-        require(systems.get(name, system) == system, f"--systems: two systems are called {name}")
         systems[name] = system
     return systems
 
@@ -631,6 +630,7 @@ def named_systems(names: str) -> dict[str, System]:
 
 COLUMNS = {  # name -> decimal places; a row's other keys are kinds of questions
     "accuracy": 1,
+    "standard error": 1,  # in the paper's rows
     "±": 1,
     "vs best": 1,
     "from": 1,
@@ -644,7 +644,15 @@ COLUMNS = {  # name -> decimal places; a row's other keys are kinds of questions
     "dollars/right": 5,
     "calls to learn": 0,
 }
-SHARES = ("accuracy", "±", "vs best", "from", "to", "shows")  # these and kinds are printed in %
+SHARES = (
+    "accuracy",
+    "standard error",
+    "±",
+    "vs best",
+    "from",
+    "to",
+    "shows",
+)  # these and kinds are printed in %
 WIDTH = 120  # columns of a printed table
 LESSONS = 256  # train problems from which a system learns
 
@@ -879,7 +887,10 @@ def compare_systems(settings: "Settings"):
         compare_with_workers(rows, played, settings.repeats, remarks)
         numbers |= {f"{benchmark_name}, {label}": row for label, row in rows.items()}
         write_results(settings.out, numbers)
-        print_tables(f"{benchmark_name}, {len(problems)} problems, %", rows, remarks)
+        print("\n" + table(rows, f"{benchmark_name}, {len(problems)} problems, %"))
+        print()
+        for remark in dict.fromkeys(remarks):
+            print(textwrap.fill(remark, WIDTH, subsequent_indent="  "))
         print_paper(benchmark_name, pool)
 
     if pool[0].budget and pool[0].budget.refused:
@@ -966,45 +977,42 @@ def play(
 # Tables and files
 
 
-def print_tables(title: str, rows: dict[str, dict], remarks: list[str]):
-    """Print the columns of COLUMNS, the remarks, and a second table with the accuracy by kind."""
-    present = dict.fromkeys(key for row in rows.values() for key in row)
-    kinds = [key for key in present if key not in COLUMNS]
-    heads = [head for head in COLUMNS if head in present]
-    if not any(row.get("dollars") for row in rows.values()):
-        heads.remove("dollars/right")
-    print("\n" + table(rows, title, heads))
-    for remark in dict.fromkeys(remarks):
-        print(textwrap.fill(remark, WIDTH, subsequent_indent="  "))
-    if len(kinds) > 1:
-        print("\n" + table(rows, "accuracy by kind, %", kinds))
-
-
-def table(rows: dict[str, dict], title: str = "", heads: list[str] | None = None) -> str:
-    """Format rows of `measure` as text: the columns `heads`, by default all.
+def table(rows: dict[str, dict], title: str = "") -> str:
+    """Format rows of `measure` as text, with the accuracy by kind in a table of its own.
 
     "?" stands for None, and a cell without a value is blank. Columns that do not fit in WIDTH
     continue in another table below, which leaves out the rows that are blank in it.
     """
     present = dict.fromkeys(key for row in rows.values() for key in row)
+    is_free = not any(row.get("dollars") for row in rows.values())
+    hidden = ["dollars/right"] if is_free else []
+    heads = [head for head in COLUMNS if head in present and head not in hidden]
     kinds = [key for key in present if key not in COLUMNS]
-    heads = heads or [head for head in COLUMNS if head in present] + kinds
-    names = [shorten(name) for name in (title, *rows)]
-    blocks = []
-    room = 0
-    for head in heads:
-        column = [shorten(head), *(cell(head, row.get(head, "")) for row in rows.values())]
-        width = max(map(len, column))
-        if not blocks or room < 2 + width:
-            blocks.append([[name.ljust(max(map(len, names))) for name in names]])
-            room = WIDTH - len(blocks[-1][0][0])
-        blocks[-1].append([text.rjust(width) for text in column])
-        room -= 2 + width
+    tables = columns_that_fit(heads, title, rows)
+    if len(kinds) > 1:
+        tables += columns_that_fit(kinds, title, rows)
     texts = []
-    for block in blocks:
-        lines = [cells for cells in zip(*block) if any(map(str.strip, cells[1:]))]
+    for columns in tables:
+        lines = [cells for cells in zip(*columns) if any(map(str.strip, cells[1:]))]
         texts.append("\n".join("  ".join(cells).rstrip() for cells in lines))
     return "\n\n".join(texts)
+
+
+def columns_that_fit(heads: list[str], title: str, rows: dict[str, dict]) -> list[list]:
+    """Return tables that are at most WIDTH wide, as lists of columns, each a list of cells."""
+    names = [shorten(name) for name in (title, *rows)]
+    name_width = max(map(len, names))
+    tables = []
+    room = 0
+    for head in heads:
+        cells = [shorten(head), *(cell(head, row.get(head, "")) for row in rows.values())]
+        width = max(map(len, cells))
+        if room < 2 + width:
+            tables.append([[name.ljust(name_width) for name in names]])
+            room = WIDTH - name_width
+        tables[-1].append([text.rjust(width) for text in cells])
+        room -= 2 + width
+    return tables
 
 
 def shorten(text: str, longest: int = 50) -> str:
