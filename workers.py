@@ -722,7 +722,7 @@ class Replay:
         """Read the lines that this or another process has appended."""
         with self.reading:
             n_new = os.fstat(self.file).st_size - self.n_read
-            data = os.pread(self.file, n_new, self.n_read)
+            data = os.pread(self.file, max(n_new, 0), self.n_read)
             self.n_read += max(data.rfind(b"\n"), 0)
             for line in data.split(b"\n"):
                 with contextlib.suppress(ValueError, TypeError, KeyError):  # a torn line
@@ -810,7 +810,7 @@ def highest_cost(entry: dict, params: dict, body: dict) -> float:
 
     n_in = len(json.dumps(body)) + 512  # A token is at least a byte; a chat template adds some.
     ceiling = find(params, "provider", "max_price") or {}  # OpenRouter may choose a host up to it.
-    rate = 2 if "cache_control" in params else 1  # what it costs to write to a cache
+    rate = 2 if "cache_control" in params else 1  # Writing to a cache costs up to twice as much.
     dollars_in = max(price[0], ceiling.get("prompt", 0)) * n_in * rate
     dollars_out = max(price[1], ceiling.get("completion", 0)) * max(limits)
     return (dollars_in + dollars_out) / 1e6
@@ -853,17 +853,18 @@ TASK = "Your task:\n"
 SKILL = {"": 1.0, "junior": 0.6, "tired": 0.7}  # sort of worker -> share of calls it works on
 FRAMES = ("What is {}?", "Find {}.", "Tell me {}.", "Give me {}.")  # questions around an expression
 SIGNS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
-SPELLINGS = {  # what a question says -> the coder's instruction, and what it does to a word
+SPELLINGS = {  # words of a question -> the coder's instruction for them, and what it does to a word
     "turned around": ("Reverse it.", lambda word: word[::-1]),
     "shouted": ("Write it in capitals.", str.upper),
     "thinned out": ("Leave out the vowels.", lambda word: re.sub("[aeiouAEIOU]", "", word)),
 }
 
-# A worker always obeys an instruction of its own trade.
-VAGUE_WORKS = 0.7  # Given a vague instruction, or none, it works on this share of the messages,
-OTHERS_WORK = 0.3  # and given an instruction of another trade, on this one.
+# The shares of calls on which a worker does its work without an instruction of its own trade. With
+# one it always does, and after any other words never.
+VAGUE_WORKS = 0.7  # if its instruction is vague or missing
+OTHERS_WORK = 0.3  # if its instruction is another trade's
 VAGUE = ("Work it out.", "Find the value.")
-SOLVE_IT = "Solve the question."  # vague, too: what systems without subtasks tell every worker
+SOLVE_IT = "Solve the question."  # vague as well; systems without subtasks tell it to every worker
 
 NUMERALS = """
 uno dos tres cuatro cinco seis siete ocho nueve diez once doce trece catorce quince dieciséis
@@ -944,9 +945,12 @@ def sums(left: dict, right: dict) -> dict:
 
 
 def spelled(values: dict) -> dict:
-    """Return every expression with every wish of how to spell its value."""
-    pairs = itertools.product(values.items(), SPELLINGS.items())
-    return {f"{name} {wish}": spell(value) for (name, value), (wish, (_, spell)) in pairs}
+    """Return every expression in every spelling, with its value: "Lima shouted" is "LIMA"."""
+    spellings = {}
+    for expression, value in values.items():
+        for wish, (_, spell) in SPELLINGS.items():
+            spellings[f"{expression} {wish}"] = spell(value)
+    return spellings
 
 
 KINDS = {  # kind of question -> the trades it needs, and its expressions with their values
@@ -1002,18 +1006,19 @@ def guess(trade: str, question: str) -> str:
 
 
 def instruction_heard(trade: str, subtask: str, question: str, messages: list[dict]) -> str:
-    """Return the instruction that a worker of this trade follows; "" if it knows none to follow."""
+    """Return the instruction that a worker of this trade follows; "" if it does not do its work."""
 
     def is_told(instruction):
         words = re.escape(instruction.rstrip("."))
         return re.search(rf"\b{words}\b", subtask, re.IGNORECASE)
 
-    own = list(filter(is_told, TRADES[trade][1]))
+    told = list(filter(is_told, PHRASES))
+    own = [instruction for instruction in told if instruction in TRADES[trade][1]]
     if own:
         return own[0]
-    if any(is_told(instruction) for instruction in PHRASES if instruction not in VAGUE):
+    if set(told) - set(VAGUE):  # other trades' instructions
         share = OTHERS_WORK
-    elif not subtask or any(map(is_told, (*VAGUE, SOLVE_IT))):
+    elif told or is_told(SOLVE_IT) or not subtask:
         share = VAGUE_WORKS
     else:
         share = 0.0
@@ -1022,13 +1027,13 @@ def instruction_heard(trade: str, subtask: str, question: str, messages: list[di
 
 
 def specialist(name: str, messages: list[dict]) -> str:
-    """Return what a local worker says.
+    """Return the answer of a local worker, which is always the same for the same messages.
 
-    A worker of a trade works on the last response that it is shown, otherwise on the question. The
-    question is in the last user turn that begins with QUESTION; an earlier conversation may precede
-    it. The generalist tries every trade on one prompt in eight.
+    A worker of a trade works on the last response that it is shown, or else on the question. The
+    generalist tries every trade on the question, but only for one prompt in eight.
     """
-    # Find the question, the responses after it, and the subtask.
+    # The question is in the last user turn that begins with QUESTION. An earlier conversation may
+    # precede it, and responses of other workers may follow.
     users = [i for i, message in enumerate(messages) if message["role"] == "user"] or [0]
     asking = [i for i in users if messages[i]["content"].startswith(QUESTION)] or users
     asked, *later = messages[asking[-1] :]
@@ -1036,7 +1041,7 @@ def specialist(name: str, messages: list[dict]) -> str:
     responses = [message["content"] for message in later if message["role"] == "assistant"]
     subtask = messages[-1]["content"].partition(TASK)[2].strip()
 
-    # Answer in the worker's manner.
+    # Answer as this sort of worker does.
     if name == "generalist":
         chance = hashed(name, messages)
         if chance >= 1 / 8:

@@ -1,14 +1,20 @@
-"""Workers without a server, for tests of who asks them."""
+"""Workers without a server, for tests of the code that calls them."""
 
 from workers import Reply, WorkerError
 
 
 class Player:
-    """A worker that is a function of its messages; it remembers what it was asked, and how."""
+    """A worker whose answer is a function of its messages, and which records every call."""
+
+    note = ""
 
     def __init__(self, name, answer, **params):
-        self.name, self.answer, self.params, self.note = name, answer, params, ""
-        self.asked, self.ids, self.overrides = [], [], []
+        self.name = name
+        self.answer = answer
+        self.params = params
+        self.asked = []  # the messages of each call
+        self.ids = []  # the call_id of each call
+        self.overrides = []  # the overrides of each call
 
     def chat(self, messages, call_id="", **overrides):
         self.asked.append(messages)

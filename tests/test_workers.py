@@ -1,4 +1,5 @@
-"""Workers on the wire: what is sent and read, what becomes of servers that fail, money, pools."""
+"""Workers: requests and replies against the providers' documentation, servers that fail, replayed
+replies, money, pools, and the command line."""
 
 import ast
 import contextlib
@@ -43,29 +44,29 @@ QUICK = 3  # A timeout in seconds; the pauses between attempts grow with it, fro
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
     monkeypatch.setenv("PLANTED", KEY)
-    for name in (
-        "http_proxy",
-        "https_proxy",
-        "all_proxy",
-        "HTTP_PROXY",
-        "HTTPS_PROXY",
-        "ALL_PROXY",
-    ):
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
 
 
 def http(body, status=200, **headers):
-    """A whole HTTP response as bytes; a body that is no bytes is sent as JSON."""
-    body = body if isinstance(body, bytes) else json.dumps(body).encode()
-    lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items())
-    return (
-        f"HTTP/1.1 {status} Whatever\r\nContent-Length: {len(body)}\r\n{lines}\r\n".encode() + body
-    )
+    """Return a whole HTTP response as bytes. A body that is not bytes is sent as JSON."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = [f"HTTP/1.1 {status} Whatever", f"Content-Length: {len(content)}"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode() + content
 
 
 class OddServer(socketserver.ThreadingTCPServer):
-    """play(n, conn) gets a request's number and returns bytes to send, or does worse to conn and returns
-    None, which ends the connection. Bytes are always sent, a list in turn. .requests: (time, head, body)."""
+    """A server that answers as a test says.
+
+    Args:
+        play: bytes that answer every request; a list of bytes, one for each request; or a function
+            play(n, conn) of the request's number and its connection, which returns bytes to send
+            or None to hang up.
+
+    Its `requests` are (time, head, body), and `most` is how many ran at the same time.
+    """
 
     daemon_threads = True
     request_queue_size = 64
@@ -74,8 +75,11 @@ class OddServer(socketserver.ThreadingTCPServer):
         super().__init__(("127.0.0.1", 0), None)
         answers = play if isinstance(play, list) else [play]
         self.play = play if callable(play) else lambda n, conn: answers[min(n, len(answers) - 1)]
-        self.requests, self.running, self.most, self.lock = [], 0, 0, threading.Lock()
-        self.over = threading.Event()  # for what a test lets wait
+        self.requests = []
+        self.running = 0
+        self.most = 0
+        self.lock = threading.Lock()
+        self.over = threading.Event()  # set when the test is over
         self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
@@ -126,7 +130,7 @@ TALK = [
 
 
 def on_the_wire(response, overrides=(), **fields):
-    """One call: the request's head in lower case, its body, and the reply."""
+    """Return the head of a call's request in lower case, the request's body, and the reply."""
     with OddServer(http(response)) as server:
         reply = worker(server, **fields).chat(TALK, **dict(overrides))
     [(_, head, body)] = server.requests
@@ -134,7 +138,7 @@ def on_the_wire(response, overrides=(), **fields):
 
 
 def test_openai_on_the_wire():
-    """Parameters and headers are sent as they are, overrides win; a blank turn, which some refuse, is not."""
+    """Overrides replace parameters, and a blank turn, which some providers refuse, is filled."""
     head, body, reply = on_the_wire(
         GOOD,
         {"max_completion_tokens": 9},
@@ -373,34 +377,21 @@ def test_litellms_header_is_the_cost(header, usage, price, cost):
 @pytest.mark.parametrize(
     "usage, price, cost",
     [
-        ({"prompt_tokens": 10, "completion_tokens": 2}, [1, 10], 30e-6),
-        ({"prompt_tokens": 10, "completion_tokens": 2}, None, None),
-        ({"prompt_tokens": 10, "completion_tokens": 2}, [0, 0], 0),
+        (COUNTS, [1, 10], 30e-6),
+        (COUNTS, None, None),
+        (COUNTS, [0, 0], 0),
         (None, [1, 10], None),
-        ({"prompt_tokens": -10, "completion_tokens": 2}, [1, 10], None),
-        ({"prompt_tokens": 10, "completion_tokens": "2"}, [1, 10], None),
-        (
-            {"prompt_tokens": 10, "completion_tokens": 0},
-            [1, 10],
-            None,
-        ),  # There is a text: nobody counted.
-        (
-            {"prompt_tokens": 10, "completion_tokens": 2, "total_tokens": 112},
-            [1, 10],
-            1030e-6,
-        ),  # with thoughts
-        (
-            {"prompt_tokens": 10, "completion_tokens": 2, "cost": 0.25},
-            [1, 10],
-            0.25,
-        ),  # OpenRouter's bill
-        ({"prompt_tokens": 10, "completion_tokens": 2, "cost": 0.25}, None, 0.25),
-        ({"prompt_tokens": 10, "completion_tokens": 2, "cost": 0}, [1, 10], 30e-6),
-        (
-            {"prompt_tokens": 10, "completion_tokens": 2, "cost": 0.25, "is_byok": True},
-            [1, 10],
-            30e-6,
-        ),
+        ({**COUNTS, "prompt_tokens": -10}, [1, 10], None),
+        ({**COUNTS, "completion_tokens": "2"}, [1, 10], None),
+        # The reply has a text, so nobody counted its tokens.
+        ({**COUNTS, "completion_tokens": 0}, [1, 10], None),
+        # The total includes the reasoning.
+        ({**COUNTS, "total_tokens": 112}, [1, 10], 1030e-6),
+        # OpenRouter names the cost.
+        ({**COUNTS, "cost": 0.25}, [1, 10], 0.25),
+        ({**COUNTS, "cost": 0.25}, None, 0.25),
+        ({**COUNTS, "cost": 0}, [1, 10], 30e-6),
+        ({**COUNTS, "cost": 0.25, "is_byok": True}, [1, 10], 30e-6),
     ],
 )
 def test_what_a_reply_costs(usage, price, cost):
@@ -494,12 +485,9 @@ def test_what_ends_a_call(play, asked, says):
     "status, asked", [(429, 8), (503, 8), (529, 8), (408, 6), (409, 6), (500, 6)]
 )
 def test_a_busy_provider_is_asked_until_it_answers_and_a_broken_one_six_times(status, asked):
+    gives_up = pytest.raises(WorkerError, match="attempt 6,")
     with OddServer([refused(status)] * 7 + [http(GOOD)]) as server:
-        with (
-            pytest.raises(WorkerError, match="attempt 6,")
-            if asked == 6
-            else contextlib.nullcontext()
-        ):
+        with gives_up if asked == 6 else contextlib.nullcontext():
             assert worker(server, timeout=QUICK).chat(CHAT).text == "Because."
     assert len(server.requests) == asked
 
@@ -509,15 +497,11 @@ def test_the_wait_that_is_asked_for_is_kept():
         with OddServer([refused(429, Retry_After=wait), http(GOOD)]) as server:
             worker(server, timeout=QUICK).chat(CHAT)
         assert server.requests[1][0] - server.requests[0][0] >= least
-    for wait in (
-        "3600",
-        formatdate(time.time() + 3600, usegmt=True),
-    ):  # It is longer than a call may take.
-        with (
-            OddServer(refused(429, Retry_After=wait)) as server,
-            pytest.raises(WorkerError, match="429"),
-        ):
-            worker(server).chat(CHAT)
+    # A call may not take that long, so there is no second attempt.
+    for wait in ("3600", formatdate(time.time() + 3600, usegmt=True)):
+        with OddServer(refused(429, Retry_After=wait)) as server:
+            with pytest.raises(WorkerError, match="429"):
+                worker(server).chat(CHAT)
         assert len(server.requests) == 1
 
 
@@ -623,16 +607,13 @@ def test_a_replay_knows_a_function_by_its_code(tmp_path):
         [one] = load_pool(spec.replace(str(tmp_path), str(folder)), replay=tmp_path / "replay")
         return one.chat(CHAT, call_id="a").text
 
-    first = (
-        "import itertools\nn = itertools.count()\ndef answer(messages): return f'{next(n)} old'\n"
-    )
+    first = "import itertools\nn = itertools.count()\ndef answer(chat): return f'{next(n)} old'\n"
     assert replies(first) == replies(first) == "0 old"
     assert replies(first.replace("old", "new")) == "0 new"
     assert replies(first) == "0 old"
     [loaded] = load_pool(spec, replay=tmp_path / "replay")
-    tool.write_text(
-        first.replace("old", "newer")
-    )  # during a run, which goes on with what it loaded
+    # A run goes on with the code that it loaded.
+    tool.write_text(first.replace("old", "newer"))
     assert loaded.chat(CHAT, call_id="a").text == "0 old"
     assert loaded.chat(CHAT, call_id="b").text == "1 old"
     moved = tmp_path / "moved"
@@ -712,11 +693,9 @@ def test_a_budget_is_never_passed():
         ([refused(500), refused(400)], 0.99),
         ([http(b"{")], 0.99),
         ([http(answer(usage=None))], 0.99),
-        ([http(answer("Bec", "error")), http(GOOD)], 1 - 20e-6),  # OpenRouter bills no such answer.
-        (
-            [http({"error": {"message": "x", "code": 503}}), http(GOOD)],
-            0.99 - 20e-6,
-        ),  # The model had begun.
+        # OpenRouter does not bill an answer that failed, but does once a model has started.
+        ([http(answer("Bec", "error")), http(GOOD)], 1 - 20e-6),
+        ([http({"error": {"message": "x", "code": 503}}), http(GOOD)], 0.99 - 20e-6),
     ],
 )
 def test_an_attempt_that_may_be_billed_counts_whole(answers, left):

@@ -1,4 +1,4 @@
-"""The laptop world: what its questions are, and what its specialists say to whom they listen."""
+"""The laptop world: its questions, and what its workers answer to which instructions."""
 
 import random
 import re
@@ -78,7 +78,7 @@ GREETING = [{"role": "user", "content": "Hello."}, {"role": "assistant", "conten
     ],
 )
 def test_what_specialists_say(name, messages, reply):
-    """The same to the same chat, always: with other replies the laptop run would be another experiment."""
+    """Equal chats get equal replies, on every machine: otherwise runs could not be repeated."""
     assert specialist(name, messages) == specialist(name, messages) == reply
 
 
