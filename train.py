@@ -100,6 +100,7 @@ from workflow import (
     messages,
     model_writer,
     read_examples,
+    read_prompting,
     roll_out,
     rollout_from_json,
     rollout_to_json,
@@ -160,7 +161,6 @@ class Settings:
         "workers that a question may use, at least, drawn at random (section 3.2); 0: all of them",
     )
     recursion: bool = flag(False, "half of the questions get a second round (section 3.2)")
-
     recursion_rewards: str = flag(
         "apart",
         "what Eq. 2 compares: apart, the rewards of each round; together, those of both rounds; "
@@ -367,9 +367,7 @@ def train(settings: Settings, device: str):
         if is_due or is_last or is_spent:
             save(run, settings, done)
         if is_spent:
-            leave(
-                f"the budget is spent: stopped after iteration {done}, with a checkpoint. {GO_ON}"
-            )
+            leave(f"the budget is spent: stopped after iteration {done}. {MORE_MONEY}")
 
     print_results(run, settings)
 
@@ -432,9 +430,10 @@ def stop(run: Run, settings: Settings, iteration: int, loss: str):
     """
     if run.last_saved != iteration:
         save(run, settings, iteration)
+    remedy = MORE_MONEY if budget_is_spent(run) else GO_ON
     leave(
         f"stopped in iteration {iteration + 1}, which is not learned, with a checkpoint: {loss}. "
-        f"{MORE_MONEY if budget_is_spent(run) else GO_ON}"
+        f"{remedy}"
     )
 
 
@@ -549,9 +548,9 @@ def begin_rollouts(
             mine,
             write,
             run.prompting,
-            evaluation.grade_once(),
-            evaluation.ABLATIONS[settings.ablate],
-            call,
+            judge=evaluation.grade_once(),
+            edit=evaluation.ABLATIONS[settings.ablate],
+            call=call,
             on_end=lambda rollout: bar.update(),
             timeout=settings.workflow_timeout,
         )
@@ -616,23 +615,25 @@ def assign_advantages(groups: list[list[Rollout]], settings: Settings):
     for group in groups:
         set_advantages([group])  # sets the shares of wrong answers, too
 
-    def unit(r: Rollout):  # rollouts of one question and unit share a reward
-        is_first = r.previous is None
-        return r.call_prefix, r.number, is_first and settings.recursion_rewards == "together"
+    def unit(r: Rollout) -> tuple:
+        """Rollouts of a question that have the same unit share a reward."""
+        is_apart = settings.recursion_rewards == "together" and r.previous is None
+        return r.number, is_apart
 
-    rewards = {}  # question -> unit -> reward; None if a part of it was lost
+    by_question = {}
     for r in itertools.chain(*groups):
-        units = rewards.setdefault(r.call_prefix, {})
-        before = units.get(unit(r), 0.0)
-        weight = 0.25 if r.previous is None else 1.0
-        units[unit(r)] = None if None in (before, r.reward) else before + weight * r.reward
-    advantage = {}
-    for units in rewards.values():
-        values = [[value or 0.0 for value in units.values()]]
-        mask = [[value is not None for value in units.values()]]
-        advantage |= zip(units, advantages(values, mask)[0].tolist())
-    for r in itertools.chain(*groups):
-        r.advantage = advantage[unit(r)]
+        by_question.setdefault(r.call_prefix, []).append(r)
+    for rollouts in by_question.values():
+        rewards = {}  # of each unit; None if a part of it was lost
+        for r in rollouts:
+            before = rewards.get(unit(r), 0.0)
+            weight = 0.25 if r.previous is None else 1.0
+            rewards[unit(r)] = None if None in (before, r.reward) else before + weight * r.reward
+        mask = [[value is not None for value in rewards.values()]]
+        [row] = advantages([[value or 0.0 for value in rewards.values()]], mask).tolist()
+        by_unit = dict(zip(rewards, row))
+        for r in rollouts:
+            r.advantage = by_unit[unit(r)]
 
 
 def track_wrong_shares(run: Run, groups: list[list[Rollout]]):
@@ -872,6 +873,7 @@ def lesson_row(run: Run, problem, rng: random.Random, settings: Settings) -> tup
 
 def set_up(settings: Settings, device: str) -> Run:
     """Check what is missing, and return everything that the loop needs. --dry_run ends here."""
+    # Keep other runs away, and find where this one goes on.
     if not settings.dry_run:
         on_rank0(lambda: lock(settings.out))
         check_shared(settings.out)
@@ -879,6 +881,7 @@ def set_up(settings: Settings, device: str) -> Run:
     start = str(checkpoint or settings.init_from)  # "": a new tiny model
     first_iteration = int(checkpoint.name) if checkpoint else 0
 
+    # Say what is missing before anything expensive begins.
     evaluation.use_sandbox(settings.sandbox)
     config, entries, missing = on_rank0(lambda: preflight(settings, start, device))
     if settings.dry_run and config:
@@ -886,55 +889,36 @@ def set_up(settings: Settings, device: str) -> Run:
     if settings.dry_run or missing:
         leave(missing)
 
-    if settings.offload and device == "cuda":
-        # Adam runs on the CPU, where torchrun allows one thread.
-        n_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        torch.set_num_threads(max(1, os.cpu_count() // n_ranks))
+    # Load problems, model and workers.
     torch.manual_seed(settings.seed)
-
     problems, test = load_problems(settings)
-    notes = [entry.get("note", "") for entry in entries] if settings.notes else None
-    if start:
-        on_rank0(lambda: fetch(start, "*.json", "*.safetensors"))  # one rank downloads
-        model, tokenizer = on_all_ranks(lambda: load_model(start, settings, device))
-    else:
-        model, tokenizer = tiny_conductor(problems, len(entries), settings, notes)
-        shard(model, settings, device)
-    prompting = Prompting(
-        settings.prompt_style,
-        settings.max_steps,
-        settings.max_new_tokens,
-        notes=settings.notes,
-        examples=read_examples(settings.examples) if settings.examples else [],
-    )
-
+    model, tokenizer = load_start(start, problems, entries, settings, device)
     on_rank0(lambda: open_folder(settings, first_iteration))
-    if settings.warm_steps < 0:
-        settings.warm_steps = default_warm_steps(start, config)
-    pool = open_pool(settings)
     run = Run(
-        pool=pool,
+        pool=open_pool(settings),
         problems=problems,
         test=test,
         tokenizer=tokenizer,
         model=model,
         optimizer=adam(model, settings.beta2),
-        prompting=prompting,
+        prompting=prompting_for(settings, checkpoint),
         first_iteration=first_iteration,
         wrong_share={problem.kind: torch.ones(()) for problem in problems},
         last_saved=first_iteration if checkpoint else None,
     )
     check_longest_prompt(run)
+    on_all_ranks(lambda: check_traces(run, settings))
     print0(
         f"{count_parameters(model.config):,} parameters in {dtype_for(config, device)} on "
         f"{dist.get_world_size()} x {device}, {len(problems):,} problems, workers: "
-        f"{', '.join(worker.name for worker in pool)}"
+        f"{', '.join(worker.name for worker in run.pool)}"
     )
 
-    on_all_ranks(lambda: check_traces(run, settings))
-
+    # Teach the format, or load what training has changed.
     if settings.resume and not checkpoint:
         print0("there is no checkpoint yet: the run starts again, with the rollouts on disk")
+    if settings.warm_steps < 0:
+        settings.warm_steps = default_warm_steps(start, config)
     if settings.warm_steps and not checkpoint:
         print0(f"warm start: {settings.warm_steps} steps of the format")
         warm_start(run, settings)
@@ -954,11 +938,27 @@ def default_warm_steps(start: str, config: Config) -> int:
     return 0 if is_conductor or count_parameters(config) >= 3e9 else 120
 
 
-def load_model(start: str, settings: Settings, device: str) -> tuple[Qwen, Tokenizer]:
-    """Return the sharded model and the tokenizer of the checkpoint `start`.
+def load_start(
+    start: str, problems: list, entries: list[dict], settings: Settings, device: str
+) -> tuple[Qwen, Tokenizer]:
+    """Return the sharded model and the tokenizer of the checkpoint `start`; "" makes tiny ones."""
+    if settings.offload and device == "cuda":
+        # Adam runs on the CPU, where torchrun allows one thread.
+        n_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(max(1, os.cpu_count() // n_ranks))
+    if start:
+        on_rank0(lambda: fetch(start, "*.json", "*.safetensors"))  # one rank downloads
+        return on_all_ranks(lambda: load_model(start, settings, device))
+    notes = [entry["note"] for entry in entries] if settings.notes else None
+    model, tokenizer = tiny_conductor(problems, len(entries), settings, notes)
+    return shard(model, settings, device), tokenizer
 
-    With LoRA the weights are those of --init_from, also when the run goes on: a checkpoint's are
-    rounded after the matrices were added to them.
+
+def load_model(start: str, settings: Settings, device: str) -> tuple[Qwen, Tokenizer]:
+    """Return the sharded model and the tokenizer of a checkpoint.
+
+    With LoRA the weights are always those of --init_from. A checkpoint of the run holds them
+    rounded, after the matrices were added.
     """
     weights = settings.init_from if settings.lora_rank else start
     config = Config.from_pretrained(weights)
@@ -970,6 +970,20 @@ def load_model(start: str, settings: Settings, device: str) -> tuple[Qwen, Token
         lora_rank=settings.lora_rank,
     )
     return model, Tokenizer.from_pretrained(start)
+
+
+def prompting_for(settings: Settings, checkpoint: Path | None) -> Prompting:
+    """Return how the Conductor is asked. A run that goes on asks as before."""
+    if checkpoint:
+        prompting, _, _ = read_prompting(str(checkpoint))
+        return prompting
+    return Prompting(
+        settings.prompt_style,
+        settings.max_steps,
+        settings.max_new_tokens,
+        notes=settings.notes,
+        examples=read_examples(settings.examples) if settings.examples else [],
+    )
 
 
 def open_pool(settings: Settings) -> list:
@@ -1053,7 +1067,7 @@ def measure_held_out(run: Run, settings: Settings, iteration: int) -> float | No
 
 
 def complete_metrics(run: Run, settings: Settings):
-    """Measure the held-out problems of the newest checkpoint if the budget ended before."""
+    """Measure the newest checkpoint's held-out accuracy if the budget ended before that was done."""
     file = Path(settings.out, "metrics.jsonl")
     lines = on_rank0(lambda: file.read_text().splitlines())
     is_due = run.first_iteration % settings.save_every == 0
@@ -1176,6 +1190,7 @@ def preflight(settings: Settings, start: str, device: str) -> tuple[Config | Non
     if own:
         attempt(f"--grader={settings.grader}", evaluation.failure, own[0], own[0].answer)
 
+    # The user's own examples and reward.
     if settings.examples:
         attempt("--examples", read_examples, settings.examples)
     if settings.reward:
@@ -1183,16 +1198,12 @@ def preflight(settings: Settings, start: str, device: str) -> tuple[Config | Non
 
     # The workers, and the money for them.
     entries = attempt("workers", read_pool, settings.pool) or []
-    missing += check_pool(entries, settings.budget)
+    if entries:
+        missing += check_workers(settings, entries)
     if entries and are_flags_right:
         attempt("money", check_money, settings, entries, len(test))
-    if settings.notes:
-        without = [name_of(entry) for entry in entries if not entry.get("note")]
-        missing += [f"workers: --notes, and {name} has no note" for name in without]
-    if settings.subset > len(entries) > 0:
-        missing.append(f"workers: --subset={settings.subset}, and the pool has {len(entries)}")
-    is_free = probable_cost(entries, 1) == 0.0 if entries else True
-    if not missing and (is_free or not settings.dry_run):  # a dry run pays for no word
+    costs_money = probable_cost(entries, 1) != 0.0 if entries else False
+    if not missing and not (settings.dry_run and costs_money):  # a dry run pays for no word
         pool = load_pool(settings.pool, entries[0].get("base_url"), budget=settings.budget)
         missing += [str(word) for word in ping_workers(pool) if isinstance(word, WorkerError)]
 
@@ -1233,6 +1244,17 @@ def check_run_folder(settings: Settings) -> list[str]:
     if settings.resume and not is_run:
         return [f"--out={settings.out} holds no run to resume"]
     return []
+
+
+def check_workers(settings: Settings, entries: list[dict]) -> list[str]:
+    """Return what is wrong with the pool."""
+    faults = check_pool(entries, settings.budget)
+    if settings.notes:
+        without = [name_of(entry) for entry in entries if not entry.get("note")]
+        faults += [f"workers: --notes, and {name} has no note" for name in without]
+    if settings.subset > len(entries):
+        faults.append(f"workers: --subset={settings.subset}, and the pool has {len(entries)}")
+    return faults
 
 
 def check_money(settings: Settings, entries: list[dict], n_test: int):
@@ -1327,9 +1349,9 @@ def check_room(settings: Settings, config: Config, device: str):
         host += here * 16 * n / world
     if device == "cpu":
         host += here * room.most
-    # On disk two states are there for a while, and the weights of each checkpoint.
-    n_checkpoints = settings.iterations // settings.save_every + 2
-    saved = 24 * n_trained + dtype.itemsize * n * n_checkpoints
+    # The disk holds the weights of all checkpoints and of the reference; for a while, two states.
+    n_checkpoints = math.ceil(settings.iterations / settings.save_every)
+    saved = dtype.itemsize * n * (n_checkpoints + 1) + 12 * n_trained * min(2, n_checkpoints)
     existing = next(filter(Path.exists, Path(settings.out, "new").absolute().parents))
     needs = {
         f"at a time, of a {device}": (room.most, device_bytes(device)),
@@ -1758,7 +1780,7 @@ def read_rollouts(run: Run, settings: Settings, iteration: int) -> list[list[Rol
 
     first = [group for group in groups.values() if group[0].previous is None]
     asked = [copies(group[0], settings) for group in first]
-    if settings.recursion and all(map(len, first)):
+    if settings.recursion:
         asked += second_groups(first, settings, iteration)
     found = [[(r.call_prefix, r.number) for r in group] for group in groups.values()]
     expected = [[(r.call_prefix, r.number) for r in group] for group in asked if group]
