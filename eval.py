@@ -209,13 +209,13 @@ def read_problems(file: str) -> list[Problem]:
         {"question": "Who wrote Emma?", "answer": "Jane Austen", "grader": "short", "kind": "books"}
 
     Raises:
-        ValueError: What is missing or wrong, line by line.
+        ValueError: What is missing or wrong, and in which lines.
     """
     if not os.path.exists(file):
         hint = "`python eval.py prepare` writes paper and recursion"
         raise FileNotFoundError(f"{file} is missing ({hint})")
     problems = []
-    faults = []
+    faults = {}  # sentence -> numbers of the lines
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -223,8 +223,12 @@ def read_problems(file: str) -> list[Problem]:
             try:
                 problems.append(parse_problem(line, f"{os.path.basename(file)}/{number}"))
             except (ValueError, TypeError) as e:
-                faults.append(f"{file}, line {number}: {e}")
-    require(not faults, "\n".join(faults[:20]))
+                faults.setdefault(str(e), []).append(str(number))
+    sentences = []
+    for sentence, numbers in list(faults.items())[:20]:
+        more = f" and {len(numbers) - 5} more" if len(numbers) > 5 else ""
+        sentences.append(f"{file}, line {', '.join(numbers[:5])}{more}: {sentence}")
+    require(not faults, "\n".join(sentences))
     require(problems, f"{file} is empty")
     require(len({p.id for p in problems}) == len(problems), f"{file}: two lines have one id")
     return problems

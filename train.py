@@ -1067,7 +1067,7 @@ def measure_held_out(run: Run, settings: Settings, iteration: int) -> float | No
 
 
 def complete_metrics(run: Run, settings: Settings):
-    """Measure the newest checkpoint's held-out accuracy if the budget ended before that was done."""
+    """Measure the newest checkpoint's held-out accuracy if the budget ended before."""
     file = Path(settings.out, "metrics.jsonl")
     lines = on_rank0(lambda: file.read_text().splitlines())
     is_due = run.first_iteration % settings.save_every == 0
@@ -1422,9 +1422,10 @@ def try_run(settings: Settings, config: Config, device: str, entries: list[dict]
     memory = f" and {torch.cuda.max_memory_allocated() / GIB:.1f} GiB of GPU memory"
     print0(f"the largest step took {seconds:.1f} s{memory if device == 'cuda' else ''}")
 
-    if not entries or probable_cost(entries, 1) != 0.0:
-        return print0("how long the run takes depends on its workers: the first iteration tells")
-    print_duration(model, optimizer, reference, settings, entries)
+    if entries and probable_cost(entries, 1) == 0.0:
+        print_duration(model, optimizer, reference, settings, entries)
+    elif entries:
+        print0("how long the run takes depends on its workers: the first iteration tells")
 
 
 def print_duration(

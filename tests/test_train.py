@@ -487,11 +487,9 @@ def test_a_run_with_everything_of_ones_own(tmp_path):
     assert status == 1 and "cannot read the 29 tokens" in err  # with 1,024 to be written
     said = train("--preset=own", *flags[1:], f"--out={tmp_path}/out", "--max_new_tokens=96")
     assert metrics(f"{tmp_path}/out")[0]["lost"] == 0
-    assert (
-        "16 problems, workers: left, right" in said
-        and "4 problems" in said
-        and "warm start" not in said
-    )
+    assert "16 problems, workers: left, right" in said and "warm start" not in said
+    with open(f"{tmp_path}/out/test.jsonl") as file:
+        assert [json.loads(row)["system"] for row in file].count("conductor") == 4
     assert not os.path.exists(f"{tmp_path}/out/reference") and f"--checkpoint={tmp_path}" in said
 
 
@@ -614,6 +612,14 @@ def test_lora_takes_ten_times_the_learning_rate():
     flags = ["--preset=small", "--lora_rank=16"]
     assert read_command(flags)[0].lr == pytest.approx(5e-4)
     assert read_command([*flags, "--lr=3e-4"])[0].lr == 3e-4
+
+
+def test_what_is_wrong_with_all_lines_is_said_once(tmp_path):
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"question": "q", "answer": "a"}\n' * 25)
+    with pytest.raises(ValueError, match="line 1, 2, 3, 4, 5 and 20 more: grader") as said:
+        load(str(file), "train")
+    assert len(str(said.value).splitlines()) == 1
 
 
 @pytest.fixture
