@@ -778,11 +778,11 @@ def best_worker(alone: dict[str, list[Rollout]]) -> str:
 
 
 def best_by_other_half(alone: dict[str, list[Rollout]]) -> list[Rollout]:
-    """Return the rollouts of the worker that is best on the *other* half, for each half.
+    """Return, for each half of the problems, the rollouts of the worker that won the other half.
 
-    The worker that is best on the questions that measure it may owe that to luck. Here, one half
-    chooses the worker and the other half measures it, and then the other way round. A hash of a
-    problem's id decides its half.
+    A worker that is best on the very questions that measure it may owe that to luck. Here one half
+    chooses the worker that the other half measures, and the other way round. A hash of a problem's
+    id decides in which half it is.
     """
     chosen = []
     for half in (0, 1):
@@ -1003,7 +1003,7 @@ def table(rows: dict[str, dict], title: str = "") -> str:
 
 
 def columns_that_fit(heads: list[str], title: str, rows: dict[str, dict]) -> list[list]:
-    """Return tables that are at most WIDTH wide, as lists of columns, each a list of cells."""
+    """Return tables of at most WIDTH characters. A table is a list of columns, lists of cells."""
     names = [shorten(name) for name in (title, *rows)]
     name_width = max(map(len, names))
     tables = []
@@ -1073,7 +1073,7 @@ def without_ending(out: str) -> str:
 
 def progress(what: str, total: int) -> tqdm:
     """Return a progress bar, which only rank 0 shows, and only on a terminal."""
-    hidden = os.environ.get("RANK", "0") != "0" or None  # tqdm reads None as "unless a terminal"
+    hidden = os.environ.get("RANK", "0") != "0" or None  # None: hidden without a terminal
     return tqdm(desc=what, total=total, disable=hidden, leave=False)
 
 
@@ -2235,7 +2235,7 @@ BENCHMARKS = [*dict.fromkeys(key.split("/")[0] for key in SOURCES)]
 MIXES = {
     # 960 problems, chosen by "difficulty and diversity" (App. A.2)
     "paper": {"math500": 240, "mmlu": 240, "rlpr": 240, "livecodebench": 240},
-    # the part of them with which further rounds are trained (App. A.1)
+    # The part of them that trains further rounds (App. A.1)
     "recursion": {"livecodebench": 175, "rlpr": 175},
 }
 CANDIDATES = 600  # the largest number of problems of each benchmark among which `prepare` chooses

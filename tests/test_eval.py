@@ -91,10 +91,14 @@ def test_masrouter_and_trinity_learn_from_rewards_and_answer(monkeypatch):
         assert len(rollouts) == 2 and all(r.right is not None and r.calls for r in rollouts)
 
 
-def test_a_worker_in_the_seat_writes_the_workflow():
+def test_a_worker_in_the_seat_reads_names_and_notes_and_writes_the_workflow():
     text = 'model_id = [1]\nsubtasks = ["Solve it."]\naccess_list = [[]]'
     pool = [Player("seat", lambda m: text), Player("b", lambda m: "42")]
+    pool[1].note = "It knows the answer."
     assert [(r.names, r.right) for r in play("seat", pool)] == [(["b"], True)] * 2
+    prompt = pool[0].asked[0][-1]["content"]
+    assert "Model 0: seat" in prompt and "Model 1: b, It knows the answer." in prompt
+    assert all(r.invalid for r in play("seat", pool, only="seat"))  # Model 1 is not allowed.
 
 
 def test_random_workflows_obey_their_limits():
@@ -369,10 +373,9 @@ def test_own_workers_questions_and_grader_make_a_table(tmp_path):
     )
     assert status == 0 and "workers up" in out and "best single worker" in out, err
     assert max(map(len, out.splitlines())) <= 120
-    assert (
-        json.loads((tmp_path / "numbers.json").read_text())["mine.jsonl, workers up"]["accuracy"]
-        == 1.0
-    )
+    numbers = json.loads((tmp_path / "numbers.json").read_text())
+    assert numbers["mine.jsonl, workers up"]["accuracy"] == 1.0
+    assert numbers["mine.jsonl, best single worker by other half"]["vs best"] == 0.0
     traces = (tmp_path / "numbers.jsonl").read_text().splitlines()
     assert len(traces) == 2 and json.loads(traces[0])["right"] is True
 
