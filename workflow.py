@@ -23,6 +23,7 @@ import math
 import os
 import queue
 import re
+import resource
 import sys
 import threading
 import time
@@ -1630,10 +1631,20 @@ def conductor_server(
     return server
 
 
+def allow_open_files(wanted: int):
+    """Raise this process's limit of open files, which is often 1,024, as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def serve(settings: "Settings", write, pool: list, workers: list[int] | None, prompting: Prompting):
     """Serve a Conductor until Ctrl-C is pressed."""
     if settings.run and not os.path.exists(os.path.join(settings.run, "settings.json")):
         raise ValueError(f"--run={settings.run}: no training run wrote its settings.json there")
+    allow_open_files(4 * (CONDUCTING + WAITING))  # each connection is one
     key = os.environ.get("CONDUCTOR_API_KEY", "").strip()
     server = conductor_server(
         write,

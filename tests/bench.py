@@ -289,8 +289,8 @@ class Patient(BaseHTTPRequestHandler):
 
 
 def workflows(count=512, steps=3, latency=1.0):
-    """Wall time of `count` chains of `steps` calls that take `latency` seconds each, all at once, beside the
-    least possible."""
+    """Wall time of `count` chains of `steps` calls, all at once, beside the least possible, where each
+    call takes `latency` seconds."""
     from workers import Worker
     from workflow import Rollout, Step, Workflow, roll_out
 
@@ -334,7 +334,7 @@ def resident_megabytes(pid: int) -> float:
 
 
 def ask_server(port: int, count: int, at_once: int) -> list[str]:
-    """Ask `count` questions, each over a connection of its own. Return what is wrong with the answers."""
+    """Ask `count` questions, each over a connection of its own. Return what goes wrong."""
     questions = [f"What is {2 + i % 38} * {2 + i // 38 % 38}?" for i in range(count)]
 
     def ask(question):

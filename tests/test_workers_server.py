@@ -80,8 +80,8 @@ def say(text, **more):
 
 def request(body, version=b"1.1"):
     return (
-        b"POST /v1/chat/completions HTTP/%s\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        b"Content-Length: %d\r\n\r\n%s"
+        b"POST /v1/chat/completions HTTP/%s\r\nHost: localhost\r\n"
+        b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
     ) % (version, len(body), body)
 
 
@@ -245,7 +245,7 @@ HOSTS = {
 
 @pytest.mark.parametrize("host, is_ours", HOSTS.items(), ids=HOSTS)
 def test_the_host_is_checked_before_any_route(parrot, host, is_ours):
-    """A web page whose name is made to mean 127.0.0.1 sends that name, and must not read anything."""
+    """A web page whose name is made to mean 127.0.0.1 sends that name. It must read nothing."""
     for line in (b"GET /health", b"GET /v1/models", b"GET /", b"DELETE /x", b"POST /v1/chat"):
         answer = raw(parrot, b"%b HTTP/1.1\r\nHost: %b\r\n\r\n" % (line, host.encode()))
         assert answer.startswith(b"HTTP/1.1 403") != is_ours

@@ -541,6 +541,18 @@ def test_requests_are_answered_where_no_thread_can_start_any_more(monkeypatch):
         monkeypatch.undo()
 
 
+@pytest.mark.parametrize(
+    "soft, hard, wanted", [(1024, 4096, 4096), (1024, -1, 5120), (9000, 9000, None), (-1, -1, None)]
+)
+def test_the_limit_of_open_files_is_raised_as_far_as_it_may(soft, hard, wanted, monkeypatch):
+    found = []
+    monkeypatch.setattr(workflow.resource, "RLIM_INFINITY", -1)
+    monkeypatch.setattr(workflow.resource, "getrlimit", lambda what: (soft, hard))
+    monkeypatch.setattr(workflow.resource, "setrlimit", lambda what, limits: found.append(limits))
+    workflow.allow_open_files(5120)
+    assert found == ([(wanted, hard)] if wanted else [])
+
+
 def test_the_command_serves_the_shipped_conductor_until_it_is_interrupted():
     # A shell's background job ignores SIGINT, and so would this.
     command = (
