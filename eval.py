@@ -811,20 +811,18 @@ def headroom(right: np.ndarray) -> dict[str, dict]:
         right: Whether each answer is right: (workers, draws, problems). A problem with a lost
             answer, which is nan, is left out.
     """
-    n_workers, n_draws, _ = right.shape
     right = right[:, :, ~np.isnan(right).any((0, 1))]
     if right.size == 0:
         return {}
-    rows = {"oracle": {"accuracy": float(right.max(0).mean())}}
-    pairs = itertools.combinations(range(n_workers), 2)
-    either = [float(np.maximum(right[i], right[j]).mean()) for i, j in pairs]
-    if either:
-        rows["either of two workers"] = {"accuracy": mean(either)}
-    draws = itertools.combinations(range(n_draws), 2)
-    either = [float(np.maximum(right[:, i], right[:, j]).mean()) for i, j in draws]
-    if either:
-        rows["either of one worker's two answers"] = {"accuracy": mean(either)}
-    return rows
+    by_draw = right.swapaxes(0, 1)  # (draws, workers, problems)
+    solved = {
+        "oracle": [right.max(0)],
+        "either of two workers": [np.maximum(*pair) for pair in itertools.combinations(right, 2)],
+        "either of one worker's two answers": [
+            np.maximum(*pair) for pair in itertools.combinations(by_draw, 2)
+        ],
+    }
+    return {label: {"accuracy": float(np.mean(x))} for label, x in solved.items() if x}
 
 
 def compare_with_workers(rows: dict, played: dict, repeats: int, remarks: list[str]):
@@ -2290,11 +2288,9 @@ def ask_twice(name: str, problems: list[Problem], pool: list) -> np.ndarray:
         prefix = f"prepare {name}/{draw}"
         groups = ask_each(problems, [pool] * len(problems), prefix, range(len(pool)))
         draws.append([[rollout.right for rollout in group] for group in groups])
-        is_spent = pool[0].budget and pool[0].budget.refused
-        remedy = "with a larger one `prepare` goes on where it stopped"
-        require(not is_spent, f"the budget is spent: {remedy}")
-    right = np.array(draws, float).reshape(2, len(problems), len(pool))
-    return right.transpose(2, 0, 1)
+    is_spent = pool[0].budget and pool[0].budget.refused
+    require(not is_spent, "the budget is spent: with a larger one `prepare` goes on from here")
+    return np.array(draws, float).transpose(2, 0, 1)
 
 
 def can_teach(right: np.ndarray) -> np.ndarray:
