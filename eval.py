@@ -1287,9 +1287,9 @@ SIGNS |= dict.fromkeys([*"!,;: ()[]", "quad", "displaystyle", "left", "right"], 
 # A variable, with or without a subscript: x, AB, θ, x_1
 LETTER = r"(?:(?!NO)[A-Z]{1,2}|[a-zα-ωΔℓ])(?:_\w{1,3}|_\{\w{1,3}\})?(?!\w)"
 
-# A name before an answer, which one side may omit: ∠ABC=, x=, m+n=, f^{-1}(x)=, P(A|B)=, x∈, (x,y)=
+# A name before an answer, which one side may omit: ∠ABC=, x=, f^{-1}(x)=, P(A|B)=, x∈, (x,y)=
 NAMED = re.compile(
-    rf"(?:m?[∠▵][A-Z]+|(?:{LETTER}[+-])*{LETTER}(?:\^\{{?-1\}}?|'+)?"
+    rf"(?:m?[∠▵][A-Z]+|{LETTER}(?:\^\{{?-1\}}?|'+)?"
     r"(?:\((?:[^()=A-Za-z]|[A-Za-z](?![A-Za-z]))*\))?)(?:=|∈(?=[(\[⦃]))"
     r"|\((?:x,y|x,y,z|a,b|a,b,c|m,n|p,q|r,θ)\)=(?=\()"
 )
@@ -1673,10 +1673,12 @@ def same_quantity(answer: str, gold: str, tolerance: float) -> bool:
 
     number, whole = split_unit(answer)
     gold_number, gold_whole = split_unit(gold)
-    one_has_no_unit = number == whole or gold_number == gold_whole
-    if one_has_no_unit and same_value(number, gold_number, tolerance):
-        return True
-    return same_value(whole, gold_whole, tolerance)
+    pairs = {(whole, gold_whole)}
+    if number == whole or gold_number == gold_whole:  # one of them has no unit
+        pairs.add((number, gold_number))
+    if "°" not in answer + gold:  # the g of \frac{1}{2} g may be a letter
+        pairs.add((answer, gold))
+    return any(same_value(*pair, tolerance) for pair in pairs)
 
 
 def same_equation(sides: list[str], gold_sides: list[str]) -> bool:
@@ -1729,8 +1731,10 @@ def same_math(answer: str, gold: str, tolerance: float = 0.0) -> bool:
         return answer.strip() == gold.strip() != ""
     texts = [normalize(answer), normalize(gold)]
 
-    # If the gold answer has no names, drop the numbers of solutions: x=1,x=-3 for x_1=1,x_2=-3
+    # If the gold answer has no name, drop a sum and the numbers of solutions: 5 for m+n=5, and
+    # x=1,x=-3 for x_1=1,x_2=-3.
     if "=" not in texts[1]:
+        texts[0] = re.sub(r"^[a-z](?:[+-][a-z])+=", "", texts[0])
         texts[0] = re.sub(r"(^|,)([a-z])_\w ?=", r"\1\2=", texts[0])
     # Then drop the name if there is only one: 1,-3 for x=1,x=-3
     names = {match[0] for match in map(NAMED.match, texts) if match}

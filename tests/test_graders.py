@@ -106,6 +106,7 @@ x_1=1, x_2=-3 ¦ x_{1} = 1, \quad x_{2} = -3 ¦ x_1=-3\text{ or }x_2=1 ¦ 1,-3
 2x+4y=3 ¦ 3=2x+4y ¦ 4y + 2x = 3 ¦ 2x+4y-3=0
 x^2+y^2-25=0 ¦ x^2+y^2=25
 m+n=5 ¦ = 5 ¦ 2+3=5 ¦ x=\frac{10}{2}=5 ¦ 5
+\frac{1}{2} g ¦ \frac{1}{2}g ¦ g/2 ¦ \frac{g}{2}
 \frac{3}{4}=0.75 ¦ \frac{3}{4}\,\mathrm{m}^2 ¦ \frac{3}{4} m ¦ \frac{3}{4}
 1:03 p.m. ¦ 1:03 pm ¦ \text{1:03 PM}
 """
@@ -160,12 +161,13 @@ y/x ¦ \frac{y}{x} ¦ \frac{dy}{dx}
 5 dozen ¦ 5 thousand ¦ 5 hundred ¦ 5 billion ¦ 5 halves ¦ 5 quarters ¦ 5 pairs ¦ 5 more ¦ 5 less ¦ 5 or more ¦ 5
 5 gallons ¦ 5 square inches ¦ 5 cubic feet ¦ 5 inches ¦ 5 cubic inches
 5 hours ¦ 5 months ¦ 60 ¦ 5 years
-\pi/3 degrees ¦ \pi/6 radians ¦ \frac{\pi}{3}
+60^\circ ¦ \pi/3 degrees ¦ \pi/6 radians ¦ \frac{\pi}{3}
 x_1=1, x_2=3 ¦ x_1=1, y_2=-3 ¦ x_1=1 ¦ x_1=1, x_2=-3, x_3=0 ¦ 1,-3
 x_2=1, x_1=2 ¦ x_1=1, x_3=2 ¦ x_1=1, x_2=2
 \big(6,7\big) ¦ \big(7,6\big] ¦ \big\{7,6\big\} ¦ (7,6)
 \mathbb{Z} ¦ \mathbb{R}^2 ¦ \mathbb{R}\setminus\{0\} ¦ [0,\infty) ¦ all real numbers except 0 ¦ (-\infty,\infty)
 2516_9 ¦ (2516)_9 ¦ 2516_{\text{nine}} ¦ 2516_{88} ¦ 2517_8 ¦ 2516_8
+5 ¦ x+y=6 ¦ x-y=5 ¦ x+y=5
 4=5 ¦ 2+4=5 ¦ x+1=5 ¦ 5=x+1 ¦ 5
 4! ¦ 5!! ¦ (5!)! ¦ -5! ¦ 5!+1 ¦ 120
 n!! ¦ (n+1)! ¦ n ¦ n!
