@@ -217,9 +217,7 @@ class Worker:
         sent = time.monotonic()
         try:
             if self.run_function:
-                answer = self.run_function(messages)
-                cost = None if any(self.price or []) else 0.0
-                return answer if isinstance(answer, Reply) else Reply("" + answer, 0, 0, cost)
+                return self.as_reply(self.run_function(messages))
             with self.session.post(
                 self.base_url.rstrip("/") + path,
                 json=body,
@@ -233,6 +231,14 @@ class Worker:
             return failure
         except Exception as e:  # a lost connection, a timeout, or whatever the function raised
             return broken(e, time.monotonic() - sent)
+
+    def as_reply(self, answer) -> Reply:
+        """Return a Python function's answer, a text or a Reply, as a Reply of its own."""
+        if not isinstance(answer, Reply):
+            answer = Reply(answer, 0, 0, cost=None if any(self.price or []) else 0.0)
+        if not isinstance(answer.text, str):
+            raise TypeError(f"expected a text or a Reply, got {type(answer.text).__name__}")
+        return replace(answer, text=without_surrogates(answer.text))
 
     def pause_after(self, attempt: int, failure: "Failure") -> float:
         """Return the seconds until the next attempt.
@@ -290,7 +296,7 @@ def read_response(worker: Worker, response: requests.Response, deadline: float) 
     _, read_reply = PROTOCOLS[worker.protocol]
     try:
         answer, finish = read_reply(data)
-        answer = answer.encode(errors="replace").decode()  # JSON can spell half an emoji.
+        answer = without_surrogates(answer)
     except (LookupError, TypeError, AttributeError, ValueError):
         # OpenRouter sends blanks while it waits for a host, and nothing else if the host dies.
         wait = None if text else 0.0
@@ -383,6 +389,11 @@ def find(data, *path: str):
     return data
 
 
+def without_surrogates(text: str) -> str:
+    """Return a text with question marks for surrogates: JSON can spell half of an emoji."""
+    return text.encode(errors="replace").decode()
+
+
 def one_line(text: str) -> str:
     """Return a text as one line without characters that could control a terminal."""
     return "".join(filter(str.isprintable, " ".join(text.split())))
@@ -412,9 +423,10 @@ def openai_reply(data: dict) -> tuple:
     return without_thoughts(text), choice.get("finish_reason")
 
 
-def join_parts(parts: list[dict]) -> str:
+def join_parts(parts: list) -> str:
     """Return the text of an answer in parts, without those that are thoughts or something else."""
-    return "".join(part.get("text") or "" for part in parts if part.get("type") == "text")
+    texts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    return "".join(part.get("text") or "" for part in texts if part.get("type") == "text")
 
 
 def without_thoughts(text: str) -> str:

@@ -208,6 +208,7 @@ BOXED = r'To strip it: re.sub(r"<think>.*?</think>", "", s). \boxed{5}'
         (answer("<think>Why? Because.</think>\n\nSo."), "So.", "stop"),
         (answer("<think>Why? Bec", "length"), "", "length"),
         (answer([{"type": "text"}, {"type": "text", "text": "A"}]), "A", "stop"),
+        (answer(["A", {"type": "image"}, "B"]), "AB", "stop"),
         (answer("<think>Hm.</think>" + BOXED), BOXED, "stop"),
     ],
 )
@@ -410,16 +411,22 @@ def test_a_python_function_is_a_worker(tmp_path):
         "def agent(messages): return Reply('done', 5, 6, 0.25)\n"
         "def broken(messages): raise ValueError('no net')\n"
         "def silent(messages): pass\n"
+        "def empty(messages): return Reply(None, 0, 0, 0)\n"
+        "def half(messages): return 'half \\ud83d'\n"
+        "one = Reply('same', 1, 1, 0)\n"
+        "def same(messages): return one\n"
     )
-    names = ["search", "agent", "broken", "silent"]
+    names = ["search", "agent", "broken", "silent", "empty", "half", "same"]
     entries = [{"protocol": "python", "function": f"tools.py:{name}"} for name in names]
     pool = load_pool(pool_file(tmp_path, *entries))
     assert [one.name for one in pool] == names and workers.probable_cost(pool, 1) == 0
     assert pool[0].chat(CHAT).text == "found Why?" and pool[0].chat(CHAT).cost == 0.0
     assert pool[1].chat(CHAT).cost == pool[1].spent == 0.25
-    for one, says in ((pool[2], "broken: ValueError: no net"), (pool[3], "silent: TypeError")):
+    for one, says in zip(pool[2:5], ("broken: ValueError: no net", "silent: Type", "empty: Type")):
         with pytest.raises(WorkerError, match=says):
             one.chat(CHAT)
+    assert pool[5].chat(CHAT).text == "half ?"
+    assert pool[6].chat(CHAT) is not pool[6].chat(CHAT)  # Each call has seconds of its own.
     with pytest.raises(ValueError, match="tools.py has no function find"):
         load_pool(pool_file(tmp_path, {"protocol": "python", "function": "tools.py:find"}))
 
