@@ -1089,7 +1089,7 @@ PARAMETERS = {
 
 
 class Refusal(Exception):
-    """An HTTP error to answer a request with. code: OpenAI's word for it, where there is one."""
+    """An HTTP error that answers a request. code: OpenAI's name for the error, if it has one."""
 
     def __init__(self, status: int, message: str, code: str | None = None, **headers):
         super().__init__(message)
@@ -1123,7 +1123,7 @@ def plain_messages(messages: list[dict], roles: dict[str, str]) -> list[dict]:
 
 
 def check_parameters(body: dict):
-    """Refuse a request for something that this server lacks. Make a list of the stop texts."""
+    """Refuse parameters that ask for what this server lacks, and make body["stop"] a list."""
     for name, (served, what) in PARAMETERS.items():
         if body.get(name) not in served:
             value = json.dumps(body[name])
@@ -1165,10 +1165,10 @@ class Handler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-    timeout = 60  # seconds that one read from the client, or one write to it, may take
+    timeout = 60  # seconds after which a read from the client, or a write to it, fails
     roles = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
     models: list[str] = []
-    public_paths: tuple[str, ...] = ()  # They need no key.
+    public_paths: tuple[str, ...] = ()  # Paths that need no key.
     unread = False  # Is there a body that was not read? Then the connection ends with the answer.
     streaming = False  # Has a stream started? The connection ends with it.
 
@@ -1195,7 +1195,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def check_client(self, path: str):
         """Refuse a client that comes by another machine's name, or without the key."""
-        # The page of a website whose name was made to mean 127.0.0.1 (DNS rebinding) sends that name.
+        # DNS rebinding makes a website's name mean 127.0.0.1, but its page still sends that name.
         host = self.headers.get("Host", "")
         if self.server.is_local and not re.match(LOOPBACK, f"http://{host}"):
             raise Refusal(403, "this server is for programs on its machine: send Host: localhost")
@@ -1272,7 +1272,7 @@ class Handler(BaseHTTPRequestHandler):
             raise
 
     def reply(self, text: str, finish: str = "stop", usage: dict | None = None, **extra):
-        """Answer with a completion. extra: further fields, which clients pass over."""
+        """Answer with a completion. extra: more fields, which clients ignore."""
         shown = cut(text, self.body["stop"])
         finish = finish if shown == text else "stop"
         if not self.body.get("stream"):
@@ -1289,7 +1289,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_piece("data: [DONE]\n\n")
 
     def fail(self, status: int, message: str, retry: bool = True, code=None, **headers):
-        """Answer with an error as OpenAI writes it. retry=False: do not ask, and pay, again."""
+        """Answer with an error in OpenAI's format. retry=False: the client should not try again."""
         kind = "invalid_request_error" if status < 500 else "server_error"
         error = {"error": {"message": message, "type": kind, "param": None, "code": code}}
         if self.streaming:
@@ -1319,7 +1319,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def send_comment(self, text: str):
-        """Break the silence of a stream: clients pass over comments."""
+        """Keep a silent stream alive with a comment, which clients ignore."""
         self.send_piece(f": {text}\n\n")
 
     def send_event(self, delta: dict | None, finish: str | None = None, **extra):
@@ -1361,7 +1361,7 @@ class Handler(BaseHTTPRequestHandler):
                     break
 
     def hung_up(self) -> bool:
-        """Return whether the client has closed the connection, so that nobody waits for the answer."""
+        """Return whether the client has closed the connection: nobody waits for the answer."""
         poll = select.poll()
         try:
             poll.register(self.connection, select.POLLIN)
@@ -1370,7 +1370,7 @@ class Handler(BaseHTTPRequestHandler):
             return True
 
     def handle(self):
-        with contextlib.suppress(ConnectionError):  # The client is gone: there is nobody to answer.
+        with contextlib.suppress(ConnectionError):  # The client is gone; there is nobody to answer.
             super().handle()
 
     def log_message(self, *args):
@@ -1395,9 +1395,10 @@ class SpecialistHandler(Handler):
 
 
 class Server(ThreadingHTTPServer):
-    """A thread for each connection."""
+    """Serve each connection in a thread of its own."""
 
-    request_queue_size = 1024  # With 5, the default, clients that connect at once wait a second.
+    # Connections that wait to be accepted. With the default, 5, simultaneous clients wait a second.
+    request_queue_size = 1024
 
     def __init__(self, host: str, port: int, handler: type[Handler], api_key: str):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -1412,7 +1413,7 @@ class Server(ThreadingHTTPServer):
             sentence = b"too many connections: come again in 5 s"
             with contextlib.suppress(OSError):
                 request.settimeout(1)
-                request.recv(1 << 16)  # A client whose request was not read may miss the answer.
+                request.recv(1 << 16)  # If we never read, the client may miss the answer.
                 request.sendall(
                     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nConnection: close\r\n"
                     b"Content-Type: text/plain\r\nContent-Length: %d\r\n\r\n%b"
@@ -1450,7 +1451,7 @@ def loopback_server(
 
 
 def serve_specialists(port: int, wait=threading.Event().wait):
-    """The specialists on 127.0.0.1 until `wait` returns."""
+    """Serve the specialists on 127.0.0.1 until `wait` returns."""
     server = loopback_server(port, SpecialistHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(f"http://127.0.0.1:{server.server_address[1]}/v1", flush=True)

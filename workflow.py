@@ -1319,7 +1319,7 @@ class Admission:
         self.lock = threading.Lock()
         self.inside = 0  # requests that are conducted or wait
         self.mean_seconds = 10.0  # how long a request is conducted; at first a guess
-        self.next_room = 0.0  # the time at which the next unpromised place becomes free
+        self.next_room = 0.0  # when the next place that nobody was told of becomes free
 
     def enter(self):
         """Count one more request, or refuse it."""
@@ -1367,7 +1367,7 @@ class ConductorHandler(Handler):
 
     models = ["conductor", "conductor-recursive"]
     public_paths = ("/",)
-    write_failed = False  # Is the client known to be gone?
+    write_failed = False  # Is the client known to have left?
 
     def page(self, path: str):
         """Return what is at a path: also the page, and what it shows of a training run."""
@@ -1471,7 +1471,7 @@ class ConductorHandler(Handler):
         """Send the answer, from the last round that has one. Return what the log says about it."""
         if self.hung_up():
             return "the client hung up"
-        while last.error and last.previous:  # Its answer is there, and paid for.
+        while last.error and last.previous:  # That round has an answer.
             last = last.previous
         if last.error or last.invalid:
             sentence = last.error or f"the Conductor wrote no workflow: {last.invalid}"
@@ -1505,7 +1505,7 @@ class ConductorHandler(Handler):
         budget = getattr(self.server.service.pool[0], "budget", None)
         if budget:
             parts.append(f"${budget.left:.4f} left")
-        # `print` would write the newline apart, and lines of other threads between.
+        # `print` writes the newline separately, so another thread's line could come between.
         sys.stderr.write(printable(", ".join(parts)) + "\n")
         sys.stderr.flush()
 
@@ -1542,9 +1542,9 @@ def in_words(event: dict) -> str:
 
 
 def run_page(run: str, path: str) -> dict | list | None:
-    """Return a training run's settings, its metrics, or the rollouts of an iteration, by the path.
+    """Return what a path shows of a training run: settings, metrics, or an iteration's rollouts.
 
-    None for any other path: no other file can be read.
+    Any other path returns None, so no other file can be read.
     """
     traces = re.fullmatch(r"/run/traces/(\d{1,9})", path)
     names = {"/run/settings": "settings.json", "/run/metrics": "metrics.jsonl"}
@@ -1556,7 +1556,7 @@ def run_page(run: str, path: str) -> dict | list | None:
             text = file.read()
     except FileNotFoundError:
         raise Refusal(404, f"this run has no {name} yet") from None
-    read = functools.partial(json.loads, parse_constant=lambda name: None)  # browsers know no NaN
+    read = functools.partial(json.loads, parse_constant=lambda name: None)  # NaN is not JSON
     if name == "settings.json":
         return read(text)
     complete_lines = text.split("\n")[:-1]  # The run may be writing the next one.
@@ -1625,14 +1625,14 @@ def conductor_server(
     """
     server = loopback_server(port, ConductorHandler, host, api_key)
     server.service = Service(write, pool, workers, prompting, extra_rounds, silence, run)
-    # Start one thread of each kind before requests take all threads that the system allows.
+    # Start a thread of each kind now. Later, requests may take all threads that the system allows.
     for threads in (server.service.conducting, THREADS):
         threads.run(bool, (), lambda result: None)
     return server
 
 
 def allow_open_files(wanted: int):
-    """Raise this process's limit of open files, which is often 1,024, as far as it may."""
+    """Raise the limit of open files, which is often 1,024, to `wanted` or as far as possible."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
