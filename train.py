@@ -271,7 +271,7 @@ PRESETS = {
     "pairs": dict(PAIRS, iterations=240),
     "pools": dict(TUNE, subset=4),
     "recursive": dict(TUNE, pool="local:tired", recursion=True),
-    "unseen": dict(notes=True, shuffle=True, subset=4, warm_steps=1600),
+    "unseen": dict(notes=True, shuffle=True, subset=4, warm_steps=1600, max_new_tokens=112),
 }
 # A right answer is part of every minibatch if more than this share of its question's are wrong.
 RARELY_RIGHT = 0.8
@@ -298,7 +298,7 @@ class Run:
 
 
 class Call(NamedTuple):
-    """How a call of a worker ended."""
+    """One call of a worker, and whether it was answered."""
 
     end: float  # seconds since 1970
     worker: str  # its name
@@ -315,10 +315,10 @@ MORE_MONEY = f"{GO_ON} It needs another --budget=DOLLARS."
 def train(settings: Settings, device: str):
     """Run the whole training, on every rank.
 
-    The contract: everything random follows from the seed, the iteration and the files on disk. A
-    checkpoint, the traces of later iterations, the workers' replies and settings.json are all there
-    is of a run. So a run that was killed ends like one that was not, bit for bit on as many ranks;
-    another number of ranks only changes the rounding.
+    The contract: everything random follows from the seed, the iteration and the files on disk. The
+    newest checkpoint, the traces of later iterations, the workers' replies and settings.json are
+    the whole state of a run. A run that was killed and resumed therefore ends exactly like one that
+    was not, if the number of ranks is the same; with another number only the rounding differs.
     """
     run = set_up(settings, device)  # loads the newest checkpoint, or does the warm start
     complete_metrics(run, settings)
@@ -327,10 +327,10 @@ def train(settings: Settings, device: str):
         started = time.perf_counter()
 
         # 1. Roll out: the Conductor writes workflows, workers carry them out, graders judge them.
-        groups = read_rollouts(run, settings, iteration)  # if a kill came between here and saving
+        groups = read_rollouts(run, settings, iteration)  # there if a run was killed after step 2
         if groups is None:
             groups, loss = collect_rollouts(run, settings, iteration)
-            torch.cuda.empty_cache()  # the sampler has gone; learning needs blocks of other sizes
+            torch.cuda.empty_cache()  # learning needs memory blocks of other sizes
             if loss:
                 stop(run, settings, iteration, loss)
 
@@ -346,7 +346,7 @@ def train(settings: Settings, device: str):
 
         # 3. Update the policy (Eq. 1).
         reports = learn(run, groups, settings, iteration)
-        torch.cuda.empty_cache()  # sampling needs blocks of other sizes
+        torch.cuda.empty_cache()  # sampling needs memory blocks of other sizes
         seconds = {
             "rollout_s": rolled_out - started,
             "learning_s": time.perf_counter() - rolled_out,
@@ -401,10 +401,11 @@ def collect_rollouts(
 def find_loss(run: Run, groups: list[list[Rollout]], calls: list[Call]) -> str:
     """Return why an iteration has lost too much to learn from it, or "". All ranks call this.
 
-    Calls that fail now and then only mask their rollouts. But a spent budget, or a worker that is
-    gone for good, would waste the rest of the run, and bias what is learned.
+    A call that fails now and then only removes its rollout from its group. A spent budget or a
+    worker that stays away would waste the following iterations, and teach the Conductor to do
+    without that worker.
     """
-    outcomes = {}  # whether each call was answered, in the order of time, by worker
+    outcomes = {}  # worker -> whether each of its calls was answered, oldest first
     for call in sorted(all_gather(calls)):
         outcomes.setdefault(call.worker, []).append(call.is_answered)
     gone = [name for name, last in outcomes.items() if len(last) >= 8 and not any(last[-8:])]
@@ -425,8 +426,8 @@ def find_loss(run: Run, groups: list[list[Rollout]], calls: list[Call]) -> str:
 def stop(run: Run, settings: Settings, iteration: int, loss: str):
     """End the run with a checkpoint from which it goes on with this iteration.
 
-    The iteration has no trace file yet, so it is rolled out again. Its workflows and the replies on
-    disk are the same as now; only what is missing is asked for.
+    The iteration has no trace file, so --resume rolls it out again: it samples the same workflows,
+    finds the replies that are on disk, and calls workers only for the others.
     """
     if run.last_saved != iteration:
         save(run, settings, iteration)
@@ -478,8 +479,8 @@ def copies(question: Rollout, settings: Settings) -> list[Rollout]:
 def second_rounds(groups: list[list[Rollout]], settings: Settings, iteration: int) -> list[Rollout]:
     """Return half of the questions again, each after a random one of its rollouts (section 3.2).
 
-    Of every four questions, two get a second round, the other two in the next iteration: data that
-    alternates between two kinds of questions then gets second rounds for both.
+    Even iterations take the first two of every four questions, odd ones the last two. So both kinds
+    get second rounds where the data alternates between two kinds.
     """
     half = (0, 1) if iteration % 2 == 0 else (2, 3)
     asked = []
@@ -557,7 +558,7 @@ def begin_rollouts(
 
 
 def gather_rollouts(asked: list[list[Rollout]], mine: list[Rollout]) -> list[list[Rollout]]:
-    """Return all ranks' rollouts in the order of `asked`. All ranks call this, and get the same."""
+    """Return the rollouts of all ranks in the order of `asked`, on every rank."""
     rollouts = all_gather([strip(r) for r in mine])  # connections and hidden tests are not sent
     done = {(r.call_prefix, r.number): r for r in rollouts}
     groups = []
@@ -570,12 +571,13 @@ def gather_rollouts(asked: list[list[Rollout]], mine: list[Rollout]) -> list[lis
 
 
 def reward(rollout: Rollout, settings: Settings) -> float | None:
-    """Section 3.1: 0 without a workflow, 0.5 for a wrong answer, 1 for a right one.
+    """Return the reward: 0 without a workflow, 0.5 for a wrong answer, 1 for a right one (§3.1).
 
-    None if a call was lost, or if its cost matters (--cost_weight) and is unknown. A function of
-    one's own (--reward) takes the place of the three numbers. Eq. 2 divides by the standard
-    deviation of a question's rewards: if its rollouts differ in nothing but a bonus of 0.01, that
-    bonus teaches as much as the difference between right and wrong does elsewhere.
+    It is None if a call was lost, or if the cost counts (--cost_weight) and is unknown. With
+    --reward=FILE.py:NAME the user's function decides instead. Eq. 2 divides by the standard
+    deviation of a question's rewards, so a small bonus is not always small: where all rollouts are
+    right and one of them gets 0.01 more, its advantage is as large as that of a right answer among
+    wrong ones.
     """
     if rollout.right is None:
         return None
@@ -589,7 +591,7 @@ def reward(rollout: Rollout, settings: Settings) -> float | None:
 
 
 def own_reward(rollout: Rollout, function: str) -> float:
-    """Return what a user's function says of a rollout. ValueError if it fails."""
+    """Return the reward that a user's function gives to a rollout. ValueError if it fails."""
     try:
         value = float(load_function(function)(rollout))
         if not math.isfinite(value):
@@ -637,7 +639,7 @@ def assign_advantages(groups: list[list[Rollout]], settings: Settings):
 
 
 def track_wrong_shares(run: Run, groups: list[list[Rollout]]):
-    """Update the running share of wrong answers of each kind, by which `first_rounds` skips."""
+    """Update each kind's running share of wrong answers, which `first_rounds` reads."""
     for group in groups:
         if any(rollout.reward is not None for rollout in group):
             kind = group[0].problem.kind
@@ -647,9 +649,10 @@ def track_wrong_shares(run: Run, groups: list[list[Rollout]]):
 def learn(run: Run, groups: list[list[Rollout]], settings: Settings, iteration: int) -> list[dict]:
     """Take one optimizer step on each minibatch (Eq. 1), and return the statistics of `update`.
 
-    From the second step on the policy is no longer the sampler's, and the clip acts. A right answer
-    to a question that is rarely answered is part of every minibatch. Otherwise the KL of the other
-    steps would undo what one step has learned from it. This is not in the paper.
+    After the first step the policy differs from the sampler's, so the clip takes effect. Rollouts
+    that are right where most others of their question are wrong are part of every minibatch:
+    otherwise the KL in the other steps undoes what one step learns from them. The paper does not
+    do this.
     """
     factor = schedule(iteration, settings.iterations, 0.03)
     run.optimizer.param_groups[0]["lr"] = settings.lr * factor
@@ -697,7 +700,8 @@ def schedule(step: int, steps: int, warmup: float) -> float:
 def my_share(rollouts: list[Rollout]) -> list[Rollout]:
     """Return this rank's part of the rollouts.
 
-    Each rank gets about as many tokens. Neighbours stay together, as they share a prompt.
+    All ranks get about the same number of tokens. Neighbours stay together, as they often share a
+    prompt, which is then computed once.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     ends = list(itertools.accumulate(len(r.tokens) for r in rollouts))
@@ -766,17 +770,21 @@ def random_lesson(
     settings: Settings,
     notes: list[str] | None = None,
 ) -> tuple[list[dict], str]:
-    """Return a chat that asks for a workflow, and a random workflow as the answer to learn.
+    """Return a chat that asks for a workflow, and the answer to learn: a random workflow.
 
-    The workflow teaches the format; it does not say what a good one is. A tiny Conductor first
-    copies the beginning of the question as its plan, so that it learns to read the question. With
-    warm_extensions the chat names a random subset of the workers, and a fifth of the lessons are
-    second rounds: the chat also holds a first workflow and some response to it, and the answer is
-    another workflow, or empty lists, which keep the response.
+    A random workflow teaches the format and says nothing about what a good one is. The answer of a
+    tiny Conductor begins with a plan, which repeats the first words of the question; copying them
+    teaches it to read the question.
 
-    With notes, one for each worker of the pool, a tiny Conductor's plan also names the workers by
-    the last words of their notes: "Use translator3, coder0". To find the number beside a note is a
-    matter of format, too, and it is learned where note and number are neighbours.
+    Args:
+        problem: Whose question the chat asks.
+        n_workers: The size of the pool.
+        settings: With warm_extensions the chat allows a random subset of the workers, and a fifth
+            of the lessons are second rounds: the chat goes on with a first workflow and a response
+            to it, and the answer is another workflow, or empty lists, which keep the response.
+        notes: The note of each worker of the pool. The plan then names the workers of the workflow
+            by the last words of their notes, "Use translator3, coder0". This teaches the model to
+            look up the number that stands beside a note.
     """
     phrases = evaluation.phrases_for(problem)
     if notes and settings.shuffle:
@@ -814,15 +822,15 @@ def random_lesson(
 def warm_start(run: Run, settings: Settings):
     """Teach the model the format of a workflow, on random lessons.
 
-    The loss divides the logits by 1.5, and sampling does not. So what is certain in the lessons,
-    the format, becomes nearly certain in sampling, while free choices, such as the worker, stay as
-    even as in the lessons.
+    The loss divides the logits by 1.5, and sampling does not. This makes sampling sharper than the
+    lessons: the format becomes nearly certain, and choices that are even in the lessons, such as
+    the worker, stay even.
     """
     lr, batch_size = (2e-4, 16) if settings.init_from else (6e-3, 32)
     rank, world = dist.get_rank(), dist.get_world_size()
     optimizer = adam(run.model, 0.98)
     rng = random.Random(settings.seed)
-    n_lessons = math.ceil(batch_size / world) * world  # every rank learns as many
+    n_lessons = math.ceil(batch_size / world) * world  # the same number on every rank
 
     started = time.perf_counter()
     n_steps = settings.warm_steps
@@ -854,10 +862,10 @@ def warm_start(run: Run, settings: Settings):
 
 
 def lesson_row(run: Run, problem, rng: random.Random, settings: Settings) -> tuple[tuple, list]:
-    """Return a lesson as (prompt, [completion]) in tokens, and the weight of each completion token.
+    """Return a lesson as (prompt, [completion]) in tokens, and each completion token's weight.
 
-    For a tiny model the completion begins in the chat's second token: the text of the question
-    enters the loss with a tenth of the weight, so that the model learns to tell questions apart.
+    A tiny model also learns to predict the chat itself, with a tenth of the weight, because this
+    teaches it to tell questions apart. Its prompt is therefore the chat's first token alone.
     """
     notes = [worker.note for worker in run.pool] if settings.notes else None
     chat, answer = random_lesson(problem, rng, len(run.pool), settings, notes)
@@ -873,7 +881,7 @@ def lesson_row(run: Run, problem, rng: random.Random, settings: Settings) -> tup
 
 def set_up(settings: Settings, device: str) -> Run:
     """Check what is missing, and return everything that the loop needs. --dry_run ends here."""
-    # Keep other runs away, and find where this one goes on.
+    # Lock the folder, and find the checkpoint to go on from.
     if not settings.dry_run:
         on_rank0(lambda: lock(settings.out))
         check_shared(settings.out)
@@ -1330,7 +1338,7 @@ def host_bytes() -> int:
 
 
 def needs_recompute(settings: Settings, config: Config, device: str) -> bool:
-    """Return whether the activations of all layers do not fit at a time."""
+    """Return whether memory is too short to keep the activations of all layers."""
     if count_parameters(config) < SMALL:
         return False
     return room_for(settings, config, device, recompute=False).most > 0.9 * device_bytes(device)
@@ -1338,7 +1346,9 @@ def needs_recompute(settings: Settings, config: Config, device: str) -> bool:
 
 def check_room(settings: Settings, config: Config, device: str):
     """Print the memory and the disk that the run needs. ValueError if they are not there."""
-    n, world, dtype = count_parameters(config), dist.get_world_size(), dtype_for(config, device)
+    n = count_parameters(config)
+    world = dist.get_world_size()
+    dtype = dtype_for(config, device)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # processes on this machine
     room = room_for(settings, config, device, needs_recompute(settings, config, device))
     n_trained = count_lora(config, settings.lora_rank) if settings.lora_rank else n
@@ -1482,7 +1492,7 @@ def read_shape(start: str) -> Config:
 
 @functools.cache
 def count(shape: str, lora_rank: int) -> int:
-    """Return the number of weights of a config, in JSON, or of its LoRA matrices."""
+    """Return the number of trained weights of a model whose Config is `shape`, as JSON."""
     with torch.device("meta"):
         model = Qwen(Config(**json.loads(shape)))
         if lora_rank:
@@ -1546,7 +1556,8 @@ def adam(model: Qwen, beta2: float) -> torch.optim.AdamW:
 
 def on_all_ranks(job: Callable):
     """Run a job on every rank, and return its result. If it fails on any rank, all ranks leave."""
-    result, error = None, None
+    result = None
+    error = None
     try:
         result = job()
     except (OSError, ValueError, WorkerError) as e:
@@ -1726,7 +1737,7 @@ def read_metrics(file: Path) -> list[str]:
 
 
 def replace_file(file: Path, lines: Iterable[str]):
-    """Write a file so that it is there as a whole, or as it was before, whatever is killed."""
+    """Write a file atomically: a kill or a power cut leaves the old contents or the new ones."""
     unfinished = Path(f"{file}.tmp")
     with open(unfinished, "w") as f:
         f.writelines(f"{line}\n" for line in lines)
@@ -1737,7 +1748,7 @@ def replace_file(file: Path, lines: Iterable[str]):
 
 
 def sync(path: Path):
-    """Have the disk hold what was written to a file, or the names in a folder."""
+    """Flush a file's contents, or a folder's names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
@@ -1798,7 +1809,7 @@ def damaged_trace(file: Path, why: str) -> ValueError:
 
 
 def check_traces(run: Run, settings: Settings):
-    """Read the traces that the run will use, to find a damaged one before the run begins."""
+    """Read the traces that the run will use. ValueError names a damaged one."""
     for iteration in range(run.first_iteration, settings.iterations):
         read_rollouts(run, settings, iteration)
 
@@ -1862,7 +1873,10 @@ def first_failure(e: CheckpointException) -> str:
 
 
 def load_state(run: Run, checkpoint: Path):
-    """Load what training changes. A kind of question that is new in --data keeps its share of 1."""
+    """Load the weights, Adam's state and the shares of wrong answers of a checkpoint.
+
+    A kind of question that is new in --data is not in the checkpoint, and keeps its share of 1.
+    """
     reader = dcp.HuggingFaceStorageReader(checkpoint / "state")
     wanted = trained(run)
 
