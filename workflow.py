@@ -192,20 +192,19 @@ def write_access(step: Step, i: int) -> list:
 def read_access(element, i: int, workers: list[int]) -> dict:
     if element is None:
         return {"access": []}
-    access = ["all"] if is_all(element) else element
-    if type(access) is not list or not all(is_all(j) or is_step_before(j, i) for j in access):
+    items = [element] if type(element) is str else element
+    if type(items) is not list or not all(can_be_seen(item, i) for item in items):
         raise WorkflowError(f"reads {element!r:.40}, no list of earlier steps")
-    if any(is_all(j) for j in access):
+    if any(type(item) is str for item in items):
         return {"access": [*range(i)], "wrote_all": True}
-    return {"access": sorted({*access})}
+    return {"access": sorted({*items})}
 
 
-def is_all(value) -> bool:
-    return type(value) is str and value.strip().lower() == "all"
-
-
-def is_step_before(value, i: int) -> bool:
-    return type(value) is int and 0 <= value < i
+def can_be_seen(item, i: int) -> bool:
+    """Return whether an item is "all" or the number of a step before step i."""
+    if type(item) is str:
+        return item.strip().lower() == "all"
+    return type(item) is int and 0 <= item < i
 
 
 # In the order in which the prompt asks for them. For another list, add a row here and a field to
@@ -363,13 +362,12 @@ def messages(
         again = AGAIN
         parts = ",\n".join(f"- {form.part}" for form in LISTS)
         lists = "; ".join(f"{form.name}, {form.elements}" for form in LISTS)
-        blocks = [
-            ROLE.format(max_steps=max_steps, parts=parts, lists=lists),
-            *example_blocks(examples or named_examples(prompt_style), numbers, max_steps),
-            *context_blocks(context),
-            f"Question: {question}",
-            full_pool(numbers, notes),
-        ]
+        blocks = [ROLE.format(max_steps=max_steps, parts=parts, lists=lists)]
+        blocks += example_blocks(examples or named_examples(prompt_style), numbers, max_steps)
+        if context:
+            blocks.append("The conversation so far:")
+            blocks += [f"{turn['role']}: {turn['content']}" for turn in context]
+        blocks += [f"Question: {question}", full_pool(numbers, notes)]
         chat = [{"role": "user", "content": "\n\n".join(blocks)}]
 
     for rollout in previous.rounds() if previous else []:
@@ -419,12 +417,6 @@ def example_blocks(examples: list[dict], numbers: list[int], max_steps: int) -> 
             lists = as_lists(Workflow(steps))
             blocks.append(f"Example question: {example['question']}\n\n{example['plan']}\n{lists}")
     return blocks
-
-
-def context_blocks(context: list[dict] | None) -> list[str]:
-    """Return the turns before the question as text, under a heading."""
-    turns = [f"{turn['role']}: {turn['content']}" for turn in context or []]
-    return ["The conversation so far:", *turns] if turns else []
 
 
 def conductor_chat(rollout: Rollout, prompting: Prompting, with_names: bool = False) -> list[dict]:
@@ -744,21 +736,19 @@ def carry_out(rollout: Rollout, prompting: Prompting, judge, edit, call):
     # Run. A step is ready as soon as the steps that it sees are answered.
     rollout.names = [rollout.pool[step.worker].name for step in steps]
     rollout.replies = [None] * len(steps)
-    ready = [i for i, step in enumerate(steps) if not step.access]
+    waiting = [*range(len(steps))]
     n_running = 0
-    while ready or n_running:
+    while waiting or n_running:
+        ready = [i for i in waiting if all(rollout.replies[j] for j in steps[i].access)]
+        waiting = [i for i in waiting if i not in ready]
         n_running += len(ready)
         done, result = yield [(i, call, (rollout, i)) for i in ready]
         n_running -= 1
         if isinstance(result, WorkerError):
             rollout.error = rollout.error or f"step {done}: {result}"
+            waiting = []  # The rollout is lost, whatever further steps would answer.
         else:
             rollout.replies[done] = result
-        ready = []
-        if not rollout.error:
-            for i, step in enumerate(steps):
-                if done in step.access and all(rollout.replies[j] for j in step.access):
-                    ready.append(i)
 
     # Judge.
     if judge and not rollout.error:
@@ -785,15 +775,12 @@ def failed_call(error: Exception) -> WorkerError:
 
     A grader that asks a judge may wrap the failure of its call in an exception of its own.
     """
-    pending = [error]
-    seen = []
-    while pending:
-        one = pending.pop()
+    related = [error]
+    for one in related:  # It grows while it is searched.
         if isinstance(one, WorkerError):
             return one
-        if one is not None and one not in seen:
-            seen.append(one)
-            pending += [one.__context__, one.__cause__, *getattr(one, "exceptions", ())]
+        others = (one.__cause__, one.__context__, *getattr(one, "exceptions", ()))
+        related += [other for other in others if other is not None and other not in related]
     raise error
 
 
@@ -904,7 +891,7 @@ def conduct(
         pending = [rollout for rollout in last if not rollout.workflow and not rollout.error]
         roll_out(pending, write, prompting, **settings)
 
-    open_ended = [i for i, r in enumerate(last) if r.workflow and r.workflow.steps and not r.error]
+    open_ended = [i for i, rollout in enumerate(last) if rollout.replies and not rollout.error]
     if extra_rounds and open_ended:
         asked = [replace(rollouts[i], previous=last[i]) for i in open_ended]
         further = conduct(write, asked, extra_rounds - 1, prompting, tries, **settings)
