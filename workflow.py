@@ -916,28 +916,23 @@ def model_writer(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temper
     What it writes depends on nothing but the seed, the prompt and the rollout's number.
     """
     room = model.config.max_position_embeddings - prompting.max_new_tokens
-    limit = f"the Conductor can read {room:,} tokens"
 
     def write(rollouts):
         # Rollouts with the same prompt form a group, whose prompt is computed once.
-        groups = {}
+        groups = collections.defaultdict(list)
         for rollout in rollouts:
             chat = conductor_chat(rollout, prompting)
-            length = sum(len(turn["content"]) for turn in chat)
-            if length > LONGEST_TOKEN * room:  # It is not worth tokenizing.
-                rollout.error = f"the prompt has {length:,} characters: {limit}"
+            is_huge = len(str(chat)) > LONGEST_TOKEN * room  # It is not worth tokenizing.
+            if not is_huge:
+                rollout.prompt_ids = tokenizer.chat(chat)
+            if is_huge or len(rollout.prompt_ids) > room:
+                rollout.error = f"the prompt has more tokens than the Conductor can read: {room:,}"
                 yield rollout
-                continue
-            group = groups.setdefault((rollout.call_prefix, str(chat)), [])
-            rollout.prompt_ids = group[0].prompt_ids if group else tokenizer.chat(chat)
-            if len(rollout.prompt_ids) > room:
-                rollout.error = f"the prompt has {len(rollout.prompt_ids):,} tokens: {limit}"
-                yield rollout
-                continue
-            group.append(rollout)
+            else:
+                groups[rollout.call_prefix, tuple(rollout.prompt_ids)].append(rollout)
 
         # Groups of one size form a batch.
-        for n in {len(group) for group in groups.values() if group}:
+        for n in {len(group) for group in groups.values()}:
             batch = [group for group in groups.values() if len(group) == n]
             completions = generate_each(
                 model,
@@ -1084,7 +1079,7 @@ def show(file: str, number: int | str | None = None) -> str:
     """Return a line for each rollout in a file of JSON lines, or all about the one on line N."""
     lines = read_lines(file)
     if number is not None:
-        if str(number) not in [str(i) for i in range(len(lines))]:
+        if str(number) not in map(str, range(len(lines))):
             raise ValueError(f"{file} has lines 0 to {len(lines) - 1}, and no line {number!r}")
         return view(read_rollout(file, int(number), lines[int(number)]))
 
@@ -1099,13 +1094,11 @@ def show(file: str, number: int | str | None = None) -> str:
 
 
 def read_lines(file: str) -> list[str]:
-    if not os.path.isfile(file):
-        raise ValueError(f"there is no file {file}; a run's traces are in its folder traces/")
+    if not os.path.isfile(file) or not os.path.getsize(file):
+        where = "a run's traces are in its folder traces/"
+        raise ValueError(f"there is no file {file}, or it is empty; {where}")
     with open(file, encoding="utf-8", errors="replace") as f:
-        lines = f.readlines()
-    if not lines:
-        raise ValueError(f"{file} is empty")
-    return lines
+        return f.readlines()
 
 
 def read_rollout(file: str, number: int, line: str) -> Rollout:
@@ -1122,35 +1115,23 @@ def read_rollout(file: str, number: int, line: str) -> Rollout:
 
 
 def choose_examples(rollouts: list[Rollout], n: int = 4) -> list[dict]:
-    """Return up to n examples of right answers to different questions.
+    """Return up to n examples: right answers to different questions, by varied workers.
 
-    To vary them, they are chosen one at a time: first by a number of steps that no example has yet,
-    then by how many workers they add to those of the earlier examples.
+    They are chosen one at a time: the next is the first whose workers were chosen least often.
     """
     left = []
     for rollout in rollouts:
-        explains_itself = not rollout.previous and not rollout.context
-        if rollout.right and rollout.workflow.steps and explains_itself:
+        needs_what_came_before = rollout.previous or rollout.context
+        if rollout.right and rollout.names and not needs_what_came_before:
             left.append(rollout)
 
     chosen = []
-    lengths = set()
-    workers = set()
     while left and len(chosen) < n:
-        best = max(left, key=lambda r: (n_steps(r) not in lengths, len(workers_of(r) - workers)))
-        chosen.append(as_example(best))
-        lengths.add(n_steps(best))
-        workers |= workers_of(best)
+        workers = [rollout.names for rollout in chosen]
+        best = min(left, key=lambda rollout: workers.count(rollout.names))
+        chosen.append(best)
         left = [rollout for rollout in left if rollout.question != best.question]
-    return chosen
-
-
-def n_steps(rollout: Rollout) -> int:
-    return len(rollout.workflow.steps)
-
-
-def workers_of(rollout: Rollout) -> set[int]:
-    return {step.worker for step in rollout.workflow.steps}
+    return [as_example(rollout) for rollout in chosen]
 
 
 def as_example(rollout: Rollout) -> dict:
@@ -1166,22 +1147,17 @@ def as_example(rollout: Rollout) -> dict:
 
 
 def read_examples(file: str) -> list[dict]:
-    """Return the examples of all sets in a file, such as `workflow.py show --examples` writes."""
-    sets = read_json(file).values()
-    return check_examples(itertools.chain.from_iterable(sets), file)
-
-
-def check_examples(examples: Iterable[dict], file: str) -> list[dict]:
-    """Return the examples of a file as a list. A ValueError names the file if one is malformed."""
+    """Return the examples of all sets in a file. A ValueError says if one is malformed."""
+    examples = []
     try:
-        checked = list(examples)
-        for block in example_blocks(checked, [*range(1000)], max_steps=100):
+        for one_set in read_json(file).values():
+            examples += one_set
+        for block in example_blocks(examples, [*range(1000)], max_steps=100):
             parse(block, workers=1000, max_steps=100)
-    except (TypeError, LookupError, ValueError) as e:
-        raise ValueError(
-            f"{file}: an example is wrong ({e!r}); `workflow.py show --examples` writes right ones"
-        ) from None
-    return checked
+    except (AttributeError, TypeError, LookupError, ValueError) as e:
+        right = "`workflow.py show --examples` writes right ones"
+        raise ValueError(f"{file}: an example is wrong ({e!r}); {right}") from None
+    return examples
 
 
 # ---- Checkpoints ---------------------------------------------------------------------------------
@@ -1205,13 +1181,12 @@ def read_prompting(path: str) -> tuple[Prompting, str, list[str]]:
     if "prompt" in saved:  # as earlier editions called prompt_style
         saved["prompt_style"] = saved.pop("prompt")
     values = {f.name: saved[f.name] for f in fields(Prompting) if f.name in saved}
-    missing = {"prompt_style", "max_steps", "max_new_tokens"} - {*values}
-    if missing or saved["max_steps"] not in range(1, 101):
+    needed = {"prompt_style", "max_steps", "max_new_tokens"}
+    if not needed <= {*values} or saved["max_steps"] not in range(1, 101):
         raise ValueError(
-            f"{file} is of an earlier format (it lacks {', '.join(sorted(missing)) or 'nothing'}) "
-            "or its max_steps is not from 1 to 100: train the Conductor again"
+            f"{file} is of an earlier format: it needs {', '.join(sorted(needed))} (from 1 to 100 "
+            "steps); train the Conductor again"
         )
-    values["examples"] = check_examples(values.get("examples", []), file)
     return Prompting(**values), str(saved.get("pool", "")), saved.get("workers", [])
 
 
@@ -1247,19 +1222,19 @@ def choose_pool(checkpoint: str, pool: str) -> str:
     spec = pool or trained_spec or "local"
     rows = read_pool(spec)
     present = [name_of(row) for row in rows]
+    is_local = {trained_spec, spec} <= {*LOCAL}
+
+    def places(names: list[str]) -> list[str]:
+        # In the laptop world, a tired coder may take the place of a coder.
+        return [name.split()[-1] for name in names] if is_local else names
+
     if prompting.notes:
         silent = [name for name, row in zip(present, rows) if not row.get("note")]
         if silent:
             raise ValueError(
                 f"{checkpoint} knows workers by their notes: give a note to {', '.join(silent)}"
             )
-        return spec
-
-    # Without notes it knows workers by their place. In the laptop world a trade has a place, which
-    # a tired coder may take as well as a coder.
-    is_local = {trained_spec, spec} <= {*LOCAL}
-    known = [name.split()[-1] if is_local else name for name in names]
-    if names and known != [name.split()[-1] if is_local else name for name in present]:
+    elif names and places(names) != places(present):
         raise ValueError(
             f"{checkpoint} knows {printable(', '.join(names))}, in this order, and --pool={spec} "
             f"has {', '.join(present)}: name yours so, train a Conductor for them (train.py "
@@ -1683,8 +1658,9 @@ class Settings:
     examples: bool = flag(False, "with show: write few-shot examples for train.py --examples=FILE")
 
 
-COMMANDS = {"show": "show FILE", "serve": "serve"}
-QUOTES = 'a question goes in quotes: python workflow.py "a question"'
+QUOTES = (
+    'a question goes in quotes: python workflow.py "a question"; --help shows what else there is'
+)
 
 
 def show_words(words: list[str], examples: bool) -> str:
@@ -1706,14 +1682,14 @@ def question_of(words: list[str]) -> str:
         text = sys.stdin.buffer.read().decode(errors="replace")
     elif words:
         # "how" is a candidate, so that a question which begins with it is not mistaken for "show".
-        likely = [*COMMANDS, "help", "how"]
-        [near] = difflib.get_close_matches(words[0].lower(), likely, 1, 0.75) or ["how"]
-        if near != "how":
-            raise ValueError(f"did you mean {COMMANDS.get(near, '--help')}? If not, {QUOTES}")
+        commands = ["show", "serve", "help", "how"]
+        near = difflib.get_close_matches(words[0].lower(), commands, 1, 0.75)
+        if near and near != ["how"]:
+            raise ValueError(f"did you mean {near[0]}? If not, {QUOTES}")
     # The shell may pass bytes that are not UTF-8.
     question = text.encode(errors="replace").decode()
     if not question.strip():
-        raise ValueError(f"there is no question; {QUOTES}; --help lists all commands and flags")
+        raise ValueError(f"there is no question; {QUOTES}")
     return question
 
 
@@ -1729,15 +1705,16 @@ def main(argv: list[str]):
     is_server = words == ["serve"]
     question = "" if is_server else question_of(words)
 
-    # Get the workers, and the writer of the one who conducts them.
-    if settings.conductor:
-        spec = settings.pool or "local"
-    else:
+    # Get the workers.
+    spec = settings.pool or "local"
+    if not settings.conductor:
         spec = choose_pool(settings.checkpoint, settings.pool)
     pool = load_pool(spec, budget=settings.budget)
     if is_server:
         demand_budget(pool, settings.budget, 1000, "serving")
     workers = numbers_of(settings.only, pool) or None
+
+    # Get the writer of the one who conducts them.
     if settings.conductor:
         [number] = numbers_of(settings.conductor, pool)
         prompting = Prompting()
@@ -1745,15 +1722,15 @@ def main(argv: list[str]):
     else:
         model, tokenizer, prompting = load_conductor(settings.checkpoint)
         write = model_writer(model, tokenizer, prompting, settings.temperature)
+        write = share_batches(write) if is_server else write
 
     if is_server:
-        if not settings.conductor:
-            write = share_batches(write)
         serve(settings, write, pool, workers, prompting)
-    else:
-        asked = Rollout(question, pool, workers)
-        rollout = answer_and_print(asked, write, prompting, settings.extra_rounds)
-        sys.exit("the workflow failed" if rollout.error or rollout.invalid else 0)
+        return
+    rollout = answer_and_print(
+        Rollout(question, pool, workers), write, prompting, settings.extra_rounds
+    )
+    sys.exit("the workflow failed" if rollout.error or rollout.invalid else 0)
 
 
 def answer_and_print(asked: Rollout, write, prompting: Prompting, extra_rounds: int) -> Rollout:

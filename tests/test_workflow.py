@@ -466,19 +466,23 @@ def test_examples_from_traces_are_right_and_vary():
     def rollout(question, *workers, right=True):
         steps = [Step(worker, f"Do {question}.", []) for worker in workers]
         written = f"Plan {question}.\n```python\n{as_lists(Workflow(steps))}\n```"
-        return Rollout(question, written=written, workflow=Workflow(steps), right=right)
+        names = [f"worker {worker}" for worker in workers]
+        return Rollout(
+            question, written=written, workflow=Workflow(steps), names=names, right=right
+        )
 
     rollouts = [
         rollout("a", 0, 1),
         rollout("b", 0, 1),
         rollout("c", 2, 3, right=False),
         rollout("d", 1, 1, 2),
+        rollout("d", 0),
         rollout("e", 0),
-        rollout("f", 2, 1),
-        rollout("g", 4, 0),
+        rollout("f", 0, 1),
     ]
     examples = choose_examples(rollouts)
-    assert [example["question"] for example in examples] == ["a", "d", "e", "g"]
+    assert [example["question"] for example in examples] == ["a", "d", "e", "b"]
+    assert len(choose_examples(rollouts, n=9)) == 5
     assert examples[0] == {
         "question": "a",
         "plan": "Plan a.",
@@ -616,7 +620,7 @@ WRONG = {  # words: what the error says
     ("server",): "did you mean serve?",
     ("Serve",): "did you mean serve?",
     ("serve", "me", "a", "poem"): QUOTED,
-    ("shwo", "out.jsonl", "3"): "did you mean show FILE?",
+    ("shwo", "out.jsonl", "3"): "did you mean show?",
     ("show",): "show takes a FILE",
     ("show", "me", "the", "capital"): QUOTED,
     ("show", "TRACE", "x"): "has lines 0 to 1, and no line 'x'",
