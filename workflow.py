@@ -718,12 +718,17 @@ def carry_out(rollout: Rollout, prompting: Prompting, judge, edit, call):
         work.send((None, ""))    # raises StopIteration; rollout.right is True
     """
     # Parse.
-    if not rollout.workflow and not rollout.error:
-        parse_written(rollout, prompting)
-    if rollout.invalid and judge:
-        rollout.right = False
-    if rollout.error or not rollout.workflow:
-        return
+    if rollout.error:
+        return  # The Conductor could not be asked.
+    if not rollout.workflow:
+        workers = rollout.workers or len(rollout.pool)
+        may_keep_answer = rollout.previous is not None
+        try:
+            rollout.workflow = parse(rollout.written, workers, prompting.max_steps, may_keep_answer)
+        except WorkflowError as e:
+            rollout.invalid = str(e)
+            rollout.right = False if judge else None
+            return
     if edit:
         rollout.workflow = edit(rollout.workflow)
 
@@ -744,8 +749,9 @@ def carry_out(rollout: Rollout, prompting: Prompting, judge, edit, call):
         n_running += len(ready)
         done, result = yield [(i, call, (rollout, i)) for i in ready]
         n_running -= 1
-        if isinstance(result, WorkerError):
-            rollout.error = rollout.error or f"step {done}: {result}"
+        if isinstance(result, Exception):
+            failure = failed_call(result)
+            rollout.error = rollout.error or f"step {done}: {failure}"
             waiting = []  # The rollout is lost, whatever further steps would answer.
         else:
             rollout.replies[done] = result
@@ -753,21 +759,11 @@ def carry_out(rollout: Rollout, prompting: Prompting, judge, edit, call):
     # Judge.
     if judge and not rollout.error:
         _, verdict = yield [(None, judge, (rollout.problem, rollout.answer))]
-        if isinstance(verdict, WorkerError):
-            rollout.error = f"the grader: {verdict}"
+        if isinstance(verdict, Exception):
+            rollout.error = f"the grader: {failed_call(verdict)}"
         else:
             rollout.failure = verdict
             rollout.right = not verdict
-
-
-def parse_written(rollout: Rollout, prompting: Prompting):
-    """Set the workflow of a rollout, or the reason why what was written is none."""
-    workers = rollout.workers or len(rollout.pool)
-    may_keep_answer = rollout.previous is not None
-    try:
-        rollout.workflow = parse(rollout.written, workers, prompting.max_steps, may_keep_answer)
-    except WorkflowError as e:
-        rollout.invalid = str(e)
 
 
 def failed_call(error: Exception) -> WorkerError:
@@ -817,9 +813,6 @@ def roll_out(
 
     def advance(rollout: Rollout, event: tuple | None = None):
         """Pass an event to a rollout, and start the jobs that it makes possible."""
-        if event and isinstance(event[1], Exception):
-            step, error = event
-            event = (step, failed_call(error))
         if id(rollout) not in running:
             return  # The rollout has timed out, and this reply is late.
         _, work, started = running[id(rollout)]
@@ -851,7 +844,7 @@ def roll_out(
             advance(*events.get(timeout=seconds_left))
         except queue.Empty:
             oldest.error = f"it took longer than {timeout:g} s"
-            work.close()
+            work.close()  # so that it ends when it is advanced
             advance(oldest)
     return rollouts
 
@@ -1038,10 +1031,10 @@ def view(rollout: Rollout) -> str:
             lines.append(f"\nRound {number}: {len(steps) or 'no'} steps")
         for i in range(len(one.replies)):
             lines += view_step(one, i)
-        if one.error:
-            lines.append(f"\nFailed: {one.error}")
-        elif one.invalid:
-            lines.append(f"\nFailed: {one.invalid}\n{one.written}")
+        if one.error or one.invalid:
+            lines.append(f"\nFailed: {one.error or one.invalid}")
+        if one.invalid:
+            lines.append(one.written)
 
     cost = "unknown" if rollout.cost is None else f"${rollout.cost:.4f}"
     seconds = sum(one.seconds for one in rollout.rounds())
@@ -1061,10 +1054,7 @@ def view_step(rollout: Rollout, i: int) -> list[str]:
         sees = "all before"
     else:
         sees = f"steps {step.access}" if step.access else "the question"
-    if reply:
-        text = reply.text or f"(empty; it ended by {reply.finish!r})"
-    else:
-        text = "(none)"
+    text = (reply.text or f"(empty; it ended by {reply.finish!r})") if reply else "(none)"
     head = f"\nStep {i}: {rollout.names[i]} (model {step.worker}), sees {sees}: {step.subtask}"
     return [head, "    " + text.replace("\n", "\n    ")]
 
