@@ -1138,7 +1138,7 @@ CLAIM = re.compile(
     (?:[\s:*$]|\\[\[(]|(?:likely|probably|therefore|thus|simply)\b)*"""
 )
 
-# The options that follow "Let me check each option:" are no claim
+# A list of all options, as after "Let me check each option:", which claims none of them
 OPTIONS = re.compile(r"\W*A[).:][^\n]*\n\s*\W*B[).:]")
 
 # The start of a sentence whose claim does not count: "I doubt that the answer is"
@@ -1201,7 +1201,7 @@ def solutions(lines: list[str]) -> str:
             break
         value = re.sub(r"[\s,;.$]*(?:\b(?:or|and))?\s*$", "", line[other.end() :])
         number = Expression(normalize(value))
-        if not number.values or number.letters:  # a step of a derivation, as x = 2y
+        if not number.values or number.letters:  # x = 2y is a step of the derivation
             break
         if not same_math(value, answer):
             answer = f"{answer.rstrip(' ,;.$')}, {unknown[1]}={value}"
@@ -1287,7 +1287,7 @@ SIGNS |= dict.fromkeys([*"!,;: ()[]", "quad", "displaystyle", "left", "right"], 
 # A variable, with or without a subscript: x, AB, θ, x_1
 LETTER = r"(?:(?!NO)[A-Z]{1,2}|[a-zα-ωΔℓ])(?:_\w{1,3}|_\{\w{1,3}\})?(?!\w)"
 
-# A name before an answer, which one side may omit: ∠ABC=, x=, f^{-1}(x)=, P(A|B)=, x∈, (x,y)=
+# The name of what was asked, which an answer may omit: x=, ∠ABC=, f^{-1}(x)=, P(A|B)=, x∈, (x,y)=
 NAMED = re.compile(
     rf"(?:m?[∠▵][A-Z]+|{LETTER}(?:\^\{{?-1\}}?|'+)?"
     r"(?:\((?:[^()=A-Za-z]|[A-Za-z](?![A-Za-z]))*\))?)(?:=|∈(?=[(\[⦃]))"
@@ -1298,118 +1298,118 @@ NAMED = re.compile(
 # shows what it does.
 # fmt: off
 RULES = [
-    # {7 \over 4} -> \frac{7}{4}
+    # Fractions: {7 \over 4} -> \frac{7}{4}
     (r"\{([^{}]*)\\over(?![a-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
-    # {5} -> 5
+    # Braces around the answer: {5} -> 5
     (rf"^\s*\{{({IN_BRACES})\}}\s*$", r"\1"),
-    # x² -> x^{2}
+    # Raised digits: x² -> x^{2}
     (r"[⁰¹²³⁴-⁻]+", lambda m: "^{" + m[0].translate(RAISED) + "}"),
-    # CO₂ -> CO_{2}
+    # Lowered digits: CO₂ -> CO_{2}
     (r"[₀-₉]+", lambda m: "_{" + m[0].translate(RAISED) + "}"),
-    # $x$, 5~cm: dollar signs and ties are spaces
+    # Dollar signs and ties become spaces: $x$, 5~cm
     (r"(?<!\\)\$|(?<=[\w.,;)}{])~", " "),
-    # 0.1\overline{6} -> (15/90)
+    # Repeating decimals: 0.1\overline{6} -> (15/90)
     (r"(\d*)\.(\d*)\\(?:overline|bar|dot)(?:\{(\d+)\}|(\d))", repeating_decimal),
-    # 1\,000 and 1,\!000 -> 1,000
+    # Spaces in thousands: 1\,000 and 1,\!000 -> 1,000
     (r"(?<=\d)(?:\\,|,?\s*\\!)\s*(?=\d{3})", ","),
-    # \begin{pmatrix} -> ⟦, \\[2pt] -> \\, \end{pmatrix} -> ⟧
+    # Matrices: \begin{pmatrix}1\\[2pt]2\end{pmatrix} -> ⟦1\\2⟧
     (r"\\begin\{(?:[pb]?matrix|array)\}(?:\{[clr|\s]*\})?", "⟦"),
     (r"\\\\\[\w+\]", r"\\\\"),
     (r"(?:\\\\\s*)?\\end\{(?:[pb]?matrix|array)\}", "⟧"),
-    # sqrt(2) -> \sqrt(2)
+    # Functions without a backslash: sqrt(2) -> \sqrt(2)
     (r"(?<![\\A-Za-z])(sqrt|pi|inf(?:inity)?|(?:arc)?(?:sin|cos|tan)|csc|sec|cot|exp|ln|log)"
      r"(?![A-Za-z])", r"\\\1"),
-    # \sin^{-1} x -> \arcsin x
+    # Inverse functions: \sin^{-1} x -> \arcsin x
     (r"\\(sin|cos|tan)\s*\^\s*(?:\{\s*-1\s*\}|-1)", r"\\arc\1"),
-    # 60^{\circ} -> 60°
+    # Degrees: 60^{\circ} -> 60°
     (r"\^\s*(\{)?\s*(?:\\circ(?![A-Za-z])|°)(?(1)\s*\})", "°"),
-    # \big( -> (
+    # Sizes of brackets: \big( -> (
     (r"\\[bB]igg?[lr]?(?![A-Za-z])", ""),
-    # \le -> ≤
+    # Commands with a character of their own: \le -> ≤
     (r"\\([A-Za-z]+|.)", lambda m: SIGNS.get(m[1], m[0])),
-    # \text{cm} -> cm
+    # Text and fonts: \text{cm} -> cm
     (rf"\\(?:(?:text|math)(?:rm|bf|it)?(?![A-Za-z])|mbox|boldsymbol)\s*\{{(?!\}})({IN_BRACES})\}}",
      r"\1"),
-    # -1,000 and 1{,}000 -> -1000 and 1000, but not in (1,000)
+    # Commas in thousands: -1,000 -> -1000 and 1{,}000 -> 1000, but (1,000) is a pair
     (r"(?<![\d.,(\[{⦃-])(?:- ?)?[1-9]\d{0,2}(?:(?:\{,\}|,)\d{3})+(?![\d)\]}⦄]|,\d)",
      lambda m: re.sub(r"[^\d-]", "", m[0])),
-    # 10 000 -> 10000
+    # Spaces in thousands: 10 000 -> 10000
     (r"^-?[1-9]\d{0,2}(?: \d{3})+$", lambda m: m[0].replace(" ", "")),
-    # 3 x 10^8 and 3e8 -> 3*10^{8}
+    # Powers of ten: 3 x 10^8 and 3e8 -> 3*10^{8}
     (r"(?<=\d)\s*(?:[xX]\s*10\^\{?|[eE])([-+]?\d+)\}?", r"*10^{\1}"),
-    # 5 million -> 5*1000000
+    # Words that multiply: 5 million -> 5*1000000
     (rf"(?<=\d) *({'|'.join(MULTIPLES)})\b", lambda m: f"*{MULTIPLES[m[1]]}"),
-    # \$5 -> 5 dollars
+    # Dollars: \$5 -> 5 dollars
     (r"(?:US ?)?＄ *([\d.*]*\d)", r"\1 dollars"),
-    # 5 percent -> 5%
+    # Percent: 5 percent -> 5%
     (r" ?per ?cent\b", "%"),
-    # 5 degrees -> 5°
+    # Degrees: 5 degrees -> 5°
     (r" ?\bdegrees?\b", "°"),
-    # 5°C -> 5 celsius
+    # Temperatures: 5°C -> 5 celsius
     (r"° ?C(?:elsius)?\b", " celsius"),
-    # feet per day -> feet/day
+    # Units: feet per day -> feet/day
     (r"(?<=\w) per (?=\w)", "/"),
-    # square feet -> feet^2, cubic feet -> feet^3
+    # Units: square feet -> feet^2, cubic feet -> feet^3
     (r"\bsq(?:uare|\.)? (\w+)", r"\1^2"),
     (r"\bcubic (\w+)", r"\1^3"),
-    # 1:03 p.m. -> 1:03 PM
+    # Times: 1:03 p.m. -> 1:03 PM
     (r"(?i)(?<=:\d\d) ?([ap])\.?m\b\.?", lambda m: f" {m[1].upper()}M"),
-    # The cell -> cell, but not A and B
+    # Articles: The cell -> cell; the A of "A and B" is none
     (r"(?i)^ *(?:the|an?) (?!(?:and|or)\b)(?=\w\w)", ""),
-    # = 5 -> 5, about 5.3 -> 5.3
+    # What stands before a number: = 5 -> 5, about 5.3 -> 5.3
     (r"^ *=|^ *(?:about|around|roughly|approx(?:imately|\.)?) (?=\d*\.\d)", ""),
-    # all real numbers, \mathbb{R} -> (-∞,∞)
+    # Real numbers: \mathbb{R} -> (-∞,∞)
     (r"^ *(?:\w *∈ *)?(?:all real numbers|ℝ|\\(?:mathbb|Bbb) ?(?:R|\{R\})) *$", "(-∞,∞)"),
-    # (1,2) U (3,4) -> (1,2)∪(3,4)
+    # Unions: (1,2) U (3,4) -> (1,2)∪(3,4)
     (r"(?<=[)\]]) *U *(?=[(\[])", "∪"),
-    # (25)_8, 25 base 8, 25_{eight} -> 25_8
+    # Bases: (25)_8, 25 base 8 and 25_{eight} -> 25_8
     (r"\((\d+)\)(?=_)", r"\1"),
     (r" \(?base (\d+)\)?$", r"_\1"),
     (r"_\{ *(?:base )?(\w+) *\}$", lambda m: f"_{{{BASES.get(m[1], m[1])}}}"),
-    # x<=1 -> x≤1
+    # Comparisons: x<=1 -> x≤1
     (r"<=", "≤"),
     (r">=", "≥"),
-    # 1 or 2 -> 1∨2
+    # Alternatives: 1 or 2 -> 1∨2
     (r",?\s*(?<!\\)\bor\b\s*", "∨"),
-    # 1, 2 and 3 -> 1, 2,3
+    # Lists: 1, 2 and 3 -> 1, 2,3
     (r",?\s*(?<!\\)\band\b\s*|;", ","),
-    # |x| -> \abs{x}
+    # Absolute values: |x| -> \abs{x}
     (r"\|([^|]*)\|", r"\\abs{\1}"),
-    # \log_2 8 -> \frac{1}{\ln{2}}\ln 8
+    # Logarithms: \log_2 8 -> \frac{1}{\ln{2}}\ln 8
     (r"\\log_(\w|\{[^{}]*\})", r"\\frac{1}{\\ln{\1}}\\ln "),
-    # \sqrt[3]{x} -> \root{3}{x}
+    # Roots: \sqrt[3]{x} -> \root{3}{x}
     (r"\\sqrt *\[(\w+)\]", r"\\root{\1}"),
-    # \sqrt{x} -> \root{2}{x}
+    # Square roots: \sqrt{x} -> \root{2}{x}
     (r"\\sqrt(?![a-z])", r"\\root{2}"),
-    # x_{1} -> x_1
+    # Short exponents and indices: x_{1} -> x_1
     (r"([_^])\{([-+\w])\}", r"\1\2 "),
-    # 10^-3 -> 10^{-3}
+    # Negative exponents: 10^-3 -> 10^{-3}
     (r"\^(-\d+)", r"^{\1}"),
-    # Only spaces between letters or digits stay: 5 cm
+    # Spaces stay between letters and digits only: 5 cm, \frac{1}{2} cm
     (r"\s+", " "),
     (r"(?<![A-Za-z0-9})π])\s|(?<=[})π])\s(?![A-Za-z])|\s(?![A-Za-z0-9])", ""),
-    # 5. -> 5
+    # Full stops: 5. -> 5
     (r"(?:(?<!\.)\.|[\\,;])$", ""),
-    # √2 ≈ 1.41 -> √2, and ≈ 1.41 -> 1.41
+    # Approximations: √2 ≈ 1.41 -> √2, ≈ 1.41 -> 1.41
     (r"(?<=[^x=])≈-?\d*\.\d+\D*$|^(?:[a-z]=?)?≈(?=\d*\.)", ""),
-    # \frac12 -> \frac{1}{2}
+    # Fractions without braces: \frac12 -> \frac{1}{2}
     (r"\\frac ?(\d)", r"\\frac{\1}"),
     (r"(\\frac\{[^{}]*\}) ?(\d)", r"\1{\2}"),
-    # 2 1/3 and 2\frac{1}{3} -> (2+1/3)
+    # Mixed numbers: 2 1/3 and 2\frac{1}{3} -> (2+1/3)
     (r"(?<![\d.^_}/])(\d+)(?: (\d+)/(\d+)|\\frac\{(\d+)\}\{(\d+)\})(?![\d/])", r"(\1+\2\4/\3\5)"),
-    # 3±√2 -> 3+√2,3-1*√2
+    # Two values: 3±√2 -> 3+√2,3-1*√2
     (r"(?<![^,∨⦃⦄])([^,∨⦃⦄±]*)±([^,∨⦃⦄]*)", r"\1+\2,\1-1*\2"),
-    # 1<x≤2 -> x∈(1,2]
+    # Inequalities: 1<x≤2 -> x∈(1,2]
     (r"(?<![^,∨])(?=[^,∨]*[<>≤≥])(?:([^<>≤≥,∨]+)([<>≤≥]))?"
      rf"({LETTER})(?:([<>≤≥])([^<>≤≥,∨]+))?(?![^,∨])", as_interval),
-    # x∈(1,2)∨x∈(3,4) -> x∈(1,2)∪x∈(3,4), and 1∨2 -> 1,2
+    # Alternatives, now known: x∈(1,2)∨x∈(3,4) -> x∈(1,2)∪x∈(3,4), 1∨2 -> 1,2
     (r"∨(?=\w∈[(\[])", "∪"),
     (r"(?<![a-z]{2})∨(?![a-z]{2})", ","),
-    # (⟦1&2⟧) -> ⟦1&2⟧
+    # Brackets around a matrix: (⟦1&2⟧) -> ⟦1&2⟧
     (r"[(\[](⟦[^⟦⟧]*⟧)[)\]]", r"\1"),
-    # Mitosis -> mitosis, but not MW or Mpa
+    # Capitals of words: Mitosis -> mitosis, but units such as MW stay
     (r"\b(?!M[^aeiouy]|Mohm|Pmol)[A-Z](?=[a-z]{2})|\b(?:In|Of|On|To|No)\b", lambda m: m[0].lower()),
-    # CO_2 -> CO2
+    # Molecules: CO_2 -> CO2
     (r"^(?:[A-Z][a-z]?(?:_\{?\d+\}? ?)?){2,}$", lambda m: re.sub("[_{} ]", "", m[0])),
 ]
 # fmt: on
@@ -1417,7 +1417,7 @@ RULES = [
 
 
 def split_parts(text: str, separators: str = ",∪=∈<≤&") -> tuple[str, list[str]]:
-    """Return the kind of an answer, and its parts.
+    """Return the kind of an answer (a list, a pair, an equation, ...) and its parts.
 
     1,2 and {1,2} -> (",", ["1", "2"])
     (1,2)         -> ("()", ["1", "2"])
@@ -1433,7 +1433,7 @@ def split_parts(text: str, separators: str = ",∪=∈<≤&") -> tuple[str, list
         if len(parts) > 1:
             return separator, parts
 
-    # Else look into the brackets around it.
+    # Otherwise, split what is between the outermost brackets.
     kind = text[:1] + text[-1:]
     if separators == "," or kind not in "() [] [) (] ⟨⟩ ⟦⟧ ⦃⦄".split():
         return "", [text]
@@ -1452,7 +1452,7 @@ CONSTANTS = {"π": [math.pi] * 12, "e": [math.e] * 12, "i": [1j] * 12}
 VARIABLE = r"[A-Za-zα-ωΔℓ∞](?:_\{\w+\}|_\w)?'*"  # x, x_1, x_{12}, y'
 TOKEN = re.compile(rf"\\[A-Za-z]+|\d+\.?\d*|\.\d+|{VARIABLE}|\S")
 
-# Numbers that come so close to others that floats cannot tell them apart: 1.41421356237 is not √2
+# Numbers with so many digits that floats cannot tell them from others: 1.41421356237 is not √2
 LONG = re.compile(r"\d{10}|\.\d{9}|10\^\{-(?:\d\d|9)")
 
 # Texts without a certain reading
@@ -1572,8 +1572,9 @@ FUNCTIONS = {
     r"\frac": operator.truediv, r"\root": lambda n, x: power(x, 1 / n),
 }
 # fmt: on
-# How strongly each operator binds, and its function. A bracket or a command after an operand
-# multiplies: 2(x+1), 2\pi.
+
+# How strongly each operator binds, and its function. An operand is multiplied by a bracket or a
+# command that follows it: 2(x+1), 2\sin x.
 OPERATORS = {
     "+": (1, operator.add),
     "-": (1, operator.sub),
@@ -1588,8 +1589,8 @@ UNITS = {}
 for pair in (
     "m g s mol K A V celsius degree rad month year lb ounce gallon quart pint cup unit dollar "
     "person child man woman student boy girl team player game match point side vertex edge way "
-    "time outcome solution integer number value digit factor divisor subset handshake marble card ball "
-    "book page question problem letter word triangle ticket coin cookie apple house car old=1 "
+    "time outcome solution integer number value digit factor divisor subset handshake marble card "
+    "ball book page question problem letter word triangle ticket coin cookie apple house car old=1 "
     "people=person children=child men=man women=woman vertices=vertex radian=rad cent=0.01*dollar "
     "%=0.01 °=degree deg=degree km=1000*m cm=0.01*m mm=0.001*m kg=1000*g mg=0.001*g L=0.001*m^3 "
     "mL=0.001*L liter=L milliliter=mL N=kg*m/s^2 Pa=N/m^2 MPa=10^6*Pa J=N*m kJ=1000*J W=J/s "
@@ -1602,8 +1603,8 @@ for pair in (
     in_base_units = re.sub("[^-0-9.*/^{}()]+", lambda m: UNITS[m[0]], meaning)
     UNITS[unit] = f"({in_base_units or 'u_{' + unit + '}'})"
 
-# A unit, also in the plural; and a number with units: 5 cm, 9.8 m/s^2. Not a quantity: 5m, 5x m,
-# \sin 5 m, 2π°, 5%%
+# A unit, singular or plural; and a number with units, as 5 cm and 9.8 m/s^2. These are no such
+# numbers: 5m, 5x m, \sin 5 m, 2π°, 5%%.
 UNIT = "(" + "|".join(sorted(UNITS, key=len, reverse=True)) + r")(?:(?<=\w\w)e?s)?(?![A-Za-z])"
 QUANTITY = re.compile(
     r"(?!.*π.*°|.*[%°].)((?:[^\\a-z]|\\frac|\\root)*[\d)}π])(?: |(?![A-Za-z](?:$|[^A-Za-z])))"
@@ -1617,13 +1618,13 @@ def split_unit(text: str) -> tuple[str, str]:
     """Return a quantity without its unit, and as an expression in base units.
 
     "5 km" -> ("5", "(5)*(1000*(u_{m}))");  "5" -> ("5", "5")
-    20% is 20 as well as 0.2, because the question may ask for a percentage.
+    20% is 20 without its unit, because the question may ask for a percentage.
     """
     match = QUANTITY.fullmatch(text)
     if not match:
         return text, text
     number, units, _ = match.groups()
-    units = re.sub("/(.*)", r"/(\1)", units)  # in J/mol K, the K too stands below
+    units = re.sub("/(.*)", r"/(\1)", units)  # J/mol K is J/(mol K)
     in_base_units = f"({number})*" + re.sub(UNIT, lambda m: UNITS[m[1]], units)
     is_share = "%" in units and not re.fullmatch(r"-?[1-9][\d.]*", number)
     return in_base_units if is_share else number, in_base_units
@@ -1684,7 +1685,7 @@ def same_quantity(answer: str, gold: str, tolerance: float) -> bool:
 def same_equation(sides: list[str], gold_sides: list[str]) -> bool:
     """Whether two equations are the same but for terms moved to the other side: 2x+4y=3, 2x+4y-3=0.
 
-    An equation that is solved for a letter equals only one that is solved, too.
+    False if the gold equation is solved for a letter (y=2x+3), since the answer must be, too.
     """
     if any(re.fullmatch(LETTER, side) for side in gold_sides):
         return False
@@ -1752,7 +1753,7 @@ def same_short(answer: str, gold: str) -> bool:
     """
     is_words = re.fullmatch(r"[^\W\d_]{2}(?:[^\W\d_]|[-\s,.;:'\"“”])*", gold)
     if is_words:
-        # "a" is an article only at the start; elsewhere it may be a name
+        # Inside an answer, "a" may be a name ("a and b"); at its start it is an article.
         mark = r"(?i)^\s*an?\s(?=\s*\w)|\bthe\s|\ban\s|[.,;:'\"“”*]"
         answer, gold = [
             re.sub(r"(?<=\w)-(?=\w)", " ", re.sub(mark, "", text)) for text in (answer, gold)
@@ -1859,11 +1860,11 @@ class Grader(NamedTuple):
     extra: tuple  # the keys of Problem.extra that it reads
     check: Callable  # check(problem, response) -> "" if right, else what is wrong, for a trace
     agree: Callable  # agree(problem, one, other) -> whether two responses answer alike, for votes
-    is_free: bool = False  # asks no model, so that it may be tried whenever a file is read
+    is_free: bool = False  # it asks no model, so files that use it are checked when they are read
 
 
 def text_grader(instruction: str, read: Callable, same: Callable, extra: tuple = ()) -> Grader:
-    """Return a grader that compares texts, and refuses to accept a formula of the question.
+    """Return a grader that compares the answer's text, and refuses one copied from the question.
 
     Args:
         read: read(response, *values of extra) -> the answer, or None
@@ -2365,18 +2366,18 @@ def run_code(
     The sandbox protects against
         * reading or changing files: the program sees Python and the system's libraries, read-only,
           and an empty /tmp of 128 MiB
-        * the network: there is only a loopback device of its own
+        * using the network: there is only a loopback device of its own
         * stealing keys: it inherits no environment variable and no open file
         * looking up or forging answers: expected outputs never enter, and are compared out here
-        * other processes: it sees and signals only its own, at most 64, and all end with the test
-        * exhausting the machine: limits on time, memory, output, files, and one core for each test
+        * touching other processes: it sees its own alone, at most 64, which end with the test
+        * exhausting the machine: time, memory, output and files are limited, and it has one core
 
     It does not protect against
-        * faults of the kernel or of bubblewrap: there is no filter of system calls
-        * memory that many processes fill together: the limit is a process's. When memory runs out,
-          the kernel ends the program first.
+        * bugs of the kernel or of bubblewrap: system calls are not filtered
+        * memory that many processes fill together, because the limit holds for each of them; but
+          when memory runs out, the kernel ends the program before others
         * a BigCodeBench solution that patches unittest, since its tests share its process
-        * anything but the limits with --sandbox=none, where root's programs run as another user
+        * anything with --sandbox=none: only the limits remain, and another user if you are root
     """
     outputs = []
     while len(outputs) < len(tests) and None not in outputs:
@@ -2480,7 +2481,7 @@ def wait_and_kill(process: subprocess.Popen, ready: int, seconds: float) -> tupl
     started = ready in dict(poll.poll(60_000))  # ms, enough for a busy machine
     poll.unregister(ready)
     ended = bool(poll.poll(1000 * seconds if started else 0))
-    os.killpg(process.pid, signal.SIGKILL)  # bwrap and its init, with which all others end
+    os.killpg(process.pid, signal.SIGKILL)  # ends bwrap and, with it, every process in the sandbox
     process.wait()
     os.close(end)
     return started, ended
@@ -2496,7 +2497,7 @@ def memory_file(stack: ExitStack, text: str = "") -> int:
 
 
 def temporary_folder(stack: ExitStack, user: int | None) -> str:
-    """Make the working folder of a program without a sandbox; it belongs to the program's user."""
+    """Make a folder in which a program runs without a sandbox, as the given user."""
     folder = tempfile.mkdtemp()
     stack.callback(subprocess.run, ["rm", "-rf", folder])
     os.chown(folder, user or -1, user or -1)
@@ -2515,7 +2516,7 @@ def free_cores() -> queue.SimpleQueue:
     return free
 
 
-FIRST_USER = 61184  # root's programs run as this user plus the core; systemd's range for such users
+FIRST_USER = 61184  # root runs a program as this user + its core; systemd reserves such users
 MAX_OUTPUT = 32 << 20  # bytes
 
 
@@ -2529,7 +2530,7 @@ def limits(seconds: float, memory: int, user: int | None) -> dict[str, int]:
         "FSIZE": MAX_OUTPUT,
         "NOFILE": 64,
         "NPROC": 10_000 if counts_all_of_the_user else 64,
-        "CORE": 1,  # byte; at 0 a program that collects core dumps would get one
+        "CORE": 1,  # byte; at 0, the kernel would still hand dumps to the system's collector
     }
 
 
