@@ -1452,7 +1452,8 @@ class ConductorHandler(Handler):
         """Print one line: the model, the outcome, steps, seconds, dollars, and what is left."""
         parts = [f"{model}: {outcome}"]
         if last:
-            cost = "cost unknown" if last.cost is None else f"${last.cost:.4f}"
+            # A worker that conducts is paid from the same budget, but is not part of this sum.
+            cost = "unknown cost" if last.cost is None else f"${last.cost:.4f} for the steps"
             parts += [f"{last.calls} steps", f"{seconds:.1f} s", cost]
         budget = getattr(self.server.service.pool[0], "budget", None)
         if budget:

@@ -241,7 +241,8 @@ def test_each_request_is_one_line_of_the_log(capfd):
     assert len(lines) == 2
     left = r"\$1\.0000 left"
     assert re.fullmatch(
-        rf"conductor-recursive: answered, 4 steps, \d\.\d s, \$1\.0000, {left}", lines[0]
+        rf"conductor-recursive: answered, 4 steps, \d\.\d s, \$1\.0000 for the steps, {left}",
+        lines[0],
     )
     assert re.fullmatch(rf"conductor: 400, messages: there is no user message.*{left}", lines[1])
 
@@ -573,7 +574,7 @@ def test_the_command_serves_the_shipped_conductor_until_it_is_interrupted():
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=60)[1] == "interrupted\n" and process.returncode == 1
     assert response.json()["choices"][0]["message"]["content"] == "42"
-    assert re.fullmatch(r"conductor: answered, 1 steps, \d+\.\d s, \$0\.0000\n", log)
+    assert re.fullmatch(r"conductor: answered, 1 steps, \d+\.\d s, \$0\.0000 for the steps\n", log)
 
 
 def test_clients_are_served_side_by_side():
