@@ -23,6 +23,7 @@ A run that was killed goes on with the same command and --resume."""
 
 import ctypes
 import datetime
+import errno
 import fcntl
 import functools
 import importlib.util
@@ -892,7 +893,7 @@ def set_up(settings: Settings, device: str) -> Run:
     # Say what is missing before anything expensive begins.
     evaluation.use_sandbox(settings.sandbox)
     config, entries, missing = on_rank0(lambda: preflight(settings, start, device))
-    if settings.dry_run and config:
+    if settings.dry_run and config is not None:
         try_run(settings, config, device, [] if missing else entries)
     if settings.dry_run or missing:
         leave(missing)
@@ -1170,7 +1171,8 @@ def preflight(settings: Settings, start: str, device: str) -> tuple[Config | Non
     """Find everything that would fail late, before anything expensive starts.
 
     Returns:
-        The model's shape, the entries of the pool, and what is missing as a text; "" if nothing is.
+        The model's shape, or None if it is unknown or a flag is wrong; the entries of the pool; and
+        what is missing as a text, "" if nothing is.
     """
     missing = check_flags(settings)
     are_flags_right = not missing
@@ -1216,7 +1218,7 @@ def preflight(settings: Settings, start: str, device: str) -> tuple[Config | Non
         missing += [str(word) for word in ping_workers(pool) if isinstance(word, WorkerError)]
 
     text = "\n  ".join(["the run lacks", *missing]) if missing else ""
-    return config, entries, text
+    return config if are_flags_right else None, entries, text
 
 
 def check_flags(settings: Settings) -> list[str]:
@@ -1562,6 +1564,8 @@ def on_all_ranks(job: Callable):
         result = job()
     except (OSError, ValueError, WorkerError) as e:
         error = str(e)
+        if getattr(e, "errno", None) == errno.ENOSPC:
+            error = f"the disk is full: {e}. Free some of it; {GO_ON}"
     errors = [error for error in all_gather([error]) if error is not None]
     if errors:
         leave(errors[0])
@@ -1929,7 +1933,7 @@ def trained(run: Run) -> dict[str, torch.Tensor]:
     return state
 
 
-STATE_FILE = 1 << 30  # bytes of a file of the state
+STATE_FILE = 1 << 28  # bytes of a file of the state, unless one tensor is larger
 
 
 def files_of(state: dict[str, torch.Tensor]) -> dict[str, int]:

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import functools
+import json
 import os
 import shutil
 import socket
@@ -360,10 +361,30 @@ def test_a_torn_line_of_metrics_says_what_to_do(tmp_path):
     assert file.read_text() == second
 
 
+def test_what_the_budget_did_not_measure_is_measured_when_the_run_goes_on(tmp_path, monkeypatch):
+    """Iteration 1 was learned and saved, and the budget ended among its held-out problems."""
+    file = tmp_path / "metrics.jsonl"
+    lines = [{"iteration": i, "loss": i / 7, "held_out": None} for i in range(2)]
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    settings = Settings(out=str(tmp_path), iterations=4, save_every=2)
+    run = SimpleNamespace(first_iteration=2, test=["a problem"])
+    monkeypatch.setattr(module, "measure_held_out", lambda *_: 0.75)
+    monkeypatch.setattr(module, "budget_is_spent", lambda run: False)
+    with one_rank():
+        module.complete_metrics(run, settings)
+        lines[1]["held_out"] = 0.75
+        assert [json.loads(line) for line in lines_of(file)] == lines
+
+        monkeypatch.setattr(module, "measure_held_out", lambda *_: pytest.fail("it is measured"))
+        module.complete_metrics(run, settings)
+        run.first_iteration = 1  # No checkpoint is due there.
+        module.complete_metrics(run, settings)
+
+
 def test_a_full_disk_is_a_sentence(tmp_path):
     file = tmp_path / "traces.jsonl"
     os.symlink("/dev/full", f"{file}.tmp")
-    with one_rank(), pytest.raises(SystemExit, match="No space left"):
+    with one_rank(), pytest.raises(SystemExit, match="the disk is full: .*No space left.*--resume"):
         module.on_rank0(lambda: module.replace_file(file, ["a line"]))
 
 
