@@ -73,7 +73,7 @@ class KeepAliveAdapter(requests.adapters.HTTPAdapter):
     options = [
         (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),  # urllib3's default
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-        (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", 0x10), 60),  # 0x10: on macOS
+        (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", 0x10), 60),  # 0x10 on macOS
     ]
 
     def init_poolmanager(self, *args, **kwargs):
@@ -724,10 +724,10 @@ class Replay:
         self.world = file_hash(__file__) if is_local else ""
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         self.file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        self.replies = {}  # by key
-        self.locks = {}  # by key; a call holds its lock until its reply is there
+        self.replies = {}  # key -> Reply
+        self.locks = {}  # key -> a lock that the first of equal calls holds until it has a reply
         self.reading = threading.Lock()
-        self.n_read = 0  # bytes of the file, up to the newline before its last line
+        self.n_read = 0  # bytes that were read, without the last line, which may be incomplete
         self.read_new_lines()
 
     def read_new_lines(self):
@@ -789,7 +789,10 @@ class Budget:
         self.refused = False  # Has a call been refused for want of money?
 
     def reserve(self, dollars: float):
-        """Take this sum, waiting while running attempts may return enough. Raises WorkerError."""
+        """Reserve dollars, and wait while running attempts may return enough.
+
+        Raises WorkerError if the budget does not suffice.
+        """
         with self.room:
             self.room.wait_for(lambda: dollars <= self.left or not self.running)
             if dollars > self.left:
@@ -821,7 +824,7 @@ def highest_cost(entry: dict, params: dict, body: dict) -> float:
         return float("inf")
 
     n_in = len(json.dumps(body)) + 512  # A token is at least a byte; a chat template adds some.
-    ceiling = find(params, "provider", "max_price") or {}  # OpenRouter may choose a host up to it.
+    ceiling = find(params, "provider", "max_price") or {}  # the dearest host for OpenRouter
     rate = 2 if "cache_control" in params else 1  # Writing to a cache costs up to twice as much.
     dollars_in = max(price[0], ceiling.get("prompt", 0)) * n_in * rate
     dollars_out = max(price[1], ceiling.get("completion", 0)) * max(limits)
@@ -930,7 +933,7 @@ TRADES = {  # name -> a pattern of what it understands, and what each instructio
 }
 # The subtasks of random workflows.
 PHRASES = (*VAGUE, *itertools.chain(*(instructions for _, instructions in TRADES.values())))
-LOCAL = {  # pool -> its workers, "[sort ]trade"
+LOCAL = {  # pool -> the names of its workers: a trade, sometimes with a sort before it
     "local": [*TRADES, "generalist"],
     "local:pairs": [f"{sort}{trade}" for trade in TRADES for sort in ("", "junior ")],
     "local:tired": [f"{sort}{trade}" for trade in TRADES for sort in ("tired ", "junior ")],
