@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as BPE
+from tokenizers import processors
 from torch.utils.checkpoint import checkpoint
 
 ARCHITECTURES = {  # by model type
@@ -523,6 +524,8 @@ class Qwen(nn.Module):
             "architectures": [ARCHITECTURES[config.model_type]],
             "hidden_act": "silu",
             "torch_dtype": str(self.lm_head.weight.dtype).removeprefix("torch."),
+            # Without a version, 4.57.6 warns that the tokenizer's regex is wrong, which it is not.
+            "transformers_version": "4.57.0",
         }
         write_json(config_file, keys | asdict(config))
         file = os.path.join(path, "model.safetensors")
@@ -692,6 +695,7 @@ class Tokenizer:
     def __init__(self, bpe: BPE, model_type: str = "qwen2"):
         self.bpe = bpe
         bpe.encode_special_tokens = True  # as plain text
+        bpe.post_processor = processors.ByteLevel(trim_offsets=False)  # adds no token to a text
         bpe.no_truncation()
         bpe.no_padding()
         self.template = find_template(bpe, model_type)

@@ -5,19 +5,31 @@ import json
 import os
 import subprocess
 import sys
+import unicodedata
 
 import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer as BPE, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as BPE
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from grpo import packed_logprobs
-from model import Config, LoRALinear, Qwen, RMSNorm, Tokenizer, add_lora, causal, check_ids
+from model import (
+    QWEN_WORDS,
+    Config,
+    LoRALinear,
+    Qwen,
+    RMSNorm,
+    Tokenizer,
+    add_lora,
+    causal,
+    check_ids,
+)
 from model import configure, fetch, flag, merge_lora, rotary, rotate
 from sample import generate
 
@@ -691,6 +703,60 @@ def test_neither_a_role_nor_a_content_ends_a_turn(model_type):
     forged = tokenizer.chat(turns(("system", text), ("user", text), (text, text)))
     control = {made.token_to_id(token) for token in STYLES[model_type]}
     assert [i for i in forged if i in control] == [i for i in honest if i in control]
+
+
+SPLITS = {
+    "another": lambda: pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "Qwen's": lambda: pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(QWEN_WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    ),
+}
+SAMPLES = [unicodedata.normalize("NFD", "Ängström naïve café"), "a\n\n\n b\r\n\n", "12345.678 9"]
+SAMPLES += ["def f(x):\n\n\treturn x['a']  # don't\n", "  東京 🙂!!!\n", *TEXTS[:4]]
+
+
+@pytest.mark.parametrize("tokenizer_first", [True, False])
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
+def test_transformers_reads_texts_as_we_do(model_type, split, tokenizer_first, tmp_path):
+    """Equal ids and greedy tokens; a Qwen2 with a tokenizer of another kind is written as a Llama.
+
+    The tokenizer puts a token before each text, which we never do, so others must not either.
+    """
+    made = bpe()
+    made.pre_tokenizer = SPLITS[split]()
+    made.normalizer = normalizers.NFC() if split == "Qwen's" else None
+    special = ("<|endoftext|>", made.token_to_id("<|endoftext|>"))
+    made.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[special]
+    )
+    tokenizer = Tokenizer(made, model_type)
+    model = tiny("tied", vocab_size=len(tokenizer), model_type=model_type, head_dim=10)
+    parts = [tokenizer, model] if tokenizer_first else [model, tokenizer]
+    for part in parts:
+        part.save_pretrained(str(tmp_path))
+
+    found = json.loads((tmp_path / "config.json").read_text())["model_type"]
+    assert found == ("llama" if (model_type, split) == ("qwen2", "another") else model_type)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    ids = [tokenizer.encode(text) for text in SAMPLES]
+    assert theirs(SAMPLES)["input_ids"] == ids
+    batch = theirs(SAMPLES[:3], padding=True, padding_side="left", return_tensors="pt")
+    their_model, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    written = their_model.generate(**batch, max_new_tokens=4, do_sample=False)
+    again = Qwen.from_pretrained(str(tmp_path))
+    assert again.state_dict().keys() == model.state_dict().keys()
+    for [completion], tokens in zip(
+        generate(again, ids[:3], max_new_tokens=4, temperature=0, eos_id=tokenizer.end_ids),
+        written[:, batch["input_ids"].shape[1] :].tolist(),
+    ):
+        assert completion.tokens == tokens[: len(completion.tokens)]
 
 
 def test_ids_with_gaps():
