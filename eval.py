@@ -1141,9 +1141,14 @@ CLAIM = re.compile(
 # A list of all options, as after "Let me check each option:", which claims none of them
 OPTIONS = re.compile(r"\W*A[).:][^\n]*\n\s*\W*B[).:]")
 
-# The start of a sentence whose claim does not count: "I doubt that the answer is"
+# The start of a sentence whose claim does not count: "If x is 3, the answer is". It counts after a
+# conclusion: "A is not possible, so the answer is"
 DENIED = re.compile(
-    r"(?i)(?:\b(?:not|never|if|whether|unless|wrong|false|doubt|unlikely)\b|n't\b)[^.!?\n]*$"
+    r"""(?xi)(?:
+        \b(?:if|whether|unless|doubt|unlikely)\b [^.!?\n]*
+      | (?:\b(?:not|never|wrong|false|incorrect)\b|n't\b)
+        (?:(?!\b(?:so|thus|hence|therefore)\b)[^.!?\n])*
+    )$"""
 )
 
 # A claim ends where its sentence ends or where a reason begins

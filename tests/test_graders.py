@@ -371,8 +371,15 @@ COMMITTED = [
     ("I doubt. " * 12, ""),
     *(
         (f"{before} the answer is 5.", "")
-        for before in ("It is not true that", "If x is 3,", "I doubt that")
+        for before in (
+            "It is not true that",
+            "If x is 3,",
+            "I doubt that",
+            "So if not,",
+            "An incorrect",
+        )
     ),
+    ("Since x is not 0, y cannot be 3, so the answer is 5.", "5"),
 ]
 
 
@@ -411,6 +418,7 @@ LETTERS = [
             "Let me check each option:\n\nA) This is wrong.\nB) This fits.\n\nFinal answer: {}",
             "The answer choices:\n\n(A) no\n(B) maybe\n\nThe answer is {}.",
             "Thus {} is the right answer.",
+            "A and C are not possible, so the answer is {}.",
         )
     ),
     ("<answer>b. the nucleus</answer>", "B"),
@@ -446,6 +454,11 @@ LETTERS = [
             "The answer is I and II.",
             "Which is right? A? B?",
             "I doubt the answer is B.",
+            "If A is not possible, then the answer is B.",
+            "Is B not the answer? The incorrect option is B.",
+            "The answer is B? No.",
+            "The answer isn't B.",
+            "Answer: A/B",
             "The answer is unlikely (B).",
         )
     ),
