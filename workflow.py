@@ -6,7 +6,7 @@
     python workflow.py serve [the same flags]  # an OpenAI-compatible server
     python workflow.py show FILE               # list the rollouts in a run's traces/*.jsonl
     python workflow.py show FILE N             # show the rollout on line N
-    python workflow.py show --examples FILE …  # few-shot examples from right rollouts, for train.py
+    python workflow.py show --examples FILE …  # write examples for train.py --examples
 
 The Conductor writes a workflow as three Python lists: `messages` asks for them, `parse` reads them,
 and `roll_out` runs the workflow. A `Rollout` records all of it. Workers, steps, rounds and lines
@@ -79,27 +79,27 @@ class Workflow:
 class Rollout:
     """A question, the workflow that a Conductor wrote for it, and what came of it.
 
-    A rollout is lost (it has an `error`) if a call failed, so that nobody knows what the workflow
-    would have answered. A lost rollout is neither right nor wrong.
+    If a call fails, the rollout is lost, because nobody knows what the workflow would have
+    answered. A lost rollout has an `error` and is neither right nor wrong.
     """
 
     # The question
     question: str
     pool: list = field(default_factory=list)  # the Workers; Step.worker is an index into this list
-    workers: list[int] | None = None  # those that may be used (§3.2); None: the whole pool
+    workers: list[int] | None = None  # numbers of those that may be used (§3.2); None: all
     problem: object = None  # eval.py's Problem, by which the answer is judged
     problem_id: str = ""  # the id of `problem`, in a rollout that was read from a file
     # The turns before the question: {"role": "system", "user" or "assistant", "content": text}.
     context: list[dict] = field(default_factory=list)
     previous: "Rollout | None" = None  # the round before this one (§3.2)
     number: int = 0  # distinguishes the rollouts of a question, and seeds the sampler
-    call_prefix: str = ""  # makes call ids unique, for Replay; "": the calls are not replayed
+    call_prefix: str = ""  # begins the ids by which Replay knows its calls; "": no replay
 
-    # What the Conductor wrote; the token fields are empty unless a local model wrote it
+    # What the Conductor wrote. prompt_ids, tokens and logprobs are those of a local model.
     written: str = ""
     prompt_ids: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)  # of each token, when it was sampled
+    logprobs: list[float] = field(default_factory=list)  # each token's, when it was sampled
     finished: bool = True  # False: cut off at max_new_tokens
     workflow: Workflow | None = None
     invalid: str = ""  # why `written` is not a valid workflow
@@ -168,7 +168,7 @@ class ListFormat:
     part: str  # what the prompt says about this part of a step
     elements: str  # what the prompt says about the list's elements
     write: Callable  # (step, its index) -> the element
-    # (element, step's index, allowed workers) -> values of Step's fields, or a WorkflowError
+    # (element, step's index, allowed workers) -> values of Step's fields; raises WorkflowError
     read: Callable
 
 
@@ -253,7 +253,7 @@ def steps_of(lists: dict, workers: list[int], max_steps: int, allow_empty: bool)
     """Return the steps that the lists spell out.
 
     Args:
-        lists: name -> what `read_list` returns for it: a list, or a text that says what is wrong.
+        lists: The list of each name, or a text in its place that says what is wrong with it.
         workers: The numbers of the workers that may be used.
         max_steps: The largest number of steps that is allowed.
         allow_empty: Whether there may be no steps at all.
@@ -302,22 +302,22 @@ class Prompting:
 
 
 ROLE = """\
-You conduct a team of language models. You never answer the question yourself: you write a \
-workflow
+You conduct a team of language models. You never answer the question yourself: \
+you write a workflow
 by which they answer it.
 
 A workflow has one to {max_steps} steps. Every step has these parts:
 {parts}.
-Each model gets the question, then the subtasks and responses of the steps it is shown, as past \
-turns of a
-chat, and then its own subtask, and nothing else. The models differ in what they are good at, and \
-a model may
-be used more than once. The response to the last step goes to the user as it is, so its subtask \
-has to ask for
+Each model gets the question, then the subtasks and responses of the steps it is shown, \
+as past turns of a
+chat, and then its own subtask, and nothing else. The models differ in what they are good at, \
+and a model may
+be used more than once. The response to the last step goes to the user as it is, \
+so its subtask has to ask for
 the whole answer in the form that the question wants.
 
-First say in a sentence or two what the question needs and how you divide the work. Then write \
-Python
+First say in a sentence or two what the question needs and how you divide the work. \
+Then write Python
 lists of equal length: {lists}."""
 AGAIN = """Your workflow ended in this response:
 
@@ -427,7 +427,7 @@ def conductor_chat(rollout: Rollout, prompting: Prompting, with_names: bool = Fa
         prompting: How the Conductor is asked.
         with_names: Show each worker's name, followed by its note if it has one.
     """
-    # Workers are listed one by one only if some of the pool may not be used.
+    # The short prompt lists numbers only where some workers may not be used.
     is_subset = len(rollout.workers or rollout.pool) < len(rollout.pool)
     workers = rollout.workers if is_subset else len(rollout.pool)
     notes = None
@@ -589,7 +589,8 @@ def read_list(text: str, start: int) -> tuple[list | str, int]:
 
 
 # A backslash and what follows it in a string: a command of LaTeX that was not escaped, the code of
-# a character, or one character. \n, \t and \r count as LaTeX only if they begin a known command.
+# a character, or one character. \n and \t count as LaTeX only if they begin a known command, and \r
+# only if a letter follows.
 ESCAPE = re.compile(
     r"""\\(?:(?P<latex>[^\\"'/nrtu\n]|u(?![0-9a-fA-F]{4})|r(?=[A-Za-z])
     |(?<![.:;!?]\\)n(?=(?:abla|e[gq]?|u|ot(?:in)?|mid|[gl]eq|exists|earrow|warrow|parallel|subseteq)
@@ -605,11 +606,12 @@ CONTROL = {"n": "\n", "t": "\t", "r": "\r", "\n": ""}
 def string_value(token: re.Match) -> str:
     """Return the text that a string literal of Python or JSON stands for.
 
-    LaTeX in it may be unescaped: a literal with \\theta and \\"x\\" stands for \\theta and "x".
+    Models often forget to escape LaTeX, so \\theta stands for itself and not for a tab and "heta".
     """
     has_latex = any(escape["latex"] for escape in ESCAPE.finditer(token["body"]))
 
     def meaning(escape: re.Match) -> str:
+        # Where LaTeX is not escaped, two backslashes are its end of a line.
         ends_latex_line = has_latex and escape["plain"] == "\\"
         if escape["latex"] or ends_latex_line:
             return escape[0]
@@ -657,10 +659,10 @@ def call_id(rollout: Rollout, step: int | str) -> str:
 
 
 class Threads:
-    """A pool of threads that starts a new thread only if a job finds none idle.
+    """A pool of threads. It starts a thread only if a job finds no idle one.
 
-    ThreadPool of multiprocessing starts all its threads at once, and breaks where the system allows
-    fewer. That of concurrent.futures keeps a program from its end until the last call is answered.
+    multiprocessing's ThreadPool starts all its threads at once, and fails where the system allows
+    fewer. With concurrent.futures, a program could not end before the last call is answered.
     """
 
     def __init__(self, limit: int):
@@ -698,7 +700,7 @@ class Threads:
             except SystemExit:  # A user's grader may raise it; without a result the run would hang.
                 result = RuntimeError(f"{function} called sys.exit")
             tell(result)
-            del function, arguments, tell, result  # They would live on until the next job.
+            del function, arguments, tell, result  # Else they stay in memory until the next job.
 
 
 # The threads that call workers and graders. A job must not wait for another job, or all threads
@@ -707,10 +709,10 @@ THREADS = Threads(512)
 
 
 def carry_out(rollout: Rollout, prompting: Prompting, judge, edit, call):
-    """Parse, run and judge one written rollout, in a generator that leaves waiting to its caller.
+    """Parse, run and judge a written rollout. A generator, so that its caller does the waiting.
 
-    It yields the jobs that threads can do now, each as (step, function, arguments), and is sent one
-    (step, result) whenever a job is done. A WorkerError is a result, too. If step 1 sees step 0:
+    It yields lists of jobs that can start, each job as (step, function, arguments). Whenever a job
+    is done, the caller sends (step, result); an exception is a result, too. If step 1 sees step 0:
 
         next(work)               # returns [(0, call, (rollout, 0))]
         work.send((0, reply))    # returns [(1, call, (rollout, 1))]
@@ -805,14 +807,14 @@ def roll_out(
         timeout: Seconds after its writing at which a rollout is lost.
 
     Raises:
-        Any exception of a call or of the judge, unless a WorkerError led to it. In that case, only
-            the rollout is lost.
+        Any exception of a call or of the judge. If a WorkerError led to it, only the rollout is
+            lost, and nothing is raised.
     """
     events = queue.SimpleQueue()  # from the threads: (rollout, (step, result or exception))
     running = {}  # id(rollout) -> (rollout, its generator, start time), oldest first
 
     def advance(rollout: Rollout, event: tuple | None = None):
-        """Pass an event to a rollout, and start the jobs that it makes possible."""
+        """Tell a rollout which job is done, and start the jobs that can follow."""
         if id(rollout) not in running:
             return  # The rollout has timed out, and this reply is late.
         _, work, started = running[id(rollout)]
@@ -852,7 +854,7 @@ def roll_out(
 def execute(
     workflow: Workflow, question: str, pool: list, previous: Rollout | None = None
 ) -> Rollout:
-    """Run a given workflow on a question."""
+    """Run a given workflow on a question, and return the rollout."""
     return roll_out([Rollout(question, pool, previous=previous, workflow=workflow)])[0]
 
 
@@ -864,7 +866,7 @@ def conduct(
     tries: int = 3,
     **settings,
 ) -> list[Rollout]:
-    """Answer questions, and return the last round of each. The rollouts themselves stay unchanged.
+    """Answer questions, and return each question's last round. `rollouts` are not changed.
 
     Args:
         write: A writer, as below.
@@ -872,8 +874,8 @@ def conduct(
         extra_rounds: How many more rounds may follow the first (§3.2). A question has fewer if the
             Conductor keeps an answer by empty lists, or writes no valid workflow.
         prompting: How the Conductor is asked.
-        tries: How often a workflow is written before an invalid one is accepted as a failure. Each
-            try has the next number, so that it is sampled anew.
+        tries: How often the Conductor may write until a workflow is valid. Each try has the next
+            number, so that other tokens are sampled.
         settings: Further arguments of roll_out.
     """
     last = [replace(rollout) for rollout in rollouts]
@@ -896,9 +898,9 @@ def conduct(
 
 # ---- Writers -------------------------------------------------------------------------------------
 
-# A writer is a function write(rollouts). It asks a Conductor for each rollout's workflow, sets
-# `written` or `error`, and yields the rollout at once, in whatever order they are finished.
-
+# A writer is a function write(rollouts) that asks a Conductor for each rollout's workflow. It sets
+# `written`, or `error` if the Conductor cannot be asked, and yields each rollout as soon as it is
+# written.
 
 LONGEST_TOKEN = 16  # characters; the tokens of no language are longer on average
 
@@ -1128,6 +1130,7 @@ def as_example(rollout: Rollout) -> dict:
     """Return a rollout as an example, whose plan is what the Conductor wrote before the lists."""
     mark = MARK.search(rollout.written)
     plan = rollout.written[: mark.start()] if mark else ""
+    # Without thoughts, and without what opens a fence or a bold name.
     plan = plan.rpartition("</think>")[2].partition("```")[0].strip(" \n*-#{\"'`")
     return {
         "question": rollout.question,
@@ -1672,7 +1675,7 @@ def question_of(words: list[str]) -> str:
     if not words and sys.stdin and not sys.stdin.isatty():
         text = sys.stdin.buffer.read().decode(errors="replace")
     elif words:
-        # "how" is a candidate, so that a question which begins with it is not mistaken for "show".
+        # "how" is in the list lest a question that begins with it be taken for "show".
         commands = ["show", "serve", "help", "how"]
         near = difflib.get_close_matches(words[0].lower(), commands, 1, 0.75)
         if near and near != ["how"]:
