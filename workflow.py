@@ -253,7 +253,7 @@ def steps_of(lists: dict, workers: list[int], max_steps: int, allow_empty: bool)
     """Return the steps that the lists spell out.
 
     Args:
-        lists: The list of each name, or a text in its place that says what is wrong with it.
+        lists: name -> the list, or a text that says what is wrong with it.
         workers: The numbers of the workers that may be used.
         max_steps: The largest number of steps that is allowed.
         allow_empty: Whether there may be no steps at all.
@@ -381,8 +381,8 @@ def messages(
 def short_pool(workers: int | list[int], notes: list[str] | None) -> str:
     """Return the short prompt's words for a pool: "3 models", "Models 0 2" or "adder0, coder2".
 
-    The last form shows notes. Note and number touch because a tiny model learns to copy the token
-    that follows a known one, and does not learn to find a number that stands further away.
+    The last form shows notes. A note touches its number because a tiny model learns to copy the
+    token right after the note, and does not learn to find one that stands further away.
     """
     if notes:
         numbers = range(workers) if isinstance(workers, int) else workers
@@ -611,7 +611,7 @@ def string_value(token: re.Match) -> str:
     has_latex = any(escape["latex"] for escape in ESCAPE.finditer(token["body"]))
 
     def meaning(escape: re.Match) -> str:
-        # Where LaTeX is not escaped, two backslashes are its end of a line.
+        # In a string with unescaped LaTeX, two backslashes are LaTeX's line break.
         ends_latex_line = has_latex and escape["plain"] == "\\"
         if escape["latex"] or ends_latex_line:
             return escape[0]
@@ -902,7 +902,7 @@ def conduct(
 # `written`, or `error` if the Conductor cannot be asked, and yields each rollout as soon as it is
 # written.
 
-LONGEST_TOKEN = 16  # characters; the tokens of no language are longer on average
+LONGEST_TOKEN = 16  # characters; no text in any language has longer tokens on average
 
 
 def model_writer(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature=1.0, seed=0):
@@ -1107,9 +1107,9 @@ def read_rollout(file: str, number: int, line: str) -> Rollout:
 
 
 def choose_examples(rollouts: list[Rollout], n: int = 4) -> list[dict]:
-    """Return up to n examples: right answers to different questions, by varied workers.
+    """Return up to n examples of right answers to different questions.
 
-    They are chosen one at a time: the next is the first whose workers were chosen least often.
+    To vary the workers, each next example is the first one whose workers were chosen least often.
     """
     left = []
     for rollout in rollouts:
@@ -1130,7 +1130,7 @@ def as_example(rollout: Rollout) -> dict:
     """Return a rollout as an example, whose plan is what the Conductor wrote before the lists."""
     mark = MARK.search(rollout.written)
     plan = rollout.written[: mark.start()] if mark else ""
-    # Without thoughts, and without what opens a fence or a bold name.
+    # Drop the model's thoughts, and the marks that open a code block or a bold name.
     plan = plan.rpartition("</think>")[2].partition("```")[0].strip(" \n*-#{\"'`")
     return {
         "question": rollout.question,
@@ -1675,7 +1675,7 @@ def question_of(words: list[str]) -> str:
     if not words and sys.stdin and not sys.stdin.isatty():
         text = sys.stdin.buffer.read().decode(errors="replace")
     elif words:
-        # "how" is in the list lest a question that begins with it be taken for "show".
+        # With "how" in the list, a question such as "how many?" is not taken for "show".
         commands = ["show", "serve", "help", "how"]
         near = difflib.get_close_matches(words[0].lower(), commands, 1, 0.75)
         if near and near != ["how"]:
@@ -1708,7 +1708,7 @@ def main(argv: list[str]):
         demand_budget(pool, settings.budget, 1000, "serving")
     workers = numbers_of(settings.only, pool) or None
 
-    # Get the writer of the one who conducts them.
+    # Get the Conductor's writer.
     if settings.conductor:
         [number] = numbers_of(settings.conductor, pool)
         prompting = Prompting()
@@ -1737,7 +1737,7 @@ def answer_and_print(asked: Rollout, write, prompting: Prompting, extra_rounds: 
     [rollout] = conduct(write, [asked], extra_rounds, prompting, call=call)
     print(view(rollout), flush=True)
     calls = sum(worker.calls for worker in asked.pool)
-    if calls > rollout.calls:  # A worker conducts, or a workflow was written again.
+    if calls > rollout.calls:  # A worker conducts.
         spent = sum(worker.spent for worker in asked.pool)
         print(f"with the Conductor's: {calls} calls, ${spent:.4f}", flush=True)
     return rollout
@@ -1748,8 +1748,8 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except BrokenPipeError:
-        # The program that reads the output, such as head, has ended. What is left goes nowhere, or
-        # Python would complain when it flushes at exit.
+        # The program that reads the output, such as head, has ended. Send the rest nowhere, so that
+        # Python can flush it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError, WorkerError, KeyboardInterrupt) as e:
         raise SystemExit(str(e) or "interrupted") from None
