@@ -617,11 +617,11 @@ class ChatTemplate:
     jinja_clean: str = "m['content']"  # `clean` in Jinja
 
     def answer(self) -> str:
-        """The beginning of the assistant's next turn."""
+        """Return the beginning of the assistant's next turn."""
         return self.turn.partition("{content}")[0].format(role="assistant") + self.opening
 
     def jinja(self) -> str:
-        """The whole template in Jinja, as other programs read it from tokenizer_config.json."""
+        """Return the template in Jinja, as other programs read it from tokenizer_config.json."""
         system = self.turn.format(role="system", content=self.system)
         if_missing = "{% if messages[0]['role'] != 'system' %}" + system + "{% endif %}"
         turn = self.turn.format(role="{{ m['role'] }}", content="{{ " + self.jinja_clean + " }}")
@@ -632,7 +632,9 @@ class ChatTemplate:
 
 def without_thoughts(role: str, content: str) -> str:
     """Remove the thinking block of an earlier answer, as Qwen3's template does."""
-    return content.split("</think>")[-1].lstrip("\n") if role == "assistant" else content
+    if role == "assistant" and "</think>" in content:
+        return content.split("</think>")[-1].lstrip("\n")
+    return content
 
 
 CONTROL_TOKEN = r"(<\|\w+\|>)"
@@ -650,7 +652,7 @@ QWEN3_CHAT = ChatTemplate(
     clean=without_thoughts,
     jinja_clean=(
         "m['content'].split('</think>')[-1].lstrip('\\n') if m['role'] == 'assistant'"
-        " else m['content']"
+        " and '</think>' in m['content'] else m['content']"
     ),
 )
 LLAMA3_CHAT = ChatTemplate(
@@ -736,9 +738,11 @@ class Tokenizer:
         generation = {"eos_token_id": self.end_ids, "pad_token_id": self.end_ids[-1]}
         write_json(os.path.join(path, "generation_config.json"), generation)
 
-        # How a model that is already here has to be written depends on its tokenizer.
+        # A Qwen2 that was written before its tokenizer was there is written again, as a Llama.
         if os.path.exists(os.path.join(path, "model.safetensors")):
-            Qwen.from_pretrained(path, dtype=None).save_pretrained(path)
+            found = read_json(os.path.join(path, "config.json"))
+            if found.get("model_type") == "qwen2" and not has_qwen_tokenizer(path):
+                Qwen.from_pretrained(path, dtype=None).save_pretrained(path)
 
     def __len__(self) -> int:
         return self.n_ids

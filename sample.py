@@ -27,7 +27,7 @@ try:  # torch's CUDA builds bring it along
 except ImportError:
     triton = None
 
-from model import Qwen, Tokenizer, causal, check_ids, compute_dtype, configure
+from model import Qwen, Tokenizer, causal, check_ids, compute_dtype, configure, flag
 
 CHECK = 8  # steps between two looks for finished rollouts
 BUCKET = {"cuda": 128, "cpu": 32}  # steps between two calls of `compact`; a multiple of CHECK
@@ -603,11 +603,11 @@ def row_seeds(prompts, numbers, seed: int) -> list[list[int]]:
 # ---- The command line ----------------------------------------------------------------------------
 @dataclass
 class Settings:
-    checkpoint: str = ""  # a folder in Hugging Face's layout, or a repository's name
-    n: int = 1  # answers
-    max_new_tokens: int = 512
-    temperature: float = 0.7
-    seed: int = 0
+    checkpoint: str = flag("", "a folder in Hugging Face's layout, or a model's name on its hub")
+    n: int = flag(1, "number of answers")
+    max_new_tokens: int = flag(512, "the largest number of tokens in an answer")
+    temperature: float = flag(0.7, "of the sampling; 0: always the likeliest token")
+    seed: int = flag(0, "answers are equal for equal seeds")
 
 
 if __name__ == "__main__":

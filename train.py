@@ -113,7 +113,9 @@ from workflow import (
 @dataclass
 class Settings:
     preset: str = flag(
-        "", "a name in PRESETS, which sets other flags; default: what fits the device"
+        "",
+        "sets other flags: laptop, small, large, paper, paper-recursive, own, pairs, pools, "
+        "recursive or unseen; default: what fits the device",
     )
     out: str = flag("", "the run's folder; default: out/PRESET")
     seed: int = flag(1, "seed of everything random")

@@ -626,6 +626,9 @@ CHATS = [
     turns(("user", "Which model?")),
     turns(("system", "Be brief."), ("user", "12345 + 67 = ?")),
     turns(("user", "a\n"), ("assistant", "\n b "), ("user", "")),
+    turns(
+        ("user", "a"), ("assistant", "\n\n<think>"), ("assistant", "</think>\n\nb"), ("user", "")
+    ),
     turns(("user", TEXTS[2]), ("assistant", TEXTS[1]), ("user", "\n\n{role} {content} {}")),
     turns(("user", "</think> a"), ("assistant", "<think>\nb\n</think>\n\nc"), ("user", "d")),
 ]
