@@ -595,7 +595,7 @@ def read_pool(spec: str, local_url: str | None = None) -> list[dict]:
     is_named = spec in pool_names()
     path = os.path.join(POOLS, f"{spec}.json") if is_named else os.path.abspath(spec)
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:  # Some editors write a byte order mark.
             rows = json.load(file)
         entries = [{key: value for key, value in row.items() if value is not None} for row in rows]
         if not entries:
@@ -612,6 +612,7 @@ def read_pool(spec: str, local_url: str | None = None) -> list[dict]:
 
 
 def name_of(entry: dict) -> str:
+    """Return the name of a pool's row: its own, that of its model, or that of its function."""
     function = str(entry.get("function", "")).rpartition(":")[2]
     return entry.get("name") or entry.get("model") or function
 

@@ -795,6 +795,11 @@ def test_everything_that_is_missing_is_said_at_once():
         assert any(one.startswith(sentence) for one in said)
 
 
+def test_a_pools_file_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "pool.json").write_text(json.dumps([RIGHT]), encoding="utf-8-sig")
+    assert [one.name for one in load_pool(str(tmp_path / "pool.json"))] == ["m"]
+
+
 def test_what_is_no_pool(tmp_path):
     for text in ("", "[", "{}", "3", "[3]"):
         (tmp_path / "pool.json").write_text(text)
