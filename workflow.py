@@ -36,7 +36,6 @@ from model import Qwen, Tokenizer, check_ids, compute_dtype, configure, fetch, f
 from model import read_json, write_json
 from sample import generate_each
 from workers import (
-    LIMITS,
     LOCAL,
     QUESTION,
     TASK,
@@ -954,18 +953,13 @@ def model_writer(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temper
 def worker_writer(worker, prompting: Prompting):
     """Return the writer of a worker that takes the Conductor's seat (Table 11).
 
-    Nothing has taught it who the workers are, so it is shown their names and notes. If its tokens
-    are limited, a workflow may have twice as many, up to 8,192.
+    Nothing has taught it who the workers are, so it is shown their names and notes.
     """
-    limits = {}
-    for name, limit in worker.params.items():
-        if name in LIMITS:
-            limits[name] = max(limit, min(2 * limit, 8192))
 
     def write_one(rollout: Rollout) -> Rollout:
         chat = conductor_chat(rollout, prompting, with_names=True)
         try:
-            rollout.written = worker.chat(chat, call_id(rollout, "conductor"), **limits).text
+            rollout.written = worker.chat(chat, call_id(rollout, "conductor")).text
         except WorkerError as e:
             rollout.error = str(e)
         return rollout
@@ -1069,35 +1063,31 @@ def printable(text: str) -> str:
 
 def show(file: str, number: int | str | None = None) -> str:
     """Return a line for each rollout in a file of JSON lines, or all about the one on line N."""
-    lines = read_lines(file)
-    if number is not None:
-        if str(number) not in map(str, range(len(lines))):
-            raise ValueError(f"{file} has lines 0 to {len(lines) - 1}, and no line {number!r}")
-        return view(read_rollout(file, int(number), lines[int(number)]))
-
     rows = []
-    for i, line in enumerate(lines):
-        rollout = read_rollout(file, i, line)
+    for i, rollout in enumerate(read_rollouts(file)):
+        if str(i) == str(number):
+            return view(rollout)
         verdict = {True: "right", False: "wrong", None: "lost" if rollout.error else ""}
         workers = " > ".join(rollout.names) if rollout.workflow else "no workflow"
         question = " ".join(rollout.question.split())
         rows.append(f"{i:>5}  {verdict[rollout.right]:<7}{question:.60}  [{workers}]")
+    if number is not None:
+        raise ValueError(f"{file} has lines 0 to {len(rows) - 1}, and no line {number!r}")
     return printable("\n".join(rows))
 
 
-def read_lines(file: str) -> list[str]:
+def read_rollouts(file: str) -> Iterator[Rollout]:
+    """Yield the rollouts in a file of JSON lines. A ValueError names a line that holds none."""
     if not os.path.isfile(file) or not os.path.getsize(file):
         where = "a run's traces are in its folder traces/"
         raise ValueError(f"there is no file {file}, or it is empty; {where}")
-    with open(file, encoding="utf-8", errors="replace") as f:
-        return f.readlines()
-
-
-def read_rollout(file: str, number: int, line: str) -> Rollout:
-    try:
-        return rollout_from_json(json.loads(line))
-    except (ValueError, TypeError, LookupError, AttributeError) as e:
-        raise ValueError(f"{file}, line {number}, holds no rollout: {e!r}") from None
+    with open(file, encoding="utf-8", errors="replace") as lines:
+        for i, line in enumerate(lines):
+            try:
+                rollout = rollout_from_json(json.loads(line))
+            except (ValueError, TypeError, LookupError, AttributeError) as e:
+                raise ValueError(f"{file}, line {i}, holds no rollout: {e!r}") from None
+            yield rollout
 
 
 # ---- Few-shot examples of one's own --------------------------------------------------------------
@@ -1662,9 +1652,7 @@ def show_words(words: list[str], examples: bool) -> str:
     if not words or len(words) > 2 and not examples:
         raise ValueError(f"show takes a FILE of traces and perhaps a line's number; {QUOTES}")
     if examples:
-        rollouts = []
-        for file in words:
-            rollouts += [read_rollout(file, i, line) for i, line in enumerate(read_lines(file))]
+        rollouts = [*itertools.chain.from_iterable(map(read_rollouts, words))]
         return json.dumps({"own": choose_examples(rollouts)}, indent=1, ensure_ascii=False)
     return show(*words)
 
@@ -1673,7 +1661,7 @@ def question_of(words: list[str]) -> str:
     """Return the question that the command line asks, or standard input if there are no words."""
     text = " ".join(words)
     if not words and sys.stdin and not sys.stdin.isatty():
-        text = sys.stdin.buffer.read().decode(errors="replace")
+        text = sys.stdin.read()
     elif words:
         # With "how" in the list, a question such as "how many?" is not taken for "show".
         commands = ["show", "serve", "help", "how"]
@@ -1710,9 +1698,11 @@ def main(argv: list[str]):
 
     # Get the Conductor's writer.
     if settings.conductor:
-        [number] = numbers_of(settings.conductor, pool)
+        numbers = numbers_of(settings.conductor, pool)
+        if len(numbers) != 1:
+            raise ValueError(f"--conductor={settings.conductor}: name one worker")
         prompting = Prompting()
-        write = worker_writer(pool[number], prompting)
+        write = worker_writer(pool[numbers[0]], prompting)
     else:
         model, tokenizer, prompting = load_conductor(settings.checkpoint)
         write = model_writer(model, tokenizer, prompting, settings.temperature)
@@ -1720,15 +1710,12 @@ def main(argv: list[str]):
 
     if is_server:
         serve(settings, write, pool, workers, prompting)
-        return
-    rollout = answer_and_print(
-        Rollout(question, pool, workers), write, prompting, settings.extra_rounds
-    )
-    sys.exit("the workflow failed" if rollout.error or rollout.invalid else 0)
+    else:
+        answer(Rollout(question, pool, workers), write, prompting, settings.extra_rounds)
 
 
-def answer_and_print(asked: Rollout, write, prompting: Prompting, extra_rounds: int) -> Rollout:
-    """Answer a question, and print its workflow and what everything cost."""
+def answer(asked: Rollout, write, prompting: Prompting, extra_rounds: int):
+    """Answer a question, print its workflow and what everything cost, and exit."""
 
     def call(rollout, i):
         print(f"step {i}: {rollout.names[i]} is asked …", file=sys.stderr)
@@ -1740,7 +1727,7 @@ def answer_and_print(asked: Rollout, write, prompting: Prompting, extra_rounds: 
     if calls > rollout.calls:  # A worker conducts.
         spent = sum(worker.spent for worker in asked.pool)
         print(f"with the Conductor's: {calls} calls, ${spent:.4f}", flush=True)
-    return rollout
+    sys.exit("the workflow failed" if rollout.error or rollout.invalid else 0)
 
 
 if __name__ == "__main__":

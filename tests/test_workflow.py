@@ -636,6 +636,7 @@ WRONG = {  # words: what the error says
     ("What is 6 * 7?", "--chekpoint=x"): "did you mean --checkpoint",
     ("What is 6 * 7?", "--checkpoint=nowhere"): "--conductor=WORKER",
     ("What is 6 * 7?", "--only=nobody"): "the pool has calculator",
+    ("What is 6 * 7?", "--conductor=coder,librarian"): "name one worker",
     ("What is 6 * 7?", "--pool=nowhere.json"): "nowhere.json",
     ("What is 6 * 7?", "--pool=today"): "--preset=own",
     ("What is 6 * 7?", "--extra_rounds=-1"): "--extra_rounds is at least 0",
