@@ -114,8 +114,9 @@ from workflow import (
 class Settings:
     preset: str = flag(
         "",
-        "sets other flags: laptop, small, large, paper, paper-recursive, own, pairs, pools, "
-        "recursive or unseen; default: what fits the device",
+        "a set of other defaults than those below, which are laptop's: laptop, small, large, "
+        "paper, paper-recursive, own, pairs, pools, recursive, unseen; default: what fits the "
+        "device",
     )
     out: str = flag("", "the run's folder; default: out/PRESET")
     seed: int = flag(1, "seed of everything random")
@@ -157,11 +158,12 @@ class Settings:
     max_steps: int = flag(5, "steps of a workflow, at most")
     max_new_tokens: int = flag(96, "tokens that the Conductor may write")
     ablate: str = flag(
-        "", 'subtasks: each becomes "Solve the question."; access: no step sees another'
+        "",
+        'subtasks: each becomes "Solve the question."; access: no step sees another; default: none',
     )
     subset: int = flag(
         0,
-        "workers that a question may use, at least, drawn at random (section 3.2); 0: all of them",
+        "smallest number of workers that a question may use, drawn at random (section 3.2); 0: all",
     )
     recursion: bool = flag(False, "half of the questions get a second round (section 3.2)")
     recursion_rewards: str = flag(
@@ -276,7 +278,7 @@ PRESETS = {
     "recursive": dict(TUNE, pool="local:tired", recursion=True),
     "unseen": dict(notes=True, shuffle=True, subset=4, warm_steps=1600, max_new_tokens=112),
 }
-# A right answer is part of every minibatch if more than this share of its question's are wrong.
+# If more than this share of a question's answers are wrong, its right ones join every minibatch.
 RARELY_RIGHT = 0.8
 # Held-out problems that are measured at each checkpoint.
 N_TEST_AT_CHECKPOINT = 72
@@ -402,11 +404,10 @@ def collect_rollouts(
 
 
 def find_loss(run: Run, groups: list[list[Rollout]], calls: list[Call]) -> str:
-    """Return why an iteration has lost too much to learn from it, or "". All ranks call this.
+    """Return why an iteration has lost too many rollouts to be learned from; "" if it has not.
 
-    A call that fails now and then only removes its rollout from its group. A spent budget or a
-    worker that stays away would waste the following iterations, and teach the Conductor to do
-    without that worker.
+    All ranks call this. A call that fails now and then costs its rollout and nothing else. A spent
+    budget, or a worker that stays away, would also spoil the following iterations.
     """
     outcomes = {}  # worker -> whether each of its calls was answered, oldest first
     for call in sorted(all_gather(calls)):
@@ -562,7 +563,7 @@ def begin_rollouts(
 
 def gather_rollouts(asked: list[list[Rollout]], mine: list[Rollout]) -> list[list[Rollout]]:
     """Return the rollouts of all ranks in the order of `asked`, on every rank."""
-    rollouts = all_gather([strip(r) for r in mine])  # connections and hidden tests are not sent
+    rollouts = all_gather([strip(r) for r in mine])  # without open connections and hidden tests
     done = {(r.call_prefix, r.number): r for r in rollouts}
     groups = []
     for group in asked:
@@ -847,7 +848,7 @@ def warm_start(run: Run, settings: Settings):
 
         total = sum(sum(row_weights) for row_weights in weights)
         longest = max(len(prompt) + len(completion) for prompt, [completion] in rows)
-        # A micro-batch of all ranks together holds this many lessons.
+        # The ranks take turns: together they do `stride` lessons at a time.
         stride = world * max(1, settings.token_budget // longest)
         for i in range(rank, n_lessons, stride):
             mine = slice(i, i + stride, world)
@@ -942,7 +943,7 @@ def set_up(settings: Settings, device: str) -> Run:
 
 
 def default_warm_steps(start: str, config: Config) -> int:
-    """Return how many steps teach the format: none to a large model or to a Conductor."""
+    """Return how many steps the warm start takes; 0 for a large model or a Conductor."""
     if not start:
         return 400
     is_conductor = os.path.exists(f"{start}/conductor.json")
@@ -954,7 +955,7 @@ def load_start(
 ) -> tuple[Qwen, Tokenizer]:
     """Return the sharded model and the tokenizer of the checkpoint `start`; "" makes tiny ones."""
     if settings.offload and device == "cuda":
-        # Adam runs on the CPU, where torchrun allows one thread.
+        # Adam runs on the CPU then, and torchrun's default is one thread per process.
         n_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(max(1, os.cpu_count() // n_ranks))
     if start:
@@ -1071,7 +1072,7 @@ def check_longest_prompt(run: Run):
 
 
 def measure_held_out(run: Run, settings: Settings, iteration: int) -> float | None:
-    """Return the accuracy on the first held-out problems; None if the budget ends on the way."""
+    """Return the accuracy on the first held-out problems; None if the budget ends before."""
     problems = run.test[:N_TEST_AT_CHECKPOINT]
     answered = conduct_problems(run, problems, settings, f"test:{iteration}")
     return None if budget_is_spent(run) else evaluation.measure(answered)["accuracy"]
@@ -1095,10 +1096,10 @@ def complete_metrics(run: Run, settings: Settings):
 
 
 def conduct_problems(run: Run, problems: list, settings: Settings, name: str) -> list[Rollout]:
-    """Return the greedy Conductor's rollout of each problem, of which every rank does a part.
+    """Return one rollout per problem, sampled greedily. Every rank does a part of the problems.
 
     Args:
-        name: The prefix of the calls' ids, by which the file of replies knows them.
+        name: Begins the id of every call, under which its reply is kept on disk.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     write = model_writer(whole_copy(run.model), run.tokenizer, run.prompting, temperature=0.0)
@@ -1259,7 +1260,7 @@ def check_run_folder(settings: Settings) -> list[str]:
 
 
 def check_workers(settings: Settings, entries: list[dict]) -> list[str]:
-    """Return what is wrong with the pool."""
+    """Return everything that is wrong with the pool, a sentence each."""
     faults = check_pool(entries, settings.budget)
     if settings.notes:
         without = [name_of(entry) for entry in entries if not entry.get("note")]
@@ -1331,7 +1332,7 @@ def room_for(settings: Settings, config: Config, device: str, recompute: bool) -
 
 
 def device_bytes(device: str) -> int:
-    """Return the memory of a GPU, or this process's share of the machine's."""
+    """Return the bytes of a GPU's memory, or of this process's share of the host's memory."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[1]
     return host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -1513,7 +1514,7 @@ def count_lora(config: Config, rank: int) -> int:
 
 
 def dtype_for(config: Config, device) -> torch.dtype:
-    """Return the dtype that a model computes in. Its weights and Adam's state are always fp32."""
+    """Return the dtype that a model computes in. What is trained is always fp32."""
     return torch.float32 if count_parameters(config) < TINY else compute_dtype(device)
 
 
@@ -1559,7 +1560,7 @@ def adam(model: Qwen, beta2: float) -> torch.optim.AdamW:
 
 
 def on_all_ranks(job: Callable):
-    """Run a job on every rank, and return its result. If it fails on any rank, all ranks leave."""
+    """Run a job on every rank, and return its result. If it fails anywhere, the program ends."""
     result = None
     error = None
     try:
@@ -1575,14 +1576,14 @@ def on_all_ranks(job: Callable):
 
 
 def on_rank0(job: Callable):
-    """Run a job on rank 0, and return its result on all ranks. If it fails, all ranks leave."""
+    """Run a job on rank 0, and return its result on all ranks. If it fails, the program ends."""
     outcome = [on_all_ranks(job if dist.get_rank() == 0 else lambda: None)]
     dist.broadcast_object_list(outcome)
     return outcome[0]
 
 
 def leave(message: str):
-    """End the program on all ranks, which all call this; a message is an error, "" is success."""
+    """End the program. All ranks call this; rank 0 prints the message, which is "" on success."""
     status = message if dist.get_rank() == 0 else 1
     dist.destroy_process_group()  # otherwise its threads may abort the program at its end
     raise SystemExit(status if message else 0)
@@ -1628,7 +1629,7 @@ def metrics_of(
         "held_out": held_out,
         # Share of completions that are a workflow.
         "parsed": mean([r.workflow is not None for r in first if r.tokens]),
-        # Share of questions whose rollouts have no advantage, and teach nothing.
+        # Share of questions that teach nothing, as none of their rollouts has an advantage.
         "flat": mean([not any(r.advantage for r in group) for group in groups]),
         # Rollouts without a reward, and the first error that lost one.
         "lost": sum(r.reward is None for r in rollouts),
@@ -1640,7 +1641,7 @@ def metrics_of(
         # Tokens of a completion, and the share of completions that reached max_new_tokens.
         "tokens": mean([len(r.tokens) for r in rollouts]),
         "cut": mean([not r.finished for r in rollouts]),
-        # See grpo.statistics, also for the last ones.
+        # Difference to the sampler's log-probabilities; see grpo.statistics.
         "gap": reports[0]["gap"],
         # GiB of rank 0's GPU.
         "memory": torch.cuda.max_memory_allocated() / GIB,
@@ -1681,7 +1682,7 @@ def as_duration(seconds: float) -> str:
     return str(datetime.timedelta(seconds=round(seconds)))
 
 
-LOCKS = []  # files that stay open, and locked, until this process ends
+LOCKS = []  # keeps lock files open: closing one would release its lock
 
 
 def lock(out: str):
@@ -1715,7 +1716,7 @@ def check_shared(out: str):
 
 
 def open_folder(settings: Settings, first_iteration: int):
-    """Create --out. To resume, cut metrics.jsonl where the checkpoint ends."""
+    """Create --out with its settings.json, and drop metrics that the checkpoint does not cover."""
     os.makedirs(f"{settings.out}/traces", exist_ok=True)
     write_json(f"{settings.out}/settings.json", asdict(settings))
     file = Path(settings.out, "metrics.jsonl")
@@ -1828,7 +1829,9 @@ def newest_checkpoint(settings: Settings) -> Path | None:
     for folder in sorted(Path(settings.out).glob("checkpoints/[0-9]*")):
         try:
             read_shape(str(folder))
-            safe_open(folder / "model.safetensors", "pt")  # reads the header, knows the file's size
+            safe_open(
+                folder / "model.safetensors", "pt"
+            )  # fails if the file is shorter than its header says
         except (OSError, ValueError, SafetensorError) as e:
             raise damaged_checkpoint(folder, str(e)) from None
         if (folder / "state").exists():
@@ -1889,7 +1892,7 @@ def load_state(run: Run, checkpoint: Path):
     def check():
         try:
             saved = reader.read_metadata().state_dict_metadata
-        except Exception as e:  # safetensors has a class of its own, json and dicts have others
+        except Exception as e:  # the libraries' errors have no common class
             raise damaged_checkpoint(checkpoint, str(e)) from None
         for name in [name for name in wanted if name.startswith("wrong ") and name not in saved]:
             del wanted[name]
@@ -1956,7 +1959,7 @@ def files_of(state: dict[str, torch.Tensor]) -> dict[str, int]:
 
 
 def tidy(out: Path):
-    """Point the link `checkpoint` at the newest state, and remove the states of earlier ones."""
+    """Link `checkpoint` to the newest checkpoint, and delete the state/ of all others."""
     folders = sorted(out.glob("checkpoints/[0-9]*"))
     *earlier, newest = [folder for folder in folders if (folder / "state").exists()]
     link = out / "checkpoint.new"
@@ -2109,7 +2112,7 @@ def main(argv: list[str]):
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=datetime.timedelta(hours=3), **own_store)
     train(settings, device)
-    dist.destroy_process_group()  # not after one rank's error: NCCL would wait for the others
+    dist.destroy_process_group()  # after an error NCCL would wait for the others
 
 
 if __name__ == "__main__":
