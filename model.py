@@ -57,9 +57,9 @@ class Config:
     model_type: str = "qwen2"
     head_dim: int | None = None
     attention_bias: bool | None = None  # of q_proj, k_proj and v_proj
-    attention_output_bias: bool | None = None  # of o_proj; our own key
-    qk_norm: bool | None = None  # normalize each head's queries and keys; our own key
-    rope_scaling: dict | None = None  # of Llama 3.1 and later; see `stretch`
+    attention_output_bias: bool | None = None  # of o_proj; not a key of Hugging Face
+    qk_norm: bool | None = None  # norms of each head's queries and keys; not a key of Hugging Face
+    rope_scaling: dict | None = None  # for the long context of Llama 3.1; see `stretch`
 
     def __post_init__(self):
         is_qwen3 = self.model_type == "qwen3"
@@ -772,7 +772,7 @@ class Tokenizer:
     def fill(self, template: str, role: str = "", content: str = "") -> list[int]:
         """Return the ids of a part of a chat template.
 
-        The template's control tokens become control tokens; role and content are always text.
+        Control tokens in the template get their ids; role and content are encoded as plain text.
         """
         ids = []
         for part in re.split(CONTROL_TOKEN, template):
@@ -851,7 +851,7 @@ def write_json(file: str, value):
 
 # ---- Command lines -----------------------------------------------------------------------------
 def flag(default, help: str):
-    """Make a field of a settings dataclass, which is a flag of the command line with this help."""
+    """Return a field for a dataclass of settings; `help` describes its flag on the command line."""
     return field(default=default, metadata={"help": help})
 
 
@@ -940,7 +940,7 @@ def usage_error(message: str):
 
 
 def help_page(settings) -> str:
-    """The docstring of the module that defines the settings, then a table of its flags."""
+    """Return the docstring of the module that defines the settings, then a table of its flags."""
     rows = {}
     for f in fields(settings):
         default = getattr(settings, f.name)
@@ -953,9 +953,10 @@ def help_page(settings) -> str:
 
     width = min(100, shutil.get_terminal_size().columns)
     indent = max(map(len, rows)) + 4
+    after = " " * indent
     lines = [sys.modules[type(settings).__module__].__doc__.rstrip()]
     lines += ["", "Flags, as --flag=VALUE or --flag VALUE, with their defaults in brackets:", ""]
     for name, text in rows.items():
         first = f"  {name}".ljust(indent)
-        lines += textwrap.wrap(first + text, width, subsequent_indent=" " * indent)
+        lines += textwrap.wrap(first + text, width, subsequent_indent=after, break_on_hyphens=False)
     return "\n".join(lines)

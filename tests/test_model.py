@@ -1,8 +1,10 @@
 """The model against transformers, checkpoints, the hub, the tokenizer, the command line."""
 
 import dataclasses
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import unicodedata
@@ -18,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
+import eval as evaluation
 from grpo import packed_logprobs
 from model import (
     QWEN_WORDS,
@@ -32,6 +35,7 @@ from model import (
 )
 from model import configure, fetch, flag, merge_lora, rotary, rotate
 from sample import generate
+from train import PRESETS
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 torch.set_num_threads(1)
@@ -189,6 +193,7 @@ def test_each_family_computes_what_transformers_does(family, tied, tmp_path):
         logp = theirs(ids).logits[0, 8:-1].log_softmax(-1)  # predict what was written
         expected.append(logp.gather(1, torch.tensor(written)[:, None])[:, 0])
     torch.testing.assert_close(packed[0], torch.cat(expected), **CLOSE)
+    torch.testing.assert_close(ours.join()(IDS), theirs(IDS).logits, **CLOSE)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -881,6 +886,22 @@ def test_configure_refuses_what_it_does_not_know(word, said, capsys):
     error = capsys.readouterr().err
     assert end.value.code == 2 and said in error and error.count("\n") == 1
     assert settings == Settings()
+
+
+@pytest.mark.parametrize("command", ["sample", "workflow", "eval", "train"])
+def test_every_command_has_a_page_of_help(command, capsys):
+    """Each flag says what it is; the names that one may choose from are all there."""
+    settings = importlib.import_module(command).Settings()
+    with pytest.raises(SystemExit):
+        configure(settings, ["--help"])
+    page = capsys.readouterr().out
+    assert f"python {command}.py" in page and max(map(len, page.splitlines())) <= 100
+    for f in dataclasses.fields(settings):
+        assert f.metadata["help"] and re.search(rf"(?m)^  --(\[no-\])?{f.name} ", page), f.name
+    benchmarks = [source.split("/")[0] for source in evaluation.SOURCES]
+    choices = {"eval": [*evaluation.SYSTEMS, *benchmarks], "train": [*PRESETS]}
+    said = {*re.split(r"[\s,;:\[\]]+", page)}
+    assert said >= {*choices.get(command, [])}
 
 
 def test_a_flag_is_not_the_value_of_the_flag_before_it(capsys):
