@@ -1602,7 +1602,10 @@ for pair in (
     "meter=m kilometer=km centimeter=cm millimeter=mm gram=g kilogram=kg second=s sec=s min=60*s "
     "minute=min h=60*min hr=h hour=h day=24*h week=7*day yr=year in=0.0254*m inch=in ft=12*in "
     "foot=ft feet=ft yard=3*ft yd=yard mi=1760*yard mile=mi mph=mi/h kph=km/h pound=lb oz=ounce "
-    "acre=4840*yd^2"
+    "acre=4840*yd^2 eV keV=1000*eV MeV=10^6*eV GeV=10^9*eV cal kcal=1000*cal kW=1000*W MW=10^6*W "
+    "mW=0.001*W Hz=1/s kHz=1000*Hz MHz=10^6*Hz GHz=10^9*Hz kPa=1000*Pa atm=101325*Pa bar=10^5*Pa "
+    "mV=0.001*V kV=1000*V mA=0.001*A Ω ohm=Ω kΩ=1000*Ω nm=10^{-9}*m μm=10^{-6}*m ms=0.001*s "
+    "μs=10^{-6}*s ns=10^{-9}*s kmol=1000*mol mmol=0.001*mol dB rpm"
 ).split():
     unit, _, meaning = pair.partition("=")
     in_base_units = re.sub("[^-0-9.*/^{}()]+", lambda m: UNITS[m[0]], meaning)

@@ -1,4 +1,4 @@
-"""Graders: tables of answers judged by hand, attacks on them, and texts made to break them."""
+"""Graders: tables of answers that were judged by hand, spoilt answers, and texts made to break them."""
 
 import json
 import math
@@ -24,7 +24,7 @@ from workers import load_function
 
 
 def rows(table: str) -> list[tuple]:
-    """A line holds answers, each of which is or is not (the table says which) the last one of the line."""
+    """Return (answer, gold answer) pairs. The last cell of a line is the gold answer of all others."""
     lines = [line.split(" ¦ ") for line in table.strip().split("\n")]
     return [(answer.strip(), gold.strip()) for *answers, gold in lines for answer in answers]
 
@@ -192,7 +192,7 @@ def test_other_mathematics(answer, gold):
 
 
 def test_polynomials_their_expansions_and_one_spoilt_term():
-    """(x - r)^n against its terms, worked out here in integers, one of which is spoilt by 1."""
+    """(x - r)^n equals its expansion, and no longer does when one coefficient changes by 1."""
     rng = random.Random(2)
     for n in (2, 3, 8, 20, 30):
         root = rng.randint(-9, 9)
@@ -227,7 +227,7 @@ SPOILS = (
 
 @pytest.mark.parametrize("gold", [gold.strip() for gold in GOLDS.split(" ¦ ")])
 def test_rewritten_answers_are_right_and_spoilt_ones_wrong(gold):
-    """Other spellings; one digit, sign, bracket, letter or unit changed, something put beside it."""
+    """Change the spelling; then change a digit, sign, bracket, letter or unit, or add something."""
     fraction = re.compile(r"\\frac\{(\d+)\}\{(\d+)\}")
     for same in (
         f"${gold}$",
@@ -263,7 +263,10 @@ The mitochondria. ¦ mitochondria
 \text{H}_2\text{SO}_4 ¦ H₂SO₄ ¦ H2SO4
 \frac{\pi}{2} ¦ 1.57
 about 5.3 ¦ approximately 5.3 ¦ 5.30 ¦ 5.3
-13.60 eV ¦ 13.6 \text{ eV} ¦ 13.6 eV
+13.60 eV ¦ 13.6 \text{ eV} ¦ 13.6 ¦ 0.0136 keV ¦ 13.6 eV
+4.20 furlongs ¦ 4.2 furlongs
+0.5 μm ¦ 5 \times 10^{-7} m ¦ 500 ¦ 500 nm
+2.5 kHz ¦ 2500 Hz ¦ 2500 s^{-1} ¦ 2.50 kHz
 2.0 kcal/mol ¦ 2.01 kcal/mol
 An increase in X and Y ¦ increase in X and Y
 """
@@ -273,6 +276,8 @@ CO ¦ C2O ¦ CO2
 Fe³⁺ ¦ Fe^{2+}
 9.6 ¦ 9.8 m/s ¦ -9.81 ¦ 9.81 s ¦ 9.81 m/s^2
 1939 ¦ 1944 ¦ 1944.9 ¦ 1945
+500 mm ¦ 500 ns ¦ 500 nm
+4.2 leagues ¦ 4.1 furlongs ¦ 4.2 furlongs
 13.6 keV ¦ 13.6 J ¦ 12.6 eV ¦ 13.6 eV or 14 eV ¦ 13.6 eV
 1.06 xy ¦ 1.05 xy
 about 5.4 ¦ not about 5.3 ¦ at most 5.3 ¦ 5.3
@@ -616,7 +621,7 @@ HOSTILE = [
 
 
 def test_hostile_answers_take_bounded_time_and_memory():
-    """All together need seconds; a hang would be ended by the timeout. They are wrong, and raise nothing."""
+    """All are refused within seconds, without an exception; a hang would end at the timeout."""
     program = """
 import json, resource, sys
 from eval import final_answer, pick_letter, same_math, same_short

@@ -1,4 +1,4 @@
-"""Programs that nobody has read: what honest ones need, how they are judged, what the others do not get."""
+"""Running code: what honest programs need, how outputs are judged, what attackers do not get."""
 
 import contextlib
 import glob
@@ -35,7 +35,7 @@ sandboxed = pytest.mark.skipif(refused() is not None, reason=str(refused()))
 
 
 def output(program, test="", seconds=60.0, **more):
-    """What a program prints, or None if it fails."""
+    """Return what a program prints, or None if it fails."""
     (out,) = run_code(program, None, [test], seconds, **more)
     return None if out is None else out.decode()
 
@@ -206,7 +206,7 @@ def test_functions(code):
     ],
 )
 def test_values_as_in_the_official_grader(value, expected, same):
-    """lcb_runner/evaluation/testing_util.py: prediction == json.loads(expected), a tuple on top a list."""
+    """A value equals the expected JSON, as in lcb_runner/evaluation/testing_util.py."""
     assert passes(f"def f(n):\n    return {value}", ["0", expected], fn_name="f") == same
 
 
@@ -218,7 +218,7 @@ def test_what_stands_before_a_program_is_no_solution():
 
 @sandboxed
 def test_many_at_once():
-    """More programs than cores, each in a /tmp of its own."""
+    """Run more programs than there are cores; each has a /tmp of its own."""
     program = (
         "import os\nopen(input(), 'w').close()\nprint([n for n in os.listdir() if n.isdigit()])"
     )
@@ -315,7 +315,7 @@ def test_bigcodebench(code, told):
 
 @pytest.fixture
 def secret(tmp_path):
-    """A file in a folder that every user may read and change."""
+    """Return a file that every user may read and change, in a folder like that."""
     for folder in tmp_path.parents[:2]:
         folder.chmod(0o755)
     tmp_path.chmod(0o777)
@@ -377,7 +377,7 @@ def test_no_key(monkeypatch):
 
 
 def running(word):
-    """Whether a process has this word on its command line."""
+    """Whether a process runs whose command line contains the word."""
     for line in glob.glob("/proc/[0-9]*/cmdline"):
         with contextlib.suppress(OSError), open(line) as f:
             if word in f.read():
@@ -461,7 +461,7 @@ def test_forged_success(program):
 
 @sandboxed
 def test_the_expected_output_is_not_there():
-    """Looked for in every object that gc knows and every descriptor, by half of it."""
+    """A program that knows half of it searches every object and every file descriptor."""
     word = secrets.token_hex(16)
     program = """
 import gc, os, re
@@ -498,7 +498,7 @@ def test_a_bwrap_that_may_not_is_refused_in_its_words(tmp_path, monkeypatch):
 
 
 def test_no_sandbox(monkeypatch):
-    """The same programs are right. No key is in their environment, and root's run as another user."""
+    """Without a sandbox, programs still see no key, and those of root run as another user."""
     monkeypatch.setenv("OPENAI_API_KEY", "planted")
     use_sandbox("none")
     try:
