@@ -265,8 +265,8 @@ def check_problem(problem: Problem):
     require(are_texts(extra.get("choices", [])), "choices are a list of texts")
 
     # The tests of a program are pairs. `prepare` writes their position in another file instead.
-    tests = extra["tests"] if problem.grader == "code" else {"file": "", "at": 0}
-    if not isinstance(tests, dict):
+    tests = extra.get("tests")
+    if problem.grader == "code" and not isinstance(tests, dict):
         are_pairs = all(are_texts(pair) and len(pair) == 2 for pair in tests)
         require(tests and are_pairs, "tests are pairs of texts, [input, output]")
 
@@ -325,17 +325,15 @@ def planned(plan, call=call_worker):
 # Workers that see the bare question
 
 
-def ask_bare(rollout: Rollout, i: int, times: int = 1, **overrides) -> Reply:
+def ask_bare(rollout: Rollout, i: int, times: int = 1) -> Reply:
     """Send the worker of step i nothing but the question, and return its reply.
 
     times: The factor by which the worker's limit on tokens is raised.
     """
     worker = rollout.pool[rollout.workflow.steps[i].worker]
-    if times > 1:
-        limits = {key: value for key, value in worker.params.items() if key in LIMITS}
-        overrides |= {key: times * value for key, value in limits.items()}
+    limits = {key: times * value for key, value in worker.params.items() if key in LIMITS}
     chat = [{"role": "user", "content": rollout.question}]
-    return worker.chat(chat, call_id(rollout, i), **overrides)
+    return worker.chat(chat, call_id(rollout, i), **limits)
 
 
 def ask_each(problems, pools, name, workers: list[int], call=ask_bare) -> list[list[Rollout]]:
@@ -507,21 +505,19 @@ class Setup:
 
     settings: "Settings"
     pool: list  # Workers
-    worker: int  # the pool number of the one worker that a system of one worker asks
-    lessons: list[Problem]  # train problems to learn from
+    worker: int = 0  # the pool number of the one worker that a system of one worker asks
+    lessons: list[Problem] = field(default_factory=list)  # train problems to learn from
     # The rollouts of the systems that have already played, by the label of their row.
     played: dict[str, list[Rollout]] = field(default_factory=dict)
-    # A system appends the sentences that are to be printed below the table.
-    remarks: list[str] = field(default_factory=list)
 
 
 class System(NamedTuple):
     make: Callable  # make(setup) -> system
-    # "checkpoint", "lessons", "worker" (the system plays once with each worker of the pool), or the
-    # names of systems that have to play first
+    # Any of "checkpoint", "lessons" and "worker"; the last plays once with each worker of the pool.
     needs: tuple = ()
     calls: float = 1  # the estimated calls a question; 0: one for each worker of the pool
     calls_to_learn: int = 0  # the estimated calls for learning
+    after: tuple = ()  # the systems that have to play before it
 
 
 def trained_conductor(setup: Setup, edit=None):
@@ -531,14 +527,6 @@ def trained_conductor(setup: Setup, edit=None):
     prompting = replace(prompting, prompt_style=settings.prompt_style or prompting.prompt_style)
     write = model_writer(model, tokenizer, prompting, temperature=0.0)
     return conductor(write, prompting, settings.extra_rounds, edit, only=settings.only)
-
-
-def without_subtasks(setup: Setup):
-    return trained_conductor(setup, ABLATIONS["subtasks"])
-
-
-def without_access(setup: Setup):
-    return trained_conductor(setup, ABLATIONS["access"])
 
 
 def with_one_worker(setup: Setup):
@@ -552,39 +540,21 @@ def as_conductor(setup: Setup):
     the paper sets no limit.
     """
     settings = setup.settings
-    setup.remarks.append(
-        "seat: a prompted, untrained LLM conducts; its own calls are not in its row"
-    )
     prompting = Prompting(prompt_style=settings.prompt_style or Prompting.prompt_style)
     write = worker_writer(setup.pool[setup.worker], prompting)
     return conductor(write, prompting, settings.extra_rounds, tries=10, only=settings.only)
 
 
-def with_five_times_the_tokens(setup: Setup):
-    return vote([setup.worker], call=partial(ask_bare, times=5))
-
-
 def best_of_n(setup: Setup):
-    """Return the system that spends as much as the Conductor on a vote of the best worker.
+    """Return the system that puts answers of the best worker to a vote, at the Conductor's spend.
 
-    The worker that is best on these very questions gives n answers to each. To choose it in
-    hindsight favours this rival of the Conductor.
+    The worker is the one that is best on these very questions. That favours this rival.
     """
     alone = workers_alone(setup.played)
     best = best_worker(alone)
     n = answers_for_the_same(measure(setup.played["conductor"]), measure(alone[best]))
     number = [worker.name for worker in setup.pool].index(best)
-    system = vote([number] * n)
-    setup.remarks.append(f"best-of-n: a vote over n = {n} answers of {best} to each question")
-
-    def system_with_remark(problems, pools, name):
-        rollouts = system(problems, pools, name)
-        answered = [rollout for rollout in rollouts if not rollout.error]
-        if answered and all(len({*rollout.responses}) == 1 for rollout in answered):
-            setup.remarks.append("best-of-n is degenerate: the worker always repeats its answer")
-        return rollouts
-
-    return system_with_remark
+    return vote([number] * n)
 
 
 def answers_for_the_same(conductor_row: dict, worker_row: dict) -> int:
@@ -597,23 +567,25 @@ def answers_for_the_same(conductor_row: dict, worker_row: dict) -> int:
     return max(1, math.ceil(ratio - 1e-9))
 
 
-# fmt: off
 SYSTEMS = {
     "conductor": System(trained_conductor, ("checkpoint",), 3),
-    "no-subtasks": System(without_subtasks, ("checkpoint",), 3),
-    "no-access": System(without_access, ("checkpoint",), 3),
+    "no-subtasks": System(
+        partial(trained_conductor, edit=ABLATIONS["subtasks"]), ("checkpoint",), 3
+    ),
+    "no-access": System(partial(trained_conductor, edit=ABLATIONS["access"]), ("checkpoint",), 3),
     "one-worker": System(with_one_worker, ("checkpoint", "worker"), 3),
     "seat": System(as_conductor, ("worker",), 4),
     "workers": System(lambda setup: vote([setup.worker]), ("worker",)),
-    "context": System(with_five_times_the_tokens, ("worker",)),
+    "context": System(
+        lambda setup: vote([setup.worker], call=partial(ask_bare, times=5)), ("worker",)
+    ),
     "consensus": System(lambda setup: vote([setup.worker] * 5), ("worker",), 5),
     "reflect": System(lambda setup: reflect(setup.worker), ("worker",), 5),
     "random": System(lambda setup: planned(plan_at_random), calls=2.2),
     "moa": System(lambda setup: planned(propose_and_aggregate), calls=0),
     "smoothie": System(lambda setup: vote(None, common_words), calls=0),
-    "best-of-n": System(best_of_n, ("conductor", "workers"), 3),
+    "best-of-n": System(best_of_n, calls=3, after=("conductor", "workers")),
 }
-# fmt: on
 
 
 def named_systems(names: str) -> dict[str, System]:
@@ -632,31 +604,22 @@ def named_systems(names: str) -> dict[str, System]:
 
 # ---- Measurements --------------------------------------------------------------------------------
 
-COLUMNS = {  # name -> decimal places; a row's other keys are kinds of questions
-    "accuracy": 1,
-    "standard error": 1,  # in the paper's rows
-    "±": 1,
-    "vs best": 1,
-    "from": 1,
-    "to": 1,
-    "shows": 1,
-    "lost": 0,
-    "calls": 2,
-    "seconds": 2,
-    "dollars": 5,
-    "tokens": 0,
-    "dollars/right": 5,
-    "calls to learn": 0,
+COLUMNS = {  # name -> format. A row's other keys are kinds of questions, which are percentages.
+    "accuracy": ".1%",
+    "standard error": ".1%",  # in the paper's rows
+    "±": ".1%",
+    "vs best": ".1%",
+    "from": ".1%",
+    "to": ".1%",
+    "shows": ".1%",
+    "lost": ".0f",
+    "calls": ".2f",
+    "seconds": ".2f",
+    "dollars": ".5f",
+    "tokens": ".0f",
+    "dollars/right": ".5f",
+    "calls to learn": ".0f",
 }
-SHARES = (
-    "accuracy",
-    "standard error",
-    "±",
-    "vs best",
-    "from",
-    "to",
-    "shows",
-)  # these and kinds are printed in %
 WIDTH = 120  # columns of a printed table
 LESSONS = 256  # train problems from which a system learns
 
@@ -681,8 +644,9 @@ def measure(rollouts: list[Rollout]) -> dict:
         "seconds": statistics.median(map(latency, known)) if known else None,
         "tokens": mean([rollout.tokens_used for rollout in known]),
         "dollars": mean(costs) if is_priced else None,
-        "dollars/right": sum(costs) / sum(right) if is_priced and any(right) else None,
     }
+    if row["dollars"] and any(right):
+        row["dollars/right"] = sum(costs) / sum(right)
     for kind in dict.fromkeys(rollout.problem.kind for rollout in rollouts):
         of_kind = [rollout.right for rollout in known if rollout.problem.kind == kind]
         row.setdefault(kind, mean(of_kind))
@@ -765,11 +729,10 @@ def paired_difference(rollouts: list[Rollout], others: list[Rollout]) -> dict:
 
 def workers_alone(played: dict[str, list[Rollout]]) -> dict[str, list[Rollout]]:
     """Return the rollouts of the system "workers" by the name of the worker."""
-    head = "workers "
     return {
-        label.removeprefix(head): rollouts
+        label.removeprefix("workers "): rollouts
         for label, rollouts in played.items()
-        if label.startswith(head)
+        if label.startswith("workers ")
     }
 
 
@@ -799,6 +762,12 @@ def half_of(rollout: Rollout) -> int:
     return hashlib.sha256(rollout.problem.id.encode()).digest()[0] % 2
 
 
+def right_answers(alone: dict[str, list[Rollout]], repeats: int) -> np.ndarray:
+    """Return whether each worker is right: (workers, repeats, problems). A lost answer is nan."""
+    right = [[rollout.right for rollout in rollouts] for rollouts in alone.values()]
+    return np.array(right, float).reshape(len(alone), repeats, -1)
+
+
 def headroom(right: np.ndarray) -> dict[str, dict]:
     """Return the rows that show how much a better choice among the workers could gain.
 
@@ -808,53 +777,44 @@ def headroom(right: np.ndarray) -> dict[str, dict]:
     (averaged over all workers).
 
     Args:
-        right: Whether each answer is right: (workers, draws, problems). A problem with a lost
-            answer, which is nan, is left out.
+        right: As of `right_answers`. A problem with a lost answer is left out.
     """
     right = right[:, :, ~np.isnan(right).any((0, 1))]
     if right.size == 0:
         return {}
-    by_draw = right.swapaxes(0, 1)  # (draws, workers, problems)
+    by_repeat = right.swapaxes(0, 1)  # (repeats, workers, problems)
     solved = {
         "oracle": [right.max(0)],
-        "either of two workers": [np.maximum(*pair) for pair in itertools.combinations(right, 2)],
-        "either of one worker's two answers": [
-            np.maximum(*pair) for pair in itertools.combinations(by_draw, 2)
-        ],
+        "either of two workers": either_of_two(right),
+        "either of one worker's two answers": either_of_two(by_repeat),
     }
     return {label: {"accuracy": float(np.mean(x))} for label, x in solved.items() if x}
 
 
-def compare_with_workers(rows: dict, played: dict, repeats: int, remarks: list[str]):
-    """Compare all rows of a benchmark with what the workers reach alone, if "workers" played.
+def either_of_two(answers: np.ndarray) -> list[np.ndarray]:
+    return [np.maximum(one, other) for one, other in itertools.combinations(answers, 2)]
 
-    Adds the paired difference to the best worker to every row, then rows for the best worker and
-    for the headroom, and the remarks that explain them.
+
+def compare_with_workers(rows: dict[str, dict], setup: Setup):
+    """Compare the rows of a benchmark with what the workers reach alone, if "workers" played.
+
+    Every row gets its paired difference to the best worker. Rows for the best worker and for the
+    headroom are added.
     """
-    alone = workers_alone(played)
+    alone = workers_alone(setup.played)
     if not alone:
         return
-    best = best_worker(alone)
-    for label, rollouts in played.items():
-        if label != f"workers {best}":
-            rows[label] |= paired_difference(rollouts, alone[best])
+    best = alone[best_worker(alone)]
+    rows["best single worker in hindsight"] = measure(best)
     by_other_half = best_by_other_half(alone)
-    rows["best single worker in hindsight"] = measure(alone[best])
-    rows["best single worker by other half"] = measure(by_other_half) | paired_difference(
-        by_other_half, alone[best]
-    )
+    rows["best single worker by other half"] = measure(by_other_half)
+
+    compared = setup.played | {"best single worker by other half": by_other_half}
+    for label, rollouts in compared.items():
+        if rollouts is not best:
+            rows[label] |= paired_difference(rollouts, best)
     if len(alone) > 1:
-        right = [[rollout.right for rollout in rollouts] for rollouts in alone.values()]
-        rows |= headroom(np.array(right, float).reshape(len(alone), repeats, -1))
-        hint = "" if repeats > 1 else "; --repeats=2 shows how much of that is luck"
-        remarks.append(f"oracle: right if any worker is right{hint}")
-    remarks += [
-        f"best single worker: in hindsight it is {best}; by other half: each half of the questions "
-        "is answered by the worker that is best on the other half",
-        "vs best: the accuracy minus that of the best worker in hindsight, on the same questions, "
-        "with its 95 % confidence interval (from, to)",
-        "shows: the smallest true difference that so many questions reveal in four cases of five",
-    ]
+        rows |= headroom(right_answers(alone, setup.settings.repeats))
 
 
 # The comparison
@@ -862,172 +822,182 @@ def compare_with_workers(rows: dict, played: dict, repeats: int, remarks: list[s
 
 def compare_systems(settings: "Settings"):
     """Measure every chosen system on every benchmark, and print tables for each benchmark."""
+    # Load all that is needed, so that whatever is missing is an error before a worker is asked.
     require(settings.limit > 0 and settings.repeats > 0, "--limit and --repeats are from 1 on")
     systems = named_systems(settings.systems)
     needs = set(itertools.chain(*(system.needs for system in systems.values())))
     pool_name = settings.pool or "local"
     if "checkpoint" in needs:
         pool_name = choose_pool(settings.checkpoint, settings.pool)
-    pool = load_pool(pool_name, replay=replay_file(settings), budget=settings.budget)
+    pool = load_pool(pool_name, replay=settings.replay, budget=settings.budget)
     players = label_players(systems, pool, settings.worker)
-    tests, lessons = load_tests_and_lessons(settings, with_lessons="lessons" in needs)
+    tests = {name: load(name, "test", settings.limit) for name in settings.benchmarks.split(",")}
+    if any(problem.grader in ("code", "unittest") for problem in itertools.chain(*tests.values())):
+        check_sandbox()
+    lessons = dict.fromkeys(tests, [])
+    if "lessons" in needs:
+        lessons = {name: load(settings.lessons or name, "train", LESSONS) for name in tests}
+    settings = replace(settings, out=re.sub(r"\.jsonl?$", "", settings.out))
+    if settings.out:
+        open(f"{settings.out}.jsonl", "w").close()
     n_calls = estimated_calls(settings, tests, [s for s, _ in players.values()], len(pool))
     demand_budget(pool, settings.budget, n_calls, "this evaluation")
-    start_results(settings.out)
 
+    # Let the systems answer.
     numbers = {}
-    for benchmark_name, problems in tests.items():
-        played = {}
-        rows = {}
-        remarks = []
-        for label, (system, worker) in players.items():
-            setup = Setup(settings, pool, worker, lessons[benchmark_name], played, remarks)
-            played[label], rows[label] = play(setup, system, problems, f"{benchmark_name}/{label}")
-            numbers[f"{benchmark_name}, {label}"] = rows[label]
-            about = {"system": label, "benchmark": benchmark_name}
-            write_results(settings.out, numbers, about, played[label])
-        compare_with_workers(rows, played, settings.repeats, remarks)
-        numbers |= {f"{benchmark_name}, {label}": row for label, row in rows.items()}
-        write_results(settings.out, numbers)
-        print("\n" + table(rows, f"{benchmark_name}, {len(problems)} problems, %"))
-        print()
-        for remark in dict.fromkeys(remarks):
-            print(textwrap.fill(remark, WIDTH, subsequent_indent="  "))
-        print_paper(benchmark_name, pool)
+    for name, problems in tests.items():
+        rows = play_all(Setup(settings, pool, lessons=lessons[name]), players, name, problems)
+        print_with_legend(table(rows, f"{name}, {len(problems)} problems, %"))
+        print_paper(name, pool)
+        numbers |= {f"{name}, {label}": row for label, row in rows.items()}
+        if settings.out:
+            write_json(f"{settings.out}.json", numbers)
+    stop_if_spent(pool)
 
+
+def stop_if_spent(pool: list):
     if pool[0].budget and pool[0].budget.refused:
         raise SystemExit(
-            f"the budget of ${settings.budget:g} is spent, and what came after is not counted: "
-            "give a larger --budget, and nothing is paid twice"
+            "the budget is spent, and what came after is not counted: with a larger --budget, the "
+            "same command goes on"
         )
 
 
-def replay_file(settings: "Settings", command: str = "") -> str:
-    """Return the file that keeps the workers' replies, or "" if they are not kept.
-
-    By default `prepare` keeps them, and a comparison keeps them if it has a budget.
-    """
-    is_kept = settings.pool if command == "prepare" else settings.budget
-    return settings.replay or (f"{DATA}/replies" if is_kept else "")
-
-
-def label_players(systems: dict, pool: list, only: str) -> dict[str, tuple[System, int]]:
+def label_players(systems: dict, pool: list, only: str = "") -> dict[str, tuple[System, int]]:
     """Return label of a row -> (system, number of its worker), in the order of playing.
 
-    Systems that need others to play first come last.
+    only: The name of the worker for systems of one worker; "" stands for each in turn.
     """
     names = [worker.name for worker in pool]
     numbers = [number for number, name in enumerate(names) if only in ("", name)]
     require(numbers, f"--worker={only}: the pool has only {', '.join(names)}")
     players = {}
-    waiting = {}
-    for system_name, system in systems.items():
-        rivals = [need for need in system.needs if need in SYSTEMS]
-        missing = ", ".join(rival for rival in rivals if rival not in systems)
-        require(not missing, f"--systems: {system_name} needs the rows of {missing}, too")
-        if rivals:
-            waiting[system_name] = (system, 0)
-        elif "worker" in system.needs:
-            players |= {f"{system_name} {names[number]}": (system, number) for number in numbers}
+    for name, system in sorted(systems.items(), key=lambda item: bool(item[1].after)):
+        missing = ", ".join(other for other in system.after if other not in systems)
+        require(not missing, f"--systems: {name} needs the rows of {missing}, too")
+        if "worker" in system.needs:
+            players |= {f"{name} {names[number]}": (system, number) for number in numbers}
         else:
-            players[system_name] = (system, 0)
-    return players | waiting
-
-
-def load_tests_and_lessons(settings: "Settings", with_lessons: bool) -> tuple[dict, dict]:
-    """Return the test problems of each benchmark, and the train problems for systems that learn."""
-    tests = {}
-    lessons = {}
-    for name in settings.benchmarks.split(","):
-        tests[name] = load(name, "test", settings.limit)
-        lessons[name] = load(settings.lessons or name, "train", LESSONS) if with_lessons else []
-    if any(problem.grader in ("code", "unittest") for problem in itertools.chain(*tests.values())):
-        check_sandbox()
-    return tests, lessons
+            players[name] = (system, 0)
+    return players
 
 
 def estimated_calls(
     settings: "Settings", tests: dict, systems: list[System], n_workers: int
 ) -> int:
-    total = 0.0
-    for problems in tests.values():
-        questions = len(problems) * settings.repeats * (1 + settings.extra_rounds)
-        for system in systems:
-            total += questions * (system.calls or n_workers) + system.calls_to_learn
-    return round(total)
+    n_questions = sum(map(len, tests.values())) * settings.repeats * (1 + settings.extra_rounds)
+    to_answer = n_questions * sum(system.calls or n_workers for system in systems)
+    to_learn = len(tests) * sum(system.calls_to_learn for system in systems)
+    return round(to_answer + to_learn)
+
+
+def play_all(
+    setup: Setup, players: dict, benchmark_name: str, problems: list[Problem]
+) -> dict[str, dict]:
+    """Let all players answer the problems, and return the rows of the table.
+
+    Their rollouts are added to `setup.played`, and to the file NAME.jsonl of --out.
+    """
+    rows = {}
+    for label, (system, worker) in players.items():
+        name = f"{benchmark_name}/{label}"
+        rollouts, rows[label] = play(replace(setup, worker=worker), system, problems, name)
+        setup.played[label] = rollouts
+        if setup.settings.out:
+            about = {"system": label, "benchmark": benchmark_name}
+            with open(f"{setup.settings.out}.jsonl", "a") as file:
+                for rollout in rollouts:
+                    file.write(json.dumps(about | rollout_to_json(rollout)) + "\n")
+    compare_with_workers(rows, setup)
+    return rows
 
 
 def play(
     setup: Setup, system: System, problems: list[Problem], name: str
 ) -> tuple[list[Rollout], dict]:
-    """Make a system and let it answer all problems --repeats times; return its rollouts and row."""
+    """Make a system, let it answer all problems --repeats times; return its rollouts and row."""
     calls_before = sum(worker.calls for worker in setup.pool)
     answer = system.make(setup)
     calls_to_learn = sum(worker.calls for worker in setup.pool) - calls_before
     rollouts = []
     for repeat in range(setup.settings.repeats):
         rollouts += answer(problems, [setup.pool] * len(problems), f"{name}/{repeat}")
-    row = measure(rollouts)
-    if calls_to_learn:
-        row["calls to learn"] = calls_to_learn
+
     errors = [rollout.error for rollout in rollouts if rollout.error]
     if errors:
         print(f"{name}: {len(errors)} lost, the first by: {errors[0]}")
+    responses = [rollout.responses for rollout in rollouts if rollout.calls > 1]
+    if responses and all(len(set(texts)) == 1 for texts in responses):
+        print(f"{name} is degenerate: all calls for a question return the same")
+    row = measure(rollouts)
+    if calls_to_learn:
+        row["calls to learn"] = calls_to_learn
     return rollouts, row
 
 
 # Tables and files
 
 
+LEGEND = {  # of rows and columns
+    "seat": "a prompted, untrained LLM conducts; its own calls are not in its row",
+    "best-of-n": "a vote over answers of the best single worker in hindsight, as many as the "
+    "Conductor's spend pays for (see calls)",
+    "best single worker in hindsight": "the one with the highest accuracy on these questions",
+    "best single worker by other half": "each half of the questions is answered by the worker that "
+    "is best on the other half",
+    "oracle": "right if any worker is right; with --repeats=2, the rows below it show how much of "
+    "that is luck",
+    "vs best": "the accuracy minus that of the best single worker in hindsight, on the same "
+    "questions, with its 95 % confidence interval (from, to)",
+    "shows": "the smallest true difference that so many questions reveal in four cases of five",
+}
+
+
+def print_with_legend(text: str):
+    """Print a table, and the entries of LEGEND for the rows and columns that it has."""
+    print(f"\n{text}\n")
+    for name, meaning in LEGEND.items():
+        if name in text:
+            print(textwrap.fill(f"{name}: {meaning}", WIDTH, subsequent_indent="  "))
+
+
 def table(rows: dict[str, dict], title: str = "") -> str:
-    """Format rows of `measure` as text, with the accuracy by kind in a table of its own.
+    """Format rows of `measure` as text of at most WIDTH columns.
 
-    "?" stands for None, and a cell without a value is blank. Columns that do not fit in WIDTH
-    continue in another table below, which leaves out the rows that are blank in it.
+    "?" stands for None, and a cell without a value is blank. The accuracy by kind, and whatever
+    else does not fit, continue in further tables below, which leave out the rows that are blank in
+    them.
     """
-    present = dict.fromkeys(key for row in rows.values() for key in row)
-    is_free = not any(row.get("dollars") for row in rows.values())
-    hidden = ["dollars/right"] if is_free else []
-    heads = [head for head in COLUMNS if head in present and head not in hidden]
+    present = dict.fromkeys(itertools.chain(*rows.values()))
     kinds = [key for key in present if key not in COLUMNS]
-    tables = columns_that_fit(heads, title, rows)
+    heads = [head for head in COLUMNS if head in present]
     if len(kinds) > 1:
-        tables += columns_that_fit(kinds, title, rows)
-    texts = []
-    for columns in tables:
-        lines = [cells for cells in zip(*columns) if any(map(str.strip, cells[1:]))]
-        texts.append("\n".join("  ".join(cells).rstrip() for cells in lines))
-    return "\n\n".join(texts)
-
-
-def columns_that_fit(heads: list[str], title: str, rows: dict[str, dict]) -> list[list]:
-    """Return tables of at most WIDTH characters. A table is a list of columns, lists of cells."""
-    names = [shorten(name) for name in (title, *rows)]
+        heads += kinds
+    names = [name[:50] for name in (title, *rows)]
     name_width = max(map(len, names))
-    tables = []
+
+    tables = []  # each a list of columns, which are lists of cells
     room = 0
     for head in heads:
-        cells = [shorten(head), *(cell(head, row.get(head, "")) for row in rows.values())]
-        width = max(map(len, cells))
-        if room < 2 + width:
+        cells = [head[:50], *(cell(row, head) for row in rows.values())]
+        width = 2 + max(map(len, cells))
+        if width > room or head in kinds[:1]:
             tables.append([[name.ljust(name_width) for name in names]])
             room = WIDTH - name_width
         tables[-1].append([text.rjust(width) for text in cells])
-        room -= 2 + width
-    return tables
+        room -= width
+
+    texts = []
+    for columns in tables:
+        lines = [cells for cells in zip(*columns) if any(map(str.strip, cells[1:]))]
+        texts.append("\n".join("".join(cells).rstrip() for cells in lines))
+    return "\n\n".join(texts)
 
 
-def shorten(text: str, longest: int = 50) -> str:
-    return text if len(text) <= longest else text[: longest - 1] + "…"
-
-
-def cell(head: str, value) -> str:
-    if value is None:
-        return "?"
-    if isinstance(value, str):
-        return value
-    is_share = head in SHARES or head not in COLUMNS
-    return f"{100 * value if is_share else value:.{COLUMNS.get(head, 1)}f}"
+def cell(row: dict, head: str) -> str:
+    if row.get(head) is None:
+        return "?" if head in row else ""
+    return format(row[head], COLUMNS.get(head, ".1%")).removesuffix("%")
 
 
 def print_paper(benchmark_name: str, pool: list):
@@ -1044,29 +1014,6 @@ def print_paper(benchmark_name: str, pool: list):
     if rows:
         title = f"the paper, {setting} workers, %"
         print("\n" + table(rows, title) + "\nOther models answered, and in part other questions.")
-
-
-def start_results(out: str):
-    """Check that the files of --out can be written, and empty the file of rollouts."""
-    if out:
-        folder = os.path.dirname(os.path.abspath(out))
-        require(os.path.isdir(folder), f"--out={out}: there is no folder {folder}")
-        open(f"{without_ending(out)}.jsonl", "w").close()
-
-
-def write_results(out: str, numbers: dict, about: dict | None = None, rollouts: list = ()):
-    """Write all numbers to NAME.json, and append rollouts to NAME.jsonl; see --out."""
-    if not out:
-        return
-    write_json(f"{without_ending(out)}.json", numbers)
-    with open(f"{without_ending(out)}.jsonl", "a") as file:
-        for rollout in rollouts:
-            row = about | rollout_to_json(rollout)
-            file.write(json.dumps(row) + "\n")
-
-
-def without_ending(out: str) -> str:
-    return re.sub(r"\.jsonl?$", "", out)
 
 
 def progress(what: str, total: int) -> tqdm:
@@ -2256,15 +2203,12 @@ def prepare(settings: "Settings"):
     """Write DATA/paper.jsonl and DATA/recursion.jsonl.
 
     The problems are the hardest candidates of each benchmark where levels are known, else the
-    first. With a pool, its workers answer every candidate twice, the headroom is printed, and only
-    candidates that can teach are taken.
+    first. With a pool, only candidates that can teach are taken.
     """
-    os.makedirs(DATA, exist_ok=True)
     pool = []
     if settings.pool:
         check_sandbox()
-        replay = replay_file(settings, "prepare")
-        pool = load_pool(settings.pool, replay=replay, budget=settings.budget)
+        pool = load_pool(settings.pool, replay=settings.replay, budget=settings.budget)
         n_calls = 2 * CANDIDATES * len(MIXES["paper"]) * len(pool)
         demand_budget(pool, settings.budget, n_calls, "asking every worker every candidate twice")
     chosen = {}
@@ -2274,9 +2218,7 @@ def prepare(settings: "Settings"):
         problems = load(name, "train", CANDIDATES)
         candidates = [p for p in problems if p.grader == "code" or p.answer]
         if pool:
-            right = ask_twice(name, candidates, pool)
-            print_headroom(name, right, [worker.name for worker in pool])
-            candidates = list(itertools.compress(candidates, can_teach(right)))
+            candidates = those_that_teach(name, candidates, pool)
         hardest_first = sorted(candidates, key=lambda problem: -problem.level)
         chosen[name] = hardest_first[:wanted]
         print(f"{name}: {len(chosen[name])} problems taken of {len(candidates)}, {wanted} wanted")
@@ -2286,53 +2228,32 @@ def prepare(settings: "Settings"):
         problems = []
         for name, wanted in parts.items():
             problems += rng.sample(chosen[name], min(wanted, len(chosen[name])))
-        file = f"{DATA}/{mix}.jsonl"
-        write_problems(file, interleave(problems, rng))
-        print(f"{file}: {len(problems)} problems")
+        with open(f"{DATA}/{mix}.jsonl", "w") as file:
+            for problem in interleave(problems, rng):
+                file.write(json.dumps(asdict(problem)) + "\n")
+        print(f"{file.name}: {len(problems)} problems")
 
 
-def ask_twice(name: str, problems: list[Problem], pool: list) -> np.ndarray:
-    """Ask every worker every problem twice. Return what is right: (workers, 2, problems).
-
-    A lost call is nan. The two draws are calls of their own also in a replay file.
-    """
-    draws = []
-    for draw in range(2):
-        prefix = f"prepare {name}/{draw}"
-        groups = ask_each(problems, [pool] * len(problems), prefix, range(len(pool)))
-        draws.append([[rollout.right for rollout in group] for group in groups])
-    is_spent = pool[0].budget and pool[0].budget.refused
-    require(not is_spent, "the budget is spent: with a larger one `prepare` goes on from here")
-    return np.array(draws, float).transpose(2, 0, 1)
+def those_that_teach(name: str, problems: list[Problem], pool: list) -> list[Problem]:
+    """Ask every worker every problem twice, print the headroom, and return what can teach."""
+    setup = Setup(Settings(repeats=2), pool)
+    players = label_players({"workers": SYSTEMS["workers"]}, pool)
+    rows = play_all(setup, players, f"prepare {name}", problems)
+    stop_if_spent(pool)
+    teaches = can_teach(right_answers(workers_alone(setup.played), 2))
+    rows["share of problems that can teach"] = {"accuracy": float(teaches.mean())}
+    print_with_legend(table(rows, f"{name}, {len(problems)} candidates, %"))
+    return list(itertools.compress(problems, teaches))
 
 
 def can_teach(right: np.ndarray) -> np.ndarray:
-    """Return for each problem whether one worker is right twice and another one wrong twice.
+    """Return for each problem whether one worker is always right and another one always wrong.
 
-    Only then is the choice of a worker more than luck. right: as of `ask_twice`.
+    Only then is the choice of a worker more than luck. right: as of `right_answers`.
     """
     is_always_right = (right == 1).all(1)  # (workers, problems)
     is_always_wrong = (right == 0).all(1)
     return is_always_right.any(0) & is_always_wrong.any(0)
-
-
-def print_headroom(name: str, right: np.ndarray, workers: list[str]):
-    """Print what there is to gain over the best worker. right: as of `ask_twice`."""
-    accuracies = [mean(list(draws[~np.isnan(draws)])) or 0.0 for draws in right]
-    best = int(np.argmax(accuracies))
-    rows = {f"best worker: {workers[best]}": {"accuracy": accuracies[best]}}
-    rows |= headroom(right)
-    rows["share of problems that can teach"] = {"accuracy": mean(list(can_teach(right)))}
-    print(table(rows, f"{name}, {right.shape[2]} candidates, %"))
-    print(
-        "The oracle by chance is either of one worker's two answers, beside either of two workers."
-    )
-
-
-def write_problems(file: str, problems: list[Problem]):
-    with open(file + ".tmp", "w") as out:
-        out.writelines(json.dumps(asdict(problem)) + "\n" for problem in problems)
-    os.replace(file + ".tmp", file)
 
 
 # ---- Running code --------------------------------------------------------------------------------
@@ -2788,6 +2709,8 @@ class Settings:
 def main(argv):
     settings = Settings()
     words = configure(settings, argv)
+    if settings.pool if words == ["prepare"] else settings.budget:
+        settings.replay = settings.replay or f"{DATA}/replies"
     try:
         use_sandbox(settings.sandbox)
         if settings.grader:
@@ -2801,10 +2724,9 @@ def main(argv):
     except (OSError, ValueError, WorkerError) as e:
         raise SystemExit(str(e)) from None
     except KeyboardInterrupt:
-        file = replay_file(settings, *words)
-        kept = f"the same command goes on with the replies in {file}"
+        kept = f"the same command goes on with the replies in {settings.replay}"
         lost = "no replies are kept; --replay=FILE would keep them"
-        raise SystemExit(f"interrupted: {kept if file else lost}") from None
+        raise SystemExit(f"interrupted: {kept if settings.replay else lost}") from None
 
 
 if __name__ == "__main__":

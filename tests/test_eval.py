@@ -275,7 +275,6 @@ def test_best_of_n_spends_what_the_conductor_spends():
     setup = Setup(Settings(), pool, 0, [], played)
     rollouts = SYSTEMS["best-of-n"].make(setup)(PROBLEMS, [pool] * 2, "test/0")
     assert [(r.names, r.right) for r in rollouts] == [(["b"] * 3, True)] * 2  # $1.2 over $0.5
-    assert "n = 3 answers of b" in setup.remarks[0] and "degenerate" in setup.remarks[1]
 
 
 @pytest.mark.parametrize(
@@ -383,14 +382,21 @@ def test_own_workers_questions_and_grader_make_a_table(tmp_path):
 @pytest.mark.parametrize("out", ["ev", "ev.json", "ev.jsonl"])
 def test_the_two_files_of_out_differ_in_their_ending_alone(tmp_path, monkeypatch, out):
     monkeypatch.chdir(tmp_path)
-    problem = Problem("p/0", "q", "42", "exact")
-    for numbers in ({"old": 0}, {"a": 1}, {"a": 1, "b": 2}):
-        if len(numbers) == 1:
-            evaluation.start_results(out)
-        evaluation.write_results(out, numbers, {"system": "a"}, [Rollout("q", problem=problem)])
+    settings = Settings(systems="workers,moa", worker="coder", limit=3, out=out)
+    for _ in range(2):
+        evaluation.compare_systems(settings)
     assert sorted(os.listdir()) == ["ev.json", "ev.jsonl"]
-    assert json.loads((tmp_path / "ev.json").read_text()) == {"a": 1, "b": 2}
-    assert len((tmp_path / "ev.jsonl").read_text().splitlines()) == 2
+    assert "laptop, moa" in json.loads((tmp_path / "ev.json").read_text())
+    rows = [json.loads(line) for line in (tmp_path / "ev.jsonl").read_text().splitlines()]
+    assert [row["system"] for row in rows] == ["workers coder"] * 3 + ["moa"] * 3
+
+
+def test_best_of_n_plays_last_and_says_where_a_vote_is_degenerate(capsys):
+    systems = "best-of-n,conductor,workers"
+    evaluation.compare_systems(Settings(systems=systems, worker="coder", limit=20))
+    text = capsys.readouterr().out
+    assert "laptop/best-of-n is degenerate" in text
+    assert text.index("\nworkers coder") < text.index("\nbest-of-n ") < text.index("\nbest-of-n:")
 
 
 @pytest.mark.parametrize(
@@ -428,7 +434,7 @@ def test_an_interrupt_says_whether_replies_are_kept(monkeypatch, words, said):
         (["--pool=today", "--systems=workers"], "OPENAI_API_KEY"),
         (["--limit=0"], "from 1 on"),
         (["--systems=workers,best-of-n"], "best-of-n needs the rows of conductor"),
-        (["--out=nowhere/ev.json"], "there is no folder "),
+        (["--out=nowhere/ev.json"], "No such file or directory: 'nowhere/ev"),
     ],
 )
 def test_what_is_wrong_is_said_before_anybody_is_asked(tmp_path, words, why):
