@@ -335,19 +335,27 @@ def packed_attention(lengths: list[int], seen: list[list[int]], device):
 
 
 def attend_in_turn(q, k, v, lengths: list[int], n_seen: list[int]):
-    """Compute what varlen_attn computes in one kernel, piece by piece: q (T, H, D) -> (T, H, D).
+    """Compute what varlen_attn computes in one kernel: q (T, H, D) -> (T, H, D).
 
-    k and v (S, Hkv, D) hold what the pieces see, one piece after another. On a CPU this is done in
-    fp32, because the fused kernel's backward pass is slow in bf16.
+    k and v (S, Hkv, D) hold what the pieces see, one piece after another. Neighbours of equal size
+    go together. On a CPU this is done in fp32, because the fused kernel's backward pass is slow in
+    bf16.
     """
+    batches = []  # pieces, tokens of each, tokens that its last one sees
+    for (length, n), some in itertools.groupby(zip(lengths, n_seen)):
+        batches.append((len([*some]), length, n))
+    q_parts = q.split([pieces * length for pieces, length, _ in batches])
+    k_parts = k.split([pieces * n for pieces, _, n in batches])
+    v_parts = v.split([pieces * n for pieces, _, n in batches])
+
     y = []
-    for own_q, its_k, its_v in zip(q.split(lengths), k.split(n_seen), v.split(n_seen)):
-        own_q, its_k, its_v = (x.transpose(0, 1)[None] for x in (own_q, its_k, its_v))
+    for (pieces, length, n), *qkv in zip(batches, q_parts, k_parts, v_parts):
+        qkv = [x.unflatten(0, (pieces, -1)).transpose(1, 2) for x in qkv]  # (pieces, …, D)
         # is_causal would align the diagonal at the upper left, and a tensor as mask would choose a
         # kernel that takes quadratic memory.
-        mask = causal_lower_right(own_q.shape[2], its_k.shape[2])
-        piece = F.scaled_dot_product_attention(own_q, its_k, its_v, mask, enable_gqa=True)
-        y.append(piece[0].transpose(0, 1))
+        mask = causal_lower_right(length, n)
+        part = F.scaled_dot_product_attention(*qkv, mask, enable_gqa=True)
+        y.append(part.transpose(1, 2).flatten(0, 1))
     return torch.cat(y)
 
 
@@ -394,9 +402,10 @@ def all_logprobs(policy: Qwen, hidden, temperature, n_ids):
 def micro_batches(rollouts: list[Rollout], token_budget: int) -> list[list[Rollout]]:
     """Split rollouts into batches of at most `token_budget` tokens each.
 
-    A longer rollout is a batch of its own. Rollouts of one prompt stand together, the short ones
-    first. A prompt counts once in a batch, and the first prompt of a batch not at all: a long
-    prompt would fill the budget, and would have to be computed again for every few completions.
+    A longer rollout is a batch of its own. Rollouts of one prompt stand together, and by length, as
+    attend_in_turn takes neighbours of equal size together. A prompt counts once in a batch, and the
+    first prompt of a batch not at all: a long prompt would fill the budget, and would have to be
+    computed again for every few completions.
     """
     batches, size = [], 0
     for rollout in sorted(rollouts, key=lambda r: (r.prompt_ids, len(r.tokens))):
