@@ -95,7 +95,7 @@ class Config:
         for f in fields(cls):
             value = found.get(f.name)
             if value is None and f.default is None:
-                continue  # It follows from the model type.
+                continue  # __post_init__ derives it from the model type.
             is_number = f.type in (int, float, int | None)
             if not isinstance(value, f.type | int) or (is_number and not is_positive(value)):
                 raise ValueError(f"{file}: {f.name} is {value!r}, which makes no sense")
@@ -390,7 +390,7 @@ class Qwen(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        self.compute_device = None  # set if weights wait in the CPU's memory (--offload)
+        self.compute_device = None  # the GPU, if the weights are in the CPU's memory (--offload)
         self.recompute = False  # True: activation checkpointing, one layer at a time
         # In Hugging Face's checkpoints every name but that of lm_head begins with `model.`.
         self.model = nn.ModuleDict(
@@ -470,7 +470,7 @@ class Qwen(nn.Module):
 
         Raises ValueError, which names the tensor or key, if a file is damaged or does not fit.
         """
-        with torch.device("meta"):  # without memory: load_state_dict assigns the tensors
+        with torch.device("meta"):  # allocates nothing; load_state_dict assigns the tensors
             model = cls(Config.from_pretrained(path))
         if lora_rank:
             add_lora(model, lora_rank)
@@ -479,7 +479,7 @@ class Qwen(nn.Module):
         state = read_tensors(path)
         parameters = dict(model.named_parameters())
 
-        # What the model has and the checkpoint does not, or the other way round.
+        # Drop the zero biases of a Qwen2 that was saved as a Llama; add the matrices of LoRA.
         if is_llama_with_zero_bias(model.config):
             state = {name: p for name, p in state.items() if not name.endswith("o_proj.bias")}
         for name, module in model.named_modules():
@@ -498,7 +498,7 @@ class Qwen(nn.Module):
             model.load_state_dict(state, assign=True)
         except RuntimeError as e:  # names the tensors that are missing, unexpected or misshapen
             raise ValueError(f"{path} does not fit its config.json: {str(e)[:400]}") from None
-        if model.config.tie_word_embeddings:  # Assigning has separated the two.
+        if model.config.tie_word_embeddings:  # load_state_dict has untied them
             model.lm_head.weight = model.model.embed_tokens.weight
         return model
 
@@ -530,7 +530,7 @@ class Qwen(nn.Module):
         write_json(config_file, keys | asdict(config))
         file = os.path.join(path, "model.safetensors")
         save_file(state, file + ".tmp", metadata={"format": "pt"})
-        # safetensors lets only the owner read what it writes.
+        # safetensors writes a file that only its owner can read; give it config.json's mode.
         os.chmod(file + ".tmp", os.stat(config_file).st_mode)
         os.replace(file + ".tmp", file)
 
@@ -558,7 +558,7 @@ def read_tensors(path: str) -> dict[str, torch.Tensor]:
 
 def own_part(tensor, parameter):
     """Return this rank's part of a whole tensor, distributed as the FSDP parameter is."""
-    from torch.distributed.tensor import distribute_tensor  # here because it takes half a second
+    from torch.distributed.tensor import distribute_tensor  # a slow import, only for FSDP
 
     mesh, placements = parameter.device_mesh, parameter.placements
     part = distribute_tensor(tensor, mesh, placements, src_data_rank=None)
@@ -610,11 +610,11 @@ class ChatTemplate:
 
     turn: str  # one message, with {role} and {content}
     ends: tuple[str, ...]  # the token that ends a turn, then others that end what a model writes
-    begin: str = ""  # stands before the first turn
+    begin: str = ""  # written before the first turn
     system: str = ""  # the system message of a conversation that has none
     opening: str = ""  # how the assistant's next answer begins
-    clean: Callable = lambda role, content: content  # what is written of a message
-    jinja_clean: str = "m['content']"  # `clean` in Jinja
+    clean: Callable = lambda role, content: content  # returns the content to write
+    jinja_clean: str = "m['content']"  # what `clean` returns, in Jinja, for a message m
 
     def answer(self) -> str:
         """Return the beginning of the assistant's next turn."""
@@ -648,7 +648,9 @@ QWEN2_CHAT = ChatTemplate(
 QWEN3_CHAT = ChatTemplate(
     CHATML,
     CHATML_ENDS,
-    opening="<think>\n\n</think>\n\n",  # an empty thinking block: Qwen3 then answers at once
+    # After an empty thinking block, Qwen3 answers without thinking. The Instruct-2507 models,
+    # which never think, get one as well.
+    opening="<think>\n\n</think>\n\n",
     clean=without_thoughts,
     jinja_clean=(
         "m['content'].split('</think>')[-1].lstrip('\\n') if m['role'] == 'assistant'"
@@ -665,11 +667,10 @@ LLAMA3_CHAT = ChatTemplate(
 
 
 def find_template(bpe: BPE, model_type: str) -> ChatTemplate:
-    """Return the template whose control tokens the tokenizer has.
+    """Return the chat template whose control tokens the tokenizer has.
 
-    For ChatML, that is Qwen3's in a model of this type and Qwen2.5's in any other.
-
-    Raises ValueError if there is no such template, or if text can spell its control tokens.
+    A tokenizer with those of ChatML gets Qwen3's template if the model is a Qwen3, else Qwen2.5's.
+    Raises ValueError if no template fits, or if a text could spell its control tokens.
     """
     for template in (QWEN3_CHAT if model_type == "qwen3" else QWEN2_CHAT, LLAMA3_CHAT):
         tokens = re.findall(CONTROL_TOKEN, template.turn)
@@ -696,7 +697,7 @@ class Tokenizer:
 
     def __init__(self, bpe: BPE, model_type: str = "qwen2"):
         self.bpe = bpe
-        bpe.encode_special_tokens = True  # as plain text
+        bpe.encode_special_tokens = True  # A special token that a text spells is plain text.
         bpe.post_processor = processors.ByteLevel(trim_offsets=False)  # adds no token to a text
         bpe.no_truncation()
         bpe.no_padding()
@@ -738,7 +739,7 @@ class Tokenizer:
         generation = {"eos_token_id": self.end_ids, "pad_token_id": self.end_ids[-1]}
         write_json(os.path.join(path, "generation_config.json"), generation)
 
-        # A Qwen2 that was written before its tokenizer was there is written again, as a Llama.
+        # If a Qwen2 was saved here before its tokenizer, save it again: it may have to be a Llama.
         if os.path.exists(os.path.join(path, "model.safetensors")):
             found = read_json(os.path.join(path, "config.json"))
             if found.get("model_type") == "qwen2" and not has_qwen_tokenizer(path):
@@ -792,7 +793,7 @@ def check_ids(tokenizer: Tokenizer, config: Config):
         )
 
 
-# How Qwen2.5's tokenizer.json says that text is split before tokens are looked up.
+# The regular expression in Qwen2.5's tokenizer.json that splits a text into words.
 QWEN_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -919,7 +920,7 @@ def parse_value(name: str, text: str | None, kind: type):
     if text is None:
         usage_error(f"--{name} needs a value: --{name}=VALUE")
     if kind is str:
-        return os.path.expanduser(text)  # A shell leaves the ~ of --out=~/run as it is.
+        return os.path.expanduser(text)  # A shell does not expand the ~ in --out=~/run.
     if kind is bool:
         if text.lower() not in ("true", "false"):
             usage_error(f"--{name} is true or false, not {text!r}")
