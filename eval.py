@@ -1044,7 +1044,7 @@ BOX = rf"(?s:\\[bf]?box(?:ed)?\s{{0,9}}(?:\{{({IN_BRACES})\}}|(\d)))"
 BETWEEN = r"(?:[\s$*,;]|\\[(),; ]|\b(?:and|or)\b|\\text\{ *(?:and|or) *\}|\b[A-Za-z](?:_\d)? *=)*"
 BOXES = re.compile(rf"{BOX}(?:{BETWEEN}{BOX})*(?:[ $]*\\?%)?")
 
-# What stands before or after a box and makes the answer something else than the box's content
+# Neighbours that belong to the answer, so that the content of the box alone is not the answer
 BEFORE = re.compile(
     r"""(?x)(?:
         (?: (?<!\n)-                # -\boxed{5}; at the start of a line, "-" marks an item
@@ -1140,7 +1140,7 @@ def claims(response: str) -> list[str]:
 
 
 def solutions(lines: list[str]) -> str:
-    """Return the first line, and what the next lines say if they solve for the same unknown.
+    """Return the first line, joined by the next ones while they give other values to its unknown.
 
     ["x = 5", "x = 3", "So we get"] -> "x = 5, x=3";  ["x = 5", "x = 2 + 3"] -> "x = 5"
     """
@@ -1632,7 +1632,7 @@ def same_quantity(answer: str, gold: str, tolerance: float) -> bool:
     pairs = {(whole, gold_whole)}
     if number == whole or gold_number == gold_whole:  # one of them has no unit
         pairs.add((number, gold_number))
-    if "°" not in answer + gold:  # the g of \frac{1}{2} g may be a letter
+    if "°" not in answer + gold:  # the g of \frac{1}{2} g may be a variable
         pairs.add((answer, gold))
     return any(same_value(*pair, tolerance) for pair in pairs)
 
@@ -1640,7 +1640,8 @@ def same_quantity(answer: str, gold: str, tolerance: float) -> bool:
 def same_equation(sides: list[str], gold_sides: list[str]) -> bool:
     """Whether two equations are the same but for terms moved to the other side: 2x+4y=3, 2x+4y-3=0.
 
-    False if the gold equation is solved for a letter (y=2x+3), since the answer must be, too.
+    Returns False if the gold equation is solved for a letter (y=2x+3): then the answer has to be
+    solved as well.
     """
     if any(re.fullmatch(LETTER, side) for side in gold_sides):
         return False
@@ -1788,8 +1789,8 @@ def pick_letter(response: str, choices: list[str]) -> str | None:
     in_box = boxed(response)
     picked = set()
 
-    # What is in the box, or claimed there; else all claims. A text that names no letter counts as
-    # another one, if it has a capital that might be one.
+    # Read the box, or a claim in it; without a box, all claims. A text with a lone capital that
+    # names no letter makes the response ambiguous: None is picked beside the letters.
     claimed = claims(response if in_box is None else in_box)[-99:]
     said = claimed if in_box is None else [in_box, *claimed][-1:]
     end = END if in_box is None else REASON
@@ -1798,7 +1799,7 @@ def pick_letter(response: str, choices: list[str]) -> str | None:
         if letter or re.search(r"\b[A-J]\b", text):
             picked.add(letter)
 
-    # The last sentences. "A. This is" is one sentence, and a question claims nothing.
+    # Otherwise read the last sentences. "A. This is" is one sentence; questions are left out.
     if in_box is None and not picked:
         for text in re.split(r"(?<!\b[A-J])[.!]\s|\n|[^.!?\n]*\?", response[-LONGEST:]):
             letter = letter_of(text, choices)
@@ -2450,7 +2451,7 @@ MAX_OUTPUT = 32 << 20  # bytes
 
 
 def limits(seconds: float, memory: int, user: int | None) -> dict[str, int]:
-    """Return the resource limits of a program: RLIMIT_x by x."""
+    """Return the resource limits of a program, by their names without RLIMIT_."""
     counts_all_of_the_user = SANDBOX == "none" and not user
     return {
         "AS": memory << 30,
@@ -2578,7 +2579,7 @@ def same_output(out: bytes | None, expected: str, returned: bool) -> bool:
         expected_lines = expected.strip().split("\n")
         for line, expected_line in zip(lines, expected_lines, strict=True):
             expected_tokens = expected_line.split()
-            tokens = line.split(None, len(expected_tokens))  # one more, if there are more
+            tokens = line.split(None, len(expected_tokens))  # surplus tokens stay one piece
             is_same_text = line.strip() == expected_line.strip()
             if not is_same_text and [*map(Decimal, tokens)] != [*map(Decimal, expected_tokens)]:
                 return False
