@@ -102,7 +102,7 @@ def require(condition, otherwise: str):
         raise ValueError(otherwise)
 
 
-# ---- Problems: from the laptop world, from benchmarks, and your own -------------------------------
+# ---- Problems: from the laptop world, from benchmarks, and your own ------------------------------
 
 # A folder in the current directory for downloaded data sets, prepared problems and paid replies
 DATA = "data"
@@ -140,6 +140,7 @@ def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
 
 
 def laptop_problems(split: str) -> list[Problem]:
+    """Return the local specialists' questions, equally many of each kind."""
     problems = [
         Problem(f"laptop/{kind}/{question}", question, answer, "same", kind)
         for kind, question, answer in laptop_questions(split)
@@ -190,8 +191,8 @@ def with_instructions(problem: Problem) -> Problem:
 def split_of_file(file: str, split: str) -> list[Problem]:
     """Return a split of your own problems.
 
-    Of 20 lines or more, every fifth is for testing. Fewer lines are used for both training and
-    testing. The kinds take turns, since a file may be sorted by them.
+    If there are at least 20, every fifth is for testing and the others are for training. Fewer are
+    used for both. The kinds take turns, since a file may be sorted by them.
     """
     problems = read_problems(file)
     if len(problems) >= 20:
@@ -209,7 +210,7 @@ def read_problems(file: str) -> list[Problem]:
         {"question": "Who wrote Emma?", "answer": "Jane Austen", "grader": "short", "kind": "books"}
 
     Raises:
-        ValueError: What is missing or wrong, and in which lines.
+        ValueError: Lines are wrong; it says which ones, and what is wrong with them.
     """
     if not os.path.exists(file):
         hint = "`python eval.py prepare` writes paper and recursion"
@@ -248,8 +249,7 @@ def parse_problem(line: bytes, default_id: str) -> Problem:
 
 
 def check_problem(problem: Problem):
-    """Raise a ValueError if a field has the wrong type, or if the grader cannot work with the
-    problem."""
+    """Raise a ValueError if a field has the wrong type, or if the problem cannot be graded."""
     for key, kind in Problem.__annotations__.items():
         message = f"{key} is of another type than {kind.__name__}"
         require(isinstance(getattr(problem, key), kind), message)
@@ -264,7 +264,7 @@ def check_problem(problem: Problem):
     require(problem.question.strip(), "question: it has 0 characters")
     require(are_texts(extra.get("choices", [])), "choices are a list of texts")
 
-    # The tests of a program are pairs. `prepare` writes their position in another file instead.
+    # The tests of a program are pairs, or say where in a benchmark's file the pairs are.
     tests = extra.get("tests")
     if problem.grader == "code" and not isinstance(tests, dict):
         are_pairs = all(are_texts(pair) and len(pair) == 2 for pair in tests)
@@ -284,9 +284,9 @@ def are_texts(value) -> bool:
 
 # ---- Systems -------------------------------------------------------------------------------------
 #
-# A system is a function system(problems, pools, name) -> rollouts. It answers each problem with the
-# workers of its pool, and returns one judged rollout a problem. The ids of its calls, by which a
-# replay file recognises them, start with the name, which also seeds whatever the system draws.
+# A system is a function system(problems, pools, name) -> rollouts. It lets the workers of pools[i]
+# answer problems[i], and returns one judged rollout for each problem. `name` seeds whatever the
+# system draws, and begins the ids of its calls, by which a replay file recognises them.
 
 REFLECT = (
     "Check the last response for mistakes, correct them, and give the whole answer in its final "
@@ -337,7 +337,7 @@ def ask_bare(rollout: Rollout, i: int, times: int = 1) -> Reply:
 
 
 def ask_each(problems, pools, name, workers: list[int], call=ask_bare) -> list[list[Rollout]]:
-    """Ask each of these workers every bare question. Return their rollouts: [problem][worker]."""
+    """Send every bare question to each of these workers. Return rollouts: [problem][worker]."""
     groups = []
     for rollout in new_rollouts(problems, pools, name):
         workflows = [Workflow([Step(worker, rollout.question, [])]) for worker in workers]
@@ -369,8 +369,7 @@ def vote(workers: list[int] | None, likeness=None, call=ask_bare):
     """Return the system that asks several workers and takes the answer most like all the others.
 
     Example with the grader "math": of the answers "41", "42" and "42.0", the first is like one of
-    the three (itself), the second and the third are like two. The second is taken, since of equals
-    the earliest wins.
+    them (itself), and the others are like two. "42" is taken, the earlier of the two.
 
     Args:
         workers: The pool numbers of the workers to ask; one may appear several times. None asks
@@ -413,8 +412,7 @@ def reflect(worker: int):
 
 
 def propose_and_aggregate(rollout: Rollout) -> Workflow:
-    """Return a Mixture of Agents of one layer: every worker proposes, and a random one
-    aggregates."""
+    """Return a one-layer Mixture of Agents: every worker proposes, a random one aggregates."""
     everyone = list(range(len(rollout.pool)))
     proposals = [Step(worker, SOLVE_IT, []) for worker in everyone]
     aggregator = random.Random(rollout.call_prefix).choice(everyone)
@@ -479,6 +477,7 @@ def conductor(
                 tries,
                 judge=grade_once(),
                 edit=edit,
+                # Further rounds and further tries do not move the bar.
                 on_end=lambda rollout: bar.update(rollout.previous is None and not rollout.number),
             )
 
@@ -501,7 +500,7 @@ ABLATIONS = {
 
 @dataclass
 class Setup:
-    """What a system is made from. A system reads what it needs."""
+    """What a system may need to know when it is made."""
 
     settings: "Settings"
     pool: list  # Workers
@@ -513,7 +512,7 @@ class Setup:
 
 class System(NamedTuple):
     make: Callable  # make(setup) -> system
-    # Any of "checkpoint", "lessons" and "worker"; the last plays once with each worker of the pool.
+    # What it reads: "checkpoint", "lessons" or "worker". With "worker", each worker has a row.
     needs: tuple = ()
     calls: float = 1  # the estimated calls a question; 0: one for each worker of the pool
     calls_to_learn: int = 0  # the estimated calls for learning
@@ -546,9 +545,9 @@ def as_conductor(setup: Setup):
 
 
 def best_of_n(setup: Setup):
-    """Return the system that puts answers of the best worker to a vote, at the Conductor's spend.
+    """Return the system that takes a vote over as many answers as the Conductor's spend pays for.
 
-    The worker is the one that is best on these very questions. That favours this rival.
+    They come from the worker that is best on these very questions, which favours this rival.
     """
     alone = workers_alone(setup.played)
     best = best_worker(alone)
@@ -621,7 +620,7 @@ COLUMNS = {  # name -> format. A row's other keys are kinds of questions, which 
     "calls to learn": ".0f",
 }
 WIDTH = 120  # columns of a printed table
-LESSONS = 256  # train problems from which a system learns
+LESSONS = 256  # the number of train problems from which a system learns
 
 
 def measure(rollouts: list[Rollout]) -> dict:
@@ -629,8 +628,8 @@ def measure(rollouts: list[Rollout]) -> dict:
 
     Lost rollouts are counted, and otherwise ignored. "±" is half of the accuracy's 95 % confidence
     interval. "calls", "tokens" and "dollars" are means per question, "seconds" is the median; none
-    of them includes the Conductor's own. "dollars/right" is the cost of a right answer. What is
-    unknown is None, such as dollars where a worker has no price.
+    of them includes the Conductor's own. "dollars" is None if a worker has no price.
+    "dollars/right", the cost of a right answer, is left out where it would be unknown or 0.
     """
     known = [rollout for rollout in rollouts if rollout.right is not None]
     right = [rollout.right for rollout in known]
@@ -703,8 +702,8 @@ def paired_difference(rollouts: list[Rollout], others: list[Rollout]) -> dict:
         "shows": The smallest true difference that this many problems would reveal with a
             probability of 80 %, which is 2.8 standard errors.
 
-    Where the difference is the same on all problems, it has no spread to estimate these three from,
-    and they are None.
+    If the difference is the same on all problems, "from", "to" and "shows" are None: they cannot be
+    estimated from differences without a spread.
 
     Example: one system solves a, b and c, the other only a. The differences are 0, 1 and 1, with a
     mean of 0.67 and a standard error of 0.33, so "shows" is 0.93.
@@ -728,7 +727,7 @@ def paired_difference(rollouts: list[Rollout], others: list[Rollout]) -> dict:
 
 
 def workers_alone(played: dict[str, list[Rollout]]) -> dict[str, list[Rollout]]:
-    """Return the rollouts of the system "workers" by the name of the worker."""
+    """Return worker's name -> its rollouts as the system "workers"."""
     return {
         label.removeprefix("workers "): rollouts
         for label, rollouts in played.items()
@@ -741,11 +740,11 @@ def best_worker(alone: dict[str, list[Rollout]]) -> str:
 
 
 def best_by_other_half(alone: dict[str, list[Rollout]]) -> list[Rollout]:
-    """Return, for each half of the problems, the rollouts of the worker that won the other half.
+    """Return the rollouts on each half of the problems of the worker that is best on the other.
 
-    A worker that is best on the very questions that measure it may owe that to luck. Here one half
-    chooses the worker that the other half measures, and the other way round. A hash of a problem's
-    id decides in which half it is.
+    A worker that is chosen by the same answers that measure it may owe its place to luck. Here the
+    answers that choose and those that measure are on different problems. A hash of a problem's id
+    decides in which half it is.
     """
     chosen = []
     for half in (0, 1):
@@ -771,10 +770,9 @@ def right_answers(alone: dict[str, list[Rollout]], repeats: int) -> np.ndarray:
 def headroom(right: np.ndarray) -> dict[str, dict]:
     """Return the rows that show how much a better choice among the workers could gain.
 
-    "oracle" is the share of problems that at least one worker solves. Part of it is luck, since a
-    single worker that may answer twice also solves more problems. To tell luck from skill, compare
-    "either of two workers" (averaged over all pairs) with "either of one worker's two answers"
-    (averaged over all workers).
+    "oracle" is the share of problems that at least one worker solves. Part of it is luck: a single
+    worker also solves more problems if it may answer twice. So compare "either of two workers" (the
+    mean over all pairs) with "either of one worker's two answers" (the mean over all workers).
 
     Args:
         right: As of `right_answers`. A problem with a lost answer is left out.
@@ -798,8 +796,8 @@ def either_of_two(answers: np.ndarray) -> list[np.ndarray]:
 def compare_with_workers(rows: dict[str, dict], setup: Setup):
     """Compare the rows of a benchmark with what the workers reach alone, if "workers" played.
 
-    Every row gets its paired difference to the best worker. Rows for the best worker and for the
-    headroom are added.
+    Adds the paired difference to the best worker to every row, and then the rows of the best worker
+    and of the headroom.
     """
     alone = workers_alone(setup.played)
     if not alone:
@@ -864,9 +862,9 @@ def stop_if_spent(pool: list):
 
 
 def label_players(systems: dict, pool: list, only: str = "") -> dict[str, tuple[System, int]]:
-    """Return label of a row -> (system, number of its worker), in the order of playing.
+    """Return label of a row -> (system, pool number of its worker), in the order of playing.
 
-    only: The name of the worker for systems of one worker; "" stands for each in turn.
+    only: The only worker with which systems of one worker play; "": they play once for each.
     """
     names = [worker.name for worker in pool]
     numbers = [number for number, name in enumerate(names) if only in ("", name)]
@@ -962,11 +960,10 @@ def print_with_legend(text: str):
 
 
 def table(rows: dict[str, dict], title: str = "") -> str:
-    """Format rows of `measure` as text of at most WIDTH columns.
+    """Format rows of `measure` as text that is at most WIDTH wide.
 
-    "?" stands for None, and a cell without a value is blank. The accuracy by kind, and whatever
-    else does not fit, continue in further tables below, which leave out the rows that are blank in
-    them.
+    "?" stands for None, and a cell without a value is blank. Columns that do not fit, and the
+    accuracy of each kind, follow in further tables, without the rows that are blank there.
     """
     present = dict.fromkeys(itertools.chain(*rows.values()))
     kinds = [key for key in present if key not in COLUMNS]
@@ -1001,10 +998,10 @@ def cell(row: dict, head: str) -> str:
 
 
 def print_paper(benchmark_name: str, pool: list):
-    """Print the paper's results on a benchmark.
+    """Print the paper's results on a benchmark, if it has any.
 
-    The paper has them for constrained workers, who may write 4,096 tokens, and for others. A limit
-    above that in the pool tells which of the two compare best with ours.
+    The paper measured constrained workers, which may write 4,096 tokens, and unconstrained ones.
+    The pool counts as constrained unless one of its workers has a higher limit.
     """
     limits = [worker.params.get(name) for worker in pool for name in LIMITS]
     is_constrained = all(limit <= 4096 for limit in limits if isinstance(limit, int))
@@ -1017,8 +1014,8 @@ def print_paper(benchmark_name: str, pool: list):
 
 
 def progress(what: str, total: int) -> tqdm:
-    """Return a progress bar, which only rank 0 shows, and only on a terminal."""
-    hidden = os.environ.get("RANK", "0") != "0" or None  # None: hidden without a terminal
+    """Return a progress bar. Only rank 0 shows it, and only on a terminal."""
+    hidden = os.environ.get("RANK", "0") != "0" or None  # To tqdm, None means: ask the terminal.
     return tqdm(desc=what, total=total, disable=hidden, leave=False)
 
 
@@ -1947,7 +1944,8 @@ GRADERS = {
 
 # ---- Benchmarks ----------------------------------------------------------------------------------
 #
-# A function turns row number n of a data set into a problem. Its docstring shows a row, shortened.
+# Each function turns row number n of a data set into a problem. Its docstring shows such a row,
+# shortened.
 
 
 def math_problem(row: dict, n: int) -> Problem:
@@ -2058,8 +2056,10 @@ def benchmark(name: str, split: str, limit: int | None = None) -> list[Problem]:
 
 
 def hub_file(repository: str, file: str) -> str:
-    """Return the local path of a data set's file, which is downloaded once. HF_TOKEN opens gated
-    sets."""
+    """Return the local path of a data set's file, which is downloaded once.
+
+    HF_TOKEN opens sets whose owner demands that one accepts terms.
+    """
     folder = f"{DATA}/{repository}"
     endpoint = os.environ.get("HF_ENDPOINT") or None
     if not os.path.exists(f"{folder}/{file}"):
@@ -2068,8 +2068,10 @@ def hub_file(repository: str, file: str) -> str:
 
 
 def rows_of_file(source: Source):
-    """Yield (number, row) for the rows of a CSV or JSONL file; a JSONL row also gets its
-    position."""
+    """Yield (number, row) for the rows of a CSV or JSONL file.
+
+    A JSONL row gets a "place", the byte at which it begins, where `stored_tests` reads it again.
+    """
     path = hub_file(source.repository, source.rows)
     if path.endswith(".csv"):
         with open(path, newline="", encoding="utf-8") as file:
@@ -2085,7 +2087,7 @@ def rows_of_file(source: Source):
 def rows_of_viewer(source: Source):
     """Yield (number, row) for rows of the dataset viewer.
 
-    A page is fetched when its turn comes, and kept in a file.
+    A page is fetched when its first row is needed, and kept in a file.
     """
     starts = list(range(0, source.count, 100))  # The viewer gives at most 100 rows at a time.
     if source.is_sampled:
@@ -2126,8 +2128,7 @@ def fetch_page(hub: requests.Session, source: Source, start: int) -> list[dict]:
 
 
 def tests_of(problem: Problem) -> list[list[str]]:
-    """Return a program's tests as [input, output] pairs, from the benchmark's file if they are
-    there."""
+    """Return a program's tests as [input, output] pairs, if need be from the benchmark's file."""
     tests = problem.extra["tests"]
     return stored_tests(problem.id, **tests) if isinstance(tests, dict) else tests
 
@@ -2194,10 +2195,10 @@ BENCHMARKS = [*dict.fromkeys(key.split("/")[0] for key in SOURCES)]
 MIXES = {
     # 960 problems, chosen by "difficulty and diversity" (App. A.2)
     "paper": {"math500": 240, "mmlu": 240, "rlpr": 240, "livecodebench": 240},
-    # The part of them that trains further rounds (App. A.1)
+    # Those of the 960 that train further rounds (App. A.1)
     "recursion": {"livecodebench": 175, "rlpr": 175},
 }
-CANDIDATES = 600  # the largest number of problems of each benchmark among which `prepare` chooses
+CANDIDATES = 600  # `prepare` chooses from this many problems of each benchmark, if it has them
 
 
 def prepare(settings: "Settings"):
@@ -2236,7 +2237,7 @@ def prepare(settings: "Settings"):
 
 
 def those_that_teach(name: str, problems: list[Problem], pool: list) -> list[Problem]:
-    """Ask every worker every problem twice, print the headroom, and return what can teach."""
+    """Ask every worker each problem twice; print the headroom, return the problems that teach."""
     setup = Setup(Settings(repeats=2), pool)
     players = label_players({"workers": SYSTEMS["workers"]}, pool)
     rows = play_all(setup, players, f"prepare {name}", problems)
@@ -2674,8 +2675,8 @@ class Settings:
     checkpoint: str = flag(os.path.join(ASSETS, "laptop"), "the Conductor's folder")
     pool: str = flag(
         "",
-        "the workers: a name or a file, see workers.py. By default a comparison takes the local pool "
-        "of the Conductor's training, and `prepare` asks nobody",
+        "the workers: a name or a file, see workers.py. By default a comparison takes the local "
+        "pool of the Conductor's training, and `prepare` asks nobody",
     )
     limit: int = flag(225, "the largest number of problems of each benchmark")
     repeats: int = flag(1, "how many times each problem is asked")
