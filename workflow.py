@@ -94,11 +94,11 @@ class Rollout:
     number: int = 0  # distinguishes the rollouts of a question, and seeds the sampler
     call_prefix: str = ""  # begins the ids by which Replay knows its calls; "": no replay
 
-    # What the Conductor wrote. prompt_ids, tokens and logprobs are those of a local model.
+    # What the Conductor wrote; only a local model sets prompt_ids, tokens and logprobs
     written: str = ""
     prompt_ids: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)  # each token's, when it was sampled
+    logprobs: list[float] = field(default_factory=list)  # of each token when it was sampled
     finished: bool = True  # False: cut off at max_new_tokens
     workflow: Workflow | None = None
     invalid: str = ""  # why `written` is not a valid workflow
@@ -184,7 +184,7 @@ def read_subtask(element, i: int, workers: list[int]) -> dict:
 
 
 def write_access(step: Step, i: int) -> list:
-    sees_all_steps = 0 < i == len({*step.access})
+    sees_all_steps = i > 0 and len({*step.access}) == i
     return ["all"] if step.wrote_all or sees_all_steps else step.access
 
 
