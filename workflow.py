@@ -289,8 +289,8 @@ def steps_of(lists: dict, workers: list[int], max_steps: int, allow_empty: bool)
 class Prompting:
     """How a Conductor is asked for a workflow. conductor.json beside a checkpoint holds it."""
 
-    # Few-shot examples from other tasks (ood), the same tasks (in) or both (mixed), as in Table 4;
-    # zero-shot: none; short: the laptop's two lines, which rely on a warm start for the format.
+    # ood, in, mixed: few-shot examples from other tasks, the same tasks, or both (Table 4).
+    # zero-shot: no examples. short: the laptop's two lines, whose format a warm start teaches.
     prompt_style: str = "ood"
     max_steps: int = 5
     max_new_tokens: int = 1024
@@ -426,7 +426,7 @@ def conductor_chat(rollout: Rollout, prompting: Prompting, with_names: bool = Fa
         prompting: How the Conductor is asked.
         with_names: Show each worker's name, followed by its note if it has one.
     """
-    # The short prompt lists numbers only where some workers may not be used.
+    # If all workers may be used, their count is passed, so that the short prompt says "3 models".
     is_subset = len(rollout.workers or rollout.pool) < len(rollout.pool)
     workers = rollout.workers if is_subset else len(rollout.pool)
     notes = None
@@ -544,8 +544,8 @@ def parse(
     return workflow
 
 
-# What follows a list that is only a part of an expression, such as [0] * 6 or [0, 1][:1]. An
-# asterisk that is not followed by a factor belongs to Markdown.
+# What follows a list that is only a part of an expression: "* 6" in [0] * 6, "[:1]" in [0, 1][:1].
+# An asterisk without a factor belongs to Markdown.
 COMPUTED = re.compile(
     r"""\[|\.\w+\(|[ \t]*(?:\\?[*×][ \t]*(?:\d|\w+(?:\(|[ \t]*(?:[,\n]|$)))
     |\+[ \t]*[\w(\["']|if\b[^\n]{0,80}\belse\b)""",
@@ -583,7 +583,7 @@ def read_list(text: str, start: int) -> tuple[list | str, int]:
         return "the list is computed; write it out", end
     try:
         return ast.literal_eval("".join(pieces)), end
-    except (ValueError, SyntaxError):  # A comma is missing, or a number has thousands of digits.
+    except (ValueError, SyntaxError):  # For example, a comma is missing.
         return "this is no Python list", end
 
 
@@ -681,7 +681,7 @@ class Threads:
             try:
                 threading.Thread(target=self.work, daemon=True).start()
                 self.started += 1
-            except RuntimeError:  # The system allows no more threads: the job waits for one.
+            except RuntimeError:  # The system allows no more threads. The job waits for one.
                 if not self.started:
                     raise
 
