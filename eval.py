@@ -594,9 +594,8 @@ def named_systems(names: str) -> dict[str, System]:
         spec = word.strip()
         path, _, name = spec.rpartition(":")
         system = load_name(spec) if path else SYSTEMS.get(name)
-        known = f"only {', '.join(SYSTEMS)}, and FILE.py:NAME"
-        require(system is not None, f"--systems: there is no {spec}, {known}")
-        require(isinstance(system, System), f"--systems: {spec} is no eval.System")
+        known = f"only {', '.join(SYSTEMS)}, and FILE.py:NAME, an eval.System"
+        require(isinstance(system, System), f"--systems: there is no {spec}, {known}")
         systems[name] = system
     return systems
 
@@ -819,8 +818,11 @@ def compare_with_workers(rows: dict[str, dict], setup: Setup):
 
 
 def compare_systems(settings: "Settings"):
-    """Measure every chosen system on every benchmark, and print tables for each benchmark."""
-    # Load all that is needed, so that whatever is missing is an error before a worker is asked.
+    """Measure every chosen system on every benchmark, and print tables for each benchmark.
+
+    Whatever is wrong or missing is an error before the first worker is asked.
+    """
+    # The systems and the pool
     require(settings.limit > 0 and settings.repeats > 0, "--limit and --repeats are from 1 on")
     systems = named_systems(settings.systems)
     needs = set(itertools.chain(*(system.needs for system in systems.values())))
@@ -829,22 +831,30 @@ def compare_systems(settings: "Settings"):
         pool_name = choose_pool(settings.checkpoint, settings.pool)
     pool = load_pool(pool_name, replay=settings.replay, budget=settings.budget)
     players = label_players(systems, pool, settings.worker)
+
+    # The problems
     tests = {name: load(name, "test", settings.limit) for name in settings.benchmarks.split(",")}
     if any(problem.grader in ("code", "unittest") for problem in itertools.chain(*tests.values())):
         check_sandbox()
-    lessons = dict.fromkeys(tests, [])
+    lessons = {}
     if "lessons" in needs:
         lessons = {name: load(settings.lessons or name, "train", LESSONS) for name in tests}
+
+    # The money, and the files
+    n_questions = sum(map(len, tests.values())) * settings.repeats * (1 + settings.extra_rounds)
+    n_calls = 0.0
+    for system, _ in players.values():
+        n_calls += n_questions * (system.calls or len(pool)) + len(tests) * system.calls_to_learn
+    demand_budget(pool, settings.budget, round(n_calls), "this evaluation")
     settings = replace(settings, out=re.sub(r"\.jsonl?$", "", settings.out))
     if settings.out:
         open(f"{settings.out}.jsonl", "w").close()
-    n_calls = estimated_calls(settings, tests, [s for s, _ in players.values()], len(pool))
-    demand_budget(pool, settings.budget, n_calls, "this evaluation")
 
-    # Let the systems answer.
+    # The answers
     numbers = {}
     for name, problems in tests.items():
-        rows = play_all(Setup(settings, pool, lessons=lessons[name]), players, name, problems)
+        setup = Setup(settings, pool, lessons=lessons.get(name, []))
+        rows = play_all(setup, players, name, problems)
         print_with_legend(table(rows, f"{name}, {len(problems)} problems, %"))
         print_paper(name, pool)
         numbers |= {f"{name}, {label}": row for label, row in rows.items()}
@@ -861,7 +871,7 @@ def stop_if_spent(pool: list):
         )
 
 
-def label_players(systems: dict, pool: list, only: str = "") -> dict[str, tuple[System, int]]:
+def label_players(systems: dict, pool: list, only: str) -> dict[str, tuple[System, int]]:
     """Return label of a row -> (system, pool number of its worker), in the order of playing.
 
     only: The only worker with which systems of one worker play; "": they play once for each.
@@ -878,15 +888,6 @@ def label_players(systems: dict, pool: list, only: str = "") -> dict[str, tuple[
         else:
             players[name] = (system, 0)
     return players
-
-
-def estimated_calls(
-    settings: "Settings", tests: dict, systems: list[System], n_workers: int
-) -> int:
-    n_questions = sum(map(len, tests.values())) * settings.repeats * (1 + settings.extra_rounds)
-    to_answer = n_questions * sum(system.calls or n_workers for system in systems)
-    to_learn = len(tests) * sum(system.calls_to_learn for system in systems)
-    return round(to_answer + to_learn)
 
 
 def play_all(
@@ -2239,9 +2240,15 @@ def prepare(settings: "Settings"):
 def those_that_teach(name: str, problems: list[Problem], pool: list) -> list[Problem]:
     """Ask every worker each problem twice; print the headroom, return the problems that teach."""
     setup = Setup(Settings(repeats=2), pool)
-    players = label_players({"workers": SYSTEMS["workers"]}, pool)
-    rows = play_all(setup, players, f"prepare {name}", problems)
+    pools = [pool] * len(problems)
+    for repeat in range(2):
+        answered = ask_each(problems, pools, f"prepare {name}/{repeat}", range(len(pool)))
+        for worker, rollouts in zip(pool, zip(*answered)):
+            setup.played.setdefault(f"workers {worker.name}", []).extend(rollouts)
     stop_if_spent(pool)
+
+    rows = {label: measure(rollouts) for label, rollouts in setup.played.items()}
+    compare_with_workers(rows, setup)
     teaches = can_teach(right_answers(workers_alone(setup.played), 2))
     rows["share of problems that can teach"] = {"accuracy": float(teaches.mean())}
     print_with_legend(table(rows, f"{name}, {len(problems)} candidates, %"))
@@ -2711,8 +2718,9 @@ class Settings:
 def main(argv):
     settings = Settings()
     words = configure(settings, argv)
-    if settings.pool if words == ["prepare"] else settings.budget:
-        settings.replay = settings.replay or f"{DATA}/replies"
+    costs_money = settings.budget or (words == ["prepare"] and settings.pool)
+    if costs_money and not settings.replay:
+        settings.replay = f"{DATA}/replies"
     try:
         use_sandbox(settings.sandbox)
         if settings.grader:
