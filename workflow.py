@@ -36,6 +36,7 @@ from model import Qwen, Tokenizer, check_ids, compute_dtype, configure, fetch, f
 from model import read_json, write_json
 from sample import generate_each
 from workers import (
+    LIMITS,
     LOCAL,
     QUESTION,
     TASK,
@@ -953,13 +954,16 @@ def model_writer(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temper
 def worker_writer(worker, prompting: Prompting):
     """Return the writer of a worker that takes the Conductor's seat (Table 11).
 
-    Nothing has taught it who the workers are, so it is shown their names and notes.
+    Nothing has taught it who the workers are, so it is shown their names and notes. As in the
+    paper, it may write twice as many tokens as a worker, but not more than 8,192 for that.
     """
+    limits = {name: n for name, n in worker.params.items() if name in LIMITS}
+    doubled = {name: max(n, min(2 * n, 8192)) for name, n in limits.items()}
 
     def write_one(rollout: Rollout) -> Rollout:
         chat = conductor_chat(rollout, prompting, with_names=True)
         try:
-            rollout.written = worker.chat(chat, call_id(rollout, "conductor")).text
+            rollout.written = worker.chat(chat, call_id(rollout, "conductor"), **doubled).text
         except WorkerError as e:
             rollout.error = str(e)
         return rollout

@@ -422,6 +422,14 @@ def test_a_worker_in_the_seat_gets_the_prompt_and_its_lost_call_is_an_error():
     assert [(r.answer, r.error) for r in rollouts] == [("b", None), ("", "nobody answers")]
 
 
+@pytest.mark.parametrize("given, doubled", [(1000, 2000), (6000, 8192), (9000, 9000)])
+def test_a_worker_in_the_seat_may_write_twice_as_many_tokens(given, doubled):
+    seat = Player("seat", lambda m: lists((0, "x", [])), max_tokens=given, temperature=0.2)
+    pool = [Player("a", lambda m: "b")]
+    roll_out([Rollout("q", pool)], worker_writer(seat, Prompting()))
+    assert seat.overrides == [{"max_tokens": doubled}]
+
+
 def test_a_worker_in_the_seat_reads_names_and_notes():
     pool = [Player("deep", lambda m: "b"), Player("quick", lambda m: "c")]
     pool[1].note = "It answers short questions."
