@@ -393,10 +393,9 @@ def vote(workers: list[int] | None, likeness=None, call=ask_bare):
 
 
 def common_words(problem: Problem, answer: str, other: str) -> float:
-    """Return the share of all words of two answers that occur in both.
+    """Return how alike two answers are: of the words in either, the share that is in both.
 
-    Smoothie (arXiv 2412.04692) compares sentence embeddings instead, and does so over several
-    similar questions.
+    Smoothie (arXiv 2412.04692) compares sentence embeddings on several similar questions instead.
     """
     first, second = (set(re.findall(r"\w+", text.casefold())) for text in (answer, other))
     return len(first & second) / max(len(first | second), 1)
@@ -604,7 +603,7 @@ def named_systems(names: str) -> dict[str, System]:
 
 COLUMNS = {  # name -> format. A row's other keys are kinds of questions, which are percentages.
     "accuracy": ".1%",
-    "standard error": ".1%",  # in the paper's rows
+    "standard error": ".1%",  # only in the paper's rows
     "±": ".1%",
     "vs best": ".1%",
     "from": ".1%",
@@ -739,11 +738,11 @@ def best_worker(alone: dict[str, list[Rollout]]) -> str:
 
 
 def best_by_other_half(alone: dict[str, list[Rollout]]) -> list[Rollout]:
-    """Return the rollouts on each half of the problems of the worker that is best on the other.
+    """Return, for each half of the problems, the rollouts of the worker that is best on the other.
 
-    A worker that is chosen by the same answers that measure it may owe its place to luck. Here the
-    answers that choose and those that measure are on different problems. A hash of a problem's id
-    decides in which half it is.
+    If the same answers choose a worker and measure it, its accuracy is partly luck. Here one half
+    of the problems chooses the worker that the other half measures, and the other way round. A hash
+    of a problem's id decides in which half it is.
     """
     chosen = []
     for half in (0, 1):
@@ -795,8 +794,8 @@ def either_of_two(answers: np.ndarray) -> list[np.ndarray]:
 def compare_with_workers(rows: dict[str, dict], setup: Setup):
     """Compare the rows of a benchmark with what the workers reach alone, if "workers" played.
 
-    Adds the paired difference to the best worker to every row, and then the rows of the best worker
-    and of the headroom.
+    Adds the paired difference to the best worker to every row. Then adds two rows for the best
+    worker and the rows of `headroom`.
     """
     alone = workers_alone(setup.played)
     if not alone:
@@ -874,7 +873,7 @@ def stop_if_spent(pool: list):
 def label_players(systems: dict, pool: list, only: str) -> dict[str, tuple[System, int]]:
     """Return label of a row -> (system, pool number of its worker), in the order of playing.
 
-    only: The only worker with which systems of one worker play; "": they play once for each.
+    only: The name of the worker that plays systems of one worker; "": each worker plays them once.
     """
     names = [worker.name for worker in pool]
     numbers = [number for number, name in enumerate(names) if only in ("", name)]
@@ -937,7 +936,7 @@ def play(
 # Tables and files
 
 
-LEGEND = {  # of rows and columns
+LEGEND = {  # a row or a column of a table -> what it means
     "seat": "a prompted, untrained LLM conducts; its own calls are not in its row",
     "best-of-n": "a vote over answers of the best single worker in hindsight, as many as the "
     "Conductor's spend pays for (see calls)",
@@ -2059,7 +2058,7 @@ def benchmark(name: str, split: str, limit: int | None = None) -> list[Problem]:
 def hub_file(repository: str, file: str) -> str:
     """Return the local path of a data set's file, which is downloaded once.
 
-    HF_TOKEN opens sets whose owner demands that one accepts terms.
+    A gated data set needs HF_TOKEN.
     """
     folder = f"{DATA}/{repository}"
     endpoint = os.environ.get("HF_ENDPOINT") or None
@@ -2071,7 +2070,8 @@ def hub_file(repository: str, file: str) -> str:
 def rows_of_file(source: Source):
     """Yield (number, row) for the rows of a CSV or JSONL file.
 
-    A JSONL row gets a "place", the byte at which it begins, where `stored_tests` reads it again.
+    A JSONL row also gets a "place": its file, and the byte at which it begins. Later `stored_tests`
+    reads it there again.
     """
     path = hub_file(source.repository, source.rows)
     if path.endswith(".csv"):
@@ -2161,28 +2161,28 @@ def stored_tests(id: str, file: str, at: int) -> list[list[str]]:
         raise ValueError(f"{path}, byte {at}: {reason}; {remedy}") from e
 
 
-# The table of benchmarks: NAME/SPLIT, or NAME where one data set serves both splits.
-# In brackets, the numbers of problems in the paper (App. A.2).
+# The table of benchmarks: NAME/SPLIT, or NAME where one data set serves both splits. Where comments
+# speak of the paper, they say how many problems it used (App. A.2).
 # fmt: off
 SOURCES = {
-    # [300 for training, 100 for testing]
+    # The paper: 300 for training, 100 for testing
     "math500": Source("HuggingFaceH4/MATH-500", "test.jsonl", 500, "MIT", math_problem),
-    # [46,620 and 15,540 of 77,700]
+    # The paper: 46,620 for training and 15,540 for testing, of 77,700
     "rlpr": Source(
         "openbmb/RLPR-Train-Dataset", "default/train", 77687, "CC BY-NC 4.0", rlpr_problem, True),
     "mmlu/train": Source("cais/mmlu", "all/auxiliary_train", 99842, "MIT", choice_problem, True),
-    "mmlu/test": Source("cais/mmlu", "all/test", 14042, "MIT", choice_problem),  # [14,042]
-    # Release V1, up to March 2024, and what release V6 added [V1 and V6]
+    "mmlu/test": Source("cais/mmlu", "all/test", 14042, "MIT", choice_problem),  # The paper: all
+    # Release V1, up to March 2024, and what release V6 added. The paper: V1 and V6
     "livecodebench/train": Source(
         "livecodebench/code_generation_lite", "test.jsonl", 400, "CC", livecodebench_problem),
     "livecodebench/test": Source(
         "livecodebench/code_generation_lite", "test6.jsonl", 175, "CC", livecodebench_problem),
-    # [30]
+    # The paper: all
     "aime25/test": Source("yentinglin/aime_2025", "default/train", 30, "not said", math_problem),
-    # [148]
+    # The paper: all
     "bigcodebench/test": Source(
         "bigcode/bigcodebench-hard", "default/v0.1.4", 148, "Apache 2.0", bigcodebench_problem),
-    # [198]
+    # The paper: all
     "gpqa/test": Source(
         "Idavidrein/gpqa", "gpqa_diamond.csv", 198, "CC BY 4.0; gated: accept its terms",
         gpqa_problem),
@@ -2199,7 +2199,7 @@ MIXES = {
     # Those of the 960 that train further rounds (App. A.1)
     "recursion": {"livecodebench": 175, "rlpr": 175},
 }
-CANDIDATES = 600  # `prepare` chooses from this many problems of each benchmark, if it has them
+CANDIDATES = 600  # the largest number of problems of a benchmark from which `prepare` chooses
 
 
 def prepare(settings: "Settings"):
