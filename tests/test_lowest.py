@@ -1,5 +1,7 @@
-"""The lowest versions that requirements.txt allows, beside the torch that is installed: every file is
-imported with them, and a worker answers."""
+"""The lowest versions that requirements.txt allows, installed beside the present torch.
+
+With them, every file can be imported, and a local worker answers.
+"""
 
 import os
 import re

@@ -1,4 +1,8 @@
-"""Running code: what honest programs need, how outputs are judged, what attackers do not get."""
+"""Running code: honest programs, compared with what they print outside a sandbox; hostile ones.
+
+Outputs are judged as the official graders of LiveCodeBench and BigCodeBench judge them. A hostile
+program is compared with what it attacks: a file, a process, a server, a key, an expected output.
+"""
 
 import contextlib
 import glob
@@ -25,6 +29,7 @@ from eval import (
 
 
 def refused():
+    """Return why no sandbox can be started here, or None if one can."""
     try:
         check_sandbox()
     except OSError as e:
@@ -35,16 +40,17 @@ sandboxed = pytest.mark.skipif(refused() is not None, reason=str(refused()))
 
 
 def output(program, test="", seconds=60.0, **more):
-    """Return what a program prints, or None if it fails."""
+    """Return the text that a program prints, or None if the program fails."""
     (out,) = run_code(program, None, [test], seconds, **more)
     return None if out is None else out.decode()
 
 
 def passes(code, *tests, fn_name=None):
+    """Return whether code passes tests, [input, output] each, as LiveCodeBench judges it."""
     return passes_livecodebench(code, tests, fn_name, 60)
 
 
-# -----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Reading a response, judging an output
 
 
@@ -90,10 +96,10 @@ PRINTED = [
     (b"1 2\n3\n", "1 2\n3", True),
     (b"  1 2  \n3", "1 2\n3\n\n", True),
     (b"1\n\n2", "1\n2", False),  # an empty line in the middle counts
-    (b"a  b", "a b", False),  # as text, spaces count
+    (b"a  b", "a b", False),  # in text, every space counts
     (b"1.0  2.50", "1 2.5", True),
-    (b"50000000000000001", "50000000000000000", False),  # equal as floats
-    (b"yes 1.0", "yes 1", False),  # a line is numbers or text
+    (b"50000000000000001", "50000000000000000", False),  # as floats they would be equal
+    (b"yes 1.0", "yes 1", False),  # a line with a word is compared as text
     (b"NaN 1", "nan 1", False),
     (b"1", "", False),
     (None, "", False),
@@ -121,23 +127,29 @@ def test_same_output(out, expected, same, returned):
     assert same_output(out, expected, returned) == same
 
 
-# -----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Honest programs
 
-SUMS = [  # each prints the sum of the three numbers that it reads
+# Given the lines 1, 2 and 3, each program prints their sum.
+SUMS = [
     "print(sum(int(line) for line in sys.stdin))",
     "print(sum(map(int, open('/dev/stdin'))))",
     "import os\nos.write(1, b'%d' % sum(map(int, os.read(0, 10**6).split())))",
     "total = int(input()) + int(input()) + int(input())\nprint(total)\nquit()\nprint('no')",
     "print(sum(map(int, sys.stdin)))\nsys.exit(1)",
     "def main():\n    print(sum(map(int, stdin)))\nif __name__ == '__main__':\n    main()",
-    "def f(n):\n    return n and 1 + f(n - 1)\nprint(sum(map(int, sys.stdin)) + f(20_000) - 20_000)",
-    "class A:\n    pass\nimport pickle\npickle.loads(pickle.dumps(A()))\nprint(sum(map(int, sys.stdin)))",
-    "import concurrent.futures as c\nc.ThreadPoolExecutor(4).submit(lambda: print(sum(map(int, sys.stdin))))",
-    "import multiprocessing as m\nwith m.Pool(2) as pool:\n    print(sum(pool.map(int, sys.stdin)))",
-    "from multiprocessing import shared_memory as s\nm = s.SharedMemory(create=True, size=9)\nm.buf[0] = 6\n"
-    "print(m.buf[0])\nm.unlink()",
-    "import subprocess\nprint(subprocess.check_output([sys.executable, '-c', 'print(6)'], text=True))",
+    "def f(n):\n    return n and 1 + f(n - 1)\n"
+    "print(sum(map(int, sys.stdin)) + f(20_000) - 20_000)",
+    "class A:\n    pass\nimport pickle\npickle.loads(pickle.dumps(A()))\n"
+    "print(sum(map(int, sys.stdin)))",
+    "import concurrent.futures as c\n"
+    "c.ThreadPoolExecutor(4).submit(lambda: print(sum(map(int, sys.stdin))))",
+    "import multiprocessing as m\nwith m.Pool(2) as pool:\n"
+    "    print(sum(pool.map(int, sys.stdin)))",
+    "from multiprocessing import shared_memory as s\nm = s.SharedMemory(create=True, size=9)\n"
+    "m.buf[0] = 6\nprint(m.buf[0])\nm.unlink()",
+    "import subprocess\n"
+    "print(subprocess.check_output([sys.executable, '-c', 'print(6)'], text=True))",
     "import os, tempfile\nwith tempfile.NamedTemporaryFile('w', dir=os.path.expanduser('~')) as f:\n"
     "    f.write('6')\n    f.flush()\n    print(open(f.name).read())",
     "h: List[int] = []\nheappush(h, gcd(12, 18))\nprint(max(Counter(h)), end='')",
@@ -180,7 +192,8 @@ def test_failing_programs(program):
     [
         "class Solution:\n    def add(self, a: List[int], b: int) -> List[int]:\n"
         "        print('debugging', [9])\n        return tuple(x + b for x in a)",
-        "def add(a, b):\n    return [x + b for x in a]\nif __name__ == '__main__':\n    raise SystemExit(1)",
+        "def add(a, b):\n    return [x + b for x in a]\n"
+        "if __name__ == '__main__':\n    raise SystemExit(1)",
         "import numpy as np\ndef add(a, b):\n    return [np.int64(x + b) for x in a]",
         "seen = []\ndef add(a, b):\n    seen.append(1)\n    assert len(seen) == 1\n"
         "    return [x + b for x in a]",  # each test starts afresh
@@ -195,7 +208,7 @@ def test_functions(code):
 @pytest.mark.parametrize(
     "value, expected, same",
     [
-        ("(1, 2)", "[1, 2]", True),  # at the top alone a tuple is a list
+        ("(1, 2)", "[1, 2]", True),  # the returned tuple counts as a list, one inside it does not
         ("[(1, 2)]", "[[1, 2]]", False),
         ("{1: 2}", '{"1": 2}', False),
         ("defaultdict(int, a=1)", '{"a": 1}', True),
@@ -212,7 +225,7 @@ def test_values_as_in_the_official_grader(value, expected, same):
 
 @sandboxed
 def test_what_stands_before_a_program_is_no_solution():
-    assert not passes("x = 1", ["1\n2", "1"], fn_name="gcd")  # math's, which LiveCodeBench imports
+    assert not passes("x = 1", ["1\n2", "1"], fn_name="gcd")  # math.gcd stands before it
     assert passes("def gcd(*numbers):\n    return len(numbers)", ["1\n2", "2"], fn_name="gcd")
 
 
@@ -227,7 +240,7 @@ def test_many_at_once():
     assert outs == [f"['{i}']\n" for i in range(8)]
 
 
-# -----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Why a program is wrong
 
 
@@ -289,12 +302,15 @@ class TestCases(unittest.TestCase):
         (RIGHT, ""),
         (
             RIGHT.removeprefix("from collections import Counter\n"),
-            "",
-        ),  # the prompt stands before it
+            "",  # the prompt, which has the import, stands before it
+        ),
         (RIGHT + "\nprint(task_func(['a']))\nif __name__ == '__main__':\n    1 / 0", ""),
-        ("pass", "TypeError"),  # the prompt's own function, with `pass`
+        ("pass", "TypeError"),  # it becomes the body of the prompt's function
         (RIGHT.replace("if n < 1", "if n < 0"), "test_case_2"),
-        (RIGHT.replace("most_common(n)", "most_common(2)"), "test_case_4"),  # one subtest of two
+        (
+            RIGHT.replace("most_common(n)", "most_common(2)"),
+            "test_case_4",
+        ),  # one of two subtests fails
         (RIGHT + "\n)", "SyntaxError"),
         ("import sys\nsys.exit(0)", "not every test ran"),
         ("import os\ndef task_func(*_):\n    os._exit(0)", "not every test ran"),
@@ -309,13 +325,13 @@ def test_bigcodebench(code, told):
     assert told in why and bool(told) == bool(why)
 
 
-# -----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What a program does not get
 
 
 @pytest.fixture
 def secret(tmp_path):
-    """Return a file that every user may read and change, in a folder like that."""
+    """Return a file that every user may read and change; so may they its folder."""
     for folder in tmp_path.parents[:2]:
         folder.chmod(0o755)
     tmp_path.chmod(0o777)
@@ -325,7 +341,8 @@ def secret(tmp_path):
     return file
 
 
-ATTEMPTS = [  # at `path`, a file that everybody may change, its `folder`, a server, a process `pid`
+# Attacks on `path` (a file that every user may change), its `folder`, a `server` and a process `pid`.
+ATTEMPTS = [
     "open(path).read()",
     "open(path, 'w').write('x')",
     "open(path + '2', 'w').write('x')",
@@ -349,7 +366,10 @@ def test_nothing_of_yours(attempt, secret):
     with socket.create_server(("127.0.0.1", 0)) as server:
         said = output(f"""
 import os, socket
-path, folder, pid, server = {str(secret)!r}, {str(secret.parent)!r}, {victim.pid}, {server.getsockname()!r}
+path = {str(secret)!r}
+folder = {str(secret.parent)!r}
+pid = {victim.pid}
+server = {server.getsockname()!r}
 try:
     print("done", {attempt})
 except OSError:
@@ -377,7 +397,7 @@ def test_no_key(monkeypatch):
 
 
 def running(word):
-    """Whether a process runs whose command line contains the word."""
+    """Return whether the command line of a running process contains the word."""
     for line in glob.glob("/proc/[0-9]*/cmdline"):
         with contextlib.suppress(OSError), open(line) as f:
             if word in f.read():
@@ -400,12 +420,15 @@ def test_what_a_program_starts_ends_with_it(end):
     assert not running(word)
 
 
-LIMITED = {  # each says "stopped" when it is refused more
-    "processes": "for _ in range(1000):\n    if os.fork() == 0:\n        os.execl('/bin/sleep', 'x', '60')",
+# Programs that take ever more of a resource, until they are refused.
+LIMITED = {
+    "processes": "for _ in range(1000):\n    if os.fork() == 0:\n"
+    "        os.execl('/bin/sleep', 'x', '60')",
     "memory": "a = []\nfor _ in range(64):\n    a.append(bytes(1 << 25))",
     "shared memory": "import mmap\na = [mmap.mmap(-1, 1 << 28) for _ in range(16)]",
     "descriptors": "a = []\nwhile True:\n    a.append(os.dup(0))",
-    "a large file": "with open('f', 'wb') as f:\n    for _ in range(64):\n        f.write(bytes(1 << 20))",
+    "a large file": "with open('f', 'wb') as f:\n    for _ in range(64):\n"
+    "        f.write(bytes(1 << 20))",
     "many files": "for i in range(16):\n    open(str(i), 'wb').write(bytes(16 << 20))",
     "/dev/shm": "for i in range(16):\n    open(f'/dev/shm/{i}', 'wb').write(bytes(16 << 20))",
     "output": "while True:\n    os.write(1, bytes(1 << 20))",
@@ -450,7 +473,8 @@ def test_it_ends(program):
         "import os\ndef f(x):\n    os._exit(0)",
         "import sys\ndef f(x):\n    sys.exit(0)",
         "def f(x):\n    print('PASS', True, '42')\n    return 0",
-        "class E(int):\n    __eq__ = lambda *_: True\n    __hash__ = int.__hash__\ndef f(x):\n    return E(0)",
+        "class E(int):\n    __eq__ = lambda *_: True\n    __hash__ = int.__hash__\n"
+        "def f(x):\n    return E(0)",
         "from unittest.mock import ANY\ndef f(x):\n    return ANY",
         "import json\njson.dumps = lambda *a, **k: 'true'\ndef f(x):\n    return 0",
     ],
@@ -461,7 +485,10 @@ def test_forged_success(program):
 
 @sandboxed
 def test_the_expected_output_is_not_there():
-    """A program that knows half of it searches every object and every file descriptor."""
+    """A program that is given the first half of it does not find the second half.
+
+    It searches all Python objects and all file descriptors of its process.
+    """
     word = secrets.token_hex(16)
     program = """
 import gc, os, re
@@ -478,7 +505,7 @@ print(re.findall(half + "[0-9a-f]{16}", text), half in text)
     assert passes(program, [word[:16], "[] True"]) and not passes(program, [word[:16], word])
 
 
-# -----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Another sandbox, and none
 
 
@@ -493,12 +520,12 @@ def test_a_bwrap_that_may_not_is_refused_in_its_words(tmp_path, monkeypatch):
         OSError, match="bwrap: No permissions(?s:.*)apparmor_restrict_unprivileged_userns=0"
     ):
         check_sandbox()
-    with pytest.raises(OSError, match="No permissions"):  # no wrong answer
+    with pytest.raises(OSError, match="No permissions"):  # the answer is not called wrong
         passes_livecodebench("print(1)", [["", "1"]])
 
 
 def test_no_sandbox(monkeypatch):
-    """Without a sandbox, programs still see no key, and those of root run as another user."""
+    """Without a sandbox, programs still see no key, and root's programs run as another user."""
     monkeypatch.setenv("OPENAI_API_KEY", "planted")
     use_sandbox("none")
     try:
