@@ -61,7 +61,7 @@ def advantages(rewards, mask=None):
     mean = (rewards * mask).sum(1) / count  # (Q)
     centred = (rewards - mean[:, None]) * mask  # (Q, G)
     centred[centred.abs() < 1e-6] = 0.0  # the rounding error of a mean of equal rewards
-    std = ((centred**2).sum(1) / count).sqrt()  # (Q), the population's: divided by n, not n - 1
+    std = ((centred**2).sum(1) / count).sqrt()  # (Q); divided by the count, not the count - 1
     return centred / std.clamp(min=1e-6)[:, None]
 
 
@@ -244,7 +244,7 @@ def clipped_step(model, optimizer, max_grad_norm: float) -> float:
     is taken.
     """
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    if hasattr(norm, "full_tensor"):  # FSDP: each rank has its own shards' part
+    if hasattr(norm, "full_tensor"):  # FSDP: each rank has the norm of its own shards
         norm = norm.full_tensor()
     norm = float(norm)
     if math.isfinite(norm):
@@ -282,8 +282,8 @@ def pack(groups, device):
     Returns ids, positions, targets and predictors as tensors, and the `attend` for this row.
     """
     ids, positions, targets, predictors = [], [], [], []
-    lengths = []  # of each piece of the row, which is a prompt or a completion
-    seen = []  # the places in the row that the last token of each piece sees
+    lengths = []  # the number of tokens of each piece; a piece is a prompt or a completion
+    seen = []  # for the last token of each piece, the places in the row that it sees
     for prompt, completions in groups:
         prompt_places = range(len(ids), len(ids) + len(prompt))
         ids += prompt
@@ -313,7 +313,7 @@ def packed_attention(lengths: list[int], seen: list[list[int]], device):
     """
     places = torch.tensor([*itertools.chain(*seen)], device=device)  # (S)
     n_seen = [len(some) for some in seen]
-    ends = []  # the cumulative lengths that varlen_attn takes: of the T queries, and of the S keys
+    ends = []  # where each piece ends, among the T queries and among the S keys
     for sizes in (lengths, n_seen):
         cumulative = [0, *itertools.accumulate(sizes)]
         ends.append(torch.tensor(cumulative, dtype=torch.int32, device=device))

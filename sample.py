@@ -147,7 +147,7 @@ def attend_shared(grid, place, layer_idx, q, k, v):
     """Store the newest token's key and value of each row, and return its attention (N, H, 1, D).
 
     q is (N, H, 1, D), k and v are (N, Hkv, 1, D), for N = Q*R rows that all have t own tokens.
-    `place` is t - 1 (1), the newest one's place in the cache.
+    `place` (1) holds t - 1, where the newest token's key and value belong in the cache.
     """
     prompt_kv = grid.prompt_kv[layer_idx]  # (2, Q, Hkv, P, D)
     own_kv = grid.own_kv[layer_idx][..., : grid.T, :]  # (2, N, Hkv, T, D)
@@ -212,8 +212,8 @@ def attend_in_kernels(q, prompt_kv, prompt_length, own_kv, t):
     prompt_y = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     prompt_lse = torch.empty(N, H, dtype=torch.float32, device=q.device)
 
-    # A tile is 16 KB of keys in bf16 and 8 KB in fp32. With up to 128 channels, the kernel then takes
-    # 88 KB of shared memory at most (112 KB on Hopper). Cards that compute in bf16 have 99 KB.
+    # A tile is 16 KB of keys in bf16 and 8 KB in fp32. With up to 128 channels, the kernel then
+    # takes 88 KB of shared memory (112 KB on Hopper). Cards that compute in bf16 have at least 99.
     D_PADDED = max(16, triton.next_power_of_2(D))
     tile = 8192 if q.element_size() == 2 else 2048  # numbers
     parts = ((Q, prompt_kv, prompt_length, True), (N, own_kv, t.expand(N), False))
@@ -250,7 +250,7 @@ if triton:
         y,  # (N, Hkv, G, D), the result of the second part
         prompt_y,  # (N, Hkv, G, D), the result of the first part, in fp32
         prompt_lse,  # (N, Hkv, G), the log of the sum of exp(scores) of the first part
-        n_rows,  # N / B
+        n_rows,  # N / B, how many rows of q share row b of k and v
         length_step,
         kv_row,
         kv_head,
@@ -273,15 +273,16 @@ if triton:
         h = tl.program_id(0) % Hkv
         query = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
         is_query = query < n_rows * G
-        place = ((b * n_rows + query // G) * Hkv + h) * G + query % G  # in (N, Hkv, G)
+        # The place of each query among all (N, Hkv, G), and of its channels.
+        place = ((b * n_rows + query // G) * Hkv + h) * G + query % G
         d = tl.arange(0, D_PADDED)
         is_channel = d < D
         tile = place[:, None] * D + d[None, :]
         in_tile = is_query[:, None] & is_channel[None, :]
         queries = tl.load(q + tile, in_tile, 0.0)
 
-        # The running softmax starts empty, or where the first part ended: as if that had been one
-        # key whose score is prompt_lse and whose value is prompt_y.
+        # In the first part the running softmax starts empty. The second part starts with the result
+        # of the first, as if the prompt were one key with score prompt_lse and value prompt_y.
         if IS_FIRST:
             largest = tl.full((QUERIES,), -float("inf"), tl.float32)
             total = tl.zeros((QUERIES,), tl.float32)
@@ -356,15 +357,15 @@ class Grid:
         self.running = list(range(N))  # the rollouts that were not yielded yet
 
         with self.device:
-            # What the rollouts are.
+            # One entry for each rollout that the grid starts with.
             self.tokens = torch.zeros(N, max_new_tokens, dtype=torch.long)
             self.logprobs = torch.zeros(N, max_new_tokens, dtype=torch.float32)
             self.lengths = torch.zeros(N, dtype=torch.long)  # 0 while a rollout goes on
             self.ends = torch.tensor(eos_id, dtype=torch.long).view(-1)
             self.t = torch.zeros(1, dtype=torch.long)
 
-            # What is in the cells.
-            self.rollouts = torch.arange(N)  # the number of a cell's rollout
+            # One entry for each cell.
+            self.rollouts = torch.arange(N)  # the number of the rollout in the cell
             self.seeds = seeds.flatten().to(self.device)
             self.newest = torch.zeros(N, dtype=torch.long)  # each cell's last token
 
@@ -390,7 +391,8 @@ class Grid:
             self.step()
 
     def prefill(self):
-        """Store the prompts' keys and values, some at a time, and draw all first tokens."""
+        """Run the prompts through the model, a few at a time; keep their keys and values, and draw
+        the first token of every rollout."""
         logits = []
         at_once = max(1, PREFILL_TOKENS // self.P)
         for start in range(0, self.Q, at_once):
@@ -482,7 +484,7 @@ def cache(model, rows: int, length: int) -> list:
     """
     dtype = model.lm_head.weight.dtype
     if model.device.type == "cpu":
-        dtype = torch.float32  # in which `causal` attends there
+        dtype = torch.float32  # `causal` computes in it on a CPU
     shape = (2, rows, model.config.num_key_value_heads, length, model.config.head_dim)
     return [torch.zeros(shape, dtype=dtype, device=model.device) for _ in model.model.layers]
 
