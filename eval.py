@@ -1085,8 +1085,8 @@ CLAIM = re.compile(
 # A list of all options, as after "Let me check each option:", which claims none of them
 OPTIONS = re.compile(r"\W*A[).:][^\n]*\n\s*\W*B[).:]")
 
-# The start of a sentence whose claim does not count: "If x is 3, the answer is". It counts after a
-# conclusion: "A is not possible, so the answer is"
+# Text before a claim that cancels it: a condition or a doubt ("If x is 3, the answer is"), or a
+# negation. A negation ends at a conclusion: "A is not possible, so the answer is" claims something.
 DENIED = re.compile(
     r"""(?xi)(?:
         \b(?:if|whether|unless|doubt|unlikely)\b [^.!?\n]*
@@ -1221,7 +1221,8 @@ CHARACTERS = str.maketrans(
 )
 RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻₀₁₂₃₄₅₆₇₈₉", "0123456789+-0123456789")
 
-# The character that a LaTeX command stands for: \le is ≤. HTML names most of them as LaTeX does.
+# The character that a LaTeX command stands for: \le is ≤. Python's table of HTML entities has most
+# of them, since their names are mostly LaTeX's.
 SIGNS = {name.rstrip(";"): sign for name, sign in html5.items() if len(sign) == 1}
 SIGNS |= dict(
     pair.split("=")
@@ -1339,7 +1340,7 @@ RULES = [
     (r"(?<![A-Za-z0-9})π])\s|(?<=[})π])\s(?![A-Za-z])|\s(?![A-Za-z0-9])", ""),
     # Full stops: 5. -> 5
     (r"(?:(?<!\.)\.|[\\,;])$", ""),
-    # Approximations: √2 ≈ 1.41 -> √2, ≈ 1.41 -> 1.41
+    # Approximations: √2 ≈ 1.41 -> √2; alone, ≈ 1.41 -> 1.41
     (r"(?<=[^x=])≈-?\d*\.\d+\D*$|^(?:[a-z]=?)?≈(?=\d*\.)", ""),
     # Fractions without braces: \frac12 -> \frac{1}{2}
     (r"\\frac ?(\d)", r"\\frac{\1}"),
@@ -1482,7 +1483,8 @@ class Expression:
         last_sign = ""
         while True:
             sign = self.tokens[0]
-            side_by_side = (3, operator.mul) if sign in self.known else (0, None)  # 2x, or the end
+            # No operator follows: a factor does (2x), or the expression ends here.
+            side_by_side = (3, operator.mul) if sign in self.known else (0, None)
             strength, function = OPERATORS.get(sign[0], side_by_side)
             if strength < weakest:
                 return value
@@ -1685,8 +1687,8 @@ def same_math(answer: str, gold: str, tolerance: float = 0.0) -> bool:
         return answer.strip() == gold.strip() != ""
     texts = [normalize(answer), normalize(gold)]
 
-    # If the gold answer has no name, drop a sum and the numbers of solutions: 5 for m+n=5, and
-    # x=1,x=-3 for x_1=1,x_2=-3.
+    # If the gold answer names no unknown, remove "m+n=" before the answer (m+n=5 -> 5), and the
+    # subscripts that number solutions (x_1=1,x_2=-3 -> x=1,x=-3).
     if "=" not in texts[1]:
         texts[0] = re.sub(r"^[a-z](?:[+-][a-z])+=", "", texts[0])
         texts[0] = re.sub(r"(^|,)([a-z])_\w ?=", r"\1\2=", texts[0])
@@ -1744,7 +1746,7 @@ LETTER_FIRST = re.compile(
         (?:(?:not|rather[ ]than|instead[ ]of)(?:[\s,()]|(?:[A-J]|or|nor|and)\b)+$)?
         (.*)"""
 )
-# "its text (B)"
+# The text of an option followed by its letter: "photosynthesis (B)"
 LETTER_LAST = re.compile(r"(?i)(.*?)[\s,:-]*\((?:option |choice )?([A-J])\)[\s.]*")
 
 

@@ -498,7 +498,7 @@ def read_usage(usage) -> tuple[int, int, float] | None:
     if not all(type(n) is int and 0 <= n < 1e9 for n in counts):
         return None
 
-    if is_anthropic:  # Its input tokens are those that have nothing to do with the cache.
+    if is_anthropic:  # whose input_tokens leave out the tokens read from or written to the cache
         n_in += read + written
     n_out = max(n_out, total - n_in)  # Some servers count the reasoning in the total only.
     return n_in, n_out, n_in + 0.25 * written + 0.75 * for_an_hour
@@ -507,7 +507,8 @@ def read_usage(usage) -> tuple[int, int, float] | None:
 PROTOCOLS = {  # name -> (what writes its requests, what reads its replies)
     "openai": (openai_request, openai_reply),
     "anthropic": (anthropic_request, anthropic_reply),
-    "python": (openai_request, None),  # Nothing is sent; the request's length bounds the cost.
+    # A Python function is sent no request. One is written because its length bounds the cost.
+    "python": (openai_request, None),
 }
 
 
@@ -638,7 +639,7 @@ def check_pool(entries: list[dict], budget: float = 0.0) -> list[str]:
         if ending:
             wrong["base_url"] = f"leave out {ending[0]} at its end; each call appends its own path"
 
-        # What the environment, the disk and the budget lack.
+        # What is missing outside the entry: the key, the function's file, a price for the budget.
         variable = entry.get("api_key_env")
         if variable and "api_key_env" not in wrong and not os.environ.get(variable):
             wrong["api_key_env"] = f"${variable} is not set"
@@ -951,7 +952,11 @@ def local_note(name: str) -> str:
 
 
 def sums(left: dict, right: dict) -> dict:
-    """Return every sum, difference and product of two expressions, with its value."""
+    """Return the sums, differences and products of each two expressions, with their values.
+
+    `left` and `right` map expressions to their values: {"2": "2"} and {"tres": "3"} give
+    {"2 + tres": "5", "2 - tres": "-1", "2 * tres": "6"}.
+    """
     values = {}
     for a, x in left.items():
         for b, y in right.items():
@@ -1348,7 +1353,10 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     def send_error(self, code, message=None, explain=None):
-        """Answer what http.server itself refuses: a method that it does not know, odd headers."""
+        """Send the error for a request that http.server itself rejects.
+
+        Examples are an unknown method and malformed headers.
+        """
         self.close_connection = True
         if code == 501:
             self.fail(405, f"{message}; {PATHS}", Allow="GET, HEAD, POST")

@@ -449,8 +449,8 @@ def conductor_chat(rollout: Rollout, prompting: Prompting, with_names: bool = Fa
 
 # ---- Parsing -------------------------------------------------------------------------------------
 
-# The name of a list, and what models put between it and the opening bracket: quotes of Markdown or
-# JSON, a type (list[int]), a remark in parentheses, and = or :.
+# Matches the name of a list and what models write before its bracket: quotes of Markdown or JSON, a
+# type annotation (list[int]) or a remark in parentheses, then "=" or ":".
 NAME = (
     "(?<![A-Za-z0-9_])(?:"
     + "|".join(f"(?P<{form.name}>{form.spellings})" for form in LISTS)
@@ -985,7 +985,10 @@ def worker_writer(worker, prompting: Prompting):
 
 
 def strip(rollout: Rollout, **changes) -> Rollout:
-    """Return a copy of all rounds without pools and problems, for other ranks and for files."""
+    """Return a copy of a rollout and its previous rounds without their pools and problems.
+
+    Only such a copy can be sent to other ranks or written to a file.
+    """
     previous = rollout.previous and strip(rollout.previous, **changes)
     return replace(rollout, pool=[], problem=None, previous=previous, **changes)
 
