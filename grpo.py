@@ -4,15 +4,15 @@
    keeps log π_old(o_it), the log-probability with which it drew token t of completion i.
 2. Reward. workflow.py runs each completion's workflow and eval.py grades the answer. The reward is
    r_i = 0 (no workflow), 0.5 (wrong answer) or 1 (right answer); see `reward` in train.py.
-3. Compare (Eq. 2, `advantages`). A completion's advantage is the distance of its reward from the
-   group's mean, in standard deviations of the group:  A_i = (r_i - mean(r)) / std(r).
+3. Compare (Eq. 2, `advantages`). A completion's advantage is the difference between its reward and
+   the group's mean, in standard deviations of the group:  A_i = (r_i - mean(r)) / std(r).
 4. Score again (`packed_logprobs`). The model in training computes log π(o_it) of the same tokens.
    A micro-batch is one row of tokens: each prompt once, followed by all of its completions.
 5. Clip (`surrogate`). With the ratio ρ_it = π(o_it) / π_old(o_it), a token contributes
    S_it = min(ρ_it · A_i, clip(ρ_it, 1 - ε, 1 + ε) · A_i).
 6. Average (Eq. 1, `update`) over the M completions of all groups and the tokens of each:
    J = 1/M · Σ_i 1/|o_i| · Σ_t (S_it - β_i · KL_it),
-   where KL_it = Σ_v π_ref(v) · log(π_ref(v) / π(v)) over all ids v that could stand there.
+   where KL_it = Σ_v π_ref(v) · log(π_ref(v) / π(v)) over all token ids v that could be sampled.
    The paper has no KL (β = 0). Here β_i = β · (share of wrong answers in the group of i).
 7. Step (`clipped_step`). Adam follows the gradient of J, clipped to a norm of at most 1.
 
@@ -184,11 +184,12 @@ def update(
             exploring questions that it fails and may become certain about those that it solves.
         reference: π_ref; needed if beta > 0.
         temperature, n_ids: As the rollouts were sampled.
-        token_budget: The largest number of tokens in a micro-batch.
+        token_budget: Tokens of a micro-batch, without those of its first prompt. A longer
+            completion gets a micro-batch of its own.
         max_grad_norm: The gradient is scaled down to this norm.
 
     Returns:
-        The means of `statistics` over the tokens of all ranks that have a gradient (None if there
+        The means of `statistics` over all ranks' tokens that contribute a gradient (None if there
         are none), grad_norm before clipping, and skipped (0 or 1).
     """
     # Rollouts with neither an advantage nor a KL have no gradient. They only count in the mean.
@@ -400,11 +401,11 @@ def all_logprobs(policy: Qwen, hidden, temperature, n_ids):
 
 
 def micro_batches(rollouts: list[Rollout], token_budget: int) -> list[list[Rollout]]:
-    """Split rollouts into batches of at most `token_budget` tokens each.
+    """Split rollouts into batches of at most `token_budget` tokens, without their first prompts.
 
     A longer rollout is a batch of its own. Rollouts of one prompt stand together, and by length, as
     attend_in_turn takes neighbours of equal size together. A prompt counts once in a batch, and the
-    first prompt of a batch not at all: a long prompt would fill the budget, and would have to be
+    first prompt of a batch does not count: a long one would fill the budget, and would have to be
     computed again for every few completions.
     """
     batches, size = [], 0

@@ -586,8 +586,8 @@ def uniform(seeds, step):
 def row_seeds(prompts, numbers, seed: int) -> list[list[int]]:
     """Return a 64-bit seed for each rollout of each prompt.
 
-    It is a hash of the seed, the prompt, how often this prompt stood earlier in the list, and the
-    rollout's number.
+    It is a hash of the seed, the prompt, how many times this prompt occurs earlier in the list, and
+    the rollout's number.
     """
     seeds = []
     for i, prompt in enumerate(prompts):
