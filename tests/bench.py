@@ -1,10 +1,10 @@
-"""Everything that is timed. The functions below are the benchmarks; without a name all of them run.
+"""Benchmarks: sampler, update, workflows, server and sandbox. Without a name, all of them run.
 
     python tests/bench.py [NAME …] [--key=value …]
     python tests/bench.py sampler --model=7b --rows=64,128,256 --prompt=512 --new=512     on a GPU
 
-Each prints its numbers and ends with one line of JSON. Things that are compared take turns in one
-run, because a machine is not equally fast all the time.
+Each prints its numbers, then the same numbers as one line of JSON. What is compared takes turns in
+one run, because the speed of a machine changes over time.
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ def random_model(shape: str, dtype: str) -> Qwen:
     with torch.device("meta"):
         model = Qwen(SHAPES[shape])
     model.to(getattr(torch, dtype) if dtype else compute_dtype(DEVICE)).to_empty(device=DEVICE)
-    if model.config.tie_word_embeddings:  # to_empty gives each a weight of its own
+    if model.config.tie_word_embeddings:  # to_empty has given each its own weight
         model.lm_head.weight = model.model.embed_tokens.weight
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -83,14 +83,16 @@ def transformers_model(model: Qwen):
             Qwen2Config(**dataclasses.asdict(model.config), rope_parameters=rope)
         )
     theirs.load_state_dict(model.state_dict(), assign=True)
-    with torch.device(DEVICE):  # its tables are no parameters
+    with torch.device(DEVICE):  # the rotary tables are not parameters
         theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config)
     return theirs
 
 
 def copied_bytes_a_second() -> float:
-    """Return the bytes read and written per second by the fastest of ten copies of 4 GiB (on a CPU
-    256 MiB)."""
+    """Return the bytes read and written per second by the fastest of ten copies of 4 GiB.
+
+    On a CPU, 256 MiB are copied.
+    """
     a = torch.ones(2 ** (32 if DEVICE.type == "cuda" else 28), dtype=torch.uint8, device=DEVICE)
     b = torch.zeros_like(a)
     return 2 * a.numel() / min(timed(lambda: b.copy_(a)) for _ in range(10))
@@ -263,12 +265,11 @@ def update_flops(qwen: Qwen, prompt: int, n: int, length: int) -> float:
 
 
 class Patient(BaseHTTPRequestHandler):
-    """A worker that takes its server's `latency`."""
+    """A worker that answers after its server's `latency`, in seconds."""
 
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = (
-        True  # Otherwise the body waits 40 ms for the client's ACK of the head.
-    )
+    # With Nagle's algorithm, the body waits 40 ms for the client's ACK of the head.
+    disable_nagle_algorithm = True
     answer = json.dumps(
         {
             "choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}],
@@ -289,21 +290,22 @@ class Patient(BaseHTTPRequestHandler):
 
 
 def workflows(count=512, steps=3, latency=1.0):
-    """Wall time of `count` chains of `steps` calls, all at once, beside the least possible, where each
-    call takes `latency` seconds."""
+    """Measure the seconds that `count` simultaneous workflows take, beside the least possible.
+
+    Each is a chain of `steps` calls, and a call takes `latency` seconds.
+    """
     from workers import Worker
     from workflow import Rollout, Step, Workflow, roll_out
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Patient)
     server.latency = latency
     server.socket.listen(1024)
-    # Its own process: workers do not share a core's interpreter with who calls them.
+    # Workers run in a process of their own, so they do not share an interpreter with their caller.
     multiprocessing.get_context("fork").Process(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}/v1"
     pool = [Worker("openai", url, "patient", name=f"worker {i}", concurrency=128) for i in range(4)]
-    rounds = math.ceil(
-        count * steps / (4 * 128)
-    )  # of calls at a time, as many as the workers have slots
+    # The workers answer up to 4 * 128 calls at a time.
+    rounds = math.ceil(count * steps / (4 * 128))
     rollouts = []
     for k in range(count):
         chain = [Step((k + i) % 4, "Go on.", [*range(i)]) for i in range(steps)]
@@ -328,13 +330,13 @@ def workflows(count=512, steps=3, latency=1.0):
 
 
 def resident_megabytes(pid: int) -> float:
-    """Memory that a process has in use now (Linux)."""
+    """Return the resident memory of a process in MB, read from Linux's /proc."""
     with open(f"/proc/{pid}/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def ask_server(port: int, count: int, at_once: int) -> list[str]:
-    """Ask `count` questions, each over a connection of its own. Return what goes wrong."""
+    """Ask `count` questions, each over its own connection, and return the failures as texts."""
     questions = [f"What is {2 + i % 38} * {2 + i // 38 % 38}?" for i in range(count)]
 
     def ask(question):
@@ -356,8 +358,11 @@ def ask_server(port: int, count: int, at_once: int) -> list[str]:
 
 
 def server(clients=600, requests=5000):
-    """`clients` requests to `workflow.py serve`, all at once, beside as many at 16 at a time, each
-    twice; then `requests`, 256 at a time, during which the server's memory should level off."""
+    """Measure the seconds that `workflow.py serve` takes for `clients` requests, and its memory.
+
+    They are sent all at once and 16 at a time, twice each; the better time counts. Then it gets
+    `requests` more, 256 at a time: its memory should stop growing.
+    """
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     process = subprocess.Popen(
         [sys.executable, os.path.join(root, "workflow.py"), "serve", "--port=0"],
@@ -367,7 +372,7 @@ def server(clients=600, requests=5000):
     )
     try:
         port = int(re.search(r":(\d+)/", process.stdout.readline())[1])
-        failures = ask_server(port, 32, 16)  # makes what is made once
+        failures = ask_server(port, 32, 16)  # the first requests create pools and caches
         seconds = dict.fromkeys((16, clients), math.inf)
         for at_once in (16, clients) * 2:
             started = time.perf_counter()
@@ -397,7 +402,7 @@ def server(clients=600, requests=5000):
 
 
 def sandbox(tests=60):
-    """CPU time of a test of a small right program in the sandbox, beside that of a bare Python."""
+    """Measure the CPU time of a small test in the sandbox, beside that of starting Python."""
     from eval import passes_livecodebench
 
     def cpu(job) -> float:

@@ -1,6 +1,8 @@
-"""On a GPU: fp32 logits against double precision, the sampler against a full forward, packed rows against a
-CPU, and short runs of train.py. The order is that of first contact: what fails first likely explains what
-fails after it."""
+"""On a GPU: logits compared with double precision, the sampler with full forward passes, kernels
+with the plain functions that define them, packed rows with a CPU's; and short runs of train.py.
+
+The tests go from parts to whole runs, so the first one that fails probably explains later failures.
+"""
 
 import copy
 import json
@@ -29,13 +31,13 @@ def random_model(dtype, **shape) -> Qwen:
 
 @pytest.fixture(scope="module")
 def wide():
-    """Qwen2.5-7B's widths, two layers of it: 1.6 B parameters."""
+    """Return a model with the widths of Qwen2.5-7B and two layers: 1.6 B parameters."""
     return random_model(torch.bfloat16, vocab_size=152064, num_hidden_layers=2)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 300])
 def test_logits_are_fp32(rows, wide):
-    """A hundred times nearer to double precision than logits that are rounded to bf16."""
+    """They are a hundred times nearer to double precision than logits that are rounded to bf16."""
     hidden = torch.randn(rows, 3584, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     logits = wide.logits(hidden)
     with torch.no_grad():
@@ -58,8 +60,10 @@ def test_attention_runs_in_flash(length):
 
 
 def test_the_sampler_is_the_policy_of_a_full_forward(wide):
-    """bf16, with captured graphs, over several compactions: log-probabilities differ little from one full
-    forward's."""
+    """The sampler's log-probabilities differ little from those of full forward passes.
+
+    It computes in bf16 with CUDA graphs, and compacts its rows several times.
+    """
     prompts = [torch.randint(150_000, (length,)).tolist() for length in (1051, 300)]
     out = generate(wide, prompts, 16, 300, eos_id=list(range(400)), n_ids=151_000)
     gaps = []
@@ -72,7 +76,8 @@ def test_the_sampler_is_the_policy_of_a_full_forward(wide):
             gaps.append((drawn - torch.tensor(c.logprobs, device="cuda")).abs())
     gaps = torch.cat(gaps)
     print(
-        f"|sampler - full forward|: mean {gaps.mean():.5f}, largest {gaps.max():.5f} of {len(gaps)} tokens"
+        f"|sampler - full forward|: mean {gaps.mean():.5f}, largest {gaps.max():.5f} "
+        f"of {len(gaps)} tokens"
     )
     assert gaps.mean() < 0.02 and gaps.max() < 0.3
 
@@ -80,13 +85,13 @@ def test_the_sampler_is_the_policy_of_a_full_forward(wide):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("channels", [32, 64, 80, 128])
 def test_the_kernels_of_a_step_attend_as_the_plain_function_does(channels, dtype):
-    """For few and many rows, and a prompt that is padded; what stands after the own tokens is not read."""
+    """Few or many rows share prompts of different lengths. Places after the own tokens hold NaN."""
     for Q, R, H, Hkv, own in ((4, 64, 28, 4, 130), (1, 1, 8, 8, 1), (2, 5, 6, 1, 63)):
         lengths = torch.tensor([211 - 70 * i for i in range(Q)], device="cuda").clamp(min=1)
         q = torch.randn(Q * R, H, 1, channels, device="cuda").to(dtype)
         prompt_kv = torch.randn(2, Q, Hkv, 256, channels, device="cuda").to(dtype)
         own_kv = torch.randn(2, Q * R + 3, Hkv, 192, channels, device="cuda").to(dtype)
-        own_kv = own_kv[:, : Q * R, :, :160]  # as in a grid that was compacted
+        own_kv = own_kv[:, : Q * R, :, :160]  # strided, as after `compact`
         own_kv[:, :, :, own:] = torch.nan
         t = torch.tensor([own], device="cuda")
         y = sample.attend_in_kernels(q, prompt_kv, lengths, own_kv, t)
@@ -106,7 +111,7 @@ def test_a_packed_row_attends_in_one_kernel_as_it_does_in_turn():
     *_, attend = grpo.pack(groups, torch.device("cuda"))
     T = sum(len(prompt) + 342 for prompt in prompts)
     results = []
-    for dtype in (torch.bfloat16, torch.float32):  # in one kernel; in turn
+    for dtype in (torch.bfloat16, torch.float32):  # varlen_attn, the plain form
         torch.manual_seed(0)
         qkv = [torch.randn(1, h, T, 64, device="cuda").bfloat16() for h in (6, 2, 2)]
         qkv = [x.to(dtype).requires_grad_() for x in qkv]
@@ -118,7 +123,7 @@ def test_a_packed_row_attends_in_one_kernel_as_it_does_in_turn():
 
 
 def test_a_joined_and_compiled_model_is_the_model(wide, monkeypatch):
-    """bf16, 7B's widths: what fused kernels compute is as near to fp32 as what is not fused."""
+    """With 7B's widths in bf16, log-probabilities differ by less than 0.02 on average."""
     ids = torch.randint(150_000, (2, 200), device="cuda")
     compiled = wide(ids).log_softmax(-1)
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
@@ -144,8 +149,8 @@ def test_a_packed_row_on_a_gpu_is_that_of_a_cpu():
 
 
 def train(out, *flags) -> list[dict]:
-    """The metrics of a run on every GPU that is here, two at most."""
-    torch.cuda.empty_cache()  # what this process has cached others cannot have
+    """Run train.py on at most two GPUs and return its metrics, one dict per iteration."""
+    torch.cuda.empty_cache()  # train.py needs the memory that this process has cached
     ranks = min(2, torch.cuda.device_count())
     torchrun = [
         sys.executable,
@@ -162,8 +167,10 @@ def train(out, *flags) -> list[dict]:
 
 
 def test_seven_billions_widths_are_trained_saved_and_resumed(tmp_path):
-    """Two iterations under FSDP in bf16, two more after resuming with --offload. Random weights write no
-    workflow, so no rollout differs from another in reward: the KL makes them count."""
+    """Train for two iterations with FSDP in bf16, then resume with --offload for two more.
+
+    Random weights write no workflow, so all rewards are equal and only the KL has a gradient.
+    """
     torch.manual_seed(0)
     model = Qwen(Config(vocab_size=32_000, num_hidden_layers=2)).bfloat16()
     model.save_pretrained(str(tmp_path / "wide"))

@@ -1,4 +1,7 @@
-"""GRPO against hand-worked numbers, a loop without packing, and itself on one, two and three ranks."""
+"""GRPO, compared with numbers worked out by hand and with a loop that packs nothing.
+
+An update on two and three ranks is compared with one on a single rank.
+"""
 
 import copy
 import datetime
@@ -37,7 +40,10 @@ END = 2
 
 
 def tiny(seed=0, **changes):
-    """A random model whose predictions are neither flat nor certain and in which every parameter counts."""
+    """Return a random model in which every parameter influences the predictions.
+
+    The predictions are neither uniform nor certain.
+    """
     torch.manual_seed(seed)
     shape = dict(
         vocab_size=40,
@@ -60,7 +66,7 @@ def tiny(seed=0, **changes):
 
 @torch.no_grad()
 def near(model):
-    """A model that differs a little: a reference policy."""
+    """Return a slightly different model, which serves as the reference policy."""
     other, g = copy.deepcopy(model), torch.Generator().manual_seed(0)
     for p in other.parameters():
         p.add_(0.03 * torch.randn(p.shape, generator=g))
@@ -78,20 +84,20 @@ def ids(n, seed):
 
 
 def every_logprob(model, prompt, tokens, temperature=1.0, n_ids=None):
-    """Log-probabilities (T, V) of all ids at each position of one completion, by a forward of its own."""
+    """Return the log-probabilities (T, V) of all ids at each place of one completion."""
     logits = model(torch.tensor([prompt + tokens]))[0, len(prompt) - 1 : -1, :n_ids]
     return (logits / temperature).log_softmax(-1)
 
 
 def naive(model, prompt, tokens, temperature=1.0, n_ids=None):
-    """Log-probabilities (T) of one completion."""
+    """Return the log-probabilities (T) of the tokens of one completion."""
     return every_logprob(model, prompt, tokens, temperature, n_ids)[
         torch.arange(len(tokens)), tokens
     ]
 
 
 def same(a, b, tolerance=1e-5):
-    """Two lists of tensors agree, each relative to its own size."""
+    """Assert that two lists of tensors agree; differences are relative to a tensor's norm."""
     a, b = list(a), list(b)
     assert len(a) == len(b)
     for i, (x, y) in enumerate(zip(a, b)):
@@ -102,24 +108,24 @@ def same(a, b, tolerance=1e-5):
         )
 
 
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Advantages, surrogate and KL, by hand
 
 
 def test_advantages_by_hand():
-    """(r - mean) / std with the group's own std; groups do not touch each other."""
+    """An advantage is (reward - mean) / std of its own group; other groups do not matter."""
     rewards = [[0.0, 0.0, 1.0, 1.0], [0.5, 0.5, 0.5, 0.5], [0.0, 0.5, 0.5, 1.0]]
     r = math.sqrt(2)  # of [0, .5, .5, 1]: mean .5, variance 1/8, so ±.5 is ±√2
     expected = torch.tensor([[-1.0, -1, 1, 1], [0, 0, 0, 0], [-r, 0, 0, r]])
     torch.testing.assert_close(advantages(rewards), expected)
-    # The mean of eleven equal rewards is not quite theirs in fp32: they still have no spread.
+    # In fp32, the mean of eleven equal rewards differs from them. They still have no spread.
     assert torch.full((11,), 0.7).sum() / 11 != torch.tensor(0.7)
     assert not advantages([[0.7] * 11]).any()
 
 
 @pytest.mark.parametrize("junk", [0.0, 100.0])
 def test_lost_rollouts_are_in_no_statistic(junk):
-    """What is masked gets 0 and changes nothing for the others, whatever reward stands there."""
+    """A masked rollout gets 0, and its reward does not influence the others' advantages."""
     mask = [[True, True, False, True], [False] * 4, [False, True, False, False]]
     got = advantages([[0.0, 0.0, junk, 1.5], [junk, 1, 0, 1], [0, 1.0, 0, junk]], mask)
     scale = math.sqrt(0.5)  # of [0, 0, 1.5]: mean .5, variance .5
@@ -128,7 +134,10 @@ def test_lost_rollouts_are_in_no_statistic(junk):
 
 
 def test_first_rounds_weigh_a_quarter_where_there_are_second_ones():
-    """§3.2: whether a first round's question is asked again or not; without recursion nothing is weighed."""
+    """With recursion (§3.2), a first round's advantage has the weight 1/4, a second one's 1.
+
+    The weight is the same if the question has no second round. Without recursion it is 1.
+    """
     first, groups = rollout([1], [2], [0.0]), []
     for rewards, previous in (
         ([0.0, 1.0, None], None),
@@ -146,7 +155,10 @@ def test_first_rounds_weigh_a_quarter_where_there_are_second_ones():
 
 
 def test_dollars_above_the_mean_of_the_group_cost_advantage():
-    """Beside the division by std, which would make any difference in price as large as a wrong answer's."""
+    """The cost's term is added after the division by std.
+
+    Divided by it, a small difference in price would count as much as a wrong answer.
+    """
     group = [
         rollout([1], [2], [0.0], reward=x, right=x == 1.0, replies=[Reply("", 1, 1, cost)])
         for x, cost in ((1.0, 0.04), (1.0, 0.01), (0.5, 0.01), (0.5, 0.02), (None, None))
@@ -171,8 +183,11 @@ def test_the_kl_weighs_the_share_of_wrong_answers():
 
 
 def test_surrogate_by_hand():
-    """Eq. 1 at ε = 0.2: the lesser of clipped and unclipped, on both sides, for both signs; one advantage or
-    one a token."""
+    """Eq. 1 at ε = 0.2: the smaller of the clipped and the unclipped product.
+
+    The ratios lie on both sides of the clip, the advantages have both signs, and there is one
+    advantage for all tokens or one for each.
+    """
     ratio, old = torch.tensor([1.5, 0.5, 1.1, 1.0]), torch.tensor([-1.0, -2.0, -0.3, 0.0])
     new = old + ratio.log()
     each = torch.tensor([2.0, -2.0, 0.0, 1.0])
@@ -185,8 +200,10 @@ def test_surrogate_by_hand():
 
 
 def test_kl_by_hand():
-    """KL(π_ref ‖ π) over the ids that can be sampled: here the policy is even over three, the reference is
-    1/2, 1/4, 1/4."""
+    """KL(π_ref ‖ π) is a sum over the ids that can be sampled.
+
+    Here the policy gives each of three ids 1/3, and the reference gives them 1/2, 1/4 and 1/4.
+    """
     model = tiny(vocab_size=4, tie_word_embeddings=False)
     with torch.no_grad():
         model.lm_head.weight.zero_()
@@ -199,10 +216,11 @@ def test_kl_by_hand():
     torch.testing.assert_close(kl, torch.full((3,), 0.5 * math.log(3 / 2) + 0.5 * math.log(3 / 4)))
 
 
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Token log-probabilities: a packed row against one forward per rollout
 
-CASES = {  # the lengths of each group's prompt and completions; how; the model's shape
+# Each group's (length of the prompt, lengths of the completions); arguments; the model's shape.
+CASES = {
     "odd lengths": ([(7, [3, 11, 1, 6])], {}, {}),
     "one token each": ([(5, [1, 1, 1])], {}, {}),
     "one rollout": ([(9, [5])], {}, {}),
@@ -224,7 +242,10 @@ CASES = {  # the lengths of each group's prompt and completions; how; the model'
 @pytest.mark.parametrize("chunk", [2048, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_packed_equals_one_forward_per_rollout(case, chunk, monkeypatch):
-    """Values and all gradients equal the naive forward's to 1e-5, whatever the size of the head's parts."""
+    """Log-probabilities and all gradients equal those of separate forward passes to 1e-5.
+
+    The number of places whose logits are computed at once does not matter.
+    """
     sizes, how, shape = CASES[case]
     model = tiny(**shape)
     monkeypatch.setitem(grpo.HEAD_LOGITS, "cpu", chunk * model.config.vocab_size)
@@ -249,7 +270,7 @@ def test_packed_equals_one_forward_per_rollout(case, chunk, monkeypatch):
 
 
 def test_the_row_of_the_drawing():
-    """The example in the docstring of packed_logprobs, and a second group after it."""
+    """The row is the example in the docstring of packed_logprobs, followed by a second group."""
     *row, _ = grpo.pack([([5, 6], [[7], [8, 9]]), ([3], [[4]])], torch.device("cpu"))
     assert [x.tolist() for x in row] == [
         [5, 6, 7, 8, 9, 3, 4],
@@ -260,9 +281,9 @@ def test_the_row_of_the_drawing():
 
 
 def written_out(q, k, v, owners):
-    """Attention of a packed row (1, H, T, D) in double precision, one query at a time.
+    """Return the attention of a packed row (1, H, T, D), computed in double precision by a loop.
 
-    owners: of each token its group and its completion, 0 for the prompt.
+    owners: the (group, completion) of each token; 0 is the prompt, completions count from 1.
     """
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     y = torch.zeros(q.shape, dtype=torch.double)
@@ -275,7 +296,7 @@ def written_out(q, k, v, owners):
 
 
 def varlen(q, k, v, q_ends, k_ends, max_q, max_k, *, window_size, enable_gqa=False):
-    """torch's varlen_attn by its documentation, in plain operations."""
+    """Return what torch's varlen_attn returns according to its documentation."""
     assert window_size == (-1, 0), "causal, aligned at the lower right"
     assert {x.dtype for x in (q_ends, k_ends)} == {torch.int32}
     assert (max_q, max_k) == (q_ends.diff().max(), k_ends.diff().max())
@@ -283,9 +304,8 @@ def varlen(q, k, v, q_ends, k_ends, max_q, max_k, *, window_size, enable_gqa=Fal
     for i in range(len(q_ends) - 1):
         queries = slice(q_ends[i], q_ends[i + 1])
         keys = slice(k_ends[i], k_ends[i + 1])
-        own_q, its_k, its_v = (
-            x.float().transpose(0, 1) for x in (q[queries], k[keys], v[keys])
-        )  # (H or Hkv, n, D)
+        # (H or Hkv, n, D)
+        own_q, its_k, its_v = (x.float().transpose(0, 1) for x in (q[queries], k[keys], v[keys]))
         its_k, its_v = (x.repeat_interleave(q.shape[1] // k.shape[1], 0) for x in (its_k, its_v))
         scores = own_q @ its_k.mT / math.sqrt(q.shape[2])
         n, m = scores.shape[1:]
@@ -296,9 +316,12 @@ def varlen(q, k, v, q_ends, k_ends, max_q, max_k, *, window_size, enable_gqa=Fal
 
 @pytest.mark.parametrize("kernel", [False, True])
 def test_attention_of_a_packed_row(kernel, monkeypatch):
-    """Each completion sees its prompt and its own past. The GPU's kernel gets what says so."""
+    """Each token attends to its prompt and to its own completion up to itself.
+
+    With `kernel`, the test takes CUDA's path, on which `varlen` stands in for torch's kernel.
+    """
     dtype = torch.float32
-    if kernel:  # as on CUDA, where varlen_attn computes in bf16
+    if kernel:  # the way that is taken on CUDA in bf16
         dtype = torch.bfloat16
         monkeypatch.setattr(grpo, "in_bf16_on_gpu", lambda x: x.dtype == torch.bfloat16)
         monkeypatch.setattr(grpo, "varlen_attn", varlen)
@@ -318,7 +341,7 @@ def test_attention_of_a_packed_row(kernel, monkeypatch):
 
 
 def test_the_prompt_is_computed_once():
-    """One forward over a row that holds each prompt once and each completion once, without padding."""
+    """A single forward pass computes each prompt and each completion once, without padding."""
     model, shapes = tiny(), []
     model.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
     packed_logprobs(
@@ -327,13 +350,15 @@ def test_the_prompt_is_computed_once():
     assert shapes == [(1, 7 + 3 + 11 + 1 + 6 + 5 + 3 * 2)]
 
 
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The update: packed against a written-out loop
 
 
 def group(model, prompt_length, lengths, advantages, seed):
-    """Rollouts of one prompt; the sampler's log-probabilities are off by enough that some tokens are clipped;
-    END is last."""
+    """Return rollouts of one prompt, each of which ends with END.
+
+    Their recorded log-probabilities differ so much from the model's that some tokens are clipped.
+    """
     prompt, g = ids(prompt_length, seed), torch.Generator().manual_seed(seed)
     made = []
     for i, (n, advantage) in enumerate(zip(lengths, advantages, strict=True)):
@@ -345,7 +370,10 @@ def group(model, prompt_length, lengths, advantages, seed):
 
 
 def four_groups(model):
-    """Groups of different sizes and lengths, whose KLs weigh differently; one of them without spread."""
+    """Return groups of different sizes and lengths with different weights of the KL.
+
+    All advantages of the third group are zero.
+    """
     groups = [
         group(model, 7, [3, 11, 1, 6, 8], [1.0, -0.5, 0.7, -1.2, 0.0], 1),
         group(model, 1, [5, 2, 9], [0.4, 1.1, -1.5], 2),
@@ -369,7 +397,7 @@ def loop(
     temperature=1.0,
     n_ids=None,
 ):
-    """Eq. 1 without packing, batches or ranks: the gradient for every parameter, and the statistics."""
+    """Return the gradients of Eq. 1 and the statistics, from one forward pass per rollout."""
     total, tokens, stats = 0.0, 0, dict.fromkeys(STATISTICS, 0.0)
     for r in rollouts:
         logp = every_logprob(model, r.prompt_ids, r.tokens, temperature, n_ids)
@@ -384,7 +412,7 @@ def loop(
             gain += min(ratio * r.advantage, ratio.clamp(1 - clip, 1 + clip) * r.advantage)
             gain -= beta * r.wrong_share * k
         total = total - gain / len(r.tokens) / len(rollouts)
-        if r.advantage or beta * r.wrong_share:  # the others are not computed
+        if r.advantage or beta * r.wrong_share:  # update does not compute the others
             tokens += len(new)
             log_ratio = new.detach() - torch.tensor(r.logprobs)
             stats["gap"] += log_ratio.abs().sum()
@@ -402,8 +430,10 @@ def loop(
 
 
 def step(model, rollouts, **how):
-    """update with SGD at lr 1, and the gradient of each parameter read off its change; the model itself stays
-    as it was."""
+    """Return the gradients and the statistics of an update of a copy of the model.
+
+    With SGD and a learning rate of 1, a gradient is the change of the parameter.
+    """
     moved = copy.deepcopy(model)
     sgd = torch.optim.SGD(moved.parameters(), lr=1.0)
     stats = update(moved, sgd, rollouts, **{"max_grad_norm": 1e9, **how})
@@ -422,22 +452,24 @@ def step(model, rollouts, **how):
     "shape", [{}, dict(tie_word_embeddings=False, num_key_value_heads=1)], ids=str
 )
 def test_update_equals_a_written_out_loop(shape, how, budget):
-    """Gradient and statistics equal the loop's over all rollouts (a group without spread is in the mean),
-    whatever the budget of a micro-batch."""
+    """Gradients and statistics equal those of a loop over all rollouts, for any token budget.
+
+    The mean over rollouts includes a group without spread.
+    """
     model = tiny(**shape)
     if "beta" in how:
         how = {**how, "reference": near(model)}
     rollouts = all_rollouts(model)
     gradients, stats = step(model, rollouts, token_budget=budget, **how)
     expected, expected_stats = loop(model, rollouts, **how)
-    assert expected_stats["clipfrac"] > 0.2  # the clip is at work
+    assert expected_stats["clipfrac"] > 0.2  # many tokens are clipped
     same(gradients, expected, 2e-5)
     assert stats == pytest.approx(expected_stats, rel=1e-4, abs=1e-7)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_a_step_that_is_not_finite_is_skipped(poison):
-    """Weights and Adam's state stay as they were, and the next step is as if it had never been."""
+    """Weights and Adam's state stay as they were, so the next step is not affected."""
     model = tiny()
     rollouts = all_rollouts(model)
     broken = copy.deepcopy(rollouts)
@@ -452,8 +484,10 @@ def test_a_step_that_is_not_finite_is_skipped(poison):
 
 
 def test_rollouts_without_spread_move_nothing_but_count():
-    """All advantages zero: no forward, no change. Beside others they halve the step, since they are part of
-    the mean."""
+    """If all advantages are zero, there is no forward pass and no change.
+
+    Beside as many other rollouts they halve the step, since they are part of the mean.
+    """
     model = tiny()
     lone, still = group(model, 7, [3, 6], [1.0, -1.0], 1), group(model, 5, [4, 2], [0.0, 0.0], 3)
     moved, stats = step(model, still)
@@ -464,8 +498,10 @@ def test_rollouts_without_spread_move_nothing_but_count():
 
 @pytest.mark.parametrize("how", [{}, dict(temperature=0.7, n_ids=37)], ids=str)
 def test_sampler_and_trainer_are_one_policy(how):
-    """Rollouts as they were sampled have no gap to the training forward, and no token is clipped in the first
-    update."""
+    """The sampler's log-probabilities of a rollout equal those of training.
+
+    So the first update after sampling clips no token.
+    """
     model, prompts, rollouts = tiny(), [ids(9, 1), ids(4, 2)], []
     groups = generate(model, prompts, n=6, max_new_tokens=70, eos_id=END, **how)
     for prompt, completions in zip(prompts, groups):
@@ -476,14 +512,17 @@ def test_sampler_and_trainer_are_one_policy(how):
     assert stats["gap"] < 1e-5 and abs(stats["approx_kl"]) < 1e-5 and stats["clipfrac"] == 0
 
 
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Micro-batches
 
 
 @pytest.mark.parametrize("budget", [1, 15, 20, 33, 10_000])
 def test_micro_batches_lose_and_repeat_nothing(budget):
-    """Each rollout comes once, those of a prompt together, and only a rollout that is alone may exceed the
-    budget, in which every prompt but a batch's first counts."""
+    """Each rollout is in one batch, beside others of its prompt.
+
+    A batch costs the tokens of its completions and of all its prompts but the first. Only a batch
+    of a single rollout may exceed the budget.
+    """
     rollouts = all_rollouts(tiny())
     order = torch.randperm(len(rollouts), generator=torch.Generator().manual_seed(0)).tolist()
     batches = micro_batches([rollouts[i] for i in order], budget)
@@ -503,11 +542,8 @@ def test_micro_batches_lose_and_repeat_nothing(budget):
         (11, [(10, [8, 2, 6, 4])], [[2, 4], [6], [8]]),
         (13, [(3, [2, 2]), (4, [5])], [[2, 2, 5]]),
         (12, [(3, [2, 2]), (4, [5])], [[2, 2], [5]]),
-        (
-            8192,
-            [(20_000, [250] * 64)],
-            [[250] * 32, [250] * 32],
-        ),  # A long prompt is computed twice, no more.
+        # A long prompt is computed twice, no more.
+        (8192, [(20_000, [250] * 64)], [[250] * 32, [250] * 32]),
     ],
 )
 def test_micro_batches_fill_the_budget_with_alike_lengths(budget, shapes, expected):
@@ -517,26 +553,27 @@ def test_micro_batches_fill_the_budget_with_alike_lengths(budget, shapes, expect
     assert [[len(r.tokens) for r in batch] for batch in micro_batches(rollouts, budget)] == expected
 
 
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Ranks: real processes, gloo, fully_shard
 
-SHARES = {
-    1: [[0, 1, 2, 3]],
-    2: [[1], [3, 0, 2]],
-    3: [[0, 1, 2], [], [3]],
-}  # the groups of each rank: uneven
-RUNS = {  # what is updated, and how
+# Number of ranks -> the groups of each rank.
+SHARES = {1: [[0, 1, 2, 3]], 2: [[1], [3, 0, 2]], 3: [[0, 1, 2], [], [3]]}
+# Arguments of the update. "no spread" and "not finite" also change the advantages.
+RUNS = {
     "plain": dict(token_budget=20, max_grad_norm=1e9),
     "clipped with KL": dict(
         token_budget=10_000, max_grad_norm=0.05, beta=0.3, temperature=0.9, n_ids=37
     ),
     "no spread": dict(token_budget=20),
-    "not finite": dict(token_budget=20),  # one rollout of one rank
+    "not finite": dict(token_budget=20),
 }
 
 
 def outcome(run, share, shard=lambda model: model):
-    """Two updates in a row on these groups: weights by name, statistics, and the number of forwards."""
+    """Update a model twice with the groups of `share`.
+
+    Returns: the weights by name, the last statistics, and the number of forward passes.
+    """
     model, how = tiny(tie_word_embeddings=run != "plain"), dict(RUNS[run])
     if "beta" in how:
         how["reference"] = shard(near(model))
@@ -563,7 +600,7 @@ def shard(model):
 
 
 def one_rank(rank, folder):
-    """Every run in worlds of 3, 2 and 1; the ranks in each write what they saw."""
+    """Run all of RUNS on 3, 2 and 1 ranks; each rank saves its outcomes in the folder."""
     for world in (3, 2, 1):
         if rank < world:
             store, patience = f"file://{folder}/store{world}", datetime.timedelta(seconds=120)
@@ -575,7 +612,7 @@ def one_rank(rank, folder):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """{(world, rank): {run: outcome}} of real processes."""
+    """Return {(number of ranks, rank): {run: outcome}}, computed by real processes."""
     folder = str(tmp_path_factory.mktemp("ranks"))
     spawn = multiprocessing.get_context("spawn")
     processes = [
@@ -593,14 +630,17 @@ def ranks(tmp_path_factory):
     }
 
 
-one_process = functools.cache(outcome)  # which shards nothing
+one_process = functools.cache(outcome)  # without sharding
 
 
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("world", SHARES)
 def test_any_number_of_ranks_gives_the_same_update(world, run, ranks):
-    """Weights and statistics after two updates equal those of one process, with uneven groups and an empty
-    rank, and every rank runs as many forwards as the fullest needs."""
+    """Weights and statistics after two updates equal those of one process.
+
+    The ranks have different numbers of groups, one of them none. Each runs as many forward passes
+    as the rank with most batches needs.
+    """
     weights, stats, _ = one_process(run, (0, 1, 2, 3))
     start = dict(tiny(tie_word_embeddings=run != "plain").named_parameters())
     still = run in ("no spread", "not finite")

@@ -150,7 +150,8 @@ SUMS = [
     "m.buf[0] = 6\nprint(m.buf[0])\nm.unlink()",
     "import subprocess\n"
     "print(subprocess.check_output([sys.executable, '-c', 'print(6)'], text=True))",
-    "import os, tempfile\nwith tempfile.NamedTemporaryFile('w', dir=os.path.expanduser('~')) as f:\n"
+    "import os, tempfile\n"
+    "with tempfile.NamedTemporaryFile('w', dir=os.path.expanduser('~')) as f:\n"
     "    f.write('6')\n    f.flush()\n    print(open(f.name).read())",
     "h: List[int] = []\nheappush(h, gcd(12, 18))\nprint(max(Counter(h)), end='')",
     "import numpy as np\nprint(np.array(sys.stdin.read().split(), dtype=int).sum())",
@@ -300,17 +301,13 @@ class TestCases(unittest.TestCase):
     "code, told",
     [
         (RIGHT, ""),
-        (
-            RIGHT.removeprefix("from collections import Counter\n"),
-            "",  # the prompt, which has the import, stands before it
-        ),
+        # The prompt, which has the import, stands before the code.
+        (RIGHT.removeprefix("from collections import Counter\n"), ""),
         (RIGHT + "\nprint(task_func(['a']))\nif __name__ == '__main__':\n    1 / 0", ""),
         ("pass", "TypeError"),  # it becomes the body of the prompt's function
         (RIGHT.replace("if n < 1", "if n < 0"), "test_case_2"),
-        (
-            RIGHT.replace("most_common(n)", "most_common(2)"),
-            "test_case_4",
-        ),  # one of two subtests fails
+        # One of the two subtests fails.
+        (RIGHT.replace("most_common(n)", "most_common(2)"), "test_case_4"),
         (RIGHT + "\n)", "SyntaxError"),
         ("import sys\nsys.exit(0)", "not every test ran"),
         ("import os\ndef task_func(*_):\n    os._exit(0)", "not every test ran"),
@@ -341,7 +338,8 @@ def secret(tmp_path):
     return file
 
 
-# Attacks on `path` (a file that every user may change), its `folder`, a `server` and a process `pid`.
+# Attacks on a file at `path` that every user may change, on its `folder`, on a process `pid`, and
+# on a `server`.
 ATTEMPTS = [
     "open(path).read()",
     "open(path, 'w').write('x')",

@@ -1,4 +1,5 @@
-"""Generation against transformers, full forward passes without a cache, and a plain sampler written out."""
+"""Generation, compared with transformers, with full forward passes that use no cache, and with
+the probabilities from which a plain sampler would draw."""
 
 import copy
 import functools
@@ -21,11 +22,14 @@ from sample import Completion, generate, generate_each
 from test_model import bpe
 
 torch.set_num_threads(1)
-LONG = 80  # more own tokens than two buckets of the cache
+LONG = 80  # tokens of a completion; more than two buckets of the cache hold
 
 
 def tiny(vocab=40, **changes):
-    """A random model whose next token is neither certain nor uniform and depends on everything before it."""
+    """Return a random model whose next token depends on all tokens before it.
+
+    The next token is neither certain nor uniformly distributed.
+    """
     torch.manual_seed(0)
     shape = dict(
         vocab_size=vocab,
@@ -48,17 +52,20 @@ MODEL = tiny()
 
 
 def make(*lengths, vocab=40):
-    """Random prompts of these lengths."""
+    """Return random prompts of these lengths."""
     g = torch.Generator().manual_seed(0)
     return [torch.randint(vocab, (n,), generator=g).tolist() for n in lengths]
 
 
-PROMPTS = make(5, 1, 17, 70)  # mixed lengths, one token, longer than a bucket
+PROMPTS = make(5, 1, 17, 70)  # one of them is longer than a bucket of the cache
 
 
 @torch.no_grad()
 def full_logprobs(model, prompt, tokens, temperature=1.0, n_ids=None):
-    """The log-probabilities (len(tokens), V) of what follows a prompt, from one full forward pass."""
+    """Return the log-probabilities (len(tokens), V) of all ids at each place after a prompt.
+
+    One full forward pass computes them. Without tokens, they are those of the first place (1, V).
+    """
     logits = model(torch.tensor([prompt + tokens]))[0, len(prompt) - 1 :, :n_ids]
     return (logits.double() / temperature).log_softmax(-1)[: len(tokens) or None]
 
@@ -70,23 +77,26 @@ def check_logprobs(model, prompt, completion, tolerance=2e-4, **settings):
 
 
 def close(a, b):
-    """Two lists of completions are the same, up to rounding in the log-probabilities."""
+    """Assert that two lists of completions are equal, up to rounding in the log-probabilities."""
     assert [(c.tokens, c.finished) for c in a] == [(c.tokens, c.finished) for c in b]
     for x, y in zip(a, b):
         assert x.logprobs == pytest.approx(y.logprobs, abs=1e-4)
 
 
 def widths(model, *args, **settings):
-    """generate, and the shape of the ids of every forward pass it made, in order."""
+    """Return generate's result, and the shape of the ids of each of its forward passes."""
     shapes = []
     with model.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape))):
         return generate(model, *args, **settings), shapes
 
 
-# ---- What is drawn ------------------------------------------------------------------------------------
+# ---- What is drawn ------------------------------------------------------------------------------
 @pytest.mark.parametrize("heads, kv, tied", [(4, 2, True), (4, 4, False), (4, 1, True)])
 def test_greedy_equals_transformers(heads, kv, tied, tmp_path):
-    """Prompts of mixed lengths in one batch go on as transformers' generate does, with and without ends."""
+    """A batch of prompts of mixed lengths gets the tokens that transformers' generate chooses.
+
+    This holds with and without end tokens.
+    """
     model = tiny(num_attention_heads=heads, num_key_value_heads=kv, tie_word_embeddings=tied)
     model.save_pretrained(str(tmp_path))
     theirs = Qwen2ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -107,14 +117,17 @@ def test_greedy_equals_transformers(heads, kv, tied, tmp_path):
                 c.tokens[-1] in eos
             )
             check_logprobs(model, prompt, c)
-    assert len({len(c.tokens) for [c] in ours}) > 1  # they did not all end together
+    assert len({len(c.tokens) for [c] in ours}) > 1  # completions end at different times
 
 
 @pytest.mark.parametrize(
     "settings", [dict(), dict(temperature=0.7), dict(temperature=1.3, n_ids=30)]
 )
 def test_logprobs_are_those_of_a_full_forward(settings):
-    """Also of rollouts that outlive others by several buckets of the cache; in bf16 up to its rounding."""
+    """Rollouts that outlive others by several buckets of the cache have them, too.
+
+    In bf16, they agree up to its rounding.
+    """
     for model, tolerance in ((MODEL, 2e-4), (tiny().bfloat16(), 0.1)):
         out = generate(model, PROMPTS, n=8, max_new_tokens=2 * LONG, eos_id=9, seed=6, **settings)
         lengths = [len(c.tokens) for rollouts in out for c in rollouts]
@@ -128,7 +141,7 @@ def test_logprobs_are_those_of_a_full_forward(settings):
     "settings", [dict(), dict(temperature=2.0), dict(temperature=0.5, n_ids=7)], ids=str
 )
 def test_frequencies_fit_a_plain_sampler(settings):
-    """First and second tokens come as often as they should: steps and rollouts are independent."""
+    """Pairs of tokens are as frequent as they are probable: steps and rollouts are independent."""
     model, [prompt] = tiny(vocab=9), make(4, vocab=9)
     [rollouts] = generate(model, [prompt], n=4000, max_new_tokens=2, seed=3, **settings)
     first = full_logprobs(model, prompt, [], **settings)[0].exp().tolist()
@@ -147,7 +160,7 @@ def test_frequencies_fit_a_plain_sampler(settings):
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_ids_beyond_the_tokenizer_never_appear(temperature):
-    """Even where the model wants them most."""
+    """Not even if they are the most probable ids."""
     model, prompts = tiny(tie_word_embeddings=False), make(5, 1, vocab=30)
     with torch.no_grad():
         model.lm_head.weight[30:] *= 8
@@ -159,7 +172,7 @@ def test_ids_beyond_the_tokenizer_never_appear(temperature):
 
 @pytest.mark.parametrize("V", [7, 512, 1300])
 def test_a_pick_in_blocks_is_a_pick(V):
-    """The GPU's way to an id: the same one, unless its share is at the border of two ids."""
+    """pick_in_blocks, used on a GPU, picks what pick does, except where rounding decides."""
     g = torch.Generator().manual_seed(V)
     mass = torch.randn(4000, V, generator=g).mul(3).softmax(-1)
     mass[torch.rand(mass.shape, generator=g) < 0.3] = 0.0
@@ -176,9 +189,12 @@ def test_a_pick_in_blocks_is_a_pick(V):
     assert (end - mass.gather(1, other) < share + 1e-6).all()
 
 
-# ---- Seeds --------------------------------------------------------------------------------------------
+# ---- Seeds --------------------------------------------------------------------------------------
 def test_a_draw_depends_on_seed_prompt_and_number_alone():
-    """Not on the neighbours, the place, n, or when others finish; a prompt listed twice is drawn anew."""
+    """Other prompts, the order, n, and the ends of other rollouts change nothing.
+
+    A prompt that is listed twice gets two different sets of rollouts.
+    """
     settings = dict(max_new_tokens=LONG, eos_id=[3, 4], seed=5)
     a, b, c, d = PROMPTS
     [alone] = generate(MODEL, [a], n=8, **settings)
@@ -194,7 +210,7 @@ def test_a_draw_depends_on_seed_prompt_and_number_alone():
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_numbered_rollouts_are_those_of_one_call(ranks):
-    """Whoever samples which numbers of which prompts, together they are the rollouts of one call."""
+    """However the numbers are divided among ranks, each rollout equals that of a single call."""
     a, b = PROMPTS[0], PROMPTS[2]
     settings = dict(max_new_tokens=20, eos_id=[3], seed=9)
     whole = generate(MODEL, [a, b], n=8, **settings)
@@ -205,10 +221,13 @@ def test_numbered_rollouts_are_those_of_one_call(ranks):
         close(parts[1], [whole[1][number] for number in others])
 
 
-# ---- Ends, and who is in the batch --------------------------------------------------------------------
+# ---- Ends, and who is in the batch --------------------------------------------------------------
 @pytest.mark.parametrize("eos", [3, [3, 4, 11]], ids=str)
 def test_a_rollout_ends_with_its_end_token(eos):
-    """Finished: the end token is the last and the only one. Cut off: full length and no end token."""
+    """A finished rollout has one end token, its last.
+
+    A rollout that was cut off has the full length and no end token.
+    """
     ends = {eos} if isinstance(eos, int) else set(eos)
     out = [c for rollouts in generate(MODEL, PROMPTS, 16, 30, eos_id=eos, seed=2) for c in rollouts]
     assert {c.tokens[-1] for c in out if c.finished} == ends and {c.finished for c in out} == {
@@ -230,7 +249,7 @@ def test_an_end_at_the_very_last_token_counts_as_finished():
 
 
 def test_each_rollout_is_yielded_once_soon_after_its_end():
-    """And nobody who takes them is in inference mode."""
+    """The loop that receives them is not in inference mode; the forward passes are."""
     forwards, seen = [], []
     with MODEL.register_forward_pre_hook(
         lambda *_: forwards.append(torch.is_inference_mode_enabled())
@@ -243,7 +262,10 @@ def test_each_rollout_is_yielded_once_soon_after_its_end():
 
 
 def test_one_prefill_per_prompt_and_finished_rows_leave():
-    """Prompts are computed once; then come steps of one token, over ever fewer rows, until all have ended."""
+    """One forward pass computes all prompts; each further pass adds one token per row.
+
+    The number of rows falls as rollouts end, and the passes stop when all have ended.
+    """
     out, shapes = widths(MODEL, PROMPTS, 16, 500, eos_id=[3, 4, 11], seed=2)
     assert shapes[:2] == [(4, 70), (64, 1)] and {length for _, length in shapes[1:]} == {1}
     rows = [count for count, _ in shapes[1:]]
@@ -253,7 +275,10 @@ def test_one_prefill_per_prompt_and_finished_rows_leave():
 
 
 def test_many_prompts_are_computed_in_pieces():
-    """30 prompts of up to 1,000 tokens are not computed at once, and every rollout is what it is alone."""
+    """30 prompts of up to 1,000 tokens need several prefills.
+
+    Each rollout equals the one that is generated alone.
+    """
     prompts = make(*[300] * 29, 1000)
     out, shapes = widths(MODEL, prompts, 2, 12)
     assert all(count * length <= 8192 for count, length in shapes) and shapes[-1] == (60, 1)
@@ -262,7 +287,10 @@ def test_many_prompts_are_computed_in_pieces():
 
 
 def test_the_bytes_of_keys_and_values_cap_the_rows_of_a_grid():
-    """Rows of 100,000 tokens do not all fit: they take turns, one grid at a time, and are what they were."""
+    """The cache cannot hold 200 rows of 100,000 tokens, so they take turns, one grid at a time.
+
+    The rollouts equal those of a run whose rows fit.
+    """
     settings = dict(eos_id=[3, 4, 5, 6, 7, 8, 9], seed=1)
     few = generate(MODEL, PROMPTS[2:], 100, 200, **settings)
     grids = []
@@ -279,21 +307,23 @@ def test_the_bytes_of_keys_and_values_cap_the_rows_of_a_grid():
         close(mine, theirs)
 
 
-# ---- Attention ------------------------------------------------------------------------------------------
-ATTENTION = [  # prompts, rows of each, heads, key-value heads, channels; prompts' tokens; own tokens
+# ---- Attention ----------------------------------------------------------------------------------
+# Prompts, rows per prompt, heads, key-value heads, channels per head; the prompts' lengths; the
+# number of own tokens.
+ATTENTION = [
     (2, 3, 4, 2, 16, [5, 40], 9),
     (1, 1, 2, 2, 8, [7], 1),  # fewer channels than a kernel's tile, one own token
-    (3, 12, 6, 1, 32, [80, 1, 17], 70),  # more queries and keys than a tile has
+    (3, 12, 6, 1, 32, [80, 1, 17], 70),  # more queries and keys than fit in a tile
     (2, 4, 8, 2, 24, [64, 3], 1),  # channels that are no power of two
 ]
 
 
-# Half precision is float16 here, because the interpreter of Triton cannot multiply bf16.
+# Half precision is float16 here, because Triton's interpreter cannot multiply bf16 matrices.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("function", ["attend_plainly", "attend_in_kernels"])
 @pytest.mark.parametrize("shape", ATTENTION, ids=str)
 def test_attention_to_a_shared_prompt(shape, function, dtype):
-    """Each row sees its prompt and its own tokens, whatever stands in the places after them."""
+    """Each row attends to its prompt and its own tokens, but to nothing stored after them."""
     if function == "attend_in_kernels" and not sample.triton:
         pytest.skip("needs Triton")
     Q, R, H, Hkv, D, lengths, t = shape
@@ -320,7 +350,7 @@ def test_attention_to_a_shared_prompt(shape, function, dtype):
         mask[:, P : P + t] = 0
         y = sample.attend_plainly(q, prompt_kv, own_kv, mask)
     else:
-        cached = torch.cat((own_kv, own_kv), 1)[:, : Q * R]  # as `compact` leaves it
+        cached = torch.cat((own_kv, own_kv), 1)[:, : Q * R]  # strided, as after `compact`
         length = torch.tensor(lengths)
         y = sample.attend_in_kernels(q, prompt_kv, length, cached, torch.tensor([t]))
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
@@ -328,7 +358,7 @@ def test_attention_to_a_shared_prompt(shape, function, dtype):
     torch.testing.assert_close(y.float(), expected, rtol=0, atol=tolerance)
 
 
-# ---- What a GPU does otherwise --------------------------------------------------------------------------
+# ---- What a GPU does otherwise ------------------------------------------------------------------
 SHAPES = {
     "qwen2": {},
     "qwen3": dict(model_type="qwen3", head_dim=16),
@@ -338,7 +368,10 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_joined_matrices_are_the_same_model(shape, tmp_path):
-    """The parameters keep names, shapes and values, and are stored once; a merged LoRA joins as well."""
+    """The parameters keep their names, shapes and values, and are stored once.
+
+    A merged LoRA can be joined as well.
+    """
     model = tiny(**SHAPES[shape])
     trained = copy.deepcopy(model)
     add_lora(trained, rank=3)
@@ -370,10 +403,14 @@ def test_joined_matrices_are_the_same_model(shape, tmp_path):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_compiled_functions_are_those_as_written(shape, monkeypatch, capsys):
-    """On CUDA in bf16. They are compiled once for any sizes, and the first time says so in a line."""
+    """Compiled functions return what the plain ones do.
+
+    They are compiled once for all sizes, and the first compilation is announced in a line. The test
+    takes the compiled path, which is CUDA's in bf16, on the CPU.
+    """
     monkeypatch.setattr(model_file, "in_bf16_on_gpu", lambda x: x.dtype == torch.bfloat16)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    for name in ("compiled", "announce_compilation"):  # with caches of their own
+    for name in ("compiled", "announce_compilation"):  # with empty caches
         function = getattr(model_file, name).__wrapped__
         monkeypatch.setattr(model_file, name, functools.cache(function))
     torch._dynamo.reset()
@@ -400,7 +437,7 @@ def test_compiled_functions_are_those_as_written(shape, monkeypatch, capsys):
 
 
 class NothingWaits(TorchDispatchMode):
-    """Fails where a result has to reach the host or comes from it: a CUDA graph cannot hold that."""
+    """A mode in which operations that move data to or from the host fail, as in a CUDA graph."""
 
     waits = ("item", "_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "lift_fresh")
 
@@ -411,7 +448,7 @@ class NothingWaits(TorchDispatchMode):
 
 @torch.inference_mode()
 def test_a_step_can_be_captured_as_a_graph():
-    """It neither waits for the device nor moves what it reads and writes: a graph replays it."""
+    """A step never waits for the device, and its tensors stay at their addresses."""
     seeds = torch.arange(8).view(4, 2)
     grid = sample.Grid(
         MODEL, PROMPTS, seeds, 20, lambda logits, u: sample.draw(logits, u, 0.7, 30), [3]
@@ -441,7 +478,7 @@ def test_nothing_to_sample_is_an_error(prompts, settings):
         generate(MODEL, prompts, **settings)
 
 
-# ---- The program --------------------------------------------------------------------------------------
+# ---- The program --------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = str(tmp_path_factory.mktemp("checkpoint"))
@@ -451,7 +488,7 @@ def folder(tmp_path_factory):
 
 
 def program(*words):
-    """Exit status, output and errors of sample.py."""
+    """Return the exit status, the output and the errors of sample.py."""
     environment = {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",
@@ -464,7 +501,7 @@ def program(*words):
 
 
 def test_the_program_answers_from_a_checkpoint(folder):
-    """It prints n answers to the chat prompt of its words, the same for the same seed."""
+    """It prints n answers to the words of the command; equal seeds give equal answers."""
     command = f"--checkpoint={folder}", "--n=3", "--max_new_tokens=9", "two", "words"
     status, out, _ = program(*command)
     assert (
