@@ -1,5 +1,7 @@
-"""Problems: the laptop world's, benchmarks from a local server that answers as the hub documents, and your
-own files."""
+"""Problems of the laptop world, of benchmarks and of users' files, compared with expected problems.
+
+Benchmarks come from a local server that answers as Hugging Face documents its hub and its viewer.
+"""
 
 import base64
 import json
@@ -18,8 +20,11 @@ from eval import GRADERS, grade, load, own_grader, prepare, read_problems
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A hub and its dataset viewer: `rows` by (data set, config, split), `files` by data set and path. `seen`
-    has the requests; the next answers have the statuses in `faults`."""
+    """Yield a server that acts as the hub and its dataset viewer.
+
+    It has `rows` by (data set, config, split) and `files` by data set and path. It records requests
+    in `seen`, and answers the next ones with the statuses in `faults`.
+    """
     monkeypatch.chdir(tmp_path)
 
     class Handler(BaseHTTPRequestHandler):
@@ -401,11 +406,14 @@ FAULTS = {  # a row: what the error says of it
     '{"question": "q", "grader": "exact"}\n': "missing 1 required positional argument: 'answer'",
     '{"question": "q", "answer": 42, "grader": "math"}\n': "answer is of another type than str",
     '{"question": "q", "answer": "B", "grader": "letter"}\n': '"choices"',
-    '{"question": "q", "answer": "C", "grader": "letter", "extra": {"choices": ["a", "b"]}}\n': "equals",
+    '{"question": "q", "answer": "C", "grader": "letter", "extra": {"choices": ["a", "b"]}}'
+    "\n": "equals",
     '{"question": "q", "answer": "", "grader": "math"}\n': "nothing equals ''",
-    '{"question": "q", "answer": "a", "grader": "exact", "colour": 1}\n': "unexpected keyword argument",
+    '{"question": "q", "answer": "a", "grader": "exact", "colour": 1}'
+    "\n": "unexpected keyword argument",
     '{"question": "", "answer": "a", "grader": "exact"}\n': "0 characters",
-    '{"question": "q", "answer": "", "grader": "code", "extra": {"function": null, "tests": "x"}}\n': "pairs",
+    '{"question": "q", "answer": "", "grader": "code", "extra": {"function": null, "tests": "x"}}'
+    "\n": "pairs",
     '{"question": \n': "Expecting value",
 }
 

@@ -1,4 +1,7 @@
-"""Systems on hand-made pools, measured rows against hand-worked numbers, tables, and the command line."""
+"""Systems on pools of Python functions, compared with numbers that were worked out by hand.
+
+Also the tables of a comparison, and the command line.
+"""
 
 import json
 import os

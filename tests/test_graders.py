@@ -28,7 +28,7 @@ from workers import load_function
 
 
 def rows(table: str) -> list[tuple]:
-    """Return pairs (answer, gold answer). The last cell of a line is the gold answer of the others."""
+    """Return pairs (answer, gold answer). The gold answer is the last cell of a line."""
     lines = [line.split(" ¦ ") for line in table.strip().split("\n")]
     return [(answer.strip(), gold.strip()) for *answers, gold in lines for answer in answers]
 

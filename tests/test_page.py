@@ -1,6 +1,8 @@
-"""assets/page.html in headless Chromium, driven over WebDriver's HTTP interface (w3.org/TR/webdriver2).
+"""assets/page.html in headless Chromium: what it shows is compared with what the server has sent.
 
-The server is the real one; its Conductor writes prepared workflows, and its workers are functions."""
+The browser is driven over WebDriver's HTTP interface (w3.org/TR/webdriver2). The server is the real
+one; its Conductor writes prepared workflows, and its workers are functions.
+"""
 
 import base64
 import contextlib

@@ -1,4 +1,4 @@
-"""Runs that are killed in any phase go on as if nothing had happened, and pay for nothing twice."""
+"""Runs that are killed in any phase and resumed, compared with runs that were never killed."""
 
 import contextlib
 import fcntl
@@ -97,7 +97,10 @@ def test_only_the_newest_checkpoint_has_a_state():
 
 @pytest.mark.parametrize("first", [1, 2])
 def test_a_run_goes_on_on_another_number_of_ranks(first, tmp_path):
-    """Weights and Adam's moments are read as they were written: the next step only rounds otherwise."""
+    """Weights and Adam's moments are read exactly as they were written.
+
+    Only the rounding of the next step depends on the number of ranks.
+    """
     flags = (
         "--preset=laptop",
         f"--init_from={trained()[0]}/checkpoint",

@@ -1,4 +1,7 @@
-"""The prompt, the run, further rounds, writers and commands, with workers that are Python functions."""
+"""Prompts, runs, further rounds, writers and commands, compared with what was written by hand.
+
+The workers are Python functions.
+"""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Reading a workflow out of what a model wrote: against the lists that a careful reader would take."""
+"""Reading a workflow from a model's text, compared with the lists that a careful reader takes."""
 
 import json
 import random
@@ -16,10 +16,13 @@ OTHER = 'model_id = [2]\nsubtasks = ["x"]\naccess_list = [[]]'
 
 ACCEPTED = {
     "plain": PLAIN,
-    "after a plan": f"Two models should do. A check is cheap.\n\n{PLAIN}\n\nThis ends the workflow.",
+    "after a plan": "Two models should do. A check is cheap.\n\n"
+    f"{PLAIN}\n\nThis ends the workflow.",
     "in a fence": f"```python\n{PLAIN}\n```",
-    "single quotes": "model_id = [1, 0]\nsubtasks = ['Solve it.', 'Check it.']\naccess_list = [[], ['all']]",
-    "JSON": '{"model_id": [1, 0], "subtasks": ["Solve it.", "Check it."], "access_list": [[], ["all"]]}',
+    "single quotes": "model_id = [1, 0]\nsubtasks = ['Solve it.', 'Check it.']\n"
+    "access_list = [[], ['all']]",
+    "JSON": '{"model_id": [1, 0], "subtasks": ["Solve it.", "Check it."], '
+    '"access_list": [[], ["all"]]}',
     "bold names": PLAIN.replace("access_list", "**access_list**").replace(
         "model_id", "**model_id**"
     ),
@@ -39,7 +42,8 @@ ACCEPTED = {
     "bare all": PLAIN.replace('["all"]', '"all"'),
     "indices": PLAIN.replace('["all"]', "[0]"),
     "another order": "\n".join(reversed(PLAIN.split("\n"))),
-    "many lines": 'model_id = [\n  1,  # one\n  0,\n]\nsubtasks = [\n  "Solve it.",\n  "Check it.",\n]\n'
+    "many lines": "model_id = [\n  1,  # one\n  0,\n]\n"
+    'subtasks = [\n  "Solve it.",\n  "Check it.",\n]\n'
     'access_list = [\n  [],\n  ["all"],\n]',
     "a second attempt": f'model_id = [0]\nsubtasks = ["No."]\naccess_list = [[]]\nBetter:\n{PLAIN}',
     "a cut-off attempt before": f'model_id = [0, 1\nsubtasks = ["Sol\n\n{PLAIN}',
@@ -244,7 +248,8 @@ def test_empty_lists_keep_the_answer_only_in_a_further_round():
     assert parse(lists("[]", "[]", "[]"), 4, allow_empty=True) == Workflow([])
 
 
-STRINGS = {  # as a model writes it between double quotes: what it says
+# What a model writes between double quotes -> the string that it means.
+STRINGS = {
     'Say \\"yes\\".': 'Say "yes".',
     "One line.\\nAnother.": "One line.\nAnother.",
     "a\\tb": "a\tb",
@@ -252,7 +257,8 @@ STRINGS = {  # as a model writes it between double quotes: what it says
     "Compute \\frac{1}{2} + \\sqrt{3}.": "Compute \\frac{1}{2} + \\sqrt{3}.",
     "Is x \\neq y and \\theta \\times 2?": "Is x \\neq y and \\theta \\times 2?",
     "Take \\\\frac{1}{2}.": "Take \\frac{1}{2}.",
-    "\\frac{a}{b} \\\\ c": "\\frac{a}{b} \\\\ c",  # where one backslash is LaTeX's, two end a line there
+    # Beside a single backslash of LaTeX, two are its line break.
+    "\\frac{a}{b} \\\\ c": "\\frac{a}{b} \\\\ c",
     "model_id = [3] is no list here": "model_id = [3] is no list here",
     "brackets ] and [ and # no comment": "brackets ] and [ and # no comment",
     "first\nsecond": "first\nsecond",
