@@ -201,8 +201,8 @@ class Settings:
     )
     lora_rank: int = flag(
         0,
-        "train matrices of this rank beside each frozen Linear, with ten times the learning "
-        "rate; 0: train all weights",
+        "train matrices of this rank beside each frozen Linear, with ten times the preset's "
+        "learning rate; 0: train all weights",
     )
     token_budget: int = flag(8192, "tokens of a micro-batch")
     offload: bool = flag(False, "keep weights, gradients and Adam's state in host memory")
@@ -334,10 +334,10 @@ def train(settings: Settings, device: str):
         # 1. Roll out: the Conductor writes workflows, workers carry them out, graders judge them.
         groups = read_rollouts(run, settings, iteration)  # there if a run was killed after step 2
         if groups is None:
-            groups, loss = collect_rollouts(run, settings, iteration)
+            groups, reason_to_stop = collect_rollouts(run, settings, iteration)
             torch.cuda.empty_cache()  # learning needs memory blocks of other sizes
-            if loss:
-                stop(run, settings, iteration, loss)
+            if reason_to_stop:
+                save_and_leave(run, settings, iteration, reason_to_stop)
 
         # 2. Reward each rollout (section 3.1), then compare it with its question's others (Eq. 2).
         rollouts = list(itertools.chain(*groups))
@@ -368,7 +368,7 @@ def train(settings: Settings, device: str):
         seconds_left = sum(recent) / len(recent) * (settings.iterations - done)
         metrics = metrics_of(iteration, groups, reports, held_out, seconds)
         on_rank0(lambda: log(settings, metrics, seconds_left))
-        is_spent = budget_is_spent(run)  # while the held-out problems were measured
+        is_spent = budget_is_spent(run)  # if held-out problems met the end of the budget
         if is_due or is_last or is_spent:
             save(run, settings, done)
         if is_spent:
@@ -396,14 +396,14 @@ def collect_rollouts(
     seed = settings.seed * 1_000_000 + iteration
     questions = itertools.islice(first_rounds(run, settings, iteration), settings.n_questions)
     groups = roll_out_all([copies(question, settings) for question in questions], seed)
-    loss = find_loss(run, groups, calls)
-    if settings.recursion and not loss:
+    reason_to_stop = find_reason_to_stop(run, groups, calls)
+    if settings.recursion and not reason_to_stop:
         groups += roll_out_all(second_groups(groups, settings, iteration), seed + 500_000)
-        loss = find_loss(run, groups, calls)
-    return groups, loss
+        reason_to_stop = find_reason_to_stop(run, groups, calls)
+    return groups, reason_to_stop
 
 
-def find_loss(run: Run, groups: list[list[Rollout]], calls: list[Call]) -> str:
+def find_reason_to_stop(run: Run, groups: list[list[Rollout]], calls: list[Call]) -> str:
     """Return why an iteration has lost too many rollouts to be learned from; "" if it has not.
 
     All ranks call this. A call that fails now and then costs its rollout and nothing else. A spent
@@ -417,17 +417,17 @@ def find_loss(run: Run, groups: list[list[Rollout]], calls: list[Call]) -> str:
     errors = [r.error for r in rollouts if r.error]
 
     if budget_is_spent(run):
-        loss = "the budget is spent"
+        reason_to_stop = "the budget is spent"
     elif gone:
-        loss = f"the last eight calls of {', '.join(gone)} all failed"
+        reason_to_stop = f"the last eight calls of {', '.join(gone)} all failed"
     elif rollouts and len(errors) >= 0.75 * len(rollouts):
-        loss = f"{len(errors)} of {len(rollouts)} rollouts were lost"
+        reason_to_stop = f"{len(errors)} of {len(rollouts)} rollouts were lost"
     else:
         return ""
-    return f"{loss}, the first by: {errors[0]}" if errors else loss
+    return f"{reason_to_stop}, the first by: {errors[0]}" if errors else reason_to_stop
 
 
-def stop(run: Run, settings: Settings, iteration: int, loss: str):
+def save_and_leave(run: Run, settings: Settings, iteration: int, reason_to_stop: str):
     """End the run with a checkpoint from which it goes on with this iteration.
 
     The iteration has no trace file, so --resume rolls it out again: it samples the same workflows,
@@ -437,7 +437,8 @@ def stop(run: Run, settings: Settings, iteration: int, loss: str):
         save(run, settings, iteration)
     remedy = MORE_MONEY if budget_is_spent(run) else GO_ON
     leave(
-        f"stopped in iteration {iteration + 1}, which is not learned, with a checkpoint: {loss}. "
+        f"stopped in iteration {iteration + 1}, which is not learned, with a checkpoint: "
+        f"{reason_to_stop}. "
         f"{remedy}"
     )
 
@@ -449,7 +450,7 @@ def budget_is_spent(run: Run) -> bool:
 
 
 def first_rounds(run: Run, settings: Settings, iteration: int) -> Iterator[Rollout]:
-    """Yield the questions of an iteration, without end, as rollouts that nobody has written yet.
+    """Yield questions for an iteration, without end, as rollouts that have no workflow yet.
 
     With ask_solved_probability=1 the questions come in the order of the data, which starts again
     after its end. Otherwise they are drawn at random, and the more often a kind of question is
@@ -529,9 +530,9 @@ def begin_rollouts(
 ) -> list[Rollout]:
     """Roll out this rank's share of each question's rollouts, and return it.
 
-    No rank waits for another here, so this may run in a thread while the model learns. The draws
-    of a rollout depend on its number, and not on its rank. Every call of a worker is appended to
-    `calls`.
+    No rank waits for another here, so a fork may run this in a thread while the model learns. The
+    draws of a rollout depend on its number, and not on its rank. Every call of a worker is appended
+    to `calls`.
     """
 
     def call(rollout: Rollout, step: int) -> Reply:
@@ -926,7 +927,7 @@ def set_up(settings: Settings, device: str) -> Run:
         f"{', '.join(worker.name for worker in run.pool)}"
     )
 
-    # Teach the format, or load what training has changed.
+    # Teach the format, and load the policy that the KL refers to.
     if settings.resume and not checkpoint:
         print0("there is no checkpoint yet: the run starts again, with the rollouts on disk")
     if settings.warm_steps < 0:
@@ -936,6 +937,8 @@ def set_up(settings: Settings, device: str) -> Run:
         warm_start(run, settings)
     if settings.beta:
         run.reference = load_reference(run, settings, device, is_new=not checkpoint)
+
+    # Find out whether the largest update fits. It zeroes Adam's state, so the state comes after it.
     largest_step(model, run.optimizer, run.reference, settings)
     if checkpoint:
         load_state(run, checkpoint)
@@ -1079,7 +1082,7 @@ def measure_held_out(run: Run, settings: Settings, iteration: int) -> float | No
 
 
 def complete_metrics(run: Run, settings: Settings):
-    """Measure the newest checkpoint's held-out accuracy if the budget ended before."""
+    """Measure the newest checkpoint's held-out accuracy if the budget ended before that."""
     file = Path(settings.out, "metrics.jsonl")
     lines = on_rank0(lambda: file.read_text().splitlines())
     is_due = run.first_iteration % settings.save_every == 0
@@ -1364,7 +1367,8 @@ def check_room(settings: Settings, config: Config, device: str):
         host += here * 16 * n / world
     if device == "cpu":
         host += here * room.most
-    # The disk holds the weights of all checkpoints and of the reference; for a while, two states.
+    # On disk: the weights of every checkpoint and of the reference, and one state for resuming, or
+    # two while a new one is being written.
     n_checkpoints = math.ceil(settings.iterations / settings.save_every)
     saved = dtype.itemsize * n * (n_checkpoints + 1) + 12 * n_trained * min(2, n_checkpoints)
     existing = next(filter(Path.exists, Path(settings.out, "new").absolute().parents))
@@ -1688,7 +1692,7 @@ LOCKS = []  # keeps lock files open: closing one would release its lock
 def lock(out: str):
     """Keep other runs away from --out until this process ends. ValueError names the one there."""
     os.makedirs(out, exist_ok=True)
-    file = open(f"{out}/lock", "a+")  # not truncated: it may name another run
+    file = open(f"{out}/lock", "a+")  # "w" would erase the name of the run that holds it
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -1731,7 +1735,7 @@ def open_folder(settings: Settings, first_iteration: int):
 
 
 def read_metrics(file: Path) -> list[str]:
-    """Return the lines of metrics.jsonl. A kill may have torn the last one, which is left out."""
+    """Return the lines of metrics.jsonl. A last line that a kill cut short is left out."""
     *lines, rest = file.read_text(errors="replace").split("\n")
     for number, line in enumerate(lines, 1):
         try:
@@ -2108,7 +2112,8 @@ def main(argv: list[str]):
         ctypes.CDLL(None).prctl(1, 9)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    # Objects go over gloo. A rank may wait longer for another's workers than NCCL's ten minutes.
+    # Python objects go over gloo. A rank may wait for another rank's workers, and longer than the
+    # ten minutes that NCCL allows by default.
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=datetime.timedelta(hours=3), **own_store)
     train(settings, device)

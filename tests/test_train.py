@@ -25,7 +25,7 @@ from train import (
     assign_advantages,
     check_flags,
     files_of,
-    find_loss,
+    find_reason_to_stop,
     first_rounds,
     needs_recompute,
     random_lesson,
@@ -438,8 +438,8 @@ def test_what_is_too_much_to_be_lost(outcomes, calls, expected, monkeypatch):
     run.pool = [type("Worker", (), {"budget": None})]
     pairs = zip(calls[::2], calls[1::2])
     made = [Call(float(i), worker, end == ".") for i, (worker, end) in enumerate(pairs)]
-    assert find_loss(run, groups_of(outcomes), made[::-1]).startswith(expected)
-    assert bool(expected) == bool(find_loss(run, groups_of(outcomes), made))
+    assert find_reason_to_stop(run, groups_of(outcomes), made[::-1]).startswith(expected)
+    assert bool(expected) == bool(find_reason_to_stop(run, groups_of(outcomes), made))
 
 
 def test_a_rollout_whose_workers_are_stuck_is_lost_not_waited_for(tmp_path):
