@@ -1,6 +1,10 @@
-"""Workers without a server, for tests of the code that calls them."""
+"""What several tests share: workers that are Python functions, and a Conductor with set texts."""
+
+import contextlib
+import threading
 
 from workers import Reply, WorkerError
+from workflow import Prompting, conductor_server
 
 
 class Player:
@@ -25,3 +29,27 @@ class Player:
 
 def lost(messages):
     raise WorkerError("nobody answers")
+
+
+@contextlib.contextmanager
+def served(pool, *texts, write=None, **settings):
+    """Yield the URL of a server whose Conductor writes these texts in turn, then repeats the last.
+
+    Args:
+        write: the Conductor, if it does more than that; see `conductor_server`.
+        settings: further arguments of `conductor_server`.
+    """
+    left = list(texts)
+
+    def write_texts(rollouts):
+        for rollout in rollouts:
+            rollout.written = left.pop(0) if len(left) > 1 else left[0]
+            yield rollout
+
+    server = conductor_server(write or write_texts, pool, None, Prompting(), 1, 0, **settings)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -5,19 +5,18 @@ one; its Conductor writes prepared workflows, and its workers are functions.
 """
 
 import base64
-import contextlib
 import json
 import re
 import shutil
 import subprocess
-import threading
 import time
 
 import pytest
 import requests
 
+import players
 from players import Player, lost
-from workflow import Prompting, Step, Workflow, as_lists, conductor_server
+from workflow import Step, Workflow, as_lists
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 CHROMEDRIVER = shutil.which("chromedriver")
@@ -95,23 +94,10 @@ def browser():
         driver.kill()
 
 
-@contextlib.contextmanager
 def served(pool, *workflows, **settings):
-    """The URL of a server whose Conductor writes these workflows in turn, the last one for ever."""
+    """Yield the URL of a server whose Conductor writes these workflows, lists of steps, in turn."""
     texts = [as_lists(Workflow([Step(*step) for step in steps])) for steps in workflows]
-
-    def write(rollouts):
-        for rollout in rollouts:
-            rollout.written = texts.pop(0) if len(texts) > 1 else texts[0]
-            yield rollout
-
-    server = conductor_server(write, pool, None, Prompting(), 1, 0, **settings)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    return players.served(pool, *texts, **settings)
 
 
 POOL = [
