@@ -1,4 +1,4 @@
-"""The model against transformers, checkpoints, the hub, the tokenizer, the command line."""
+"""The model, checkpoints and the tokenizer, compared with transformers; the hub; flags."""
 
 import dataclasses
 import importlib
@@ -39,13 +39,14 @@ from train import PRESETS
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 torch.set_num_threads(1)
-CLOSE = dict(rtol=1e-5, atol=2e-5)  # of logits whose spread is above 1
+CLOSE = dict(rtol=1e-5, atol=2e-5)  # tolerance for logits with a standard deviation above 1
 SHAPES = {  # hidden size, heads, key-value heads, tied
     "grouped": (48, 4, 2, False),
     "tied": (48, 6, 2, True),
     "one-kv-head": (32, 4, 1, True),
     "every-head": (64, 4, 4, False),
 }
+# rope_theta and rms_norm_eps differ from every default.
 REST = dict(
     vocab_size=61,
     intermediate_size=72,
@@ -53,7 +54,7 @@ REST = dict(
     rope_theta=123.0,
     rms_norm_eps=1e-3,
     max_position_embeddings=256,
-)  # rope_theta and eps far from every default
+)
 BIAS = "model.layers.1.self_attn.q_proj.bias"
 
 
@@ -64,7 +65,7 @@ def shape_of(shape):
 
 @torch.no_grad()
 def shake(module, seed=0):
-    """Fill all parameters with numbers so large that each shows in the logits, biases as well."""
+    """Fill all parameters with random numbers, large enough that each influences the logits."""
     torch.manual_seed(seed)
     for name, p in module.named_parameters():
         p.uniform_(0.5, 1.5) if "norm" in name else p.normal_(std=0.2 if p.dim() > 1 else 0.5)
@@ -94,7 +95,7 @@ def saved(tmp_path):
     return tmp_path
 
 
-# ---- The model and its checkpoints against transformers ----------------------------------------
+# ---- The model and its checkpoints, compared with transformers ----------------------------------
 @pytest.mark.parametrize("shape", SHAPES)
 def test_transformers_loads_ours_with_equal_logits_and_gradients(shape, tmp_path):
     ours = tiny(shape)
@@ -119,7 +120,7 @@ def test_transformers_loads_ours_with_equal_logits_and_gradients(shape, tmp_path
 @pytest.mark.parametrize("at_top", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_ours_loads_transformers_with_equal_logits(shape, at_top, max_shard_size, tmp_path):
-    """From one file or many, with rope_theta where version 5 writes it and where the hub has it."""
+    """One file or several; rope_theta is in rope_parameters (version 5) or at the top level."""
     rope = {"rope_type": "default", "rope_theta": 123.0}
     theirs = shake(Qwen2ForCausalLM(Qwen2Config(**shape_of(shape), rope_parameters=rope)))
     theirs.save_pretrained(tmp_path, max_shard_size=max_shard_size)
@@ -136,11 +137,10 @@ def test_ours_loads_transformers_with_equal_logits(shape, at_top, max_shard_size
 
 
 def test_positions_are_those_of_transformers(saved):
-    """Explicit positions, with gaps and different in each row, rotate as position_ids do there."""
+    """Positions that have gaps and differ between rows have the effect of position_ids there."""
     positions = torch.stack([torch.arange(23) * 3 + 5, torch.arange(23) ** 2 // 4])
-    mask = torch.ones(23, 23, dtype=torch.bool).tril()[
-        None, None
-    ]  # else gaps would be packed sequences
+    # Without a mask, transformers would take a gap for the start of another packed sequence.
+    mask = torch.ones(23, 23, dtype=torch.bool).tril()[None, None]
     expected = theirs_of(saved)(IDS, position_ids=positions, attention_mask=mask).logits
     torch.testing.assert_close(tiny()(IDS, positions), expected, **CLOSE)
 
@@ -162,7 +162,7 @@ LLAMA3_SCALING = {
 
 
 def theirs_in(family, folder, rope=None, **changes):
-    """Save and return a random model of transformers; its heads are 10 wide, not hidden / heads."""
+    """Save and return a random model of transformers; its head_dim is 10, not hidden / heads."""
     config_class, model_class, keys = FAMILIES[family]
     shape = shape_of("grouped") | dict(head_dim=10) | keys | changes
     rope = {"rope_theta": 123.0, "rope_type": "default"} | (rope or {})
@@ -174,7 +174,7 @@ def theirs_in(family, folder, rope=None, **changes):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_family_computes_what_transformers_does(family, tied, tmp_path):
-    """Logits, greedy tokens, and the log-probabilities of a packed row."""
+    """They agree in logits, in greedy tokens, and in the log-probabilities of a packed row."""
     theirs = theirs_in(family, tmp_path, tie_word_embeddings=tied)
     ours = Qwen.from_pretrained(str(tmp_path))
     torch.testing.assert_close(ours(IDS), theirs(IDS).logits, **CLOSE)
@@ -190,7 +190,7 @@ def test_each_family_computes_what_transformers_does(family, tied, tmp_path):
     expected = []
     for written in (tokens, other):
         ids = torch.cat((prompt, torch.tensor([written])), 1)
-        logp = theirs(ids).logits[0, 8:-1].log_softmax(-1)  # predict what was written
+        logp = theirs(ids).logits[0, 8:-1].log_softmax(-1)  # for ids[0, 9:]
         expected.append(logp.gather(1, torch.tensor(written)[:, None])[:, 0])
     torch.testing.assert_close(packed[0], torch.cat(expected), **CLOSE)
     torch.testing.assert_close(ours.join()(IDS), theirs(IDS).logits, **CLOSE)
@@ -212,7 +212,7 @@ def test_each_family_is_saved_as_what_it_was(family, tied, tmp_path):
 
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
 def test_llama_3_scales_its_rope(key, tmp_path):
-    """As transformers does, both with the keys of version 5 and with those of the hub's files."""
+    """It agrees with transformers, with the keys of version 5 and with those of older files."""
     theirs = theirs_in("llama", tmp_path, LLAMA3_SCALING)
     if key == "rope_scaling":
         old = {"type" if k == "rope_type" else k: v for k, v in LLAMA3_SCALING.items()}
@@ -252,7 +252,7 @@ def test_what_config_json_does_not_say_follows_from_the_model_type():
 
 
 def test_bf16_is_as_close_as_transformers_own(saved):
-    """bf16 weights give fp32 logits, nearer to transformers' bf16 than its bf16 is to its fp32."""
+    """In bf16, our logits are nearer to transformers' than those are to its fp32 logits."""
     ours = Qwen.from_pretrained(str(saved), dtype=torch.bfloat16)
     half, full = (
         theirs_of(saved, dtype)(IDS).logits.float() for dtype in (torch.bfloat16, torch.float32)
@@ -264,7 +264,7 @@ def test_bf16_is_as_close_as_transformers_own(saved):
 
 
 def test_logits_are_fp32():
-    """Logits of bf16 are far nearer to double precision than bf16 is; gradients are bf16."""
+    """With bf16 weights, logits are far nearer to exact ones than rounding to bf16 would allow."""
     model = tiny(vocab_size=9000).bfloat16()
     hidden = (
         torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(3))
@@ -284,7 +284,7 @@ def test_logits_are_fp32():
 
 
 def test_norm_rope_and_attention_compute_in_fp32():
-    """bf16 goes in and comes out, rounded only there; the norm is transformers' to the bit."""
+    """bf16 tensors are rounded only at the end; the norm equals transformers' bit for bit."""
     torch.manual_seed(0)
     ours, theirs = RMSNorm(48, 1e-3).bfloat16(), Qwen2RMSNorm(48, 1e-3).bfloat16()
     ours.weight.data.uniform_(0.5, 1.5)
@@ -299,7 +299,7 @@ def test_norm_rope_and_attention_compute_in_fp32():
 
 
 def test_attend_and_head_may_be_replaced():
-    """attend gets (layer_idx, q, k, v) shaped as promised, and the model uses what it returns."""
+    """attend gets (layer_idx, q, k, v) of the documented shapes, and the model uses its result."""
     model, seen = tiny(), []
 
     def blind(layer_idx, q, k, v):
@@ -327,7 +327,7 @@ def test_a_new_7b_has_the_published_size():
 
 # ---- Saving, and bad checkpoints ---------------------------------------------------------------
 def test_saving_over_a_checkpoint_leaves_nothing_of_it(tmp_path):
-    """Not of one in many files, nor does the model that was loaded from them change."""
+    """Not even of one in several files. A model that was loaded from them does not change."""
     theirs = shake(Qwen2ForCausalLM(Qwen2Config(**shape_of("grouped"))))
     theirs.save_pretrained(tmp_path, max_shard_size="20KB")
     first, second = Qwen.from_pretrained(str(tmp_path)), shake(tiny(), seed=5)
@@ -352,7 +352,7 @@ def test_saving_over_a_checkpoint_leaves_nothing_of_it(tmp_path):
     ],
 )
 def test_a_wrong_tensor_is_named(change, words, saved):
-    """Missing, unexpected or misshapen."""
+    """The tensor is missing, unexpected or of the wrong shape."""
     tensors = load_file(saved / "model.safetensors")
     change(tensors)
     save_file(tensors, saved / "model.safetensors")
@@ -445,7 +445,7 @@ def shard_bf16(model):
         fully_shard(part, mp_policy=policy)
 models = []
 for shard in (None, shard_bf16):
-    torch.manual_seed(1)  # on all ranks
+    torch.manual_seed(1)  # the same A on all ranks
     models.append(Qwen.from_pretrained(path, torch.bfloat16, shard=shard, lora_rank=4))
 for step in range(2):
     for model in models:
@@ -491,7 +491,7 @@ def loss_of(model):
 
 
 def with_lora(rank=3, **changes):
-    """A model with LoRA whose B is no longer zero, and the same model with all of it merged."""
+    """Return a model with LoRA whose B is random instead of zero, and its merged equivalent."""
     model = tiny(**changes)
     add_lora(model, rank)
     for name, p in model.named_parameters():
@@ -520,7 +520,7 @@ def test_lora_starts_as_the_model_itself_and_trains_nothing_else():
 
 
 def test_lora_has_the_gradients_of_the_formula():
-    """With W' = W + B A and its gradient G: that of B is G Aᵀ, that of A is Bᵀ G."""
+    """If G is the gradient of W + B A, then that of B is G Aᵀ, and that of A is Bᵀ G."""
     model, merged = with_lora()
     torch.testing.assert_close(model(IDS), merged(IDS), **CLOSE)
     for each in (model, merged):
@@ -536,9 +536,9 @@ def test_lora_has_the_gradients_of_the_formula():
 
 
 def test_with_full_rank_a_step_of_sgd_is_that_of_the_whole_matrix():
-    """If A is orthogonal and B zero, B A after one step is the step that W would have taken."""
+    """If A is orthogonal and B zero, one step changes B A by what it would change W."""
     model, full = tiny(), tiny()
-    add_lora(model, 72)  # the width of the widest input
+    add_lora(model, 72)  # as wide as the widest input
     layers = {name: m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
     for m in layers.values():
         m.lora_A = torch.nn.Parameter(torch.linalg.qr(torch.randn(m.in_features, m.in_features))[0])
@@ -556,7 +556,7 @@ def test_with_full_rank_a_step_of_sgd_is_that_of_the_whole_matrix():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lora_over_a_checkpoint(dtype, saved):
-    """The base has the dtype of computation, the matrices fp32; what is saved is merged."""
+    """The base has the computation's dtype, A and B are fp32, and a saved model is merged."""
     torch.manual_seed(3)
     model = Qwen.from_pretrained(str(saved), dtype, lora_rank=2)
     for name, p in model.named_parameters():
@@ -576,7 +576,7 @@ def test_lora_over_a_checkpoint(dtype, saved):
 
 # ---- The hub -----------------------------------------------------------------------------------
 def test_a_repository_is_loaded_by_its_name(saved, monkeypatch):
-    """Only what is needed is downloaded, config.json first, so an unknown model costs nothing."""
+    """Only needed files are downloaded, config.json first: an unsupported model ends it early."""
     asked = []
 
     def download(name, allow_patterns):
@@ -609,7 +609,7 @@ LLAMA3 += ["<|eom_id|>", "<|eot_id|>"]
 
 
 def bpe(control=CHATML) -> BPE:
-    """A byte-level BPE of about 300 tokens with control tokens behind them, as in Qwen2.5."""
+    """Return a byte-level BPE of about 300 tokens, followed by control tokens, as in Qwen2.5."""
     made = BPE(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -618,7 +618,7 @@ def bpe(control=CHATML) -> BPE:
     made.train_from_iterator(TEXTS * 5, trainer)
     made.add_special_tokens(control)
     if control == CHATML:
-        made.add_tokens(["<think>", "</think>"])  # not special, as in Qwen3
+        made.add_tokens(["<think>", "</think>"])  # these are not special tokens, as in Qwen3
     return made
 
 
@@ -642,7 +642,7 @@ CHATS = [
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("model_type", STYLES)
 def test_chat_equals_the_template_in_transformers(model_type, chat, tmp_path):
-    """The ids of a conversation are transformers' own, and its generate stops where a turn ends."""
+    """Conversations have transformers' ids, and its generate stops at the end of a turn."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     ours = Tokenizer(bpe(STYLES[model_type]), model_type)
     ours.save_pretrained(str(tmp_path))
@@ -661,14 +661,15 @@ QWEN2_SYSTEM = (
     "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant."
     "<|im_end|>\n"
 )
-OFFICIAL = {  # what each model's own template writes for the last of CHATS
+# What the template of each model writes for the last of CHATS.
+OFFICIAL = {
     "qwen2": QWEN2_SYSTEM + "<|im_start|>user\n</think> a<|im_end|>\n"
     "<|im_start|>assistant\n<think>\nb\n</think>\n\nc<|im_end|>\n"
     "<|im_start|>user\nd<|im_end|>\n<|im_start|>assistant\n",
     # with enable_thinking=False
     "qwen3": "<|im_start|>user\n</think> a<|im_end|>\n<|im_start|>assistant\nc<|im_end|>\n"
     "<|im_start|>user\nd<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
-    # Llama 3's; that of 3.1 adds a system message with dates
+    # the template of Llama 3; that of 3.1 adds a system message with dates
     "llama": "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n</think> a<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n<think>\nb\n</think>\n\nc<|eot_id|>"
     "<|start_header_id|>user<|end_header_id|>\n\nd<|eot_id|>"
@@ -691,7 +692,10 @@ def test_a_llama_may_speak_chatml():
 
 @pytest.mark.parametrize("text", [*TEXTS, CONTROL])
 def test_text_survives_the_round_trip_and_holds_no_control_token(text):
-    """decode(encode(text)) is the text, even if it spells control tokens; real ones are dropped."""
+    """decode(encode(text)) is the text, even if it spells control tokens.
+
+    decode drops real control tokens.
+    """
     tokenizer = Tokenizer(bpe())
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text == tokenizer.decode([*ids, *tokenizer.end_ids])
@@ -730,9 +734,10 @@ SAMPLES += ["def f(x):\n\n\treturn x['a']  # don't\n", "  東京 🙂!!!\n", *TE
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
 def test_transformers_reads_texts_as_we_do(model_type, split, tokenizer_first, tmp_path):
-    """Equal ids and greedy tokens; a Qwen2 with a tokenizer of another kind is written as a Llama.
+    """Saved files give transformers equal ids and equal greedy tokens.
 
-    The tokenizer puts a token before each text, which we never do, so others must not either.
+    A Qwen2 whose tokenizer splits words in another way is saved as a Llama. The tokenizer here has
+    a rule that puts a token before each text. We never do that, so it is saved without the rule.
     """
     made = bpe()
     made.pre_tokenizer = SPLITS[split]()
@@ -768,7 +773,7 @@ def test_transformers_reads_texts_as_we_do(model_type, split, tokenizer_first, t
 
 
 def test_ids_with_gaps():
-    """`len` is the largest id plus one, however many ids there are: n_ids of `generate`."""
+    """`len` is the largest id plus one, even if some ids are unused; it is `generate`'s n_ids."""
     vocabulary = {"a": 0, "b": 1, "<|im_start|>": 7, "<|im_end|>": 9}
     made = BPE(models.BPE(vocabulary, []))
     made.add_special_tokens(["<|im_start|>", "<|im_end|>"])
@@ -781,7 +786,7 @@ def test_ids_with_gaps():
 
 def test_a_tokenizer_without_control_tokens_is_refused(tmp_path):
     vocabulary = {"<|im_start|>": 0, "<|im_end|>": 1, "?": 2}
-    plain = BPE(models.WordLevel(vocabulary, "?"))  # text can spell these
+    plain = BPE(models.WordLevel(vocabulary, "?"))  # not special: a text can spell them
     plain.pre_tokenizer = pre_tokenizers.Split("<|im_end|>", "isolated")
     for made in (BPE(models.BPE()), plain):
         made.save(str(tmp_path / "tokenizer.json"))
@@ -801,7 +806,7 @@ class Settings:
 
 
 def test_configure_types_values_by_their_fields():
-    """Values have the type of the field, the last one wins, and other words come back in order."""
+    """Values get the field's type, the last value counts, and other words are returned in order."""
     settings = Settings()
     argv = ["a", "--steps=10", "--lr=3e-4", "--out=a=b", "--resume", "b c"]
     argv += ["--verbose=False", "--steps=-4"]
@@ -879,7 +884,7 @@ def test_help_is_a_page_of_flags_in_two_columns(columns, capsys, monkeypatch):
     ],
 )
 def test_configure_refuses_what_it_does_not_know(word, said, capsys):
-    """One line, exit status 2, and nothing changed."""
+    """It prints one line and exits with status 2; no setting changes."""
     settings = Settings()
     with pytest.raises(SystemExit) as end:
         configure(settings, ["--lr=1", word])
@@ -890,7 +895,7 @@ def test_configure_refuses_what_it_does_not_know(word, said, capsys):
 
 @pytest.mark.parametrize("command", ["sample", "workflow", "eval", "train"])
 def test_every_command_has_a_page_of_help(command, capsys):
-    """Each flag says what it is; the names that one may choose from are all there."""
+    """It explains each flag and lists all systems, benchmarks and presets that may be chosen."""
     settings = importlib.import_module(command).Settings()
     with pytest.raises(SystemExit):
         configure(settings, ["--help"])

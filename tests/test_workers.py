@@ -1,5 +1,7 @@
-"""Workers: requests and replies against the providers' documentation, servers that fail, replayed
-replies, money, pools, and the command line."""
+"""Workers: their requests and replies, compared with the providers' documentation.
+
+Further tests are about servers that fail, replayed replies, money, pools, and the command line.
+"""
 
 import ast
 import contextlib
@@ -38,7 +40,7 @@ GOOD = {
     "choices": [{"message": {"role": "assistant", "content": "Because."}, "finish_reason": "stop"}],
     "usage": {"prompt_tokens": 10, "completion_tokens": 2},
 }
-QUICK = 3  # A timeout in seconds; the pauses between attempts grow with it, from 10 ms here.
+QUICK = 3  # a timeout in seconds, so short that the pauses between attempts begin at 10 ms
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +52,7 @@ def environment(monkeypatch):
 
 
 def http(body, status=200, **headers):
-    """Return a whole HTTP response as bytes. A body that is not bytes is sent as JSON."""
+    """Return an HTTP response as bytes; a body of another type becomes JSON."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = [f"HTTP/1.1 {status} Whatever", f"Content-Length: {len(content)}"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
@@ -58,14 +60,14 @@ def http(body, status=200, **headers):
 
 
 class OddServer(socketserver.ThreadingTCPServer):
-    """A server that answers as a test says.
+    """A server whose answers a test chooses.
 
     Args:
-        play: bytes that answer every request; a list of bytes, one for each request; or a function
-            play(n, conn) of the request's number and its connection, which returns bytes to send
-            or None to hang up.
+        play: bytes that answer every request; a list of bytes, whose last item is repeated; or a
+            function play(n, conn) of the request's number and connection, which returns bytes to
+            send, or None to hang up.
 
-    Its `requests` are (time, head, body), and `most` is how many ran at the same time.
+    `requests` lists (time, head, body); `most` is the largest number of simultaneous requests.
     """
 
     daemon_threads = True
@@ -119,7 +121,7 @@ def pool_file(folder, *entries):
     return str(folder / "pool.json")
 
 
-# Protocols, against the providers' documentation
+# Protocols, compared with the providers' documentation
 
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -138,7 +140,7 @@ def on_the_wire(response, overrides=(), **fields):
 
 
 def test_openai_on_the_wire():
-    """Overrides replace parameters, and a blank turn, which some providers refuse, is filled."""
+    """Overrides replace parameters. A blank turn, which some providers refuse, becomes (empty)."""
     head, body, reply = on_the_wire(
         GOOD,
         {"max_completion_tokens": 9},
@@ -232,7 +234,7 @@ def test_what_models_answer(response, text, finish):
         ("<think>a <think>b</think> c", "c"),
         ("<think>a</think>", ""),
         ("<think>a</think>\n", ""),
-        # One that never closes is all thought.
+        # Without a closing tag, everything is a thought.
         ("<think>", ""),
         ("<think>a\nb", ""),
         (" <think>a <think> b", ""),
@@ -247,7 +249,7 @@ def test_what_models_answer(response, text, finish):
         ("a\n</think>\nWrite <think>.", "Write <think>."),
         ("a\n</think>", ""),
         ("a\n</think>\n \n", ""),
-        # An answer may speak of tags.
+        # An answer may mention tags.
         ("BEGIN <think>x</think> AFTER", "BEGIN <think>x</think> AFTER"),
         ("BEGIN <think>x</think>\nAFTER", "BEGIN <think>x</think>\nAFTER"),
         ("BEGIN <think>\nx\n</think>\n", "BEGIN <think>\nx\n</think>\n"),
@@ -320,7 +322,7 @@ WRITTEN = {"input_tokens": 10, "output_tokens": 2, "cache_creation_input_tokens"
 
 @pytest.mark.parametrize(
     "usage, dollars",
-    [  # at $1 a million prompt tokens and $10 a million completion tokens
+    [  # at $1 per million prompt tokens and $10 per million completion tokens
         (WRITTEN, 10 + 1.25 * 100 + 20),
         ({**WRITTEN, "cache_read_input_tokens": 50}, 10 + 1.25 * 100 + 50 + 20),
         (
@@ -384,11 +386,11 @@ def test_litellms_header_is_the_cost(header, usage, price, cost):
         (None, [1, 10], None),
         ({**COUNTS, "prompt_tokens": -10}, [1, 10], None),
         ({**COUNTS, "completion_tokens": "2"}, [1, 10], None),
-        # The reply has a text, so nobody counted its tokens.
+        # The reply has a text, so it cannot have zero tokens: the count is unknown.
         ({**COUNTS, "completion_tokens": 0}, [1, 10], None),
-        # The total includes the reasoning.
+        # The total includes reasoning tokens.
         ({**COUNTS, "total_tokens": 112}, [1, 10], 1030e-6),
-        # OpenRouter names the cost.
+        # OpenRouter reports the cost.
         ({**COUNTS, "cost": 0.25}, [1, 10], 0.25),
         ({**COUNTS, "cost": 0.25}, None, 0.25),
         ({**COUNTS, "cost": 0}, [1, 10], 30e-6),
@@ -396,7 +398,7 @@ def test_litellms_header_is_the_cost(header, usage, price, cost):
     ],
 )
 def test_what_a_reply_costs(usage, price, cost):
-    """An unknown price or usage is unknown, not zero."""
+    """If the price or the usage is unknown, so is the cost; it is not zero."""
     with OddServer(http(answer(usage=usage))) as server:
         one = worker(server, price=price)
         reply = one.chat(CHAT)
@@ -426,7 +428,7 @@ def test_a_python_function_is_a_worker(tmp_path):
         with pytest.raises(WorkerError, match=says):
             one.chat(CHAT)
     assert pool[5].chat(CHAT).text == "half ?"
-    assert pool[6].chat(CHAT) is not pool[6].chat(CHAT)  # Each call has seconds of its own.
+    assert pool[6].chat(CHAT) is not pool[6].chat(CHAT)  # Each call records its own seconds.
     with pytest.raises(ValueError, match="tools.py has no function find"):
         load_pool(pool_file(tmp_path, {"protocol": "python", "function": "tools.py:find"}))
 
@@ -447,8 +449,8 @@ def refused(status, message="no", code=None, **headers):
 
 @pytest.mark.parametrize(
     "play, asked, says",
-    [  # what a server does, how often two attempts ask, the error
-        # What may help is tried again.
+    [  # what a server does, the number of requests if two attempts are allowed, the error
+        # Errors that may pass are tried again.
         *((refused(status), 2, f"HTTP {status}.*no") for status in (408, 409, 429, 500, 503, 529)),
         (http(b"<h1>Bad gateway</h1>", 502), 2, "HTTP 502.*Bad gateway"),
         (http({"error": {"message": "upstream died", "code": 502}}), 2, "HTTP 502.*upstream died"),
@@ -458,7 +460,7 @@ def refused(status, message="no", code=None, **headers):
         (cut, 2, "Error"),
         (b"220 mail.example ESMTP\r\n\r\n", 2, "Error"),
         (http(b" \n "), 2, "no reply"),
-        # What cannot help is not, nor is what is paid.
+        # Lasting errors are not tried again, and neither is a reply that may have been billed.
         *(
             (refused(status), 1, f"HTTP {status}.*no")
             for status in (400, 401, 402, 403, 404, 413, 422)
@@ -472,7 +474,8 @@ def refused(status, message="no", code=None, **headers):
         (http({"choices": []}), 1, "no reply as openai"),
         (http(answer(42)), 1, "no reply as openai"),
         (flood, 1, "larger than 32 MiB"),
-        # Waiting mends no account: OpenAI's, Anthropic's, Google's and OpenRouter's words.
+        # Accounts that need money or a new day, in the words of OpenAI, Anthropic, Google and
+        # OpenRouter.
         (refused(429, "You exceeded it", "insufficient_quota"), 1, "HTTP 429.*You exceeded it"),
         (refused(400, "Your credit balance is too low"), 1, "credit balance"),
         (refused(429, "GenerateRequestsPerDayPerProjectPerModel-FreeTier"), 1, "PerDay"),
@@ -504,7 +507,7 @@ def test_the_wait_that_is_asked_for_is_kept():
         with OddServer([refused(429, Retry_After=wait), http(GOOD)]) as server:
             worker(server, timeout=QUICK).chat(CHAT)
         assert server.requests[1][0] - server.requests[0][0] >= least
-    # A call may not take that long, so there is no second attempt.
+    # The wait is longer than the call's timeout, so there is no second attempt.
     for wait in ("3600", formatdate(time.time() + 3600, usegmt=True)):
         with OddServer(refused(429, Retry_After=wait)) as server:
             with pytest.raises(WorkerError, match="429"):
@@ -587,17 +590,19 @@ def test_a_replay_makes_a_second_run_free(tmp_path):
             server, price=[1, 10], replay=Replay(tmp_path / "replay"), budget=Budget(0.0)
         )
         assert five(again) == replies and len(server.requests) == 4
-        assert again.spent == first.spent == pytest.approx(5 * 30e-6)  # The bill is a whole run's.
-        first.chat(CHAT)  # Without a call_id it is asked, and not kept.
+        assert (
+            again.spent == first.spent == pytest.approx(5 * 30e-6)
+        )  # Replayed replies count, too.
+        first.chat(CHAT)  # Without a call_id, a call is sent, and its reply is not kept.
         worker(server, name="another", replay=Replay(tmp_path / "replay")).chat(CHAT, call_id="a")
         assert len(server.requests) == 6
-        with ThreadPoolExecutor(8) as threads:  # What is asked by many at once is paid once.
+        with ThreadPoolExecutor(8) as threads:  # Equal simultaneous calls are paid once.
             assert len({*threads.map(lambda _: first.chat(CHAT, "c").text, range(8))}) == 1
         assert len(server.requests) == 7
 
 
 def test_a_replay_knows_a_worker_by_its_whole_url(tmp_path):
-    """Two servers on one machine are two models, though they call themselves alike."""
+    """Two servers on one machine are two workers, even if their models have the same name."""
     with OddServer(http(answer("one"))) as one, OddServer(http(answer("two"))) as two:
         for server, text in ((one, "one"), (two, "two"), (one, "one")):
             player = worker(server, replay=Replay(tmp_path / "replay"))
@@ -619,7 +624,7 @@ def test_a_replay_knows_a_function_by_its_code(tmp_path):
     assert replies(first.replace("old", "new")) == "0 new"
     assert replies(first) == "0 old"
     [loaded] = load_pool(spec, replay=tmp_path / "replay")
-    # A run goes on with the code that it loaded.
+    # A pool uses the code that it has loaded, even after the file changes.
     tool.write_text(first.replace("old", "newer"))
     assert loaded.chat(CHAT, call_id="a").text == "0 old"
     assert loaded.chat(CHAT, call_id="b").text == "1 old"
@@ -638,14 +643,14 @@ def test_a_replay_knows_the_laptop_world_whatever_its_port(tmp_path):
 
 
 def test_shared_replies_are_paid_once_whoever_asks(tmp_path):
-    """Ids that begin otherwise, as evaluation's do, are told apart as ever."""
+    """Only calls whose ids begin with `share` share replies; others are told apart by their ids."""
     numbered = [http(answer(str(n))) for n in range(9)]
     with OddServer(numbered) as server:
         one = worker(server, replay=Replay(tmp_path / "replay", share="7/"))
         ids = ["7/0/1/0", "7/3/2/1", "8/0/1/0", "test:0/1", "test:0/2", "7/9/9/9"]
         assert [one.chat(CHAT, i).text for i in ids] == ["0", "0", "1", "2", "3", "0"]
         assert one.chat(CHAT, "7/0/1/0", top_p=1).text == "4"
-        assert one.chat(CHAT).text == "5"  # Without an id nothing is shared.
+        assert one.chat(CHAT).text == "5"  # Without an id, no reply is shared.
         assert len(server.requests) == 6
 
 
@@ -661,7 +666,7 @@ def test_a_replay_sees_what_other_processes_have_appended(tmp_path):
 def test_torn_lines_are_ignored_and_harm_no_other(tmp_path):
     path, reply = tmp_path / "replay", Reply("x", 1, 2, None, 0.5)
     Replay(path).keep("a", reply), Replay(path).keep("b", reply)
-    path.write_bytes(path.read_bytes()[:-30])  # A kill.
+    path.write_bytes(path.read_bytes()[:-30])  # The process was killed while it wrote.
     Replay(path).keep("c", reply)
     assert Replay(path).replies == {"a": reply, "c": reply}
 
@@ -679,7 +684,10 @@ def test_processes_append_at_the_same_time(tmp_path):
 
 
 def test_a_budget_is_never_passed():
-    """Calls of up to $0.0012, in fact $0.001: of twenty at once under $0.005 four are made."""
+    """Of twenty simultaneous calls under $0.005, four are made.
+
+    A call reserves $0.0012, the most that it can cost, and then costs $0.001.
+    """
     budget = Budget(0.005)
     fields = {"price": [0, 10], "params": {"max_tokens": 120}, "budget": budget}
     with OddServer(http(answer(usage={"prompt_tokens": 0, "completion_tokens": 100}))) as server:
@@ -693,14 +701,14 @@ def test_a_budget_is_never_passed():
 
 @pytest.mark.parametrize(
     "answers, left",
-    [  # of a dollar, where a call costs $0.00002 and at most $0.01
+    [  # what is left of $1; a call costs $0.00002, and at most $0.01
         ([refused(400)], 1),
         ([refused(429), http(GOOD)], 1 - 20e-6),
         ([refused(503), http(GOOD)], 1 - 20e-6),
         ([refused(500), refused(400)], 0.99),
         ([http(b"{")], 0.99),
         ([http(answer(usage=None))], 0.99),
-        # OpenRouter does not bill an answer that failed, but does once a model has started.
+        # OpenRouter does not bill an answer that failed midway, but may bill an error in a reply.
         ([http(answer("Bec", "error")), http(GOOD)], 1 - 20e-6),
         ([http({"error": {"message": "x", "code": 503}}), http(GOOD)], 0.99 - 20e-6),
     ],
@@ -715,14 +723,14 @@ def test_an_attempt_that_may_be_billed_counts_whole(answers, left):
 
 
 def test_the_most_that_a_call_can_cost_is_reserved():
-    """OpenRouter may choose a host that is dearer than the price, up to max_price."""
+    """OpenRouter may choose a host that costs more than the price, up to max_price."""
     seen = []
     params = {"max_tokens": 1000, "provider": {"max_price": {"prompt": 0, "completion": 20}}}
     with OddServer(lambda n, conn: seen.append(budget.left) or http(GOOD)) as server:
         budget = Budget(1.0)
         worker(server, price=[0, 10], params=params, budget=budget).chat(CHAT)
         with pytest.raises(WorkerError, match="budget"):
-            worker(server, budget=budget).chat(CHAT)  # Nobody knows its price.
+            worker(server, budget=budget).chat(CHAT)  # Its price is unknown.
     assert seen == [pytest.approx(1 - 0.02)] and budget.left == pytest.approx(1 - 20e-6)
 
 
@@ -898,7 +906,7 @@ def test_a_module_that_runs_as_a_command_exists_once(file):
 
 
 def test_a_users_file_gets_the_module_that_runs(tmp_path):
-    """Two functions of a file also share what the file holds."""
+    """A file is loaded once: two of its functions share its variables."""
     (tmp_path / "mine.py").write_text(
         "import itertools, workers\n"
         "numbers = itertools.count(1)\n"
@@ -917,7 +925,7 @@ def run_command(*words):
 
 
 def test_the_command_asks_each_worker_for_a_word(tmp_path):
-    """It shows the reply's first words: a worker may be healthy and yet not what it should be."""
+    """It shows each reply's first words, by which one may notice that a worker is the wrong one."""
     talk = "No expression \x1b[2J found.\n" * 9
     with (
         OddServer(http(answer(talk))) as good,

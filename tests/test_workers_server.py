@@ -1,4 +1,4 @@
-"""The loopback server against OpenAI's API reference and odd clients; the local pool's process."""
+"""The loopback server, compared with OpenAI's API reference; and the local pool's process."""
 
 import base64
 import contextlib
@@ -36,7 +36,7 @@ ASK = {
 
 @contextlib.contextmanager
 def served(handler):
-    """A running server with this handler: its address."""
+    """Yield the URL of a running server with this handler."""
     server = loopback_server(0, handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -47,7 +47,7 @@ def served(handler):
 
 
 class Parrot(Handler):
-    """Ends a request in one of the ways that `complete` may."""
+    """A handler that repeats the messages; some texts make it fail."""
 
     models = ["parrot"]
 
@@ -86,7 +86,7 @@ def request(body, version=b"1.1"):
 
 
 def raw(url, data):
-    """All that the server answers to these bytes."""
+    """Return everything that the server answers to these bytes."""
     with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=60) as conn:
         conn.sendall(data)
         conn.shutdown(socket.SHUT_WR)
@@ -94,7 +94,7 @@ def raw(url, data):
 
 
 def events(text):
-    """The events of a stream that has ended as it should."""
+    """Return the events of a stream, and assert that [DONE] ends it."""
     pieces = [piece for piece in text.split("\n\n") if piece.startswith("data: ")]
     assert pieces.pop() == "data: [DONE]"
     return [json.loads(piece.removeprefix("data: ")) for piece in pieces]
@@ -113,7 +113,7 @@ def test_a_completion():
 
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 def test_a_stream_ends_with_its_connection(parrot, version):
-    """First the role; comments; then the text, why it ended, the usage and extra fields."""
+    """The role comes first, then comments, then the text with its finish reason and the usage."""
     body = json.dumps(say("hi", stream=True)).encode()
     head, _, text = raw(parrot, request(body, version)).decode().partition("\r\n\r\n")
     assert "Content-Type: text/event-stream" in head and "chunked" not in head
@@ -169,7 +169,7 @@ def test_what_clients_send_becomes_plain_text(parrot, content, text):
         (b"", {}, 400, "expected"),
         (b"[" * 100_000, {}, 400, "expected"),
         (b"\xff", {}, 400, "expected"),
-        # What follows any web page may send.
+        # Any web page can make a browser send the following requests.
         (say("x"), {"Content-Type": "text/plain"}, 403, "Content-Type: application/json"),
         (say("x"), {"Host": "attacker.example"}, 403, "Host: localhost"),
         (say("x"), {"Host": "127.0.0.1.attacker.example"}, 403, "Host"),
@@ -245,7 +245,10 @@ HOSTS = {
 
 @pytest.mark.parametrize("host, is_ours", HOSTS.items(), ids=HOSTS)
 def test_the_host_is_checked_before_any_route(parrot, host, is_ours):
-    """A web page whose name is made to mean 127.0.0.1 sends that name. It must read nothing."""
+    """A web page can make its own domain name resolve to 127.0.0.1, but must not read anything.
+
+    Its requests carry that name as the Host.
+    """
     for line in (b"GET /health", b"GET /v1/models", b"GET /", b"DELETE /x", b"POST /v1/chat"):
         answer = raw(parrot, b"%b HTTP/1.1\r\nHost: %b\r\n\r\n" % (line, host.encode()))
         assert answer.startswith(b"HTTP/1.1 403") != is_ours
@@ -253,7 +256,7 @@ def test_the_host_is_checked_before_any_route(parrot, host, is_ours):
 
 
 def test_another_machine_needs_the_key():
-    """On every route but the public ones. The Host header may then name any machine."""
+    """Every route except the public ones asks for the key. The Host may then be any machine."""
 
     class Open(Parrot):
         public_paths = ("/public",)
@@ -441,7 +444,7 @@ def test_a_local_pool_is_free_and_answers_over_http():
         reply = one.chat(ASK["messages"])
         assert (reply.text, reply.cost) == (specialist(one.name, ASK["messages"]), 0.0)
     assert all(reply.text for reply in workers.ping_workers(pool))
-    assert load_pool("local")[0].base_url == pool[0].base_url  # One server a process.
+    assert load_pool("local")[0].base_url == pool[0].base_url  # A process starts one server.
     assert load_pool("local", "http://127.0.0.1:9/v1")[0].base_url == "http://127.0.0.1:9/v1"
 
 
@@ -450,7 +453,7 @@ def test_simultaneous_first_callers_get_one_and_the_same_result():
 
     @workers.once
     def make():
-        time.sleep(0.01)  # Long enough for the others to come.
+        time.sleep(0.01)  # Meanwhile the other callers arrive.
         made.append(object())
         return made[-1]
 
@@ -470,14 +473,14 @@ def test_the_server_imports_no_torch_and_gets_no_key():
         url, process = workers.local_server()
         print("torch" in sys.modules, open(f"/proc/{process.pid}/environ").read())"""
     if not os.path.exists("/proc/self/environ"):
-        pytest.skip("shows another process's environment by /proc")
+        pytest.skip("needs /proc to read another process's environment")
     shown = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True, timeout=120)
     assert shown.startswith("False ") and "PATH=" in shown and "planted" not in shown
 
 
 @pytest.mark.parametrize("death", [None, signal.SIGKILL, signal.SIGINT])
 def test_the_server_ends_with_its_parent(death):
-    # A shell's background job ignores SIGINT, and so would this.
+    # A shell's background jobs ignore SIGINT, and their children inherit that.
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import workers; "
         "print(workers.local_server()[0], flush=True); input()"
@@ -494,5 +497,5 @@ def test_the_server_ends_with_its_parent(death):
     with socket.create_connection(("127.0.0.1", port), timeout=120) as conn:
         parent.stdin.close() if death is None else parent.send_signal(death)
         with contextlib.suppress(ConnectionError):
-            assert conn.recv(1) == b""  # The connection ends with the server.
+            assert conn.recv(1) == b""  # The server has ended.
     parent.wait(120)

@@ -130,7 +130,7 @@ def test_a_stream_shows_each_step_while_it_runs():
                 if line.startswith(b"data: {"):
                     chunks.append(json.loads(line.removeprefix(b"data: ")))
                     if chunks[-1].get("workflow_event", {}).get("worker") == "b":
-                        go_on.set()  # The second worker answers only now.
+                        go_on.set()  # lets the second worker answer
     told = [chunk for chunk in chunks if "workflow_event" in chunk]
     found = [(e["round"], e["step"], e.get("reply")) for e in (c["workflow_event"] for c in told)]
     one_round = [(0, None), (0, "draft"), (1, None), (1, "answer")]
@@ -167,7 +167,7 @@ def test_a_silent_stream_says_that_workers_are_busy():
         ) as response:
             lines = response.iter_lines()
             busy = 0
-            while busy < 3:  # Three comments come while the worker works.
+            while busy < 3:  # until three comments have come
                 busy += next(lines).startswith(b": ")
             go_on.set()
             rest = b"\n".join(lines)
@@ -198,7 +198,7 @@ def test_a_spent_budget_is_a_402(capfd):
 
 
 def test_each_request_is_one_line_of_the_log(capfd):
-    """Its model, outcome, steps, seconds, dollars, and what is left of the budget."""
+    """It holds the model, the outcome, steps, seconds, dollars, and the rest of the budget."""
     worker = Player("a", lambda m: "b")
     worker.budget = Budget(1.0)
     with served([worker], chain(0, 0)) as url:
@@ -209,7 +209,7 @@ def test_each_request_is_one_line_of_the_log(capfd):
     assert len(lines) == 2
     left = r"\$1\.0000 left"
     assert re.fullmatch(
-        rf"conductor-recursive: answered, 4 steps, \d\.\d s, \$1\.0000 for the steps, {left}",
+        rf"conductor-recursive: answered, 4 steps, \d\.\d s, \$2\.0000 for the steps, {left}",
         lines[0],
     )
     assert re.fullmatch(rf"conductor: 400, messages: there is no user message.*{left}", lines[1])
@@ -257,7 +257,7 @@ def test_a_client_that_hangs_up_stops_the_workflow(capfd):
 
 
 def test_more_clients_than_threads_for_calls_are_all_answered(monkeypatch):
-    """Each request has a thread of its own: none takes one of those that its calls need."""
+    """Requests have threads of their own and never occupy those that worker calls need."""
     monkeypatch.setattr(workflow, "THREADS", workflow.Threads(2))
     everyone_asks = threading.Barrier(8)
 
@@ -337,7 +337,7 @@ def test_clients_that_are_turned_away_come_back_one_after_the_other():
         with pytest.raises(Refusal) as refused:
             admission.enter()
         waits.append(refused.value.headers["Retry-After"])
-    # Of 256 requests at a time, of 10 s each, 25.6 end in a second.
+    # If 256 requests run at a time and each takes 10 s, then 25.6 end per second.
     assert waits[:20] == [1] * 20 and waits == sorted(waits)
     assert abs(waits[256] - 10) <= 1 and waits[-1] == 60
     admission.leave()
@@ -395,11 +395,11 @@ def test_prompts_that_wait_together_are_written_as_one_batch():
     assert batches == [1, 7]
     with pytest.raises(KeyError):
         ask("bad")
-    assert ask("good") == ["good"]  # It goes on.
+    assert ask("good") == ["good"]  # the server still answers
 
 
 def workflow_queue(shared):
-    """The rollouts that wait for a shared writer."""
+    """Return the rollouts that wait for a shared writer."""
     return inspect.getclosurevars(shared).nonlocals["waiting"]
 
 
@@ -420,7 +420,7 @@ def test_what_is_written_does_not_depend_on_who_waits_beside():
 
 
 def test_turns_of_a_chat_as_open_webui_sends_them_are_each_answered_right():
-    """By the shipped Conductor, with a system message, earlier turns, and tools to ignore."""
+    """The chats have a system message, earlier turns and unused tools; laptop/ conducts them."""
     pool = load_pool("local")
     model, tokenizer, prompting = workflow.load_conductor(os.path.join(ASSETS, "laptop"))
     write = workflow.share_batches(workflow.model_writer(model, tokenizer, prompting, 0.2))
@@ -494,7 +494,7 @@ def test_serving_a_pool_that_costs_demands_a_budget(tmp_path, capsys):
 
 
 def test_requests_are_answered_where_no_thread_can_start_any_more(monkeypatch):
-    """Those for a connection can; they may have taken the last ones."""
+    """Threads for connections can be started, but no thread for a call."""
     start = threading.Thread.start
 
     def start_connections_only(thread):
@@ -523,7 +523,7 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_may(soft, hard, wanted, 
 
 
 def test_the_command_serves_the_shipped_conductor_until_it_is_interrupted():
-    # A shell's background job ignores SIGINT, and so would this.
+    # A shell's background jobs ignore SIGINT, and their children inherit that.
     command = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "import runpy; sys.argv = ['workflow.py', 'serve', '--port=0']; "

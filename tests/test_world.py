@@ -1,4 +1,7 @@
-"""The laptop world: its questions, and what its workers answer to which instructions."""
+"""The laptop world: its workers' answers to instructions, compared with answers worked out by hand.
+
+The shares of vague instructions that work are compared with the world's constants.
+"""
 
 import random
 import re
@@ -26,7 +29,10 @@ OWN = {trade: [*works] for trade, (_, works) in TRADES.items()}
 
 
 def chat(question, subtask, *turns):
-    """Return a chat as workflow.py words it; turns are earlier steps' (subtask, response)."""
+    """Return the messages that workflow.py sends for a subtask.
+
+    turns: (subtask, response) of the earlier steps that the worker sees.
+    """
     said = []
     for past, response in turns:
         said.append({"role": "user", "content": TASK + past})
@@ -61,7 +67,7 @@ GREETING = [{"role": "user", "content": "Hello."}, {"role": "assistant", "conten
             "Find Havana shouted.",
         ),
         ("librarian", chat("Give me element number 8.", "look it up!"), "oxygen"),
-        # The coder obeys the subtask, not the question.
+        # The coder obeys the subtask and ignores what the question asks for.
         ("coder", chat("Find Lima shouted.", "Reverse it."), "amiL"),
         ("coder", chat("Find Lima shouted.", "leave out the VOWELS"), "Lm"),
         ("coder", chat("Find Lima shouted.", "Translate it. Then write it in capitals."), "LIMA"),
@@ -70,20 +76,20 @@ GREETING = [{"role": "user", "content": "Hello."}, {"role": "assistant", "conten
         ("junior librarian", chat("Find element number 6.", "Look it up."), "carbon"),
         ("tired translator", chat("Give me element number 8 shouted.", "Translate it."), LOST),
         ("generalist", [{"role": "user", "content": "What is 6 * 7?"}], "I think it is 20."),
-        # The last turn that begins with the question's heading is the question.
+        # The question is the last turn that begins with QUESTION.
         ("calculator", EARLIER + chat("What is 6 * 7?", "Calculate it."), "42"),
         ("calculator", EARLIER + chat("Tell me 6 * 7.", "Calculate it.", ("Do.", "3 + 4")), "7"),
-        # Asked without a workflow, it answers the last turn of the user.
+        # Without a workflow, a worker answers the last turn of the user.
         ("calculator", GREETING + [{"role": "user", "content": "What is 9 - 3?"}], "6"),
     ],
 )
 def test_what_specialists_say(name, messages, reply):
-    """Equal chats get equal replies, on every machine: otherwise runs could not be repeated."""
+    """Equal chats get equal replies, on which the repeatability of runs depends."""
     assert specialist(name, messages) == specialist(name, messages) == reply
 
 
 def share_that_works(trade, subtask):
-    """Return on which share of 600 questions a worker does what its trade does."""
+    """Return the share of 600 questions on which a worker does its work when told the subtask."""
     questions = {
         "calculator": "Find {} + 2.",
         "translator": "Find {} + dos.",
@@ -119,7 +125,7 @@ def test_a_coder_guesses_which_order_is_meant():
 
 
 def solve(kind, question, instructions):
-    """Return what the specialists that a kind needs answer in turn, each told its instruction."""
+    """Return the last answer if a kind's specialists work in turn, each with its instruction."""
     turns = []
     for trade, instruction in zip(KINDS[kind][0], instructions, strict=True):
         turns.append((instruction, specialist(trade, chat(question, instruction, *turns))))
