@@ -1,7 +1,8 @@
-"""Tests import the seven files from the repository's root, wherever they are started.
+"""Preparations of all tests.
 
-Without a GPU, Triton's kernels run in its interpreter, where Triton is installed at all. The
-environment says so before the first test imports sample.py.
+The seven files are imported from the repository's root, whatever the current folder is. Without a
+GPU, Triton's kernels run in its interpreter, which the environment has to request before the first
+import of sample.py.
 """
 
 import os

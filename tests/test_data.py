@@ -250,7 +250,7 @@ def lost(messages):
 
 
 def test_prepare_asks_twice_and_keeps_what_can_teach(hub, tmp_path, monkeypatch, capsys):
-    """What the adder always solves and the lost one never can teach; paid replies are kept."""
+    """Problems are taken that one worker always solves and another never; paid replies are kept."""
     rows = [{"problem": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(500)]
     hub.files["HuggingFaceH4/MATH-500/test.jsonl"] = jsonl(rows)
     monkeypatch.setattr(evaluation, "MIXES", {"paper": {"math500": 4}})
@@ -264,7 +264,7 @@ def test_prepare_asks_twice_and_keeps_what_can_teach(hub, tmp_path, monkeypatch,
         (tmp_path / "pool.json").write_text(json.dumps(rows))
         return evaluation.Settings(pool="pool.json", budget=1.0, replay="data/replies")
 
-    # A budget for a few calls: the next run asks for the others alone.
+    # The budget pays for a few calls. The next run makes only the remaining ones.
     settings = pool("adder", "lost")
     settings.budget = 0.0055
     with pytest.raises(SystemExit, match="the budget is spent, .* the same command goes on"):
@@ -283,7 +283,7 @@ def test_prepare_asks_twice_and_keeps_what_can_teach(hub, tmp_path, monkeypatch,
     assert re.search(r"problems that can teach +100.0\n", printed)
     assert len(load("paper", "train")) == 4
 
-    # A worker that is right once only was lucky.
+    # A worker that is right only once was lucky.
     prepare(pool("lucky", "lost"))
     printed = capsys.readouterr().out
     assert re.search(
@@ -299,7 +299,7 @@ def test_a_lost_call_teaches_nothing():
     assert evaluation.can_teach(right).tolist() == [True, False, False, False]
 
 
-# Your own
+# Problems of a user's file
 
 
 def write(tmp_path, *rows) -> str:
@@ -345,7 +345,7 @@ def test_an_own_question_is_told_how_to_answer_and_marked_by_its_grader(tmp_path
 
 
 def test_a_new_row_of_graders_may_read_what_it_likes(tmp_path, monkeypatch):
-    """A bare number here, where others read what stands in tags."""
+    """This one reads a bare number, while others read the text between tags."""
     monkeypatch.setitem(
         GRADERS, "number", own_grader(lambda p, said: float(said) == float(p.answer))
     )
@@ -390,7 +390,7 @@ def test_from_twenty_rows_on_every_fifth_is_held_out(tmp_path):
 
 
 def test_kinds_take_turns_where_a_file_is_sorted_by_them(tmp_path):
-    """Else the first held-out ones, which a run measures, would be of one kind."""
+    """Otherwise the first held-out problems, which a run measures, would all be of one kind."""
     rows = [
         {"question": f"q{i}", "answer": "x", "grader": "exact", "kind": kind}
         for i, kind in enumerate("aaaaaaaaaabbbbbbbbbbccccc")
@@ -401,7 +401,8 @@ def test_kinds_take_turns_where_a_file_is_sorted_by_them(tmp_path):
     assert load(file, "train") == load(file, "train")
 
 
-FAULTS = {  # a row: what the error says of it
+# A row -> what the error says about it.
+FAULTS = {
     '{"question": "q", "answer": "a"}\n': "grader has to be one of exact, same, math",
     '{"question": "q", "grader": "exact"}\n': "missing 1 required positional argument: 'answer'",
     '{"question": "q", "answer": 42, "grader": "math"}\n': "answer is of another type than str",
@@ -427,7 +428,7 @@ def test_what_a_row_lacks_is_said_with_its_line(tmp_path, row, why):
 
 
 def test_unknown_names_are_errors_that_list_what_there_is(tmp_path):
-    for name in ("labtop", "gpqa/test"):  # the second would train on test questions
+    for name in ("labtop", "gpqa/test"):  # training must not use the second
         with pytest.raises(ValueError, match="there are laptop"):
             load(name, "train")
     with pytest.raises(OSError, match="is missing"):

@@ -137,7 +137,7 @@ def test_a_conductor_may_name_only_some_workers():
 
 
 def test_a_system_of_a_users_file_shares_the_modules_of_the_running_program(tmp_path):
-    """Its eval is the program itself, so that one table of graders exists."""
+    """The user's `import eval` gets the running program, so there is one table of graders."""
     (tmp_path / "mine.py").write_text(
         "import sys\nimport eval\n"
         "def make(setup):\n"
@@ -196,7 +196,7 @@ def test_a_table_tells_unknown_from_absent():
 
 
 def test_seconds_are_those_of_the_longest_chain_of_steps():
-    """Steps 0 and 1 run side by side; step 2 sees both; a second round follows."""
+    """Steps 0 and 1 run in parallel, step 2 sees both, and a second round follows."""
     steps = [Step(0, "x", []), Step(0, "x", []), Step(0, "x", [0, 1])]
     replies = [Reply("a", 1, 1, 0.0, seconds) for seconds in (2.0, 3.0, 4.0)]
     first = Rollout("q", workflow=Workflow(steps), replies=replies)
@@ -207,7 +207,7 @@ def test_seconds_are_those_of_the_longest_chain_of_steps():
 
 
 def of_worker(right: str, n_repeats: int = 1, cost=0.5) -> list[Rollout]:
-    """Rollouts of problems p0, p1, …, right where the text has a 1, lost where it has a dot."""
+    """Return rollouts of p0, p1, …; a 1 in the text means right, a 0 wrong, a dot lost."""
     n_problems = len(right) // n_repeats
     rollouts = []
     for i, letter in enumerate(right):
@@ -244,7 +244,7 @@ def test_repeats_of_a_problem_count_as_one_problem():
 
 
 def test_the_best_worker_is_also_chosen_on_the_other_half():
-    """Each worker knows one half: who is best on a half knows nothing of the other."""
+    """Each worker solves one half, so the worker chosen on a half solves nothing of the other."""
     problems = [judged(True, name=f"p{i}") for i in range(40)]
     halves = [evaluation.half_of(rollout) for rollout in problems]
     assert 10 < sum(halves) < 30
@@ -256,7 +256,7 @@ def test_the_best_worker_is_also_chosen_on_the_other_half():
 
 
 def test_headroom_tells_luck_from_skill():
-    """Two workers, two draws each, four problems, of which the last was lost once."""
+    """Two workers answer four problems twice each; one answer to the last problem is lost."""
     nan = float("nan")
     first = [[1, 1, 0, 1], [1, 0, 0, 1]]
     second = [[0, 1, 1, 1], [0, 1, 0, nan]]
@@ -303,7 +303,7 @@ def test_no_table_is_wider_than_120_columns():
     assert max(map(len, text.splitlines())) <= 120
     for kind in kinds:
         assert text.count(kind) == 1
-    assert text.count("oracle") == 1  # It has nothing but an accuracy.
+    assert text.count("oracle") == 1  # Only its accuracy is shown.
 
 
 def test_the_papers_numbers_are_those_of_the_pools_setting(capsys):

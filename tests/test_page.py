@@ -50,7 +50,7 @@ class Browser:
         self.call("POST", "/url", url=url)
 
     def run(self, script: str):
-        """Return what a script of one expression gives."""
+        """Return the value of a JavaScript expression."""
         return self.call("POST", "/execute/sync", script=f"return {script}", args=[])
 
     def wait_for(self, script: str):

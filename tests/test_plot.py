@@ -15,7 +15,7 @@ SCRIPT = os.path.join(
 
 @pytest.fixture
 def plot(tmp_path):
-    """Runs the script in a folder with a run of two iterations and an evaluation."""
+    """Run the script in a folder that holds a run of two iterations and an evaluation."""
     step = {"worker": 0, "subtask": "Think.", "access": []}
     rollout = {
         "question": "What is $x$?",
@@ -73,7 +73,7 @@ def test_a_picture_comes_out(plot, tmp_path, words, file):
     done = plot(*words.split())
     assert (done.returncode, done.stderr) == (0, b"") and done.stdout.decode().endswith(file + "\n")
     assert (b"mean 50.0%" in done.stdout) == ("run run/" in words)
-    if file == "all.svg":  # Conductors of several files are named apart.
+    if file == "all.svg":  # The legend tells Conductors of several files apart.
         drawn = (tmp_path / file).read_bytes()
         assert b"<!-- n -->" in drawn and b"<!-- tests -->" in drawn
     assert (tmp_path / file).read_bytes()[:5] == (

@@ -1,5 +1,6 @@
 """Generation, compared with transformers, with full forward passes that use no cache, and with
-the probabilities from which a plain sampler would draw."""
+the probabilities from which a plain sampler would draw.
+"""
 
 import copy
 import functools

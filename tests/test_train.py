@@ -1,4 +1,4 @@
-"""One run from end to end, what its parts promise, and what it says to who lacks something."""
+"""Training: a short run, its parts compared with numbers worked out by hand, stops and messages."""
 
 import itertools
 import json
@@ -155,7 +155,7 @@ def a_run(n_problems=6, n_workers=5):
 
 
 def asked_in(run, settings, iteration):
-    """The questions that an iteration asks."""
+    """Return the questions that an iteration asks."""
     return [*itertools.islice(first_rounds(run, settings, iteration), settings.n_questions)]
 
 
@@ -165,7 +165,7 @@ def test_first_rounds_take_the_next_questions_and_begin_again():
     assert [r.question[-1] for r in itertools.chain(*asked)] == [*"012345012345"]
     assert all(r.workers == [0, 1, 2, 3, 4] for r in asked[0])
     names = [r.call_prefix for r in itertools.chain(*asked)]
-    assert names == [f"1/{i // 4}/{i}" for i in range(12)]  # by which a replay file knows them
+    assert names == [f"1/{i // 4}/{i}" for i in range(12)]  # a replay file finds calls by these
 
 
 def test_first_rounds_have_no_end_and_depend_on_the_seed_and_the_iteration_alone():
@@ -173,7 +173,7 @@ def test_first_rounds_have_no_end_and_depend_on_the_seed_and_the_iteration_alone
     one, other = (first_rounds(a_run(), settings, 3) for _ in range(2))
     assert [*itertools.islice(one, 50)] == [*itertools.islice(other, 50)]
     prefixes = [r.call_prefix for r in itertools.islice(one, 50)]
-    assert len({*prefixes}) == 50  # by which their replies are told apart
+    assert len({*prefixes}) == 50  # they tell the replies apart
 
 
 def test_every_question_of_a_small_file_is_asked_in_time():
@@ -211,7 +211,8 @@ def test_half_of_the_questions_get_a_second_round_with_an_answer_of_the_first():
         ]
         for i in range(8)
     ]
-    groups[1] = [replace(r, workflow=None) for r in groups[1]]  # Nothing there can be shown.
+    # These have no workflow that a second round could show.
+    groups[1] = [replace(r, workflow=None) for r in groups[1]]
     for iteration, expected in ((0, ["q0", "q4", "q5"]), (1, ["q2", "q3", "q6", "q7"])):
         asked = second_rounds(groups, Settings(), iteration)
         assert [r.question for r in asked] == expected
@@ -221,7 +222,7 @@ def test_half_of_the_questions_get_a_second_round_with_an_answer_of_the_first():
 
 
 def two_rounds(first, second):
-    """A question's rollouts of two rounds with these rewards; second i continues first i."""
+    """Return rollouts of both rounds with these rewards; second i continues first i."""
     parents = [of(True, reward=r, number=i, call_prefix="q") for i, r in enumerate(first)]
     again = []
     for i, r in enumerate(second):
@@ -232,11 +233,11 @@ def two_rounds(first, second):
 @pytest.mark.parametrize(
     "reading, expected",
     [
-        # Each round by itself: (1, -1) and (-1, 1), and a quarter of the first one.
+        # Each round is a group: (1, -1) times 1/4 for the first round, (-1, 1) for the second.
         ("apart", [0.25, -0.25, -1, 1]),
-        # One group: (0.25, 0, 0.5, 1), whose mean is 0.4375 and whose deviation is 0.369755.
+        # Both rounds are one group (0.25, 0, 0.5, 1) with mean 0.4375 and deviation 0.369755.
         ("together", [-0.5071, -1.1832, 0.1690, 1.5213]),
-        # The sums 0.25 + 0.5 and 0 + 1.
+        # The rewards of a pair are added: 0.25 + 0.5 and 0 + 1.
         ("sum", [-1, 1, -1, 1]),
     ],
 )
@@ -246,7 +247,7 @@ def test_the_readings_of_recursive_rewards(reading, expected):
     found = [r.advantage for r in itertools.chain(*groups)]
     assert found == pytest.approx(expected, abs=1e-3)
 
-    groups = two_rounds([1.0, 0.0, 1.0], [0.5, 1.0, None])  # What is lost is in no statistic.
+    groups = two_rounds([1.0, 0.0, 1.0], [0.5, 1.0, None])  # The lost rollout does not count.
     assign_advantages(groups, Settings(recursion=True, recursion_rewards=reading))
     assert groups[1][2].advantage == 0
     assert (groups[0][2].advantage == 0) == (reading == "sum")
@@ -344,7 +345,7 @@ def test_lessons_of_the_warm_start_are_random_workflows():
 
 
 def test_a_step_of_the_warm_start_is_made_of_rows_within_the_token_budget(monkeypatch):
-    """On many GPUs as on one; its gradient is that of the whole batch."""
+    """This holds for any number of GPUs. The gradient equals that of the whole batch at once."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         problems, ends, rows = load("laptop", "train", 99), [], []
@@ -378,7 +379,7 @@ def test_workers_of_other_problems_are_not_told_what_only_the_laptops_coder_obey
     ).lower()
     assert "solve the question" in told
     assert not any(word in told for word in ("vowels", "reverse", "capitals"))
-    long = replace(problem, question="Who wrote Emma? " * 99)  # whose repetition would not fit
+    long = replace(problem, question="Who wrote Emma? " * 99)  # its repetition would not fit
     assert random_lesson(long, random.Random(0), 5, settings)[1].count("Emma") < 9
 
 
@@ -387,7 +388,7 @@ def test_workers_of_other_problems_are_not_told_what_only_the_laptops_coder_obey
 
 @pytest.mark.parametrize("cause", ["budget", "key"])
 def test_a_run_that_stops_within_an_iteration_loses_nothing(cause, tmp_path):
-    """It ends with a checkpoint, and goes on as if nothing had happened: nothing is paid twice."""
+    """It ends with a checkpoint. The resumed run has the same results and pays nothing twice."""
     workers = Workers(tmp_path)
     whole, stopped = f"{tmp_path}/whole", f"{tmp_path}/stopped"
     flags = workers.flags("--iterations=4", "--save_every=2", "--n_rollouts=8")
@@ -413,7 +414,7 @@ def test_a_run_that_stops_within_an_iteration_loses_nothing(cause, tmp_path):
 
 
 def groups_of(outcomes):
-    """Groups of four rollouts of which some are lost, as a string of . and x says."""
+    """Return groups of four rollouts; an x in the string marks a lost one, a . one that is not."""
     rollouts = [
         of(True) if c == "." else of(None, error=f"lost {i}") for i, c in enumerate(outcomes)
     ]
@@ -424,7 +425,7 @@ def groups_of(outcomes):
     "outcomes, calls, expected",
     [
         ("........", "a.b.a.b.", ""),
-        ("..x.x.x.", "axbxa.b.axbx", ""),  # calls fail now and then
+        ("..x.x.x.", "axbxa.b.axbx", ""),  # a few calls fail
         ("xxx.xxx.", "a.b.", "6 of 8 rollouts were lost, the first by: lost 0"),
         ("xxx.xx..", "a.b.", ""),
         ("x...x...", "a." + "bx" * 7, ""),
@@ -468,13 +469,13 @@ def test_three_gradients_that_are_not_finite_end_the_run(tmp_path):
     assert len(metrics(f"{tmp_path}/out")) < 9
 
 
-# ---- What it says before it begins ---------------------------------------------------------------
+# ---- Messages before a run starts ----------------------------------------------------------------
 
 
 def test_a_run_with_everything_of_ones_own(tmp_path):
-    """Without a KL; four of 20 rows are held out and measured at the end.
+    """The run has no KL; four of 20 rows are held out and measured at the end.
 
-    There is no warm start, as the model to start from is a Conductor already."""
+    It starts from a trained Conductor, so there is no warm start."""
     workers = Workers(tmp_path)
     with open(workers.data, "a") as file:
         for i in range(8, 20):
@@ -484,7 +485,7 @@ def test_a_run_with_everything_of_ones_own(tmp_path):
             )
     flags = workers.flags("--prompt_style=short", "--iterations=1", "--n_test=9")
     status, _, err = end_of(launch("--preset=own", *flags[1:], f"--out={tmp_path}/none"))
-    assert status == 1 and "cannot read the 29 tokens" in err  # with 1,024 to be written
+    assert status == 1 and "cannot read the 29 tokens" in err  # and write 1,024 more
     said = train("--preset=own", *flags[1:], f"--out={tmp_path}/out", "--max_new_tokens=96")
     assert metrics(f"{tmp_path}/out")[0]["lost"] == 0
     assert "16 problems, workers: left, right" in said and "warm start" not in said
@@ -535,7 +536,7 @@ def test_a_pool_that_costs_money_needs_a_budget(tmp_path):
 
 
 def test_a_dry_run_says_what_a_run_takes_and_does_its_largest_step(tmp_path):
-    """Also where model and keys are not there."""
+    """This works even if the model and the keys are missing."""
     said = train("--preset=laptop", "--dry_run", f"--out={tmp_path}/out")
     for word in ("calls", "at no cost", "GiB", "disk", "the largest step took", "to learn;"):
         assert word in said, word
@@ -566,7 +567,7 @@ def test_a_dry_run_says_what_a_run_takes_and_does_its_largest_step(tmp_path):
 
 
 def test_a_dry_run_refuses_a_tokenizer_of_another_model(tmp_path):
-    """Its largest ids would have no embedding."""
+    """The tokenizer's largest ids have no embedding in the model."""
     problems = load("laptop", "train", 50)
     model, tokenizer = tiny_conductor(problems, 5, Settings())
     shape = replace(model.config, vocab_size=len(tokenizer) - 1)
@@ -624,7 +625,7 @@ def test_what_is_wrong_with_all_lines_is_said_once(tmp_path):
 
 @pytest.fixture
 def two_gpus(monkeypatch):
-    """The arithmetic of a run on two GPUs of 80 GB."""
+    """Make train.py calculate the memory of a run on two GPUs of 80 GB."""
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     monkeypatch.setattr("train.device_bytes", lambda device: 79.2 * 2**30)
     monkeypatch.setattr("train.compute_dtype", lambda device: torch.bfloat16)
@@ -634,7 +635,7 @@ def two_gpus(monkeypatch):
     "flags, low, high",
     [
         ([], 70, 77),  # the paper's run
-        (["--n_questions=8"], 65, 79),  # more questions at a time only take memory to sample
+        (["--n_questions=8"], 65, 79),  # more questions need more memory in sampling only
         (["--lora_rank=16", "--n_questions=8"], 25, 45),
         (["--offload"], 20, 40),
         (["--iterations=2", "--n_questions=2", "--n_test=8"], 70, 77),  # the README's smoke run

@@ -45,7 +45,7 @@ def test_a_run_killed_in_every_phase_ends_with_the_same_weights(tmp_path):
     train(*flags, f"--out={whole}")
     calls, workers.calls = workers.calls, 0
 
-    def when_sampling():  # The first iteration is over, and nobody has been asked in the second.
+    def when_sampling():  # The first iteration is over; the second has sent no call yet.
         return len(metrics(killed)) == 1
 
     def when_working():
@@ -59,7 +59,7 @@ def test_a_run_killed_in_every_phase_ends_with_the_same_weights(tmp_path):
     def when_saving():
         return os.path.exists(f"{killed}/checkpoints/unfinished")
 
-    def when_saved():  # The checkpoint is complete, and perhaps `checkpoint` does not point to it.
+    def when_saved():  # The checkpoint is complete; the link to it may still be missing.
         return os.path.exists(f"{killed}/checkpoints/00004")
 
     for condition in (when_sampling, when_working, when_learning, when_saving, when_saved):
@@ -70,11 +70,11 @@ def test_a_run_killed_in_every_phase_ends_with_the_same_weights(tmp_path):
     train(*flags, f"--out={killed}", "--resume")
     assert weights(killed) == weights(whole) != weights(trained()[0])
     assert [*map(timeless, metrics(killed))] == [*map(timeless, metrics(whole))]
-    # What was on its way at a kill is paid again, at most a call of each worker, and nothing else.
+    # Only calls under way at a kill are paid again: at most one per worker.
     assert calls <= workers.calls <= calls + 4 * 5
     assert sorted(os.listdir(f"{killed}/checkpoints")) == sorted(os.listdir(f"{whole}/checkpoints"))
 
-    # What is damaged can be deleted: the iterations are learned again, from rollouts and replies.
+    # Damaged files can be deleted; the iterations are learned again from rollouts and replies.
     before, workers.calls = weights(whole), 0
     for name in os.listdir(f"{whole}/checkpoints"):
         os.truncate(f"{whole}/checkpoints/{name}/model.safetensors", 1000)
@@ -125,7 +125,7 @@ def test_a_run_goes_on_on_another_number_of_ranks(first, tmp_path):
 
 
 def test_a_run_with_lora_goes_on_as_if_nothing_had_happened(tmp_path):
-    """Its state holds LoRA's matrices only; the frozen weights are those of --init_from."""
+    """Its state holds only LoRA's matrices; the frozen weights come from --init_from."""
     conductor = f"{trained()[0]}/checkpoint"
     flags = ("--preset=laptop", f"--init_from={conductor}", "--lora_rank=4", "--iterations=2")
     flags += ("--n_questions=4", "--n_rollouts=8", "--save_every=1", "--n_test=0")
@@ -158,7 +158,7 @@ def test_two_ranks_roll_out_and_learn_what_one_does(tmp_path):
         ]
         for ranks in (1, 2)
     )
-    # What shares a batch with a rollout changes its rounding, which may turn a token now and then.
+    # The other rollouts of a batch influence rounding, which may change a token now and then.
     same = sum(a == b for a, b in zip(one, two))
     assert len(one) == len(two) == 64 and same >= 60
     a, b = metrics(f"{tmp_path}/1")[0], metrics(f"{tmp_path}/2")[0]
@@ -184,11 +184,11 @@ def test_a_folder_that_holds_a_run_is_not_written_into():
     assert weights(out) == before
 
 
-# ---- What --resume takes for the same experiment -------------------------------------------------
+# ---- What --resume accepts as the same experiment ------------------------------------------------
 
 
 def resume(out, *flags):
-    """The settings of a run that goes on."""
+    """Return the settings of a resumed run."""
     return read_command(["--preset=laptop", f"--out={out}", "--resume", *flags])[0]
 
 
@@ -223,7 +223,7 @@ def test_settings_of_the_third_edition_are_read(tmp_path):
     assert (settings.n_questions, settings.n_rollouts, settings.n_test) == (3, 4, 5)
     assert (settings.prompt_style, settings.ask_solved_probability) == ("short", 0.5)
 
-    del old["lr"]  # A missing key is an error, and not a default.
+    del old["lr"]  # A missing key is an error; no default replaces it.
     write_json(f"{tmp_path}/settings.json", old)
     with pytest.raises(SystemExit, match="does not say lr"):
         resume(tmp_path)
@@ -239,7 +239,7 @@ def test_a_second_run_on_a_folder_is_kept_away(tmp_path):
         fcntl.flock(first, fcntl.LOCK_EX)
         with pytest.raises(ValueError, match="pid 123 on a-host"):
             module.lock(str(tmp_path))
-    module.lock(str(tmp_path))  # The lock has gone with the first run.
+    module.lock(str(tmp_path))  # The first run released the lock when it ended.
     assert f"pid {os.getpid()}" in Path(tmp_path, "lock").read_text()
 
 
@@ -314,7 +314,7 @@ def test_an_incomplete_checkpoint_says_what_to_do(tmp_path):
 
 
 def run_of(folder, kinds):
-    """A run whose model and optimizer are there to be loaded."""
+    """Return a run with a model and an optimizer, into which a state can be loaded."""
     settings = Settings()
     model = Qwen.from_pretrained(folder, shard=lambda whole: module.shard(whole, settings, "cpu"))
     run = SimpleNamespace(model=model, optimizer=module.adam(model, 0.99))
@@ -365,7 +365,7 @@ def test_a_torn_line_of_metrics_says_what_to_do(tmp_path):
 
 
 def test_what_the_budget_did_not_measure_is_measured_when_the_run_goes_on(tmp_path, monkeypatch):
-    """Iteration 1 was learned and saved, and the budget ended among its held-out problems."""
+    """Iteration 1 was learned and saved; the budget ended while held-out problems were measured."""
     file = tmp_path / "metrics.jsonl"
     lines = [{"iteration": i, "loss": i / 7, "held_out": None} for i in range(2)]
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
@@ -395,7 +395,7 @@ def test_a_full_disk_is_a_sentence(tmp_path):
 
 
 def test_a_folder_that_is_not_shared_is_known_before_the_warm_start(tmp_path):
-    """Two machines, each with a folder of its own under the same name."""
+    """Two machines have separate folders of the same name."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -84,7 +84,7 @@ def test_the_full_prompt_has_the_rules_the_examples_the_question_and_the_models(
     assert text.endswith("Question: How many?\n\nModels: Model 0, Model 1, Model 2")
     shown = text.split("Example question: ")[1:]
     assert len(shown) == 4
-    for example in shown:  # Each is itself a workflow over these models.
+    for example in shown:  # Each example is a workflow of these models.
         assert all(step.worker < 3 for step in parse(example, 3, max_steps=4).steps)
     assert "Example" not in messages("How many?", 3, prompt_style="zero-shot")[0]["content"]
     assert messages("How many?", 3, prompt_style="in") != messages(
@@ -267,7 +267,7 @@ def wrap_twice(problem, answer):
     try:
         wrap(problem, answer)
     except ValueError:
-        raise RuntimeError("no verdict") from None  # The context is kept, though it is not shown.
+        raise RuntimeError("no verdict") from None  # __context__ is still set.
 
 
 def fail_while_handling(problem, answer):
@@ -614,7 +614,7 @@ def test_a_question_may_come_from_standard_input(tmp_path):
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory) -> str:
-    """A file of two rollouts, of which the first is right."""
+    """Return a trace file of two rollouts, of which the first is right."""
     pool = [Player("a", lambda m: "41")]
     rollouts = [execute(Workflow([Step(0, "Solve it.", [])]), f"q{i}", pool) for i in range(2)]
     rollouts[0].right = True
@@ -718,7 +718,7 @@ def test_show_lists_rollouts_and_shows_one(tmp_path):
     with pytest.raises(ValueError, match="line 0, holds no rollout"):
         show(str(file))
     file.write_text(json.dumps(rollout_to_json(rollouts[0])) + '\n{"question":')
-    assert "Question: q0" in show(str(file), 0)  # A line that was cut off does not matter here.
+    assert "Question: q0" in show(str(file), 0)  # The cut-off line is not read.
     with pytest.raises(ValueError, match="line 1, holds no rollout"):
         show(str(file))
     file.write_text("")

@@ -72,7 +72,8 @@ A2 = "access_list = [['all']]\n"
 FIRST = Step(1, "Solve it.", [])
 SECOND = Step(2, "Look it up.", [])
 
-ATTEMPTS = {  # lists of two attempts in the order of the text: the workflow that they make up
+# The lists of two attempts, in the order of the text -> the workflow that they form.
+ATTEMPTS = {
     "the second is cut off, in the prompt's order": (S + M + A + M2 + S2, FIRST),
     "the second is cut off, in another order": (A + S + M + S2 + M2, FIRST),
     "both have the prompt's order, the second is cut off": (M + S + A + M2 + S2, FIRST),
@@ -101,7 +102,8 @@ def test_attempts_that_are_all_cut_off_make_no_workflow(text):
         parse(text, 4)
 
 
-ACCESS = {  # an element of the second step: what the step sees
+# The second element of access_list -> the steps that the second step sees.
+ACCESS = {
     '["All"]': [0],
     '["ALL"]': [0],
     '"ALL"': [0],
@@ -204,7 +206,8 @@ def test_another_list_is_one_more_row(monkeypatch):
     assert "- a limit." in workflow.messages("q", 2)[0]["content"]
 
 
-REFUSED = {  # text: what the error says
+# Text -> what the error says.
+REFUSED = {
     "I would ask model 0.": "model_id: the list is missing",
     f"model_id = [1]\nsubtasks = ['a'\n\nQuestion: Why?\n{OTHER}": "subtasks",
     f"model_id = [1]\nsubtasks = ['a\n\nQuestion: Why?\n{OTHER}": "subtasks",
@@ -279,7 +282,7 @@ def test_as_lists_is_read_back_whatever_the_subtask():
         steps = [Step(2, subtask, []), Step(0, "Go on.", [0]), Step(1, subtask, [1])]
         found = parse(as_lists(Workflow(steps)), 3).steps
         assert [(s.worker, s.access) for s in found] == [(2, []), (0, [0]), (1, [1])]
-        if "\\" not in subtask:  # A lone backslash may be LaTeX's.
+        if "\\" not in subtask:  # A single backslash may belong to LaTeX.
             assert found[0].subtask == found[2].subtask == subtask
     subtasks = as_lists(Workflow(steps)).split("\n")[1].removeprefix("subtasks = ")
     assert json.loads(subtasks) == [steps[0].subtask, "Go on.", steps[2].subtask]

@@ -1,4 +1,4 @@
-"""Runs of train.py in processes of their own, and workers for them that count their calls."""
+"""Helpers that run train.py in processes, and workers that count the calls of such runs."""
 
 import functools
 import json
@@ -18,7 +18,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 
 
 def launch(*flags, ranks=1):
-    """Start train.py on one rank, or under torchrun on two, in a session of its own."""
+    """Start train.py, under torchrun for two ranks, as a process group that `kill` ends."""
     command = [sys.executable, *(TORCHRUN if ranks == 2 else ()), "train.py", *flags]
     return subprocess.Popen(
         command,
@@ -32,7 +32,7 @@ def launch(*flags, ranks=1):
 
 
 def end_of(process):
-    """(status, stdout, stderr) of a process that comes to its end."""
+    """Wait for a process and return its (status, stdout, stderr)."""
     try:
         out, err = process.communicate(timeout=400)
     finally:
@@ -41,14 +41,14 @@ def end_of(process):
 
 
 def train(*flags, ranks=1):
-    """The output of a run that has to end well."""
+    """Run train.py, assert that it succeeds, and return its output."""
     status, out, err = end_of(launch(*flags, ranks=ranks))
     assert status == 0, f"{flags}\n{out}\n{err}"
     return out
 
 
 def kill(process):
-    """SIGKILL to all ranks."""
+    """Send SIGKILL to all ranks."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -56,7 +56,7 @@ def kill(process):
 
 
 def kill_when(condition, process):
-    """SIGKILL as soon as a condition holds, which has to be before the process ends."""
+    """Kill all ranks once condition() is true, and assert that the run has not ended before."""
     while not condition():
         assert process.poll() is None, process.communicate()
         time.sleep(0.001)
@@ -72,7 +72,7 @@ def metrics(out):
 
 
 def timeless(line):
-    """A line of metrics without what differs between two runs of the same experiment."""
+    """Return a line of metrics without the measurements that differ between equal runs."""
     varying = ("rollout_s", "learning_s", "memory")
     return {key: value for key, value in line.items() if key not in varying}
 
@@ -89,7 +89,7 @@ def weights(out):
 
 @functools.cache
 def trained():
-    """The folder and the output of a short run of the laptop preset on one rank."""
+    """Run the laptop preset briefly on one rank, once; return its folder and its output."""
     out = tempfile.mkdtemp() + "/run"
     said = train(
         "--preset=laptop",
@@ -105,10 +105,10 @@ def trained():
 
 
 class Workers:
-    """Five priced workers on loopback that answer a letter, by a hash of what they are asked.
+    """Five workers with prices, served on loopback. A hash of the request decides: "A" or "B".
 
-    They count the calls, and hold every one back while `open` is not set. After `n_before_expiry`
-    calls the key has expired, and they refuse all others.
+    `calls` counts the calls. A call waits until `open` is set. After `n_before_expiry` calls, all
+    further ones are refused as if the API key had expired.
     """
 
     def __init__(self, folder):
@@ -172,7 +172,7 @@ class Workers:
                 file.write(json.dumps(row) + "\n")
 
     def flags(self, *more):
-        """Flags of a short run with these workers, from the checkpoint of `trained`."""
+        """Return flags of a short run with these workers, starting at `trained`'s checkpoint."""
         return (
             "--preset=laptop",
             f"--init_from={trained()[0]}/checkpoint",
