@@ -57,8 +57,8 @@ class Config:
     model_type: str = "qwen2"
     head_dim: int | None = None
     attention_bias: bool | None = None  # of q_proj, k_proj and v_proj
-    attention_output_bias: bool | None = None  # of o_proj; not a key of Hugging Face
-    qk_norm: bool | None = None  # norms of each head's queries and keys; not a key of Hugging Face
+    attention_output_bias: bool | None = None  # of o_proj; not in Hugging Face's config.json
+    qk_norm: bool | None = None  # RMSNorm of each head's q and k; not in Hugging Face's config.json
     rope_scaling: dict | None = None  # for the long context of Llama 3.1; see `stretch`
 
     def __post_init__(self):
@@ -417,8 +417,8 @@ class Qwen(nn.Module):
             positions: (B, T); 0 … T-1 in each sequence unless given.
             attend: computes attention in place of `causal`: (layer_idx, q, k, v) -> (B, H, T, D).
             head: computes the result from hidden states (B, T, C) in place of `logits`, for
-                instance at fewer positions. It runs inside `forward` because only here FSDP has
-                gathered the weights of lm_head.
+                instance at fewer positions. It runs inside `forward` because that is the only place
+                where FSDP has gathered the weights of lm_head.
         """
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
@@ -908,7 +908,8 @@ def nearest_flag(settings, name: str) -> str:
 def take_value(rest: list[str], switch: bool) -> str | None:
     """Remove a flag's value from the words that follow the flag, and return it, or None.
 
-    A switch only takes a truth value: in `--resume "a question"` the question is another word.
+    A switch takes the next word only if that is true or false: in `--resume "a question"` the
+    question is not its value.
     """
     if switch:
         return rest.pop(0) if rest and rest[0].lower() in ("true", "false") else "true"

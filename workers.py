@@ -109,7 +109,7 @@ class Worker:
     headers: dict = field(default_factory=dict, repr=False)  # sent unchanged
     price: list | None = None  # dollars per million tokens, [input, output]; None: unknown
     concurrency: int = 16  # the largest number of calls at the same time
-    timeout: int | float = 600  # seconds for one attempt; no attempt starts after three timeouts
+    timeout: int | float = 600  # seconds for one attempt; none starts after 3 times as long
     attempts: int | None = None  # the largest number for one call; None: as `chat` describes
     # For the protocol python: FILE.py:NAME, a function from messages to a text or a Reply.
     function: str = ""
@@ -140,7 +140,7 @@ class Worker:
     def chat(self, messages: list[dict], call_id: str = "", **overrides) -> Reply:
         """Return the worker's next turn of a chat.
 
-        A busy provider (status 429, 503 or 529) is called again until three timeouts have passed.
+        A busy provider (status 429, 503 or 529) is called again for up to 3 times `timeout`.
         After another 5xx, a 408, a 409 or a lost connection, there are at most six attempts.
 
         Args:
@@ -150,8 +150,8 @@ class Worker:
             overrides: parameters that take precedence over `params`.
 
         Raises:
-            WorkerError: all attempts failed; there is only one after a timeout, any other 4xx, an
-                unknown host or an exhausted account, and none if the budget is spent.
+            WorkerError: all attempts failed, or the budget is spent. A timeout, any other 4xx, an
+                unknown host and an exhausted account end the attempts at once.
         """
         params = {**self.params, **overrides}
         if self.replay and call_id:
@@ -361,7 +361,7 @@ def refusal(response: requests.Response, code, text: str) -> Failure:
 
 
 def broken(error: Exception, seconds: float) -> Failure:
-    """Return the Failure for an exception: no whole response came, or a Python function raised it.
+    """Return the Failure for an exception that a request or a Python function raised.
 
     Args:
         seconds: the time that the attempt took.
@@ -1210,7 +1210,7 @@ class Handler(BaseHTTPRequestHandler):
             raise Refusal(403, "this server is for programs on its machine: send Host: localhost")
         if self.server.api_key and path not in self.public_paths:
             scheme, _, key = self.headers.get("Authorization", "").partition(" ")
-            given = key.strip().encode("latin-1")  # http.server has decoded it so.
+            given = key.strip().encode("latin-1")  # undoes the decoding by http.server
             is_right = hmac.compare_digest(given, self.server.api_key.encode())
             if scheme.lower() != "bearer" or not is_right:
                 sentence = "send this server's key, as Authorization: Bearer KEY"

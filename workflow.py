@@ -1423,7 +1423,7 @@ class ConductorHandler(Handler):
         """Send the answer, from the last round that has one. Return what the log says about it."""
         if self.hung_up():
             return "the client hung up"
-        while last.error and last.previous:  # That round has an answer.
+        while last.error and last.previous:  # The round before a failed one has an answer.
             last = last.previous
         if last.error or last.invalid:
             sentence = last.error or f"the Conductor wrote no workflow: {last.invalid}"
