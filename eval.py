@@ -1854,9 +1854,12 @@ def own_grader(is_right: Callable) -> Grader:
 
     def check(problem, response):
         try:
-            return "" if is_right(problem, response) else f"answered {response[-200:]}"
+            verdict = is_right(problem, response)
+            if not isinstance(verdict, bool | np.bool_):  # "wrong" and 0.5 are true, too
+                raise TypeError(f"it returned {verdict!r:.40}, expected True or False")
         except Exception as e:
             raise ValueError(f"the grader failed on {problem.id}: {type(e).__name__}: {e}") from e
+        return "" if verdict else f"answered {response[-200:]}"
 
     return Grader("", (), check, same_response)
 

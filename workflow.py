@@ -1676,7 +1676,7 @@ def question_of(words: list[str]) -> str:
         if near and near != ["how"]:
             raise ValueError(f"did you mean {near[0]}? If not, {QUOTES}")
     # The shell may pass bytes that are not UTF-8.
-    question = text.encode(errors="replace").decode()
+    question = text.strip().encode(errors="replace").decode()
     if not question.strip():
         raise ValueError(f"there is no question; {QUOTES}")
     return question
