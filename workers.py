@@ -29,6 +29,7 @@ import threading
 import time
 import urllib.parse
 import zlib
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from email.utils import parsedate_to_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -151,7 +152,8 @@ class Worker:
 
         Raises:
             WorkerError: all attempts failed, or the budget is spent. A timeout, any other 4xx, an
-                unknown host and an exhausted account end the attempts at once.
+                unknown host and an exhausted account end the attempts at once. So does most of
+                what a Python function raises.
         """
         params = {**self.params, **overrides}
         if self.replay and call_id:
@@ -203,8 +205,9 @@ class Worker:
                 if outcome.wait is None or is_last or is_late:
                     reason = self.without_secrets(outcome.text, api_key)
                     seconds = now - first_sent
+                    where = f"{self.function}, " if self.function else ""
                     raise WorkerError(
-                        f"{self.name}: {reason} (attempt {attempt}, after {seconds:.1f} s)"
+                        f"{self.name}: {reason} ({where}attempt {attempt}, after {seconds:.1f} s)"
                     )
                 time.sleep(pause)
 
@@ -217,7 +220,7 @@ class Worker:
         sent = time.monotonic()
         try:
             if self.run_function:
-                return self.as_reply(self.run_function(messages))
+                return self.as_reply(self.answer_of_function(messages))
             with self.session.post(
                 self.base_url.rstrip("/") + path,
                 json=body,
@@ -231,6 +234,23 @@ class Worker:
             return failure
         except Exception as e:  # a lost connection, a timeout, or whatever the function raised
             return broken(e, time.monotonic() - sent)
+
+    def answer_of_function(self, messages: list[dict]):
+        """Return what the Python function returns, or raise what it raises.
+
+        A function cannot be stopped. If it takes longer than `timeout`, its thread is left to
+        itself: it may go on until the program ends, and its answer is ignored.
+        """
+        future = Future()
+
+        def run():
+            try:
+                future.set_result(self.run_function(messages))
+            except Exception as e:
+                future.set_exception(e)
+
+        threading.Thread(target=run, daemon=True).start()
+        return future.result(self.timeout)
 
     def as_reply(self, answer) -> Reply:
         """Return a Python function's answer, a text or a Reply, as a Reply of its own."""
@@ -531,17 +551,35 @@ def load_name(spec: str):
         raise ValueError(f"{spec}: no file {path!r}; expected FILE.py:NAME")
     try:
         return run_file(path, file_hash(path)).get(name)
-    except Exception as e:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:  # also sys.exit
         raise ValueError(f"{path} cannot be imported: {type(e).__name__}: {e}") from e
 
 
 def load_function(spec: str):
-    """Run FILE.py and return its function NAME. spec is FILE.py:NAME."""
+    """Run FILE.py and return its function NAME. spec is FILE.py:NAME.
+
+    Whatever the function raises reaches the caller as an Exception, except for Ctrl-C. If it calls
+    sys.exit, it ends neither the program nor the thread from which an answer is expected.
+    """
     function = load_name(spec)
     if not callable(function):
         path, _, name = spec.rpartition(":")
         raise ValueError(f"{path} has no function {name}")
-    return function
+
+    @functools.wraps(function)
+    def guarded(*arguments):
+        try:
+            return function(*arguments)
+        except BaseException as e:
+            is_main = threading.current_thread() is threading.main_thread()
+            is_ctrl_c = is_main and isinstance(e, KeyboardInterrupt)
+            if isinstance(e, Exception) or is_ctrl_c:
+                raise
+            raise RuntimeError(f"{spec} raised {e!r}") from e
+
+    return guarded
 
 
 # ---- Pools -------------------------------------------------------------------------------------
@@ -639,13 +677,15 @@ def check_pool(entries: list[dict], budget: float = 0.0) -> list[str]:
         if ending:
             wrong["base_url"] = f"leave out {ending[0]} at its end; each call appends its own path"
 
-        # What is missing outside the entry: the key, the function's file, a price for the budget.
+        # What is missing outside the entry: the key, the function, a price for the budget.
         variable = entry.get("api_key_env")
         if variable and "api_key_env" not in wrong and not os.environ.get(variable):
             wrong["api_key_env"] = f"${variable} is not set"
-        file = str(entry.get("function", "")).rpartition(":")[0]
-        if file and not os.path.isfile(file):
-            wrong["function"] = f"there is no file {file}"
+        if is_function and "function" not in wrong:
+            try:
+                load_function(entry["function"])
+            except ValueError as e:
+                wrong["function"] = str(e)
         if budget and not wrong.keys() & {"protocol", "price", "params"}:
             if highest_cost(entry, entry.get("params", {}), {}) == float("inf"):
                 remedy = "a budget needs a price (of your own: [0, 0]) and max_tokens"
@@ -695,7 +735,9 @@ def ping_workers(pool: list[Worker]) -> list[Reply | WorkerError]:
     """Say hello to every worker at the same time. An empty reply counts as an error."""
 
     def ping(worker):
-        hurried = replace(worker, timeout=min(worker.timeout, 120), attempts=2)
+        hurried = replace(
+            worker, timeout=min(worker.timeout, 120), attempts=min(worker.attempts or 2, 2)
+        )
         try:
             reply = hurried.chat([{"role": "user", "content": "Say hello."}])
         except WorkerError as e:

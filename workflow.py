@@ -697,8 +697,8 @@ class Threads:
                 result = function(*arguments)
             except Exception as error:
                 result = error
-            except SystemExit:  # A user's grader may raise it; without a result the run would hang.
-                result = RuntimeError(f"{function} called sys.exit")
+            except BaseException as error:  # Without a result, the caller would wait for ever.
+                result = RuntimeError(f"{function} raised {error!r}")
             tell(result)
             del function, arguments, tell, result  # Else they stay in memory until the next job.
 

@@ -433,6 +433,64 @@ def test_a_python_function_is_a_worker(tmp_path):
         load_pool(pool_file(tmp_path, {"protocol": "python", "function": "tools.py:find"}))
 
 
+ENDLESS = """
+import os, sys, threading
+class Ended(BaseException): pass
+def sleep(messages): threading.Event().wait()
+def end(messages): sys.exit(0)
+def interrupt(messages): raise KeyboardInterrupt
+def own(messages): raise Ended("over")
+def give_up(messages): raise TimeoutError
+"""
+
+
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("sleep", "no whole answer within"),
+        ("end", r"raised SystemExit\(0\)"),
+        ("interrupt", r"raised KeyboardInterrupt\(\)"),
+        ("own", r"raised Ended\('over'\)"),
+        ("give_up", "no whole answer within"),
+    ],
+)
+def test_a_function_that_does_not_answer_is_a_failed_call(name, says, tmp_path):
+    """The error names the worker and its file. Whoever calls the worker goes on."""
+    (tmp_path / "tools.py").write_text(ENDLESS)
+    row = {"protocol": "python", "function": f"tools.py:{name}", "name": "jane", "timeout": 0.05}
+    pool = load_pool(pool_file(tmp_path, row))
+    with pytest.raises(WorkerError, match=rf"^jane: .*{says}.*tools.py:{name}, attempt 1,"):
+        pool[0].chat(CHAT)
+    [error] = workers.ping_workers(pool)
+    assert isinstance(error, WorkerError)
+
+
+@pytest.mark.parametrize(
+    "ending", ["sys.exit(0)", "raise SystemExit", "class E(BaseException): pass\nraise E"]
+)
+def test_a_file_whose_import_ends_is_an_error_that_names_it(ending, tmp_path):
+    (tmp_path / "tools.py").write_text(f"import sys\n{ending}\ndef f(messages): pass\n")
+    spec = pool_file(tmp_path, {"protocol": "python", "function": "tools.py:f", "name": "jane"})
+    with pytest.raises(ValueError, match="jane: function: .*tools.py cannot be imported: "):
+        load_pool(spec)
+    with pytest.raises(ValueError, match="tools.py cannot be imported: "):
+        workers.load_function(f"{tmp_path}/tools.py:f")  # as a reward or a grader
+
+
+@pytest.mark.parametrize("name", ["end", "own"])
+def test_a_users_function_raises_nothing_that_ends_the_program(name, tmp_path):
+    (tmp_path / "mine.py").write_text(ENDLESS)
+    reward = workers.load_function(f"{tmp_path}/mine.py:{name}")
+    with pytest.raises(RuntimeError, match=f"mine.py:{name} raised "):
+        reward(None)
+
+
+def test_ctrl_c_in_a_users_function_is_ctrl_c(tmp_path):
+    (tmp_path / "mine.py").write_text(ENDLESS)
+    with pytest.raises(KeyboardInterrupt):
+        workers.load_function(f"{tmp_path}/mine.py:interrupt")(None)
+
+
 def cut(n, conn):
     conn.sendall(http(GOOD)[:-20])
 
@@ -943,6 +1001,12 @@ def test_the_command_asks_each_worker_for_a_word(tmp_path):
     assert all_three.returncode == 1 and fine.returncode == 0
     first, second = fine.stdout.splitlines()
     assert first.startswith(good.url[-8:]) and second.strip() == "It is good at sums."
+
+
+def test_an_attempt_that_the_pool_forbids_is_not_made():
+    with OddServer(refused(500)) as server:
+        [error] = workers.ping_workers([worker(server, attempts=1, timeout=QUICK)])
+    assert "(attempt 1," in str(error) and len(server.requests) == 1
 
 
 def test_the_commands_help_and_its_errors():

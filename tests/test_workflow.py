@@ -314,10 +314,14 @@ def test_a_wrapped_failure_of_a_workers_call_loses_the_rollout():
     assert rollout.error == "step 0: the judge is down"
 
 
-def test_a_grader_that_ends_the_program_does_not_leave_it_hanging():
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_a_grader_that_ends_the_program_does_not_leave_it_hanging(error):
+    def judge(problem, answer):
+        raise error(7)
+
     rollout = Rollout("q", [Player("a", lambda m: "b")], workflow=one_step())
-    with pytest.raises(RuntimeError, match="called sys.exit"):
-        roll_out([rollout], judge=lambda p, a: sys.exit(1))
+    with pytest.raises(RuntimeError, match=rf"raised {error.__name__}\(7\)"):
+        roll_out([rollout], judge=judge)
 
 
 @pytest.mark.parametrize("step", [Step(1, "x", []), Step(0, "x", [0])])
