@@ -1,14 +1,17 @@
 """Benchmarks: sampler, update, workflows, server and sandbox. Without a name, all of them run.
 
     python tests/bench.py [NAME …] [--key=value …]
-    python tests/bench.py sampler --model=7b --rows=64,128,256 --prompt=512 --new=512     on a GPU
+    python tests/bench.py sampler --model=7b --rows=64,128,256 --prompt=900 --new=128     on a GPU
+    python tests/bench.py update --beside=naive,../before     beside another checkout of this code
 
 Each prints its numbers, then the same numbers as one line of JSON. What is compared takes turns in
 one run, because the speed of a machine changes over time.
 """
 
 import dataclasses
+import functools
 import http.client
+import importlib
 import inspect
 import json
 import math
@@ -24,12 +27,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)
 from model import Config, Qwen, compute_dtype
 from sample import generate
 
 SHAPES = {  # of random weights
     "small": Config(4096, 256, 768, 6, 4, 2, tie_word_embeddings=True),
+    "135m": Config(49152, 576, 1536, 30, 9, 3, tie_word_embeddings=True),  # SmolLM2's
     "0.5b": Config(151936, 896, 4864, 24, 14, 2, tie_word_embeddings=True),
     "1.5b": Config(151936, 1536, 8960, 28, 12, 2, tie_word_embeddings=True),
     "3b": Config(151936, 2048, 11008, 36, 16, 2, tie_word_embeddings=True),
@@ -57,7 +62,7 @@ def report(result: dict):
     for key, value in result.items():
         if isinstance(value, float):
             result[key] = float(f"{value:.4g}")
-        print(f"{key:<34}{result[key]!s:>24}")
+        print(f"{key:<34} {result[key]!s:>24}")
     print(json.dumps(result), flush=True)
 
 
@@ -85,6 +90,36 @@ def transformers_model(model: Qwen):
     theirs.load_state_dict(model.state_dict(), assign=True)
     with torch.device(DEVICE):  # the rotary tables are not parameters
         theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config)
+    return theirs
+
+
+@functools.cache
+def checkout(folder: str) -> dict:
+    """Return the modules model, sample and grpo of another checkout of this repository."""
+    here = dict(sys.modules)
+    own = {file.removesuffix(".py") for file in os.listdir(ROOT) if file.endswith(".py")}
+    for name in own:
+        sys.modules.pop(name, None)
+    sys.path.insert(0, os.path.abspath(folder))
+    try:
+        return {name: importlib.import_module(name) for name in ("model", "sample", "grpo")}
+    finally:
+        sys.path.pop(0)
+        for name in own:
+            sys.modules.pop(name, None)
+        sys.modules.update({name: here[name] for name in own & set(here)})
+
+
+def model_of_checkout(folder: str, model: Qwen):
+    """Return the same weights, not copied, in the implementation of another checkout."""
+    module = checkout(folder)["model"]
+    known = {f.name for f in dataclasses.fields(module.Config) if f.init}
+    shape = dataclasses.asdict(model.config)
+    with torch.device("meta"):
+        theirs = module.Qwen(module.Config(**{key: shape[key] for key in known & set(shape)}))
+    theirs.load_state_dict(model.state_dict(), assign=True)
+    if model.config.tie_word_embeddings:  # load_state_dict has untied them
+        theirs.lm_head.weight = theirs.model.embed_tokens.weight
     return theirs
 
 
@@ -117,16 +152,19 @@ def sampler(
     """Measure the tokens per second of generate; the best of two turns counts.
 
     `rows` rollouts of `questions` prompts are sampled; a prompt has `prompt` random ids, a rollout
-    `new` tokens. Beside it run transformers' generate, and generate without sharing: a prompt for
-    every rollout. On a GPU, the sampler's copy of the model is joined, as in training.
+    `new` tokens. Beside it run transformers' generate, generate without sharing (a prompt for
+    every rollout), and other checkouts of this repository, each named by its folder. On a GPU, the
+    sampler's copy of the model is joined, as in training.
 
     The roofline: at best, a decode step reads the weights and the live keys and values once, at the
     rate at which this machine copies.
     """
     qwen = random_model(model, dtype)
+    others = beside.split(",")
+    theirs = transformers_model(qwen) if "transformers" in others else None
+    checkouts = {name: model_of_checkout(name, qwen) for name in others if os.path.isdir(name)}
     if DEVICE.type == "cuda":
         qwen.join()
-    theirs = transformers_model(qwen) if "transformers" in beside else None
     copies = copied_bytes_a_second()
     weights, kv = bytes_read(qwen)
     prompts = torch.randint(qwen.config.vocab_size, (questions, prompt)).tolist()
@@ -137,11 +175,15 @@ def sampler(
             "ours": lambda: generate(qwen, prompts, n, new),
             "prefill": lambda: generate(qwen, prompts, n, 1),
         }
-        if "unshared" in beside:
+        if "unshared" in others:
             repeated = [ids for ids in prompts for _ in range(n)]
             jobs["unshared"] = lambda: generate(qwen, repeated, 1, new)
         if theirs:
             jobs["transformers"] = lambda: transformers_generate(theirs, prompts, n, new)
+        for name, other in checkouts.items():
+            their_generate = checkout(name)["sample"].generate
+            jobs[name] = functools.partial(their_generate, other, prompts, n, new)
+            their_generate(other, prompts, n, 3)
         generate(qwen, prompts, n, 3)  # initialises libraries, compiles kernels
         best = dict.fromkeys(jobs, math.inf)
         for _ in range(2):
@@ -160,6 +202,7 @@ def sampler(
             "prompt": prompt,
             "new": new,
             "prefill tokens/s": questions * prompt / best["prefill"],
+            "ms a decode step": 1000 * step,
             "decode tokens/s": n * questions / step,
             "tokens/s": n * questions * new / best["ours"],
             "GB/s": read / step / 1e9,
@@ -167,9 +210,8 @@ def sampler(
         }
         if DEVICE.type == "cuda":
             result["peak GB"] = torch.cuda.max_memory_allocated() / 1e9
-        for name in ("unshared", "transformers"):
-            if name in jobs:
-                result[f"times as fast as {name}"] = best[name] / best["ours"]
+        for name in [name for name in jobs if name not in ("ours", "prefill")]:
+            result[f"times as fast as {name}"] = best[name] / best["ours"]
         report(result)
 
 
@@ -202,56 +244,121 @@ def transformers_generate(theirs, prompts: list[list[int]], n: int, new: int):
     )
 
 
-def update(model="small", prompt=1000, n=64, length=250, budget=9000, dtype=""):
-    """Measure a forward and backward pass over a group of n rollouts (grpo.packed_logprobs).
+def update(
+    model="small",
+    groups=1,
+    prompt=1000,
+    n=64,
+    length="250",
+    budget=9000,
+    kl=0,
+    recompute=0,
+    beside="naive,transformers",
+    dtype="",
+):
+    """Measure a forward and backward pass over `groups` groups of n rollouts (packed_logprobs).
 
-    A micro-batch has at most `budget` tokens. The prompt stands once in each ("shared"), or, beside
-    it, once for every rollout ("naive"). Utilisation is the share of a large matrix product's
-    floating-point operations per second; a prompt's operations count once.
+    A rollout has `length` tokens: a number, or a range from which each is drawn, such as 40-80. A
+    micro-batch has at most `budget` tokens; a prompt stands once in it for all of its rollouts.
+    With --kl=1 the KL to a reference is computed, too, and with --recompute=1 every layer once more
+    in the backward pass.
+
+    Beside it run "naive", with a prompt for every rollout; "transformers", which computes a padded
+    batch of whole rollouts; and other checkouts of this repository, each named by its folder.
+    Utilisation is the share of a large matrix product's floating-point operations per second; a
+    prompt's operations count once, and those of the reference and of recomputing not at all.
     """
-    from grpo import packed_logprobs
+    import grpo
 
     qwen = random_model(model, dtype)
-    prompt_ids = torch.randint(qwen.config.vocab_size, (prompt,)).tolist()
-    completions = torch.randint(qwen.config.vocab_size, (n, length)).tolist()
+    qwen.recompute = bool(recompute)
+    reference = random_model(model, dtype).requires_grad_(False) if kl else None
+    low, _, high = length.partition("-")
+    lengths = torch.randint(int(low), int(high or low) + 1, (groups, n)).tolist()
+    rollouts = []
+    for row in lengths:
+        prompt_ids = torch.randint(qwen.config.vocab_size, (prompt,)).tolist()
+        completions = [torch.randint(qwen.config.vocab_size, (m,)).tolist() for m in row]
+        rollouts.append((prompt_ids, completions))
 
-    def step(groups):
-        logprobs, _ = packed_logprobs(qwen, groups)
-        logprobs.sum().backward()
-        qwen.zero_grad()
+    def packed(module, policy, reference):
+        def step(batch):
+            logprobs, divergence = module.packed_logprobs(policy, batch, reference=reference)
+            (logprobs.sum() + divergence.sum()).backward()
+            policy.zero_grad()
 
-    ways = {  # the groups of some completions, and how many completions fit in a micro-batch
-        "shared": (lambda some: [(prompt_ids, some)], max(1, (budget - prompt) // length)),
-        "naive": (
-            lambda some: [(prompt_ids, [one]) for one in some],
-            max(1, budget // (prompt + length)),
-        ),
-    }
-    for lay_out, size in ways.values():
-        step(lay_out(completions[:size]))  # initialises libraries, compiles kernels
-    seconds = dict.fromkeys(ways, 0.0)
-    for half in (completions[: n // 2], completions[n // 2 :]):
-        for name, (lay_out, size) in ways.items():
-            for i in range(0, len(half), size):
-                seconds[name] += timed(lambda: step(lay_out(half[i : i + size])))
+        return step
 
-    flops_a_second = update_flops(qwen, prompt, n, length) / seconds["shared"]
+    # The ways, and how many rollouts share a prompt in a micro-batch.
+    longest = max(map(max, lengths))
+    together = min(n, max(1, (budget - prompt) // longest))
+    ours = packed(grpo, qwen, reference)
+    ways = {"ours": (ours, together)}
+    others = beside.split(",")
+    if "naive" in others:
+        ways["naive"] = (ours, 1)
+    if "transformers" in others:
+        theirs = transformers_model(qwen).train()
+        if recompute:
+            theirs.gradient_checkpointing_enable()
+        ways["transformers"] = (functools.partial(transformers_update, theirs), 1)
+    for folder in filter(os.path.isdir, others):
+        theirs = model_of_checkout(folder, qwen)
+        theirs.recompute = bool(recompute)
+        their_reference = reference and model_of_checkout(folder, reference)
+        ways[folder] = (packed(checkout(folder)["grpo"], theirs, their_reference), together)
+
+    best = dict.fromkeys(ways, math.inf)
+    for turn in range(3):
+        for name, (step, size) in ways.items():
+            pieces = []
+            for prompt_ids, completions in rollouts:
+                for i in range(0, n, size):
+                    pieces.append((prompt_ids, completions[i : i + size]))
+            at_once = max(1, budget // (prompt + size * longest))
+            batches = [pieces[i : i + at_once] for i in range(0, len(pieces), at_once)]
+            if turn == 0:  # initialises libraries, compiles kernels
+                step(batches[0])
+            else:
+                best[name] = min(best[name], timed(lambda: [step(batch) for batch in batches]))
+
+    n_tokens = sum(map(sum, lengths))
+    flops = groups * update_flops(qwen, prompt, n, n_tokens / (groups * n))
+    flops_a_second = flops / best["ours"]
     result = {
         "benchmark": "update",
         "device": NAME,
         "model": model,
         "dtype": str(qwen.lm_head.weight.dtype),
-        "tokens/s": n * length / seconds["shared"],
+        "groups": groups,
+        "prompt": prompt,
+        "rollouts a group": n,
+        "tokens a rollout": length,
+        "seconds": best["ours"],
+        "tokens/s": n_tokens / best["ours"],
         "teraflops": flops_a_second / 1e12,
         "utilisation": flops_a_second / multiplied_flops_a_second(qwen.lm_head.weight.dtype),
-        "times as fast as naive": seconds["naive"] / seconds["shared"],
     }
+    for name in [*ways][1:]:
+        result[f"times as fast as {name}"] = best[name] / best["ours"]
     if DEVICE.type == "cuda":
         result["peak GB"] = torch.cuda.max_memory_allocated() / 1e9
     report(result)
 
 
-def update_flops(qwen: Qwen, prompt: int, n: int, length: int) -> float:
+def transformers_update(theirs, batch):
+    """Compute with transformers what a step of `update` does without KL, one rollout a prompt."""
+    rows = [torch.tensor(prompt + completion) for prompt, [completion] in batch]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(DEVICE)  # padded on the right
+    first = len(batch[0][0])  # the place of the first completion's token
+    logits = theirs(ids, logits_to_keep=ids.shape[1] - first + 1).logits[:, :-1].float()
+    logprobs = logits.log_softmax(-1).gather(-1, ids[:, first:, None])[..., 0]
+    is_token = torch.arange(logprobs.shape[1]) < torch.tensor([[len(c)] for _, [c] in batch])
+    (logprobs * is_token.to(DEVICE)).sum().backward()
+    theirs.zero_grad()
+
+
+def update_flops(qwen: Qwen, prompt: int, n: int, length: float) -> float:
     """Return the floating-point operations of forward and backward pass, with the prompt once."""
     config = qwen.config
     matrices = qwen.lm_head.weight.numel()
@@ -363,9 +470,8 @@ def server(clients=600, requests=5000):
     They are sent all at once and 16 at a time, twice each; the better time counts. Then it gets
     `requests` more, 256 at a time: its memory should stop growing.
     """
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     process = subprocess.Popen(
-        [sys.executable, os.path.join(root, "workflow.py"), "serve", "--port=0"],
+        [sys.executable, os.path.join(ROOT, "workflow.py"), "serve", "--port=0"],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
