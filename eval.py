@@ -31,7 +31,7 @@ import tempfile
 import textwrap
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from decimal import Decimal, InvalidOperation
@@ -47,7 +47,7 @@ from requests.adapters import HTTPAdapter
 from requests.packages.urllib3.util.retry import Retry
 from tqdm import tqdm
 
-from model import configure, flag, read_json, write_json
+from model import configure, flag, read_json, usage_error, write_json
 from workers import (
     LIMITS,
     PHRASES,
@@ -223,7 +223,7 @@ def read_problems(file: str) -> list[Problem]:
                 continue
             try:
                 problems.append(parse_problem(line, f"{os.path.basename(file)}/{number}"))
-            except (ValueError, TypeError) as e:
+            except ValueError as e:
                 faults.setdefault(str(e), []).append(str(number))
     sentences = []
     for sentence, numbers in list(faults.items())[:20]:
@@ -238,12 +238,18 @@ def read_problems(file: str) -> list[Problem]:
 def parse_problem(line: bytes, default_id: str) -> Problem:
     """Return the problem that a line describes. A ValueError says what is wrong with the line."""
     try:
+        values = json.loads(line)
         # JSON can spell half an emoji, "\ud83d", which no request could carry; it becomes "?".
-        text = json.dumps(json.loads(line), ensure_ascii=False).encode(errors="replace")
-        problem = Problem(**{"id": default_id, "grader": "own", **json.loads(text)})
-    except (ValueError, TypeError, RecursionError) as e:  # no JSON, or a missing or unknown field
-        expected = ", ".join(Problem.__annotations__)
-        raise ValueError(f"expected an object of {expected}: {e}") from None
+        values = json.loads(json.dumps(values, ensure_ascii=False).encode(errors="replace"))
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"expected a JSON object in UTF-8 ({e})") from None
+    require(isinstance(values, dict), "expected a JSON object")
+    fields = Problem.__annotations__
+    for key in values:
+        require(key in fields, f"there is no field {key!r:.50}, only {', '.join(fields)}")
+    for key in ("question", "answer"):
+        require(key in values, f'"{key}" is missing')
+    problem = Problem(**{"id": default_id, "grader": "own", **values})
     check_problem(problem)
     return with_instructions(problem)
 
@@ -251,24 +257,21 @@ def parse_problem(line: bytes, default_id: str) -> Problem:
 def check_problem(problem: Problem):
     """Raise a ValueError if a field has the wrong type, or if the problem cannot be graded."""
     for key, kind in Problem.__annotations__.items():
-        message = f"{key} is of another type than {kind.__name__}"
-        require(isinstance(getattr(problem, key), kind), message)
+        value = getattr(problem, key)
+        require(type(value) is kind, f"{key} has to be {IN_WORDS[kind]}, not {shown(value)}")
     known = ", ".join(GRADERS)
     message = f"grader has to be one of {known}; your own: --grader=mine.py:grade"
     require(problem.grader in GRADERS, message)
-
-    extra = problem.extra
-    missing = [f'"{key}": …' for key in GRADERS[problem.grader].extra if key not in extra]
-    message = f'the grader {problem.grader} needs "extra": {{{", ".join(missing)}}}'
-    require(not missing, message)
     require(problem.question.strip(), "question: it has 0 characters")
-    require(are_texts(extra.get("choices", [])), "choices are a list of texts")
 
-    # The tests of a program are pairs, or say where in a benchmark's file the pairs are.
-    tests = extra.get("tests")
-    if problem.grader == "code" and not isinstance(tests, dict):
-        are_pairs = all(are_texts(pair) and len(pair) == 2 for pair in tests)
-        require(tests and are_pairs, "tests are pairs of texts, [input, output]")
+    # What is in "extra"
+    needed = GRADERS[problem.grader].extra
+    missing = ", ".join(f'"{key}": …' for key in needed if key not in problem.extra)
+    require(not missing, f'the grader {problem.grader} needs "extra": {{{missing}}}')
+    for key in {*needed, "choices", "function"} & EXTRA.keys() & problem.extra.keys():
+        is_valid, expected = EXTRA[key]
+        value = problem.extra[key]
+        require(is_valid(value), f"extra: {key}: expected {expected}, not {shown(value)}")
 
     # A grader that cannot recognise the right answer would call every response wrong.
     if GRADERS[problem.grader].is_free:
@@ -278,8 +281,40 @@ def check_problem(problem: Problem):
         require(answer and is_recognised, message)
 
 
+IN_WORDS = {str: "a text", int: "a whole number", dict: "an object"}
+
+
+def shown(value) -> str:
+    """Return a value as JSON spells it, cut to 50 characters."""
+    return json.dumps(value, ensure_ascii=False)[:50]
+
+
+def is_text(value) -> bool:
+    return isinstance(value, str)
+
+
 def are_texts(value) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    return isinstance(value, list) and all(map(is_text, value))
+
+
+def are_tests(value) -> bool:
+    """Whether these are a program's tests, or the place where a benchmark's file holds them."""
+    if isinstance(value, dict):
+        return (
+            value.keys() == {"file", "at"} and is_text(value["file"]) and type(value["at"]) is int
+        )
+    return isinstance(value, list) and value and all(are_texts(x) and len(x) == 2 for x in value)
+
+
+# What a key of a problem's "extra" may hold: a condition, and what it is in words
+EXTRA = {
+    "choices": (are_texts, "a list of texts"),
+    "tests": (are_tests, "pairs of texts, [input, output]"),
+    "function": (lambda value: value is None or is_text(value), "a function's name, or null"),
+    "test": (is_text, "a text"),
+    "entry_point": (is_text, "a text"),
+    "code_prompt": (is_text, "a text"),
+}
 
 
 # ---- Systems -------------------------------------------------------------------------------------
@@ -304,7 +339,7 @@ def new_rollouts(problems: list[Problem], pools: list, name: str) -> list[Rollou
 
 def run_and_judge(rollouts: list[Rollout], name: str, call=call_worker) -> list[Rollout]:
     """Run the workflows that these rollouts already have, and judge their answers."""
-    with progress(name, len(rollouts)) as bar:
+    with progress(name, rollouts) as bar:
         return roll_out(
             rollouts, judge=grade_once(), call=call, on_end=lambda rollout: bar.update()
         )
@@ -467,7 +502,7 @@ def conductor(
         rollouts = new_rollouts(problems, pools, name)
         for rollout in rollouts:
             rollout.workers = numbers_of(only, rollout.pool) or None
-        with progress(name, len(rollouts)) as bar:
+        with progress(name, rollouts) as bar:
             return conduct(
                 write,
                 rollouts,
@@ -819,16 +854,17 @@ def compare_with_workers(rows: dict[str, dict], setup: Setup):
 def compare_systems(settings: "Settings"):
     """Measure every chosen system on every benchmark, and print tables for each benchmark.
 
-    Whatever is wrong or missing is an error before the first worker is asked.
+    Whatever is wrong or missing is an error before the first worker is asked. The files of --out
+    appear, and replace earlier ones, when the evaluation is complete.
     """
     # The systems and the pool
-    require(settings.limit > 0 and settings.repeats > 0, "--limit and --repeats are from 1 on")
     systems = named_systems(settings.systems)
     needs = set(itertools.chain(*(system.needs for system in systems.values())))
     pool_name = settings.pool or "local"
     if "checkpoint" in needs:
         pool_name = choose_pool(settings.checkpoint, settings.pool)
-    pool = load_pool(pool_name, replay=settings.replay, budget=settings.budget)
+    pool = open_pool(settings, pool_name)
+    numbers_of(settings.only, pool)  # raises an error if there is no such worker
     players = label_players(systems, pool, settings.worker)
 
     # The problems
@@ -845,29 +881,58 @@ def compare_systems(settings: "Settings"):
     for system, _ in players.values():
         n_calls += n_questions * (system.calls or len(pool)) + len(tests) * system.calls_to_learn
     demand_budget(pool, settings.budget, round(n_calls), "this evaluation")
-    settings = replace(settings, out=re.sub(r"\.jsonl?$", "", settings.out))
+    numbers_file, traces_file = files_of(settings.out)
     if settings.out:
-        open(f"{settings.out}.jsonl", "w").close()
+        start_traces(settings.out)
 
     # The answers
     numbers = {}
+    answers = []
     for name, problems in tests.items():
         setup = Setup(settings, pool, lessons=lessons.get(name, []))
         rows = play_all(setup, players, name, problems)
         print_with_legend(table(rows, f"{name}, {len(problems)} problems, %"))
         print_paper(name, pool)
         numbers |= {f"{name}, {label}": row for label, row in rows.items()}
-        if settings.out:
-            write_json(f"{settings.out}.json", numbers)
-    stop_if_spent(pool)
+        answers += itertools.chain(*setup.played.values())
+    stop_if_lost(answers, pool)
+    if settings.out:
+        write_json(numbers_file, numbers)
+        os.replace(f"{traces_file}.tmp", traces_file)
 
 
-def stop_if_spent(pool: list):
+def open_pool(settings: "Settings", name: str) -> list:
+    """Return the workers of a pool, with the budget and the replay file of the settings."""
+    try:
+        return load_pool(name, replay=settings.replay, budget=settings.budget)
+    except OSError as e:
+        raise ValueError(f"--replay={settings.replay}: {e.strerror}") from None
+
+
+def files_of(out: str) -> tuple[str, str]:
+    """Return the two files of --out: for "ev", "ev.json" or "ev.jsonl", ev.json and ev.jsonl."""
+    stem = re.sub(r"\.jsonl?$", "", out)
+    return f"{stem}.json", f"{stem}.jsonl"
+
+
+def start_traces(out: str):
+    """Create the file that holds the rollouts until the evaluation is complete."""
+    try:
+        open(f"{files_of(out)[1]}.tmp", "w").close()
+    except OSError as e:
+        raise ValueError(f"--out={out}: {e.strerror}: {e.filename!r}") from None
+
+
+def stop_if_lost(rollouts: list[Rollout], pool: list):
+    """End the program with status 1 if the budget is spent, or if every rollout was lost."""
     if pool[0].budget and pool[0].budget.refused:
         raise SystemExit(
             "the budget is spent, and what came after is not counted: with a larger --budget, the "
             "same command goes on"
         )
+    errors = [rollout.error for rollout in rollouts if rollout.error]
+    if errors and len(errors) == len(rollouts):
+        raise SystemExit(f"every answer was lost, the first by: {errors[0]}")
 
 
 def label_players(systems: dict, pool: list, only: str) -> dict[str, tuple[System, int]]:
@@ -894,7 +959,7 @@ def play_all(
 ) -> dict[str, dict]:
     """Let all players answer the problems, and return the rows of the table.
 
-    Their rollouts are added to `setup.played`, and to the file NAME.jsonl of --out.
+    Their rollouts are added to `setup.played`, and to the unfinished file of --out.
     """
     rows = {}
     for label, (system, worker) in players.items():
@@ -903,7 +968,7 @@ def play_all(
         setup.played[label] = rollouts
         if setup.settings.out:
             about = {"system": label, "benchmark": benchmark_name}
-            with open(f"{setup.settings.out}.jsonl", "a") as file:
+            with open(f"{files_of(setup.settings.out)[1]}.tmp", "a") as file:
                 for rollout in rollouts:
                     file.write(json.dumps(about | rollout_to_json(rollout)) + "\n")
     compare_with_workers(rows, setup)
@@ -1013,10 +1078,28 @@ def print_paper(benchmark_name: str, pool: list):
         print("\n" + table(rows, title) + "\nOther models answered, and in part other questions.")
 
 
-def progress(what: str, total: int) -> tqdm:
-    """Return a progress bar. Only rank 0 shows it, and only on a terminal."""
-    hidden = os.environ.get("RANK", "0") != "0" or None  # To tqdm, None means: ask the terminal.
-    return tqdm(desc=what, total=total, disable=hidden, leave=False)
+class Lines(tqdm):
+    """A progress bar for a log file: each of its states is a line of its own."""
+
+    @staticmethod
+    def status_printer(file):
+        return lambda text: text and print(text, file=file, flush=True)
+
+
+LINE_EVERY = 30.0  # seconds between two lines of progress, where there is no terminal
+
+
+def progress(what: str, items: Sequence) -> tqdm:
+    """Return a progress bar over some items, which rank 0 alone shows on stderr.
+
+    On a terminal it is a bar. Elsewhere, work that takes long prints a line now and then.
+    """
+    look = {"desc": what, "leave": False, "disable": os.environ.get("RANK", "0") != "0"}
+    if sys.stderr.isatty():
+        return tqdm(items, **look)
+    line = "{desc}: {n_fmt} of {total_fmt}, ETA {remaining}"
+    every = {"delay": LINE_EVERY, "mininterval": LINE_EVERY, "miniters": 1}
+    return Lines(items, bar_format=line, **every, **look)
 
 
 # ---- Graders ------------------------------------------------------------------------------------
@@ -2050,8 +2133,11 @@ def benchmark(name: str, split: str, limit: int | None = None) -> list[Problem]:
                 break
     except (OSError, LookupError, TypeError, ValueError, AttributeError) as e:
         page = f"https://huggingface.co/datasets/{source.repository}"
+        reason = (
+            e if isinstance(e, OSError | ValueError) else "a row has another form than expected"
+        )
         raise OSError(
-            f"{name}: not all {source.count:,} rows of {page} are there: {type(e).__name__}: {e}\n"
+            f"{name}: not all {source.count:,} rows of {page} are there: {reason}\n"
             "Try again to go on where it stopped. If that page asks to accept terms, do that and "
             f"set HF_TOKEN. If a file in {DATA}/{source.repository} is damaged, remove it."
         ) from e
@@ -2104,7 +2190,7 @@ def rows_of_viewer(source: Source):
     # Waiting 2, 4, 8, … s outlasts a rate limit of five minutes.
     retry = Retry(8, connect=2, backoff_factor=2, status_forcelist=(429, 500, 502, 503, 504))
     hub.adapters = {"http": HTTPAdapter(max_retries=retry)}
-    for start in tqdm(starts, source.repository, disable=None, leave=False):
+    for start in progress(source.repository, starts):
         file = f"{folder}/{start}.json"
         if not os.path.exists(file):
             write_json(file, {"rows": fetch_page(hub, source, start)})
@@ -2152,7 +2238,7 @@ def stored_tests(id: str, file: str, at: int) -> list[list[str]]:
         with open(path, "rb") as rows:
             rows.seek(at)
             row = json.loads(rows.readline())
-        require(id == f"livecodebench/{row['question_id']}", f"there stands {row['question_id']}")
+        require(id == f"livecodebench/{row['question_id']}", "another problem's row")
         hidden = row["private_test_cases"].encode()
         if not hidden.startswith(b"["):
             packed = base64.b64decode(hidden)
@@ -2161,9 +2247,8 @@ def stored_tests(id: str, file: str, at: int) -> list[list[str]]:
         tests = json.loads(row["public_test_cases"]) + json.loads(hidden)
         return [[test["input"], test["output"]] for test in tests]
     except (LookupError, TypeError, ValueError, RecursionError, zlib.error) as e:
-        reason = f"no tests of {id} ({type(e).__name__}: {e})"
         remedy = "remove the file, and it is fetched again"
-        raise ValueError(f"{path}, byte {at}: {reason}; {remedy}") from e
+        raise ValueError(f"{path}, byte {at}: no tests of {id}; {remedy}") from e
 
 
 # The table of benchmarks: NAME/SPLIT, or NAME where one data set serves both splits. Where comments
@@ -2216,7 +2301,7 @@ def prepare(settings: "Settings"):
     pool = []
     if settings.pool:
         check_sandbox()
-        pool = load_pool(settings.pool, replay=settings.replay, budget=settings.budget)
+        pool = open_pool(settings, settings.pool)
         n_calls = 2 * CANDIDATES * len(MIXES["paper"]) * len(pool)
         demand_budget(pool, settings.budget, n_calls, "asking every worker every candidate twice")
     chosen = {}
@@ -2250,7 +2335,7 @@ def those_that_teach(name: str, problems: list[Problem], pool: list) -> list[Pro
         answered = ask_each(problems, pools, f"prepare {name}/{repeat}", range(len(pool)))
         for worker, rollouts in zip(pool, zip(*answered)):
             setup.played.setdefault(f"workers {worker.name}", []).extend(rollouts)
-    stop_if_spent(pool)
+    stop_if_lost([*itertools.chain(*setup.played.values())], pool)
 
     rows = {label: measure(rollouts) for label, rollouts in setup.played.items()}
     compare_with_workers(rows, setup)
@@ -2716,27 +2801,65 @@ class Settings:
         "`prepare` and with a budget",
     )
     out: str = flag(
-        "", "NAME or NAME.json; numbers go to NAME.json, rollouts to NAME.jsonl (workflow.py show)"
+        "",
+        "NAME or NAME.json; numbers go to NAME.json, rollouts to NAME.jsonl (workflow.py show), "
+        "when the evaluation is complete; neither file may exist",
     )
 
 
-def main(argv):
+CHOICES = {  # of flags
+    "prompt_style": ["", "ood", "in", "mixed", "zero-shot", "short"],
+    "sandbox": ["bwrap", "none"],
+}
+
+
+def check_flags(settings: Settings, words: list[str]):
+    """Raise a ValueError that names what is wrong with a command line."""
+    require(words in ([], ["prepare"]), f"there is no command {' '.join(words)!r}, only prepare")
+    for name, choices in CHOICES.items():
+        value = getattr(settings, name)
+        message = f"--{name}={value}: there are {', '.join(filter(None, choices))}"
+        require(value in choices, message)
+    for name, value in vars(settings).items():
+        smallest = int(name in ("limit", "repeats"))
+        is_large_enough = isinstance(value, str) or value >= smallest
+        require(is_large_enough, f"--{name} is from {smallest} on, not {value}")
+
+    for file in files_of(settings.out) if settings.out else ():
+        message = f"--out={settings.out}: {file} exists; choose another name, or move the file away"
+        require(not os.path.exists(file), message)
+
+    if words == ["prepare"]:
+        used = ["pool", "budget", "replay", "sandbox"] if settings.pool else ["pool"]
+        flags = {key for key, value in vars(settings).items() if value != getattr(Settings, key)}
+        unused = ", ".join(f"--{flag}" for flag in sorted(flags.difference(used)))
+        command = "prepare" if settings.pool else "prepare without --pool"
+        require(not unused, f"{command} does not use {unused}")
+
+
+def main(argv: list[str]):
+    """Run a command. The exit status is 1 if it fails, 2 if what the user named is wrong."""
     settings = Settings()
     words = configure(settings, argv)
-    costs_money = settings.budget or (words == ["prepare"] and settings.pool)
-    if costs_money and not settings.replay:
-        settings.replay = f"{DATA}/replies"
     try:
+        check_flags(settings, words)
+        costs_money = settings.budget or (words and settings.pool)
+        if costs_money and not settings.replay:
+            settings.replay = f"{DATA}/replies"
         use_sandbox(settings.sandbox)
         if settings.grader:
             GRADERS["own"] = own_grader(load_function(settings.grader))
-        if words == ["prepare"]:
-            prepare(settings)
-        elif words:
-            raise SystemExit(f"there is no command {' '.join(words)!r}\n\n{__doc__}")
-        else:
-            compare_systems(settings)
-    except (OSError, ValueError, WorkerError) as e:
+        command = prepare if words else compare_systems
+        command(settings)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The program that reads the output, such as head, has ended. Send the rest nowhere, so that
+        # Python can flush it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except (ValueError, FileNotFoundError) as e:
+        usage_error(str(e))
+    except (OSError, WorkerError) as e:
         raise SystemExit(str(e)) from None
     except KeyboardInterrupt:
         kept = f"the same command goes on with the replies in {settings.replay}"

@@ -549,7 +549,7 @@ def begin_rollouts(
     for group in asked:
         mine += group[len(group) * rank // world : len(group) * (rank + 1) // world]
     write = model_writer(sampler, run.tokenizer, run.prompting, temperature=1.0, seed=seed)
-    with evaluation.progress("rollouts of rank 0", len(mine)) as bar:
+    with evaluation.progress("rollouts of rank 0", mine) as bar:
         return roll_out(
             mine,
             write,

@@ -15,7 +15,6 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from eval import (
     AGGREGATE,
@@ -29,6 +28,7 @@ from eval import (
     merge,
     new_rollouts,
     planned,
+    progress,
 )
 from workflow import Rollout, Step, Workflow, call_worker, conduct, load_conductor, roll_out
 
@@ -127,7 +127,7 @@ def learn_masrouter(setup: Setup):
     weights = torch.zeros(N_TRIGRAMS, sum(sizes), requires_grad=True)
     optimizer = torch.optim.Adam([weights], lr=0.05)
 
-    for _ in tqdm(range(STEPS), "masrouter learns", disable=None):
+    for _ in progress("masrouter learns", range(STEPS)):
         # Draw designs, and let them answer.
         batch = rng.sample(setup.lessons, min(BATCH, len(setup.lessons)))
         scores = trigrams([problem.question for problem in batch]) @ weights
@@ -244,7 +244,7 @@ def learn_trinity(setup: Setup):
     rng = random.Random(setup.settings.seed)
     noise = np.random.default_rng(setup.settings.seed)
     head = np.zeros((axes.shape[1] + 1, len(setup.pool) + len(ROLES)))  # (25, W + 3)
-    for _ in tqdm(range(GENERATIONS), "trinity evolves", disable=None):
+    for _ in progress("trinity evolves", range(GENERATIONS)):
         batch = rng.sample(setup.lessons, min(BATCH, len(setup.lessons)))
         steps = noise.standard_normal((POPULATION, *head.shape))
         originals = new_rollouts(batch, [setup.pool] * len(batch), LESSON)

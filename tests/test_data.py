@@ -403,28 +403,44 @@ def test_kinds_take_turns_where_a_file_is_sorted_by_them(tmp_path):
 
 # A row -> what the error says about it.
 FAULTS = {
-    '{"question": "q", "answer": "a"}\n': "grader has to be one of exact, same, math",
-    '{"question": "q", "grader": "exact"}\n': "missing 1 required positional argument: 'answer'",
-    '{"question": "q", "answer": 42, "grader": "math"}\n': "answer is of another type than str",
-    '{"question": "q", "answer": "B", "grader": "letter"}\n': '"choices"',
-    '{"question": "q", "answer": "C", "grader": "letter", "extra": {"choices": ["a", "b"]}}'
-    "\n": "equals",
-    '{"question": "q", "answer": "", "grader": "math"}\n': "nothing equals ''",
-    '{"question": "q", "answer": "a", "grader": "exact", "colour": 1}'
-    "\n": "unexpected keyword argument",
-    '{"question": "", "answer": "a", "grader": "exact"}\n': "0 characters",
-    '{"question": "q", "answer": "", "grader": "code", "extra": {"function": null, "tests": "x"}}'
-    "\n": "pairs",
-    '{"question": \n': "Expecting value",
+    '{"question": "q", "answer": "a"}': "grader has to be one of exact, same, math",
+    '{"question": "q", "grader": "exact"}': '"answer" is missing',
+    '{"question": "q", "answer": 42, "grader": "math"}': "answer has to be a text, not 42",
+    '{"question": "q", "answer": "4", "grader": "math", "level": "5"}': 'a whole number, not "5"',
+    '{"question": "q", "answer": "4", "grader": ["math"]}': 'grader has to be a text, not ["math"]',
+    '{"question": "q", "answer": "B", "grader": "letter"}': '"choices"',
+    '{"question": "q", "answer": "C", "grader": "letter", "extra": {"choices": ["a", "b"]}}': (
+        "nothing equals 'C'"
+    ),
+    '{"question": "q", "answer": "C", "grader": "letter", "extra": {"choices": [1, 2]}}': (
+        "choices: expected a list of texts, not [1, 2]"
+    ),
+    '{"question": "q", "answer": "C", "grader": "letter", "extra": []}': "an object, not []",
+    '{"question": "q", "answer": "", "grader": "math"}': "nothing equals ''",
+    '{"question": "q", "answer": "a", "grader": "exact", "colour": 1}': "no field 'colour', only id",
+    '{"question": "", "answer": "a", "grader": "exact"}': "0 characters",
+    **{
+        '{"question": "q", "answer": "", "grader": "code", "extra": {"function": null, "tests": %s}}'
+        % tests: "tests: expected pairs of texts, [input, output], not "
+        for tests in ('"x"', "5", "[]", "[5]", '[["1"]]', '[["1", 2]]', '{"file": "a"}', "null")
+    },
+    '{"question": "q", "answer": "", "grader": "code", "extra": {"function": 1, "tests": []}}': (
+        "expected"
+    ),
+    '{"question": ': "expected a JSON object in UTF-8 (Expecting value",
+    '["question"]': "expected a JSON object",
+    "[" * 100_000: "expected a JSON object",
+    "7": "expected a JSON object",
 }
 
 
 @pytest.mark.parametrize("row, why", FAULTS.items(), ids=range(len(FAULTS)))
 def test_what_a_row_lacks_is_said_with_its_line(tmp_path, row, why):
-    file = write(tmp_path, {"question": "q", "answer": "a", "grader": "exact"}, row)
+    file = write(tmp_path, {"question": "q", "answer": "a", "grader": "exact"}, f"{row}\n")
     with pytest.raises(ValueError) as error:
         read_problems(file)
     assert "line 2" in str(error.value) and why in str(error.value)
+    assert not re.search(r"Error|object is not|argument|__init__|NoneType", str(error.value))
 
 
 def test_unknown_names_are_errors_that_list_what_there_is(tmp_path):

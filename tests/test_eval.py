@@ -83,8 +83,9 @@ def test_the_router_learns_which_worker_to_ask():
     assert [r.right for r in play("router", pool)] == [True, True]
 
 
-def test_masrouter_and_trinity_learn_from_rewards_and_answer(monkeypatch):
+def test_masrouter_and_trinity_learn_from_rewards_and_say_how_far_they_are(monkeypatch, capsys):
     pool = [Player("a", lambda m: "42"), Player("b", lambda m: "?")]
+    monkeypatch.setattr(evaluation, "LINE_EVERY", 0.0)
     laptop = os.path.join(ROOT, "assets", "laptop")
     for name in ("masrouter", "trinity"):
         constants = load_name(f"{ROOT}/assets/rivals.py:{name}").make.__globals__
@@ -92,6 +93,17 @@ def test_masrouter_and_trinity_learn_from_rewards_and_answer(monkeypatch):
             monkeypatch.setitem(constants, key, value)
         rollouts = play(name, pool)
         assert len(rollouts) == 2 and all(r.right is not None and r.calls for r in rollouts)
+    lines = capsys.readouterr().err.splitlines()
+    assert any(line.startswith("masrouter learns: 5 of 10, ETA ") for line in lines)
+    assert any(line.startswith("trinity evolves: 1 of 2, ETA ") for line in lines)
+
+
+def test_short_work_prints_no_progress_and_other_ranks_none_at_all(monkeypatch, capsys):
+    list(evaluation.progress("short", range(3)))
+    monkeypatch.setattr(evaluation, "LINE_EVERY", 0.0)
+    monkeypatch.setenv("RANK", "1")
+    list(evaluation.progress("of rank 1", range(3)))
+    assert capsys.readouterr().err == ""
 
 
 def test_a_worker_in_the_seat_reads_names_and_notes_and_writes_the_workflow():
@@ -428,22 +440,92 @@ def test_an_interrupt_says_whether_replies_are_kept(monkeypatch, words, said):
         (["--systems=conducter"], "there is no conducter, only conductor, "),
         (["--systems=mine.py:system"], "no file 'mine.py'; expected FILE.py:NAME"),
         (["--systems=workers", "--worker=nobody"], "the pool has only calculator, "),
+        (["--systems=workers,conductor", "--only=nobody"], "no such worker: nobody"),
         (["--benchmarks=mine.jsonl"], "mine.jsonl, line 2: grader has to be one of exact, "),
         (["--benchmarks=mathematics"], "no problems 'mathematics'"),
+        (["--benchmarks=none.jsonl"], "none.jsonl is missing"),
         (
             ["--benchmarks=mine.jsonl", "--grader=mine.py:grade"],
             "no file 'mine.py'; expected FILE.py:NAME",
         ),
         (["--pool=today", "--systems=workers"], "OPENAI_API_KEY"),
-        (["--limit=0"], "from 1 on"),
+        (["--limit=0"], "--limit is from 1 on"),
+        (["--seed=-1"], "--seed is from 0 on"),
         (["--systems=workers,best-of-n"], "best-of-n needs the rows of conductor"),
-        (["--out=nowhere/ev.json"], "No such file or directory: 'nowhere/ev"),
+        (
+            ["--out=nowhere/ev.json"],
+            "--out=nowhere/ev.json: No such file or directory: 'nowhere/ev",
+        ),
+        (["--out=mine"], "--out=mine: mine.jsonl exists; choose another name, or move"),
+        (["--replay=."], "--replay=.: Is a directory"),
+        (["--sandbox=docker"], "--sandbox=docker: there are bwrap, none"),
+        (["--prompt_style=none"], "--prompt_style=none: there are ood, in, mixed, zero-shot"),
+        (["prepar"], "there is no command 'prepar', only prepare"),
+        (["prepare", "--limit=9", "--out=x"], "prepare without --pool does not use --limit, --out"),
+        (["prepare", "--budget=9"], "prepare without --pool does not use --budget"),
+        (["prepare", "--pool=local", "--worker=coder"], "prepare does not use --worker"),
+        (["--limits=9"], "unknown flag --limits=9; did you mean --limit"),
     ],
 )
-def test_what_is_wrong_is_said_before_anybody_is_asked(tmp_path, words, why):
-    (tmp_path / "mine.jsonl").write_text('\n{"question": "q", "answer": "a"}\n')
-    status, out, err = command(*words, cwd=tmp_path)
-    assert status and why in err and "Traceback" not in err
+def test_what_is_wrong_is_said_before_anybody_is_asked(tmp_path, monkeypatch, capsys, words, why):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(evaluation, "play_all", None)
+    mine = '\n{"question": "q", "answer": "a"}\n'
+    (tmp_path / "mine.jsonl").write_text(mine)
+    with pytest.raises(SystemExit) as end:
+        evaluation.main(words)
+    assert end.value.code == 2 and why in capsys.readouterr().err
+    assert (tmp_path / "mine.jsonl").read_text() == mine
+
+
+def test_results_appear_when_they_are_complete_and_replace_nothing(tmp_path, monkeypatch, capsys):
+    """A killed evaluation leaves no results, and a complete one is never overwritten."""
+    monkeypatch.chdir(tmp_path)
+    words = ["--systems=workers", "--worker=coder", "--limit=3", "--out=ev"]
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as context, pytest.raises(SystemExit, match="interrupted"):
+        context.setattr(evaluation, "print_paper", interrupt)
+        evaluation.main(words)
+    assert not os.path.exists("ev.json") and not os.path.exists("ev.jsonl")
+
+    evaluation.main(words)
+    texts = [(tmp_path / name).read_text() for name in ("ev.json", "ev.jsonl")]
+    for name in ("ev.json", "ev.jsonl"):
+        with pytest.raises(SystemExit) as end:
+            evaluation.main(words)
+        assert end.value.code == 2 and f"{name} exists" in capsys.readouterr().err
+        assert (tmp_path / name).read_text() == texts.pop(0)
+        os.remove(name)
+
+
+@pytest.mark.parametrize("command", ["", "prepare"])
+def test_an_evaluation_that_lost_everything_has_failed(tmp_path, monkeypatch, command):
+    (tmp_path / "tools.py").write_text("def broken(messages):\n    raise OSError('no disk')\n")
+    row = {"protocol": "python", "function": "tools.py:broken", "attempts": 1}
+    (tmp_path / "pool.json").write_text(json.dumps([row]))
+    monkeypatch.chdir(tmp_path)
+    if command:
+        monkeypatch.setattr(evaluation, "check_sandbox", lambda: None)
+        monkeypatch.setattr(evaluation, "load", lambda *_: PROBLEMS)
+        words = ["prepare", "--pool=pool.json"]
+    else:
+        words = ["--systems=workers,moa", "--pool=pool.json", "--limit=3", "--out=ev"]
+    with pytest.raises(SystemExit, match="every answer was lost, the first by: .*no disk"):
+        evaluation.main(words)
+    assert not os.path.exists("ev.json") and not os.path.exists("data/paper.jsonl")
+
+
+def test_a_reader_that_ends_early_sees_no_error():
+    """As in `python eval.py | head -1`, after which the pipe is closed."""
+    program = [sys.executable, "eval.py", "--systems=workers", "--worker=coder", "--limit=3"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    run = subprocess.run(program, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert run.returncode == 1 and run.stderr == ""
 
 
 def test_a_pool_that_costs_needs_a_budget_and_says_how_much(tmp_path):
