@@ -891,7 +891,7 @@ def compare_systems(settings: "Settings"):
     for name, problems in tests.items():
         setup = Setup(settings, pool, lessons=lessons.get(name, []))
         rows = play_all(setup, players, name, problems)
-        print_with_legend(table(rows, f"{name}, {len(problems)} problems, %"))
+        print_with_legend(table(rows, f"{name}, {len(problems)} problems, in %"))
         print_paper(name, pool)
         numbers |= {f"{name}, {label}": row for label, row in rows.items()}
         answers += itertools.chain(*setup.played.values())
@@ -1002,17 +1002,33 @@ def play(
 
 
 LEGEND = {  # a row or a column of a table -> what it means
+    "no-subtasks": f'the Conductor\'s workflows; each subtask is replaced by "{SOLVE_IT}"',
+    "no-access": "the Conductor's workflows; no step sees the response of another",
+    "one-worker": "the Conductor's workflows; this worker does every step",
     "seat": "a prompted, untrained LLM conducts; its own calls are not in its row",
+    "context": "the worker may write five times as many tokens",
+    "consensus": "a vote over five answers of the worker",
+    "reflect": "the worker revises its answer four times",
+    "random": "random workflows",
+    "moa": "a Mixture of Agents: every worker answers, and a random one aggregates the answers",
+    "smoothie": "of one answer of each worker, the one most like the others",
     "best-of-n": "a vote over answers of the best single worker in hindsight, as many as the "
     "Conductor's spend pays for (see calls)",
     "best single worker in hindsight": "the one with the highest accuracy on these questions",
     "best single worker by other half": "each half of the questions is answered by the worker that "
     "is best on the other half",
-    "oracle": "right if any worker is right; with --repeats=2, the rows below it show how much of "
-    "that is luck",
+    "oracle": "right if any worker is right; luck is part of it, as --repeats=2 shows",
+    "either of two workers": "right if one of the two is right, a mean over all pairs",
+    "either of one worker's two answers": "the same for two answers of one worker, a mean over all "
+    "workers: what luck alone gives",
+    "share of problems that can teach": "one worker is right twice and another one wrong twice",
+    "±": "half of the width of the accuracy's 95 % confidence interval (Agresti and Coull)",
     "vs best": "the accuracy minus that of the best single worker in hindsight, on the same "
     "questions, with its 95 % confidence interval (from, to)",
     "shows": "the smallest true difference that so many questions reveal in four cases of five",
+    "lost": "answers that are missing because a call failed; no other column counts them",
+    "seconds": "the median of a question; calls, dollars and tokens are means of a question",
+    "?": "unknown: a worker has no price, or there is no spread to estimate from",
 }
 
 
@@ -1020,7 +1036,7 @@ def print_with_legend(text: str):
     """Print a table, and the entries of LEGEND for the rows and columns that it has."""
     print(f"\n{text}\n")
     for name, meaning in LEGEND.items():
-        if name in text:
+        if re.search(rf"(?m)(?:^|  ){re.escape(name)}(?: |$)", text):
             print(textwrap.fill(f"{name}: {meaning}", WIDTH, subsequent_indent="  "))
 
 
@@ -1035,7 +1051,7 @@ def table(rows: dict[str, dict], title: str = "") -> str:
     heads = [head for head in COLUMNS if head in present]
     if len(kinds) > 1:
         heads += kinds
-    names = [name[:50] for name in (title, *rows)]
+    names = [name[:60] for name in (title, *rows)]
     name_width = max(map(len, names))
 
     tables = []  # each a list of columns, which are lists of cells
@@ -1074,7 +1090,7 @@ def print_paper(benchmark_name: str, pool: list):
     paper = read_json(os.path.join(ASSETS, "paper.json"))
     rows = paper.get(benchmark_name, {}).get(setting)
     if rows:
-        title = f"the paper, {setting} workers, %"
+        title = f"the paper, {setting} workers, in %"
         print("\n" + table(rows, title) + "\nOther models answered, and in part other questions.")
 
 
@@ -2341,7 +2357,7 @@ def those_that_teach(name: str, problems: list[Problem], pool: list) -> list[Pro
     compare_with_workers(rows, setup)
     teaches = can_teach(right_answers(workers_alone(setup.played), 2))
     rows["share of problems that can teach"] = {"accuracy": float(teaches.mean())}
-    print_with_legend(table(rows, f"{name}, {len(problems)} candidates, %"))
+    print_with_legend(table(rows, f"{name}, {len(problems)} candidates, in %"))
     return list(itertools.compress(problems, teaches))
 
 

@@ -307,6 +307,14 @@ def test_how_many_answers_cost_the_same(conductor, worker, n):
     assert evaluation.answers_for_the_same(conductor, worker) == n
 
 
+def test_a_legend_explains_the_rows_and_columns_that_a_table_has(capsys):
+    row = measure([judged(True, cost=None)]) | {"shows": 0.2, "a random kind": 0.5, "b": 0.5}
+    evaluation.print_with_legend(table({"oracle": row, "context a": {"accuracy": 0.5}}, "title"))
+    legend = capsys.readouterr().out.split("\n\n")[-1]
+    explained = [line.partition(":")[0] for line in legend.splitlines() if line[0] != " "]
+    assert explained == ["context", "oracle", "±", "shows", "lost", "seconds", "?"]
+
+
 def test_no_table_is_wider_than_120_columns():
     kinds = {f"{kind}+a kind with a long name": 0.5 for kind in "abcdefghijkl"}
     row = measure([judged(True)]) | {"vs best": -0.5, "from": -0.6, "to": 0.1, "shows": 0.2}
