@@ -6,9 +6,9 @@ import functools
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,13 +23,12 @@ from eval import load
 from model import Qwen, write_json
 from train import Settings, read_command, read_rollouts
 from train_runs import (
-    ENV,
-    ROOT,
     Workers,
     end_of,
     kill_when,
     launch,
     metrics,
+    run_command,
     timeless,
     traces,
     train,
@@ -41,7 +40,7 @@ from train_runs import (
 def test_a_run_killed_in_every_phase_ends_with_the_same_weights(tmp_path):
     workers = Workers(tmp_path)
     whole, killed = f"{tmp_path}/whole", f"{tmp_path}/killed"
-    flags = workers.flags("--iterations=6", "--save_every=4")
+    flags = workers.flags("--iterations=5", "--save_every=4")
     train(*flags, f"--out={whole}")
     calls, workers.calls = workers.calls, 0
 
@@ -79,7 +78,7 @@ def test_a_run_killed_in_every_phase_ends_with_the_same_weights(tmp_path):
     for name in os.listdir(f"{whole}/checkpoints"):
         os.truncate(f"{whole}/checkpoints/{name}/model.safetensors", 1000)
     os.truncate(f"{whole}/traces/00002.jsonl", 1000)
-    for damaged in ("checkpoints/00004", "checkpoints/00006", "traces/00002.jsonl"):
+    for damaged in ("checkpoints/00004", "checkpoints/00005", "traces/00002.jsonl"):
         status, _, err = end_of(launch(*flags, f"--out={whole}", "--resume"))
         assert status == 1 and damaged in err and "elete" in err and "Traceback" not in err
         subprocess.run(["rm", "-r", f"{whole}/{damaged}"], check=True)
@@ -95,31 +94,40 @@ def test_only_the_newest_checkpoint_has_a_state():
     assert os.readlink(f"{out}/checkpoint") == "checkpoints/00002"
 
 
+@functools.cache
+def trained_on_two():
+    """Let torchrun run one iteration on two ranks; return its folder and its flags."""
+    flags = (
+        "--preset=laptop",
+        f"--init_from={trained()[0]}/checkpoint",
+        "--iterations=1",
+        "--n_questions=8",
+        "--n_rollouts=8",
+        "--minibatches=1",
+        "--n_test=0",
+    )
+    out = tempfile.mkdtemp() + "/run"
+    status, said, err = run_command(*flags, f"--out={out}", ranks=2)
+    assert status == 0, f"{said}\n{err}"
+    return out, flags
+
+
 @pytest.mark.parametrize("first", [1, 2])
 def test_a_run_goes_on_on_another_number_of_ranks(first, tmp_path):
     """Weights and Adam's moments are read exactly as they were written.
 
     Only the rounding of the next step depends on the number of ranks.
     """
-    flags = (
-        "--preset=laptop",
-        f"--init_from={trained()[0]}/checkpoint",
-        "--iterations=2",
-        "--n_questions=4",
-        "--n_rollouts=8",
-        "--minibatches=1",
-        "--save_every=1",
-        "--n_test=0",
-    )
+    earlier, done = (trained()[0], 2) if first == 1 else (trained_on_two()[0], 1)
+    assert len(os.listdir(f"{earlier}/checkpoint/state")) == first
     ends = []
-    for name, second in (("same", first), ("other", 3 - first)):
-        out = f"{tmp_path}/{name}"
-        run = launch(*flags, f"--out={out}", ranks=first)
-        kill_when(lambda: os.path.exists(f"{out}/traces/00001.jsonl"), run)
-        assert os.path.exists(f"{out}/checkpoints/00001/state")
-        train(*flags, f"--out={out}", "--resume", ranks=second)
+    for ranks in (1, 2):
+        out = f"{tmp_path}/{ranks}"
+        shutil.copytree(earlier, out, symlinks=True)
+        flags = ("--preset=laptop", f"--out={out}", "--resume", f"--iterations={done + 1}")
+        train(*flags, "--n_test=0", ranks=ranks)
         ends.append(load_file(f"{out}/checkpoint/model.safetensors"))
-        assert len(os.listdir(f"{out}/checkpoint/state")) == second
+        assert len(os.listdir(f"{out}/checkpoint/state")) == ranks
     for name, tensor in ends[0].items():
         torch.testing.assert_close(tensor, ends[1][name], rtol=1e-3, atol=1e-4)
 
@@ -140,28 +148,17 @@ def test_a_run_with_lora_goes_on_as_if_nothing_had_happened(tmp_path):
 
 
 def test_two_ranks_roll_out_and_learn_what_one_does(tmp_path):
-    flags = (
-        "--preset=laptop",
-        f"--init_from={trained()[0]}/checkpoint",
-        "--iterations=1",
-        "--n_questions=8",
-        "--n_rollouts=8",
-        "--minibatches=1",
-        "--n_test=0",
-    )
-    for ranks in (1, 2):
-        train(*flags, f"--out={tmp_path}/{ranks}", ranks=ranks)
+    on_two, flags = trained_on_two()
+    on_one = f"{tmp_path}/one"
+    train(*flags, f"--out={on_one}")
     one, two = (
-        [
-            (row["problem_id"], row["written"], row["reward"])
-            for row in traces(f"{tmp_path}/{ranks}", 0)
-        ]
-        for ranks in (1, 2)
+        [(row["problem_id"], row["written"], row["reward"]) for row in traces(out, 0)]
+        for out in (on_one, on_two)
     )
     # The other rollouts of a batch influence rounding, which may change a token now and then.
     same = sum(a == b for a, b in zip(one, two))
     assert len(one) == len(two) == 64 and same >= 60
-    a, b = metrics(f"{tmp_path}/1")[0], metrics(f"{tmp_path}/2")[0]
+    a, b = metrics(on_one)[0], metrics(on_two)[0]
     for key in ("reward", "parsed", "entropy", "grad_norm"):
         assert b[key] == pytest.approx(a[key], rel=1e-3 if same == 64 else 0.2), key
     assert max(a["gap"], b["gap"]) < 1e-4
@@ -396,20 +393,10 @@ def test_a_full_disk_is_a_sentence(tmp_path):
 
 def test_a_folder_that_is_not_shared_is_known_before_the_warm_start(tmp_path):
     """Two machines have separate folders of the same name."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    machines = []
-    for rank in range(2):
-        folder = tmp_path / str(rank)
+    folders = [tmp_path / "one", tmp_path / "other"]
+    for folder in folders:
         folder.mkdir()
-        command = [sys.executable, *("-m", "torch.distributed.run"), "--nnodes=2"]
-        command += [f"--node_rank={rank}", f"--master_port={port}", "--master_addr=127.0.0.1"]
-        command += ["--nproc_per_node=1", f"{ROOT}/train.py", "--preset=laptop", "--out=run"]
-        pipes = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        machine = subprocess.Popen(command, cwd=folder, env=ENV, start_new_session=True, **pipes)
-        machines.append(machine)
-    (status, said, err), _ = [end_of(machine) for machine in machines]
+    status, said, err = end_of(launch("--preset=laptop", "--out=run", ranks=2, folders=folders))
     assert status == 1 and "is not the folder of rank 0" in err and "warm start" not in said
 
 

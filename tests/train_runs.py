@@ -2,8 +2,11 @@
 
 import functools
 import json
+import multiprocessing
+import multiprocessing.forkserver
 import os
-import signal
+import runpy
+import socket
 import subprocess
 import sys
 import tempfile
@@ -11,33 +14,81 @@ import threading
 import time
 import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 
 
-def launch(*flags, ranks=1):
-    """Start train.py, under torchrun for two ranks, as a process group that `kill` ends."""
+def run_command(*flags, ranks=1):
+    """Run train.py as a user does, with torchrun for two ranks; return (status, stdout, stderr)."""
     command = [sys.executable, *(TORCHRUN if ranks == 2 else ()), "train.py", *flags]
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=ENV,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+    end = subprocess.run(command, cwd=ROOT, env=ENV, text=True, capture_output=True, timeout=400)
+    return end.returncode, end.stdout, end.stderr
 
 
-def end_of(process):
-    """Wait for a process and return its (status, stdout, stderr)."""
-    try:
-        out, err = process.communicate(timeout=400)
-    finally:
-        kill(process)
-    return process.returncode, out, err
+# To import torch takes longer than most of the runs here. One process, the fork server, therefore
+# imports train.py once, and all other runs are copies of that process.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["train"])
+
+
+class Launched(NamedTuple):
+    """A run of train.py in processes of its own, one for each rank."""
+
+    ranks: list
+    said: Path  # the folder of the files stdout and stderr
+
+    def is_over(self):
+        return all(rank.exitcode is not None for rank in self.ranks)
+
+
+def launch(*flags, ranks=1, folders=None):
+    """Start train.py, with the environment that torchrun gives to each of several ranks.
+
+    Args:
+        folders: The current folder of each rank; default: the repository's root.
+    """
+    with mock.patch.dict(os.environ, ENV | {"PYTHONPATH": ROOT}):
+        multiprocessing.forkserver.ensure_running()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks))
+    shared["LOCAL_WORLD_SIZE"] = str(ranks)
+
+    run = Launched([], Path(tempfile.mkdtemp()))
+    for rank in range(ranks):
+        own = dict(RANK=str(rank), LOCAL_RANK=str(rank))
+        arguments = (flags, shared | own if ranks > 1 else {}, run.said)
+        folder = folders[rank] if folders else ROOT
+        process = FORKS.Process(target=run_rank, args=(*arguments, folder), daemon=True)
+        process.start()
+        run.ranks.append(process)
+    return run
+
+
+def run_rank(flags, env, said, folder):
+    """Do what `python train.py FLAGS` does."""
+    os.environ.update(env)
+    os.chdir(folder)
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        with open(said / name, "a") as file:
+            os.dup2(file.fileno(), descriptor)
+    sys.argv = ["train.py", *flags]
+    runpy.run_path(f"{ROOT}/train.py", run_name="__main__")
+
+
+def end_of(run):
+    """Wait for all ranks of a run, and return its (status, stdout, stderr)."""
+    for rank in run.ranks:
+        rank.join(timeout=400)
+    kill(run)
+    texts = [Path(run.said, name).read_text() for name in ("stdout", "stderr")]
+    return max(rank.exitcode for rank in run.ranks), *texts
 
 
 def train(*flags, ranks=1):
@@ -47,21 +98,20 @@ def train(*flags, ranks=1):
     return out
 
 
-def kill(process):
+def kill(run):
     """Send SIGKILL to all ranks."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+    for rank in run.ranks:
+        rank.kill()
+    for rank in run.ranks:
+        rank.join()
 
 
-def kill_when(condition, process):
+def kill_when(condition, run):
     """Kill all ranks once condition() is true, and assert that the run has not ended before."""
     while not condition():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.001)
-    kill(process)
-    process.communicate()
+        assert not run.is_over(), end_of(run)
+        time.sleep(0.003)
+    kill(run)
 
 
 def metrics(out):
@@ -91,16 +141,18 @@ def weights(out):
 def trained():
     """Run the laptop preset briefly on one rank, once; return its folder and its output."""
     out = tempfile.mkdtemp() + "/run"
-    said = train(
+    status, said, err = run_command(
         "--preset=laptop",
         f"--out={out}",
-        "--warm_steps=100",
+        "--warm_steps=40",
+        "--max_steps=2",
         "--iterations=2",
         "--n_questions=9",
         "--n_rollouts=8",
         "--n_test=9",
         "--save_every=1",
     )
+    assert status == 0, f"{said}\n{err}"
     return out, said
 
 
