@@ -36,6 +36,7 @@ import shutil
 import socket
 import sys
 import time
+import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -50,7 +51,6 @@ for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer as BPE, decoders, models, pre_tokenizers, trainers
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import (
@@ -890,7 +890,7 @@ def set_up(settings: Settings, device: str) -> Run:
     if not settings.dry_run:
         on_rank0(lambda: lock(settings.out))
         check_shared(settings.out)
-    checkpoint = on_rank0(lambda: newest_checkpoint(settings))  # None: from the beginning
+    checkpoint = newest_checkpoint(settings)  # None: from the beginning
     start = str(checkpoint or settings.init_from)  # "": a new tiny model
     first_iteration = int(checkpoint.name) if checkpoint else 0
 
@@ -1826,28 +1826,61 @@ def check_traces(run: Run, settings: Settings):
 
 
 def newest_checkpoint(settings: Settings) -> Path | None:
-    """Return the checkpoint to resume from; None to begin. ValueError names a damaged one."""
+    """Return the checkpoint to resume from; None to begin. All ranks call this.
+
+    It leaves if a checkpoint is damaged.
+    """
     if not settings.resume:
         return None
-    with_state = []
-    for folder in sorted(Path(settings.out).glob("checkpoints/[0-9]*")):
-        try:
-            read_shape(str(folder))
-            safe_open(
-                folder / "model.safetensors", "pt"
-            )  # fails if the file is shorter than its header says
-        except (OSError, ValueError, SafetensorError) as e:
-            raise damaged_checkpoint(folder, str(e)) from None
-        if (folder / "state").exists():
-            with_state.append(folder)
-    return with_state[-1] if with_state else None
+    folders = sorted(Path(settings.out).glob("checkpoints/[0-9]*"))
+    for folder in folders:
+        if not (folder / "model.safetensors").exists():
+            leave(damaged_checkpoint(folder, "model.safetensors is missing"))
+    with_state = [folder for folder in folders if (folder / "state").exists()]
+    if not with_state:
+        return None
+    changed = changed_files(with_state[-1])
+    if changed:
+        leave(damaged_checkpoint(with_state[-1], f"{', '.join(changed)} changed or vanished"))
+    return with_state[-1]
 
 
-def damaged_checkpoint(folder: Path, why: str) -> ValueError:
-    return ValueError(
+def damaged_checkpoint(folder: Path, why: str) -> str:
+    return (
         f"the checkpoint {folder} is damaged: {why}. Delete this folder, and --resume learns its "
         "iterations again, from the rollouts on disk"
     )
+
+
+def checksums(folder: Path) -> dict[str, int]:
+    """Return the CRC-32 of each file in a folder and its folders. All ranks call this.
+
+    Each rank reads a part of the files, at about 2 GB/s: a checkpoint of 7B on two ranks takes half
+    a minute, and no memory.
+    """
+
+    def read_mine() -> list[tuple[str, int]]:
+        files = sorted(file for file in folder.rglob("*") if file.is_file())
+        mine = []
+        for file in files[dist.get_rank() :: dist.get_world_size()]:
+            crc = 0
+            with open(file, "rb") as f:
+                while block := f.read(1 << 20):
+                    crc = zlib.crc32(block, crc)
+            mine.append((str(file.relative_to(folder)), crc))
+        return mine
+
+    return dict(all_gather(on_all_ranks(read_mine)))
+
+
+def changed_files(folder: Path) -> list[str]:
+    """Return the files of a checkpoint that are not as `save` wrote them. All ranks call this."""
+    file = folder / "checksums.json"
+    if not file.exists():  # an earlier edition wrote none
+        return []
+    found = checksums(folder)
+    written = on_all_ranks(lambda: read_json(file))
+    return [name for name, crc in written.items() if found.get(name) != crc]
 
 
 def save(run: Run, settings: Settings, done: int):
@@ -1866,8 +1899,10 @@ def save(run: Run, settings: Settings, done: int):
         dcp.save(state, storage_writer=writer)  # which syncs each file
     except CheckpointException as e:  # on all ranks
         leave(f"the checkpoint could not be written: {first_failure(e)}. {GO_ON}")
+    written = checksums(folder)
 
     def finish():
+        replace_file(folder / "checksums.json", [json.dumps(written)])
         finished = folder.with_name(f"{done:05d}")
         shutil.rmtree(finished, ignore_errors=True)  # an earlier start's, which has no state
         sync(folder / "state")
@@ -1897,19 +1932,15 @@ def load_state(run: Run, checkpoint: Path):
         try:
             saved = reader.read_metadata().state_dict_metadata
         except Exception as e:  # the libraries' errors have no common class
-            raise damaged_checkpoint(checkpoint, str(e)) from None
+            raise ValueError(damaged_checkpoint(checkpoint, str(e))) from None
         for name in [name for name in wanted if name.startswith("wrong ") and name not in saved]:
             del wanted[name]
-        for name, tensor in wanted.items():
-            parts = saved[name].chunks if name in saved else []
-            if sum(math.prod(part.sizes) for part in parts) != tensor.numel():
-                raise damaged_checkpoint(checkpoint, f"of {name} there are only parts")
 
     on_all_ranks(check)
     try:
         dcp.load(wanted, storage_reader=reader)
     except CheckpointException as e:  # on all ranks
-        leave(str(damaged_checkpoint(checkpoint, first_failure(e))))
+        leave(damaged_checkpoint(checkpoint, first_failure(e)))
 
 
 def save_for_use(run: Run, settings: Settings, folder: Path):

@@ -78,7 +78,7 @@ def test_a_run_killed_in_every_phase_ends_with_the_same_weights(tmp_path):
     for name in os.listdir(f"{whole}/checkpoints"):
         os.truncate(f"{whole}/checkpoints/{name}/model.safetensors", 1000)
     os.truncate(f"{whole}/traces/00002.jsonl", 1000)
-    for damaged in ("checkpoints/00004", "checkpoints/00005", "traces/00002.jsonl"):
+    for damaged in ("checkpoints/00005", "traces/00002.jsonl"):
         status, _, err = end_of(launch(*flags, f"--out={whole}", "--resume"))
         assert status == 1 and damaged in err and "elete" in err and "Traceback" not in err
         subprocess.run(["rm", "-r", f"{whole}/{damaged}"], check=True)
@@ -298,16 +298,44 @@ def copy_of_run(tmp_path):
 
 def test_an_incomplete_checkpoint_says_what_to_do(tmp_path):
     out, settings = copy_of_run(tmp_path)
-    assert module.newest_checkpoint(settings).name == "00002"
-    os.makedirs(f"{out}/checkpoints/00003")
-    with pytest.raises(ValueError, match="00003 is damaged.*Delete"):
-        module.newest_checkpoint(settings)
-    os.rmdir(f"{out}/checkpoints/00003")
-    os.truncate(f"{out}/checkpoints/00002/model.safetensors", 5000)
-    with pytest.raises(ValueError, match="00002 is damaged.*Delete"):
-        module.newest_checkpoint(settings)
+    with one_rank():
+        assert module.newest_checkpoint(settings).name == "00002"
+        os.makedirs(f"{out}/checkpoints/00003")
+        with pytest.raises(SystemExit, match="00003 is damaged.*Delete"):
+            module.newest_checkpoint(settings)
+    shutil.rmtree(f"{out}/checkpoints/00003")
     shutil.rmtree(f"{out}/checkpoints/00002")
-    assert module.newest_checkpoint(settings) is None  # The run begins again, with its rollouts.
+    with one_rank():
+        assert module.newest_checkpoint(settings) is None  # The run begins again.
+
+
+def flip_a_bit(file):
+    written = bytearray(Path(file).read_bytes())
+    written[len(written) // 2] ^= 1
+    Path(file).write_bytes(written)
+
+
+def truncate_to(size):
+    return lambda file: os.truncate(file, size)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "state/*"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flip_a_bit,
+        os.unlink,
+        truncate_to(0),
+        truncate_to(5000),
+        lambda file: Path(file).write_bytes(b"\xff" * 1000),
+    ],
+)
+def test_a_damaged_checkpoint_says_what_to_do(damage, file, tmp_path):
+    out, settings = copy_of_run(tmp_path)
+    [file] = Path(out, "checkpoints/00002").glob(file)
+    damage(file)
+    with one_rank(), pytest.raises(SystemExit, match=f"00002 is damaged: .*{file.name}.*Delete"):
+        module.newest_checkpoint(settings)
 
 
 def run_of(folder, kinds):
@@ -320,10 +348,6 @@ def run_of(folder, kinds):
     return run
 
 
-def truncate_to(size):
-    return lambda file: os.truncate(file, size)
-
-
 @pytest.mark.parametrize(
     "damage",
     [
@@ -334,10 +358,12 @@ def truncate_to(size):
         lambda file: Path(file).write_bytes(b"\xff" * 1000),
     ],
 )
-def test_a_damaged_state_says_what_to_do(damage, tmp_path, capsys):
+def test_a_damaged_state_without_checksums_says_what_to_do(damage, tmp_path):
+    """An earlier edition wrote it."""
     out, settings = copy_of_run(tmp_path)
-    checkpoint = module.newest_checkpoint(settings)
+    os.unlink(f"{out}/checkpoint/checksums.json")
     with one_rank():
+        checkpoint = module.newest_checkpoint(settings)
         run = run_of(checkpoint, ["fact", "a new kind"])
         module.load_state(run, checkpoint)
         assert run.wrong_share["a new kind"] == 1  # unknown as yet
