@@ -210,13 +210,13 @@ def read_problems(file: str) -> list[Problem]:
         {"question": "Who wrote Emma?", "answer": "Jane Austen", "grader": "short", "kind": "books"}
 
     Raises:
-        ValueError: Lines are wrong; it says which ones, and what is wrong with them.
+        ValueError: Lines are wrong; it says what is wrong with the first 20 of them.
     """
     if not os.path.exists(file):
         hint = "`python eval.py prepare` writes paper and recursion"
         raise FileNotFoundError(f"{file} is missing ({hint})")
     problems = []
-    faults = {}  # sentence -> numbers of the lines
+    faults = []
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -224,12 +224,8 @@ def read_problems(file: str) -> list[Problem]:
             try:
                 problems.append(parse_problem(line, f"{os.path.basename(file)}/{number}"))
             except ValueError as e:
-                faults.setdefault(str(e), []).append(str(number))
-    sentences = []
-    for sentence, numbers in list(faults.items())[:20]:
-        more = f" and {len(numbers) - 5} more" if len(numbers) > 5 else ""
-        sentences.append(f"{file}, line {', '.join(numbers[:5])}{more}: {sentence}")
-    require(not faults, "\n".join(sentences))
+                faults.append(f"{file}, line {number}: {e}")
+    require(not faults, "\n".join(faults[:20]))
     require(problems, f"{file} is empty")
     require(len({p.id for p in problems}) == len(problems), f"{file}: two lines have one id")
     return problems
@@ -265,13 +261,15 @@ def check_problem(problem: Problem):
     require(problem.question.strip(), "question: it has 0 characters")
 
     # What is in "extra"
-    needed = GRADERS[problem.grader].extra
-    missing = ", ".join(f'"{key}": …' for key in needed if key not in problem.extra)
-    require(not missing, f'the grader {problem.grader} needs "extra": {{{missing}}}')
-    for key in {*needed, "choices", "function"} & EXTRA.keys() & problem.extra.keys():
-        is_valid, expected = EXTRA[key]
-        value = problem.extra[key]
-        require(is_valid(value), f"extra: {key}: expected {expected}, not {shown(value)}")
+    missing = [f'"{key}": …' for key in GRADERS[problem.grader].extra if key not in problem.extra]
+    message = f'the grader {problem.grader} needs "extra": {{{", ".join(missing)}}}'
+    require(not missing, message)
+    choices = problem.extra.get("choices", [])
+    require(are_texts(choices), f"choices: expected a list of texts, not {shown(choices)}")
+    if problem.grader == "code":
+        tests = problem.extra["tests"]
+        message = f"tests: expected pairs of texts, [input, output], not {shown(tests)}"
+        require(are_tests(tests), message)
 
     # A grader that cannot recognise the right answer would call every response wrong.
     if GRADERS[problem.grader].is_free:
@@ -289,32 +287,15 @@ def shown(value) -> str:
     return json.dumps(value, ensure_ascii=False)[:50]
 
 
-def is_text(value) -> bool:
-    return isinstance(value, str)
-
-
 def are_texts(value) -> bool:
-    return isinstance(value, list) and all(map(is_text, value))
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def are_tests(value) -> bool:
-    """Whether these are a program's tests, or the place where a benchmark's file holds them."""
+    """Whether these are a program's tests, or say where a benchmark's file holds them."""
     if isinstance(value, dict):
-        return (
-            value.keys() == {"file", "at"} and is_text(value["file"]) and type(value["at"]) is int
-        )
+        return value.keys() == {"file", "at"}
     return isinstance(value, list) and value and all(are_texts(x) and len(x) == 2 for x in value)
-
-
-# What a key of a problem's "extra" may hold: a condition, and what it is in words
-EXTRA = {
-    "choices": (are_texts, "a list of texts"),
-    "tests": (are_tests, "pairs of texts, [input, output]"),
-    "function": (lambda value: value is None or is_text(value), "a function's name, or null"),
-    "test": (is_text, "a text"),
-    "entry_point": (is_text, "a text"),
-    "code_prompt": (is_text, "a text"),
-}
 
 
 # ---- Systems -------------------------------------------------------------------------------------
@@ -1094,14 +1075,6 @@ def print_paper(benchmark_name: str, pool: list):
         print("\n" + table(rows, title) + "\nOther models answered, and in part other questions.")
 
 
-class Lines(tqdm):
-    """A progress bar for a log file: each of its states is a line of its own."""
-
-    @staticmethod
-    def status_printer(file):
-        return lambda text: text and print(text, file=file, flush=True)
-
-
 LINE_EVERY = 30.0  # seconds between two lines of progress, where there is no terminal
 
 
@@ -1110,12 +1083,11 @@ def progress(what: str, items: Sequence) -> tqdm:
 
     On a terminal it is a bar. Elsewhere, work that takes long prints a line now and then.
     """
-    look = {"desc": what, "leave": False, "disable": os.environ.get("RANK", "0") != "0"}
-    if sys.stderr.isatty():
-        return tqdm(items, **look)
-    line = "{desc}: {n_fmt} of {total_fmt}, ETA {remaining}"
-    every = {"delay": LINE_EVERY, "mininterval": LINE_EVERY, "miniters": 1}
-    return Lines(items, bar_format=line, **every, **look)
+    look = {}
+    if not sys.stderr.isatty():
+        look = {"delay": LINE_EVERY, "mininterval": LINE_EVERY, "miniters": 1}
+        look["bar_format"] = "{desc}: {n_fmt} of {total_fmt}, ETA {remaining}\n"
+    return tqdm(items, what, leave=False, disable=os.environ.get("RANK", "0") != "0", **look)
 
 
 # ---- Graders ------------------------------------------------------------------------------------
@@ -1465,7 +1437,7 @@ RULES = [
 # Step 3: split it into parts
 
 
-def split_parts(text: str, separators: str = ",∪=∈<≤&") -> tuple[str, list[str]]:
+def split_parts(text: str) -> tuple[str, list[str]]:
     """Return the kind of an answer (a list, a pair, an equation, ...) and its parts.
 
     1,2 and {1,2} -> (",", ["1", "2"])
@@ -1473,23 +1445,30 @@ def split_parts(text: str, separators: str = ",∪=∈<≤&") -> tuple[str, list
     x=1           -> ("=", ["x", "1"])
     5             -> ("", ["5"])
     """
-    # Split at the first of the separators that stands outside of all brackets.
-    opened = itertools.accumulate("([{⦃⟨⟦".count(sign) - ")]}⦄⟩⟧".count(sign) for sign in text)
-    depths = list(opened)
-    for separator in separators:
-        marked = ["\n" if pair == (separator, 0) else pair[0] for pair in zip(text, depths)]
-        parts = "".join(marked).split("\n")
+    for separator in ",∪=∈<≤&":
+        parts = split_outside_brackets(text, separator)
         if len(parts) > 1:
             return separator, parts
 
-    # Otherwise, split what is between the outermost brackets.
     kind = text[:1] + text[-1:]
-    if separators == "," or kind not in "() [] [) (] ⟨⟩ ⟦⟧ ⦃⦄".split():
-        return "", [text]
-    inner_kind, parts = split_parts(text[1:-1], ",")
+    parts = split_outside_brackets(text[1:-1], ",")
     if kind == "⦃⦄":
         return ",", parts
-    return (kind, parts) if inner_kind or kind == "⟦⟧" else ("", [text])
+    if kind == "⟦⟧" or len(parts) > 1 and kind in ("()", "[]", "[)", "(]", "⟨⟩"):
+        return kind, parts
+    return "", [text]
+
+
+def split_outside_brackets(text: str, separator: str) -> list[str]:
+    parts = [""]
+    depth = 0
+    for sign in text:
+        depth += (sign in "([{⦃⟨⟦") - (sign in ")]}⦄⟩⟧")
+        if sign == separator and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += sign
+    return parts
 
 
 # Step 4: compare values. Each letter of an expression takes the values of POINTS in an order of its
@@ -1497,7 +1476,7 @@ def split_parts(text: str, separators: str = ",∪=∈<≤&") -> tuple[str, list
 # floats or complex numbers, and nan where the expression is undefined.
 
 POINTS = [Fraction(n, 8) for n in (1, 5, 9, 13, 15, 21, 29, 37, 75, 811, -11, -131)]
-CONSTANTS = {"π": [math.pi] * 12, "e": [math.e] * 12, "i": [1j] * 12}
+CONSTANTS = {"π": math.pi, "e": math.e, "i": 1j}
 VARIABLE = r"[A-Za-zα-ωΔℓ∞](?:_\{\w+\}|_\w)?'*"  # x, x_1, x_{12}, y'
 TOKEN = re.compile(rf"\\[A-Za-z]+|\d+\.?\d*|\.\d+|{VARIABLE}|\S")
 
@@ -1518,24 +1497,11 @@ UNSURE = re.compile(
 )
 
 
-def at_each_point(function: Callable, *columns: list) -> list:
-    """Apply a function to its arguments' values, point by point; nan where it is undefined."""
-
-    def at_point(*numbers):
-        try:
-            return function(*numbers)
-        except (ArithmeticError, ValueError):
-            return math.nan
-
-    return [*map(at_point, *columns)]
-
-
-def factorials(values: list) -> list:
-    """Return the factorials of values that are all the same whole number, up to 100."""
-    number = values[0]
-    if number not in range(101) or len(set(values)) > 1:
+def factorial(x) -> Fraction:
+    """Return x!, exactly. Raises ValueError unless x is a whole number up to 100."""
+    if x not in range(101):
         raise ValueError
-    return [Fraction(math.factorial(int(number)))] * 12
+    return Fraction(math.factorial(int(x)))
 
 
 def power(x, y):
@@ -1546,25 +1512,44 @@ def power(x, y):
     return x**y
 
 
-class Expression:
-    """An expression, parsed by recursive descent.
+class Unreadable(Exception):
+    """An expression has no certain reading."""
 
-    values: its value at each of the 12 points; empty if it has no certain reading
+
+class Expression:
+    """An expression, parsed by recursive descent once for each of the 12 points.
+
+    values: its values; empty if it has no certain reading
     letters: its variables, units included
     n_operands: how many numbers and letters it holds
     """
 
     def __init__(self, text: str):
-        self.tokens = [*TOKEN.findall(text), "end"]
-        operands = [token for token in self.tokens[:-1] if re.match(r"[\w.∞]", token)]
+        tokens = TOKEN.findall(text)
+        operands = [token for token in tokens if re.match(r"[\w.∞]", token)]
         self.n_operands = len(operands)
         self.letters = {token for token in operands if re.fullmatch(VARIABLE, token)} - {*CONSTANTS}
-        self.known = CONSTANTS | {x: random.Random(x).sample(POINTS, 12) for x in self.letters}
+        self.values = []
+        if self.n_operands > 200 or UNSURE.search(text):
+            return
+        orders = [random.Random(letter).sample(POINTS, 12) for letter in self.letters]
         try:
-            values = [] if self.n_operands > 200 or UNSURE.search(text) else self.read(1)
-        except (KeyError, ValueError, RecursionError):
-            values = []
-        self.values = values if self.tokens == ["end"] else []
+            for point in zip(*orders) if orders else [()] * 12:
+                self.known = CONSTANTS | dict(zip(self.letters, point))
+                self.values.append(self.evaluate(tokens))
+        except (Unreadable, RecursionError):
+            self.values = []
+
+    def evaluate(self, tokens: list[str]):
+        """Return the expression's value at a point, at which `known` holds the values of letters."""
+        self.tokens = [*tokens, "end"]
+        try:
+            value = self.read(1)
+        except (ArithmeticError, ValueError):  # undefined here
+            return math.nan
+        if self.tokens != ["end"]:
+            raise Unreadable
+        return value
 
     def take(self, tokens: str) -> bool:
         """Remove the next token if it is one of these; return whether it was."""
@@ -1573,12 +1558,12 @@ class Expression:
         self.tokens.pop(0)
         return True
 
-    def read(self, weakest: int) -> list:
-        """Return the values of what comes next, up to an operator weaker than `weakest`."""
+    def read(self, weakest: int):
+        """Return the value of what comes next, up to an operator weaker than `weakest`."""
         is_signed = weakest == 1 and self.tokens[0] in "+-"
-        value = [Fraction(0)] * 12 if is_signed else self.read_operand()
+        value = Fraction(0) if is_signed else self.read_operand()
         if self.take("!"):
-            value = factorials(value)
+            value = factorial(value)
         last_sign = ""
         while True:
             sign = self.tokens[0]
@@ -1588,29 +1573,31 @@ class Expression:
             if strength < weakest:
                 return value
             if last_sign == "/" and strength > 1 or last_sign == sign == "^":
-                raise ValueError("1/2x and 2^3^2 have two readings")
+                raise Unreadable("1/2x and 2^3^2 have two readings")
             self.take("+-*×/^")
-            value = at_each_point(function, value, self.read(4 if sign == "/" else strength + 1))
+            value = function(value, self.read(4 if sign == "/" else strength + 1))
             last_sign = sign
 
-    def read_operand(self) -> list:
-        """Return the values of a number, a letter, a bracket, or a function and its argument."""
+    def read_operand(self):
+        """Return the value of a number, a letter, a bracket, or a function and its argument."""
         token = self.tokens.pop(0)
         if token in CLOSING:
             value = self.read(1)
             if not self.take(CLOSING[token]):
-                raise ValueError("a bracket is missing")
+                raise Unreadable("a bracket is missing")
         elif token in (r"\frac", r"\root"):
-            value = at_each_point(FUNCTIONS[token], self.read_operand(), self.read_operand())
+            value = FUNCTIONS[token](self.read_operand(), self.read_operand())
         elif token in FUNCTIONS:  # \sin^2 2x is (\sin(2x))^2
-            exponent = self.read_operand() if self.take("^") else [Fraction(1)] * 12
+            exponent = self.read_operand() if self.take("^") else 1
             argument = self.read_operand() if self.tokens[0] in CLOSING else self.read(3)
-            value = at_each_point(power, at_each_point(FUNCTIONS[token], argument), exponent)
+            value = power(FUNCTIONS[token](argument), exponent)
         elif token[0] in ".0123456789":
-            value = [Fraction(token)] * 12
-        else:
+            value = Fraction(token)
+        elif token in self.known:
             value = self.known[token]
-        return at_each_point(lambda x: x * math.pi / 180, value) if self.take("°") else value
+        else:
+            raise Unreadable
+        return value * math.pi / 180 if self.take("°") else value
 
 
 # fmt: off
@@ -1691,7 +1678,7 @@ def same_value(answer: str, gold: str, tolerance: float) -> bool:
     # An expression that is still to be worked out is no answer: the question often contains it.
     if not theirs.letters and mine.n_operands > theirs.n_operands + 2:
         return False
-    differences = at_each_point(operator.sub, mine.values, theirs.values)
+    differences = [*map(subtract, mine.values, theirs.values)]
     is_exact = all(isinstance(difference, Fraction) for difference in differences)
     if not is_exact and LONG.search(f"{answer} {gold}"):
         return False
@@ -1712,6 +1699,14 @@ def same_value(answer: str, gold: str, tolerance: float) -> bool:
         if is_exact or abs(difference) < math.inf and 1e-9 < abs(value) < 1e9
     ]
     return len(agree) > 2 and all(agree)
+
+
+def subtract(x, y):
+    """Return x - y, or nan if a Fraction is too large to become a float."""
+    try:
+        return x - y
+    except OverflowError:
+        return math.nan
 
 
 def is_real(value) -> bool:
@@ -1835,18 +1830,19 @@ def repeats_formula(answer: str, question: str, gold: str) -> bool:
 # Letters of multiple-choice questions
 
 LETTERS = "ABCDEFGHIJ"
-# "So the answer is (B)", "**B**", "B is correct", "B, not A", "B. its text", "B (its text)".
-# The groups are the letter and the text.
+# "So the answer is (B)", "**B**", "B is correct", "B, not A", "B. its text", "B (its text)"
 LETTER_FIRST = re.compile(
     r"""(?xi)
         (?:(?:the|correct|final|best|answer|option|choice|is|so|thus|hence|therefore)\b[\s:,]*)*
-        [(\[{"'“*_]*([A-J])(?![^\W_])[)\]}"'”*_]*(?:[\s):,.;]|[-–—](?=\s))*
+        [(\[{"'“*_]*(?P<letter>[A-J])(?![^\W_])[)\]}"'”*_]*(?:[\s):,.;]|[-–—](?=\s))*
         (?:is[ ](?:the[ ])?(?:correct|right|best)(?:[ ]\w+)?$)?
         (?:(?:not|rather[ ]than|instead[ ]of)(?:[\s,()]|(?:[A-J]|or|nor|and)\b)+$)?
-        (.*)"""
+        (?P<text>.*)"""
 )
 # The text of an option followed by its letter: "photosynthesis (B)"
-LETTER_LAST = re.compile(r"(?i)(.*?)[\s,:-]*\((?:option |choice )?([A-J])\)[\s.]*")
+LETTER_LAST = re.compile(
+    r"(?i)(?P<text>.*?)[\s,:-]*\((?:option |choice )?(?P<letter>[A-J])\)[\s.]*"
+)
 
 
 def letter_of(text: str, choices: list[str]) -> str | None:
@@ -1859,15 +1855,9 @@ def letter_of(text: str, choices: list[str]) -> str | None:
     whole = bare_choice(text)
     own_text = dict(zip(LETTERS, choices))
     named = {letter for letter, choice in own_text.items() if choice == whole not in LETTERS}
-    first = LETTER_FIRST.fullmatch(text)
-    if first:
-        letter = first[1].upper()
-        if letter in own_text and bare_choice(first[2]) in ("", own_text[letter]):
-            named.add(letter)
-    last = LETTER_LAST.fullmatch(text)
-    if last:
-        letter = last[2].upper()
-        if letter in own_text and bare_choice(last[1]) == own_text[letter]:
+    for match in filter(None, [LETTER_FIRST.fullmatch(text), LETTER_LAST.fullmatch(text)]):
+        letter = match["letter"].upper()
+        if letter in own_text and bare_choice(match["text"]) in ("", own_text[letter]):
             named.add(letter)
     return named.pop() if len(named) == 1 else None
 
@@ -2431,12 +2421,10 @@ def run_code(
 
 
 # What LiveCodeBench puts before a program (import_string in lcb_runner/evaluation/testing_util.py)
-# fmt: off
 PREPARED = (
-    "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random",
-    "statistics", "itertools", "functools", "operator", "io", "sys", "json",
-)
-# fmt: on
+    "string re datetime collections heapq bisect copy math random statistics itertools functools "
+    "operator io sys json"
+).split()
 PRELUDE = "\n".join(
     [
         *(f"from {module} import *" for module in (*PREPARED, "builtins", "typing")),
@@ -2587,19 +2575,21 @@ def sandbox_command() -> list[str]:
         shown.update(f"{prefix}/{part}" for part in ("bin", "lib", "lib64", "share", "pyvenv.cfg"))
 
     # Root stays in its user namespace: in a new one, RLIMIT_NPROC would not bound root's processes.
-    users = ["--unshare-user"]
+    users = "--unshare-user"
     if os.getuid() == 0:
-        users = ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+        users = "--cap-drop ALL --cap-add CAP_SETUID --cap-add CAP_SETGID"
 
-    command = [shutil.which("bwrap") or "bwrap", *users]
-    command += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
-    command += ["--new-session", "--die-with-parent", "--proc", "/proc", "--dev", "/dev"]
+    options = (
+        f"{users} --unshare-pid --unshare-net --unshare-ipc --unshare-uts --new-session --die-with-parent "
+        "--proc /proc --dev /dev"
+    )
+    command = [shutil.which("bwrap") or "bwrap", *options.split()]
     for folder in ("/tmp", "/dev/shm"):
         command += ["--perms", "1777", "--size", str(128 << 20), "--tmpfs", folder]
     for path in sorted(shown):  # after /tmp, where Python may be installed
         command += ["--dir", os.path.dirname(path)]  # makes parents that every user can enter
         command += ["--ro-bind-try", path, path]
-    return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
+    return command + "--remount-ro /dev --remount-ro / --chdir /tmp".split()
 
 
 REMEDY = """On Linux, install bubblewrap 0.8 or newer (apt-get install bubblewrap). Where it may not

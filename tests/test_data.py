@@ -421,7 +421,7 @@ FAULTS = {
     '{"question": "", "answer": "a", "grader": "exact"}': "0 characters",
     **{
         '{"question": "q", "answer": "", "grader": "code", "extra": {"function": null, "tests": %s}}'
-        % tests: "tests: expected pairs of texts, [input, output], not "
+        % tests: "tests: expected pairs of texts, [input, output], not"
         for tests in ('"x"', "5", "[]", "[5]", '[["1"]]', '[["1", 2]]', '{"file": "a"}', "null")
     },
     '{"question": "q", "answer": "", "grader": "code", "extra": {"function": 1, "tests": []}}': (
