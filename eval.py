@@ -32,7 +32,7 @@ import textwrap
 import threading
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
@@ -844,7 +844,8 @@ def compare_systems(settings: "Settings"):
     pool_name = settings.pool or "local"
     if "checkpoint" in needs:
         pool_name = choose_pool(settings.checkpoint, settings.pool)
-    pool = open_pool(settings, pool_name)
+    with naming_flag(f"--replay={settings.replay}"):
+        pool = load_pool(pool_name, replay=settings.replay, budget=settings.budget)
     numbers_of(settings.only, pool)  # raises an error if there is no such worker
     players = label_players(systems, pool, settings.worker)
 
@@ -862,57 +863,49 @@ def compare_systems(settings: "Settings"):
     for system, _ in players.values():
         n_calls += n_questions * (system.calls or len(pool)) + len(tests) * system.calls_to_learn
     demand_budget(pool, settings.budget, round(n_calls), "this evaluation")
-    numbers_file, traces_file = files_of(settings.out)
+    settings = replace(settings, out=stem_of(settings.out))
     if settings.out:
-        start_traces(settings.out)
+        with naming_flag(f"--out={settings.out}"):
+            open(f"{settings.out}.jsonl.tmp", "w").close()
 
     # The answers
     numbers = {}
-    answers = []
+    errors = []  # of all rollouts; None where nothing was lost
     for name, problems in tests.items():
         setup = Setup(settings, pool, lessons=lessons.get(name, []))
         rows = play_all(setup, players, name, problems)
         print_with_legend(table(rows, f"{name}, {len(problems)} problems, in %"))
         print_paper(name, pool)
         numbers |= {f"{name}, {label}": row for label, row in rows.items()}
-        answers += itertools.chain(*setup.played.values())
-    stop_if_lost(answers, pool)
+        errors += [rollout.error for rollout in itertools.chain(*setup.played.values())]
+    stop_if_lost(errors, pool)
     if settings.out:
-        write_json(numbers_file, numbers)
-        os.replace(f"{traces_file}.tmp", traces_file)
+        write_json(f"{settings.out}.json", numbers)
+        os.replace(f"{settings.out}.jsonl.tmp", f"{settings.out}.jsonl")
 
 
-def open_pool(settings: "Settings", name: str) -> list:
-    """Return the workers of a pool, with the budget and the replay file of the settings."""
+@contextmanager
+def naming_flag(flag: str):
+    """Turn an OSError into a ValueError that begins with the flag whose file cannot be opened."""
     try:
-        return load_pool(name, replay=settings.replay, budget=settings.budget)
+        yield
     except OSError as e:
-        raise ValueError(f"--replay={settings.replay}: {e.strerror}") from None
+        raise ValueError(f"{flag}: {e.strerror}: {e.filename!r}") from None
 
 
-def files_of(out: str) -> tuple[str, str]:
-    """Return the two files of --out: for "ev", "ev.json" or "ev.jsonl", ev.json and ev.jsonl."""
-    stem = re.sub(r"\.jsonl?$", "", out)
-    return f"{stem}.json", f"{stem}.jsonl"
+def stem_of(out: str) -> str:
+    """Return what the names of the two files of --out have in common: "ev" for "ev.json"."""
+    return re.sub(r"\.jsonl?$", "", out)
 
 
-def start_traces(out: str):
-    """Create the file that holds the rollouts until the evaluation is complete."""
-    try:
-        open(f"{files_of(out)[1]}.tmp", "w").close()
-    except OSError as e:
-        raise ValueError(f"--out={out}: {e.strerror}: {e.filename!r}") from None
-
-
-def stop_if_lost(rollouts: list[Rollout], pool: list):
+def stop_if_lost(errors: list[str | None], pool: list):
     """End the program with status 1 if the budget is spent, or if every rollout was lost."""
     if pool[0].budget and pool[0].budget.refused:
         raise SystemExit(
             "the budget is spent, and what came after is not counted: with a larger --budget, the "
             "same command goes on"
         )
-    errors = [rollout.error for rollout in rollouts if rollout.error]
-    if errors and len(errors) == len(rollouts):
+    if errors and all(errors):
         raise SystemExit(f"every answer was lost, the first by: {errors[0]}")
 
 
@@ -949,7 +942,7 @@ def play_all(
         setup.played[label] = rollouts
         if setup.settings.out:
             about = {"system": label, "benchmark": benchmark_name}
-            with open(f"{files_of(setup.settings.out)[1]}.tmp", "a") as file:
+            with open(f"{setup.settings.out}.jsonl.tmp", "a") as file:
                 for rollout in rollouts:
                     file.write(json.dumps(about | rollout_to_json(rollout)) + "\n")
     compare_with_workers(rows, setup)
@@ -2307,7 +2300,8 @@ def prepare(settings: "Settings"):
     pool = []
     if settings.pool:
         check_sandbox()
-        pool = open_pool(settings, settings.pool)
+        with naming_flag(f"--replay={settings.replay}"):
+            pool = load_pool(settings.pool, replay=settings.replay, budget=settings.budget)
         n_calls = 2 * CANDIDATES * len(MIXES["paper"]) * len(pool)
         demand_budget(pool, settings.budget, n_calls, "asking every worker every candidate twice")
     chosen = {}
@@ -2341,7 +2335,7 @@ def those_that_teach(name: str, problems: list[Problem], pool: list) -> list[Pro
         answered = ask_each(problems, pools, f"prepare {name}/{repeat}", range(len(pool)))
         for worker, rollouts in zip(pool, zip(*answered)):
             setup.played.setdefault(f"workers {worker.name}", []).extend(rollouts)
-    stop_if_lost([*itertools.chain(*setup.played.values())], pool)
+    stop_if_lost([rollout.error for rollout in itertools.chain(*setup.played.values())], pool)
 
     rows = {label: measure(rollouts) for label, rollouts in setup.played.items()}
     compare_with_workers(rows, setup)
@@ -2831,9 +2825,10 @@ def check_flags(settings: Settings, words: list[str]):
         is_large_enough = isinstance(value, str) or value >= smallest
         require(is_large_enough, f"--{name} is from {smallest} on, not {value}")
 
-    for file in files_of(settings.out) if settings.out else ():
+    for ending in ("json", "jsonl"):
+        file = f"{stem_of(settings.out)}.{ending}"
         message = f"--out={settings.out}: {file} exists; choose another name, or move the file away"
-        require(not os.path.exists(file), message)
+        require(not settings.out or not os.path.exists(file), message)
 
     if words == ["prepare"]:
         used = ["pool", "budget", "replay", "sandbox"] if settings.pool else ["pool"]
