@@ -36,7 +36,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.pool import ThreadPool
 
 import requests
-from requests.packages.urllib3 import exceptions
+from requests.packages.urllib3 import HTTPResponse, Timeout, exceptions
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 POOLS = os.path.join(FOLDER, "assets", "pools")
@@ -127,11 +127,13 @@ class Worker:
             self.code = f"{file_hash(path)}:{name}"
         self.slots = threading.Semaphore(self.concurrency)
 
+        self.url = self.base_url.rstrip("/") + PROTOCOLS[self.protocol][0]
         self.session = requests.Session()
         self.session.adapters = {"http": KeepAliveAdapter(pool_maxsize=self.concurrency)}
         self.session.trust_env = not re.match(LOOPBACK, self.base_url)  # no proxy to this machine
-        # Without an auth of its own, requests would replace our key by a password from ~/.netrc.
-        self.session.auth = lambda request: request
+        self.own_headers = {"content-type": "application/json"}  # without those of the protocol
+        for name, value in [*self.session.headers.items(), *self.headers.items()]:
+            self.own_headers[name.lower()] = value
 
         self.lock = threading.Lock()  # guards these three sums, in which replayed calls count
         self.calls = 0
@@ -180,9 +182,9 @@ class Worker:
         """
         api_key = os.environ.get(self.api_key_env or "", "").strip()
         turns = [m if m["content"].strip() else {**m, "content": "(empty)"} for m in messages]
-        write_request, _ = PROTOCOLS[self.protocol]
-        path, headers, body = write_request(self.model, turns, params, api_key)
-        budget = self.budget or Budget(float("inf"))
+        _, write_request, _ = PROTOCOLS[self.protocol]
+        headers, body = write_request(self.model, turns, params, api_key)
+        budget = self.budget or UNLIMITED
         reserved = highest_cost(vars(self), params, body) if self.budget else 0.0
 
         with self.slots:
@@ -191,7 +193,7 @@ class Worker:
             for attempt in itertools.count(1):
                 budget.reserve(reserved)
                 sent = time.monotonic()
-                outcome = self.send_once(messages, path, headers, body)
+                outcome = self.send_once(messages, headers, body)
                 budget.settle(reserved, outcome.cost)
                 now = time.monotonic()
                 if isinstance(outcome, Reply):
@@ -211,7 +213,7 @@ class Worker:
                     )
                 time.sleep(pause)
 
-    def send_once(self, messages: list[dict], path: str, headers: dict, body: dict):
+    def send_once(self, messages: list[dict], headers: dict, body: dict):
         """Call the Python function, or post the request and read the response.
 
         Returns:
@@ -221,19 +223,46 @@ class Worker:
         try:
             if self.run_function:
                 return self.as_reply(self.answer_of_function(messages))
-            with self.session.post(
-                self.base_url.rstrip("/") + path,
-                json=body,
-                headers={**headers, **self.headers},
-                stream=True,
-                allow_redirects=False,
-                timeout=(10, self.timeout),  # seconds to connect, and between two packets
-            ) as response:
+            response = self.post(headers, body)
+            try:
                 return read_response(self, response, sent + self.timeout)
+            finally:
+                response.close()  # does nothing if all was read: then the connection is kept
         except Failure as failure:
             return failure
         except Exception as e:  # a lost connection, a timeout, or whatever the function raised
             return broken(e, time.monotonic() - sent)
+
+    @functools.cached_property
+    def route(self) -> tuple:
+        """urllib3's pool of connections to the server, and the URL to post to on one of them.
+
+        requests reads proxies and certificates from the environment. Its own `post` would do so
+        again for every call, which takes half of a call's CPU time.
+        """
+        request = requests.Request("POST", self.url).prepare()
+        found = self.session.merge_environment_settings(request.url, {}, None, None, None)
+        adapter = self.session.get_adapter(request.url)
+        connections = adapter.get_connection_with_tls_context(
+            request, found["verify"], found["proxies"], found["cert"]
+        )
+        adapter.cert_verify(connections, request.url, found["verify"], found["cert"])
+        return connections, adapter.request_url(request, found["proxies"])
+
+    def post(self, headers: dict, body: dict) -> HTTPResponse:
+        """Send a request, and return the response, whose body is not yet read."""
+        connections, url = self.route
+        return connections.urlopen(
+            "POST",
+            url,
+            json.dumps(body, allow_nan=False).encode(),
+            {**headers, **self.own_headers},
+            retries=False,
+            redirect=False,
+            assert_same_host=False,  # An HTTP proxy is asked for the whole URL.
+            timeout=Timeout(connect=10, read=self.timeout),  # seconds, between two packets
+            preload_content=False,
+        )
 
     def answer_of_function(self, messages: list[dict]):
         """Return what the Python function returns, or raise what it raises.
@@ -295,10 +324,10 @@ EXHAUSTED = (
 )
 
 
-def read_response(worker: Worker, response: requests.Response, deadline: float) -> Reply:
+def read_response(worker: Worker, response: HTTPResponse, deadline: float) -> Reply:
     """Read a response until time.monotonic() == deadline. Raises Failure if it holds no reply."""
     body = bytearray()
-    for piece in iter(lambda: response.raw.read1(1 << 16, decode_content=True), b""):
+    for piece in iter(lambda: response.read1(1 << 16, decode_content=True), b""):
         body += piece
         if len(body) > MAX_BODY:
             raise Failure("the response is larger than 32 MiB")
@@ -310,10 +339,10 @@ def read_response(worker: Worker, response: requests.Response, deadline: float) 
     data = None
     with contextlib.suppress(ValueError, RecursionError):
         data = json.loads(text)
-    if response.status_code != 200 or find(data, "error"):
-        raise refusal(response, find(data, "error", "code"), text)
+    if response.status != 200 or find(data, "error"):
+        raise refusal(worker.url, response, find(data, "error", "code"), text)
 
-    _, read_reply = PROTOCOLS[worker.protocol]
+    _, _, read_reply = PROTOCOLS[worker.protocol]
     try:
         answer, finish = read_reply(data)
         answer = without_surrogates(answer)
@@ -333,7 +362,7 @@ def read_response(worker: Worker, response: requests.Response, deadline: float) 
     return Reply(answer, n_in, n_out, cost, finish=str(finish or "stop"))
 
 
-def billed_cost(response: requests.Response, data: dict) -> float | None:
+def billed_cost(response: HTTPResponse, data: dict) -> float | None:
     """Return the dollars that the server itself names as a response's cost, or None.
 
     litellm writes them in a header, OpenRouter and our own server in usage.cost. A cost of zero
@@ -349,7 +378,7 @@ def billed_cost(response: requests.Response, data: dict) -> float | None:
     return max(dollars for dollars in named if 0 <= dollars < 1e6) or None
 
 
-def refusal(response: requests.Response, code, text: str) -> Failure:
+def refusal(url: str, response: HTTPResponse, code, text: str) -> Failure:
     """Return the Failure that an error response stands for: whether to wait, and for how long.
 
     Args:
@@ -357,7 +386,7 @@ def refusal(response: requests.Response, code, text: str) -> Failure:
             model fails after it has started.
         text: the response's body.
     """
-    status = response.status_code
+    status = response.status
     if status == 200:
         status = code if code in range(400, 600) else 500
     busy = status in (429, 503, 529)
@@ -374,10 +403,8 @@ def refusal(response: requests.Response, code, text: str) -> Failure:
                 wait = float(retry_after)
             else:
                 wait = parsedate_to_datetime(retry_after).timestamp() - time.time()
-    is_unpaid = response.status_code != 200 and (busy or not is_broken)
-    return Failure(
-        f"HTTP {status} of {response.url}: {text}", wait, busy, cost=0.0 if is_unpaid else None
-    )
+    is_unpaid = response.status != 200 and (busy or not is_broken)
+    return Failure(f"HTTP {status} of {url}: {text}", wait, busy, cost=0.0 if is_unpaid else None)
 
 
 def broken(error: Exception, seconds: float) -> Failure:
@@ -390,8 +417,9 @@ def broken(error: Exception, seconds: float) -> Failure:
         return Failure(
             f"no whole answer within {seconds:.3g} s; a slow worker needs a larger timeout"
         )
-    # requests wraps the error of urllib3, which says what happened.
-    cause = getattr(error.args[0] if error.args else None, "reason", None) or error
+    # A user's function may use requests, which wraps the error that says what happened.
+    is_wrapper = isinstance(error, requests.RequestException) and error.args
+    cause = getattr(error.args[0], "reason", error) if is_wrapper else error
     is_lost = isinstance(error, (requests.ConnectionError, exceptions.HTTPError, ConnectionError))
     is_unknown_host = isinstance(cause, exceptions.NameResolutionError)
     is_unsent = isinstance(cause, (exceptions.NewConnectionError, exceptions.ConnectTimeoutError))
@@ -423,12 +451,12 @@ def one_line(text: str) -> str:
 
 
 def openai_request(model: str, messages: list[dict], params: dict, api_key: str) -> tuple:
-    """Return path, headers and body of platform.openai.com/docs/api-reference/chat.
+    """Return headers and body of platform.openai.com/docs/api-reference/chat.
 
     OpenRouter, vLLM, Ollama, llama.cpp and most other servers speak this protocol.
     """
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    return "/chat/completions", headers, {"model": model, "messages": messages, **params}
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    return headers, {"model": model, "messages": messages, **params}
 
 
 def openai_reply(data: dict) -> tuple:
@@ -471,7 +499,7 @@ def without_thoughts(text: str) -> str:
 
 
 def anthropic_request(model: str, messages: list[dict], params: dict, api_key: str) -> tuple:
-    """Return path, headers and body of platform.claude.com/docs/en/api/messages.
+    """Return headers and body of platform.claude.com/docs/en/api/messages.
 
     The API requires max_tokens, and takes system messages apart from the turns.
     """
@@ -481,7 +509,7 @@ def anthropic_request(model: str, messages: list[dict], params: dict, api_key: s
     body = {"model": model, "max_tokens": 4096, "messages": turns}
     if system:
         body["system"] = "\n\n".join(system)
-    return "/messages", headers, {**body, **params}
+    return headers, {**body, **params}
 
 
 def anthropic_reply(data: dict) -> tuple:
@@ -524,11 +552,11 @@ def read_usage(usage) -> tuple[int, int, float] | None:
     return n_in, n_out, n_in + 0.25 * written + 0.75 * for_an_hour
 
 
-PROTOCOLS = {  # name -> (what writes its requests, what reads its replies)
-    "openai": (openai_request, openai_reply),
-    "anthropic": (anthropic_request, anthropic_reply),
+PROTOCOLS = {  # name -> (its path, what writes its requests, what reads its replies)
+    "openai": ("/chat/completions", openai_request, openai_reply),
+    "anthropic": ("/messages", anthropic_request, anthropic_reply),
     # A Python function is sent no request. One is written because its length bounds the cost.
-    "python": (openai_request, None),
+    "python": ("", openai_request, None),
 }
 
 
@@ -854,6 +882,9 @@ class Budget:
                 self.left += reserved - cost
             self.running -= 1
             self.room.notify_all()
+
+
+UNLIMITED = Budget(float("inf"))
 
 
 def highest_cost(entry: dict, params: dict, body: dict) -> float:

@@ -953,6 +953,66 @@ def test_connections_are_kept_alive_by_our_own_adapter(monkeypatch):
     assert proxy.connection_pool_kw["socket_options"] == KeepAliveAdapter.options
 
 
+def test_one_connection_serves_all_calls_that_follow_each_other():
+    used = []
+    answers = [http(GOOD), refused(400), http(b"{"), http(answer(""))]
+
+    def play(n, conn):
+        used.append(conn)
+        return answers[n % 4]
+
+    with OddServer(play) as server:
+        one = worker(server)
+        for _ in range(8):
+            with contextlib.suppress(WorkerError):
+                one.chat(CHAT)
+    assert len(used) == 8 and len({*map(id, used)}) == 1
+
+
+@pytest.mark.parametrize("play", [flood, cut, http(b"{", 500)])
+def test_a_failed_call_spoils_no_later_one(play):
+    first = play if callable(play) else lambda n, conn: play
+    with OddServer(lambda n, conn: http(GOOD) if n else first(n, conn)) as server:
+        one = worker(server, concurrency=1, attempts=1)
+        with pytest.raises(WorkerError):
+            one.chat(CHAT)
+        assert [one.chat(CHAT).text for _ in range(3)] == ["Because."] * 3
+
+
+@pytest.mark.parametrize("excluded", ["", "model.example"])
+def test_a_proxy_comes_from_the_environment_and_a_key_does_not_come_from_netrc(
+    excluded, monkeypatch, tmp_path
+):
+    (tmp_path / "netrc").write_text("machine model.example login me password wrong")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("no_proxy", excluded)
+    with OddServer(http(GOOD)) as server:
+        monkeypatch.setenv("http_proxy", server.url.replace("//", "//you:pass@"))
+        one = Worker("openai", "http://model.example/v1", "m", api_key_env="PLANTED", attempts=1)
+        if excluded:
+            with pytest.raises(WorkerError, match="resolve"):
+                one.chat(CHAT)
+            return
+        assert one.chat(CHAT).text == "Because."
+    [(_, head, _)] = server.requests
+    head = head.lower()
+    assert head.startswith("post http://model.example/v1/chat/completions http/1.1")
+    assert f"\r\nauthorization: bearer {KEY}\r\n" in head and "wrong" not in head
+    assert "\r\nproxy-authorization: basic " in head
+
+
+def test_headers_of_ones_own_replace_others_whatever_their_case():
+    mine = {"AUTHORIZATION": "Token mine", "user-Agent": "me", "X-Api-Key": "x"}
+    head, _, _ = on_the_wire(GOOD, api_key_env="PLANTED", headers=mine)
+    sent = dict(line.split(": ", 1) for line in head.splitlines()[1:] if line)
+    assert len(sent) == len(head.splitlines()) - 2 and KEY not in head
+    assert (sent["authorization"], sent["user-agent"], sent["x-api-key"]) == (
+        "token mine",
+        "me",
+        "x",
+    )
+
+
 @pytest.mark.parametrize("file", ["workers", "workflow", "eval", "train"])
 def test_a_module_that_runs_as_a_command_exists_once(file):
     with open(os.path.join(ROOT, f"{file}.py"), encoding="utf-8") as source:
