@@ -33,6 +33,7 @@ import math
 import os
 import random
 import shutil
+import signal
 import socket
 import sys
 import time
@@ -42,6 +43,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
+
+if __name__ == "__main__":
+    # Ctrl-C ends the program without a word while it imports torch; `main` has more to say.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 # Sampling and learning allocate blocks of very different sizes. Segments that can grow serve both.
 # torch reads the variable when it is imported; older versions know it by the second name.
@@ -75,6 +80,7 @@ from model import (
     flag,
     merge_lora,
     read_json,
+    usage_error,
     write_json,
 )
 from sample import generate
@@ -888,8 +894,7 @@ def set_up(settings: Settings, device: str) -> Run:
     """Check what is missing, and return everything that the loop needs. --dry_run ends here."""
     # Lock the folder, and find the checkpoint to go on from.
     if not settings.dry_run:
-        on_rank0(lambda: lock(settings.out))
-        check_shared(settings.out)
+        lock_on_all_machines(Path(settings.out, "lock"))
     checkpoint = newest_checkpoint(settings)  # None: from the beginning
     start = str(checkpoint or settings.init_from)  # "": a new tiny model
     first_iteration = int(checkpoint.name) if checkpoint else 0
@@ -899,6 +904,9 @@ def set_up(settings: Settings, device: str) -> Run:
     config, entries, missing = on_rank0(lambda: preflight(settings, start, device))
     if settings.dry_run and config is not None:
         try_run(settings, config, device, [] if missing else entries)
+    if check_flags(settings):
+        dist.destroy_process_group()
+        usage_error(missing)
     if settings.dry_run or missing:
         leave(missing)
 
@@ -906,7 +914,6 @@ def set_up(settings: Settings, device: str) -> Run:
     torch.manual_seed(settings.seed)
     problems, test = load_problems(settings)
     model, tokenizer = load_start(start, problems, entries, settings, device)
-    on_rank0(lambda: open_folder(settings, first_iteration))
     run = Run(
         pool=open_pool(settings),
         problems=problems,
@@ -921,6 +928,7 @@ def set_up(settings: Settings, device: str) -> Run:
     )
     check_longest_prompt(run)
     on_all_ranks(lambda: check_traces(run, settings))
+    on_rank0(lambda: open_folder(settings, first_iteration))
     print0(
         f"{count_parameters(model.config):,} parameters in {dtype_for(config, device)} on "
         f"{dist.get_world_size()} x {device}, {len(problems):,} problems, workers: "
@@ -1689,34 +1697,45 @@ def as_duration(seconds: float) -> str:
 LOCKS = []  # keeps lock files open: closing one would release its lock
 
 
-def lock(out: str):
-    """Keep other runs away from --out until this process ends. ValueError names the one there."""
-    os.makedirs(out, exist_ok=True)
-    file = open(f"{out}/lock", "a+")  # "w" would erase the name of the run that holds it
+def lock(file: Path) -> str:
+    """Keep other runs away from --out until this process ends, and return what the lock says.
+
+    ValueError names the run that is there.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    held = open(file, "a+")  # "w" would erase the name of the run that holds it
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        file.seek(0)
-        raise ValueError(f"--out={out} is in use by a run with {file.read().strip()}") from None
+        raise ValueError(
+            f"--out={file.parent} is in use by a run with {file.read_text().strip()}"
+        ) from None
     except OSError as e:
-        print0(f"--out={out} is not locked, as its file system cannot do that: {e}")
-    file.truncate(0)
-    file.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
-    LOCKS.append(file)
+        print0(f"--out={file.parent} is not locked, as its file system cannot do that: {e}")
+    held.truncate(0)
+    held.write(f"pid {os.getpid()} on {socket.gethostname()} since {datetime.datetime.now()}\n")
+    held.flush()
+    os.fsync(held.fileno())  # for other machines
+    LOCKS.append(held)
+    return file.read_text()
 
 
-def check_shared(out: str):
-    """Leave if --out is not the same folder on all machines."""
-    name = on_rank0(lambda: f"shared-{os.getpid()}-{time.time_ns()}")
-    on_rank0(lambda: Path(out, name).touch())
-    hosts = all_gather([] if Path(out, name).exists() else [socket.gethostname()])
-    on_rank0(lambda: Path(out, name).unlink())
+def lock_on_all_machines(file: Path):
+    """Lock --out on rank 0, and leave if other ranks do not see this lock."""
+    text = on_rank0(lambda: lock(file))
+    is_shared = file.exists() and file.read_text() == text
+    hosts = all_gather([] if is_shared else [socket.gethostname()])
     if hosts:
         leave(
-            f"--out={out} on {', '.join({*hosts})} is not the folder of rank 0: all machines need "
-            "one that they share"
+            f"--out={file.parent} on {', '.join({*hosts})} is not the folder of rank 0: all "
+            "machines need one that they share"
         )
+
+
+def discard_empty(out: Path):
+    """Remove --out if a start that was refused has written nothing into it but its lock."""
+    if LOCKS and not any(file.stat().st_size for file in out.iterdir() if file.name != "lock"):
+        shutil.rmtree(out)
 
 
 def open_folder(settings: Settings, first_iteration: int):
@@ -2028,7 +2047,7 @@ def read_command(argv: list[str]) -> tuple[Settings, str]:
         if os.environ.get("RANK", "0") == "0":
             print(f"--preset={preset}, free of charge in the laptop world: {why}")
     if preset not in PRESETS or words:
-        raise SystemExit(
+        usage_error(
             f"expected --key=value, --preset one of {', '.join(PRESETS)}, not {words or preset}"
         )
 
@@ -2043,9 +2062,7 @@ def read_command(argv: list[str]) -> tuple[Settings, str]:
 
     device = settings.device
     if device == "cuda" and not has_gpus:
-        raise SystemExit(
-            f"--device=cuda: there are {len(gpu_bytes)} GPUs for {processes} processes"
-        )
+        usage_error(f"--device=cuda: there are {len(gpu_bytes)} GPUs for {processes} processes")
     if not device:
         device = "cuda" if has_gpus and not is_tiny(settings.init_from) else "cpu"
     return settings, device
@@ -2090,7 +2107,7 @@ NEW_FLAGS |= {"share_replies", "shuffle"}
 def resumed_settings(file: str, out: str, argv: list[str]) -> Settings:
     """Return the settings in a run's settings.json, changed by the flags that may change.
 
-    SystemExit names flags that would make it another experiment.
+    Flags that would make it another experiment are wrong usage.
     """
     try:
         values = {OLD_FLAGS.get(key, key): value for key, value in read_json(file).items()}
@@ -2113,7 +2130,7 @@ def resumed_settings(file: str, out: str, argv: list[str]) -> Settings:
         if value != getattr(saved, key) and key not in MAY_CHANGE
     ]
     if changed:
-        raise SystemExit(
+        usage_error(
             f"--resume goes on with the run in {out}, and this would be another experiment: "
             f"{', '.join(changed)}. Leave these flags out, or choose another --out."
         )
@@ -2134,8 +2151,27 @@ def default_preset(processes: int, gpu_bytes: list[int]) -> tuple[str, str]:
     return "small", "Qwen2.5-0.5B-Instruct, as there are GPUs, but not two of 80 GB"
 
 
+def interrupted(settings: Settings):
+    """End the program after Ctrl-C, at once and as a kill would: a run can go on after a kill.
+
+    The program does not wait for calls of workers that are under way.
+    """
+    if os.environ.get("RANK", "0") == "0":
+        can_resume = os.path.exists(f"{settings.out}/settings.json") and not settings.dry_run
+        more = "; the same command with --resume goes on" if can_resume else ""
+        os.write(2, f"interrupted{more}\n".encode())  # `print` may be what was interrupted
+        discard_empty(Path(settings.out))
+    os._exit(130)
+
+
 def main(argv: list[str]):
+    """Run a command.
+
+    The exit status is 0 if the run is done, 1 if it was refused or has stopped, 2 if the command
+    line is wrong, and 130 after Ctrl-C. torchrun turns all but 0 into 1.
+    """
     settings, device = read_command(argv)
+    signal.signal(signal.SIGINT, lambda *_: interrupted(settings))
     own_store = dict(store=dist.HashStore(), rank=0, world_size=1)
     if "RANK" in os.environ:  # torchrun sets it
         own_store = {}
@@ -2147,13 +2183,13 @@ def main(argv: list[str]):
     # ten minutes that NCCL allows by default.
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=datetime.timedelta(hours=3), **own_store)
-    train(settings, device)
+    try:
+        train(settings, device)
+    finally:
+        discard_empty(Path(settings.out))
     dist.destroy_process_group()  # after an error NCCL would wait for the others
 
 
 if __name__ == "__main__":
     sys.modules["train"] = sys.modules["__main__"]  # A user's file imports this very module.
-    try:
-        main(sys.argv[1:])
-    except KeyboardInterrupt:
-        raise SystemExit("interrupted; the same command with --resume goes on") from None
+    main(sys.argv[1:])

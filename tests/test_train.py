@@ -5,8 +5,12 @@ import json
 import os
 import random
 import re
+import signal
+import socket
+import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,14 +43,18 @@ from train import (
     warm_start,
 )
 from train_runs import (
+    ENV,
+    ROOT,
     Workers,
     end_of,
+    interrupt,
     launch,
     metrics,
     timeless,
     traces,
     train,
     trained,
+    wait_until,
     weights,
 )
 from workers import LOCAL, Reply
@@ -455,6 +463,48 @@ def test_a_rollout_whose_workers_are_stuck_is_lost_not_waited_for(tmp_path):
     assert not os.listdir(f"{tmp_path}/out/traces") and not metrics(f"{tmp_path}/out")
 
 
+def test_ctrl_c_ends_a_run_at_once_and_leaves_nothing_if_nothing_has_begun(tmp_path):
+    """Here the pool's first worker does not answer the words that find out whether it is there."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        worker = {"protocol": "openai", "model": "m", "price": [0, 0]}
+        worker["base_url"] = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
+        (tmp_path / "pool.json").write_text(json.dumps([worker]))
+        run = launch("--preset=laptop", f"--pool={tmp_path}/pool.json", f"--out={tmp_path}/out")
+        silent.accept()
+        assert os.listdir(tmp_path / "out") == ["lock"]
+        assert interrupt(run) == "interrupted\n"
+    assert not os.path.exists(tmp_path / "out")
+
+
+def test_ctrl_c_ends_a_run_that_can_go_on(tmp_path):
+    workers = Workers(tmp_path)
+    whole, out = f"{tmp_path}/whole", f"{tmp_path}/out"
+    flags = workers.flags("--iterations=2", "--save_every=1")
+    train(*flags, f"--out={whole}")
+
+    workers.open.clear()
+    workers.calls = 0
+    asking = launch(*flags, f"--out={out}")
+    wait_until(lambda: workers.calls > 0, asking)
+    assert interrupt(asking) == "interrupted; the same command with --resume goes on\n"
+    workers.open.set()
+    saving = launch(*flags, f"--out={out}", "--resume")
+    wait_until(lambda: os.path.exists(f"{out}/checkpoints/unfinished"), saving)
+    assert "--resume" in interrupt(saving)
+
+    train(*flags, f"--out={out}", "--resume")
+    assert weights(out) == weights(whole)
+
+
+def test_ctrl_c_while_torch_is_imported_ends_without_a_word():
+    command = [sys.executable, "train.py", "--preset=laptop"]
+    run = subprocess.Popen(command, cwd=ROOT, env=ENV, stderr=subprocess.PIPE)
+    while "libtorch" not in Path(f"/proc/{run.pid}/maps").read_text():
+        assert run.poll() is None
+    run.send_signal(signal.SIGINT)
+    assert (run.communicate()[1], run.returncode) == (b"", -signal.SIGINT)  # a shell says 130
+
+
 def test_three_gradients_that_are_not_finite_end_the_run(tmp_path):
     status, _, err = end_of(
         launch(
@@ -489,6 +539,7 @@ def test_a_run_with_everything_of_ones_own(tmp_path):
     flags = workers.flags("--prompt_style=short", "--iterations=1", "--n_test=9")
     status, _, err = end_of(launch("--preset=own", *flags[1:], f"--out={tmp_path}/none"))
     assert status == 1 and "cannot read the 29 tokens" in err  # and write 1,024 more
+    assert not os.path.exists(f"{tmp_path}/none")
     said = train("--preset=own", *flags[1:], f"--out={tmp_path}/out", "--max_new_tokens=96")
     assert metrics(f"{tmp_path}/out")[0]["lost"] == 0
     assert "16 problems, workers: left, right" in said and "warm start" not in said
@@ -501,7 +552,7 @@ def test_own_runs_name_all_that_is_missing_at_once():
     status, _, err = end_of(
         launch("--preset=own", "--dry_run", "--n_rollouts=1", "--ablate=everything")
     )
-    assert status == 1 and "Traceback" not in err
+    assert status == 2 and "Traceback" not in err
     for missing in ("--init_from", "--pool", "--data", "--n_rollouts=1", "--ablate=every"):
         assert missing in err, missing
 
@@ -536,6 +587,7 @@ def test_a_pool_that_costs_money_needs_a_budget(tmp_path):
     ]
     status, _, err = end_of(launch(*flags))
     assert status == 1 and "--budget=DOLLARS" in err and "$" in err and workers.calls == 0
+    assert not os.path.exists(f"{tmp_path}/out")
 
 
 def test_a_dry_run_says_what_a_run_takes_and_does_its_largest_step(tmp_path):
@@ -581,6 +633,14 @@ def test_a_dry_run_refuses_a_tokenizer_of_another_model(tmp_path):
     assert status == 1 and f"ids up to {len(tokenizer) - 1}" in err and "Traceback" not in err
 
 
+def usage_error_of(capsys, *flags):
+    """Assert that this is wrong usage, and return what is said about it."""
+    with pytest.raises(SystemExit) as end:
+        read_command(["--preset=laptop", *flags])
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "gpus, ranks, preset",
     [
@@ -608,8 +668,7 @@ def test_the_bare_command_takes_what_fits_the_device(gpus, ranks, preset, monkey
     if len(gpus) >= ranks:
         assert read_command(["--preset=laptop", "--device=cuda"])[1] == "cuda"
     else:
-        with pytest.raises(SystemExit, match="--device=cuda: there are"):
-            read_command(["--preset=laptop", "--device=cuda"])
+        assert "--device=cuda: there are" in usage_error_of(capsys, "--device=cuda")
 
 
 def test_lora_takes_ten_times_the_learning_rate():
@@ -692,8 +751,5 @@ def test_faulty_flags_are_named_before_anything_begins(flag, sentence, monkeypat
 
 
 def test_unknown_presets_and_flags_are_named(capsys):
-    with pytest.raises(SystemExit, match="laptop, small"):
-        read_command(["--preset=big"])
-    with pytest.raises(SystemExit):
-        read_command(["--rollout=8"])
-    assert "rollouts" in capsys.readouterr().err
+    assert "laptop, small" in usage_error_of(capsys, "--preset=big")
+    assert "rollouts" in usage_error_of(capsys, "--rollout=8")

@@ -6,6 +6,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -106,12 +107,26 @@ def kill(run):
         rank.join()
 
 
-def kill_when(condition, run):
-    """Kill all ranks once condition() is true, and assert that the run has not ended before."""
+def wait_until(condition, run):
+    """Wait until condition() is true, and assert that the run has not ended before."""
     while not condition():
         assert not run.is_over(), end_of(run)
         time.sleep(0.003)
+
+
+def kill_when(condition, run):
+    """Kill all ranks once condition() is true."""
+    wait_until(condition, run)
     kill(run)
+
+
+def interrupt(run):
+    """Send what Ctrl-C sends, assert the exit status, and return what the run says on stderr."""
+    for rank in run.ranks:
+        os.kill(rank.pid, signal.SIGINT)
+    status, _, err = end_of(run)
+    assert status == 130, err
+    return err
 
 
 def metrics(out):
