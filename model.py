@@ -143,18 +143,30 @@ def in_bf16_on_gpu(x) -> bool:
 
 
 def fused(function):
-    """Decorate a function of tensors: it runs as one kernel if the first is a bf16 tensor on CUDA.
+    """Decorate a function of tensors, so that it runs as one kernel where that is faster.
 
     torch.compile makes the kernel. TORCHDYNAMO_DISABLE=1 turns it off.
     """
 
     @functools.wraps(function)
     def run(x, *others):
-        if in_bf16_on_gpu(x) and os.environ.get("TORCHDYNAMO_DISABLE") != "1":
+        if is_worth_fusing(x) and os.environ.get("TORCHDYNAMO_DISABLE") != "1":
             return compiled(function)(x, *others)
         return function(x, *others)
 
     return run
+
+
+def is_worth_fusing(x) -> bool:
+    """Return whether a compiled function of x is faster than one kernel per operation.
+
+    Each call of a compiled function takes the CPU some 0.1 ms. A captured step of the sampler does
+    not pay that again, and a large tensor keeps the GPU busy for longer.
+    """
+    return in_bf16_on_gpu(x) and (torch.is_inference_mode_enabled() or x.numel() >= FUSE_FROM)
+
+
+FUSE_FROM = 1 << 24  # numbers
 
 
 @functools.cache
