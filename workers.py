@@ -373,9 +373,9 @@ def billed_cost(response: HTTPResponse, data: dict) -> float | None:
     with contextlib.suppress(ValueError):
         named.append(float(response.headers.get("x-litellm-response-cost", "")))
     cost = find(data, "usage", "cost")
-    if type(cost) in (int, float) and not find(data, "usage", "is_byok"):
+    if not find(data, "usage", "is_byok"):
         named.append(cost)
-    return max(dollars for dollars in named if 0 <= dollars < 1e6) or None
+    return max(dollars for dollars in named if is_number(dollars, 0, 1e6)) or None
 
 
 def refusal(url: str, response: HTTPResponse, code, text: str) -> Failure:
@@ -435,6 +435,20 @@ def find(data, *path: str):
     for name in path:
         data = data.get(name) if isinstance(data, dict) else None
     return data
+
+
+def is_number(value, least: float, most: float) -> bool:
+    """Return whether a value from JSON is a number from `least` to `most`. true is none."""
+    return type(value) in (int, float) and least <= value <= most
+
+
+def is_count(value, least: int = 0) -> bool:
+    """Return whether a value from JSON is a whole number of at least `least`."""
+    return type(value) is int and value >= least
+
+
+def is_list_of(kind: type, value) -> bool:
+    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
 
 
 def without_surrogates(text: str) -> str:
@@ -543,7 +557,7 @@ def read_usage(usage) -> tuple[int, int, float] | None:
     written = written or count("prompt_tokens_details", "cache_write_tokens")  # by OpenRouter
     for_an_hour = count("cache_creation", "ephemeral_1h_input_tokens")
     counts = (n_in, n_out, total, read, written, for_an_hour)
-    if not all(type(n) is int and 0 <= n < 1e9 for n in counts):
+    if not all(is_count(n) and n < 1e9 for n in counts):
         return None
 
     if is_anthropic:  # whose input_tokens leave out the tokens read from or written to the cache
@@ -664,14 +678,14 @@ def read_pool(spec: str, local_url: str | None = None) -> list[dict]:
     try:
         with open(path, encoding="utf-8-sig") as file:  # Some editors write a byte order mark.
             rows = json.load(file)
-        entries = [{key: value for key, value in row.items() if value is not None} for row in rows]
-        if not entries:
-            raise ValueError("no workers")
-    except (OSError, ValueError, TypeError, AttributeError) as e:
+        if not rows or not is_list_of(dict, rows):
+            raise ValueError("it holds no list of objects")
+    except (OSError, ValueError, RecursionError) as e:
         names = ", ".join(pool_names())
         expected = f"there are {names}, or a JSON list of objects of {', '.join(FIELDS)}"
         raise ValueError(f"--pool={spec}: {e}; {expected}") from None
 
+    entries = [{key: value for key, value in row.items() if value is not None} for row in rows]
     for entry in entries:
         if "function" in entry:  # Its file is looked for beside the pool's.
             entry["function"] = os.path.join(os.path.dirname(path), str(entry["function"]))
@@ -692,39 +706,47 @@ def check_pool(entries: list[dict], budget: float = 0.0) -> list[str]:
     sentences = []
     names = []
     for number, entry in enumerate(entries):
-        # Fields whose value does not match their pattern, and fields that are missing.
-        wrong = {}
-        is_function = entry.get("protocol") == "python"
-        required = ["function"] if is_function else ["protocol", "base_url", "model"]
-        for key in [*entry, *required]:
-            pattern, expected = FIELDS.get(key, ("", f"one of {', '.join(FIELDS)}"))
-            if not re.fullmatch(pattern, json.dumps(entry.get(key))):
-                wrong[key] = f"expected {expected}"
-
-        ending = re.search(ENDPOINT, str(entry.get("base_url", "")))
-        if ending:
-            wrong["base_url"] = f"leave out {ending[0]} at its end; each call appends its own path"
-
-        # What is missing outside the entry: the key, the function, a price for the budget.
-        variable = entry.get("api_key_env")
-        if variable and "api_key_env" not in wrong and not os.environ.get(variable):
-            wrong["api_key_env"] = f"${variable} is not set"
-        if is_function and "function" not in wrong:
-            try:
-                load_function(entry["function"])
-            except ValueError as e:
-                wrong["function"] = str(e)
-        if budget and not wrong.keys() & {"protocol", "price", "params"}:
-            if highest_cost(entry, entry.get("params", {}), {}) == float("inf"):
-                remedy = "a budget needs a price (of your own: [0, 0]) and max_tokens"
-                wrong["price, params"] = remedy
-
+        wrong = check_row(entry, budget)
         name = name_of(entry) or f"worker {number}"
         if name in names:
             wrong["name"] = "another worker has it, too"
         names.append(name)
         sentences += [f"{name}: {key}: {sentence}" for key, sentence in wrong.items()]
     return sentences
+
+
+def check_row(entry: dict, budget: float) -> dict[str, str]:
+    """Return what is missing or wrong in a row of a pool: field -> a sentence."""
+    # Fields whose value does not match their pattern, and fields that are missing.
+    required = ["protocol", "base_url", "model"]
+    if entry.get("protocol") == "python" or "function" in entry:
+        required = ["protocol", "function"]
+    unknown = entry.keys() - FIELDS.keys()
+    wrong = {}
+    for key in [*entry, *(required if not unknown else [])]:  # The unknown one may be misspelt.
+        pattern, expected = FIELDS.get(key, ("", f"one of {', '.join(FIELDS)}"))
+        if not re.fullmatch(pattern, json.dumps(entry.get(key))):
+            wrong[key] = f"expected {expected}"
+    ending = re.search(ENDPOINT, str(entry.get("base_url", "")))
+    if ending:
+        wrong["base_url"] = f"leave out {ending[0]} at its end; each call appends its own path"
+
+    # What is missing outside the entry: the key, the function, a price for the budget.
+    variable = entry.get("api_key_env")
+    if variable and "api_key_env" not in wrong and not os.environ.get(variable):
+        wrong["api_key_env"] = f"${variable} is not set"
+    if entry.get("protocol") == "python" and "function" in entry and "function" not in wrong:
+        try:
+            load_function(entry["function"])
+        except ValueError as e:
+            wrong["function"] = str(e)
+    has_price = not unknown and not wrong.keys() & {"protocol", "price", "params"}
+    if budget and has_price and highest_cost(entry, entry.get("params", {}), {}) == float("inf"):
+        if "function" in entry:
+            wrong["price"] = "leave it out for a budget, and return a Reply with the call's cost"
+        else:
+            wrong["price, params"] = "a budget needs a price (of your own: [0, 0]) and max_tokens"
+    return wrong
 
 
 def load_pool(
@@ -889,20 +911,23 @@ UNLIMITED = Budget(float("inf"))
 
 def highest_cost(entry: dict, params: dict, body: dict) -> float:
     """Return the most dollars that a call can cost, inf if its price or length has no bound."""
-    is_function = entry["protocol"] == "python"
-    price = entry.get("price") or ([0, 0] if is_function else None)
+    price = entry.get("price") or ([0, 0] if entry["protocol"] == "python" else None)
     if price and not any(price):
         return 0.0
     limits = [params[name] for name in LIMITS if name in params]
-    is_bounded = limits and all(type(limit) is int and limit > 0 for limit in limits)
+    is_bounded = limits and all(is_count(limit, 1) for limit in limits)
     if price is None or not is_bounded:
         return float("inf")
 
+    def dearest(own: float, name: str) -> float:
+        """Return the price of the dearest host that OpenRouter may choose, or the worker's own."""
+        ceiling = find(params, "provider", "max_price", name)
+        return max(own, ceiling) if is_number(ceiling, 0, 1e9) else own
+
     n_in = len(json.dumps(body)) + 512  # A token is at least a byte; a chat template adds some.
-    ceiling = find(params, "provider", "max_price") or {}  # the dearest host for OpenRouter
     rate = 2 if "cache_control" in params else 1  # Writing to a cache costs up to twice as much.
-    dollars_in = max(price[0], ceiling.get("prompt", 0)) * n_in * rate
-    dollars_out = max(price[1], ceiling.get("completion", 0)) * max(limits)
+    dollars_in = dearest(price[0], "prompt") * n_in * rate
+    dollars_out = dearest(price[1], "completion") * max(limits)
     return (dollars_in + dollars_out) / 1e6
 
 
@@ -1158,15 +1183,41 @@ LONGEST_BODY = 64 << 20  # bytes
 LONGEST_CHAT = 4_000_000  # characters, about a million tokens: more than any worker reads
 CHAT_PATH = "/v1/chat/completions"
 PATHS = f"there are GET /health, GET /v1/models, GET /v1/models/NAME and POST {CHAT_PATH}"
-# Parameter: (the values that are served, what every other value asks for)
-PARAMETERS = {
-    "n": ([None, 1], "more than one answer"),
-    "tool_choice": ([None, "none", "auto"], "tool calls"),
-    "function_call": ([None, "none", "auto"], "function calls"),
-    "response_format": ([None, {"type": "text"}], "formats other than text"),
-    "modalities": ([None, ["text"]], "anything but text"),
-    "logprobs": ([None, False], "log-probabilities"),
-    "top_logprobs": ([None, 0], "log-probabilities"),
+# Parameter: (the values that are served, what any other asks for). null means that it is not set.
+LACKING = {
+    "n": ([1], "more than one answer"),
+    "tool_choice": (["none", "auto"], "tool calls"),
+    "function_call": (["none", "auto"], "function calls"),
+    "response_format": ([{"type": "text"}], "formats other than text"),
+    "modalities": ([["text"]], "anything but text"),
+    "logprobs": ([False], "log-probabilities"),
+    "top_logprobs": ([0], "log-probabilities"),
+}
+
+
+def number_from(least: float, most: float) -> tuple:
+    return lambda value: is_number(value, least, most), f"a number from {least} to {most}"
+
+
+COUNT = (lambda value: is_count(value, 1), "a whole number above 0")
+OBJECTS = (lambda value: is_list_of(dict, value), "a list of objects")
+# Parameter: (whether a value is valid, what is expected)
+VALID = {
+    "stream": (lambda value: type(value) is bool, "true or false"),
+    "stream_options": (lambda value: type(value) is dict, "an object"),
+    "temperature": number_from(0, 2),
+    "top_p": number_from(0, 1),
+    "frequency_penalty": number_from(-2, 2),
+    "presence_penalty": number_from(-2, 2),
+    "max_tokens": COUNT,
+    "max_completion_tokens": COUNT,
+    "seed": (lambda value: type(value) is int, "a whole number"),
+    "stop": (
+        lambda value: type(value) is str or is_list_of(str, value),
+        "a text or a list of texts",
+    ),
+    "tools": OBJECTS,
+    "functions": OBJECTS,
 }
 
 
@@ -1205,16 +1256,22 @@ def plain_messages(messages: list[dict], roles: dict[str, str]) -> list[dict]:
 
 
 def check_parameters(body: dict):
-    """Refuse parameters that ask for what this server lacks, and make body["stop"] a list."""
-    for name, (served, what) in PARAMETERS.items():
-        if body.get(name) not in served:
-            value = json.dumps(body[name])
-            raise Refusal(400, f"{name}={value:.80} asks for {what}, which this server lacks")
+    """Refuse parameters that are invalid or ask for what this server lacks.
+
+    body["stop"] becomes a list.
+    """
+    for name, value in body.items():
+        if value is None:
+            continue
+        shown = f"{name}={json.dumps(value):.80}"
+        is_valid, expected = VALID.get(name, (lambda value: True, ""))
+        if not is_valid(value):
+            raise Refusal(400, f"{shown}: expected {expected}")
+        served, asked_for = LACKING.get(name, ([value], ""))
+        if value not in served:
+            raise Refusal(400, f"{shown} asks for {asked_for}, which this server lacks")
     stop = body.get("stop") or []
     body["stop"] = [stop] if isinstance(stop, str) else stop
-    is_list = isinstance(body["stop"], list)
-    if not is_list or not all(isinstance(text, str) for text in body["stop"]):
-        raise Refusal(400, "stop: expected a text or a list of texts")
 
 
 def cut(text: str, stops: list[str]) -> str:
@@ -1321,7 +1378,7 @@ class Handler(BaseHTTPRequestHandler):
         if int(length) > LONGEST_BODY:
             raise Refusal(413, f"send a Content-Length of at most {LONGEST_BODY:,}")
         if self.headers.get_content_type() != "application/json":
-            raise Refusal(403, "send Content-Type: application/json")
+            raise Refusal(415, "send Content-Type: application/json")
         try:
             data = self.rfile.read(int(length))
         except TimeoutError:

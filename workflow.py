@@ -17,6 +17,7 @@ import ast
 import collections
 import difflib
 import functools
+import glob
 import itertools
 import json
 import math
@@ -1085,6 +1086,11 @@ def show(file: str, number: int | str | None = None) -> str:
 
 def read_rollouts(file: str) -> Iterator[Rollout]:
     """Yield the rollouts in a file of JSON lines. A ValueError names a line that holds none."""
+    if os.path.isdir(file):
+        pattern = os.path.join(glob.escape(file), "**", "[0-9]*.jsonl")
+        traces = sorted(glob.glob(pattern, recursive=True))
+        advice = f"name a file in it, such as {traces[-1]}" if traces else "it holds no traces"
+        raise ValueError(f"{file} is a folder: {advice}")
     if not os.path.isfile(file) or not os.path.getsize(file):
         where = "a run's traces are in its folder traces/"
         raise ValueError(f"there is no file {file}, or it is empty; {where}")
@@ -1360,6 +1366,8 @@ class ConductorHandler(Handler):
         if not users:
             raise Refusal(400, "messages: there is no user message to answer")
         last = users[-1]
+        if not messages[last]["content"].strip():
+            raise Refusal(400, "messages: the last user message is empty")
         return Rollout(
             messages[last]["content"],
             service.pool,

@@ -833,6 +833,7 @@ RIGHT = {"protocol": "openai", "base_url": "http://h/v1", "model": "m"}
         ({"price": None}, "a budget needs a price"),
         ({"price": [1, 2]}, "max_tokens"),
         ({"price": [1, 2], "params": {"max_tokens": "9"}}, "max_tokens"),
+        ({"price": [1, 2], "params": {"provider": {"max_price": 5}}}, "max_tokens"),
     ],
 )
 def test_a_bad_field_is_named_with_its_worker_and_not_shown(change, field, tmp_path):
@@ -866,11 +867,44 @@ def test_a_pools_file_may_begin_with_a_byte_order_mark(tmp_path):
     assert [one.name for one in load_pool(str(tmp_path / "pool.json"))] == ["m"]
 
 
-def test_what_is_no_pool(tmp_path):
-    for text in ("", "[", "{}", "3", "[3]"):
-        (tmp_path / "pool.json").write_text(text)
-        with pytest.raises(ValueError, match="pool.json: .*there are local, .*today"):
-            load_pool(str(tmp_path / "pool.json"))
+@pytest.mark.parametrize(
+    "text", ["", "[", "{}", "3", "[3]", "null", "[]", "[null]", '"a"', "[[]]", "[" * 100_000]
+)
+def test_what_is_no_pool(text, tmp_path):
+    (tmp_path / "pool.json").write_text(text)
+    with pytest.raises(ValueError, match="pool.json: .*there are local, .*today") as caught:
+        load_pool(str(tmp_path / "pool.json"))
+    assert not re.search("NoneType|'int'|attribute|iterable|KeyError", str(caught.value))
+
+
+@pytest.mark.parametrize(
+    "row, fields",
+    [
+        ({"protcol": "openai", "base_url": "http://h/v1", "model": "m"}, ["protcol"]),
+        ({"protcol": "python", "function": "tools.py:f"}, ["protcol"]),
+        ({"protocol": "opnai", "base_url": "http://h/v1", "model": "m"}, ["protocol"]),
+        ({"protocol": "pyhton", "function": "tools.py:f"}, ["protocol"]),
+        ({"protocol": "openai", "base_url": "http://h/v1", "modle": "m"}, ["modle"]),
+        ({"protocol": "python", "funktion": "tools.py:f"}, ["funktion"]),
+        ({"function": "tools.py:f"}, ["protocol"]),
+        ({"protocol": "python"}, ["function"]),
+        ({}, ["protocol", "base_url", "model"]),
+    ],
+)
+@pytest.mark.parametrize("budget", [0.0, 1.0])
+def test_one_fault_is_one_line(row, fields, budget):
+    priced = {"price": [0, 0]} if "base_url" in row else {}
+    lines = check_pool([{**row, **priced, "name": "jane"}], budget)
+    assert [line.split(": ")[:2] for line in lines] == [["jane", field] for field in fields]
+
+
+def test_a_function_with_a_price_is_not_asked_for_tokens(tmp_path):
+    (tmp_path / "tools.py").write_text("def f(messages): return 'yes'\n")
+    spec = pool_file(tmp_path, {"protocol": "python", "function": "tools.py:f", "price": [1, 2]})
+    assert load_pool(spec)[0].chat(CHAT).cost is None
+    with pytest.raises(ValueError, match="f: price: .*Reply with the call's cost") as caught:
+        load_pool(spec, budget=1.0)
+    assert "max_tokens" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -644,7 +644,8 @@ WRONG = {  # words: what the error says
     ("show", "TRACE", "99"): "no line '99'",
     ("show", "TRACE", "1", "2"): "show takes a FILE",
     ("show", "nowhere.jsonl"): "there is no file nowhere.jsonl",
-    ("show", ROOT): "there is no file",
+    ("show", os.path.join(ROOT, "assets")): "assets is a folder: it holds no traces",
+    ("show", "TRACES"): "is a folder: name a file in it, such as ",
     ("show", os.path.join(LAPTOP, "model.safetensors")): "holds no rollout",
     ("show", os.devnull): "there is no file",
     ("show", "--examples"): "show takes a FILE",
@@ -665,7 +666,8 @@ WRONG = {  # words: what the error says
 @pytest.mark.parametrize("words, why", WRONG.items(), ids=range(len(WRONG)))
 def test_what_a_user_does_wrong_is_said(words, why, trace, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
-    words = [trace if word == "TRACE" else word for word in words]
+    places = {"TRACE": trace, "TRACES": os.path.dirname(trace)}
+    words = [places.get(word, word) for word in words]
     with pytest.raises((ValueError, OSError, SystemExit)) as caught:
         main(words)
     assert why in f"{caught.value} {capsys.readouterr().err}"

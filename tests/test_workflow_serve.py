@@ -77,6 +77,15 @@ def test_the_question_is_the_last_user_message_and_the_others_are_its_context():
     assert refused.status_code == 400 and "user message" in refused.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("content", ["", " \n", None, [], [{"type": "text", "text": ""}]])
+def test_an_empty_question_is_a_400(content):
+    turns = [{"role": "user", "content": "Who?"}, {"role": "user", "content": content}]
+    with served([Player("a", lambda m: "b")], chain(0)) as url:
+        refused = post(url, messages=turns)
+    assert refused.status_code == 400
+    assert "the last user message is empty" in refused.json()["error"]["message"]
+
+
 def test_the_recursive_model_looks_again():
     answers = iter(["41", "42"])
     with served([Player("a", lambda m: next(answers))], chain(0)) as url:
