@@ -1221,16 +1221,26 @@ def solutions(lines: list[str]) -> str:
     return answer
 
 
+def commitments(response: str) -> tuple[str | None, list[str]]:
+    r"""Return the content of the last box, and the texts that a response commits to.
+
+    With a box, that is its content or the last claim in it; without one, it is every claim.
+    "<answer>The answer is 5.</answer>" -> ("The answer is 5.", ["5."]);  "I doubt it" -> (None, [])
+    """
+    content = boxed(response)
+    if content is None:
+        return None, claims(response)
+    return content, [content, *claims(content)][-1:]
+
+
 def final_answer(response: str) -> str:
     r"""Return the text of the answer: the last \boxed{} or <answer>, else the last claim, else the
     last line if it is short, else ""."""
-    answer = boxed(response)
-    claimed = claims(response if answer is None else answer)  # <answer>The answer is 5</answer>
-    if answer is None:
+    _, texts = commitments(response)
+    if not texts:
         last_line = solutions(response[-LONGEST:].split("\n")[::-1])
-        answer = last_line if len(last_line) < 100 else ""
-    *_, answer = [answer, *claimed]
-    answer = END.split(answer.strip("* "))[0]
+        texts = [last_line if len(last_line) < 100 else ""]
+    answer = END.split(texts[-1].strip("* "))[0]
     return re.sub(r"(?<=[^.])\.$", "", answer.strip("* ")).strip("* ")
 
 
@@ -1867,15 +1877,13 @@ def pick_letter(response: str, choices: list[str]) -> str | None:
     sentences.
     """
     choices = [bare_choice(choice) for choice in choices]
-    in_box = boxed(response)
+    in_box, texts = commitments(response)
     picked = set()
 
-    # Read the box, or a claim in it; without a box, all claims. A text with a lone capital that
-    # names no letter makes the response ambiguous: None is picked beside the letters.
-    claimed = claims(response if in_box is None else in_box)[-99:]
-    said = claimed if in_box is None else [in_box, *claimed][-1:]
+    # A text with a lone capital that names no letter makes the response ambiguous: None is picked
+    # beside the letters.
     end = END if in_box is None else REASON
-    for text in said:
+    for text in texts[-99:]:
         letter = letter_of(text, choices) or letter_of(end.split(text)[0], choices)
         if letter or re.search(r"\b[A-J]\b", text):
             picked.add(letter)
@@ -2825,6 +2833,7 @@ def check_flags(settings: Settings, words: list[str]):
         is_large_enough = isinstance(value, str) or value >= smallest
         require(is_large_enough, f"--{name} is from {smallest} on, not {value}")
 
+    require(not settings.out.endswith("/"), f"--out={settings.out}: expected a name, not a folder")
     for ending in ("json", "jsonl"):
         file = f"{stem_of(settings.out)}.{ending}"
         message = f"--out={settings.out}: {file} exists; choose another name, or move the file away"

@@ -455,6 +455,7 @@ def test_an_interrupt_says_whether_replies_are_kept(monkeypatch, words, said):
             ["--out=nowhere/ev.json"],
             "--out=nowhere/ev: No such file or directory: 'nowhere/ev",
         ),
+        (["--out=./"], "--out=./: expected a name, not a folder"),
         (["--out=mine"], "--out=mine: mine.jsonl exists; choose another name, or move"),
         (["--replay=."], "--replay=.: Is a directory"),
         (["--sandbox=docker"], "--sandbox=docker: there are bwrap, none"),
