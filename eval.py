@@ -7,6 +7,8 @@
 Read the first three sections: problems, systems, measurements. Look up the next three: graders,
 benchmarks, running code. A system is a row of SYSTEMS, a grader of GRADERS, a benchmark of SOURCES.
 Read train.py next.
+
+The exit status is 0 after success, 1 after a failure, and 2 if something that you named is wrong.
 """
 
 import base64
@@ -1548,6 +1550,7 @@ class Expression:
         self.tokens = [*tokens, "end"]
         try:
             value = self.read(1)
+            abs(value)  # raises OverflowError if it is too large
         except (ArithmeticError, ValueError):  # undefined here
             return math.nan
         if self.tokens != ["end"]:
@@ -1681,35 +1684,26 @@ def same_value(answer: str, gold: str, tolerance: float) -> bool:
     # An expression that is still to be worked out is no answer: the question often contains it.
     if not theirs.letters and mine.n_operands > theirs.n_operands + 2:
         return False
-    differences = [*map(subtract, mine.values, theirs.values)]
-    is_exact = all(isinstance(difference, Fraction) for difference in differences)
+    pairs = [*zip(mine.values, theirs.values)]
+    is_exact = all(isinstance(value, Fraction) for pair in pairs for value in pair)
     if not is_exact and LONG.search(f"{answer} {gold}"):
         return False
 
     # Where a letter is negative, x^{2/3} and \sqrt[3]{x^2} differ: one of them is not real. Compare
     # them where both are real, if there are such points. But \ln x is never \ln |x|.
-    rows = list(zip(differences, theirs.values, mine.values))
-    real_rows = [row for row in rows if all(map(is_real, row))]
-    if len(real_rows) > 2 and r"\ln" not in answer + gold:
-        rows = real_rows
+    real_pairs = [pair for pair in pairs if all(map(is_real, pair))]
+    if len(real_pairs) > 2 and r"\ln" not in answer + gold:
+        pairs = real_pairs
 
     is_formula = any(not letter.startswith("u_") for letter in theirs.letters)
     rounding = 0 if is_exact else 1e-12
     error = Fraction(rounding if is_formula else tolerance or rounding)
     agree = [
-        abs(difference) <= error * abs(value)
-        for difference, value, _ in rows
-        if is_exact or abs(difference) < math.inf and 1e-9 < abs(value) < 1e9
+        abs(x - y) <= error * abs(y)
+        for x, y in pairs
+        if is_exact or abs(x) < 1e99 and 1e-9 < abs(y) < 1e9  # never where one is nan
     ]
     return len(agree) > 2 and all(agree)
-
-
-def subtract(x, y):
-    """Return x - y, or nan if a Fraction is too large to become a float."""
-    try:
-        return x - y
-    except OverflowError:
-        return math.nan
 
 
 def is_real(value) -> bool:
@@ -1900,11 +1894,16 @@ def pick_letter(response: str, choices: list[str]) -> str | None:
 # A grader
 
 
+def same_response(problem: Problem, one: str, other: str) -> bool:
+    return one.strip() == other.strip() != ""
+
+
 class Grader(NamedTuple):
     instruction: str  # appended to a question that does not specify an answer format
     extra: tuple  # the keys of Problem.extra that it reads
     check: Callable  # check(problem, response) -> "" if right, else what is wrong, for a trace
-    agree: Callable  # agree(problem, one, other) -> whether two responses answer alike, for votes
+    # agree(problem, one, other) -> whether two responses answer alike, for votes
+    agree: Callable = same_response
     is_free: bool = False  # it asks no model, so files that use it are checked when they are read
 
 
@@ -1951,11 +1950,7 @@ def own_grader(is_right: Callable) -> Grader:
             raise ValueError(f"the grader failed on {problem.id}: {type(e).__name__}: {e}") from e
         return "" if verdict else f"answered {response[-200:]}"
 
-    return Grader("", (), check, same_response)
-
-
-def same_response(problem: Problem, one: str, other: str) -> bool:
-    return one.strip() == other.strip() != ""
+    return Grader("", (), check)
 
 
 def bare_text(response: str) -> str:
@@ -2026,13 +2021,11 @@ GRADERS = {
         f"Write a Python program from standard input to standard output. {BLOCK}",
         extra=("tests", "function"),
         check=check_program,
-        agree=same_response,
     ),
     "unittest": Grader(
         f"Complete the code above. {BLOCK}",
         extra=("test", "entry_point", "code_prompt"),
         check=check_solution,
-        agree=same_response,
     ),
 }
 
@@ -2072,8 +2065,8 @@ def gpqa_problem(row: dict, n: int) -> Problem:
     names = ["Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"]
     order = random.Random(n).sample(range(4), 4)
     choices = [row[names[i]].strip() for i in order]
-    row = {"question": row["Question"], "choices": choices, "answer": order.index(0)}
-    return choice_problem(row, n)
+    as_mmlu = {"question": row["Question"], "choices": choices, "answer": order.index(0)}
+    return choice_problem(as_mmlu, n)
 
 
 def livecodebench_problem(row: dict, n: int) -> Problem:
