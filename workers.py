@@ -48,6 +48,12 @@ LOOPBACK = (
 LIMITS = ("max_tokens", "max_completion_tokens")  # the parameters that bound a reply's length
 MAX_BODY = 32 << 20  # bytes of a response
 HARD_FAILURES = 6  # attempts that may fail although the provider is not busy
+# A silent connection is probed once a minute, so that no router drops it while a model thinks.
+SOCKET_OPTIONS = [
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),  # urllib3's default
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", 0x10), 60),  # 0x10 on macOS
+]
 jitter = random.Random()  # for pauses only: an experiment's draws come from its own generators
 
 
@@ -66,22 +72,6 @@ def once(function):
 
 class WorkerError(Exception):
     """A call failed or was not made. It does not count as a wrong answer. The text holds no key."""
-
-
-class KeepAliveAdapter(requests.adapters.HTTPAdapter):
-    """Probes a silent connection once a minute, so that no router drops it while a model thinks."""
-
-    options = [
-        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),  # urllib3's default
-        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-        (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", 0x10), 60),  # 0x10 on macOS
-    ]
-
-    def init_poolmanager(self, *args, **kwargs):
-        super().init_poolmanager(*args, socket_options=self.options, **kwargs)
-
-    def proxy_manager_for(self, *args, **kwargs):
-        return super().proxy_manager_for(*args, socket_options=self.options, **kwargs)
 
 
 @dataclass
@@ -127,12 +117,10 @@ class Worker:
             self.code = f"{file_hash(path)}:{name}"
         self.slots = threading.Semaphore(self.concurrency)
 
-        self.url = self.base_url.rstrip("/") + PROTOCOLS[self.protocol][0]
-        self.session = requests.Session()
-        self.session.adapters = {"http": KeepAliveAdapter(pool_maxsize=self.concurrency)}
-        self.session.trust_env = not re.match(LOOPBACK, self.base_url)  # no proxy to this machine
-        self.own_headers = {"content-type": "application/json"}  # without those of the protocol
-        for name, value in [*self.session.headers.items(), *self.headers.items()]:
+        path = PROTOCOLS[self.protocol][0]
+        self.url = self.base_url.rstrip("/") + path
+        self.own_headers = {"content-type": "application/json"}
+        for name, value in [*requests.utils.default_headers().items(), *self.headers.items()]:
             self.own_headers[name.lower()] = value
 
         self.lock = threading.Lock()  # guards these three sums, in which replayed calls count
@@ -222,50 +210,15 @@ class Worker:
         sent = time.monotonic()
         try:
             if self.run_function:
-                return self.as_reply(self.answer_of_function(messages))
-            response = self.post(headers, body)
-            try:
-                return read_response(self, response, sent + self.timeout)
-            finally:
-                response.close()  # does nothing if all was read: then the connection is kept
+                return self.call_function(messages)
+            return self.post({**headers, **self.own_headers}, body, sent + self.timeout)
         except Failure as failure:
             return failure
         except Exception as e:  # a lost connection, a timeout, or whatever the function raised
             return broken(e, time.monotonic() - sent)
 
-    @functools.cached_property
-    def route(self) -> tuple:
-        """urllib3's pool of connections to the server, and the URL to post to on one of them.
-
-        requests reads proxies and certificates from the environment. Its own `post` would do so
-        again for every call, which takes half of a call's CPU time.
-        """
-        request = requests.Request("POST", self.url).prepare()
-        found = self.session.merge_environment_settings(request.url, {}, None, None, None)
-        adapter = self.session.get_adapter(request.url)
-        connections = adapter.get_connection_with_tls_context(
-            request, found["verify"], found["proxies"], found["cert"]
-        )
-        adapter.cert_verify(connections, request.url, found["verify"], found["cert"])
-        return connections, adapter.request_url(request, found["proxies"])
-
-    def post(self, headers: dict, body: dict) -> HTTPResponse:
-        """Send a request, and return the response, whose body is not yet read."""
-        connections, url = self.route
-        return connections.urlopen(
-            "POST",
-            url,
-            json.dumps(body, allow_nan=False).encode(),
-            {**headers, **self.own_headers},
-            retries=False,
-            redirect=False,
-            assert_same_host=False,  # An HTTP proxy is asked for the whole URL.
-            timeout=Timeout(connect=10, read=self.timeout),  # seconds, between two packets
-            preload_content=False,
-        )
-
-    def answer_of_function(self, messages: list[dict]):
-        """Return what the Python function returns, or raise what it raises.
+    def call_function(self, messages: list[dict]) -> Reply:
+        """Return the Python function's answer, a text or a Reply, as a Reply of its own.
 
         A function cannot be stopped. If it takes longer than `timeout`, its thread is left to
         itself: it may go on until the program ends, and its answer is ignored.
@@ -279,15 +232,48 @@ class Worker:
                 future.set_exception(e)
 
         threading.Thread(target=run, daemon=True).start()
-        return future.result(self.timeout)
-
-    def as_reply(self, answer) -> Reply:
-        """Return a Python function's answer, a text or a Reply, as a Reply of its own."""
+        answer = future.result(self.timeout)
         if not isinstance(answer, Reply):
             answer = Reply(answer, 0, 0, cost=None if any(self.price or []) else 0.0)
         if not isinstance(answer.text, str):
             raise TypeError(f"expected a text or a Reply, got {type(answer.text).__name__}")
         return replace(answer, text=without_surrogates(answer.text))
+
+    def post(self, headers: dict, body: dict, deadline: float) -> Reply:
+        """Post a request and read the response until time.monotonic() == deadline."""
+        connections, target = self.route
+        response = connections.urlopen(
+            "POST",
+            target,
+            json.dumps(body, allow_nan=False).encode(),
+            headers,
+            retries=False,
+            redirect=False,
+            assert_same_host=False,  # An HTTP proxy is asked for the whole URL.
+            timeout=Timeout(connect=10, read=self.timeout),  # seconds, between two packets
+            preload_content=False,
+        )
+        try:
+            return read_response(self, response, deadline)
+        finally:
+            response.close()  # if it was not read to its end; else the connection is kept
+
+    @functools.cached_property
+    def route(self) -> tuple:
+        """urllib3's pool of connections to the server, and what to ask for on one of them.
+
+        requests reads proxies and certificates from the environment. Its own `post` would do so
+        again for every call, which takes half of a call's CPU time.
+        """
+        request = requests.Request("POST", self.url).prepare()
+        is_own = re.match(LOOPBACK, self.base_url)
+        proxies = {} if is_own else requests.utils.get_environ_proxies(self.url)
+        verify = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE") or True
+        adapter = requests.adapters.HTTPAdapter(pool_maxsize=self.concurrency)
+        connections = adapter.get_connection_with_tls_context(request, verify, proxies)
+        adapter.cert_verify(connections, self.url, verify, cert=None)
+        connections.conn_kw["socket_options"] = SOCKET_OPTIONS
+        return connections, adapter.request_url(request, proxies)
 
     def pause_after(self, attempt: int, failure: "Failure") -> float:
         """Return the seconds until the next attempt.
@@ -373,9 +359,9 @@ def billed_cost(response: HTTPResponse, data: dict) -> float | None:
     with contextlib.suppress(ValueError):
         named.append(float(response.headers.get("x-litellm-response-cost", "")))
     cost = find(data, "usage", "cost")
-    if not find(data, "usage", "is_byok"):
+    if fits(cost, NUMBER) and not find(data, "usage", "is_byok"):
         named.append(cost)
-    return max(dollars for dollars in named if is_number(dollars, 0, 1e6)) or None
+    return max(dollars for dollars in named if 0 <= dollars < 1e6) or None
 
 
 def refusal(url: str, response: HTTPResponse, code, text: str) -> Failure:
@@ -437,18 +423,9 @@ def find(data, *path: str):
     return data
 
 
-def is_number(value, least: float, most: float) -> bool:
-    """Return whether a value from JSON is a number from `least` to `most`. true is none."""
-    return type(value) in (int, float) and least <= value <= most
-
-
-def is_count(value, least: int = 0) -> bool:
-    """Return whether a value from JSON is a whole number of at least `least`."""
-    return type(value) is int and value >= least
-
-
-def is_list_of(kind: type, value) -> bool:
-    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
+def fits(value, pattern: str) -> bool:
+    """Return whether a value, written as JSON, matches a pattern."""
+    return bool(re.fullmatch(pattern, json.dumps(value)))
 
 
 def without_surrogates(text: str) -> str:
@@ -557,7 +534,7 @@ def read_usage(usage) -> tuple[int, int, float] | None:
     written = written or count("prompt_tokens_details", "cache_write_tokens")  # by OpenRouter
     for_an_hour = count("cache_creation", "ephemeral_1h_input_tokens")
     counts = (n_in, n_out, total, read, written, for_an_hour)
-    if not all(is_count(n) and n < 1e9 for n in counts):
+    if not all(fits(n, r"\d{1,9}") for n in counts):
         return None
 
     if is_anthropic:  # whose input_tokens leave out the tokens read from or written to the cache
@@ -628,6 +605,13 @@ def load_function(spec: str):
 
 # An endpoint's path, which each call appends to base_url itself.
 ENDPOINT = r"(?i)/(chat/completions|completions|messages|responses)/?$"
+# Patterns of values, written as JSON.
+COUNT = r"[1-9]\d*"
+NUMBER = r"\d[\d.]*(e[-+]\d+)?"  # not negative
+UP_TO_1 = r"0(\.\d+)?|1(\.0)?|\d[\d.]*e-\d+"
+UP_TO_2 = rf"{UP_TO_1}|1\.\d+|2(\.0)?"
+TEXT = r'"(?:[^"\\]|\\.)*+"'
+OBJECTS = r"\[(\{.*\})?\]"
 # A field of a pool's row -> a pattern of its value as JSON, and what is expected, in words.
 FIELDS = {
     "protocol": ('"(openai|anthropic|python)"', "openai, anthropic or python"),
@@ -644,7 +628,7 @@ FIELDS = {
         "an object without n and stream: a call gives one whole reply",
     ),
     "headers": (r'\{("[^"]*": "[^"]*"(, )?)*\}', "an object of texts"),
-    "price": (r"\[\d[\d.e-]*, \d[\d.e-]*\]", "[input, output], dollars per million tokens"),
+    "price": (rf"\[{NUMBER}, {NUMBER}\]", "[input, output], dollars per million tokens"),
     "concurrency": (r"[1-9]\d{0,5}", "a whole number above 0"),
     "attempts": (r"[1-9]\d{0,5}", "a whole number above 0"),
     "timeout": (r"(?=.*[1-9])\d{1,6}(\.\d+)?", "seconds, above 0"),
@@ -678,7 +662,8 @@ def read_pool(spec: str, local_url: str | None = None) -> list[dict]:
     try:
         with open(path, encoding="utf-8-sig") as file:  # Some editors write a byte order mark.
             rows = json.load(file)
-        if not rows or not is_list_of(dict, rows):
+        is_list = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
+        if not is_list or not rows:
             raise ValueError("it holds no list of objects")
     except (OSError, ValueError, RecursionError) as e:
         names = ", ".join(pool_names())
@@ -725,7 +710,7 @@ def check_row(entry: dict, budget: float) -> dict[str, str]:
     wrong = {}
     for key in [*entry, *(required if not unknown else [])]:  # The unknown one may be misspelt.
         pattern, expected = FIELDS.get(key, ("", f"one of {', '.join(FIELDS)}"))
-        if not re.fullmatch(pattern, json.dumps(entry.get(key))):
+        if not fits(entry.get(key), pattern):
             wrong[key] = f"expected {expected}"
     ending = re.search(ENDPOINT, str(entry.get("base_url", "")))
     if ending:
@@ -777,8 +762,10 @@ def load_pool(
         "replay": Replay(replay, share, is_local=spec in LOCAL) if replay else None,
         "budget": Budget(budget / ranks) if budget else None,
     }
-    pool = [Worker(**entry, **shared) for entry in entries]
-    return [replace(worker, concurrency=max(1, worker.concurrency // ranks)) for worker in pool]
+    for entry in entries:
+        concurrency = entry.get("concurrency", Worker.concurrency)
+        entry["concurrency"] = max(1, concurrency // ranks)
+    return [Worker(**entry, **shared) for entry in entries]
 
 
 def ping_workers(pool: list[Worker]) -> list[Reply | WorkerError]:
@@ -915,14 +902,14 @@ def highest_cost(entry: dict, params: dict, body: dict) -> float:
     if price and not any(price):
         return 0.0
     limits = [params[name] for name in LIMITS if name in params]
-    is_bounded = limits and all(is_count(limit, 1) for limit in limits)
+    is_bounded = limits and all(fits(limit, COUNT) for limit in limits)
     if price is None or not is_bounded:
         return float("inf")
 
     def dearest(own: float, name: str) -> float:
         """Return the price of the dearest host that OpenRouter may choose, or the worker's own."""
         ceiling = find(params, "provider", "max_price", name)
-        return max(own, ceiling) if is_number(ceiling, 0, 1e9) else own
+        return max(own, ceiling) if fits(ceiling, NUMBER) else own
 
     n_in = len(json.dumps(body)) + 512  # A token is at least a byte; a chat template adds some.
     rate = 2 if "cache_control" in params else 1  # Writing to a cache costs up to twice as much.
@@ -942,7 +929,7 @@ def probable_cost(pool: list[Worker] | list[dict], calls: int) -> float | None:
         entry = worker if isinstance(worker, dict) else vars(worker)
         is_own = entry.get("protocol") == "python" or re.match(LOOPBACK, str(entry.get("base_url")))
         price = entry.get("price") or ([0, 0] if is_own else None)
-        if not re.fullmatch(FIELDS["price"][0], json.dumps(price)):
+        if not fits(price, FIELDS["price"][0]):
             return None
         dollars += (1000 * price[0] + 700 * price[1]) / 1e6
     return dollars * calls / len(pool)
@@ -1183,53 +1170,39 @@ LONGEST_BODY = 64 << 20  # bytes
 LONGEST_CHAT = 4_000_000  # characters, about a million tokens: more than any worker reads
 CHAT_PATH = "/v1/chat/completions"
 PATHS = f"there are GET /health, GET /v1/models, GET /v1/models/NAME and POST {CHAT_PATH}"
-# Parameter: (the values that are served, what any other asks for). null means that it is not set.
-LACKING = {
-    "n": ([1], "more than one answer"),
-    "tool_choice": (["none", "auto"], "tool calls"),
-    "function_call": (["none", "auto"], "function calls"),
-    "response_format": ([{"type": "text"}], "formats other than text"),
-    "modalities": ([["text"]], "anything but text"),
-    "logprobs": ([False], "log-probabilities"),
-    "top_logprobs": ([0], "log-probabilities"),
+# A parameter of a request -> a pattern of the values that are served, as JSON, and what is expected.
+# null always means that it is not set.
+PARAMETERS = {
+    "n": ("1", "1, as this server gives a single answer"),
+    "tool_choice": ('"(none|auto)"', "none or auto, as this server makes no tool calls"),
+    "function_call": ('"(none|auto)"', "none or auto, as this server makes no function calls"),
+    "tools": (OBJECTS, "a list of objects"),
+    "functions": (OBJECTS, "a list of objects"),
+    "response_format": (r'\{"type": "text"\}', "text, as this server has no other formats"),
+    "modalities": (r'\["text"\]', "text, as this server makes nothing else"),
+    "logprobs": ("false", "false, as this server gives no log-probabilities"),
+    "top_logprobs": ("0", "0, as this server gives no log-probabilities"),
+    "stream": ("true|false", "true or false"),
+    "stream_options": (r"\{.*\}", "an object"),
+    "temperature": (UP_TO_2, "a number from 0 to 2"),
+    "top_p": (UP_TO_1, "a number from 0 to 1"),
+    "frequency_penalty": (f"-?({UP_TO_2})", "a number from -2 to 2"),
+    "presence_penalty": (f"-?({UP_TO_2})", "a number from -2 to 2"),
+    "max_tokens": (COUNT, "a whole number above 0"),
+    "max_completion_tokens": (COUNT, "a whole number above 0"),
+    "seed": (r"-?\d+", "a whole number"),
+    "stop": (rf"{TEXT}|\[({TEXT}(, )?)*+\]", "a text or a list of texts"),
 }
 
 
-def number_from(least: float, most: float) -> tuple:
-    return lambda value: is_number(value, least, most), f"a number from {least} to {most}"
-
-
-COUNT = (lambda value: is_count(value, 1), "a whole number above 0")
-OBJECTS = (lambda value: is_list_of(dict, value), "a list of objects")
-# Parameter: (whether a value is valid, what is expected)
-VALID = {
-    "stream": (lambda value: type(value) is bool, "true or false"),
-    "stream_options": (lambda value: type(value) is dict, "an object"),
-    "temperature": number_from(0, 2),
-    "top_p": number_from(0, 1),
-    "frequency_penalty": number_from(-2, 2),
-    "presence_penalty": number_from(-2, 2),
-    "max_tokens": COUNT,
-    "max_completion_tokens": COUNT,
-    "seed": (lambda value: type(value) is int, "a whole number"),
-    "stop": (
-        lambda value: type(value) is str or is_list_of(str, value),
-        "a text or a list of texts",
-    ),
-    "tools": OBJECTS,
-    "functions": OBJECTS,
-}
-
-
+@dataclass
 class Refusal(Exception):
-    """An HTTP error that answers a request. code: OpenAI's name for the error, if it has one."""
+    """An HTTP error that answers a request."""
 
-    def __init__(self, status: int, message: str, code: str | None = None, **headers):
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.code = code
-        self.headers = headers
+    status: int
+    message: str
+    code: str | None = None  # OpenAI's name for the error, if it has one
+    headers: dict = field(default_factory=dict)
 
 
 def plain_messages(messages: list[dict], roles: dict[str, str]) -> list[dict]:
@@ -1256,20 +1229,11 @@ def plain_messages(messages: list[dict], roles: dict[str, str]) -> list[dict]:
 
 
 def check_parameters(body: dict):
-    """Refuse parameters that are invalid or ask for what this server lacks.
-
-    body["stop"] becomes a list.
-    """
-    for name, value in body.items():
-        if value is None:
-            continue
-        shown = f"{name}={json.dumps(value):.80}"
-        is_valid, expected = VALID.get(name, (lambda value: True, ""))
-        if not is_valid(value):
-            raise Refusal(400, f"{shown}: expected {expected}")
-        served, asked_for = LACKING.get(name, ([value], ""))
-        if value not in served:
-            raise Refusal(400, f"{shown} asks for {asked_for}, which this server lacks")
+    """Refuse parameters that are invalid or not served, and make body["stop"] a list."""
+    for name, (pattern, expected) in PARAMETERS.items():
+        value = body.get(name)
+        if value is not None and not fits(value, pattern):
+            raise Refusal(400, f"{name}={json.dumps(value):.80}: expected {expected}")
     stop = body.get("stop") or []
     body["stop"] = [stop] if isinstance(stop, str) else stop
 
@@ -1326,7 +1290,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.check_method("GET", path)
                 self.send(200, content)
         except Refusal as refusal:
-            self.fail(refusal.status, refusal.message, code=refusal.code, **refusal.headers)
+            self.fail(refusal.status, refusal.message, refusal.code, refusal.headers)
         if self.unread:
             self.drop_input()
 
@@ -1344,13 +1308,14 @@ class Handler(BaseHTTPRequestHandler):
             is_right = hmac.compare_digest(given, self.server.api_key.encode())
             if scheme.lower() != "bearer" or not is_right:
                 sentence = "send this server's key, as Authorization: Bearer KEY"
-                raise Refusal(401, sentence, "invalid_api_key", **{"WWW-Authenticate": "Bearer"})
+                asked = {"WWW-Authenticate": "Bearer"}
+                raise Refusal(401, sentence, "invalid_api_key", asked)
 
     def check_method(self, method: str, path: str):
         allowed = ["GET", "HEAD"] if method == "GET" else [method]
         if self.command not in allowed:
             sentence = f"no {self.command} {path:.80}; {PATHS}"
-            raise Refusal(405, sentence, Allow=", ".join(allowed))
+            raise Refusal(405, sentence, headers={"Allow": ", ".join(allowed)})
 
     def page(self, path: str) -> dict | list | bytes:
         """Return what is at a path: JSON, or an HTML page."""
@@ -1407,7 +1372,7 @@ class Handler(BaseHTTPRequestHandler):
         except (Refusal, ConnectionError, TimeoutError):
             raise
         except Exception as bug:  # The client has to hear of it, too.
-            self.fail(500, f"{type(bug).__name__}: {bug}", retry=False)
+            self.fail(500, f"{type(bug).__name__}: {bug}")
             raise
 
     def reply(self, text: str, finish: str = "stop", usage: dict | None = None, **extra):
@@ -1427,15 +1392,16 @@ class Handler(BaseHTTPRequestHandler):
             self.send_event({"content": shown}, finish, usage=usage, **extra)
         self.send_piece("data: [DONE]\n\n")
 
-    def fail(self, status: int, message: str, retry: bool = True, code=None, **headers):
-        """Answer with an error in OpenAI's format. retry=False: the client should not try again."""
+    def fail(self, status: int, message: str, code=None, headers: dict | None = None):
+        """Answer with an error in OpenAI's format. The arguments are those of Refusal."""
         kind = "invalid_request_error" if status < 500 else "server_error"
         error = {"error": {"message": message, "type": kind, "param": None, "code": code}}
         if self.streaming:
             self.send_piece(f"data: {json.dumps(error)}\n\n")
             return
-        if not retry:
-            headers["x-should-retry"] = "false"
+        headers = dict(headers or {})
+        if status >= 500 and "Retry-After" not in headers:
+            headers["x-should-retry"] = "false"  # What failed would cost the same again.
         self.send(status, error, **headers)
 
     def send(self, status: int, content, **headers):
@@ -1489,7 +1455,7 @@ class Handler(BaseHTTPRequestHandler):
         """
         self.close_connection = True
         if code == 501:
-            self.fail(405, f"{message}; {PATHS}", Allow="GET, HEAD, POST")
+            self.fail(405, f"{message}; {PATHS}", headers={"Allow": "GET, HEAD, POST"})
         else:
             self.fail(code, message or "this is no HTTP request")
 

@@ -1290,7 +1290,7 @@ class Admission:
             # The openai client ignores a longer time.
             seconds = min(60, math.ceil(self.next_room - now))
         sentence = f"the server is full of requests: come again in {seconds} s"
-        raise Refusal(503, sentence, **{"Retry-After": seconds})
+        raise Refusal(503, sentence, headers={"Retry-After": seconds})
 
     def leave(self):
         with self.lock:
@@ -1439,7 +1439,7 @@ class ConductorHandler(Handler):
             if status == 502 and self.body.get("stream"):
                 # Some proxies replace the body of a 502. In a stream the sentence gets through.
                 self.send_comment("the workflow failed")
-            raise Refusal(status, sentence, code, **{"x-should-retry": "false"})
+            raise Refusal(status, sentence, code, {"x-should-retry": "false"})
 
         prompt_tokens = sum(reply.prompt_tokens for reply in last.all_replies)
         usage = {

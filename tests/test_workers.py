@@ -24,7 +24,6 @@ import requests
 import workers
 from workers import (
     Budget,
-    KeepAliveAdapter,
     Replay,
     Reply,
     Worker,
@@ -954,37 +953,35 @@ evil.com:80/x.localhost [::ffff:8.8.8.8] [::11] [fe80::1] 0.0.0.0.evil.com notlo
 
 
 def test_this_machine_is_called_without_a_proxy(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     for host in THIS_MACHINE:
         one = Worker("openai", f"http://{host}/v1", "m")
-        assert not one.session.trust_env and workers.probable_cost([one], 1) == 0, host
+        assert one.route[0].proxy is None and workers.probable_cost([one], 1) == 0, host
     for host in OTHERS:
         one = Worker("openai", f"http://{host}/v1", "m")
-        assert one.session.trust_env and workers.probable_cost([one], 1) is None, host
+        assert one.route[0].proxy.port == 9 and workers.probable_cost([one], 1) is None, host
 
 
-def test_connections_are_kept_alive_by_our_own_adapter(monkeypatch):
-    code = (
-        "from requests.packages.urllib3.connection import HTTPConnection as C; "
-        "before = list(C.default_socket_options); import workers; "
-        "assert C.default_socket_options == before"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
+@pytest.mark.parametrize("proxy", [False, True])
+def test_connections_are_kept_alive_and_those_of_others_are_not_changed(proxy, monkeypatch):
     connection = requests.packages.urllib3.util.connection
-    connect, options = connection.create_connection, []
+    connect, seen = connection.create_connection, []
 
     def spy(*args, **kwargs):
         sock = connect(*args, **kwargs)
-        options.extend(sock.getsockopt(*option[:2]) for option in KeepAliveAdapter.options)
+        seen.append([sock.getsockopt(*option[:2]) for option in workers.SOCKET_OPTIONS])
         return sock
 
     monkeypatch.setattr(connection, "create_connection", spy)
     with OddServer(http(GOOD)) as server:
-        one = worker(server)
-        one.chat(CHAT)
-    assert all(options) and options[2] == 60
-    adapter = one.session.get_adapter(server.url)
-    proxy = adapter.proxy_manager_for("http://127.0.0.1:9")
-    assert proxy.connection_pool_kw["socket_options"] == KeepAliveAdapter.options
+        if proxy:
+            monkeypatch.setenv("http_proxy", server.url)
+            Worker("openai", "http://model.example/v1", "m").chat(CHAT)
+        else:
+            worker(server).chat(CHAT)
+        requests.post(server.url, "{}", timeout=60, proxies={"http": None})
+    [ours, others] = seen
+    assert all(ours) and ours[2] == 60 and not others[1]
 
 
 def test_one_connection_serves_all_calls_that_follow_each_other():

@@ -58,7 +58,7 @@ class Parrot(Handler):
         if body.get("stream"):
             self.send_comment("busy")
         if text == "fail":
-            return self.fail(502, "the workers are down", retry=False)
+            return self.fail(502, "the workers are down")
         self.reply(json.dumps(body["messages"]), "length", {"total_tokens": 3}, workflow=["who"])
 
 
@@ -296,7 +296,7 @@ def test_another_machine_needs_the_key():
 @pytest.mark.parametrize(
     "asked, missing",
     [
-        ({"n": 2}, "n=2 asks for more than one answer"),
+        ({"n": 2}, "n=2: expected 1, .*single answer"),
         ({"tools": [{}], "tool_choice": "required"}, "tool calls"),
         ({"tools": [{}], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool"),
         ({"functions": [{}], "function_call": {"name": "f"}}, "function calls"),
@@ -313,6 +313,8 @@ def test_another_machine_needs_the_key():
         ({"temperature": "hot"}, 'temperature="hot": expected a number from 0 to 2'),
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": 2.5}, "temperature"),
+        ({"temperature": 19.0}, "temperature"),
+        ({"temperature": 1e30}, "temperature"),
         ({"temperature": True}, "temperature"),
         ({"temperature": [1]}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
@@ -347,8 +349,10 @@ def test_parameters_that_ask_for_nothing_special_pass(parrot):
         {"n": None, "tools": [{"type": "function"}], "tool_choice": "auto", "stop": None},
         {"tools": [], "tool_choice": "none", "modalities": ["text"], "stop": []},
         {"temperature": 0.3, "max_tokens": 5, "seed": 1, "stream_options": None, "new": {}},
+        *({"temperature": value} for value in (0, 1, 2, 0.0, 1.0, 2.0, 1.99, 1e-7, 0.123)),
+        {"stop": ["a, b", "[", '"', "\\"], "frequency_penalty": -2.0, "presence_penalty": -0.5},
         {"temperature": 2, "top_p": 1, "max_completion_tokens": 2**31, "seed": -1, "stream": False},
-        dict.fromkeys([*workers.LACKING, *workers.VALID]),  # each is null
+        dict.fromkeys([*workers.PARAMETERS]),  # each is null
     ):
         assert post(parrot, say("x", **asked)).status_code == 200
 
