@@ -536,10 +536,14 @@ class System(NamedTuple):
     after: tuple = ()  # the systems that have to play before it
 
 
+# One model in memory serves all systems that share a checkpoint.
+shared_conductor = lru_cache(1)(load_conductor)
+
+
 def trained_conductor(setup: Setup, edit=None):
     """Return the system of the Conductor at --checkpoint."""
     settings = setup.settings
-    model, tokenizer, prompting = load_conductor(settings.checkpoint)
+    model, tokenizer, prompting = shared_conductor(settings.checkpoint)
     prompting = replace(prompting, prompt_style=settings.prompt_style or prompting.prompt_style)
     write = model_writer(model, tokenizer, prompting, temperature=0.0)
     return conductor(write, prompting, settings.extra_rounds, edit, only=settings.only)
@@ -846,6 +850,7 @@ def compare_systems(settings: "Settings"):
     pool_name = settings.pool or "local"
     if "checkpoint" in needs:
         pool_name = choose_pool(settings.checkpoint, settings.pool)
+        shared_conductor(settings.checkpoint)
     with naming_flag(f"--replay={settings.replay}"):
         pool = load_pool(pool_name, replay=settings.replay, budget=settings.budget)
     numbers_of(settings.only, pool)  # raises an error if there is no such worker

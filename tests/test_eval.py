@@ -5,6 +5,7 @@ Also the tables of a comparison, and the command line.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -440,6 +441,7 @@ def test_an_interrupt_says_whether_replies_are_kept(monkeypatch, words, said):
         (["--systems=mine.py:system"], "no file 'mine.py'; expected FILE.py:NAME"),
         (["--systems=workers", "--worker=nobody"], "the pool has only calculator, "),
         (["--systems=workers,conductor", "--only=nobody"], "no such worker: nobody"),
+        (["--systems=workers,conductor", "--checkpoint=broken"], "model.safetensors"),
         (["--benchmarks=mine.jsonl"], "mine.jsonl, line 2: grader has to be one of exact, "),
         (["--benchmarks=mathematics"], "no problems 'mathematics'"),
         (["--benchmarks=none.jsonl"], "none.jsonl is missing"),
@@ -472,6 +474,9 @@ def test_what_is_wrong_is_said_before_anybody_is_asked(tmp_path, monkeypatch, ca
     monkeypatch.setattr(evaluation, "play_all", None)
     mine = '\n{"question": "q", "answer": "a"}\n'
     (tmp_path / "mine.jsonl").write_text(mine)
+    laptop = os.path.join(ROOT, "assets", "laptop")
+    shutil.copytree(laptop, "broken", ignore=shutil.ignore_patterns("model.safetensors"))
+    (tmp_path / "broken" / "model.safetensors").write_text("damaged")
     with pytest.raises(SystemExit) as end:
         evaluation.main(words)
     assert end.value.code == 2 and why in capsys.readouterr().err
