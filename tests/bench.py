@@ -286,7 +286,8 @@ def update(
     qwen.recompute = bool(recompute)
     reference = random_model(model, dtype).requires_grad_(False) if kl else None
     low, _, high = length.partition("-")
-    lengths = torch.randint(int(low), int(high or low) + 1, (groups, n)).tolist()
+    lengths = torch.randint(int(low), int(high or low) + 1, (groups, n))
+    lengths = lengths.sort(dim=1).values.tolist()  # as grpo.micro_batches sorts them
     rollouts = []
     for row in lengths:
         prompt_ids = torch.randint(qwen.config.vocab_size, (prompt,)).tolist()
