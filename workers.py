@@ -13,7 +13,6 @@ import contextlib
 import functools
 import hashlib
 import hmac
-import ipaddress
 import itertools
 import json
 import os
@@ -1150,9 +1149,8 @@ def specialist(name: str, messages: list[dict]) -> str:
     # Answer as this sort of worker does.
     if name == "generalist":
         chance = hashed(name, messages)
-        if chance >= 1 / 8:
-            return f"I think it is {chance * 100:.0f}."
-        answers = [rewrite(question, trade, guess(trade, question)) for trade in TRADES]
+        trades = TRADES if chance < 1 / 8 else ()
+        answers = [rewrite(question, trade, guess(trade, question)) for trade in trades]
         return next(filter(None, answers), f"I think it is {chance * 100:.0f}.")
     sort, _, trade = name.rpartition(" ")
     if hashed(sort, messages) >= SKILL[sort]:
@@ -1503,16 +1501,37 @@ class SpecialistHandler(Handler):
 
 
 class Server(ThreadingHTTPServer):
-    """Serve each connection in a thread of its own."""
+    """A server that is bound to its port, but not started. Each connection gets a thread.
+
+    Args:
+        port: 0 for any free one.
+        handler: What answers the requests.
+        host: Only this machine reaches 127.0.0.1. An address that others reach needs an api_key.
+        api_key: The key that clients send as Bearer; "" if they need none.
+
+    Raises:
+        ValueError: It cannot be bound, or others could reach it and no key is asked of them.
+    """
 
     # Connections that wait to be accepted. With the default, 5, simultaneous clients wait a second.
     request_queue_size = 1024
 
-    def __init__(self, host: str, port: int, handler: type[Handler], api_key: str):
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.is_local = is_local(host)
+    def __init__(
+        self, port: int, handler: type[Handler], host: str = "127.0.0.1", api_key: str = ""
+    ):
+        self.is_local = bool(re.fullmatch(r"localhost|127\.[\d.]+|::1", host))
         self.api_key = api_key
-        super().__init__((host, port), handler)
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        if not self.is_local and not api_key:
+            raise ValueError(
+                f"--host={host} lets other machines in: set $CONDUCTOR_API_KEY to a key of your "
+                "own, which clients send as Authorization: Bearer KEY"
+            )
+        try:
+            super().__init__((host, port), handler)
+        except (OSError, OverflowError) as e:
+            sentence = f"cannot serve on {host}:{port}: {e}; choose another --port=N (0: any)"
+            raise ValueError(sentence) from None
 
     def process_request(self, request, client_address):
         try:
@@ -1530,37 +1549,9 @@ class Server(ThreadingHTTPServer):
             self.shutdown_request(request)
 
 
-def is_local(host: str) -> bool:
-    """Return whether only this machine's programs reach a server at this address."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def loopback_server(
-    port: int, handler: type[Handler], host: str = "127.0.0.1", api_key: str = ""
-) -> Server:
-    """Return a server that is bound, but not started: on this machine only, unless a host is given.
-
-    Raises:
-        ValueError: It cannot be bound, or others could reach it and no key is asked of them.
-    """
-    if not is_local(host) and not api_key:
-        raise ValueError(
-            f"--host={host} lets other machines in: set $CONDUCTOR_API_KEY to a key of your own, "
-            "which clients send as Authorization: Bearer KEY"
-        )
-    try:
-        return Server(host, port, handler, api_key)
-    except (OSError, OverflowError) as e:
-        sentence = f"cannot serve on {host}:{port}: {e}; choose another --port=N (0: any)"
-        raise ValueError(sentence) from None
-
-
 def serve_specialists(port: int, wait=threading.Event().wait):
     """Serve the specialists on 127.0.0.1 until `wait` returns."""
-    server = loopback_server(port, SpecialistHandler)
+    server = Server(port, SpecialistHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(f"http://127.0.0.1:{server.server_address[1]}/v1", flush=True)
     wait()

@@ -48,7 +48,6 @@ from workers import (
     WorkerError,
     demand_budget,
     load_pool,
-    loopback_server,
     name_of,
     read_pool,
 )
@@ -973,13 +972,18 @@ def worker_writer(worker, prompting: Prompting):
         written = queue.SimpleQueue()
         for rollout in rollouts:
             THREADS.run(write_one, (rollout,), written.put)
-        for _ in rollouts:
-            rollout = written.get()
-            if isinstance(rollout, Exception):
-                raise rollout
-            yield rollout
+        yield from take(len(rollouts), written)
 
     return write
+
+
+def take(n: int, results: queue.SimpleQueue) -> Iterator:
+    """Yield n results from a queue. One that is an exception is raised."""
+    for _ in range(n):
+        result = results.get()
+        if isinstance(result, Exception):
+            raise result
+        yield result
 
 
 # ---- Rollouts in files and on the screen ---------------------------------------------------------
@@ -1086,11 +1090,10 @@ def show(file: str, number: int | str | None = None) -> str:
 
 def read_rollouts(file: str) -> Iterator[Rollout]:
     """Yield the rollouts in a file of JSON lines. A ValueError names a line that holds none."""
-    if os.path.isdir(file):
-        pattern = os.path.join(glob.escape(file), "**", "[0-9]*.jsonl")
-        traces = sorted(glob.glob(pattern, recursive=True))
-        advice = f"name a file in it, such as {traces[-1]}" if traces else "it holds no traces"
-        raise ValueError(f"{file} is a folder: {advice}")
+    in_folder = os.path.join(glob.escape(file), "**", "[0-9]*.jsonl")
+    traces = sorted(glob.glob(in_folder, recursive=True))
+    if traces:
+        raise ValueError(f"{file} is a folder: name a file in it, such as {traces[-1]}")
     if not os.path.isfile(file) or not os.path.getsize(file):
         where = "a run's traces are in its folder traces/"
         raise ValueError(f"there is no file {file}, or it is empty; {where}")
@@ -1304,15 +1307,15 @@ class Admission:
 
 @dataclass
 class Service:
-    """What all requests of a server share. conductor_server explains the first fields."""
+    """What all requests of a server share."""
 
-    write: Callable
+    write: Callable  # a writer; up to CONDUCTING threads call it at the same time
     pool: list
-    workers: list[int] | None
-    prompting: Prompting
-    extra_rounds: int
-    silence: float
-    run: str
+    workers: list[int] | None = None  # the numbers of those that may be used; None: all
+    prompting: Prompting = field(default_factory=Prompting)  # how the Conductor is asked
+    extra_rounds: int = 1  # that the model conductor-recursive may have after the first
+    silence: float = 15.0  # seconds without an event after which a stream says that it is alive
+    run: str = ""  # the folder of a training run for the page to show
     # Each request gets a number of its own, so a question that is asked again gets other draws.
     # `conduct` uses up to three numbers, one for each of its tries.
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(step=10))
@@ -1549,45 +1552,20 @@ def share_batches(write):
         written = queue.SimpleQueue()
         for rollout in rollouts:
             waiting.put((rollout, written))
-        for _ in rollouts:
-            result = written.get()
-            if isinstance(result, Exception):
-                raise result
-            yield result
+        yield from take(len(rollouts), written)
 
     threading.Thread(target=write_batches, daemon=True).start()
     return write_shared
 
 
 def conductor_server(
-    write,
-    pool: list,
-    workers: list[int] | None,
-    prompting: Prompting,
-    extra_rounds: int,
-    port: int,
-    silence: float = 15.0,
-    host: str = "127.0.0.1",
-    api_key: str = "",
-    run: str = "",
+    service: Service, port: int, host: str = "127.0.0.1", api_key: str = ""
 ) -> Server:
-    """Return an OpenAI-compatible server that is bound to its port, but not started.
-
-    Args:
-        write: A writer. Up to CONDUCTING threads call it at the same time.
-        workers: The numbers of the workers that may be used; None for the whole pool.
-        prompting: How the Conductor is asked.
-        extra_rounds: How many rounds the model conductor-recursive may have after the first.
-        port: 0 for any free one.
-        silence: Seconds without an event after which a stream says that the workers are busy.
-        host: Only this machine reaches 127.0.0.1. An address that others reach needs an api_key.
-        api_key: The key that clients send as Bearer; "" if they need none.
-        run: The folder of a training run for the page to show; "" for none.
-    """
-    server = loopback_server(port, ConductorHandler, host, api_key)
-    server.service = Service(write, pool, workers, prompting, extra_rounds, silence, run)
+    """Return an OpenAI-compatible server that is bound, but not started; see workers.Server."""
+    server = Server(port, ConductorHandler, host, api_key)
+    server.service = service
     # Start a thread of each kind now. Later, requests may take all threads that the system allows.
-    for threads in (server.service.conducting, THREADS):
+    for threads in (service.conducting, THREADS):
         threads.run(bool, (), lambda result: None)
     return server
 
@@ -1601,23 +1579,13 @@ def allow_open_files(wanted: int):
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def serve(settings: "Settings", write, pool: list, workers: list[int] | None, prompting: Prompting):
+def serve(settings: "Settings", service: Service):
     """Serve a Conductor until Ctrl-C is pressed."""
     if settings.run and not os.path.exists(os.path.join(settings.run, "settings.json")):
         raise ValueError(f"--run={settings.run}: no training run wrote its settings.json there")
     allow_open_files(4 * (CONDUCTING + WAITING))  # each connection is one
     key = os.environ.get("CONDUCTOR_API_KEY", "").strip()
-    server = conductor_server(
-        write,
-        pool,
-        workers,
-        prompting,
-        settings.extra_rounds or 1,
-        settings.port,
-        host=settings.host,
-        api_key=key,
-        run=settings.run,
-    )
+    server = conductor_server(service, settings.port, settings.host, key)
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     url = f"http://{host}:{server.server_address[1]}"
     models = " and ".join(ConductorHandler.models)
@@ -1724,7 +1692,8 @@ def main(argv: list[str]):
         write = share_batches(write) if is_server else write
 
     if is_server:
-        serve(settings, write, pool, workers, prompting)
+        rounds = settings.extra_rounds or 1
+        serve(settings, Service(write, pool, workers, prompting, rounds, run=settings.run))
     else:
         answer(Rollout(question, pool, workers), write, prompting, settings.extra_rounds)
 

@@ -4,7 +4,7 @@ import contextlib
 import threading
 
 from workers import Reply, WorkerError
-from workflow import Prompting, conductor_server
+from workflow import Service, conductor_server
 
 
 class Player:
@@ -32,12 +32,13 @@ def lost(messages):
 
 
 @contextlib.contextmanager
-def served(pool, *texts, write=None, **settings):
+def served(pool, *texts, write=None, api_key="", **settings):
     """Yield the URL of a server whose Conductor writes these texts in turn, then repeats the last.
 
     Args:
-        write: the Conductor, if it does more than that; see `conductor_server`.
-        settings: further arguments of `conductor_server`.
+        write: the Conductor, if it does more than that.
+        api_key: what clients have to send, if anything.
+        settings: further fields of Service.
     """
     left = list(texts)
 
@@ -46,7 +47,7 @@ def served(pool, *texts, write=None, **settings):
             rollout.written = left.pop(0) if len(left) > 1 else left[0]
             yield rollout
 
-    server = conductor_server(write or write_texts, pool, None, Prompting(), 1, 0, **settings)
+    server = conductor_server(Service(write or write_texts, pool, **settings), 0, api_key=api_key)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"

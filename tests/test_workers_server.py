@@ -21,9 +21,9 @@ import workers
 from workers import (
     LOCAL,
     Handler,
+    Server,
     SpecialistHandler,
     load_pool,
-    loopback_server,
     specialist,
 )
 
@@ -37,7 +37,7 @@ ASK = {
 @contextlib.contextmanager
 def served(handler):
     """Yield the URL of a running server with this handler."""
-    server = loopback_server(0, handler)
+    server = Server(0, handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -267,8 +267,8 @@ def test_another_machine_needs_the_key():
 
     for host in ("0.0.0.0", "", "192.0.2.1", "example.org"):
         with pytest.raises(ValueError, match="CONDUCTOR_API_KEY"):
-            loopback_server(0, Open, host)
-    server = loopback_server(0, Open, "0.0.0.0", "geheim-\u00e9")
+            Server(0, Open, host)
+    server = Server(0, Open, "0.0.0.0", "geheim-\u00e9")
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_address[1]}"
     keys = {

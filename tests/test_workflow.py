@@ -644,7 +644,7 @@ WRONG = {  # words: what the error says
     ("show", "TRACE", "99"): "no line '99'",
     ("show", "TRACE", "1", "2"): "show takes a FILE",
     ("show", "nowhere.jsonl"): "there is no file nowhere.jsonl",
-    ("show", os.path.join(ROOT, "assets")): "assets is a folder: it holds no traces",
+    ("show", os.path.join(ROOT, "assets")): "a run's traces are in its folder traces/",
     ("show", "TRACES"): "is a folder: name a file in it, such as ",
     ("show", os.path.join(LAPTOP, "model.safetensors")): "holds no rollout",
     ("show", os.devnull): "there is no file",
