@@ -121,6 +121,7 @@ class Worker:
         self.own_headers = {"content-type": "application/json"}
         for name, value in [*requests.utils.default_headers().items(), *self.headers.items()]:
             self.own_headers[name.lower()] = value
+        self.route = once(self.find_route)
 
         self.lock = threading.Lock()  # guards these three sums, in which replayed calls count
         self.calls = 0
@@ -240,7 +241,7 @@ class Worker:
 
     def post(self, headers: dict, body: dict, deadline: float) -> Reply:
         """Post a request and read the response until time.monotonic() == deadline."""
-        connections, target = self.route
+        connections, target = self.route()
         response = connections.urlopen(
             "POST",
             target,
@@ -257,9 +258,8 @@ class Worker:
         finally:
             response.close()  # if it was not read to its end; else the connection is kept
 
-    @functools.cached_property
-    def route(self) -> tuple:
-        """urllib3's pool of connections to the server, and what to ask for on one of them.
+    def find_route(self) -> tuple:
+        """Return urllib3's pool of connections to the server, and what to ask for on one of them.
 
         requests reads proxies and certificates from the environment. Its own `post` would do so
         again for every call, which takes half of a call's CPU time.
@@ -1260,7 +1260,7 @@ class Handler(BaseHTTPRequestHandler):
 
     A subclass has `models` and `complete(body)`. The messages in the body are plain: each is
     {"role": "system", "user" or "assistant", "content": text}. `complete` raises Refusal, or calls
-    `reply` or `fail` once. Before that, where body["stream"] is true, it may call `send_event` and
+    `reply` once. Before that, where body["stream"] is true, it may call `send_event` and
     `send_comment` any number of times.
     """
 
@@ -1288,7 +1288,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.check_method("GET", path)
                 self.send(200, content)
         except Refusal as refusal:
-            self.fail(refusal.status, refusal.message, refusal.code, refusal.headers)
+            self.fail(refusal)
         if self.unread:
             self.drop_input()
 
@@ -1370,7 +1370,7 @@ class Handler(BaseHTTPRequestHandler):
         except (Refusal, ConnectionError, TimeoutError):
             raise
         except Exception as bug:  # The client has to hear of it, too.
-            self.fail(500, f"{type(bug).__name__}: {bug}")
+            self.fail(Refusal(500, f"{type(bug).__name__}: {bug}"))
             raise
 
     def reply(self, text: str, finish: str = "stop", usage: dict | None = None, **extra):
@@ -1390,17 +1390,21 @@ class Handler(BaseHTTPRequestHandler):
             self.send_event({"content": shown}, finish, usage=usage, **extra)
         self.send_piece("data: [DONE]\n\n")
 
-    def fail(self, status: int, message: str, code=None, headers: dict | None = None):
-        """Answer with an error in OpenAI's format. The arguments are those of Refusal."""
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        error = {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    def fail(self, refusal: Refusal):
+        """Answer with an error in OpenAI's format."""
+        is_server_error = refusal.status >= 500
+        error = {
+            "message": refusal.message,
+            "type": "server_error" if is_server_error else "invalid_request_error",
+            "param": None,
+            "code": refusal.code,
+        }
         if self.streaming:
-            self.send_piece(f"data: {json.dumps(error)}\n\n")
+            self.send_piece(f"data: {json.dumps({'error': error})}\n\n")
             return
-        headers = dict(headers or {})
-        if status >= 500 and "Retry-After" not in headers:
-            headers["x-should-retry"] = "false"  # What failed would cost the same again.
-        self.send(status, error, **headers)
+        if is_server_error and "Retry-After" not in refusal.headers:
+            refusal.headers["x-should-retry"] = "false"  # What failed would cost the same again.
+        self.send(refusal.status, {"error": error}, **refusal.headers)
 
     def send(self, status: int, content, **headers):
         """Send a response: JSON, or an HTML page as bytes."""
@@ -1453,9 +1457,10 @@ class Handler(BaseHTTPRequestHandler):
         """
         self.close_connection = True
         if code == 501:
-            self.fail(405, f"{message}; {PATHS}", headers={"Allow": "GET, HEAD, POST"})
+            allowed = {"Allow": "GET, HEAD, POST"}
+            self.fail(Refusal(405, f"{message}; {PATHS}", headers=allowed))
         else:
-            self.fail(code, message or "this is no HTTP request")
+            self.fail(Refusal(code, message or "this is no HTTP request"))
 
     def drop_input(self):
         """Read what the client still sends. If we hung up at once, it could miss the answer."""

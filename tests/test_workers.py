@@ -956,10 +956,10 @@ def test_this_machine_is_called_without_a_proxy(monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     for host in THIS_MACHINE:
         one = Worker("openai", f"http://{host}/v1", "m")
-        assert one.route[0].proxy is None and workers.probable_cost([one], 1) == 0, host
+        assert one.route()[0].proxy is None and workers.probable_cost([one], 1) == 0, host
     for host in OTHERS:
         one = Worker("openai", f"http://{host}/v1", "m")
-        assert one.route[0].proxy.port == 9 and workers.probable_cost([one], 1) is None, host
+        assert one.route()[0].proxy.port == 9 and workers.probable_cost([one], 1) is None, host
 
 
 @pytest.mark.parametrize("proxy", [False, True])

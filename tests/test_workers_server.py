@@ -21,6 +21,7 @@ import workers
 from workers import (
     LOCAL,
     Handler,
+    Refusal,
     Server,
     SpecialistHandler,
     load_pool,
@@ -58,7 +59,7 @@ class Parrot(Handler):
         if body.get("stream"):
             self.send_comment("busy")
         if text == "fail":
-            return self.fail(502, "the workers are down")
+            raise Refusal(502, "the workers are down")
         self.reply(json.dumps(body["messages"]), "length", {"total_tokens": 3}, workflow=["who"])
 
 
