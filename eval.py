@@ -2174,11 +2174,10 @@ def rows_of_file(source: Source):
         with open(path, newline="", encoding="utf-8") as file:
             yield from enumerate(csv.DictReader(file))
         return
-    start = 0
     with open(path, "rb") as file:
         for n, line in enumerate(file):
-            yield n, json.loads(line) | {"place": {"file": source.rows, "at": start}}
-            start += len(line)
+            place = {"file": source.rows, "at": file.tell() - len(line)}
+            yield n, json.loads(line) | {"place": place}
 
 
 def rows_of_viewer(source: Source):
@@ -2650,14 +2649,14 @@ def extract_code(response: str) -> str:
 
     "So:\\n```python\\nprint(1)\\n```\\nIt prints:\\n```\\n1\\n```" -> "print(1)"
     """
-    blocks = [(match["info"], match["code"]) for match in FENCED.finditer(response)]
     _, tag, inside = response.rpartition("</answer>")[0].rpartition("<answer>")
-    in_python = [code for info, code in blocks if re.match(r"(?i)\W*py(?:thon)?3?\b", info)]
-    in_any = [code for _, code in blocks]
-    candidates = in_python or in_any or [inside if tag else ""]
-    return textwrap.dedent(candidates[-1]).strip("\n")
+    blocks = [*FENCED.finditer(response)]
+    in_python = [block for block in blocks if IS_PYTHON.match(block["info"])]
+    *_, code = [inside if tag else "", *(block["code"] for block in blocks + in_python)]
+    return textwrap.dedent(code).strip("\n")
 
 
+IS_PYTHON = re.compile(r"(?i)\W*py(?:thon)?3?\b")
 # A block between fences, ``` or ~~~. Its first line may say more than the language: ```python:a.py
 FENCED = re.compile(
     r"""(?xsm)
@@ -2682,10 +2681,9 @@ def same_output(out: bytes | None, expected: str, returned: bool) -> bool:
         lines = out.decode(errors="replace").strip().split("\n")
         expected_lines = expected.strip().split("\n")
         for line, expected_line in zip(lines, expected_lines, strict=True):
-            expected_tokens = expected_line.split()
-            tokens = line.split(None, len(expected_tokens))  # surplus tokens stay one piece
-            is_same_text = line.strip() == expected_line.strip()
-            if not is_same_text and [*map(Decimal, tokens)] != [*map(Decimal, expected_tokens)]:
+            if line.strip() == expected_line.strip():
+                continue
+            if [*map(Decimal, line.split())] != [*map(Decimal, expected_line.split())]:
                 return False
         return True
     except (ValueError, RecursionError, InvalidOperation):
