@@ -1551,7 +1551,7 @@ class Expression:
             self.values = []
 
     def evaluate(self, tokens: list[str]):
-        """Return the expression's value at a point, at which `known` holds the values of letters."""
+        """Return the expression's value at a point, where the letters have their `known` values."""
         self.tokens = [*tokens, "end"]
         try:
             value = self.read(1)
@@ -2579,8 +2579,8 @@ def sandbox_command() -> list[str]:
         users = "--cap-drop ALL --cap-add CAP_SETUID --cap-add CAP_SETGID"
 
     options = (
-        f"{users} --unshare-pid --unshare-net --unshare-ipc --unshare-uts --new-session --die-with-parent "
-        "--proc /proc --dev /dev"
+        f"{users} --unshare-pid --unshare-net --unshare-ipc --unshare-uts --new-session "
+        "--die-with-parent --proc /proc --dev /dev"
     )
     command = [shutil.which("bwrap") or "bwrap", *options.split()]
     for folder in ("/tmp", "/dev/shm"):
