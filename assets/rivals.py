@@ -7,6 +7,7 @@ call that is repeated while they learn is made once.
 """
 
 import math
+import os
 import random
 import re
 import zlib
@@ -161,7 +162,8 @@ masrouter = System(learn_masrouter, ("lessons",), calls=2, calls_to_learn=15_000
 
 # ---- TRINITY -------------------------------------------------------------------------------------
 
-CHECKPOINT = "out/laptop/reference"  # the model whose hidden states are read
+# The model whose hidden states are read. A training run writes it after its warm start.
+CHECKPOINT = "out/laptop/reference"
 GENERATIONS = 100
 POPULATION = 32
 ROLES = {
@@ -174,6 +176,8 @@ ACCEPTS = re.compile(r"\bACCEPT\b|nothing here to work on")  # the second is a s
 
 def hidden_states():
     """Return a function text -> the hidden state (C) of the model at the last token but one."""
+    if not os.path.exists(CHECKPOINT):
+        raise ValueError(f"trinity needs {CHECKPOINT}: run train.py --preset=laptop first")
     model, tokenizer, _ = load_conductor(CHECKPOINT)
 
     @lru_cache(100_000)
