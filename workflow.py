@@ -1352,7 +1352,8 @@ class ConductorHandler(Handler):
                 last = self.conduct_and_stream(asked)
             finally:
                 self.server.service.admission.leave()
-            outcome = self.answer_with(last)
+            self.answer_with(last)
+            outcome = "answered"
         except Refusal as refusal:
             outcome = f"{refusal.status}, {refusal.message}"
             raise
@@ -1387,14 +1388,14 @@ class ConductorHandler(Handler):
         def call(rollout, i):
             if self.hung_up():
                 raise WorkerError("stopped, as nobody waits for the answer")
-            events.put(start_event(rollout, i))
+            events.put(event_of(rollout, i))
             reply = call_worker(rollout, i)
-            events.put(reply_event(rollout, i, reply))
+            events.put(event_of(rollout, i, reply))
             return reply
 
         def conduct_question():
             if self.hung_up():
-                raise ConnectionAbortedError("the client left the line")
+                raise ConnectionAbortedError
             started = time.monotonic()
             extra_rounds = service.extra_rounds if self.card["model"] == self.models[1] else 0
             [last] = conduct(service.write, [asked], extra_rounds, service.prompting, call=call)
@@ -1430,10 +1431,10 @@ class ConductorHandler(Handler):
         """Return whether the client is gone."""
         return self.write_failed or super().hung_up()
 
-    def answer_with(self, last: Rollout) -> str:
-        """Send the answer, from the last round that has one. Return what the log says about it."""
+    def answer_with(self, last: Rollout):
+        """Send the answer, from the last round that has one."""
         if self.hung_up():
-            return "the client hung up"
+            raise ConnectionAbortedError
         while last.error and last.previous:  # The round before a failed one has an answer.
             last = last.previous
         if last.error or last.invalid:
@@ -1454,10 +1455,9 @@ class ConductorHandler(Handler):
         workflow = []
         for one in last.rounds():
             for i, reply in enumerate(one.replies):
-                workflow.append(start_event(one, i) | reply_event(one, i, reply))
+                workflow.append(event_of(one, i) | event_of(one, i, reply))
         finish = "length" if last.all_replies[-1].finish == "length" else "stop"
         self.reply(last.answer, finish, usage, workflow=workflow)
-        return "answered"
 
     def log(self, model: str, outcome: str, last: Rollout | None, seconds: float):
         """Print one line: the model, the outcome, steps, seconds, dollars, and what is left."""
@@ -1474,26 +1474,16 @@ class ConductorHandler(Handler):
         sys.stderr.flush()
 
 
-def start_event(rollout: Rollout, i: int) -> dict:
-    """Return the event that step i of a rollout starts."""
+def event_of(rollout: Rollout, i: int, reply: Reply | None = None) -> dict:
+    """Return the event that step i of a rollout starts, or that it is answered by a reply."""
+    place = {"round": len(rollout.rounds()) - 1, "step": i}
+    if reply:
+        return place | {"reply": reply.text, "seconds": reply.seconds, "cost": reply.cost}
     step = rollout.workflow.steps[i]
-    return {
-        "round": len(rollout.rounds()) - 1,
-        "step": i,
+    return place | {
         "worker": rollout.names[i],
         "subtask": step.subtask,
         "access": step.access,
-    }
-
-
-def reply_event(rollout: Rollout, i: int, reply: Reply) -> dict:
-    """Return the event that step i of a rollout is answered."""
-    return {
-        "round": len(rollout.rounds()) - 1,
-        "step": i,
-        "reply": reply.text,
-        "seconds": reply.seconds,
-        "cost": reply.cost,
     }
 
 
