@@ -116,7 +116,7 @@ class Worker:
             self.code = f"{file_hash(path)}:{name}"
         self.slots = threading.Semaphore(self.concurrency)
 
-        path = PROTOCOLS[self.protocol][0]
+        path, self.write_request, self.read_reply = PROTOCOLS[self.protocol]
         self.url = self.base_url.rstrip("/") + path
         self.own_headers = {"content-type": "application/json"}
         for name, value in [*requests.utils.default_headers().items(), *self.headers.items()]:
@@ -170,8 +170,7 @@ class Worker:
         """
         api_key = os.environ.get(self.api_key_env or "", "").strip()
         turns = [m if m["content"].strip() else {**m, "content": "(empty)"} for m in messages]
-        _, write_request, _ = PROTOCOLS[self.protocol]
-        headers, body = write_request(self.model, turns, params, api_key)
+        headers, body = self.write_request(self.model, turns, params, api_key)
         budget = self.budget or UNLIMITED
         reserved = highest_cost(vars(self), params, body) if self.budget else 0.0
 
@@ -327,9 +326,8 @@ def read_response(worker: Worker, response: HTTPResponse, deadline: float) -> Re
     if response.status != 200 or find(data, "error"):
         raise refusal(worker.url, response, find(data, "error", "code"), text)
 
-    _, _, read_reply = PROTOCOLS[worker.protocol]
     try:
-        answer, finish = read_reply(data)
+        answer, finish = worker.read_reply(data)
         answer = without_surrogates(answer)
     except (LookupError, TypeError, AttributeError, ValueError):
         # OpenRouter sends blanks while it waits for a host, and nothing else if the host dies.
@@ -1542,14 +1540,15 @@ class Server(ThreadingHTTPServer):
         try:
             super().process_request(request, client_address)
         except RuntimeError:  # The system allows no more threads.
-            sentence = b"too many connections: come again in 5 s"
             with contextlib.suppress(OSError):
                 request.settimeout(1)
                 request.recv(1 << 16)  # If we never read, the client may miss the answer.
                 request.sendall(
-                    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nConnection: close\r\n"
-                    b"Content-Type: text/plain\r\nContent-Length: %d\r\n\r\n%b"
-                    % (len(sentence), sentence)
+                    b"HTTP/1.1 503 Service Unavailable\r\n"
+                    b"Retry-After: 5\r\n"
+                    b"Connection: close\r\n"
+                    b"Content-Type: text/plain\r\n\r\n"
+                    b"too many connections: come again in 5 s"
                 )
             self.shutdown_request(request)
 
