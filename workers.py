@@ -593,7 +593,7 @@ def load_function(spec: str):
             is_ctrl_c = is_main and isinstance(e, KeyboardInterrupt)
             if isinstance(e, Exception) or is_ctrl_c:
                 raise
-            raise RuntimeError(f"{spec} raised {e!r}") from e
+            raise RuntimeError(f"it raised {e!r}") from e
 
     return guarded
 

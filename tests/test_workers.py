@@ -480,7 +480,7 @@ def test_a_file_whose_import_ends_is_an_error_that_names_it(ending, tmp_path):
 def test_a_users_function_raises_nothing_that_ends_the_program(name, tmp_path):
     (tmp_path / "mine.py").write_text(ENDLESS)
     reward = workers.load_function(f"{tmp_path}/mine.py:{name}")
-    with pytest.raises(RuntimeError, match=f"mine.py:{name} raised "):
+    with pytest.raises(RuntimeError, match="it raised "):
         reward(None)
 
 
