@@ -249,16 +249,16 @@ class Worker:
             retries=False,
             redirect=False,
             assert_same_host=False,  # An HTTP proxy is asked for the whole URL.
-            timeout=Timeout(connect=10, read=self.timeout),  # seconds, between two packets
+            timeout=Timeout(connect=10, read=self.timeout),  # seconds; read: between two packets
             preload_content=False,
         )
         try:
             return read_response(self, response, deadline)
         finally:
-            response.close()  # if it was not read to its end; else the connection is kept
+            response.close()  # also its connection, unless the response was read to its end
 
     def find_route(self) -> tuple:
-        """Return urllib3's pool of connections to the server, and what to ask for on one of them.
+        """Return urllib3's pool of connections to the server, and the path or URL to post to.
 
         requests reads proxies and certificates from the environment. Its own `post` would do so
         again for every call, which takes half of a call's CPU time.
@@ -700,12 +700,15 @@ def check_pool(entries: list[dict], budget: float = 0.0) -> list[str]:
 def check_row(entry: dict, budget: float) -> dict[str, str]:
     """Return what is missing or wrong in a row of a pool: field -> a sentence."""
     # Fields whose value does not match their pattern, and fields that are missing.
+    protocol = entry.get("protocol")
     required = ["protocol", "base_url", "model"]
-    if entry.get("protocol") == "python" or "function" in entry:
+    if protocol == "python" or "function" in entry and protocol not in ("openai", "anthropic"):
         required = ["protocol", "function"]
     unknown = entry.keys() - FIELDS.keys()
+    if unknown:
+        required = []  # The unknown field may be one of them, misspelt.
     wrong = {}
-    for key in [*entry, *(required if not unknown else [])]:  # The unknown one may be misspelt.
+    for key in [*entry, *required]:
         pattern, expected = FIELDS.get(key, ("", f"one of {', '.join(FIELDS)}"))
         if not fits(entry.get(key), pattern):
             wrong[key] = f"expected {expected}"
@@ -717,14 +720,14 @@ def check_row(entry: dict, budget: float) -> dict[str, str]:
     variable = entry.get("api_key_env")
     if variable and "api_key_env" not in wrong and not os.environ.get(variable):
         wrong["api_key_env"] = f"${variable} is not set"
-    if entry.get("protocol") == "python" and "function" in entry and "function" not in wrong:
+    if protocol == "python" and "function" in entry and "function" not in wrong:
         try:
             load_function(entry["function"])
         except ValueError as e:
             wrong["function"] = str(e)
     has_price = not unknown and not wrong.keys() & {"protocol", "price", "params"}
     if budget and has_price and highest_cost(entry, entry.get("params", {}), {}) == float("inf"):
-        if "function" in entry:
+        if protocol == "python":
             wrong["price"] = "leave it out for a budget, and return a Reply with the call's cost"
         else:
             wrong["price, params"] = "a budget needs a price (of your own: [0, 0]) and max_tokens"
@@ -1401,7 +1404,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_piece(f"data: {json.dumps({'error': error})}\n\n")
             return
         if is_server_error and "Retry-After" not in refusal.headers:
-            refusal.headers["x-should-retry"] = "false"  # What failed would cost the same again.
+            refusal.headers["x-should-retry"] = "false"  # It would fail, and cost, again.
         self.send(refusal.status, {"error": error}, **refusal.headers)
 
     def send(self, status: int, content, **headers):

@@ -886,13 +886,14 @@ def test_what_is_no_pool(text, tmp_path):
         ({"protocol": "openai", "base_url": "http://h/v1", "modle": "m"}, ["modle"]),
         ({"protocol": "python", "funktion": "tools.py:f"}, ["funktion"]),
         ({"function": "tools.py:f"}, ["protocol"]),
+        ({"protocol": "openai", "function": "tools.py:f"}, ["base_url", "model"]),
         ({"protocol": "python"}, ["function"]),
         ({}, ["protocol", "base_url", "model"]),
     ],
 )
 @pytest.mark.parametrize("budget", [0.0, 1.0])
 def test_one_fault_is_one_line(row, fields, budget):
-    priced = {"price": [0, 0]} if "base_url" in row else {}
+    priced = {} if row.get("protocol") == "python" else {"price": [0, 0]}
     lines = check_pool([{**row, **priced, "name": "jane"}], budget)
     assert [line.split(": ")[:2] for line in lines] == [["jane", field] for field in fields]
 

@@ -414,6 +414,7 @@ def workflow_queue(shared):
 
 def test_what_is_written_does_not_depend_on_who_waits_beside():
     model, tokenizer, prompting = workflow.load_conductor(os.path.join(ASSETS, "laptop"))
+    prompting.max_new_tokens = 16  # Hot texts seldom end by themselves.
     write = workflow.model_writer(model, tokenizer, prompting, temperature=2.0)
     questions = ["What is 6 * 7?", "Find dos * tres.", "Find dos * tres.", "Give me Lima shouted."]
 
