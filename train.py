@@ -21,6 +21,7 @@ A run writes these files into --out:
 
 A run that was killed goes on with the same command and --resume."""
 
+import contextlib
 import ctypes
 import datetime
 import errno
@@ -304,7 +305,6 @@ class Run:
     first_iteration: int  # 0, or where the newest checkpoint ends
     wrong_share: dict[str, torch.Tensor]  # running share of wrong answers, by kind of question
     reference: Qwen | None = None  # the policy that the KL is measured against
-    last_saved: int | None = None  # iterations of the newest checkpoint
     skipped: int = 0  # optimizer steps in a row, up to now, whose gradient was not finite
 
 
@@ -332,13 +332,14 @@ def train(settings: Settings, device: str):
     was not, if the number of ranks is the same; with another number only the rounding differs.
     """
     run = set_up(settings, device)  # loads the newest checkpoint, or does the warm start
-    complete_metrics(run, settings)
+    measure_held_out(run, settings, run.first_iteration)  # if the budget ended before that
     recent = deque(maxlen=10)  # seconds of the last iterations
     for iteration in range(run.first_iteration, settings.iterations):
         started = time.perf_counter()
 
         # 1. Roll out: the Conductor writes workflows, workers carry them out, graders judge them.
-        groups = read_rollouts(run, settings, iteration)  # there if a run was killed after step 2
+        # If a run was killed after step 2, they are on disk.
+        groups = on_all_ranks(lambda: read_rollouts(run, settings, iteration))
         if groups is None:
             groups, reason_to_stop = collect_rollouts(run, settings, iteration)
             torch.cuda.empty_cache()  # learning needs memory blocks of other sizes
@@ -363,22 +364,15 @@ def train(settings: Settings, device: str):
             "learning_s": time.perf_counter() - rolled_out,
         }
 
-        # 4. Evaluate, log, save.
+        # 4. Log, save, evaluate.
         done = iteration + 1
-        is_last = done == settings.iterations
-        is_due = done % settings.save_every == 0
-        held_out = None
-        if is_due and not is_last:  # print_results measures the last checkpoint
-            held_out = measure_held_out(run, settings, iteration)
         recent.append(time.perf_counter() - started)
         seconds_left = sum(recent) / len(recent) * (settings.iterations - done)
-        metrics = metrics_of(iteration, groups, reports, held_out, seconds)
+        metrics = metrics_of(iteration, groups, reports, seconds)
         on_rank0(lambda: log(settings, metrics, seconds_left))
-        is_spent = budget_is_spent(run)  # if held-out problems met the end of the budget
-        if is_due or is_last or is_spent:
+        if done % settings.save_every == 0 or done == settings.iterations:
             save(run, settings, done)
-        if is_spent:
-            leave(f"the budget is spent: stopped after iteration {done}. {MORE_MONEY}")
+            measure_held_out(run, settings, done)
 
     print_results(run, settings)
 
@@ -439,7 +433,7 @@ def save_and_leave(run: Run, settings: Settings, iteration: int, reason_to_stop:
     The iteration has no trace file, so --resume rolls it out again: it samples the same workflows,
     finds the replies that are on disk, and calls workers only for the others.
     """
-    if run.last_saved != iteration:
+    if not Path(settings.out, f"checkpoints/{iteration:05d}/state").exists():
         save(run, settings, iteration)
     remedy = MORE_MONEY if budget_is_spent(run) else GO_ON
     leave(
@@ -895,18 +889,15 @@ def set_up(settings: Settings, device: str) -> Run:
     # Lock the folder, and find the checkpoint to go on from.
     if not settings.dry_run:
         lock_on_all_machines(Path(settings.out, "lock"))
-    checkpoint = newest_checkpoint(settings)  # None: from the beginning
+    checkpoint = on_rank0(lambda: newest_checkpoint(settings))  # None: from the beginning
     start = str(checkpoint or settings.init_from)  # "": a new tiny model
     first_iteration = int(checkpoint.name) if checkpoint else 0
 
     # Say what is missing before anything expensive begins.
     evaluation.use_sandbox(settings.sandbox)
     config, entries, missing = on_rank0(lambda: preflight(settings, start, device))
-    if settings.dry_run and config is not None:
+    if settings.dry_run and config:
         try_run(settings, config, device, [] if missing else entries)
-    if check_flags(settings):
-        dist.destroy_process_group()
-        usage_error(missing)
     if settings.dry_run or missing:
         leave(missing)
 
@@ -915,7 +906,7 @@ def set_up(settings: Settings, device: str) -> Run:
     problems, test = load_problems(settings)
     model, tokenizer = load_start(start, problems, entries, settings, device)
     run = Run(
-        pool=open_pool(settings),
+        pool=on_all_ranks(lambda: open_pool(settings)),
         problems=problems,
         test=test,
         tokenizer=tokenizer,
@@ -924,10 +915,8 @@ def set_up(settings: Settings, device: str) -> Run:
         prompting=prompting_for(settings, checkpoint),
         first_iteration=first_iteration,
         wrong_share={problem.kind: torch.ones(()) for problem in problems},
-        last_saved=first_iteration if checkpoint else None,
     )
     check_longest_prompt(run)
-    on_all_ranks(lambda: check_traces(run, settings))
     on_rank0(lambda: open_folder(settings, first_iteration))
     print0(
         f"{count_parameters(model.config):,} parameters in {dtype_for(config, device)} on "
@@ -967,8 +956,7 @@ def load_start(
     """Return the sharded model and the tokenizer of the checkpoint `start`; "" makes tiny ones."""
     if settings.offload and device == "cuda":
         # Adam runs on the CPU then, and torchrun's default is one thread per process.
-        n_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        torch.set_num_threads(max(1, os.cpu_count() // n_ranks))
+        torch.set_num_threads(max(1, os.cpu_count() // ranks_here()))
     if start:
         on_rank0(lambda: fetch(start, "*.json", "*.safetensors"))  # one rank downloads
         return on_all_ranks(lambda: load_model(start, settings, device))
@@ -1010,30 +998,19 @@ def prompting_for(settings: Settings, checkpoint: Path | None) -> Prompting:
 
 
 def open_pool(settings: Settings) -> list:
-    """Return the workers, with the replies that were paid for and this rank's part of the money."""
+    """Return the workers, with the replies that were paid for and this rank's part of the money.
+
+    Each rank has local specialists of its own.
+    """
     is_kept = settings.share_replies or settings.pool not in LOCAL  # local replies cost nothing
-    local_url = start_specialists(settings) if settings.pool in LOCAL else None
-    ranks = dist.get_world_size()
-    return on_all_ranks(
-        lambda: load_pool(
-            settings.pool,
-            local_url=local_url,
-            replay=f"{settings.out}/replies" if is_kept else "",
-            budget=settings.budget,
-            ranks=ranks,
-            # The ids of training's calls begin with the seed, those of held-out problems do not.
-            share=f"{settings.seed}/" if settings.share_replies else "",
-        )
+    return load_pool(
+        settings.pool,
+        replay=f"{settings.out}/replies" if is_kept else "",
+        budget=settings.budget,
+        ranks=dist.get_world_size(),
+        # The ids of training's calls begin with the seed, those of held-out problems do not.
+        share=f"{settings.seed}/" if settings.share_replies else "",
     )
-
-
-def start_specialists(settings: Settings) -> str:
-    """Return the URL of this machine's local specialists, whose server its first rank starts."""
-    machine = os.environ.get("GROUP_RANK", "0")  # torchrun sets it
-    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    entries = on_all_ranks(lambda: read_pool(settings.pool) if is_first else [])
-    urls = dict(all_gather([(machine, entry["base_url"]) for entry in entries]))
-    return urls[machine]
 
 
 def load_reference(run: Run, settings: Settings, device: str, is_new: bool) -> Qwen:
@@ -1050,13 +1027,9 @@ def load_reference(run: Run, settings: Settings, device: str, is_new: bool) -> Q
         save_for_use(run, settings, folder)
 
     def load():
-        try:
+        advice = f"Delete {settings.out}/checkpoints, and --resume starts again, with all rollouts"
+        with remedy(folder, advice):
             return Qwen.from_pretrained(folder, dtype_for(run.model.config, device), device)
-        except (OSError, ValueError) as e:
-            raise ValueError(
-                f"the policy {folder} is damaged: {e}. Delete {settings.out}/checkpoints; "
-                "--resume then starts again, with the rollouts on disk"
-            ) from None
 
     return on_all_ranks(load)
 
@@ -1082,28 +1055,26 @@ def check_longest_prompt(run: Run):
         )
 
 
-def measure_held_out(run: Run, settings: Settings, iteration: int) -> float | None:
-    """Return the accuracy on the first held-out problems; None if the budget ends before."""
-    problems = run.test[:N_TEST_AT_CHECKPOINT]
-    answered = conduct_problems(run, problems, settings, f"test:{iteration}")
-    return None if budget_is_spent(run) else evaluation.measure(answered)["accuracy"]
+def measure_held_out(run: Run, settings: Settings, done: int):
+    """Measure the checkpoint after `done` iterations, and add its accuracy to their last metrics.
 
-
-def complete_metrics(run: Run, settings: Settings):
-    """Measure the newest checkpoint's held-out accuracy if the budget ended before that."""
+    Nothing is done if the metrics have it already, or if it is the last checkpoint, which
+    `print_results` measures. If the budget ends, so does the run, and --resume comes back here.
+    """
     file = Path(settings.out, "metrics.jsonl")
-    lines = on_rank0(lambda: file.read_text().splitlines())
-    is_due = run.first_iteration % settings.save_every == 0
-    if not (lines and run.test and is_due and run.first_iteration < settings.iterations):
+    *lines, last = on_rank0(lambda: file.read_text().splitlines()) or ["{}"]
+    metrics = json.loads(last)
+    is_missing = metrics.get("iteration") == done - 1 and metrics["held_out"] is None
+    is_due = done % settings.save_every == 0 and done < settings.iterations
+    if not (is_missing and is_due and run.test):
         return
-    metrics = json.loads(lines[-1])
-    if metrics["iteration"] != run.first_iteration - 1 or metrics["held_out"] is not None:
-        return
-    metrics["held_out"] = measure_held_out(run, settings, metrics["iteration"])
+    problems = run.test[:N_TEST_AT_CHECKPOINT]
+    answered = conduct_problems(run, problems, settings, f"test:{done - 1}")
     if budget_is_spent(run):
-        leave(f"the budget is spent. {MORE_MONEY}")
-    lines[-1] = json.dumps(metrics)
-    on_rank0(lambda: replace_file(file, lines))
+        leave(f"the budget is spent: stopped after iteration {done}. {MORE_MONEY}")
+    metrics["held_out"] = evaluation.measure(answered)["accuracy"]
+    on_rank0(lambda: replace_file(file, [*lines, json.dumps(metrics)]))
+    print0(f"{metrics['held_out']:.1%} of {len(problems)} held-out problems are right")
 
 
 def conduct_problems(run: Run, problems: list, settings: Settings, name: str) -> list[Rollout]:
@@ -1185,12 +1156,10 @@ def preflight(settings: Settings, start: str, device: str) -> tuple[Config | Non
     """Find everything that would fail late, before anything expensive starts.
 
     Returns:
-        The model's shape, or None if it is unknown or a flag is wrong; the entries of the pool; and
-        what is missing as a text, "" if nothing is.
+        The model's shape, or None if it is unknown; the entries of the pool; and what is missing as
+        a text, "" if nothing is.
     """
-    missing = check_flags(settings)
-    are_flags_right = not missing
-    missing += check_run_folder(settings)
+    missing = []
 
     def attempt(what: str, job: Callable, *arguments):
         """Return what a job returns; if it fails, note why, and return None."""
@@ -1199,11 +1168,20 @@ def preflight(settings: Settings, start: str, device: str) -> tuple[Config | Non
         except (OSError, ValueError, LookupError, TypeError) as e:
             missing.append(f"{what}: {e}")
 
+    # The run's folder.
+    is_run = os.path.exists(f"{settings.out}/settings.json")
+    if is_run and not settings.resume:
+        missing.append(f"--out={settings.out} holds a run: --resume goes on; or choose another")
+    if settings.resume and not is_run:
+        missing.append(f"--out={settings.out} holds no run to resume")
+
     # The model, and room for it.
+    if settings.preset == "own" and not settings.init_from:
+        missing.append("--init_from: a model's folder, or its name on Hugging Face's hub")
     config = TINY_CONFIG
     if start:
         config = attempt(f"--init_from={start}", read_shape, start) or SHAPES.get(start)
-    if config and are_flags_right:
+    if config:
         attempt("room", check_room, settings, config, device)
 
     # The problems, and how they are graded.
@@ -1224,15 +1202,12 @@ def preflight(settings: Settings, start: str, device: str) -> tuple[Config | Non
     entries = attempt("workers", read_pool, settings.pool) or []
     if entries:
         missing += check_workers(settings, entries)
-    if entries and are_flags_right:
         attempt("money", check_money, settings, entries, len(test))
     costs_money = probable_cost(entries, 1) != 0.0 if entries else False
     if not missing and not (settings.dry_run and costs_money):  # a dry run pays for no word
-        pool = load_pool(settings.pool, entries[0].get("base_url"), budget=settings.budget)
+        pool = load_pool(settings.pool, budget=settings.budget)
         missing += [str(word) for word in ping_workers(pool) if isinstance(word, WorkerError)]
-
-    text = "\n  ".join(["the run lacks", *missing]) if missing else ""
-    return config if are_flags_right else None, entries, text
+    return config, entries, "\n  ".join(["the run lacks", *missing]) if missing else ""
 
 
 def check_flags(settings: Settings) -> list[str]:
@@ -1245,8 +1220,6 @@ def check_flags(settings: Settings) -> list[str]:
         choices = CHOICES.get(key, [value])
         if value not in choices:
             faults.append(f"--{key}={value}: there are {', '.join(filter(None, choices))}")
-    if settings.preset == "own" and not settings.init_from:
-        faults.append("--init_from is missing: a model's folder, or its name on Hugging Face's hub")
     if settings.lora_rank and not settings.init_from:
         faults.append("--lora_rank: there is no pretrained model to freeze without --init_from")
     if settings.examples and settings.prompt_style == "short":
@@ -1258,16 +1231,6 @@ def check_flags(settings: Settings) -> list[str]:
     if settings.wandb and importlib.util.find_spec("wandb") is None:
         faults.append("--wandb: the package wandb is not installed (pip install wandb)")
     return faults
-
-
-def check_run_folder(settings: Settings) -> list[str]:
-    """Return what keeps the run from writing into --out."""
-    is_run = os.path.exists(f"{settings.out}/settings.json")
-    if is_run and not settings.resume:
-        return [f"--out={settings.out} holds a run: --resume goes on with it; or choose another"]
-    if settings.resume and not is_run:
-        return [f"--out={settings.out} holds no run to resume"]
-    return []
 
 
 def check_workers(settings: Settings, entries: list[dict]) -> list[str]:
@@ -1298,55 +1261,49 @@ def check_money(settings: Settings, entries: list[dict], n_test: int):
         raise ValueError("--cost_weight weighs dollars, and a worker has no price")
 
 
-@dataclass
-class Room:
-    """Bytes that a process needs on the device, apart from what torch itself takes."""
+def bytes_for(settings: Settings, config: Config, device: str, recompute: bool) -> float:
+    """Estimate the most memory that a process needs at a time, apart from what torch itself takes.
 
-    weights: float  # fp32 weights and Adam's state, or a frozen base and LoRA's matrices
-    gradients: float
-    reference: float
-    sampling: float  # a whole copy of the model, its keys and values
-    learning: float  # gathered weights, activations, logits
-
-    @property
-    def most(self) -> float:
-        """The largest sum at a time. There are no gradients while the model samples."""
-        return self.weights + self.reference + max(self.sampling, self.gradients + self.learning)
-
-
-def room_for(settings: Settings, config: Config, device: str, recompute: bool) -> Room:
-    """Estimate what a process needs; with `recompute`, one layer's activations exist at a time."""
+    With `recompute`, one layer's activations exist at a time.
+    """
     n, world = count_parameters(config), dist.get_world_size()
+    n_trained = count_parameters(config, settings.lora_rank)
     width = dtype_for(config, device).itemsize
     hidden, layers, vocab = config.hidden_size, config.num_hidden_layers, config.vocab_size
-    n_trained = count_lora(config, settings.lora_rank) if settings.lora_rank else n
-    frozen = width * n if settings.lora_rank else 0
 
-    drawn = PROMPT + settings.n_rollouts // world * settings.max_new_tokens  # tokens of a question
-    token = 2 * config.num_key_value_heads * config.head_dim * layers * width  # its keys and values
-    cache = token * settings.n_questions * drawn
+    # Weights, Adam's state and gradients in fp32, LoRA's frozen base, and the reference policy.
+    weights = 12 * n_trained / world
+    if settings.lora_rank:
+        weights += width * n / world
+    gradients = 4 * n_trained / world
+    if settings.offload:
+        weights = gradients = 0
+    reference = width * n if settings.beta else 0
+
+    # To sample: a whole copy of the model, and the keys and values of all rollouts.
+    n_tokens = settings.n_questions * (
+        PROMPT + settings.n_rollouts // world * settings.max_new_tokens
+    )
+    cache = 2 * config.num_key_value_heads * config.head_dim * layers * width * n_tokens
     if device == "cuda":
         cache = min(cache, device_bytes(device) / 5)  # the sampler's limit
 
+    # To learn: layers that FSDP has gathered, with their gradients; activations; logits.
     row = settings.token_budget + PROMPT  # tokens of a packed row
     alive = 1 if recompute else layers
+    gathered = (2 * width + 4) * (2 * hidden * vocab + 2 * n / layers)
     activations = row * width * layers * hidden
     activations += row * width * alive * (10 * hidden + 5 * config.intermediate_size)
-    gathered = (2 * width + 4) * (2 * hidden * vocab + 2 * n / layers)  # with their gradients
-    return Room(
-        weights=0 if settings.offload else (12 * n_trained + frozen) / world,
-        gradients=0 if settings.offload else 4 * n_trained / world,
-        reference=width * n if settings.beta else 0,
-        sampling=width * n + cache,
-        learning=gathered + activations + 20 * min(row * vocab, HEAD_LOGITS[device]),
-    )
+    logits = 20 * min(row * vocab, HEAD_LOGITS[device])
+    learning = gradients + gathered + activations + logits
+    return weights + reference + max(width * n + cache, learning)
 
 
 def device_bytes(device: str) -> int:
     """Return the bytes of a GPU's memory, or of this process's share of the host's memory."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[1]
-    return host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return host_bytes() // ranks_here()
 
 
 def host_bytes() -> int:
@@ -1357,57 +1314,51 @@ def needs_recompute(settings: Settings, config: Config, device: str) -> bool:
     """Return whether memory is too short to keep the activations of all layers."""
     if count_parameters(config) < SMALL:
         return False
-    return room_for(settings, config, device, recompute=False).most > 0.9 * device_bytes(device)
+    return bytes_for(settings, config, device, recompute=False) > 0.9 * device_bytes(device)
 
 
 def check_room(settings: Settings, config: Config, device: str):
-    """Print the memory and the disk that the run needs. ValueError if they are not there."""
-    n = count_parameters(config)
-    world = dist.get_world_size()
-    dtype = dtype_for(config, device)
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # processes on this machine
-    room = room_for(settings, config, device, needs_recompute(settings, config, device))
-    n_trained = count_lora(config, settings.lora_rank) if settings.lora_rank else n
+    """Print the memory and the disk that a run needs. ValueError if they are not there."""
+    n, world = count_parameters(config), dist.get_world_size()
+    n_trained = count_parameters(config, settings.lora_rank)
+    whole = dtype_for(config, device).itemsize * n  # what others load
+    most = bytes_for(settings, config, device, needs_recompute(settings, config, device))
 
     # Rank 0 writes a whole copy of the weights; each rank writes its state file by file.
-    host = dtype.itemsize * n + here * 2 * min(STATE_FILE, 12 * n_trained / world)
+    host = whole + ranks_here() * 2 * min(STATE_FILE, 12 * n_trained / world)
     if settings.offload:
-        host += here * 16 * n / world
+        host += ranks_here() * 16 * n / world
     if device == "cpu":
-        host += here * room.most
+        host += ranks_here() * most
     # On disk: the weights of every checkpoint and of the reference, and one state for resuming, or
     # two while a new one is being written.
     n_checkpoints = math.ceil(settings.iterations / settings.save_every)
-    saved = dtype.itemsize * n * (n_checkpoints + 1) + 12 * n_trained * min(2, n_checkpoints)
+    disk = whole * (n_checkpoints + 1) + 12 * n_trained * min(2, n_checkpoints)
     existing = next(filter(Path.exists, Path(settings.out, "new").absolute().parents))
-    needs = {
-        f"at a time, of a {device}": (room.most, device_bytes(device)),
-        "of the machine's memory, to save a checkpoint": (host, host_bytes()),
-        "of disk": (saved, shutil.disk_usage(existing).free),
-    }
 
-    if settings.dry_run or n >= TINY:
-        print0(f"{n / 1e9:.3f} billion parameters, computed in {dtype} by {world} processes; GiB:")
-        print0(
-            f"{room.weights / GIB:9.1f} weights and Adam's state\n"
-            f"{room.gradients / GIB:9.1f} gradients\n"
-            f"{room.reference / GIB:9.1f} the reference policy of the KL\n"
-            f"{room.sampling / GIB:9.1f} to sample: a whole copy, its keys and values\n"
-            f"{room.learning / GIB:9.1f} to learn: gathered weights, activations, logits"
-        )
-        for what, (needed, present) in needs.items():
-            print0(f"{needed / GIB:9.1f} {what}; there are {present / GIB:.1f}")
-    lacking = [
-        f"{needed / GIB:.1f} GiB {what}, and there are {present / GIB:.1f}"
-        for what, (needed, present) in needs.items()
-        if needed > present
-    ]
+    lacking = []
+    for needed, present, where in (
+        (most, device_bytes(device), f"of each process's {device} memory"),
+        (host, host_bytes(), "of the machine's memory"),
+        (disk, shutil.disk_usage(existing).free, "of disk"),
+    ):
+        sentence = f"{needed / GIB:.1f} GiB {where}; there are {present / GIB:.1f}"
+        if needed > present:
+            lacking.append(sentence)
+        if settings.dry_run:
+            print0(f"{n / 1e9:.3f} billion parameters on {world} x {device} need {sentence}")
     if lacking:
         raise ValueError(
-            f"the run needs {'; '.join(lacking)}. More GPUs, --lora_rank, --offload, fewer "
+            f"the run needs {', '.join(lacking)}. More GPUs, --lora_rank, --offload, fewer "
             "--n_questions or a smaller --token_budget take less memory; a larger --save_every "
             "takes less disk"
         )
+
+
+def blank_rollout(n_prompt: int, n_written: int) -> Rollout:
+    """Return a rollout of so many tokens, to learn from."""
+    tokens = dict(prompt_ids=[0] * n_prompt, tokens=[0] * n_written, logprobs=[0.0] * n_written)
+    return Rollout("", advantage=1.0, **tokens)
 
 
 def largest_step(model: Qwen, optimizer, reference: Qwen | None, settings: Settings):
@@ -1416,12 +1367,9 @@ def largest_step(model: Qwen, optimizer, reference: Qwen | None, settings: Setti
     An out-of-memory error then comes before anybody is paid. Two micro-batches are needed, as the
     second one finds gradients in memory. Adam's state is zeros again afterwards.
     """
-    size, prompt = (settings.token_budget, PROMPT) if model.device.type == "cuda" else (64, 8)
-    length = min(settings.max_new_tokens, size)
-    rollout = Rollout(
-        "", prompt_ids=[0] * prompt, tokens=[0] * length, logprobs=[0.0] * length, advantage=1.0
-    )
-    rollouts = [rollout] * (size // length) * 2
+    size, n_prompt = (settings.token_budget, PROMPT) if model.device.type == "cuda" else (64, 8)
+    n_written = min(settings.max_new_tokens, size)
+    rollouts = [blank_rollout(n_prompt, n_written)] * (size // n_written) * 2
     update(model, optimizer, rollouts, beta=settings.beta, reference=reference, token_budget=size)
     for state in optimizer.state.values():
         for tensor in state.values():
@@ -1429,7 +1377,7 @@ def largest_step(model: Qwen, optimizer, reference: Qwen | None, settings: Setti
 
 
 def try_run(settings: Settings, config: Config, device: str, entries: list[dict]):
-    """Do the largest update with random weights, and print how long the run takes."""
+    """Do the largest update with random weights, and print how long it and the run take."""
     if device == "cpu" and count_parameters(config) > 1e8:
         return print0("the largest step was not tried: it takes a GPU")
     with torch.device("meta"):
@@ -1441,44 +1389,31 @@ def try_run(settings: Settings, config: Config, device: str, entries: list[dict]
     for p in model.parameters():
         p.detach().to_local().normal_(std=0.02)
 
-    started = time.perf_counter()
     optimizer = adam(model, settings.beta2)
     reference = whole_copy(model) if settings.beta else None
-    largest_step(model, optimizer, reference, settings)
-    seconds = time.perf_counter() - started
+    seconds = seconds_of(lambda: largest_step(model, optimizer, reference, settings))
     memory = f" and {torch.cuda.max_memory_allocated() / GIB:.1f} GiB of GPU memory"
     print0(f"the largest step took {seconds:.1f} s{memory if device == 'cuda' else ''}")
+    if entries and probable_cost(entries, 1) != 0.0:
+        return print0("how long the run takes depends on its workers: the first iteration tells")
+    if not entries:
+        return
 
-    if entries and probable_cost(entries, 1) == 0.0:
-        print_duration(model, optimizer, reference, settings, entries)
-    elif entries:
-        print0("how long the run takes depends on its workers: the first iteration tells")
-
-
-def print_duration(
-    model: Qwen, optimizer, reference: Qwen | None, settings: Settings, entries: list[dict]
-):
-    """Time a part of an iteration whose workers are free, and print what the whole run takes."""
-    n_rollouts = settings.n_rollouts // dist.get_world_size()  # of a question, on this rank
-    n_prompt = 50 if settings.prompt_style == "short" else PROMPT  # tokens
-    n_written = settings.max_new_tokens // 2  # tokens of a completion, as the estimate assumes
-    n_new = min(32, settings.max_new_tokens)
+    # Sample what an iteration samples; learn from one question; call each worker once.
+    n_prompt = 50 if settings.prompt_style == "short" else PROMPT
+    n_written = settings.max_new_tokens // 2
+    n_rollouts = max(1, settings.n_rollouts // dist.get_world_size())
     prompts = [[i] * n_prompt for i in range(settings.n_questions)]
-    started = time.perf_counter()
-    generate(whole_copy(model), prompts, n_rollouts, n_new)
-    sampling = (time.perf_counter() - started) * n_written / n_new
-
-    rollout = Rollout("", prompt_ids=[0] * n_prompt, tokens=[0] * n_new, logprobs=[0.0] * n_new)
-    rollout.advantage = 1.0
-    rollouts = [rollout] * max(1, min(settings.token_budget, 4096) // n_new)
-    started = time.perf_counter()
-    update(model, optimizer, rollouts, beta=settings.beta, reference=reference)
-    learning = time.perf_counter() - started
-    n_tokens = settings.n_questions * n_rollouts * n_written
-    learning *= n_tokens / (len(rollouts) * n_new)
-
+    rollouts = [blank_rollout(n_prompt, n_written)] * n_rollouts
+    sampler = whole_copy(model)
+    pool = load_pool(settings.pool)
+    ping_workers(pool)  # connects
+    sampling = seconds_of(lambda: generate(sampler, prompts, n_rollouts, n_written))
+    learning = settings.n_questions * seconds_of(
+        lambda: update(model, optimizer, rollouts, beta=settings.beta, reference=reference)
+    )
     n_calls = 3 * settings.n_questions * settings.n_rollouts
-    calling = on_rank0(lambda: seconds_per_call(settings, entries)) * n_calls
+    calling = n_calls / len(pool) * seconds_of(lambda: ping_workers(pool))
     total = settings.iterations * (sampling + learning + calling)
     print0(
         f"the run takes about {as_duration(total)}, with completions of {n_written} tokens: "
@@ -1487,14 +1422,10 @@ def print_duration(
     )
 
 
-def seconds_per_call(settings: Settings, entries: list[dict]) -> float:
-    """Return the seconds that a call of a worker takes while others are under way."""
-    pool = load_pool(settings.pool, entries[0].get("base_url"))
-    ping_workers(pool)
+def seconds_of(job: Callable) -> float:
     started = time.perf_counter()
-    for _ in range(5):
-        ping_workers(pool)
-    return (time.perf_counter() - started) / (5 * len(pool))
+    job()
+    return time.perf_counter() - started
 
 
 # ---- Ranks, and the model on all of them (FSDP) -------------------------------------------------
@@ -1517,12 +1448,9 @@ def count(shape: str, lora_rank: int) -> int:
         return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def count_parameters(config: Config) -> int:
-    return count(json.dumps(asdict(config)), 0)
-
-
-def count_lora(config: Config, rank: int) -> int:
-    return count(json.dumps(asdict(config)), rank)
+def count_parameters(config: Config, lora_rank: int = 0) -> int:
+    """Return the number of weights that are trained: with a rank, those of LoRA alone."""
+    return count(json.dumps(asdict(config)), lora_rank)
 
 
 def dtype_for(config: Config, device) -> torch.dtype:
@@ -1608,6 +1536,11 @@ def all_gather(mine: list) -> list:
     return [*itertools.chain(*lists)]
 
 
+def ranks_here() -> int:
+    """Return the number of processes on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def print0(line: str):
     """Print a line on rank 0."""
     if dist.get_rank() == 0:
@@ -1618,7 +1551,7 @@ def print0(line: str):
 
 
 def metrics_of(
-    iteration: int, groups: list[list[Rollout]], reports: list[dict], held_out, seconds: dict
+    iteration: int, groups: list[list[Rollout]], reports: list[dict], seconds: dict
 ) -> dict:
     """Return an iteration's line of metrics.jsonl. None is unknown.
 
@@ -1637,8 +1570,8 @@ def metrics_of(
         "iteration": iteration,
         "reward": mean([r.reward for r in known]),
         "accuracy": mean([r.right for r in known]),
-        # Accuracy on problems that are not trained on.
-        "held_out": held_out,
+        # Accuracy on problems that are not trained on, which `measure_held_out` adds.
+        "held_out": None,
         # Share of completions that are a workflow.
         "parsed": mean([r.workflow is not None for r in first if r.tokens]),
         # Share of questions that teach nothing, as none of their rollouts has an advantage.
@@ -1799,107 +1732,89 @@ def write_rollouts(settings: Settings, iteration: int, groups: list[list[Rollout
     replace_file(trace_file(settings, iteration), rows)
 
 
+@contextlib.contextmanager
+def remedy(file: Path, advice: str):
+    """Turn whatever goes wrong while a file is read into a ValueError that says what to do."""
+    try:
+        yield
+    except (Exception, CheckpointException) as e:  # the libraries' errors have no common class
+        raise ValueError(f"{file} is damaged: {reason(e)}. {advice}") from None
+
+
+def reason(e: BaseException) -> str:
+    if isinstance(e, CheckpointException):  # holds an error of each rank that failed
+        e, _ = next(iter(e.failures.values()))
+    return f"{type(e).__name__}: {e}"
+
+
 def read_rollouts(run: Run, settings: Settings, iteration: int) -> list[list[Rollout]] | None:
     """Return what `write_rollouts` wrote for an iteration that no checkpoint holds, or None.
 
-    Raises:
-        ValueError: The file is damaged, or its questions are not in --data. It says what to do.
+    ValueError says that the file is damaged, or that --data does not have its questions.
     """
     file = trace_file(settings, iteration)
     if not file.exists():
         return None
     problems = {problem.id: problem for problem in run.problems}
     groups = {}  # by question and round
-    try:
+
+    def labels(groups: Iterable[list[Rollout]]) -> list:
+        return [(r.call_prefix, r.number) for r in itertools.chain(*groups)]
+
+    with remedy(file, "Delete it, and --resume rolls out again; replies are not paid for twice"):
         for line in file.read_text().splitlines():
             r = rollout_from_json(json.loads(line))
-            group = groups.setdefault((r.call_prefix, r.previous is not None), [])
-            group.append(replace(r, pool=run.pool, problem=problems[r.problem_id]))
-    except (ValueError, TypeError, AttributeError) as e:
-        raise damaged_trace(file, str(e)) from None
-    except KeyError as e:
-        raise damaged_trace(file, f"--data={settings.data} has no problem {e}") from None
-
-    first = [group for group in groups.values() if group[0].previous is None]
-    asked = [copies(group[0], settings) for group in first]
-    if settings.recursion:
-        asked += second_groups(first, settings, iteration)
-    found = [[(r.call_prefix, r.number) for r in group] for group in groups.values()]
-    expected = [[(r.call_prefix, r.number) for r in group] for group in asked if group]
-    if len(first) != settings.n_questions or found != expected:
-        raise damaged_trace(file, "rollouts are missing")
+            r = replace(r, pool=run.pool, problem=problems[r.problem_id])
+            groups.setdefault((r.call_prefix, r.previous is not None), []).append(r)
+        first = [group for group in groups.values() if group[0].previous is None]
+        asked = [copies(group[0], settings) for group in first]
+        if settings.recursion:
+            asked += second_groups(first, settings, iteration)
+        if len(first) != settings.n_questions or labels(groups.values()) != labels(asked):
+            raise ValueError("rollouts are missing")
     return list(groups.values())
 
 
-def damaged_trace(file: Path, why: str) -> ValueError:
-    return ValueError(
-        f"{file} cannot be used: {why}. Delete it, and --resume rolls its iteration out again; "
-        "replies that were paid for are not paid for again"
-    )
-
-
-def check_traces(run: Run, settings: Settings):
-    """Read the traces that the run will use. ValueError names a damaged one."""
-    for iteration in range(run.first_iteration, settings.iterations):
-        read_rollouts(run, settings, iteration)
+RELEARN = "Delete this folder, and --resume learns its iterations again, from the rollouts on disk"
 
 
 def newest_checkpoint(settings: Settings) -> Path | None:
-    """Return the checkpoint to resume from; None to begin. All ranks call this.
-
-    It leaves if a checkpoint is damaged.
-    """
+    """Return the checkpoint to resume from; None to begin. ValueError names a damaged one."""
+    folders = sorted(Path(settings.out).glob("checkpoints/[0-9]*"))
+    with_state = [folder for folder in folders if (folder / "state").exists()]
     if not settings.resume:
         return None
-    folders = sorted(Path(settings.out).glob("checkpoints/[0-9]*"))
     for folder in folders:
-        if not (folder / "model.safetensors").exists():
-            leave(damaged_checkpoint(folder, "model.safetensors is missing"))
-    with_state = [folder for folder in folders if (folder / "state").exists()]
+        with remedy(folder, RELEARN):
+            (folder / "model.safetensors").stat()
     if not with_state:
         return None
-    changed = changed_files(with_state[-1])
-    if changed:
-        leave(damaged_checkpoint(with_state[-1], f"{', '.join(changed)} changed or vanished"))
-    return with_state[-1]
-
-
-def damaged_checkpoint(folder: Path, why: str) -> str:
-    return (
-        f"the checkpoint {folder} is damaged: {why}. Delete this folder, and --resume learns its "
-        "iterations again, from the rollouts on disk"
-    )
+    newest = with_state[-1]
+    with remedy(newest, RELEARN):
+        file = newest / "checksums.json"
+        written = read_json(file) if file.exists() else {}  # an earlier edition wrote none
+        found = checksums(newest) if written else {}
+        changed = [name for name, crc in written.items() if found.get(name) != crc]
+        if changed:
+            raise ValueError(f"{', '.join(changed)} changed or vanished")
+    return newest
 
 
 def checksums(folder: Path) -> dict[str, int]:
-    """Return the CRC-32 of each file in a folder and its folders. All ranks call this.
+    """Return the CRC-32 of each file in a folder, by its name.
 
-    Each rank reads a part of the files, at about 2 GB/s: a checkpoint of 7B on two ranks takes half
-    a minute, and no memory.
+    This reads about 2 GB/s, so it takes a minute for a checkpoint of 7B.
     """
-
-    def read_mine() -> list[tuple[str, int]]:
-        files = sorted(file for file in folder.rglob("*") if file.is_file())
-        mine = []
-        for file in files[dist.get_rank() :: dist.get_world_size()]:
-            crc = 0
-            with open(file, "rb") as f:
-                while block := f.read(1 << 20):
-                    crc = zlib.crc32(block, crc)
-            mine.append((str(file.relative_to(folder)), crc))
-        return mine
-
-    return dict(all_gather(on_all_ranks(read_mine)))
-
-
-def changed_files(folder: Path) -> list[str]:
-    """Return the files of a checkpoint that are not as `save` wrote them. All ranks call this."""
-    file = folder / "checksums.json"
-    if not file.exists():  # an earlier edition wrote none
-        return []
-    found = checksums(folder)
-    written = on_all_ranks(lambda: read_json(file))
-    return [name for name, crc in written.items() if found.get(name) != crc]
+    sums = {}
+    for file in sorted(folder.rglob("*")):
+        if file.is_dir() or file.name == "checksums.json":
+            continue
+        crc = 0
+        with open(file, "rb") as f:
+            for block in iter(lambda: f.read(1 << 20), b""):
+                crc = zlib.crc32(block, crc)
+        sums[str(file.relative_to(folder))] = crc
+    return sums
 
 
 def save(run: Run, settings: Settings, done: int):
@@ -1917,11 +1832,10 @@ def save(run: Run, settings: Settings, done: int):
     try:
         dcp.save(state, storage_writer=writer)  # which syncs each file
     except CheckpointException as e:  # on all ranks
-        leave(f"the checkpoint could not be written: {first_failure(e)}. {GO_ON}")
-    written = checksums(folder)
+        leave(f"the checkpoint could not be written: {reason(e)}. {GO_ON}")
 
     def finish():
-        replace_file(folder / "checksums.json", [json.dumps(written)])
+        replace_file(folder / "checksums.json", [json.dumps(checksums(folder))])
         finished = folder.with_name(f"{done:05d}")
         shutil.rmtree(finished, ignore_errors=True)  # an earlier start's, which has no state
         sync(folder / "state")
@@ -1931,12 +1845,6 @@ def save(run: Run, settings: Settings, done: int):
         tidy(Path(settings.out))
 
     on_rank0(finish)
-    run.last_saved = done
-
-
-def first_failure(e: CheckpointException) -> str:
-    error, _ = next(iter(e.failures.values()))
-    return f"{type(error).__name__}: {error}"
 
 
 def load_state(run: Run, checkpoint: Path):
@@ -1947,19 +1855,15 @@ def load_state(run: Run, checkpoint: Path):
     reader = dcp.HuggingFaceStorageReader(checkpoint / "state")
     wanted = trained(run)
 
-    def check():
-        try:
+    def load():
+        with remedy(checkpoint, RELEARN):
             saved = reader.read_metadata().state_dict_metadata
-        except Exception as e:  # the libraries' errors have no common class
-            raise ValueError(damaged_checkpoint(checkpoint, str(e))) from None
-        for name in [name for name in wanted if name.startswith("wrong ") and name not in saved]:
-            del wanted[name]
+            new = [name for name in wanted if name.startswith("wrong ") and name not in saved]
+            for name in new:
+                del wanted[name]
+            dcp.load(wanted, storage_reader=reader)
 
-    on_all_ranks(check)
-    try:
-        dcp.load(wanted, storage_reader=reader)
-    except CheckpointException as e:  # on all ranks
-        leave(damaged_checkpoint(checkpoint, first_failure(e)))
+    on_all_ranks(load)
 
 
 def save_for_use(run: Run, settings: Settings, folder: Path):
@@ -2032,7 +1936,7 @@ def read_command(argv: list[str]) -> tuple[Settings, str]:
 
     Without --preset, the preset follows from the device, and a line says which one and why.
     """
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # on this machine
+    processes = ranks_here()
     gpu_bytes = [
         torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())
     ]
@@ -2059,6 +1963,9 @@ def read_command(argv: list[str]) -> tuple[Settings, str]:
     file = os.path.join(settings.out, "settings.json")
     if settings.resume and os.path.exists(file):
         settings = resumed_settings(file, settings.out, argv)
+    faults = check_flags(settings)
+    if faults:
+        usage_error("\n  ".join(faults))
 
     device = settings.device
     if device == "cuda" and not has_gpus:

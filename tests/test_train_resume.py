@@ -288,7 +288,7 @@ def test_a_damaged_trace_says_what_to_do(damage, tmp_path):
     file.write_text("".join(lines))
     assert [len(group) for group in read_rollouts(run, settings, 0)] == [8] * 9
     file.write_text("".join(damage(lines)))
-    with pytest.raises(ValueError, match="00000.jsonl cannot be used.*Delete it"):
+    with pytest.raises(ValueError, match="00000.jsonl is damaged.*Delete it"):
         read_rollouts(run, settings, 0)
 
 
@@ -300,15 +300,13 @@ def copy_of_run(tmp_path):
 
 def test_an_incomplete_checkpoint_says_what_to_do(tmp_path):
     out, settings = copy_of_run(tmp_path)
-    with one_rank():
-        assert module.newest_checkpoint(settings).name == "00002"
-        os.makedirs(f"{out}/checkpoints/00003")
-        with pytest.raises(SystemExit, match="00003 is damaged.*Delete"):
-            module.newest_checkpoint(settings)
-    shutil.rmtree(f"{out}/checkpoints/00003")
+    assert module.newest_checkpoint(settings).name == "00002"
+    os.makedirs(f"{out}/checkpoints/00003")
+    with pytest.raises(ValueError, match="00003 is damaged.*Delete"):
+        module.newest_checkpoint(settings)
+    os.rmdir(f"{out}/checkpoints/00003")
     shutil.rmtree(f"{out}/checkpoints/00002")
-    with one_rank():
-        assert module.newest_checkpoint(settings) is None  # The run begins again.
+    assert module.newest_checkpoint(settings) is None  # The run begins again, with its rollouts.
 
 
 def flip_a_bit(file):
@@ -336,7 +334,7 @@ def test_a_damaged_checkpoint_says_what_to_do(damage, file, tmp_path):
     out, settings = copy_of_run(tmp_path)
     [file] = Path(out, "checkpoints/00002").glob(file)
     damage(file)
-    with one_rank(), pytest.raises(SystemExit, match=f"00002 is damaged: .*{file.name}.*Delete"):
+    with pytest.raises(ValueError, match=f"00002 is damaged: .*{file.name}.*Delete"):
         module.newest_checkpoint(settings)
 
 
@@ -395,18 +393,19 @@ def test_what_the_budget_did_not_measure_is_measured_when_the_run_goes_on(tmp_pa
     lines = [{"iteration": i, "loss": i / 7, "held_out": None} for i in range(2)]
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     settings = Settings(out=str(tmp_path), iterations=4, save_every=2)
-    run = SimpleNamespace(first_iteration=2, test=["a problem"])
-    monkeypatch.setattr(module, "measure_held_out", lambda *_: 0.75)
+    run = SimpleNamespace(test=["a problem"])
+    monkeypatch.setattr(module, "conduct_problems", lambda *_: ["an answer"])
+    monkeypatch.setattr(module.evaluation, "measure", lambda _: {"accuracy": 0.75})
     monkeypatch.setattr(module, "budget_is_spent", lambda run: False)
     with one_rank():
-        module.complete_metrics(run, settings)
+        module.measure_held_out(run, settings, 1)  # No checkpoint is due there.
+        assert [json.loads(line) for line in lines_of(file)] == lines
+        module.measure_held_out(run, settings, 2)
         lines[1]["held_out"] = 0.75
         assert [json.loads(line) for line in lines_of(file)] == lines
 
-        monkeypatch.setattr(module, "measure_held_out", lambda *_: pytest.fail("it is measured"))
-        module.complete_metrics(run, settings)
-        run.first_iteration = 1  # No checkpoint is due there.
-        module.complete_metrics(run, settings)
+        monkeypatch.setattr(module, "conduct_problems", lambda *_: pytest.fail("it is measured"))
+        module.measure_held_out(run, settings, 2)
 
 
 def test_a_full_disk_is_a_sentence(tmp_path):
@@ -426,16 +425,3 @@ def test_a_folder_that_is_not_shared_is_known_before_the_warm_start(tmp_path):
         folder.mkdir()
     status, said, err = end_of(launch("--preset=laptop", "--out=run", ranks=2, folders=folders))
     assert status == 1 and "is not the folder of rank 0" in err and "warm start" not in said
-
-
-def test_each_machine_asks_its_own_specialists(monkeypatch):
-    other = [("0", "http://127.0.0.1:1/v1")]
-    monkeypatch.setattr(module, "read_pool", lambda spec: [{"base_url": "http://127.0.0.1:2/v1"}])
-    monkeypatch.setattr(module, "on_all_ranks", lambda job: job())
-    monkeypatch.setattr(module, "all_gather", lambda mine: other + mine + [("1", url)] * (not mine))
-    url = "http://127.0.0.1:3/v1"
-    monkeypatch.setenv("GROUP_RANK", "1")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    assert module.start_specialists(Settings()) == "http://127.0.0.1:2/v1"
-    monkeypatch.setenv("LOCAL_RANK", "1")  # Its first rank has started them.
-    assert module.start_specialists(Settings()) == url
