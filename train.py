@@ -398,7 +398,7 @@ def collect_rollouts(
     groups = roll_out_all([copies(question, settings) for question in questions], seed)
     reason_to_stop = find_reason_to_stop(run, groups, calls)
     if settings.recursion and not reason_to_stop:
-        groups += roll_out_all(second_groups(groups, settings, iteration), seed + 500_000)
+        groups += roll_out_all(second_rounds(groups, settings, iteration), seed + 500_000)
         reason_to_stop = find_reason_to_stop(run, groups, calls)
     return groups, reason_to_stop
 
@@ -481,43 +481,30 @@ def copies(question: Rollout, settings: Settings) -> list[Rollout]:
     return [replace(question, number=number) for number in range(settings.n_rollouts)]
 
 
-def second_rounds(groups: list[list[Rollout]], settings: Settings, iteration: int) -> list[Rollout]:
-    """Return half of the questions again, each after a random one of its rollouts (section 3.2).
+def second_rounds(
+    groups: list[list[Rollout]], settings: Settings, iteration: int
+) -> list[list[Rollout]]:
+    """Return the second rounds of half of the questions, not yet written (section 3.2).
 
-    Even iterations take the first two of every four questions, odd ones the last two. So both kinds
-    get second rounds where the data alternates between two kinds.
+    All second rounds of a question continue the same random one of its answered rollouts; where
+    rewards are summed, each answered rollout is continued once. Even iterations take the first two
+    of every four questions, odd ones the last two. So both kinds get second rounds where the data
+    alternates between two kinds.
     """
     half = (0, 1) if iteration % 2 == 0 else (2, 3)
     asked = []
     for i, group in enumerate(groups):
         answered = [r for r in group if r.workflow and r.right is not None]
-        if i % 4 in half and answered:
-            r = random.Random(f"{settings.seed} {iteration} {i}").choice(answered)
-            of_question = dict(problem=r.problem, call_prefix=r.call_prefix, previous=r)
-            asked.append(Rollout(r.question, r.pool, r.workers, **of_question))
+        if i % 4 not in half or not answered:
+            continue
+        parent = random.Random(f"{settings.seed} {iteration} {i}").choice(answered)
+        of_question = (parent.question, parent.pool, parent.workers, parent.problem)
+        again = Rollout(*of_question, call_prefix=parent.call_prefix, previous=parent)
+        if settings.recursion_rewards == "sum":
+            asked.append([replace(again, number=r.number, previous=r) for r in answered])
+        else:
+            asked.append(copies(again, settings))
     return asked
-
-
-def second_groups(
-    groups: list[list[Rollout]], settings: Settings, iteration: int
-) -> list[list[Rollout]]:
-    """Return the rollouts of an iteration's second rounds, [question][rollout], not yet written.
-
-    All second rounds of a question continue the same first round; where rewards are summed, each
-    continues the first round of its own number, if that one has an answer.
-    """
-    asked = [copies(question, settings) for question in second_rounds(groups, settings, iteration)]
-    if settings.recursion_rewards != "sum":
-        return asked
-    parents = {}
-    for r in itertools.chain(*groups):
-        if r.workflow and r.right is not None:
-            parents[r.call_prefix, r.number] = r
-    own = []
-    for group in asked:
-        with_parent = [r for r in group if (r.call_prefix, r.number) in parents]
-        own.append([replace(r, previous=parents[r.call_prefix, r.number]) for r in with_parent])
-    return own
 
 
 def begin_rollouts(
@@ -544,10 +531,7 @@ def begin_rollouts(
         finally:
             calls.append(Call(time.time(), rollout.names[step], is_answered))
 
-    rank, world = dist.get_rank(), dist.get_world_size()
-    mine = []
-    for group in asked:
-        mine += group[len(group) * rank // world : len(group) * (rank + 1) // world]
+    mine = [*itertools.chain(*map(my_part, asked))]
     write = model_writer(sampler, run.tokenizer, run.prompting, temperature=1.0, seed=seed)
     with evaluation.progress("rollouts of rank 0", mine) as bar:
         return roll_out(
@@ -562,17 +546,22 @@ def begin_rollouts(
         )
 
 
+def my_part(items: list) -> list:
+    """Return this rank's part of a list."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return items[len(items) * rank // world : len(items) * (rank + 1) // world]
+
+
 def gather_rollouts(asked: list[list[Rollout]], mine: list[Rollout]) -> list[list[Rollout]]:
     """Return the rollouts of all ranks in the order of `asked`, on every rank."""
     rollouts = all_gather([strip(r) for r in mine])  # without open connections and hidden tests
     done = {(r.call_prefix, r.number): r for r in rollouts}
-    groups = []
-    for group in asked:
-        groups.append([])
-        for r in group:
-            kept_here = dict(pool=r.pool, problem=r.problem, previous=r.previous)
-            groups[-1].append(replace(done[r.call_prefix, r.number], **kept_here))
-    return groups
+
+    def written(r: Rollout) -> Rollout:
+        kept_here = dict(pool=r.pool, problem=r.problem, previous=r.previous)
+        return replace(done[r.call_prefix, r.number], **kept_here)
+
+    return [[written(r) for r in group] for group in asked]
 
 
 def reward(rollout: Rollout, settings: Settings) -> float | None:
@@ -841,12 +830,8 @@ def warm_start(run: Run, settings: Settings):
     n_steps = settings.warm_steps
     bar = tqdm(range(n_steps), "warm start", disable=rank > 0 or None, leave=False)
     for step in bar:
-        rows, weights = [], []  # lessons as packed_logprobs takes them; the weights of their tokens
-        for problem in rng.choices(run.problems, k=n_lessons):
-            row, row_weights = lesson_row(run, problem, rng, settings)
-            rows.append(row)
-            weights.append(row_weights)
-
+        chosen = rng.choices(run.problems, k=n_lessons)
+        rows, weights = zip(*[lesson_row(run, problem, rng, settings) for problem in chosen])
         total = sum(sum(row_weights) for row_weights in weights)
         longest = max(len(prompt) + len(completion) for prompt, [completion] in rows)
         # The ranks take turns: together they do `stride` lessons at a time.
@@ -1074,6 +1059,8 @@ def measure_held_out(run: Run, settings: Settings, done: int):
         leave(f"the budget is spent: stopped after iteration {done}. {MORE_MONEY}")
     metrics["held_out"] = evaluation.measure(answered)["accuracy"]
     on_rank0(lambda: replace_file(file, [*lines, json.dumps(metrics)]))
+    if settings.wandb and dist.get_rank() == 0:
+        sys.modules["wandb"].log({"held_out": metrics["held_out"]})
     print0(f"{metrics['held_out']:.1%} of {len(problems)} held-out problems are right")
 
 
@@ -1083,7 +1070,6 @@ def conduct_problems(run: Run, problems: list, settings: Settings, name: str) ->
     Args:
         name: Begins the id of every call, under which its reply is kept on disk.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
     write = model_writer(whole_copy(run.model), run.tokenizer, run.prompting, temperature=0.0)
     system = evaluation.conductor(
         write,
@@ -1091,7 +1077,7 @@ def conduct_problems(run: Run, problems: list, settings: Settings, name: str) ->
         extra_rounds=int(settings.recursion),
         edit=evaluation.ABLATIONS[settings.ablate],
     )
-    mine = problems[len(problems) * rank // world : len(problems) * (rank + 1) // world]
+    mine = my_part(problems)
     pools = [run.pool] * len(mine)
     if settings.shuffle:  # an order of its own for each problem
         pools = [random.Random(p.id).sample(run.pool, len(run.pool)) for p in mine]
@@ -1769,7 +1755,7 @@ def read_rollouts(run: Run, settings: Settings, iteration: int) -> list[list[Rol
         first = [group for group in groups.values() if group[0].previous is None]
         asked = [copies(group[0], settings) for group in first]
         if settings.recursion:
-            asked += second_groups(first, settings, iteration)
+            asked += second_rounds(first, settings, iteration)
         if len(first) != settings.n_questions or labels(groups.values()) != labels(asked):
             raise ValueError("rollouts are missing")
     return list(groups.values())
