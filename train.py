@@ -857,7 +857,7 @@ def lesson_row(run: Run, problem, rng: random.Random, settings: Settings) -> tup
     A tiny model also learns to predict the chat itself, with a tenth of the weight, because this
     teaches it to tell questions apart. Its prompt is therefore the chat's first token alone.
     """
-    notes = [worker.note for worker in run.pool] if settings.notes else None
+    notes = notes_of(run.pool, settings)
     chat, answer = random_lesson(problem, rng, len(run.pool), settings, notes)
     prompt = run.tokenizer.chat(chat)
     answer_ids = run.tokenizer.encode(answer) + [run.tokenizer.eos_id]
@@ -870,28 +870,17 @@ def lesson_row(run: Run, problem, rng: random.Random, settings: Settings) -> tup
 
 
 def set_up(settings: Settings, device: str) -> Run:
-    """Check what is missing, and return everything that the loop needs. --dry_run ends here."""
-    # Lock the folder, and find the checkpoint to go on from.
-    if not settings.dry_run:
-        lock_on_all_machines(Path(settings.out, "lock"))
-    checkpoint = on_rank0(lambda: newest_checkpoint(settings))  # None: from the beginning
-    start = str(checkpoint or settings.init_from)  # "": a new tiny model
+    """Return everything that the loop needs, after a warm start if the run is new."""
+    checkpoint, start = find_start(settings, device)
     first_iteration = int(checkpoint.name) if checkpoint else 0
 
-    # Say what is missing before anything expensive begins.
-    evaluation.use_sandbox(settings.sandbox)
-    config, entries, missing = on_rank0(lambda: preflight(settings, start, device))
-    if settings.dry_run and config:
-        try_run(settings, config, device, [] if missing else entries)
-    if settings.dry_run or missing:
-        leave(missing)
-
-    # Load problems, model and workers.
+    # Load problems, workers and model.
     torch.manual_seed(settings.seed)
     problems, test = load_problems(settings)
-    model, tokenizer = load_start(start, problems, entries, settings, device)
+    pool = on_all_ranks(lambda: open_pool(settings))
+    model, tokenizer = load_start(start, problems, pool, settings, device)
     run = Run(
-        pool=on_all_ranks(lambda: open_pool(settings)),
+        pool=pool,
         problems=problems,
         test=test,
         tokenizer=tokenizer,
@@ -904,16 +893,16 @@ def set_up(settings: Settings, device: str) -> Run:
     check_longest_prompt(run)
     on_rank0(lambda: open_folder(settings, first_iteration))
     print0(
-        f"{count_parameters(model.config):,} parameters in {dtype_for(config, device)} on "
+        f"{count_parameters(model.config):,} parameters in {dtype_for(model.config, device)} on "
         f"{dist.get_world_size()} x {device}, {len(problems):,} problems, workers: "
-        f"{', '.join(worker.name for worker in run.pool)}"
+        f"{', '.join(worker.name for worker in pool)}"
     )
 
     # Teach the format, and load the policy that the KL refers to.
     if settings.resume and not checkpoint:
         print0("there is no checkpoint yet: the run starts again, with the rollouts on disk")
     if settings.warm_steps < 0:
-        settings.warm_steps = default_warm_steps(start, config)
+        settings.warm_steps = default_warm_steps(start, model.config)
     if settings.warm_steps and not checkpoint:
         print0(f"warm start: {settings.warm_steps} steps of the format")
         warm_start(run, settings)
@@ -927,6 +916,24 @@ def set_up(settings: Settings, device: str) -> Run:
     return run
 
 
+def find_start(settings: Settings, device: str) -> tuple[Path | None, str]:
+    """Return the checkpoint to go on from, or None, and the model to start from; "": a tiny one.
+
+    It locks the folder, and leaves if something is missing. --dry_run ends here.
+    """
+    if not settings.dry_run:
+        lock_on_all_machines(Path(settings.out, "lock"))
+    checkpoint = on_rank0(lambda: newest_checkpoint(settings))
+    start = str(checkpoint or settings.init_from)
+    evaluation.use_sandbox(settings.sandbox)
+    config, entries, missing = on_rank0(lambda: preflight(settings, start, device))
+    if settings.dry_run and config:
+        try_run(settings, config, device, [] if missing else entries)
+    if settings.dry_run or missing:
+        leave(missing)
+    return checkpoint, start
+
+
 def default_warm_steps(start: str, config: Config) -> int:
     """Return how many steps the warm start takes; 0 for a large model or a Conductor."""
     if not start:
@@ -936,36 +943,42 @@ def default_warm_steps(start: str, config: Config) -> int:
 
 
 def load_start(
-    start: str, problems: list, entries: list[dict], settings: Settings, device: str
+    start: str, problems: list, pool: list, settings: Settings, device: str
 ) -> tuple[Qwen, Tokenizer]:
-    """Return the sharded model and the tokenizer of the checkpoint `start`; "" makes tiny ones."""
-    if settings.offload and device == "cuda":
-        # Adam runs on the CPU then, and torchrun's default is one thread per process.
-        torch.set_num_threads(max(1, os.cpu_count() // ranks_here()))
-    if start:
-        on_rank0(lambda: fetch(start, "*.json", "*.safetensors"))  # one rank downloads
-        return on_all_ranks(lambda: load_model(start, settings, device))
-    notes = [entry["note"] for entry in entries] if settings.notes else None
-    model, tokenizer = tiny_conductor(problems, len(entries), settings, notes)
-    return shard(model, settings, device), tokenizer
-
-
-def load_model(start: str, settings: Settings, device: str) -> tuple[Qwen, Tokenizer]:
-    """Return the sharded model and the tokenizer of a checkpoint.
+    """Return the sharded model and the tokenizer of the checkpoint `start`; "" makes tiny ones.
 
     With LoRA the weights are always those of --init_from. A checkpoint of the run holds them
     rounded, after the matrices were added.
     """
+    if settings.offload and device == "cuda":
+        # Adam runs on the CPU then, and torchrun's default is one thread per process.
+        torch.set_num_threads(max(1, os.cpu_count() // ranks_here()))
+    if not start:
+        model, tokenizer = tiny_conductor(problems, len(pool), settings, notes_of(pool, settings))
+        return shard(model, settings, device), tokenizer
+
     weights = settings.init_from if settings.lora_rank else start
-    config = Config.from_pretrained(weights)
-    model = Qwen.from_pretrained(
-        weights,
-        dtype_for(config, device) if settings.lora_rank else torch.float32,
-        device="cpu" if settings.offload else device,
-        shard=lambda whole: shard(whole, settings, device),
-        lora_rank=settings.lora_rank,
-    )
-    return model, Tokenizer.from_pretrained(start)
+
+    def load() -> tuple[Qwen, Tokenizer]:
+        dtype = torch.float32
+        if settings.lora_rank:
+            dtype = dtype_for(Config.from_pretrained(weights), device)
+        model = Qwen.from_pretrained(
+            weights,
+            dtype,
+            device="cpu" if settings.offload else device,
+            shard=lambda whole: shard(whole, settings, device),
+            lora_rank=settings.lora_rank,
+        )
+        return model, Tokenizer.from_pretrained(start)
+
+    on_rank0(lambda: fetch(start, "*.json", "*.safetensors"))  # one rank downloads
+    return on_all_ranks(load)
+
+
+def notes_of(pool: list, settings: Settings) -> list[str] | None:
+    """Return the notes that the Conductor reads; None if it reads none."""
+    return [worker.note for worker in pool] if settings.notes else None
 
 
 def prompting_for(settings: Settings, checkpoint: Path | None) -> Prompting:
@@ -1363,7 +1376,7 @@ def largest_step(model: Qwen, optimizer, reference: Qwen | None, settings: Setti
 
 
 def try_run(settings: Settings, config: Config, device: str, entries: list[dict]):
-    """Do the largest update with random weights, and print how long it and the run take."""
+    """Do the largest update with random weights, and print how long it takes, and the run."""
     if device == "cpu" and count_parameters(config) > 1e8:
         return print0("the largest step was not tried: it takes a GPU")
     with torch.device("meta"):
@@ -1380,12 +1393,14 @@ def try_run(settings: Settings, config: Config, device: str, entries: list[dict]
     seconds = seconds_of(lambda: largest_step(model, optimizer, reference, settings))
     memory = f" and {torch.cuda.max_memory_allocated() / GIB:.1f} GiB of GPU memory"
     print0(f"the largest step took {seconds:.1f} s{memory if device == 'cuda' else ''}")
-    if entries and probable_cost(entries, 1) != 0.0:
-        return print0("how long the run takes depends on its workers: the first iteration tells")
-    if not entries:
-        return
+    if entries and probable_cost(entries, 1) == 0.0:
+        print_duration(model, optimizer, reference, settings)
+    elif entries:
+        print0("how long the run takes depends on its workers: the first iteration tells")
 
-    # Sample what an iteration samples; learn from one question; call each worker once.
+
+def print_duration(model: Qwen, optimizer, reference: Qwen | None, settings: Settings):
+    """Time what an iteration samples, what it learns from a question, and a call of each worker."""
     n_prompt = 50 if settings.prompt_style == "short" else PROMPT
     n_written = settings.max_new_tokens // 2
     n_rollouts = max(1, settings.n_rollouts // dist.get_world_size())
