@@ -1074,7 +1074,9 @@ def measure_held_out(run: Run, settings: Settings, done: int):
     on_rank0(lambda: replace_file(file, [*lines, json.dumps(metrics)]))
     if settings.wandb and dist.get_rank() == 0:
         sys.modules["wandb"].log({"held_out": metrics["held_out"]})
-    print0(f"{metrics['held_out']:.1%} of {len(problems)} held-out problems are right")
+    print0(
+        f"{sum(r.right is True for r in answered)} of {len(problems)} held-out problems are right"
+    )
 
 
 def conduct_problems(run: Run, problems: list, settings: Settings, name: str) -> list[Rollout]:
@@ -1103,9 +1105,9 @@ def print_results(run: Run, settings: Settings):
     print0(f"python workflow.py QUESTION --checkpoint={settings.out}/checkpoint asks it; a table:")
     run.optimizer = run.reference = None  # free their memory for the evaluation
     if settings.shuffle and settings.n_test:
-        rollouts = conduct_problems(run, run.test, settings, "test:shuffled")
-        accuracy = evaluation.measure(rollouts)["accuracy"]
-        print0(f"held out, each problem with a pool in an order of its own: {accuracy:.1%} right")
+        answered = conduct_problems(run, run.test, settings, "test:shuffled")
+        right = f"{sum(r.right is True for r in answered)} of {len(answered)} held-out problems are right"
+        print0(f"{right}, each with a pool in an order of its own")
     dollars_left = sum(all_gather([run.pool[0].budget.left if settings.budget else 0.0]))
     if dist.get_rank() == 0 and settings.n_test:
         system = f"no-{settings.ablate}" if settings.ablate else "conductor"
@@ -1127,7 +1129,7 @@ def print_results(run: Run, settings: Settings):
 # ---- What a run needs ---------------------------------------------------------------------------
 
 GIB = 1 << 30
-PROMPT = 1000  # tokens of a prompt, as the estimate assumes
+PROMPT = 1000  # tokens of a prompt, as the estimates assume
 SHAPES = {  # of models that are perhaps not here yet
     "Qwen/Qwen2.5-7B": Config(),
     "Qwen/Qwen2.5-0.5B-Instruct": Config(151936, 896, 4864, 24, 14, 2, tie_word_embeddings=True),
@@ -1270,13 +1272,10 @@ def bytes_for(settings: Settings, config: Config, device: str, recompute: bool) 
     width = dtype_for(config, device).itemsize
     hidden, layers, vocab = config.hidden_size, config.num_hidden_layers, config.vocab_size
 
-    # Weights, Adam's state and gradients in fp32, LoRA's frozen base, and the reference policy.
-    weights = 12 * n_trained / world
-    if settings.lora_rank:
-        weights += width * n / world
-    gradients = 4 * n_trained / world
-    if settings.offload:
-        weights = gradients = 0
+    # What is there all the time: weights and Adam's state in fp32, LoRA's frozen base, the reference.
+    share = 0 if settings.offload else 1 / world
+    frozen = width * n if settings.lora_rank else 0
+    weights = share * (12 * n_trained + frozen)
     reference = width * n if settings.beta else 0
 
     # To sample: a whole copy of the model, and the keys and values of all rollouts.
@@ -1287,14 +1286,13 @@ def bytes_for(settings: Settings, config: Config, device: str, recompute: bool) 
     if device == "cuda":
         cache = min(cache, device_bytes(device) / 5)  # the sampler's limit
 
-    # To learn: layers that FSDP has gathered, with their gradients; activations; logits.
+    # To learn: gradients; layers that FSDP has gathered, with theirs; activations; logits.
     row = settings.token_budget + PROMPT  # tokens of a packed row
     alive = 1 if recompute else layers
     gathered = (2 * width + 4) * (2 * hidden * vocab + 2 * n / layers)
-    activations = row * width * layers * hidden
-    activations += row * width * alive * (10 * hidden + 5 * config.intermediate_size)
+    numbers = layers * hidden + alive * (10 * hidden + 5 * config.intermediate_size)  # of a token
     logits = 20 * min(row * vocab, HEAD_LOGITS[device])
-    learning = gradients + gathered + activations + logits
+    learning = share * 4 * n_trained + gathered + row * width * numbers + logits
     return weights + reference + max(width * n + cache, learning)
 
 
@@ -1320,7 +1318,7 @@ def check_room(settings: Settings, config: Config, device: str):
     """Print the memory and the disk that a run needs. ValueError if they are not there."""
     n, world = count_parameters(config), dist.get_world_size()
     n_trained = count_parameters(config, settings.lora_rank)
-    whole = dtype_for(config, device).itemsize * n  # what others load
+    whole = dtype_for(config, device).itemsize * n  # bytes of the Conductor's weights in a file
     most = bytes_for(settings, config, device, needs_recompute(settings, config, device))
 
     # Rank 0 writes a whole copy of the weights; each rank writes its state file by file.
@@ -1335,6 +1333,8 @@ def check_room(settings: Settings, config: Config, device: str):
     disk = whole * (n_checkpoints + 1) + 12 * n_trained * min(2, n_checkpoints)
     existing = next(filter(Path.exists, Path(settings.out, "new").absolute().parents))
 
+    if settings.dry_run:
+        print0(f"{n / 1e9:.3f} billion parameters, trained by {world} x {device}, need")
     lacking = []
     for needed, present, where in (
         (most, device_bytes(device), f"of each process's {device} memory"),
@@ -1345,7 +1345,7 @@ def check_room(settings: Settings, config: Config, device: str):
         if needed > present:
             lacking.append(sentence)
         if settings.dry_run:
-            print0(f"{n / 1e9:.3f} billion parameters on {world} x {device} need {sentence}")
+            print0(f"  {sentence}")
     if lacking:
         raise ValueError(
             f"the run needs {', '.join(lacking)}. More GPUs, --lora_rank, --offload, fewer "
@@ -1668,8 +1668,9 @@ def lock_on_all_machines(file: Path):
 
 def discard_empty(out: Path):
     """Remove --out if a start that was refused has written nothing into it but its lock."""
-    if LOCKS and not any(file.stat().st_size for file in out.iterdir() if file.name != "lock"):
-        shutil.rmtree(out)
+    written = [file for file in out.glob("*") if file.name != "lock" and file.lstat().st_size]
+    if LOCKS and not written:
+        shutil.rmtree(out, ignore_errors=True)
 
 
 def open_folder(settings: Settings, first_iteration: int):
@@ -1689,14 +1690,10 @@ def open_folder(settings: Settings, first_iteration: int):
 
 def read_metrics(file: Path) -> list[str]:
     """Return the lines of metrics.jsonl. A last line that a kill cut short is left out."""
-    *lines, rest = file.read_text(errors="replace").split("\n")
+    *lines, _ = file.read_text(errors="replace").split("\n")
     for number, line in enumerate(lines, 1):
-        try:
+        with remedy(f"{file}, line {number},", "Delete the line; only the curves will lack it"):
             json.loads(line)["iteration"]
-        except (ValueError, TypeError, KeyError):
-            raise ValueError(
-                f"{file}, line {number}, is damaged: delete the line; only the curves will lack it"
-            ) from None
     return lines
 
 
@@ -1734,7 +1731,7 @@ def write_rollouts(settings: Settings, iteration: int, groups: list[list[Rollout
 
 
 @contextlib.contextmanager
-def remedy(file: Path, advice: str):
+def remedy(file: Path | str, advice: str):
     """Turn whatever goes wrong while a file is read into a ValueError that says what to do."""
     try:
         yield
@@ -1781,24 +1778,29 @@ RELEARN = "Delete this folder, and --resume learns its iterations again, from th
 
 def newest_checkpoint(settings: Settings) -> Path | None:
     """Return the checkpoint to resume from; None to begin. ValueError names a damaged one."""
-    folders = sorted(Path(settings.out).glob("checkpoints/[0-9]*"))
-    with_state = [folder for folder in folders if (folder / "state").exists()]
     if not settings.resume:
         return None
-    for folder in folders:
+    newest = None
+    for folder in sorted(Path(settings.out).glob("checkpoints/[0-9]*")):
         with remedy(folder, RELEARN):
             (folder / "model.safetensors").stat()
-    if not with_state:
-        return None
-    newest = with_state[-1]
-    with remedy(newest, RELEARN):
-        file = newest / "checksums.json"
-        written = read_json(file) if file.exists() else {}  # an earlier edition wrote none
-        found = checksums(newest) if written else {}
+        if (folder / "state").exists():
+            newest = folder
+    if newest:
+        with remedy(newest, RELEARN):
+            check_sums(newest)
+    return newest
+
+
+def check_sums(folder: Path):
+    """Raise a ValueError if a file of a checkpoint is not as `save` wrote it."""
+    file = folder / "checksums.json"
+    if file.exists():  # the third edition wrote none
+        found = checksums(folder)
+        written = read_json(file)
         changed = [name for name, crc in written.items() if found.get(name) != crc]
         if changed:
             raise ValueError(f"{', '.join(changed)} changed or vanished")
-    return newest
 
 
 def checksums(folder: Path) -> dict[str, int]:
