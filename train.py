@@ -323,7 +323,7 @@ MORE_MONEY = f"{GO_ON} It needs another --budget=DOLLARS."
 # ---- The run ------------------------------------------------------------------------------------
 
 
-def train(settings: Settings, device: str):
+def train(settings: Settings):
     """Run the whole training, on every rank.
 
     The contract: everything random follows from the seed, the iteration and the files on disk. The
@@ -331,7 +331,7 @@ def train(settings: Settings, device: str):
     the whole state of a run. A run that was killed and resumed therefore ends exactly like one that
     was not, if the number of ranks is the same; with another number only the rounding differs.
     """
-    run = set_up(settings, device)  # loads the newest checkpoint, or does the warm start
+    run = set_up(settings)  # loads the newest checkpoint, or does the warm start
     measure_held_out(run, settings, run.first_iteration)  # if the budget ended before that
     recent = deque(maxlen=10)  # seconds of the last iterations
     for iteration in range(run.first_iteration, settings.iterations):
@@ -869,16 +869,16 @@ def lesson_row(run: Run, problem, rng: random.Random, settings: Settings) -> tup
 # ---- Before and after the loop ------------------------------------------------------------------
 
 
-def set_up(settings: Settings, device: str) -> Run:
+def set_up(settings: Settings) -> Run:
     """Return everything that the loop needs, after a warm start if the run is new."""
-    checkpoint, start = find_start(settings, device)
+    checkpoint, start = find_start(settings)
     first_iteration = int(checkpoint.name) if checkpoint else 0
 
     # Load problems, workers and model.
     torch.manual_seed(settings.seed)
     problems, test = load_problems(settings)
     pool = on_all_ranks(lambda: open_pool(settings))
-    model, tokenizer = load_start(start, problems, pool, settings, device)
+    model, tokenizer = load_start(start, problems, pool, settings)
     run = Run(
         pool=pool,
         problems=problems,
@@ -893,8 +893,9 @@ def set_up(settings: Settings, device: str) -> Run:
     check_longest_prompt(run)
     on_rank0(lambda: open_folder(settings, first_iteration))
     print0(
-        f"{count_parameters(model.config):,} parameters in {dtype_for(model.config, device)} on "
-        f"{dist.get_world_size()} x {device}, {len(problems):,} problems, workers: "
+        f"{count_parameters(model.config):,} parameters in "
+        f"{dtype_for(model.config, settings.device)} on "
+        f"{dist.get_world_size()} x {settings.device}, {len(problems):,} problems, workers: "
         f"{', '.join(worker.name for worker in pool)}"
     )
 
@@ -907,7 +908,7 @@ def set_up(settings: Settings, device: str) -> Run:
         print0(f"warm start: {settings.warm_steps} steps of the format")
         warm_start(run, settings)
     if settings.beta:
-        run.reference = load_reference(run, settings, device, is_new=not checkpoint)
+        run.reference = load_reference(run, settings, is_new=not checkpoint)
 
     # Find out whether the largest update fits. It zeroes Adam's state, so the state comes after it.
     largest_step(model, run.optimizer, run.reference, settings)
@@ -916,7 +917,7 @@ def set_up(settings: Settings, device: str) -> Run:
     return run
 
 
-def find_start(settings: Settings, device: str) -> tuple[Path | None, str]:
+def find_start(settings: Settings) -> tuple[Path | None, str]:
     """Return the checkpoint to go on from, or None, and the model to start from; "": a tiny one.
 
     It locks the folder, and leaves if something is missing. --dry_run ends here.
@@ -926,9 +927,9 @@ def find_start(settings: Settings, device: str) -> tuple[Path | None, str]:
     checkpoint = on_rank0(lambda: newest_checkpoint(settings))
     start = str(checkpoint or settings.init_from)
     evaluation.use_sandbox(settings.sandbox)
-    config, entries, missing = on_rank0(lambda: preflight(settings, start, device))
+    config, entries, missing = on_rank0(lambda: preflight(settings, start))
     if settings.dry_run and config:
-        try_run(settings, config, device, [] if missing else entries)
+        try_run(settings, config, [] if missing else entries)
     if settings.dry_run or missing:
         leave(missing)
     return checkpoint, start
@@ -943,31 +944,31 @@ def default_warm_steps(start: str, config: Config) -> int:
 
 
 def load_start(
-    start: str, problems: list, pool: list, settings: Settings, device: str
+    start: str, problems: list, pool: list, settings: Settings
 ) -> tuple[Qwen, Tokenizer]:
     """Return the sharded model and the tokenizer of the checkpoint `start`; "" makes tiny ones.
 
     With LoRA the weights are always those of --init_from. A checkpoint of the run holds them
     rounded, after the matrices were added.
     """
-    if settings.offload and device == "cuda":
+    if settings.offload and settings.device == "cuda":
         # Adam runs on the CPU then, and torchrun's default is one thread per process.
         torch.set_num_threads(max(1, os.cpu_count() // ranks_here()))
     if not start:
         model, tokenizer = tiny_conductor(problems, len(pool), settings, notes_of(pool, settings))
-        return shard(model, settings, device), tokenizer
+        return shard(model, settings), tokenizer
 
     weights = settings.init_from if settings.lora_rank else start
 
     def load() -> tuple[Qwen, Tokenizer]:
         dtype = torch.float32
         if settings.lora_rank:
-            dtype = dtype_for(Config.from_pretrained(weights), device)
+            dtype = dtype_for(Config.from_pretrained(weights), settings.device)
         model = Qwen.from_pretrained(
             weights,
             dtype,
-            device="cpu" if settings.offload else device,
-            shard=lambda whole: shard(whole, settings, device),
+            device="cpu" if settings.offload else settings.device,
+            shard=lambda whole: shard(whole, settings),
             lora_rank=settings.lora_rank,
         )
         return model, Tokenizer.from_pretrained(start)
@@ -1011,7 +1012,7 @@ def open_pool(settings: Settings) -> list:
     )
 
 
-def load_reference(run: Run, settings: Settings, device: str, is_new: bool) -> Qwen:
+def load_reference(run: Run, settings: Settings, is_new: bool) -> Qwen:
     """Return the policy that the KL is measured against.
 
     It is the policy before the first iteration, which a new run writes to --out. A run that starts
@@ -1027,7 +1028,8 @@ def load_reference(run: Run, settings: Settings, device: str, is_new: bool) -> Q
     def load():
         advice = f"Delete {settings.out}/checkpoints, and --resume starts again, with all rollouts"
         with remedy(folder, advice):
-            return Qwen.from_pretrained(folder, dtype_for(run.model.config, device), device)
+            dtype = dtype_for(run.model.config, settings.device)
+            return Qwen.from_pretrained(folder, dtype, settings.device)
 
     return on_all_ranks(load)
 
@@ -1153,7 +1155,7 @@ MINIMUM = {
 }
 
 
-def preflight(settings: Settings, start: str, device: str) -> tuple[Config | None, list[dict], str]:
+def preflight(settings: Settings, start: str) -> tuple[Config | None, list[dict], str]:
     """Find everything that would fail late, before anything expensive starts.
 
     Returns:
@@ -1183,7 +1185,7 @@ def preflight(settings: Settings, start: str, device: str) -> tuple[Config | Non
     if start:
         config = attempt(f"--init_from={start}", read_shape, start) or SHAPES.get(start)
     if config:
-        attempt("room", check_room, settings, config, device)
+        attempt("room", check_room, settings, config)
 
     # The problems, and how they are graded.
     problems, test = attempt(f"--data={settings.data}", load_problems, settings) or ([], [])
@@ -1262,14 +1264,14 @@ def check_money(settings: Settings, entries: list[dict], n_test: int):
         raise ValueError("--cost_weight weighs dollars, and a worker has no price")
 
 
-def bytes_for(settings: Settings, config: Config, device: str, recompute: bool) -> float:
+def bytes_for(settings: Settings, config: Config, recompute: bool) -> float:
     """Estimate the most memory that a process needs at a time, apart from what torch itself takes.
 
     With `recompute`, one layer's activations exist at a time.
     """
     n, world = count_parameters(config), dist.get_world_size()
     n_trained = count_parameters(config, settings.lora_rank)
-    width = dtype_for(config, device).itemsize
+    width = dtype_for(config, settings.device).itemsize
     hidden, layers, vocab = config.hidden_size, config.num_hidden_layers, config.vocab_size
 
     # What is there all the time: weights and Adam's state in fp32, LoRA's frozen base, the reference.
@@ -1283,15 +1285,15 @@ def bytes_for(settings: Settings, config: Config, device: str, recompute: bool) 
         PROMPT + settings.n_rollouts // world * settings.max_new_tokens
     )
     cache = 2 * config.num_key_value_heads * config.head_dim * layers * width * n_tokens
-    if device == "cuda":
-        cache = min(cache, device_bytes(device) / 5)  # the sampler's limit
+    if settings.device == "cuda":
+        cache = min(cache, device_bytes("cuda") / 5)  # the sampler's limit
 
     # To learn: gradients; layers that FSDP has gathered, with theirs; activations; logits.
     row = settings.token_budget + PROMPT  # tokens of a packed row
     alive = 1 if recompute else layers
     gathered = (2 * width + 4) * (2 * hidden * vocab + 2 * n / layers)
     numbers = layers * hidden + alive * (10 * hidden + 5 * config.intermediate_size)  # of a token
-    logits = 20 * min(row * vocab, HEAD_LOGITS[device])
+    logits = 20 * min(row * vocab, HEAD_LOGITS[settings.device])
     learning = share * 4 * n_trained + gathered + row * width * numbers + logits
     return weights + reference + max(width * n + cache, learning)
 
@@ -1307,25 +1309,28 @@ def host_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def needs_recompute(settings: Settings, config: Config, device: str) -> bool:
+def needs_recompute(settings: Settings, config: Config) -> bool:
     """Return whether memory is too short to keep the activations of all layers."""
     if count_parameters(config) < SMALL:
         return False
-    return bytes_for(settings, config, device, recompute=False) > 0.9 * device_bytes(device)
+    most = bytes_for(settings, config, recompute=False)
+    return most > 0.9 * device_bytes(settings.device)
 
 
-def check_room(settings: Settings, config: Config, device: str):
+def check_room(settings: Settings, config: Config):
     """Print the memory and the disk that a run needs. ValueError if they are not there."""
     n, world = count_parameters(config), dist.get_world_size()
     n_trained = count_parameters(config, settings.lora_rank)
-    whole = dtype_for(config, device).itemsize * n  # bytes of the Conductor's weights in a file
-    most = bytes_for(settings, config, device, needs_recompute(settings, config, device))
+    whole = (
+        dtype_for(config, settings.device).itemsize * n
+    )  # bytes of the Conductor's weights in a file
+    most = bytes_for(settings, config, needs_recompute(settings, config))
 
     # Rank 0 writes a whole copy of the weights; each rank writes its state file by file.
     host = whole + ranks_here() * 2 * min(STATE_FILE, 12 * n_trained / world)
     if settings.offload:
         host += ranks_here() * 16 * n / world
-    if device == "cpu":
+    if settings.device == "cpu":
         host += ranks_here() * most
     # On disk: the weights of every checkpoint and of the reference, and one state for resuming, or
     # two while a new one is being written.
@@ -1334,10 +1339,10 @@ def check_room(settings: Settings, config: Config, device: str):
     existing = next(filter(Path.exists, Path(settings.out, "new").absolute().parents))
 
     if settings.dry_run:
-        print0(f"{n / 1e9:.3f} billion parameters, trained by {world} x {device}, need")
+        print0(f"{n / 1e9:.3f} billion parameters, trained by {world} x {settings.device}, need")
     lacking = []
     for needed, present, where in (
-        (most, device_bytes(device), f"of each process's {device} memory"),
+        (most, device_bytes(settings.device), f"of each process's {settings.device} memory"),
         (host, host_bytes(), "of the machine's memory"),
         (disk, shutil.disk_usage(existing).free, "of disk"),
     ):
@@ -1375,16 +1380,16 @@ def largest_step(model: Qwen, optimizer, reference: Qwen | None, settings: Setti
             tensor.zero_()
 
 
-def try_run(settings: Settings, config: Config, device: str, entries: list[dict]):
+def try_run(settings: Settings, config: Config, entries: list[dict]):
     """Do the largest update with random weights, and print how long it takes, and the run."""
-    if device == "cpu" and count_parameters(config) > 1e8:
+    if settings.device == "cpu" and count_parameters(config) > 1e8:
         return print0("the largest step was not tried: it takes a GPU")
     with torch.device("meta"):
         model = Qwen(config)
         if settings.lora_rank:
             add_lora(model, settings.lora_rank)
-        shard(model, settings, device)
-    model.to_empty(device="cpu" if settings.offload else device)
+        shard(model, settings)
+    model.to_empty(device="cpu" if settings.offload else settings.device)
     for p in model.parameters():
         p.detach().to_local().normal_(std=0.02)
 
@@ -1392,7 +1397,7 @@ def try_run(settings: Settings, config: Config, device: str, entries: list[dict]
     reference = whole_copy(model) if settings.beta else None
     seconds = seconds_of(lambda: largest_step(model, optimizer, reference, settings))
     memory = f" and {torch.cuda.max_memory_allocated() / GIB:.1f} GiB of GPU memory"
-    print0(f"the largest step took {seconds:.1f} s{memory if device == 'cuda' else ''}")
+    print0(f"the largest step took {seconds:.1f} s{memory if settings.device == 'cuda' else ''}")
     if entries and probable_cost(entries, 1) == 0.0:
         print_duration(model, optimizer, reference, settings)
     elif entries:
@@ -1459,20 +1464,24 @@ def dtype_for(config: Config, device) -> torch.dtype:
     return torch.float32 if count_parameters(config) < TINY else compute_dtype(device)
 
 
-def shard(model: Qwen, settings: Settings, device: str) -> Qwen:
+def shard(model: Qwen, settings: Settings) -> Qwen:
     """Divide weights, gradients and Adam's state among the ranks (FSDP2), in place.
 
     What is trained is fp32. The frozen weights beside LoRA are in the dtype of computation.
     """
-    mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
-    dtype = dtype_for(model.config, device)
+    mesh = dist.init_device_mesh(settings.device, (dist.get_world_size(),))
+    dtype = dtype_for(model.config, settings.device)
     mixed = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    offload = CPUOffloadPolicy(pin_memory=device == "cuda") if settings.offload else OffloadPolicy()
+    offload = (
+        CPUOffloadPolicy(pin_memory=settings.device == "cuda")
+        if settings.offload
+        else OffloadPolicy()
+    )
     for p in model.parameters():
         if not p.requires_grad:
             p.data = p.data.to(dtype)
-    model.recompute = needs_recompute(settings, model.config, device)
-    model.compute_device = torch.device(device) if settings.offload else None
+    model.recompute = needs_recompute(settings, model.config)
+    model.compute_device = torch.device(settings.device) if settings.offload else None
     layers = model.model.layers if count_parameters(model.config) >= SMALL else []
     for module in (*layers, model):
         fully_shard(module, mesh=mesh, mp_policy=mixed, offload_policy=offload)
@@ -1934,10 +1943,11 @@ def tidy(out: Path):
 # ---- The command line ---------------------------------------------------------------------------
 
 
-def read_command(argv: list[str]) -> tuple[Settings, str]:
-    """Return the settings of a command line, and the device: "cuda" or "cpu".
+def read_command(argv: list[str]) -> Settings:
+    """Return the settings of a command line.
 
-    Without --preset, the preset follows from the device, and a line says which one and why.
+    Without --device, a run takes the GPUs if there is one for each process and the model is not
+    tiny. Without --preset, the preset follows from the GPUs, and a line says which one and why.
     """
     processes = ranks_here()
     gpu_bytes = [
@@ -1970,12 +1980,12 @@ def read_command(argv: list[str]) -> tuple[Settings, str]:
     if faults:
         usage_error("\n  ".join(faults))
 
-    device = settings.device
-    if device == "cuda" and not has_gpus:
+    if settings.device == "cuda" and not has_gpus:
         usage_error(f"--device=cuda: there are {len(gpu_bytes)} GPUs for {processes} processes")
-    if not device:
-        device = "cuda" if has_gpus and not is_tiny(settings.init_from) else "cpu"
-    return settings, device
+    if not settings.device:
+        use_gpus = has_gpus and not is_tiny(settings.init_from)
+        settings.device = "cuda" if use_gpus else "cpu"
+    return settings
 
 
 def is_tiny(init_from: str) -> bool:
@@ -2080,21 +2090,21 @@ def main(argv: list[str]):
     The exit status is 0 if the run is done, 1 if it was refused or has stopped, 2 if the command
     line is wrong, and 130 after Ctrl-C. torchrun turns all but 0 into 1.
     """
-    settings, device = read_command(argv)
+    settings = read_command(argv)
     signal.signal(signal.SIGINT, lambda *_: interrupted(settings))
     own_store = dict(store=dist.HashStore(), rank=0, world_size=1)
     if "RANK" in os.environ:  # torchrun sets it
         own_store = {}
         # If torchrun is killed, this process is killed too (PR_SET_PDEATHSIG, SIGKILL).
         ctypes.CDLL(None).prctl(1, 9)
-    if device == "cuda":
+    if settings.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     # Python objects go over gloo. A rank may wait for another rank's workers, and longer than the
     # ten minutes that NCCL allows by default.
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if settings.device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=datetime.timedelta(hours=3), **own_store)
     try:
-        train(settings, device)
+        train(settings)
     finally:
         discard_empty(Path(settings.out))
     dist.destroy_process_group()  # after an error NCCL would wait for the others

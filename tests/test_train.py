@@ -653,24 +653,24 @@ def test_the_bare_command_takes_what_fits_the_device(gpus, ranks, preset, monkey
     monkeypatch.setattr("torch.cuda.device_count", lambda: len(cards))
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda i: cards[i])
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    settings, device = read_command([])
+    settings = read_command([])
     assert settings.preset == preset and f"--preset={preset}" in capsys.readouterr().out
-    assert (device == "cpu") == (preset == "laptop") and settings.out == f"out/{preset}"
+    assert (settings.device == "cpu") == (preset == "laptop") and settings.out == f"out/{preset}"
     assert settings.pool == "local"
 
     # A tiny model is trained on the CPU, unless the user says otherwise.
-    assert read_command(["--preset=laptop"])[1] == "cpu"
-    assert read_command(["--device=cpu"])[0].preset == "laptop"
+    assert read_command(["--preset=laptop"]).device == "cpu"
+    assert read_command(["--device=cpu"]).preset == "laptop"
     if len(gpus) >= ranks:
-        assert read_command(["--preset=laptop", "--device=cuda"])[1] == "cuda"
+        assert read_command(["--preset=laptop", "--device=cuda"]).device == "cuda"
     else:
         assert "--device=cuda: there are" in usage_error_of(capsys, "--device=cuda")
 
 
 def test_lora_takes_ten_times_the_learning_rate():
     flags = ["--preset=small", "--lora_rank=16"]
-    assert read_command(flags)[0].lr == pytest.approx(5e-4)
-    assert read_command([*flags, "--lr=3e-4"])[0].lr == 3e-4
+    assert read_command(flags).lr == pytest.approx(5e-4)
+    assert read_command([*flags, "--lr=3e-4"]).lr == 3e-4
 
 
 @pytest.fixture
@@ -692,18 +692,18 @@ def two_gpus(monkeypatch):
     ],
 )
 def test_what_7b_takes_of_two_gpus(flags, low, high, two_gpus):
-    settings = Settings(**PRESETS["large"])
+    settings = Settings(**PRESETS["large"], device="cuda")
     configure(settings, flags)
-    recompute = needs_recompute(settings, Config(), "cuda")
-    assert recompute and low < bytes_for(settings, Config(), "cuda", recompute) / 2**30 < high
+    recompute = needs_recompute(settings, Config())
+    assert recompute and low < bytes_for(settings, Config(), recompute) / 2**30 < high
 
 
 def test_a_small_model_recomputes_nothing_where_memory_suffices(two_gpus, monkeypatch):
     shape = SHAPES["Qwen/Qwen2.5-0.5B-Instruct"]
-    settings = Settings(**PRESETS["small"])
-    assert not needs_recompute(settings, shape, "cuda")
+    settings = Settings(**PRESETS["small"], device="cuda")
+    assert not needs_recompute(settings, shape)
     monkeypatch.setattr("train.device_bytes", lambda device: 12 * 2**30)
-    assert needs_recompute(settings, shape, "cuda")
+    assert needs_recompute(settings, shape)
 
 
 def test_a_state_is_written_in_files_that_fit_into_memory_one_by_one(two_gpus):

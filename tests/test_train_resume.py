@@ -186,14 +186,14 @@ def test_a_folder_that_holds_a_run_is_not_written_into():
 
 def resume(out, *flags):
     """Return the settings of a resumed run."""
-    return read_command(["--preset=laptop", f"--out={out}", "--resume", *flags])[0]
+    return read_command(["--preset=laptop", f"--out={out}", "--resume", *flags])
 
 
 def test_flags_that_are_not_given_are_the_runs(tmp_path):
     saved = Settings(preset="laptop", lr=1e-3, n_rollouts=4, budget=2.0, out="elsewhere")
     write_json(f"{tmp_path}/settings.json", vars(saved))
     settings = resume(tmp_path)
-    expected = vars(saved) | {"out": str(tmp_path), "resume": True}
+    expected = vars(saved) | {"out": str(tmp_path), "resume": True, "device": "cpu"}
     assert vars(settings) == expected
     assert resume(tmp_path, "--lr=1e-3", "--budget=5", "--save_every=7").budget == 5
 
@@ -340,8 +340,8 @@ def test_a_damaged_checkpoint_says_what_to_do(damage, file, tmp_path):
 
 def run_of(folder, kinds):
     """Return a run with a model and an optimizer, into which a state can be loaded."""
-    settings = Settings()
-    model = Qwen.from_pretrained(folder, shard=lambda whole: module.shard(whole, settings, "cpu"))
+    settings = Settings(device="cpu")
+    model = Qwen.from_pretrained(folder, shard=lambda whole: module.shard(whole, settings))
     run = SimpleNamespace(model=model, optimizer=module.adam(model, 0.99))
     run.wrong_share = {kind: torch.ones(()) for kind in kinds}
     module.largest_step(model, run.optimizer, None, Settings(beta=0.0))  # It makes Adam's state.
