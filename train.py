@@ -1076,9 +1076,12 @@ def measure_held_out(run: Run, settings: Settings, done: int):
     on_rank0(lambda: replace_file(file, [*lines, json.dumps(metrics)]))
     if settings.wandb and dist.get_rank() == 0:
         sys.modules["wandb"].log({"held_out": metrics["held_out"]})
-    print0(
-        f"{sum(r.right is True for r in answered)} of {len(problems)} held-out problems are right"
-    )
+    print0(f"held out: {count_right(answered)}")
+
+
+def count_right(answered: list[Rollout]) -> str:
+    n_right = sum(r.right is True for r in answered)
+    return f"{n_right} of {len(answered)} problems are right"
 
 
 def conduct_problems(run: Run, problems: list, settings: Settings, name: str) -> list[Rollout]:
@@ -1108,8 +1111,7 @@ def print_results(run: Run, settings: Settings):
     run.optimizer = run.reference = None  # free their memory for the evaluation
     if settings.shuffle and settings.n_test:
         answered = conduct_problems(run, run.test, settings, "test:shuffled")
-        right = f"{sum(r.right is True for r in answered)} of {len(answered)} held-out problems are right"
-        print0(f"{right}, each with a pool in an order of its own")
+        print0(f"each with a pool in an order of its own: {count_right(answered)}")
     dollars_left = sum(all_gather([run.pool[0].budget.left if settings.budget else 0.0]))
     if dist.get_rank() == 0 and settings.n_test:
         system = f"no-{settings.ablate}" if settings.ablate else "conductor"

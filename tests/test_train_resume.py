@@ -394,7 +394,7 @@ def test_what_the_budget_did_not_measure_is_measured_when_the_run_goes_on(tmp_pa
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     settings = Settings(out=str(tmp_path), iterations=4, save_every=2)
     run = SimpleNamespace(test=["a problem"])
-    monkeypatch.setattr(module, "conduct_problems", lambda *_: ["an answer"])
+    monkeypatch.setattr(module, "conduct_problems", lambda *_: [SimpleNamespace(right=True)])
     monkeypatch.setattr(module.evaluation, "measure", lambda _: {"accuracy": 0.75})
     monkeypatch.setattr(module, "budget_is_spent", lambda run: False)
     with one_rank():
