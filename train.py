@@ -1276,7 +1276,7 @@ def bytes_for(settings: Settings, config: Config, recompute: bool) -> float:
     width = dtype_for(config, settings.device).itemsize
     hidden, layers, vocab = config.hidden_size, config.num_hidden_layers, config.vocab_size
 
-    # What is there all the time: weights and Adam's state in fp32, LoRA's frozen base, the reference.
+    # Always: weights and Adam's state in fp32, LoRA's frozen base, the reference policy.
     share = 0 if settings.offload else 1 / world
     frozen = width * n if settings.lora_rank else 0
     weights = share * (12 * n_trained + frozen)
