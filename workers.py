@@ -677,7 +677,7 @@ def read_pool(spec: str, local_url: str | None = None) -> list[dict]:
 def name_of(entry: dict) -> str:
     """Return the name of a pool's row: its own, that of its model, or that of its function."""
     function = str(entry.get("function", "")).rpartition(":")[2]
-    return entry.get("name") or entry.get("model") or function
+    return str(entry.get("name") or entry.get("model") or function)
 
 
 def check_pool(entries: list[dict], budget: float = 0.0) -> list[str]:

@@ -551,7 +551,7 @@ def test_a_conductor_without_notes_knows_its_pool_by_name_and_place(tmp_path):
     save_prompting(str(tmp_path), Prompting("short"), "mine.json", ["a", "b"])
     rows = [{"model": "x", "name": "a"}, {"model": "y", "name": "b"}]
     assert choose_pool(str(tmp_path), pool_file(tmp_path, *rows))
-    for wrong in (rows[::-1], rows[:1], [*rows, {"model": "z"}]):
+    for wrong in (rows[::-1], rows[:1], [*rows, {"model": "z"}], [{"name": 7}, {"model": ["b"]}]):
         with pytest.raises(ValueError, match="knows a, b, in this order, and --pool"):
             choose_pool(str(tmp_path), pool_file(tmp_path, *wrong))
 
