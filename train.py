@@ -1751,6 +1751,7 @@ def remedy(file: Path | str, advice: str):
 
 
 def reason(e: BaseException) -> str:
+    """Return the class and the text of an error."""
     if isinstance(e, CheckpointException):  # holds an error of each rank that failed
         e, _ = next(iter(e.failures.values()))
     return f"{type(e).__name__}: {e}"
@@ -1773,6 +1774,8 @@ def read_rollouts(run: Run, settings: Settings, iteration: int) -> list[list[Rol
     with remedy(file, "Delete it, and --resume rolls out again; replies are not paid for twice"):
         for line in file.read_text().splitlines():
             r = rollout_from_json(json.loads(line))
+            if r.problem_id not in problems:
+                raise ValueError(f"--data={settings.data} has no problem {r.problem_id}")
             r = replace(r, pool=run.pool, problem=problems[r.problem_id])
             groups.setdefault((r.call_prefix, r.previous is not None), []).append(r)
         first = [group for group in groups.values() if group[0].previous is None]
