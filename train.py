@@ -433,13 +433,13 @@ def save_and_leave(run: Run, settings: Settings, iteration: int, reason_to_stop:
     The iteration has no trace file, so --resume rolls it out again: it samples the same workflows,
     finds the replies that are on disk, and calls workers only for the others.
     """
-    if not Path(settings.out, f"checkpoints/{iteration:05d}/state").exists():
+    state = Path(settings.out, f"checkpoints/{iteration:05d}/state")
+    if not on_rank0(state.exists):
         save(run, settings, iteration)
-    remedy = MORE_MONEY if budget_is_spent(run) else GO_ON
+    advice = MORE_MONEY if budget_is_spent(run) else GO_ON
     leave(
         f"stopped in iteration {iteration + 1}, which is not learned, with a checkpoint: "
-        f"{reason_to_stop}. "
-        f"{remedy}"
+        f"{reason_to_stop}. {advice}"
     )
 
 
