@@ -46,7 +46,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 if __name__ == "__main__":
-    # Ctrl-C ends the program without a word while it imports torch; `main` has more to say.
+    # Ctrl-C ends the program without a word while it imports torch or waits for other ranks to
+    # start. From then on `interrupted` says more.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 # Sampling and learning allocate blocks of very different sizes. Segments that can grow serve both.
@@ -2096,7 +2097,6 @@ def main(argv: list[str]):
     line is wrong, and 130 after Ctrl-C. torchrun turns all but 0 into 1.
     """
     settings = read_command(argv)
-    signal.signal(signal.SIGINT, lambda *_: interrupted(settings))
     own_store = dict(store=dist.HashStore(), rank=0, world_size=1)
     if "RANK" in os.environ:  # torchrun sets it
         own_store = {}
@@ -2108,6 +2108,7 @@ def main(argv: list[str]):
     # ten minutes that NCCL allows by default.
     backend = "cpu:gloo,cuda:nccl" if settings.device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=datetime.timedelta(hours=3), **own_store)
+    signal.signal(signal.SIGINT, lambda *_: interrupted(settings))
     try:
         train(settings)
     finally:
