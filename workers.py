@@ -89,7 +89,7 @@ class Reply:
 class Worker:
     """One member of a pool. Any number of threads may call `chat` at the same time."""
 
-    protocol: str  # openai, anthropic or python
+    protocol: str  # a row of PROTOCOLS: openai, anthropic or python
     base_url: str = ""  # what precedes the protocol's path: https://api.openai.com/v1
     model: str = ""
     name: str = ""  # "": the model's, or the function's
@@ -611,7 +611,7 @@ TEXT = r'"(?:[^"\\]|\\.)*+"'
 OBJECTS = r"\[(\{.*\})?\]"
 # A field of a pool's row -> a pattern of its value as JSON, and what is expected, in words.
 FIELDS = {
-    "protocol": ('"(openai|anthropic|python)"', "openai, anthropic or python"),
+    "protocol": (f'"({"|".join(PROTOCOLS)})"', ", ".join(PROTOCOLS)),
     "base_url": (
         r'"https?://[^"/@?#\s]+(/[^"?#\s]*)?"',
         "http(s)://HOST/…, without a password or a query",

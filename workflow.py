@@ -208,7 +208,9 @@ def can_be_seen(item, i: int) -> bool:
 
 
 # In the order in which the prompt asks for them. For another list, add a row here and a field to
-# Step; the prompt, `as_lists` and `parse` follow.
+# Step: the prompt, `as_lists` and `parse` follow. `call_worker` and `view_step` say what a worker
+# and a reader see of it, and eval.random_workflow draws it for the warm start. A Conductor that was
+# trained without the list has to be trained again, because a workflow without it is refused.
 LISTS = [
     ListFormat(
         name="model_id",

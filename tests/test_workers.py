@@ -1121,3 +1121,8 @@ def test_the_commands_help_and_its_errors():
         failed = run_command(*words)
         assert failed.returncode != 0 and says in failed.stderr, words
         assert "Traceback" not in failed.stderr
+
+
+@pytest.mark.parametrize("protocol", workers.PROTOCOLS)
+def test_a_pool_may_name_every_protocol(protocol):
+    assert workers.fits(protocol, workers.FIELDS["protocol"][0])
