@@ -212,13 +212,13 @@ def read_problems(file: str) -> list[Problem]:
         {"question": "Who wrote Emma?", "answer": "Jane Austen", "grader": "short", "kind": "books"}
 
     Raises:
-        ValueError: Lines are wrong; it says what is wrong with the first 20 of them.
+        ValueError: Lines are wrong; it names up to 20 faults, each with its first line.
     """
     if not os.path.exists(file):
         hint = "`python eval.py prepare` writes paper and recursion"
         raise FileNotFoundError(f"{file} is missing ({hint})")
     problems = []
-    faults = []
+    faults = {}  # what is wrong -> the numbers of the lines
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -226,8 +226,12 @@ def read_problems(file: str) -> list[Problem]:
             try:
                 problems.append(parse_problem(line, f"{os.path.basename(file)}/{number}"))
             except ValueError as e:
-                faults.append(f"{file}, line {number}: {e}")
-    require(not faults, "\n".join(faults[:20]))
+                faults.setdefault(str(e), []).append(number)
+    sentences = []
+    for fault, (first, *others) in faults.items():
+        where = f"line {first} and {len(others)} more" if others else f"line {first}"
+        sentences.append(f"{file}, {where}: {fault}")
+    require(not faults, "\n".join(sentences[:20]))
     require(problems, f"{file} is empty")
     require(len({p.id for p in problems}) == len(problems), f"{file}: two lines have one id")
     return problems

@@ -518,9 +518,12 @@ def begin_rollouts(
 ) -> list[Rollout]:
     """Roll out this rank's share of each question's rollouts, and return it.
 
-    No rank waits for another here, so a fork may run this in a thread while the model learns. The
-    draws of a rollout depend on its number, and not on its rank. Every call of a worker is appended
-    to `calls`.
+    The draws of a rollout depend on its number, and not on its rank. Every call of a worker is
+    appended to `calls`.
+
+    No rank waits for another here, so a fork may run this in a thread while the model learns. It
+    then has to draw the next questions before `track_wrong_shares` changes what is drawn, and it
+    must not sample ahead across a checkpoint, which holds the newest policy only.
     """
 
     def call(rollout: Rollout, step: int) -> Reply:
@@ -2025,7 +2028,8 @@ OLD_FLAGS = {
     "rollouts": "n_rollouts",
     "test": "n_test",
 }
-# Flags that the third edition did not have.
+# Flags that the third edition did not have. Without a new flag's name here, older runs cannot be
+# resumed.
 NEW_FLAGS = {"device", "examples", "lora_rank", "notes", "recursion_rewards", "reward"}
 NEW_FLAGS |= {"share_replies", "shuffle"}
 

@@ -398,7 +398,7 @@ def broken(error: Exception, seconds: float) -> Failure:
     """
     if isinstance(error, (requests.ReadTimeout, exceptions.ReadTimeoutError, TimeoutError)):
         return Failure(
-            f"no whole answer within {seconds:.3g} s; a slow worker needs a larger timeout"
+            f"no whole answer within {seconds:.3g} s, its timeout (at most 120 s for a hello)"
         )
     # A user's function may use requests, which wraps the error that says what happened.
     is_wrapper = isinstance(error, requests.RequestException) and error.args
@@ -1002,8 +1002,8 @@ FACTS = {**NUMBERS, **CITIES, **NAMES}
 
 TRADES = {  # name -> a pattern of what it understands, and what each instruction makes of a match
     "calculator": (
-        r"\b(\d{1,6}) ([-+*]) (\d{1,6})\b",
-        {"Calculate it.": lambda m: str(SIGNS[m[2]](int(m[1]), int(m[3])))},
+        r"\b(\d{1,6}) ([-+*×]) (\d{1,6})\b",
+        {"Calculate it.": lambda m: str(SIGNS[m[2].replace("×", "*")](int(m[1]), int(m[3])))},
     ),
     "translator": (r"\w+", {"Translate it.": lambda m: SPANISH.get(m[0], m[0])}),
     "librarian": (

@@ -1325,6 +1325,9 @@ class Service:
     admission: Admission = field(default_factory=Admission)
 
 
+NOBODY_WAITS = "stopped, as nobody waits for the answer"
+
+
 class ConductorHandler(Handler):
     """Answer questions with workflows, of one round or several, and serve the page."""
 
@@ -1389,18 +1392,24 @@ class ConductorHandler(Handler):
 
         def call(rollout, i):
             if self.hung_up():
-                raise WorkerError("stopped, as nobody waits for the answer")
+                raise WorkerError(NOBODY_WAITS)
             events.put(event_of(rollout, i))
             reply = call_worker(rollout, i)
             events.put(event_of(rollout, i, reply))
             return reply
 
+        def write(rollouts):
+            if not self.hung_up():
+                yield from service.write(rollouts)
+                return
+            for rollout in rollouts:
+                rollout.error = NOBODY_WAITS
+                yield rollout
+
         def conduct_question():
-            if self.hung_up():
-                raise ConnectionAbortedError
             started = time.monotonic()
             extra_rounds = service.extra_rounds if self.card["model"] == self.models[1] else 0
-            [last] = conduct(service.write, [asked], extra_rounds, service.prompting, call=call)
+            [last] = conduct(write, [asked], extra_rounds, service.prompting, call=call)
             service.admission.note(time.monotonic() - started)
             return last
 
@@ -1693,11 +1702,15 @@ def main(argv: list[str]):
 def answer(asked: Rollout, write, prompting: Prompting, extra_rounds: int):
     """Answer a question, print its workflow and what everything cost, and exit."""
 
+    def write_aloud(rollouts):
+        print("the Conductor writes a workflow …", file=sys.stderr)
+        return write(rollouts)
+
     def call(rollout, i):
         print(f"step {i}: {rollout.names[i]} is asked …", file=sys.stderr)
         return call_worker(rollout, i)
 
-    [rollout] = conduct(write, [asked], extra_rounds, prompting, call=call)
+    [rollout] = conduct(write_aloud, [asked], extra_rounds, prompting, call=call)
     print(view(rollout), flush=True)
     calls = sum(worker.calls for worker in asked.pool)
     if calls > rollout.calls:  # A worker conducts.

@@ -265,6 +265,27 @@ def test_a_client_that_hangs_up_stops_the_workflow(capfd):
     assert "conductor: the client hung up, 1 steps" in log and "Traceback" not in log
 
 
+def test_a_conductor_is_not_asked_again_for_a_client_that_left(monkeypatch):
+    """What it writes first is no workflow, so it would be asked twice more."""
+    started, go_on, logged = threading.Event(), threading.Event(), threading.Event()
+    monkeypatch.setattr(workflow.ConductorHandler, "log", lambda *parts: logged.set())
+    tries = []
+
+    def write(rollouts):
+        for rollout in rollouts:
+            tries.append(rollout.number)
+            started.set()
+            go_on.wait(60)
+            rollout.written = "I cannot."
+            yield rollout
+
+    with served([Player("a", lambda m: "answer")], write=write) as url:
+        hang_up(url, "Why?", started)
+        go_on.set()
+        assert logged.wait(60)
+    assert len(tries) == 1
+
+
 def test_more_clients_than_threads_for_calls_are_all_answered(monkeypatch):
     """Requests have threads of their own and never occupy those that worker calls need."""
     monkeypatch.setattr(workflow, "THREADS", workflow.Threads(2))
