@@ -1,20 +1,20 @@
-"""GRPO: turns the rewards of sampled rollouts into one update of the policy.
+"""GRPO: turn the rewards of sampled rollouts into one update of the policy.
 
 1. Sample. For each question q the policy writes a group of G completions o_1 … o_G. sample.py also
    keeps log π_old(o_it), the log-probability with which it drew token t of completion i.
 2. Reward. workflow.py runs each completion's workflow and eval.py grades the answer. The reward is
    r_i = 0 (no workflow), 0.5 (wrong answer) or 1 (right answer); see `reward` in train.py.
-3. Compare (Eq. 2, `advantages`). A completion's advantage is the difference between its reward and
-   the group's mean, in standard deviations of the group:  A_i = (r_i - mean(r)) / std(r).
-4. Score again (`packed_logprobs`). The model in training computes log π(o_it) of the same tokens.
-   A micro-batch is one row of tokens: each prompt once, followed by all of its completions.
+3. Compare (Eq. 2, `advantages`). A completion's advantage is its reward minus the mean reward of
+   its group, divided by the group's standard deviation:  A_i = (r_i - mean(r)) / std(r).
+4. Score again (`packed_logprobs`). The policy in training computes log π(o_it) of the same tokens.
+   A micro-batch is one row of tokens: each prompt appears once, followed by its completions.
 5. Clip (`surrogate`). With the ratio ρ_it = π(o_it) / π_old(o_it), a token contributes
    S_it = min(ρ_it · A_i, clip(ρ_it, 1 - ε, 1 + ε) · A_i).
-6. Average (Eq. 1, `update`) over the M completions of all groups and the tokens of each:
+6. Average (Eq. 1, `update`) over the M completions of all groups, and over each one's tokens:
    J = 1/M · Σ_i 1/|o_i| · Σ_t (S_it - β_i · KL_it),
    where KL_it = Σ_v π_ref(v) · log(π_ref(v) / π(v)) over all token ids v that could be sampled.
-   The paper has no KL (β = 0). Here β_i = β · (share of wrong answers in the group of i).
-7. Step (`clipped_step`). Adam follows the gradient of J, clipped to a norm of at most 1.
+   The paper has no KL term (β = 0). Here β_i = β · (share of wrong answers in the group of i).
+7. Step (`clipped_step`). Clip the gradient of J to a norm of at most 1, then take one Adam step.
 
 Read eval.py next."""
 
@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from model import Qwen, in_bf16_on_gpu
 from workflow import Rollout
 
-# Newer versions of torch want to be told that there are fewer heads of keys than of queries.
+# Newer versions of torch require this argument if keys have fewer heads than queries.
 GQA = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 # ---- Advantages (Eq. 2) --------------------------------------------------------------------------
@@ -41,16 +41,16 @@ GQA = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters 
 def advantages(rewards, mask=None):
     """Return the advantage (r - mean) / std of each reward within its group (Eq. 2).
 
-    In the first group two of four rollouts are right (mean 0.75, standard deviation 0.25), in the
-    second group none is:
+    In the first group, two of the four rollouts are right (mean 0.75, standard deviation 0.25).
+    In the second group, all four are wrong:
 
         advantages([[0.5, 0.5, 1.0, 1.0],          [[-1, -1, 1, 1],
                     [0.5, 0.5, 0.5, 0.5]])    ->    [ 0,  0, 0, 0]]
 
     Args:
         rewards: (Q, G), the rewards of the G rollouts of each of Q questions.
-        mask: (Q, G), False where a rollout was lost. A lost rollout takes no part in the mean and
-            the standard deviation, and its advantage is 0.
+        mask: (Q, G), False for each lost rollout. The mean and the standard deviation leave lost
+            rollouts out, and their advantage is 0.
 
     Returns:
         (Q, G) in fp32. A group of equal rewards gets zeros.
@@ -60,8 +60,8 @@ def advantages(rewards, mask=None):
     count = mask.sum(1).clamp(min=1)  # (Q)
     mean = (rewards * mask).sum(1) / count  # (Q)
     centred = (rewards - mean[:, None]) * mask  # (Q, G)
-    centred[centred.abs() < 1e-6] = 0.0  # the rounding error of a mean of equal rewards
-    std = ((centred**2).sum(1) / count).sqrt()  # (Q); divided by the count, not the count - 1
+    centred[centred.abs() < 1e-6] = 0.0  # If all rewards are equal, only rounding errors differ.
+    std = ((centred**2).sum(1) / count).sqrt()  # (Q); the sum is divided by count, not count - 1
     return centred / std.clamp(min=1e-6)[:, None]
 
 
@@ -71,11 +71,11 @@ def set_advantages(groups: list[list[Rollout]], recursion=False, cost_weight=0.0
     A reward of None marks a lost rollout. All groups have the same size.
 
     Args:
-        recursion: Divide the advantages of first rounds by 4. The paper weighs the reward of a
-            first round by a quarter, but the division by std in Eq. 2 would cancel such a factor.
-        cost_weight: The advantage that a rollout loses for each dollar that it costs above its
-            group's mean. It is subtracted after Eq. 2, whose division by std would blow up even a
-            tiny difference in cost.
+        recursion: Whether to divide the advantages of first rounds by 4. The paper multiplies the
+            reward of a first round by 1/4, but the division by std in Eq. 2 would cancel that.
+        cost_weight: How much advantage a rollout loses for each dollar that it costs above its
+            group's mean. The loss is subtracted after Eq. 2, because the division by std would
+            blow up even a tiny difference in cost.
     """
     rewards = [[rollout.reward or 0.0 for rollout in group] for group in groups]
     mask = [[rollout.reward is not None for rollout in group] for group in groups]
@@ -102,25 +102,26 @@ def set_advantages(groups: list[list[Rollout]], recursion=False, cost_weight=0.0
 def packed_logprobs(
     model: Qwen, groups, temperature=1.0, n_ids=None, reference: Qwen | None = None
 ):
-    """Return log π and the KL to a reference for every token of some completions, with gradient.
+    """Return log π of each token of the completions, and the KL to a reference, with gradients.
 
-    All groups form one row of tokens. The prompt 5 6 with the completions 7 and 8 9 is laid out as
+    All groups are packed into one row of T tokens. For example, the prompt 5 6 with the completions
+    7 and 8 9 is laid out as
 
         ids         5  6 | 7 | 8  9      (T)
         positions   0  1 | 2 | 2  3      (T)  each completion starts where its prompt ends
         targets            7   8  9      (N)  the tokens whose log-probabilities are wanted
-        predictors         1   1  3      (N)  the places in the row whose output predicts them
+        predictors         1   1  3      (N)  for each target, the place whose output predicts it
 
     A completion attends to its prompt and to itself, not to the other completions.
 
     Args:
-        groups: [(prompt, completions)], all of them lists of token ids.
-        temperature, n_ids: As the completions were sampled.
-        reference: π_ref. Without one the KL is 0.
+        groups: [(prompt, completions)]. A prompt and each completion are lists of token ids.
+        temperature, n_ids: The settings with which the completions were sampled.
+        reference: The model of π_ref. None: the KL is 0.
 
     Returns:
-        (2, N) in fp32 for the N tokens of all completions, in order. Row 0 is log π of the token,
-        row 1 is KL(π_ref ‖ π) of the distributions over all ids at its place.
+        (2, N) in fp32: one column for each of the N completion tokens, in order. Row 0 is log π of
+        the token. Row 1 is KL(π_ref ‖ π) of the two distributions that predict the token.
     """
     ids, positions, targets, predictors, attend = pack(groups, model.device)
 
@@ -142,7 +143,7 @@ def packed_logprobs(
 def token_logprobs(
     model: Qwen, prompt: list[int], completions: list[list[int]], temperature=1.0, n_ids=None
 ):
-    """Return log π of the tokens of one prompt's completions: a 1-D tensor each, with gradient."""
+    """Return a 1-D tensor for each completion of a prompt: log π of its tokens, with gradients."""
     logprobs, _ = packed_logprobs(model, [(prompt, completions)], temperature, n_ids)
     return list(logprobs.split([len(completion) for completion in completions]))
 
@@ -151,10 +152,10 @@ def token_logprobs(
 
 
 def surrogate(logprobs, old, advantage, clip):
-    """Return min(ρA, clip(ρ, 1 - ε, 1 + ε)A) of each token, with ρ = π / π_old. It is maximised.
+    """Return min(ρA, clip(ρ, 1 - ε, 1 + ε)A) for each token, to be maximised. ρ is π / π_old.
 
-    Eq. 1 prints one ratio for a whole completion; here, as in GRPO, each token has its own.
-    All arguments but clip (ε) are 1-D over tokens.
+    Eq. 1 prints one ratio ρ for a whole completion. Here, as in GRPO, each token has its own ratio.
+    All arguments except clip (ε) are 1-D tensors with one number per token.
     """
     ratio = (logprobs - old).exp()
     clipped = ratio.clamp(1 - clip, 1 + clip)
@@ -173,32 +174,34 @@ def update(
     token_budget=16384,
     max_grad_norm=1.0,
 ) -> dict:
-    """Take one optimizer step on Eq. 1 over the rollouts of all ranks.
+    """Take one optimizer step on Eq. 1 with the rollouts of all ranks.
 
     If the gradient is not finite, all ranks skip the step.
 
     Args:
         rollouts: This rank's share, with `advantage` and `wrong_share` set.
         clip: ε of Eq. 1.
-        beta: Weight of the KL, which is multiplied by each rollout's wrong_share: the policy keeps
-            exploring questions that it fails and may become certain about those that it solves.
+        beta: The weight of the KL. It is multiplied by each rollout's wrong_share, so that the
+            policy keeps exploring questions it fails but can become certain about those it solves.
         reference: π_ref; needed if beta > 0.
-        temperature, n_ids: As the rollouts were sampled.
-        token_budget: Tokens of a micro-batch, without those of its first prompt. A longer
-            completion gets a micro-batch of its own.
-        max_grad_norm: The gradient is scaled down to this norm.
+        temperature, n_ids: The settings with which the rollouts were sampled.
+        token_budget: The maximum number of tokens in a micro-batch, not counting its first prompt.
+            A completion that exceeds the budget gets a micro-batch to itself.
+        max_grad_norm: A gradient with a larger norm is scaled down to this norm.
 
     Returns:
-        The means of `statistics` over all ranks' tokens that contribute a gradient (None if there
-        are none), grad_norm before clipping, and skipped (0 or 1).
+        {name: number}: the mean of each of `statistics` over all tokens on all ranks that have a
+        gradient (None if no token has one), grad_norm before clipping, and skipped, which is 1 if
+        the step was skipped and 0 otherwise.
     """
-    # Rollouts with neither an advantage nor a KL have no gradient. They only count in the mean.
+    # Rollouts with neither an advantage nor a KL term have no gradient. They still count in the
+    # mean, which divides by the number of all rollouts.
     device = model.device
     with_gradient = [r for r in rollouts if r.advantage or beta * r.wrong_share]
     batches = micro_batches(with_gradient, token_budget)
 
-    # FSDP gathers weights in every forward pass, so all ranks need equally many. A rank that has no
-    # batch left runs a dummy token, whose loss is an empty sum.
+    # FSDP gathers weights in every forward pass, so all ranks must run the same number of passes.
+    # A rank that has no batch left runs a dummy token, whose loss is an empty sum.
     world = dist.get_world_size() if dist.is_initialized() else 1
     [n_rollouts] = all_reduce([len(rollouts)], device)
     [most_batches] = all_reduce([len(batches)], device, dist.ReduceOp.MAX)
@@ -210,10 +213,11 @@ def update(
         new, kl = packed_logprobs(
             model, by_prompt(batch), temperature, n_ids, reference if beta else None
         )
-        new, kl = new[: len(old)], kl[: len(old)]  # drops the dummy token
+        new, kl = new[: len(old)], kl[: len(old)]  # Drop the dummy token.
         per_token = surrogate(new, old, advantage, clip) - kl_weight * kl
         objective = (per_token * scale).sum()
-        # FSDP averages gradients over ranks, but `scale` divides by all ranks' rollouts already.
+        # `scale` already divides by the rollouts of all ranks. FSDP then averages gradients over
+        # ranks, and the factor `world` undoes that.
         (-objective * world).backward()
         sums += statistics(new, old, kl, clip)
 
@@ -224,10 +228,10 @@ def update(
 
 
 def token_columns(batch: list[Rollout], beta: float, n_rollouts: float, device):
-    """Return what Eq. 1 needs for each token of a batch, beside its new log-probability.
+    """Return (4, N): what Eq. 1 needs for each token of a batch, besides its new log-probability.
 
-    The four columns, each (N), are log π_old, the advantage, the weight of the KL, and the weight
-    of the token in the mean over rollouts and their tokens.
+    The four tensors (N) are log π_old, the advantage, the weight of the KL, and the weight of the
+    token in the mean over all rollouts and their tokens.
     """
     rows = []
     for rollout in batch:
@@ -241,11 +245,11 @@ def token_columns(batch: list[Rollout], beta: float, n_rollouts: float, device):
 def clipped_step(model, optimizer, max_grad_norm: float) -> float:
     """Clip the gradient to max_grad_norm, take an optimizer step, and clear the gradient.
 
-    Returns the norm before clipping, which is the same on all ranks. If it is not finite, no step
-    is taken.
+    Returns the norm before clipping, which is the same on all ranks. If the norm is not finite, the
+    optimizer takes no step.
     """
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    if hasattr(norm, "full_tensor"):  # FSDP: each rank has the norm of its own shards
+    if hasattr(norm, "full_tensor"):  # With FSDP, `norm` is split over the ranks.
         norm = norm.full_tensor()
     norm = float(norm)
     if math.isfinite(norm):
@@ -259,11 +263,11 @@ STATISTICS = ("gap", "approx_kl", "clipfrac", "entropy", "kl")
 
 @torch.no_grad()
 def statistics(new, old, kl, clip):
-    """Return sums over tokens, in the order of STATISTICS, and the number of tokens.
+    """Return a tensor of sums over tokens in the order of STATISTICS, then the number of tokens.
 
     gap:        |log π - log π_old|
     approx_kl:  ρ - 1 - log ρ, an estimate of KL(π_old ‖ π)
-    clipfrac:   1 where ρ lies outside 1 - ε … 1 + ε
+    clipfrac:   1 if ρ lies outside 1 - ε … 1 + ε, else 0
     entropy:    -log π, whose mean over sampled tokens estimates the entropy
     kl:         KL(π_ref ‖ π)
     """
@@ -278,13 +282,13 @@ def statistics(new, old, kl, clip):
 
 
 def pack(groups, device):
-    """Lay out groups [(prompt, completions)] as the row that packed_logprobs draws.
+    """Lay out groups [(prompt, completions)] in one row, as the docstring of packed_logprobs shows.
 
-    Returns ids, positions, targets and predictors as tensors, and the `attend` for this row.
+    Returns ids, positions, targets and predictors as tensors, and the row's attention function.
     """
     ids, positions, targets, predictors = [], [], [], []
-    lengths = []  # the number of tokens of each piece; a piece is a prompt or a completion
-    seen = []  # for the last token of each piece, the places in the row that it sees
+    lengths = []  # the number of tokens in each piece; a piece is a prompt or a completion
+    seen = []  # for each piece, the places in the row that its last token attends to
     for prompt, completions in groups:
         prompt_places = range(len(ids), len(ids) + len(prompt))
         ids += prompt
@@ -305,23 +309,23 @@ def pack(groups, device):
 
 
 def packed_attention(lengths: list[int], seen: list[list[int]], device):
-    """Return the `attend` for a row of pieces.
+    """Return the attention function for a packed row of pieces.
 
     Args:
-        lengths: How many tokens each piece has, T in all.
-        seen: The places in the row that a piece's last token sees. The token n places before it
-            sees all but the last n of them.
+        lengths: The number of tokens in each piece, T in all.
+        seen: For each piece, the places in the row that its last token attends to. Attention is
+            causal: the token n before the last attends to all of these places but the last n.
     """
     places = torch.tensor([*itertools.chain(*seen)], device=device)  # (S)
     n_seen = [len(some) for some in seen]
-    ends = []  # where each piece ends, among the T queries and among the S keys
+    ends = []  # the pieces' boundaries, first among the T queries, then among the S keys
     for sizes in (lengths, n_seen):
         cumulative = [0, *itertools.accumulate(sizes)]
         ends.append(torch.tensor(cumulative, dtype=torch.int32, device=device))
 
     def attend(layer_idx, q, k, v):  # q (1, H, T, D), k and v (1, Hkv, T, D) -> (1, H, T, D)
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # (T, H or Hkv, D)
-        # Gathered in fp32, as the gradients of all completions add up in the prompt's keys.
+        # Gather in fp32, because the gradients of all completions add up in the prompt's keys.
         k = k.float().index_select(0, places)  # (S, Hkv, D)
         v = v.float().index_select(0, places)
         if in_bf16_on_gpu(q):
@@ -336,13 +340,13 @@ def packed_attention(lengths: list[int], seen: list[list[int]], device):
 
 
 def attend_in_turn(q, k, v, lengths: list[int], n_seen: list[int]):
-    """Compute what varlen_attn computes in one kernel: q (T, H, D) -> (T, H, D).
+    """Compute varlen_attn's result with ordinary attention calls: q (T, H, D) -> (T, H, D).
 
-    k and v (S, Hkv, D) hold what the pieces see, one piece after another. Neighbours of equal size
-    go together. On a CPU this is done in fp32, because the fused kernel's backward pass is slow in
-    bf16.
+    k and v (S, Hkv, D) hold the keys and values that the pieces attend to, one piece after another.
+    One call computes all neighbouring pieces of equal size. The arguments are fp32, because on a
+    CPU the backward pass of the fused kernel is slow in bf16.
     """
-    batches = []  # pieces, tokens of each, tokens that its last one sees
+    batches = []  # (number of pieces, tokens in a piece, keys that its last token attends to)
     for (length, n), some in itertools.groupby(zip(lengths, n_seen)):
         batches.append((len([*some]), length, n))
     q_parts = q.split([pieces * length for pieces, length, _ in batches])
@@ -352,26 +356,26 @@ def attend_in_turn(q, k, v, lengths: list[int], n_seen: list[int]):
     y = []
     for (pieces, length, n), *qkv in zip(batches, q_parts, k_parts, v_parts):
         qkv = [x.unflatten(0, (pieces, -1)).transpose(1, 2) for x in qkv]  # (pieces, …, D)
-        # is_causal would align the diagonal at the upper left, and a tensor as mask would choose a
-        # kernel that takes quadratic memory.
+        # is_causal=True would align the diagonal with the upper left corner, and a mask in the form
+        # of a tensor would select a kernel that takes quadratic memory.
         mask = causal_lower_right(length, n)
         part = F.scaled_dot_product_attention(*qkv, mask, enable_gqa=True)
         y.append(part.transpose(1, 2).flatten(0, 1))
     return torch.cat(y)
 
 
-HEAD_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 22}  # how many logits exist at a time
+HEAD_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 22}  # max logits in memory at a time
 
 
 def of_targets(model, hidden, targets, temperature, n_ids, reference=None, ref_hidden=None):
-    """Return packed_logprobs' (2, N) from the hidden states (N, C) that predict the targets (N).
+    """Return the (2, N) of packed_logprobs, from hidden states (N, C) that predict targets (N).
 
-    All logits, (N, V), would take gigabytes. They are computed a part at a time, and once more in
-    the backward pass, so that no part's logits have to be kept.
+    All logits together, (N, V), would take gigabytes. Each part of them is computed on its own, and
+    computed again in the backward pass, so that no logits have to be kept.
 
-    The KL is summed over all ids. GRPO usually estimates it from the sampled token alone, as
-    π_ref/π - log(π_ref/π) - 1. The mean of that estimate's gradient is right, but single gradients
-    are huge where π is far below π_ref.
+    The KL is an exact sum over all ids. GRPO usually estimates the KL from the sampled token alone,
+    as π_ref/π - log(π_ref/π) - 1. The gradient of that estimate is right on average, but a single
+    token's gradient is huge if its π is far below π_ref.
     """
 
     def of_part(hidden, target, ref_hidden):  # (n, C), (n), (n, C) -> (2, n)
@@ -383,7 +387,7 @@ def of_targets(model, hidden, targets, temperature, n_ids, reference=None, ref_h
         return torch.stack((logp.gather(1, target[:, None])[:, 0], kl))
 
     if reference is None:
-        ref_hidden = hidden  # a placeholder that of_part does not read
+        ref_hidden = hidden  # a placeholder, which of_part does not read
     size = max(1, HEAD_LOGITS[model.device.type] // model.config.vocab_size)
     parts = zip(hidden.split(size), targets.split(size), ref_hidden.split(size))
     return torch.cat([checkpoint(of_part, *part, use_reentrant=False) for part in parts], 1)
@@ -401,12 +405,12 @@ def all_logprobs(policy: Qwen, hidden, temperature, n_ids):
 
 
 def micro_batches(rollouts: list[Rollout], token_budget: int) -> list[list[Rollout]]:
-    """Split rollouts into batches of at most `token_budget` tokens, without their first prompts.
+    """Split rollouts into batches of at most `token_budget` tokens, not counting first prompts.
 
-    A longer rollout is a batch of its own. Rollouts of one prompt stand together, and by length, as
-    attend_in_turn takes neighbours of equal size together. A prompt counts once in a batch, and the
-    first prompt of a batch does not count: a long one would fill the budget, and would have to be
-    computed again for every few completions.
+    A rollout that exceeds the budget is a batch by itself. Rollouts are sorted by prompt, then by
+    length, because attend_in_turn computes neighbours of equal size in one call. A prompt counts
+    once per batch, and a batch's first prompt does not count at all: a long prompt would fill the
+    budget by itself, and would have to be computed again for every few completions.
     """
     batches, size = [], 0
     for rollout in sorted(rollouts, key=lambda r: (r.prompt_ids, len(r.tokens))):
@@ -421,7 +425,7 @@ def micro_batches(rollouts: list[Rollout], token_budget: int) -> list[list[Rollo
 
 
 def by_prompt(batch: list[Rollout]):
-    """Return a batch as the groups of packed_logprobs. An empty batch becomes one dummy token."""
+    """Return a batch as groups [(prompt, completions)]. An empty batch becomes one dummy token."""
     if not batch:
         return [([0], [[0]])]
     groups = itertools.groupby(batch, lambda rollout: rollout.prompt_ids)
@@ -429,7 +433,7 @@ def by_prompt(batch: list[Rollout]):
 
 
 def all_reduce(values: list[float], device, op=dist.ReduceOp.SUM) -> list[float]:
-    """Return each number's sum over all ranks (or another reduction, `op`)."""
+    """Return the sum of each number over all ranks, or the result of another reduction `op`."""
     total = torch.tensor(values, dtype=torch.float64, device=device)
     if dist.is_initialized():
         dist.all_reduce(total, op)

@@ -1,16 +1,18 @@
 """Batched generation with a KV cache whose prompt part is shared by all rollouts of a prompt.
 
-    python sample.py --checkpoint=Qwen/Qwen2.5-0.5B-Instruct "a prompt"      or a folder
+    python sample.py --checkpoint=MODEL "a prompt"
+
+MODEL is a folder in Hugging Face's layout, or a name on its hub, as Qwen/Qwen2.5-0.5B-Instruct.
 
 GRPO samples n rollouts of every prompt. The prompt's keys and values are computed and stored once;
-each rollout stores only those of its own tokens. The rollouts form a grid of Q prompts × R rows. A
-step feeds the newest token of every row to the model. The token's query q attends to the prompt
-and to the row's own tokens under one softmax:
+each rollout stores only the keys and values of its own tokens. The rollouts form a grid of
+Q prompts × R rows. A step feeds the newest token of every row to the model. The token's query q
+attends to the prompt and to the row's own tokens under one softmax:
 
     w = softmax([q · K_prompt | q · K_own] / √D),    y = w_prompt · V_prompt + w_own · V_own
 
-`attend_shared` computes this. The row of a finished rollout goes on drawing tokens that nobody
-reads, until `compact` drops it. Read workers.py next.
+`attend_shared` computes this. The row of a finished rollout keeps drawing tokens, which are
+ignored, until `compact` drops the row. Read workers.py next.
 """
 
 import hashlib
@@ -21,7 +23,7 @@ from functools import partial
 
 import torch
 
-try:  # torch's CUDA builds bring it along
+try:  # comes with torch's CUDA builds
     import triton
     import triton.language as tl
 except ImportError:
@@ -29,20 +31,20 @@ except ImportError:
 
 from model import Qwen, Tokenizer, causal, check_ids, compute_dtype, configure, flag
 
-CHECK = 8  # steps between two looks for finished rollouts
-BUCKET = {"cuda": 128, "cpu": 32}  # steps between two calls of `compact`; a multiple of CHECK
+CHECK = 8  # steps between checks for finished rollouts
+BUCKET = {"cuda": 128, "cpu": 32}  # steps between calls of `compact`; a multiple of CHECK
 PAD = {"cuda": 64, "cpu": 1}  # lengths are padded to a multiple of this, for tensor cores
-PREFILL_TOKENS = 8192  # prompt tokens in one forward pass
+PREFILL_TOKENS = 8192  # max prompt tokens in one forward pass, unless one prompt has more
 
 
 @dataclass
 class Completion:
     """One rollout: its token ids and the log-probability with which each was drawn.
 
-    A greedy rollout has the log-probabilities at temperature 1.
+    For a greedy rollout, these are the log-probabilities at temperature 1.
     """
 
-    tokens: list[int]  # with the end token, if finished
+    tokens: list[int]  # including the end token, if finished
     logprobs: list[float]
     finished: bool  # False: cut off at max_new_tokens
 
@@ -50,7 +52,7 @@ class Completion:
 def generate(
     model: Qwen, prompts: list[list[int]], n: int = 1, *args, **settings
 ) -> list[list[Completion]]:
-    """Return n rollouts of each prompt as [prompt][rollout]; the arguments are generate_each's."""
+    """Return n rollouts of each prompt as [prompt][rollout]; generate_each explains the arguments."""
     completions = [[None] * n for _ in prompts]
     for i, j, completion in generate_each(model, prompts, n, *args, **settings):
         completions[i][j] = completion
@@ -69,19 +71,19 @@ def generate_each(
     n_ids: int | None = None,
     numbers: list[list[int]] | None = None,
 ):
-    """Sample n rollouts of each prompt; yield (prompt index, rollout index, Completion) as each
-    ends.
+    """Yield n rollouts of each prompt as (prompt index, rollout index, Completion), as they end.
 
-    A rollout depends on the seed, its prompt, its number, and how often the same prompt stood
+    A rollout depends on the seed, its prompt, its number, and how many times the same prompt occurs
     earlier in the list. It does not depend on the other prompts or on the number of rollouts.
 
     Args:
-        prompts: Token ids.
-        temperature: Below 1e-6 the likeliest token is taken.
+        prompts: The token ids of each prompt.
+        temperature: If it is below 1e-6, the likeliest token is always taken.
         eos_id: The id or ids that end a rollout.
-        n_ids: Only ids below it are drawn. (Qwen2.5's vocabulary is padded with unused ids.)
-        numbers: The numbers of each prompt's n rollouts; 0 … n-1 unless given. Ranks that sample
-            different numbers of one prompt together sample what one rank would.
+        n_ids: Only ids below n_ids are drawn, because Qwen2.5's vocabulary is padded with unused
+            ids. None: all ids.
+        numbers: The numbers of each prompt's n rollouts. None: 0 … n-1. Ranks that split the
+            numbers of a prompt among themselves sample the same rollouts as one rank would.
     """
     if (
         not prompts
@@ -113,10 +115,10 @@ def generate_each(
 
 
 def grid_shape(model, longest: int, max_new_tokens: int, n: int) -> tuple[int, int]:
-    """Return how many prompts and how many of their n rollouts one grid holds.
+    """Return (Q, R): how many prompts a grid holds, and how many of each prompt's n rollouts.
 
-    The keys and values of a grid take at most 2 GiB of a CPU's memory, or a fifth of a GPU's: a 7B
-    leaves that much of 24 GB.
+    The keys and values of a grid take at most 2 GiB on a CPU. On a GPU they take at most a fifth of
+    its memory, because a 7B model leaves about that much free on a 24 GB card.
     """
     device = model.device
     limit = 2 << 30  # bytes
@@ -124,13 +126,13 @@ def grid_shape(model, longest: int, max_new_tokens: int, n: int) -> tuple[int, i
         limit = torch.cuda.get_device_properties(device).total_memory // 5
 
     channels = model.config.num_key_value_heads * model.config.head_dim
-    token = 2 * len(model.model.layers) * channels * model.lm_head.weight.itemsize  # bytes
+    token = 2 * len(model.model.layers) * channels * model.lm_head.weight.itemsize  # its bytes
     prompt = token * padded(longest, device)
     row = token * padded(max_new_tokens, device)
 
     rows_that_fit = max(1, (limit - prompt) // row)
     n_grids = math.ceil(n / rows_that_fit)
-    R = math.ceil(n / n_grids)  # equal shares of n
+    R = math.ceil(n / n_grids)  # The grids share n evenly.
     Q = max(1, limit // (prompt + R * row))
     return Q, R
 
@@ -144,10 +146,10 @@ def padded(length: int, device) -> int:
 
 
 def attend_shared(grid, place, layer_idx, q, k, v):
-    """Store the newest token's key and value of each row, and return its attention (N, H, 1, D).
+    """Cache the newest token of each row, and return the attention (N, H, 1, D) of its query.
 
     q is (N, H, 1, D), k and v are (N, Hkv, 1, D), for N = Q*R rows that all have t own tokens.
-    `place` (1) holds t - 1, where the newest token's key and value belong in the cache.
+    `place` (1) holds t - 1, the newest token's place in the cache of own tokens.
     """
     prompt_kv = grid.prompt_kv[layer_idx]  # (2, Q, Hkv, P, D)
     own_kv = grid.own_kv[layer_idx][..., : grid.T, :]  # (2, N, Hkv, T, D)
@@ -158,13 +160,14 @@ def attend_shared(grid, place, layer_idx, q, k, v):
 
 
 def attend_plainly(q, prompt_kv, own_kv, mask):
-    """Return the attention of queries to their prompt and to their row's own tokens, in fp32.
+    """Compute in fp32 the attention of each query to its prompt and to its row's own tokens.
 
     Args:
-        q: (N, H, 1, D), one query for each of N = Q*R rows. G = H/Hkv heads share keys and values.
+        q: (N, H, 1, D), the newest token's query in each of N = Q*R rows. Every G = H/Hkv heads
+            share keys and values.
         prompt_kv: Keys and values of the prompts, (2, Q, Hkv, P, D).
         own_kv: Keys and values of the rows' own tokens, (2, N, Hkv, T, D).
-        mask: (Q, P + T), -inf where a place is padding or still empty, else 0.
+        mask: (Q, P + T), -inf for places that are padding or still empty, 0 for all others.
 
     Returns:
         (N, H, 1, D) in the dtype of q.
@@ -174,19 +177,19 @@ def attend_plainly(q, prompt_kv, own_kv, mask):
     prompt_k, prompt_v = prompt_kv.float()  # each (Q, Hkv, P, D)
     own_k, own_v = own_kv.float().unflatten(1, (Q, R))  # each (Q, R, Hkv, T, D)
 
-    # Scores. All R*G queries of a prompt and a head are one matrix, as they meet the same keys.
+    # Compute the scores. All R*G queries that share a prompt's keys form one matrix.
     own_q = q.float().view(Q, R, Hkv, -1, D)  # (Q, R, Hkv, G, D)
     own_scores = own_q @ own_k.mT  # (Q, R, Hkv, G, T)
     prompt_q = own_q.transpose(1, 2).flatten(2, 3)  # (Q, Hkv, R*G, D)
     prompt_scores = (prompt_q @ prompt_k.mT).view(Q, Hkv, R, -1, P)  # (Q, Hkv, R, G, P)
 
-    # One softmax over both.
+    # Take one softmax over both.
     scores = torch.cat((prompt_scores, own_scores.transpose(1, 2).contiguous()), -1)
     mask = mask[:, None, None, None, :]
     scores = torch.add(mask, scores, alpha=D**-0.5)  # mask + scores / √D: (Q, Hkv, R, G, P + T)
     weights = scores.softmax(-1)
 
-    # The weighted mean of the values.
+    # Average the values with these weights.
     own_y = weights[..., P:].transpose(1, 2) @ own_v  # (Q, R, Hkv, G, D)
     prompt_y = weights[..., :P].flatten(2, 3) @ prompt_v  # (Q, Hkv, R*G, D)
     y = own_y + prompt_y.view(Q, Hkv, R, -1, D).transpose(1, 2)
@@ -194,15 +197,15 @@ def attend_plainly(q, prompt_kv, own_kv, mask):
 
 
 def attend_in_kernels(q, prompt_kv, prompt_length, own_kv, t):
-    """Compute what attend_plainly does in two kernels, which keep the scores on the chip.
+    """Compute attend_plainly's result with two kernels, which keep the scores on the chip.
 
-    The first kernel attends to the prompts, for all rows of a prompt together. The second one goes
-    on with each row's own tokens, from where the first one left the softmax.
+    The first kernel attends to the prompts, for all rows of a prompt together. The second kernel
+    attends to each row's own tokens, and continues the softmax of the first.
 
     Args:
-        q, prompt_kv, own_kv: As for attend_plainly.
-        prompt_length: (Q), the tokens of each prompt that are not padding.
-        t: (1), the number of own tokens; every row has as many.
+        q, prompt_kv, own_kv: See attend_plainly.
+        prompt_length: (Q), the number of tokens in each prompt, without padding.
+        t: (1), the number of own tokens in every row.
     """
     N, H, _, D = q.shape
     Q, Hkv = prompt_kv.shape[1:3]
@@ -213,12 +216,12 @@ def attend_in_kernels(q, prompt_kv, prompt_length, own_kv, t):
     prompt_lse = torch.empty(N, H, dtype=torch.float32, device=q.device)
 
     # A tile is 16 KB of keys in bf16 and 8 KB in fp32. With up to 128 channels, the kernel then
-    # takes 88 KB of shared memory (112 KB on Hopper). Cards that compute in bf16 have at least 99.
+    # takes 88 KB of shared memory (112 KB on Hopper). Cards that compute in bf16 have ≥ 99 KB.
     D_PADDED = max(16, triton.next_power_of_2(D))
-    tile = 8192 if q.element_size() == 2 else 2048  # numbers
+    tile = 8192 if q.element_size() == 2 else 2048  # numbers per tile
     parts = ((Q, prompt_kv, prompt_length, True), (N, own_kv, t.expand(N), False))
     for B, kv, length, is_first in parts:
-        n_queries = N // B * G  # that share keys and values
+        n_queries = N // B * G  # queries that share keys and values
         QUERIES = 16 if n_queries <= 16 else 64
         blocks = (B * Hkv, triton.cdiv(n_queries, QUERIES))
         attend_to_part[blocks](
@@ -244,13 +247,13 @@ if triton:
     @triton.jit
     def attend_to_part(
         q,  # (N, Hkv, G, D)
-        k,  # (B, Hkv, places, D), with the strides kv_row, kv_head, D, 1; so is v
-        v,
-        length,  # how many places of row b are filled, at length + b * length_step
+        k,  # (B, Hkv, places, D) with strides kv_row, kv_head, D, 1
+        v,  # laid out like k
+        length,  # at length + b * length_step, the number of filled places in row b of k and v
         y,  # (N, Hkv, G, D), the result of the second part
         prompt_y,  # (N, Hkv, G, D), the result of the first part, in fp32
-        prompt_lse,  # (N, Hkv, G), the log of the sum of exp(scores) of the first part
-        n_rows,  # N / B, how many rows of q share row b of k and v
+        prompt_lse,  # (N, Hkv, G), the log of the sum of exp(score) in the first part
+        n_rows,  # N / B, the number of rows of q that share row b of k and v
         length_step,
         kv_row,
         kv_head,
@@ -263,17 +266,17 @@ if triton:
         KEYS: tl.constexpr,
         IS_FIRST: tl.constexpr,
     ):
-        """Attend with some of the queries that share the keys and values of row b and head h.
+        """Compute the attention of QUERIES queries that share the keys of row b and head h.
 
-        It takes KEYS keys at a time and keeps a running softmax, as FlashAttention does: the
-        largest score so far, the sum of exp(score - largest), and the sum of the values with these
-        weights. Where a larger score turns up, both sums are scaled down.
+        The kernel reads KEYS keys at a time and keeps a running softmax, as FlashAttention does:
+        the largest score so far, the sum of the weights exp(score - largest), and the sum of the
+        values with these weights. When a larger score turns up, both sums are scaled down.
         """
         b = tl.program_id(0) // Hkv
         h = tl.program_id(0) % Hkv
         query = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
         is_query = query < n_rows * G
-        # The place of each query among all (N, Hkv, G), and of its channels.
+        # Compute the index of each query in q (N, Hkv, G), and the indices of its channels.
         place = ((b * n_rows + query // G) * Hkv + h) * G + query % G
         d = tl.arange(0, D_PADDED)
         is_channel = d < D
@@ -281,8 +284,8 @@ if triton:
         in_tile = is_query[:, None] & is_channel[None, :]
         queries = tl.load(q + tile, in_tile, 0.0)
 
-        # In the first part the running softmax starts empty. The second part starts with the result
-        # of the first, as if the prompt were one key with score prompt_lse and value prompt_y.
+        # In the first part, the running softmax starts empty. The second part starts with the first
+        # part's result, as if the prompt were one key with score prompt_lse and value prompt_y.
         if IS_FIRST:
             largest = tl.full((QUERIES,), -float("inf"), tl.float32)
             total = tl.zeros((QUERIES,), tl.float32)
@@ -328,39 +331,40 @@ if triton:
 class Grid:
     """The rollouts that are being sampled: Q prompts × R rows, N = Q*R cells.
 
-    Every cell has drawn t tokens. The newest one, number t - 1, is not yet part of the cache;
-    `decode` feeds it to the model. P is the padded length of the prompts, T the number of places
-    for own tokens that a step looks at, V the number of ids.
+    Every cell has drawn t tokens. The newest token, number t - 1, is not in the cache yet; `decode`
+    feeds it to the model. P is the padded length of the prompts, T is the number of places for own
+    tokens that a step attends to, and V is the number of ids in the vocabulary.
 
-    A finished rollout keeps its cell until `compact` drops it. So `rollouts`, `seeds` and `newest`
-    have one entry for each cell that is left, and `tokens`, `logprobs` and `lengths` one for each
-    rollout that the grid started with.
+    A finished rollout keeps its cell until `compact` drops the cell. So `rollouts`, `seeds` and
+    `newest` have one entry for each remaining cell, while `tokens`, `logprobs` and `lengths` have
+    one entry for each rollout that the grid started with.
     """
 
     def __init__(self, model, prompts, seeds, max_new_tokens, draw_from, eos_id):
-        """Allocate the grid. seeds are (Q, R), in the order of prompts.
+        """Allocate a grid for Q prompts and their seeds (Q, R).
 
-        draw_from maps logits (N, V) and uniforms (N) to tokens (N) and their log-probabilities (N).
+        draw_from maps logits (N, V) and uniform numbers (N) to tokens (N) and their
+        log-probabilities (N).
         """
         self.model = model
         self.prompts = prompts
         self.draw_from = draw_from
         self.device = model.device
         self.shape = seeds.shape
-        self.Q, self.R = seeds.shape  # `compact` makes them smaller
+        self.Q, self.R = seeds.shape  # `compact` reduces both.
         self.P = padded(max(map(len, prompts)), self.device)
         room = padded(max_new_tokens, self.device)
         self.T = min(BUCKET[self.device.type], room)
-        self.steps = 0  # since the shapes changed
+        self.steps = 0  # the number of steps since the shapes changed
         self.graph = None  # the CUDA graph of a step
         N = seeds.numel()
-        self.running = list(range(N))  # the rollouts that were not yielded yet
+        self.running = list(range(N))  # the rollouts that have not been yielded yet
 
         with self.device:
             # One entry for each rollout that the grid starts with.
             self.tokens = torch.zeros(N, max_new_tokens, dtype=torch.long)
             self.logprobs = torch.zeros(N, max_new_tokens, dtype=torch.float32)
-            self.lengths = torch.zeros(N, dtype=torch.long)  # 0 while a rollout goes on
+            self.lengths = torch.zeros(N, dtype=torch.long)  # 0 while a rollout is running
             self.ends = torch.tensor(eos_id, dtype=torch.long).view(-1)
             self.t = torch.zeros(1, dtype=torch.long)
 
@@ -369,7 +373,8 @@ class Grid:
             self.seeds = seeds.flatten().to(self.device)
             self.newest = torch.zeros(N, dtype=torch.long)  # each cell's last token
 
-            # Added to scores: -inf for a prompt's padding and for own tokens that are yet to come.
+            # The mask is added to the scores. It is -inf for a prompt's padding and for places
+            # whose own tokens are not in the cache yet.
             self.prompt_length = torch.tensor([len(prompt) for prompt in prompts])  # (Q)
             is_prompt = torch.arange(self.P + room) < self.prompt_length[:, None]
             self.mask = torch.where(is_prompt, 0.0, -torch.inf)  # (Q, P + room)
@@ -377,10 +382,13 @@ class Grid:
         self.own_kv = cache(model, N, room)
 
     def run(self):
-        """Yield (row, column, Completion) of each rollout as it ends."""
+        """Yield (prompt index, rollout index, Completion) of each rollout as it ends.
+
+        The indices count the prompts and rollouts of this grid.
+        """
         self.prefill()
         max_new_tokens = self.tokens.shape[1]
-        for count in range(1, max_new_tokens + 1):  # how many tokens every cell has drawn
+        for count in range(1, max_new_tokens + 1):  # tokens that each cell has drawn
             is_last = count == max_new_tokens
             if count % CHECK == 0 or is_last:
                 yield from self.harvest(count, is_last)
@@ -391,15 +399,17 @@ class Grid:
             self.step()
 
     def prefill(self):
-        """Run the prompts through the model, a few at a time; keep their keys and values, and draw
-        the first token of every rollout."""
+        """Cache the keys and values of the prompts, and draw the first token of every rollout.
+
+        The prompts go through the model a few at a time.
+        """
         logits = []
         at_once = max(1, PREFILL_TOKENS // self.P)
         for start in range(0, self.Q, at_once):
             rows = slice(start, start + at_once)
             prompts = self.prompts[rows]
             width = padded(max(map(len, prompts)), self.device)
-            # Causal attention never looks at the padding, which is on the right.
+            # The padding goes on the right, where causal attention never looks.
             ids = [prompt + [0] * (width - len(prompt)) for prompt in prompts]
             last = self.prompt_length[rows, None, None] - 1  # (q, 1, 1)
 
@@ -407,7 +417,7 @@ class Grid:
                 self.prompt_kv[layer_idx][:, rows, :, :width] = torch.stack((k, v))
                 return causal(layer_idx, q, k, v)
 
-            def head(hidden):  # (q, width, C) -> (q, V), of the last tokens only
+            def head(hidden):  # (q, width, C) -> (q, V), for the last tokens only
                 return self.model.logits(hidden.take_along_dim(last, dim=1)[:, 0])
 
             ids = torch.tensor(ids, device=self.device)
@@ -417,8 +427,8 @@ class Grid:
     def step(self):
         """Draw every cell's next token.
 
-        On CUDA the first step at new shapes runs as it is, which initialises the libraries. The
-        second one is captured as a graph, which is replayed from then on.
+        On CUDA, the first step after a change of shapes runs without a graph, which initialises the
+        libraries. The second step is captured as a CUDA graph, which all steps from then on replay.
         """
         if self.device.type == "cpu" or self.steps == 0:
             self.decode()
@@ -430,9 +440,10 @@ class Grid:
 
     def capture(self):
         """Capture `decode` as a CUDA graph."""
-        # The graph before is freed with this assignment, and its end clears the cuBLAS workspace of
-        # the capture stream (pytorch issue 193402). The workspace lies in the pool that both graphs
-        # share and that nobody else uses, since there is one grid at a time.
+        # The assignment to self.graph below frees the previous graph, which clears the cuBLAS
+        # workspace of the capture stream (pytorch issue 193402). This is harmless, because the
+        # workspace lies in the memory pool that both graphs share. Nothing else uses that pool,
+        # since there is only one grid at a time.
         graph = torch.cuda.CUDAGraph()
         pool = self.graph.pool() if self.graph else None
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -440,12 +451,12 @@ class Grid:
         self.graph = graph
 
     def decode(self):
-        """Feed every cell's newest token to the model and draw the next one.
+        """Feed every cell's newest token to the model and draw the cell's next token.
 
-        All of it happens in place and without waiting for the device, as a graph requires.
+        Everything happens in place and without waiting for the device, as a CUDA graph requires.
         """
-        place = self.t - 1  # of the newest token
-        self.mask.index_fill_(1, self.P + place, 0.0)  # It becomes visible.
+        place = self.t - 1  # the newest token's place in the cache of own tokens
+        self.mask.index_fill_(1, self.P + place, 0.0)  # Make the newest token visible.
         positions = (self.prompt_length + place).repeat_interleave(self.R)[:, None]  # (N, 1)
         attend = partial(attend_shared, self, place)
         logits = self.model(self.newest[:, None], positions, attend)  # (N, 1, V)
@@ -463,8 +474,11 @@ class Grid:
         self.t.add_(1)
 
     def harvest(self, count: int, is_last: bool):
-        """Yield (row, column, Completion) of the rollouts that ended since the last call, or of all
-        that are left if `is_last`."""
+        """Yield what `run` yields, for the rollouts that ended since the last call.
+
+        If `is_last`, yield every rollout that has not been yielded yet. `count` is the number of
+        tokens that each cell has drawn.
+        """
         lengths = self.lengths.tolist()
         ended = [i for i in self.running if is_last or lengths[i]]
         self.running = [i for i in self.running if not (is_last or lengths[i])]
@@ -478,13 +492,13 @@ class Grid:
 
 
 def cache(model, rows: int, length: int) -> list:
-    """Return room for each layer's keys and values, (2, rows, Hkv, length, D) each.
+    """Return an empty cache: for each layer, a tensor (2, rows, Hkv, length, D) of keys and values.
 
-    It is filled with zeros, because a NaN would stay NaN under a weight of 0.
+    The tensors are filled with zeros, because a NaN would stay NaN under a weight of 0.
     """
     dtype = model.lm_head.weight.dtype
     if model.device.type == "cpu":
-        dtype = torch.float32  # `causal` computes in it on a CPU
+        dtype = torch.float32  # On a CPU, `causal` computes in fp32.
     shape = (2, rows, model.config.num_key_value_heads, length, model.config.head_dim)
     return [torch.zeros(shape, dtype=dtype, device=model.device) for _ in model.model.layers]
 
@@ -492,17 +506,18 @@ def cache(model, rows: int, length: int) -> list:
 def compact(grid: Grid):
     """Drop finished rows, and let the next steps see BUCKET more own tokens.
 
-    Prompts whose rollouts have all finished are dropped. The others keep as many rows as the prompt
-    with the most running rollouts needs. New shapes need a new CUDA graph.
+    Prompts whose rollouts have all finished are dropped. All other prompts keep the same number of
+    rows: as many as the prompt with the most running rollouts needs. Setting `steps` to 0 makes
+    `step` capture a new CUDA graph for the new shapes.
     """
-    # Which prompts (Q') stay, and which R' cells of each: the running ones come first.
+    # Choose the Q' prompts to keep, and R' cells of each, with its running cells first.
     is_running = (grid.lengths[grid.rollouts] == 0).view(grid.Q, grid.R)
     prompts = is_running.any(1).nonzero()[:, 0]  # (Q')
     R = int(is_running.sum(1).max())
     order = is_running[prompts].int().sort(dim=1, descending=True, stable=True).indices
     cells = (prompts[:, None] * grid.R + order[:, :R]).flatten()  # (Q'*R')
 
-    # Move them to the front.
+    # Move the chosen prompts and cells to the front.
     if len(cells) < len(grid.rollouts):
         grid.rollouts = grid.rollouts[cells]
         grid.seeds = grid.seeds[cells]
@@ -525,10 +540,10 @@ def compact(grid: Grid):
 
 
 def draw(logits, u, temperature=1.0, n_ids=None):
-    """Sample one id per row of logits (N, V), each by a uniform number from u (N).
+    """Sample one id for each row of logits (N, V), by means of uniform numbers u (N).
 
-    Returns tokens (N) and their log-probabilities (N). Only ids below n_ids are drawn. A
-    temperature below 1e-6 takes the likeliest id, and its log-probability at temperature 1.
+    Returns the ids (N) and their log-probabilities (N). Only ids below n_ids are drawn. If the
+    temperature is below 1e-6, the likeliest id is taken, with its log-probability at temperature 1.
     """
     is_greedy = temperature < 1e-6
     logits = logits[:, :n_ids]
@@ -544,18 +559,22 @@ def draw(logits, u, temperature=1.0, n_ids=None):
 
 
 def pick(mass, share):
-    """Return the first place in each row of mass (N, V) where its cumulative sum exceeds a share
-    (N, 1) of its whole sum. The mass there is not 0, even for a share of 0."""
+    """Return for each row of mass (N, V) the first id whose cumulative sum exceeds a limit: (N, 1).
+
+    The limit is the row's share (N, 1) times the row's sum. The id always has a mass above 0, even
+    if the share is 0.
+    """
     ends = mass.cumsum(-1)
     return torch.searchsorted(ends, share * ends[:, -1:], right=True)
 
 
 def pick_in_blocks(mass, share, block=512):
-    """Return what `pick` does, up to rounding; on a GPU faster than a cumulative sum of all ids.
+    """Return the same ids as `pick`, up to rounding, but faster on a GPU.
 
-    It picks a block of ids by the blocks' sums, then an id within the block.
+    The function first picks a block of ids by the blocks' sums, then an id within the block, which
+    avoids a cumulative sum over all ids.
     """
-    # Which block. The last one holds the ids that are left over, of which there may be none.
+    # Pick the block. The last one holds the V % block leftover ids, possibly none.
     V = mass.shape[1]
     whole = V // block * block
     sums = mass[:, :whole].unflatten(1, (-1, block)).sum(-1)
@@ -564,7 +583,7 @@ def pick_in_blocks(mass, share, block=512):
     chosen = torch.searchsorted(ends, target, right=True)
     before = torch.where(chosen > 0, ends.gather(1, (chosen - 1).clamp(min=0)), 0.0)
 
-    # Which id in it. Rounding must not lead past the block's last id that has mass.
+    # Pick the id in that block. Rounding must not lead past the block's last id that has mass.
     ids = chosen * block + torch.arange(block, device=mass.device)  # (N, block)
     own = mass.gather(1, ids.clamp(max=V - 1)).where(ids < V, 0.0).cumsum(-1)
     rest = (target - before).minimum(own[:, -1:] * (1 - 2**-23))
@@ -572,10 +591,10 @@ def pick_in_blocks(mass, share, block=512):
 
 
 def uniform(seeds, step):
-    """Return a number in [0, 1) for each row from its seed (N, int64) and the step (int64).
+    """Return a number in [0, 1) for each row, given its seed (N, int64) and the step (int64).
 
-    It is output number `step` of the generator splitmix64, of which 23 bits are used. int64 wraps
-    around, and the constants are splitmix64's, as signed numbers.
+    The number consists of 23 bits of output number `step` of the generator splitmix64. int64
+    arithmetic wraps around, so splitmix64's constants can be written as signed numbers.
     """
     z = seeds + (step + 1) * -0x61C8864680B583EB
     z = (z ^ (z >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
@@ -584,10 +603,10 @@ def uniform(seeds, step):
 
 
 def row_seeds(prompts, numbers, seed: int) -> list[list[int]]:
-    """Return a 64-bit seed for each rollout of each prompt.
+    """Return a 64-bit seed for each rollout of each prompt, as [prompt][rollout].
 
-    It is a hash of the seed, the prompt, how many times this prompt occurs earlier in the list, and
-    the rollout's number.
+    Each one is a hash of the argument `seed`, the prompt, how many times the prompt occurs earlier
+    in the list, and the rollout's number.
     """
     seeds = []
     for i, prompt in enumerate(prompts):
@@ -607,9 +626,9 @@ def row_seeds(prompts, numbers, seed: int) -> list[list[int]]:
 class Settings:
     checkpoint: str = flag("", "a folder in Hugging Face's layout, or a model's name on its hub")
     n: int = flag(1, "number of answers")
-    max_new_tokens: int = flag(512, "the largest number of tokens in an answer")
-    temperature: float = flag(0.7, "of the sampling; 0: always the likeliest token")
-    seed: int = flag(0, "answers are equal for equal seeds")
+    max_new_tokens: int = flag(512, "maximum number of tokens in an answer")
+    temperature: float = flag(0.7, "sampling temperature; 0: always take the likeliest token")
+    seed: int = flag(0, "random seed; the same seed gives the same answers")
 
 
 if __name__ == "__main__":
