@@ -2,7 +2,7 @@
 
     python sample.py --checkpoint=MODEL "a prompt"
 
-MODEL is a folder in Hugging Face's layout, or a name on its hub, as Qwen/Qwen2.5-0.5B-Instruct.
+MODEL is a folder in Hugging Face's layout or a name on its hub: Qwen/Qwen2.5-0.5B-Instruct.
 
 GRPO samples n rollouts of every prompt. The prompt's keys and values are computed and stored once;
 each rollout stores only the keys and values of its own tokens. The rollouts form a grid of
@@ -52,7 +52,7 @@ class Completion:
 def generate(
     model: Qwen, prompts: list[list[int]], n: int = 1, *args, **settings
 ) -> list[list[Completion]]:
-    """Return n rollouts of each prompt as [prompt][rollout]; generate_each explains the arguments."""
+    """Return n rollouts of each prompt as [prompt][rollout]; see generate_each for the arguments."""
     completions = [[None] * n for _ in prompts]
     for i, j, completion in generate_each(model, prompts, n, *args, **settings):
         completions[i][j] = completion
@@ -216,7 +216,8 @@ def attend_in_kernels(q, prompt_kv, prompt_length, own_kv, t):
     prompt_lse = torch.empty(N, H, dtype=torch.float32, device=q.device)
 
     # A tile is 16 KB of keys in bf16 and 8 KB in fp32. With up to 128 channels, the kernel then
-    # takes 88 KB of shared memory (112 KB on Hopper). Cards that compute in bf16 have ≥ 99 KB.
+    # takes 88 KB of shared memory (112 KB on Hopper). Cards that compute in bf16 have at
+    # least 99 KB.
     D_PADDED = max(16, triton.next_power_of_2(D))
     tile = 8192 if q.element_size() == 2 else 2048  # numbers per tile
     parts = ((Q, prompt_kv, prompt_length, True), (N, own_kv, t.expand(N), False))
