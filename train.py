@@ -6,20 +6,20 @@
     torchrun --nproc_per_node=2 train.py --preset=paper --pool=today --budget=DOLLARS
     # Your own model, workers and questions:
     python train.py --preset=own --init_from=MODEL --pool=FILE.json --data=FILE.jsonl --budget=5
-    # What a run needs, and everything that is missing:
+    # Print what a run needs and everything that is missing:
     python train.py --preset=NAME --dry_run
 
 A run writes these files into --out:
 
     settings.json      all flags
     metrics.jsonl      one line per iteration
-    traces/            every rollout, with the replies of its workers
-    replies            the replies of workers that are not local, so that none is paid for twice
-    checkpoints/       the Conductor, and what training needs to go on
+    traces/            every rollout, with its workers' replies
+    replies            replies of workers outside the laptop world, so that none is paid for twice
+    checkpoints/       the Conductor and, for the newest checkpoint, the state of training
     checkpoint         a link to the newest checkpoint
     reference/         the policy that the KL is measured against
 
-A run that was killed goes on with the same command and --resume."""
+To continue a run that was killed, repeat its command with --resume."""
 
 import contextlib
 import ctypes
@@ -46,12 +46,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 if __name__ == "__main__":
-    # Ctrl-C ends the program without a word while it imports torch or waits for other ranks to
-    # start. From then on `interrupted` says more.
+    # While the program imports torch or waits for other ranks to start, Ctrl-C ends it silently.
+    # Later, `main` installs `interrupted`, which prints how to resume.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-# Sampling and learning allocate blocks of very different sizes. Segments that can grow serve both.
-# torch reads the variable when it is imported; older versions know it by the second name.
+# Sampling and learning allocate GPU memory blocks of very different sizes. Expandable segments can
+# serve both. torch reads this variable when it is imported; older versions use the second name.
 for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
     os.environ.setdefault(variable, "expandable_segments:True")
 
@@ -122,121 +122,140 @@ from workflow import (
 class Settings:
     preset: str = flag(
         "",
-        "a set of other defaults than those below, which are laptop's: laptop, small, large, "
-        "paper, paper-recursive, own, pairs, pools, recursive, unseen; default: what fits the "
-        "device",
+        "set of defaults for the flags below, whose defaults here are laptop's: laptop, small, "
+        "large, paper, paper-recursive, own, pairs, pools, recursive, unseen; default: laptop, "
+        "small or large, depending on the GPUs",
     )
-    out: str = flag("", "the run's folder; default: out/PRESET")
-    seed: int = flag(1, "seed of everything random")
+    out: str = flag("", "folder of the run; default: out/PRESET")
+    seed: int = flag(1, "seed of all random choices")
     init_from: str = flag(
         "",
-        "model to start from: a folder, or a name on the Hugging Face hub; default: a tiny one",
+        "model to start from: a folder or a name on the Hugging Face hub; default: a new tiny "
+        "model",
     )
-    data: str = flag("laptop", "problems: a name that eval.py knows, or FILE.jsonl")
-    grader: str = flag("", "FILE.py:NAME, the grader of own problems that name none")
+    data: str = flag("laptop", "problems: a data set's name in eval.py, or FILE.jsonl")
+    grader: str = flag(
+        "", "FILE.py:NAME, the function that grades those problems of --data that name no grader"
+    )
     sandbox: str = flag(
         "bwrap",
-        "how programs of workers run: bwrap, or none for a container that can be thrown away",
+        "how programs that workers write are run: bwrap, or none (unprotected: only in a container "
+        "that can be thrown away)",
     )
 
     # The workers, and what they may cost.
-    pool: str = flag("local", "workers: a name that workers.py knows, or FILE.json")
+    pool: str = flag("local", "workers: a pool's name in workers.py, or FILE.json")
     budget: float = flag(
         0.0,
-        "dollars that this start of the run may spend; 0: no limit, for workers that cost nothing",
+        "dollars that the run may spend, counted anew after each --resume; 0: no limit, only for "
+        "workers that cost nothing",
     )
     share_replies: bool = flag(
         False,
-        "pay for equal calls of the training rollouts once, whichever rollout makes them; the "
-        "rollouts of a group are then correlated, as a worker's luck is the same for all of them",
+        "pay only once for identical calls made by different training rollouts; the rollouts of a "
+        "question are then correlated, because they share each such reply, lucky or not",
     )
-    workflow_timeout: float = flag(1800.0, "seconds after which a rollout is lost")
+    workflow_timeout: float = flag(1800.0, "seconds after which an unfinished rollout is lost")
 
-    # How the Conductor is asked, and what is done to its workflows.
-    notes: bool = flag(False, "the Conductor reads each worker's note")
+    # What the Conductor is prompted with, and limits on its workflows.
+    notes: bool = flag(False, "show the Conductor each worker's note")
     shuffle: bool = flag(
         False,
-        "each question has a random part of the pool, of --subset or more workers, in an "
-        "order of its own; only the notes tell who is who",
+        "give each question a random part of the pool, --subset or more workers, in random order; "
+        "only the notes then tell the workers apart",
     )
-    examples: str = flag("", "FILE of few-shot examples, instead of those of prompt_style")
+    examples: str = flag("", "FILE of few-shot examples to use instead of those of --prompt_style")
     prompt_style: str = flag(
-        "short", "short: one line; ood, in, mixed: few-shot examples; zero-shot: none"
+        "short",
+        "short: a brief prompt, which takes a warm start; ood, in, mixed: with few-shot examples; "
+        "zero-shot: without examples",
     )
-    max_steps: int = flag(5, "steps of a workflow, at most")
-    max_new_tokens: int = flag(96, "tokens that the Conductor may write")
+    max_steps: int = flag(5, "maximum number of steps of a workflow")
+    max_new_tokens: int = flag(96, "maximum number of tokens of a completion")
     ablate: str = flag(
         "",
-        'subtasks: each becomes "Solve the question."; access: no step sees another; default: none',
+        'subtasks: replace each by "Solve the question."; access: no step sees another; '
+        "default: no ablation",
     )
     subset: int = flag(
         0,
-        "smallest number of workers that a question may use, drawn at random (section 3.2); 0: all",
+        "let each question use a random subset of at least this many workers (section 3.2); 0: all "
+        "workers",
     )
-    recursion: bool = flag(False, "half of the questions get a second round (section 3.2)")
+    recursion: bool = flag(False, "give half of the questions a second round (section 3.2)")
     recursion_rewards: str = flag(
         "apart",
-        "what Eq. 2 compares: apart, the rewards of each round; together, those of both rounds; "
-        "sum, the sums of a first round and the second round that continues it",
+        "which rewards of a question Eq. 2 normalises together: apart, those of each round "
+        "separately; together, those of both rounds; sum, each first round's reward plus that of "
+        "the second round that continues it",
     )
 
-    # The objective (section 3.1, equations 1 and 2), and AdamW without weight decay.
-    reward: str = flag("", "FILE.py:NAME, a function rollout -> float, instead of section 3.1's")
+    # The objective (section 3.1, equations 1 and 2), and the optimizer: AdamW, no weight decay.
+    reward: str = flag(
+        "", "FILE.py:NAME, a function rollout -> float that replaces section 3.1's reward"
+    )
     cost_weight: float = flag(
-        0.0, "advantage lost per dollar that a rollout costs above the mean of its question"
+        0.0, "advantage that a rollout loses per dollar of cost above its question's mean cost"
     )
     iterations: int = flag(160, "number of iterations")
-    n_questions: int = flag(32, "questions of an iteration")
+    n_questions: int = flag(32, "number of questions in each iteration")
     ask_solved_probability: float = flag(
         0.1,
-        "probability to ask a question whose kind is always answered; 1: ask in the data's order",
+        "probability of keeping a drawn question whose kind is always answered correctly; 1: ask "
+        "all questions in the data's order",
     )
-    n_rollouts: int = flag(16, "rollouts of each question")
+    n_rollouts: int = flag(16, "number of rollouts of each question")
     minibatches: int = flag(
-        4, "optimizer steps of an iteration, each on a part of every question's rollouts"
+        4, "optimizer steps in each iteration, each on a part of every question's rollouts"
     )
     beta: float = flag(
-        0.2, "weight of the KL to the reference policy, for a question that is never answered"
+        0.2,
+        "weight of the KL to the reference policy, which is multiplied by the question's share of "
+        "wrong answers",
     )
-    lr: float = flag(7e-4, "learning rate at its peak")
+    lr: float = flag(7e-4, "peak learning rate")
     beta2: float = flag(0.99, "AdamW's second beta")
 
     # The device.
     device: str = flag(
         "",
-        "cuda or cpu; default: cuda for models of 10 million parameters or more, if there is a "
-        "GPU for each process",
+        "cuda or cpu; default: cuda if there is a GPU for each process and the model has at least "
+        "10 million parameters, else cpu",
     )
     lora_rank: int = flag(
         0,
-        "train matrices of this rank beside each frozen Linear, with ten times the preset's "
+        "freeze the model and train LoRA matrices of this rank, with ten times the preset's "
         "learning rate; 0: train all weights",
     )
-    token_budget: int = flag(8192, "tokens of a micro-batch")
+    token_budget: int = flag(8192, "maximum tokens of a micro-batch, without its first prompt")
     offload: bool = flag(False, "keep weights, gradients and Adam's state in host memory")
 
-    # The warm start, which teaches the format of a workflow.
+    # The warm start: supervised training before the first iteration, which teaches the format.
     warm_steps: int = flag(
         -1,
-        "steps; -1: 400 for a new tiny model, 0 for a Conductor or from 3B on, 120 for others",
+        "steps of the warm start; -1: 400 for a new tiny model, 0 for a trained Conductor or a "
+        "model of 3B parameters or more, 120 for other models",
     )
     warm_extensions: bool = flag(
-        False, "the warm start's lessons name subsets of the workers, and a fifth are second rounds"
+        False,
+        "offer subsets of the workers in the warm start's lessons, and make a fifth of the lessons "
+        "second rounds",
     )
 
     # What is measured and kept.
     n_test: int = flag(
-        225, "held-out problems at the end; each checkpoint uses the first 72 of them"
+        225, "held-out problems to measure at the end; other checkpoints use only the first 72"
     )
     save_every: int = flag(40, "iterations between checkpoints")
-    wandb: bool = flag(False, "send the metrics to Weights & Biases, too")
-    resume: bool = flag(False, "go on from the newest checkpoint in --out")
+    wandb: bool = flag(False, "also send the metrics to Weights & Biases")
+    resume: bool = flag(False, "continue from the newest checkpoint in --out")
     dry_run: bool = flag(
-        False, "do the largest update once, say what the run needs and what is missing, and end"
+        False,
+        "try the largest update, print what the run needs and what is missing, and exit",
     )
 
 
-# Appendix A.1. Flags that are "" must be given.
+# The paper's settings (Appendix A.1). "" marks a flag that the user must give.
 PAPER = dict(
     init_from="Qwen/Qwen2.5-7B",
     data="paper",
@@ -252,9 +271,9 @@ PAPER = dict(
     beta=0.0,
     beta2=0.999,
 )
-# The extensions of section 3.2, in a laptop world with two workers of each trade. The runs of TUNE
-# start from the run "pairs". Their KL is to the policy that "pairs" started from, which still
-# explores all workers and all lengths.
+# The extensions of section 3.2, in a laptop world with two workers of each trade. The
+# preset "pairs" has to run first: the presets made from TUNE continue from its Conductor. Their KL
+# is to the reference policy of "pairs", which still explores all workers and all lengths.
 PAIRS = dict(pool="local:pairs", warm_steps=1000, warm_extensions=True)
 TUNE = dict(
     PAIRS, init_from="out/pairs/checkpoint", warm_steps=0, iterations=120, lr=3e-4, beta=0.05
@@ -286,34 +305,35 @@ PRESETS = {
     "recursive": dict(TUNE, pool="local:tired", recursion=True),
     "unseen": dict(notes=True, shuffle=True, subset=4, warm_steps=1600, max_new_tokens=112),
 }
-# If more than this share of a question's answers are wrong, its right ones join every minibatch.
+# If more than this share of a question's answers are wrong, its right rollouts are part of every
+# minibatch.
 RARELY_RIGHT = 0.8
-# Held-out problems that are measured at each checkpoint.
+# The number of held-out problems that are measured at each checkpoint but the last.
 N_TEST_AT_CHECKPOINT = 72
 
 
 @dataclass
 class Run:
-    """What the iterations need besides the settings."""
+    """The objects that all iterations use, in addition to the settings."""
 
     pool: list  # Workers
-    problems: list  # to train on
-    test: list  # held-out problems
+    problems: list  # eval.Problems to train on
+    test: list  # held-out Problems
     tokenizer: Tokenizer
     model: Qwen  # sharded by FSDP
     optimizer: torch.optim.Optimizer
     prompting: Prompting
-    first_iteration: int  # 0, or where the newest checkpoint ends
-    wrong_share: dict[str, torch.Tensor]  # running share of wrong answers, by kind of question
+    first_iteration: int  # the number of iterations that the newest checkpoint has learned, or 0
+    wrong_share: dict[str, torch.Tensor]  # kind of question -> running share of wrong answers
     reference: Qwen | None = None  # the policy that the KL is measured against
-    skipped: int = 0  # optimizer steps in a row, up to now, whose gradient was not finite
+    skipped: int = 0  # number of consecutive optimizer steps so far whose gradient was not finite
 
 
 class Call(NamedTuple):
-    """One call of a worker, and whether it was answered."""
+    """A record of one call of a worker."""
 
-    end: float  # seconds since 1970
-    worker: str  # its name
+    end: float  # when the call ended, in seconds since 1970
+    worker: str  # the worker's name
     is_answered: bool
 
 
@@ -327,27 +347,29 @@ MORE_MONEY = f"{GO_ON} It needs another --budget=DOLLARS."
 def train(settings: Settings):
     """Run the whole training, on every rank.
 
-    The contract: everything random follows from the seed, the iteration and the files on disk. The
-    newest checkpoint, the traces of later iterations, the workers' replies and settings.json are
-    the whole state of a run. A run that was killed and resumed therefore ends exactly like one that
-    was not, if the number of ranks is the same; with another number only the rounding differs.
+    All code below keeps this contract: random choices depend only on the seed, the iteration and
+    the files on disk, and the whole state of a run is the newest checkpoint, the traces of later
+    iterations, the workers' replies and settings.json. A run that was killed and resumed therefore
+    ends exactly like an uninterrupted one, if the number of ranks is the same. With a different
+    number of ranks, only the rounding differs.
     """
     run = set_up(settings)  # loads the newest checkpoint, or does the warm start
-    measure_held_out(run, settings, run.first_iteration)  # if the budget ended before that
-    recent = deque(maxlen=10)  # seconds of the last iterations
+    # Catch up if an earlier start stopped between saving this checkpoint and measuring it.
+    measure_held_out(run, settings, run.first_iteration)
+    recent = deque(maxlen=10)  # the durations of the last iterations, in seconds
     for iteration in range(run.first_iteration, settings.iterations):
         started = time.perf_counter()
 
         # 1. Roll out: the Conductor writes workflows, workers carry them out, graders judge them.
-        # If a run was killed after step 2, they are on disk.
+        # If the run was killed after step 2 of this iteration, read its rollouts from disk.
         groups = on_all_ranks(lambda: read_rollouts(run, settings, iteration))
         if groups is None:
             groups, reason_to_stop = collect_rollouts(run, settings, iteration)
-            torch.cuda.empty_cache()  # learning needs memory blocks of other sizes
+            torch.cuda.empty_cache()  # learning needs memory blocks of different sizes
             if reason_to_stop:
                 save_and_leave(run, settings, iteration, reason_to_stop)
 
-        # 2. Reward each rollout (section 3.1), then compare it with its question's others (Eq. 2).
+        # 2. Reward each rollout (section 3.1), then compare the rollouts of each question (Eq. 2).
         rollouts = list(itertools.chain(*groups))
         rewards = on_rank0(lambda: [reward(rollout, settings) for rollout in rollouts])
         for rollout, value in zip(rollouts, rewards):
@@ -359,7 +381,7 @@ def train(settings: Settings):
 
         # 3. Update the policy (Eq. 1).
         reports = learn(run, groups, settings, iteration)
-        torch.cuda.empty_cache()  # sampling needs memory blocks of other sizes
+        torch.cuda.empty_cache()  # sampling needs memory blocks of different sizes
         seconds = {
             "rollout_s": rolled_out - started,
             "learning_s": time.perf_counter() - rolled_out,
@@ -384,10 +406,10 @@ def collect_rollouts(
     """Roll out an iteration: its first rounds and, with recursion, its second rounds.
 
     Returns:
-        The rollouts, [question][rollout], second rounds last; and why too many of them are lost to
-        learn from them, or "".
+        The rollouts, [question][rollout], in which the second rounds follow as further lists; and
+        the reason to stop the run instead of learning from the rollouts, or "".
     """
-    sampler = whole_copy(run.model)  # FSDP keeps only a part of the weights on each rank
+    sampler = whole_copy(run.model)  # because each rank's FSDP model has only a part of the weights
     calls = []  # this rank's calls of workers
 
     def roll_out_all(asked: list[list[Rollout]], seed: int) -> list[list[Rollout]]:
@@ -405,12 +427,12 @@ def collect_rollouts(
 
 
 def find_reason_to_stop(run: Run, groups: list[list[Rollout]], calls: list[Call]) -> str:
-    """Return why an iteration has lost too many rollouts to be learned from; "" if it has not.
+    """Return why the run must stop instead of learning from this iteration, or "".
 
-    All ranks call this. A call that fails now and then costs its rollout and nothing else. A spent
-    budget, or a worker that stays away, would also spoil the following iterations.
+    All ranks call this. An occasional failed call only loses its rollout, so the run continues. A
+    spent budget or a worker that no longer answers would also spoil the following iterations.
     """
-    outcomes = {}  # worker -> whether each of its calls was answered, oldest first
+    outcomes = {}  # worker's name -> is_answered of each of its calls, oldest first
     for call in sorted(all_gather(calls)):
         outcomes.setdefault(call.worker, []).append(call.is_answered)
     gone = [name for name, last in outcomes.items() if len(last) >= 8 and not any(last[-8:])]
@@ -429,10 +451,10 @@ def find_reason_to_stop(run: Run, groups: list[list[Rollout]], calls: list[Call]
 
 
 def save_and_leave(run: Run, settings: Settings, iteration: int, reason_to_stop: str):
-    """End the run with a checkpoint from which it goes on with this iteration.
+    """Save a checkpoint from which --resume can redo this iteration, then exit.
 
     The iteration has no trace file, so --resume rolls it out again: it samples the same workflows,
-    finds the replies that are on disk, and calls workers only for the others.
+    reuses the replies that are on disk, and calls workers only for the missing ones.
     """
     state = Path(settings.out, f"checkpoints/{iteration:05d}/state")
     if not on_rank0(state.exists):
@@ -445,20 +467,23 @@ def save_and_leave(run: Run, settings: Settings, iteration: int, reason_to_stop:
 
 
 def budget_is_spent(run: Run) -> bool:
-    """Return whether a call was refused on any rank, for want of money. All ranks call this."""
+    """Return whether any rank has refused a call because the budget is spent.
+
+    All ranks call this.
+    """
     budget = run.pool[0].budget
     return any(all_gather([budget is not None and budget.refused]))
 
 
 def first_rounds(run: Run, settings: Settings, iteration: int) -> Iterator[Rollout]:
-    """Yield questions for an iteration, without end, as rollouts that have no workflow yet.
+    """Yield questions for an iteration, endlessly, as rollouts that have no workflow yet.
 
-    With ask_solved_probability=1 the questions come in the order of the data, which starts again
-    after its end. Otherwise they are drawn at random, and the more often a kind of question is
-    answered correctly, the more likely its questions are skipped. Each question may use the whole
-    pool, or a random subset of at least `settings.subset` workers (section 3.2; in the paper the
-    size of the subset is fixed). With settings.shuffle the subset is a pool of its own, in which
-    the workers are numbered in a random order.
+    With ask_solved_probability=1, the questions come in the order of the data, over and over.
+    Otherwise they are drawn at random, and the more often a kind of question is answered correctly,
+    the more likely its questions are skipped. Each question may use the whole pool or, with
+    settings.subset, a random subset of at least that many workers (section 3.2; the paper fixes the
+    size of the subset). With settings.shuffle, the subset becomes the question's pool, and its
+    workers are numbered in random order.
     """
     rng = random.Random(f"{settings.seed} {iteration}")
     in_order = settings.ask_solved_probability == 1
@@ -478,19 +503,19 @@ def first_rounds(run: Run, settings: Settings, iteration: int) -> Iterator[Rollo
 
 
 def copies(question: Rollout, settings: Settings) -> list[Rollout]:
-    """Return the rollouts of a question, not yet written. Their numbers seed their draws."""
+    """Return n_rollouts copies of a question, numbered from 0. The numbers seed the sampler."""
     return [replace(question, number=number) for number in range(settings.n_rollouts)]
 
 
 def second_rounds(
     groups: list[list[Rollout]], settings: Settings, iteration: int
 ) -> list[list[Rollout]]:
-    """Return the second rounds of half of the questions, not yet written (section 3.2).
+    """Return second rounds for half of the questions, without workflows yet (section 3.2).
 
-    All second rounds of a question continue the same random one of its answered rollouts; where
-    rewards are summed, each answered rollout is continued once. Even iterations take the first two
-    of every four questions, odd ones the last two. So both kinds get second rounds where the data
-    alternates between two kinds.
+    All second rounds of a question continue the same answered rollout, which is chosen at random.
+    With recursion_rewards=sum, each answered rollout is continued once instead. Even iterations
+    take the first two of every four questions and odd iterations the last two, so that both kinds
+    get second rounds if the data alternates between two kinds.
     """
     half = (0, 1) if iteration % 2 == 0 else (2, 3)
     asked = []
@@ -516,14 +541,15 @@ def begin_rollouts(
     seed: int,
     calls: list[Call],
 ) -> list[Rollout]:
-    """Roll out this rank's share of each question's rollouts, and return it.
+    """Roll out this rank's part of each question's rollouts, and return that part as one list.
 
-    The draws of a rollout depend on its number, and not on its rank. Every call of a worker is
-    appended to `calls`.
+    What is sampled for a rollout depends on the rollout's number, not on the rank. Every call of a
+    worker is appended to `calls`.
 
-    No rank waits for another here, so a fork may run this in a thread while the model learns. It
-    then has to draw the next questions before `track_wrong_shares` changes what is drawn, and it
-    must not sample ahead across a checkpoint, which holds the newest policy only.
+    This function does not wait for other ranks, so a modified version of this file may run it in a
+    thread while the model learns. That version must draw the next questions before
+    `track_wrong_shares` changes the probabilities, and must not sample ahead across a checkpoint,
+    because a checkpoint holds only the newest policy.
     """
 
     def call(rollout: Rollout, step: int) -> Reply:
@@ -551,14 +577,15 @@ def begin_rollouts(
 
 
 def my_part(items: list) -> list:
-    """Return this rank's part of a list."""
+    """Return this rank's part of a list: consecutive items, about equally many on each rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
     return items[len(items) * rank // world : len(items) * (rank + 1) // world]
 
 
 def gather_rollouts(asked: list[list[Rollout]], mine: list[Rollout]) -> list[list[Rollout]]:
-    """Return the rollouts of all ranks in the order of `asked`, on every rank."""
-    rollouts = all_gather([strip(r) for r in mine])  # without open connections and hidden tests
+    """Return the rollouts of all ranks, on every rank: [question][rollout], ordered as `asked`."""
+    # Pools and problems cannot be sent, so `strip` removes them and `written` puts them back.
+    rollouts = all_gather([strip(r) for r in mine])
     done = {(r.call_prefix, r.number): r for r in rollouts}
 
     def written(r: Rollout) -> Rollout:
@@ -571,11 +598,11 @@ def gather_rollouts(asked: list[list[Rollout]], mine: list[Rollout]) -> list[lis
 def reward(rollout: Rollout, settings: Settings) -> float | None:
     """Return the reward: 0 without a workflow, 0.5 for a wrong answer, 1 for a right one (§3.1).
 
-    It is None if a call was lost, or if the cost counts (--cost_weight) and is unknown. With
-    --reward=FILE.py:NAME the user's function decides instead. Eq. 2 divides by the standard
-    deviation of a question's rewards, so a small bonus is not always small: where all rollouts are
-    right and one of them gets 0.01 more, its advantage is as large as that of a right answer among
-    wrong ones.
+    The reward is None if the rollout was lost, or if --cost_weight is set and the cost is unknown.
+    With --reward=FILE.py:NAME, the user's function computes it. Beware of small bonuses: Eq. 2
+    divides by the standard deviation of a question's rewards, so if all rollouts are right and one
+    of them gets 0.01 more, its advantage is as large as that of a single right answer among wrong
+    ones.
     """
     if rollout.right is None:
         return None
@@ -589,7 +616,10 @@ def reward(rollout: Rollout, settings: Settings) -> float | None:
 
 
 def own_reward(rollout: Rollout, function: str) -> float:
-    """Return the reward that a user's function gives to a rollout. ValueError if it fails."""
+    """Return the reward that the user's function FILE.py:NAME gives to a rollout.
+
+    Raises ValueError if the function fails or its result is not a finite number.
+    """
     try:
         value = float(load_function(function)(rollout))
         if not math.isfinite(value):
@@ -605,18 +635,20 @@ def own_reward(rollout: Rollout, function: str) -> float:
 def assign_advantages(groups: list[list[Rollout]], settings: Settings):
     """Set the advantage of every rollout: Eq. 2 over the rollouts of its question.
 
-    The paper multiplies the rewards of first rounds by 0.25 and normalises "across rounds". This
-    can mean: each round in a group of its own, where only advantages can be scaled ("apart"); one
-    group of both rounds ("together"); or the sum of a first round and the one that continues it,
-    which is the reward of both ("sum").
+    The paper multiplies the rewards of first rounds by 0.25 and normalises "across rounds". There
+    are three readings of this, which settings.recursion_rewards chooses from. "apart" normalises
+    each round separately and scales the advantages of first rounds instead, because normalising
+    would cancel a factor of the rewards. "together" normalises the rewards of both rounds as one
+    group. "sum" adds the rewards of a first round and the second round that continues it; the sum
+    is the reward of both.
     """
     if settings.recursion_rewards == "apart":
         return set_advantages(groups, settings.recursion, settings.cost_weight)
     for group in groups:
-        set_advantages([group])  # sets the shares of wrong answers, too
+        set_advantages([group])  # for the wrong_share; the advantages are replaced below
 
     def unit(r: Rollout) -> tuple:
-        """Rollouts of a question that have the same unit share a reward."""
+        """Return a key that is equal for two rollouts of a question if they share one reward."""
         is_apart = settings.recursion_rewards == "together" and r.previous is None
         return r.number, is_apart
 
@@ -624,7 +656,7 @@ def assign_advantages(groups: list[list[Rollout]], settings: Settings):
     for r in itertools.chain(*groups):
         by_question.setdefault(r.call_prefix, []).append(r)
     for rollouts in by_question.values():
-        rewards = {}  # of each unit; None if a part of it was lost
+        rewards = {}  # unit -> its reward, or None if any of its rollouts was lost
         for r in rollouts:
             before = rewards.get(unit(r), 0.0)
             weight = 0.25 if r.previous is None else 1.0
@@ -637,7 +669,7 @@ def assign_advantages(groups: list[list[Rollout]], settings: Settings):
 
 
 def track_wrong_shares(run: Run, groups: list[list[Rollout]]):
-    """Update each kind's running share of wrong answers, which `first_rounds` reads."""
+    """Update the running share of wrong answers of each kind of question, for `first_rounds`."""
     for group in groups:
         if any(rollout.reward is not None for rollout in group):
             kind = group[0].problem.kind
@@ -645,12 +677,12 @@ def track_wrong_shares(run: Run, groups: list[list[Rollout]]):
 
 
 def learn(run: Run, groups: list[list[Rollout]], settings: Settings, iteration: int) -> list[dict]:
-    """Take one optimizer step on each minibatch (Eq. 1), and return the statistics of `update`.
+    """Take one optimizer step on each minibatch (Eq. 1); return the statistics of each `update`.
 
-    After the first step the policy differs from the sampler's, so the clip takes effect. Rollouts
-    that are right where most others of their question are wrong are part of every minibatch:
-    otherwise the KL in the other steps undoes what one step learns from them. The paper does not
-    do this.
+    After the first step the policy differs from the sampler's, so the clip in Eq. 1 takes effect.
+    If a question's answers are mostly wrong (RARELY_RIGHT), its right rollouts are part of every
+    minibatch, because the KL in the other steps would undo what a single step learns from them.
+    The paper does not do this.
     """
     factor = schedule(iteration, settings.iterations, 0.03)
     run.optimizer.param_groups[0]["lr"] = settings.lr * factor
@@ -685,9 +717,10 @@ def learn(run: Run, groups: list[list[Rollout]], settings: Settings, iteration: 
 
 
 def schedule(step: int, steps: int, warmup: float) -> float:
-    """Return the factor of the learning rate at a step (Appendix A.1).
+    """Return the factor by which to multiply the learning rate at a step (Appendix A.1).
 
-    It rises linearly over the share `warmup` of the steps, then falls to 0 along a cosine.
+    The factor rises linearly to 1 during the first `warmup` (a share) of the steps, then falls
+    towards 0 along a cosine.
     """
     warm = max(1, round(warmup * steps))
     if step < warm:
@@ -696,10 +729,10 @@ def schedule(step: int, steps: int, warmup: float) -> float:
 
 
 def my_share(rollouts: list[Rollout]) -> list[Rollout]:
-    """Return this rank's part of the rollouts.
+    """Return this rank's part of the rollouts: consecutive rollouts, for `update`.
 
-    All ranks get about the same number of tokens. Neighbours stay together, as they often share a
-    prompt, which is then computed once.
+    All ranks get about the same number of tokens. Consecutive rollouts often share a prompt, and a
+    rank that has them all computes the prompt only once.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     ends = list(itertools.accumulate(len(r.tokens) for r in rollouts))
@@ -708,9 +741,9 @@ def my_share(rollouts: list[Rollout]) -> list[Rollout]:
 
 # ---- The tiny Conductor, and the warm start that teaches the format -----------------------------
 
-# A model with fewer parameters is not pretrained.
+# A model with fewer parameters computes in fp32 and, unless --device says otherwise, on a CPU.
 TINY = 10_000_000
-# A model with fewer parameters is gathered as a whole by FSDP, and keeps all its activations.
+# FSDP gathers a model with fewer parameters all at once, and learning keeps all its activations.
 SMALL = 300_000_000
 TINY_CONFIG = Config(
     vocab_size=900,
@@ -728,9 +761,9 @@ TINY_CONFIG = Config(
 def tiny_conductor(
     problems: list, n_workers: int, settings: Settings, notes: list[str] | None = None
 ) -> tuple[Qwen, Tokenizer]:
-    """Return a new model of half a million parameters, and a tokenizer of 900 tokens for it.
+    """Return a new model of half a million parameters, and its tokenizer, with 900 tokens.
 
-    The tokenizer is a byte-level BPE that is trained on lessons of the warm start.
+    The tokenizer is a byte-level BPE, trained here on lessons of the warm start.
     """
     rng = random.Random(settings.seed)
     texts = []
@@ -756,7 +789,7 @@ def tiny_conductor(
     model = Qwen(replace(TINY_CONFIG, vocab_size=len(tokenizer)))
     for name, p in model.named_parameters():
         if p.dim() > 1:
-            # With Qwen's 0.02, so narrow a model takes much longer to learn to copy.
+            # With Qwen's std of 0.02, a model this narrow takes much longer to learn to copy.
             torch.nn.init.normal_(p, std=0.1 if "embed" in name else 0.06)
     return model, tokenizer
 
@@ -770,19 +803,19 @@ def random_lesson(
 ) -> tuple[list[dict], str]:
     """Return a chat that asks for a workflow, and the answer to learn: a random workflow.
 
-    A random workflow teaches the format and says nothing about what a good one is. The answer of a
-    tiny Conductor begins with a plan, which repeats the first words of the question; copying them
-    teaches it to read the question.
+    A random workflow teaches the format without favouring any choice of workers or subtasks. A tiny
+    Conductor's answer begins with a plan, which repeats the first words of the question; learning
+    to copy these words teaches the model to read the question.
 
     Args:
-        problem: Whose question the chat asks.
+        problem: The problem whose question the chat asks.
         n_workers: The size of the pool.
-        settings: With warm_extensions the chat allows a random subset of the workers, and a fifth
-            of the lessons are second rounds: the chat goes on with a first workflow and a response
-            to it, and the answer is another workflow, or empty lists, which keep the response.
-        notes: The note of each worker of the pool. The plan then names the workers of the workflow
-            by the last words of their notes, "Use translator3, coder0". This teaches the model to
-            look up the number that stands beside a note.
+        settings: With warm_extensions, the chat allows a random subset of the workers, and a fifth
+            of the lessons are second rounds: the chat continues with a first workflow and its
+            response, and the answer is a new workflow, or empty lists, which keep the response.
+        notes: The note of each worker of the pool, or None. With notes, the plan names each worker
+            of the workflow by the last word of its note and its number: "Use translator3, coder0".
+            This teaches the model to look up the number that belongs to a note.
     """
     phrases = evaluation.phrases_for(problem)
     if notes and settings.shuffle:
@@ -820,15 +853,15 @@ def random_lesson(
 def warm_start(run: Run, settings: Settings):
     """Teach the model the format of a workflow, on random lessons.
 
-    The loss divides the logits by 1.5, and sampling does not. This makes sampling sharper than the
-    lessons: the format becomes nearly certain, and choices that are even in the lessons, such as
+    The loss divides the logits by 1.5, but sampling does not, so sampling is sharper than the
+    lessons: the format becomes nearly certain, and choices that the lessons make evenly, such as
     the worker, stay even.
     """
     lr, batch_size = (2e-4, 16) if settings.init_from else (6e-3, 32)
     rank, world = dist.get_rank(), dist.get_world_size()
     optimizer = adam(run.model, 0.98)
     rng = random.Random(settings.seed)
-    n_lessons = math.ceil(batch_size / world) * world  # the same number on every rank
+    n_lessons = math.ceil(batch_size / world) * world  # equally many on every rank
 
     started = time.perf_counter()
     n_steps = settings.warm_steps
@@ -838,7 +871,7 @@ def warm_start(run: Run, settings: Settings):
         rows, weights = zip(*[lesson_row(run, problem, rng, settings) for problem in chosen])
         total = sum(sum(row_weights) for row_weights in weights)
         longest = max(len(prompt) + len(completion) for prompt, [completion] in rows)
-        # The ranks take turns: together they do `stride` lessons at a time.
+        # Deal the lessons to the ranks in turn. Together, the ranks do `stride` lessons at a time.
         stride = world * max(1, settings.token_budget // longest)
         for i in range(rank, n_lessons, stride):
             mine = slice(i, i + stride, world)
@@ -850,16 +883,16 @@ def warm_start(run: Run, settings: Settings):
         clipped_step(run.model, optimizer, 1.0)
 
         done = step + 1
-        if bar.disable and done % max(1, n_steps // 10) == 0:  # without a terminal
+        if bar.disable and done % max(1, n_steps // 10) == 0:  # tqdm is silent
             seconds_left = (time.perf_counter() - started) / done * (n_steps - done)
             print0(f"warm start: {done}/{n_steps} steps, ETA {as_duration(seconds_left)}")
 
 
 def lesson_row(run: Run, problem, rng: random.Random, settings: Settings) -> tuple[tuple, list]:
-    """Return a lesson as (prompt, [completion]) in tokens, and each completion token's weight.
+    """Return a lesson as token ids (prompt, [completion]), and the completion tokens' loss weights.
 
     A tiny model also learns to predict the chat itself, with a tenth of the weight, because this
-    teaches it to tell questions apart. Its prompt is therefore the chat's first token alone.
+    teaches it to tell questions apart. Its prompt is therefore only the first token of the chat.
     """
     notes = notes_of(run.pool, settings)
     chat, answer = random_lesson(problem, rng, len(run.pool), settings, notes)
@@ -874,7 +907,7 @@ def lesson_row(run: Run, problem, rng: random.Random, settings: Settings) -> tup
 
 
 def set_up(settings: Settings) -> Run:
-    """Return everything that the loop needs, after a warm start if the run is new."""
+    """Prepare everything that the loop in `train` needs, including the warm start of a new run."""
     checkpoint, start = find_start(settings)
     first_iteration = int(checkpoint.name) if checkpoint else 0
 
@@ -903,7 +936,7 @@ def set_up(settings: Settings) -> Run:
         f"{', '.join(worker.name for worker in pool)}"
     )
 
-    # Teach the format, and load the policy that the KL refers to.
+    # Do the warm start, and load the reference policy of the KL.
     if settings.resume and not checkpoint:
         print0("there is no checkpoint yet: the run starts again, with the rollouts on disk")
     if settings.warm_steps < 0:
@@ -914,7 +947,8 @@ def set_up(settings: Settings) -> Run:
     if settings.beta:
         run.reference = load_reference(run, settings, is_new=not checkpoint)
 
-    # Find out whether the largest update fits. It zeroes Adam's state, so the state comes after it.
+    # Find out whether the largest update fits into memory. This zeroes Adam's state, so it has to
+    # happen before the checkpoint's state is loaded.
     largest_step(model, run.optimizer, run.reference, settings)
     if checkpoint:
         load_state(run, checkpoint)
@@ -922,9 +956,10 @@ def set_up(settings: Settings) -> Run:
 
 
 def find_start(settings: Settings) -> tuple[Path | None, str]:
-    """Return the checkpoint to go on from, or None, and the model to start from; "": a tiny one.
+    """Return the checkpoint to resume from (or None) and the model to load ("" for a new tiny one).
 
-    It locks the folder, and leaves if something is missing. --dry_run ends here.
+    Locks --out (except in a dry run), checks what the run needs, and ends the program if anything
+    is missing. A dry run always ends here.
     """
     if not settings.dry_run:
         lock_on_all_machines(Path(settings.out, "lock"))
@@ -940,7 +975,10 @@ def find_start(settings: Settings) -> tuple[Path | None, str]:
 
 
 def default_warm_steps(start: str, config: Config) -> int:
-    """Return how many steps the warm start takes; 0 for a large model or a Conductor."""
+    """Return the number of warm-start steps for the model `start` ("": a new tiny model).
+
+    It is 0 for a trained Conductor and for large models, which can follow the format without it.
+    """
     if not start:
         return 400
     is_conductor = os.path.exists(f"{start}/conductor.json")
@@ -950,13 +988,13 @@ def default_warm_steps(start: str, config: Config) -> int:
 def load_start(
     start: str, problems: list, pool: list, settings: Settings
 ) -> tuple[Qwen, Tokenizer]:
-    """Return the sharded model and the tokenizer of the checkpoint `start`; "" makes tiny ones.
+    """Load a checkpoint's model, sharded, and its tokenizer; with start="", make tiny ones.
 
-    With LoRA the weights are always those of --init_from. A checkpoint of the run holds them
-    rounded, after the matrices were added.
+    With LoRA, always loads the frozen weights from --init_from, because the weights in this run's
+    checkpoints were rounded after the LoRA matrices had been merged into them.
     """
     if settings.offload and settings.device == "cuda":
-        # Adam runs on the CPU then, and torchrun's default is one thread per process.
+        # With offloading, Adam runs on the CPU, but torchrun sets one thread per process.
         torch.set_num_threads(max(1, os.cpu_count() // ranks_here()))
     if not start:
         model, tokenizer = tiny_conductor(problems, len(pool), settings, notes_of(pool, settings))
@@ -982,12 +1020,12 @@ def load_start(
 
 
 def notes_of(pool: list, settings: Settings) -> list[str] | None:
-    """Return the notes that the Conductor reads; None if it reads none."""
+    """Return the workers' notes, or None if the Conductor is not shown them (no --notes)."""
     return [worker.note for worker in pool] if settings.notes else None
 
 
 def prompting_for(settings: Settings, checkpoint: Path | None) -> Prompting:
-    """Return how the Conductor is asked. A run that goes on asks as before."""
+    """Return the Conductor's Prompting: from the checkpoint, or for a new run from the settings."""
     if checkpoint:
         prompting, _, _ = read_prompting(str(checkpoint))
         return prompting
@@ -1001,9 +1039,9 @@ def prompting_for(settings: Settings, checkpoint: Path | None) -> Prompting:
 
 
 def open_pool(settings: Settings) -> list:
-    """Return the workers, with the replies that were paid for and this rank's part of the money.
+    """Return the workers, with access to the replies on disk and this rank's part of the budget.
 
-    Each rank has local specialists of its own.
+    Each rank starts its own process for the workers of the laptop world.
     """
     is_kept = settings.share_replies or settings.pool not in LOCAL  # local replies cost nothing
     return load_pool(
@@ -1011,16 +1049,17 @@ def open_pool(settings: Settings) -> list:
         replay=f"{settings.out}/replies" if is_kept else "",
         budget=settings.budget,
         ranks=dist.get_world_size(),
-        # The ids of training's calls begin with the seed, those of held-out problems do not.
+        # Share replies among training calls, whose ids begin with the seed, but not among calls for
+        # held-out problems.
         share=f"{settings.seed}/" if settings.share_replies else "",
     )
 
 
 def load_reference(run: Run, settings: Settings, is_new: bool) -> Qwen:
-    """Return the policy that the KL is measured against.
+    """Return the reference policy, which the KL is measured against.
 
-    It is the policy before the first iteration, which a new run writes to --out. A run that starts
-    from another run's Conductor takes that run's reference.
+    It is the policy before the first iteration, which a new run writes to --out/reference. A run
+    that starts from another run's Conductor uses that run's reference instead.
     """
     folder = Path(settings.out, "reference")
     earlier = Path(settings.init_from).parent / "reference"
@@ -1039,7 +1078,7 @@ def load_reference(run: Run, settings: Settings, is_new: bool) -> Qwen:
 
 
 def load_problems(settings: Settings) -> tuple[list, list]:
-    """Return the problems to train on, and the held-out ones."""
+    """Return the problems to train on, and the held-out problems."""
     if settings.grader:
         evaluation.GRADERS["own"] = evaluation.own_grader(load_function(settings.grader))
     train = evaluation.load(settings.data, "train")
@@ -1047,7 +1086,7 @@ def load_problems(settings: Settings) -> tuple[list, list]:
 
 
 def check_longest_prompt(run: Run):
-    """Leave if the longest question and the Conductor's answer do not fit into its context."""
+    """End the program if the longest prompt plus max_new_tokens exceeds the model's context."""
     longest = max((problem.question for problem in run.problems + run.test), key=len)
     chat = conductor_chat(Rollout(longest, run.pool), run.prompting)
     n_read = len(run.tokenizer.chat(chat))
@@ -1060,10 +1099,12 @@ def check_longest_prompt(run: Run):
 
 
 def measure_held_out(run: Run, settings: Settings, done: int):
-    """Measure the checkpoint after `done` iterations, and add its accuracy to their last metrics.
+    """Measure the checkpoint after `done` iterations on held-out problems, and log its accuracy.
 
-    Nothing is done if the metrics have it already, or if it is the last checkpoint, which
-    `print_results` measures. If the budget ends, so does the run, and --resume comes back here.
+    The accuracy is added to the last line of metrics.jsonl. Does nothing if that line already has
+    it, or if no checkpoint is due after `done` iterations, or after the last iteration, because
+    `print_results` measures the last checkpoint. If the budget runs out, the run stops, and
+    --resume measures again.
     """
     file = Path(settings.out, "metrics.jsonl")
     *lines, last = on_rank0(lambda: file.read_text().splitlines()) or ["{}"]
@@ -1089,10 +1130,10 @@ def count_right(answered: list[Rollout]) -> str:
 
 
 def conduct_problems(run: Run, problems: list, settings: Settings, name: str) -> list[Rollout]:
-    """Return one rollout per problem, sampled greedily. Every rank does a part of the problems.
+    """Return one rollout per problem, sampled greedily. Each rank does a part of the problems.
 
     Args:
-        name: Begins the id of every call, under which its reply is kept on disk.
+        name: The prefix of all call ids. Replies are kept on disk under these ids.
     """
     write = model_writer(whole_copy(run.model), run.tokenizer, run.prompting, temperature=0.0)
     system = evaluation.conductor(
@@ -1103,14 +1144,14 @@ def conduct_problems(run: Run, problems: list, settings: Settings, name: str) ->
     )
     mine = my_part(problems)
     pools = [run.pool] * len(mine)
-    if settings.shuffle:  # an order of its own for each problem
+    if settings.shuffle:  # each problem gets the pool in a different order
         pools = [random.Random(p.id).sample(run.pool, len(run.pool)) for p in mine]
     rollouts = all_gather([strip(r) for r in system(mine, pools, name)])
     return [replace(rollout, problem=problem) for rollout, problem in zip(rollouts, problems)]
 
 
 def print_results(run: Run, settings: Settings):
-    """Print the table of eval.py for the last checkpoint, each worker and random workflows."""
+    """Print eval.py's table of the last checkpoint, each worker alone, and random workflows."""
     print0(f"python workflow.py QUESTION --checkpoint={settings.out}/checkpoint asks it; a table:")
     run.optimizer = run.reference = None  # free their memory for the evaluation
     if settings.shuffle and settings.n_test:
@@ -1137,8 +1178,8 @@ def print_results(run: Run, settings: Settings):
 # ---- What a run needs ---------------------------------------------------------------------------
 
 GIB = 1 << 30
-PROMPT = 1000  # tokens of a prompt, as the estimates assume
-SHAPES = {  # of models that are perhaps not here yet
+PROMPT = 1000  # the length of a prompt, in tokens, that the estimates below assume
+SHAPES = {  # the Configs of models that may not have been downloaded yet
     "Qwen/Qwen2.5-7B": Config(),
     "Qwen/Qwen2.5-0.5B-Instruct": Config(151936, 896, 4864, 24, 14, 2, tie_word_embeddings=True),
 }
@@ -1149,7 +1190,7 @@ CHOICES = {
     "sandbox": ["bwrap", "none"],
     "prompt_style": ["ood", "in", "mixed", "zero-shot", "short"],
 }
-# The smallest value of a flag; 1 for whole numbers and 0 for others that are not listed.
+# The smallest values that number flags accept. For flags not listed: 1 for int and 0 for float.
 MINIMUM = {
     "n_rollouts": 2,
     "ask_solved_probability": 0.01,
@@ -1162,16 +1203,16 @@ MINIMUM = {
 
 
 def preflight(settings: Settings, start: str) -> tuple[Config | None, list[dict], str]:
-    """Find everything that would fail late, before anything expensive starts.
+    """Look for everything that would make the run fail late, before anything expensive starts.
 
     Returns:
-        The model's shape, or None if it is unknown; the entries of the pool; and what is missing as
-        a text, "" if nothing is.
+        The model's Config, or None if it is unknown; the entries of the pool; and a text that lists
+        everything that is missing or wrong, "" if nothing is.
     """
     missing = []
 
     def attempt(what: str, job: Callable, *arguments):
-        """Return what a job returns; if it fails, note why, and return None."""
+        """Return job(*arguments). If it fails, add the reason to `missing`, and return None."""
         try:
             return job(*arguments)
         except (OSError, ValueError, LookupError, TypeError) as e:
@@ -1213,14 +1254,14 @@ def preflight(settings: Settings, start: str) -> tuple[Config | None, list[dict]
         missing += check_workers(settings, entries)
         attempt("money", check_money, settings, entries, len(test))
     costs_money = probable_cost(entries, 1) != 0.0 if entries else False
-    if not missing and not (settings.dry_run and costs_money):  # a dry run pays for no word
+    if not missing and not (settings.dry_run and costs_money):  # a dry run must cost nothing
         pool = load_pool(settings.pool, budget=settings.budget)
         missing += [str(word) for word in ping_workers(pool) if isinstance(word, WorkerError)]
     return config, entries, "\n  ".join(["the run lacks", *missing]) if missing else ""
 
 
 def check_flags(settings: Settings) -> list[str]:
-    """Return what is wrong with the flags themselves."""
+    """Return a message for each flag whose value is invalid or conflicts with another flag."""
     faults = []
     for key, value in vars(settings).items():
         smallest = MINIMUM.get(key, int(type(value) is int))
@@ -1243,7 +1284,7 @@ def check_flags(settings: Settings) -> list[str]:
 
 
 def check_workers(settings: Settings, entries: list[dict]) -> list[str]:
-    """Return everything that is wrong with the pool, a sentence each."""
+    """Return a sentence for each fault of the pool."""
     faults = check_pool(entries, settings.budget)
     if settings.notes:
         without = [name_of(entry) for entry in entries if not entry.get("note")]
@@ -1254,7 +1295,10 @@ def check_workers(settings: Settings, entries: list[dict]) -> list[str]:
 
 
 def check_money(settings: Settings, entries: list[dict], n_test: int):
-    """Print the run's calls and their cost. ValueError if a budget or a price is missing."""
+    """Print how many calls the run makes and what they cost.
+
+    Raises ValueError if the run needs a budget, or --cost_weight needs a price, that is missing.
+    """
     rollouts = settings.iterations * settings.n_questions * settings.n_rollouts
     if settings.recursion:
         rollouts += rollouts // 2
@@ -1271,41 +1315,45 @@ def check_money(settings: Settings, entries: list[dict], n_test: int):
 
 
 def bytes_for(settings: Settings, config: Config, recompute: bool) -> float:
-    """Estimate the most memory that a process needs at a time, apart from what torch itself takes.
+    """Estimate a process's peak memory in bytes, without what torch itself needs.
 
-    With `recompute`, one layer's activations exist at a time.
+    Args:
+        recompute: Whether the activations of only one layer at a time are kept; the backward pass
+            then computes them again.
     """
     n, world = count_parameters(config), dist.get_world_size()
     n_trained = count_parameters(config, settings.lora_rank)
     width = dtype_for(config, settings.device).itemsize
     hidden, layers, vocab = config.hidden_size, config.num_hidden_layers, config.vocab_size
 
-    # Always: weights and Adam's state in fp32, LoRA's frozen base, the reference policy.
+    # At all times: trained weights and Adam's state in fp32, LoRA's frozen weights, the reference.
     share = 0 if settings.offload else 1 / world
     frozen = width * n if settings.lora_rank else 0
     weights = share * (12 * n_trained + frozen)
     reference = width * n if settings.beta else 0
 
-    # To sample: a whole copy of the model, and the keys and values of all rollouts.
+    # While sampling: a whole copy of the model, and the keys and values of all rollouts.
     n_tokens = settings.n_questions * (
         PROMPT + settings.n_rollouts // world * settings.max_new_tokens
     )
     cache = 2 * config.num_key_value_heads * config.head_dim * layers * width * n_tokens
     if settings.device == "cuda":
-        cache = min(cache, device_bytes("cuda") / 5)  # the sampler's limit
+        cache = min(cache, device_bytes("cuda") / 5)  # the limit that sample.generate sets
 
-    # To learn: gradients; layers that FSDP has gathered, with theirs; activations; logits.
+    # While learning: gradients, the layers that FSDP has gathered and their gradients, activations,
+    # logits.
     row = settings.token_budget + PROMPT  # tokens of a packed row
-    alive = 1 if recompute else layers
+    alive = 1 if recompute else layers  # layers whose activations are kept
     gathered = (2 * width + 4) * (2 * hidden * vocab + 2 * n / layers)
-    numbers = layers * hidden + alive * (10 * hidden + 5 * config.intermediate_size)  # of a token
+    # Activations per token
+    numbers = layers * hidden + alive * (10 * hidden + 5 * config.intermediate_size)
     logits = 20 * min(row * vocab, HEAD_LOGITS[settings.device])
     learning = share * 4 * n_trained + gathered + row * width * numbers + logits
     return weights + reference + max(width * n + cache, learning)
 
 
 def device_bytes(device: str) -> int:
-    """Return the bytes of a GPU's memory, or of this process's share of the host's memory."""
+    """Return the size of a GPU's memory, or of a process's share of the host's memory, in bytes."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[1]
     return host_bytes() // ranks_here()
@@ -1316,7 +1364,7 @@ def host_bytes() -> int:
 
 
 def needs_recompute(settings: Settings, config: Config) -> bool:
-    """Return whether memory is too short to keep the activations of all layers."""
+    """Return whether the device lacks the memory to keep the activations of all layers."""
     if count_parameters(config) < SMALL:
         return False
     most = bytes_for(settings, config, recompute=False)
@@ -1324,22 +1372,25 @@ def needs_recompute(settings: Settings, config: Config) -> bool:
 
 
 def check_room(settings: Settings, config: Config):
-    """Print the memory and the disk that a run needs. ValueError if they are not there."""
+    """Check that there is enough memory and disk space for the run. A dry run also prints both.
+
+    Raises ValueError, naming what is lacking, if there is not enough.
+    """
     n, world = count_parameters(config), dist.get_world_size()
     n_trained = count_parameters(config, settings.lora_rank)
-    whole = (
-        dtype_for(config, settings.device).itemsize * n
-    )  # bytes of the Conductor's weights in a file
+    # The size of the Conductor's weights in a checkpoint, in bytes
+    whole = dtype_for(config, settings.device).itemsize * n
     most = bytes_for(settings, config, needs_recompute(settings, config))
 
-    # Rank 0 writes a whole copy of the weights; each rank writes its state file by file.
+    # In host memory: while saving a checkpoint, rank 0 holds a whole copy of the weights, and each
+    # rank holds two copies of the state file that it is writing.
     host = whole + ranks_here() * 2 * min(STATE_FILE, 12 * n_trained / world)
     if settings.offload:
         host += ranks_here() * 16 * n / world
     if settings.device == "cpu":
         host += ranks_here() * most
-    # On disk: the weights of every checkpoint and of the reference, and one state for resuming, or
-    # two while a new one is being written.
+    # On disk: the weights of every checkpoint and of the reference, and the state of the newest
+    # checkpoint. While a checkpoint is written, the state of the previous one is there, too.
     n_checkpoints = math.ceil(settings.iterations / settings.save_every)
     disk = whole * (n_checkpoints + 1) + 12 * n_trained * min(2, n_checkpoints)
     existing = next(filter(Path.exists, Path(settings.out, "new").absolute().parents))
@@ -1366,16 +1417,17 @@ def check_room(settings: Settings, config: Config):
 
 
 def blank_rollout(n_prompt: int, n_written: int) -> Rollout:
-    """Return a rollout of so many tokens, to learn from."""
+    """Return a rollout with the given numbers of tokens, all 0, to measure an update with."""
     tokens = dict(prompt_ids=[0] * n_prompt, tokens=[0] * n_written, logprobs=[0.0] * n_written)
     return Rollout("", advantage=1.0, **tokens)
 
 
 def largest_step(model: Qwen, optimizer, reference: Qwen | None, settings: Settings):
-    """Do the largest update once, with a learning rate of 0.
+    """Do the largest update once, with a learning rate of 0, and reset Adam's state to zeros.
 
-    An out-of-memory error then comes before anybody is paid. Two micro-batches are needed, as the
-    second one finds gradients in memory. Adam's state is zeros again afterwards.
+    If the update runs out of memory, it does so here, before any worker is paid. The update has two
+    micro-batches, because memory peaks in the second one, which has the first one's gradients in
+    memory as well.
     """
     size, n_prompt = (settings.token_budget, PROMPT) if model.device.type == "cuda" else (64, 8)
     n_written = min(settings.max_new_tokens, size)
@@ -1387,7 +1439,7 @@ def largest_step(model: Qwen, optimizer, reference: Qwen | None, settings: Setti
 
 
 def try_run(settings: Settings, config: Config, entries: list[dict]):
-    """Do the largest update with random weights, and print how long it takes, and the run."""
+    """Do the largest update with random weights, and print how long it and the whole run take."""
     if settings.device == "cpu" and count_parameters(config) > 1e8:
         return print0("the largest step was not tried: it takes a GPU")
     with torch.device("meta"):
@@ -1411,7 +1463,10 @@ def try_run(settings: Settings, config: Config, entries: list[dict]):
 
 
 def print_duration(model: Qwen, optimizer, reference: Qwen | None, settings: Settings):
-    """Time what an iteration samples, what it learns from a question, and a call of each worker."""
+    """Print how long the run takes, from short measurements.
+
+    Times one iteration's sampling, the learning from one question, and one call of each worker.
+    """
     n_prompt = 50 if settings.prompt_style == "short" else PROMPT
     n_written = settings.max_new_tokens // 2
     n_rollouts = max(1, settings.n_rollouts // dist.get_world_size())
@@ -1419,7 +1474,7 @@ def print_duration(model: Qwen, optimizer, reference: Qwen | None, settings: Set
     rollouts = [blank_rollout(n_prompt, n_written)] * n_rollouts
     sampler = whole_copy(model)
     pool = load_pool(settings.pool)
-    ping_workers(pool)  # connects
+    ping_workers(pool)  # opens the connections, so that the timed call below does not
     sampling = seconds_of(lambda: generate(sampler, prompts, n_rollouts, n_written))
     learning = settings.n_questions * seconds_of(
         lambda: update(model, optimizer, rollouts, beta=settings.beta, reference=reference)
@@ -1444,7 +1499,10 @@ def seconds_of(job: Callable) -> float:
 
 
 def read_shape(start: str) -> Config:
-    """Return the config of a checkpoint. ValueError if its model lacks ids of its tokenizer."""
+    """Return a checkpoint's Config.
+
+    Raises ValueError if the tokenizer has ids for which the model has no embedding.
+    """
     config = Config.from_pretrained(start)
     check_ids(Tokenizer.from_pretrained(start), config)
     return config
@@ -1452,7 +1510,7 @@ def read_shape(start: str) -> Config:
 
 @functools.cache
 def count(shape: str, lora_rank: int) -> int:
-    """Return the number of trained weights of a model whose Config is `shape`, as JSON."""
+    """Return the number of trained weights of a model. `shape` is its Config as JSON text."""
     with torch.device("meta"):
         model = Qwen(Config(**json.loads(shape)))
         if lora_rank:
@@ -1461,19 +1519,20 @@ def count(shape: str, lora_rank: int) -> int:
 
 
 def count_parameters(config: Config, lora_rank: int = 0) -> int:
-    """Return the number of weights that are trained: with a rank, those of LoRA alone."""
+    """Return the number of trained weights: all of the model's, or with lora_rank only LoRA's."""
     return count(json.dumps(asdict(config)), lora_rank)
 
 
 def dtype_for(config: Config, device) -> torch.dtype:
-    """Return the dtype that a model computes in. What is trained is always fp32."""
+    """Return the dtype that a model computes in. Trained weights are always stored in fp32."""
     return torch.float32 if count_parameters(config) < TINY else compute_dtype(device)
 
 
 def shard(model: Qwen, settings: Settings) -> Qwen:
     """Divide weights, gradients and Adam's state among the ranks (FSDP2), in place.
 
-    What is trained is fp32. The frozen weights beside LoRA are in the dtype of computation.
+    Trained weights are stored in fp32. With LoRA, the frozen weights are stored in the dtype that
+    the model computes in.
     """
     mesh = dist.init_device_mesh(settings.device, (dist.get_world_size(),))
     dtype = dtype_for(model.config, settings.device)
@@ -1496,7 +1555,10 @@ def shard(model: Qwen, settings: Settings) -> Qwen:
 
 @torch.no_grad()
 def whole_copy(model: Qwen) -> Qwen:
-    """Return an unsharded copy of the model in the dtype that it computes in, on every rank."""
+    """Gather an unsharded copy of the model on every rank, in the dtype that the model computes in.
+
+    LoRA's matrices are merged into the weights. All ranks call this.
+    """
     with torch.device("meta"):
         whole = Qwen(model.config)
     dtype = dtype_for(model.config, model.device)
@@ -1516,7 +1578,10 @@ def adam(model: Qwen, beta2: float) -> torch.optim.AdamW:
 
 
 def on_all_ranks(job: Callable):
-    """Run a job on every rank, and return its result. If it fails anywhere, the program ends."""
+    """Run a job on every rank, and return this rank's result.
+
+    If the job fails on any rank, the program ends. All ranks call this.
+    """
     result = None
     error = None
     try:
@@ -1532,16 +1597,22 @@ def on_all_ranks(job: Callable):
 
 
 def on_rank0(job: Callable):
-    """Run a job on rank 0, and return its result on all ranks. If it fails, the program ends."""
+    """Run a job on rank 0, and return its result on all ranks.
+
+    If the job fails, the program ends. All ranks call this.
+    """
     outcome = [on_all_ranks(job if dist.get_rank() == 0 else lambda: None)]
     dist.broadcast_object_list(outcome)
     return outcome[0]
 
 
 def leave(message: str):
-    """End the program. All ranks call this; rank 0 prints the message, which is "" on success."""
+    """End the program with status 1 and a message from rank 0, or with status 0 if it is "".
+
+    All ranks call this.
+    """
     status = message if dist.get_rank() == 0 else 1
-    dist.destroy_process_group()  # otherwise its threads may abort the program at its end
+    dist.destroy_process_group()  # otherwise the group's threads may crash the exiting program
     raise SystemExit(status if message else 0)
 
 
@@ -1569,10 +1640,10 @@ def print0(line: str):
 def metrics_of(
     iteration: int, groups: list[list[Rollout]], reports: list[dict], seconds: dict
 ) -> dict:
-    """Return an iteration's line of metrics.jsonl. None is unknown.
+    """Return an iteration's line of metrics.jsonl as a dict. A value of None means unknown.
 
-    What is said of workflows is about first rounds, and again_accuracy about second rounds; flat,
-    tokens, cut and sums are about both.
+    reward, accuracy, parsed, steps, workers, by_kind and steps_by_kind cover first rounds only, and
+    again_accuracy covers second rounds only. All other metrics cover both.
     """
     rollouts = [*itertools.chain(*groups)]
     first = [r for r in rollouts if r.previous is None]
@@ -1586,27 +1657,27 @@ def metrics_of(
         "iteration": iteration,
         "reward": mean([r.reward for r in known]),
         "accuracy": mean([r.right for r in known]),
-        # Accuracy on problems that are not trained on, which `measure_held_out` adds.
+        # Accuracy on held-out problems. `measure_held_out` adds it at checkpoints.
         "held_out": None,
-        # Share of completions that are a workflow.
+        # Share of completions that are a valid workflow.
         "parsed": mean([r.workflow is not None for r in first if r.tokens]),
-        # Share of questions that teach nothing, as none of their rollouts has an advantage.
+        # Share of groups that teach nothing, because the advantages of all their rollouts are 0.
         "flat": mean([not any(r.advantage for r in group) for group in groups]),
-        # Rollouts without a reward, and the first error that lost one.
+        # The number of rollouts without a reward, and the first error of a lost rollout.
         "lost": sum(r.reward is None for r in rollouts),
         "error": next((r.error for r in rollouts if r.error), None),
         "steps": mean([len(r.workflow.steps) for r in ran]),
         "calls": len(costs),
-        # Dollars.
+        # Dollars spent on calls.
         "cost": None if None in costs else sum(costs),
-        # Tokens of a completion, and the share of completions that reached max_new_tokens.
+        # Mean length of a completion, and the share that max_new_tokens cut off.
         "tokens": mean([len(r.tokens) for r in rollouts]),
         "cut": mean([not r.finished for r in rollouts]),
-        # Difference to the sampler's log-probabilities; see grpo.statistics.
+        # Mean difference from the sampler's log-probabilities; see grpo.statistics.
         "gap": reports[0]["gap"],
-        # GiB of rank 0's GPU.
+        # Peak memory of rank 0's GPU so far, in GiB.
         "memory": torch.cuda.max_memory_allocated() / GIB,
-        # Each worker's share of the steps.
+        # Worker's name -> its share of all steps.
         "workers": {name: n / names.total() for name, n in names.items()},
         "again_accuracy": mean([r.right for r in again]),
         **seconds,
@@ -1625,7 +1696,7 @@ def metrics_of(
 
 
 def log(settings: Settings, metrics: dict, seconds_left: float):
-    """Write a line of metrics.jsonl, and print its numbers and when the run will end."""
+    """Append a line to metrics.jsonl, and print its numbers and the time left."""
     with open(f"{settings.out}/metrics.jsonl", "a") as file:
         file.write(json.dumps(metrics) + "\n")
     if settings.wandb:
@@ -1639,7 +1710,7 @@ def log(settings: Settings, metrics: dict, seconds_left: float):
 
 
 def as_duration(seconds: float) -> str:
-    """Return seconds as hours:minutes:seconds."""
+    """Format seconds as hours:minutes:seconds."""
     return str(datetime.timedelta(seconds=round(seconds)))
 
 
@@ -1647,12 +1718,13 @@ LOCKS = []  # keeps lock files open: closing one would release its lock
 
 
 def lock(file: Path) -> str:
-    """Keep other runs away from --out until this process ends, and return what the lock says.
+    """Lock --out against other runs until this process ends, and return the lock file's text.
 
-    ValueError names the run that is there.
+    Raises ValueError, naming the other run, if one holds the lock. If the file system cannot lock
+    files, prints a warning and continues.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    held = open(file, "a+")  # "w" would erase the name of the run that holds it
+    held = open(file, "a+")  # "w" would erase what another run has written into its lock
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -1664,13 +1736,13 @@ def lock(file: Path) -> str:
     held.truncate(0)
     held.write(f"pid {os.getpid()} on {socket.gethostname()} since {datetime.datetime.now()}\n")
     held.flush()
-    os.fsync(held.fileno())  # for other machines
+    os.fsync(held.fileno())  # so that other machines see the text
     LOCKS.append(held)
     return file.read_text()
 
 
 def lock_on_all_machines(file: Path):
-    """Lock --out on rank 0, and leave if other ranks do not see this lock."""
+    """Lock --out on rank 0, and end the program if any rank does not see rank 0's lock file."""
     text = on_rank0(lambda: lock(file))
     is_shared = file.exists() and file.read_text() == text
     hosts = all_gather([] if is_shared else [socket.gethostname()])
@@ -1682,14 +1754,20 @@ def lock_on_all_machines(file: Path):
 
 
 def discard_empty(out: Path):
-    """Remove --out if a start that was refused has written nothing into it but its lock."""
+    """Remove --out if this start has written nothing into it except its lock.
+
+    This cleans up after a start that ended before the run began.
+    """
     written = [file for file in out.glob("*") if file.name != "lock" and file.lstat().st_size]
     if LOCKS and not written:
         shutil.rmtree(out, ignore_errors=True)
 
 
 def open_folder(settings: Settings, first_iteration: int):
-    """Create --out with its settings.json, and drop metrics that the checkpoint does not cover."""
+    """Prepare --out for the iterations from first_iteration on, and start W&B if it is wanted.
+
+    Writes settings.json, and drops the metrics of iterations that will be repeated.
+    """
     os.makedirs(f"{settings.out}/traces", exist_ok=True)
     write_json(f"{settings.out}/settings.json", asdict(settings))
     file = Path(settings.out, "metrics.jsonl")
@@ -1704,7 +1782,10 @@ def open_folder(settings: Settings, first_iteration: int):
 
 
 def read_metrics(file: Path) -> list[str]:
-    """Return the lines of metrics.jsonl. A last line that a kill cut short is left out."""
+    """Return the lines of metrics.jsonl, without an unfinished last line that a kill has left.
+
+    Raises ValueError, naming the line, if one is damaged.
+    """
     *lines, _ = file.read_text(errors="replace").split("\n")
     for number, line in enumerate(lines, 1):
         with remedy(f"{file}, line {number},", "Delete the line; only the curves will lack it"):
@@ -1713,7 +1794,7 @@ def read_metrics(file: Path) -> list[str]:
 
 
 def replace_file(file: Path, lines: Iterable[str]):
-    """Write a file atomically: a kill or a power cut leaves the old contents or the new ones."""
+    """Write a file atomically: after a kill or a power cut it is either the old or the new one."""
     unfinished = Path(f"{file}.tmp")
     with open(unfinished, "w") as f:
         f.writelines(f"{line}\n" for line in lines)
@@ -1724,7 +1805,7 @@ def replace_file(file: Path, lines: Iterable[str]):
 
 
 def sync(path: Path):
-    """Flush a file's contents, or a folder's names, to the disk."""
+    """Flush a file's contents, or a folder's list of names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
@@ -1735,7 +1816,7 @@ def trace_file(settings: Settings, iteration: int) -> Path:
 
 
 def write_rollouts(settings: Settings, iteration: int, groups: list[list[Rollout]]):
-    """Write all rollouts of an iteration, with everything that learning needs."""
+    """Write all rollouts of an iteration to its trace file, with everything that `learn` needs."""
     rows = []
     for r in itertools.chain(*groups):
         about = {"expected": r.problem.answer, "kind": r.problem.kind}
@@ -1747,30 +1828,30 @@ def write_rollouts(settings: Settings, iteration: int, groups: list[list[Rollout
 
 @contextlib.contextmanager
 def remedy(file: Path | str, advice: str):
-    """Turn whatever goes wrong while a file is read into a ValueError that says what to do."""
+    """Raise ValueError, saying that the file is damaged and what to do, if reading it fails."""
     try:
         yield
-    except (Exception, CheckpointException) as e:  # the libraries' errors have no common class
+    except (Exception, CheckpointException) as e:  # libraries raise many classes
         raise ValueError(f"{file} is damaged: {reason(e)}. {advice}") from None
 
 
 def reason(e: BaseException) -> str:
-    """Return the class and the text of an error."""
-    if isinstance(e, CheckpointException):  # holds an error of each rank that failed
+    """Return an error's class and text, as in "KeyError: 'x'"."""
+    if isinstance(e, CheckpointException):  # contains the error of each rank that failed
         e, _ = next(iter(e.failures.values()))
     return f"{type(e).__name__}: {e}"
 
 
 def read_rollouts(run: Run, settings: Settings, iteration: int) -> list[list[Rollout]] | None:
-    """Return what `write_rollouts` wrote for an iteration that no checkpoint holds, or None.
+    """Return the rollouts in an iteration's trace file, [question][rollout], or None without one.
 
-    ValueError says that the file is damaged, or that --data does not have its questions.
+    Raises ValueError if the file is damaged, or if one of its questions is not in --data.
     """
     file = trace_file(settings, iteration)
     if not file.exists():
         return None
     problems = {problem.id: problem for problem in run.problems}
-    groups = {}  # by question and round
+    groups = {}  # (call_prefix of a question, is a second round) -> rollouts
 
     def labels(groups: Iterable[list[Rollout]]) -> list:
         return [(r.call_prefix, r.number) for r in itertools.chain(*groups)]
@@ -1795,7 +1876,10 @@ RELEARN = "Delete this folder, and --resume learns its iterations again, from th
 
 
 def newest_checkpoint(settings: Settings) -> Path | None:
-    """Return the checkpoint to resume from; None to begin. ValueError names a damaged one."""
+    """Return the folder of the checkpoint to resume from, or None for a run from the beginning.
+
+    Raises ValueError, naming the folder, if a checkpoint is damaged.
+    """
     if not settings.resume:
         return None
     newest = None
@@ -1811,9 +1895,9 @@ def newest_checkpoint(settings: Settings) -> Path | None:
 
 
 def check_sums(folder: Path):
-    """Raise a ValueError if a file of a checkpoint is not as `save` wrote it."""
+    """Raise ValueError if any file of a checkpoint has changed or vanished since it was saved."""
     file = folder / "checksums.json"
-    if file.exists():  # the third edition wrote none
+    if file.exists():  # checkpoints of the third edition have none
         found = checksums(folder)
         written = read_json(file)
         changed = [name for name, crc in written.items() if found.get(name) != crc]
@@ -1822,7 +1906,7 @@ def check_sums(folder: Path):
 
 
 def checksums(folder: Path) -> dict[str, int]:
-    """Return the CRC-32 of each file in a folder, by its name.
+    """Return {path inside the folder: CRC-32} for all files in a folder but checksums.json.
 
     This reads about 2 GB/s, so it takes a minute for a checkpoint of 7B.
     """
@@ -1841,8 +1925,8 @@ def checksums(folder: Path) -> dict[str, int]:
 def save(run: Run, settings: Settings, done: int):
     """Write a checkpoint after `done` iterations.
 
-    It holds the Conductor and, in state/, what resuming needs, of which each rank writes its part.
-    The folder gets its number when it is complete.
+    The checkpoint holds the Conductor and, in state/, what resuming needs; each rank writes its
+    part of the state. The folder gets its final name, `done`, only when it is complete.
     """
     folder = Path(settings.out, "checkpoints/unfinished")
     save_for_use(run, settings, folder)
@@ -1851,14 +1935,14 @@ def save(run: Run, settings: Settings, done: int):
         folder / "state", fqn_to_index_mapping=files_of(state), save_distributed=True
     )
     try:
-        dcp.save(state, storage_writer=writer)  # which syncs each file
-    except CheckpointException as e:  # on all ranks
+        dcp.save(state, storage_writer=writer)  # also flushes each file to the disk
+    except CheckpointException as e:  # raised on all ranks
         leave(f"the checkpoint could not be written: {reason(e)}. {GO_ON}")
 
     def finish():
         replace_file(folder / "checksums.json", [json.dumps(checksums(folder))])
         finished = folder.with_name(f"{done:05d}")
-        shutil.rmtree(finished, ignore_errors=True)  # an earlier start's, which has no state
+        shutil.rmtree(finished, ignore_errors=True)  # an earlier start's, without state
         sync(folder / "state")
         sync(folder)
         folder.rename(finished)
@@ -1869,9 +1953,9 @@ def save(run: Run, settings: Settings, done: int):
 
 
 def load_state(run: Run, checkpoint: Path):
-    """Load the weights, Adam's state and the shares of wrong answers of a checkpoint.
+    """Load a checkpoint's weights, Adam's state and shares of wrong answers into the run.
 
-    A kind of question that is new in --data is not in the checkpoint, and keeps its share of 1.
+    If --data has a kind of question that the checkpoint does not know, its share stays 1.
     """
     reader = dcp.HuggingFaceStorageReader(checkpoint / "state")
     wanted = trained(run)
@@ -1888,7 +1972,7 @@ def load_state(run: Run, checkpoint: Path):
 
 
 def save_for_use(run: Run, settings: Settings, folder: Path):
-    """Write the Conductor in the layout of Hugging Face, in the dtype that it computes in."""
+    """Write the Conductor in Hugging Face's file layout, in the dtype that it computes in."""
     whole = whole_copy(run.model)
 
     def write():
@@ -1899,7 +1983,7 @@ def save_for_use(run: Run, settings: Settings, folder: Path):
         try:
             run.tokenizer.save_pretrained(folder)
             whole.save_pretrained(folder)
-        except Exception as e:  # tokenizers and safetensors have no OSError
+        except Exception as e:  # tokenizers and safetensors raise no OSError
             raise OSError(f"{folder} could not be written: {e}. {GO_ON}") from None
         for file in folder.iterdir():
             sync(file)
@@ -1908,7 +1992,10 @@ def save_for_use(run: Run, settings: Settings, folder: Path):
 
 
 def trained(run: Run) -> dict[str, torch.Tensor]:
-    """Return what training changes: fp32 weights, Adam's state, and the shares of wrong answers."""
+    """Return all tensors that training changes, by name.
+
+    They are the trained weights in fp32, Adam's state, and the shares of wrong answers.
+    """
     state = {f"wrong {kind}": share for kind, share in run.wrong_share.items()}
     for name, p in run.model.named_parameters():
         if p.requires_grad:
@@ -1917,13 +2004,13 @@ def trained(run: Run) -> dict[str, torch.Tensor]:
     return state
 
 
-STATE_FILE = 1 << 28  # bytes of a file of the state, unless one tensor is larger
+STATE_FILE = 1 << 28  # maximum bytes of a file in state/; a larger tensor has its own file
 
 
 def files_of(state: dict[str, torch.Tensor]) -> dict[str, int]:
-    """Return the number of the file that holds each tensor, from 1 on.
+    """Assign each tensor to a numbered file, counting from 1: name -> number.
 
-    While a rank writes its part of a state, the file that it writes is twice in its memory.
+    A rank holds two copies of a file in memory while writing it, so files are kept small.
     """
     files = {}
     number, size = 1, 0
@@ -1938,11 +2025,11 @@ def files_of(state: dict[str, torch.Tensor]) -> dict[str, int]:
 
 
 def tidy(out: Path):
-    """Link `checkpoint` to the newest checkpoint, and delete the state/ of all others."""
+    """Link `checkpoint` to the newest checkpoint, and delete state/ in all earlier ones."""
     folders = sorted(out.glob("checkpoints/[0-9]*"))
     *earlier, newest = [folder for folder in folders if (folder / "state").exists()]
     link = out / "checkpoint.new"
-    link.unlink(missing_ok=True)  # a kill may have left it
+    link.unlink(missing_ok=True)  # a run that was killed here may have left the file
     link.symlink_to(newest.relative_to(out))
     link.replace(out / "checkpoint")
     for folder in earlier:
@@ -1953,10 +2040,10 @@ def tidy(out: Path):
 
 
 def read_command(argv: list[str]) -> Settings:
-    """Return the settings of a command line.
+    """Parse a command line into Settings.
 
-    Without --device, a run takes the GPUs if there is one for each process and the model is not
-    tiny. Without --preset, the preset follows from the GPUs, and a line says which one and why.
+    Without --device, the run uses GPUs if there is one for each process and the model is not tiny.
+    Without --preset, the GPUs determine the preset, and a printed line says which one and why.
     """
     processes = ranks_here()
     gpu_bytes = [
@@ -1998,14 +2085,17 @@ def read_command(argv: list[str]) -> Settings:
 
 
 def is_tiny(init_from: str) -> bool:
-    """Return whether a model is so small that a CPU trains it faster than a GPU does."""
+    """Return whether a model is so small that a CPU trains it faster than a GPU.
+
+    A model that has not been downloaded yet counts as larger.
+    """
     if not init_from:
         return True
     is_here = os.path.exists(f"{init_from}/config.json")
     return is_here and count_parameters(Config.from_pretrained(init_from)) < TINY
 
 
-# Flags that may differ when a run is resumed, as they do not change what it learns.
+# Flags that may be changed with --resume, because the run remains the same experiment.
 MAY_CHANGE = {
     "budget",
     "device",
@@ -2020,7 +2110,7 @@ MAY_CHANGE = {
     "wandb",
     "workflow_timeout",
 }
-# Names of flags in a settings.json of the third edition.
+# Flag's name in a settings.json of the third edition -> its present name
 OLD_FLAGS = {
     "prompt": "prompt_style",
     "questions": "n_questions",
@@ -2028,16 +2118,16 @@ OLD_FLAGS = {
     "rollouts": "n_rollouts",
     "test": "n_test",
 }
-# Flags that the third edition did not have. Without a new flag's name here, older runs cannot be
-# resumed.
+# Flags that the third edition did not have. Add the name of every new flag; otherwise older runs,
+# whose settings.json lacks it, cannot be resumed.
 NEW_FLAGS = {"device", "examples", "lora_rank", "notes", "recursion_rewards", "reward"}
 NEW_FLAGS |= {"share_replies", "shuffle"}
 
 
 def resumed_settings(file: str, out: str, argv: list[str]) -> Settings:
-    """Return the settings in a run's settings.json, changed by the flags that may change.
+    """Return the settings in a run's settings.json, updated with the flags of the command line.
 
-    Flags that would make it another experiment are wrong usage.
+    Flags that would make the run a different experiment (not in MAY_CHANGE) are a usage error.
     """
     try:
         values = {OLD_FLAGS.get(key, key): value for key, value in read_json(file).items()}
@@ -2073,7 +2163,10 @@ def resumed_settings(file: str, out: str, argv: list[str]) -> Settings:
 
 
 def default_preset(processes: int, gpu_bytes: list[int]) -> tuple[str, str]:
-    """Return the preset for the GPUs that can be used, and why it is the one."""
+    """Return the preset that suits the GPUs, and the reason as a phrase to print.
+
+    gpu_bytes is the memory of each GPU, or empty if the run cannot use GPUs.
+    """
     if not gpu_bytes:
         return "laptop", "a tiny Conductor, as there is no GPU for each process"
     if processes > 1 and min(gpu_bytes) > 75e9:
@@ -2082,34 +2175,34 @@ def default_preset(processes: int, gpu_bytes: list[int]) -> tuple[str, str]:
 
 
 def interrupted(settings: Settings):
-    """End the program after Ctrl-C, at once and as a kill would: a run can go on after a kill.
+    """Handle Ctrl-C: end the program immediately, without waiting for workers' replies.
 
-    The program does not wait for calls of workers that are under way.
+    This has the same effect as a kill, after which --resume can continue the run.
     """
     if os.environ.get("RANK", "0") == "0":
         can_resume = os.path.exists(f"{settings.out}/settings.json") and not settings.dry_run
         more = "; the same command with --resume goes on" if can_resume else ""
-        os.write(2, f"interrupted{more}\n".encode())  # `print` may be what was interrupted
+        os.write(2, f"interrupted{more}\n".encode())  # `print` may itself have been interrupted
         discard_empty(Path(settings.out))
     os._exit(130)
 
 
 def main(argv: list[str]):
-    """Run a command.
+    """Run the command line.
 
-    The exit status is 0 if the run is done, 1 if it was refused or has stopped, 2 if the command
-    line is wrong, and 130 after Ctrl-C. torchrun turns all but 0 into 1.
+    The exit status is 0 if the run is complete, 1 if it was refused or has stopped early, 2 if the
+    command line is wrong, and 130 after Ctrl-C. torchrun turns every nonzero status into 1.
     """
     settings = read_command(argv)
     own_store = dict(store=dist.HashStore(), rank=0, world_size=1)
     if "RANK" in os.environ:  # torchrun sets it
         own_store = {}
-        # If torchrun is killed, this process is killed too (PR_SET_PDEATHSIG, SIGKILL).
+        # Have the kernel kill this process if torchrun dies (PR_SET_PDEATHSIG = 1, SIGKILL = 9).
         ctypes.CDLL(None).prctl(1, 9)
     if settings.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    # Python objects go over gloo. A rank may wait for another rank's workers, and longer than the
-    # ten minutes that NCCL allows by default.
+    # gloo carries Python objects between ranks. The timeout is long because a rank may wait for
+    # another rank's workers for longer than NCCL's default of ten minutes.
     backend = "cpu:gloo,cuda:nccl" if settings.device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=datetime.timedelta(hours=3), **own_store)
     signal.signal(signal.SIGINT, lambda *_: interrupted(settings))
@@ -2117,9 +2210,9 @@ def main(argv: list[str]):
         train(settings)
     finally:
         discard_empty(Path(settings.out))
-    dist.destroy_process_group()  # after an error NCCL would wait for the others
+    dist.destroy_process_group()  # not after an error: NCCL would wait for the other ranks
 
 
 if __name__ == "__main__":
-    sys.modules["train"] = sys.modules["__main__"]  # A user's file imports this very module.
+    sys.modules["train"] = sys.modules["__main__"]  # so that a user's file imports this module
     main(sys.argv[1:])
