@@ -52,7 +52,7 @@ class Completion:
 def generate(
     model: Qwen, prompts: list[list[int]], n: int = 1, *args, **settings
 ) -> list[list[Completion]]:
-    """Return n rollouts of each prompt as [prompt][rollout]; see generate_each for the arguments."""
+    """Return n rollouts per prompt as [prompt][rollout], given the arguments of generate_each."""
     completions = [[None] * n for _ in prompts]
     for i, j, completion in generate_each(model, prompts, n, *args, **settings):
         completions[i][j] = completion

@@ -1169,8 +1169,8 @@ LONGEST_BODY = 64 << 20  # bytes
 LONGEST_CHAT = 4_000_000  # characters, about a million tokens: more than any worker reads
 CHAT_PATH = "/v1/chat/completions"
 PATHS = f"there are GET /health, GET /v1/models, GET /v1/models/NAME and POST {CHAT_PATH}"
-# A parameter of a request -> a pattern of the values that are served, as JSON, and what is expected.
-# null always means that it is not set.
+# Request parameter -> (regex for the accepted values in JSON, what the error message says is
+# expected). null always counts as unset.
 PARAMETERS = {
     "n": ("1", "1, as this server gives a single answer"),
     "tool_choice": ('"(none|auto)"', "none or auto, as this server makes no tool calls"),
