@@ -3,8 +3,9 @@
     python workers.py [--pool=NAME]          call every worker once, and report what is wrong
     python workers.py serve [--port=8765]    serve the laptop world's workers to any OpenAI client
 
-NAME is local, local:pairs or local:tired (the laptop world), the name of a file in assets/pools/,
-or a JSON file with a list of objects whose keys are fields of Worker. Read workflow.py next.
+NAME is local, local:pairs or local:tired (pools of the laptop world), the name of a file in
+assets/pools/ without .json, or the path of a JSON file that holds a list of objects whose keys are
+fields of Worker. Read workflow.py next.
 """
 
 import argparse
@@ -39,25 +40,26 @@ from requests.packages.urllib3 import HTTPResponse, Timeout, exceptions
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 POOLS = os.path.join(FOLDER, "assets", "pools")
-# The URL of a server on this machine: 127.x.x.x, 0.0.0.0, localhost, [::1], [::ffff:127.x.x.x].
+# Matches the URL of a server on this machine: 127.x.x.x, 0.0.0.0, localhost, [::1], or
+# [::ffff:127.x.x.x].
 LOOPBACK = (
     r"(?i)https?://(127\.[\d.]+|0\.0\.0\.0|([\w.-]+\.)?localhost\.?"
     r"|\[[0:]*[01:]\]|\[[0:]*:ffff:(127\.[\d.]+|7f[\da-f]{2}:[\da-f]+)\])(:\d+)?(/|$)"
 )
 LIMITS = ("max_tokens", "max_completion_tokens")  # the parameters that bound a reply's length
-MAX_BODY = 32 << 20  # bytes of a response
-HARD_FAILURES = 6  # attempts that may fail although the provider is not busy
+MAX_BODY = 32 << 20  # the maximum size of a response, in bytes
+HARD_FAILURES = 6  # A call gives up after this many failures other than a busy provider.
 # A silent connection is probed once a minute, so that no router drops it while a model thinks.
 SOCKET_OPTIONS = [
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),  # urllib3's default
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", 0x10), 60),  # 0x10 on macOS
 ]
-jitter = random.Random()  # for pauses only: an experiment's draws come from its own generators
+jitter = random.Random()  # for pauses only; experiments draw from generators of their own
 
 
 def once(function):
-    """functools.cache for threads: simultaneous first callers get one and the same result."""
+    """Like functools.cache, but threads whose first calls coincide all get the same result."""
     lock = threading.Lock()
     cached = functools.cache(function)
 
@@ -70,19 +72,19 @@ def once(function):
 
 
 class WorkerError(Exception):
-    """A call failed or was not made. It does not count as a wrong answer. The text holds no key."""
+    """A call failed or was not made, which is no wrong answer. The text contains no API key."""
 
 
 @dataclass
 class Reply:
-    """What a worker answered, and what the call took."""
+    """A worker's answer, and what the call cost."""
 
-    text: str  # the model's own words, without its thoughts; may be empty or cut off
-    prompt_tokens: int  # cached ones included; 0 if unknown
-    completion_tokens: int  # those of the reasoning included; 0 if unknown
+    text: str  # the model's answer without its thoughts; may be empty or cut off
+    prompt_tokens: int  # including cached tokens; 0 if unknown
+    completion_tokens: int  # including reasoning tokens; 0 if unknown
     cost: float | None  # dollars; None if unknown
-    seconds: float = 0.0  # of the attempt that was answered
-    finish: str = "stop"  # why the text ends, in the provider's words; "length": it is cut off
+    seconds: float = 0.0  # duration of the attempt that succeeded
+    finish: str = "stop"  # why the text ends, in the provider's words; "length": it was cut off
 
 
 @dataclass
@@ -90,18 +92,18 @@ class Worker:
     """One member of a pool. Any number of threads may call `chat` at the same time."""
 
     protocol: str  # a row of PROTOCOLS: openai, anthropic or python
-    base_url: str = ""  # what precedes the protocol's path: https://api.openai.com/v1
+    base_url: str = ""  # the URL up to the protocol's path: https://api.openai.com/v1
     model: str = ""
-    name: str = ""  # "": the model's, or the function's
+    name: str = ""  # "": the name of the model or of the function
     note: str = ""  # a sentence that tells a Conductor what this worker is good at
     api_key_env: str | None = None  # the environment variable that holds the key
-    params: dict = field(default_factory=dict)  # sent unchanged, beside the model and the messages
+    params: dict = field(default_factory=dict)  # sent unchanged, with the model and the messages
     headers: dict = field(default_factory=dict, repr=False)  # sent unchanged
     price: list | None = None  # dollars per million tokens, [input, output]; None: unknown
-    concurrency: int = 16  # the largest number of calls at the same time
-    timeout: int | float = 600  # seconds for one attempt; none starts after 3 times as long
-    attempts: int | None = None  # the largest number for one call; None: as `chat` describes
-    # For the protocol python: FILE.py:NAME, a function from messages to a text or a Reply.
+    concurrency: int = 16  # maximum number of simultaneous calls
+    timeout: int | float = 600  # seconds per attempt; a call starts none after 3 * timeout
+    attempts: int | None = None  # maximum number per call; None: as `chat` describes
+    # For protocol "python", FILE.py:NAME: a function that maps messages to a text or a Reply.
     function: str = ""
     replay: object = field(default=None, repr=False)  # a Replay
     budget: object = field(default=None, repr=False)  # a Budget
@@ -109,7 +111,7 @@ class Worker:
     def __post_init__(self):
         self.name = self.name or self.model or self.function.rpartition(":")[2]
         self.run_function = None
-        self.code = ""  # of a Python function: a hash of its file, and its name
+        self.code = ""  # identifies a Python function: the hash of its file, and its name
         if self.protocol == "python":
             self.run_function = load_function(self.function)
             path, _, name = self.function.rpartition(":")
@@ -123,32 +125,33 @@ class Worker:
             self.own_headers[name.lower()] = value
         self.route = once(self.find_route)
 
-        self.lock = threading.Lock()  # guards these three sums, in which replayed calls count
+        self.lock = threading.Lock()  # guards the next three sums, which include replayed calls
         self.calls = 0
         self.spent = 0.0  # dollars
-        self.unpriced = 0  # calls of unknown cost
+        self.unpriced = 0  # number of calls whose cost is unknown
 
     def chat(self, messages: list[dict], call_id: str = "", **overrides) -> Reply:
         """Return the worker's next turn of a chat.
 
-        A busy provider (status 429, 503 or 529) is called again for up to 3 times `timeout`.
-        After another 5xx, a 408, a 409 or a lost connection, there are at most six attempts.
+        If the provider is busy (status 429, 503 or 529), the call is repeated for up to 3 times
+        `timeout`. Any other 5xx, a 408, a 409 or a lost connection is a hard failure; the sixth
+        hard failure ends the call.
 
         Args:
             messages: [{"role": "system", "user" or "assistant", "content": text}, ...].
-            call_id: the call's name within a run, by which `replay` finds its reply again. Such a
+            call_id: the call's name within a run, under which `replay` stores its reply. A replayed
                 reply counts in `spent`, but not in the budget. "": the call is never replayed.
             overrides: parameters that take precedence over `params`.
 
         Raises:
             WorkerError: all attempts failed, or the budget is spent. A timeout, any other 4xx, an
-                unknown host and an exhausted account end the attempts at once. So does most of
-                what a Python function raises.
+                unknown host, an exhausted account, and most exceptions in a Python function end
+                the call without another attempt.
         """
         params = {**self.params, **overrides}
         if self.replay and call_id:
             key = self.replay.key(self, messages, params, call_id)
-            with self.replay.locks.setdefault(key, threading.Lock()):  # Equal calls are paid once.
+            with self.replay.locks.setdefault(key, threading.Lock()):  # pay once for equal calls
                 reply = self.replay.find(key)
                 if reply is None:
                     reply = self.send(messages, params)
@@ -163,10 +166,10 @@ class Worker:
         return reply
 
     def send(self, messages: list[dict], params: dict) -> Reply:
-        """Send the request, and send it again as long as `chat` promises.
+        """Send the request, and repeat it as the docstring of `chat` describes.
 
-        The retries that `requests` offers are of no use here, because each attempt first has to
-        reserve the money that it may cost.
+        The retries built into `requests` would not do, because each attempt must first reserve the
+        money that it may cost.
         """
         api_key = os.environ.get(self.api_key_env or "", "").strip()
         turns = [m if m["content"].strip() else {**m, "content": "(empty)"} for m in messages]
@@ -213,14 +216,14 @@ class Worker:
             return self.post({**headers, **self.own_headers}, body, sent + self.timeout)
         except Failure as failure:
             return failure
-        except Exception as e:  # a lost connection, a timeout, or whatever the function raised
+        except Exception as e:  # a lost connection, a timeout, or any error in the function
             return broken(e, time.monotonic() - sent)
 
     def call_function(self, messages: list[dict]) -> Reply:
-        """Return the Python function's answer, a text or a Reply, as a Reply of its own.
+        """Call the Python function and return its answer, a text or a Reply, as a new Reply.
 
-        A function cannot be stopped. If it takes longer than `timeout`, its thread is left to
-        itself: it may go on until the program ends, and its answer is ignored.
+        Python cannot stop a running function. If the function takes longer than `timeout`, its
+        answer is ignored, and its thread may continue until the program ends.
         """
         future = Future()
 
@@ -239,7 +242,7 @@ class Worker:
         return replace(answer, text=without_surrogates(answer.text))
 
     def post(self, headers: dict, body: dict, deadline: float) -> Reply:
-        """Post a request and read the response until time.monotonic() == deadline."""
+        """Post a request and return its reply; time out when time.monotonic() passes deadline."""
         connections, target = self.route()
         response = connections.urlopen(
             "POST",
@@ -248,20 +251,20 @@ class Worker:
             headers,
             retries=False,
             redirect=False,
-            assert_same_host=False,  # An HTTP proxy is asked for the whole URL.
-            timeout=Timeout(connect=10, read=self.timeout),  # seconds; read: between two packets
+            assert_same_host=False,  # Through an HTTP proxy, `target` is a whole URL.
+            timeout=Timeout(connect=10, read=self.timeout),  # seconds; read: between packets
             preload_content=False,
         )
         try:
             return read_response(self, response, deadline)
         finally:
-            response.close()  # also its connection, unless the response was read to its end
+            response.close()  # also closes the connection, unless the whole response was read
 
     def find_route(self) -> tuple:
         """Return urllib3's pool of connections to the server, and the path or URL to post to.
 
-        requests reads proxies and certificates from the environment. Its own `post` would do so
-        again for every call, which takes half of a call's CPU time.
+        requests.post would read the proxies and certificates from the environment again for every
+        call, which takes half of a call's CPU time. `find_route` runs only once per worker.
         """
         request = requests.Request("POST", self.url).prepare()
         is_own = re.match(LOOPBACK, self.base_url)
@@ -274,10 +277,11 @@ class Worker:
         return connections, adapter.request_url(request, proxies)
 
     def pause_after(self, attempt: int, failure: "Failure") -> float:
-        """Return the seconds until the next attempt.
+        """Return the number of seconds to wait before the next attempt.
 
-        They are what the provider asks for, plus a backoff with jitter, so that not all callers
-        return at the same moment: 2, 4, 8 ... s with the default timeout, at most 30 s.
+        It is the wait that the provider asks for, plus a backoff: with the default timeout 2, 4,
+        8 … s, at most 30 s. Jitter shortens the backoff by up to half, so that callers do not all
+        come back at the same moment.
         """
         backoff = min(30, self.timeout / 300 * 2 ** min(attempt - 1, 9))
         return max(0.0, failure.wait or 0.0) + backoff * jitter.uniform(0.5, 1)
@@ -292,15 +296,16 @@ class Worker:
 
 @dataclass
 class Failure(Exception):
-    """An attempt without a reply."""
+    """The outcome of an attempt that got no reply."""
 
     text: str
-    wait: float | None = None  # seconds until another attempt may help; None: none would help
-    busy: bool = False  # The provider is only busy, so there may be more than six attempts.
-    cost: float | None = None  # dollars; 0.0 if it is certainly not billed, None if it may be
+    wait: float | None = None  # seconds until another attempt may succeed; None: do not retry
+    busy: bool = False  # True: the provider is only busy, so more than six attempts are allowed
+    cost: float | None = None  # dollars; 0.0: certainly not billed; None: may have been billed
 
 
-# What OpenAI, Anthropic, Google and OpenRouter write if an account has no money or quota left.
+# Phrases in the errors of OpenAI, Anthropic, Google and OpenRouter if an account has no money or
+# quota left.
 EXHAUSTED = (
     "insufficient_quota|billing_not_active|credit balance is too low|credits are depleted"
     "|PerDay|per-day|API usage limits|(spend|usage)_limit_|monthly spending cap"
@@ -309,7 +314,10 @@ EXHAUSTED = (
 
 
 def read_response(worker: Worker, response: HTTPResponse, deadline: float) -> Reply:
-    """Read a response until time.monotonic() == deadline. Raises Failure if it holds no reply."""
+    """Read a response and return its reply. Raises Failure if the response contains none.
+
+    Raises TimeoutError if time.monotonic() passes deadline before the response ends.
+    """
     body = bytearray()
     for piece in iter(lambda: response.read1(1 << 16, decode_content=True), b""):
         body += piece
@@ -318,7 +326,7 @@ def read_response(worker: Worker, response: HTTPResponse, deadline: float) -> Re
         if time.monotonic() > deadline:
             raise TimeoutError
 
-    # Some servers begin with a byte order mark, which tells the encoding.
+    # Some servers begin the body with a byte order mark, which determines its encoding.
     text = body.decode(json.detect_encoding(body), "replace").strip()
     data = None
     with contextlib.suppress(ValueError, RecursionError):
@@ -330,7 +338,8 @@ def read_response(worker: Worker, response: HTTPResponse, deadline: float) -> Re
         answer, finish = worker.read_reply(data)
         answer = without_surrogates(answer)
     except (LookupError, TypeError, AttributeError, ValueError):
-        # OpenRouter sends blanks while it waits for a host, and nothing else if the host dies.
+        # OpenRouter sends blanks while it waits for a host. If the host dies, the response holds
+        # nothing else, and another attempt may help.
         wait = None if text else 0.0
         raise Failure(f"no reply as {worker.protocol} defines it: {text[:300]!r}", wait)
 
@@ -338,7 +347,7 @@ def read_response(worker: Worker, response: HTTPResponse, deadline: float) -> Re
     n_in, n_out, n_billed = tokens or (0, 0, 0)
     cost = billed_cost(response, data)
     if cost is None and tokens and worker.price:
-        # Some gateways fill in zeros where they have not counted.
+        # Some gateways report zero tokens when they have not counted.
         is_counted = n_out or not answer or not any(worker.price)
         if is_counted:
             cost = (n_billed * worker.price[0] + n_out * worker.price[1]) / 1e6
@@ -346,11 +355,12 @@ def read_response(worker: Worker, response: HTTPResponse, deadline: float) -> Re
 
 
 def billed_cost(response: HTTPResponse, data: dict) -> float | None:
-    """Return the dollars that the server itself names as a response's cost, or None.
+    """Return the cost in dollars that the server itself reports for a response, or None.
 
-    litellm writes them in a header, OpenRouter and our own server in usage.cost. A cost of zero
-    counts as not named, because servers also write it if they do not know a price. If users bring
-    their own key to OpenRouter (BYOK), its cost is only the fee.
+    litellm reports the cost in a header, OpenRouter and our own server in usage.cost. A cost of
+    zero counts as not reported, because servers also report zero if they do not know the price. If
+    users bring their own key to OpenRouter (BYOK), usage.cost is ignored: it is only OpenRouter's
+    fee.
     """
     named = [0.0]
     with contextlib.suppress(ValueError):
@@ -362,11 +372,11 @@ def billed_cost(response: HTTPResponse, data: dict) -> float | None:
 
 
 def refusal(url: str, response: HTTPResponse, code, text: str) -> Failure:
-    """Return the Failure that an error response stands for: whether to wait, and for how long.
+    """Return the Failure for an error response, which decides whether and when to try again.
 
     Args:
-        code: the error's code in the body. OpenRouter puts a status there, inside of a 200, if a
-            model fails after it has started.
+        code: the error's code in the body. If a model fails after it has started, OpenRouter sends
+            status 200 with the real status as this code.
         text: the response's body.
     """
     status = response.status
@@ -381,7 +391,7 @@ def refusal(url: str, response: HTTPResponse, code, text: str) -> Failure:
     if (busy or is_broken) and not exhausted and not final:
         wait = 0.0
         retry_after = response.headers.get("Retry-After", "")
-        with contextlib.suppress(ValueError):  # a number of seconds, a date, or something unusable
+        with contextlib.suppress(ValueError):  # neither seconds nor a date
             if re.fullmatch(r"\d+(\.\d+)?", retry_after):
                 wait = float(retry_after)
             else:
@@ -394,13 +404,13 @@ def broken(error: Exception, seconds: float) -> Failure:
     """Return the Failure for an exception that a request or a Python function raised.
 
     Args:
-        seconds: the time that the attempt took.
+        seconds: how long the attempt took.
     """
     if isinstance(error, (requests.ReadTimeout, exceptions.ReadTimeoutError, TimeoutError)):
         return Failure(
             f"no whole answer within {seconds:.3g} s, its timeout (at most 120 s for a hello)"
         )
-    # A user's function may use requests, which wraps the error that says what happened.
+    # A user's function may call requests, which wraps the error that describes what happened.
     is_wrapper = isinstance(error, requests.RequestException) and error.args
     cause = getattr(error.args[0], "reason", error) if is_wrapper else error
     is_lost = isinstance(error, (requests.ConnectionError, exceptions.HTTPError, ConnectionError))
@@ -414,24 +424,27 @@ def broken(error: Exception, seconds: float) -> Failure:
 
 
 def find(data, *path: str):
-    """Return the value at a path of keys in nested dicts, or None: find(data, "error", "code")."""
+    """Return data[key][key]… for a path of keys, or None if a key is missing.
+
+    find(data, "error", "code") is data["error"]["code"].
+    """
     for name in path:
         data = data.get(name) if isinstance(data, dict) else None
     return data
 
 
 def fits(value, pattern: str) -> bool:
-    """Return whether a value, written as JSON, matches a pattern."""
+    """Return whether a value, written as JSON, fully matches a regular expression."""
     return bool(re.fullmatch(pattern, json.dumps(value)))
 
 
 def without_surrogates(text: str) -> str:
-    """Return a text with question marks for surrogates: JSON can spell half of an emoji."""
+    """Replace each surrogate by a question mark. JSON can contain one, as half of an emoji."""
     return text.encode(errors="replace").decode()
 
 
 def one_line(text: str) -> str:
-    """Return a text as one line without characters that could control a terminal."""
+    """Return a text as one line, without unprintable characters, which could control a terminal."""
     return "".join(filter(str.isprintable, " ".join(text.split())))
 
 
@@ -439,28 +452,29 @@ def one_line(text: str) -> str:
 
 
 def openai_request(model: str, messages: list[dict], params: dict, api_key: str) -> tuple:
-    """Return headers and body of platform.openai.com/docs/api-reference/chat.
+    """Return (headers, body) of a request in OpenAI's chat protocol.
 
-    OpenRouter, vLLM, Ollama, llama.cpp and most other servers speak this protocol.
+    OpenRouter, vLLM, Ollama, llama.cpp and most other servers use this protocol, which
+    platform.openai.com/docs/api-reference/chat defines.
     """
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     return headers, {"model": model, "messages": messages, **params}
 
 
 def openai_reply(data: dict) -> tuple:
-    """Return the text of a response, and why it ended."""
+    """Return (text, reason why it ended) of a response."""
     choice = data["choices"][0]
     if choice.get("finish_reason") == "error" or choice.get("error"):
         # OpenRouter reports a provider's failure like this, and does not bill it.
         raise Failure(f"the provider failed midway: {choice.get('error')}", wait=0.0, cost=0.0)
     text = choice["message"].get("content") or choice["message"].get("refusal") or ""
-    if isinstance(text, list):  # Mistral's thinking models answer in parts.
+    if isinstance(text, list):  # Mistral's thinking models send a list of parts.
         text = join_parts(text)
     return without_thoughts(text), choice.get("finish_reason")
 
 
 def join_parts(parts: list) -> str:
-    """Return the text of an answer in parts, without those that are thoughts or something else."""
+    """Join the text parts of an answer, leaving out thoughts and all other kinds of part."""
     texts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
     return "".join(part.get("text") or "" for part in texts if part.get("type") == "text")
 
@@ -468,9 +482,9 @@ def join_parts(parts: list) -> str:
 def without_thoughts(text: str) -> str:
     r"""Return a reply without the thoughts that some servers leave at its beginning.
 
-    Thoughts are a block between tags. A block that never closes is all thought. If a server has
-    cut off the opening tag, thoughts end with the first closing tag that ends a line. Nothing else
-    is removed, because an answer may contain such tags:
+    Thoughts are a block between tags. A block without a closing tag is all thoughts. If a server
+    has cut off the opening tag, the thoughts end with the first closing tag that ends a line. Tags
+    elsewhere are kept, because they may be part of an answer:
 
         "<think>Hm.</think>So."         -> "So."
         "Hm.\n</think>\n\nSo."         -> "So."
@@ -479,7 +493,8 @@ def without_thoughts(text: str) -> str:
     """
     if text.lstrip().startswith("<think>"):
         return text.partition("</think>")[2].lstrip()
-    # A tag that ends the whole text must have its line to itself: nothing is left after it.
+    # A closing tag at the end of the text only counts if it is alone on its line, because it leaves
+    # no answer.
     closing = re.search(r"</think>[ \t\r]*\n\s*|^[ \t]*</think>\s*\Z", text, re.MULTILINE)
     if closing and "<think>" not in text[: closing.start()]:
         return text[closing.end() :]
@@ -487,9 +502,9 @@ def without_thoughts(text: str) -> str:
 
 
 def anthropic_request(model: str, messages: list[dict], params: dict, api_key: str) -> tuple:
-    """Return headers and body of platform.claude.com/docs/en/api/messages.
+    """Return (headers, body) of a request as platform.claude.com/docs/en/api/messages defines it.
 
-    The API requires max_tokens, and takes system messages apart from the turns.
+    This API requires max_tokens, and takes system messages in a field separate from the turns.
     """
     headers = {"x-api-key": api_key, "anthropic-version": "2023-06-01"}
     system = [message["content"] for message in messages if message["role"] == "system"]
@@ -501,7 +516,7 @@ def anthropic_request(model: str, messages: list[dict], params: dict, api_key: s
 
 
 def anthropic_reply(data: dict) -> tuple:
-    """Return the text of a response, and why it ended."""
+    """Return (text, reason why it ended) of a response."""
     finish = data.get("stop_reason")
     if finish in ("max_tokens", "model_context_window_exceeded"):
         finish = "length"
@@ -509,11 +524,12 @@ def anthropic_reply(data: dict) -> tuple:
 
 
 def read_usage(usage) -> tuple[int, int, float] | None:
-    """Return prompt tokens, completion tokens, and the number of prompt tokens to bill.
+    """Return (prompt tokens, completion tokens, prompt tokens to bill), or None.
 
-    Writing a token to a cache costs as much as 1.25 prompt tokens, or as 2 if it is kept for an
-    hour (platform.claude.com/docs/en/build-with-claude/prompt-caching). Reading one costs less
-    than a prompt token, by a factor that depends on the provider; it is billed as one.
+    Writing a token to a cache costs as much as 1.25 prompt tokens, or as much as 2 if the token is
+    kept for an hour (platform.claude.com/docs/en/build-with-claude/prompt-caching). Reading a token
+    from a cache costs less than a prompt token, by a factor that depends on the provider; it is
+    billed here as a whole prompt token.
 
     Returns None if a count is missing or is not a number of tokens.
     """
@@ -527,23 +543,23 @@ def read_usage(usage) -> tuple[int, int, float] | None:
     n_in, n_out = (find(usage, f"{name}_tokens") for name in names)
     total = count("total_tokens")
     read = count("cache_read_input_tokens")
-    written = count("cache_creation_input_tokens")  # by Anthropic and litellm
-    written = written or count("prompt_tokens_details", "cache_write_tokens")  # by OpenRouter
+    written = count("cache_creation_input_tokens")  # Anthropic's, litellm's name
+    written = written or count("prompt_tokens_details", "cache_write_tokens")  # OpenRouter's
     for_an_hour = count("cache_creation", "ephemeral_1h_input_tokens")
     counts = (n_in, n_out, total, read, written, for_an_hour)
     if not all(fits(n, r"\d{1,9}") for n in counts):
         return None
 
-    if is_anthropic:  # whose input_tokens leave out the tokens read from or written to the cache
+    if is_anthropic:  # Anthropic's input_tokens exclude tokens read from or written to a cache.
         n_in += read + written
-    n_out = max(n_out, total - n_in)  # Some servers count the reasoning in the total only.
+    n_out = max(n_out, total - n_in)  # Some servers count reasoning only in the total.
     return n_in, n_out, n_in + 0.25 * written + 0.75 * for_an_hour
 
 
-PROTOCOLS = {  # name -> (its path, what writes its requests, what reads its replies)
+PROTOCOLS = {  # name -> (URL path, function that writes a request, function that reads a reply)
     "openai": ("/chat/completions", openai_request, openai_reply),
     "anthropic": ("/messages", anthropic_request, anthropic_reply),
-    # A Python function is sent no request. One is written because its length bounds the cost.
+    # A Python function receives no request; one is written because its length bounds the cost.
     "python": ("", openai_request, None),
 }
 
@@ -556,12 +572,15 @@ def file_hash(path: str) -> str:
 
 @functools.cache
 def run_file(path: str, content_hash: str) -> dict:
-    """Run a Python file and return its global names. It runs again only if its content changed."""
+    """Run a Python file and return its globals. The file runs again only if its content changed."""
     return runpy.run_path(path)
 
 
 def load_name(spec: str):
-    """Run FILE.py and return what NAME stands for in it, or None. spec is FILE.py:NAME."""
+    """Run FILE.py and return its global NAME, or None. spec is FILE.py:NAME.
+
+    Raises ValueError if there is no such file or it fails to run.
+    """
     path, _, name = spec.rpartition(":")
     if not os.path.isfile(path):
         raise ValueError(f"{spec}: no file {path!r}; expected FILE.py:NAME")
@@ -576,8 +595,10 @@ def load_name(spec: str):
 def load_function(spec: str):
     """Run FILE.py and return its function NAME. spec is FILE.py:NAME.
 
-    Whatever the function raises reaches the caller as an Exception, except for Ctrl-C. If it calls
-    sys.exit, it ends neither the program nor the thread from which an answer is expected.
+    Anything that the function raises, except Ctrl-C, reaches its caller as an Exception. So a
+    function that calls sys.exit ends neither the program nor the thread that has to answer.
+
+    Raises ValueError if FILE.py cannot be run or has no such function.
     """
     function = load_name(spec)
     if not callable(function):
@@ -600,16 +621,16 @@ def load_function(spec: str):
 
 # ---- Pools -------------------------------------------------------------------------------------
 
-# An endpoint's path, which each call appends to base_url itself.
+# Matches a base_url that wrongly ends with an endpoint's path. Calls append that path themselves.
 ENDPOINT = r"(?i)/(chat/completions|completions|messages|responses)/?$"
-# Patterns of values, written as JSON.
+# Regular expressions for values written as JSON.
 COUNT = r"[1-9]\d*"
 NUMBER = r"\d[\d.]*(e[-+]\d+)?"  # not negative
 UP_TO_1 = r"0(\.\d+)?|1(\.0)?|\d[\d.]*e-\d+"
 UP_TO_2 = rf"{UP_TO_1}|1\.\d+|2(\.0)?"
 TEXT = r'"(?:[^"\\]|\\.)*+"'
 OBJECTS = r"\[(\{.*\})?\]"
-# A field of a pool's row -> a pattern of its value as JSON, and what is expected, in words.
+# Field of a pool's row -> (regex for its value in JSON, what the error message says is expected).
 FIELDS = {
     "protocol": (f'"({"|".join(PROTOCOLS)})"', ", ".join(PROTOCOLS)),
     "base_url": (
@@ -634,7 +655,7 @@ FIELDS = {
 
 
 def pool_names() -> list[str]:
-    """Return the names of all pools that come with this repository."""
+    """Return the names of all pools in this repository."""
     return [*LOCAL, *sorted(file.removesuffix(".json") for file in os.listdir(POOLS))]
 
 
@@ -643,10 +664,10 @@ def read_pool(spec: str, local_url: str | None = None) -> list[dict]:
 
     Args:
         spec: a name or a JSON file, as described at the top of this file.
-        local_url: a running server of the laptop world; None: start one where the pool needs it.
+        local_url: the URL of a running laptop-world server; None: start a server if one is needed.
 
     Raises:
-        ValueError: there is no such pool; the text lists those that exist.
+        ValueError: there is no such pool, or its file does not hold a list of objects.
     """
     if spec in LOCAL:
         same = {"protocol": "openai", "base_url": local_url or local_server()[0], "price": [0, 0]}
@@ -669,21 +690,22 @@ def read_pool(spec: str, local_url: str | None = None) -> list[dict]:
 
     entries = [{key: value for key, value in row.items() if value is not None} for row in rows]
     for entry in entries:
-        if "function" in entry:  # Its file is looked for beside the pool's.
+        if "function" in entry:  # Its path is relative to the pool's folder.
             entry["function"] = os.path.join(os.path.dirname(path), str(entry["function"]))
     return entries
 
 
 def name_of(entry: dict) -> str:
-    """Return the name of a pool's row: its own, that of its model, or that of its function."""
+    """Return the name of a row of a pool; by default the name of its model or of its function."""
     function = str(entry.get("function", "")).rpartition(":")[2]
     return str(entry.get("name") or entry.get("model") or function)
 
 
 def check_pool(entries: list[dict], budget: float = 0.0) -> list[str]:
-    """Return a sentence for everything that is missing or wrong in the rows of a pool.
+    """Return a sentence for each field that is missing or wrong in the rows of a pool.
 
-    It names the worker and the field, not the value, which may be a key in the wrong place.
+    The sentence names the worker and the field, but not the value, which may be a misplaced API
+    key.
     """
     sentences = []
     names = []
@@ -698,15 +720,15 @@ def check_pool(entries: list[dict], budget: float = 0.0) -> list[str]:
 
 
 def check_row(entry: dict, budget: float) -> dict[str, str]:
-    """Return what is missing or wrong in a row of a pool: field -> a sentence."""
-    # Fields whose value does not match their pattern, and fields that are missing.
+    """Return {field: what is wrong with it} for a row of a pool."""
+    # Find the fields that are missing, and those whose value does not match their pattern.
     protocol = entry.get("protocol")
     required = ["protocol", "base_url", "model"]
     if protocol == "python" or "function" in entry and protocol not in ("openai", "anthropic"):
         required = ["protocol", "function"]
     unknown = entry.keys() - FIELDS.keys()
     if unknown:
-        required = []  # The unknown field may be one of them, misspelt.
+        required = []  # The unknown field may be a misspelt required field.
     wrong = {}
     for key in [*entry, *required]:
         pattern, expected = FIELDS.get(key, ("", f"one of {', '.join(FIELDS)}"))
@@ -716,7 +738,7 @@ def check_row(entry: dict, budget: float) -> dict[str, str]:
     if ending:
         wrong["base_url"] = f"leave out {ending[0]} at its end; each call appends its own path"
 
-    # What is missing outside the entry: the key, the function, a price for the budget.
+    # Check the API key and the function that the row refers to, and the price if there is a budget.
     variable = entry.get("api_key_env")
     if variable and "api_key_env" not in wrong and not os.environ.get(variable):
         wrong["api_key_env"] = f"${variable} is not set"
@@ -746,13 +768,13 @@ def load_pool(
 
     Args:
         spec, local_url: see `read_pool`.
-        replay: a file in which replies are kept and found again; "": none.
+        replay: the file of a Replay; "": replies are not kept.
         budget: dollars that all workers may spend together; 0: no limit.
         ranks: the number of processes that share the budget and each worker's concurrency.
         share: see Replay.
 
     Raises:
-        ValueError: the text says everything that is wrong with the pool.
+        ValueError: something is wrong with the pool. The text lists every fault.
     """
     entries = read_pool(spec, local_url)
     sentences = check_pool(entries, budget)
@@ -769,7 +791,10 @@ def load_pool(
 
 
 def ping_workers(pool: list[Worker]) -> list[Reply | WorkerError]:
-    """Say hello to every worker at the same time. An empty reply counts as an error."""
+    """Send a hello to all workers at once; return each one's Reply or WorkerError, in order.
+
+    An empty reply counts as an error.
+    """
 
     def ping(worker):
         hurried = replace(
@@ -788,16 +813,17 @@ def ping_workers(pool: list[Worker]) -> list[Reply | WorkerError]:
 
 
 class Replay:
-    """Replies in a file, one JSON line each: what a killed run has paid for is free in its rerun.
+    """A file of replies, one JSON line each. A rerun of a killed run finds the paid replies there.
 
-    Several processes may append to the file. A line is one write and begins with its newline, so
-    that the torn last line of a killed process damages no other.
+    Several processes may append to the file. Each line is a single write that begins with the
+    newline, so that a torn last line of a killed process damages no other line.
 
     Args:
         path: the file.
-        share: for calls whose id begins with this prefix, the id is ignored: equal calls get one
-            reply, which is paid once. "": no call shares its reply.
-        is_local: whether the workers are the laptop world's, whose port differs in each process.
+        share: for calls whose id begins with this prefix, the id is ignored, so that equal calls
+            share one reply, which is paid for once. "": no calls share replies.
+        is_local: whether the workers belong to the laptop world, whose port differs in each
+            process.
     """
 
     def __init__(self, path: str, share: str = "", is_local: bool = False):
@@ -808,7 +834,7 @@ class Replay:
         self.replies = {}  # key -> Reply
         self.locks = {}  # key -> a lock that the first of equal calls holds until it has a reply
         self.reading = threading.Lock()
-        self.n_read = 0  # bytes that were read, without the last line, which may be incomplete
+        self.n_read = 0  # bytes read so far, without the last line, which may be incomplete
         self.read_new_lines()
 
     def read_new_lines(self):
@@ -825,8 +851,8 @@ class Replay:
     def key(self, worker: Worker, messages: list[dict], params: dict, call_id: str) -> str:
         """Return a hash of the call's id and of everything that its reply depends on.
 
-        For a Python function that includes the content of its file, and for the laptop world the
-        content of this file.
+        For a Python function, this includes the content of its file; for the laptop world, the
+        content of workers.py.
         """
         is_shared = self.share and call_id.startswith(self.share)
         call = [
@@ -841,13 +867,13 @@ class Replay:
         return hashlib.sha256(json.dumps(call, sort_keys=True).encode()).hexdigest()
 
     def find(self, key: str) -> Reply | None:
-        """Return the reply that this or another process has kept under a key, or None."""
+        """Return the reply that this or another process has stored under a key, or None."""
         if key not in self.replies:
             self.read_new_lines()
         return self.replies.get(key)
 
     def keep(self, key: str, reply: Reply):
-        """Keep a reply under a key, in memory and in the file."""
+        """Store a reply under a key, in memory and in the file."""
         self.replies[key] = reply
         os.write(self.file, f"\n{json.dumps({'key': key, 'reply': asdict(reply)})}".encode())
 
@@ -856,23 +882,23 @@ class Replay:
 
 
 class Budget:
-    """Dollars that a pool may spend, and never exceeds.
+    """A spending limit in dollars, which the workers of a pool together never exceed.
 
-    An attempt reserves the most that it can cost, and afterwards returns what it did not use. An
-    attempt of unknown cost keeps all that it reserved.
+    An attempt first reserves the highest amount it can cost, and afterwards returns the amount it
+    did not use. If its cost is unknown, the attempt returns nothing.
     """
 
     def __init__(self, dollars: float):
         self.dollars = dollars
         self.left = dollars
         self.room = threading.Condition()
-        self.running = 0  # attempts
-        self.refused = False  # Has a call been refused for want of money?
+        self.running = 0  # the number of running attempts
+        self.refused = False  # whether a call was refused because too little money was left
 
     def reserve(self, dollars: float):
-        """Reserve dollars, and wait while running attempts may return enough.
+        """Reserve dollars. If too few are left, first wait for running attempts to return some.
 
-        Raises WorkerError if the budget does not suffice.
+        Raises WorkerError if too few are left although no attempt is running.
         """
         with self.room:
             self.room.wait_for(lambda: dollars <= self.left or not self.running)
@@ -885,7 +911,7 @@ class Budget:
             self.running += 1
 
     def settle(self, reserved: float, cost: float | None):
-        """Return what a finished attempt reserved and did not cost."""
+        """End an attempt, and put the money that it reserved but did not use back in the budget."""
         with self.room:
             if cost is not None:
                 self.left += reserved - cost
@@ -897,7 +923,7 @@ UNLIMITED = Budget(float("inf"))
 
 
 def highest_cost(entry: dict, params: dict, body: dict) -> float:
-    """Return the most dollars that a call can cost, inf if its price or length has no bound."""
+    """Return the maximum cost of a call in dollars, inf if its price or length is unbounded."""
     price = entry.get("price") or ([0, 0] if entry["protocol"] == "python" else None)
     if price and not any(price):
         return 0.0
@@ -907,11 +933,11 @@ def highest_cost(entry: dict, params: dict, body: dict) -> float:
         return float("inf")
 
     def dearest(own: float, name: str) -> float:
-        """Return the price of the dearest host that OpenRouter may choose, or the worker's own."""
+        """Return the worker's own price, or the maximum price set for OpenRouter if it is higher."""
         ceiling = find(params, "provider", "max_price", name)
         return max(own, ceiling) if fits(ceiling, NUMBER) else own
 
-    n_in = len(json.dumps(body)) + 512  # A token is at least a byte; a chat template adds some.
+    n_in = len(json.dumps(body)) + 512  # A token has at least a byte; chat templates add tokens.
     rate = 2 if "cache_control" in params else 1  # Writing to a cache costs up to twice as much.
     dollars_in = dearest(price[0], "prompt") * n_in * rate
     dollars_out = dearest(price[1], "completion") * max(limits)
@@ -919,10 +945,10 @@ def highest_cost(entry: dict, params: dict, body: dict) -> float:
 
 
 def probable_cost(pool: list[Worker] | list[dict], calls: int) -> float | None:
-    """Return the dollars that evenly spread calls cost, 1,000 tokens in and 700 out each.
+    """Estimate the cost of a number of calls in dollars; return None if a price is unknown.
 
-    None if a price is unknown. A function and a server on this machine are free unless they have
-    a price.
+    The calls are spread evenly over the workers, with 1,000 tokens in and 700 out each. A Python
+    function and a server on this machine are free unless they have a price.
     """
     dollars = 0.0
     for worker in pool:
@@ -936,7 +962,10 @@ def probable_cost(pool: list[Worker] | list[dict], calls: int) -> float | None:
 
 
 def demand_budget(pool: list[Worker] | list[dict], budget: float, calls: int, purpose: str):
-    """Print what `purpose` probably costs. Raises ValueError if it costs money without a budget."""
+    """Print what `purpose` will probably cost, unless it is free.
+
+    Raises ValueError if it may cost money and there is no budget.
+    """
     cost = probable_cost(pool, calls)
     if cost != 0.0:
         estimate = "nobody knows how much" if cost is None else f"probably ${cost:,.2f}"
@@ -947,26 +976,27 @@ def demand_budget(pool: list[Worker] | list[dict], budget: float, calls: int, pu
 
 
 # ---- The laptop world --------------------------------------------------------------------------
-# Its workers are small honest programs that see what a worker sees and never the answer. Another
-# trade is a row of TRADES, the facts that it knows, and rows of KINDS that need it.
+# Its workers are small programs that do not cheat: they see only what any worker sees, and never
+# the right answer. To add a trade, add a row to TRADES, the facts that the trade knows, and rows to
+# KINDS for questions that need the trade.
 
 QUESTION = "Question:\n"  # the headings under which workflow.py writes a question and a subtask
 TASK = "Your task:\n"
-SKILL = {"": 1.0, "junior": 0.6, "tired": 0.7}  # sort of worker -> share of calls it works on
-FRAMES = ("What is {}?", "Find {}.", "Tell me {}.", "Give me {}.")  # questions around an expression
+SKILL = {"": 1.0, "junior": 0.6, "tired": 0.7}  # sort of worker -> share of calls it attempts
+FRAMES = ("What is {}?", "Find {}.", "Tell me {}.", "Give me {}.")  # {}: an expression
 SIGNS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
-SPELLINGS = {  # words of a question -> the coder's instruction for them, and what it does to a word
+SPELLINGS = {  # a question's words -> (the coder's instruction for them, its effect on a word)
     "turned around": ("Reverse it.", lambda word: word[::-1]),
     "shouted": ("Write it in capitals.", str.upper),
     "thinned out": ("Leave out the vowels.", lambda word: re.sub("[aeiouAEIOU]", "", word)),
 }
 
-# The shares of calls on which a worker does its work without an instruction of its own trade. With
-# one it always does, and after any other words never.
-VAGUE_WORKS = 0.7  # if its instruction is vague or missing
-OTHERS_WORK = 0.3  # if its instruction is another trade's
+# A worker always follows an instruction of its own trade, and never follows unknown words. In the
+# two remaining cases it does its trade's work in these shares of its calls.
+VAGUE_WORKS = 0.7  # The instruction is vague or missing.
+OTHERS_WORK = 0.3  # The instruction belongs to a different trade.
 VAGUE = ("Work it out.", "Find the value.")
-SOLVE_IT = "Solve the question."  # vague as well; systems without subtasks tell it to every worker
+SOLVE_IT = "Solve the question."  # also vague; systems without subtasks send it to every worker
 
 NUMERALS = """
 uno dos tres cuatro cinco seis siete ocho nueve diez once doce trece catorce quince dieciséis
@@ -1000,7 +1030,7 @@ NAMES = {f"element number {n}": element for n, element in enumerate(ELEMENTS, 1)
 CITIES = dict(f"the capital of {pair}".split("-") for pair in COUNTRIES)
 FACTS = {**NUMBERS, **CITIES, **NAMES}
 
-TRADES = {  # name -> a pattern of what it understands, and what each instruction makes of a match
+TRADES = {  # name -> (regex for what it can work on, {instruction: function that replaces a match})
     "calculator": (
         r"\b(\d{1,6}) ([-+*×]) (\d{1,6})\b",
         {"Calculate it.": lambda m: str(SIGNS[m[2].replace("×", "*")](int(m[1]), int(m[3])))},
@@ -1018,9 +1048,9 @@ TRADES = {  # name -> a pattern of what it understands, and what each instructio
         },
     ),
 }
-# The subtasks of random workflows.
+# The subtasks from which random workflows draw.
 PHRASES = (*VAGUE, *itertools.chain(*(instructions for _, instructions in TRADES.values())))
-LOCAL = {  # pool -> the names of its workers: a trade, sometimes with a sort before it
+LOCAL = {  # pool -> its workers' names: a trade, with or without a sort (see SKILL) before it
     "local": [*TRADES, "generalist"],
     "local:pairs": [f"{sort}{trade}" for trade in TRADES for sort in ("", "junior ")],
     "local:tired": [f"{sort}{trade}" for trade in TRADES for sort in ("tired ", "junior ")],
@@ -1028,7 +1058,7 @@ LOCAL = {  # pool -> the names of its workers: a trade, sometimes with a sort be
 
 
 def local_note(name: str) -> str:
-    """Return what a Conductor may be told about a local worker."""
+    """Return a local worker's note, which tells a Conductor what the worker is good at."""
     instructions = TRADES.get(name.rpartition(" ")[2], ("", {}))[1]
     if not instructions:
         return f"It tries everything, and is seldom right; it is a {name}"
@@ -1037,9 +1067,9 @@ def local_note(name: str) -> str:
 
 
 def sums(left: dict, right: dict) -> dict:
-    """Return the sums, differences and products of each two expressions, with their values.
+    """Return {expression: value} for sums, differences and products of `left` with `right`.
 
-    `left` and `right` map expressions to their values: {"2": "2"} and {"tres": "3"} give
+    `left` and `right` also map expressions to values. {"2": "2"} and {"tres": "3"} give
     {"2 + tres": "5", "2 - tres": "-1", "2 * tres": "6"}.
     """
     values = {}
@@ -1051,7 +1081,7 @@ def sums(left: dict, right: dict) -> dict:
 
 
 def spelled(values: dict) -> dict:
-    """Return every expression in every spelling, with its value: "Lima shouted" is "LIMA"."""
+    """Return {expression in a spelling: value} for all spellings: {"Lima shouted": "LIMA", …}."""
     spellings = {}
     for expression, value in values.items():
         for wish, (_, spell) in SPELLINGS.items():
@@ -1059,7 +1089,7 @@ def spelled(values: dict) -> dict:
     return spellings
 
 
-KINDS = {  # kind of question -> the trades it needs, and its expressions with their values
+KINDS = {  # kind of question -> (the trades it needs, {expression: value})
     "arithmetic": (["calculator"], sums(DIGITS, DIGITS)),
     "fact": (["librarian"], FACTS),
     "string": (["coder"], spelled({word: word for word in WORDS})),
@@ -1073,9 +1103,10 @@ KINDS = {  # kind of question -> the trades it needs, and its expressions with t
 
 
 def laptop_questions(split: str) -> list[tuple[str, str, str]]:
-    """Return (kind, question, answer) of all questions of a split, "train" or "test".
+    """Return a list of (kind, question, answer) for a split, "train" or "test".
 
-    A quarter of each kind's expressions is for "test", in whichever sentence they stand.
+    About a quarter of the expressions belong to "test". An expression belongs to the same split in
+    all of its questions.
     """
     rows = []
     for kind, (_, values) in KINDS.items():
@@ -1087,15 +1118,18 @@ def laptop_questions(split: str) -> list[tuple[str, str, str]]:
 
 
 def hashed(purpose: str, content) -> float:
-    """Return a number in [0, 1) that is a hash of both, so that equal calls get equal replies."""
+    """Return a pseudo-random number in [0, 1) that depends only on the arguments.
+
+    The workers' luck comes from it, so that equal calls get equal replies.
+    """
     digest = hashlib.sha256(json.dumps([purpose, content]).encode()).digest()
     return int.from_bytes(digest[:4], "big") / 2**32
 
 
 def rewrite(text: str, trade: str, instruction: str) -> str:
-    """Return the text with a trade's work done in it, or "" where there is nothing to do.
+    """Return the text with a trade's work done in it, or "" if there is nothing to do.
 
-    The rest of the text stays, so that another worker can continue:
+    The rest of the text stays, so that another worker can continue with it:
     rewrite("Find dos + 3.", "translator", "Translate it.") is "Find 2 + 3.".
     """
     pattern, works = TRADES[trade]
@@ -1106,13 +1140,13 @@ def rewrite(text: str, trade: str, instruction: str) -> str:
 
 
 def guess(trade: str, question: str) -> str:
-    """Return one of a trade's instructions, always the same for a question."""
+    """Return one of a trade's instructions, always the same one for the same question."""
     own = list(TRADES[trade][1])
     return own[int(len(own) * hashed("order", question))]
 
 
 def instruction_heard(trade: str, subtask: str, question: str, messages: list[dict]) -> str:
-    """Return the instruction that a worker of this trade follows; "" if it does not do its work."""
+    """Return the instruction that a worker of this trade follows, or "" if it does not work."""
 
     def is_told(instruction):
         words = re.escape(instruction.rstrip("."))
@@ -1122,7 +1156,7 @@ def instruction_heard(trade: str, subtask: str, question: str, messages: list[di
     own = [instruction for instruction in told if instruction in TRADES[trade][1]]
     if own:
         return own[0]
-    if set(told) - set(VAGUE):  # other trades' instructions
+    if set(told) - set(VAGUE):  # instructions of other trades
         share = OTHERS_WORK
     elif told or is_told(SOLVE_IT) or not subtask:
         share = VAGUE_WORKS
@@ -1133,13 +1167,14 @@ def instruction_heard(trade: str, subtask: str, question: str, messages: list[di
 
 
 def specialist(name: str, messages: list[dict]) -> str:
-    """Return the answer of a local worker, which is always the same for the same messages.
+    """Return a local worker's answer, which is always the same for the same messages.
 
-    A worker of a trade works on the last response that it is shown, or else on the question. The
-    generalist tries every trade on the question, but only for one prompt in eight.
+    A worker with a trade works on the last response in the messages, or on the question if they
+    contain no response. The generalist tries every trade on the question, but only for one prompt
+    in eight.
     """
-    # The question is in the last user turn that begins with QUESTION. An earlier conversation may
-    # precede it, and responses of other workers may follow.
+    # Find the last user turn that begins with QUESTION. An earlier conversation may precede this
+    # turn, and responses of other workers may follow it.
     users = [i for i, message in enumerate(messages) if message["role"] == "user"] or [0]
     asking = [i for i in users if messages[i]["content"].startswith(QUESTION)] or users
     asked, *later = messages[asking[-1] :]
@@ -1166,7 +1201,7 @@ def specialist(name: str, messages: list[dict]) -> str:
 # ---- The server: OpenAI's chat completions, for the specialists and for workflow.py --------------
 
 LONGEST_BODY = 64 << 20  # bytes
-LONGEST_CHAT = 4_000_000  # characters, about a million tokens: more than any worker reads
+LONGEST_CHAT = 4_000_000  # characters; about a million tokens, more than any worker can read
 CHAT_PATH = "/v1/chat/completions"
 PATHS = f"there are GET /health, GET /v1/models, GET /v1/models/NAME and POST {CHAT_PATH}"
 # Request parameter -> (regex for the accepted values in JSON, what the error message says is
@@ -1205,7 +1240,10 @@ class Refusal(Exception):
 
 
 def plain_messages(messages: list[dict], roles: dict[str, str]) -> list[dict]:
-    """Return messages whose content is a text, where OpenAI also allows null and lists of parts."""
+    """Return messages whose content is a string. OpenAI also allows null and a list of parts.
+
+    `roles` maps the roles that clients may use to "system", "user" and "assistant".
+    """
     plain = []
     for message in messages:
         content = message["content"] or ""
@@ -1216,7 +1254,7 @@ def plain_messages(messages: list[dict], roles: dict[str, str]) -> list[dict]:
                 expected = '{"type": "text", "text": TEXT}'
                 raise Refusal(400, f"this server reads no {kind!r:.40}; send {expected}")
         text = "\n".join(part["text"] for part in parts)
-        text = text.encode(errors="replace").decode()  # JSON can spell half of an emoji.
+        text = text.encode(errors="replace").decode()  # JSON may hold half an emoji.
         plain.append({"role": roles[message["role"]], "content": text})
     if not plain:
         raise ValueError("no messages")
@@ -1228,7 +1266,7 @@ def plain_messages(messages: list[dict], roles: dict[str, str]) -> list[dict]:
 
 
 def check_parameters(body: dict):
-    """Refuse parameters that are invalid or not served, and make body["stop"] a list."""
+    """Raise Refusal if a parameter is invalid or not supported. Make body["stop"] a list."""
     for name, (pattern, expected) in PARAMETERS.items():
         value = body.get(name)
         if value is not None and not fits(value, pattern):
@@ -1238,12 +1276,15 @@ def check_parameters(body: dict):
 
 
 def cut(text: str, stops: list[str]) -> str:
-    """Return a text up to the first of the stop texts. cut("a. b. c", ["c", "."]) == "a"."""
+    """Return a text up to the first stop text in it: cut("a. b. c", ["c", "."]) == "a"."""
     return min((text.partition(stop)[0] for stop in stops if stop), key=len, default=text)
 
 
 def content_security_policy(page: bytes) -> str:
-    """Allow an HTML page its own scripts and styles, its own server, and nothing else."""
+    """Return the header that limits an HTML page to its own scripts, styles and server.
+
+    It also allows images with data: URLs.
+    """
     sources = {}
     for tag in ("script", "style"):
         texts = re.findall(rb"<%b>(.*?)</%b>" % (tag.encode(), tag.encode()), page, re.DOTALL)
@@ -1259,23 +1300,23 @@ def content_security_policy(page: bytes) -> str:
 class Handler(BaseHTTPRequestHandler):
     """Answer the requests of one connection as OpenAI's API does.
 
-    A subclass has `models` and `complete(body)`. The messages in the body are plain: each is
-    {"role": "system", "user" or "assistant", "content": text}. `complete` raises Refusal, or calls
-    `reply` once. Before that, where body["stream"] is true, it may call `send_event` and
+    Subclasses must define `models` and `complete(body)`. Each message in the body is
+    {"role": "system", "user" or "assistant", "content": text}. `complete` must either raise Refusal
+    or call `reply` once. Before it does so, if body["stream"] is true, it may call `send_event` and
     `send_comment` any number of times.
     """
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-    timeout = 60  # seconds after which a read from the client, or a write to it, fails
+    timeout = 60  # seconds after which reading from or writing to the client fails
     roles = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
     models: list[str] = []
-    public_paths: tuple[str, ...] = ()  # Paths that need no key.
-    unread = False  # Is there a body that was not read? Then the connection ends with the answer.
-    streaming = False  # Has a stream started? The connection ends with it.
+    public_paths: tuple[str, ...] = ()  # paths that need no key
+    unread = False  # whether the request's body is unread; if so, the answer ends the connection
+    streaming = False  # whether a stream has started; its end also ends the connection
 
     def answer(self):
-        """Answer one request, or say what is wrong with it."""
+        """Answer one request with its result or with an error."""
         path = urllib.parse.unquote(self.path.partition("?")[0])
         length = self.headers.get("Content-Length", "0")
         self.unread = length != "0" or "Transfer-Encoding" in self.headers
@@ -1296,14 +1337,15 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = answer
 
     def check_client(self, path: str):
-        """Refuse a client that comes by another machine's name, or without the key."""
-        # DNS rebinding makes a website's name mean 127.0.0.1, but its page still sends that name.
+        """Raise Refusal if a client sends a foreign Host to a local server, or lacks the key."""
+        # DNS rebinding: a website can make its own name resolve to 127.0.0.1, so that its page
+        # reaches this server. The page's requests still carry the website's name as their Host.
         host = self.headers.get("Host", "")
         if self.server.is_local and not re.match(LOOPBACK, f"http://{host}"):
             raise Refusal(403, "this server is for programs on its machine: send Host: localhost")
         if self.server.api_key and path not in self.public_paths:
             scheme, _, key = self.headers.get("Authorization", "").partition(" ")
-            given = key.strip().encode("latin-1")  # undoes the decoding by http.server
+            given = key.strip().encode("latin-1")  # http.server decoded it as latin-1
             is_right = hmac.compare_digest(given, self.server.api_key.encode())
             if scheme.lower() != "bearer" or not is_right:
                 sentence = "send this server's key, as Authorization: Bearer KEY"
@@ -1317,7 +1359,7 @@ class Handler(BaseHTTPRequestHandler):
             raise Refusal(405, sentence, headers={"Allow": ", ".join(allowed)})
 
     def page(self, path: str) -> dict | list | bytes:
-        """Return what is at a path: JSON, or an HTML page."""
+        """Return the content at a path: a dict or list for JSON, or an HTML page as bytes."""
         card = {"object": "model", "created": 0, "owned_by": "us"}
         name = path.removeprefix("/v1/models/")
         if path == "/health":
@@ -1335,7 +1377,10 @@ class Handler(BaseHTTPRequestHandler):
         return Refusal(404, sentence, "model_not_found")
 
     def read_body(self) -> bytes:
-        """Return the body of a request. It must be JSON, which no web page may send here."""
+        """Return the body of a request.
+
+        Its Content-Type must be JSON, which browsers do not let the pages of other sites send.
+        """
         length = self.headers.get("Content-Length", "")
         if "Transfer-Encoding" in self.headers or not re.fullmatch(r"\d{1,18}", length):
             raise Refusal(411, "send a Content-Length, and the body as it is, not in chunks")
@@ -1351,7 +1396,7 @@ class Handler(BaseHTTPRequestHandler):
         return data
 
     def chat(self, data: bytes):
-        """Check the body of a request for a completion, and complete it."""
+        """Check the body of a request for a completion, and answer the request."""
         try:
             self.body = json.loads(data)
             self.body["messages"] = plain_messages(self.body["messages"], self.roles)
@@ -1370,12 +1415,12 @@ class Handler(BaseHTTPRequestHandler):
             self.complete(self.body)
         except (Refusal, ConnectionError, TimeoutError):
             raise
-        except Exception as bug:  # The client has to hear of it, too.
+        except Exception as bug:  # Report it to the client, too.
             self.fail(Refusal(500, f"{type(bug).__name__}: {bug}"))
             raise
 
     def reply(self, text: str, finish: str = "stop", usage: dict | None = None, **extra):
-        """Answer with a completion. extra: more fields, which clients ignore."""
+        """Answer with a completion. `extra` holds additional fields, which clients ignore."""
         shown = cut(text, self.body["stop"])
         finish = finish if shown == text else "stop"
         if not self.body.get("stream"):
@@ -1404,11 +1449,11 @@ class Handler(BaseHTTPRequestHandler):
             self.send_piece(f"data: {json.dumps({'error': error})}\n\n")
             return
         if is_server_error and "Retry-After" not in refusal.headers:
-            refusal.headers["x-should-retry"] = "false"  # It would fail, and cost, again.
+            refusal.headers["x-should-retry"] = "false"  # A retry would fail again, and cost again.
         self.send(refusal.status, {"error": error}, **refusal.headers)
 
     def send(self, status: int, content, **headers):
-        """Send a response: JSON, or an HTML page as bytes."""
+        """Send a response. Bytes are sent as an HTML page, any other content as JSON."""
         is_page = isinstance(content, bytes)
         body = content if is_page else json.dumps(content).encode()
         headers["Content-Type"] = "text/html; charset=utf-8" if is_page else "application/json"
@@ -1431,13 +1476,16 @@ class Handler(BaseHTTPRequestHandler):
         self.send_piece(f": {text}\n\n")
 
     def send_event(self, delta: dict | None, finish: str | None = None, **extra):
-        """Send a chunk of a completion; without a delta, one that only has the extra fields."""
+        """Send a chunk of a completion. If delta is None, the chunk only has the extra fields."""
         choices = [] if delta is None else [{"index": 0, "delta": delta, "finish_reason": finish}]
         event = {**self.card, "object": "chat.completion.chunk", "choices": choices, **extra}
         self.send_piece(f"data: {json.dumps(event)}\n\n")
 
     def send_piece(self, text: str):
-        """Send a piece of a stream. The first piece starts it; the connection's end ends it."""
+        """Send a piece of a stream, after the headers if it is the first piece.
+
+        The stream ends when the connection is closed.
+        """
         if not self.streaming:
             self.streaming = True
             self.close_connection = True
@@ -1452,9 +1500,9 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     def send_error(self, code, message=None, explain=None):
-        """Send the error for a request that http.server itself rejects.
+        """Answer a request that http.server itself rejects.
 
-        Examples are an unknown method and malformed headers.
+        Such requests have an unknown method or malformed headers, for example.
         """
         self.close_connection = True
         if code == 501:
@@ -1464,7 +1512,7 @@ class Handler(BaseHTTPRequestHandler):
             self.fail(Refusal(code, message or "this is no HTTP request"))
 
     def drop_input(self):
-        """Read what the client still sends. If we hung up at once, it could miss the answer."""
+        """Read the rest of the client's input. If we hung up at once, it could miss the answer."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
             self.connection.settimeout(2)
@@ -1473,7 +1521,7 @@ class Handler(BaseHTTPRequestHandler):
                     break
 
     def hung_up(self) -> bool:
-        """Return whether the client has closed the connection: nobody waits for the answer."""
+        """Return whether the client has closed the connection and no longer awaits the answer."""
         poll = select.poll()
         try:
             poll.register(self.connection, select.POLLIN)
@@ -1482,7 +1530,7 @@ class Handler(BaseHTTPRequestHandler):
             return True
 
     def handle(self):
-        with contextlib.suppress(ConnectionError):  # The client is gone; there is nobody to answer.
+        with contextlib.suppress(ConnectionError):  # The client has hung up; do nothing.
             super().handle()
 
     def log_message(self, *args):
@@ -1490,7 +1538,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class SpecialistHandler(Handler):
-    """The local specialists. A token is a word."""
+    """Serve the workers of the laptop world. Each word counts as one token."""
 
     models = list(dict.fromkeys(itertools.chain(*LOCAL.values())))
 
@@ -1507,19 +1555,21 @@ class SpecialistHandler(Handler):
 
 
 class Server(ThreadingHTTPServer):
-    """A server that is bound to its port, but not started. Each connection gets a thread.
+    """An HTTP server that is bound to its port, but not started. Each connection gets a thread.
 
     Args:
-        port: 0 for any free one.
-        handler: What answers the requests.
-        host: Only this machine reaches 127.0.0.1. An address that others reach needs an api_key.
-        api_key: The key that clients send as Bearer; "" if they need none.
+        port: The port to bind; 0: any free one.
+        handler: The class that answers the requests.
+        host: The address to bind. Only this machine can reach 127.0.0.1. An address that other
+            machines can reach requires an api_key.
+        api_key: The key that clients must send as Bearer; "": clients need no key.
 
     Raises:
-        ValueError: It cannot be bound, or others could reach it and no key is asked of them.
+        ValueError: The port cannot be bound, or other machines could reach it without a key.
     """
 
-    # Connections that wait to be accepted. With the default, 5, simultaneous clients wait a second.
+    # The maximum number of connections that wait to be accepted. With the default of 5, some of
+    # many simultaneous clients have to wait a second.
     request_queue_size = 1024
 
     def __init__(
@@ -1545,7 +1595,7 @@ class Server(ThreadingHTTPServer):
         except RuntimeError:  # The system allows no more threads.
             with contextlib.suppress(OSError):
                 request.settimeout(1)
-                request.recv(1 << 16)  # If we never read, the client may miss the answer.
+                request.recv(1 << 16)  # If we read nothing, the client may miss the answer.
                 request.sendall(
                     b"HTTP/1.1 503 Service Unavailable\r\n"
                     b"Retry-After: 5\r\n"
@@ -1566,9 +1616,10 @@ def serve_specialists(port: int, wait=threading.Event().wait):
 
 @once
 def local_server() -> tuple[str, subprocess.Popen]:
-    """Start the specialists' server, once a process; return its URL and its process.
+    """Start a server of the laptop world's workers; return its URL and its process.
 
-    The server gets no key, and ends with this process.
+    Later calls return the same server. It ends with this process. Its environment holds no API
+    keys.
     """
     names = "PATH HOME LANG LC_ALL PYTHONPATH PYTHONHOME LD_LIBRARY_PATH TMPDIR".split()
     process = subprocess.Popen(
@@ -1578,13 +1629,14 @@ def local_server() -> tuple[str, subprocess.Popen]:
         text=True,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C reaches the parent only.
+        start_new_session=True,  # so that Ctrl-C reaches only the parent
     )
     return process.stdout.readline().strip(), process
 
 
 def main():
-    # The other commands use model.configure; this one starts at once, because it imports no torch.
+    # The other commands use model.configure. This one does not, so that it starts without the delay
+    # of importing torch.
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -1613,7 +1665,7 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.modules["workers"] = sys.modules["__main__"]  # A user's file imports this very module.
+    sys.modules["workers"] = sys.modules["__main__"]  # A user's `import workers` gets this module.
     try:
         main()
     except (ValueError, KeyboardInterrupt) as e:
