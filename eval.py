@@ -4,11 +4,11 @@
     python eval.py --systems=assets/rivals.py:masrouter   # a system from a file, such as your own
     python eval.py prepare [--pool=NAME --budget=50]      # write the paper's training problems
 
-Read the first three sections: problems, systems, measurements. Look up the next three: graders,
-benchmarks, running code. A system is a row of SYSTEMS, a grader of GRADERS, a benchmark of SOURCES.
-Read train.py next.
+Read the first three sections: problems, systems, measurements. Use the next three for reference:
+graders, benchmarks, running code. Each system is a row of SYSTEMS, each grader a row of GRADERS,
+and each benchmark a row of SOURCES. Read train.py next.
 
-The exit status is 0 after success, 1 after a failure, and 2 if something that you named is wrong.
+The exit status is 0 on success, 1 on failure, and 2 if a flag, a file or a name you gave is wrong.
 """
 
 import base64
@@ -84,14 +84,14 @@ from workflow import (
 
 @dataclass
 class Problem:
-    """A question, and what its grader needs to judge a response to it."""
+    """A question, and what its grader needs to judge responses."""
 
     id: str
     question: str
     answer: str
-    grader: str  # a row of GRADERS
-    kind: str = ""  # tables show the accuracy of each kind; by default the grader's name
-    level: int = 0  # the difficulty: larger is harder, 0 is unknown
+    grader: str  # a key of GRADERS
+    kind: str = ""  # tables show accuracy by kind; defaults to the grader's name
+    level: int = 0  # the difficulty: higher is harder, 0 means unknown
     extra: dict = field(default_factory=dict)  # for example {"choices": ["a stone", "an apple"]}
 
     def __post_init__(self):
@@ -99,30 +99,31 @@ class Problem:
 
 
 def require(condition, otherwise: str):
-    """Raise a ValueError that says `otherwise` unless the condition holds."""
+    """Raise ValueError(otherwise) unless the condition holds."""
     if not condition:
         raise ValueError(otherwise)
 
 
 # ---- Problems: from the laptop world, from benchmarks, and your own ------------------------------
 
-# A folder in the current directory for downloaded data sets, prepared problems and paid replies
+# The folder, relative to the current directory, for downloaded data sets, prepared problems and
+# replies that were paid for
 DATA = "data"
 
 
 def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
-    """Return the first problems of a split, in an order that never changes.
+    """Return the first problems of a split, always in the same order.
 
     Args:
         name: "laptop", a benchmark of SOURCES, a mix of MIXES, or FILE.jsonl with your own
-            problems. The train split of a mix is the file that `prepare` writes; its test split is
-            those of all its parts.
+            problems. The train split of a mix is the file that `prepare` writes; its test split
+            combines the test splits of its parts.
         split: "train" or "test".
-        limit: The largest number of problems; None returns all of them.
+        limit: The maximum number of problems; None returns all of them.
 
     Raises:
-        ValueError: There is no such name, or a line of the file is wrong.
-        OSError: A data set could not be downloaded.
+        ValueError: The name is unknown, or the file has an invalid line.
+        OSError: The file is missing, or a data set could not be downloaded.
     """
     if name.endswith(".jsonl"):
         problems = split_of_file(name, split)
@@ -142,7 +143,7 @@ def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
 
 
 def laptop_problems(split: str) -> list[Problem]:
-    """Return the local specialists' questions, equally many of each kind."""
+    """Return the laptop world's problems. Smaller kinds are repeated, so all are equally large."""
     problems = [
         Problem(f"laptop/{kind}/{question}", question, answer, "same", kind)
         for kind, question, answer in laptop_questions(split)
@@ -151,7 +152,7 @@ def laptop_problems(split: str) -> list[Problem]:
 
 
 def interleave(problems: list[Problem], rng: random.Random, repeat: bool = False) -> list[Problem]:
-    """Shuffle the problems of each kind, then let the kinds take turns.
+    """Shuffle the problems of each kind, then alternate between the kinds: a, b, c, a, b, c, ….
 
     With `repeat`, smaller kinds start over until the largest kind is used up.
     """
@@ -166,9 +167,9 @@ def interleave(problems: list[Problem], rng: random.Random, repeat: bool = False
 
 
 def with_instructions(problem: Problem) -> Problem:
-    """Return the problem with a question that lists its options and says how to answer.
+    """Return the problem with its options and an answer instruction appended to the question.
 
-    Whatever the question already contains is not added again.
+    Options and instructions that the question already contains are not added again.
     """
     question = problem.question.strip()
     choices = problem.extra.get("choices", [])
@@ -187,14 +188,15 @@ def with_instructions(problem: Problem) -> Problem:
     return replace(problem, question=question, answer=problem.answer.strip())
 
 
-# Your own problems, one JSON object a line
+# Problems from a user's file, which has one JSON object per line
 
 
 def split_of_file(file: str, split: str) -> list[Problem]:
-    """Return a split of your own problems.
+    """Return the train or test split of the problems in a user's file.
 
-    If there are at least 20, every fifth is for testing and the others are for training. Fewer are
-    used for both. The kinds take turns, since a file may be sorted by them.
+    If the file has at least 20 problems, every fifth is for testing and the others are for
+    training. A smaller file serves as both splits. The problems alternate between kinds, since the
+    file may be sorted by kind.
     """
     problems = read_problems(file)
     if len(problems) >= 20:
@@ -206,19 +208,21 @@ def split_of_file(file: str, split: str) -> list[Problem]:
 def read_problems(file: str) -> list[Problem]:
     """Return the problems of a JSONL file.
 
-    A line is a JSON object with "question", "answer", "grader" and, where the grader needs it,
-    "extra"; "kind", "id" and "level" are optional. Example:
+    Each line is a JSON object with "question", "answer", "grader" (optional with --grader) and, if
+    the grader needs it, "extra". "kind", "id" and "level" are optional. Example:
 
         {"question": "Who wrote Emma?", "answer": "Jane Austen", "grader": "short", "kind": "books"}
 
     Raises:
-        ValueError: Lines are wrong; it names up to 20 faults, each with its first line.
+        FileNotFoundError: The file is missing.
+        ValueError: The file is empty, two lines have the same id, or lines are invalid. The message
+            lists up to 20 faults, each with the number of the first line that has it.
     """
     if not os.path.exists(file):
         hint = "`python eval.py prepare` writes paper and recursion"
         raise FileNotFoundError(f"{file} is missing ({hint})")
     problems = []
-    faults = {}  # what is wrong -> the numbers of the lines
+    faults = {}  # what is wrong -> the numbers of the lines that have this fault
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -238,10 +242,10 @@ def read_problems(file: str) -> list[Problem]:
 
 
 def parse_problem(line: bytes, default_id: str) -> Problem:
-    """Return the problem that a line describes. A ValueError says what is wrong with the line."""
+    """Return the problem that a line describes. Raises ValueError if the line is invalid."""
     try:
         values = json.loads(line)
-        # JSON can spell half an emoji, "\ud83d", which no request could carry; it becomes "?".
+        # JSON can hold half an emoji, "\ud83d", which a request cannot encode. Replace it by "?".
         values = json.loads(json.dumps(values, ensure_ascii=False).encode(errors="replace"))
     except (ValueError, RecursionError) as e:
         raise ValueError(f"expected a JSON object in UTF-8 ({e})") from None
@@ -266,7 +270,7 @@ def check_problem(problem: Problem):
     require(problem.grader in GRADERS, message)
     require(problem.question.strip(), "question: it has 0 characters")
 
-    # What is in "extra"
+    # Check the contents of "extra".
     missing = [f'"{key}": …' for key in GRADERS[problem.grader].extra if key not in problem.extra]
     message = f'the grader {problem.grader} needs "extra": {{{", ".join(missing)}}}'
     require(not missing, message)
@@ -277,7 +281,7 @@ def check_problem(problem: Problem):
         message = f"tests: expected pairs of texts, [input, output], not {shown(tests)}"
         require(are_tests(tests), message)
 
-    # A grader that cannot recognise the right answer would call every response wrong.
+    # Make sure that the grader accepts the gold answer. If not, it would reject every response.
     if GRADERS[problem.grader].is_free:
         answer = problem.answer.strip()
         is_recognised = not all(failure(problem, x) for x in (answer, f"<answer>{answer}</answer>"))
@@ -289,7 +293,7 @@ IN_WORDS = {str: "a text", int: "a whole number", dict: "an object"}
 
 
 def shown(value) -> str:
-    """Return a value as JSON spells it, cut to 50 characters."""
+    """Return a value as JSON, cut to 50 characters."""
     return json.dumps(value, ensure_ascii=False)[:50]
 
 
@@ -298,7 +302,7 @@ def are_texts(value) -> bool:
 
 
 def are_tests(value) -> bool:
-    """Whether these are a program's tests, or say where a benchmark's file holds them."""
+    """Whether a value holds a program's tests, or their position in a benchmark's file."""
     if isinstance(value, dict):
         return value.keys() == {"file", "at"}
     return isinstance(value, list) and value and all(are_texts(x) and len(x) == 2 for x in value)
@@ -307,8 +311,8 @@ def are_tests(value) -> bool:
 # ---- Systems -------------------------------------------------------------------------------------
 #
 # A system is a function system(problems, pools, name) -> rollouts. It lets the workers of pools[i]
-# answer problems[i], and returns one judged rollout for each problem. `name` seeds whatever the
-# system draws, and begins the ids of its calls, by which a replay file recognises them.
+# answer problems[i], and returns one judged rollout for each problem. `name` seeds the system's
+# random draws, and starts the ids of its calls, by which a replay file recognises repeated calls.
 
 REFLECT = (
     "Check the last response for mistakes, correct them, and give the whole answer in its final "
@@ -325,7 +329,7 @@ def new_rollouts(problems: list[Problem], pools: list, name: str) -> list[Rollou
 
 
 def run_and_judge(rollouts: list[Rollout], name: str, call=call_worker) -> list[Rollout]:
-    """Run the workflows that these rollouts already have, and judge their answers."""
+    """Run the workflows already set in the rollouts, and judge the answers."""
     with progress(name, rollouts) as bar:
         return roll_out(
             rollouts, judge=grade_once(), call=call, on_end=lambda rollout: bar.update()
@@ -333,7 +337,7 @@ def run_and_judge(rollouts: list[Rollout], name: str, call=call_worker) -> list[
 
 
 def planned(plan, call=call_worker):
-    """Return the system that runs the workflow plan(rollout) for every problem."""
+    """Return a system that runs the workflow plan(rollout) for every problem."""
 
     def system(problems, pools, name):
         rollouts = new_rollouts(problems, pools, name)
@@ -344,13 +348,13 @@ def planned(plan, call=call_worker):
     return system
 
 
-# Workers that see the bare question
+# Systems whose workers see only the question
 
 
 def ask_bare(rollout: Rollout, i: int, times: int = 1) -> Reply:
     """Send the worker of step i nothing but the question, and return its reply.
 
-    times: The factor by which the worker's limit on tokens is raised.
+    times: The factor by which to multiply the worker's token limit.
     """
     worker = rollout.pool[rollout.workflow.steps[i].worker]
     limits = {key: times * value for key, value in worker.params.items() if key in LIMITS}
@@ -359,7 +363,7 @@ def ask_bare(rollout: Rollout, i: int, times: int = 1) -> Reply:
 
 
 def ask_each(problems, pools, name, workers: list[int], call=ask_bare) -> list[list[Rollout]]:
-    """Send every bare question to each of these workers. Return rollouts: [problem][worker]."""
+    """Send every question to each of these workers. Return the rollouts as [problem][worker]."""
     groups = []
     for rollout in new_rollouts(problems, pools, name):
         workflows = [Workflow([Step(worker, rollout.question, [])]) for worker in workers]
@@ -371,8 +375,8 @@ def ask_each(problems, pools, name, workers: list[int], call=ask_bare) -> list[l
 def merge(rollouts: list[Rollout], chosen: int) -> Rollout:
     """Merge rollouts of one step each into one rollout with all their steps.
 
-    The chosen rollout's step comes last, so that its response is the answer. The merged rollout has
-    the cost of all, and is lost if one of them is lost.
+    The chosen rollout's step comes last, so that its response is the answer. The cost of the merged
+    rollout is the sum of theirs, and it is lost if any of them is.
     """
     ordered = [*rollouts[:chosen], *rollouts[chosen + 1 :], rollouts[chosen]]
     errors = [rollout.error for rollout in ordered if rollout.error]
@@ -388,17 +392,17 @@ def merge(rollouts: list[Rollout], chosen: int) -> Rollout:
 
 
 def vote(workers: list[int] | None, likeness=None, call=ask_bare):
-    """Return the system that asks several workers and takes the answer most like all the others.
+    """Return a system that asks several workers and takes the answer most like all the others.
 
-    Example with the grader "math": of the answers "41", "42" and "42.0", the first is like one of
-    them (itself), and the others are like two. "42" is taken, the earlier of the two.
+    Example with the grader "math": among the answers "41", "42" and "42.0", "41" agrees only with
+    itself, while "42" and "42.0" also agree with each other. The earlier of these two, "42", wins.
 
     Args:
-        workers: The pool numbers of the workers to ask; one may appear several times. None asks
-            them all.
-        likeness: likeness(problem, answer, other) -> number. By default it is 1 if the problem's
-            grader takes both answers for the same, else 0.
-        call: Makes the call of a step.
+        workers: The pool numbers of the workers to ask. A worker that is listed several times is
+            asked several times. None means all workers.
+        likeness: likeness(problem, answer, other) -> number. By default, 1 if the problem's grader
+            considers the two answers the same, else 0.
+        call: call(rollout, i) makes the call of step i.
     """
 
     def system(problems, pools, name):
@@ -415,7 +419,7 @@ def vote(workers: list[int] | None, likeness=None, call=ask_bare):
 
 
 def common_words(problem: Problem, answer: str, other: str) -> float:
-    """Return how alike two answers are: of the words in either, the share that is in both.
+    """Return the number of words that are in both answers, divided by the number in either.
 
     Smoothie (arXiv 2412.04692) compares sentence embeddings on several similar questions instead.
     """
@@ -423,17 +427,17 @@ def common_words(problem: Problem, answer: str, other: str) -> float:
     return len(first & second) / max(len(first | second), 1)
 
 
-# Workflows that nobody has learned
+# Systems with fixed or random workflows
 
 
 def reflect(worker: int):
-    """Return the system of one worker that answers and then revises its answer four times."""
+    """Return a system in which one worker answers and then revises its answer four times."""
     steps = [Step(worker, REFLECT if i else SOLVE_IT, list(range(i))) for i in range(5)]
     return planned(lambda rollout: Workflow(steps))
 
 
 def propose_and_aggregate(rollout: Rollout) -> Workflow:
-    """Return a one-layer Mixture of Agents: every worker proposes, a random one aggregates."""
+    """Plan a one-layer Mixture of Agents: every worker proposes, then a random one aggregates."""
     everyone = list(range(len(rollout.pool)))
     proposals = [Step(worker, SOLVE_IT, []) for worker in everyone]
     aggregator = random.Random(rollout.call_prefix).choice(everyone)
@@ -441,7 +445,7 @@ def propose_and_aggregate(rollout: Rollout) -> Workflow:
 
 
 def phrases_for(problem: Problem) -> tuple:
-    """Return the subtasks from which random workflows for this problem draw."""
+    """Return the subtasks that random workflows for this problem choose from."""
     general = (SOLVE_IT, "Plan how to solve it.", REFLECT, AGGREGATE)
     return PHRASES if problem.id.startswith("laptop/") else general
 
@@ -449,10 +453,11 @@ def phrases_for(problem: Problem) -> tuple:
 def random_workflow(
     rng: random.Random, workers: list[int], max_steps: int = 5, phrases=PHRASES
 ) -> Workflow:
-    """Return a workflow of 1 to max_steps steps; short ones are more likely.
+    """Return a random workflow of 1 to max_steps steps; shorter workflows are likelier.
 
-    Each step has a random worker and a random phrase, and sees all earlier steps with probability
-    0.9, else none. The warm start of a small Conductor teaches the format with such workflows.
+    Each step has a random worker, and a random phrase as its subtask. With probability 0.9 it sees
+    all earlier steps, otherwise no steps. train.py's warm start uses such workflows to teach a
+    small Conductor the format.
     """
     steps = []
     for i in range(min(rng.randint(1, max_steps), rng.randint(1, max_steps))):
@@ -474,15 +479,15 @@ def plan_at_random(rollout: Rollout) -> Workflow:
 def conductor(
     write, prompting: Prompting, extra_rounds: int = 0, edit=None, tries: int = 1, only: str = ""
 ):
-    """Return the system of a Conductor.
+    """Return a system that runs the workflows a Conductor writes.
 
     Args:
-        write: One of workflow.py's writers.
+        write: One of workflow.py's writers, which asks the Conductor for workflows.
         prompting: How the Conductor is asked.
-        extra_rounds: How many more rounds may see the answer and revise it (§3.2).
+        extra_rounds: How many further rounds may revise the answer (§3.2).
         edit: edit(workflow) -> workflow changes each workflow before it runs, for ablations.
-        tries: How often the Conductor is asked until it writes a valid workflow.
-        only: The names of the workers that it may use, separated by commas (§3.2); "" allows all.
+        tries: The maximum number of attempts at a valid workflow.
+        only: Comma-separated names of the workers the Conductor may use (§3.2); "" allows all.
     """
 
     def system(problems, pools, name):
@@ -498,7 +503,7 @@ def conductor(
                 tries,
                 judge=grade_once(),
                 edit=edit,
-                # Further rounds and further tries do not move the bar.
+                # Count each question once: further rounds and tries do not advance the bar.
                 on_end=lambda rollout: bar.update(rollout.previous is None and not rollout.number),
             )
 
@@ -521,31 +526,32 @@ ABLATIONS = {
 
 @dataclass
 class Setup:
-    """What a system may need to know when it is made."""
+    """The argument of System.make: everything that a system may need."""
 
     settings: "Settings"
     pool: list  # Workers
-    worker: int = 0  # the pool number of the one worker that a system of one worker asks
+    worker: int = 0  # for a system that uses a single worker: this worker's pool number
     lessons: list[Problem] = field(default_factory=list)  # train problems to learn from
-    # The rollouts of the systems that have already played, by the label of their row.
+    # Row label -> rollouts, for the systems that have already run.
     played: dict[str, list[Rollout]] = field(default_factory=dict)
 
 
 class System(NamedTuple):
     make: Callable  # make(setup) -> system
-    # What it reads: "checkpoint", "lessons" or "worker". With "worker", each worker has a row.
+    # Any of "checkpoint", "lessons" and "worker". With "worker", the system runs once with each
+    # worker, and each of these runs has a row.
     needs: tuple = ()
-    calls: float = 1  # the estimated calls a question; 0: one for each worker of the pool
+    calls: float = 1  # the estimated calls per question; 0: one for each worker in the pool
     calls_to_learn: int = 0  # the estimated calls for learning
-    after: tuple = ()  # the systems that have to play before it
+    after: tuple = ()  # names of the systems that must run before this one
 
 
-# One model in memory serves all systems that share a checkpoint.
+# Load a checkpoint once, and share the model between all systems that use it.
 shared_conductor = lru_cache(1)(load_conductor)
 
 
 def trained_conductor(setup: Setup, edit=None):
-    """Return the system of the Conductor at --checkpoint."""
+    """Return a system that runs the workflows of the Conductor in --checkpoint."""
     settings = setup.settings
     model, tokenizer, prompting = shared_conductor(settings.checkpoint)
     prompting = replace(prompting, prompt_style=settings.prompt_style or prompting.prompt_style)
@@ -558,9 +564,9 @@ def with_one_worker(setup: Setup):
 
 
 def as_conductor(setup: Setup):
-    """Return the system of an untrained LLM in the Conductor's seat (Table 11).
+    """Return a system in which a worker, an untrained LLM, acts as the Conductor (Table 11).
 
-    The worker reads the names and notes of all workers. It gets ten attempts at a valid workflow;
+    This worker reads the names and notes of all workers. It gets ten attempts at a valid workflow;
     the paper sets no limit.
     """
     settings = setup.settings
@@ -570,9 +576,10 @@ def as_conductor(setup: Setup):
 
 
 def best_of_n(setup: Setup):
-    """Return the system that takes a vote over as many answers as the Conductor's spend pays for.
+    """Return a system that votes over n answers of one worker, for about the Conductor's cost.
 
-    They come from the worker that is best on these very questions, which favours this rival.
+    The worker is the one that is best on these same questions, which favours this system over the
+    Conductor.
     """
     alone = workers_alone(setup.played)
     best = best_worker(alone)
@@ -582,9 +589,10 @@ def best_of_n(setup: Setup):
 
 
 def answers_for_the_same(conductor_row: dict, worker_row: dict) -> int:
-    """Return how many answers of a worker cost as much as the Conductor's, rounded up.
+    """Return how many answers of a worker cost as much as one of the Conductor's, rounded up.
 
-    Example: $0.005 a question against $0.002 gives 3. Without prices, calls are compared instead.
+    Example: if a question costs the Conductor $0.005 and the worker $0.002, return 3. If either has
+    no dollar cost, their numbers of calls are compared instead.
     """
     unit = "dollars" if conductor_row["dollars"] and worker_row["dollars"] else "calls"
     ratio = (conductor_row[unit] or 1.0) / (worker_row[unit] or 1.0)
@@ -613,7 +621,7 @@ SYSTEMS = {
 
 
 def named_systems(names: str) -> dict[str, System]:
-    """Return the systems of --systems by name: rows of SYSTEMS, or FILE.py:NAME."""
+    """Return {name: system} for the names in --systems: keys of SYSTEMS, or FILE.py:NAME."""
     systems = {}
     for word in names.split(","):
         spec = word.strip()
@@ -627,7 +635,7 @@ def named_systems(names: str) -> dict[str, System]:
 
 # ---- Measurements --------------------------------------------------------------------------------
 
-COLUMNS = {  # name -> format. A row's other keys are kinds of questions, which are percentages.
+COLUMNS = {  # column -> format. A row's other keys are kinds of questions, with their accuracy.
     "accuracy": ".1%",
     "standard error": ".1%",  # only in the paper's rows
     "±": ".1%",
@@ -643,17 +651,18 @@ COLUMNS = {  # name -> format. A row's other keys are kinds of questions, which 
     "dollars/right": ".5f",
     "calls to learn": ".0f",
 }
-WIDTH = 120  # columns of a printed table
-LESSONS = 256  # the number of train problems from which a system learns
+WIDTH = 120  # the maximum width of a printed table, in characters
+LESSONS = 256  # the maximum number of train problems that a system learns from
 
 
 def measure(rollouts: list[Rollout]) -> dict:
-    """Return a system's row of the table: column -> number, and kind -> share of right answers.
+    """Return a system's table row, a dict: {column: number} and {kind: share of right answers}.
 
-    Lost rollouts are counted, and otherwise ignored. "±" is half of the accuracy's 95 % confidence
-    interval. "calls", "tokens" and "dollars" are means per question, "seconds" is the median; none
-    of them includes the Conductor's own. "dollars" is None if a worker has no price.
-    "dollars/right", the cost of a right answer, is left out where it would be unknown or 0.
+    "lost" is the number of lost rollouts; all other numbers ignore them. "±" is half the width of
+    the accuracy's 95 % confidence interval. "calls", "tokens" and "dollars" are means per question,
+    "seconds" is the median; all four cover the workers only, not the Conductor. "dollars" is None
+    if a worker has no price. "dollars/right", the cost per right answer, is left out if it would be
+    unknown or 0, or if no answer is right.
     """
     known = [rollout for rollout in rollouts if rollout.right is not None]
     right = [rollout.right for rollout in known]
@@ -681,11 +690,11 @@ def mean(values: list) -> float | None:
 
 
 def latency(rollout: Rollout) -> float:
-    """Return how many seconds the workers take to answer, if nobody has to wait for a worker.
+    """Return how many seconds the workers take to answer, assuming that no call has to queue.
 
-    Steps run at the same time unless one sees the other. Example: steps 0 and 1 take 2 s and 3 s,
-    and step 2, which sees both, takes 4 s; the latency is 7 s. A reply from a replay file counts
-    with the seconds that it took when it was made.
+    Steps run in parallel unless one sees the other. Example: steps 0 and 1 take 2 s and 3 s, and
+    step 2, which sees both, takes 4 s; the latency is 7 s. For a reply from a replay file, the
+    seconds of the original call count.
     """
     seconds = 0.0
     for one_round in rollout.rounds():
@@ -699,7 +708,7 @@ def latency(rollout: Rollout) -> float:
 
 
 def right_by_problem(rollouts: list[Rollout]) -> dict[str, float]:
-    """Return problem id -> share of right answers. Lost rollouts are ignored."""
+    """Return {problem id: share of right answers}. Lost rollouts are ignored."""
     answers = {}
     for rollout in rollouts:
         if rollout.right is not None:
@@ -708,10 +717,10 @@ def right_by_problem(rollouts: list[Rollout]) -> dict[str, float]:
 
 
 def margin(rollouts: list[Rollout]) -> float | None:
-    """Return half of the accuracy's 95 % confidence interval.
+    """Return half the width of the accuracy's 95 % confidence interval; None without rollouts.
 
-    Two solved and two unsolved problems are added first (Agresti and Coull, 1998). Otherwise the
-    interval of five right answers out of five would have no width.
+    Two solved and two unsolved problems are added first (Agresti and Coull, 1998). Without them,
+    the interval for five right answers out of five would have zero width.
     """
     shares = [*right_by_problem(rollouts).values(), 0, 0, 1, 1]
     return 1.96 * float(np.std(shares)) / math.sqrt(len(shares)) if rollouts else None
@@ -720,17 +729,17 @@ def margin(rollouts: list[Rollout]) -> float | None:
 def paired_difference(rollouts: list[Rollout], others: list[Rollout]) -> dict:
     """Compare two systems on the problems that both answered.
 
-    Returns:
-        "vs best": The mean difference of their accuracies.
-        "from", "to": Its 95 % confidence interval, by bootstrap over problems.
+    Returns a dict:
+        "vs best": The first system's accuracy minus the second's, averaged over these problems.
+        "from", "to": The 95 % confidence interval of "vs best", by bootstrap over problems.
         "shows": The smallest true difference that this many problems would reveal with a
             probability of 80 %, which is 2.8 standard errors.
 
-    If the difference is the same on all problems, "from", "to" and "shows" are None: they cannot be
-    estimated from differences without a spread.
+    If the difference is the same on all problems, "from", "to" and "shows" are None, because they
+    cannot be estimated from differences without a spread.
 
-    Example: one system solves a, b and c, the other only a. The differences are 0, 1 and 1, with a
-    mean of 0.67 and a standard error of 0.33, so "shows" is 0.93.
+    Example: the first system solves problems a, b and c, the second only a. The differences are 0,
+    1 and 1, with a mean of 0.67 and a standard error of 0.33, so "shows" is 0.93.
     """
     shares = right_by_problem(rollouts)
     other_shares = right_by_problem(others)
@@ -747,11 +756,11 @@ def paired_difference(rollouts: list[Rollout], others: list[Rollout]) -> dict:
     return row
 
 
-# What the workers reach without a Conductor
+# How accurate the workers are without a Conductor
 
 
 def workers_alone(played: dict[str, list[Rollout]]) -> dict[str, list[Rollout]]:
-    """Return worker's name -> its rollouts as the system "workers"."""
+    """Return {worker's name: rollouts} from the rows of the system "workers"."""
     return {
         label.removeprefix("workers "): rollouts
         for label, rollouts in played.items()
@@ -764,11 +773,11 @@ def best_worker(alone: dict[str, list[Rollout]]) -> str:
 
 
 def best_by_other_half(alone: dict[str, list[Rollout]]) -> list[Rollout]:
-    """Return, for each half of the problems, the rollouts of the worker that is best on the other.
+    """Return rollouts for all problems: on each half, those of the worker best on the other half.
 
-    If the same answers choose a worker and measure it, its accuracy is partly luck. Here one half
-    of the problems chooses the worker that the other half measures, and the other way round. A hash
-    of a problem's id decides in which half it is.
+    If the same answers both choose a worker and measure its accuracy, that accuracy is partly luck.
+    So each half of the problems measures the worker that the other half chooses. A hash of a
+    problem's id decides which half the problem is in.
     """
     chosen = []
     for half in (0, 1):
@@ -786,20 +795,23 @@ def half_of(rollout: Rollout) -> int:
 
 
 def right_answers(alone: dict[str, list[Rollout]], repeats: int) -> np.ndarray:
-    """Return whether each worker is right: (workers, repeats, problems). A lost answer is nan."""
+    """Return 1 for each right, 0 for each wrong and nan for each lost answer.
+
+    The array has the shape (workers, repeats, problems).
+    """
     right = [[rollout.right for rollout in rollouts] for rollouts in alone.values()]
     return np.array(right, float).reshape(len(alone), repeats, -1)
 
 
 def headroom(right: np.ndarray) -> dict[str, dict]:
-    """Return the rows that show how much a better choice among the workers could gain.
+    """Return {label: row}: how accurate the best possible choice among the workers would be.
 
     "oracle" is the share of problems that at least one worker solves. Part of it is luck: a single
     worker also solves more problems if it may answer twice. So compare "either of two workers" (the
     mean over all pairs) with "either of one worker's two answers" (the mean over all workers).
 
     Args:
-        right: As of `right_answers`. A problem with a lost answer is left out.
+        right: The result of `right_answers`. Problems with a lost answer are left out.
     """
     right = right[:, :, ~np.isnan(right).any((0, 1))]
     if right.size == 0:
@@ -818,10 +830,10 @@ def either_of_two(answers: np.ndarray) -> list[np.ndarray]:
 
 
 def compare_with_workers(rows: dict[str, dict], setup: Setup):
-    """Compare the rows of a benchmark with what the workers reach alone, if "workers" played.
+    """Add comparisons with single workers to a benchmark's rows, if the system "workers" was run.
 
-    Adds the paired difference to the best worker to every row. Then adds two rows for the best
-    worker and the rows of `headroom`.
+    Adds the paired difference from the best worker to every other system's row. Also adds two rows
+    for the best worker (in hindsight, and by the other half), and the rows of `headroom`.
     """
     alone = workers_alone(setup.played)
     if not alone:
@@ -845,10 +857,10 @@ def compare_with_workers(rows: dict[str, dict], setup: Setup):
 def compare_systems(settings: "Settings"):
     """Measure every chosen system on every benchmark, and print tables for each benchmark.
 
-    Whatever is wrong or missing is an error before the first worker is asked. The files of --out
-    appear, and replace earlier ones, when the evaluation is complete.
+    Wrong settings and missing files are reported before any worker is called. The files of --out
+    appear only when the evaluation is complete.
     """
-    # The systems and the pool
+    # Load the systems and the pool.
     systems = named_systems(settings.systems)
     needs = set(itertools.chain(*(system.needs for system in systems.values())))
     pool_name = settings.pool or "local"
@@ -857,10 +869,10 @@ def compare_systems(settings: "Settings"):
         shared_conductor(settings.checkpoint)
     with naming_flag(f"--replay={settings.replay}"):
         pool = load_pool(pool_name, replay=settings.replay, budget=settings.budget)
-    numbers_of(settings.only, pool)  # raises an error if there is no such worker
+    numbers_of(settings.only, pool)  # raises ValueError if a name is not in the pool
     players = label_players(systems, pool, settings.worker)
 
-    # The problems
+    # Load the problems.
     tests = {name: load(name, "test", settings.limit) for name in settings.benchmarks.split(",")}
     if any(problem.grader in ("code", "unittest") for problem in itertools.chain(*tests.values())):
         check_sandbox()
@@ -868,7 +880,7 @@ def compare_systems(settings: "Settings"):
     if "lessons" in needs:
         lessons = {name: load(settings.lessons or name, "train", LESSONS) for name in tests}
 
-    # The money, and the files
+    # Check the budget, and that the files of --out can be written.
     n_questions = sum(map(len, tests.values())) * settings.repeats * (1 + settings.extra_rounds)
     n_calls = 0.0
     for system, _ in players.values():
@@ -879,9 +891,9 @@ def compare_systems(settings: "Settings"):
         with naming_flag(f"--out={settings.out}"):
             open(f"{settings.out}.jsonl.tmp", "w").close()
 
-    # The answers
+    # Run the systems, and print and save the results.
     numbers = {}
-    errors = []  # of all rollouts; None where nothing was lost
+    errors = []  # the error of each rollout; None if the rollout was not lost
     for name, problems in tests.items():
         setup = Setup(settings, pool, lessons=lessons.get(name, []))
         rows = play_all(setup, players, name, problems)
@@ -897,7 +909,7 @@ def compare_systems(settings: "Settings"):
 
 @contextmanager
 def naming_flag(flag: str):
-    """Turn an OSError into a ValueError that begins with the flag whose file cannot be opened."""
+    """Turn an OSError in the block into a ValueError that starts with the flag naming the file."""
     try:
         yield
     except OSError as e:
@@ -905,12 +917,12 @@ def naming_flag(flag: str):
 
 
 def stem_of(out: str) -> str:
-    """Return what the names of the two files of --out have in common: "ev" for "ev.json"."""
+    """Return the name of --out's two files without its ending: "ev" for "ev.json"."""
     return re.sub(r"\.jsonl?$", "", out)
 
 
 def stop_if_lost(errors: list[str | None], pool: list):
-    """End the program with status 1 if the budget is spent, or if every rollout was lost."""
+    """Exit with status 1 if the budget is spent, or if every rollout was lost."""
     if pool[0].budget and pool[0].budget.refused:
         raise SystemExit(
             "the budget is spent, and what came after is not counted: with a larger --budget, the "
@@ -921,9 +933,10 @@ def stop_if_lost(errors: list[str | None], pool: list):
 
 
 def label_players(systems: dict, pool: list, only: str) -> dict[str, tuple[System, int]]:
-    """Return label of a row -> (system, pool number of its worker), in the order of playing.
+    """Return {row label: (system, pool number of its worker)}, in the order in which they will run.
 
-    only: The name of the worker that plays systems of one worker; "": each worker plays them once.
+    only: The name of the worker for systems that use a single worker; "": run such systems once
+    with each worker.
     """
     names = [worker.name for worker in pool]
     numbers = [number for number, name in enumerate(names) if only in ("", name)]
@@ -942,9 +955,9 @@ def label_players(systems: dict, pool: list, only: str) -> dict[str, tuple[Syste
 def play_all(
     setup: Setup, players: dict, benchmark_name: str, problems: list[Problem]
 ) -> dict[str, dict]:
-    """Let all players answer the problems, and return the rows of the table.
+    """Let all players answer the problems, and return the table: {row label: row}.
 
-    Their rollouts are added to `setup.played`, and to the unfinished file of --out.
+    The players' rollouts are added to `setup.played`, and to the temporary file for --out.
     """
     rows = {}
     for label, (system, worker) in players.items():
@@ -963,7 +976,7 @@ def play_all(
 def play(
     setup: Setup, system: System, problems: list[Problem], name: str
 ) -> tuple[list[Rollout], dict]:
-    """Make a system, let it answer all problems --repeats times; return its rollouts and row."""
+    """Make a system, run it on all problems --repeats times, and return (rollouts, table row)."""
     calls_before = sum(worker.calls for worker in setup.pool)
     answer = system.make(setup)
     calls_to_learn = sum(worker.calls for worker in setup.pool) - calls_before
@@ -1018,7 +1031,7 @@ LEGEND = {  # a row or a column of a table -> what it means
 
 
 def print_with_legend(text: str):
-    """Print a table, and the entries of LEGEND for the rows and columns that it has."""
+    """Print a table, followed by the entries of LEGEND for its rows and columns."""
     print(f"\n{text}\n")
     for name, meaning in LEGEND.items():
         if re.search(rf"(?m)(?:^|  ){re.escape(name)}(?: |$)", text):
@@ -1026,10 +1039,11 @@ def print_with_legend(text: str):
 
 
 def table(rows: dict[str, dict], title: str = "") -> str:
-    """Format rows of `measure` as text that is at most WIDTH wide.
+    """Return rows of `measure` as a text table of at most WIDTH characters per line.
 
-    "?" stands for None, and a cell without a value is blank. Columns that do not fit, and the
-    accuracy of each kind, follow in further tables, without the rows that are blank there.
+    "?" stands for None, and a cell without a value is blank. Columns that do not fit go into
+    further tables, as does the accuracy of each kind. Those tables leave out rows that would be
+    blank.
     """
     present = dict.fromkeys(itertools.chain(*rows.values()))
     kinds = [key for key in present if key not in COLUMNS]
@@ -1039,7 +1053,7 @@ def table(rows: dict[str, dict], title: str = "") -> str:
     names = [name[:60] for name in (title, *rows)]
     name_width = max(map(len, names))
 
-    tables = []  # each a list of columns, which are lists of cells
+    tables = []  # each table is a list of columns, and each column a list of cells
     room = 0
     for head in heads:
         cells = [head[:50], *(cell(row, head) for row in rows.values())]
@@ -1064,10 +1078,10 @@ def cell(row: dict, head: str) -> str:
 
 
 def print_paper(benchmark_name: str, pool: list):
-    """Print the paper's results on a benchmark, if it has any.
+    """Print the paper's results on a benchmark, if there are any.
 
-    The paper measured constrained workers, which may write 4,096 tokens, and unconstrained ones.
-    The pool counts as constrained unless one of its workers has a higher limit.
+    The paper measured constrained workers, limited to 4,096 tokens, and unconstrained workers. The
+    pool counts as constrained unless one of its workers has a higher limit.
     """
     limits = [worker.params.get(name) for worker in pool for name in LIMITS]
     is_constrained = all(limit <= 4096 for limit in limits if isinstance(limit, int))
@@ -1079,13 +1093,13 @@ def print_paper(benchmark_name: str, pool: list):
         print("\n" + table(rows, title) + "\nOther models answered, and in part other questions.")
 
 
-LINE_EVERY = 30.0  # seconds between two lines of progress, where there is no terminal
+LINE_EVERY = 30.0  # seconds between two lines of progress if stderr is not a terminal
 
 
 def progress(what: str, items: Sequence) -> tqdm:
-    """Return a progress bar over some items, which rank 0 alone shows on stderr.
+    """Return a tqdm iterator over the items. Only rank 0 shows the progress, on stderr.
 
-    On a terminal it is a bar. Elsewhere, work that takes long prints a line now and then.
+    On a terminal it shows a bar. Otherwise it prints a line every LINE_EVERY seconds.
     """
     look = {}
     if not sys.stderr.isatty():
@@ -1097,26 +1111,28 @@ def progress(what: str, items: Sequence) -> tqdm:
 # ---- Graders ------------------------------------------------------------------------------------
 #
 # Grading takes four steps: find the answer in the response, bring it and the gold answer to one
-# spelling, split both into parts, and compare the values of the parts. An answer without a certain
-# reading equals only its own text. Answers are parsed, never executed.
+# spelling, split both into parts, and compare the values of the parts. An answer that can be read
+# in several ways equals only the identical text. Answers are parsed, never executed.
 
-LONGEST = 1000  # characters; a longer answer equals only its own text
+LONGEST = 1000  # characters; a longer answer equals only the identical text
 
 # Step 1: find the answer in the response
 
-# Text whose braces are balanced, up to eight levels deep: a{b{c}}
+# Matches text whose braces are balanced, up to eight levels deep: a{b{c}}
 IN_BRACES = ""
 for _ in range(8):
     IN_BRACES = rf"(?:\\.|[^{{}}\\]|\{{{IN_BRACES}\}})*"
 
-# \boxed{5}, \fbox{5}, or \boxed 5, where only one digit is in the box
+# Matches a box: \boxed{5}, \fbox{5}, or \boxed 5, which puts only one digit in the box
 BOX = rf"(?s:\\[bf]?box(?:ed)?\s{{0,9}}(?:\{{({IN_BRACES})\}}|(\d)))"
 
-# One answer in several boxes, \boxed{5} and $x_2 = \boxed{6}$; or a box and its percent sign
+# Matches the box or boxes of one answer, as in "\boxed{5} and $x_2 = \boxed{6}$", including a
+# percent sign after the last box
 BETWEEN = r"(?:[\s$*,;]|\\[(),; ]|\b(?:and|or)\b|\\text\{ *(?:and|or) *\}|\b[A-Za-z](?:_\d)? *=)*"
 BOXES = re.compile(rf"{BOX}(?:{BETWEEN}{BOX})*(?:[ $]*\\?%)?")
 
-# Neighbours that belong to the answer, so that the content of the box alone is not the answer
+# Match text before or after a box that is part of the answer, so that the content of the box alone
+# is not the answer
 BEFORE = re.compile(
     r"""(?x)(?:
         (?: (?<!\n)-                # -\boxed{5}; at the start of a line, "-" marks an item
@@ -1145,8 +1161,8 @@ AFTER = re.compile(
         )"""
 )
 
-# "The answer is", "Answer:", "the right option should be", "#### " (GSM8K), a line "Final answer".
-# "Consider each option:" in a line of its own claims nothing.
+# Matches what introduces an answer: "The answer is", "Answer:", "the right option should be",
+# "#### " (GSM8K), or a line "Final answer". With the answer that follows, it is called a claim.
 CLAIM = re.compile(
     r"""(?xim)(?:
         \b(?:answer|(?:option|choice)(?![ ]*\(?[A-J]\b))\b[^\n.:?]{0,40}?
@@ -1157,11 +1173,12 @@ CLAIM = re.compile(
     (?:[\s:*$]|\\[\[(]|(?:likely|probably|therefore|thus|simply)\b)*"""
 )
 
-# A list of all options, as after "Let me check each option:", which claims none of them
+# Matches a list of all options, as after "Let me check each option:". Such a list is not a claim.
 OPTIONS = re.compile(r"\W*A[).:][^\n]*\n\s*\W*B[).:]")
 
-# Text before a claim that cancels it: a condition or a doubt ("If x is 3, the answer is"), or a
-# negation. A negation ends at a conclusion: "A is not possible, so the answer is" claims something.
+# Matches text before a claim that cancels the claim: a condition or a doubt ("If x is 3, the answer
+# is"), or a negation. A conclusion ends a negation, so the claim in "A is not possible, so the
+# answer is B" counts.
 DENIED = re.compile(
     r"""(?xi)(?:
         \b(?:if|whether|unless|doubt|unlikely)\b [^.!?\n]*
@@ -1170,11 +1187,11 @@ DENIED = re.compile(
     )$"""
 )
 
-# A claim ends where its sentence ends or where a reason begins
+# A claim ends at the end of its sentence or where a reason begins
 REASON = re.compile(r"[,;.]?\s(?:because|since)\b|,\s(?:as|where|so)\b")
 END = re.compile(rf"(?<=[^.])\.[*$]*\s+(?=[A-Z])|{REASON.pattern}")
 
-# The start of a line that solves for an unknown: "x =", "- $x_1 =", "Case 1: x ="
+# Matches the start of a line that solves for an unknown: "x =", "- $x_1 =", "Case 1: x ="
 UNKNOWN = re.compile(r"(?:Case )?[\W\d]*([A-Za-z])(?:_\w+|_\{\w+\})? *= *")
 
 
@@ -1182,11 +1199,11 @@ def boxed(response: str) -> str | None:
     r"""Return the content of the last \boxed{} or <answer>; None if the response has neither.
 
     Boxes with only "," or "and" between them are one answer: "\boxed{5} or \boxed{6}" -> "5, 6".
-    Returns "" if the last box does not close, or if a neighbour changes it, as in "-\boxed{5}".
+    Returns "" if the last box is not closed, or if adjacent text changes its value: "-\boxed{5}".
     """
     text = re.sub("(?i)<answer>", r"\\boxed{", response[-100 * LONGEST :])
     text = re.sub("(?i)</answer>", "}\n.\n", text).replace("**", " ")
-    filled = re.sub(r"\\boxed\{\s*\}", "", text)  # without "Put your answer in \boxed{}"
+    filled = re.sub(r"\\boxed\{\s*\}", "", text)  # drops empty boxes: "Put your answer in \boxed{}"
     *_, last = [None, *BOXES.finditer(filled)]
     if last is None or r"\boxed{" in filled[last.end() :]:
         return "" if r"\boxed{" in text else None
@@ -1198,7 +1215,7 @@ def boxed(response: str) -> str | None:
 
 
 def claims(response: str) -> list[str]:
-    """Return the line that follows each claim, or "" if the claim is denied.
+    """Return the text after each "The answer is" or the like; "" for each that is denied.
 
     "The answer is 5 because 2+3=5." -> ["5 because 2+3=5."];  "If x is 3, the answer is 4." -> [""]
     """
@@ -1212,7 +1229,7 @@ def claims(response: str) -> list[str]:
 
 
 def solutions(lines: list[str]) -> str:
-    """Return the first line, joined by the next ones while they give other values to its unknown.
+    """Return the first line, plus further values if the next lines solve for the same unknown.
 
     ["x = 5", "x = 3", "So we get"] -> "x = 5, x=3";  ["x = 5", "x = 2 + 3"] -> "x = 5"
     """
@@ -1235,7 +1252,8 @@ def solutions(lines: list[str]) -> str:
 def commitments(response: str) -> tuple[str | None, list[str]]:
     r"""Return the content of the last box, and the texts that a response commits to.
 
-    With a box, that is its content or the last claim in it; without one, it is every claim.
+    With a box, the only such text is the last claim inside it, or else its whole content. Without a
+    box, every claim is one.
     "<answer>The answer is 5.</answer>" -> ("The answer is 5.", ["5."]);  "I doubt it" -> (None, [])
     """
     content = boxed(response)
@@ -1246,7 +1264,7 @@ def commitments(response: str) -> tuple[str | None, list[str]]:
 
 def final_answer(response: str) -> str:
     r"""Return the text of the answer: the last \boxed{} or <answer>, else the last claim, else the
-    last line if it is short, else ""."""
+    last line if it has fewer than 100 characters, else ""."""
     _, texts = commitments(response)
     if not texts:
         last_line = solutions(response[-LONGEST:].split("\n")[::-1])
@@ -1255,8 +1273,8 @@ def final_answer(response: str) -> str:
     return re.sub(r"(?<=[^.])\.$", "", answer.strip("* ")).strip("* ")
 
 
-# Step 2: bring it to one spelling. A matrix is written as ⟦a&b,c&d⟧, a set as ⦃a,b⦄, "or" as ∨, and
-# an inequality as an interval.
+# Step 2: bring the answer to one spelling. A matrix is written as ⟦a&b,c&d⟧, a set as ⦃a,b⦄, "or"
+# as ∨, and an inequality as an interval.
 
 
 def normalize(text: str) -> str:
@@ -1285,7 +1303,7 @@ def repeating_decimal(match: re.Match) -> str:
     return f"({numerator}/{'9' * len(repeated)}{'0' * len(match[2])})"
 
 
-# Words that multiply a number, and the words for a number's base
+# Words that multiply a number (5 million), and words for the base of a number (25_{eight})
 MULTIPLES = {
     "dozen": 12,
     "hundred": 100,
@@ -1298,7 +1316,7 @@ BASES = dict(
     zip("two three four five six seven eight nine ten eleven twelve".split(), range(2, 13))
 )
 
-# What stands for a character of Unicode
+# Unicode characters and their replacements
 CHARACTERS = str.maketrans(
     dict(zip("·⋅∗−–—÷µΩ’", "***---/μΩ'"))
     | {"½": r"\frac12", "⅓": r"\frac13", "⅔": r"\frac23", "¼": r"\frac14", "¾": r"\frac34"}
@@ -1306,8 +1324,8 @@ CHARACTERS = str.maketrans(
 )
 RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻₀₁₂₃₄₅₆₇₈₉", "0123456789+-0123456789")
 
-# The character that a LaTeX command stands for: \le is ≤. Python's table of HTML entities has most
-# of them, since their names are mostly LaTeX's.
+# LaTeX command without its backslash -> the character that the command stands for: "le" -> "≤".
+# Most rows come from Python's table of HTML entities, whose names are mostly the same as LaTeX's.
 SIGNS = {name.rstrip(";"): sign for name, sign in html5.items() if len(sign) == 1}
 SIGNS |= dict(
     pair.split("=")
@@ -1319,18 +1337,19 @@ SIGNS |= dict(
 )
 SIGNS |= dict.fromkeys([*"!,;: ()[]", "quad", "displaystyle", "left", "right"], " ")
 
-# A variable, with or without a subscript: x, AB, θ, x_1
+# Matches a variable, with or without a subscript: x, AB, θ, x_1
 LETTER = r"(?:(?!NO)[A-Z]{1,2}|[a-zα-ωΔℓ])(?:_\w{1,3}|_\{\w{1,3}\})?(?!\w)"
 
-# The name of what was asked, which an answer may omit: x=, ∠ABC=, f^{-1}(x)=, P(A|B)=, x∈, (x,y)=
+# Matches a left-hand side naming what was asked for, which an answer may leave out: x=, ∠ABC=,
+# f^{-1}(x)=, P(A|B)=, x∈, (x,y)=
 NAMED = re.compile(
     rf"(?:m?[∠▵][A-Z]+|{LETTER}(?:\^\{{?-1\}}?|'+)?"
     r"(?:\((?:[^()=A-Za-z]|[A-Za-z](?![A-Za-z]))*\))?)(?:=|∈(?=[(\[⦃]))"
     r"|\((?:x,y|x,y,z|a,b|a,b,c|m,n|p,q|r,θ)\)=(?=\()"
 )
 
-# Patterns and their replacements, in the order in which they are applied. The comment above a row
-# shows what it does.
+# Patterns and their replacements, in the order in which they are applied. The comment above each
+# pattern, or group of patterns, shows its effect.
 # fmt: off
 RULES = [
     # Fractions: {7 \over 4} -> \frac{7}{4}
@@ -1360,7 +1379,7 @@ RULES = [
     (r"\^\s*(\{)?\s*(?:\\circ(?![A-Za-z])|°)(?(1)\s*\})", "°"),
     # Sizes of brackets: \big( -> (
     (r"\\[bB]igg?[lr]?(?![A-Za-z])", ""),
-    # Commands with a character of their own: \le -> ≤
+    # Commands that stand for one character: \le -> ≤
     (r"\\([A-Za-z]+|.)", lambda m: SIGNS.get(m[1], m[0])),
     # Text and fonts: \text{cm} -> cm
     (rf"\\(?:(?:text|math)(?:rm|bf|it)?(?![A-Za-z])|mbox|boldsymbol)\s*\{{(?!\}})({IN_BRACES})\}}",
@@ -1389,9 +1408,9 @@ RULES = [
     (r"\bcubic (\w+)", r"\1^3"),
     # Times: 1:03 p.m. -> 1:03 PM
     (r"(?i)(?<=:\d\d) ?([ap])\.?m\b\.?", lambda m: f" {m[1].upper()}M"),
-    # Articles: The cell -> cell; the A of "A and B" is none
+    # Articles: The cell -> cell, but the A of "A and B" is not an article
     (r"(?i)^ *(?:the|an?) (?!(?:and|or)\b)(?=\w\w)", ""),
-    # What stands before a number: = 5 -> 5, about 5.3 -> 5.3
+    # Signs and words before a number: = 5 -> 5, about 5.3 -> 5.3
     (r"^ *=|^ *(?:about|around|roughly|approx(?:imately|\.)?) (?=\d*\.\d)", ""),
     # Real numbers: \mathbb{R} -> (-∞,∞)
     (r"^ *(?:\w *∈ *)?(?:all real numbers|ℝ|\\(?:mathbb|Bbb) ?(?:R|\{R\})) *$", "(-∞,∞)"),
@@ -1420,12 +1439,12 @@ RULES = [
     (r"([_^])\{([-+\w])\}", r"\1\2 "),
     # Negative exponents: 10^-3 -> 10^{-3}
     (r"\^(-\d+)", r"^{\1}"),
-    # Spaces stay between letters and digits only: 5 cm, \frac{1}{2} cm
+    # Spaces: removed, except between letters and digits, as in 5 cm and \frac{1}{2} cm
     (r"\s+", " "),
     (r"(?<![A-Za-z0-9})π])\s|(?<=[})π])\s(?![A-Za-z])|\s(?![A-Za-z0-9])", ""),
     # Full stops: 5. -> 5
     (r"(?:(?<!\.)\.|[\\,;])$", ""),
-    # Approximations: √2 ≈ 1.41 -> √2; alone, ≈ 1.41 -> 1.41
+    # Approximations: √2 ≈ 1.41 -> √2, but ≈ 1.41 alone -> 1.41
     (r"(?<=[^x=])≈-?\d*\.\d+\D*$|^(?:[a-z]=?)?≈(?=\d*\.)", ""),
     # Fractions without braces: \frac12 -> \frac{1}{2}
     (r"\\frac ?(\d)", r"\\frac{\1}"),
@@ -1437,7 +1456,8 @@ RULES = [
     # Inequalities: 1<x≤2 -> x∈(1,2]
     (r"(?<![^,∨])(?=[^,∨]*[<>≤≥])(?:([^<>≤≥,∨]+)([<>≤≥]))?"
      rf"({LETTER})(?:([<>≤≥])([^<>≤≥,∨]+))?(?![^,∨])", as_interval),
-    # Alternatives, now known: x∈(1,2)∨x∈(3,4) -> x∈(1,2)∪x∈(3,4), 1∨2 -> 1,2
+    # Alternatives, now that inequalities are intervals: x∈(1,2)∨x∈(3,4) -> x∈(1,2)∪x∈(3,4)
+    # and 1∨2 -> 1,2
     (r"∨(?=\w∈[(\[])", "∪"),
     (r"(?<![a-z]{2})∨(?![a-z]{2})", ","),
     # Brackets around a matrix: (⟦1&2⟧) -> ⟦1&2⟧
@@ -1448,7 +1468,7 @@ RULES = [
     (r"^(?:[A-Z][a-z]?(?:_\{?\d+\}? ?)?){2,}$", lambda m: re.sub("[_{} ]", "", m[0])),
 ]
 # fmt: on
-# Step 3: split it into parts
+# Step 3: split the answer into parts
 
 
 def split_parts(text: str) -> tuple[str, list[str]]:
@@ -1485,19 +1505,21 @@ def split_outside_brackets(text: str, separator: str) -> list[str]:
     return parts
 
 
-# Step 4: compare values. Each letter of an expression takes the values of POINTS in an order of its
-# own, so an expression has 12 values. Rational values are Fractions, which are exact; others are
-# floats or complex numbers, and nan where the expression is undefined.
+# Step 4: compare values. An expression is evaluated at 12 points, so it has 12 values. From point
+# to point, each letter takes another value of POINTS, in a random order that depends on the letter.
+# Rational values are exact Fractions. Other values are floats or complex numbers, and nan if the
+# expression is undefined at a point.
 
 POINTS = [Fraction(n, 8) for n in (1, 5, 9, 13, 15, 21, 29, 37, 75, 811, -11, -131)]
 CONSTANTS = {"π": math.pi, "e": math.e, "i": 1j}
 VARIABLE = r"[A-Za-zα-ωΔℓ∞](?:_\{\w+\}|_\w)?'*"  # x, x_1, x_{12}, y'
 TOKEN = re.compile(rf"\\[A-Za-z]+|\d+\.?\d*|\.\d+|{VARIABLE}|\S")
 
-# Numbers with so many digits that floats cannot tell them from others: 1.41421356237 is not √2
+# Matches numbers with so many digits that a float comparison cannot tell them from nearby values:
+# 1.41421356237 is not √2.
 LONG = re.compile(r"\d{10}|\.\d{9}|10\^\{-(?:\d\d|9)")
 
-# Texts without a certain reading
+# Matches texts that can be read in several ways
 UNSURE = re.compile(
     r"""(?x)
         (?<![\\A-Za-z_{])                                        # a word, but not ab or mgh
@@ -1519,7 +1541,7 @@ def factorial(x) -> Fraction:
 
 
 def power(x, y):
-    """Return x**y. Raises OverflowError if the exact value had more than about 2,000 bits."""
+    """Return x**y. Raises OverflowError if the exact value would have over about 2,000 bits."""
     bits = (x.numerator * x.denominator).bit_length() if isinstance(x, Fraction) else 0
     if bits * abs(y) > 2000:
         raise OverflowError
@@ -1527,15 +1549,15 @@ def power(x, y):
 
 
 class Unreadable(Exception):
-    """An expression has no certain reading."""
+    """The expression is malformed, or can be read in several ways."""
 
 
 class Expression:
-    """An expression, parsed by recursive descent once for each of the 12 points.
+    """An expression, parsed and evaluated by recursive descent once for each of the 12 points.
 
-    values: its values; empty if it has no certain reading
-    letters: its variables, units included
-    n_operands: how many numbers and letters it holds
+    values: its value at each point; empty if the text is unreadable or ambiguous
+    letters: its variables, including units
+    n_operands: how many numbers and letters it contains
     """
 
     def __init__(self, text: str):
@@ -1555,26 +1577,26 @@ class Expression:
             self.values = []
 
     def evaluate(self, tokens: list[str]):
-        """Return the expression's value at a point, where the letters have their `known` values."""
+        """Return the expression's value at the point in `self.known`, or nan if it is undefined."""
         self.tokens = [*tokens, "end"]
         try:
             value = self.read(1)
             abs(value)  # raises OverflowError if it is too large
-        except (ArithmeticError, ValueError):  # undefined here
+        except (ArithmeticError, ValueError):  # undefined at this point
             return math.nan
         if self.tokens != ["end"]:
             raise Unreadable
         return value
 
     def take(self, tokens: str) -> bool:
-        """Remove the next token if it is one of these; return whether it was."""
+        """If the next token is one of `tokens`, remove it. Return whether it was removed."""
         if self.tokens[0] not in tokens:
             return False
         self.tokens.pop(0)
         return True
 
     def read(self, weakest: int):
-        """Return the value of what comes next, up to an operator weaker than `weakest`."""
+        """Read tokens up to the first operator weaker than `weakest`, and return their value."""
         is_signed = weakest == 1 and self.tokens[0] in "+-"
         value = Fraction(0) if is_signed else self.read_operand()
         if self.take("!"):
@@ -1582,7 +1604,8 @@ class Expression:
         last_sign = ""
         while True:
             sign = self.tokens[0]
-            # No operator follows: a factor does (2x), or the expression ends here.
+            # If a letter follows without an operator, multiply by it (2x). At any other token that
+            # is not an operator, the expression ends.
             side_by_side = (3, operator.mul) if sign in self.known else (0, None)
             strength, function = OPERATORS.get(sign[0], side_by_side)
             if strength < weakest:
@@ -1594,7 +1617,7 @@ class Expression:
             last_sign = sign
 
     def read_operand(self):
-        """Return the value of a number, a letter, a bracket, or a function and its argument."""
+        """Read a number, a letter, a bracket, or a function and its argument. Return its value."""
         token = self.tokens.pop(0)
         if token in CLOSING:
             value = self.read(1)
@@ -1625,8 +1648,8 @@ FUNCTIONS = {
 }
 # fmt: on
 
-# How strongly each operator binds, and its function. An operand is multiplied by a bracket or a
-# command that follows it: 2(x+1), 2\sin x.
+# Operator -> (how strongly it binds, its function). A bracket or a command directly after an
+# operand multiplies that operand: 2(x+1), 2\sin x.
 OPERATORS = {
     "+": (1, operator.add),
     "-": (1, operator.sub),
@@ -1636,7 +1659,7 @@ OPERATORS = {
 }
 CLOSING = {"(": ")", "{": "}", "[": "]"}
 
-# A unit is a factor times base units, which are letters: UNITS["km"] is (1000*(u_{m}))
+# Unit -> the unit as an expression whose variables are base units: UNITS["km"] is (1000*(u_{m}))
 UNITS = {}
 for pair in (
     "m g s mol K A V celsius degree rad month year lb ounce gallon quart pint cup unit dollar "
@@ -1658,22 +1681,22 @@ for pair in (
     in_base_units = re.sub("[^-0-9.*/^{}()]+", lambda m: UNITS[m[0]], meaning)
     UNITS[unit] = f"({in_base_units or 'u_{' + unit + '}'})"
 
-# A unit, singular or plural; and a number with units, as 5 cm and 9.8 m/s^2. These are no such
-# numbers: 5m, 5x m, \sin 5 m, 2π°, 5%%.
+# UNIT matches a unit, singular or plural. QUANTITY matches a number with units, such as 5 cm and
+# 9.8 m/s^2, but not 5m, 5x m, \sin 5 m, 2π° or 5%%.
 UNIT = "(" + "|".join(sorted(UNITS, key=len, reverse=True)) + r")(?:(?<=\w\w)e?s)?(?![A-Za-z])"
 QUANTITY = re.compile(
     r"(?!.*π.*°|.*[%°].)((?:[^\\a-z]|\\frac|\\root)*[\d)}π])(?: |(?![A-Za-z](?:$|[^A-Za-z])))"
     rf"((?:{UNIT}(?: ?\^ ?\{{?-?\d\}}?|\d\b)?[ */()]*)+)"
 )
-# A number with any other unit: 13.6 eV
+# Matches a number and a word that may be a unit outside UNITS: 5 furlongs
 OTHER_UNIT = re.compile(r"(.*\d[)}]?) ?([A-Za-z]{2}\S*)")
 
 
 def split_unit(text: str) -> tuple[str, str]:
-    """Return a quantity without its unit, and as an expression in base units.
+    """Return a quantity twice: without its unit, and as an expression in base units.
 
     "5 km" -> ("5", "(5)*(1000*(u_{m}))");  "5" -> ("5", "5")
-    20% is 20 without its unit, because the question may ask for a percentage.
+    20% without its unit is 20, not 0.2, because the question may ask for a percentage.
     """
     match = QUANTITY.fullmatch(text)
     if not match:
@@ -1686,11 +1709,11 @@ def split_unit(text: str) -> tuple[str, str]:
 
 
 def same_value(answer: str, gold: str, tolerance: float) -> bool:
-    """Whether two expressions agree at three points or more, and at no point differ."""
+    """Whether two expressions agree at all points where both can be compared, at least three."""
     mine, theirs = Expression(answer), Expression(gold)
     if mine.letters != theirs.letters:
         return False
-    # An expression that is still to be worked out is no answer: the question often contains it.
+    # Reject an expression that still has to be worked out: the question often contains it.
     if not theirs.letters and mine.n_operands > theirs.n_operands + 2:
         return False
     pairs = [*zip(mine.values, theirs.values)]
@@ -1698,8 +1721,9 @@ def same_value(answer: str, gold: str, tolerance: float) -> bool:
     if not is_exact and LONG.search(f"{answer} {gold}"):
         return False
 
-    # Where a letter is negative, x^{2/3} and \sqrt[3]{x^2} differ: one of them is not real. Compare
-    # them where both are real, if there are such points. But \ln x is never \ln |x|.
+    # At a negative x, x^{2/3} and \sqrt[3]{x^2} differ, because only one of the two is real. So
+    # compare only the points at which both are real, if there are enough. With \ln, compare all
+    # points, because \ln x and \ln |x| differ.
     real_pairs = [pair for pair in pairs if all(map(is_real, pair))]
     if len(real_pairs) > 2 and r"\ln" not in answer + gold:
         pairs = real_pairs
@@ -1710,7 +1734,7 @@ def same_value(answer: str, gold: str, tolerance: float) -> bool:
     agree = [
         abs(x - y) <= error * abs(y)
         for x, y in pairs
-        if is_exact or abs(x) < 1e99 and 1e-9 < abs(y) < 1e9  # never where one is nan
+        if is_exact or abs(x) < 1e99 and 1e-9 < abs(y) < 1e9  # false if x or y is nan
     ]
     return len(agree) > 2 and all(agree)
 
@@ -1720,8 +1744,8 @@ def is_real(value) -> bool:
 
 
 def same_quantity(answer: str, gold: str, tolerance: float) -> bool:
-    """Whether two numbers or formulas are equal. One of them may lack its unit."""
-    # Units that are not in the table have to be the same.
+    """Whether two numbers or formulas are equal. One of the two may lack its unit."""
+    # If both have the same unit, and it is not in UNITS, compare the numbers.
     mine, theirs = OTHER_UNIT.fullmatch(answer), OTHER_UNIT.fullmatch(gold)
     if mine and theirs and mine[2] == theirs[2] and not Expression(mine[2]).values:
         return same_value(mine[1], theirs[1], tolerance)
@@ -1729,18 +1753,18 @@ def same_quantity(answer: str, gold: str, tolerance: float) -> bool:
     number, whole = split_unit(answer)
     gold_number, gold_whole = split_unit(gold)
     pairs = {(whole, gold_whole)}
-    if number == whole or gold_number == gold_whole:  # one of them has no unit
+    if number == whole or gold_number == gold_whole:  # the answer or the gold answer has no unit
         pairs.add((number, gold_number))
-    if "°" not in answer + gold:  # the g of \frac{1}{2} g may be a variable
+    if "°" not in answer + gold:  # letters may be variables, not units: the g of \frac{1}{2} g
         pairs.add((answer, gold))
     return any(same_value(*pair, tolerance) for pair in pairs)
 
 
 def same_equation(sides: list[str], gold_sides: list[str]) -> bool:
-    """Whether two equations are the same but for terms moved to the other side: 2x+4y=3, 2x+4y-3=0.
+    """Whether two equations differ only by terms moved to the other side: 2x+4y=3, 2x+4y-3=0.
 
-    Returns False if the gold equation is solved for a letter (y=2x+3): then the answer has to be
-    solved as well.
+    Returns False if the gold equation is solved for a letter (y=2x+3), because then the answer must
+    be solved for this letter, too.
     """
     if any(re.fullmatch(LETTER, side) for side in gold_sides):
         return False
@@ -1752,7 +1776,7 @@ def same_equation(sides: list[str], gold_sides: list[str]) -> bool:
 def same_parts(answer: str, gold: str, tolerance: float = 0.0) -> bool:
     """Whether two normalized answers have the same kind and the same parts.
 
-    The parts of lists, sets, unions and equations may stand in any order.
+    The parts of lists, sets, unions and equations may be in any order.
     """
     if answer == gold:
         return answer != ""
@@ -1781,7 +1805,7 @@ def same_math(answer: str, gold: str, tolerance: float = 0.0) -> bool:
     r"""Whether two answers in LaTeX or plain text mean the same: "x = \frac12" and "0.5".
 
     A name ("x =") or a unit may be missing on one side. If the gold answer has a decimal point,
-    numbers may differ by the tolerance, which is relative.
+    numbers may differ by the relative tolerance.
     """
     if max(len(answer), len(gold)) > LONGEST:
         return answer.strip() == gold.strip() != ""
@@ -1792,7 +1816,7 @@ def same_math(answer: str, gold: str, tolerance: float = 0.0) -> bool:
     if "=" not in texts[1]:
         texts[0] = re.sub(r"^[a-z](?:[+-][a-z])+=", "", texts[0])
         texts[0] = re.sub(r"(^|,)([a-z])_\w ?=", r"\1\2=", texts[0])
-    # Then drop the name if there is only one: 1,-3 for x=1,x=-3
+    # Then drop the name, unless the two answers have different names: x=1,x=-3 -> 1,-3
     names = {match[0] for match in map(NAMED.match, texts) if match}
     bare = [text.replace(*names, "") for text in texts] if len(names) == 1 else texts
     if "=" not in bare[1]:
@@ -1801,10 +1825,10 @@ def same_math(answer: str, gold: str, tolerance: float = 0.0) -> bool:
 
 
 def same_short(answer: str, gold: str) -> bool:
-    """Whether a short free answer is the gold one (RLPR).
+    """Whether a short free-form answer matches the gold answer (RLPR).
 
-    Words may differ in case, articles and punctuation: "An increase." is "increase". Numbers may
-    differ by 1 % if the gold one has a decimal point, for then it was measured or rounded.
+    Words may differ in case, articles and punctuation: "An increase." matches "increase". Numbers
+    may differ by 1 % if the gold answer has a decimal point, since it was then measured or rounded.
     """
     is_words = re.fullmatch(r"[^\W\d_]{2}(?:[^\W\d_]|[-\s,.;:'\"“”])*", gold)
     if is_words:
@@ -1820,8 +1844,9 @@ def repeats_formula(answer: str, question: str, gold: str) -> bool:
     r"""Whether an answer repeats a formula of the question, as \sqrt{192} does for
     "Simplify $\sqrt{192}$".
 
-    A policy can tell a worker to repeat the formula, so this must not pay. Only operands and
-    commands are compared, without 0 and 1, which change nothing in x+0 and 1x.
+    A Conductor can learn to tell a worker to repeat the formula, so repeating must not be rewarded.
+    Only operands and commands are compared. 0 and 1 are ignored, because adding them can disguise
+    a copy: x+0, 1x.
     """
     operand = (
         r"\\(?!frac)[A-Za-z]+|(?![01](?:\.0*)?(?![\d.]))\d[\d.]*!?|(?<![A-Za-z])[^\W\d_](?![a-z])"
@@ -1836,7 +1861,8 @@ def repeats_formula(answer: str, question: str, gold: str) -> bool:
 # Letters of multiple-choice questions
 
 LETTERS = "ABCDEFGHIJ"
-# "So the answer is (B)", "**B**", "B is correct", "B, not A", "B. its text", "B (its text)"
+# Matches a letter, perhaps with its option's text after it: "So the answer is (B)", "**B**",
+# "B is correct", "B, not A", "B. its text", "B (its text)"
 LETTER_FIRST = re.compile(
     r"""(?xi)
         (?:(?:the|correct|final|best|answer|option|choice|is|so|thus|hence|therefore)\b[\s:,]*)*
@@ -1845,17 +1871,17 @@ LETTER_FIRST = re.compile(
         (?:(?:not|rather[ ]than|instead[ ]of)(?:[\s,()]|(?:[A-J]|or|nor|and)\b)+$)?
         (?P<text>.*)"""
 )
-# The text of an option followed by its letter: "photosynthesis (B)"
+# Matches the text of an option followed by its letter: "photosynthesis (B)"
 LETTER_LAST = re.compile(
     r"(?i)(?P<text>.*?)[\s,:-]*\((?:option |choice )?(?P<letter>[A-J])\)[\s.]*"
 )
 
 
 def letter_of(text: str, choices: list[str]) -> str | None:
-    """Return the letter that a text names, or None.
+    """Return the letter of the choice that a text names; None if it names none, or several.
 
-    The text is the letter, "B" or "(B)"; the letter with its choice, "B. the nucleus"; or the text
-    of exactly one choice, "the nucleus".
+    The text may be the letter, "B" or "(B)"; the letter with its choice, "B. the nucleus"; or the
+    text of exactly one choice, "the nucleus".
     """
     text = re.sub(r"\*\*|\$|\\(?:text|math)(?:bf|rm|it)?(?![a-z])", "", text[:LONGEST]).strip(" .")
     whole = bare_choice(text)
@@ -1869,29 +1895,30 @@ def letter_of(text: str, choices: list[str]) -> str | None:
 
 
 def bare_choice(text: str) -> str:
-    """Return a choice's text in one spelling, without brackets and full stops around it."""
+    """Return a choice's text, normalized and without surrounding brackets and full stops."""
     return normalize(text.replace("**", "").strip("() ")).strip("(){}.")
 
 
 def pick_letter(response: str, choices: list[str]) -> str | None:
     r"""Return the letter that a response commits to; None if it names none, or several.
 
-    It is read from the last \boxed{} or <answer>, else from all claims, else from the last
+    The letter is read from the last \boxed{} or <answer>, else from all claims, else from the last
     sentences.
     """
     choices = [bare_choice(choice) for choice in choices]
     in_box, texts = commitments(response)
     picked = set()
 
-    # A text with a lone capital that names no letter makes the response ambiguous: None is picked
-    # beside the letters.
+    # If a text contains a lone capital from A to J, but does not name a choice, the response is
+    # ambiguous. So add None to the picked letters.
     end = END if in_box is None else REASON
     for text in texts[-99:]:
         letter = letter_of(text, choices) or letter_of(end.split(text)[0], choices)
         if letter or re.search(r"\b[A-J]\b", text):
             picked.add(letter)
 
-    # Otherwise read the last sentences. "A. This is" is one sentence; questions are left out.
+    # If no box or claim was found, read the last sentences, but skip questions. "A. This is" counts
+    # as one sentence.
     if in_box is None and not picked:
         for text in re.split(r"(?<!\b[A-J])[.!]\s|\n|[^.!?\n]*\?", response[-LONGEST:]):
             letter = letter_of(text, choices)
@@ -1910,14 +1937,14 @@ def same_response(problem: Problem, one: str, other: str) -> bool:
 class Grader(NamedTuple):
     instruction: str  # appended to a question that does not specify an answer format
     extra: tuple  # the keys of Problem.extra that it reads
-    check: Callable  # check(problem, response) -> "" if right, else what is wrong, for a trace
-    # agree(problem, one, other) -> whether two responses answer alike, for votes
+    check: Callable  # check(problem, response) -> "" if right, else what is wrong, shown in traces
+    # agree(problem, one, other) -> whether two responses give the same answer; used in votes
     agree: Callable = same_response
-    is_free: bool = False  # it asks no model, so files that use it are checked when they are read
+    is_free: bool = False  # it calls no model, so check_problem tries it on every gold answer
 
 
 def text_grader(instruction: str, read: Callable, same: Callable, extra: tuple = ()) -> Grader:
-    """Return a grader that compares the answer's text, and refuses one copied from the question.
+    """Return a grader that compares answers as text, and rejects formulas copied from the question.
 
     Args:
         read: read(response, *values of extra) -> the answer, or None
@@ -1945,7 +1972,7 @@ def text_grader(instruction: str, read: Callable, same: Callable, extra: tuple =
 
 
 def own_grader(is_right: Callable) -> Grader:
-    """Return the grader of a user's function is_right(problem, response) -> bool.
+    """Return a grader that calls a user's function is_right(problem, response) -> bool.
 
     In votes, two responses agree if they are the same text.
     """
@@ -1953,7 +1980,7 @@ def own_grader(is_right: Callable) -> Grader:
     def check(problem, response):
         try:
             verdict = is_right(problem, response)
-            if not isinstance(verdict, bool | np.bool_):  # "wrong" and 0.5 are true, too
+            if not isinstance(verdict, bool | np.bool_):  # "wrong" and 0.5 would count as True
                 raise TypeError(f"it returned {verdict!r:.40}, expected True or False")
         except Exception as e:
             raise ValueError(f"the grader failed on {problem.id}: {type(e).__name__}: {e}") from e
@@ -1980,7 +2007,7 @@ def check_solution(problem: Problem, response: str) -> str:
 
 
 def failure(problem: Problem, response: str) -> str:
-    """Return "" if a response answers the problem, else the reason why it does not, for a trace."""
+    """Return "" if a response is right, else what is wrong with it, as traces show it."""
     return GRADERS[problem.grader].check(problem, response)
 
 
@@ -1989,9 +2016,9 @@ def grade(problem: Problem, response: str) -> bool:
 
 
 def grade_once() -> Callable:
-    """Return a `failure` that judges equal responses to a problem only once.
+    """Return a version of `failure` that judges equal responses to a problem only once.
 
-    The rollouts of a group often contain the same program.
+    This saves time, because the rollouts of a group often contain the same program.
     """
     locks, known = {}, {}
 
@@ -2012,7 +2039,7 @@ GRADERS = {
         bare_text,
         lambda answer, gold: answer == bare_text(gold),
     ),
-    # The laptop world's, whose workers answer with nothing but the answer
+    # For the laptop world, whose workers reply with nothing but the answer
     "same": own_grader(lambda problem, response: response.strip() == problem.answer)._replace(
         is_free=True
     ),
@@ -2041,8 +2068,8 @@ GRADERS = {
 
 # ---- Benchmarks ----------------------------------------------------------------------------------
 #
-# Each function turns row number n of a data set into a problem. Its docstring shows such a row,
-# shortened.
+# Each function below turns row n of a data set into a problem. Its docstring shows an example of a
+# row, shortened.
 
 
 def math_problem(row: dict, n: int) -> Problem:
@@ -2069,7 +2096,7 @@ def choice_problem(row: dict, n: int) -> Problem:
 def gpqa_problem(row: dict, n: int) -> Problem:
     """GPQA: {"Question": "A fruit?", "Correct Answer": "apple", "Incorrect Answer 1": "stone", …}
 
-    The order of the four choices depends on n alone.
+    The order of the four choices depends only on n.
     """
     names = ["Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"]
     order = random.Random(n).sample(range(4), 4)
@@ -2083,7 +2110,7 @@ def livecodebench_problem(row: dict, n: int) -> Problem:
     "starter_code": "", "difficulty": "easy", "metadata": "{}", "public_test_cases": "[…]",
     "private_test_cases": "…"}
 
-    The tests take up to hundreds of MB. The problem holds only their position in the file.
+    Tests can take hundreds of MB, so the problem holds only their position in the file.
     """
     question = row["question_content"]
     if row["starter_code"]:
@@ -2113,20 +2140,19 @@ class Source(NamedTuple):
     count: int
     licence: str
     problem: Callable  # problem(row, n) -> Problem
-    is_sampled: bool = False  # a large set: pages are read in random order, as many as are needed
+    is_sampled: bool = False  # for a large set: read only as many pages as needed, in random order
 
 
 def source_of(name: str, split: str) -> Source | None:
-    whole = SOURCES.get(name) if "/" not in name else None  # for both splits
+    whole = SOURCES.get(name) if "/" not in name else None  # the source of both splits
     return SOURCES.get(f"{name}/{split}") or whole
 
 
 def benchmark(name: str, split: str, limit: int | None = None) -> list[Problem]:
-    """Return the first `limit` problems of a benchmark in a random order that never changes.
+    """Return the first `limit` problems of a benchmark in a random but fixed order.
 
-    Rows that are not in DATA yet are downloaded. A data set that serves both splits is divided by a
-    hash of the question: a fifth is for testing, three fifths are for training, and a fifth is
-    unused.
+    Rows that are not in DATA yet are downloaded. If one data set serves both splits, a hash of the
+    question divides it: one fifth is for testing, three fifths are for training, one is unused.
     """
     source = source_of(name, split)
     fifths = [0] if split == "test" else [2, 3, 4]
@@ -2156,7 +2182,7 @@ def benchmark(name: str, split: str, limit: int | None = None) -> list[Problem]:
 
 
 def hub_file(repository: str, file: str) -> str:
-    """Return the local path of a data set's file, which is downloaded once.
+    """Download a file of a data set, unless that was done before, and return its local path.
 
     A gated data set needs HF_TOKEN.
     """
@@ -2170,8 +2196,8 @@ def hub_file(repository: str, file: str) -> str:
 def rows_of_file(source: Source):
     """Yield (number, row) for the rows of a CSV or JSONL file.
 
-    A JSONL row also gets a "place": its file, and the byte at which it begins. Later `stored_tests`
-    reads it there again.
+    A JSONL row also gets a "place": its file, and the byte at which the row begins, so that
+    `stored_tests` can read the row again later.
     """
     path = hub_file(source.repository, source.rows)
     if path.endswith(".csv"):
@@ -2185,7 +2211,7 @@ def rows_of_file(source: Source):
 
 
 def rows_of_viewer(source: Source):
-    """Yield (number, row) for rows of the dataset viewer.
+    """Yield (number, row) for the rows of a data set, from the hub's dataset viewer.
 
     A page is fetched when its first row is needed, and kept in a file.
     """
@@ -2195,7 +2221,7 @@ def rows_of_viewer(source: Source):
     folder = f"{DATA}/{source.repository}/{source.rows}"
     os.makedirs(folder, exist_ok=True)
     hub = requests.Session()
-    # Waiting 2, 4, 8, … s outlasts a rate limit of five minutes.
+    # Wait 2, 4, 8, … s between tries, which outlasts a rate limit of five minutes.
     retry = Retry(8, connect=2, backoff_factor=2, status_forcelist=(429, 500, 502, 503, 504))
     hub.adapters = {"http": HTTPAdapter(max_retries=retry)}
     for start in progress(source.repository, starts):
@@ -2206,7 +2232,7 @@ def rows_of_viewer(source: Source):
 
 
 def fetch_page(hub: requests.Session, source: Source, start: int) -> list[dict]:
-    """Return up to 100 rows from number `start` on.
+    """Return up to 100 rows, the first of which has the number `start`.
 
     GET /rows (huggingface.co/docs/dataset-viewer/rows) answers
     {"rows": [{"row_idx": 0, "row": {…}, "truncated_cells": []}, …], …}.
@@ -2228,7 +2254,10 @@ def fetch_page(hub: requests.Session, source: Source, start: int) -> list[dict]:
 
 
 def tests_of(problem: Problem) -> list[list[str]]:
-    """Return a program's tests as [input, output] pairs, if need be from the benchmark's file."""
+    """Return a program's tests as [input, output] pairs.
+
+    If the problem holds only their position, they are read from the benchmark's file.
+    """
     tests = problem.extra["tests"]
     return stored_tests(problem.id, **tests) if isinstance(tests, dict) else tests
 
@@ -2237,9 +2266,10 @@ def tests_of(problem: Problem) -> list[list[str]]:
 def stored_tests(id: str, file: str, at: int) -> list[list[str]]:
     """Return the public and hidden tests of the LiveCodeBench problem at byte `at` of a file.
 
-    The input of a function is its arguments, each a line of JSON. Hidden tests are JSON in a pickle
-    in zlib in base64 (lcb_runner/benchmarks/code_generation.py of LiveCodeBench). The pickle is not
-    loaded, since loading could run code: the JSON is cut out of its bytes.
+    Each test is an [input, output] pair. If the solution is a function, the input holds one line of
+    JSON for each argument. Hidden tests are JSON that was pickled, compressed with zlib and encoded
+    in base64 (lcb_runner/benchmarks/code_generation.py of LiveCodeBench). Loading the pickle could
+    run code, so the JSON is cut out of the pickle's bytes instead.
     """
     path = hub_file(SOURCES["livecodebench/test"].repository, file)
     try:
@@ -2259,8 +2289,8 @@ def stored_tests(id: str, file: str, at: int) -> list[list[str]]:
         raise ValueError(f"{path}, byte {at}: no tests of {id}; {remedy}") from e
 
 
-# The table of benchmarks: NAME/SPLIT, or NAME where one data set serves both splits. Where comments
-# speak of the paper, they say how many problems it used (App. A.2).
+# The table of benchmarks. A key is NAME/SPLIT, or NAME if one data set serves both splits. The
+# comments "The paper: …" say which or how many of the problems the paper used (App. A.2).
 # fmt: off
 SOURCES = {
     # The paper: 300 for training, 100 for testing
@@ -2270,7 +2300,8 @@ SOURCES = {
         "openbmb/RLPR-Train-Dataset", "default/train", 77687, "CC BY-NC 4.0", rlpr_problem, True),
     "mmlu/train": Source("cais/mmlu", "all/auxiliary_train", 99842, "MIT", choice_problem, True),
     "mmlu/test": Source("cais/mmlu", "all/test", 14042, "MIT", choice_problem),  # The paper: all
-    # Release V1, up to March 2024, and what release V6 added. The paper: V1 and V6
+    # For training, release V1, up to March 2024; for testing, the problems that release V6 added.
+    # The paper: V1 and V6
     "livecodebench/train": Source(
         "livecodebench/code_generation_lite", "test.jsonl", 400, "CC", livecodebench_problem),
     "livecodebench/test": Source(
@@ -2294,17 +2325,17 @@ BENCHMARKS = [*dict.fromkeys(key.split("/")[0] for key in SOURCES)]
 MIXES = {
     # 960 problems, chosen by "difficulty and diversity" (App. A.2)
     "paper": {"math500": 240, "mmlu": 240, "rlpr": 240, "livecodebench": 240},
-    # Those of the 960 that train further rounds (App. A.1)
+    # The part of the 960 problems on which further rounds are trained (App. A.1)
     "recursion": {"livecodebench": 175, "rlpr": 175},
 }
-CANDIDATES = 600  # the largest number of problems of a benchmark from which `prepare` chooses
+CANDIDATES = 600  # `prepare` chooses from at most this many problems of each benchmark
 
 
 def prepare(settings: "Settings"):
     """Write DATA/paper.jsonl and DATA/recursion.jsonl.
 
-    The problems are the hardest candidates of each benchmark where levels are known, else the
-    first. With a pool, only candidates that can teach are taken.
+    From each benchmark, the hardest candidates are taken if levels are known, else the first ones.
+    With a pool, only candidates that can teach (see `can_teach`) are taken.
     """
     pool = []
     if settings.pool:
@@ -2337,7 +2368,7 @@ def prepare(settings: "Settings"):
 
 
 def those_that_teach(name: str, problems: list[Problem], pool: list) -> list[Problem]:
-    """Ask every worker each problem twice; print the headroom, return the problems that teach."""
+    """Ask every worker each problem twice, print the headroom, return the problems that teach."""
     setup = Setup(Settings(repeats=2), pool)
     pools = [pool] * len(problems)
     for repeat in range(2):
@@ -2355,9 +2386,12 @@ def those_that_teach(name: str, problems: list[Problem], pool: list) -> list[Pro
 
 
 def can_teach(right: np.ndarray) -> np.ndarray:
-    """Return for each problem whether one worker is always right and another one always wrong.
+    """Return (problems) booleans: whether one worker is always right and another always wrong.
 
-    Only then is the choice of a worker more than luck. right: as of `right_answers`.
+    Only on such a problem is the effect of choosing a worker more than luck.
+
+    Args:
+        right: The result of `right_answers`.
     """
     is_always_right = (right == 1).all(1)  # (workers, problems)
     is_always_wrong = (right == 0).all(1)
@@ -2366,14 +2400,14 @@ def can_teach(right: np.ndarray) -> np.ndarray:
 
 # ---- Running code --------------------------------------------------------------------------------
 #
-# `run_code` runs a program on tests. The functions that judge follow: LiveCodeBench's programs are
-# judged by what they print or return, BigCodeBench's by their unit tests.
+# `run_code` runs a program on tests. The functions that judge programs come last: LiveCodeBench's
+# programs are judged by what they print or return, BigCodeBench's by their unit tests.
 
 SANDBOX = "bwrap"
 
 
 def use_sandbox(name: str):
-    """Choose how programs run: in "bwrap", or with "none", as any program of their user."""
+    """Choose how programs run: in the sandbox "bwrap", or with "none" as ordinary programs."""
     global SANDBOX
     SANDBOX = name
 
@@ -2389,32 +2423,38 @@ def check_sandbox():
 def run_code(
     program: str, name: str | None, tests: list[str], seconds: float, memory: int = 4
 ) -> list[bytes | None]:
-    """Run a program that nobody has read on each test, every time in a fresh sandbox (bubblewrap).
+    """Run an untrusted program on each test, every time in a fresh sandbox (bubblewrap).
 
     Args:
-        name: the function, or method of Solution, to call with the test's lines, which are JSON;
-            None for a program that is __main__ and reads the test from standard input
-        seconds: time limit of a test
-        memory: GiB of each process
+        name: the function, or method of the class Solution, to call; each line of a test is an
+            argument in JSON. None: the program is run as __main__, with the test as its standard
+            input
+        seconds: time limit of each test
+        memory: GiB, limit of each process
 
-    Returns what each test printed or, as JSON, returned. It is None for a test that crashed or took
-    too long, and for all tests after it. Raises OSError if no program can run here.
+    Returns, for each test, what the program printed or, as JSON, what the function returned. The
+    entry is None for a test that crashed or took too long, and for all tests after it. Raises
+    OSError if programs cannot run on this machine.
 
     The sandbox protects against
         * reading or changing files: the program sees Python and the system's libraries, read-only,
           and an empty /tmp of 128 MiB
-        * using the network: there is only a loopback device of its own
-        * stealing keys: it inherits no environment variable and no open file
-        * looking up or forging answers: expected outputs never enter, and are compared out here
-        * touching other processes: it sees its own alone, at most 64, which end with the test
-        * exhausting the machine: time, memory, output and files are limited, and it has one core
+        * using the network: the sandbox has only its own loopback device
+        * stealing keys: the program inherits none of your environment variables or open files
+        * looking up or forging answers: expected outputs never enter the sandbox, and outputs are
+          compared outside
+        * touching other processes: the program sees only its own processes, at most 64, which are
+          killed at the end of the test
+        * exhausting the machine: time, memory, output and open files are limited, and the program
+          has one core
 
     It does not protect against
-        * bugs of the kernel or of bubblewrap: system calls are not filtered
-        * memory that many processes fill together, because the limit holds for each of them; but
-          when memory runs out, the kernel ends the program before others
-        * a BigCodeBench solution that patches unittest, since its tests share its process
-        * anything with --sandbox=none: only the limits remain, and another user if you are root
+        * bugs in the kernel or in bubblewrap: system calls are not filtered
+        * many processes that use much memory together, because the limit is per process; but if
+          memory runs out, the kernel kills the program before other processes
+        * a BigCodeBench solution that patches unittest, since its tests run in the same process
+        * anything with --sandbox=none, which keeps only the limits and, if you are root, the switch
+          to a different user
     """
     outputs = []
     while len(outputs) < len(tests) and None not in outputs:
@@ -2423,7 +2463,8 @@ def run_code(
     return outputs + [None] * (len(tests) - len(outputs))
 
 
-# What LiveCodeBench puts before a program (import_string in lcb_runner/evaluation/testing_util.py)
+# The modules and limits that LiveCodeBench sets up before it runs a program (import_string in
+# lcb_runner/evaluation/testing_util.py)
 PREPARED = (
     "string re datetime collections heapq bisect copy math random statistics itertools functools "
     "operator io sys json"
@@ -2441,10 +2482,10 @@ PRELUDE = "\n".join(
 def run_test(
     program: str, name: str | None, test: str, seconds: float, memory: int, prelude: str = PRELUDE
 ) -> tuple[bytes | None, str]:
-    """Run a program on one test (see `run_code`), after the prelude, whose time does not count.
+    """Run the prelude, then a program on one test (see `run_code`). Only the program is timed.
 
-    Returns what it printed or returned, and the last line of its errors; or (None, reason) if it
-    crashed or took too long.
+    Returns (output, last line of stderr), or (None, reason) if the program crashed or took too
+    long. The output is what the program printed or returned.
     """
     with ExitStack() as stack:
         core = free_cores().get()
@@ -2455,7 +2496,7 @@ def run_test(
         else:
             command, folder = sandbox_command(), "/tmp"
 
-        # The files that the process inherits
+        # Create the files that the process inherits.
         job = {
             "program": program,
             "name": name,
@@ -2505,9 +2546,9 @@ def run_test(
 
 
 def wait_and_kill(process: subprocess.Popen, ready: int, seconds: float) -> tuple[bool, bool]:
-    """Wait until the driver is ready, then at most `seconds` for its end; then kill what is left.
+    """Wait until the driver is ready, then at most `seconds` for its end, then kill what is left.
 
-    Returns whether the program started, and whether it ended in time.
+    Returns (whether the program started, whether it ended in time).
     """
     end = os.pidfd_open(process.pid)
     poll = select.poll()
@@ -2516,14 +2557,14 @@ def wait_and_kill(process: subprocess.Popen, ready: int, seconds: float) -> tupl
     started = ready in dict(poll.poll(60_000))  # ms, enough for a busy machine
     poll.unregister(ready)
     ended = bool(poll.poll(1000 * seconds if started else 0))
-    os.killpg(process.pid, signal.SIGKILL)  # ends bwrap and, with it, every process in the sandbox
+    os.killpg(process.pid, signal.SIGKILL)  # kills bwrap, and with it all processes in the sandbox
     process.wait()
     os.close(end)
     return started, ended
 
 
 def memory_file(stack: ExitStack, text: str = "") -> int:
-    """Return the descriptor of a new file in memory, which RLIMIT_FSIZE bounds."""
+    """Return the descriptor of a new file in memory, whose size RLIMIT_FSIZE limits."""
     file = os.memfd_create("test")
     stack.callback(os.close, file)
     os.write(file, text.encode(errors="surrogatepass"))
@@ -2532,7 +2573,7 @@ def memory_file(stack: ExitStack, text: str = "") -> int:
 
 
 def temporary_folder(stack: ExitStack, user: int | None) -> str:
-    """Make a folder in which a program runs without a sandbox, as the given user."""
+    """Make a folder for a program that runs without a sandbox, as `user`. Return the path."""
     folder = tempfile.mkdtemp()
     stack.callback(subprocess.run, ["rm", "-rf", folder])
     os.chown(folder, user or -1, user or -1)
@@ -2541,7 +2582,7 @@ def temporary_folder(stack: ExitStack, user: int | None) -> str:
 
 @once
 def free_cores() -> queue.SimpleQueue:
-    """Return the queue of idle cores, one test each: this rank's share of the machine's cores."""
+    """Return the queue of this rank's idle cores. A test takes a core, and later puts it back."""
     rank = int(os.environ.get("LOCAL_RANK", 0))
     n_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     cores = sorted(os.sched_getaffinity(0))
@@ -2551,12 +2592,12 @@ def free_cores() -> queue.SimpleQueue:
     return free
 
 
-FIRST_USER = 61184  # root runs a program as this user + its core; systemd reserves such users
+FIRST_USER = 61184  # root runs a program as user FIRST_USER + core, from a range systemd reserves
 MAX_OUTPUT = 32 << 20  # bytes
 
 
 def limits(seconds: float, memory: int, user: int | None) -> dict[str, int]:
-    """Return the resource limits of a program, by their names without RLIMIT_."""
+    """Return the resource limits of a program: {name without RLIMIT_: limit}."""
     counts_all_of_the_user = SANDBOX == "none" and not user
     return {
         "AS": memory << 30,
@@ -2565,19 +2606,19 @@ def limits(seconds: float, memory: int, user: int | None) -> dict[str, int]:
         "FSIZE": MAX_OUTPUT,
         "NOFILE": 64,
         "NPROC": 10_000 if counts_all_of_the_user else 64,
-        "CORE": 1,  # byte; at 0, the kernel would still hand dumps to the system's collector
+        "CORE": 1,  # byte; at 0, the kernel would still pass core dumps to the system's collector
     }
 
 
 def sandbox_command() -> list[str]:
     """Return the bwrap command that runs another command in the sandbox."""
-    # Python and the system's libraries
+    # List the folders of Python and of the system's libraries.
     shown = {"/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/hosts"}
     python = os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))
     for prefix in ("/usr", "/usr/local", sys.prefix, sys.base_prefix, python):
         shown.update(f"{prefix}/{part}" for part in ("bin", "lib", "lib64", "share", "pyvenv.cfg"))
 
-    # Root stays in its user namespace: in a new one, RLIMIT_NPROC would not bound root's processes.
+    # Keep root in its user namespace: in a new one, RLIMIT_NPROC would not limit its processes.
     users = "--unshare-user"
     if os.getuid() == 0:
         users = "--cap-drop ALL --cap-add CAP_SETUID --cap-add CAP_SETGID"
@@ -2589,8 +2630,8 @@ def sandbox_command() -> list[str]:
     command = [shutil.which("bwrap") or "bwrap", *options.split()]
     for folder in ("/tmp", "/dev/shm"):
         command += ["--perms", "1777", "--size", str(128 << 20), "--tmpfs", folder]
-    for path in sorted(shown):  # after /tmp, where Python may be installed
-        command += ["--dir", os.path.dirname(path)]  # makes parents that every user can enter
+    for path in sorted(shown):  # mounted after /tmp, because Python may be installed in /tmp
+        command += ["--dir", os.path.dirname(path)]  # creates parents that every user can enter
         command += ["--ro-bind-try", path, path]
     return command + "--remount-ro /dev --remount-ro / --chdir /tmp".split()
 
@@ -2601,8 +2642,8 @@ Docker, --cap-add SYS_ADMIN and --security-opt seccomp=unconfined, apparmor=unco
 systempaths=unconfined. In a container that can be thrown away: --sandbox=none (root's programs run
 as another user, who has to read Python)."""
 
-# What runs in the sandbox. Its arguments are the file descriptors of the job, of the event "ready",
-# and of the output.
+# The script that runs in the sandbox. Its arguments are the file descriptors of the job, of the
+# event "ready", and of the output.
 DRIVER = """
 import contextlib, json, os, resource, sys, types
 
@@ -2648,8 +2689,8 @@ if name:
 
 
 def extract_code(response: str) -> str:
-    """Return the last fenced block that says it is Python, else the last block, whose end may be
-    missing; without a block, the content of the last <answer> tag.
+    """Return the last fenced block that is marked as Python, else the last block, else the content
+    of the last <answer> tag. The last block's closing fence may be missing.
 
     "So:\\n```python\\nprint(1)\\n```\\nIt prints:\\n```\\n1\\n```" -> "print(1)"
     """
@@ -2661,7 +2702,8 @@ def extract_code(response: str) -> str:
 
 
 IS_PYTHON = re.compile(r"(?i)\W*py(?:thon)?3?\b")
-# A block between fences, ``` or ~~~. Its first line may say more than the language: ```python:a.py
+# Matches a block between fences, ``` or ~~~. The first line may say more than the language, as
+# ```python:a.py does.
 FENCED = re.compile(
     r"""(?xsm)
         (?P<fence>`{3,}|~{3,}) [ \t]* (?P<info>[^\n`]*) \n
@@ -2673,14 +2715,14 @@ FENCED = re.compile(
 def same_output(out: bytes | None, expected: str, returned: bool) -> bool:
     """Whether an output is the expected one (LiveCodeBench, lcb_runner/evaluation/testing_util.py).
 
-    A returned value, in JSON, is compared by value. Printed lines are compared as stripped text, or
-    token by token as decimal numbers: "1.0 2" equals "1 2.0".
+    Returned values are parsed from JSON, then compared. Two printed lines match if their stripped
+    texts are equal, or if their tokens are equal as decimal numbers: "1.0 2" matches "1 2.0".
     """
     longest = 1000 + 10 * len(expected.encode(errors="surrogatepass"))  # 0.500000 may stand for 0.5
     if out is None or len(out) > longest:
         return False
     try:
-        if returned:  # Python refuses an int of over 4,300 digits; Decimal reads it, as exactly
+        if returned:  # int() refuses more than 4,300 digits; Decimal reads them, and exactly
             return json.loads(out, parse_int=Decimal) == json.loads(expected, parse_int=Decimal)
         lines = out.decode(errors="replace").strip().split("\n")
         expected_lines = expected.strip().split("\n")
@@ -2691,17 +2733,17 @@ def same_output(out: bytes | None, expected: str, returned: bool) -> bool:
                 return False
         return True
     except (ValueError, RecursionError, InvalidOperation):
-        return False  # another number of lines, no JSON, nested too deeply, no numbers
+        return False  # different numbers of lines, invalid or too deep JSON, or not numbers
 
 
 def find_wrong_test(
     code: str, tests: list, fn_name: str | None = None, seconds: float = 6.0
 ) -> str:
-    """Run a program on its tests up to the first wrong one. Return what is wrong there, or "".
+    """Run a program on its tests until one fails. Return what is wrong with that one, or "".
 
     Args:
         tests: [input, expected output] pairs
-        fn_name: LiveCodeBench's metadata["func_name"]; None if the program prints
+        fn_name: LiveCodeBench's metadata["func_name"]; None if the program prints its answer
         seconds: time limit of each test
     """
     require(
@@ -2724,16 +2766,19 @@ def passes_livecodebench(
     return not find_wrong_test(code, tests, fn_name, seconds)
 
 
-# Judging: BigCodeBench. Its tests patch a solution's module and inspect what it returns, so both
-# run in one process.
+# Judging: BigCodeBench. Its tests patch a solution's module and inspect returned objects, so a
+# solution and its tests run in one process.
 
 
 def find_failed_unittest(code: str, test: str, code_prompt: str, seconds: float = 240.0) -> str:
     """Run a BigCodeBench problem's class TestCases on a solution. Return why it fails, or "".
 
-    As in bigcodebench/evaluate.py, code_prompt and `pass` stand before the solution, and the
-    libraries of Requirements/requirements-eval.txt have to be installed. Do not train on it: a
-    solution may patch unittest. seconds: time limit of all tests together.
+    As in bigcodebench/evaluate.py, code_prompt and `pass` come before the solution, and the
+    libraries of Requirements/requirements-eval.txt must be installed. Do not train on BigCodeBench,
+    because a solution could patch unittest.
+
+    Args:
+        seconds: time limit of all tests together
     """
     source = json.dumps(f"{code_prompt}\n    pass\n{code}\n{test}")
     out, error = run_test(UNITTESTS, "run_unittests", source, seconds, memory=32, prelude="")
@@ -2768,61 +2813,61 @@ def run_unittests(code):
 class Settings:
     systems: str = flag(
         "conductor,workers,random",
-        f"separated by commas, any of {', '.join(SYSTEMS)}, or FILE.py:NAME, where NAME is an "
+        f"comma-separated: any of {', '.join(SYSTEMS)}, or FILE.py:NAME, where NAME is an "
         "eval.System",
     )
-    worker: str = flag("", "the worker for systems of one worker; by default each in turn")
+    worker: str = flag(
+        "", "the worker for systems that use a single worker; by default each worker in turn"
+    )
     benchmarks: str = flag(
         "laptop",
-        f"separated by commas, any of laptop, {', '.join([*MIXES, *BENCHMARKS])}, or FILE.jsonl "
-        "with your own problems",
+        f"comma-separated: any of laptop, {', '.join([*MIXES, *BENCHMARKS])}, or FILE.jsonl with "
+        "your own problems",
     )
     checkpoint: str = flag(os.path.join(ASSETS, "laptop"), "the Conductor's folder")
     pool: str = flag(
         "",
-        "the workers: a name or a file, see workers.py. By default a comparison takes the local "
-        "pool of the Conductor's training, and `prepare` asks nobody",
+        "the workers: a name or a file, see workers.py. By default, a comparison uses the local "
+        "pool that the Conductor was trained with, and `prepare` calls no workers",
     )
-    limit: int = flag(225, "the largest number of problems of each benchmark")
-    repeats: int = flag(1, "how many times each problem is asked")
+    limit: int = flag(225, "the maximum number of problems of each benchmark")
+    repeats: int = flag(1, "how many times to ask each problem")
     extra_rounds: int = flag(0, "rounds in which a Conductor may revise its answer (§3.2)")
-    only: str = flag(
-        "", "the workers that a Conductor may use, separated by commas; by default all"
-    )
+    only: str = flag("", "the workers that a Conductor may use, comma-separated; by default all")
     prompt_style: str = flag(
-        "", "few-shot examples: ood, in, mixed or zero-shot; by default those of the training"
+        "", "few-shot examples: ood, in, mixed or zero-shot; by default the same as in training"
     )
     lessons: str = flag(
-        "", "a benchmark with train problems for systems that learn; by default the tested one"
+        "", "the benchmark that systems learn from, if they learn; by default the one being tested"
     )
     grader: str = flag(
-        "", "FILE.py:NAME, a function (problem, response) -> bool for problems without a grader"
+        "", "FILE.py:NAME, a function (problem, response) -> bool; grades problems without a grader"
     )
     sandbox: str = flag(
         "bwrap", "how programs run: bwrap, or none, which is for disposable containers only"
     )
-    seed: int = flag(1, "the seed of systems that learn")
-    budget: float = flag(0.0, "dollars that all calls may cost; 0 is for workers that are free")
+    seed: int = flag(1, "the random seed of systems that learn")
+    budget: float = flag(0.0, "the maximum cost of all calls, in dollars; 0: only free workers")
     replay: str = flag(
         "",
-        f"a file that keeps replies, so that no call is paid twice; by default {DATA}/replies for "
-        "`prepare` and with a budget",
+        f"a file that keeps replies, so that no call is paid for twice; by default {DATA}/replies "
+        "for `prepare` with a pool, or with a budget",
     )
     out: str = flag(
         "",
-        "NAME or NAME.json; numbers go to NAME.json, rollouts to NAME.jsonl (workflow.py show), "
-        "when the evaluation is complete; neither file may exist",
+        "NAME or NAME.json: when the evaluation is complete, write its numbers to NAME.json and "
+        "its rollouts to NAME.jsonl (for workflow.py show); neither file may exist yet",
     )
 
 
-CHOICES = {  # of flags
+CHOICES = {  # flag -> the values it accepts
     "prompt_style": ["", "ood", "in", "mixed", "zero-shot", "short"],
     "sandbox": ["bwrap", "none"],
 }
 
 
 def check_flags(settings: Settings, words: list[str]):
-    """Raise a ValueError that names what is wrong with a command line."""
+    """Raise ValueError, naming the fault, if the settings or words of a command line are wrong."""
     require(words in ([], ["prepare"]), f"there is no command {' '.join(words)!r}, only prepare")
     for name, choices in CHOICES.items():
         value = getattr(settings, name)
@@ -2848,7 +2893,7 @@ def check_flags(settings: Settings, words: list[str]):
 
 
 def main(argv: list[str]):
-    """Run a command. The exit status is 1 if it fails, 2 if what the user named is wrong."""
+    """Run a command. Exit with status 1 if it fails, or 2 if something the user named is wrong."""
     settings = Settings()
     words = configure(settings, argv)
     try:
@@ -2863,8 +2908,8 @@ def main(argv: list[str]):
         command(settings)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The program that reads the output, such as head, has ended. Send the rest nowhere, so that
-        # Python can flush it at exit.
+        # The program that reads the output, such as head, has ended. Discard the rest of the
+        # output, so that Python can flush it at exit without an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except (ValueError, FileNotFoundError) as e:
@@ -2878,5 +2923,6 @@ def main(argv: list[str]):
 
 
 if __name__ == "__main__":
-    sys.modules["eval"] = sys.modules["__main__"]  # A user's file imports this very module.
+    # Let a user's file that imports eval get this module instead of a second copy.
+    sys.modules["eval"] = sys.modules["__main__"]
     main(sys.argv[1:])
