@@ -543,8 +543,8 @@ def read_usage(usage) -> tuple[int, int, float] | None:
     n_in, n_out = (find(usage, f"{name}_tokens") for name in names)
     total = count("total_tokens")
     read = count("cache_read_input_tokens")
-    written = count("cache_creation_input_tokens")  # Anthropic's, litellm's name
-    written = written or count("prompt_tokens_details", "cache_write_tokens")  # OpenRouter's
+    written = count("cache_creation_input_tokens")  # of Anthropic and litellm
+    written = written or count("prompt_tokens_details", "cache_write_tokens")  # of OpenRouter
     for_an_hour = count("cache_creation", "ephemeral_1h_input_tokens")
     counts = (n_in, n_out, total, read, written, for_an_hour)
     if not all(fits(n, r"\d{1,9}") for n in counts):
@@ -933,7 +933,7 @@ def highest_cost(entry: dict, params: dict, body: dict) -> float:
         return float("inf")
 
     def dearest(own: float, name: str) -> float:
-        """Return the worker's own price, or the maximum price set for OpenRouter if it is higher."""
+        """Return the worker's own price, or OpenRouter's `max_price` if that is set and higher."""
         ceiling = find(params, "provider", "max_price", name)
         return max(own, ceiling) if fits(ceiling, NUMBER) else own
 
