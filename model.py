@@ -1,11 +1,12 @@
 """Qwen2.5, dense Qwen3 and Llama in PyTorch: config, layers, tokenizer, Hugging Face checkpoints.
 
-One class covers the three model types, which differ in their biases, in the norms of queries and
-keys, and in the size of a head. Config says which are there.
+The class Qwen covers all three model types. They differ in which layers have biases, in whether
+queries and keys are normalized, and in the size of a head; Config has a field for each difference.
 
-Parameters have the names that Hugging Face gives them, so a model's state dict is a checkpoint.
-Attention is a function, `attend`, which a caller can replace: sample.py passes one with a KV cache,
-grpo.py one for completions that share a prompt. Read sample.py next.
+Parameters have the same names as in Hugging Face's checkpoints, so a model's state dict can be
+saved as a checkpoint. Attention is a function, `attend`, that a caller can replace: sample.py
+passes a function with a KV cache, and grpo.py passes one for completions that share a prompt. Read
+sample.py next.
 """
 
 import difflib
@@ -30,7 +31,7 @@ from tokenizers import Tokenizer as BPE
 from tokenizers import processors
 from torch.utils.checkpoint import checkpoint
 
-ARCHITECTURES = {  # by model type
+ARCHITECTURES = {  # model type -> the name of its class in transformers
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "llama": "LlamaForCausalLM",
@@ -39,9 +40,10 @@ ARCHITECTURES = {  # by model type
 
 @dataclass
 class Config:
-    """The shape of a model, with the keys of Hugging Face's config.json.
+    """The configuration of a model. Its fields are keys of Hugging Face's config.json.
 
-    The defaults are those of Qwen2.5-7B-Instruct. A value of None follows from the model type.
+    The defaults are those of Qwen2.5-7B-Instruct. If head_dim, attention_bias,
+    attention_output_bias or qk_norm is None, its value is derived from the model type.
     """
 
     vocab_size: int = 152064
@@ -56,9 +58,9 @@ class Config:
     max_position_embeddings: int = 32768
     model_type: str = "qwen2"
     head_dim: int | None = None
-    attention_bias: bool | None = None  # of q_proj, k_proj and v_proj
-    attention_output_bias: bool | None = None  # of o_proj; not in Hugging Face's config.json
-    qk_norm: bool | None = None  # RMSNorm of each head's q and k; not in Hugging Face's config.json
+    attention_bias: bool | None = None  # whether q_proj, k_proj and v_proj have a bias
+    attention_output_bias: bool | None = None  # whether o_proj has one; not a Hugging Face key
+    qk_norm: bool | None = None  # whether each head's q and k get RMSNorm; not a Hugging Face key
     rope_scaling: dict | None = None  # for the long context of Llama 3.1; see `stretch`
 
     def __post_init__(self):
@@ -76,7 +78,7 @@ class Config:
     def from_pretrained(cls, path: str) -> "Config":
         """Read config.json from a folder or from a repository of the Hugging Face hub.
 
-        Raises ValueError, which names the key, if a value is wrong or not implemented.
+        Raises ValueError, naming the key, if a value is invalid or not implemented.
         """
         file = os.path.join(fetch(path, "config.json"), "config.json")
         found = read_json(file)
@@ -110,7 +112,12 @@ class Config:
 
 
 def refuse_unknown(file: str, found: dict):
-    """Raise ValueError if a model with this config.json would load but compute something else."""
+    """Raise ValueError if this module would load the model but not compute it correctly.
+
+    Args:
+        file: The path of config.json, for the message.
+        found: The contents of config.json.
+    """
     act = found.get("hidden_act", "silu")
     rope_type = found["rope_type"]
     unknown = {
@@ -138,14 +145,14 @@ def is_positive(value) -> bool:
 
 
 def in_bf16_on_gpu(x) -> bool:
-    """Return whether x is a bf16 tensor on CUDA. The fused kernels are for those only."""
+    """Return whether x is a bf16 tensor on CUDA. Fused kernels are used only for such tensors."""
     return x.is_cuda and x.dtype == torch.bfloat16
 
 
 def fused(function):
-    """Decorate a function of tensors, so that it runs as one kernel where that is faster.
+    """Decorate a function of tensors so that it runs as a single kernel if that is faster.
 
-    torch.compile makes the kernel. TORCHDYNAMO_DISABLE=1 turns it off.
+    torch.compile makes the kernel. Set TORCHDYNAMO_DISABLE=1 to turn this off.
     """
 
     @functools.wraps(function)
@@ -160,22 +167,23 @@ def fused(function):
 def is_worth_fusing(x) -> bool:
     """Return whether a compiled function of x is faster than one kernel per operation.
 
-    Each call of a compiled function takes the CPU some 0.1 ms. A captured step of the sampler does
-    not pay that again, and a large tensor keeps the GPU busy for longer.
+    Each call of a compiled function takes about 0.1 ms of CPU time. That does not matter to the
+    sampler, which replays its steps as CUDA graphs without calling the function again, or for a
+    large tensor, which keeps the GPU busy for longer than 0.1 ms.
     """
     return in_bf16_on_gpu(x) and (torch.is_inference_mode_enabled() or x.numel() >= FUSE_FROM)
 
 
-FUSE_FROM = 1 << 24  # numbers
+FUSE_FROM = 1 << 24  # elements of a tensor
 
 
 @functools.cache
 def compiled(function):
-    """Return a function that compiles `function` when it is called with a new kind of tensors.
+    """Return a function that compiles `function` whenever it gets a new kind of tensors.
 
-    All sizes are of one kind, apart from sizes of 1 and a model's widths; with and without
-    gradients are two. After 64 kinds, the kernels that exist stay in use, and tensors of any other
-    kind are computed as the function is written.
+    Tensors of different sizes are of the same kind, except that a size of 1 or a model with other
+    widths makes a new kind. So does turning gradients on or off. After 64 kinds, the existing
+    kernels stay in use, and tensors of any further kind are computed without compilation.
     """
     announce_compilation()
     torch._dynamo.config.recompile_limit = 64
@@ -197,8 +205,8 @@ class RMSNorm(nn.RMSNorm):
 def normalize(x, weight, eps: float):
     """Return RMSNorm of x (…, C) in the dtype of x.
 
-    It normalizes in fp32, rounds, and then multiplies by the weight (C), as transformers does.
-    F.rms_norm with a weight rounds after the multiplication.
+    As in transformers, x is normalized in fp32, rounded, and then multiplied by the weight (C). If
+    F.rms_norm were given the weight, it would round only after the multiplication.
     """
     return weight * F.rms_norm(x, weight.shape, eps=eps)
 
@@ -210,8 +218,8 @@ def rotary(positions, config: Config):
         positions: the integer position of each token, (B, T).
 
     Returns:
-        cos and sin, (B, 1, T, D) each. Both halves of D hold the same angles; the first half of sin
-        is negated, as `rotate` needs it.
+        cos and sin, (B, 1, T, D) each. The two halves of D hold the same angles. The first half of
+        sin is negated, because `rotate` needs the negative sine there.
     """
     channels = torch.arange(0, config.head_dim, 2, device=positions.device)  # (D/2,)
     frequency = config.rope_theta ** -(channels.float() / config.head_dim)  # radians per token
@@ -227,20 +235,21 @@ LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_po
 def stretch(frequency, scaling: dict):
     """Return RoPE's frequencies for a longer context, as Llama 3.1 computes them.
 
-    A frequency that makes more than high_freq_factor turns within the original context stays. One
-    that makes fewer than low_freq_factor turns is divided by `factor`. Between them, interpolate.
+    A frequency that makes more than high_freq_factor turns within the original context is kept. One
+    that makes fewer than low_freq_factor turns is divided by `factor`. Those in between are
+    interpolated.
     """
     factor, low, high, length = (scaling[key] for key in LLAMA3_ROPE)
     turns = length * frequency / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)  # the share that is not divided
+    kept = ((turns - low) / (high - low)).clamp(0, 1)  # 1: keep the frequency, 0: divide it
     return frequency * (kept + (1 - kept) / factor)
 
 
 @fused
 def rotate(x, cos, sin):
-    """Rotate the queries or keys x (B, H, T, D) by the tables of `rotary`, in fp32.
+    """Rotate queries or keys x (B, H, T, D) by the angles in the tables of `rotary`, in fp32.
 
-    Channel i and channel i + D/2 are one pair, and rolling by D/2 exchanges them.
+    Channels i and i + D/2 form a pair. Rolling x by D/2 swaps the two channels of each pair.
     """
     y = x.float()
     return (y * cos + y.roll(y.shape[-1] // 2, -1) * sin).to(x.dtype)
@@ -252,7 +261,7 @@ def causal(layer_idx: int, q, k, v):
     q is (B, H, T, D), k and v are (B, Hkv, T, D); returns (B, H, T, D).
     """
     dtype = q.dtype
-    if q.device.type == "cpu":  # Attention in bf16 is not faster there.
+    if q.device.type == "cpu":  # On a CPU, attention in bf16 is no faster than in fp32.
         q, k, v = q.float(), k.float(), v.float()
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).to(dtype)
 
@@ -269,7 +278,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(C, kv_size, bias=config.attention_bias)
         self.v_proj = nn.Linear(C, kv_size, bias=config.attention_bias)
         self.o_proj = nn.Linear(q_size, C, bias=config.attention_output_bias)
-        self.joined = None  # what `join` makes of q_proj, k_proj and v_proj
+        self.joined = None  # the (weight, bias) that `join` makes from q_proj, k_proj and v_proj
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
@@ -293,7 +302,7 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.joined = None  # what `join` makes of gate_proj and up_proj
+        self.joined = None  # the (weight, bias) that `join` makes from gate_proj and up_proj
 
     def forward(self, x):
         gate, up = project(x, (self.gate_proj, self.up_proj), self.joined)
@@ -306,7 +315,7 @@ def swiglu(gate, up):
 
 
 def project(x, linears, joined):
-    """Return what each of the linears makes of x, in one product if they are joined."""
+    """Return each linear's output for x. If they are joined, compute all in a single product."""
     if joined is None:
         return [linear(x) for linear in linears]
     return F.linear(x, *joined).split([linear.out_features for linear in linears], dim=-1)
@@ -314,9 +323,9 @@ def project(x, linears, joined):
 
 @torch.no_grad()
 def join(*linears: nn.Linear):
-    """Return one weight and one bias (or None) that compute all of the linears, for `project`.
+    """Concatenate the weights and the biases of linears; return (weight, bias or None).
 
-    The weights and biases of the linears become views of these, so that nothing is stored twice.
+    The weights and biases of the linears become views of the result, so nothing is stored twice.
     """
     sizes = [linear.out_features for linear in linears]
     weight = torch.cat([linear.weight for linear in linears])
@@ -333,9 +342,10 @@ def join(*linears: nn.Linear):
 class LoRALinear(nn.Linear):
     """A frozen Linear plus a trained low-rank part: W x + b + B (A x) (LoRA, arXiv:2106.09685).
 
-    A (rank, in) starts with random rows of length 1 and B (out, rank) with zeros, so at first
-    nothing is added. Both are fp32; the products have the dtype of x. There is no factor
-    alpha/rank: if A is square and orthogonal, a step of plain SGD adds to B A what it adds to W.
+    A (rank, in) is initialized to random rows of length 1 and B (out, rank) to zeros, so initially
+    nothing is added. Both are stored in fp32; the products are computed in the dtype of x. The
+    usual factor alpha/rank is left out because the rows of A have length 1: if A is square and
+    orthogonal, a step of plain SGD on B adds to B A exactly what a step on W would add to W.
     """
 
     def __init__(self, linear: nn.Linear, rank: int):
@@ -347,7 +357,7 @@ class LoRALinear(nn.Linear):
         self.lora_B = nn.Parameter(B)
 
     def start(self, rank: int, device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return new values of A and B."""
+        """Return initial values for A and B."""
         A = F.normalize(torch.randn(rank, self.in_features, device=device))
         return A, torch.zeros(self.out_features, rank, device=device)
 
@@ -357,7 +367,7 @@ class LoRALinear(nn.Linear):
 
 
 def add_lora(model: "Qwen", rank: int):
-    """Freeze a model in place and add matrices of this rank to every Linear of its layers.
+    """Freeze a model in place and add LoRA matrices of this rank to every Linear of its layers.
 
     For example:
 
@@ -374,7 +384,7 @@ def add_lora(model: "Qwen", rank: int):
 
 
 def merge_lora(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a state dict without A and B, in which W is W + B A, computed in fp32."""
+    """Return a state dict in which each W is replaced by W + B A, computed in fp32."""
     merged = {name: tensor for name, tensor in state.items() if ".lora_" not in name}
     for name, A in state.items():
         if name.endswith(".lora_A"):
@@ -402,9 +412,10 @@ class Qwen(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        self.compute_device = None  # the GPU, if the weights are in the CPU's memory (--offload)
+        # The GPU to compute on, if --offload keeps the weights in the CPU's memory.
+        self.compute_device = None
         self.recompute = False  # True: activation checkpointing, one layer at a time
-        # In Hugging Face's checkpoints every name but that of lm_head begins with `model.`.
+        # In Hugging Face's checkpoints, every name except lm_head's begins with `model.`.
         self.model = nn.ModuleDict(
             {
                 "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
@@ -423,13 +434,13 @@ class Qwen(nn.Module):
                 nn.init.zeros_(p)
 
     def forward(self, ids, positions=None, attend=causal, head=None):
-        """Return the logits (B, T, V) of token ids (B, T) in fp32, or whatever `head` returns.
+        """Return fp32 logits (B, T, V) for token ids (B, T), or the result of `head` if given.
 
         Args:
-            positions: (B, T); 0 … T-1 in each sequence unless given.
+            positions: (B, T); by default, 0 … T-1 in each sequence.
             attend: computes attention in place of `causal`: (layer_idx, q, k, v) -> (B, H, T, D).
             head: computes the result from hidden states (B, T, C) in place of `logits`, for
-                instance at fewer positions. It runs inside `forward` because that is the only place
+                instance at fewer positions. It must be called inside `forward`, the only place
                 where FSDP has gathered the weights of lm_head.
         """
         if positions is None:
@@ -445,17 +456,20 @@ class Qwen(nn.Module):
         return head(hidden) if head else self.logits(hidden)
 
     def logits(self, hidden):
-        """hidden (…, C) -> logits (…, V) in fp32: bf16 is too coarse for the ratio π/π_old."""
+        """Return the logits (…, V) of hidden states (…, C).
+
+        Logits are fp32, because bf16 is too coarse for the ratio π/π_old of the GRPO loss.
+        """
         if hidden.dtype == torch.float32:
             return self.lm_head(hidden)
         rows = hidden.flatten(0, -2)  # (N, C)
         return HeadFP32.apply(rows, self.lm_head.weight).view(*hidden.shape[:-1], -1)
 
     def join(self) -> "Qwen":
-        """Join matrices that read the same vector, which makes sampling faster. Returns the model.
+        """Join matrices that multiply the same vector, to speed up sampling. Return the model.
 
-        The parameters keep their names and become views of the joined matrices. No gradient
-        reaches them any more: this is for copies that only sample. LoRA has to be merged before.
+        The parameters keep their names and become views of the joined matrices. They no longer get
+        gradients, so use this only for a model that just samples. LoRA must already be merged.
         """
         self.requires_grad_(False)
         for layer in self.model.layers:
@@ -475,12 +489,14 @@ class Qwen(nn.Module):
         """Load a checkpoint from a folder or from a repository of the Hugging Face hub.
 
         Args:
-            dtype: of the weights; None keeps the file's. The matrices of LoRA are always fp32.
-            shard: shard(model) applies FSDP to the empty model in place; each rank then keeps only
-                its part of every tensor.
-            lora_rank: freeze the weights and train matrices of this rank (`add_lora`); 0: do not.
+            dtype: the dtype of the weights; None keeps the file's. LoRA matrices are always fp32.
+            shard: if given, shard(model) applies FSDP to the empty model in place. Each rank then
+                keeps only its part of every tensor.
+            lora_rank: the rank of the LoRA matrices to add (see `add_lora`), which freezes the
+                weights; 0: add none.
 
-        Raises ValueError, which names the tensor or key, if a file is damaged or does not fit.
+        Raises ValueError, naming the file, tensor or key, if a file is damaged or if the weights do
+        not match config.json.
         """
         with torch.device("meta"):  # allocates nothing; load_state_dict assigns the tensors
             model = cls(Config.from_pretrained(path))
@@ -491,7 +507,7 @@ class Qwen(nn.Module):
         state = read_tensors(path)
         parameters = dict(model.named_parameters())
 
-        # Drop the zero biases of a Qwen2 that was saved as a Llama; add the matrices of LoRA.
+        # Drop the zero biases of a Qwen2 that was saved as a Llama. Add initial LoRA matrices.
         if is_llama_with_zero_bias(model.config):
             state = {name: p for name, p in state.items() if not name.endswith("o_proj.bias")}
         for name, module in model.named_modules():
@@ -508,17 +524,18 @@ class Qwen(nn.Module):
 
         try:
             model.load_state_dict(state, assign=True)
-        except RuntimeError as e:  # names the tensors that are missing, unexpected or misshapen
+        except RuntimeError as e:  # e names the missing, unexpected and misshapen tensors.
             raise ValueError(f"{path} does not fit its config.json: {str(e)[:400]}") from None
         if model.config.tie_word_embeddings:  # load_state_dict has untied them
             model.lm_head.weight = model.model.embed_tokens.weight
         return model
 
     def save_pretrained(self, path: str):
-        """Write config.json and model.safetensors as Hugging Face does.
+        """Write config.json and model.safetensors in Hugging Face's format.
 
-        Both are renamed into place, so a reader never sees half of a file. A Qwen2 with another
-        tokenizer than Qwen's in the folder is written as a Llama (see `has_qwen_tokenizer`).
+        Each file is written under a temporary name and then renamed, so a reader never sees half a
+        file. If the folder has a tokenizer that is not Qwen's, a Qwen2 model is written as a Llama
+        (see `has_qwen_tokenizer`).
         """
         os.makedirs(path, exist_ok=True)
         state = {name: p.detach().cpu().contiguous() for name, p in self.named_parameters()}
@@ -536,28 +553,30 @@ class Qwen(nn.Module):
             "architectures": [ARCHITECTURES[config.model_type]],
             "hidden_act": "silu",
             "torch_dtype": str(self.lm_head.weight.dtype).removeprefix("torch."),
-            # Without a version, 4.57.6 warns that the tokenizer's regex is wrong, which it is not.
+            # Without this key, transformers 4.57.6 warns, wrongly, that the tokenizer's regex is
+            # incorrect.
             "transformers_version": "4.57.0",
         }
         write_json(config_file, keys | asdict(config))
         file = os.path.join(path, "model.safetensors")
         save_file(state, file + ".tmp", metadata={"format": "pt"})
-        # safetensors writes a file that only its owner can read; give it config.json's mode.
+        # safetensors makes the file readable only by its owner; give it config.json's mode.
         os.chmod(file + ".tmp", os.stat(config_file).st_mode)
         os.replace(file + ".tmp", file)
 
 
 def is_llama_with_zero_bias(config: Config) -> bool:
-    """Return whether the checkpoint, but not the model, has a bias of o_proj.
+    """Return whether o_proj has a bias in the checkpoint but not in the model.
 
-    In transformers a Llama with attention_bias has one; a Qwen2 saved as a Llama gets zeros.
+    In transformers, a Llama with attention_bias also has a bias in o_proj. So a Qwen2 that is saved
+    as a Llama gets a bias of zeros there.
     """
     is_llama = config.model_type == "llama"
     return is_llama and config.attention_bias and not config.attention_output_bias
 
 
 def read_tensors(path: str) -> dict[str, torch.Tensor]:
-    """Return all tensors of a checkpoint by name. They are mapped into memory and not read yet."""
+    """Return {name: tensor} for a checkpoint. The tensors are memory-mapped, and not read yet."""
     folder = fetch(path, "model.safetensors", "model-*.safetensors")
     state = {}
     for file in sorted(glob.glob("model*.safetensors", root_dir=folder)):
@@ -569,7 +588,7 @@ def read_tensors(path: str) -> dict[str, torch.Tensor]:
 
 
 def own_part(tensor, parameter):
-    """Return this rank's part of a whole tensor, distributed as the FSDP parameter is."""
+    """Return this rank's part of a whole tensor, split in the same way as the FSDP parameter."""
     from torch.distributed.tensor import distribute_tensor  # a slow import, only for FSDP
 
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -578,12 +597,13 @@ def own_part(tensor, parameter):
 
 
 # ---- Precision ---------------------------------------------------------------------------------
-# On Hopper, cuDNN's attention reportedly spends a second to plan each new length.
+# Turn off cuDNN's attention: on Hopper GPUs, it reportedly takes a second to plan for each new
+# sequence length.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def compute_dtype(device) -> torch.dtype:
-    """Return the dtype of computation: bf16 where the device has units for it, else fp32."""
+    """Return the dtype to compute in: bf16 if the device supports it in hardware, else fp32."""
     if torch.device(device).type == "cuda":
         has_units = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
@@ -594,8 +614,8 @@ def compute_dtype(device) -> torch.dtype:
 class HeadFP32(torch.autograd.Function):
     """Multiply hidden states (N, C) by weight (V, C), both bf16; return logits (N, V) in fp32.
 
-    A logit of 20 that is rounded to bf16 is wrong by up to 0.06, and so is its log-probability.
-    Gradients are bf16, like all others.
+    Rounding a logit of 20 to bf16 would change it, and its log-probability, by up to 0.06. The
+    gradients are bf16, like those of all other layers.
     """
 
     @staticmethod
@@ -603,8 +623,8 @@ class HeadFP32(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight)
         if hidden.device.type == "cuda":
             return torch.mm(hidden, weight.T, out_dtype=torch.float32)
-        # A CPU rounds the product to bf16. A second product, minus the rounded first one, is what
-        # the rounding lost. Two of them are faster than one in fp32.
+        # On a CPU, a product is rounded to bf16. Compute it a second time and subtract the rounded
+        # product, to get what the rounding lost. Two products in bf16 are faster than one in fp32.
         rounded = hidden @ weight.T
         return rounded.float() + torch.addmm(rounded, hidden, weight.T, beta=-1)
 
@@ -618,22 +638,22 @@ class HeadFP32(torch.autograd.Function):
 # ---- Chat templates ----------------------------------------------------------------------------
 @dataclass
 class ChatTemplate:
-    """How a conversation is written. Words in <|…|> are control tokens."""
+    """How a conversation is written as text. Words in <|…|> are control tokens."""
 
-    turn: str  # one message, with {role} and {content}
-    ends: tuple[str, ...]  # the token that ends a turn, then others that end what a model writes
-    begin: str = ""  # written before the first turn
-    system: str = ""  # the system message of a conversation that has none
-    opening: str = ""  # how the assistant's next answer begins
+    turn: str  # one message, with the placeholders {role} and {content}
+    ends: tuple[str, ...]  # the token that ends a turn, then further tokens that end generation
+    begin: str = ""  # the text before the first turn
+    system: str = ""  # the default system message, used if a conversation has none
+    opening: str = ""  # the text with which the assistant's next answer begins
     clean: Callable = lambda role, content: content  # returns the content to write
-    jinja_clean: str = "m['content']"  # what `clean` returns, in Jinja, for a message m
+    jinja_clean: str = "m['content']"  # the Jinja expression for `clean` of a message m
 
     def answer(self) -> str:
         """Return the beginning of the assistant's next turn."""
         return self.turn.partition("{content}")[0].format(role="assistant") + self.opening
 
     def jinja(self) -> str:
-        """Return the template in Jinja, as other programs read it from tokenizer_config.json."""
+        """Return the template in Jinja, for other programs that read tokenizer_config.json."""
         system = self.turn.format(role="system", content=self.system)
         if_missing = "{% if messages[0]['role'] != 'system' %}" + system + "{% endif %}"
         turn = self.turn.format(role="{{ m['role'] }}", content="{{ " + self.jinja_clean + " }}")
@@ -660,8 +680,8 @@ QWEN2_CHAT = ChatTemplate(
 QWEN3_CHAT = ChatTemplate(
     CHATML,
     CHATML_ENDS,
-    # After an empty thinking block, Qwen3 answers without thinking. The Instruct-2507 models,
-    # which never think, get one as well.
+    # After an empty thinking block, Qwen3 answers without thinking. The Instruct-2507 models get
+    # the block as well, although they never think.
     opening="<think>\n\n</think>\n\n",
     clean=without_thoughts,
     jinja_clean=(
@@ -681,8 +701,9 @@ LLAMA3_CHAT = ChatTemplate(
 def find_template(bpe: BPE, model_type: str) -> ChatTemplate:
     """Return the chat template whose control tokens the tokenizer has.
 
-    A tokenizer with those of ChatML gets Qwen3's template if the model is a Qwen3, else Qwen2.5's.
-    Raises ValueError if no template fits, or if a text could spell its control tokens.
+    A tokenizer with ChatML's control tokens gets Qwen3's template if the model is a Qwen3, else
+    Qwen2.5's. Raises ValueError if no template fits. A template whose control tokens could result
+    from encoding an ordinary text does not fit.
     """
     for template in (QWEN3_CHAT if model_type == "qwen3" else QWEN2_CHAT, LLAMA3_CHAT):
         tokens = re.findall(CONTROL_TOKEN, template.turn)
@@ -700,17 +721,18 @@ def find_template(bpe: BPE, model_type: str) -> ChatTemplate:
 class Tokenizer:
     """A Hugging Face tokenizer.json with its chat template (ChatML or Llama 3).
 
-    `len` is the largest id plus one; a model may have room for more. `eos_id` ends a turn of a
-    chat. Any of `end_ids` ends what a model writes; a base model ends a text with <|endoftext|>.
+    len(tokenizer) is the largest id plus one; a model's vocab_size may be larger. `eos_id` is the
+    token that ends a turn of a chat. Generation stops at any of `end_ids`: for instance, a base
+    model ends a text with <|endoftext|>.
 
-    Text never becomes a control token. Only `chat` writes those, so a question or a worker's reply
-    that spells <|im_end|> cannot end its own turn.
+    Text is never encoded as a control token. Only `chat` inserts control tokens, so a question or a
+    worker's reply that contains the text <|im_end|> cannot end its own turn.
     """
 
     def __init__(self, bpe: BPE, model_type: str = "qwen2"):
         self.bpe = bpe
-        bpe.encode_special_tokens = True  # A special token that a text spells is plain text.
-        bpe.post_processor = processors.ByteLevel(trim_offsets=False)  # adds no token to a text
+        bpe.encode_special_tokens = True  # Encode a text such as "<|im_end|>" as plain text.
+        bpe.post_processor = processors.ByteLevel(trim_offsets=False)  # adds no tokens to a text
         bpe.no_truncation()
         bpe.no_padding()
         self.template = find_template(bpe, model_type)
@@ -724,7 +746,7 @@ class Tokenizer:
     def from_pretrained(cls, path: str) -> "Tokenizer":
         """Read tokenizer.json from a folder or from a repository of the Hugging Face hub.
 
-        The model type in config.json, if there is one, chooses between the templates of ChatML.
+        The model type in config.json, if that file exists, decides which ChatML template is used.
         """
         folder = fetch(path, "tokenizer.json", "config.json")
         file = os.path.join(folder, "tokenizer.json")
@@ -732,11 +754,11 @@ class Tokenizer:
         config = read_json(config_file) if os.path.exists(config_file) else {}
         try:
             return cls(BPE.from_file(file), config.get("model_type", "qwen2"))
-        except Exception as e:  # tokenizers raises Exception itself
+        except Exception as e:  # The tokenizers library raises Exception, not a subclass.
             raise ValueError(f"cannot read {file}: {e}") from None
 
     def save_pretrained(self, path: str):
-        """Write tokenizer.json, and for other programs the chat template and the end tokens."""
+        """Write tokenizer.json and, for other programs, the chat template and the end tokens."""
         self.bpe.save(os.path.join(path, "tokenizer.json"))
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -751,7 +773,8 @@ class Tokenizer:
         generation = {"eos_token_id": self.end_ids, "pad_token_id": self.end_ids[-1]}
         write_json(os.path.join(path, "generation_config.json"), generation)
 
-        # If a Qwen2 was saved here before its tokenizer, save it again: it may have to be a Llama.
+        # If a Qwen2 was saved here before this tokenizer, and the tokenizer is not Qwen's, save the
+        # model again, which makes it a Llama.
         if os.path.exists(os.path.join(path, "model.safetensors")):
             found = read_json(os.path.join(path, "config.json"))
             if found.get("model_type") == "qwen2" and not has_qwen_tokenizer(path):
@@ -768,10 +791,10 @@ class Tokenizer:
         return self.bpe.decode(ids, skip_special_tokens=True)
 
     def chat(self, messages: list[dict]) -> list[int]:
-        """Return the ids of a conversation up to the place where the assistant speaks next.
+        """Return the token ids of a conversation, up to where the assistant's next answer begins.
 
         Args:
-            messages: the turns, {"role": "system", "user" or "assistant", "content": text} each.
+            messages: the turns, each {"role": "system", "user" or "assistant", "content": text}.
         """
         template = self.template
         if template.system and messages[0]["role"] != "system":
@@ -783,9 +806,10 @@ class Tokenizer:
         return ids + self.fill(template.answer())
 
     def fill(self, template: str, role: str = "", content: str = "") -> list[int]:
-        """Return the ids of a part of a chat template.
+        """Fill role and content into part of a chat template, and return its token ids.
 
-        Control tokens in the template get their ids; role and content are encoded as plain text.
+        Each control token in the template becomes its id. All else, including control tokens in
+        role and content, is encoded as plain text.
         """
         ids = []
         for part in re.split(CONTROL_TOKEN, template):
@@ -813,10 +837,10 @@ QWEN_WORDS = (
 
 
 def has_qwen_tokenizer(folder: str) -> bool:
-    """Return whether the tokenizer.json of a folder, if there is one, splits text as Qwen's do.
+    """Return whether the tokenizer.json in a folder splits text as Qwen2.5's does, or is missing.
 
-    With model_type qwen2, transformers 5 reads the vocabulary and the merges of tokenizer.json and
-    ignores how it splits text, so another tokenizer would silently get other ids.
+    With model_type qwen2, transformers 5 reads only the vocabulary and the merges of tokenizer.json
+    and splits text as Qwen does. Any other tokenizer would silently produce different ids.
     """
     file = os.path.join(folder, "tokenizer.json")
     if not os.path.exists(file):
@@ -829,10 +853,11 @@ def has_qwen_tokenizer(folder: str) -> bool:
 
 # ---- Files -------------------------------------------------------------------------------------
 def fetch(name: str, *patterns: str) -> str:
-    """Return the folder of a checkpoint.
+    """Return the local folder of a checkpoint.
 
-    If `name` is not a folder, it is a repository of the Hugging Face hub: its files that match a
-    pattern are downloaded into Hugging Face's cache. Raises OSError if that fails.
+    If `name` is not a folder, it is taken for a repository on the Hugging Face hub, and the files
+    that match any of the patterns are downloaded into Hugging Face's cache. Raises OSError if the
+    download fails.
     """
     if os.path.isdir(name):
         return name
@@ -847,7 +872,7 @@ def fetch(name: str, *patterns: str) -> str:
 
 
 def read_json(file: str) -> dict:
-    """Return the object in a JSON file. ValueError names a file that holds something else."""
+    """Return the object in a JSON file. Raises ValueError, naming the file, if it holds none."""
     with open(file, encoding="utf-8") as f:
         try:
             return dict(json.load(f))
@@ -856,7 +881,7 @@ def read_json(file: str) -> dict:
 
 
 def write_json(file: str, value):
-    """Write JSON to a temporary file, then rename it: a reader never sees half of a file."""
+    """Write JSON to a temporary file, then rename it, so that a reader never sees half a file."""
     with open(file + ".tmp", "w", encoding="utf-8") as f:
         json.dump(value, f, indent=2, ensure_ascii=False)
     os.replace(file + ".tmp", file)
@@ -864,17 +889,17 @@ def write_json(file: str, value):
 
 # ---- Command lines -----------------------------------------------------------------------------
 def flag(default, help: str):
-    """Return a field for a dataclass of settings; `help` describes its flag on the command line."""
+    """Return a field for a dataclass of settings; `help` describes its command-line flag."""
     return field(default=default, metadata={"help": help})
 
 
 def configure(settings, argv: list[str]) -> list[str]:
     """Set the fields of a dataclass from command-line flags; return the words that are not flags.
 
-    `--lr=1e-3` and `--lr 1e-3` set the field `lr`; its present value determines the type. A bool is
-    switched by `--resume` and `--no-resume`, or set by `--resume=false`. Whatever follows `--` is
-    not a flag. `--help` prints all flags and exits. A wrong flag exits with status 2 and one line
-    that names it, and leaves the settings as they were.
+    `--lr=1e-3` and `--lr 1e-3` set the field `lr`; the new value gets the type of the current one.
+    A bool is set by `--resume`, `--no-resume` or `--resume=false`. Words after `--` are not flags.
+    `--help` prints all flags and exits. If a flag is unknown or its value is invalid, prints a line
+    that names the flag and exits with status 2, without changing any setting.
     """
     values = {}
     words = []
@@ -911,17 +936,17 @@ def is_switch(settings, name: str) -> bool:
 
 
 def nearest_flag(settings, name: str) -> str:
-    """The flag whose spelling is closest to `name`, or --help if none is close."""
+    """Return the flag whose spelling is closest to `name`, or --help if no flag is close."""
     switches = [f"no-{known}" for known in vars(settings) if is_switch(settings, known)]
     nearest = difflib.get_close_matches(name, [*vars(settings), *switches], n=1)
     return f"--{nearest[0] if nearest else 'help'}"
 
 
 def take_value(rest: list[str], switch: bool) -> str | None:
-    """Remove a flag's value from the words that follow the flag, and return it, or None.
+    """Remove a flag's value from `rest`, the words after the flag, and return the value.
 
-    A switch takes the next word only if that is true or false: in `--resume "a question"` the
-    question is not its value.
+    A switch takes the next word only if it is true or false, and else gets "true": the question in
+    `--resume "a question"` is not a value. Returns None if the value of any other flag is missing.
     """
     if switch:
         return rest.pop(0) if rest and rest[0].lower() in ("true", "false") else "true"
@@ -929,7 +954,7 @@ def take_value(rest: list[str], switch: bool) -> str | None:
 
 
 def parse_value(name: str, text: str | None, kind: type):
-    """The bool, int, float or string that `text` spells; a usage error if it spells none."""
+    """Convert a flag's text to `kind` (bool, int, float or str), or exit with a usage error."""
     if text is None:
         usage_error(f"--{name} needs a value: --{name}=VALUE")
     if kind is str:
@@ -948,13 +973,13 @@ def parse_value(name: str, text: str | None, kind: type):
 
 
 def usage_error(message: str):
-    """Exit with status 2 and one line on stderr."""
+    """Print a message to stderr and exit with status 2."""
     print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def help_page(settings) -> str:
-    """Return the docstring of the module that defines the settings, then a table of its flags."""
+    """Return the docstring of the module that defines the settings, then a table of the flags."""
     rows = {}
     for f in fields(settings):
         default = getattr(settings, f.name)

@@ -1,16 +1,16 @@
-"""Workflows (§3): asking for one, parsing it, running it, recursion, display and the server.
+"""Workflows (§3): prompting, parsing, running, recursion, display and the server.
 
-    python workflow.py "a question"            # assets/laptop/ conducts the local specialists
+    python workflow.py "a question"            # the Conductor in assets/laptop/, local workers
     python workflow.py "a question" --pool=mine.json --checkpoint=DIR [--extra_rounds=1]
     python workflow.py "a question" --pool=mine.json --conductor=WORKER  # an LLM conducts
     python workflow.py serve [the same flags]  # an OpenAI-compatible server
     python workflow.py show FILE               # list the rollouts in a run's traces/*.jsonl
     python workflow.py show FILE N             # show the rollout on line N
-    python workflow.py show --examples FILE …  # write examples for train.py --examples
+    python workflow.py show --examples FILE …  # print few-shot examples for train.py --examples
 
-The Conductor writes a workflow as three Python lists: `messages` asks for them, `parse` reads them,
-and `roll_out` runs the workflow. A `Rollout` records all of it. Workers, steps, rounds and lines
-are counted from 0. Read grpo.py next.
+The Conductor writes a workflow as three Python lists. `messages` builds the prompt that asks for
+the lists, `parse` reads them, and `roll_out` runs the workflow. A `Rollout` records everything that
+happens. Workers, steps, rounds and lines of files are counted from 0. Read grpo.py next.
 """
 
 import ast
@@ -56,7 +56,7 @@ ASSETS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets")
 
 
 class WorkflowError(ValueError):
-    """A text holds no valid workflow. The message names the list at fault and what is wrong."""
+    """A text contains no valid workflow. The message names the faulty list and its fault."""
 
 
 @dataclass
@@ -66,7 +66,8 @@ class Step:
     worker: int  # the worker's number in the pool
     subtask: str  # what the worker is told to do
     access: list[int]  # the earlier steps whose subtasks and responses the worker sees
-    # Whether the Conductor wrote "all", which in a further round includes the last answer (§3.2).
+    # Whether the Conductor wrote "all". In rounds after the first, "all" also shows the worker the
+    # previous round's answer (§3.2).
     wrote_all: bool = field(default=False, compare=False)
 
 
@@ -77,29 +78,29 @@ class Workflow:
 
 @dataclass
 class Rollout:
-    """A question, the workflow that a Conductor wrote for it, and what came of it.
+    """A question, the workflow that a Conductor wrote for it, and the outcome.
 
-    If a call fails, the rollout is lost, because nobody knows what the workflow would have
-    answered. A lost rollout has an `error` and is neither right nor wrong.
+    If a call fails, the rollout is lost, because what the workflow would have answered is unknown.
+    A lost rollout has an `error` and counts as neither right nor wrong.
     """
 
     # The question
     question: str
     pool: list = field(default_factory=list)  # the Workers; Step.worker is an index into this list
-    workers: list[int] | None = None  # numbers of those that may be used (§3.2); None: all
-    problem: object = None  # eval.py's Problem, by which the answer is judged
-    problem_id: str = ""  # the id of `problem`, in a rollout that was read from a file
+    workers: list[int] | None = None  # numbers of the workers that may be used (§3.2); None: all
+    problem: object = None  # the eval.Problem that the answer is graded against
+    problem_id: str = ""  # the id of the problem; set only if the rollout was read from a file
     # The turns before the question: {"role": "system", "user" or "assistant", "content": text}.
     context: list[dict] = field(default_factory=list)
     previous: "Rollout | None" = None  # the round before this one (§3.2)
-    number: int = 0  # distinguishes the rollouts of a question, and seeds the sampler
-    call_prefix: str = ""  # begins the ids by which Replay knows its calls; "": no replay
+    number: int = 0  # distinguishes rollouts of the same question, and seeds the sampler
+    call_prefix: str = ""  # the prefix of the call ids that Replay looks up; "": no replay
 
     # What the Conductor wrote; only a local model sets prompt_ids, tokens and logprobs
     written: str = ""
     prompt_ids: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)  # of each token when it was sampled
+    logprobs: list[float] = field(default_factory=list)  # each token's, as it was sampled
     finished: bool = True  # False: cut off at max_new_tokens
     workflow: Workflow | None = None
     invalid: str = ""  # why `written` is not a valid workflow
@@ -109,14 +110,15 @@ class Rollout:
     # Each step's reply; None: the call failed or was not made.
     replies: list[Reply | None] = field(default_factory=list)
     error: str | None = None  # why the rollout is lost
-    seconds: float = 0.0  # from the end of the writing to the verdict
+    seconds: float = 0.0  # the time from the finished workflow text to the verdict
 
     # The verdict
-    right: bool | None = None  # False also if there is no workflow; None: lost or not judged
+    right: bool | None = None  # False also if `written` is invalid; None: lost or not judged
     failure: str = ""  # what is wrong with the answer, in the grader's words
     reward: float | None = None  # the reward of §3.1, set by train.py; None: lost
     advantage: float = 0.0  # the advantage of Eq. 2, set by grpo.py
-    wrong_share: float = 1.0  # the share of wrong answers to the same question, set by grpo.py
+    # The share of wrong rollouts among all judged ones of this question, set by grpo.py.
+    wrong_share: float = 1.0
 
     @property
     def responses(self) -> list[str]:
@@ -132,7 +134,7 @@ class Rollout:
         return self.previous.answer if self.previous else ""
 
     def rounds(self) -> list["Rollout"]:
-        """Return the previous rounds, oldest first, and this one."""
+        """Return all rounds up to and including this one, oldest first."""
         return [*(self.previous.rounds() if self.previous else []), self]
 
     # Totals over all rounds:
@@ -151,7 +153,7 @@ class Rollout:
 
     @property
     def cost(self) -> float | None:
-        """Dollars; None if the cost of a call is unknown."""
+        """The total in dollars, or None if the cost of any call is unknown."""
         costs = [reply.cost for reply in self.all_replies]
         return None if None in costs else sum(costs)
 
@@ -161,14 +163,15 @@ class Rollout:
 
 @dataclass
 class ListFormat:
-    """One of the lists that make up a workflow; element i belongs to step i."""
+    """The format of one of the lists that make up a workflow. Element i belongs to step i."""
 
     name: str  # as the prompt and `as_lists` spell it
     spellings: str  # a regular expression for the spellings that models use
     part: str  # what the prompt says about this part of a step
     elements: str  # what the prompt says about the list's elements
     write: Callable  # (step, its index) -> the element
-    # (element, step's index, allowed workers) -> values of Step's fields; raises WorkflowError
+    # (element, step's index, allowed workers) -> {field of Step: value}; raises WorkflowError if
+    # the element is invalid
     read: Callable
 
 
@@ -201,16 +204,17 @@ def read_access(element, i: int, workers: list[int]) -> dict:
 
 
 def can_be_seen(item, i: int) -> bool:
-    """Return whether an item is "all" or the number of a step before step i."""
+    """Return whether an item of an access list is "all" or the number of a step before step i."""
     if type(item) is str:
         return item.strip().lower() == "all"
     return type(item) is int and 0 <= item < i
 
 
-# In the order in which the prompt asks for them. For another list, add a row here and a field to
-# Step: the prompt, `as_lists` and `parse` follow. `call_worker` and `view_step` say what a worker
-# and a reader see of it, and eval.random_workflow draws it for the warm start. A Conductor that was
-# trained without the list has to be trained again, because a workflow without it is refused.
+# The lists of a workflow, in the order in which the prompt asks for them. To add a list, add a row
+# here and a field to Step; the prompt, `as_lists` and `parse` need no change. Then edit three
+# functions: `call_worker` decides what a worker sees of the new field, `view_step` what a reader
+# sees of it, and eval.random_workflow draws its values for the warm start. A Conductor trained
+# without the new list must be retrained, because a workflow that lacks a list is invalid.
 LISTS = [
     ListFormat(
         name="model_id",
@@ -243,7 +247,7 @@ NAMES = [form.name for form in LISTS]
 
 
 def as_lists(workflow: Workflow) -> str:
-    """Return a workflow as a Conductor writes it. `parse` reads it back."""
+    """Return a workflow as the text that a Conductor writes. `parse` is the inverse."""
     lines = []
     for form in LISTS:
         elements = [form.write(step, i) for i, step in enumerate(workflow.steps)]
@@ -252,16 +256,17 @@ def as_lists(workflow: Workflow) -> str:
 
 
 def steps_of(lists: dict, workers: list[int], max_steps: int, allow_empty: bool) -> list[Step]:
-    """Return the steps that the lists spell out.
+    """Convert the lists of a workflow to its steps.
 
     Args:
-        lists: name -> the list, or a text that says what is wrong with it.
+        lists: Name -> the list, or a message that says why the list could not be read.
         workers: The numbers of the workers that may be used.
-        max_steps: The largest number of steps that is allowed.
-        allow_empty: Whether there may be no steps at all.
+        max_steps: The maximum number of steps.
+        allow_empty: Whether a workflow without steps is valid.
 
     Raises:
-        WorkflowError: A list is missing or wrong, or the lists do not fit together.
+        WorkflowError: A list is missing or invalid, the lists differ in length, or the number of
+            steps is not allowed.
     """
     for name in NAMES:
         if not isinstance(lists.get(name), list):
@@ -290,16 +295,17 @@ def steps_of(lists: dict, workers: list[int], max_steps: int, allow_empty: bool)
 
 @dataclass
 class Prompting:
-    """How a Conductor is asked for a workflow. conductor.json beside a checkpoint holds it."""
+    """How a Conductor is prompted. The file conductor.json in a checkpoint holds these fields."""
 
     # ood, in, mixed: few-shot examples from other tasks, the same tasks, or both (Table 4).
-    # zero-shot: no examples. short: the laptop's two lines, whose format a warm start teaches.
+    # zero-shot: no examples. short: the laptop preset's two-line prompt, which does not explain the
+    # format of a workflow, because the warm start teaches it.
     prompt_style: str = "ood"
     max_steps: int = 5
     max_new_tokens: int = 1024
-    # Whether the Conductor reads each worker's note. If not, it knows workers by number alone.
+    # Whether the prompt shows each worker's note. If not, it shows only the workers' numbers.
     notes: bool = False
-    # Few-shot examples of one's own, instead of those that prompt_style names; see read_examples.
+    # The user's own few-shot examples, which replace those of prompt_style; see read_examples.
     examples: list[dict] = field(default_factory=list)
 
 
@@ -344,14 +350,15 @@ def messages(
     """Return the chat that asks the Conductor for a workflow.
 
     Args:
-        question: What the workers are to answer.
-        workers: The number of workers, or the numbers of those that may be used.
-        max_steps: The largest number of steps that is allowed.
+        question: The question that the workers are to answer.
+        workers: How many workers there are, or a list of the numbers of those that may be used.
+        max_steps: The maximum number of steps.
         previous: The round before this one, whose answer the Conductor may keep (§3.2).
         prompt_style: See Prompting.
-        notes: What each worker of the pool is good at; None shows their numbers alone.
-        context: The turns before the question. The short prompt leaves them out.
-        examples: See Prompting. The short prompt leaves them out, too.
+        notes: What each worker of the pool is good at. If None, the prompt shows only the workers'
+            numbers.
+        context: The chat turns before the question. The short prompt omits them.
+        examples: See Prompting. The short prompt omits the examples, too.
     """
     numbers = [*range(workers)] if isinstance(workers, int) else workers
     if prompt_style == "short":
@@ -381,10 +388,10 @@ def messages(
 
 
 def short_pool(workers: int | list[int], notes: list[str] | None) -> str:
-    """Return the short prompt's words for a pool: "3 models", "Models 0 2" or "adder0, coder2".
+    """Describe a pool for the short prompt, as "3 models", "Models 0 2" or "adder0, coder2".
 
-    The last form shows notes. A note touches its number because a tiny model learns to copy the
-    token right after the note, and does not learn to find one that stands further away.
+    The last form is used if there are notes. No space separates a note from its number, because a
+    tiny model learns to copy the token right after the note, but not one that is further away.
     """
     if notes:
         numbers = range(workers) if isinstance(workers, int) else workers
@@ -395,7 +402,7 @@ def short_pool(workers: int | list[int], notes: list[str] | None) -> str:
 
 
 def full_pool(numbers: list[int], notes: list[str] | None) -> str:
-    """Return the paper's prompt's words for a pool, one line a worker if there are notes."""
+    """Describe a pool for the paper's prompt. If there are notes, each worker gets a line."""
     if notes:
         return "\n".join(["Models:", *(f"Model {number}: {notes[number]}" for number in numbers)])
     return "Models: " + ", ".join(f"Model {number}" for number in numbers)
@@ -409,7 +416,10 @@ def named_examples(prompt_style: str) -> list[dict]:
 
 
 def example_blocks(examples: list[dict], numbers: list[int], max_steps: int) -> list[str]:
-    """Return few-shot examples as text: a question, a plan, and a workflow of allowed workers."""
+    """Return each few-shot example as a text with its question, plan and workflow.
+
+    Worker numbers are mapped to allowed ones. Examples with more than max_steps are left out.
+    """
     blocks = []
     for example in examples:
         steps = [Step(**values) for values in example["steps"]]
@@ -425,11 +435,11 @@ def conductor_chat(rollout: Rollout, prompting: Prompting, with_names: bool = Fa
     """Return the chat that asks for a rollout's workflow.
 
     Args:
-        rollout: The question.
-        prompting: How the Conductor is asked.
-        with_names: Show each worker's name, followed by its note if it has one.
+        rollout: Only its question, context, pool, allowed workers and previous rounds are used.
+        prompting: How the Conductor is prompted.
+        with_names: Whether to show each worker's name, followed by its note if it has one.
     """
-    # If all workers may be used, their count is passed, so that the short prompt says "3 models".
+    # If all workers may be used, pass their count, so that the short prompt says "3 models".
     is_subset = len(rollout.workers or rollout.pool) < len(rollout.pool)
     workers = rollout.workers if is_subset else len(rollout.pool)
     notes = None
@@ -451,8 +461,9 @@ def conductor_chat(rollout: Rollout, prompting: Prompting, with_names: bool = Fa
 
 # ---- Parsing -------------------------------------------------------------------------------------
 
-# Matches the name of a list and what models write before its bracket: quotes of Markdown or JSON, a
-# type annotation (list[int]) or a remark in parentheses, then "=" or ":".
+# Matches the name of a list and everything that models write between the name and the opening
+# bracket: Markdown marks or JSON quotes, perhaps a type annotation such as list[int] or a remark in
+# parentheses, then "=" or ":".
 NAME = (
     "(?<![A-Za-z0-9_])(?:"
     + "|".join(f"(?P<{form.name}>{form.spellings})" for form in LISTS)
@@ -460,13 +471,13 @@ NAME = (
     (?::\s{0,4}[A-Za-z][\w.]{0,20}\s{0,4}(?:\[[^=\n]{0,60}\])?\s{0,4}(?==)|\([^()\n]{0,80}\))?
     [\s*`]{0,9}[:=][\s*`]{0,20}(?:(?:python|json)\s)?(?=\[)"""
 )
-# A line that begins with "Question:" or "Example question 2:", perhaps in bold.
+# Matches "Question:" or "Example question 2:" at the start of a line, perhaps in bold.
 HEADING = r"""(?P<heading>^[\s>#*]{0,8}(?P<example>example\ )?
     (?:\w{1,12}\ )?question(?:\ \d{1,3})?[* ]{0,4}:)"""
 MARK = re.compile(f"{NAME}|{HEADING}", re.VERBOSE | re.IGNORECASE | re.MULTILINE)
 
-# A token of a list. A string may hold newlines, but if a list's name follows one of them, the
-# string was never closed.
+# Matches one token of a list. A string may contain newlines, but a newline followed by a list's
+# name means that the string was never closed.
 TOKEN = re.compile(
     rf"""(?P<atom>[][]|[0-9.,()\s]+)|\#[^\n]*|(?P<nothing>(?:none|null)\b)
     |(?P<raw>r?)(?P<quote>\"\"\"|'''|["'])
@@ -482,21 +493,23 @@ def parse(
 ) -> Workflow:
     """Return the last valid workflow in a text.
 
-    A model may make several attempts, and some may be cut off. Neighbouring lists in the prompt's
-    order, one of each name, always form an attempt. Otherwise an attempt ends where the name of
-    one of its lists appears again. So a complete attempt never mixes with one that was cut off.
-    Only the last 50,000 characters are read.
+    A model may make several attempts at a workflow, and some may be cut off. Consecutive lists in
+    the prompt's order, one of each name, always form an attempt. Otherwise an attempt ends when the
+    name of one of its lists appears again. This keeps the lists of a complete attempt apart from
+    those of an attempt that was cut off. Only the last 50,000 characters are read.
 
     Args:
-        text: What a model wrote.
-        workers: The number of workers, or the numbers of those that may be used.
-        max_steps: The largest number of steps that is allowed.
-        allow_empty: Whether lists that are all empty are a workflow, which keeps an answer (§3.2).
+        text: The text that a model wrote.
+        workers: How many workers there are, or a list of the numbers of those that may be used.
+        max_steps: The maximum number of steps.
+        allow_empty: Whether a workflow of empty lists, which keeps the previous answer (§3.2), is
+            valid.
 
     Raises:
-        WorkflowError: There is no valid workflow. The message is about the last attempt.
+        WorkflowError: There is no valid workflow. The message says what is wrong with the last
+            attempt.
 
-    Example: the second attempt in this text is cut off, so the first one counts.
+    Example: the second attempt in this text is cut off, so the first one is returned.
 
         Two models should do.
         subtasks: ["Solve it.", "Check it."]
@@ -514,11 +527,11 @@ def parse(
     error = WorkflowError(f"{NAMES[0]}: the list is missing")
     recent = []  # the lists since the last heading, as (name, list)
     attempt = {}  # name -> list
-    is_example = False  # whether the last heading is that of an example
+    is_example = False  # whether the last heading introduces an example
     position = 0
     while mark := MARK.search(text, position):
         if mark["heading"]:
-            # Some models go on to invent another question, whose workflow does not count.
+            # Some models continue by inventing another question. Ignore its workflow.
             if recent and not is_example:
                 break
             workflow = None
@@ -547,8 +560,8 @@ def parse(
     return workflow
 
 
-# What follows a list that is only a part of an expression: "* 6" in [0] * 6, "[:1]" in [0, 1][:1].
-# An asterisk without a factor belongs to Markdown.
+# Matches the text after a list if the list is only part of an expression, such as "* 6" in [0] * 6
+# or "[:1]" in [0, 1][:1]. An asterisk without a factor is taken for Markdown and does not match.
 COMPUTED = re.compile(
     r"""\[|\.\w+\(|[ \t]*(?:\\?[*×][ \t]*(?:\d|\w+(?:\(|[ \t]*(?:[,\n]|$)))
     |\+[ \t]*[\w(\["']|if\b[^\n]{0,80}\belse\b)""",
@@ -557,12 +570,13 @@ COMPUTED = re.compile(
 
 
 def read_list(text: str, start: int) -> tuple[list | str, int]:
-    """Read the list that opens at text[start].
+    """Parse the list whose opening bracket is text[start].
 
-    Only brackets, digits, commas, strings and None are evaluated.
+    The list may contain only strings, numbers, None, brackets, parentheses and commas.
 
     Returns:
-        The list, or a str that says what is wrong with it; and the position at which to search on.
+        The list, or a str that says what is wrong with it; and the position from which the search
+        for further lists should continue.
     """
     pieces = []
     depth = 0
@@ -590,9 +604,10 @@ def read_list(text: str, start: int) -> tuple[list | str, int]:
         return "this is no Python list", end
 
 
-# A backslash and what follows it in a string: a command of LaTeX that was not escaped, the code of
-# a character, or one character. \n and \t count as LaTeX only if they begin a known command, and \r
-# only if a letter follows.
+# Matches a backslash in a string and the characters it applies to: the first letter of a LaTeX
+# command whose backslash was not escaped (latex), the hexadecimal code of a character (code), or a
+# single character (plain). \n and \t count as LaTeX only if they begin a known command, and \r only
+# if a letter follows.
 ESCAPE = re.compile(
     r"""\\(?:(?P<latex>[^\\"'/nrtu\n]|u(?![0-9a-fA-F]{4})|r(?=[A-Za-z])
     |(?<![.:;!?]\\)n(?=(?:abla|e[gq]?|u|ot(?:in)?|mid|[gl]eq|exists|earrow|warrow|parallel|subseteq)
@@ -606,14 +621,14 @@ CONTROL = {"n": "\n", "t": "\t", "r": "\r", "\n": ""}
 
 
 def string_value(token: re.Match) -> str:
-    """Return the text that a string literal of Python or JSON stands for.
+    """Return the value of a Python or JSON string literal.
 
-    Models often forget to escape LaTeX, so \\theta stands for itself and not for a tab and "heta".
+    Models often forget to escape LaTeX, so \\theta is kept instead of becoming a tab and "heta".
     """
     has_latex = any(escape["latex"] for escape in ESCAPE.finditer(token["body"]))
 
     def meaning(escape: re.Match) -> str:
-        # In a string with unescaped LaTeX, two backslashes are LaTeX's line break.
+        # In a string with unescaped LaTeX, keep two backslashes: they are LaTeX's line break.
         ends_latex_line = has_latex and escape["plain"] == "\\"
         if escape["latex"] or ends_latex_line:
             return escape[0]
@@ -622,7 +637,7 @@ def string_value(token: re.Match) -> str:
         return CONTROL.get(escape["plain"], escape["plain"])
 
     text = token["body"] if token["raw"] else ESCAPE.sub(meaning, token["body"])
-    # JSON writes an emoji as two surrogates; join them.
+    # JSON may spell an emoji as two surrogates. Join them into one character.
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -630,10 +645,11 @@ def string_value(token: re.Match) -> str:
 
 
 def call_worker(rollout: Rollout, i: int) -> Reply:
-    """Make the call of step i and return the reply.
+    """Call the worker of step i and return its reply.
 
-    The worker gets a chat: the turns before the question, the question, a pair of turns for each
-    step that it sees (its subtask, its response), and the worker's own subtask.
+    The worker gets a chat: the turns before the question, then two turns for each earlier step that
+    the worker sees (the step's subtask and response), then a turn with the worker's own subtask.
+    The question is prepended to the first of these subtasks.
     """
     steps = rollout.workflow.steps
     past = [(steps[j].subtask, rollout.replies[j].text) for j in steps[i].access]
@@ -653,7 +669,7 @@ def call_worker(rollout: Rollout, i: int) -> Reply:
 
 
 def call_id(rollout: Rollout, step: int | str) -> str:
-    """Return the id by which Replay recognises a call; "" if the calls are not replayed."""
+    """Return the id under which Replay looks up a call, or "" if the rollout is not replayed."""
     if not rollout.call_prefix:
         return ""
     round_number = len(rollout.rounds()) - 1
@@ -661,14 +677,15 @@ def call_id(rollout: Rollout, step: int | str) -> str:
 
 
 class Threads:
-    """A pool of threads. It starts a thread only if a job finds no idle one.
+    """A pool of threads that starts a thread only if no idle one can take a job.
 
-    multiprocessing's ThreadPool starts all its threads at once, and fails where the system allows
-    fewer. With concurrent.futures, a program could not end before the last call is answered.
+    Neither of Python's own thread pools is suitable. multiprocessing's ThreadPool starts all its
+    threads at once, so it fails if the system allows fewer. With concurrent.futures, a program
+    cannot exit until the last call is answered.
     """
 
     def __init__(self, limit: int):
-        self.limit = limit  # threads
+        self.limit = limit  # the maximum number of threads
         self.started = 0
         self.idle = 0
         self.jobs = collections.deque()  # (function, arguments, tell)
@@ -684,7 +701,7 @@ class Threads:
             try:
                 threading.Thread(target=self.work, daemon=True).start()
                 self.started += 1
-            except RuntimeError:  # The system allows no more threads. The job waits for one.
+            except RuntimeError:  # The system allows no more threads. The job waits its turn.
                 if not self.started:
                     raise
 
@@ -699,22 +716,24 @@ class Threads:
                 result = function(*arguments)
             except Exception as error:
                 result = error
-            except BaseException as error:  # Without a result, the caller would wait for ever.
+            except BaseException as error:  # Without a result, the caller would wait forever.
                 result = RuntimeError(f"{function} raised {error!r}")
             tell(result)
-            del function, arguments, tell, result  # Else they stay in memory until the next job.
+            # Free these objects now. Otherwise they would stay in memory until the next job.
+            del function, arguments, tell, result
 
 
-# The threads that call workers and graders. A job must not wait for another job, or all threads
-# may end up waiting.
+# The threads that call workers and graders. A job must never wait for another job in this pool;
+# otherwise all threads could end up waiting.
 THREADS = Threads(512)
 
 
 def carry_out(rollout: Rollout, prompting: Prompting, judge, edit, call):
-    """Parse, run and judge a written rollout. A generator, so that its caller does the waiting.
+    """Parse, run and judge a written rollout. This is a generator: it leaves waiting to its caller.
 
-    It yields lists of jobs that can start, each job as (step, function, arguments). Whenever a job
-    is done, the caller sends (step, result); an exception is a result, too. If step 1 sees step 0:
+    It yields a list of jobs that can start now, each as (step, function, arguments). Whenever a job
+    is done, the caller sends (step, result), and the next list is yielded. A result may also be an
+    exception. The judge's job has the step None. For example, if step 1 sees step 0:
 
         next(work)               # returns [(0, call, (rollout, 0))]
         work.send((0, reply))    # returns [(1, call, (rollout, 1))]
@@ -723,7 +742,7 @@ def carry_out(rollout: Rollout, prompting: Prompting, judge, edit, call):
     """
     # Parse.
     if rollout.error:
-        return  # The Conductor could not be asked.
+        return  # The Conductor failed, so nothing was written.
     if not rollout.workflow:
         workers = rollout.workers or len(rollout.pool)
         may_keep_answer = rollout.previous is not None
@@ -736,13 +755,14 @@ def carry_out(rollout: Rollout, prompting: Prompting, judge, edit, call):
     if edit:
         rollout.workflow = edit(rollout.workflow)
 
-    # Check. `parse` guarantees this, but a workflow may also come from `edit` or from a caller.
+    # Check workers and access lists. `parse` guarantees that they are valid, but a workflow may
+    # also come from `edit` or from a caller.
     steps = rollout.workflow.steps
     for i, step in enumerate(steps):
         if step.worker not in range(len(rollout.pool)) or not {*step.access} <= {*range(i)}:
             raise ValueError(f"step {i} has no worker of the pool, or sees what is no earlier step")
 
-    # Run. A step is ready as soon as the steps that it sees are answered.
+    # Run. A step is ready as soon as all the steps that it sees have replies.
     rollout.names = [rollout.pool[step.worker].name for step in steps]
     rollout.replies = [None] * len(steps)
     waiting = [*range(len(steps))]
@@ -756,7 +776,7 @@ def carry_out(rollout: Rollout, prompting: Prompting, judge, edit, call):
         if isinstance(result, Exception):
             failure = failed_call(result)
             rollout.error = rollout.error or f"step {done}: {failure}"
-            waiting = []  # The rollout is lost, whatever further steps would answer.
+            waiting = []  # The rollout is lost, so start no further steps.
         else:
             rollout.replies[done] = result
 
@@ -773,10 +793,10 @@ def carry_out(rollout: Rollout, prompting: Prompting, judge, edit, call):
 def failed_call(error: Exception) -> WorkerError:
     """Return the WorkerError that led to an exception; if there is none, raise the exception.
 
-    A grader that asks a judge may wrap the failure of its call in an exception of its own.
+    A grader that calls an LLM judge may wrap the judge's WorkerError in a different exception.
     """
     related = [error]
-    for one in related:  # It grows while it is searched.
+    for one in related:  # The list grows during the search.
         if isinstance(one, WorkerError):
             return one
         others = (one.__cause__, one.__context__, *getattr(one, "exceptions", ()))
@@ -796,29 +816,30 @@ def roll_out(
 ) -> list[Rollout]:
     """Write, parse, run and judge rollouts in place, and return them.
 
-    Workflows start to run while others are still being written.
+    A workflow starts to run as soon as it is written, while others are still being written.
 
     Args:
-        rollouts: Their questions, pools and problems are set.
-        write: A writer, as below; None if the workflows are set.
-        prompting: How the Conductor was asked.
-        judge: judge(problem, answer) returns what is wrong with an answer, or ""; None: no verdict.
+        rollouts: Rollouts whose questions, pools and problems are set.
+        write: A writer (see "Writers" below), or None if the workflows are already set.
+        prompting: How the Conductor is prompted.
+        judge: judge(problem, answer) returns what is wrong with an answer, or "" if it is right. If
+            None, answers are not judged.
         edit: edit(workflow) returns the workflow to run instead, for ablations.
-        call: call(rollout, i) makes the call of step i; it runs in a thread.
-        on_end: on_end(rollout) is called when a rollout is over.
-        timeout: Seconds after its writing at which a rollout is lost.
+        call: call(rollout, i) calls the worker of step i and returns its reply. Runs in a thread.
+        on_end: on_end(rollout) is called as soon as a rollout is finished.
+        timeout: The number of seconds that a written rollout may take before it counts as lost.
 
     Raises:
-        Any exception of a call or of the judge. If a WorkerError led to it, only the rollout is
-            lost, and nothing is raised.
+        Any exception that a call or the judge raises, unless a WorkerError caused it: then the
+            rollout is lost, and the other rollouts continue.
     """
     events = queue.SimpleQueue()  # from the threads: (rollout, (step, result or exception))
     running = {}  # id(rollout) -> (rollout, its generator, start time), oldest first
 
     def advance(rollout: Rollout, event: tuple | None = None):
-        """Tell a rollout which job is done, and start the jobs that can follow."""
+        """Send a finished job to the rollout's generator, and start the jobs that it yields."""
         if id(rollout) not in running:
-            return  # The rollout has timed out, and this reply is late.
+            return  # The rollout has already timed out, so this reply is too late.
         _, work, started = running[id(rollout)]
         try:
             jobs = work.send(event)
@@ -848,7 +869,7 @@ def roll_out(
             advance(*events.get(timeout=seconds_left))
         except queue.Empty:
             oldest.error = f"it took longer than {timeout:g} s"
-            work.close()  # so that it ends when it is advanced
+            work.close()  # so that `advance` finds the generator finished
             advance(oldest)
     return rollouts
 
@@ -871,14 +892,14 @@ def conduct(
     """Answer questions, and return each question's last round. `rollouts` are not changed.
 
     Args:
-        write: A writer, as below.
-        rollouts: The questions.
-        extra_rounds: How many more rounds may follow the first (§3.2). A question has fewer if the
-            Conductor keeps an answer by empty lists, or writes no valid workflow.
-        prompting: How the Conductor is asked.
-        tries: How often the Conductor may write until a workflow is valid. Each try has the next
-            number, so that other tokens are sampled.
-        settings: Further arguments of roll_out.
+        write: A writer (see "Writers" below).
+        rollouts: One rollout for each question, not yet written.
+        extra_rounds: The maximum number of rounds after the first (§3.2). A question gets fewer if
+            the Conductor keeps an answer by writing empty lists, or writes no valid workflow.
+        prompting: How the Conductor is prompted.
+        tries: How often the Conductor may try to write a valid workflow. Each try increases
+            `number` by 1, so that different tokens are sampled.
+        settings: Further arguments for roll_out.
     """
     last = [replace(rollout) for rollout in rollouts]
     for _ in range(tries):
@@ -901,25 +922,26 @@ def conduct(
 # ---- Writers -------------------------------------------------------------------------------------
 
 # A writer is a function write(rollouts) that asks a Conductor for each rollout's workflow. It sets
-# `written`, or `error` if the Conductor cannot be asked, and yields each rollout as soon as it is
-# written.
+# `written`, or `error` if the Conductor fails, and then immediately yields the rollout.
 
-LONGEST_TOKEN = 16  # characters; no text in any language has longer tokens on average
+LONGEST_TOKEN = 16  # characters; the average token is shorter than this in every language
 
 
 def model_writer(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature=1.0, seed=0):
-    """Return the writer of a local model.
+    """Return a writer that samples workflows from a local model.
 
-    What it writes depends on nothing but the seed, the prompt and the rollout's number.
+    A workflow depends only on the seed, the prompt and the rollout's number, and not on the other
+    rollouts in a batch.
     """
     room = model.config.max_position_embeddings - prompting.max_new_tokens
 
     def write(rollouts):
-        # Rollouts with the same prompt form a group, whose prompt is computed once.
+        # Group rollouts with the same prompt, so that the model reads each prompt only once.
         groups = collections.defaultdict(list)
         for rollout in rollouts:
             chat = conductor_chat(rollout, prompting)
-            is_huge = len(str(chat)) > LONGEST_TOKEN * room  # It is not worth tokenizing.
+            # Do not even tokenize a chat that is certainly too long.
+            is_huge = len(str(chat)) > LONGEST_TOKEN * room
             if not is_huge:
                 rollout.prompt_ids = tokenizer.chat(chat)
             if is_huge or len(rollout.prompt_ids) > room:
@@ -928,7 +950,7 @@ def model_writer(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temper
             else:
                 groups[rollout.call_prefix, tuple(rollout.prompt_ids)].append(rollout)
 
-        # Groups of one size form a batch.
+        # Sample groups of the same size as one batch.
         for n in {len(group) for group in groups.values()}:
             batch = [group for group in groups.values() if len(group) == n]
             completions = generate_each(
@@ -954,10 +976,10 @@ def model_writer(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temper
 
 
 def worker_writer(worker, prompting: Prompting):
-    """Return the writer of a worker that takes the Conductor's seat (Table 11).
+    """Return a writer that lets a worker act as the Conductor (Table 11).
 
-    Nothing has taught it who the workers are, so it is shown their names and notes. As in the
-    paper, it may write twice as many tokens as a worker, but not more than 8,192 for that.
+    The worker was not trained on the pool, so its prompt shows the workers' names and notes. As in
+    the paper, its token limit is doubled, but to at most 8,192. A higher limit stays as it is.
     """
     limits = {name: n for name, n in worker.params.items() if name in LIMITS}
     doubled = {name: max(n, min(2 * n, 8192)) for name, n in limits.items()}
@@ -980,7 +1002,7 @@ def worker_writer(worker, prompting: Prompting):
 
 
 def take(n: int, results: queue.SimpleQueue) -> Iterator:
-    """Yield n results from a queue. One that is an exception is raised."""
+    """Yield n results from a queue, but raise the first result that is an exception."""
     for _ in range(n):
         result = results.get()
         if isinstance(result, Exception):
@@ -994,7 +1016,8 @@ def take(n: int, results: queue.SimpleQueue) -> Iterator:
 def strip(rollout: Rollout, **changes) -> Rollout:
     """Return a copy of a rollout and its previous rounds without their pools and problems.
 
-    Only such a copy can be sent to other ranks or written to a file.
+    Pools and problems can neither be sent to other ranks nor be written to a file. `changes` are
+    values of further fields to set in all rounds.
     """
     previous = rollout.previous and strip(rollout.previous, **changes)
     return replace(rollout, pool=[], problem=None, previous=previous, **changes)
@@ -1003,8 +1026,9 @@ def strip(rollout: Rollout, **changes) -> Rollout:
 def rollout_to_json(rollout: Rollout, with_tokens: bool = False) -> dict:
     """Return a rollout as a dict for json.dumps.
 
-    The problem is replaced by its id, the pool is left out, and so are token ids and
-    log-probabilities unless `with_tokens`. Totals are added for readers of the file.
+    The problem is replaced by its id, and the pool is emptied, as are token ids and
+    log-probabilities unless `with_tokens`. For readers of the file, the dict also has the answer
+    and the totals of calls, tokens and cost.
     """
     changes = {} if with_tokens else {"prompt_ids": [], "tokens": [], "logprobs": []}
     values = asdict(strip(rollout, **changes))
@@ -1017,9 +1041,9 @@ def rollout_to_json(rollout: Rollout, with_tokens: bool = False) -> dict:
 
 
 def rollout_from_json(values: dict) -> Rollout:
-    """Return the rollout that rollout_to_json turned into these values.
+    """Rebuild a rollout from the dict that rollout_to_json returned.
 
-    Keys of earlier editions are read, too.
+    The old names of some keys, from earlier versions of this program, are also read.
     """
     old_keys = {"name": "call_prefix", "prompt": "prompt_ids", "problem": "problem_id"}
     values = {old_keys.get(key, key): value for key, value in values.items()}
@@ -1033,7 +1057,7 @@ def rollout_from_json(values: dict) -> Rollout:
 
 
 def view(rollout: Rollout) -> str:
-    """Return all rounds as text: who was told what, saw which steps, and answered what."""
+    """Return all rounds as text: each step's worker, subtask, access and response, and totals."""
     lines = [f"Question: {rollout.question}"]
     for number, one in enumerate(rollout.rounds()):
         steps = one.workflow.steps if one.workflow else []
@@ -1070,13 +1094,13 @@ def view_step(rollout: Rollout, i: int) -> list[str]:
 
 
 def printable(text: str) -> str:
-    """Return a text without characters that control a terminal or reverse the writing direction."""
+    """Replace characters that control a terminal or reverse the writing direction by U+FFFD."""
     commands = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
     return re.sub(commands, "\ufffd", text.replace("\r\n", "\n"))
 
 
 def show(file: str, number: int | str | None = None) -> str:
-    """Return a line for each rollout in a file of JSON lines, or all about the one on line N."""
+    """Return one line per rollout in a JSON Lines file, or the full view of line `number`."""
     rows = []
     for i, rollout in enumerate(read_rollouts(file)):
         if str(i) == str(number):
@@ -1091,7 +1115,10 @@ def show(file: str, number: int | str | None = None) -> str:
 
 
 def read_rollouts(file: str) -> Iterator[Rollout]:
-    """Yield the rollouts in a file of JSON lines. A ValueError names a line that holds none."""
+    """Yield the rollouts in a JSON Lines file.
+
+    Raises ValueError, naming the file, if there is none, or the line, if it is not a rollout.
+    """
     in_folder = os.path.join(glob.escape(file), "**", "[0-9]*.jsonl")
     traces = sorted(glob.glob(in_folder, recursive=True))
     if traces:
@@ -1108,16 +1135,18 @@ def read_rollouts(file: str) -> Iterator[Rollout]:
             yield rollout
 
 
-# ---- Few-shot examples of one's own --------------------------------------------------------------
+# ---- The user's own few-shot examples ------------------------------------------------------------
 
-# A file of examples has the form of assets/examples.json: {name of a set: [example, …]}. An example
-# is {"question": text, "plan": text, "steps": [{"worker": 0, "subtask": text, "access": []}, …]}.
+# A file of examples has the same format as assets/examples.json, {name of a set: [example, …]}.
+# Each example is
+# {"question": text, "plan": text, "steps": [{"worker": 0, "subtask": text, "access": []}, …]}.
 
 
 def choose_examples(rollouts: list[Rollout], n: int = 4) -> list[dict]:
-    """Return up to n examples of right answers to different questions.
+    """Make up to n few-shot examples from rollouts that are right, each for a different question.
 
-    To vary the workers, each next example is the first one whose workers were chosen least often.
+    To vary the workers, repeatedly choose the first rollout whose workers, in this order, are those
+    of the fewest rollouts chosen so far.
     """
     left = []
     for rollout in rollouts:
@@ -1135,7 +1164,7 @@ def choose_examples(rollouts: list[Rollout], n: int = 4) -> list[dict]:
 
 
 def as_example(rollout: Rollout) -> dict:
-    """Return a rollout as an example, whose plan is what the Conductor wrote before the lists."""
+    """Convert a rollout to an example. Its plan is the text before the lists in `written`."""
     mark = MARK.search(rollout.written)
     plan = rollout.written[: mark.start()] if mark else ""
     # Drop the model's thoughts, and the marks that open a code block or a bold name.
@@ -1148,7 +1177,7 @@ def as_example(rollout: Rollout) -> dict:
 
 
 def read_examples(file: str) -> list[dict]:
-    """Return the examples of all sets in a file. A ValueError says if one is malformed."""
+    """Return the examples of all sets in a file as one list. Raises ValueError if one is wrong."""
     examples = []
     try:
         for one_set in read_json(file).values():
@@ -1165,21 +1194,22 @@ def read_examples(file: str) -> list[dict]:
 
 
 def save_prompting(folder: str, prompting: Prompting, pool: str, names: list[str]):
-    """Write conductor.json: how a Conductor is asked, its pool's spec, and the workers' names."""
+    """Write the prompting, the pool's spec and the workers' names to conductor.json."""
     values = asdict(prompting) | {"pool": pool, "workers": names}
     write_json(os.path.join(folder, "conductor.json"), values)
 
 
 def read_prompting(path: str) -> tuple[Prompting, str, list[str]]:
-    """Read conductor.json; return the prompting, the pool's spec, and the workers' names.
+    """Return the prompting, the pool's spec and the workers' names from conductor.json.
 
-    A checkpoint without conductor.json, such as a base model, gets the defaults.
+    For a checkpoint without conductor.json, such as a base model, returns default prompting, "" and
+    no names.
     """
     file = os.path.join(fetch(path, "conductor.json"), "conductor.json")
     if not os.path.exists(file):
         return Prompting(), "", []
     saved = read_json(file)
-    if "prompt" in saved:  # as earlier editions called prompt_style
+    if "prompt" in saved:  # the name of prompt_style in earlier versions
         saved["prompt_style"] = saved.pop("prompt")
     values = {f.name: saved[f.name] for f in fields(Prompting) if f.name in saved}
     needed = {"prompt_style", "max_steps", "max_new_tokens"}
@@ -1192,7 +1222,7 @@ def read_prompting(path: str) -> tuple[Prompting, str, list[str]]:
 
 
 def load_conductor(path: str) -> tuple[Qwen, Tokenizer, Prompting]:
-    """Return a checkpoint's model (fp32 on a CPU), its tokenizer, and how it is asked."""
+    """Load a checkpoint; return its model (in fp32 on a CPU), its tokenizer and its prompting."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = compute_dtype(device) if device == "cuda" else torch.float32
     tokenizer = Tokenizer.from_pretrained(path)
@@ -1207,8 +1237,9 @@ def choose_pool(checkpoint: str, pool: str) -> str:
     """Return the spec of the pool to use with a Conductor.
 
     Raises:
-        ValueError: The pool does not fit the Conductor, or the user has to name it: a checkpoint
-            from somebody else must not decide which hosts read the questions and are paid.
+        ValueError: The pool does not match the one that the Conductor was trained with, or the user
+            must name the pool. A downloaded checkpoint must not decide which hosts receive the
+            questions and get paid.
     """
     try:
         prompting, trained_spec, names = read_prompting(checkpoint)
@@ -1226,7 +1257,7 @@ def choose_pool(checkpoint: str, pool: str) -> str:
     is_local = {trained_spec, spec} <= {*LOCAL}
 
     def places(names: list[str]) -> list[str]:
-        # In the laptop world, a tired coder may take the place of a coder.
+        # In the local pools, compare only trades: a "tired coder" may take the place of a "coder".
         return [name.split()[-1] for name in names] if is_local else names
 
     if prompting.notes:
@@ -1246,7 +1277,7 @@ def choose_pool(checkpoint: str, pool: str) -> str:
 
 
 def numbers_of(names: str, pool: list) -> list[int]:
-    """Return the numbers of the workers that are named in a list such as "coder,librarian"."""
+    """Return the numbers of the workers named in a comma-separated list ("coder,librarian")."""
     known = [worker.name for worker in pool]
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     if not {*wanted} <= {*known}:
@@ -1256,13 +1287,13 @@ def numbers_of(names: str, pool: list) -> list[int]:
 
 # ---- The server ----------------------------------------------------------------------------------
 #
-# Three kinds of threads serve a request: its own, which alone writes to the client; one of
-# CONDUCTING, in which `conduct` runs; and those of THREADS, which call the workers. No thread waits
-# for another one of its kind, so a crowd of requests cannot block itself.
+# Three kinds of threads serve a request. The request's own thread is the only one that writes to
+# the client, `conduct` runs in a thread of Service.conducting, and workers are called in threads of
+# THREADS. No thread waits for another one of the same kind, so requests cannot deadlock.
 
-CONDUCTING = 256  # requests that are conducted at the same time
-WAITING = 1024  # requests that may wait for their turn
-# Part of a lost rollout's error -> the status of the response, and OpenAI's word for it.
+CONDUCTING = 256  # the maximum number of requests that are conducted at the same time
+WAITING = 1024  # the maximum number of further requests that wait for their turn
+# Part of a rollout's error -> (HTTP status, OpenAI's error code). The first part found counts.
 ERRORS = {
     "the budget of $": (402, "insufficient_quota"),
     "the prompt has ": (400, "context_length_exceeded"),
@@ -1271,28 +1302,28 @@ ERRORS = {
 
 
 class Admission:
-    """Limit the requests in the server, and tell the others when to come again.
+    """Limit the number of requests in the server, and tell refused requests when to retry.
 
-    Example: 256 requests are conducted at a time and take 10 s each, so one ends every 39 ms. The
-    first request that finds no room may come again after 39 ms, the second after 78 ms, and so on.
-    Each is told so in whole seconds, rounded up.
+    Example: if 256 requests are conducted at a time and take 10 s each, one ends every 39 ms. The
+    first request that finds the server full may retry after 39 ms, the second after 78 ms, and so
+    on. The time is rounded up to whole seconds.
     """
 
     def __init__(self):
         self.lock = threading.Lock()
-        self.inside = 0  # requests that are conducted or wait
-        self.mean_seconds = 10.0  # how long a request is conducted; at first a guess
-        self.next_room = 0.0  # when the next place that nobody was told of becomes free
+        self.inside = 0  # the number of requests that are being conducted or waiting
+        self.mean_seconds = 10.0  # the mean time to conduct a request; initially a guess
+        self.next_room = 0.0  # the time at which the last refused request may retry
 
     def enter(self):
-        """Count one more request, or refuse it."""
+        """Admit one more request, or raise Refusal if the server is full."""
         with self.lock:
             if self.inside < CONDUCTING + WAITING:
                 self.inside += 1
                 return
             now = time.monotonic()
             self.next_room = max(self.next_room, now) + self.mean_seconds / CONDUCTING
-            # The openai client ignores a longer time.
+            # The openai client ignores a Retry-After of more than 60 s.
             seconds = min(60, math.ceil(self.next_room - now))
         sentence = f"the server is full of requests: come again in {seconds} s"
         raise Refusal(503, sentence, headers={"Retry-After": seconds})
@@ -1309,17 +1340,18 @@ class Admission:
 
 @dataclass
 class Service:
-    """What all requests of a server share."""
+    """The objects and settings that all requests of a server share."""
 
     write: Callable  # a writer; up to CONDUCTING threads call it at the same time
     pool: list
-    workers: list[int] | None = None  # the numbers of those that may be used; None: all
-    prompting: Prompting = field(default_factory=Prompting)  # how the Conductor is asked
-    extra_rounds: int = 1  # that the model conductor-recursive may have after the first
-    silence: float = 15.0  # seconds without an event after which a stream says that it is alive
-    run: str = ""  # the folder of a training run for the page to show
-    # Each request gets a number of its own, so a question that is asked again gets other draws.
-    # `conduct` uses up to three numbers, one for each of its tries.
+    workers: list[int] | None = None  # numbers of the workers that may be used; None: all
+    prompting: Prompting = field(default_factory=Prompting)  # how the Conductor is prompted
+    extra_rounds: int = 1  # maximum rounds after the first for the model conductor-recursive
+    silence: float = 15.0  # seconds without an event before a stream sends a keep-alive comment
+    run: str = ""  # the folder of the training run that the page shows
+    # Yields a different rollout number for each request, so that a repeated question gets new
+    # samples. The numbers are 10 apart because `conduct` uses up to three, one for each of its
+    # tries.
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(step=10))
     conducting: Threads = field(default_factory=lambda: Threads(CONDUCTING))
     admission: Admission = field(default_factory=Admission)
@@ -1329,14 +1361,14 @@ NOBODY_WAITS = "stopped, as nobody waits for the answer"
 
 
 class ConductorHandler(Handler):
-    """Answer questions with workflows, of one round or several, and serve the page."""
+    """Answers chat requests with workflows of one or more rounds, and serves the web page."""
 
     models = ["conductor", "conductor-recursive"]
     public_paths = ("/",)
-    write_failed = False  # Is the client known to have left?
+    write_failed = False  # True after a write failed because the client had left
 
     def page(self, path: str):
-        """Return what is at a path: also the page, and what it shows of a training run."""
+        """Return the content at a path: the web page, its data, or a path of the base class."""
         service = self.server.service
         file = os.path.join(ASSETS, "page.html")
         if path == "/" and os.path.exists(file):
@@ -1369,7 +1401,7 @@ class ConductorHandler(Handler):
             self.log(body["model"], outcome, last, time.monotonic() - started)
 
     def question(self, messages: list[dict]) -> Rollout:
-        """Return a rollout: the last user message is its question, the others are its context."""
+        """Return a rollout with the last user message as question and all others as context."""
         service = self.server.service
         users = [i for i, message in enumerate(messages) if message["role"] == "user"]
         if not users:
@@ -1388,7 +1420,8 @@ class ConductorHandler(Handler):
     def conduct_and_stream(self, asked: Rollout) -> Rollout:
         """Conduct a question in another thread, stream its steps, and return the last round."""
         service = self.server.service
-        events = queue.SimpleQueue()  # steps that start or end; last, the final round or an error
+        # Events of steps that start or end; finally the last round, or an exception.
+        events = queue.SimpleQueue()
 
         def call(rollout, i):
             if self.hung_up():
@@ -1427,7 +1460,7 @@ class ConductorHandler(Handler):
                 self.stream(event)
 
     def stream(self, event: dict | None):
-        """Send an event as reasoning, which front ends show. None: say that nothing happened."""
+        """Send an event as reasoning text, which front ends show. For None, send a keep-alive."""
         if self.hung_up():
             return
         try:
@@ -1439,20 +1472,21 @@ class ConductorHandler(Handler):
             self.write_failed = True
 
     def hung_up(self) -> bool:
-        """Return whether the client is gone."""
+        """Return whether the client has disconnected."""
         return self.write_failed or super().hung_up()
 
     def answer_with(self, last: Rollout):
-        """Send the answer, from the last round that has one."""
+        """Send the answer of the last round that has one, or raise Refusal if no round does."""
         if self.hung_up():
             raise ConnectionAbortedError
-        while last.error and last.previous:  # The round before a failed one has an answer.
+        while last.error and last.previous:  # The round before a lost one has an answer.
             last = last.previous
         if last.error or last.invalid:
             sentence = last.error or f"the Conductor wrote no workflow: {last.invalid}"
             status, code = next(ERRORS[part] for part in ERRORS if part in sentence)
             if status == 502 and self.body.get("stream"):
-                # Some proxies replace the body of a 502. In a stream the sentence gets through.
+                # Some proxies replace the body of a 502, so start a stream (with status 200), in
+                # which the sentence gets through.
                 self.send_comment("the workflow failed")
             raise Refusal(status, sentence, code, {"x-should-retry": "false"})
 
@@ -1471,22 +1505,22 @@ class ConductorHandler(Handler):
         self.reply(last.answer, finish, usage, workflow=workflow)
 
     def log(self, model: str, outcome: str, last: Rollout | None, seconds: float):
-        """Print one line: the model, the outcome, steps, seconds, dollars, and what is left."""
+        """Print a line to stderr: model, outcome, steps, seconds, dollars and remaining budget."""
         parts = [f"{model}: {outcome}"]
         if last:
-            # A worker that conducts is paid from the same budget, but is not part of this sum.
+            # If a worker conducts, the same budget pays for it, but this sum does not include it.
             cost = "unknown cost" if last.cost is None else f"${last.cost:.4f} for the steps"
             parts += [f"{last.calls} steps", f"{seconds:.1f} s", cost]
         budget = getattr(self.server.service.pool[0], "budget", None)
         if budget:
             parts.append(f"${budget.left:.4f} left")
-        # `print` writes the newline separately, so another thread's line could come between.
+        # Do not use `print`: it writes the newline separately, so lines of threads could mix.
         sys.stderr.write(printable(", ".join(parts)) + "\n")
         sys.stderr.flush()
 
 
 def event_of(rollout: Rollout, i: int, reply: Reply | None = None) -> dict:
-    """Return the event that step i of a rollout starts, or that it is answered by a reply."""
+    """Return a JSON object saying that step i of a rollout starts or, with a reply, ends."""
     place = {"round": len(rollout.rounds()) - 1, "step": i}
     if reply:
         return place | {"reply": reply.text, "seconds": reply.seconds, "cost": reply.cost}
@@ -1499,7 +1533,10 @@ def event_of(rollout: Rollout, i: int, reply: Reply | None = None) -> dict:
 
 
 def in_words(event: dict) -> str:
-    """Return an event as text. It names its step, because parallel steps take turns in a stream."""
+    """Describe an event as text.
+
+    The text names the step, because the events of parallel steps are interleaved in a stream.
+    """
     step = f"Step {event['step']}" + (f" of round {event['round']}" if event["round"] else "")
     if "reply" in event:
         return f"{step}, answered in {event['seconds']:.1f} s:\n{event['reply']}\n\n"
@@ -1507,9 +1544,9 @@ def in_words(event: dict) -> str:
 
 
 def run_page(run: str, path: str) -> dict | list | None:
-    """Return what a path shows of a training run: settings, metrics, or an iteration's rollouts.
+    """Return a training run's settings, metrics or rollouts of an iteration, depending on the path.
 
-    Any other path returns None, so no other file can be read.
+    For any other path, return None, so that no other file can be read.
     """
     traces = re.fullmatch(r"/run/traces/(\d{1,9})", path)
     names = {"/run/settings": "settings.json", "/run/metrics": "metrics.jsonl"}
@@ -1521,20 +1558,21 @@ def run_page(run: str, path: str) -> dict | list | None:
             text = file.read()
     except FileNotFoundError:
         raise Refusal(404, f"this run has no {name} yet") from None
-    read = functools.partial(json.loads, parse_constant=lambda name: None)  # NaN is not JSON
+    # Read NaN as null, because a browser's JSON parser rejects NaN.
+    read = functools.partial(json.loads, parse_constant=lambda name: None)
     if name == "settings.json":
         return read(text)
-    complete_lines = text.split("\n")[:-1]  # The run may be writing the next one.
+    complete_lines = text.split("\n")[:-1]  # The run may still be writing the last line.
     return [read(line) for line in complete_lines]
 
 
 def share_batches(write):
-    """Return a writer that many threads can call, and that samples their prompts in batches.
+    """Return a writer that many threads can call and that samples their prompts in shared batches.
 
-    A single thread calls `write`, each time with all rollouts that are waiting. What is written
-    does not depend on the batch: see model_writer.
+    A single background thread calls `write`, each time with all the rollouts that are waiting. The
+    batch does not affect what is written (see model_writer).
     """
-    waiting = queue.SimpleQueue()  # (rollout, the queue from which its caller takes it)
+    waiting = queue.SimpleQueue()  # (rollout, the queue on which its caller awaits it)
 
     def write_batches():
         while True:
@@ -1562,17 +1600,18 @@ def share_batches(write):
 def conductor_server(
     service: Service, port: int, host: str = "127.0.0.1", api_key: str = ""
 ) -> Server:
-    """Return an OpenAI-compatible server that is bound, but not started; see workers.Server."""
+    """Return an OpenAI-compatible server that is bound to its port, but not started."""
     server = Server(port, ConductorHandler, host, api_key)
     server.service = service
-    # Start a thread of each kind now. Later, requests may take all threads that the system allows.
+    # Start one thread in each pool now, so that neither pool stays empty if the threads of requests
+    # later use up all that the system allows.
     for threads in (service.conducting, THREADS):
         threads.run(bool, (), lambda result: None)
     return server
 
 
 def allow_open_files(wanted: int):
-    """Raise the limit of open files, which is often 1,024, to `wanted` or as far as possible."""
+    """Raise the limit on open files, often 1,024, to `wanted` or as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
@@ -1584,7 +1623,7 @@ def serve(settings: "Settings", service: Service):
     """Serve a Conductor until Ctrl-C is pressed."""
     if settings.run and not os.path.exists(os.path.join(settings.run, "settings.json")):
         raise ValueError(f"--run={settings.run}: no training run wrote its settings.json there")
-    allow_open_files(4 * (CONDUCTING + WAITING))  # each connection is one
+    allow_open_files(4 * (CONDUCTING + WAITING))  # Each connection is an open file.
     key = os.environ.get("CONDUCTOR_API_KEY", "").strip()
     server = conductor_server(service, settings.port, settings.host, key)
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
@@ -1609,21 +1648,24 @@ class Settings:
         "that the Conductor was trained with",
     )
     only: str = flag(
-        "", "the names of the workers that may be used, with commas between; if empty, all"
+        "", "comma-separated names of the workers that may be used; if empty, all of them"
     )
     conductor: str = flag("", "the name of a worker that conducts instead of the checkpoint")
-    budget: float = flag(0.0, "dollars that all calls may cost together; 0: no limit")
+    budget: float = flag(0.0, "the most that all calls may cost, in dollars; 0: no limit")
     extra_rounds: int = flag(
-        0, "rounds after the first, in which the Conductor may replace the answer (§3.2)"
+        0, "maximum rounds after the first, in which the Conductor may revise the answer (§3.2)"
     )
-    temperature: float = flag(0.2, "of the Conductor's sampling; 0: always the likeliest token")
+    temperature: float = flag(
+        0.2, "the Conductor's sampling temperature; 0: always take the most likely token"
+    )
     port: int = flag(8400, "with serve: the port; 0: any free one")
     host: str = flag(
         "127.0.0.1",
-        "with serve: the address; one that other machines reach needs $CONDUCTOR_API_KEY",
+        "with serve: the address to listen on; set $CONDUCTOR_API_KEY if other machines can reach "
+        "it",
     )
-    run: str = flag("", "with serve: the folder of a training run for the page to show")
-    examples: bool = flag(False, "with show: write few-shot examples for train.py --examples=FILE")
+    run: str = flag("", "with serve: the folder of a training run that the page shows")
+    examples: bool = flag(False, "with show: print few-shot examples for train.py --examples=FILE")
 
 
 QUOTES = (
@@ -1632,7 +1674,7 @@ QUOTES = (
 
 
 def show_words(words: list[str], examples: bool) -> str:
-    """Return what `show` prints, given the words that follow it."""
+    """Return the text that `show` prints, given the command-line words after "show"."""
     if not words or len(words) > 2 and not examples:
         raise ValueError(f"show takes a FILE of traces and perhaps a line's number; {QUOTES}")
     if examples:
@@ -1642,17 +1684,17 @@ def show_words(words: list[str], examples: bool) -> str:
 
 
 def question_of(words: list[str]) -> str:
-    """Return the question that the command line asks, or standard input if there are no words."""
+    """Return the question from the command line or, if it has no words, from standard input."""
     text = " ".join(words)
     if not words and sys.stdin and not sys.stdin.isatty():
         text = sys.stdin.read()
     elif words:
-        # With "how" in the list, a question such as "how many?" is not taken for "show".
+        # Because "how" is in the list, "how many?" is not mistaken for a misspelled "show".
         commands = ["show", "serve", "help", "how"]
         near = difflib.get_close_matches(words[0].lower(), commands, 1, 0.75)
         if near and near != ["how"]:
             raise ValueError(f"did you mean {near[0]}? If not, {QUOTES}")
-    # The shell may pass bytes that are not UTF-8.
+    # Replace bytes that are not UTF-8, which the shell may pass.
     question = text.strip().encode(errors="replace").decode()
     if not question.strip():
         raise ValueError(f"there is no question; {QUOTES}")
@@ -1700,7 +1742,7 @@ def main(argv: list[str]):
 
 
 def answer(asked: Rollout, write, prompting: Prompting, extra_rounds: int):
-    """Answer a question, print its workflow and what everything cost, and exit."""
+    """Answer a question, print its workflow and the total cost, and exit."""
 
     def write_aloud(rollouts):
         print("the Conductor writes a workflow …", file=sys.stderr)
@@ -1713,19 +1755,20 @@ def answer(asked: Rollout, write, prompting: Prompting, extra_rounds: int):
     [rollout] = conduct(write_aloud, [asked], extra_rounds, prompting, call=call)
     print(view(rollout), flush=True)
     calls = sum(worker.calls for worker in asked.pool)
-    if calls > rollout.calls:  # A worker conducts.
+    if calls > rollout.calls:  # A worker conducted, which also made calls.
         spent = sum(worker.spent for worker in asked.pool)
         print(f"with the Conductor's: {calls} calls, ${spent:.4f}", flush=True)
     sys.exit("the workflow failed" if rollout.error or rollout.invalid else 0)
 
 
 if __name__ == "__main__":
-    sys.modules["workflow"] = sys.modules["__main__"]  # A user's file imports this very module.
+    # If a user's file imports workflow, give it this module and not a second copy.
+    sys.modules["workflow"] = sys.modules["__main__"]
     try:
         main(sys.argv[1:])
     except BrokenPipeError:
-        # The program that reads the output, such as head, has ended. Send the rest nowhere, so that
-        # Python can flush it at exit.
+        # The program that reads the output, such as `head`, has exited. Redirect stdout to
+        # /dev/null so that Python can flush it at exit without another error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError, WorkerError, KeyboardInterrupt) as e:
         raise SystemExit(str(e) or "interrupted") from None
