@@ -167,7 +167,7 @@ class Settings:
     examples: str = flag("", "FILE of few-shot examples to use instead of those of --prompt_style")
     prompt_style: str = flag(
         "short",
-        "short: a brief prompt, which takes a warm start; ood, in, mixed: with few-shot examples; "
+        "short: a brief prompt, for use with a warm start; ood, in, mixed: with few-shot examples; "
         "zero-shot: without examples",
     )
     max_steps: int = flag(5, "maximum number of steps of a workflow")
@@ -271,8 +271,8 @@ PAPER = dict(
     beta=0.0,
     beta2=0.999,
 )
-# The extensions of section 3.2, in a laptop world with two workers of each trade. The
-# preset "pairs" has to run first: the presets made from TUNE continue from its Conductor. Their KL
+# The extensions of section 3.2, in a laptop world with two workers of each trade. The preset
+# "pairs" has to run first, because the presets made from TUNE continue from its Conductor. Their KL
 # is to the reference policy of "pairs", which still explores all workers and all lengths.
 PAIRS = dict(pool="local:pairs", warm_steps=1000, warm_extensions=True)
 TUNE = dict(
@@ -878,7 +878,7 @@ def warm_start(run: Run, settings: Settings):
             logprobs, _ = packed_logprobs(run.model, rows[mine], 1.5)
             weight = torch.tensor([*itertools.chain(*weights[mine])], device=run.model.device)
             loss = -(logprobs * weight).sum() / total
-            (loss * world).backward()  # FSDP averages over ranks
+            (loss * world).backward()  # cancels FSDP's averaging over ranks
         optimizer.param_groups[0]["lr"] = lr * schedule(step, n_steps, 0.05)
         clipped_step(run.model, optimizer, 1.0)
 
@@ -1474,7 +1474,7 @@ def print_duration(model: Qwen, optimizer, reference: Qwen | None, settings: Set
     rollouts = [blank_rollout(n_prompt, n_written)] * n_rollouts
     sampler = whole_copy(model)
     pool = load_pool(settings.pool)
-    ping_workers(pool)  # opens the connections, so that the timed call below does not
+    ping_workers(pool)  # opens the connections, so that the timed pings need not
     sampling = seconds_of(lambda: generate(sampler, prompts, n_rollouts, n_written))
     learning = settings.n_questions * seconds_of(
         lambda: update(model, optimizer, rollouts, beta=settings.beta, reference=reference)
@@ -1668,7 +1668,7 @@ def metrics_of(
         "error": next((r.error for r in rollouts if r.error), None),
         "steps": mean([len(r.workflow.steps) for r in ran]),
         "calls": len(costs),
-        # Dollars spent on calls.
+        # What the calls cost, in dollars.
         "cost": None if None in costs else sum(costs),
         # Mean length of a completion, and the share that max_new_tokens cut off.
         "tokens": mean([len(r.tokens) for r in rollouts]),
@@ -1828,10 +1828,10 @@ def write_rollouts(settings: Settings, iteration: int, groups: list[list[Rollout
 
 @contextlib.contextmanager
 def remedy(file: Path | str, advice: str):
-    """Raise ValueError, saying that the file is damaged and what to do, if reading it fails."""
+    """Turn any error in a `with` block that reads a file into a ValueError that says what to do."""
     try:
         yield
-    except (Exception, CheckpointException) as e:  # libraries raise many classes
+    except (Exception, CheckpointException) as e:  # the latter is a BaseException
         raise ValueError(f"{file} is damaged: {reason(e)}. {advice}") from None
 
 

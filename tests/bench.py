@@ -1,11 +1,11 @@
-"""Benchmarks: sampler, update, workflows, server and sandbox. Without a name, all of them run.
+"""Benchmarks of sampler, update, workflows, server and sandbox. Without a NAME, all of them run.
 
     python tests/bench.py [NAME …] [--key=value …]
     python tests/bench.py sampler --model=7b --rows=64,128,256 --prompt=900 --new=128     on a GPU
     python tests/bench.py update --beside=naive,../before     beside another checkout of this code
 
-Each prints its numbers, then the same numbers as one line of JSON. What is compared takes turns in
-one run, because the speed of a machine changes over time.
+Each benchmark prints its numbers, then the same numbers as one line of JSON. Alternatives that are
+compared take turns in one run, because the speed of a machine changes over time.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ sys.path.insert(0, ROOT)
 from model import Config, Qwen, compute_dtype
 from sample import generate
 
-SHAPES = {  # of random weights
+SHAPES = {  # Configs of models with random weights
     "small": Config(4096, 256, 768, 6, 4, 2, tie_word_embeddings=True),
     "135m": Config(49152, 576, 1536, 30, 9, 3, tie_word_embeddings=True),  # SmolLM2's
     "0.5b": Config(151936, 896, 4864, 24, 14, 2, tie_word_embeddings=True),
@@ -60,7 +60,7 @@ def timed(job) -> float:
 def computing(job) -> float:
     """Return the seconds of computation that job() takes.
 
-    On a CPU, it is the CPU time of each thread, because other programs may be running.
+    On a CPU, this is the mean CPU time of the threads, so that other programs do not count.
     """
     if DEVICE.type == "cuda":
         return timed(job)
@@ -82,7 +82,7 @@ def random_model(shape: str, dtype: str) -> Qwen:
     with torch.device("meta"):
         model = Qwen(SHAPES[shape])
     model.to(getattr(torch, dtype) if dtype else compute_dtype(DEVICE)).to_empty(device=DEVICE)
-    if model.config.tie_word_embeddings:  # to_empty has given each its own weight
+    if model.config.tie_word_embeddings:  # to_empty has untied the weights
         model.lm_head.weight = model.model.embed_tokens.weight
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -164,9 +164,9 @@ def sampler(
     """Measure the tokens per second of generate; the best of two turns counts.
 
     `rows` rollouts of `questions` prompts are sampled; a prompt has `prompt` random ids, a rollout
-    `new` tokens. Beside it run transformers' generate, generate without sharing (a prompt for
-    every rollout), and other checkouts of this repository, each named by its folder. On a GPU, the
-    sampler's copy of the model is joined, as in training.
+    `new` tokens. The alternatives are transformers' generate, our generate without sharing (a
+    prompt for every rollout), and other checkouts of this repository, each named by its folder. On
+    a GPU, the sampler's copy of the model is joined, as in training.
 
     The roofline: at best, a decode step reads the weights and the live keys and values once, at the
     rate at which this machine copies.
@@ -228,7 +228,7 @@ def sampler(
 
 
 def bytes_read(qwen: Qwen) -> tuple[int, int]:
-    """Return the bytes that a decode step reads of the weights, and for each token in the cache."""
+    """Return the bytes of weights that a decode step reads, and its bytes per cached token."""
     config = qwen.config
     item = qwen.lm_head.weight.element_size()
     # A step reads only a few rows of an embedding that is not also the head.
@@ -270,13 +270,13 @@ def update(
 ):
     """Measure a forward and backward pass over `groups` groups of n rollouts (packed_logprobs).
 
-    A rollout has `length` tokens: a number, or a range from which each is drawn, such as 40-80. A
-    micro-batch has at most `budget` tokens; a prompt stands once in it for all of its rollouts.
-    With --kl=1 the KL to a reference is computed, too, and with --recompute=1 every layer once more
-    in the backward pass.
+    `length` is the number of tokens of a rollout, or a range such as 40-80 from which each number
+    is drawn. A micro-batch has at most `budget` tokens, and contains each prompt only once for all
+    of its rollouts. With --kl=1, the KL to a reference is computed, too. With --recompute=1, the
+    backward pass computes every layer a second time.
 
-    Beside it run "naive", with a prompt for every rollout; "transformers", which computes a padded
-    batch of whole rollouts; and other checkouts of this repository, each named by its folder.
+    The alternatives are "naive", with a prompt for every rollout; "transformers", which computes a
+    padded batch of whole rollouts; and other checkouts of this repository, named by their folders.
     Utilisation is the share of a large matrix product's floating-point operations per second; a
     prompt's operations count once, and those of the reference and of recomputing not at all.
     """
@@ -302,7 +302,7 @@ def update(
 
         return step
 
-    # The ways, and how many rollouts share a prompt in a micro-batch.
+    # name -> (function that makes a step, number of rollouts that share a prompt)
     longest = max(map(max, lengths))
     together = min(n, max(1, (budget - prompt) // longest))
     ours = packed(grpo, qwen, reference)
@@ -360,10 +360,10 @@ def update(
 
 
 def transformers_update(theirs, batch):
-    """Compute with transformers what a step of `update` does without KL, one rollout a prompt."""
+    """Compute a step of `update` with transformers, without KL; each rollout has its own prompt."""
     rows = [torch.tensor(prompt + completion) for prompt, [completion] in batch]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(DEVICE)  # padded on the right
-    first = len(batch[0][0])  # the place of the first completion's token
+    first = len(batch[0][0])  # the position of a completion's first token
     logits = theirs(ids, logits_to_keep=ids.shape[1] - first + 1).logits[:, :-1].float()
     logprobs = logits.log_softmax(-1).gather(-1, ids[:, first:, None])[..., 0]
     is_token = torch.arange(logprobs.shape[1]) < torch.tensor([[len(c)] for _, [c] in batch])
@@ -372,7 +372,7 @@ def transformers_update(theirs, batch):
 
 
 def update_flops(qwen: Qwen, prompt: int, n: int, length: float) -> float:
-    """Return the floating-point operations of forward and backward pass, with the prompt once."""
+    """Return the FLOPs of a forward and backward pass in which the prompt is computed once."""
     config = qwen.config
     matrices = qwen.lm_head.weight.numel()
     for p in qwen.model.layers.parameters():
@@ -410,7 +410,7 @@ class Patient(BaseHTTPRequestHandler):
 
 
 def workflows(count=512, steps=3, latency=1.0):
-    """Measure the seconds that `count` simultaneous workflows take, beside the least possible.
+    """Measure how long `count` simultaneous workflows take, and compare with the least possible.
 
     Each is a chain of `steps` calls, and a call takes `latency` seconds.
     """
@@ -420,7 +420,7 @@ def workflows(count=512, steps=3, latency=1.0):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Patient)
     server.latency = latency
     server.socket.listen(1024)
-    # Workers run in a process of their own, so they do not share an interpreter with their caller.
+    # The workers get a separate process, so that they do not share an interpreter with the caller.
     multiprocessing.get_context("fork").Process(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}/v1"
     pool = [Worker("openai", url, "patient", name=f"worker {i}", concurrency=128) for i in range(4)]
@@ -480,8 +480,8 @@ def ask_server(port: int, count: int, at_once: int) -> list[str]:
 def server(clients=600, requests=5000):
     """Measure the seconds that `workflow.py serve` takes for `clients` requests, and its memory.
 
-    They are sent all at once and 16 at a time, twice each; the better time counts. Then it gets
-    `requests` more, 256 at a time: its memory should stop growing.
+    The requests are sent all at once and 16 at a time, twice each; the better time counts. Then the
+    server gets `requests` more, 256 at a time, during which its memory should stop growing.
     """
     process = subprocess.Popen(
         [sys.executable, os.path.join(ROOT, "workflow.py"), "serve", "--port=0"],
@@ -521,7 +521,7 @@ def server(clients=600, requests=5000):
 
 
 def sandbox(tests=60):
-    """Measure the CPU time of a small test in the sandbox, beside that of starting Python."""
+    """Measure the CPU time of a small test in the sandbox, and compare with starting Python."""
     from eval import passes_livecodebench
 
     def cpu(job) -> float:

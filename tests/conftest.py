@@ -1,4 +1,4 @@
-"""Preparations of all tests.
+"""Set up what all tests need.
 
 The seven files are imported from the repository's root, whatever the current folder is. Without a
 GPU, Triton's kernels run in its interpreter, which the environment has to request before the first

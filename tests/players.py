@@ -1,4 +1,4 @@
-"""What several tests share: workers that are Python functions, and a Conductor with set texts."""
+"""Helpers that several tests share: workers that are Python functions, and a scripted Conductor."""
 
 import contextlib
 import threading
@@ -8,7 +8,7 @@ from workflow import Service, conductor_server
 
 
 class Player:
-    """A worker whose answer is a function of its messages, and which records every call."""
+    """A worker that computes its answer from its messages, and records every call."""
 
     note = ""
 
@@ -36,8 +36,8 @@ def served(pool, *texts, write=None, api_key="", **settings):
     """Yield the URL of a server whose Conductor writes these texts in turn, then repeats the last.
 
     Args:
-        write: the Conductor, if it does more than that.
-        api_key: what clients have to send, if anything.
+        write: a writer to use as the Conductor instead.
+        api_key: the key that clients must send; "": none.
         settings: further fields of Service.
     """
     left = list(texts)

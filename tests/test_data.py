@@ -22,8 +22,8 @@ from eval import GRADERS, grade, load, own_grader, prepare, read_problems
 def hub(tmp_path, monkeypatch):
     """Yield a server that acts as the hub and its dataset viewer.
 
-    It has `rows` by (data set, config, split) and `files` by data set and path. It records requests
-    in `seen`, and answers the next ones with the statuses in `faults`.
+    The server has `rows`, {(data set, config, split): rows}, and `files`, {"data set/path": bytes}.
+    It records requests in `seen`, and answers the next ones with the statuses in `faults`.
     """
     monkeypatch.chdir(tmp_path)
 
@@ -251,7 +251,7 @@ def lost(messages):
 
 
 def test_prepare_asks_twice_and_keeps_what_can_teach(hub, tmp_path, monkeypatch, capsys):
-    """Problems are taken that one worker always solves and another never; paid replies are kept."""
+    """`prepare` keeps problems that one worker always and another never solves, and paid replies."""
     rows = [{"problem": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(500)]
     hub.files["HuggingFaceH4/MATH-500/test.jsonl"] = jsonl(rows)
     monkeypatch.setattr(evaluation, "MIXES", {"paper": {"math500": 4}})
@@ -284,7 +284,7 @@ def test_prepare_asks_twice_and_keeps_what_can_teach(hub, tmp_path, monkeypatch,
     assert re.search(r"problems that can teach +100.0\n", printed)
     assert len(load("paper", "train")) == 4
 
-    # A worker that is right only once was lucky.
+    # If a worker is right in only one of two tries, it was lucky: the problem cannot teach.
     prepare(pool("lucky", "lost"))
     printed = capsys.readouterr().out
     assert re.search(
@@ -346,7 +346,7 @@ def test_an_own_question_is_told_how_to_answer_and_marked_by_its_grader(tmp_path
 
 
 def test_a_new_row_of_graders_may_read_what_it_likes(tmp_path, monkeypatch):
-    """This one reads a bare number, while others read the text between tags."""
+    """This grader reads a bare number, while others read the text between tags."""
     monkeypatch.setitem(
         GRADERS, "number", own_grader(lambda p, said: float(said) == float(p.answer))
     )
@@ -391,7 +391,7 @@ def test_from_twenty_rows_on_every_fifth_is_held_out(tmp_path):
 
 
 def test_kinds_take_turns_where_a_file_is_sorted_by_them(tmp_path):
-    """Otherwise the first held-out problems, which a run measures, would all be of one kind."""
+    """Otherwise the first held-out problems, which checkpoints use, would all be of one kind."""
     rows = [
         {"question": f"q{i}", "answer": "x", "grader": "exact", "kind": kind}
         for i, kind in enumerate("aaaaaaaaaabbbbbbbbbbccccc")
@@ -440,7 +440,7 @@ def test_what_a_row_lacks_is_said_with_its_line(tmp_path, row, why):
 
 
 def test_unknown_names_are_errors_that_list_what_there_is(tmp_path):
-    for name in ("labtop", "gpqa/test"):  # training must not use the second
+    for name in ("labtop", "gpqa/test"):  # gpqa/test must not be trained on
         with pytest.raises(ValueError, match="there are laptop"):
             load(name, "train")
     with pytest.raises(OSError, match="is missing"):

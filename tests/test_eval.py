@@ -1,6 +1,6 @@
 """Systems on pools of Python functions, compared with numbers that were worked out by hand.
 
-Also the tables of a comparison, and the command line.
+Further tests are about the tables of a comparison and the command line.
 """
 
 import json
@@ -225,7 +225,7 @@ def test_seconds_are_those_of_the_longest_chain_of_steps():
 
 
 def of_worker(right: str, n_repeats: int = 1, cost=0.5) -> list[Rollout]:
-    """Return rollouts of p0, p1, …; a 1 in the text means right, a 0 wrong, a dot lost."""
+    """Return rollouts of p0, p1, …: right for each 1 in the text, wrong for 0, lost for a dot."""
     n_problems = len(right) // n_repeats
     rollouts = []
     for i, letter in enumerate(right):
@@ -262,7 +262,7 @@ def test_repeats_of_a_problem_count_as_one_problem():
 
 
 def test_the_best_worker_is_also_chosen_on_the_other_half():
-    """Each worker solves one half, so the worker chosen on a half solves nothing of the other."""
+    """Each worker solves one half only, so the best worker on one half solves none of the other."""
     problems = [judged(True, name=f"p{i}") for i in range(40)]
     halves = [evaluation.half_of(rollout) for rollout in problems]
     assert 10 < sum(halves) < 30

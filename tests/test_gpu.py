@@ -37,7 +37,7 @@ def wide():
 
 @pytest.mark.parametrize("rows", [1, 8, 300])
 def test_logits_are_fp32(rows, wide):
-    """They are a hundred times nearer to double precision than logits that are rounded to bf16."""
+    """Logits are 100 times closer to double precision than logits that are rounded to bf16."""
     hidden = torch.randn(rows, 3584, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     logits = wide.logits(hidden)
     with torch.no_grad():
@@ -62,7 +62,7 @@ def test_attention_runs_in_flash(length):
 def test_the_sampler_is_the_policy_of_a_full_forward(wide):
     """The sampler's log-probabilities differ little from those of full forward passes.
 
-    It computes in bf16 with CUDA graphs, and compacts its rows several times.
+    The sampler computes in bf16 with CUDA graphs, and compacts its rows several times.
     """
     prompts = [torch.randint(150_000, (length,)).tolist() for length in (1051, 300)]
     out = generate(wide, prompts, 16, 300, eos_id=list(range(400)), n_ids=151_000)
@@ -85,7 +85,7 @@ def test_the_sampler_is_the_policy_of_a_full_forward(wide):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("channels", [32, 64, 80, 128])
 def test_the_kernels_of_a_step_attend_as_the_plain_function_does(channels, dtype):
-    """Few or many rows share prompts of different lengths. Places after the own tokens hold NaN."""
+    """Rows share prompts of different lengths; NaN fills the cache after each row's own tokens."""
     for Q, R, H, Hkv, own in ((4, 64, 28, 4, 130), (1, 1, 8, 8, 1), (2, 5, 6, 1, 63)):
         lengths = torch.tensor([211 - 70 * i for i in range(Q)], device="cuda").clamp(min=1)
         q = torch.randn(Q * R, H, 1, channels, device="cuda").to(dtype)

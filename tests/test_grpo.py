@@ -134,9 +134,10 @@ def test_lost_rollouts_are_in_no_statistic(junk):
 
 
 def test_first_rounds_weigh_a_quarter_where_there_are_second_ones():
-    """With recursion (§3.2), a first round's advantage has the weight 1/4, a second one's 1.
+    """With recursion (§3.2), a first round's advantage has weight 1/4, a second round's 1.
 
-    The weight is the same if the question has no second round. Without recursion it is 1.
+    First rounds have weight 1/4 even if their question has no second round. Without recursion, all
+    rounds have weight 1.
     """
     first, groups = rollout([1], [2], [0.0]), []
     for rewards, previous in (
@@ -155,9 +156,9 @@ def test_first_rounds_weigh_a_quarter_where_there_are_second_ones():
 
 
 def test_dollars_above_the_mean_of_the_group_cost_advantage():
-    """The cost's term is added after the division by std.
+    """The term for the cost is added after the division by std.
 
-    Divided by it, a small difference in price would count as much as a wrong answer.
+    If it were divided by std, too, a small difference in price would count as a wrong answer.
     """
     group = [
         rollout([1], [2], [0.0], reward=x, right=x == 1.0, replies=[Reply("", 1, 1, cost)])
@@ -321,7 +322,7 @@ def test_attention_of_a_packed_row(kernel, monkeypatch):
     With `kernel`, the test takes CUDA's path, on which `varlen` stands in for torch's kernel.
     """
     dtype = torch.float32
-    if kernel:  # the way that is taken on CUDA in bf16
+    if kernel:  # take the code path of CUDA in bf16
         dtype = torch.bfloat16
         monkeypatch.setattr(grpo, "in_bf16_on_gpu", lambda x: x.dtype == torch.bfloat16)
         monkeypatch.setattr(grpo, "varlen_attn", varlen)
@@ -486,7 +487,7 @@ def test_a_step_that_is_not_finite_is_skipped(poison):
 def test_rollouts_without_spread_move_nothing_but_count():
     """If all advantages are zero, there is no forward pass and no change.
 
-    Beside as many other rollouts they halve the step, since they are part of the mean.
+    Together with equally many other rollouts, they halve the step, because they count in the mean.
     """
     model = tiny()
     lone, still = group(model, 7, [3, 6], [1.0, -1.0], 1), group(model, 5, [4, 2], [0.0, 0.0], 3)
@@ -518,7 +519,7 @@ def test_sampler_and_trainer_are_one_policy(how):
 
 @pytest.mark.parametrize("budget", [1, 15, 20, 33, 10_000])
 def test_micro_batches_lose_and_repeat_nothing(budget):
-    """Each rollout is in one batch, beside others of its prompt.
+    """Each rollout is in one batch, next to other rollouts of its prompt.
 
     A batch costs the tokens of its completions and of all its prompts but the first. Only a batch
     of a single rollout may exceed the budget.
@@ -542,7 +543,7 @@ def test_micro_batches_lose_and_repeat_nothing(budget):
         (11, [(10, [8, 2, 6, 4])], [[2, 4], [6], [8]]),
         (13, [(3, [2, 2]), (4, [5])], [[2, 2, 5]]),
         (12, [(3, [2, 2]), (4, [5])], [[2, 2], [5]]),
-        # A long prompt is computed twice, no more.
+        # A long prompt is computed at most twice.
         (8192, [(20_000, [250] * 64)], [[250] * 32, [250] * 32]),
     ],
 )

@@ -56,7 +56,7 @@ def test_the_linter_finds_nothing():
 
 @pytest.mark.parametrize("file", FILES)
 def test_comments_and_docstrings_fit_100_columns(file):
-    """ruff does not wrap them. A line of a table, with the sign ¦, may be longer."""
+    """ruff does not wrap them. Lines of tables, which contain the sign ¦, may be longer."""
     lines = enumerate(read(file).split("\n"), 1)
     assert not [number for number, line in lines if len(line) > 100 and "¦" not in line]
 
@@ -83,7 +83,7 @@ def test_nothing_is_evaluated_unpickled_or_caught_blindly(name):
             assert node.type is not None, f"line {node.lineno}: a bare except"
 
 
-# What other code may rely on: a name and the parameters that it is called with, in this order.
+# What other code may rely on: names, each with the parameters that must exist.
 NAMES = {
     "model": [
         "Config.from_pretrained(path)",

@@ -120,7 +120,7 @@ def test_transformers_loads_ours_with_equal_logits_and_gradients(shape, tmp_path
 @pytest.mark.parametrize("at_top", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_ours_loads_transformers_with_equal_logits(shape, at_top, max_shard_size, tmp_path):
-    """One file or several; rope_theta is in rope_parameters (version 5) or at the top level."""
+    """A checkpoint has one or several files; rope_theta is in rope_parameters or at top level."""
     rope = {"rope_type": "default", "rope_theta": 123.0}
     theirs = shake(Qwen2ForCausalLM(Qwen2Config(**shape_of(shape), rope_parameters=rope)))
     theirs.save_pretrained(tmp_path, max_shard_size=max_shard_size)
@@ -137,7 +137,7 @@ def test_ours_loads_transformers_with_equal_logits(shape, at_top, max_shard_size
 
 
 def test_positions_are_those_of_transformers(saved):
-    """Positions that have gaps and differ between rows have the effect of position_ids there."""
+    """Positions may have gaps and differ between rows, like transformers' position_ids."""
     positions = torch.stack([torch.arange(23) * 3 + 5, torch.arange(23) ** 2 // 4])
     # Without a mask, transformers would take a gap for the start of another packed sequence.
     mask = torch.ones(23, 23, dtype=torch.bool).tril()[None, None]
@@ -174,7 +174,7 @@ def theirs_in(family, folder, rope=None, **changes):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_family_computes_what_transformers_does(family, tied, tmp_path):
-    """They agree in logits, in greedy tokens, and in the log-probabilities of a packed row."""
+    """Logits, greedy tokens and the log-probabilities of a packed row equal transformers'."""
     theirs = theirs_in(family, tmp_path, tie_word_embeddings=tied)
     ours = Qwen.from_pretrained(str(tmp_path))
     torch.testing.assert_close(ours(IDS), theirs(IDS).logits, **CLOSE)
@@ -212,7 +212,7 @@ def test_each_family_is_saved_as_what_it_was(family, tied, tmp_path):
 
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
 def test_llama_3_scales_its_rope(key, tmp_path):
-    """It agrees with transformers, with the keys of version 5 and with those of older files."""
+    """Logits equal transformers', for files with the keys of version 5 and for older files."""
     theirs = theirs_in("llama", tmp_path, LLAMA3_SCALING)
     if key == "rope_scaling":
         old = {"type" if k == "rope_type" else k: v for k, v in LLAMA3_SCALING.items()}
@@ -252,7 +252,7 @@ def test_what_config_json_does_not_say_follows_from_the_model_type():
 
 
 def test_bf16_is_as_close_as_transformers_own(saved):
-    """In bf16, our logits are nearer to transformers' than those are to its fp32 logits."""
+    """Our bf16 logits are closer to transformers' bf16 logits than these are to its fp32 logits."""
     ours = Qwen.from_pretrained(str(saved), dtype=torch.bfloat16)
     half, full = (
         theirs_of(saved, dtype)(IDS).logits.float() for dtype in (torch.bfloat16, torch.float32)
@@ -264,7 +264,7 @@ def test_bf16_is_as_close_as_transformers_own(saved):
 
 
 def test_logits_are_fp32():
-    """With bf16 weights, logits are far nearer to exact ones than rounding to bf16 would allow."""
+    """With bf16 weights, logits are far closer to exact ones than logits rounded to bf16."""
     model = tiny(vocab_size=9000).bfloat16()
     hidden = (
         torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(3))
@@ -327,7 +327,7 @@ def test_a_new_7b_has_the_published_size():
 
 # ---- Saving, and bad checkpoints ---------------------------------------------------------------
 def test_saving_over_a_checkpoint_leaves_nothing_of_it(tmp_path):
-    """Not even of one in several files. A model that was loaded from them does not change."""
+    """Even if the old checkpoint had several files. Models loaded from them do not change."""
     theirs = shake(Qwen2ForCausalLM(Qwen2Config(**shape_of("grouped"))))
     theirs.save_pretrained(tmp_path, max_shard_size="20KB")
     first, second = Qwen.from_pretrained(str(tmp_path)), shake(tiny(), seed=5)
@@ -352,7 +352,7 @@ def test_saving_over_a_checkpoint_leaves_nothing_of_it(tmp_path):
     ],
 )
 def test_a_wrong_tensor_is_named(change, words, saved):
-    """The tensor is missing, unexpected or of the wrong shape."""
+    """The error names a tensor that is missing, unexpected or of the wrong shape."""
     tensors = load_file(saved / "model.safetensors")
     change(tensors)
     save_file(tensors, saved / "model.safetensors")
@@ -520,7 +520,7 @@ def test_lora_starts_as_the_model_itself_and_trains_nothing_else():
 
 
 def test_lora_has_the_gradients_of_the_formula():
-    """If G is the gradient of W + B A, then that of B is G Aᵀ, and that of A is Bᵀ G."""
+    """If G is the gradient of W + B A, the gradient of B is G Aᵀ and the gradient of A is Bᵀ G."""
     model, merged = with_lora()
     torch.testing.assert_close(model(IDS), merged(IDS), **CLOSE)
     for each in (model, merged):
@@ -536,7 +536,7 @@ def test_lora_has_the_gradients_of_the_formula():
 
 
 def test_with_full_rank_a_step_of_sgd_is_that_of_the_whole_matrix():
-    """If A is orthogonal and B zero, one step changes B A by what it would change W."""
+    """If A is orthogonal and B is zero, one SGD step changes B A as it would change W."""
     model, full = tiny(), tiny()
     add_lora(model, 72)  # as wide as the widest input
     layers = {name: m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
@@ -556,7 +556,7 @@ def test_with_full_rank_a_step_of_sgd_is_that_of_the_whole_matrix():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lora_over_a_checkpoint(dtype, saved):
-    """The base has the computation's dtype, A and B are fp32, and a saved model is merged."""
+    """Frozen weights are in the dtype of computation, A and B in fp32; save merges the matrices."""
     torch.manual_seed(3)
     model = Qwen.from_pretrained(str(saved), dtype, lora_rank=2)
     for name, p in model.named_parameters():
@@ -576,7 +576,7 @@ def test_lora_over_a_checkpoint(dtype, saved):
 
 # ---- The hub -----------------------------------------------------------------------------------
 def test_a_repository_is_loaded_by_its_name(saved, monkeypatch):
-    """Only needed files are downloaded, config.json first: an unsupported model ends it early."""
+    """Only needed files are downloaded, config.json first, so unsupported models fail early."""
     asked = []
 
     def download(name, allow_patterns):
@@ -661,7 +661,7 @@ QWEN2_SYSTEM = (
     "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant."
     "<|im_end|>\n"
 )
-# What the template of each model writes for the last of CHATS.
+# The text that each model's official template writes for the last conversation in CHATS
 OFFICIAL = {
     "qwen2": QWEN2_SYSTEM + "<|im_start|>user\n</think> a<|im_end|>\n"
     "<|im_start|>assistant\n<think>\nb\n</think>\n\nc<|im_end|>\n"
@@ -734,10 +734,11 @@ SAMPLES += ["def f(x):\n\n\treturn x['a']  # don't\n", "  東京 🙂!!!\n", *TE
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
 def test_transformers_reads_texts_as_we_do(model_type, split, tokenizer_first, tmp_path):
-    """Saved files give transformers equal ids and equal greedy tokens.
+    """Files that we save give transformers equal ids and equal greedy tokens.
 
-    A Qwen2 whose tokenizer splits words in another way is saved as a Llama. The tokenizer here has
-    a rule that puts a token before each text. We never do that, so it is saved without the rule.
+    A Qwen2 whose tokenizer splits words in a different way is saved as a Llama. The tokenizer in
+    this test has a rule that puts a token before each text. Our tokenizer ignores such rules, so
+    the saved tokenizer does not have it.
     """
     made = bpe()
     made.pre_tokenizer = SPLITS[split]()
@@ -884,7 +885,7 @@ def test_help_is_a_page_of_flags_in_two_columns(columns, capsys, monkeypatch):
     ],
 )
 def test_configure_refuses_what_it_does_not_know(word, said, capsys):
-    """It prints one line and exits with status 2; no setting changes."""
+    """An unknown flag or value prints one line and exits with status 2; no setting changes."""
     settings = Settings()
     with pytest.raises(SystemExit) as end:
         configure(settings, ["--lr=1", word])
@@ -895,7 +896,7 @@ def test_configure_refuses_what_it_does_not_know(word, said, capsys):
 
 @pytest.mark.parametrize("command", ["sample", "workflow", "eval", "train"])
 def test_every_command_has_a_page_of_help(command, capsys):
-    """It explains each flag and lists all systems, benchmarks and presets that may be chosen."""
+    """The page explains each flag, and lists all systems, benchmarks and presets."""
     settings = importlib.import_module(command).Settings()
     with pytest.raises(SystemExit):
         configure(settings, ["--help"])

@@ -1,4 +1,6 @@
-"""Training: a short run, its parts compared with numbers worked out by hand, stops and messages."""
+"""Training: the parts of a run, compared with numbers worked out by hand; a short run; stops;
+messages before a run starts.
+"""
 
 import itertools
 import json
@@ -239,11 +241,12 @@ def two_rounds(first, second):
 @pytest.mark.parametrize(
     "reading, expected",
     [
-        # Each round is a group: (1, -1) times 1/4 for the first round, (-1, 1) for the second.
+        # Each round is normalised separately: (1, -1) times 1/4 for first rounds, (-1, 1) for
+        # second rounds.
         ("apart", [0.25, -0.25, -1, 1]),
         # Both rounds are one group (0.25, 0, 0.5, 1) with mean 0.4375 and deviation 0.369755.
         ("together", [-0.5071, -1.1832, 0.1690, 1.5213]),
-        # The rewards of a pair are added: 0.25 + 0.5 and 0 + 1.
+        # A first round and the second round that continues it share a sum: 0.25 + 0.5 and 0 + 1.
         ("sum", [-1, 1, -1, 1]),
     ],
 )
@@ -351,7 +354,7 @@ def test_lessons_of_the_warm_start_are_random_workflows():
 
 
 def test_a_step_of_the_warm_start_is_made_of_rows_within_the_token_budget(monkeypatch):
-    """This holds for any number of GPUs. The gradient equals that of the whole batch at once."""
+    """The gradient equals that of the whole batch at once, for any number of GPUs."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         problems, ends, rows = load("laptop", "train", 99), [], []
@@ -393,7 +396,7 @@ def test_workers_of_other_problems_are_not_told_what_only_the_laptops_coder_obey
 
 
 def test_a_run_that_stops_within_an_iteration_loses_nothing(tmp_path):
-    """It ends with a checkpoint. The resumed run has the same results and pays nothing twice."""
+    """The run leaves a checkpoint. Resumed, it has the same results and pays nothing twice."""
     workers = Workers(tmp_path)
     whole, stopped = f"{tmp_path}/whole", f"{tmp_path}/stopped"
     flags = workers.flags("--iterations=4", "--save_every=2", "--n_rollouts=8")
@@ -423,7 +426,7 @@ def test_a_run_that_stops_within_an_iteration_loses_nothing(tmp_path):
 
 
 def groups_of(outcomes):
-    """Return groups of four rollouts; an x in the string marks a lost one, a . one that is not."""
+    """Return groups of four rollouts: lost for each x in the string, answered for each dot."""
     rollouts = [
         of(True) if c == "." else of(None, error=f"lost {i}") for i, c in enumerate(outcomes)
     ]
@@ -462,7 +465,7 @@ def test_a_rollout_whose_workers_are_stuck_is_lost_not_waited_for(tmp_path):
 
 
 def test_ctrl_c_ends_a_run_at_once_and_leaves_nothing_if_nothing_has_begun(tmp_path):
-    """Here the pool's first worker does not answer the words that find out whether it is there."""
+    """The run is interrupted while it says hello to a worker that never answers."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         worker = {"protocol": "openai", "model": "m", "price": [0, 0]}
         worker["base_url"] = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
@@ -524,9 +527,10 @@ def test_three_gradients_that_are_not_finite_end_the_run(tmp_path):
 
 
 def test_a_run_with_everything_of_ones_own(tmp_path):
-    """The run has no KL; four of 20 rows are held out and measured at the end.
+    """The run has no KL, and four of 20 rows are held out and measured at the end.
 
-    It starts from a trained Conductor, so there is no warm start."""
+    The run starts from a trained Conductor, so there is no warm start.
+    """
     workers = Workers(tmp_path)
     with open(workers.data, "a") as file:
         for i in range(8, 20):
@@ -587,7 +591,7 @@ def test_a_pool_that_costs_money_needs_a_budget(tmp_path):
 
 
 def test_a_dry_run_says_what_a_run_takes_and_does_its_largest_step(tmp_path):
-    """This works even if the model and the keys are missing."""
+    """A dry run works even if the model and the API keys are missing."""
     said = train("--preset=laptop", "--dry_run", "--n_questions=8", f"--out={tmp_path}/out")
     for word in ("calls", "at no cost", "GiB", "disk", "the largest step took", "to learn;"):
         assert word in said, word
@@ -630,7 +634,7 @@ def test_a_dry_run_refuses_a_tokenizer_of_another_model(tmp_path):
 
 
 def usage_error_of(capsys, *flags):
-    """Assert that this is wrong usage, and return what is said about it."""
+    """Assert that the flags are a usage error, and return the message."""
     with pytest.raises(SystemExit) as end:
         read_command(["--preset=laptop", *flags])
     assert end.value.code == 2

@@ -133,7 +133,7 @@ def test_a_run_goes_on_on_another_number_of_ranks(first, tmp_path):
 
 
 def test_a_run_with_lora_goes_on_as_if_nothing_had_happened(tmp_path):
-    """Its state holds only LoRA's matrices; the frozen weights come from --init_from."""
+    """The run's state has only LoRA's matrices, so frozen weights come from --init_from."""
     conductor = f"{trained()[0]}/checkpoint"
     flags = ("--preset=laptop", f"--init_from={conductor}", "--lora_rank=4", "--iterations=2")
     flags += ("--n_questions=4", "--n_rollouts=8", "--save_every=1", "--n_test=0")
@@ -339,12 +339,12 @@ def test_a_damaged_checkpoint_says_what_to_do(damage, file, tmp_path):
 
 
 def run_of(folder, kinds):
-    """Return a run with a model and an optimizer, into which a state can be loaded."""
+    """Return a run, with a model and an optimizer, that a checkpoint can be loaded into."""
     settings = Settings(device="cpu")
     model = Qwen.from_pretrained(folder, shard=lambda whole: module.shard(whole, settings))
     run = SimpleNamespace(model=model, optimizer=module.adam(model, 0.99))
     run.wrong_share = {kind: torch.ones(()) for kind in kinds}
-    module.largest_step(model, run.optimizer, None, Settings(beta=0.0))  # It makes Adam's state.
+    module.largest_step(model, run.optimizer, None, Settings(beta=0.0))  # creates Adam's state
     return run
 
 
@@ -359,7 +359,7 @@ def run_of(folder, kinds):
     ],
 )
 def test_a_damaged_state_without_checksums_says_what_to_do(damage, tmp_path):
-    """An earlier edition wrote it."""
+    """Checkpoints of earlier editions have no checksums."""
     out, settings = copy_of_run(tmp_path)
     os.unlink(f"{out}/checkpoint/checksums.json")
     with one_rank():
@@ -388,7 +388,7 @@ def test_a_torn_line_of_metrics_says_what_to_do(tmp_path):
 
 
 def test_what_the_budget_did_not_measure_is_measured_when_the_run_goes_on(tmp_path, monkeypatch):
-    """Iteration 1 was learned and saved; the budget ended while held-out problems were measured."""
+    """A run had learned and saved iteration 1 when the budget ended, before the measurement did."""
     file = tmp_path / "metrics.jsonl"
     lines = [{"iteration": i, "loss": i / 7, "held_out": None} for i in range(2)]
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
@@ -398,7 +398,7 @@ def test_what_the_budget_did_not_measure_is_measured_when_the_run_goes_on(tmp_pa
     monkeypatch.setattr(module.evaluation, "measure", lambda _: {"accuracy": 0.75})
     monkeypatch.setattr(module, "budget_is_spent", lambda run: False)
     with one_rank():
-        module.measure_held_out(run, settings, 1)  # No checkpoint is due there.
+        module.measure_held_out(run, settings, 1)  # no checkpoint is due after one iteration
         assert [json.loads(line) for line in lines_of(file)] == lines
         module.measure_held_out(run, settings, 2)
         lines[1]["held_out"] = 0.75

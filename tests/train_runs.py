@@ -31,8 +31,8 @@ def run_command(*flags, ranks=1):
     return end.returncode, end.stdout, end.stderr
 
 
-# To import torch takes longer than most of the runs here. One process, the fork server, therefore
-# imports train.py once, and all other runs are copies of that process.
+# Importing torch takes longer than most runs in these tests. Therefore one process, a fork server,
+# imports train.py once, and the runs are forked from that process.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["train"])
 
@@ -73,7 +73,7 @@ def launch(*flags, ranks=1, folders=None):
 
 
 def run_rank(flags, env, said, folder):
-    """Do what `python train.py FLAGS` does."""
+    """Run train.py with these flags in this process, as `python train.py FLAGS` would."""
     os.environ.update(env)
     os.chdir(folder)
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
@@ -121,7 +121,7 @@ def kill_when(condition, run):
 
 
 def interrupt(run):
-    """Send what Ctrl-C sends, assert the exit status, and return what the run says on stderr."""
+    """Send Ctrl-C's signal to all ranks, assert the exit status, and return the run's stderr."""
     for rank in run.ranks:
         os.kill(rank.pid, signal.SIGINT)
     status, _, err = end_of(run)
@@ -172,10 +172,10 @@ def trained():
 
 
 class Workers:
-    """Five workers with prices, served on loopback. A hash of the request decides: "A" or "B".
+    """Five workers with prices, served on loopback, that answer "A" or "B" by a request's hash.
 
-    `calls` counts the calls. A call waits until `open` is set. After `n_before_expiry` calls, all
-    further ones are refused as if the API key had expired.
+    `calls` counts the calls. Calls wait until the event `open` is set. After `n_before_expiry`
+    calls, all further calls are refused as if the API key had expired.
     """
 
     def __init__(self, folder):
