@@ -1,13 +1,13 @@
-"""Draw what train.py and eval.py write. Needs matplotlib: pip install matplotlib.
+"""Draw the results of train.py and eval.py. Needs matplotlib: pip install matplotlib.
 
     python assets/plot.py RUN            RUN/curve.png: accuracy, steps, workers (Figs. 3, 7, 8)
     python assets/plot.py RUN RUN ...    accuracy.png: the held-out accuracy of several runs
-    python assets/plot.py workflows RUN  RUN/workflows.png: the commonest workflow, four times
+    python assets/plot.py workflows RUN  RUN/workflows.png: the commonest workflow at four times
     python assets/plot.py subtasks RUN   RUN/subtasks.png: how often workers get their usual subtask
-    python assets/plot.py FILE.json ...  FILE.png: cost and accuracy, of eval.py --out=FILE.json
+    python assets/plot.py FILE.json ...  FILE.png: cost and accuracy, from eval.py --out=FILE.json
 
-RUN is the folder that train.py calls --out. NAME=RUN and NAME=FILE.json set the name in the
-picture. --out=PICTURE.png or --out=PICTURE.svg writes the picture there."""
+RUN is the --out folder of a train.py run. Write NAME=RUN or NAME=FILE.json to set the name shown in
+the picture. --out=PICTURE.png or --out=PICTURE.svg writes the picture to that file instead."""
 
 import glob
 import itertools
@@ -36,9 +36,9 @@ INKS = [
     "#3a8fb0",
     "#c2528b",
     "#7a5c48",
-]  # of workers, of runs
+]  # the colours of workers, and of runs
 DARK, GREY = "#222222", "#808080"
-RIGHT, WRONG = "#1f7a4d", "#b3261e"  # no worker has these
+RIGHT, WRONG = "#1f7a4d", "#b3261e"  # these colours are not in INKS, so no worker has them
 STYLE = {
     "axes.titlesize": 10,
     "axes.titleweight": "bold",
@@ -49,7 +49,7 @@ STYLE = {
     "axes.edgecolor": GREY,
     "text.parse_math": False,
     "savefig.dpi": 150,
-    "savefig.bbox": "tight",  # no text touches an edge
+    "savefig.bbox": "tight",  # so that no text is cut off at an edge
     "savefig.pad_inches": 0.15,
     "backend": "agg",
 }
@@ -68,13 +68,13 @@ def read(file: str):
 
 
 def named(word: str) -> tuple[str, str]:
-    """Split NAME=PATH. Without a NAME, the name is the last part of the path without its ending."""
+    """Split NAME=PATH into (name, path). Without NAME, use the file's name without its ending."""
     name, _, path = word.rpartition("=")
     return name or os.path.splitext(os.path.basename(os.path.normpath(path)))[0], path
 
 
 def rolling_mean(values: list) -> list[float]:
-    """Return, for each value, the mean of the last ten known ones (not None); NaN before the first.
+    """Return the running mean of the last ten values that are not None; NaN before the first.
 
     >>> rolling_mean([None, 0.0, 1.0])
     [nan, 0.0, 0.5]
@@ -90,8 +90,8 @@ def rolling_mean(values: list) -> list[float]:
 def label(axes, ends: list[tuple[float, float, str, str]]):
     """Write texts to the right of the axes, each joined to its point by a thin line.
 
-    `ends` holds (y, x, text, ink). Texts that would overlap are moved apart, from the lowest one
-    up, but never above the axes."""
+    `ends` holds (y, x, text, ink) for each point. Texts that would overlap are moved apart: from
+    the bottom up, each is moved up as far as needed, but never above the axes."""
     axes.figure.draw_without_rendering()  # lays out the axes, so that their height is known
     gap = 0.17 * axes.figure.dpi / axes.get_window_extent().height
     low, high = axes.get_ylim()
@@ -111,9 +111,10 @@ def label(axes, ends: list[tuple[float, float, str, str]]):
 
 
 def held_out_curve(run: str, rows: list[dict]) -> tuple[list[int], list[float]]:
-    """Return the iterations at which held-out accuracy is known, and the accuracies.
+    """Return (iterations at which held-out accuracy is known, accuracies).
 
-    The last one is test.json's, which the table after the run prints."""
+    At the end of a finished run, the accuracy is the one in test.json, which train.py also prints
+    in its final table."""
     points = {row["iteration"] + 1: row["held_out"] for row in rows if row["held_out"] is not None}
     if os.path.exists(f"{run}/test.json"):
         conductor = next(iter(read(f"{run}/test.json").values()))
@@ -122,7 +123,7 @@ def held_out_curve(run: str, rows: list[dict]) -> tuple[list[int], list[float]]:
 
 
 def draw_accuracy(axes, run: str, rows: list[dict], name: str, ink: str) -> list[tuple]:
-    """Draw a run's held-out accuracy (bold) and its accuracy in training (thin). Return a label."""
+    """Draw a run's held-out accuracy (bold) and training accuracy (thin). Return [its label]."""
     training = [row["iteration"] + 1 for row in rows]
     sampled = rolling_mean([row["accuracy"] for row in rows])
     axes.plot(training, sampled, color=ink, linewidth=1, alpha=0.6)
@@ -141,7 +142,9 @@ def draw_accuracy(axes, run: str, rows: list[dict], name: str, ink: str) -> list
 
 
 def draw_run(run: str) -> str:
-    """Draw accuracy, accuracy and steps by kind of question, and the workers' shares of one run."""
+    """Draw a run's accuracy, accuracy by kind of question, steps by kind, and workers' shares.
+
+    Return the name of the picture's file."""
     rows = read(f"{run}/metrics.jsonl")
     kinds = {kind for row in rows for kind in row["by_kind"]}
     band = 0.3 + 0.2 * len(kinds)  # inches
@@ -160,7 +163,7 @@ def draw_run(run: str) -> str:
 
 
 def draw_best_worker(axes, tested: dict, last: int) -> list[tuple]:
-    """Draw the accuracy of the best worker alone as a dashed line. Return its label."""
+    """Draw the accuracy of the best worker alone as a dashed line. Return [its label], or []."""
     alone = {
         name.rpartition(", workers ")[2]: row["accuracy"] or 0
         for name, row in tested.items()
@@ -174,7 +177,8 @@ def draw_best_worker(axes, tested: dict, last: int) -> list[tuple]:
 
 
 def draw_bands(axes, rows: list[dict], key: str, title: str, shades: str, most: float, form: str):
-    """Draw a band for each kind of question, darker for larger values, and its last mean."""
+    """Draw a band for each kind of question, darker for larger values, and write its last mean.
+    most: The value at which the shade is almost the darkest."""
     kinds = list(dict.fromkeys(kind for row in rows for kind in row[key]))
     means = [rolling_mean([row[key].get(kind) for row in rows]) for kind in kinds]
     start, end = rows[0]["iteration"], rows[-1]["iteration"] + 1
@@ -198,11 +202,11 @@ def draw_bands(axes, rows: list[dict], key: str, title: str, shades: str, most: 
 
 
 def draw_worker_shares(axes, rows: list[dict]):
-    """Stack the workers' shares of all steps."""
+    """Draw each worker's share of all steps, stacked."""
     iterations = [row["iteration"] + 1 for row in rows]
     inks = worker_inks(rows)
     shares = [rolling_mean([row["workers"].get(name, 0) for row in rows]) for name in inks]
-    if inks:  # a run in which nothing was a workflow has none
+    if inks:  # empty if the run never wrote a valid workflow
         axes.stackplot(iterations, shares, colors=inks.values(), alpha=0.75, edgecolor="white")
     axes.set(
         ylim=(0, 1),
@@ -224,7 +228,9 @@ def worker_inks(rows: list[dict]) -> dict[str, str]:
 
 
 def compare_runs(words: list[str]) -> str:
-    """Draw the accuracies of several runs into one picture, and print how each run ends."""
+    """Draw the accuracies of several runs in one picture, and print the final accuracy of each.
+
+    Return the name of the picture's file."""
     axes = plt.figure(figsize=(8, 4), layout="constrained").add_subplot()
     ends = []
     for (name, run), ink in zip(map(named, words), itertools.cycle(INKS)):
@@ -236,7 +242,7 @@ def compare_runs(words: list[str]) -> str:
 
 
 def print_ends(words: list[str]):
-    """Print the held-out accuracy at the end of each finished run, and the mean over runs."""
+    """Print each finished run's final held-out accuracy, and the mean of several runs."""
     accuracies = []
     for name, run in map(named, words):
         if not os.path.exists(f"{run}/test.json"):
@@ -254,12 +260,12 @@ def print_ends(words: list[str]):
 
 
 def trace_files(run: str) -> list[str]:
-    """Return the files of a run's rollouts, one for each iteration, oldest first."""
+    """Return the files that hold a run's rollouts, one file per iteration, oldest first."""
     return sorted(glob.glob(f"{run}/traces/*.jsonl")) or [f"{run}/traces/00000.jsonl"]
 
 
 def read_kinds(file: str) -> dict[str, list[dict]]:
-    """Return an iteration's judged first rounds by kind of question."""
+    """Return {kind of question: rollouts}, for the judged first rounds in an iteration's file."""
     kinds = {}
     for rollout in read(file):
         if rollout["previous"] is None and rollout["right"] is not None:
@@ -271,8 +277,9 @@ def read_kinds(file: str) -> dict[str, list[dict]]:
 def draw_subtasks(run: str) -> str:
     """Draw, for each worker, the share of its steps that have one of its usual subtasks.
 
-    Usual subtasks are those of a tenth or more of the worker's steps in the last iteration. A
-    worker that has less than a hundredth of all steps there is left out."""
+    A subtask is usual if at least a tenth of the worker's steps in the last iteration have it.
+    Workers with less than a hundredth of all steps in the last iteration are left out. Return the
+    name of the picture's file."""
     files = trace_files(run)
     iterations = [int(os.path.basename(file).removesuffix(".jsonl")) + 1 for file in files]
     told = [subtasks_by_worker(file) for file in files]
@@ -307,7 +314,7 @@ def draw_subtasks(run: str) -> str:
 
 
 def subtasks_by_worker(file: str) -> dict[str, Counter]:
-    """Count the subtasks that each worker is told in one iteration."""
+    """Return {worker's name: Counter of the subtasks that the worker got in one iteration}."""
     counts = {}
     for rollout in read(file):
         if rollout["workflow"]:
@@ -318,14 +325,16 @@ def subtasks_by_worker(file: str) -> dict[str, Counter]:
 
 # ---- Workflows
 
-GAP, LINE, HALF = 0.27, 0.17, 0.8  # inches: between boxes, of a line of text, of a box's width
+# In inches: the gap between two boxes, the height of a line of text, half the width of a box
+GAP, LINE, HALF = 0.27, 0.17, 0.8
 
 
 def draw_workflows(run: str) -> str:
-    """Draw the commonest workflow for one kind of question at four points of a run.
+    """Draw the most common workflow for one kind of question, at four points of a run.
 
-    The kind is the one with most steps at the end. Most changes are early, so the points are spread
-    evenly over the logarithm: of 1,000 iterations the 1st, 10th, 100th and last."""
+    The kind is the one whose workflows have the most steps on average at the end. Most changes come
+    early, so the points are spaced logarithmically: of 1,000 iterations, the 1st, 10th, 100th and
+    last. Return the name of the picture's file."""
     inks = worker_inks(read(f"{run}/metrics.jsonl"))
     files = trace_files(run)
     last = read_kinds(files[-1])
@@ -343,7 +352,7 @@ def draw_workflows(run: str) -> str:
     if not chosen:
         raise ValueError(f"{files[-1]} has no workflow that was judged")
 
-    axes = plt.figure().add_axes((0, 0, 1, 1))  # in inches
+    axes = plt.figure().add_axes((0, 0, 1, 1))  # fills the figure; its units are inches
     title = f"The commonest workflow for questions of the kind {kind.rpartition('/')[2]}"
     axes.text(0.2, 0.25, title, weight="bold")
     height = 0
@@ -358,17 +367,17 @@ def draw_workflows(run: str) -> str:
 
 
 def graph(rollout: dict) -> tuple:
-    """Return what makes two workflows alike: whom they ask, and who sees which steps."""
+    """Return each step's worker and access list. Workflows that share them count as the same."""
     return tuple((step["worker"], *step["access"]) for step in rollout["workflow"]["steps"])
 
 
 def draw_workflow(axes, x: float, rollouts: list[dict], inks: dict[str, str]) -> float:
-    """Draw the commonest graph with the texts of one rollout. Return its lower end, in inches."""
+    """Draw the most common graph, with the texts of one rollout. Return its lower end in inches."""
     ran = [rollout for rollout in rollouts if rollout["workflow"]]
     common = mode(map(graph, ran))
     alike = [rollout for rollout in ran if graph(rollout) == common]
     alike.sort(key=lambda rollout: rollout["right"])
-    shown = alike[len(alike) // 2]  # a right one if most of them are right
+    shown = alike[len(alike) // 2]  # the median: right if most of these rollouts are right
     share = len(alike) / len(rollouts)
     right = mean(rollout["right"] for rollout in alike)
     axes.text(x, 0.82, f"{share:.0%} of all workflows", ha="center", fontsize=9)
@@ -391,10 +400,12 @@ def wrap(text: str, most: int) -> list[str]:
 def draw_box(
     axes, x: float, spans: list[tuple], sources: list[int], name: str, ink: str, lines: list[str]
 ):
-    """Draw a box below the others and an arrow from each source, and add the box to `spans`.
+    """Draw a box below the earlier boxes, with an arrow from each source; append it to `spans`.
 
-    A span is (top, bottom) in inches. The arrow from the box above is straight. Others bend around
-    the boxes between: those from a step on the right, those from the question on the left."""
+    spans: (top, bottom) of each box, in inches.
+    sources: The indices in `spans` of the boxes from which arrows come. The arrow from the box
+        directly above is straight. Other arrows bend around the boxes between: on the right if they
+        come from a step, on the left if they come from the question."""
     top = spans[-1][1] + GAP if spans else 0.95
     height = 0.12 + LINE * (1 + len(lines))
     spans.append((top, top + height))
@@ -425,14 +436,14 @@ def draw_box(
 
 
 def read_evaluations(words: list[str]) -> tuple[dict[str, dict], set[str]]:
-    """Return {benchmark: {system: row}} of all files, and which of the systems are Conductors.
+    """Return ({benchmark: {system: row}} of all files, names of the systems that are Conductors).
 
-    The Conductors of several files are told apart by the names of their files."""
+    With several files, each Conductor is named after its file."""
     benchmarks, conductors = {}, {"conductor"}
     for name, path in map(named, words):
         for key, row in read(path).items():
             benchmark, _, system = key.rpartition(", ")
-            if row.get("calls") is None:  # a row of the paper, or one that was derived from others
+            if row.get("calls") is None:  # not measured: derived from other rows, or all lost
                 continue
             if system == "conductor" and len(words) > 1:
                 system = name
@@ -444,7 +455,10 @@ def read_evaluations(words: list[str]) -> tuple[dict[str, dict], set[str]]:
 
 
 def draw_evaluations(words: list[str]) -> str:
-    """Draw each system's cost of a question and its accuracy with a 95 % interval."""
+    """Draw each system's accuracy, with a 95 % interval, over its cost per question.
+
+    The cost is in dollars if they are known, else in tokens, else in calls. Return the name of the
+    picture's file."""
     benchmarks, conductors = read_evaluations(words)
     columns = min(2, len(benchmarks))
     height = math.ceil(len(benchmarks) / columns)
@@ -472,7 +486,7 @@ def draw_evaluations(words: list[str]) -> str:
 
 
 def draw(words: list[str]) -> str:
-    """Draw what the words of the command line ask for. Return the file that the picture goes to."""
+    """Draw what the words of the command line ask for. Return the name for the picture's file."""
     commands = {"workflows": draw_workflows, "subtasks": draw_subtasks}
     if words[0] in commands and len(words) == 2:
         return commands[words[0]](words[1])

@@ -2,8 +2,8 @@
 
     python eval.py --systems=assets/rivals.py:NAME     # NAME is router, masrouter or trinity
 
-They learn from train problems (--lessons), and --seed seeds what they draw. With --replay=FILE, a
-call that is repeated while they learn is made once.
+The systems learn from train problems (--lessons). --seed seeds their random draws. With
+--replay=FILE, identical calls during learning are made only once.
 """
 
 import math
@@ -33,19 +33,19 @@ from eval import (
 )
 from workflow import Rollout, Step, Workflow, call_worker, conduct, load_conductor, roll_out
 
-LESSON = "lesson"  # the name of all rollouts for learning
-BATCH = 32  # lessons in a step of learning
-N_TRIGRAMS = 4096  # the number of hash values
+LESSON = "lesson"  # the prefix of call ids during learning
+BATCH = 32  # lessons per learning step
+N_TRIGRAMS = 4096  # the number of hash values for trigrams
 
 
 def rewards(rollouts: list[Rollout]) -> np.ndarray:
-    """Return 1 for each right answer, minus 0.02 a call; nan for a lost rollout."""
+    """Return each rollout's reward: 1 if it is right, minus 0.02 per call; nan if it is lost."""
     right = np.array([rollout.right for rollout in rollouts], float)
     return right - 0.02 * np.array([rollout.calls for rollout in rollouts])
 
 
 def trigrams(questions: list[str]) -> torch.Tensor:
-    """Return how often each hashed trigram occurs in each question, normalized: (Q, 4096)."""
+    """Return a unit vector for each question, (Q, 4096): its counts of hashed letter trigrams."""
     counts = torch.zeros(len(questions), N_TRIGRAMS)
     for row, question in zip(counts, questions):
         for i in range(len(question) - 2):
@@ -57,7 +57,7 @@ def trigrams(questions: list[str]) -> torch.Tensor:
 
 
 def learn_router(setup: Setup):
-    """Return the system that asks the worker who is most likely right.
+    """Return a system that asks the worker most likely to be right.
 
     Ridge regression predicts each worker's success from the question's trigrams. RouterDC (NeurIPS
     2024) also learns from each worker's success, but with a fine-tuned encoder and contrastive
@@ -81,14 +81,14 @@ router = System(learn_router, ("lessons",), calls=1, calls_to_learn=2_000)
 
 # ---- MasRouter -----------------------------------------------------------------------------------
 
-STEPS = 500  # steps of the policy gradient
-DESIGNS = 8  # designs tried for each lesson in a step
-AGENTS = 5  # the largest number of agents in a shape
+STEPS = 500  # policy-gradient steps
+DESIGNS = 8  # workflows sampled for each lesson in a step
+AGENTS = 5  # the maximum number of agents in a shape
 
 
 def shapes() -> list[list[tuple[str, list[int]]]]:
-    """Return the shapes of collaboration: each agent's subtask and the agents whose responses it
-    sees."""
+    """Return all shapes of collaboration. A shape holds a pair for each agent: its subtask, and the
+    numbers of the agents whose responses it sees."""
     found = [[(SOLVE_IT, [])]]
     for n in range(2, AGENTS + 1):
         before = [list(range(i)) for i in range(n)]
@@ -103,8 +103,8 @@ SHAPES = shapes()
 
 
 def build(choices: list[int]) -> Workflow:
-    """Return the workflow of a shape's number and five workers, of which the shape may use
-    fewer."""
+    """Return the workflow for [shape's number, five workers]. Workers that the shape does not need
+    are ignored."""
     shape, *workers = choices
     steps = []
     for worker, (subtask, access) in zip(workers, SHAPES[shape]):
@@ -113,23 +113,25 @@ def build(choices: list[int]) -> Workflow:
 
 
 def learn_masrouter(setup: Setup):
-    """Return a small MasRouter (arXiv 2502.11133).
+    """Return a small MasRouter (arXiv 2502.11133), trained on the lessons.
 
-    A linear policy on the question's trigrams draws a shape and each agent's worker, and learns by
-    policy gradient. The original encodes the question with a language model, gives agents roles,
-    makes each choice depend on those before, and counts tokens instead of calls.
+    A linear policy on the question's trigrams samples a shape and each agent's worker, and is
+    trained by policy gradient. The original encodes the question with a language model, gives the
+    agents roles, makes each choice depend on the earlier choices, and penalizes tokens instead of
+    calls.
     """
     rng = random.Random(setup.settings.seed)
     torch.manual_seed(setup.settings.seed)
     sizes = [len(SHAPES)] + [len(setup.pool)] * AGENTS
     n_agents = torch.tensor([len(shape) for shape in SHAPES])
-    # A head counts if the shape has more agents than this: the shape's own head, then the agents'.
+    # The policy has one head for the shape, then one for each agent. A head's choice is used if the
+    # shape has more agents than the head's number here.
     first_use = torch.tensor([0, *range(AGENTS)])[:, None, None]
     weights = torch.zeros(N_TRIGRAMS, sum(sizes), requires_grad=True)
     optimizer = torch.optim.Adam([weights], lr=0.05)
 
     for _ in progress("masrouter learns", range(STEPS)):
-        # Draw designs, and let them answer.
+        # Sample DESIGNS workflows for each lesson, and run them.
         batch = rng.sample(setup.lessons, min(BATCH, len(setup.lessons)))
         scores = trigrams([problem.question for problem in batch]) @ weights
         heads = [torch.distributions.Categorical(logits=part) for part in scores.split(sizes, -1)]
@@ -140,7 +142,7 @@ def learn_masrouter(setup: Setup):
             rollout.workflow = build(choice)
         roll_out(rollouts, judge=grade_once())
 
-        # Reinforce what did better than the other designs for its lesson.
+        # Reinforce the choices whose workflow earned more than the mean for the same lesson.
         value = torch.tensor(rewards(rollouts)).view(DESIGNS, -1)  # (T, B)
         advantage = (value - value.nanmean(0)).nan_to_num()
         is_used = n_agents[choices[0]] > first_use  # (6, T, B)
@@ -162,7 +164,7 @@ masrouter = System(learn_masrouter, ("lessons",), calls=2, calls_to_learn=15_000
 
 # ---- TRINITY -------------------------------------------------------------------------------------
 
-# The model whose hidden states are read. A training run writes it after its warm start.
+# The model whose hidden states TRINITY reads. train.py writes it after the warm start.
 CHECKPOINT = "out/laptop/reference"
 GENERATIONS = 100
 POPULATION = 32
@@ -171,11 +173,12 @@ ROLES = {
     "worker": SOLVE_IT,
     "verifier": "Check the last response. Say ACCEPT if it is right and whole, else what is wrong.",
 }
-ACCEPTS = re.compile(r"\bACCEPT\b|nothing here to work on")  # the second is a specialist's phrase
+# Matches a verifier's approval. Specialists of the laptop world say the second phrase instead.
+ACCEPTS = re.compile(r"\bACCEPT\b|nothing here to work on")
 
 
 def hidden_states():
-    """Return a function text -> the hidden state (C) of the model at the last token but one."""
+    """Return a function from a text to the model's hidden state (C) at the second-to-last token."""
     if not os.path.exists(CHECKPOINT):
         raise ValueError(f"trinity needs {CHECKPOINT}: run train.py --preset=laptop first")
     model, tokenizer, _ = load_conductor(CHECKPOINT)
@@ -192,18 +195,22 @@ def hidden_states():
 
 
 def principal_axes(states: np.ndarray) -> np.ndarray:
-    """Return the 24 principal axes of centered states (P, C), scaled to variances of 1: (C, 24)."""
+    """Return the first 24 principal axes of centered states (P, C), as columns (C, 24).
+
+    They are scaled so that the states' projections on each axis have a variance of about 1.
+    """
     _, scale, axes = np.linalg.svd(states, full_matrices=False)
     return math.sqrt(len(states)) * axes[:24].T / (scale[:24] + 1e-3 * scale[0])
 
 
 def learn_trinity(setup: Setup):
-    """Return a small TRINITY (arXiv 2512.04695).
+    """Return a small TRINITY (arXiv 2512.04695), trained on the lessons.
 
-    Turn by turn, a linear head on a small model's hidden state picks a worker and its role.
-    Evolution improves the head. The original's model has 0.6 B parameters, some of which evolve
-    too, by a separable CMA-ES, and it reads all turns. Here the head sees 24 principal components,
-    the model and the workers see the newest turn alone, and calls cost.
+    On each turn, a linear head on a small model's hidden state picks a worker and its role. The
+    head is trained by an evolution strategy. In the original, the model has 0.6 B parameters and
+    reads all turns, and a separable CMA-ES evolves some of its parameters together with the head.
+    Here the head sees 24 principal components, the model and the workers see only the newest turn,
+    and each call lowers the reward.
     """
     state_of = hidden_states()
     states = np.stack([state_of(problem.question) for problem in setup.lessons])  # (P, C)
@@ -211,8 +218,8 @@ def learn_trinity(setup: Setup):
     axes = principal_axes(states - center)  # (C, 24)
 
     def choose_turns(rollouts, heads):
-        """Write the next step of each rollout, or an empty workflow once a verifier has
-        accepted."""
+        """Set each rollout's workflow to the next step, or to an empty workflow once a verifier has
+        accepted, and yield the rollout."""
         for rollout in rollouts:
             last = rollout.previous
             text = rollout.question + (f"\n{last.written}: {last.answer}" if last else "")
@@ -225,9 +232,11 @@ def learn_trinity(setup: Setup):
             yield rollout
 
     def take_turns(rollouts, heads):
-        """Play up to five rounds (§3.2) of one step; the last "worker" response counts.
+        """Run up to five rounds (§3.2) of one step each, merged into one rollout per question.
 
-        heads: A head (25, W + 3) for each rollout's number.
+        The answer is the last response in the role "worker", or without one, the last response.
+
+        heads: One head (25, W + 3) for each rollout number.
         """
         final_rounds = conduct(
             lambda rollouts: choose_turns(rollouts, heads),
@@ -244,7 +253,8 @@ def learn_trinity(setup: Setup):
             merged.append(merge(turns, [len(turns) - 1, *by_worker][-1]))
         return merged
 
-    # Evolve the head: move it by the mean of the steps in the best quarter of a generation.
+    # Evolve the head: in each generation, try random steps, and move by the mean of the best
+    # quarter.
     rng = random.Random(setup.settings.seed)
     noise = np.random.default_rng(setup.settings.seed)
     head = np.zeros((axes.shape[1] + 1, len(setup.pool) + len(ROLES)))  # (25, W + 3)
@@ -257,7 +267,7 @@ def learn_trinity(setup: Setup):
             rollouts += [replace(rollout, number=number) for rollout in originals]
         fitness = rewards(take_turns(rollouts, head + steps)).reshape(POPULATION, -1)
         order = np.nan_to_num(fitness).mean(1).argsort()
-        # The head keeps growing, so that later steps turn it less.
+        # Do not normalize the head: as it grows, later steps change its direction less.
         head += steps[order[-POPULATION // 4 :]].mean(0)
     return lambda problems, pools, name: take_turns(new_rollouts(problems, pools, name), [head])
 
