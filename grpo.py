@@ -6,14 +6,14 @@
    r_i = 0 (no workflow), 0.5 (wrong answer) or 1 (right answer); see `reward` in train.py.
 3. Compare (Eq. 2, `advantages`). A completion's advantage is its reward minus the mean reward of
    its group, divided by the group's standard deviation:  A_i = (r_i - mean(r)) / std(r).
-4. Score again (`packed_logprobs`). The policy in training computes log π(o_it) of the same tokens.
+4. Score again (`packed_logprobs`). The policy being trained computes log π(o_it) for these tokens.
    A micro-batch is one row of tokens: each prompt appears once, followed by its completions.
 5. Clip (`surrogate`). With the ratio ρ_it = π(o_it) / π_old(o_it), a token contributes
    S_it = min(ρ_it · A_i, clip(ρ_it, 1 - ε, 1 + ε) · A_i).
-6. Average (Eq. 1, `update`) over the M completions of all groups, and over each one's tokens:
+6. Average (Eq. 1, `update`) over the M completions of all groups and each completion's tokens:
    J = 1/M · Σ_i 1/|o_i| · Σ_t (S_it - β_i · KL_it),
    where KL_it = Σ_v π_ref(v) · log(π_ref(v) / π(v)) over all token ids v that could be sampled.
-   The paper has no KL term (β = 0). Here β_i = β · (share of wrong answers in the group of i).
+   The paper has no KL term (β = 0). Here β_i = β · (share of wrong answers in i's group).
 7. Step (`clipped_step`). Clip the gradient of J to a norm of at most 1, then take one Adam step.
 
 Read eval.py next."""
@@ -49,8 +49,8 @@ def advantages(rewards, mask=None):
 
     Args:
         rewards: (Q, G), the rewards of the G rollouts of each of Q questions.
-        mask: (Q, G), False for each lost rollout. The mean and the standard deviation leave lost
-            rollouts out, and their advantage is 0.
+        mask: (Q, G), False for each lost rollout. Lost rollouts are left out of the mean and the
+            standard deviation, and their advantage is 0.
 
     Returns:
         (Q, G) in fp32. A group of equal rewards gets zeros.
@@ -60,7 +60,7 @@ def advantages(rewards, mask=None):
     count = mask.sum(1).clamp(min=1)  # (Q)
     mean = (rewards * mask).sum(1) / count  # (Q)
     centred = (rewards - mean[:, None]) * mask  # (Q, G)
-    centred[centred.abs() < 1e-6] = 0.0  # If all rewards are equal, only rounding errors differ.
+    centred[centred.abs() < 1e-6] = 0.0  # Equal rewards differ from their mean by rounding only.
     std = ((centred**2).sum(1) / count).sqrt()  # (Q); the sum is divided by count, not count - 1
     return centred / std.clamp(min=1e-6)[:, None]
 
@@ -121,7 +121,7 @@ def packed_logprobs(
 
     Returns:
         (2, N) in fp32: one column for each of the N completion tokens, in order. Row 0 is log π of
-        the token. Row 1 is KL(π_ref ‖ π) of the two distributions that predict the token.
+        the token. Row 1 is KL(π_ref ‖ π) between the two models' distributions for the token.
     """
     ids, positions, targets, predictors, attend = pack(groups, model.device)
 
@@ -249,7 +249,7 @@ def clipped_step(model, optimizer, max_grad_norm: float) -> float:
     optimizer takes no step.
     """
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    if hasattr(norm, "full_tensor"):  # With FSDP, `norm` is split over the ranks.
+    if hasattr(norm, "full_tensor"):  # With FSDP, each rank has only its part of the norm.
         norm = norm.full_tensor()
     norm = float(norm)
     if math.isfinite(norm):
@@ -368,10 +368,10 @@ HEAD_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 22}  # max logits in memory at a tim
 
 
 def of_targets(model, hidden, targets, temperature, n_ids, reference=None, ref_hidden=None):
-    """Return the (2, N) of packed_logprobs, from hidden states (N, C) that predict targets (N).
+    """Return packed_logprobs' result (2, N), from hidden states (N, C) that predict targets (N).
 
-    All logits together, (N, V), would take gigabytes. Each part of them is computed on its own, and
-    computed again in the backward pass, so that no logits have to be kept.
+    All logits together, (N, V), would take gigabytes. They are computed one part at a time, and
+    computed again in the backward pass, so that no part has to be kept.
 
     The KL is an exact sum over all ids. GRPO usually estimates the KL from the sampled token alone,
     as π_ref/π - log(π_ref/π) - 1. The gradient of that estimate is right on average, but a single
@@ -433,7 +433,7 @@ def by_prompt(batch: list[Rollout]):
 
 
 def all_reduce(values: list[float], device, op=dist.ReduceOp.SUM) -> list[float]:
-    """Return the sum of each number over all ranks, or the result of another reduction `op`."""
+    """Return the sum of each number over all ranks, or its reduction with a different `op`."""
     total = torch.tensor(values, dtype=torch.float64, device=device)
     if dist.is_initialized():
         dist.all_reduce(total, op)

@@ -83,7 +83,7 @@ def generate_each(
         n_ids: Only ids below n_ids are drawn, because Qwen2.5's vocabulary is padded with unused
             ids. None: all ids.
         numbers: The numbers of each prompt's n rollouts. None: 0 … n-1. Ranks that split the
-            numbers of a prompt among themselves sample the same rollouts as one rank would.
+            numbers of a prompt among themselves together sample what a single rank would.
     """
     if (
         not prompts
@@ -126,13 +126,13 @@ def grid_shape(model, longest: int, max_new_tokens: int, n: int) -> tuple[int, i
         limit = torch.cuda.get_device_properties(device).total_memory // 5
 
     channels = model.config.num_key_value_heads * model.config.head_dim
-    token = 2 * len(model.model.layers) * channels * model.lm_head.weight.itemsize  # its bytes
+    token = 2 * len(model.model.layers) * channels * model.lm_head.weight.itemsize  # bytes each
     prompt = token * padded(longest, device)
     row = token * padded(max_new_tokens, device)
 
     rows_that_fit = max(1, (limit - prompt) // row)
     n_grids = math.ceil(n / rows_that_fit)
-    R = math.ceil(n / n_grids)  # The grids share n evenly.
+    R = math.ceil(n / n_grids)  # split n evenly over the grids
     Q = max(1, limit // (prompt + R * row))
     return Q, R
 
@@ -541,10 +541,11 @@ def compact(grid: Grid):
 
 
 def draw(logits, u, temperature=1.0, n_ids=None):
-    """Sample one id for each row of logits (N, V), by means of uniform numbers u (N).
+    """Sample one id for each row of logits (N, V), using uniform numbers u (N).
 
     Returns the ids (N) and their log-probabilities (N). Only ids below n_ids are drawn. If the
-    temperature is below 1e-6, the likeliest id is taken, with its log-probability at temperature 1.
+    temperature is below 1e-6, the likeliest id is taken, and its log-probability is that at
+    temperature 1.
     """
     is_greedy = temperature < 1e-6
     logits = logits[:, :n_ids]

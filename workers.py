@@ -48,7 +48,7 @@ LOOPBACK = (
 )
 LIMITS = ("max_tokens", "max_completion_tokens")  # the parameters that bound a reply's length
 MAX_BODY = 32 << 20  # the maximum size of a response, in bytes
-HARD_FAILURES = 6  # A call gives up after this many failures other than a busy provider.
+HARD_FAILURES = 6  # failures, other than a busy provider's, after which a call gives up
 # A silent connection is probed once a minute, so that no router drops it while a model thinks.
 SOCKET_OPTIONS = [
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),  # urllib3's default
@@ -72,7 +72,10 @@ def once(function):
 
 
 class WorkerError(Exception):
-    """A call failed or was not made, which is no wrong answer. The text contains no API key."""
+    """A call that failed or was not made.
+
+    It does not count as a wrong answer. The text never contains an API key.
+    """
 
 
 @dataclass
@@ -131,10 +134,10 @@ class Worker:
         self.unpriced = 0  # number of calls whose cost is unknown
 
     def chat(self, messages: list[dict], call_id: str = "", **overrides) -> Reply:
-        """Return the worker's next turn of a chat.
+        """Send a chat to the worker and return its reply.
 
         If the provider is busy (status 429, 503 or 529), the call is repeated for up to 3 times
-        `timeout`. Any other 5xx, a 408, a 409 or a lost connection is a hard failure; the sixth
+        `timeout`. Any other 5xx, a 408, a 409 or a lost connection is a hard failure. The sixth
         hard failure ends the call.
 
         Args:
@@ -251,7 +254,7 @@ class Worker:
             headers,
             retries=False,
             redirect=False,
-            assert_same_host=False,  # Through an HTTP proxy, `target` is a whole URL.
+            assert_same_host=False,  # With an HTTP proxy, `target` is a full URL.
             timeout=Timeout(connect=10, read=self.timeout),  # seconds; read: between packets
             preload_content=False,
         )
@@ -372,7 +375,7 @@ def billed_cost(response: HTTPResponse, data: dict) -> float | None:
 
 
 def refusal(url: str, response: HTTPResponse, code, text: str) -> Failure:
-    """Return the Failure for an error response, which decides whether and when to try again.
+    """Return the Failure for an error response, with the wait until another attempt may help.
 
     Args:
         code: the error's code in the body. If a model fails after it has started, OpenRouter sends
@@ -439,7 +442,7 @@ def fits(value, pattern: str) -> bool:
 
 
 def without_surrogates(text: str) -> str:
-    """Replace each surrogate by a question mark. JSON can contain one, as half of an emoji."""
+    """Replace each surrogate with a question mark. JSON can contain one, as half of an emoji."""
     return text.encode(errors="replace").decode()
 
 
@@ -493,8 +496,8 @@ def without_thoughts(text: str) -> str:
     """
     if text.lstrip().startswith("<think>"):
         return text.partition("</think>")[2].lstrip()
-    # A closing tag at the end of the text only counts if it is alone on its line, because it leaves
-    # no answer.
+    # A closing tag at the end of the text leaves no answer, so it only counts if it is alone on its
+    # line.
     closing = re.search(r"</think>[ \t\r]*\n\s*|^[ \t]*</think>\s*\Z", text, re.MULTILINE)
     if closing and "<think>" not in text[: closing.start()]:
         return text[closing.end() :]
@@ -588,15 +591,15 @@ def load_name(spec: str):
         return run_file(path, file_hash(path)).get(name)
     except KeyboardInterrupt:
         raise
-    except BaseException as e:  # also sys.exit
+    except BaseException as e:  # includes sys.exit
         raise ValueError(f"{path} cannot be imported: {type(e).__name__}: {e}") from e
 
 
 def load_function(spec: str):
     """Run FILE.py and return its function NAME. spec is FILE.py:NAME.
 
-    Anything that the function raises, except Ctrl-C, reaches its caller as an Exception. So a
-    function that calls sys.exit ends neither the program nor the thread that has to answer.
+    Anything that the function raises, except Ctrl-C, reaches its caller as an Exception. A
+    function that calls sys.exit therefore ends neither the program nor the thread of its call.
 
     Raises ValueError if FILE.py cannot be run or has no such function.
     """
@@ -1120,7 +1123,7 @@ def laptop_questions(split: str) -> list[tuple[str, str, str]]:
 def hashed(purpose: str, content) -> float:
     """Return a pseudo-random number in [0, 1) that depends only on the arguments.
 
-    The workers' luck comes from it, so that equal calls get equal replies.
+    It replaces random draws, so that equal calls get equal replies.
     """
     digest = hashlib.sha256(json.dumps([purpose, content]).encode()).digest()
     return int.from_bytes(digest[:4], "big") / 2**32
@@ -1146,7 +1149,7 @@ def guess(trade: str, question: str) -> str:
 
 
 def instruction_heard(trade: str, subtask: str, question: str, messages: list[dict]) -> str:
-    """Return the instruction that a worker of this trade follows, or "" if it does not work."""
+    """Return the instruction that a worker of this trade follows, or "" if it follows none."""
 
     def is_told(instruction):
         words = re.escape(instruction.rstrip("."))
@@ -1345,7 +1348,7 @@ class Handler(BaseHTTPRequestHandler):
             raise Refusal(403, "this server is for programs on its machine: send Host: localhost")
         if self.server.api_key and path not in self.public_paths:
             scheme, _, key = self.headers.get("Authorization", "").partition(" ")
-            given = key.strip().encode("latin-1")  # http.server decoded it as latin-1
+            given = key.strip().encode("latin-1")  # undo http.server's decoding
             is_right = hmac.compare_digest(given, self.server.api_key.encode())
             if scheme.lower() != "bearer" or not is_right:
                 sentence = "send this server's key, as Authorization: Bearer KEY"
@@ -1618,8 +1621,8 @@ def serve_specialists(port: int, wait=threading.Event().wait):
 def local_server() -> tuple[str, subprocess.Popen]:
     """Start a server of the laptop world's workers; return its URL and its process.
 
-    Later calls return the same server. It ends with this process. Its environment holds no API
-    keys.
+    Later calls return the same server. The server ends when this process ends, and no API key is in
+    its environment.
     """
     names = "PATH HOME LANG LC_ALL PYTHONPATH PYTHONHOME LD_LIBRARY_PATH TMPDIR".split()
     process = subprocess.Popen(
