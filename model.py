@@ -40,7 +40,7 @@ ARCHITECTURES = {  # model type -> the name of its class in transformers
 
 @dataclass
 class Config:
-    """The configuration of a model. Its fields are keys of Hugging Face's config.json.
+    """The configuration of a model. Fields are keys of Hugging Face's config.json unless noted.
 
     The defaults are those of Qwen2.5-7B-Instruct. If head_dim, attention_bias,
     attention_output_bias or qk_norm is None, its value is derived from the model type.
@@ -115,8 +115,8 @@ def refuse_unknown(file: str, found: dict):
     """Raise ValueError if this module would load the model but not compute it correctly.
 
     Args:
-        file: The path of config.json, for the message.
-        found: The contents of config.json.
+        file: the path of config.json, for the message.
+        found: the contents of config.json, including the values of its RoPE settings.
     """
     act = found.get("hidden_act", "silu")
     rope_type = found["rope_type"]
@@ -167,9 +167,9 @@ def fused(function):
 def is_worth_fusing(x) -> bool:
     """Return whether a compiled function of x is faster than one kernel per operation.
 
-    Each call of a compiled function takes about 0.1 ms of CPU time. That does not matter to the
-    sampler, which replays its steps as CUDA graphs without calling the function again, or for a
-    large tensor, which keeps the GPU busy for longer than 0.1 ms.
+    Each call of a compiled function takes about 0.1 ms of CPU time. The sampler, which runs in
+    inference mode, rarely pays that, because it replays its steps as CUDA graphs. For a large
+    tensor the time does not matter, because the GPU is busy for longer than 0.1 ms anyway.
     """
     return in_bf16_on_gpu(x) and (torch.is_inference_mode_enabled() or x.numel() >= FUSE_FROM)
 
@@ -384,7 +384,7 @@ def add_lora(model: "Qwen", rank: int):
 
 
 def merge_lora(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a state dict in which each W is replaced by W + B A, computed in fp32."""
+    """Return a state dict without A and B, in which each W is W + B A, computed in fp32."""
     merged = {name: tensor for name, tensor in state.items() if ".lora_" not in name}
     for name, A in state.items():
         if name.endswith(".lora_A"):

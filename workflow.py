@@ -100,7 +100,7 @@ class Rollout:
     written: str = ""
     prompt_ids: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)  # each token's, as it was sampled
+    logprobs: list[float] = field(default_factory=list)  # each token's log-probability when sampled
     finished: bool = True  # False: cut off at max_new_tokens
     workflow: Workflow | None = None
     invalid: str = ""  # why `written` is not a valid workflow
@@ -247,7 +247,7 @@ NAMES = [form.name for form in LISTS]
 
 
 def as_lists(workflow: Workflow) -> str:
-    """Return a workflow as the text that a Conductor writes. `parse` is the inverse."""
+    """Return a workflow as the text that a Conductor would write. `parse` is the inverse."""
     lines = []
     for form in LISTS:
         elements = [form.write(step, i) for i, step in enumerate(workflow.steps)]
@@ -295,7 +295,7 @@ def steps_of(lists: dict, workers: list[int], max_steps: int, allow_empty: bool)
 
 @dataclass
 class Prompting:
-    """How a Conductor is prompted. The file conductor.json in a checkpoint holds these fields."""
+    """How a Conductor is prompted. A checkpoint stores these fields in conductor.json."""
 
     # ood, in, mixed: few-shot examples from other tasks, the same tasks, or both (Table 4).
     # zero-shot: no examples. short: the laptop preset's two-line prompt, which does not explain the
@@ -729,7 +729,7 @@ THREADS = Threads(512)
 
 
 def carry_out(rollout: Rollout, prompting: Prompting, judge, edit, call):
-    """Parse, run and judge a written rollout. This is a generator: it leaves waiting to its caller.
+    """Parse, run and judge a written rollout, as a generator whose caller runs the jobs.
 
     It yields a list of jobs that can start now, each as (step, function, arguments). Whenever a job
     is done, the caller sends (step, result), and the next list is yielded. A result may also be an
@@ -1094,7 +1094,7 @@ def view_step(rollout: Rollout, i: int) -> list[str]:
 
 
 def printable(text: str) -> str:
-    """Replace characters that control a terminal or reverse the writing direction by U+FFFD."""
+    """Replace characters that control a terminal or reverse the writing direction with U+FFFD."""
     commands = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
     return re.sub(commands, "\ufffd", text.replace("\r\n", "\n"))
 
@@ -1117,7 +1117,8 @@ def show(file: str, number: int | str | None = None) -> str:
 def read_rollouts(file: str) -> Iterator[Rollout]:
     """Yield the rollouts in a JSON Lines file.
 
-    Raises ValueError, naming the file, if there is none, or the line, if it is not a rollout.
+    Raises ValueError if the file is missing or empty, or if a line, which the message names, is not
+    a rollout.
     """
     in_folder = os.path.join(glob.escape(file), "**", "[0-9]*.jsonl")
     traces = sorted(glob.glob(in_folder, recursive=True))
@@ -1145,8 +1146,8 @@ def read_rollouts(file: str) -> Iterator[Rollout]:
 def choose_examples(rollouts: list[Rollout], n: int = 4) -> list[dict]:
     """Make up to n few-shot examples from rollouts that are right, each for a different question.
 
-    To vary the workers, repeatedly choose the first rollout whose workers, in this order, are those
-    of the fewest rollouts chosen so far.
+    To vary the workers, each choice is the first rollout whose sequence of workers has been chosen
+    least often so far.
     """
     left = []
     for rollout in rollouts:
@@ -1368,7 +1369,7 @@ class ConductorHandler(Handler):
     write_failed = False  # True after a write failed because the client had left
 
     def page(self, path: str):
-        """Return the content at a path: the web page, its data, or a path of the base class."""
+        """Return the content at a path: the web page, its data, or what the base class serves."""
         service = self.server.service
         file = os.path.join(ASSETS, "page.html")
         if path == "/" and os.path.exists(file):
@@ -1514,13 +1515,13 @@ class ConductorHandler(Handler):
         budget = getattr(self.server.service.pool[0], "budget", None)
         if budget:
             parts.append(f"${budget.left:.4f} left")
-        # Do not use `print`: it writes the newline separately, so lines of threads could mix.
+        # Do not use `print`: it writes the newline separately, so two threads' lines could mix.
         sys.stderr.write(printable(", ".join(parts)) + "\n")
         sys.stderr.flush()
 
 
 def event_of(rollout: Rollout, i: int, reply: Reply | None = None) -> dict:
-    """Return a JSON object saying that step i of a rollout starts or, with a reply, ends."""
+    """Return a dict for the event that step i of a rollout starts or, if given a reply, ends."""
     place = {"round": len(rollout.rounds()) - 1, "step": i}
     if reply:
         return place | {"reply": reply.text, "seconds": reply.seconds, "cost": reply.cost}
@@ -1544,7 +1545,7 @@ def in_words(event: dict) -> str:
 
 
 def run_page(run: str, path: str) -> dict | list | None:
-    """Return a training run's settings, metrics or rollouts of an iteration, depending on the path.
+    """Return what the page at a path shows of a run: settings, metrics or an iteration's rollouts.
 
     For any other path, return None, so that no other file can be read.
     """
@@ -1755,7 +1756,7 @@ def answer(asked: Rollout, write, prompting: Prompting, extra_rounds: int):
     [rollout] = conduct(write_aloud, [asked], extra_rounds, prompting, call=call)
     print(view(rollout), flush=True)
     calls = sum(worker.calls for worker in asked.pool)
-    if calls > rollout.calls:  # A worker conducted, which also made calls.
+    if calls > rollout.calls:  # A worker conducted. Include its calls.
         spent = sum(worker.spent for worker in asked.pool)
         print(f"with the Conductor's: {calls} calls, ${spent:.4f}", flush=True)
     sys.exit("the workflow failed" if rollout.error or rollout.invalid else 0)
