@@ -251,7 +251,10 @@ def lost(messages):
 
 
 def test_prepare_asks_twice_and_keeps_what_can_teach(hub, tmp_path, monkeypatch, capsys):
-    """`prepare` keeps problems that one worker always and another never solves, and paid replies."""
+    """`prepare` keeps problems that one worker always solves and another never does.
+
+    Paid replies are kept as well, so that a second run pays only for the rest.
+    """
     rows = [{"problem": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(500)]
     hub.files["HuggingFaceH4/MATH-500/test.jsonl"] = jsonl(rows)
     monkeypatch.setattr(evaluation, "MIXES", {"paper": {"math500": 4}})

@@ -28,7 +28,7 @@ from workers import load_function
 
 
 def rows(table: str) -> list[tuple]:
-    """Return pairs (answer, gold answer). The gold answer is the last cell of a line."""
+    """Return pairs (answer, gold answer) from a table whose lines end with the gold answer."""
     lines = [line.split(" ¦ ") for line in table.strip().split("\n")]
     return [(answer.strip(), gold.strip()) for *answers, gold in lines for answer in answers]
 
@@ -232,9 +232,9 @@ SPOILS = (
 
 @pytest.mark.parametrize("gold", [gold.strip() for gold in GOLDS.split(" ¦ ")])
 def test_rewritten_answers_are_right_and_spoilt_ones_wrong(gold):
-    """A gold answer in another spelling is right.
+    """A gold answer in a different spelling is right.
 
-    It is wrong once a digit, a sign, a bracket, a letter or a unit changes, or words are added.
+    It is wrong if a digit, a sign, a bracket, a letter or a unit changes, or if words are added.
     """
     fraction = re.compile(r"\\frac\{(\d+)\}\{(\d+)\}")
     for same in (

@@ -54,7 +54,7 @@ class Browser:
         return self.call("POST", "/execute/sync", script=f"return {script}", args=[])
 
     def wait_for(self, script: str):
-        """Return the value of the expression as soon as it is true; fail after a minute."""
+        """Return the value of a JavaScript expression once it is truthy; fail after a minute."""
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             value = self.run(script)
@@ -95,7 +95,7 @@ def browser():
 
 
 def served(pool, *workflows, **settings):
-    """Yield the URL of a server whose Conductor writes these workflows, lists of steps, in turn."""
+    """Serve a Conductor that writes these workflows (lists of steps) in turn; yield the URL."""
     texts = [as_lists(Workflow([Step(*step) for step in steps])) for steps in workflows]
     return players.served(pool, *texts, **settings)
 

@@ -46,7 +46,7 @@ def output(program, test="", seconds=60.0, **more):
 
 
 def passes(code, *tests, fn_name=None):
-    """Return whether code passes tests, [input, output] each, as LiveCodeBench judges it."""
+    """Return whether code passes tests, each [input, output], as LiveCodeBench judges them."""
     return passes_livecodebench(code, tests, fn_name, 60)
 
 
@@ -301,12 +301,12 @@ class TestCases(unittest.TestCase):
     "code, told",
     [
         (RIGHT, ""),
-        # The prompt, which has the import, stands before the code.
+        # The prompt, which contains the import, is put before the code.
         (RIGHT.removeprefix("from collections import Counter\n"), ""),
         (RIGHT + "\nprint(task_func(['a']))\nif __name__ == '__main__':\n    1 / 0", ""),
-        ("pass", "TypeError"),  # it becomes the body of the prompt's function
+        ("pass", "TypeError"),  # pass becomes the body of the prompt's function
         (RIGHT.replace("if n < 1", "if n < 0"), "test_case_2"),
-        # One of the two subtests fails.
+        # one of two subtests fails
         (RIGHT.replace("most_common(n)", "most_common(2)"), "test_case_4"),
         (RIGHT + "\n)", "SyntaxError"),
         ("import sys\nsys.exit(0)", "not every test ran"),
@@ -328,7 +328,7 @@ def test_bigcodebench(code, told):
 
 @pytest.fixture
 def secret(tmp_path):
-    """Return a file that every user may read and change; so may they its folder."""
+    """Return a file that every user may read and change, in a folder that every user may change."""
     for folder in tmp_path.parents[:2]:
         folder.chmod(0o755)
     tmp_path.chmod(0o777)
@@ -483,9 +483,9 @@ def test_forged_success(program):
 
 @sandboxed
 def test_the_expected_output_is_not_there():
-    """A program that is given the first half of it does not find the second half.
+    """A program that has the first half of the expected output does not find the second half.
 
-    It searches all Python objects and all file descriptors of its process.
+    The program searches all Python objects and all file descriptors of its process.
     """
     word = secrets.token_hex(16)
     program = """

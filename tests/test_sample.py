@@ -125,9 +125,9 @@ def test_greedy_equals_transformers(heads, kv, tied, tmp_path):
     "settings", [dict(), dict(temperature=0.7), dict(temperature=1.3, n_ids=30)]
 )
 def test_logprobs_are_those_of_a_full_forward(settings):
-    """Rollouts that outlive others by several buckets of the cache have them, too.
+    """This also holds for rollouts that outlive others by several buckets of the cache.
 
-    In bf16, they agree up to its rounding.
+    In bf16, the log-probabilities agree up to bf16's rounding.
     """
     for model, tolerance in ((MODEL, 2e-4), (tiny().bfloat16(), 0.1)):
         out = generate(model, PROMPTS, n=8, max_new_tokens=2 * LONG, eos_id=9, seed=6, **settings)
@@ -161,7 +161,7 @@ def test_frequencies_fit_a_plain_sampler(settings):
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_ids_beyond_the_tokenizer_never_appear(temperature):
-    """Not even if they are the most probable ids."""
+    """Ids that the tokenizer lacks are not drawn, even if they are the most probable ones."""
     model, prompts = tiny(tie_word_embeddings=False), make(5, 1, vocab=30)
     with torch.no_grad():
         model.lm_head.weight[30:] *= 8
@@ -278,7 +278,7 @@ def test_one_prefill_per_prompt_and_finished_rows_leave():
 def test_many_prompts_are_computed_in_pieces():
     """30 prompts of up to 1,000 tokens need several prefills.
 
-    Each rollout equals the one that is generated alone.
+    Each rollout equals the one from a call with its prompt alone.
     """
     prompts = make(*[300] * 29, 1000)
     out, shapes = widths(MODEL, prompts, 2, 12)
@@ -359,7 +359,7 @@ def test_attention_to_a_shared_prompt(shape, function, dtype):
     torch.testing.assert_close(y.float(), expected, rtol=0, atol=tolerance)
 
 
-# ---- What a GPU does otherwise ------------------------------------------------------------------
+# ---- What a GPU does differently -----------------------------------------------------------------
 SHAPES = {
     "qwen2": {},
     "qwen3": dict(model_type="qwen3", head_dim=16),
@@ -404,10 +404,10 @@ def test_joined_matrices_are_the_same_model(shape, tmp_path):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_compiled_functions_are_those_as_written(shape, monkeypatch, capsys):
-    """Compiled functions return what the plain ones do.
+    """Compiled functions return what the plain functions do.
 
-    They are compiled once for all sizes, and the first compilation is announced in a line. The test
-    takes the compiled path, which is CUDA's in bf16, on the CPU.
+    Each function is compiled once for all sizes, and the first compilation prints a line. The code
+    path that compiles, which is for bf16 on CUDA, runs on the CPU here.
     """
     monkeypatch.setattr(model_file, "in_bf16_on_gpu", lambda x: x.dtype == torch.bfloat16)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
@@ -502,7 +502,7 @@ def program(*words):
 
 
 def test_the_program_answers_from_a_checkpoint(folder):
-    """It prints n answers to the words of the command; equal seeds give equal answers."""
+    """sample.py prints n answers to the words of its command; equal seeds give equal answers."""
     command = f"--checkpoint={folder}", "--n=3", "--max_new_tokens=9", "two", "words"
     status, out, _ = program(*command)
     assert (

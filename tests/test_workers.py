@@ -233,7 +233,7 @@ def test_what_models_answer(response, text, finish):
         ("<think>a <think>b</think> c", "c"),
         ("<think>a</think>", ""),
         ("<think>a</think>\n", ""),
-        # Without a closing tag, everything is a thought.
+        # Without a closing tag, the whole text is a thought.
         ("<think>", ""),
         ("<think>a\nb", ""),
         (" <think>a <think> b", ""),
@@ -397,7 +397,7 @@ def test_litellms_header_is_the_cost(header, usage, price, cost):
     ],
 )
 def test_what_a_reply_costs(usage, price, cost):
-    """If the price or the usage is unknown, so is the cost; it is not zero."""
+    """If the price or the usage is unknown, the cost is unknown, too, instead of zero."""
     with OddServer(http(answer(usage=usage))) as server:
         one = worker(server, price=price)
         reply = one.chat(CHAT)
@@ -454,7 +454,7 @@ def give_up(messages): raise TimeoutError
     ],
 )
 def test_a_function_that_does_not_answer_is_a_failed_call(name, says, tmp_path):
-    """The error names the worker and its file. Whoever calls the worker goes on."""
+    """The error names the worker and its file. The caller of the worker can continue."""
     (tmp_path / "tools.py").write_text(ENDLESS)
     row = {"protocol": "python", "function": f"tools.py:{name}", "name": "jane", "timeout": 0.05}
     pool = load_pool(pool_file(tmp_path, row))
@@ -506,8 +506,8 @@ def refused(status, message="no", code=None, **headers):
 
 @pytest.mark.parametrize(
     "play, asked, says",
-    [  # what a server does, the number of requests if two attempts are allowed, the error
-        # Errors that may pass are tried again.
+    [  # what the server does, how many requests it gets if two attempts are allowed, the error
+        # Temporary errors are tried again.
         *((refused(status), 2, f"HTTP {status}.*no") for status in (408, 409, 429, 500, 503, 529)),
         (http(b"<h1>Bad gateway</h1>", 502), 2, "HTTP 502.*Bad gateway"),
         (http({"error": {"message": "upstream died", "code": 502}}), 2, "HTTP 502.*upstream died"),
@@ -1075,7 +1075,7 @@ def run_command(*words):
 
 
 def test_the_command_asks_each_worker_for_a_word(tmp_path):
-    """It shows each reply's first words, by which one may notice that a worker is the wrong one."""
+    """The command shows the first words of each reply, so that a wrong worker can be noticed."""
     talk = "No expression \x1b[2J found.\n" * 9
     with (
         OddServer(http(answer(talk))) as good,

@@ -61,7 +61,7 @@ def one_step() -> Workflow:
 
 
 def writer(*texts):
-    """A writer that writes these texts in turn, and remembers the chats that asked for them."""
+    """Return a writer that writes these texts in turn and records the chats that it answers."""
     left = list(texts)
 
     def write(rollouts):

@@ -207,7 +207,7 @@ def test_a_spent_budget_is_a_402(capfd):
 
 
 def test_each_request_is_one_line_of_the_log(capfd):
-    """It holds the model, the outcome, steps, seconds, dollars, and the rest of the budget."""
+    """The line has the model, the outcome, steps, seconds, dollars, and the rest of the budget."""
     worker = Player("a", lambda m: "b")
     worker.budget = Budget(1.0)
     with served([worker], chain(0, 0)) as url:
@@ -266,7 +266,7 @@ def test_a_client_that_hangs_up_stops_the_workflow(capfd):
 
 
 def test_a_conductor_is_not_asked_again_for_a_client_that_left(monkeypatch):
-    """What it writes first is no workflow, so it would be asked twice more."""
+    """Its first text is no workflow, so the Conductor would be asked again if the client stayed."""
     started, go_on, logged = threading.Event(), threading.Event(), threading.Event()
     monkeypatch.setattr(workflow.ConductorHandler, "log", lambda *parts: logged.set())
     tries = []
@@ -451,7 +451,7 @@ def test_what_is_written_does_not_depend_on_who_waits_beside():
 
 
 def test_turns_of_a_chat_as_open_webui_sends_them_are_each_answered_right():
-    """The chats have a system message, earlier turns and unused tools; laptop/ conducts them."""
+    """The chats have a system message, earlier turns and unused tools. assets/laptop conducts."""
     pool = load_pool("local")
     model, tokenizer, prompting = workflow.load_conductor(os.path.join(ASSETS, "laptop"))
     write = workflow.share_batches(workflow.model_writer(model, tokenizer, prompting, 0.2))
@@ -525,7 +525,7 @@ def test_serving_a_pool_that_costs_demands_a_budget(tmp_path, capsys):
 
 
 def test_requests_are_answered_where_no_thread_can_start_any_more(monkeypatch):
-    """Threads for connections can be started, but no thread for a call."""
+    """The test lets threads for connections start, but no thread for a worker's call."""
     start = threading.Thread.start
 
     def start_connections_only(thread):

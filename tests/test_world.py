@@ -89,7 +89,7 @@ def test_what_specialists_say(name, messages, reply):
 
 
 def share_that_works(trade, subtask):
-    """Return the share of 600 questions on which a worker does its work when told the subtask."""
+    """Return the share of 600 questions on which a worker works when given this subtask."""
     questions = {
         "calculator": "Find {} + 2.",
         "translator": "Find {} + dos.",
@@ -125,7 +125,7 @@ def test_a_coder_guesses_which_order_is_meant():
 
 
 def solve(kind, question, instructions):
-    """Return the last answer if a kind's specialists work in turn, each with its instruction."""
+    """Let a kind's specialists work in turn, each with its instruction; return the last answer."""
     turns = []
     for trade, instruction in zip(KINDS[kind][0], instructions, strict=True):
         turns.append((instruction, specialist(trade, chat(question, instruction, *turns))))
