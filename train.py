@@ -143,7 +143,7 @@ class Settings:
         "that can be thrown away)",
     )
 
-    # The workers, and what they may cost.
+    # The workers, and limits on their cost and time.
     pool: str = flag("local", "workers: a pool's name in workers.py, or FILE.json")
     budget: float = flag(
         0.0,
@@ -242,7 +242,7 @@ class Settings:
         "second rounds",
     )
 
-    # What is measured and kept.
+    # Measuring, saving and resuming.
     n_test: int = flag(
         225, "held-out problems to measure at the end; other checkpoints use only the first 72"
     )
@@ -314,7 +314,7 @@ N_TEST_AT_CHECKPOINT = 72
 
 @dataclass
 class Run:
-    """The objects that all iterations use, in addition to the settings."""
+    """Everything that the iterations use, except for the settings."""
 
     pool: list  # Workers
     problems: list  # eval.Problems to train on
@@ -345,9 +345,9 @@ MORE_MONEY = f"{GO_ON} It needs another --budget=DOLLARS."
 
 
 def train(settings: Settings):
-    """Run the whole training, on every rank.
+    """Run the whole training. Every rank calls this.
 
-    All code below keeps this contract: random choices depend only on the seed, the iteration and
+    All code in this file keeps a contract: random choices depend only on the seed, the iteration and
     the files on disk, and the whole state of a run is the newest checkpoint, the traces of later
     iterations, the workers' replies and settings.json. A run that was killed and resumed therefore
     ends exactly like an uninterrupted one, if the number of ranks is the same. With a different
@@ -669,7 +669,7 @@ def assign_advantages(groups: list[list[Rollout]], settings: Settings):
 
 
 def track_wrong_shares(run: Run, groups: list[list[Rollout]]):
-    """Update the running share of wrong answers of each kind of question, for `first_rounds`."""
+    """Update each kind's running share of wrong answers, which `first_rounds` draws by."""
     for group in groups:
         if any(rollout.reward is not None for rollout in group):
             kind = group[0].problem.kind
@@ -1225,7 +1225,7 @@ def preflight(settings: Settings, start: str) -> tuple[Config | None, list[dict]
     if settings.resume and not is_run:
         missing.append(f"--out={settings.out} holds no run to resume")
 
-    # The model, and room for it.
+    # The model, and the memory and disk space for it.
     if settings.preset == "own" and not settings.init_from:
         missing.append("--init_from: a model's folder, or its name on Hugging Face's hub")
     config = TINY_CONFIG
@@ -1417,7 +1417,7 @@ def check_room(settings: Settings, config: Config):
 
 
 def blank_rollout(n_prompt: int, n_written: int) -> Rollout:
-    """Return a rollout with the given numbers of tokens, all 0, to measure an update with."""
+    """Return a dummy rollout with these numbers of tokens, to try an update with."""
     tokens = dict(prompt_ids=[0] * n_prompt, tokens=[0] * n_written, logprobs=[0.0] * n_written)
     return Rollout("", advantage=1.0, **tokens)
 
@@ -1629,7 +1629,7 @@ def ranks_here() -> int:
 
 
 def print0(line: str):
-    """Print a line on rank 0."""
+    """Print a line on rank 0; other ranks print nothing."""
     if dist.get_rank() == 0:
         print(line, flush=True)
 
@@ -1673,7 +1673,7 @@ def metrics_of(
         # Mean length of a completion, and the share that max_new_tokens cut off.
         "tokens": mean([len(r.tokens) for r in rollouts]),
         "cut": mean([not r.finished for r in rollouts]),
-        # Mean difference from the sampler's log-probabilities; see grpo.statistics.
+        # Mean absolute difference from the sampler's log-probabilities in the first update.
         "gap": reports[0]["gap"],
         # Peak memory of rank 0's GPU so far, in GiB.
         "memory": torch.cuda.max_memory_allocated() / GIB,
