@@ -755,7 +755,9 @@ def check_row(entry: dict, budget: float) -> dict[str, str]:
         if protocol == "python":
             wrong["price"] = "leave it out for a budget, and return a Reply with the call's cost"
         else:
-            wrong["price, params"] = "a budget needs a price (of your own: [0, 0]) and max_tokens"
+            wrong["price, params"] = (
+                "a budget needs a price ([0, 0] for a server of your own) and max_tokens"
+            )
     return wrong
 
 
@@ -1643,7 +1645,8 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", nargs="?", choices=["serve"], help="what to do; none: call")
+    command_help = "serve the toy world's workers; default: call each worker of a pool"
+    parser.add_argument("command", nargs="?", choices=["serve"], help=command_help)
     pool_help = f"the workers to call: {', '.join(pool_names())} or FILE.json [local]"
     parser.add_argument("--pool", default="local", metavar="NAME", help=pool_help)
     port_help = "the port on which to serve; 0: any free one [8765]"
