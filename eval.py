@@ -245,7 +245,7 @@ def parse_problem(line: bytes, default_id: str) -> Problem:
     """Return the problem that a line describes. Raises ValueError if the line is invalid."""
     try:
         values = json.loads(line)
-        # JSON can hold half an emoji, "\ud83d", which a request cannot encode. Replace it by "?".
+        # JSON can hold half an emoji, "\ud83d", which no request can carry. Replace it by "?".
         values = json.loads(json.dumps(values, ensure_ascii=False).encode(errors="replace"))
     except (ValueError, RecursionError) as e:
         raise ValueError(f"expected a JSON object in UTF-8 ({e})") from None
@@ -312,7 +312,7 @@ def are_tests(value) -> bool:
 #
 # A system is a function system(problems, pools, name) -> rollouts. It lets the workers of pools[i]
 # answer problems[i], and returns one judged rollout for each problem. `name` seeds the system's
-# random draws, and starts the ids of its calls, by which a replay file recognises repeated calls.
+# random draws. It is also the prefix of its call ids, by which a replay file recognises calls.
 
 REFLECT = (
     "Check the last response for mistakes, correct them, and give the whole answer in its final "
@@ -329,7 +329,7 @@ def new_rollouts(problems: list[Problem], pools: list, name: str) -> list[Rollou
 
 
 def run_and_judge(rollouts: list[Rollout], name: str, call=call_worker) -> list[Rollout]:
-    """Run the workflows already set in the rollouts, and judge the answers."""
+    """Run the workflows already set in the rollouts, judge the answers, and return the rollouts."""
     with progress(name, rollouts) as bar:
         return roll_out(
             rollouts, judge=grade_once(), call=call, on_end=lambda rollout: bar.update()
@@ -363,7 +363,10 @@ def ask_bare(rollout: Rollout, i: int, times: int = 1) -> Reply:
 
 
 def ask_each(problems, pools, name, workers: list[int], call=ask_bare) -> list[list[Rollout]]:
-    """Send every question to each of these workers. Return the rollouts as [problem][worker]."""
+    """Let each of these workers answer every question. Return the rollouts as [problem][worker].
+
+    call: call(rollout, i) makes the call of step i. By default, the worker sees only the question.
+    """
     groups = []
     for rollout in new_rollouts(problems, pools, name):
         workflows = [Workflow([Step(worker, rollout.question, [])]) for worker in workers]
@@ -1099,7 +1102,7 @@ LINE_EVERY = 30.0  # seconds between two lines of progress if stderr is not a te
 def progress(what: str, items: Sequence) -> tqdm:
     """Return a tqdm iterator over the items. Only rank 0 shows the progress, on stderr.
 
-    On a terminal it shows a bar. Otherwise it prints a line every LINE_EVERY seconds.
+    On a terminal it shows a bar. Otherwise it prints a line about every LINE_EVERY seconds.
     """
     look = {}
     if not sys.stderr.isatty():
@@ -1110,9 +1113,9 @@ def progress(what: str, items: Sequence) -> tqdm:
 
 # ---- Graders ------------------------------------------------------------------------------------
 #
-# Grading takes four steps: find the answer in the response, bring it and the gold answer to one
-# spelling, split both into parts, and compare the values of the parts. An answer that can be read
-# in several ways equals only the identical text. Answers are parsed, never executed.
+# Grading takes four steps: find the answer in the response, normalize the spelling of the answer
+# and of the gold answer, split both into parts, and compare the values of the parts. An answer that
+# can be read in several ways equals only the identical text. Answers are parsed, never executed.
 
 LONGEST = 1000  # characters; a longer answer equals only the identical text
 
@@ -1131,8 +1134,8 @@ BOX = rf"(?s:\\[bf]?box(?:ed)?\s{{0,9}}(?:\{{({IN_BRACES})\}}|(\d)))"
 BETWEEN = r"(?:[\s$*,;]|\\[(),; ]|\b(?:and|or)\b|\\text\{ *(?:and|or) *\}|\b[A-Za-z](?:_\d)? *=)*"
 BOXES = re.compile(rf"{BOX}(?:{BETWEEN}{BOX})*(?:[ $]*\\?%)?")
 
-# Match text before or after a box that is part of the answer, so that the content of the box alone
-# is not the answer
+# Match text directly before or after a box that belongs to the answer. With such text, the content
+# of the box alone is not the answer.
 BEFORE = re.compile(
     r"""(?x)(?:
         (?: (?<!\n)-                # -\boxed{5}; at the start of a line, "-" marks an item
@@ -1273,12 +1276,12 @@ def final_answer(response: str) -> str:
     return re.sub(r"(?<=[^.])\.$", "", answer.strip("* ")).strip("* ")
 
 
-# Step 2: bring the answer to one spelling. A matrix is written as ⟦a&b,c&d⟧, a set as ⦃a,b⦄, "or"
+# Step 2: normalize the answer's spelling. A matrix is written as ⟦a&b,c&d⟧, a set as ⦃a,b⦄, "or"
 # as ∨, and an inequality as an interval.
 
 
 def normalize(text: str) -> str:
-    r"""Bring an answer to one spelling: "$\left(\dfrac12,\; x²\right)$" -> "(\frac{1}{2},x^2 )"."""
+    r"""Normalize an answer's spelling: "$\left(\dfrac12,\; x²\right)$" -> "(\frac{1}{2},x^2 )"."""
     text = " ".join(text[: 2 * LONGEST].split()).translate(CHARACTERS)
     for pattern, replacement in RULES:
         text = re.sub(pattern, replacement, text)
@@ -1541,7 +1544,7 @@ def factorial(x) -> Fraction:
 
 
 def power(x, y):
-    """Return x**y. Raises OverflowError if the exact value would have over about 2,000 bits."""
+    """Return x**y. Raises OverflowError if the exact value would exceed about 2,000 bits."""
     bits = (x.numerator * x.denominator).bit_length() if isinstance(x, Fraction) else 0
     if bits * abs(y) > 2000:
         raise OverflowError
@@ -2007,7 +2010,7 @@ def check_solution(problem: Problem, response: str) -> str:
 
 
 def failure(problem: Problem, response: str) -> str:
-    """Return "" if a response is right, else what is wrong with it, as traces show it."""
+    """Return "" if a response is right, else what is wrong with it (shown in traces)."""
     return GRADERS[problem.grader].check(problem, response)
 
 
@@ -2232,7 +2235,7 @@ def rows_of_viewer(source: Source):
 
 
 def fetch_page(hub: requests.Session, source: Source, start: int) -> list[dict]:
-    """Return up to 100 rows, the first of which has the number `start`.
+    """Return up to 100 rows, starting with row number `start`.
 
     GET /rows (huggingface.co/docs/dataset-viewer/rows) answers
     {"rows": [{"row_idx": 0, "row": {…}, "truncated_cells": []}, …], …}.
@@ -2386,9 +2389,10 @@ def those_that_teach(name: str, problems: list[Problem], pool: list) -> list[Pro
 
 
 def can_teach(right: np.ndarray) -> np.ndarray:
-    """Return (problems) booleans: whether one worker is always right and another always wrong.
+    """Return a bool for each problem: whether one worker is always right and another always wrong.
 
-    Only on such a problem is the effect of choosing a worker more than luck.
+    On any other problem, differences between workers may be luck, so the problem cannot teach which
+    worker to choose.
 
     Args:
         right: The result of `right_answers`.
@@ -2407,13 +2411,13 @@ SANDBOX = "bwrap"
 
 
 def use_sandbox(name: str):
-    """Choose how programs run: in the sandbox "bwrap", or with "none" as ordinary programs."""
+    """Choose how programs run: "bwrap" (in a sandbox) or "none" (as ordinary processes)."""
     global SANDBOX
     SANDBOX = name
 
 
 def check_sandbox():
-    """Raise OSError, with a remedy, if no program can run here."""
+    """Raise OSError, with a remedy, if programs cannot run on this machine."""
     try:
         run_code("", None, [""], 60.0)
     except (OSError, AttributeError) as e:  # outside Linux, os lacks some functions

@@ -178,6 +178,7 @@ def draw_best_worker(axes, tested: dict, last: int) -> list[tuple]:
 
 def draw_bands(axes, rows: list[dict], key: str, title: str, shades: str, most: float, form: str):
     """Draw a band for each kind of question, darker for larger values, and write its last mean.
+
     most: The value at which the shade is almost the darkest."""
     kinds = list(dict.fromkeys(kind for row in rows for kind in row[key]))
     means = [rolling_mean([row[key].get(kind) for row in rows]) for kind in kinds]
@@ -455,7 +456,7 @@ def read_evaluations(words: list[str]) -> tuple[dict[str, dict], set[str]]:
 
 
 def draw_evaluations(words: list[str]) -> str:
-    """Draw each system's accuracy, with a 95 % interval, over its cost per question.
+    """Plot each system's accuracy, with a 95 % interval, against its cost per question.
 
     The cost is in dollars if they are known, else in tokens, else in calls. Return the name of the
     picture's file."""

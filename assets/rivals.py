@@ -45,7 +45,7 @@ def rewards(rollouts: list[Rollout]) -> np.ndarray:
 
 
 def trigrams(questions: list[str]) -> torch.Tensor:
-    """Return a unit vector for each question, (Q, 4096): its counts of hashed letter trigrams."""
+    """Return each question's counts of hashed character trigrams, scaled to length 1: (Q, 4096)."""
     counts = torch.zeros(len(questions), N_TRIGRAMS)
     for row, question in zip(counts, questions):
         for i in range(len(question) - 2):
@@ -57,11 +57,11 @@ def trigrams(questions: list[str]) -> torch.Tensor:
 
 
 def learn_router(setup: Setup):
-    """Return a system that asks the worker most likely to be right.
+    """Train a router on the lessons, and return it as a system.
 
-    Ridge regression predicts each worker's success from the question's trigrams. RouterDC (NeurIPS
-    2024) also learns from each worker's success, but with a fine-tuned encoder and contrastive
-    losses.
+    The router asks the worker most likely to be right: ridge regression predicts each worker's
+    success from the question's trigrams. RouterDC (NeurIPS 2024) also learns from each worker's
+    success, but with a fine-tuned encoder and contrastive losses.
     """
     pools = [setup.pool] * len(setup.lessons)
     answered = ask_each(setup.lessons, pools, LESSON, range(len(setup.pool)))
@@ -113,7 +113,7 @@ def build(choices: list[int]) -> Workflow:
 
 
 def learn_masrouter(setup: Setup):
-    """Return a small MasRouter (arXiv 2502.11133), trained on the lessons.
+    """Train a small MasRouter (arXiv 2502.11133) on the lessons, and return it as a system.
 
     A linear policy on the question's trigrams samples a shape and each agent's worker, and is
     trained by policy gradient. The original encodes the question with a language model, gives the
@@ -131,7 +131,7 @@ def learn_masrouter(setup: Setup):
     optimizer = torch.optim.Adam([weights], lr=0.05)
 
     for _ in progress("masrouter learns", range(STEPS)):
-        # Sample DESIGNS workflows for each lesson, and run them.
+        # Sample T designs (workflows) for each of B lessons, and run them.
         batch = rng.sample(setup.lessons, min(BATCH, len(setup.lessons)))
         scores = trigrams([problem.question for problem in batch]) @ weights
         heads = [torch.distributions.Categorical(logits=part) for part in scores.split(sizes, -1)]
@@ -204,7 +204,7 @@ def principal_axes(states: np.ndarray) -> np.ndarray:
 
 
 def learn_trinity(setup: Setup):
-    """Return a small TRINITY (arXiv 2512.04695), trained on the lessons.
+    """Train a small TRINITY (arXiv 2512.04695) on the lessons, and return it as a system.
 
     On each turn, a linear head on a small model's hidden state picks a worker and its role. The
     head is trained by an evolution strategy. In the original, the model has 0.6 B parameters and
