@@ -347,11 +347,11 @@ MORE_MONEY = f"{GO_ON} It needs another --budget=DOLLARS."
 def train(settings: Settings):
     """Run the whole training. Every rank calls this.
 
-    All code in this file keeps a contract: random choices depend only on the seed, the iteration and
-    the files on disk, and the whole state of a run is the newest checkpoint, the traces of later
-    iterations, the workers' replies and settings.json. A run that was killed and resumed therefore
-    ends exactly like an uninterrupted one, if the number of ranks is the same. With a different
-    number of ranks, only the rounding differs.
+    The code in this file keeps a contract: random choices depend only on the seed, the iteration
+    and the files on disk, and the whole state of a run is the newest checkpoint, the traces of
+    later iterations, the workers' replies and settings.json. A run that was killed and resumed
+    therefore ends exactly like an uninterrupted one, if the number of ranks is the same. With a
+    different number of ranks, only the rounding differs.
     """
     run = set_up(settings)  # loads the newest checkpoint, or does the warm start
     # Catch up if an earlier start stopped between saving this checkpoint and measuring it.
@@ -515,7 +515,7 @@ def second_rounds(
     All second rounds of a question continue the same answered rollout, which is chosen at random.
     With recursion_rewards=sum, each answered rollout is continued once instead. Even iterations
     take the first two of every four questions and odd iterations the last two, so that both kinds
-    get second rounds if the data alternates between two kinds.
+    get second rounds if two kinds of question alternate in the data.
     """
     half = (0, 1) if iteration % 2 == 0 else (2, 3)
     asked = []
@@ -1340,8 +1340,8 @@ def bytes_for(settings: Settings, config: Config, recompute: bool) -> float:
     if settings.device == "cuda":
         cache = min(cache, device_bytes("cuda") / 5)  # the limit that sample.generate sets
 
-    # While learning: gradients, the layers that FSDP has gathered and their gradients, activations,
-    # logits.
+    # While learning: gradients, the layers that FSDP has gathered (with their gradients),
+    # activations, and logits.
     row = settings.token_budget + PROMPT  # tokens of a packed row
     alive = 1 if recompute else layers  # layers whose activations are kept
     gathered = (2 * width + 4) * (2 * hidden * vocab + 2 * n / layers)
@@ -1372,7 +1372,7 @@ def needs_recompute(settings: Settings, config: Config) -> bool:
 
 
 def check_room(settings: Settings, config: Config):
-    """Check that there is enough memory and disk space for the run. A dry run also prints both.
+    """Check that there is enough memory and disk space for the run. A dry run also prints the sizes.
 
     Raises ValueError, naming what is lacking, if there is not enough.
     """
