@@ -1372,7 +1372,7 @@ def needs_recompute(settings: Settings, config: Config) -> bool:
 
 
 def check_room(settings: Settings, config: Config):
-    """Check that there is enough memory and disk space for the run. A dry run also prints the sizes.
+    """Check that memory and disk space suffice for the run. A dry run also prints the sizes.
 
     Raises ValueError, naming what is lacking, if there is not enough.
     """
