@@ -1472,6 +1472,7 @@ def print_duration(model: Qwen, optimizer, reference: Qwen | None, settings: Set
     n_rollouts = max(1, settings.n_rollouts // dist.get_world_size())
     prompts = [[i] * n_prompt for i in range(settings.n_questions)]
     rollouts = [blank_rollout(n_prompt, n_written)] * n_rollouts
+    print0("timing the sampler, an update, and one call of each worker …")
     sampler = whole_copy(model)
     pool = load_pool(settings.pool)
     ping_workers(pool)  # opens the connections, so that the timed pings need not
