@@ -1200,6 +1200,8 @@ MINIMUM = {
     "lora_rank": 0,
     "seed": 0,
 }
+# The largest value of the flags that have one.
+MAXIMUM = {"ask_solved_probability": 1, "beta2": 0.9999}
 
 
 def preflight(settings: Settings, start: str) -> tuple[Config | None, list[dict], str]:
@@ -1265,8 +1267,10 @@ def check_flags(settings: Settings) -> list[str]:
     faults = []
     for key, value in vars(settings).items():
         smallest = MINIMUM.get(key, int(type(value) is int))
-        if type(value) in (int, float) and not smallest <= value < math.inf:
-            faults.append(f"--{key}={value}: expected {smallest} or more")
+        largest = MAXIMUM.get(key, sys.float_info.max)
+        if type(value) in (int, float) and not smallest <= value <= largest:
+            most = f", at most {largest}" if key in MAXIMUM else ""
+            faults.append(f"--{key}={value}: expected {smallest} or more{most}")
         choices = CHOICES.get(key, [value])
         if value not in choices:
             faults.append(f"--{key}={value}: there are {', '.join(filter(None, choices))}")

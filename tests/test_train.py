@@ -728,6 +728,7 @@ def test_only_what_a_user_names_costs_money():
         ("--save_every=0", "--save_every=0: expected 1 or more"),
         ("--iterations=0", "--iterations=0: expected 1 or more"),
         ("--n_rollouts=1", "--n_rollouts=1: expected 2 or more"),
+        ("--beta2=1", "--beta2=1.0: expected 0 or more, at most 0.9999"),
         ("--ablate=everything", "--ablate=everything: there are subtasks, access"),
         ("--recursion_rewards=x", "--recursion_rewards=x: there are apart, together, sum"),
         ("--lora_rank=8", "--lora_rank: there is no pretrained model"),
