@@ -733,10 +733,11 @@ def paired_difference(rollouts: list[Rollout], others: list[Rollout]) -> dict:
     """Compare two systems on the problems that both answered.
 
     Returns a dict:
-        "vs best": The first system's accuracy minus the second's, averaged over these problems.
+        "vs best": The first system's accuracy minus the second's, averaged over these problems. In
+            the tables, the second is the best single worker.
         "from", "to": The 95 % confidence interval of "vs best", by bootstrap over problems.
-        "shows": The smallest true difference that this many problems would reveal with a
-            probability of 80 %, which is 2.8 standard errors.
+        "shows": 2.8 standard errors of the difference. With these problems, a true difference of
+            that size is detected with a probability of 80 %.
 
     If the difference is the same on all problems, "from", "to" and "shows" are None, because they
     cannot be estimated from differences without a spread.
@@ -2616,7 +2617,8 @@ def limits(seconds: float, memory: int, user: int | None) -> dict[str, int]:
 
 def sandbox_command() -> list[str]:
     """Return the bwrap command that runs another command in the sandbox."""
-    # List the folders of Python and of the system's libraries.
+    # List what is visible in the sandbox: the system's programs and libraries, Python, and a few
+    # files that they need.
     shown = {"/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/hosts"}
     python = os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))
     for prefix in ("/usr", "/usr/local", sys.prefix, sys.base_prefix, python):

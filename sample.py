@@ -370,7 +370,7 @@ class Grid:
             self.t = torch.zeros(1, dtype=torch.long)
 
             # One entry for each cell.
-            self.rollouts = torch.arange(N)  # the number of the rollout in the cell
+            self.rollouts = torch.arange(N)  # the index of the rollout in the cell
             self.seeds = seeds.flatten().to(self.device)
             self.newest = torch.zeros(N, dtype=torch.long)  # each cell's last token
 

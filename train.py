@@ -354,7 +354,8 @@ def train(settings: Settings):
     different number of ranks, only the rounding differs.
     """
     run = set_up(settings)  # loads the newest checkpoint, or does the warm start
-    # Catch up if an earlier start stopped between saving this checkpoint and measuring it.
+    # If the program was killed after it saved this checkpoint and before it measured it, measure
+    # it now.
     measure_held_out(run, settings, run.first_iteration)
     recent = deque(maxlen=10)  # the durations of the last iterations, in seconds
     for iteration in range(run.first_iteration, settings.iterations):
@@ -1421,7 +1422,7 @@ def check_room(settings: Settings, config: Config):
 
 
 def blank_rollout(n_prompt: int, n_written: int) -> Rollout:
-    """Return a dummy rollout with these numbers of tokens, to try an update with."""
+    """Return a dummy rollout with these numbers of tokens, for a trial update."""
     tokens = dict(prompt_ids=[0] * n_prompt, tokens=[0] * n_written, logprobs=[0.0] * n_written)
     return Rollout("", advantage=1.0, **tokens)
 
@@ -1612,9 +1613,10 @@ def on_rank0(job: Callable):
 
 
 def leave(message: str):
-    """End the program with status 1 and a message from rank 0, or with status 0 if it is "".
+    """End the program on all ranks, which all call this.
 
-    All ranks call this.
+    Rank 0 prints the message and every rank exits with status 1. With an empty message, nothing is
+    printed and the status is 0.
     """
     status = message if dist.get_rank() == 0 else 1
     dist.destroy_process_group()  # otherwise the group's threads may crash the exiting program

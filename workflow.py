@@ -837,7 +837,7 @@ def roll_out(
     running = {}  # id(rollout) -> (rollout, its generator, start time), oldest first
 
     def advance(rollout: Rollout, event: tuple | None = None):
-        """Send a finished job to the rollout's generator, and start the jobs that it yields."""
+        """Send a finished job's result to the rollout's generator, and start the jobs that it yields."""
         if id(rollout) not in running:
             return  # The rollout has already timed out, so this reply is too late.
         _, work, started = running[id(rollout)]
@@ -1117,8 +1117,8 @@ def show(file: str, number: int | str | None = None) -> str:
 def read_rollouts(file: str) -> Iterator[Rollout]:
     """Yield the rollouts in a JSON Lines file.
 
-    Raises ValueError if the file is missing or empty, or if a line, which the message names, is not
-    a rollout.
+    Raises ValueError if the file is missing or empty, or if a line is not a rollout; the message
+    names the line.
     """
     in_folder = os.path.join(glob.escape(file), "**", "[0-9]*.jsonl")
     traces = sorted(glob.glob(in_folder, recursive=True))
@@ -1223,7 +1223,10 @@ def read_prompting(path: str) -> tuple[Prompting, str, list[str]]:
 
 
 def load_conductor(path: str) -> tuple[Qwen, Tokenizer, Prompting]:
-    """Load a checkpoint; return its model (in fp32 on a CPU), its tokenizer and its prompting."""
+    """Load a checkpoint and return its model, its tokenizer and its Prompting.
+
+    The model is on the GPU if there is one, otherwise on the CPU in fp32.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = compute_dtype(device) if device == "cuda" else torch.float32
     tokenizer = Tokenizer.from_pretrained(path)
@@ -1521,7 +1524,7 @@ class ConductorHandler(Handler):
 
 
 def event_of(rollout: Rollout, i: int, reply: Reply | None = None) -> dict:
-    """Return a dict for the event that step i of a rollout starts or, if given a reply, ends."""
+    """Return the event "step i has started" as a dict or, with a reply, "step i has ended"."""
     place = {"round": len(rollout.rounds()) - 1, "step": i}
     if reply:
         return place | {"reply": reply.text, "seconds": reply.seconds, "cost": reply.cost}
