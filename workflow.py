@@ -837,7 +837,7 @@ def roll_out(
     running = {}  # id(rollout) -> (rollout, its generator, start time), oldest first
 
     def advance(rollout: Rollout, event: tuple | None = None):
-        """Send a finished job's result to the rollout's generator, and start the jobs that it yields."""
+        """Send a job's result to the rollout's generator, and start the jobs that it yields."""
         if id(rollout) not in running:
             return  # The rollout has already timed out, so this reply is too late.
         _, work, started = running[id(rollout)]
