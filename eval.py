@@ -1219,7 +1219,7 @@ def boxed(response: str) -> str | None:
 
 
 def claims(response: str) -> list[str]:
-    """Return the text after each "The answer is" or the like; "" for each that is denied.
+    """Return the text after each "The answer is" or similar; "" if it is negated or conditional.
 
     "The answer is 5 because 2+3=5." -> ["5 because 2+3=5."];  "If x is 3, the answer is 4." -> [""]
     """

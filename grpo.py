@@ -314,7 +314,8 @@ def packed_attention(lengths: list[int], seen: list[list[int]], device):
     Args:
         lengths: The number of tokens in each piece, T in all.
         seen: For each piece, the places in the row that its last token attends to. Attention is
-            causal: the token n before the last attends to all of these places but the last n.
+            causal: a token that is n positions before the piece's last one attends to all of these
+            places except the final n.
     """
     places = torch.tensor([*itertools.chain(*seen)], device=device)  # (S)
     n_seen = [len(some) for some in seen]
@@ -405,12 +406,12 @@ def all_logprobs(policy: Qwen, hidden, temperature, n_ids):
 
 
 def micro_batches(rollouts: list[Rollout], token_budget: int) -> list[list[Rollout]]:
-    """Split rollouts into batches of at most `token_budget` tokens, not counting first prompts.
+    """Split rollouts into batches of at most `token_budget` tokens.
 
     A rollout that exceeds the budget is a batch by itself. Rollouts are sorted by prompt, then by
     length, because attend_in_turn computes neighbours of equal size in one call. A prompt counts
-    once per batch, and a batch's first prompt does not count at all: a long prompt would fill the
-    budget by itself, and would have to be computed again for every few completions.
+    once per batch, except that the batch's first prompt is free. If that counted, a long prompt
+    could use up the budget, and would then be computed again for every few completions.
     """
     batches, size = [], 0
     for rollout in sorted(rollouts, key=lambda r: (r.prompt_ids, len(r.tokens))):

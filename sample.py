@@ -277,7 +277,8 @@ if triton:
         h = tl.program_id(0) % Hkv
         query = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
         is_query = query < n_rows * G
-        # Compute the index of each query in q (N, Hkv, G), and the indices of its channels.
+        # `place` is each query's flat index over (N, Hkv, G); `tile` holds the offsets of its D
+        # channels in (N, Hkv, G, D).
         place = ((b * n_rows + query // G) * Hkv + h) * G + query % G
         d = tl.arange(0, D_PADDED)
         is_channel = d < D

@@ -1949,7 +1949,7 @@ def save(run: Run, settings: Settings, done: int):
     def finish():
         replace_file(folder / "checksums.json", [json.dumps(checksums(folder))])
         finished = folder.with_name(f"{done:05d}")
-        shutil.rmtree(finished, ignore_errors=True)  # an earlier start's, without state
+        shutil.rmtree(finished, ignore_errors=True)  # may be left over, without its state
         sync(folder / "state")
         sync(folder)
         folder.rename(finished)

@@ -72,9 +72,9 @@ def once(function):
 
 
 class WorkerError(Exception):
-    """A call that failed or was not made.
+    """Raised when a call failed or was not made, which does not count as a wrong answer.
 
-    It does not count as a wrong answer. The text never contains an API key.
+    The message never contains an API key.
     """
 
 
@@ -104,7 +104,9 @@ class Worker:
     headers: dict = field(default_factory=dict, repr=False)  # sent unchanged
     price: list | None = None  # dollars per million tokens, [input, output]; None: unknown
     concurrency: int = 16  # maximum number of simultaneous calls
-    timeout: int | float = 600  # seconds per attempt; a call starts none after 3 * timeout
+    timeout: int | float = (
+        600  # seconds per attempt; after 3 * timeout, a call starts no new attempt
+    )
     attempts: int | None = None  # maximum number per call; None: as `chat` describes
     # For protocol "python", FILE.py:NAME: a function that maps messages to a text or a Reply.
     function: str = ""
@@ -837,7 +839,7 @@ class Replay:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         self.file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         self.replies = {}  # key -> Reply
-        self.locks = {}  # key -> a lock that the first of equal calls holds until it has a reply
+        self.locks = {}  # key -> a lock, held by the first of identical calls until its reply
         self.reading = threading.Lock()
         self.n_read = 0  # bytes read so far, without the last line, which may be incomplete
         self.read_new_lines()

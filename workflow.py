@@ -1089,7 +1089,8 @@ def view_step(rollout: Rollout, i: int) -> list[str]:
     else:
         sees = f"steps {step.access}" if step.access else "the question"
     text = (reply.text or f"(empty; it ended by {reply.finish!r})") if reply else "(none)"
-    head = f"\nStep {i}: {rollout.names[i]} (model {step.worker}), sees {sees}: {step.subtask}"
+    name = rollout.names[i]
+    head = f"\nStep {i}: {name} (model {step.worker}) sees {sees} and is told: {step.subtask}"
     return [head, "    " + text.replace("\n", "\n    ")]
 
 
@@ -1241,9 +1242,9 @@ def choose_pool(checkpoint: str, pool: str) -> str:
     """Return the spec of the pool to use with a Conductor.
 
     Raises:
-        ValueError: The pool does not match the one that the Conductor was trained with, or the user
-            must name the pool. A downloaded checkpoint must not decide which hosts receive the
-            questions and get paid.
+        ValueError: The pool does not match the one that the Conductor was trained with; or no pool
+            is named and that one is not local. The user then has to name the pool, so that a
+            downloaded checkpoint cannot decide which hosts receive the questions and get paid.
     """
     try:
         prompting, trained_spec, names = read_prompting(checkpoint)
