@@ -1408,7 +1408,7 @@ def check_room(settings: Settings, config: Config):
         (host, host_bytes(), "of the machine's memory"),
         (disk, shutil.disk_usage(existing).free, "of disk"),
     ):
-        sentence = f"{needed / GIB:.1f} GiB {where}; there are {present / GIB:.1f}"
+        sentence = f"{needed / GIB:.1f} GiB {where} (there are {present / GIB:.1f})"
         if needed > present:
             lacking.append(sentence)
         if settings.dry_run:
