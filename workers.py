@@ -4,8 +4,8 @@
     python workers.py serve [--port=8765]    serve the laptop world's workers to any OpenAI client
 
 NAME is local, local:pairs or local:tired (pools of the laptop world), the name of a file in
-assets/pools/ without .json, or the path of a JSON file that holds a list of objects whose keys are
-fields of Worker. Read workflow.py next.
+assets/pools/ without .json, or the path of a JSON file. A pool's file holds a list of objects, one
+for each worker, whose keys are fields of Worker. Read workflow.py next.
 """
 
 import argparse
@@ -48,18 +48,18 @@ LOOPBACK = (
 )
 LIMITS = ("max_tokens", "max_completion_tokens")  # the parameters that bound a reply's length
 MAX_BODY = 32 << 20  # the maximum size of a response, in bytes
-HARD_FAILURES = 6  # failures, other than a busy provider's, after which a call gives up
-# A silent connection is probed once a minute, so that no router drops it while a model thinks.
+HARD_FAILURES = 6  # a call gives up after this many failures, not counting a busy provider's
+# Probe a silent connection once a minute, so that no router drops it while a model thinks.
 SOCKET_OPTIONS = [
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),  # urllib3's default
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", 0x10), 60),  # 0x10 on macOS
+    (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", 0x10), 60),  # macOS: TCP_KEEPALIVE, 0x10
 ]
-jitter = random.Random()  # for pauses only; experiments draw from generators of their own
+jitter = random.Random()  # for pauses only; experiments use separate generators
 
 
 def once(function):
-    """Like functools.cache, but threads whose first calls coincide all get the same result."""
+    """Like functools.cache, but even simultaneous first calls run the function only once."""
     lock = threading.Lock()
     cached = functools.cache(function)
 
@@ -72,7 +72,7 @@ def once(function):
 
 
 class WorkerError(Exception):
-    """Raised when a call failed or was not made, which does not count as a wrong answer.
+    """A call failed or was not made. This does not count as a wrong answer.
 
     The message never contains an API key.
     """
@@ -94,21 +94,20 @@ class Reply:
 class Worker:
     """One member of a pool. Any number of threads may call `chat` at the same time."""
 
-    protocol: str  # a row of PROTOCOLS: openai, anthropic or python
-    base_url: str = ""  # the URL up to the protocol's path: https://api.openai.com/v1
+    protocol: str  # a key of PROTOCOLS: openai, anthropic or python
+    base_url: str = ""  # the URL without the protocol's path, such as https://api.openai.com/v1
     model: str = ""
-    name: str = ""  # "": the name of the model or of the function
+    name: str = ""  # "": use the name of the model or of the function
     note: str = ""  # a sentence that tells a Conductor what this worker is good at
     api_key_env: str | None = None  # the environment variable that holds the key
     params: dict = field(default_factory=dict)  # sent unchanged, with the model and the messages
     headers: dict = field(default_factory=dict, repr=False)  # sent unchanged
     price: list | None = None  # dollars per million tokens, [input, output]; None: unknown
     concurrency: int = 16  # maximum number of simultaneous calls
-    timeout: int | float = (
-        600  # seconds per attempt; after 3 * timeout, a call starts no new attempt
-    )
-    attempts: int | None = None  # maximum number per call; None: as `chat` describes
-    # For protocol "python", FILE.py:NAME: a function that maps messages to a text or a Reply.
+    # Seconds per attempt. After 3 * timeout seconds, a call starts no new attempt.
+    timeout: int | float = 600
+    attempts: int | None = None  # maximum per call; None: only the limits that `chat` describes
+    # FILE.py:NAME, for protocol "python". The function maps messages to a text or a Reply.
     function: str = ""
     replay: object = field(default=None, repr=False)  # a Replay
     budget: object = field(default=None, repr=False)  # a Budget
@@ -116,7 +115,7 @@ class Worker:
     def __post_init__(self):
         self.name = self.name or self.model or self.function.rpartition(":")[2]
         self.run_function = None
-        self.code = ""  # identifies a Python function: the hash of its file, and its name
+        self.code = ""  # for a Python function, HASH_OF_ITS_FILE:NAME; part of Replay's keys
         if self.protocol == "python":
             self.run_function = load_function(self.function)
             path, _, name = self.function.rpartition(":")
@@ -138,9 +137,9 @@ class Worker:
     def chat(self, messages: list[dict], call_id: str = "", **overrides) -> Reply:
         """Send a chat to the worker and return its reply.
 
-        If the provider is busy (status 429, 503 or 529), the call is repeated for up to 3 times
-        `timeout`. Any other 5xx, a 408, a 409 or a lost connection is a hard failure. The sixth
-        hard failure ends the call.
+        If the provider is busy (status 429, 503 or 529), `chat` tries again, but starts no attempt
+        later than 3 * `timeout` seconds after the first. Any other 5xx, a 408, a 409 or a lost
+        connection is a hard failure. The sixth hard failure ends the call.
 
         Args:
             messages: [{"role": "system", "user" or "assistant", "content": text}, ...].
@@ -151,12 +150,12 @@ class Worker:
         Raises:
             WorkerError: all attempts failed, or the budget is spent. A timeout, any other 4xx, an
                 unknown host, an exhausted account, and most exceptions in a Python function end
-                the call without another attempt.
+                the call at once, without another attempt.
         """
         params = {**self.params, **overrides}
         if self.replay and call_id:
             key = self.replay.key(self, messages, params, call_id)
-            with self.replay.locks.setdefault(key, threading.Lock()):  # pay once for equal calls
+            with self.replay.locks.setdefault(key, threading.Lock()):  # Pay once for equal calls.
                 reply = self.replay.find(key)
                 if reply is None:
                     reply = self.send(messages, params)
@@ -171,25 +170,26 @@ class Worker:
         return reply
 
     def send(self, messages: list[dict], params: dict) -> Reply:
-        """Send the request, and repeat it as the docstring of `chat` describes.
+        """Send a request, with retries as the docstring of `chat` describes, and return the reply.
 
-        The retries built into `requests` would not do, because each attempt must first reserve the
+        The retries built into `requests` are not used, because each attempt must first reserve the
         money that it may cost.
         """
         api_key = os.environ.get(self.api_key_env or "", "").strip()
+        # Some APIs, such as Anthropic's, reject blank messages.
         turns = [m if m["content"].strip() else {**m, "content": "(empty)"} for m in messages]
         headers, body = self.write_request(self.model, turns, params, api_key)
         budget = self.budget or UNLIMITED
-        reserved = highest_cost(vars(self), params, body) if self.budget else 0.0
+        max_cost = highest_cost(vars(self), params, body) if self.budget else 0.0
 
         with self.slots:
             first_sent = time.monotonic()
             hard_failures = 0
             for attempt in itertools.count(1):
-                budget.reserve(reserved)
+                budget.reserve(max_cost)
                 sent = time.monotonic()
                 outcome = self.send_once(messages, headers, body)
-                budget.settle(reserved, outcome.cost)
+                budget.settle(max_cost, outcome.cost)
                 now = time.monotonic()
                 if isinstance(outcome, Reply):
                     outcome.seconds = now - sent
@@ -209,10 +209,9 @@ class Worker:
                 time.sleep(pause)
 
     def send_once(self, messages: list[dict], headers: dict, body: dict):
-        """Call the Python function, or post the request and read the response.
+        """Make one attempt and return a Reply or a Failure.
 
-        Returns:
-            A Reply or a Failure.
+        The attempt calls the Python function, or posts the request and reads the response.
         """
         sent = time.monotonic()
         try:
@@ -247,7 +246,7 @@ class Worker:
         return replace(answer, text=without_surrogates(answer.text))
 
     def post(self, headers: dict, body: dict, deadline: float) -> Reply:
-        """Post a request and return its reply; time out when time.monotonic() passes deadline."""
+        """Post a request and return the reply; time out when time.monotonic() passes deadline."""
         connections, target = self.route()
         response = connections.urlopen(
             "POST",
@@ -256,8 +255,8 @@ class Worker:
             headers,
             retries=False,
             redirect=False,
-            assert_same_host=False,  # With an HTTP proxy, `target` is a full URL.
-            timeout=Timeout(connect=10, read=self.timeout),  # seconds; read: between packets
+            assert_same_host=False,  # With an HTTP proxy, the host in `target` is not the proxy.
+            timeout=Timeout(connect=10, read=self.timeout),  # seconds; read: the longest silence
             preload_content=False,
         )
         try:
@@ -284,15 +283,15 @@ class Worker:
     def pause_after(self, attempt: int, failure: "Failure") -> float:
         """Return the number of seconds to wait before the next attempt.
 
-        It is the wait that the provider asks for, plus a backoff: with the default timeout 2, 4,
-        8 … s, at most 30 s. Jitter shortens the backoff by up to half, so that callers do not all
-        come back at the same moment.
+        This is the wait that the provider asks for plus a backoff. With the default timeout, the
+        backoff is 2, 4, 8, … s, but at most 30 s. Jitter shortens the backoff by up to half, so
+        that callers do not all try again at the same moment.
         """
         backoff = min(30, self.timeout / 300 * 2 ** min(attempt - 1, 9))
         return max(0.0, failure.wait or 0.0) + backoff * jitter.uniform(0.5, 1)
 
     def without_secrets(self, text: str, api_key: str) -> str:
-        """Return one printable line of at most 400 characters, with keys and headers masked."""
+        """Return a text as one line of at most 400 characters, with keys and headers masked."""
         line = one_line(text)
         for secret in filter(None, [api_key, *self.headers.values()]):
             line = line.replace(secret, "***")
@@ -305,12 +304,12 @@ class Failure(Exception):
 
     text: str
     wait: float | None = None  # seconds until another attempt may succeed; None: do not retry
-    busy: bool = False  # True: the provider is only busy, so more than six attempts are allowed
+    busy: bool = False  # whether the provider is merely busy, which is no hard failure
     cost: float | None = None  # dollars; 0.0: certainly not billed; None: may have been billed
 
 
-# Phrases in the errors of OpenAI, Anthropic, Google and OpenRouter if an account has no money or
-# quota left.
+# Matches the errors of OpenAI, Anthropic, Google and OpenRouter that say that an account has no
+# money or quota left.
 EXHAUSTED = (
     "insufficient_quota|billing_not_active|credit balance is too low|credits are depleted"
     "|PerDay|per-day|API usage limits|(spend|usage)_limit_|monthly spending cap"
@@ -319,9 +318,10 @@ EXHAUSTED = (
 
 
 def read_response(worker: Worker, response: HTTPResponse, deadline: float) -> Reply:
-    """Read a response and return its reply. Raises Failure if the response contains none.
+    """Read a response and return the reply in it.
 
-    Raises TimeoutError if time.monotonic() passes deadline before the response ends.
+    Raises Failure if the response contains no reply, and TimeoutError if time.monotonic() passes
+    deadline before the response ends.
     """
     body = bytearray()
     for piece in iter(lambda: response.read1(1 << 16, decode_content=True), b""):
@@ -343,8 +343,8 @@ def read_response(worker: Worker, response: HTTPResponse, deadline: float) -> Re
         answer, finish = worker.read_reply(data)
         answer = without_surrogates(answer)
     except (LookupError, TypeError, AttributeError, ValueError):
-        # OpenRouter sends blanks while it waits for a host. If the host dies, the response holds
-        # nothing else, and another attempt may help.
+        # OpenRouter sends spaces and newlines while it waits for a model's host. If the host dies,
+        # the response contains nothing else, and another attempt may succeed.
         wait = None if text else 0.0
         raise Failure(f"no reply as {worker.protocol} defines it: {text[:300]!r}", wait)
 
@@ -352,7 +352,8 @@ def read_response(worker: Worker, response: HTTPResponse, deadline: float) -> Re
     n_in, n_out, n_billed = tokens or (0, 0, 0)
     cost = billed_cost(response, data)
     if cost is None and tokens and worker.price:
-        # Some gateways report zero tokens when they have not counted.
+        # Some gateways report zero tokens if they do not count tokens. The cost is then unknown,
+        # unless the price is zero.
         is_counted = n_out or not answer or not any(worker.price)
         if is_counted:
             cost = (n_billed * worker.price[0] + n_out * worker.price[1]) / 1e6
@@ -362,10 +363,10 @@ def read_response(worker: Worker, response: HTTPResponse, deadline: float) -> Re
 def billed_cost(response: HTTPResponse, data: dict) -> float | None:
     """Return the cost in dollars that the server itself reports for a response, or None.
 
-    litellm reports the cost in a header, OpenRouter and our own server in usage.cost. A cost of
-    zero counts as not reported, because servers also report zero if they do not know the price. If
-    users bring their own key to OpenRouter (BYOK), usage.cost is ignored: it is only OpenRouter's
-    fee.
+    litellm reports the cost in a header; OpenRouter and our own server report it in usage.cost. A
+    cost of zero counts as not reported, because servers also report zero if they do not know the
+    price. If OpenRouter uses the account's own key for the provider (BYOK), usage.cost is ignored,
+    because it is only OpenRouter's fee.
     """
     named = [0.0]
     with contextlib.suppress(ValueError):
@@ -381,7 +382,7 @@ def refusal(url: str, response: HTTPResponse, code, text: str) -> Failure:
 
     Args:
         code: the error's code in the body. If a model fails after it has started, OpenRouter sends
-            status 200 with the real status as this code.
+            status 200, and this code is the real status.
         text: the response's body.
     """
     status = response.status
@@ -396,11 +397,12 @@ def refusal(url: str, response: HTTPResponse, code, text: str) -> Failure:
     if (busy or is_broken) and not exhausted and not final:
         wait = 0.0
         retry_after = response.headers.get("Retry-After", "")
-        with contextlib.suppress(ValueError):  # neither seconds nor a date
+        with contextlib.suppress(ValueError):  # Ignore a text that is neither seconds nor a date.
             if re.fullmatch(r"\d+(\.\d+)?", retry_after):
                 wait = float(retry_after)
             else:
                 wait = parsedate_to_datetime(retry_after).timestamp() - time.time()
+    # A provider that is busy or rejects the request bills nothing. One that broke down may bill.
     is_unpaid = response.status != 200 and (busy or not is_broken)
     return Failure(f"HTTP {status} of {url}: {text}", wait, busy, cost=0.0 if is_unpaid else None)
 
@@ -415,7 +417,7 @@ def broken(error: Exception, seconds: float) -> Failure:
         return Failure(
             f"no whole answer within {seconds:.3g} s, its timeout (at most 120 s for a hello)"
         )
-    # A user's function may call requests, which wraps the error that describes what happened.
+    # A user's function may call `requests`, whose errors wrap the error that says what happened.
     is_wrapper = isinstance(error, requests.RequestException) and error.args
     cause = getattr(error.args[0], "reason", error) if is_wrapper else error
     is_lost = isinstance(error, (requests.ConnectionError, exceptions.HTTPError, ConnectionError))
@@ -429,7 +431,7 @@ def broken(error: Exception, seconds: float) -> Failure:
 
 
 def find(data, *path: str):
-    """Return data[key][key]… for a path of keys, or None if a key is missing.
+    """Return the value at a path of keys in nested dicts, or None if a key is missing.
 
     find(data, "error", "code") is data["error"]["code"].
     """
@@ -444,7 +446,7 @@ def fits(value, pattern: str) -> bool:
 
 
 def without_surrogates(text: str) -> str:
-    """Replace each surrogate with a question mark. JSON can contain one, as half of an emoji."""
+    """Replace each surrogate (JSON can contain half of an emoji) with a question mark."""
     return text.encode(errors="replace").decode()
 
 
@@ -467,10 +469,10 @@ def openai_request(model: str, messages: list[dict], params: dict, api_key: str)
 
 
 def openai_reply(data: dict) -> tuple:
-    """Return (text, reason why it ended) of a response."""
+    """Return (text, reason why it ended) from the JSON of a response."""
     choice = data["choices"][0]
     if choice.get("finish_reason") == "error" or choice.get("error"):
-        # OpenRouter reports a provider's failure like this, and does not bill it.
+        # OpenRouter reports a provider's failure in this way, and does not bill the call.
         raise Failure(f"the provider failed midway: {choice.get('error')}", wait=0.0, cost=0.0)
     text = choice["message"].get("content") or choice["message"].get("refusal") or ""
     if isinstance(text, list):  # Mistral's thinking models send a list of parts.
@@ -487,9 +489,9 @@ def join_parts(parts: list) -> str:
 def without_thoughts(text: str) -> str:
     r"""Return a reply without the thoughts that some servers leave at its beginning.
 
-    Thoughts are a block between tags. A block without a closing tag is all thoughts. If a server
-    has cut off the opening tag, the thoughts end with the first closing tag that ends a line. Tags
-    elsewhere are kept, because they may be part of an answer:
+    If a reply begins with <think>, everything up to </think> is thoughts, and so is the whole reply
+    if </think> is missing. If a server has cut off the opening tag, the thoughts end with the first
+    closing tag that ends a line. Tags elsewhere are kept, because they may be part of an answer:
 
         "<think>Hm.</think>So."         -> "So."
         "Hm.\n</think>\n\nSo."         -> "So."
@@ -498,8 +500,8 @@ def without_thoughts(text: str) -> str:
     """
     if text.lstrip().startswith("<think>"):
         return text.partition("</think>")[2].lstrip()
-    # A closing tag at the end of the text leaves no answer, so it only counts if it is alone on its
-    # line.
+    # No answer follows a closing tag at the end of the text, so such a tag only counts if it is
+    # alone on its line.
     closing = re.search(r"</think>[ \t\r]*\n\s*|^[ \t]*</think>\s*\Z", text, re.MULTILINE)
     if closing and "<think>" not in text[: closing.start()]:
         return text[closing.end() :]
@@ -509,7 +511,7 @@ def without_thoughts(text: str) -> str:
 def anthropic_request(model: str, messages: list[dict], params: dict, api_key: str) -> tuple:
     """Return (headers, body) of a request as platform.claude.com/docs/en/api/messages defines it.
 
-    This API requires max_tokens, and takes system messages in a field separate from the turns.
+    This API requires max_tokens, and takes system messages in a separate field.
     """
     headers = {"x-api-key": api_key, "anthropic-version": "2023-06-01"}
     system = [message["content"] for message in messages if message["role"] == "system"]
@@ -521,7 +523,7 @@ def anthropic_request(model: str, messages: list[dict], params: dict, api_key: s
 
 
 def anthropic_reply(data: dict) -> tuple:
-    """Return (text, reason why it ended) of a response."""
+    """Return (text, reason why it ended) from the JSON of a response."""
     finish = data.get("stop_reason")
     if finish in ("max_tokens", "model_context_window_exceeded"):
         finish = "length"
@@ -529,14 +531,16 @@ def anthropic_reply(data: dict) -> tuple:
 
 
 def read_usage(usage) -> tuple[int, int, float] | None:
-    """Return (prompt tokens, completion tokens, prompt tokens to bill), or None.
+    """Return (prompt tokens, completion tokens, prompt tokens to bill) from a response's usage.
 
-    Writing a token to a cache costs as much as 1.25 prompt tokens, or as much as 2 if the token is
-    kept for an hour (platform.claude.com/docs/en/build-with-claude/prompt-caching). Reading a token
-    from a cache costs less than a prompt token, by a factor that depends on the provider; it is
-    billed here as a whole prompt token.
+    The third number allows for caches. Writing a token to a cache costs as much as 1.25 prompt
+    tokens, or as much as 2 if the token is kept for an hour
+    (platform.claude.com/docs/en/build-with-claude/prompt-caching). Reading a token from a cache
+    costs less than a prompt token, but how much less depends on the provider, so it is billed here
+    as a whole prompt token.
 
-    Returns None if a count is missing or is not a number of tokens.
+    Returns None if the usage lacks the prompt or completion tokens, or if a count is not a whole
+    number of at most nine digits.
     """
 
     def count(*path: str):
@@ -548,8 +552,8 @@ def read_usage(usage) -> tuple[int, int, float] | None:
     n_in, n_out = (find(usage, f"{name}_tokens") for name in names)
     total = count("total_tokens")
     read = count("cache_read_input_tokens")
-    written = count("cache_creation_input_tokens")  # of Anthropic and litellm
-    written = written or count("prompt_tokens_details", "cache_write_tokens")  # of OpenRouter
+    written = count("cache_creation_input_tokens")  # Anthropic, litellm
+    written = written or count("prompt_tokens_details", "cache_write_tokens")  # OpenRouter
     for_an_hour = count("cache_creation", "ephemeral_1h_input_tokens")
     counts = (n_in, n_out, total, read, written, for_an_hour)
     if not all(fits(n, r"\d{1,9}") for n in counts):
@@ -564,7 +568,7 @@ def read_usage(usage) -> tuple[int, int, float] | None:
 PROTOCOLS = {  # name -> (URL path, function that writes a request, function that reads a reply)
     "openai": ("/chat/completions", openai_request, openai_reply),
     "anthropic": ("/messages", anthropic_request, anthropic_reply),
-    # A Python function receives no request; one is written because its length bounds the cost.
+    # A Python function gets messages, not a request, but `highest_cost` needs a request's length.
     "python": ("", openai_request, None),
 }
 
@@ -582,7 +586,7 @@ def run_file(path: str, content_hash: str) -> dict:
 
 
 def load_name(spec: str):
-    """Run FILE.py and return its global NAME, or None. spec is FILE.py:NAME.
+    """Run the file in a spec FILE.py:NAME; return its global NAME, or None if it has none.
 
     Raises ValueError if there is no such file or it fails to run.
     """
@@ -598,12 +602,12 @@ def load_name(spec: str):
 
 
 def load_function(spec: str):
-    """Run FILE.py and return its function NAME. spec is FILE.py:NAME.
+    """Run the file in a spec FILE.py:NAME; return its function NAME, wrapped.
 
-    Anything that the function raises, except Ctrl-C, reaches its caller as an Exception. A
-    function that calls sys.exit therefore ends neither the program nor the thread of its call.
+    The wrapper turns everything that the function raises, except Ctrl-C, into an Exception. A
+    function that calls sys.exit therefore ends neither the program nor the calling thread.
 
-    Raises ValueError if FILE.py cannot be run or has no such function.
+    Raises ValueError if the file cannot be run or has no such function.
     """
     function = load_name(spec)
     if not callable(function):
@@ -665,7 +669,7 @@ def pool_names() -> list[str]:
 
 
 def read_pool(spec: str, local_url: str | None = None) -> list[dict]:
-    """Return the rows of a pool, not yet checked.
+    """Return the rows of a pool as dicts, not yet checked.
 
     Args:
         spec: a name or a JSON file, as described at the top of this file.
@@ -695,13 +699,13 @@ def read_pool(spec: str, local_url: str | None = None) -> list[dict]:
 
     entries = [{key: value for key, value in row.items() if value is not None} for row in rows]
     for entry in entries:
-        if "function" in entry:  # Its path is relative to the pool's folder.
+        if "function" in entry:  # The function's path is relative to the pool's folder.
             entry["function"] = os.path.join(os.path.dirname(path), str(entry["function"]))
     return entries
 
 
 def name_of(entry: dict) -> str:
-    """Return the name of a row of a pool; by default the name of its model or of its function."""
+    """Return the name of a pool's row, which defaults to the name of the model or function."""
     function = str(entry.get("function", "")).rpartition(":")[2]
     return str(entry.get("name") or entry.get("model") or function)
 
@@ -709,8 +713,8 @@ def name_of(entry: dict) -> str:
 def check_pool(entries: list[dict], budget: float = 0.0) -> list[str]:
     """Return a sentence for each field that is missing or wrong in the rows of a pool.
 
-    The sentence names the worker and the field, but not the value, which may be a misplaced API
-    key.
+    Each sentence names the worker and the field. It does not quote a value of the wrong form, which
+    may be a misplaced API key.
     """
     sentences = []
     names = []
@@ -736,6 +740,7 @@ def check_row(entry: dict, budget: float) -> dict[str, str]:
         required = []  # The unknown field may be a misspelt required field.
     wrong = {}
     for key in [*entry, *required]:
+        # No value matches "", the pattern of an unknown field.
         pattern, expected = FIELDS.get(key, ("", f"one of {', '.join(FIELDS)}"))
         if not fits(entry.get(key), pattern):
             wrong[key] = f"expected {expected}"
@@ -781,7 +786,7 @@ def load_pool(
         share: see Replay.
 
     Raises:
-        ValueError: something is wrong with the pool. The text lists every fault.
+        ValueError: something is wrong with the pool. The message lists every fault.
     """
     entries = read_pool(spec, local_url)
     sentences = check_pool(entries, budget)
@@ -798,7 +803,7 @@ def load_pool(
 
 
 def ping_workers(pool: list[Worker]) -> list[Reply | WorkerError]:
-    """Send a hello to all workers at once; return each one's Reply or WorkerError, in order.
+    """Say hello to all workers at once; return each worker's Reply or WorkerError, in pool order.
 
     An empty reply counts as an error.
     """
@@ -820,17 +825,19 @@ def ping_workers(pool: list[Worker]) -> list[Reply | WorkerError]:
 
 
 class Replay:
-    """A file of replies, one JSON line each. A rerun of a killed run finds the paid replies there.
+    """A file of paid replies, one JSON line each.
 
-    Several processes may append to the file. Each line is a single write that begins with the
-    newline, so that a torn last line of a killed process damages no other line.
+    A rerun of a killed run reads its replies from the file instead of paying for them again.
+    Several processes may append to the file. Each line is written in a single call and begins with
+    the newline. If a process is killed while it writes, its torn line damages no other line.
 
     Args:
         path: the file.
-        share: for calls whose id begins with this prefix, the id is ignored, so that equal calls
-            share one reply, which is paid for once. "": no calls share replies.
-        is_local: whether the workers belong to the laptop world, whose port differs in each
-            process.
+        share: equal calls whose ids begin with this prefix share one reply, which is paid for once,
+            even if the rest of their ids differs. "": calls share a reply only if their ids are
+            equal.
+        is_local: whether the workers belong to the laptop world. The port in their URL differs in
+            each process, so keys leave the URL out.
     """
 
     def __init__(self, path: str, share: str = "", is_local: bool = False):
@@ -839,19 +846,19 @@ class Replay:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         self.file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         self.replies = {}  # key -> Reply
-        self.locks = {}  # key -> a lock, held by the first of identical calls until its reply
+        self.locks = {}  # key -> a lock that the first of equal calls holds until it has a reply
         self.reading = threading.Lock()
-        self.n_read = 0  # bytes read so far, without the last line, which may be incomplete
+        self.n_read = 0  # bytes read so far, excluding the last line, which may be incomplete
         self.read_new_lines()
 
     def read_new_lines(self):
-        """Read the lines that this or another process has appended."""
+        """Read the lines that this or another process has appended since the last call."""
         with self.reading:
             n_new = os.fstat(self.file).st_size - self.n_read
             data = os.pread(self.file, max(n_new, 0), self.n_read)
             self.n_read += max(data.rfind(b"\n"), 0)
             for line in data.split(b"\n"):
-                with contextlib.suppress(ValueError, TypeError, KeyError):  # a torn line
+                with contextlib.suppress(ValueError, TypeError, KeyError):  # Skip a torn line.
                     row = json.loads(line)
                     self.replies[row["key"]] = Reply(**row["reply"])
 
@@ -891,8 +898,8 @@ class Replay:
 class Budget:
     """A spending limit in dollars, which the workers of a pool together never exceed.
 
-    An attempt first reserves the highest amount it can cost, and afterwards returns the amount it
-    did not use. If its cost is unknown, the attempt returns nothing.
+    Each attempt first reserves its maximum cost, and afterwards returns what it did not spend. If
+    the cost of an attempt is unknown, the attempt returns nothing.
     """
 
     def __init__(self, dollars: float):
@@ -930,7 +937,7 @@ UNLIMITED = Budget(float("inf"))
 
 
 def highest_cost(entry: dict, params: dict, body: dict) -> float:
-    """Return the maximum cost of a call in dollars, inf if its price or length is unbounded."""
+    """Return a call's maximum cost in dollars, or inf if it has no price or no token limit."""
     price = entry.get("price") or ([0, 0] if entry["protocol"] == "python" else None)
     if price and not any(price):
         return 0.0
@@ -944,7 +951,8 @@ def highest_cost(entry: dict, params: dict, body: dict) -> float:
         ceiling = find(params, "provider", "max_price", name)
         return max(own, ceiling) if fits(ceiling, NUMBER) else own
 
-    n_in = len(json.dumps(body)) + 512  # A token has at least a byte; chat templates add tokens.
+    # A token has at least one byte. The extra 512 cover the tokens that a chat template adds.
+    n_in = len(json.dumps(body)) + 512
     rate = 2 if "cache_control" in params else 1  # Writing to a cache costs up to twice as much.
     dollars_in = dearest(price[0], "prompt") * n_in * rate
     dollars_out = dearest(price[1], "completion") * max(limits)
@@ -954,8 +962,9 @@ def highest_cost(entry: dict, params: dict, body: dict) -> float:
 def probable_cost(pool: list[Worker] | list[dict], calls: int) -> float | None:
     """Estimate the cost of a number of calls in dollars; return None if a price is unknown.
 
-    The calls are spread evenly over the workers, with 1,000 tokens in and 700 out each. A Python
-    function and a server on this machine are free unless they have a price.
+    The estimate assumes that calls are spread evenly over the workers, and that each call has 1,000
+    tokens in and 700 out. A Python function and a server on this machine are free unless they have
+    a price.
     """
     dollars = 0.0
     for worker in pool:
@@ -969,9 +978,9 @@ def probable_cost(pool: list[Worker] | list[dict], calls: int) -> float | None:
 
 
 def demand_budget(pool: list[Worker] | list[dict], budget: float, calls: int, purpose: str):
-    """Print what `purpose` will probably cost, unless it is free.
+    """Print an estimate of what `purpose` costs, unless it is free.
 
-    Raises ValueError if it may cost money and there is no budget.
+    Raises ValueError if `purpose` may cost money and there is no budget.
     """
     cost = probable_cost(pool, calls)
     if cost != 0.0:
@@ -983,23 +992,24 @@ def demand_budget(pool: list[Worker] | list[dict], budget: float, calls: int, pu
 
 
 # ---- The laptop world --------------------------------------------------------------------------
-# Its workers are small programs that do not cheat: they see only what any worker sees, and never
-# the right answer. To add a trade, add a row to TRADES, the facts that the trade knows, and rows to
-# KINDS for questions that need the trade.
+# The workers of the laptop world are small programs that do not cheat: they see only what any
+# worker sees, and never the right answer. To add a trade, add a row to TRADES, a dict of the facts
+# that the trade knows, and rows to KINDS for questions that need the trade.
 
-QUESTION = "Question:\n"  # the headings under which workflow.py writes a question and a subtask
+# workflow.py writes these headings above the question and above each subtask.
+QUESTION = "Question:\n"
 TASK = "Your task:\n"
 SKILL = {"": 1.0, "junior": 0.6, "tired": 0.7}  # sort of worker -> share of calls it attempts
 FRAMES = ("What is {}?", "Find {}.", "Tell me {}.", "Give me {}.")  # {}: an expression
 SIGNS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
-SPELLINGS = {  # a question's words -> (the coder's instruction for them, its effect on a word)
+SPELLINGS = {  # words in a question -> (a coder's instruction, what the coder does to a word)
     "turned around": ("Reverse it.", lambda word: word[::-1]),
     "shouted": ("Write it in capitals.", str.upper),
     "thinned out": ("Leave out the vowels.", lambda word: re.sub("[aeiouAEIOU]", "", word)),
 }
 
-# A worker always follows an instruction of its own trade, and never follows unknown words. In the
-# two remaining cases it does its trade's work in these shares of its calls.
+# A worker always follows an instruction of its own trade, and never follows an unknown instruction.
+# In two other cases, it does its trade's work in only a share of its calls:
 VAGUE_WORKS = 0.7  # The instruction is vague or missing.
 OTHERS_WORK = 0.3  # The instruction belongs to a different trade.
 VAGUE = ("Work it out.", "Find the value.")
@@ -1055,7 +1065,8 @@ TRADES = {  # name -> (regex for what it can work on, {instruction: function tha
         },
     ),
 }
-# The subtasks from which random workflows draw.
+# All instructions that the workers know, except SOLVE_IT. Random workflows for the laptop world's
+# questions draw their subtasks from these.
 PHRASES = (*VAGUE, *itertools.chain(*(instructions for _, instructions in TRADES.values())))
 LOCAL = {  # pool -> its workers' names: a trade, with or without a sort (see SKILL) before it
     "local": [*TRADES, "generalist"],
@@ -1088,7 +1099,7 @@ def sums(left: dict, right: dict) -> dict:
 
 
 def spelled(values: dict) -> dict:
-    """Return {expression in a spelling: value} for all spellings: {"Lima shouted": "LIMA", …}."""
+    """Return the values in all spellings: {"Lima": "Lima"} gives {"Lima shouted": "LIMA", …}."""
     spellings = {}
     for expression, value in values.items():
         for wish, (_, spell) in SPELLINGS.items():
@@ -1127,16 +1138,16 @@ def laptop_questions(split: str) -> list[tuple[str, str, str]]:
 def hashed(purpose: str, content) -> float:
     """Return a pseudo-random number in [0, 1) that depends only on the arguments.
 
-    It replaces random draws, so that equal calls get equal replies.
+    The local workers use this instead of random draws, so that equal calls get equal replies.
     """
     digest = hashlib.sha256(json.dumps([purpose, content]).encode()).digest()
     return int.from_bytes(digest[:4], "big") / 2**32
 
 
 def rewrite(text: str, trade: str, instruction: str) -> str:
-    """Return the text with a trade's work done in it, or "" if there is nothing to do.
+    """Do a trade's work on a text; return the new text, or "" if there is nothing to do.
 
-    The rest of the text stays, so that another worker can continue with it:
+    The rest of the text stays as it is, so that another worker can continue with the new text:
     rewrite("Find dos + 3.", "translator", "Translate it.") is "Find 2 + 3.".
     """
     pattern, works = TRADES[trade]
@@ -1238,7 +1249,7 @@ PARAMETERS = {
 
 @dataclass
 class Refusal(Exception):
-    """An HTTP error that answers a request."""
+    """Raised to answer a request with an HTTP error."""
 
     status: int
     message: str
@@ -1247,9 +1258,11 @@ class Refusal(Exception):
 
 
 def plain_messages(messages: list[dict], roles: dict[str, str]) -> list[dict]:
-    """Return messages whose content is a string. OpenAI also allows null and a list of parts.
+    """Return messages with each content as a string. OpenAI also allows null and a list of parts.
 
     `roles` maps the roles that clients may use to "system", "user" and "assistant".
+
+    Raises Refusal if a part is not text, or if the messages are too long in total.
     """
     plain = []
     for message in messages:
@@ -1309,7 +1322,7 @@ class Handler(BaseHTTPRequestHandler):
 
     Subclasses must define `models` and `complete(body)`. Each message in the body is
     {"role": "system", "user" or "assistant", "content": text}. `complete` must either raise Refusal
-    or call `reply` once. Before it does so, if body["stream"] is true, it may call `send_event` and
+    or call `reply` once. If body["stream"] is true, `complete` may first call `send_event` and
     `send_comment` any number of times.
     """
 
@@ -1320,10 +1333,10 @@ class Handler(BaseHTTPRequestHandler):
     models: list[str] = []
     public_paths: tuple[str, ...] = ()  # paths that need no key
     unread = False  # whether the request's body is unread; if so, the answer ends the connection
-    streaming = False  # whether a stream has started; its end also ends the connection
+    streaming = False  # whether a stream has started; the connection ends with the stream
 
     def answer(self):
-        """Answer one request with its result or with an error."""
+        """Answer one request with the requested content or with an error."""
         path = urllib.parse.unquote(self.path.partition("?")[0])
         length = self.headers.get("Content-Length", "0")
         self.unread = length != "0" or "Transfer-Encoding" in self.headers
@@ -1344,7 +1357,7 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = answer
 
     def check_client(self, path: str):
-        """Raise Refusal if a client sends a foreign Host to a local server, or lacks the key."""
+        """Raise Refusal if the client lacks the key, or sends a foreign Host to a local server."""
         # DNS rebinding: a website can make its own name resolve to 127.0.0.1, so that its page
         # reaches this server. The page's requests still carry the website's name as their Host.
         host = self.headers.get("Host", "")
@@ -1386,7 +1399,8 @@ class Handler(BaseHTTPRequestHandler):
     def read_body(self) -> bytes:
         """Return the body of a request.
 
-        Its Content-Type must be JSON, which browsers do not let the pages of other sites send.
+        The Content-Type must be JSON. This keeps out the web pages of other sites, because browsers
+        do not let them send JSON here.
         """
         length = self.headers.get("Content-Length", "")
         if "Transfer-Encoding" in self.headers or not re.fullmatch(r"\d{1,18}", length):
@@ -1403,7 +1417,7 @@ class Handler(BaseHTTPRequestHandler):
         return data
 
     def chat(self, data: bytes):
-        """Check the body of a request for a completion, and answer the request."""
+        """Parse and check the body of a request for a completion, and answer the request."""
         try:
             self.body = json.loads(data)
             self.body["messages"] = plain_messages(self.body["messages"], self.roles)
@@ -1422,7 +1436,7 @@ class Handler(BaseHTTPRequestHandler):
             self.complete(self.body)
         except (Refusal, ConnectionError, TimeoutError):
             raise
-        except Exception as bug:  # Report it to the client, too.
+        except Exception as bug:  # Report the bug to the client, too.
             self.fail(Refusal(500, f"{type(bug).__name__}: {bug}"))
             raise
 
@@ -1436,6 +1450,7 @@ class Handler(BaseHTTPRequestHandler):
             completion = {"object": "chat.completion", "choices": [choice], "usage": usage}
             self.send(200, self.card | completion | extra)
             return
+        # A client that asks for the usage expects it in a separate event, as OpenAI sends it.
         if find(self.body, "stream_options", "include_usage"):
             self.send_event({"content": shown}, finish)
             self.send_event(None, usage=usage, **extra)
@@ -1489,9 +1504,9 @@ class Handler(BaseHTTPRequestHandler):
         self.send_piece(f"data: {json.dumps(event)}\n\n")
 
     def send_piece(self, text: str):
-        """Send a piece of a stream, after the headers if it is the first piece.
+        """Send a piece of a stream. Before the first piece, send the headers and an opening event.
 
-        The stream ends when the connection is closed.
+        Closing the connection marks the end of the stream.
         """
         if not self.streaming:
             self.streaming = True
@@ -1500,7 +1515,7 @@ class Handler(BaseHTTPRequestHandler):
                 b"HTTP/1.1 200 OK\r\n"
                 b"Content-Type: text/event-stream\r\n"
                 b"Cache-Control: no-cache\r\n"
-                b"X-Accel-Buffering: no\r\n"  # nginx passes each event on at once.
+                b"X-Accel-Buffering: no\r\n"  # so that nginx forwards each event at once
                 b"Connection: close\r\n\r\n"
             )
             self.send_event({"role": "assistant", "content": ""})
@@ -1509,7 +1524,7 @@ class Handler(BaseHTTPRequestHandler):
     def send_error(self, code, message=None, explain=None):
         """Answer a request that http.server itself rejects.
 
-        Such requests have an unknown method or malformed headers, for example.
+        For example, http.server rejects a request with an unknown method or malformed headers.
         """
         self.close_connection = True
         if code == 501:
@@ -1519,7 +1534,10 @@ class Handler(BaseHTTPRequestHandler):
             self.fail(Refusal(code, message or "this is no HTTP request"))
 
     def drop_input(self):
-        """Read the rest of the client's input. If we hung up at once, it could miss the answer."""
+        """Read and drop the rest of the client's input.
+
+        If the server closed the connection with unread input, the client could miss the answer.
+        """
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
             self.connection.settimeout(2)
@@ -1575,8 +1593,8 @@ class Server(ThreadingHTTPServer):
         ValueError: The port cannot be bound, or other machines could reach it without a key.
     """
 
-    # The maximum number of connections that wait to be accepted. With the default of 5, some of
-    # many simultaneous clients have to wait a second.
+    # The maximum number of connections that wait to be accepted. With the default of 5, if many
+    # clients connect at once, some must wait a second.
     request_queue_size = 1024
 
     def __init__(
@@ -1625,8 +1643,8 @@ def serve_specialists(port: int, wait=threading.Event().wait):
 def local_server() -> tuple[str, subprocess.Popen]:
     """Start a server of the laptop world's workers; return its URL and its process.
 
-    Later calls return the same server. The server ends when this process ends, and no API key is in
-    its environment.
+    Later calls return the same server. The server ends when this process ends, because the pipe to
+    its stdin is then closed. The server's environment contains no API keys.
     """
     names = "PATH HOME LANG LC_ALL PYTHONPATH PYTHONHOME LD_LIBRARY_PATH TMPDIR".split()
     process = subprocess.Popen(
@@ -1673,7 +1691,8 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.modules["workers"] = sys.modules["__main__"]  # A user's `import workers` gets this module.
+    # If a user's file imports workers, give it this module and not a second copy.
+    sys.modules["workers"] = sys.modules["__main__"]
     try:
         main()
     except (ValueError, KeyboardInterrupt) as e:

@@ -303,7 +303,7 @@ class Prompting:
     prompt_style: str = "ood"
     max_steps: int = 5
     max_new_tokens: int = 1024
-    # Whether the prompt shows each worker's note. If not, it shows only the workers' numbers.
+    # Whether the prompt shows each worker's note. If False, it shows only the workers' numbers.
     notes: bool = False
     # The user's own few-shot examples, which replace those of prompt_style; see read_examples.
     examples: list[dict] = field(default_factory=list)
@@ -390,8 +390,8 @@ def messages(
 def short_pool(workers: int | list[int], notes: list[str] | None) -> str:
     """Describe a pool for the short prompt, as "3 models", "Models 0 2" or "adder0, coder2".
 
-    The last form is used if there are notes. No space separates a note from its number, because a
-    tiny model learns to copy the token right after the note, but not one that is further away.
+    The last form is used if there are notes. A worker's number follows its note without a space,
+    because a tiny model learns to copy the token right after the note, but not one further away.
     """
     if notes:
         numbers = range(workers) if isinstance(workers, int) else workers
@@ -416,9 +416,9 @@ def named_examples(prompt_style: str) -> list[dict]:
 
 
 def example_blocks(examples: list[dict], numbers: list[int], max_steps: int) -> list[str]:
-    """Return each few-shot example as a text with its question, plan and workflow.
+    """Return a list of texts: each few-shot example's question, plan and workflow.
 
-    Worker numbers are mapped to allowed ones. Examples with more than max_steps are left out.
+    Worker numbers are mapped to allowed ones. Examples with more than max_steps steps are left out.
     """
     blocks = []
     for example in examples:
@@ -531,7 +531,7 @@ def parse(
     position = 0
     while mark := MARK.search(text, position):
         if mark["heading"]:
-            # Some models continue by inventing another question. Ignore its workflow.
+            # After their workflow, some models invent another question. Ignore what follows.
             if recent and not is_example:
                 break
             workflow = None
@@ -544,6 +544,7 @@ def parse(
         name = mark.lastgroup
         value, position = read_list(text, mark.end())
         recent.append((name, value))
+        # Start a new attempt or extend the last one, as the docstring describes.
         neighbours = dict(recent[-len(LISTS) :])
         if [*neighbours] == NAMES:
             attempt = neighbours
@@ -600,7 +601,7 @@ def read_list(text: str, start: int) -> tuple[list | str, int]:
         return "the list is computed; write it out", end
     try:
         return ast.literal_eval("".join(pieces)), end
-    except (ValueError, SyntaxError):  # For example, a comma is missing.
+    except (ValueError, SyntaxError):  # A comma is missing, for example.
         return "this is no Python list", end
 
 
@@ -648,12 +649,12 @@ def call_worker(rollout: Rollout, i: int) -> Reply:
     """Call the worker of step i and return its reply.
 
     The worker gets a chat: the turns before the question, then two turns for each earlier step that
-    the worker sees (the step's subtask and response), then a turn with the worker's own subtask.
-    The question is prepended to the first of these subtasks.
+    the worker sees (that step's subtask and response), then a turn with the worker's own subtask.
+    The question is prepended to the first subtask in the chat.
     """
     steps = rollout.workflow.steps
     past = [(steps[j].subtask, rollout.replies[j].text) for j in steps[i].access]
-    if steps[i].wrote_all and rollout.previous:  # "all" includes the previous answer (§3.2).
+    if steps[i].wrote_all and rollout.previous:  # "all" also shows the previous answer (§3.2).
         last = [earlier for earlier in rollout.previous.rounds() if earlier.replies][-1]
         past.insert(0, (last.workflow.steps[-1].subtask, last.answer))
 
@@ -701,7 +702,7 @@ class Threads:
             try:
                 threading.Thread(target=self.work, daemon=True).start()
                 self.started += 1
-            except RuntimeError:  # The system allows no more threads. The job waits its turn.
+            except RuntimeError:  # The system allows no more threads, so the job waits for one.
                 if not self.started:
                     raise
 
@@ -731,9 +732,10 @@ THREADS = Threads(512)
 def carry_out(rollout: Rollout, prompting: Prompting, judge, edit, call):
     """Parse, run and judge a written rollout, as a generator whose caller runs the jobs.
 
-    It yields a list of jobs that can start now, each as (step, function, arguments). Whenever a job
-    is done, the caller sends (step, result), and the next list is yielded. A result may also be an
-    exception. The judge's job has the step None. For example, if step 1 sees step 0:
+    The generator yields a list of jobs that can start now, each as (step, function, arguments).
+    Whenever a job is done, the caller sends (step, result), and the generator yields the next list,
+    which may be empty. If a job raises an exception, the exception is the result. The judge's job
+    has the step None. For example, if step 1 sees step 0:
 
         next(work)               # returns [(0, call, (rollout, 0))]
         work.send((0, reply))    # returns [(1, call, (rollout, 1))]
@@ -791,7 +793,7 @@ def carry_out(rollout: Rollout, prompting: Prompting, judge, edit, call):
 
 
 def failed_call(error: Exception) -> WorkerError:
-    """Return the WorkerError that led to an exception; if there is none, raise the exception.
+    """Return the WorkerError that caused an exception, or raise the exception if there is none.
 
     A grader that calls an LLM judge may wrap the judge's WorkerError in a different exception.
     """
@@ -816,7 +818,7 @@ def roll_out(
 ) -> list[Rollout]:
     """Write, parse, run and judge rollouts in place, and return them.
 
-    A workflow starts to run as soon as it is written, while others are still being written.
+    Each workflow starts to run as soon as it is written, while other workflows are being written.
 
     Args:
         rollouts: Rollouts whose questions, pools and problems are set.
@@ -830,8 +832,8 @@ def roll_out(
         timeout: The number of seconds that a written rollout may take before it counts as lost.
 
     Raises:
-        Any exception that a call or the judge raises, unless a WorkerError caused it: then the
-            rollout is lost, and the other rollouts continue.
+        Any exception that a call or the judge raises, unless a WorkerError caused it. After a
+            WorkerError, only the one rollout is lost, and the others continue.
     """
     events = queue.SimpleQueue()  # from the threads: (rollout, (step, result or exception))
     running = {}  # id(rollout) -> (rollout, its generator, start time), oldest first
@@ -857,7 +859,7 @@ def roll_out(
     for rollout in write(rollouts) if write else rollouts:
         work = carry_out(rollout, prompting, judge, edit, call)
         running[id(rollout)] = (rollout, work, time.monotonic())
-        advance(rollout)
+        advance(rollout)  # starts the generator, which parses and yields the first jobs
         while not events.empty():
             advance(*events.get())
 
@@ -901,6 +903,7 @@ def conduct(
             `number` by 1, so that different tokens are sampled.
         settings: Further arguments for roll_out.
     """
+    # Conduct one round. Try again if a workflow is invalid.
     last = [replace(rollout) for rollout in rollouts]
     for _ in range(tries):
         for i, rollout in enumerate(last):
@@ -909,6 +912,8 @@ def conduct(
         pending = [rollout for rollout in last if not rollout.workflow and not rollout.error]
         roll_out(pending, write, prompting, **settings)
 
+    # Conduct further rounds for the questions that workers answered in this one. If such a round
+    # gets no valid workflow, keep this round.
     open_ended = [i for i, rollout in enumerate(last) if rollout.replies and not rollout.error]
     if extra_rounds and open_ended:
         asked = [replace(rollouts[i], previous=last[i]) for i in open_ended]
@@ -921,8 +926,9 @@ def conduct(
 
 # ---- Writers -------------------------------------------------------------------------------------
 
-# A writer is a function write(rollouts) that asks a Conductor for each rollout's workflow. It sets
-# `written`, or `error` if the Conductor fails, and then immediately yields the rollout.
+# A writer is a function write(rollouts) that asks a Conductor for each rollout's workflow. As soon
+# as the Conductor has written a workflow or failed, the writer sets the rollout's `written` or
+# `error`, and yields the rollout.
 
 LONGEST_TOKEN = 16  # characters; the average token is shorter than this in every language
 
@@ -930,13 +936,13 @@ LONGEST_TOKEN = 16  # characters; the average token is shorter than this in ever
 def model_writer(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temperature=1.0, seed=0):
     """Return a writer that samples workflows from a local model.
 
-    A workflow depends only on the seed, the prompt and the rollout's number, and not on the other
-    rollouts in a batch.
+    Each workflow depends only on the seed, the prompt and the rollout's number, and not on the
+    other rollouts in the batch.
     """
     room = model.config.max_position_embeddings - prompting.max_new_tokens
 
     def write(rollouts):
-        # Group rollouts with the same prompt, so that the model reads each prompt only once.
+        # Group rollouts that share a prompt, so that the model reads the prompt only once.
         groups = collections.defaultdict(list)
         for rollout in rollouts:
             chat = conductor_chat(rollout, prompting)
@@ -950,7 +956,7 @@ def model_writer(model: Qwen, tokenizer: Tokenizer, prompting: Prompting, temper
             else:
                 groups[rollout.call_prefix, tuple(rollout.prompt_ids)].append(rollout)
 
-        # Sample groups of the same size as one batch.
+        # Sample all groups of the same size in one batch.
         for n in {len(group) for group in groups.values()}:
             batch = [group for group in groups.values() if len(group) == n]
             completions = generate_each(
@@ -979,7 +985,7 @@ def worker_writer(worker, prompting: Prompting):
     """Return a writer that lets a worker act as the Conductor (Table 11).
 
     The worker was not trained on the pool, so its prompt shows the workers' names and notes. As in
-    the paper, its token limit is doubled, but to at most 8,192. A higher limit stays as it is.
+    the paper, its token limit is doubled, but to at most 8,192. A limit above 8,192 stays as it is.
     """
     limits = {name: n for name, n in worker.params.items() if name in LIMITS}
     doubled = {name: max(n, min(2 * n, 8192)) for name, n in limits.items()}
@@ -1017,7 +1023,7 @@ def strip(rollout: Rollout, **changes) -> Rollout:
     """Return a copy of a rollout and its previous rounds without their pools and problems.
 
     Pools and problems can neither be sent to other ranks nor be written to a file. `changes` are
-    values of further fields to set in all rounds.
+    new values for other fields, and apply to all rounds.
     """
     previous = rollout.previous and strip(rollout.previous, **changes)
     return replace(rollout, pool=[], problem=None, previous=previous, **changes)
@@ -1026,9 +1032,9 @@ def strip(rollout: Rollout, **changes) -> Rollout:
 def rollout_to_json(rollout: Rollout, with_tokens: bool = False) -> dict:
     """Return a rollout as a dict for json.dumps.
 
-    The problem is replaced by its id, and the pool is emptied, as are token ids and
-    log-probabilities unless `with_tokens`. For readers of the file, the dict also has the answer
-    and the totals of calls, tokens and cost.
+    The dict has the problem's id instead of the problem, and an empty pool. Token ids and
+    log-probabilities are also empty unless `with_tokens`. For people who read the file, the dict
+    also has the answer and the totals of calls, tokens and cost.
     """
     changes = {} if with_tokens else {"prompt_ids": [], "tokens": [], "logprobs": []}
     values = asdict(strip(rollout, **changes))
@@ -1057,7 +1063,7 @@ def rollout_from_json(values: dict) -> Rollout:
 
 
 def view(rollout: Rollout) -> str:
-    """Return all rounds as text: each step's worker, subtask, access and response, and totals."""
+    """Return a text that shows a rollout: the steps of all rounds, the answer and the totals."""
     lines = [f"Question: {rollout.question}"]
     for number, one in enumerate(rollout.rounds()):
         steps = one.workflow.steps if one.workflow else []
@@ -1085,7 +1091,7 @@ def view_step(rollout: Rollout, i: int) -> list[str]:
     step = rollout.workflow.steps[i]
     reply = rollout.replies[i]
     if step.wrote_all:
-        sees = "all before"
+        sees = "everything before"
     else:
         sees = f"steps {step.access}" if step.access else "the question"
     text = (reply.text or f"(empty; it ended by {reply.finish!r})") if reply else "(none)"
@@ -1179,7 +1185,7 @@ def as_example(rollout: Rollout) -> dict:
 
 
 def read_examples(file: str) -> list[dict]:
-    """Return the examples of all sets in a file as one list. Raises ValueError if one is wrong."""
+    """Return all examples in a file as one list. Raises ValueError if an example is invalid."""
     examples = []
     try:
         for one_set in read_json(file).values():
@@ -1243,8 +1249,9 @@ def choose_pool(checkpoint: str, pool: str) -> str:
 
     Raises:
         ValueError: The pool does not match the one that the Conductor was trained with; or no pool
-            is named and that one is not local. The user then has to name the pool, so that a
-            downloaded checkpoint cannot decide which hosts receive the questions and get paid.
+            is named, and the Conductor was trained with a pool that is not local. The user must
+            name such a pool, so that a downloaded checkpoint cannot decide which hosts receive the
+            questions and get paid.
     """
     try:
         prompting, trained_spec, names = read_prompting(checkpoint)
@@ -1265,6 +1272,8 @@ def choose_pool(checkpoint: str, pool: str) -> str:
         # In the local pools, compare only trades: a "tired coder" may take the place of a "coder".
         return [name.split()[-1] for name in names] if is_local else names
 
+    # If the prompt shows notes, any workers that have notes will do. If not, the Conductor knows
+    # workers only by their numbers, so the same workers must be present in the same order.
     if prompting.notes:
         silent = [name for name, row in zip(present, rows) if not row.get("note")]
         if silent:
@@ -1294,11 +1303,12 @@ def numbers_of(names: str, pool: list) -> list[int]:
 #
 # Three kinds of threads serve a request. The request's own thread is the only one that writes to
 # the client, `conduct` runs in a thread of Service.conducting, and workers are called in threads of
-# THREADS. No thread waits for another one of the same kind, so requests cannot deadlock.
+# THREADS. No thread waits for a thread of the same kind, so requests cannot deadlock.
 
 CONDUCTING = 256  # the maximum number of requests that are conducted at the same time
 WAITING = 1024  # the maximum number of further requests that wait for their turn
-# Part of a rollout's error -> (HTTP status, OpenAI's error code). The first part found counts.
+# Part of a rollout's error -> (HTTP status, OpenAI's error code). The first part that an error
+# contains decides.
 ERRORS = {
     "the budget of $": (402, "insufficient_quota"),
     "the prompt has ": (400, "context_length_exceeded"),
@@ -1366,11 +1376,11 @@ NOBODY_WAITS = "stopped, as nobody waits for the answer"
 
 
 class ConductorHandler(Handler):
-    """Answers chat requests with workflows of one or more rounds, and serves the web page."""
+    """Answer chat requests with workflows of one or more rounds, and serve the web page."""
 
     models = ["conductor", "conductor-recursive"]
     public_paths = ("/",)
-    write_failed = False  # True after a write failed because the client had left
+    write_failed = False  # whether a write has failed because the client had disconnected
 
     def page(self, path: str):
         """Return the content at a path: the web page, its data, or what the base class serves."""
@@ -1406,7 +1416,7 @@ class ConductorHandler(Handler):
             self.log(body["model"], outcome, last, time.monotonic() - started)
 
     def question(self, messages: list[dict]) -> Rollout:
-        """Return a rollout with the last user message as question and all others as context."""
+        """Return a rollout of the last user message, with all other messages as its context."""
         service = self.server.service
         users = [i for i, message in enumerate(messages) if message["role"] == "user"]
         if not users:
@@ -1425,7 +1435,8 @@ class ConductorHandler(Handler):
     def conduct_and_stream(self, asked: Rollout) -> Rollout:
         """Conduct a question in another thread, stream its steps, and return the last round."""
         service = self.server.service
-        # Events of steps that start or end; finally the last round, or an exception.
+        # Receives an event whenever a step starts or ends, and finally the last round or an
+        # exception.
         events = queue.SimpleQueue()
 
         def call(rollout, i):
@@ -1465,7 +1476,7 @@ class ConductorHandler(Handler):
                 self.stream(event)
 
     def stream(self, event: dict | None):
-        """Send an event as reasoning text, which front ends show. For None, send a keep-alive."""
+        """Send an event as reasoning text, which front ends show, or a keep-alive if it is None."""
         if self.hung_up():
             return
         try:
@@ -1484,14 +1495,14 @@ class ConductorHandler(Handler):
         """Send the answer of the last round that has one, or raise Refusal if no round does."""
         if self.hung_up():
             raise ConnectionAbortedError
-        while last.error and last.previous:  # The round before a lost one has an answer.
+        while last.error and last.previous:  # The round before a lost round has an answer.
             last = last.previous
         if last.error or last.invalid:
             sentence = last.error or f"the Conductor wrote no workflow: {last.invalid}"
             status, code = next(ERRORS[part] for part in ERRORS if part in sentence)
             if status == 502 and self.body.get("stream"):
-                # Some proxies replace the body of a 502, so start a stream (with status 200), in
-                # which the sentence gets through.
+                # Some proxies replace the body of a 502, and the client would not see the sentence.
+                # So start the stream (with status 200), and send the error as an event.
                 self.send_comment("the workflow failed")
             raise Refusal(status, sentence, code, {"x-should-retry": "false"})
 
@@ -1513,7 +1524,7 @@ class ConductorHandler(Handler):
         """Print a line to stderr: model, outcome, steps, seconds, dollars and remaining budget."""
         parts = [f"{model}: {outcome}"]
         if last:
-            # If a worker conducts, the same budget pays for it, but this sum does not include it.
+            # If a worker conducts, the budget also pays for its calls, but this cost excludes them.
             cost = "unknown cost" if last.cost is None else f"${last.cost:.4f} for the steps"
             parts += [f"{last.calls} steps", f"{seconds:.1f} s", cost]
         budget = getattr(self.server.service.pool[0], "budget", None)
@@ -1549,7 +1560,7 @@ def in_words(event: dict) -> str:
 
 
 def run_page(run: str, path: str) -> dict | list | None:
-    """Return what the page at a path shows of a run: settings, metrics or an iteration's rollouts.
+    """Return the part of a run's data at a path: settings, metrics or an iteration's rollouts.
 
     For any other path, return None, so that no other file can be read.
     """
@@ -1572,12 +1583,12 @@ def run_page(run: str, path: str) -> dict | list | None:
 
 
 def share_batches(write):
-    """Return a writer that many threads can call and that samples their prompts in shared batches.
+    """Return a writer that many threads can call. Their rollouts are written in shared batches.
 
     A single background thread calls `write`, each time with all the rollouts that are waiting. The
     batch does not affect what is written (see model_writer).
     """
-    waiting = queue.SimpleQueue()  # (rollout, the queue on which its caller awaits it)
+    waiting = queue.SimpleQueue()  # (rollout, the queue that gets the rollout once it is written)
 
     def write_batches():
         while True:
@@ -1656,9 +1667,11 @@ class Settings:
         "", "comma-separated names of the workers that may be used; if empty, all of them"
     )
     conductor: str = flag("", "the name of a worker that conducts instead of the checkpoint")
-    budget: float = flag(0.0, "the most that all calls may cost, in dollars; 0: no limit")
+    budget: float = flag(0.0, "the maximum cost of all calls, in dollars; 0: no limit")
     extra_rounds: int = flag(
-        0, "maximum rounds after the first, in which the Conductor may revise the answer (§3.2)"
+        0,
+        "maximum rounds after the first, in which the Conductor may revise the answer (§3.2); with "
+        "serve: for the model conductor-recursive, and 0 means 1",
     )
     temperature: float = flag(
         0.2, "the Conductor's sampling temperature; 0: always take the most likely token"
@@ -1694,7 +1707,7 @@ def question_of(words: list[str]) -> str:
     if not words and sys.stdin and not sys.stdin.isatty():
         text = sys.stdin.read()
     elif words:
-        # Because "how" is in the list, "how many?" is not mistaken for a misspelled "show".
+        # With "how" in the list, "how many?" is not mistaken for a misspelled "show".
         commands = ["show", "serve", "help", "how"]
         near = difflib.get_close_matches(words[0].lower(), commands, 1, 0.75)
         if near and near != ["how"]:
@@ -1760,7 +1773,7 @@ def answer(asked: Rollout, write, prompting: Prompting, extra_rounds: int):
     [rollout] = conduct(write_aloud, [asked], extra_rounds, prompting, call=call)
     print(view(rollout), flush=True)
     calls = sum(worker.calls for worker in asked.pool)
-    if calls > rollout.calls:  # A worker conducted. Include its calls.
+    if calls > rollout.calls:  # A worker conducted. Also print the totals with its calls.
         spent = sum(worker.spent for worker in asked.pool)
         print(f"with the Conductor's: {calls} calls, ${spent:.4f}", flush=True)
     sys.exit("the workflow failed" if rollout.error or rollout.invalid else 0)
