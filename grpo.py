@@ -32,7 +32,8 @@ from torch.utils.checkpoint import checkpoint
 from model import Qwen, in_bf16_on_gpu
 from workflow import Rollout
 
-# Newer versions of torch require this argument if keys have fewer heads than queries.
+# If keys have fewer heads than queries, newer versions of torch require this argument. Older
+# versions do not have it.
 GQA = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 # ---- Advantages (Eq. 2) --------------------------------------------------------------------------
@@ -66,7 +67,7 @@ def advantages(rewards, mask=None):
 
 
 def set_advantages(groups: list[list[Rollout]], recursion=False, cost_weight=0.0):
-    """Set `advantage` and `wrong_share` of every rollout from the rewards of its group.
+    """Set `advantage` and `wrong_share` of every rollout from the results of its group.
 
     A reward of None marks a lost rollout. All groups have the same size.
 
@@ -74,8 +75,8 @@ def set_advantages(groups: list[list[Rollout]], recursion=False, cost_weight=0.0
         recursion: Whether to divide the advantages of first rounds by 4. The paper multiplies the
             reward of a first round by 1/4, but the division by std in Eq. 2 would cancel that.
         cost_weight: How much advantage a rollout loses for each dollar that it costs above its
-            group's mean. The loss is subtracted after Eq. 2, because the division by std would
-            blow up even a tiny difference in cost.
+            group's mean. This penalty is subtracted after Eq. 2. If it were part of the reward, the
+            division by std would blow up even a tiny difference in cost.
     """
     rewards = [[rollout.reward or 0.0 for rollout in group] for group in groups]
     mask = [[rollout.reward is not None for rollout in group] for group in groups]
@@ -102,7 +103,7 @@ def set_advantages(groups: list[list[Rollout]], recursion=False, cost_weight=0.0
 def packed_logprobs(
     model: Qwen, groups, temperature=1.0, n_ids=None, reference: Qwen | None = None
 ):
-    """Return log π of each token of the completions, and the KL to a reference, with gradients.
+    """Return log π and the KL to a reference for each token of the completions, with gradients.
 
     All groups are packed into one row of T tokens. For example, the prompt 5 6 with the completions
     7 and 8 9 is laid out as
@@ -143,7 +144,7 @@ def packed_logprobs(
 def token_logprobs(
     model: Qwen, prompt: list[int], completions: list[list[int]], temperature=1.0, n_ids=None
 ):
-    """Return a 1-D tensor for each completion of a prompt: log π of its tokens, with gradients."""
+    """Return log π of each completion's tokens as a list of 1-D tensors, with gradients."""
     logprobs, _ = packed_logprobs(model, [(prompt, completions)], temperature, n_ids)
     return list(logprobs.split([len(completion) for completion in completions]))
 
@@ -181,8 +182,9 @@ def update(
     Args:
         rollouts: This rank's share, with `advantage` and `wrong_share` set.
         clip: ε of Eq. 1.
-        beta: The weight of the KL. It is multiplied by each rollout's wrong_share, so that the
-            policy keeps exploring questions it fails but can become certain about those it solves.
+        beta: The weight of the KL. It is multiplied by each rollout's wrong_share, so the policy
+            keeps exploring the questions that it fails, but can become certain about the questions
+            that it solves.
         reference: π_ref; needed if beta > 0.
         temperature, n_ids: The settings with which the rollouts were sampled.
         token_budget: The maximum number of tokens in a micro-batch, not counting its first prompt.
@@ -190,9 +192,9 @@ def update(
         max_grad_norm: A gradient with a larger norm is scaled down to this norm.
 
     Returns:
-        {name: number}: the mean of each of `statistics` over all tokens on all ranks that have a
-        gradient (None if no token has one), grad_norm before clipping, and skipped, which is 1 if
-        the step was skipped and 0 otherwise.
+        {name: number}: the mean of each of `statistics` over all ranks' tokens that have a gradient
+        (None if no token has one), grad_norm before clipping, and skipped, which is 1 if the step
+        was skipped and 0 otherwise.
     """
     # Rollouts with neither an advantage nor a KL term have no gradient. They still count in the
     # mean, which divides by the number of all rollouts.
@@ -207,17 +209,19 @@ def update(
     [most_batches] = all_reduce([len(batches)], device, dist.ReduceOp.MAX)
     batches += [[]] * (int(most_batches) - len(batches))
 
+    # The sum of each statistic over tokens, then the number of tokens.
     sums = torch.zeros(len(STATISTICS) + 1, dtype=torch.float64, device=device)
     for batch in batches:
         old, advantage, kl_weight, scale = token_columns(batch, beta, n_rollouts, device)
         new, kl = packed_logprobs(
             model, by_prompt(batch), temperature, n_ids, reference if beta else None
         )
-        new, kl = new[: len(old)], kl[: len(old)]  # Drop the dummy token.
+        # An empty batch was packed as one dummy token: drop it.
+        new, kl = new[: len(old)], kl[: len(old)]
         per_token = surrogate(new, old, advantage, clip) - kl_weight * kl
         objective = (per_token * scale).sum()
-        # `scale` already divides by the rollouts of all ranks. FSDP then averages gradients over
-        # ranks, and the factor `world` undoes that.
+        # `scale` already divides by the number of rollouts on all ranks. FSDP also averages the
+        # gradients over ranks; the factor `world` undoes this.
         (-objective * world).backward()
         sums += statistics(new, old, kl, clip)
 
@@ -228,10 +232,10 @@ def update(
 
 
 def token_columns(batch: list[Rollout], beta: float, n_rollouts: float, device):
-    """Return (4, N): what Eq. 1 needs for each token of a batch, besides its new log-probability.
+    """Return a tensor (4, N) of what Eq. 1 needs for each token of a batch, apart from log π.
 
-    The four tensors (N) are log π_old, the advantage, the weight of the KL, and the weight of the
-    token in the mean over all rollouts and their tokens.
+    The four rows are log π_old, the advantage, the weight of the KL, and the weight of the token in
+    the mean over rollouts and their tokens. `n_rollouts` counts the rollouts of all ranks.
     """
     rows = []
     for rollout in batch:
@@ -263,7 +267,7 @@ STATISTICS = ("gap", "approx_kl", "clipfrac", "entropy", "kl")
 
 @torch.no_grad()
 def statistics(new, old, kl, clip):
-    """Return a tensor of sums over tokens in the order of STATISTICS, then the number of tokens.
+    """Return a tensor: the sum over tokens of each of STATISTICS, then the number of tokens.
 
     gap:        |log π - log π_old|
     approx_kl:  ρ - 1 - log ρ, an estimate of KL(π_old ‖ π)
@@ -317,7 +321,7 @@ def packed_attention(lengths: list[int], seen: list[list[int]], device):
             causal: a token that is n positions before the piece's last one attends to all of these
             places except the final n.
     """
-    places = torch.tensor([*itertools.chain(*seen)], device=device)  # (S)
+    places = torch.tensor([*itertools.chain(*seen)], device=device)  # (S), where S = sum(n_seen)
     n_seen = [len(some) for some in seen]
     ends = []  # the pieces' boundaries, first among the T queries, then among the S keys
     for sizes in (lengths, n_seen):
@@ -326,12 +330,14 @@ def packed_attention(lengths: list[int], seen: list[list[int]], device):
 
     def attend(layer_idx, q, k, v):  # q (1, H, T, D), k and v (1, Hkv, T, D) -> (1, H, T, D)
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # (T, H or Hkv, D)
-        # Gather in fp32, because the gradients of all completions add up in the prompt's keys.
+        # Gather in fp32, because backward adds up the gradients of all completions in the keys and
+        # values of their prompt.
         k = k.float().index_select(0, places)  # (S, Hkv, D)
         v = v.float().index_select(0, places)
         if in_bf16_on_gpu(q):
             longest = (max(lengths), max(n_seen))
             k, v = k.to(q.dtype), v.to(q.dtype)
+            # The window (-1, 0) makes attention causal.
             y = varlen_attn(q, k, v, *ends, *longest, window_size=(-1, 0), **GQA)
         else:
             y = attend_in_turn(q.float(), k, v, lengths, n_seen).to(q.dtype)
@@ -344,10 +350,11 @@ def attend_in_turn(q, k, v, lengths: list[int], n_seen: list[int]):
     """Compute varlen_attn's result with ordinary attention calls: q (T, H, D) -> (T, H, D).
 
     k and v (S, Hkv, D) hold the keys and values that the pieces attend to, one piece after another.
-    One call computes all neighbouring pieces of equal size. The arguments are fp32, because on a
-    CPU the backward pass of the fused kernel is slow in bf16.
+    One call computes all neighbouring pieces that have the same numbers of tokens and of keys. The
+    arguments are fp32, because the fused kernel's backward pass is slow in bf16 on a CPU.
     """
-    batches = []  # (number of pieces, tokens in a piece, keys that its last token attends to)
+    # Each batch is (number of pieces, tokens in a piece, keys that the piece's last token sees).
+    batches = []
     for (length, n), some in itertools.groupby(zip(lengths, n_seen)):
         batches.append((len([*some]), length, n))
     q_parts = q.split([pieces * length for pieces, length, _ in batches])
@@ -357,8 +364,9 @@ def attend_in_turn(q, k, v, lengths: list[int], n_seen: list[int]):
     y = []
     for (pieces, length, n), *qkv in zip(batches, q_parts, k_parts, v_parts):
         qkv = [x.unflatten(0, (pieces, -1)).transpose(1, 2) for x in qkv]  # (pieces, …, D)
-        # is_causal=True would align the diagonal with the upper left corner, and a mask in the form
-        # of a tensor would select a kernel that takes quadratic memory.
+        # A piece's last token attends to all n keys. is_causal=True would instead let its first
+        # token attend to the first key only. A tensor as the mask would select a kernel that takes
+        # quadratic memory.
         mask = causal_lower_right(length, n)
         part = F.scaled_dot_product_attention(*qkv, mask, enable_gqa=True)
         y.append(part.transpose(1, 2).flatten(0, 1))
@@ -371,8 +379,8 @@ HEAD_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 22}  # max logits in memory at a tim
 def of_targets(model, hidden, targets, temperature, n_ids, reference=None, ref_hidden=None):
     """Return packed_logprobs' result (2, N), from hidden states (N, C) that predict targets (N).
 
-    All logits together, (N, V), would take gigabytes. They are computed one part at a time, and
-    computed again in the backward pass, so that no part has to be kept.
+    All logits together, (N, V), would take gigabytes. So they are computed one part at a time, and
+    computed again in the backward pass instead of being kept.
 
     The KL is an exact sum over all ids. GRPO usually estimates the KL from the sampled token alone,
     as π_ref/π - log(π_ref/π) - 1. The gradient of that estimate is right on average, but a single
@@ -408,10 +416,13 @@ def all_logprobs(policy: Qwen, hidden, temperature, n_ids):
 def micro_batches(rollouts: list[Rollout], token_budget: int) -> list[list[Rollout]]:
     """Split rollouts into batches of at most `token_budget` tokens.
 
-    A rollout that exceeds the budget is a batch by itself. Rollouts are sorted by prompt, then by
-    length, because attend_in_turn computes neighbours of equal size in one call. A prompt counts
-    once per batch, except that the batch's first prompt is free. If that counted, a long prompt
-    could use up the budget, and would then be computed again for every few completions.
+    A rollout that exceeds the budget is a batch by itself. Rollouts are sorted by prompt, because a
+    batch computes each prompt only once, and then by length, because attend_in_turn computes
+    neighbours of equal length in one call.
+
+    The tokens of a prompt count once per batch, but those of the batch's first prompt do not count.
+    If they did, a long prompt could use up the budget, and would then be computed again for every
+    few completions.
     """
     batches, size = [], 0
     for rollout in sorted(rollouts, key=lambda r: (r.prompt_ids, len(r.tokens))):
@@ -434,7 +445,7 @@ def by_prompt(batch: list[Rollout]):
 
 
 def all_reduce(values: list[float], device, op=dist.ReduceOp.SUM) -> list[float]:
-    """Return the sum of each number over all ranks, or its reduction with a different `op`."""
+    """Return each number summed over all ranks, or reduced with a different `op`."""
     total = torch.tensor(values, dtype=torch.float64, device=device)
     if dist.is_initialized():
         dist.all_reduce(total, op)

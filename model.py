@@ -76,18 +76,22 @@ class Config:
 
     @classmethod
     def from_pretrained(cls, path: str) -> "Config":
-        """Read config.json from a folder or from a repository of the Hugging Face hub.
+        """Read config.json from a folder or from a repository on the Hugging Face hub.
 
-        Raises ValueError, naming the key, if a value is invalid or not implemented.
+        Raises ValueError, naming the file, if a value is missing, invalid or not supported.
         """
         file = os.path.join(fetch(path, "config.json"), "config.json")
         found = read_json(file)
         rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
         if not isinstance(rope, dict):
             raise ValueError(f"{file}: {rope!r} is not a description of RoPE scaling")
+        # Copy the RoPE settings to the top level, because transformers 5 stores rope_theta among
+        # them. Older files write `type` for rope_type.
         rope = {"rope_type": rope.get("type", "default")} | rope
-        found = rope | found  # transformers 5 puts rope_theta into rope_parameters
+        found = rope | found
         refuse_unknown(file, found)
+
+        # Keep only the settings that `stretch` uses.
         found["rope_scaling"] = None
         if found["rope_type"] == "llama3":
             keys = ("rope_type", *LLAMA3_ROPE)
@@ -97,13 +101,15 @@ class Config:
         for f in fields(cls):
             value = found.get(f.name)
             if value is None and f.default is None:
-                continue  # __post_init__ derives it from the model type.
+                continue  # None is allowed here, and __post_init__ may replace it.
+            # A float may be written as an int in config.json: rope_theta is usually 1000000.
             is_number = f.type in (int, float, int | None)
             if not isinstance(value, f.type | int) or (is_number and not is_positive(value)):
                 raise ValueError(f"{file}: {f.name} is {value!r}, which makes no sense")
             values[f.name] = value
         config = cls(**values)
 
+        # Query heads share key-value heads evenly, and RoPE rotates a head's channels in pairs.
         heads_per_kv_head = config.num_attention_heads / config.num_key_value_heads
         is_shape = heads_per_kv_head.is_integer() and config.head_dim % 2 == 0
         if not is_shape or config.num_hidden_layers > 1000:
@@ -116,7 +122,7 @@ def refuse_unknown(file: str, found: dict):
 
     Args:
         file: the path of config.json, for the message.
-        found: the contents of config.json, including the values of its RoPE settings.
+        found: the contents of config.json, with its RoPE settings copied to the top level.
     """
     act = found.get("hidden_act", "silu")
     rope_type = found["rope_type"]
@@ -145,14 +151,18 @@ def is_positive(value) -> bool:
 
 
 def in_bf16_on_gpu(x) -> bool:
-    """Return whether x is a bf16 tensor on CUDA. Fused kernels are used only for such tensors."""
+    """Return whether x is a bf16 tensor on CUDA.
+
+    Functions marked @fused are compiled, and grpo.py calls varlen_attn, only for such tensors.
+    """
     return x.is_cuda and x.dtype == torch.bfloat16
 
 
 def fused(function):
     """Decorate a function of tensors so that it runs as a single kernel if that is faster.
 
-    torch.compile makes the kernel. Set TORCHDYNAMO_DISABLE=1 to turn this off.
+    The kernel comes from torch.compile. The environment variable TORCHDYNAMO_DISABLE=1 turns
+    compilation off.
     """
 
     @functools.wraps(function)
@@ -167,23 +177,23 @@ def fused(function):
 def is_worth_fusing(x) -> bool:
     """Return whether a compiled function of x is faster than one kernel per operation.
 
-    Each call of a compiled function takes about 0.1 ms of CPU time. The sampler, which runs in
-    inference mode, rarely pays that, because it replays its steps as CUDA graphs. For a large
-    tensor the time does not matter, because the GPU is busy for longer than 0.1 ms anyway.
+    Calling a compiled function costs about 0.1 ms of CPU time. The sampler, which runs in inference
+    mode, rarely makes such calls, because it replays its steps as CUDA graphs. For a large tensor,
+    the cost is hidden, because the GPU is busy for longer than 0.1 ms.
     """
     return in_bf16_on_gpu(x) and (torch.is_inference_mode_enabled() or x.numel() >= FUSE_FROM)
 
 
-FUSE_FROM = 1 << 24  # elements of a tensor
+FUSE_FROM = 1 << 24  # min elements of a tensor, outside inference mode
 
 
 @functools.cache
 def compiled(function):
-    """Return a function that compiles `function` whenever it gets a new kind of tensors.
+    """Return `function` wrapped by torch.compile, which makes a kernel for each kind of arguments.
 
-    Tensors of different sizes are of the same kind, except that a size of 1 or a model with other
-    widths makes a new kind. So does turning gradients on or off. After 64 kinds, the existing
-    kernels stay in use, and tensors of any further kind are computed without compilation.
+    One kernel serves tensors of different sizes, but a size of 1, a model with different widths,
+    and turning gradients on or off each require another. After 64 kernels, no more are made, and
+    arguments of a new kind are computed without compilation.
     """
     announce_compilation()
     torch._dynamo.config.recompile_limit = 64
@@ -205,8 +215,8 @@ class RMSNorm(nn.RMSNorm):
 def normalize(x, weight, eps: float):
     """Return RMSNorm of x (…, C) in the dtype of x.
 
-    As in transformers, x is normalized in fp32, rounded, and then multiplied by the weight (C). If
-    F.rms_norm were given the weight, it would round only after the multiplication.
+    As in transformers, x is normalized in fp32, rounded to its dtype, and then multiplied by the
+    weight (C). If F.rms_norm were given the weight, it would round only after the multiplication.
     """
     return weight * F.rms_norm(x, weight.shape, eps=eps)
 
@@ -236,8 +246,8 @@ def stretch(frequency, scaling: dict):
     """Return RoPE's frequencies for a longer context, as Llama 3.1 computes them.
 
     A frequency that makes more than high_freq_factor turns within the original context is kept. One
-    that makes fewer than low_freq_factor turns is divided by `factor`. Those in between are
-    interpolated.
+    that makes fewer than low_freq_factor turns is divided by `factor`. For a number of turns in
+    between, the result is interpolated linearly.
     """
     factor, low, high, length = (scaling[key] for key in LLAMA3_ROPE)
     turns = length * frequency / (2 * math.pi)
@@ -247,7 +257,7 @@ def stretch(frequency, scaling: dict):
 
 @fused
 def rotate(x, cos, sin):
-    """Rotate queries or keys x (B, H, T, D) by the angles in the tables of `rotary`, in fp32.
+    """Rotate queries or keys x (B, H, T, D) by the angles in `rotary`'s tables, computing in fp32.
 
     Channels i and i + D/2 form a pair. Rolling x by D/2 swaps the two channels of each pair.
     """
@@ -258,7 +268,8 @@ def rotate(x, cos, sin):
 def causal(layer_idx: int, q, k, v):
     """The default `attend`: each token attends to itself and to all tokens before it.
 
-    q is (B, H, T, D), k and v are (B, Hkv, T, D); returns (B, H, T, D).
+    q is (B, H, T, D), k and v are (B, Hkv, T, D); returns (B, H, T, D). layer_idx is not used here;
+    an `attend` with a KV cache needs it.
     """
     dtype = q.dtype
     if q.device.type == "cpu":  # On a CPU, attention in bf16 is no faster than in fp32.
@@ -278,7 +289,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(C, kv_size, bias=config.attention_bias)
         self.v_proj = nn.Linear(C, kv_size, bias=config.attention_bias)
         self.o_proj = nn.Linear(q_size, C, bias=config.attention_output_bias)
-        self.joined = None  # the (weight, bias) that `join` makes from q_proj, k_proj and v_proj
+        self.joined = None  # after Qwen.join: q_proj, k_proj and v_proj as one (weight, bias)
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
@@ -302,7 +313,7 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.joined = None  # the (weight, bias) that `join` makes from gate_proj and up_proj
+        self.joined = None  # after Qwen.join: gate_proj and up_proj as one (weight, None)
 
     def forward(self, x):
         gate, up = project(x, (self.gate_proj, self.up_proj), self.joined)
@@ -315,7 +326,7 @@ def swiglu(gate, up):
 
 
 def project(x, linears, joined):
-    """Return each linear's output for x. If they are joined, compute all in a single product."""
+    """Return each linear's output for x, all from one matrix product if `joined` is given."""
     if joined is None:
         return [linear(x) for linear in linears]
     return F.linear(x, *joined).split([linear.out_features for linear in linears], dim=-1)
@@ -343,9 +354,11 @@ class LoRALinear(nn.Linear):
     """A frozen Linear plus a trained low-rank part: W x + b + B (A x) (LoRA, arXiv:2106.09685).
 
     A (rank, in) is initialized to random rows of length 1 and B (out, rank) to zeros, so initially
-    nothing is added. Both are stored in fp32; the products are computed in the dtype of x. The
-    usual factor alpha/rank is left out because the rows of A have length 1: if A is square and
-    orthogonal, a step of plain SGD on B adds to B A exactly what a step on W would add to W.
+    nothing is added. Both are stored in fp32; the products are computed in the dtype of x.
+
+    The usual factor alpha/rank is left out, because rows of length 1 already give the update the
+    right scale: if A is square and orthogonal, a step of plain SGD on B changes B A exactly as a
+    step on W would change W.
     """
 
     def __init__(self, linear: nn.Linear, rank: int):
@@ -374,7 +387,7 @@ def add_lora(model: "Qwen", rank: int):
         add_lora(model, rank=16)
         optimizer = AdamW([p for p in model.parameters() if p.requires_grad])
         …
-        sampler.load_state_dict(merge_lora(model.state_dict()))
+        sampler.load_state_dict(merge_lora(model.state_dict()))  # sampler: a Qwen without LoRA
     """
     model.requires_grad_(False)
     for layer in model.model.layers:
@@ -384,7 +397,7 @@ def add_lora(model: "Qwen", rank: int):
 
 
 def merge_lora(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a state dict without A and B, in which each W is W + B A, computed in fp32."""
+    """Return the state dict with each W replaced by W + B A, computed in fp32, and no A or B."""
     merged = {name: tensor for name, tensor in state.items() if ".lora_" not in name}
     for name, A in state.items():
         if name.endswith(".lora_A"):
@@ -412,7 +425,7 @@ class Qwen(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        # The GPU to compute on, if --offload keeps the weights in the CPU's memory.
+        # The GPU to compute on, if train.py's --offload keeps the weights in the CPU's memory.
         self.compute_device = None
         self.recompute = False  # True: activation checkpointing, one layer at a time
         # In Hugging Face's checkpoints, every name except lm_head's begins with `model.`.
@@ -440,8 +453,8 @@ class Qwen(nn.Module):
             positions: (B, T); by default, 0 … T-1 in each sequence.
             attend: computes attention in place of `causal`: (layer_idx, q, k, v) -> (B, H, T, D).
             head: computes the result from hidden states (B, T, C) in place of `logits`, for
-                instance at fewer positions. It must be called inside `forward`, the only place
-                where FSDP has gathered the weights of lm_head.
+                instance at fewer positions. A caller cannot do this after `forward`, because FSDP
+                gathers the weights of lm_head only while `forward` runs.
         """
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
@@ -486,14 +499,14 @@ class Qwen(nn.Module):
     def from_pretrained(
         cls, path: str, dtype=torch.float32, device="cpu", shard=None, lora_rank=0
     ) -> "Qwen":
-        """Load a checkpoint from a folder or from a repository of the Hugging Face hub.
+        """Load a checkpoint from a folder or from a repository on the Hugging Face hub.
 
         Args:
             dtype: the dtype of the weights; None keeps the file's. LoRA matrices are always fp32.
             shard: if given, shard(model) applies FSDP to the empty model in place. Each rank then
                 keeps only its part of every tensor.
-            lora_rank: the rank of the LoRA matrices to add (see `add_lora`), which freezes the
-                weights; 0: add none.
+            lora_rank: if not 0, freeze the weights and add LoRA matrices of this rank (see
+                `add_lora`).
 
         Raises ValueError, naming the file, tensor or key, if a file is damaged or if the weights do
         not match config.json.
@@ -507,19 +520,22 @@ class Qwen(nn.Module):
         state = read_tensors(path)
         parameters = dict(model.named_parameters())
 
-        # Drop the zero biases of a Qwen2 that was saved as a Llama. Add initial LoRA matrices.
+        # A Qwen2 that was saved as a Llama has a zero bias in each o_proj: drop these biases.
         if is_llama_with_zero_bias(model.config):
             state = {name: p for name, p in state.items() if not name.endswith("o_proj.bias")}
+
+        # LoRA matrices are not in the checkpoint: add their initial values.
         for name, module in model.named_modules():
             if isinstance(module, LoRALinear):
                 A, B = module.start(lora_rank, "cpu")
                 state |= {f"{name}.lora_A": A, f"{name}.lora_B": B}
 
+        # Convert each tensor and, with FSDP, keep only this rank's part.
         for name, tensor in state.items():
             state[name] = tensor.to(device, torch.float32 if ".lora_" in name else dtype)
             if shard and name in parameters:
                 state[name] = own_part(state[name], parameters[name]).to(device)
-        if model.config.tie_word_embeddings:
+        if model.config.tie_word_embeddings:  # The checkpoint holds the tied tensor only once.
             state["lm_head.weight"] = state.get("model.embed_tokens.weight")
 
         try:
@@ -533,9 +549,9 @@ class Qwen(nn.Module):
     def save_pretrained(self, path: str):
         """Write config.json and model.safetensors in Hugging Face's format.
 
-        Each file is written under a temporary name and then renamed, so a reader never sees half a
-        file. If the folder has a tokenizer that is not Qwen's, a Qwen2 model is written as a Llama
-        (see `has_qwen_tokenizer`).
+        LoRA matrices are merged into the weights. If the folder has a tokenizer that is not Qwen's,
+        a Qwen2 model is written as a Llama (see `has_qwen_tokenizer`). Each file is written under a
+        temporary name and then renamed, so a reader never sees half a file.
         """
         os.makedirs(path, exist_ok=True)
         state = {name: p.detach().cpu().contiguous() for name, p in self.named_parameters()}
@@ -560,7 +576,7 @@ class Qwen(nn.Module):
         write_json(config_file, keys | asdict(config))
         file = os.path.join(path, "model.safetensors")
         save_file(state, file + ".tmp", metadata={"format": "pt"})
-        # safetensors makes the file readable only by its owner; give it config.json's mode.
+        # safetensors makes its file readable by the owner alone; copy the mode of config.json.
         os.chmod(file + ".tmp", os.stat(config_file).st_mode)
         os.replace(file + ".tmp", file)
 
@@ -568,15 +584,15 @@ class Qwen(nn.Module):
 def is_llama_with_zero_bias(config: Config) -> bool:
     """Return whether o_proj has a bias in the checkpoint but not in the model.
 
-    In transformers, a Llama with attention_bias also has a bias in o_proj. So a Qwen2 that is saved
-    as a Llama gets a bias of zeros there.
+    In transformers, attention_bias also gives the o_proj of a Llama a bias. The o_proj of a Qwen2
+    has no bias, so a bias of zeros is written when a Qwen2 is saved as a Llama.
     """
     is_llama = config.model_type == "llama"
     return is_llama and config.attention_bias and not config.attention_output_bias
 
 
 def read_tensors(path: str) -> dict[str, torch.Tensor]:
-    """Return {name: tensor} for a checkpoint. The tensors are memory-mapped, and not read yet."""
+    """Return {name: tensor} for a checkpoint. The tensors are memory-mapped and not yet read."""
     folder = fetch(path, "model.safetensors", "model-*.safetensors")
     state = {}
     for file in sorted(glob.glob("model*.safetensors", root_dir=folder)):
@@ -588,16 +604,17 @@ def read_tensors(path: str) -> dict[str, torch.Tensor]:
 
 
 def own_part(tensor, parameter):
-    """Return this rank's part of a whole tensor, split in the same way as the FSDP parameter."""
+    """Return a DTensor with this rank's part of a tensor, split like the given FSDP parameter."""
     from torch.distributed.tensor import distribute_tensor  # a slow import, only for FSDP
 
     mesh, placements = parameter.device_mesh, parameter.placements
+    # With src_data_rank=None, each rank splits its own copy, without communication.
     part = distribute_tensor(tensor, mesh, placements, src_data_rank=None)
     return part.clone()  # A view would keep the whole tensor in memory.
 
 
 # ---- Precision ---------------------------------------------------------------------------------
-# Turn off cuDNN's attention: on Hopper GPUs, it reportedly takes a second to plan for each new
+# Turn off cuDNN's attention: on Hopper GPUs, it reportedly spends a second on planning for each new
 # sequence length.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -623,8 +640,9 @@ class HeadFP32(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight)
         if hidden.device.type == "cuda":
             return torch.mm(hidden, weight.T, out_dtype=torch.float32)
-        # On a CPU, a product is rounded to bf16. Compute it a second time and subtract the rounded
-        # product, to get what the rounding lost. Two products in bf16 are faster than one in fp32.
+        # On a CPU, a product of bf16 matrices is rounded to bf16. To get what the rounding lost,
+        # addmm computes the product again and subtracts `rounded` before rounding. Two products in
+        # bf16 are faster than one in fp32.
         rounded = hidden @ weight.T
         return rounded.float() + torch.addmm(rounded, hidden, weight.T, beta=-1)
 
@@ -638,15 +656,15 @@ class HeadFP32(torch.autograd.Function):
 # ---- Chat templates ----------------------------------------------------------------------------
 @dataclass
 class ChatTemplate:
-    """How a conversation is written as text. Words in <|…|> are control tokens."""
+    """How a conversation is written as text. Names in <|…|> are control tokens."""
 
     turn: str  # one message, with the placeholders {role} and {content}
     ends: tuple[str, ...]  # the token that ends a turn, then further tokens that end generation
     begin: str = ""  # the text before the first turn
     system: str = ""  # the default system message, used if a conversation has none
-    opening: str = ""  # the text with which the assistant's next answer begins
-    clean: Callable = lambda role, content: content  # returns the content to write
-    jinja_clean: str = "m['content']"  # the Jinja expression for `clean` of a message m
+    opening: str = ""  # the text put at the start of the assistant's next answer
+    clean: Callable = lambda role, content: content  # returns the content as it is written
+    jinja_clean: str = "m['content']"  # what `clean` returns for a message m, in Jinja
 
     def answer(self) -> str:
         """Return the beginning of the assistant's next turn."""
@@ -663,7 +681,7 @@ class ChatTemplate:
 
 
 def without_thoughts(role: str, content: str) -> str:
-    """Remove the thinking block of an earlier answer, as Qwen3's template does."""
+    """Return the content, minus an assistant's thinking block, as Qwen3's template does."""
     if role == "assistant" and "</think>" in content:
         return content.split("</think>")[-1].lstrip("\n")
     return content
@@ -699,11 +717,11 @@ LLAMA3_CHAT = ChatTemplate(
 
 
 def find_template(bpe: BPE, model_type: str) -> ChatTemplate:
-    """Return the chat template whose control tokens the tokenizer has.
+    """Return the chat template that fits the tokenizer.
 
-    A tokenizer with ChatML's control tokens gets Qwen3's template if the model is a Qwen3, else
-    Qwen2.5's. Raises ValueError if no template fits. A template whose control tokens could result
-    from encoding an ordinary text does not fit.
+    A template fits if the tokenizer has all its control tokens and never produces them from plain
+    text. A tokenizer with ChatML's control tokens gets Qwen3's template if the model is a Qwen3,
+    and Qwen2.5's otherwise. Raises ValueError if no template fits.
     """
     for template in (QWEN3_CHAT if model_type == "qwen3" else QWEN2_CHAT, LLAMA3_CHAT):
         tokens = re.findall(CONTROL_TOKEN, template.turn)
@@ -744,9 +762,9 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(cls, path: str) -> "Tokenizer":
-        """Read tokenizer.json from a folder or from a repository of the Hugging Face hub.
+        """Read tokenizer.json from a folder or from a repository on the Hugging Face hub.
 
-        The model type in config.json, if that file exists, decides which ChatML template is used.
+        config.json, if it exists, decides between the chat templates of Qwen2.5 and Qwen3.
         """
         folder = fetch(path, "tokenizer.json", "config.json")
         file = os.path.join(folder, "tokenizer.json")
@@ -758,7 +776,11 @@ class Tokenizer:
             raise ValueError(f"cannot read {file}: {e}") from None
 
     def save_pretrained(self, path: str):
-        """Write tokenizer.json and, for other programs, the chat template and the end tokens."""
+        """Write tokenizer.json and, for other programs, the chat template and the end tokens.
+
+        If the folder already holds a Qwen2 and this tokenizer is not Qwen's, the model is saved
+        again, as a Llama (see `has_qwen_tokenizer`).
+        """
         self.bpe.save(os.path.join(path, "tokenizer.json"))
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -773,8 +795,7 @@ class Tokenizer:
         generation = {"eos_token_id": self.end_ids, "pad_token_id": self.end_ids[-1]}
         write_json(os.path.join(path, "generation_config.json"), generation)
 
-        # If a Qwen2 was saved here before this tokenizer, and the tokenizer is not Qwen's, save the
-        # model again, which makes it a Llama.
+        # If the model was saved first, Qwen.save_pretrained assumed Qwen's tokenizer.
         if os.path.exists(os.path.join(path, "model.safetensors")):
             found = read_json(os.path.join(path, "config.json"))
             if found.get("model_type") == "qwen2" and not has_qwen_tokenizer(path):
@@ -808,8 +829,8 @@ class Tokenizer:
     def fill(self, template: str, role: str = "", content: str = "") -> list[int]:
         """Fill role and content into part of a chat template, and return its token ids.
 
-        Each control token in the template becomes its id. All else, including control tokens in
-        role and content, is encoded as plain text.
+        Each control token in the template becomes its id. Everything else, including what looks
+        like a control token in role or content, is encoded as plain text.
         """
         ids = []
         for part in re.split(CONTROL_TOKEN, template):
@@ -840,7 +861,8 @@ def has_qwen_tokenizer(folder: str) -> bool:
     """Return whether the tokenizer.json in a folder splits text as Qwen2.5's does, or is missing.
 
     With model_type qwen2, transformers 5 reads only the vocabulary and the merges of tokenizer.json
-    and splits text as Qwen does. Any other tokenizer would silently produce different ids.
+    and splits text as Qwen does. With any other tokenizer, it would silently produce wrong ids, so
+    the model is then saved with model_type llama.
     """
     file = os.path.join(folder, "tokenizer.json")
     if not os.path.exists(file):
@@ -853,7 +875,7 @@ def has_qwen_tokenizer(folder: str) -> bool:
 
 # ---- Files -------------------------------------------------------------------------------------
 def fetch(name: str, *patterns: str) -> str:
-    """Return the local folder of a checkpoint.
+    """Return the local folder of a checkpoint, after downloading its files if necessary.
 
     If `name` is not a folder, it is taken for a repository on the Hugging Face hub, and the files
     that match any of the patterns are downloaded into Hugging Face's cache. Raises OSError if the
@@ -872,7 +894,7 @@ def fetch(name: str, *patterns: str) -> str:
 
 
 def read_json(file: str) -> dict:
-    """Return the object in a JSON file. Raises ValueError, naming the file, if it holds none."""
+    """Read a file that holds a JSON object. Raises ValueError, naming the file, if it does not."""
     with open(file, encoding="utf-8") as f:
         try:
             return dict(json.load(f))
@@ -896,10 +918,10 @@ def flag(default, help: str):
 def configure(settings, argv: list[str]) -> list[str]:
     """Set the fields of a dataclass from command-line flags; return the words that are not flags.
 
-    `--lr=1e-3` and `--lr 1e-3` set the field `lr`; the new value gets the type of the current one.
-    A bool is set by `--resume`, `--no-resume` or `--resume=false`. Words after `--` are not flags.
-    `--help` prints all flags and exits. If a flag is unknown or its value is invalid, prints a line
-    that names the flag and exits with status 2, without changing any setting.
+    `--lr=1e-3` and `--lr 1e-3` set the field `lr`; the text is converted to the type of the field's
+    current value. A bool is set by `--resume`, `--no-resume` or `--resume=false`. Words after `--`
+    are not flags. `--help` prints all flags and exits. An unknown flag or an invalid value prints a
+    line that names the flag and exits with status 2, before any setting is changed.
     """
     values = {}
     words = []
@@ -945,8 +967,9 @@ def nearest_flag(settings, name: str) -> str:
 def take_value(rest: list[str], switch: bool) -> str | None:
     """Remove a flag's value from `rest`, the words after the flag, and return the value.
 
-    A switch takes the next word only if it is true or false, and else gets "true": the question in
-    `--resume "a question"` is not a value. Returns None if the value of any other flag is missing.
+    A switch takes the next word only if that is true or false. Otherwise its value is "true", so
+    `--resume "a question"` leaves the question in `rest`. For a flag that is not a switch, returns
+    None if the value is missing.
     """
     if switch:
         return rest.pop(0) if rest and rest[0].lower() in ("true", "false") else "true"
@@ -966,7 +989,7 @@ def parse_value(name: str, text: str | None, kind: type):
     try:
         value = kind(text)
     except ValueError:
-        value = math.nan
+        value = math.nan  # rejected below
     if value != value or value in (math.inf, -math.inf):
         usage_error(f"--{name} is {'a whole' if kind is int else 'a finite'} number, not {text!r}")
     return value

@@ -2,17 +2,18 @@
 
     python sample.py --checkpoint=MODEL "a prompt"
 
-MODEL is a folder in Hugging Face's layout or a name on its hub: Qwen/Qwen2.5-0.5B-Instruct.
+MODEL is a folder in Hugging Face's layout, or the name of a model on its hub, such as
+Qwen/Qwen2.5-0.5B-Instruct.
 
 GRPO samples n rollouts of every prompt. The prompt's keys and values are computed and stored once;
-each rollout stores only the keys and values of its own tokens. The rollouts form a grid of
-Q prompts × R rows. A step feeds the newest token of every row to the model. The token's query q
-attends to the prompt and to the row's own tokens under one softmax:
+each rollout stores only the keys and values of its own tokens. The rollouts form a grid of cells,
+R for each of Q prompts. A step feeds the newest token of every cell to the model. The token's
+query q attends to the prompt and to the cell's own tokens under one softmax:
 
     w = softmax([q · K_prompt | q · K_own] / √D),    y = w_prompt · V_prompt + w_own · V_own
 
-`attend_shared` computes this. The row of a finished rollout keeps drawing tokens, which are
-ignored, until `compact` drops the row. Read workers.py next.
+`attend_shared` computes this. The cell of a finished rollout keeps drawing tokens, which are
+ignored, until `compact` drops the cell. Read workers.py next.
 """
 
 import hashlib
@@ -52,7 +53,7 @@ class Completion:
 def generate(
     model: Qwen, prompts: list[list[int]], n: int = 1, *args, **settings
 ) -> list[list[Completion]]:
-    """Return n rollouts per prompt as [prompt][rollout], given the arguments of generate_each."""
+    """Return n rollouts of each prompt, as [prompt][rollout]. See generate_each for arguments."""
     completions = [[None] * n for _ in prompts]
     for i, j, completion in generate_each(model, prompts, n, *args, **settings):
         completions[i][j] = completion
@@ -81,9 +82,10 @@ def generate_each(
         temperature: If it is below 1e-6, the likeliest token is always taken.
         eos_id: The id or ids that end a rollout.
         n_ids: Only ids below n_ids are drawn, because Qwen2.5's vocabulary is padded with unused
-            ids. None: all ids.
-        numbers: The numbers of each prompt's n rollouts. None: 0 … n-1. Ranks that split the
-            numbers of a prompt among themselves together sample what a single rank would.
+            ids. None: any id may be drawn.
+        numbers: For each prompt, the numbers of its n rollouts. None: 0 … n-1. If several ranks
+            sample a prompt, each with some of the numbers, their rollouts together are those that
+            a single rank would sample.
     """
     if (
         not prompts
@@ -105,7 +107,7 @@ def generate_each(
     seeds = torch.tensor(row_seeds(prompts, numbers, seed))  # (len(prompts), n)
     draw_from = partial(draw, temperature=temperature, n_ids=n_ids)
 
-    # Each grid is freed before the next one is made, because its cache is large.
+    # No name refers to a grid, so its large cache is freed before the next grid is made.
     Q, R = grid_shape(model, longest, max_new_tokens, n)
     for i in range(0, len(prompts), Q):
         for j in range(0, n, R):
@@ -117,8 +119,9 @@ def generate_each(
 def grid_shape(model, longest: int, max_new_tokens: int, n: int) -> tuple[int, int]:
     """Return (Q, R): how many prompts a grid holds, and how many of each prompt's n rollouts.
 
-    The keys and values of a grid take at most 2 GiB on a CPU. On a GPU they take at most a fifth of
-    its memory, because a 7B model leaves about that much free on a 24 GB card.
+    Unless a single rollout needs more, the keys and values of a grid take at most a fifth of the
+    GPU's memory, because a 7B model leaves about that much free on a 24 GB card. On a CPU, they
+    take at most 2 GiB (4 GiB for a bf16 model, because `cache` stores fp32 there).
     """
     device = model.device
     limit = 2 << 30  # bytes
@@ -126,7 +129,7 @@ def grid_shape(model, longest: int, max_new_tokens: int, n: int) -> tuple[int, i
         limit = torch.cuda.get_device_properties(device).total_memory // 5
 
     channels = model.config.num_key_value_heads * model.config.head_dim
-    token = 2 * len(model.model.layers) * channels * model.lm_head.weight.itemsize  # bytes each
+    token = 2 * len(model.model.layers) * channels * model.lm_head.weight.itemsize  # bytes
     prompt = token * padded(longest, device)
     row = token * padded(max_new_tokens, device)
 
@@ -146,10 +149,11 @@ def padded(length: int, device) -> int:
 
 
 def attend_shared(grid, place, layer_idx, q, k, v):
-    """Cache the newest token of each row, and return the attention (N, H, 1, D) of its query.
+    """Cache the newest token of each cell, and return the attention (N, H, 1, D) of its query.
 
-    q is (N, H, 1, D), k and v are (N, Hkv, 1, D), for N = Q*R rows that all have t own tokens.
-    `place` (1) holds t - 1, the newest token's place in the cache of own tokens.
+    q is (N, H, 1, D), k and v are (N, Hkv, 1, D), for N = Q*R cells that all have t own tokens.
+    `place`, a tensor of shape (1), holds t - 1, the newest token's place in the cache of own
+    tokens.
     """
     prompt_kv = grid.prompt_kv[layer_idx]  # (2, Q, Hkv, P, D)
     own_kv = grid.own_kv[layer_idx][..., : grid.T, :]  # (2, N, Hkv, T, D)
@@ -160,13 +164,13 @@ def attend_shared(grid, place, layer_idx, q, k, v):
 
 
 def attend_plainly(q, prompt_kv, own_kv, mask):
-    """Compute in fp32 the attention of each query to its prompt and to its row's own tokens.
+    """Compute in fp32 the attention of each query to its prompt and to its cell's own tokens.
 
     Args:
-        q: (N, H, 1, D), the newest token's query in each of N = Q*R rows. Every G = H/Hkv heads
-            share keys and values.
+        q: (N, H, 1, D), the newest token's query in each of N = Q*R cells. Each group of G = H/Hkv
+            heads shares keys and values.
         prompt_kv: Keys and values of the prompts, (2, Q, Hkv, P, D).
-        own_kv: Keys and values of the rows' own tokens, (2, N, Hkv, T, D).
+        own_kv: Keys and values of the cells' own tokens, (2, N, Hkv, T, D).
         mask: (Q, P + T), -inf for places that are padding or still empty, 0 for all others.
 
     Returns:
@@ -183,7 +187,7 @@ def attend_plainly(q, prompt_kv, own_kv, mask):
     prompt_q = own_q.transpose(1, 2).flatten(2, 3)  # (Q, Hkv, R*G, D)
     prompt_scores = (prompt_q @ prompt_k.mT).view(Q, Hkv, R, -1, P)  # (Q, Hkv, R, G, P)
 
-    # Take one softmax over both.
+    # Take one softmax over the prompt and the own tokens.
     scores = torch.cat((prompt_scores, own_scores.transpose(1, 2).contiguous()), -1)
     mask = mask[:, None, None, None, :]
     scores = torch.add(mask, scores, alpha=D**-0.5)  # mask + scores / √D: (Q, Hkv, R, G, P + T)
@@ -197,15 +201,16 @@ def attend_plainly(q, prompt_kv, own_kv, mask):
 
 
 def attend_in_kernels(q, prompt_kv, prompt_length, own_kv, t):
-    """Compute attend_plainly's result with two kernels, which keep the scores on the chip.
+    """Compute attend_plainly's result by launching `attend_to_part` twice.
 
-    The first kernel attends to the prompts, for all rows of a prompt together. The second kernel
-    attends to each row's own tokens, and continues the softmax of the first.
+    Unlike attend_plainly, the kernel never writes the scores to memory. The first launch attends to
+    the prompts, and processes all cells of a prompt together. The second launch attends to each
+    cell's own tokens, and continues the first launch's softmax.
 
     Args:
         q, prompt_kv, own_kv: See attend_plainly.
         prompt_length: (Q), the number of tokens in each prompt, without padding.
-        t: (1), the number of own tokens in every row.
+        t: (1), the number of own tokens in every cell.
     """
     N, H, _, D = q.shape
     Q, Hkv = prompt_kv.shape[1:3]
@@ -215,11 +220,13 @@ def attend_in_kernels(q, prompt_kv, prompt_length, own_kv, t):
     prompt_y = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     prompt_lse = torch.empty(N, H, dtype=torch.float32, device=q.device)
 
-    # A tile is 16 KB of keys in bf16 and 8 KB in fp32. With up to 128 channels, the kernel then
-    # takes 88 KB of shared memory (112 KB on Hopper). Cards that compute in bf16 have at
-    # least 99 KB.
+    # A tile of keys takes 16 KB in bf16 and 8 KB in fp32, so that the kernel fits into shared
+    # memory: with up to 128 channels, it needs 88 KB (112 KB on Hopper). GPUs that compute in bf16
+    # have at least 99 KB (Hopper 227 KB).
     D_PADDED = max(16, triton.next_power_of_2(D))
-    tile = 8192 if q.element_size() == 2 else 2048  # numbers per tile
+    tile = 8192 if q.element_size() == 2 else 2048  # elements per tile
+
+    # Each part is (rows of its cache, cache, number of filled places in each row, IS_FIRST).
     parts = ((Q, prompt_kv, prompt_length, True), (N, own_kv, t.expand(N), False))
     for B, kv, length, is_first in parts:
         n_queries = N // B * G  # queries that share keys and values
@@ -250,12 +257,12 @@ if triton:
         q,  # (N, Hkv, G, D)
         k,  # (B, Hkv, places, D) with strides kv_row, kv_head, D, 1
         v,  # laid out like k
-        length,  # at length + b * length_step, the number of filled places in row b of k and v
+        length,  # length[b * length_step] is the number of filled places in row b of k and v
         y,  # (N, Hkv, G, D), the result of the second part
         prompt_y,  # (N, Hkv, G, D), the result of the first part, in fp32
         prompt_lse,  # (N, Hkv, G), the log of the sum of exp(score) in the first part
-        n_rows,  # N / B, the number of rows of q that share row b of k and v
-        length_step,
+        n_rows,  # N / B, the number of cells that share row b of k and v
+        length_step,  # 1, or 0 if one length holds for all rows
         kv_row,
         kv_head,
         scale: tl.constexpr,
@@ -271,14 +278,14 @@ if triton:
 
         The kernel reads KEYS keys at a time and keeps a running softmax, as FlashAttention does:
         the largest score so far, the sum of the weights exp(score - largest), and the sum of the
-        values with these weights. When a larger score turns up, both sums are scaled down.
+        values multiplied by these weights. When a larger score turns up, both sums are scaled down.
         """
         b = tl.program_id(0) // Hkv
         h = tl.program_id(0) % Hkv
         query = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
         is_query = query < n_rows * G
-        # `place` is each query's flat index over (N, Hkv, G); `tile` holds the offsets of its D
-        # channels in (N, Hkv, G, D).
+        # `place` holds the flat index of each query over (N, Hkv, G), and `tile` holds the offsets
+        # of each query's D channels in (N, Hkv, G, D).
         place = ((b * n_rows + query // G) * Hkv + h) * G + query % G
         d = tl.arange(0, D_PADDED)
         is_channel = d < D
@@ -297,10 +304,11 @@ if triton:
             total = tl.full((QUERIES,), 1.0, tl.float32)
             weighted = tl.load(prompt_y + tile, in_tile, 0.0)
 
-        start = b.to(tl.int64) * kv_row + h * kv_head
+        start = b.to(tl.int64) * kv_row + h * kv_head  # may exceed an int32
         end = tl.load(length + b * length_step)
         n = tl.arange(0, KEYS)
         for i in range(0, end, KEYS):
+            # Score the next KEYS keys.
             is_key = i + n < end
             at = start + (i + n) * D
             keys = tl.load(
@@ -308,6 +316,8 @@ if triton:
             )  # (D_PADDED, KEYS)
             scores = tl.dot(queries, keys, input_precision="ieee") * scale
             scores = tl.where(is_key[None, :], scores, -float("inf"))
+
+            # Scale the sums to the new largest score, and add these keys to them.
             new_largest = tl.maximum(largest, tl.max(scores, 1))
             weights = tl.exp(scores - new_largest[:, None])
             shrink = tl.exp(largest - new_largest)
@@ -331,11 +341,11 @@ if triton:
 
 
 class Grid:
-    """The rollouts that are being sampled: Q prompts × R rows, N = Q*R cells.
+    """The rollouts that are being sampled, in N = Q*R cells: R cells for each of Q prompts.
 
-    Every cell has drawn t tokens. The newest token, number t - 1, is not in the cache yet; `decode`
-    feeds it to the model. P is the padded length of the prompts, T is the number of places for own
-    tokens that a step attends to, and V is the number of ids in the vocabulary.
+    Every cell has drawn t tokens. The newest token, which has index t - 1, is not in the cache yet;
+    `decode` feeds it to the model. P is the padded length of the prompts, T is the number of places
+    for own tokens that a step attends to, and V is the number of ids in the vocabulary.
 
     A finished rollout keeps its cell until `compact` drops the cell. So `rollouts`, `seeds` and
     `newest` have one entry for each remaining cell, while `tokens`, `logprobs` and `lengths` have
@@ -355,28 +365,28 @@ class Grid:
         self.shape = seeds.shape
         self.Q, self.R = seeds.shape  # `compact` reduces both.
         self.P = padded(max(map(len, prompts)), self.device)
-        room = padded(max_new_tokens, self.device)
+        room = padded(max_new_tokens, self.device)  # places for a cell's own tokens
         self.T = min(BUCKET[self.device.type], room)
         self.steps = 0  # the number of steps since the shapes changed
         self.graph = None  # the CUDA graph of a step
         N = seeds.numel()
-        self.running = list(range(N))  # the rollouts that have not been yielded yet
+        self.running = list(range(N))  # indices of the rollouts that have not been yielded yet
 
         with self.device:
             # One entry for each rollout that the grid starts with.
             self.tokens = torch.zeros(N, max_new_tokens, dtype=torch.long)
             self.logprobs = torch.zeros(N, max_new_tokens, dtype=torch.float32)
             self.lengths = torch.zeros(N, dtype=torch.long)  # 0 while a rollout is running
-            self.ends = torch.tensor(eos_id, dtype=torch.long).view(-1)
-            self.t = torch.zeros(1, dtype=torch.long)
+            self.ends = torch.tensor(eos_id, dtype=torch.long).view(-1)  # ids that end a rollout
+            self.t = torch.zeros(1, dtype=torch.long)  # tokens that every cell has drawn
 
             # One entry for each cell.
-            self.rollouts = torch.arange(N)  # the index of the rollout in the cell
+            self.rollouts = torch.arange(N)  # the index of each cell's rollout
             self.seeds = seeds.flatten().to(self.device)
-            self.newest = torch.zeros(N, dtype=torch.long)  # each cell's last token
+            self.newest = torch.zeros(N, dtype=torch.long)  # the token that each cell drew last
 
-            # The mask is added to the scores. It is -inf for a prompt's padding and for places
-            # whose own tokens are not in the cache yet.
+            # The mask is added to the scores. It is -inf for a prompt's padding and for places of
+            # own tokens that are not in the cache yet.
             self.prompt_length = torch.tensor([len(prompt) for prompt in prompts])  # (Q)
             is_prompt = torch.arange(self.P + room) < self.prompt_length[:, None]
             self.mask = torch.where(is_prompt, 0.0, -torch.inf)  # (Q, P + room)
@@ -386,7 +396,7 @@ class Grid:
     def run(self):
         """Yield (prompt index, rollout index, Completion) of each rollout as it ends.
 
-        The indices count the prompts and rollouts of this grid.
+        The indices count only the prompts and rollouts of this grid.
         """
         self.prefill()
         max_new_tokens = self.tokens.shape[1]
@@ -429,8 +439,9 @@ class Grid:
     def step(self):
         """Draw every cell's next token.
 
-        On CUDA, the first step after a change of shapes runs without a graph, which initialises the
-        libraries. The second step is captured as a CUDA graph, which all steps from then on replay.
+        On CUDA, the first step after a change of shapes runs without a CUDA graph, because the
+        libraries must be initialised before a capture. The second step captures a graph, which
+        it and all later steps replay.
         """
         if self.device.type == "cpu" or self.steps == 0:
             self.decode()
@@ -465,7 +476,7 @@ class Grid:
         self.draw_next(logits[:, 0])
 
     def draw_next(self, logits):
-        """Draw token number t of every cell from logits (N, V)."""
+        """Draw and record every cell's token with index t, from logits (N, V); then increment t."""
         token, logprob = self.draw_from(logits, uniform(self.seeds, self.t))
         self.tokens[self.rollouts, self.t] = token
         self.logprobs[self.rollouts, self.t] = logprob
@@ -478,8 +489,8 @@ class Grid:
     def harvest(self, count: int, is_last: bool):
         """Yield what `run` yields, for the rollouts that ended since the last call.
 
-        If `is_last`, yield every rollout that has not been yielded yet. `count` is the number of
-        tokens that each cell has drawn.
+        If `is_last`, also yield the rollouts that have not ended, cut off after `count` tokens.
+        `count` is the number of tokens that each cell has drawn.
         """
         lengths = self.lengths.tolist()
         ended = [i for i in self.running if is_last or lengths[i]]
@@ -489,30 +500,31 @@ class Grid:
         for i, its_tokens, its_logprobs in zip(ended, tokens, logprobs):
             finished = lengths[i] > 0
             length = lengths[i] or count
-            row, column = divmod(i, self.shape[1])
-            yield row, column, Completion(its_tokens[:length], its_logprobs[:length], finished)
+            q, r = divmod(i, self.shape[1])
+            yield q, r, Completion(its_tokens[:length], its_logprobs[:length], finished)
 
 
 def cache(model, rows: int, length: int) -> list:
     """Return an empty cache: for each layer, a tensor (2, rows, Hkv, length, D) of keys and values.
 
-    The tensors are filled with zeros, because a NaN would stay NaN under a weight of 0.
+    The tensors are filled with zeros, because uninitialised memory may hold NaNs, and a NaN stays a
+    NaN when it is multiplied by a weight of 0.
     """
     dtype = model.lm_head.weight.dtype
     if model.device.type == "cpu":
-        dtype = torch.float32  # On a CPU, `causal` computes in fp32.
+        dtype = torch.float32  # On a CPU, `causal` and `attend_plainly` compute in fp32.
     shape = (2, rows, model.config.num_key_value_heads, length, model.config.head_dim)
     return [torch.zeros(shape, dtype=dtype, device=model.device) for _ in model.model.layers]
 
 
 def compact(grid: Grid):
-    """Drop finished rows, and let the next steps see BUCKET more own tokens.
+    """Drop finished cells, and let the next steps see BUCKET more own tokens.
 
-    Prompts whose rollouts have all finished are dropped. All other prompts keep the same number of
-    rows: as many as the prompt with the most running rollouts needs. Setting `steps` to 0 makes
-    `step` capture a new CUDA graph for the new shapes.
+    Prompts whose rollouts have all finished are dropped. All others are cut to R' cells each, where
+    R' is the largest number of running rollouts of any prompt, so some finished rollouts may keep
+    their cells. Setting `steps` to 0 makes `step` capture a new CUDA graph for the new shapes.
     """
-    # Choose the Q' prompts to keep, and R' cells of each, with its running cells first.
+    # Choose the Q' prompts to keep and, for each of them, R' cells, running ones first.
     is_running = (grid.lengths[grid.rollouts] == 0).view(grid.Q, grid.R)
     prompts = is_running.any(1).nonzero()[:, 0]  # (Q')
     R = int(is_running.sum(1).max())
@@ -542,11 +554,10 @@ def compact(grid: Grid):
 
 
 def draw(logits, u, temperature=1.0, n_ids=None):
-    """Sample one id for each row of logits (N, V), using uniform numbers u (N).
+    """Sample one id for each row of logits (N, V), using uniform numbers u (N) in [0, 1).
 
     Returns the ids (N) and their log-probabilities (N). Only ids below n_ids are drawn. If the
-    temperature is below 1e-6, the likeliest id is taken, and its log-probability is that at
-    temperature 1.
+    temperature is below 1e-6, the likeliest id is taken, with its log-probability at temperature 1.
     """
     is_greedy = temperature < 1e-6
     logits = logits[:, :n_ids]
@@ -562,10 +573,11 @@ def draw(logits, u, temperature=1.0, n_ids=None):
 
 
 def pick(mass, share):
-    """Return for each row of mass (N, V) the first id whose cumulative sum exceeds a limit: (N, 1).
+    """Pick an id (N, 1) from each row of mass (N, V), given each row's share (N, 1) in [0, 1).
 
-    The limit is the row's share (N, 1) times the row's sum. The id always has a mass above 0, even
-    if the share is 0.
+    The id is the first one at which the cumulative sum of the row exceeds share * (sum of the row).
+    The id always has a mass above 0, even if the share is 0. For example, if the row is 0, 0.25,
+    0.75, a share of 0.2 picks id 1, and a share of 0.3 picks id 2.
     """
     ends = mass.cumsum(-1)
     return torch.searchsorted(ends, share * ends[:, -1:], right=True)
@@ -574,10 +586,11 @@ def pick(mass, share):
 def pick_in_blocks(mass, share, block=512):
     """Return the same ids as `pick`, up to rounding, but faster on a GPU.
 
-    The function first picks a block of ids by the blocks' sums, then an id within the block, which
-    avoids a cumulative sum over all ids.
+    To avoid a cumulative sum over all ids, the function first picks a block of ids by the blocks'
+    sums, then an id within that block.
     """
-    # Pick the block. The last one holds the V % block leftover ids, possibly none.
+    # Pick the block, and sum the mass before it. The last block holds the V % block leftover ids,
+    # possibly none.
     V = mass.shape[1]
     whole = V // block * block
     sums = mass[:, :whole].unflatten(1, (-1, block)).sum(-1)
@@ -586,7 +599,8 @@ def pick_in_blocks(mass, share, block=512):
     chosen = torch.searchsorted(ends, target, right=True)
     before = torch.where(chosen > 0, ends.gather(1, (chosen - 1).clamp(min=0)), 0.0)
 
-    # Pick the id in that block. Rounding must not lead past the block's last id that has mass.
+    # Pick the id in that block. Limit `rest`, so that rounding cannot lead past the block's last id
+    # that has mass.
     ids = chosen * block + torch.arange(block, device=mass.device)  # (N, block)
     own = mass.gather(1, ids.clamp(max=V - 1)).where(ids < V, 0.0).cumsum(-1)
     rest = (target - before).minimum(own[:, -1:] * (1 - 2**-23))
@@ -594,10 +608,11 @@ def pick_in_blocks(mass, share, block=512):
 
 
 def uniform(seeds, step):
-    """Return a number in [0, 1) for each row, given its seed (N, int64) and the step (int64).
+    """Return a pseudo-random float in [0, 1) for each seed (N, int64) at a step (int64).
 
-    The number consists of 23 bits of output number `step` of the generator splitmix64. int64
-    arithmetic wraps around, so splitmix64's constants can be written as signed numbers.
+    The float consists of the top 23 bits of the output with index `step` of the generator
+    splitmix64, whose arithmetic is unsigned. int64 wraps around to the same bits, so the constants
+    are written as signed integers. >> fills in copies of the sign bit, so a mask clears them.
     """
     z = seeds + (step + 1) * -0x61C8864680B583EB
     z = (z ^ (z >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
@@ -608,8 +623,8 @@ def uniform(seeds, step):
 def row_seeds(prompts, numbers, seed: int) -> list[list[int]]:
     """Return a 64-bit seed for each rollout of each prompt, as [prompt][rollout].
 
-    Each one is a hash of the argument `seed`, the prompt, how many times the prompt occurs earlier
-    in the list, and the rollout's number.
+    A rollout's seed is a hash of the argument `seed`, the prompt, how many times the prompt occurs
+    earlier in the list, and the rollout's number.
     """
     seeds = []
     for i, prompt in enumerate(prompts):

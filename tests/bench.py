@@ -1,11 +1,12 @@
-"""Benchmarks of sampler, update, workflows, server and sandbox. Without a NAME, all of them run.
+"""Benchmarks: sampler, update, workflows, server and sandbox. Without a NAME, all of them run.
 
     python tests/bench.py [NAME …] [--key=value …]
     python tests/bench.py sampler --model=7b --rows=64,128,256 --prompt=900 --new=128     on a GPU
-    python tests/bench.py update --beside=naive,../before     beside another checkout of this code
+    python tests/bench.py update --beside=naive,../before     compared with another checkout
 
-Each benchmark prints its numbers, then the same numbers as one line of JSON. Alternatives that are
-compared take turns in one run, because the speed of a machine changes over time.
+A key is a parameter of the benchmark's function below. Each benchmark prints its numbers, then the
+same numbers as one line of JSON. Alternatives that are compared take turns in one run, because the
+speed of a machine changes over time.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ sys.path.insert(0, ROOT)
 from model import Config, Qwen, compute_dtype
 from sample import generate
 
-SHAPES = {  # Configs of models with random weights
+SHAPES = {  # name -> the Config of a model, which gets random weights
     "small": Config(4096, 256, 768, 6, 4, 2, tie_word_embeddings=True),
     "135m": Config(49152, 576, 1536, 30, 9, 3, tie_word_embeddings=True),  # SmolLM2's
     "0.5b": Config(151936, 896, 4864, 24, 14, 2, tie_word_embeddings=True),
@@ -60,7 +61,8 @@ def timed(job) -> float:
 def computing(job) -> float:
     """Return the seconds of computation that job() takes.
 
-    On a CPU, this is the mean CPU time of the threads, so that other programs do not count.
+    On a CPU, this is the CPU time of the process divided by its number of threads, so that the time
+    that other programs take does not count.
     """
     if DEVICE.type == "cuda":
         return timed(job)
@@ -70,7 +72,7 @@ def computing(job) -> float:
 
 
 def report(result: dict):
-    """Print the numbers in columns, and as one line of JSON."""
+    """Print the numbers, rounded to four digits, in columns and then as one line of JSON."""
     for key, value in result.items():
         if isinstance(value, float):
             result[key] = float(f"{value:.4g}")
@@ -91,7 +93,7 @@ def random_model(shape: str, dtype: str) -> Qwen:
 
 
 def transformers_model(model: Qwen):
-    """Return the same weights, not copied, in transformers' implementation."""
+    """Return transformers' implementation of the model, which shares the model's weights."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     rope = {"rope_type": "default", "rope_theta": model.config.rope_theta}
@@ -100,14 +102,14 @@ def transformers_model(model: Qwen):
             Qwen2Config(**dataclasses.asdict(model.config), rope_parameters=rope)
         )
     theirs.load_state_dict(model.state_dict(), assign=True)
-    with torch.device(DEVICE):  # the rotary tables are not parameters
+    with torch.device(DEVICE):  # The state dict does not contain the rotary tables: compute them.
         theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config)
     return theirs
 
 
 @functools.cache
 def checkout(folder: str) -> dict:
-    """Return the modules model, sample and grpo of another checkout of this repository."""
+    """Return {name: module} for model, sample and grpo from another checkout of this repository."""
     here = dict(sys.modules)
     own = {file.removesuffix(".py") for file in os.listdir(ROOT) if file.endswith(".py")}
     for name in own:
@@ -123,7 +125,7 @@ def checkout(folder: str) -> dict:
 
 
 def model_of_checkout(folder: str, model: Qwen):
-    """Return the same weights, not copied, in the implementation of another checkout."""
+    """Return another checkout's implementation of the model, which shares the model's weights."""
     module = checkout(folder)["model"]
     known = {f.name for f in dataclasses.fields(module.Config) if f.init}
     shape = dataclasses.asdict(model.config)
@@ -161,15 +163,17 @@ def sampler(
     beside="transformers,unshared",
     dtype="",
 ):
-    """Measure the tokens per second of generate; the best of two turns counts.
+    """Measure the tokens per second of `generate`; the better of two turns counts.
 
-    `rows` rollouts of `questions` prompts are sampled; a prompt has `prompt` random ids, a rollout
-    `new` tokens. The alternatives are transformers' generate, our generate without sharing (a
-    prompt for every rollout), and other checkouts of this repository, each named by its folder. On
-    a GPU, the sampler's copy of the model is joined, as in training.
+    For each number in `rows`, that many rollouts are sampled in all, an equal share of them for
+    each of `questions` prompts. A prompt has `prompt` random ids, and a rollout has `new` tokens.
+    On a GPU, our model's matrices are joined, as in the sampler of a training run.
 
-    The roofline: at best, a decode step reads the weights and the live keys and values once, at the
-    rate at which this machine copies.
+    `beside` lists the alternatives: "transformers", its generate; "unshared", our generate with a
+    separate prompt for every rollout; and folders of other checkouts of this repository.
+
+    The roofline is the speed of a decode step that reads the weights and the cached keys and values
+    once, at the rate at which this machine copies memory.
     """
     qwen = random_model(model, dtype)
     others = beside.split(",")
@@ -203,6 +207,7 @@ def sampler(
                 best[name] = min(best[name], computing(job))
 
         step = (best["ours"] - best["prefill"]) / (new - 1)  # seconds
+        # On average over the steps, half of each rollout's new tokens are in the cache.
         read = weights + kv * (questions * prompt + n * questions * new / 2)
         result = {
             "benchmark": "sampler",
@@ -228,10 +233,10 @@ def sampler(
 
 
 def bytes_read(qwen: Qwen) -> tuple[int, int]:
-    """Return the bytes of weights that a decode step reads, and its bytes per cached token."""
+    """Return (bytes of weights, bytes of keys and values per cached token) that a step reads."""
     config = qwen.config
     item = qwen.lm_head.weight.element_size()
-    # A step reads only a few rows of an embedding that is not also the head.
+    # Of an embedding that is not also lm_head, a step reads only a few rows: do not count it.
     embedding = 0 if config.tie_word_embeddings else qwen.lm_head.weight.numel()
     weights = item * (sum(p.numel() for p in qwen.parameters()) - embedding)
     channels = config.num_key_value_heads * config.head_dim
@@ -268,17 +273,20 @@ def update(
     beside="naive,transformers",
     dtype="",
 ):
-    """Measure a forward and backward pass over `groups` groups of n rollouts (packed_logprobs).
+    """Measure a forward and backward pass of packed_logprobs over `groups` groups of n rollouts.
 
-    `length` is the number of tokens of a rollout, or a range such as 40-80 from which each number
-    is drawn. A micro-batch has at most `budget` tokens, and contains each prompt only once for all
-    of its rollouts. With --kl=1, the KL to a reference is computed, too. With --recompute=1, the
-    backward pass computes every layer a second time.
+    `length` is the number of tokens in a rollout, or a range such as 40-80 from which each
+    rollout's number is drawn. A micro-batch has at most `budget` tokens, and contains a prompt only
+    once for all its rollouts. With --kl=1, the KL to a reference is computed, too. With
+    --recompute=1, the backward pass computes every layer a second time.
 
-    The alternatives are "naive", with a prompt for every rollout; "transformers", which computes a
-    padded batch of whole rollouts; and other checkouts of this repository, named by their folders.
-    Utilisation is the share of a large matrix product's floating-point operations per second; a
-    prompt's operations count once, and those of the reference and of recomputing not at all.
+    `beside` lists the alternatives: "naive", our code with a separate prompt for every rollout;
+    "transformers", which computes a padded batch of rollouts, each with its prompt; and folders of
+    other checkouts of this repository.
+
+    Utilisation is our floating-point operations per second divided by those of a large matrix
+    product. A prompt's operations count once. Those of the reference and of recomputation do not
+    count.
     """
     import grpo
 
@@ -360,7 +368,10 @@ def update(
 
 
 def transformers_update(theirs, batch):
-    """Compute a step of `update` with transformers, without KL; each rollout has its own prompt."""
+    """Run transformers' forward and backward pass over rollouts, each with a separate prompt.
+
+    The KL is not computed.
+    """
     rows = [torch.tensor(prompt + completion) for prompt, [completion] in batch]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(DEVICE)  # padded on the right
     first = len(batch[0][0])  # the position of a completion's first token
@@ -372,7 +383,10 @@ def transformers_update(theirs, batch):
 
 
 def update_flops(qwen: Qwen, prompt: int, n: int, length: float) -> float:
-    """Return the FLOPs of a forward and backward pass in which the prompt is computed once."""
+    """Return the FLOPs of a forward and backward pass over a prompt and its n rollouts.
+
+    The prompt is computed once. `length` is the mean number of tokens in a rollout.
+    """
     config = qwen.config
     matrices = qwen.lm_head.weight.numel()
     for p in qwen.model.layers.parameters():
@@ -381,6 +395,8 @@ def update_flops(qwen: Qwen, prompt: int, n: int, length: float) -> float:
     seen = n * length * (prompt + length / 2) + prompt**2 / 2  # pairs of a token and one it sees
     channels = config.num_attention_heads * config.head_dim
     tokens = prompt + n * length
+    # The forward pass takes 2 FLOPs per token and weight, and 4 per channel of a pair in `seen`: 2
+    # for its score and 2 for its value. The backward pass takes twice as many.
     return 6 * matrices * tokens + 12 * config.num_hidden_layers * channels * seen
 
 
@@ -410,9 +426,9 @@ class Patient(BaseHTTPRequestHandler):
 
 
 def workflows(count=512, steps=3, latency=1.0):
-    """Measure how long `count` simultaneous workflows take, and compare with the least possible.
+    """Measure how long `count` simultaneous workflows take, and compare with the shortest possible.
 
-    Each is a chain of `steps` calls, and a call takes `latency` seconds.
+    Each workflow is a chain of `steps` calls, and a call takes `latency` seconds.
     """
     from workers import Worker
     from workflow import Rollout, Step, Workflow, roll_out
@@ -424,7 +440,7 @@ def workflows(count=512, steps=3, latency=1.0):
     multiprocessing.get_context("fork").Process(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}/v1"
     pool = [Worker("openai", url, "patient", name=f"worker {i}", concurrency=128) for i in range(4)]
-    # The workers answer up to 4 * 128 calls at a time.
+    # The workers answer up to 4 * 128 calls at a time, so at least this many latencies pass.
     rounds = math.ceil(count * steps / (4 * 128))
     rollouts = []
     for k in range(count):
@@ -456,7 +472,7 @@ def resident_megabytes(pid: int) -> float:
 
 
 def ask_server(port: int, count: int, at_once: int) -> list[str]:
-    """Ask `count` questions, each over its own connection, and return the failures as texts."""
+    """Send `count` questions, each over a new connection, and return a text for each failure."""
     questions = [f"What is {2 + i % 38} * {2 + i // 38 % 38}?" for i in range(count)]
 
     def ask(question):
@@ -480,8 +496,9 @@ def ask_server(port: int, count: int, at_once: int) -> list[str]:
 def server(clients=600, requests=5000):
     """Measure the seconds that `workflow.py serve` takes for `clients` requests, and its memory.
 
-    The requests are sent all at once and 16 at a time, twice each; the better time counts. Then the
-    server gets `requests` more, 256 at a time, during which its memory should stop growing.
+    The requests are sent all at once and 16 at a time, twice each; the better time counts. Then
+    `requests` more requests are sent, 256 at a time. The server's memory, measured after each fifth
+    of them, should stop growing.
     """
     process = subprocess.Popen(
         [sys.executable, os.path.join(ROOT, "workflow.py"), "serve", "--port=0"],

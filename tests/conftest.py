@@ -1,8 +1,8 @@
 """Set up what all tests need.
 
-The seven files are imported from the repository's root, whatever the current folder is. Without a
-GPU, Triton's kernels run in its interpreter, which the environment has to request before the first
-import of sample.py.
+The repository's root goes on the import path, so that tests run from any folder. Without a GPU,
+sample.py's kernels run in Triton's interpreter. Triton reads TRITON_INTERPRET when a kernel is
+defined, so the variable is set before the first import of sample.py.
 """
 
 import os

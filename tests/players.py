@@ -36,8 +36,8 @@ def served(pool, *texts, write=None, api_key="", **settings):
     """Yield the URL of a server whose Conductor writes these texts in turn, then repeats the last.
 
     Args:
-        write: a writer to use as the Conductor instead.
-        api_key: the key that clients must send; "": none.
+        write: a function to use as the Conductor instead; see `write_texts` for its signature.
+        api_key: the key that clients must send; "": no key is needed.
         settings: further fields of Service.
     """
     left = list(texts)

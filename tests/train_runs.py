@@ -1,4 +1,4 @@
-"""Helpers that run train.py in processes, and workers that count the calls of such runs."""
+"""Helpers that run train.py in separate processes, and workers that count the calls of a run."""
 
 import functools
 import json
@@ -31,24 +31,24 @@ def run_command(*flags, ranks=1):
     return end.returncode, end.stdout, end.stderr
 
 
-# Importing torch takes longer than most runs in these tests. Therefore one process, a fork server,
-# imports train.py once, and the runs are forked from that process.
+# Importing torch takes longer than most runs in these tests. So a fork server imports train.py
+# once, and each run is forked from that process.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["train"])
 
 
 class Launched(NamedTuple):
-    """A run of train.py in processes of its own, one for each rank."""
+    """A run of train.py, with one process for each rank."""
 
-    ranks: list
-    said: Path  # the folder of the files stdout and stderr
+    ranks: list  # the processes
+    said: Path  # the folder of the files stdout and stderr, to which all ranks write
 
     def is_over(self):
         return all(rank.exitcode is not None for rank in self.ranks)
 
 
 def launch(*flags, ranks=1, folders=None):
-    """Start train.py, with the environment that torchrun gives to each of several ranks.
+    """Start train.py and return the run. Several ranks get the environment that torchrun gives.
 
     Args:
         folders: The current folder of each rank; default: the repository's root.
@@ -73,7 +73,10 @@ def launch(*flags, ranks=1, folders=None):
 
 
 def run_rank(flags, env, said, folder):
-    """Run train.py with these flags in this process, as `python train.py FLAGS` would."""
+    """Run train.py with these flags in this process, as `python train.py FLAGS` would.
+
+    The output is appended to the files stdout and stderr in the folder `said`.
+    """
     os.environ.update(env)
     os.chdir(folder)
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
@@ -84,7 +87,7 @@ def run_rank(flags, env, said, folder):
 
 
 def end_of(run):
-    """Wait for all ranks of a run, and return its (status, stdout, stderr)."""
+    """Wait for all ranks of a run to end, and return its (status, stdout, stderr)."""
     for rank in run.ranks:
         rank.join(timeout=400)
     kill(run)
@@ -93,14 +96,14 @@ def end_of(run):
 
 
 def train(*flags, ranks=1):
-    """Run train.py, assert that it succeeds, and return its output."""
+    """Run train.py, assert that the run succeeds, and return its stdout."""
     status, out, err = end_of(launch(*flags, ranks=ranks))
     assert status == 0, f"{flags}\n{out}\n{err}"
     return out
 
 
 def kill(run):
-    """Send SIGKILL to all ranks."""
+    """Send SIGKILL to all ranks, and wait until they have ended."""
     for rank in run.ranks:
         rank.kill()
     for rank in run.ranks:
@@ -108,7 +111,7 @@ def kill(run):
 
 
 def wait_until(condition, run):
-    """Wait until condition() is true, and assert that the run has not ended before."""
+    """Wait until condition() is true; fail if the run ends first."""
     while not condition():
         assert not run.is_over(), end_of(run)
         time.sleep(0.003)
@@ -137,7 +140,7 @@ def metrics(out):
 
 
 def timeless(line):
-    """Return a line of metrics without the measurements that differ between equal runs."""
+    """Return a line of metrics without the measurements that differ between identical runs."""
     varying = ("rollout_s", "learning_s", "memory")
     return {key: value for key, value in line.items() if key not in varying}
 
@@ -154,7 +157,10 @@ def weights(out):
 
 @functools.cache
 def trained():
-    """Run the laptop preset briefly on one rank, once; return its folder and its output."""
+    """Train briefly with the laptop preset on one rank; return the run's folder and its stdout.
+
+    Later calls return the result of the first.
+    """
     out = tempfile.mkdtemp() + "/run"
     status, said, err = run_command(
         "--preset=laptop",
@@ -172,10 +178,11 @@ def trained():
 
 
 class Workers:
-    """Five workers with prices, served on loopback, that answer "A" or "B" by a request's hash.
+    """Five workers with prices, on a local server. They answer "A" or "B", by the request's hash.
 
-    `calls` counts the calls. Calls wait until the event `open` is set. After `n_before_expiry`
-    calls, all further calls are refused as if the API key had expired.
+    `calls` counts the calls that are answered. Calls wait until the event `open` is set. After
+    `n_before_expiry` calls, all further calls are refused as if the API key had expired. The test
+    calls that train.py makes first ("Say hello") are always answered at once and not counted.
     """
 
     def __init__(self, folder):
@@ -239,7 +246,7 @@ class Workers:
                 file.write(json.dumps(row) + "\n")
 
     def flags(self, *more):
-        """Return flags of a short run with these workers, starting at `trained`'s checkpoint."""
+        """Return the flags of a short run with these workers, from the checkpoint of `trained`."""
         return (
             "--preset=laptop",
             f"--init_from={trained()[0]}/checkpoint",
