@@ -14,10 +14,13 @@ A run writes these files into --out:
     settings.json      all flags
     metrics.jsonl      one line per iteration
     traces/            every rollout, with its workers' replies
-    replies            replies of workers outside the laptop world, so that none is paid for twice
-    checkpoints/       the Conductor and, for the newest checkpoint, the state of training
+    replies            the replies of workers outside the laptop world; --resume reuses them, so
+                       each is paid for only once
+    checkpoints/       the Conductor after some of the iterations; the newest checkpoint also has
+                       the state of training
     checkpoint         a link to the newest checkpoint
     reference/         the policy that the KL is measured against
+    test.json, .jsonl  eval.py's table of the finished run, and the rollouts behind it
 
 To continue a run that was killed, repeat its command with --resume."""
 
@@ -50,8 +53,8 @@ if __name__ == "__main__":
     # Later, `main` installs `interrupted`, which prints how to resume.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-# Sampling and learning allocate GPU memory blocks of very different sizes. Expandable segments can
-# serve both. torch reads this variable when it is imported; older versions use the second name.
+# Sampling and learning allocate GPU memory blocks of very different sizes; expandable segments can
+# serve both. torch reads the setting when it is imported. Older versions know only its second name.
 for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
     os.environ.setdefault(variable, "expandable_segments:True")
 
@@ -122,7 +125,7 @@ from workflow import (
 class Settings:
     preset: str = flag(
         "",
-        "set of defaults for the flags below, whose defaults here are laptop's: laptop, small, "
+        "set of defaults for all other flags (this page shows those of laptop): laptop, small, "
         "large, paper, paper-recursive, own, pairs, pools, recursive, unseen; default: laptop, "
         "small or large, depending on the GPUs",
     )
@@ -135,20 +138,20 @@ class Settings:
     )
     data: str = flag("laptop", "problems: a data set's name in eval.py, or FILE.jsonl")
     grader: str = flag(
-        "", "FILE.py:NAME, the function that grades those problems of --data that name no grader"
+        "", "FILE.py:NAME, a function that grades the problems in --data that do not name a grader"
     )
     sandbox: str = flag(
         "bwrap",
-        "how programs that workers write are run: bwrap, or none (unprotected: only in a container "
-        "that can be thrown away)",
+        "how to run programs that workers write: bwrap (in a sandbox), or none (unprotected; use "
+        "it only in a disposable container)",
     )
 
     # The workers, and limits on their cost and time.
     pool: str = flag("local", "workers: a pool's name in workers.py, or FILE.json")
     budget: float = flag(
         0.0,
-        "dollars that the run may spend, counted anew after each --resume; 0: no limit, only for "
-        "workers that cost nothing",
+        "maximum number of dollars to spend, counted from 0 again after each --resume; 0: no "
+        "limit, which is accepted only if all workers are free",
     )
     share_replies: bool = flag(
         False,
@@ -157,25 +160,25 @@ class Settings:
     )
     workflow_timeout: float = flag(1800.0, "seconds after which an unfinished rollout is lost")
 
-    # What the Conductor is prompted with, and limits on its workflows.
+    # The Conductor's prompt, and limits on its workflows.
     notes: bool = flag(False, "show the Conductor each worker's note")
     shuffle: bool = flag(
         False,
-        "give each question a random part of the pool, --subset or more workers, in random order; "
-        "only the notes then tell the workers apart",
+        "give each question a pool of at least --subset random workers in random order, so that "
+        "only their notes tell the workers apart",
     )
-    examples: str = flag("", "FILE of few-shot examples to use instead of those of --prompt_style")
+    examples: str = flag("", "FILE of few-shot examples that replace those of --prompt_style")
     prompt_style: str = flag(
         "short",
-        "short: a brief prompt, for use with a warm start; ood, in, mixed: with few-shot examples; "
-        "zero-shot: without examples",
+        "short: a brief prompt, for use with a warm start; ood, in, mixed: few-shot examples from "
+        "other tasks, the same tasks, or both; zero-shot: no examples",
     )
     max_steps: int = flag(5, "maximum number of steps of a workflow")
     max_new_tokens: int = flag(96, "maximum number of tokens of a completion")
     ablate: str = flag(
         "",
-        'subtasks: replace each by "Solve the question."; access: no step sees another; '
-        "default: no ablation",
+        'part of each workflow to disable: subtasks (each becomes "Solve the question."), or '
+        "access (no step sees another step); default: no ablation",
     )
     subset: int = flag(
         0,
@@ -185,9 +188,9 @@ class Settings:
     recursion: bool = flag(False, "give half of the questions a second round (section 3.2)")
     recursion_rewards: str = flag(
         "apart",
-        "which rewards of a question Eq. 2 normalises together: apart, those of each round "
-        "separately; together, those of both rounds; sum, each first round's reward plus that of "
-        "the second round that continues it",
+        "how Eq. 2 normalises a question's rewards with --recursion: apart (each round is a "
+        "group), together (both rounds are one group), or sum (each first round's reward is added "
+        "to that of the second round that continues it, and the sums are the group)",
     )
 
     # The objective (section 3.1, equations 1 and 2), and the optimizer: AdamW, no weight decay.
@@ -210,8 +213,8 @@ class Settings:
     )
     beta: float = flag(
         0.2,
-        "weight of the KL to the reference policy, which is multiplied by the question's share of "
-        "wrong answers",
+        "weight of the KL to the reference policy; for each question, it is multiplied by the "
+        "share of wrong answers",
     )
     lr: float = flag(7e-4, "peak learning rate")
     beta2: float = flag(0.99, "AdamW's second beta")
@@ -227,7 +230,9 @@ class Settings:
         "freeze the model and train LoRA matrices of this rank, with ten times the preset's "
         "learning rate; 0: train all weights",
     )
-    token_budget: int = flag(8192, "maximum tokens of a micro-batch, without its first prompt")
+    token_budget: int = flag(
+        8192, "maximum number of tokens in a micro-batch, not counting its first prompt"
+    )
     offload: bool = flag(False, "keep weights, gradients and Adam's state in host memory")
 
     # The warm start: supervised training before the first iteration, which teaches the format.
@@ -238,13 +243,15 @@ class Settings:
     )
     warm_extensions: bool = flag(
         False,
-        "offer subsets of the workers in the warm start's lessons, and make a fifth of the lessons "
-        "second rounds",
+        "prepare for --subset and --recursion: the warm start's lessons offer subsets of the "
+        "workers, and a fifth of the lessons are second rounds",
     )
 
     # Measuring, saving and resuming.
     n_test: int = flag(
-        225, "held-out problems to measure at the end; other checkpoints use only the first 72"
+        225,
+        "number of held-out problems to measure at the end; earlier checkpoints are measured on "
+        "the first 72 only",
     )
     save_every: int = flag(40, "iterations between checkpoints")
     wandb: bool = flag(False, "also send the metrics to Weights & Biases")
@@ -271,9 +278,10 @@ PAPER = dict(
     beta=0.0,
     beta2=0.999,
 )
-# The extensions of section 3.2, in a laptop world with two workers of each trade. The preset
-# "pairs" has to run first, because the presets made from TUNE continue from its Conductor. Their KL
-# is to the reference policy of "pairs", which still explores all workers and all lengths.
+# Settings for the extensions of section 3.2, in a laptop world with two workers of each trade.
+# Run the preset "pairs" first, because the presets made from TUNE continue from its Conductor.
+# Those presets measure their KL against the reference policy of "pairs", which still tries all
+# workers and all lengths of a workflow.
 PAIRS = dict(pool="local:pairs", warm_steps=1000, warm_extensions=True)
 TUNE = dict(
     PAIRS, init_from="out/pairs/checkpoint", warm_steps=0, iterations=120, lr=3e-4, beta=0.05
@@ -305,16 +313,16 @@ PRESETS = {
     "recursive": dict(TUNE, pool="local:tired", recursion=True),
     "unseen": dict(notes=True, shuffle=True, subset=4, warm_steps=1600, max_new_tokens=112),
 }
-# If more than this share of a question's answers are wrong, its right rollouts are part of every
+# If more than this share of a question's answers is wrong, its right rollouts are part of every
 # minibatch.
 RARELY_RIGHT = 0.8
-# The number of held-out problems that are measured at each checkpoint but the last.
+# The number of held-out problems on which each checkpoint but the last is measured.
 N_TEST_AT_CHECKPOINT = 72
 
 
 @dataclass
 class Run:
-    """Everything that the iterations use, except for the settings."""
+    """Everything that the training loop works with, except the settings."""
 
     pool: list  # Workers
     problems: list  # eval.Problems to train on
@@ -323,14 +331,14 @@ class Run:
     model: Qwen  # sharded by FSDP
     optimizer: torch.optim.Optimizer
     prompting: Prompting
-    first_iteration: int  # the number of iterations that the newest checkpoint has learned, or 0
+    first_iteration: int  # iterations that the newest checkpoint has learned; 0: no checkpoint
     wrong_share: dict[str, torch.Tensor]  # kind of question -> running share of wrong answers
     reference: Qwen | None = None  # the policy that the KL is measured against
-    skipped: int = 0  # number of consecutive optimizer steps so far whose gradient was not finite
+    skipped: int = 0  # current streak of optimizer steps skipped for a gradient that is not finite
 
 
 class Call(NamedTuple):
-    """A record of one call of a worker."""
+    """The outcome of one call to a worker."""
 
     end: float  # when the call ended, in seconds since 1970
     worker: str  # the worker's name
@@ -349,20 +357,19 @@ def train(settings: Settings):
 
     The code in this file keeps a contract: random choices depend only on the seed, the iteration
     and the files on disk, and the whole state of a run is the newest checkpoint, the traces of
-    later iterations, the workers' replies and settings.json. A run that was killed and resumed
-    therefore ends exactly like an uninterrupted one, if the number of ranks is the same. With a
-    different number of ranks, only the rounding differs.
+    later iterations, the workers' replies and settings.json. A run that is killed and resumed
+    therefore ends with the same weights as an uninterrupted run on the same number of ranks.
+    Another number of ranks changes only the rounding.
     """
     run = set_up(settings)  # loads the newest checkpoint, or does the warm start
-    # If the program was killed after it saved this checkpoint and before it measured it, measure
-    # it now.
+    # If the run was killed between saving this checkpoint and measuring it, measure it now.
     measure_held_out(run, settings, run.first_iteration)
-    recent = deque(maxlen=10)  # the durations of the last iterations, in seconds
+    recent = deque(maxlen=10)  # the durations of the last ten iterations, in seconds
     for iteration in range(run.first_iteration, settings.iterations):
         started = time.perf_counter()
 
-        # 1. Roll out: the Conductor writes workflows, workers carry them out, graders judge them.
-        # If the run was killed after step 2 of this iteration, read its rollouts from disk.
+        # 1. Roll out: the Conductor writes workflows, workers run them, graders judge the answers.
+        # If a killed run got through step 2 of this iteration, read the rollouts from disk instead.
         groups = on_all_ranks(lambda: read_rollouts(run, settings, iteration))
         if groups is None:
             groups, reason_to_stop = collect_rollouts(run, settings, iteration)
@@ -407,16 +414,17 @@ def collect_rollouts(
     """Roll out an iteration: its first rounds and, with recursion, its second rounds.
 
     Returns:
-        The rollouts, [question][rollout], in which the second rounds follow as further lists; and
-        the reason to stop the run instead of learning from the rollouts, or "".
+        The rollouts as [question][rollout], first all lists of first rounds, then those of second
+        rounds; and why the run must stop instead of learning from the rollouts, or "".
     """
     sampler = whole_copy(run.model)  # because each rank's FSDP model has only a part of the weights
-    calls = []  # this rank's calls of workers
+    calls = []  # this rank's calls to workers; begin_rollouts appends them
 
     def roll_out_all(asked: list[list[Rollout]], seed: int) -> list[list[Rollout]]:
         mine = on_all_ranks(lambda: begin_rollouts(sampler, run, asked, settings, seed, calls))
         return gather_rollouts(asked, mine)
 
+    # Make seeds that differ for each --seed, iteration and round.
     seed = settings.seed * 1_000_000 + iteration
     questions = itertools.islice(first_rounds(run, settings, iteration), settings.n_questions)
     groups = roll_out_all([copies(question, settings) for question in questions], seed)
@@ -430,8 +438,9 @@ def collect_rollouts(
 def find_reason_to_stop(run: Run, groups: list[list[Rollout]], calls: list[Call]) -> str:
     """Return why the run must stop instead of learning from this iteration, or "".
 
-    All ranks call this. An occasional failed call only loses its rollout, so the run continues. A
-    spent budget or a worker that no longer answers would also spoil the following iterations.
+    All ranks call this. An occasional failed call does not stop the run, because only one rollout
+    is lost. A spent budget, a worker that no longer answers, or the loss of three quarters of the
+    rollouts does, because the following iterations would fare no better.
     """
     outcomes = {}  # worker's name -> is_answered of each of its calls, oldest first
     for call in sorted(all_gather(calls)):
@@ -483,18 +492,18 @@ def first_rounds(run: Run, settings: Settings, iteration: int) -> Iterator[Rollo
     Otherwise they are drawn at random, and the more often a kind of question is answered correctly,
     the more likely its questions are skipped. Each question may use the whole pool or, with
     settings.subset, a random subset of at least that many workers (section 3.2; the paper fixes the
-    size of the subset). With settings.shuffle, the subset becomes the question's pool, and its
-    workers are numbered in random order.
+    size of the subset). With settings.shuffle, a random subset of that size becomes the question's
+    pool, and its workers are numbered in random order.
     """
     rng = random.Random(f"{settings.seed} {iteration}")
     in_order = settings.ask_solved_probability == 1
-    everyone = len(run.pool)
+    pool_size = len(run.pool)
     for i in itertools.count(iteration * settings.n_questions):
         problem = run.problems[i % len(run.problems)] if in_order else rng.choice(run.problems)
         if rng.random() >= max(settings.ask_solved_probability, run.wrong_share[problem.kind]):
             continue
-        n_workers = rng.randint(settings.subset or everyone, everyone)
-        workers = sorted(rng.sample(range(everyone), n_workers))
+        n_workers = rng.randint(settings.subset or pool_size, pool_size)
+        workers = sorted(rng.sample(range(pool_size), n_workers))
         pool = run.pool
         if settings.shuffle:
             pool = rng.sample(run.pool, n_workers)
@@ -511,14 +520,14 @@ def copies(question: Rollout, settings: Settings) -> list[Rollout]:
 def second_rounds(
     groups: list[list[Rollout]], settings: Settings, iteration: int
 ) -> list[list[Rollout]]:
-    """Return second rounds for half of the questions, without workflows yet (section 3.2).
+    """Return second rounds, still without workflows, for half of the questions (section 3.2).
 
     All second rounds of a question continue the same answered rollout, which is chosen at random.
     With recursion_rewards=sum, each answered rollout is continued once instead. Even iterations
     take the first two of every four questions and odd iterations the last two, so that both kinds
     get second rounds if two kinds of question alternate in the data.
     """
-    half = (0, 1) if iteration % 2 == 0 else (2, 3)
+    half = (0, 1) if iteration % 2 == 0 else (2, 3)  # of every four questions
     asked = []
     for i, group in enumerate(groups):
         answered = [r for r in group if r.workflow and r.right is not None]
@@ -544,12 +553,12 @@ def begin_rollouts(
 ) -> list[Rollout]:
     """Roll out this rank's part of each question's rollouts, and return that part as one list.
 
-    What is sampled for a rollout depends on the rollout's number, not on the rank. Every call of a
-    worker is appended to `calls`.
+    What is sampled for a rollout depends on the rollout's number, not on the rank. A record of
+    every call to a worker is appended to `calls`.
 
     This function does not wait for other ranks, so a modified version of this file may run it in a
-    thread while the model learns. That version must draw the next questions before
-    `track_wrong_shares` changes the probabilities, and must not sample ahead across a checkpoint,
+    thread while the model learns. That version must draw the next iteration's questions before
+    `track_wrong_shares` changes their probabilities, and must not sample ahead across a checkpoint,
     because a checkpoint holds only the newest policy.
     """
 
@@ -585,25 +594,26 @@ def my_part(items: list) -> list:
 
 def gather_rollouts(asked: list[list[Rollout]], mine: list[Rollout]) -> list[list[Rollout]]:
     """Return the rollouts of all ranks, on every rank: [question][rollout], ordered as `asked`."""
-    # Pools and problems cannot be sent, so `strip` removes them and `written` puts them back.
+    # Pools and problems cannot be sent to other ranks, so `strip` removes them from the rollouts
+    # and `complete` takes them from `asked`, which every rank has.
     rollouts = all_gather([strip(r) for r in mine])
     done = {(r.call_prefix, r.number): r for r in rollouts}
 
-    def written(r: Rollout) -> Rollout:
+    def complete(r: Rollout) -> Rollout:
         kept_here = dict(pool=r.pool, problem=r.problem, previous=r.previous)
         return replace(done[r.call_prefix, r.number], **kept_here)
 
-    return [[written(r) for r in group] for group in asked]
+    return [[complete(r) for r in group] for group in asked]
 
 
 def reward(rollout: Rollout, settings: Settings) -> float | None:
     """Return the reward: 0 without a workflow, 0.5 for a wrong answer, 1 for a right one (§3.1).
 
     The reward is None if the rollout was lost, or if --cost_weight is set and the cost is unknown.
-    With --reward=FILE.py:NAME, the user's function computes it. Beware of small bonuses: Eq. 2
-    divides by the standard deviation of a question's rewards, so if all rollouts are right and one
-    of them gets 0.01 more, its advantage is as large as that of a single right answer among wrong
-    ones.
+    With --reward=FILE.py:NAME, the user's function computes the reward. Such a function should not
+    give small bonuses: Eq. 2 divides by the standard deviation of a question's rewards, so if all
+    rollouts are right and one gets 0.01 more, its advantage is as large as that of a single right
+    answer among wrong ones.
     """
     if rollout.right is None:
         return None
@@ -636,41 +646,50 @@ def own_reward(rollout: Rollout, function: str) -> float:
 def assign_advantages(groups: list[list[Rollout]], settings: Settings):
     """Set the advantage of every rollout: Eq. 2 over the rollouts of its question.
 
-    The paper multiplies the rewards of first rounds by 0.25 and normalises "across rounds". There
-    are three readings of this, which settings.recursion_rewards chooses from. "apart" normalises
-    each round separately and scales the advantages of first rounds instead, because normalising
-    would cancel a factor of the rewards. "together" normalises the rewards of both rounds as one
-    group. "sum" adds the rewards of a first round and the second round that continues it; the sum
-    is the reward of both.
+    The paper multiplies the rewards of first rounds by 0.25 and normalises "across rounds".
+    settings.recursion_rewards selects one of three readings of this:
+
+        apart       Each round of a question is normalised separately. That would cancel a factor
+                    of the rewards, so the advantages of first rounds are multiplied by 0.25.
+        together    The rewards of both rounds are normalised as one group.
+        sum         A first round and the second round that continues it share one reward, the sum
+                    of theirs. The sums are normalised as one group.
     """
     if settings.recursion_rewards == "apart":
         return set_advantages(groups, settings.recursion, settings.cost_weight)
     for group in groups:
-        set_advantages([group])  # for the wrong_share; the advantages are replaced below
+        set_advantages([group])  # sets wrong_share; the advantages are replaced below
 
-    def unit(r: Rollout) -> tuple:
-        """Return a key that is equal for two rollouts of a question if they share one reward."""
-        is_apart = settings.recursion_rewards == "together" and r.previous is None
-        return r.number, is_apart
+    def owner(r: Rollout) -> int | tuple[int, bool]:
+        """Return the key of the reward that r gets. With "sum", both rounds share one reward."""
+        if settings.recursion_rewards == "sum":
+            return r.number
+        return r.number, r.previous is None
 
     by_question = {}
     for r in itertools.chain(*groups):
         by_question.setdefault(r.call_prefix, []).append(r)
+
     for rollouts in by_question.values():
-        rewards = {}  # unit -> its reward, or None if any of its rollouts was lost
+        rewards = {}  # owner -> reward, or None if any of the owner's rollouts was lost
         for r in rollouts:
-            before = rewards.get(unit(r), 0.0)
+            before = rewards.get(owner(r), 0.0)
             weight = 0.25 if r.previous is None else 1.0
-            rewards[unit(r)] = None if None in (before, r.reward) else before + weight * r.reward
+            is_lost = before is None or r.reward is None
+            rewards[owner(r)] = None if is_lost else before + weight * r.reward
+
         mask = [[value is not None for value in rewards.values()]]
         [row] = advantages([[value or 0.0 for value in rewards.values()]], mask).tolist()
-        by_unit = dict(zip(rewards, row))
+        by_owner = dict(zip(rewards, row))
         for r in rollouts:
-            r.advantage = by_unit[unit(r)]
+            r.advantage = by_owner[owner(r)]
 
 
 def track_wrong_shares(run: Run, groups: list[list[Rollout]]):
-    """Update each kind's running share of wrong answers, which `first_rounds` draws by."""
+    """Update each kind's running share of wrong answers, by which `first_rounds` draws questions.
+
+    A question whose rollouts were all lost changes nothing.
+    """
     for group in groups:
         if any(rollout.reward is not None for rollout in group):
             kind = group[0].problem.kind
@@ -720,8 +739,8 @@ def learn(run: Run, groups: list[list[Rollout]], settings: Settings, iteration: 
 def schedule(step: int, steps: int, warmup: float) -> float:
     """Return the factor by which to multiply the learning rate at a step (Appendix A.1).
 
-    The factor rises linearly to 1 during the first `warmup` (a share) of the steps, then falls
-    towards 0 along a cosine.
+    The factor rises linearly to 1 during the first part of the steps, then falls towards 0 along a
+    cosine. `warmup` is the size of that first part as a share of all steps.
     """
     warm = max(1, round(warmup * steps))
     if step < warm:
@@ -730,10 +749,10 @@ def schedule(step: int, steps: int, warmup: float) -> float:
 
 
 def my_share(rollouts: list[Rollout]) -> list[Rollout]:
-    """Return this rank's part of the rollouts: consecutive rollouts, for `update`.
+    """Return the consecutive rollouts that this rank passes to `update`.
 
-    All ranks get about the same number of tokens. Consecutive rollouts often share a prompt, and a
-    rank that has them all computes the prompt only once.
+    All ranks get about the same number of tokens. The rollouts are consecutive because neighbours
+    often share a prompt, which a rank then computes only once.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     ends = list(itertools.accumulate(len(r.tokens) for r in rollouts))
@@ -742,9 +761,11 @@ def my_share(rollouts: list[Rollout]) -> list[Rollout]:
 
 # ---- The tiny Conductor, and the warm start that teaches the format -----------------------------
 
-# A model with fewer parameters computes in fp32 and, unless --device says otherwise, on a CPU.
+# A model with fewer parameters than this computes in fp32, and on a CPU unless --device says
+# otherwise.
 TINY = 10_000_000
-# FSDP gathers a model with fewer parameters all at once, and learning keeps all its activations.
+# A model with fewer parameters than this is gathered by FSDP all at once instead of layer by layer,
+# and keeps all activations for the backward pass.
 SMALL = 300_000_000
 TINY_CONFIG = Config(
     vocab_size=900,
@@ -762,9 +783,9 @@ TINY_CONFIG = Config(
 def tiny_conductor(
     problems: list, n_workers: int, settings: Settings, notes: list[str] | None = None
 ) -> tuple[Qwen, Tokenizer]:
-    """Return a new model of half a million parameters, and its tokenizer, with 900 tokens.
+    """Return a new model of about half a million parameters, and a tokenizer of up to 900 tokens.
 
-    The tokenizer is a byte-level BPE, trained here on lessons of the warm start.
+    The tokenizer is a byte-level BPE, which is trained here on lessons of the warm start.
     """
     rng = random.Random(settings.seed)
     texts = []
@@ -790,7 +811,7 @@ def tiny_conductor(
     model = Qwen(replace(TINY_CONFIG, vocab_size=len(tokenizer)))
     for name, p in model.named_parameters():
         if p.dim() > 1:
-            # With Qwen's std of 0.02, a model this narrow takes much longer to learn to copy.
+            # With Qwen's std of 0.02, such a narrow model takes much longer to learn to copy.
             torch.nn.init.normal_(p, std=0.1 if "embed" in name else 0.06)
     return model, tokenizer
 
@@ -813,9 +834,11 @@ def random_lesson(
         n_workers: The size of the pool.
         settings: With warm_extensions, the chat allows a random subset of the workers, and a fifth
             of the lessons are second rounds: the chat continues with a first workflow and its
-            response, and the answer is a new workflow, or empty lists, which keep the response.
-        notes: The note of each worker of the pool, or None. With notes, the plan names each worker
-            of the workflow by the last word of its note and its number: "Use translator3, coder0".
+            response, and the answer is either a new workflow or empty lists, which keep the
+            response. With notes and shuffle, the lesson's pool is a random part of the workers,
+            numbered in random order.
+        notes: The note of each worker of the pool, or None. With notes, the plan also names each
+            step's worker, by the last word of its note and its number: "Use translator3, coder0".
             This teaches the model to look up the number that belongs to a note.
     """
     phrases = evaluation.phrases_for(problem)
@@ -862,7 +885,7 @@ def warm_start(run: Run, settings: Settings):
     rank, world = dist.get_rank(), dist.get_world_size()
     optimizer = adam(run.model, 0.98)
     rng = random.Random(settings.seed)
-    n_lessons = math.ceil(batch_size / world) * world  # equally many on every rank
+    n_lessons = math.ceil(batch_size / world) * world  # rounded up: every rank gets equally many
 
     started = time.perf_counter()
     n_steps = settings.warm_steps
@@ -872,7 +895,8 @@ def warm_start(run: Run, settings: Settings):
         rows, weights = zip(*[lesson_row(run, problem, rng, settings) for problem in chosen])
         total = sum(sum(row_weights) for row_weights in weights)
         longest = max(len(prompt) + len(completion) for prompt, [completion] in rows)
-        # Deal the lessons to the ranks in turn. Together, the ranks do `stride` lessons at a time.
+        # Deal the lessons to the ranks in turn. All ranks together process `stride` lessons at a
+        # time.
         stride = world * max(1, settings.token_budget // longest)
         for i in range(rank, n_lessons, stride):
             mine = slice(i, i + stride, world)
@@ -884,7 +908,7 @@ def warm_start(run: Run, settings: Settings):
         clipped_step(run.model, optimizer, 1.0)
 
         done = step + 1
-        if bar.disable and done % max(1, n_steps // 10) == 0:  # tqdm is silent
+        if bar.disable and done % max(1, n_steps // 10) == 0:  # without a terminal, print lines
             seconds_left = (time.perf_counter() - started) / done * (n_steps - done)
             print0(f"warm start: {done}/{n_steps} steps, ETA {as_duration(seconds_left)}")
 
@@ -948,8 +972,8 @@ def set_up(settings: Settings) -> Run:
     if settings.beta:
         run.reference = load_reference(run, settings, is_new=not checkpoint)
 
-    # Find out whether the largest update fits into memory. This zeroes Adam's state, so it has to
-    # happen before the checkpoint's state is loaded.
+    # Find out whether the largest update fits into memory. The trial zeroes Adam's state, so do it
+    # before loading the checkpoint's state.
     largest_step(model, run.optimizer, run.reference, settings)
     if checkpoint:
         load_state(run, checkpoint)
@@ -978,7 +1002,7 @@ def find_start(settings: Settings) -> tuple[Path | None, str]:
 def default_warm_steps(start: str, config: Config) -> int:
     """Return the number of warm-start steps for the model `start` ("": a new tiny model).
 
-    It is 0 for a trained Conductor and for large models, which can follow the format without it.
+    Trained Conductors and large models need no warm start, because they can follow the format.
     """
     if not start:
         return 400
@@ -989,13 +1013,13 @@ def default_warm_steps(start: str, config: Config) -> int:
 def load_start(
     start: str, problems: list, pool: list, settings: Settings
 ) -> tuple[Qwen, Tokenizer]:
-    """Load a checkpoint's model, sharded, and its tokenizer; with start="", make tiny ones.
+    """Load the model `start`, sharded, and its tokenizer; with start="", make tiny ones.
 
-    With LoRA, always loads the frozen weights from --init_from, because the weights in this run's
-    checkpoints were rounded after the LoRA matrices had been merged into them.
+    With LoRA, the frozen weights always come from --init_from, because this run's checkpoints hold
+    rounded weights, with LoRA's matrices already merged into them.
     """
     if settings.offload and settings.device == "cuda":
-        # With offloading, Adam runs on the CPU, but torchrun sets one thread per process.
+        # Let Adam, which runs on the CPU here, use all cores. torchrun's default is one thread.
         torch.set_num_threads(max(1, os.cpu_count() // ranks_here()))
     if not start:
         model, tokenizer = tiny_conductor(problems, len(pool), settings, notes_of(pool, settings))
@@ -1016,7 +1040,7 @@ def load_start(
         )
         return model, Tokenizer.from_pretrained(start)
 
-    on_rank0(lambda: fetch(start, "*.json", "*.safetensors"))  # one rank downloads
+    on_rank0(lambda: fetch(start, "*.json", "*.safetensors"))  # so that only one rank downloads
     return on_all_ranks(load)
 
 
@@ -1026,7 +1050,7 @@ def notes_of(pool: list, settings: Settings) -> list[str] | None:
 
 
 def prompting_for(settings: Settings, checkpoint: Path | None) -> Prompting:
-    """Return the Conductor's Prompting: from the checkpoint, or for a new run from the settings."""
+    """Return the Conductor's Prompting, from the checkpoint if there is one, else from settings."""
     if checkpoint:
         prompting, _, _ = read_prompting(str(checkpoint))
         return prompting
@@ -1057,10 +1081,10 @@ def open_pool(settings: Settings) -> list:
 
 
 def load_reference(run: Run, settings: Settings, is_new: bool) -> Qwen:
-    """Return the reference policy, which the KL is measured against.
+    """Return the reference policy, against which the KL is measured.
 
-    It is the policy before the first iteration, which a new run writes to --out/reference. A run
-    that starts from another run's Conductor uses that run's reference instead.
+    The reference is the policy before the first iteration, which a new run writes to
+    --out/reference. A run that starts from another run's Conductor uses that run's reference.
     """
     folder = Path(settings.out, "reference")
     earlier = Path(settings.init_from).parent / "reference"
@@ -1079,7 +1103,7 @@ def load_reference(run: Run, settings: Settings, is_new: bool) -> Qwen:
 
 
 def load_problems(settings: Settings) -> tuple[list, list]:
-    """Return the problems to train on, and the held-out problems."""
+    """Make --grader known to eval.py; return the problems to train on and the held-out problems."""
     if settings.grader:
         evaluation.GRADERS["own"] = evaluation.own_grader(load_function(settings.grader))
     train = evaluation.load(settings.data, "train")
@@ -1087,7 +1111,10 @@ def load_problems(settings: Settings) -> tuple[list, list]:
 
 
 def check_longest_prompt(run: Run):
-    """End the program if the longest prompt plus max_new_tokens exceeds the model's context."""
+    """End the program if the model's context is too short for the longest question.
+
+    The context must hold the question's whole prompt and max_new_tokens more.
+    """
     longest = max((problem.question for problem in run.problems + run.test), key=len)
     chat = conductor_chat(Rollout(longest, run.pool), run.prompting)
     n_read = len(run.tokenizer.chat(chat))
@@ -1103,9 +1130,9 @@ def measure_held_out(run: Run, settings: Settings, done: int):
     """Measure the checkpoint after `done` iterations on held-out problems, and log its accuracy.
 
     The accuracy is added to the last line of metrics.jsonl. Does nothing if that line already has
-    it, or if no checkpoint is due after `done` iterations, or after the last iteration, because
-    `print_results` measures the last checkpoint. If the budget runs out, the run stops, and
-    --resume measures again.
+    an accuracy, if no checkpoint is due after `done` iterations, or if there are no held-out
+    problems. Also does nothing after the last iteration, because `print_results` measures the last
+    checkpoint. If the budget runs out, the run stops, and --resume measures the checkpoint again.
     """
     file = Path(settings.out, "metrics.jsonl")
     *lines, last = on_rank0(lambda: file.read_text().splitlines()) or ["{}"]
@@ -1131,7 +1158,7 @@ def count_right(answered: list[Rollout]) -> str:
 
 
 def conduct_problems(run: Run, problems: list, settings: Settings, name: str) -> list[Rollout]:
-    """Return one rollout per problem, sampled greedily. Each rank does a part of the problems.
+    """Return one rollout per problem, sampled greedily. All ranks call this and share the work.
 
     Args:
         name: The prefix of all call ids. Replies are kept on disk under these ids.
@@ -1145,14 +1172,17 @@ def conduct_problems(run: Run, problems: list, settings: Settings, name: str) ->
     )
     mine = my_part(problems)
     pools = [run.pool] * len(mine)
-    if settings.shuffle:  # each problem gets the pool in a different order
+    if settings.shuffle:  # each problem gets the whole pool, in an order that its id determines
         pools = [random.Random(p.id).sample(run.pool, len(run.pool)) for p in mine]
     rollouts = all_gather([strip(r) for r in system(mine, pools, name)])
     return [replace(rollout, problem=problem) for rollout, problem in zip(rollouts, problems)]
 
 
 def print_results(run: Run, settings: Settings):
-    """Print eval.py's table of the last checkpoint, each worker alone, and random workflows."""
+    """Print eval.py's table of the last checkpoint, each worker alone, and random workflows.
+
+    With --shuffle, first prints the checkpoint's accuracy with shuffled pools. All ranks call this.
+    """
     print0(f"python workflow.py QUESTION --checkpoint={settings.out}/checkpoint asks it; a table:")
     run.optimizer = run.reference = None  # free their memory for the evaluation
     if settings.shuffle and settings.n_test:
@@ -1191,7 +1221,7 @@ CHOICES = {
     "sandbox": ["bwrap", "none"],
     "prompt_style": ["ood", "in", "mixed", "zero-shot", "short"],
 }
-# The smallest values that number flags accept. For flags not listed: 1 for int and 0 for float.
+# The smallest value that each number flag accepts; if a flag is not listed, 1 for int, 0 for float.
 MINIMUM = {
     "n_rollouts": 2,
     "ask_solved_probability": 0.01,
@@ -1201,12 +1231,12 @@ MINIMUM = {
     "lora_rank": 0,
     "seed": 0,
 }
-# The largest value of the flags that have one.
+# The largest value that a flag accepts; if it is not listed, there is no limit.
 MAXIMUM = {"ask_solved_probability": 1, "beta2": 0.9999}
 
 
 def preflight(settings: Settings, start: str) -> tuple[Config | None, list[dict], str]:
-    """Look for everything that would make the run fail late, before anything expensive starts.
+    """Before anything expensive starts, look for everything that would make the run fail later.
 
     Returns:
         The model's Config, or None if it is unknown; the entries of the pool; and a text that lists
@@ -1300,9 +1330,10 @@ def check_workers(settings: Settings, entries: list[dict]) -> list[str]:
 
 
 def check_money(settings: Settings, entries: list[dict], n_test: int):
-    """Print how many calls the run makes and what they cost.
+    """Print an estimate of how many calls the run makes and what they cost.
 
-    Raises ValueError if the run needs a budget, or --cost_weight needs a price, that is missing.
+    Raises ValueError if a run that costs money has no --budget, or if --cost_weight is set and a
+    worker has no price.
     """
     rollouts = settings.iterations * settings.n_questions * settings.n_rollouts
     if settings.recursion:
@@ -1323,15 +1354,16 @@ def bytes_for(settings: Settings, config: Config, recompute: bool) -> float:
     """Estimate a process's peak memory in bytes, without what torch itself needs.
 
     Args:
-        recompute: Whether the activations of only one layer at a time are kept; the backward pass
-            then computes them again.
+        recompute: Whether the backward pass computes activations again, so that only those of one
+            layer at a time are in memory.
     """
     n, world = count_parameters(config), dist.get_world_size()
     n_trained = count_parameters(config, settings.lora_rank)
     width = dtype_for(config, settings.device).itemsize
     hidden, layers, vocab = config.hidden_size, config.num_hidden_layers, config.vocab_size
 
-    # At all times: trained weights and Adam's state in fp32, LoRA's frozen weights, the reference.
+    # At all times: trained weights and Adam's two moments in fp32 (12 bytes for each weight),
+    # LoRA's frozen weights, and the reference.
     share = 0 if settings.offload else 1 / world
     frozen = width * n if settings.lora_rank else 0
     weights = share * (12 * n_trained + frozen)
@@ -1350,10 +1382,10 @@ def bytes_for(settings: Settings, config: Config, recompute: bool) -> float:
     row = settings.token_budget + PROMPT  # tokens of a packed row
     alive = 1 if recompute else layers  # layers whose activations are kept
     gathered = (2 * width + 4) * (2 * hidden * vocab + 2 * n / layers)
-    # Activations per token
-    numbers = layers * hidden + alive * (10 * hidden + 5 * config.intermediate_size)
+    # For each token: the input of every layer, and the values inside the layers that are alive.
+    n_activations = layers * hidden + alive * (10 * hidden + 5 * config.intermediate_size)
     logits = 20 * min(row * vocab, HEAD_LOGITS[settings.device])
-    learning = share * 4 * n_trained + gathered + row * width * numbers + logits
+    learning = share * 4 * n_trained + gathered + row * width * n_activations + logits
     return weights + reference + max(width * n + cache, learning)
 
 
@@ -1372,20 +1404,20 @@ def needs_recompute(settings: Settings, config: Config) -> bool:
     """Return whether the device lacks the memory to keep the activations of all layers."""
     if count_parameters(config) < SMALL:
         return False
-    most = bytes_for(settings, config, recompute=False)
-    return most > 0.9 * device_bytes(settings.device)
+    peak = bytes_for(settings, config, recompute=False)
+    return peak > 0.9 * device_bytes(settings.device)
 
 
 def check_room(settings: Settings, config: Config):
-    """Check that memory and disk space suffice for the run. A dry run also prints the sizes.
+    """Check that memory and disk space suffice for the run. In a dry run, also print the sizes.
 
-    Raises ValueError, naming what is lacking, if there is not enough.
+    Raises ValueError, naming what is lacking, if memory or disk space is too small.
     """
     n, world = count_parameters(config), dist.get_world_size()
     n_trained = count_parameters(config, settings.lora_rank)
     # The size of the Conductor's weights in a checkpoint, in bytes
     whole = dtype_for(config, settings.device).itemsize * n
-    most = bytes_for(settings, config, needs_recompute(settings, config))
+    peak = bytes_for(settings, config, needs_recompute(settings, config))
 
     # In host memory: while saving a checkpoint, rank 0 holds a whole copy of the weights, and each
     # rank holds two copies of the state file that it is writing.
@@ -1393,9 +1425,9 @@ def check_room(settings: Settings, config: Config):
     if settings.offload:
         host += ranks_here() * 16 * n / world
     if settings.device == "cpu":
-        host += ranks_here() * most
+        host += ranks_here() * peak
     # On disk: the weights of every checkpoint and of the reference, and the state of the newest
-    # checkpoint. While a checkpoint is written, the state of the previous one is there, too.
+    # checkpoint. The previous checkpoint's state is deleted only after the newest one is written.
     n_checkpoints = math.ceil(settings.iterations / settings.save_every)
     disk = whole * (n_checkpoints + 1) + 12 * n_trained * min(2, n_checkpoints)
     existing = next(filter(Path.exists, Path(settings.out, "new").absolute().parents))
@@ -1404,7 +1436,7 @@ def check_room(settings: Settings, config: Config):
         print0(f"{n / 1e9:.3f} billion parameters, trained by {world} x {settings.device}, need")
     lacking = []
     for needed, present, where in (
-        (most, device_bytes(settings.device), f"of each process's {settings.device} memory"),
+        (peak, device_bytes(settings.device), f"of each process's {settings.device} memory"),
         (host, host_bytes(), "of the machine's memory"),
         (disk, shutil.disk_usage(existing).free, "of disk"),
     ):
@@ -1431,8 +1463,8 @@ def largest_step(model: Qwen, optimizer, reference: Qwen | None, settings: Setti
     """Do the largest update once, with a learning rate of 0, and reset Adam's state to zeros.
 
     If the update runs out of memory, it does so here, before any worker is paid. The update has two
-    micro-batches, because memory peaks in the second one, which has the first one's gradients in
-    memory as well.
+    micro-batches, because memory peaks in the second one, while the first one's gradients are in
+    memory as well. On a CPU, a small update is done instead, just to create Adam's state.
     """
     size, n_prompt = (settings.token_budget, PROMPT) if model.device.type == "cuda" else (64, 8)
     n_written = min(settings.max_new_tokens, size)
@@ -1535,10 +1567,10 @@ def dtype_for(config: Config, device) -> torch.dtype:
 
 
 def shard(model: Qwen, settings: Settings) -> Qwen:
-    """Divide weights, gradients and Adam's state among the ranks (FSDP2), in place.
+    """Divide weights, gradients and Adam's state among the ranks (FSDP2); return the same model.
 
-    Trained weights are stored in fp32. With LoRA, the frozen weights are stored in the dtype that
-    the model computes in.
+    Trained weights stay in fp32. With LoRA, the frozen weights are converted to the dtype that the
+    model computes in.
     """
     mesh = dist.init_device_mesh(settings.device, (dist.get_world_size(),))
     dtype = dtype_for(model.config, settings.device)
@@ -1586,7 +1618,7 @@ def adam(model: Qwen, beta2: float) -> torch.optim.AdamW:
 def on_all_ranks(job: Callable):
     """Run a job on every rank, and return this rank's result.
 
-    If the job fails on any rank, the program ends. All ranks call this.
+    If the job fails on any rank, the program ends with the first error. All ranks call this.
     """
     result = None
     error = None
@@ -1613,9 +1645,9 @@ def on_rank0(job: Callable):
 
 
 def leave(message: str):
-    """End the program on all ranks, which all call this.
+    """End the program. All ranks call this.
 
-    Rank 0 prints the message and every rank exits with status 1. With an empty message, nothing is
+    Rank 0 prints the message, and every rank exits with status 1. With an empty message, nothing is
     printed and the status is 0.
     """
     status = message if dist.get_rank() == 0 else 1
@@ -1647,7 +1679,7 @@ def print0(line: str):
 def metrics_of(
     iteration: int, groups: list[list[Rollout]], reports: list[dict], seconds: dict
 ) -> dict:
-    """Return an iteration's line of metrics.jsonl as a dict. A value of None means unknown.
+    """Return an iteration's line of metrics.jsonl as a dict, in which None means unknown.
 
     reward, accuracy, parsed, steps, workers, by_kind and steps_by_kind cover first rounds only, and
     again_accuracy covers second rounds only. All other metrics cover both.
@@ -1677,10 +1709,10 @@ def metrics_of(
         "calls": len(costs),
         # What the calls cost, in dollars.
         "cost": None if None in costs else sum(costs),
-        # Mean length of a completion, and the share that max_new_tokens cut off.
+        # Mean length of a completion, and the share of completions that max_new_tokens cut off.
         "tokens": mean([len(r.tokens) for r in rollouts]),
         "cut": mean([not r.finished for r in rollouts]),
-        # Mean absolute difference from the sampler's log-probabilities in the first update.
+        # Mean absolute difference between the sampler's and the first update's log-probabilities.
         "gap": reports[0]["gap"],
         # Peak memory of rank 0's GPU so far, in GiB.
         "memory": torch.cuda.max_memory_allocated() / GIB,
@@ -1703,7 +1735,10 @@ def metrics_of(
 
 
 def log(settings: Settings, metrics: dict, seconds_left: float):
-    """Append a line to metrics.jsonl, and print its numbers and the time left."""
+    """Append a line to metrics.jsonl, send it to W&B if wanted, and print its numbers and the ETA.
+
+    Only rank 0 calls this.
+    """
     with open(f"{settings.out}/metrics.jsonl", "a") as file:
         file.write(json.dumps(metrics) + "\n")
     if settings.wandb:
@@ -1727,11 +1762,11 @@ LOCKS = []  # keeps lock files open: closing one would release its lock
 def lock(file: Path) -> str:
     """Lock --out against other runs until this process ends, and return the lock file's text.
 
-    Raises ValueError, naming the other run, if one holds the lock. If the file system cannot lock
-    files, prints a warning and continues.
+    Raises ValueError, naming the other run, if another run holds the lock. If the file system
+    cannot lock files, prints a warning and continues.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    held = open(file, "a+")  # "w" would erase what another run has written into its lock
+    held = open(file, "a+")  # "w" would erase the text of a run that holds the lock
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -1773,7 +1808,8 @@ def discard_empty(out: Path):
 def open_folder(settings: Settings, first_iteration: int):
     """Prepare --out for the iterations from first_iteration on, and start W&B if it is wanted.
 
-    Writes settings.json, and drops the metrics of iterations that will be repeated.
+    Writes settings.json, drops the metrics of iterations that will be repeated, and tidies the
+    checkpoints, in case the run was killed before it did so.
     """
     os.makedirs(f"{settings.out}/traces", exist_ok=True)
     write_json(f"{settings.out}/settings.json", asdict(settings))
@@ -1789,7 +1825,7 @@ def open_folder(settings: Settings, first_iteration: int):
 
 
 def read_metrics(file: Path) -> list[str]:
-    """Return the lines of metrics.jsonl, without an unfinished last line that a kill has left.
+    """Return the lines of metrics.jsonl, without a last line that a kill cut short.
 
     Raises ValueError, naming the line, if one is damaged.
     """
@@ -1801,7 +1837,7 @@ def read_metrics(file: Path) -> list[str]:
 
 
 def replace_file(file: Path, lines: Iterable[str]):
-    """Write a file atomically: after a kill or a power cut it is either the old or the new one."""
+    """Write a file atomically: a kill or a power cut leaves either its old or its new content."""
     unfinished = Path(f"{file}.tmp")
     with open(unfinished, "w") as f:
         f.writelines(f"{line}\n" for line in lines)
@@ -1835,7 +1871,7 @@ def write_rollouts(settings: Settings, iteration: int, groups: list[list[Rollout
 
 @contextlib.contextmanager
 def remedy(file: Path | str, advice: str):
-    """Turn any error in a `with` block that reads a file into a ValueError that says what to do."""
+    """Turn any error in the `with` block, which reads `file`, into a ValueError with `advice`."""
     try:
         yield
     except (Exception, CheckpointException) as e:  # the latter is a BaseException
@@ -1850,9 +1886,10 @@ def reason(e: BaseException) -> str:
 
 
 def read_rollouts(run: Run, settings: Settings, iteration: int) -> list[list[Rollout]] | None:
-    """Return the rollouts in an iteration's trace file, [question][rollout], or None without one.
+    """Return an iteration's rollouts from its trace file, [question][rollout], or None without one.
 
-    Raises ValueError if the file is damaged, or if one of its questions is not in --data.
+    Raises ValueError if the file is damaged or incomplete, or if one of its questions is not in
+    --data.
     """
     file = trace_file(settings, iteration)
     if not file.exists():
@@ -1870,6 +1907,7 @@ def read_rollouts(run: Run, settings: Settings, iteration: int) -> list[list[Rol
                 raise ValueError(f"--data={settings.data} has no problem {r.problem_id}")
             r = replace(r, pool=run.pool, problem=problems[r.problem_id])
             groups.setdefault((r.call_prefix, r.previous is not None), []).append(r)
+        # Check that these are the rollouts that the iteration asks for, in the same order.
         first = [group for group in groups.values() if group[0].previous is None]
         asked = [copies(group[0], settings) for group in first]
         if settings.recursion:
@@ -1883,7 +1921,7 @@ RELEARN = "Delete this folder, and --resume learns its iterations again, from th
 
 
 def newest_checkpoint(settings: Settings) -> Path | None:
-    """Return the folder of the checkpoint to resume from, or None for a run from the beginning.
+    """Return the folder of the checkpoint to resume from, or None to start from the beginning.
 
     Raises ValueError, naming the folder, if a checkpoint is damaged.
     """
@@ -1904,7 +1942,7 @@ def newest_checkpoint(settings: Settings) -> Path | None:
 def check_sums(folder: Path):
     """Raise ValueError if any file of a checkpoint has changed or vanished since it was saved."""
     file = folder / "checksums.json"
-    if file.exists():  # checkpoints of the third edition have none
+    if file.exists():  # checkpoints of the third edition have no checksums
         found = checksums(folder)
         written = read_json(file)
         changed = [name for name, crc in written.items() if found.get(name) != crc]
@@ -1913,9 +1951,9 @@ def check_sums(folder: Path):
 
 
 def checksums(folder: Path) -> dict[str, int]:
-    """Return {path inside the folder: CRC-32} for all files in a folder but checksums.json.
+    """Return {path inside the folder: CRC-32} for all files in a folder except checksums.json.
 
-    This reads about 2 GB/s, so it takes a minute for a checkpoint of 7B.
+    Reads about 2 GB/s, so the checkpoint of a 7B model takes about a minute.
     """
     sums = {}
     for file in sorted(folder.rglob("*")):
@@ -1932,8 +1970,8 @@ def checksums(folder: Path) -> dict[str, int]:
 def save(run: Run, settings: Settings, done: int):
     """Write a checkpoint after `done` iterations.
 
-    The checkpoint holds the Conductor and, in state/, what resuming needs; each rank writes its
-    part of the state. The folder gets its final name, `done`, only when it is complete.
+    The checkpoint holds the Conductor and, in state/, what --resume needs; each rank writes its
+    part of the state. The folder is named "unfinished" until it is complete, then after `done`.
     """
     folder = Path(settings.out, "checkpoints/unfinished")
     save_for_use(run, settings, folder)
@@ -1949,7 +1987,8 @@ def save(run: Run, settings: Settings, done: int):
     def finish():
         replace_file(folder / "checksums.json", [json.dumps(checksums(folder))])
         finished = folder.with_name(f"{done:05d}")
-        shutil.rmtree(finished, ignore_errors=True)  # may be left over, without its state
+        # A run that lost its later checkpoints may find this folder from before, without its state.
+        shutil.rmtree(finished, ignore_errors=True)
         sync(folder / "state")
         sync(folder)
         folder.rename(finished)
@@ -1962,7 +2001,7 @@ def save(run: Run, settings: Settings, done: int):
 def load_state(run: Run, checkpoint: Path):
     """Load a checkpoint's weights, Adam's state and shares of wrong answers into the run.
 
-    If --data has a kind of question that the checkpoint does not know, its share stays 1.
+    If --data has kinds of question that the checkpoint does not know, their shares stay 1.
     """
     reader = dcp.HuggingFaceStorageReader(checkpoint / "state")
     wanted = trained(run)
@@ -1979,7 +2018,10 @@ def load_state(run: Run, checkpoint: Path):
 
 
 def save_for_use(run: Run, settings: Settings, folder: Path):
-    """Write the Conductor in Hugging Face's file layout, in the dtype that it computes in."""
+    """Write the Conductor in Hugging Face's file layout, in the dtype that it computes in.
+
+    Also writes conductor.json, which tells other commands how to prompt the Conductor.
+    """
     whole = whole_copy(run.model)
 
     def write():
@@ -1990,7 +2032,7 @@ def save_for_use(run: Run, settings: Settings, folder: Path):
         try:
             run.tokenizer.save_pretrained(folder)
             whole.save_pretrained(folder)
-        except Exception as e:  # tokenizers and safetensors raise no OSError
+        except Exception as e:  # tokenizers and safetensors raise errors other than OSError
             raise OSError(f"{folder} could not be written: {e}. {GO_ON}") from None
         for file in folder.iterdir():
             sync(file)
@@ -1999,9 +2041,9 @@ def save_for_use(run: Run, settings: Settings, folder: Path):
 
 
 def trained(run: Run) -> dict[str, torch.Tensor]:
-    """Return all tensors that training changes, by name.
+    """Return {name: tensor} for all tensors that training changes.
 
-    They are the trained weights in fp32, Adam's state, and the shares of wrong answers.
+    These are the trained weights in fp32, Adam's state, and the shares of wrong answers.
     """
     state = {f"wrong {kind}": share for kind, share in run.wrong_share.items()}
     for name, p in run.model.named_parameters():
@@ -2011,7 +2053,7 @@ def trained(run: Run) -> dict[str, torch.Tensor]:
     return state
 
 
-STATE_FILE = 1 << 28  # maximum bytes of a file in state/; a larger tensor has its own file
+STATE_FILE = 1 << 28  # maximum bytes of a file in state/; a larger tensor gets a file to itself
 
 
 def files_of(state: dict[str, torch.Tensor]) -> dict[str, int]:
@@ -2049,8 +2091,9 @@ def tidy(out: Path):
 def read_command(argv: list[str]) -> Settings:
     """Parse a command line into Settings.
 
-    Without --device, the run uses GPUs if there is one for each process and the model is not tiny.
     Without --preset, the GPUs determine the preset, and a printed line says which one and why.
+    With --resume, flags that are not given keep the values that the run has in its settings.json.
+    Without --device, the run uses GPUs if there is one for each process and the model is not tiny.
     """
     processes = ranks_here()
     gpu_bytes = [
@@ -2060,6 +2103,7 @@ def read_command(argv: list[str]) -> Settings:
     given = Settings()
     words = configure(given, argv)
 
+    # Find the preset.
     preset = given.preset
     if not preset:
         has_use = has_gpus and given.device != "cpu"
@@ -2071,6 +2115,7 @@ def read_command(argv: list[str]) -> Settings:
             f"expected --key=value, --preset one of {', '.join(PRESETS)}, not {words or preset}"
         )
 
+    # Let the given flags override the preset's defaults, or with --resume the run's settings.
     settings = Settings(**PRESETS[preset], preset=preset)
     if given.lora_rank:
         settings.lr *= 10
@@ -2083,6 +2128,7 @@ def read_command(argv: list[str]) -> Settings:
     if faults:
         usage_error("\n  ".join(faults))
 
+    # Choose the device.
     if settings.device == "cuda" and not has_gpus:
         usage_error(f"--device=cuda: there are {len(gpu_bytes)} GPUs for {processes} processes")
     if not settings.device:
@@ -2134,7 +2180,8 @@ NEW_FLAGS |= {"share_replies", "shuffle"}
 def resumed_settings(file: str, out: str, argv: list[str]) -> Settings:
     """Return the settings in a run's settings.json, updated with the flags of the command line.
 
-    Flags that would make the run a different experiment (not in MAY_CHANGE) are a usage error.
+    A flag that changes a setting not in MAY_CHANGE is a usage error, because the run would become a
+    different experiment.
     """
     try:
         values = {OLD_FLAGS.get(key, key): value for key, value in read_json(file).items()}
@@ -2201,8 +2248,8 @@ def main(argv: list[str]):
     command line is wrong, and 130 after Ctrl-C. torchrun turns every nonzero status into 1.
     """
     settings = read_command(argv)
-    own_store = dict(store=dist.HashStore(), rank=0, world_size=1)
-    if "RANK" in os.environ:  # torchrun sets it
+    own_store = dict(store=dist.HashStore(), rank=0, world_size=1)  # for a run without torchrun
+    if "RANK" in os.environ:  # set by torchrun, which has a store for all ranks
         own_store = {}
         # Have the kernel kill this process if torchrun dies (PR_SET_PDEATHSIG = 1, SIGKILL = 9).
         ctypes.CDLL(None).prctl(1, 9)
@@ -2221,5 +2268,6 @@ def main(argv: list[str]):
 
 
 if __name__ == "__main__":
-    sys.modules["train"] = sys.modules["__main__"]  # so that a user's file imports this module
+    # If a user's file imports train, give it this module instead of a second copy.
+    sys.modules["train"] = sys.modules["__main__"]
     main(sys.argv[1:])
