@@ -53,7 +53,7 @@ HARD_FAILURES = 6  # a call gives up after this many failures, not counting a bu
 SOCKET_OPTIONS = [
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),  # urllib3's default
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", 0x10), 60),  # macOS: TCP_KEEPALIVE, 0x10
+    (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", 0x10), 60),  # on macOS, the option is 0x10
 ]
 jitter = random.Random()  # for pauses only; experiments use separate generators
 
@@ -176,7 +176,7 @@ class Worker:
         money that it may cost.
         """
         api_key = os.environ.get(self.api_key_env or "", "").strip()
-        # Some APIs, such as Anthropic's, reject blank messages.
+        # Replace blank messages, which some APIs, such as Anthropic's, reject.
         turns = [m if m["content"].strip() else {**m, "content": "(empty)"} for m in messages]
         headers, body = self.write_request(self.model, turns, params, api_key)
         budget = self.budget or UNLIMITED
@@ -308,8 +308,8 @@ class Failure(Exception):
     cost: float | None = None  # dollars; 0.0: certainly not billed; None: may have been billed
 
 
-# Matches the errors of OpenAI, Anthropic, Google and OpenRouter that say that an account has no
-# money or quota left.
+# Matches what OpenAI, Anthropic, Google and OpenRouter write if an account has no money or quota
+# left.
 EXHAUSTED = (
     "insufficient_quota|billing_not_active|credit balance is too low|credits are depleted"
     "|PerDay|per-day|API usage limits|(spend|usage)_limit_|monthly spending cap"
@@ -352,8 +352,8 @@ def read_response(worker: Worker, response: HTTPResponse, deadline: float) -> Re
     n_in, n_out, n_billed = tokens or (0, 0, 0)
     cost = billed_cost(response, data)
     if cost is None and tokens and worker.price:
-        # Some gateways report zero tokens if they do not count tokens. The cost is then unknown,
-        # unless the price is zero.
+        # Some gateways do not count tokens, and report zero. The cost is then unknown, unless the
+        # price is zero.
         is_counted = n_out or not answer or not any(worker.price)
         if is_counted:
             cost = (n_billed * worker.price[0] + n_out * worker.price[1]) / 1e6
@@ -402,7 +402,7 @@ def refusal(url: str, response: HTTPResponse, code, text: str) -> Failure:
                 wait = float(retry_after)
             else:
                 wait = parsedate_to_datetime(retry_after).timestamp() - time.time()
-    # A provider that is busy or rejects the request bills nothing. One that broke down may bill.
+    # A provider that is busy or rejects the request bills nothing. One that fails midway may bill.
     is_unpaid = response.status != 200 and (busy or not is_broken)
     return Failure(f"HTTP {status} of {url}: {text}", wait, busy, cost=0.0 if is_unpaid else None)
 
@@ -500,8 +500,8 @@ def without_thoughts(text: str) -> str:
     """
     if text.lstrip().startswith("<think>"):
         return text.partition("</think>")[2].lstrip()
-    # No answer follows a closing tag at the end of the text, so such a tag only counts if it is
-    # alone on its line.
+    # A closing tag at the very end leaves no answer, so such a tag only counts if it is alone on
+    # its line.
     closing = re.search(r"</think>[ \t\r]*\n\s*|^[ \t]*</think>\s*\Z", text, re.MULTILINE)
     if closing and "<think>" not in text[: closing.start()]:
         return text[closing.end() :]
@@ -925,7 +925,7 @@ class Budget:
             self.running += 1
 
     def settle(self, reserved: float, cost: float | None):
-        """End an attempt, and put the money that it reserved but did not use back in the budget."""
+        """End an attempt, and put the money that it did not spend back into the budget."""
         with self.room:
             if cost is not None:
                 self.left += reserved - cost
@@ -1047,7 +1047,7 @@ NAMES = {f"element number {n}": element for n, element in enumerate(ELEMENTS, 1)
 CITIES = dict(f"the capital of {pair}".split("-") for pair in COUNTRIES)
 FACTS = {**NUMBERS, **CITIES, **NAMES}
 
-TRADES = {  # name -> (regex for what it can work on, {instruction: function that replaces a match})
+TRADES = {  # trade -> (regex for what it works on, {instruction: function that replaces a match})
     "calculator": (
         r"\b(\d{1,6}) ([-+*×]) (\d{1,6})\b",
         {"Calculate it.": lambda m: str(SIGNS[m[2].replace("×", "*")](int(m[1]), int(m[3])))},
@@ -1068,7 +1068,7 @@ TRADES = {  # name -> (regex for what it can work on, {instruction: function tha
 # All instructions that the workers know, except SOLVE_IT. Random workflows for the laptop world's
 # questions draw their subtasks from these.
 PHRASES = (*VAGUE, *itertools.chain(*(instructions for _, instructions in TRADES.values())))
-LOCAL = {  # pool -> its workers' names: a trade, with or without a sort (see SKILL) before it
+LOCAL = {  # pool -> its workers' names: a trade, perhaps after a sort (a key of SKILL)
     "local": [*TRADES, "generalist"],
     "local:pairs": [f"{sort}{trade}" for trade in TRADES for sort in ("", "junior ")],
     "local:tired": [f"{sort}{trade}" for trade in TRADES for sort in ("tired ", "junior ")],

@@ -689,7 +689,7 @@ class Threads:
         self.limit = limit  # the maximum number of threads
         self.started = 0
         self.idle = 0
-        self.jobs = collections.deque()  # (function, arguments, tell)
+        self.jobs = collections.deque()  # (function, arguments, tell), as passed to `run`
         self.changed = threading.Condition()
 
     def run(self, function, arguments: tuple, tell):
@@ -732,10 +732,11 @@ THREADS = Threads(512)
 def carry_out(rollout: Rollout, prompting: Prompting, judge, edit, call):
     """Parse, run and judge a written rollout, as a generator whose caller runs the jobs.
 
-    The generator yields a list of jobs that can start now, each as (step, function, arguments).
-    Whenever a job is done, the caller sends (step, result), and the generator yields the next list,
-    which may be empty. If a job raises an exception, the exception is the result. The judge's job
-    has the step None. For example, if step 1 sees step 0:
+    A job is a call of a worker or of the judge. The generator yields a list of jobs that can start
+    now, each as (step, function, arguments). Whenever a job is done, the caller sends
+    (step, result), and the generator yields the next list, which may be empty. If a job raises an
+    exception, the exception is the result. The judge's job has the step None. For example, if
+    step 1 sees step 0:
 
         next(work)               # returns [(0, call, (rollout, 0))]
         work.send((0, reply))    # returns [(1, call, (rollout, 1))]
@@ -863,7 +864,7 @@ def roll_out(
         while not events.empty():
             advance(*events.get())
 
-    # Wait for events. The oldest rollout is the next to run out of time.
+    # Wait for events. The oldest rollout is the first to run out of time.
     while running:
         oldest, work, started = next(iter(running.values()))
         seconds_left = max(0.0, started + timeout - time.monotonic())
@@ -1151,7 +1152,7 @@ def read_rollouts(file: str) -> Iterator[Rollout]:
 
 
 def choose_examples(rollouts: list[Rollout], n: int = 4) -> list[dict]:
-    """Make up to n few-shot examples from rollouts that are right, each for a different question.
+    """Make up to n few-shot examples from rollouts that are right, at most one per question.
 
     To vary the workers, each choice is the first rollout whose sequence of workers has been chosen
     least often so far.
@@ -1317,7 +1318,7 @@ ERRORS = {
 
 
 class Admission:
-    """Limit the number of requests in the server, and tell refused requests when to retry.
+    """Limit the number of requests in the server, and tell refused clients when to retry.
 
     Example: if 256 requests are conducted at a time and take 10 s each, one ends every 39 ms. The
     first request that finds the server full may retry after 39 ms, the second after 78 ms, and so
@@ -1501,8 +1502,8 @@ class ConductorHandler(Handler):
             sentence = last.error or f"the Conductor wrote no workflow: {last.invalid}"
             status, code = next(ERRORS[part] for part in ERRORS if part in sentence)
             if status == 502 and self.body.get("stream"):
-                # Some proxies replace the body of a 502, and the client would not see the sentence.
-                # So start the stream (with status 200), and send the error as an event.
+                # Some proxies replace the body of a 502, so the client would not see the sentence.
+                # Start the stream instead (with status 200), which then carries the error.
                 self.send_comment("the workflow failed")
             raise Refusal(status, sentence, code, {"x-should-retry": "false"})
 
