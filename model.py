@@ -40,7 +40,7 @@ ARCHITECTURES = {  # model type -> the name of its class in transformers
 
 @dataclass
 class Config:
-    """The configuration of a model. Fields are keys of Hugging Face's config.json unless noted.
+    """A model's configuration. Fields are keys of Hugging Face's (HF) config.json unless noted.
 
     The defaults are those of Qwen2.5-7B-Instruct. If head_dim, attention_bias,
     attention_output_bias or qk_norm is None, its value is derived from the model type.
@@ -59,8 +59,8 @@ class Config:
     model_type: str = "qwen2"
     head_dim: int | None = None
     attention_bias: bool | None = None  # whether q_proj, k_proj and v_proj have a bias
-    attention_output_bias: bool | None = None  # whether o_proj has one; not a Hugging Face key
-    qk_norm: bool | None = None  # whether each head's q and k get RMSNorm; not a Hugging Face key
+    attention_output_bias: bool | None = None  # whether o_proj has a bias; not a HF key
+    qk_norm: bool | None = None  # whether each head's q and k get RMSNorm; not a HF key
     rope_scaling: dict | None = None  # for the long context of Llama 3.1; see `stretch`
 
     def __post_init__(self):
@@ -397,7 +397,7 @@ def add_lora(model: "Qwen", rank: int):
 
 
 def merge_lora(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the state dict with each W replaced by W + B A, computed in fp32, and no A or B."""
+    """Return the state dict without A and B, and with each W replaced by W + B A, added in fp32."""
     merged = {name: tensor for name, tensor in state.items() if ".lora_" not in name}
     for name, A in state.items():
         if name.endswith(".lora_A"):
@@ -663,7 +663,7 @@ class ChatTemplate:
     begin: str = ""  # the text before the first turn
     system: str = ""  # the default system message, used if a conversation has none
     opening: str = ""  # the text put at the start of the assistant's next answer
-    clean: Callable = lambda role, content: content  # returns the content as it is written
+    clean: Callable = lambda role, content: content  # returns the content to put into `turn`
     jinja_clean: str = "m['content']"  # what `clean` returns for a message m, in Jinja
 
     def answer(self) -> str:
@@ -795,7 +795,7 @@ class Tokenizer:
         generation = {"eos_token_id": self.end_ids, "pad_token_id": self.end_ids[-1]}
         write_json(os.path.join(path, "generation_config.json"), generation)
 
-        # If the model was saved first, Qwen.save_pretrained assumed Qwen's tokenizer.
+        # If the model was saved first, Qwen.save_pretrained assumed Qwen's tokenizer: correct that.
         if os.path.exists(os.path.join(path, "model.safetensors")):
             found = read_json(os.path.join(path, "config.json"))
             if found.get("model_type") == "qwen2" and not has_qwen_tokenizer(path):
@@ -943,6 +943,7 @@ def configure(settings, argv: list[str]) -> list[str]:
         if name.startswith("no-") and is_switch(settings, name[3:]) and text is None:
             name = name[3:]
             text = "false"
+        # A flag with a single dash is an error, too.
         if name not in vars(settings) or word[:2] != "--":
             usage_error(f"unknown flag {word}; did you mean {nearest_flag(settings, name)}?")
         if text is None:

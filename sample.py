@@ -453,10 +453,10 @@ class Grid:
 
     def capture(self):
         """Capture `decode` as a CUDA graph."""
-        # The assignment to self.graph below frees the previous graph, which clears the cuBLAS
-        # workspace of the capture stream (pytorch issue 193402). This is harmless, because the
-        # workspace lies in the memory pool that both graphs share. Nothing else uses that pool,
-        # since there is only one grid at a time.
+        # The assignment to self.graph below frees the previous graph. torch then drops the cuBLAS
+        # workspace of the capture stream, although the new graph uses the same workspace (pytorch
+        # issue 193402). This is harmless, because the workspace lies in the memory pool that both
+        # graphs share, and nothing else uses that pool, since there is only one grid at a time.
         graph = torch.cuda.CUDAGraph()
         pool = self.graph.pool() if self.graph else None
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):

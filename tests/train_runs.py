@@ -53,9 +53,10 @@ def launch(*flags, ranks=1, folders=None):
     Args:
         folders: The current folder of each rank; default: the repository's root.
     """
+    # The fork server keeps the environment in which it starts, and its forks inherit it.
     with mock.patch.dict(os.environ, ENV | {"PYTHONPATH": ROOT}):
         multiprocessing.forkserver.ensure_running()
-    with socket.socket() as free:
+    with socket.socket() as free:  # finds a free port
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks))
@@ -136,6 +137,7 @@ def metrics(out):
     if not os.path.exists(f"{out}/metrics.jsonl"):
         return []
     with open(f"{out}/metrics.jsonl") as file:
+        # A last line without a line break is still being written: leave it out.
         return [json.loads(line) for line in file if line.endswith("\n")]
 
 
@@ -180,7 +182,7 @@ def trained():
 class Workers:
     """Five workers with prices, on a local server. They answer "A" or "B", by the request's hash.
 
-    `calls` counts the calls that are answered. Calls wait until the event `open` is set. After
+    `calls` counts the calls that are not refused. Calls wait until the event `open` is set. After
     `n_before_expiry` calls, all further calls are refused as if the API key had expired. The test
     calls that train.py makes first ("Say hello") are always answered at once and not counted.
     """
