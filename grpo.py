@@ -183,8 +183,8 @@ def update(
         rollouts: This rank's share, with `advantage` and `wrong_share` set.
         clip: ε of Eq. 1.
         beta: The weight of the KL. It is multiplied by each rollout's wrong_share, so the policy
-            keeps exploring the questions that it fails, but can become certain about the questions
-            that it solves.
+            keeps exploring the questions that it gets wrong, but can become certain about the
+            questions that it solves.
         reference: π_ref; needed if beta > 0.
         temperature, n_ids: The settings with which the rollouts were sampled.
         token_budget: The maximum number of tokens in a micro-batch, not counting its first prompt.

@@ -397,7 +397,10 @@ def add_lora(model: "Qwen", rank: int):
 
 
 def merge_lora(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the state dict without A and B, and with each W replaced by W + B A, added in fp32."""
+    """Return a copy of the state dict without A and B, in which W + B A replaces each W.
+
+    W + B A is computed in fp32. Tensors without LoRA are not copied.
+    """
     merged = {name: tensor for name, tensor in state.items() if ".lora_" not in name}
     for name, A in state.items():
         if name.endswith(".lora_A"):
@@ -542,7 +545,7 @@ class Qwen(nn.Module):
             model.load_state_dict(state, assign=True)
         except RuntimeError as e:  # e names the missing, unexpected and misshapen tensors.
             raise ValueError(f"{path} does not fit its config.json: {str(e)[:400]}") from None
-        if model.config.tie_word_embeddings:  # load_state_dict has untied them
+        if model.config.tie_word_embeddings:  # load_state_dict has untied the weights
             model.lm_head.weight = model.model.embed_tokens.weight
         return model
 

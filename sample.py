@@ -42,7 +42,7 @@ PREFILL_TOKENS = 8192  # max prompt tokens in one forward pass, unless one promp
 class Completion:
     """One rollout: its token ids and the log-probability with which each was drawn.
 
-    For a greedy rollout, these are the log-probabilities at temperature 1.
+    The log-probabilities of a greedy rollout are those at temperature 1.
     """
 
     tokens: list[int]  # including the end token, if finished

@@ -132,7 +132,7 @@ def model_of_checkout(folder: str, model: Qwen):
     with torch.device("meta"):
         theirs = module.Qwen(module.Config(**{key: shape[key] for key in known & set(shape)}))
     theirs.load_state_dict(model.state_dict(), assign=True)
-    if model.config.tie_word_embeddings:  # load_state_dict has untied them
+    if model.config.tie_word_embeddings:  # load_state_dict has untied the weights
         theirs.lm_head.weight = theirs.model.embed_tokens.weight
     return theirs
 

@@ -248,7 +248,7 @@ class Workers:
                 file.write(json.dumps(row) + "\n")
 
     def flags(self, *more):
-        """Return the flags of a short run with these workers, from the checkpoint of `trained`."""
+        """Return flags for a short run that has these workers and starts from `trained`'s model."""
         return (
             "--preset=laptop",
             f"--init_from={trained()[0]}/checkpoint",
