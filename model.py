@@ -102,7 +102,7 @@ class Config:
             value = found.get(f.name)
             if value is None and f.default is None:
                 continue  # None is allowed here, and __post_init__ may replace it.
-            # A float may be written as an int in config.json: rope_theta is usually 1000000.
+            # config.json may write a float as an int, such as 1000000 for rope_theta.
             is_number = f.type in (int, float, int | None)
             if not isinstance(value, f.type | int) or (is_number and not is_positive(value)):
                 raise ValueError(f"{file}: {f.name} is {value!r}, which makes no sense")

@@ -72,7 +72,7 @@ def computing(job) -> float:
 
 
 def report(result: dict):
-    """Print the numbers, rounded to four digits, in columns and then as one line of JSON."""
+    """Print the numbers, with four significant digits, in columns and then as JSON."""
     for key, value in result.items():
         if isinstance(value, float):
             result[key] = float(f"{value:.4g}")
