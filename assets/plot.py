@@ -2,8 +2,8 @@
 
     python assets/plot.py RUN            RUN/curve.png: accuracy, steps, workers (Figs. 3, 7, 8)
     python assets/plot.py RUN RUN ...    accuracy.png: the held-out accuracy of several runs
-    python assets/plot.py workflows RUN  RUN/workflows.png: the commonest workflow at four times
-    python assets/plot.py subtasks RUN   RUN/subtasks.png: how often workers get their usual subtask
+    python assets/plot.py workflows RUN  RUN/workflows.png: the commonest workflow in 4 iterations
+    python assets/plot.py subtasks RUN   RUN/subtasks.png: how often workers get usual subtasks
     python assets/plot.py FILE.json ...  FILE.png: cost and accuracy, from eval.py --out=FILE.json
 
 RUN is the --out folder of a train.py run. Write NAME=RUN or NAME=FILE.json to set the name shown in
@@ -57,7 +57,7 @@ DOT = dict(marker="o", markersize=7, markeredgecolor="white", clip_on=False, zor
 
 
 def read(file: str):
-    """Return the content of a JSON file, or one object for each line of a JSONL file."""
+    """Return the content of a JSON file, or a list of the contents of a JSONL file's lines."""
     if not os.path.exists(file) or not os.path.getsize(file):
         raise ValueError(f"{file} is missing or empty; a run writes it after its first iteration")
     with open(file, encoding="utf-8") as f:
@@ -68,13 +68,17 @@ def read(file: str):
 
 
 def named(word: str) -> tuple[str, str]:
-    """Split NAME=PATH into (name, path). Without NAME, use the file's name without its ending."""
+    """Split NAME=PATH into (name, path). A path without NAME= gets its last part as its name.
+
+    >>> named("out/laptop.json")
+    ('laptop', 'out/laptop.json')
+    """
     name, _, path = word.rpartition("=")
     return name or os.path.splitext(os.path.basename(os.path.normpath(path)))[0], path
 
 
 def rolling_mean(values: list) -> list[float]:
-    """Return the running mean of the last ten values that are not None; NaN before the first.
+    """Return for each place the mean of the last ten known values up to there. None means unknown.
 
     >>> rolling_mean([None, 0.0, 1.0])
     [nan, 0.0, 0.5]
@@ -93,6 +97,7 @@ def label(axes, ends: list[tuple[float, float, str, str]]):
     `ends` holds (y, x, text, ink) for each point. Texts that would overlap are moved apart: from
     the bottom up, each is moved up as far as needed, but never above the axes."""
     axes.figure.draw_without_rendering()  # lays out the axes, so that their height is known
+    # The height of a line of text. Heights are fractions of the axes' height.
     gap = 0.17 * axes.figure.dpi / axes.get_window_extent().height
     low, high = axes.get_ylim()
 
@@ -113,8 +118,8 @@ def label(axes, ends: list[tuple[float, float, str, str]]):
 def held_out_curve(run: str, rows: list[dict]) -> tuple[list[int], list[float]]:
     """Return (iterations at which held-out accuracy is known, accuracies).
 
-    At the end of a finished run, the accuracy is the one in test.json, which train.py also prints
-    in its final table."""
+    The last point of a finished run is the accuracy in test.json, which train.py also prints in its
+    final table."""
     points = {row["iteration"] + 1: row["held_out"] for row in rows if row["held_out"] is not None}
     if os.path.exists(f"{run}/test.json"):
         conductor = next(iter(read(f"{run}/test.json").values()))
@@ -123,7 +128,9 @@ def held_out_curve(run: str, rows: list[dict]) -> tuple[list[int], list[float]]:
 
 
 def draw_accuracy(axes, run: str, rows: list[dict], name: str, ink: str) -> list[tuple]:
-    """Draw a run's held-out accuracy (bold) and training accuracy (thin). Return [its label]."""
+    """Draw a run's held-out accuracy (bold) and training accuracy (thin).
+
+    Return a list with one label for the curve, in the form that `label` takes."""
     training = [row["iteration"] + 1 for row in rows]
     sampled = rolling_mean([row["accuracy"] for row in rows])
     axes.plot(training, sampled, color=ink, linewidth=1, alpha=0.6)
@@ -163,7 +170,10 @@ def draw_run(run: str) -> str:
 
 
 def draw_best_worker(axes, tested: dict, last: int) -> list[tuple]:
-    """Draw the accuracy of the best worker alone as a dashed line. Return [its label], or []."""
+    """Draw the accuracy of the best single worker as a dashed line.
+
+    Return a list with a label for the line, in the form that `label` takes. If no worker was
+    measured alone, draw nothing and return []."""
     alone = {
         name.rpartition(", workers ")[2]: row["accuracy"] or 0
         for name, row in tested.items()
@@ -179,7 +189,9 @@ def draw_best_worker(axes, tested: dict, last: int) -> list[tuple]:
 def draw_bands(axes, rows: list[dict], key: str, title: str, shades: str, most: float, form: str):
     """Draw a band for each kind of question, darker for larger values, and write its last mean.
 
-    most: The value at which the shade is almost the darkest."""
+    key: The metric to draw, a dict from kind to value in each row of metrics.jsonl.
+    most: The value at which the shade is almost the darkest.
+    form: The format of the last mean."""
     kinds = list(dict.fromkeys(kind for row in rows for kind in row[key]))
     means = [rolling_mean([row[key].get(kind) for row in rows]) for kind in kinds]
     start, end = rows[0]["iteration"], rows[-1]["iteration"] + 1
@@ -243,7 +255,7 @@ def compare_runs(words: list[str]) -> str:
 
 
 def print_ends(words: list[str]):
-    """Print each finished run's final held-out accuracy, and the mean of several runs."""
+    """Print each finished run's held-out accuracy, and the mean and deviation of several runs."""
     accuracies = []
     for name, run in map(named, words):
         if not os.path.exists(f"{run}/test.json"):
@@ -261,7 +273,9 @@ def print_ends(words: list[str]):
 
 
 def trace_files(run: str) -> list[str]:
-    """Return the files that hold a run's rollouts, one file per iteration, oldest first."""
+    """Return the files that hold a run's rollouts, one file per iteration, oldest first.
+
+    If there are no files, return the name of the first one, so that `read` says what is missing."""
     return sorted(glob.glob(f"{run}/traces/*.jsonl")) or [f"{run}/traces/00000.jsonl"]
 
 
@@ -278,7 +292,7 @@ def read_kinds(file: str) -> dict[str, list[dict]]:
 def draw_subtasks(run: str) -> str:
     """Draw, for each worker, the share of its steps that have one of its usual subtasks.
 
-    A subtask is usual if at least a tenth of the worker's steps in the last iteration have it.
+    A worker's subtask is usual if at least a tenth of its steps in the last iteration have it.
     Workers with less than a hundredth of all steps in the last iteration are left out. Return the
     name of the picture's file."""
     files = trace_files(run)
@@ -333,9 +347,10 @@ GAP, LINE, HALF = 0.27, 0.17, 0.8
 def draw_workflows(run: str) -> str:
     """Draw the most common workflow for one kind of question, at four points of a run.
 
-    The kind is the one whose workflows have the most steps on average at the end. Most changes come
-    early, so the points are spaced logarithmically: of 1,000 iterations, the 1st, 10th, 100th and
-    last. Return the name of the picture's file."""
+    The kind is the one whose workflows have the most steps on average in the last iteration. Most
+    changes come early, so the points are spaced logarithmically: of 1,000 iterations, they are the
+    1st, 10th, 100th and last. If an iteration has no workflow of this kind, the nearest one that
+    has is drawn. Return the name of the picture's file."""
     inks = worker_inks(read(f"{run}/metrics.jsonl"))
     files = trace_files(run)
     last = read_kinds(files[-1])
@@ -368,12 +383,15 @@ def draw_workflows(run: str) -> str:
 
 
 def graph(rollout: dict) -> tuple:
-    """Return each step's worker and access list. Workflows that share them count as the same."""
+    """Return a key of a workflow: each step's worker and access list, without the subtasks."""
     return tuple((step["worker"], *step["access"]) for step in rollout["workflow"]["steps"])
 
 
 def draw_workflow(axes, x: float, rollouts: list[dict], inks: dict[str, str]) -> float:
-    """Draw the most common graph, with the texts of one rollout. Return its lower end in inches."""
+    """Draw the most common workflow among the rollouts, with the texts of one rollout that has it.
+
+    Workflows that differ only in their subtasks count as the same. Return how far down the drawing
+    reaches, in inches."""
     ran = [rollout for rollout in rollouts if rollout["workflow"]]
     common = mode(map(graph, ran))
     alike = [rollout for rollout in ran if graph(rollout) == common]
@@ -401,12 +419,12 @@ def wrap(text: str, most: int) -> list[str]:
 def draw_box(
     axes, x: float, spans: list[tuple], sources: list[int], name: str, ink: str, lines: list[str]
 ):
-    """Draw a box below the earlier boxes, with an arrow from each source; append it to `spans`.
+    """Draw a box below the earlier boxes, with an arrow from each source; add its span to `spans`.
 
     spans: (top, bottom) of each box, in inches.
     sources: The indices in `spans` of the boxes from which arrows come. The arrow from the box
-        directly above is straight. Other arrows bend around the boxes between: on the right if they
-        come from a step, on the left if they come from the question."""
+        directly above is straight. An arrow from a step further up bends around the boxes in
+        between on the right, and an arrow from the question does so on the left."""
     top = spans[-1][1] + GAP if spans else 0.95
     height = 0.12 + LINE * (1 + len(lines))
     spans.append((top, top + height))
@@ -437,9 +455,9 @@ def draw_box(
 
 
 def read_evaluations(words: list[str]) -> tuple[dict[str, dict], set[str]]:
-    """Return ({benchmark: {system: row}} of all files, names of the systems that are Conductors).
+    """Return ({benchmark: {system: row}}, names of the systems that are Conductors) for all files.
 
-    With several files, each Conductor is named after its file."""
+    With several files, each Conductor is named after its file, or by the NAME in NAME=FILE."""
     benchmarks, conductors = {}, {"conductor"}
     for name, path in map(named, words):
         for key, row in read(path).items():
@@ -458,8 +476,8 @@ def read_evaluations(words: list[str]) -> tuple[dict[str, dict], set[str]]:
 def draw_evaluations(words: list[str]) -> str:
     """Plot each system's accuracy, with a 95 % interval, against its cost per question.
 
-    The cost is in dollars if they are known, else in tokens, else in calls. Return the name of the
-    picture's file."""
+    The cost is in dollars if they are known for every system and not all 0. Otherwise it is in
+    tokens on the same condition, or else in calls. Return the name of the picture's file."""
     benchmarks, conductors = read_evaluations(words)
     columns = min(2, len(benchmarks))
     height = math.ceil(len(benchmarks) / columns)
@@ -487,7 +505,7 @@ def draw_evaluations(words: list[str]) -> str:
 
 
 def draw(words: list[str]) -> str:
-    """Draw what the words of the command line ask for. Return the name for the picture's file."""
+    """Draw what the command line asks for, and return the default name of the picture's file."""
     commands = {"workflows": draw_workflows, "subtasks": draw_subtasks}
     if words[0] in commands and len(words) == 2:
         return commands[words[0]](words[1])

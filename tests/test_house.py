@@ -1,7 +1,7 @@
-"""The house rules that a program can check.
+"""Tests of the house rules that a program can check.
 
-They are the layout, the order of imports, the allowed packages, a linter, and the names that other
-code relies on."""
+These rules concern the layout, the linter, the order of imports, the allowed packages, unsafe
+constructs, and the names that other code relies on."""
 
 import ast
 import dataclasses
@@ -16,7 +16,7 @@ import sys
 import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# Each file imports only files before it.
+# Each file may import only the files before it in this list.
 ORDER = ["model", "sample", "workers", "workflow", "grpo", "eval", "train"]
 PACKAGES = {
     "torch",
@@ -56,7 +56,7 @@ def test_the_linter_finds_nothing():
 
 @pytest.mark.parametrize("file", FILES)
 def test_comments_and_docstrings_fit_100_columns(file):
-    """ruff does not wrap them. Lines of tables, which contain the sign ¦, may be longer."""
+    """ruff wraps only code. Lines of tables, which contain the sign ¦, may be longer."""
     lines = enumerate(read(file).split("\n"), 1)
     assert not [number for number, line in lines if len(line) > 100 and "¦" not in line]
 
@@ -83,7 +83,7 @@ def test_nothing_is_evaluated_unpickled_or_caught_blindly(name):
             assert node.type is not None, f"line {node.lineno}: a bare except"
 
 
-# What other code may rely on: names, each with the parameters that must exist.
+# The names that other code may rely on, each with the parameters that it must accept.
 NAMES = {
     "model": [
         "Config.from_pretrained(path)",
@@ -144,7 +144,8 @@ def test_the_names_that_other_code_relies_on(call):
         found = getattr(found, name)
     wanted = [name for name in parameters.split(", ") if name]
     has = [*inspect.signature(found).parameters] if wanted else []
-    assert set(wanted) <= set(has) or "settings" in has  # a ** that passes on
+    # A function with **settings passes them on to one that has these parameters.
+    assert set(wanted) <= set(has) or "settings" in has
 
 
 def test_a_rollout_says_what_a_workflow_came_to():

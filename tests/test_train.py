@@ -1,5 +1,5 @@
-"""Training: the parts of a run, compared with numbers worked out by hand; a short run; stops;
-messages before a run starts.
+"""Tests of training: a short run; its parts, compared with numbers worked out by hand; what ends a
+run, or part of it; and the messages before a run starts.
 """
 
 import itertools
@@ -121,7 +121,7 @@ def test_a_run_says_how_it_goes_and_leaves_a_conductor_to_ask(tmp_path):
     assert f"--checkpoint={out}/checkpoint" in said
     prompting, pool, names = read_prompting(f"{out}/checkpoint")
     assert (prompting.prompt_style, pool, names) == ("short", "local", [*LOCAL["local"]])
-    assert metrics(out)[0]["held_out"] is not None  # measured with the checkpoint
+    assert metrics(out)[0]["held_out"] is not None  # because each iteration saves a checkpoint
     assert metrics(out)[0]["parsed"] > 0.5  # The warm start teaches the format.
     assert len(show(f"{out}/traces/00000.jsonl").splitlines()) == 72
     with open(f"{out}/traces/00000.jsonl") as file:
@@ -163,7 +163,7 @@ def a_run(n_problems=6, n_workers=5):
 
 
 def asked_in(run, settings, iteration):
-    """Return the questions that an iteration asks."""
+    """Return the questions that an iteration asks, as rollouts without workflows."""
     return [*itertools.islice(first_rounds(run, settings, iteration), settings.n_questions)]
 
 
@@ -173,7 +173,8 @@ def test_first_rounds_take_the_next_questions_and_begin_again():
     assert [r.question[-1] for r in itertools.chain(*asked)] == [*"012345012345"]
     assert all(r.workers == [0, 1, 2, 3, 4] for r in asked[0])
     names = [r.call_prefix for r in itertools.chain(*asked)]
-    assert names == [f"1/{i // 4}/{i}" for i in range(12)]  # a replay file finds calls by these
+    # A replay file finds an earlier run's replies by these prefixes.
+    assert names == [f"1/{i // 4}/{i}" for i in range(12)]
 
 
 def test_first_rounds_have_no_end_and_depend_on_the_seed_and_the_iteration_alone():
@@ -181,7 +182,7 @@ def test_first_rounds_have_no_end_and_depend_on_the_seed_and_the_iteration_alone
     one, other = (first_rounds(a_run(), settings, 3) for _ in range(2))
     assert [*itertools.islice(one, 50)] == [*itertools.islice(other, 50)]
     prefixes = [r.call_prefix for r in itertools.islice(one, 50)]
-    assert len({*prefixes}) == 50  # they tell the replies apart
+    assert len({*prefixes}) == 50  # so that no two rollouts share replies
 
 
 def test_every_question_of_a_small_file_is_asked_in_time():
@@ -219,7 +220,7 @@ def test_half_of_the_questions_get_a_second_round_with_an_answer_of_the_first():
         ]
         for i in range(8)
     ]
-    # These have no workflow that a second round could show.
+    # A second round cannot continue a rollout that has no workflow.
     groups[1] = [replace(r, workflow=None) for r in groups[1]]
     for iteration, expected in ((0, ["q0", "q4", "q5"]), (1, ["q2", "q3", "q6", "q7"])):
         asked = second_rounds(groups, Settings(n_rollouts=4), iteration)
@@ -230,7 +231,10 @@ def test_half_of_the_questions_get_a_second_round_with_an_answer_of_the_first():
 
 
 def two_rounds(first, second):
-    """Return rollouts of both rounds with these rewards; second i continues first i."""
+    """Return [first rounds, second rounds] with these rewards; each second one continues its first.
+
+    `second` may be as long as `first` or shorter.
+    """
     parents = [of(True, reward=r, number=i, call_prefix="q") for i, r in enumerate(first)]
     again = []
     for i, r in enumerate(second):
@@ -241,8 +245,8 @@ def two_rounds(first, second):
 @pytest.mark.parametrize(
     "reading, expected",
     [
-        # Each round is normalised separately: (1, -1) times 1/4 for first rounds, (-1, 1) for
-        # second rounds.
+        # Each round is normalised separately. First rounds get (1, -1) times 1/4, second rounds
+        # get (-1, 1).
         ("apart", [0.25, -0.25, -1, 1]),
         # Both rounds are one group (0.25, 0, 0.5, 1) with mean 0.4375 and deviation 0.369755.
         ("together", [-0.5071, -1.1832, 0.1690, 1.5213]),
@@ -354,7 +358,7 @@ def test_lessons_of_the_warm_start_are_random_workflows():
 
 
 def test_a_step_of_the_warm_start_is_made_of_rows_within_the_token_budget(monkeypatch):
-    """The gradient equals that of the whole batch at once, for any number of GPUs."""
+    """The trained weights do not depend on how many rows the budget splits a batch into."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         problems, ends, rows = load("laptop", "train", 99), [], []
@@ -388,7 +392,7 @@ def test_workers_of_other_problems_are_not_told_what_only_the_laptops_coder_obey
     ).lower()
     assert "solve the question" in told
     assert not any(word in told for word in ("vowels", "reverse", "capitals"))
-    long = replace(problem, question="Who wrote Emma? " * 99)  # its repetition would not fit
+    long = replace(problem, question="Who wrote Emma? " * 99)  # too long for a plan to repeat
     assert random_lesson(long, random.Random(0), 5, settings)[1].count("Emma") < 9
 
 
@@ -396,7 +400,7 @@ def test_workers_of_other_problems_are_not_told_what_only_the_laptops_coder_obey
 
 
 def test_a_run_that_stops_within_an_iteration_loses_nothing(tmp_path):
-    """The run leaves a checkpoint. Resumed, it has the same results and pays nothing twice."""
+    """The run saves a checkpoint. Resumed, it has the same results and pays for no call twice."""
     workers = Workers(tmp_path)
     whole, stopped = f"{tmp_path}/whole", f"{tmp_path}/stopped"
     flags = workers.flags("--iterations=4", "--save_every=2", "--n_rollouts=8")
@@ -426,7 +430,7 @@ def test_a_run_that_stops_within_an_iteration_loses_nothing(tmp_path):
 
 
 def groups_of(outcomes):
-    """Return groups of four rollouts: lost for each x in the string, answered for each dot."""
+    """Return groups of four rollouts. An x in the string is a lost rollout, a dot a right one."""
     rollouts = [
         of(True) if c == "." else of(None, error=f"lost {i}") for i, c in enumerate(outcomes)
     ]
@@ -465,7 +469,7 @@ def test_a_rollout_whose_workers_are_stuck_is_lost_not_waited_for(tmp_path):
 
 
 def test_ctrl_c_ends_a_run_at_once_and_leaves_nothing_if_nothing_has_begun(tmp_path):
-    """The run is interrupted while it says hello to a worker that never answers."""
+    """The run is interrupted while it waits for the first reply of a worker that never answers."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         worker = {"protocol": "openai", "model": "m", "price": [0, 0]}
         worker["base_url"] = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
@@ -503,7 +507,8 @@ def test_ctrl_c_while_torch_is_imported_ends_without_a_word():
     while "libtorch" not in Path(f"/proc/{run.pid}/maps").read_text():
         assert run.poll() is None
     run.send_signal(signal.SIGINT)
-    assert (run.communicate()[1], run.returncode) == (b"", -signal.SIGINT)  # a shell says 130
+    # A shell reports this status as 130.
+    assert (run.communicate()[1], run.returncode) == (b"", -signal.SIGINT)
 
 
 def test_three_gradients_that_are_not_finite_end_the_run(tmp_path):
@@ -527,9 +532,9 @@ def test_three_gradients_that_are_not_finite_end_the_run(tmp_path):
 
 
 def test_a_run_with_everything_of_ones_own(tmp_path):
-    """The run has no KL, and four of 20 rows are held out and measured at the end.
+    """The run starts from a trained Conductor, so it has no warm start. It has no KL, either.
 
-    The run starts from a trained Conductor, so there is no warm start.
+    Four of the 20 questions are held out and measured at the end.
     """
     workers = Workers(tmp_path)
     with open(workers.data, "a") as file:
@@ -540,7 +545,8 @@ def test_a_run_with_everything_of_ones_own(tmp_path):
             )
     flags = workers.flags("--prompt_style=short", "--iterations=1", "--n_test=9")
     status, _, err = end_of(launch("--preset=own", *flags[1:], f"--out={tmp_path}/none"))
-    assert status == 1 and "cannot read the 29 tokens" in err  # and write 1,024 more
+    # The preset's completions of up to 1,024 tokens do not fit into the tiny model's context.
+    assert status == 1 and "cannot read the 29 tokens" in err
     assert not os.path.exists(f"{tmp_path}/none")
     said = train("--preset=own", *flags[1:], f"--out={tmp_path}/out", "--max_new_tokens=96")
     assert metrics(f"{tmp_path}/out")[0]["lost"] == 0
@@ -591,7 +597,7 @@ def test_a_pool_that_costs_money_needs_a_budget(tmp_path):
 
 
 def test_a_dry_run_says_what_a_run_takes_and_does_its_largest_step(tmp_path):
-    """A dry run works even if the model and the API keys are missing."""
+    """A dry run prints what a run takes even if the model and the API keys are missing."""
     said = train("--preset=laptop", "--dry_run", "--n_questions=8", f"--out={tmp_path}/out")
     for word in ("calls", "at no cost", "GiB", "disk", "the largest step took", "to learn;"):
         assert word in said, word
@@ -622,7 +628,7 @@ def test_a_dry_run_says_what_a_run_takes_and_does_its_largest_step(tmp_path):
 
 
 def test_a_dry_run_refuses_a_tokenizer_of_another_model(tmp_path):
-    """The tokenizer's largest ids have no embedding in the model."""
+    """The tokenizer's largest id has no embedding in the model."""
     problems = load("laptop", "train", 50)
     model, tokenizer = tiny_conductor(problems, 5, Settings())
     shape = replace(model.config, vocab_size=len(tokenizer) - 1)
@@ -679,7 +685,7 @@ def test_lora_takes_ten_times_the_learning_rate():
 
 @pytest.fixture
 def two_gpus(monkeypatch):
-    """Make train.py calculate the memory of a run on two GPUs of 80 GB."""
+    """Make train.py calculate as if it ran on two GPUs of 80 GB."""
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     monkeypatch.setattr("train.device_bytes", lambda device: 79.2 * 2**30)
     monkeypatch.setattr("train.compute_dtype", lambda device: torch.bfloat16)
@@ -689,7 +695,7 @@ def two_gpus(monkeypatch):
     "flags, low, high",
     [
         ([], 70, 77),  # the paper's run
-        (["--n_questions=8"], 65, 79),  # more questions need more memory in sampling only
+        (["--n_questions=8"], 65, 79),  # more questions take more memory only while sampling
         (["--lora_rank=16", "--n_questions=8"], 25, 45),
         (["--offload"], 20, 40),
         (["--iterations=2", "--n_questions=2", "--n_test=8"], 70, 77),  # the README's smoke run

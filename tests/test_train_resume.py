@@ -1,4 +1,7 @@
-"""Runs that are killed in any phase and resumed, compared with runs that were never killed."""
+"""Tests of --resume: runs that are killed in any phase and resumed end like runs that were not.
+
+Also tests which flags a resumed run accepts, and what it says about damaged files.
+"""
 
 import contextlib
 import fcntl
@@ -69,11 +72,11 @@ def test_a_run_killed_in_every_phase_ends_with_the_same_weights(tmp_path):
     train(*flags, f"--out={killed}", "--resume")
     assert weights(killed) == weights(whole) != weights(trained()[0])
     assert [*map(timeless, metrics(killed))] == [*map(timeless, metrics(whole))]
-    # Only calls under way at a kill are paid again: at most one per worker.
+    # Only calls that were under way at a kill are paid for again, at most one for each worker.
     assert calls <= workers.calls <= calls + 4 * 5
     assert sorted(os.listdir(f"{killed}/checkpoints")) == sorted(os.listdir(f"{whole}/checkpoints"))
 
-    # Damaged files can be deleted; the iterations are learned again from rollouts and replies.
+    # Delete the damaged files. The run learns their iterations again, from rollouts and replies.
     before, workers.calls = weights(whole), 0
     for name in os.listdir(f"{whole}/checkpoints"):
         os.truncate(f"{whole}/checkpoints/{name}/model.safetensors", 1000)
@@ -96,7 +99,7 @@ def test_only_the_newest_checkpoint_has_a_state():
 
 @functools.cache
 def trained_on_two():
-    """Let torchrun run one iteration on two ranks; return its folder and its flags."""
+    """Run one iteration on two ranks with torchrun, once; return the run's folder and its flags."""
     flags = (
         "--preset=laptop",
         f"--init_from={trained()[0]}/checkpoint",
@@ -133,7 +136,7 @@ def test_a_run_goes_on_on_another_number_of_ranks(first, tmp_path):
 
 
 def test_a_run_with_lora_goes_on_as_if_nothing_had_happened(tmp_path):
-    """The run's state has only LoRA's matrices, so frozen weights come from --init_from."""
+    """The run's state holds only LoRA's matrices; the frozen weights come from --init_from."""
     conductor = f"{trained()[0]}/checkpoint"
     flags = ("--preset=laptop", f"--init_from={conductor}", "--lora_rank=4", "--iterations=2")
     flags += ("--n_questions=4", "--n_rollouts=8", "--save_every=1", "--n_test=0")
@@ -155,7 +158,7 @@ def test_two_ranks_roll_out_and_learn_what_one_does(tmp_path):
         [(row["problem_id"], row["written"], row["reward"]) for row in traces(out, 0)]
         for out in (on_one, on_two)
     )
-    # The other rollouts of a batch influence rounding, which may change a token now and then.
+    # Rounding depends on which rollouts share a batch, and may change a token now and then.
     same = sum(a == b for a, b in zip(one, two))
     assert len(one) == len(two) == 64 and same >= 60
     a, b = metrics(on_one)[0], metrics(on_two)[0]
@@ -185,7 +188,7 @@ def test_a_folder_that_holds_a_run_is_not_written_into():
 
 
 def resume(out, *flags):
-    """Return the settings of a resumed run."""
+    """Return the settings that train.py uses if the run in this folder is resumed."""
     return read_command(["--preset=laptop", f"--out={out}", "--resume", *flags])
 
 
@@ -238,7 +241,7 @@ def test_a_second_run_on_a_folder_is_kept_away(tmp_path):
         fcntl.flock(first, fcntl.LOCK_EX)
         with pytest.raises(ValueError, match="pid 123 on a-host"):
             module.lock(tmp_path / "lock")
-    # The first run released the lock when it ended.
+    # Closing the file released the first run's lock.
     assert f"pid {os.getpid()} on" in module.lock(tmp_path / "lock")
 
 
@@ -251,7 +254,7 @@ def one_rank():
     try:
         yield
     finally:
-        if dist.is_initialized():  # `leave` has destroyed it.
+        if dist.is_initialized():  # `leave` may already have destroyed the group.
             dist.destroy_process_group()
 
 
@@ -366,7 +369,7 @@ def test_a_damaged_state_without_checksums_says_what_to_do(damage, tmp_path):
         checkpoint = module.newest_checkpoint(settings)
         run = run_of(checkpoint, ["fact", "a new kind"])
         module.load_state(run, checkpoint)
-        assert run.wrong_share["a new kind"] == 1  # unknown as yet
+        assert run.wrong_share["a new kind"] == 1  # the checkpoint does not know this kind
         [file] = [*checkpoint.glob("state/*")]
         damage(file)
         with pytest.raises(SystemExit, match="00002 is damaged.*Delete"):
@@ -388,7 +391,7 @@ def test_a_torn_line_of_metrics_says_what_to_do(tmp_path):
 
 
 def test_what_the_budget_did_not_measure_is_measured_when_the_run_goes_on(tmp_path, monkeypatch):
-    """A run had learned and saved iteration 1 when the budget ended, before the measurement did."""
+    """The budget ended while the checkpoint that was saved after iteration 1 was measured."""
     file = tmp_path / "metrics.jsonl"
     lines = [{"iteration": i, "loss": i / 7, "held_out": None} for i in range(2)]
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
