@@ -92,7 +92,7 @@ class Problem:
     grader: str  # a key of GRADERS
     kind: str = ""  # tables show accuracy by kind; defaults to the grader's name
     level: int = 0  # the difficulty: higher is harder, 0 means unknown
-    extra: dict = field(default_factory=dict)  # for example {"choices": ["a stone", "an apple"]}
+    extra: dict = field(default_factory=dict)  # read by the grader: {"choices": ["a", "b"]}
 
     def __post_init__(self):
         self.kind = self.kind or self.grader
@@ -112,18 +112,18 @@ DATA = "data"
 
 
 def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
-    """Return the first problems of a split, always in the same order.
+    """Return the first `limit` problems of a split, always in the same order.
 
     Args:
         name: "laptop", a benchmark of SOURCES, a mix of MIXES, or FILE.jsonl with your own
-            problems. The train split of a mix is the file that `prepare` writes; its test split
-            combines the test splits of its parts.
+            problems. The train split of a mix is the file that `prepare` writes. The test split of
+            a mix combines the test splits of its benchmarks.
         split: "train" or "test".
         limit: The maximum number of problems; None returns all of them.
 
     Raises:
-        ValueError: The name is unknown, or the file has an invalid line.
-        OSError: The file is missing, or a data set could not be downloaded.
+        ValueError: If the name is unknown, or the file has an invalid line.
+        OSError: If the file is missing, or a data set could not be downloaded.
     """
     if name.endswith(".jsonl"):
         problems = split_of_file(name, split)
@@ -143,7 +143,7 @@ def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
 
 
 def laptop_problems(split: str) -> list[Problem]:
-    """Return the laptop world's problems. Smaller kinds are repeated, so all are equally large."""
+    """Return the laptop world's problems, repeating those of smaller kinds to balance the kinds."""
     problems = [
         Problem(f"laptop/{kind}/{question}", question, answer, "same", kind)
         for kind, question, answer in laptop_questions(split)
@@ -167,9 +167,10 @@ def interleave(problems: list[Problem], rng: random.Random, repeat: bool = False
 
 
 def with_instructions(problem: Problem) -> Problem:
-    """Return the problem with its options and an answer instruction appended to the question.
+    r"""Return the problem with its options and an answer instruction appended to the question.
 
-    Options and instructions that the question already contains are not added again.
+    The options are not appended if the question already contains all of them. The instruction is
+    not appended if the question contains it, or mentions \boxed or <answer>.
     """
     question = problem.question.strip()
     choices = problem.extra.get("choices", [])
@@ -179,7 +180,7 @@ def with_instructions(problem: Problem) -> Problem:
 
     function = problem.extra.get("function")
     instruction = GRADERS[problem.grader].instruction
-    if function and "```python" in question:
+    if function and "```python" in question:  # the question gives code to complete
         instruction = GRADERS["unittest"].instruction
     elif function:
         instruction = f"Write the Python function {function}. {BLOCK}"
@@ -188,7 +189,7 @@ def with_instructions(problem: Problem) -> Problem:
     return replace(problem, question=question, answer=problem.answer.strip())
 
 
-# Problems from a user's file, which has one JSON object per line
+# Problems from a user's file, with one JSON object per line
 
 
 def split_of_file(file: str, split: str) -> list[Problem]:
@@ -214,9 +215,9 @@ def read_problems(file: str) -> list[Problem]:
         {"question": "Who wrote Emma?", "answer": "Jane Austen", "grader": "short", "kind": "books"}
 
     Raises:
-        FileNotFoundError: The file is missing.
-        ValueError: The file is empty, two lines have the same id, or lines are invalid. The message
-            lists up to 20 faults, each with the number of the first line that has it.
+        FileNotFoundError: If the file is missing.
+        ValueError: If the file is empty, two lines have the same id, or lines are invalid. The
+            message lists up to 20 faults, each with the number of the first line that has it.
     """
     if not os.path.exists(file):
         hint = "`python eval.py prepare` writes paper and recursion"
@@ -242,10 +243,13 @@ def read_problems(file: str) -> list[Problem]:
 
 
 def parse_problem(line: bytes, default_id: str) -> Problem:
-    """Return the problem that a line describes. Raises ValueError if the line is invalid."""
+    """Return the problem that a line of JSON describes, with its instruction appended.
+
+    Raises ValueError if the line is invalid. A line without an "id" gets the default.
+    """
     try:
         values = json.loads(line)
-        # JSON can hold half an emoji, "\ud83d", which no request can carry. Replace it by "?".
+        # JSON can hold half an emoji, "\ud83d", which cannot be sent in UTF-8. Replace it with "?".
         values = json.loads(json.dumps(values, ensure_ascii=False).encode(errors="replace"))
     except (ValueError, RecursionError) as e:
         raise ValueError(f"expected a JSON object in UTF-8 ({e})") from None
@@ -261,7 +265,7 @@ def parse_problem(line: bytes, default_id: str) -> Problem:
 
 
 def check_problem(problem: Problem):
-    """Raise a ValueError if a field has the wrong type, or if the problem cannot be graded."""
+    """Raise ValueError if a field has the wrong type, or if the problem cannot be graded."""
     for key, kind in Problem.__annotations__.items():
         value = getattr(problem, key)
         require(type(value) is kind, f"{key} has to be {IN_WORDS[kind]}, not {shown(value)}")
@@ -281,7 +285,8 @@ def check_problem(problem: Problem):
         message = f"tests: expected pairs of texts, [input, output], not {shown(tests)}"
         require(are_tests(tests), message)
 
-    # Make sure that the grader accepts the gold answer. If not, it would reject every response.
+    # Make sure that the grader accepts the gold answer, bare or in a tag. Otherwise, the grader
+    # would reject every response.
     if GRADERS[problem.grader].is_free:
         answer = problem.answer.strip()
         is_recognised = not all(failure(problem, x) for x in (answer, f"<answer>{answer}</answer>"))
@@ -312,7 +317,7 @@ def are_tests(value) -> bool:
 #
 # A system is a function system(problems, pools, name) -> rollouts. It lets the workers of pools[i]
 # answer problems[i], and returns one judged rollout for each problem. `name` seeds the system's
-# random draws. It is also the prefix of its call ids, by which a replay file recognises calls.
+# random draws, and is the prefix of its call ids, by which a replay file recognises calls.
 
 REFLECT = (
     "Check the last response for mistakes, correct them, and give the whole answer in its final "
@@ -352,7 +357,7 @@ def planned(plan, call=call_worker):
 
 
 def ask_bare(rollout: Rollout, i: int, times: int = 1) -> Reply:
-    """Send the worker of step i nothing but the question, and return its reply.
+    """Send the worker of step i only the question, and return the worker's reply.
 
     times: The factor by which to multiply the worker's token limit.
     """
@@ -363,9 +368,12 @@ def ask_bare(rollout: Rollout, i: int, times: int = 1) -> Reply:
 
 
 def ask_each(problems, pools, name, workers: list[int], call=ask_bare) -> list[list[Rollout]]:
-    """Let each of these workers answer every question. Return the rollouts as [problem][worker].
+    """Let several workers answer every question. Return the rollouts, indexed [problem][worker].
 
-    call: call(rollout, i) makes the call of step i. By default, the worker sees only the question.
+    Args:
+        workers: The pool numbers of the workers.
+        call: call(rollout, i) makes the call of step i. By default, the worker sees only the
+            question.
     """
     groups = []
     for rollout in new_rollouts(problems, pools, name):
@@ -378,8 +386,8 @@ def ask_each(problems, pools, name, workers: list[int], call=ask_bare) -> list[l
 def merge(rollouts: list[Rollout], chosen: int) -> Rollout:
     """Merge rollouts of one step each into one rollout with all their steps.
 
-    The chosen rollout's step comes last, so that its response is the answer. The cost of the merged
-    rollout is the sum of theirs, and it is lost if any of them is.
+    The step of rollouts[chosen] comes last, so that its response is the answer. The merged rollout
+    costs as much as all of them together, and it is lost if any of them is.
     """
     ordered = [*rollouts[:chosen], *rollouts[chosen + 1 :], rollouts[chosen]]
     errors = [rollout.error for rollout in ordered if rollout.error]
@@ -395,7 +403,7 @@ def merge(rollouts: list[Rollout], chosen: int) -> Rollout:
 
 
 def vote(workers: list[int] | None, likeness=None, call=ask_bare):
-    """Return a system that asks several workers and takes the answer most like all the others.
+    """Return a system that asks several workers and picks the answer most like the others.
 
     Example with the grader "math": among the answers "41", "42" and "42.0", "41" agrees only with
     itself, while "42" and "42.0" also agree with each other. The earlier of these two, "42", wins.
@@ -403,8 +411,8 @@ def vote(workers: list[int] | None, likeness=None, call=ask_bare):
     Args:
         workers: The pool numbers of the workers to ask. A worker that is listed several times is
             asked several times. None means all workers.
-        likeness: likeness(problem, answer, other) -> number. By default, 1 if the problem's grader
-            considers the two answers the same, else 0.
+        likeness: likeness(problem, answer, other) -> how alike two answers are, as a number. By
+            default, 1 if the problem's grader considers them the same, else 0.
         call: call(rollout, i) makes the call of step i.
     """
 
@@ -422,7 +430,7 @@ def vote(workers: list[int] | None, likeness=None, call=ask_bare):
 
 
 def common_words(problem: Problem, answer: str, other: str) -> float:
-    """Return the number of words that are in both answers, divided by the number in either.
+    """Return the number of words in both answers, divided by the number in at least one of them.
 
     Smoothie (arXiv 2412.04692) compares sentence embeddings on several similar questions instead.
     """
@@ -458,9 +466,9 @@ def random_workflow(
 ) -> Workflow:
     """Return a random workflow of 1 to max_steps steps; shorter workflows are likelier.
 
-    Each step has a random worker, and a random phrase as its subtask. With probability 0.9 it sees
-    all earlier steps, otherwise no steps. train.py's warm start uses such workflows to teach a
-    small Conductor the format.
+    Each step has a random worker, and a random phrase as its subtask. With probability 0.9, a step
+    sees the responses of all earlier steps; otherwise it sees no response. train.py's warm start
+    uses such workflows to teach a small Conductor the format.
     """
     steps = []
     for i in range(min(rng.randint(1, max_steps), rng.randint(1, max_steps))):
@@ -486,8 +494,9 @@ def conductor(
 
     Args:
         write: One of workflow.py's writers, which asks the Conductor for workflows.
-        prompting: How the Conductor is asked.
-        extra_rounds: How many further rounds may revise the answer (§3.2).
+        prompting: How the Conductor is prompted.
+        extra_rounds: The maximum number of rounds after the first, in which the Conductor may
+            revise the answer (§3.2).
         edit: edit(workflow) -> workflow changes each workflow before it runs, for ablations.
         tries: The maximum number of attempts at a valid workflow.
         only: Comma-separated names of the workers the Conductor may use (§3.2); "" allows all.
@@ -533,7 +542,7 @@ class Setup:
 
     settings: "Settings"
     pool: list  # Workers
-    worker: int = 0  # for a system that uses a single worker: this worker's pool number
+    worker: int = 0  # the pool number of the worker, for a system that uses a single one
     lessons: list[Problem] = field(default_factory=list)  # train problems to learn from
     # Row label -> rollouts, for the systems that have already run.
     played: dict[str, list[Rollout]] = field(default_factory=dict)
@@ -542,9 +551,9 @@ class Setup:
 class System(NamedTuple):
     make: Callable  # make(setup) -> system
     # Any of "checkpoint", "lessons" and "worker". With "worker", the system runs once with each
-    # worker, and each of these runs has a row.
+    # worker, and each run has its own table row.
     needs: tuple = ()
-    calls: float = 1  # the estimated calls per question; 0: one for each worker in the pool
+    calls: float = 1  # the estimated calls per question; 0: one call of each worker in the pool
     calls_to_learn: int = 0  # the estimated calls for learning
     after: tuple = ()  # names of the systems that must run before this one
 
@@ -579,10 +588,10 @@ def as_conductor(setup: Setup):
 
 
 def best_of_n(setup: Setup):
-    """Return a system that votes over n answers of one worker, for about the Conductor's cost.
+    """Return a system that takes a vote over n answers of the best single worker.
 
-    The worker is the one that is best on these same questions, which favours this system over the
-    Conductor.
+    n is chosen so that the n answers cost about as much as the Conductor's answer. The worker is
+    the most accurate one on these same questions, which favours this system over the Conductor.
     """
     alone = workers_alone(setup.played)
     best = best_worker(alone)
@@ -594,8 +603,8 @@ def best_of_n(setup: Setup):
 def answers_for_the_same(conductor_row: dict, worker_row: dict) -> int:
     """Return how many answers of a worker cost as much as one of the Conductor's, rounded up.
 
-    Example: if a question costs the Conductor $0.005 and the worker $0.002, return 3. If either has
-    no dollar cost, their numbers of calls are compared instead.
+    Example: if a question costs the Conductor $0.005 and the worker $0.002, return 3. If either
+    cost is unknown or 0, the numbers of calls per question are compared instead.
     """
     unit = "dollars" if conductor_row["dollars"] and worker_row["dollars"] else "calls"
     ratio = (conductor_row[unit] or 1.0) / (worker_row[unit] or 1.0)
@@ -638,7 +647,8 @@ def named_systems(names: str) -> dict[str, System]:
 
 # ---- Measurements --------------------------------------------------------------------------------
 
-COLUMNS = {  # column -> format. A row's other keys are kinds of questions, with their accuracy.
+# Column -> number format. Further columns, one for each kind of question, hold the kind's accuracy.
+COLUMNS = {
     "accuracy": ".1%",
     "standard error": ".1%",  # only in the paper's rows
     "±": ".1%",
@@ -659,9 +669,9 @@ LESSONS = 256  # the maximum number of train problems that a system learns from
 
 
 def measure(rollouts: list[Rollout]) -> dict:
-    """Return a system's table row, a dict: {column: number} and {kind: share of right answers}.
+    """Return a system's table row, a dict of {column: number} and {kind: share of right answers}.
 
-    "lost" is the number of lost rollouts; all other numbers ignore them. "±" is half the width of
+    "lost" is the number of lost rollouts, which all other columns ignore. "±" is half the width of
     the accuracy's 95 % confidence interval. "calls", "tokens" and "dollars" are means per question,
     "seconds" is the median; all four cover the workers only, not the Conductor. "dollars" is None
     if a worker has no price. "dollars/right", the cost per right answer, is left out if it would be
@@ -693,11 +703,11 @@ def mean(values: list) -> float | None:
 
 
 def latency(rollout: Rollout) -> float:
-    """Return how many seconds the workers take to answer, assuming that no call has to queue.
+    """Return how many seconds the workers take to answer, assuming that no call waits in a queue.
 
     Steps run in parallel unless one sees the other. Example: steps 0 and 1 take 2 s and 3 s, and
-    step 2, which sees both, takes 4 s; the latency is 7 s. For a reply from a replay file, the
-    seconds of the original call count.
+    step 2, which sees both, takes 4 s; the latency is 7 s. A reply from a replay file counts with
+    the seconds of the original call.
     """
     seconds = 0.0
     for one_round in rollout.rounds():
@@ -740,7 +750,7 @@ def paired_difference(rollouts: list[Rollout], others: list[Rollout]) -> dict:
             that size is detected with a probability of 80 %.
 
     If the difference is the same on all problems, "from", "to" and "shows" are None, because they
-    cannot be estimated from differences without a spread.
+    are estimated from the spread of the differences.
 
     Example: the first system solves problems a, b and c, the second only a. The differences are 0,
     1 and 1, with a mean of 0.67 and a standard error of 0.33, so "shows" is 0.93.
@@ -777,7 +787,7 @@ def best_worker(alone: dict[str, list[Rollout]]) -> str:
 
 
 def best_by_other_half(alone: dict[str, list[Rollout]]) -> list[Rollout]:
-    """Return rollouts for all problems: on each half, those of the worker best on the other half.
+    """Return rollouts for all problems, each half answered by the worker best on the other half.
 
     If the same answers both choose a worker and measure its accuracy, that accuracy is partly luck.
     So each half of the problems measures the worker that the other half chooses. A hash of a
@@ -799,20 +809,21 @@ def half_of(rollout: Rollout) -> int:
 
 
 def right_answers(alone: dict[str, list[Rollout]], repeats: int) -> np.ndarray:
-    """Return 1 for each right, 0 for each wrong and nan for each lost answer.
+    """Return an array with 1 for each right answer, 0 for each wrong one and nan for each lost one.
 
-    The array has the shape (workers, repeats, problems).
+    Its shape is (workers, repeats, problems).
     """
     right = [[rollout.right for rollout in rollouts] for rollouts in alone.values()]
     return np.array(right, float).reshape(len(alone), repeats, -1)
 
 
 def headroom(right: np.ndarray) -> dict[str, dict]:
-    """Return {label: row}: how accurate the best possible choice among the workers would be.
+    """Return {label: table row}, with the accuracy of a perfect choice between the workers.
 
     "oracle" is the share of problems that at least one worker solves. Part of it is luck: a single
     worker also solves more problems if it may answer twice. So compare "either of two workers" (the
     mean over all pairs) with "either of one worker's two answers" (the mean over all workers).
+    Workers complement each other only if the former is higher.
 
     Args:
         right: The result of `right_answers`. Problems with a lost answer are left out.
@@ -836,8 +847,8 @@ def either_of_two(answers: np.ndarray) -> list[np.ndarray]:
 def compare_with_workers(rows: dict[str, dict], setup: Setup):
     """Add comparisons with single workers to a benchmark's rows, if the system "workers" was run.
 
-    Adds the paired difference from the best worker to every other system's row. Also adds two rows
-    for the best worker (in hindsight, and by the other half), and the rows of `headroom`.
+    The row of every system except the best worker gets its `paired_difference` from the best
+    worker. New rows show the best worker, in hindsight and by the other half, and the `headroom`.
     """
     alone = workers_alone(setup.played)
     if not alone:
@@ -884,7 +895,7 @@ def compare_systems(settings: "Settings"):
     if "lessons" in needs:
         lessons = {name: load(settings.lessons or name, "train", LESSONS) for name in tests}
 
-    # Check the budget, and that the files of --out can be written.
+    # Check that the budget allows the calls, and that the files of --out can be written.
     n_questions = sum(map(len, tests.values())) * settings.repeats * (1 + settings.extra_rounds)
     n_calls = 0.0
     for system, _ in players.values():
@@ -913,7 +924,7 @@ def compare_systems(settings: "Settings"):
 
 @contextmanager
 def naming_flag(flag: str):
-    """Turn an OSError in the block into a ValueError that starts with the flag naming the file."""
+    """Turn an OSError in the block into a ValueError whose message begins with the flag."""
     try:
         yield
     except OSError as e:
@@ -921,7 +932,7 @@ def naming_flag(flag: str):
 
 
 def stem_of(out: str) -> str:
-    """Return the name of --out's two files without its ending: "ev" for "ev.json"."""
+    """Return the path of the two files of --out, without the ending: "ev" for "ev.json"."""
     return re.sub(r"\.jsonl?$", "", out)
 
 
@@ -937,15 +948,16 @@ def stop_if_lost(errors: list[str | None], pool: list):
 
 
 def label_players(systems: dict, pool: list, only: str) -> dict[str, tuple[System, int]]:
-    """Return {row label: (system, pool number of its worker)}, in the order in which they will run.
+    """Return {row label: (system, pool number of its worker)}, in the order in which to run them.
 
-    only: The name of the worker for systems that use a single worker; "": run such systems once
-    with each worker.
+    only: The name of the worker for systems that use a single worker. If "", such a system gets one
+    entry for each worker.
     """
     names = [worker.name for worker in pool]
     numbers = [number for number, name in enumerate(names) if only in ("", name)]
     require(numbers, f"--worker={only}: the pool has only {', '.join(names)}")
     players = {}
+    # Systems that need the rows of other systems run last.
     for name, system in sorted(systems.items(), key=lambda item: bool(item[1].after)):
         missing = ", ".join(other for other in system.after if other not in systems)
         require(not missing, f"--systems: {name} needs the rows of {missing}, too")
@@ -980,7 +992,10 @@ def play_all(
 def play(
     setup: Setup, system: System, problems: list[Problem], name: str
 ) -> tuple[list[Rollout], dict]:
-    """Make a system, run it on all problems --repeats times, and return (rollouts, table row)."""
+    """Make a system, run it on all problems --repeats times, and return (rollouts, table row).
+
+    Prints a line if rollouts are lost, and another if a question's calls always return the same.
+    """
     calls_before = sum(worker.calls for worker in setup.pool)
     answer = system.make(setup)
     calls_to_learn = sum(worker.calls for worker in setup.pool) - calls_before
@@ -1003,7 +1018,7 @@ def play(
 # Tables and files
 
 
-LEGEND = {  # a row or a column of a table -> what it means
+LEGEND = {  # label of a row or a column -> what it means
     "no-subtasks": f'the Conductor\'s workflows; each subtask is replaced by "{SOLVE_IT}"',
     "no-access": "the Conductor's workflows; no step sees the response of another",
     "one-worker": "the Conductor's workflows; this worker does every step",
@@ -1060,6 +1075,7 @@ def table(rows: dict[str, dict], title: str = "") -> str:
     tables = []  # each table is a list of columns, and each column a list of cells
     room = 0
     for head in heads:
+        # Start a new table if the column does not fit, and before the first kind.
         cells = [head[:50], *(cell(row, head) for row in rows.values())]
         width = 2 + max(map(len, cells))
         if width > room or head in kinds[:1]:
@@ -1116,9 +1132,9 @@ def progress(what: str, items: Sequence) -> tqdm:
 #
 # Grading takes four steps: find the answer in the response, normalize the spelling of the answer
 # and of the gold answer, split both into parts, and compare the values of the parts. An answer that
-# can be read in several ways equals only the identical text. Answers are parsed, never executed.
+# can be read in several ways matches only the identical text. Answers are parsed, never executed.
 
-LONGEST = 1000  # characters; a longer answer equals only the identical text
+LONGEST = 1000  # characters; a longer answer matches only the identical text
 
 # Step 1: find the answer in the response
 
@@ -1127,16 +1143,16 @@ IN_BRACES = ""
 for _ in range(8):
     IN_BRACES = rf"(?:\\.|[^{{}}\\]|\{{{IN_BRACES}\}})*"
 
-# Matches a box: \boxed{5}, \fbox{5}, or \boxed 5, which puts only one digit in the box
+# Matches a box: \boxed{5}, \fbox{5}, or \boxed 5. Without braces, LaTeX boxes only one digit.
 BOX = rf"(?s:\\[bf]?box(?:ed)?\s{{0,9}}(?:\{{({IN_BRACES})\}}|(\d)))"
 
-# Matches the box or boxes of one answer, as in "\boxed{5} and $x_2 = \boxed{6}$", including a
-# percent sign after the last box
+# Matches the box or boxes of one answer, as in "\boxed{5} and $x_2 = \boxed{6}$", and a percent
+# sign after the last box
 BETWEEN = r"(?:[\s$*,;]|\\[(),; ]|\b(?:and|or)\b|\\text\{ *(?:and|or) *\}|\b[A-Za-z](?:_\d)? *=)*"
 BOXES = re.compile(rf"{BOX}(?:{BETWEEN}{BOX})*(?:[ $]*\\?%)?")
 
-# Match text directly before or after a box that belongs to the answer. With such text, the content
-# of the box alone is not the answer.
+# Match text that changes the value of the box next to it, as in -\boxed{5} or \boxed{5}x. The
+# content of such a box alone is not the answer.
 BEFORE = re.compile(
     r"""(?x)(?:
         (?: (?<!\n)-                # -\boxed{5}; at the start of a line, "-" marks an item
@@ -1165,8 +1181,8 @@ AFTER = re.compile(
         )"""
 )
 
-# Matches what introduces an answer: "The answer is", "Answer:", "the right option should be",
-# "#### " (GSM8K), or a line "Final answer". With the answer that follows, it is called a claim.
+# Matches words that introduce an answer: "The answer is", "Answer:", "the right option should be",
+# "#### " (GSM8K), or a line "Final answer". These words and the text after them form a claim.
 CLAIM = re.compile(
     r"""(?xim)(?:
         \b(?:answer|(?:option|choice)(?![ ]*\(?[A-J]\b))\b[^\n.:?]{0,40}?
@@ -1177,12 +1193,13 @@ CLAIM = re.compile(
     (?:[\s:*$]|\\[\[(]|(?:likely|probably|therefore|thus|simply)\b)*"""
 )
 
-# Matches a list of all options, as after "Let me check each option:". Such a list is not a claim.
+# Matches a list of all options, as after "Let me check each option:". Words followed by such a list
+# are not a claim.
 OPTIONS = re.compile(r"\W*A[).:][^\n]*\n\s*\W*B[).:]")
 
-# Matches text before a claim that cancels the claim: a condition or a doubt ("If x is 3, the answer
-# is"), or a negation. A conclusion ends a negation, so the claim in "A is not possible, so the
-# answer is B" counts.
+# Matches words that cancel the claim after them: a condition or a doubt ("If x is 3, the answer
+# is"), or a negation. A word such as "so" ends a negation, so the claim in "A is not possible, so
+# the answer is B" counts.
 DENIED = re.compile(
     r"""(?xi)(?:
         \b(?:if|whether|unless|doubt|unlikely)\b [^.!?\n]*
@@ -1191,7 +1208,8 @@ DENIED = re.compile(
     )$"""
 )
 
-# A claim ends at the end of its sentence or where a reason begins
+# REASON matches the beginning of a reason. END matches the end of a claim: the end of its sentence,
+# or the beginning of a reason.
 REASON = re.compile(r"[,;.]?\s(?:because|since)\b|,\s(?:as|where|so)\b")
 END = re.compile(rf"(?<=[^.])\.[*$]*\s+(?=[A-Z])|{REASON.pattern}")
 
@@ -1202,9 +1220,11 @@ UNKNOWN = re.compile(r"(?:Case )?[\W\d]*([A-Za-z])(?:_\w+|_\{\w+\})? *= *")
 def boxed(response: str) -> str | None:
     r"""Return the content of the last \boxed{} or <answer>; None if the response has neither.
 
-    Boxes with only "," or "and" between them are one answer: "\boxed{5} or \boxed{6}" -> "5, 6".
-    Returns "" if the last box is not closed, or if adjacent text changes its value: "-\boxed{5}".
+    Boxes with only ",", "and" or "or" between them are one answer: "\boxed{5} or \boxed{6}" ->
+    "5, 6". Returns "" if the last box is not closed, or if adjacent text changes its value:
+    "-\boxed{5}".
     """
+    # Treat <answer> as a box. The full stop separates the tag from any box after it.
     text = re.sub("(?i)<answer>", r"\\boxed{", response[-100 * LONGEST :])
     text = re.sub("(?i)</answer>", "}\n.\n", text).replace("**", " ")
     filled = re.sub(r"\\boxed\{\s*\}", "", text)  # drops empty boxes: "Put your answer in \boxed{}"
@@ -1219,7 +1239,7 @@ def boxed(response: str) -> str | None:
 
 
 def claims(response: str) -> list[str]:
-    """Return the text after each "The answer is" or similar; "" if it is negated or conditional.
+    """Return the text of each claim, after "The answer is" or similar; "" if negated or conditional.
 
     "The answer is 5 because 2+3=5." -> ["5 because 2+3=5."];  "If x is 3, the answer is 4." -> [""]
     """
@@ -1254,7 +1274,7 @@ def solutions(lines: list[str]) -> str:
 
 
 def commitments(response: str) -> tuple[str | None, list[str]]:
-    r"""Return the content of the last box, and the texts that a response commits to.
+    r"""Return (content of the last box or None, texts that a response commits to).
 
     With a box, the only such text is the last claim inside it, or else its whole content. Without a
     box, every claim is one.
@@ -1277,12 +1297,12 @@ def final_answer(response: str) -> str:
     return re.sub(r"(?<=[^.])\.$", "", answer.strip("* ")).strip("* ")
 
 
-# Step 2: normalize the answer's spelling. A matrix is written as ⟦a&b,c&d⟧, a set as ⦃a,b⦄, "or"
-# as ∨, and an inequality as an interval.
+# Step 2: normalize the spelling of an answer. A matrix becomes ⟦a&b,c&d⟧, a set becomes ⦃a,b⦄, "or"
+# between words becomes ∨, and an inequality becomes an interval.
 
 
 def normalize(text: str) -> str:
-    r"""Normalize an answer's spelling: "$\left(\dfrac12,\; x²\right)$" -> "(\frac{1}{2},x^2 )"."""
+    r"""Normalize an answer's spelling: "$\left(\dfrac12,\; x²\right)$" -> "(\frac{1}{2},x^2)"."""
     text = " ".join(text[: 2 * LONGEST].split()).translate(CHARACTERS)
     for pattern, replacement in RULES:
         text = re.sub(pattern, replacement, text)
@@ -1290,7 +1310,7 @@ def normalize(text: str) -> str:
 
 
 def as_interval(match: re.Match) -> str:
-    """Write an inequality as an interval: 2>x≥1 -> x∈[1,2)"""
+    """Return a matched inequality as an interval: 2>x≥1 -> x∈[1,2)"""
     low, below, name, above, high = match.groups("")
     if {">", "≥"} & {below, above}:
         low, below, above, high = high, above, below, low
@@ -1300,7 +1320,7 @@ def as_interval(match: re.Match) -> str:
 
 
 def repeating_decimal(match: re.Match) -> str:
-    """Write a repeating decimal as a fraction: 0.1\\overline{6} -> (15/90)"""
+    r"""Return a matched repeating decimal as a fraction: 0.1\overline{6} -> (15/90)"""
     fixed = match[1] + match[2]
     repeated = match[3] or match[4]
     numerator = int(fixed + repeated) - int(fixed or 0)
@@ -1326,6 +1346,7 @@ CHARACTERS = str.maketrans(
     | {"½": r"\frac12", "⅓": r"\frac13", "⅔": r"\frac23", "¼": r"\frac14", "¾": r"\frac34"}
     | {"√": r"\sqrt ", "∛": r"\sqrt[3] ", "∅": "⦃⦄", "¢": " cents"}
 )
+# Raised and lowered digits and signs, and their replacements
 RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻₀₁₂₃₄₅₆₇₈₉", "0123456789+-0123456789")
 
 # LaTeX command without its backslash -> the character that the command stands for: "le" -> "≤".
@@ -1352,8 +1373,8 @@ NAMED = re.compile(
     r"|\((?:x,y|x,y,z|a,b|a,b,c|m,n|p,q|r,θ)\)=(?=\()"
 )
 
-# Patterns and their replacements, in the order in which they are applied. The comment above each
-# pattern, or group of patterns, shows its effect.
+# Patterns and their replacements, in the order in which they are applied. The comment above a
+# pattern, or above a group of patterns, shows the effect.
 # fmt: off
 RULES = [
     # Fractions: {7 \over 4} -> \frac{7}{4}
@@ -1455,7 +1476,7 @@ RULES = [
     (r"(\\frac\{[^{}]*\}) ?(\d)", r"\1{\2}"),
     # Mixed numbers: 2 1/3 and 2\frac{1}{3} -> (2+1/3)
     (r"(?<![\d.^_}/])(\d+)(?: (\d+)/(\d+)|\\frac\{(\d+)\}\{(\d+)\})(?![\d/])", r"(\1+\2\4/\3\5)"),
-    # Two values: 3±√2 -> 3+√2,3-1*√2
+    # Two values: 3±2 -> 3+2,3-1*2, with "1*" because UNSURE would take 3-2 for a range
     (r"(?<![^,∨⦃⦄])([^,∨⦃⦄±]*)±([^,∨⦃⦄]*)", r"\1+\2,\1-1*\2"),
     # Inequalities: 1<x≤2 -> x∈(1,2]
     (r"(?<![^,∨])(?=[^,∨]*[<>≤≥])(?:([^<>≤≥,∨]+)([<>≤≥]))?"
@@ -1476,9 +1497,9 @@ RULES = [
 
 
 def split_parts(text: str) -> tuple[str, list[str]]:
-    """Return the kind of an answer (a list, a pair, an equation, ...) and its parts.
+    """Return the kind of a normalized answer (a list, a pair, an equation, ...) and its parts.
 
-    1,2 and {1,2} -> (",", ["1", "2"])
+    1,2 and ⦃1,2⦄ -> (",", ["1", "2"])
     (1,2)         -> ("()", ["1", "2"])
     x=1           -> ("=", ["x", "1"])
     5             -> ("", ["5"])
@@ -1509,10 +1530,10 @@ def split_outside_brackets(text: str, separator: str) -> list[str]:
     return parts
 
 
-# Step 4: compare values. An expression is evaluated at 12 points, so it has 12 values. From point
-# to point, each letter takes another value of POINTS, in a random order that depends on the letter.
-# Rational values are exact Fractions. Other values are floats or complex numbers, and nan if the
-# expression is undefined at a point.
+# Step 4: compare values. An expression is evaluated at 12 points, so it has 12 values. At each
+# point, a letter has a different value from POINTS, in a random order that depends on the letter.
+# Rational values of an expression are exact Fractions. Other values are floats or complex numbers,
+# or nan if the expression is undefined at a point.
 
 POINTS = [Fraction(n, 8) for n in (1, 5, 9, 13, 15, 21, 29, 37, 75, 811, -11, -131)]
 CONSTANTS = {"π": math.pi, "e": math.e, "i": 1j}
@@ -1581,7 +1602,10 @@ class Expression:
             self.values = []
 
     def evaluate(self, tokens: list[str]):
-        """Return the expression's value at the point in `self.known`, or nan if it is undefined."""
+        """Return the expression's value at the point in `self.known`, or nan if it is undefined.
+
+        Raises Unreadable if the expression is malformed or ambiguous.
+        """
         self.tokens = [*tokens, "end"]
         try:
             value = self.read(1)
@@ -1601,6 +1625,7 @@ class Expression:
 
     def read(self, weakest: int):
         """Read tokens up to the first operator weaker than `weakest`, and return their value."""
+        # Read a leading sign as an operator after 0: -x is 0-x.
         is_signed = weakest == 1 and self.tokens[0] in "+-"
         value = Fraction(0) if is_signed else self.read_operand()
         if self.take("!"):
@@ -1616,7 +1641,7 @@ class Expression:
                 return value
             if last_sign == "/" and strength > 1 or last_sign == sign == "^":
                 raise Unreadable("1/2x and 2^3^2 have two readings")
-            self.take("+-*×/^")
+            self.take("+-*×/^")  # a letter, bracket or command stays: the next operand
             value = function(value, self.read(4 if sign == "/" else strength + 1))
             last_sign = sign
 
@@ -1697,10 +1722,11 @@ OTHER_UNIT = re.compile(r"(.*\d[)}]?) ?([A-Za-z]{2}\S*)")
 
 
 def split_unit(text: str) -> tuple[str, str]:
-    """Return a quantity twice: without its unit, and as an expression in base units.
+    """Return a quantity in two forms: without its unit, and as an expression in base units.
 
     "5 km" -> ("5", "(5)*(1000*(u_{m}))");  "5" -> ("5", "5")
-    20% without its unit is 20, not 0.2, because the question may ask for a percentage.
+    20% without its unit is 20, not 0.2, because the question may ask for a percentage. But a
+    percentage below 1, such as 0.5%, is 0.005 in both forms, so that it never equals 0.5.
     """
     match = QUANTITY.fullmatch(text)
     if not match:
@@ -1713,11 +1739,14 @@ def split_unit(text: str) -> tuple[str, str]:
 
 
 def same_value(answer: str, gold: str, tolerance: float) -> bool:
-    """Whether two expressions agree at all points where both can be compared, at least three."""
+    """Whether two expressions are equal wherever both can be compared, at three points or more.
+
+    tolerance: The relative error that is allowed if the gold answer has no variables but units.
+    """
     mine, theirs = Expression(answer), Expression(gold)
     if mine.letters != theirs.letters:
         return False
-    # Reject an expression that still has to be worked out: the question often contains it.
+    # Reject an answer that is not worked out yet, because it is often copied from the question.
     if not theirs.letters and mine.n_operands > theirs.n_operands + 2:
         return False
     pairs = [*zip(mine.values, theirs.values)]
@@ -1768,7 +1797,7 @@ def same_equation(sides: list[str], gold_sides: list[str]) -> bool:
     """Whether two equations differ only by terms moved to the other side: 2x+4y=3, 2x+4y-3=0.
 
     Returns False if the gold equation is solved for a letter (y=2x+3), because then the answer must
-    be solved for this letter, too.
+    be solved for that letter, too.
     """
     if any(re.fullmatch(LETTER, side) for side in gold_sides):
         return False
@@ -1786,7 +1815,7 @@ def same_parts(answer: str, gold: str, tolerance: float = 0.0) -> bool:
         return answer != ""
     kind, parts = split_parts(answer)
     gold_kind, gold_parts = split_parts(gold)
-    if kind == "=" and gold_kind == "":  # \frac{3}{4}=0.75
+    if kind == "=" and gold_kind == "":  # in \frac{3}{4}=0.75, both sides must equal the gold value
         return all(same_parts(part, gold, tolerance) for part in parts)
     if kind != gold_kind or len(parts) != len(gold_parts) or len(parts) > 50:
         return False
@@ -1815,12 +1844,12 @@ def same_math(answer: str, gold: str, tolerance: float = 0.0) -> bool:
         return answer.strip() == gold.strip() != ""
     texts = [normalize(answer), normalize(gold)]
 
-    # If the gold answer names no unknown, remove "m+n=" before the answer (m+n=5 -> 5), and the
-    # subscripts that number solutions (x_1=1,x_2=-3 -> x=1,x=-3).
+    # If the gold answer does not name an unknown, remove a sum before the answer (m+n=5 -> 5) and
+    # the subscripts that number its solutions (x_1=1,x_2=-3 -> x=1,x=-3).
     if "=" not in texts[1]:
         texts[0] = re.sub(r"^[a-z](?:[+-][a-z])+=", "", texts[0])
         texts[0] = re.sub(r"(^|,)([a-z])_\w ?=", r"\1\2=", texts[0])
-    # Then drop the name, unless the two answers have different names: x=1,x=-3 -> 1,-3
+    # Remove the unknown's name (x=1,x=-3 -> 1,-3), unless the two answers have different names.
     names = {match[0] for match in map(NAMED.match, texts) if match}
     bare = [text.replace(*names, "") for text in texts] if len(names) == 1 else texts
     if "=" not in bare[1]:
@@ -1857,6 +1886,7 @@ def repeats_formula(answer: str, question: str, gold: str) -> bool:
     )
     texts = [normalize(re.sub(r"^\s*\w\s*=", "", text)) for text in (answer, question, gold)]
     mine, asked, wanted = [" ".join(["", *re.findall(operand, text), ""]) for text in texts]
+    # A formula has two operands or more, or a command, or a factorial.
     is_formula = mine.count(" ") > 2 or re.search(r"[\\!]", mine)
     has_operator = re.search(r"[-+*/^\\!]", answer)
     return bool(is_formula and has_operator) and mine in asked and mine != wanted
@@ -1882,10 +1912,10 @@ LETTER_LAST = re.compile(
 
 
 def letter_of(text: str, choices: list[str]) -> str | None:
-    """Return the letter of the choice that a text names; None if it names none, or several.
+    """Return the letter of the choice that a text names; None if it names no choice or several.
 
     The text may be the letter, "B" or "(B)"; the letter with its choice, "B. the nucleus"; or the
-    text of exactly one choice, "the nucleus".
+    text of exactly one choice, "the nucleus". `choices` are texts from `bare_choice`.
     """
     text = re.sub(r"\*\*|\$|\\(?:text|math)(?:bf|rm|it)?(?![a-z])", "", text[:LONGEST]).strip(" .")
     whole = bare_choice(text)
@@ -1904,7 +1934,7 @@ def bare_choice(text: str) -> str:
 
 
 def pick_letter(response: str, choices: list[str]) -> str | None:
-    r"""Return the letter that a response commits to; None if it names none, or several.
+    r"""Return the letter that a response commits to; None if it commits to no letter or several.
 
     The letter is read from the last \boxed{} or <answer>, else from all claims, else from the last
     sentences.
@@ -1921,8 +1951,8 @@ def pick_letter(response: str, choices: list[str]) -> str | None:
         if letter or re.search(r"\b[A-J]\b", text):
             picked.add(letter)
 
-    # If no box or claim was found, read the last sentences, but skip questions. "A. This is" counts
-    # as one sentence.
+    # If there is no box, and no claim mentions a letter or a choice, read the last sentences, but
+    # skip questions. "A. This is" counts as one sentence.
     if in_box is None and not picked:
         for text in re.split(r"(?<!\b[A-J])[.!]\s|\n|[^.!?\n]*\?", response[-LONGEST:]):
             letter = letter_of(text, choices)
@@ -1931,7 +1961,7 @@ def pick_letter(response: str, choices: list[str]) -> str | None:
     return picked.pop() if len(picked) == 1 else None
 
 
-# A grader
+# The parts of a grader
 
 
 def same_response(problem: Problem, one: str, other: str) -> bool:
@@ -1948,11 +1978,14 @@ class Grader(NamedTuple):
 
 
 def text_grader(instruction: str, read: Callable, same: Callable, extra: tuple = ()) -> Grader:
-    """Return a grader that compares answers as text, and rejects formulas copied from the question.
+    """Return a grader that reads an answer from the response and compares it with the gold answer.
+
+    It rejects a formula that is copied from the question.
 
     Args:
         read: read(response, *values of extra) -> the answer, or None
         same: same(answer, gold) -> whether the answer is right
+        extra: the keys of Problem.extra whose values `read` needs
     """
 
     def read_answer(problem, response):
@@ -2011,7 +2044,7 @@ def check_solution(problem: Problem, response: str) -> str:
 
 
 def failure(problem: Problem, response: str) -> str:
-    """Return "" if a response is right, else what is wrong with it (shown in traces)."""
+    """Return "" if a response is right, else what is wrong with it. Traces show this text."""
     return GRADERS[problem.grader].check(problem, response)
 
 
@@ -2141,10 +2174,10 @@ class Source(NamedTuple):
 
     repository: str
     rows: str  # a JSONL or CSV file, or CONFIG/SPLIT of the hub's dataset viewer
-    count: int
+    count: int  # the number of rows
     licence: str
     problem: Callable  # problem(row, n) -> Problem
-    is_sampled: bool = False  # for a large set: read only as many pages as needed, in random order
+    is_sampled: bool = False  # the set is large: read pages in random order, and only as needed
 
 
 def source_of(name: str, split: str) -> Source | None:
@@ -2165,7 +2198,7 @@ def benchmark(name: str, split: str, limit: int | None = None) -> list[Problem]:
     try:
         for n, row in rows(source):
             problem = with_instructions(source.problem(row, n))
-            is_whole_split = name not in SOURCES
+            is_whole_split = name not in SOURCES  # SOURCES has NAME/SPLIT, for this split alone
             if is_whole_split or zlib.crc32(problem.question.encode()) % 5 in fifths:
                 problems.append(replace(problem, id=f"{name}/{problem.id}", kind=name))
             if source.is_sampled and len(problems) == limit:
@@ -2186,9 +2219,9 @@ def benchmark(name: str, split: str, limit: int | None = None) -> list[Problem]:
 
 
 def hub_file(repository: str, file: str) -> str:
-    """Download a file of a data set, unless that was done before, and return its local path.
+    """Return the local path of a data set's file, after downloading it if it is missing.
 
-    A gated data set needs HF_TOKEN.
+    A gated data set needs HF_TOKEN in the environment.
     """
     folder = f"{DATA}/{repository}"
     endpoint = os.environ.get("HF_ENDPOINT") or None
@@ -2217,15 +2250,15 @@ def rows_of_file(source: Source):
 def rows_of_viewer(source: Source):
     """Yield (number, row) for the rows of a data set, from the hub's dataset viewer.
 
-    A page is fetched when its first row is needed, and kept in a file.
+    Each page of rows is fetched when its first row is needed, and then kept in a file.
     """
-    starts = list(range(0, source.count, 100))  # The viewer gives at most 100 rows at a time.
+    starts = list(range(0, source.count, 100))  # The viewer returns at most 100 rows at a time.
     if source.is_sampled:
         random.Random(0).shuffle(starts)
     folder = f"{DATA}/{source.repository}/{source.rows}"
     os.makedirs(folder, exist_ok=True)
     hub = requests.Session()
-    # Wait 2, 4, 8, … s between tries, which outlasts a rate limit of five minutes.
+    # The waits between tries (0, 4, 8, …, 120 and 120 s) outlast a rate limit of five minutes.
     retry = Retry(8, connect=2, backoff_factor=2, status_forcelist=(429, 500, 502, 503, 504))
     hub.adapters = {"http": HTTPAdapter(max_retries=retry)}
     for start in progress(source.repository, starts):
@@ -2258,9 +2291,9 @@ def fetch_page(hub: requests.Session, source: Source, start: int) -> list[dict]:
 
 
 def tests_of(problem: Problem) -> list[list[str]]:
-    """Return a program's tests as [input, output] pairs.
+    """Return the tests of a programming problem as [input, output] pairs.
 
-    If the problem holds only their position, they are read from the benchmark's file.
+    If the problem holds only the tests' position, they are read from the benchmark's file.
     """
     tests = problem.extra["tests"]
     return stored_tests(problem.id, **tests) if isinstance(tests, dict) else tests
@@ -2282,7 +2315,7 @@ def stored_tests(id: str, file: str, at: int) -> list[list[str]]:
             row = json.loads(rows.readline())
         require(id == f"livecodebench/{row['question_id']}", "another problem's row")
         hidden = row["private_test_cases"].encode()
-        if not hidden.startswith(b"["):
+        if not hidden.startswith(b"["):  # not plain JSON
             packed = base64.b64decode(hidden)
             pickled = zlib.decompressobj().decompress(packed, 1 << 29)  # 512 MiB at most
             hidden = pickled[pickled.index(b"[{") : pickled.rindex(b"}]") + 2]
@@ -2293,8 +2326,8 @@ def stored_tests(id: str, file: str, at: int) -> list[list[str]]:
         raise ValueError(f"{path}, byte {at}: no tests of {id}; {remedy}") from e
 
 
-# The table of benchmarks. A key is NAME/SPLIT, or NAME if one data set serves both splits. The
-# comments "The paper: …" say which or how many of the problems the paper used (App. A.2).
+# The table of benchmarks. A key is NAME/SPLIT, or NAME if one data set serves both splits. Comments
+# that begin with "The paper:" say how many or which problems the paper used (App. A.2).
 # fmt: off
 SOURCES = {
     # The paper: 300 for training, 100 for testing
@@ -2304,7 +2337,7 @@ SOURCES = {
         "openbmb/RLPR-Train-Dataset", "default/train", 77687, "CC BY-NC 4.0", rlpr_problem, True),
     "mmlu/train": Source("cais/mmlu", "all/auxiliary_train", 99842, "MIT", choice_problem, True),
     "mmlu/test": Source("cais/mmlu", "all/test", 14042, "MIT", choice_problem),  # The paper: all
-    # For training, release V1, up to March 2024; for testing, the problems that release V6 added.
+    # Training uses release V1, up to March 2024; testing uses the problems that release V6 added.
     # The paper: V1 and V6
     "livecodebench/train": Source(
         "livecodebench/code_generation_lite", "test.jsonl", 400, "CC", livecodebench_problem),
@@ -2329,18 +2362,19 @@ BENCHMARKS = [*dict.fromkeys(key.split("/")[0] for key in SOURCES)]
 MIXES = {
     # 960 problems, chosen by "difficulty and diversity" (App. A.2)
     "paper": {"math500": 240, "mmlu": 240, "rlpr": 240, "livecodebench": 240},
-    # The part of the 960 problems on which further rounds are trained (App. A.1)
+    # 350 of these 960 problems, which also train further rounds (App. A.1)
     "recursion": {"livecodebench": 175, "rlpr": 175},
 }
 CANDIDATES = 600  # `prepare` chooses from at most this many problems of each benchmark
 
 
 def prepare(settings: "Settings"):
-    """Write DATA/paper.jsonl and DATA/recursion.jsonl.
+    """Write the paper's training problems to DATA/paper.jsonl and DATA/recursion.jsonl.
 
     From each benchmark, the hardest candidates are taken if levels are known, else the first ones.
     With a pool, only candidates that can teach (see `can_teach`) are taken.
     """
+    # Choose the problems from each benchmark.
     pool = []
     if settings.pool:
         check_sandbox()
@@ -2360,6 +2394,7 @@ def prepare(settings: "Settings"):
         chosen[name] = hardest_first[:wanted]
         print(f"{name}: {len(chosen[name])} problems taken of {len(candidates)}, {wanted} wanted")
 
+    # Write the mixes.
     rng = random.Random(0)
     for mix, parts in MIXES.items():
         problems = []
@@ -2372,7 +2407,10 @@ def prepare(settings: "Settings"):
 
 
 def those_that_teach(name: str, problems: list[Problem], pool: list) -> list[Problem]:
-    """Ask every worker each problem twice, print the headroom, return the problems that teach."""
+    """Return the problems that can teach, after asking every worker each problem twice.
+
+    Prints the headroom of the pool on these problems.
+    """
     setup = Setup(Settings(repeats=2), pool)
     pools = [pool] * len(problems)
     for repeat in range(2):
@@ -2390,7 +2428,7 @@ def those_that_teach(name: str, problems: list[Problem], pool: list) -> list[Pro
 
 
 def can_teach(right: np.ndarray) -> np.ndarray:
-    """Return a bool for each problem: whether one worker is always right and another always wrong.
+    """Return a bool for each problem: True if one worker is always right and another always wrong.
 
     On any other problem, differences between workers may be luck, so the problem cannot teach which
     worker to choose.
@@ -2432,14 +2470,14 @@ def run_code(
 
     Args:
         name: the function, or method of the class Solution, to call; each line of a test is an
-            argument in JSON. None: the program is run as __main__, with the test as its standard
+            argument in JSON. If None, the program runs as __main__, with the test as its standard
             input
         seconds: time limit of each test
-        memory: GiB, limit of each process
+        memory: memory limit of each process, in GiB
 
-    Returns, for each test, what the program printed or, as JSON, what the function returned. The
-    entry is None for a test that crashed or took too long, and for all tests after it. Raises
-    OSError if programs cannot run on this machine.
+    Returns a list with an entry for each test: what the program printed or, as JSON, what the
+    function returned. If the program crashes on a test or takes too long, the entries of this test
+    and of all tests after it are None. Raises OSError if programs cannot run on this machine.
 
     The sandbox protects against
         * reading or changing files: the program sees Python and the system's libraries, read-only,
@@ -2468,8 +2506,8 @@ def run_code(
     return outputs + [None] * (len(tests) - len(outputs))
 
 
-# The modules and limits that LiveCodeBench sets up before it runs a program (import_string in
-# lcb_runner/evaluation/testing_util.py)
+# PRELUDE runs before a program. Like LiveCodeBench's (import_string in
+# lcb_runner/evaluation/testing_util.py), it imports these modules and raises two limits.
 PREPARED = (
     "string re datetime collections heapq bisect copy math random statistics itertools functools "
     "operator io sys json"
@@ -2495,6 +2533,7 @@ def run_test(
     with ExitStack() as stack:
         core = free_cores().get()
         stack.callback(free_cores().put, core)
+        # If you are root, run the program as an unprivileged user, a different one for each core.
         user = FIRST_USER + core if os.getuid() == 0 else None
         if SANDBOX == "none":
             command, folder = [], temporary_folder(stack, user)
@@ -2518,6 +2557,7 @@ def run_test(
         stack.callback(os.close, ready)
         inherited = [job_file, ready, output]
 
+        # Start the program, and wait until it ends or its time is up.
         python = [sys.executable, "-I", "-X", "utf8", "-c", DRIVER]
         process = subprocess.Popen(
             [*command, *python, *map(str, inherited)],
@@ -2538,6 +2578,7 @@ def run_test(
         )
         started, ended = wait_and_kill(process, ready, seconds)
 
+        # Return the output, or the reason why there is none.
         error_text = os.pread(errors, MAX_OUTPUT, 0)[-4000:].decode(errors="replace")
         error = error_text.strip().split("\n")[-1]
         if not started:
@@ -2551,7 +2592,7 @@ def run_test(
 
 
 def wait_and_kill(process: subprocess.Popen, ready: int, seconds: float) -> tuple[bool, bool]:
-    """Wait until the driver is ready, then at most `seconds` for its end, then kill what is left.
+    """Wait until the driver is ready, give it `seconds` to end, then kill what is still running.
 
     Returns (whether the program started, whether it ended in time).
     """
@@ -2569,7 +2610,10 @@ def wait_and_kill(process: subprocess.Popen, ready: int, seconds: float) -> tupl
 
 
 def memory_file(stack: ExitStack, text: str = "") -> int:
-    """Return the descriptor of a new file in memory, whose size RLIMIT_FSIZE limits."""
+    """Return the descriptor of a new file in memory that holds `text`.
+
+    A program's output goes to such a file, not to a pipe, so that RLIMIT_FSIZE limits its size.
+    """
     file = os.memfd_create("test")
     stack.callback(os.close, file)
     os.write(file, text.encode(errors="surrogatepass"))
@@ -2578,7 +2622,10 @@ def memory_file(stack: ExitStack, text: str = "") -> int:
 
 
 def temporary_folder(stack: ExitStack, user: int | None) -> str:
-    """Make a folder for a program that runs without a sandbox, as `user`. Return the path."""
+    """Make a folder for a program that `user` runs without a sandbox, and return its path.
+
+    The folder is removed when the stack is closed.
+    """
     folder = tempfile.mkdtemp()
     stack.callback(subprocess.run, ["rm", "-rf", folder])
     os.chown(folder, user or -1, user or -1)
@@ -2587,7 +2634,7 @@ def temporary_folder(stack: ExitStack, user: int | None) -> str:
 
 @once
 def free_cores() -> queue.SimpleQueue:
-    """Return the queue of this rank's idle cores. A test takes a core, and later puts it back."""
+    """Return the queue of this rank's idle cores, from which a test takes one while it runs."""
     rank = int(os.environ.get("LOCAL_RANK", 0))
     n_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     cores = sorted(os.sched_getaffinity(0))
@@ -2597,12 +2644,16 @@ def free_cores() -> queue.SimpleQueue:
     return free
 
 
-FIRST_USER = 61184  # root runs a program as user FIRST_USER + core, from a range systemd reserves
+# Root runs a program as user FIRST_USER + core. systemd reserves this range of user ids for
+# services, so no person has one of them.
+FIRST_USER = 61184
 MAX_OUTPUT = 32 << 20  # bytes
 
 
 def limits(seconds: float, memory: int, user: int | None) -> dict[str, int]:
     """Return the resource limits of a program: {name without RLIMIT_: limit}."""
+    # RLIMIT_NPROC counts all processes of the user who runs the program. If that is you, your other
+    # processes count, too.
     counts_all_of_the_user = SANDBOX == "none" and not user
     return {
         "AS": memory << 30,
@@ -2624,7 +2675,8 @@ def sandbox_command() -> list[str]:
     for prefix in ("/usr", "/usr/local", sys.prefix, sys.base_prefix, python):
         shown.update(f"{prefix}/{part}" for part in ("bin", "lib", "lib64", "share", "pyvenv.cfg"))
 
-    # Keep root in its user namespace: in a new one, RLIMIT_NPROC would not limit its processes.
+    # If you are root, make no user namespace: in a new one, RLIMIT_NPROC would not limit the number
+    # of processes. The driver needs the two capabilities to switch to another user.
     users = "--unshare-user"
     if os.getuid() == 0:
         users = "--cap-drop ALL --cap-add CAP_SETUID --cap-add CAP_SETGID"
@@ -2637,7 +2689,9 @@ def sandbox_command() -> list[str]:
     for folder in ("/tmp", "/dev/shm"):
         command += ["--perms", "1777", "--size", str(128 << 20), "--tmpfs", folder]
     for path in sorted(shown):  # mounted after /tmp, because Python may be installed in /tmp
-        command += ["--dir", os.path.dirname(path)]  # creates parents that every user can enter
+        # Make the parent folders so that every user can enter them, because root's programs run as
+        # another user.
+        command += ["--dir", os.path.dirname(path)]
         command += ["--ro-bind-try", path, path]
     return command + "--remount-ro /dev --remount-ro / --chdir /tmp".split()
 
@@ -2648,8 +2702,8 @@ Docker, --cap-add SYS_ADMIN and --security-opt seccomp=unconfined, apparmor=unco
 systempaths=unconfined. In a container that can be thrown away: --sandbox=none (root's programs run
 as another user, who has to read Python)."""
 
-# The script that runs in the sandbox. Its arguments are the file descriptors of the job, of the
-# event "ready", and of the output.
+# The script that runs in the sandbox. Its arguments are three file descriptors: of the job in JSON,
+# of an event to signal when the program is about to start, and of the output.
 DRIVER = """
 import contextlib, json, os, resource, sys, types
 
@@ -2695,8 +2749,8 @@ if name:
 
 
 def extract_code(response: str) -> str:
-    """Return the last fenced block that is marked as Python, else the last block, else the content
-    of the last <answer> tag. The last block's closing fence may be missing.
+    """Return a response's program: the last fenced block that is marked as Python, else the last
+    block, else the content of the last <answer> tag. The last block's closing fence may be missing.
 
     "So:\\n```python\\nprint(1)\\n```\\nIt prints:\\n```\\n1\\n```" -> "print(1)"
     """
@@ -2708,8 +2762,8 @@ def extract_code(response: str) -> str:
 
 
 IS_PYTHON = re.compile(r"(?i)\W*py(?:thon)?3?\b")
-# Matches a block between fences, ``` or ~~~. The first line may say more than the language, as
-# ```python:a.py does.
+# Matches a block between fences, ``` or ~~~. The opening fence may be followed by more than the
+# language, as in ```python:a.py.
 FENCED = re.compile(
     r"""(?xsm)
         (?P<fence>`{3,}|~{3,}) [ \t]* (?P<info>[^\n`]*) \n
@@ -2719,7 +2773,7 @@ FENCED = re.compile(
 
 
 def same_output(out: bytes | None, expected: str, returned: bool) -> bool:
-    """Whether an output is the expected one (LiveCodeBench, lcb_runner/evaluation/testing_util.py).
+    """Whether an output matches the expected one (lcb_runner/evaluation/testing_util.py).
 
     Returned values are parsed from JSON, then compared. Two printed lines match if their stripped
     texts are equal, or if their tokens are equal as decimal numbers: "1.0 2" matches "1 2.0".
@@ -2728,7 +2782,7 @@ def same_output(out: bytes | None, expected: str, returned: bool) -> bool:
     if out is None or len(out) > longest:
         return False
     try:
-        if returned:  # int() refuses more than 4,300 digits; Decimal reads them, and exactly
+        if returned:  # Decimal reads any number of digits exactly; int() refuses more than 4,300
             return json.loads(out, parse_int=Decimal) == json.loads(expected, parse_int=Decimal)
         lines = out.decode(errors="replace").strip().split("\n")
         expected_lines = expected.strip().split("\n")
@@ -2745,7 +2799,7 @@ def same_output(out: bytes | None, expected: str, returned: bool) -> bool:
 def find_wrong_test(
     code: str, tests: list, fn_name: str | None = None, seconds: float = 6.0
 ) -> str:
-    """Run a program on its tests until one fails. Return what is wrong with that one, or "".
+    """Run a program on its tests until one fails. Return why it failed, or "" if all passed.
 
     Args:
         tests: [input, expected output] pairs
@@ -2777,7 +2831,7 @@ def passes_livecodebench(
 
 
 def find_failed_unittest(code: str, test: str, code_prompt: str, seconds: float = 240.0) -> str:
-    """Run a BigCodeBench problem's class TestCases on a solution. Return why it fails, or "".
+    """Run a BigCodeBench problem's class TestCases on a solution. Return why it failed, or "".
 
     As in bigcodebench/evaluate.py, code_prompt and `pass` come before the solution, and the
     libraries of Requirements/requirements-eval.txt must be installed. Do not train on BigCodeBench,
@@ -2838,16 +2892,20 @@ class Settings:
     )
     limit: int = flag(225, "the maximum number of problems of each benchmark")
     repeats: int = flag(1, "how many times to ask each problem")
-    extra_rounds: int = flag(0, "rounds in which a Conductor may revise its answer (§3.2)")
+    extra_rounds: int = flag(
+        0, "maximum rounds after the first, in which a Conductor may revise the answer (§3.2)"
+    )
     only: str = flag("", "the workers that a Conductor may use, comma-separated; by default all")
     prompt_style: str = flag(
         "", "few-shot examples: ood, in, mixed or zero-shot; by default the same as in training"
     )
     lessons: str = flag(
-        "", "the benchmark that systems learn from, if they learn; by default the one being tested"
+        "",
+        "the benchmark whose train problems systems may learn from; by default the one tested",
     )
     grader: str = flag(
-        "", "FILE.py:NAME, a function (problem, response) -> bool; grades problems without a grader"
+        "",
+        "FILE.py:NAME, a function (problem, response) -> bool for problems that name no grader",
     )
     sandbox: str = flag(
         "bwrap", "how programs run: bwrap, or none, which is for disposable containers only"

@@ -35,11 +35,11 @@ from workflow import Rollout, Step, Workflow, call_worker, conduct, load_conduct
 
 LESSON = "lesson"  # the prefix of call ids during learning
 BATCH = 32  # lessons per learning step
-N_TRIGRAMS = 4096  # the number of hash values for trigrams
+N_TRIGRAMS = 4096  # the number of different hashes of trigrams
 
 
 def rewards(rollouts: list[Rollout]) -> np.ndarray:
-    """Return each rollout's reward: 1 if it is right, minus 0.02 per call; nan if it is lost."""
+    """Return an array of rewards: 1 if right, else 0, minus 0.02 per call; nan if lost."""
     right = np.array([rollout.right for rollout in rollouts], float)
     return right - 0.02 * np.array([rollout.calls for rollout in rollouts])
 
@@ -68,6 +68,7 @@ def learn_router(setup: Setup):
     right = np.array([[rollout.right for rollout in group] for group in answered], np.float32)
     right = torch.from_numpy(right).nan_to_num(0.5)  # (P, W); nan: a lost call
     x = trigrams([problem.question for problem in setup.lessons])  # (P, 4096)
+    # Solve the ridge regression in its dual form, with a (P, P) matrix instead of (4096, 4096).
     weights = x.T @ torch.linalg.solve(x @ x.T + torch.eye(len(x)), right)  # (4096, W)
 
     def plan(rollout):
@@ -87,8 +88,11 @@ AGENTS = 5  # the maximum number of agents in a shape
 
 
 def shapes() -> list[list[tuple[str, list[int]]]]:
-    """Return all shapes of collaboration. A shape holds a pair for each agent: its subtask, and the
-    numbers of the agents whose responses it sees."""
+    """Return all shapes of collaboration.
+
+    A shape lists its agents in order. Each agent is a pair: its subtask, and the numbers of the
+    earlier agents whose responses it sees.
+    """
     found = [[(SOLVE_IT, [])]]
     for n in range(2, AGENTS + 1):
         before = [list(range(i)) for i in range(n)]
@@ -103,8 +107,11 @@ SHAPES = shapes()
 
 
 def build(choices: list[int]) -> Workflow:
-    """Return the workflow for [shape's number, five workers]. Workers that the shape does not need
-    are ignored."""
+    """Return the workflow that assigns workers to the agents of a shape.
+
+    choices: The shape's index in SHAPES, then AGENTS pool numbers of workers. Workers beyond the
+        shape's number of agents are ignored.
+    """
     shape, *workers = choices
     steps = []
     for worker, (subtask, access) in zip(workers, SHAPES[shape]):
@@ -124,8 +131,8 @@ def learn_masrouter(setup: Setup):
     torch.manual_seed(setup.settings.seed)
     sizes = [len(SHAPES)] + [len(setup.pool)] * AGENTS
     n_agents = torch.tensor([len(shape) for shape in SHAPES])
-    # The policy has one head for the shape, then one for each agent. A head's choice is used if the
-    # shape has more agents than the head's number here.
+    # The policy has one head for the shape, then one for each agent. The choice for agent i is used
+    # only if the shape has more than i agents; the choice of the shape is always used.
     first_use = torch.tensor([0, *range(AGENTS)])[:, None, None]
     weights = torch.zeros(N_TRIGRAMS, sum(sizes), requires_grad=True)
     optimizer = torch.optim.Adam([weights], lr=0.05)
@@ -164,7 +171,8 @@ masrouter = System(learn_masrouter, ("lessons",), calls=2, calls_to_learn=15_000
 
 # ---- TRINITY -------------------------------------------------------------------------------------
 
-# The model whose hidden states TRINITY reads. train.py writes it after the warm start.
+# The folder of the model whose hidden states TRINITY reads. train.py --preset=laptop saves this
+# model after the warm start.
 CHECKPOINT = "out/laptop/reference"
 GENERATIONS = 100
 POPULATION = 32
@@ -173,7 +181,8 @@ ROLES = {
     "worker": SOLVE_IT,
     "verifier": "Check the last response. Say ACCEPT if it is right and whole, else what is wrong.",
 }
-# Matches a verifier's approval. Specialists of the laptop world say the second phrase instead.
+# Matches a verifier's approval. The laptop world's specialists reply with the second phrase instead
+# of ACCEPT.
 ACCEPTS = re.compile(r"\bACCEPT\b|nothing here to work on")
 
 
@@ -197,7 +206,7 @@ def hidden_states():
 def principal_axes(states: np.ndarray) -> np.ndarray:
     """Return the first 24 principal axes of centered states (P, C), as columns (C, 24).
 
-    They are scaled so that the states' projections on each axis have a variance of about 1.
+    Each axis is scaled so that the projections of the states on it have a variance of about 1.
     """
     _, scale, axes = np.linalg.svd(states, full_matrices=False)
     return math.sqrt(len(states)) * axes[:24].T / (scale[:24] + 1e-3 * scale[0])
@@ -209,8 +218,8 @@ def learn_trinity(setup: Setup):
     On each turn, a linear head on a small model's hidden state picks a worker and its role. The
     head is trained by an evolution strategy. In the original, the model has 0.6 B parameters and
     reads all turns, and a separable CMA-ES evolves some of its parameters together with the head.
-    Here the head sees 24 principal components, the model and the workers see only the newest turn,
-    and each call lowers the reward.
+    Here the head sees 24 principal components, the model and the workers see only the question and
+    the newest turn, and each call lowers the reward.
     """
     state_of = hidden_states()
     states = np.stack([state_of(problem.question) for problem in setup.lessons])  # (P, C)
@@ -218,8 +227,11 @@ def learn_trinity(setup: Setup):
     axes = principal_axes(states - center)  # (C, 24)
 
     def choose_turns(rollouts, heads):
-        """Set each rollout's workflow to the next step, or to an empty workflow once a verifier has
-        accepted, and yield the rollout."""
+        """Choose each rollout's next turn, and yield the rollout.
+
+        The turn becomes the rollout's workflow of one step, and `written` holds the turn's role. If
+        a verifier has accepted the last response, the workflow is empty, which ends the rounds.
+        """
         for rollout in rollouts:
             last = rollout.previous
             text = rollout.question + (f"\n{last.written}: {last.answer}" if last else "")
@@ -234,9 +246,10 @@ def learn_trinity(setup: Setup):
     def take_turns(rollouts, heads):
         """Run up to five rounds (§3.2) of one step each, merged into one rollout per question.
 
-        The answer is the last response in the role "worker", or without one, the last response.
+        The answer is the last response in the role "worker". If no turn had that role, the answer
+        is the last response.
 
-        heads: One head (25, W + 3) for each rollout number.
+        heads: Heads of shape (25, W + 3). Rollouts with the number n use heads[n].
         """
         final_rounds = conduct(
             lambda rollouts: choose_turns(rollouts, heads),
@@ -244,6 +257,8 @@ def learn_trinity(setup: Setup):
             extra_rounds=4,
             tries=1,
             judge=grade_once(),
+            # The number is part of a call's id. With 0 for all heads, their equal calls have equal
+            # ids, so that --replay makes such calls only once.
             call=lambda rollout, i: call_worker(replace(rollout, number=0), i),
         )
         merged = []
@@ -253,8 +268,8 @@ def learn_trinity(setup: Setup):
             merged.append(merge(turns, [len(turns) - 1, *by_worker][-1]))
         return merged
 
-    # Evolve the head: in each generation, try random steps, and move by the mean of the best
-    # quarter.
+    # Evolve the head: in each generation, try random steps away from it, and move it by the mean of
+    # the best quarter of the steps.
     rng = random.Random(setup.settings.seed)
     noise = np.random.default_rng(setup.settings.seed)
     head = np.zeros((axes.shape[1] + 1, len(setup.pool) + len(ROLES)))  # (25, W + 3)
