@@ -359,7 +359,7 @@ def train(settings: Settings):
     and the files on disk, and the whole state of a run is the newest checkpoint, the traces of
     later iterations, the workers' replies and settings.json. A run that is killed and resumed
     therefore ends with the same weights as an uninterrupted run on the same number of ranks.
-    Another number of ranks changes only the rounding.
+    A different number of ranks changes only the rounding.
     """
     run = set_up(settings)  # loads the newest checkpoint, or does the warm start
     # If the run was killed between saving this checkpoint and measuring it, measure it now.
@@ -414,8 +414,8 @@ def collect_rollouts(
     """Roll out an iteration: its first rounds and, with recursion, its second rounds.
 
     Returns:
-        The rollouts as [question][rollout], first all lists of first rounds, then those of second
-        rounds; and why the run must stop instead of learning from the rollouts, or "".
+        The rollouts as [question][rollout], with the lists of second rounds after all lists of
+        first rounds; and why the run must stop instead of learning from the rollouts, or "".
     """
     sampler = whole_copy(run.model)  # because each rank's FSDP model has only a part of the weights
     calls = []  # this rank's calls to workers; begin_rollouts appends them
@@ -424,7 +424,7 @@ def collect_rollouts(
         mine = on_all_ranks(lambda: begin_rollouts(sampler, run, asked, settings, seed, calls))
         return gather_rollouts(asked, mine)
 
-    # Make seeds that differ for each --seed, iteration and round.
+    # Each combination of --seed, iteration and round gets a different seed.
     seed = settings.seed * 1_000_000 + iteration
     questions = itertools.islice(first_rounds(run, settings, iteration), settings.n_questions)
     groups = roll_out_all([copies(question, settings) for question in questions], seed)
@@ -438,9 +438,9 @@ def collect_rollouts(
 def find_reason_to_stop(run: Run, groups: list[list[Rollout]], calls: list[Call]) -> str:
     """Return why the run must stop instead of learning from this iteration, or "".
 
-    All ranks call this. An occasional failed call does not stop the run, because only one rollout
-    is lost. A spent budget, a worker that no longer answers, or the loss of three quarters of the
-    rollouts does, because the following iterations would fare no better.
+    All ranks call this. The run stops if the budget is spent, if a worker no longer answers, or if
+    three quarters of the rollouts are lost, because the next iterations would fare no better. An
+    occasional failed call does not stop the run, because only one rollout is lost.
     """
     outcomes = {}  # worker's name -> is_answered of each of its calls, oldest first
     for call in sorted(all_gather(calls)):
@@ -649,8 +649,9 @@ def assign_advantages(groups: list[list[Rollout]], settings: Settings):
     The paper multiplies the rewards of first rounds by 0.25 and normalises "across rounds".
     settings.recursion_rewards selects one of three readings of this:
 
-        apart       Each round of a question is normalised separately. That would cancel a factor
-                    of the rewards, so the advantages of first rounds are multiplied by 0.25.
+        apart       Each round of a question is normalised separately. Because normalising cancels
+                    a factor of the rewards, the advantages of first rounds are multiplied by 0.25
+                    instead.
         together    The rewards of both rounds are normalised as one group.
         sum         A first round and the second round that continues it share one reward, the sum
                     of theirs. The sums are normalised as one group.
@@ -671,7 +672,7 @@ def assign_advantages(groups: list[list[Rollout]], settings: Settings):
         by_question.setdefault(r.call_prefix, []).append(r)
 
     for rollouts in by_question.values():
-        rewards = {}  # owner -> reward, or None if any of the owner's rollouts was lost
+        rewards = {}  # owner -> reward, or None if any rollout with this owner was lost
         for r in rollouts:
             before = rewards.get(owner(r), 0.0)
             weight = 0.25 if r.previous is None else 1.0
@@ -896,7 +897,7 @@ def warm_start(run: Run, settings: Settings):
         total = sum(sum(row_weights) for row_weights in weights)
         longest = max(len(prompt) + len(completion) for prompt, [completion] in rows)
         # Deal the lessons to the ranks in turn. All ranks together process `stride` lessons at a
-        # time.
+        # time, so that no rank exceeds the token budget.
         stride = world * max(1, settings.token_budget // longest)
         for i in range(rank, n_lessons, stride):
             mine = slice(i, i + stride, world)
@@ -914,7 +915,7 @@ def warm_start(run: Run, settings: Settings):
 
 
 def lesson_row(run: Run, problem, rng: random.Random, settings: Settings) -> tuple[tuple, list]:
-    """Return a lesson as token ids (prompt, [completion]), and the completion tokens' loss weights.
+    """Return a lesson as token ids (prompt, [completion]), and each completion token's loss weight.
 
     A tiny model also learns to predict the chat itself, with a tenth of the weight, because this
     teaches it to tell questions apart. Its prompt is therefore only the first token of the chat.
@@ -1050,7 +1051,7 @@ def notes_of(pool: list, settings: Settings) -> list[str] | None:
 
 
 def prompting_for(settings: Settings, checkpoint: Path | None) -> Prompting:
-    """Return the Conductor's Prompting, from the checkpoint if there is one, else from settings."""
+    """Return the checkpoint's Prompting, or for a new run one that is made from the settings."""
     if checkpoint:
         prompting, _, _ = read_prompting(str(checkpoint))
         return prompting
@@ -1221,7 +1222,8 @@ CHOICES = {
     "sandbox": ["bwrap", "none"],
     "prompt_style": ["ood", "in", "mixed", "zero-shot", "short"],
 }
-# The smallest value that each number flag accepts; if a flag is not listed, 1 for int, 0 for float.
+# The smallest values that number flags accept. For flags that are not listed, the smallest int is 1
+# and the smallest float is 0.
 MINIMUM = {
     "n_rollouts": 2,
     "ask_solved_probability": 0.01,
@@ -1231,7 +1233,7 @@ MINIMUM = {
     "lora_rank": 0,
     "seed": 0,
 }
-# The largest value that a flag accepts; if it is not listed, there is no limit.
+# The largest values that flags accept. For flags that are not listed, there is no limit.
 MAXIMUM = {"ask_solved_probability": 1, "beta2": 0.9999}
 
 
@@ -1245,7 +1247,7 @@ def preflight(settings: Settings, start: str) -> tuple[Config | None, list[dict]
     missing = []
 
     def attempt(what: str, job: Callable, *arguments):
-        """Return job(*arguments). If it fails, add the reason to `missing`, and return None."""
+        """Return job(*arguments). If it fails, add "what: reason" to `missing`, and return None."""
         try:
             return job(*arguments)
         except (OSError, ValueError, LookupError, TypeError) as e:
@@ -1454,7 +1456,7 @@ def check_room(settings: Settings, config: Config):
 
 
 def blank_rollout(n_prompt: int, n_written: int) -> Rollout:
-    """Return a dummy rollout with these numbers of tokens, for a trial update."""
+    """Return a dummy rollout with prompt and completion of these lengths, for a trial update."""
     tokens = dict(prompt_ids=[0] * n_prompt, tokens=[0] * n_written, logprobs=[0.0] * n_written)
     return Rollout("", advantage=1.0, **tokens)
 
@@ -1476,7 +1478,7 @@ def largest_step(model: Qwen, optimizer, reference: Qwen | None, settings: Setti
 
 
 def try_run(settings: Settings, config: Config, entries: list[dict]):
-    """Do the largest update with random weights, and print how long it and the whole run take."""
+    """Do the largest update with random weights; print how long it takes, and how long the run."""
     if settings.device == "cpu" and count_parameters(config) > 1e8:
         return print0("the largest step was not tried: it takes a GPU")
     with torch.device("meta"):
@@ -1500,9 +1502,9 @@ def try_run(settings: Settings, config: Config, entries: list[dict]):
 
 
 def print_duration(model: Qwen, optimizer, reference: Qwen | None, settings: Settings):
-    """Print how long the run takes, from short measurements.
+    """Estimate from short measurements how long the run takes, and print the estimate.
 
-    Times one iteration's sampling, the learning from one question, and one call of each worker.
+    Times one iteration's sampling, the learning from one question, and one call to each worker.
     """
     n_prompt = 50 if settings.prompt_style == "short" else PROMPT
     n_written = settings.max_new_tokens // 2
@@ -1698,7 +1700,7 @@ def metrics_of(
         "accuracy": mean([r.right for r in known]),
         # Accuracy on held-out problems. `measure_held_out` adds it at checkpoints.
         "held_out": None,
-        # Share of completions that are a valid workflow.
+        # Share of completions that contain a valid workflow.
         "parsed": mean([r.workflow is not None for r in first if r.tokens]),
         # Share of groups that teach nothing, because the advantages of all their rollouts are 0.
         "flat": mean([not any(r.advantage for r in group) for group in groups]),
@@ -1880,7 +1882,7 @@ def remedy(file: Path | str, advice: str):
 
 def reason(e: BaseException) -> str:
     """Return an error's class and text, as in "KeyError: 'x'"."""
-    if isinstance(e, CheckpointException):  # contains the error of each rank that failed
+    if isinstance(e, CheckpointException):  # holds the errors of several ranks; report the first
         e, _ = next(iter(e.failures.values()))
     return f"{type(e).__name__}: {e}"
 
@@ -1987,7 +1989,7 @@ def save(run: Run, settings: Settings, done: int):
     def finish():
         replace_file(folder / "checksums.json", [json.dumps(checksums(folder))])
         finished = folder.with_name(f"{done:05d}")
-        # A run that lost its later checkpoints may find this folder from before, without its state.
+        # This folder may already exist, without its state, if later checkpoints were deleted.
         shutil.rmtree(finished, ignore_errors=True)
         sync(folder / "state")
         sync(folder)
