@@ -1239,8 +1239,9 @@ def boxed(response: str) -> str | None:
 
 
 def claims(response: str) -> list[str]:
-    """Return the text of each claim, after "The answer is" or similar; "" if negated or conditional.
+    """Return the text after "The answer is" or similar for each claim; "" if a claim is cancelled.
 
+    A negation, a condition or a doubt before a claim cancels it.
     "The answer is 5 because 2+3=5." -> ["5 because 2+3=5."];  "If x is 3, the answer is 4." -> [""]
     """
     found = []
