@@ -92,7 +92,7 @@ class Problem:
     grader: str  # a key of GRADERS
     kind: str = ""  # tables show accuracy by kind; defaults to the grader's name
     level: int = 0  # the difficulty: higher is harder, 0 means unknown
-    extra: dict = field(default_factory=dict)  # read by the grader: {"choices": ["a", "b"]}
+    extra: dict = field(default_factory=dict)  # what else the grader needs: {"choices": ["a", "b"]}
 
     def __post_init__(self):
         self.kind = self.kind or self.grader
@@ -106,8 +106,8 @@ def require(condition, otherwise: str):
 
 # ---- Problems: from the laptop world, from benchmarks, and your own ------------------------------
 
-# The folder, relative to the current directory, for downloaded data sets, prepared problems and
-# replies that were paid for
+# The folder for downloaded data sets, prepared problems and replies that were paid for, relative to
+# the current directory
 DATA = "data"
 
 
@@ -143,7 +143,7 @@ def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
 
 
 def laptop_problems(split: str) -> list[Problem]:
-    """Return the laptop world's problems, repeating those of smaller kinds to balance the kinds."""
+    """Return the laptop world's problems, repeated so that every kind has the same number."""
     problems = [
         Problem(f"laptop/{kind}/{question}", question, answer, "same", kind)
         for kind, question, answer in laptop_questions(split)
@@ -550,8 +550,8 @@ class Setup:
 
 class System(NamedTuple):
     make: Callable  # make(setup) -> system
-    # Any of "checkpoint", "lessons" and "worker". With "worker", the system runs once with each
-    # worker, and each run has its own table row.
+    # What the system needs: any of "checkpoint", "lessons" and "worker". With "worker", the system
+    # runs once with each worker, and each run has its own table row.
     needs: tuple = ()
     calls: float = 1  # the estimated calls per question; 0: one call of each worker in the pool
     calls_to_learn: int = 0  # the estimated calls for learning
@@ -1610,7 +1610,7 @@ class Expression:
         self.tokens = [*tokens, "end"]
         try:
             value = self.read(1)
-            abs(value)  # raises OverflowError if it is too large
+            abs(value)  # raises OverflowError if the value is too large
         except (ArithmeticError, ValueError):  # undefined at this point
             return math.nan
         if self.tokens != ["end"]:
@@ -1845,8 +1845,8 @@ def same_math(answer: str, gold: str, tolerance: float = 0.0) -> bool:
         return answer.strip() == gold.strip() != ""
     texts = [normalize(answer), normalize(gold)]
 
-    # If the gold answer does not name an unknown, remove a sum before the answer (m+n=5 -> 5) and
-    # the subscripts that number its solutions (x_1=1,x_2=-3 -> x=1,x=-3).
+    # If the gold answer does not name an unknown, remove a sum's name from the answer (m+n=5 -> 5),
+    # and the subscripts that number its solutions (x_1=1,x_2=-3 -> x=1,x=-3).
     if "=" not in texts[1]:
         texts[0] = re.sub(r"^[a-z](?:[+-][a-z])+=", "", texts[0])
         texts[0] = re.sub(r"(^|,)([a-z])_\w ?=", r"\1\2=", texts[0])
@@ -1962,7 +1962,7 @@ def pick_letter(response: str, choices: list[str]) -> str | None:
     return picked.pop() if len(picked) == 1 else None
 
 
-# The parts of a grader
+# Graders, and functions that make them
 
 
 def same_response(problem: Problem, one: str, other: str) -> bool:
@@ -2654,7 +2654,7 @@ MAX_OUTPUT = 32 << 20  # bytes
 def limits(seconds: float, memory: int, user: int | None) -> dict[str, int]:
     """Return the resource limits of a program: {name without RLIMIT_: limit}."""
     # RLIMIT_NPROC counts all processes of the user who runs the program. If that is you, your other
-    # processes count, too.
+    # processes count, too, so the limit is higher.
     counts_all_of_the_user = SANDBOX == "none" and not user
     return {
         "AS": memory << 30,
