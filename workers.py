@@ -1665,7 +1665,7 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    command_help = "serve the toy world's workers; default: call each worker of a pool"
+    command_help = "serve the laptop world's workers; default: call each worker of a pool"
     parser.add_argument("command", nargs="?", choices=["serve"], help=command_help)
     pool_help = f"the workers to call: {', '.join(pool_names())} or FILE.json [local]"
     parser.add_argument("--pool", default="local", metavar="NAME", help=pool_help)

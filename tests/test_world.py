@@ -3,11 +3,14 @@
 The shares of vague instructions that work are compared with the world's constants.
 """
 
+import importlib
+import os
 import random
 import re
 
 import pytest
 
+import eval as evaluation
 import workers
 from workers import (
     KINDS,
@@ -155,3 +158,51 @@ def test_questions_are_split_by_their_expressions():
     assert 0.2 < len(test) / len(train + test) < 0.3
     assert {kind for kind, _, _ in train} == {kind for kind, _, _ in test} == set(KINDS)
     assert ("foreign", "Find dos * tres.", "6") in train + test
+
+
+# ---- assets/unseen.py: pools that a Conductor never trained with ---------------------------------
+
+UNSEEN = os.path.join(evaluation.ASSETS, "unseen.py")
+
+
+@pytest.fixture
+def unseen(monkeypatch):
+    monkeypatch.setattr(workers, "PHRASES", PHRASES)
+    monkeypatch.setattr(workers, "TRADES", {**TRADES})
+    return importlib.import_module("assets.unseen")
+
+
+def test_an_unseen_pool_has_what_its_question_needs(unseen):
+    pool = workers.load_pool("local", "http://127.0.0.1:1")
+    notes = [worker.note for worker in pool]
+    fifth = workers.Worker("python", function=f"{UNSEEN}:sorter", note="a sorter")
+    sizes = {"three workers": 3, "seven workers": 7}
+
+    for test in unseen.TESTS:
+        problems = evaluation.load("laptop", "test", 9)
+        if test == "fifth trade":
+            problems = unseen.sorting_problems()
+        for problem in problems:
+            drawn = unseen.pool_for(problem, test, pool, fifth)
+            names = [worker.name for worker in drawn]
+            assert len(drawn) == sizes.get(test, 5)
+            assert {*unseen.KINDS[problem.kind][0]} <= {*names}
+            again = unseen.pool_for(problem, test, pool, fifth)
+            assert names == [worker.name for worker in again]
+    assert notes == [worker.note for worker in pool]  # rewording changed copies
+
+
+def test_unseen_pools_are_measured_one_by_one(unseen, monkeypatch, capsys):
+    monkeypatch.setattr(unseen, "N_HELD_OUT", 9)
+    monkeypatch.setattr(unseen, "N_SORTING", 2)
+    unseen.main([os.path.join(evaluation.ASSETS, "laptop")])
+    printed = capsys.readouterr().out
+    assert all(f"\n{test} " in printed for test in unseen.TESTS)
+    assert "of 4 workflows ask the sorter" in printed
+
+
+def test_a_sorter_listens_like_any_other_worker(unseen):
+    unseen.add_the_fifth_trade()
+    for question, reply in (("What is planet sorted?", "aelnpt"), ("Find Peru.", NOTHING)):
+        assert unseen.sorter(chat(question, "Sort its letters.")) == reply.format("sorter")
+    assert unseen.sorter(chat("What is planet sorted?", "Sing.")) == UNSURE.format("sorter")
