@@ -1007,6 +1007,7 @@ def usage_error(message: str):
 
 def help_page(settings) -> str:
     """Return the docstring of the module that defines the settings, then a table of the flags."""
+    here = os.path.dirname(os.path.abspath(__file__)) + os.sep
     rows = {}
     for f in fields(settings):
         default = getattr(settings, f.name)
@@ -1015,7 +1016,9 @@ def help_page(settings) -> str:
             rows[f"--[no-]{f.name}"] = f"{text} [{'on' if default else 'off'}]"
         else:
             kind = {int: "INTEGER", float: "NUMBER", str: "TEXT"}[type(default)]
-            rows[f"--{f.name} {kind}"] = f"{text} [{default}]" if default != "" else text
+            rows[f"--{f.name} {kind}"] = (
+                f"{text} [{str(default).removeprefix(here)}]" if default != "" else text
+            )
 
     width = min(100, shutil.get_terminal_size().columns)
     indent = max(map(len, rows)) + 4

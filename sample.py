@@ -121,15 +121,17 @@ def grid_shape(model, longest: int, max_new_tokens: int, n: int) -> tuple[int, i
 
     Unless a single rollout needs more, the keys and values of a grid take at most a fifth of the
     GPU's memory, because a 7B model leaves about that much free on a 24 GB card. On a CPU, they
-    take at most 2 GiB (4 GiB for a bf16 model, because `cache` stores fp32 there).
+    take at most 2 GiB.
     """
     device = model.device
     limit = 2 << 30  # bytes
+    itemsize = 4  # `cache` stores fp32 on a CPU
     if device.type == "cuda":
         limit = torch.cuda.get_device_properties(device).total_memory // 5
+        itemsize = model.lm_head.weight.itemsize
 
     channels = model.config.num_key_value_heads * model.config.head_dim
-    token = 2 * len(model.model.layers) * channels * model.lm_head.weight.itemsize  # bytes
+    token = 2 * len(model.model.layers) * channels * itemsize  # bytes
     prompt = token * padded(longest, device)
     row = token * padded(max_new_tokens, device)
 

@@ -1149,7 +1149,7 @@ def measure_held_out(run: Run, settings: Settings, done: int):
     metrics["held_out"] = evaluation.measure(answered)["accuracy"]
     on_rank0(lambda: replace_file(file, [*lines, json.dumps(metrics)]))
     if settings.wandb and dist.get_rank() == 0:
-        sys.modules["wandb"].log({"held_out": metrics["held_out"]})
+        sys.modules["wandb"].log({"held_out": metrics["held_out"]}, step=done - 1)
     print0(f"held out: {count_right(answered)}")
 
 
@@ -1340,9 +1340,11 @@ def check_money(settings: Settings, entries: list[dict], n_test: int):
     rollouts = settings.iterations * settings.n_questions * settings.n_rollouts
     if settings.recursion:
         rollouts += rollouts // 2
-    n_checkpoints = settings.iterations // settings.save_every
+    n_checkpoints = (settings.iterations - 1) // settings.save_every  # without the last one
     rollouts += n_checkpoints * min(N_TEST_AT_CHECKPOINT, n_test)
-    rollouts += 2 * n_test  # the Conductor and random workflows, at the end
+    # At the end: the Conductor, also with shuffled pools if it trained with them, and random
+    # workflows.
+    rollouts += (2 + settings.shuffle) * n_test
     calls = 3 * rollouts + len(entries) * n_test
     cost = probable_cost(entries, calls)
     if cost == 0:
@@ -1744,7 +1746,7 @@ def log(settings: Settings, metrics: dict, seconds_left: float):
     with open(f"{settings.out}/metrics.jsonl", "a") as file:
         file.write(json.dumps(metrics) + "\n")
     if settings.wandb:
-        sys.modules["wandb"].log(metrics)
+        sys.modules["wandb"].log(metrics, step=metrics["iteration"])
     numbers = {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
     del numbers["iteration"]
     words = " ".join(f"{key} {value:.3g}" for key, value in numbers.items())

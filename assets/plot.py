@@ -399,7 +399,7 @@ def draw_workflow(axes, x: float, rollouts: list[dict], inks: dict[str, str]) ->
     shown = alike[len(alike) // 2]  # the median: right if most of these rollouts are right
     share = len(alike) / len(rollouts)
     right = mean(rollout["right"] for rollout in alike)
-    axes.text(x, 0.82, f"{share:.0%} of all workflows", ha="center", fontsize=9)
+    axes.text(x, 0.82, f"{share:.0%} of all rollouts", ha="center", fontsize=9)
 
     spans = []
     draw_box(axes, x, spans, [], "question", GREY, wrap(shown["question"], 4))
@@ -413,7 +413,7 @@ def draw_workflow(axes, x: float, rollouts: list[dict], inks: dict[str, str]) ->
 
 
 def wrap(text: str, most: int) -> list[str]:
-    return textwrap.wrap(" ".join(text.split()), 22, max_lines=most, placeholder=" …")
+    return textwrap.wrap(" ".join(text.split()), 20, max_lines=most, placeholder=" …")
 
 
 def draw_box(
