@@ -2899,7 +2899,7 @@ class Settings:
     only: str = flag("", "the workers that a Conductor may use, comma-separated; by default all")
     prompt_style: str = flag(
         "",
-        "ood, in, mixed (few-shot examples), zero-shot or short; by default the same as in training",
+        "ood, in or mixed (few-shot examples), zero-shot or short; by default as in training",
     )
     lessons: str = flag(
         "",
