@@ -1123,8 +1123,8 @@ KINDS = {  # kind of question -> (the trades it needs, {expression: value})
 def laptop_questions(split: str) -> list[tuple[str, str, str]]:
     """Return a list of (kind, question, answer) for a split, "train" or "test".
 
-    About a quarter of the expressions belong to "test". An expression belongs to the same split in
-    all of its questions.
+    About a quarter of the expressions belong to "test". All questions about an expression are in
+    the same split.
     """
     rows = []
     for kind, (_, values) in KINDS.items():
