@@ -192,7 +192,7 @@ def update(
         max_grad_norm: A gradient with a larger norm is scaled down to this norm.
 
     Returns:
-        {name: number}: the mean of each of `statistics` over all ranks' tokens that have a gradient
+        {name: number}: the mean of each of STATISTICS over all ranks' tokens that have a gradient
         (None if no token has one), grad_norm before clipping, and skipped, which is 1 if the step
         was skipped and 0 otherwise.
     """
@@ -350,8 +350,8 @@ def attend_in_turn(q, k, v, lengths: list[int], n_seen: list[int]):
     """Compute varlen_attn's result with ordinary attention calls: q (T, H, D) -> (T, H, D).
 
     k and v (S, Hkv, D) hold the keys and values that the pieces attend to, one piece after another.
-    One call computes all neighbouring pieces that have the same numbers of tokens and of keys. The
-    arguments are fp32, because the fused kernel's backward pass is slow in bf16 on a CPU.
+    Neighbouring pieces that have equal numbers of tokens and equal numbers of keys share one call.
+    The arguments are fp32, because the fused kernel's backward pass is slow in bf16 on a CPU.
     """
     # Each batch is (number of pieces, tokens in a piece, keys that the piece's last token sees).
     batches = []

@@ -153,7 +153,8 @@ def is_positive(value) -> bool:
 def in_bf16_on_gpu(x) -> bool:
     """Return whether x is a bf16 tensor on CUDA.
 
-    Functions marked @fused are compiled, and grpo.py calls varlen_attn, only for such tensors.
+    Two things happen only for such tensors: functions marked @fused are compiled, and grpo.py
+    calls varlen_attn.
     """
     return x.is_cuda and x.dtype == torch.bfloat16
 
@@ -184,7 +185,7 @@ def is_worth_fusing(x) -> bool:
     return in_bf16_on_gpu(x) and (torch.is_inference_mode_enabled() or x.numel() >= FUSE_FROM)
 
 
-FUSE_FROM = 1 << 24  # min elements of a tensor, outside inference mode
+FUSE_FROM = 1 << 24  # min elements of a tensor that is worth fusing outside inference mode
 
 
 @functools.cache
@@ -192,8 +193,8 @@ def compiled(function):
     """Return `function` wrapped by torch.compile, which makes a kernel for each kind of arguments.
 
     One kernel serves tensors of different sizes, but a size of 1, a model with different widths,
-    and turning gradients on or off each require another. After 64 kernels, no more are made, and
-    arguments of a new kind are computed without compilation.
+    and turning gradients on or off each require another kernel. At most 64 kernels are made. After
+    that, a call with a new kind of arguments runs without compilation.
     """
     announce_compilation()
     torch._dynamo.config.recompile_limit = 64
@@ -397,9 +398,9 @@ def add_lora(model: "Qwen", rank: int):
 
 
 def merge_lora(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a copy of the state dict without A and B, in which W + B A replaces each W.
+    """Return a new state dict in which the LoRA matrices A and B are merged into their weight W.
 
-    W + B A is computed in fp32. Tensors without LoRA are not copied.
+    The merged weight is W + B A, computed in fp32. All other tensors are those of `state`.
     """
     merged = {name: tensor for name, tensor in state.items() if ".lora_" not in name}
     for name, A in state.items():
@@ -722,9 +723,9 @@ LLAMA3_CHAT = ChatTemplate(
 def find_template(bpe: BPE, model_type: str) -> ChatTemplate:
     """Return the chat template that fits the tokenizer.
 
-    A template fits if the tokenizer has all its control tokens and never produces them from plain
-    text. A tokenizer with ChatML's control tokens gets Qwen3's template if the model is a Qwen3,
-    and Qwen2.5's otherwise. Raises ValueError if no template fits.
+    A template fits if the tokenizer has all of the template's control tokens and never produces
+    them from plain text. A tokenizer with ChatML's control tokens gets Qwen3's template if the
+    model is a Qwen3, and Qwen2.5's otherwise. Raises ValueError if no template fits.
     """
     for template in (QWEN3_CHAT if model_type == "qwen3" else QWEN2_CHAT, LLAMA3_CHAT):
         tokens = re.findall(CONTROL_TOKEN, template.turn)
@@ -818,7 +819,8 @@ class Tokenizer:
         """Return the token ids of a conversation, up to where the assistant's next answer begins.
 
         Args:
-            messages: the turns, each {"role": "system", "user" or "assistant", "content": text}.
+            messages: the turns, each {"role": role, "content": text}. The role is "system", "user"
+                or "assistant".
         """
         template = self.template
         if template.system and messages[0]["role"] != "system":
@@ -971,9 +973,9 @@ def nearest_flag(settings, name: str) -> str:
 def take_value(rest: list[str], switch: bool) -> str | None:
     """Remove a flag's value from `rest`, the words after the flag, and return the value.
 
-    A switch takes the next word only if that is true or false. Otherwise its value is "true", so
-    `--resume "a question"` leaves the question in `rest`. For a flag that is not a switch, returns
-    None if the value is missing.
+    A switch takes the next word only if that word is "true" or "false". Otherwise its value is
+    "true", and the next word stays in `rest`: in `workflow.py --examples show FILE`, "show" is
+    left. For any other flag, returns None if the value is missing.
     """
     if switch:
         return rest.pop(0) if rest and rest[0].lower() in ("true", "false") else "true"

@@ -53,7 +53,10 @@ class Completion:
 def generate(
     model: Qwen, prompts: list[list[int]], n: int = 1, *args, **settings
 ) -> list[list[Completion]]:
-    """Return n rollouts of each prompt, as [prompt][rollout]. See generate_each for arguments."""
+    """Return n rollouts of each prompt, as [prompt][rollout].
+
+    The arguments are those of generate_each.
+    """
     completions = [[None] * n for _ in prompts]
     for i, j, completion in generate_each(model, prompts, n, *args, **settings):
         completions[i][j] = completion
@@ -74,8 +77,8 @@ def generate_each(
 ):
     """Yield n rollouts of each prompt as (prompt index, rollout index, Completion), as they end.
 
-    A rollout depends on the seed, its prompt, its number, and how many times the same prompt occurs
-    earlier in the list. It does not depend on the other prompts or on the number of rollouts.
+    A rollout depends on the seed, its prompt, its number (see `numbers`), and how many times the
+    same prompt occurs earlier in the list. It does not depend on the other prompts or on n.
 
     Args:
         prompts: The token ids of each prompt.
@@ -107,7 +110,7 @@ def generate_each(
     seeds = torch.tensor(row_seeds(prompts, numbers, seed))  # (len(prompts), n)
     draw_from = partial(draw, temperature=temperature, n_ids=n_ids)
 
-    # No name refers to a grid, so its large cache is freed before the next grid is made.
+    # No variable refers to a grid, so its large cache is freed before the next grid is made.
     Q, R = grid_shape(model, longest, max_new_tokens, n)
     for i in range(0, len(prompts), Q):
         for j in range(0, n, R):
@@ -154,8 +157,8 @@ def attend_shared(grid, place, layer_idx, q, k, v):
     """Cache the newest token of each cell, and return the attention (N, H, 1, D) of its query.
 
     q is (N, H, 1, D), k and v are (N, Hkv, 1, D), for N = Q*R cells that all have t own tokens.
-    `place`, a tensor of shape (1), holds t - 1, the newest token's place in the cache of own
-    tokens.
+    `place`, a tensor of shape (1), holds t - 1, the newest token's place in the cache of each
+    cell's own tokens.
     """
     prompt_kv = grid.prompt_kv[layer_idx]  # (2, Q, Hkv, P, D)
     own_kv = grid.own_kv[layer_idx][..., : grid.T, :]  # (2, N, Hkv, T, D)
@@ -228,7 +231,7 @@ def attend_in_kernels(q, prompt_kv, prompt_length, own_kv, t):
     D_PADDED = max(16, triton.next_power_of_2(D))
     tile = 8192 if q.element_size() == 2 else 2048  # elements per tile
 
-    # Each part is (rows of its cache, cache, number of filled places in each row, IS_FIRST).
+    # Each part is (number of rows in its cache, cache, filled places in each row, IS_FIRST).
     parts = ((Q, prompt_kv, prompt_length, True), (N, own_kv, t.expand(N), False))
     for B, kv, length, is_first in parts:
         n_queries = N // B * G  # queries that share keys and values
@@ -470,7 +473,7 @@ class Grid:
 
         Everything happens in place and without waiting for the device, as a CUDA graph requires.
         """
-        place = self.t - 1  # the newest token's place in the cache of own tokens
+        place = self.t - 1  # the newest token's place in the cache of each cell's own tokens
         self.mask.index_fill_(1, self.P + place, 0.0)  # Make the newest token visible.
         positions = (self.prompt_length + place).repeat_interleave(self.R)[:, None]  # (N, 1)
         attend = partial(attend_shared, self, place)

@@ -48,7 +48,7 @@ LOOPBACK = (
 )
 LIMITS = ("max_tokens", "max_completion_tokens")  # the parameters that bound a reply's length
 MAX_BODY = 32 << 20  # the maximum size of a response, in bytes
-HARD_FAILURES = 6  # a call gives up after this many failures, not counting a busy provider's
+HARD_FAILURES = 6  # a call gives up after this many failures; a busy provider does not count as one
 # Probe a silent connection once a minute, so that no router drops it while a model thinks.
 SOCKET_OPTIONS = [
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),  # urllib3's default
@@ -142,9 +142,11 @@ class Worker:
         connection is a hard failure. The sixth hard failure ends the call.
 
         Args:
-            messages: [{"role": "system", "user" or "assistant", "content": text}, ...].
-            call_id: the call's name within a run, under which `replay` stores its reply. A replayed
-                reply counts in `spent`, but not in the budget. "": the call is never replayed.
+            messages: [{"role": role, "content": text}, ...]. A role is "system", "user" or
+                "assistant".
+            call_id: the call's name within a run, under which `replay` stores its reply. The cost
+                of a replayed reply is added to `spent`, but not charged to the budget. "": the call
+                is never replayed.
             overrides: parameters that take precedence over `params`.
 
         Raises:
@@ -265,7 +267,7 @@ class Worker:
             response.close()  # also closes the connection, unless the whole response was read
 
     def find_route(self) -> tuple:
-        """Return urllib3's pool of connections to the server, and the path or URL to post to.
+        """Return urllib3's connection pool for the server, and the path or URL to post to.
 
         requests.post would read the proxies and certificates from the environment again for every
         call, which takes half of a call's CPU time. `find_route` runs only once per worker.
@@ -446,7 +448,7 @@ def fits(value, pattern: str) -> bool:
 
 
 def without_surrogates(text: str) -> str:
-    """Replace each surrogate (JSON can contain half of an emoji) with a question mark."""
+    """Replace each lone surrogate (half an emoji), which UTF-8 cannot encode, with "?"."""
     return text.encode(errors="replace").decode()
 
 
@@ -586,7 +588,7 @@ def run_file(path: str, content_hash: str) -> dict:
 
 
 def load_name(spec: str):
-    """Run the file in a spec FILE.py:NAME; return its global NAME, or None if it has none.
+    """Run the file in a spec FILE.py:NAME; return its global NAME, or None if that is not defined.
 
     Raises ValueError if there is no such file or it fails to run.
     """
@@ -713,8 +715,8 @@ def name_of(entry: dict) -> str:
 def check_pool(entries: list[dict], budget: float = 0.0) -> list[str]:
     """Return a sentence for each field that is missing or wrong in the rows of a pool.
 
-    Each sentence names the worker and the field. It does not quote a value of the wrong form, which
-    may be a misplaced API key.
+    Each sentence names the worker and the field. If a value has the wrong form, the sentence does
+    not quote the value, because it may be a misplaced API key.
     """
     sentences = []
     names = []
@@ -828,14 +830,15 @@ class Replay:
     """A file of paid replies, one JSON line each.
 
     A rerun of a killed run reads its replies from the file instead of paying for them again.
-    Several processes may append to the file. Each line is written in a single call and begins with
-    the newline. If a process is killed while it writes, its torn line damages no other line.
+    Several processes may append to the file. Each line is written in a single call, with its
+    newline at the beginning. So if a process is killed while it writes, the torn line that it
+    leaves damages no other line.
 
     Args:
         path: the file.
-        share: equal calls whose ids begin with this prefix share one reply, which is paid for once,
-            even if the rest of their ids differs. "": calls share a reply only if their ids are
-            equal.
+        share: a prefix of call ids. Equal calls whose ids begin with the prefix share one reply,
+            which is paid for once, even if their ids differ after the prefix. "": equal calls share
+            a reply only if their ids are equal, too.
         is_local: whether the workers belong to the laptop world. The port in their URL differs in
             each process, so keys leave the URL out.
     """
@@ -951,7 +954,8 @@ def highest_cost(entry: dict, params: dict, body: dict) -> float:
         ceiling = find(params, "provider", "max_price", name)
         return max(own, ceiling) if fits(ceiling, NUMBER) else own
 
-    # A token has at least one byte. The extra 512 cover the tokens that a chat template adds.
+    # A token has at least one byte, so the body has at most len(json.dumps(body)) tokens. The extra
+    # 512 cover the tokens that a chat template adds.
     n_in = len(json.dumps(body)) + 512
     rate = 2 if "cache_control" in params else 1  # Writing to a cache costs up to twice as much.
     dollars_in = dearest(price[0], "prompt") * n_in * rate
@@ -993,8 +997,8 @@ def demand_budget(pool: list[Worker] | list[dict], budget: float, calls: int, pu
 
 # ---- The laptop world --------------------------------------------------------------------------
 # The workers of the laptop world are small programs that do not cheat: they see only what any
-# worker sees, and never the right answer. To add a trade, add a row to TRADES, a dict of the facts
-# that the trade knows, and rows to KINDS for questions that need the trade.
+# worker sees, and never the right answer. To add a trade, add three things: a dict of the facts
+# that the trade knows, a row in TRADES, and rows in KINDS for questions that need the trade.
 
 # workflow.py writes these headings above the question and above each subtask.
 QUESTION = "Question:\n"
@@ -1068,7 +1072,7 @@ TRADES = {  # trade -> (regex for what it works on, {instruction: function that 
 # All instructions that the workers know, except SOLVE_IT. Random workflows for the laptop world's
 # questions draw their subtasks from these.
 PHRASES = (*VAGUE, *itertools.chain(*(instructions for _, instructions in TRADES.values())))
-LOCAL = {  # pool -> its workers' names: a trade, perhaps after a sort (a key of SKILL)
+LOCAL = {  # pool -> its workers' names, such as "coder" or "tired coder"; "tired" is a key of SKILL
     "local": [*TRADES, "generalist"],
     "local:pairs": [f"{sort}{trade}" for trade in TRADES for sort in ("", "junior ")],
     "local:tired": [f"{sort}{trade}" for trade in TRADES for sort in ("tired ", "junior ")],
@@ -1274,7 +1278,8 @@ def plain_messages(messages: list[dict], roles: dict[str, str]) -> list[dict]:
                 expected = '{"type": "text", "text": TEXT}'
                 raise Refusal(400, f"this server reads no {kind!r:.40}; send {expected}")
         text = "\n".join(part["text"] for part in parts)
-        text = text.encode(errors="replace").decode()  # JSON may hold half an emoji.
+        # JSON can contain a lone surrogate (half an emoji), which UTF-8 cannot encode.
+        text = text.encode(errors="replace").decode()
         plain.append({"role": roles[message["role"]], "content": text})
     if not plain:
         raise ValueError("no messages")
@@ -1321,9 +1326,9 @@ class Handler(BaseHTTPRequestHandler):
     """Answer the requests of one connection as OpenAI's API does.
 
     Subclasses must define `models` and `complete(body)`. Each message in the body is
-    {"role": "system", "user" or "assistant", "content": text}. `complete` must either raise Refusal
-    or call `reply` once. If body["stream"] is true, `complete` may first call `send_event` and
-    `send_comment` any number of times.
+    {"role": role, "content": text}, where the role is "system", "user" or "assistant". `complete`
+    must either raise Refusal or call `reply` once. If body["stream"] is true, `complete` may first
+    call `send_event` and `send_comment` any number of times.
     """
 
     protocol_version = "HTTP/1.1"

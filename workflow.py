@@ -66,8 +66,8 @@ class Step:
     worker: int  # the worker's number in the pool
     subtask: str  # what the worker is told to do
     access: list[int]  # the earlier steps whose subtasks and responses the worker sees
-    # Whether the Conductor wrote "all". In rounds after the first, "all" also shows the worker the
-    # previous round's answer (§3.2).
+    # Whether the Conductor wrote "all" in the step's access list. In rounds after the first, "all"
+    # also shows the worker the previous round's answer (§3.2).
     wrote_all: bool = field(default=False, compare=False)
 
 
@@ -90,7 +90,8 @@ class Rollout:
     workers: list[int] | None = None  # numbers of the workers that may be used (§3.2); None: all
     problem: object = None  # the eval.Problem that the answer is graded against
     problem_id: str = ""  # the id of the problem; set only if the rollout was read from a file
-    # The turns before the question: {"role": "system", "user" or "assistant", "content": text}.
+    # The turns before the question, each {"role": role, "content": text}. The role is "system",
+    # "user" or "assistant".
     context: list[dict] = field(default_factory=list)
     previous: "Rollout | None" = None  # the round before this one (§3.2)
     number: int = 0  # distinguishes rollouts of the same question, and seeds the sampler
@@ -117,7 +118,7 @@ class Rollout:
     failure: str = ""  # what is wrong with the answer, in the grader's words
     reward: float | None = None  # the reward of §3.1, set by train.py; None: lost
     advantage: float = 0.0  # the advantage of Eq. 2, set by grpo.py
-    # The share of wrong rollouts among all judged ones of this question, set by grpo.py.
+    # The share of this question's judged rollouts that are wrong, set by grpo.py.
     wrong_share: float = 1.0
 
     @property
@@ -493,10 +494,11 @@ def parse(
 ) -> Workflow:
     """Return the last valid workflow in a text.
 
-    A model may make several attempts at a workflow, and some may be cut off. Consecutive lists in
-    the prompt's order, one of each name, always form an attempt. Otherwise an attempt ends when the
-    name of one of its lists appears again. This keeps the lists of a complete attempt apart from
-    those of an attempt that was cut off. Only the last 50,000 characters are read.
+    A model may make several attempts at a workflow, and some may be cut off. Consecutive lists, one
+    of each name and in the order in which the prompt asks for them, always form an attempt.
+    Otherwise an attempt ends when the name of one of its lists appears again. This keeps the lists
+    of a complete attempt apart from those of an attempt that was cut off. Only the last 50,000
+    characters are read.
 
     Args:
         text: The text that a model wrote.
@@ -702,7 +704,7 @@ class Threads:
             try:
                 threading.Thread(target=self.work, daemon=True).start()
                 self.started += 1
-            except RuntimeError:  # The system allows no more threads, so the job waits for one.
+            except RuntimeError:  # The system allows no more, so an existing thread takes the job.
                 if not self.started:
                     raise
 
@@ -892,7 +894,7 @@ def conduct(
     tries: int = 3,
     **settings,
 ) -> list[Rollout]:
-    """Answer questions, and return each question's last round. `rollouts` are not changed.
+    """Answer questions, and return each question's last round. The given rollouts are not changed.
 
     Args:
         write: A writer (see "Writers" below).
@@ -900,8 +902,8 @@ def conduct(
         extra_rounds: The maximum number of rounds after the first (§3.2). A question gets fewer if
             the Conductor keeps an answer by writing empty lists, or writes no valid workflow.
         prompting: How the Conductor is prompted.
-        tries: How often the Conductor may try to write a valid workflow. Each try increases
-            `number` by 1, so that different tokens are sampled.
+        tries: How many times the Conductor may try to write a valid workflow. Each further try
+            increases `number` by 1, so that different tokens are sampled.
         settings: Further arguments for roll_out.
     """
     # Conduct one round. Try again if a workflow is invalid.
@@ -913,8 +915,8 @@ def conduct(
         pending = [rollout for rollout in last if not rollout.workflow and not rollout.error]
         roll_out(pending, write, prompting, **settings)
 
-    # Conduct further rounds for the questions that workers answered in this one. If such a round
-    # gets no valid workflow, keep this round.
+    # Conduct further rounds for the questions that workers answered in this round. If the Conductor
+    # then writes no valid workflow, keep this round.
     open_ended = [i for i, rollout in enumerate(last) if rollout.replies and not rollout.error]
     if extra_rounds and open_ended:
         asked = [replace(rollouts[i], previous=last[i]) for i in open_ended]
@@ -986,7 +988,7 @@ def worker_writer(worker, prompting: Prompting):
     """Return a writer that lets a worker act as the Conductor (Table 11).
 
     The worker was not trained on the pool, so its prompt shows the workers' names and notes. As in
-    the paper, its token limit is doubled, but to at most 8,192. A limit above 8,192 stays as it is.
+    the paper, its token limit is doubled, up to 8,192. A limit that already exceeds 8,192 is kept.
     """
     limits = {name: n for name, n in worker.params.items() if name in LIMITS}
     doubled = {name: max(n, min(2 * n, 8192)) for name, n in limits.items()}
@@ -1152,7 +1154,7 @@ def read_rollouts(file: str) -> Iterator[Rollout]:
 
 
 def choose_examples(rollouts: list[Rollout], n: int = 4) -> list[dict]:
-    """Make up to n few-shot examples from rollouts that are right, at most one per question.
+    """Return at most n few-shot examples, made from rollouts that are right, one per question.
 
     To vary the workers, each choice is the first rollout whose sequence of workers has been chosen
     least often so far.
@@ -1329,7 +1331,7 @@ class Admission:
         self.lock = threading.Lock()
         self.inside = 0  # the number of requests that are being conducted or waiting
         self.mean_seconds = 10.0  # the mean time to conduct a request; initially a guess
-        self.next_room = 0.0  # the time at which the last refused request may retry
+        self.next_room = 0.0  # the time at which the most recently refused request may retry
 
     def enter(self):
         """Admit one more request, or raise Refusal if the server is full."""
@@ -1362,7 +1364,7 @@ class Service:
     pool: list
     workers: list[int] | None = None  # numbers of the workers that may be used; None: all
     prompting: Prompting = field(default_factory=Prompting)  # how the Conductor is prompted
-    extra_rounds: int = 1  # maximum rounds after the first for the model conductor-recursive
+    extra_rounds: int = 1  # for the model conductor-recursive: maximum rounds after the first
     silence: float = 15.0  # seconds without an event before a stream sends a keep-alive comment
     run: str = ""  # the folder of the training run that the page shows
     # Yields a different rollout number for each request, so that a repeated question gets new
@@ -1537,7 +1539,7 @@ class ConductorHandler(Handler):
 
 
 def event_of(rollout: Rollout, i: int, reply: Reply | None = None) -> dict:
-    """Return the event "step i has started" as a dict or, with a reply, "step i has ended"."""
+    """Return the event that step i has started or, if there is a reply, that it has ended."""
     place = {"round": len(rollout.rounds()) - 1, "step": i}
     if reply:
         return place | {"reply": reply.text, "seconds": reply.seconds, "cost": reply.cost}
@@ -1640,7 +1642,8 @@ def serve(settings: "Settings", service: Service):
     """Serve a Conductor until Ctrl-C is pressed."""
     if settings.run and not os.path.exists(os.path.join(settings.run, "settings.json")):
         raise ValueError(f"--run={settings.run}: no training run wrote its settings.json there")
-    allow_open_files(4 * (CONDUCTING + WAITING))  # Each connection is an open file.
+    # Each connection, to a client or to a worker, is an open file.
+    allow_open_files(4 * (CONDUCTING + WAITING))
     key = os.environ.get("CONDUCTOR_API_KEY", "").strip()
     server = conductor_server(service, settings.port, settings.host, key)
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
@@ -1672,7 +1675,7 @@ class Settings:
     extra_rounds: int = flag(
         0,
         "maximum rounds after the first, in which the Conductor may revise the answer (§3.2); with "
-        "serve: for the model conductor-recursive, and 0 means 1",
+        "serve: only the model conductor-recursive has them, and 0 means 1",
     )
     temperature: float = flag(
         0.2, "the Conductor's sampling temperature; 0: always take the most likely token"
