@@ -330,8 +330,8 @@ def packed_attention(lengths: list[int], seen: list[list[int]], device):
 
     def attend(layer_idx, q, k, v):  # q (1, H, T, D), k and v (1, Hkv, T, D) -> (1, H, T, D)
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # (T, H or Hkv, D)
-        # Gather in fp32, because backward adds up the gradients of all completions in the keys and
-        # values of their prompt.
+        # Gather in fp32, because backward sums the gradients that all completions of a prompt send
+        # to the prompt's keys and values.
         k = k.float().index_select(0, places)  # (S, Hkv, D)
         v = v.float().index_select(0, places)
         if in_bf16_on_gpu(q):

@@ -101,7 +101,7 @@ class Config:
         for f in fields(cls):
             value = found.get(f.name)
             if value is None and f.default is None:
-                continue  # None is allowed here, and __post_init__ may replace it.
+                continue  # Keep the default, None, which __post_init__ may replace.
             # config.json may write a float as an int, such as 1000000 for rope_theta.
             is_number = f.type in (int, float, int | None)
             if not isinstance(value, f.type | int) or (is_number and not is_positive(value)):
@@ -645,8 +645,8 @@ class HeadFP32(torch.autograd.Function):
         if hidden.device.type == "cuda":
             return torch.mm(hidden, weight.T, out_dtype=torch.float32)
         # On a CPU, a product of bf16 matrices is rounded to bf16. To get what the rounding lost,
-        # addmm computes the product again and subtracts `rounded` before rounding. Two products in
-        # bf16 are faster than one in fp32.
+        # addmm computes the product again and subtracts `rounded` from it before it rounds the
+        # difference. Two products in bf16 are faster than one in fp32.
         rounded = hidden @ weight.T
         return rounded.float() + torch.addmm(rounded, hidden, weight.T, beta=-1)
 

@@ -192,7 +192,7 @@ def attend_plainly(q, prompt_kv, own_kv, mask):
     prompt_q = own_q.transpose(1, 2).flatten(2, 3)  # (Q, Hkv, R*G, D)
     prompt_scores = (prompt_q @ prompt_k.mT).view(Q, Hkv, R, -1, P)  # (Q, Hkv, R, G, P)
 
-    # Take one softmax over the prompt and the own tokens.
+    # Take one softmax over the prompt and the cell's own tokens.
     scores = torch.cat((prompt_scores, own_scores.transpose(1, 2).contiguous()), -1)
     mask = mask[:, None, None, None, :]
     scores = torch.add(mask, scores, alpha=D**-0.5)  # mask + scores / √D: (Q, Hkv, R, G, P + T)
@@ -350,7 +350,7 @@ class Grid:
 
     Every cell has drawn t tokens. The newest token, which has index t - 1, is not in the cache yet;
     `decode` feeds it to the model. P is the padded length of the prompts, T is the number of places
-    for own tokens that a step attends to, and V is the number of ids in the vocabulary.
+    for a cell's own tokens that a step attends to, and V is the number of ids in the vocabulary.
 
     A finished rollout keeps its cell until `compact` drops the cell. So `rollouts`, `seeds` and
     `newest` have one entry for each remaining cell, while `tokens`, `logprobs` and `lengths` have
@@ -390,8 +390,8 @@ class Grid:
             self.seeds = seeds.flatten().to(self.device)
             self.newest = torch.zeros(N, dtype=torch.long)  # the token that each cell drew last
 
-            # The mask is added to the scores. It is -inf for a prompt's padding and for places of
-            # own tokens that are not in the cache yet.
+            # The mask is added to the scores. It is -inf for a prompt's padding and for those of a
+            # cell's own tokens that are not in the cache yet.
             self.prompt_length = torch.tensor([len(prompt) for prompt in prompts])  # (Q)
             is_prompt = torch.arange(self.P + room) < self.prompt_length[:, None]
             self.mask = torch.where(is_prompt, 0.0, -torch.inf)  # (Q, P + room)
@@ -523,7 +523,7 @@ def cache(model, rows: int, length: int) -> list:
 
 
 def compact(grid: Grid):
-    """Drop finished cells, and let the next steps see BUCKET more own tokens.
+    """Drop finished cells, and let the next steps see BUCKET more of each cell's own tokens.
 
     Prompts whose rollouts have all finished are dropped. All others are cut to R' cells each, where
     R' is the largest number of running rollouts of any prompt, so some finished rollouts may keep

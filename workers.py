@@ -849,7 +849,7 @@ class Replay:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         self.file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         self.replies = {}  # key -> Reply
-        self.locks = {}  # key -> a lock that the first of equal calls holds until it has a reply
+        self.locks = {}  # key -> a lock; the first of several equal calls holds it until the reply
         self.reading = threading.Lock()
         self.n_read = 0  # bytes read so far, excluding the last line, which may be incomplete
         self.read_new_lines()
@@ -1013,7 +1013,7 @@ SPELLINGS = {  # words in a question -> (a coder's instruction, what the coder d
 }
 
 # A worker always follows an instruction of its own trade, and never follows an unknown instruction.
-# In two other cases, it does its trade's work in only a share of its calls:
+# In two other cases, it does its trade's work in only this share of its calls:
 VAGUE_WORKS = 0.7  # The instruction is vague or missing.
 OTHERS_WORK = 0.3  # The instruction belongs to a different trade.
 VAGUE = ("Work it out.", "Find the value.")

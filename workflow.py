@@ -821,7 +821,7 @@ def roll_out(
 ) -> list[Rollout]:
     """Write, parse, run and judge rollouts in place, and return them.
 
-    Each workflow starts to run as soon as it is written, while other workflows are being written.
+    Each workflow starts as soon as it is written, while other workflows are still being written.
 
     Args:
         rollouts: Rollouts whose questions, pools and problems are set.
