@@ -950,19 +950,17 @@ def stop_if_lost(errors: list[str | None], pool: list):
 def label_players(systems: dict, pool: list, only: str) -> dict[str, tuple[System, int]]:
     """Return {row label: (system, pool number of its worker)}, in the order in which to run them.
 
-    only: The name of the worker for systems that use a single worker. If "", such a system gets one
-    entry for each worker.
+    only: The comma-separated names of workers. A system that uses a single worker gets one entry
+        for each of them; "" means all workers.
     """
-    names = [worker.name for worker in pool]
-    numbers = [number for number, name in enumerate(names) if only in ("", name)]
-    require(numbers, f"--worker={only}: the pool has only {', '.join(names)}")
+    numbers = numbers_of(only, pool) or range(len(pool))
     players = {}
     # Systems that need the rows of other systems run last.
     for name, system in sorted(systems.items(), key=lambda item: bool(item[1].after)):
         missing = ", ".join(other for other in system.after if other not in systems)
         require(not missing, f"--systems: {name} needs the rows of {missing}, too")
         if "worker" in system.needs:
-            players |= {f"{name} {names[number]}": (system, number) for number in numbers}
+            players |= {f"{name} {pool[number].name}": (system, number) for number in numbers}
         else:
             players[name] = (system, 0)
     return players

@@ -439,7 +439,10 @@ def test_an_interrupt_says_whether_replies_are_kept(monkeypatch, words, said):
     [
         (["--systems=conducter"], "there is no conducter, only conductor, "),
         (["--systems=mine.py:system"], "no file 'mine.py'; expected FILE.py:NAME"),
-        (["--systems=workers", "--worker=nobody"], "the pool has only calculator, "),
+        (
+            ["--systems=workers", "--worker=nobody"],
+            "no such worker: nobody; the pool has calculator",
+        ),
         (["--systems=workers,conductor", "--only=nobody"], "no such worker: nobody"),
         (["--systems=workers,conductor", "--checkpoint=broken"], "model.safetensors"),
         (["--benchmarks=mine.jsonl"], "mine.jsonl, line 2: grader has to be one of exact, "),
