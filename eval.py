@@ -402,7 +402,7 @@ def merge(rollouts: list[Rollout], chosen: int) -> Rollout:
     )
 
 
-def vote(workers: list[int] | None, likeness=None, call=ask_bare):
+def vote(workers: Sequence[int], likeness=None, call=ask_bare):
     """Return a system that asks several workers and picks the answer most like the others.
 
     Example with the grader "math": among the answers "41", "42" and "42.0", "41" agrees only with
@@ -410,14 +410,14 @@ def vote(workers: list[int] | None, likeness=None, call=ask_bare):
 
     Args:
         workers: The pool numbers of the workers to ask. A worker that is listed several times is
-            asked several times. None means all workers.
+            asked several times.
         likeness: likeness(problem, answer, other) -> how alike two answers are, as a number. By
             default, 1 if the problem's grader considers them the same, else 0.
         call: call(rollout, i) makes the call of step i.
     """
 
     def system(problems, pools, name):
-        groups = ask_each(problems, pools, name, workers or range(len(pools[0])), call)
+        groups = ask_each(problems, pools, name, workers, call)
         return [elect(problem, rollouts) for problem, rollouts in zip(problems, groups)]
 
     def elect(problem, rollouts):
@@ -571,10 +571,6 @@ def trained_conductor(setup: Setup, edit=None):
     return conductor(write, prompting, settings.extra_rounds, edit, only=settings.only)
 
 
-def with_one_worker(setup: Setup):
-    return trained_conductor(setup, partial(change_steps, worker=setup.worker))
-
-
 def as_conductor(setup: Setup):
     """Return a system in which a worker, an untrained LLM, acts as the Conductor (Table 11).
 
@@ -617,7 +613,11 @@ SYSTEMS = {
         partial(trained_conductor, edit=ABLATIONS["subtasks"]), ("checkpoint",), 3
     ),
     "no-access": System(partial(trained_conductor, edit=ABLATIONS["access"]), ("checkpoint",), 3),
-    "one-worker": System(with_one_worker, ("checkpoint", "worker"), 3),
+    "one-worker": System(
+        lambda setup: trained_conductor(setup, partial(change_steps, worker=setup.worker)),
+        ("checkpoint", "worker"),
+        3,
+    ),
     "seat": System(as_conductor, ("worker",), 4),
     "workers": System(lambda setup: vote([setup.worker]), ("worker",)),
     "context": System(
@@ -627,7 +627,7 @@ SYSTEMS = {
     "reflect": System(lambda setup: reflect(setup.worker), ("worker",), 5),
     "random": System(lambda setup: planned(plan_at_random), calls=2.2),
     "moa": System(lambda setup: planned(propose_and_aggregate), calls=0),
-    "smoothie": System(lambda setup: vote(None, common_words), calls=0),
+    "smoothie": System(lambda setup: vote(range(len(setup.pool)), common_words), calls=0),
     "best-of-n": System(best_of_n, calls=3, after=("conductor", "workers")),
 }
 
