@@ -908,15 +908,15 @@ def compare_systems(settings: "Settings"):
 
     # Run the systems, and print and save the results.
     numbers = {}
-    errors = []  # the error of each rollout; None if the rollout was not lost
+    rollouts = []
     for name, problems in tests.items():
         setup = Setup(settings, pool, lessons=lessons.get(name, []))
         rows = play_all(setup, players, name, problems)
         print_with_legend(table(rows, f"{name}, {len(problems)} problems, in %"))
         print_paper(name, pool)
         numbers |= {f"{name}, {label}": row for label, row in rows.items()}
-        errors += [rollout.error for rollout in itertools.chain(*setup.played.values())]
-    stop_if_lost(errors, pool)
+        rollouts += itertools.chain(*setup.played.values())
+    stop_if_lost(rollouts, pool)
     if settings.out:
         write_json(f"{settings.out}.json", numbers)
         os.replace(f"{settings.out}.jsonl.tmp", f"{settings.out}.jsonl")
@@ -936,13 +936,14 @@ def stem_of(out: str) -> str:
     return re.sub(r"\.jsonl?$", "", out)
 
 
-def stop_if_lost(errors: list[str | None], pool: list):
+def stop_if_lost(rollouts: list[Rollout], pool: list):
     """Exit with status 1 if the budget is spent, or if every rollout was lost."""
     if pool[0].budget and pool[0].budget.refused:
         raise SystemExit(
             "the budget is spent, and what came after is not counted: with a larger --budget, the "
             "same command goes on"
         )
+    errors = [rollout.error for rollout in rollouts]
     if errors and all(errors):
         raise SystemExit(f"every answer was lost, the first by: {errors[0]}")
 
@@ -2416,7 +2417,7 @@ def those_that_teach(name: str, problems: list[Problem], pool: list) -> list[Pro
         answered = ask_each(problems, pools, f"prepare {name}/{repeat}", range(len(pool)))
         for worker, rollouts in zip(pool, zip(*answered)):
             setup.played.setdefault(f"workers {worker.name}", []).extend(rollouts)
-    stop_if_lost([rollout.error for rollout in itertools.chain(*setup.played.values())], pool)
+    stop_if_lost([*itertools.chain(*setup.played.values())], pool)
 
     rows = {label: measure(rollouts) for label, rollouts in setup.played.items()}
     compare_with_workers(rows, setup)
