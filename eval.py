@@ -680,7 +680,6 @@ def measure(rollouts: list[Rollout]) -> dict:
     known = [rollout for rollout in rollouts if rollout.right is not None]
     right = [rollout.right for rollout in known]
     costs = [rollout.cost for rollout in known]
-    is_priced = known and None not in costs
     row = {
         "accuracy": mean(right),
         "±": margin(known),
@@ -688,7 +687,7 @@ def measure(rollouts: list[Rollout]) -> dict:
         "calls": mean([rollout.calls for rollout in known]),
         "seconds": statistics.median(map(latency, known)) if known else None,
         "tokens": mean([rollout.tokens_used for rollout in known]),
-        "dollars": mean(costs) if is_priced else None,
+        "dollars": None if None in costs else mean(costs),
     }
     if row["dollars"] and any(right):
         row["dollars/right"] = sum(costs) / sum(right)
@@ -1595,7 +1594,7 @@ class Expression:
             return
         orders = [random.Random(letter).sample(POINTS, 12) for letter in self.letters]
         try:
-            for point in zip(*orders) if orders else [()] * 12:
+            for *point, _ in zip(*orders, POINTS):  # 12 times, also if there are no letters
                 self.known = CONSTANTS | dict(zip(self.letters, point))
                 self.values.append(self.evaluate(tokens))
         except (Unreadable, RecursionError):
