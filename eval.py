@@ -1973,7 +1973,7 @@ class Grader(NamedTuple):
     check: Callable  # check(problem, response) -> "" if right, else what is wrong, shown in traces
     # agree(problem, one, other) -> whether two responses give the same answer; used in votes
     agree: Callable = same_response
-    is_free: bool = False  # it calls no model, so check_problem tries it on every gold answer
+    is_free: bool = False  # check_problem tries it on every gold answer; it must call no model
 
 
 def text_grader(instruction: str, read: Callable, same: Callable, extra: tuple = ()) -> Grader:
@@ -2076,9 +2076,7 @@ GRADERS = {
         lambda answer, gold: answer == bare_text(gold),
     ),
     # For the laptop world, whose workers reply with nothing but the answer
-    "same": own_grader(lambda problem, response: response.strip() == problem.answer)._replace(
-        is_free=True
-    ),
+    "same": own_grader(lambda problem, response: response.strip() == problem.answer),
     "math": text_grader("Put the final answer in \\boxed{}.", final_answer, same_math),
     "short": text_grader(
         "Put the final answer, as short as possible, in <answer> tags.", final_answer, same_short
@@ -2096,7 +2094,7 @@ GRADERS = {
     ),
     "unittest": Grader(
         f"Complete the code above. {BLOCK}",
-        extra=("test", "entry_point", "code_prompt"),
+        extra=("test", "code_prompt"),
         check=check_solution,
     ),
 }
