@@ -969,15 +969,27 @@ def label_players(systems: dict, pool: list, only: str) -> dict[str, tuple[Syste
 def play_all(
     setup: Setup, players: dict, benchmark_name: str, problems: list[Problem]
 ) -> dict[str, dict]:
-    """Let all players answer the problems, and return the table: {row label: row}.
+    """Let all players answer the problems --repeats times, and return the table: {row label: row}.
 
     The players' rollouts are added to `setup.played`, and to the temporary file for --out.
     """
     rows = {}
     for label, (system, worker) in players.items():
+        # Make the system, and count the calls that it needs to learn.
+        calls_before = sum(worker.calls for worker in setup.pool)
+        answer = system.make(replace(setup, worker=worker))
+        calls_to_learn = sum(worker.calls for worker in setup.pool) - calls_before
+
+        rollouts = []
         name = f"{benchmark_name}/{label}"
-        rollouts, rows[label] = play(replace(setup, worker=worker), system, problems, name)
+        for repeat in range(setup.settings.repeats):
+            rollouts += answer(problems, [setup.pool] * len(problems), f"{name}/{repeat}")
+        print_faults(name, rollouts)
+
         setup.played[label] = rollouts
+        rows[label] = measure(rollouts)
+        if calls_to_learn:
+            rows[label]["calls to learn"] = calls_to_learn
         if setup.settings.out:
             about = {"system": label, "benchmark": benchmark_name}
             with open(f"{setup.settings.out}.jsonl.tmp", "a") as file:
@@ -987,30 +999,14 @@ def play_all(
     return rows
 
 
-def play(
-    setup: Setup, system: System, problems: list[Problem], name: str
-) -> tuple[list[Rollout], dict]:
-    """Make a system, run it on all problems --repeats times, and return (rollouts, table row).
-
-    Prints a line if rollouts are lost, and another if a question's calls always return the same.
-    """
-    calls_before = sum(worker.calls for worker in setup.pool)
-    answer = system.make(setup)
-    calls_to_learn = sum(worker.calls for worker in setup.pool) - calls_before
-    rollouts = []
-    for repeat in range(setup.settings.repeats):
-        rollouts += answer(problems, [setup.pool] * len(problems), f"{name}/{repeat}")
-
+def print_faults(name: str, rollouts: list[Rollout]):
+    """Print a line if rollouts are lost, and one if all calls for a question return the same."""
     errors = [rollout.error for rollout in rollouts if rollout.error]
     if errors:
         print(f"{name}: {len(errors)} lost, the first by: {errors[0]}")
     responses = [rollout.responses for rollout in rollouts if rollout.calls > 1]
     if responses and all(len(set(texts)) == 1 for texts in responses):
         print(f"{name} is degenerate: all calls for a question return the same")
-    row = measure(rollouts)
-    if calls_to_learn:
-        row["calls to learn"] = calls_to_learn
-    return rollouts, row
 
 
 # Tables and files
