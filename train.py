@@ -69,7 +69,6 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from tqdm import tqdm
 
 import eval as evaluation
 from grpo import HEAD_LOGITS, advantages, clipped_step, packed_logprobs, set_advantages, update
@@ -888,10 +887,8 @@ def warm_start(run: Run, settings: Settings):
     rng = random.Random(settings.seed)
     n_lessons = math.ceil(batch_size / world) * world  # rounded up: every rank gets equally many
 
-    started = time.perf_counter()
     n_steps = settings.warm_steps
-    bar = tqdm(range(n_steps), "warm start", disable=rank > 0 or None, leave=False)
-    for step in bar:
+    for step in evaluation.progress("warm start", range(n_steps)):
         chosen = rng.choices(run.problems, k=n_lessons)
         rows, weights = zip(*[lesson_row(run, problem, rng, settings) for problem in chosen])
         total = sum(sum(row_weights) for row_weights in weights)
@@ -907,11 +904,6 @@ def warm_start(run: Run, settings: Settings):
             (loss * world).backward()  # cancels FSDP's averaging over ranks
         optimizer.param_groups[0]["lr"] = lr * schedule(step, n_steps, 0.05)
         clipped_step(run.model, optimizer, 1.0)
-
-        done = step + 1
-        if bar.disable and done % max(1, n_steps // 10) == 0:  # without a terminal, print lines
-            seconds_left = (time.perf_counter() - started) / done * (n_steps - done)
-            print0(f"warm start: {done}/{n_steps} steps, ETA {as_duration(seconds_left)}")
 
 
 def lesson_row(run: Run, problem, rng: random.Random, settings: Settings) -> tuple[tuple, list]:
