@@ -780,9 +780,7 @@ TINY_CONFIG = Config(
 )
 
 
-def tiny_conductor(
-    problems: list, n_workers: int, settings: Settings, notes: list[str] | None = None
-) -> tuple[Qwen, Tokenizer]:
+def tiny_conductor(problems: list, pool: list, settings: Settings) -> tuple[Qwen, Tokenizer]:
     """Return a new model of about half a million parameters, and a tokenizer of up to 900 tokens.
 
     The tokenizer is a byte-level BPE, which is trained here on lessons of the warm start.
@@ -790,7 +788,7 @@ def tiny_conductor(
     rng = random.Random(settings.seed)
     texts = []
     for problem in problems[:4000]:
-        chat, completion = random_lesson(problem, rng, n_workers, settings, notes)
+        chat, completion = random_lesson(problem, rng, pool, settings)
         texts += [f"{turn['role']}\n{turn['content']}" for turn in chat]
         texts.append(f"assistant\n{completion}")
 
@@ -817,11 +815,7 @@ def tiny_conductor(
 
 
 def random_lesson(
-    problem,
-    rng: random.Random,
-    n_workers: int,
-    settings: Settings,
-    notes: list[str] | None = None,
+    problem, rng: random.Random, pool: list, settings: Settings
 ) -> tuple[list[dict], str]:
     """Return a chat that asks for a workflow, and the answer to learn: a random workflow.
 
@@ -831,20 +825,20 @@ def random_lesson(
 
     Args:
         problem: The problem whose question the chat asks.
-        n_workers: The size of the pool.
+        pool: The Workers.
         settings: With warm_extensions, the chat allows a random subset of the workers, and a fifth
             of the lessons are second rounds: the chat continues with a first workflow and its
             response, and the answer is either a new workflow or empty lists, which keep the
-            response. With notes and shuffle, the lesson's pool is a random part of the workers,
-            numbered in random order.
-        notes: The note of each worker of the pool, or None. With notes, the plan also names each
-            step's worker, by the last word of its note and its number: "Use translator3, coder0".
-            This teaches the model to look up the number that belongs to a note.
+            response. With shuffle, the lesson's pool is a random part of the workers, numbered in
+            random order. With notes, the plan also names each step's worker, by the last word of
+            its note and its number: "Use translator3, coder0". This teaches the model to look up
+            the number that belongs to a note.
     """
     phrases = evaluation.phrases_for(problem)
-    if notes and settings.shuffle:
-        n_workers = rng.randint(settings.subset or n_workers, n_workers)
-        notes = rng.sample(notes, n_workers)
+    if settings.shuffle:
+        pool = rng.sample(pool, rng.randint(settings.subset or len(pool), len(pool)))
+    notes = [worker.note for worker in pool] if settings.notes else None
+    n_workers = len(pool)
     workers = list(range(n_workers))
     if settings.warm_extensions:
         workers = sorted(rng.sample(workers, rng.randint(min(2, n_workers), n_workers)))
@@ -912,8 +906,7 @@ def lesson_row(run: Run, problem, rng: random.Random, settings: Settings) -> tup
     A tiny model also learns to predict the chat itself, with a tenth of the weight, because this
     teaches it to tell questions apart. Its prompt is therefore only the first token of the chat.
     """
-    notes = notes_of(run.pool, settings)
-    chat, answer = random_lesson(problem, rng, len(run.pool), settings, notes)
+    chat, answer = random_lesson(problem, rng, run.pool, settings)
     prompt = run.tokenizer.chat(chat)
     answer_ids = run.tokenizer.encode(answer) + [run.tokenizer.eos_id]
     start = len(prompt) if settings.init_from else 1
@@ -1015,7 +1008,7 @@ def load_start(
         # Let Adam, which runs on the CPU here, use all cores. torchrun's default is one thread.
         torch.set_num_threads(max(1, os.cpu_count() // ranks_here()))
     if not start:
-        model, tokenizer = tiny_conductor(problems, len(pool), settings, notes_of(pool, settings))
+        model, tokenizer = tiny_conductor(problems, pool, settings)
         return shard(model, settings), tokenizer
 
     weights = settings.init_from if settings.lora_rank else start
@@ -1035,11 +1028,6 @@ def load_start(
 
     on_rank0(lambda: fetch(start, "*.json", "*.safetensors"))  # so that only one rank downloads
     return on_all_ranks(load)
-
-
-def notes_of(pool: list, settings: Settings) -> list[str] | None:
-    """Return the workers' notes, or None if the Conductor is not shown them (no --notes)."""
-    return [worker.note for worker in pool] if settings.notes else None
 
 
 def prompting_for(settings: Settings, checkpoint: Path | None) -> Prompting:

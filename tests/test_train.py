@@ -13,6 +13,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,6 +63,7 @@ from workflow import Rollout, Step, Workflow, WorkflowError, as_lists, parse, re
 from workflow import rollout_from_json, show
 
 WORKFLOW = Workflow([Step(0, "Find it.", []), Step(1, "Check it.", [0], wrote_all=True)])
+POOL = [None] * 5  # stands for five workers where no call is made
 
 # ---- A short run ---------------------------------------------------------------------------------
 
@@ -302,9 +304,10 @@ def test_lessons_with_notes_find_the_numbers_of_workers():
     problem = load("laptop", "train", 1)[0]
     settings = Settings(notes=True, shuffle=True, subset=4)
     notes = [f'Tell it "Do it."; it is a {name}' for name in LOCAL["local"]]
+    pool = [SimpleNamespace(note=note) for note in notes]
     rng, sizes = random.Random(0), set()
     for _ in range(50):
-        chat, completion = random_lesson(problem, rng, 5, settings, notes)
+        chat, completion = random_lesson(problem, rng, pool, settings)
         shown = re.findall(r"it is a (\w+?)(\d)", chat[0]["content"])
         sizes.add(len(shown))
         assert [int(number) for _, number in shown] == [*range(len(shown))]
@@ -313,7 +316,7 @@ def test_lessons_with_notes_find_the_numbers_of_workers():
         used = ", ".join(f"{name_of[step.worker]}{step.worker}" for step in steps)
         assert f"\nUse {used}\n" in completion
     assert sizes == {4, 5}
-    plain = random_lesson(problem, rng, 5, replace(settings, init_from="model"), notes)[1]
+    plain = random_lesson(problem, rng, pool, replace(settings, init_from="model"))[1]
     assert plain.startswith("model_id")  # A pretrained model needs no plan.
 
 
@@ -340,7 +343,7 @@ def test_lessons_of_the_warm_start_are_random_workflows():
     settings = Settings(warm_extensions=True)
     rng, seconds, kept, sizes = random.Random(0), 0, 0, set()
     for _ in range(200):
-        chat, completion = random_lesson(problem, rng, 5, settings)
+        chat, completion = random_lesson(problem, rng, POOL, settings)
         models = chat[0]["content"].partition(",")[0]
         named = (
             [int(word) for word in models.split()[1:]]
@@ -354,7 +357,7 @@ def test_lessons_of_the_warm_start_are_random_workflows():
         sizes |= {len(named)}
         assert problem.question in chat[1]["content"]
     assert 20 < seconds < 65 and 5 < kept < 40 and sizes == {2, 3, 4, 5}
-    assert as_lists(Workflow([])) not in random_lesson(problem, rng, 5, Settings())[1]
+    assert as_lists(Workflow([])) not in random_lesson(problem, rng, POOL, Settings())[1]
 
 
 def test_a_step_of_the_warm_start_is_made_of_rows_within_the_token_budget(monkeypatch):
@@ -372,8 +375,8 @@ def test_a_step_of_the_warm_start_is_made_of_rows_within_the_token_budget(monkey
         for budget in (8192, 300, 1):
             settings = Settings(token_budget=budget, warm_steps=2)
             torch.manual_seed(0)
-            model, tokenizer = tiny_conductor(problems, 5, settings)
-            run = Run([None] * 5, problems, [], tokenizer, model, None, None, 0, {})
+            model, tokenizer = tiny_conductor(problems, POOL, settings)
+            run = Run(POOL, problems, [], tokenizer, model, None, None, 0, {})
             warm_start(run, settings)
             ends.append((len(rows), max(rows), model.model.layers[0].mlp.up_proj.weight))
             rows.clear()
@@ -388,12 +391,12 @@ def test_workers_of_other_problems_are_not_told_what_only_the_laptops_coder_obey
     problem = Problem("mine.jsonl/1", "Who wrote Emma?", "Jane Austen", "short")
     settings = Settings(data="mine.jsonl")
     told = "".join(
-        random_lesson(problem, random.Random(i), 5, settings)[1] for i in range(100)
+        random_lesson(problem, random.Random(i), POOL, settings)[1] for i in range(100)
     ).lower()
     assert "solve the question" in told
     assert not any(word in told for word in ("vowels", "reverse", "capitals"))
     long = replace(problem, question="Who wrote Emma? " * 99)  # too long for a plan to repeat
-    assert random_lesson(long, random.Random(0), 5, settings)[1].count("Emma") < 9
+    assert random_lesson(long, random.Random(0), POOL, settings)[1].count("Emma") < 9
 
 
 # ---- What ends a run, or part of it --------------------------------------------------------------
@@ -630,7 +633,7 @@ def test_a_dry_run_says_what_a_run_takes_and_does_its_largest_step(tmp_path):
 def test_a_dry_run_refuses_a_tokenizer_of_another_model(tmp_path):
     """The tokenizer's largest id has no embedding in the model."""
     problems = load("laptop", "train", 50)
-    model, tokenizer = tiny_conductor(problems, 5, Settings())
+    model, tokenizer = tiny_conductor(problems, POOL, Settings())
     shape = replace(model.config, vocab_size=len(tokenizer) - 1)
     tokenizer.save_pretrained(tmp_path)
     Qwen(shape).save_pretrained(tmp_path)
