@@ -111,7 +111,6 @@ from workflow import (
     messages,
     model_writer,
     read_examples,
-    read_prompting,
     roll_out,
     rollout_from_json,
     rollout_to_json,
@@ -927,6 +926,13 @@ def set_up(settings: Settings) -> Run:
     problems, test = load_problems(settings)
     pool = on_all_ranks(lambda: open_pool(settings))
     model, tokenizer = load_start(start, problems, pool, settings)
+    prompting = Prompting(
+        settings.prompt_style,
+        settings.max_steps,
+        settings.max_new_tokens,
+        settings.notes,
+        examples=read_examples(settings.examples) if settings.examples else [],
+    )
     run = Run(
         pool=pool,
         problems=problems,
@@ -934,7 +940,7 @@ def set_up(settings: Settings) -> Run:
         tokenizer=tokenizer,
         model=model,
         optimizer=adam(model, settings.beta2),
-        prompting=prompting_for(settings, checkpoint),
+        prompting=prompting,
         first_iteration=first_iteration,
         wrong_share={problem.kind: torch.ones(()) for problem in problems},
     )
@@ -1028,20 +1034,6 @@ def load_start(
 
     on_rank0(lambda: fetch(start, "*.json", "*.safetensors"))  # so that only one rank downloads
     return on_all_ranks(load)
-
-
-def prompting_for(settings: Settings, checkpoint: Path | None) -> Prompting:
-    """Return the checkpoint's Prompting, or for a new run one that is made from the settings."""
-    if checkpoint:
-        prompting, _, _ = read_prompting(str(checkpoint))
-        return prompting
-    return Prompting(
-        settings.prompt_style,
-        settings.max_steps,
-        settings.max_new_tokens,
-        notes=settings.notes,
-        examples=read_examples(settings.examples) if settings.examples else [],
-    )
 
 
 def open_pool(settings: Settings) -> list:
