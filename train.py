@@ -29,7 +29,6 @@ import ctypes
 import datetime
 import errno
 import fcntl
-import functools
 import importlib.util
 import itertools
 import json
@@ -763,8 +762,7 @@ def my_share(rollouts: list[Rollout]) -> list[Rollout]:
 # A model with fewer parameters than this computes in fp32, and on a CPU unless --device says
 # otherwise.
 TINY = 10_000_000
-# A model with fewer parameters than this is gathered by FSDP all at once instead of layer by layer,
-# and keeps all activations for the backward pass.
+# A model with fewer parameters than this is gathered by FSDP all at once instead of layer by layer.
 SMALL = 300_000_000
 TINY_CONFIG = Config(
     vocab_size=900,
@@ -1378,10 +1376,7 @@ def host_bytes() -> int:
 
 def needs_recompute(settings: Settings, config: Config) -> bool:
     """Return whether the device lacks the memory to keep the activations of all layers."""
-    if count_parameters(config) < SMALL:
-        return False
-    peak = bytes_for(settings, config, recompute=False)
-    return peak > 0.9 * device_bytes(settings.device)
+    return bytes_for(settings, config, recompute=False) > 0.9 * device_bytes(settings.device)
 
 
 def check_room(settings: Settings, config: Config):
@@ -1522,19 +1517,13 @@ def read_shape(start: str) -> Config:
     return config
 
 
-@functools.cache
-def count(shape: str, lora_rank: int) -> int:
-    """Return the number of trained weights of a model. `shape` is its Config as JSON text."""
-    with torch.device("meta"):
-        model = Qwen(Config(**json.loads(shape)))
-        if lora_rank:
-            add_lora(model, lora_rank)
-        return sum(p.numel() for p in model.parameters() if p.requires_grad)
-
-
 def count_parameters(config: Config, lora_rank: int = 0) -> int:
     """Return the number of trained weights: all of the model's, or with lora_rank only LoRA's."""
-    return count(json.dumps(asdict(config)), lora_rank)
+    with torch.device("meta"):  # allocates nothing
+        model = Qwen(config)
+        if lora_rank:
+            add_lora(model, lora_rank)
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def dtype_for(config: Config, device) -> torch.dtype:
