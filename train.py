@@ -416,19 +416,19 @@ def collect_rollouts(
     """
     sampler = whole_copy(run.model)  # because each rank's FSDP model has only a part of the weights
     calls = []  # this rank's calls to workers; begin_rollouts appends them
-
-    def roll_out_all(asked: list[list[Rollout]], seed: int) -> list[list[Rollout]]:
-        mine = on_all_ranks(lambda: begin_rollouts(sampler, run, asked, settings, seed, calls))
-        return gather_rollouts(asked, mine)
-
-    # Each combination of --seed, iteration and round gets a different seed.
-    seed = settings.seed * 1_000_000 + iteration
     questions = itertools.islice(first_rounds(run, settings, iteration), settings.n_questions)
-    groups = roll_out_all([copies(question, settings) for question in questions], seed)
-    reason_to_stop = find_reason_to_stop(run, groups, calls)
-    if settings.recursion and not reason_to_stop:
-        groups += roll_out_all(second_rounds(groups, settings, iteration), seed + 500_000)
+    asked = [copies(question, settings) for question in questions]
+    groups = []
+    for extra_round in range(1 + settings.recursion):
+        if extra_round:
+            asked = second_rounds(groups, settings, iteration)
+        # Each combination of --seed, iteration and round gets a different seed.
+        seed = settings.seed * 1_000_000 + extra_round * 500_000 + iteration
+        mine = on_all_ranks(lambda: begin_rollouts(sampler, run, asked, settings, seed, calls))
+        groups += gather_rollouts(asked, mine)
         reason_to_stop = find_reason_to_stop(run, groups, calls)
+        if reason_to_stop:
+            break
     return groups, reason_to_stop
 
 
@@ -591,16 +591,15 @@ def my_part(items: list) -> list:
 
 def gather_rollouts(asked: list[list[Rollout]], mine: list[Rollout]) -> list[list[Rollout]]:
     """Return the rollouts of all ranks, on every rank: [question][rollout], ordered as `asked`."""
-    # Pools and problems cannot be sent to other ranks, so `strip` removes them from the rollouts
-    # and `complete` takes them from `asked`, which every rank has.
-    rollouts = all_gather([strip(r) for r in mine])
-    done = {(r.call_prefix, r.number): r for r in rollouts}
-
-    def complete(r: Rollout) -> Rollout:
-        kept_here = dict(pool=r.pool, problem=r.problem, previous=r.previous)
-        return replace(done[r.call_prefix, r.number], **kept_here)
-
-    return [[complete(r) for r in group] for group in asked]
+    # Pools and problems cannot be sent to other ranks, so `strip` removes them from the rollouts.
+    # Every rank has them in `asked`.
+    done = {(r.call_prefix, r.number): r for r in all_gather([strip(r) for r in mine])}
+    groups = [[done[r.call_prefix, r.number] for r in group] for group in asked]
+    for r, question in zip(itertools.chain(*groups), itertools.chain(*asked)):
+        r.pool = question.pool
+        r.problem = question.problem
+        r.previous = question.previous
+    return groups
 
 
 def reward(rollout: Rollout, settings: Settings) -> float | None:
