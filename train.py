@@ -1633,7 +1633,7 @@ def ranks_here() -> int:
 
 def print0(line: str):
     """Print a line on rank 0; other ranks print nothing."""
-    if dist.get_rank() == 0:
+    if os.environ.get("RANK", "0") == "0":  # set by torchrun
         print(line, flush=True)
 
 
@@ -1655,6 +1655,7 @@ def metrics_of(
     again = [r for r in rollouts if r.previous and r.reward is not None]
     costs = [reply.cost for r in rollouts for reply in r.replies if reply]
     names = Counter(name for r in ran for name in r.names)
+    kinds = dict.fromkeys(r.problem.kind for r in first)
     mean = evaluation.mean
     metrics = {
         "iteration": iteration,
@@ -1684,17 +1685,14 @@ def metrics_of(
         "workers": {name: n / names.total() for name, n in names.items()},
         "again_accuracy": mean([r.right for r in again]),
         **seconds,
-        "by_kind": {},
-        "steps_by_kind": {},
+        "by_kind": {k: mean([r.right for r in known if r.problem.kind == k]) for k in kinds},
+        "steps_by_kind": {
+            k: mean([len(r.workflow.steps) for r in ran if r.problem.kind == k]) for k in kinds
+        },
     }
     for key in ("approx_kl", "clipfrac", "kl", "entropy", "grad_norm", "skipped"):
         values = [report[key] for report in reports if report[key] is not None]
         metrics[key] = mean([value for value in values if math.isfinite(value)])
-    for kind in dict.fromkeys(r.problem.kind for r in first):
-        right = [r.right for r in known if r.problem.kind == kind]
-        steps = [len(r.workflow.steps) for r in ran if r.problem.kind == kind]
-        metrics["by_kind"][kind] = mean(right)
-        metrics["steps_by_kind"][kind] = mean(steps)
     return metrics
 
 
@@ -2072,8 +2070,7 @@ def read_command(argv: list[str]) -> Settings:
     if not preset:
         has_use = has_gpus and given.device != "cpu"
         preset, why = default_preset(processes, gpu_bytes if has_use else [])
-        if os.environ.get("RANK", "0") == "0":
-            print(f"--preset={preset}, free of charge in the laptop world: {why}")
+        print0(f"--preset={preset}, free of charge in the laptop world: {why}")
     if preset not in PRESETS or words:
         usage_error(
             f"expected --key=value, --preset one of {', '.join(PRESETS)}, not {words or preset}"
@@ -2172,8 +2169,8 @@ def resumed_settings(file: str, out: str, argv: list[str]) -> Settings:
             f"--resume goes on with the run in {out}, and this would be another experiment: "
             f"{', '.join(changed)}. Leave these flags out, or choose another --out."
         )
-    if settings.iterations != saved.iterations and os.environ.get("RANK", "0") == "0":
-        print(
+    if settings.iterations != saved.iterations:
+        print0(
             f"--iterations={settings.iterations} instead of {saved.iterations}: from now on the "
             "learning rate's cosine ends there"
         )
