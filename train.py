@@ -657,29 +657,22 @@ def assign_advantages(groups: list[list[Rollout]], settings: Settings):
     for group in groups:
         set_advantages([group])  # sets wrong_share; the advantages are replaced below
 
-    def owner(r: Rollout) -> int | tuple[int, bool]:
-        """Return the key of the reward that r gets. With "sum", both rounds share one reward."""
-        if settings.recursion_rewards == "sum":
-            return r.number
-        return r.number, r.previous is None
-
-    by_question = {}
+    # With "sum", the two rollouts of a chain share one reward; with "together", each has its own.
+    questions = {}  # call_prefix -> {key of a reward: the rollouts that share it}
     for r in itertools.chain(*groups):
-        by_question.setdefault(r.call_prefix, []).append(r)
+        key = r.number if settings.recursion_rewards == "sum" else (r.number, r.previous is None)
+        questions.setdefault(r.call_prefix, {}).setdefault(key, []).append(r)
 
-    for rollouts in by_question.values():
-        rewards = {}  # owner -> reward, or None if any rollout with this owner was lost
-        for r in rollouts:
-            before = rewards.get(owner(r), 0.0)
-            weight = 0.25 if r.previous is None else 1.0
-            is_lost = before is None or r.reward is None
-            rewards[owner(r)] = None if is_lost else before + weight * r.reward
-
-        mask = [[value is not None for value in rewards.values()]]
-        [row] = advantages([[value or 0.0 for value in rewards.values()]], mask).tolist()
-        by_owner = dict(zip(rewards, row))
-        for r in rollouts:
-            r.advantage = by_owner[owner(r)]
+    for shared in questions.values():
+        rewards, mask = [], []
+        for rollouts in shared.values():
+            known = [r for r in rollouts if r.reward is not None]
+            rewards.append(sum((0.25 if r.previous is None else 1.0) * r.reward for r in known))
+            mask.append(len(known) == len(rollouts))  # lost if any of its rollouts is
+        [row] = advantages([rewards], [mask]).tolist()
+        for rollouts, advantage in zip(shared.values(), row):
+            for r in rollouts:
+                r.advantage = advantage
 
 
 def track_wrong_shares(run: Run, groups: list[list[Rollout]]):
