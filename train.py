@@ -53,9 +53,8 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 # Sampling and learning allocate GPU memory blocks of very different sizes; expandable segments can
-# serve both. torch reads the setting when it is imported. Older versions know only its second name.
-for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-    os.environ.setdefault(variable, "expandable_segments:True")
+# serve both. torch reads the setting when it is imported.
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import torch
 import torch.distributed as dist
