@@ -288,7 +288,6 @@ PRESETS = {
         init_from="Qwen/Qwen2.5-0.5B-Instruct",
         max_steps=3,
         n_questions=16,
-        iterations=160,
         lr=5e-5,
         token_budget=4096,
         save_every=20,
@@ -449,7 +448,7 @@ def find_reason_to_stop(run: Run, groups: list[list[Rollout]], calls: list[Call]
         reason_to_stop = "the budget is spent"
     elif gone:
         reason_to_stop = f"the last eight calls of {', '.join(gone)} all failed"
-    elif rollouts and len(errors) >= 0.75 * len(rollouts):
+    elif len(errors) >= 0.75 * len(rollouts):
         reason_to_stop = f"{len(errors)} of {len(rollouts)} rollouts were lost"
     else:
         return ""
@@ -530,8 +529,14 @@ def second_rounds(
         if i % 4 not in half or not answered:
             continue
         parent = random.Random(f"{settings.seed} {iteration} {i}").choice(answered)
-        of_question = (parent.question, parent.pool, parent.workers, parent.problem)
-        again = Rollout(*of_question, call_prefix=parent.call_prefix, previous=parent)
+        again = Rollout(
+            parent.question,
+            parent.pool,
+            parent.workers,
+            parent.problem,
+            call_prefix=parent.call_prefix,
+            previous=parent,
+        )
         if settings.recursion_rewards == "sum":
             asked.append([replace(again, number=r.number, previous=r) for r in answered])
         else:
@@ -1249,8 +1254,8 @@ def preflight(settings: Settings, start: str) -> tuple[Config | None, list[dict]
     if entries:
         missing += check_workers(settings, entries)
         attempt("money", check_money, settings, entries, len(test))
-    costs_money = probable_cost(entries, 1) != 0.0 if entries else False
-    if not missing and not (settings.dry_run and costs_money):  # a dry run must cost nothing
+    # Call each worker once, except in a dry run that would cost money.
+    if not missing and not (settings.dry_run and probable_cost(entries, 1) != 0.0):
         pool = load_pool(settings.pool, budget=settings.budget)
         missing += [str(word) for word in ping_workers(pool) if isinstance(word, WorkerError)]
     return config, entries, "\n  ".join(["the run lacks", *missing]) if missing else ""
@@ -2148,7 +2153,7 @@ def resumed_settings(file: str, out: str, argv: list[str]) -> Settings:
     if absent:
         raise SystemExit(f"{file} does not say {', '.join(absent)}: it is of another train.py")
 
-    settings = replace(saved, dry_run=False)
+    settings = replace(saved)
     configure(settings, argv)
     settings.out = out
     changed = [
