@@ -1026,7 +1026,7 @@ def load_start(
         )
         return model, Tokenizer.from_pretrained(start)
 
-    on_rank0(lambda: fetch(start, "*.json", "*.safetensors"))  # so that only one rank downloads
+    on_rank0(lambda: fetch(weights, "*.json", "*.safetensors"))  # so that only one rank downloads
     return on_all_ranks(load)
 
 
