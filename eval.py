@@ -2870,7 +2870,9 @@ class Settings:
         "eval.System",
     )
     worker: str = flag(
-        "", "the worker for systems that use a single worker; by default each worker in turn"
+        "",
+        "the workers, comma-separated, for systems that use a single worker; by default each "
+        "worker in turn",
     )
     benchmarks: str = flag(
         "laptop",
