@@ -887,7 +887,8 @@ def compare_systems(settings: "Settings"):
     players = label_players(systems, pool, settings.worker)
 
     # Load the problems.
-    tests = {name: load(name, "test", settings.limit) for name in settings.benchmarks.split(",")}
+    names = [name.strip() for name in settings.benchmarks.split(",")]
+    tests = {name: load(name, "test", settings.limit) for name in names}
     if any(problem.grader in ("code", "unittest") for problem in itertools.chain(*tests.values())):
         check_sandbox()
     lessons = {}
@@ -1420,7 +1421,7 @@ RULES = [
     # Degrees: 5 degrees -> 5°
     (r" ?\bdegrees?\b", "°"),
     # Temperatures: 5°C -> 5 celsius
-    (r"° ?C(?:elsius)?\b", " celsius"),
+    (r"° ?C(?:elsius)?\b|℃", " celsius"),
     # Units: feet per day -> feet/day
     (r"(?<=\w) per (?=\w)", "/"),
     # Units: square feet -> feet^2, cubic feet -> feet^3
