@@ -340,6 +340,10 @@ class Call(NamedTuple):
     is_answered: bool
 
 
+# The rollouts of an iteration, one list for each question. With recursion, the lists of the second
+# rounds follow those of all first rounds.
+Groups = list[list[Rollout]]
+
 GO_ON = "--resume goes on, and asks only for what is missing."
 MORE_MONEY = f"{GO_ON} It needs another --budget=DOLLARS."
 
@@ -403,14 +407,10 @@ def train(settings: Settings):
     print_results(run, settings)
 
 
-def collect_rollouts(
-    run: Run, settings: Settings, iteration: int
-) -> tuple[list[list[Rollout]], str]:
+def collect_rollouts(run: Run, settings: Settings, iteration: int) -> tuple[Groups, str]:
     """Roll out an iteration: its first rounds and, with recursion, its second rounds.
 
-    Returns:
-        The rollouts as [question][rollout], with the lists of second rounds after all lists of
-        first rounds; and why the run must stop instead of learning from the rollouts, or "".
+    Also returns why the run must stop instead of learning from the rollouts, or "".
     """
     sampler = whole_copy(run.model)  # because each rank's FSDP model has only a part of the weights
     calls = []  # this rank's calls to workers; begin_rollouts appends them
@@ -430,7 +430,7 @@ def collect_rollouts(
     return groups, reason_to_stop
 
 
-def find_reason_to_stop(run: Run, groups: list[list[Rollout]], calls: list[Call]) -> str:
+def find_reason_to_stop(run: Run, groups: Groups, calls: list[Call]) -> str:
     """Return why the run must stop instead of learning from this iteration, or "".
 
     All ranks call this. The run stops if the budget is spent, if a worker no longer answers, or if
@@ -512,9 +512,7 @@ def copies(question: Rollout, settings: Settings) -> list[Rollout]:
     return [replace(question, number=number) for number in range(settings.n_rollouts)]
 
 
-def second_rounds(
-    groups: list[list[Rollout]], settings: Settings, iteration: int
-) -> list[list[Rollout]]:
+def second_rounds(groups: Groups, settings: Settings, iteration: int) -> Groups:
     """Return second rounds, still without workflows, for half of the questions (section 3.2).
 
     All second rounds of a question continue the same answered rollout, which is chosen at random.
@@ -547,7 +545,7 @@ def second_rounds(
 def begin_rollouts(
     sampler: Qwen,
     run: Run,
-    asked: list[list[Rollout]],
+    asked: Groups,
     settings: Settings,
     seed: int,
     calls: list[Call],
@@ -593,8 +591,8 @@ def my_part(items: list) -> list:
     return items[len(items) * rank // world : len(items) * (rank + 1) // world]
 
 
-def gather_rollouts(asked: list[list[Rollout]], mine: list[Rollout]) -> list[list[Rollout]]:
-    """Return the rollouts of all ranks, on every rank: [question][rollout], ordered as `asked`."""
+def gather_rollouts(asked: Groups, mine: list[Rollout]) -> Groups:
+    """Return the rollouts of all ranks, on every rank, ordered as `asked`."""
     # Pools and problems cannot be sent to other ranks, so `strip` removes them from the rollouts.
     # Every rank has them in `asked`.
     done = {(r.call_prefix, r.number): r for r in all_gather([strip(r) for r in mine])}
@@ -643,7 +641,7 @@ def own_reward(rollout: Rollout, function: str) -> float:
     return value
 
 
-def assign_advantages(groups: list[list[Rollout]], settings: Settings):
+def assign_advantages(groups: Groups, settings: Settings):
     """Set the advantage of every rollout: Eq. 2 over the rollouts of its question.
 
     The paper multiplies the rewards of first rounds by 0.25 and normalises "across rounds".
@@ -679,7 +677,7 @@ def assign_advantages(groups: list[list[Rollout]], settings: Settings):
                 r.advantage = advantage
 
 
-def track_wrong_shares(run: Run, groups: list[list[Rollout]]):
+def track_wrong_shares(run: Run, groups: Groups):
     """Update each kind's running share of wrong answers, by which `first_rounds` draws questions.
 
     A question whose rollouts were all lost changes nothing.
@@ -690,7 +688,7 @@ def track_wrong_shares(run: Run, groups: list[list[Rollout]]):
             run.wrong_share[kind].lerp_(torch.tensor(group[0].wrong_share), 0.3)
 
 
-def learn(run: Run, groups: list[list[Rollout]], settings: Settings, iteration: int) -> list[dict]:
+def learn(run: Run, groups: Groups, settings: Settings, iteration: int) -> list[dict]:
     """Take one optimizer step on each minibatch (Eq. 1); return the statistics of each `update`.
 
     After the first step the policy differs from the sampler's, so the clip in Eq. 1 takes effect.
@@ -1637,9 +1635,7 @@ def print0(line: str):
 # ---- What a run writes --------------------------------------------------------------------------
 
 
-def metrics_of(
-    iteration: int, groups: list[list[Rollout]], reports: list[dict], seconds: dict
-) -> dict:
+def metrics_of(iteration: int, groups: Groups, reports: list[dict], seconds: dict) -> dict:
     """Return an iteration's line of metrics.jsonl as a dict, in which None means unknown.
 
     reward, accuracy, parsed, steps, workers, by_kind and steps_by_kind cover first rounds only, and
@@ -1817,7 +1813,7 @@ def trace_file(settings: Settings, iteration: int) -> Path:
     return Path(settings.out, f"traces/{iteration:05d}.jsonl")
 
 
-def write_rollouts(settings: Settings, iteration: int, groups: list[list[Rollout]]):
+def write_rollouts(settings: Settings, iteration: int, groups: Groups):
     """Write all rollouts of an iteration to its trace file, with everything that `learn` needs."""
     rows = []
     for r in itertools.chain(*groups):
@@ -1844,8 +1840,8 @@ def reason(e: BaseException) -> str:
     return f"{type(e).__name__}: {e}"
 
 
-def read_rollouts(run: Run, settings: Settings, iteration: int) -> list[list[Rollout]] | None:
-    """Return an iteration's rollouts from its trace file, [question][rollout], or None without one.
+def read_rollouts(run: Run, settings: Settings, iteration: int) -> Groups | None:
+    """Return an iteration's rollouts from its trace file, or None without one.
 
     Raises ValueError if the file is damaged or incomplete, or if one of its questions is not in
     --data.
