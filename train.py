@@ -106,7 +106,6 @@ from workflow import (
     as_lists,
     call_worker,
     conductor_chat,
-    messages,
     model_writer,
     read_examples,
     roll_out,
@@ -771,7 +770,9 @@ TINY_CONFIG = Config(
 )
 
 
-def tiny_conductor(problems: list, pool: list, settings: Settings) -> tuple[Qwen, Tokenizer]:
+def tiny_conductor(
+    problems: list, pool: list, prompting: Prompting, settings: Settings
+) -> tuple[Qwen, Tokenizer]:
     """Return a new model of about half a million parameters, and a tokenizer of up to 900 tokens.
 
     The tokenizer is a byte-level BPE, which is trained here on lessons of the warm start.
@@ -779,7 +780,7 @@ def tiny_conductor(problems: list, pool: list, settings: Settings) -> tuple[Qwen
     rng = random.Random(settings.seed)
     texts = []
     for problem in problems[:4000]:
-        chat, completion = random_lesson(problem, rng, pool, settings)
+        chat, completion = random_lesson(problem, rng, pool, prompting, settings)
         texts += [f"{turn['role']}\n{turn['content']}" for turn in chat]
         texts.append(f"assistant\n{completion}")
 
@@ -806,7 +807,7 @@ def tiny_conductor(problems: list, pool: list, settings: Settings) -> tuple[Qwen
 
 
 def random_lesson(
-    problem, rng: random.Random, pool: list, settings: Settings
+    problem, rng: random.Random, pool: list, prompting: Prompting, settings: Settings
 ) -> tuple[list[dict], str]:
     """Return a chat that asks for a workflow, and the answer to learn: a random workflow.
 
@@ -817,6 +818,7 @@ def random_lesson(
     Args:
         problem: The problem whose question the chat asks.
         pool: The Workers.
+        prompting: How the Conductor is prompted.
         settings: With warm_extensions, the chat allows a random subset of the workers, and a fifth
             of the lessons are second rounds: the chat continues with a first workflow and its
             response, and the answer is either a new workflow or empty lists, which keep the
@@ -828,35 +830,31 @@ def random_lesson(
     phrases = evaluation.phrases_for(problem)
     if settings.shuffle:
         pool = rng.sample(pool, rng.randint(settings.subset or len(pool), len(pool)))
-    notes = [worker.note for worker in pool] if settings.notes else None
-    n_workers = len(pool)
-    workers = list(range(n_workers))
+    workers = list(range(len(pool)))
     if settings.warm_extensions:
-        workers = sorted(rng.sample(workers, rng.randint(min(2, n_workers), n_workers)))
+        workers = sorted(rng.sample(workers, rng.randint(min(2, len(pool)), len(pool))))
+    lesson = Rollout(problem.question, pool, workers)
 
     def answer_with(workflow: Workflow) -> str:
         if settings.init_from:
             return as_lists(workflow)
         plan = f"Plan: {' '.join(problem.question.split()[:12])}\n"
-        if notes:
-            named = [f"{notes[s.worker].split()[-1]}{s.worker}" for s in workflow.steps]
+        if settings.notes:
+            named = [f"{pool[s.worker].note.split()[-1]}{s.worker}" for s in workflow.steps]
             plan += f"Use {', '.join(named)}\n"
         return plan + as_lists(workflow)
 
     workflow = evaluation.random_workflow(rng, workers, settings.max_steps, phrases)
     completion = answer_with(workflow)
-
-    previous = None
     if rng.random() < 0.2 * settings.warm_extensions:
         lost = ("I have lost the thread.", "I find nothing here to work on.")
         reply = Reply(rng.choice((problem.answer, problem.question, *lost)), 0, 0, 0.0)
-        previous = Rollout(problem.question, written=completion, workflow=workflow, replies=[reply])
+        lesson.previous = Rollout(
+            problem.question, written=completion, workflow=workflow, replies=[reply]
+        )
         another = evaluation.random_workflow(rng, workers, settings.max_steps, phrases)
         completion = rng.choice((answer_with(another), as_lists(Workflow([]))))
-
-    named = n_workers if len(workers) == n_workers else workers
-    how = dict(previous=previous, prompt_style=settings.prompt_style, notes=notes)
-    return messages(problem.question, named, settings.max_steps, **how), completion
+    return conductor_chat(lesson, prompting), completion
 
 
 def warm_start(run: Run, settings: Settings):
@@ -897,7 +895,7 @@ def lesson_row(run: Run, problem, rng: random.Random, settings: Settings) -> tup
     A tiny model also learns to predict the chat itself, with a tenth of the weight, because this
     teaches it to tell questions apart. Its prompt is therefore only the first token of the chat.
     """
-    chat, answer = random_lesson(problem, rng, run.pool, settings)
+    chat, answer = random_lesson(problem, rng, run.pool, run.prompting, settings)
     prompt = run.tokenizer.chat(chat)
     answer_ids = run.tokenizer.encode(answer) + [run.tokenizer.eos_id]
     start = len(prompt) if settings.init_from else 1
@@ -917,7 +915,6 @@ def set_up(settings: Settings) -> Run:
     torch.manual_seed(settings.seed)
     problems, test = load_problems(settings)
     pool = on_all_ranks(lambda: open_pool(settings))
-    model, tokenizer = load_start(start, problems, pool, settings)
     prompting = Prompting(
         settings.prompt_style,
         settings.max_steps,
@@ -925,6 +922,7 @@ def set_up(settings: Settings) -> Run:
         settings.notes,
         examples=read_examples(settings.examples) if settings.examples else [],
     )
+    model, tokenizer = load_start(start, problems, pool, prompting, settings)
     run = Run(
         pool=pool,
         problems=problems,
@@ -995,7 +993,7 @@ def default_warm_steps(start: str, config: Config) -> int:
 
 
 def load_start(
-    start: str, problems: list, pool: list, settings: Settings
+    start: str, problems: list, pool: list, prompting: Prompting, settings: Settings
 ) -> tuple[Qwen, Tokenizer]:
     """Load the model `start`, sharded, and its tokenizer; with start="", make tiny ones.
 
@@ -1006,7 +1004,7 @@ def load_start(
         # Let Adam, which runs on the CPU here, use all cores. torchrun's default is one thread.
         torch.set_num_threads(max(1, os.cpu_count() // ranks_here()))
     if not start:
-        model, tokenizer = tiny_conductor(problems, pool, settings)
+        model, tokenizer = tiny_conductor(problems, pool, prompting, settings)
         return shard(model, settings), tokenizer
 
     weights = settings.init_from if settings.lora_rank else start

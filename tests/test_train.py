@@ -59,11 +59,12 @@ from train_runs import (
     weights,
 )
 from workers import LOCAL, Reply
-from workflow import Rollout, Step, Workflow, WorkflowError, as_lists, parse, read_prompting
-from workflow import rollout_from_json, show
+from workflow import Prompting, Rollout, Step, Workflow, WorkflowError, as_lists, parse
+from workflow import read_prompting, rollout_from_json, show
 
 WORKFLOW = Workflow([Step(0, "Find it.", []), Step(1, "Check it.", [0], wrote_all=True)])
 POOL = [None] * 5  # stands for five workers where no call is made
+SHORT = Prompting("short")
 
 # ---- A short run ---------------------------------------------------------------------------------
 
@@ -305,9 +306,10 @@ def test_lessons_with_notes_find_the_numbers_of_workers():
     settings = Settings(notes=True, shuffle=True, subset=4)
     notes = [f'Tell it "Do it."; it is a {name}' for name in LOCAL["local"]]
     pool = [SimpleNamespace(note=note) for note in notes]
+    prompting = replace(SHORT, notes=True)
     rng, sizes = random.Random(0), set()
     for _ in range(50):
-        chat, completion = random_lesson(problem, rng, pool, settings)
+        chat, completion = random_lesson(problem, rng, pool, prompting, settings)
         shown = re.findall(r"it is a (\w+?)(\d)", chat[0]["content"])
         sizes.add(len(shown))
         assert [int(number) for _, number in shown] == [*range(len(shown))]
@@ -316,7 +318,7 @@ def test_lessons_with_notes_find_the_numbers_of_workers():
         used = ", ".join(f"{name_of[step.worker]}{step.worker}" for step in steps)
         assert f"\nUse {used}\n" in completion
     assert sizes == {4, 5}
-    plain = random_lesson(problem, rng, pool, replace(settings, init_from="model"))[1]
+    plain = random_lesson(problem, rng, pool, prompting, replace(settings, init_from="model"))[1]
     assert plain.startswith("model_id")  # A pretrained model needs no plan.
 
 
@@ -343,7 +345,7 @@ def test_lessons_of_the_warm_start_are_random_workflows():
     settings = Settings(warm_extensions=True)
     rng, seconds, kept, sizes = random.Random(0), 0, 0, set()
     for _ in range(200):
-        chat, completion = random_lesson(problem, rng, POOL, settings)
+        chat, completion = random_lesson(problem, rng, POOL, SHORT, settings)
         models = chat[0]["content"].partition(",")[0]
         named = (
             [int(word) for word in models.split()[1:]]
@@ -357,7 +359,7 @@ def test_lessons_of_the_warm_start_are_random_workflows():
         sizes |= {len(named)}
         assert problem.question in chat[1]["content"]
     assert 20 < seconds < 65 and 5 < kept < 40 and sizes == {2, 3, 4, 5}
-    assert as_lists(Workflow([])) not in random_lesson(problem, rng, POOL, Settings())[1]
+    assert as_lists(Workflow([])) not in random_lesson(problem, rng, POOL, SHORT, Settings())[1]
 
 
 def test_a_step_of_the_warm_start_is_made_of_rows_within_the_token_budget(monkeypatch):
@@ -375,8 +377,8 @@ def test_a_step_of_the_warm_start_is_made_of_rows_within_the_token_budget(monkey
         for budget in (8192, 300, 1):
             settings = Settings(token_budget=budget, warm_steps=2)
             torch.manual_seed(0)
-            model, tokenizer = tiny_conductor(problems, POOL, settings)
-            run = Run(POOL, problems, [], tokenizer, model, None, None, 0, {})
+            model, tokenizer = tiny_conductor(problems, POOL, SHORT, settings)
+            run = Run(POOL, problems, [], tokenizer, model, None, SHORT, 0, {})
             warm_start(run, settings)
             ends.append((len(rows), max(rows), model.model.layers[0].mlp.up_proj.weight))
             rows.clear()
@@ -391,12 +393,12 @@ def test_workers_of_other_problems_are_not_told_what_only_the_laptops_coder_obey
     problem = Problem("mine.jsonl/1", "Who wrote Emma?", "Jane Austen", "short")
     settings = Settings(data="mine.jsonl")
     told = "".join(
-        random_lesson(problem, random.Random(i), POOL, settings)[1] for i in range(100)
+        random_lesson(problem, random.Random(i), POOL, SHORT, settings)[1] for i in range(100)
     ).lower()
     assert "solve the question" in told
     assert not any(word in told for word in ("vowels", "reverse", "capitals"))
     long = replace(problem, question="Who wrote Emma? " * 99)  # too long for a plan to repeat
-    assert random_lesson(long, random.Random(0), POOL, settings)[1].count("Emma") < 9
+    assert random_lesson(long, random.Random(0), POOL, SHORT, settings)[1].count("Emma") < 9
 
 
 # ---- What ends a run, or part of it --------------------------------------------------------------
@@ -633,7 +635,7 @@ def test_a_dry_run_says_what_a_run_takes_and_does_its_largest_step(tmp_path):
 def test_a_dry_run_refuses_a_tokenizer_of_another_model(tmp_path):
     """The tokenizer's largest id has no embedding in the model."""
     problems = load("laptop", "train", 50)
-    model, tokenizer = tiny_conductor(problems, POOL, Settings())
+    model, tokenizer = tiny_conductor(problems, POOL, SHORT, Settings())
     shape = replace(model.config, vocab_size=len(tokenizer) - 1)
     tokenizer.save_pretrained(tmp_path)
     Qwen(shape).save_pretrained(tmp_path)
