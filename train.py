@@ -108,8 +108,8 @@ from workflow import (
     conductor_chat,
     model_writer,
     read_examples,
+    read_rollouts,
     roll_out,
-    rollout_from_json,
     rollout_to_json,
     save_prompting,
     strip,
@@ -368,7 +368,7 @@ def train(settings: Settings):
 
         # 1. Roll out: the Conductor writes workflows, workers run them, graders judge the answers.
         # If a killed run got through step 2 of this iteration, read the rollouts from disk instead.
-        groups = on_all_ranks(lambda: read_rollouts(run, settings, iteration))
+        groups = on_all_ranks(lambda: read_trace(run, settings, iteration))
         if groups is None:
             groups, reason_to_stop = collect_rollouts(run, settings, iteration)
             torch.cuda.empty_cache()  # learning needs memory blocks of different sizes
@@ -381,7 +381,7 @@ def train(settings: Settings):
         for rollout, value in zip(rollouts, rewards):
             rollout.reward = value
         assign_advantages(groups, settings)
-        on_rank0(lambda: write_rollouts(settings, iteration, groups))
+        on_rank0(lambda: write_trace(settings, iteration, groups))
         track_wrong_shares(run, groups)
         rolled_out = time.perf_counter()
 
@@ -1811,7 +1811,7 @@ def trace_file(settings: Settings, iteration: int) -> Path:
     return Path(settings.out, f"traces/{iteration:05d}.jsonl")
 
 
-def write_rollouts(settings: Settings, iteration: int, groups: Groups):
+def write_trace(settings: Settings, iteration: int, groups: Groups):
     """Write all rollouts of an iteration to its trace file, with everything that `learn` needs."""
     rows = []
     for r in itertools.chain(*groups):
@@ -1838,7 +1838,7 @@ def reason(e: BaseException) -> str:
     return f"{type(e).__name__}: {e}"
 
 
-def read_rollouts(run: Run, settings: Settings, iteration: int) -> Groups | None:
+def read_trace(run: Run, settings: Settings, iteration: int) -> Groups | None:
     """Return an iteration's rollouts from its trace file, or None without one.
 
     Raises ValueError if the file is damaged or incomplete, or if one of its questions is not in
@@ -1854,11 +1854,11 @@ def read_rollouts(run: Run, settings: Settings, iteration: int) -> Groups | None
         return [(r.call_prefix, r.number) for r in itertools.chain(*groups)]
 
     with remedy(file, "Delete it, and --resume rolls out again; replies are not paid for twice"):
-        for line in file.read_text().splitlines():
-            r = rollout_from_json(json.loads(line))
+        for r in read_rollouts(str(file)):
             if r.problem_id not in problems:
                 raise ValueError(f"--data={settings.data} has no problem {r.problem_id}")
-            r = replace(r, pool=run.pool, problem=problems[r.problem_id])
+            r.pool = run.pool
+            r.problem = problems[r.problem_id]
             groups.setdefault((r.call_prefix, r.previous is not None), []).append(r)
         # Check that these are the rollouts that the iteration asks for, in the same order.
         first = [group for group in groups.values() if group[0].previous is None]

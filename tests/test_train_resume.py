@@ -24,7 +24,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import train as module
 from eval import load
 from model import Qwen, write_json
-from train import Settings, read_command, read_rollouts
+from train import Settings, read_command, read_trace
 from train_runs import (
     Workers,
     end_of,
@@ -289,10 +289,10 @@ def test_a_damaged_trace_says_what_to_do(damage, tmp_path):
     settings = Settings(out=str(tmp_path), n_questions=9, n_rollouts=8)
     run = SimpleNamespace(problems=problems(), pool=[])
     file.write_text("".join(lines))
-    assert [len(group) for group in read_rollouts(run, settings, 0)] == [8] * 9
+    assert [len(group) for group in read_trace(run, settings, 0)] == [8] * 9
     file.write_text("".join(damage(lines)))
     with pytest.raises(ValueError, match="00000.jsonl is damaged.*Delete it"):
-        read_rollouts(run, settings, 0)
+        read_trace(run, settings, 0)
 
 
 def copy_of_run(tmp_path):
