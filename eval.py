@@ -92,7 +92,8 @@ class Problem:
     grader: str  # a key of GRADERS
     kind: str = ""  # tables show accuracy by kind; defaults to the grader's name
     level: int = 0  # the difficulty: higher is harder, 0 means unknown
-    extra: dict = field(default_factory=dict)  # what else the grader needs: {"choices": ["a", "b"]}
+    # What else the grader needs, such as {"choices": ["a", "b"]}
+    extra: dict = field(default_factory=dict)
 
     def __post_init__(self):
         self.kind = self.kind or self.grader
@@ -106,8 +107,8 @@ def require(condition, otherwise: str):
 
 # ---- Problems: from the laptop world, from benchmarks, and your own ------------------------------
 
-# The folder for downloaded data sets, prepared problems and replies that were paid for, relative to
-# the current directory
+# The folder for downloaded data sets, prepared problems and replies that were paid for. The path is
+# relative to the current directory.
 DATA = "data"
 
 
@@ -115,14 +116,15 @@ def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
     """Return the first `limit` problems of a split, always in the same order.
 
     Args:
-        name: "laptop", a benchmark of SOURCES, a mix of MIXES, or FILE.jsonl with your own
-            problems. The train split of a mix is the file that `prepare` writes. The test split of
-            a mix combines the test splits of its benchmarks.
+        name: "laptop", a benchmark listed in SOURCES, a mix listed in MIXES (several benchmarks
+            combined), or FILE.jsonl with your own problems. The train split of a mix is the file
+            that `prepare` writes. The test split of a mix combines the test splits of its
+            benchmarks.
         split: "train" or "test".
         limit: The maximum number of problems; None returns all of them.
 
     Raises:
-        ValueError: If the name is unknown, or the file has an invalid line.
+        ValueError: If the name is unknown, or the file is invalid.
         OSError: If the file is missing, or a data set could not be downloaded.
     """
     if name.endswith(".jsonl"):
@@ -143,7 +145,7 @@ def load(name: str, split: str, limit: int | None = None) -> list[Problem]:
 
 
 def laptop_problems(split: str) -> list[Problem]:
-    """Return the laptop world's problems, repeated so that every kind has the same number."""
+    """Return the laptop world's problems, repeating small kinds until all are equally large."""
     problems = [
         Problem(f"laptop/{kind}/{question}", question, answer, "same", kind)
         for kind, question, answer in laptop_questions(split)
@@ -243,9 +245,12 @@ def read_problems(file: str) -> list[Problem]:
 
 
 def parse_problem(line: bytes, default_id: str) -> Problem:
-    """Return the problem that a line of JSON describes, with its instruction appended.
+    """Return the problem that a line of JSON describes, completed by `with_instructions`.
 
-    Raises ValueError if the line is invalid. A line without an "id" gets the default.
+    If the line has no "id", the problem gets `default_id`.
+
+    Raises:
+        ValueError: If the line is invalid.
     """
     try:
         values = json.loads(line)
@@ -285,8 +290,8 @@ def check_problem(problem: Problem):
         message = f"tests: expected pairs of texts, [input, output], not {shown(tests)}"
         require(are_tests(tests), message)
 
-    # Make sure that the grader accepts the gold answer, bare or in a tag. Otherwise, the grader
-    # would reject every response.
+    # Make sure that the grader accepts the gold answer, either bare or in a tag. If it accepts
+    # neither, it would reject every response.
     if GRADERS[problem.grader].is_free:
         answer = problem.answer.strip()
         is_recognised = not all(failure(problem, x) for x in (answer, f"<answer>{answer}</answer>"))
@@ -430,9 +435,10 @@ def vote(workers: Sequence[int], likeness=None, call=ask_bare):
 
 
 def common_words(problem: Problem, answer: str, other: str) -> float:
-    """Return the number of words in both answers, divided by the number in at least one of them.
+    """Return how many words two answers share, as a fraction of all different words in the two.
 
-    Smoothie (arXiv 2412.04692) compares sentence embeddings on several similar questions instead.
+    The original Smoothie (arXiv 2412.04692) compares sentence embeddings instead, and does so on
+    several similar questions.
     """
     first, second = (set(re.findall(r"\w+", text.casefold())) for text in (answer, other))
     return len(first & second) / max(len(first | second), 1)
@@ -456,7 +462,7 @@ def propose_and_aggregate(rollout: Rollout) -> Workflow:
 
 
 def phrases_for(problem: Problem) -> tuple:
-    """Return the subtasks that random workflows for this problem choose from."""
+    """Return the subtasks that may occur in a random workflow for this problem."""
     general = (SOLVE_IT, "Plan how to solve it.", REFLECT, AGGREGATE)
     return PHRASES if problem.id.startswith("laptop/") else general
 
@@ -553,7 +559,7 @@ class System(NamedTuple):
     # What the system needs: any of "checkpoint", "lessons" and "worker". With "worker", the system
     # runs once with each worker, and each run has its own table row.
     needs: tuple = ()
-    calls: float = 1  # the estimated calls per question; 0: one call of each worker in the pool
+    calls: float = 1  # the estimated calls per question; 0: one call to each worker in the pool
     calls_to_learn: int = 0  # the estimated calls for learning
     after: tuple = ()  # names of the systems that must run before this one
 
@@ -817,7 +823,7 @@ def right_answers(alone: dict[str, list[Rollout]], repeats: int) -> np.ndarray:
 
 
 def headroom(right: np.ndarray) -> dict[str, dict]:
-    """Return {label: table row}, with the accuracy of a perfect choice between the workers.
+    """Return {label: table row}: the accuracy that a perfect choice between workers would have.
 
     "oracle" is the share of problems that at least one worker solves. Part of it is luck: a single
     worker also solves more problems if it may answer twice. So compare "either of two workers" (the
@@ -847,7 +853,7 @@ def compare_with_workers(rows: dict[str, dict], setup: Setup):
     """Add comparisons with single workers to a benchmark's rows, if the system "workers" was run.
 
     The row of every system except the best worker gets its `paired_difference` from the best
-    worker. New rows show the best worker, in hindsight and by the other half, and the `headroom`.
+    worker. New rows show the best worker in hindsight, `best_by_other_half`, and the `headroom`.
     """
     alone = workers_alone(setup.played)
     if not alone:
@@ -932,7 +938,10 @@ def naming_flag(flag: str):
 
 
 def stem_of(out: str) -> str:
-    """Return the path of the two files of --out, without the ending: "ev" for "ev.json"."""
+    """Return the path that the two files of --out share, without the extension.
+
+    "ev", "ev.json" and "ev.jsonl" all give "ev".
+    """
     return re.sub(r"\.jsonl?$", "", out)
 
 
@@ -1001,7 +1010,10 @@ def play_all(
 
 
 def print_faults(name: str, rollouts: list[Rollout]):
-    """Print a line if rollouts are lost, and one if all calls for a question return the same."""
+    """Print a warning if rollouts are lost, and another if no rollout got two different responses.
+
+    The second warning ignores rollouts of a single call.
+    """
     errors = [rollout.error for rollout in rollouts if rollout.error]
     if errors:
         print(f"{name}: {len(errors)} lost, the first by: {errors[0]}")
@@ -1141,8 +1153,8 @@ for _ in range(8):
 # Matches a box: \boxed{5}, \fbox{5}, or \boxed 5. Without braces, LaTeX boxes only one digit.
 BOX = rf"(?s:\\[bf]?box(?:ed)?\s{{0,9}}(?:\{{({IN_BRACES})\}}|(\d)))"
 
-# Matches the box or boxes of one answer, as in "\boxed{5} and $x_2 = \boxed{6}$", and a percent
-# sign after the last box
+# BETWEEN matches what may separate two boxes of one answer. BOXES matches all boxes of an answer,
+# as in "\boxed{5} and $x_2 = \boxed{6}$", and the percent sign after the last box, if there is one.
 BETWEEN = r"(?:[\s$*,;]|\\[(),; ]|\b(?:and|or)\b|\\text\{ *(?:and|or) *\}|\b[A-Za-z](?:_\d)? *=)*"
 BOXES = re.compile(rf"{BOX}(?:{BETWEEN}{BOX})*(?:[ $]*\\?%)?")
 
@@ -1188,8 +1200,8 @@ CLAIM = re.compile(
     (?:[\s:*$]|\\[\[(]|(?:likely|probably|therefore|thus|simply)\b)*"""
 )
 
-# Matches a list of all options, as after "Let me check each option:". Words followed by such a list
-# are not a claim.
+# Matches the beginning of a list of all options. If such a list follows words that CLAIM matches,
+# as in "Let me check each option:", these words do not introduce an answer.
 OPTIONS = re.compile(r"\W*A[).:][^\n]*\n\s*\W*B[).:]")
 
 # Matches words that cancel the claim after them: a condition or a doubt ("If x is 3, the answer
@@ -1234,9 +1246,9 @@ def boxed(response: str) -> str | None:
 
 
 def claims(response: str) -> list[str]:
-    """Return the text after "The answer is" or similar for each claim; "" if a claim is cancelled.
+    """Return a list with the text of each claim, which follows "The answer is" or similar words.
 
-    A negation, a condition or a doubt before a claim cancels it.
+    A negation, a condition or a doubt before a claim cancels it, so that its text is "".
     "The answer is 5 because 2+3=5." -> ["5 because 2+3=5."];  "If x is 3, the answer is 4." -> [""]
     """
     found = []
@@ -1460,7 +1472,7 @@ RULES = [
     (r"([_^])\{([-+\w])\}", r"\1\2 "),
     # Negative exponents: 10^-3 -> 10^{-3}
     (r"\^(-\d+)", r"^{\1}"),
-    # Spaces: removed, except between letters and digits, as in 5 cm and \frac{1}{2} cm
+    # Spaces: removed, except between words, numbers and units, as in 5 cm and \frac{1}{2} cm
     (r"\s+", " "),
     (r"(?<![A-Za-z0-9})π])\s|(?<=[})π])\s(?![A-Za-z])|\s(?![A-Za-z0-9])", ""),
     # Full stops: 5. -> 5
@@ -1536,8 +1548,8 @@ CONSTANTS = {"π": math.pi, "e": math.e, "i": 1j}
 VARIABLE = r"[A-Za-zα-ωΔℓ∞](?:_\{\w+\}|_\w)?'*"  # x, x_1, x_{12}, y'
 TOKEN = re.compile(rf"\\[A-Za-z]+|\d+\.?\d*|\.\d+|{VARIABLE}|\S")
 
-# Matches numbers with so many digits that a float comparison cannot tell them from nearby values:
-# 1.41421356237 is not √2.
+# Matches numbers with so many digits that, compared as floats, they could pass for a nearby value:
+# 1.4142135623731 is not √2.
 LONG = re.compile(r"\d{10}|\.\d{9}|10\^\{-(?:\d\d|9)")
 
 # Matches texts that can be read in several ways
@@ -1591,7 +1603,7 @@ class Expression:
             return
         orders = [random.Random(letter).sample(POINTS, 12) for letter in self.letters]
         try:
-            for *point, _ in zip(*orders, POINTS):  # 12 times, also if there are no letters
+            for *point, _ in zip(*orders, POINTS):  # 12 times, even if there are no letters
                 self.known = CONSTANTS | dict(zip(self.letters, point))
                 self.values.append(self.evaluate(tokens))
         except (Unreadable, RecursionError):
@@ -1637,12 +1649,15 @@ class Expression:
                 return value
             if last_sign == "/" and strength > 1 or last_sign == sign == "^":
                 raise Unreadable("1/2x and 2^3^2 have two readings")
-            self.take("+-*×/^")  # a letter, bracket or command stays: the next operand
+            self.take("+-*×/^")  # a letter, bracket or command stays: it begins the next operand
             value = function(value, self.read(4 if sign == "/" else strength + 1))
             last_sign = sign
 
     def read_operand(self):
-        """Read a number, a letter, a bracket, or a function and its argument. Return its value."""
+        """Read an operand and return its value.
+
+        An operand is a number, a letter, a bracketed expression, or a function with its argument.
+        """
         token = self.tokens.pop(0)
         if token in CLOSING:
             value = self.read(1)
@@ -1707,7 +1722,7 @@ for pair in (
     UNITS[unit] = f"({in_base_units or 'u_{' + unit + '}'})"
 
 # UNIT matches a unit, singular or plural. QUANTITY matches a number with units, such as 5 cm and
-# 9.8 m/s^2, but not 5m, 5x m, \sin 5 m, 2π° or 5%%.
+# 9.8 m/s^2, but not 5m, 5x m or \sin 5 m, whose m may be a variable, and not 2π° or 5%%.
 UNIT = "(" + "|".join(sorted(UNITS, key=len, reverse=True)) + r")(?:(?<=\w\w)e?s)?(?![A-Za-z])"
 QUANTITY = re.compile(
     r"(?!.*π.*°|.*[%°].)((?:[^\\a-z]|\\frac|\\root)*[\d)}π])(?: |(?![A-Za-z](?:$|[^A-Za-z])))"
@@ -1735,9 +1750,11 @@ def split_unit(text: str) -> tuple[str, str]:
 
 
 def same_value(answer: str, gold: str, tolerance: float) -> bool:
-    """Whether two expressions are equal wherever both can be compared, at three points or more.
+    """Whether two expressions are equal at all points where they can be compared.
 
-    tolerance: The relative error that is allowed if the gold answer has no variables but units.
+    There must be at least three such points.
+
+    tolerance: The relative error that is allowed if the gold answer has no variables except units.
     """
     mine, theirs = Expression(answer), Expression(gold)
     if mine.letters != theirs.letters:
@@ -1857,11 +1874,12 @@ def same_short(answer: str, gold: str) -> bool:
     """Whether a short free-form answer matches the gold answer (RLPR).
 
     Words may differ in case, articles and punctuation: "An increase." matches "increase". Numbers
-    may differ by 1 % if the gold answer has a decimal point, since it was then measured or rounded.
+    may differ by 1 % if the gold answer has a decimal point, because a decimal number has probably
+    been measured or rounded.
     """
     is_words = re.fullmatch(r"[^\W\d_]{2}(?:[^\W\d_]|[-\s,.;:'\"“”])*", gold)
     if is_words:
-        # Inside an answer, "a" may be a name ("a and b"); at its start it is an article.
+        # Remove "a" only at the start. Inside an answer, it may be a name: "vitamins a and c".
         mark = r"(?i)^\s*an?\s(?=\s*\w)|\bthe\s|\ban\s|[.,;:'\"“”*]"
         answer, gold = [
             re.sub(r"(?<=\w)-(?=\w)", " ", re.sub(mark, "", text)) for text in (answer, gold)
@@ -1911,7 +1929,7 @@ def letter_of(text: str, choices: list[str]) -> str | None:
     """Return the letter of the choice that a text names; None if it names no choice or several.
 
     The text may be the letter, "B" or "(B)"; the letter with its choice, "B. the nucleus"; or the
-    text of exactly one choice, "the nucleus". `choices` are texts from `bare_choice`.
+    text of exactly one choice, "the nucleus". Each of `choices` must be a result of `bare_choice`.
     """
     text = re.sub(r"\*\*|\$|\\(?:text|math)(?:bf|rm|it)?(?![a-z])", "", text[:LONGEST]).strip(" .")
     whole = bare_choice(text)
@@ -1970,7 +1988,7 @@ class Grader(NamedTuple):
     check: Callable  # check(problem, response) -> "" if right, else what is wrong, shown in traces
     # agree(problem, one, other) -> whether two responses give the same answer; used in votes
     agree: Callable = same_response
-    is_free: bool = False  # check_problem tries it on every gold answer; it must call no model
+    is_free: bool = False  # True: it calls no model, so check_problem tries it on gold answers
 
 
 def text_grader(instruction: str, read: Callable, same: Callable, extra: tuple = ()) -> Grader:
@@ -2171,7 +2189,7 @@ class Source(NamedTuple):
     count: int  # the number of rows
     licence: str
     problem: Callable  # problem(row, n) -> Problem
-    is_sampled: bool = False  # the set is large: read pages in random order, and only as needed
+    is_sampled: bool = False  # for a large set: read its pages in random order, only as needed
 
 
 def source_of(name: str, split: str) -> Source | None:
@@ -2356,7 +2374,7 @@ BENCHMARKS = [*dict.fromkeys(key.split("/")[0] for key in SOURCES)]
 MIXES = {
     # 960 problems, chosen by "difficulty and diversity" (App. A.2)
     "paper": {"math500": 240, "mmlu": 240, "rlpr": 240, "livecodebench": 240},
-    # 350 of these 960 problems, which also train further rounds (App. A.1)
+    # 350 of these 960 problems, with which the paper also trains further rounds (App. A.1)
     "recursion": {"livecodebench": 175, "rlpr": 175},
 }
 CANDIDATES = 600  # `prepare` chooses from at most this many problems of each benchmark
@@ -2683,8 +2701,8 @@ def sandbox_command() -> list[str]:
     for folder in ("/tmp", "/dev/shm"):
         command += ["--perms", "1777", "--size", str(128 << 20), "--tmpfs", folder]
     for path in sorted(shown):  # mounted after /tmp, because Python may be installed in /tmp
-        # Make the parent folders so that every user can enter them, because root's programs run as
-        # another user.
+        # Create the parent folder explicitly, so that every user can enter it: if you are root, the
+        # program runs as another user.
         command += ["--dir", os.path.dirname(path)]
         command += ["--ro-bind-try", path, path]
     return command + "--remount-ro /dev --remount-ro / --chdir /tmp".split()
@@ -2696,8 +2714,9 @@ Docker, --cap-add SYS_ADMIN and --security-opt seccomp=unconfined, apparmor=unco
 systempaths=unconfined. In a container that can be thrown away: --sandbox=none (root's programs run
 as another user, who has to read Python)."""
 
-# The script that runs in the sandbox. Its arguments are three file descriptors: of the job in JSON,
-# of an event to signal when the program is about to start, and of the output.
+# The script that runs in the sandbox. Its arguments are three file descriptors: one to read the job
+# from (JSON), an eventfd that it signals just before it starts the program under test, and one to
+# write the output to.
 DRIVER = """
 import contextlib, json, os, resource, sys, types
 
@@ -2825,11 +2844,11 @@ def passes_livecodebench(
 
 
 def find_failed_unittest(code: str, test: str, code_prompt: str, seconds: float = 240.0) -> str:
-    """Run a BigCodeBench problem's class TestCases on a solution. Return why it failed, or "".
+    """Run a BigCodeBench problem's unit tests on a solution. Return why it failed, "" if it passed.
 
     As in bigcodebench/evaluate.py, code_prompt and `pass` come before the solution, and the
-    libraries of Requirements/requirements-eval.txt must be installed. Do not train on BigCodeBench,
-    because a solution could patch unittest.
+    libraries listed in Requirements/requirements-eval.txt must be installed. Do not train on
+    BigCodeBench, because a solution could patch unittest.
 
     Args:
         seconds: time limit of all tests together
@@ -2872,8 +2891,8 @@ class Settings:
     )
     worker: str = flag(
         "",
-        "the workers, comma-separated, for systems that use a single worker; by default each "
-        "worker in turn",
+        "comma-separated names: run each system that uses a single worker once with each of these "
+        "workers; by default with every worker in the pool",
     )
     benchmarks: str = flag(
         "laptop",
@@ -2912,7 +2931,7 @@ class Settings:
     replay: str = flag(
         "",
         f"a file that keeps replies, so that no call is paid for twice; by default {DATA}/replies "
-        "for `prepare` with a pool, or with a budget",
+        "if you give a budget or run `prepare` with a pool, otherwise none",
     )
     out: str = flag(
         "",

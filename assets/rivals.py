@@ -35,7 +35,7 @@ from workflow import Rollout, Step, Workflow, call_worker, conduct, load_conduct
 
 LESSON = "lesson"  # the prefix of call ids during learning
 BATCH = 32  # lessons per learning step
-N_TRIGRAMS = 4096  # the number of different hashes of trigrams
+N_TRIGRAMS = 4096  # trigrams are hashed into this many buckets
 
 
 def rewards(rollouts: list[Rollout]) -> np.ndarray:
@@ -84,7 +84,7 @@ router = System(learn_router, ("lessons",), calls=1, calls_to_learn=2_000)
 
 STEPS = 500  # policy-gradient steps
 DESIGNS = 8  # workflows sampled for each lesson in a step
-AGENTS = 5  # the maximum number of agents in a shape
+AGENTS = 5  # the maximum number of agents in a shape of collaboration (see `shapes`)
 
 
 def shapes() -> list[list[tuple[str, list[int]]]]:
@@ -187,7 +187,7 @@ ACCEPTS = re.compile(r"\bACCEPT\b|nothing here to work on")
 
 
 def hidden_states():
-    """Return a function from a text to the model's hidden state (C) at the second-to-last token."""
+    """Return a function: text -> the model's hidden state (C) at the second-to-last token."""
     if not os.path.exists(CHECKPOINT):
         raise ValueError(f"trinity needs {CHECKPOINT}: run train.py --preset=laptop first")
     model, tokenizer, _ = load_conductor(CHECKPOINT)
@@ -206,7 +206,7 @@ def hidden_states():
 def principal_axes(states: np.ndarray) -> np.ndarray:
     """Return the first 24 principal axes of centered states (P, C), as columns (C, 24).
 
-    Each axis is scaled so that the projections of the states on it have a variance of about 1.
+    Each axis is scaled so that the projections of the states onto it have a variance of about 1.
     """
     _, scale, axes = np.linalg.svd(states, full_matrices=False)
     return math.sqrt(len(states)) * axes[:24].T / (scale[:24] + 1e-3 * scale[0])
@@ -249,7 +249,7 @@ def learn_trinity(setup: Setup):
         The answer is the last response in the role "worker". If no turn had that role, the answer
         is the last response.
 
-        heads: Heads of shape (25, W + 3). Rollouts with the number n use heads[n].
+        heads: Heads of shape (25, W + 3). A rollout whose number is n uses heads[n].
         """
         final_rounds = conduct(
             lambda rollouts: choose_turns(rollouts, heads),
@@ -257,8 +257,8 @@ def learn_trinity(setup: Setup):
             extra_rounds=4,
             tries=1,
             judge=grade_once(),
-            # The number is part of a call's id. With 0 for all heads, their equal calls have equal
-            # ids, so that --replay makes such calls only once.
+            # The number is part of a call's id. Use 0 for all heads, so that equal calls have equal
+            # ids, and --replay makes them only once.
             call=lambda rollout, i: call_worker(replace(rollout, number=0), i),
         )
         merged = []

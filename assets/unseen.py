@@ -1,16 +1,16 @@
-"""Measure how Conductors that read notes fare with pools that they never trained with.
+"""Measure how well Conductors that read notes do with pools that they were not trained on.
 
     python train.py --preset=unseen
-    python assets/unseen.py out/unseen/checkpoint      # several checkpoints: one column each
+    python assets/unseen.py out/unseen/checkpoint      # or several checkpoints
 
-The Conductors answer held-out questions of the laptop world. Each question comes with a pool of its
-own, in a random order:
+The Conductors answer held-out questions of the laptop world. Each question gets a separate pool, in
+a random order. There are six tests, which differ in these pools:
 
 * orders: the five workers of training;
 * three workers: those that the question needs, and others to make three (training: four or five);
-* seven workers: those of training, and a second worker for two of the trades;
-* reworded: the workers of training, with notes in other words;
-* name first: the same, but a note begins with the worker's name instead of ending with it;
+* seven workers: the five workers of training, and a second worker for each of two trades;
+* reworded: the five workers of training, but with notes in other words;
+* name first: as reworded, but a note begins with the worker's name instead of ending with it;
 * fifth trade: the four trades and a sorter, whose note, instruction and questions are all new.
 
 A Conductor that does not read notes sees only numbers, so it can only guess who is who.
@@ -54,12 +54,12 @@ def in_order(word: str) -> str:
 
 
 def sorter(messages: list[dict]) -> str:
-    """Answer as a local worker with the fifth trade does."""
+    """Answer a chat as a worker of the laptop world whose trade is sorting."""
     return workers.specialist("sorter", messages)
 
 
 def sorting_problems() -> list[evaluation.Problem]:
-    """Return questions for the sorter alone, and questions for the librarian, then the sorter."""
+    """Return problems that need only the sorter, and problems that need the librarian first."""
     rng = random.Random(0)
     words = {word: word for word in workers.WORDS}
     problems = []
@@ -86,7 +86,7 @@ def reworded(worker: workers.Worker, test: str) -> workers.Worker:
 
 
 def pool_for(problem: evaluation.Problem, test: str, pool: list, fifth: workers.Worker) -> list:
-    """Return the workers that a test gives to a problem, in an order that only the two decide."""
+    """Return the workers that a test gives to a problem, in a random but reproducible order."""
     rng = random.Random(f"{test} {problem.id}")
     if test == "three workers":
         needed = [worker for worker in pool if worker.name in KINDS[problem.kind][0]]
@@ -102,13 +102,13 @@ def pool_for(problem: evaluation.Problem, test: str, pool: list, fifth: workers.
 
 
 def steps_of(rollout) -> list[tuple[str, str]]:
-    """Return the worker's name and the subtask of each step of a rollout's workflow."""
+    """Return (worker's name, subtask) for each step of a rollout's workflow."""
     steps = rollout.workflow.steps if rollout.workflow else []
     return [(rollout.pool[step.worker].name, step.subtask) for step in steps]
 
 
 def print_habits(rollouts: list):
-    """Print whom the workflows ask instead of the sorter, and what they tell the sorter."""
+    """Print how often workflows ask the sorter and tell it to sort, and how they most often end."""
     plans = [steps_of(rollout) for rollout in rollouts]
     asked = sum(any(name == "sorter" for name, _ in plan) for plan in plans)
     told = sum(("sorter", SORT) in plan for plan in plans)
