@@ -14,10 +14,10 @@ A run writes these files into --out:
     settings.json      all flags
     metrics.jsonl      one line per iteration
     traces/            every rollout, with its workers' replies
-    replies            the replies of workers outside the laptop world; --resume reuses them, so
-                       each is paid for only once
-    checkpoints/       the Conductor after some of the iterations; the newest checkpoint also has
-                       the state of training
+    replies            workers' replies; --resume reuses them, so each is paid for only once. Most
+                       replies in the laptop world are not kept, because they cost nothing
+    checkpoints/       the Conductor, saved every --save_every iterations and at the end; the newest
+                       checkpoint also has the state of training, which --resume needs
     checkpoint         a link to the newest checkpoint
     reference/         the policy that the KL is measured against
     test.json, .jsonl  eval.py's table of the finished run, and the rollouts behind it
@@ -120,9 +120,9 @@ from workflow import (
 class Settings:
     preset: str = flag(
         "",
-        "set of defaults for all other flags (this page shows those of laptop): laptop, small, "
-        "large, paper, paper-recursive, own, pairs, pools, recursive, unseen; default: laptop, "
-        "small or large, depending on the GPUs",
+        "set of defaults for all other flags (this page shows the defaults of laptop): laptop, "
+        "small, large, paper, paper-recursive, own, pairs, pools, recursive, unseen; default: "
+        "laptop, small or large, depending on the GPUs",
     )
     out: str = flag("", "folder of the run; default: out/PRESET")
     seed: int = flag(1, "seed of all random choices")
@@ -131,7 +131,7 @@ class Settings:
         "model to start from: a folder or a name on the Hugging Face hub; default: a new tiny "
         "model",
     )
-    data: str = flag("laptop", "problems: a data set's name in eval.py, or FILE.jsonl")
+    data: str = flag("laptop", "problems: the name of a data set (see eval.py), or FILE.jsonl")
     grader: str = flag(
         "", "FILE.py:NAME, a function that grades the problems in --data that do not name a grader"
     )
@@ -142,10 +142,10 @@ class Settings:
     )
 
     # The workers, and limits on their cost and time.
-    pool: str = flag("local", "workers: a pool's name in workers.py, or FILE.json")
+    pool: str = flag("local", "workers: the name of a pool (see workers.py), or FILE.json")
     budget: float = flag(
         0.0,
-        "maximum number of dollars to spend, counted from 0 again after each --resume; 0: no "
+        "maximum number of dollars to spend, not counting what was spent before a --resume; 0: no "
         "limit, which is accepted only if all workers are free",
     )
     share_replies: bool = flag(
@@ -153,10 +153,14 @@ class Settings:
         "pay only once for identical calls made by different training rollouts; the rollouts of a "
         "question are then correlated, because they share each such reply, lucky or not",
     )
-    workflow_timeout: float = flag(1800.0, "seconds after which an unfinished rollout is lost")
+    workflow_timeout: float = flag(
+        1800.0, "seconds that a workflow may run before its rollout is lost"
+    )
 
     # The Conductor's prompt, and limits on its workflows.
-    notes: bool = flag(False, "show the Conductor each worker's note")
+    notes: bool = flag(
+        False, "show the Conductor each worker's note, which says what the worker is good at"
+    )
     shuffle: bool = flag(
         False,
         "give each question a pool of at least --subset random workers in random order, so that "
@@ -168,8 +172,8 @@ class Settings:
         "short: a brief prompt, for use with a warm start; ood, in, mixed: few-shot examples from "
         "other tasks, the same tasks, or both; zero-shot: no examples",
     )
-    max_steps: int = flag(5, "maximum number of steps of a workflow")
-    max_new_tokens: int = flag(96, "maximum number of tokens of a completion")
+    max_steps: int = flag(5, "maximum number of steps in a workflow")
+    max_new_tokens: int = flag(96, "maximum number of tokens in a completion")
     ablate: str = flag(
         "",
         'part of each workflow to disable: subtasks (each becomes "Solve the question."), or '
@@ -180,7 +184,11 @@ class Settings:
         "let each question use a random subset of at least this many workers (section 3.2); 0: all "
         "workers",
     )
-    recursion: bool = flag(False, "give half of the questions a second round (section 3.2)")
+    recursion: bool = flag(
+        False,
+        "give half of the questions a second round, in which the Conductor may revise the answer "
+        "(section 3.2)",
+    )
     recursion_rewards: str = flag(
         "apart",
         "how Eq. 2 normalises a question's rewards with --recursion: apart (each round is a "
@@ -188,19 +196,21 @@ class Settings:
         "to that of the second round that continues it, and the sums are the group)",
     )
 
-    # The objective (section 3.1, equations 1 and 2), and the optimizer: AdamW, no weight decay.
+    # The objective (section 3.1, equations 1 and 2), and the optimizer: AdamW without weight decay.
     reward: str = flag(
         "", "FILE.py:NAME, a function rollout -> float that replaces section 3.1's reward"
     )
     cost_weight: float = flag(
-        0.0, "advantage that a rollout loses per dollar of cost above its question's mean cost"
+        0.0,
+        "how much advantage a rollout loses for each dollar that it costs above the mean of its "
+        "question's rollouts",
     )
     iterations: int = flag(160, "number of iterations")
     n_questions: int = flag(32, "number of questions in each iteration")
     ask_solved_probability: float = flag(
         0.1,
-        "probability of keeping a drawn question whose kind is always answered correctly; 1: ask "
-        "all questions in the data's order",
+        "probability of asking a randomly drawn question if the Conductor always answers its kind "
+        "correctly; 1: do not draw questions, but ask all of them in the order of the data",
     )
     n_rollouts: int = flag(16, "number of rollouts of each question")
     minibatches: int = flag(
@@ -230,7 +240,7 @@ class Settings:
     )
     offload: bool = flag(False, "keep weights, gradients and Adam's state in host memory")
 
-    # The warm start: supervised training before the first iteration, which teaches the format.
+    # The warm start: supervised training on the format of workflows, before the first iteration.
     warm_steps: int = flag(
         -1,
         "steps of the warm start; -1: 400 for a new tiny model, 0 for a trained Conductor or a "
@@ -245,8 +255,8 @@ class Settings:
     # Measuring, saving and resuming.
     n_test: int = flag(
         225,
-        "number of held-out problems to measure at the end; earlier checkpoints are measured on "
-        "the first 72 only",
+        "number of held-out problems on which the Conductor is measured at the end; earlier "
+        "checkpoints are measured on the first 72 only",
     )
     save_every: int = flag(40, "iterations between checkpoints")
     wandb: bool = flag(False, "also send the metrics to Weights & Biases")
@@ -275,8 +285,8 @@ PAPER = dict(
 )
 # Settings for the extensions of section 3.2, in a laptop world with two workers of each trade.
 # Run the preset "pairs" first, because the presets made from TUNE continue from its Conductor.
-# Those presets measure their KL against the reference policy of "pairs", which still tries all
-# workers and all lengths of a workflow.
+# Their KL is measured against the reference policy of "pairs", because that policy still tries all
+# workers, and workflows of all lengths.
 PAIRS = dict(pool="local:pairs", warm_steps=1000, warm_extensions=True)
 TUNE = dict(
     PAIRS, init_from="out/pairs/checkpoint", warm_steps=0, iterations=120, lr=3e-4, beta=0.05
@@ -325,10 +335,10 @@ class Run:
     model: Qwen  # sharded by FSDP
     optimizer: torch.optim.Optimizer
     prompting: Prompting
-    first_iteration: int  # iterations that the newest checkpoint has learned; 0: no checkpoint
+    first_iteration: int  # how many iterations the newest checkpoint has learned; 0 in a new run
     wrong_share: dict[str, torch.Tensor]  # kind of question -> running share of wrong answers
     reference: Qwen | None = None  # the policy that the KL is measured against
-    skipped: int = 0  # current streak of optimizer steps skipped for a gradient that is not finite
+    skipped: int = 0  # length of the current streak of steps skipped for a non-finite gradient
 
 
 class Call(NamedTuple):
@@ -354,13 +364,13 @@ def train(settings: Settings):
     """Run the whole training. Every rank calls this.
 
     The code in this file keeps a contract: random choices depend only on the seed, the iteration
-    and the files on disk, and the whole state of a run is the newest checkpoint, the traces of
-    later iterations, the workers' replies and settings.json. A run that is killed and resumed
-    therefore ends with the same weights as an uninterrupted run on the same number of ranks.
-    A different number of ranks changes only the rounding.
+    and the files on disk, and the whole state of a run consists of its newest checkpoint, the
+    traces of later iterations, the workers' replies and settings.json. A run that is killed and
+    resumed therefore ends with the same weights as an uninterrupted run on the same number of
+    ranks. A different number of ranks changes only the rounding.
     """
     run = set_up(settings)  # loads the newest checkpoint, or does the warm start
-    # If the run was killed between saving this checkpoint and measuring it, measure it now.
+    # If the run was killed between saving and measuring its newest checkpoint, measure it now.
     measure_held_out(run, settings, run.first_iteration)
     recent = deque(maxlen=10)  # the durations of the last ten iterations, in seconds
     for iteration in range(run.first_iteration, settings.iterations):
@@ -407,9 +417,10 @@ def train(settings: Settings):
 
 
 def collect_rollouts(run: Run, settings: Settings, iteration: int) -> tuple[Groups, str]:
-    """Roll out an iteration: its first rounds and, with recursion, its second rounds.
+    """Roll out the first rounds of an iteration and, with recursion, its second rounds.
 
-    Also returns why the run must stop instead of learning from the rollouts, or "".
+    Returns the rollouts, and why the run must stop instead of learning from them ("" if it need not
+    stop).
     """
     sampler = whole_copy(run.model)  # because each rank's FSDP model has only a part of the weights
     calls = []  # this rank's calls to workers; begin_rollouts appends them
@@ -419,7 +430,7 @@ def collect_rollouts(run: Run, settings: Settings, iteration: int) -> tuple[Grou
     for extra_round in range(1 + settings.recursion):
         if extra_round:
             asked = second_rounds(groups, settings, iteration)
-        # Each combination of --seed, iteration and round gets a different seed.
+        # The sampler's seed differs for each combination of --seed, iteration and round.
         seed = settings.seed * 1_000_000 + extra_round * 500_000 + iteration
         mine = on_all_ranks(lambda: begin_rollouts(sampler, run, asked, settings, seed, calls))
         groups += gather_rollouts(asked, mine)
@@ -484,10 +495,12 @@ def first_rounds(run: Run, settings: Settings, iteration: int) -> Iterator[Rollo
 
     With ask_solved_probability=1, the questions come in the order of the data, over and over.
     Otherwise they are drawn at random, and the more often a kind of question is answered correctly,
-    the more likely its questions are skipped. Each question may use the whole pool or, with
-    settings.subset, a random subset of at least that many workers (section 3.2; the paper fixes the
-    size of the subset). With settings.shuffle, a random subset of that size becomes the question's
-    pool, and its workers are numbered in random order.
+    the more likely its questions are to be skipped.
+
+    Each question may use the whole pool or, with settings.subset, a random subset of at least that
+    many workers. (Section 3.2 of the paper draws k of n workers, but says neither what k is nor
+    whether it varies.) With settings.shuffle, such a subset becomes the question's pool, and its
+    workers are numbered in random order.
     """
     rng = random.Random(f"{settings.seed} {iteration}")
     in_order = settings.ask_solved_probability == 1
@@ -516,8 +529,8 @@ def second_rounds(groups: Groups, settings: Settings, iteration: int) -> Groups:
 
     All second rounds of a question continue the same answered rollout, which is chosen at random.
     With recursion_rewards=sum, each answered rollout is continued once instead. Even iterations
-    take the first two of every four questions and odd iterations the last two, so that both kinds
-    get second rounds if two kinds of question alternate in the data.
+    take the first two of every four questions and odd iterations the last two. So if two kinds of
+    question alternate in the data, both kinds get second rounds.
     """
     half = (0, 1) if iteration % 2 == 0 else (2, 3)  # of every four questions
     asked = []
@@ -557,7 +570,7 @@ def begin_rollouts(
     This function does not wait for other ranks, so a modified version of this file may run it in a
     thread while the model learns. That version must draw the next iteration's questions before
     `track_wrong_shares` changes their probabilities, and must not sample ahead across a checkpoint,
-    because a checkpoint holds only the newest policy.
+    because a checkpoint does not hold the older policy that drew those samples.
     """
 
     def call(rollout: Rollout, step: int) -> Reply:
@@ -591,7 +604,7 @@ def my_part(items: list) -> list:
 
 
 def gather_rollouts(asked: Groups, mine: list[Rollout]) -> Groups:
-    """Return the rollouts of all ranks, on every rank, ordered as `asked`."""
+    """Return the rollouts of all ranks, on every rank, grouped and ordered like `asked`."""
     # Pools and problems cannot be sent to other ranks, so `strip` removes them from the rollouts.
     # Every rank has them in `asked`.
     done = {(r.call_prefix, r.number): r for r in all_gather([strip(r) for r in mine])}
@@ -646,19 +659,20 @@ def assign_advantages(groups: Groups, settings: Settings):
     The paper multiplies the rewards of first rounds by 0.25 and normalises "across rounds".
     settings.recursion_rewards selects one of three readings of this:
 
-        apart       Each round of a question is normalised separately. Because normalising cancels
-                    a factor of the rewards, the advantages of first rounds are multiplied by 0.25
-                    instead.
+        apart       Each round of a question is normalised separately. This would cancel the factor
+                    of 0.25, so the factor is applied to the advantages of first rounds instead of
+                    their rewards.
         together    The rewards of both rounds are normalised as one group.
         sum         A first round and the second round that continues it share one reward, the sum
-                    of theirs. The sums are normalised as one group.
+                    of their rewards. The sums are normalised as one group.
     """
     if settings.recursion_rewards == "apart":
         return set_advantages(groups, settings.recursion, settings.cost_weight)
     for group in groups:
         set_advantages([group])  # sets wrong_share; the advantages are replaced below
 
-    # With "sum", the two rollouts of a chain share one reward; with "together", each has its own.
+    # With "sum", a first round and the second round that continues it share one reward. With
+    # "together", each rollout has its own.
     questions = {}  # call_prefix -> {key of a reward: the rollouts that share it}
     for r in itertools.chain(*groups):
         key = r.number if settings.recursion_rewards == "sum" else (r.number, r.previous is None)
@@ -669,7 +683,7 @@ def assign_advantages(groups: Groups, settings: Settings):
         for rollouts in shared.values():
             known = [r for r in rollouts if r.reward is not None]
             rewards.append(sum((0.25 if r.previous is None else 1.0) * r.reward for r in known))
-            mask.append(len(known) == len(rollouts))  # lost if any of its rollouts is
+            mask.append(len(known) == len(rollouts))  # False if any of them is lost
         [row] = advantages([rewards], [mask]).tolist()
         for rollouts, advantage in zip(shared.values(), row):
             for r in rollouts:
@@ -677,9 +691,10 @@ def assign_advantages(groups: Groups, settings: Settings):
 
 
 def track_wrong_shares(run: Run, groups: Groups):
-    """Update each kind's running share of wrong answers, by which `first_rounds` draws questions.
+    """Update the running share of wrong answers for each kind of question.
 
-    A question whose rollouts were all lost changes nothing.
+    `first_rounds` uses these shares to draw questions. A question whose rollouts were all lost
+    changes nothing.
     """
     for group in groups:
         if any(rollout.reward is not None for rollout in group):
@@ -691,9 +706,10 @@ def learn(run: Run, groups: Groups, settings: Settings, iteration: int) -> list[
     """Take one optimizer step on each minibatch (Eq. 1); return the statistics of each `update`.
 
     After the first step the policy differs from the sampler's, so the clip in Eq. 1 takes effect.
-    If a question's answers are mostly wrong (RARELY_RIGHT), its right rollouts are part of every
-    minibatch, because the KL in the other steps would undo what a single step learns from them.
-    The paper does not do this.
+
+    If most of a question's answers are wrong (RARELY_RIGHT), its right rollouts are put into every
+    minibatch. If each were in only one, the KL penalty in the other steps would undo what that step
+    learned from it. The paper does not do this.
     """
     factor = schedule(iteration, settings.iterations, 0.03)
     run.optimizer.param_groups[0]["lr"] = settings.lr * factor
@@ -752,8 +768,8 @@ def my_share(rollouts: list[Rollout]) -> list[Rollout]:
 
 # ---- The tiny Conductor, and the warm start that teaches the format -----------------------------
 
-# A model with fewer parameters than this computes in fp32, and on a CPU unless --device says
-# otherwise.
+# A model with fewer parameters than this computes in fp32. Unless --device says otherwise, it runs
+# on a CPU.
 TINY = 10_000_000
 # A model with fewer parameters than this is gathered by FSDP all at once instead of layer by layer.
 SMALL = 300_000_000
@@ -821,11 +837,11 @@ def random_lesson(
         prompting: How the Conductor is prompted.
         settings: With warm_extensions, the chat allows a random subset of the workers, and a fifth
             of the lessons are second rounds: the chat continues with a first workflow and its
-            response, and the answer is either a new workflow or empty lists, which keep the
+            response, and the answer is either a new workflow or empty lists, which keep that
             response. With shuffle, the lesson's pool is a random part of the workers, numbered in
-            random order. With notes, the plan also names each step's worker, by the last word of
-            its note and its number: "Use translator3, coder0". This teaches the model to look up
-            the number that belongs to a note.
+            random order. With notes, the plan also names each step's worker by the last word of the
+            worker's note and the worker's number: "Use translator3, coder0". This teaches the model
+            to look up the number that belongs to a note.
     """
     phrases = evaluation.phrases_for(problem)
     if settings.shuffle:
@@ -860,15 +876,15 @@ def random_lesson(
 def warm_start(run: Run, settings: Settings):
     """Teach the model the format of a workflow, on random lessons.
 
-    The loss divides the logits by 1.5, but sampling does not, so sampling is sharper than the
-    lessons: the format becomes nearly certain, and choices that the lessons make evenly, such as
-    the worker, stay even.
+    The loss divides the logits by 1.5, but sampling does not, so the model samples from a sharper
+    distribution than the one it was taught: the format becomes nearly certain, while a choice among
+    equally likely options, such as the workers, stays even.
     """
     lr, batch_size = (2e-4, 16) if settings.init_from else (6e-3, 32)
     rank, world = dist.get_rank(), dist.get_world_size()
     optimizer = adam(run.model, 0.98)
     rng = random.Random(settings.seed)
-    n_lessons = math.ceil(batch_size / world) * world  # rounded up: every rank gets equally many
+    n_lessons = math.ceil(batch_size / world) * world  # so that every rank gets the same number
 
     n_steps = settings.warm_steps
     for step in evaluation.progress("warm start", range(n_steps)):
@@ -884,7 +900,7 @@ def warm_start(run: Run, settings: Settings):
             logprobs, _ = packed_logprobs(run.model, rows[mine], 1.5)
             weight = torch.tensor([*itertools.chain(*weights[mine])], device=run.model.device)
             loss = -(logprobs * weight).sum() / total
-            (loss * world).backward()  # cancels FSDP's averaging over ranks
+            (loss * world).backward()  # this factor cancels FSDP's averaging over ranks
         optimizer.param_groups[0]["lr"] = lr * schedule(step, n_steps, 0.05)
         clipped_step(run.model, optimizer, 1.0)
 
@@ -995,13 +1011,13 @@ def default_warm_steps(start: str, config: Config) -> int:
 def load_start(
     start: str, problems: list, pool: list, prompting: Prompting, settings: Settings
 ) -> tuple[Qwen, Tokenizer]:
-    """Load the model `start`, sharded, and its tokenizer; with start="", make tiny ones.
+    """Load and shard the model `start`, and load its tokenizer. If start is "", create tiny ones.
 
     With LoRA, the frozen weights always come from --init_from, because this run's checkpoints hold
     rounded weights, with LoRA's matrices already merged into them.
     """
     if settings.offload and settings.device == "cuda":
-        # Let Adam, which runs on the CPU here, use all cores. torchrun's default is one thread.
+        # Adam then runs on the CPU. Let it use all cores; torchrun's default is one thread.
         torch.set_num_threads(max(1, os.cpu_count() // ranks_here()))
     if not start:
         model, tokenizer = tiny_conductor(problems, pool, prompting, settings)
@@ -1090,10 +1106,10 @@ def check_longest_prompt(run: Run):
 
 
 def measure_held_out(run: Run, settings: Settings, done: int):
-    """Measure the checkpoint after `done` iterations on held-out problems, and log its accuracy.
+    """Measure the held-out accuracy of the checkpoint after `done` iterations, and log it.
 
-    The accuracy is added to the last line of metrics.jsonl. Does nothing if that line already has
-    an accuracy, if no checkpoint is due after `done` iterations, or if there are no held-out
+    The accuracy is stored as `held_out` in the last line of metrics.jsonl. Does nothing if it is
+    already there, if no checkpoint is due after `done` iterations, or if there are no held-out
     problems. Also does nothing after the last iteration, because `print_results` measures the last
     checkpoint. If the budget runs out, the run stops, and --resume measures the checkpoint again.
     """
@@ -1142,9 +1158,9 @@ def conduct_problems(run: Run, problems: list, settings: Settings, name: str) ->
 
 
 def print_results(run: Run, settings: Settings):
-    """Print eval.py's table of the last checkpoint, each worker alone, and random workflows.
+    """Print eval.py's table, which compares the Conductor, each worker alone and random workflows.
 
-    With --shuffle, first prints the checkpoint's accuracy with shuffled pools. All ranks call this.
+    With --shuffle, first prints the Conductor's accuracy with shuffled pools. All ranks call this.
     """
     print0(f"python workflow.py QUESTION --checkpoint={settings.out}/checkpoint asks it; a table:")
     run.optimizer = run.reference = None  # free their memory for the evaluation
@@ -1172,7 +1188,7 @@ def print_results(run: Run, settings: Settings):
 # ---- What a run needs ---------------------------------------------------------------------------
 
 GIB = 1 << 30
-PROMPT = 1000  # the length of a prompt, in tokens, that the estimates below assume
+PROMPT = 1000  # the prompt length, in tokens, that the estimates below assume
 SHAPES = {  # the Configs of models that may not have been downloaded yet
     "Qwen/Qwen2.5-7B": Config(),
     "Qwen/Qwen2.5-0.5B-Instruct": Config(151936, 896, 4864, 24, 14, 2, tie_word_embeddings=True),
@@ -1184,8 +1200,8 @@ CHOICES = {
     "sandbox": ["bwrap", "none"],
     "prompt_style": ["ood", "in", "mixed", "zero-shot", "short"],
 }
-# The smallest values that number flags accept. For flags that are not listed, the smallest int is 1
-# and the smallest float is 0.
+# The smallest values that numeric flags accept. For flags that are not listed, the minimum is 1 if
+# they are integers, and 0 otherwise.
 MINIMUM = {
     "n_rollouts": 2,
     "ask_solved_probability": 0.01,
@@ -1195,7 +1211,7 @@ MINIMUM = {
     "lora_rank": 0,
     "seed": 0,
 }
-# The largest values that flags accept. For flags that are not listed, there is no limit.
+# The largest values that numeric flags accept. For flags that are not listed, there is no maximum.
 MAXIMUM = {"ask_solved_probability": 1, "beta2": 0.9999}
 
 
@@ -1302,10 +1318,10 @@ def check_money(settings: Settings, entries: list[dict], n_test: int):
     rollouts = settings.iterations * settings.n_questions * settings.n_rollouts
     if settings.recursion:
         rollouts += rollouts // 2
-    n_checkpoints = (settings.iterations - 1) // settings.save_every  # without the last one
+    n_checkpoints = (settings.iterations - 1) // settings.save_every  # all but the last one
     rollouts += n_checkpoints * min(N_TEST_AT_CHECKPOINT, n_test)
-    # At the end: the Conductor, also with shuffled pools if it trained with them, and random
-    # workflows.
+    # At the end, the Conductor and random workflows are measured on all held-out problems. With
+    # --shuffle, the Conductor is measured twice.
     rollouts += (2 + settings.shuffle) * n_test
     calls = 3 * rollouts + len(entries) * n_test
     cost = probable_cost(entries, calls)
@@ -1389,8 +1405,8 @@ def check_room(settings: Settings, config: Config):
         host += ranks_here() * 16 * n / world
     if settings.device == "cpu":
         host += ranks_here() * peak
-    # On disk: the weights of every checkpoint and of the reference, and the state of the newest
-    # checkpoint. The previous checkpoint's state is deleted only after the newest one is written.
+    # On disk: the weights of every checkpoint and of the reference, and up to two states, because
+    # the previous checkpoint's state is deleted only after the newest one is written.
     n_checkpoints = math.ceil(settings.iterations / settings.save_every)
     disk = whole * (n_checkpoints + 1) + 12 * n_trained * min(2, n_checkpoints)
     existing = next(filter(Path.exists, Path(settings.out, "new").absolute().parents))
@@ -1417,7 +1433,7 @@ def check_room(settings: Settings, config: Config):
 
 
 def blank_rollout(n_prompt: int, n_written: int) -> Rollout:
-    """Return a dummy rollout with prompt and completion of these lengths, for a trial update."""
+    """Return a dummy rollout for a trial update, with these lengths of prompt and completion."""
     tokens = dict(prompt_ids=[0] * n_prompt, tokens=[0] * n_written, logprobs=[0.0] * n_written)
     return Rollout("", advantage=1.0, **tokens)
 
@@ -1425,9 +1441,10 @@ def blank_rollout(n_prompt: int, n_written: int) -> Rollout:
 def largest_step(model: Qwen, optimizer, reference: Qwen | None, settings: Settings):
     """Do the largest update once, with a learning rate of 0, and reset Adam's state to zeros.
 
-    If the update runs out of memory, it does so here, before any worker is paid. The update has two
-    micro-batches, because memory peaks in the second one, while the first one's gradients are in
-    memory as well. On a CPU, a small update is done instead, just to create Adam's state.
+    If memory is too small for the run's updates, the run thus fails here, before workers are paid
+    for rollouts. The trial has two micro-batches, because memory peaks in the second one, when the
+    first one's gradients are in memory as well. On a CPU, a small update is done instead, just to
+    create Adam's state.
     """
     size, n_prompt = (settings.token_budget, PROMPT) if model.device.type == "cuda" else (64, 8)
     n_written = min(settings.max_new_tokens, size)
@@ -1439,7 +1456,11 @@ def largest_step(model: Qwen, optimizer, reference: Qwen | None, settings: Setti
 
 
 def try_run(settings: Settings, config: Config, entries: list[dict]):
-    """Do the largest update with random weights; print how long it takes, and how long the run."""
+    """Do the largest update with random weights, and print how long it takes.
+
+    If all workers are free, also prints an estimate of how long the whole run takes. On a CPU, a
+    model of more than 100 million parameters is not tried.
+    """
     if settings.device == "cpu" and count_parameters(config) > 1e8:
         return print0("the largest step was not tried: it takes a GPU")
     with torch.device("meta"):
@@ -1465,7 +1486,8 @@ def try_run(settings: Settings, config: Config, entries: list[dict]):
 def print_duration(model: Qwen, optimizer, reference: Qwen | None, settings: Settings):
     """Estimate from short measurements how long the run takes, and print the estimate.
 
-    Times one iteration's sampling, the learning from one question, and one call to each worker.
+    The measurements time the sampling of one iteration, the learning from one question, and one
+    call to each worker.
     """
     n_prompt = 50 if settings.prompt_style == "short" else PROMPT
     n_written = settings.max_new_tokens // 2
@@ -1510,7 +1532,7 @@ def read_shape(start: str) -> Config:
 
 
 def count_parameters(config: Config, lora_rank: int = 0) -> int:
-    """Return the number of trained weights: all of the model's, or with lora_rank only LoRA's."""
+    """Return the number of trained weights: the whole model's or, with lora_rank, only LoRA's."""
     with torch.device("meta"):  # allocates nothing
         model = Qwen(config)
         if lora_rank:
@@ -1575,7 +1597,8 @@ def adam(model: Qwen, beta2: float) -> torch.optim.AdamW:
 def on_all_ranks(job: Callable):
     """Run a job on every rank, and return this rank's result.
 
-    If the job fails on any rank, the program ends with the first error. All ranks call this.
+    If the job fails on any rank, the program ends and prints the error of the lowest such rank. All
+    ranks call this.
     """
     result = None
     error = None
@@ -1634,7 +1657,7 @@ def print0(line: str):
 
 
 def metrics_of(iteration: int, groups: Groups, reports: list[dict], seconds: dict) -> dict:
-    """Return an iteration's line of metrics.jsonl as a dict, in which None means unknown.
+    """Return an iteration's line of metrics.jsonl as a dict, in which None means "no value".
 
     reward, accuracy, parsed, steps, workers, by_kind and steps_by_kind cover first rounds only, and
     again_accuracy covers second rounds only. All other metrics cover both.
@@ -1658,7 +1681,7 @@ def metrics_of(iteration: int, groups: Groups, reports: list[dict], seconds: dic
         "parsed": mean([r.workflow is not None for r in first if r.tokens]),
         # Share of groups that teach nothing, because the advantages of all their rollouts are 0.
         "flat": mean([not any(r.advantage for r in group) for group in groups]),
-        # The number of rollouts without a reward, and the first error of a lost rollout.
+        # The number of rollouts without a reward, and the error of the first lost rollout.
         "lost": sum(r.reward is None for r in rollouts),
         "error": next((r.error for r in rollouts if r.error), None),
         "steps": mean([len(r.workflow.steps) for r in ran]),
@@ -1749,9 +1772,9 @@ def lock_on_all_machines(file: Path):
 
 
 def discard_empty(out: Path):
-    """Remove --out if this start has written nothing into it except its lock.
+    """Remove --out if this process has locked it and it holds only the lock and empty files.
 
-    This cleans up after a start that ended before the run began.
+    This cleans up after a command that ended before its run began.
     """
     written = [file for file in out.glob("*") if file.name != "lock" and file.lstat().st_size]
     if LOCKS and not written:
@@ -1778,9 +1801,9 @@ def open_folder(settings: Settings, first_iteration: int):
 
 
 def read_metrics(file: Path) -> list[str]:
-    """Return the lines of metrics.jsonl, without a last line that a kill cut short.
+    """Return the lines of metrics.jsonl, except a last line that was cut short by a kill.
 
-    Raises ValueError, naming the line, if one is damaged.
+    Raises ValueError if any other line is damaged, and names the line.
     """
     *lines, _ = file.read_text(errors="replace").split("\n")
     for number, line in enumerate(lines, 1):
@@ -1839,7 +1862,7 @@ def reason(e: BaseException) -> str:
 
 
 def read_trace(run: Run, settings: Settings, iteration: int) -> Groups | None:
-    """Return an iteration's rollouts from its trace file, or None without one.
+    """Return an iteration's rollouts from its trace file, or None if there is no file.
 
     Raises ValueError if the file is damaged or incomplete, or if one of its questions is not in
     --data.
@@ -1848,7 +1871,7 @@ def read_trace(run: Run, settings: Settings, iteration: int) -> Groups | None:
     if not file.exists():
         return None
     problems = {problem.id: problem for problem in run.problems}
-    groups = {}  # (call_prefix of a question, is a second round) -> rollouts
+    groups = {}  # (a question's call_prefix, whether this is its second round) -> rollouts
 
     def labels(groups: Iterable[list[Rollout]]) -> list:
         return [(r.call_prefix, r.number) for r in itertools.chain(*groups)]
@@ -1924,7 +1947,8 @@ def save(run: Run, settings: Settings, done: int):
     """Write a checkpoint after `done` iterations.
 
     The checkpoint holds the Conductor and, in state/, what --resume needs; each rank writes its
-    part of the state. The folder is named "unfinished" until it is complete, then after `done`.
+    part of the state. The folder is named "unfinished" until it is complete. It is then renamed to
+    `done` in five digits, such as 00040.
     """
     folder = Path(settings.out, "checkpoints/unfinished")
     save_for_use(run, settings, folder)
@@ -1952,7 +1976,7 @@ def save(run: Run, settings: Settings, done: int):
 
 
 def load_state(run: Run, checkpoint: Path):
-    """Load a checkpoint's weights, Adam's state and shares of wrong answers into the run.
+    """Load the weights, Adam's state and the shares of wrong answers from a checkpoint.
 
     If --data has kinds of question that the checkpoint does not know, their shares stay 1.
     """
@@ -2031,7 +2055,7 @@ def tidy(out: Path):
     folders = sorted(out.glob("checkpoints/[0-9]*"))
     *earlier, newest = [folder for folder in folders if (folder / "state").exists()]
     link = out / "checkpoint.new"
-    link.unlink(missing_ok=True)  # a run that was killed here may have left the file
+    link.unlink(missing_ok=True)  # a run that was killed here may have left the link
     link.symlink_to(newest.relative_to(out))
     link.replace(out / "checkpoint")
     for folder in earlier:
@@ -2067,7 +2091,7 @@ def read_command(argv: list[str]) -> Settings:
             f"expected --key=value, --preset one of {', '.join(PRESETS)}, not {words or preset}"
         )
 
-    # Let the given flags override the preset's defaults, or with --resume the run's settings.
+    # Let the given flags override the preset's defaults or, with --resume, the run's settings.
     settings = Settings(**PRESETS[preset], preset=preset)
     if given.lora_rank:
         settings.lr *= 10
@@ -2171,7 +2195,7 @@ def resumed_settings(file: str, out: str, argv: list[str]) -> Settings:
 def default_preset(processes: int, gpu_bytes: list[int]) -> tuple[str, str]:
     """Return the preset that suits the GPUs, and the reason as a phrase to print.
 
-    gpu_bytes is the memory of each GPU, or empty if the run cannot use GPUs.
+    gpu_bytes lists the memory of each GPU. It is empty if the run cannot use GPUs.
     """
     if not gpu_bytes:
         return "laptop", "a tiny Conductor, as there is no GPU for each process"
@@ -2188,7 +2212,7 @@ def interrupted(settings: Settings):
     if os.environ.get("RANK", "0") == "0":
         can_resume = os.path.exists(f"{settings.out}/settings.json") and not settings.dry_run
         more = "; the same command with --resume goes on" if can_resume else ""
-        os.write(2, f"interrupted{more}\n".encode())  # `print` may itself have been interrupted
+        os.write(2, f"interrupted{more}\n".encode())  # `print` fails if a `print` was interrupted
         discard_empty(Path(settings.out))
     os._exit(130)
 
