@@ -792,7 +792,7 @@ def best_worker(alone: dict[str, list[Rollout]]) -> str:
 
 
 def best_by_other_half(alone: dict[str, list[Rollout]]) -> list[Rollout]:
-    """Return rollouts for all problems, each half answered by the worker best on the other half.
+    """Return rollouts for all problems, each by the worker that is best on the other half of them.
 
     If the same answers both choose a worker and measure its accuracy, that accuracy is partly luck.
     So each half of the problems measures the worker that the other half chooses. A hash of a
@@ -852,8 +852,9 @@ def either_of_two(answers: np.ndarray) -> list[np.ndarray]:
 def compare_with_workers(rows: dict[str, dict], setup: Setup):
     """Add comparisons with single workers to a benchmark's rows, if the system "workers" was run.
 
-    The row of every system except the best worker gets its `paired_difference` from the best
-    worker. New rows show the best worker in hindsight, `best_by_other_half`, and the `headroom`.
+    The row of every system except the best worker also shows the system's `paired_difference` to
+    that worker. New rows show the best worker in hindsight, `best_by_other_half`, and the
+    `headroom`.
     """
     alone = workers_alone(setup.played)
     if not alone:
@@ -958,7 +959,7 @@ def stop_if_lost(rollouts: list[Rollout], pool: list):
 
 
 def label_players(systems: dict, pool: list, only: str) -> dict[str, tuple[System, int]]:
-    """Return {row label: (system, pool number of its worker)}, in the order in which to run them.
+    """Return the players, {row label: (system, pool number of its worker)}, in the order to run.
 
     only: The comma-separated names of workers. A system that uses a single worker gets one entry
         for each of them; "" means all workers.
@@ -1801,7 +1802,7 @@ def same_quantity(answer: str, gold: str, tolerance: float) -> bool:
     pairs = {(whole, gold_whole)}
     if number == whole or gold_number == gold_whole:  # the answer or the gold answer has no unit
         pairs.add((number, gold_number))
-    if "°" not in answer + gold:  # letters may be variables, not units: the g of \frac{1}{2} g
+    if "°" not in answer + gold:  # letters may be variables, not units, as g in \frac{1}{2} g
         pairs.add((answer, gold))
     return any(same_value(*pair, tolerance) for pair in pairs)
 
@@ -1857,8 +1858,8 @@ def same_math(answer: str, gold: str, tolerance: float = 0.0) -> bool:
         return answer.strip() == gold.strip() != ""
     texts = [normalize(answer), normalize(gold)]
 
-    # If the gold answer does not name an unknown, remove a sum's name from the answer (m+n=5 -> 5),
-    # and the subscripts that number its solutions (x_1=1,x_2=-3 -> x=1,x=-3).
+    # If the gold answer does not name an unknown, remove two things from the answer: the name of a
+    # sum (m+n=5 -> 5), and subscripts that number solutions (x_1=1,x_2=-3 -> x=1,x=-3).
     if "=" not in texts[1]:
         texts[0] = re.sub(r"^[a-z](?:[+-][a-z])+=", "", texts[0])
         texts[0] = re.sub(r"(^|,)([a-z])_\w ?=", r"\1\2=", texts[0])
@@ -2456,7 +2457,7 @@ def can_teach(right: np.ndarray) -> np.ndarray:
 # ---- Running code --------------------------------------------------------------------------------
 #
 # `run_code` runs a program on tests. The functions that judge programs come last: LiveCodeBench's
-# programs are judged by what they print or return, BigCodeBench's by their unit tests.
+# programs are judged by what they print or return, BigCodeBench's by unit tests.
 
 SANDBOX = "bwrap"
 
@@ -2656,8 +2657,8 @@ def free_cores() -> queue.SimpleQueue:
     return free
 
 
-# Root runs a program as user FIRST_USER + core. systemd reserves this range of user ids for
-# services, so no person has one of them.
+# Root runs a program as user FIRST_USER + core. systemd reserves these user ids for services, so
+# they do not belong to people.
 FIRST_USER = 61184
 MAX_OUTPUT = 32 << 20  # bytes
 
@@ -2791,7 +2792,7 @@ def same_output(out: bytes | None, expected: str, returned: bool) -> bool:
     Returned values are parsed from JSON, then compared. Two printed lines match if their stripped
     texts are equal, or if their tokens are equal as decimal numbers: "1.0 2" matches "1 2.0".
     """
-    longest = 1000 + 10 * len(expected)  # bytes; 0.500000 may stand for 0.5
+    longest = 1000 + 10 * len(expected)  # bytes; there is room for 0.500000 in place of 0.5
     if out is None or len(out) > longest:
         return False
     try:
@@ -2806,7 +2807,7 @@ def same_output(out: bytes | None, expected: str, returned: bool) -> bool:
                 return False
         return True
     except (ValueError, RecursionError, InvalidOperation):
-        return False  # different numbers of lines, invalid or too deep JSON, or not numbers
+        return False  # line counts differ, JSON is invalid or too deep, or a token is not a number
 
 
 def find_wrong_test(

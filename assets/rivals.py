@@ -45,7 +45,7 @@ def rewards(rollouts: list[Rollout]) -> np.ndarray:
 
 
 def trigrams(questions: list[str]) -> torch.Tensor:
-    """Return each question's counts of hashed character trigrams, scaled to length 1: (Q, 4096)."""
+    """Return each question's counts of hashed character trigrams, as a unit vector: (Q, 4096)."""
     counts = torch.zeros(len(questions), N_TRIGRAMS)
     for row, question in zip(counts, questions):
         for i in range(len(question) - 2):
@@ -235,7 +235,8 @@ def learn_trinity(setup: Setup):
         for rollout in rollouts:
             last = rollout.previous
             text = rollout.question + (f"\n{last.written}: {last.answer}" if last else "")
-            features = np.append((state_of(text) - center) @ axes, 1.0)  # (25), with a bias
+            # The features are 24 principal components and a 1 for the bias: (25).
+            features = np.append((state_of(text) - center) @ axes, 1.0)
             for_worker, for_role = np.split(features @ heads[rollout.number], [-len(ROLES)])
             rollout.written = [*ROLES][for_role.argmax()]
             step = Step(int(for_worker.argmax()), ROLES[rollout.written], [], wrote_all=True)
