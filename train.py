@@ -568,9 +568,8 @@ def begin_rollouts(
     every call to a worker is appended to `calls`.
 
     This function does not wait for other ranks, so a modified version of this file may run it in a
-    thread while the model learns. That version must draw the next iteration's questions before
-    `track_wrong_shares` changes their probabilities, and must not sample ahead across a checkpoint,
-    because a checkpoint does not hold the older policy that drew those samples.
+    thread while the model learns. That version must not sample ahead across a checkpoint, because
+    a checkpoint does not hold the older policy that drew those samples.
     """
 
     def call(rollout: Rollout, step: int) -> Reply:
