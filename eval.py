@@ -549,7 +549,7 @@ class Setup:
     settings: "Settings"
     pool: list  # Workers
     worker: int = 0  # the pool number of the worker, for a system that uses a single one
-    lessons: list[Problem] = field(default_factory=list)  # train problems to learn from
+    lessons: list[Problem] = field(default_factory=list)  # training problems to learn from
     # Row label -> rollouts, for the systems that have already run.
     played: dict[str, list[Rollout]] = field(default_factory=dict)
 
@@ -671,7 +671,7 @@ COLUMNS = {
     "calls to learn": ".0f",
 }
 WIDTH = 120  # the maximum width of a printed table, in characters
-LESSONS = 256  # the maximum number of train problems that a system learns from
+LESSONS = 256  # the maximum number of training problems that a system learns from
 
 
 def measure(rollouts: list[Rollout]) -> dict:
@@ -792,11 +792,11 @@ def best_worker(alone: dict[str, list[Rollout]]) -> str:
 
 
 def best_by_other_half(alone: dict[str, list[Rollout]]) -> list[Rollout]:
-    """Return rollouts for all problems, each by the worker that is best on the other half of them.
+    """Halve the problems; for each half, return the rollouts of the other half's best worker.
 
     If the same answers both choose a worker and measure its accuracy, that accuracy is partly luck.
-    So each half of the problems measures the worker that the other half chooses. A hash of a
-    problem's id decides which half the problem is in.
+    So the worker that is measured on one half is chosen on the other. A hash of a problem's id
+    decides which half the problem is in.
     """
     chosen = []
     for half in (0, 1):
@@ -2199,7 +2199,7 @@ def source_of(name: str, split: str) -> Source | None:
 
 
 def benchmark(name: str, split: str, limit: int | None = None) -> list[Problem]:
-    """Return the first `limit` problems of a benchmark in a random but fixed order.
+    """Put a benchmark's problems in a random but fixed order, and return the first `limit`.
 
     Rows that are not in DATA yet are downloaded. If one data set serves both splits, a hash of the
     question divides it: one fifth is for testing, three fifths are for training, one is unused.
@@ -2918,7 +2918,7 @@ class Settings:
     )
     lessons: str = flag(
         "",
-        "the benchmark whose train problems systems may learn from; by default the one tested",
+        "the benchmark whose training problems systems may learn from; by default the one tested",
     )
     grader: str = flag(
         "",

@@ -381,7 +381,7 @@ def train(settings: Settings):
         groups = on_all_ranks(lambda: read_trace(run, settings, iteration))
         if groups is None:
             groups, reason_to_stop = collect_rollouts(run, settings, iteration)
-            torch.cuda.empty_cache()  # learning needs memory blocks of different sizes
+            torch.cuda.empty_cache()  # blocks cached by sampling have wrong sizes for learning
             if reason_to_stop:
                 save_and_leave(run, settings, iteration, reason_to_stop)
 
@@ -397,7 +397,7 @@ def train(settings: Settings):
 
         # 3. Update the policy (Eq. 1).
         reports = learn(run, groups, settings, iteration)
-        torch.cuda.empty_cache()  # sampling needs memory blocks of different sizes
+        torch.cuda.empty_cache()  # and vice versa
         seconds = {
             "rollout_s": rolled_out - started,
             "learning_s": time.perf_counter() - rolled_out,

@@ -742,7 +742,7 @@ def check_row(entry: dict, budget: float) -> dict[str, str]:
         required = []  # The unknown field may be a misspelt required field.
     wrong = {}
     for key in [*entry, *required]:
-        # No value matches "", the pattern of an unknown field.
+        # An unknown field gets the pattern "", which no JSON value matches, so it is reported.
         pattern, expected = FIELDS.get(key, ("", f"one of {', '.join(FIELDS)}"))
         if not fits(entry.get(key), pattern):
             wrong[key] = f"expected {expected}"
@@ -1013,7 +1013,7 @@ SPELLINGS = {  # words in a question -> (a coder's instruction, what the coder d
 }
 
 # A worker always follows an instruction of its own trade, and never follows an unknown instruction.
-# In two other cases, it does its trade's work in only this share of its calls:
+# In the two cases below, it does its trade's work in only some of its calls. These are the shares:
 VAGUE_WORKS = 0.7  # The instruction is vague or missing.
 OTHERS_WORK = 0.3  # The instruction belongs to a different trade.
 VAGUE = ("Work it out.", "Find the value.")

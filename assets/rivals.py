@@ -2,7 +2,7 @@
 
     python eval.py --systems=assets/rivals.py:NAME     # NAME is router, masrouter or trinity
 
-The systems learn from train problems (--lessons). --seed seeds their random draws. With
+The systems learn from training problems (--lessons). --seed seeds their random draws. With
 --replay=FILE, identical calls during learning are made only once.
 """
 
