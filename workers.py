@@ -293,9 +293,14 @@ class Worker:
         return max(0.0, failure.wait or 0.0) + backoff * jitter.uniform(0.5, 1)
 
     def without_secrets(self, text: str, api_key: str) -> str:
-        """Return a text as one line of at most 400 characters, with keys and headers masked."""
+        """Return a text as one line of at most 400 characters, with keys and headers masked.
+
+        Their long words are masked, too: a server may echo KEY without the "Bearer" before it.
+        """
         line = one_line(text)
-        for secret in filter(None, [api_key, *self.headers.values()]):
+        secrets = [api_key, *self.headers.values()]
+        words = [word for word in " ".join(secrets).split() if len(word) >= 8]
+        for secret in filter(None, secrets + words):
             line = line.replace(secret, "***")
         return line[:400]
 
@@ -348,7 +353,7 @@ def read_response(worker: Worker, response: HTTPResponse, deadline: float) -> Re
         # OpenRouter sends spaces and newlines while it waits for a model's host. If the host dies,
         # the response contains nothing else, and another attempt may succeed.
         wait = None if text else 0.0
-        raise Failure(f"no reply as {worker.protocol} defines it: {text[:300]!r}", wait)
+        raise Failure(f"no reply as {worker.protocol} defines it: {text}", wait)
 
     tokens = read_usage(find(data, "usage"))
     n_in, n_out, n_billed = tokens or (0, 0, 0)

@@ -626,6 +626,27 @@ def test_no_key_is_in_any_error_or_file(tmp_path):
     assert len(str(caught.value)) < 600 and caught.value.__cause__ is None
 
 
+@pytest.mark.parametrize(
+    "echo",
+    [
+        refused(401, f"Incorrect key {KEY}"),
+        http({"headers": {"authorization": f"Bearer {KEY}"}}),
+        http(("x" * 285 + KEY).encode()),  # A cut after 300 characters would split the key.
+    ],
+)
+def test_an_echoed_header_is_masked_word_by_word(echo):
+    with OddServer(echo) as server, pytest.raises(WorkerError) as caught:
+        worker(server, headers={"Authorization": f"Bearer {KEY}"}).chat(CHAT)
+    assert KEY[:8] not in str(caught.value)
+
+
+def test_a_key_of_two_lines_is_in_no_error(monkeypatch):
+    monkeypatch.setenv("PLANTED", f"{KEY}\nsecond-line")
+    with OddServer(http(GOOD)) as server, pytest.raises(WorkerError, match="header") as caught:
+        worker(server, api_key_env="PLANTED").chat(CHAT)
+    assert KEY not in str(caught.value) and "second-line" not in str(caught.value)
+
+
 def test_concurrency_is_a_workers_own():
     with OddServer(lambda n, conn: server.over.wait(0.02) or http(GOOD)) as server:
         one = worker(server, concurrency=3)
