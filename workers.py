@@ -47,6 +47,7 @@ LOOPBACK = (
     r"|\[[0:]*[01:]\]|\[[0:]*:ffff:(127\.[\d.]+|7f[\da-f]{2}:[\da-f]+)\])(:\d+)?(/|$)"
 )
 LIMITS = ("max_tokens", "max_completion_tokens")  # the parameters that bound a reply's length
+SUCCESS = range(200, 300)  # the statuses of responses that hold a reply
 MAX_BODY = 32 << 20  # the maximum size of a response, in bytes
 HARD_FAILURES = 6  # a call gives up after this many failures; a busy provider does not count as one
 # Probe a silent connection once a minute, so that no router drops it while a model thinks.
@@ -343,7 +344,7 @@ def read_response(worker: Worker, response: HTTPResponse, deadline: float) -> Re
     data = None
     with contextlib.suppress(ValueError, RecursionError):
         data = json.loads(text)
-    if response.status != 200 or find(data, "error"):
+    if response.status not in SUCCESS or find(data, "error"):
         raise refusal(worker.url, response, find(data, "error", "code"), text)
 
     try:
@@ -393,7 +394,7 @@ def refusal(url: str, response: HTTPResponse, code, text: str) -> Failure:
         text: the response's body.
     """
     status = response.status
-    if status == 200:
+    if status in SUCCESS:
         status = code if code in range(400, 600) else 500
     busy = status in (429, 503, 529)
     is_broken = status in (408, 409) or status >= 500
@@ -410,7 +411,7 @@ def refusal(url: str, response: HTTPResponse, code, text: str) -> Failure:
             else:
                 wait = parsedate_to_datetime(retry_after).timestamp() - time.time()
     # A provider that is busy or rejects the request bills nothing. One that fails midway may bill.
-    is_unpaid = response.status != 200 and (busy or not is_broken)
+    is_unpaid = response.status not in SUCCESS and (busy or not is_broken)
     return Failure(f"HTTP {status} of {url}: {text}", wait, busy, cost=0.0 if is_unpaid else None)
 
 

@@ -316,6 +316,12 @@ def test_a_byte_order_mark_is_no_fault_of_a_reply(encoding):
     assert reply.text == "Olé."
 
 
+@pytest.mark.parametrize("status", [201, 202, 203])
+def test_every_status_of_success_brings_a_reply(status):
+    with OddServer(http(GOOD, status)) as server:
+        assert worker(server).chat(CHAT).text == "Because."
+
+
 WRITTEN = {"input_tokens": 10, "output_tokens": 2, "cache_creation_input_tokens": 100}
 
 
@@ -785,6 +791,8 @@ def test_a_budget_is_never_passed():
         ([refused(503), http(GOOD)], 1 - 20e-6),
         ([refused(500), refused(400)], 0.99),
         ([http(b"{")], 0.99),
+        ([http(b"{", 201)], 0.99),
+        ([http({"error": {"message": "x", "code": 503}}, 202), http(GOOD)], 0.99 - 20e-6),
         ([http(answer(usage=None))], 0.99),
         # OpenRouter does not bill an answer that failed midway, but may bill an error in a reply.
         ([http(answer("Bec", "error")), http(GOOD)], 1 - 20e-6),
