@@ -246,6 +246,9 @@ class Worker:
             answer = Reply(answer, 0, 0, cost=None if any(self.price or []) else 0.0)
         if not isinstance(answer.text, str):
             raise TypeError(f"expected a text or a Reply, got {type(answer.text).__name__}")
+        numbers = [answer.prompt_tokens, answer.completion_tokens, answer.cost]
+        if not fits(numbers, rf"\[{NUMBER}, {NUMBER}, ({NUMBER}|null)\]"):
+            raise TypeError(f"expected numbers of tokens and a cost in the Reply, got {numbers}")
         return replace(answer, text=without_surrogates(answer.text))
 
     def post(self, headers: dict, body: dict, deadline: float) -> Reply:

@@ -438,6 +438,20 @@ def test_a_python_function_is_a_worker(tmp_path):
         load_pool(pool_file(tmp_path, {"protocol": "python", "function": "tools.py:find"}))
 
 
+@pytest.mark.parametrize(
+    "numbers", ["1, 1, '0.5'", "None, 1, 0.5", "1, '1', 0.5", "1, 1, float('nan')", "1, 1, -0.5"]
+)
+def test_odd_numbers_of_a_functions_reply_are_a_failed_call(numbers, tmp_path):
+    (tmp_path / "tools.py").write_text(
+        f"from workers import Reply\ndef f(messages): return Reply('text', {numbers})\n"
+    )
+    spec = pool_file(tmp_path, {"protocol": "python", "function": "tools.py:f"})
+    [one] = load_pool(spec, replay=tmp_path / "replay", budget=1.0)
+    with pytest.raises(WorkerError, match="f: TypeError: expected .*tokens.*cost"):
+        one.chat(CHAT, call_id="a")
+    assert one.budget.running == 0
+
+
 ENDLESS = """
 import os, sys, threading
 class Ended(BaseException): pass
