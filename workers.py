@@ -679,18 +679,19 @@ def pool_names() -> list[str]:
     return [*LOCAL, *sorted(file.removesuffix(".json") for file in os.listdir(POOLS))]
 
 
-def read_pool(spec: str, local_url: str | None = None) -> list[dict]:
+def read_pool(spec: str) -> list[dict]:
     """Return the rows of a pool as dicts, not yet checked.
+
+    A pool of the laptop world starts that world's server, unless this process has started it.
 
     Args:
         spec: a name or a JSON file, as described at the top of this file.
-        local_url: the URL of a running laptop-world server; None: start a server if one is needed.
 
     Raises:
         ValueError: there is no such pool, or its file does not hold a list of objects.
     """
     if spec in LOCAL:
-        same = {"protocol": "openai", "base_url": local_url or local_server()[0], "price": [0, 0]}
+        same = {"protocol": "openai", "base_url": local_server()[0], "price": [0, 0]}
         return [{**same, "model": name, "note": local_note(name)} for name in LOCAL[spec]]
     if not spec:
         raise ValueError("no workers are named: say --pool=NAME or --pool=FILE.json")
@@ -780,17 +781,12 @@ def check_row(entry: dict, budget: float) -> dict[str, str]:
 
 
 def load_pool(
-    spec: str,
-    local_url: str | None = None,
-    replay: str = "",
-    budget: float = 0.0,
-    ranks: int = 1,
-    share: str = "",
+    spec: str, replay: str = "", budget: float = 0.0, ranks: int = 1, share: str = ""
 ) -> list[Worker]:
     """Return the workers of a pool.
 
     Args:
-        spec, local_url: see `read_pool`.
+        spec: see `read_pool`.
         replay: the file of a Replay; "": replies are not kept.
         budget: dollars that all workers may spend together; 0: no limit.
         ranks: the number of processes that share the budget and each worker's concurrency.
@@ -799,7 +795,7 @@ def load_pool(
     Raises:
         ValueError: something is wrong with the pool. The message lists every fault.
     """
-    entries = read_pool(spec, local_url)
+    entries = read_pool(spec)
     sentences = check_pool(entries, budget)
     if sentences:
         raise ValueError("\n".join([f"--pool={spec}:", *sentences]))

@@ -5,6 +5,7 @@ Further tests are about servers that fail, replayed replies, money, pools, and t
 
 import ast
 import contextlib
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -734,10 +735,10 @@ def test_a_replay_knows_a_function_by_its_code(tmp_path):
 
 
 def test_a_replay_knows_the_laptop_world_whatever_its_port(tmp_path):
-    [one, other] = [load_pool("local", f"http://127.0.0.1:{n}/v1", tmp_path / "r") for n in (9, 10)]
-    replay = one[0].replay
-    assert replay.key(one[0], CHAT, {}, "a") == replay.key(other[0], CHAT, {}, "a")
-    assert replay.key(one[0], CHAT, {}, "a") != replay.key(one[1], CHAT, {}, "a")
+    one, other = load_pool("local", tmp_path / "replay")[:2]
+    moved = dataclasses.replace(one, base_url="http://127.0.0.1:9/v1")
+    assert one.replay.key(one, CHAT, {}, "a") == one.replay.key(moved, CHAT, {}, "a")
+    assert one.replay.key(one, CHAT, {}, "a") != one.replay.key(other, CHAT, {}, "a")
 
 
 def test_shared_replies_are_paid_once_whoever_asks(tmp_path):

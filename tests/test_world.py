@@ -173,7 +173,7 @@ def unseen(monkeypatch):
 
 
 def test_an_unseen_pool_has_what_its_question_needs(unseen):
-    pool = workers.load_pool("local", "http://127.0.0.1:1")
+    pool = workers.load_pool("local")
     notes = [worker.note for worker in pool]
     fifth = workers.Worker("python", function=f"{UNSEEN}:sorter", note="a sorter")
     sizes = {"three workers": 3, "seven workers": 7}
