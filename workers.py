@@ -216,15 +216,14 @@ class Worker:
 
         The attempt calls the Python function, or posts the request and reads the response.
         """
-        sent = time.monotonic()
         try:
             if self.run_function:
                 return self.call_function(messages)
-            return self.post({**headers, **self.own_headers}, body, sent + self.timeout)
+            return self.post({**headers, **self.own_headers}, body)
         except Failure as failure:
             return failure
         except Exception as e:  # a lost connection, a timeout, or any error in the function
-            return broken(e, time.monotonic() - sent)
+            return broken(e)
 
     def call_function(self, messages: list[dict]) -> Reply:
         """Call the Python function and return its answer, a text or a Reply, as a new Reply.
@@ -251,8 +250,9 @@ class Worker:
             raise TypeError(f"expected numbers of tokens and a cost in the Reply, got {numbers}")
         return replace(answer, text=without_surrogates(answer.text))
 
-    def post(self, headers: dict, body: dict, deadline: float) -> Reply:
-        """Post a request and return the reply; time out when time.monotonic() passes deadline."""
+    def post(self, headers: dict, body: dict) -> Reply:
+        """Post a request and return the reply."""
+        deadline = time.monotonic() + self.timeout
         connections, target = self.route()
         response = connections.urlopen(
             "POST",
@@ -418,16 +418,10 @@ def refusal(url: str, response: HTTPResponse, code, text: str) -> Failure:
     return Failure(f"HTTP {status} of {url}: {text}", wait, busy, cost=0.0 if is_unpaid else None)
 
 
-def broken(error: Exception, seconds: float) -> Failure:
-    """Return the Failure for an exception that a request or a Python function raised.
-
-    Args:
-        seconds: how long the attempt took.
-    """
+def broken(error: Exception) -> Failure:
+    """Return the Failure for an exception that a request or a Python function raised."""
     if isinstance(error, (requests.ReadTimeout, exceptions.ReadTimeoutError, TimeoutError)):
-        return Failure(
-            f"no whole answer within {seconds:.3g} s, its timeout (at most 120 s for a hello)"
-        )
+        return Failure("no whole answer within the worker's timeout (at most 120 s for a hello)")
     # A user's function may call `requests`, whose errors wrap the error that says what happened.
     is_wrapper = isinstance(error, requests.RequestException) and error.args
     cause = getattr(error.args[0], "reason", error) if is_wrapper else error
