@@ -114,7 +114,7 @@ class Worker:
     budget: object = field(default=None, repr=False)  # a Budget
 
     def __post_init__(self):
-        self.name = self.name or self.model or self.function.rpartition(":")[2]
+        self.name = name_of(vars(self))
         self.run_function = None
         self.code = ""  # for a Python function, HASH_OF_ITS_FILE:NAME; part of Replay's keys
         if self.protocol == "python":
@@ -1225,6 +1225,8 @@ LONGEST_BODY = 64 << 20  # bytes
 LONGEST_CHAT = 4_000_000  # characters; about a million tokens, more than any worker can read
 CHAT_PATH = "/v1/chat/completions"
 PATHS = f"there are GET /health, GET /v1/models, GET /v1/models/NAME and POST {CHAT_PATH}"
+# A role that clients may use -> the role that workers know.
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 # Request parameter -> (regex for the accepted values in JSON, what the error message says is
 # expected). null always counts as unset.
 PARAMETERS = {
@@ -1260,10 +1262,8 @@ class Refusal(Exception):
     headers: dict = field(default_factory=dict)
 
 
-def plain_messages(messages: list[dict], roles: dict[str, str]) -> list[dict]:
+def plain_messages(messages: list[dict]) -> list[dict]:
     """Return messages with each content as a string. OpenAI also allows null and a list of parts.
-
-    `roles` maps the roles that clients may use to "system", "user" and "assistant".
 
     Raises Refusal if a part is not text, or if the messages are too long in total.
     """
@@ -1276,10 +1276,8 @@ def plain_messages(messages: list[dict], roles: dict[str, str]) -> list[dict]:
             if kind != "text":
                 expected = '{"type": "text", "text": TEXT}'
                 raise Refusal(400, f"this server reads no {kind!r:.40}; send {expected}")
-        text = "\n".join(part["text"] for part in parts)
-        # JSON can contain a lone surrogate (half an emoji), which UTF-8 cannot encode.
-        text = text.encode(errors="replace").decode()
-        plain.append({"role": roles[message["role"]], "content": text})
+        text = without_surrogates("\n".join(part["text"] for part in parts))
+        plain.append({"role": ROLES[message["role"]], "content": text})
     if not plain:
         raise ValueError("no messages")
     length = sum(len(message["content"]) for message in plain)
@@ -1333,7 +1331,6 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     timeout = 60  # seconds after which reading from or writing to the client fails
-    roles = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
     models: list[str] = []
     public_paths: tuple[str, ...] = ()  # paths that need no key
     unread = False  # whether the request's body is unread; if so, the answer ends the connection
@@ -1424,11 +1421,11 @@ class Handler(BaseHTTPRequestHandler):
         """Parse and check the body of a request for a completion, and answer the request."""
         try:
             self.body = json.loads(data)
-            self.body["messages"] = plain_messages(self.body["messages"], self.roles)
+            self.body["messages"] = plain_messages(self.body["messages"])
             model = self.body["model"]
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
             expected = '{"model": NAME, "messages": [{"role": ROLE, "content": TEXT}]}'
-            roles = ", ".join(self.roles)
+            roles = ", ".join(ROLES)
             raise Refusal(400, f"expected {expected}; a role is one of {roles}") from None
         if model not in self.models:
             raise self.no_model(model)
