@@ -480,7 +480,7 @@ MARK = re.compile(f"{NAME}|{HEADING}", re.VERBOSE | re.IGNORECASE | re.MULTILINE
 # Matches one token of a list. A string may contain newlines, but a newline followed by a list's
 # name means that the string was never closed.
 TOKEN = re.compile(
-    rf"""(?P<atom>[][]|[0-9.,()\s]+)|\#[^\n]*|(?P<nothing>(?:none|null)\b)
+    rf"""(?P<atom>[][()]|[0-9.,]+)|\s+|\#[^\n]*|(?P<nothing>(?:none|null)\b)
     |(?P<raw>r?)(?P<quote>\"\"\"|'''|["'])
      (?P<body>(?:[^"'\\\n]+|(?!(?P=quote))["']|\\.|\n(?![ *`"'-]{{0,8}}{NAME}))*)
      (?P<end>(?P=quote))?
@@ -591,8 +591,9 @@ def read_list(text: str, start: int) -> tuple[list | str, int]:
         if token["quote"]:
             pieces.append(repr(string_value(token)))
         else:
-            pieces.append("None" if token["nothing"] else token["atom"] or "")
-        depth += (token[0] == "[") - (token[0] == "]")
+            # Write any white space and comment as a space; Python accepts only ASCII white space.
+            pieces.append("None" if token["nothing"] else token["atom"] or " ")
+        depth += (token[0] in "[(") - (token[0] in "])")
         if depth == 0 or depth > 3:
             break
 
@@ -1176,10 +1177,11 @@ def choose_examples(rollouts: list[Rollout], n: int = 4) -> list[dict]:
 
 def as_example(rollout: Rollout) -> dict:
     """Convert a rollout to an example. Its plan is the text before the lists in `written`."""
-    mark = MARK.search(rollout.written)
-    plan = rollout.written[: mark.start()] if mark else ""
-    # Drop the model's thoughts, and the marks that open a code block or a bold name.
-    plan = plan.rpartition("</think>")[2].partition("```")[0].strip(" \n*-#{\"'`")
+    written = rollout.written.rpartition("</think>")[2]  # without the model's thoughts
+    mark = MARK.search(written)
+    plan = written[: mark.start()] if mark else ""
+    # Drop the marks that open a code block or a bold name.
+    plan = plan.partition("```")[0].strip(" \n*-#{\"'`")
     return {
         "question": rollout.question,
         "plan": plan,
@@ -1487,7 +1489,7 @@ class ConductorHandler(Handler):
                 self.send_comment("the workers are busy")
             else:
                 self.send_event({"reasoning_content": in_words(event)}, workflow_event=event)
-        except (ConnectionError, TimeoutError):
+        except OSError:  # such as "no route to host"
             self.write_failed = True
 
     def hung_up(self) -> bool:
@@ -1498,10 +1500,11 @@ class ConductorHandler(Handler):
         """Send the answer of the last round that has one, or raise Refusal if no round does."""
         if self.hung_up():
             raise ConnectionAbortedError
-        while last.error and last.previous:  # The round before a lost round has an answer.
-            last = last.previous
-        if last.error or last.invalid:
-            sentence = last.error or f"the Conductor wrote no workflow: {last.invalid}"
+        answered = last
+        if last.error and last.previous:  # The round before a lost round has an answer.
+            answered = last.previous
+        if answered.error or answered.invalid:
+            sentence = answered.error or f"the Conductor wrote no workflow: {answered.invalid}"
             status, code = next(ERRORS[part] for part in ERRORS if part in sentence)
             if status == 502 and self.body.get("stream"):
                 # Some proxies replace the body of a 502, so the client would not see the sentence.
@@ -1519,9 +1522,10 @@ class ConductorHandler(Handler):
         workflow = []
         for one in last.rounds():
             for i, reply in enumerate(one.replies):
-                workflow.append(event_of(one, i) | event_of(one, i, reply))
-        finish = "length" if last.all_replies[-1].finish == "length" else "stop"
-        self.reply(last.answer, finish, usage, workflow=workflow)
+                if reply:
+                    workflow.append(event_of(one, i) | event_of(one, i, reply))
+        finish = "length" if answered.all_replies[-1].finish == "length" else "stop"
+        self.reply(answered.answer, finish, usage, workflow=workflow)
 
     def log(self, model: str, outcome: str, last: Rollout | None, seconds: float):
         """Print a line to stderr: model, outcome, steps, seconds, dollars and remaining budget."""

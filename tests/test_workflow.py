@@ -509,6 +509,13 @@ def test_examples_from_traces_are_right_and_vary():
     assert choose_examples([]) == []
 
 
+def test_the_plan_of_an_example_is_what_follows_the_thoughts():
+    thoughts = "<think>Perhaps model_id = [1]?</think>\n\n"
+    written = f"{thoughts}One is enough.\n{as_lists(one_step())}"
+    rollout = Rollout("q", written=written, workflow=one_step(), names=["a"], right=True)
+    assert choose_examples([rollout])[0]["plan"] == "One is enough."
+
+
 # Files and commands
 
 

@@ -41,6 +41,7 @@ ACCEPTED = {
     ),
     "bare all": PLAIN.replace('["all"]', '"all"'),
     "indices": PLAIN.replace('["all"]', "[0]"),
+    "typographic spaces": PLAIN.replace(", ", ",\u202f").replace(" = ", "\u00a0=\u3000"),
     "another order": "\n".join(reversed(PLAIN.split("\n"))),
     "many lines": "model_id = [\n  1,  # one\n  0,\n]\n"
     'subtasks = [\n  "Solve it.",\n  "Check it.",\n]\n'
@@ -227,6 +228,7 @@ REFUSED = {
     lists(subtasks='["a", __import__("os")]'): "does not belong there",
     lists(access="[[], [[[[]]]]]"): "access_list",
     lists(model_id="[" * 5000): "model_id",
+    lists(model_id=f"[{'(1, ' * 199}{')' * 199}]"): "model_id",
     lists(model_id=f"[{'9' * 9000}, 0]"): "model_id",
 }
 

@@ -1,5 +1,6 @@
 """The server of a Conductor, over real sockets, compared with OpenAI's API reference."""
 
+import errno
 import inspect
 import json
 import os
@@ -92,6 +93,16 @@ def test_the_recursive_model_looks_again():
         data = post(url, model="conductor-recursive").json()
     assert data["choices"][0]["message"]["content"] == "42"
     assert [step["round"] for step in data["workflow"]] == [0, 1]
+
+
+def test_a_round_that_is_lost_is_paid_for_although_the_round_before_answers():
+    answers = iter(["41", "42"])
+    pool = [Player("a", lambda m: next(answers)), Player("b", lost)]
+    with served(pool, chain(0), chain(0, 1)) as url:
+        data = post(url, model="conductor-recursive").json()
+    assert data["choices"][0]["message"]["content"] == "41"
+    assert [(step["round"], step["reply"]) for step in data["workflow"]] == [(0, "41"), (1, "42")]
+    assert (data["usage"]["total_tokens"], data["usage"]["cost"]) == (24, 1.0)
 
 
 def events(response):
@@ -263,6 +274,18 @@ def test_a_client_that_hangs_up_stops_the_workflow(capfd):
     assert len(second.asked) == 1  # only the second request reached it
     log = capfd.readouterr().err
     assert "conductor: the client hung up, 1 steps" in log and "Traceback" not in log
+
+
+def test_a_client_that_is_out_of_reach_has_hung_up(monkeypatch, capfd):
+    def fail(handler, delta, **extra):
+        raise OSError(errno.EHOSTUNREACH, "No route to host")
+
+    monkeypatch.setattr(workflow.ConductorHandler, "send_event", fail)
+    with served([Player("a", lambda m: "answer")], chain(0)) as url:
+        with pytest.raises(requests.ConnectionError):
+            post(url, stream=True)
+    log = capfd.readouterr().err
+    assert "conductor: the client hung up" in log and "Traceback" not in log
 
 
 def test_a_conductor_is_not_asked_again_for_a_client_that_left(monkeypatch):
