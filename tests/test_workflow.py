@@ -697,7 +697,8 @@ def test_a_question_may_begin_with_any_word(words):
     assert question_of(words) == " ".join(words)
 
 
-def test_an_llm_conducts_without_any_training_and_is_on_the_bill(tmp_path):
+@pytest.mark.parametrize("price, bill", [(None, "$0.0000"), ([1, 2], "unknown cost")])
+def test_an_llm_conducts_without_any_training_and_is_on_the_bill(price, bill, tmp_path):
     (tmp_path / "tools.py").write_text(
         "def write(messages):\n"
         "    return 'model_id = [1]\\nsubtasks = [\"Answer it.\"]\\naccess_list = [[]]'\n\n"
@@ -707,11 +708,12 @@ def test_an_llm_conducts_without_any_training_and_is_on_the_bill(tmp_path):
         {"protocol": "python", "function": f"tools.py:{name}", "name": name}
         for name in ("write", "answer")
     ]
+    pool[0]["price"] = price
     (tmp_path / "pool.json").write_text(json.dumps(pool))
     status, out, err = command("Why?", "--conductor=write", "--pool=pool.json", cwd=tmp_path)
     assert status == 0, err
     assert "Answer: forty-two" in out
-    assert "with the Conductor's: 2 calls" in out
+    assert f"with the Conductor's: 2 calls, {bill}\n" in out
 
 
 def test_show_lists_rollouts_and_shows_one(tmp_path):
