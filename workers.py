@@ -739,7 +739,7 @@ def check_row(entry: dict, budget: float) -> dict[str, str]:
     # Find the fields that are missing, and those whose value does not match their pattern.
     protocol = entry.get("protocol")
     required = ["protocol", "base_url", "model"]
-    if protocol == "python" or "function" in entry and protocol not in ("openai", "anthropic"):
+    if protocol == "python" or "function" in entry and protocol not in [*PROTOCOLS]:
         required = ["protocol", "function"]
     unknown = entry.keys() - FIELDS.keys()
     if unknown:
