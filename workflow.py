@@ -20,7 +20,6 @@ import functools
 import glob
 import itertools
 import json
-import math
 import os
 import queue
 import re
@@ -47,6 +46,7 @@ from workers import (
     Server,
     WorkerError,
     demand_budget,
+    jitter,
     load_pool,
     name_of,
     read_pool,
@@ -1321,43 +1321,6 @@ ERRORS = {
 }
 
 
-class Admission:
-    """Limit the number of requests in the server, and tell refused clients when to retry.
-
-    Example: if 256 requests are conducted at a time and take 10 s each, one ends every 39 ms. The
-    first request that finds the server full may retry after 39 ms, the second after 78 ms, and so
-    on. The time is rounded up to whole seconds.
-    """
-
-    def __init__(self):
-        self.lock = threading.Lock()
-        self.inside = 0  # the number of requests that are being conducted or waiting
-        self.mean_seconds = 10.0  # the mean time to conduct a request; initially a guess
-        self.next_room = 0.0  # the time at which the most recently refused request may retry
-
-    def enter(self):
-        """Admit one more request, or raise Refusal if the server is full."""
-        with self.lock:
-            if self.inside < CONDUCTING + WAITING:
-                self.inside += 1
-                return
-            now = time.monotonic()
-            self.next_room = max(self.next_room, now) + self.mean_seconds / CONDUCTING
-            # The openai client ignores a Retry-After of more than 60 s.
-            seconds = min(60, math.ceil(self.next_room - now))
-        sentence = f"the server is full of requests: come again in {seconds} s"
-        raise Refusal(503, sentence, headers={"Retry-After": seconds})
-
-    def leave(self):
-        with self.lock:
-            self.inside -= 1
-
-    def note(self, seconds: float):
-        """Update the running mean with the time that one more request took."""
-        with self.lock:
-            self.mean_seconds += 0.1 * (seconds - self.mean_seconds)
-
-
 @dataclass
 class Service:
     """The objects and settings that all requests of a server share."""
@@ -1374,7 +1337,6 @@ class Service:
     # tries.
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(step=10))
     conducting: Threads = field(default_factory=lambda: Threads(CONDUCTING))
-    admission: Admission = field(default_factory=Admission)
 
 
 NOBODY_WAITS = "stopped, as nobody waits for the answer"
@@ -1404,11 +1366,13 @@ class ConductorHandler(Handler):
         outcome = "failed"
         try:
             asked = self.question(body["messages"])
-            self.server.service.admission.enter()
-            try:
-                last = self.conduct_and_stream(asked)
-            finally:
-                self.server.service.admission.leave()
+            if len(self.server.service.conducting.jobs) >= WAITING:
+                # Random seconds keep clients that are refused together from returning together. The
+                # openai client ignores a Retry-After of more than 60 s.
+                seconds = jitter.randint(1, 60)
+                sentence = f"the server is full of requests: come again in {seconds} s"
+                raise Refusal(503, sentence, headers={"Retry-After": seconds})
+            last = self.conduct_and_stream(asked)
             self.answer_with(last)
             outcome = "answered"
         except Refusal as refusal:
@@ -1461,10 +1425,8 @@ class ConductorHandler(Handler):
                 yield rollout
 
         def conduct_question():
-            started = time.monotonic()
             extra_rounds = service.extra_rounds if self.card["model"] == self.models[1] else 0
             [last] = conduct(write, [asked], extra_rounds, service.prompting, call=call)
-            service.admission.note(time.monotonic() - started)
             return last
 
         service.conducting.run(conduct_question, (), events.put)

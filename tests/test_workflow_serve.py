@@ -19,7 +19,7 @@ import requests
 
 import workflow
 from players import Player, lost, served
-from workers import Budget, Refusal, WorkerError, load_pool
+from workers import Budget, WorkerError, load_pool
 from workflow import ASSETS, Rollout, Step, Workflow, as_lists
 
 
@@ -355,21 +355,24 @@ def test_jobs_wait_for_a_thread_where_the_system_allows_no_more(monkeypatch):
 
 
 def test_one_request_too_many_is_told_when_to_come_again(monkeypatch):
-    monkeypatch.setattr(workflow, "CONDUCTING", 2)
     monkeypatch.setattr(workflow, "WAITING", 1)
-    entered, go_on = threading.Semaphore(0), threading.Event()
-    enter = workflow.Admission.enter
+    conducting = workflow.Threads(2)
+    at_work, go_on = threading.Semaphore(0), threading.Event()
 
-    def enter_and_tell(admission):
-        enter(admission)
-        entered.release()
+    def wait(messages):
+        at_work.release()
+        return go_on.wait(60) and "b"
 
-    monkeypatch.setattr(workflow.Admission, "enter", enter_and_tell)
-    worker = Player("a", lambda m: go_on.wait(60) and "b")
-    with served([worker], chain(0)) as url, ThreadPoolExecutor(3) as clients:
-        first = [clients.submit(post, url) for _ in range(3)]
-        assert all(entered.acquire(timeout=60) for _ in range(3))
-        refused = post(url)
+    pool = [Player("a", wait)]
+    with served(pool, chain(0), conducting=conducting) as url, ThreadPoolExecutor(3) as clients:
+        first = []
+        for _ in range(2):
+            first.append(clients.submit(post, url))
+            assert at_work.acquire(timeout=60)
+        first.append(clients.submit(post, url))
+        while not conducting.jobs:
+            pass
+        refused = [post(url) for _ in range(20)]
         client = openai.OpenAI(api_key="none", base_url=f"{url}/v1", max_retries=0)
         with pytest.raises(openai.InternalServerError, match="come again in"):
             client.chat.completions.create(
@@ -378,23 +381,10 @@ def test_one_request_too_many_is_told_when_to_come_again(monkeypatch):
         go_on.set()
         assert [one.result().status_code for one in first] == [200] * 3
         assert post(url).status_code == 200
-    assert refused.status_code == 503 and 1 <= int(refused.headers["Retry-After"]) <= 60
-
-
-def test_clients_that_are_turned_away_come_back_one_after_the_other():
-    admission = workflow.Admission()
-    admission.inside = workflow.CONDUCTING + workflow.WAITING
-    admission.note(10.0)
-    waits = []
-    for _ in range(2560):
-        with pytest.raises(Refusal) as refused:
-            admission.enter()
-        waits.append(refused.value.headers["Retry-After"])
-    # If 256 requests run at a time and each takes 10 s, then 25.6 end per second.
-    assert waits[:20] == [1] * 20 and waits == sorted(waits)
-    assert abs(waits[256] - 10) <= 1 and waits[-1] == 60
-    admission.leave()
-    admission.enter()
+    assert {response.status_code for response in refused} == {503}
+    # The openai client ignores more than 60 s. Clients that come back together are refused again.
+    seconds = {int(response.headers["Retry-After"]) for response in refused}
+    assert seconds <= {*range(1, 61)} and len(seconds) > 1
 
 
 def test_a_client_that_hangs_up_while_it_waits_is_not_conducted(monkeypatch):
