@@ -17,10 +17,10 @@ import ast
 import collections
 import difflib
 import functools
-import glob
 import itertools
 import json
 import os
+import pathlib
 import queue
 import re
 import resource
@@ -1131,8 +1131,7 @@ def read_rollouts(file: str) -> Iterator[Rollout]:
     Raises ValueError if the file is missing or empty, or if a line is not a rollout; the message
     names the line.
     """
-    in_folder = os.path.join(glob.escape(file), "**", "[0-9]*.jsonl")
-    traces = sorted(glob.glob(in_folder, recursive=True))
+    traces = sorted(pathlib.Path(file).rglob("[0-9]*.jsonl"))
     if traces:
         raise ValueError(f"{file} is a folder: name a file in it, such as {traces[-1]}")
     if not os.path.isfile(file) or not os.path.getsize(file):
@@ -1352,10 +1351,9 @@ class ConductorHandler(Handler):
     def page(self, path: str):
         """Return the content at a path: the web page, its data, or what the base class serves."""
         service = self.server.service
-        file = os.path.join(ASSETS, "page.html")
-        if path == "/" and os.path.exists(file):
-            with open(file, "rb") as f:
-                return f.read()
+        if path == "/":
+            with open(os.path.join(ASSETS, "page.html"), "rb") as file:
+                return file.read()
         content = run_page(service.run, path) if service.run else None
         return super().page(path) if content is None else content
 
@@ -1496,7 +1494,7 @@ class ConductorHandler(Handler):
             # If a worker conducts, the budget also pays for its calls, but this cost excludes them.
             cost = "unknown cost" if last.cost is None else f"${last.cost:.4f} for the steps"
             parts += [f"{last.calls} steps", f"{seconds:.1f} s", cost]
-        budget = getattr(self.server.service.pool[0], "budget", None)
+        budget = self.server.service.pool[0].budget
         if budget:
             parts.append(f"${budget.left:.4f} left")
         # Do not use `print`: it writes the newline separately, so two threads' lines could mix.
@@ -1595,21 +1593,14 @@ def conductor_server(
     return server
 
 
-def allow_open_files(wanted: int):
-    """Raise the limit on open files, often 1,024, to `wanted` or as far as the system allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
 def serve(settings: "Settings", service: Service):
     """Serve a Conductor until Ctrl-C is pressed."""
     if settings.run and not os.path.exists(os.path.join(settings.run, "settings.json")):
         raise ValueError(f"--run={settings.run}: no training run wrote its settings.json there")
-    # Each connection, to a client or to a worker, is an open file.
-    allow_open_files(4 * (CONDUCTING + WAITING))
+    # Each connection, to a client or to a worker, is an open file. Raise the limit, often 1,024, as
+    # far as the system allows.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     key = os.environ.get("CONDUCTOR_API_KEY", "").strip()
     server = conductor_server(service, settings.port, settings.host, key)
     host = f"[{settings.host}]" if ":" in settings.host else settings.host

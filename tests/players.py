@@ -11,6 +11,7 @@ class Player:
     """A worker that computes its answer from its messages, and records every call."""
 
     note = ""
+    budget = None
 
     def __init__(self, name, answer, **params):
         self.name = name
