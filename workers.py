@@ -119,8 +119,8 @@ class Worker:
         self.code = ""  # for a Python function, HASH_OF_ITS_FILE:NAME; part of Replay's keys
         if self.protocol == "python":
             self.run_function = load_function(self.function)
-            path, _, name = self.function.rpartition(":")
-            self.code = f"{file_hash(path)}:{name}"
+            file, _, function_name = self.function.rpartition(":")
+            self.code = f"{file_hash(file)}:{function_name}"
         self.slots = threading.Semaphore(self.concurrency)
 
         path, self.write_request, self.read_reply = PROTOCOLS[self.protocol]
