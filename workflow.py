@@ -991,8 +991,11 @@ def worker_writer(worker, prompting: Prompting):
     The worker was not trained on the pool, so its prompt shows the workers' names and notes. As in
     the paper, its token limit is doubled, up to 8,192. A limit that already exceeds 8,192 is kept.
     """
-    limits = {name: n for name, n in worker.params.items() if name in LIMITS}
-    doubled = {name: max(n, min(2 * n, 8192)) for name, n in limits.items()}
+    doubled = {
+        name: max(limit, min(2 * limit, 8192))
+        for name, limit in worker.params.items()
+        if name in LIMITS
+    }
 
     def write_one(rollout: Rollout) -> Rollout:
         chat = conductor_chat(rollout, prompting, with_names=True)
@@ -1470,7 +1473,7 @@ class ConductorHandler(Handler):
                 # Some proxies replace the body of a 502, so the client would not see the sentence.
                 # Start the stream instead (with status 200), which then carries the error.
                 self.send_comment("the workflow failed")
-            raise Refusal(status, sentence, code, {"x-should-retry": "false"})
+            raise Refusal(status, sentence, code)
 
         prompt_tokens = sum(reply.prompt_tokens for reply in last.all_replies)
         usage = {
@@ -1499,7 +1502,6 @@ class ConductorHandler(Handler):
             parts.append(f"${budget.left:.4f} left")
         # Do not use `print`: it writes the newline separately, so two threads' lines could mix.
         sys.stderr.write(printable(", ".join(parts)) + "\n")
-        sys.stderr.flush()
 
 
 def event_of(rollout: Rollout, i: int, reply: Reply | None = None) -> dict:
