@@ -158,6 +158,18 @@ def test_an_error_appears_in_the_box_of_the_step_that_failed(browser):
     assert failed.startswith("1: away") and "nobody answers" in failed
 
 
+def test_a_step_of_a_lost_second_round_waits_no_longer_than_the_answer(browser):
+    pool = [POOL[0], Player("away", lost)]
+    with served(pool, [(0, "Plan it.", [])], [(1, "Solve it.", [])]) as url:
+        browser.open(url)
+        browser.wait_for("document.querySelector('#model').options.length > 1")
+        browser.run("document.querySelector('#model').value = 'conductor-recursive'")
+        browser.type("#question", ENTER)
+        browser.wait_for("document.querySelector('#answer .answer') !== null")
+        boxes = browser.run("[...document.querySelectorAll('.box')].map(box => box.className)")
+    assert boxes == ["box", "box failed"]
+
+
 def test_the_page_asks_for_a_key_and_keeps_it_in_memory_only(browser):
     with served(POOL, CHAIN, api_key="sesame") as url:
         browser.open(url)
