@@ -599,7 +599,7 @@ def read_list(text: str, start: int) -> tuple[list | str, int]:
 
     end = token.end()
     if depth:
-        return "the list is not closed", end
+        return "the list is not closed, or it is nested too deeply", end
     if COMPUTED.match(text, end):
         return "the list is computed; write it out", end
     try:
@@ -1659,7 +1659,7 @@ def show_words(words: list[str], examples: bool) -> str:
     if not words or len(words) > 2 and not examples:
         raise ValueError(f"show takes a FILE of traces and perhaps a line's number; {QUOTES}")
     if examples:
-        rollouts = [*itertools.chain.from_iterable(map(read_rollouts, words))]
+        rollouts = [rollout for file in words for rollout in read_rollouts(file)]
         return json.dumps({"own": choose_examples(rollouts)}, indent=1, ensure_ascii=False)
     return show(*words)
 
