@@ -130,10 +130,9 @@ class Worker:
             self.own_headers[name.lower()] = value
         self.route = once(self.find_route)
 
-        self.lock = threading.Lock()  # guards the next three sums, which include replayed calls
+        self.lock = threading.Lock()  # guards the next two sums, which include replayed calls
         self.calls = 0
-        self.spent = 0.0  # dollars
-        self.unpriced = 0  # number of calls whose cost is unknown
+        self.spent = 0.0  # dollars; None as soon as a call's cost is unknown
 
     def chat(self, messages: list[dict], call_id: str = "", **overrides) -> Reply:
         """Send a chat to the worker and return its reply.
@@ -168,8 +167,8 @@ class Worker:
 
         with self.lock:
             self.calls += 1
-            self.spent += reply.cost or 0.0
-            self.unpriced += reply.cost is None
+            is_known = None not in (self.spent, reply.cost)
+            self.spent = self.spent + reply.cost if is_known else None
         return reply
 
     def send(self, messages: list[dict], params: dict) -> Reply:

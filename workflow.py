@@ -1737,9 +1737,8 @@ def answer(asked: Rollout, write, prompting: Prompting, extra_rounds: int):
     print(view(rollout), flush=True)
     calls = sum(worker.calls for worker in asked.pool)
     if calls > rollout.calls:  # A worker conducted. Also print the totals with its calls.
-        spent = sum(worker.spent for worker in asked.pool)
-        is_unknown = any(worker.unpriced for worker in asked.pool)
-        cost = "unknown cost" if is_unknown else f"${spent:.4f}"
+        spent = [worker.spent for worker in asked.pool]
+        cost = "unknown cost" if None in spent else f"${sum(spent):.4f}"
         print(f"with the Conductor's: {calls} calls, {cost}", flush=True)
     sys.exit("the workflow failed" if rollout.error or rollout.invalid else 0)
 
