@@ -1386,7 +1386,10 @@ class ConductorHandler(Handler):
             self.log(body["model"], outcome, last, time.monotonic() - started)
 
     def question(self, messages: list[dict]) -> Rollout:
-        """Return a rollout of the last user message, with all other messages as its context."""
+        """Return a rollout of the last user message, with the other messages as its context.
+
+        Assistant messages after it are left out: they begin an answer, which is written anew.
+        """
         service = self.server.service
         users = [i for i, message in enumerate(messages) if message["role"] == "user"]
         if not users:
@@ -1394,12 +1397,13 @@ class ConductorHandler(Handler):
         last = users[-1]
         if not messages[last]["content"].strip():
             raise Refusal(400, "messages: the last user message is empty")
+        later = [message for message in messages[last + 1 :] if message["role"] == "system"]
         return Rollout(
             messages[last]["content"],
             service.pool,
             service.workers,
             number=next(service.numbers),
-            context=messages[:last] + messages[last + 1 :],
+            context=messages[:last] + later,
         )
 
     def conduct_and_stream(self, asked: Rollout) -> Rollout:

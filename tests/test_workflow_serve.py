@@ -71,11 +71,15 @@ def test_the_question_is_the_last_user_message_and_the_others_are_its_context():
         {"role": "assistant", "content": "You."},
     ]
     question = {"role": "user", "content": [{"type": "text", "text": "Why?"}]}
+    begun = {"role": "assistant", "content": "Because"}  # "Continue Response" sends this
+    later = {"role": "system", "content": "Hurry."}
     with served([Player("a", lambda m: seen.append(m) or "b")], write=write) as url:
         assert post(url, messages=[*turns, question]).status_code == 200
+        assert post(url, messages=[*turns, question, later, begun]).status_code == 200
         refused = post(url, messages=turns[:1])
     asked = {"role": "user", "content": "Question:\nWhy?\n\nYour task:\nGo on."}
-    assert contexts == [turns] and seen == [[*turns, asked]]
+    assert contexts == [turns, [*turns, later]]
+    assert seen == [[*turns, asked], [*turns, later, asked]]
     assert refused.status_code == 400 and "user message" in refused.json()["error"]["message"]
 
 
