@@ -72,17 +72,14 @@ def sorting_problems() -> list[evaluation.Problem]:
     return problems
 
 
-def with_note(worker: workers.Worker, note: str) -> workers.Worker:
-    worker = copy.copy(worker)
-    worker.note = note
-    return worker
-
-
 def reworded(worker: workers.Worker, test: str) -> workers.Worker:
+    """Return a copy of a worker with its note in the words of a test."""
     for_trade, for_generalist = WORDINGS[test]
     orders = [f'"{order}"' for order in workers.TRADES.get(worker.name, ("", {}))[1]]
     wording = for_trade if orders else for_generalist
-    return with_note(worker, wording.format(orders=" or ".join(orders), name=worker.name))
+    worker = copy.copy(worker)
+    worker.note = wording.format(orders=" or ".join(orders), name=worker.name)
+    return worker
 
 
 def pool_for(problem: evaluation.Problem, test: str, pool: list, fifth: workers.Worker) -> list:

@@ -139,13 +139,18 @@ def test_markup_in_a_reply_is_shown_as_text(browser):
     assert shown == POOL[2].answer([])
 
 
+def ask_recursively(browser, url: str):
+    """Choose the Conductor that may write a second round, ask a question, and await the answer."""
+    browser.open(url)
+    browser.wait_for("document.querySelector('#model').options.length > 1")
+    browser.run("document.querySelector('#model').value = 'conductor-recursive'")
+    browser.type("#question", ENTER)
+    browser.wait_for("document.querySelector('#answer .answer') !== null")
+
+
 def test_a_second_round_stands_below_the_first(browser):
     with served(POOL, CHAIN, [(1, "Solve it again.", [])], []) as url:
-        browser.open(url)
-        browser.wait_for("document.querySelector('#model').options.length > 1")
-        browser.run("document.querySelector('#model').value = 'conductor-recursive'")
-        browser.type("#question", ENTER)
-        browser.wait_for("document.querySelector('#answer .answer') !== null")
+        ask_recursively(browser, url)
         heads = browser.run("[...document.querySelectorAll('#rounds h2')].map(h => h.textContent)")
     assert heads == ["Workflow", "Round 2"]
 
@@ -161,11 +166,7 @@ def test_an_error_appears_in_the_box_of_the_step_that_failed(browser):
 def test_a_step_of_a_lost_second_round_waits_no_longer_than_the_answer(browser):
     pool = [POOL[0], Player("away", lost)]
     with served(pool, [(0, "Plan it.", [])], [(1, "Solve it.", [])]) as url:
-        browser.open(url)
-        browser.wait_for("document.querySelector('#model').options.length > 1")
-        browser.run("document.querySelector('#model').value = 'conductor-recursive'")
-        browser.type("#question", ENTER)
-        browser.wait_for("document.querySelector('#answer .answer') !== null")
+        ask_recursively(browser, url)
         boxes = browser.run("[...document.querySelectorAll('.box')].map(box => box.className)")
     assert boxes == ["box", "box failed"]
 
