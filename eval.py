@@ -560,7 +560,7 @@ class System(NamedTuple):
     # runs once with each worker, and each run has its own table row.
     needs: tuple = ()
     calls: float = 1  # the estimated calls per question; 0: one call to each worker in the pool
-    calls_to_learn: int = 0  # the estimated calls for learning
+    calls_to_learn: int = 0  # the estimated calls to learn, for each benchmark
     after: tuple = ()  # names of the systems that must run before this one
 
 
@@ -1138,9 +1138,10 @@ def progress(what: str, items: Sequence) -> tqdm:
 
 # ---- Graders ------------------------------------------------------------------------------------
 #
-# Grading takes four steps: find the answer in the response, normalize the spelling of the answer
-# and of the gold answer, split both into parts, and compare the values of the parts. An answer that
-# can be read in several ways matches only the identical text. Answers are parsed, never executed.
+# The math and short graders take four steps: find the answer in the response, normalize the
+# spelling of the answer and of the gold answer, split both into parts, and compare the values of
+# the parts. An answer that can be read in several ways matches only the same spelling. Only the
+# code and unittest graders run anything, and they do so in the sandbox; all others parse.
 
 LONGEST = 1000  # characters; a longer answer matches only the identical text
 
@@ -1296,8 +1297,11 @@ def commitments(response: str) -> tuple[str | None, list[str]]:
 
 
 def final_answer(response: str) -> str:
-    r"""Return the text of the answer: the last \boxed{} or <answer>, else the last claim, else the
-    last line if it has fewer than 100 characters, else ""."""
+    r"""Return the text of the answer, without a reason that follows it and without a full stop.
+
+    It is the last text that the response commits to (see commitments). Without any, it is the last
+    line, or "" if that line has 100 characters or more.
+    """
     _, texts = commitments(response)
     if not texts:
         last_line = solutions(response[-LONGEST:].split("\n")[::-1])
@@ -1901,7 +1905,7 @@ def repeats_formula(answer: str, question: str, gold: str) -> bool:
     )
     texts = [normalize(re.sub(r"^\s*\w\s*=", "", text)) for text in (answer, question, gold)]
     mine, asked, wanted = [" ".join(["", *re.findall(operand, text), ""]) for text in texts]
-    # A formula has two operands or more, or a command, or a factorial.
+    # Only an answer with at least two operands, a command or a factorial counts as a formula.
     is_formula = mine.count(" ") > 2 or re.search(r"[\\!]", mine)
     has_operator = re.search(r"[-+*/^\\!]", answer)
     return bool(is_formula and has_operator) and mine in asked and mine != wanted

@@ -364,9 +364,8 @@ def attend_in_turn(q, k, v, lengths: list[int], n_seen: list[int]):
     y = []
     for (pieces, length, n), *qkv in zip(batches, q_parts, k_parts, v_parts):
         qkv = [x.unflatten(0, (pieces, -1)).transpose(1, 2) for x in qkv]  # (pieces, …, D)
-        # A piece's last token attends to all n keys. is_causal=True would instead let its first
-        # token attend to the first key only. A tensor as the mask would select a kernel that takes
-        # quadratic memory.
+        # Align the causal mask so that a piece's last token attends to all n keys. is_causal=True
+        # would align the first token with the first key.
         mask = causal_lower_right(length, n)
         part = F.scaled_dot_product_attention(*qkv, mask, enable_gqa=True)
         y.append(part.transpose(1, 2).flatten(0, 1))

@@ -744,8 +744,8 @@ class Tokenizer:
     """A Hugging Face tokenizer.json with its chat template (ChatML or Llama 3).
 
     len(tokenizer) is the largest id plus one; a model's vocab_size may be larger. `eos_id` is the
-    token that ends a turn of a chat. Generation stops at any of `end_ids`: for instance, a base
-    model ends a text with <|endoftext|>.
+    token that ends a turn of a chat. Generation stops at any of `end_ids`, because not every text
+    ends with that token: a base model's ends with <|endoftext|>.
 
     Text is never encoded as a control token. Only `chat` inserts control tokens, so a question or a
     worker's reply that contains the text <|im_end|> cannot end its own turn.

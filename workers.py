@@ -88,7 +88,8 @@ class Reply:
     completion_tokens: int  # including reasoning tokens; 0 if unknown
     cost: float | None  # dollars; None if unknown
     seconds: float = 0.0  # duration of the attempt that succeeded
-    finish: str = "stop"  # why the text ends, in the provider's words; "length": it was cut off
+    # Why the text ends, in the provider's words; but "length" always means that it was cut off.
+    finish: str = "stop"
 
 
 @dataclass
@@ -938,7 +939,11 @@ UNLIMITED = Budget(float("inf"))
 
 
 def highest_cost(entry: dict, params: dict, body: dict) -> float:
-    """Return a call's maximum cost in dollars, or inf if it has no price or no token limit."""
+    """Return a call's maximum cost in dollars: 0 if the worker is free.
+
+    The maximum is inf if the worker's price is unknown or its output is unlimited. A Python
+    function without a price is free.
+    """
     price = entry.get("price") or ([0, 0] if entry["protocol"] == "python" else None)
     if price and not any(price):
         return 0.0
@@ -1620,7 +1625,8 @@ class Server(ThreadingHTTPServer):
         except RuntimeError:  # The system allows no more threads.
             with contextlib.suppress(OSError):
                 request.settimeout(1)
-                request.recv(1 << 16)  # If we read nothing, the client may miss the answer.
+                # Closing a connection with unread data resets it, and the answer could get lost.
+                request.recv(1 << 16)
                 request.sendall(
                     b"HTTP/1.1 503 Service Unavailable\r\n"
                     b"Retry-After: 5\r\n"

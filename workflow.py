@@ -111,7 +111,7 @@ class Rollout:
     # Each step's reply; None: the call failed or was not made.
     replies: list[Reply | None] = field(default_factory=list)
     error: str | None = None  # why the rollout is lost
-    seconds: float = 0.0  # the time from the finished workflow text to the verdict
+    seconds: float = 0.0  # from the moment when the workflow was written to the verdict
 
     # The verdict
     right: bool | None = None  # False also if `written` is invalid; None: lost or not judged

@@ -488,7 +488,7 @@ def draw_evaluations(words: list[str]) -> str:
             values = [row[key] for row in rows.values()]
             if None not in values and any(values):
                 cost = key
-        title = named(benchmark)[0]  # a benchmark may be a user's file
+        title = named(benchmark)[0]  # of a user's file, only the last part
         axes = figure.add_subplot(height, columns, number, title=title, xlabel=f"{cost} a question")
         ends = []
         for name, row in rows.items():

@@ -1,6 +1,7 @@
 """Problems of the laptop world, of benchmarks and of users' files, compared with expected problems.
 
-Benchmarks come from a local server that answers as Hugging Face documents its hub and its viewer.
+Benchmarks come from a local server that imitates Hugging Face's hub and dataset viewer, as their
+documentation describes them.
 """
 
 import base64
@@ -287,7 +288,8 @@ def test_prepare_asks_twice_and_keeps_what_can_teach(hub, tmp_path, monkeypatch,
     assert re.search(r"problems that can teach +100.0\n", printed)
     assert len(load("paper", "train")) == 4
 
-    # If a worker is right in only one of two tries, it was lucky: the problem cannot teach.
+    # One right answer in two tries counts as luck. No other worker is ever right here, so no problem
+    # can teach.
     prepare(pool("lucky", "lost"))
     printed = capsys.readouterr().out
     assert re.search(

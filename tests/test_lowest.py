@@ -1,6 +1,6 @@
-"""The lowest versions that requirements.txt allows, installed beside the present torch.
+"""Tests of the lowest versions that requirements.txt allows, with the torch that is installed.
 
-With them, every file can be imported, and a local worker answers.
+The seven main files can be imported, and a local worker answers.
 """
 
 import os

@@ -642,7 +642,7 @@ CHATS = [
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("model_type", STYLES)
 def test_chat_equals_the_template_in_transformers(model_type, chat, tmp_path):
-    """Conversations have transformers' ids, and its generate stops at the end of a turn."""
+    """`chat` returns the ids of transformers' template, and the end tokens are saved for it."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     ours = Tokenizer(bpe(STYLES[model_type]), model_type)
     ours.save_pretrained(str(tmp_path))

@@ -304,7 +304,7 @@ class TestCases(unittest.TestCase):
         # The prompt, which contains the import, is put before the code.
         (RIGHT.removeprefix("from collections import Counter\n"), ""),
         (RIGHT + "\nprint(task_func(['a']))\nif __name__ == '__main__':\n    1 / 0", ""),
-        ("pass", "TypeError"),  # pass becomes the body of the prompt's function
+        ("pass", "TypeError"),  # defines nothing, so the prompt's empty function is tested
         (RIGHT.replace("if n < 1", "if n < 0"), "test_case_2"),
         # one of two subtests fails
         (RIGHT.replace("most_common(n)", "most_common(2)"), "test_case_4"),

@@ -142,7 +142,10 @@ def test_logprobs_are_those_of_a_full_forward(settings):
     "settings", [dict(), dict(temperature=2.0), dict(temperature=0.5, n_ids=7)], ids=str
 )
 def test_frequencies_fit_a_plain_sampler(settings):
-    """Pairs of tokens are as frequent as they are probable: steps and rollouts are independent."""
+    """Each pair of tokens occurs about as often as its probability predicts.
+
+    So the random draws are independent across steps and rollouts.
+    """
     model, [prompt] = tiny(vocab=9), make(4, vocab=9)
     [rollouts] = generate(model, [prompt], n=4000, max_new_tokens=2, seed=3, **settings)
     first = full_logprobs(model, prompt, [], **settings)[0].exp().tolist()

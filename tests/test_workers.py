@@ -809,7 +809,8 @@ def test_a_budget_is_never_passed():
         ([http(b"{", 201)], 0.99),
         ([http({"error": {"message": "x", "code": 503}}, 202), http(GOOD)], 0.99 - 20e-6),
         ([http(answer(usage=None))], 0.99),
-        # OpenRouter does not bill an answer that failed midway, but may bill an error in a reply.
+        # OpenRouter does not charge for an answer that failed midway, but it may charge for a reply
+        # that consists only of an error.
         ([http(answer("Bec", "error")), http(GOOD)], 1 - 20e-6),
         ([http({"error": {"message": "x", "code": 503}}), http(GOOD)], 0.99 - 20e-6),
     ],

@@ -87,7 +87,7 @@ def request(body, version=b"1.1"):
 
 
 def raw(url, data):
-    """Return everything that the server answers to these bytes."""
+    """Send raw bytes to a server, and return everything that it sends back."""
     with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=60) as conn:
         conn.sendall(data)
         conn.shutdown(socket.SHUT_WR)
