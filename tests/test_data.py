@@ -288,8 +288,8 @@ def test_prepare_asks_twice_and_keeps_what_can_teach(hub, tmp_path, monkeypatch,
     assert re.search(r"problems that can teach +100.0\n", printed)
     assert len(load("paper", "train")) == 4
 
-    # One right answer in two tries counts as luck. No other worker is ever right here, so no problem
-    # can teach.
+    # One right answer in two tries counts as luck. No other worker is right here, so no problem can
+    # teach.
     prepare(pool("lucky", "lost"))
     printed = capsys.readouterr().out
     assert re.search(
