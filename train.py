@@ -354,7 +354,6 @@ class Call(NamedTuple):
 Groups = list[list[Rollout]]
 
 GO_ON = "--resume goes on, and asks only for what is missing."
-MORE_MONEY = f"{GO_ON} It needs another --budget=DOLLARS."
 
 
 # ---- The run ------------------------------------------------------------------------------------
@@ -441,9 +440,9 @@ def collect_rollouts(run: Run, settings: Settings, iteration: int) -> tuple[Grou
 
 
 def find_reason_to_stop(run: Run, groups: Groups, calls: list[Call]) -> str:
-    """Return why the run must stop instead of learning from this iteration, or "".
+    """Return why the run must stop instead of using these rollouts, or "".
 
-    All ranks call this. The run stops if the budget is spent, if a worker no longer answers, or if
+    `calls` are this rank's calls. All ranks call this. The run stops if the budget is spent, if a worker no longer answers, or if
     three quarters of the rollouts are lost, because the next iterations would fare no better. An
     occasional failed call does not stop the run, because only one rollout is lost.
     """
@@ -455,7 +454,9 @@ def find_reason_to_stop(run: Run, groups: Groups, calls: list[Call]) -> str:
     errors = [r.error for r in rollouts if r.error]
 
     if budget_is_spent(run):
-        reason_to_stop = "the budget is spent"
+        reason_to_stop = (
+            "the budget is spent (--resume may spend as much again, or another --budget=DOLLARS)"
+        )
     elif gone:
         reason_to_stop = f"the last eight calls of {', '.join(gone)} all failed"
     elif len(errors) >= 0.75 * len(rollouts):
@@ -474,10 +475,9 @@ def save_and_leave(run: Run, settings: Settings, iteration: int, reason_to_stop:
     state = Path(settings.out, f"checkpoints/{iteration:05d}/state")
     if not on_rank0(state.exists):
         save(run, settings, iteration)
-    advice = MORE_MONEY if budget_is_spent(run) else GO_ON
     leave(
         f"stopped in iteration {iteration + 1}, which is not learned, with a checkpoint: "
-        f"{reason_to_stop}. {advice}"
+        f"{reason_to_stop}. {GO_ON}"
     )
 
 
@@ -1110,7 +1110,8 @@ def measure_held_out(run: Run, settings: Settings, done: int):
     The accuracy is stored as `held_out` in the last line of metrics.jsonl. Does nothing if it is
     already there, if no checkpoint is due after `done` iterations, or if there are no held-out
     problems. Also does nothing after the last iteration, because `print_results` measures the last
-    checkpoint. If the budget runs out, the run stops, and --resume measures the checkpoint again.
+    checkpoint. If the budget is spent or most answers are lost, the run stops, and --resume
+    measures the checkpoint again.
     """
     file = Path(settings.out, "metrics.jsonl")
     *lines, last = on_rank0(lambda: file.read_text().splitlines()) or ["{}"]
@@ -1121,8 +1122,9 @@ def measure_held_out(run: Run, settings: Settings, done: int):
         return
     problems = run.test[:N_TEST_AT_CHECKPOINT]
     answered = conduct_problems(run, problems, settings, f"test:{done - 1}")
-    if budget_is_spent(run):
-        leave(f"the budget is spent: stopped after iteration {done}. {MORE_MONEY}")
+    reason_to_stop = find_reason_to_stop(run, [answered], [])
+    if reason_to_stop:
+        leave(f"stopped after iteration {done}: {reason_to_stop}. {GO_ON}")
     metrics["held_out"] = evaluation.measure(answered)["accuracy"]
     on_rank0(lambda: replace_file(file, [*lines, json.dumps(metrics)]))
     if settings.wandb and dist.get_rank() == 0:
@@ -1131,8 +1133,8 @@ def measure_held_out(run: Run, settings: Settings, done: int):
 
 
 def count_right(answered: list[Rollout]) -> str:
-    n_right = sum(r.right is True for r in answered)
-    return f"{n_right} of {len(answered)} problems are right"
+    known = [r.right for r in answered if r.right is not None]
+    return f"{sum(known)} of {len(known)} problems are right"
 
 
 def conduct_problems(run: Run, problems: list, settings: Settings, name: str) -> list[Rollout]:
@@ -1152,7 +1154,7 @@ def conduct_problems(run: Run, problems: list, settings: Settings, name: str) ->
     pools = [run.pool] * len(mine)
     if settings.shuffle:  # each problem gets the whole pool, in an order that its id determines
         pools = [random.Random(p.id).sample(run.pool, len(run.pool)) for p in mine]
-    rollouts = all_gather([strip(r) for r in system(mine, pools, name)])
+    rollouts = all_gather([strip(r) for r in on_all_ranks(lambda: system(mine, pools, name))])
     return [replace(rollout, problem=problem) for rollout, problem in zip(rollouts, problems)]
 
 
@@ -1167,21 +1169,20 @@ def print_results(run: Run, settings: Settings):
         answered = conduct_problems(run, run.test, settings, "test:shuffled")
         print0(f"each with a pool in an order of its own: {count_right(answered)}")
     dollars_left = sum(all_gather([run.pool[0].budget.left if settings.budget else 0.0]))
-    if dist.get_rank() == 0 and settings.n_test:
+    if settings.n_test:
         system = f"no-{settings.ablate}" if settings.ablate else "conductor"
-        evaluation.compare_systems(
-            evaluation.Settings(
-                systems=f"{system},workers,random",
-                benchmarks=settings.data,
-                checkpoint=f"{settings.out}/checkpoint",
-                budget=dollars_left,
-                pool=settings.pool,
-                limit=settings.n_test,
-                extra_rounds=int(settings.recursion),
-                replay=f"{settings.out}/replies",
-                out=f"{settings.out}/test.json",
-            )
+        measured = evaluation.Settings(
+            systems=f"{system},workers,random",
+            benchmarks=settings.data,
+            checkpoint=f"{settings.out}/checkpoint",
+            budget=dollars_left,
+            pool=settings.pool,
+            limit=settings.n_test,
+            extra_rounds=int(settings.recursion),
+            replay=f"{settings.out}/replies",
+            out=f"{settings.out}/test.json",
         )
+        on_rank0(lambda: evaluation.compare_systems(measured))
 
 
 # ---- What a run needs ---------------------------------------------------------------------------
@@ -1603,7 +1604,7 @@ def on_all_ranks(job: Callable):
     error = None
     try:
         result = job()
-    except (OSError, ValueError, WorkerError) as e:
+    except (OSError, ValueError, WorkerError, SystemExit) as e:
         error = str(e)
         if getattr(e, "errno", None) == errno.ENOSPC:
             error = f"the disk is full: {e}. Free some of it; {GO_ON}"

@@ -38,6 +38,7 @@ from train_runs import (
     trained,
     weights,
 )
+from workflow import Rollout
 
 
 def test_a_run_killed_in_every_phase_ends_with_the_same_weights(tmp_path):
@@ -390,25 +391,51 @@ def test_a_torn_line_of_metrics_says_what_to_do(tmp_path):
     assert file.read_text() == second
 
 
-def test_what_the_budget_did_not_measure_is_measured_when_the_run_goes_on(tmp_path, monkeypatch):
-    """The budget ended while the checkpoint that was saved after iteration 1 was measured."""
+def test_what_was_not_measured_is_measured_when_the_run_goes_on(tmp_path, monkeypatch, capsys):
+    """An API key expired while the checkpoint that was saved after iteration 1 was measured."""
     file = tmp_path / "metrics.jsonl"
     lines = [{"iteration": i, "loss": i / 7, "held_out": None} for i in range(2)]
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     settings = Settings(out=str(tmp_path), iterations=4, save_every=2)
-    run = SimpleNamespace(test=["a problem"])
-    monkeypatch.setattr(module, "conduct_problems", lambda *_: [SimpleNamespace(right=True)])
-    monkeypatch.setattr(module.evaluation, "measure", lambda _: {"accuracy": 0.75})
-    monkeypatch.setattr(module, "budget_is_spent", lambda run: False)
-    with one_rank():
-        module.measure_held_out(run, settings, 1)  # no checkpoint is due after one iteration
-        assert [json.loads(line) for line in lines_of(file)] == lines
-        module.measure_held_out(run, settings, 2)
-        lines[1]["held_out"] = 0.75
-        assert [json.loads(line) for line in lines_of(file)] == lines
+    run = SimpleNamespace(test=["a problem"], pool=[SimpleNamespace(budget=None)])
+    right = Rollout("q", problem=problems()[0], right=True)
+    lost = Rollout("q", problem=problems()[0], error="HTTP 401")
 
-        monkeypatch.setattr(module, "conduct_problems", lambda *_: pytest.fail("it is measured"))
-        module.measure_held_out(run, settings, 2)
+    def measure(done, *rollouts):
+        with one_rank():
+            monkeypatch.setattr(module, "conduct_problems", lambda *_: [*rollouts])
+            module.measure_held_out(run, settings, done)
+
+    measure(1, right)  # no checkpoint is due after one iteration
+    with pytest.raises(SystemExit, match="3 of 4 rollouts were lost.*HTTP 401.*--resume"):
+        measure(2, right, lost, lost, lost)
+    assert [json.loads(line) for line in lines_of(file)] == lines
+    measure(2, right, right, lost, lost)
+    assert "held out: 2 of 2 problems are right" in capsys.readouterr().out
+    lines[1]["held_out"] = 1.0
+    assert [json.loads(line) for line in lines_of(file)] == lines
+    measure(2, lost)  # It has already been measured.
+
+
+def test_a_fault_that_only_held_out_problems_show_is_a_sentence(monkeypatch):
+    def fail(*_):
+        raise ValueError("the grader failed on mine/3")
+
+    def spend(*_):
+        raise SystemExit("the budget is spent")
+
+    run = SimpleNamespace(pool=[], prompting=None, model=None, tokenizer=None)
+    for name in ("whole_copy", "model_writer"):
+        monkeypatch.setattr(module, name, lambda *_, **more: None)
+    monkeypatch.setattr(module.evaluation, "conductor", lambda *_, **more: fail)
+    with one_rank(), pytest.raises(SystemExit, match="the grader failed on mine/3"):
+        module.conduct_problems(run, problems()[:2], Settings(), "test")
+
+    for job, sentence in ((fail, "the grader failed"), (spend, "the budget is spent")):
+        monkeypatch.setattr(module.evaluation, "compare_systems", job)
+        run.pool = [SimpleNamespace(budget=None)]
+        with one_rank(), pytest.raises(SystemExit, match=sentence):
+            module.print_results(run, Settings(out="out"))
 
 
 def test_a_full_disk_is_a_sentence(tmp_path):
