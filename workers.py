@@ -235,7 +235,8 @@ class Worker:
 
         def run():
             try:
-                future.set_result(self.run_function(messages))
+                # Pass copies, because a function may change the messages that it gets.
+                future.set_result(self.run_function([{**message} for message in messages]))
             except Exception as e:
                 future.set_exception(e)
 

@@ -464,6 +464,25 @@ def give_up(messages): raise TimeoutError
 """
 
 
+def test_a_function_cannot_change_the_callers_messages(tmp_path):
+    """Agents append to the messages that they get; the next attempt or worker must not see that."""
+    (tmp_path / "tools.py").write_text(
+        "def agent(messages):\n"
+        "    messages[0]['content'] += ' Because.'\n"
+        "    messages.append(messages[0])\n"
+        "    if not seen: seen.append(1); raise ConnectionError\n"
+        "    return str(messages)\n"
+        "seen = []\n"
+    )
+    row = {"protocol": "python", "function": "tools.py:agent", "timeout": QUICK}
+    [one] = load_pool(pool_file(tmp_path, row))
+    chat = [{"role": "user", "content": "Why?"}]
+    assert (
+        ast.literal_eval(one.chat(chat).text) == [{"role": "user", "content": "Why? Because."}] * 2
+    )
+    assert chat == [{"role": "user", "content": "Why?"}]
+
+
 @pytest.mark.parametrize(
     "name, says",
     [
