@@ -660,7 +660,7 @@ FIELDS = {
         r'\{(?!.*"(n|stream)":).*\}',
         "an object without n and stream: a call gives one whole reply",
     ),
-    "headers": (r'\{("[^"]*": "[^"]*"(, )?)*\}', "an object of texts"),
+    "headers": (rf"\{{({TEXT}: {TEXT}(, )?)*+\}}", "an object of texts"),
     "price": (rf"\[{NUMBER}, {NUMBER}\]", "[input, output], dollars per million tokens"),
     "concurrency": (r"[1-9]\d{0,5}", "a whole number above 0"),
     "attempts": (r"[1-9]\d{0,5}", "a whole number above 0"),

@@ -46,6 +46,7 @@ QUICK = 3  # a timeout in seconds, so short that the pauses between attempts beg
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
     monkeypatch.setenv("PLANTED", KEY)
+    monkeypatch.setenv("BLANK", " ")
     for name in ("http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
@@ -905,6 +906,7 @@ def test_a_bad_field_is_named_with_its_worker_and_not_shown(change, field, tmp_p
         tmp_path, {**free, "name": "good", "timeout": None}, {**free, "name": "bad", **change}
     )
     with pytest.raises(ValueError, match=f"pool.json:\nbad: .*{field}") as caught:
+        ({"api_key_env": "BLANK"}, r"\$BLANK is not set"),
         load_pool(spec, budget=1.0)
     assert KEY not in str(caught.value) and "good" not in str(caught.value)
 
@@ -953,6 +955,16 @@ def test_what_is_no_pool(text, tmp_path):
         ({"protocol": "openai", "function": "tools.py:f"}, ["base_url", "model"]),
         ({"protocol": "python"}, ["function"]),
         ({}, ["protocol", "base_url", "model"]),
+def test_a_header_may_hold_quotes(tmp_path):
+    """Some gateways take their configuration as JSON in a header."""
+    headers = {"x-portkey-config": '{"provider": "openai", "path": "a\\b"}', "x-title": "ours"}
+    with OddServer(http(GOOD)) as server:
+        row = {**RIGHT, "base_url": server.url, "headers": headers}
+        load_pool(pool_file(tmp_path, row))[0].chat(CHAT)
+    [(_, head, _)] = server.requests
+    assert f"x-portkey-config: {headers['x-portkey-config']}\r\n" in head
+
+
     ],
 )
 @pytest.mark.parametrize("budget", [0.0, 1.0])
