@@ -298,14 +298,14 @@ class Worker:
         return max(0.0, failure.wait or 0.0) + backoff * jitter.uniform(0.5, 1)
 
     def without_secrets(self, text: str, api_key: str) -> str:
-        """Return a text as one line of at most 400 characters, with keys and headers masked.
+        """Return a text as one line of at most 400 characters, with keys masked.
 
-        Their long words are masked, too: a server may echo KEY without the "Bearer" before it.
+        Besides the API key, this masks each long word of a header, such as KEY in "Bearer KEY".
         """
         line = one_line(text)
-        secrets = [api_key, *self.headers.values()]
-        words = [word for word in " ".join(secrets).split() if len(word) >= 8]
-        for secret in filter(None, secrets + words):
+        words = " ".join([api_key, *self.headers.values()]).split()
+        long_words = [word for word in words if len(word) >= 8]
+        for secret in filter(None, [api_key, *long_words]):
             line = line.replace(secret, "***")
         return line[:400]
 
@@ -416,7 +416,9 @@ def refusal(url: str, response: HTTPResponse, code, text: str) -> Failure:
                 wait = parsedate_to_datetime(retry_after).timestamp() - time.time()
     # A provider that is busy or rejects the request bills nothing. One that fails midway may bill.
     is_unpaid = response.status not in SUCCESS and (busy or not is_broken)
-    return Failure(f"HTTP {status} of {url}: {text}", wait, busy, cost=0.0 if is_unpaid else None)
+    target = response.headers.get("Location")
+    where = f"{url}, which redirects to {target}" if target else url
+    return Failure(f"HTTP {status} of {where}: {text}", wait, busy, cost=0.0 if is_unpaid else None)
 
 
 def broken(error: Exception) -> Failure:

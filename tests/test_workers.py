@@ -565,7 +565,11 @@ def refused(status, message="no", code=None, **headers):
         ),
         (refused(502, X_Should_Retry="false"), 1, "HTTP 502"),
         (http({"error": {"message": "too long", "code": 400}}), 1, "HTTP 400.*too long"),
-        (http(b"", 302, Location="http://127.0.0.1:9/v1"), 1, "HTTP 302"),
+        (
+            http(b"", 302, Location="http://127.0.0.1:9/v1"),
+            1,
+            "HTTP 302.* to http://127.0.0.1:9/v1",
+        ),
         (http(json.dumps(GOOD).encode()[:-9]), 1, "no reply as openai"),
         (http(b"[" * 100_000), 1, "no reply as openai"),
         (http([GOOD]), 1, "no reply as openai"),
@@ -698,6 +702,12 @@ def test_concurrency_is_a_workers_own():
 
 def test_a_replay_makes_a_second_run_free(tmp_path):
     def five(one):
+def test_a_short_header_is_no_secret():
+    with OddServer(refused(401, "Retry 1 failed")) as server:
+        with pytest.raises(WorkerError, match=f"HTTP 401 of {server.url}.*Retry 1 failed"):
+            worker(server, headers={"X-Retry": "1"}).chat(CHAT)
+
+
         asked = [(CHAT, "a", 1), (CHAT, "b", 1), (CHAT * 2, "a", 1), (CHAT, "a", 2), (CHAT, "a", 1)]
         return [one.chat(chat, call_id, top_p=top_p) for chat, call_id, top_p in asked]
 
