@@ -320,12 +320,12 @@ class Failure(Exception):
     cost: float | None = None  # dollars; 0.0: certainly not billed; None: may have been billed
 
 
-# Matches what OpenAI, Anthropic, Google and OpenRouter write if an account has no money or quota
-# left.
+# Matches what OpenAI, Anthropic, Google, OpenRouter, xAI and Moonshot write if an account has no
+# money or quota left.
 EXHAUSTED = (
     "insufficient_quota|billing_not_active|credit balance is too low|credits are depleted"
     "|PerDay|per-day|API usage limits|(spend|usage)_limit_|monthly spending cap"
-    "|credit_balance_exhausted"
+    "|credit_balance_exhausted|used all available credits|insufficient balance"
 )
 
 
@@ -375,15 +375,15 @@ def read_response(worker: Worker, response: HTTPResponse, deadline: float) -> Re
 def billed_cost(response: HTTPResponse, data: dict) -> float | None:
     """Return the cost in dollars that the server itself reports for a response, or None.
 
-    litellm reports the cost in a header; OpenRouter and our own server report it in usage.cost. A
-    cost of zero counts as not reported, because servers also report zero if they do not know the
-    price. If OpenRouter uses the account's own key for the provider (BYOK), usage.cost is ignored,
-    because it is only OpenRouter's fee.
+    litellm reports the cost in a header; OpenRouter and our own server report it in usage.cost, and
+    Perplexity in usage.cost.total_cost. A cost of zero counts as not reported, because servers also
+    report zero if they do not know the price. If OpenRouter uses the account's own key for the
+    provider (BYOK), usage.cost is ignored, because it is only OpenRouter's fee.
     """
     named = [0.0]
     with contextlib.suppress(ValueError):
         named.append(float(response.headers.get("x-litellm-response-cost", "")))
-    cost = find(data, "usage", "cost")
+    cost = find(data, "usage", "cost", "total_cost") or find(data, "usage", "cost")
     if fits(cost, NUMBER) and not find(data, "usage", "is_byok"):
         named.append(cost)
     return max(dollars for dollars in named if 0 <= dollars < 1e6) or None

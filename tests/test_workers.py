@@ -409,6 +409,9 @@ def test_what_a_reply_costs(usage, price, cost):
     with OddServer(http(answer(usage=usage))) as server:
         one = worker(server, price=price)
         reply = one.chat(CHAT)
+        # Perplexity adds a fee for each search to the price of the tokens.
+        ({**COUNTS, "cost": {"request_cost": 0.2, "total_cost": 0.25}}, [1, 10], 0.25),
+        ({**COUNTS, "cost": {"total_cost": "0.25"}}, [1, 10], 30e-6),
     assert reply.cost == (cost and pytest.approx(cost))
     assert (one.calls, one.spent) == (1, reply.cost)
 
@@ -576,8 +579,8 @@ def refused(status, message="no", code=None, **headers):
         (http({"choices": []}), 1, "no reply as openai"),
         (http(answer(42)), 1, "no reply as openai"),
         (flood, 1, "larger than 32 MiB"),
-        # Accounts that need money or a new day, in the words of OpenAI, Anthropic, Google and
-        # OpenRouter.
+        # Accounts that need money or a new day, in the words of OpenAI, Anthropic, Google,
+        # OpenRouter, xAI and Moonshot.
         (refused(429, "You exceeded it", "insufficient_quota"), 1, "HTTP 429.*You exceeded it"),
         (refused(400, "Your credit balance is too low"), 1, "credit balance"),
         (refused(429, "GenerateRequestsPerDayPerProjectPerModel-FreeTier"), 1, "PerDay"),
@@ -594,6 +597,8 @@ def test_what_ends_a_call(play, asked, says):
 
 
 @pytest.mark.parametrize(
+        (http({"error": "Your team has either used all available credits"}, 429), 1, "Your team"),
+        (refused(429, "Your account is suspended due to insufficient balance"), 1, "suspended"),
     "status, asked", [(429, 8), (503, 8), (529, 8), (408, 6), (409, 6), (500, 6)]
 )
 def test_a_busy_provider_is_asked_until_it_answers_and_a_broken_one_six_times(status, asked):
