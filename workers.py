@@ -47,6 +47,10 @@ LOOPBACK = (
     r"|\[[0:]*[01:]\]|\[[0:]*:ffff:(127\.[\d.]+|7f[\da-f]{2}:[\da-f]+)\])(:\d+)?(/|$)"
 )
 LIMITS = ("max_tokens", "max_completion_tokens")  # the parameters that bound a reply's length
+# Reasons why a text ends that mean "length", in the words of Anthropic and Mistral.
+CUT_OFF = ("max_tokens", "model_context_window_exceeded", "model_length")
+# Reasons that mean that the provider failed midway, in the words of OpenRouter, vLLM and DeepSeek.
+INTERRUPTED = ("error", "abort", "insufficient_system_resource")
 SUCCESS = range(200, 300)  # the statuses of responses that hold a reply
 MAX_BODY = 32 << 20  # the maximum size of a response, in bytes
 HARD_FAILURES = 6  # a call gives up after this many failures; a busy provider does not count as one
@@ -353,7 +357,7 @@ def read_response(worker: Worker, response: HTTPResponse, deadline: float) -> Re
 
     try:
         answer, finish = worker.read_reply(data)
-        answer = without_surrogates(answer)
+        answer = without_surrogates(without_thoughts(answer))
     except (LookupError, TypeError, AttributeError, ValueError):
         # OpenRouter sends spaces and newlines while it waits for a model's host. If the host dies,
         # the response contains nothing else, and another attempt may succeed.
@@ -369,7 +373,8 @@ def read_response(worker: Worker, response: HTTPResponse, deadline: float) -> Re
         is_counted = n_out or not answer or not any(worker.price)
         if is_counted:
             cost = (n_billed * worker.price[0] + n_out * worker.price[1]) / 1e6
-    return Reply(answer, n_in, n_out, cost, finish=str(finish or "stop"))
+    finish = "length" if finish in CUT_OFF else str(finish or "stop")
+    return Reply(answer, n_in, n_out, cost, finish=finish)
 
 
 def billed_cost(response: HTTPResponse, data: dict) -> float | None:
@@ -479,13 +484,17 @@ def openai_request(model: str, messages: list[dict], params: dict, api_key: str)
 def openai_reply(data: dict) -> tuple:
     """Return (text, reason why it ended) from the JSON of a response."""
     choice = data["choices"][0]
-    if choice.get("finish_reason") == "error" or choice.get("error"):
-        # OpenRouter reports a provider's failure in this way, and does not bill the call.
-        raise Failure(f"the provider failed midway: {choice.get('error')}", wait=0.0, cost=0.0)
-    text = choice["message"].get("content") or choice["message"].get("refusal") or ""
+    finish = choice.get("finish_reason")
+    error = choice.get("error")
+    if finish in INTERRUPTED or error:
+        cost = 0.0 if error or finish == "error" else None  # OpenRouter does not bill such a call.
+        raise Failure(f"the provider failed midway: {error or finish}", wait=0.0, cost=cost)
+    # Gemini leaves out the message if its thoughts or a filter left nothing to say.
+    message = choice["message"] if finish in (None, "stop") else choice.get("message") or {}
+    text = message.get("content") or message.get("refusal") or ""
     if isinstance(text, list):  # Mistral's thinking models send a list of parts.
         text = join_parts(text)
-    return without_thoughts(text), choice.get("finish_reason")
+    return text, finish
 
 
 def join_parts(parts: list) -> str:
@@ -532,10 +541,7 @@ def anthropic_request(model: str, messages: list[dict], params: dict, api_key: s
 
 def anthropic_reply(data: dict) -> tuple:
     """Return (text, reason why it ended) from the JSON of a response."""
-    finish = data.get("stop_reason")
-    if finish in ("max_tokens", "model_context_window_exceeded"):
-        finish = "length"
-    return join_parts(data["content"]), finish
+    return join_parts(data["content"]), data.get("stop_reason")
 
 
 def read_usage(usage) -> tuple[int, int, float] | None:
@@ -759,7 +765,7 @@ def check_row(entry: dict, budget: float) -> dict[str, str]:
 
     # Check the API key and the function that the row refers to, and the price if there is a budget.
     variable = entry.get("api_key_env")
-    if variable and "api_key_env" not in wrong and not os.environ.get(variable):
+    if variable and "api_key_env" not in wrong and not os.environ.get(variable, "").strip():
         wrong["api_key_env"] = f"${variable} is not set"
     if protocol == "python" and "function" in entry and "function" not in wrong:
         try:

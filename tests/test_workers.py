@@ -213,6 +213,11 @@ BOXED = r'To strip it: re.sub(r"<think>.*?</think>", "", s). \boxed{5}'
         (answer([{"type": "text"}, {"type": "text", "text": "A"}]), "A", "stop"),
         (answer(["A", {"type": "image"}, "B"]), "AB", "stop"),
         (answer("<think>Hm.</think>" + BOXED), BOXED, "stop"),
+        (answer("Hm.", "model_length"), "Hm.", "length"),  # Mistral
+        # Gemini leaves out the message if its thoughts or a filter left nothing to say.
+        ({"choices": [{"finish_reason": "length", "index": 0}]}, "", "length"),
+        ({"choices": [{"finish_reason": "content_filter: OTHER"}]}, "", "content_filter: OTHER"),
+        ({"choices": [{"finish_reason": "length", "message": None}]}, "", "length"),
     ],
 )
 def test_what_models_answer(response, text, finish):
@@ -268,6 +273,8 @@ def test_what_models_answer(response, text, finish):
 def test_thoughts_are_removed_and_nothing_else(reply, text):
     assert workers.without_thoughts(reply) == text
     assert on_the_wire(answer(reply))[2].text == text
+    claude = {"content": [{"type": "text", "text": reply}]}
+    assert on_the_wire(claude, protocol="anthropic")[2].text == text
 
 
 COUNTS = {"prompt_tokens": 10, "completion_tokens": 2}
@@ -402,6 +409,9 @@ def test_litellms_header_is_the_cost(header, usage, price, cost):
         ({**COUNTS, "cost": 0.25}, None, 0.25),
         ({**COUNTS, "cost": 0}, [1, 10], 30e-6),
         ({**COUNTS, "cost": 0.25, "is_byok": True}, [1, 10], 30e-6),
+        # Perplexity adds a fee for each search to the price of the tokens.
+        ({**COUNTS, "cost": {"request_cost": 0.2, "total_cost": 0.25}}, [1, 10], 0.25),
+        ({**COUNTS, "cost": {"total_cost": "0.25"}}, [1, 10], 30e-6),
     ],
 )
 def test_what_a_reply_costs(usage, price, cost):
@@ -409,9 +419,6 @@ def test_what_a_reply_costs(usage, price, cost):
     with OddServer(http(answer(usage=usage))) as server:
         one = worker(server, price=price)
         reply = one.chat(CHAT)
-        # Perplexity adds a fee for each search to the price of the tokens.
-        ({**COUNTS, "cost": {"request_cost": 0.2, "total_cost": 0.25}}, [1, 10], 0.25),
-        ({**COUNTS, "cost": {"total_cost": "0.25"}}, [1, 10], 30e-6),
     assert reply.cost == (cost and pytest.approx(cost))
     assert (one.calls, one.spent) == (1, reply.cost)
 
@@ -457,17 +464,6 @@ def test_odd_numbers_of_a_functions_reply_are_a_failed_call(numbers, tmp_path):
     assert one.budget.running == 0
 
 
-ENDLESS = """
-import os, sys, threading
-class Ended(BaseException): pass
-def sleep(messages): threading.Event().wait()
-def end(messages): sys.exit(0)
-def interrupt(messages): raise KeyboardInterrupt
-def own(messages): raise Ended("over")
-def give_up(messages): raise TimeoutError
-"""
-
-
 def test_a_function_cannot_change_the_callers_messages(tmp_path):
     """Agents append to the messages that they get; the next attempt or worker must not see that."""
     (tmp_path / "tools.py").write_text(
@@ -485,6 +481,17 @@ def test_a_function_cannot_change_the_callers_messages(tmp_path):
         ast.literal_eval(one.chat(chat).text) == [{"role": "user", "content": "Why? Because."}] * 2
     )
     assert chat == [{"role": "user", "content": "Why?"}]
+
+
+ENDLESS = """
+import os, sys, threading
+class Ended(BaseException): pass
+def sleep(messages): threading.Event().wait()
+def end(messages): sys.exit(0)
+def interrupt(messages): raise KeyboardInterrupt
+def own(messages): raise Ended("over")
+def give_up(messages): raise TimeoutError
+"""
 
 
 @pytest.mark.parametrize(
@@ -557,6 +564,9 @@ def refused(status, message="no", code=None, **headers):
         (http({"error": {"message": "upstream died", "code": 502}}), 2, "HTTP 502.*upstream died"),
         (http({"error": "model is loading"}), 2, "HTTP 500.*model is loading"),
         (http(answer("Bec", "error")), 2, "failed midway"),
+        (http(answer("Bec", "abort")), 2, "failed midway: abort"),  # vLLM
+        # DeepSeek
+        (http(answer("Bec", "insufficient_system_resource")), 2, "midway: insufficient_system"),
         (lambda n, conn: None, 2, "Error"),
         (cut, 2, "Error"),
         (b"220 mail.example ESMTP\r\n\r\n", 2, "Error"),
@@ -577,6 +587,8 @@ def refused(status, message="no", code=None, **headers):
         (http(b"[" * 100_000), 1, "no reply as openai"),
         (http([GOOD]), 1, "no reply as openai"),
         (http({"choices": []}), 1, "no reply as openai"),
+        (http({"choices": [{}]}), 1, "no reply as openai"),
+        (http({"choices": [{"text": "A", "finish_reason": "stop"}]}), 1, "no reply as openai"),
         (http(answer(42)), 1, "no reply as openai"),
         (flood, 1, "larger than 32 MiB"),
         # Accounts that need money or a new day, in the words of OpenAI, Anthropic, Google,
@@ -585,6 +597,8 @@ def refused(status, message="no", code=None, **headers):
         (refused(400, "Your credit balance is too low"), 1, "credit balance"),
         (refused(429, "GenerateRequestsPerDayPerProjectPerModel-FreeTier"), 1, "PerDay"),
         (refused(429, "Rate limit exceeded: free-models-per-day. Add credits"), 1, "per-day"),
+        (http({"error": "Your team has either used all available credits"}, 429), 1, "Your team"),
+        (refused(429, "Your account is suspended due to insufficient balance"), 1, "suspended"),
     ],
 )
 def test_what_ends_a_call(play, asked, says):
@@ -597,8 +611,6 @@ def test_what_ends_a_call(play, asked, says):
 
 
 @pytest.mark.parametrize(
-        (http({"error": "Your team has either used all available credits"}, 429), 1, "Your team"),
-        (refused(429, "Your account is suspended due to insufficient balance"), 1, "suspended"),
     "status, asked", [(429, 8), (503, 8), (529, 8), (408, 6), (409, 6), (500, 6)]
 )
 def test_a_busy_provider_is_asked_until_it_answers_and_a_broken_one_six_times(status, asked):
@@ -690,6 +702,12 @@ def test_an_echoed_header_is_masked_word_by_word(echo):
     assert KEY[:8] not in str(caught.value)
 
 
+def test_a_short_header_is_no_secret():
+    with OddServer(refused(401, "Retry 1 failed")) as server:
+        with pytest.raises(WorkerError, match=f"HTTP 401 of {server.url}.*Retry 1 failed"):
+            worker(server, headers={"X-Retry": "1"}).chat(CHAT)
+
+
 def test_a_key_of_two_lines_is_in_no_error(monkeypatch):
     monkeypatch.setenv("PLANTED", f"{KEY}\nsecond-line")
     with OddServer(http(GOOD)) as server, pytest.raises(WorkerError, match="header") as caught:
@@ -707,12 +725,6 @@ def test_concurrency_is_a_workers_own():
 
 def test_a_replay_makes_a_second_run_free(tmp_path):
     def five(one):
-def test_a_short_header_is_no_secret():
-    with OddServer(refused(401, "Retry 1 failed")) as server:
-        with pytest.raises(WorkerError, match=f"HTTP 401 of {server.url}.*Retry 1 failed"):
-            worker(server, headers={"X-Retry": "1"}).chat(CHAT)
-
-
         asked = [(CHAT, "a", 1), (CHAT, "b", 1), (CHAT * 2, "a", 1), (CHAT, "a", 2), (CHAT, "a", 1)]
         return [one.chat(chat, call_id, top_p=top_p) for chat, call_id, top_p in asked]
 
@@ -847,6 +859,7 @@ def test_a_budget_is_never_passed():
         # OpenRouter does not charge for an answer that failed midway, but it may charge for a reply
         # that consists only of an error.
         ([http(answer("Bec", "error")), http(GOOD)], 1 - 20e-6),
+        ([http(answer("Bec", "abort")), http(GOOD)], 0.99 - 20e-6),
         ([http({"error": {"message": "x", "code": 503}}), http(GOOD)], 0.99 - 20e-6),
     ],
 )
@@ -893,6 +906,7 @@ RIGHT = {"protocol": "openai", "base_url": "http://h/v1", "model": "m"}
         ({"protocol": []}, "protocol"),
         ({"api_key_env": KEY}, "api_key_env"),
         ({"api_key_env": "ABSENT"}, r"\$ABSENT"),
+        ({"api_key_env": "BLANK"}, r"\$BLANK is not set"),
         ({"params": [1]}, "params"),
         ({"params": {"n": 2}}, "params"),
         ({"headers": {"a": 1}}, "headers"),
@@ -921,7 +935,6 @@ def test_a_bad_field_is_named_with_its_worker_and_not_shown(change, field, tmp_p
         tmp_path, {**free, "name": "good", "timeout": None}, {**free, "name": "bad", **change}
     )
     with pytest.raises(ValueError, match=f"pool.json:\nbad: .*{field}") as caught:
-        ({"api_key_env": "BLANK"}, r"\$BLANK is not set"),
         load_pool(spec, budget=1.0)
     assert KEY not in str(caught.value) and "good" not in str(caught.value)
 
@@ -940,6 +953,16 @@ def test_everything_that_is_missing_is_said_at_once():
         "worker 3: model",
     ):
         assert any(one.startswith(sentence) for one in said)
+
+
+def test_a_header_may_hold_quotes(tmp_path):
+    """Some gateways take their configuration as JSON in a header."""
+    headers = {"x-portkey-config": '{"provider": "openai", "path": "a\\b"}', "x-title": "ours"}
+    with OddServer(http(GOOD)) as server:
+        row = {**RIGHT, "base_url": server.url, "headers": headers}
+        load_pool(pool_file(tmp_path, row))[0].chat(CHAT)
+    [(_, head, _)] = server.requests
+    assert f"x-portkey-config: {headers['x-portkey-config']}\r\n" in head
 
 
 def test_a_pools_file_may_begin_with_a_byte_order_mark(tmp_path):
@@ -970,16 +993,6 @@ def test_what_is_no_pool(text, tmp_path):
         ({"protocol": "openai", "function": "tools.py:f"}, ["base_url", "model"]),
         ({"protocol": "python"}, ["function"]),
         ({}, ["protocol", "base_url", "model"]),
-def test_a_header_may_hold_quotes(tmp_path):
-    """Some gateways take their configuration as JSON in a header."""
-    headers = {"x-portkey-config": '{"provider": "openai", "path": "a\\b"}', "x-title": "ours"}
-    with OddServer(http(GOOD)) as server:
-        row = {**RIGHT, "base_url": server.url, "headers": headers}
-        load_pool(pool_file(tmp_path, row))[0].chat(CHAT)
-    [(_, head, _)] = server.requests
-    assert f"x-portkey-config: {headers['x-portkey-config']}\r\n" in head
-
-
     ],
 )
 @pytest.mark.parametrize("budget", [0.0, 1.0])
