@@ -61,7 +61,9 @@ def advantages(rewards, mask=None):
     count = mask.sum(1).clamp(min=1)  # (Q)
     mean = (rewards * mask).sum(1) / count  # (Q)
     centred = (rewards - mean[:, None]) * mask  # (Q, G)
-    centred[centred.abs() < 1e-6] = 0.0  # Equal rewards differ from their mean by rounding only.
+    # Equal rewards differ from their mean by rounding only.
+    rounding = 1e-6 * mean.abs().clamp(min=1)  # (Q)
+    centred[centred.abs() < rounding[:, None]] = 0.0
     std = ((centred**2).sum(1) / count).sqrt()  # (Q); the sum is divided by count, not count - 1
     return centred / std.clamp(min=1e-6)[:, None]
 

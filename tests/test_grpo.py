@@ -121,6 +121,9 @@ def test_advantages_by_hand():
     # In fp32, the mean of eleven equal rewards differs from them. They still have no spread.
     assert torch.full((11,), 0.7).sum() / 11 != torch.tensor(0.7)
     assert not advantages([[0.7] * 11]).any()
+    # The sum of large rewards, which a user's function may give, is rounded more coarsely.
+    for value in (1000.1, -1e6 + 0.3):
+        assert not advantages([[value] * 7]).any()
 
 
 @pytest.mark.parametrize("junk", [0.0, 100.0])
