@@ -595,7 +595,11 @@ def file_hash(path: str) -> str:
 
 @functools.cache
 def run_file(path: str, content_hash: str) -> dict:
-    """Run a Python file and return its globals. The file runs again only if its content changed."""
+    """Run a Python file, which may import modules beside it, and return its globals.
+
+    The file runs again only if its content changed.
+    """
+    sys.path.append(os.path.dirname(os.path.abspath(path)))
     return runpy.run_path(path)
 
 

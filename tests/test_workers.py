@@ -483,6 +483,15 @@ def test_a_function_cannot_change_the_callers_messages(tmp_path):
     assert chat == [{"role": "user", "content": "Why?"}]
 
 
+def test_a_users_file_may_import_the_modules_beside_it(tmp_path):
+    (tmp_path / "beside_the_pool.py").write_text("def answer(): return 'yes'\n")
+    (tmp_path / "tools.py").write_text(
+        "import beside_the_pool\ndef f(messages): return beside_the_pool.answer()\n"
+    )
+    [one] = load_pool(pool_file(tmp_path, {"protocol": "python", "function": "tools.py:f"}))
+    assert one.chat(CHAT).text == "yes"
+
+
 ENDLESS = """
 import os, sys, threading
 class Ended(BaseException): pass
