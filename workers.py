@@ -1286,8 +1286,8 @@ def plain_messages(messages: list[dict]) -> list[dict]:
     """
     plain = []
     for message in messages:
-        content = message["content"] or ""
-        parts = [{"text": content}] if isinstance(content, str) else content
+        content = "" if message["content"] is None else message["content"]
+        parts = content if isinstance(content, list) else [{"text": content}]
         for part in parts:
             kind = part.get("type", "text")
             if kind != "text":
