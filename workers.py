@@ -1703,7 +1703,7 @@ def main():
         cost = "unknown cost" if reply.cost is None else f"${reply.cost:.6f}"
         tokens = reply.prompt_tokens + reply.completion_tokens
         words = textwrap.shorten(one_line(reply.text), 60, placeholder=" …")
-        print(f"{worker.name:<24}{reply.seconds:.2f} s, {tokens} tokens, {cost}: {words}")
+        print(f"{worker.name:<23} {reply.seconds:.2f} s, {tokens} tokens, {cost}: {words}")
         if worker.note:
             print(" " * 24 + worker.note)
     sys.exit(any(isinstance(reply, WorkerError) for reply in replies))

@@ -1208,10 +1208,13 @@ def test_the_command_asks_each_worker_for_a_word(tmp_path):
     assert first.startswith(good.url[-8:]) and second.strip() == "It is good at sums."
 
 
+        rows[0]["name"] = "x" * 30
 def test_an_attempt_that_the_pool_forbids_is_not_made():
+        del rows[0]["name"]
     with OddServer(refused(500)) as server:
         [error] = workers.ping_workers([worker(server, attempts=1, timeout=QUICK)])
     assert "(attempt 1," in str(error) and len(server.requests) == 1
+    assert re.match(rf"{'x' * 30} \d+\.\d\d s, ", up)
 
 
 def test_the_commands_help_and_its_errors():
