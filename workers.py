@@ -911,10 +911,12 @@ class Replay:
 
 
 class Budget:
-    """A spending limit in dollars, which the workers of a pool together never exceed.
+    """A spending limit in dollars for all workers of a pool together.
 
     Each attempt first reserves its maximum cost, and afterwards returns what it did not spend. If
-    the cost of an attempt is unknown, the attempt returns nothing.
+    the cost of an attempt is unknown, the attempt returns nothing. The limit can only be exceeded
+    by Python functions, for which nothing is reserved because their maximum cost is unknown, and by
+    servers that bill more than the pool's price.
     """
 
     def __init__(self, dollars: float):
@@ -933,9 +935,8 @@ class Budget:
             self.room.wait_for(lambda: dollars <= self.left or not self.running)
             if dollars > self.left:
                 self.refused = True
-                raise WorkerError(
-                    f"the budget of ${self.dollars:g} is spent, but for ${self.left:.4f}"
-                )
+                left = max(self.left, 0.0)
+                raise WorkerError(f"the budget of ${self.dollars:g} is spent, but for ${left:.4f}")
             self.left -= dollars
             self.running += 1
 

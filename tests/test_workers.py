@@ -854,6 +854,18 @@ def test_a_budget_is_never_passed():
     assert len(server.requests) == 4 and budget.refused and budget.left == pytest.approx(0.001)
 
 
+def test_a_budget_that_a_function_has_overspent_has_nothing_left(tmp_path):
+    """What a function costs is known only afterwards."""
+    (tmp_path / "tools.py").write_text(
+        "from workers import Reply\ndef f(messages): return Reply('yes', 1, 1, 0.75)\n"
+    )
+    spec = pool_file(tmp_path, {"protocol": "python", "function": "tools.py:f"})
+    [one] = load_pool(spec, budget=1.0)
+    assert one.chat(CHAT).text == one.chat(CHAT).text == "yes"
+    with pytest.raises(WorkerError, match=r"the budget of \$1 is spent, but for \$0.0000"):
+        one.chat(CHAT)
+
+
 @pytest.mark.parametrize(
     "answers, left",
     [  # what is left of $1; a call costs $0.00002, and at most $0.01
@@ -1196,10 +1208,13 @@ def test_the_command_asks_each_worker_for_a_word(tmp_path):
         OddServer(http(answer(""))) as mute,
     ):
         rows = [{**RIGHT, "base_url": one.url, "model": one.url[-8:]} for one in (good, bad, mute)]
+        rows[0]["name"] = "x" * 30
         all_three = run_command(f"--pool={pool_file(tmp_path, *rows)}")
+        del rows[0]["name"]
         rows[0]["note"] = "It is good at sums."
         fine = run_command("--pool", pool_file(tmp_path, rows[0]))
     up, down, silent = all_three.stdout.splitlines()
+    assert re.match(rf"{'x' * 30} \d+\.\d\d s, ", up)
     assert "12 tokens, unknown cost: No expression [2J found. No" in up and "\x1b" not in up
     assert up.endswith(" …") and len(up) < 120
     assert "HTTP 401" in down and "empty" in silent
@@ -1208,13 +1223,10 @@ def test_the_command_asks_each_worker_for_a_word(tmp_path):
     assert first.startswith(good.url[-8:]) and second.strip() == "It is good at sums."
 
 
-        rows[0]["name"] = "x" * 30
 def test_an_attempt_that_the_pool_forbids_is_not_made():
-        del rows[0]["name"]
     with OddServer(refused(500)) as server:
         [error] = workers.ping_workers([worker(server, attempts=1, timeout=QUICK)])
     assert "(attempt 1," in str(error) and len(server.requests) == 1
-    assert re.match(rf"{'x' * 30} \d+\.\d\d s, ", up)
 
 
 def test_the_commands_help_and_its_errors():
